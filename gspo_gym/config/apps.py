@@ -114,7 +114,7 @@ class TaskSource:
 
     @property
     def url_key(self) -> str:
-        """Return the key of its `task_url`."""
+        """Return the key in `task_url`'s table."""
         return "services.task_url" if self.key == "rollout" else f"{self.key}.task_url"
 
 

@@ -56,7 +56,7 @@ def parameters() -> str:
 
 
 def hosted_keys() -> list[str]:
-    """Return the hosted trainer's keys, all of which are ours."""
+    """Return the hosted trainer's keys; all exist here."""
     return [f"{section}.{key}" for section, keys in HOSTED.items() for key in keys]
 
 

@@ -59,7 +59,7 @@ def find_secrets(values: Mapping[str, Any], prefix: str = "") -> Iterator[Proble
 
 
 def find_nul(values: Mapping[str, Any], prefix: str = "") -> Iterator[Problem]:
-    """Yield a problem for each key whose text holds the NUL character, which no path, name or URL may have."""
+    """Yield a problem for each key with a text that holds the NUL character, which no path, name or URL may have."""
     for name, value in values.items():
         key = f"{prefix}{name}"
         if isinstance(value, Mapping):

@@ -227,9 +227,9 @@ _WIDTH = 100
 
 
 def new_config(env_name: str, *, model: str, label: str) -> str:
-    """Return the text of a configuration that trains `model` on the environment; it loads as it stands.
+    """Return the text of a configuration that trains `model` on the environment; it loads unchanged.
 
-    Numbers are for a small model and short answers, so that a first run ends within minutes.
+    Numbers are for a small model and short answers: a first run ends within minutes.
     """
     is_tiny = model.startswith("tiny:")
     given: dict[str, dict[str, Any]] = {

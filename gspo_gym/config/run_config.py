@@ -49,7 +49,7 @@ __all__ = ["RunConfig", "load_config", "load_sections", "read_file"]
 class RunConfig(Settings):
     """Settings of a whole run, with the numbers and records that follow from them.
 
-    Build it with `load_config` or `from_dict`, whose errors name every problem; the constructor takes the same values
+    Build it with `load_config` or `from_dict`: their errors name every problem; the constructor takes the same values
     and raises pydantic's error.
     """
 
@@ -118,7 +118,7 @@ class RunConfig(Settings):
 
     @property
     def evaluation_sampling(self) -> Sampling:
-        """Return the sampling of an evaluation: that of [rollout] at its own temperature."""
+        """Return the sampling of an evaluation: that of [rollout] at the evaluation's temperature."""
         return replace(self.rollout.sampling, temperature=self.evaluation.temperature)
 
     @property
@@ -179,7 +179,7 @@ class RunConfig(Settings):
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     """Read a TOML, YAML or JSON file, with `section.key=value` texts going over it in order.
 
-    A value is TOML (`7`, `true`, `[1, 2]`, `"text"`); what is not is taken as text: names and paths need no quotes.
+    A value is TOML (`7`, `true`, `[1, 2]`, `"text"`); anything else is taken as text: names and paths need no quotes.
 
     Raises:
         ConfigError: there is no such file, it is not of that format, or its content is wrong: then everything that is.

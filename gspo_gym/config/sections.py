@@ -1,7 +1,7 @@
 """The sections of a configuration file that hold settings of several rooms, or of the policy's model.
 
 A section is the settings record of its room (`[loss]` is `LossSettings`), or inherits from the records of several; a
-room takes its own by `Settings.of`. `same` and `optional` show a field of another record under a key of a section.
+room takes its part by `Settings.of`. `same` and `optional` show a field of another record under a key of a section.
 """
 
 from __future__ import annotations

@@ -61,7 +61,7 @@ def look_up(values: Any, key: str, default: Any = None) -> Any:
 
 
 def with_known_spelling(values: Mapping[str, Any], model: type[BaseModel]) -> dict[str, Any]:
-    """Return `values` with the names of a `Literal` spelled as there, whatever their case."""
+    """Return `values` with the names of a `Literal` spelled as there, in any case."""
     # The hosted trainer's files write some names in capitals. Other texts, such as paths, stay as they are.
     spelled = dict(values)
     for key, value in values.items():

@@ -91,11 +91,11 @@ class Guard:
 
     Args:
         app: the guarded application.
-        api_key: required except at `open_paths`, in any of three headers; several: any of them. None: anyone who can
+        api_key: required except at `open_paths`, in any of three headers; several: any of them. None: anyone that can
             connect may ask.
         allowed_origins: of pages in browsers that may call, as "https://host:port". Programs send no Origin header.
         allowed_hosts: names allowed in the Host header, without ports; None: any if there is a key, else those of
-            loopback, against pages whose name suddenly means 127.0.0.1 (DNS rebinding).
+            loopback, against pages with a name that suddenly means 127.0.0.1 (DNS rebinding).
         open_paths: answered without a key, but not with a wrong one.
         max_body_bytes: of a request, counted as they arrive; `server_for` limits WebSocket messages.
         body_timeout_seconds: for the whole body to arrive.

@@ -45,7 +45,7 @@ async def build_engine(config: RunConfig, policy: Policy) -> Engine:
     Raises:
         ConfigError: the model, the servers or this machine cannot do what the config asks for.
         MissingExtraError: vLLM or httpx is not installed.
-        EngineError: it did not start, or nobody answers at services.engine_urls.
+        EngineError: it did not start, or nothing answers at services.engine_urls.
     """
     check_context(config, policy.base, getattr(policy.model.config, "max_position_embeddings", None))
     check_engine(config)
@@ -81,7 +81,7 @@ def check_context(config: RunConfig, base: str, longest: int | None) -> None:
 
 
 def check_engine(config: RunConfig) -> None:
-    """Refuse an engine whose package is not installed here.
+    """Refuse an engine with a package that is not installed here.
 
     Raises:
         MissingExtraError: vLLM or httpx is missing.

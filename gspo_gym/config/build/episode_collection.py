@@ -1,6 +1,6 @@
 """collect_episodes: a data set of episodes, played by any policy: written by hand, a model here, or an endpoint.
 
-The same pool as in training plays them, so deadlines, retries and isolation are the same. What is collected is
+The same pool as in training plays them, so deadlines, retries and isolation are the same. Collected episodes are
 imitated, analysed or judged, never reinforced: only an engine's own logprobs could be, and they are stored with the
 weights' version that sampled them.
 """
@@ -114,7 +114,7 @@ def collect_episodes(
         env_config: arguments of the environment's constructor.
         settings: the rest; None: all defaults.
         already: episodes of these seeds that an earlier call gave to `on_episode`; they are not played again.
-        on_episode: is given each episode when it is over, in no order, so that it can be kept; must be quick.
+        on_episode: is given each episode when it is over, in no order, to be kept; must be quick.
         out: the file that they are for, beside which it is noted that the environment held the interpreter, to run it
             in worker processes the next time; None: that is noted nowhere.
 

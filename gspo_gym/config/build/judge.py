@@ -81,7 +81,7 @@ class JudgeVariants:
     """Judges of a configuration outside a run: as it is, and as an audit asks it. They share one budget.
 
     Attributes:
-        judge: the one that is trained against.
+        judge: of the training.
         repeats: further samples of it, without a cache.
         in_given_order: without a cache, and showing criteria in the rubric's order.
     """

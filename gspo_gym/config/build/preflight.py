@@ -45,7 +45,7 @@ from gspo_gym.types import Message, Task, Trajectory
 async def find_obstacles(config: RunConfig, *, base: str | None = None) -> list[GymError]:
     """Return why a run of this configuration would not start, as far as it can be known without loading a model.
 
-    `base` is what is loaded in place of the model that the configuration names: a checkpoint to go on from.
+    `base` is loaded in place of the model that the configuration names: a checkpoint to go on from.
     """
     obstacles = await _failures(config, _checks(config, base))
     with _collecting(obstacles):
@@ -99,7 +99,7 @@ async def require_ready(config: RunConfig, *, base: str | None = None) -> tuple[
 
 
 async def require_ready_to_evaluate(config: RunConfig, names: Sequence[str]) -> None:
-    """Refuse to start evaluations of these players of which one would fail.
+    """Refuse to start evaluations of these players if one of them would fail.
 
     Raises:
         GymError: as `require_ready`.
@@ -128,7 +128,7 @@ async def rehearse(config: RunConfig) -> Rehearsal:
     Task apps are asked whether they can be used, and play the probe rollouts that training begins with.
 
     Raises:
-        GymError: as `require_ready`, or whatever building met.
+        GymError: as `require_ready`, or any error of building.
     """
     await require_ready(config)
     with tempfile.TemporaryDirectory(prefix="gspo_gym-rehearsal-") as folder:

@@ -1,4 +1,4 @@
-"""The served reference of a run: its process, if it has its own, and the settings that the learner asks with."""
+"""The served reference of a run: its process, if it has one, and the settings that the learner asks with."""
 
 from __future__ import annotations
 

@@ -136,7 +136,7 @@ def build_environment(config: RunConfig, source: TaskSource | None = None) -> Is
     """Return a factory of a source's environments, each in a thread or a worker process.
 
     `source` is one of `config.sources`; None: the main one. An environment that held the interpreter in an earlier
-    start of this run (`watchdog.py`) runs in worker processes, whatever the configuration says.
+    start of this run (`watchdog.py`) runs in worker processes, even against the configuration.
 
     Raises:
         UnknownNameError: no environment of that name.
@@ -249,7 +249,7 @@ def build_evaluate(
 ) -> Evaluate:
     """Return a function that evaluates the player's present weights on the configured seeds.
 
-    Every call samples with the same seeds. `rows` are there already, or receive what is played: for a single call.
+    Every call samples with the same seeds. `rows` are there already, or receive the played ones: for a single call.
     """
     return _evaluation_of(config, build_play(config, player, mode="eval"), keep=keep, judging=judging, rows=rows)
 

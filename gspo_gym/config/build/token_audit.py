@@ -87,7 +87,7 @@ class TokenAudit:
         players: in the order in which they played.
         failures: drift, templates that cannot be rendered, episodes that failed.
         notes: players that this template cannot express.
-        sample_player, sample: an episode's last segment as (text, whether it is trained on), and whose it is.
+        sample_player, sample: an episode's last segment as (text, whether it is trained on), and its player.
     """
 
     env_id: str
@@ -145,7 +145,7 @@ class TokenAudit:
 def audit_tokens(env: str, model: str, *, num_turns: int, env_config: Mapping[str, Any] | None = None) -> TokenAudit:
     """Play at least `num_turns` live turns with each player and compare what it was given.
 
-    A tiny model samples its own answers. Of any other only the tokenizer and template are loaded, and hand-written
+    A tiny model samples its answers. Of any other only the tokenizer and template are loaded, and hand-written
     players speak: the environment's own, arbitrary actions, and the reference again with reasoning before its answers.
 
     Raises:

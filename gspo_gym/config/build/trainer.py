@@ -162,7 +162,7 @@ def _learners_gpu(config: RunConfig) -> str:
 
 
 def require_gpu_type(gpu_type: str, device_name: str) -> None:
-    """Refuse another device than the one that compute.gpu_type names, such as "H100" for "NVIDIA H100 80GB HBM3".
+    """Refuse another device than compute.gpu_type names, such as "H100" for "NVIDIA H100 80GB HBM3".
 
     Raises:
         ConfigError: it is another one.
@@ -174,7 +174,7 @@ def require_gpu_type(gpu_type: str, device_name: str) -> None:
 def build_learner(config: RunConfig, policy: Policy, reference: ReferencePolicy | None = None) -> Learner:
     """Return the learner of [loss], [advantages], [rewards], [correction], [reference], [optimizer] and [training].
 
-    `reference` is one that is served; None: it is in this process, if anything compares with it.
+    `reference` is served; None: it is in this process, if anything compares with it.
     """
     return Learner(
         policy.model,

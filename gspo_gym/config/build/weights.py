@@ -27,7 +27,7 @@ from gspo_gym.types import Float32Array, Sampling
 def build_weight_sync(config: RunConfig, policy: Policy, engine: Engine, recorder: RunRecorder) -> WeightSync:
     """Return the weight sync of [training.weight_sync]; an engine that can be rebuilt is, under the last weights.
 
-    A canary is asked of every engine that holds weights of its own.
+    A canary is asked of every engine that holds separate weights.
 
     Raises:
         ConfigError: the engine takes new weights in no way that the settings allow.

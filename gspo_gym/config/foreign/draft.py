@@ -1,4 +1,4 @@
-"""A settings file of another trainer on its way to being one of ours, and the rows of the table of all their keys.
+"""A settings file of another trainer on its way into this library's form, and the rows of the table of foreign keys.
 
 Each system (`trl.py`, `roll.py`, ...) has a `Row` for every known key. Translations, the hints about unknown keys
 (`table.py`) and configs/recipes/PARAMETERS.md are made from the rows. A `Draft` records the keys that were read, the
@@ -27,10 +27,10 @@ class Row:
         ours: our keys that together say the same; none: `note` says why.
         read: reads the value that each of `ours` takes.
         together: reads this key and others, which depend on each other; with neither, the row is a hint only.
-        values: the value of `ours` for a value of theirs; a tuple holds one for each of `ours`.
-        advice: the text of a hint for a value of theirs, or for all values, if `ours` = value would be wrong.
+        values: the value of `ours` for a foreign value; a tuple holds one for each of `ours`.
+        advice: the text of a hint for a foreign value, or for all values, if `ours` = value would be wrong.
         also: our keys that change with it besides.
-        beside: keys of theirs without which it has no effect.
+        beside: foreign keys without which it has no effect.
         note: the change of meaning, or the reason why there is no counterpart.
         default: its value if a file has none; None: a missing key changes nothing here.
     """
@@ -59,7 +59,7 @@ class System:
     Attributes:
         name: for messages.
         rows: its keys.
-        without_counterpart: their other keys: default, and the reason why no key of ours answers to it.
+        without_counterpart: their other keys: default, and the reason why no key here answers to it.
         flatten: takes nested tables apart.
     """
 
@@ -80,8 +80,8 @@ class Translation:
 
     Attributes:
         values: sections as `RunConfig.from_dict` takes them.
-        notes: changes of meaning, and defaults of theirs that decided something.
-        left_out: keys of theirs with no counterpart here, each with the reason.
+        notes: changes of meaning, and foreign defaults that decided something.
+        left_out: foreign keys with no counterpart here, each with the reason.
     """
 
     values: dict[str, Any]

@@ -1,8 +1,8 @@
 """ROLL's pipeline files (alibaba/ROLL): the flat keys, and the worker tables that hold the optimizer and the sampler.
 
-A file with `train_env_manager` or another key of its agentic pipeline is read as that pipeline reads it:
+A file with `train_env_manager` or another key of its agentic pipeline is read like that pipeline:
 `rollout_batch_size` counts episodes and not prompts, `reward_normalization` decides in place of `norm_mean_type`. Keys
-of its older reward API (reward_norm, reward_shift, reward_scale), which ROLL now ignores, keep their old meaning.
+of the older reward API (reward_norm, reward_shift, reward_scale), which ROLL now ignores, keep their old meaning.
 
 ROLL is not on PyPI. Read in alibaba/ROLL, main of 2026: roll/configs/base_config.py at 0a6a47e5,
 roll/pipeline/rlvr/rlvr_config.py at 2f732c04, roll/configs/model_args.py at 1d3b9ae2; training_args.py and
@@ -249,7 +249,7 @@ def _take_kl(draft: Draft) -> None:
 
 
 def _total_length(draft: Draft) -> int:
-    """Return sequence_length, or the sum of its two parts, over which it wins in ROLL."""
+    """Return sequence_length, which wins in ROLL, or the sum of the two parts."""
     parts = draft.require_count("prompt_length") + (draft.first_count("response_length") or _RESPONSE)
     return draft.first_count("sequence_length") or parts
 

@@ -1,4 +1,4 @@
-"""stateset-agents' GSPOConfig (read in 0.69.0): the keys of its guide, those that its trainer ignores among them."""
+"""stateset-agents' GSPOConfig (read in 0.69.0): the keys of the guide, ignored ones among them."""
 
 from __future__ import annotations
 

@@ -155,7 +155,7 @@ def _take_reference(draft: Draft) -> None:
 
 
 def _take_vllm(draft: Draft) -> None:
-    """Set the engine, and the correction for a sampler whose logprobs are not quite the trainer's."""
+    """Set the engine, and the correction for a sampler with logprobs that are not quite the trainer's."""
     mode, host = draft.get("vllm_mode"), draft.get("vllm_server_host")
     port, url = draft.count("vllm_server_port"), draft.get("vllm_server_base_url")
     settings = {

@@ -18,7 +18,7 @@ _KIND_KEYS = ("judge.type", "services.judge_url", "judge.options.python", "judge
 
 
 def judge_kind(kind: str | None, judge_url: str | None, python: str | None, panel: Sequence[Any] | None) -> str:
-    """Return the type of the judge: "synth", "python", "model", or "panel" for several, each of its own type."""
+    """Return the type of the judge: "synth", "python", "model", or "panel" for several, each of any type."""
     # Several judges have no type of their own. Without judge.type the other keys decide, as in the hosted trainer.
     if panel:
         return "panel"

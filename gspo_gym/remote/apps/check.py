@@ -153,7 +153,7 @@ class CheckSettings:
     """Settings of the probes.
 
     Attributes:
-        env_name: the app's name of its environment. env_config: passed to the app unchanged.
+        env_name: the app's name of the environment. env_config: passed to the app unchanged.
         seed: of the task. max_turns: decisions of an episode.
         timeout_seconds: of one rollout.
         gateway_host: the address that the gateway listens at. gateway_url: its URL for the app; None: the same address.

@@ -113,7 +113,7 @@ class TaskAppClient:
         return read_info(await self._get("/info"))
 
     async def taskset(self) -> Mapping[str, Any]:
-        """Return the app's own description of its tasks: names, splits, sizes, a range of seeds.
+        """Return the app's description of the tasks: names, splits, sizes, a range of seeds.
 
         Raises:
             AppError: as `health`; AppAnswerError: there is none.

@@ -1,7 +1,7 @@
 """The wire format of task apps, in both generations of the contract, and the errors of an app. No I/O.
 
 The contract is that of the `synth-ai` package, releases 0.2.16 to 0.4.1 (generation A: run id, ops, trajectories,
-metrics), whose requests are sent and served here; answers of later releases (generation B: `outcome_reward` in
+metrics), with requests that are sent and served here; answers of later releases (generation B: `outcome_reward` in
 `metrics` or `reward_info`) are read, too. Unknown fields are ignored on both sides. Everything that a reward depends on
 is read strictly: a number is a finite number, neither text nor a truth value.
 
@@ -240,7 +240,7 @@ class AppInfo(_Wire):
 
     @property
     def task_id(self) -> str | None:
-        """Return the app's name of its task; None if it has none."""
+        """Return the app's name of the task; None if it has none."""
         task = self.service.get("task")
         name = task.get("id") if isinstance(task, Mapping) else None
         return name if isinstance(name, str) else None

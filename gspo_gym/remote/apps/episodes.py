@@ -54,7 +54,7 @@ _UNSAFE = re.compile(r"[^A-Za-z0-9._-]+")  # run ids stand in URLs and file name
 
 @dataclass(frozen=True, slots=True)
 class AppEpisodeSettings:
-    """The app's environment and policy, and limits of its episodes.
+    """The app's environment and policy, and limits of the episodes.
 
     Attributes:
         env_name: the app's name of the environment.

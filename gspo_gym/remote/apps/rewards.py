@@ -4,7 +4,7 @@ The return is the first of these that the app gives: `metrics.mean_return`, `met
 steps' rewards (generation B: `outcome_reward`). If the steps' rewards sum to something else, a warning says so; a score
 beside a return may be on another scale. A decision is one call of the model with the steps that it sets off;
 `Turn.events` gets the achievements that became true in it. Decision rewards that an app computed itself are not used as
-rewards: the names in them are events, from which the learner computes its own.
+rewards: the names in them are events, from which the learner computes rewards.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class AppRollout:
             events of a server of this library, which may all be empty. Without it, there are no step rewards.
         details: `metrics.details` unchanged.
         final_messages: the environment's answer to the last action, which no model read; () from apps that are not
-            servers of this library, whose last observation may be anything.
+            servers of this library: their last observation may be anything.
     """
 
     generation: Literal["A", "B"]
@@ -323,7 +323,7 @@ def join_rewards(
     """Return the captured turns with the app's rewards and events; their rewards sum to its return.
 
     If the app lists as many decisions as there are turns, the k-th belongs to the k-th turn; the difference between its
-    return and their sum is the last turn's, as a reward term of its own. If it lists as many as `decision_turns` (see
+    return and their sum is the last turn's, as a separate reward term. If it lists as many as `decision_turns` (see
     `CaptureBuild`; None: the turns), a decision without a turn counts with the turn before it, or the first one.
     Otherwise the last turn gets the whole return, and all events.
     """

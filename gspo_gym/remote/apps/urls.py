@@ -1,8 +1,8 @@
 """The URLs that may be called: the operator's own, and of any others only allowed ones.
 
 A URL in a request or an answer could make this process call what only it can reach (a cloud's metadata, a neighbour's
-admin port). It must name an allowed host, or resolve to public addresses only; and the checked address is the one that
-is called, whatever the name resolves to later. No I/O but the lookup.
+admin port). It must name an allowed host, or resolve to public addresses only; and the checked address
+is called, even if the name resolves to another later. No I/O but the lookup.
 """
 
 from __future__ import annotations

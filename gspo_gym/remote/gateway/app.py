@@ -8,7 +8,7 @@ Errors get the status, code and envelope by which OpenAI's clients know them. Th
 `x-should-retry: false` goes with what a retry does not change.
 
 Client code appends to URLs, and some of it to the query. Therefore the session id stands in the path and again in the
-query, and `/v1` and `/chat/completions` are understood wherever they are appended. An id that was itself changed is
+query, and `/v1` and `/chat/completions` are understood in any place. An id that was itself changed is
 unknown and an error.
 """
 

@@ -116,13 +116,13 @@ class CapturedCall:
         num_prompt_tokens: of the whole prompt.
         new_messages: what it adds to the parent's conversation; all messages if there is no parent.
         answer: the model's message; if it cannot be parsed, the whole text is its content.
-        parse: how parsing ended. error: what is wrong with the text, in words that the model can act on, else None.
+        parse: how parsing ended. error: the fault of the text, in words that the model can act on, else None.
         finish_reason: in OpenAI's words.
         completion: exactly what was sampled. Of a forced tool call, the part behind its opening.
         tools_key: the tools offered, as JSON text; "" for none.
         request_key: equal for calls that asked for the same thing.
         num_begun: how many calls of the session had begun when it was answered, itself included.
-        untrained: the reason, if it cannot be trained on whatever the others are; else None.
+        untrained: the reason, if it cannot be trained on by itself; else None.
         is_trained: what the caller wanted.
         is_delivered: its answer reached the caller, as far as is known.
     """

@@ -45,7 +45,7 @@ class CallUse:
         kind: "root" (a new conversation), "extends" (its prompt appends to its parent's tokens), "rewrites" (it
             continues its parent, but the template rewrote the tokens) or "failed".
         num_sampled_tokens: sampled for it.
-        turn: the number of its turn that is trained on; None if it is not.
+        turn: the number of the trained turn; None if it is not trained on.
         untrained: the reason if it is not; None if it is.
     """
 
@@ -68,7 +68,7 @@ class CaptureBuild:
             (its last observation) is not among them.
         turn_calls: the index of the call of each turn.
         decision_turns: of each call that may be a decision of the task (its answer was delivered, and it is not beside
-            the task), the number of its turn; None if it has none, because others are trained on and it is not.
+            the task), the number of the turn; None if it has none, because others are trained on and it is not.
         uses: of every call, in order.
     """
 

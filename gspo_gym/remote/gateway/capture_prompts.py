@@ -156,7 +156,7 @@ def forced_tool(tool_choice: str, tools: Sequence[Mapping[str, Any]]) -> str | N
 
 
 def call_problem(answer: Message, name: str | None, tools: Sequence[Mapping[str, Any]]) -> str | None:
-    """Explain what is wrong with an answer that had to call the tool `name` (None: any); None if nothing."""
+    """Explain the fault of an answer that had to call the tool `name` (None: any); None if nothing."""
     wanted = f"a call of {name}" if name is not None else "a call of one of " + ", ".join(tool_names(tools))
     called = [call.name for call in answer.tool_calls]
     if not called:

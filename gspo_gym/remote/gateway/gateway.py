@@ -23,7 +23,7 @@ class Gateway:
     Args:
         engine: answers the calls.
         tokenizer: a transformers tokenizer with a chat template.
-        template_kwargs: for the chat template, unless a session has its own.
+        template_kwargs: for the chat template, unless a session has some.
         max_sessions: open at once.
         clock: seconds, monotonic.
     """

@@ -1,6 +1,6 @@
 """Serve an ASGI application from the running event loop, which the gateway must share with the engine.
 
-For a server with a thread of its own see `BackgroundServer`.
+For a server with a separate thread see `BackgroundServer`.
 """
 
 from __future__ import annotations

@@ -131,7 +131,7 @@ def _options(body: Mapping[str, Json], *, logprobs: bool) -> AnswerOptions:
 
 
 def require_one_choice(body: Mapping[str, Json]) -> None:
-    """Refuse several answers to one request: each is a call of its own.
+    """Refuse several answers to one request: each is a separate call.
 
     Raises:
         RequestError: n or best_of is not 1.

@@ -77,7 +77,7 @@ class GatewaySessionSettings:
 
     Attributes:
         name: of the attempt at the engine, as `EpisodeRequest.session_id`; never shown to the agent.
-        sampling_seed: of the episode; a call derives its own from it.
+        sampling_seed: of the episode; a call derives another from it.
         max_output_tokens: of one answer. max_model_len: prompt plus answer.
         sampling: how tokens are drawn; a call may ask for another temperature or top_p, and is then not trained on.
         chat_template_kwargs: handed to the chat template; None: the gateway's own.

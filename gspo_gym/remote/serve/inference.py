@@ -1,7 +1,7 @@
 """Client of the model that a rollout names, through the `openai` package.
 
-The URL comes from a request and was checked before (`urls.py`); the address that was checked is the one that is called.
-It sends the sampling settings of the rollout's policy and no others: an agent with settings of its own would not sample
+The URL comes from a request and was checked before (`urls.py`); the checked address is called.
+It sends the sampling settings of the rollout's policy and no others: an agent with other settings would not sample
 what the trainer expects.
 """
 
@@ -29,7 +29,7 @@ _MAX_SHOWN = 300  # characters of a foreign error that ours repeats
 
 
 class InferenceError(ServiceError):
-    """The model gave no answer, or one that cannot be read."""
+    """The model gave no answer, or an unreadable one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +132,7 @@ class InferenceClient:
         """Return the model's next message; `tools` are OpenAI function schemas.
 
         Raises:
-            InferenceError: no answer, or one that cannot be read.
+            InferenceError: no answer, or an unreadable one.
             ContextOverflowError: the conversation no longer fits the model.
         """
         import openai

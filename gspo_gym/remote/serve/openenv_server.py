@@ -251,7 +251,7 @@ async def reset(request: fastapi.Request) -> JSONResponse:
 
 @_ROUTER.post("/step")
 async def step(request: fastapi.Request) -> JSONResponse:
-    """Refuse: say what is wrong with the action, or that there is no episode here."""
+    """Refuse: say the fault of the action, or that there is no episode here."""
     has_tools = bool(_service(request.app).facts.tool_schemas)
     try:
         body = read_json(await request.body() or b"{}")
@@ -312,7 +312,7 @@ def joined_app(services: Sequence[Service], *, title: str) -> fastapi.FastAPI:
 class Channel:
     """One client's WebSocket: reads frames, plays a session, and answers each frame with one.
 
-    The session is the socket's own and ends with it; `?session_id=` attaches to one that was made over /mcp instead,
+    The session is of the socket and ends with it; `?session_id=` attaches to one that was made over /mcp instead,
     which stays open.
     """
 

@@ -126,7 +126,7 @@ class Sessions:
 
     @property
     def num_active(self) -> int:
-        """Return the sessions that take a place: open ones, and those whose environment is being made."""
+        """Return the sessions that take a place: open ones, and those with an environment that is being made."""
         return len(self._open) + self._num_opening
 
     async def create(self) -> Session:

@@ -25,7 +25,7 @@ Protocol = Literal["task_app", "openenv", "all"]
 
 @dataclass(frozen=True, slots=True)
 class ServedEnv:
-    """A served environment, and who may call it.
+    """A served environment, and the callers that it allows.
 
     Attributes:
         name: of a registered environment. config: arguments of its constructor.

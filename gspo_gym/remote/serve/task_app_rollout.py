@@ -60,7 +60,7 @@ class Rollouts:
         source: the environment. runs: limits the rollouts that play at once.
         inference: how the model is called.
         step_timeout_seconds: for each call of an environment's method.
-        max_seconds: of one rollout, whatever its request says.
+        max_seconds: of one rollout, for every request.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Serve an environment as a task app: an agent with its own loop, for which a trainer elsewhere brings the model.
+"""Serve an environment as a task app: an agent with a loop, for which a trainer elsewhere brings the model.
 
 The contract is that of `contracts.py`: /health, /info, /task_info, /rollout in both modes, /done; beside it /run/abort
 and /run/status. In a notebook, serve it with `BackgroundServer`. `guard.py` checks the callers.
@@ -269,7 +269,7 @@ def create_task_app(
         isolation: "thread", "process", or "auto" for the environment's own choice.
         rubrics: to judge its episodes by, told in /info; None: none.
         limits: None: the defaults.
-        inference_hosts: the only hosts whose inference URLs are called, see `UrlPolicy`.
+        inference_hosts: the only hosts with inference URLs that are called, see `UrlPolicy`.
         inference_api_key: sent to all of them; None sends none, which suits our gateway.
         api_key, allowed_origins, allowed_hosts: see `Guard`.
 
@@ -322,7 +322,7 @@ async def health(request: fastapi.Request) -> dict[str, Any]:
 
 @_ROUTER.get("/info")
 async def info(request: fastapi.Request) -> dict[str, Any]:
-    """Describe what is served."""
+    """Describe the served environment."""
     return info_document(_app(request).facts)
 
 
