@@ -125,7 +125,6 @@ class TensorSource(Protocol):
 
     def metadata(self) -> Sequence[TensorMeta]:
         """Describe the tensors in the order of iteration, without computing any of them."""
-        ...
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]: ...
 
@@ -182,7 +181,6 @@ class Engine(Protocol):
     @property
     def weight_version(self) -> int:
         """The version that samples now: 0 at first, then the last one committed."""
-        ...
 
     async def generate(
         self,
@@ -203,15 +201,12 @@ class Engine(Protocol):
             EnginePoisonedError: a weight update failed; the engine must be rebuilt.
             EngineError: anything else that kept it from answering.
         """
-        ...
 
     async def abort(self, session_id: str) -> None:
         """Give up the session's calls in flight: they raise EngineError. Unknown sessions are fine."""
-        ...
 
     async def end_session(self, session_id: str) -> None:
         """Forget a session; unknown ones are fine."""
-        ...
 
     async def pause(self, mode: PauseMode) -> None:
         """Begin an update: new calls wait until `resume`; `mode` decides the fate of those in flight.
@@ -220,7 +215,6 @@ class Engine(Protocol):
             ConfigError: a mode that is not in the capabilities.
             EnginePoisonedError, EngineError: it is poisoned, closed or dead.
         """
-        ...
 
     async def apply_weights(self, update: WeightUpdate) -> None:
         """Load staged weights into the paused engine; nothing computed under earlier weights is used again.
@@ -231,11 +225,9 @@ class Engine(Protocol):
         Raises:
             EngineError: it is not paused, or the weights cannot be loaded; the engine may then hold half of them.
         """
-        ...
 
     async def checksums(self) -> Mapping[str, str]:
         """Return the digest of each tensor the engine holds, by name; {} unless `capabilities.has_checksums`."""
-        ...
 
     async def resume(self, version: int) -> None:
         """Commit: calls go on, and their samples carry `version`.
@@ -243,19 +235,15 @@ class Engine(Protocol):
         Raises:
             EnginePoisonedError: it was poisoned meanwhile.
         """
-        ...
 
     def poison(self, reason: str) -> None:
         """Never answer again: every call, waiting or in flight or later, raises EnginePoisonedError."""
-        ...
 
     async def health(self) -> EngineHealth:
         """Return the state of the engine; never raises."""
-        ...
 
     async def close(self) -> None:
         """Release everything; later calls raise EngineError. Closing twice is fine."""
-        ...
 
 
 class SleepingEngine(Engine, Protocol):
@@ -267,7 +255,6 @@ class SleepingEngine(Engine, Protocol):
         Raises:
             EngineError: it is poisoned, closed or dead, or did not fall asleep; it must be rebuilt.
         """
-        ...
 
     async def wake_up(self) -> None:
         """Take the memory back and admit calls again, under the same weights.
@@ -275,7 +262,6 @@ class SleepingEngine(Engine, Protocol):
         Raises:
             EngineError: it is not asleep, or did not wake up; it must be rebuilt.
         """
-        ...
 
 
 def require_sleeping(engine: Engine) -> SleepingEngine:

@@ -61,11 +61,9 @@ class Resumable(Protocol):
 
     def tensors(self) -> Mapping[str, Tensor]:
         """Return all tensors that a restart needs besides the policy's."""
-        ...
 
     def counters(self) -> Mapping[str, int | float]:
         """Return all numbers that a restart needs."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

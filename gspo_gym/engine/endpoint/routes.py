@@ -111,7 +111,6 @@ class Route(Protocol):
             EngineAttemptError: another attempt may succeed. EngineError: it would not.
             ConfigError: the endpoint cannot sample so.
         """
-        ...
 
 
 class SampleChecks:

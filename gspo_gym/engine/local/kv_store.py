@@ -8,8 +8,8 @@ rows that add a token. The tokens kept beside the keys make reuse safe: a prefix
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -58,36 +58,40 @@ class SingleRows:
         return len(self.slots)
 
 
-class KeyValueStore(Protocol):
+class KeyValueStore(ABC):
     """One layer's keys and values."""
 
+    _keys: torch.Tensor
+    _values: torch.Tensor
+
+    @abstractmethod
     def write(self, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor) -> None:
         """Store keys and values [N, H, D] of N tokens, each at its slot and position [N]."""
-        ...
 
+    @abstractmethod
     def read(self, slots: torch.Tensor, length: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return keys and values [n, H, length, D] of n slots."""
-        ...
 
+    @abstractmethod
     def attend_singles(self, rows: SingleRows, queries: torch.Tensor, options: AttentionOptions) -> torch.Tensor:
         """Return [R, H * G, D]: each row's one query [R, H * G, D] against all keys in its slot."""
-        ...
 
+    @abstractmethod
     def resize(self, num_slots: int, num_tokens: int) -> None:
         """Grow to that many slots and tokens; positions that were never written are zero."""
-        ...
 
+    @abstractmethod
     def copy_prefix(self, source: int, target: int, length: int) -> None:
         """Overwrite the first `length` tokens (or some more) of one slot with another's."""
-        ...
 
     def wipe(self, slot: int) -> None:
         """Zero a slot."""
-        ...
+        self._keys[slot] = 0
+        self._values[slot] = 0
 
     def num_bytes(self) -> int:
-        """Memory held."""
-        ...
+        """Return the bytes of memory held."""
+        return sum(stored.numel() * stored.element_size() for stored in (self._keys, self._values))
 
 
 def make_store(keys: torch.Tensor, values: torch.Tensor, num_slots: int, num_tokens: int) -> KeyValueStore:
@@ -119,7 +123,7 @@ class _PlainPlan:
     mask: torch.Tensor
 
 
-class PlainStore:
+class PlainStore(KeyValueStore):
     """Keys and values as [S, H, T, D]."""
 
     def __init__(self, keys: torch.Tensor, values: torch.Tensor, num_slots: int, num_tokens: int) -> None:
@@ -167,13 +171,6 @@ class PlainStore:
     def copy_prefix(self, source: int, target: int, length: int) -> None:
         for stored in (self._keys, self._values):
             stored[target, :, :length] = stored[source, :, :length]
-
-    def wipe(self, slot: int) -> None:
-        self._keys[slot] = 0
-        self._values[slot] = 0
-
-    def num_bytes(self) -> int:
-        return sum(stored.numel() * stored.element_size() for stored in (self._keys, self._values))
 
     @staticmethod
     def _resized(old: torch.Tensor, num_slots: int, num_tokens: int) -> torch.Tensor:
@@ -227,7 +224,7 @@ class _BlockPlan:
     mask: torch.Tensor
 
 
-class BlockStore:
+class BlockStore(KeyValueStore):
     """Keys as [S, H, T / BLOCK, D, BLOCK], values as [S, H, T / BLOCK, BLOCK, D]; float32 on a CPU.
 
     Scores of a block are a sum of D rows of keys weighted by the query, the output a sum of rows of values weighted by
@@ -291,13 +288,6 @@ class BlockStore:
         num_blocks = -(-length // BLOCK)
         for stored in (self._keys, self._values):
             stored[target, :, :num_blocks] = stored[source, :, :num_blocks]
-
-    def wipe(self, slot: int) -> None:
-        self._keys[slot] = 0
-        self._values[slot] = 0
-
-    def num_bytes(self) -> int:
-        return sum(stored.numel() * stored.element_size() for stored in (self._keys, self._values))
 
 
 def _untouched_zeros(*shape: int) -> torch.Tensor:

@@ -40,7 +40,6 @@ class Ask(Protocol):
         Raises:
             InferenceError: there is none. ContextOverflowError: the conversation no longer fits.
         """
-        ...
 
 
 @dataclass(frozen=True, slots=True)

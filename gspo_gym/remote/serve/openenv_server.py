@@ -286,11 +286,9 @@ class Service(Protocol):
 
     def add_to(self, app: fastapi.FastAPI) -> None:
         """Add its routes to an application. If two services have the same route, the first one's is used."""
-        ...
 
     def running(self) -> AbstractAsyncContextManager[None]:
         """Return a context that is open while the server runs."""
-        ...
 
 
 def joined_app(services: Sequence[Service], *, title: str) -> fastapi.FastAPI:
