@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import signal
 import tempfile
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -57,6 +57,15 @@ def serve(arguments: argparse.Namespace) -> int:
 
 
 async def _serve(arguments: argparse.Namespace) -> None:
+    serving, loop = asyncio.ensure_future(_serve_model(arguments)), asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):  # from the start: vLLM's processes and files end with this one
+        loop.add_signal_handler(number, serving.cancel)
+    with contextlib.suppress(asyncio.CancelledError):
+        await serving
+
+
+async def _serve_model(arguments: argparse.Namespace) -> None:
+    """Serve until cancelled."""
     from gspo_gym.remote.gateway.loop_server import LoopServer
     from gspo_gym.remote.gateway.model_app import Served, create_model_app
     from gspo_gym.remote.serving import bind
@@ -73,16 +82,15 @@ async def _serve(arguments: argparse.Namespace) -> None:
         served = Served(engine, tokenizer, name, arguments.max_tokens, sampling, kwargs)
         app = create_model_app(served, api_key=key)
         server = LoopServer(app, host=arguments.host, port=arguments.port, has_key=key is not None)
-        stop, loop = asyncio.Event(), asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, stop.set)
         await server.start()
         print(f"serving {name} at {server.url}/v1", flush=True)
-        await stop.wait()
-        await server.stop()
+        try:
+            await asyncio.get_running_loop().create_future()
+        finally:
+            await server.stop()
 
 
-@asynccontextmanager
+@contextlib.asynccontextmanager
 async def running_engine(model: Model, arguments: argparse.Namespace) -> AsyncIterator[tuple[Engine, Any]]:
     """Yield an engine with the model's weights, and its tokenizer (Any: untyped), for the length of a block.
 
