@@ -1,7 +1,7 @@
 """`gspo-gym models ...`: list, show, export, merge, push, talk with and serve what runs have trained.
 
-MODEL is everywhere a run (its folder, or its label below --runs), which means its newest checkpoint; RUN@best, the one
-with the best evaluation; RUN@20, that of step 20; a checkpoint's folder; or any name that `model.base` takes.
+MODEL is everywhere a run (its folder, its name in --folder, or its id), which means its newest checkpoint; RUN@best,
+the one with the best evaluation; RUN@20, that of step 20; a checkpoint's folder; or any name that `model.base` takes.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_runs(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--runs", type=Path, default=Path("runs"), metavar="FOLDER", help="of runs (default runs)")
+    parser.add_argument("--folder", type=Path, default=Path("runs"), help="where runs are (runs)")
 
 
 def _add_export(parser: argparse.ArgumentParser, dtype_help: str) -> None:
@@ -79,12 +79,12 @@ def list_command(arguments: argparse.Namespace) -> int:
 
     from gspo_gym.run.models import list_models
 
-    found = list_models(arguments.runs)
+    found = list_models(arguments.folder)
     if arguments.json:
         print(json.dumps([{**model.to_json(), "marks": sorted(marks)} for model, marks in found], indent=2))
         return 0
     if not found:
-        print(f"{arguments.runs}: no run there has a checkpoint")
+        print(f"{arguments.folder}: no run there has a checkpoint")
         return 0
     table = Table("model", "", "base", "score", "95% interval", "episodes")
     for model, marks in found:
@@ -101,7 +101,7 @@ def show_command(arguments: argparse.Namespace) -> int:
     from gspo_gym.run.model_card import model_card
     from gspo_gym.run.models import find_model
 
-    model = find_model(arguments.model, runs=arguments.runs)
+    model = find_model(arguments.model, runs=arguments.folder)
     about = model.to_json()
     digests: dict[str, str] = {}
     if model.run is not None:
@@ -131,7 +131,7 @@ def export_command(arguments: argparse.Namespace) -> int:
     from gspo_gym.run.model_card import model_card
     from gspo_gym.run.models import find_model
 
-    model = find_model(arguments.model, runs=arguments.runs)
+    model = find_model(arguments.model, runs=arguments.folder)
     weights = export(
         model.base,
         arguments.out,

@@ -68,7 +68,7 @@ def chat_command(arguments: argparse.Namespace, read: Read = input) -> int:
     """Talk or play until the input ends, /quit, or the episode is over."""
     from gspo_gym.run.models import find_model
 
-    model = find_model(arguments.model, runs=arguments.runs)
+    model = find_model(arguments.model, runs=arguments.folder)
     game = None if arguments.env is None else _game(model, arguments)
     if game is None and (arguments.option or arguments.max_turns is not None):
         raise UsageError("--option and --max-turns: expected only with --env")

@@ -74,7 +74,7 @@ async def _serve_model(arguments: argparse.Namespace) -> None:
     key = read_key(arguments.api_key_env, "--api-key-env")
     # An address that cannot be served on is refused before a model is loaded.
     bind(arguments.host, arguments.port, has_key=key is not None).close()
-    model = find_model(arguments.model, runs=arguments.runs)
+    model = find_model(arguments.model, runs=arguments.folder)
     async with running_engine(model, arguments) as (engine, tokenizer):
         name = arguments.name or model.name
         sampling = Sampling(temperature=arguments.temperature)

@@ -175,7 +175,16 @@ def _shown(value: object) -> str:
 def _lineage(model: Model, weights: Weights, version: str) -> Iterator[str]:
     if model.run is not None:
         manifest = read_manifest(Path(model.base))
-        yield f"run `{model.run.name}` (id {manifest.run}), checkpoint of step {model.step}"
+        yield f"run `{model.run.absolute().name}` (id {manifest.run}), checkpoint of step {model.step}"
+        origin = manifest.origin
+        if origin.parent is not None:
+            yield f"begun from the checkpoint of step {origin.parent.get('step')} of run {origin.parent.get('run')}"
+        if origin.config is not None:
+            yield f"resolved configuration: sha256 {origin.config}"
+        if origin.git is not None:
+            yield f"git revision: {origin.git}"
+        if origin.packages:
+            yield "packages: " + ", ".join(f"{package} {number}" for package, number in origin.packages.items())
         for name, entry in sorted(manifest.files.items()):
             if name.endswith("model.safetensors"):
                 yield f"in the checkpoint: `{name}`, sha256 {entry['sha256']}"

@@ -5,10 +5,11 @@ from __future__ import annotations
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from gspo_gym.errors import CheckpointError, RecordError, UnknownNameError, nearest_name
+from gspo_gym.errors import CheckpointError, ConfigError, RecordError, UnknownNameError
 from gspo_gym.policy.checkpoints import CheckpointStore
 from gspo_gym.policy.export import adapter_base, layout_of
 from gspo_gym.policy.load import check_base
@@ -16,6 +17,7 @@ from gspo_gym.policy.manifest import read_manifest, step_of
 from gspo_gym.policy.retention import RetentionSettings
 from gspo_gym.policy.tiny import TINY_PREFIX
 from gspo_gym.run.recording import read_events, read_run_id
+from gspo_gym.run.registry import find_run, list_runs
 
 LATEST, BEST = "latest", "best"
 
@@ -78,9 +80,9 @@ class Model:
 def find_model(name: str, *, runs: Path = Path("runs")) -> Model:
     """Return the model that `name` means.
 
-    A run is its folder, or its label below `runs`; `RUN` and `RUN@latest` mean its newest checkpoint, `RUN@best` the
-    one with the best evaluation (by training.keep_best_metric; the first of equal ones), `RUN@20` that of step 20. A
-    checkpoint's folder, and all that `load_policy` takes, mean themselves.
+    A run, as `registry.find_run` takes it, and `RUN@latest` mean its newest checkpoint, `RUN@best` the one with the
+    best evaluation (by training.keep_best_metric; the first of equal ones), `RUN@20` that of step 20. A checkpoint's
+    folder, and all that `load_policy` takes, mean themselves.
 
     Raises:
         UnknownNameError: there is no such run, step or model.
@@ -89,27 +91,29 @@ def find_model(name: str, *, runs: Path = Path("runs")) -> Model:
     if name.startswith(TINY_PREFIX):
         check_base(name)
         return Model(name)
-    whole, (label, at, which) = _folder_of(name, runs), name.rpartition("@")
-    if whole is not None:
-        return _of_run(whole, LATEST) if (whole / "checkpoints").is_dir() else _of_folder(whole)
-    folder = _folder_of(label, runs) if at else None
-    if folder is not None and (folder / "checkpoints").is_dir():
-        return _of_run(folder, which)
-    labels = [path.parent.name for path in runs.glob("*/checkpoints")]
-    if "/" not in name and name.partition("@")[0] not in labels and labels:
-        raise UnknownNameError(f"model {name!r}: no run in {runs} is called so; {nearest_name(label or name, labels)}")
+    label, at, which = name.rpartition("@")
+    try:
+        return _of_run(find_run(name, runs), LATEST)
+    except ConfigError as error:
+        if Path(name).expanduser().is_dir():
+            return _of_folder(Path(name).expanduser())
+        if at:
+            return _of_run(_run_called(label, runs), which)
+        if get_close_matches(name, [path.name for path in runs.glob("*")]):  # and not the hub, which has names alike
+            raise UnknownNameError(str(error)) from None
     check_base(name)
     return Model(name)
 
 
 def list_models(runs: Path) -> list[tuple[Model, frozenset[str]]]:
-    """Return all complete checkpoints of all runs below a folder, each with "latest" and "best" where it is that.
+    """Return all complete checkpoints of all runs in a folder, each with "latest" and "best" where it is that.
 
-    A run whose records are damaged is an error, unless it has no checkpoint.
+    Raises:
+        ConfigError: there is no such folder.
+        RecordError, CheckpointError: the records of a run are damaged.
     """
     listed = []
-    for checkpoints in sorted(runs.glob("*/checkpoints")):
-        folder = checkpoints.parent
+    for folder in sorted(run.folder for run in list_runs(runs)):
         steps = _store(folder).steps()
         best = _best_of(folder)
         for step in steps:
@@ -126,12 +130,11 @@ def without_rows(evaluation: Mapping[str, Any]) -> dict[str, Any]:
     return {**kept, "parts": parts} if parts else kept
 
 
-def _folder_of(name: str, runs: Path) -> Path | None:
-    """Return the folder of that path, or of that label below `runs`; None if there is none."""
-    for path in (Path(name).expanduser(), runs / name):
-        if path.is_dir():
-            return path
-    return None
+def _run_called(label: str, runs: Path) -> Path:
+    try:
+        return find_run(label, runs)
+    except ConfigError as error:
+        raise UnknownNameError(str(error)) from None
 
 
 def _of_folder(folder: Path) -> Model:

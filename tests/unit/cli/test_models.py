@@ -114,7 +114,8 @@ def test_a_model_of_no_run_is_exported_and_shown(capsys: pytest.CaptureFixture[s
     assert json.loads(capsys.readouterr().out)["layout"] == "transformers"
     assert main(["models", "show", str(out)]) == 0
     assert "It began as" not in capsys.readouterr().out
-    assert main(["models", "list", "--runs", str(tmp_path / "runs")]) == 0
+    (tmp_path / "runs").mkdir()
+    assert main(["models", "list", "--folder", str(tmp_path / "runs")]) == 0
     assert "no run there has a checkpoint" in capsys.readouterr().out
 
 

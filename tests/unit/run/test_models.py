@@ -14,8 +14,9 @@ from huggingface_hub import ModelCard
 
 from gspo_gym.errors import CheckpointError, UnknownNameError
 from gspo_gym.policy.checkpoints import CheckpointStore
-from gspo_gym.policy.export import export
+from gspo_gym.policy.export import Weights, export
 from gspo_gym.policy.load import Policy, load_policy
+from gspo_gym.policy.origin import Origin
 from gspo_gym.rollout.evaluation import EvaluationRow, PlayedRow, evaluation_of_rows
 from gspo_gym.run.model_card import model_card
 from gspo_gym.run.models import find_model, list_models
@@ -172,3 +173,15 @@ def test_the_card_tells_the_lineage_and_the_digests(runs: Path) -> None:
     card = ModelCard.load(runs / "never" / "README.md")
     assert card.data.eval_results is None
     assert "Evaluation" not in card.text
+
+
+def test_the_card_names_the_run_that_this_one_continues_and_what_made_it(runs: Path, policy: Policy) -> None:
+    run_id = (runs / "quick" / "config.toml").read_text().split()[2]
+    origin = Origin(parent={"run": "abc", "step": 7}, config="c0ffee", packages={"torch": "2.13"}, git="f00d-dirty")
+    store = CheckpointStore(runs / "quick" / "checkpoints", run_id=run_id, origin=origin)
+    store.save(10, policy=policy, learner=Learner(), trainer_state={})
+    model = find_model(run_id[:6], runs=runs)  # a run is also found by its id
+    weights = Weights("transformers", None, None, {})
+    lineage = model_card(model, weights, version="1.2").partition("## Lineage")[2]
+    for told in (f"(id {run_id})", "step 7 of run abc", "sha256 c0ffee", "revision: f00d-dirty", "torch 2.13"):
+        assert told in lineage
