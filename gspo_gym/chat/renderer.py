@@ -187,7 +187,7 @@ class Renderer:
     def decode(self, token_ids: TokenIds) -> str:
         """Return the text of sampled ids without a final stop token; other special tokens are kept.
 
-        A character whose bytes the end of the turn cut apart becomes U+FFFD.
+        A character that the end of the turn cut apart becomes U+FFFD.
         """
         ids = [int(token_id) for token_id in token_ids]
         if ids and ids[-1] in self.stop_token_ids:
@@ -251,7 +251,7 @@ _TOOL_TURNS = tuple(map(_conversation, ("uct", "uctct", "udtdt", "suct")))
 
 
 def cannot_fit(messages: Sequence[Message], tokenizer: Any, max_model_len: int) -> bool:
-    """Return whether the text is too long for the context whatever its tokens are."""
+    """Return whether the text is too long for the context in any tokens."""
     # A text of n characters has at least n / (characters of the longest token) tokens; the factor 4 allows for
     # normalisers that merge characters. Encoding ten megabytes would block every other episode for seconds.
     num_characters = sum(len(message.content) for message in messages)

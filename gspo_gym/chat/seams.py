@@ -239,7 +239,7 @@ class Seams:
         return tuple(slots) if position == len(text) else None
 
     def _find_marked(self, last: Message, prior: list[Wire], wire: Wire, later: list[Wire]) -> _TurnText | None:
-        """Return the turn of `last`, whose texts are marks, between the others; None if it was rewritten."""
+        """Return the turn of `last`, with marks for its texts, between the others; None if it was rewritten."""
         prompt = self._template.text(prior, add_generation_prompt=True)
         closed = self._template.text([*prior, wire], add_generation_prompt=False)
         onward = self._template.text([*prior, wire, *later], add_generation_prompt=True)

@@ -9,10 +9,10 @@ The rules, for everything that plays episodes:
    fails, the machine is. A first action is also replaced by an empty one: an environment that fails at that fails at
    any.
 3. A failure before an action is delivered (a constructor, a reset) or after it was answered (a close) is the machine's.
-4. An episode whose deadline passed after more than half of it went to answering actions is treated as in 2: the actions
+4. An episode that ran out of time after more than half of it went to answering actions is treated as in 2: the actions
    are at fault if answering them again takes as long.
-5. A server whose client waits for the end of such an episode has no time for that. There the actions are at fault if a
-   fresh environment of the same task answers an empty action in less than half of their mean time.
+5. A server with a client that waits for the end of such an episode has no time for that. There the actions are at fault
+   if a fresh environment of the same task answers an empty action in less than half of their mean time.
 
 So one long wait and many short ones end an episode in the same way: scored at the floor.
 

@@ -98,8 +98,8 @@ class Tool:
         """Return the tool of a typed function, with the time limit of `@tool`, if marked.
 
         Raises:
-            ContractError: a parameter has no annotation or an unsupported one, or the docstring names one that does not
-                exist.
+            ContractError: a parameter has no annotation or an unsupported one, or the docstring names an
+                unknown one.
         """
         return _build(function, skip=0, names={})
 

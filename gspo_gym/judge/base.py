@@ -80,7 +80,7 @@ class Rubrics:
         return Rubrics(**{name: _named(name, weighed, rubric) for name, rubric in self.parts.items()})
 
     def with_aggregate(self, aggregate: Aggregate) -> Rubrics:
-        """Return the rubrics with this function in every part whose aggregation is "custom".
+        """Return the rubrics with this function in every part with aggregation "custom".
 
         Raises:
             ConfigError: no part has that aggregation.
@@ -105,7 +105,7 @@ class Rubrics:
 
 @dataclass(frozen=True, slots=True)
 class CriterionScore:
-    """A criterion's score, on its own scale, with the reason."""
+    """A criterion's score, on the criterion's scale, with the reason."""
 
     score: float
     reason: str = ""

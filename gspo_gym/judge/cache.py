@@ -23,7 +23,7 @@ Json = Any  # a JSON value
 
 
 def digest_of(value: Json) -> str:
-    """Return the SHA-256 of a JSON value, independent of the order of its keys; 64 hexadecimal digits."""
+    """Return the SHA-256 of a JSON value, independent of the order of keys; 64 hexadecimal digits."""
     return hashlib.sha256(json.dumps(value, sort_keys=True, allow_nan=False).encode()).hexdigest()
 
 

@@ -296,7 +296,7 @@ def scores_to_compare(
 
 
 def _gold_total(marks: Marks | None, rubric: Rubric | None) -> float | None:
-    """Return the label's total; None if not labelled, or labelled by criteria whose rubric an HTTP judge keeps."""
+    """Return the label's total; None if not labelled, or labelled by criteria of a rubric that an HTTP judge keeps."""
     if marks is None:
         return None
     if rubric is not None:

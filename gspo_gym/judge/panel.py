@@ -146,8 +146,8 @@ JudgeFunction = Callable[[Json], Any]  # the payload -> a number, or a mapping o
 class PythonJudge:
     """Judge that calls a function of the operator. Use it within one event loop, and close it.
 
-    The function is not sandboxed. A plain one runs in a thread and may block; one that exceeds its time is abandoned,
-    since nothing can end a thread.
+    The function is not sandboxed. A plain one runs in a thread and may block; after its time it is abandoned, since
+    nothing can end a thread.
 
     Args:
         function: "module:function", or the function itself.

@@ -46,7 +46,7 @@ class Rescored:
 
 
 def stored_episodes(source: Path, prefix: str = "") -> list[Trajectory]:
-    """Return the episodes of a run folder whose file begins with `prefix` ("eval_000010"), or those of one file.
+    """Return the episodes of a run folder in files that begin with `prefix` ("eval_000010"), or those of one file.
 
     Raises:
         ConfigError: there are none.

@@ -1,6 +1,6 @@
 """Rubrics: criteria, their scales and weights, and how scores become one total. Pure arithmetic, no files, no model.
 
-With s the score of a criterion on its own scale and w its weight, the total is
+With s the score of a criterion on its scale and w its weight, the total is
 
     weighted_sum    sum w s / sum w: a mean, as task apps have it (also for "inherit" with nothing to inherit from)
     sum             sum s: weights do not count

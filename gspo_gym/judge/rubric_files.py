@@ -101,7 +101,7 @@ def find_rubrics(name: str, folders: Sequence[Path] = ()) -> Path:
     "support_desk/bundle@v1" is the rubric of a bundled environment, if it still has that version.
 
     Raises:
-        ConfigError: an id of another form, such as one that climbs out of its folder.
+        ConfigError: an id of another form, for example with a way out of its folder.
         UnknownNameError: no folder has it.
     """
     if Path(name).suffix in _SUFFIXES:
@@ -124,7 +124,7 @@ def read_rubrics(path: Path) -> RubricsPatch:
     """Read a judge's file.
 
     Raises:
-        ConfigError: no such file, not of its format, or not a judge's rubrics; lists what is wrong.
+        ConfigError: no such file, not of its format, or not a judge's rubrics; lists the faults.
     """
     values = _read(path)
     if "criteria" in values:

@@ -72,7 +72,7 @@ class JudgeModelSettings(Settings):
 
 
 class JudgeOptions(JudgeModelSettings):
-    """[judge.options]: what is judged, by whom, and by which rubric."""
+    """[judge.options]: the judged parts, the judge and the rubric."""
 
     event: bool | None = Field(default=None, description="score every turn; absent: not")
     outcome: bool | None = Field(default=None, description="score the episode as a whole; absent: not")

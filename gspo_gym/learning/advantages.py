@@ -90,7 +90,7 @@ def batch_advantages(
     Baseline: "group", the mean over the group; "leave_one_out", the mean over the siblings j != i, which depends on
     nothing that episode i did: the expected gradient is that of the returns alone ("group" is (G-1)/G of it);
     "batch", the mean over all episodes of the batch; "running", the mean of every x of the run so far, this batch's
-    included, at level "turn" over all turns that were played, whatever their number; "none", 0 (REINFORCE).
+    included, at level "turn" over all turns that were played; "none", 0 (REINFORCE).
 
     Scale: the standard deviation, with Bessel's correction, of the same sets, or 1 for "none". At level "turn" the
     scale of "group" and "batch" is the largest over turns: with one turn, or one reward at the end of episodes of equal

@@ -113,7 +113,7 @@ class MismatchAlarm:
         self._num_in_a_row = 0
 
     def check(self, metrics: Mapping[str, float], *, sampled_under: Collection[int], version: int) -> str | None:
-        """Return what is wrong with a batch, in a sentence; None: nothing, or it cannot be judged.
+        """Return the fault of a batch, in a sentence; None: there is none, or it cannot be judged.
 
         `metrics` are the update's.
 

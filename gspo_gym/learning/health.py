@@ -137,7 +137,7 @@ def effective_sample_fraction(log_weights: Tensor) -> float:
 
 
 def correction_metrics(corrections: Sequence[Correction], num_tokens: int) -> dict[str, float]:
-    """Return the shares of trained tokens whose weight was cut or set to 0, by reason."""
+    """Return the shares of trained tokens with a weight that was cut or set to 0, by reason."""
     return {
         "correction/truncated_fraction": sum(c.num_truncated for c in corrections) / num_tokens,
         "correction/masked_fraction": sum(c.num_masked for c in corrections) / num_tokens,

@@ -25,9 +25,9 @@ With one advantage per trajectory, unit "trajectory" and the first of these, val
 them. Unit "token" is GRPO's ratio (arXiv 2402.03300).
 
 Departures from the paper: other units; a trajectory may spread over rows; only sampled tokens count; |log s| is cut at
-MAX_LOG_RATIO. From TRL, whose names grpo, bnpo, dr_grpo and dapo are: a trajectory without a sampled token does not
+MAX_LOG_RATIO. From TRL, which has the names grpo, bnpo, dr_grpo and dapo: a trajectory without a sampled token does not
 count in N, and bnpo is the mean over the optimizer step, where TRL's is over a micro-batch and changes with the split.
-From verl and ROLL, who share the other names: seq-mean-token-sum-norm divides by N and by a length that is stated,
+From verl and ROLL, which share the other names: seq-mean-token-sum-norm divides by N and by a length that is stated,
 never by the width of the padding.
 """
 
@@ -75,7 +75,7 @@ class LossStats:
     Attributes:
         num_tokens: A. num_trajectories: of this call.
         unit_ratios: [U], the importance ratio s of each unit. trajectory_log_ratios: [trajectories of this call], the
-            mean of logprobs - old_logprobs over each trajectory's sampled tokens, whatever the unit.
+            mean of logprobs - old_logprobs over each trajectory's sampled tokens, for every unit.
         policy_loss, kl_loss, entropy_loss: [], the shares of the loss; coefficients and signs are in them.
         tokens_clipped_low, tokens_clipped_high: tokens at which the clip decides the minimum and takes the gradient: s
             below the floor and a negative advantage; s above the ceiling and a positive one.
@@ -135,7 +135,7 @@ def policy_loss(
         old_logprobs, ref_logprobs: [B, T], taken as constants. ref_logprobs None: there is no reference.
         action_mask: [B, T] bool; what lies outside, even NaN, reaches no sum and no gradient.
         turn_index: [B, T] integers >= 0 where the mask is True.
-        trajectory_index: [B] integers: rows with the same number are one trajectory, all of whose rows are here.
+        trajectory_index: [B] integers: rows with the same number are one trajectory; all its rows are here.
         advantages: [B, T], taken as constants.
         denominators: of the optimizer step, not of this call: the losses of micro-batches add up to the step's.
         entropy: [B, T] nats, of the distribution at each token, differentiable; None: not known.

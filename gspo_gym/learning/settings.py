@@ -126,7 +126,7 @@ class LossSettings(Settings):
 
 
 class CorrectionSettings(Settings):
-    """Correction for an engine whose logprobs are not quite the trainer's.
+    """Correction for an engine with logprobs that are not quite the trainer's.
 
     w = old / rollout is the ratio between the trainer's and the engine's probability of a sampled token, under the same
     weights; 1 if both compute alike.

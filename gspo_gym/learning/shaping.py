@@ -60,7 +60,7 @@ class AdvantageShaper:
 
     @property
     def gives_advantages(self) -> bool:
-        """Whether a trajectory whose advantages are all 0 may get others."""
+        """Whether a trajectory with advantages that are all 0 may get others."""
         return self.uses_reference or self._advantages.whiten != "none"
 
     def shape(self, parts: Sequence[TrainBatch]) -> Shaped:

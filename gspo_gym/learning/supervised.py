@@ -1,6 +1,6 @@
 """Warm-up: make demonstrations likely; a policy then knows the format before reinforcement starts.
 
-Rewards are not looked at: the choice of demonstrations decides what is worth imitating.
+Rewards are not looked at: the choice of demonstrations decides about them.
 
 `RouterLoad` measures how a mixture of experts spreads its tokens. A router that sends every token to the same experts
 has stopped learning to choose, and reinforcement can drive it there unseen; nothing acts on the numbers.

@@ -80,13 +80,13 @@ def scored_sampling(sampling: Sampling, update: UpdateSettings) -> Sampling:
 class Learner:
     """Learner of a policy by GSPO (`losses`), with its optimizer and, if a KL term asks for one, its reference.
 
-    The model object is the caller's and is trained in place: a full model, or one that peft has wrapped.
+    The model object is the caller's and is trained in place: a full model, or a model that peft has wrapped.
 
     Args:
         optimizer, loss, update, advantages, rewards, correction, reference: the settings; None: their defaults. Of the
             advantages' and rewards', only those that need logprobs or the whole batch are used (`shaping`).
         minibatch_size: most trajectories per optimizer step (the batch is split evenly); None takes the whole batch in
-            one step, whose ratio is 1 everywhere: no clip acts (the paper takes 4 steps a batch).
+            one step with ratio 1 everywhere: no clip acts (the paper takes 4 steps a batch).
         rescores: other weights sampled; nothing is then compared with `rollout_logprobs`, which may be zeros.
         sampling: that the rollouts were drawn with; logprobs are of its temperature, and of its truncation if
             update.score_truncated says so, which needs it. None: temperature 1.

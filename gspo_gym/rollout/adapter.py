@@ -29,7 +29,7 @@ StepTuple = tuple[Int32Array, float | None, bool, bool, dict[str, Any]]
 
 
 class TokenObservationWrapper:
-    """Environment whose observations are prompts in token ids and whose actions are sampled token ids.
+    """Environment with prompts in token ids as observations and sampled token ids as actions.
 
     `reset` gives the prompt of the first turn; `step` takes the ids that were sampled for it and gives the next prompt.
     Each prompt extends the one before it, except where the chat template rewrites earlier turns: there a new segment
@@ -47,7 +47,7 @@ class TokenObservationWrapper:
         max_output_tokens: sampled tokens per turn, the stop token included.
         env_id: the environment's name in errors; its class name if None.
         renderer: the chat template's renderer for this environment's tools; made from the tokenizer if None.
-        system_prompt: put before the environment's first messages, or before its own system message's text.
+        system_prompt: put before the environment's first messages, or before the text of a system message there.
         step_timeout_seconds: for each reset, step and close of the environment; None waits for ever.
 
     Attributes:
@@ -112,7 +112,7 @@ class TokenObservationWrapper:
         logprobs: Sequence[float] | np.ndarray[Any, Any] | None = None,
         weight_version: int | Sequence[int] | np.ndarray[Any, Any] | None = None,
     ) -> StepTuple:
-        """Play one turn, outside an event loop; see `step_async`, whose errors it raises.
+        """Play one turn, outside an event loop; see `step_async`, also for the errors.
 
         Args:
             token_ids: exactly what was sampled, the stop token included: 1 to `max_tokens` ids.

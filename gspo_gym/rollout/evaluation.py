@@ -296,7 +296,7 @@ async def evaluate(
         seeds: which tasks; see `settings.parse_seeds`.
         label: names the occasion in the ledger; it changes no result.
         options: given to every `reset`.
-        env_return_of: returns what the environment gave an episode whose rewards are blended with a judge's scores.
+        env_return_of: returns what the environment gave an episode with rewards that are blended with a judge's scores.
         found: rows that an earlier attempt left; their episodes are not played again. Those of other environments or
             seeds are left out.
 
@@ -331,7 +331,7 @@ def evaluation_of_rows(env_ids: Sequence[str], seeds: Sequence[int], found: Sequ
 
 
 def in_one_unit(evaluations: Mapping[str, Evaluation]) -> dict[str, Evaluation]:
-    """Return evaluations of the same environments, by name, in the unit of the first one that has a success rate."""
+    """Return evaluations of the same environments, by name, in the unit of the first with a success rate."""
     names = {env_id: None for evaluation in evaluations.values() for env_id in evaluation.declaring}
     unit = ScoreUnit("success_rate", tuple(names)) if names else ScoreUnit("mean_return")
     return {name: evaluation.in_unit(unit) for name, evaluation in evaluations.items()}

@@ -1,6 +1,6 @@
 """Many episodes at once, in groups of the same task, with retries and a ledger.
 
-What is played depends only on the requests and the run seed, never on concurrency, order or timing. The pool knows
+The episodes depend only on the requests and the run seed, never on concurrency, order or timing. The pool knows
 nothing of rewards beyond whether an episode has one, nor whether it is played here or by a task app.
 """
 
@@ -98,12 +98,12 @@ class RolloutPool:
     """Player of groups of episodes.
 
     An attempt that ends in an infrastructure failure is repeated in a fresh environment with a fresh sampling seed, up
-    to `max_attempts`; then it is dropped. One that `scoring` could not score is repeated or dropped as its limits say.
+    to `max_attempts`; then it is dropped. An episode without a score from `scoring` is repeated or dropped as that says.
 
     Args:
         play: plays one attempt in a fresh environment.
         run_seed: all sampling seeds derive from it.
-        ledger: what was dispatched and how it ended; a new one that only counts if None.
+        ledger: what was dispatched and how it ended; None: a new one, which only counts.
         on_episode: called with every finished attempt, for progress; must be quick.
         keep_unscored: keep episodes in which the environment scored no turn, to be scored afterwards.
         scoring: gives finished episodes their rewards in place of the environment; None: the environment does.
@@ -280,7 +280,7 @@ def require_episodes(groups: Sequence[TrajectoryGroup]) -> None:
 
 
 def is_failed(trajectory: Trajectory) -> bool:
-    """Return whether the episode is no result. One that ended at an action limit is a result with an error."""
+    """Return whether the episode is no result. An episode that ended at an action limit is a result with an error."""
     return trajectory.error is not None and trajectory.outcome is not Outcome.ACTION_LIMIT
 
 

@@ -44,7 +44,7 @@ def completion_of(
     *,
     require_possible: Callable[[Int32Array], None],
 ) -> Completion:
-    """Return the tokens of one action as a completion whose finish reason is not known (LENGTH).
+    """Return the tokens of one action as a completion with an unknown finish reason (LENGTH).
 
     `logprobs` and `weight_version` are one a token, or one for all of them; None stands for logprobs of 0 and a version
     of -1: no model sampled this.
@@ -87,7 +87,7 @@ class OpenSegment:
 
     @property
     def token_ids(self) -> Int32Array:
-        """[L] int32: the tokens so far, read-only. Not copied; what is appended later does not change it."""
+        """[L] int32: the tokens so far, read-only. Not copied; later tokens do not change it."""
         ids = self._buffer[: self._length]
         ids.setflags(write=False)
         return ids

@@ -51,7 +51,7 @@ class Schedule(Protocol):
         ...
 
     async def close(self) -> None:
-        """End what is still being played; closing twice is fine."""
+        """End the episodes in play; closing twice is fine."""
         ...
 
 

@@ -1,8 +1,8 @@
 """Whether the episodes that are kept are a random part of those that were played.
 
 An attempt that is dropped or played again because of what happened in it selects by outcome: the policy then learns
-from episodes that are better, or tamer, than its own. `AttemptWatch` compares where attempts fail, `SelectionAlarm`
-what attempts return, where a task app says so of all of them. Nothing here decides what is kept.
+from episodes that are better, or tamer, than those it plays. `AttemptWatch` compares where attempts fail,
+`SelectionAlarm` what they return, where a task app says so of all of them. Nothing here decides which are kept.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Checks of what is rewarded: the reference reaches the top, neither chance nor a trick does, and no answer is shown.
+"""Checks of the rewards: the reference reaches the top, neither chance nor a trick does, and no answer is shown.
 
 A *place* is a part of what `reset` answers, such as info['answer'], the word after "is", or the second line. A place
 shows the answer if saying its text wins in every task and the text differs between tasks.

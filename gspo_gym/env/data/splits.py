@@ -52,7 +52,7 @@ def content_hash(text: str, split_seed: int) -> int:
 
 
 def next_seed(rng: np.random.Generator, *, is_held_out: bool | None = None) -> int:
-    """Draw the seed of an episode whose reset was given none, below 2**32.
+    """Draw the seed of an episode that was reset without one, below 2**32.
 
     This is the rule of every interface: the episode stays on the side of the last given seed, and is a training task if
     none was given.
@@ -103,7 +103,7 @@ def split_by_content(entries: Iterable[Entry[T]], held_out_fraction: float) -> t
 
 
 def without(entries: Iterable[Entry[T]], others: Iterable[Entry[T]]) -> list[Entry[T]]:
-    """Return the entries whose content is in none of the others."""
+    """Return the entries with content that none of the others has."""
     hashes = {content for content, _, _ in others}
     return [entry for entry in entries if entry[0] not in hashes]
 

@@ -1,7 +1,7 @@
 """`GemEnv`: the environments of axon-rl's GEM (the package gem-llm), and players of its games.
 
 In a config: `rollout.env_name = "Gem"` with `rollout.env_config = { game = "game:GuessTheNumber-v0-easy" }`. GEM's
-observation wrappers, which repeat the history as one text every turn, are not used: a turn shows only what is new.
+observation wrappers, which repeat the history as one text every turn, are not used: a turn shows only the new part.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ def _package() -> Any:
 
 
 def references(game: str) -> dict[str, PolicyFactory]:
-    """Return the reference policy of a game whose secret or solution can be read, else nothing.
+    """Return the reference policy of a game with a readable secret or solution, else nothing.
 
     >>> list(references("game:Sudoku-v0-easy")), references("game:Sokoban-v0-easy")
     (['reference'], {})

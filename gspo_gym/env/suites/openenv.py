@@ -52,7 +52,7 @@ class OpenEnvEnv(TextEnv):
     the rewards of a turn add up. Otherwise the model's text is one field of the action.
 
     An action that the server finds invalid (VALIDATION_ERROR) is answered with the reasons and earns 0, as by
-    `TextEnv.invalid_action`. One that it failed to execute (EXECUTION_ERROR, by which OpenEnv environments refuse
+    `TextEnv.invalid_action`. An action that it failed to execute (EXECUTION_ERROR, by which OpenEnv environments refuse
     illegal moves) is answered with the server's text, unscored; the third in a row is an EnvError. All other errors,
     and a lost socket, are EnvErrors: the episode is played again.
 

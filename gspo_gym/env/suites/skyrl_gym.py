@@ -46,7 +46,7 @@ class SkyRLGymEnv(TextEnv):
     SkyRL only says that an episode is done, which counts as terminated. Its postprocessed action goes to `info`:
     training uses the tokens that the model sampled.
 
-    Policies "reference" and "random" exist for gsm8k, gsm8k_multi_turn and aime, whose rows have the answer.
+    Policies "reference" and "random" exist for gsm8k, gsm8k_multi_turn and aime, which have the answer in their rows.
 
     Args:
         game: an id of skyrl-gym, or "MODULE:CLASS" of another environment.

@@ -54,7 +54,7 @@ class TextArenaEnv(TextEnv):
     against others, of at least 1 alone. All ends are *terminated*, because turn limits are rules of the games. The game
     answers an invalid move; it allows one, and ends with the second in a row.
 
-    With opponent "self", one conversation plays every seat in turn and holds what is told to any of them, which suits
+    With opponent "self", one conversation plays every seat in turn and holds all that any of them is told, which suits
     games without secrets. The end has a term for each seat, such as "seat 1", and no success; in a zero-sum game the
     terms add up to 0. To train against the current policy, pass a function that asks it.
 
@@ -308,7 +308,7 @@ class Match:
                 raise EnvError(f"{self.game}: step raised {type(error).__name__}: {error}") from error
 
     def news(self, seat: int) -> list[Said]:
-        """Return what that player was told since the last call, without the echo of its own words."""
+        """Return what that player was told since the last call, without the echo of what it said."""
         if seat == self.seat_to_move and not self.is_over:
             with self._generators.in_place():
                 _, entries = self._game.get_observation()

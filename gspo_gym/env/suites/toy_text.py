@@ -299,7 +299,7 @@ def best_moves(table: Table, num_steps: int) -> BestMoves:
 
 
 def play_table(env: Any, _rng: np.random.Generator) -> ScriptedPolicy:
-    """Return a player of best moves in a `ToyTextEnv` whose game has a table of transitions."""
+    """Return a player of best moves in a `ToyTextEnv` for a game with a table of transitions."""
     moves = best_moves(Table.of(env.inner.P), env.steps_left).moves
 
     def play(_messages: Sequence[Message]) -> str:

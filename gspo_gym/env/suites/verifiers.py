@@ -44,7 +44,7 @@ _UNMADE = "error: the episode is over, this call was not made"
 class VerifiersEnv(TextEnv):
     """An environment that `verifiers.load_environment` finds. Needs `pip install 'gspo-gym[envs-verifiers]'`.
 
-    A seed below 2**31 names a row of its evaluation data, one from 2**31 up a row of its training data; as many
+    A seed below 2**31 names a row of the evaluation data, one from 2**31 up a row of the training data; as many
     consecutive seeds as there are rows name each once. Without evaluation data the training rows serve for both, as in
     verifiers; then `info["is_held_out"]` is False.
 

@@ -68,7 +68,7 @@ class IsolatedFactory:
             return make(self.env, **self.kwargs) if isinstance(self.env, str) else self.env(**self.kwargs)
 
     def make_in_process(self, start_timeout_seconds: float) -> ProcessEnv:
-        """Return a fresh environment in a worker process, whatever `isolation` says."""
+        """Return a fresh environment in a worker process, also where `isolation` says something else."""
         return ProcessEnv(
             self.env,
             self.kwargs,

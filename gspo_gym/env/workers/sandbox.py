@@ -189,7 +189,7 @@ def run_python(
 
 
 def require_confinement(who: str, *, allow_unconfined: bool) -> Confinement:
-    """Return the confinement of programs here, or raise a ConfigError without one; `who` names the caller in it."""
+    """Return the confinement of programs here, or raise a ConfigError without one, which names the caller."""
     how = confinement()
     if not (how.is_confined or allow_unconfined):
         raise ConfigError(

@@ -81,7 +81,7 @@ def labelled_episodes(trajectories: Sequence[Trajectory], labels: Sequence[Label
     """Return each label with its episode, in the order of the labels; episodes without one are left out.
 
     Raises:
-        ConfigError: a label's episode is missing, is stored in several attempts of which the label names none, or has
+        ConfigError: a label's episode is missing, is stored in several attempts and the label names none, or has
             another number of turns than the label has events.
     """
     by_id: dict[str, list[Trajectory]] = {}

@@ -73,7 +73,7 @@ def kappa(judge: Sequence[float], gold: Sequence[float]) -> float | None:
 
 @dataclass(frozen=True, slots=True)
 class CalibrationBin:
-    """Episodes whose judged score lies in [low, high), in the last bin in [low, high]."""
+    """Episodes with a judged score in [low, high), in the last bin in [low, high]."""
 
     low: float
     high: float

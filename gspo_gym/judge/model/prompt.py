@@ -183,7 +183,7 @@ def parse_verdict(text: str, *, nonce: str, parts: Parts) -> Verdict:
     """Read the verdict in a judge's answer.
 
     Raises:
-        VerdictError: there is none, more than one, or one that is not complete or not on its scales.
+        VerdictError: there is none, more than one, or it is not complete or not on its scales.
     """
     body = _find(text, verdict_key(nonce))
     expected = {*parts, "summary"}

@@ -36,7 +36,7 @@ class ModelJudgeSettings:
         structured_output: "schema": the endpoint must hold answers to a schema; "text": it is not asked to; "auto": it
             is, until it refuses. Answers are read with the same strictness in any case.
         temperature: of sampling; None: not sent.
-        must_take_temperature: raise if the model refuses a temperature; otherwise it then samples at its own.
+        must_take_temperature: raise if the model refuses a temperature; otherwise it then samples at its default.
         max_output_tokens: of one answer, a reasoning model's reasoning included.
         max_transcript_chars: longer episodes are shortened by the rule in `transcript.py`.
         shuffles_criteria: show criteria in an order that follows from the episode's content, because models prefer the

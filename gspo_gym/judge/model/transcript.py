@@ -92,7 +92,7 @@ class Transcript:
 
     @property
     def cuts(self) -> tuple[str, ...]:
-        """Return what was left out and of whose words; () if nothing was."""
+        """Return what was left out of the words of the policy and of the environment; () if nothing was."""
         policy = [piece for piece in self.pieces if piece.is_by_policy]
         rest = [piece for piece in self.pieces if not piece.is_by_policy]
         told = (("the policy", policy), ("the environment", rest))

@@ -35,7 +35,7 @@ class HttpJudgeSettings:
         provider, model, rubric_id: passed on; with a rubric_id the rubric itself is not sent.
         rubric_overrides, tracks, weights: JSON about the rubric that the service has under rubric_id: changes of it,
             the tracks to judge, and their weights. A rubric that is sent has them in it.
-        event, outcome: what is asked about; None: what there is a rubric for.
+        event, outcome: whether to ask about it; None: if there is a rubric for it.
         asking: `timeout_seconds` is passed on as well.
     """
 
@@ -58,7 +58,7 @@ class HttpJudgeSettings:
 
     @property
     def rubric_options(self) -> Json:
-        """Return what is sent about a rubric that the service has itself."""
+        """Return the options about a rubric that the service has itself."""
         given = {"rubric_overrides": self.rubric_overrides, "tracks": list(self.tracks), "weights": self.weights}
         return {name: value for name, value in given.items() if value}
 

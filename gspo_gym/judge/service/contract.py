@@ -102,7 +102,7 @@ class ScoreResponse(BaseModel):
 
 
 def score_url(judge_url: str) -> str:
-    """Return the scoring URL: a URL with the whole route as it is, others with what is missing of /api and the route.
+    """Return the scoring URL: a URL with the whole route as it is, others with the missing parts of /api and the route.
 
     >>> score_url("http://127.0.0.1:9000"), score_url("https://judge.example/api/")
     ('http://127.0.0.1:9000/api/judge/v1/score', 'https://judge.example/api/judge/v1/score')
@@ -152,7 +152,7 @@ def request_to_wire(
 
 
 def judgement_from_wire(value: Any, *, judge: str, num_turns: int, event: bool, outcome: bool) -> Judgement:
-    """Read a judge's answer, with its own totals.
+    """Read a judge's answer, with the totals in it.
 
     Raises:
         JudgeError: it failed, or what was asked for is missing, of another length, or not finite.

@@ -1,4 +1,4 @@
-"""Fake judging model: an OpenAI-compatible server whose verdicts follow a rule, for tests and rehearsals without cost.
+"""Fake judging model: an OpenAI-compatible server with verdicts by a rule, for tests and rehearsals without cost.
 
 It reads the prompt of `prompt.py` as an honest judge would, by the fences with the nonce, and scores every criterion by
 a rule. The default one, `score_by_words`:

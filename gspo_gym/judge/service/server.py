@@ -17,7 +17,7 @@ clients of the contract append the final state.
 
 A v3 session trace (synth-ai 0.2.24, `tracing_v3`) has events of three kinds: calls of the model, whose `call_records`
 hold what it read and said; actions of the runtime; and states of the environment. Every call record with an output is a
-turn. Of a history that grows from call to call, only what is new is shown.
+turn. Of a history that grows from call to call, only the new part is shown.
 """
 
 from __future__ import annotations
@@ -286,7 +286,7 @@ def read_trace_events(events: Sequence[Json]) -> tuple[list[Message], list[int]]
 
 
 def as_context(message: Message) -> Message:
-    """Return a message that the model read as context, because it is no act of this turn whatever its role says."""
+    """Return a message that the model read as context: it is no act of this turn, although its role may say so."""
     return Message("user", f"(earlier) {message.content}") if message.role == "assistant" else message
 
 
