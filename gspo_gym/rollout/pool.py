@@ -98,7 +98,7 @@ class RolloutPool:
     """Player of groups of episodes.
 
     An attempt that ends in an infrastructure failure is repeated in a fresh environment with a fresh sampling seed, up
-    to `max_attempts`; then it is dropped. An episode without a score from `scoring` is repeated or dropped as that says.
+    to `max_attempts`; then it is dropped. An episode without a score from `scoring` is repeated or dropped as told.
 
     Args:
         play: plays one attempt in a fresh environment.
