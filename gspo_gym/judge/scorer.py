@@ -1,4 +1,4 @@
-"""Score finished episodes with a judge, blend and record them (`rollout.pool.Scoring`).
+"""Score finished episodes with a judge, blend and record them (`rollout.limits.Scoring`).
 
 An episode without a score raises `UnscoredError`, and the pool retries or drops it; it never becomes 0. A judge that is
 down is waited for (`PausingJudge`); one with a spent budget or a refused key ends the run, which can go on from its

@@ -13,8 +13,7 @@ from gspo_gym.judge.blend import EnvRewards, RewardBlend, env_rewards
 from gspo_gym.judge.gold import DriftCheck, GoldWatch
 from gspo_gym.judge.records import JUDGEMENTS_FILE, JudgedEpisode, JudgementRecorder, read_judgements
 from gspo_gym.judge.scorer import EpisodeScorer, OnJudged, RubricsOf
-from gspo_gym.rollout.limits import ScoringLimits
-from gspo_gym.rollout.pool import Scoring
+from gspo_gym.rollout.limits import Scoring, ScoringLimits
 from gspo_gym.types import Trajectory
 
 # As `RunRecorder.event`: a kind of EVENTS, the step that ended last, JSON values (hence Any).

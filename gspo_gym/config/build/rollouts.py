@@ -26,8 +26,8 @@ from gspo_gym.rollout.actors import Actor, EngineActor, ScriptedActor, policy_of
 from gspo_gym.rollout.episode import PlayEpisode, episode_player
 from gspo_gym.rollout.evaluation import Evaluation, KeptRows, PlayedRow, evaluate, join
 from gspo_gym.rollout.ledger import Disposition, Ledger
-from gspo_gym.rollout.limits import EpisodeLimits, PoolLimits
-from gspo_gym.rollout.pool import OnEpisode, RolloutPool, Scoring
+from gspo_gym.rollout.limits import EpisodeLimits, PoolLimits, Scoring
+from gspo_gym.rollout.pool import OnEpisode, RolloutPool
 from gspo_gym.rollout.summary import play_by_environment
 from gspo_gym.rollout.watchdog import MARKER, read_frozen
 from gspo_gym.run.collect import WarmupPlan

@@ -32,8 +32,8 @@ from gspo_gym.judge.records import JudgedEpisode
 from gspo_gym.judge.scorer import METRICS, EpisodeScorer
 from gspo_gym.rollout.episode import EpisodeRequest
 from gspo_gym.rollout.ledger import Disposition, Ledger, Terminal
-from gspo_gym.rollout.limits import PoolLimits, ScoringLimits
-from gspo_gym.rollout.pool import GroupRequest, RolloutPool, Score, Scoring
+from gspo_gym.rollout.limits import PoolLimits, Score, Scoring, ScoringLimits
+from gspo_gym.rollout.pool import GroupRequest, RolloutPool
 from gspo_gym.seeding import generator
 from gspo_gym.types import Outcome, Task, Trajectory, TrajectoryGroup
 

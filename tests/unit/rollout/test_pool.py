@@ -30,8 +30,8 @@ from gspo_gym.policy.load import tiny_tokenizer
 from gspo_gym.rollout.actors import Actor, ActRequest, EngineActor
 from gspo_gym.rollout.episode import EpisodeRequest, episode_player
 from gspo_gym.rollout.ledger import Dispatched, Disposition, Ledger, Terminal
-from gspo_gym.rollout.limits import EpisodeLimits, PoolLimits, ScoringLimits
-from gspo_gym.rollout.pool import GroupRequest, RolloutPool, Scoring
+from gspo_gym.rollout.limits import EpisodeLimits, PoolLimits, Scoring, ScoringLimits
+from gspo_gym.rollout.pool import GroupRequest, RolloutPool
 from gspo_gym.seeding import child_seed, generator
 from gspo_gym.types import Completion, FinishReason, Outcome, Segment, Task, Trajectory, TrajectoryGroup, Turn
 
