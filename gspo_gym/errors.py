@@ -22,6 +22,7 @@ Each class is also the standard-library error it refines, so `except ValueError`
     │   └── EnginePoisonedError  RuntimeError  a weight update failed half-way: nothing sampled may be trained on
     ├── ServiceError         RuntimeError  a process or server that the run needs did not start or broke off
     ├── RolloutError         RuntimeError  so many episodes failed that the run cannot go on
+    ├── StuckError           RuntimeError  batch after batch, all episodes of every group earned the same
     ├── NonFiniteError       ArithmeticError   a loss or gradient was NaN or infinite too many times in a row
     ├── CheckpointError      OSError       a checkpoint is missing, incomplete or of another run
     └── StorageError         OSError       a file or folder cannot be written: no permission, no room, no folder
@@ -113,6 +114,10 @@ class ServiceError(GymError, RuntimeError):
 
 class RolloutError(GymError, RuntimeError):
     """So many episodes failed that the run cannot go on."""
+
+
+class StuckError(GymError, RuntimeError):
+    """Batch after batch taught nothing: all episodes of every group earned the same."""
 
 
 class NonFiniteError(GymError, ArithmeticError):

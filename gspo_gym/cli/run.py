@@ -71,6 +71,7 @@ _FREE_ON_RESUME = frozenset(
         "training.num_epochs",
         "training.iterations_per_epoch",
         "training.log_interval",
+        "training.max_idle_iters",
         "training.checkpoint_every_n_iters",
         "training.keep_best",
         "training.keep_best_direction",

@@ -77,7 +77,7 @@ def run_training(
 
     Raises:
         ConfigError: this machine, model or environment cannot do what the config asks for, or the folder is taken.
-        RolloutError, NonFiniteError, EngineError: the run cannot go on; its folder holds everything up to then.
+        RolloutError, StuckError, NonFiniteError, EngineError: the run cannot go on; its folder holds all up to then.
     """
     from gspo_gym.cli.run import execute
 

@@ -102,6 +102,12 @@ class LoopSettings(Settings):
         ),
     )
     max_refill_rounds: int = Field(default=10, gt=0, description="with refill: rounds of fresh groups per iteration")
+    max_idle_iters: int = Field(
+        default=10,
+        gt=0,
+        description="iterations in a row in which all episodes of every group earn the same, and not all succeed, "
+        "before the run ends: it would learn nothing for ever",
+    )
     weight_sync_interval: int = Field(
         default=1,
         gt=0,

@@ -22,8 +22,8 @@ class TrainState:
     that were played ahead and not trained on: a resumed run plays them again, before all others. `running` are the
     statistics of all returns so far. `score_unit` is what all scores of the run are measured in; None before an
     evaluation decides it, and `undecided` are the summaries of those before. `gradient_steps` counts the steps in which
-    the optimizer had a gradient to go by. `last_seq` is that of the run's events when the checkpoint was taken;
-    None: an earlier version took it.
+    the optimizer had a gradient to go by, and `idle_steps` those, in a row up to now, which taught nothing. `last_seq`
+    is that of the run's events when the checkpoint was taken; None: an earlier version took it.
     """
 
     step: int = 0
@@ -33,6 +33,7 @@ class TrainState:
     sampled_tokens: int = 0
     trained_tokens: int = 0
     gradient_steps: int = 0
+    idle_steps: int = 0
     wall_seconds: float = 0.0
     initial_eval: Mapping[str, Any] | None = None
     final_eval: Mapping[str, Any] | None = None

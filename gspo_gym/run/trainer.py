@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from contextlib import AbstractAsyncContextManager
 from typing import Any, TypeVar
 
+from gspo_gym.errors import StuckError
 from gspo_gym.judge.base import JudgeError
 from gspo_gym.learning.batching import BuiltBatch, build_batch
 from gspo_gym.learning.update import Learner
@@ -84,6 +85,7 @@ class Trainer:
             NonFiniteError: too many optimizer steps in a row were not finite.
             EnginePoisonedError: a weight update failed half-way.
             EngineMismatchError: the engine's logprobs are not the learner's, batch after batch.
+            StuckError: too many steps in a row taught nothing; the run is saved and can go on.
             CheckpointError: the disk refused several checkpoints in a row.
             JudgeError: nothing will be scored any more; the run is saved and can go on.
             StopRequested: a stop was asked for; the run is saved and can go on.
@@ -102,8 +104,9 @@ class Trainer:
                 await self._run_step()
                 await self._evaluate_if_due()
                 await self._saver.after_step(self.state)
+                self._require_something_to_learn()
             await self._saver.finish(self.state)  # also the last evaluation
-        except (JudgeError, StopRequested):  # raised while episodes are played: the weights are those of `state`
+        except (JudgeError, StopRequested, StuckError):  # raised between updates: the weights are those of `state`
             await self._saver.finish(self.state)
             raise
         finally:
@@ -162,6 +165,16 @@ class Trainer:
             await asyncio.gather(working, return_exceptions=True)
             raise
 
+    def _require_something_to_learn(self) -> None:
+        """Raise StuckError if so many steps in a row as are allowed have taught nothing."""
+        num_idle = self.state.idle_steps
+        if num_idle >= self.plan.loop.max_idle_iters:
+            raise StuckError(
+                f"in {num_idle} iterations in a row, up to {self.state.step}, no episode had an advantage: all of a "
+                "group earned the same, and nothing was learned. `gspo-gym doctor` says why; larger groups, a warm-up, "
+                "easier tasks or finer rewards help, and training.max_idle_iters allows more such iterations"
+            )
+
     def _advance(self, step: int, built: BuiltBatch, metrics: Mapping[str, float], *, seconds: float) -> None:
         state = self.state
         self.state = dataclasses.replace(
@@ -172,6 +185,7 @@ class Trainer:
             num_episodes=state.num_episodes + built.counts.num_trajectories,
             sampled_tokens=state.sampled_tokens + int(metrics["rollout/sampled_tokens"]),
             trained_tokens=state.trained_tokens + int(metrics.get("batch/trained_tokens", 0)),
+            idle_steps=state.idle_steps + 1 if _is_idle(built, metrics) else 0,
             gradient_steps=state.gradient_steps + (metrics.get("optim/grad_norm_max", 0.0) > 0),
             wall_seconds=state.wall_seconds + seconds,
             running=built.running,
@@ -197,3 +211,9 @@ class Trainer:
             wall_seconds=before.wall_seconds + self._journal.clock() - started,
         )
         self._journal.evaluated(before.step, evaluation, unit, num_undecided=len(before.undecided))
+
+
+def _is_idle(built: BuiltBatch, metrics: Mapping[str, float]) -> bool:
+    """Return whether a step taught nothing, except because every task was done: then there is nothing more to learn."""
+    is_informative = built.batch is not None and bool(built.batch.advantages.any())
+    return not is_informative and metrics.get("rollout/success_rate") != 1.0

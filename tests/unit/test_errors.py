@@ -29,6 +29,7 @@ TREE = {
     "EnginePoisonedError": ("EngineError", RuntimeError),
     "ServiceError": ("GymError", RuntimeError),
     "RolloutError": ("GymError", RuntimeError),
+    "StuckError": ("GymError", RuntimeError),
     "NonFiniteError": ("GymError", ArithmeticError),
     "CheckpointError": ("GymError", OSError),
     "StorageError": ("GymError", OSError),

@@ -114,6 +114,7 @@ OTHER = {
     "training.stop_at_success_rate": (0.5, {}),
     "training.constant_groups": ("drop", {}),
     "training.max_staleness": (1, {"correction.old_logprobs": "rollout"}),
+    "training.max_idle_iters": (3, {}),
     "training.max_refill_rounds": (2, {"training.constant_groups": "refill"}),
     "training.step_rewards_enabled": (False, {}),
     "training.step_rewards_mode": ("off", {}),

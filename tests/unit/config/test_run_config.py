@@ -115,6 +115,7 @@ def test_a_minimal_file_has_these_defaults(file: Path) -> None:
             "keep_best_direction": "max",
             "constant_groups": "keep",
             "max_refill_rounds": 10,
+            "max_idle_iters": 10,
             "max_staleness": 0,
             "weight_sync_interval": 1,
             "step_rewards_weights": {},

@@ -26,7 +26,7 @@ import pytest
 
 from gspo_gym.chat.renderer import RendererCache
 from gspo_gym.env.rewards import Reward
-from gspo_gym.errors import ConfigError, NonFiniteError, UsageError
+from gspo_gym.errors import ConfigError, NonFiniteError, StuckError, UsageError
 from gspo_gym.judge.base import JudgeError
 from gspo_gym.learning.batching import TrainBatch
 from gspo_gym.learning.settings import AdvantageSettings, RewardSettings, StepRewardSettings
@@ -441,6 +441,17 @@ def test_a_step_that_teaches_nothing_takes_no_update_and_the_run_goes_on(tmp_pat
         assert line["batch/dropped_constant_groups"] == 12.0
         assert line["batch/refilled_groups"] == 8.0
         assert "batch/mean_return" not in line
+
+
+def test_a_run_that_learns_nothing_for_ten_steps_in_a_row_ends_and_can_go_on(tmp_path: Path) -> None:
+    plan, parts = make_plan(num_steps=30, checkpoint_every_n_iters=50), Parts()
+    with pytest.raises(StuckError, match="in 10 iterations in a row, up to 10, no episode had an advantage"):
+        train(tmp_path / "stuck", plan, same_for=1, parts=parts)
+    assert parts.saved[-1].step == 10
+    with pytest.raises(StuckError, match="up to 11"):  # the row is not broken by a new start
+        train(tmp_path / "stuck", plan, same_for=1, state=parts.saved[-1])
+    _, state = train(tmp_path / "stuck", plan, state=parts.saved[-1])
+    assert (state.step, state.idle_steps) == (30, 0)
 
 
 def test_refilling_gives_up_after_ten_rounds_unless_told_otherwise(tmp_path: Path) -> None:
