@@ -2,34 +2,42 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import gymnasium
 import pytest
+from full_disk import small_disk
 
 from gspo_gym.cli.train import run_training
 from gspo_gym.config.run_config import RunConfig
 from gspo_gym.env.core import TextEnv
 from gspo_gym.env.registry import register
-from gspo_gym.errors import GymError, RolloutError, StuckError
+from gspo_gym.errors import NonFiniteError, RolloutError, StorageError, StuckError
 from gspo_gym.run.recording import read_metrics
+from gspo_gym.seeding import training_seed
 
 ROOT = Path(__file__).parents[2]
 
 
 class Stubborn(TextEnv):
-    """Fails where it is told to; else pays the letters, or the same for all."""
+    """Fails where it is told to; else pays the letters, or the same for all; fills the disk of a file, once."""
 
-    def __init__(self, fails_in: str = "", pays: str = "letters") -> None:
+    def __init__(self, fails_in: str = "", pays: str = "letters", fills: str = "") -> None:
         super().__init__()
-        self.fails_in, self.pays = fails_in, pays
+        self.fails_in, self.pays, self.fills = fails_in, pays, fills
 
     def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
         super().reset(seed=seed, options=options)
         if self.fails_in == "reset":
             raise RuntimeError("the server is down")
+        if self.fills and training_seed(0, 8) == seed:  # of the fifth step, if two groups are played a step
+            with contextlib.suppress(OSError), Path(self.fills).open("wb", buffering=0) as file:
+                while file.write(bytes(2**16)):
+                    pass
         return "letters", {}
 
     def step(self, action: Any) -> Any:
@@ -45,7 +53,7 @@ def env() -> Any:
     gymnasium.registry.pop("test_stuck/Stubborn-v0")
 
 
-def make_config(folder: Path, *, num_steps: int = 40, learning_rate: float = 1e-3, **env_config: str) -> RunConfig:
+def make_config(folder: Path, *, num_steps: int = 40, weight_decay: float = 0.0, **env_config: str) -> RunConfig:
     return RunConfig.from_dict(
         {
             "run": {"folder": str(folder)},
@@ -64,9 +72,10 @@ def make_config(folder: Path, *, num_steps: int = 40, learning_rate: float = 1e-
                 "iterations_per_epoch": num_steps,
                 "group_size": 2,
                 "batch_size": 2,
-                "learning_rate": learning_rate,
+                "learning_rate": 1e-3,
             },
             "loss": {},
+            "optimizer": {"weight_decay": weight_decay},
             "evaluation": {"seeds": "0:1", "every_n_iters": 100},
         }
     )
@@ -78,7 +87,7 @@ def make_config(folder: Path, *, num_steps: int = 40, learning_rate: float = 1e-
         ({"pays": "the same"}, StuckError),
         ({"fails_in": "reset"}, RolloutError),
         ({"fails_in": "step"}, RolloutError),
-        ({"learning_rate": 1e38}, GymError),  # weights that are not finite: the engine, or the learner, says it
+        ({"weight_decay": 1e38}, NonFiniteError),  # the first step leaves weights of 1e33
     ],
     ids=["nothing to learn", "no reset works", "no step works", "not finite"],
 )
@@ -91,3 +100,32 @@ def test_a_run_that_cannot_go_on_ends_by_name_within_ten_batches(
     assert summary["status"] == "failed"
     assert type(ended.value).__name__ in summary["error"]
     assert len(read_metrics(tmp_path / "stuck")) <= 10
+
+
+def test_a_disk_that_fills_up_ends_a_run_by_name_and_it_goes_on_when_there_is_room(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk", 2**25) as disk:
+        if not disk.is_mounted:
+            pytest.skip("this process may not mount a disk")
+        ballast = disk.folder / "ballast"
+        config = make_config(disk.folder, num_steps=8, fills=str(ballast))
+        with pytest.raises(StorageError, match="No space left on device"):
+            run_training(config)
+        assert len(read_metrics(disk.folder / "stuck")) <= 5
+        ballast.unlink()
+        ballast.mkdir()  # it cannot be filled again
+        assert run_training(config, resume=True)["status"] == "completed"
+        assert [line["step"] for line in read_metrics(disk.folder / "stuck")] == list(range(1, 9))
+
+
+def test_no_part_of_a_run_measures_a_duration_by_a_clock_that_people_set() -> None:
+    """A clock that jumps by an hour changes what is written down as the time of day, and nothing else."""
+    writes_it_down = {"rollout/watchdog_process.py", "run/process.py", "run/recording.py"}
+    package = ROOT / "gspo_gym"
+    rooms = ("base", "env", "chat", "engine", "learning", "rollout", "policy", "judge", "run", "config")
+    found = {
+        path.relative_to(package).as_posix()
+        for room in rooms
+        for path in (package / room).rglob("*.py")
+        if re.search(r"\btime\.time\b|datetime\.(now|utcnow|today)\b|CLOCK_REALTIME", path.read_text(encoding="utf-8"))
+    }
+    assert found == writes_it_down

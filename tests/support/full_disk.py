@@ -53,7 +53,8 @@ def small_disk(folder: Path, num_bytes: int, *, may_mount: bool = True) -> Itera
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
         if is_mounted:
-            subprocess.run(["umount", str(folder)], check=True)
+            # Lazily: weights that were loaded from the disk are mapped from it until their model is freed.
+            subprocess.run(["umount", "--lazy", str(folder)], check=True)
 
 
 def _limit_files(num_bytes: int) -> None:
