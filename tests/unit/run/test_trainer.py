@@ -678,8 +678,8 @@ def test_a_paused_training_saves_and_takes_changes_and_goes_on_where_it_was(tmp_
     _, state = train(tmp_path, make_plan(), parts=parts, steering=steering)
     step = told[0][1]
     assert told == [
-        ("paused", step, [] if step < 2 else [2]),
-        ("saved", [step] if step < 3 else [2, 3]),
+        ("paused", step, [0, 0] if step < 2 else [0, 0, 2]),
+        ("saved", [0, 0, step] if step < 3 else [0, 0, 2, 3]),
         (Change("training.learning_rate", 0.5, "a test"), step),
     ]
     assert state.step == 4
