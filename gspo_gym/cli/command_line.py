@@ -33,7 +33,7 @@ class Parser(argparse.ArgumentParser):
 def parse_and_run(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> int:
     """Parse, call the chosen command's `run` and return the exit status; print our own errors without a traceback.
 
-    0 is success, 1 a failed check, 2 a mistake of the caller, 130 an interruption from the keyboard.
+    0 is success, 1 a failed check, 2 a mistake of the caller, 130 stopped by Ctrl-C, 143 by SIGTERM.
     """
     words = sys.argv[1:] if argv is None else list(argv)
     for i in range(len(words) - 1, 0, -1):
@@ -55,22 +55,46 @@ def parse_and_run(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -
         # What a library of others writes: a message that names the file, as ours is, and no traceback.
         print(f"StorageError: {error}", file=sys.stderr)
         return 2
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as error:
         print("stopped", file=sys.stderr)
-        return 130
+        return exit_code_of(error)
     return status
+
+
+class _TerminatedError(KeyboardInterrupt):
+    """SIGTERM, where it is to act as Ctrl-C."""
+
+
+def exit_code_of(interrupt: KeyboardInterrupt) -> int:
+    """Return the exit status after an interruption: 128 and the number of the signal."""
+    return 128 + (signal.SIGTERM if isinstance(interrupt, _TerminatedError) else signal.SIGINT)
 
 
 @contextmanager
 def interrupted_by_sigterm() -> Iterator[None]:
-    """Raise KeyboardInterrupt in the block on SIGTERM, to end what the block started as Ctrl-C does."""
+    """Have SIGTERM do in the block what Ctrl-C does; a second one ends the program at once.
 
-    def interrupt(_number: int, _frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
+    The KeyboardInterrupt is then one for which `exit_code_of` returns 143.
+    """
+    has_come = False
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        nonlocal has_come
+        has_come = True
+        signal.signal(number, signal.SIG_DFL)
+        on_ctrl_c = signal.getsignal(signal.SIGINT)  # of an event loop, if one runs: it cancels the task first
+        if callable(on_ctrl_c):
+            on_ctrl_c(signal.SIGINT, frame)
+        else:
+            raise KeyboardInterrupt
 
     before = signal.signal(signal.SIGTERM, interrupt)
     try:
         yield
+    except KeyboardInterrupt as error:
+        if has_come:
+            raise _TerminatedError from error
+        raise
     finally:
         signal.signal(signal.SIGTERM, before)
 

@@ -23,7 +23,7 @@ from gspo_gym.base.files import PartFile, write_output
 from gspo_gym.base.keys import is_loopback, read_key
 from gspo_gym.base.settings import parse_seeds
 from gspo_gym.cli.authoring import command as authoring_commands
-from gspo_gym.cli.command_line import add_environment, env_config_of
+from gspo_gym.cli.command_line import add_environment, env_config_of, exit_code_of, interrupted_by_sigterm
 from gspo_gym.env.checks.checker import check_env
 from gspo_gym.env.registry import list_environments as registered
 from gspo_gym.env.registry import resolve
@@ -306,7 +306,7 @@ def collect(arguments: argparse.Namespace) -> int:
     if found:
         print(f"{len(found)} episodes are there already, in {part.path}", file=sys.stderr)
     try:
-        with counting(Console(stderr=True), num_asked, done=len(found)) as count:
+        with interrupted_by_sigterm(), counting(Console(stderr=True), num_asked, done=len(found)) as count:
 
             def keep(trajectory: Trajectory) -> None:
                 part.append(trajectory_to_json(trajectory))
@@ -322,10 +322,10 @@ def collect(arguments: argparse.Namespace) -> int:
                 on_episode=keep,
                 out=arguments.out,
             )
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as interrupt:
         told = f"stopped: {part.num_items} of {num_asked} episodes are in {part.path}; go on with --resume"
         print(told, file=sys.stderr)
-        return 130
+        return exit_code_of(interrupt)
     finally:
         part.remove_if_empty()
     kept = [t for t in collected.trajectories if t.success or not arguments.only_successes]

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from gspo_gym.base.files import PartFile, require_writable, write_output
 from gspo_gym.base.loops import run_to_end
 from gspo_gym.base.settings import parse_seeds
-from gspo_gym.cli.command_line import Parser, parse_and_run
+from gspo_gym.cli.command_line import Parser, exit_code_of, interrupted_by_sigterm, parse_and_run
 from gspo_gym.cli.train import add_task_url
 from gspo_gym.config.apps import with_task_url
 from gspo_gym.config.build.apps import environment_ids
@@ -71,8 +71,8 @@ def run_command(arguments: argparse.Namespace) -> int:
     """Evaluate every named model; return 0 when all were evaluated.
 
     With `--json FILE` every row is in FILE.part as soon as its episode is over. Ctrl-C leaves that file for `--resume`
-    and returns 130. An environment that holds the interpreter ends the process (`watchdog.py`); at the next try with
-    FILE it runs in worker processes.
+    and returns 130; SIGTERM does the same and returns 143. An environment that holds the interpreter ends the process
+    (`watchdog.py`); at the next try with FILE it runs in worker processes.
     """
     from rich.console import Console
 
@@ -90,14 +90,14 @@ def run_command(arguments: argparse.Namespace) -> int:
     part = _part_file(arguments, config, names)
     marker = None if part is None else marker_beside(Path(arguments.json_file))
     try:
-        with _watched(config, marker):
+        with interrupted_by_sigterm(), _watched(config, marker):
             results = in_one_unit(_evaluate_all(_unfrozen(config, marker), names, part))
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as interrupt:
         if part is None or part.num_items == 0:
             raise
         told = f"stopped: {part.num_items} of {_num_asked(config, names)} episodes are in {part.path}"
         print(f"{told}; go on with --resume", file=sys.stderr)
-        return 130
+        return exit_code_of(interrupt)
     finally:
         if part is not None:
             part.remove_if_empty()

@@ -10,7 +10,6 @@ import importlib.util
 import json
 import logging
 import re
-import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 from gspo_gym.base.files import writing
+from gspo_gym.base.leftovers import in_temporary_folder
 from gspo_gym.errors import CheckpointError, ConfigError, GymError, UnknownNameError, shortened
 from gspo_gym.learning.settings import LoraSettings
 from gspo_gym.policy.lora import ADAPTER, adapt_lora, is_adapter, load_lora
@@ -277,7 +277,7 @@ def _load_tiny(base: str, seed: int, form: _Form) -> Policy:
     model = build_tiny(name, seed if own_seed is None else own_seed)
     policy = Policy(model=model, tokenizer=tiny_tokenizer(), base=model.name_or_path)
     if form.quantization != "as_saved":  # transformers quantizes what it reads from files
-        with tempfile.TemporaryDirectory() as folder:
+        with in_temporary_folder("gspo_gym-tiny-") as folder:
             save_policy(policy, Path(folder))
             quantized = _load_folder(Path(folder), form).model
         quantized.name_or_path = policy.base

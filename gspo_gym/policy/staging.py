@@ -16,7 +16,6 @@ import hashlib
 import json
 import re
 import shutil
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -27,6 +26,7 @@ from torch import Tensor
 from transformers.core_model_loading import revert_weight_conversion
 
 from gspo_gym.base.files import writing
+from gspo_gym.base.leftovers import remove_folder, temporary_folder
 from gspo_gym.engine.base import TensorMeta, UpdateKind, WeightUpdate
 from gspo_gym.errors import ConfigError, EngineError, StorageError, UsageError
 from gspo_gym.policy.load import Policy, is_quantized, no_progress_bars
@@ -107,7 +107,7 @@ class Staging:
 
     def close(self) -> None:
         """Remove everything."""
-        shutil.rmtree(self._root, ignore_errors=True)
+        remove_folder(self._root)
 
     def _write_adapter(self, folder: Path) -> None:
         model = self._policy.model
@@ -313,9 +313,9 @@ def staging_root(run_folder: Path, *, in_memory: bool, num_bytes: int) -> Path:
             shutil.rmtree(leftover, ignore_errors=True)
     if in_memory and _MEMORY.is_dir() and 2 * num_bytes <= shutil.disk_usage(_MEMORY).free:
         # A new name each time: an engine may outlive the process that wrote, and read again.
-        return Path(tempfile.mkdtemp(prefix=f"gspo_gym-{run}-", dir=_MEMORY))
+        return Path(temporary_folder(f"gspo_gym-{run}-", _MEMORY))
     run_folder.mkdir(parents=True, exist_ok=True)
-    return Path(tempfile.mkdtemp(prefix=".weights-", dir=run_folder))
+    return Path(temporary_folder(".weights-", run_folder))
 
 
 def num_weight_bytes(model: Any) -> int:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import signal
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -15,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from gspo_gym.base.leftovers import end_with_us, has_ended
 from gspo_gym.cli.search.study import Metric
 from gspo_gym.errors import ConfigError
 from gspo_gym.run.recording import read_events
@@ -98,6 +98,7 @@ async def run_trial(
         process = await asyncio.create_subprocess_exec(
             *command, *arguments, stdout=output, stderr=output, stdin=asyncio.subprocess.DEVNULL, env=environment
         )
+    end_with_us(process.pid)
     is_late = is_pruned = False
     try:
         while not await _has_ended(process, poll_seconds):
@@ -107,6 +108,7 @@ async def run_trial(
                 break
     finally:
         await _stop(process)
+        has_ended(process.pid)
     evaluations = read_evaluations(run_folder, metric, is_over=True)
     error = None
     if is_late:
@@ -128,10 +130,10 @@ async def _has_ended(process: asyncio.subprocess.Process, seconds: float) -> boo
 
 
 async def _stop(process: asyncio.subprocess.Process) -> None:
-    """Interrupt the run as from the keyboard, which lets it write its summary; kill it if that does not help."""
+    """Stop the run, which lets it save; kill it if that does not help."""
     if process.returncode is not None:
         return
-    process.send_signal(signal.SIGINT)
+    process.terminate()  # Ctrl-C's signal is ignored by what a script starts in its background
     if not await _has_ended(process, _GRACE_SECONDS):
         process.kill()
         await process.wait()

@@ -10,13 +10,12 @@ import contextlib
 import copy
 import importlib.util
 import os
-import shutil
-import tempfile
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 import torch
 
+from gspo_gym.base.leftovers import remove_folder, temporary_folder
 from gspo_gym.config.run_config import RunConfig
 from gspo_gym.config.services import VllmSection, place
 from gspo_gym.engine.base import Engine, UpdateKind, WeightUpdate, require_sleeping
@@ -175,7 +174,7 @@ def _transfer(config: RunConfig, policy: Policy) -> Transfer:
 
 
 async def _start_vllm(config: RunConfig, policy: Policy) -> Engine:
-    folder = Path(tempfile.mkdtemp(prefix="gspo_gym-start-"))
+    folder = Path(temporary_folder("gspo_gym-start-"))
 
     async def start() -> Engine:
         return await VllmEngine.start(settings)
@@ -188,12 +187,12 @@ async def _start_vllm(config: RunConfig, policy: Policy) -> Engine:
         else:
             staged = await asyncio.to_thread(_stage, config, policy, folder, "full")
             settings = vllm_settings(config, policy, staged.folder or folder)
-        engine = RebuildableEngine(await start(), start, on_close=lambda: shutil.rmtree(folder, ignore_errors=True))
+        engine = RebuildableEngine(await start(), start, on_close=lambda: remove_folder(folder))
         if sends_adapters(config, policy):
             await _give_weights(config, policy, engine)
         return engine
     except BaseException:
-        shutil.rmtree(folder, ignore_errors=True)
+        remove_folder(folder)
         raise
 
 
@@ -263,14 +262,14 @@ async def _give_weights(config: RunConfig, policy: Policy, engine: Engine) -> No
             "sample from others than the policy's; start them with `gspo-gym serve --engine vllm`, or evaluate what "
             'they serve with rollout.engine = "http"'
         )
-    folder = Path(tempfile.mkdtemp(prefix="gspo_gym-start-"))
+    folder = Path(temporary_folder("gspo_gym-start-"))
     try:
         update = await asyncio.to_thread(_stage, config, policy, folder, "full" if "full" in kinds else "adapter")
         await engine.pause("wait")
         await engine.apply_weights(update)
         await engine.resume(0)
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        remove_folder(folder)
 
 
 def _stage(config: RunConfig, policy: Policy, folder: Path, kind: UpdateKind) -> WeightUpdate:

@@ -8,12 +8,12 @@ plays one scripted episode of each environment. Nothing else here contacts a ser
 from __future__ import annotations
 
 import contextlib
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from gspo_gym.base.leftovers import in_temporary_folder
 from gspo_gym.config.apps import TaskSource
 from gspo_gym.config.build import trainer as build
 from gspo_gym.config.build.apps import check_apps, environment_ids
@@ -131,7 +131,7 @@ async def rehearse(config: RunConfig) -> Rehearsal:
         GymError: as `require_ready`, or any error of building.
     """
     await require_ready(config)
-    with tempfile.TemporaryDirectory(prefix="gspo_gym-rehearsal-") as folder:
+    with in_temporary_folder("gspo_gym-rehearsal-") as folder:
         # A rehearsal leaves nothing behind, and may be made while the run's folder is in use.
         config = config.model_copy(update={"run": config.run.model_copy(update={"folder": folder})})
         async with contextlib.AsyncExitStack() as stack:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from gspo_gym.base.leftovers import goes_with_us, remove_folder
 from gspo_gym.config.run_config import RunConfig
 from gspo_gym.config.services import names_of, place
 from gspo_gym.errors import ConfigError
@@ -44,6 +45,7 @@ def serving_reference(config: RunConfig, policy: Policy, device: str) -> Iterato
         return
     folder = config.run_folder / "reference"
     shutil.rmtree(folder, ignore_errors=True)  # of a process that was killed
+    goes_with_us(folder)
     with _own_server(config, policy, device, folder) as client:
         # Under an adapter the base never changes; other weights are handed over by file when the reference moves.
         held = None if is_adapter(policy.model) else folder
@@ -88,7 +90,7 @@ def _own_server(config: RunConfig, policy: Policy, device: str, folder: Path) ->
         # Also if it did not come up, or the run fails.
         if process is not None:
             process.close()
-        shutil.rmtree(folder, ignore_errors=True)
+        remove_folder(folder)
 
 
 def _wait(config: RunConfig, client: ReferenceClient, policy: Policy, process: ReferenceProcess | None = None) -> None:

@@ -12,12 +12,10 @@ import asyncio
 import contextlib
 import http.client
 import os
-import shutil
 import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from functools import partial
@@ -27,6 +25,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from gspo_gym.base.keys import is_loopback, read_key
+from gspo_gym.base.leftovers import end_with_us, goes_with_us, has_ended, remove_folder, stays, temporary_folder
 from gspo_gym.engine.vllm.control import Address, address_of
 from gspo_gym.engine.vllm.settings import VllmSettings
 from gspo_gym.errors import ConfigError, EngineError, GymError, MissingExtraError
@@ -106,10 +105,12 @@ class VllmServer:
         """
         if self._process is not None:
             raise EngineError(f"vLLM server {self.url}: runs already")
-        self._folder = Path(tempfile.mkdtemp(prefix="gspo-gym-vllm-"))
+        self._folder = Path(temporary_folder("gspo-gym-vllm-"))
         try:
             if self._uds is None:
                 self._port = _free_port(self._host, self._port)
+            else:
+                goes_with_us(Path(self._uds))
             log = self._log_path
             with log.open("wb") as output:
                 self._process = subprocess.Popen(
@@ -120,6 +121,7 @@ class VllmServer:
                     env=self._environment(),
                     start_new_session=True,  # a group, which is ended as a whole
                 )
+            end_with_us(self._process.pid, is_group=True)
             self._wait_until_it_answers()
         except BaseException:
             self.stop()
@@ -145,11 +147,13 @@ class VllmServer:
         process, self._process = self._process, None
         if process is not None:
             _end_group(process)
+            has_ended(process.pid, is_group=True)
         if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
+            remove_folder(self._folder)
             self._folder = None
         if self._uds is not None:
             Path(self._uds).unlink(missing_ok=True)  # or the next server could not listen there
+            stays(Path(self._uds))
 
     def __enter__(self) -> VllmServer:
         self.start()

@@ -15,6 +15,7 @@ from typing import Literal
 
 from pydantic import Field
 
+from gspo_gym.base.leftovers import leave_to_another
 from gspo_gym.base.settings import Settings
 from gspo_gym.errors import ConfigError
 
@@ -73,8 +74,9 @@ class _Process:
 
 
 def this_is_a_worker() -> None:
-    """Allow limits to kill this process from now on."""
+    """Allow limits to kill this process from now on; what it leaves, the server of workers ends and removes."""
     _Process.is_worker = True
+    leave_to_another()
 
 
 @contextlib.contextmanager

@@ -29,6 +29,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import IO
 
+from gspo_gym.base.leftovers import stays, temporary_folder
 from gspo_gym.env.workers.confinement import Confinement, confinement, interpreter, open_spec, spec_of, starting
 from gspo_gym.errors import ConfigError, EnvError, MissingExtraError
 
@@ -149,7 +150,7 @@ def run_sandboxed(
         stdin_file.seek(0)
         if how is not None and how.mechanism in ("namespaces", "user namespace"):
             return _run_confined(how, argv, _INSIDE, files, stdin_file, limits)
-        folder = Path(tempfile.mkdtemp(prefix="gspo_gym_sandbox_")).resolve()
+        folder = Path(temporary_folder("gspo_gym_sandbox_")).resolve()
         try:
             _write(folder, files)
             if how is not None:
@@ -159,6 +160,7 @@ def run_sandboxed(
             return _run([*front, *_limited(argv, limits)], stdin_file, limits, folder=str(folder))
         finally:
             _remove(folder)
+            stays(folder)
 
 
 def run_python(

@@ -28,6 +28,7 @@ from safetensors.torch import load, load_file, save, save_file
 from torch import Tensor, nn
 
 from gspo_gym.base.files import writing
+from gspo_gym.base.leftovers import end_with_us, has_ended
 from gspo_gym.errors import ConfigError, ServiceError
 from gspo_gym.learning.batching import TokenBatch
 from gspo_gym.learning.reference import check_same_reference
@@ -270,6 +271,7 @@ class ReferenceProcess:
                 env=environment,
                 start_new_session=True,  # its own group, to be ended with its ranks
             )
+        end_with_us(self._process.pid, is_group=True)  # its ranks, too, whatever they wait for
 
     @property
     def pid(self) -> int:
@@ -303,6 +305,7 @@ class ReferenceProcess:
             self._process.wait(_END_SECONDS)
         self._signal(signal.SIGKILL)
         self._process.wait()
+        has_ended(self._process.pid, is_group=True)
 
     def _signal(self, number: signal.Signals) -> None:
         with contextlib.suppress(ProcessLookupError):

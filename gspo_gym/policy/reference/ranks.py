@@ -32,6 +32,7 @@ from safetensors.torch import load, save
 from torch import Tensor
 from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]  # exported where torch has it built in
 
+from gspo_gym.base.leftovers import die_with_parent
 from gspo_gym.errors import ConfigError, GymError, RecordError
 from gspo_gym.learning.logprobs import LogprobComputer
 from gspo_gym.policy.load import load_policy
@@ -138,7 +139,7 @@ def start_ranks(size: int, *, device: str, num_threads: int, max_seconds: float)
     _prepare_devices(size, device)
     listener = socket.create_server(("127.0.0.1", 0))  # only this machine can meet us, at a port that is free
     port = listener.getsockname()[1]
-    options = {"size": size, "port": port, "device": device, "num-threads": num_threads}
+    options = {"size": size, "port": port, "device": device, "num-threads": num_threads, "parent": os.getpid()}
     others = [
         subprocess.Popen(
             [sys.executable, "-m", "gspo_gym.policy.reference.ranks", f"--rank={rank}"]
@@ -213,6 +214,8 @@ def _pipe(stream: IO[bytes] | None) -> IO[bytes]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Do what rank 0 does, until it is gone."""
     arguments = _parser().parse_args(argv)
+    # `_listen` needs the interpreter's lock, which torch may keep while it waits for a rank that is gone.
+    die_with_parent(arguments.parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for rank 0
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what libraries print is no answer
@@ -264,7 +267,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         allow_abbrev=False, prog="python -m gspo_gym.policy.reference.ranks", description="Not for use by hand."
     )
-    for name in ("--rank", "--size", "--port", "--num-threads"):
+    for name in ("--rank", "--size", "--port", "--num-threads", "--parent"):
         parser.add_argument(name, required=True, type=int)
     parser.add_argument("--device", required=True)
     return parser

@@ -204,7 +204,7 @@ def test_an_interrupted_measurement_leaves_no_process_no_folder_and_no_traceback
         assert command.poll() is None
     os.killpg(command.pid, number)  # as a terminal does
     _, errors = command.communicate(timeout=60)
-    assert (command.returncode, errors) == (130, "stopped\n")
+    assert (command.returncode, errors) == (128 + number, "stopped\n")
     assert list((tmp_path / "copies").iterdir()) == []
     while is_running(int((tmp_path / "child").read_text())):  # until the kernel has ended it
         pass

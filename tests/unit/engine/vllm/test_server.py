@@ -215,7 +215,7 @@ def test_the_command_prints_the_url_and_ends_its_server_at_sigterm(tmp_path: Pat
         assert process.stdout is not None
         assert process.stdout.readline().startswith("serving policy with vLLM at http://127.0.0.1:")
         process.send_signal(signal.SIGTERM)
-        assert process.wait(60) == 130
+        assert process.wait(60) == 143
     assert ends(int((tmp_path / "server").read_text()))
 
 

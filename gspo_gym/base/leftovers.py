@@ -1,0 +1,187 @@
+"""Temporary folders and processes of this program that must go with it, even if it is killed.
+
+They are registered with a process that this module starts when first needed (by running this file). It reads a pipe
+that ends when the program is gone, however it went, and then ends the processes and removes the folders. Unlike
+PR_SET_PDEATHSIG, which watches one thread, a pipe does not mistake the end of the thread that started a process for the
+end of the program; unlike a thread in each child, it needs no interpreter lock there.
+
+Not for what ends by itself: environment workers (`env/workers/server.py`) and the watchdog read such pipes, too.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import importlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+
+TYPE_CHECKING = False  # typing's own takes ms, and this file is started as a program
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+_PR_SET_PDEATHSIG = 1
+_GRACE_SECONDS = 10.0  # between SIGTERM and SIGKILL
+
+
+class _Keeper:
+    """Handle of the process that outlives the program; it starts at the first registration."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self.is_needed = True
+
+    def tell(self, sign: str, kind: str, name: str) -> None:
+        """Register (`sign` "+") or forget ("-") a folder or file (`kind` "f"), or a process or group ("p")."""
+        line = f"{sign}{kind}{name}".encode() + b"\0"
+        with self._lock:
+            if self._process is None:
+                if sign == "-" or not self.is_needed:
+                    return
+                self._process = subprocess.Popen(
+                    [sys.executable, "-I", "-S", __file__],
+                    bufsize=0,
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.DEVNULL,
+                    stderr=subprocess.DEVNULL,
+                    cwd="/",
+                    start_new_session=True,  # out of reach of Ctrl-C, and of signals to the program's group
+                )
+            assert self._process.stdin is not None
+            with contextlib.suppress(OSError):  # something killed it: then this program has to die by itself
+                self._process.stdin.write(line)
+
+    def close(self) -> None:
+        """Have what is still registered ended and removed, and wait for the process that does it."""
+        with self._lock:
+            process, self._process = self._process, None
+        if process is not None:
+            assert process.stdin is not None
+            process.stdin.close()
+            process.wait()
+
+    def forget(self) -> None:
+        """Drop the pipe in a forked process, which would keep it open."""
+        process, self._process, self._lock = self._process, None, threading.Lock()
+        if process is not None:
+            assert process.stdin is not None
+            process.stdin.close()
+            process.returncode = 0  # it is not this process's child, and must not be waited for
+
+
+def temporary_folder(prefix: str, parent: Path | None = None) -> str:
+    """Make a folder, in the system's place for temporary ones or in `parent`, that goes with this program."""
+    folder = tempfile.mkdtemp(prefix=prefix, dir=parent)
+    _KEEPER.tell("+", "f", os.path.abspath(folder))
+    return folder
+
+
+def remove_folder(folder: str | Path) -> None:
+    """Remove a folder of `temporary_folder`, as far as the system lets us."""
+    shutil.rmtree(folder, ignore_errors=True)
+    _KEEPER.tell("-", "f", os.path.abspath(folder))
+
+
+@contextlib.contextmanager
+def in_temporary_folder(prefix: str) -> Iterator[str]:
+    """Make a temporary folder for the block."""
+    folder = temporary_folder(prefix)
+    try:
+        yield folder
+    finally:
+        remove_folder(folder)
+
+
+def goes_with_us(path: Path) -> None:
+    """Have a file, folder or socket removed with this program; `stays` takes that back."""
+    _KEEPER.tell("+", "f", os.path.abspath(path))
+
+
+def stays(path: Path) -> None:
+    """Take `goes_with_us` back."""
+    _KEEPER.tell("-", "f", os.path.abspath(path))
+
+
+def end_with_us(pid: int, *, is_group: bool = False) -> None:
+    """Have a child (`is_group`: and its process group, which it leads) ended with this program, first by SIGTERM."""
+    _KEEPER.tell("+", "p", str(-pid if is_group else pid))
+
+
+def has_ended(pid: int, *, is_group: bool = False) -> None:
+    """Forget a process of `end_with_us`, before another can have its number."""
+    _KEEPER.tell("-", "p", str(-pid if is_group else pid))
+
+
+def die_with_parent(parent: int) -> None:
+    """Have the system kill this process, a child of `parent`, when the thread that started it ends."""
+    if sys.platform == "linux":
+        ctypes = importlib.import_module("ctypes")
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it ended before that
+        os._exit(1)
+
+
+def leave_to_another() -> None:
+    """Register nothing in this process from now on: another one ends and removes all that it leaves."""
+    _KEEPER.is_needed = False
+
+
+def main() -> None:
+    """Read what is registered until the program is gone; then end and remove what is left."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    registered: dict[bytes, None] = {}
+    rest = b""
+    while data := os.read(0, 65536):
+        *lines, rest = (rest + data).split(b"\0")
+        for line in lines:
+            if line.startswith(b"+"):
+                registered[line[1:]] = None
+            else:
+                registered.pop(line[1:], None)
+    processes = [int(line[1:]) for line in registered if line.startswith(b"p")]
+    _signal(processes, signal.SIGTERM)
+    deadline = time.monotonic() + _GRACE_SECONDS
+    while any(_is_alive(process) for process in processes) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    _signal(processes, signal.SIGKILL)
+    for line in registered:
+        if line.startswith(b"f"):
+            shutil.rmtree(line[1:], ignore_errors=True)
+            with contextlib.suppress(OSError):
+                os.unlink(line[1:])
+
+
+def _signal(processes: list[int], number: int) -> None:
+    for process in processes:
+        with contextlib.suppress(OSError):
+            os.kill(process, number)  # a negative number is that of a group
+
+
+def _is_alive(process: int) -> bool:
+    """Return whether a process, or any of a group, is there and no zombie, which only its parent can remove."""
+    for name in os.listdir("/proc") if os.path.isdir("/proc/self") else ():
+        with contextlib.suppress(OSError, ValueError):
+            with open(f"/proc/{int(name)}/stat", encoding="utf-8", errors="replace") as file:
+                state, _, group = file.read().rpartition(")")[2].split()[:3]
+            if state not in "ZX" and (int(name) == process or int(group) == -process):
+                return True
+    return False
+
+
+if __name__ == "__main__":
+    main()
+else:
+    # Module state: leftovers are the program's.
+    _KEEPER = _Keeper()
+    atexit.register(_KEEPER.close)
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(after_in_child=_KEEPER.forget)

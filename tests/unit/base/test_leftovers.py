@@ -1,0 +1,75 @@
+"""Nothing outlives a program that is killed: no process, socket or temporary folder of any kind that it started."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.support.parent_of_all import KINDS, descendants
+
+SUPPORT = Path(__file__).parents[2] / "support"
+SECONDS = 60.0  # at most; SIGTERM has 10 of them before SIGKILL
+
+
+def identity(pid: int) -> tuple[int, str] | None:
+    """Return the process's number and start, which tell it from a later one; None if it has ended."""
+    try:
+        state, *fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+    except OSError:
+        return None
+    return None if state in "ZX" else (pid, fields[18])
+
+
+def comes(is_so: Callable[[], bool]) -> bool:
+    deadline = time.monotonic() + SECONDS
+    while not is_so() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return is_so()
+
+
+def killed_parent(folder: Path, kinds: list[str]) -> tuple[set[tuple[int, str]], list[Path]]:
+    """Start a program with these kinds and kill it; return the processes that it had, and folders it named."""
+    temporary = folder / "tmp"
+    temporary.mkdir()
+    program = [sys.executable, str(SUPPORT / "parent_of_all.py"), str(folder), *kinds]
+    variables = {**os.environ, "TMPDIR": str(temporary), "PYTHONPATH": str(SUPPORT), "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(program, stdout=subprocess.PIPE, text=True, env=variables) as parent:
+        assert parent.stdout is not None
+        said = [line.split() for line in itertools.takewhile(lambda line: line != "all\n", parent.stdout)]
+        assert [line[0] for line in said if line[0] != "folder"] == kinds, "not all of them started"
+        running = set(descendants(parent.pid))
+        assert {int(pid) for line in said if line[0] != "folder" for pid in line[1:]} <= running
+        processes = {found for pid in running if (found := identity(pid))}
+        parent.kill()
+    return processes, [Path(line[1]) for line in said if line[0] == "folder"]
+
+
+def require_nothing_left(folder: Path, kinds: list[str]) -> None:
+    processes, folders = killed_parent(folder, kinds)
+    temporary = folder / "tmp"
+    assert processes
+    assert comes(lambda: not any(identity(pid) for pid, _ in processes)), [
+        Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ") for pid, _ in processes if identity(pid)
+    ]
+    # torch's cache of compiled kernels is for the next program, too
+    assert comes(lambda: {path.name.partition("_")[0] for path in temporary.iterdir()} <= {"torchinductor"}), [
+        *temporary.iterdir()
+    ]
+    assert comes(lambda: not any(path.exists() for path in folders))
+    assert comes(lambda: not (folder / "vllm.sock").exists())
+
+
+def test_what_a_killed_program_registered_is_ended_and_removed(tmp_path: Path) -> None:
+    require_nothing_left(tmp_path, ["trial", "temporary"])
+
+
+@pytest.mark.slow
+def test_nothing_outlives_a_killed_parent(tmp_path: Path) -> None:
+    require_nothing_left(tmp_path, list(KINDS))
