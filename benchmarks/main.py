@@ -32,6 +32,7 @@ from benchmarks.isolation import run_isolation
 from benchmarks.mutants import run_mutants
 from benchmarks.pipeline import Workload, run_pipeline
 from benchmarks.runs import run_runs
+from benchmarks.stops import run_stops
 from benchmarks.vllm import has_vllm, running_vllm
 from benchmarks.weights import run_weights
 from gspo_gym.cli.command_line import Parser, parse_and_run
@@ -252,13 +253,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "mutants",
         "runs",
         "crash",
+        "stops",
     ]
     parser.add_argument("what", choices=choices, help="what to measure")
     parser.add_argument("files", nargs="*", help="mutants: the files to mutate, in the root of a checkout")
     parser.add_argument(
-        "--count", type=int, help="mutants: how many a file (20); runs: how many (200); crash: kills (50)"
+        "--count",
+        type=int,
+        help="mutants: how many a file (20); runs: how many (200); crash: kills (50); stops: how many (30)",
     )
-    parser.add_argument("--seed", type=int, default=0, help="mutants, crash: which ones (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="mutants, crash, stops: which ones (default: %(default)s)")
     parser.add_argument(
         "--tests",
         nargs="+",
@@ -296,6 +300,8 @@ def run(arguments: argparse.Namespace) -> int:
         return run_gateway()
     if arguments.what == "crash":
         return run_crash(arguments.count or 50, arguments.seed)
+    if arguments.what == "stops":
+        return run_stops(arguments.count or 30, arguments.seed)
     if arguments.what == "isolation":
         return run_isolation(arguments.episodes or 200)
     torch.set_num_threads(arguments.threads)

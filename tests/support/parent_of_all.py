@@ -43,14 +43,18 @@ def worker(_: Path) -> str:
 def sandbox(_: Path) -> str:
     from gspo_gym.env.workers.sandbox import SandboxLimits, run_python
 
-    def run() -> None:
-        run_python("import time; time.sleep(600)", limits=SandboxLimits(max_seconds=600.0))
-
-    before = descendants()
-    threading.Thread(target=run, daemon=True).start()
-    while not (new := descendants() - before):
+    arguments = {"limits": SandboxLimits(max_seconds=600.0)}
+    threading.Thread(target=run_python, args=("import time; time.sleep(600)",), kwargs=arguments, daemon=True).start()
+    while not (running := [pid for pid in descendants() if _is_sandboxed(pid)]):
         time.sleep(0.01)
-    return " ".join(map(str, new))
+    return " ".join(map(str, running))
+
+
+def _is_sandboxed(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().endswith(b"main.py\0")
+    except OSError:
+        return False
 
 
 def wrapped(_: Path) -> str:

@@ -29,7 +29,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import IO
 
-from gspo_gym.base.leftovers import stays, temporary_folder
+from gspo_gym.base.leftovers import end_with_us, has_ended, stays, temporary_folder
 from gspo_gym.env.workers.confinement import Confinement, confinement, interpreter, open_spec, spec_of, starting
 from gspo_gym.errors import ConfigError, EnvError, MissingExtraError
 
@@ -284,12 +284,15 @@ def _run(
         )
     except (OSError, ValueError) as error:  # ValueError: a null byte in an argument
         raise EnvError(f"run_sandboxed: cannot start {argv[0]!r}: {error}") from error
+    if not passed:  # what we confine ends with this process by itself
+        end_with_us(process.pid, is_group=True)
     deadline = started + limits.max_seconds
     with process:
         try:
             stdout, stderr, timed_out = _read(process, deadline, limits.max_output_bytes)
         finally:
             _kill(process)
+            has_ended(process.pid, is_group=True)
     seconds = time.monotonic() - started
     code = process.returncode
     ended_by = -code if code < 0 else code - 128 if 128 < code <= 192 else None

@@ -42,12 +42,15 @@ def killed_parent(folder: Path, kinds: list[str]) -> tuple[set[tuple[int, str]],
     variables = {**os.environ, "TMPDIR": str(temporary), "PYTHONPATH": str(SUPPORT), "OMP_NUM_THREADS": "1"}
     with subprocess.Popen(program, stdout=subprocess.PIPE, text=True, env=variables) as parent:
         assert parent.stdout is not None
-        said = [line.split() for line in itertools.takewhile(lambda line: line != "all\n", parent.stdout)]
-        assert [line[0] for line in said if line[0] != "folder"] == kinds, "not all of them started"
-        running = set(descendants(parent.pid))
-        assert {int(pid) for line in said if line[0] != "folder" for pid in line[1:]} <= running
-        processes = {found for pid in running if (found := identity(pid))}
-        parent.kill()
+        try:
+            said = [line.split() for line in itertools.takewhile(lambda line: line != "all\n", parent.stdout)]
+            running = descendants(parent.pid)
+            processes = {found for pid in running if (found := identity(pid))}
+        finally:
+            parent.kill()
+    assert [line[0] for line in said if line[0] != "folder"] == kinds, "not all of them started"
+    named = {int(pid) for line in said if line[0] != "folder" for pid in line[1:]}
+    assert named <= running, said
     return processes, [Path(line[1]) for line in said if line[0] == "folder"]
 
 
