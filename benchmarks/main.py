@@ -1,7 +1,7 @@
 """How fast engines sample multi-turn episodes: `python -m benchmarks engines`.
 
-`faults`, `isolation`, `pipeline`, `gateway`, `weights`, `checkpoints`, `mutants`, `runs` and `crash` are other
-measurements, each in a file of its name.
+`faults`, `isolation`, `pipeline`, `gateway`, `weights`, `checkpoints`, `mutants`, `runs`, `crash` and `stops` are
+other measurements, each in a file of its name.
 
 One table from one run: transformers' `generate` once a turn, transformers' continuous batching, the local engine, and
 vLLM where it is installed, on the same model and the same episodes. Environments answer at once, so this is sampling
