@@ -238,6 +238,7 @@ def _evaluate(config: RunConfig, model: str, rows: KeptRows) -> Evaluation:
 
 
 async def _play_with_engine(config: RunConfig, name: str, rows: KeptRows) -> Evaluation:
+    from gspo_gym.config.build import rollouts
     from gspo_gym.config.build import trainer as build
     from gspo_gym.policy.load import load_policy
 
@@ -250,23 +251,25 @@ async def _play_with_engine(config: RunConfig, name: str, rows: KeptRows) -> Eva
         quantization=config.model.quantization if is_untrained_qlora else "as_saved",
     )
     async with contextlib.AsyncExitStack() as stack:
-        player = await build.build_player(config, policy)
+        player = await rollouts.build_player(config, policy)
         stack.push_async_callback(player.close)
         judging = build_judging(config, None if player.apps is None else player.apps.rubric_of)
         if judging is not None:
             stack.push_async_callback(judging.close)
         await player.start()
-        return await build.build_evaluate(config, player, judging=judging, rows=rows)(name)
+        return await rollouts.build_evaluate(config, player, judging=judging, rows=rows)(name)
 
 
 async def _play_without_engine(config: RunConfig, name: str, rows: KeptRows) -> Evaluation:
     """Evaluate a player that answers messages: a scripted policy, or a model behind a chat route."""
+    from gspo_gym.config.build import rollouts
     from gspo_gym.config.build import trainer as build
     from gspo_gym.config.build.episode_collection import chat_policy, endpoint_settings
     from gspo_gym.policy.load import load_tokenizer
 
     refuse_to_run(config.sections)
-    renderers = build.build_renderers(config, load_tokenizer(build.model_name(config)))  # counts tokens for the limits
+    tokenizer = load_tokenizer(build.model_name(config))  # counts tokens for the limits
+    renderers = rollouts.build_renderers(config, tokenizer)
     async with contextlib.AsyncExitStack() as stack:
         judging = build_judging(config)
         if judging is not None:
@@ -277,7 +280,7 @@ async def _play_without_engine(config: RunConfig, name: str, rows: KeptRows) -> 
             model = ChatModel(endpoint_settings(name, temperature=temperature, max_tokens=limit))
             stack.push_async_callback(model.close)
             who = chat_policy(model)
-        evaluate = await build.build_scripted_evaluate(config, renderers, who, judging, rows=rows)
+        evaluate = await rollouts.build_scripted_evaluate(config, renderers, who, judging, rows=rows)
         return await evaluate(name)
 
 

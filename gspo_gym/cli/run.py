@@ -18,6 +18,7 @@ from gspo_gym.config.build import trainer as build
 from gspo_gym.config.build.judge import build_judging
 from gspo_gym.config.build.preflight import require_ready
 from gspo_gym.config.build.reference import serving_reference
+from gspo_gym.config.build.rollouts import Player, build_training_player, build_warmup, environment_notes
 from gspo_gym.config.build.weights import build_weight_sync
 from gspo_gym.config.reference import leaf_keys
 from gspo_gym.config.run_config import RunConfig, load_config
@@ -149,11 +150,11 @@ async def _start(config: RunConfig, progress: Progress, steering: Steering) -> d
         for notice in await require_ready(config):
             progress.note(notice)
         policy = build.build_policy(config)
-        player = await build.build_training_player(config, policy)
+        player = await build_training_player(config, policy)
         stack.push_async_callback(player.close)
         judging = await _enter_judging(config, player, stack)
-        warmup = await build.build_warmup(config, player)
-        notes = (*await player.start(), *await player.probe_apps(), *await build.environment_notes(config))
+        warmup = await build_warmup(config, player)
+        notes = (*await player.start(), *await player.probe_apps(), *await environment_notes(config))
         sinks = build.build_sinks(config)
         name = config.rollout.policy_name
         recorder = RunRecorder.create(config.run_folder, config.to_toml(), policy_name=name, sinks=sinks)
@@ -192,10 +193,10 @@ async def _resume_held(config: RunConfig, progress: Progress, steering: Steering
     await require_ready(config, base=str(checkpoint.model_folder))
     policy = build.build_policy(config, str(checkpoint.model_folder))
     async with contextlib.AsyncExitStack() as stack:
-        player = await build.build_training_player(config, policy)
+        player = await build_training_player(config, policy)
         stack.push_async_callback(player.close)
         judging = await _enter_judging(config, player, stack)
-        for line in (*await player.start(), *await build.environment_notes(config)):
+        for line in (*await player.start(), *await environment_notes(config)):
             progress.note(line)
         sinks = build.build_sinks(config, resume_step=state.step)
         name = config.rollout.policy_name
@@ -227,7 +228,7 @@ async def _resume_held(config: RunConfig, progress: Progress, steering: Steering
 
 async def _train(
     config: RunConfig,
-    player: build.Player,
+    player: Player,
     learner: Learner,
     recorder: RunRecorder,
     progress: Progress,
@@ -280,7 +281,7 @@ async def _train(
 
 
 def _tell_who_samples(
-    config: RunConfig, player: build.Player, recorder: RunRecorder, progress: Progress, *, step: int
+    config: RunConfig, player: Player, recorder: RunRecorder, progress: Progress, *, step: int
 ) -> None:
     """Record it if the episodes to learn from are sampled from another model than the policy."""
     if player.endpoint is None or config.services is None:
@@ -299,7 +300,7 @@ def _tell_what_froze(config: RunConfig, recorder: RunRecorder, progress: Progres
         progress.note(f"{names}: held the interpreter for {frozen.seconds:g} seconds; runs in worker processes now")
 
 
-async def _enter_judging(config: RunConfig, player: build.Player, stack: contextlib.AsyncExitStack) -> Judging | None:
+async def _enter_judging(config: RunConfig, player: Player, stack: contextlib.AsyncExitStack) -> Judging | None:
     """Return the run's judge, closed with the stack; None if it has none."""
     judging = build_judging(config, None if player.apps is None else player.apps.rubric_of)
     if judging is not None:

@@ -16,6 +16,7 @@ import pytest
 from app_process import serving_process
 from seeded_engine import SeededEngine, any_of
 
+from gspo_gym.config.build import rollouts
 from gspo_gym.config.build import trainer as build
 from gspo_gym.config.build.app_players import AppPlayers
 from gspo_gym.config.build.apps import environment_ids
@@ -89,15 +90,15 @@ def played(config: RunConfig, policy: Policy, engine: Callable[[], Engine] | Non
     """The episodes of training, from the engine of the configuration or another."""
 
     async def main() -> list[Trajectory]:
-        player = await build.build_player(config, policy)
+        player = await rollouts.build_player(config, policy)
         if engine is not None:
             await player.close()
             other = engine()
             apps = AppPlayers(config, other, policy.tokenizer) if player.apps is not None else None
-            player = build.Player(policy, other, player.renderers, apps)
+            player = rollouts.Player(policy, other, player.renderers, apps)
         try:
             await player.start()
-            pool = build.build_training_pool(config, player)
+            pool = rollouts.build_training_pool(config, player)
             (env_id,) = environment_ids(config)
             requests = [GroupRequest(f"g{k}", Task(env_id, 100 + k), GROUP_SIZE) for k in range(NUM_GROUPS)]
             groups = await pool.collect(requests)
@@ -166,10 +167,10 @@ def test_an_evaluation_of_an_app_is_that_of_its_environment_here(
 
     def evaluation(config: RunConfig) -> Any:
         async def main() -> Any:
-            player = await build.build_player(config, policy)
+            player = await rollouts.build_player(config, policy)
             try:
                 await player.start()
-                return await build.build_evaluate(config, player)("label")
+                return await rollouts.build_evaluate(config, player)("label")
             finally:
                 await player.close()
 

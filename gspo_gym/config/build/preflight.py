@@ -22,7 +22,11 @@ from gspo_gym.config.build.episode_collection import ENDPOINT, SCRIPTED, endpoin
 from gspo_gym.config.build.judge import build_judging
 from gspo_gym.config.build.reference import serving_reference
 from gspo_gym.config.build.rollouts import (
+    Player,
+    build_renderers,
     build_scripted_evaluate,
+    build_training_player,
+    build_warmup,
     check_warmup,
     environment_notes,
     local_play,
@@ -64,7 +68,7 @@ async def find_evaluation_obstacles(config: RunConfig, name: str) -> list[GymErr
     checks = (lambda: refuse_to_run(config.sections), lambda: check_base(build.model_name(config)))
     obstacles = await _failures(config, checks)
     with _collecting(obstacles):
-        renderers = build.build_renderers(config, None)  # no tokenizer: nothing is rendered
+        renderers = build_renderers(config, None)  # no tokenizer: nothing is rendered
         await build_scripted_evaluate(config, renderers, name.removeprefix(SCRIPTED) if is_scripted else _greets)
     with _collecting(obstacles):
         if is_endpoint:
@@ -136,12 +140,12 @@ async def rehearse(config: RunConfig) -> Rehearsal:
         config = config.model_copy(update={"run": config.run.model_copy(update={"folder": folder})})
         async with contextlib.AsyncExitStack() as stack:
             policy = build.build_policy(config)
-            player = await build.build_training_player(config, policy)
+            player = await build_training_player(config, policy)
             stack.push_async_callback(player.close)
             judging = build_judging(config, None if player.apps is None else player.apps.rubric_of)
             if judging is not None:
                 stack.push_async_callback(judging.close)
-            await build.build_warmup(config, player)
+            await build_warmup(config, player)
             notes = (*await player.start(), *await player.probe_apps(), *await environment_notes(config))
             reference = stack.enter_context(serving_reference(config, policy, build.device_of(config)))
             build.build_learner(config, policy, reference)
@@ -180,7 +184,7 @@ def _evaluation_checks(config: RunConfig, name: str) -> Sequence[Callable[[], ob
     )
 
 
-async def _play_scripted(config: RunConfig, player: build.Player, source: TaskSource, env_id: str) -> Trajectory:
+async def _play_scripted(config: RunConfig, player: Player, source: TaskSource, env_id: str) -> Trajectory:
     async with looking_at_source(config, source) as env:
         # An environment without policies of its own is at least reset, answered once and closed.
         policies = getattr(env, "policies", None) or {"greeting": _greets}

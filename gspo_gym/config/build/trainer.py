@@ -16,19 +16,7 @@ import torch
 from gspo_gym.config.build.apps import environment_ids
 from gspo_gym.config.build.engines import build_while_learning
 from gspo_gym.config.build.judge import rewards_of_turns, tell_recorder
-from gspo_gym.config.build.rollouts import Player as Player
-from gspo_gym.config.build.rollouts import build_environment as build_environment
-from gspo_gym.config.build.rollouts import build_evaluate as build_evaluate
-from gspo_gym.config.build.rollouts import build_play as build_play
-from gspo_gym.config.build.rollouts import build_player as build_player
-from gspo_gym.config.build.rollouts import build_pool as build_pool
-from gspo_gym.config.build.rollouts import build_renderers as build_renderers
-from gspo_gym.config.build.rollouts import build_scripted_evaluate as build_scripted_evaluate
-from gspo_gym.config.build.rollouts import build_training_player as build_training_player
-from gspo_gym.config.build.rollouts import build_training_pool as build_training_pool
-from gspo_gym.config.build.rollouts import build_warmup as build_warmup
-from gspo_gym.config.build.rollouts import environment_notes as environment_notes
-from gspo_gym.config.build.rollouts import local_play as local_play
+from gspo_gym.config.build.rollouts import Player, build_evaluate, build_training_pool
 from gspo_gym.config.build.weights import build_alarm
 from gspo_gym.config.run_config import RunConfig
 from gspo_gym.config.sections import parse_source

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from gspo_gym.config.build import rollouts
 from gspo_gym.config.build import trainer as build
 from gspo_gym.config.run_config import load_config
 
@@ -32,10 +33,10 @@ def test_config_is_built_as_it_says(path):
     trainable = sum(p.numel() for p in policy.model.parameters() if p.requires_grad)
     everything = sum(p.numel() for p in policy.model.parameters())
     assert (trainable < everything) == (config.model.trainer_mode == "lora")
-    player = asyncio.run(build.build_player(config, policy))
+    player = asyncio.run(rollouts.build_player(config, policy))
     try:
         assert player.engine.capabilities.max_model_len == config.rollout.max_model_len
-        assert (asyncio.run(build.build_warmup(config, player)) is None) == (config.warmup is None)
+        assert (asyncio.run(rollouts.build_warmup(config, player)) is None) == (config.warmup is None)
         build.build_learner(config, policy)
         plan = build.build_plan(config)
     finally:

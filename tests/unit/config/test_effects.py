@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from gspo_gym.config.build import rollouts
 from gspo_gym.config.build import trainer as build
 from gspo_gym.config.reference import entries_of, leaf_keys
 from gspo_gym.config.run_config import RunConfig
@@ -337,18 +338,18 @@ def _what_is_built(config, monkeypatch):
         | ({"compute": config.compute.model_dump(exclude_none=True)} if config.compute else {})
     )
     policy = policy_of(relevant.model_dump_json(exclude_none=True))
-    player = asyncio.run(build.build_player(config, policy))
+    player = asyncio.run(rollouts.build_player(config, policy))
     try:
         learner = build.build_learner(config, policy)
-        pool = build.build_training_pool(config, player)
-        evaluation_pool = build.build_pool(
-            config, build.build_play(config, player, mode="eval"), seed_name="evaluation"
+        pool = rollouts.build_training_pool(config, player)
+        evaluation_pool = rollouts.build_pool(
+            config, rollouts.build_play(config, player, mode="eval"), seed_name="evaluation"
         )
-        warmup_pool, warmup_plan = asyncio.run(build.build_warmup(config, player))
+        warmup_pool, warmup_plan = asyncio.run(rollouts.build_warmup(config, player))
     finally:
         asyncio.run(player.engine.close())
     env = make(config.rollout.env_name, **config.rollout.env_config)
-    make_env = build.build_environment(config)
+    make_env = rollouts.build_environment(config)
     sinks, settings = build.build_sinks(config)
     adapter = getattr(policy.model, "peft_config", None)
     return (

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from gspo_gym.cli.train import run_training
+from gspo_gym.config.build import rollouts
 from gspo_gym.config.build import trainer as build
 from gspo_gym.config.run_config import RunConfig
 from gspo_gym.config.services import missing_machinery, refuse_to_run
@@ -102,7 +103,7 @@ def test_what_this_version_has_is_not_refused(changes: dict[str, Any], make: Mak
 
 def test_an_evaluation_is_refused_as_well(make: Make) -> None:
     with pytest.raises(ConfigError, match="training takes 0 GPUs or 1"):
-        asyncio.run(build.build_player(make({"compute": {"gpu_count": 2}}), load_policy("tiny:qwen3-64")))
+        asyncio.run(rollouts.build_player(make({"compute": {"gpu_count": 2}}), load_policy("tiny:qwen3-64")))
 
 
 def test_weights_that_are_somebody_elses_can_be_evaluated_but_not_trained(make: Make, tmp_path: Path) -> None:
@@ -172,7 +173,7 @@ def test_a_source_is_the_last_checkpoint_of_a_run_or_the_one_that_it_names(make:
 def test_the_policy_is_asked_as_the_policy_config_says(make: Make) -> None:
     said = {"system_prompt": "Be brief.", "chat_template_kwargs": {"enable_thinking": False}}
     config = make({"rollout.policy_config": said})
-    player = asyncio.run(build.build_player(config, build.build_policy(config)))
+    player = asyncio.run(rollouts.build_player(config, build.build_policy(config)))
     try:
         assert player.renderers.system_prompt == "Be brief."
         assert player.renderers._template_kwargs == {"enable_thinking": False}

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from gspo_gym.config.build import rollouts
 from gspo_gym.config.build import trainer as build
 from gspo_gym.config.run_config import RunConfig
 from gspo_gym.env.workers.env import ProcessEnv
@@ -47,14 +48,14 @@ def players() -> Any:
     made = {}
     for isolation in ("thread", "process"):
         settings = config(isolation=isolation)
-        made[isolation] = (settings, asyncio.run(build.build_player(settings, build.build_policy(settings))))
+        made[isolation] = (settings, asyncio.run(rollouts.build_player(settings, build.build_policy(settings))))
     yield made
     for _, player in made.values():
         asyncio.run(player.engine.close())
 
 
 def test_the_keys_reach_the_worker() -> None:
-    env = build.build_environment(config(isolation="process", env_memory_limit_mb=3000, env_variables=["PATH"]))()
+    env = rollouts.build_environment(config(isolation="process", env_memory_limit_mb=3000, env_variables=["PATH"]))()
     assert isinstance(env, ProcessEnv)
     assert env._worker is not None
     limits = Path(f"/proc/{env._worker.pid}/limits").read_text(encoding="ascii").splitlines()
@@ -67,7 +68,7 @@ def test_scripted_players_play_the_same_episodes_in_a_process_as_in_a_thread(pla
     played = {}
     for isolation, (settings, player) in players.items():
         leased = num_workers_leased()
-        pool, _plan = asyncio.run(build.build_warmup(settings, player))
+        pool, _plan = asyncio.run(rollouts.build_warmup(settings, player))
         groups = asyncio.run(pool.collect([GroupRequest(f"g{k}", Task("GuessNumber", k), 2) for k in range(4)]))
         played[isolation] = [(t.messages, t.reward, t.success) for group in groups for t in group.trajectories]
         # Eight episodes, and an instance whose policies are looked at; none in a thread.
@@ -79,7 +80,7 @@ def test_scripted_players_play_the_same_episodes_in_a_process_as_in_a_thread(pla
 def test_a_model_plays_the_same_episodes_in_a_process_as_in_a_thread(players: Any) -> None:
     played = {}
     for isolation, (settings, player) in players.items():
-        pool = build.build_training_pool(settings, player)
+        pool = rollouts.build_training_pool(settings, player)
         groups = asyncio.run(pool.collect([GroupRequest(f"g{k}", Task("GuessNumber", k), 2) for k in range(2)]))
         played[isolation] = [(t.messages, t.reward, t.outcome) for group in groups for t in group.trajectories]
     assert len(played["thread"]) == 4
@@ -88,17 +89,17 @@ def test_a_model_plays_the_same_episodes_in_a_process_as_in_a_thread(players: An
 
 def test_evaluating_a_scripted_policy_finds_its_name_in_a_process_too(players: Any) -> None:
     settings, player = players["process"]
-    evaluate = asyncio.run(build.build_scripted_evaluate(settings, player.renderers, "reference"))
+    evaluate = asyncio.run(rollouts.build_scripted_evaluate(settings, player.renderers, "reference"))
     evaluation = asyncio.run(evaluate("scripted"))
     assert evaluation.mean_return == 1.0
     with pytest.raises(UnknownNameError, match="did you mean 'reference'"):
-        asyncio.run(build.build_scripted_evaluate(settings, player.renderers, "refrence"))
+        asyncio.run(rollouts.build_scripted_evaluate(settings, player.renderers, "refrence"))
 
 
 def test_reading_the_policies_gives_its_worker_back(players: Any) -> None:
     settings, player = players["process"]
     ended = [POOL.counts[how] for how in ("killed", "died", "replaced", "retired")]
-    asyncio.run(build.build_warmup(settings, player))
-    asyncio.run(build.build_scripted_evaluate(settings, player.renderers, "reference"))
+    asyncio.run(rollouts.build_warmup(settings, player))
+    asyncio.run(rollouts.build_scripted_evaluate(settings, player.renderers, "reference"))
     gc.collect()  # an instance that is forgotten takes its worker along
     assert [POOL.counts[how] for how in ("killed", "died", "replaced", "retired")] == ended

@@ -24,7 +24,7 @@ from gspo_gym_envs.code_repair.env import CodeRepair
 from gspo_gym_envs.sql_analyst.env import SqlAnalyst
 
 from gspo_gym.cli.run import execute
-from gspo_gym.config.build import trainer as build
+from gspo_gym.config.build import rollouts
 from gspo_gym.config.run_config import RunConfig
 from gspo_gym.env.workers.announcements import SLOT_BYTES, Board
 from gspo_gym.env.workers.env import ProcessEnv
@@ -273,10 +273,10 @@ def settings(folder: Path, **training: Any) -> RunConfig:
 def test_the_next_start_moves_the_environment_into_worker_processes_and_says_so(tmp_path: Path) -> None:
     config = settings(tmp_path)
     execute(config, resume=False, set_aside=False, console=None)
-    assert build.build_environment(config).decision.isolation == "thread"
+    assert rollouts.build_environment(config).decision.isolation == "thread"
     marker = {"env_ids": ["gspo_gym/GuessNumber-v0"], "call": "step()", "seconds": 61.0}
     (config.run_folder / "frozen.json").write_text(json.dumps(marker))
-    env = build.build_environment(config)()
+    env = rollouts.build_environment(config)()
     assert isinstance(env, ProcessEnv)
     asyncio.run(env.close())
     execute(settings(tmp_path, num_epochs=2), resume=True, set_aside=False, console=None)

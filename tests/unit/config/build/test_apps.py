@@ -17,6 +17,7 @@ from fake_task_app import FakeTaskApp
 
 from gspo_gym.cli.main import main
 from gspo_gym.cli.train import run_training
+from gspo_gym.config.build import rollouts
 from gspo_gym.config.build import trainer as build
 from gspo_gym.config.build.apps import environment_ids
 from gspo_gym.config.build.judge import build_rubrics
@@ -82,7 +83,7 @@ def start(config: RunConfig, policy: Policy) -> tuple[str, ...]:
     """Start a player and end it."""
 
     async def go() -> tuple[str, ...]:
-        player = await build.build_player(config, policy)
+        player = await rollouts.build_player(config, policy)
         try:
             return await player.start()
         finally:
@@ -95,10 +96,10 @@ def collect(config: RunConfig, policy: Policy, *tasks: Task) -> tuple[Trajectory
     """A group of two episodes of each task, as training plays them."""
 
     async def go() -> tuple[TrajectoryGroup, ...]:
-        player = await build.build_player(config, policy)
+        player = await rollouts.build_player(config, policy)
         try:
             await player.start()
-            pool = build.build_training_pool(config, player)
+            pool = rollouts.build_training_pool(config, player)
             groups = [GroupRequest(f"g{number}", task, 2) for number, task in enumerate(tasks)]
             played = await pool.collect(groups)
             pool.ledger.assert_balanced()
@@ -154,7 +155,7 @@ def test_an_apps_own_rubric_lies_over_the_configurations(make: Make, policy: Pol
     }
 
     async def go(config: RunConfig) -> list[str]:
-        player = await build.build_player(config, policy)
+        player = await rollouts.build_player(config, policy)
         try:
             await player.start()
             assert player.apps is not None
@@ -187,7 +188,7 @@ def test_the_rubrics_of_info_hold_where_task_info_has_none(of_task: Any, make: M
     app.answers["/task_info"] = (200, {"task": {"id": "quiz"}, "rubric": own})
 
     async def go(url: str) -> Any:
-        player = await build.build_player(make({"services.task_url": url}), policy)
+        player = await rollouts.build_player(make({"services.task_url": url}), policy)
         try:
             await player.start()
             assert player.apps is not None
@@ -260,9 +261,9 @@ def test_a_player_that_was_not_started_says_so(make: Make, policy: Policy) -> No
     config = make({"services.task_url": "http://127.0.0.1:1"})
 
     async def go() -> None:
-        player = await build.build_player(config, policy)
+        player = await rollouts.build_player(config, policy)
         try:
-            await build.build_training_pool(config, player).collect([GroupRequest("g", Task(GUESS, 0), 1)])
+            await rollouts.build_training_pool(config, player).collect([GroupRequest("g", Task(GUESS, 0), 1)])
         finally:
             await player.close()
 
@@ -313,10 +314,10 @@ def test_an_evaluation_is_asked_for_in_its_own_mode_and_temperature(make: Make, 
         )
 
         async def go() -> float:
-            player = await build.build_player(config, policy)
+            player = await rollouts.build_player(config, policy)
             try:
                 await player.start()
-                return (await build.build_evaluate(config, player)("label")).mean_turns
+                return (await rollouts.build_evaluate(config, player)("label")).mean_turns
             finally:
                 await player.close()
 
@@ -532,7 +533,7 @@ def test_a_probe_says_what_may_not_be_meant_and_that_a_failure_is_tried_again(ma
     def probed(app: FakeTaskApp, **changes: Any) -> tuple[str, ...]:
         async def go() -> tuple[str, ...]:
             with serving(app) as url:
-                player = await build.build_player(make({**SMALL, **changes, "services.task_url": url}), policy)
+                player = await rollouts.build_player(make({**SMALL, **changes, "services.task_url": url}), policy)
                 try:
                     await player.start()
                     return await player.probe_apps()
@@ -575,10 +576,10 @@ def test_demonstrations_are_played_here_and_not_by_the_app(make: Make, policy: P
         config = make({**SMALL, "services.task_url": url, "warmup": warmup})
 
         async def go() -> list[str]:
-            player = await build.build_player(config, policy)
+            player = await rollouts.build_player(config, policy)
             try:
                 await player.start()
-                built = await build.build_warmup(config, player)
+                built = await rollouts.build_warmup(config, player)
                 assert built is not None
                 pool, plan = built
                 groups = await pool.collect([GroupRequest("w", Task(plan.env_id, 0), 2)])
@@ -596,9 +597,9 @@ def test_demonstrations_of_an_environment_that_only_the_app_has_are_refused(make
     config = make({"services.task_url": "http://127.0.0.1:1", "rollout.env_name": "bank", "warmup": warmup})
 
     async def go() -> None:
-        player = await build.build_player(config, policy)
+        player = await rollouts.build_player(config, policy)
         try:
-            await build.build_warmup(config, player)
+            await rollouts.build_warmup(config, player)
         finally:
             await player.close()
 
@@ -608,6 +609,6 @@ def test_demonstrations_of_an_environment_that_only_the_app_has_are_refused(make
 
 def test_a_hand_written_policy_does_not_play_in_an_app(make: Make, policy: Policy) -> None:
     config = make({"services.task_url": "http://127.0.0.1:1"})
-    renderers = build.build_renderers(config, policy.tokenizer)
+    renderers = rollouts.build_renderers(config, policy.tokenizer)
     with pytest.raises(ConfigError, match=r"services\.task_url: a task app asks the model that is trained"):
-        asyncio.run(build.build_scripted_evaluate(config, renderers, "reference"))
+        asyncio.run(rollouts.build_scripted_evaluate(config, renderers, "reference"))
