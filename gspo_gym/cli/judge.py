@@ -377,7 +377,8 @@ def _judge(arguments: argparse.Namespace) -> Judge:
 
 
 def _serve(app: App, arguments: argparse.Namespace, *, what: str, path: str) -> int:
-    from gspo_gym.remote.serving import Guard, bind, server_for, url_of
+    from gspo_gym.remote.guard import Guard
+    from gspo_gym.remote.serving import bind, server_for, url_of
 
     key = read_key(arguments.api_key_env, "--api-key-env")
     bound = bind(arguments.host, arguments.port, has_key=key is not None)

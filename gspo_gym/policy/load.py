@@ -26,7 +26,6 @@ from gspo_gym.base.leftovers import in_temporary_folder
 from gspo_gym.errors import CheckpointError, ConfigError, GymError, UnknownNameError, shortened
 from gspo_gym.learning.settings import LoraSettings
 from gspo_gym.policy.lora import ADAPTER, adapt_lora, is_adapter, load_lora
-from gspo_gym.policy.lora import add_lora as add_lora
 from gspo_gym.policy.manifest import MANIFEST, Manifest, verify
 from gspo_gym.policy.parallel import parallel_options, require_even_parts
 from gspo_gym.policy.tiny import TINY_PREFIX, build_tiny, list_tiny, parse_tiny, tiny_tokenizer

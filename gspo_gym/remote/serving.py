@@ -16,9 +16,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from gspo_gym.base.keys import is_loopback
 from gspo_gym.errors import ConfigError, UsageError
-from gspo_gym.remote.guard import MAX_BODY_BYTES as MAX_BODY_BYTES
-from gspo_gym.remote.guard import App
-from gspo_gym.remote.guard import Guard as Guard
+from gspo_gym.remote.guard import MAX_BODY_BYTES, App
 
 _MAX_HEADER_BYTES = 65_536  # of one request, all headers together
 _HEAD_SECONDS = 30.0  # for the first line and all headers of a request to arrive

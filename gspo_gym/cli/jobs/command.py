@@ -71,7 +71,8 @@ def run_service(arguments: argparse.Namespace) -> int:
         from gspo_gym.cli.jobs.store import Store
         from gspo_gym.cli.jobs.supervisor import Supervisor, SupervisorSettings
         from gspo_gym.remote.apps.client import AppKeys
-        from gspo_gym.remote.serving import Guard, bind, server_for, url_of
+        from gspo_gym.remote.guard import Guard
+        from gspo_gym.remote.serving import bind, server_for, url_of
     except ImportError as error:
         raise MissingExtraError("serving jobs needs: pip install 'gspo-gym[serve,apps]'") from error
     if os.name != "posix":

@@ -23,7 +23,8 @@ from gspo_gym.config.build.trainer import newest_checkpoint
 from gspo_gym.errors import CheckpointError
 from gspo_gym.learning.settings import LoraSettings
 from gspo_gym.policy.checkpoints import CheckpointStore
-from gspo_gym.policy.load import Policy, add_lora, load_policy
+from gspo_gym.policy.load import Policy, load_policy
+from gspo_gym.policy.lora import add_lora
 from gspo_gym.policy.manifest import read_manifest, verify
 from gspo_gym.policy.origin import Origin, git_revision
 from gspo_gym.policy.retention import RetentionSettings

@@ -15,7 +15,8 @@ from gspo_gym.engine.local.engine import LocalEngine
 from gspo_gym.engine.local.kv_store import PlainStore
 from gspo_gym.errors import ConfigError, ContextOverflowError, EngineError
 from gspo_gym.learning.settings import LoraSettings
-from gspo_gym.policy.load import add_lora, load_policy
+from gspo_gym.policy.load import load_policy
+from gspo_gym.policy.lora import add_lora
 from gspo_gym.policy.weight_sync import WeightSync
 from gspo_gym.types import Completion, FinishReason
 
