@@ -281,7 +281,6 @@ class _Worker:
         by_loop: dict[asyncio.AbstractEventLoop, list[tuple[asyncio.Future[Any], object]]] = {}
         for key, result in results:
             future = self._futures.pop(key, None)
-            # One call_soon a loop and step, not one a request: waking a loop costs more than a token.
             if future is not None:
                 by_loop.setdefault(future.get_loop(), []).append((future, result))
         for loop, settled in by_loop.items():
