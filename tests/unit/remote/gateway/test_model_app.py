@@ -12,7 +12,7 @@ import numpy as np
 import openai
 import pytest
 from agreement import plain_logprobs
-from served_gateway import LOOK, TOKENIZER, Said, ids_of, run, until, user
+from served_gateway import LOOK, RENDERER, TOKENIZER, Said, ids_of, run, until, user
 
 from gspo_gym.engine.base import Engine, SamplingParams
 from gspo_gym.engine.local.engine import LocalEngine
@@ -20,8 +20,8 @@ from gspo_gym.engine.scripted import ScriptedEngine
 from gspo_gym.policy.load import Policy, load_policy
 from gspo_gym.remote.gateway.loop_server import LoopServer
 from gspo_gym.remote.gateway.model_app import Served, create_model_app
-from gspo_gym.remote.gateway.slices import SlicedEngine
-from gspo_gym.types import Sampling, ToolCall
+from gspo_gym.remote.gateway.slices import GrowingText, SlicedEngine
+from gspo_gym.types import Message, Sampling, ToolCall
 
 MODEL = "tiny@3"
 
@@ -117,6 +117,32 @@ def test_an_answer_ends_at_a_stop_string_which_is_no_part_of_it() -> None:
             assert whole.choices[0].finish_reason == "stop"
 
     run(test)
+
+
+@pytest.mark.parametrize(
+    ("text", "stops", "reasoning", "content"),
+    [
+        ("Zwölf Boxkämpfer 🥊 jagen", (), "", "Zwölf Boxkämpfer 🥊 jagen"),
+        ("One, two, three.", (", th",), "", "One, two"),
+        ("One, two, t", (", th",), "", "One, two, t"),
+        ("<think>\nhm, a < b\n</think>\n\nNo.", (), "hm, a < b", "No."),
+        ("1 < 2 and </tool", (), "", "1 < 2 and </tool"),
+    ],
+)
+def test_pieces_of_a_text_that_grows_by_single_tokens_are_never_taken_back(
+    text: str, stops: tuple[str, ...], reasoning: str, content: str
+) -> None:
+    ids = ids_of(text)
+    growing, pieces = GrowingText(RENDERER, stops), []
+    for count in range(1, len(ids) + 1):
+        pieces.append(growing.grow(ids[:count]))
+        if growing.ends(ids[:count]):
+            break
+    shown = ["".join(each) for each in zip(*pieces, strict=True)]
+    assert content.startswith(shown[1])  # all that was shown is a part of the answer
+    assert len(shown[1]) >= len(content) - len("</tool_call>")  # and little of it had to wait
+    last = growing.rest(Message("assistant", content, reasoning_content=reasoning))
+    assert [shown[0] + last[0], shown[1] + last[1]] == [reasoning, content]
 
 
 def test_tools_are_called_and_reasoning_is_apart_also_in_a_stream() -> None:
