@@ -223,6 +223,7 @@ async def all_or_none(calls: Sequence[Coroutine[Any, Any, Result]]) -> list[Resu
     tasks = [asyncio.ensure_future(call) for call in calls]
     try:
         return list(await asyncio.gather(*tasks))
+    # BaseException: if the caller is cancelled, its calls must end, too.
     except BaseException:
         for task in tasks:
             task.cancel()

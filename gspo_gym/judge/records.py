@@ -113,6 +113,7 @@ def judged_to_json(judged: JudgedEpisode) -> dict[str, Any]:
         "episode_return": judged.episode_return,
         "blend": judged.blend.model_dump(),
         "env_return": judged.env_return,
+        # null and not 0: a part that was not judged has no score.
         "event_total": judgement.event_total if judgement.event_reviews else None,
         "outcome_total": None if judgement.outcome_review is None else judgement.outcome_total,
         "env_rewards": list(judged.env_rewards),
@@ -137,6 +138,7 @@ def judged_from_json(values: Mapping[str, Any]) -> JudgedEpisode:
             episode_return=values["episode_return"],
             spent=JudgeCost(**values["spent"]),
         )
+    # It is a ValueError, too, and says already what is wrong.
     except RecordError:
         raise
     except (KeyError, TypeError, ValueError) as error:

@@ -72,6 +72,7 @@ def new_file(source: Path, label: str) -> Path:
     Raises:
         ConfigError: it exists already, or the label cannot be part of a file name.
     """
+    # No dots or slashes, so that the file cannot lie in another folder.
     if not label.replace("-", "").replace("_", "").isalnum():
         raise ConfigError(f"--label: expected letters, digits, - and _, got {label!r}")
     path = (source if source.is_dir() else source.parent) / f"judgements-{label}.jsonl"
@@ -110,6 +111,7 @@ async def rescore(
         try:
             judgement = await judge.judge(JudgeRequest(played, rubrics, task_app=played.task.env_id))
             reward = blend(played, judgement, weights).reward
+        # These are about the judge and not about this episode: the next one would fail alike.
         except (JudgeDownError, JudgeStoppedError):
             raise
         except (JudgeError, UnscoredError) as error:
@@ -125,6 +127,7 @@ async def rescore(
 def side_by_side(rescored: Sequence[Rescored], *, max_rows: int = 30) -> Iterator[str]:
     """Yield lines: the episodes whose return changed most, then means, agreement and cost."""
     done = [each for each in rescored if each.after is not None]
+    # An episode that was not judged before has no change and comes after those that have.
     rows = sorted(done, key=lambda each: -abs(_change(each) or 0.0))[:max_rows]
     width = max([len("episode"), *(len(each.trajectory.trajectory_id) for each in rows)])
     heads = ("env", "event then", "now", "outcome then", "now", "return then", "now", "change")
@@ -180,6 +183,7 @@ def _width(head: str) -> int:
 
 
 def _event(judged: JudgedEpisode | None) -> float | None:
+    # Without reviews the total is 0, which is not a score.
     return judged.judgement.event_total if judged is not None and judged.judgement.event_reviews else None
 
 

@@ -258,6 +258,7 @@ class Rubric:
         if self.aggregate is None:
             raise ConfigError('rubric: aggregation "custom" needs a function, which only the operator can name')
         total = self.aggregate(dict(scores), self)
+        # bool is an int in Python, but an answer of yes or no is not a total.
         if isinstance(total, bool) or not isinstance(total, int | float) or not math.isfinite(total):
             raise ConfigError(f"rubric: expected a finite number from the function that aggregates, got {total!r}")
         return float(total)
@@ -268,6 +269,7 @@ def strict_problems(rubric: Rubric) -> list[str]:
 
     That is: weights in (0, 1] that sum to 1 (within 1e-6), weighted_sum, and a version and a goal that are not empty.
     """
+    # Only above 1: a criterion refuses weights of 0 and less itself.
     problems = [
         f"criterion {c.id!r}: expected a weight in (0, 1], got {c.weight:g}" for c in rubric.criteria if c.weight > 1
     ]

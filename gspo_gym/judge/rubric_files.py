@@ -113,6 +113,7 @@ def find_rubrics(name: str, folders: Sequence[Path] = ()) -> Path:
         )
     for folder in folders:
         found = [path for suffix in _SUFFIXES if (path := folder / f"{name}{suffix}").is_file()]
+        # The form of an id rules out "..", but a link in the folder may lead out of it.
         if found and not found[0].resolve().is_relative_to(folder.resolve()):
             raise ConfigError(f"rubric {name!r}: {found[0]} is a link out of {folder}")
         if found:
@@ -217,6 +218,7 @@ def _find_bundled(name: str, folders: Sequence[Path]) -> Path:
     if match is not None:
         for folder in _bundled_folders():
             path = folder / match["folder"] / "rubric.yaml"
+            # An id must not silently get another version of the rubric.
             if path.is_file() and _versions(path) == {match["version"]}:
                 return path
     known = [*bundled_rubric_ids(), *_ids_in(folders)]
@@ -323,6 +325,7 @@ class RubricPatch:
     track_weights: Mapping[str, float] | None = None
 
     def __post_init__(self) -> None:
+        # Rubric checks this as well, but merging goes by id and would lose all but the last of them.
         counts = Counter(criterion.id for criterion in self.criteria)
         if repeated := sorted(id_ for id_, count in counts.items() if count > 1):
             raise ConfigError(f"{repeated[0]!r} is the id of several criteria; give each one its own")
@@ -375,7 +378,7 @@ def merge_rubric(base: Rubric | None, patch: RubricPatch) -> Rubric:
         goal_text=base.goal_text if patch.goal_text is None else patch.goal_text,
         aggregation=aggregation,
         track_weights=base.track_weights if patch.track_weights is None else patch.track_weights,
-        aggregate=base.aggregate if aggregation == "custom" else None,
+        aggregate=base.aggregate if aggregation == "custom" else None,  # a rubric refuses one that is not called
     )
 
 
@@ -400,7 +403,7 @@ def _merge_criterion(base: Criterion | None, patch: CriterionPatch) -> Criterion
         weight=base.weight * patch.weight,  # 1, the default of a patch, leaves the other
         scale=scale,
         required=required,
-        threshold=threshold if required else fresh.threshold,
+        threshold=threshold if required else fresh.threshold,  # required = false takes the lower threshold back
         minimum=below.minimum if patch.minimum is None else patch.minimum,
         maximum=below.maximum if patch.maximum is None else patch.maximum,
     )

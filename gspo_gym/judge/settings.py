@@ -136,6 +136,7 @@ class JudgeOptions(JudgeModelSettings):
     def _are_weights(cls, weights: Mapping[str, float]) -> Mapping[str, float]:
         if wrong := {track: weight for track, weight in weights.items() if weight < 0}:
             raise ValueError(f"expected numbers >= 0, got {wrong}")
+        # A mean with these weights would divide by 0.
         if weights and not any(weights.values()):
             raise ValueError("expected one weight > 0 at least, got zeros only")
         return weights

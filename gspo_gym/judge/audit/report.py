@@ -44,6 +44,7 @@ class Agreement:
 def agreement(judge: Sequence[float], gold: Sequence[float]) -> Agreement:
     """Compare a judge with labels; raises a ConfigError for no pairs, or unequal numbers."""
     j, g = _pairs(judge, gold)
+    # Without variance the correlation is 0 / 0.
     varies = bool(np.ptp(j) > 0 and np.ptp(g) > 0)
     return Agreement(
         num=len(j),
@@ -136,6 +137,7 @@ def length_bias(judge: Sequence[float], gold: Sequence[float], num_chars: Sequen
     lengths = np.asarray(num_chars, dtype=np.float64) / 1000
     if len(lengths) != len(j):
         raise ConfigError(f"length bias: expected a length for each of {len(j)} episodes, got {len(lengths)}")
+    # Equal gold scores would only repeat the column of ones.
     columns = [np.ones_like(j), lengths] + ([g] if np.ptp(g) > 0 else [])
     design = np.stack(columns, axis=1)
     # Below that, a residual says nothing about the error, or the length cannot be told from gold.
@@ -145,6 +147,7 @@ def length_bias(judge: Sequence[float], gold: Sequence[float], num_chars: Sequen
     residual = j - design @ fit
     variance = float(residual @ residual) / (len(j) - design.shape[1])
     covariance = variance * np.linalg.inv(design.T @ design)
+    # The max: rounding can leave a variance just below 0, which has no root.
     return Slope(float(fit[1]), math.sqrt(max(float(covariance[1, 1]), 0.0)), len(j))
 
 

@@ -213,6 +213,7 @@ def _events(trajectory: Trajectory, *, show_reasoning: bool) -> list[Json]:
             f"episode {trajectory.trajectory_id} ({trajectory.outcome.value}): expected an episode that did not fail, "
             f"with a message for each of its turns, got {num_turns} turns and {len(said)} messages of the model"
         )
+    # The last ones: messages of the assistant before the first turn belong to the prompt.
     starts = said[-num_turns:]
     events: list[Json] = []
     before = 0
@@ -247,6 +248,7 @@ def _read_events(response: ScoreResponse, judge: str, num_turns: int) -> tuple[R
         if named:
             totals = list(named)
             break
+    # Totals alone, without reviews, are an answer of the contract, too.
     reviews = response.event_reviews or [WireReview() for _ in totals]
     if not len(totals) == len(reviews) == num_turns:
         raise JudgeError(
@@ -292,6 +294,7 @@ def _texts(value: Any) -> tuple[str, ...]:
 def _cost(value: Any) -> JudgeCost:
     if not isinstance(value, Mapping):  # a foreign judge
         return JudgeCost(num_calls=1)
+    # max: a negative cost would give back a part of the budget.
     num_calls, read, written, usd = (
         max(0.0, _number_or_none(value.get(name)) or 0.0)
         for name in ("num_calls", "input_tokens", "output_tokens", "usd")

@@ -87,7 +87,7 @@ def test_a_spent_budget_stops_the_run_which_goes_on_with_more(url: str, tmp_path
         run_training(cut)
     assert read_summary(cut.run_folder)["status"] == "failed"
     saved = CheckpointStore(cut.run_folder / "checkpoints").steps()
-    assert saved == (1,)  # it stopped in step 2, and step 1 is whole
+    assert saved == (0, 1)  # it stopped in step 2; step 1 is whole, and 0 is the run before its first step
     first = read_judgements(cut.run_folder / "judgements.jsonl")
 
     more = config_of(tmp_path / "cut", url, max_calls=100)
