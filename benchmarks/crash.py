@@ -86,11 +86,11 @@ class CrashReport:
         return not self.failed and not self.differing and all(self.controls.values()) and self.concurrency
 
 
-def run_crash(count: int, seed: int) -> int:
+def run_crash(count: int, seed: int, *, num_steps: int = NUM_STEPS) -> int:
     """Measure and print; the exit status."""
     with tempfile.TemporaryDirectory(prefix="crash-") as folder:
         started = time.monotonic()
-        report = measure(Path(folder), count=count, seed=seed)
+        report = measure(Path(folder), count=count, seed=seed, num_steps=num_steps)
         seconds = time.monotonic() - started
     console = Console()
     console.print(render(report))

@@ -1,7 +1,7 @@
 """How fast engines sample multi-turn episodes: `python -m benchmarks engines`.
 
-`faults`, `isolation`, `pipeline`, `gateway`, `weights`, `checkpoints`, `mutants`, `runs`, `crash` and `stops` are
-other measurements, each in a file of its name.
+`faults`, `isolation`, `pipeline`, `gateway`, `weights`, `checkpoints`, `mutants`, `runs`, `crash`, `stops` and
+`soak` are other measurements, each in a file of its name.
 
 One table from one run: transformers' `generate` once a turn, transformers' continuous batching, the local engine, and
 vLLM where it is installed, on the same model and the same episodes. Environments answer at once, so this is sampling
@@ -32,6 +32,7 @@ from benchmarks.isolation import run_isolation
 from benchmarks.mutants import run_mutants
 from benchmarks.pipeline import Workload, run_pipeline
 from benchmarks.runs import run_runs
+from benchmarks.soak import run_soak
 from benchmarks.stops import run_stops
 from benchmarks.vllm import has_vllm, running_vllm
 from benchmarks.weights import run_weights
@@ -254,6 +255,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "runs",
         "crash",
         "stops",
+        "soak",
     ]
     parser.add_argument("what", choices=choices, help="what to measure")
     parser.add_argument("files", nargs="*", help="mutants: the files to mutate, in the root of a checkout")
@@ -262,6 +264,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         help="mutants: how many a file (20); runs: how many (200); crash: kills (50); stops: how many (30)",
     )
+    parser.add_argument("--steps", type=int, help="steps of the run: 20 for crash, 2000 for soak")
     parser.add_argument("--seed", type=int, default=0, help="mutants, crash, stops: which ones (default: %(default)s)")
     parser.add_argument(
         "--tests",
@@ -299,7 +302,9 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.what == "gateway":
         return run_gateway()
     if arguments.what == "crash":
-        return run_crash(arguments.count or 50, arguments.seed)
+        return run_crash(arguments.count or 50, arguments.seed, num_steps=arguments.steps or 20)
+    if arguments.what == "soak":
+        return run_soak(arguments.steps or 2000)
     if arguments.what == "stops":
         return run_stops(arguments.count or 30, arguments.seed)
     if arguments.what == "isolation":

@@ -35,7 +35,7 @@ from gspo_gym.rollout.actors import ActRequest, EngineActor
 from gspo_gym.rollout.episode import episode_player
 from gspo_gym.rollout.episode_files import read_episodes
 from gspo_gym.rollout.evaluation import Evaluation, EvaluationRow
-from gspo_gym.rollout.ledger import Ledger
+from gspo_gym.rollout.ledger import Dispatched, Ledger, imbalances, read_ledger
 from gspo_gym.rollout.limits import PoolLimits
 from gspo_gym.rollout.pool import GroupRequest, RolloutPool
 from gspo_gym.rollout.schedule import oldest_version
@@ -317,6 +317,7 @@ def test_a_pipelined_run_that_was_stopped_goes_on_with_the_tasks_that_were_in_pl
     config = make_config(tmp_path, max_staleness=2, checkpoint_every_n_iters=2)
     run_training(config)
     folder = config.run_folder
+    undisturbed = seeds_played(folder)
     shutil.rmtree(folder / "checkpoints" / "step_000004")  # as if it had been killed before
     saved = json.loads((folder / "checkpoints" / "step_000002" / "resume" / "state.json").read_text(encoding="utf-8"))
     first = training_seed(0, 0)
@@ -328,7 +329,17 @@ def test_a_pipelined_run_that_was_stopped_goes_on_with_the_tasks_that_were_in_pl
     assert (summary["status"], summary["steps"]) == ("completed", STEPS)
     assert sorted(seeds_trained_on(folder, (3, 4))) == pending  # all of them, and nothing else
     assert [line["step"] for line in read_metrics(folder)] == [1, 2, 3, 4]
+    # What was in play is played again from the same seeds, with weights that are at most as old as they may be. They
+    # may be newer than those that it was first played with, so that the tokens are not the same.
+    assert seeds_played(folder) == undisturbed
+    assert imbalances(read_ledger(folder / "ledger.jsonl")) == []
+    assert all(line["rollout/staleness_max"] <= 2 for line in read_metrics(folder))
     assert not any("engine" in thread.name for thread in threading.enumerate())
+
+
+def seeds_played(folder: Path) -> list[tuple[str, int, int, int]]:
+    begun = [entry for entry in read_ledger(folder / "ledger.jsonl") if isinstance(entry, Dispatched)]
+    return sorted((each.trajectory_id, each.attempt, each.env_seed, each.sampling_seed) for each in begun)
 
 
 def seeds_trained_on(folder: Path, steps: tuple[int, ...]) -> list[int]:
