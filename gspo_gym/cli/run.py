@@ -18,6 +18,7 @@ from gspo_gym.config.build import trainer as build
 from gspo_gym.config.build.judge import build_judging
 from gspo_gym.config.build.preflight import require_ready
 from gspo_gym.config.build.reference import serving_reference
+from gspo_gym.config.build.restore import Restored, find_restored
 from gspo_gym.config.build.rollouts import Player, build_training_player, build_warmup, environment_notes
 from gspo_gym.config.build.weights import build_weight_sync
 from gspo_gym.config.reference import leaf_keys
@@ -147,9 +148,11 @@ async def _start(config: RunConfig, progress: Progress, steering: Steering) -> d
     """Run from the beginning; a failure before the first evaluation leaves everything as it was."""
     async with contextlib.AsyncExitStack() as stack:
         begin = stack.enter_context(folder_of_a_new_run(config.run_folder, progress))
-        for notice in await require_ready(config):
+        restored = find_restored(config)
+        base, state = (None, None) if restored is None else (restored.base, restored.state)
+        for notice in await require_ready(config, base=base):
             progress.note(notice)
-        policy = build.build_policy(config)
+        policy = build.build_policy(config, base)
         player = await build_training_player(config, policy)
         stack.push_async_callback(player.close)
         judging = await _enter_judging(config, player, stack)
@@ -172,9 +175,27 @@ async def _start(config: RunConfig, progress: Progress, steering: Steering) -> d
             recorder.event("warmup", 0, {"epoch_losses": list(report.epoch_losses), "num_tokens": report.num_tokens})
         reference = stack.enter_context(serving_reference(config, policy, build.device_of(config)))
         learner = build.build_learner(config, policy, reference)
+        if restored is not None:
+            await _begin_with(restored, learner, weight_sync, recorder, progress)
+        parent = None if restored is None else restored.parent
         steering.attach()  # from here on, a stop saves what there is
         begin()
-        return await _train(config, player, learner, recorder, progress, None, weight_sync, judging, steering)
+        return await _train(
+            config, player, learner, recorder, progress, state, weight_sync, judging, steering, parent, is_saved=False
+        )
+
+
+async def _begin_with(
+    restored: Restored, learner: Learner, weight_sync: WeightSync, recorder: RunRecorder, progress: Progress
+) -> None:
+    """Give the learner its parts of another run's checkpoint, and record where they come from."""
+    restored.restore(learner)
+    if restored.state.step:
+        await weight_sync.publish(restored.state.step)
+    data = {"parts": list(restored.parts), "folder": str(restored.checkpoint.folder), **restored.parent}
+    recorder.event("restored", restored.state.step, data)
+    for sentence in restored.sentences():
+        progress.note(sentence)
 
 
 async def _resume(config: RunConfig, progress: Progress, steering: Steering) -> dict[str, Any]:
@@ -236,7 +257,9 @@ async def _train(
     weight_sync: WeightSync,
     judging: Judging | None,
     steering: Steering,
-    parent: Mapping[str, Any] | None = None,
+    parent: Mapping[str, Any] | None,
+    *,
+    is_saved: bool = True,
 ) -> dict[str, Any]:
     """Train and write summary.json, also when the run fails: its status then names the failure."""
     trainer = build.build_trainer(
@@ -250,6 +273,7 @@ async def _train(
         weight_sync=weight_sync,
         judging=judging,
         steering=steering,
+        is_saved=is_saved,
     )
     status, reason = "completed", None
 

@@ -213,6 +213,31 @@ class Learner:
         if self._reference is not None:
             self._reference.restore(tensors)
 
+    def restore_parts(
+        self,
+        tensors: Mapping[str, Tensor],
+        counters: Mapping[str, int | float],
+        *,
+        with_optimizer: bool,
+        with_step: bool,
+    ) -> None:
+        """Begin with parts of another learner's `tensors()` and `counters()`; a reference is this learner's own.
+
+        Args:
+            with_optimizer: take its moments, and the coefficient of a KL that adapts, if it does in both.
+            with_step: take the numbers of its updates and optimizer steps, which seeds and schedule go by.
+
+        Raises:
+            CheckpointError: the state of other parameters or of another kind of optimizer.
+        """
+        attempts = dict.fromkeys(self._optimizer.counters(), 0)
+        if with_step:
+            attempts["optimizer.num_attempts"] = int(counters.get("optimizer.num_attempts", 0))
+            self._num_updates = int(counters.get("learner.num_updates", 0))
+        self._optimizer.restore(tensors if with_optimizer else {}, attempts)
+        if with_optimizer:
+            self._shaper.restore({name: counters.get(name, value) for name, value in self._shaper.counters().items()})
+
     def _plan(self, batch: TrainBatch) -> list[_Minibatch]:
         """Return the division of the batch into minibatches and micro-batches, drawn once per update."""
         # Every epoch trains on the micro-batches whose old logprobs were computed: between others, a change of padding

@@ -267,23 +267,9 @@ class CheckpointStore:
             CheckpointError: there is none, or it is incomplete or damaged, or another step's or another run's; names
                 the file.
         """
-        folder = self._of(step)
-        if not folder.is_dir():
-            raise CheckpointError(f"{folder}: there is no such checkpoint; complete ones: {list(self.steps())}")
-        if folder.is_symlink():
-            raise CheckpointError(f"{folder}: is a link; a checkpoint is none")
-        try:
-            manifest = verify(folder, required=(_STATE, _TENSORS))
-            self._require_of_this_run(folder, manifest)
-            state = parse_own_json((folder / _STATE).read_text(encoding="utf-8"))
-            counters, trainer = state["counters"], state["trainer"]
-            _check_state(counters, trainer)
-            tensors = load_file(folder / _TENSORS)
-            return Checkpoint(step, folder, tensors, counters, trainer, manifest.origin)
-        except CheckpointError:
-            raise
-        except _UNREADABLE as error:
-            raise CheckpointError(f"{folder}: cannot be read: {type(error).__name__}: {error}") from error
+        if not self._of(step).is_dir():
+            raise CheckpointError(f"{self._of(step)}: there is no such checkpoint; complete ones: {list(self.steps())}")
+        return load_checkpoint(self._of(step), check=self._require_of_this_run)
 
     def _require_of_this_run(self, folder: Path, manifest: Manifest) -> None:
         if self._run_id is not None and manifest.run != self._run_id:
@@ -344,3 +330,26 @@ def _check_state(counters: Any, trainer: Any) -> None:
             raise ValueError(f"counter {name}: expected a number, got {value!r:.80}")
     if not isinstance(trainer, dict):
         raise ValueError(f"trainer: expected a table, got {trainer!r:.80}")
+
+
+def load_checkpoint(folder: Path, *, check: Callable[[Path, Manifest], None] | None = None) -> Checkpoint:
+    """Load the checkpoint in a folder, of whichever run, with every byte verified; `check` may refuse its manifest.
+
+    Raises:
+        CheckpointError: it is incomplete or damaged, or the folder is named after another step; names the file.
+    """
+    if folder.is_symlink():
+        raise CheckpointError(f"{folder}: is a link; a checkpoint is none")
+    try:
+        manifest = verify(folder, required=(_STATE, _TENSORS))
+        if check is not None:
+            check(folder, manifest)
+        state = parse_own_json((folder / _STATE).read_text(encoding="utf-8"))
+        counters, trainer = state["counters"], state["trainer"]
+        _check_state(counters, trainer)
+        tensors = load_file(folder / _TENSORS)
+        return Checkpoint(manifest.step, folder, tensors, counters, trainer, manifest.origin)
+    except CheckpointError:
+        raise
+    except _UNREADABLE as error:
+        raise CheckpointError(f"{folder}: cannot be read: {type(error).__name__}: {error}") from error

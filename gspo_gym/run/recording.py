@@ -85,6 +85,7 @@ EVENTS: Mapping[str, str] = MappingProxyType(
         "warmup": "the warm-up ended; data: its losses",
         "evaluation": "data: the evaluation, seed by seed",
         "checkpoint": "a checkpoint is complete; data: its folder",
+        "restored": "a new run begins with parts of another one's checkpoint; data: which, its folder, run and step",
         "checkpoint_damaged": "a resumed run passed over a newer checkpoint that is not sound; data: its folder, "
         "what it is called now, and the reason",
         "checkpoint_failed": "a checkpoint could not be saved, and the next step's is tried; data: the reason",

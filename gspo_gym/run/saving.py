@@ -85,7 +85,7 @@ class Saver:
         if is_late:
             self._deadline = None
         if is_late or self._num_failures or state.step % self._settings.checkpoint_every_n_iters == 0:
-            await self._begin(state)
+            await self.begin(state)
 
     async def finish(self, state: TrainState) -> None:
         """Save the state unless the newest checkpoint holds it; return when it is complete on the disk.
@@ -95,7 +95,7 @@ class Saver:
         """
         await self.wait()
         while self._saved is not state:
-            await self._begin(state)
+            await self.begin(state)
             await self.wait()
 
     async def wait(self) -> None:
@@ -119,7 +119,12 @@ class Saver:
         with contextlib.suppress(CheckpointError):
             await self.wait()
 
-    async def _begin(self, state: TrainState) -> None:
+    async def begin(self, state: TrainState) -> None:
+        """Begin to save the state unless the newest checkpoint holds it; return when its tensors are copied.
+
+        Raises:
+            CheckpointError: the disk refused several in a row.
+        """
         await self.wait()
         if self._saved is state:
             return

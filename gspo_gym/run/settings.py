@@ -35,6 +35,18 @@ class RunSettings(Settings):
         description="from SIGTERM, Ctrl-C or another request to stop until the run ends, its checkpoint saved or not",
     )
 
+    restore: tuple[Literal["weights", "optimizer", "tasks", "step"], ...] = Field(
+        default=(),
+        description="parts of another run's checkpoint that a new run begins with: weights (in place of model.base), "
+        "optimizer (moments, running returns, adaptive coefficient), tasks (those after its last), step (the numbers "
+        "of iterations and of the schedule)",
+    )
+    restore_from: str | None = Field(
+        default=None,
+        min_length=1,
+        description="the folder of that run, for its newest sound checkpoint, or of a checkpoint; absent: none",
+    )
+
     @field_validator("tags")
     @classmethod
     def _can_be_recorded(cls, tags: dict[str, Any]) -> dict[str, Any]:

@@ -94,7 +94,7 @@ class Trainer:
         self._steering.attach()
         self._journal.started()
         try:
-            await self._saver.after_step(self.state)  # a kill during the first evaluation must not lose the warm-up
+            await self._saver.begin(self.state)  # a kill during the first evaluation must not lose the warm-up
             await self._evaluate_if_due()  # also one that an earlier part of the run was stopped in
             await self._saver.after_step(self.state)
             while self.state.step < plan.size.num_iterations and not self.state.has_reached(
@@ -194,7 +194,11 @@ class Trainer:
     async def _evaluate_if_due(self) -> None:
         """Evaluate before the first step, every so many, and after the last, unless this step has its evaluation."""
         plan, step = self.plan, self.state.step
-        is_due = step % plan.evaluation.every_n_iters == 0 or step >= plan.size.num_iterations
+        is_due = (
+            self.state.last_evaluated is None
+            or step % plan.evaluation.every_n_iters == 0
+            or step >= plan.size.num_iterations
+        )
         if is_due and step != self.state.last_evaluated:
             await self._run_evaluation()
 

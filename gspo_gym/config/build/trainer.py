@@ -229,9 +229,11 @@ def build_trainer(
     weight_sync: WeightSync,
     judging: Judging | None = None,
     steering: Steering | None = None,
+    is_saved: bool = True,
 ) -> Trainer:
     """Return the trainer; `learner` is fresh and `state` None, or both are restored from a checkpoint.
 
+    `is_saved` says that the run's newest checkpoint holds `state`, which is otherwise of another run.
     `judging` scores the episodes and writes into the run's folder; None: their environments score them.
 
     Raises:
@@ -261,7 +263,7 @@ def build_trainer(
         learner=learner,
         publish=weight_sync.after_step,
         evaluate=build_evaluate(config, player, recorder.episodes, judging),
-        saver=_build_saver(plan, checkpoints, player.policy, learner, recorder, saved=state),
+        saver=_build_saver(plan, checkpoints, player.policy, learner, recorder, saved=state if is_saved else None),
         journal=Journal(
             plan,
             recorder,

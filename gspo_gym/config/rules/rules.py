@@ -166,7 +166,18 @@ def _decay_has_room(schedule: str, num_warmup_steps: int, warmup_fraction: float
     return f"no step is left for the {schedule}: optimizer.{said}, and the run has {steps} optimizer steps"
 
 
+def _restore_has_a_source(restore: tuple[str, ...], restore_from: str | None) -> str | None:
+    if len(set(restore)) < len(restore):
+        return f"names a part twice: {show(list(restore))}"
+    if restore and restore_from is None:
+        return "expected run.restore_from with it, the run or checkpoint whose parts these are"
+    if restore_from is not None and not restore:
+        return f'expected the parts of run.restore_from = {show(restore_from)}, such as ["weights"]'
+    return None
+
+
 _RULES = (
+    Rule(("run.restore", "run.restore_from"), _restore_has_a_source),
     Rule(("rollout.episodes_per_batch", "training.group_size", "rollout.batches_per_step"), _batch_holds_whole_groups),
     Rule(("training.batch_size", "rollout.episodes_per_batch", "rollout.batches_per_step"), _batch_splits_evenly),
     Rule(

@@ -290,6 +290,11 @@ SHOWN_BY = {
         "tests/unit/config/build/test_judge.py::test_another_value_of_a_member_builds_another_panel",
     ),
     "judge.type": "tests/unit/config/test_judge.py::test_a_contradiction_of_the_judge_names_the_fix",
+    # they need an earlier run
+    **dict.fromkeys(
+        ("run.restore", "run.restore_from"),
+        "tests/unit/run/test_restored_runs.py::test_a_run_that_begins_with_all_of_another_ends_with_its_weights",
+    ),
     # they decide what stays on the disk
     **dict.fromkeys(
         (f"training.{name}" for name in RetentionSettings.model_fields),

@@ -44,7 +44,14 @@ def file(tmp_path: Path, changed: Callable[..., Any]) -> Path:
 
 def test_a_minimal_file_has_these_defaults(file: Path) -> None:
     assert tomllib.loads(load_config(file).to_toml()) == {
-        "run": {"seed": 0, "folder": "runs", "tags": {}, "log_episodes_every_n_iters": 1, "stop_grace_seconds": 30.0},
+        "run": {
+            "seed": 0,
+            "folder": "runs",
+            "tags": {},
+            "log_episodes_every_n_iters": 1,
+            "stop_grace_seconds": 30.0,
+            "restore": [],
+        },
         "algorithm": {"type": "online", "method": "policy_gradient", "variety": "gspo", "acknowledge": []},
         "reference": {
             "placement": "none",
