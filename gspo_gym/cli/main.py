@@ -16,6 +16,7 @@ _COMMANDS = {
     "train": ("gspo_gym.cli.train", "train a model as a config file says"),
     "evaluate": ("gspo_gym.cli.evaluate", "evaluate a model over seeded episodes"),
     "doctor": ("gspo_gym.cli.doctor", "say what is wrong with a run, and which key to change"),
+    "run": ("gspo_gym.cli.control", "say what a run does now; pause, stop or change it"),
     "runs": ("gspo_gym.cli.runs", "list, show, compare and remove runs"),
     "search": ("gspo_gym.cli.search.command", "try many values of some keys, and keep the best"),
     "config": ("gspo_gym.cli.config", "check, show and translate configurations"),

@@ -16,6 +16,7 @@ from rich.console import Console
 from gspo_gym.base.loops import run_to_end
 from gspo_gym.config.build import trainer as build
 from gspo_gym.config.build.judge import build_judging
+from gspo_gym.config.build.live import LiveSettings
 from gspo_gym.config.build.preflight import require_ready
 from gspo_gym.config.build.reference import serving_reference
 from gspo_gym.config.build.restore import Restored, find_restored
@@ -35,10 +36,12 @@ from gspo_gym.policy.weight_sync import WeightSync
 from gspo_gym.rollout.schedule import is_played_again
 from gspo_gym.rollout.watchdog import MARKER, TRAINING_ADVICE, read_frozen, seconds_until_frozen, watching
 from gspo_gym.run.collect import warm_up
+from gspo_gym.run.control import ControlServer
 from gspo_gym.run.folder import folder_of_a_new_run, is_left_by_a_start
 from gspo_gym.run.judging import Judging
 from gspo_gym.run.process import holder_of, holding, refusal
 from gspo_gym.run.recording import RunRecorder, read_run_id, read_summary
+from gspo_gym.run.records import read_events
 from gspo_gym.run.report.progress import Progress, telling
 from gspo_gym.run.state import TrainState
 from gspo_gym.run.steering import Steering, StopRequested
@@ -162,6 +165,7 @@ async def _start(config: RunConfig, progress: Progress, steering: Steering) -> d
         name = config.rollout.policy_name
         recorder = RunRecorder.create(config.run_folder, config.to_toml(), policy_name=name, sinks=sinks)
         stack.callback(recorder.close)
+        control = _enter_control(recorder, progress, steering, stack)
         weight_sync = build_weight_sync(config, policy, player.engine, recorder)
         stack.callback(weight_sync.close)
         for line in notes:
@@ -181,7 +185,7 @@ async def _start(config: RunConfig, progress: Progress, steering: Steering) -> d
         steering.attach()  # from here on, a stop saves what there is
         begin()
         return await _train(
-            config, player, learner, recorder, progress, state, weight_sync, judging, steering, parent, is_saved=False
+            config, player, learner, recorder, progress, state, weight_sync, judging, control, parent, is_saved=False
         )
 
 
@@ -232,6 +236,7 @@ async def _resume_held(config: RunConfig, progress: Progress, steering: Steering
             sinks=sinks,
         )
         stack.callback(recorder.close)
+        control = _enter_control(recorder, progress, steering, stack)
         _set_damaged_aside(checkpoints, checkpoint, recorder, progress)
         weight_sync = build_weight_sync(config, policy, player.engine, recorder)
         stack.callback(weight_sync.close)
@@ -243,7 +248,7 @@ async def _resume_held(config: RunConfig, progress: Progress, steering: Steering
         progress.note(f"resumed from {checkpoint.folder} after step {state.step}")
         _tell_what_froze(config, recorder, progress, step=state.step)
         return await _train(
-            config, player, learner, recorder, progress, state, weight_sync, judging, steering, checkpoint.origin.parent
+            config, player, learner, recorder, progress, state, weight_sync, judging, control, checkpoint.origin.parent
         )
 
 
@@ -256,12 +261,13 @@ async def _train(
     state: TrainState | None,
     weight_sync: WeightSync,
     judging: Judging | None,
-    steering: Steering,
+    control: ControlServer,
     parent: Mapping[str, Any] | None,
     *,
     is_saved: bool = True,
 ) -> dict[str, Any]:
     """Train and write summary.json, also when the run fails: its status then names the failure."""
+    steering = control.steering
     trainer = build.build_trainer(
         config,
         player,
@@ -275,6 +281,10 @@ async def _train(
         steering=steering,
         is_saved=is_saved,
     )
+    settings = LiveSettings(config, trainer=trainer, learner=learner, recorder=recorder)
+    settings.restore(read_events(recorder.folder, after=0), load_config(recorder.folder / "config.toml"))
+    steering.apply = settings.apply
+    control.attach(trainer, settings)
     status, reason = "completed", None
 
     def record(status: str, reason: str | None) -> dict[str, Any]:
@@ -302,6 +312,19 @@ async def _train(
         steering.cancel_requests()
         summary = record(status, reason)
     return summary
+
+
+def _enter_control(
+    recorder: RunRecorder, progress: Progress, steering: Steering, stack: contextlib.AsyncExitStack
+) -> ControlServer:
+    """Return the run's control socket, closed with the stack; a folder that cannot hold one gets a note."""
+    control = ControlServer(recorder.folder, steering, recorder)
+    stack.callback(control.close)
+    try:
+        control.start()
+    except OSError as error:
+        progress.note(f"no control socket: {error.strerror or error}; `gspo-gym run` cannot steer this run")
+    return control
 
 
 def _tell_who_samples(

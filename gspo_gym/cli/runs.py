@@ -24,15 +24,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     listed = _add(commands, "list", list_command, "list the runs in a folder, the last updated first")
     listed.add_argument("folder", nargs="?", type=Path, default=Path("runs"), help="where to look (runs)")
     shown = _add(commands, "show", show_command, "say what a run is, how far it came, and whether it lives")
-    _add_run(shown)
+    add_run(shown)
     compared = _add(
         commands, "compare", compare_command, "put runs side by side: settings, evaluations, seconds, tokens"
     )
-    _add_run(compared, nargs="+")
+    add_run(compared, nargs="+")
     removed = _add(commands, "rm", remove_command, "remove runs with their checkpoints; one that is running is refused")
-    _add_run(removed, nargs="+")
+    add_run(removed, nargs="+")
     removed.add_argument("--yes", action="store_true", help="do not ask")
-    _add_run(_add(commands, "path", path_command, "print the folder of a run"))
+    add_run(_add(commands, "path", path_command, "print the folder of a run"))
 
 
 def list_command(arguments: argparse.Namespace) -> int:
@@ -185,6 +185,7 @@ def _add(commands: Any, name: str, run: Callable[[argparse.Namespace], int], tex
     return parser
 
 
-def _add_run(parser: argparse.ArgumentParser, **more: Any) -> None:
+def add_run(parser: argparse.ArgumentParser, **more: Any) -> None:
+    """Add the arguments that name a run, for `find_run`."""
     parser.add_argument("run_name", metavar="RUN", help="a run's folder, its name in --folder, or its id", **more)
     parser.add_argument("--folder", type=Path, default=Path("runs"), help="where runs are (runs)")

@@ -7,6 +7,7 @@ From Python, call `run_training`. A training step is in `run/trainer.py`; what i
 from __future__ import annotations
 
 import argparse
+import json
 import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from gspo_gym.cli.command_line import Parser, parse_and_run
 from gspo_gym.config.apps import with_task_url
 from gspo_gym.config.run_config import RunConfig, load_config
+from gspo_gym.errors import UsageError
 from gspo_gym.run.report.terminal import print_run_report
 
 if TYPE_CHECKING:
@@ -44,6 +46,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--set-aside", action="store_true", help="move an earlier run of the same label to LABEL.1, LABEL.2, ... first"
     )
+    parser.add_argument(
+        "--detach", action="store_true", help="train in the background; return when `gspo-gym run` can steer it"
+    )
+    parser.add_argument("--json", action="store_true", help="with --detach: print one JSON line")
     parser.set_defaults(run=run_command)
 
 
@@ -52,6 +58,10 @@ def run_command(arguments: argparse.Namespace) -> int:
     from rich.console import Console
 
     config = load_config(arguments.config, with_task_url(arguments.overrides, arguments.task_url, os.environ))
+    if arguments.detach:
+        return _detach(arguments, config)
+    if arguments.json:
+        raise UsageError("train: --json is for --detach; a run's numbers are in its metrics.jsonl")
     console = Console()
     summary = run_training(config, resume=arguments.resume, set_aside=arguments.set_aside, console=console)
 
@@ -82,6 +92,21 @@ def run_training(
     from gspo_gym.cli.run import execute
 
     return execute(config, resume=resume, set_aside=set_aside, console=console)
+
+
+def _detach(arguments: argparse.Namespace, config: RunConfig) -> int:
+    from gspo_gym.cli.detach import start_detached
+
+    words = [arguments.config, *arguments.overrides]
+    words += {False: [], True: ["--resume"], "auto": ["--resume=auto"]}[arguments.resume]
+    words += ["--set-aside"] * arguments.set_aside
+    words += [] if arguments.task_url is None else ["--task-url", arguments.task_url]
+    launched = start_detached(words, config)
+    if arguments.json:
+        print(json.dumps(launched))
+    else:
+        print(f"{launched['folder']}: process {launched['pid']} trains, and prints to {launched['log']}")
+    return 0
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -156,6 +156,10 @@ class Learner:
                 model, self._reference_settings, computer=self._computer, make_computer=make, given=reference_model
             )
 
+    def set_learning_rate(self, learning_rate: float) -> None:
+        """Change the learning rate (of a schedule: its peak) from the next optimizer step on."""
+        self._optimizer.set_learning_rate(learning_rate)
+
     def update(self, batch: TrainBatch) -> UpdateReport:
         """Train on a batch: `update_epochs` passes of one optimizer step per minibatch.
 

@@ -78,8 +78,9 @@ class Collector:
         weight_version: Callable[[], int] = lambda: 0,
         is_committed: Callable[[int], bool] | None = None,
     ) -> None:
-        self._plan = plan
+        self.plan = plan
         self._is_committed = is_committed
+        self.pool = pool
         self._schedule = _make_schedule(plan, pool, state or TrainState(), weight_version)
 
     @property
@@ -98,7 +99,7 @@ class Collector:
         Raises:
             RolloutError: no episode of a whole batch could be used.
         """
-        plan = self._plan
+        plan = self.plan
         returns: dict[str, Returns] = {}
 
         def is_informative(group: TrajectoryGroup) -> bool:

@@ -43,7 +43,7 @@ class Journal:
     """Journal of a run's steps and evaluations.
 
     Args:
-        plan: the run's.
+        plan: the run's; may be replaced between two steps.
         recorder: of the run's folder.
         progress: shown to a person.
         alarm: compares the logprobs of engine and learner in every batch; None: they are not compared.
@@ -62,7 +62,7 @@ class Journal:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.clock = clock
-        self._plan = plan
+        self.plan = plan
         self._recorder = recorder
         self._progress = progress
         self._alarm = alarm
@@ -70,7 +70,7 @@ class Journal:
 
     def started(self) -> None:
         """Begin to show progress."""
-        self._progress.started(self._plan.size.num_iterations)
+        self._progress.started(self.plan.size.num_iterations)
 
     def finished(self) -> None:
         """End the display of progress, however the run ended."""
@@ -107,13 +107,13 @@ class Journal:
         unit: ScoreUnit | None,
     ) -> dict[str, float]:
         """Return all metrics of a step; `learned` are those of its update, `unit` is what the run's scores are in."""
-        is_ahead = self._plan.loop.max_staleness > 0
+        is_ahead = self.plan.loop.max_staleness > 0
         # Played ahead, episodes are played all the time, and not only while a step waits for them.
         playing_until = times.finished if is_ahead else times.collected
         groups, success_of = collected.groups, () if unit is None else unit.success_of
         return {
             **rollout_metrics(groups, seconds=playing_until - times.started, success_of=success_of),
-            **(source_metrics(groups, success_of=success_of) if self._plan.mixture else {}),
+            **(source_metrics(groups, success_of=success_of) if self.plan.mixture else {}),
             **(staleness_metrics(groups, version=step - 1, num_dropped=collected.num_late) if is_ahead else {}),
             **learned,
             **batch_metrics(collected, built),
@@ -125,7 +125,7 @@ class Journal:
 
     def stepped(self, step: int, collected: Collected, metrics: Mapping[str, float], *, is_updated: bool) -> None:
         """Record a step that is done, as often as the plan says."""
-        plan = self._plan
+        plan = self.plan
         for reason in collected.failures:
             self._recorder.event("refill_failed", step, {"reason": reason})
         if not is_updated:

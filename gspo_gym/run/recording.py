@@ -105,6 +105,7 @@ EVENTS: Mapping[str, str] = MappingProxyType(
         "judge_drift": "the judge and gold have drifted apart; data: of which step, reason",
         "selection": "environment failures depend on the policy's actions, so that retries select; data: the reason",
         "uncommitted": "episodes with weights that were never committed were left out; data: how many",
+        "changed": "a setting has another value from the next step on; data: key, old, new, by what",
         "paused": "the run waits before its next step; data: by what",
         "continued": "a paused run goes on; data: by what",
         "stopped": "a stop was asked for; data: by what (SIGTERM, SIGINT, or what the control socket was told)",
@@ -338,7 +339,7 @@ def _dump(values: Mapping[str, Any], *, indent: int | None = None) -> str:
 
 LEDGER_FILE = "ledger.jsonl"
 # Of the run as a whole, and true whatever is done again.
-_LIFE = ("started", "resumed", "checkpoint_damaged", "finished")
+_LIFE = ("started", "resumed", "checkpoint_damaged", "finished", "changed")
 
 Line = Mapping[str, Any]  # a line of a record: JSON
 

@@ -58,7 +58,7 @@ class Saver:
         clock: Callable[[], float] = seconds_of_process,
     ) -> None:
         self._copy = copy
-        self._settings = settings
+        self.settings = settings
         self._on_event = on_event
         self._clock = clock
         minutes = settings.must_save_by
@@ -84,7 +84,7 @@ class Saver:
         is_late = self._deadline is not None and now + self._longest_step + self._longest_write > self._deadline
         if is_late:
             self._deadline = None
-        if is_late or self._num_failures or state.step % self._settings.checkpoint_every_n_iters == 0:
+        if is_late or self._num_failures or state.step % self.settings.checkpoint_every_n_iters == 0:
             await self.begin(state)
 
     async def finish(self, state: TrainState) -> None:
@@ -128,7 +128,7 @@ class Saver:
         await self.wait()
         if self._saved is state:
             return
-        if self._settings.max_staleness == 0:
+        if self.settings.max_staleness == 0:
             write = self._copy(state)
         else:  # episodes are being played, and must not wait for the copy
             copying = asyncio.ensure_future(asyncio.to_thread(self._copy, state))

@@ -90,15 +90,14 @@ class Trainer:
             JudgeError: nothing will be scored any more; the run is saved and can go on.
             StopRequested: a stop was asked for; the run is saved and can go on.
         """
-        plan = self.plan
         self._steering.attach()
         self._journal.started()
         try:
             await self._saver.begin(self.state)  # a kill during the first evaluation must not lose the warm-up
             await self._evaluate_if_due()  # also one that an earlier part of the run was stopped in
             await self._saver.after_step(self.state)
-            while self.state.step < plan.size.num_iterations and not self.state.has_reached(
-                plan.loop.stop_at_success_rate
+            while self.state.step < self.plan.size.num_iterations and not self.state.has_reached(
+                self.plan.loop.stop_at_success_rate
             ):
                 await self._steering.between_steps(lambda: self._saver.finish(self.state))
                 await self._run_step()
@@ -115,6 +114,12 @@ class Trainer:
             await self._saver.close()
             await self._steering.dropped_work_ended()
         return self.state
+
+    def replan(self, plan: TrainPlan, *, max_concurrent_rollouts: int) -> None:
+        """Go on under another plan, which differs in how long, how often and how wide only. Not during a step."""
+        self.plan = self._journal.plan = self._collector.plan = plan
+        self._saver.settings = plan.loop
+        self._collector.pool.set_concurrency(max_concurrent_rollouts)
 
     async def _run_step(self) -> None:
         """Collect a batch of episodes, score it, update the weights on it, and publish them.
