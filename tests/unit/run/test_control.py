@@ -176,7 +176,13 @@ def config_of(folder: Path, **training: Any) -> RunConfig:
                 "episodes_per_batch": 8,
             },
             "loss": {},
-            "training": {"iterations_per_epoch": 10_000, "group_size": 4, "batch_size": 4, "learning_rate": 1e-3}
+            "training": {
+                "iterations_per_epoch": 10_000,
+                "max_idle_iters": 10_000,
+                "group_size": 4,
+                "batch_size": 4,
+                "learning_rate": 1e-3,
+            }
             | training,
             "evaluation": {"seeds": "0:4", "every_n_iters": 5_000},
         }
