@@ -45,6 +45,7 @@ from gspo_gym.run.records import read_events
 from gspo_gym.run.report.progress import Progress, telling
 from gspo_gym.run.state import TrainState
 from gspo_gym.run.steering import Steering, StopRequested
+from gspo_gym.run.trainer import Trainer
 
 _FREE_ON_RESUME = frozenset(
     {
@@ -281,10 +282,7 @@ async def _train(
         steering=steering,
         is_saved=is_saved,
     )
-    settings = LiveSettings(config, trainer=trainer, learner=learner, recorder=recorder)
-    settings.restore(read_events(recorder.folder, after=0), load_config(recorder.folder / "config.toml"))
-    steering.apply = settings.apply
-    control.attach(trainer, settings)
+    _let_change(control, trainer, LiveSettings(config, trainer=trainer, learner=learner, recorder=recorder))
     status, reason = "completed", None
 
     def record(status: str, reason: str | None) -> dict[str, Any]:
@@ -325,6 +323,14 @@ def _enter_control(
     except OSError as error:
         progress.note(f"no control socket: {error.strerror or error}; `gspo-gym run` cannot steer this run")
     return control
+
+
+def _let_change(control: ControlServer, trainer: Trainer, settings: LiveSettings) -> None:
+    """Let the run's settings be changed over its socket, and make the changes of its earlier processes again."""
+    folder = control.folder
+    settings.restore(read_events(folder, after=0), load_config(folder / "config.toml"))
+    control.steering.apply = settings.apply
+    control.attach(trainer, settings)
 
 
 def _tell_who_samples(

@@ -69,7 +69,7 @@ class ControlServer:
     """
 
     def __init__(self, folder: Path, steering: Steering, recorder: RunRecorder) -> None:
-        self._folder = folder
+        self.folder = folder
         self.steering = steering
         self._recorder = recorder
         self._trainer: Trainer | None = None
@@ -87,11 +87,11 @@ class ControlServer:
         """
         if not hasattr(socket, "AF_UNIX"):
             raise OSError("this system has no Unix sockets")
-        path = self._folder / SOCKET_FILE
+        path = self.folder / SOCKET_FILE
         path.unlink(missing_ok=True)
         listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
-            with _address(self._folder) as address:
+            with _address(self.folder) as address:
                 listening.bind(address)
             path.chmod(0o600)  # before anything can connect, which is from `listen` on
             listening.listen(16)
@@ -113,7 +113,7 @@ class ControlServer:
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)  # wakes the thread
         self._thread.join()
-        (self._folder / SOCKET_FILE).unlink(missing_ok=True)
+        (self.folder / SOCKET_FILE).unlink(missing_ok=True)
         self._socket.close()
 
     def _serve(self) -> None:
@@ -200,7 +200,7 @@ class ControlServer:
     def _status(self, *, with_content: bool) -> Reply:
         steering = self.steering
         status = "stopping" if steering.stopped_by is not None else "paused" if steering.is_paused else "running"
-        reply: Reply = {"status": status, "pid": os.getpid(), "folder": str(self._folder.resolve())}
+        reply: Reply = {"status": status, "pid": os.getpid(), "folder": str(self.folder.resolve())}
         if self._trainer is not None and self._settings is not None:
             state = self._trainer.state
             score = None if state.final_eval is None else state.final_eval["score"]
@@ -217,14 +217,14 @@ class ControlServer:
             }
         elif status == "running":
             reply["status"] = "starting"
-        return reply | (_content(self._folder) if with_content else {})
+        return reply | (_content(self.folder) if with_content else {})
 
     @property
     def _step(self) -> int:
         return 0 if self._trainer is None else self._trainer.state.step
 
     def _checkpoints(self) -> set[str]:
-        return {path.name for path in (self._folder / "checkpoints").glob("step_*")}
+        return {path.name for path in (self.folder / "checkpoints").glob("step_*")}
 
 
 def ask(folder: Path, request: Mapping[str, Any]) -> Reply:
