@@ -13,7 +13,8 @@ VLLM := .venv-vllm
 # The oldest openai package that we take, in a folder before the one of .venv: 2.x stands on httpx, 3.x on httpx2.
 OPENAI_2 := .openai-2
 OPENAI_TESTS := tests/unit/engine/endpoint/test_http_engine.py tests/fault/test_http_engine_faults.py \
-	tests/unit/remote/gateway/test_app.py tests/fault/test_gateway_retries.py tests/contract/test_openai_agent.py \
+	tests/unit/remote/gateway/test_app.py tests/unit/remote/gateway/test_model_app.py \
+	tests/fault/test_gateway_retries.py tests/contract/test_openai_agent.py \
 	tests/unit/remote/serve/test_task_app_server.py
 # Two processes of one thread each: they share out the tests, and no test's deadline meets another's threads.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2

@@ -139,9 +139,7 @@ def test_from_the_quickstart_to_playing_with_what_was_trained_are_three_commands
     assert told[1:] == ["-m", "gspo_gym.cli", "models", "chat", "runs/quickstart", "--env"]
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     assert ". .venv/bin/activate\ngspo-gym models chat quickstart --env " in readme
-    # The command of the report and that of README.md are one; both show an episode of the run's own environment.
-    played = run(*told[2:])
-    assert played == run("gspo_gym.cli", "models", "chat", "quickstart", "--env")
+    played = run("gspo_gym.cli", "models", "chat", "quickstart", "--env")  # an episode of the run's own environment
     assert played.startswith("user> Guess 1-4. 3 tries.")
     assert ", return " in played.splitlines()[-1]
 
