@@ -13,7 +13,8 @@ import json
 import re
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ from gspo_gym.cli.jobs.records import (
     results_of,
     timestamp,
 )
-from gspo_gym.cli.jobs.requests import parse_request
+from gspo_gym.cli.jobs.requests import Machine, parse_request
 from gspo_gym.cli.jobs.store import Event, Job, KeyConflictError, NewJob, QueueFullError, Store
 from gspo_gym.cli.jobs.supervisor import Supervisor
 from gspo_gym.errors import ConfigError, GymError, RecordError, ServiceError
@@ -55,6 +56,7 @@ class JobsService:
 
     Attributes:
         folder: of the service. max_queued: jobs that may wait. app_keys: of the task apps that are verified.
+        machine: where jobs are trained.
         is_stopping: streams end when it returns True.
     """
 
@@ -63,6 +65,7 @@ class JobsService:
     folder: Path
     max_queued: int = 1_000
     app_keys: AppKeys | None = None
+    machine: Machine = field(default_factory=Machine)
     is_stopping: Callable[[], bool] = lambda: False
 
     def job(self, job_id: str) -> Job:
@@ -141,6 +144,7 @@ class _Routes:
         """Yield the method, paths and handler of every route; the first that fits a path answers."""
         lists = [f"/api/{kind}/jobs" for kind in ("rl", "learning", "orchestration")]
         one = [f"{path}/{{job_id}}" for path in lists]
+        models = ("/api/learning/models", "/api/artifacts/models", "/api/models")
         yield "GET", ["/", "/health"], self.health
         yield "POST", ["/api/rl/verify_task_app"], self.verify_task_app
         yield "POST", ["/api/rl/jobs"], self.create
@@ -158,7 +162,7 @@ class _Routes:
         yield "GET", ["/api/jobs/{job_id}/runs"], self.runs
         yield "GET", ["/api/learning/models", "/api/learning/models/rl", "/api/models"], self.list_models
         yield "GET", ["/api/learning/models/{model_id:path}/archive"], self.archive
-        yield "GET", ["/api/learning/models/{model_id:path}", "/api/artifacts/models/{model_id:path}"], self.model
+        yield "GET", [f"{path}/{{model_id:path}}" for path in models], self.model
         yield "GET", ["/api/artifacts"], self.artifacts
         yield "POST", ["/api/learning/exports/hf"], self.export
 
@@ -194,7 +198,7 @@ class _Routes:
     def _create(self, body: Json, key: str | None) -> JSONResponse:
         service = self.service
         try:
-            asked = parse_request(body, runs=service.folder / "runs")
+            asked = parse_request(body, runs=service.folder / "runs", machine=service.machine)
         except ConfigError as error:
             raise RefusalError(422, "invalid_config", str(error)) from None
         digest = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
@@ -213,9 +217,11 @@ class _Routes:
         query = request.query_params
         limit = _number(query, "limit", 50, least=1, most=1_000)
         wanted, kind = query.get("status"), query.get("type", "rl")
-        after = query.get("created_after", "")
-        told = [self._told(job) for job in reversed(self.service.store.jobs()) if wanted in (None, job.status)]
-        return {"jobs": [one for one in told if kind == "rl" and one["created_at"] > after][:limit]}
+        after = _moment(query, "created_after")
+        jobs = [job for job in self.service.store.jobs() if wanted in (None, job.status)]
+        # In microseconds, which is how a client was told the time.
+        found = [job for job in jobs if round(job.created_at * 1e6) > round(after * 1e6)]
+        return {"jobs": [self._told(job) for job in found[::-1][:limit]] if kind == "rl" else []}
 
     def status(self, job_id: str) -> Json:
         """Return a job's status."""
@@ -226,7 +232,11 @@ class _Routes:
     def config(self, job_id: str) -> Json:
         """Return the configuration that was sent, and the one that is trained, as TOML."""
         job = self.service.job(job_id)
-        return {"job_id": job.job_id, "config": job.request["data"]["config"], "resolved_toml": job.config}
+        return {
+            "job_id": job.job_id,
+            "config": job.request.get("data", job.request)["config"],
+            "resolved_toml": job.config,
+        }
 
     def runs(self, job_id: str) -> Json:
         """Return a job's processes, of which the last is known."""
@@ -445,6 +455,21 @@ def _number(values: Mapping[str, str], name: str, default: int, *, least: int = 
     if re.fullmatch(r"-?[0-9]{1,16}", text) and least <= int(text) <= most:
         return int(text)
     raise RefusalError(400, "invalid_number", f"{name}: expected a whole number from {least} to {most}")
+
+
+def _moment(values: Mapping[str, str], name: str) -> float:
+    """Return a time of a query, which clients write as seconds since 1970 or in ISO 8601; 0 without one.
+
+    Raises:
+        RefusalError: 400, it is none.
+    """
+    text = values.get(name, "0")
+    if re.fullmatch(r"[0-9]{1,12}", text):
+        return float(text)
+    try:
+        return datetime.fromisoformat(text).timestamp()
+    except (ValueError, OverflowError):
+        raise RefusalError(400, "invalid_time", f"{name}: expected seconds since 1970, or ISO 8601") from None
 
 
 async def _object(request: Request) -> Json:

@@ -49,6 +49,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     serve.add_argument(
         "--trainer", default=_TRAIN, metavar="COMMAND", help="that is given CONFIG.toml [--resume] (gspo-gym train)"
     )
+    serve.add_argument(
+        "--local",
+        action="store_true",
+        help="train with the local engine on one device, whatever a job's [compute], [topology] and [vllm] say",
+    )
+    serve.add_argument(
+        "overrides",
+        nargs="*",
+        metavar="section.key=value",
+        help="over what every job's configuration says, for this machine: rollout.max_output_tokens=256",
+    )
     serve.set_defaults(run=run_service)
 
 
@@ -68,6 +79,7 @@ def run_service(arguments: argparse.Namespace) -> int:
     """
     try:
         from gspo_gym.cli.jobs.app import JobsService, create_jobs_app
+        from gspo_gym.cli.jobs.requests import Machine
         from gspo_gym.cli.jobs.store import Store
         from gspo_gym.cli.jobs.supervisor import Supervisor, SupervisorSettings
         from gspo_gym.remote.apps.client import AppKeys
@@ -99,6 +111,7 @@ def run_service(arguments: argparse.Namespace) -> int:
         supervisor,
         folder,
         max_queued=arguments.max_queued,
+        machine=Machine(is_local=arguments.local, overrides=tuple(arguments.overrides)),
         app_keys=AppKeys.from_environment(os.environ),
         is_stopping=lambda: server.should_exit,
     )

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gspo_gym.config.nested import flatten
+from gspo_gym.config.nested import apply_override, flatten
 from gspo_gym.config.run_config import RunConfig
 from gspo_gym.config.services import missing_machinery
 from gspo_gym.errors import ConfigError
@@ -35,11 +35,24 @@ class Asked:
         return self.config.model_copy(update={"model": model}).to_toml()
 
 
-def parse_request(body: Mapping[str, Any], *, runs: Path) -> Asked:
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What a job's configuration cannot know: where it is trained.
+
+    Attributes:
+        is_local: by the local engine on one device, whatever [compute], [topology] and [vllm] say.
+        overrides: "section.key=value", over all.
+    """
+
+    is_local: bool = False
+    overrides: Sequence[str] = ()
+
+
+def parse_request(body: Mapping[str, Any], *, runs: Path, machine: Machine) -> Asked:
     """Return what a body {"data": {"config", "endpoint_base_url", "model"}, ...} asks for (Any: JSON).
 
-    The URL and the model beside the configuration go over those in it, as they do in the hosted trainer. The run goes
-    into `runs`, under the job's id.
+    The URL and the model beside the configuration go over those in it, as they do in the hosted trainer, and the
+    machine's needs over all. The run goes into `runs`, under the job's id.
 
     Raises:
         ConfigError: it is no such body; the configuration is wrong; or this version cannot train it.
@@ -49,7 +62,7 @@ def parse_request(body: Mapping[str, Any], *, runs: Path) -> Asked:
     for part in ("tags", "metadata", "compute"):
         if not isinstance(body.get(part), Mapping | None):
             raise ConfigError(f"{part}: expected an object")
-    data = body.get("data")
+    data = body.get("data", body)  # the client's library sends its keys without "data" around them
     if not isinstance(data, Mapping):
         raise ConfigError("data: expected an object with the key config")
     values = _sections_in(data.get("config"))
@@ -63,12 +76,29 @@ def parse_request(body: Mapping[str, Any], *, runs: Path) -> Asked:
     source = model.get("source")
     if isinstance(source, str) and (trained := _TRAINED.fullmatch(source)):
         model["source"] = f"rl:{trained[1]}{trained[2] or ''}"
+    if machine.is_local:
+        _make_local(values)
+    for override in machine.overrides:
+        _, problem = apply_override(values, override)
+        if problem is not None:
+            raise ConfigError(f"{problem.key}: {problem.text}")
     model["label"] = _PLACEHOLDER
     _section(values, "run")["folder"] = str(runs.absolute())
     config = RunConfig.from_dict(values, source="data.config")
     if missing := missing_machinery(config.sections):
         raise ConfigError("; ".join(missing))
     return Asked(config, config.model.base or str(config.model.source))
+
+
+def _make_local(values: dict[str, Any]) -> None:
+    """Take out what is said of the hosted trainer's GPUs and servers; the longest context stays."""
+    vllm = _section(values, "vllm")
+    rollout = _section(values, "rollout")
+    rollout["engine"] = "local"
+    if "max_model_len" in vllm:
+        rollout.setdefault("max_model_len", vllm["max_model_len"])
+    for name in ("compute", "topology", "vllm"):
+        values.pop(name, None)
 
 
 def _sections_in(value: Any) -> dict[str, Any]:

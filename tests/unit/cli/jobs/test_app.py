@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 import tarfile
 import tomllib
 from collections.abc import Iterator
@@ -15,6 +14,7 @@ import pytest
 from fake_task_app import FakeTaskApp
 from served_jobs import HOSTED, Client, IdleJobs, body_of
 
+from gspo_gym.cli.jobs.requests import Machine, parse_request
 from gspo_gym.cli.jobs.store import Event
 from gspo_gym.config.run_config import RunConfig
 from gspo_gym.remote.serving import BackgroundServer
@@ -83,7 +83,8 @@ def changed(path: str, value: Any) -> dict[str, Any]:
 
 REFUSED: list[tuple[Any, str]] = [
     ([], "expected a JSON object"),
-    ({}, "data: expected an object"),
+    ({"data": []}, "data: expected an object"),
+    ({}, "data.config: expected the configuration"),
     ({"data": {}}, "data.config: expected the configuration"),
     ({"data": {"config": "a = "}}, "expected TOML"),
     (changed("job_type", "sft"), 'expected "rl"'),
@@ -238,4 +239,26 @@ def test_a_configuration_may_be_sent_as_toml(served: IdleJobs, client: Client) -
     body["data"]["config"] = HOSTED.read_text(encoding="utf-8")
     status, job = client.call("POST", "/api/rl/jobs", body)
     assert (status, job["base_model"], job["status"]) == (201, "tiny:qwen3-64", "queued")
-    assert json.dumps(job)
+
+
+def test_jobs_are_listed_newest_first_by_status_and_time(served: IdleJobs, client: Client) -> None:
+    first, second = served.trained(client), client.create({})
+    created = client.call("GET", f"/api/rl/jobs/{first}")[1]["created_at"].replace("+", "%2B")
+    for query, wanted in {
+        "": [second, first],
+        "?limit=1": [second],
+        "?status=succeeded": [first],
+        f"?created_after={created}": [second],
+        "?created_after=9999999999": [],
+        "?created_after=1": [second, first],
+        "?type=sft": [],
+    }.items():
+        assert [job["job_id"] for job in client.call("GET", f"/api/learning/jobs{query}")[1]["jobs"]] == wanted, query
+    assert code_of(client.call("GET", "/api/rl/jobs?created_after=today")) == (400, "invalid_time")
+
+
+def test_a_machine_without_gpus_trains_what_was_written_for_some(tmp_path: Path) -> None:
+    machine = Machine(is_local=True, overrides=["rollout.max_output_tokens=8"])
+    config = parse_request(body_of({}), runs=tmp_path, machine=machine).config
+    assert (config.compute, config.topology, config.vllm, config.rollout.engine) == (None, None, None, "local")
+    assert (config.rollout.max_model_len, config.rollout.max_output_tokens) == (8_192, 8)

@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import random
 import signal
+import tarfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from served_jobs import KEY, Client, ServiceProcess
+from fake_task_app import FakeTaskApp
+from served_jobs import HOSTED, KEY, Client, ServiceProcess, body_of
 
 from gspo_gym.cli.main import main
+from gspo_gym.policy.load import load_policy
+from gspo_gym.remote.serving import BackgroundServer
+
+SHORT = ("rollout.max_model_len=512", "rollout.max_output_tokens=8")  # the tiny model's texts
 
 pytestmark = pytest.mark.slow
 
@@ -124,4 +131,31 @@ def test_a_key_is_made_and_printed_once_and_only_its_owner_reads_the_file(tmp_pa
     again = service.start()
     assert key not in service.said
     assert Client(again.url, key).call("GET", "/health")[0] == 200
+    service.end()
+
+
+def test_a_hosted_file_is_trained_as_it_stands_and_its_model_is_handed_over(tmp_path: Path) -> None:
+    """With the model and the URL of the client's command line, on a machine without a GPU."""
+    service = ServiceProcess(tmp_path / "jobs", "--local", *SHORT, trainer=None)
+    known = {"/info": {"service": {"task": {"id": "math"}}}, "/task_info": {"task": {"id": "math"}}}
+    answers = {path: (200, answer) for path, answer in {"/health": {"healthy": True}, **known}.items()}
+    quiz = FakeTaskApp(num_turns=1, answers=answers)
+    with BackgroundServer(quiz) as app:
+        client = service.start()
+        assert client.call("POST", "/api/rl/verify_task_app", {"endpoint_base_url": app.url})[1]["any_ok"] is True
+        body = body_of({})
+        body["data"] |= {"config": HOSTED.read_text(encoding="utf-8"), "endpoint_base_url": app.url}
+        status, job = client.call("POST", "/api/rl/jobs", body)
+        assert status == 201, job
+        events = list(client.stream(job["job_id"]))
+    _, job = client.call("GET", f"/api/rl/jobs/{job['job_id']}")
+    assert job["status"] == "succeeded", job["error"]
+    types = [event["type"] for event in events]
+    assert types.count("rl.train.step") == 10
+    assert [event["data"]["step"] for event in events if event["type"] == "rl.eval.summary"] == [0, 10]
+    assert job["results"]["checkpoints"][-1]["step"] == 10
+    _, raw = client.call("GET", f"/api/learning/models/{job['model_id']}/archive")
+    with tarfile.open(fileobj=io.BytesIO(raw)) as tar:
+        tar.extractall(tmp_path / "model", filter="data")
+    load_policy(str(tmp_path / "model" / job["job_id"]), dtype="float32", device="cpu")
     service.end()

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from served_jobs import FAKE_TRAINER, body_of
 
-from gspo_gym.cli.jobs.requests import parse_request
+from gspo_gym.cli.jobs.requests import Machine, parse_request
 from gspo_gym.cli.jobs.store import Job, NewJob, Store
 from gspo_gym.cli.jobs.supervisor import Supervisor, SupervisorSettings
 
@@ -25,7 +25,9 @@ class Place:
         self.supervisors: list[Supervisor] = []
 
     def queue(self, **script: Any) -> str:
-        asked = parse_request(body_of({"starts": str(self.starts_file), **script}), runs=self.folder / "runs")
+        asked = parse_request(
+            body_of({"starts": str(self.starts_file), **script}), runs=self.folder / "runs", machine=Machine()
+        )
         new = NewJob({"data": {}}, "", asked.config_of, asked.base)
         return self.store.create(new, max_queued=9)[0].job_id
 
