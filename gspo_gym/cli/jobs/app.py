@@ -155,7 +155,8 @@ class _Routes:
         yield "POST", [f"{path}/start" for path in one], self.start
         yield "POST", [f"{path}/cancel" for path in one], self.cancel
         yield "GET", [f"{path}/events" for path in one], self.events
-        yield "GET", [*(f"{path}/stream" for path in one), "/rl/jobs/{job_id}/stream"], self.stream
+        streams = [f"{path}{tail}" for path in one for tail in ("/stream", "/events/stream")]
+        yield "GET", [*streams, "/rl/jobs/{job_id}/stream"], self.stream
         yield "GET", [f"{path}/metrics" for path in one], self.metrics
         yield "GET", [f"{path}/timeline" for path in one], self.timeline
         yield "GET", [f"{path}/config" for path in one], self.config
@@ -241,8 +242,16 @@ class _Routes:
     def runs(self, job_id: str) -> Json:
         """Return a job's processes, of which the last is known."""
         job = self.service.job(job_id)
-        run = {"run_id": f"{job.job_id}.{job.attempt}", "status": job.status, "started_at": _when(job.started_at)}
-        return {"runs": [{**run, "finished_at": _when(job.finished_at)}] if job.attempt else []}
+        run = {
+            "run_id": f"{job.job_id}.{job.attempt}",
+            "run_number": job.attempt,
+            "engine": "gspo-gym",
+            "status": job.status,
+            "created_at": _when(job.started_at),
+            "started_at": _when(job.started_at),
+            "ended_at": _when(job.finished_at),
+        }
+        return {"runs": [run] if job.attempt else []}
 
     def cancel(self, job_id: str) -> Json:
         """Cancel a job: at once if it is queued, else its process is stopped. One that has ended stays as it is."""
@@ -262,12 +271,11 @@ class _Routes:
     def timeline(self, job_id: str) -> Json:
         """Return the job's phases."""
         events = self.service.store.timeline(self.service.job(job_id).job_id)
-        return {
-            "events": [
-                {"phase": event.phase, "message": event.message, "metadata": event.data, "created_at": _made(event)}
-                for event in events
-            ]
-        }
+        phases = [
+            {"phase": event.phase, "message": event.message, "metadata": event.data, "created_at": _made(event)}
+            for event in events
+        ]
+        return {"events": phases, "timeline": phases}  # two of the clients' names
 
     def metrics(self, job_id: str, request: Request) -> Json:
         """Return the numbers of the steps after one."""
@@ -280,8 +288,9 @@ class _Routes:
         """Return the events after a number; as a stream to a client that accepts one."""
         if "text/event-stream" in request.headers.get("accept", ""):
             return await self.stream(job_id, request)
-        after = _number(request.query_params, "since_seq", 0)
-        limit = _number(request.query_params, "limit", 200, least=1, most=1_000)
+        query = request.query_params
+        after = max(_number(query, "since_seq", 0), _number(query, "after", 0))  # `after`: an event_id
+        limit = _number(query, "limit", 200, least=1, most=1_000)
         return await asyncio.to_thread(self._events, job_id, after, limit)
 
     def _events(self, job_id: str, after: int, limit: int) -> Json:
@@ -383,6 +392,7 @@ class _Routes:
             "job_id": job.job_id,
             "id": job.job_id,
             "job_type": "rl",
+            "training_type": "rl",
             "algorithm": "gspo",
             "status": job.status,
             "state": job.status,
@@ -425,6 +435,7 @@ def _model(job: Job, checkpoints: Sequence[Json]) -> Json:
 def _event_to_wire(event: Event, job_id: str) -> Json:
     return {
         "seq": event.seq,
+        "event_id": str(event.seq),
         "type": event.type,
         "level": event.level,
         "message": event.message,
