@@ -309,6 +309,7 @@ async def _train(
     finally:
         steering.cancel_requests()
         summary = record(status, reason)
+        steering.before_leaving = lambda: None  # it is told; only closing may hang now
     return summary
 
 

@@ -15,6 +15,7 @@ import queue
 import signal
 import sys
 import threading
+import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ Result = TypeVar("Result")
 Done = concurrent.futures.Future[None]
 
 DEFAULT_GRACE_SECONDS = 30.0
+_CLOSING_SECONDS = 10.0
 _LAST_WORDS_SECONDS = 2.0
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
@@ -182,6 +184,11 @@ class Steering:
         self._raise_if_stopped()
         raise AssertionError("woken without a stop")
 
+    def saved(self) -> None:
+        """Note that the checkpoint of a stop is complete: what hangs is not waited for until the grace is over."""
+        if self._stopped_by is not None:
+            self._deadlines.put(_CLOSING_SECONDS)
+
     async def dropped_work_ended(self) -> None:
         """Wait until what `unless_stopped` dropped has ended."""
         await wait_until_ended(self._dropped)
@@ -233,16 +240,16 @@ class Steering:
         seconds = self._deadlines.get()
         if seconds is None:
             return  # the block has ended
+        told = f"not done after run.stop_grace_seconds = {seconds:g}; the last checkpoint stands"
         with contextlib.suppress(queue.Empty):
-            self._deadlines.get(timeout=seconds)
-            return  # likewise
+            began = time.monotonic()
+            if self._deadlines.get(timeout=seconds) is None:
+                return  # likewise
+            told = "saved; left without waiting for what hangs"
+            self._deadlines.get(timeout=max(0.0, min(_CLOSING_SECONDS, began + seconds - time.monotonic())))
+            return
         try:
-            print(
-                f"stopped by {self._stopped_by}: not done after run.stop_grace_seconds = {seconds:g}; the last "
-                "checkpoint stands",
-                file=sys.stderr,
-                flush=True,
-            )
+            print(f"stopped by {self._stopped_by}: {told}", file=sys.stderr, flush=True)
             # In another thread: the disk that it writes to may be what hangs.
             telling = threading.Thread(target=self.before_leaving, daemon=True)
             telling.start()

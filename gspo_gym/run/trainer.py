@@ -107,6 +107,7 @@ class Trainer:
             await self._saver.finish(self.state)  # also the last evaluation
         except (JudgeError, StopRequested, StuckError):  # raised between updates: the weights are those of `state`
             await self._saver.finish(self.state)
+            self._steering.saved()
             raise
         finally:
             self._journal.finished()

@@ -39,27 +39,52 @@ class Run:
 def init(**options):
     return Run()
 """
+# Never answers, in a training episode.
+ENVIRONMENT = """
+import time
+from pathlib import Path
+from gspo_gym.env.core import TextEnv
+
+ROOT = Path(__file__).parent
+
+class Hanging(TextEnv):
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        return "Say something.", {}
+
+    def step(self, action):
+        if (ROOT / "runs/test/checkpoints/step_000000").exists():
+            (ROOT / "hangs").touch()
+            time.sleep(3600)
+        return "", float(len(action)), True, False, {}
+"""
 CONFIG = """
 run.stop_grace_seconds = {}
 algorithm.variety = "gspo_token"
 model = {{base = "tiny:qwen3-64", label = "test"}}
-rollout = {{env_name = "GuessNumber", max_turns = 1, max_model_len = 256, episodes_per_batch = 8}}
 training = {{iterations_per_epoch = 2, group_size = 4, batch_size = 4, learning_rate = 1e-3}}
 evaluation.seeds = "0:4"
 tracking.report_to = ["wandb"]
+[rollout]
+env_name = "GuessNumber"
+max_turns = 1
+max_output_tokens = 3
+max_model_len = 256
+episodes_per_batch = 8
 """
 
 
 @pytest.fixture
-def start_hanging_run(tmp_path: Path) -> Iterator[Callable[[float], subprocess.Popen[str]]]:
+def start_hanging_run(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
     """Return a function that starts a run and returns when it hangs."""
     processes = []
 
-    def start(grace: float) -> subprocess.Popen[str]:
+    def start(grace: float, *overrides: str) -> subprocess.Popen[str]:
         (tmp_path / "wandb.py").write_text(WANDB)
+        (tmp_path / "hanging.py").write_text(ENVIRONMENT)
         (tmp_path / "config.toml").write_text(CONFIG.format(grace))
         process = subprocess.Popen(
-            [sys.executable, "-m", "gspo_gym.train", "config.toml"],
+            [sys.executable, "-m", "gspo_gym.train", "config.toml", *overrides],
             cwd=tmp_path,
             env={**os.environ, "WANDB_MODE": "offline", "OMP_NUM_THREADS": "1"},
             stdout=subprocess.DEVNULL,
@@ -92,6 +117,23 @@ def test_a_run_that_hangs_leaves_when_its_grace_is_over(
     folder = tmp_path / "runs" / "test"
     assert json.loads((folder / "summary.json").read_text())["status"] == "interrupted"
     assert [event["kind"] for event in read_events(folder)][-2:] == ["stopped", "finished"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("isolation", ["thread", "process"])
+def test_a_run_whose_environment_hangs_is_saved_before_it_leaves(
+    tmp_path: Path, start_hanging_run: Callable[..., subprocess.Popen[str]], isolation: str
+) -> None:
+    process = start_hanging_run(30.0, "rollout.env_name=hanging:Hanging", f"rollout.isolation={isolation}")
+    process.terminate()
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 143
+    assert "not done after" not in said
+    assert ("saved; left without waiting for what hangs" in said) == (isolation == "thread")
+    folder = tmp_path / "runs" / "test"
+    assert json.loads((folder / "summary.json").read_text())["status"] == "interrupted"
+    kinds = [event["kind"] for event in read_events(folder)]
+    assert kinds[-3:] == ["checkpoint", "stopped", "finished"], kinds
 
 
 @pytest.mark.slow
