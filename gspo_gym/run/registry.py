@@ -23,7 +23,7 @@ from gspo_gym.run.records import EVENTS_FILE, RUN_LINE, read_events, read_run_id
 
 RUNNING, PAUSED, ELSEWHERE, CRASHED = "running", "paused", "elsewhere", "crashed"
 _MAX_DEPTH = 3  # of a run below the folder that is listed: searches and batches keep theirs in folders of their own
-_TAIL_BYTES = 16 * 1024
+_TAIL_BYTES = 64 * 1024
 # Of where a run is, and no setting of it.
 _PLACE = ("run.folder", "model.label")
 
@@ -105,11 +105,12 @@ def read_run(folder: Path) -> RunInfo:
     """Return what a run's folder says of the run now."""
     # First the lock, then the records: a run that ends in between has said how, and is not taken for crashed.
     holder = holder_of(folder)
-    events = _read(folder / EVENTS_FILE)
-    last = _last_line(events)
+    path = f"{folder}/{EVENTS_FILE}"
+    last = _last_line(_read(path, _TAIL_BYTES))
     ended = last["data"] if last.get("kind") == "finished" else {}
     process = holder if holder is not None else read_process(folder)
     summary = _summary_of(folder, last) if ended and holder is None else {}
+    events = b"" if summary else _read(path)  # all of them only for what a summary does not say
     evaluation = summary.get("final_eval") or _last_evaluation(events)
     score = evaluation.get("score")
     return RunInfo(
@@ -120,7 +121,7 @@ def read_run(folder: Path) -> RunInfo:
         pid=None if process is None else process.pid,
         host=None if process is None else process.host or None,
         updated=_changed(folder),
-        step=int(summary.get("steps", _last_step(folder))),
+        step=int(summary["steps"] if summary else _last_step(folder)),
         score=score,
         value=None if score is None else evaluation.get(score),
         wall_seconds=summary.get("wall_seconds"),
@@ -234,9 +235,13 @@ def _run_folders(folder: str, depth: int) -> Iterator[Path]:
             yield from _run_folders(path, depth - 1)
 
 
-def _read(path: Path) -> bytes:
+def _read(path: str, tail: int | None = None) -> bytes:
+    """Return a file's bytes, or its last `tail` ones; none if there is no such file."""
     try:
-        return path.read_bytes()
+        with open(path, "rb", buffering=0) as file:  # unbuffered: thousands of files are read once each
+            if tail is not None:
+                file.seek(max(0, os.fstat(file.fileno()).st_size - tail))
+            return file.read()
     except OSError:
         return b""
 
@@ -272,18 +277,13 @@ def _live_status(is_elsewhere: bool, events: bytes) -> str:
 
 def _summary_of(folder: Path, finished: Mapping[str, Any]) -> dict[str, Any]:
     """Return summary.json if it is of this end of the run; one of an earlier end may be there."""
-    summary = _json(_read(folder / "summary.json"))
+    summary = _json(_read(f"{folder}/summary.json"))
     is_same = (summary.get("status"), summary.get("steps")) == (finished["data"].get("status"), finished["step"])
     return summary if is_same else {}
 
 
 def _last_step(folder: Path) -> int:
-    try:
-        with (folder / "metrics.jsonl").open("rb") as file:
-            file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL_BYTES))
-            return int(_last_line(file.read()).get("step", 0))
-    except OSError:
-        return 0
+    return int(_last_line(_read(f"{folder}/metrics.jsonl", _TAIL_BYTES)).get("step", 0))
 
 
 def _run_id(folder: Path) -> str | None:
