@@ -121,19 +121,17 @@ def test_a_run_that_hangs_leaves_when_its_grace_is_over(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("isolation", ["thread", "process"])
-def test_a_run_whose_environment_hangs_is_saved_before_it_leaves(
+def test_a_run_whose_environment_hangs_leaves_a_checkpoint(
     tmp_path: Path, start_hanging_run: Callable[..., subprocess.Popen[str]], isolation: str
 ) -> None:
-    process = start_hanging_run(30.0, "rollout.env_name=hanging:Hanging", f"rollout.isolation={isolation}")
+    process = start_hanging_run(5.0, "rollout.env_name=hanging:Hanging", f"rollout.isolation={isolation}")
     process.terminate()
-    _, said = process.communicate(timeout=60)
+    process.communicate(timeout=60)
     assert process.returncode == 143
-    assert "not done after" not in said
-    assert ("saved; left without waiting for what hangs" in said) == (isolation == "thread")
     folder = tmp_path / "runs" / "test"
     assert json.loads((folder / "summary.json").read_text())["status"] == "interrupted"
-    kinds = [event["kind"] for event in read_events(folder)]
-    assert kinds[-3:] == ["checkpoint", "stopped", "finished"], kinds
+    assert [event["kind"] for event in read_events(folder)][-2:] == ["stopped", "finished"]
+    assert (folder / "checkpoints" / "step_000000").exists()
 
 
 @pytest.mark.slow
