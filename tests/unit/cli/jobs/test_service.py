@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fake_hub import TOKEN, fake_hub
 from fake_task_app import FakeTaskApp
 from served_jobs import HOSTED, KEY, Client, ServiceProcess, body_of
 
@@ -134,13 +135,23 @@ def test_a_key_is_made_and_printed_once_and_only_its_owner_reads_the_file(tmp_pa
     service.end()
 
 
-def test_a_hosted_file_is_trained_as_it_stands_and_its_model_is_handed_over(tmp_path: Path) -> None:
+def test_a_hosted_file_is_trained_as_it_stands_and_its_model_is_handed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With the model and the URL of the client's command line, on a machine without a GPU."""
     service = ServiceProcess(tmp_path / "jobs", "--local", *SHORT, trainer=None)
     known = {"/info": {"service": {"task": {"id": "math"}}}, "/task_info": {"task": {"id": "math"}}}
     answers = {path: (200, answer) for path, answer in {"/health": {"healthy": True}, **known}.items()}
     quiz = FakeTaskApp(num_turns=1, answers=answers)
-    with BackgroundServer(quiz) as app:
+    with BackgroundServer(quiz) as app, fake_hub() as hub, contextlib.ExitStack() as stack:
+        stack.callback(service.end)
+        for name, value in {
+            "HF_ENDPOINT": hub.url,
+            "HF_TOKEN": TOKEN,
+            "HF_HUB_DISABLE_XET": "1",
+            "HF_HUB_OFFLINE": "0",
+        }.items():
+            monkeypatch.setenv(name, value)
         client = service.start()
         assert client.call("POST", "/api/rl/verify_task_app", {"endpoint_base_url": app.url})[1]["any_ok"] is True
         body = body_of({})
@@ -148,14 +159,17 @@ def test_a_hosted_file_is_trained_as_it_stands_and_its_model_is_handed_over(tmp_
         status, job = client.call("POST", "/api/rl/jobs", body)
         assert status == 201, job
         events = list(client.stream(job["job_id"]))
-    _, job = client.call("GET", f"/api/rl/jobs/{job['job_id']}")
+        asked = {"repo_id": "me/quiz", "key": f"rl:tiny:qwen3-64:{job['job_id']}", "artifact_kind": "lora"}
+        status, exported = client.call("POST", "/api/learning/exports/hf", {**asked, "visibility": "private"})
+        assert (status, exported) == (200, {"repo_id": "me/quiz", "repo_url": f"{hub.url}/me/quiz"})
+        assert {"adapter_config.json", "adapter_model.safetensors", "README.md"} <= set(hub.repos["me/quiz"])
+        _, job = client.call("GET", f"/api/rl/jobs/{job['job_id']}")
+        _, raw = client.call("GET", f"/api/learning/models/{job['model_id']}/archive")
     assert job["status"] == "succeeded", job["error"]
     types = [event["type"] for event in events]
     assert types.count("rl.train.step") == 10
     assert [event["data"]["step"] for event in events if event["type"] == "rl.eval.summary"] == [0, 10]
     assert job["results"]["checkpoints"][-1]["step"] == 10
-    _, raw = client.call("GET", f"/api/learning/models/{job['model_id']}/archive")
     with tarfile.open(fileobj=io.BytesIO(raw)) as tar:
         tar.extractall(tmp_path / "model", filter="data")
     load_policy(str(tmp_path / "model" / job["job_id"]), dtype="float32", device="cpu")
-    service.end()
