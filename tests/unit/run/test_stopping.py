@@ -124,7 +124,8 @@ def test_a_run_that_hangs_leaves_when_its_grace_is_over(
 def test_a_run_whose_environment_hangs_leaves_a_checkpoint(
     tmp_path: Path, start_hanging_run: Callable[..., subprocess.Popen[str]], isolation: str
 ) -> None:
-    process = start_hanging_run(5.0, "rollout.env_name=hanging:Hanging", f"rollout.isolation={isolation}")
+    overrides = ("rollout.env_name=hanging:Hanging", f"rollout.isolation={isolation}", "tracking.report_to=[]")
+    process = start_hanging_run(5.0, *overrides)
     process.terminate()
     process.communicate(timeout=60)
     assert process.returncode == 143
