@@ -115,6 +115,25 @@ def end_with_us(pid: int, *, is_group: bool = False) -> None:
     _KEEPER.tell("+", "p", str(-pid if is_group else pid))
 
 
+def descendants() -> set[int]:
+    """Return the processes that this one has started, and theirs; none where there is no /proc."""
+    found: set[int] = set()
+    new = {os.getpid()}
+    while new:
+        new = {child for pid in new for child in _children(pid)} - found
+        found |= new
+    return found
+
+
+def _children(pid: int) -> list[int]:
+    children = []
+    with contextlib.suppress(OSError):  # it has ended
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            with contextlib.suppress(OSError), open(f"/proc/{pid}/task/{thread}/children") as file:
+                children += [int(child) for child in file.read().split()]
+    return children
+
+
 def has_ended(pid: int, *, is_group: bool = False) -> None:
     """Forget a process of `end_with_us`, before another can have its number."""
     _KEEPER.tell("-", "p", str(-pid if is_group else pid))

@@ -82,7 +82,7 @@ def adapter_engine(connect: Connect, tmp_path_factory: pytest.TempPathFactory) -
         url = line.split()[-1]
         yield connect(url)
         process.send_signal(signal.SIGTERM)
-        assert process.wait(60) == 130  # as after Ctrl-C
+        assert process.wait(60) == 143
         with pytest.raises(httpx.ConnectError):
             httpx.get(f"{url}/health", trust_env=False)
 

@@ -14,6 +14,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+from gspo_gym.base.leftovers import descendants, end_with_us, has_ended
 from gspo_gym.engine.base import (
     Capabilities,
     EngineHealth,
@@ -75,6 +76,7 @@ class VllmEngine(GatedEngine):
         self._is_asleep = False
         self._is_closed = False
         self._has_checksums = False
+        self._processes: list[int] = []
 
     @classmethod
     async def start(cls, settings: VllmSettings) -> VllmEngine:
@@ -92,7 +94,12 @@ class VllmEngine(GatedEngine):
         if _LOG_LEVEL not in os.environ:
             logging.getLogger("vllm").setLevel("ERROR")  # here; its processes are told by their environment
         with as_engine_error("vLLM did not start"), environment({**settings.environment(), _LOG_LEVEL: "ERROR"}):
+            earlier = descendants()
             engine = cls(AsyncLLM.from_engine_args(AsyncEngineArgs(**settings.engine_args())), settings)
+        # vLLM's processes outlive a killed parent: seen with two copies, minutes later.
+        for pid in descendants() - earlier:
+            end_with_us(pid)
+            engine._processes.append(pid)
         await engine._prepare()
         return engine
 
@@ -257,6 +264,8 @@ class VllmEngine(GatedEngine):
         if self._transfer is not None:
             await self._transfer.close()
         await asyncio.to_thread(self._llm.shutdown, _SHUTDOWN_SECONDS)
+        for pid in self._processes:
+            has_ended(pid)
         # Let go of it while modules still exist: its `__del__` needs them.
         self._llm, self._adapters, self._transfer = None, Adapters(None), None
 
