@@ -131,13 +131,15 @@ def test_a_policy_that_does_not_fit_is_a_storage_error_wherever_it_is_saved(disk
         save_base(policy_of("adapter"), disk.folder / "base")
 
 
-@pytest.mark.parametrize("trouble", ["full", "read-only"])
+@pytest.mark.parametrize(
+    ("trouble", "disk"), [("full", "mounted"), ("full", "limited"), ("read-only", "mounted")], indirect=["disk"]
+)
 def test_a_run_goes_on_while_the_disk_refuses_and_ends_at_the_third_checkpoint_in_a_row(
     trouble: str, disk: SmallDisk, tmp_path: Path
 ) -> None:
     """The policy's folder is the disk; what happens is recorded elsewhere."""
     if trouble == "read-only" and not disk.is_mounted:
-        pytest.skip("nothing refuses root but a file system that is mounted read-only")
+        pytest.skip("nothing can be mounted here, and nothing else refuses root")
     policy, events = policy_of("full"), []
     store = CheckpointStore(disk.folder / "checkpoints")
 
