@@ -51,7 +51,7 @@ class PlainModel:
 
     def __init__(self, model: Any, *, max_model_len: int) -> None:
         self.shared = SharedModel(model, max_model_len=max_model_len)
-        self.caching = Caching.NONE
+        self.caching: Caching
         self._max_model_len = max_model_len
         self._pads_rows = True  # until a probe finds otherwise
         self._keeps_logits = keeps_logits(self.shared.module)

@@ -148,6 +148,12 @@ def test_prompts_join_step_by_step_as_far_as_those_in_work_can_wait(
     batch.submit(Request(np.append(held, np.array([2, 3], np.int32)), _sampling(1), 1, session_id="0"))
     batch.step()
     assert (batch.counters.num_kept_tokens, batch.counters.num_read_tokens) == (11, 55 + 2)
+    # Of a turn, only what is new counts: two tokens of fifteen, which leave room for another prompt.
+    held = batch._held[0].tokens
+    batch.submit(Request(np.append(held, np.array([4, 5], np.int32)), _sampling(1), 1, session_id="0"))
+    batch.submit(Request(np.array(_prompt(18, 7), np.int32), _sampling(1), 1, session_id="7"))
+    batch.step()
+    assert (len(held), batch.counters.num_read_tokens) == (13, 57 + 2 + 18)
 
 
 def test_a_session_whose_history_was_rewritten_starts_over(model: Any, plain_logprobs: Any) -> None:
