@@ -1,8 +1,9 @@
 """What SIGTERM leaves: `python -m benchmarks stops --count 30 --seed 0`.
 
 A small real run with warm-up, evaluations and a checkpoint every third step gets SIGTERM at moments drawn uniformly
-over its life, its environments in threads and in worker processes by turns. It must leave in its grace with exit code
-143, its last completed step saved and no process behind, and end as an undisturbed run when it is resumed.
+over its life, its environments in threads and in worker processes by turns; a moment after its end is drawn again. It
+must leave in its grace with exit code 143, its last completed step saved and no process behind, and end as an
+undisturbed run when it is resumed.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from gspo_gym.run.settings import RunSettings
 from gspo_gym.seeding import generator
 
 GRACE_SECONDS = RunSettings().stop_grace_seconds
-NUM_STEPS = 10
+NUM_STEPS = 12
 _EXIT_CODE = 128 + signal.SIGTERM
 _CHILD_SECONDS = 15.0  # until no child is left; those that hang have 10 of them after SIGTERM
 
@@ -96,7 +97,9 @@ def measure(folder: Path, *, count: int, seed: int, num_steps: int = NUM_STEPS) 
     for number in range(count):
         isolation = ("thread", "process")[number % 2]
         config = _config(folder / f"stopped_{number}", num_steps, isolation)
-        doing = _stop_once(config, generator(seed, "stops", number).uniform(0, seconds), report)
+        moments = generator(seed, "stops", number)
+        while (doing := _stop_once(config, moments.uniform(0, seconds), report)) is None:
+            shutil.rmtree(config.run.folder)
         name = f"stop {number}, {isolation}, {doing}"
         report.stops[doing] += 1
         if config.run_folder.exists() and not _is_saved(config.run_folder):
@@ -135,8 +138,8 @@ def _fingerprint(folder: Path) -> dict[str, Any]:
     return {**fingerprint(folder), "events": evaluations}
 
 
-def _stop_once(config: RunConfig, delay: float, report: StopsReport) -> str:
-    """Start a run and send it SIGTERM after the delay; return what it was doing."""
+def _stop_once(config: RunConfig, delay: float, report: StopsReport) -> str | None:
+    """Start a run and send it SIGTERM after the delay; return what it was doing, None if it had ended."""
     pid, moment = _fork(config), time.monotonic() + delay
     while not _has_ended(pid) and time.monotonic() < moment:
         time.sleep(0.001)
@@ -144,10 +147,10 @@ def _stop_once(config: RunConfig, delay: float, report: StopsReport) -> str:
     os.kill(pid, signal.SIGTERM)  # it is not reaped yet, so that the number is its own
     told = time.monotonic()
     code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    report.seconds.append(time.monotonic() - told)
     if code == 0:
-        doing = "after its end"
-    report.exit_codes[_EXIT_CODE if code == -signal.SIGTERM or doing == "after its end" else code] += 1
+        return None
+    report.seconds.append(time.monotonic() - told)
+    report.exit_codes[_EXIT_CODE if code == -signal.SIGTERM else code] += 1
     while (left := [child for child in children if _is_alive(child)]) and time.monotonic() < told + _CHILD_SECONDS:
         time.sleep(0.01)
     if left:
