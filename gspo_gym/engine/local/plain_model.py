@@ -189,9 +189,9 @@ class _Probe:
         """
         length = len(self._sequences[0])
         ends = {length - 3, length - 2, length - 1, length}
+        shows = True
         if caching is Caching.TURNS:
-            if 2 * length // 3 - length // 3 < 2:
-                return False  # too short to see it go on from several tokens
+            shows = 2 * length // 3 - length // 3 > 1  # else too short to see it go on from several tokens
             ends = {length // 3, 2 * length // 3, length - 1, length}
         parts = itertools.pairwise((0, *sorted(end for end in ends if end > 0)))
         states: list[KeptState | None] = [None, None]
@@ -203,7 +203,7 @@ class _Probe:
                 expected.append(self._expected[which][stop - 1])
         except Exception:  # of any kind: the model's cache cannot be used
             return False
-        return self._agrees(torch.stack(logits), expected)
+        return shows and self._agrees(torch.stack(logits), expected)
 
     def _plain(self, sequence: Int32Array) -> torch.Tensor:
         token_ids = torch.from_numpy(sequence).to(self._model.shared.device, torch.int64)

@@ -433,33 +433,41 @@ def test_the_shortest_contexts_can_be_probed(size: int) -> None:
 
 
 class _RecordedFalcon(transformers.FalconForCausalLM):
-    """Notes how many tokens it reads with a cache, forward by forward."""
+    """Notes how many tokens it reads with a cache, forward by forward, and the rows that it reads without."""
 
     lengths: list[int] = []  # of the class, because the engine makes an object of its own
+    rows: list[list[int]] = []
 
     def forward(self, input_ids: torch.Tensor, use_cache: bool | None = None, **options: Any) -> Any:
         if use_cache:
             self.lengths.append(input_ids.shape[1])
+        else:
+            self.rows.extend(input_ids.tolist())
         return super().forward(input_ids=input_ids, use_cache=use_cache, **options)
 
 
 def test_the_probe_of_turns_goes_on_from_a_cache_with_many_tokens_and_with_one_by_turns_of_two_sequences() -> None:
     """Of 80 tokens: a third, a third, all but one of the rest, and the last."""
     _RecordedFalcon.lengths.clear()
+    _RecordedFalcon.rows.clear()
     config = transformers.FalconConfig(**SMALL, num_attention_heads=4)
     probed = PlainModel(_build(lambda: _RecordedFalcon(config)), max_model_len=MAX_LEN)
     probed.verify()
     assert probed.caching is Caching.TURNS
     assert _RecordedFalcon.lengths == [26, 26, 27, 27, 26, 26, 1, 1]
+    # Before that: each sequence alone; then both with beginnings of them, longest first, padded with their last token.
+    one, other, *together = _RecordedFalcon.rows
+    assert one != other
+    assert together == [one, other, other[:77] + [other[76]] * 3, one[:40] + [one[39]] * 40, [one[0]] * 80]
 
 
 def test_probes_reach_beyond_windows_unless_they_are_long() -> None:
     falcon = _build(_falcon)
     lengths = []
-    for window in (8, 200, 4096):
+    for window in (8, 200, 1020, 1021, 4096):
         falcon.config.sliding_window = window
-        lengths.append(PlainModel(falcon, max_model_len=MAX_LEN).probe_length())
-    assert lengths == [80, 204, 80]
+        lengths.append(PlainModel(falcon, max_model_len=2048).probe_length())
+    assert lengths == [80, 204, 1024, 80, 80]  # four more than the window, up to 1,024
     assert PlainModel(falcon, max_model_len=50).probe_length() == 50
 
 
