@@ -166,12 +166,13 @@ def test_the_cache_grows_for_what_may_be_sampled_too(model: Any) -> None:
 
 def test_a_packed_model_is_compared_over_a_prompt_its_continuation_and_two_single_tokens(model: Any) -> None:
     packed = PackedModel(model, max_model_len=MAX_LEN)
-    read: list[int] = []
+    read: list[tuple[int, bool]] = []
     packed.shared.module.register_forward_pre_hook(
-        lambda module, _, options: read.append(options["input_ids"].shape[1]), with_kwargs=True
+        lambda module, _, options: read.append((options["input_ids"].shape[1], options["use_cache"])), with_kwargs=True
     )
     packed.verify()
-    assert read == [12, 5, 5, 1, 1]  # the first by the model's own attention
+    # The first by the model's own attention; none with a cache of its own, which would be filled and thrown away.
+    assert read == [(12, False), (5, False), (5, False), (1, False), (1, False)]
 
 
 def test_a_model_that_raises_with_the_engines_cache_is_refused_with_what_it_raised(

@@ -461,6 +461,17 @@ def test_the_probe_of_turns_goes_on_from_a_cache_with_many_tokens_and_with_one_b
     assert together == [one, other, other[:77] + [other[76]] * 3, one[:40] + [one[39]] * 40, [one[0]] * 80]
 
 
+def test_a_probe_agrees_up_to_its_tolerance_and_not_beyond(falcon: Any) -> None:
+    probe = plain_model._Probe(PlainModel(falcon, max_model_len=MAX_LEN))
+    expected = probe._expected[0][:1]
+    moved = expected + torch.linspace(0, 0.5, SMALL["vocab_size"])
+    assert not probe._agrees(moved, [*expected])
+    probe._tolerance = probe.difference
+    assert probe._agrees(moved, [*expected])
+    probe._tolerance *= 0.999
+    assert not probe._agrees(moved, [*expected])
+
+
 def test_probes_reach_beyond_windows_unless_they_are_long() -> None:
     falcon = _build(_falcon)
     lengths = []
