@@ -90,6 +90,8 @@ class Subjects:
         if "closed" in clause.name:
             return self._make[name](self._request.getfixturevalue("start_engine")())
         assert isinstance(shared.engine, VllmEngine)
+        # A gate that is poisoned while it is paused leaves vLLM paused, for the tests after these, too.
+        self._request.addfinalizer(lambda: self._run(give_weights(shared)))
         return self._make[name](VllmEngine(shared.engine._llm, shared.engine._settings))
 
     def _engine(self, name: str) -> Engine:
