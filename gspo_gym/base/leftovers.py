@@ -115,12 +115,12 @@ def end_with_us(pid: int, *, is_group: bool = False) -> None:
     _KEEPER.tell("+", "p", str(-pid if is_group else pid))
 
 
-def descendants() -> set[int]:
-    """Return the processes that this one has started, and theirs; none where there is no /proc."""
+def descendants(pid: int) -> set[int]:
+    """Return the processes that a process has started, and theirs; none where there is no /proc."""
     found: set[int] = set()
-    new = {os.getpid()}
+    new = {pid}
     while new:
-        new = {child for pid in new for child in _children(pid)} - found
+        new = {child for parent in new for child in _children(parent)} - found
         found |= new
     return found
 

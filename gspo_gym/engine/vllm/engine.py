@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import itertools
 import logging
+import multiprocessing
 import os
 from collections.abc import Mapping
 from typing import Any
@@ -94,12 +95,15 @@ class VllmEngine(GatedEngine):
         if _LOG_LEVEL not in os.environ:
             logging.getLogger("vllm").setLevel("ERROR")  # here; its processes are told by their environment
         with as_engine_error("vLLM did not start"), environment({**settings.environment(), _LOG_LEVEL: "ERROR"}):
-            earlier = descendants()
+            earlier = set(multiprocessing.active_children())
             engine = cls(AsyncLLM.from_engine_args(AsyncEngineArgs(**settings.engine_args())), settings)
         # vLLM's processes outlive a killed parent: seen with two copies, minutes later.
-        for pid in descendants() - earlier:
+        # Only vLLM's are told: an environment's worker that began meanwhile ends earlier, and its number is used again.
+        for child in set(multiprocessing.active_children()) - earlier:
+            assert child.pid is not None
+            engine._processes += [child.pid, *descendants(child.pid)]
+        for pid in engine._processes:
             end_with_us(pid)
-            engine._processes.append(pid)
         await engine._prepare()
         return engine
 
