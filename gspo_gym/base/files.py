@@ -381,3 +381,16 @@ def as_toml_holds_it(table: dict[str, Any]) -> dict[str, Any]:
         return tomllib.loads(tomli_w.dumps(table))
     except (TypeError, ValueError, AttributeError) as error:
         raise ValueError(f"expected values that TOML can hold (config.toml will hold them): {error}") from error
+
+
+def flat_items(table: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield the values of nested tables under their dotted keys (Any: TOML's values).
+
+    >>> dict(flat_items({"a": {"b": 1, "c": {"d": 2}}, "e": 3}))
+    {'a.b': 1, 'a.c.d': 2, 'e': 3}
+    """
+    for name, value in table.items():
+        if isinstance(value, Mapping):
+            yield from ((f"{name}.{rest}", found) for rest, found in flat_items(value))
+        else:
+            yield name, value

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gspo_gym.base.files import writing
+from gspo_gym.base.files import flat_items, writing
 from gspo_gym.errors import ConfigError, RecordError, nearest_name
 from gspo_gym.rollout.evaluation import Evaluation, compare
 from gspo_gym.run.process import holder_of, locked, read_process, refusal
@@ -210,15 +210,7 @@ def _settings(folder: Path) -> dict[str, Any]:
         table = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise RecordError(f"{path}: cannot be read: {error}") from error
-    return dict(_flat(table))
-
-
-def _flat(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in table.items():
-        if isinstance(value, dict):
-            yield from _flat(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
+    return dict(flat_items(table))
 
 
 def _is_run(folder: str) -> bool:

@@ -37,6 +37,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import tomli_w
 from pydantic import Field, ValidationError, field_validator, model_validator
 
+from gspo_gym.base.files import flat_items
 from gspo_gym.base.settings import Settings
 from gspo_gym.config.problems import find_problems
 from gspo_gym.config.run_config import load_config
@@ -419,7 +420,7 @@ def require_same_search(began: SearchSettings, now: SearchSettings) -> None:
     Raises:
         ConfigError: names the keys that differ.
     """
-    before, after = (dict(_flat(settings.model_dump())) for settings in (began, now))
+    before, after = (dict(flat_items(settings.model_dump())) for settings in (began, now))
     free = [f"search.{key}" for key in _FREE_ON_RESUME]
     differing = [key for key in sorted(before.keys() | after.keys()) if before.get(key) != after.get(key)]
     if refused := [key for key in differing if key not in free]:
@@ -508,14 +509,6 @@ def _texts(error: ValidationError, values: Any) -> Iterator[tuple[str, str]]:
     for detail in error.errors(include_url=False):
         if not detail["loc"]:
             yield "", str(detail["ctx"]["error"]) if "ctx" in detail else f"expected a table, got {values!r}"
-
-
-def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in values.items():
-        if isinstance(value, Mapping):
-            yield from _flat(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value
 
 
 def _as_tuples(value: Any) -> Any:
