@@ -170,8 +170,17 @@ def append_line(path: Path, line: str) -> None:
     Raises:
         StorageError: see `writing`.
     """
-    with writing(path), path.open("a", encoding="utf-8") as file:
-        file.write(line + "\n")
+    rest = memoryview(f"{line}\n".encode())
+    with writing(path), path.open("ab", buffering=0) as file:
+        end = file.seek(0, os.SEEK_END)
+        try:
+            while rest:
+                rest = rest[file.write(rest) :]
+        except BaseException:
+            # A disk that is full took a part, to which the next line would be glued. A device cannot be cut.
+            with contextlib.suppress(OSError):
+                file.truncate(end)
+            raise
 
 
 def whole_lines(path: Path) -> list[str]:

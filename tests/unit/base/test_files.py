@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from full_disk import small_disk
 
 from gspo_gym.base import files
 from gspo_gym.base.files import (
@@ -19,6 +20,7 @@ from gspo_gym.base.files import (
     require_writable,
     sync,
     sync_tree,
+    whole_lines,
     write_output,
 )
 from gspo_gym.errors import ConfigError, RecordError, StorageError
@@ -45,6 +47,26 @@ def test_a_disk_without_room_is_our_error_that_names_the_file(tmp_path: Path) ->
     )
     assert f"StorageError: {tmp_path / 'whole'}: cannot be written: File too large" in result.stderr
     assert (tmp_path / "whole").read_text() == "old"
+
+
+@pytest.mark.parametrize("may_mount", [True, False])
+def test_a_line_that_finds_no_room_leaves_nothing_for_the_next_one_to_be_glued_to(
+    tmp_path: Path, may_mount: bool
+) -> None:
+    """Of 8 lines of 1,000 bytes, a disk of two pages takes the first 192 bytes of the ninth."""
+    line = "x" * 999
+    with small_disk(tmp_path / "disk", 8192, may_mount=may_mount) as disk:
+        path = disk.folder / "events.jsonl"
+        for _ in range(8):
+            append_line(path, line)
+        for _ in range(2):
+            with pytest.raises(StorageError, match=r"No space left on device|File too large"):
+                append_line(path, line)
+            assert whole_lines(path) == [line] * 8
+        append_line(path, "short")  # there is room for this one
+        disk.grow(2**15)
+        append_line(path, line)
+        assert path.read_text() == "".join(each + "\n" for each in (*[line] * 8, "short", line))
 
 
 def test_a_folder_below_a_file_cannot_be_made(tmp_path: Path) -> None:
