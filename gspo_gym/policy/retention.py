@@ -30,7 +30,10 @@ class RetentionSettings(Settings):
         default="max", description="whether the largest or the smallest of keep_best_metric is the best"
     )
     keep_every: int | None = Field(
-        default=None, gt=0, description="checkpoints of every so many iterations are never removed; absent: of none"
+        default=None,
+        gt=0,
+        description="checkpoints after every so many iterations are never removed, which the one before the first is "
+        "not; absent: of none",
     )
 
     def kept(self, evaluations: Mapping[int, Numbers | None]) -> set[int]:
@@ -41,7 +44,8 @@ class RetentionSettings(Settings):
         [2, 6, 8]
         """
         steps = sorted(evaluations)
-        periodic = {step for step in steps if self.keep_every and step % self.keep_every == 0}
+        # Not 0: it is there for a kill before the first checkpoint, and holds the weights that the run began with.
+        periodic = {step for step in steps if self.keep_every and step and step % self.keep_every == 0}
         return {*steps[-self.keep_last :], *periodic, *self.best(evaluations)[: self.keep_best]}
 
     def best(self, evaluations: Mapping[int, Numbers | None]) -> list[int]:

@@ -28,7 +28,8 @@ from gspo_gym.policy.lora import add_lora
 from gspo_gym.policy.manifest import read_manifest, verify
 from gspo_gym.policy.origin import Origin, git_revision
 from gspo_gym.policy.retention import RetentionSettings
-from gspo_gym.run.recording import RunRecorder, read_run_id
+from gspo_gym.run.recording import RunRecorder
+from gspo_gym.run.records import read_run_id
 
 
 @dataclass
@@ -144,7 +145,7 @@ def test_the_newest_the_best_and_the_periodic_ones_stay(
     """The success rate is decided by the second evaluation, so the first, with none, is the worst; step 2 has none."""
     rates = {1: None, 3: 0.5, 4: 0.25, 5: 0.5, 6: 0.125}
     store = CheckpointStore(folder, retention=RetentionSettings(**settings), copy_policy=copy_fake_policy)
-    for step in range(1, 9):
+    for step in range(9):
         numbers = None
         if step in rates:
             name = "mean_return" if rates[step] is None else "success_rate"
