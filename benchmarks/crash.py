@@ -35,7 +35,7 @@ from gspo_gym.config.run_config import RunConfig
 from gspo_gym.env.core import TextEnv
 from gspo_gym.rollout.episode_files import episode_paths, read_episodes
 from gspo_gym.rollout.ledger import Dispatched, entry_to_json, imbalances, read_ledger
-from gspo_gym.run.recording import read_events, read_metrics
+from gspo_gym.run.records import read_events, read_metrics
 from gspo_gym.seeding import generator
 
 NUM_STEPS = 20

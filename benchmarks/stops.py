@@ -27,7 +27,7 @@ from benchmarks.crash import Letters, fingerprint, play, settings
 from gspo_gym.cli.train import run_training
 from gspo_gym.config.run_config import RunConfig
 from gspo_gym.env.core import PolicyFactory
-from gspo_gym.run.recording import read_events, read_metrics
+from gspo_gym.run.records import read_events, read_metrics
 from gspo_gym.run.settings import RunSettings
 from gspo_gym.seeding import generator
 

@@ -7,7 +7,7 @@ import sys
 
 import gspo_gym
 from gspo_gym import DatasetEnv, RunConfig, run_training
-from gspo_gym.run.recording import read_metrics
+from gspo_gym.run.records import read_metrics
 
 
 def reward_fn(completion: str, answer: str, question: str) -> bool:

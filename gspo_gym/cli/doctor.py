@@ -51,7 +51,7 @@ def read_run(folder: Path) -> RunView:
         ConfigError: the folder holds no run.
         RecordError: a file is damaged.
     """
-    from gspo_gym.run.recording import read_events, read_metrics, read_summary
+    from gspo_gym.run.records import read_events, read_metrics, read_summary
 
     try:
         config = tomllib.loads((folder / "config.toml").read_text(encoding="utf-8"))

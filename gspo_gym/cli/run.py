@@ -40,8 +40,8 @@ from gspo_gym.run.control import ControlServer
 from gspo_gym.run.folder import folder_of_a_new_run, is_left_by_a_start
 from gspo_gym.run.judging import Judging
 from gspo_gym.run.process import holder_of, holding, refusal
-from gspo_gym.run.recording import RunRecorder, read_run_id, read_summary
-from gspo_gym.run.records import read_events
+from gspo_gym.run.recording import RunRecorder
+from gspo_gym.run.records import read_events, read_run_id, read_summary
 from gspo_gym.run.report.progress import Progress, telling
 from gspo_gym.run.state import TrainState
 from gspo_gym.run.steering import Steering, StopRequested

@@ -14,6 +14,7 @@ from gspo_gym.judge.gold import DriftCheck, GoldWatch
 from gspo_gym.judge.records import JUDGEMENTS_FILE, JudgedEpisode, JudgementRecorder, read_judgements
 from gspo_gym.judge.scorer import EpisodeScorer, OnJudged, RubricsOf
 from gspo_gym.rollout.limits import Scoring, ScoringLimits
+from gspo_gym.run.records import read_events
 from gspo_gym.types import Trajectory
 
 # As `RunRecorder.event`: a kind of EVENTS, the step that ended last, JSON values (hence Any).
@@ -103,10 +104,6 @@ class Judging:
         Raises:
             RecordError: its judgements or events cannot be read.
         """
-        from gspo_gym.run.recording import (
-            read_events,  # here: it loads torch, which judging without a run does not need
-        )
-
         path = folder / JUDGEMENTS_FILE
         self._write = JudgementRecorder(path)
         self._on_event, self._step = on_event, step

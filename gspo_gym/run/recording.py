@@ -42,11 +42,7 @@ from gspo_gym.rollout.ledger import close_lost, entry_to_json, read_ledger
 from gspo_gym.rollout.selection import METRICS as SELECTION_METRICS
 from gspo_gym.rollout.summary import METRICS as ROLLOUT_METRICS
 from gspo_gym.rollout.summary import SOURCE_PREFIX, TERM_PREFIX, TOOL_PREFIX
-from gspo_gym.run.records import EVENTS_FILE, RUN_LINE, last_seq
-from gspo_gym.run.records import read_events as read_events
-from gspo_gym.run.records import read_metrics as read_metrics
-from gspo_gym.run.records import read_run_id as read_run_id
-from gspo_gym.run.records import read_summary as read_summary
+from gspo_gym.run.records import EVENTS_FILE, RUN_LINE, last_seq, read_events, read_metrics
 from gspo_gym.run.sinks import Sink, evaluation_numbers
 from gspo_gym.types import Trajectory
 

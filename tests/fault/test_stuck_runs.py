@@ -17,7 +17,7 @@ from gspo_gym.config.run_config import RunConfig
 from gspo_gym.env.core import TextEnv
 from gspo_gym.env.registry import register
 from gspo_gym.errors import NonFiniteError, RolloutError, StorageError, StuckError
-from gspo_gym.run.recording import read_metrics
+from gspo_gym.run.records import read_metrics
 from gspo_gym.seeding import training_seed
 
 ROOT = Path(__file__).parents[2]

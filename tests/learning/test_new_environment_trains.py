@@ -14,7 +14,7 @@ import pytest
 from safetensors.torch import load_file
 
 from gspo_gym.cli.authoring.new import KINDS, new_environment
-from gspo_gym.run.recording import read_events, read_metrics
+from gspo_gym.run.records import read_events, read_metrics
 
 HANG_SECONDS = 600  # of one command
 

@@ -17,7 +17,7 @@ from small_quickstart import QUICKSTART, SMALLER
 
 from gspo_gym.cli.train import run_training
 from gspo_gym.config.run_config import load_config
-from gspo_gym.run.recording import read_metrics
+from gspo_gym.run.records import read_metrics
 
 RESCORED = [
     "rollout.engine=http",

@@ -16,7 +16,7 @@ from gspo_gym.cli.config_from import Wanted, translate
 from gspo_gym.cli.train import run_training
 from gspo_gym.config.run_config import RunConfig, load_config
 from gspo_gym.env.registry import register
-from gspo_gym.run.recording import read_metrics
+from gspo_gym.run.records import read_metrics
 
 FOLDER = Path(__file__).parents[2] / "configs" / "recipes"
 RECIPES = sorted(FOLDER.glob("*.toml"))

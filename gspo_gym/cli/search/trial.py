@@ -17,7 +17,7 @@ from typing import Any
 from gspo_gym.base.leftovers import end_with_us, has_ended
 from gspo_gym.cli.search.study import Metric
 from gspo_gym.errors import ConfigError
-from gspo_gym.run.recording import read_events
+from gspo_gym.run.records import read_events
 from gspo_gym.types import Outcome
 
 TRAIN = (sys.executable, "-m", "gspo_gym.train")

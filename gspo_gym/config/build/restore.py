@@ -12,7 +12,7 @@ from gspo_gym.config.run_config import RunConfig, load_config
 from gspo_gym.errors import CheckpointError, ConfigError
 from gspo_gym.learning.update import Learner
 from gspo_gym.policy.checkpoints import Checkpoint, CheckpointStore, load_checkpoint
-from gspo_gym.run.recording import read_run_id
+from gspo_gym.run.records import read_run_id
 from gspo_gym.run.state import TrainState
 
 

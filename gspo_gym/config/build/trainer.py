@@ -36,7 +36,8 @@ from gspo_gym.run.collect import Collector
 from gspo_gym.run.journal import Journal, MoreMetrics
 from gspo_gym.run.judging import Judging
 from gspo_gym.run.plan import TrainPlan
-from gspo_gym.run.recording import LEDGER_FILE, RunRecorder, read_run_id
+from gspo_gym.run.recording import LEDGER_FILE, RunRecorder
+from gspo_gym.run.records import read_run_id
 from gspo_gym.run.report.progress import Progress
 from gspo_gym.run.saving import Saver
 from gspo_gym.run.settings import LoopSettings

@@ -22,7 +22,7 @@ from gspo_gym.base.loops import run_to_end
 from gspo_gym.cli.authoring.card import make_card
 from gspo_gym.config.build.episode_collection import CollectSettings
 from gspo_gym.errors import ConfigError, UnknownNameError
-from gspo_gym.run.recording import read_metrics
+from gspo_gym.run.records import read_metrics
 
 
 def in_a_notebook(cell: Callable[[], Any]) -> Any:

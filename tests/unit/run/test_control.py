@@ -23,7 +23,8 @@ from gspo_gym.config.run_config import RunConfig
 from gspo_gym.errors import ConfigError, UsageError
 from gspo_gym.run.control import SOCKET_FILE, ControlServer, ask, status_of
 from gspo_gym.run.process import holding
-from gspo_gym.run.recording import RunRecorder, read_events, read_metrics, read_summary
+from gspo_gym.run.recording import RunRecorder
+from gspo_gym.run.records import read_events, read_metrics, read_summary
 from gspo_gym.run.steering import Steering
 
 AUTHOR = f"process {os.getpid()}"

@@ -21,7 +21,7 @@ from gspo_gym.judge.service.fake_server import create_fake_judge_app
 from gspo_gym.policy.checkpoints import CheckpointStore
 from gspo_gym.remote.serving import BackgroundServer
 from gspo_gym.rollout.episode_files import read_episodes
-from gspo_gym.run.recording import read_events, read_metrics, read_summary
+from gspo_gym.run.records import read_events, read_metrics, read_summary
 
 
 @pytest.fixture(scope="module")

@@ -17,16 +17,8 @@ from gspo_gym.rollout.episode_files import (
     trajectory_to_json,
 )
 from gspo_gym.rollout.ledger import Dispatched, Disposition, Ledger, Terminal, imbalances, read_ledger
-from gspo_gym.run.recording import (
-    EVENTS,
-    METRICS,
-    SUMMARY,
-    RunRecorder,
-    read_events,
-    read_metrics,
-    read_run_id,
-    read_summary,
-)
+from gspo_gym.run.recording import EVENTS, METRICS, SUMMARY, RunRecorder
+from gspo_gym.run.records import read_events, read_metrics, read_run_id, read_summary
 from gspo_gym.types import Outcome, Trajectory
 
 

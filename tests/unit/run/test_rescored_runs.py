@@ -30,7 +30,7 @@ from gspo_gym.errors import ConfigError
 from gspo_gym.learning.settings import CorrectionSettings, LossSettings, OptimizerSettings, UpdateSettings
 from gspo_gym.learning.update import Learner
 from gspo_gym.rollout.episode_files import read_episodes
-from gspo_gym.run.recording import read_events, read_metrics, read_summary
+from gspo_gym.run.records import read_events, read_metrics, read_summary
 from gspo_gym.types import Trajectory
 
 Values = dict[str, Any]

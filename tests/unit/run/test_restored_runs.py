@@ -18,7 +18,7 @@ from gspo_gym.errors import CheckpointError, ConfigError
 from gspo_gym.policy.checkpoints import Checkpoint
 from gspo_gym.policy.manifest import read_manifest
 from gspo_gym.rollout.episode_files import read_episodes
-from gspo_gym.run.recording import read_events, read_metrics, read_run_id
+from gspo_gym.run.records import read_events, read_metrics, read_run_id
 
 ALL = ("weights", "optimizer", "tasks", "step")
 

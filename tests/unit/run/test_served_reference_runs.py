@@ -28,7 +28,7 @@ from torch import Tensor
 from gspo_gym.cli.train import run_training
 from gspo_gym.config.run_config import RunConfig
 from gspo_gym.errors import ServiceError
-from gspo_gym.run.recording import read_metrics
+from gspo_gym.run.records import read_metrics
 
 EVEN_HEADS = "tiny:qwen3-128"  # two heads of keys and values, where qwen3-64 has one
 

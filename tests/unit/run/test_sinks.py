@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 
 from gspo_gym.errors import ConfigError, MissingExtraError
-from gspo_gym.run.recording import RunRecorder, read_events, read_metrics
+from gspo_gym.run.recording import RunRecorder
+from gspo_gym.run.records import read_events, read_metrics
 from gspo_gym.run.sinks import Sink, check_sinks, evaluation_numbers, open_sinks
 
 CONFIG = {"run": {"seed": 3}, "training": {"learning_rate": 1e-3}}

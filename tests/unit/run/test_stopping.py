@@ -19,7 +19,7 @@ from pathlib import Path
 
 import pytest
 
-from gspo_gym.run.recording import read_events
+from gspo_gym.run.records import read_events
 from gspo_gym.run.steering import Steering
 
 # Takes the place of W&B's client. Its server is down: sending a line of metrics takes forever.

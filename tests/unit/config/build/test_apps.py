@@ -31,7 +31,7 @@ from gspo_gym.remote.serve.task_app_server import create_task_app
 from gspo_gym.remote.serving import BackgroundServer
 from gspo_gym.rollout.episode_files import read_episodes
 from gspo_gym.rollout.pool import GroupRequest
-from gspo_gym.run.recording import read_metrics, read_summary
+from gspo_gym.run.records import read_metrics, read_summary
 from gspo_gym.types import Task, TrajectoryGroup
 
 Make = Callable[[dict[str, Any]], RunConfig]

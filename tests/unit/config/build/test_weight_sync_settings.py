@@ -29,7 +29,8 @@ from gspo_gym.errors import ConfigError, EnginePoisonedError
 from gspo_gym.policy.attestation import TOLERANCES
 from gspo_gym.policy.load import Policy
 from gspo_gym.policy.weight_sync import WeightSync
-from gspo_gym.run.recording import RunRecorder, read_events
+from gspo_gym.run.recording import RunRecorder
+from gspo_gym.run.records import read_events
 
 Values = dict[str, Any]
 STALE = {"training.max_staleness": 2, "correction.level": "trajectory"}
