@@ -1,4 +1,4 @@
-"""`gspo-gym app check URL`: play probe rollouts against a task app and check that its books reconcile."""
+"""`gspo-gym app check URL`: play probe rollouts against a task app and compare its tokens, turns and rewards."""
 
 from __future__ import annotations
 
@@ -69,6 +69,7 @@ async def _checked(arguments: argparse.Namespace) -> tuple[ProbeReport, ...]:
     keys = _keys(arguments.api_key_env)
     env_config: dict[str, Any] = env_config_of(arguments.option)  # Any: JSON
     if arguments.step_rewards:
+        # setdefault: step_rewards given by --option come first.
         env_config.setdefault("step_rewards", _STEP_REWARDS)
     settings = CheckSettings(
         env_name=arguments.env or await _environment_of(arguments.url, keys, arguments.seed),
@@ -87,12 +88,11 @@ async def _checked(arguments: argparse.Namespace) -> tuple[ProbeReport, ...]:
 
 
 async def _environment_of(url: str, keys: AppKeys, seed: int) -> str:
-    """Return the environment's name as the app gives it.
+    """Return the environment's name, as the app reports it.
 
     Raises:
-        ConfigError: the app gives none.
+        ConfigError: the app reports none.
     """
-
     async with TaskAppClient(url, keys=keys) as app:
         (info,) = await app.task_info([seed])
         name = info.environment or (await app.info()).task_id
@@ -102,7 +102,6 @@ async def _environment_of(url: str, keys: AppKeys, seed: int) -> str:
 
 
 def _keys(variable: str | None) -> AppKeys:
-
     if variable is not None:
         return AppKeys([read_key(variable, "--api-key-env")])
     return AppKeys.from_environment(os.environ)

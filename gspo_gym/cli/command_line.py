@@ -1,4 +1,4 @@
-"""What commands share: arguments that name an environment, error messages and exit statuses."""
+"""Shared by all commands: arguments that name an environment, error messages and exit statuses."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from typing import Any
 
 from gspo_gym.errors import GymError, UsageError
 
+# A full, read-only or broken disk: errors that may come without a file name.
 _OF_THE_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EFBIG)
 
 
@@ -31,9 +32,10 @@ class Parser(argparse.ArgumentParser):
 
 
 def parse_and_run(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> int:
-    """Parse, call the chosen command's `run` and return the exit status; print our own errors without a traceback.
+    """Parse, call the chosen command's `run` and return its exit status; print our own errors without a traceback.
 
-    0 is success, 1 a failed check, 2 a mistake of the caller, 130 stopped by Ctrl-C, 143 by SIGTERM.
+    The status is 0 for success, 1 for a failed check, 2 for a mistake of the caller, 130 after Ctrl-C and 143 after
+    SIGTERM.
     """
     words = sys.argv[1:] if argv is None else list(argv)
     for i in range(len(words) - 1, 0, -1):
@@ -52,7 +54,7 @@ def parse_and_run(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -
     except OSError as error:
         if error.filename is None and error.errno not in _OF_THE_DISK:
             raise
-        # What a library of others writes: a message that names the file, as ours is, and no traceback.
+        # Another library could not write: print that as our own StorageError is printed.
         print(f"StorageError: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt as error:
@@ -62,7 +64,7 @@ def parse_and_run(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -
 
 
 class _TerminatedError(KeyboardInterrupt):
-    """SIGTERM, where it is to act as Ctrl-C."""
+    """A KeyboardInterrupt that SIGTERM caused."""
 
 
 def exit_code_of(interrupt: KeyboardInterrupt) -> int:
@@ -72,9 +74,9 @@ def exit_code_of(interrupt: KeyboardInterrupt) -> int:
 
 @contextmanager
 def interrupted_by_sigterm() -> Iterator[None]:
-    """Have SIGTERM do in the block what Ctrl-C does; a second one ends the program at once.
+    """Make SIGTERM raise KeyboardInterrupt in the block, as Ctrl-C does; a second SIGTERM ends the program at once.
 
-    The KeyboardInterrupt is then one for which `exit_code_of` returns 143.
+    `exit_code_of` returns 143 for this KeyboardInterrupt.
     """
     has_come = False
 

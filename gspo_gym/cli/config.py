@@ -47,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def new_file(arguments: argparse.Namespace) -> int:
-    """Write, or print, a configuration that loads as it is."""
+    """Write or print a configuration that is valid without changes."""
     import re
     import shlex
 
@@ -60,7 +60,7 @@ def new_file(arguments: argparse.Namespace) -> int:
     resolve(arguments.env)  # a file for an environment that is not there would be of no use
     label = arguments.label or re.sub(r"[^\w.-]+", "-", path.stem if path is not None else "my-run")
     text = new_config(arguments.env, model=arguments.model, label=label)
-    RunConfig.from_dict(tomllib.loads(text), source="config new")
+    RunConfig.from_dict(tomllib.loads(text), source="config new")  # raises before an invalid file is written
     if path is None:
         print(text, end="")
         return 0
@@ -75,7 +75,6 @@ def check_config(arguments: argparse.Namespace) -> int:
 
     An invalid file is one error that lists all its problems.
     """
-
     config = load_config(arguments.file, arguments.overrides)
     if arguments.elsewhere:
         obstacles = missing_machinery(config.sections)
@@ -104,6 +103,7 @@ def _print_plan(config: RunConfig) -> None:
         f"{config.training.group_size}), {size.steps_per_iteration} optimizer steps each, "
         f"{size.num_optimizer_steps} in all; written to {config.run_folder}"
     )
+    # The policy that sampled is then the policy that is updated.
     if size.steps_per_iteration == 1:
         print("note: with one optimizer step per iteration the ratio is 1 everywhere, and no clip acts")
     for notice in config.notices:
@@ -111,7 +111,7 @@ def _print_plan(config: RunConfig) -> None:
 
 
 def _rehearse(config: RunConfig) -> None:
-    """Build everything and play one scripted episode of each environment; print a line about each."""
+    """Build everything and play one scripted episode of each environment; print a line for each."""
     from gspo_gym.config.build.preflight import rehearse
 
     seen = run_to_end(rehearse(config))
@@ -126,7 +126,6 @@ def _rehearse(config: RunConfig) -> None:
 
 def show_config(arguments: argparse.Namespace) -> int:
     """Print the resolved configuration as TOML that reads back to an equal one."""
-
     config = load_config(arguments.file, arguments.overrides)
     print(resolved(config, load_sections(arguments.file, arguments.overrides)), end="")
     return 0
@@ -154,6 +153,4 @@ def _add_file(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_translations(commands: Any) -> None:
-    """Add the translation commands without importing the translators."""
-
     add_translations(commands)

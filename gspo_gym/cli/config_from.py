@@ -1,4 +1,4 @@
-"""`gspo-gym config from-trl|from-roll|from-agilerl|from-stateset FILE`: prints our TOML and what changed in meaning."""
+"""`gspo-gym config from-trl|from-roll|from-agilerl|from-stateset FILE`: print our TOML and what changes in meaning."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _PLACEHOLDERS = {
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What only the user knows; None takes a placeholder, and says so."""
+    """Settings from the command line, where the other system's file has none; None: a placeholder, with a note."""
 
     env: str | None = None
     model: str | None = None
@@ -37,15 +37,15 @@ class Wanted:
 
 
 def translate(system: str, values: Mapping[str, Any], wanted: Wanted | None = None) -> Translation:
-    """Settings of another system as ours; complete, with placeholders for what such a file does not hold.
+    """Translate settings of another system; fill what such a file does not hold with placeholders.
 
     Args:
         system: a key of `SYSTEMS`.
         values: the file as read (Any: unchecked).
-        wanted: what the file does not say.
+        wanted: settings that the file does not hold.
 
     Raises:
-        ConfigError: a value of the wrong type, or one that the system itself would refuse.
+        ConfigError: a value has the wrong type, or the other system itself would refuse it.
     """
     chosen = SYSTEMS[system]
     draft = Draft(chosen.name, chosen.flatten(values), chosen.defaults)
@@ -55,7 +55,7 @@ def translate(system: str, values: Mapping[str, Any], wanted: Wanted | None = No
 
 
 def add_arguments(commands: Any) -> None:
-    """Add a `from-...` command for each system to the subparsers of `gspo-gym config` (Any: argparse's are private)."""
+    """Add a `from-...` command for each system to the subparsers of `gspo-gym config`."""
     for key, system in SYSTEMS.items():
         parser = commands.add_parser(f"from-{key}", help=f"translate settings of {system.name} and say what changes")
         parser.add_argument("file", type=Path, help="YAML, JSON or TOML")
@@ -69,8 +69,7 @@ def add_arguments(commands: Any) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    """Write the TOML; return 0 if all was translated, 1 if keys were left out or the result is not valid yet."""
-
+    """Write the TOML; return 0 if everything was translated, 1 if keys were left out or the result is not valid yet."""
     wanted = Wanted(arguments.env, arguments.model, arguments.label, arguments.iterations, arguments.max_turns)
     translation = translate(arguments.system, read_file(arguments.file), wanted)
     text = to_toml(translation, source=f"{SYSTEMS[arguments.system].name}, {arguments.file}")
@@ -89,7 +88,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def to_toml(translation: Translation, *, source: str) -> str:
-    """The file: what changes in meaning as comments on top, then the sections."""
+    """Return the file's text: changes in meaning as comments, then the sections."""
     import tomli_w
 
     lines = [f"# Translated from {source}."]
@@ -103,7 +102,7 @@ def _as_comments(title: str, texts: Sequence[str]) -> list[str]:
 
 
 def _complete(draft: Draft, wanted: Wanted) -> None:
-    """Options over the file, and placeholders for what neither says."""
+    """Set what the options ask for, then fill the rest with placeholders."""
     draft.set("rollout.env_name", wanted.env)
     draft.set("model.base", wanted.model)
     draft.set("model.label", None if wanted.label is None else label_of(wanted.label))

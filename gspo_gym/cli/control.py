@@ -1,4 +1,4 @@
-"""`gspo-gym run status | pause | resume | checkpoint | stop | set`: steer a run that is going on."""
+"""`gspo-gym run status | pause | resume | checkpoint | stop | set`: steer a run in progress."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_command(arguments: argparse.Namespace) -> int:
-    """Send the command to the run, and print the answer."""
+    """Send the command to the run and print its answer."""
     from gspo_gym.run.control import ask, status_of
 
     command, folder = arguments.control_command, find_run(arguments.run_name, arguments.folder)

@@ -1,4 +1,4 @@
-"""`gspo-gym train --detach`: start a training in the background, and return when it can be asked what it does."""
+"""`gspo-gym train --detach`: start a training in the background and return when it answers `gspo-gym run status`."""
 
 from __future__ import annotations
 
@@ -21,18 +21,19 @@ _SHOWN_LINES = 20
 
 
 def start_detached(arguments: Sequence[str], config: RunConfig) -> dict[str, Any]:
-    """Run `gspo-gym train` with the arguments in a session of its own; return once its control socket answers.
+    """Run `gspo-gym train` with the arguments in a new session; return once its control socket answers.
 
-    What it prints goes to a file in the run's folder. Ctrl-C ends it as long as this waits.
+    Its output goes to a file in the run's folder. Ctrl-C during the wait ends it.
 
     Returns:
-        JSON values: the run's id, its folder, pid, socket and log, and its exit status if it has ended already.
+        JSON values: the run's id, folder, pid, socket and log, and its exit status if it has ended already.
 
     Raises:
-        ConfigError: it ended before its socket answered, with an error; says the last lines that it printed.
+        ConfigError: it failed before its socket answered; the message holds the last lines of its output.
     """
     folder = config.run_folder
     make_folder(folder.parent)
+    # Beside the run's folder: the training refuses a folder that is not empty.
     draft = folder.with_name(f".{folder.name}.{time.time_ns()}.log")
     with writing(draft), draft.open("wb") as output:
         process = subprocess.Popen(
@@ -40,7 +41,7 @@ def start_detached(arguments: Sequence[str], config: RunConfig) -> dict[str, Any
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
-            start_new_session=True,
+            start_new_session=True,  # the end of this terminal does not end it
         )
     try:
         while process.poll() is None and not _answers(folder, process.pid):
@@ -59,6 +60,7 @@ def start_detached(arguments: Sequence[str], config: RunConfig) -> dict[str, Any
         )
     exit_status, process.returncode = process.returncode, 0  # else Popen warns that it is left running, as it should be
     info = read_process(folder)
+    # One file for each attempt: a resumed run keeps the output of its earlier processes.
     log = folder / f"output_{1 if info is None else info.attempt}.log"
     draft.rename(log)
     return {

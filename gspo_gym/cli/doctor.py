@@ -1,6 +1,6 @@
-"""`gspo-gym doctor RUN`: sentences about what is wrong with a run, and the keys to change.
+"""`gspo-gym doctor RUN`: name a run's problems, and the keys to change.
 
-It reads the files in the run's folder, also of a run in progress, and changes nothing. The checks are in `run/doctor`.
+It only reads the files in the run's folder, which may belong to a run in progress. The checks are in `run/doctor`.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def run_command(arguments: argparse.Namespace) -> int:
 
 
 def read_run(folder: Path) -> RunView:
-    """Read what the checks need from a run's folder, without the torn last lines of a run in progress.
+    """Read what the checks need from a run's folder; a line that a run in progress has half written is left out.
 
     Raises:
         ConfigError: the folder holds no run.
@@ -78,8 +78,8 @@ def read_run(folder: Path) -> RunView:
 
 
 def diagnose(run: RunView) -> list[Finding]:
-    """Return the findings, worst first; of a chain of causes only the first."""
-
+    """Return the findings, worst first; leave out those that follow from another finding."""
+    # In the order from sampling to the step: a broken link shows symptoms in all later ones.
     cause = next((found for check in causes.CAUSES if isinstance(found := check(run), Finding)), None)
     findings = [] if cause is None else [cause]
     for check in (*checks_play.CHECKS, *checks.CHECKS):

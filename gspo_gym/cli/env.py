@@ -1,10 +1,9 @@
 """`gspo-gym env ...`: list, play, check, collect and serve environments without training.
 
-`play` lets a person answer in the model's place and shows, on request, the tokens and the mask that a model would be
-given and trained on. `check` runs the environment contract; its exit status is 1 if anything is broken, to serve in an
-author's CI. `collect` writes a data set of episodes, as JSON lines or Parquet. `serve` serves an environment to other
-trainers, as a task app, over OpenEnv's protocol, or both, until SIGTERM or Ctrl-C. Only `play`, and `check --model`,
-load torch.
+`play` lets a person answer in the model's place; on request it shows the tokens and the training mask. `check` runs the
+environment contract and exits with 1 if anything is broken, for use in CI. `collect` writes episodes as JSON lines or
+Parquet. `serve` serves an environment as a task app, over OpenEnv's protocol, or both, until SIGTERM or Ctrl-C. Only
+`play`, `collect` and `check --model` load torch.
 """
 
 from __future__ import annotations
@@ -73,7 +72,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def list_environments(arguments: argparse.Namespace) -> int:
     """Print one line per environment."""
-
     for env_id in registered(include_gymnasium=arguments.all):
         print(env_id)
     return 0
@@ -93,7 +91,7 @@ def play_environment(arguments: argparse.Namespace, read: Callable[[str], str] =
         tokenizer,
         arguments.max_turns,
         tokenizer.pad_token_id or 0,
-        max_model_len=1_000_000,
+        max_model_len=1_000_000,  # a person's game is not cut off by a context limit
         max_output_tokens=100_000,
         env_id=resolve(arguments.name),
     )
@@ -118,15 +116,13 @@ def play_environment(arguments: argparse.Namespace, read: Callable[[str], str] =
 
 def as_sampled(wrapper: TokenObservationWrapper, said: str) -> list[int]:
     """Return the token ids of what was typed; `name(key=value, ...)` calls a tool of the environment."""
-
     call = _tool_call(said, {schema["function"]["name"] for schema in wrapper.session.tool_schemas})
     message = Message("assistant", said) if call is None else Message("assistant", "", tool_calls=(call,))
     return wrapper.renderer.action_ids(message)
 
 
 def _tool_call(said: str, names: set[str]) -> Any:
-    """Parse `query(sql="SELECT 1")` into a ToolCall; None if it is no call of a known tool with literal arguments."""
-
+    """Parse `query(sql="SELECT 1")` into a ToolCall; return None unless it calls a known tool with literal keywords."""
     try:
         node = ast.parse(said.strip(), mode="eval").body
         if (
@@ -195,7 +191,6 @@ def _add_check(commands: Any) -> None:
 
 def check_environment(arguments: argparse.Namespace) -> int:
     """Print the report of `check_env`, and with a model that of `audit_tokens`; return 1 if anything failed."""
-
     config = env_config_of(arguments.option)
     with watching(None, seconds_until_frozen(_STEP_TIMEOUT_SECONDS), advice=_CHECK_ADVICE):
         report = check_env(
@@ -282,8 +277,8 @@ def _add_collect(subparsers: Any) -> None:
 def collect(arguments: argparse.Namespace) -> int:
     """Collect and write; return 0 if every requested episode was played, else 1.
 
-    Each episode is in FILE.part as soon as it is over. Ctrl-C leaves that file for `--resume` and returns 130. An
-    environment that holds the interpreter ends the process and leaves it, too (`watchdog.py`).
+    Each episode is appended to FILE.part when it ends. Ctrl-C keeps that file for `--resume` and returns 130. An
+    environment that holds the interpreter ends the process, which keeps the file, too (`watchdog.py`).
     """
     from rich.console import Console
 
@@ -328,6 +323,7 @@ def collect(arguments: argparse.Namespace) -> int:
         return exit_code_of(interrupt)
     finally:
         part.remove_if_empty()
+    # FILE.part keeps failed episodes, too: --resume must not play them again.
     kept = [t for t in collected.trajectories if t.success or not arguments.only_successes]
     save_episodes(arguments.out, kept, policy_name=collected.policy_name, tools=collected.tools)
     part.remove()
@@ -428,7 +424,7 @@ def _add_callers(callers: Any) -> None:
 def serve(arguments: argparse.Namespace) -> int:
     """Serve until told to stop; print the URL once clients may connect.
 
-    An environment that holds the interpreter ends the server (`watchdog.py`); its clients would wait for ever.
+    An environment that holds the interpreter ends the server (`watchdog.py`): its clients would wait for ever.
 
     Raises:
         ConfigError, UnknownNameError: the environment, the address or a key.

@@ -70,9 +70,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run_command(arguments: argparse.Namespace) -> int:
     """Evaluate every named model; return 0 when all were evaluated.
 
-    With `--json FILE` every row is in FILE.part as soon as its episode is over. Ctrl-C leaves that file for `--resume`
-    and returns 130; SIGTERM does the same and returns 143. An environment that holds the interpreter ends the process
-    (`watchdog.py`); at the next try with FILE it runs in worker processes.
+    With `--json FILE` every row is appended to FILE.part when its episode ends. Ctrl-C and SIGTERM keep that file for
+    `--resume` and return 130 and 143. An environment that holds the interpreter ends the process (`watchdog.py`); the
+    next command with the same FILE runs it in worker processes.
     """
     from rich.console import Console
 
@@ -83,6 +83,7 @@ def run_command(arguments: argparse.Namespace) -> int:
     overrides = list(arguments.overrides)
     if arguments.seeds is not None:
         overrides += [f"evaluation.seeds={json.dumps(arguments.seeds)}"]
+        # Else the file's instances would cut the list.
         overrides += [f"evaluation.instances={len(parse_seeds(arguments.seeds))}"]
     config = load_config(arguments.config, with_task_url(overrides, arguments.task_url, os.environ))
     names = [arguments.model or build.model_name(config)] + ([arguments.against] if arguments.against else [])
@@ -93,6 +94,7 @@ def run_command(arguments: argparse.Namespace) -> int:
         with interrupted_by_sigterm(), _watched(config, marker):
             results = in_one_unit(_evaluate_all(_unfrozen(config, marker), names, part))
     except KeyboardInterrupt as interrupt:
+        # There is nothing to resume.
         if part is None or part.num_items == 0:
             raise
         told = f"stopped: {part.num_items} of {_num_asked(config, names)} episodes are in {part.path}"
@@ -132,9 +134,9 @@ def _watched(config: RunConfig, marker: Path | None = None) -> contextlib.Abstra
 
 
 def _unfrozen(config: RunConfig, marker: Path | None) -> RunConfig:
-    """Return the config, with worker processes for its environments if one of them held the interpreter before."""
-
+    """Return the config; with isolation "process" if one of its environments held the interpreter before."""
     frozen = () if marker is None else read_frozen(marker).env_ids
+    # A task app plays elsewhere: its environments cannot hold this interpreter.
     if not any(source.task_url is None and resolve(source.env_name) in frozen for source in config.sources):
         return config
     print(f"{', '.join(frozen)}: held the interpreter before, says {marker}; runs in worker processes", file=sys.stderr)
@@ -142,12 +144,11 @@ def _unfrozen(config: RunConfig, marker: Path | None) -> RunConfig:
 
 
 def _part_file(arguments: argparse.Namespace, config: RunConfig, names: Sequence[str]) -> PartFile | None:
-    """Open the file of the rows so far, or None if there is no `--json` file to keep it beside.
+    """Open the file of rows played so far; return None if there is no `--json` file.
 
     Raises:
         UsageError: `--resume` without such a file.
     """
-
     out = None if arguments.json_file in (None, "-") else Path(arguments.json_file)
     if out is None or (out.exists() and not out.is_file()):  # a device or a pipe keeps nothing
         if arguments.resume:
@@ -158,7 +159,7 @@ def _part_file(arguments: argparse.Namespace, config: RunConfig, names: Sequence
 
 
 def _weights_of(name: str) -> str:
-    """Return folder and digest of the weights, to tell a run's newest checkpoint from a later one."""
+    """Return folder and digest of the weights, to notice that a run has a newer checkpoint."""
     from gspo_gym.config.build import trainer as build
 
     checkpoint = build.newest_checkpoint(name)
@@ -171,7 +172,7 @@ def _num_asked(config: RunConfig, names: Sequence[str]) -> int:
 
 
 def _evaluate_all(config: RunConfig, names: Sequence[str], part: PartFile | None) -> dict[str, Evaluation]:
-    """Evaluate each model, adding rows to the part as they come; rows that it holds already are not played again."""
+    """Evaluate each model; append each new row to `part`, and do not play rows again that it holds."""
     from rich.console import Console
 
     from gspo_gym.config.build.preflight import require_ready_to_evaluate
@@ -182,6 +183,7 @@ def _evaluate_all(config: RunConfig, names: Sequence[str], part: PartFile | None
     num_found = sum(len(rows) for rows in found.values())
     if part is not None and num_found:
         print(f"{num_found} episodes are there already, in {part.path}", file=sys.stderr)
+    # A model with all its rows needs no weights or endpoint any more.
     missing = [name for name in names if _whole(config, found[name]) is None]
     run_to_end(require_ready_to_evaluate(config, missing))
     results = {}
@@ -199,15 +201,17 @@ def _evaluate_all(config: RunConfig, names: Sequence[str], part: PartFile | None
 
 
 def _whole(config: RunConfig, found: Sequence[PlayedRow]) -> Evaluation | None:
-    """Return the evaluation if all its rows are there already, else None."""
-
+    """Return the evaluation if all its rows were found, else None."""
     return evaluation_of_rows(environment_ids(config), config.evaluation_seeds, found) if found else None
 
 
 def run_evaluation(config: RunConfig, model: str | None = None, *, rows: KeptRows | None = None) -> Evaluation:
-    """Evaluate a model over the config's seeds: a path, an id, `scripted:NAME`, `openai:MODEL[@URL]`; None: its own.
+    """Evaluate a model over the config's evaluation seeds.
 
-    `rows` holds rows that were played before and receives new ones, to go on after an interruption.
+    Args:
+        config: environment, seeds and limits.
+        model: a path, an id, `scripted:NAME` or `openai:MODEL[@URL]`; None: the config's model.
+        rows: holds rows that were played before, which are not played again, and receives new ones.
 
     Raises:
         UnknownNameError: no such model or scripted policy.
@@ -242,6 +246,7 @@ async def _play_with_engine(config: RunConfig, name: str, rows: KeptRows) -> Eva
     from gspo_gym.config.build import trainer as build
     from gspo_gym.policy.load import load_policy
 
+    # A checkpoint's own files say how it is quantized.
     is_untrained_qlora = config.model.trainer_mode == "qlora" and name == build.model_name(config)
     policy = load_policy(
         name,
@@ -261,7 +266,7 @@ async def _play_with_engine(config: RunConfig, name: str, rows: KeptRows) -> Eva
 
 
 async def _play_without_engine(config: RunConfig, name: str, rows: KeptRows) -> Evaluation:
-    """Evaluate a player that answers messages: a scripted policy, or a model behind a chat route."""
+    """Evaluate a player that takes messages: a scripted policy, or a model behind a chat route."""
     from gspo_gym.config.build import rollouts
     from gspo_gym.config.build import trainer as build
     from gspo_gym.config.build.episode_collection import chat_policy, endpoint_settings
@@ -286,7 +291,6 @@ async def _play_without_engine(config: RunConfig, name: str, rows: KeptRows) -> 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run `python -m gspo_gym.evaluate`."""
-
     parser = Parser(prog="python -m gspo_gym.evaluate", description="Evaluate a model over seeded episodes.")
     add_arguments(parser)
     return parse_and_run(parser, argv)

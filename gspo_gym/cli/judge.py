@@ -1,8 +1,8 @@
 """`gspo-gym judge ...`: rubrics and judges from the command line. No command loads torch.
 
-`check` describes a rubric, `score` rejudges stored episodes, `audit` measures how far a judge can be believed. `serve`
-puts a judging model, or a function, behind the hosted trainer's judge contract. `fake` serves an OpenAI-compatible
-endpoint whose verdicts follow a rule (`judge/service/fake_server.py`), to rehearse a configuration without cost.
+`check` describes a rubric, `score` rejudges stored episodes, `audit` measures how reliable a judge is. `serve` offers a
+judging model or a function under the hosted trainer's judge contract. `fake` serves an OpenAI-compatible endpoint with
+verdicts by a fixed rule (`judge/service/fake_server.py`), to rehearse a configuration without cost.
 """
 
 from __future__ import annotations
@@ -63,8 +63,7 @@ def _add_check(commands: Any) -> None:
 
 
 def check_rubric(arguments: argparse.Namespace) -> int:
-    """Print VALID, the criteria and notes; an invalid rubric is one error that lists all its problems."""
-
+    """Print VALID, the criteria and notes; an invalid rubric raises one error that lists all its problems."""
     path = find_rubrics(arguments.rubric, arguments.folder)
     parts = {"rubric": read_task_app_rubric(path)} if arguments.task_app else load_rubrics(str(path)).parts
     print(f"VALID: {path}")
@@ -100,7 +99,7 @@ def describe_rubric(name: str, rubric: Rubric) -> Iterator[str]:
 
 
 def rubric_notes(rubric: Rubric, *, is_event: bool) -> Iterator[str]:
-    """Yield a sentence about each thing that is allowed but perhaps not intended."""
+    """Yield a sentence for each setting that is allowed but perhaps not intended."""
     graded = [c.id for c in rubric.criteria if c.scale in ("bounded", "custom")]
     if graded:
         yield f"judges agree with themselves better on yes or no: split into binary criteria {', '.join(graded)}"
@@ -146,8 +145,7 @@ def _add_judge_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def score_run(arguments: argparse.Namespace) -> int:
-    """Rejudge, write, and print both side by side; return 1 if an episode got no score."""
-
+    """Rejudge stored episodes, write the judgements and print them beside the old; return 1 if one got no score."""
     source: Path = arguments.source
     episodes = stored_episodes(source, arguments.episodes)
     path = new_file(source, arguments.label)
@@ -161,12 +159,11 @@ def score_run(arguments: argparse.Namespace) -> int:
 
 
 def _load_judge_config(source: Path, arguments: argparse.Namespace) -> RunConfig:
-    """Load the configuration with its judge enabled, which checks all settings of the judge.
+    """Load the configuration with `judge.enabled=true`, which checks all settings of the judge.
 
     Raises:
-        ConfigError: there is none, or it is wrong.
+        ConfigError: there is no configuration, or it is not valid.
     """
-
     path: Path | None = arguments.config
     if path is None:
         path = source / "config.toml"
@@ -176,14 +173,14 @@ def _load_judge_config(source: Path, arguments: argparse.Namespace) -> RunConfig
 
 
 def _load_judge_rubrics(config: RunConfig, arguments: argparse.Namespace, episodes: Sequence[Trajectory]) -> Rubrics:
-    """Load the rubric that the command line names, or the configuration's.
+    """Load the rubric named on the command line, or the configuration's.
 
     Raises:
-        ConfigError, UnknownNameError: it is not valid.
+        ConfigError, UnknownNameError: it is not valid, or only the judge at services.judge_url knows it.
     """
-
     if arguments.rubric is not None:
         rubrics = load_rubrics(arguments.rubric, folders=arguments.folder)
+        # A custom aggregation needs a function, which the command line cannot name.
         rubrics.require_totals()
         return rubrics
     rubrics_of = build_rubrics(config)
@@ -198,7 +195,7 @@ def _load_judge_rubrics(config: RunConfig, arguments: argparse.Namespace, episod
 
 
 def _parts_only(config: RunConfig, rubrics: Rubrics) -> RewardBlend:
-    """Return the configuration's blend without the parts that the rubric does not have."""
+    """Return the configuration's blend with weight 0 for parts that the rubric does not have."""
     assert config.judge is not None  # it was enabled
     weights = config.judge.blend
     return weights.model_copy(update={part: 0.0 for part in ("event", "outcome") if part not in rubrics.parts})
@@ -212,7 +209,6 @@ async def _rejudge(
     source: Path,
     write: Callable[[JudgedEpisode], None],
 ) -> list[Rescored]:
-
     judges = build_judge_variants(config)
     try:
         before = stored_judgements(source)
@@ -242,7 +238,6 @@ def _add_audit(commands: Any) -> None:
 
 def audit_episodes(arguments: argparse.Namespace) -> int:
     """Print the report; return 1 if an episode got no score."""
-
     if arguments.json is not None:
         require_writable(arguments.json)
     labels = read_labels(arguments.gold)
@@ -265,7 +260,6 @@ def audit_episodes(arguments: argparse.Namespace) -> int:
 async def _audit(
     config: RunConfig, rubrics: Rubrics, settings: AuditSettings, labelled: Sequence[tuple[Trajectory, Label]]
 ) -> AuditReport:
-
     judges = build_judge_variants(config, num_repeats=settings.num_repeats)
     audit = JudgeAudit(
         judges.judge,

@@ -1,4 +1,4 @@
-"""The `gspo-gym` command. Only the module of the chosen command is imported: `--help` answers at once."""
+"""The `gspo-gym` command. Only the module of the chosen command is imported, to keep `--help` fast."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _COMMANDS = {
 
 
 class _Version(argparse.Action):
-    """Print the versions that a bug report should name."""
+    """Print our version and those of Python, torch and transformers."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
         from importlib.metadata import version as version_of
@@ -41,7 +41,7 @@ class _Version(argparse.Action):
 
 
 class _Completion(argparse.Action):
-    """Print the shell completion that shtab makes of the parser."""
+    """Print the completion script that shtab generates from the parser."""
 
     def __call__(self, parser: argparse.ArgumentParser, _: object, values: object, __: object = None) -> None:
         try:
@@ -53,7 +53,7 @@ class _Completion(argparse.Action):
 
 
 def command_parser(chosen: str | None = None) -> Parser:
-    """Return the parser of `gspo-gym`; `chosen`: only this command has its arguments. None: all have."""
+    """Return the parser of `gspo-gym`, with the arguments of the command `chosen` only, or of all commands for None."""
     parser = Parser(
         prog="gspo-gym", description="Train language-model agents on multi-turn text environments with GSPO."
     )

@@ -1,7 +1,7 @@
 """`gspo-gym models ...`: list, show, export, merge, push, talk with and serve what runs have trained.
 
-MODEL is everywhere a run (its folder, its name in --folder, or its id), which means its newest checkpoint; RUN@best,
-the one with the best evaluation; RUN@20, that of step 20; a checkpoint's folder; or any name that `model.base` takes.
+Every MODEL argument takes a run (its folder, its name in --folder, or its id) for its newest checkpoint, RUN@best for
+the checkpoint with the best evaluation, RUN@20 for that of step 20, a checkpoint's folder, or any `model.base`.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def _add_export(parser: argparse.ArgumentParser, dtype_help: str) -> None:
 
 
 def list_command(arguments: argparse.Namespace) -> int:
-    """Print all complete checkpoints; return 0, also if there are none."""
+    """Print all complete checkpoints."""
     from rich.console import Console
     from rich.table import Table
 
@@ -95,7 +95,7 @@ def list_command(arguments: argparse.Namespace) -> int:
 
 
 def show_command(arguments: argparse.Namespace) -> int:
-    """Print a model after its files were compared with the manifest."""
+    """Compare a model's files with its manifest, then print it."""
     from gspo_gym.policy.export import CARD, Weights, layout_of
     from gspo_gym.policy.manifest import verify
     from gspo_gym.run.model_card import model_card
@@ -105,6 +105,7 @@ def show_command(arguments: argparse.Namespace) -> int:
     about = model.to_json()
     digests: dict[str, str] = {}
     if model.run is not None:
+        # Only checkpoints of runs have a manifest.
         files = verify(Path(model.base)).files
         about["files"] = dict(files)
         digests = {name: entry["sha256"] for name, entry in files.items() if _is_weights(name)}
@@ -126,7 +127,7 @@ def show_command(arguments: argparse.Namespace) -> int:
 
 
 def export_command(arguments: argparse.Namespace) -> int:
-    """Write the folder; print where it is and what it holds."""
+    """Export the model; print where it is and what it holds."""
     from gspo_gym.policy.export import export
     from gspo_gym.run.model_card import model_card
     from gspo_gym.run.models import find_model
@@ -148,7 +149,7 @@ def export_command(arguments: argparse.Namespace) -> int:
 
 
 def push_command(arguments: argparse.Namespace) -> int:
-    """Push; print the repository's URL."""
+    """Push an exported folder; print the repository's URL."""
     from gspo_gym.policy.hub import push
 
     if not arguments.folder.is_dir():
@@ -163,7 +164,7 @@ def _is_weights(name: str) -> bool:
 
 
 def _score(evaluation: Mapping[str, Any] | None) -> tuple[str, str, str]:
-    """Return the cells of the score, its interval and its episodes."""
+    """Return the table's cells for the score, its interval and its number of episodes."""
     if evaluation is None:
         return "", "", ""
     name = evaluation["score"]

@@ -1,6 +1,6 @@
 """`gspo-gym models chat MODEL`: talk with a model in the terminal, or watch it play an environment.
 
-Works at a terminal and behind a pipe. Answers are shown as they are sampled.
+Works at a terminal and behind a pipe. Answers are shown while they are sampled.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Game:
-    """An environment to be played: its name, constructor's arguments (JSON) and limit of turns."""
+    """An environment to play: its name, constructor's arguments (JSON) and limit of turns."""
 
     name: str
     config: dict[str, Any]
@@ -65,7 +65,7 @@ class _Game:
 
 
 def chat_command(arguments: argparse.Namespace, read: Read = input) -> int:
-    """Talk or play until the input ends, /quit, or the episode is over."""
+    """Talk or play until the input ends, /quit, or the end of the episode."""
     from gspo_gym.run.models import find_model
 
     model = find_model(arguments.model, runs=arguments.folder)
@@ -88,11 +88,11 @@ def _game(model: Model, arguments: argparse.Namespace) -> _Game:
 
 
 class _Conversation:
-    """A conversation with a model; shows each answer as it is sampled.
+    """A conversation with a model; shows each answer while it is sampled.
 
     Args:
         engine, renderers, settings: of the session.
-        opening: messages before the first of the person.
+        opening: messages before the person's first one.
     """
 
     def __init__(
@@ -112,12 +112,14 @@ class _Conversation:
         self._session, self._messages = None, self._opening
 
     async def answer(self, said: str) -> bool:
-        """Show the answer to what was said; return whether it was cut off.
+        """Show the model's answer to `said`; return whether it was cut off.
 
         Raises:
-            ContextOverflowError, TemplateError: there is no room for an answer, or the template refuses the message.
+            ContextOverflowError: there is no room for an answer.
+            TemplateError: the chat template refuses the message.
         """
         if self._session is None:
+            # Else a conversation after /reset would repeat the samples of the first.
             seed = child_seed(self._settings.sampling_seed, "conversation", self._num_begun)
             self._session = GatewaySession(
                 replace(self._settings, sampling_seed=seed),
@@ -143,6 +145,7 @@ async def _talk(model: Model, arguments: argparse.Namespace, read: Read) -> None
             max_output_tokens=arguments.max_tokens or 512,
             max_model_len=engine.capabilities.max_model_len,
             sampling=_sampling(arguments),
+            # Limits are for training episodes; a person ends a conversation.
             max_calls=2**31,
             max_captured_tokens=2**40,
         )
@@ -212,7 +215,7 @@ async def _play_episode(
 
 
 async def _sample(wrapper: TokenObservationWrapper, engine: Engine, sampling: Sampling, seed: int) -> Completion:
-    """Return the model's action, shown as it is sampled."""
+    """Sample the model's action, and show it meanwhile."""
     text = GrowingText(wrapper.renderer, has_tools=bool(wrapper.session.tool_schemas))
     params = SamplingParams.of(
         sampling,
@@ -249,13 +252,14 @@ def _asked(model: Model) -> Mapping[str, Any]:
 
 
 def _read(read: Read, prompt: str) -> str | None:
-    """Return a line; None at the end of the input. What came through a pipe is shown, as a terminal shows it."""
+    """Return a line, or None at the end of the input."""
     try:
         said = read(prompt).strip()
     except EOFError:
         print()
         return None
     if not sys.stdin.isatty():
+        # A terminal shows what is typed; behind a pipe it would be missing from the output.
         print(said)
     return said
 

@@ -1,6 +1,6 @@
-"""`gspo-gym models serve MODEL`: a model over OpenAI's protocol, on the local engine or vLLM, until SIGTERM or Ctrl-C.
+"""`gspo-gym models serve MODEL`: serve a model over OpenAI's protocol with the local engine or vLLM.
 
-`gspo-gym serve` is for training runs, which sample by token ids and change weights; this is for people and programs.
+This is for people and programs. `gspo-gym serve` is for training runs, which sample by token ids and change weights.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def serve(arguments: argparse.Namespace) -> int:
-    """Serve until told to stop; print the URL once clients may connect.
+    """Serve until SIGTERM or Ctrl-C; print the URL once clients may connect.
 
     Raises:
         ConfigError: the address, or a setting of the engine.
@@ -92,7 +92,7 @@ async def _serve_model(arguments: argparse.Namespace) -> None:
 
 @contextlib.asynccontextmanager
 async def running_engine(model: Model, arguments: argparse.Namespace) -> AsyncIterator[tuple[Engine, Any]]:
-    """Yield an engine with the model's weights, and its tokenizer (Any: untyped), for the length of a block.
+    """Yield an engine with the model's weights, and its tokenizer (Any: untyped); close the engine after the block.
 
     Raises:
         ConfigError, EngineError, MissingExtraError: see the engines.
@@ -117,6 +117,7 @@ async def running_engine(model: Model, arguments: argparse.Namespace) -> AsyncIt
 
     with tempfile.TemporaryDirectory(prefix="gspo_gym-serve-") as temporary:
         folder = Path(temporary) / "model"
+        # vLLM is given a whole model: a LoRA checkpoint is merged into its base.
         is_merged = layout_of(Path(model.base)) == "peft"
         await asyncio.to_thread(
             export, model.base, folder, describe=lambda _: "", is_merged=is_merged, load_dtype=model.dtype

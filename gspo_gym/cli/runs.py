@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def list_command(arguments: argparse.Namespace) -> int:
-    """Print a line a run."""
+    """Print one line per run."""
     from gspo_gym.run.registry import list_runs
 
     runs = list_runs(arguments.folder)
@@ -48,7 +48,7 @@ def list_command(arguments: argparse.Namespace) -> int:
 
 
 def show_command(arguments: argparse.Namespace) -> int:
-    """Print what is known of a run."""
+    """Print a run's facts, checkpoints and size."""
     from gspo_gym.run.registry import read_run
 
     run = read_run(_found(arguments.run_name, arguments))
@@ -78,15 +78,17 @@ def compare_command(arguments: argparse.Namespace) -> int:
 
 
 def remove_command(arguments: argparse.Namespace) -> int:
-    """Remove runs after a question; return 1 if the answer was no."""
+    """Remove runs after confirmation; return 1 if it was refused."""
     from gspo_gym.run.process import holder_of, refusal
     from gspo_gym.run.registry import read_run, remove_run
 
     folders = [_found(name, arguments) for name in arguments.run_name]
     for folder in folders:
+        # All are checked before the first is removed.
         if (holder := holder_of(folder)) is not None:
             raise UsageError(refusal(folder, holder))
     if not arguments.yes:
+        # A script cannot answer, and the question would be printed amid the JSON.
         if arguments.json or not sys.stdin.isatty():
             raise UsageError("runs rm: there is nothing to ask for confirmation here; add --yes")
         for folder in folders:
@@ -164,7 +166,7 @@ def _text(value: Any) -> str:
 
 
 def _ago(moment: float) -> str:
-    """Return how long ago a moment was, as "5 min ago"."""
+    """Return the time since a moment as text such as "5 min ago"."""
     seconds = max(0.0, time.time() - moment)
     for size, name in ((86400, "d"), (3600, "h"), (60, "min")):
         if seconds >= size:

@@ -1,4 +1,4 @@
-"""`gspo-gym serve --engine vllm MODEL`: vLLM's own server, set up for training, until SIGTERM or Ctrl-C.
+"""`gspo-gym serve --engine vllm MODEL`: serve vLLM's own server, set up for training, until SIGTERM or Ctrl-C.
 
 A run that names its URL samples from it and changes its weights. To serve an environment: `gspo-gym env serve`.
 """
@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_engine_arguments(group: argparse._ArgumentGroup) -> None:
-    """Add the arguments that `settings_of` reads, but for the model."""
+    """Add the arguments that `settings_of` reads, except the model."""
     group.add_argument("--max-model-len", type=int, default=4096, help="longest prompt + completion (default 4096)")
     group.add_argument(
         "--dtype", choices=["auto", "float32", "bfloat16", "float16"], default="auto", help="default: as in the files"
@@ -62,11 +62,11 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 
 def serve(arguments: argparse.Namespace) -> int:
-    """Serve until told to stop; print the URL once clients may connect. Return 1 if the server ended by itself.
+    """Serve until told to stop; print the URL once clients may connect. Return 1 if the server ended unasked.
 
     Raises:
         ConfigError: other machines could reach it, or a size is wrong.
-        EngineError: it did not start; the message ends with the tail of its log.
+        EngineError: it did not start; the message ends with the tail of the log.
         MissingExtraError: vLLM is not installed.
     """
     server = VllmServer(
@@ -81,6 +81,7 @@ def serve(arguments: argparse.Namespace) -> int:
     )
     with interrupted_by_sigterm(), server:
         print(f"serving {arguments.model} with vLLM at {server.url}", flush=True)
+        # SIGTERM and Ctrl-C raise here: wait() returns only if vLLM ended unasked.
         status = server.wait()
         print(f"vLLM ended with status {status}. Its log:\n{server.log_tail()}", file=sys.stderr)
     return 1

@@ -1,4 +1,4 @@
-"""`python -m gspo_gym.train CONFIG.toml [section.key=value ...]`: train a model as a config file says.
+"""`python -m gspo_gym.train CONFIG.toml [section.key=value ...]`: train a model with the settings of a config file.
 
 From Python, call `run_training`. A training step is in `run/trainer.py`; what it uses is built in
 `config/build/trainer.py`. Heavy imports wait until a command runs.
@@ -80,16 +80,17 @@ def run_training(
 
     Args:
         config: the run's settings.
-        resume: go on from the newest checkpoint in `config.run_folder`; without one, an error, or with "auto" the
-            beginning, and what an earlier start left there is moved away.
-        set_aside: move an earlier run of the same label away; without it, its presence is an error.
+        resume: go on from the newest checkpoint in `config.run_folder`. If there is none, True raises an error and
+            "auto"
+            starts from the beginning, after it has moved away what an earlier start left.
+        set_aside: move an earlier run of the same label away; if False, its presence is an error.
         console: where progress is printed; None: nowhere.
 
     Raises:
         ConfigError: this machine, model or environment cannot do what the config asks for, or the folder is taken.
         RolloutError, StuckError, NonFiniteError, EngineError: the run cannot go on; its folder holds all up to then.
     """
-    from gspo_gym.cli.run import execute
+    from gspo_gym.cli.run import execute  # imports torch
 
     return execute(config, resume=resume, set_aside=set_aside, console=console)
 
@@ -111,7 +112,6 @@ def _detach(arguments: argparse.Namespace, config: RunConfig) -> int:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run `python -m gspo_gym.train`."""
-
     parser = Parser(prog="python -m gspo_gym.train", description="Train a model as a config file says.")
     add_arguments(parser)
     return parse_and_run(parser, argv)

@@ -1,8 +1,6 @@
-"""`make_card`: what an environment is, as it says itself, and what it is worth to its own players.
+"""An environment's card: a description of its interface and the scores of its scripted players, as Markdown.
 
-Nothing here knows a particular environment, nor how a card looks (`cli/authoring/card.py`).
-
-An environment's card as Markdown, which a terminal shows as well as a README does.
+`make_card` collects, `card_as_markdown` formats. Both work for any registered environment.
 """
 
 from __future__ import annotations
@@ -37,7 +35,7 @@ _TIMEOUT_SECONDS = 60.0
 
 @dataclass(frozen=True)
 class PlayerRecord:
-    """How one player did.
+    """The episodes of one player.
 
     Attributes:
         player: its name.
@@ -51,23 +49,23 @@ class PlayerRecord:
 
     @property
     def returns(self) -> tuple[float, ...]:
-        """Of the episodes in which a turn had a reward."""
+        """Return the return of each episode in which a turn had a reward."""
         return tuple(run.episode_return for run in self.runs if run.episode_return is not None)
 
     @property
     def turns(self) -> tuple[int, ...]:
-        """Actions of each episode."""
+        """Return the number of actions in each episode."""
         return tuple(len(run.answers) for run in self.runs)
 
     @property
     def success_rate(self) -> float | None:
-        """The share of the episodes that succeeded, undecided ones included; None: none declared success or failure."""
+        """Return the fraction of all episodes that succeeded, or None if no episode declared success or failure."""
         count = self._num_successes
         return None if count is None else count / len(self.runs)
 
     @property
     def success_interval(self) -> Interval | None:
-        """Its 95% interval (Wilson)."""
+        """Return the 95% Wilson interval of the success rate."""
         count = self._num_successes
         return None if count is None else wilson_interval(count, len(self.runs))
 
@@ -79,12 +77,12 @@ class PlayerRecord:
 
     @property
     def mean_interval(self) -> Interval | None:
-        """The 95% interval of the mean return (bootstrap); None: fewer than two returns."""
+        """Return the 95% bootstrap interval of the mean return, or None for fewer than two returns."""
         return bootstrap_mean_interval(self.returns)
 
     @property
     def mean_terms(self) -> Mapping[str, float]:
-        """The contribution of each reward term to an episode, its mean over all episodes."""
+        """Return the sum of each reward term over an episode, averaged over all episodes."""
         totals: Counter[str] = Counter()
         for run in self.runs:
             for answer in run.answers:
@@ -93,23 +91,23 @@ class PlayerRecord:
 
     @property
     def event_rates(self) -> Mapping[str, float]:
-        """The share of the episodes in which each event occurred."""
+        """Return the fraction of the episodes in which each event occurred."""
         counts = Counter(name for run in self.runs for name in {e for answer in run.answers for e in answer.events})
         return {name: count / len(self.runs) for name, count in counts.items()}
 
 
 @dataclass(frozen=True)
 class EnvironmentCard:
-    """What there is to say about an environment.
+    """The contents of a card.
 
     Attributes:
         env_id: the full id.
-        summary: the first paragraph of its docstring.
-        options: the constructor's arguments with their values here, as Python writes them.
+        summary: the first paragraph of the docstring.
+        options: the constructor's arguments with the values used here, as Python literals.
         facts: spaces, isolation, limits and the like, by name.
         tools: what the model may call: name, description, parameters (Any: JSON schemas).
         reward_range: as declared.
-        records: of the reference and of the random player, as far as there are any.
+        records: of the reference and of the random player, where the environment has them.
     """
 
     env_id: str
@@ -124,17 +122,17 @@ class EnvironmentCard:
 def make_card(
     name: str, env_config: Mapping[str, Any] | None = None, *, num_seeds: int = 100, max_turns: int = 200
 ) -> EnvironmentCard:
-    """The card of a registered environment.
+    """Play a registered environment and return its card.
 
     Args:
-        name: of it.
-        env_config: arguments of its constructor (Any: its own affair).
+        name: the environment.
+        env_config: arguments for the constructor (Any: each environment defines them).
         num_seeds: the seeds 0 to num_seeds - 1 are played, which are evaluation tasks.
         max_turns: longer episodes are cut off here.
 
     Raises:
         UnknownNameError: there is no such environment.
-        ConfigError: its constructor refuses the arguments, or there are no seeds.
+        ConfigError: the constructor refuses the arguments, or there are no seeds.
     """
     if num_seeds < 1:
         raise ConfigError(f"card: expected at least one seed, got {num_seeds}")
@@ -143,6 +141,7 @@ def make_card(
 
 async def _make_card(env_id: str, config: dict[str, Any], seeds: Sequence[int], max_turns: int) -> EnvironmentCard:
     factory = partial(make, env_id, **config)
+    # Only to read its declarations: the episodes below are played on other instances.
     async with looking_at(factory) as made:
         env = getattr(made, "unwrapped", made)
         policies: Mapping[str, PolicyFactory] = getattr(env, "policies", {})
@@ -164,9 +163,10 @@ async def _make_card(env_id: str, config: dict[str, Any], seeds: Sequence[int], 
 async def _play(
     factory: partial[Any], env_id: str, player: str, policy: PolicyFactory, seeds: Sequence[int], max_turns: int
 ) -> PlayerRecord:
-    """One episode a seed, one after another: what a player costs is the environment's affair."""
+    """Play one episode per seed."""
     runs: list[Playthrough] = []
     failures: list[str] = []
+    # One after another: an environment's player may be expensive.
     for seed in seeds:
         try:
             runs.append(
@@ -220,7 +220,7 @@ _MAX_CHARACTERS = 1_000  # of a message in the transcript
 
 
 def card_as_markdown(card: EnvironmentCard) -> str:
-    """The whole card; ends with a newline."""
+    """Format the card as Markdown that ends with a newline."""
     sections = [f"# {card.env_id}", card.summary, _table(("", ""), card.facts.items())]
     if card.options:
         sections += ["## Options", _table(("argument", "value"), _coded(card.options.items()))]
@@ -274,7 +274,7 @@ def _play_sections(records: Sequence[PlayerRecord]) -> list[str]:
 
 
 def histogram(values: Sequence[float]) -> str:
-    """One line a value, or one a tenth of the range where there are more than ten values, with its count as a bar.
+    """Draw the counts of values as bars: one line per value, or ten lines of equal ranges if there are more than ten.
 
     >>> print(histogram([0.0, 1.0, 1.0, 1.0]))
     0  1 #############
@@ -310,7 +310,6 @@ def _spoken(message: Message) -> str:
 
 
 def _tool_line(tool: Mapping[str, Any]) -> str:
-    """Any: JSON."""
     properties = (tool.get("parameters") or {}).get("properties", {})
     given = ", ".join(f"{name}: {schema.get('type', 'any')}" for name, schema in properties.items())
     return f"- `{tool['name']}({given})`: {tool.get('description') or 'no description'}"
@@ -335,7 +334,8 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def _fenced(text: str) -> str:
-    """As a code block, whatever fences it holds itself."""
+    """Return text as a code block with a fence longer than any inside it."""
+    # A transcript may hold code blocks.
     longest = max((len(run) for run in re.findall(r"`+", text)), default=0)
     fence = "`" * max(3, longest + 1)
     return f"{fence}text\n{text}\n{fence}"

@@ -15,7 +15,7 @@ from gspo_gym.cli.command_line import add_environment, env_config_of
 
 
 def add_commands(subparsers: Any) -> None:  # Any: argparse does not name the type of what add_subparsers gives
-    """The command lines of `env new` and `env card`."""
+    """Add the commands `env new` and `env card`."""
     new = subparsers.add_parser("new", help="write a package with an environment that works, to be made yours")
     new.add_argument("name", help="WordSort or word_sort")
     new.add_argument("--kind", default="text", help="text (default) or tool: how the model acts")
@@ -31,8 +31,7 @@ def add_commands(subparsers: Any) -> None:  # Any: argparse does not name the ty
 
 
 def write_new(arguments: argparse.Namespace) -> int:
-    """Write the package, and say what is where and what to do next."""
-
+    """Write the package; print its files and the next commands to run."""
     new = new_environment(arguments.name, kind=arguments.kind, folder=arguments.folder)
     print(f"{new.env_id} is in {new.folder}:")
     for path in new.files:
@@ -43,8 +42,7 @@ def write_new(arguments: argparse.Namespace) -> int:
 
 
 def print_card(arguments: argparse.Namespace) -> int:
-    """Print the card, or write it to a file; 1 if an episode could not be played."""
-
+    """Print the card or write it to a file; return 1 if an episode could not be played."""
     card = make_card(
         arguments.name,
         env_config_of(arguments.option),

@@ -1,6 +1,6 @@
-"""`new_environment`: a package with a small environment that works, for an author to replace piece by piece.
+"""`new_environment`: write a package with a small, working environment for its author to replace piece by piece.
 
-The files are in `templates/`, as they will be but for $package, $class_name and the like.
+The files are in `templates/`, with placeholders such as $package and $class_name.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ _TAKEN = ("Achievements", "Reward", "RewardTerms", "Task", "TaskSource", "TextEn
 
 @dataclass(frozen=True, slots=True)
 class NewEnvironment:
-    """What was written.
+    """The result of `new_environment`.
 
     Attributes:
         folder: of the project.
-        files: below it, in the order in which an author reads them.
-        env_id: under which the environment is found once the project is installed.
+        files: relative to `folder`, in the order in which to read them.
+        env_id: the environment's id once the project is installed.
     """
 
     folder: Path
@@ -45,12 +45,12 @@ class NewEnvironment:
 def new_environment(name: str, *, kind: str = "text", folder: Path = Path()) -> NewEnvironment:
     """Write the project `folder`/NAME-env: a package to install, with its tasks, players, README, test and config.
 
-    It passes `check_env` as it stands. Nothing that exists is changed.
+    The result passes `check_env` unchanged. No existing file is touched.
 
     Args:
         name: WordSort or word_sort: the package is `word_sort`, the class `WordSort`, the project `word-sort-env`.
         kind: "text" (the model answers in text) or "tool" (it calls tools).
-        folder: where; made if there is none.
+        folder: created if missing.
 
     Raises:
         UnknownNameError: no such kind.
@@ -62,6 +62,7 @@ def new_environment(name: str, *, kind: str = "text", folder: Path = Path()) -> 
     project = folder / words["distribution"]
     if project.exists():
         raise ConfigError(f"{project} exists already; choose another name or another --folder")
+    # All texts before the first file: an error leaves no half-written project.
     texts = {
         Path(path): Template(_template(kind, template)).substitute(words)
         for path, template in _files(words["package"]).items()
@@ -73,7 +74,7 @@ def new_environment(name: str, *, kind: str = "text", folder: Path = Path()) -> 
 
 
 def _files(package: str) -> Mapping[str, str]:
-    """The project's files, each with its template."""
+    """Return the project's files, each with its template."""
     sources = ("env.py", "tasks.py", "rewards.py", "policies.py", "__init__.py")
     return {
         "README.md": "README.md",
@@ -85,17 +86,17 @@ def _files(package: str) -> Mapping[str, str]:
 
 
 def _template(kind: str, name: str) -> str:
-    """That of the kind, if it has one of its own."""
+    """Return the kind's template of this name, or the shared one."""
     own = _TEMPLATES / kind / f"{name}.template"
     shared = _TEMPLATES / "any" / f"{name}.template"
     return (own if own.is_file() else shared).read_text(encoding="utf-8")
 
 
 def _names_of(name: str) -> dict[str, str]:
-    """What the templates call things.
+    """Return the values of the templates' placeholders.
 
     Raises:
-        ConfigError: the name is no good, or taken.
+        ConfigError: the name is not a valid one, or is taken.
     """
     if _NAME.fullmatch(name) is None:
         raise ConfigError(f"expected a name of letters, digits and _ that begins with a letter, got {name!r}")
@@ -121,5 +122,5 @@ def _names_of(name: str) -> dict[str, str]:
 
 
 def _bare(env_id: str) -> str:
-    """An id without namespace and version."""
+    """Return an id without namespace and version."""
     return re.sub(r"-v\d+$", "", env_id.rpartition("/")[2])

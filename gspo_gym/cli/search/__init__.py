@@ -1,1 +1,1 @@
-"""A search over runs: many values of a configuration, each a run of its own. Begin reading at `command.py`."""
+"""Search over runs: try many values of some keys, each in a separate run. Begin reading at `command.py`."""

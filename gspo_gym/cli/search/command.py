@@ -1,4 +1,4 @@
-"""`gspo-gym search SEARCH.toml`: run a configuration with many values of some of its keys, and keep the best.
+"""`gspo-gym search SEARCH.toml`: run a configuration with many values of some keys, and keep the best.
 
     runs/<label>/
         search.toml         the resolved settings
@@ -78,7 +78,7 @@ def run_search(
     """Run all trials and return the contents of leaderboard.json.
 
     Args:
-        settings: what to search; see `load_search`.
+        settings: from `load_search`.
         resume: go on with the search in the folder; interrupted trials start again.
         console: where each trial's end is printed; None: nowhere.
         command: the training command, in place of `python -m gspo_gym.train`.
@@ -101,7 +101,7 @@ def run_search(
 
 
 class _Search:
-    """The workers of a search: they take trials from the study and record their results."""
+    """The workers of a search: they take trials from the study and record the results."""
 
     def __init__(
         self,
@@ -118,7 +118,7 @@ class _Search:
         self._reported: set[tuple[int, int]] = set()  # (trial, iteration)
 
     async def run(self) -> None:
-        """Run until there are no more trials; an unexpected error in one worker stops the others and their runs."""
+        """Run until no trial is left; an unexpected error in one worker stops the others and their runs."""
         async with asyncio.TaskGroup() as workers:
             for _ in range(self._settings.search.max_parallel):
                 workers.create_task(self._work())
@@ -139,6 +139,7 @@ class _Search:
         own = [as_override("run.folder", str(self._folder / "trials")), as_override("model.label", label)]
         overrides = [*search.overrides, *values, *own]
         try:
+            # `load_search` tried each value alone; a combination may still be invalid.
             load_config(self._base, overrides)
         except ConfigError as error:
             self._fail(trial, f"not a valid configuration: {error}")
@@ -161,7 +162,8 @@ class _Search:
         self._finish(trial, result)
 
     def _copy(self, trial: optuna.Trial, twin: optuna.trial.FrozenTrial) -> None:
-        """Record the twin's result again: an unchanged parent survives at no cost."""
+        """Record the twin's result for this trial, without a run."""
+        # Evolution proposes an unchanged parent again.
         trial.set_user_attr("same_as", twin.number)
         for name, value in twin.user_attrs.items():
             trial.set_user_attr(name, 0.0 if name == "seconds" else value)
@@ -170,11 +172,8 @@ class _Search:
         self._say(trial, f"has the values of trial {twin.number}, whose result it takes")
 
     def _is_behind(self, trial: optuna.Trial, evaluations: Sequence[tuple[int, float]]) -> bool:
-        """Return whether the pruner stops the trial at its newest evaluation.
-
-        Every run's evaluations are reported, because the pruner counts them; the one before the first iteration is not,
-        since it says nothing about a trial's values.
-        """
+        """Report new evaluations to the pruner; return whether it stops the trial."""
+        # All are reported, because the pruner counts them; at iteration 0 the values have had no effect yet.
         is_behind = False
         for iteration, value in evaluations:
             if iteration > 0 and (trial.number, iteration) not in self._reported:
@@ -184,7 +183,6 @@ class _Search:
         return is_behind
 
     def _finish(self, trial: optuna.Trial, result: TrialResult) -> None:
-
         trial.set_user_attr("seconds", round(result.seconds, 1))
         trial.set_user_attr("evaluations", [list(evaluation) for evaluation in result.evaluations])
         if result.error is not None:
@@ -199,7 +197,6 @@ class _Search:
             self._say(trial, f"{self._settings.search.metric} {score:.3f}")
 
     def _fail(self, trial: optuna.Trial, error: str) -> None:
-
         trial.set_user_attr("error", error)
         self._study.study.tell(trial, state=require_optuna().trial.TrialState.FAIL)
         self._say(trial, f"failed: {error}")
@@ -210,8 +207,7 @@ class _Search:
             self._console.print(f"trial {trial.number}: {what}; {values}", highlight=False, markup=False)
 
     def write_leaderboard(self) -> dict[str, Any]:
-        """Write leaderboard.json and best.toml; return the former."""
-
+        """Write leaderboard.json and best.toml; return the contents of the former."""
         rows = [self._row(trial) for trial in self._study.trials()]
         rows.sort(key=lambda row: (row["state"] != "complete", -(row["score"] or 0.0), row["trial"]))
         best = rows[0]["trial"] if rows and rows[0]["state"] == "complete" else None
@@ -235,7 +231,6 @@ class _Search:
         }
 
     def _best_config(self, row: dict[str, Any]) -> str:
-
         search = self._settings.search
         values = [as_override(key, value) for key, value in row["parameters"].items()]
         own = [as_override("run.folder", search.folder), as_override("model.label", f"{search.label[:59]}-best")]
@@ -245,7 +240,6 @@ class _Search:
 
 def _open_folder(settings: SearchSettings, *, resume: bool) -> Path:
     """Create or check the search's folder; return its copy of the base."""
-
     folder = settings.search_folder
     base = folder / f"base{Path(settings.search.base).suffix}"
     is_begun = (folder / "search.toml").exists()

@@ -1,4 +1,4 @@
-"""A search: the file SEARCH.toml, and its trials in Optuna (proposal, pruning, a journal to go on from).
+"""A search: its file SEARCH.toml, and its trials in Optuna (proposal, pruning, a journal to go on from).
 
 The file is read strictly; nothing here imports torch. The base is an ordinary configuration file. [parameters] names
 keys of it and the values to try:
@@ -7,7 +7,7 @@ keys of it and the values to try:
     training.learning_rate = { low = 1e-4, high = 1e-2, log = true }
     training.group_size = { choices = [4, 8, 16] }
 
-What AgileRL 2.7 calls population training is the sampler "evolution", with these differences:
+AgileRL 2.7's population training corresponds to the sampler "evolution", with these differences:
 
 | AgileRL 2.7 | here |
 |---|---|
@@ -86,9 +86,9 @@ class SearchStudy:
         )
 
     def restart_interrupted(self) -> int:
-        """Queue abandoned trials again, as new ones with the same values; return how many.
+        """Queue the trials of an interrupted search again, as new ones with the same values; return their number.
 
-        Call it before the first `ask`: afterwards a running trial is one of this process.
+        Call it before the first `ask`: afterwards this process has running trials, too.
         """
         states = self._optuna.trial.TrialState
         running = self.study.get_trials(deepcopy=False, states=[states.RUNNING])
@@ -101,24 +101,22 @@ class SearchStudy:
         return len(running)
 
     def ask(self) -> optuna.Trial | None:
-        """Return the next trial with its values, or None when all have been given out.
-
-        Each trial draws from a generator of its own: a shared one would begin anew when a search goes on, and propose
-        the first values again.
-        """
+        """Return the next trial with its values, or None when all have been given out."""
         trials = self.trials()
         if sum(trial.state is not self._optuna.trial.TrialState.WAITING for trial in trials) >= (
             self._settings.search.num_trials
         ):
             return None
+        # A seed per trial: one generator would begin anew when a search goes on, and propose the first values again.
         seed = child_seed(self._settings.search.seed, "search", len(trials)) % 2**32
         self.study.sampler = _sampler(self._settings.sampler, seed)
+        # Optuna's own grid sampler expects to run the loop.
         if self._settings.sampler.type == "grid":
             self._enqueue_next_of_grid()
         return self.study.ask(self._distributions)
 
     def trials(self) -> list[optuna.trial.FrozenTrial]:
-        """Return all trials by number, except those that an interruption ended."""
+        """Return all trials by number, except the interrupted ones."""
         return [trial for trial in self.study.get_trials(deepcopy=False) if _INTERRUPTED not in trial.user_attrs]
 
     def twin_of(self, trial: optuna.Trial) -> optuna.trial.FrozenTrial | None:
@@ -143,7 +141,7 @@ class SearchStudy:
         }
 
     def _enqueue_next_of_grid(self) -> None:
-        """Queue the first combination that no trial has; Optuna's own grid sampler expects to run the loop."""
+        """Queue the first combination that no trial has tried."""
         ranges = self._settings.parameters
         axes = [[_stored(ranges[key], value) for value in ranges[key].all_values() or ()] for key in ranges]
         tried = [dict(trial.system_attrs.get("fixed_params", {})) | trial.params for trial in self.trials()]
@@ -155,7 +153,8 @@ class SearchStudy:
 
 
 def _stored(values: ParameterRange, value: Any) -> Any:
-    """Return a value as Optuna holds it: a choice may be anything and is held as JSON."""
+    """Return a value as Optuna holds it; a choice is held as JSON."""
+    # Optuna takes only scalar choices; ours may be lists or tables.
     return json.dumps(value) if values.choices is not None else value
 
 
@@ -184,6 +183,7 @@ def _sampler(settings: SamplerSection, seed: int) -> optuna.samplers.BaseSampler
         )
     elif settings.type == "tpe":
         startup = 10 if settings.num_startup_trials is None else settings.num_startup_trials
+        # constant_liar: without it, trials that run in parallel would all be drawn from the same place.
         made = samplers.TPESampler(n_startup_trials=startup, constant_liar=True, seed=seed)
     else:  # a grid is enqueued, and draws nothing
         made = samplers.RandomSampler(seed=seed)
@@ -229,7 +229,7 @@ Metric = Literal["final_success_rate", "best_success_rate", "final_mean_return",
 
 
 class SearchSection(Settings):
-    """[search]: how many runs of which base, and the metric that ranks them."""
+    """[search]: the base configuration, the number of runs, and the metric that ranks them."""
 
     base: str = Field(min_length=1, description="the configuration file that every trial starts from")
     overrides: tuple[str, ...] = Field(default=(), description='over the base in every trial: "section.key=value"')
@@ -289,7 +289,7 @@ class SamplerSection(Settings):
 
 
 class PrunerSection(Settings):
-    """[pruner]: which runs are stopped early, by the search's metric at their evaluations."""
+    """[pruner]: the rule that stops runs early, by the search's metric at their evaluations."""
 
     type: Literal["none", "median", "successive_halving"] = Field(
         default="none",
@@ -369,7 +369,7 @@ class ParameterRange(Settings):
 
 
 class SearchSettings(Settings):
-    """A whole search; `load_search` reads one."""
+    """All settings of a search; `load_search` reads them from a file."""
 
     search: SearchSection
     sampler: SamplerSection = Field(default_factory=SamplerSection)
@@ -387,7 +387,7 @@ class SearchSettings(Settings):
 
 
 def load_search(path: str | Path) -> SearchSettings:
-    """Read SEARCH.toml, and try every choice and both ends of every range on the base, one at a time.
+    """Read SEARCH.toml; check the base with every choice and both ends of every range, one at a time.
 
     Raises:
         ConfigError: lists everything that is wrong.
@@ -415,7 +415,7 @@ def load_search(path: str | Path) -> SearchSettings:
 
 
 def require_same_search(began: SearchSettings, now: SearchSettings) -> None:
-    """Refuse to go on under other settings than the search began with, except how many trials and how long.
+    """Check that a resumed search has the settings it began with, but for number of trials, parallel runs and timeout.
 
     Raises:
         ConfigError: names the keys that differ.
@@ -438,7 +438,7 @@ def as_override(key: str, value: Any) -> str:
 
 
 def _contradictions(settings: SearchSettings) -> list[str]:
-    """Return problems of well-formed settings, among themselves and with the base."""
+    """Return problems of settings that are valid one by one: with each other and with the base."""
     search, problems = settings.search, []
     if not settings.parameters:
         return ["parameters: expected at least one key to vary, got none"]
@@ -477,7 +477,7 @@ def _require_owner(section: Settings, owners: Mapping[str, str], chosen: str) ->
 
 
 def _ranges(values: Any) -> tuple[dict[str, ParameterRange], list[str]]:
-    """Return the ranges by dotted key, however nested, and their problems."""
+    """Return the ranges by dotted key, for any nesting, and their problems."""
     ranges, problems = {}, []
     for key, table in _leaves(values):
         if not isinstance(table, dict) or not set(table) & set(ParameterRange.model_fields):
@@ -491,7 +491,7 @@ def _ranges(values: Any) -> tuple[dict[str, ParameterRange], list[str]]:
 
 
 def _leaves(values: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield each range with its dotted key; a table that holds no table is a range, any other one a section."""
+    """Yield each range with its dotted key: a table without a table in it is a range, any other is a section."""
     if not isinstance(values, dict) or (prefix and not any(isinstance(value, dict) for value in values.values())):
         yield prefix, values
         return
@@ -500,7 +500,7 @@ def _leaves(values: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _texts(error: ValidationError, values: Any) -> Iterator[tuple[str, str]]:
-    """Yield (key, problem); the key is empty for a problem of the whole."""
+    """Yield (key, problem); the key is empty for a problem of the whole table."""
     model = SearchSettings if error.title == SearchSettings.__name__ else ParameterRange
     for problem in find_problems(error, model, values if isinstance(values, Mapping) else {}):
         name = problem.key.rpartition(".")[2]
@@ -512,7 +512,8 @@ def _texts(error: ValidationError, values: Any) -> Iterator[tuple[str, str]]:
 
 
 def _as_tuples(value: Any) -> Any:
-    """Replace lists by tuples: a strict tuple field takes no list, and TOML has nothing else."""
+    """Replace lists by tuples."""
+    # TOML has only lists, and a strict tuple field takes none.
     if isinstance(value, dict):
         return {key: _as_tuples(entry) for key, entry in value.items()}
     return tuple(_as_tuples(entry) for entry in value) if isinstance(value, list) else value

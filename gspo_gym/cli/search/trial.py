@@ -1,7 +1,4 @@
-"""One trial of a search: an ordinary run in its own process, watched through its folder.
-
-In a process, because whatever ends a run (a crash, lack of memory, the deadline) must not end the search.
-"""
+"""Run one trial of a search: an ordinary run in a separate process, watched through its folder."""
 
 from __future__ import annotations
 
@@ -44,7 +41,7 @@ class TrialResult:
     seconds: float
 
     def score(self, metric: Metric) -> float:
-        """Return the last evaluation's value or the best one's, as the metric says."""
+        """Return the value of the last evaluation or the best one, depending on the metric."""
         values = [value for _, value in self.evaluations]
         return max(values) if metric.startswith("best_") else values[-1]
 
@@ -52,14 +49,12 @@ class TrialResult:
 def read_evaluations(run_folder: Path, metric: Metric, *, is_over: bool = False) -> list[tuple[int, float]]:
     """Return (iteration, value) of every evaluation that a run has recorded.
 
-    An evaluation in which every episode was cut off before it was decided has a success rate of 0; a finished run that
-    has only such evaluations has none.
-
     Raises:
         ConfigError: the environment declares no success, and the metric is a success rate.
     """
     which, _, name = metric.partition("_")
     events = [event for event in read_events(run_folder) if event["kind"] == "evaluation"]
+    # Undecided: every episode was cut off first. Such an evaluation counts as 0, unless a finished run has no other.
     undecided = [event["data"] for event in events if event["data"][name] is None]
     if any(map(_ends_without_success, undecided)) or (is_over and events and len(undecided) == len(events)):
         raise ConfigError(f"search.metric: {metric}: the environment declares no success; use {which}_mean_return")
@@ -89,11 +84,15 @@ async def run_trial(
     Its output goes to `log`. Cancelling this stops the process.
 
     Args:
-        num_parallel: how many share the machine; without OMP_NUM_THREADS in the environment, the cores are divided.
+        num_parallel: trials that share the machine; without OMP_NUM_THREADS in the environment, the cores are divided.
+
+    Raises:
+        ConfigError: see `read_evaluations`.
     """
     started = time.monotonic()
     cores = max(1, (os.cpu_count() or 1) // num_parallel)
     environment = {"OMP_NUM_THREADS": str(cores), **os.environ}
+    # A process, because a crash, lack of memory or the deadline must end the run and not the search.
     with log.open("wb") as output:
         process = await asyncio.create_subprocess_exec(
             *command, *arguments, stdout=output, stderr=output, stdin=asyncio.subprocess.DEVNULL, env=environment
@@ -130,7 +129,7 @@ async def _has_ended(process: asyncio.subprocess.Process, seconds: float) -> boo
 
 
 async def _stop(process: asyncio.subprocess.Process) -> None:
-    """Stop the run, which lets it save; kill it if that does not help."""
+    """Tell the run to save and end; kill it if it does not."""
     if process.returncode is not None:
         return
     process.terminate()  # Ctrl-C's signal is ignored by what a script starts in its background
