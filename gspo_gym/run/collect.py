@@ -1,11 +1,9 @@
-"""The groups of one training step, and the demonstrations before the first.
+"""Collect the groups of a training step, and play the demonstrations before the first.
 
-Steps: groups are played, and where asked for, those that teach nothing are left out and replaced: dynamic sampling
-(DAPO, arXiv 2503.14476, section 3.2).
+Groups that teach nothing can be left out and replaced: dynamic sampling (DAPO, arXiv 2503.14476, section 3.2).
 
-Warm-up: a randomly initialised model does not know the format of an answer. After it has imitated an environment's
-scripted policy in random legal play it does, and the strategy is left to reinforcement. Not for distilling a good
-player, although the "reference" policy may be named too.
+The warm-up teaches a randomly initialised model the format of an answer: it imitates an environment's scripted policy,
+by default random legal play, and leaves the strategy to reinforcement. Not for distilling a good player.
 """
 
 from __future__ import annotations
@@ -39,10 +37,10 @@ class Collected:
 
     Attributes:
         groups: all that were taken, in the order of their numbers, or in which they were begun.
-        kept: of these, those to train on; may be none.
-        num_dropped: groups with episodes that were left out, because they are not informative.
+        kept: the groups to train on; may be none.
+        num_dropped: groups with episodes that were left out because they are not informative.
         num_refilled: groups that were asked for beyond the first round.
-        failures: why whole rounds of refilling came to nothing.
+        failures: the errors of rounds of refilling without a usable episode.
         num_uncommitted: episodes left out, because the weights that sampled them were never committed.
         num_late: episodes given up as too old.
         returns: by trajectory id, where choosing the groups needed them.
@@ -62,7 +60,7 @@ class Collector:
     """Collector of the groups of each step; close it.
 
     Args:
-        plan: which groups, how many, and what becomes of constant ones.
+        plan: which groups, how many, and whether constant ones are replaced.
         pool: plays their episodes.
         state: where an earlier part of the run stopped; None: at the beginning.
         weight_version: returns the version that samples now; called only if episodes are played ahead.
@@ -85,16 +83,16 @@ class Collector:
 
     @property
     def num_tasks(self) -> int:
-        """See `Schedule.num_tasks`."""
+        """Return `Schedule.num_tasks`."""
         return self._schedule.num_tasks
 
     @property
     def pending_tasks(self) -> tuple[int, ...]:
-        """See `Schedule.pending_tasks`."""
+        """Return `Schedule.pending_tasks`."""
         return self._schedule.pending_tasks
 
     async def collect(self, step: int) -> Collected:
-        """Return the groups of a step; ask for those of coming steps, where they are played ahead.
+        """Return the groups of a step; if episodes are played ahead, ask for those of coming steps.
 
         Raises:
             RolloutError: no episode of a whole batch could be used.
@@ -133,14 +131,14 @@ class Collector:
         )
 
     async def close(self) -> None:
-        """End what is still being played."""
+        """End the episodes in progress."""
         await self._schedule.close()
 
 
 def _make_schedule(
     plan: TrainPlan, pool: RolloutPool, state: TrainState, weight_version: Callable[[], int]
 ) -> Schedule:
-    """Return where groups come from: the only thing in which synchronous and pipelined training differ."""
+    """Return the source of groups: the only difference between synchronous and pipelined training."""
     mixture = Mixture(plan.env_id, plan.mixture)
 
     def request(number: int, name: str) -> GroupRequest:
@@ -172,12 +170,11 @@ async def collect_groups(
 ) -> Collected:
     """Take `num_groups` groups and keep them all, or the informative ones.
 
-    With "refill", as many further groups as are missing are taken, until num_groups are informative or
-    max_refill_rounds such rounds are over. A group that lost all its episodes is missing, too. `take` is the
-    schedule's.
+    With "refill", further groups replace the missing ones until num_groups are informative, for at most
+    max_refill_rounds rounds. A group that lost all its episodes is missing, too. `take` is the schedule's.
 
     Raises:
-        RolloutError: no episode of the first round could be used. A later round that fails so is entered in `failures`.
+        RolloutError: no episode of the first round could be used. A later round that fails is entered in `failures`.
     """
     groups: list[TrajectoryGroup] = []
     kept: list[TrajectoryGroup] = []
@@ -205,7 +202,7 @@ async def collect_groups(
 
 
 def batch_metrics(collected: Collected, built: BuiltBatch) -> dict[str, float]:
-    """Return metrics of how the groups were used; the fraction is over all that were played and have episodes."""
+    """Return metrics on the use of the groups; the constant fraction is of all played groups with episodes."""
     counts = built.counts
     num_groups = collected.num_dropped + counts.num_groups
     num_compared = counts.num_trajectories + counts.num_untrained + counts.num_filtered
@@ -226,7 +223,7 @@ def batch_metrics(collected: Collected, built: BuiltBatch) -> dict[str, float]:
 class WarmupPlan:
     """Demonstrations to imitate, and the settings to imitate them with.
 
-    The schedule of `optimizer` is reinforcement's: the warm-up holds its learning rate constant.
+    The schedule of `optimizer` belongs to reinforcement: the warm-up holds its learning rate constant.
     """
 
     env_id: str
@@ -239,8 +236,8 @@ class WarmupPlan:
 async def warm_up(model: Any, pool: RolloutPool, plan: WarmupPlan, progress: Progress) -> SupervisedReport:
     """Play the demonstrations with the pool's scripted actor, and train `model` in place on them.
 
-    Their tasks are those of the training step 0, which no training step plays, so no evaluation task is seen. Any:
-    transformers and peft are untyped.
+    The tasks are training tasks of a seed derived for the warm-up, so no evaluation task is seen. Any: transformers and
+    peft are untyped.
 
     Raises:
         RolloutError: no demonstration could be played; the scripted policy's error is in the message.

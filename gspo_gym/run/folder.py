@@ -1,6 +1,6 @@
-"""The folder of a run that begins: an earlier run in it is moved aside, and a start that fails leaves none.
+"""Make room for a new run: move an earlier run in its folder aside, and undo that if the start fails.
 
-What a run writes there is `recording.py`'s; whether a folder is free for a new run decides `run.py`.
+`recording.py` writes into the folder; `cli/run.py` decides whether a new run may take it.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from gspo_gym.run.report.progress import Progress
 
 @contextlib.contextmanager
 def folder_of_a_new_run(folder: Path, progress: Progress) -> Iterator[Callable[[], None]]:
-    """Make and hold the folder, and move an earlier run aside; undo both unless the block calls what it is given.
+    """Make and hold the folder, and move an earlier run aside; undo both unless the block calls the yielded function.
 
     Raises:
-        StorageError: it cannot be made, or takes no file.
+        StorageError: the folder cannot be made, or not written to.
         ConfigError: another process holds it.
     """
     missing = [path for path in folder.parents if not path.exists()]
@@ -56,9 +56,10 @@ def _has_not_begun(folder: Path) -> bool:
 
 
 def _clear(folder: Path) -> Path | None:
-    """Remove what a killed start left, or move an earlier run to the first free FOLDER.1, FOLDER.2, ...; return that.
+    """Remove what a killed start left, or rename an earlier run to the first free FOLDER.1, FOLDER.2, ...
 
-    A run is never deleted. None: there was none.
+    Returns:
+        The earlier run's new folder; None if there was no run. A run is never deleted.
     """
     if not folder.exists() or not any(folder.iterdir()):
         return None
@@ -76,7 +77,7 @@ def _clear(folder: Path) -> Path | None:
 
 
 def _undo(folder: Path, earlier: Path | None, missing: Sequence[Path]) -> None:
-    """Bring an earlier run back, and remove folders that were made for one that did not start."""
+    """Move an earlier run back, and remove the folders made for the run that did not start."""
     with contextlib.suppress(OSError):
         folder.rmdir()  # empty, unless it is another process's
     if earlier is not None and not folder.exists():

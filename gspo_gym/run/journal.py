@@ -1,4 +1,4 @@
-"""The journal of a run: metrics, events and episodes go to its folder, notes to the display of progress.
+"""The journal of a run: metrics, events and episodes go to the folder, notes to the display of progress.
 
 Nothing here feeds back into training, except that a run is stopped where engine and learner disagree.
 """
@@ -32,7 +32,7 @@ MoreMetrics = Callable[[int, Sequence[TrajectoryGroup]], Mapping[str, float]]
 
 @dataclass(frozen=True, slots=True)
 class StepTimes:
-    """When a step began, had its episodes, and had published its weights; seconds of the journal's clock."""
+    """The times at which a step began, had its episodes and had published its weights, by the journal's clock."""
 
     started: float
     collected: float
@@ -43,12 +43,12 @@ class Journal:
     """Journal of a run's steps and evaluations.
 
     Args:
-        plan: the run's; may be replaced between two steps.
+        plan: of the run; may be replaced between two steps.
         recorder: of the run's folder.
         progress: shown to a person.
         alarm: compares the logprobs of engine and learner in every batch; None: they are not compared.
         more_metrics: see `MoreMetrics`; None: there are none.
-        clock: seconds, monotonic; the trainer's times of a step are its.
+        clock: monotonic seconds, also for the trainer's times of a step.
     """
 
     def __init__(
@@ -77,12 +77,12 @@ class Journal:
         self._progress.finished()
 
     def collected(self, step: int, collected: Collected) -> None:
-        """Record that episodes of weights that were never committed were left out."""
+        """Record how many episodes were left out because their weights were never committed."""
         if collected.num_uncommitted:
             self._recorder.event("uncommitted", step, {"num_episodes": collected.num_uncommitted})
 
     def learned(self, step: int, collected: Collected, learned: Mapping[str, float]) -> None:
-        """Sound the alarm if engine and learner disagree on the logprobs of the batch.
+        """Record an alarm if engine and learner disagree on the logprobs of the batch.
 
         Raises:
             EngineMismatchError: they disagree for too many batches in a row.
@@ -106,7 +106,12 @@ class Journal:
         times: StepTimes,
         unit: ScoreUnit | None,
     ) -> dict[str, float]:
-        """Return all metrics of a step; `learned` are those of its update, `unit` is what the run's scores are in."""
+        """Return all metrics of a step.
+
+        Args:
+            learned: the metrics of the update.
+            unit: of the run's scores; None before it is decided.
+        """
         is_ahead = self.plan.loop.max_staleness > 0
         # Played ahead, episodes are played all the time, and not only while a step waits for them.
         playing_until = times.finished if is_ahead else times.collected
@@ -124,7 +129,7 @@ class Journal:
         }
 
     def stepped(self, step: int, collected: Collected, metrics: Mapping[str, float], *, is_updated: bool) -> None:
-        """Record a step that is done, as often as the plan says."""
+        """Record a finished step, as often as the plan says."""
         plan = self.plan
         for reason in collected.failures:
             self._recorder.event("refill_failed", step, {"reason": reason})
@@ -137,7 +142,7 @@ class Journal:
         self._progress.stepped(step, metrics)
 
     def evaluated(self, step: int, evaluation: Evaluation, unit: ScoreUnit | None, *, num_undecided: int) -> None:
-        """Record an evaluation; `num_undecided` came before it without deciding the unit."""
+        """Record an evaluation; `num_undecided` evaluations before it did not decide the unit."""
         self._recorder.event("evaluation", step, evaluation.to_dict())
         self._progress.note(f"step {step}: {evaluation.sentence()}")
         if unit is None and not num_undecided:

@@ -1,4 +1,4 @@
-"""A run's judge: the scorers of its pools, the metrics of a step, and the comparison with gold."""
+"""The judge of a run: scorers for the pools, metrics of a step, and the comparison with gold."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ class Closable(Protocol):
 
 
 class Judging:
-    """Scorer of training's and evaluations' episodes, for one event loop; close it.
+    """Scorer of training and evaluation episodes, for one event loop; close it.
 
     Args:
         judge: asked for scores; an outage is waited out.
         rubrics_of: returns the rubrics of an episode.
         weights: of the blend.
-        limits: of scores that are late or do not come.
+        limits: of scores that are late or missing.
         rewards: returns what stands for the environment's rewards in the blend.
         budget: of the judge, with what it has spent.
 
@@ -76,16 +76,16 @@ class Judging:
 
     @property
     def for_training(self) -> Scoring:
-        """Scoring for a pool whose episodes are learned from."""
+        """Return the scoring for a pool that plays training episodes."""
         return Scoring(self._training, self._limits)
 
     @property
     def for_evaluation(self) -> Scoring:
-        """Scoring for a pool that evaluates; see `env_return`."""
+        """Return the scoring for a pool that evaluates; see `env_return`."""
         return Scoring(self._evaluation, self._limits)
 
     def env_return(self, trajectory: Trajectory) -> float | None:
-        """Return, once, what the environment gave an evaluation's episode; None if it gave nothing."""
+        """Remove and return the environment's return of an evaluation episode; None if it gave none."""
         return self._env_returns.pop(trajectory.trajectory_id, None)
 
     def watch(self, gold: GoldWatch) -> None:
@@ -93,13 +93,13 @@ class Judging:
         self._gold = gold
 
     def close_too(self, other: Closable) -> None:
-        """Close another object, such as a gold judge or a cache, together with this."""
+        """Close another object, such as a gold judge or a cache, when this is closed."""
         self._others.append(other)
 
     def record_into(self, folder: Path, on_event: OnEventOfStep, *, step: int = 0) -> None:
         """Write judgements into a run's folder, which is at `step`, and report events.
 
-        The spending of the run's earlier processes counts from now on, and so does their first comparison with gold.
+        What the run's earlier processes spent counts from now on, and so does their first comparison with gold.
 
         Raises:
             RecordError: its judgements or events cannot be read.
@@ -115,7 +115,7 @@ class Judging:
         self._told = self._budget.spent
 
     def after_step(self, step: int) -> dict[str, float]:
-        """Return the metrics since the step before; begin a comparison with gold if it is time."""
+        """Return the metrics since the previous step; begin a comparison with gold if one is due."""
         self._step = step
         self._evaluation.drain()  # an evaluation's numbers are its own
         spent, told = self._budget.spent, self._told
@@ -138,12 +138,12 @@ class Judging:
             self._on_event(kind, self._step, data)
 
     async def finish(self) -> None:
-        """Wait for the comparison with gold that goes on beside the training."""
+        """Wait for the comparison with gold that runs beside the training."""
         if self._gold is not None:
             await self._gold.finish()
 
     async def close(self) -> None:
-        """Cancel the comparison and close the connections. Closing twice is fine."""
+        """Cancel the comparison and close the connections; closing twice is fine."""
         if self._gold is not None:
             await self._gold.close()
         for each in (self.judge, *self._others):

@@ -1,4 +1,4 @@
-"""The model card of an exported model: README.md with the hub's metadata, from the run's records and nothing else."""
+"""The model card of an exported model: README.md with the hub's metadata, made from the run's records alone."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _MERGED = {
 
 
 def model_card(model: Model, weights: Weights, *, version: str) -> str:
-    """Return the card's text: YAML metadata as the hub reads it, then the same for people.
+    """Return the card's text: YAML metadata for the hub, then the same for people.
 
     Args:
         model: that was exported.
@@ -106,7 +106,7 @@ def _base(model: Model) -> str | None:
 
 
 def _parts(evaluation: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Return the evaluations of single environments."""
+    """Return the evaluation of each environment."""
     parts = evaluation.get("parts") or {}
     return [{"env_id": env_id, **part} for env_id, part in parts.items()] or [evaluation]
 
@@ -145,7 +145,7 @@ def _evaluation_table(evaluation: Mapping[str, Any]) -> str:
 
 
 def _ranges(seeds: list[int]) -> str:
-    """Return seeds as settings have them.
+    """Return seeds in the notation of settings.
 
     >>> _ranges([0, 1, 2, 7])
     '0:3,7'

@@ -1,4 +1,4 @@
-"""The models of runs: find the checkpoint that a person means, and what the run's records say of it."""
+"""The models of runs: find the checkpoint that a name means, and read its facts from the run's records."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ LATEST, BEST = "latest", "best"
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """A model as it was named.
+    """A model found by name.
 
     Attributes:
-        base: what `load_policy` takes: a checkpoint's folder, or the name as it was given.
-        run: the folder of its run; None: it is of no run.
+        base: for `load_policy`: a checkpoint's folder, or the name as it was given.
+        run: the folder of the run that trained it; None: no run did.
         step: of the checkpoint; None without a run.
-        evaluation: that the run made at this step, as its event holds it (JSON); None: it made none.
+        evaluation: the run's evaluation at this step, as in its event (JSON); None: there was none.
     """
 
     base: str
@@ -40,12 +40,12 @@ class Model:
 
     @property
     def name(self) -> str:
-        """A name for cards and lists."""
+        """Return a name for cards and lists."""
         return self.base if self.run is None else f"{self.run.absolute().name}@{self.step}"
 
     @property
     def config(self) -> Mapping[str, Any]:
-        """The run's settings (JSON values, hence Any); {} without a run.
+        """Return the run's settings (JSON values, hence Any); {} without a run.
 
         Raises:
             RecordError: the run's config.toml cannot be read.
@@ -60,11 +60,11 @@ class Model:
 
     @property
     def dtype(self) -> str:
-        """The dtype in which its run loads weights; float32 without a run."""
+        """Return the dtype in which the run loads weights; float32 without a run."""
         return str(self.config.get("model", {}).get("dtype", "float32"))
 
     def to_json(self) -> dict[str, Any]:
-        """Return what is known of it, without the evaluation's single episodes."""
+        """Return the facts about the model, with the evaluation's totals only."""
         folder = Path(self.base).expanduser()
         about: dict[str, Any] = {"name": self.name, "path": self.base, "run": None, "step": self.step}
         if folder.is_dir():
@@ -80,9 +80,9 @@ class Model:
 def find_model(name: str, *, runs: Path = Path("runs")) -> Model:
     """Return the model that `name` means.
 
-    A run, as `registry.find_run` takes it, and `RUN@latest` mean its newest checkpoint, `RUN@best` the one with the
-    best evaluation (by training.keep_best_metric; the first of equal ones), `RUN@20` that of step 20. A checkpoint's
-    folder, and all that `load_policy` takes, mean themselves.
+    A run (as in `registry.find_run`) and `RUN@latest` mean its newest checkpoint, `RUN@best` the one with the best
+    evaluation (by training.keep_best_metric; the first of equal ones), `RUN@20` that of step 20. A checkpoint's folder
+    and any name for `load_policy` mean themselves.
 
     Raises:
         UnknownNameError: there is no such run, step or model.
@@ -99,14 +99,15 @@ def find_model(name: str, *, runs: Path = Path("runs")) -> Model:
             return _of_folder(Path(name).expanduser())
         if at:
             return _of_run(_run_called(label, runs), which)
-        if get_close_matches(name, [path.name for path in runs.glob("*")]):  # and not the hub, which has names alike
+        # A misspelt run is not looked for on the hub, which may have a model of that name.
+        if get_close_matches(name, [path.name for path in runs.glob("*")]):
             raise UnknownNameError(str(error)) from None
     check_base(name)
     return Model(name)
 
 
 def list_models(runs: Path) -> list[tuple[Model, frozenset[str]]]:
-    """Return all complete checkpoints of all runs in a folder, each with "latest" and "best" where it is that.
+    """Return the complete checkpoints of all runs in a folder, each marked "latest" and "best" where that applies.
 
     Raises:
         ConfigError: there is no such folder.
@@ -138,7 +139,7 @@ def _run_called(label: str, runs: Path) -> Path:
 
 
 def _of_folder(folder: Path) -> Model:
-    """Return the model in a folder that is no run's: a checkpoint knows its run by its place."""
+    """Return the model in a folder: a run's checkpoint, if the folder lies where checkpoints do, or other weights."""
     run, step = folder.absolute().parent.parent, step_of(folder)
     if step is not None and folder.absolute().parent.name == "checkpoints" and (run / "config.toml").is_file():
         return _at_step(run, step)
@@ -177,7 +178,7 @@ def _at_step(folder: Path, step: int) -> Model:
 
 
 def _best_of(folder: Path) -> int | None:
-    """Return the step with the best evaluation, as the run's own keep_best goes by; None if none has one."""
+    """Return the step with the best evaluation, by the run's keep_best settings; None if none was evaluated."""
     best = _store(folder).best()
     return None if best is None else step_of(best)
 

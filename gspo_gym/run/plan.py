@@ -1,4 +1,4 @@
-"""What a run does, as the records that say so."""
+"""The plan of a run: the records of its settings, checked against each other."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from gspo_gym.run.settings import EvaluationSettings, LoopSettings, RunSettings,
 
 @dataclass(frozen=True, slots=True)
 class TrainPlan:
-    """What a run does, in steps; a step (an iteration of the configuration) is one batch of episodes and its updates.
+    """Settings of a training loop; a step (an iteration of the configuration) is one batch of episodes and its updates.
 
-    There is an evaluation before the first step and one after the last in any case, and a checkpoint after the last.
+    There is always an evaluation before the first step and one after the last, and a checkpoint after the last.
 
     Attributes:
         env_id: the environment trained on, or the main one of several.
-        size: how many steps there are, and how many groups of how many episodes each plays.
+        size: the number of steps, of groups per step, and of episodes per group.
         run: the seed, and when training episodes are written.
         loop: what happens around the updates, and how old samples may be.
         evaluation: when the run evaluates.
         advantages: how the episodes of a group are compared.
-        rewards, step_rewards: what becomes of rewards before episodes are compared.
-        mixture: further environments, and the fraction of groups that each gets; the rest are `env_id`'s.
+        rewards, step_rewards: applied to rewards before episodes are compared.
+        mixture: further environments, and the fraction of groups of each; the rest plays `env_id`.
 
     Raises:
         ConfigError: constant groups are to be left out although they teach something, or samples would be older than

@@ -1,6 +1,6 @@
-"""The runs below a folder: what each is, how far it came, and whether it lives.
+"""The runs below a folder: status, progress and results of each.
 
-The folders are all there is: no database, and no index that could be out of date.
+All is read from the runs' folders: there is no database or index that could be out of date.
 """
 
 from __future__ import annotations
@@ -33,16 +33,17 @@ class RunInfo:
     """A run as its folder shows it.
 
     Attributes:
-        status: "running", "paused" or "elsewhere" (a process of another machine, which cannot be seen from here, has
-            not said that it ended) while a process holds the folder; else how the last one ended: "completed",
-            "interrupted", "failed", or "crashed", which could not say it.
+        status: while a process holds the folder, "running", "paused" or "elsewhere" (a process of another machine,
+            which
+            this one cannot see, has not recorded its end); else how the last process ended: "completed", "interrupted",
+            "failed", or "crashed" if it recorded no end.
         run: the id; None in a folder of an early version.
-        attempt: of the process that holds the folder, or held it last.
+        attempt: number of the process that holds the folder, or held it last.
         pid, host: of that process; None: unknown.
-        updated: when an event was recorded last, in seconds since 1970.
-        step: the last one that was recorded.
+        updated: time of the last event, in seconds since 1970.
+        step: the last recorded one.
         score, value: the name and the value of the last evaluation's score; None before the first.
-        wall_seconds, sampled_tokens, trained_tokens: None of a run that has not ended.
+        wall_seconds, sampled_tokens, trained_tokens: None until the run has ended.
         error: why it failed; None if it did not.
     """
 
@@ -63,16 +64,16 @@ class RunInfo:
 
     @property
     def is_held(self) -> bool:
-        """Whether a process may be at work on it."""
+        """Return whether a process may be at work on the run."""
         return self.status in (RUNNING, PAUSED, ELSEWHERE)
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON values."""
+        """Return the attributes as JSON values."""
         return dataclasses.asdict(self) | {"folder": str(self.folder)}
 
 
 def list_runs(folder: Path) -> list[RunInfo]:
-    """Return the runs in a folder and in the folders in it, the last updated first.
+    """Return the runs in a folder and up to three levels below it, the last updated first.
 
     Raises:
         ConfigError: there is no such folder.
@@ -102,7 +103,7 @@ def find_run(name: str, folder: Path) -> Path:
 
 
 def read_run(folder: Path) -> RunInfo:
-    """Return what a run's folder says of the run now."""
+    """Return a run's present state from its folder."""
     # First the lock, then the records: a run that ends in between has said how, and is not taken for crashed.
     holder = holder_of(folder)
     path = f"{folder}/{EVENTS_FILE}"
@@ -136,7 +137,7 @@ def remove_run(folder: Path) -> None:
 
     Raises:
         ConfigError: a process is at work on it.
-        StorageError: something of it cannot be removed.
+        StorageError: a file in it cannot be removed.
     """
     holder = holder_of(folder)
     if holder is not None:
@@ -155,8 +156,8 @@ class RunComparison:
     Attributes:
         runs: in the order asked for.
         settings: by key, the value of each run (None: it has no such key), where they differ.
-        evaluations: of each run after the first, its last evaluation against the first run's, seed by seed, as JSON
-            values; or the sentence that says why they cannot be compared.
+        evaluations: for each run after the first, its last evaluation against the first run's, seed by seed, as JSON
+            values; or a sentence on why they cannot be compared.
     """
 
     runs: tuple[RunInfo, ...]
@@ -164,7 +165,7 @@ class RunComparison:
     evaluations: tuple[dict[str, Any] | str, ...]
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON values."""
+        """Return the comparison as JSON values."""
         return {
             "runs": [run.to_dict() for run in self.runs],
             "settings": {key: list(values) for key, values in self.settings.items()},
@@ -173,7 +174,7 @@ class RunComparison:
 
 
 def compare_runs(folders: Sequence[Path]) -> RunComparison:
-    """Compare runs; the first is what the others are compared with.
+    """Compare each run with the first.
 
     Raises:
         RecordError: a config or an event cannot be read.
@@ -228,7 +229,7 @@ def _run_folders(folder: str, depth: int) -> Iterator[Path]:
 
 
 def _read(path: str, tail: int | None = None) -> bytes:
-    """Return a file's bytes, or its last `tail` ones; none if there is no such file."""
+    """Return a file's bytes, or its last `tail` ones; b"" if there is no such file."""
     try:
         with open(path, "rb", buffering=0) as file:  # unbuffered: thousands of files are read once each
             if tail is not None:
@@ -268,8 +269,9 @@ def _live_status(is_elsewhere: bool, events: bytes) -> str:
 
 
 def _summary_of(folder: Path, finished: Mapping[str, Any]) -> dict[str, Any]:
-    """Return summary.json if it is of this end of the run; one of an earlier end may be there."""
+    """Return summary.json if it belongs to this end of the run, else {}."""
     summary = _json(_read(f"{folder}/summary.json"))
+    # The summary of an earlier end may still be there.
     is_same = (summary.get("status"), summary.get("steps")) == (finished["data"].get("status"), finished["step"])
     return summary if is_same else {}
 

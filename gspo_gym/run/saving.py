@@ -1,4 +1,4 @@
-"""The saving of a run's checkpoints: when one is due, in the background, and again when the disk refused."""
+"""Save a run's checkpoints: when one is due, in the background, and again when the disk refused."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ OnEvent = Callable[[str, int, Mapping[str, Any]], None]
 
 
 def seconds_of_process() -> float:
-    """Return the seconds since this process began; where the system does not say, since this module was imported."""
+    """Return the seconds since this process began, or since this module was imported if the system does not tell."""
     try:
         began = int(Path("/proc/self/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[19])
         return time.clock_gettime(time.CLOCK_BOOTTIME) - began / os.sysconf("SC_CLK_TCK")
@@ -38,13 +38,14 @@ _IMPORTED = time.monotonic()
 class Saver:
     """Saver of a run's checkpoints: a step waits for the copy of the tensors and not for the disk.
 
-    One checkpoint is written at a time. One that the disk refuses is an event, and the next step's is tried.
+    Only one checkpoint is written at a time. If the disk refuses one, an event records it, and the next step saves
+    again.
 
     Args:
         copy: see `CopyCheckpoint`.
         settings: how often, and by when one must be saved.
         on_event: see `OnEvent`.
-        saved: what the run's newest checkpoint holds; None: it has none.
+        saved: the state in the run's newest checkpoint; None: it has none.
         clock: seconds since the process began.
     """
 
@@ -74,7 +75,7 @@ class Saver:
         """Begin to save the state if that is due; return when its tensors are copied.
 
         Raises:
-            CheckpointError: the disk refused several in a row.
+            CheckpointError: the disk refused several checkpoints in a row.
         """
         if self._writing is not None and self._writing.done():
             await self.wait()
@@ -91,7 +92,7 @@ class Saver:
         """Save the state unless the newest checkpoint holds it; return when it is complete on the disk.
 
         Raises:
-            CheckpointError: the disk refused several in a row.
+            CheckpointError: the disk refused several checkpoints in a row.
         """
         await self.wait()
         while self._saved is not state:
@@ -99,10 +100,10 @@ class Saver:
             await self.wait()
 
     async def wait(self) -> None:
-        """Wait until what is being written is complete on the disk, also if this is cancelled meanwhile.
+        """Wait until the checkpoint in progress is complete on the disk, even if cancelled meanwhile.
 
         Raises:
-            CheckpointError: the disk refused several in a row.
+            CheckpointError: the disk refused several checkpoints in a row.
         """
         if self._writing is None:
             return
@@ -115,7 +116,7 @@ class Saver:
         self._record(self._writing.result())
 
     async def close(self) -> None:
-        """Wait until nothing is being written; a refusal of the disk is an event and no error, since the run ends."""
+        """Wait until nothing is being written; a refusal of the disk is recorded and not raised, since the run ends."""
         with contextlib.suppress(CheckpointError):
             await self.wait()
 
@@ -123,7 +124,7 @@ class Saver:
         """Begin to save the state unless the newest checkpoint holds it; return when its tensors are copied.
 
         Raises:
-            CheckpointError: the disk refused several in a row.
+            CheckpointError: the disk refused several checkpoints in a row.
         """
         await self.wait()
         if self._saved is state:

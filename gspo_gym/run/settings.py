@@ -1,6 +1,6 @@
-"""The settings of a run that its loop reads, as sections of a configuration file or parts of one.
+"""Settings of a run that its loop reads: sections of a configuration file, or parts of sections.
 
-Light on purpose: reading a configuration loads neither torch nor numpy.
+Reading a configuration loads neither torch nor numpy.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ ConstantGroups = Literal["keep", "drop", "refill"]
 
 
 class RunSettings(Settings):
-    """[run]: what makes this run this one."""
+    """[run]: seed, folder and labels of a run, and what it takes over from another one."""
 
     seed: int = Field(default=0, ge=0, description="everything random in the run derives from it")
     folder: str = Field(default="runs", min_length=1, description="runs are written into FOLDER/LABEL")
@@ -54,7 +54,7 @@ class RunSettings(Settings):
 
 
 class BatchSettings(Settings):
-    """The keys of [training] that say how much there is to learn from, and in which portions."""
+    """The keys of [training] for the number and size of batches."""
 
     num_epochs: int = Field(default=1, gt=0, description="iterations in all = num_epochs x iterations_per_epoch")
     iterations_per_epoch: int = Field(gt=0, description="batches of episodes per epoch")
@@ -88,7 +88,7 @@ class BatchSettings(Settings):
 
 
 class LoopSettings(Settings):
-    """The keys of [training] that say what the loop does around its updates."""
+    """The keys of [training] for the loop around the updates."""
 
     log_interval: int = Field(default=1, gt=0, description="iterations between lines in metrics.jsonl")
     checkpoint_every_n_iters: int = Field(
@@ -134,7 +134,7 @@ class LoopSettings(Settings):
 
     @property
     def num_ahead(self) -> int:
-        """Iterations whose episodes are played in advance; negative: no sample could be fresh enough."""
+        """Return for how many iterations episodes are played in advance; negative: no sample could be fresh enough."""
         # Just before an update is sent, the engine's weights are interval - 1 versions behind.
         return self.max_staleness - (self.weight_sync_interval - 1)
 
@@ -164,7 +164,7 @@ class EvaluationSettings(Settings):
 
 
 class DemonstrationSettings(Settings):
-    """The keys of [warmup] that say what is imitated."""
+    """The keys of [warmup] for the episodes to imitate."""
 
     policy: str = Field(default="random", min_length=1, description="a name in the environment's `policies`")
     num_episodes: int = Field(gt=0, description="demonstrations that the policy plays")
@@ -176,7 +176,7 @@ class WarmupSettings(SupervisedSettings, DemonstrationSettings):
 
 @dataclass(frozen=True, slots=True)
 class RunSize:
-    """The arithmetic of a run: episodes an iteration, trajectories an optimizer step, optimizer steps in all.
+    """The arithmetic of a run: episodes per iteration, trajectories per optimizer step, optimizer steps in all.
 
     The fields are named as in the configuration file.
 
@@ -197,22 +197,22 @@ class RunSize:
 
     @property
     def num_iterations(self) -> int:
-        """Iterations of the whole run."""
+        """Return the iterations of the whole run."""
         return self.num_epochs * self.iterations_per_epoch
 
     @property
     def episodes_per_iteration(self) -> int:
-        """Episodes that one iteration learns from, if none is dropped."""
+        """Return the episodes that one iteration trains on, if none is dropped."""
         return self.episodes_per_batch * self.batches_per_step
 
     @property
     def groups_per_iteration(self) -> int:
-        """Tasks that one iteration plays, each `group_size` times."""
+        """Return the tasks that one iteration plays, each `group_size` times."""
         return self.episodes_per_iteration // self.group_size
 
     @property
     def num_accumulated(self) -> int:
-        """Batches of batch_size trajectories whose gradients are summed before one optimizer step."""
+        """Return the batches of batch_size trajectories that share one optimizer step by summing gradients."""
         if self.gradient_accumulation_steps is not None:
             return min(
                 self.gradient_accumulation_steps, self.max_accumulated_minibatch or self.gradient_accumulation_steps
@@ -222,15 +222,15 @@ class RunSize:
 
     @property
     def minibatch_size(self) -> int:
-        """Most trajectories of an optimizer step; the iteration's are split evenly."""
+        """Return the most trajectories of an optimizer step; an iteration's trajectories are split evenly."""
         return self.batch_size * self.num_accumulated
 
     @property
     def steps_per_iteration(self) -> int:
-        """Optimizer steps between two batches of episodes."""
+        """Return the optimizer steps between two batches of episodes."""
         return -(-self.episodes_per_iteration // self.minibatch_size) * self.update_epochs
 
     @property
     def num_optimizer_steps(self) -> int:
-        """Optimizer steps of a whole run in which no group is dropped."""
+        """Return the optimizer steps of a whole run in which no group is dropped."""
         return self.num_iterations * self.steps_per_iteration

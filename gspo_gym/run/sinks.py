@@ -1,8 +1,6 @@
-"""Where a run's numbers go besides its folder: TensorBoard and Weights & Biases.
+"""Sinks for a run's numbers besides its folder: TensorBoard and Weights & Biases.
 
-The folder stays the record; a sink is a view of it for people who look at curves elsewhere. `RunRecorder` feeds the
-sinks, and drops one that fails, because a service that is down must not end a training. The packages are extras and
-load only when a sink is opened.
+The folder stays the record. The packages are extras and load only when a sink is opened.
 """
 
 from __future__ import annotations
@@ -26,22 +24,19 @@ EVALUATION_NUMBERS = ("success_rate", "mean_return", "mean_turns", "num_episodes
 
 
 class Sink(Protocol):
-    """Takes numbers, a few dozen a step. It may raise anything; its caller then stops using it."""
+    """Receiver of numbers, a few dozen per step. It may raise anything; its caller then stops using it."""
 
     name: str
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        """These finite numbers, by name, belong to this step. A step may come more than once, with other names."""
+        """Take the finite numbers of a step, by name. A step may come again, with other names."""
 
     def close(self) -> None:
-        """Everything written so far is safe. Not called twice."""
+        """Make everything written so far safe. Not called twice."""
 
 
 class TensorBoardSink:
-    """Event files in `folder`/tensorboard; see them with `tensorboard --logdir runs`.
-
-    What an interrupted run wrote of steps after `resume_step` is hidden by TensorBoard, as the run does them again.
-    """
+    """Event files in `folder`/tensorboard; see them with `tensorboard --logdir runs`."""
 
     name = "tensorboard"
 
@@ -49,6 +44,7 @@ class TensorBoardSink:
         _require("tensorboard", extra="tensorboard")
         from torch.utils.tensorboard import SummaryWriter
 
+        # TensorBoard hides what an interrupted run wrote of later steps: the resumed run does them again.
         purge = None if resume_step is None else resume_step + 1
         self._writer: Any = SummaryWriter(str(folder / "tensorboard"), purge_step=purge, flush_secs=10)  # Any: untyped
         text = json.dumps(config, indent=2, default=str)
@@ -65,11 +61,11 @@ class TensorBoardSink:
 
 
 class WandbSink:
-    """A run on wandb.ai, or in `folder`/wandb, as the environment variable WANDB_MODE says (online, offline, disabled).
+    """A run on wandb.ai, or in `folder`/wandb; the environment variable WANDB_MODE decides (online, offline, disabled).
 
-    The key comes from WANDB_API_KEY or `wandb login`, never from a config. A resumed training goes on in the same
-    W&B run, whose id is kept in `folder`/wandb_id.txt. Its x axis is our step, so that steps done again draw over
-    those that were lost instead of being refused, as W&B does with its own counter.
+    The key comes from WANDB_API_KEY or `wandb login`, never from a config. A resumed training goes on in the same W&B
+    run; `folder`/wandb_id.txt keeps the id. Step numbers are ours: W&B's counter refuses steps that are done again,
+    here they replace the lost ones.
     """
 
     name = "wandb"
@@ -103,6 +99,7 @@ class WandbSink:
                 f"tracking.report_to: W&B could not start: {error}; set WANDB_API_KEY or run `wandb login`, set "
                 'WANDB_MODE=offline to keep the run here, or remove "wandb"'
             ) from error
+        # Not W&B's own counter, which only goes up.
         self._run.define_metric("*", step_metric="step")
         id_file.write_text(f"{self._run.id}\n", encoding="utf-8")
 
@@ -111,7 +108,7 @@ class WandbSink:
         self._run.log({"step": step, **values})
 
     def close(self) -> None:
-        """Upload what is left, and mark the run as finished."""
+        """Upload the rest, and mark the run as finished."""
         self._run.finish()
 
 
@@ -129,10 +126,10 @@ def open_sinks(
 
     Args:
         report_to: "wandb" and "tensorboard", or neither.
-        folder: the run's; a sink that writes files makes a folder in it.
+        folder: of the run; a sink that writes files makes a folder in it.
         project: of W&B; None: gspo-gym.
         tags: of W&B.
-        run_name: what W&B calls the run; TensorBoard goes by the folder.
+        run_name: the run's name in W&B; TensorBoard uses the folder.
         config: the resolved configuration, as nested tables (Any: of all types).
         resume_step: the step after which the run goes on; None: it begins.
 
@@ -163,7 +160,7 @@ def open_sinks(
 
 
 def check_sinks(report_to: Sequence[str]) -> None:
-    """Refuse sinks without their packages, and W&B without a login.
+    """Check that the sinks' packages are installed, and that W&B has a login.
 
     Raises:
         MissingExtraError: a package is not installed.
@@ -182,7 +179,7 @@ def check_sinks(report_to: Sequence[str]) -> None:
 
 
 def _has_wandb_key(environment: Mapping[str, str]) -> bool:
-    """Return whether W&B need not log in, or can: by a variable, or with the key that `wandb login` wrote down."""
+    """Return whether W&B needs no login, or finds a key in a variable or in the file that `wandb login` writes."""
     if environment.get("WANDB_MODE", "online").lower() not in ("online", "shared"):
         return True
     if environment.get("WANDB_API_KEY") or environment.get("WANDB_IDENTITY_TOKEN_FILE"):
@@ -195,10 +192,7 @@ def _has_wandb_key(environment: Mapping[str, str]) -> bool:
 
 
 def evaluation_numbers(data: Mapping[str, Any]) -> dict[str, float]:
-    """Return the numbers of an "evaluation" event's data that make a curve, under the names that sinks show.
-
-    Where there are several environments, those of each stand under its name, too.
-    """
+    """Return the numbers of an "evaluation" event for a sink, also by environment if there are several."""
     tables = {"evaluation": data} | {f"evaluation/{env_id}": part for env_id, part in data.get("parts", {}).items()}
     return {
         f"{place}/{name}": float(table[name])

@@ -46,7 +46,7 @@ class TrainState:
 
     @property
     def last_evaluated(self) -> int | None:
-        """The step of the latest evaluation; None: there was none."""
+        """Return the step of the latest evaluation, or None."""
         return self.curve[-1][0] if self.curve else None
 
     def has_reached(self, success_rate: float | None) -> bool:
@@ -56,7 +56,7 @@ class TrainState:
         return success_rate is not None and rate is not None and bool(rate >= success_rate)
 
     def evaluation_numbers(self) -> dict[str, Any] | None:
-        """Return the numbers of this step's evaluation, as a checkpoint's manifest names them; None: it has none."""
+        """Return the numbers of this step's evaluation under the names of a checkpoint's manifest, or None."""
         if self.final_eval is None or self.final_eval["step"] != self.step:
             return None
         return {name: self.final_eval[name] for name in EVALUATION_NUMBERS if name in self.final_eval}
@@ -66,10 +66,10 @@ class TrainState:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> TrainState:
-        """Return the state that `to_dict` gave, after JSON.
+        """Return the state from the values of `to_dict`, after JSON.
 
         Raises:
-            CheckpointError: it is none.
+            CheckpointError: the values are not those of a state.
         """
         try:
             return cls._parse(values)
@@ -98,10 +98,10 @@ class TrainState:
         )
 
     def after_evaluation(self, evaluation: Evaluation, unit: ScoreUnit | None) -> TrainState:
-        """Return the state with this evaluation as the latest, and as the first or the best where it is.
+        """Return the state with this evaluation as the latest, and as the first or the best if it is.
 
-        `unit` is the run's, and the evaluation is measured in it; None: it is not decided yet. Where this evaluation
-        decides it, those before are measured in it from now on.
+        `unit` is the run's unit of scores, which the evaluation is in; None: it is not decided yet. An evaluation that
+        decides it also converts the earlier ones.
         """
         state = self if unit is None else self._in_unit(unit)
         summary = {"step": self.step, **evaluation.summary()}
@@ -118,7 +118,7 @@ class TrainState:
         )
 
     def _in_unit(self, unit: ScoreUnit) -> TrainState:
-        """Return the state with its evaluations, all from before the unit was decided, measured in it."""
+        """Return the state with its undecided evaluations converted to the unit."""
         if not self.undecided:
             return self
         summaries = [restated(summary, unit) for summary in self.undecided]

@@ -1,7 +1,7 @@
-"""The loop: collect -> score -> update -> publish -> evaluate, until the plan is done.
+"""The training loop: collect -> score -> update -> publish -> evaluate, until the plan is done.
 
-`Trainer` joins parts that know nothing of each other; it is the only object that calls them all. What the parts are is
-decided in `config/build/trainer.py`; what they do with a batch is decided in `rollout` and `learning`.
+`Trainer` joins parts that do not know each other; it is the only object that calls them all. `config/build/trainer.py`
+chooses the parts; `rollout` and `learning` define what they do with a batch.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ WhileLearning = Callable[[], AbstractAsyncContextManager[object]]
 
 
 class Trainer:
-    """Loop that runs a plan. It holds no mathematics, names or files; `state` says where it stands.
+    """Loop that runs a plan. It holds no mathematics, names or files; `state` is its progress.
 
     Args:
-        plan: what to do.
+        plan: the settings of the loop.
         collector: collects the episodes of a step.
         learner: updates the weights on a batch.
-        publish: makes the updated weights those that sample.
+        publish: makes the engine sample with the updated weights.
         evaluate: plays the evaluation's episodes.
         saver: saves the learner's weights with a state.
         journal: records what happens, and stops the run if engine and learner disagree.
-        state: what the checkpoint holds with which the run goes on; None: it begins.
+        state: from the checkpoint to go on from; None: the run begins.
         while_learning: entered while the learner works on a batch; the engine can lend it memory meanwhile.
         steering: requests from outside, such as to stop; None: there are none.
     """
@@ -78,7 +78,7 @@ class Trainer:
     async def run(self) -> TrainState:
         """Train until the plan is done or an evaluation reaches its goal; return the final state.
 
-        However it ends, no episode is being played and no thread works for it any more.
+        However it ends, no episode is being played and no thread works for it afterwards.
 
         Raises:
             RolloutError: no episode of a whole batch could be used.
@@ -117,16 +117,13 @@ class Trainer:
         return self.state
 
     def replan(self, plan: TrainPlan, *, max_concurrent_rollouts: int) -> None:
-        """Go on under another plan, which differs in how long, how often and how wide only. Not during a step."""
+        """Go on under another plan, which may differ in duration, intervals and concurrency only. Not during a step."""
         self.plan = self._journal.plan = self._collector.plan = plan
         self._saver.settings = plan.loop
         self._collector.pool.set_concurrency(max_concurrent_rollouts)
 
     async def _run_step(self) -> None:
-        """Collect a batch of episodes, score it, update the weights on it, and publish them.
-
-        A step whose groups teach nothing takes no update and is a step all the same: the weights get its number.
-        """
+        """Collect a batch of episodes, score it, update the weights on it, and publish them."""
         started, step = self._journal.clock(), self.state.step + 1
         collected = await self._steering.unless_stopped(self._collector.collect(step))
         self._journal.collected(step, collected)
@@ -135,6 +132,7 @@ class Trainer:
             built = await self._block(lambda: self._score(collected))
             learned = await self._block(lambda: self._update(built))
         self._journal.learned(step, collected, learned)
+        # Also without an update: the weights get the number of every step.
         await self._publish(step)
         times = StepTimes(started, collected_at, self._journal.clock())
         metrics = self._journal.metrics(step, collected, built, learned, times=times, unit=self.state.score_unit)
@@ -142,7 +140,7 @@ class Trainer:
         self._journal.stepped(step, collected, metrics, is_updated=built.batch is not None)
 
     def _score(self, collected: Collected) -> BuiltBatch:
-        """Return what was collected as a batch in which every turn has its advantage."""
+        """Return the collected groups as a batch in which every turn has its advantage."""
         plan = self.plan
         return build_batch(
             collected.kept,
@@ -154,25 +152,27 @@ class Trainer:
         )
 
     def _update(self, built: BuiltBatch) -> Mapping[str, float]:
-        """Update the weights; return the update's metrics, {} where the batch holds nothing to learn from."""
+        """Update the weights; return the update's metrics, or {} if there is nothing to learn from."""
         return {} if built.batch is None else self._learner.update(built.batch).metrics
 
     async def _block(self, work: Callable[[], _Result]) -> _Result:
-        """Return what the work returns; done in a thread if episodes are played meanwhile, which must not wait for it.
+        """Return the result of blocking work; run it in a thread if episodes are played meanwhile.
 
-        A cancellation takes effect when the work has ended: it cannot be stopped, and must not go on behind our back.
+        A cancellation waits for the end of the work.
         """
         if self.plan.loop.max_staleness == 0:
             return work()
+        # In a thread, because the episodes that are played meanwhile need this event loop.
         working = asyncio.ensure_future(asyncio.to_thread(work))
         try:
             return await asyncio.shield(working)
         except asyncio.CancelledError:
+            # A thread cannot be stopped, and must not change weights after this has returned.
             await asyncio.gather(working, return_exceptions=True)
             raise
 
     def _require_something_to_learn(self) -> None:
-        """Raise StuckError if so many steps in a row as are allowed have taught nothing."""
+        """Raise StuckError if training.max_idle_iters steps in a row have taught nothing."""
         num_idle = self.state.idle_steps
         if num_idle >= self.plan.loop.max_idle_iters:
             raise StuckError(
@@ -198,7 +198,7 @@ class Trainer:
         )
 
     async def _evaluate_if_due(self) -> None:
-        """Evaluate before the first step, every so many, and after the last, unless this step has its evaluation."""
+        """Evaluate before the first step, every few steps, and after the last, unless this step has its evaluation."""
         plan, step = self.plan, self.state.step
         is_due = (
             self.state.last_evaluated is None
@@ -224,6 +224,7 @@ class Trainer:
 
 
 def _is_idle(built: BuiltBatch, metrics: Mapping[str, float]) -> bool:
-    """Return whether a step taught nothing, except because every task was done: then there is nothing more to learn."""
+    """Return whether a step taught nothing although not every task was done."""
+    # If every task was done, there is nothing more to learn, and the run is not stuck.
     is_informative = built.batch is not None and bool(built.batch.advantages.any())
     return not is_informative and metrics.get("rollout/success_rate") != 1.0

@@ -1,4 +1,4 @@
-"""Root causes of a run that does not learn: one broken link in the chain from sampling to the step.
+"""Checks for root causes of a run that does not learn: a broken link in the chain from sampling to the optimizer step.
 
 `CAUSES` is in the order of that chain. `diagnose` leaves out what follows from an earlier link: a policy that is
 sampled greedily has constant groups, takes no step and does not improve, and only the first needs attention. A cause is
@@ -65,7 +65,7 @@ def sampling_is_greedy(run: RunView) -> Finding | None:
 
 
 def sampling_is_uniform(run: RunView) -> Finding | None:
-    """Find sampling that flattens the policy to noise."""
+    """Find sampling that flattens the policy's distribution to noise."""
     temperature, entropy = run.setting("rollout.temperature", 1.0), run.early("policy/entropy")
     if temperature <= _FLAT_TEMPERATURE or entropy is None or entropy.mean < _UNIFORM_ENTROPY:
         return None
@@ -149,7 +149,7 @@ def weights_decay(run: RunView) -> Finding | None:
 
 
 def entropy_bonus_dominates(run: RunView) -> Finding | None:
-    """Find a bonus for entropy that outweighs the advantages."""
+    """Find an entropy bonus that outweighs the advantages."""
     coefficient, entropy = run.setting("loss.entropy_coef", 0.0), run.recent("policy/entropy")
     advantage = run.all("advantage/std")
     if not coefficient or entropy is None or advantage is None:
@@ -227,7 +227,7 @@ def _has_exploded(line: Mapping[str, Any]) -> bool:
 
 
 def clip_is_shut(run: RunView) -> Finding | None:
-    """Find a clip range far below the spread of the ratios, which leaves one step per batch to count."""
+    """Find a clip range far below the spread of the ratios: only the first step on each batch then has an effect."""
     spread = run.all("ratio/log_std")
     low, high = run.setting("loss.clip_low", 0.0), run.setting("loss.clip_high", 0.0)
     if spread is None or run.setting("loss.unit", "trajectory") == "token":
@@ -281,7 +281,7 @@ def steps_too_small(run: RunView) -> Finding | None:
 
 
 def training_is_not_evaluation(run: RunView) -> Finding | None:
-    """Find training that improves while evaluation, at another temperature, does not."""
+    """Find training returns above the last evaluation, if evaluations sample at a higher temperature."""
     here, there = run.setting("rollout.temperature", 1.0), run.setting("evaluation.temperature", 1.0)
     trained = run.recent("rollout/reward_mean")
     scores = [event["data"] for event in run.events_of("evaluation")]
@@ -347,7 +347,7 @@ _TRENDS = frozenset({"evaluation_does_not_improve", "evaluation_fell", "reward_d
 
 
 def consequences(findings: Sequence[Finding]) -> frozenset[str]:
-    """Return the checks with findings that follow from others of `findings`."""
+    """Return the names of checks with findings that follow from others in `findings`."""
     names = {check.__name__ for check in CAUSES}
     if any(finding.check in names for finding in findings):
         return CONSEQUENCES

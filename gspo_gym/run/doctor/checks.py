@@ -1,7 +1,7 @@
-"""Checks of the objective, the optimizer and the judge, which `gspo-gym doctor` runs over a finished or running run.
+"""Checks of the objective, the optimizer and the judge, for `gspo-gym doctor`.
 
-A check maps a run to a finding, several, or None. Each threshold stands here once with its reason. A check reads only
-metrics that the run has.
+A check maps a run to a finding, several, or None; it is silent about metrics that the run does not have. Each threshold
+is a constant with its reason.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ MAX_CORRECTED_AWAY = 0.2
 
 
 def ratio_is_constant(run: RunView) -> Finding | None:
-    """Find ratios that are all 1, for which GSPO, GSPO-token and GRPO are the same and no clip acts."""
+    """Find ratios that are all 1: GSPO, GSPO-token and GRPO are then the same, and no clip acts."""
     constant = run.recent("ratio/is_constant")
     if constant is None or min(constant.values) < 1:
         return None
@@ -107,7 +107,7 @@ def noise_reaches_the_clip(run: RunView) -> Finding | None:
 
 
 def clips_too_much(run: RunView) -> Finding | None:
-    """Find a clip that takes the gradient of most tokens."""
+    """Find a clip that removes the gradient of most tokens."""
     fraction = _clip_fraction(run)
     unit = run.setting("loss.unit", "trajectory")
     limit = MAX_TOKEN_CLIP_FRACTION if unit == "token" else MAX_SHARED_CLIP_FRACTION
@@ -203,7 +203,7 @@ def steps_not_finite(run: RunView) -> Finding | None:
 
 
 def far_from_the_reference(run: RunView) -> Finding | None:
-    """Find a policy that has left its reference in spite of a KL term."""
+    """Find a policy that has left its reference despite a KL term."""
     kl, early = run.recent("kl/ref_k3"), run.early("kl/ref_k3")
     if kl is None or early is None or kl.mean <= MAX_REFERENCE_KL:
         return None
@@ -246,7 +246,7 @@ def engine_differs_from_learner(run: RunView) -> Finding | None:
 
 
 def few_effective_samples(run: RunView) -> Finding | None:
-    """Find unequal weights, or a correction that leaves tokens out, which waste a good part of the batch."""
+    """Find unequal weights, or a correction that leaves tokens out, which waste a large part of the batch."""
     samples = run.recent("correction/effective_sample_fraction")
     if samples is not None and samples.mean < MIN_EFFECTIVE_SAMPLES:
         return Finding(
@@ -275,7 +275,7 @@ def few_effective_samples(run: RunView) -> Finding | None:
 
 
 def _clip_fraction(run: RunView) -> Window | None:
-    """Return the share of trained tokens that a clip binds, step by step."""
+    """Return the fraction of trained tokens that a clip binds, step by step."""
     low, high = run.recent("clip/low_fraction"), run.recent("clip/high_fraction")
     if low is None or high is None or len(low.values) != len(high.values):
         return None
@@ -298,7 +298,7 @@ MAX_FLAGGED = 0.1
 
 
 def judge_drifted(run: RunView) -> Finding | None:
-    """Find a drift between the judge that is trained against and gold."""
+    """Find a drift between the judge used in training and gold."""
     alarms = run.events_of("judge_drift")
     if not alarms:
         return None
@@ -331,7 +331,7 @@ def gold_fails(run: RunView) -> Finding | None:
 
 
 def judge_was_down(run: RunView) -> Finding | None:
-    """Find a good part of the run's time spent waiting for the judge."""
+    """Find a run that waited for the judge during a large part of its time."""
     paused, steps = run.all("judge/pause_seconds"), run.all("time/step_seconds")
     if paused is None or steps is None:
         return None

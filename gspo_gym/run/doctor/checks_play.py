@@ -63,7 +63,7 @@ def actions_exceed_limits(run: RunView) -> Finding | None:
 
 
 def infrastructure_fails(run: RunView) -> list[Finding]:
-    """Find frequent outcomes that say nothing about the policy, one finding for each."""
+    """Find frequent failures that say nothing about the policy, one finding for each outcome."""
     total = sum(run.outcomes.values())
     findings = []
     failures = {**_FAILURES, **(_FAILURES_OF_APPS if run.setting("services.task_url") else {})}
@@ -86,7 +86,7 @@ def infrastructure_fails(run: RunView) -> list[Finding]:
 
 
 def failures_follow_actions(run: RunView) -> Finding | None:
-    """Find failures of the environment that depend on the policy's actions, so retries select episodes without them."""
+    """Find environment failures that depend on the policy's actions: retries then select episodes without them."""
     alarms = run.events_of("selection")
     if not alarms:
         return None
@@ -103,7 +103,7 @@ def failures_follow_actions(run: RunView) -> Finding | None:
 
 
 def apps_lose_attempts(run: RunView) -> Finding | None:
-    """Find task apps that lose so many attempts after an answer that the kept ones may be a selection."""
+    """Find task apps that lose many attempts after an answer: the episodes that are kept may be a selection."""
     alarms = run.events_of("attempts_lost")
     if not alarms:
         return None
@@ -162,7 +162,7 @@ def run_failed(run: RunView) -> Finding | None:
 
 
 def groups_are_constant(run: RunView) -> Finding | None:
-    """Find groups in which all episodes earn the same, which leaves nothing to compare."""
+    """Find groups in which all episodes earn the same, so nothing can be compared."""
     fraction, success = run.recent("batch/constant_group_fraction"), run.recent("rollout/success_rate")
     if fraction is None or fraction.mean <= MAX_CONSTANT_GROUPS:
         return None
@@ -204,10 +204,11 @@ def groups_are_constant(run: RunView) -> Finding | None:
 
 
 def reward_does_not_rise(run: RunView) -> Finding | None:
-    """Find training returns that do not rise; those of an endpoint need not."""
+    """Find training returns that do not rise."""
     reward = run.all("rollout/reward_mean")
     if reward is None or len(reward.values) < MIN_STEPS_FOR_A_TREND or run.is_succeeding or run.is_rescored:
         return None
+    # Thirds: means at both ends of the run, with enough steps each for a standard error.
     third = len(reward.values) // 3
     first, last = reward.values[:third], reward.values[-third:]
     gain = statistics.fmean(last) - statistics.fmean(first)
@@ -262,7 +263,7 @@ def evaluation_fell(run: RunView) -> Finding | None:
     if len(scores) < 2:
         return None
     best, last = max(scores, key=lambda score: score.value), scores[-1]
-    if last.high >= best.low:
+    if last.high >= best.low:  # the intervals overlap: the difference may be chance
         return None
     rate = run.setting("training.learning_rate", 0.0)
     return Finding(
@@ -277,12 +278,12 @@ def evaluation_fell(run: RunView) -> Finding | None:
 
 
 def evaluation_does_not_improve(run: RunView) -> Finding | None:
-    """Find a lack of evaluations clearly better than the first."""
+    """Find a run in which no evaluation is clearly better than the first."""
     scores = _scores(run)
     if len(scores) < 3 or run.num_steps < MIN_STEPS_FOR_A_TREND:
         return None
     first, best = scores[0], max(scores, key=lambda score: score.value)
-    if best.low > first.value or first.value >= 0.9:
+    if best.low > first.value or first.value >= 0.9:  # improved, or hardly any room to
         return None
     num = run.setting("evaluation.instances")
     return Finding(
@@ -298,7 +299,7 @@ def evaluation_does_not_improve(run: RunView) -> Finding | None:
 
 
 def episodes_are_cut_off(run: RunView) -> list[Finding]:
-    """Find our limits that end many episodes or turns."""
+    """Find limits of ours that end many episodes or turns."""
     cases = (
         ("rollout/max_turns_fraction", MAX_CUT_OFF, "episodes end at the limit on turns", "rollout.max_turns"),
         ("rollout/context_overflow_fraction", MAX_OVERFLOWS, "episodes outgrow the context", "rollout.max_model_len"),
@@ -329,7 +330,7 @@ def episodes_are_cut_off(run: RunView) -> list[Finding]:
 
 
 def answers_do_not_parse(run: RunView) -> Finding | None:
-    """Find many turns without an action that the environment could read."""
+    """Find many turns from which the environment could not read an action."""
     fraction, cut = run.recent("rollout/parse_failure_fraction"), run.recent("rollout/max_output_tokens_fraction")
     if fraction is None or fraction.mean <= MAX_PARSE_FAILURES:
         return None
@@ -370,7 +371,7 @@ def tools_fail(run: RunView) -> list[Finding]:
 
 
 def padding_is_high(run: RunView) -> Finding | None:
-    """Find padding that is most of a forward pass."""
+    """Find forward passes that are mostly padding."""
     fraction = run.recent("batch/padding_fraction")
     if fraction is None or fraction.mean <= MAX_PADDING:
         return None

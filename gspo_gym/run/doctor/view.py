@@ -1,4 +1,4 @@
-"""The doctor's view of a run, and the form of its findings. Nothing here judges."""
+"""The run as the doctor's checks read it, and the form of their findings."""
 
 from __future__ import annotations
 
@@ -66,13 +66,13 @@ class Window:
 
 @dataclass(frozen=True, slots=True)
 class RunView:
-    """A run as its folder shows it.
+    """The contents of a run's folder, for checks.
 
     Attributes:
         config: the sections of config.toml.
         metrics, events: the lines of metrics.jsonl and events.jsonl, oldest first.
         status: of summary.json; None without one, if the run goes on or was killed.
-        outcomes: number of attempts at an episode, training and evaluation, by outcome.
+        outcomes: number of attempts at training episodes, by outcome.
         reasons: most frequent reason, for outcomes that are failures and for actions that exceeded a limit.
     """
 
@@ -85,11 +85,11 @@ class RunView:
 
     @property
     def num_steps(self) -> int:
-        """Return the last step with a line of metrics; 0 without one."""
+        """Return the last step with a line of metrics, or 0."""
         return int(self.metrics[-1]["step"]) if self.metrics else 0
 
     def setting(self, key: str, default: Any = None) -> Any:
-        """Return the value of "section.key", or `default` (config.toml leaves out None)."""
+        """Return the value of "section.key", or `default`; config.toml leaves out None."""
         *above, name = key.split(".")
         table: Any = self.config
         for part in above:
@@ -114,20 +114,22 @@ class RunView:
 
     @property
     def error(self) -> str | None:
-        """Return the reason of a failed run as of its last event, or None."""
+        """Return the error in the last "finished" event, or None."""
         ended = self.events_of("finished")
         return ended[-1]["data"].get("error") if ended else None
 
     @property
     def score_name(self) -> str:
-        """Return the unit of the run's scores as of its last evaluation, because the first ones may not know it yet."""
+        """Return the unit of the run's scores."""
+        # By the last evaluation: the first ones may not have decided it yet.
         last: Mapping[str, Any] = next((event["data"] for event in reversed(self.events_of("evaluation"))), {})
         return str(last.get("score", "mean_return" if last.get("success_rate") is None else "success_rate"))
 
     @property
     def is_succeeding(self) -> bool:
-        """Return whether nine of ten recent episodes succeed, which leaves little to learn; False if rescored."""
+        """Return whether nine of ten recent episodes succeed; False if rescored."""
         success = self.recent("rollout/success_rate")
+        # Above 0.9, little is left to learn, so that flat curves are no problem.
         return success is not None and success.mean >= 0.9 and not self.is_rescored
 
     @property

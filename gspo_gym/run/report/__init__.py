@@ -1,1 +1,1 @@
-"""The progress and the final report of a run, for people."""
+"""Progress of a run and its final report, for people."""

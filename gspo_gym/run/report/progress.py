@@ -54,7 +54,7 @@ class QuietProgress:
     Args:
         write: takes a line.
         seconds: longest time between two lines, while `alive`.
-        wait: waits so many seconds for the end of the run, and returns whether it has come.
+        wait: waits so many seconds for the end of the run; returns whether it has come.
         clock: monotonic seconds.
         doing: text of the lines until the first step.
     """
@@ -80,7 +80,8 @@ class QuietProgress:
 
     @contextlib.contextmanager
     def alive(self) -> Iterator[None]:
-        """Write lines during the block from another thread, because a long update or evaluation blocks this one."""
+        """Write lines from another thread during the block."""
+        # A long update or evaluation blocks the calling thread.
         thread = threading.Thread(target=self._beat, daemon=True, name="gspo-gym-progress")
         thread.start()
         try:
@@ -104,7 +105,7 @@ class QuietProgress:
         self.doing(f"step {step}/{self._pace.num_steps}: {numbers}, left {left}")
 
     def doing(self, text: str, *, seconds: float | None = None) -> None:
-        """Keep the text of the next line; write it now if none was written for `seconds`, None for the usual time."""
+        """Set the text of the next line; write it now if none was written for `seconds`, or the usual time for None."""
         self._doing = text
         if self._is_due(self._seconds if seconds is None else seconds):
             self._say(text)
@@ -127,7 +128,7 @@ class QuietProgress:
 
 
 class _Pace:
-    """The remaining time, from the pace so far."""
+    """Estimate of the remaining time."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -212,8 +213,8 @@ def counting(
 ) -> Iterator[Callable[[], None]]:
     """Show on a console how many of `total` episodes are over; yield a function to call at the end of each.
 
-    A terminal has a bar; elsewhere there is a line at the end of an episode, at least `seconds` after the last one, and
-    one after 30 seconds without. `done` are over already; `wait` and `clock` as in `QuietProgress`.
+    A terminal shows a bar. Elsewhere, a line is written when an episode ends at least `seconds` after the last line,
+    and after 30 seconds without any. `done` episodes are over already; `wait` and `clock` as in `QuietProgress`.
     """
     if console.is_terminal:
         columns = (TextColumn("episodes"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())

@@ -1,4 +1,4 @@
-"""The report at the end of a run, from its records: learning curve, before and after, two episodes, what to do next."""
+"""The report at the end of a run: learning curve, scores before and after, two episodes, next commands."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def print_next_steps(console: Console, folder: Path) -> None:
 
 
 def next_steps(folder: Path) -> list[tuple[list[str], str]]:
-    """Return useful next steps after the run in `folder`: arguments of a command, and its purpose."""
+    """Return useful commands after the run in `folder`, as arguments, each with its purpose."""
     path = folder / "config.toml"
     config = tomllib.loads(path.read_text(encoding="utf-8"))
     python, rollout, seed = str(_relative(Path(sys.executable))), config["rollout"], config["run"]["seed"] + 1
@@ -88,7 +88,7 @@ def next_steps(folder: Path) -> list[tuple[list[str], str]]:
 
 
 def _why_it_stopped(summary: Mapping[str, Any], config: Mapping[str, Any]) -> str | None:
-    """Return why the run ended before its last step; None if it did not."""
+    """Return why the run ended before its last planned step, or None if it did not."""
     training = config["training"]
     planned, goal = training["num_epochs"] * training["iterations_per_epoch"], training.get("stop_at_success_rate")
     if summary["steps"] >= planned or goal is None:
@@ -100,7 +100,7 @@ def _why_it_stopped(summary: Mapping[str, Any], config: Mapping[str, Any]) -> st
 
 
 def _what_was_not_kept(folder: Path) -> str | None:
-    """Return how many attempts at training episodes were not kept; None if all were."""
+    """Return a sentence on the attempts at training episodes that were not kept; None if all were."""
     path = folder / "ledger.jsonl"
     ends = [entry for entry in read_ledger(path) if isinstance(entry, Terminal)] if path.exists() else []
     lost = Counter(end.outcome.value for end in ends if end.disposition is not Disposition.KEPT)
@@ -120,7 +120,7 @@ def print_curve(console: Console, curve: Sequence[tuple[int, float]], *, label: 
 
 
 def print_before_after(console: Console, before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
-    """Print the first and the last evaluation, summaries as in summary.json, beside each other."""
+    """Print the first and the last evaluation beside each other; both are summaries as in summary.json."""
     table = Table(title="held-out evaluation")
     for name in ("", f"before (step {before['step']})", f"after (step {after['step']})"):
         table.add_column(name, justify="left" if not name else "right")
@@ -146,7 +146,7 @@ def print_episode(console: Console, title: str, trajectory: Trajectory) -> None:
 
 
 def _relative(path: Path) -> Path:
-    """Return the path from the current folder if it lies below."""
+    """Return the path relative to the current folder if it lies below, else unchanged."""
     # A short `.venv/bin/python` also works without the environment being activated.
     here = Path.cwd()
     return path.relative_to(here) if path.is_relative_to(here) else path
@@ -158,9 +158,10 @@ def _evaluation_episodes(folder: Path, step: int) -> list[Trajectory]:
 
 
 def _most_improved(first: Sequence[Trajectory], last: Sequence[Trajectory]) -> int:
-    """Return the seed with the largest gain; among equals, that of the longest last episode, which shows most."""
+    """Return the seed with the largest gain; among equals, the one with the longest last episode."""
     before = {trajectory.task.seed: trajectory.reward for trajectory in first}
     both = [trajectory for trajectory in last if trajectory.task.seed in before]
+    # The longest episode among equals shows most.
     best = max(both, key=lambda trajectory: (trajectory.reward - before[trajectory.task.seed], len(trajectory.turns)))
     return best.task.seed
 
