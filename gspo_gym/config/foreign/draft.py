@@ -441,6 +441,16 @@ def _take_truncation(draft: Draft) -> None:
         )
 
 
+def take_kept(draft: Draft, theirs: str, *, keeps_best: bool = False) -> None:
+    """Set which checkpoints stay, of their largest number, among which the best one may be."""
+    limit = draft.count(theirs)
+    if limit is not None and limit > 0:
+        draft.set("training.keep_last", max(1, limit - keeps_best))
+        draft.set("training.keep_best", int(keeps_best))
+    elif limit is not None:
+        draft.note(f"{theirs} = {limit}: all checkpoints stay there; training.keep_every = 1 keeps all here")
+
+
 def take_single_step_note(draft: Draft, *, num_steps: int) -> None:
     """Add a remark if the old and the present policy are the same in every update."""
     if num_steps == 1:

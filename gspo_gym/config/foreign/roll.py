@@ -29,6 +29,7 @@ from gspo_gym.config.foreign.draft import (
     switch,
     take_aggregation,
     take_clip,
+    take_kept,
     take_single_step_note,
     with_defaults,
     without,
@@ -288,7 +289,7 @@ WITHOUT_COUNTERPART: Mapping[str, tuple[Any, str]] = {
         "num_nodes", "rpc_timeout", "profiler_timeline", "profiler_memory", "profiler_output_dir",
         "length_profiler_dir", "report_length_and_rewards", "is_offload_states",
         "is_offload_optimizer_states_in_train_step", "model_update_buffer_size_mb", "num_gpus_per_node",
-        "max_ckpt_to_keep", "resume_from_checkpoint", "track_with", generate_opt_level=1,
+        "resume_from_checkpoint", "track_with", generate_opt_level=1,
         is_num_return_sequences_expand=False, balance_length=False, minibatch_data_iter_num=1, ulysses_size=1,
         vision_dp=False,
     ),
@@ -458,5 +459,8 @@ ROWS: Mapping[str, Row] = {
     **with_defaults(POLICY, temperature=0.95, top_p=0.7, top_k=50),
     "max_steps": count("training.iterations_per_epoch", default=500),
     "eval_steps": count("evaluation.every_n_iters", default=10),
+    "max_ckpt_to_keep": by(
+        lambda draft: take_kept(draft, "max_ckpt_to_keep"), "training.keep_last", also=("training.keep_best",),
+    ),
 }  # fmt: skip
 ROLL = System("ROLL", ROWS, WITHOUT_COUNTERPART, flatten)

@@ -25,6 +25,7 @@ from gspo_gym.config.foreign.draft import (
     switch,
     take_aggregation,
     take_clip,
+    take_kept,
     take_single_step_note,
     with_defaults,
     without,
@@ -223,6 +224,40 @@ def _take_evaluations(draft: Draft) -> None:
         draft.note("eval_steps counts optimizer steps there, and iterations here")
 
 
+def _take_checkpoints(draft: Draft) -> None:
+    """Take how often the Trainer saves, and which checkpoints stay."""
+    steps, keeps_best = draft.require_number("save_steps"), draft.flag("load_best_model_at_end")
+    strategy = draft.choice("save_strategy", {name: name for name in ("no", "steps", "epoch", "best")})
+    if strategy not in (None, "steps"):
+        draft.leave_out(
+            "save_strategy", "checkpoints are saved every training.checkpoint_every_n_iters, and at the end"
+        )
+        draft.leave_out("save_steps", "acts with save_strategy = 'steps' only")
+    elif steps < 1:
+        draft.leave_out("save_steps", "a fraction of all steps: write training.checkpoint_every_n_iters")
+    else:
+        draft.set("training.checkpoint_every_n_iters", draft.count("save_steps"))
+    _take_best(draft, acts=keeps_best)
+    take_kept(draft, "save_total_limit", keeps_best=keeps_best)
+
+
+def _take_best(draft: Draft, *, acts: bool) -> None:
+    metric, is_larger_better = draft.get("metric_for_best_model"), draft.get("greater_is_better")
+    if not acts:
+        for key in ("metric_for_best_model", "greater_is_better"):
+            draft.leave_out(key, "acts with load_best_model_at_end only")
+        return
+    draft.set("training.keep_best", 1)
+    draft.note("load_best_model_at_end: a run ends with its last weights here; `gspo-gym models` takes RUN@best")
+    if isinstance(metric, str) and metric in _METRICS:
+        draft.set("training.keep_best_metric", _METRICS[metric])
+        draft.set("training.keep_best_direction", "min" if is_larger_better is False else None)
+        return
+    draft.note(f"metric_for_best_model = {metric or 'loss'!r}: the best is that of the best score here")
+    draft.leave_out("greater_is_better", "the best score is the largest")
+
+
+_METRICS = dict.fromkeys(("reward", "eval_reward"), "mean_return")
 _TRAINER = "belongs to transformers' Trainer"
 _LOSS = "belongs to a loss_type that is not here"
 _ENTROPY = "belongs to use_adaptive_entropy, which is not here: loss.entropy_coef is constant"
@@ -285,21 +320,21 @@ WITHOUT_COUNTERPART: Mapping[str, tuple[Any, str]] = {
         _TRAINER, "optim_args", "optim_target_modules", "gradient_checkpointing_kwargs", "torch_compile_backend",
         "torch_compile_mode", "liger_kernel_config", "neftune_noise_alpha", "torch_empty_cache_steps", "disable_tqdm",
         "trackio_space_id", "trackio_bucket_id", "trackio_static_space_id", "eval_accumulation_steps",
-        "save_total_limit", "hub_token", "hub_private_repo", "hub_model_id", "hub_revision", "metric_for_best_model",
-        "greater_is_better", "data_seed", "accelerator_config", "parallelism_config", "dataloader_prefetch_factor",
-        "dataloader_multiprocessing_context", "label_names", "ddp_find_unused_parameters", "ddp_bucket_cap_mb",
+        "hub_token", "hub_private_repo", "hub_model_id", "hub_revision", "data_seed", "accelerator_config",
+        "parallelism_config", "dataloader_prefetch_factor", "dataloader_multiprocessing_context",
+        "label_names", "ddp_find_unused_parameters", "ddp_bucket_cap_mb",
         "ddp_broadcast_buffers", "ddp_static_graph", "ddp_backend", "fsdp", "fsdp_config", "deepspeed",
         "resume_from_checkpoint", ignore_bias_buffers=False, label_smoothing_factor=False, bf16_full_eval=False,
         fp16_full_eval=False, use_cache=False, auto_find_batch_size=False, logging_first_step=False, eval_delay=False,
         prediction_loss_only=False, eval_on_start=False, eval_use_gather_object=False, batch_eval_metrics=False,
         save_only_model=False, save_on_each_node=False, enable_jit_checkpoint=False, push_to_hub=False,
-        hub_always_push=False, load_best_model_at_end=False, ignore_data_skip=False,
+        hub_always_push=False, ignore_data_skip=False,
         restore_callback_states_from_checkpoint=False, full_determinism=False, use_cpu=False,
         dataloader_drop_last=False, dataloader_num_workers=False, dataloader_persistent_workers=False,
         remove_unused_columns=False, do_train=False, do_eval=False, do_predict=False,
         average_tokens_across_devices=True, log_on_each_node=True, logging_nan_inf_filter=True,
         eval_do_concat_batches=True, dataloader_pin_memory=True, dataloader_in_order=True, skip_memory_metrics=True,
-        logging_strategy="steps", save_strategy="steps", include_num_input_tokens_seen="no", include_for_metrics=[],
+        logging_strategy="steps", include_num_input_tokens_seen="no", include_for_metrics=[],
         log_level="passive", log_level_replica="warning", hub_strategy="every_save", train_sampling_strategy="random",
         length_column_name="length", ddp_timeout=1800, debug="", local_rank=-1,
     ),
@@ -308,6 +343,7 @@ WITHOUT_COUNTERPART: Mapping[str, tuple[Any, str]] = {
     "project": ("huggingface", "belongs to Trackio; write tracking.wandb_project"),
 }  # fmt: skip
 
+_BEST: Mapping[str, Any] = {"load_best_model_at_end": True}
 _PEFT: Mapping[str, Any] = {"use_peft": True}
 _SYNC: Mapping[str, Any] = {"sync_ref_model": True}
 _VLLM: Mapping[str, Any] = {"use_vllm": True}
@@ -318,7 +354,7 @@ ROWS: Mapping[str, Row] = {
     **with_defaults(
         TRAINER_ARGUMENTS, learning_rate=1e-6, max_grad_norm=1.0, weight_decay=0.0, optim="adamw_torch_fused",
         adam_beta1=0.9, adam_beta2=0.999, adam_epsilon=1e-8, lr_scheduler_type="linear", warmup_steps=0, seed=42,
-        logging_steps=10, save_steps=500, gradient_checkpointing=True,
+        logging_steps=10, gradient_checkpointing=True,
     ),
     **REPORTING,
     "model_name_or_path": plain("model.base"),
@@ -426,6 +462,22 @@ ROWS: Mapping[str, Row] = {
     "log_completions": switch("run.log_episodes_every_n_iters", 1, default=False),
     "max_tool_calling_iterations": by(
         _take_tool_turns, "rollout.max_turns", note="so many answers with tool calls, and one after them"
+    ),
+    "save_steps": by(_take_checkpoints, "training.checkpoint_every_n_iters", default=500),
+    "save_strategy": by(
+        _take_checkpoints, "training.checkpoint_every_n_iters",
+        advice="checkpoints are saved every training.checkpoint_every_n_iters, and at the end",
+    ),
+    "save_total_limit": by(
+        _take_checkpoints, "training.keep_last", also=("training.keep_best",), note="the best is kept besides here"
+    ),
+    "load_best_model_at_end": by(
+        _take_checkpoints, "training.keep_best", values={True: 1}, note="a run ends with its last weights here",
+    ),
+    "metric_for_best_model": by(_take_checkpoints, "training.keep_best_metric", values=_METRICS, beside=_BEST),
+    "greater_is_better": by(
+        _take_checkpoints, "training.keep_best_direction", values={False: "min"},
+        beside={**_BEST, "metric_for_best_model": "eval_reward"},
     ),
     "eval_steps": by(_take_evaluations, "evaluation.every_n_iters", note="ours counts iterations"),
 }  # fmt: skip

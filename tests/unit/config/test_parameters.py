@@ -37,6 +37,7 @@ OWN_TRIES: Mapping[str, tuple[Any, ...]] = {
     "chat_template_kwargs": ({"enable_thinking": False},),
     "report_to": ("wandb",),
     "warmup_steps": (5, 0.5),
+    "save_strategy": ("no",),
     "max_completion_length": (100,),
     "max_prompt_length": (100,),
     "prompt_length": (100,),

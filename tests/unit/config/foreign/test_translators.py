@@ -246,6 +246,16 @@ def test_stateset_example_key_for_key():
         ("trl", {"use_liger_kernel": True}, "model.liger_kernels", True),
         ("trl", {"warmup_steps": 5}, "optimizer.num_warmup_steps", 5),
         ("trl", {"top_k": -1}, "rollout.top_k", None),
+        ("trl", {"save_total_limit": 3}, "training.keep_last", 3),
+        ("trl", {"save_total_limit": 3}, "training.keep_best", 0),
+        ("trl", {"save_total_limit": 3, "load_best_model_at_end": True}, "training.keep_last", 2),  # and the best
+        ("trl", {"save_total_limit": 1, "load_best_model_at_end": True}, "training.keep_last", 1),  # and the best
+        ("trl", {"save_total_limit": 0}, "training.keep_last", None),
+        ("trl", {"load_best_model_at_end": True, "metric_for_best_model": "loss"}, "training.keep_best_metric", None),
+        ("trl", {"save_steps": 0.1}, "training.checkpoint_every_n_iters", None),
+        ("trl", {"save_strategy": "epoch", "save_steps": 7}, "training.checkpoint_every_n_iters", None),
+        ("roll", {"max_ckpt_to_keep": 3}, "training.keep_last", 3),
+        ("roll", {"max_ckpt_to_keep": 0}, "training.keep_last", None),
         ("trl", {"epsilon": 0.0}, "loss.clip_low", 0.0),  # which our checks refuse, and nothing replaces
         ("trl", {}, "loss.clip_high", 0.2),
         ("trl", {}, "rollout.max_output_tokens", 512),
@@ -419,6 +429,9 @@ def test_a_value_that_makes_no_sense_is_an_error(system, given, message):
         ("trl", {"vllm_gpu_memory_utilization": 0.5}, "acts with use_vllm only"),
         ("trl", {"loss_type": "cispo"}, "its surrogate is not here"),
         ("trl", {"use_dora": True}, "has no counterpart"),
+        ("trl", {"save_steps": 0.1}, "a fraction of all steps"),
+        ("trl", {"save_strategy": "best"}, "every training.checkpoint_every_n_iters"),
+        ("trl", {"greater_is_better": True}, "acts with load_best_model_at_end only"),
         ("trl", {"dataset_name": "trl-lib/math"}, "an environment takes the data set's place"),
         ("trl", {"use_adaptive_entropy": True}, "loss.entropy_coef is constant"),
         ("trl", {"vllm_importance_sampling_mode": "token_mask"}, "acts with use_vllm only"),
