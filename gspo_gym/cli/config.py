@@ -9,7 +9,7 @@ from typing import Any
 
 from gspo_gym.base.files import write_output
 from gspo_gym.base.loops import run_to_end
-from gspo_gym.cli.config_from import add_arguments as add_translations
+from gspo_gym.cli.config_from import _add_translators
 from gspo_gym.config.parameters import parameters
 from gspo_gym.config.reference import new_config, reference, resolved
 from gspo_gym.config.run_config import RunConfig, load_config, load_sections
@@ -43,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     reference.set_defaults(run=print_reference)
     parameters = commands.add_parser("parameters", help="print other trainers' keys (configs/recipes/PARAMETERS.md)")
     parameters.set_defaults(run=print_parameters)
-    _add_translations(commands)
+    _add_translators(commands)
 
 
 def new_file(arguments: argparse.Namespace) -> int:
@@ -150,7 +150,3 @@ def print_parameters(arguments: argparse.Namespace) -> int:
 def _add_file(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("file", help=_FILE_HELP)
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="over what the file says")
-
-
-def _add_translations(commands: Any) -> None:
-    add_translations(commands)

@@ -54,7 +54,7 @@ def translate(system: str, values: Mapping[str, Any], wanted: Wanted | None = No
     return draft.finish()
 
 
-def add_arguments(commands: Any) -> None:
+def _add_translators(commands: Any) -> None:
     """Add a `from-...` command for each system to the subparsers of `gspo-gym config`."""
     for key, system in SYSTEMS.items():
         parser = commands.add_parser(f"from-{key}", help=f"translate settings of {system.name} and say what changes")
@@ -65,10 +65,10 @@ def add_arguments(commands: Any) -> None:
         parser.add_argument("--iterations", type=int, help="batches of episodes per epoch")
         parser.add_argument("--max-turns", type=int, help="turns per episode (default: 1, or what the file says)")
         parser.add_argument("--output", type=Path, help="write the TOML here and not to the standard output")
-        parser.set_defaults(run=_run, system=key)
+        parser.set_defaults(run=_translate_file, system=key)
 
 
-def _run(arguments: argparse.Namespace) -> int:
+def _translate_file(arguments: argparse.Namespace) -> int:
     """Write the TOML; return 0 if everything was translated, 1 if keys were left out or the result is not valid yet."""
     wanted = Wanted(arguments.env, arguments.model, arguments.label, arguments.iterations, arguments.max_turns)
     translation = translate(arguments.system, read_file(arguments.file), wanted)

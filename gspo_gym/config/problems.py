@@ -28,7 +28,7 @@ def find_problems(error: ValidationError, model: type[BaseModel], values: Mappin
             continue
         key, parent, info = _locate(model, detail["loc"])
         if detail["type"] == "extra_forbidden":
-            text = explain(key, _look_up(values, key)) or _unknown(key, parent, model)
+            text = explain(key, _nearest_value(values, key)) or _unknown(key, parent, model)
         elif detail["type"] == "value_error":
             key, text = _blame(key, str(detail["ctx"]["error"]), info)
         # Deeper, a missing part is a wrong value of the key, such as a list that is too short.
@@ -40,7 +40,7 @@ def find_problems(error: ValidationError, model: type[BaseModel], values: Mappin
             # The bounds of the whole are in the description; here an entry of a list is out of its own.
             if isinstance(detail["loc"][-1], int) and (bounds := bounds_in_words(detail.get("ctx", {}))):
                 expected += f", each {bounds}"
-            text = f"expected {expected}, got {show(_look_up(values, key))}"
+            text = f"expected {expected}, got {show(_nearest_value(values, key))}"
         problems.setdefault(key, Problem(key, text))  # of a union, pydantic reports every branch; the first is enough
     return list(problems.values())
 
@@ -174,7 +174,7 @@ def _unknown(key: str, parent: type[BaseModel], root: type[BaseModel]) -> str:
     return f"unknown {'key' if above else 'section'}; {nearest_name(name, parent.model_fields)}"
 
 
-def _look_up(values: Any, key: str) -> Any:
+def _nearest_value(values: Any, key: str) -> Any:
     """Return the value at a dotted key, or the first value on the way that is no table."""
     for part in key.split("."):
         if isinstance(values, list | tuple) and part.isdecimal():
