@@ -17,7 +17,7 @@ from pathlib import Path
 from gspo_gym.errors import ConfigError
 from gspo_gym.rollout.ledger import Disposition, Terminal, read_ledger
 from gspo_gym.run.doctor import causes, checks, checks_play
-from gspo_gym.run.doctor.view import Finding, RunView
+from gspo_gym.run.doctor.checks import Finding, RunView
 from gspo_gym.types import Outcome
 
 _ORDER = ("serious", "warning", "note")

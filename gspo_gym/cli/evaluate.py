@@ -23,10 +23,10 @@ from gspo_gym.base.loops import run_to_end
 from gspo_gym.base.settings import parse_seeds
 from gspo_gym.cli.command_line import Parser, exit_code_of, interrupted_by_sigterm, parse_and_run
 from gspo_gym.cli.train import add_task_url
-from gspo_gym.config.apps import with_task_url
 from gspo_gym.config.build.apps import environment_ids
 from gspo_gym.config.build.judge import build_judging
 from gspo_gym.config.run_config import RunConfig, load_config
+from gspo_gym.config.sections import with_task_url
 from gspo_gym.config.services import refuse_to_run
 from gspo_gym.env.chat_model import ChatModel
 from gspo_gym.env.registry import resolve

@@ -20,17 +20,16 @@ from gspo_gym.config.build.judge import build_judge_variants, build_rubrics
 from gspo_gym.config.run_config import RunConfig, load_config
 from gspo_gym.errors import ConfigError, MissingExtraError
 from gspo_gym.judge.asking import AskingSettings, BudgetLimits, JudgeBudget
-from gspo_gym.judge.audit.attacks import attacks
-from gspo_gym.judge.audit.audit import AuditSettings, JudgeAudit
-from gspo_gym.judge.audit.labels import Label, labelled_episodes, read_labels
+from gspo_gym.judge.audit.audit import AuditSettings, JudgeAudit, attacks
 from gspo_gym.judge.cache import JudgementCache
+from gspo_gym.judge.gold import Label, labelled_episodes, read_labels
 from gspo_gym.judge.model.judge import ModelJudge
-from gspo_gym.judge.model.settings import ModelJudgeSettings
 from gspo_gym.judge.panel import PythonJudge
 from gspo_gym.judge.records import JudgedEpisode, JudgementRecorder
 from gspo_gym.judge.rescoring import Rescored, new_file, rescore, side_by_side, stored_episodes, stored_judgements
 from gspo_gym.judge.rubric import Rubric, strict_problems
 from gspo_gym.judge.rubric_files import find_rubrics, load_rubrics, read_rubrics, read_task_app_rubric
+from gspo_gym.judge.settings import ModelJudgeSettings
 
 if TYPE_CHECKING:
     from gspo_gym.judge.audit.report import AuditReport
@@ -220,9 +219,7 @@ async def _rejudge(
 def _add_audit(commands: Any) -> None:
     audit = commands.add_parser("audit", help="compare a judge with gold labels; look for biases; attack it")
     audit.add_argument("episodes", type=Path, metavar="EPISODES", help="a run's folder, or a .jsonl or .jsonl.gz file")
-    audit.add_argument(
-        "--gold", type=Path, required=True, metavar="LABELS", help="a label a line, see judge/audit/labels.py"
-    )
+    audit.add_argument("--gold", type=Path, required=True, metavar="LABELS", help="a label a line, see judge/gold.py")
     _add_judge_arguments(audit)
     audit.add_argument("--repeats", type=int, default=2, help="further judgements of every episode (default 2)")
     audit.add_argument(

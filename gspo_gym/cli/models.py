@@ -98,8 +98,7 @@ def show_command(arguments: argparse.Namespace) -> int:
     """Compare a model's files with its manifest, then print it."""
     from gspo_gym.policy.export import CARD, Weights, layout_of
     from gspo_gym.policy.manifest import verify
-    from gspo_gym.run.model_card import model_card
-    from gspo_gym.run.models import find_model
+    from gspo_gym.run.models import find_model, model_card
 
     model = find_model(arguments.model, runs=arguments.folder)
     about = model.to_json()
@@ -129,8 +128,7 @@ def show_command(arguments: argparse.Namespace) -> int:
 def export_command(arguments: argparse.Namespace) -> int:
     """Export the model; print where it is and what it holds."""
     from gspo_gym.policy.export import export
-    from gspo_gym.run.model_card import model_card
-    from gspo_gym.run.models import find_model
+    from gspo_gym.run.models import find_model, model_card
 
     model = find_model(arguments.model, runs=arguments.folder)
     weights = export(
@@ -150,7 +148,7 @@ def export_command(arguments: argparse.Namespace) -> int:
 
 def push_command(arguments: argparse.Namespace) -> int:
     """Push an exported folder; print the repository's URL."""
-    from gspo_gym.policy.hub import push
+    from gspo_gym.policy.export import push
 
     if not arguments.folder.is_dir():
         raise UsageError(f"{arguments.folder}: expected a folder that `gspo-gym models export` or `merge` wrote")

@@ -15,13 +15,13 @@ from rich.console import Console
 
 from gspo_gym.base.loops import run_to_end
 from gspo_gym.config.build import trainer as build
+from gspo_gym.config.build.engines import build_weight_sync
 from gspo_gym.config.build.judge import build_judging
 from gspo_gym.config.build.live import LiveSettings
 from gspo_gym.config.build.preflight import require_ready
 from gspo_gym.config.build.reference import serving_reference
 from gspo_gym.config.build.restore import Restored, find_restored
 from gspo_gym.config.build.rollouts import Player, build_training_player, build_warmup, environment_notes
-from gspo_gym.config.build.weights import build_weight_sync
 from gspo_gym.config.reference import leaf_keys
 from gspo_gym.config.run_config import RunConfig, load_config
 from gspo_gym.config.words import look_up
@@ -29,8 +29,7 @@ from gspo_gym.errors import CheckpointError, ConfigError, GymError
 from gspo_gym.learning.optimizer import scheduled_rate
 from gspo_gym.learning.update import Learner
 from gspo_gym.policy.checkpoints import Checkpoint, CheckpointStore
-from gspo_gym.policy.manifest import read_manifest
-from gspo_gym.policy.origin import Origin
+from gspo_gym.policy.manifest import Origin, read_manifest
 from gspo_gym.policy.retention import RetentionSettings
 from gspo_gym.policy.weight_sync import WeightSync
 from gspo_gym.rollout.schedule import is_played_again

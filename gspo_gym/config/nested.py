@@ -13,10 +13,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from gspo_gym.config.problems import explain
 from gspo_gym.config.sections import ModelSection, RolloutSection
 from gspo_gym.config.services import TopologySection
-from gspo_gym.config.words import Problem, look_up, show
+from gspo_gym.config.words import Problem, explain, look_up, show
 from gspo_gym.errors import nearest_name
 from gspo_gym.learning.settings import LoraSettings
 from gspo_gym.types import SAMPLING_NAMES

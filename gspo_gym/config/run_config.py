@@ -19,15 +19,30 @@ from pydantic import BaseModel, ValidationError, model_validator
 
 from gspo_gym.base.files import read_file
 from gspo_gym.base.settings import Settings, parse_seeds
-from gspo_gym.config.apps import GatewaySection, TaskSource, task_sources
 from gspo_gym.config.defaults import with_derived_defaults
 from gspo_gym.config.nested import STEP_REWARDS, Flat, apply_override, flatten
-from gspo_gym.config.problems import find_nul, find_problems, find_secrets
 from gspo_gym.config.rules.objective import OTHER_KEYS
 from gspo_gym.config.rules.rules import find_contradictions, find_notices
-from gspo_gym.config.sections import SIZE_KEYS, AlgorithmSection, ModelSection, RolloutSection, TrainingSection
+from gspo_gym.config.sections import (
+    SIZE_KEYS,
+    AlgorithmSection,
+    GatewaySection,
+    ModelSection,
+    RolloutSection,
+    TaskSource,
+    TrainingSection,
+    task_sources,
+)
 from gspo_gym.config.services import ComputeSection, ServicesSection, TopologySection, TrackingSection, VllmSection
-from gspo_gym.config.words import Problem, field_of, section_model, with_known_spelling
+from gspo_gym.config.words import (
+    Problem,
+    field_of,
+    find_nul,
+    find_problems,
+    find_secrets,
+    section_model,
+    with_known_spelling,
+)
 from gspo_gym.errors import ConfigError
 from gspo_gym.judge.settings import JudgeSettings
 from gspo_gym.learning.settings import (

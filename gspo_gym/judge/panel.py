@@ -32,8 +32,7 @@ from gspo_gym.judge.base import (
     Review,
 )
 from gspo_gym.judge.model.judge import BY_RULE, review_of
-from gspo_gym.judge.model.suspicion import suspicions
-from gspo_gym.judge.model.transcript import read_transcript
+from gspo_gym.judge.model.transcript import read_transcript, suspicions
 from gspo_gym.judge.service.contract import Json, judgement_from_wire, request_to_wire, shown_message
 
 Aggregate = Literal["mean", "median"]

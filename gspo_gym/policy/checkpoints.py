@@ -28,6 +28,7 @@ from gspo_gym.errors import CheckpointError
 from gspo_gym.policy.load import Policy, copy_policy, copy_tensors
 from gspo_gym.policy.manifest import (
     Manifest,
+    Origin,
     is_complete,
     parse_own_json,
     read_manifest,
@@ -36,7 +37,6 @@ from gspo_gym.policy.manifest import (
     step_of,
     verify,
 )
-from gspo_gym.policy.origin import Origin
 from gspo_gym.policy.retention import Numbers, RetentionSettings
 
 _TENSORS = "resume/learner.safetensors"

@@ -1,27 +1,82 @@
 """The manifest of a checkpoint: where it comes from, and the sizes and digests of its files.
 
-Written last: a folder with a manifest is complete. Every byte of a checkpoint is covered, the manifest's own too.
+Written last: a folder with a manifest is complete. Every byte of a checkpoint is covered, the manifest's own too. Its
+origin names the run and parent, and the configuration, packages and revision that made it.
 """
 
 from __future__ import annotations
 
 import hashlib
+import importlib.metadata
 import json
+import platform
 import re
+import subprocess
 from collections.abc import Collection, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any, Never
 
 from gspo_gym.base.files import replace_file, sync_tree
 from gspo_gym.errors import CheckpointError
-from gspo_gym.policy.origin import Origin
 
+_PACKAGES = ("gspo-gym", "torch", "transformers", "peft", "safetensors", "numpy", "bitsandbytes", "vllm")
 MANIFEST = "manifest.json"
 _SCHEMA_VERSION = 2  # 1 names no more of its origin than the run, and has no digest of itself
 _MAX_BYTES = 64_000_000  # of a manifest: a hundred thousand files
 _STEP_FOLDER = re.compile(r"step_(\d+)")
 _PICKLES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt", ".joblib", ".npy", ".npz")
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Where a checkpoint comes from.
+
+    Attributes:
+        run: the id of its run; None: it was saved without one.
+        parent: {"run": id, "step": int} of the checkpoint that the run began from; None: it continues no other run.
+        config: SHA-256 of the run's resolved configuration; None: not known.
+        packages: versions by name.
+        git: the revision of the checkout that saved it, ending in "-dirty" if that was changed; None: it was none.
+    """
+
+    run: str | None = None
+    parent: Mapping[str, Any] | None = None
+    config: str | None = None
+    packages: Mapping[str, str] = field(default_factory=dict)
+    git: str | None = None
+
+    @classmethod
+    def of_this_process(cls, config_toml: str, *, parent: Mapping[str, Any] | None = None) -> Origin:
+        """Return what this process says of itself in the checkpoints of a run with this resolved configuration."""
+        return cls(
+            parent=parent,
+            config=hashlib.sha256(config_toml.encode()).hexdigest(),
+            packages={"python": platform.python_version(), **_versions()},
+            git=git_revision(Path(__file__).parents[2]),
+        )
+
+
+def git_revision(folder: Path) -> str | None:
+    """Return the revision of a checkout, ending in "-dirty" if it was changed; None for another folder, or no git."""
+    if not (folder / ".git").exists():  # of a checkout around the folder, such as one with a .venv, nothing follows
+        return None
+    command = ["git", "-C", str(folder), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    try:
+        described = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return described.stdout.strip() or None
+
+
+def _versions() -> dict[str, str]:
+    versions = {}
+    for name in _PACKAGES:
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return versions
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,9 +23,8 @@ from gspo_gym.policy.weight_sync import require_committed
 from gspo_gym.rollout.pool import GroupRequest, RolloutPool
 from gspo_gym.rollout.schedule import OnDemand, PlayedAhead, Schedule
 from gspo_gym.rollout.summary import Mixture
-from gspo_gym.run.plan import TrainPlan
 from gspo_gym.run.report.progress import Progress
-from gspo_gym.run.settings import ConstantGroups, WarmupSettings
+from gspo_gym.run.settings import ConstantGroups, TrainPlan, WarmupSettings
 from gspo_gym.run.state import TrainState
 from gspo_gym.seeding import child_seed, training_seed
 from gspo_gym.types import Task, Trajectory, TrajectoryGroup

@@ -16,9 +16,9 @@ from gspo_gym.rollout.evaluation import Evaluation, ScoreUnit
 from gspo_gym.rollout.schedule import staleness_metrics
 from gspo_gym.rollout.summary import rollout_metrics, source_metrics
 from gspo_gym.run.collect import Collected, batch_metrics
-from gspo_gym.run.plan import TrainPlan
 from gspo_gym.run.recording import RunRecorder
 from gspo_gym.run.report.progress import Progress
+from gspo_gym.run.settings import TrainPlan
 from gspo_gym.types import TrajectoryGroup
 
 _UNDECIDED = (

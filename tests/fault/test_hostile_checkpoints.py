@@ -20,8 +20,7 @@ from safetensors.torch import load_file, save_file
 from gspo_gym.errors import CheckpointError
 from gspo_gym.policy.checkpoints import CheckpointStore
 from gspo_gym.policy.load import load_policy
-from gspo_gym.policy.manifest import seal
-from gspo_gym.policy.origin import Origin
+from gspo_gym.policy.manifest import Origin, seal
 from gspo_gym.run.state import TrainState
 
 CANARY = "canary"

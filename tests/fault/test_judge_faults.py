@@ -29,8 +29,8 @@ from gspo_gym.judge.base import (
     JudgeRequest,
 )
 from gspo_gym.judge.model.judge import ModelJudge
-from gspo_gym.judge.model.settings import ModelJudgeSettings
 from gspo_gym.judge.service.fake_server import completion, honest_verdict, read_prompt
+from gspo_gym.judge.settings import ModelJudgeSettings
 
 NUM_EPISODES = 2_000
 CONCURRENCY = 16

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from gspo_gym.cli.config_from import Wanted, translate
+from gspo_gym.cli.config import Wanted, translate
 from gspo_gym.config.foreign import agilerl, stateset
 from gspo_gym.config.foreign.trl import TRL
 from gspo_gym.config.run_config import RunConfig

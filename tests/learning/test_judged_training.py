@@ -16,7 +16,7 @@ import pytest
 
 from gspo_gym.cli.train import run_training
 from gspo_gym.config.run_config import load_config
-from gspo_gym.judge.model.suspicion import says_nothing, visible
+from gspo_gym.judge.model.transcript import says_nothing, visible
 from gspo_gym.judge.records import latest_judgements, read_judgements
 from gspo_gym.rollout.episode_files import read_episodes
 from gspo_gym.run.records import read_events, read_metrics

@@ -19,7 +19,7 @@ from gspo_gym.cli.doctor import read_run
 from gspo_gym.cli.train import run_training
 from gspo_gym.config.run_config import load_config
 from gspo_gym.errors import GymError
-from gspo_gym.run.doctor.view import RunView
+from gspo_gym.run.doctor.checks import RunView
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "tests" / "unit" / "run" / "doctor" / "data"

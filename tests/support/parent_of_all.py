@@ -114,7 +114,7 @@ def vllm(folder: Path) -> str:
 
 
 def trial(folder: Path) -> str:
-    from gspo_gym.cli.search.trial import run_trial
+    from gspo_gym.cli.search.command import run_trial
 
     before = descendants()
 

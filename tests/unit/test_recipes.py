@@ -12,7 +12,7 @@ import gymnasium
 import pytest
 
 from gspo_gym import Reward, TextEnv
-from gspo_gym.cli.config_from import Wanted, translate
+from gspo_gym.cli.config import Wanted, translate
 from gspo_gym.cli.train import run_training
 from gspo_gym.config.run_config import RunConfig, load_config
 from gspo_gym.env.registry import register

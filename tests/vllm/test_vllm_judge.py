@@ -15,8 +15,8 @@ from gspo_gym.judge.asking import AskingSettings
 from gspo_gym.judge.base import JudgeError, Judgement, JudgeRequest, Rubrics
 from gspo_gym.judge.cache import JudgementCache
 from gspo_gym.judge.model.judge import ModelJudge
-from gspo_gym.judge.model.settings import ModelJudgeSettings
 from gspo_gym.judge.rubric import Criterion, Rubric
+from gspo_gym.judge.settings import ModelJudgeSettings
 
 MAX_OUTPUT_TOKENS = 2048  # a prompt takes a token for each character, about 1,900 of the 4,096 that the model has
 OUTCOME = Rubric(

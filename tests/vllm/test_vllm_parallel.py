@@ -17,7 +17,7 @@ import pytest
 from agreement import nudge, play_many, publish, worst_gap
 from tiny_vllm import SETTINGS, START_SECONDS
 
-from gspo_gym.config.build.weights import learner_score
+from gspo_gym.config.build.engines import learner_score
 from gspo_gym.engine.base import SamplingParams, WeightUpdate
 from gspo_gym.engine.vllm.engine import VllmEngine
 from gspo_gym.engine.vllm.http import VllmHttpEngine, VllmHttpSettings

@@ -22,7 +22,7 @@ from tiny_vllm import SETTINGS
 from transformers import Qwen3ForCausalLM
 
 from benchmarks.weights import measure
-from gspo_gym.config.build.weights import learner_score
+from gspo_gym.config.build.engines import learner_score
 from gspo_gym.engine.base import SamplingParams, WeightUpdate
 from gspo_gym.engine.replicas.rebuildable import RebuildableEngine
 from gspo_gym.engine.vllm import transfer as vllm_transfer

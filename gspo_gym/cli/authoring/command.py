@@ -1,17 +1,35 @@
-"""`gspo-gym env new NAME` and `gspo-gym env card NAME`."""
+"""`gspo-gym env new NAME`: a package with a small environment to rewrite piece by piece. `gspo-gym env card NAME`.
+
+A new package's files are in `templates/`, as they will be but for $package, $class_name and the like.
+"""
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
+import keyword
+import re
 import shlex
 import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import resources
 from pathlib import Path
+from string import Template
 from typing import Any
 
 from gspo_gym.base.files import make_folder, write_output
 from gspo_gym.cli.authoring.card import card_as_markdown, make_card
-from gspo_gym.cli.authoring.new import new_environment
 from gspo_gym.cli.command_line import add_environment, env_config_of
+from gspo_gym.env.registry import list_environments
+from gspo_gym.errors import ConfigError, UnknownNameError, nearest_name
+
+KINDS = ("text", "tool")
+_TEMPLATES = resources.files("gspo_gym.cli.authoring") / "templates"
+_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]*")
+_WORD_BEGINS = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
+# What the files of a package define or import themselves, and a folder that it has.
+_TAKEN = ("Achievements", "Reward", "RewardTerms", "Task", "TaskSource", "TextEnv", "ToolEnv", "Tests")
 
 
 def add_commands(subparsers: Any) -> None:  # Any: argparse does not name the type of what add_subparsers gives
@@ -57,3 +75,102 @@ def print_card(arguments: argparse.Namespace) -> int:
         write_output(arguments.markdown, text)
         print(f"wrote {arguments.markdown}")
     return 1 if any(record.failures for record in card.records) else 0
+
+
+@dataclass(frozen=True, slots=True)
+class NewEnvironment:
+    """The result of `new_environment`.
+
+    Attributes:
+        folder: of the project.
+        files: relative to `folder`, in the order in which to read them.
+        env_id: the environment's id once the project is installed.
+    """
+
+    folder: Path
+    files: tuple[Path, ...]
+    env_id: str
+
+
+def new_environment(name: str, *, kind: str = "text", folder: Path = Path()) -> NewEnvironment:
+    """Write the project `folder`/NAME-env: a package to install, with its tasks, players, README, test and config.
+
+    The result passes `check_env` unchanged. No existing file is touched.
+
+    Args:
+        name: WordSort or word_sort: the package is `word_sort`, the class `WordSort`, the project `word-sort-env`.
+        kind: "text" (the model answers in text) or "tool" (it calls tools).
+        folder: created if missing.
+
+    Raises:
+        UnknownNameError: no such kind.
+        ConfigError: the name is not a Python name, or is taken by a folder, module or environment.
+    """
+    if kind not in KINDS:
+        raise UnknownNameError(f"there is no kind {kind!r} of environment; {nearest_name(kind, KINDS)}")
+    words = _names_of(name)
+    project = folder / words["distribution"]
+    if project.exists():
+        raise ConfigError(f"{project} exists already; choose another name or another --folder")
+    # All texts before the first file: an error leaves no half-written project.
+    texts = {
+        Path(path): Template(_template(kind, template)).substitute(words)
+        for path, template in _files(words["package"]).items()
+    }
+    for path, text in texts.items():
+        make_folder((project / path).parent)
+        write_output(project / path, text)
+    return NewEnvironment(project, tuple(texts), words["env_id"])
+
+
+def _files(package: str) -> Mapping[str, str]:
+    """Return the project's files, each with its template."""
+    sources = ("env.py", "tasks.py", "rewards.py", "policies.py", "__init__.py")
+    return {
+        "README.md": "README.md",
+        **{f"{package}/{source}": source for source in sources},
+        f"tests/test_{package}.py": "test_env.py",
+        "train.toml": "train.toml",
+        "pyproject.toml": "pyproject.toml",
+    }
+
+
+def _template(kind: str, name: str) -> str:
+    """Return the kind's template of this name, or the shared one."""
+    own = _TEMPLATES / kind / f"{name}.template"
+    shared = _TEMPLATES / "any" / f"{name}.template"
+    return (own if own.is_file() else shared).read_text(encoding="utf-8")
+
+
+def _names_of(name: str) -> dict[str, str]:
+    """Return the values of the templates' placeholders.
+
+    Raises:
+        ConfigError: the name is not a valid one, or is taken.
+    """
+    if _NAME.fullmatch(name) is None:
+        raise ConfigError(f"expected a name of letters, digits and _ that begins with a letter, got {name!r}")
+    package = _WORD_BEGINS.sub("_", name).lower()
+    class_name = "".join(word.capitalize() for word in package.split("_"))
+    if keyword.iskeyword(package) or keyword.iskeyword(class_name) or class_name in _TAKEN:
+        raise ConfigError(
+            f"{name!r} means something else in Python or in the files of the package; choose another name"
+        )
+    named_alike = [env_id for env_id in list_environments(include_gymnasium=True) if _bare(env_id) == class_name]
+    if named_alike:
+        raise ConfigError(f"there is an environment {named_alike[0]!r} already; choose another name than {name!r}")
+    if importlib.util.find_spec(package) is not None:
+        raise ConfigError(f"there is a module {package!r} already, which would be hidden; choose another name")
+    return {
+        "name": name,
+        "package": package,
+        # Of the folder, too: one named like the package would hide it from a Python started beside it.
+        "distribution": package.strip("_").replace("_", "-") + "-env",
+        "class_name": class_name,
+        "env_id": f"{package}/{class_name}-v0",
+    }
+
+
+def _bare(env_id: str) -> str:
+    """Return an id without namespace and version."""
+    return re.sub(r"-v\d+$", "", env_id.rpartition("/")[2])

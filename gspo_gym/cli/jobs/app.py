@@ -23,13 +23,14 @@ from fastapi import Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
 from gspo_gym.base.strict_json import read_json
-from gspo_gym.cli.jobs.exports import push, tar_of
 from gspo_gym.cli.jobs.records import (
     checkpoints_of,
     model_files_of,
     model_id_of,
     points_of,
+    push,
     results_of,
+    tar_of,
     timestamp,
 )
 from gspo_gym.cli.jobs.requests import Machine, parse_request

@@ -1,4 +1,4 @@
-"""A job's run folder in the words of the hosted trainer's clients: its records become events, points and models.
+"""A job's run folder in the words of the hosted trainer's clients: events, points, and models to take away.
 
 A resumed run makes again what it recorded after its checkpoint. The job's events of that stay, since clients have seen
 them; its points are those of the run folder.
@@ -8,14 +8,19 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shutil
+import subprocess
+import sys
+import tarfile
+import tempfile
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from gspo_gym.cli.jobs.store import Event, Job, Status, Store
-from gspo_gym.errors import GymError
+from gspo_gym.errors import GymError, ServiceError
 from gspo_gym.policy.manifest import is_complete, read_manifest, step_of
 from gspo_gym.run.records import EventReader, LineReader, read_events, read_metrics, read_summary
 from gspo_gym.run.sinks import evaluation_numbers
@@ -55,6 +60,8 @@ _ALIASES = {
 }
 _SHOWN = ("loss/total", "batch/mean_return", "time/step_seconds")  # in the event of a step; /metrics has all
 _MAX_LOG_BYTES = 8_192  # from the end of the log, in which the last error is looked for
+_CHUNK_BYTES = 1 << 20
+_EXPORT_SECONDS = 3_600.0
 
 
 class Follower:
@@ -232,3 +239,51 @@ def timestamp(seconds: float) -> str:
     '1970-01-01T00:00:00.500000+00:00'
     """
     return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="microseconds")
+
+
+def tar_of(folder: Path, names: Sequence[str], prefix: str) -> Iterator[bytes]:
+    """Yield a tar of these files of a folder, a part at a time: weights may be larger than the memory."""
+    for name in names:
+        with (folder / name).open("rb") as file:
+            info = tarfile.TarInfo(f"{prefix}/{name}")
+            info.size = (folder / name).stat().st_size
+            yield info.tobuf(tarfile.PAX_FORMAT)
+            while chunk := file.read(_CHUNK_BYTES):
+                yield chunk
+            yield bytes(-info.size % tarfile.BLOCKSIZE)
+    yield bytes(2 * tarfile.BLOCKSIZE)
+
+
+def push(run_folder: Path, repo: str, *, is_private: bool, is_merged: bool) -> str:
+    """Export a run's newest model and push it to the hub; return the URL of its repository.
+
+    In a process of its own, because the service must not load a model. HF_TOKEN and HF_ENDPOINT are the service's.
+
+    Raises:
+        ServiceError: the export or the hub refuses; says why.
+    """
+    scratch = Path(tempfile.mkdtemp(prefix="gspo-gym-export-"))
+    try:
+        verb = "merge" if is_merged else "export"
+        _models([verb, str(run_folder), "--out", str(scratch / "model")], scratch)
+        return _models(["push", str(scratch / "model"), repo, *(["--private"] if is_private else [])], scratch)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _models(words: Sequence[str], scratch: Path) -> str:
+    """Run `gspo-gym models`; return the last line that it prints."""
+    log = scratch / "log.txt"
+    with log.open("wb") as errors:
+        ended = subprocess.run(
+            [sys.executable, "-m", "gspo_gym.cli", "models", *words],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+            timeout=_EXPORT_SECONDS,
+            check=False,
+        )
+    if ended.returncode:
+        raise ServiceError(last_error(log) or f"gspo-gym models {words[0]} ended with status {ended.returncode}")
+    return (ended.stdout.strip().splitlines() or [""])[-1]

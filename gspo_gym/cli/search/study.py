@@ -39,8 +39,8 @@ from pydantic import Field, ValidationError, field_validator, model_validator
 
 from gspo_gym.base.files import flat_items
 from gspo_gym.base.settings import Settings
-from gspo_gym.config.problems import find_problems
 from gspo_gym.config.run_config import load_config
+from gspo_gym.config.words import find_problems
 from gspo_gym.errors import ConfigError, MissingExtraError
 from gspo_gym.seeding import child_seed
 

@@ -12,10 +12,10 @@ from typing import Any, Literal
 from urllib.parse import urlsplit
 
 from gspo_gym.base.keys import is_loopback
-from gspo_gym.config.apps import GatewaySection, TaskSource
 from gspo_gym.config.build.apps import app_step_rewards, environment_ids, own_key
 from gspo_gym.config.rules.judge import APP_KEYS_SAID_FOR_EACH_ROLLOUT
 from gspo_gym.config.run_config import RunConfig
+from gspo_gym.config.sections import GatewaySection, TaskSource
 from gspo_gym.engine.base import Engine
 from gspo_gym.errors import ConfigError, UsageError
 from gspo_gym.remote.apps.check import NO_RETURN, ProbeReport, is_result, report_of

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from gspo_gym.base.keys import read_key
-from gspo_gym.config.apps import TaskSource
 from gspo_gym.config.run_config import RunConfig
+from gspo_gym.config.sections import TaskSource
 from gspo_gym.env.registry import resolve
 from gspo_gym.errors import MissingExtraError, UnknownNameError
 

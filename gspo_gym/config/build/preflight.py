@@ -14,7 +14,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from gspo_gym.base.leftovers import in_temporary_folder
-from gspo_gym.config.apps import TaskSource
 from gspo_gym.config.build import trainer as build
 from gspo_gym.config.build.apps import check_apps, environment_ids
 from gspo_gym.config.build.engines import check_context, check_engine
@@ -33,6 +32,7 @@ from gspo_gym.config.build.rollouts import (
     looking_at_source,
 )
 from gspo_gym.config.run_config import RunConfig
+from gspo_gym.config.sections import TaskSource
 from gspo_gym.config.services import refuse_to_run, refuse_to_train
 from gspo_gym.env.chat_model import ChatModel
 from gspo_gym.env.core import PolicyFactory

@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from gspo_gym.chat.renderer import RendererCache
-from gspo_gym.config.apps import TaskSource
 from gspo_gym.config.build.apps import check_gateway, environment_ids
 from gspo_gym.config.build.engines import build_endpoint, build_engine
 from gspo_gym.config.run_config import RunConfig
+from gspo_gym.config.sections import TaskSource
 from gspo_gym.config.services import refuse_to_run
 from gspo_gym.engine.base import Engine
 from gspo_gym.env.core import PolicyFactory

@@ -14,10 +14,9 @@ from pathlib import Path
 import torch
 
 from gspo_gym.config.build.apps import environment_ids
-from gspo_gym.config.build.engines import build_while_learning
+from gspo_gym.config.build.engines import build_alarm, build_while_learning
 from gspo_gym.config.build.judge import rewards_of_turns, tell_recorder
 from gspo_gym.config.build.rollouts import Player, build_evaluate, build_training_pool
-from gspo_gym.config.build.weights import build_alarm
 from gspo_gym.config.run_config import RunConfig
 from gspo_gym.config.sections import parse_source
 from gspo_gym.config.services import place, refuse_to_train, require_gpus
@@ -35,12 +34,11 @@ from gspo_gym.rollout.selection import AttemptWatch
 from gspo_gym.run.collect import Collector
 from gspo_gym.run.journal import Journal, MoreMetrics
 from gspo_gym.run.judging import Judging
-from gspo_gym.run.plan import TrainPlan
 from gspo_gym.run.recording import LEDGER_FILE, RunRecorder
 from gspo_gym.run.records import read_run_id
 from gspo_gym.run.report.progress import Progress
 from gspo_gym.run.saving import Saver
-from gspo_gym.run.settings import LoopSettings
+from gspo_gym.run.settings import LoopSettings, TrainPlan
 from gspo_gym.run.sinks import Sink, open_sinks
 from gspo_gym.run.state import TrainState
 from gspo_gym.run.steering import Steering

@@ -6,8 +6,8 @@ import ipaddress
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from gspo_gym.config.apps import PolicyConfigSection
 from gspo_gym.config.rules.objective import OTHER_KEYS, Rule, default_of, no_effect
+from gspo_gym.config.sections import PolicyConfigSection
 from gspo_gym.config.words import show
 from gspo_gym.env.workers.limits import IsolationSettings
 from gspo_gym.errors import nearest_name

@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from gspo_gym.base.settings import parse_seeds
-from gspo_gym.config.apps import PolicyConfigSection
 from gspo_gym.config.defaults import KL_TERMS
 from gspo_gym.config.nested import POLICY_CONFIG
 from gspo_gym.config.rules.judge import APP_KEYS_SAID_FOR_EACH_ROLLOUT, APP_RULES, JUDGE_RULES
@@ -25,7 +24,7 @@ from gspo_gym.config.rules.objective import (
     no_effect,
 )
 from gspo_gym.config.rules.services import RESCORE_RULES, SERVICE_RULES, TRANSFER_RULES
-from gspo_gym.config.sections import SIZE_KEYS, parse_source
+from gspo_gym.config.sections import SIZE_KEYS, PolicyConfigSection, parse_source
 from gspo_gym.config.words import Problem, show
 from gspo_gym.judge.blend import RewardBlend
 from gspo_gym.learning.settings import OptimizerSettings, ReferenceSettings, StepRewardSettings

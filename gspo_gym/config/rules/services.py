@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from gspo_gym.config.apps import WeightSyncSection
 from gspo_gym.config.rules.judge import has_app
 from gspo_gym.config.rules.objective import Rule, acts_with, default_of, no_effect
+from gspo_gym.config.sections import WeightSyncSection
 from gspo_gym.config.services import VllmSection
 from gspo_gym.config.words import show
 from gspo_gym.learning.settings import CorrectionSettings, ReferenceSettings

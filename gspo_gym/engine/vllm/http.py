@@ -37,10 +37,9 @@ from gspo_gym.engine.endpoint.http import find_logprob_facts
 from gspo_gym.engine.endpoint.routes import CompletionsRoute, GenerateRoute, Route, SampleChecks, SampleRequest, Served
 from gspo_gym.engine.endpoint.wire import EngineClient, RefusedError, shorten
 from gspo_gym.engine.gate import GatedEngine
-from gspo_gym.engine.vllm.adapters import weights_folder
+from gspo_gym.engine.vllm.adapters import ServedVersions, new_name, weights_folder
 from gspo_gym.engine.vllm.control import Address, ServerInfo, VllmControl, address_of, client_of
 from gspo_gym.engine.vllm.requests import sampling_fields
-from gspo_gym.engine.vllm.versions import ServedVersions, new_name
 from gspo_gym.engine.vllm.worker import WORKER_EXTENSION
 from gspo_gym.errors import ConfigError, EngineError
 from gspo_gym.types import Completion, TokenIds

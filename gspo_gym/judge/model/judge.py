@@ -49,10 +49,9 @@ from gspo_gym.judge.model.prompt import (
     turn_part,
     verdict_schema,
 )
-from gspo_gym.judge.model.settings import ModelJudgeSettings
-from gspo_gym.judge.model.suspicion import suspicions
-from gspo_gym.judge.model.transcript import Transcript, compacted, read_transcript
+from gspo_gym.judge.model.transcript import Transcript, compacted, read_transcript, suspicions
 from gspo_gym.judge.rubric import Criterion, Rubric
+from gspo_gym.judge.settings import ModelJudgeSettings
 from gspo_gym.seeding import child_seed, generator
 
 _MAX_PARTS_OF_A_CALL = 24  # turns in one call: longer answers are cut off, and models lose the thread

@@ -16,8 +16,7 @@ from typing import Any, NoReturn
 from gspo_gym.base.retries import AttemptError
 from gspo_gym.errors import shortened
 from gspo_gym.judge.base import CriterionScore
-from gspo_gym.judge.model.suspicion import longest_run_of_ticks
-from gspo_gym.judge.model.transcript import TASK, Piece, Transcript
+from gspo_gym.judge.model.transcript import TASK, Piece, Transcript, longest_run_of_ticks
 from gspo_gym.judge.rubric import Criterion
 
 # Of the words below and of how the data are laid out: cached verdicts of another version are not used.

@@ -19,9 +19,9 @@ from gspo_gym.errors import ServiceError
 from gspo_gym.judge.asking import Asking, AskingSettings, Clock, JudgeBudget
 from gspo_gym.judge.base import JudgeBudgetError, JudgeCost, JudgeError, Judgement, JudgeRequest
 from gspo_gym.judge.cache import Json, JudgementCache, digest_of
-from gspo_gym.judge.model.settings import require_plain_url
-from gspo_gym.judge.model.suspicion import suspicions
+from gspo_gym.judge.model.transcript import suspicions
 from gspo_gym.judge.service.contract import judgement_from_wire, request_to_wire, score_url
+from gspo_gym.judge.settings import require_plain_url
 
 _PAYMENT_REQUIRED = 402  # how our server says that its own budget is spent
 

@@ -26,9 +26,15 @@ from gspo_gym.errors import GymError
 from gspo_gym.remote.apps.contracts import RolloutRequest
 from gspo_gym.remote.apps.urls import PinnedUrl, UrlError, UrlPolicy
 from gspo_gym.remote.guard import RefusalError, failure_status
-from gspo_gym.remote.serve.agent_loop import Plan, PlayedRollout, PlayError, end_if_actions_were_slow, play_rollout
+from gspo_gym.remote.serve.agent_loop import (
+    InferenceClient,
+    Plan,
+    PlayedRollout,
+    PlayError,
+    end_if_actions_were_slow,
+    play_rollout,
+)
 from gspo_gym.remote.serve.env_source import EnvSource
-from gspo_gym.remote.serve.inference import InferenceClient
 from gspo_gym.remote.serve.rollout_answer import AnswerContext, AppStepRewards, rollout_answer, step_rewards_of
 
 _log = logging.getLogger(__name__)

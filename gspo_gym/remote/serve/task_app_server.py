@@ -23,8 +23,8 @@ from gspo_gym.judge.rubric import Rubric
 from gspo_gym.remote.apps.contracts import RolloutRequest
 from gspo_gym.remote.apps.urls import UrlPolicy
 from gspo_gym.remote.guard import Guard, RefusalError, answer_refusal
+from gspo_gym.remote.serve.agent_loop import require_openai
 from gspo_gym.remote.serve.env_source import EnvSource
-from gspo_gym.remote.serve.inference import require_openai
 from gspo_gym.remote.serve.openenv_server import joined_app
 from gspo_gym.remote.serve.task_app_rollout import InferenceSettings, Rollouts, Runs
 from gspo_gym.seeding import FIRST_TRAINING_SEED

@@ -12,7 +12,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from gspo_gym.run.doctor.view import Check, Finding, RunView
+from gspo_gym.run.doctor.checks import Check, Finding, RunView
 
 # Fraction of the groups at which sampling itself leaves no choice: a policy that still explores has some that
 # differ.

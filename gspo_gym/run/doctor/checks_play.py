@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from gspo_gym.rollout.summary import TOOL_PREFIX
-from gspo_gym.run.doctor.view import Check, Finding, RunView
+from gspo_gym.run.doctor.checks import Check, Finding, RunView
 
 # Of the attempts: retries hide one failure in twenty; one in four is a broken environment or machine.
 MAX_FAILURES = 0.05

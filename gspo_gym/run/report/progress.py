@@ -1,21 +1,36 @@
-"""Live progress of a run: a table that updates in a terminal, plain lines elsewhere.
+"""A run in the terminal: its live progress, and the report at its end.
 
-The trainer calls a `Progress` and never prints. Metric names are those of `METRICS`.
+Progress is a table that updates in a terminal and plain lines elsewhere; the trainer calls a `Progress` and never
+prints. The report is made from the run's records: learning curve, before and after, two episodes, what to do next.
+Metric names are those of `METRICS`.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
+import json
+import shlex
+import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from typing import Protocol
+import tomllib
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
 
 from rich.console import Console
 from rich.live import Live
+from rich.panel import Panel
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 from rich.table import Table
+from rich.text import Text
+
+from gspo_gym.rollout.episode_files import episode_paths, read_episodes
+from gspo_gym.rollout.ledger import Disposition, Terminal, read_ledger
+from gspo_gym.types import Message, Trajectory
 
 # Columns: the metrics whose sum is shown, the title and the format.
 _COLUMNS = (
@@ -26,6 +41,9 @@ _COLUMNS = (
     (("policy/entropy",), "entropy", "{:.3f}"),
     (("rollout/sampled_tokens_per_second",), "tok/s", "{:,.0f}"),
 )
+
+_SPEAKER_STYLES = {"system": "dim", "user": "cyan", "assistant": "bold green", "tool": "yellow"}
+_BLOCKS = " ▁▂▃▄▅▆▇█"
 
 
 class Progress(Protocol):
@@ -239,3 +257,188 @@ def _over(done: int, total: int) -> str:
 
 def _printing_to(console: Console) -> Callable[[str], None]:
     return lambda text: console.print(text, soft_wrap=True, markup=False, highlight=False)
+
+
+def print_run_report(console: Console, folder: Path, summary: Mapping[str, Any]) -> None:
+    """Print the whole report of the run in `folder`."""
+    before, after = summary["initial_eval"], summary["final_eval"]
+    print_curve(console, summary["curve"], label=f"{summary['score'].replace('_', ' ')} on held-out seeds")
+    print_before_after(console, before, after)
+    first, last = (_evaluation_episodes(folder, e["step"]) for e in (before, after))
+    seed = _most_improved(first, last)
+    for title, episodes in (("before", first), ("after", last)):
+        for trajectory in episodes:
+            if trajectory.task.seed == seed:
+                print_episode(console, title, trajectory)
+    minutes, seconds = divmod(round(summary["wall_seconds"]), 60)
+    config = tomllib.loads((folder / "config.toml").read_text(encoding="utf-8"))
+    for sentence in (_why_it_stopped(summary, config), _what_was_not_kept(folder)):
+        if sentence is not None:
+            console.print(sentence, soft_wrap=True, highlight=False, markup=False)
+    console.print(
+        f"{summary['steps']} steps, {summary['episodes']:,} episodes, {summary['trained_tokens']:,} tokens trained on, "
+        f"{minutes} min {seconds} s of training and evaluation",
+        soft_wrap=True,
+        highlight=False,
+    )
+    print_next_steps(console, folder)
+
+
+def print_next_steps(console: Console, folder: Path) -> None:
+    """Print the next steps as commands that work from the current folder."""
+    console.print("\n[bold]next[/bold]")
+    for command, purpose in next_steps(folder):
+        line = Text(f"  {shlex.join(command)}   ").append(f"# {purpose}", style="dim")
+        console.print(line, highlight=False, soft_wrap=True)
+
+
+def next_steps(folder: Path) -> list[tuple[list[str], str]]:
+    """Return useful commands after the run in `folder`, as arguments, each with its purpose."""
+    path = folder / "config.toml"
+    config = tomllib.loads(path.read_text(encoding="utf-8"))
+    python, rollout, seed = str(_relative(Path(sys.executable))), config["rollout"], config["run"]["seed"] + 1
+    cli = [python, "-m", "gspo_gym.cli"]
+    steps: list[tuple[list[str], str]] = [([*cli, "doctor", str(folder)], "what could be better")]
+    if config.get("services", {}).get("task_url") is None:  # with one, the environment is in an app elsewhere
+        options = [f"--option={key}={json.dumps(value)}" for key, value in rollout.get("env_config", {}).items()]
+        play = [*cli, "env", "play", rollout["env_name"], "--mask", *options]
+        steps.append((play, "play yourself, and see what is trained on"))
+    if any((folder / "checkpoints").glob("step_*")):
+        chat = [*cli, "models", "chat", str(folder)]
+        if len(steps) > 1:  # its environment is here
+            steps.insert(0, ([*chat, "--env"], "watch it play, or take over its turns"))
+        else:
+            steps.insert(0, (chat, "talk with it"))
+        evaluate = [python, "-m", "gspo_gym.evaluate", str(path), "--model", str(folder), "--seeds", "1000:1200"]
+        steps.append((evaluate, "other held-out tasks"))
+    label = f"model.label={folder.name[:50]}-seed{seed}"
+    steps.append(([python, "-m", "gspo_gym.train", str(path), f"run.seed={seed}", label], "another run seed"))
+    tools = Path("configs/sql_analyst.toml")
+    if tools.exists():
+        steps.append(([python, "-m", "gspo_gym.train", str(tools)], "tools over a database"))
+    else:
+        steps.append(([*cli, "config", "new", "tools.toml", "--env", "SqlAnalyst"], "a configuration to begin with"))
+    steps.append(([*cli, "env", "new", "MyTask"], "your own environment, which trains as it stands"))
+    return steps
+
+
+def _why_it_stopped(summary: Mapping[str, Any], config: Mapping[str, Any]) -> str | None:
+    """Return why the run ended before its last planned step, or None if it did not."""
+    training = config["training"]
+    planned, goal = training["num_epochs"] * training["iterations_per_epoch"], training.get("stop_at_success_rate")
+    if summary["steps"] >= planned or goal is None:
+        return None
+    return (
+        f"stopped after {summary['steps']} of {planned} steps: its evaluation reached "
+        f"training.stop_at_success_rate = {goal:g}"
+    )
+
+
+def _what_was_not_kept(folder: Path) -> str | None:
+    """Return a sentence on the attempts at training episodes that were not kept; None if all were."""
+    path = folder / "ledger.jsonl"
+    ends = [entry for entry in read_ledger(path) if isinstance(entry, Terminal)] if path.exists() else []
+    lost = Counter(end.outcome.value for end in ends if end.disposition is not Disposition.KEPT)
+    if not lost:
+        return None
+    told = ", ".join(f"{count} {outcome}" for outcome, count in lost.most_common())
+    return f"{lost.total()} of {len(ends)} attempts at training episodes were played again or dropped: {told}"
+
+
+def print_curve(console: Console, curve: Sequence[tuple[int, float]], *, label: str) -> None:
+    """Print the score of each evaluation over the steps; scores outside [0, 1] widen the axis."""
+    scores = [score for _, score in curve]
+    low, high = min(0.0, *scores), max(1.0, *scores)
+    console.print(f"\n[bold]{label}[/bold], one column an evaluation, steps {curve[0][0]} to {curve[-1][0]}")
+    for line in text_curve(scores, low=low, high=high):
+        console.print(line, highlight=False)
+
+
+def print_before_after(console: Console, before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
+    """Print the first and the last evaluation beside each other; both are summaries as in summary.json."""
+    table = Table(title="held-out evaluation")
+    for name in ("", f"before (step {before['step']})", f"after (step {after['step']})"):
+        table.add_column(name, justify="left" if not name else "right")
+    table.add_row("success rate", _rate(before), _rate(after))
+    table.add_row("mean return", f"{before['mean_return']:.3f}", f"{after['mean_return']:.3f}")
+    table.add_row("episodes", str(before["num_episodes"]), str(after["num_episodes"]))
+    console.print(table)
+
+
+def print_episode(console: Console, title: str, trajectory: Trajectory) -> None:
+    """Print an episode as a conversation, with the reward of each turn."""
+    text = Text()
+    rewards = iter(trajectory.turns)
+    for message in trajectory.messages:
+        text.append(f"{message.role:>9}  ", style="dim")
+        text.append(_spoken(message), style=_SPEAKER_STYLES[message.role])
+        if message.role == "assistant" and (turn := next(rewards, None)) is not None and turn.reward is not None:
+            text.append(f"   [{turn.reward:+.2f}]", style="dim")
+        text.append("\n")
+    verdict = {True: "success", False: "failure", None: trajectory.outcome.value}[trajectory.success]
+    text.append(f"{verdict}, return {trajectory.reward:+.2f}", style="bold")
+    console.print(Panel(text, title=f"{title}: {trajectory.task.task_id}", expand=False))
+
+
+def _relative(path: Path) -> Path:
+    """Return the path relative to the current folder if it lies below, else unchanged."""
+    # A short `.venv/bin/python` also works without the environment being activated.
+    here = Path.cwd()
+    return path.relative_to(here) if path.is_relative_to(here) else path
+
+
+def _evaluation_episodes(folder: Path, step: int) -> list[Trajectory]:
+    (path,) = episode_paths(folder, f"eval_{step:06d}")
+    return read_episodes(path)
+
+
+def _most_improved(first: Sequence[Trajectory], last: Sequence[Trajectory]) -> int:
+    """Return the seed with the largest gain; among equals, the one with the longest last episode."""
+    before = {trajectory.task.seed: trajectory.reward for trajectory in first}
+    both = [trajectory for trajectory in last if trajectory.task.seed in before]
+    # The longest episode among equals shows most.
+    best = max(both, key=lambda trajectory: (trajectory.reward - before[trajectory.task.seed], len(trajectory.turns)))
+    return best.task.seed
+
+
+def _spoken(message: Message) -> str:
+    calls = [
+        f"{call.name}({', '.join(f'{k}={v!r}' for k, v in call.arguments.items())})" for call in message.tool_calls
+    ]
+    return " ".join([message.content, *calls]).strip() or "(nothing)"
+
+
+def _rate(summary: Mapping[str, Any]) -> str:
+    if summary["success_rate"] is None:
+        return "-"
+    low, high = summary["success_interval"]
+    return f"{summary['success_rate']:.3f}  (95%: {low:.3f} to {high:.3f})"
+
+
+def text_curve(
+    values: Sequence[float], *, low: float = 0.0, high: float = 1.0, width: int = 60, height: int = 8
+) -> list[str]:
+    r"""Return the lines of a filled chart of `values`, oldest first, with an axis from `low` to `high` on the left.
+
+    More values than columns are averaged in equal shares; values outside the axis are drawn at its edge.
+
+    >>> print("\n".join(text_curve([0.0, 0.5, 1.0, 0.75], width=4, height=2)))
+     1.00 |  █▄
+     0.00 | ███
+    """
+    columns = _resample(values, width)
+    span = high - low
+    filled = [min(max((value - low) / span, 0.0), 1.0) * height for value in columns]
+    lines = []
+    for row in range(height - 1, -1, -1):
+        cells = "".join(_BLOCKS[int(min(max(fill - row, 0.0), 1.0) * (len(_BLOCKS) - 1))] for fill in filled)
+        label = high if row == height - 1 else low if row == 0 else None
+        lines.append((f"{label:5.2f}" if label is not None else " " * 5) + " |" + cells)
+    return lines
+
+
+def _resample(values: Sequence[float], width: int) -> list[float]:
+    if len(values) <= width:
+        return list(values)
+    edges = [i * len(values) // width for i in range(width + 1)]
+    return [sum(values[a:b]) / (b - a) for a, b in itertools.pairwise(edges)]

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from gspo_gym.chat.drift import check_context, check_drift
 from gspo_gym.chat.renderer import Renderer
+from gspo_gym.config.build.token_audit import check_context, check_drift
 from gspo_gym.types import Message, ToolCall
 
 USER = Message("user", "Guess.")

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gspo_gym.chat.drift import check_drift
 from gspo_gym.chat.renderer import Renderer
+from gspo_gym.config.build.token_audit import check_drift
 from gspo_gym.errors import TemplateError
 from gspo_gym.types import Message, ToolCall
 

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import tomli_w
 
-from gspo_gym.config.apps import TaskSource, with_task_url
 from gspo_gym.config.reference import resolved
 from gspo_gym.config.run_config import RunConfig, load_config
+from gspo_gym.config.sections import TaskSource, with_task_url
 from gspo_gym.errors import ConfigError
 
 Problems = Callable[[dict[str, Any]], list[str]]

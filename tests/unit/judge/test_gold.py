@@ -11,7 +11,6 @@ import pytest
 from scripted_judge import ScriptedJudge, episode, judgement
 
 from gspo_gym.errors import StorageError
-from gspo_gym.judge.audit.labels import Label
 from gspo_gym.judge.base import JudgeError, Judgement, JudgeRequest, JudgeStoppedError, Rubrics
 from gspo_gym.judge.blend import RewardBlend
 from gspo_gym.judge.gold import (
@@ -22,6 +21,7 @@ from gspo_gym.judge.gold import (
     GoldWatch,
     Judged,
     JudgeDriftError,
+    Label,
     compare_with_gold,
     scores_to_compare,
 )

@@ -9,8 +9,8 @@ import pytest
 
 from gspo_gym.cli.main import main
 from gspo_gym.config.run_config import load_config
-from gspo_gym.judge.audit.attacks import attacks
-from gspo_gym.judge.audit.labels import read_labels
+from gspo_gym.judge.audit.audit import attacks
+from gspo_gym.judge.gold import read_labels
 from gspo_gym.judge.rubric_files import load_rubrics
 
 ROOT = Path(__file__).parents[3]

@@ -9,8 +9,7 @@ import pytest
 from fake_hub import TOKEN, FakeHub, fake_hub
 
 from gspo_gym.errors import ConfigError, ServiceError, StorageError
-from gspo_gym.policy.export import export
-from gspo_gym.policy.hub import push
+from gspo_gym.policy.export import export, push
 
 # Of the library, which hands its own HTTP client a file in an old way.
 pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")

@@ -33,7 +33,7 @@ from scripted_model import ScriptedModel, in_turn, text
 from gspo_gym.errors import ConfigError
 from gspo_gym.remote.apps.urls import UrlPolicy
 from gspo_gym.remote.guard import Guard, Keys, json_depth_exceeds
-from gspo_gym.remote.serve.inference import InferenceClient
+from gspo_gym.remote.serve.agent_loop import InferenceClient
 from gspo_gym.remote.serve.served_env import ServedEnv, served_app
 from gspo_gym.remote.serve.task_app_server import create_task_app
 from gspo_gym.remote.serving import BackgroundServer, bind

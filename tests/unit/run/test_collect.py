@@ -19,8 +19,7 @@ from gspo_gym.policy.load import load_policy
 from gspo_gym.rollout.pool import GroupRequest
 from gspo_gym.rollout.schedule import OnDemand
 from gspo_gym.run.collect import Collected, Collector, WarmupPlan, batch_metrics, collect_groups, warm_up
-from gspo_gym.run.plan import TrainPlan
-from gspo_gym.run.settings import ConstantGroups, LoopSettings, RunSize, WarmupSettings
+from gspo_gym.run.settings import ConstantGroups, LoopSettings, RunSize, TrainPlan, WarmupSettings
 from gspo_gym.seeding import child_seed, training_seed
 from gspo_gym.types import (
     DroppedEpisode,

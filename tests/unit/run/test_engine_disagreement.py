@@ -40,12 +40,11 @@ from gspo_gym.rollout.limits import EpisodeLimits, PoolLimits
 from gspo_gym.rollout.pool import RolloutPool
 from gspo_gym.run.collect import Collector
 from gspo_gym.run.journal import Journal
-from gspo_gym.run.plan import TrainPlan
 from gspo_gym.run.recording import RunRecorder
 from gspo_gym.run.records import read_events
 from gspo_gym.run.report.progress import QuietProgress
 from gspo_gym.run.saving import Saver
-from gspo_gym.run.settings import EvaluationSettings, RunSize
+from gspo_gym.run.settings import EvaluationSettings, RunSize, TrainPlan
 from gspo_gym.run.trainer import Trainer
 from gspo_gym.types import Completion, Outcome
 

@@ -16,10 +16,9 @@ from gspo_gym.errors import CheckpointError, UnknownNameError
 from gspo_gym.policy.checkpoints import CheckpointStore
 from gspo_gym.policy.export import Weights, export
 from gspo_gym.policy.load import Policy, load_policy
-from gspo_gym.policy.origin import Origin
+from gspo_gym.policy.manifest import Origin
 from gspo_gym.rollout.evaluation import EvaluationRow, PlayedRow, evaluation_of_rows
-from gspo_gym.run.model_card import model_card
-from gspo_gym.run.models import find_model, list_models
+from gspo_gym.run.models import find_model, list_models, model_card
 from gspo_gym.run.recording import RunRecorder
 from gspo_gym.types import Outcome
 

@@ -14,9 +14,8 @@ import pytest
 
 from gspo_gym.cli.main import main
 from gspo_gym.cli.search import study as search_study
-from gspo_gym.cli.search.command import run_search
+from gspo_gym.cli.search.command import TrialResult, read_evaluations, run_search, run_trial
 from gspo_gym.cli.search.study import SearchSettings, SearchStudy, load_search
-from gspo_gym.cli.search.trial import TrialResult, read_evaluations, run_trial
 from gspo_gym.config.run_config import load_config
 from gspo_gym.errors import ConfigError, MissingExtraError
 

@@ -18,8 +18,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from gspo_gym.config.build.engines import build_alarm, build_canary, build_weight_sync, learner_score
 from gspo_gym.config.build.trainer import build_policy
-from gspo_gym.config.build.weights import build_alarm, build_canary, build_weight_sync, learner_score
 from gspo_gym.config.run_config import RunConfig
 from gspo_gym.engine.base import Capabilities, Engine, PauseMode, WeightUpdate
 from gspo_gym.engine.local.engine import LocalEngine

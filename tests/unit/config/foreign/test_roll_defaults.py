@@ -5,7 +5,7 @@ ROLL is no package, so that no test can ask it: the table is the reading of alib
 
 import pytest
 
-from gspo_gym.cli.config_from import Wanted, translate
+from gspo_gym.cli.config import Wanted, translate
 from gspo_gym.config.foreign.roll import ROLL
 from gspo_gym.errors import ConfigError
 

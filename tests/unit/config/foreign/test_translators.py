@@ -2,7 +2,7 @@
 
 import pytest
 
-from gspo_gym.cli.config_from import Wanted, translate
+from gspo_gym.cli.config import Wanted, translate
 from gspo_gym.config.run_config import RunConfig
 from gspo_gym.errors import ConfigError
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from gspo_gym.errors import ConfigError, RecordError
-from gspo_gym.judge.audit.labels import Label, check_labels, labelled_episodes, read_labels, total_of
+from gspo_gym.judge.gold import Label, check_labels, labelled_episodes, read_labels, total_of
 from gspo_gym.judge.rubric import Criterion, Rubric
 from gspo_gym.types import Trajectory
 

@@ -27,11 +27,10 @@ from gspo_gym.judge.base import JudgeDeniedError, JudgeError, Judgement, JudgeRe
 from gspo_gym.judge.blend import RewardBlend
 from gspo_gym.judge.cache import JudgementCache
 from gspo_gym.judge.model.judge import BY_RULE, ModelJudge
-from gspo_gym.judge.model.settings import ModelJudgeSettings
 from gspo_gym.judge.rubric import Criterion, Rubric
 from gspo_gym.judge.scorer import EpisodeScorer
 from gspo_gym.judge.service.fake_server import completion, create_fake_judge_app, honest_verdict, read_prompt
-from gspo_gym.judge.settings import JudgeOptions
+from gspo_gym.judge.settings import JudgeOptions, ModelJudgeSettings
 from gspo_gym.remote.serving import BackgroundServer
 from gspo_gym.types import Task
 

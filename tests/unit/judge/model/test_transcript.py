@@ -12,8 +12,17 @@ from judged_episodes import episode
 
 from gspo_gym.judge.base import JudgeError
 from gspo_gym.judge.model.prompt import Question, build_messages
-from gspo_gym.judge.model.suspicion import longest_run_of_ticks, says_nothing, suspicions, visible
-from gspo_gym.judge.model.transcript import TASK, Piece, Transcript, compacted, read_transcript
+from gspo_gym.judge.model.transcript import (
+    TASK,
+    Piece,
+    Transcript,
+    compacted,
+    longest_run_of_ticks,
+    read_transcript,
+    says_nothing,
+    suspicions,
+    visible,
+)
 from gspo_gym.judge.service.fake_server import read_prompt
 from gspo_gym.types import Message, Outcome, ToolCall
 

@@ -16,7 +16,7 @@ from doctor_faults import BASE, FAULTS, FOLDER, GOOD, ROOT, Fault, load, play
 
 from gspo_gym.cli.doctor import diagnose
 from gspo_gym.run.doctor import causes, checks, checks_play
-from gspo_gym.run.doctor.view import Finding, RunView
+from gspo_gym.run.doctor.checks import Finding, RunView
 
 
 def is_found(run: RunView, fault: Fault) -> bool:

@@ -9,8 +9,7 @@ import pytest
 
 from gspo_gym.cli.doctor import diagnose, report_text
 from gspo_gym.run.doctor import checks as judge
-from gspo_gym.run.doctor.checks import Check
-from gspo_gym.run.doctor.view import Finding, RunView
+from gspo_gym.run.doctor.checks import Check, Finding, RunView
 from gspo_gym.run.recording import METRICS
 
 CONFIG = {"judge": {"options": {"max_concurrency": 8}}}

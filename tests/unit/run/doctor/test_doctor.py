@@ -23,7 +23,7 @@ from gspo_gym.rollout.ledger import Dispatched, Disposition, Ledger, Terminal
 from gspo_gym.run.doctor import checks
 from gspo_gym.run.doctor import checks_play as play
 from gspo_gym.run.doctor.causes import consequences
-from gspo_gym.run.doctor.view import Finding, RunView
+from gspo_gym.run.doctor.checks import Finding, RunView
 from gspo_gym.run.recording import EVENTS, METRICS, RunRecorder
 from gspo_gym.types import Outcome
 

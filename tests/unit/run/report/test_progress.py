@@ -10,13 +10,16 @@ from rich.console import Console
 
 from gspo_gym.rollout.evaluation import Evaluation, EvaluationRow, evaluation_table, join
 from gspo_gym.rollout.ledger import Dispatched, Disposition, Ledger, Terminal
-from gspo_gym.run.report.progress import LiveProgress, QuietProgress, counting, telling
-from gspo_gym.run.report.terminal import (
+from gspo_gym.run.report.progress import (
+    LiveProgress,
+    QuietProgress,
     _what_was_not_kept,
     _why_it_stopped,
+    counting,
     next_steps,
     print_before_after,
     print_episode,
+    telling,
     text_curve,
 )
 from gspo_gym.types import FinishReason, Message, Outcome, Segment, Task, Trajectory, Turn
