@@ -1,4 +1,4 @@
-"""`gspo-gym config new | check | show | reference | parameters | from-...`: configurations from the command line."""
+"""`gspo-gym config new | check | show | reference | parameters | from-...`: create, check, translate configurations."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A whole run in its folder, fresh or resumed: build, warm up, train, summarize."""
+"""Run a whole training in its folder, fresh or resumed: build, warm up, train, summarize."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def _has_checkpoint(config: RunConfig) -> bool:
 
 
 def folder_is_taken(config: RunConfig) -> str | None:
-    """Return advice about a run that is in the folder already; None if a new one may begin there."""
+    """Return a sentence about the run that is in the folder already, or None if a new one may begin there."""
     folder = config.run_folder
     if not folder.exists() or not any(folder.iterdir()):
         return None
@@ -192,7 +192,7 @@ async def _start(config: RunConfig, progress: Progress, steering: Steering) -> d
 async def _begin_with(
     restored: Restored, learner: Learner, weight_sync: WeightSync, recorder: RunRecorder, progress: Progress
 ) -> None:
-    """Give the learner its parts of another run's checkpoint, and record where they come from."""
+    """Load parts of another run's checkpoint into the learner, and record their origin."""
     restored.restore(learner)
     if restored.state.step:
         await weight_sync.publish(restored.state.step)
@@ -315,7 +315,7 @@ async def _train(
 def _enter_control(
     recorder: RunRecorder, progress: Progress, steering: Steering, stack: contextlib.AsyncExitStack
 ) -> ControlServer:
-    """Return the run's control socket, closed with the stack; a folder that cannot hold one gets a note."""
+    """Return the run's control socket, closed with the stack; note it if the folder cannot hold one."""
     control = ControlServer(recorder.folder, steering, recorder)
     stack.callback(control.close)
     try:
@@ -326,7 +326,7 @@ def _enter_control(
 
 
 def _let_change(control: ControlServer, trainer: Trainer, settings: LiveSettings) -> None:
-    """Let the run's settings be changed over its socket, and make the changes of its earlier processes again."""
+    """Make the run's settings changeable over its socket, and apply the changes of its earlier processes again."""
     folder = control.folder
     settings.restore(read_events(folder, after=0), load_config(folder / "config.toml"))
     control.steering.apply = settings.apply
@@ -336,7 +336,7 @@ def _let_change(control: ControlServer, trainer: Trainer, settings: LiveSettings
 def _tell_who_samples(
     config: RunConfig, player: Player, recorder: RunRecorder, progress: Progress, *, step: int
 ) -> None:
-    """Record it if the episodes to learn from are sampled from another model than the policy."""
+    """Record it if another model than the policy samples the training episodes."""
     if player.endpoint is None or config.services is None:
         return
     urls, mode = config.services.engine_urls, player.endpoint.capabilities.logprob_mode
@@ -373,7 +373,7 @@ def _checkpoints(config: RunConfig, origin: Origin | None = None) -> CheckpointS
 def _set_damaged_aside(
     checkpoints: CheckpointStore, checkpoint: Checkpoint, recorder: RunRecorder, progress: Progress
 ) -> None:
-    """Rename the checkpoints that were passed over, whose steps are taken again; they are kept, and recorded."""
+    """Rename and record the checkpoints that were passed over, because their steps are taken again."""
     for folder, reason in checkpoint.damaged.items():
         moved = checkpoints.set_aside(folder)
         recorder.event(
@@ -383,7 +383,7 @@ def _set_damaged_aside(
 
 
 def _require_named_run(folder: Path, checkpoint: Path) -> None:
-    """Refuse a checkpoint that names its run, in a folder that does not name the run it holds.
+    """Refuse to resume if the checkpoint names its run and the folder does not.
 
     Raises:
         CheckpointError: says what to restore.
@@ -397,11 +397,11 @@ def _require_named_run(folder: Path, checkpoint: Path) -> None:
 
 
 def _require_same_run(config: RunConfig, *, num_optimizer_steps: int) -> None:
-    """Refuse to go on under other settings, except those that only set how long or how often.
+    """Refuse to go on under other settings, except for machines, intervals, limits and labels (`_FREE_ON_RESUME`).
 
     Raises:
-        ConfigError: names the keys that differ, or the schedule of the learning rate, which has taken
-            `num_optimizer_steps`, would bend.
+        ConfigError: names the keys that differ, or the schedule of the learning rate, which would jump after
+            `num_optimizer_steps`.
     """
     path = config.run_folder / "config.toml"
     earlier = load_config(path)

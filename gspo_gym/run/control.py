@@ -5,8 +5,8 @@ The socket is `control.sock` in the run's folder. A request is one line of JSON,
     {"command": "set", "key": "training.learning_rate", "value": "1e-4"}
     {"ok": true, "changed": true, "key": ..., "old": 0.001, "new": 0.0001}
 
-What was so already is no error: `changed` is false. Answers hold numbers and names; text of episodes, which a model or
-an environment wrote and which could be meant to steer a reading agent, is told only where `content` asks for it.
+A request that changes nothing is no error: `changed` is false. Answers hold numbers and names. Text of episodes, which
+a model or an environment wrote and which could be meant to steer an agent that reads it, is sent only for `content`.
 """
 
 from __future__ import annotations
@@ -45,17 +45,17 @@ Reply = dict[str, Any]  # JSON values
 
 
 class Changeable(Protocol):
-    """The settings that may change while a run goes on."""
+    """The settings that may change during a run."""
 
     @property
     def values(self) -> Mapping[str, Any]:
-        """The present values by key (Any: of the config)."""
+        """Return the present values by key (Any: of the config)."""
 
     def parse(self, key: str, text: str) -> Any:
-        """Return the value that the text is of the key.
+        """Return the text as a value of the key.
 
         Raises:
-            ConfigError: the key may not change now, or has no such value.
+            ConfigError: the key may not change now, or the text is not a value of it.
         """
 
 
@@ -65,7 +65,7 @@ class ControlServer:
     Args:
         folder: of the run, which this process holds: a socket file in it is of a dead process.
         steering: takes the requests.
-        recorder: of the run; each change is an event with its author, whom the system names.
+        recorder: records each change with its author, as the system names the peer.
     """
 
     def __init__(self, folder: Path, steering: Steering, recorder: RunRecorder) -> None:
@@ -74,7 +74,7 @@ class ControlServer:
         self._recorder = recorder
         self._trainer: Trainer | None = None
         self._settings: Changeable | None = None
-        self._one_change = threading.Lock()
+        self._one_change = threading.Lock()  # two requests must not both find the old state
         self._is_closed = False
         self._socket: socket.socket | None = None
         self._thread = threading.Thread(target=self._serve, name="gspo-gym-control", daemon=True)
@@ -102,11 +102,11 @@ class ControlServer:
         self._thread.start()
 
     def attach(self, trainer: Trainer, settings: Changeable) -> None:
-        """Tell of the trainer from now on, and change its settings; before, there was none."""
+        """Report on the trainer from now on, and change its settings."""
         self._trainer, self._settings = trainer, settings
 
     def close(self) -> None:
-        """Stop listening and remove the socket; requests that wait get no answer but the end. Closing twice is fine."""
+        """Stop listening and remove the socket; waiting requests are cut off. Closing twice is fine."""
         if self._is_closed or self._socket is None:
             return
         self._is_closed = True
@@ -228,7 +228,7 @@ class ControlServer:
 
 
 def ask(folder: Path, request: Mapping[str, Any]) -> Reply:
-    """Return the answer of the process that trains a run; waits for it, which may take the rest of a step.
+    """Return the answer of the process that trains a run, which may take the rest of a step.
 
     Raises:
         ConfigError: no process is at work on the run, or it does not listen.
@@ -258,7 +258,7 @@ def ask(folder: Path, request: Mapping[str, Any]) -> Reply:
 
 
 def status_of(folder: Path, *, with_content: bool = False) -> Reply:
-    """Return what the process of a run says, or what the folder says of a run without one.
+    """Return the status from a run's process, or from its folder if there is no process.
 
     Raises:
         RecordError: with content: an episode of the run cannot be read.
@@ -288,7 +288,7 @@ def _content(folder: Path) -> Reply:
 
 @contextlib.contextmanager
 def _address(folder: Path) -> Iterator[str]:
-    """Give a path of the socket that is short enough for an address."""
+    """Yield a path of the socket that is short enough for an address."""
     path = str(folder / SOCKET_FILE)
     if len(os.fsencode(path)) <= _MAX_PATH_BYTES:
         yield path
@@ -301,7 +301,7 @@ def _address(folder: Path) -> Iterator[str]:
 
 
 def _author(connection: socket.socket) -> str | None:
-    """Return what the system says of the peer, or None if it is of another user; where it says nothing, "unknown"."""
+    """Return the peer's user and process; None for another user, "unknown" if the system does not tell."""
     if not hasattr(socket, "SO_PEERCRED"):
         return "unknown"  # the socket's mode has let in no other user
     pid, uid, _ = _UCRED.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))

@@ -1,6 +1,6 @@
-"""The models of runs: find the checkpoint that a person means, what the run's records say of it, and its model card.
+"""The models of runs: find the checkpoint that a name means, read its facts from the records, write its model card.
 
-A card is README.md with the hub's metadata, from the run's records and nothing else.
+A card is README.md with the hub's metadata, made from the run's records alone.
 """
 
 from __future__ import annotations

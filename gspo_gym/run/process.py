@@ -1,9 +1,9 @@
-"""The one process that writes into a run's folder.
+"""Allow only one process to write into a run's folder.
 
     .lock         locked for the whole life of that process; the system unlocks it however the process ends
-    process.json  which process that is, or was last
+    process.json  the process that holds the folder, or held it last
 
-Commands that only read a run, or write files of their own, take no lock.
+Commands that only read a run, or write other files there, take no lock.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class ProcessInfo:
     Attributes:
         pid: None: the process has not written process.json yet.
         pid_started: clock ticks from the machine's start to the process's, which tell a reused pid; None: unknown.
-        host: name of its machine.
+        host: name of the machine.
         boot_id: of the machine's running system; None: unknown.
         attempt: number of the process among those of the run, counted from 1.
         version: of this package.
@@ -59,7 +59,7 @@ class ProcessInfo:
 
     @property
     def is_elsewhere(self) -> bool:
-        """Whether it ran on another machine and did not say that it ended: from here, nothing says if it lives."""
+        """Return whether it ran on another machine and recorded no end: this machine cannot see whether it lives."""
         # Containers on one machine have several host names and one boot id; a restarted machine is the reverse.
         is_same = self.host == platform.node() or (self.boot_id is not None and self.boot_id == _boot_id())
         return self.pid is not None and self.ended is None and not is_same
@@ -70,7 +70,7 @@ class ProcessInfo:
 
 
 def read_process(folder: Path) -> ProcessInfo | None:
-    """Return what process.json says of the last process that held a run's folder; None without a readable file."""
+    """Return the last process that held a run's folder, from process.json; None without a readable file."""
     try:
         values: dict[str, Any] = json.loads((folder / PROCESS_FILE).read_text(encoding="utf-8"))
         known = {field.name for field in dataclasses.fields(ProcessInfo)}  # a later version may write more
@@ -80,22 +80,22 @@ def read_process(folder: Path) -> ProcessInfo | None:
 
 
 def holder_of(folder: Path) -> ProcessInfo | None:
-    """Return the live process that holds a run's folder; None: there is none.
+    """Return the live process that holds a run's folder, or None.
 
-    The lock decides, so that a reused pid deceives nothing. Where process.json is of another machine, whose locks may
-    not be seen here, and does not say that the process ended, it is returned, too: see `ProcessInfo.is_elsewhere`.
+    A process of another machine that recorded no end is returned, too: see `ProcessInfo.is_elsewhere`.
 
     Raises:
         StorageError: the lock cannot be read.
     """
     info = read_process(folder)
+    # The lock decides and not the pid, which may be another process's by now. Locks of other machines may not be seen.
     if _is_locked(folder / LOCK_FILE):
         return info if info is not None and info.ended is None else ProcessInfo()
     return info if info is not None and info.is_elsewhere else None
 
 
 def refusal(folder: Path, holder: ProcessInfo) -> str:
-    """Return the sentence that refuses a folder because of its holder."""
+    """Return a sentence on why the holder's folder cannot be used."""
     if holder.pid is None:
         return f"{folder}: another process is beginning a run there; choose another model.label"
     taken = f"{folder} already holds a run: {holder}"
@@ -109,9 +109,9 @@ def refusal(folder: Path, holder: ProcessInfo) -> str:
 
 @contextlib.contextmanager
 def holding(folder: Path, note: Callable[[str], None], *, has_begun: bool) -> Iterator[Callable[[], None]]:
-    """Hold a run's folder, which exists, until the block ends; call what it is given when the run `has_begun`.
+    """Hold a run's existing folder until the block ends; the block calls the yielded function when the run `has_begun`.
 
-    A folder whose process died is taken over, with a note.
+    A folder left by a dead process is taken over, with a note.
 
     Raises:
         ConfigError: another process holds it; names the process.
@@ -140,7 +140,7 @@ def holding(folder: Path, note: Callable[[str], None], *, has_begun: bool) -> It
 
 @contextlib.contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Hold the lock of a folder, and write nothing else; see `holding`."""
+    """Hold the lock of a folder without writing process.json; see `holding`."""
     path = folder / LOCK_FILE
     last = read_process(folder)
     if last is not None and last.is_elsewhere:
@@ -163,7 +163,7 @@ class _Lock:
             os.register_at_fork(after_in_child=lambda: None if (lock := reference()) is None else lock.close())
 
     def remove(self, path: Path) -> None:
-        """Unlock, and remove the file unless the path is another folder's by now."""
+        """Unlock, and remove the file unless another folder has this path by now."""
         with contextlib.suppress(OSError):
             if os.path.samestat(os.fstat(self.descriptor), path.stat()):
                 path.unlink()
@@ -189,7 +189,7 @@ def _wait_for_lock(path: Path) -> int:
 
 
 def _is_locked(path: Path) -> bool:
-    """Return whether a process holds the lock; a shared lock asks, so that two that ask do not see each other."""
+    """Return whether a process holds the lock."""
     try:
         fcntl = importlib.import_module("fcntl")
     except ImportError:  # Windows: a lock is a file that exists, see `take_lock`
@@ -201,6 +201,7 @@ def _is_locked(path: Path) -> bool:
     except OSError as error:
         raise StorageError(f"{path}: cannot be read: {error.strerror}") from error
     try:
+        # Shared, so that two processes that ask do not take each other for the holder.
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
@@ -225,7 +226,7 @@ def _this_process() -> ProcessInfo:
 
 
 def start_of(pid: int) -> int | None:
-    """Return the clock ticks from the machine's start to the process's; None: there is none, or no /proc."""
+    """Return the clock ticks from the machine's start to the process's; None without such a process or /proc."""
     try:
         # The second field is the command in brackets, and may hold spaces and brackets.
         return int(

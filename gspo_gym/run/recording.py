@@ -1,16 +1,16 @@
-"""The run folder: what a run was, what it measured, what happened in it, and its episodes token by token.
+"""The folder of a run: its configuration, measurements, events, and episodes token by token.
 
     runs/<label>/
         config.toml         the resolved configuration; its first line is the run's id, which its checkpoints name
         metrics.jsonl       one object a step: {"schema", "step", "time", "group/name": number, ...}
         events.jsonl        {"schema", "seq", "time", "step", "kind", "data"}; `seq` is explained in `run/records.py`
         episodes/*.jsonl.gz one trajectory a line, compressed, see `rollout/episode_files.py`
-        summary.json        what came out
+        summary.json        the results
         checkpoints/        see `checkpoints.py`
         ledger.jsonl        every training attempt that was started, and how it ended, see `rollout/ledger.py`
-        judgements.jsonl    where a judge scores: what it said, and what each reward was made of
+        judgements.jsonl    if a judge scores: its answers, and the parts of each reward
         process.json        the process that runs it, or did last, see `process.py`
-        discarded/          what a resumed run did again: lines and episodes recorded after its checkpoint
+        discarded/          lines and episodes recorded after the checkpoint that a resumed run went on from
 
 Lines are appended, so a killed run leaves whole lines and at most one torn one, which readers leave out and `resume`
 removes. `time` is in seconds since 1970.
@@ -135,10 +135,10 @@ _EPISODES_NAME = re.compile(r"[a-z]+(_(?P<step>\d+))?")
 
 
 class RunRecorder:
-    """Writer of a run's folder; `create` or `resume` gives one.
+    """Writer of a run's folder; `create` or `resume` returns one.
 
     Attributes:
-        folder: where it writes.
+        folder: of the run.
         policy_name: the user's name for the policy; goes into every episode.
         last_seq: of the last event; 0: there is none.
 
@@ -203,15 +203,17 @@ class RunRecorder:
         sinks: Sequence[Sink] = (),
         clock: Callable[[], float] = time.time,
     ) -> RunRecorder:
-        """Go on with a run after the checkpoint of `step`: what was recorded later moves to discarded/.
+        """Go on with a run after the checkpoint of `step`: later records move to discarded/.
 
-        `saved_seq` is the `last_seq` of when the checkpoint was taken; None: the steps of events decide. Where a kill
-        came between the checkpoint and its event, that event is written. `is_played_again` says which trajectory ids of
-        the ledger are played again.
+        If a kill came between the checkpoint and its event, the event is written now.
+
+        Args:
+            saved_seq: the `last_seq` when the checkpoint was taken; None: the steps of events decide.
+            is_played_again: returns whether a trajectory id of the ledger is played again.
 
         Raises:
             ConfigError: the folder holds no run.
-            RecordError: a line of its records is damaged.
+            RecordError: a line of the records is damaged.
         """
         if not (folder / "config.toml").exists():
             raise ConfigError(f"{folder}: there is no run to resume (no config.toml)")
@@ -236,7 +238,7 @@ class RunRecorder:
         return recorder
 
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
-        """Append a step's metrics. A NaN or infinity is written as null, with an event that says which it was.
+        """Append a step's metrics. A NaN or infinity is written as null, with an event that names it.
 
         Raises:
             RecordError: a name that METRICS does not explain, a value that is no number, or a step that is not later
@@ -258,7 +260,7 @@ class RunRecorder:
         self._send(step, {name: value for name, value in values.items() if name not in nonfinite})
 
     def event(self, kind: str, step: int, data: Mapping[str, Any] | None = None) -> None:
-        """Append something that happened. Any: the data are JSON values, and differ by kind.
+        """Append an event. Any: the data are JSON values, and differ by kind.
 
         Raises:
             RecordError: a kind that EVENTS does not explain, or data that are not JSON.
@@ -273,7 +275,7 @@ class RunRecorder:
             self._send(step, evaluation_numbers(data or {}))
 
     def episodes(self, name: str, trajectories: Iterable[Trajectory]) -> None:
-        """Write episodes/<name>.jsonl.gz, replacing it if it exists; `name` is like "step_000012" or "eval_000010".
+        """Write or replace episodes/<name>.jsonl.gz; `name` is like "step_000012" or "eval_000010".
 
         Raises:
             RecordError: another kind of name, or an episode that cannot be written.
@@ -284,7 +286,7 @@ class RunRecorder:
         write_episodes(path, trajectories, policy_name=self.policy_name)
 
     def summary(self, values: Mapping[str, Any]) -> None:
-        """Write summary.json, replacing it if it exists. Any: JSON values of the keys of SUMMARY.
+        """Write or replace summary.json. Any: JSON values of the keys of SUMMARY.
 
         Raises:
             RecordError: a key is missing or not explained in SUMMARY, or a value is not JSON.
@@ -294,10 +296,7 @@ class RunRecorder:
         replace_file(self.folder / "summary.json", _dump({"schema": SCHEMA_VERSION, **values}, indent=2) + "\n")
 
     def close(self) -> None:
-        """Close the sinks, and force the appended lines to the disk, where they survive a power cut.
-
-        Closing twice is fine.
-        """
+        """Close the sinks, and sync the appended lines to the disk, to survive a power cut. Closing twice is fine."""
         for sink in tuple(self._sinks):
             self._call(sink, sink.close)
         self._sinks.clear()
@@ -310,10 +309,11 @@ class RunRecorder:
             self._call(sink, partial(sink.write, step, values))
 
     def _call(self, sink: Sink, action: Callable[[], None]) -> None:
-        """Call a sink; one that raises is dropped with an event, since the folder has all that it would show."""
+        """Call a sink; if it raises, drop it and record an event."""
         try:
             action()
         except Exception as error:
+            # The run's folder has all that the sink would show, and a service that is down must not end a training.
             self._sinks.remove(sink)
             self.event("sink_failed", self._last_step or 0, {"sink": sink.name, "error": f"{error!r}"[:500]})
 
@@ -350,20 +350,20 @@ def discard_later(
     episode_files: Sequence[Path],
     is_played_again: Callable[[str], bool],
 ) -> dict[str, Any]:
-    """Move what was recorded after the checkpoint of `step` into a new folder in discarded/.
+    """Move records after the checkpoint of `step` into a new folder in discarded/.
+
+    Attempts in the ledger that stay and have no end, because their process was killed, get one.
 
     Args:
         folder: of the run.
-        step: after which the checkpoint was saved.
+        step: of the checkpoint.
         metrics, events: the lines of the run.
         saved_seq: the `seq` of the last event before the checkpoint was taken; None: not known.
         episode_files: those of later steps.
-        is_played_again: whether the ledger's entries of a trajectory id go: it is played again.
-
-    Attempts that stay and had no end, because their process was killed, get one in the ledger.
+        is_played_again: returns whether a trajectory id is played again, so that its ledger entries move, too.
 
     Returns:
-        What moved, as JSON values; {} if nothing did.
+        The number of each kind of record that moved, as JSON values; {} if nothing did.
     """
     later_metrics = [line for line in metrics if line["step"] > step]
     kept_events, later_events = _split_events(events, step, saved_seq)

@@ -1,4 +1,4 @@
-"""Read what a run recorded in its folder, also while it is being written.
+"""Read the records in a run's folder, also while they are being written.
 
 Every event has a `seq`, 1 for a run's first. No number is given twice: a resumed run counts on from the highest one,
 and the events that it discards keep theirs in discarded/. So the events of events.jsonl and of discarded/ together have
@@ -32,7 +32,7 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
 def read_events(folder: Path, *, after: int | None = None) -> list[Event]:
     """Return the lines of a run's events.jsonl; see `read_metrics`.
 
-    With `after`, return every event since that `seq` instead, those of discarded/ included; see `EventReader`.
+    With `after`, return all events after that `seq` instead, those of discarded/ included; see `EventReader`.
     """
     if after is not None:
         return EventReader(folder, after=after).read()
@@ -40,7 +40,7 @@ def read_events(folder: Path, *, after: int | None = None) -> list[Event]:
 
 
 class EventReader:
-    """Reader of a run's events that holds a place: each `read` returns those that came since.
+    """Reader of a run's events with a cursor: each `read` returns those that came since.
 
     Args:
         folder: of the run, which may be running.
@@ -54,7 +54,7 @@ class EventReader:
         self.after = after
 
     def read(self) -> list[Event]:
-        """Return the events that are new, in the order of their `seq`, which has no gap. An unfinished line waits.
+        """Return the new events in the order of their `seq`, without a gap. An unfinished line waits.
 
         Raises:
             RecordError: a line is damaged; names file and line.
@@ -74,18 +74,17 @@ class EventReader:
 
 
 def last_seq(folder: Path) -> int:
-    """Return the highest `seq` that an event of the run ever had; 0: there is none."""
+    """Return the highest `seq` that an event of the run ever had, or 0."""
     return max((event["seq"] for event in (*_discarded(folder), *read_events(folder))), default=0)
 
 
 def read_run_id(folder: Path) -> str | None:
-    """Return the id that a run was given when it began; None: its folder has none.
-
-    It is in config.toml, without which nothing can be resumed; a run of an earlier version has it in its first event.
+    """Return the id that a run was given when it began, or None if its folder has none.
 
     Raises:
         RecordError: config.toml cannot be read, or a line of events.jsonl is damaged.
     """
+    # In config.toml, without which nothing can be resumed; runs of an earlier version have it in their first event.
     path = folder / "config.toml"
     try:
         first_line = path.read_text(encoding="utf-8").partition("\n")[0] if path.exists() else ""
@@ -112,7 +111,7 @@ def read_summary(folder: Path) -> dict[str, Any]:
 
 
 def _numbered(lines: list[Event], after: int = 0) -> list[Event]:
-    """Return the events with a `seq` each: those of earlier versions have none and are counted."""
+    """Return the events with a `seq` each; those of earlier versions have none and are counted."""
     events = []
     for line in lines:
         after = line.get("seq", after + 1)
@@ -121,7 +120,7 @@ def _numbered(lines: list[Event], after: int = 0) -> list[Event]:
 
 
 def _discarded(folder: Path) -> list[Event]:
-    """Return the events that resumed runs moved away; those of earlier versions, without a `seq`, are left out."""
+    """Return the events that resumed runs moved away, except those of earlier versions, without a `seq`."""
     paths = sorted((folder / "discarded").glob(f"resume_*/{EVENTS_FILE}"))
     return [event for path in paths for event in LineReader(path).read() if "seq" in event]
 
@@ -130,7 +129,7 @@ class LineReader:
     """Reader of a record that grows: each `read` returns the whole lines that came since, as JSON objects.
 
     Attributes:
-        is_from_the_start: whether the last `read` began at the start of the file, which has been replaced or is new.
+        is_from_the_start: whether the last `read` began at the start of the file, because it is new or was replaced.
     """
 
     def __init__(self, path: Path) -> None:
@@ -140,7 +139,7 @@ class LineReader:
         self._last = b""
 
     def read(self) -> list[dict[str, Any]]:
-        """Return the new lines; all of them, if the file was replaced.
+        """Return the new lines; all lines, if the file was replaced.
 
         Raises:
             RecordError: a line is damaged; names file and line.
@@ -162,7 +161,7 @@ class LineReader:
         return lines
 
     def _new_bytes(self) -> bytes:
-        """Return the whole lines after the place that was read to, or all of a file that has been replaced."""
+        """Return the whole lines after those read before, or all lines of a file that was replaced."""
         self.is_from_the_start = self._offset == 0
         if not self.path.exists():
             return b""

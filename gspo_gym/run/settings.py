@@ -1,6 +1,6 @@
-"""The settings of a run that its loop reads, as sections of a configuration file or parts of one, and the plan of them.
+"""Settings of a run that its loop reads: sections of a configuration file or parts of them, and the plan made of them.
 
-Light on purpose: reading a configuration loads neither torch nor numpy.
+Reading a configuration loads neither torch nor numpy.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Requests made to a running training from outside its loop: stop, pause, save a checkpoint, change a setting.
+"""Requests to a running training from outside its loop: stop, pause, save a checkpoint, change a setting.
 
-Signals, the control socket and other threads make requests; the trainer looks at them between steps. A stop also ends
-the collection of episodes and an evaluation, whose results are dropped. If the program has not ended when the grace of
-a stop is over, it leaves all the same: the last checkpoint stands.
+Signals, the control socket and other threads make requests; the trainer handles them between steps. A stop also ends
+the collection of episodes or an evaluation and drops the results. If the program has not ended when the grace of a stop
+is over, it exits all the same, and the last checkpoint stands.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 class StopRequested(Exception):  # noqa: N818  # not an error
-    """Raised in the trainer's loop where a stop takes effect. `by` names what asked for it."""
+    """Raised in the trainer's loop where a stop takes effect; `by` names its origin, such as a signal."""
 
     def __init__(self, by: str) -> None:
         super().__init__(f"stopped by {by}")
@@ -44,7 +44,7 @@ class StopRequested(Exception):  # noqa: N818  # not an error
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """A new value for a setting; `by` names what asked for it."""
+    """A new value for a setting; `by` names the user or program that asked for it."""
 
     key: str
     value: Any  # Any: as the section's record validates it
@@ -55,15 +55,15 @@ class Steering:
     """Requests to one training.
 
     `stop`, `pause`, `resume`, `request_checkpoint` and `set` may be called from any thread, from the event loop, and
-    from a signal handler: they take no lock, and only note the request. The futures that some return are done when the
-    trainer has done it; in an event loop, await `asyncio.wrap_future(future)`. `cancel_requests` cancels those that
-    the training ended before.
+    from a signal handler: they take no lock and only note the request. The futures that some return are done when the
+    trainer has handled the request; in an event loop, await `asyncio.wrap_future(future)`. `cancel_requests` cancels
+    those that are still open when the training ends.
 
     Attributes:
-        grace_seconds: from the first request to stop until the program leaves, whatever it is doing.
+        grace_seconds: from the first request to stop until the program exits, in any state.
         apply: applies a change, in the event loop, between two steps; the default refuses. Its exception becomes that
             of the request.
-        before_leaving: called in another thread when the grace is over, just before the program leaves.
+        before_leaving: called in another thread when the grace is over, just before the program exits.
     """
 
     def __init__(self, grace_seconds: float = DEFAULT_GRACE_SECONDS) -> None:
@@ -83,7 +83,7 @@ class Steering:
 
     @property
     def stopped_by(self) -> str | None:
-        """What asked for the stop; None while nothing has."""
+        """Return the origin of the stop; None before a stop."""
         return self._stopped_by
 
     @property
@@ -92,13 +92,13 @@ class Steering:
 
     @property
     def exit_code(self) -> int:
-        """The program's exit code after a stop: 128 and the signal's number, and as after Ctrl-C for other stops."""
+        """Return the program's exit code after a stop: 143 after SIGTERM, else 130 as after Ctrl-C."""
         return 128 + (signal.SIGTERM if self._stopped_by == signal.SIGTERM.name else signal.SIGINT)
 
     # Requests
 
     def stop(self, by: str) -> None:
-        """Ask the training to save a checkpoint and end; again does nothing."""
+        """Ask the training to save a checkpoint and end; further calls do nothing."""
         if self._stopped_by is None:
             self._stopped_by = by
             self._deadlines.put(self.grace_seconds)
@@ -125,7 +125,7 @@ class Steering:
         return done
 
     def set(self, key: str, value: Any, by: str) -> Done:
-        """Ask for another value of a setting from the next step on; done when it holds (Any: the setting's type)."""
+        """Ask for a new value of a setting from the next step on; done when it holds (Any: the setting's type)."""
         done = Done()
         self._changes.append((Change(key, value, by), done))
         self._wake()
@@ -134,12 +134,12 @@ class Steering:
     # The trainer's side
 
     def attach(self) -> None:
-        """Be woken by requests in the running event loop from now on."""
+        """Wake up the running event loop for requests from now on."""
         self._loop = asyncio.get_running_loop()
         self._wake()
 
     async def between_steps(self, save: Callable[[], Awaitable[None]]) -> None:
-        """Apply changes and save checkpoints that were asked for; wait while the training is paused.
+        """Apply requested changes and save requested checkpoints; wait while the training is paused.
 
         Raises:
             StopRequested: a stop was asked for.
@@ -156,10 +156,9 @@ class Steering:
             await self._woken.wait()
 
     async def unless_stopped(self, work: Coroutine[Any, Any, Result]) -> Result:
-        """Return what the work returns; drop it when a stop is asked for.
+        """Return the result of `work`; drop the work when a stop is asked for.
 
-        Dropped work is cancelled and not waited for, because an environment or a judge that hangs must not delay the
-        checkpoint; `dropped_work_ended` waits.
+        Dropped work is cancelled; `dropped_work_ended` waits for it.
 
         Raises:
             StopRequested: a stop was asked for before the work ended.
@@ -180,21 +179,23 @@ class Steering:
             return working.result()
         working.cancel()
         working.add_done_callback(retrieve_exception)
+        # Not waited for: an environment or a judge that hangs must not delay the checkpoint.
         self._dropped.add(working)
         self._raise_if_stopped()
         raise AssertionError("woken without a stop")
 
     def saved(self) -> None:
-        """Note that the checkpoint of a stop is complete: what hangs is not waited for until the grace is over."""
+        """Note that the checkpoint of a stop is complete, which shortens the remaining grace."""
         if self._stopped_by is not None:
+            # Nothing more can be lost, so what hangs is not waited for until the grace is over.
             self._deadlines.put(_CLOSING_SECONDS)
 
     async def dropped_work_ended(self) -> None:
-        """Wait until what `unless_stopped` dropped has ended."""
+        """Wait until all work dropped by `unless_stopped` has ended."""
         await wait_until_ended(self._dropped)
 
     def cancel_requests(self) -> None:
-        """Cancel the requests that nothing will answer any more; the training has ended."""
+        """Cancel the open requests, because the training has ended."""
         self._loop = None
         for done in (*self._pauses, *self._checkpoints, *(done for _, done in self._changes)):
             done.cancel()
@@ -294,6 +295,6 @@ def _refuse(change: Change) -> None:
 
 
 def _tell(done: Done, error: Exception | None = None) -> None:
-    """Answer a request, unless its maker has given it up."""
+    """Answer a request, unless the caller has given it up."""
     if done.set_running_or_notify_cancel():
         done.set_result(None) if error is None else done.set_exception(error)

@@ -1,6 +1,6 @@
-"""`gspo-gym env new NAME`: a package with a small environment to rewrite piece by piece. `gspo-gym env card NAME`.
+"""`gspo-gym env new NAME` writes a package with a small environment; `gspo-gym env card NAME` describes an environment.
 
-A new package's files are in `templates/`, as they will be but for $package, $class_name and the like.
+A new package's files are in `templates/`, with placeholders such as $package and $class_name.
 """
 
 from __future__ import annotations

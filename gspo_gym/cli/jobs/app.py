@@ -1,6 +1,6 @@
-"""The HTTP side of the jobs service: the routes and shapes that clients of the hosted trainer know.
+"""The HTTP side of the jobs service: routes and shapes as the hosted trainer's clients know them.
 
-Refusals are {"detail": {"error": {"code", "message"}}}. Numbers of events go up by one; a client that lost its
+Refusals are {"detail": {"error": {"code", "message"}}}. The numbers of events go up by one; a client that lost its
 connection asks for those after the last one it has, by `since_seq` or, of a stream, by the header Last-Event-ID.
 """
 
@@ -53,10 +53,10 @@ _BATCH = 200  # events of a stream that are read at once
 
 @dataclass(frozen=True, slots=True)
 class JobsService:
-    """What the routes act on.
+    """The objects and settings that the routes use.
 
     Attributes:
-        folder: of the service. max_queued: jobs that may wait. app_keys: of the task apps that are verified.
+        folder: of the service. max_queued: jobs that may wait. app_keys: for the task apps that are verified.
         machine: where jobs are trained.
         is_stopping: streams end when it returns True.
     """
@@ -73,7 +73,7 @@ class JobsService:
         """Return a job.
 
         Raises:
-            RefusalError: 404, there is no such.
+            RefusalError: 404, there is no such job.
         """
         job = self.store.job(job_id) if _JOB_ID.fullmatch(job_id) else None
         if job is None:
@@ -86,10 +86,10 @@ class JobsService:
         return [(job, checkpoints) for job, checkpoints in reversed(list(found)) if checkpoints]
 
     def trained_by(self, key: str) -> Job:
-        """Return the job that trained a model, by its id or by the path of its weights.
+        """Return the job that trained a model, by the job's id, the model's id, or the path of its weights.
 
         Raises:
-            RefusalError: 404, there is no such.
+            RefusalError: 404, there is no such model.
         """
         for job, checkpoints in self.models():
             if key in (job.job_id, model_id_of(job), *(checkpoint["path"] for checkpoint in checkpoints)):
@@ -97,10 +97,10 @@ class JobsService:
         raise RefusalError(404, "unknown_model", "there is no model of that id or path: see /api/learning/models")
 
     def model(self, model_id: str) -> tuple[Job, list[Json]]:
-        """Return the job that trained a model, and its checkpoints.
+        """Return the job that trained a model, and the job's checkpoints.
 
         Raises:
-            RefusalError: 404, there is no such.
+            RefusalError: 404, there is no such model.
         """
         # As clients write it: PREFIX:BASE:JOB, where the base may hold colons, or the job alone.
         with contextlib.suppress(RefusalError):
@@ -131,7 +131,7 @@ def create_jobs_app(service: JobsService) -> fastapi.FastAPI:
 
 
 async def _answer_error(_: Request, error: Exception) -> JSONResponse:
-    """Answer an error in a record of a run, which no request can help."""
+    """Answer 500 for a damaged record of a run."""
     return JSONResponse({"detail": {"error": {"code": "damaged_record", "message": str(error)}}}, 500)
 
 
@@ -169,11 +169,11 @@ class _Routes:
         yield "POST", ["/api/learning/exports/hf"], self.export
 
     def health(self) -> Json:
-        """Answer that the service is there."""
+        """Answer that the service runs."""
         return {"status": "ok", "service": "gspo-gym jobs"}
 
     async def verify_task_app(self, request: Request) -> Json:
-        """Ask a task app whether it is well."""
+        """Ask a task app for its health."""
         body = await _object(request)
         url = body.get("endpoint_base_url")
         if not isinstance(url, str):
@@ -190,7 +190,7 @@ class _Routes:
         return {"any_ok": True, "candidates_first15": [], "attempts": [{"url": url, "status": 200}]}
 
     async def create(self, request: Request) -> JSONResponse:
-        """Queue a job; a repeated Idempotency-Key is answered with the job that it made."""
+        """Queue a job; answer a repeated Idempotency-Key with the job that the first one made."""
         key = request.headers.get("idempotency-key")
         if key is not None and not _KEY.fullmatch(key):
             raise RefusalError(400, "invalid_key", "Idempotency-Key: expected 1 to 200 printable ASCII characters")
@@ -232,7 +232,7 @@ class _Routes:
     start = status  # of an older flow: a job starts by itself
 
     def config(self, job_id: str) -> Json:
-        """Return the configuration that was sent, and the one that is trained, as TOML."""
+        """Return the configuration as it was sent, and the resolved one as TOML."""
         job = self.service.job(job_id)
         return {
             "job_id": job.job_id,
@@ -241,7 +241,7 @@ class _Routes:
         }
 
     def runs(self, job_id: str) -> Json:
-        """Return a job's processes, of which the last is known."""
+        """Return a job's last process."""
         job = self.service.job(job_id)
         run = {
             "run_id": f"{job.job_id}.{job.attempt}",
@@ -255,7 +255,7 @@ class _Routes:
         return {"runs": [run] if job.attempt else []}
 
     def cancel(self, job_id: str) -> Json:
-        """Cancel a job: at once if it is queued, else its process is stopped. One that has ended stays as it is."""
+        """Cancel a job: at once if it is queued; stop its process if it runs; leave it if it has ended."""
         store = self.service.store
         with store.transaction():
             job = self.service.job(job_id)
@@ -279,7 +279,7 @@ class _Routes:
         return {"events": phases, "timeline": phases}  # two of the clients' names
 
     def metrics(self, job_id: str, request: Request) -> Json:
-        """Return the numbers of the steps after one."""
+        """Return the numbers of the steps after `after_step`."""
         after = _number(request.query_params, "after_step", -1, least=-1)
         limit = _number(request.query_params, "limit", 200, least=1, most=10_000)
         folder = self.service.supervisor.run_folder(self.service.job(job_id).job_id)
@@ -299,17 +299,14 @@ class _Routes:
         return {"events": [_event_to_wire(event, job_id) for event in found]}
 
     async def stream(self, job_id: str, request: Request) -> Response:
-        """Send the events after a number as they happen, until the job's last one.
-
-        A client that has the last one is answered 204, at which browsers stop asking.
-        """
+        """Send the events after a number as they happen, until the job's last one."""
         query = request.query_params
         after = max(_number(query, "since_seq", 0), _number(query, "since_id", 0))
         heartbeat = _number(query, "heartbeat", _HEARTBEAT_SECONDS, least=1, most=_MAX_HEARTBEAT_SECONDS)
         after = _number(request.headers, "last-event-id", after)
         job = await asyncio.to_thread(self.service.job, job_id)
         if job.has_ended and not await asyncio.to_thread(self.service.store.events, job_id, after=after, limit=1):
-            return Response(status_code=204)
+            return Response(status_code=204)  # at which browsers stop asking
         headers = {"cache-control": "no-store", "x-accel-buffering": "no"}
         return StreamingResponse(self._stream(job_id, after, heartbeat), 200, headers, "text/event-stream")
 
@@ -348,7 +345,7 @@ class _Routes:
         return {**_model(job, checkpoints), "checkpoints": checkpoints}
 
     def artifacts(self, request: Request) -> Json:
-        """Return the models, in the table of everything that was made."""
+        """Return the models in the clients' table of all artifacts."""
         limit = _number(request.query_params, "limit", 50, least=1, most=1_000)
         kind, status = request.query_params.get("type"), request.query_params.get("status")
         found = [_model(job, checkpoints) for job, checkpoints in self.service.models()]
@@ -358,7 +355,7 @@ class _Routes:
         return {"fine_tuned_models": [], "rl_models": models, "prompts": [], "summary": counts}
 
     def archive(self, model_id: str) -> StreamingResponse:
-        """Send a model's newest checkpoint as a tar file, without what only a resumed run needs."""
+        """Send a model's newest checkpoint as a tar file, without the files that only a resumed run needs."""
         job, checkpoints = self.service.model(model_id)
         folder = Path(checkpoints[-1]["path"])
         names = model_files_of(folder)
@@ -367,7 +364,7 @@ class _Routes:
         return StreamingResponse(tar_of(folder, names, job.job_id), 200, headers, "application/x-tar")
 
     async def export(self, request: Request) -> Json:
-        """Push a model to the hub, as an adapter or merged, and return the URL of its repository."""
+        """Push a model to the hub, as an adapter or merged; return the repository's URL."""
         body = await _object(request)
         repo, key = body.get("repo_id"), body.get("key")
         if not (isinstance(repo, str) and _REPO.fullmatch(repo) and isinstance(key, str)):
@@ -385,7 +382,7 @@ class _Routes:
         return {"repo_id": repo, "repo_url": url}
 
     def _told(self, job: Job) -> Json:
-        """Return a job as clients read it."""
+        """Return a job in the clients' format."""
         folder = self.service.supervisor.run_folder(job.job_id)
         results = results_of(job, folder)
         model = None if results is None or job.status != "succeeded" else results["model_id"]
@@ -456,10 +453,10 @@ def _when(seconds: float | None) -> str | None:
 
 
 def _number(values: Mapping[str, str], name: str, default: int, *, least: int = 0, most: int = _MAX_NUMBER) -> int:
-    """Return a whole number of a query or a header.
+    """Return an integer from a query or a header.
 
     Raises:
-        RefusalError: 400, it is none, or out of range.
+        RefusalError: 400, it is not an integer, or out of range.
     """
     text = values.get(name)
     if text is None:
@@ -470,10 +467,10 @@ def _number(values: Mapping[str, str], name: str, default: int, *, least: int = 
 
 
 def _moment(values: Mapping[str, str], name: str) -> float:
-    """Return a time of a query, which clients write as seconds since 1970 or in ISO 8601; 0 without one.
+    """Return a time from a query, in seconds since 1970 or ISO 8601; 0 if it is missing.
 
     Raises:
-        RefusalError: 400, it is none.
+        RefusalError: 400, it is not a time.
     """
     text = values.get(name, "0")
     if re.fullmatch(r"[0-9]{1,12}", text):
@@ -488,7 +485,7 @@ async def _object(request: Request) -> Json:
     """Return the body.
 
     Raises:
-        RefusalError: 400, it is no JSON object.
+        RefusalError: 400, it is not a JSON object.
     """
     try:
         value = read_json(await request.body())

@@ -124,7 +124,7 @@ def run_service(arguments: argparse.Namespace) -> int:
 
 
 def _key_of(folder: Path, variable: str | None) -> str:
-    """Return the key in an environment variable, or that of the folder, which is made at the first start."""
+    """Return the key in an environment variable, or the folder's key, which is made at the first start."""
     if variable is not None:
         return read_key(variable, "--api-key-env")
     path = folder / _KEY_FILE

@@ -1,7 +1,7 @@
-"""A job's run folder in the words of the hosted trainer's clients: events, points, and models to take away.
+"""Translate a job's run folder for the hosted trainer's clients: events, points, and models as tar files or on the hub.
 
-A resumed run makes again what it recorded after its checkpoint. The job's events of that stay, since clients have seen
-them; its points are those of the run folder.
+A resumed run repeats what it recorded after its checkpoint. The job's events keep both versions, since clients have
+seen the first; its points are those of the run folder.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ _EXPORT_SECONDS = 3_600.0
 
 
 class Follower:
-    """Takes what is new in a job's run folder into the store, exactly once, whatever is killed in between."""
+    """Copies new records of a job's run folder into the store, each exactly once, also if processes are killed."""
 
     def __init__(self, store: Store, job: Job, folder: Path) -> None:
         self._store, self._job_id, self._first_attempt = store, job.job_id, job.first_attempt
@@ -74,7 +74,7 @@ class Follower:
         self._waiting: list[Event] = []
 
     def take_in(self, job: Job, *, is_last_attempt: bool) -> None:
-        """Record the new events; that of the run's end sets the job's `outcome`. After an error, make another follower.
+        """Record the new events; the run's end sets the job's `outcome`. After an error, make another follower.
 
         Raises:
             RecordError: a line is damaged.
@@ -129,7 +129,7 @@ def _event_of(line: Mapping[str, Any], source: str, job: Job, *, is_last_attempt
 
 
 def _plan_of(job: Job) -> dict[str, Any]:
-    """Return the size of the run, in the words of the hosted trainer."""
+    """Return the size of the run under the hosted trainer's names."""
     training = tomllib.loads(job.config).get("training", {})
     return {
         "model": job.base,
@@ -141,10 +141,9 @@ def _plan_of(job: Job) -> dict[str, Any]:
 
 
 def points_of(folder: Path, *, after_step: int, limit: int) -> list[dict[str, Any]]:
-    """Return the numbers of the steps above `after_step`, each under our name and, where it has one, the hosted name.
+    """Return the numbers of the steps above `after_step`, each under our name and, if it has one, the hosted name.
 
-    Steps are never divided, because a client goes on after the last step that it has seen: at least one whole step,
-    and further ones while there are at most `limit` points.
+    Returns at least one whole step, and further ones while there are at most `limit` points.
 
     Raises:
         RecordError: a line of the records is damaged.
@@ -157,6 +156,7 @@ def points_of(folder: Path, *, after_step: int, limit: int) -> list[dict[str, An
         if event["kind"] == "evaluation":
             steps.setdefault(event["step"], []).extend(_points(evaluation_numbers(event["data"]), event, "eval"))
     points: list[dict[str, Any]] = []
+    # Steps are never divided, because a client goes on after the last step that it has seen.
     for step in sorted(step for step in steps if step > after_step):
         if points and len(points) + len(steps[step]) > limit:
             break
@@ -180,7 +180,7 @@ def _points(values: Mapping[str, float | None], line: Mapping[str, Any], phase: 
 
 
 def last_error(log: Path) -> str | None:
-    """Return the last line of a job's log that names an error, else its last line; None: it has none."""
+    """Return the last line of a job's log that names an error, else its last line, or None for an empty log."""
     try:
         with log.open("rb") as file:
             file.seek(max(0, log.stat().st_size - _MAX_LOG_BYTES))
@@ -194,7 +194,7 @@ def last_error(log: Path) -> str | None:
 
 
 def model_id_of(job: Job) -> str:
-    """Return the id under which clients know the model that a job trains."""
+    """Return the clients' id of the model that a job trains."""
     return f"rl:{job.base}:{job.job_id}"
 
 
@@ -205,16 +205,16 @@ def checkpoints_of(folder: Path) -> list[dict[str, Any]]:
 
 
 def model_files_of(checkpoint: Path) -> list[str]:
-    """Return the files of a checkpoint that are its model's, without those that only a resumed run needs.
+    """Return the files of a checkpoint that belong to the model, without those that only a resumed run needs.
 
     Raises:
-        CheckpointError: its manifest is missing or damaged.
+        CheckpointError: the manifest is missing or damaged.
     """
     return sorted(name for name in read_manifest(checkpoint).files if not name.startswith("resume/"))
 
 
 def results_of(job: Job, folder: Path) -> dict[str, Any] | None:
-    """Return what an ended job has come to; None before its end."""
+    """Return an ended job's results; None before its end."""
     if not job.has_ended:
         return None
     checkpoints = checkpoints_of(folder)
@@ -233,7 +233,7 @@ def results_of(job: Job, folder: Path) -> dict[str, Any] | None:
 
 
 def timestamp(seconds: float) -> str:
-    """Return a time as clients of the hosted trainer read it.
+    """Return a time in the format of the hosted trainer.
 
     >>> timestamp(0.5)
     '1970-01-01T00:00:00.500000+00:00'
@@ -242,7 +242,7 @@ def timestamp(seconds: float) -> str:
 
 
 def tar_of(folder: Path, names: Sequence[str], prefix: str) -> Iterator[bytes]:
-    """Yield a tar of these files of a folder, a part at a time: weights may be larger than the memory."""
+    """Yield a tar of these files of a folder in chunks, because weights may be larger than the memory."""
     for name in names:
         with (folder / name).open("rb") as file:
             info = tarfile.TarInfo(f"{prefix}/{name}")
@@ -255,13 +255,14 @@ def tar_of(folder: Path, names: Sequence[str], prefix: str) -> Iterator[bytes]:
 
 
 def push(run_folder: Path, repo: str, *, is_private: bool, is_merged: bool) -> str:
-    """Export a run's newest model and push it to the hub; return the URL of its repository.
+    """Export a run's newest model and push it to the hub; return the repository's URL.
 
-    In a process of its own, because the service must not load a model. HF_TOKEN and HF_ENDPOINT are the service's.
+    HF_TOKEN and HF_ENDPOINT are those of the service's environment.
 
     Raises:
         ServiceError: the export or the hub refuses; says why.
     """
+    # In other processes, because the service must not load a model.
     scratch = Path(tempfile.mkdtemp(prefix="gspo-gym-export-"))
     try:
         verb = "merge" if is_merged else "export"
@@ -272,7 +273,7 @@ def push(run_folder: Path, repo: str, *, is_private: bool, is_merged: bool) -> s
 
 
 def _models(words: Sequence[str], scratch: Path) -> str:
-    """Run `gspo-gym models`; return the last line that it prints."""
+    """Run `gspo-gym models`; return the last line of its output."""
     log = scratch / "log.txt"
     with log.open("wb") as errors:
         ended = subprocess.run(

@@ -1,4 +1,4 @@
-"""Requests for jobs: a hosted trainer's body becomes a configuration of ours, checked before it is queued."""
+"""Requests for jobs: translate a hosted trainer's body into our configuration, and check it before it is queued."""
 
 from __future__ import annotations
 
@@ -20,28 +20,28 @@ _PLACEHOLDER = "job_of_the_service"
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What a request asks for.
+    """The content of a request.
 
     Attributes:
-        config: of the run, whose label the job's id replaces. base: its model, as it was named.
+        config: of the run; the job's id replaces its label. base: the model, as the request named it.
     """
 
     config: RunConfig
     base: str
 
     def config_of(self, job_id: str) -> str:
-        """Return the run's configuration as TOML: its folder is named after the job."""
+        """Return the run's configuration as TOML, with a folder named after the job."""
         model = self.config.model.model_copy(update={"label": job_id})
         return self.config.model_copy(update={"model": model}).to_toml()
 
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What a job's configuration cannot know: where it is trained.
+    """The service's settings for where jobs are trained, which a job's configuration cannot know.
 
     Attributes:
-        is_local: by the local engine on one device, whatever [compute], [topology] and [vllm] say.
-        overrides: "section.key=value", over all.
+        is_local: train with the local engine on one device, and ignore [compute], [topology] and [vllm].
+        overrides: "section.key=value", over everything else.
     """
 
     is_local: bool = False
@@ -49,13 +49,13 @@ class Machine:
 
 
 def parse_request(body: Mapping[str, Any], *, runs: Path, machine: Machine) -> Asked:
-    """Return what a body {"data": {"config", "endpoint_base_url", "model"}, ...} asks for (Any: JSON).
+    """Parse a body {"data": {"config", "endpoint_base_url", "model"}, ...} (Any: JSON).
 
-    The URL and the model beside the configuration go over those in it, as they do in the hosted trainer, and the
-    machine's needs over all. The run goes into `runs`, under the job's id.
+    The URL and the model beside the configuration replace those in it, as in the hosted trainer; the machine's
+    overrides replace both. The run goes into `runs`, under the job's id.
 
     Raises:
-        ConfigError: it is no such body; the configuration is wrong; or this version cannot train it.
+        ConfigError: the body is not of that form; the configuration is wrong; or this version cannot train it.
     """
     if body.get("job_type", "rl") != "rl":
         raise ConfigError('job_type: expected "rl", which is the only kind of job here')
@@ -91,7 +91,7 @@ def parse_request(body: Mapping[str, Any], *, runs: Path, machine: Machine) -> A
 
 
 def _make_local(values: dict[str, Any]) -> None:
-    """Take out what is said of the hosted trainer's GPUs and servers; the longest context stays."""
+    """Remove settings of the hosted trainer's GPUs and servers; keep the longest context."""
     vllm = _section(values, "vllm")
     rollout = _section(values, "rollout")
     rollout["engine"] = "local"
@@ -102,7 +102,7 @@ def _make_local(values: dict[str, Any]) -> None:
 
 
 def _sections_in(value: Any) -> dict[str, Any]:
-    """Return the sections of a configuration, which is an object or TOML text, in the flat form."""
+    """Return the sections of a configuration, given as an object or TOML text, in the flat form."""
     if isinstance(value, str):
         try:
             value = tomllib.loads(value)

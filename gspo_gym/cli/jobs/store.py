@@ -1,7 +1,7 @@
 """The jobs and their events, in one SQLite file.
 
-One service writes. A transaction holds everything that belongs together, so a service killed at any moment leaves each
-job before or after a change; the numbers of a job's events are 1, 2, 3, ... without a gap, whatever restarts.
+Only one service writes. A transaction holds everything that belongs together, so a service killed at any moment leaves
+each job before or after a change. A job's events are numbered 1, 2, 3, ... without a gap, also across restarts.
 """
 
 from __future__ import annotations
@@ -81,11 +81,11 @@ _COLUMNS = frozenset(
 
 
 class KeyConflictError(GymError, ValueError):
-    """A request has the key of an earlier one and asks for something else."""
+    """A request has the key of an earlier one and another content."""
 
 
 class QueueFullError(GymError, RuntimeError):
-    """As many jobs wait as may."""
+    """The most allowed number of jobs waits already."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,11 +93,11 @@ class NewJob:
     """A job to be queued.
 
     Attributes:
-        request: the body that asked for it (Any: JSON).
-        digest: of that body; tells whether two requests with one key ask for the same.
-        config: what is trained, given the job's id: TOML.
-        base: of its model.
-        key: a later request with it is answered with the same job; None: none is.
+        request: the body of the request (Any: JSON).
+        digest: of that body; tells whether two requests with one key are the same.
+        config: returns the configuration as TOML, given the job's id.
+        base: the base model's name.
+        key: a later request with this key is answered with the same job; None: without.
     """
 
     request: Mapping[str, Any]
@@ -112,7 +112,7 @@ class Job:
     """A job, as one row of the table `jobs`.
 
     Attributes:
-        number: place in the queue. attempt: of its processes, counted from 1; 0: none was started.
+        number: place in the queue. attempt: number of its present process, counted from 1; 0: none was started.
         first_attempt: that began the run which is in the run folder. run_seq: of the run's last event taken in.
         pid, pid_started: its process, see `run/process.py`. outcome: status in the run's last event "finished".
         cancelled_at: when a cancel was asked for. signalled_at: when its process was told. Times: seconds since 1970.
@@ -147,7 +147,7 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """Something that happened to a job.
+    """An event of a job.
 
     Attributes:
         data: JSON values. phase: the job's status from here on; None: as before.
@@ -169,11 +169,11 @@ class Store:
     """The jobs in `path`; its methods may be called from any thread.
 
     Args:
-        path: made if missing.
+        path: created if missing.
         clock: returns seconds since 1970.
 
     Raises:
-        StorageError: the file cannot be made.
+        StorageError: the file cannot be created.
     """
 
     def __init__(self, path: Path, *, clock: Callable[[], float] = time.time) -> None:
@@ -211,7 +211,7 @@ class Store:
             self._connection.execute("COMMIT")
 
     def create(self, new: NewJob, *, max_queued: int) -> tuple[Job, bool]:
-        """Queue a job; return it, and whether it is new: one with the same key and request is returned instead.
+        """Queue a job; return it and True, or the job with the same key and request and False.
 
         Raises:
             KeyConflictError: another request has the key. QueueFullError: `max_queued` jobs wait.
@@ -234,13 +234,13 @@ class Store:
             return self.require(job_id), True
 
     def job(self, job_id: str) -> Job | None:
-        """Return a job; None: there is no such."""
+        """Return a job, or None."""
         with self._lock:
             row = self._row("job_id", job_id)
         return None if row is None else _job_of(row)
 
     def require(self, job_id: str) -> Job:
-        """Return a job that is there."""
+        """Return a job that exists."""
         job = self.job(job_id)
         assert job is not None, job_id
         return job
@@ -254,7 +254,7 @@ class Store:
             return [_job_of(row) for row in rows]
 
     def update(self, job_id: str, event: Event | None = None, **values: Any) -> Job:
-        """Change columns of a job (Any: of the types that `Job` has), and record an event."""
+        """Change columns of a job (Any: the types of `Job`), and record an event."""
         assert values.keys() <= _COLUMNS, values
         with self.transaction():
             if values:
@@ -268,7 +268,7 @@ class Store:
             return self.require(job_id)
 
     def record(self, job_id: str, events: Iterable[Event]) -> list[Event]:
-        """Append events under the next numbers, without those whose source is recorded already; return the new ones.
+        """Append events under the next numbers, except those with a known source; return the new ones.
 
         The last phase among them becomes the job's status.
         """

@@ -1,14 +1,14 @@
-"""Run queued jobs, each as a child process that trains in its run folder.
+"""Run queued jobs, each in a child process that trains in its run folder.
 
 A child outlives the service: hours of training must not end because the service is restarted or killed. It holds a lock
-that the service took before it was started, and wrote its process id before it became the trainer. A service that
-starts therefore knows of each job whether a process works on it, and which, at whatever moment the last one was killed.
+that the service took before starting it, and writes its process id before it becomes the trainer. A new service can
+therefore find every job's process, at whichever moment the last service was killed.
 
     jobs.sqlite3            jobs and events, see `store.py`
-    api-key                 made at the first start, where the environment gives none
+    api-key                 made at the first start, if the environment gives none
     runs/JOB/               the run's folder
-    jobs/JOB/config.toml    what the child is given
-    jobs/JOB/log.txt        what it printed
+    jobs/JOB/config.toml    the child's configuration
+    jobs/JOB/log.txt        its output
     jobs/JOB/pid.ATTEMPT    its process id
     jobs/JOB/lock           held by the living child
 """
@@ -39,11 +39,11 @@ _LOG = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class SupervisorSettings:
-    """How jobs are run.
+    """Settings for running jobs.
 
     Attributes:
         command: that trains, before CONFIG.toml and --resume. environ: of the children.
-        max_running: at once. retries: of a job whose process died or failed, each going on from its last checkpoint.
+        max_running: at once. retries: of a job after its process died or failed, each from its last checkpoint.
         stop_seconds: from a cancel until the process is killed.
         poll_seconds: between two looks at the children.
     """
@@ -81,13 +81,13 @@ class Supervisor:
         self._thread.start()
 
     def stop(self) -> None:
-        """Leave the children to themselves, and wait for the thread."""
+        """Wait for the thread; the children go on."""
         self._is_stopping = True
         self.wake()
         self._thread.join()
 
     def reap(self) -> None:
-        """Wait until the children of this supervisor have ended; they are not told to."""
+        """Wait until the children of this supervisor have ended, without telling them to."""
         for child in self._children.values():
             child.wait()
 
@@ -105,7 +105,7 @@ class Supervisor:
             self._woken.clear()
 
     def look(self) -> None:
-        """Take in what running jobs recorded, end those that have ended, and start as many as may run."""
+        """Take in what running jobs recorded, conclude those that have ended, and start as many as may run."""
         for job in self._store.jobs(ACTIVE):
             self._watch(job)
         num_free = self._settings.max_running - len(self._store.jobs(ACTIVE))
@@ -135,7 +135,7 @@ class Supervisor:
             self._followers[job.job_id] = follower
 
     def _adopt(self, job: Job) -> Job:
-        """Find the process that a killed service started and had not noted; start one if there is none."""
+        """Find the process that a killed service started but did not record; start one if there is none."""
         if self._is_locked(job):
             pid = self._pid_of(job)
             # None: the shell is just starting, and is found at the next look.
@@ -165,7 +165,7 @@ class Supervisor:
         self._spawn(job)
 
     def _spawn(self, job: Job) -> Job:
-        """Start the process of the job's attempt; the store has that attempt already."""
+        """Start the process of the job's attempt, which the store has already."""
         folder = self._folder / "jobs" / job.job_id
         settings = self._settings
         try:
@@ -198,7 +198,7 @@ class Supervisor:
         return self._store.update(job.job_id, pid=child.pid, pid_started=start_of(child.pid))
 
     def _begin_anew(self, job: Job) -> Job:
-        """Move aside what an attempt left that cannot be resumed: its events are those of another run."""
+        """Move aside the run of an earlier attempt that cannot be resumed, and count the run's events from 0 again."""
         self._followers.pop(job.job_id, None)
         folder = self.run_folder(job.job_id)
         if folder.exists():
@@ -207,7 +207,7 @@ class Supervisor:
         return self._store.update(job.job_id, first_attempt=job.attempt, run_seq=0)
 
     def _end(self, job: Job) -> None:
-        """Ask a cancelled job's process to stop, and kill it when its time is over."""
+        """Ask a cancelled job's process to stop, and kill it after `stop_seconds`."""
         if job.pid is None:
             return
         if job.signalled_at is None:
@@ -218,7 +218,7 @@ class Supervisor:
             _kill_group(job.pid)
 
     def _conclude(self, job: Job) -> None:
-        """End a job whose process has ended, or start its next attempt."""
+        """Finish a job after its process has ended, or start the next attempt."""
         child = self._children.pop(job.job_id, None)
         self._followers.pop(job.job_id, None)
         code = None if child is None else child.returncode
@@ -272,6 +272,6 @@ class Supervisor:
 
 
 def _kill_group(pid: int) -> None:
-    """Kill a child and what it started: it is the leader of a session and of its processes' group."""
+    """Kill a child and every process in its group."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(pid, signal.SIGKILL)
+        os.killpg(pid, signal.SIGKILL)  # `_spawn` made it the leader of a session

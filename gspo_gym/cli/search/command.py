@@ -1,4 +1,4 @@
-"""`gspo-gym search SEARCH.toml`: run a configuration with many values of some of its keys, and keep the best.
+"""`gspo-gym search SEARCH.toml`: run a configuration with many values of some keys, and keep the best.
 
     runs/<label>/
         search.toml         the resolved settings
@@ -8,9 +8,8 @@
         leaderboard.json    all trials, best first; written after each
         best.toml           the best trial's configuration, to train again or longer
 
-`study.py` proposes values. A trial is an ordinary run in a process, watched through its folder: a crash, lack of memory
-or the deadline must not end the search. Every trial starts from the base and not from another trial's weights, because
-a run must be repeatable.
+`study.py` proposes values. A trial is an ordinary run in a process, watched through its folder. Every trial starts from
+the base and not from another trial's weights, because a run must be repeatable.
 """
 
 from __future__ import annotations
@@ -100,7 +99,6 @@ def run_search(
         ConfigError: the folder is taken, or (resume) holds no search or another one.
         MissingExtraError: Optuna is not installed.
     """
-
     require_optuna()
     base = _open_folder(settings, resume=resume)
     study = SearchStudy(settings, settings.search_folder / "journal.log")
@@ -140,7 +138,6 @@ class _Search:
             self.write_leaderboard()
 
     async def _play(self, trial: optuna.Trial) -> None:
-
         if (twin := self._study.twin_of(trial)) is not None:  # a run with the same values and seed would end alike
             self._copy(trial, twin)
             return

@@ -1,7 +1,7 @@
-"""The doctor's view of a run, the form of its findings, and its checks of the objective, the optimizer and the judge.
+"""The doctor's view of a run, its findings, and the checks of the objective, the optimizer and the judge.
 
-`gspo-gym doctor` runs the checks over a finished or running run. A check maps a run to a finding, several, or None.
-Each threshold stands here once with its reason. A check reads only metrics that the run has.
+A check maps a run to a finding, several, or None; it is silent about metrics that the run does not have. Each threshold
+is a constant with its reason.
 """
 
 from __future__ import annotations
