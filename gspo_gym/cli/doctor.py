@@ -62,6 +62,7 @@ def read_run(folder: Path) -> RunView:
     entries = read_ledger(folder / "ledger.jsonl") if (folder / "ledger.jsonl").exists() else ()
     ends = [entry for entry in entries if isinstance(entry, Terminal)]
     failed = [end for end in ends if end.outcome.is_infrastructure_failure and end.disposition is not Disposition.KEPT]
+    # `actions_exceed_limits` quotes the reason of action limits, which are no failures.
     explained = [*failed, *(end for end in ends if end.outcome is Outcome.ACTION_LIMIT)]
     reasons = {
         outcome: Counter(end.reason for end in explained if end.outcome.value == outcome and end.reason).most_common(1)

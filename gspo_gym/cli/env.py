@@ -326,6 +326,7 @@ def collect(arguments: argparse.Namespace) -> int:
     # FILE.part keeps failed episodes, too: --resume must not play them again.
     kept = [t for t in collected.trajectories if t.success or not arguments.only_successes]
     save_episodes(arguments.out, kept, policy_name=collected.policy_name, tools=collected.tools)
+    # Last: until FILE is complete, FILE.part holds the episodes.
     part.remove()
     _tell(arguments.out, kept, collected)
     return 1 if collected.dropped else 0

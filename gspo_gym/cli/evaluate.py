@@ -87,7 +87,7 @@ def run_command(arguments: argparse.Namespace) -> int:
         overrides += [f"evaluation.instances={len(parse_seeds(arguments.seeds))}"]
     config = load_config(arguments.config, with_task_url(overrides, arguments.task_url, os.environ))
     names = [arguments.model or build.model_name(config)] + ([arguments.against] if arguments.against else [])
-    names = list(dict.fromkeys(names))
+    names = list(dict.fromkeys(names))  # --against may name the same model
     part = _part_file(arguments, config, names)
     marker = None if part is None else marker_beside(Path(arguments.json_file))
     try:
@@ -120,6 +120,7 @@ def run_command(arguments: argparse.Namespace) -> int:
     if part is not None:
         part.remove()
     if marker is not None:
+        # It ended well: the next evaluation is an ordinary one again.
         marker.unlink(missing_ok=True)
     return 0
 

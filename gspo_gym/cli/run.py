@@ -46,6 +46,7 @@ from gspo_gym.run.state import TrainState
 from gspo_gym.run.steering import Steering, StopRequested
 from gspo_gym.run.trainer import Trainer
 
+# Keys that may change when a run is resumed: how long, how often, where and how fast, but not what is learned.
 _FREE_ON_RESUME = frozenset(
     {
         "run.folder",
@@ -118,6 +119,7 @@ def execute(
         except StopRequested as stop:
             progress.note(f"{stop}; go on with --resume")
         except GymError as error:
+            # An error while the run stops is a consequence of the stop: it is told and does not fail the run.
             if steering.stopped_by is None:
                 raise
             progress.note(f"stopped by {steering.stopped_by}; {type(error).__name__}: {error}")
@@ -212,6 +214,7 @@ async def _resume(config: RunConfig, progress: Progress, steering: Steering) -> 
 async def _resume_held(config: RunConfig, progress: Progress, steering: Steering) -> dict[str, Any]:
     checkpoints = _checkpoints(config)
     checkpoint = checkpoints.load_latest()
+    # Refuse before the model is loaded.
     _require_named_run(config.run_folder, checkpoint.folder)
     _require_same_run(config, num_optimizer_steps=int(checkpoint.learner_counters.get("optimizer.num_attempts", 0)))
     state = TrainState.from_dict(checkpoint.trainer_state)
@@ -292,6 +295,7 @@ async def _train(
         recorder.summary(summary := {"error": reason, **_summary(status, trainer.state, config)})
         return summary
 
+    # When the grace of a stop is over, the program exits without the `finally` below.
     steering.before_leaving = partial(record, "interrupted", None)
     try:
         limit = seconds_until_frozen(config.limits.step_timeout_seconds)
@@ -389,6 +393,7 @@ def _require_named_run(folder: Path, checkpoint: Path) -> None:
         CheckpointError: says what to restore.
     """
     run = read_manifest(checkpoint).run
+    # Checkpoints of earlier versions name no run.
     if run is not None and read_run_id(folder) is None:
         raise CheckpointError(
             f"{checkpoint}: is of the run {run}, and {folder} does not say which run it holds: restore its "

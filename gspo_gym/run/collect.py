@@ -106,7 +106,7 @@ class Collector:
                 )
                 for t in played(group)
             }
-            returns.update(own)
+            returns.update(own)  # `build_batch` needs them again
             return not is_constant(list(own.values()), plan.advantages)
 
         self._schedule.begin(step)

@@ -82,6 +82,7 @@ def parse_request(body: Mapping[str, Any], *, runs: Path, machine: Machine) -> A
         _, problem = apply_override(values, override)
         if problem is not None:
             raise ConfigError(f"{problem.key}: {problem.text}")
+    # Only to pass the check: the job's id is not known yet.
     model["label"] = _PLACEHOLDER
     _section(values, "run")["folder"] = str(runs.absolute())
     config = RunConfig.from_dict(values, source="data.config")

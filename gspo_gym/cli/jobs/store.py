@@ -181,6 +181,7 @@ class Store:
         self._lock = threading.RLock()
         with writing(path):
             try:
+                # isolation_level: sqlite3 begins no transactions by itself, `transaction` does.
                 self._connection = sqlite3.connect(path, check_same_thread=False, isolation_level=None)
                 self._connection.row_factory = sqlite3.Row
                 self._connection.execute("PRAGMA journal_mode = WAL")
@@ -188,7 +189,7 @@ class Store:
                 self._connection.execute("PRAGMA synchronous = FULL")
                 self._connection.executescript(_SCHEMA)
             except sqlite3.Error as error:
-                raise OSError(str(error)) from error
+                raise OSError(str(error)) from error  # `writing` raises it as StorageError
 
     def close(self) -> None:
         """Close the file."""
@@ -199,7 +200,7 @@ class Store:
     def transaction(self) -> Iterator[None]:
         """Make all changes of the block at once, or none if it raises; blocks nest."""
         with self._lock:
-            if self._connection.in_transaction:
+            if self._connection.in_transaction:  # a nested block belongs to the outer one
                 yield
                 return
             self._connection.execute("BEGIN IMMEDIATE")
@@ -279,6 +280,7 @@ class Store:
             for event in events:
                 row = (event.source, event.type, event.level, event.message, event.phase, json.dumps(event.data))
                 when = self._clock() if event.created_at is None else event.created_at
+                # By UNIQUE (job_id, source), an event that was taken in before is ignored.
                 added = self._connection.execute(
                     "INSERT OR IGNORE INTO events "
                     "(job_id, seq, source, type, level, message, phase, data, created_at) "
