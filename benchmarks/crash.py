@@ -2,9 +2,8 @@
 
 A small real run gets SIGKILL at moments drawn uniformly over its life and is started again with `--resume auto` until
 it is done. Then its weights, optimizer, counters, tasks and records are compared with those of an undisturbed run, byte
-for byte, times and the last digits of the engine's logprobs excepted. So are runs that go on from each of their steps,
-and runs that go on from a checkpoint from which a piece of state is missing, which must differ. Every run is a process
-of its own, forked with all modules loaded.
+for byte, times excepted. So are runs that go on from each of their steps, and runs that go on from a checkpoint from
+which a piece of state is missing, which must differ. Every run is a process of its own, forked with all modules loaded.
 """
 
 from __future__ import annotations
@@ -42,8 +41,6 @@ NUM_STEPS = 20
 # Of the life of a process, and of no step.
 _LIFE = ("started", "resumed", "stopped", "finished")
 _OF_TIME = ("time", "rollout/sampled_tokens_per_second")
-# Compare the engine's logprobs with the learner's: their last digits depend on what the engine has computed before.
-_OF_ENGINE = ("kl/rollout_", "ratio/noise_sigma", "ratio/predicted_noise", "correction/effective_sample_fraction")
 
 # Names of what is compared, each with a digest.
 Fingerprint = Mapping[str, str]
@@ -130,8 +127,8 @@ def measure(folder: Path, *, count: int, seed: int, num_steps: int = NUM_STEPS) 
     return report
 
 
-def settings(folder: Path, *, num_steps: int = NUM_STEPS, concurrency: int = 1) -> RunConfig:
-    """A run of 4 episodes a step that saves after every step, and keeps all checkpoints.
+def settings(folder: Path, *, num_steps: int = NUM_STEPS, concurrency: int = 1, num_episodes: int = 4) -> RunConfig:
+    """A run of so many episodes a step that saves after every step, and keeps all checkpoints.
 
     Episodes are sampled one by one: the logprobs of a batch differ in the last digit from those of another batch.
     """
@@ -146,7 +143,7 @@ def settings(folder: Path, *, num_steps: int = NUM_STEPS, concurrency: int = 1) 
                 "max_turns": 2,
                 "max_output_tokens": 3,
                 "max_model_len": 160,
-                "episodes_per_batch": 4,
+                "episodes_per_batch": num_episodes,
                 "max_concurrent_rollouts": concurrency,
             },
             "training": {
@@ -196,7 +193,7 @@ def cut_after(step: int, whole: RunConfig, folder: Path) -> RunConfig:
 
 
 def fingerprint(folder: Path) -> Fingerprint:
-    """Digests of all that a run leaves, times and the last digits of the engine's logprobs excepted."""
+    """Digests of all that a run leaves, times excepted."""
     newest = max((folder / "checkpoints").glob("step_*"))
     state = json.loads((newest / "resume" / "state.json").read_text(encoding="utf-8"))
     events = [event for event in read_events(folder) if event["kind"] not in _LIFE]
@@ -266,14 +263,17 @@ def _doing(folder: Path) -> str:
 
 
 def _is_the_same_at_any_concurrency(folder: Path, num_steps: int) -> bool:
-    played = []
+    played, num_episodes = [], 16  # twice as many as are in play at most
     for concurrency in (1, 8):
-        config = settings(folder / f"at_{concurrency}", num_steps=num_steps, concurrency=concurrency)
+        config = settings(
+            folder / f"at_{concurrency}", num_steps=num_steps, concurrency=concurrency, num_episodes=num_episodes
+        )
         play(config)
         played.append(_seeds(config.run_folder))
     resumed = cut_after(num_steps // 2, config, folder / "at_4")
     play(resumed.model_copy(update={"rollout": resumed.rollout.model_copy(update={"max_concurrent_rollouts": 4})}))
-    return played == [_seeds(resumed.run_folder)] * 2
+    played.append(_seeds(resumed.run_folder))
+    return len(played[0]) == num_steps * num_episodes and played == played[:1] * 3
 
 
 def _seeds(folder: Path) -> list[tuple[Any, ...]]:
@@ -284,13 +284,16 @@ def _seeds(folder: Path) -> list[tuple[Any, ...]]:
 def _episodes(path: Path) -> list[Any]:
     return [
         [t.trajectory_id, t.attempt, t.task.seed, t.reward, t.outcome.value]
-        + [[s.token_ids.tolist(), s.action_mask.tolist(), s.weight_version.tolist()] for s in t.segments]
+        + [
+            [each.tolist() for each in (s.token_ids, s.action_mask, s.rollout_logprobs, s.weight_version)]
+            for s in t.segments
+        ]
         for t in read_episodes(path)
     ]
 
 
 def _certain(line: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in line.items() if not name.startswith((*_OF_TIME, *_OF_ENGINE))}
+    return {name: value for name, value in line.items() if not name.startswith(_OF_TIME)}
 
 
 def _digest(value: Any) -> str:

@@ -208,6 +208,13 @@ class Engine(Protocol):
     async def end_session(self, session_id: str) -> None:
         """Forget a session; unknown ones are fine."""
 
+    async def forget_ended(self) -> None:
+        """Use nothing again that was computed for sessions which have ended.
+
+        What is sampled next is then, to the last digit, what a fresh engine would sample. Engines that do not promise
+        this, such as servers, do nothing. Never raises.
+        """
+
     async def pause(self, mode: PauseMode) -> None:
         """Begin an update: new calls wait until `resume`; `mode` decides the fate of those in flight.
 

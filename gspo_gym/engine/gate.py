@@ -284,6 +284,9 @@ class GatedEngine(ABC):
     async def end_session(self, session_id: str) -> None:  # noqa: B027  not abstract: most engines keep nothing
         """Do nothing: nothing is kept for sessions; see `Engine.end_session`."""
 
+    async def forget_ended(self) -> None:  # noqa: B027  as above
+        """Do nothing; see `Engine.forget_ended`."""
+
     def _close_to_calls(self, mode: PauseMode) -> None:
         # Checked first, because a wrong mode must not leave the engine paused.
         if mode not in (modes := self.capabilities.pause_modes):

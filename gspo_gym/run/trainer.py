@@ -32,6 +32,11 @@ Publish = Callable[[int], Awaitable[None]]
 # Plays the evaluation's episodes with the present weights; the text names the occasion.
 Evaluate = Callable[[str], Coroutine[Any, Any, Evaluation]]
 WhileLearning = Callable[[], AbstractAsyncContextManager[object]]
+# `Engine.forget_ended`.
+ForgetEnded = Callable[[], Awaitable[None]]
+
+
+async def _keeps_nothing() -> None: ...
 
 
 class Trainer:
@@ -46,6 +51,8 @@ class Trainer:
         saver: saves the learner's weights with a state.
         journal: records what happens, and stops the run if engine and learner disagree.
         state: from the checkpoint to go on from; None: the run begins.
+        forget_ended: `Engine.forget_ended`, called before every step and evaluation, because a resumed run has played
+            other episodes before them.
         while_learning: entered while the learner works on a batch; the engine can lend it memory meanwhile.
         steering: requests from outside, such as to stop; None: there are none.
     """
@@ -61,6 +68,7 @@ class Trainer:
         saver: Saver,
         journal: Journal,
         state: TrainState | None = None,
+        forget_ended: ForgetEnded = _keeps_nothing,
         while_learning: WhileLearning = contextlib.nullcontext,
         steering: Steering | None = None,
     ) -> None:
@@ -72,6 +80,7 @@ class Trainer:
         self._evaluate = evaluate
         self._saver = saver
         self._journal = journal
+        self._forget_ended = forget_ended
         self._while_learning = while_learning
         self._steering = steering or Steering()
 
@@ -125,6 +134,7 @@ class Trainer:
     async def _run_step(self) -> None:
         """Collect a batch of episodes, score it, update the weights on it, and publish them."""
         started, step = self._journal.clock(), self.state.step + 1
+        await self._forget_ended()
         collected = await self._steering.unless_stopped(self._collector.collect(step))
         self._journal.collected(step, collected)
         collected_at = self._journal.clock()
@@ -211,6 +221,7 @@ class Trainer:
     async def _run_evaluation(self) -> None:
         # Weights change in `_run_step` only, so an evaluation has one version, also while episodes are played ahead.
         started, before = self._journal.clock(), self.state
+        await self._forget_ended()
         played = await self._steering.unless_stopped(self._evaluate(f"eval_{before.step:06d}"))
         unit = before.score_unit or ScoreUnit.of_first(
             played, has_success_goal=self.plan.loop.stop_at_success_rate is not None

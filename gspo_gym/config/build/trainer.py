@@ -271,6 +271,7 @@ def build_trainer(
             more_metrics=_more_metrics(player, attempts, judging, recorder=recorder, progress=progress),
         ),
         state=state,
+        forget_ended=player.engine.forget_ended,
         while_learning=build_while_learning(config, player.engine),
         steering=steering,
     )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import enum
 from abc import ABC, abstractmethod
 from collections import OrderedDict, deque
+from collections.abc import Set
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -99,6 +100,9 @@ class Batch(ABC):
     def end_session(self, session_id: str) -> None:
         """Free the slot that is kept for a session."""
         self._slots.end_session(session_id)
+
+    def forget_ended(self) -> None:  # noqa: B027  not abstract: by default slots are emptied when they become free
+        """Forget what slots hold that are neither in work nor kept for a session."""
 
     def update_weights(self, version: int) -> None:
         """Sample under the model's present weights from now on; nothing is kept of any sequence.
@@ -205,9 +209,10 @@ class SlotTable:
     def num_in_work(self) -> int:
         return self.num_used - len(self._kept)
 
-    def is_used(self, slot: int) -> bool:
-        """Return whether the slot is in work or kept."""
-        return slot not in self._free
+    @property
+    def free(self) -> Set[int]:
+        """Slots that are neither in work nor kept."""
+        return self._free
 
     def acquire(self, session_id: str | None) -> int | None:
         """Take a slot for a request: its session's, else a free one, else the longest-waiting session's; None if none.

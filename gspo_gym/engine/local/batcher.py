@@ -51,6 +51,9 @@ class Batcher(Batch):
     def caching(self) -> Caching:
         return Caching.TURNS
 
+    def forget_ended(self) -> None:
+        self._cache.lengths[list(self._slots.free)] = 0
+
     def _admit(self) -> None:
         # First come first served. A request with a beginning that is being read in this very step for another waits a
         # step, and copies it then.

@@ -179,6 +179,11 @@ class LocalEngine(GatedEngine):
         """Free the keys and values kept for a session; unknown ones are fine."""
         self._worker.post(lambda batch: batch.end_session(session_id))
 
+    async def forget_ended(self) -> None:
+        """Use no keys and values of ended sessions again, not even for an equal beginning of a prompt."""
+        with contextlib.suppress(EngineError):  # closed or dead: nothing is held any more
+            self._worker.post(lambda batch: batch.forget_ended())
+
     async def apply_weights(self, update: WeightUpdate) -> None:
         """Take the learner's present weights, as `update.version`; everything computed under older ones is dropped.
 

@@ -300,7 +300,7 @@ class GeneralBatch(Batch):
     def _leave(self, slots: Int64Array) -> None:
         super()._leave(slots)
         for slot in slots.tolist():
-            if not self._slots.is_used(slot):
+            if slot in self._slots.free:
                 self._forget(slot)
 
     def _forget(self, slot: int) -> None:

@@ -129,6 +129,10 @@ class RebuildableEngine:
             if (await engine.health()).is_alive:  # a dead engine has forgotten every session
                 raise
 
+    async def forget_ended(self) -> None:
+        """Use nothing of ended sessions again; see `Engine.forget_ended`."""
+        await self._engine.forget_ended()
+
     async def pause(self, mode: PauseMode) -> None:
         """Begin an update; see `Engine.pause`."""
         await self._wait_for_rebuild(Deadline.after(None))

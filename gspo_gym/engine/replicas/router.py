@@ -109,6 +109,11 @@ class RoutedEngine(GatedEngine):
         """Forget a session, on every replica that has seen it."""
         await self._set.end_session(session_id)
 
+    async def forget_ended(self) -> None:
+        """Use nothing of ended sessions again on any replica; see `Engine.forget_ended`."""
+        for replica in self._set.all:
+            await replica.engine.forget_ended()
+
     async def drain(self, number: int) -> None:
         """Give a replica no new sessions, and wait until its sessions are over. Updates still reach it."""
         replica = self._set.all[number]

@@ -4,11 +4,21 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
-from benchmarks.crash import CrashReport
+from benchmarks.crash import CrashReport, cut_after, fingerprint, settings
 from benchmarks.soak import Holding, SoakReport
+from gspo_gym.cli.train import run_training
+
+
+def test_a_run_that_goes_on_after_an_evaluated_step_is_the_undisturbed_one_to_the_last_digit(tmp_path: Path) -> None:
+    whole = settings(tmp_path / "whole", num_steps=5)  # of which 0, 4 and 5 are evaluated
+    run_training(whole)
+    resumed = cut_after(4, whole, tmp_path / "resumed")
+    run_training(resumed, resume=True)
+    assert fingerprint(resumed.run_folder) == fingerprint(whole.run_folder)
 
 
 @pytest.mark.slow

@@ -10,9 +10,11 @@ import numpy as np
 import pytest
 import torch
 
-from gspo_gym.engine.base import SamplingParams
+from gspo_gym.engine.base import Engine, SamplingParams
 from gspo_gym.engine.local.engine import LocalEngine
 from gspo_gym.engine.local.kv_store import PlainStore
+from gspo_gym.engine.replicas.rebuildable import RebuildableEngine
+from gspo_gym.engine.replicas.router import RoutedEngine
 from gspo_gym.errors import ConfigError, ContextOverflowError, EngineError
 from gspo_gym.learning.settings import LoraSettings
 from gspo_gym.policy.load import load_policy
@@ -103,6 +105,38 @@ def test_only_the_new_tokens_of_a_turn_are_read(model: Any) -> None:
     # The last sampled token was never fed back, so it is read with the four new ones; 39 are kept.
     assert after.num_read_tokens - before.num_read_tokens == 5
     assert after.num_kept_tokens - before.num_kept_tokens == 39
+
+
+async def _no_other() -> Engine:
+    raise AssertionError("no engine is to be replaced")
+
+
+@pytest.mark.parametrize(
+    "front",
+    [lambda engine: engine, lambda engine: RebuildableEngine(engine, _no_other), lambda engine: RoutedEngine([engine])],
+    ids=["bare", "rebuildable", "routed"],
+)
+def test_when_ended_sessions_are_forgotten_the_engine_samples_as_a_fresh_one_and_living_sessions_keep_theirs(
+    model: Any, front: Callable[[Engine], Engine]
+) -> None:
+    async def fresh(engine: Engine) -> bytes:
+        return (await engine.generate(_prompt(0, 90), _sampling(0), session_id="b")).logprobs.tobytes()
+
+    async def used(local: LocalEngine) -> tuple[bytes, Any, Any]:
+        engine = front(local)
+        alive = _prompt(1, 90)
+        alive += (await engine.generate(alive, _sampling(1), session_id="alive")).token_ids.tolist()
+        await engine.generate(_prompt(0, 90)[:37], _sampling(2), session_id="a")
+        await engine.end_session("a")
+        await engine.forget_ended()
+        logprobs, before = await fresh(engine), local.counters
+        await engine.generate([*alive, 7], _sampling(3), session_id="alive")
+        return logprobs, before, local.counters
+
+    logprobs, before, after = _run(model, used)
+    assert logprobs == _run(model, fresh)
+    assert before.num_copied_tokens == 0
+    assert after.num_kept_tokens - before.num_kept_tokens == 101  # all but the sampled token that was not fed back
 
 
 def test_a_session_whose_history_was_rewritten_reuses_only_what_still_agrees(model: Any, plain_logprobs: Any) -> None:
