@@ -1,1 +1,1 @@
-"""A configuration file -> a checked `RunConfig`; imports no torch. Begin reading at `run_config.py`."""
+"""Read a configuration file into a checked `RunConfig`, without torch. Begin reading at `run_config.py`."""

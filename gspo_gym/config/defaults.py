@@ -1,4 +1,4 @@
-"""Defaults that follow from other keys. Nothing that a file says is changed here, and nothing is judged."""
+"""Defaults that follow from other keys. Values in the file are neither changed nor judged here."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ KL_TERMS = ("loss.kl_coef", "rewards.kl_coef", "advantages.kl_shaping_coef")
 def with_derived_defaults(values: Mapping[str, Any], sections: Iterable[str]) -> dict[str, Any]:
     """Return a copy of a file's values with these sections present and the defaults that depend on other keys.
 
-    Values may be of any type: wrong ones stay as they are, and are reported later.
+    Values of a wrong type stay as they are, and are reported later.
     """
     filled: dict[str, Any] = {name: {} for name in sections}
     # Copies, because the defaults are written into them: what the file said is still needed, to mark the defaults.

@@ -1,4 +1,4 @@
-"""Players of the episodes that task apps play, with the gateway beside the engine that the apps' agents call.
+"""Players for the episodes that task apps play, and the gateway through which the apps' agents call the engine.
 
 Needs the packages of the extra `apps`: import it only for a configuration with task apps. `AppPlayers` does nothing
 before `start`: a configuration can be built without its apps running.
@@ -49,7 +49,7 @@ class AppPlayers:
 
     Args:
         config: [services], [gateway], [rollout] and its mixture.
-        engine: that answers. It belongs to the event loop that `start` is called in.
+        engine: answers the agents. It belongs to the event loop that `start` is called in.
         tokenizer: of the model, with its chat template (Any: transformers is untyped).
     """
 
@@ -69,8 +69,9 @@ class AppPlayers:
         """Check that every app can be used, and open the gateway; return a line about each app.
 
         Raises:
-            ConfigError: an app cannot be reached, takes no call of ours, or could not reach the gateway; or the gateway
-                cannot listen where it is to.
+            ConfigError: an app cannot be reached, refuses our calls, or could not reach the gateway; or the gateway's
+                address
+                cannot be used.
             MissingExtraError: a package is not installed.
         """
         try:
@@ -82,9 +83,9 @@ class AppPlayers:
         return tuple(lines)
 
     async def probe(self) -> tuple[str, ...]:
-        """Play a rollout or two of every app as training does; return lines about what may not be meant.
+        """Play one or two rollouts of every app as in training; return lines about results that may be unintended.
 
-        `gspo-gym app check` says more. What failed for a reason that may pass is a line; the run tries such again.
+        `gspo-gym app check` says more. A failure that may pass is only a line, because the run retries such rollouts.
 
         Raises:
             ConfigError: an app's episodes cannot be trained on, in both of two rollouts.
@@ -156,12 +157,12 @@ class AppPlayers:
         return play
 
     async def rubric_of(self, task: Task) -> Mapping[str, Any] | None:
-        """Return an app's rubric of a task (Any: JSON), asked for once; None: it has none, or no app plays the task.
+        """Return an app's rubric of a task (Any: JSON), requested once; None if it has none, or no app plays the task.
 
-        A part (outcome, events) that the task's task_info lacks is the one of /info, which holds for all tasks.
+        A part (outcome, events) that the task's task_info lacks is taken from /info, which holds for all tasks.
 
         Raises:
-            AppError: the app does not say.
+            AppError: the app gives no answer.
         """
         source = dict(zip(environment_ids(self._config), self._config.sources, strict=True))[task.env_id]
         client = self._clients.get((source.task_url or "", source.api_key_env))
@@ -181,7 +182,7 @@ class AppPlayers:
     def after_step(self, step_groups: Sequence[TrajectoryGroup]) -> tuple[dict[str, float], Selection | None]:
         """Return metrics of the calls since the last step and of the step's episodes, and an alarm or None.
 
-        The alarm: the kept episodes return something else than the played ones.
+        The alarm means that the kept episodes have other returns than all played ones.
         """
         counters = [episodes.counters for episodes in self._trained]
         returns = take_returns(counters, step_groups)

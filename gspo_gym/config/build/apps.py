@@ -1,4 +1,4 @@
-"""Task apps of a configuration: the ids of their environments, their keys, and what they are told."""
+"""Task apps of a configuration: the ids of their environments, their keys, and the settings sent to them."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from gspo_gym.errors import MissingExtraError, UnknownNameError
 def environment_ids(config: RunConfig) -> tuple[str, ...]:
     """Return the environment id of each of `config.sources`, in the same order.
 
-    An app's environment that is registered here, too, has the same id: it is the same task. A number tells apart an
-    environment that a run has twice.
+    An app's environment that is also registered here has the same id, because it is the same task. An environment that
+    appears twice in a run gets a number.
 
     Raises:
         UnknownNameError: an environment that is to be played here is not registered.
@@ -34,7 +34,7 @@ def check_apps(config: RunConfig) -> None:
 
     Raises:
         MissingExtraError: a package is not installed.
-        ConfigError: the variable that is to hold an app's key holds none.
+        ConfigError: the variable for an app's key is not set.
     """
     apps = [source for source in config.sources if source.task_url is not None]
     if apps:
@@ -72,9 +72,10 @@ def _environment_id(source: TaskSource) -> str:
 
 
 def app_step_rewards(config: RunConfig) -> dict[str, Any]:
-    """Return what a task app is told of step rewards in its env_config while training (Any: JSON).
+    """Return the settings of step rewards for a task app's env_config in training (Any: JSON).
 
-    {} unless decisions are rewarded: other modes need nothing of the app. A strategy that is not given is not told.
+    The result is {} unless decisions are rewarded, because other modes need nothing from the app. Without a configured
+    strategy, none is sent.
     """
     settings = config.step_reward_settings
     if settings.mode != "decision_stepwise":

@@ -1,6 +1,6 @@
-"""The engine that a config names: transformers on the learner's weights, vLLM in this process, or servers that run.
+"""The engine of a configuration: transformers on the learner's weights, vLLM in this process, or servers that run.
 
-With it the way of new weights into it: the weight sync, the canary that attests them, and the alarm on engine mismatch.
+Also the path of new weights into it: the weight sync, the canary that attests them, and the alarm on engine mismatch.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _API_KEY = "OPENAI_API_KEY"  # the openai package's name for it, with any provid
 
 
 async def build_engine(config: RunConfig, policy: Policy) -> Engine:
-    """Return the engine of rollout.engine, with the policy's weights as version 0 unless its own cannot be changed.
+    """Return the engine of rollout.engine; it holds the policy's weights as version 0, unless its weights are fixed.
 
     Raises:
         ConfigError: the model, the servers or this machine cannot do what the config asks for.
@@ -75,7 +75,7 @@ async def build_engine(config: RunConfig, policy: Policy) -> Engine:
 
 
 def check_context(config: RunConfig, base: str, longest: int | None) -> None:
-    """Refuse contexts beyond the `longest` that the model reads; None: it is not known.
+    """Refuse contexts beyond `longest`, the most tokens that the model reads; None: unknown.
 
     Raises:
         ConfigError: names the key.
@@ -143,10 +143,10 @@ def vllm_settings(config: RunConfig, policy: Policy, folder: Path) -> VllmSettin
 
 
 def build_while_learning(config: RunConfig, engine: Engine) -> WhileLearning:
-    """Return the context of the learner's work on a batch: with vllm.sleep_while_learning, a sleeping engine.
+    """Return the context for the learner's work on a batch: with vllm.sleep_while_learning, the engine sleeps in it.
 
     Raises:
-        ConfigError: it cannot.
+        ConfigError: the engine cannot sleep.
     """
     if config.vllm is None or not config.vllm.sleep_while_learning:
         return contextlib.nullcontext
@@ -165,7 +165,7 @@ def build_while_learning(config: RunConfig, engine: Engine) -> WhileLearning:
 
 
 def sends_adapters(config: RunConfig, policy: Policy) -> bool:
-    """Return whether vLLM is started for adapters: a LoRA that is sent as it is, not merged into its base."""
+    """Return whether vLLM takes LoRA adapters as they are, not merged into the base."""
     weight_sync = config.training.weight_sync
     return is_adapter(policy.model) and (weight_sync is None or weight_sync.mode == "direct")
 
@@ -291,12 +291,12 @@ def _vocab_size(policy: Policy) -> int:
 
 
 def build_weight_sync(config: RunConfig, policy: Policy, engine: Engine, recorder: RunRecorder) -> WeightSync:
-    """Return the weight sync of [training.weight_sync]; an engine that can be rebuilt is, under the last weights.
+    """Return the weight sync of [training.weight_sync]; it restores the last weights in an engine that can be rebuilt.
 
     A canary is asked of every engine that holds separate weights.
 
     Raises:
-        ConfigError: the engine takes new weights in no way that the settings allow.
+        ConfigError: the settings allow no way in which the engine takes new weights.
     """
     asked, max_staleness = config.training.weight_sync or WeightSyncSection(), config.training.max_staleness
     kind = choose_kind(
@@ -348,7 +348,7 @@ def build_canary(config: RunConfig, policy: Policy) -> Canary:
 
 
 def learner_score(model: nn.Module, temperature: float) -> Score:
-    """Return a function that scores whole sequences under the model's present weights, not truncated."""
+    """Return a function that scores whole sequences under the model's present weights, without truncated sampling."""
     computer = LogprobComputer(model, sampling=Sampling(temperature=temperature))
     device = next(model.parameters()).device
 

@@ -1,4 +1,4 @@
-"""collect_episodes: a data set of episodes, played by any policy: written by hand, a model here, or an endpoint.
+"""Collect a data set of episodes from any policy: hand-written, a model here, or an endpoint.
 
 The same pool as in training plays them, so deadlines, retries and isolation are the same. Collected episodes are
 imitated, analysed or judged, never reinforced: only an engine's own logprobs could be, and they are stored with the
@@ -45,10 +45,10 @@ class CollectSettings:
 
     Attributes:
         episodes_per_seed: of each task, at least 1.
-        max_turns, max_output_tokens, max_model_len: see `EpisodeLimits`; max_model_len None: what the model reads at
-            most, or no limit for a player without a context.
+        max_turns, max_output_tokens, max_model_len: see `EpisodeLimits`; max_model_len None: the most that the model
+            reads, or no limit for a player without a context.
         max_concurrent: episodes in flight at once. max_attempts: tries per episode that fails.
-        step_timeout_seconds: for the environment to be made, and for each reset, step or close of it.
+        step_timeout_seconds: for each construction, reset, step and close of an environment.
         temperature: of sampling, by a model or an endpoint.
         isolation: "auto", "thread" or "process": see `TextEnv.isolation`.
         run_seed: all sampling derives from it.
@@ -72,7 +72,7 @@ class CollectSettings:
 
 @dataclass(frozen=True, slots=True)
 class CollectedEpisodes:
-    """Result of a collection: one trajectory for each requested episode, or the reason why it is missing.
+    """Result of a collection: a trajectory for each requested episode, or the reason why it is missing.
 
     `tools` are the function schemas that the player was offered (Any: JSON).
     """
@@ -108,15 +108,15 @@ def collect_episodes(
 
     Args:
         env_id: a registered environment.
-        policy: "scripted:NAME" of the environment's own, "openai:MODEL" or "openai:MODEL@BASE_URL" behind an
+        policy: "scripted:NAME" of the environment, "openai:MODEL" or "openai:MODEL@BASE_URL" behind an
             OpenAI-compatible endpoint, any model that `load_policy` takes, or a function (env, rng) -> player.
-        seeds: which tasks.
+        seeds: of the tasks.
         env_config: arguments of the environment's constructor.
         settings: the rest; None: all defaults.
         already: episodes of these seeds that an earlier call gave to `on_episode`; they are not played again.
-        on_episode: is given each episode when it is over, in no order, to be kept; must be quick.
-        out: the file that they are for, beside which it is noted that the environment held the interpreter, to run it
-            in worker processes the next time; None: that is noted nowhere.
+        on_episode: receives each episode when it is over, in no order; must be quick.
+        out: the file for the episodes. A note beside it names an environment that held the interpreter, to run it in
+            worker processes the next time; None: no note.
 
     Raises:
         UnknownNameError: no such environment, policy or model.

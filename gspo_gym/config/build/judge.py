@@ -1,6 +1,6 @@
-"""[judge] as live objects: judges, rubrics, the blend and the watch over it.
+"""Build the objects of [judge]: judges, rubrics, the blend and the watch over it.
 
-Nothing is asked here. Rubrics and functions that are missing and keys that are not set are errors before a run begins.
+No judge is asked here. Missing rubrics, functions and keys are errors before a run begins.
 """
 
 from __future__ import annotations
@@ -55,12 +55,12 @@ _JUDGE_KEY = "JUDGE_API_KEY"  # of the judge at services.judge_url
 
 
 def build_judging(config: RunConfig, task_rubric: TaskRubric | None = None) -> Judging | None:
-    """Return the judge of a run; None if [judge] is not enabled. The caller closes it.
+    """Return the judge of a run, or None if [judge] is not enabled. The caller closes it.
 
-    `task_rubric` finds the rubric that a task app has for a task, which goes over the configuration's.
+    `task_rubric` finds a task app's rubric for a task, which replaces the configuration's.
 
     Raises:
-        ConfigError, UnknownNameError: a rubric, a key, a function or the labels are not as they must be.
+        ConfigError, UnknownNameError: a rubric, a key, a function or the labels are missing or not valid.
         MissingExtraError: a package is not installed.
     """
     section = config.judge
@@ -84,10 +84,10 @@ def build_judging(config: RunConfig, task_rubric: TaskRubric | None = None) -> J
 
 @dataclass(frozen=True, slots=True)
 class JudgeVariants:
-    """Judges of a configuration outside a run: as it is, and as an audit asks it. They share one budget.
+    """Judges of a configuration outside a run: as configured, and as an audit asks. They share one budget.
 
     Attributes:
-        judge: of the training.
+        judge: as in training.
         repeats: further samples of it, without a cache.
         in_given_order: without a cache, and showing criteria in the rubric's order.
     """
@@ -97,7 +97,7 @@ class JudgeVariants:
     in_given_order: Judge
 
     async def close(self) -> None:
-        """Close all of them."""
+        """Close all judges."""
         for judge in (self.judge, *self.repeats, self.in_given_order):
             await judge.close()
 
@@ -138,10 +138,10 @@ def _env_rewards(config: RunConfig) -> EnvRewards:
 
 
 def build_rubrics(config: RunConfig, task_rubric: TaskRubric | None = None) -> RubricsOf:
-    """Return a function from a task to its rubrics: those of [judge.options], with the task's own over them.
+    """Return a function from a task to its rubrics: those of [judge.options], with the task's own in place of them.
 
     Raises:
-        ConfigError, UnknownNameError: they are not as they must be, or a part that is to be judged has none.
+        ConfigError, UnknownNameError: a rubric is missing or not valid.
     """
     section = config.judge or JudgeSettings()
     options = section.options or JudgeOptions()
@@ -218,7 +218,7 @@ def tell_recorder(recorder: RunRecorder, progress: Progress) -> OnEventOfStep:
 
 
 class _Parts:
-    """Parts that the judges of a configuration share: the budget, the cache and the limits of asking."""
+    """The objects that a configuration's judges share: the budget, the cache and the limits of asking."""
 
     def __init__(self, config: RunConfig, section: JudgeSettings) -> None:
         options = section.options or JudgeOptions()
@@ -238,7 +238,7 @@ class _Parts:
         )
 
     def judge(self, *, cached: bool, first_sample: int = 0, shuffles_criteria: bool = True) -> Judge:
-        """Return the judge that is trained against; a panel if it has several members or samples."""
+        """Return the judge used in training; a panel if it has several members or samples."""
         options, section = self.options, self.section
         # The members differ, or the samples of one member.
         kind = judge_kind(section.type, self.judge_url, options.python, section.panel)

@@ -1,4 +1,4 @@
-"""Settings that change while a run goes on."""
+"""Settings that can change during a run."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ def look_up_live(config: RunConfig) -> Mapping[str, Any]:
 
 
 class LiveSettings:
-    """The settings of a run that may change between its steps.
+    """The settings of a run that may change between steps.
 
     Args:
         config: of the run.
-        trainer, learner: of the run; what changes, changes there.
+        trainer, learner: changed in place.
         recorder: gets an event of each change.
     """
 
@@ -61,14 +61,14 @@ class LiveSettings:
 
     @property
     def values(self) -> Mapping[str, Any]:
-        """The present values by key (Any: of the config)."""
+        """Return the present values by key (Any: of the config)."""
         return look_up_live(self._config)
 
     def parse(self, key: str, text: str) -> Any:
-        """Return the value that the text, as on the command line, is of a key (Any: of the config).
+        """Return the text, as on the command line, as a value of a key (Any: of the config).
 
         Raises:
-            ConfigError: the key may not change while the run goes on, or the config would be wrong.
+            ConfigError: the key may not change during the run, or the config would not be valid.
         """
         return look_up(self._with(key, text).model_dump(), key)
 
@@ -84,10 +84,10 @@ class LiveSettings:
         self._recorder.event("changed", self._trainer.state.step, data)
 
     def restore(self, events: Sequence[Event], began: RunConfig) -> None:
-        """Make the changes of the run's earlier processes again, which are among `events`.
+        """Apply the changes of the run's earlier processes again, which are among `events`.
 
-        A key of which the present config says otherwise than that with which the run `began` keeps what it says.
-        Changes made in steps that are done again hold from their start, with another event.
+        A key keeps its present value if the present config gives it another value than the config with which the run
+        `began`. Changes made in steps that are done again hold from their start, with another event.
         """
         given, first = self.values, look_up_live(began)
         latest = {event["data"]["key"]: event for event in events if event["kind"] == "changed"}

@@ -1,4 +1,4 @@
-"""The needs of a run besides a valid configuration, checked before anything is loaded.
+"""Check the needs of a run besides a valid configuration, before anything is loaded.
 
 They are the model's files, devices, packages, keys, environments and the judge. Training begins with `require_ready`,
 and `gspo-gym config check` prints what `find_obstacles` finds, so both say the same. `rehearse` builds everything and
@@ -47,9 +47,9 @@ from gspo_gym.types import Message, Task, Trajectory
 
 
 async def find_obstacles(config: RunConfig, *, base: str | None = None) -> list[GymError]:
-    """Return why a run of this configuration would not start, as far as it can be known without loading a model.
+    """Return the reasons why a run of this configuration would not start, as far as known without loading a model.
 
-    `base` is loaded in place of the model that the configuration names: a checkpoint to go on from.
+    `base` is loaded in place of the configuration's model: a checkpoint to go on from.
     """
     obstacles = await _failures(config, _checks(config, base))
     with _collecting(obstacles):
@@ -58,9 +58,9 @@ async def find_obstacles(config: RunConfig, *, base: str | None = None) -> list[
 
 
 async def find_evaluation_obstacles(config: RunConfig, name: str) -> list[GymError]:
-    """Return why an evaluation would not start, as far as it can be known without loading a model.
+    """Return the reasons why an evaluation would not start, as far as known without loading a model.
 
-    `name` is what plays, as `evaluate --model` takes it.
+    `name` is a player as for `evaluate --model`.
     """
     is_scripted, is_endpoint = name.startswith(SCRIPTED), name.startswith(ENDPOINT)
     if not is_scripted and not is_endpoint:
@@ -93,10 +93,10 @@ async def _failures(config: RunConfig, checks: Sequence[Callable[[], object]]) -
 
 
 async def require_ready(config: RunConfig, *, base: str | None = None) -> tuple[str, ...]:
-    """Refuse to start a run that would fail; return what the configuration says without effect, a line each.
+    """Refuse to start a run that would fail; return a line for each setting without effect.
 
     Raises:
-        GymError: the one obstacle that there is; or a ConfigError that lists several.
+        GymError: the only obstacle; or a ConfigError that lists several.
     """
     _raise_all(await find_obstacles(config, base=base))
     return tuple(f"{notice.key}: {notice.text}" for notice in config.notices)
@@ -120,16 +120,16 @@ def _raise_all(obstacles: Sequence[GymError]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Rehearsal:
-    """Result of a rehearsal: lines about apps and environments, and a scripted episode of each one here."""
+    """Result of a rehearsal: lines about apps and environments, and a scripted episode of each environment here."""
 
     notes: tuple[str, ...]
     episodes: tuple[Trajectory, ...]
 
 
 async def rehearse(config: RunConfig) -> Rehearsal:
-    """Build all that training builds, without the run's folder, and play one scripted episode of each environment here.
+    """Build all objects of a training, except the run's folder; play one scripted episode of each environment here.
 
-    Task apps are asked whether they can be used, and play the probe rollouts that training begins with.
+    Task apps are checked, and play the probe rollouts with which training begins.
 
     Raises:
         GymError: as `require_ready`, or any error of building.

@@ -1,4 +1,4 @@
-"""The served reference of a run: its process, if it has one, and the settings that the learner asks with."""
+"""The served reference of a run: its process, if the run starts one, and the learner's settings for asking it."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from gspo_gym.policy.reference.wire import ScoringSettings
 
 @contextlib.contextmanager
 def serving_reference(config: RunConfig, policy: Policy, device: str) -> Iterator[ServedReference | None]:
-    """Yield the reference at a server; None if reference.placement is not "dedicated" or no KL term asks for it.
+    """Yield the reference at a server; None if reference.placement is not "dedicated" or no KL term needs it.
 
-    It is the policy as it is now, without its adapter if it has one; or what [services] reference_url serves.
+    It is the present policy, without its adapter if it has one, or the model at [services] reference_url.
 
     Raises:
         ServiceError: the server cannot be reached or does not come up.

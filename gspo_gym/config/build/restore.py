@@ -1,4 +1,4 @@
-"""A new run that begins from parts of another run's checkpoint: [run] restore and restore_from."""
+"""Begin a new run from parts of another run's checkpoint: [run] restore and restore_from."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Restored:
 
     Attributes:
         parts: as in run.restore.
-        checkpoint: the one of the other run.
+        checkpoint: of the other run.
         state: the new run's first.
     """
 
@@ -32,16 +32,16 @@ class Restored:
 
     @property
     def base(self) -> str | None:
-        """The model to load in place of the configuration's; None: that one."""
+        """Return the model to load in place of the configuration's, or None."""
         return str(self.checkpoint.model_folder) if "weights" in self.parts else None
 
     @property
     def parent(self) -> Mapping[str, Any]:
-        """What the new run's checkpoints say of the other run."""
+        """Return the other run's identity, for the new run's checkpoints."""
         return {"run": self.checkpoint.origin.run, "step": self.checkpoint.step}
 
     def restore(self, learner: Learner) -> None:
-        """Give the learner its parts of the checkpoint.
+        """Load the checkpoint's parts into the learner.
 
         Raises:
             ConfigError: the optimizer is of another kind, or of other parameters.
@@ -59,14 +59,14 @@ class Restored:
             ) from error
 
     def sentences(self) -> list[str]:
-        """Return what a person should know of it."""
+        """Return sentences about it for a person."""
         parts = ", ".join(self.parts)
         passed_over = [f"passed over a checkpoint: {reason}" for reason in self.checkpoint.damaged.values()]
         return [*passed_over, f"begins with {parts} of {self.checkpoint.folder}"]
 
 
 def find_restored(config: RunConfig) -> Restored | None:
-    """Return what a new run begins with; None: with nothing of another.
+    """Return the parts of another run that a new run begins with, or None.
 
     Raises:
         ConfigError: run.restore_from is no run or checkpoint, or does not fit this run.
@@ -98,7 +98,7 @@ def find_restored(config: RunConfig) -> Restored | None:
 
 
 def _require_same_tasks(config: RunConfig, path: Path) -> None:
-    """Refuse to count on from another run's tasks where they are others under the same number.
+    """Refuse to continue another run's task numbers if the numbers mean other tasks here.
 
     Raises:
         ConfigError: its configuration, if it is there, has another seed or other environments.

@@ -1,4 +1,4 @@
-"""Builders of what plays: the engine's player, task apps, pools of episodes, demonstrations and evaluations."""
+"""Build the players of episodes: the engine's player, task apps, pools, demonstrations and evaluations."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 class Player:
     """Policy that can play: its engine, and the task apps that ask it. Start it before it plays, and close it.
 
-    `endpoint` plays the episodes to learn from in the engine's place, with other weights; None: the engine does.
+    `endpoint` plays the training episodes in the engine's place, with other weights; None: the engine does.
     """
 
     policy: Policy
@@ -55,7 +55,7 @@ class Player:
 
     @property
     def sampler(self) -> Engine:
-        """Return the engine that plays the episodes to learn from."""
+        """Return the engine that plays the training episodes."""
         return self.engine if self.endpoint is None else self.endpoint
 
     async def start(self) -> tuple[str, ...]:
@@ -67,7 +67,7 @@ class Player:
         return () if self.apps is None else await self.apps.start()
 
     async def probe_apps(self) -> tuple[str, ...]:
-        """Play a rollout or two of every task app as training does; return lines about them.
+        """Play one or two rollouts of every task app as in training; return lines about them.
 
         Raises:
             ConfigError: an app's episodes cannot be trained on; see `AppPlayers.probe`.
@@ -107,7 +107,7 @@ def _app_players(config: RunConfig, engine: Engine, policy: Policy) -> AppPlayer
 
 
 async def build_training_player(config: RunConfig, policy: Policy) -> Player:
-    """Return the player of `build_player`; with rollout.rescore an endpoint plays the episodes to learn from.
+    """Return the player of `build_player`; with rollout.rescore an endpoint plays the training episodes.
 
     Raises:
         ConfigError, MissingExtraError, EngineError: see `build_engine`.
@@ -154,10 +154,10 @@ def build_environment(config: RunConfig, source: TaskSource | None = None) -> Is
 
 
 async def environment_notes(config: RunConfig) -> tuple[str, ...]:
-    """Return a line about each environment here that runs code of the model, and how that is confined.
+    """Return a line about each environment here that runs the model's code, with its confinement.
 
     Raises:
-        EnvError: one cannot be made, because nothing confines such code here for example.
+        EnvError: an environment cannot be made, for example because nothing confines such code here.
     """
     notes = []
     # What confines code is known only to a live environment.
@@ -176,7 +176,10 @@ def local_play(
     source: TaskSource | None = None,
     limits: EpisodeLimits | None = None,
 ) -> PlayEpisode:
-    """Return the player of one source's environments here; None: the main source, `config.episode_limits`."""
+    """Return the player of one source's environments here.
+
+    `source` None means the main one, `limits` None `config.episode_limits`.
+    """
     make_env = build_environment(config, source)
     return episode_player(
         make_env=lambda _task: make_env(), act=act, renderers=renderers, limits=limits or config.episode_limits
@@ -230,7 +233,7 @@ def build_training_pool(
     judging: Judging | None = None,
     on_episode: OnEpisode | None = None,
 ) -> RolloutPool:
-    """Return the pool that plays the episodes to learn from."""
+    """Return the pool that plays the training episodes."""
     scoring = None if judging is None else judging.for_training
     play = build_play(config, player, mode="rl")
     return build_pool(config, play, seed_name="rollout", ledger=ledger, on_episode=on_episode, scoring=scoring)
@@ -249,7 +252,8 @@ def build_evaluate(
 ) -> Evaluate:
     """Return a function that evaluates the player's present weights on the configured seeds.
 
-    Every call samples with the same seeds. `rows` are there already, or receive the played ones: for a single call.
+    Every call samples with the same seeds. `rows` holds rows that were played before and receives new ones: for one
+    call only.
     """
     return _evaluation_of(config, build_play(config, player, mode="eval"), keep=keep, judging=judging, rows=rows)
 
@@ -262,12 +266,12 @@ async def build_scripted_evaluate(
     *,
     rows: KeptRows | None = None,
 ) -> Evaluate:
-    """Return a function that evaluates a scripted policy: an environment's own, by name, or any other.
+    """Return a function that evaluates a scripted policy: one of the environment's by name, or any other.
 
     `rows` as in `build_evaluate`.
 
     Raises:
-        UnknownNameError: it brings none of that name.
+        UnknownNameError: the environment has no policy of that name.
         ConfigError: a task app plays a part of the episodes.
     """
     players = {}
@@ -285,10 +289,10 @@ async def build_scripted_evaluate(
 
 @contextlib.asynccontextmanager
 async def looking_at_source(config: RunConfig, source: TaskSource) -> AsyncIterator[Any]:
-    """Make one environment of a source (Any: authors need not subclass anything), to be read, and close it after.
+    """Make one environment of a source (Any: authors need not subclass anything) to read from; close it afterwards.
 
     Raises:
-        GymError: it cannot be made; a ConfigError where its constructor raised.
+        GymError: it cannot be made; a ConfigError if its constructor raised.
     """
     # `looking_at` closes it, also where the caller raises.
     async with contextlib.AsyncExitStack() as stack:
@@ -360,10 +364,10 @@ def _evaluation_of(
 
 
 async def check_warmup(config: RunConfig) -> tuple[str, PolicyFactory] | None:
-    """Return the id of the environment that demonstrations are of and their player; None without a [warmup] section.
+    """Return the environment's id and the player of demonstrations; None without a [warmup] section.
 
     Raises:
-        UnknownNameError: the environment brings no scripted policy of that name.
+        UnknownNameError: the environment has no scripted policy of that name.
         ConfigError: there is no such environment here.
     """
     if config.warmup is None:
@@ -384,10 +388,10 @@ async def check_warmup(config: RunConfig) -> tuple[str, PolicyFactory] | None:
 async def build_warmup(config: RunConfig, player: Player) -> tuple[RolloutPool, WarmupPlan] | None:
     """Return the pool that plays demonstrations and the plan of the warm-up; None without a [warmup] section.
 
-    Demonstrations are of the main environment, and are played here, also where a task app plays the episodes.
+    Demonstrations are of the main environment, and are played here even if a task app plays the episodes.
 
     Raises:
-        UnknownNameError: the environment brings no scripted policy of that name.
+        UnknownNameError: the environment has no scripted policy of that name.
         ConfigError: there is no such environment here.
     """
     played_by = await check_warmup(config)

@@ -1,8 +1,8 @@
-"""Audit of the tokens in live play: the prompts that a player is given, and the tokens that are trained on.
+"""Audit the tokens of live play: the prompts that a player is given, and the tokens that are trained on.
 
-Players take live turns as in a rollout: the model itself where it is a small one, and hand-written players in the
-tokens that the model would have to sample. Every prompt is compared with the template's rendering of all messages from
-nothing. Answers may be spelt in their own way; any other difference is drift, and a failure.
+Players take live turns as in a rollout: a small model itself, or hand-written players in the tokens that a larger model
+would have to sample. Every prompt is compared with the template's rendering of all messages from nothing. Answers may
+be spelt in another way; any other difference is drift, and a failure.
 
 The tokens are right by construction, because the model read them. A difference means that a chat server, which renders
 every prompt from messages, would show the model something else. `check_drift` finds any difference and is a
@@ -46,14 +46,14 @@ _NUM_AROUND = 12  # tokens shown on each side of a difference
 
 @dataclass(frozen=True, slots=True)
 class TurnAudit:
-    """One prompt that a player was handed.
+    """One prompt that a player was given.
 
     Attributes:
-        player, seed, turn: which.
-        seam: how it goes on from the turn before; "new segment" where the template rewrites what was said.
+        player, seed, turn: of the prompt.
+        seam: how it continues the previous turn; "new segment" if the template rewrites earlier messages.
         reason: why there is a new segment; "" otherwise.
         rendering: "same" as a fresh one, token for token; "respelt": but for the answers' spelling; else "drift".
-        difference: what differs, "" if nothing does.
+        difference: "" if there is none.
     """
 
     player: str
@@ -71,7 +71,7 @@ class TurnAudit:
 
 @dataclass(frozen=True, slots=True)
 class PlayerAudit:
-    """A player's turns, and its tokens that are trained on and that are not, over all segments."""
+    """A player's turns, and the numbers of its trained and untrained tokens over all segments."""
 
     player: str
     turns: tuple[TurnAudit, ...]
@@ -88,7 +88,7 @@ class TokenAudit:
     """Findings of `audit_tokens`.
 
     Attributes:
-        env_id, model: what played.
+        env_id, model: the audited pair.
         players: in the order in which they played.
         failures: drift, templates that cannot be rendered, episodes that failed.
         notes: players that this template cannot express.
@@ -148,10 +148,10 @@ class TokenAudit:
 
 
 def audit_tokens(env: str, model: str, *, num_turns: int, env_config: Mapping[str, Any] | None = None) -> TokenAudit:
-    """Play at least `num_turns` live turns with each player and compare what it was given.
+    """Play at least `num_turns` live turns with each player and compare the prompts.
 
-    A tiny model samples its answers. Of any other only the tokenizer and template are loaded, and hand-written
-    players speak: the environment's own, arbitrary actions, and the reference again with reasoning before its answers.
+    A tiny model samples its answers. Of any other only the tokenizer and template are loaded, and hand-written players
+    answer: the environment's, arbitrary actions, and the reference again with reasoning before its answers.
 
     Raises:
         UnknownNameError: no such environment or model.
@@ -167,7 +167,7 @@ def audit_tokens(env: str, model: str, *, num_turns: int, env_config: Mapping[st
 
 @dataclass(slots=True)
 class _Table:
-    """State of an audit: what the players play, and the findings so far."""
+    """State of an audit: the environment's players, and the findings so far."""
 
     env_id: str
     config: dict[str, Any]  # Any: JSON
@@ -235,7 +235,7 @@ def _thinking(factory: PolicyFactory) -> PolicyFactory:
 
 
 class _Witness:
-    """Actor that lets another play and notes the prompts."""
+    """Actor that lets another actor play and notes the prompts."""
 
     def __init__(self, actor: Actor) -> None:
         self._actor = actor
@@ -412,7 +412,7 @@ def check_drift(renderer: Renderer, tokens: Sequence[int], messages: Sequence[Me
 def check_context(
     renderer: Renderer, prompt: Sequence[int], is_sampled: Sequence[bool], messages: Sequence[Message]
 ) -> DriftReport:
-    """Compare everything that was *not* sampled in a prompt with a fresh rendering of its messages.
+    """Compare the tokens of a prompt that were *not* sampled with a fresh rendering of its messages.
 
     The pieces before, between and after the answers must be in the rendering in order, with exactly one answer in each
     gap. Raises a TemplateError where the template cannot render these messages.

@@ -1,6 +1,6 @@
-"""Builders of a run's objects from its configuration: names become classes in this folder only.
+"""Build a run's objects from its configuration: names become classes in this folder only.
 
-What plays is built in `config/build/rollouts.py`. Nothing here decides what the configuration does not say.
+Players are built in `config/build/rollouts.py`. Nothing here decides anything that the configuration leaves open.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from gspo_gym.types import TrajectoryGroup
 
 
 def model_name(config: RunConfig) -> str:
-    """Return the name that `load_policy` takes for model.base or model.source.
+    """Return the model name for `load_policy`, from model.base or model.source.
 
     Raises:
         ConfigError: model.source names a run or a checkpoint that is not there.
@@ -66,7 +66,7 @@ def model_name(config: RunConfig) -> str:
 
 
 def newest_checkpoint(name: str) -> str:
-    """Return the newest complete checkpoint where `name` is the folder of a run; any other name as it is.
+    """Return the newest complete checkpoint if `name` is a run's folder; any other name unchanged.
 
     Raises:
         CheckpointError: the run has none, or it is another step's or another run's.
@@ -78,7 +78,7 @@ def newest_checkpoint(name: str) -> str:
 def build_policy(config: RunConfig, base: str | None = None) -> Policy:
     """Return the policy to train, from [model] and [training.lora]; a tiny model's weights derive from run.seed.
 
-    `base` is loaded in place of the model that the config names: a checkpoint to go on from.
+    `base` is loaded in place of the config's model: a checkpoint to go on from.
 
     Raises:
         ConfigError: this version, this machine or this model cannot do what the config asks for.
@@ -123,7 +123,7 @@ def device_of(config: RunConfig) -> str:
     """Return the learner's torch device, from model.device, [compute] and [topology]; see `config/services.py`.
 
     Raises:
-        ConfigError: a GPU is asked for on a machine without, or more than there are, or one of another type.
+        ConfigError: the machine has no GPU, too few, or one of another type.
     """
     compute, wanted = config.compute, config.model.device
     # [compute] says it for all: 0 GPUs is the processor, although there may be GPUs.
@@ -149,10 +149,10 @@ def _learners_gpu(config: RunConfig) -> str:
 
 
 def require_gpu_type(gpu_type: str, device_name: str) -> None:
-    """Refuse another device than compute.gpu_type names, such as "H100" for "NVIDIA H100 80GB HBM3".
+    """Refuse a device of another type than compute.gpu_type, such as "H100" for "NVIDIA H100 80GB HBM3".
 
     Raises:
-        ConfigError: it is another one.
+        ConfigError: the device is of another type.
     """
     if gpu_type.lower() not in device_name.lower():
         raise ConfigError(f"compute.gpu_type: expected {gpu_type!r}, but the device here is {device_name!r}")
@@ -161,7 +161,7 @@ def require_gpu_type(gpu_type: str, device_name: str) -> None:
 def build_learner(config: RunConfig, policy: Policy, reference: ReferencePolicy | None = None) -> Learner:
     """Return the learner of [loss], [advantages], [rewards], [correction], [reference], [optimizer] and [training].
 
-    `reference` is served; None: it is in this process, if anything compares with it.
+    `reference` is at a server; None: it is in this process, if any term needs one.
     """
     return Learner(
         policy.model,
@@ -232,8 +232,8 @@ def build_trainer(
 ) -> Trainer:
     """Return the trainer; `learner` is fresh and `state` None, or both are restored from a checkpoint.
 
-    `is_saved` says that the run's newest checkpoint holds `state`, which is otherwise of another run.
-    `judging` scores the episodes and writes into the run's folder; None: their environments score them.
+    `is_saved` says that the run's newest checkpoint holds `state`; otherwise the state is another run's. `judging`
+    scores the episodes and writes into the run's folder; None: their environments score them.
 
     Raises:
         ConfigError: samples are to have a bounded age, and the engine does not say which weights sampled them.
