@@ -13,11 +13,14 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pydantic import ValidationError
+
 from gspo_gym.base.files import require_writable, write_output
 from gspo_gym.base.keys import read_key
 from gspo_gym.base.loops import run_to_end
 from gspo_gym.config.build.judge import build_judge_variants, build_rubrics
 from gspo_gym.config.run_config import RunConfig, load_config
+from gspo_gym.config.words import find_problems
 from gspo_gym.errors import ConfigError, MissingExtraError
 from gspo_gym.judge.asking import AskingSettings, BudgetLimits, JudgeBudget
 from gspo_gym.judge.audit.audit import AuditSettings, JudgeAudit, attacks
@@ -29,7 +32,7 @@ from gspo_gym.judge.records import JudgedEpisode, JudgementRecorder
 from gspo_gym.judge.rescoring import Rescored, new_file, rescore, side_by_side, stored_episodes, stored_judgements
 from gspo_gym.judge.rubric import Rubric, strict_problems
 from gspo_gym.judge.rubric_files import find_rubrics, load_rubrics, read_rubrics, read_task_app_rubric
-from gspo_gym.judge.settings import ModelJudgeSettings
+from gspo_gym.judge.settings import JudgeOptions, ModelJudgeSettings
 
 if TYPE_CHECKING:
     from gspo_gym.judge.audit.report import AuditReport
@@ -355,14 +358,15 @@ def _judge(arguments: argparse.Namespace) -> Judge:
             arguments.python, max_concurrency=arguments.max_concurrency, timeout_seconds=arguments.timeout_seconds
         )
 
-    settings = ModelJudgeSettings(
-        arguments.model,
-        provider=arguments.provider,
-        base_url=arguments.base_url,
-        api_key_env=arguments.model_key_env,
-        mode=arguments.mode,
-        asking=AskingSettings(max_concurrency=arguments.max_concurrency, timeout_seconds=arguments.timeout_seconds),
-    )
+    given = {"model": arguments.model, "provider": arguments.provider, "base_url": arguments.base_url}
+    given |= {"api_key_env": arguments.model_key_env, "mode": arguments.mode}
+    try:
+        options = JudgeOptions(**given)
+    except ValidationError as error:
+        problems = find_problems(error, JudgeOptions, given)
+        raise ConfigError("; ".join(f"judge serve: {problem.key}: {problem.text}" for problem in problems)) from error
+    asking = AskingSettings(max_concurrency=arguments.max_concurrency, timeout_seconds=arguments.timeout_seconds)
+    settings = ModelJudgeSettings(options, options, asking=asking)
     budget = JudgeBudget(BudgetLimits(max_calls=arguments.max_calls))
     return ModelJudge(settings, cache=JudgementCache(arguments.cache), budget=budget)
 

@@ -17,14 +17,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import pytest
-from judged_episodes import BOTH, episode
+from judged_episodes import BOTH, episode, model_settings
 
 from gspo_gym.judge.audit.audit import attacks, changes
 from gspo_gym.judge.base import Judgement, JudgeRequest
 from gspo_gym.judge.model.judge import ModelJudge
 from gspo_gym.judge.model.prompt import verdict_key
 from gspo_gym.judge.service.fake_server import AskedCriterion, create_fake_judge_app, honest_verdict, read_prompt
-from gspo_gym.judge.settings import ModelJudgeSettings
 from gspo_gym.remote.serving import BackgroundServer
 from gspo_gym.types import Trajectory
 
@@ -106,7 +105,7 @@ class Answers:
 
 
 def ask(url: str, trajectories: Mapping[str, Trajectory]) -> dict[str, Judgement]:
-    settings = ModelJudgeSettings("stub", base_url=f"{url}/v1", structured_output="text")
+    settings = model_settings("stub", base_url=f"{url}/v1", structured_output="text")
 
     async def judged() -> dict[str, Judgement]:
         judge = ModelJudge(settings)

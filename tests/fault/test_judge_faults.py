@@ -17,10 +17,10 @@ from typing import Any
 import numpy as np
 import pytest
 from faulty_server import FaultPlan, FaultyServer, mixed
-from judged_episodes import BOTH, episode
+from judged_episodes import BOTH, episode, model_settings
 
 from gspo_gym.base.retries import RetrySettings
-from gspo_gym.judge.asking import AskingSettings, BudgetLimits, JudgeBudget, Prices
+from gspo_gym.judge.asking import AskingSettings, BudgetLimits, JudgeBudget
 from gspo_gym.judge.base import (
     JudgeBudgetError,
     JudgeDownError,
@@ -30,12 +30,11 @@ from gspo_gym.judge.base import (
 )
 from gspo_gym.judge.model.judge import ModelJudge
 from gspo_gym.judge.service.fake_server import completion, honest_verdict, read_prompt
-from gspo_gym.judge.settings import ModelJudgeSettings
 
 NUM_EPISODES = 2_000
 CONCURRENCY = 16
 RETRIES = RetrySettings(max_attempts=4, budget_fraction=0.6, budget_reserve=64)
-PRICES = Prices(usd_per_million_input_tokens=2.0, usd_per_million_output_tokens=8.0)
+PRICES = {"usd_per_million_input_tokens": 2.0, "usd_per_million_output_tokens": 8.0}
 
 Json = dict[str, Any]
 
@@ -110,8 +109,8 @@ async def judge_many(
     asking = AskingSettings(
         max_concurrency=CONCURRENCY, timeout_seconds=timeout_seconds, retries=retries, failures_to_open=50
     )
-    settings = ModelJudgeSettings(
-        "stub", base_url=server.base_url, structured_output="text", max_output_tokens=400, prices=PRICES, asking=asking
+    settings = model_settings(
+        "stub", base_url=server.base_url, structured_output="text", max_output_tokens=400, asking=asking, **PRICES
     )
 
     async def no_sleep(seconds: float) -> None:
@@ -187,7 +186,7 @@ def test_a_judge_that_is_gone_is_down_at_once_for_everybody_and_scores_again_whe
             max_concurrency=4, timeout_seconds=5.0, retries=RetrySettings(max_attempts=4), failures_to_open=6,
             cool_down_seconds=15.0,
         )  # fmt: skip
-        settings = ModelJudgeSettings("stub", base_url=server.base_url, structured_output="text", asking=asking)
+        settings = model_settings("stub", base_url=server.base_url, structured_output="text", asking=asking)
 
         async def no_sleep(seconds: float) -> None:
             await asyncio.sleep(0)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
 from gspo_gym.judge.base import JudgeRequest, Rubrics
 from gspo_gym.judge.rubric import Criterion, Rubric
+from gspo_gym.judge.settings import JudgeModelSettings, ModelJudgeSettings, ReadingSettings
 from gspo_gym.types import FinishReason, Message, Outcome, Segment, Task, Trajectory, Turn
 
 # By the fake judge's rule: "heron" in a turn is 1 in its binary criterion, each "dot" one more in the count, and the
@@ -51,3 +53,10 @@ def episode(
 def request(*said: str | Message, rubrics: Rubrics = BOTH) -> JudgeRequest:
     """That episode, to be judged."""
     return JudgeRequest(episode(*said), rubrics, task_app="naming")
+
+
+def model_settings(model: str, **given: Any) -> ModelJudgeSettings:
+    """Settings of a judging model; keys of the records of which they are made go there."""
+    which = {"model": model} | {name: given.pop(name) for name in JudgeModelSettings.model_fields if name in given}
+    reading = {name: given.pop(name) for name in ReadingSettings.model_fields if name in given}
+    return ModelJudgeSettings(JudgeModelSettings(**which), ReadingSettings(**reading), **given)

@@ -7,7 +7,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import replace
 
-from judged_episodes import BOTH, episode
+from judged_episodes import BOTH, episode, model_settings
 
 from gspo_gym.base.retries import RetrySettings
 from gspo_gym.engine.vllm.server import VllmServer
@@ -16,7 +16,6 @@ from gspo_gym.judge.base import JudgeError, Judgement, JudgeRequest, Rubrics
 from gspo_gym.judge.cache import JudgementCache
 from gspo_gym.judge.model.judge import ModelJudge
 from gspo_gym.judge.rubric import Criterion, Rubric
-from gspo_gym.judge.settings import ModelJudgeSettings
 
 MAX_OUTPUT_TOKENS = 2048  # a prompt takes a token for each character, about 1,900 of the 4,096 that the model has
 OUTCOME = Rubric(
@@ -27,7 +26,7 @@ ASKING = AskingSettings(timeout_seconds=240.0, max_concurrency=2, retries=RetryS
 
 def judge_all(server: VllmServer, *requests: JudgeRequest, **changes: object) -> list[Judgement | JudgeError]:
     """Judgements, or the errors in their place."""
-    settings = ModelJudgeSettings("policy", base_url=f"{server.url}/v1", asking=ASKING, **changes)  # type: ignore[arg-type]
+    settings = model_settings("policy", base_url=f"{server.url}/v1", asking=ASKING, **changes)  # type: ignore[arg-type]
 
     async def play() -> list[Judgement | JudgeError]:
         judge = ModelJudge(settings, cache=JudgementCache())

@@ -5,7 +5,6 @@ No judge is asked here. Missing rubrics, functions and keys are errors before a 
 
 from __future__ import annotations
 
-import os
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +14,7 @@ from gspo_gym.base.retries import RetrySettings
 from gspo_gym.config.rules.judge import judge_kind
 from gspo_gym.config.run_config import RunConfig
 from gspo_gym.errors import ConfigError, ServiceError
-from gspo_gym.judge.asking import AskingSettings, BudgetLimits, JudgeBudget, Prices
+from gspo_gym.judge.asking import AskingSettings, BudgetLimits, JudgeBudget
 from gspo_gym.judge.base import Judge, JudgeError, Rubrics
 from gspo_gym.judge.blend import EnvRewards, env_rewards
 from gspo_gym.judge.cache import JudgementCache
@@ -32,7 +31,7 @@ from gspo_gym.judge.model.judge import ModelJudge
 from gspo_gym.judge.panel import PanelJudge, PythonJudge
 from gspo_gym.judge.rubric_files import load_aggregate, load_rubrics
 from gspo_gym.judge.scorer import RubricsOf
-from gspo_gym.judge.service.client import HttpJudge, HttpJudgeSettings
+from gspo_gym.judge.service.client import HttpJudge
 from gspo_gym.judge.settings import GoldSettings, JudgeModelSettings, JudgeOptions, JudgeSettings, ModelJudgeSettings
 from gspo_gym.learning.credit import turn_rewards
 from gspo_gym.learning.settings import StepRewardSettings
@@ -51,7 +50,6 @@ TaskRubric = Callable[[Task], Awaitable[Mapping[str, Any] | None]]
 _DEFAULT_TIMEOUT_SECONDS = 30.0
 _DEFAULT_CONCURRENCY = 8
 _COOL_DOWN_SECONDS = 1.0  # `PausingJudge` waits longer and longer by itself
-_JUDGE_KEY = "JUDGE_API_KEY"  # of the judge at services.judge_url
 
 
 def build_judging(config: RunConfig, task_rubric: TaskRubric | None = None) -> Judging | None:
@@ -254,60 +252,32 @@ class _Parts:
         )
 
     def one_judge(
-        self, who: JudgeModelSettings, *, sample: int = 0, cached: bool, shuffles_criteria: bool = True
+        self, member: JudgeModelSettings, *, sample: int = 0, cached: bool, shuffles_criteria: bool = True
     ) -> Judge:
         """Return the judge of one member: a model or a function."""
-        if who.python is not None:
+        if member.python is not None:
             return PythonJudge(
-                who.python,
+                member.python,
                 max_concurrency=self.asking.max_concurrency,
                 timeout_seconds=self.asking.timeout_seconds,
                 show_reasoning=self.options.show_reasoning,
             )
 
-        assert who.model is not None  # the rules have seen to it
         settings = ModelJudgeSettings(
-            model=who.model,
-            provider=who.provider or "local",
-            base_url=who.base_url,
-            api_key_env=who.api_key_env,
-            mode=self.options.mode,
-            structured_output=who.structured_output,
-            # Without a temperature of the user's, an endpoint that refuses it is asked without.
-            temperature=(who.temperature or 0.0) if who.send_temperature else None,
-            must_take_temperature=who.temperature is not None,
-            max_output_tokens=who.max_output_tokens,
-            max_transcript_chars=self.options.max_transcript_chars,
-            show_reasoning=self.options.show_reasoning,
-            shuffles_criteria=shuffles_criteria,
-            sample=sample,
-            seed=self.seed,
-            prices=Prices(who.usd_per_million_input_tokens or 0.0, who.usd_per_million_output_tokens or 0.0),
-            asking=self.asking,
+            member, self.options, shuffles_criteria=shuffles_criteria, sample=sample, seed=self.seed, asking=self.asking
         )
         return ModelJudge(settings, cache=self.cache if cached else None, budget=self.budget)
 
     def _http_judge(self, *, cached: bool) -> Judge:
-        options = self.options
         assert self.judge_url is not None  # the rules have seen to it
-        key = options.api_key_env or (_JUDGE_KEY if os.environ.get(_JUDGE_KEY) else None)
-        settings = HttpJudgeSettings(
-            url=self.judge_url,
-            api_key_env=key,
-            provider=options.provider,
-            # Sent with every call, because the judge behind the URL reads no file of ours.
-            model=options.model,
-            rubric_id=options.rubric_id,
-            rubric_overrides=_as_read(options.rubric_overrides),
-            tracks=options.tracks,
-            weights=dict(options.weights),
-            event=bool(options.event),
-            outcome=bool(options.outcome),
-            policy_name=self.policy_name,
-            show_reasoning=options.show_reasoning,
+        return HttpJudge(
+            self.judge_url,
+            self.options,
             asking=self.asking,
+            policy_name=self.policy_name,
+            cache=self.cache if cached else None,
+            budget=self.budget,
         )
-        return HttpJudge(settings, cache=self.cache if cached else None, budget=self.budget)
 
     def _panel(self, members: Sequence[Judge]) -> Judge:
         return members[0] if len(members) == 1 else PanelJudge(members, aggregate=self.options.aggregate)

@@ -51,7 +51,7 @@ from gspo_gym.judge.model.prompt import (
 )
 from gspo_gym.judge.model.transcript import Transcript, compacted, read_transcript, suspicions
 from gspo_gym.judge.rubric import Criterion, Rubric
-from gspo_gym.judge.settings import ModelJudgeSettings
+from gspo_gym.judge.settings import ModelJudgeSettings, ReadingSettings
 from gspo_gym.seeding import child_seed, generator
 
 _MAX_PARTS_OF_A_CALL = 24  # turns in one call: longer answers are cut off, and models lose the thread
@@ -121,8 +121,8 @@ class ModelJudge:
         await self._model.close()
 
     async def _judge(self, request: JudgeRequest) -> Judgement:
-        whole = read_transcript(request.trajectory, show_reasoning=self.settings.show_reasoning)
-        questions = plan(whole, request.rubrics, self.settings)
+        whole = read_transcript(request.trajectory, show_reasoning=self.settings.reading.show_reasoning)
+        questions = plan(whole, request.rubrics, self.settings.reading)
         answers = await all_or_none([self._answer(question, request.rubrics) for question in questions])
         scores: dict[str, Mapping[str, CriterionScore]] = {}
         summaries: dict[str, str] = {}
@@ -181,7 +181,7 @@ class ModelJudge:
         )
 
 
-def plan(whole: Transcript, rubrics: Rubrics, settings: ModelJudgeSettings) -> list[Question]:
+def plan(whole: Transcript, rubrics: Rubrics, settings: ReadingSettings) -> list[Question]:
     """Return the questions about an episode; none about turns, or an episode, without content.
 
     One call asks about everything ("episode"), or one for each turn and one for the outcome ("turn").
@@ -275,10 +275,11 @@ class ChatJudgeModel:
     """Sends a question as a chat completion and reads the verdict. See `ModelJudge` for the arguments."""
 
     def __init__(self, settings: ModelJudgeSettings, *, budget: JudgeBudget | None, clock: Clock, sleep: Sleep) -> None:
-        self._settings = settings
-        client = HttpClient(settings.url, api_key=settings.read_key(), timeout_seconds=settings.asking.timeout_seconds)
+        self._name, self._settings = settings.name, settings.model
+        model = settings.model
+        client = HttpClient(model.url, api_key=model.read_key(), timeout_seconds=settings.asking.timeout_seconds)
         self._asking = Asking(client, settings.asking, budget=budget, clock=clock, sleep=sleep)
-        self._fields = RefusedFields(settings.name, {_SCHEMA} if settings.structured_output == "text" else ())
+        self._fields = RefusedFields(settings.name, {_SCHEMA} if model.structured_output == "text" else ())
 
     @property
     def counters(self) -> RetryCounters:
@@ -304,7 +305,7 @@ class ChatJudgeModel:
         except ServiceError as error:
             is_denied = isinstance(error, RefusedError) and error.status in _DENIED
             kind = JudgeDeniedError if is_denied else JudgeError
-            raise kind(f"{self._settings.name}: {error}") from error
+            raise kind(f"{self._name}: {error}") from error
 
     async def close(self) -> None:
         await self._asking.close()
@@ -335,15 +336,16 @@ class ChatJudgeModel:
             "seed": seed % _SEED_LIMIT,
             _SCHEMA: {"type": "json_schema", "json_schema": schema},
         }
-        if settings.temperature is not None:
-            request["temperature"] = settings.temperature
+        if settings.sent_temperature is not None:
+            request["temperature"] = settings.sent_temperature
         return without(request, refused)
 
     def _is_about(self, error: RefusedError, request: Mapping[str, Any]) -> frozenset[str]:
         """Return the request's fields that a refusal may be about."""
         if error.status not in _ABOUT_THE_REQUEST:
             return frozenset()
-        optional = {"seed"} if self._settings.must_take_temperature else {"seed", "temperature"}
+        # Without a temperature of the user's, an endpoint that refuses it is asked without.
+        optional = {"seed", "temperature"} if self._settings.temperature is None else {"seed"}
         named = refused_fields(error.answer, request, optional=optional)
         # A refusal that names no field is taken to be about the schema.
         return named or frozenset({_SCHEMA} if self._settings.structured_output == "auto" else ())

@@ -7,60 +7,24 @@ this side, too.
 from __future__ import annotations
 
 import asyncio
+import os
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 from gspo_gym.base.http import HttpClient, RefusedError
 from gspo_gym.base.keys import read_key
 from gspo_gym.base.retries import AttemptError, RetryCounters, Sleep
-from gspo_gym.errors import ServiceError
+from gspo_gym.errors import ConfigError, ServiceError
 from gspo_gym.judge.asking import Asking, AskingSettings, Clock, JudgeBudget
 from gspo_gym.judge.base import JudgeBudgetError, JudgeCost, JudgeError, Judgement, JudgeRequest
 from gspo_gym.judge.cache import Json, JudgementCache, digest_of
 from gspo_gym.judge.model.transcript import suspicions
 from gspo_gym.judge.service.contract import judgement_from_wire, request_to_wire, score_url
-from gspo_gym.judge.settings import require_plain_url
+from gspo_gym.judge.settings import JudgeOptions
 
+_JUDGE_KEY = "JUDGE_API_KEY"
 _PAYMENT_REQUIRED = 402  # how our server says that its own budget is spent
-
-
-@dataclass(frozen=True, slots=True)
-class HttpJudgeSettings:
-    """The service's URL, and what to send.
-
-    Attributes:
-        api_key_env: the environment variable with the bearer's key; None: none is sent.
-        provider, model, rubric_id: passed on; with a rubric_id the rubric itself is not sent.
-        rubric_overrides, tracks, weights: JSON about the rubric that the service has under rubric_id: changes of it,
-            the tracks to judge, and their weights. A rubric that is sent has them in it.
-        event, outcome: whether to ask about it; None: if there is a rubric for it.
-        asking: `timeout_seconds` is passed on as well.
-    """
-
-    url: str
-    api_key_env: str | None = None
-    provider: str | None = None
-    model: str | None = None
-    rubric_id: str | None = None
-    rubric_overrides: Mapping[str, Any] = field(default_factory=dict)
-    tracks: Sequence[str] = ()
-    weights: Mapping[str, float] = field(default_factory=dict)
-    event: bool | None = None
-    outcome: bool | None = None
-    policy_name: str = "policy"
-    show_reasoning: bool = False
-    asking: AskingSettings = field(default_factory=AskingSettings)
-
-    def __post_init__(self) -> None:
-        require_plain_url("HttpJudgeSettings.url", self.url)
-
-    @property
-    def rubric_options(self) -> Json:
-        """Return the options about a rubric that the service has itself."""
-        given = {"rubric_overrides": self.rubric_overrides, "tracks": list(self.tracks), "weights": self.weights}
-        return {name: value for name, value in given.items() if value}
 
 
 class HttpJudge:
@@ -68,25 +32,39 @@ class HttpJudge:
 
     The budget counts requests, and the tokens and money that the service reports.
 
+    Args:
+        url: of the service.
+        options: `provider`, `model` and `rubric_id` are passed on; with a rubric_id the rubric itself is not sent, but
+            what is laid over it is. Without `api_key_env` the key is in JUDGE_API_KEY, if anywhere.
+        asking: its timeout is passed on as well.
+        policy_name: of the trajectories' policy, for the service.
+
     Raises:
         ConfigError: the key's variable is not set. MissingExtraError: httpx is not installed.
     """
 
     def __init__(
         self,
-        settings: HttpJudgeSettings,
+        url: str,
+        options: JudgeOptions,
         *,
+        asking: AskingSettings,
+        policy_name: str = "policy",
         cache: JudgementCache | None = None,
         budget: JudgeBudget | None = None,
         clock: Clock = time.monotonic,
         sleep: Sleep = asyncio.sleep,
     ) -> None:
-        self.settings = settings
-        self._url = score_url(settings.url)
+        if set(url) & set("?#"):
+            raise ConfigError(f"services.judge_url: expected a URL without a query or a fragment, got {url!r}")
+        self._options, self._policy_name = options, policy_name
+        self._timeout_seconds = asking.timeout_seconds
+        self._url = score_url(url)
         self._cache = cache
-        key = read_key(settings.api_key_env, "the judge's api_key_env")
-        client = HttpClient(self._url, api_key=key, timeout_seconds=settings.asking.timeout_seconds)
-        self._asking = Asking(client, settings.asking, budget=budget, clock=clock, sleep=sleep)
+        variable = options.api_key_env or (_JUDGE_KEY if os.environ.get(_JUDGE_KEY) else None)
+        key = read_key(variable, "the judge's api_key_env")
+        client = HttpClient(self._url, api_key=key, timeout_seconds=asking.timeout_seconds)
+        self._asking = Asking(client, asking, budget=budget, clock=clock, sleep=sleep)
 
     @property
     def name(self) -> str:
@@ -98,17 +76,19 @@ class HttpJudge:
         return self._asking.counters
 
     async def judge(self, request: JudgeRequest) -> Judgement:
-        settings = self.settings
-        named = {"provider": settings.provider, "model": settings.model, "rubric_id": settings.rubric_id}
-        options: Json = {name: value for name, value in named.items() if value is not None}
-        if settings.rubric_id is not None or not request.rubrics.parts:
-            options |= settings.rubric_options
+        # All of it is sent with every call, because the judge behind the URL reads no file of ours.
+        given = self._options
+        named: Json = {"provider": given.provider, "model": given.model, "rubric_id": given.rubric_id}
+        if given.rubric_id is not None or not request.rubrics.parts:
+            over = {"rubric_overrides": given.rubric_overrides, "tracks": list(given.tracks), "weights": given.weights}
+            named |= {name: value or None for name, value in over.items()}
+        options = {name: value for name, value in named.items() if value is not None}
         body = request_to_wire(
             request,
-            options={**options, "timeout_s": settings.asking.timeout_seconds},
-            **self._asked(request),
-            policy_name=settings.policy_name,
-            show_reasoning=settings.show_reasoning,
+            options={**options, "timeout_s": self._timeout_seconds},
+            **self._asked,
+            policy_name=self._policy_name,
+            show_reasoning=given.show_reasoning,
         )
         costs: list[JudgeCost] = []
 
@@ -155,11 +135,8 @@ class HttpJudge:
 
     def _read(self, answer: Any, request: JudgeRequest) -> Judgement:
         num_turns = len(request.trajectory.turns)
-        return judgement_from_wire(answer, judge=self.name, num_turns=num_turns, **self._asked(request))
+        return judgement_from_wire(answer, judge=self.name, num_turns=num_turns, **self._asked)
 
-    def _asked(self, request: JudgeRequest) -> dict[str, bool]:
-        event, outcome = self.settings.event, self.settings.outcome
-        return {
-            "event": request.rubrics.event is not None if event is None else event,
-            "outcome": request.rubrics.outcome is not None if outcome is None else outcome,
-        }
+    @property
+    def _asked(self) -> dict[str, bool]:
+        return {"event": bool(self._options.event), "outcome": bool(self._options.outcome)}

@@ -21,7 +21,7 @@ from gspo_gym.judge.base import JudgeRequest, Rubrics
 from gspo_gym.judge.gold import DriftCheck
 from gspo_gym.judge.rubric_files import parse_rubrics
 from gspo_gym.judge.service.server import create_judge_app
-from gspo_gym.judge.settings import PanelEntry
+from gspo_gym.judge.settings import JudgeModelSettings, PanelEntry, ReadingSettings
 from gspo_gym.remote.serving import BackgroundServer
 from gspo_gym.rollout.episode_files import write_episodes
 from gspo_gym.run.judging import Judging
@@ -166,13 +166,27 @@ def placed(changes: dict[str, Any], folder: Path) -> dict[str, Any]:
     }
 
 
+SENT = ("provider", "model", "rubric_id", "rubric_overrides", "tracks", "weights", "event", "outcome", "show_reasoning")
+
+
 def described(thing: Any) -> Any:
     """What a judge, or anything of it, is made of, in values that compare."""
     name = type(thing).__name__
     if name == "JudgementCache":
         return thing._folder
-    if name in ("ModelJudge", "HttpJudge"):
-        return (name, thing.settings, described(thing._cache), thing.settings.asking)
+    if name == "ModelJudge":
+        # Of the sections that it is given it reads these keys alone.
+        read = (JudgeModelSettings.of(thing.settings.model), ReadingSettings.of(thing.settings.reading))
+        return (
+            name,
+            read,
+            dataclasses.replace(thing.settings, model=read[0], reading=read[1]),
+            described(thing._cache),
+        )
+    if name == "HttpJudge":
+        sent = {key: getattr(thing._options, key) for key in SENT}
+        has_key = thing._asking._client._api_key is not None
+        return (name, thing.name, has_key, sent, thing._timeout_seconds, described(thing._cache))
     if name == "PanelJudge":
         return (name, [described(judge) for judge in thing._judges], thing._aggregate)
     if name == "PythonJudge":
@@ -312,10 +326,10 @@ def test_what_cannot_be_built_is_said_before_the_run(
 def test_the_hosted_judge_gets_its_key_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     config = changed({**SYNTH, "judge.options.rubric_overrides": None})
     monkeypatch.delenv("JUDGE_API_KEY", raising=False)
-    assert what_is_built(config)[0][1].api_key_env is None
+    assert not what_is_built(config)[0][2]
     monkeypatch.setenv("JUDGE_API_KEY", "secret")
     built = what_is_built(config)
-    assert built[0][1].api_key_env == "JUDGE_API_KEY"
+    assert built[0][2]
     assert "secret" not in repr(built)
 
 

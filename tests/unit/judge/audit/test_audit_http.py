@@ -7,6 +7,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 
 import pytest
+from judged_episodes import model_settings
 from rule_judge import spoken_episode
 
 from gspo_gym.judge.audit.audit import AuditSettings, JudgeAudit
@@ -16,7 +17,6 @@ from gspo_gym.judge.model.judge import ModelJudge
 from gspo_gym.judge.model.prompt import verdict_key
 from gspo_gym.judge.rubric import Criterion, Rubric
 from gspo_gym.judge.service.fake_server import create_fake_judge_app, read_prompt
-from gspo_gym.judge.settings import ModelJudgeSettings
 from gspo_gym.remote.serving import BackgroundServer
 
 BIAS = 0.2
@@ -44,7 +44,7 @@ def means_by_criterion(url: str, *, shuffles: bool) -> dict[str, float]:
     """Over different episodes, of equal worth."""
 
     async def ask() -> list[Mapping[str, float]]:
-        judge = ModelJudge(ModelJudgeSettings("fake", base_url=url, shuffles_criteria=shuffles))
+        judge = ModelJudge(model_settings("fake", base_url=url, shuffles_criteria=shuffles))
         requests = [
             JudgeRequest(spoken_episode(str(n), [f"I say {n}"]), Rubrics(outcome=RUBRIC)) for n in range(NUM_EPISODES)
         ]
@@ -78,8 +78,8 @@ def test_the_audit_estimates_the_bias_of_the_model_itself_although_the_judge_shu
     settings = AuditSettings(num_repeats=0, num_position_episodes=4, num_attacked_episodes=0)
 
     async def run() -> tuple[float, ...]:
-        usual = ModelJudge(ModelJudgeSettings("fake", base_url=url))
-        in_given_order = ModelJudge(ModelJudgeSettings("fake", base_url=url, shuffles_criteria=False))
+        usual = ModelJudge(model_settings("fake", base_url=url))
+        in_given_order = ModelJudge(model_settings("fake", base_url=url, shuffles_criteria=False))
         audit = JudgeAudit(usual, Rubrics(outcome=RUBRIC), settings=settings, in_given_order=in_given_order)
         try:
             report = await audit.run(labelled)

@@ -30,8 +30,9 @@ from gspo_gym.judge.base import (
     Rubrics,
 )
 from gspo_gym.judge.cache import JudgementCache
-from gspo_gym.judge.service.client import HttpJudge, HttpJudgeSettings
+from gspo_gym.judge.service.client import HttpJudge
 from gspo_gym.judge.service.contract import score_url
+from gspo_gym.judge.settings import JudgeOptions
 from gspo_gym.remote.serving import BackgroundServer
 from gspo_gym.types import Message, ToolCall
 
@@ -91,9 +92,12 @@ def judge(
     asking = AskingSettings(retries=retries, timeout_seconds=30.0, failures_to_open=2)
 
     async def play() -> Judgement:
-        client = HttpJudge(HttpJudgeSettings(url, asking=asking, **changes), budget=budget, cache=cache)
+        sent = asked or request("a heron", "dot")
+        parts = {"event": sent.rubrics.event is not None, "outcome": sent.rubrics.outcome is not None}
+        options = JudgeOptions(**{**parts, **changes})
+        client = HttpJudge(url, options, asking=asking, budget=budget, cache=cache)
         try:
-            return await client.judge(asked or request("a heron", "dot"))
+            return await client.judge(sent)
         finally:
             await client.close()
 
@@ -291,8 +295,6 @@ def test_answers_are_kept_requests_are_limited_and_flags_are_added(tmp_path: Pat
         judge(url, cache=JudgementCache(tmp_path), budget=budget)
 
 
-def test_a_password_in_the_url_is_refused() -> None:
-    with pytest.raises(ConfigError, match="no user or password"):
-        HttpJudgeSettings("http://user:secret@host/api")
-    with pytest.raises(ConfigError, match=r"expected http\(s\)"):
-        HttpJudgeSettings("judge.example")
+def test_a_query_in_the_url_is_refused() -> None:
+    with pytest.raises(ConfigError, match="without a query"):
+        HttpJudge("http://host/api?key=1", JudgeOptions(), asking=AskingSettings())

@@ -17,7 +17,7 @@ from typing import Any
 
 import httpx
 import pytest
-from judged_episodes import BOTH, OUTCOME, episode, request
+from judged_episodes import BOTH, OUTCOME, episode, model_settings, request
 
 from gspo_gym.base.retries import RetrySettings
 from gspo_gym.cli.main import main
@@ -37,10 +37,10 @@ from gspo_gym.judge.base import (
 from gspo_gym.judge.model.judge import BY_RULE, ModelJudge
 from gspo_gym.judge.panel import PythonJudge, load_function
 from gspo_gym.judge.rubric_files import parse_rubrics
-from gspo_gym.judge.service.client import HttpJudge, HttpJudgeSettings
+from gspo_gym.judge.service.client import HttpJudge
 from gspo_gym.judge.service.fake_server import create_fake_judge_app
 from gspo_gym.judge.service.server import create_judge_app
-from gspo_gym.judge.settings import ModelJudgeSettings
+from gspo_gym.judge.settings import JudgeOptions
 from gspo_gym.remote.serving import BackgroundServer
 from gspo_gym.types import Message, ToolCall
 
@@ -80,7 +80,8 @@ def over_http(url: str, asked: JudgeRequest, **changes: Any) -> Judgement:
     asking = AskingSettings(retries=RetrySettings(max_attempts=1), failures_to_open=1, timeout_seconds=30.0)
 
     async def play() -> Judgement:
-        client = HttpJudge(HttpJudgeSettings(url, asking=asking, **changes))
+        parts = {"event": asked.rubrics.event is not None, "outcome": asked.rubrics.outcome is not None}
+        client = HttpJudge(url, JudgeOptions(**{**parts, **changes}), asking=asking)
         try:
             return await client.judge(asked)
         finally:
@@ -111,7 +112,7 @@ def test_an_episode_arrives_as_it_was_sent_and_its_judgement_comes_back() -> Non
 def test_a_model_judge_gives_over_http_what_it_gives_here() -> None:
     asked = request("A heron. Dot dot.", "...", "A cobalt dot.")
     with BackgroundServer(create_fake_judge_app()) as model:
-        settings = ModelJudgeSettings("stub", base_url=f"{model.url}/v1")
+        settings = model_settings("stub", base_url=f"{model.url}/v1")
 
         async def here() -> Judgement:
             judge = ModelJudge(settings)
