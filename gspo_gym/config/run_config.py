@@ -213,7 +213,7 @@ def load_sections(path: str | Path, overrides: Sequence[str] = ()) -> dict[str, 
     """Return the sections of file and command line, in the flat form and unchecked.
 
     Raises:
-        ConfigError: there is no such file, or it is not of its format.
+        ConfigError: there is no such file, or its format is wrong.
     """
     return _read(Path(path), overrides)[0].values
 

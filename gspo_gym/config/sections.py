@@ -196,7 +196,7 @@ class WeightSyncSection(Settings):
 
 
 def optional(settings: type[BaseModel], name: str) -> Any:
-    """Return the definition of a field that may be left out: its default then counts."""
+    """Return the definition of a field that may be left out; its default then applies."""
     # Absent is not the default: the rules must tell a key that the file gives from one that it does not.
     info = copy.copy(settings.model_fields[name])
     info.default = None
@@ -359,7 +359,7 @@ class RolloutSection(Settings):
 
     @property
     def sampling(self) -> Sampling:
-        """Return the parameters by which tokens are drawn."""
+        """Return the sampling parameters."""
         drawn = {name: getattr(self, name) for name in SAMPLING_NAMES if name in type(self).model_fields}
         return Sampling(**drawn, min_tokens=self.min_output_tokens)
 

@@ -138,7 +138,7 @@ class TrackingSection(Settings):
 
 
 def missing_machinery(sections: Mapping[str, Any]) -> list[str]:
-    """Return what a valid configuration asks for and this version does not have: one sentence a setting."""
+    """Return a sentence for each setting of a valid configuration that this version cannot run."""
     services, compute = sections["services"], sections["compute"]
     found = []
     if compute is not None and compute.gpu_count > 1:
@@ -212,11 +212,11 @@ class Placement:
     """GPUs of each part, if there are GPUs; the sizes count on a processor, too.
 
     Attributes:
-        learner: its GPU.
-        vllm: those of vLLM in this process, in the order in which its ranks take them.
-        reference: those of this run's own reference server.
+        learner: the learner's GPU.
+        vllm: the GPUs of vLLM in this process, in the order in which its ranks take them.
+        reference: the GPUs of the reference server that this run starts.
         is_split: no two parts share one.
-        tensor_parallel_size, data_parallel_size: of vLLM in this process; their product is the number of its GPUs.
+        tensor_parallel_size, data_parallel_size: of vLLM in this process; their product is its number of GPUs.
     """
 
     learner: int
@@ -252,7 +252,7 @@ def place(topology: TopologySection | None, vllm: VllmSection | None) -> Placeme
 
 
 def require_gpus(wanted: int, num_visible: int, environment: Mapping[str, str], key: str) -> None:
-    """Refuse to build for more GPUs than there are. `key` is what asks for them.
+    """Refuse to build for more GPUs than there are; `key` is the setting that asks for them.
 
     Raises:
         ConfigError: says what hides GPUs, if anything does.
@@ -269,7 +269,7 @@ def require_gpus(wanted: int, num_visible: int, environment: Mapping[str, str], 
 
 
 def names_of(gpus: Iterable[int], environment: Mapping[str, str]) -> tuple[str, ...]:
-    """Return the CUDA_VISIBLE_DEVICES of a child that is to see these GPUs of this process, and no others.
+    """Return the CUDA_VISIBLE_DEVICES with which a child process sees these GPUs of this process, and no others.
 
     Raises:
         ConfigError: this process does not see one of them.

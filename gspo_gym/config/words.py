@@ -1,4 +1,4 @@
-"""A configuration in words: its problems, a value as one line of TOML, and what a key takes.
+"""Text about a configuration: its problems, a value as one line of TOML, and the values that a key takes.
 
 A problem names the key, what was expected, what was given, and the nearest name. Problems come from pydantic's errors,
 from other trainers' names (`foreign/table.py`) and from secrets in a file.
@@ -134,7 +134,7 @@ def entry_model(annotation: Any) -> type[BaseModel] | None:
 
 
 def describe(info: FieldInfo | None) -> str:
-    """Return what a field takes, such as "an integer > 0" or "'full' or 'lora'"."""
+    """Return the values that a field takes, such as "an integer > 0" or "'full' or 'lora'"."""
     if info is None:
         return "something else"
     bounds = bounds_of(info)
@@ -335,7 +335,7 @@ def _unknown(key: str, parent: type[BaseModel], root: type[BaseModel]) -> str:
 
 
 def _nearest_value(values: Any, key: str) -> Any:
-    """Return the value at a dotted key, or the first value on the way that is no table."""
+    """Return the value at a dotted key, or the first value on the way that is not a table."""
     for part in key.split("."):
         if isinstance(values, list | tuple) and part.isdecimal():
             values = values[int(part)]

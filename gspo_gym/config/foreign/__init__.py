@@ -1,1 +1,1 @@
-"""Settings files of other trainers -> ours, with every change of meaning said aloud; see `draft.py`."""
+"""Translate settings files of other trainers into ours, and report every change of meaning; see `draft.py`."""

@@ -1,4 +1,4 @@
-"""A settings file of another trainer on its way into this library's form, and the rows of the table of foreign keys.
+"""The draft of a translated settings file, and the rows of the table of foreign keys.
 
 Each system (`trl.py`, `roll.py`, ...) has a `Row` for every known key. Translations, the hints about unknown keys
 (`table.py`) and configs/recipes/PARAMETERS.md are made from the rows. A `Draft` records the keys that were read, the
@@ -91,7 +91,7 @@ class Translation:
 
 @dataclass
 class Draft:
-    """The settings of a file on their way: their keys are read, ours are set, changes of meaning are noted.
+    """The translation of a file in progress: its keys are read, ours are set, changes of meaning are noted.
 
     Every method that reads a key raises a ConfigError that names system, key and value if the value is of a wrong type.
 
@@ -110,7 +110,7 @@ class Draft:
     _read: set[str] = field(default_factory=set)
 
     def take(self, system: System) -> None:
-        """Read every key that the system is known to have, and set ours."""
+        """Read every key that the system has, and set ours."""
         # Once each, although it stands in several rows: it reads all its keys together.
         for together in dict.fromkeys(row.together for row in system.rows.values() if row.together is not None):
             together(self)
@@ -207,7 +207,7 @@ class Draft:
         return meanings[value]
 
     def set(self, ours: str, value: Any) -> None:
-        """Give our key a value, over what it had; None changes nothing."""
+        """Give our key a value in place of its old one; None changes nothing."""
         if value is not None:
             self._ours[ours] = value
 
@@ -306,7 +306,7 @@ def plain(*ours: str) -> Row:
 
 
 def choice(values: Mapping[Any, Any], *ours: str, default: Any = None) -> Row:
-    """Return the row of a name, each of which means a value of ours."""
+    """Return the row of a name with a table from names to our values."""
     return Row(ours, lambda draft, theirs: draft.choice(theirs, values), values=values, default=default)
 
 
@@ -411,7 +411,7 @@ def take_clip(draft: Draft, low: float, high: float, *, is_sequence: bool) -> No
 
 
 def take_aggregation(draft: Draft, aggregation: str, *, is_sequence: bool, norm_length: int | None = None) -> None:
-    """Set how token terms become a loss."""
+    """Set how token terms are aggregated into a loss."""
     draft.set("loss.aggregation", aggregation)
     if aggregation in ("dr_grpo", "seq-mean-token-sum-norm"):
         draft.set("loss.norm_length", norm_length)
@@ -442,7 +442,7 @@ def _take_truncation(draft: Draft) -> None:
 
 
 def take_kept(draft: Draft, theirs: str, *, keeps_best: bool = False) -> None:
-    """Set which checkpoints stay, of their largest number, among which the best one may be."""
+    """Set which checkpoints are kept, from their largest number, which may include the best one."""
     limit = draft.count(theirs)
     if limit is not None and limit > 0:
         draft.set("training.keep_last", max(1, limit - keeps_best))

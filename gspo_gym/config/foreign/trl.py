@@ -1,4 +1,4 @@
-"""TRL's GRPOConfig with the ModelConfig and ScriptArguments of its scripts, and Unsloth's, which is the same class.
+"""TRL's GRPOConfig with the ModelConfig and ScriptArguments of TRL's scripts, and Unsloth's GRPOConfig, the same class.
 
 Keys and defaults are those of TRL 1.16.0, Unsloth 2026.10 and transformers 5.19, the base of TRL's dataclasses;
 tests/foreign compares them with the installed packages.

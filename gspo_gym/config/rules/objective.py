@@ -20,11 +20,11 @@ OTHER_KEYS = ".*"  # after the name of an open table: those of its keys that are
 class Rule:
     """A check of a few keys against each other; its problem is reported at the first of them.
 
-    It is asked only if all of its keys are valid by themselves: then all problems of a file are reported at once.
+    A rule runs only if all its keys are valid by themselves: then all problems of a file are reported at once.
 
     Attributes:
         keys: dotted. The keys of an absent section are None; the name of an optional section has the value true if it
-            is given, and with `OTHER_KEYS` after it the value is the table of its keys that are not ours.
+            is given, and with `OTHER_KEYS` after it the value is the table of keys in it that are not ours.
         check: takes the values of all keys; returns the problem as a sentence, or None.
     """
 
@@ -43,7 +43,7 @@ def find_problem(rule: Rule, values: Mapping[str, Any]) -> Problem | None:
 def no_effect(key: str, default: Any, other: str, acts: Callable[[Any], bool], advice: str) -> Rule:
     """Return the rule that `key` keeps its default unless `acts` is true of the other key's value.
 
-    A key without effect is taken for a mistake.
+    A key without effect is considered a mistake.
     """
 
     def check(value: Any, other_value: Any) -> str | None:

@@ -1,6 +1,6 @@
-"""Rules about batches, lengths, model, optimizer and evaluation; `find_contradictions` asks those of all files.
+"""Rules about batches, lengths, model, optimizer and evaluation; `find_contradictions` applies the rules of all files.
 
-Notices are settings that have no effect, or another one than it may seem, and are accepted all the same: the hosted
+Notices are about settings that have no effect, or another one than it may seem. They are accepted, because the hosted
 trainer's files cannot leave most of them out.
 """
 
