@@ -81,13 +81,13 @@ class TextCodec:
     def escapes(self) -> Escapes:
         return Escapes(self._escaped)
 
-    def find_special(self, text: str, start: int = 0) -> re.Match[str] | None:
+    def find_special(self, text: str) -> re.Match[str] | None:
         """Return the first special token in the text."""
-        return self._any_special.search(text, start)
+        return self._any_special.search(text)
 
-    def find_added(self, text: str, start: int = 0) -> re.Match[str] | None:
+    def find_added(self, text: str) -> re.Match[str] | None:
         """Return the first added token in the text, special or not."""
-        return self._any_added.search(text, start)
+        return self._any_added.search(text)
 
     def encode(self, text: str, escapes: Escapes | None = None, *, after: str = "") -> list[int]:
         """Return the ids of rendered text.

@@ -142,18 +142,14 @@ def show_config(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def print_reference(arguments: argparse.Namespace) -> int:
+def print_reference(_: argparse.Namespace) -> int:
     """Print the text of configs/README.md."""
-    del arguments
-
     print(reference(), end="")
     return 0
 
 
-def print_parameters(arguments: argparse.Namespace) -> int:
+def print_parameters(_: argparse.Namespace) -> int:
     """Print the text of configs/recipes/PARAMETERS.md."""
-    del arguments
-
     print(parameters(), end="")
     return 0
 

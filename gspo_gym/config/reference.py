@@ -140,11 +140,11 @@ TRIED: Mapping[str, Mapping[str, Any]] = {
 }
 
 
-def leaf_keys(model: type[BaseModel] = RunConfig) -> list[str]:
+def leaf_keys() -> list[str]:
     """Return every dotted key of a configuration that holds a value, not a section."""
     return [
         f"{name}.{key}"
-        for name, section in sections_of(model)
+        for name, section in sections_of(RunConfig)
         for key, info in section.model_fields.items()
         if section_model(info.annotation) is None
     ]

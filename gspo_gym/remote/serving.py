@@ -52,7 +52,7 @@ def url_of(bound: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def server_for(app: App, *, max_message_bytes: int = MAX_BODY_BYTES) -> uvicorn.Server:
+def server_for(app: App) -> uvicorn.Server:
     """Return a server that logs nothing but warnings, and gives open sessions 10 seconds to end."""
     config = uvicorn.Config(
         app,
@@ -62,7 +62,7 @@ def server_for(app: App, *, max_message_bytes: int = MAX_BODY_BYTES) -> uvicorn.
         http=_PatientProtocol,  # on h11: its other parser, where that is installed, keeps headers without a limit
         h11_max_incomplete_event_size=_MAX_HEADER_BYTES,
         ws="websockets-sansio",  # its other one is deprecated by websockets 14
-        ws_max_size=max_message_bytes,
+        ws_max_size=MAX_BODY_BYTES,
         timeout_graceful_shutdown=_STOP_SECONDS,
     )
     return uvicorn.Server(config)
