@@ -226,6 +226,19 @@ def test_a_state_without_the_reference_it_needs_is_refused(make_model, make_batc
         plain.restore({}, {})
 
 
+def test_the_steps_of_another_learner_are_taken_only_if_asked_for(make_model, make_batch):
+    other = make_learner(make_model(), minibatch_size=4)  # of 12 trajectories: three steps an update
+    other.update(make_batch())
+    other.update(make_batch(1))
+    told = other.tensors(), other.counters()
+    for with_step, state, expected in [(True, told, (2, 6)), (False, told, (0, 0)), (True, ({}, {}), (0, 0))]:
+        learner = make_learner(make_model())
+        learner.restore_parts(*state, with_optimizer=False, with_step=with_step)
+        counters = learner.counters()
+        assert (counters["learner.num_updates"], counters["optimizer.num_attempts"]) == expected
+        assert learner.tensors() == {}, "its moments were not asked for"
+
+
 def test_the_reference_of_a_full_model_is_the_model_as_it_was(make_model, make_batch):
     start = parameters_of(make_model())
     model = make_model()
