@@ -39,7 +39,7 @@ def test_a_disk_without_room_is_our_error_that_names_the_file(tmp_path: Path) ->
         "replace_file(pathlib.Path(sys.argv[1]), 'x' * 100_000)"
     )
     result = subprocess.run(
-        [sys.executable, "-c", program, str(tmp_path / "whole")],
+        [sys.executable, "-B", "-c", program, str(tmp_path / "whole")],  # -B: bytecode would be cut off, too
         capture_output=True,
         text=True,
         check=False,

@@ -154,8 +154,8 @@ raise SystemExit(main(sys.argv[1:]))
 
 
 def test_a_part_that_cannot_grow_ends_an_evaluation_before_its_first_episode(folder: Path) -> None:
-    """As on a full disk: a file of the process may have 64 bytes."""
-    command = [sys.executable, "-c", LIMITED, *COMMAND, "--seeds", "0:2"]
+    """As on a full disk: a file of the process may have 64 bytes (-B: its bytecode would be cut off, too)."""
+    command = [sys.executable, "-B", "-c", LIMITED, *COMMAND, "--seeds", "0:2"]
     environ = os.environ | {"PYTHONPATH": str(SUPPORT)}
     done = subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, timeout=120)
     assert done.returncode == 2, done.stderr

@@ -259,8 +259,9 @@ raise SystemExit(main(["env", "collect", "GuessNumber", "--policy", "scripted:ra
 
 
 def test_a_file_that_cannot_grow_ends_a_collection_before_its_first_episode(tmp_path: Path) -> None:
-    """As on a full disk: a file of the process may have 64 bytes."""
-    done = subprocess.run([sys.executable, "-c", LIMITED], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    """As on a full disk: a file of the process may have 64 bytes (-B: its bytecode would be cut off, too)."""
+    command = [sys.executable, "-B", "-c", LIMITED]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert done.returncode == 2, done.stderr
     assert "e.jsonl.part: cannot be written: File too large" in done.stderr
     assert not (tmp_path / "e.jsonl").exists()
