@@ -19,7 +19,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
@@ -174,13 +174,16 @@ def test_no_more_episodes_than_allowed_run_at_once_over_overlapping_calls() -> N
     made: list[Adder] = []
     pool = make_pool(Babbler(), make_env=lambda task: Adder(task, made), max_concurrent_rollouts=5)
 
-    async def overlap() -> None:
-        requests = groups_of(10, 2)
+    async def overlap(requests: list[GroupRequest]) -> None:
         await asyncio.gather(pool.collect(requests[:5]), pool.collect(requests[5:]))
 
-    asyncio.run(overlap())
+    requests = groups_of(20, 2)
+    asyncio.run(overlap(requests[:10]))
     assert len(made) == 20
     assert max(env.most_open for env in made) == 5
+    pool.set_concurrency(2)
+    asyncio.run(overlap(requests[10:]))
+    assert max(env.most_open for env in made[20:]) == 2
 
 
 def test_a_pool_can_be_used_in_several_event_loops() -> None:
@@ -294,7 +297,12 @@ def ended(
     return Trajectory(name, request.attempt, request.task, seed, (segment,), (turn,), (), outcome, error=error)
 
 
-def test_what_a_judge_cannot_score_or_leaves_unscored_is_dropped_with_its_reason() -> None:
+@pytest.mark.parametrize(("on_unscored", "num_attempts"), [("drop", 4), ("refill", 6)])
+def test_what_a_judge_cannot_score_or_leaves_unscored_is_dropped_with_its_reason(
+    on_unscored: Literal["drop", "refill"], num_attempts: int
+) -> None:
+    """Refilled, g0/1 is played 3 times; g0/2, which the judge returns without a score, is not played again."""
+
     async def play(request: EpisodeRequest) -> Trajectory:
         return ended(request, None)
 
@@ -304,7 +312,7 @@ def test_what_a_judge_cannot_score_or_leaves_unscored_is_dropped_with_its_reason
         reward = None if trajectory.trajectory_id == "g0/2" else 1.0
         return replace(trajectory, turns=(replace(trajectory.turns[0], reward=reward),))
 
-    scoring = Scoring(score, ScoringLimits(on_unscored="drop"))
+    scoring = Scoring(score, ScoringLimits(on_unscored=on_unscored))
     pool = RolloutPool(play=play, pool_limits=PoolLimits(min_group_fraction=0.5), run_seed=7, scoring=scoring)
     [group] = collect(pool, groups_of(1, 4))
     assert [trajectory.trajectory_id for trajectory in group.trajectories] == ["g0/0", "g0/3"]
@@ -312,6 +320,8 @@ def test_what_a_judge_cannot_score_or_leaves_unscored_is_dropped_with_its_reason
         ("g0/1", "not scored: no verdict"),
         ("g0/2", "Adder-v0: not scored: the reward of every turn was None"),
     ]
+    assert pool.ledger.counts()["dispatched"] == num_attempts
+    assert pool.num_retries == num_attempts - 4
 
 
 def test_an_episode_at_an_action_limit_is_kept_and_the_ledger_says_which() -> None:
@@ -360,16 +370,19 @@ def test_when_nothing_is_left_the_most_frequent_reasons_are_told() -> None:
     assert pool.ledger.counts() == {"dispatched": 16, "kept": 0, "retried": 8, "dropped": 8}
 
 
-def test_of_many_reasons_the_three_most_frequent_are_told_and_the_others_counted() -> None:
+@pytest.mark.parametrize(("num_reasons", "rest"), [(3, []), (5, ["  and 2 other reasons"])])
+def test_of_many_reasons_the_three_most_frequent_are_told_and_the_others_counted(
+    num_reasons: int, rest: list[str]
+) -> None:
     def make_env(task: Task) -> Any:
         raise OSError(f"no disk {task.seed}")
 
     pool = make_pool(Babbler(), make_env=make_env, max_attempts=1)
     with pytest.raises(RolloutError) as failure:
-        asyncio.run(pool.collect(groups_of(5, 1)))
+        asyncio.run(pool.collect(groups_of(num_reasons, 1)))
     lines = str(failure.value).splitlines()
     assert [line.split()[0] for line in lines[1:4]] == ["1"] * 3
-    assert lines[4:] == ["  and 2 other reasons"]
+    assert lines[4:] == rest
 
 
 def test_no_requests_are_no_groups() -> None:
