@@ -56,8 +56,7 @@ async def run_episode(
 
     An episode's failure is never an exception: the record says what happened in `outcome` and, in one line, `error`,
     and keeps the turns played until then. A first prompt that does not fit is a record with CONTEXT_OVERFLOW, no turns
-    and an error. The environment and the engine's session are closed however it ends; where closing fails after an
-    and an error.
+    and an error. The environment and the engine's session are closed however it ends.
 
     Args:
         make_env: a fresh environment for the task; called off the event loop.
