@@ -117,7 +117,7 @@ class _Episode:
     def __init__(self, request: EpisodeRequest, *, act: Actor, limits: EpisodeLimits, clock: Clock) -> None:
         self.request = request
         self.started = clock()
-        self._opened = self.started  # and later, once there is an environment
+        self._opened: float  # set when there is an environment
         self.session: EnvSession | None = None
         self.wrapper: TokenObservationWrapper | None = None
         self.engine_seconds = 0.0
@@ -178,7 +178,7 @@ class _Episode:
             self.session,
             tokenizer,
             limits.max_turns,
-            tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0,
+            0,  # pads exported arrays, and the record of an episode holds none
             limits.max_model_len,
             limits.max_output_tokens,
             renderer=renderers.for_tools(self.session.tool_schemas),
