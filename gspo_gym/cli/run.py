@@ -17,7 +17,7 @@ from gspo_gym.base.loops import run_to_end
 from gspo_gym.config.build import trainer as build
 from gspo_gym.config.build.engines import build_weight_sync
 from gspo_gym.config.build.judge import build_judging
-from gspo_gym.config.build.live import LiveSettings
+from gspo_gym.config.build.live import LiveSettings, when_it_may_change
 from gspo_gym.config.build.preflight import require_ready
 from gspo_gym.config.build.reference import serving_reference
 from gspo_gym.config.build.restore import Restored, find_restored
@@ -46,61 +46,11 @@ from gspo_gym.run.state import TrainState
 from gspo_gym.run.steering import Steering, StopRequested
 from gspo_gym.run.trainer import Trainer
 
-# Keys that may change when a run is resumed: how long, how often, where and how fast, but not what is learned.
-_FREE_ON_RESUME = frozenset(
-    {
-        "run.folder",
-        "run.tags",
-        "run.log_episodes_every_n_iters",
-        "run.stop_grace_seconds",
-        "model.label",
-        "model.device",
-        "judge.max_unscored",
-        "judge.timeout_s",
-        "judge.options.api_key_env",
-        "judge.options.base_url",
-        "judge.options.cache",
-        "judge.options.max_attempts",
-        "judge.options.max_calls",
-        "judge.options.max_concurrency",
-        "judge.options.max_cost_usd",
-        "judge.gold.on_drift",
-        "reference.placement",
-        "reference.port",
-        "reference.tp",
-        "reference.health_max_wait_s",
-        "reference.health_interval_ms",
-        "rollout.policy_name",
-        "services.judge_url",
-        "services.task_url",
-        "rollout.max_concurrent_rollouts",
-        "training.num_epochs",
-        "training.iterations_per_epoch",
-        "training.log_interval",
-        "training.max_idle_iters",
-        "training.checkpoint_every_n_iters",
-        "training.keep_best",
-        "training.keep_best_direction",
-        "training.keep_best_metric",
-        "training.keep_every",
-        "training.keep_last",
-        "training.must_save_by",
-        "training.stop_at_success_rate",
-        "evaluation.every_n_iters",
-        "vllm.tensor_parallel_size",
-        "vllm.data_parallel_size",
-        "vllm.gpu_memory_utilization",
-        "vllm.sleep_while_learning",
-    }
-)
-
-
 _NO_GRADIENT = (
     "NOTHING WAS LEARNED: in {} steps the optimizer took no step with a gradient, so that the weights are those of the "
     "beginning. `gspo-gym doctor` says why: most often all episodes of every group earn the same"
 )
 _INTERRUPTED = 128 + signal.SIGINT
-_FREE_SECTIONS = ("compute.", "gateway.", "topology.", "tracking.")
 
 
 def execute(
@@ -271,12 +221,13 @@ async def _train(
 ) -> dict[str, Any]:
     """Train and write summary.json, also when the run fails: its status then names the failure."""
     steering = control.steering
+    checkpoints = _checkpoints(config, Origin.of_this_process(config.to_toml(), parent=parent))
     trainer = build.build_trainer(
         config,
         player,
         learner=learner,
         recorder=recorder,
-        checkpoints=_checkpoints(config, Origin.of_this_process(config.to_toml(), parent=parent)),
+        checkpoints=checkpoints,
         progress=progress,
         state=state,
         weight_sync=weight_sync,
@@ -284,7 +235,7 @@ async def _train(
         steering=steering,
         is_saved=is_saved,
     )
-    _let_change(control, trainer, LiveSettings(config, trainer=trainer, learner=learner, recorder=recorder))
+    _let_change(config, control, trainer, learner, checkpoints, judging, recorder, progress)
     status, reason = "completed", None
 
     def record(status: str, reason: str | None) -> dict[str, Any]:
@@ -295,8 +246,7 @@ async def _train(
         recorder.summary(summary := {"error": reason, **_summary(status, trainer.state, config)})
         return summary
 
-    # When the grace of a stop is over, the program exits without the `finally` below.
-    steering.before_leaving = partial(record, "interrupted", None)
+    steering.before_leaving = partial(record, "interrupted", None)  # the end of a grace skips the `finally` below
     try:
         limit = seconds_until_frozen(config.limits.step_timeout_seconds)
         with watching(config.run_folder / MARKER, limit, advice=TRAINING_ADVICE):
@@ -329,10 +279,29 @@ def _enter_control(
     return control
 
 
-def _let_change(control: ControlServer, trainer: Trainer, settings: LiveSettings) -> None:
+def _let_change(
+    config: RunConfig,
+    control: ControlServer,
+    trainer: Trainer,
+    learner: Learner,
+    checkpoints: CheckpointStore,
+    judging: Judging | None,
+    recorder: RunRecorder,
+    progress: Progress,
+) -> None:
     """Make the run's settings changeable over its socket, and apply the changes of its earlier processes again."""
-    folder = control.folder
-    settings.restore(read_events(folder, after=0), load_config(folder / "config.toml"))
+    settings = LiveSettings(
+        config,
+        trainer=trainer,
+        learner=learner,
+        checkpoints=checkpoints,
+        judging=judging,
+        steering=control.steering,
+        recorder=recorder,
+    )
+    folder = recorder.folder
+    for sentence in settings.restore(read_events(folder, after=0), load_config(folder / "config.toml")):
+        progress.note(sentence)
     control.steering.apply = settings.apply
     control.attach(trainer, settings)
 
@@ -412,7 +381,7 @@ def _require_same_run(config: RunConfig, *, num_optimizer_steps: int) -> None:
     earlier = load_config(path)
     began, now = _flat(earlier), _flat(config)
     differing = [key for key in sorted(began.keys() | now.keys()) if began.get(key) != now.get(key)]
-    if refused := [key for key in differing if key not in _FREE_ON_RESUME and not key.startswith(_FREE_SECTIONS)]:
+    if refused := [key for key in differing if not when_it_may_change(key).on_resume]:
         changes = "; ".join(f"{key}: {began.get(key)!r} became {now.get(key)!r}" for key in refused)
         raise ConfigError(f"{path}: a resumed run must go on as it began, but {changes}. Start another run instead")
     _require_same_rates(earlier, config, num_optimizer_steps)

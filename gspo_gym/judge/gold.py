@@ -262,7 +262,7 @@ class GoldWatch:
 
     Args:
         every: steps between comparisons; the first one, which measures the initial gap, is made at once.
-        stops: whether an alarm ends the run.
+        stops: whether an alarm ends the run; may change at any time.
         on_event: receives every comparison ("judge_gold"), an alarm ("judge_drift"), and a failed comparison
             ("judge_gold_failed"), with JSON data.
     """
@@ -271,7 +271,7 @@ class GoldWatch:
         self._compare = compare
         self._alarm = alarm
         self._every = every
-        self._stops = stops
+        self.stops = stops
         self._on_event = on_event
         self._recent: list[Judged] = []
         self._running: asyncio.Task[None] | None = None
@@ -308,7 +308,7 @@ class GoldWatch:
             JudgeStoppedError: a comparison failed by a defect that would fail every later one, too.
         """
         self._require_working()
-        if self._stops and self._drift is not None:
+        if self.stops and self._drift is not None:
             raise JudgeDriftError(f"judge.gold: {self._drift}")
 
     async def finish(self) -> None:
@@ -318,7 +318,7 @@ class GoldWatch:
         self._require_working()
 
     def _require_working(self) -> None:
-        if self._stops and self._defect is not None:
+        if self.stops and self._defect is not None:
             raise JudgeStoppedError(
                 f'judge.gold: on_drift is "stop", but the comparison with gold failed: {self._defect!r}. Mend what it '
                 'says, or set judge.gold.on_drift to "warn"'

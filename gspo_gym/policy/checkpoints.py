@@ -119,7 +119,7 @@ class CheckpointStore:
         folder: made when the first one is saved.
         run_id: of the run; checkpoints name it, and those of another run are refused. None: any are read.
         origin: what else checkpoints say of where they come from.
-        retention: others are removed after a newer one is complete.
+        retention: others are removed after a newer one is complete; may change at any time.
         copy_policy: copies a policy, and returns what writes the copy into a folder.
     """
 
@@ -135,7 +135,7 @@ class CheckpointStore:
         self._folder = folder
         self._run_id = run_id
         self._origin = replace(origin or Origin(), run=run_id)
-        self._retention = retention or RetentionSettings()
+        self.retention = retention or RetentionSettings()
         self._copy_policy = copy_policy
 
     def copy(
@@ -196,7 +196,7 @@ class CheckpointStore:
 
     def best(self) -> Path | None:
         """Return the folder of the checkpoint with the best evaluation; None: no complete one has an evaluation."""
-        ranked = self._retention.best(self._evaluations())
+        ranked = self.retention.best(self._evaluations())
         return self._of(ranked[0]) if ranked else None
 
     def steps(self) -> tuple[int, ...]:
@@ -292,7 +292,7 @@ class CheckpointStore:
 
     def _remove_others(self) -> None:
         evaluations = self._evaluations()
-        for step in evaluations.keys() - self._retention.kept(evaluations):
+        for step in evaluations.keys() - self.retention.kept(evaluations):
             self._remove(self._of(step))
 
     def _of(self, step: int) -> Path:

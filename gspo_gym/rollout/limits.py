@@ -94,7 +94,7 @@ class Slots:
     """Semaphore of a fixed count that can be used in one event loop after another."""
 
     def __init__(self, count: int) -> None:
-        self._count = count
+        self.count = count
         self._loop: asyncio.AbstractEventLoop | None = None  # that of the semaphore; None: there is none yet
         self._semaphore: asyncio.Semaphore
 
@@ -102,7 +102,7 @@ class Slots:
         """Return the semaphore of the running loop; it is fresh in every loop, because it belongs to one."""
         loop = asyncio.get_running_loop()
         if self._loop is not loop:
-            self._loop, self._semaphore = loop, asyncio.Semaphore(self._count)
+            self._loop, self._semaphore = loop, asyncio.Semaphore(self.count)
         return self._semaphore
 
 
@@ -114,15 +114,21 @@ class Scoring:
         self._score = score
         self._room = Slots(self.limits.max_unscored)
 
-    async def wait_for_room(self) -> None:
-        """Wait until one more episode may wait for its score; `score` must follow."""
-        await self._room.of_this_loop().acquire()
+    def set_limits(self, limits: ScoringLimits) -> None:
+        """Change the limits; episodes that wait for their score do not count any more."""
+        self.limits, self._room = limits, Slots(limits.max_unscored)
 
-    async def score(self, trajectory: Trajectory) -> tuple[Trajectory, str | None]:
-        """Return the episode with its rewards, or unchanged and why it got none. Call after `wait_for_room`."""
+    async def wait_for_room(self) -> asyncio.Semaphore:
+        """Return the room in which one more episode may wait for its score, when there is some; `score` must follow."""
+        room = self._room.of_this_loop()
+        await room.acquire()
+        return room
+
+    async def score(self, trajectory: Trajectory, room: asyncio.Semaphore) -> tuple[Trajectory, str | None]:
+        """Return the episode with its rewards, or unchanged and why it got none; `room` is `wait_for_room`'s."""
         try:
             return await self._score(trajectory), None
         except UnscoredError as error:
             return trajectory, str(error)
         finally:
-            self._room.of_this_loop().release()
+            room.release()

@@ -91,6 +91,11 @@ class RolloutPool:
         self._scoring = scoring
         self._slots = Slots(pool_limits.max_concurrent_rollouts)
 
+    @property
+    def concurrency(self) -> int:
+        """The most episodes that are in flight at once."""
+        return self._slots.count
+
     def set_concurrency(self, max_concurrent_rollouts: int) -> None:
         """Change how many episodes are in flight at once; those that are already do not count any more."""
         self._slots = Slots(max_concurrent_rollouts)
@@ -182,10 +187,10 @@ class RolloutPool:
                 if scoring is None or is_failed(trajectory):
                     return _Finished(trajectory, _reason_to_drop(trajectory, keep_unscored=self._keep_unscored))
                 # Waited for inside the slot: where too many episodes wait for a score, no further one begins.
-                await scoring.wait_for_room()
+                room = await scoring.wait_for_room()
         # Its slot is given up while it waits for a score: another episode plays meanwhile.
         with self._settling(episode):
-            scored, unscored = await scoring.score(trajectory)
+            scored, unscored = await scoring.score(trajectory, room)
             reason = f"not scored: {unscored}" if unscored else _reason_to_drop(scored, keep_unscored=False)
             return _Finished(scored, reason, is_unscored=unscored is not None)
 

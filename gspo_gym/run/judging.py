@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from gspo_gym.judge.asking import JudgeBudget, PausingJudge
+from gspo_gym.judge.asking import BudgetLimits, JudgeBudget, PausingJudge
 from gspo_gym.judge.base import Judge, JudgeCost
 from gspo_gym.judge.blend import EnvRewards, RewardBlend, env_rewards
 from gspo_gym.judge.gold import DriftCheck, GoldWatch
@@ -42,6 +42,8 @@ class Judging:
 
     Attributes:
         judge: the same, waiting.
+        for_training: scoring for a pool whose episodes are learned from.
+        for_evaluation: scoring for a pool that evaluates; see `env_return`.
     """
 
     def __init__(
@@ -55,7 +57,6 @@ class Judging:
         budget: JudgeBudget | None = None,
     ) -> None:
         self.judge = PausingJudge(judge, on_event=self.tell)
-        self._limits = limits
         self._budget = budget or JudgeBudget()
         self._told = self._budget.spent
         self._told_pause_seconds = 0.0
@@ -73,16 +74,8 @@ class Judging:
 
         self._training = scorer(self._record, self._collect)
         self._evaluation = scorer(self._record, self._remember)
-
-    @property
-    def for_training(self) -> Scoring:
-        """Return the scoring for a pool that plays training episodes."""
-        return Scoring(self._training, self._limits)
-
-    @property
-    def for_evaluation(self) -> Scoring:
-        """Return the scoring for a pool that evaluates; see `env_return`."""
-        return Scoring(self._evaluation, self._limits)
+        self.for_training = Scoring(self._training, limits)
+        self.for_evaluation = Scoring(self._evaluation, limits)
 
     def env_return(self, trajectory: Trajectory) -> float | None:
         """Remove and return the environment's return of an evaluation episode; None if it gave none."""
@@ -91,6 +84,14 @@ class Judging:
     def watch(self, gold: GoldWatch) -> None:
         """Compare the judge with gold from now on."""
         self._gold = gold
+
+    def set_limits(self, scoring: ScoringLimits, budget: BudgetLimits, *, stops_on_drift: bool) -> None:
+        """Change what waits for scores, what they may cost, and whether a drift of the judge ends the run."""
+        for each in (self.for_training, self.for_evaluation):
+            each.set_limits(scoring)
+        self._budget.limits = budget
+        if self._gold is not None:
+            self._gold.stops = stops_on_drift
 
     def close_too(self, other: Closable) -> None:
         """Close another object, such as a gold judge or a cache, when this is closed."""

@@ -59,17 +59,27 @@ class Saver:
         clock: Callable[[], float] = seconds_of_process,
     ) -> None:
         self._copy = copy
-        self.settings = settings
         self._on_event = on_event
         self._clock = clock
-        minutes = settings.must_save_by
-        self._deadline = None if minutes is None else 60 * minutes  # None, too, once it was heeded
+        self._settings = settings
+        self._set_deadline()
         self._writing: asyncio.Task[Path | CheckpointError] | None = None
         self._copied: TrainState | None = None  # what is being written, or was last
         self._saved = saved  # what the newest complete checkpoint holds
         self._num_failures = 0  # in a row
         self._step_began = clock()
         self._longest_step = self._longest_write = 0.0
+
+    def change(self, settings: LoopSettings) -> None:
+        """Save as these settings say from now on; a deadline that was heeded is heeded again if they move it."""
+        moves = settings.must_save_by != self._settings.must_save_by
+        self._settings = settings
+        if moves:
+            self._set_deadline()
+
+    def _set_deadline(self) -> None:
+        minutes = self._settings.must_save_by
+        self._deadline = None if minutes is None else 60 * minutes  # None, too, once it was heeded
 
     async def after_step(self, state: TrainState) -> None:
         """Begin to save the state if that is due; return when its tensors are copied.
@@ -85,7 +95,7 @@ class Saver:
         is_late = self._deadline is not None and now + self._longest_step + self._longest_write > self._deadline
         if is_late:
             self._deadline = None
-        if is_late or self._num_failures or state.step % self.settings.checkpoint_every_n_iters == 0:
+        if is_late or self._num_failures or state.step % self._settings.checkpoint_every_n_iters == 0:
             await self.begin(state)
 
     async def finish(self, state: TrainState) -> None:
@@ -129,7 +139,7 @@ class Saver:
         await self.wait()
         if self._saved is state:
             return
-        if self.settings.max_staleness == 0:
+        if self._settings.max_staleness == 0:
             write = self._copy(state)
         else:  # episodes are being played, and must not wait for the copy
             copying = asyncio.ensure_future(asyncio.to_thread(self._copy, state))

@@ -128,7 +128,7 @@ class Trainer:
     def replan(self, plan: TrainPlan, *, max_concurrent_rollouts: int) -> None:
         """Go on under another plan, which may differ in duration, intervals and concurrency only. Not during a step."""
         self.plan = self._journal.plan = self._collector.plan = plan
-        self._saver.settings = plan.loop
+        self._saver.change(plan.loop)
         self._collector.pool.set_concurrency(max_concurrent_rollouts)
 
     async def _run_step(self) -> None:

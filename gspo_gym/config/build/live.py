@@ -3,38 +3,113 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
+from gspo_gym.config.build.judge import budget_limits
 from gspo_gym.config.build.trainer import build_plan
 from gspo_gym.config.nested import apply_override
 from gspo_gym.config.run_config import RunConfig
 from gspo_gym.config.words import look_up
 from gspo_gym.errors import ConfigError, nearest_name
 from gspo_gym.learning.update import Learner
+from gspo_gym.policy.checkpoints import CheckpointStore
+from gspo_gym.policy.retention import RetentionSettings
+from gspo_gym.run.judging import Judging
 from gspo_gym.run.recording import RunRecorder
 from gspo_gym.run.records import Event
-from gspo_gym.run.steering import Change
+from gspo_gym.run.steering import Change, Steering
 from gspo_gym.run.trainer import Trainer
 
-LIVE_KEYS = (
-    "evaluation.every_n_iters",
-    "rollout.max_concurrent_rollouts",
-    "run.log_episodes_every_n_iters",
-    "training.checkpoint_every_n_iters",
-    "training.iterations_per_epoch",
-    "training.learning_rate",
-    "training.log_interval",
-    "training.num_epochs",
-    "training.stop_at_success_rate",
-)
+
+@dataclass(frozen=True, slots=True)
+class When:
+    """The moments at which a setting of a run that has begun may change.
+
+    Attributes:
+        on_resume: in the file that the run goes on with.
+        obstacle: the reason why it cannot change while the run goes on; None: it can.
+    """
+
+    on_resume: bool = True
+    obstacle: str | None = None
+
+
+_JUDGE = "the connections to the judge are opened when a process begins"
+_PLACES = "devices and engines are laid out when a process begins"
+_REFERENCE = "the reference's processes start with the run's"
+_SERVICES = "services are connected when a process begins"
+_VLLM = "vLLM is started with it"
+_FOLDER = "it names the folder that the process writes into"
+_RATE = When(on_resume=False)  # the file's is what a schedule began with
+
+# All that may change after a run began, by key, or by section if the name ends with a dot. `run set` and `--resume`
+# both go by it.
+CHANGEABLE: Mapping[str, When] = {
+    "training.learning_rate": _RATE,
+    **dict.fromkeys(
+        (
+            "evaluation.every_n_iters", "judge.gold.on_drift", "judge.max_unscored", "judge.options.max_calls",
+            "judge.options.max_cost_usd", "rollout.max_concurrent_rollouts", "run.log_episodes_every_n_iters",
+            "run.stop_grace_seconds", "training.checkpoint_every_n_iters", "training.iterations_per_epoch",
+            "training.keep_best", "training.keep_best_direction", "training.keep_best_metric", "training.keep_every",
+            "training.keep_last", "training.log_interval", "training.max_idle_iters", "training.must_save_by",
+            "training.num_epochs", "training.stop_at_success_rate",
+        ),
+        When(),
+    ),
+    **dict.fromkeys(("run.folder", "model.label"), When(obstacle=_FOLDER)),
+    "run.tags": When(obstacle="trackers are told of it when a process begins"),
+    "rollout.policy_name": When(obstacle="task apps and judges are told of it when a process begins"),
+    **dict.fromkeys(
+        (
+            "judge.timeout_s", "judge.options.api_key_env", "judge.options.base_url", "judge.options.cache",
+            "judge.options.max_attempts", "judge.options.max_concurrency",
+        ),
+        When(obstacle=_JUDGE),
+    ),
+    **dict.fromkeys(
+        (
+            "reference.placement", "reference.port", "reference.tp", "reference.health_max_wait_s",
+            "reference.health_interval_ms",
+        ),
+        When(obstacle=_REFERENCE),
+    ),
+    **dict.fromkeys(("services.judge_url", "services.task_url", "gateway."), When(obstacle=_SERVICES)),
+    **dict.fromkeys(("model.device", "compute.", "topology."), When(obstacle=_PLACES)),
+    **dict.fromkeys(
+        (
+            "vllm.tensor_parallel_size", "vllm.data_parallel_size", "vllm.gpu_memory_utilization",
+            "vllm.sleep_while_learning",
+        ),
+        When(obstacle=_VLLM),
+    ),
+    "tracking.": When(obstacle="trackers are opened when a process begins"),
+}  # fmt: skip
+LIVE_KEYS = tuple(sorted(key for key, when in CHANGEABLE.items() if when.obstacle is None))
 _SIZE_KEYS = ("training.iterations_per_epoch", "training.num_epochs")
 
 
+def when_it_may_change(key: str) -> When:
+    """Return when a key of a run that has begun may change; of most keys, never."""
+    section = f"{key.partition('.')[0]}."
+    never = When(on_resume=False, obstacle="the run would be another one")
+    return CHANGEABLE.get(key) or CHANGEABLE.get(section) or never
+
+
 def look_up_live(config: RunConfig) -> Mapping[str, Any]:
-    """Return the values of LIVE_KEYS (Any: of the config)."""
+    """Return the values of LIVE_KEYS that the run has a use for (Any: of the config)."""
     sections = config.model_dump()
-    return MappingProxyType({key: look_up(sections, key) for key in LIVE_KEYS})
+    return MappingProxyType({key: look_up(sections, key) for key in LIVE_KEYS if _why_useless(config, key) is None})
+
+
+def _why_useless(config: RunConfig, key: str) -> str | None:
+    if key.startswith("judge.") and (config.judge is None or not config.judge.enabled):
+        return "the run has no judge"
+    if key.startswith("judge.gold.") and (config.judge is None or config.judge.gold is None):
+        return "the judge is not compared with gold"
+    return None
 
 
 class LiveSettings:
@@ -42,7 +117,7 @@ class LiveSettings:
 
     Args:
         config: of the run.
-        trainer, learner: changed in place.
+        trainer, learner, checkpoints, judging, steering: changed in place.
         recorder: gets an event of each change.
     """
 
@@ -52,11 +127,17 @@ class LiveSettings:
         *,
         trainer: Trainer,
         learner: Learner,
+        checkpoints: CheckpointStore,
+        judging: Judging | None,
+        steering: Steering,
         recorder: RunRecorder,
     ) -> None:
         self._config = config
         self._trainer = trainer
         self._learner = learner
+        self._checkpoints = checkpoints
+        self._judging = judging
+        self._steering = steering
         self._recorder = recorder
 
     @property
@@ -83,36 +164,58 @@ class LiveSettings:
         data = {"key": change.key, "old": old, "new": change.value, "by": change.by}
         self._recorder.event("changed", self._trainer.state.step, data)
 
-    def restore(self, events: Sequence[Event], began: RunConfig) -> None:
-        """Apply the changes of the run's earlier processes again, which are among `events`.
+    def restore(self, events: Sequence[Event], began: RunConfig) -> list[str]:
+        """Apply the changes of the run's earlier processes, which are among `events`; return a sentence on each.
 
         A key keeps its present value if the present config gives it another value than the config with which the run
         `began`. Changes made in steps that are done again hold from their start, with another event.
         """
         given, first = self.values, look_up_live(began)
         latest = {event["data"]["key"]: event for event in events if event["kind"] == "changed"}
+        sentences = []
         for key, event in latest.items():
             data = event["data"]
-            if given.get(key) != first.get(key) or data["new"] == given.get(key):
+            if data["new"] == given.get(key):
+                continue
+            if given.get(key) != first.get(key):
+                sentences.append(
+                    f"{key} = {given.get(key)}, as the configuration says now, and not {data['new']}, "
+                    "which was set while the run went on"
+                )
                 continue
             if event["step"] > self._trainer.state.step:
                 self.apply(Change(key, data["new"], data["by"]))
             else:
                 self._change(key, data["new"])
+            sentences.append(f"{key} = {data['new']}, as {data['by']} set it while the run went on")
+        return sentences
 
     def _change(self, key: str, value: Any) -> None:
         config = self._with(key, value)
         concurrency = config.rollout.max_concurrent_rollouts
         self._trainer.replan(build_plan(config), max_concurrent_rollouts=concurrency)
         self._learner.set_learning_rate(config.training.learning_rate)
+        self._checkpoints.retention = RetentionSettings.of(config.training)
+        self._steering.grace_seconds = config.run.stop_grace_seconds
+        if self._judging is not None and config.judge is not None:
+            self._judging.set_limits(
+                config.judge.scoring_limits,
+                budget_limits(config.judge),
+                stops_on_drift=config.judge.gold is not None and config.judge.gold.on_drift == "stop",
+            )
         self._config = config
 
     def _with(self, key: str, value: Any) -> RunConfig:
-        if key not in LIVE_KEYS:
-            raise ConfigError(
-                f"{key}: cannot change while the run goes on; {nearest_name(key, LIVE_KEYS)} (those that can: "
-                f"{', '.join(LIVE_KEYS)})"
+        when = when_it_may_change(key)
+        if when.obstacle is not None:
+            advice = (
+                "change it in the configuration, and go on with --resume"
+                if when.on_resume
+                else f"{nearest_name(key, LIVE_KEYS)} (those that can: {', '.join(LIVE_KEYS)})"
             )
+            raise ConfigError(f"{key}: cannot change while the run goes on, because {when.obstacle}; {advice}")
+        if (reason := _why_useless(self._config, key)) is not None:
+            raise ConfigError(f"{key}: would change nothing: {reason}")
         optimizer = self._config.optimizer
         if key in _SIZE_KEYS and (optimizer.schedule != "constant" or optimizer.warmup_fraction):
             raise ConfigError(f"{key}: the learning rate is planned by the number of steps, which cannot change")

@@ -249,13 +249,16 @@ def build_evaluate(
     judging: Judging | None = None,
     *,
     rows: KeptRows | None = None,
+    concurrency: Callable[[], int] | None = None,
 ) -> Evaluate:
     """Return a function that evaluates the player's present weights on the configured seeds.
 
     Every call samples with the same seeds. `rows` holds rows that were played before and receives new ones: for one
     call only.
+    `concurrency` returns the present rollout.max_concurrent_rollouts; None: the config's.
     """
-    return _evaluation_of(config, build_play(config, player, mode="eval"), keep=keep, judging=judging, rows=rows)
+    play = build_play(config, player, mode="eval")
+    return _evaluation_of(config, play, keep=keep, judging=judging, rows=rows, concurrency=concurrency)
 
 
 async def build_scripted_evaluate(
@@ -320,6 +323,7 @@ def _evaluation_of(
     keep: Keep | None = None,
     judging: Judging | None = None,
     rows: KeptRows | None = None,
+    concurrency: Callable[[], int] | None = None,
 ) -> Evaluate:
     kept = rows or KeptRows()
 
@@ -342,6 +346,8 @@ def _evaluation_of(
             on_episode=over,
             scoring=None if judging is None else judging.for_evaluation,
         )
+        if concurrency is not None:
+            pool.set_concurrency(concurrency())
         names = environment_ids(config)
         results = [
             await evaluate(

@@ -245,23 +245,23 @@ def build_trainer(
             f"training.max_staleness: expected 0 with an engine that does not report weight versions, got "
             f"{config.training.max_staleness}"
         )
-
     attempts = AttemptWatch({source.env_name for source in config.sources if source.task_url is not None})
     if judging is not None:
         judging.record_into(recorder.folder, tell_recorder(recorder, progress), step=0 if state is None else state.step)
     plan = build_plan(config)
+    pool = build_training_pool(config, player, Ledger(recorder.folder / LEDGER_FILE), judging, attempts)
     return Trainer(
         plan,
         collector=Collector(
             plan,
-            build_training_pool(config, player, Ledger(recorder.folder / LEDGER_FILE), judging, attempts),
+            pool,
             state,
             weight_version=lambda: engine.weight_version,
             is_committed=weight_sync.is_committed if engine.capabilities.reports_versions else None,
         ),
         learner=learner,
         publish=weight_sync.after_step,
-        evaluate=build_evaluate(config, player, recorder.episodes, judging),
+        evaluate=build_evaluate(config, player, recorder.episodes, judging, concurrency=lambda: pool.concurrency),
         saver=_build_saver(plan, checkpoints, player.policy, learner, recorder, saved=state if is_saved else None),
         journal=Journal(
             plan,

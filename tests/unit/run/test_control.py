@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import stat
 import subprocess
@@ -261,6 +262,54 @@ def test_a_run_is_changed_while_it_trains_and_keeps_the_changes_when_it_goes_on(
     ask(folder, {"command": "stop"})
     thread.join()
     assert len([event for event in read_events(folder) if event["kind"] == "changed"]) == 3
+
+
+@pytest.mark.slow
+def test_changes_survive_a_kill_and_a_resumed_run_says_what_holds(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The changes are made after the newest checkpoint, whose steps are done again; one is overruled by the file."""
+    path, folder = tmp_path / "config.toml", tmp_path / "test"
+    path.write_text(config_of(tmp_path, checkpoint_every_n_iters=10_000, keep_last=1, keep_best=0).to_toml())
+    launch = ["train", str(path), "--detach", "--json"]
+    assert main(launch) == 0
+    pid = json.loads(capsys.readouterr().out)["pid"]
+    while status_of(folder).get("step", 0) < 2:
+        time.sleep(0.01)
+    changes = {
+        "training.learning_rate": 0.002,
+        "training.checkpoint_every_n_iters": 1,
+        "training.keep_last": 3,
+        "training.max_idle_iters": 9_000,
+    }
+    told = [f"{key}={value}" for key, value in changes.items() if key != "training.checkpoint_every_n_iters"]
+    assert main(["run", "set", "test", *told, "--folder", str(tmp_path)]) == 0
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    assert [each.name for each in (folder / "checkpoints").glob("step_*")] == ["step_000000"]
+    capsys.readouterr()
+
+    path.write_text(path.read_text().replace("max_idle_iters = 10000", "max_idle_iters = 8000"))
+    assert main([*launch, "--resume"]) == 0
+    launched = json.loads(capsys.readouterr().out)
+    while status_of(folder).get("step", 0) < 2:
+        time.sleep(0.01)
+    assert main(["run", "set", "test", "training.checkpoint_every_n_iters=1", "--folder", str(tmp_path)]) == 0
+    step = status_of(folder)["step"]
+    while (status := status_of(folder))["step"] < step + 6:
+        time.sleep(0.01)
+    ask(folder, {"command": "stop"})
+    os.waitpid(launched["pid"], 0)
+    assert {key: status["settings"][key] for key in changes} == {**changes, "training.max_idle_iters": 8_000}
+    assert len(list((folder / "checkpoints").glob("step_*"))) == 3
+    log = Path(launched["log"]).read_text()
+    assert "training.keep_last = 3, as " in log
+    assert "training.max_idle_iters = 8000, as the configuration says now, and not 9000, which was set while" in log
+    again = [event for event in read_events(folder) if event["kind"] == "changed" and event["step"] == 0]
+    assert {event["data"]["key"]: event["data"]["new"] for event in again} == {
+        "training.learning_rate": 0.002,
+        "training.keep_last": 3,
+    }
 
 
 @pytest.mark.slow

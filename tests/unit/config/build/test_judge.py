@@ -197,7 +197,7 @@ def described(thing: Any) -> Any:
         parts.pop("rubrics_of")
         return (name, labelled, {key: described(part) for key, part in parts.items()})
     if name == "GoldWatch":
-        return (described(thing._compare), thing._alarm.max_gap_change, thing._every, thing._stops)
+        return (described(thing._compare), thing._alarm.max_gap_change, thing._every, thing.stops)
     return thing
 
 
