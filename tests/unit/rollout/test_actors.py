@@ -122,6 +122,15 @@ def test_a_long_message_is_shown_by_its_first_eighty_characters(length: int, sho
 def test_ended_sessions_are_forgotten() -> None:
     actor = ScriptedActor(reference)
     asyncio.run(actor.end_session("never seen"))
+    asyncio.run(
+        run_episode(
+            EpisodeRequest("e", Task("Parrot", 0), sampling_seed=0),
+            make_env=lambda task: Parrot(),
+            act=actor,
+            renderers=RendererCache(tiny_tokenizer()),
+            limits=EpisodeLimits(max_turns=2, max_output_tokens=16, max_model_len=256),
+        )
+    )
     assert vars(actor)["_policies"] == {}
 
 

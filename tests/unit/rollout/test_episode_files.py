@@ -135,6 +135,20 @@ def test_an_episode_without_a_field_names_the_field(rich_trajectory: Trajectory)
         trajectory_from_json(values)
 
 
+def test_an_episode_of_an_earlier_version_reports_events(rich_trajectory: Trajectory) -> None:
+    values = trajectory_to_json(rich_trajectory)
+    del values["reports_events"]
+    assert trajectory_from_json(values).reports_events
+
+
+def test_an_episode_is_not_mistaken_for_one_whose_name_begins_alike(
+    tmp_path: Path, rich_trajectory: Trajectory
+) -> None:
+    episodes = [dataclasses.replace(rich_trajectory, trajectory_id=name) for name in ("g/10", "g/1")]
+    write_episodes(tmp_path / "e.jsonl", episodes)
+    assert read_episode(tmp_path / "e.jsonl", "g/1").trajectory_id == "g/1"
+
+
 @pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.gz", ".parquet"])
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_a_number_that_is_not_finite_is_refused_and_the_old_file_stays(

@@ -12,7 +12,9 @@ import pytest
 import served_gateway as gw
 
 from gspo_gym.engine.scripted import Failures, Latency, ScriptedEngine
+from gspo_gym.errors import RecordError, TemplateError
 from gspo_gym.remote.gateway.capture_build import build_trajectory_parts
+from gspo_gym.remote.gateway.replies import failure_reply
 from gspo_gym.types import Message, ToolCall
 
 LOOK_AT_DOOR = ToolCall("call_0", "look", {"at": "door"})
@@ -280,6 +282,12 @@ def test_errors_are_openais_and_say_whether_to_try_again(
             assert await status_and_error(await served.post(session, body)) == expected
 
     gw.run(check)
+
+
+@pytest.mark.parametrize("error", [TemplateError("no"), RecordError("no")])
+def test_what_the_caller_said_wrong_is_400_for_good(error: Exception) -> None:
+    reply = failure_reply(error)
+    assert (reply.status, dict(reply.headers)) == (400, {"x-should-retry": "false"})
 
 
 def test_a_poisoned_engine_is_503_for_good() -> None:

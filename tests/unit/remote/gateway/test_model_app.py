@@ -137,13 +137,33 @@ def test_pieces_of_a_text_that_grows_by_single_tokens_are_never_taken_back(
     growing, pieces = GrowingText(RENDERER, stops), []
     for count in range(1, len(ids) + 1):
         pieces.append(growing.grow(ids[:count]))
-        if growing.ends(ids[:count]):
+        holds_stop = any(stop in TOKENIZER.decode(ids[:count]) for stop in stops)
+        assert growing.ends(ids[:count]) is holds_stop
+        if holds_stop:
             break
     shown = ["".join(each) for each in zip(*pieces, strict=True)]
     assert content.startswith(shown[1])  # all that was shown is a part of the answer
     assert len(shown[1]) >= len(content) - len("</tool_call>")  # and little of it had to wait
     last = growing.rest(Message("assistant", content, reasoning_content=reasoning))
     assert [shown[0] + last[0], shown[1] + last[1]] == [reasoning, content]
+
+
+@pytest.mark.parametrize(
+    ("text", "stops", "num_waiting"),
+    [
+        ("One, two", (), 0),
+        ("One, two", ("!",), 0),
+        ("One, two", ("six", "three"), 4),  # the next letter may complete a "three"
+        ("1 <", (), 1),
+        ("1 < 2, and so on", (), 0),  # 14 characters: no tag is that long
+    ],
+)
+def test_no_more_of_a_text_waits_than_may_be_a_tag_or_a_stop(
+    text: str, stops: tuple[str, ...], num_waiting: int
+) -> None:
+    growing = GrowingText(RENDERER, stops)
+    growing.grow(TOKENIZER.encode(text, add_special_tokens=False))
+    assert growing.content == text[: len(text) - num_waiting]
 
 
 def test_tools_are_called_and_reasoning_is_apart_also_in_a_stream() -> None:
