@@ -18,6 +18,7 @@ from gspo_gym.engine.local import plain_model
 from gspo_gym.engine.local.batch import Caching, Request
 from gspo_gym.engine.local.engine import LocalEngine
 from gspo_gym.engine.local.plain_model import PlainModel
+from gspo_gym.engine.local.shared_model import SharedModel, keeps_logits
 from gspo_gym.errors import ConfigError, EngineError
 from gspo_gym.learning.settings import LoraSettings
 from gspo_gym.policy.load import load_policy
@@ -523,3 +524,15 @@ def test_a_model_whose_weights_were_never_loaded_is_refused() -> None:
         empty = _falcon()
     with pytest.raises(ConfigError, match="the weights of FalconForCausalLM are on the meta device"):
         LocalEngine(empty, max_model_len=16)
+
+
+def test_a_parameter_that_was_moved_counts_as_changed() -> None:
+    model = load_policy("tiny:qwen3-64", seed=0).model
+    shared = SharedModel(model, max_model_len=64)
+    assert keeps_logits(shared.module)
+    assert not shared.weights_changed()
+    weight = next(model.parameters())
+    weight.data = weight.data.clone()  # other memory, and the same version
+    assert shared.weights_changed()
+    shared.accept_weights()
+    assert not shared.weights_changed()
