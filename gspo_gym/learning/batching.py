@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 import numpy as np
@@ -76,10 +76,13 @@ class TrainBatch(TokenBatch):
         advantages: [B, T] float32, of the turn that sampled the token; 0 where action_mask is False.
         is_masked: [B] bool, whether the row's trajectory is left out of the loss: it has no gradient, and still counts
             in every denominator. All rows of a trajectory agree.
+        token_index: [B, T] int64, the number of each sampled token in the whole batch, row after row; None: it is not
+            needed.
     """
 
     advantages: Tensor
     is_masked: Tensor
+    token_index: Tensor | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         TokenBatch.__post_init__(self)
@@ -134,12 +137,14 @@ class BuiltBatch:
         batch: None: there were no groups, or nothing in them to train on (see `BatchCounts`).
         mean_return: of the trajectories that took part, as the advantages compare them: after step rewards, penalty and
             clip; None: there were none.
+        trajectory_ids: of the batch's trajectories, in order.
     """
 
     batch: TrainBatch | None
     counts: BatchCounts
     running: RunningReturns
     mean_return: float | None
+    trajectory_ids: tuple[str, ...] = ()
 
 
 def build_batch(
@@ -200,7 +205,7 @@ def build_batch(
         advantages=_spread([result.values[i] for i in kept], tokens.turn_index, tokens.trajectory_index),
         is_masked=torch.tensor([overlong[i] and rewards.overlong == "mask" for i in kept])[tokens.trajectory_index],
     )
-    return BuiltBatch(batch, counts, result.running, mean_return)
+    return BuiltBatch(batch, counts, result.running, mean_return, tuple(trajectories[i].trajectory_id for i in kept))
 
 
 def batch_tokens(trajectories: Sequence[Trajectory]) -> TokenBatch:
@@ -317,6 +322,7 @@ def _check_shapes(batch: TokenBatch) -> None:
         raise RecordError(f"token_ids: expected a non-empty [B, T], got {tuple(batch.token_ids.shape)}")
     expected = {"token_ids": torch.int64, "attention_mask": torch.bool, "action_mask": torch.bool}
     expected |= {"turn_index": torch.int64, "trajectory_index": torch.int64, "is_masked": torch.bool}
+    expected |= {"token_index": torch.int64}
     for name, value in _tensors_of(batch).items():
         is_per_row = name in ("trajectory_index", "is_masked")
         shape = batch.token_ids.shape[:1] if is_per_row else batch.token_ids.shape

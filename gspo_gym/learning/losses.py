@@ -42,6 +42,7 @@ from torch import Tensor
 
 from gspo_gym.errors import RecordError
 from gspo_gym.learning.settings import LossSettings
+from gspo_gym.learning.tokens import Clip, TokenTerms
 
 MAX_LOG_RATIO = 20.0  # |log s| and |log-ratio to the reference|; exp() of more says nothing more, or overflows
 
@@ -108,10 +109,11 @@ class LossStats:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LossOutput:
-    """The loss [], to be minimised, and facts about it."""
+    """The loss [], to be minimised, and facts about it and about each token; the shares of these sum to the loss."""
 
     loss: Tensor
     stats: LossStats
+    tokens: TokenTerms
 
 
 def policy_loss(
@@ -164,12 +166,15 @@ def policy_loss(
     unit_ratios, unit_of_token = _unit_ratios(tokens, settings)
     # The value is s, the gradient the token's own (eq. 14): per-token advantages reach their tokens.
     ratio = unit_ratios[unit_of_token] * torch.exp(tokens.now - tokens.now.detach())
-    policy_term = -(weight * tokens.correction * _surrogate(ratio, tokens.advantage, settings)).sum()
-    kl_term = _kl_term(tokens, weight, ratio, settings)
-    entropy_term = _entropy_term(tokens, weight, settings)
-    terms = policy_term.detach(), kl_term.detach(), entropy_term.detach()
-    stats = _stats(tokens, unit_ratios, ratio.detach(), terms, settings)
-    return LossOutput(policy_term + kl_term + entropy_term, stats)
+    policy_A = -(weight * tokens.correction * _surrogate(ratio, tokens.advantage, settings))
+    kl_A = _weighted_kl(tokens, weight, ratio, settings)
+    entropy_A = _weighted_entropy(tokens, weight, settings)
+    policy_term, kl_term = policy_A.sum(), settings.kl_coef * kl_A.sum()
+    entropy_term = -settings.entropy_coef * entropy_A.sum()  # a bonus, for the loss is minimised
+    clip = _clips(tokens, ratio.detach(), settings)
+    share = (policy_A + settings.kl_coef * kl_A - settings.entropy_coef * entropy_A).detach()
+    stats = _stats(tokens, unit_ratios, clip, (policy_term, kl_term, entropy_term))
+    return LossOutput(policy_term + kl_term + entropy_term, stats, TokenTerms(ratio.detach(), clip, share))
 
 
 def count_denominators(
@@ -311,10 +316,10 @@ def _surrogate(ratio: Tensor, advantage: Tensor, settings: LossSettings) -> Tens
     return torch.minimum(free * advantage, clipped * advantage)
 
 
-def _kl_term(tokens: _Tokens, weight: Tensor, ratio: Tensor, settings: LossSettings) -> Tensor:
-    """Return kl_coef times the weighted sum of the estimates of KL(now || reference)."""
+def _weighted_kl(tokens: _Tokens, weight: Tensor, ratio: Tensor, settings: LossSettings) -> Tensor:
+    """Return [A] the weighted estimates of KL(now || reference), 0 if the loss has no such term."""
     if settings.kl_coef == 0:
-        return tokens.now.new_zeros(())
+        return torch.zeros_like(weight)
     if tokens.reference is None:
         raise RecordError(f"policy_loss: kl_coef {settings.kl_coef} needs ref_logprobs, got None")
     estimate = estimate_kl(tokens.reference - tokens.now, settings.kl_estimator, max_nats=settings.kl_clamp)
@@ -322,37 +327,44 @@ def _kl_term(tokens: _Tokens, weight: Tensor, ratio: Tensor, settings: LossSetti
         # By the differentiable, unclipped ratio (TRL: use_bias_correction_kl): with unit "token" and k1 or k3, the
         # expected gradient over samples of the old policy is then that of the divergence itself.
         estimate = ratio * estimate
-    return settings.kl_coef * (weight * estimate).sum()
+    return weight * estimate
 
 
-def _entropy_term(tokens: _Tokens, weight: Tensor, settings: LossSettings) -> Tensor:
+def _weighted_entropy(tokens: _Tokens, weight: Tensor, settings: LossSettings) -> Tensor:
     if settings.entropy_coef == 0:
-        return tokens.now.new_zeros(())
+        return torch.zeros_like(weight)
     if tokens.entropy is None:
         raise RecordError(f"policy_loss: entropy_coef {settings.entropy_coef} needs entropy, got None")
-    return -settings.entropy_coef * (weight * tokens.entropy).sum()  # a bonus, for the loss is minimised
+    return weight * tokens.entropy
 
 
-def _stats(
-    tokens: _Tokens, unit_ratios: Tensor, ratio: Tensor, terms: tuple[Tensor, Tensor, Tensor], settings: LossSettings
-) -> LossStats:
-    log_ratio = tokens.log_ratio
-    log_s = Pools.by(tokens.trajectory).mean(log_ratio)
+def _clips(tokens: _Tokens, ratio: Tensor, settings: LossSettings) -> Tensor:
+    """Return [A] uint8 the `Clip` of each token."""
     is_in_loss = tokens.correction > 0  # what was left out is clipped nowhere
     loses, gains = is_in_loss & (tokens.advantage < 0), is_in_loss & (tokens.advantage > 0)
+    clip = torch.full_like(ratio, Clip.NONE, dtype=torch.uint8)
+    clip[(ratio < 1 - settings.clip_low) & loses] = Clip.LOW
+    clip[(ratio > 1 + settings.clip_high) & gains] = Clip.HIGH
+    if settings.dual_clip is not None:
+        clip[(ratio > settings.dual_clip) & loses] = Clip.DUAL
+    return clip
+
+
+def _stats(tokens: _Tokens, unit_ratios: Tensor, clip: Tensor, terms: tuple[Tensor, Tensor, Tensor]) -> LossStats:
+    log_ratio = tokens.log_ratio
+    log_s = Pools.by(tokens.trajectory).mean(log_ratio)
     to_reference = None if tokens.reference is None else tokens.reference - tokens.now.detach()
-    dual_clip = math.inf if settings.dual_clip is None else settings.dual_clip
     return LossStats(
-        num_tokens=len(ratio),
+        num_tokens=len(clip),
         num_trajectories=len(log_s),
         unit_ratios=unit_ratios,
         trajectory_log_ratios=log_s,
-        policy_loss=terms[0],
-        kl_loss=terms[1],
-        entropy_loss=terms[2],
-        tokens_clipped_low=((ratio < 1 - settings.clip_low) & loses).sum(),
-        tokens_clipped_high=((ratio > 1 + settings.clip_high) & gains).sum(),
-        tokens_dual_clipped=((ratio > dual_clip) & loses).sum(),
+        policy_loss=terms[0].detach(),
+        kl_loss=terms[1].detach(),
+        entropy_loss=terms[2].detach(),
+        tokens_clipped_low=clip.eq(Clip.LOW).sum(),
+        tokens_clipped_high=clip.eq(Clip.HIGH).sum(),
+        tokens_dual_clipped=clip.eq(Clip.DUAL).sum(),
         tokens_corrected=tokens.correction.ne(1).sum(),
         tokens_left_out=tokens.correction.eq(0).sum(),
         old_k1=-log_ratio.sum(),

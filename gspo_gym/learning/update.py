@@ -38,6 +38,7 @@ from gspo_gym.learning.settings import (
 )
 from gspo_gym.learning.shaping import AdvantageShaper
 from gspo_gym.learning.supervised import RouterLoad, find_routers
+from gspo_gym.learning.tokens import IgnoreTokens, TokenSink
 from gspo_gym.types import Sampling
 
 
@@ -60,8 +61,9 @@ class _Part:
 
 @dataclass(frozen=True, slots=True)
 class _Minibatch:
-    """Data of one optimizer step: all its trajectories in the denominators, those with a gradient in parts."""
+    """Data of one optimizer step: all of it in `batch` and the denominators, trajectories with a gradient in parts."""
 
+    batch: TrainBatch
     denominators: Denominators
     parts: tuple[_Part, ...]
 
@@ -160,19 +162,20 @@ class Learner:
         """Change the learning rate (of a schedule: its peak) from the next optimizer step on."""
         self._optimizer.set_learning_rate(learning_rate)
 
-    def update(self, batch: TrainBatch) -> UpdateReport:
+    def update(self, batch: TrainBatch, sink: TokenSink | None = None) -> UpdateReport:
         """Train on a batch: `update_epochs` passes of one optimizer step per minibatch.
 
         Old and reference logprobs are computed first and stay fixed. Trajectories that are masked, and those with no
         advantage other than 0 while nothing else gives them a gradient, are not computed; they count in all
-        denominators.
+        denominators. `sink` is told of every pass; None: nothing is.
 
         Raises:
             NonFiniteError: too many steps in a row had a NaN or infinite loss or gradient; such a step is skipped.
         """
         started = self._clock()
         tally, router_load = Tally(self._loss), RouterLoad(self._routers)
-        plan = self._plan(batch)
+        sink = sink or IgnoreTokens()
+        plan = self._plan(sink.begin(batch))
         # With one minibatch and one epoch the old logprobs are those of the only training pass, detached: the weights
         # are the same.
         if len(plan) * self._settings.update_epochs > 1 or self._shaper.uses_reference:
@@ -181,7 +184,7 @@ class Learner:
         labelled_at = self._clock()
         for epoch in range(self._settings.update_epochs):
             for number in self._order(len(plan), epoch):
-                self._step(plan[number], tally, router_load, is_first_epoch=epoch == 0)
+                self._step(plan[number], tally, router_load, sink, is_first_epoch=epoch == 0)
         self._num_updates += 1
         every = self._reference_settings.update_every_n_iters
         if self._reference is not None and every and self._num_updates % every == 0:
@@ -258,7 +261,9 @@ class Learner:
             )
             kept = _trainable(minibatch, with_advantage=with_advantage)
             plan.append(
-                _Minibatch(counts, self._parts(select_trajectories(minibatch, kept), len(plan)) if kept else ())
+                _Minibatch(
+                    minibatch, counts, self._parts(select_trajectories(minibatch, kept), len(plan)) if kept else ()
+                )
             )
         return plan
 
@@ -283,7 +288,7 @@ class Learner:
                 with torch.no_grad(), self._computer.adapter_dropout(part.dropout_seed):
                     old = self._computer.compute(batch.token_ids, batch.attention_mask, batch.action_mask).logprobs
             parts.append(_Part(_labelled(batch, old, self._reference_logprobs(batch)), part.dropout_seed))
-        return _Minibatch(minibatch.denominators, tuple(parts))
+        return dataclasses.replace(minibatch, parts=tuple(parts))
 
     def _reference_logprobs(self, batch: TrainBatch) -> Tensor | None:
         return None if self._reference is None else self._reference.logprobs(batch)
@@ -292,10 +297,13 @@ class Learner:
         shaped = self._shaper.shape([part.batch for minibatch in plan for part in minibatch.parts])
         batches = iter(shaped.parts)
         return [
-            _Minibatch(m.denominators, tuple(_Part(next(batches), part.dropout_seed) for part in m.parts)) for m in plan
+            dataclasses.replace(m, parts=tuple(_Part(next(batches), part.dropout_seed) for part in m.parts))
+            for m in plan
         ], shaped.metrics
 
-    def _step(self, minibatch: _Minibatch, tally: Tally, router_load: RouterLoad, *, is_first_epoch: bool) -> None:
+    def _step(
+        self, minibatch: _Minibatch, tally: Tally, router_load: RouterLoad, sink: TokenSink, *, is_first_epoch: bool
+    ) -> None:
         has_gradient = self._has_other_terms or any(bool(part.batch.advantages.any()) for part in minibatch.parts)
         if not minibatch.parts or not has_gradient:
             tally.add_empty_step()  # and no step: momentum alone would move the weights
@@ -305,13 +313,16 @@ class Learner:
         knows_gap = not self._rescores and (is_first_epoch if self._recomputes_old else tally.num_steps == 0)
         self._optimizer.zero_grad()
         facts = [
-            self._backward(part, minibatch.denominators, router_load, with_gap=knows_gap) for part in minibatch.parts
+            self._backward(part, minibatch.denominators, router_load, sink, with_gap=knows_gap)
+            for part in minibatch.parts
         ]
         loss = sum(float(fact.loss.policy_loss + fact.loss.kl_loss + fact.loss.entropy_loss) for fact in facts)
-        tally.add_step(facts, self._optimizer.step(loss))
+        report = self._optimizer.step(loss)
+        tally.add_step(facts, report)
+        sink.stepped(minibatch.batch, is_skipped=report.is_skipped)
 
     def _backward(
-        self, part: _Part, denominators: Denominators, router_load: RouterLoad, *, with_gap: bool
+        self, part: _Part, denominators: Denominators, router_load: RouterLoad, sink: TokenSink, *, with_gap: bool
     ) -> PartFacts:
         """Add the gradients of a micro-batch, labelled before or not."""
         batch = part.batch
@@ -326,6 +337,7 @@ class Learner:
                 else _labelled(batch, now if self._recomputes_old else None, ref)
             )
             correction = correct(labelled, now, self._correction)
+            weights = None if correction is None else correction.weights
             output = policy_loss(
                 computed.logprobs,
                 labelled.old_logprobs,
@@ -337,9 +349,10 @@ class Learner:
                 denominators=denominators,
                 ref_logprobs=labelled.ref_logprobs,
                 entropy=computed.entropy,
-                correction=None if correction is None else correction.weights,
+                correction=weights,
             )
             torch.autograd.backward(output.loss)
+        sink.seen(labelled, now, computed.entropy, output.tokens, weights)
         own = labelled.old_logprobs if self._recomputes_old else now
         return PartFacts(output.stats, correction, EngineGap.of(batch, own, self._loss.unit) if with_gap else None)
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from gspo_gym.learning.batching import BuiltBatch
 from gspo_gym.learning.correction import MismatchAlarm
+from gspo_gym.learning.tokens import TokenTable
 from gspo_gym.policy.weight_sync import versions_of
 from gspo_gym.rollout.evaluation import Evaluation, ScoreUnit
 from gspo_gym.rollout.schedule import staleness_metrics
@@ -19,6 +20,7 @@ from gspo_gym.run.collect import Collected, batch_metrics
 from gspo_gym.run.recording import RunRecorder
 from gspo_gym.run.report.progress import Progress
 from gspo_gym.run.settings import TrainPlan
+from gspo_gym.run.tokens import pack_tokens
 from gspo_gym.types import TrajectoryGroup
 
 _UNDECIDED = (
@@ -128,17 +130,31 @@ class Journal:
             "time/step_seconds": times.finished - times.started,
         }
 
-    def stepped(self, step: int, collected: Collected, metrics: Mapping[str, float], *, is_updated: bool) -> None:
-        """Record a finished step, as often as the plan says."""
+    def token_table(self, step: int) -> TokenTable | None:
+        """Return a sink for the update of a step of which tokens are to be recorded; None: of others."""
+        every = self.plan.run.log_tokens_every_n_iters
+        return TokenTable() if every and step % every == 0 else None
+
+    def stepped(
+        self,
+        step: int,
+        collected: Collected,
+        built: BuiltBatch,
+        metrics: Mapping[str, float],
+        tokens: TokenTable | None,
+    ) -> None:
+        """Record a finished step, as often as the plan says; `tokens` is what `token_table` gave for it."""
         plan = self.plan
         for reason in collected.failures:
             self._recorder.event("refill_failed", step, {"reason": reason})
-        if not is_updated:
+        if built.batch is None:
             self._recorder.event("no_update", step, {"num_groups": len(collected.groups)})
         if step % plan.loop.log_interval == 0 or step == plan.size.num_iterations:
             self._recorder.metrics(step, metrics)
         if plan.run.log_episodes_every_n_iters and step % plan.run.log_episodes_every_n_iters == 0:
             self._recorder.episodes(f"step_{step:06d}", [t for group in collected.groups for t in group.trajectories])
+        if tokens is not None:
+            self._recorder.tokens(step, pack_tokens(step, collected, built, tokens))
         self._progress.stepped(step, metrics)
 
     def evaluated(self, step: int, evaluation: Evaluation, unit: ScoreUnit | None, *, num_undecided: int) -> None:

@@ -5,6 +5,7 @@
         metrics.jsonl       one object a step: {"schema", "step", "time", "group/name": number, ...}
         events.jsonl        {"schema", "seq", "time", "step", "kind", "data"}; `seq` is explained in `run/records.py`
         episodes/*.jsonl.gz one trajectory a line, compressed, see `rollout/episode_files.py`
+        tokens/*.safetensors what the learner saw of every sampled token of a step, see `run/tokens.py`
         summary.json        the results
         checkpoints/        see `checkpoints.py`
         ledger.jsonl        every training attempt that was started, and how it ended, see `rollout/ledger.py`
@@ -44,6 +45,7 @@ from gspo_gym.rollout.summary import METRICS as ROLLOUT_METRICS
 from gspo_gym.rollout.summary import SOURCE_PREFIX, TERM_PREFIX, TOOL_PREFIX
 from gspo_gym.run.records import EVENTS_FILE, RUN_LINE, last_seq, read_events, read_metrics
 from gspo_gym.run.sinks import Sink, evaluation_numbers
+from gspo_gym.run.tokens import token_path, token_steps
 from gspo_gym.types import Trajectory
 
 # Every number of a metrics line by name; "reward/<term>" is open, because environments name their terms.
@@ -227,6 +229,7 @@ class RunRecorder:
             events=read_events(folder),
             saved_seq=saved_seq,
             episode_files=[path for path in episode_paths(folder) if _step_of(path) > step],
+            token_files=[token_path(folder, each) for each in token_steps(folder) if each > step],
             is_played_again=is_played_again,
         )
         recorder = cls(folder, last_step=step, last_seq=seq, policy_name=policy_name, sinks=sinks, clock=clock)
@@ -284,6 +287,12 @@ class RunRecorder:
             raise RecordError(f'episodes: expected a name like "step_000012", got {name!r}')
         path = self.folder / "episodes" / f"{name}.jsonl.gz"
         write_episodes(path, trajectories, policy_name=self.policy_name)
+
+    def tokens(self, step: int, content: bytes) -> None:
+        """Write a step's file of tokens, which `pack_tokens` gave, replacing it if it exists."""
+        path = token_path(self.folder, step)
+        make_folder(path.parent)
+        replace_file(path, content)
 
     def summary(self, values: Mapping[str, Any]) -> None:
         """Write or replace summary.json. Any: JSON values of the keys of SUMMARY.
@@ -348,6 +357,7 @@ def discard_later(
     events: Sequence[Line],
     saved_seq: int | None,
     episode_files: Sequence[Path],
+    token_files: Sequence[Path],
     is_played_again: Callable[[str], bool],
 ) -> dict[str, Any]:
     """Move records after the checkpoint of `step` into a new folder in discarded/.
@@ -359,7 +369,7 @@ def discard_later(
         step: of the checkpoint.
         metrics, events: the lines of the run.
         saved_seq: the `seq` of the last event before the checkpoint was taken; None: not known.
-        episode_files: those of later steps.
+        episode_files, token_files: those of later steps.
         is_played_again: returns whether a trajectory id is played again, so that its ledger entries move, too.
 
     Returns:
@@ -373,7 +383,7 @@ def discard_later(
     kept_entries = [entry for entry in entries if not is_played_again(entry.trajectory_id)]
     ends = close_lost(kept_entries)
     data = {}
-    if later_metrics or later_events or later_entries or episode_files:
+    if later_metrics or later_events or later_entries or episode_files or token_files:
         target = folder / "discarded" / f"resume_{1 + sum(1 for _ in (folder / 'discarded').glob('resume_*')):03d}"
         target.mkdir(parents=True)
         # The copies are complete before an original is cut, so a crash in between duplicates and loses nothing.
@@ -382,7 +392,7 @@ def discard_later(
         _write(target / LEDGER_FILE, [entry_to_json(entry) for entry in later_entries])
         _write(folder / "metrics.jsonl", [line for line in metrics if line["step"] <= step])
         _write(folder / "events.jsonl", kept_events)
-        for each in episode_files:
+        for each in (*episode_files, *token_files):
             each.replace(target / each.name)
         data = {
             "folder": str(target.relative_to(folder)),
@@ -390,6 +400,7 @@ def discard_later(
             "event_lines": len(later_events),
             "ledger_lines": len(later_entries),
             "episode_files": len(episode_files),
+            "token_files": len(token_files),
         }
     if later_entries or ends:
         _write(path, [entry_to_json(entry) for entry in (*kept_entries, *ends)])

@@ -31,6 +31,12 @@ class RunSettings(Settings):
     log_episodes_every_n_iters: int = Field(
         default=1, ge=0, description="iterations between files of training episodes; 0: only evaluations' are written"
     )
+    log_tokens_every_n_iters: int = Field(
+        default=0,
+        ge=0,
+        description="iterations between files of what the learner saw of every sampled token: advantage, logprobs, "
+        "ratio, clip, share of the loss; 0: none",
+    )
     stop_grace_seconds: float = Field(
         default=30.0,
         gt=0,

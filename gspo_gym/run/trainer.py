@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 from gspo_gym.errors import StuckError
 from gspo_gym.judge.base import JudgeError
 from gspo_gym.learning.batching import BuiltBatch, build_batch
+from gspo_gym.learning.tokens import TokenSink
 from gspo_gym.learning.update import Learner
 from gspo_gym.rollout.evaluation import Evaluation, ScoreUnit
 from gspo_gym.run.collect import Collected, Collector
@@ -140,14 +141,15 @@ class Trainer:
         collected_at = self._journal.clock()
         async with self._while_learning():
             built = await self._block(lambda: self._score(collected))
-            learned = await self._block(lambda: self._update(built))
+            tokens = self._journal.token_table(step)
+            learned = await self._block(lambda: self._update(built, tokens))
         self._journal.learned(step, collected, learned)
         # Also without an update: the weights get the number of every step.
         await self._publish(step)
         times = StepTimes(started, collected_at, self._journal.clock())
         metrics = self._journal.metrics(step, collected, built, learned, times=times, unit=self.state.score_unit)
         self._advance(step, built, metrics, seconds=times.finished - started)
-        self._journal.stepped(step, collected, metrics, is_updated=built.batch is not None)
+        self._journal.stepped(step, collected, built, metrics, tokens)
 
     def _score(self, collected: Collected) -> BuiltBatch:
         """Return the collected groups as a batch in which every turn has its advantage."""
@@ -161,9 +163,9 @@ class Trainer:
             known_returns=collected.returns,
         )
 
-    def _update(self, built: BuiltBatch) -> Mapping[str, float]:
+    def _update(self, built: BuiltBatch, tokens: TokenSink | None) -> Mapping[str, float]:
         """Update the weights; return the update's metrics, or {} if there is nothing to learn from."""
-        return {} if built.batch is None else self._learner.update(built.batch).metrics
+        return {} if built.batch is None else self._learner.update(built.batch, tokens).metrics
 
     async def _block(self, work: Callable[[], _Result]) -> _Result:
         """Return the result of blocking work; run it in a thread if episodes are played meanwhile.

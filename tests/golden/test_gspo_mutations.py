@@ -30,13 +30,13 @@ DUAL_CLIP = "ratio.clamp(max=settings.dual_clip)"
 TO_REFERENCE = "estimate_kl(tokens.reference - tokens.now,"
 CUT = "estimate.clamp(-max_nats, max_nats)"
 WEIGHTED_KL = "estimate = ratio * estimate"
-ENTROPY = "(weight * tokens.entropy).sum()"
+ENTROPY = "return weight * tokens.entropy"
 
 # What is changed, the text before, the text after, and the loss that the four sequences then have, where the mistake is
 # one of those whose value was derived by hand (None: only that some check fails).
 MUTATIONS: list[tuple[str, str, str, float | None]] = [
     # the objective and its ratio
-    ("sign flipped", "policy_term = -(weight", "policy_term = (weight", 0.4),
+    ("sign flipped", "policy_A = -(weight", "policy_A = (weight", 0.4),
     ("token-level ratios", "= tokens.trajectory\n", "= torch.arange(len(tokens.now))\n", -0.31875),
     ("no 1/|y| in the ratio", ", values) / self.num_tokens", ", values)", -0.4375),
     ("low and high clip swapped", CLIP, "ratio.clamp(1 - settings.clip_high, 1 + settings.clip_low)", -0.45),
@@ -110,7 +110,7 @@ MUTATIONS: list[tuple[str, str, str, float | None]] = [
     ("k2 without its half", "x * x / 2", "x * x", None),
     ("k1 of the wrong sign", "estimate = -x", "estimate = x", None),
     ("k1 made positive", "estimate = -x", "estimate = x.abs()", None),
-    ("KL summed, not averaged", "(weight * estimate).sum()", "estimate.sum()", None),
+    ("KL summed, not averaged", "return weight * estimate", "return estimate", None),
     ("log-ratio of KL not clamped", "log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)", "log_ratio", None),
     ("estimate not cut", CUT, "estimate", None),
     ("estimate not cut below", CUT, "estimate.clamp(max=max_nats)", None),
@@ -121,13 +121,13 @@ MUTATIONS: list[tuple[str, str, str, float | None]] = [
     ("importance weight of KL clipped", WEIGHTED_KL, f"estimate = {CLIP} * estimate", None),
     # entropy
     ("entropy bonus left out", TERMS, "policy_term + kl_term", None),
-    ("entropy punished", "return -settings.entropy_coef *", "return settings.entropy_coef *", None),
-    ("entropy without gradient", ENTROPY, "(weight * tokens.entropy.detach()).sum()", None),
-    ("entropy summed, not aggregated", ENTROPY, "tokens.entropy.sum()", None),
+    ("entropy punished", "entropy_term = -settings", "entropy_term = settings", None),
+    ("entropy without gradient", ENTROPY, "return weight * tokens.entropy.detach()", None),
+    ("entropy summed, not aggregated", ENTROPY, "return tokens.entropy", None),
     # correction
     ("correction left out", POLICY, "weight * _surrogate", None),
-    ("correction applied to KL", "(weight * estimate)", "(weight * tokens.correction * estimate)", None),
-    ("correction applied to entropy", ENTROPY, "(weight * tokens.correction * tokens.entropy).sum()", None),
+    ("correction applied to KL", "return weight * estimate", "return weight * tokens.correction * estimate", None),
+    ("correction applied to entropy", ENTROPY, "return weight * tokens.correction * tokens.entropy", None),
     ("correction normalised", POLICY, "weight * (tokens.correction / tokens.correction.mean()) * _surrogate", None),
     ("correction inside of the clip", "_surrogate(ratio, tokens", "_surrogate(ratio * tokens.correction, tokens", None),
     ("correction as a mask only", POLICY, "weight * (tokens.correction > 0) * _surrogate", None),

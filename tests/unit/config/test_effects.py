@@ -54,6 +54,7 @@ OTHER = {
     "run.seed": (1, {}),
     "run.folder": ("elsewhere", {}),
     "run.log_episodes_every_n_iters": (0, {}),
+    "run.log_tokens_every_n_iters": (1, {}),
     "algorithm.variety": ("grpo", {}),
     "compute.gpu_count": (1, {"compute.gpu_count": 0}),
     "model.base": ("tiny:qwen3-128", {}),
@@ -381,7 +382,12 @@ def _what_is_built(config, monkeypatch):
 def what_the_trainer_reads(plan):
     """The plan without the fields of its records that only others act on, whose effect must be seen there."""
     size = (plan.size.num_iterations, plan.size.groups_per_iteration, plan.size.group_size)
-    run = (plan.run.seed, plan.run.log_episodes_every_n_iters, plan.evaluation.every_n_iters)
+    run = (
+        plan.run.seed,
+        plan.run.log_episodes_every_n_iters,
+        plan.run.log_tokens_every_n_iters,
+        plan.evaluation.every_n_iters,
+    )
     return (size, run, plan.loop, plan.env_id, plan.mixture, plan.advantages, plan.rewards, plan.step_rewards)
 
 

@@ -49,6 +49,7 @@ def test_a_minimal_file_has_these_defaults(file: Path) -> None:
             "folder": "runs",
             "tags": {},
             "log_episodes_every_n_iters": 1,
+            "log_tokens_every_n_iters": 0,
             "stop_grace_seconds": 30.0,
             "restore": [],
         },

@@ -180,6 +180,7 @@ def test_a_resumed_run_has_every_step_once_and_keeps_what_it_did_again(
     for step in range(1, 6):
         recorder.metrics(step, {"loss/total": float(step)})
         recorder.episodes(f"step_{step:06d}", [rich_trajectory])
+        recorder.tokens(step, b"tokens")
     recorder.episodes("eval_000003", [])
     recorder.episodes("eval_000005", [])
 
@@ -187,6 +188,7 @@ def test_a_resumed_run_has_every_step_once_and_keeps_what_it_did_again(
     assert [line["step"] for line in read_metrics(folder)] == [1, 2, 3]
     kept = ["eval_000003", "step_000001", "step_000002", "step_000003", "warmup"]
     assert sorted(path.name.removesuffix(".jsonl.gz") for path in (folder / "episodes").iterdir()) == kept
+    assert sorted(path.stem for path in (folder / "tokens").iterdir()) == ["step_000001", "step_000002", "step_000003"]
     event = read_events(folder)[-1]
     assert (event["kind"], event["step"]) == ("resumed", 3)
     assert event["data"] == {
@@ -195,6 +197,7 @@ def test_a_resumed_run_has_every_step_once_and_keeps_what_it_did_again(
         "event_lines": 0,
         "ledger_lines": 0,
         "episode_files": 3,
+        "token_files": 2,
     }
     moved = folder / "discarded" / "resume_001"
     assert [line["step"] for line in read_metrics(moved)] == [4, 5]
@@ -204,7 +207,9 @@ def test_a_resumed_run_has_every_step_once_and_keeps_what_it_did_again(
         "ledger.jsonl",
         "metrics.jsonl",
         "step_000004.jsonl.gz",
+        "step_000004.safetensors",
         "step_000005.jsonl.gz",
+        "step_000005.safetensors",
     ]
 
     with pytest.raises(RecordError, match="expected a step after 3, got 3"):

@@ -108,7 +108,7 @@ class Parts:
         self.log.append(occasion)
         self.at.get(occasion, lambda: None)()
 
-    def update(self, batch: TrainBatch) -> Any:
+    def update(self, batch: TrainBatch, sink: Any = None) -> Any:
         self.log.append("update")
         self.batches.append(batch)
         self.at.get(f"update {len(self.batches)}", lambda: None)()
@@ -551,7 +551,7 @@ def test_a_run_played_ahead_says_what_was_pending_and_a_resumed_one_plays_it_fir
 
 
 def test_a_learner_that_fails_in_its_thread_ends_a_run_played_ahead(tmp_path: Path, monkeypatch: Any) -> None:
-    def fail(parts: Parts, batch: TrainBatch) -> Any:
+    def fail(parts: Parts, batch: TrainBatch, sink: Any) -> Any:
         assert threading.current_thread() is not threading.main_thread()
         raise NonFiniteError("five steps in a row")
 
@@ -567,7 +567,7 @@ def test_a_cancelled_run_ends_after_the_update_that_its_thread_is_making(tmp_pat
             self.loop, self.run = asyncio.get_running_loop(), asyncio.current_task()
             yield
 
-        def update(self, batch: TrainBatch) -> Any:
+        def update(self, batch: TrainBatch, sink: Any = None) -> Any:
             may_end = threading.Event()
             assert self.run is not None
             self.loop.call_soon_threadsafe(self.run.cancel)

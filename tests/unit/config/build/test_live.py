@@ -49,6 +49,7 @@ VALUES: dict[str, Any] = {
     "judge.options.max_cost_usd": 2.5,
     "rollout.max_concurrent_rollouts": 2,
     "run.log_episodes_every_n_iters": 7,
+    "run.log_tokens_every_n_iters": 5,
     "run.stop_grace_seconds": 3.5,
     "training.checkpoint_every_n_iters": 9,
     "training.iterations_per_epoch": 4,

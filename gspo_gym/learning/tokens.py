@@ -1,0 +1,194 @@
+"""What the learner saw of every sampled token: the sink that an update can be given, and a table that keeps it all.
+
+Nothing here feeds back into training. Loads without torch, so that readers of the records need none.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from gspo_gym.learning.batching import LabelledBatch, TrainBatch
+
+
+class Clip(enum.IntEnum):
+    """Bound of the loss that takes a token's gradient."""
+
+    NONE = 0
+    LOW = 1  # ratio below 1 - clip_low, advantage negative
+    HIGH = 2  # ratio above 1 + clip_high, advantage positive
+    DUAL = 3  # ratio above dual_clip, advantage negative
+
+
+class Fate(enum.IntEnum):
+    """What became of a sampled token in a training step; over several passes, the smallest number counts."""
+
+    TRAINED = 0
+    LEFT_OUT = 1  # correction weight 0: by correction.mode "mask", or off_policy_threshold
+    SKIPPED = 2  # the optimizer step was skipped: its loss or gradient was not finite
+    NO_GRADIENT = 3  # not computed: its episode has no advantage other than 0, and no other term of the loss
+    OVERLONG = 4  # a limit cut its episode off, and rewards.overlong is "mask"
+    FILTERED = 5  # the advantages of its episode are within advantages.filter_eps
+    CONSTANT_GROUP = 6  # all of its group earned the same, and training.constant_groups leaves those out
+    UNCOMMITTED = 7  # a token of its episode is of weights that were never committed
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TokenTerms:
+    """Parts of a micro-batch's sampled tokens in its loss; [A] each, detached, row after row.
+
+    Attributes:
+        ratio: the importance ratio s of the token's unit.
+        clip: uint8, a `Clip`.
+        share: the token's addend of the optimizer step's loss: policy, KL and entropy term, coefficients included.
+    """
+
+    ratio: Tensor
+    clip: Tensor
+    share: Tensor
+
+
+class TokenSink(Protocol):
+    """Observer of an update."""
+
+    def begin(self, batch: TrainBatch) -> TrainBatch:
+        """Return the batch of the update, with `token_index` if the sink needs it."""
+        ...
+
+    def seen(
+        self, part: LabelledBatch, logprobs: Tensor, entropy: Tensor, terms: TokenTerms, weights: Tensor | None
+    ) -> None:
+        """Take a forward and backward pass of a micro-batch.
+
+        `logprobs` and `entropy` [B, T] are those of the pass, `weights` [B, T] the correction's; None: it has none.
+        """
+        ...
+
+    def stepped(self, minibatch: TrainBatch, *, is_skipped: bool) -> None:
+        """Take the end of an optimizer step on what was seen since the one before; `minibatch` is all it divides by."""
+        ...
+
+
+class IgnoreTokens:
+    """The sink that keeps nothing."""
+
+    def begin(self, batch: TrainBatch) -> TrainBatch:
+        return batch
+
+    def seen(
+        self, part: LabelledBatch, logprobs: Tensor, entropy: Tensor, terms: TokenTerms, weights: Tensor | None
+    ) -> None:
+        pass
+
+    def stepped(self, minibatch: TrainBatch, *, is_skipped: bool) -> None:
+        pass
+
+
+Column = NDArray[Any]  # of the dtypes below
+
+# The columns of a table, with their dtypes; those of a pass exist for each. A token that was not seen has `UNSEEN`.
+TOKEN_COLUMNS: Mapping[str, type[np.generic]] = {
+    "advantage": np.float32,
+    "old_logprob": np.float32,
+    "ref_logprob": np.float32,
+    "fate": np.uint8,
+}
+PASS_COLUMNS: Mapping[str, type[np.generic]] = {
+    "logprob": np.float32,
+    "ratio": np.float32,
+    "clip": np.uint8,
+    "correction": np.float32,
+    "entropy": np.float32,
+    "share": np.float32,
+    "optimizer_step": np.int32,
+}
+UNSEEN = dict.fromkeys((*TOKEN_COLUMNS, *PASS_COLUMNS), np.nan) | {
+    "fate": Fate.NO_GRADIENT,
+    "clip": Clip.NONE,
+    "share": 0.0,
+    "optimizer_step": -1,
+}
+
+
+class TokenTable:
+    """Sink that keeps one update: numpy columns over the sampled tokens of the batch, row after row.
+
+    In each epoch, every token that is trained on has one pass.
+    """
+
+    def __init__(self) -> None:
+        self._num_tokens = 0
+        self._columns = self._unseen(TOKEN_COLUMNS)
+        self._passes: list[dict[str, Column]] = []
+        self._num_passes = np.zeros(0, np.int32)  # of each token
+        self._pending: list[tuple[dict[str, Column], Column]] = []  # seen since the last optimizer step
+        self._num_attempts = self._num_steps = 0
+
+    def begin(self, batch: TrainBatch) -> TrainBatch:
+        mask = batch.action_mask
+        self._num_tokens = batch.num_actions
+        self._num_passes = np.zeros(self._num_tokens, np.int32)
+        self._columns = self._unseen(TOKEN_COLUMNS)
+        self._columns["advantage"][:] = batch.advantages[mask].numpy()
+        is_masked = batch.is_masked[:, None].expand_as(mask)[mask].numpy()
+        self._columns["fate"][is_masked] = Fate.OVERLONG
+        return dataclasses.replace(batch, token_index=mask.flatten().cumsum(0).view_as(mask) - 1)
+
+    def seen(
+        self, part: LabelledBatch, logprobs: Tensor, entropy: Tensor, terms: TokenTerms, weights: Tensor | None
+    ) -> None:
+        assert part.token_index is not None, "begin() gives it, and every division of a batch keeps it"
+        mask = part.action_mask
+        at = part.token_index[mask].numpy(force=True)
+        number = int(self._num_passes[at[0]])  # minibatches pass as a whole: their tokens agree
+        self._num_passes[at] += 1
+        if number == len(self._passes):
+            self._passes.append(self._unseen(PASS_COLUMNS))
+        columns = self._passes[number]
+        self._columns["advantage"][at] = part.advantages[mask].numpy(force=True)
+        self._columns["old_logprob"][at] = part.old_logprobs[mask].numpy(force=True)
+        if part.ref_logprobs is not None:
+            self._columns["ref_logprob"][at] = part.ref_logprobs[mask].numpy(force=True)
+        columns["logprob"][at] = logprobs[mask].numpy(force=True)
+        columns["entropy"][at] = entropy[mask].numpy(force=True)
+        columns["correction"][at] = 1.0 if weights is None else weights[mask].numpy(force=True)
+        columns["ratio"][at] = terms.ratio.numpy(force=True)
+        columns["clip"][at] = terms.clip.numpy(force=True)
+        columns["share"][at] = terms.share.numpy(force=True)
+        self._pending.append((columns, at))
+
+    def stepped(self, minibatch: TrainBatch, *, is_skipped: bool) -> None:
+        assert minibatch.token_index is not None, "see seen()"
+        members = minibatch.token_index[minibatch.action_mask].numpy()
+        for columns, at in self._pending:
+            columns["optimizer_step"][members] = self._num_attempts
+            if is_skipped:
+                columns["share"][at] = UNSEEN["share"]
+            weighs = np.where(columns["correction"][at] > 0, Fate.TRAINED, Fate.LEFT_OUT)
+            fate = np.minimum(self._columns["fate"][at], Fate.SKIPPED if is_skipped else weighs)
+            self._columns["fate"][at] = fate
+        self._pending = []
+        self._num_attempts += 1
+        self._num_steps += not is_skipped
+
+    def columns(self) -> dict[str, Column]:
+        """Return the columns: [A] those of tokens, and [P, A] those of the P passes.
+
+        The shares of all passes sum to the update's `loss/total`, which is the mean over its optimizer steps.
+        """
+        passes = self._passes or [self._unseen(PASS_COLUMNS)]
+        stacked = {name: np.stack([each[name] for each in passes]) for name in PASS_COLUMNS}
+        stacked["share"] /= max(self._num_steps, 1)  # 0 steps: all shares are 0
+        return self._columns | stacked
+
+    def _unseen(self, dtypes: Mapping[str, type[np.generic]]) -> dict[str, Column]:
+        return {name: np.full(self._num_tokens, UNSEEN[name], dtype) for name, dtype in dtypes.items()}
