@@ -97,7 +97,9 @@ def measure(folder: Path, num_steps: int) -> SoakReport:
     NOTES.clear()
     config = settings(folder, num_steps=num_steps, concurrency=4)
     rollout = config.rollout.model_copy(update={"env_name": "benchmarks.soak:Watched"})
-    training = config.training.model_copy(update={"checkpoint_every_n_iters": 20, "keep_every": None})
+    # A policy that has learned all there is ends the run before its time: all of a group earn the same.
+    changes = {"checkpoint_every_n_iters": 20, "keep_every": None, "learning_rate": 1e-6, "max_idle_iters": num_steps}
+    training = config.training.model_copy(update=changes)
     evaluation = config.evaluation.model_copy(update={"every_n_iters": 20})
     started = time.monotonic()
     run_training(config.model_copy(update={"rollout": rollout, "training": training, "evaluation": evaluation}))

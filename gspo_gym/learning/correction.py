@@ -106,11 +106,13 @@ class MismatchAlarm:
         patience: alarms in a row that are only reported; the next is an error. A batch without gaps ends the row.
     """
 
-    def __init__(self, *, max_gap: float | None = None, patience: int = 2, has_16_bits: bool = False) -> None:
+    def __init__(
+        self, *, max_gap: float | None = None, patience: int = 2, has_16_bits: bool = False, num_in_a_row: int = 0
+    ) -> None:
         self._max_gap = max_gap
         self._patience = patience
         self._has_16_bits = has_16_bits
-        self._num_in_a_row = 0
+        self.num_in_a_row = num_in_a_row
 
     def check(self, metrics: Mapping[str, float], *, sampled_under: Collection[int], version: int) -> str | None:
         """Return the fault of a batch, in a sentence; None: there is none, or it cannot be judged.
@@ -125,12 +127,12 @@ class MismatchAlarm:
             return None
         reason = self._reason(metrics)
         if reason is None:
-            self._num_in_a_row = 0
+            self.num_in_a_row = 0
             return None
-        self._num_in_a_row += 1
-        if self._num_in_a_row > self._patience:
+        self.num_in_a_row += 1
+        if self.num_in_a_row > self._patience:
             raise EngineMismatchError(
-                f"in {self._num_in_a_row} batches in a row {reason}. Look for a temperature or a truncation that the "
+                f"in {self.num_in_a_row} batches in a row {reason}. Look for a temperature or a truncation that the "
                 "engine applies by itself, another precision, keys and values kept over an update, or an update that "
                 "never arrived; correction.max_engine_gap is the limit"
             )

@@ -347,7 +347,8 @@ def load_checkpoint(folder: Path, *, check: Callable[[Path, Manifest], None] | N
         state = parse_own_json((folder / _STATE).read_text(encoding="utf-8"))
         counters, trainer = state["counters"], state["trainer"]
         _check_state(counters, trainer)
-        tensors = load_file(folder / _TENSORS)
+        # Copied out of the file, which stays mapped otherwise: it may be removed while the run goes on.
+        tensors = {name: tensor.clone() for name, tensor in load_file(folder / _TENSORS).items()}
         return Checkpoint(manifest.step, folder, tensors, counters, trainer, manifest.origin)
     except CheckpointError:
         raise

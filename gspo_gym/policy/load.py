@@ -323,6 +323,10 @@ def _load_folder(folder: Path, form: _Form) -> Policy:
             model, report = AutoModelForCausalLM.from_pretrained(
                 folder, output_loading_info=True, **_OWN_FILES, **options
             )
+        if (folder / MANIFEST).is_file():
+            # Copied out of a checkpoint's files, which stay mapped otherwise: it may be removed while it is in use.
+            for tensor in (*model.parameters(), *model.buffers()):
+                tensor.data = tensor.data.clone()
         if report["missing_keys"]:  # transformers would go on with random numbers in their place
             raise CheckpointError(f"model folder {folder}: weights are missing: {sorted(report['missing_keys'])[:5]}")
         tokenizer = AutoTokenizer.from_pretrained(folder, **_OWN_FILES)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
 import numpy as np
@@ -77,22 +77,35 @@ class AttemptCounts:
         return num_failed * share * (1 - share) * (num_calls - num_failed) / (num_calls - 1)
 
 
+@dataclass(frozen=True, slots=True)
+class AttemptEvidence:
+    """The evidence of an `AttemptWatch` from the steps so far; plain numbers, which a checkpoint holds exactly.
+
+    Attributes:
+        excess, variance: sums of those of the steps.
+        failed_after_action: attempts; `told` of them were there at the last alarm.
+        recent: the last 32 steps.
+    """
+
+    excess: float = 0.0
+    variance: float = 0.0
+    failed_after_action: int = 0
+    told: int = 0
+    recent: tuple[AttemptCounts, ...] = ()
+
+
 @dataclass(slots=True)
 class AttemptWatch:
     """Counts how attempts at training episodes end; give it to a pool as `on_episode`.
 
     Failures that the policy did not cause come at resets as often as at steps. So of the calls of a step's attempts,
     those that failed are compared with random ones, by how many of them answered an action. `app_envs` are the
-    environments that task apps play; None: all.
+    environments that task apps play; None: all. `evidence` is that of an earlier part of the run.
     """
 
     app_envs: Collection[str] | None = None
+    evidence: AttemptEvidence = field(default_factory=AttemptEvidence)
     _step: AttemptCounts = field(default_factory=AttemptCounts)
-    _excess: float = 0.0
-    _variance: float = 0.0
-    _failed_after_action: int = 0
-    _told: int = 0  # failures after an action at the last alarm
-    _recent: deque[AttemptCounts] = field(default_factory=lambda: deque(maxlen=NUM_STEPS))
 
     def __call__(self, trajectory: Trajectory, disposition: Disposition) -> None:
         """Count one finished attempt."""
@@ -108,17 +121,21 @@ class AttemptWatch:
         self._step.of_apps += is_of_app
         self._step.lost_by_apps += is_of_app and is_lost
         self._step.num_actions += num_actions
-        self._failed_after_action += is_after_action
 
     def metrics(self) -> dict[str, float]:
         """Return the shares of the attempts that ended since this was last asked, a step; none if none did."""
         counts, self._step = self._step, AttemptCounts()
         if not counts.attempts:
             return {}
-        self._recent.append(counts)
+        seen = self.evidence
         # Each step is compared with itself: over the run, both failures and the length of episodes change.
-        self._excess += counts.excess
-        self._variance += counts.variance
+        self.evidence = AttemptEvidence(
+            excess=seen.excess + counts.excess,
+            variance=seen.variance + counts.variance,
+            failed_after_action=seen.failed_after_action + counts.failed_after_action,
+            told=seen.told,
+            recent=(*seen.recent, counts)[-NUM_STEPS:],
+        )
         return {
             "rollout/attempts": float(counts.attempts),
             "rollout/kept_fraction": counts.kept / counts.attempts,
@@ -129,13 +146,14 @@ class AttemptWatch:
 
     def alarm(self) -> str | None:
         """Return what the steps so far show, in a sentence, at first and whenever there is twice as much; else None."""
-        failed, standard_error = self._failed_after_action, math.sqrt(self._variance)
-        if self._excess <= MAX_STANDARD_ERRORS * standard_error or failed < 2 * self._told:
+        seen = self.evidence
+        failed, standard_error = seen.failed_after_action, math.sqrt(seen.variance)
+        if seen.excess <= MAX_STANDARD_ERRORS * standard_error or failed < 2 * seen.told:
             return None
-        self._told = failed
+        self.evidence = replace(seen, told=failed)
         return (
-            f"{failed} attempts failed in the environment after an action of the policy, {self._excess:.0f} more than "
-            f"if calls failed whatever the policy did ({self._excess / standard_error:.1f} standard errors). If an "
+            f"{failed} attempts failed in the environment after an action of the policy, {seen.excess:.0f} more than "
+            f"if calls failed whatever the policy did ({seen.excess / standard_error:.1f} standard errors). If an "
             "action is the cause, a retry keeps only episodes that did not do it: let the environment answer it with a "
             "text and a reward, or raise ActionLimitError"
         )
@@ -145,11 +163,11 @@ class AttemptWatch:
         # An app that fails at what the policy says takes the return with it, so that no return shows what is left out;
         # and what it turns away before its first call is asked for again unseen, so that nothing shows what chance
         # would do. Hence a bound of ours.
-        lost = sum(counts.lost_by_apps for counts in self._recent)
-        attempts = sum(counts.of_apps for counts in self._recent)
+        lost = sum(counts.lost_by_apps for counts in self.evidence.recent)
+        attempts = sum(counts.of_apps for counts in self.evidence.recent)
         if lost < MIN_LOST or lost <= MAX_LOST_FRACTION * attempts:
             return None
-        self._recent.clear()
+        self.evidence = replace(self.evidence, recent=())
         return (
             f"{lost} of {attempts} attempts ({lost / attempts:.0%}; the bound is {MAX_LOST_FRACTION:.0%}) were lost "
             "after the policy had answered, because the app failed, aborted or gave no result in time. If it does so "

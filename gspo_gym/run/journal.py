@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from gspo_gym.learning.batching import BuiltBatch
 from gspo_gym.learning.correction import MismatchAlarm
@@ -15,11 +15,13 @@ from gspo_gym.learning.tokens import TokenTable
 from gspo_gym.policy.weight_sync import versions_of
 from gspo_gym.rollout.evaluation import Evaluation, ScoreUnit
 from gspo_gym.rollout.schedule import staleness_metrics
+from gspo_gym.rollout.selection import AttemptWatch
 from gspo_gym.rollout.summary import rollout_metrics, source_metrics
 from gspo_gym.run.collect import Collected, batch_metrics
 from gspo_gym.run.recording import RunRecorder
 from gspo_gym.run.report.progress import Progress
 from gspo_gym.run.settings import TrainPlan
+from gspo_gym.run.state import TrainState
 from gspo_gym.run.tokens import pack_tokens
 from gspo_gym.types import TrajectoryGroup
 
@@ -49,6 +51,7 @@ class Journal:
         recorder: of the run's folder.
         progress: shown to a person.
         alarm: compares the logprobs of engine and learner in every batch; None: they are not compared.
+        attempts: watches how attempts end, among `more_metrics`; None: they are not watched.
         more_metrics: see `MoreMetrics`; None: there are none.
         clock: monotonic seconds, also for the trainer's times of a step.
     """
@@ -60,6 +63,7 @@ class Journal:
         progress: Progress,
         *,
         alarm: MismatchAlarm | None = None,
+        attempts: AttemptWatch | None = None,
         more_metrics: MoreMetrics | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -68,7 +72,16 @@ class Journal:
         self._recorder = recorder
         self._progress = progress
         self._alarm = alarm
+        self._attempts = attempts
         self._more_metrics = more_metrics
+
+    def with_alarms(self, state: TrainState) -> TrainState:
+        """Return the state of a step with what the alarms have counted up to it, so that a resumed run counts on."""
+        return replace(
+            state,
+            num_mismatches=0 if self._alarm is None else self._alarm.num_in_a_row,
+            attempts=state.attempts if self._attempts is None else self._attempts.evidence,
+        )
 
     def started(self) -> None:
         """Begin to show progress."""

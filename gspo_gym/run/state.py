@@ -11,6 +11,7 @@ from gspo_gym.errors import CheckpointError
 from gspo_gym.learning.advantages import RunningReturns
 from gspo_gym.policy.retention import EVALUATION_NUMBERS
 from gspo_gym.rollout.evaluation import Evaluation, ScoreUnit, restated
+from gspo_gym.rollout.selection import AttemptCounts, AttemptEvidence
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +24,8 @@ class TrainState:
     statistics of all returns so far. `score_unit` is what all scores of the run are measured in; None before an
     evaluation decides it, and `undecided` are the summaries of those before. `gradient_steps` counts the steps in which
     the optimizer had a gradient to go by, and `idle_steps` those, in a row up to now, which taught nothing. `last_seq`
-    is that of the run's events when the checkpoint was taken; None: an earlier version took it.
+    is that of the run's events when the checkpoint was taken; None: an earlier version took it. `num_mismatches` counts
+    the steps, in a row up to now, in which engine and learner disagreed; `attempts` is the evidence of failed ones.
     """
 
     step: int = 0
@@ -43,6 +45,8 @@ class TrainState:
     score_unit: ScoreUnit | None = None
     undecided: tuple[Mapping[str, Any], ...] = ()
     last_seq: int | None = None
+    num_mismatches: int = 0
+    attempts: AttemptEvidence = field(default_factory=AttemptEvidence)
 
     @property
     def last_evaluated(self) -> int | None:
@@ -86,12 +90,15 @@ class TrainState:
         pending = tuple(int(number) for number in values.get("pending_tasks", ()))
         running = RunningReturns(**values.get("running", {}))
         unit = values.get("score_unit")
+        attempts = dict(values.get("attempts", {}))
+        attempts["recent"] = tuple(AttemptCounts(**counts) for counts in attempts.get("recent", ()))
         return cls(
             **{
                 **values,
                 "curve": curve,
                 "running": running,
                 "pending_tasks": pending,
+                "attempts": AttemptEvidence(**attempts),
                 "undecided": tuple(values.get("undecided", ())),
                 "score_unit": None if unit is None else ScoreUnit(unit["name"], tuple(unit["success_of"])),
             }

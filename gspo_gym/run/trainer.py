@@ -195,7 +195,7 @@ class Trainer:
 
     def _advance(self, step: int, built: BuiltBatch, metrics: Mapping[str, float], *, seconds: float) -> None:
         state = self.state
-        self.state = dataclasses.replace(
+        advanced = dataclasses.replace(
             state,
             step=step,
             num_tasks=self._collector.num_tasks,
@@ -208,6 +208,7 @@ class Trainer:
             wall_seconds=state.wall_seconds + seconds,
             running=built.running,
         )
+        self.state = self._journal.with_alarms(advanced)
 
     async def _evaluate_if_due(self) -> None:
         """Evaluate before the first step, every few steps, and after the last, unless this step has its evaluation."""

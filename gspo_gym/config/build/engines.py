@@ -365,8 +365,11 @@ def learner_score(model: nn.Module, temperature: float) -> Score:
     return score
 
 
-def build_alarm(config: RunConfig) -> MismatchAlarm | None:
-    """Return the alarm of correction.max_engine_gap; None if it is absent and the logprobs differ on purpose."""
+def build_alarm(config: RunConfig, *, num_in_a_row: int = 0) -> MismatchAlarm | None:
+    """Return the alarm of correction.max_engine_gap; None if it is absent and the logprobs differ on purpose.
+
+    `num_in_a_row` batches were wrong when an earlier part of the run stopped.
+    """
     # They do where other weights sample, where the engine truncates or reshapes a distribution that the learner scores
     # whole, and where an adapter's dropout acts while the learner scores.
     if config.rollout.rescore:
@@ -378,7 +381,8 @@ def build_alarm(config: RunConfig) -> MismatchAlarm | None:
         sampling.is_reshaped or has_dropout or (sampling.is_truncated and not config.training.score_truncated)
     ):
         return None
-    return MismatchAlarm(max_gap=max_gap, has_16_bits=set(_dtypes(config)) != {"float32"})
+    is_half = set(_dtypes(config)) != {"float32"}
+    return MismatchAlarm(max_gap=max_gap, has_16_bits=is_half, num_in_a_row=num_in_a_row)
 
 
 def _staging(config: RunConfig, policy: Policy, kind: UpdateKind) -> Staging | Handover | None:

@@ -20,6 +20,7 @@ from gspo_gym.config.build.rollouts import Player, build_evaluate, build_trainin
 from gspo_gym.config.run_config import RunConfig
 from gspo_gym.config.sections import parse_source
 from gspo_gym.config.services import place, refuse_to_train, require_gpus
+from gspo_gym.engine.base import Engine
 from gspo_gym.errors import ConfigError
 from gspo_gym.learning.reference import ReferencePolicy
 from gspo_gym.learning.settings import UpdateSettings
@@ -239,13 +240,9 @@ def build_trainer(
         ConfigError: samples are to have a bounded age, and the engine does not say which weights sampled them.
     """
     engine = player.sampler
-    # Before anything is played: the age could not be checked.
-    if config.training.max_staleness > 0 and not engine.capabilities.reports_versions:
-        raise ConfigError(
-            f"training.max_staleness: expected 0 with an engine that does not report weight versions, got "
-            f"{config.training.max_staleness}"
-        )
-    attempts = AttemptWatch({source.env_name for source in config.sources if source.task_url is not None})
+    _require_versions(config, engine)  # before anything is played: the age could not be checked
+    before = state or TrainState()
+    attempts = AttemptWatch(_app_envs(config), before.attempts)
     if judging is not None:
         judging.record_into(recorder.folder, tell_recorder(recorder, progress), step=0 if state is None else state.step)
     plan = build_plan(config)
@@ -267,7 +264,8 @@ def build_trainer(
             plan,
             recorder,
             progress,
-            alarm=build_alarm(config),
+            alarm=build_alarm(config, num_in_a_row=before.num_mismatches),
+            attempts=attempts,
             more_metrics=_more_metrics(player, attempts, judging, recorder=recorder, progress=progress),
         ),
         state=state,
@@ -275,6 +273,18 @@ def build_trainer(
         while_learning=build_while_learning(config, player.engine),
         steering=steering,
     )
+
+
+def _require_versions(config: RunConfig, engine: Engine) -> None:
+    if config.training.max_staleness > 0 and not engine.capabilities.reports_versions:
+        raise ConfigError(
+            f"training.max_staleness: expected 0 with an engine that does not report weight versions, got "
+            f"{config.training.max_staleness}"
+        )
+
+
+def _app_envs(config: RunConfig) -> set[str]:
+    return {source.env_name for source in config.sources if source.task_url is not None}
 
 
 def _build_saver(

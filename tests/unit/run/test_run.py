@@ -19,6 +19,7 @@ import sys
 import time
 from collections import Counter
 from operator import itemgetter
+from pathlib import Path
 
 import gymnasium
 import pytest
@@ -31,7 +32,14 @@ from gspo_gym.cli.train import main, run_training
 from gspo_gym.config.run_config import RunConfig
 from gspo_gym.env.core import TextEnv
 from gspo_gym.env.registry import register
-from gspo_gym.errors import CheckpointError, ConfigError, RolloutError, StorageError, UnknownNameError
+from gspo_gym.errors import (
+    CheckpointError,
+    ConfigError,
+    EngineMismatchError,
+    RolloutError,
+    StorageError,
+    UnknownNameError,
+)
 from gspo_gym.policy.manifest import read_manifest
 from gspo_gym.rollout.episode_files import read_episodes
 from gspo_gym.rollout.ledger import Terminal, imbalances, read_ledger
@@ -542,6 +550,54 @@ def test_failures_that_follow_the_policys_actions_are_counted_told_of_and_found(
     assert "failures_follow_actions" in [finding.check for finding in diagnose(read_run(folder))]
     evaluation = next(event["data"] for event in read_events(folder) if event["kind"] == "evaluation")
     assert f"{evaluation['num_retries']} failed attempts played again" in said.getvalue()
+
+
+def test_a_resumed_run_counts_on_in_its_alarms_and_maps_no_file_of_a_checkpoint(tmp_path):
+    register("test_run/Fussy-v0", entry_point=Fussy)
+    mapped = []
+
+    class Looking(Fussy):
+        def reset(self, *, seed=None, options=None):
+            mapped.extend(line for line in Path("/proc/self/maps").read_text().splitlines() if "checkpoints/" in line)
+            return super().reset(seed=seed, options=options)
+
+    register("test_run/Looking-v0", entry_point=Looking)
+
+    def config(name, iterations, env="Fussy", **changes):
+        values = make_config(
+            tmp_path / name,
+            iterations=iterations,
+            training__checkpoint_every_n_iters=1,
+            rollout__env_name=f"test_run/{env}-v0",
+            rollout__isolation="thread",
+            rollout__max_concurrent_rollouts=1,
+        ).model_dump(exclude_none=True, exclude={"warmup"})
+        return RunConfig.from_dict(values | changes)
+
+    def alarms(name, kind):
+        told = read_events(tmp_path / name / "test")
+        return [(event["step"], event["data"]) for event in told if event["kind"] == kind]
+
+    try:
+        run_training(config("whole", 8))
+        selected = alarms("whole", "selection")
+        first = selected[0][0]
+        assert len(selected) > 1  # at first, and when there is twice as much
+        run_training(config("parts", first))
+        run_training(config("parts", 8), resume=True)
+        assert alarms("parts", "selection") == selected
+        run_training(config("looked", 1, env="Looking"))
+        mapped.clear()
+        run_training(config("looked", 2, env="Looking"), resume=True)
+        assert mapped == []
+        # No gap is as small as that: the third batch in a row is an error.
+        wrong = {"correction": {"max_engine_gap": 1e-12}}
+        run_training(config("wrong", 2, **wrong))
+        with pytest.raises(EngineMismatchError, match="in 3 batches in a row"):
+            run_training(config("wrong", 4, **wrong), resume=True)
+    finally:
+        gymnasium.registry.pop("test_run/Fussy-v0")
+        gymnasium.registry.pop("test_run/Looking-v0")
 
 
 def test_a_run_without_a_gradient_says_so_loudly(tmp_path):
