@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     __version__: str
     from gspo_gym.cli.evaluate import run_evaluation as run_evaluation
+    from gspo_gym.cli.notebook import Run as Run
+    from gspo_gym.cli.notebook import open_run as open_run
     from gspo_gym.cli.train import run_training as run_training
     from gspo_gym.config.build.episode_collection import collect_episodes as collect_episodes
     from gspo_gym.config.run_config import RunConfig as RunConfig
@@ -44,6 +46,7 @@ _HOMES = {
     "Message": "types",
     "Reward": "env.rewards",
     "RewardTerms": "env.rewards",
+    "Run": "cli.notebook",
     "RunConfig": "config.run_config",
     "ScriptedEngine": "engine.scripted",
     "TaskSource": "env.tasks",
@@ -59,6 +62,7 @@ _HOMES = {
     "load_policy": "policy.load",
     "make": "env.registry",
     "make_vec": "env.vector",
+    "open_run": "cli.notebook",
     "register": "env.registry",
     "run_evaluation": "cli.evaluate",
     "run_training": "cli.train",

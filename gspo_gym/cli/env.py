@@ -150,20 +150,13 @@ def _show_tokens(
     """Print the current segment as ids, or as text with the trained tokens in green."""
     if not tokens and not mask:
         return
-    from rich.text import Text
+    from gspo_gym.run.report.progress import mask_text
 
     segment = wrapper.episode().segments[-1]
     if tokens:
         console.print(f"[dim]{len(segment)} tokens:[/dim] {segment.token_ids.tolist()}", highlight=False)
     if mask:
-        text = Text()
-        start = 0
-        for stop in range(1, len(segment) + 1):  # runs, not single tokens: a character may spread over several
-            if stop == len(segment) or segment.action_mask[stop] != segment.action_mask[start]:
-                piece = tokenizer.decode(segment.token_ids[start:stop].tolist(), skip_special_tokens=False)
-                text.append(piece, style="bold green" if segment.action_mask[start] else "dim")
-                start = stop
-        console.print(text)
+        console.print(mask_text(segment, tokenizer.decode))
         console.print(f"[dim]trained on: {int(segment.action_mask.sum())} of {len(segment)} tokens (green)[/dim]")
 
 

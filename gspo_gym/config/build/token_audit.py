@@ -30,6 +30,7 @@ from gspo_gym.policy.tiny import TINY_PREFIX
 from gspo_gym.rollout.actors import Actor, ActRequest, EngineActor, ScriptedActor
 from gspo_gym.rollout.episode import EpisodeRequest, run_episode
 from gspo_gym.rollout.limits import EpisodeLimits
+from gspo_gym.run.report.progress import mask_picture
 from gspo_gym.types import Completion, Message, Segment, Task, Trajectory
 
 Seam = Literal["start", "extends", "new segment"]
@@ -215,7 +216,7 @@ async def _audit(table: _Table, policies: Mapping[str, PolicyFactory]) -> TokenA
         failures=tuple(table.failures),
         notes=tuple(table.notes),
         sample_player=sample_player,
-        sample=() if segment is None else mask_picture(segment, renderers.tokenizer),
+        sample=() if segment is None else mask_picture(segment, renderers.tokenizer.decode),
     )
 
 
@@ -324,19 +325,6 @@ def _why(request: ActRequest, before: list[int]) -> str:
     around = slice(max(0, position - 4), position + 8)  # a few tokens before, for people to find the place
     was, became = (renderer.decode(ids[around]) for ids in (before, after))
     return f"the template rewrites {was!r} to {became!r}"
-
-
-def mask_picture(segment: Segment, tokenizer: Any) -> tuple[tuple[str, bool], ...]:
-    """Return a segment's text in runs of trained and untrained tokens (Any: transformers is untyped)."""
-    pieces = []
-    start = 0
-    mask = segment.action_mask
-    for stop in range(1, len(segment) + 1):  # runs, because a character may spread over several tokens
-        if stop == len(segment) or mask[stop] != mask[start]:
-            text = tokenizer.decode(segment.token_ids[start:stop].tolist(), skip_special_tokens=False)
-            pieces.append((text, bool(mask[start])))
-            start = stop
-    return tuple(pieces)
 
 
 def _player_as_json(audit: PlayerAudit) -> dict[str, Any]:

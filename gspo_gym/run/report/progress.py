@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import re
 import shlex
 import sys
 import threading
@@ -30,7 +31,7 @@ from rich.text import Text
 
 from gspo_gym.rollout.episode_files import episode_paths, read_episodes
 from gspo_gym.rollout.ledger import Disposition, Terminal, read_ledger
-from gspo_gym.types import Message, Trajectory
+from gspo_gym.types import Message, Segment, Trajectory
 
 # Columns: the metrics whose sum is shown, the title and the format.
 _COLUMNS = (
@@ -298,14 +299,17 @@ def next_steps(folder: Path) -> list[tuple[list[str], str]]:
     config = tomllib.loads(path.read_text(encoding="utf-8"))
     python, rollout, seed = str(_relative(Path(sys.executable))), config["rollout"], config["run"]["seed"] + 1
     cli = [python, "-m", "gspo_gym.cli"]
-    steps: list[tuple[list[str], str]] = [([*cli, "doctor", str(folder)], "what could be better")]
+    steps: list[tuple[list[str], str]] = [
+        ([*cli, "report", str(folder), "--open"], "curves, and episodes token by token, in the browser"),
+        ([*cli, "doctor", str(folder)], "what could be better"),
+    ]
     if config.get("services", {}).get("task_url") is None:  # with one, the environment is in an app elsewhere
         options = [f"--option={key}={json.dumps(value)}" for key, value in rollout.get("env_config", {}).items()]
         play = [*cli, "env", "play", rollout["env_name"], "--mask", *options]
         steps.append((play, "play yourself, and see what is trained on"))
     if any((folder / "checkpoints").glob("step_*")):
         chat = [*cli, "models", "chat", str(folder)]
-        if len(steps) > 1:  # its environment is here
+        if len(steps) > 2:  # its environment is here
             steps.insert(0, ([*chat, "--env"], "watch it play, or take over its turns"))
         else:
             steps.insert(0, (chat, "talk with it"))
@@ -371,13 +375,46 @@ def print_episode(console: Console, title: str, trajectory: Trajectory) -> None:
     rewards = iter(trajectory.turns)
     for message in trajectory.messages:
         text.append(f"{message.role:>9}  ", style="dim")
-        text.append(_spoken(message), style=_SPEAKER_STYLES[message.role])
+        text.append(visible(_spoken(message)), style=_SPEAKER_STYLES[message.role])
         if message.role == "assistant" and (turn := next(rewards, None)) is not None and turn.reward is not None:
             text.append(f"   [{turn.reward:+.2f}]", style="dim")
         text.append("\n")
     verdict = {True: "success", False: "failure", None: trajectory.outcome.value}[trajectory.success]
     text.append(f"{verdict}, return {trajectory.reward:+.2f}", style="bold")
     console.print(Panel(text, title=f"{title}: {trajectory.task.task_id}", expand=False))
+
+
+# Control characters (but for the line's end), ANSI codes among them, and marks of writing direction.
+_CONTROL = re.compile("[\x00-\x09\x0b-\x1f\x7f-\x9f\u061c\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff]")
+
+
+def visible(text: str) -> str:
+    """Return the text with control characters as their code points, for they would act on the terminal.
+
+    >>> visible("a\\x1b[31mb")
+    'a⟨001b⟩[31mb'
+    """
+    return _CONTROL.sub(lambda found: f"⟨{ord(found[0]):04x}⟩", text)
+
+
+def mask_picture(segment: Segment, decode: Callable[..., str]) -> tuple[tuple[str, bool], ...]:
+    """Return a segment's text in runs of sampled and other tokens; `decode` is the tokenizer's."""
+    pieces = []
+    start = 0
+    mask = segment.action_mask
+    for stop in range(1, len(segment) + 1):  # runs, because a character may spread over several tokens
+        if stop == len(segment) or mask[stop] != mask[start]:
+            text = decode(segment.token_ids[start:stop].tolist(), skip_special_tokens=False)
+            pieces.append((text, bool(mask[start])))
+            start = stop
+    return tuple(pieces)
+
+
+def mask_text(segment: Segment, decode: Callable[..., str]) -> Text:
+    """Return a segment's text with the sampled tokens in green."""
+    return Text.assemble(
+        *((visible(text), "bold green" if is_sampled else "dim") for text, is_sampled in mask_picture(segment, decode))
+    )
 
 
 def _relative(path: Path) -> Path:

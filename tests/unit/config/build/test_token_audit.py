@@ -11,9 +11,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from gspo_gym.config.build.token_audit import PlayerAudit, TokenAudit, audit_tokens, mask_picture
+from gspo_gym.config.build.token_audit import PlayerAudit, TokenAudit, audit_tokens
 from gspo_gym.errors import UnknownNameError
 from gspo_gym.policy.tiny import tiny_tokenizer
+from gspo_gym.run.report.progress import mask_picture
 from gspo_gym.types import Segment
 
 TEMPLATES = Path(__file__).parents[2] / "chat" / "templates"
@@ -148,4 +149,4 @@ def test_the_picture_parts_a_segment_where_the_mask_changes() -> None:
         turn_index=np.array([-1, 0, 0, -1, 1]),
         weight_version=np.array([-1, 0, 0, -1, 0]),
     )
-    assert mask_picture(segment, tokenizer) == (("a", False), ("é", True), ("b", False), ("c", True))
+    assert mask_picture(segment, tokenizer.decode) == (("a", False), ("é", True), ("b", False), ("c", True))

@@ -1,0 +1,127 @@
+"""A run in a notebook: `run = gspo_gym.open_run("runs/quickstart")`, then `run.metrics` or `run.show()`."""
+
+from __future__ import annotations
+
+import html
+import importlib
+import sys
+import webbrowser
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from gspo_gym.errors import RecordError
+from gspo_gym.rollout.episode_files import episode_paths, read_episodes
+from gspo_gym.run.records import read_events, read_metrics
+from gspo_gym.run.registry import RunInfo, find_run, read_run
+
+if TYPE_CHECKING:
+    from gspo_gym.run.tokens import TokenFile
+    from gspo_gym.types import Trajectory
+
+
+def open_run(run: str | Path, *, folder: str | Path = "runs") -> Run:
+    """Return a run to look at, also one that is going on.
+
+    Args:
+        run: its folder, its name in `folder`, or the start of its id.
+        folder: where runs are looked for.
+
+    Raises:
+        ConfigError: there is no such run.
+
+    >>> open_run("nowhere")
+    Traceback (most recent call last):
+    gspo_gym.errors.ConfigError: nowhere: there is no such run, neither here nor in runs; ...
+    """
+    return Run(find_run(str(run), Path(folder)))
+
+
+class Run:
+    """A run's records, read again at every access.
+
+    Attributes:
+        folder: of the run.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __repr__(self) -> str:
+        info = self.info
+        score = "" if info.value is None else f", {info.score} {info.value:.3f}"
+        return f"Run({str(self.folder)!r}, {info.status}, step {info.step}{score})"
+
+    @property
+    def info(self) -> RunInfo:
+        """Return its status, how far it came, and its last score."""
+        return read_run(self.folder)
+
+    @property
+    def metrics(self) -> Any:
+        """Return the metrics: a pandas DataFrame with the step as index, without pandas a list of dictionaries.
+
+        Any: pandas need not be installed. A metric that a step does not have is NaN in the frame.
+        """
+        lines = [{key: value for key, value in line.items() if key != "schema"} for line in read_metrics(self.folder)]
+        try:
+            pandas = importlib.import_module("pandas")
+        except ImportError:
+            return lines
+        return pandas.DataFrame(lines).set_index("step") if lines else pandas.DataFrame()
+
+    @property
+    def events(self) -> list[dict[str, Any]]:
+        """Return the events, oldest first (Any: JSON values)."""
+        return read_events(self.folder)
+
+    def episodes(
+        self, *, step: int | None = None, evaluation: int | None = None, failed: bool | None = None
+    ) -> list[Trajectory]:
+        """Return recorded episodes.
+
+        Args:
+            step: of this training step; None: of the last one that has any.
+            evaluation: of the evaluation after this step, in place of training episodes.
+            failed: True: only those without success or with an error; False: only the others; None: all.
+
+        Raises:
+            RecordError: nothing is recorded of that step, or the file is damaged.
+        """
+        name = f"eval_{evaluation:06d}" if evaluation is not None else "step_" if step is None else f"step_{step:06d}"
+        paths = episode_paths(self.folder, name)
+        if not paths:
+            names = ", ".join(path.name.partition(".")[0] for path in episode_paths(self.folder))
+            raise RecordError(f"{self.folder}: has no episodes {name!r}; it has {names or 'none'}")
+        found = read_episodes(paths[-1])
+        if failed is None:
+            return found
+        return [each for each in found if (each.success is False or each.error is not None) == failed]
+
+    def tokens(self, step: int) -> TokenFile:
+        """Return what the learner saw of every sampled token of a step.
+
+        Raises:
+            RecordError: it is not recorded, or the file is damaged.
+        """
+        from gspo_gym.run.tokens import open_tokens
+
+        return open_tokens(self.folder, step)
+
+    def show(self, *, height: int = 800) -> Any:
+        """Return the page of the run, shown in a notebook in `height` pixels (Any: IPython need not be installed).
+
+        Outside a notebook, write the page into the run's folder and open it in the browser; return its path.
+        """
+        from gspo_gym.base.files import replace_file
+        from gspo_gym.cli.report import report_page
+
+        page = report_page(self.folder)
+        if "IPython" in sys.modules and sys.modules["IPython"].get_ipython() is not None:
+            display = importlib.import_module("IPython.display")
+            # A document of its own: neither its styles nor its script touch the notebook.
+            frame = '<iframe width="100%" height="{}" sandbox="allow-scripts" srcdoc="{}"></iframe>'
+            return display.HTML(frame.format(height, html.escape(page)))
+        path = self.folder / "report.html"
+        replace_file(path, page)
+        webbrowser.open(path.absolute().as_uri())
+        return path

@@ -1,0 +1,128 @@
+"""`gspo-gym report RUN`: one HTML file that shows a run, its curves, and its episodes token by token."""
+
+from __future__ import annotations
+
+import argparse
+import tomllib
+import webbrowser
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, get_args
+
+from pydantic import BaseModel
+
+from gspo_gym.base.files import flat_items, replace_file
+from gspo_gym.cli.doctor import diagnose, read_run
+from gspo_gym.config.run_config import RunConfig
+from gspo_gym.errors import RecordError
+from gspo_gym.rollout.episode_files import episode_paths
+from gspo_gym.run.registry import find_run
+from gspo_gym.run.report.page import saved_page
+from gspo_gym.run.report.page_data import run_values, step_values
+from gspo_gym.run.tokens import token_steps
+
+Json = Any  # the values of json.loads
+# Of where a run is, and of what is known of it elsewhere on the page.
+_NO_SETTINGS = ("run.folder", "model.label", "model.base", "rollout.env_name")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `report`."""
+    parser.add_argument("run_name", metavar="RUN", help="its folder, its name in runs/, or the start of its id")
+    parser.add_argument("--folder", type=Path, default=Path("runs"), help="where runs are looked for (runs)")
+    parser.add_argument("--beside", action="append", default=[], metavar="RUN", help="draw its curves, too; repeatable")
+    parser.add_argument("--step", type=int, action="append", metavar="N", help="episodes of this step; repeatable")
+    parser.add_argument("--episodes", type=int, default=128, help="at most this many in the file (128)")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="where it is written (report.html in the run)")
+    parser.add_argument("--open", action="store_true", help="open it in the browser")
+    parser.set_defaults(run=run_command)
+
+
+def run_command(arguments: argparse.Namespace) -> int:
+    """Write the page and print where it is."""
+    folder = find_run(arguments.run_name, arguments.folder)
+    others = [find_run(name, arguments.folder) for name in arguments.beside]
+    path = arguments.output or folder / "report.html"
+    steps = None if arguments.step is None else [f"step_{step:06d}" for step in arguments.step]
+    replace_file(path, report_page(folder, others=others, steps=steps, max_episodes=arguments.episodes))
+    print(f"{path} ({path.stat().st_size / 1000:.0f} kB)")
+    if arguments.open:
+        webbrowser.open(path.absolute().as_uri())
+    return 0
+
+
+def report_page(
+    folder: Path, *, others: Sequence[Path] = (), steps: Sequence[str] | None = None, max_episodes: int = 128
+) -> str:
+    """Return the page of a run as HTML.
+
+    Args:
+        folder: of the run.
+        others: runs whose curves are drawn beside its own.
+        steps: names of the files of episodes that are in it, such as "step_000012"; None: the last training step of
+            which tokens are recorded, before it the first one, and the last evaluation, as far as `max_episodes` goes.
+        max_episodes: whole groups are left out until no more episodes are left, but one group a file.
+
+    Raises:
+        RecordError: a file of a run is damaged, or a step has no episodes.
+    """
+    runs = [described_run(folder), *(run_values(other) for other in others)]
+    shown: list[dict[str, Json]] = []
+    left = max_episodes
+    for name in _default_steps(folder) if steps is None else steps:
+        if left > 0:
+            shown.append(step_values(folder, name, max_episodes=left))
+            left -= sum(len(group["episodes"]) for group in shown[-1]["groups"])
+    return saved_page(runs, sorted(shown, key=lambda step: (step["name"].startswith("step_"), step["step"])))
+
+
+def described_run(folder: Path) -> dict[str, Json]:
+    """Return `run_values` with what the doctor says and the settings that differ from their defaults."""
+    findings = [asdict(finding) for finding in diagnose(read_run(folder))]
+    return run_values(folder) | {"findings": findings, "settings": changed_settings(folder)}
+
+
+def changed_settings(folder: Path) -> list[tuple[str, Json, Json]]:
+    """Return key, value and default of the run's settings that differ from their defaults; None: it has no default.
+
+    Raises:
+        RecordError: config.toml cannot be read.
+    """
+    path = folder / "config.toml"
+    try:
+        table = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise RecordError(f"{path}: cannot be read: {error}") from error
+    usual = dict(_defaults())
+    given = [(key, value) for key, value in flat_items(table) if key not in _NO_SETTINGS]
+    return [(key, value, usual.get(key)) for key, value in given if key not in usual or usual[key] != value]
+
+
+def _defaults() -> Iterator[tuple[str, Json]]:
+    for name, field in RunConfig.model_fields.items():
+        for section in (field.annotation, *get_args(field.annotation)):
+            if isinstance(section, type) and issubclass(section, BaseModel):
+                values = {
+                    key: value.get_default(call_default_factory=True)
+                    for key, value in section.model_fields.items()
+                    if not value.is_required()
+                }
+                yield from flat_items({name: _as_toml(values)})
+
+
+def _as_toml(value: Json) -> Json:
+    """Return values as a TOML file gives them back: without None, tuples as lists."""
+    if isinstance(value, BaseModel):
+        value = value.model_dump()
+    if isinstance(value, Mapping):
+        return {key: _as_toml(item) for key, item in value.items() if item is not None}
+    return [_as_toml(item) for item in value] if isinstance(value, tuple | list) else value
+
+
+def _default_steps(folder: Path) -> list[str]:
+    names = [path.name.partition(".")[0] for path in episode_paths(folder)]
+    played = [name for name in names if name.startswith("step_")]
+    with_tokens = [name for step in token_steps(folder) if (name := f"step_{step:06d}") in played] or played
+    evaluations = [name for name in names if name.startswith("eval_")]
+    return list(dict.fromkeys([*with_tokens[-1:], *with_tokens[:1], *evaluations[-1:]]))

@@ -1,0 +1,186 @@
+"""`gspo-gym view RUN | FOLDER`: the page of `report`, live: new steps appear as they land.
+
+The server reads the folders and changes nothing. It is on loopback, and its URL has a token: other users of the machine
+and pages of other sites get nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import hmac
+import json
+import secrets
+import signal
+import threading
+import webbrowser
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from gspo_gym.errors import GymError, MissingExtraError
+
+if TYPE_CHECKING:
+    from starlette.requests import Request
+    from starlette.responses import Response
+
+    from gspo_gym.remote.guard import App
+    from gspo_gym.run.registry import RunInfo
+
+Json = Any  # the values of json.loads
+_POLL_SECONDS = 1.0
+# Of a run: a change of one of these is something new to show.
+_WATCHED = ("metrics.jsonl", "events.jsonl", "episodes", "tokens", "summary.json")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `view`."""
+    parser.add_argument(
+        "name", nargs="?", default="runs", metavar="RUN|FOLDER", help="a run, or a folder with runs (runs)"
+    )
+    parser.add_argument("--port", type=int, default=0, help="on 127.0.0.1; 0 takes any that is free (default)")
+    parser.add_argument("--no-open", action="store_true", help="print the URL, and open no browser")
+    parser.set_defaults(run=run_command)
+
+
+def run_command(arguments: argparse.Namespace) -> int:
+    """Serve until SIGTERM or Ctrl-C; print the URL once browsers may connect.
+
+    Raises:
+        ConfigError: there is no such run or folder, or the port is taken.
+        MissingExtraError: uvicorn is not installed.
+    """
+    try:
+        from gspo_gym.remote.gateway.loop_server import LoopServer
+    except ImportError as error:
+        raise MissingExtraError("the live page needs: pip install 'gspo-gym[serve]'") from error
+    token, is_stopping = secrets.token_urlsafe(24), threading.Event()
+    app = create_app(_viewed(Path(arguments.name)), token, is_stopping)
+    server = LoopServer(app, host="127.0.0.1", port=arguments.port)
+
+    async def serve() -> None:
+        stop = asyncio.Event()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, stop.set)
+        await server.start()
+        url = f"{server.url}/?token={token}"
+        print(url, flush=True)
+        if not arguments.no_open:
+            webbrowser.open(url)
+        await stop.wait()
+        is_stopping.set()  # ends what is streamed to browsers, for which the server would wait
+        await server.stop()
+
+    asyncio.run(serve())
+    return 0
+
+
+def create_app(folder: Path, token: str, is_stopping: threading.Event) -> App:
+    """Return the server's application.
+
+    Args:
+        folder: a run's, or one with runs in it, which may come later.
+        token: a browser that opens "/?token=..." gets it as a cookie, which all other routes need.
+        is_stopping: streams of changes end when it is set.
+    """
+    from starlette.applications import Starlette
+    from starlette.responses import HTMLResponse, RedirectResponse, StreamingResponse
+    from starlette.routing import Route
+
+    from gspo_gym.cli.report import described_run
+    from gspo_gym.remote.guard import Guard
+    from gspo_gym.run.report.page import live_page
+    from gspo_gym.run.report.page_data import run_values, step_values
+
+    def runs(_: Request) -> list[Json]:
+        return [{"name": name, **run.to_dict()} for name, run in _runs_in(folder).items()]
+
+    def run(request: Request) -> dict[str, Json]:
+        path = _runs_in(folder)[request.query_params.get("run", "")].folder
+        # A run beside the first one shows its curves only.
+        return run_values(path) if "beside" in request.query_params else described_run(path)
+
+    def step(request: Request) -> dict[str, Json]:
+        path = _runs_in(folder)[request.query_params.get("run", "")].folder
+        return step_values(path, request.query_params.get("name", ""))
+
+    def changes(_: Request) -> StreamingResponse:
+        return StreamingResponse(_changes(folder, is_stopping), media_type="text/event-stream")
+
+    def page(_: Request) -> HTMLResponse:
+        return HTMLResponse(live_page(folder.name), headers={"Cache-Control": "no-store"})
+
+    async def front(request: Request) -> Response:
+        given = request.query_params.get("token")
+        if given is None:
+            return await _guarded(page, token)(request)
+        answer = RedirectResponse("/")  # the token does not stay in the address, nor in the browser's history
+        answer.set_cookie(_cookie_name(request), given, httponly=True, samesite="strict")
+        return answer
+
+    answers = (runs, run, step, changes)
+    routes = [Route("/", front), *(Route(f"/{each.__name__}", _guarded(each, token)) for each in answers)]
+    return Guard(Starlette(routes=routes), open_paths=())
+
+
+def _guarded(answer: Callable[[Request], Any], token: str) -> Callable[[Request], Awaitable[Response]]:
+    """Return the route of a function of a request, which runs in a thread: it reads files."""
+    from starlette.concurrency import run_in_threadpool
+    from starlette.responses import JSONResponse, PlainTextResponse
+
+    async def route(request: Request) -> Response:
+        cookie = request.cookies.get(_cookie_name(request), "")
+        if not hmac.compare_digest(cookie.encode(), token.encode()):
+            return PlainTextResponse("open the URL that `gspo-gym view` printed, with its token", status_code=403)
+        try:
+            values = await run_in_threadpool(answer, request)
+        except KeyError as error:
+            return PlainTextResponse(f"there is no run {error}", status_code=404)
+        except GymError as error:
+            return PlainTextResponse(str(error), status_code=404)
+        return JSONResponse(values) if isinstance(values, dict | list) else values
+
+    return route
+
+
+def _runs_in(folder: Path) -> dict[str, RunInfo]:
+    """Return the runs by their path in the folder; the folder of a run by its own name."""
+    from gspo_gym.run.registry import list_runs
+
+    return {
+        folder.name if run.folder == folder else str(run.folder.relative_to(folder)): run for run in list_runs(folder)
+    }
+
+
+def _viewed(path: Path) -> Path:
+    from gspo_gym.run.registry import find_run
+
+    return path if path.is_dir() else find_run(str(path), Path("runs"))
+
+
+def _cookie_name(request: Request) -> str:
+    return f"gspo_gym_{request.url.port}"  # cookies are a host's, whatever its port
+
+
+async def _changes(folder: Path, is_stopping: threading.Event) -> AsyncIterator[str]:
+    """Yield a server-sent event with the names of the runs that have changed, once for each change."""
+    seen: dict[str, list[Json]] = {}
+    while not is_stopping.is_set():
+        now = await asyncio.to_thread(lambda: {name: _stamps(run.folder) for name, run in _runs_in(folder).items()})
+        changed = [name for name, stamps in now.items() if seen.get(name) != stamps]
+        if seen and changed:
+            yield f"data: {json.dumps(changed)}\n\n"
+        elif not seen:
+            yield ": watching\n\n"
+        seen = now
+        await asyncio.sleep(_POLL_SECONDS)
+
+
+def _stamps(folder: Path) -> list[Json]:
+    stamps: list[Json] = []
+    for name in _WATCHED:
+        with contextlib.suppress(OSError):
+            status = (folder / name).stat()
+            stamps.append((name, status.st_mtime_ns, status.st_size))
+    return stamps

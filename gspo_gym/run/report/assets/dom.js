@@ -1,0 +1,65 @@
+"use strict";
+// Elements and texts. Every text of a run reaches the page through `textContent`: nothing of it is ever markup.
+
+function element(tag, attributes = {}, ...children) {
+  const made = document.createElement(tag);
+  for (const [name, value] of Object.entries(attributes)) {
+    if (name.startsWith("on")) made.addEventListener(name.slice(2), value);
+    else if (name === "class") made.className = value;
+    else if (value === true) made.setAttribute(name, "");
+    else if (value !== null && value !== undefined && value !== false) made.setAttribute(name, value);
+  }
+  made.append(...children.flat().filter((child) => child !== null && child !== undefined).map((child) =>
+    child instanceof Node ? child : document.createTextNode(String(child))));
+  return made;
+}
+
+// float32 has at most 9 significant decimal digits; null is "not measured" and never 0.
+function number(value, digits = 9) {
+  if (value === null || value === undefined || Number.isNaN(value)) return "–";
+  return String(Number(Number(value).toPrecision(digits)));
+}
+
+function signed(value, digits = 3) {
+  if (value === null || value === undefined) return "–";
+  return (value > 0 ? "+" : "") + number(value, digits);
+}
+
+function percent(value) {
+  return value === null || value === undefined ? "–" : `${(100 * value).toFixed(1)}%`;
+}
+
+function duration(seconds) {
+  if (seconds === null || seconds === undefined) return "–";
+  if (seconds < 60) return `${number(seconds, 3)} s`;
+  const minutes = Math.floor(seconds / 60);
+  return minutes < 60 ? `${minutes} min ${Math.round(seconds % 60)} s` : `${Math.floor(minutes / 60)} h ${minutes % 60} min`;
+}
+
+const CONTROL = /[\u0000-\u0009\u000b-\u001f\u007f-\u009f\u061c\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff]/g;
+const MAX_SHOWN = 4000;
+
+// Control characters, ANSI codes and marks of writing direction are shown as their code points, and act on nothing.
+function visible(text, limit = MAX_SHOWN) {
+  const cut = text.length > limit ? `${text.slice(0, limit)}… (${text.length.toLocaleString("en")} characters)` : text;
+  return cut.replace(CONTROL, (mark) => `⟨${mark.codePointAt(0).toString(16).padStart(4, "0")}⟩`);
+}
+
+function facts(pairs) {
+  return element("dl", { class: "facts" }, pairs.filter(([, value]) => value !== null && value !== undefined && value !== "")
+    .map(([name, value]) => [element("dt", {}, name), element("dd", {}, value instanceof Node ? value : visible(String(value)))]).flat());
+}
+
+function table(heads, rows, numeric = []) {
+  const kind = (i) => (numeric.includes(i) ? { class: "number" } : {});
+  return element("div", { class: "scroll" }, element("table", {},
+    element("thead", {}, element("tr", {}, heads.map((head, i) => element("th", { scope: "col", ...kind(i) }, head)))),
+    element("tbody", {}, rows.map((row) => element("tr", {}, row.map((cell, i) => element("td", kind(i),
+      cell instanceof Node ? cell : visible(String(cell ?? "–")))))))));
+}
+
+function chooser(label, values, chosen, onchange) {
+  const select = element("select", { onchange: () => onchange(select.value) },
+    values.map(([value, text]) => element("option", { value, selected: value === chosen }, text)));
+  return element("label", {}, `${label} `, select);
+}

@@ -1,0 +1,48 @@
+"use strict";
+// The live page: data come from the server that sent it, and again when it says that something has changed.
+
+class LiveSource {
+  async ask(path, values = {}) {
+    const response = await fetch(`${path}?${new URLSearchParams(values)}`);
+    if (!response.ok) throw new Error(await response.text());
+    return response.json();
+  }
+
+  async open(place) {
+    this.runs = await this.ask("runs");
+    if (!this.runs.length) throw new Error("There is no run yet. This page looks again every second.");
+    this.name = this.runs.some(({ name }) => name === place.run) ? place.run : this.runs[0].name;
+    const beside = (place.beside ?? "").split(",").filter((name) => name && name !== this.name && this.runs.some((run) => run.name === name));
+    const found = await Promise.all([this.ask("run", { run: this.name }), ...beside.map((name) => this.ask("run", { run: name, beside: 1 }))]);
+    return found;
+  }
+
+  steps() {
+    return page.runs[0].steps;
+  }
+
+  step(name) {
+    return this.ask("step", { run: this.name, name });
+  }
+
+  watch(onchange) {
+    const events = new EventSource("changes");
+    events.onmessage = ({ data }) => onchange(JSON.parse(data));
+    events.onerror = () => { document.getElementById("status").textContent += " (not connected)"; };
+  }
+}
+
+function showRuns(main, place) {
+  const beside = new Set((place.beside ?? "").split(",").filter(Boolean));
+  const box = (name) => element("input", { type: "checkbox", checked: beside.has(name), "aria-label": `curves of ${name}`, onchange: (event) => {
+    if (event.target.checked) beside.add(name); else beside.delete(name);
+    go({ view: "runs", run: page.source.name, beside: [...beside].join(",") });
+  } });
+  main.replaceChildren(element("h2", {}, `${page.source.runs.length} runs`), table(["beside", "run", "status", "step", "score", "value", "updated"],
+    page.source.runs.map((run) => [box(run.name), element("a", { href: hashOf({ view: "run", run: run.name, beside: place.beside }) }, visible(run.name, 80)),
+      run.status, run.step, run.score, number(run.value, 4), new Date(1000 * run.updated).toLocaleString()]), [3, 5]));
+}
+
+VIEWS.runs = showRuns;
+document.querySelector("header nav").prepend(element("a", { href: "#view=runs" }, "Runs"));
+start(new LiveSource());

@@ -1,0 +1,302 @@
+"""What the page of a run shows, as JSON values, read from the run's folder.
+
+`run_values` is the run at a glance and its curves; `step_values` is one file of episodes, token by token. The saved
+page holds both, the live one asks for them as they are needed. Numbers that a record has as null stay null: a page must
+not show 0 where nothing was measured.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from gspo_gym.errors import RecordError
+from gspo_gym.judge.records import JUDGEMENTS_FILE, JudgedEpisode, latest_judgements, read_judgements
+from gspo_gym.learning.tokens import PASS_COLUMNS, Clip, Fate
+from gspo_gym.rollout.episode_files import episode_paths, read_episodes
+from gspo_gym.run.recording import METRICS
+from gspo_gym.run.records import read_events, read_metrics
+from gspo_gym.run.registry import read_run
+from gspo_gym.run.tokens import TokenFile, open_tokens, token_path
+from gspo_gym.types import Trajectory
+
+Json = Any  # the values of json.loads
+# A curve has at most this many points on the page: more than a screen has columns.
+MAX_POINTS = 2000
+_MAX_EVENT_CHARS = 300
+
+
+def run_values(folder: Path) -> dict[str, Json]:
+    """Return the run at a glance, its curves, its evaluations and its events.
+
+    Raises:
+        RecordError: a file of the run is damaged.
+    """
+    config = _config(folder)
+    events = read_events(folder)
+    return {
+        "run": read_run(folder).to_dict() | {"label": config["model"].get("label", folder.name)},
+        "about": _about(config),
+        "metrics": _metrics(read_metrics(folder)),
+        "evaluations": [_evaluation(event) for event in events if event["kind"] == "evaluation"],
+        "events": [_event(event) for event in events if event["kind"] != "evaluation"],
+        "steps": [path.name.partition(".")[0] for path in episode_paths(folder)],
+    }
+
+
+def step_values(folder: Path, name: str, *, max_episodes: int | None = None) -> dict[str, Json]:
+    """Return one file of episodes, in groups of the same task, with the text of every token.
+
+    Args:
+        folder: of the run.
+        name: of the file without its endings, such as "step_000012" or "eval_000010".
+        max_episodes: groups are left out, the last first, until no more episodes are left; None: all.
+
+    Raises:
+        RecordError: there is no such file, or it is damaged.
+    """
+    found = [path for path in episode_paths(folder, name) if path.name.partition(".")[0] == name]
+    if not found:
+        raise RecordError(f"{folder}: has no episodes {name!r}")
+    step = int(name.rpartition("_")[2]) if name[-1].isdigit() else 0
+    tokens = open_tokens(folder, step) if name.startswith("step_") and token_path(folder, step).exists() else None
+    judged = latest_judgements(read_judgements(folder / JUDGEMENTS_FILE))
+    groups: dict[str, list[Trajectory]] = defaultdict(list)
+    for trajectory in read_episodes(found[0]):
+        groups[_group_of(name, trajectory)].append(trajectory)
+    shown: list[dict[str, Json]] = []
+    num_episodes = 0
+    for members in groups.values():
+        if max_episodes is not None and num_episodes + len(members) > max(max_episodes, len(members)):
+            break
+        num_episodes += len(members)
+        leaves = _divergences(members)
+        shown.append(
+            {
+                "task": members[0].task.task_id,
+                "options": dict(members[0].task.options),
+                "episodes": [
+                    _episode(each, judged.get((each.trajectory_id, each.attempt)), leaves[i]) | _columns(each, tokens)
+                    for i, each in enumerate(members)
+                ],
+            }
+        )
+    used = {i for group in shown for each in group["episodes"] for segment in each["segments"] for i in segment["ids"]}
+    return {
+        "name": name,
+        "step": step,
+        "num_episodes": sum(map(len, groups.values())),
+        "loss": None if tokens is None else _loss(folder, step),
+        "names": {"clip": [each.name.lower() for each in Clip], "fate": [each.name.lower() for each in Fate]},
+        "groups": shown,
+        "vocabulary": _texts(folder, used),
+    }
+
+
+def _group_of(name: str, trajectory: Trajectory) -> str:
+    # Evaluations play each task once; side by side they would be groups of one.
+    return trajectory.task.task_id if name.startswith("step_") else trajectory.task.env_id
+
+
+def _config(folder: Path) -> dict[str, Json]:
+    path = folder / "config.toml"
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise RecordError(f"{path}: cannot be read: {error}") from error
+
+
+def _about(config: Mapping[str, Json]) -> dict[str, str]:
+    rollout = config.get("rollout", {})
+    sources = [rollout, *rollout.get("mixture", ())]
+    values = {
+        "environment": ", ".join(source["env_name"] for source in sources if source.get("env_name")),
+        "model": str(config["model"].get("base") or config["model"].get("source") or ""),
+        "objective": str(config.get("algorithm", {}).get("variety", "")),
+        "engine": str(rollout.get("engine", "")),
+    }
+    return {key: value for key, value in values.items() if value}
+
+
+def _metrics(lines: Sequence[Mapping[str, Json]]) -> dict[str, Json]:
+    """Return the metrics by column, thinned to every `stride`-th step and the last one."""
+    stride = -(-len(lines) // MAX_POINTS) or 1
+    kept = [line for i, line in enumerate(lines) if (len(lines) - 1 - i) % stride == 0]
+    names = sorted({name for line in kept for name in line if "/" in name})
+    return {
+        "step": [line["step"] for line in kept],
+        "time": [line["time"] for line in kept],
+        "values": {name: [line.get(name) for line in kept] for name in names},
+        "help": {name: METRICS[name] for name in names if name in METRICS},
+        "stride": stride,
+    }
+
+
+def _evaluation(event: Mapping[str, Json]) -> dict[str, Json]:
+    data = event["data"]
+    score = data.get("score", "mean_return")
+    interval = data.get("success_interval" if score == "success_rate" else f"{score}_interval") or (None, None)
+    return {
+        "step": event["step"],
+        "time": event["time"],
+        "score": score,
+        "value": data.get(score),
+        "low": interval[0],
+        "high": interval[1],
+        "num_episodes": data.get("num_episodes"),
+    }
+
+
+def _event(event: Mapping[str, Json]) -> dict[str, Json]:
+    told = ", ".join(f"{key}: {value}" for key, value in event["data"].items())
+    return {key: event[key] for key in ("seq", "time", "step", "kind")} | {"text": told[:_MAX_EVENT_CHARS]}
+
+
+def _episode(trajectory: Trajectory, judged: JudgedEpisode | None, leaves: tuple[int, int] | None) -> dict[str, Json]:
+    return {
+        "id": trajectory.trajectory_id,
+        "attempt": trajectory.attempt,
+        "task": trajectory.task.task_id,
+        "outcome": trajectory.outcome.value,
+        "success": trajectory.success,
+        "return": trajectory.reward if trajectory.is_scored else None,
+        "error": trajectory.error,
+        "seconds": trajectory.timing.total_seconds,
+        "messages": [message.to_dict() for message in trajectory.messages],
+        "turns": [
+            {
+                "segment": turn.segment,
+                "observation": turn.observation_span,
+                "action": turn.action_span,
+                "finish": turn.finish_reason.value,
+                "parse": turn.parse.value,
+                "reward": turn.reward,
+                "terms": dict(turn.reward_terms),
+                "events": turn.events,
+            }
+            for turn in trajectory.turns
+        ],
+        "segments": [
+            {"ids": segment.token_ids.tolist(), "sampled": np.flatnonzero(segment.action_mask).tolist()}
+            for segment in trajectory.segments
+        ],
+        "diverges": leaves,
+        "judge": None if judged is None else _judgement(judged),
+    }
+
+
+def _columns(trajectory: Trajectory, tokens: TokenFile | None) -> dict[str, Json]:
+    """Return the columns of the sampled tokens, segment after segment: the environment's have no numbers.
+
+    `passes` are the columns that each pass of the update over the batch has of its own.
+    """
+    if tokens is None or trajectory.trajectory_id not in tokens.spans:
+        sampled = [
+            (segment.rollout_logprobs, segment.weight_version, segment.action_mask) for segment in trajectory.segments
+        ]
+        return {
+            "columns": {
+                "rollout_logprob": [x for logprobs, _, mask in sampled for x in _numbers(logprobs[mask])],
+                "weight_version": [x for _, versions, mask in sampled for x in versions[mask].tolist()],
+            },
+            "passes": [{}],
+        }
+    columns = tokens.columns(trajectory.trajectory_id)
+    return {
+        "columns": {
+            name: _numbers(values)
+            for name, values in columns.items()
+            if name not in PASS_COLUMNS and not _is_unknown(values)
+        },
+        "passes": [
+            {
+                name: _numbers(columns[name][i])
+                for name in PASS_COLUMNS
+                if columns[name].ndim == 2 and not _is_unknown(columns[name][i])
+            }
+            for i in range(tokens.num_passes)
+        ],
+    }
+
+
+def _is_unknown(values: np.ndarray[Any, Any]) -> bool:
+    return values.dtype.kind == "f" and bool(np.isnan(values).all())
+
+
+def _numbers(values: np.ndarray[Any, Any]) -> list[float | int | None]:
+    """Return a float32 as the shortest decimal that reads back as the same float32, and null where it is not finite."""
+    if values.dtype.kind != "f":
+        return list(values.tolist())
+    return [
+        float(text) if is_known else None
+        for text, is_known in zip(values.astype(str), np.isfinite(values), strict=True)
+    ]
+
+
+def _loss(folder: Path, step: int) -> float | None:
+    return next((line.get("loss/total") for line in read_metrics(folder) if line["step"] == step), None)
+
+
+def _judgement(judged: JudgedEpisode) -> dict[str, Json]:
+    judgement = judged.judgement
+
+    def review(part: Any) -> dict[str, Json]:
+        criteria = {key: {"score": each.score, "reason": each.reason} for key, each in part.criteria.items()}
+        return {"total": part.total, "summary": part.summary, "criteria": criteria}
+
+    return {
+        "judge": judgement.judge,
+        "events": [review(each) for each in judgement.event_reviews],
+        "outcome": None if judgement.outcome_review is None else review(judgement.outcome_review),
+        "flags": judgement.flags,
+        "env_return": judged.env_return,
+        "episode_return": judged.episode_return,
+    }
+
+
+def _divergences(group: Sequence[Trajectory]) -> list[tuple[int, int] | None]:
+    """Return, by episode, the segment and the token at which it leaves the last of its siblings; None: it has none.
+
+    That is the length of the longest prefix that it shares with any sibling.
+    """
+    none = np.zeros(0, np.int32)
+    tokens = [np.concatenate([none, *(segment.token_ids for segment in each.segments)]) for each in group]
+    leaves: list[tuple[int, int] | None] = []
+    for i, mine in enumerate(tokens):
+        shared = [_common(mine, other) for j, other in enumerate(tokens) if j != i]
+        place = max(shared, default=len(mine))
+        segment = 0
+        while segment < len(group[i].segments) and place >= len(group[i].segments[segment]):
+            place -= len(group[i].segments[segment])
+            segment += 1
+        leaves.append((segment, place) if segment < len(group[i].segments) else None)
+    return leaves
+
+
+def _common(a: np.ndarray[Any, Any], b: np.ndarray[Any, Any]) -> int:
+    size = min(len(a), len(b))
+    differ = np.flatnonzero(a[:size] != b[:size])
+    return int(differ[0]) if len(differ) else size
+
+
+def _texts(folder: Path, ids: Iterable[int]) -> dict[int, str]:
+    """Return the text of each token id; none without a tokenizer in a checkpoint of the run."""
+    tokenizer = run_tokenizer(folder)
+    if tokenizer is None:
+        return {}
+    texts = {i: tokenizer.decode([i], skip_special_tokens=False) for i in sorted(ids)}
+    # A part of a character has no text of its own: its name in the vocabulary says which bytes it is.
+    return {i: tokenizer.id_to_token(i) or text if "\ufffd" in text else text for i, text in texts.items()}
+
+
+def run_tokenizer(folder: Path) -> Any | None:
+    """Return the `tokenizers.Tokenizer` of a run's newest checkpoint (Any: untyped); None: it has none."""
+    from tokenizers import Tokenizer
+
+    paths = sorted((folder / "checkpoints").glob("step_*/tokenizer.json"))
+    return Tokenizer.from_file(str(paths[-1])) if paths else None

@@ -1,0 +1,80 @@
+"""A run opened in a notebook, and its episodes in the terminal, from files written here."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import gspo_gym
+from gspo_gym.cli.main import main
+from gspo_gym.errors import ConfigError, RecordError
+from gspo_gym.rollout.episode_files import write_episodes
+from gspo_gym.types import FinishReason, Message, Outcome, Segment, Task, Trajectory, Turn
+
+
+def _episode(number: int, *, success: bool, reward: float, text: str = "4") -> Trajectory:
+    return Trajectory(
+        trajectory_id=f"step_000001/group_0000/{number}",
+        attempt=0,
+        task=Task("Sums-v0", number, {}),
+        sampling_seed=0,
+        segments=(
+            Segment(
+                token_ids=np.array([1, 2]),
+                action_mask=np.array([False, True]),
+                rollout_logprobs=np.array([0.0, -1.0]),
+                turn_index=np.array([-1, 0]),
+                weight_version=np.array([-1, 0]),
+            ),
+        ),
+        turns=(Turn(0, 0, (0, 1), (1, 2), FinishReason.STOP, reward=reward),),
+        messages=(Message("user", "2 + 2"), Message("assistant", text)),
+        outcome=Outcome.TERMINATED,
+        success=success,
+        error=None,
+    )
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    run = tmp_path / "sums"
+    (run / "episodes").mkdir(parents=True)
+    (run / "config.toml").write_text("# run 0123456789abcdef\n[model]\nlabel = 'sums'\n")
+    started = {"schema": 1, "seq": 1, "time": 0.0, "step": 0, "kind": "started", "data": {"run": "0123456789abcdef"}}
+    (run / "events.jsonl").write_text(json.dumps(started) + "\n")
+    lines = [{"schema": 1, "step": step, "time": 1.0, "loss/total": -0.5 * step} for step in (1, 2)]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    episodes = [
+        _episode(0, success=False, reward=-1.0, text="5\x1b[2J"),
+        _episode(1, success=True, reward=2.0),
+        _episode(2, success=True, reward=1.0),
+    ]
+    write_episodes(run / "episodes" / "step_000001.jsonl.gz", episodes)
+    return run
+
+
+def test_an_opened_run_gives_its_metrics_and_the_episodes_asked_for(folder: Path) -> None:
+    run = gspo_gym.open_run("0123", folder=folder.parent)  # the start of its id
+    assert run.folder == folder
+    assert run.metrics["loss/total"].to_dict() == {1: -0.5, 2: -1.0}
+    assert [episode.task.seed for episode in run.episodes(failed=True)] == [0]
+    assert [episode.task.seed for episode in run.episodes(step=1, failed=False)] == [1, 2]
+    with pytest.raises(RecordError, match="has no episodes 'step_000009'; it has step_000001"):
+        run.episodes(step=9)
+    with pytest.raises(ConfigError, match="there is no such run"):
+        gspo_gym.open_run("sum", folder=folder.parent)
+
+
+def test_episodes_are_printed_best_first_and_their_control_characters_do_not_act(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["episodes", str(folder), "--best", "--limit", "2"]) == 0
+    shown = capsys.readouterr().out
+    assert shown.index("return +2.00") < shown.index("return +1.00")
+    assert "2 of 3 episodes" in shown
+    assert main(["episodes", str(folder), "--failed"]) == 0
+    assert "5⟨001b⟩[2J" in capsys.readouterr().out
+    assert main(["episodes", str(folder), "--task", "Sums-v0#7"]) == 1
