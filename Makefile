@@ -10,6 +10,7 @@ PIP_INSTALL := $(BIN)/python $(PIP) --constraint constraints.txt
 SUITES := .venv-foreign
 VERIFIERS := .venv-verifiers
 VLLM := .venv-vllm
+BROWSER := .venv-browser
 # The oldest openai package that we take, in a folder before the one of .venv: 2.x stands on httpx, 3.x on httpx2.
 OPENAI_2 := .openai-2
 OPENAI_TESTS := tests/unit/engine/endpoint/test_http_engine.py tests/fault/test_http_engine_faults.py \
@@ -20,7 +21,7 @@ OPENAI_TESTS := tests/unit/engine/endpoint/test_http_engine.py tests/fault/test_
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2
 SITE_PACKAGES := import sysconfig; print(sysconfig.get_path('purelib'))
 
-.PHONY: quickstart test lint types unit slow foreign openai-2 vllm environments benchmark clean
+.PHONY: quickstart test lint types unit slow foreign openai-2 vllm browser environments benchmark clean
 
 quickstart: $(VENV)/.run
 	$(BIN)/python -m gspo_gym.train configs/quickstart.toml --set-aside
@@ -29,7 +30,7 @@ quickstart: $(VENV)/.run
 # come first; so the long ones that mostly use one, vllm and foreign, end side by side.
 test: lint types
 	$(MAKE) --jobs 2 environments
-	$(MAKE) --jobs 2 unit slow vllm foreign openai-2
+	$(MAKE) --jobs 2 unit slow vllm foreign openai-2 browser
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
@@ -55,13 +56,16 @@ openai-2: $(OPENAI_2)/.installed
 vllm: $(VLLM)/.installed
 	$(VLLM)/bin/python -m pytest tests/vllm
 
-environments: $(VLLM)/.installed $(SUITES)/.installed $(VERIFIERS)/.installed $(OPENAI_2)/.installed
+browser: $(BROWSER)/.installed
+	OMP_NUM_THREADS=1 $(BROWSER)/bin/python -m pytest tests/browser
+
+environments: $(BROWSER)/.installed $(VLLM)/.installed $(SUITES)/.installed $(VERIFIERS)/.installed $(OPENAI_2)/.installed
 
 benchmark: $(VENV)/.run
 	$(BIN)/python -m benchmarks engines
 
 clean:
-	rm -rf $(VENV) $(SUITES) $(VERIFIERS) $(VLLM) $(OPENAI_2) build dist *.egg-info
+	rm -rf $(VENV) $(SUITES) $(VERIFIERS) $(VLLM) $(BROWSER) $(OPENAI_2) build dist *.egg-info
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
@@ -98,6 +102,13 @@ $(VLLM)/.installed: tests/vllm/requirements.txt constraints.txt | $(VENV)/.dev
 	$(VLLM)/bin/python $(PIP) --requirement $<
 	$(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	$(call see_ours,$(VLLM))
+
+# The browsers are Debian's; on another system, whatever is called chromium and firefox.
+$(BROWSER)/.installed: tests/browser/requirements.txt | $(VENV)/.dev
+	$(PYTHON) -m venv --clear $(BROWSER)
+	$(BROWSER)/bin/python $(PIP) --requirement $<
+	tests/browser/install_browsers
+	$(call see_ours,$(BROWSER))
 
 # addsitedir and not a plain path, because our packages are installed as editable, which is a .pth file itself.
 define see_ours

@@ -1,0 +1,233 @@
+"""The saved page in a real browser: its numbers are the record's, it asks for nothing, and texts stay texts."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from axe_playwright_python.sync_playwright import Axe
+from playwright.sync_api import Browser, Page
+from safetensors.numpy import load_file
+
+from gspo_gym.cli.report import report_page
+from gspo_gym.rollout.episode_files import read_episodes, write_episodes
+from gspo_gym.types import FinishReason, Message, Outcome, Segment, Task, Trajectory, Turn
+from tests.browser.conftest import open_page, until
+
+# Reads what the page shows of every sampled token of the episode that it is at, as a person would by hovering.
+_ALL_TOKENS = """() => [...document.querySelectorAll("article > .turn .token.sampled")].map((span) => {
+  span.dispatchEvent(new MouseEvent("mouseenter"));
+  const shown = {};
+  for (const cell of document.querySelectorAll(".detail [data-name]")) shown[cell.dataset.name] = cell.textContent;
+  return shown;
+})"""
+
+
+def _metrics(run: Path, step: int) -> dict[str, Any]:
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return next(line for line in lines if line["step"] == step)
+
+
+def test_ratios_and_shares_of_the_loss_that_the_page_shows_are_those_recomputed_from_the_files(
+    page: Page, run: Path, saved: Path
+) -> None:
+    assert tomllib.loads((run / "config.toml").read_text())["loss"].get("unit", "trajectory") == "trajectory"
+    columns = load_file(run / "tokens/step_000004.safetensors")
+    episodes = read_episodes(run / "episodes/step_000004.jsonl.gz")
+    open_page(page, f"{saved.as_uri()}#view=episodes&step=step_000004")
+
+    shown_sum = float(page.text_content("#loss-sum") or "nan")
+    assert shown_sum == pytest.approx(_metrics(run, 4)["loss/total"], abs=1e-6)
+
+    start = shown = 0
+    for episode in episodes:
+        stop = start + episode.num_actions
+        now, old = (columns[name][..., start:stop].astype(np.float64) for name in ("logprob", "old_logprob"))
+        page.evaluate(
+            "hash => { location.hash = hash }", f"#view=episodes&step=step_000004&episode={episode.trajectory_id}"
+        )
+        page.wait_for_selector(f'article[aria-label="{episode.trajectory_id}"]')
+        tokens = page.evaluate(_ALL_TOKENS)
+        assert [int(token["id"]) for token in tokens] == [
+            int(token) for segment in episode.segments for token in segment.token_ids[segment.action_mask]
+        ]
+        for i, token in enumerate(tokens):
+            if "ratio" in token:
+                # 1e-6: both sides are float32 with 24 bits, and their mean is over at most a dozen tokens.
+                assert float(token["ratio"]) == pytest.approx(np.exp((now[0] - old).mean()), rel=1e-6)
+                assert float(token["share"]) == pytest.approx(float(columns["share"][0, start + i]), rel=1e-7)
+                assert float(token["advantage"]) == pytest.approx(float(columns["advantage"][start + i]), rel=1e-7)
+                shown += 1
+        start = stop
+    assert shown > 100
+
+
+def test_the_page_asks_for_nothing_but_itself(page: Page, saved: Path) -> None:
+    asked: list[str] = []
+    page.on("request", lambda request: asked.append(request.url))
+    for view in ("run", "curves", "episodes"):
+        open_page(page, f"{saved.as_uri()}#view={view}")
+        page.mouse.move(300, 300)
+    assert {url.partition("#")[0] for url in asked} <= {saved.as_uri(), "about:blank"}
+    # And could not: its policy forbids what its own script tries.
+    assert page.evaluate("fetch('https://example.org').then(() => 'answered', () => 'refused')") == "refused"
+
+
+def test_firefox_opens_the_page_from_disk_and_shows_the_same_sum(saved: Path, run: Path) -> None:
+    script = Path(__file__).with_name("firefox.py")
+    url = f"{saved.as_uri()}#view=episodes&step=step_000004"
+    told = subprocess.run(
+        [sys.executable, "-W", "ignore", str(script), url, "#loss-sum"], stdout=subprocess.PIPE, text=True, check=True
+    )
+    assert float(told.stdout) == pytest.approx(_metrics(run, 4)["loss/total"], abs=1e-6)
+
+
+def test_a_link_to_a_token_leads_to_it(page: Page, saved: Path) -> None:
+    open_page(page, f"{saved.as_uri()}#view=episodes&step=step_000004")
+    page.keyboard.press("j")
+    page.locator(".list button[aria-current]").nth(0).wait_for()
+    episode = page.get_attribute("article", "aria-label")
+    page.locator("article > .turn .token.sampled").nth(1).hover()
+    link = page.get_attribute(".detail a", "href")
+    numbers = page.inner_text(".detail dl")
+    open_page(page, f"{saved.as_uri()}{link}")
+    assert page.get_attribute("article", "aria-label") == episode
+    assert page.inner_text(".detail dl") == numbers
+
+
+def test_keys_lead_through_views_steps_episodes_and_tokens(page: Page, saved: Path) -> None:
+    open_page(page, saved.as_uri())
+    page.keyboard.press("3")
+    page.wait_for_selector("article")
+    first = page.get_attribute("article", "aria-label")
+    page.keyboard.press("j")
+    page.wait_for_selector(f'article:not([aria-label="{first}"])')
+    page.keyboard.press("k")
+    page.wait_for_selector(f'article[aria-label="{first}"]')
+    page.locator("article > .turn .token.sampled").first.focus()
+    place = page.inner_text(".detail h3")
+    page.keyboard.press("ArrowRight")
+    assert page.inner_text(".detail h3") != place
+    page.keyboard.press("p")
+    until(page, "page.episodes.step.name === 'step_000001'")
+
+
+def test_the_filter_for_clipped_tokens_shows_the_episodes_that_have_some(page: Page, run: Path, saved: Path) -> None:
+    clip = load_file(run / "tokens/step_000004.safetensors")["clip"][0]
+    start, clipped = 0, 0
+    for episode in read_episodes(run / "episodes/step_000004.jsonl.gz"):
+        clipped += bool(clip[start : start + episode.num_actions].any())
+        start += episode.num_actions
+    assert 0 < clipped < 32
+    open_page(page, f"{saved.as_uri()}#view=episodes&step=step_000004")
+    page.get_by_label("Show").select_option("clipped")
+    assert page.locator(".list button").count() == clipped
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("view", ["run", "curves", "episodes"])
+def test_a_screen_reader_can_read_the_page(browser: Browser, saved: Path, view: str, scheme: str) -> None:
+    context = browser.new_context(bypass_csp=True, color_scheme=scheme)  # type: ignore[arg-type]  # for axe's script
+    page = context.new_page()
+    open_page(page, f"{saved.as_uri()}#view={view}")
+    found = Axe().run(page)
+    context.close()
+    serious = [each for each in found.response["violations"] if each["impact"] in ("serious", "critical")]
+    assert [(each["id"], [node["html"][:120] for node in each["nodes"][:3]]) for each in serious] == []
+
+
+@pytest.mark.parametrize("view", ["run", "curves", "episodes"])
+def test_a_small_screen_needs_no_sideways_scrolling(page: Page, saved: Path, view: str) -> None:
+    page.set_viewport_size({"width": 390, "height": 800})
+    open_page(page, f"{saved.as_uri()}#view={view}")
+    assert page.evaluate("document.documentElement.scrollWidth") <= 390
+
+
+_HOSTILE = [
+    "</script><script>window.hacked = 1</script>",
+    "<img src=x onerror='window.hacked = 1'>",
+    "<svg onload=window.hacked=1>",
+    "javascript:window.hacked=1",
+    "]]><!--<script>",
+    "-->",
+    "${window.hacked = 1}",
+    "`+(window.hacked=1)+`",
+    "\u202eesrever\u202c",
+    "\u2066isolated\u2069",
+    "\x1b[31mred\x1b[0m",
+    "\x00null",
+    "\x07bell",
+    "\u2028line\u2029",
+    "\ufeffmark",
+    "\u200bnothing",
+    "𝕳𝖊𝖑𝖑𝖔",
+    "a\u0300" * 200,
+    "&lt;b&gt;&amp;#60;",
+    "{{7*7}}",
+]
+
+
+def _hostile(i: int, text: str) -> Trajectory:
+    return Trajectory(
+        trajectory_id=f"step_000001/{text[:40]}/{i}",
+        attempt=0,
+        task=Task("gspo_gym/GuessNumber-v0", i, {}),
+        sampling_seed=0,
+        segments=(Segment([0, 5], [False, True], [0.0, -1.0], [-1, 0], [-1, 0]),),  # type: ignore[arg-type]
+        turns=(Turn(0, 0, (0, 1), (1, 2), FinishReason.STOP, reward=1.0, reward_terms={text: 1.0}, events=(text,)),),
+        messages=(Message("user", text), Message("assistant", text)),
+        outcome=Outcome.TERMINATED,
+        success=False,
+        error=text,
+    )
+
+
+def test_forty_hostile_episodes_are_shown_as_text(page: Page, run: Path, tmp_path: Path) -> None:
+    texts = [*_HOSTILE, *(text * 3 for text in _HOSTILE[:19]), "x" * 1_000_000]
+    assert len(texts) == 40
+    for name in ("config.toml", "events.jsonl", "metrics.jsonl"):
+        (tmp_path / name).write_bytes((run / name).read_bytes())
+    (tmp_path / "episodes").mkdir()
+    episodes = [_hostile(i, text) for i, text in enumerate(texts)]
+    write_episodes(tmp_path / "episodes" / "step_000001.jsonl.gz", episodes)
+    path = tmp_path / "page.html"
+    path.write_text(report_page(tmp_path), encoding="utf-8")
+
+    open_page(page, f"{path.as_uri()}#view=episodes")
+    page.evaluate("page.episodes.all.forEach(({ episode }, i) => { episode.id = String(i) })")
+    for i in range(40):
+        page.evaluate("hash => { location.hash = hash }", f"#view=episodes&episode={i}")
+        page.wait_for_selector(f'article[aria-label="{i}"]')
+        page.locator("article summary").last.click()
+        told = page.locator(".message.user").inner_text()
+        assert set("\x00\x07\x1b\u202e\u2066\u2028\ufeff\u200b").isdisjoint(told)
+        if texts[i].isascii() and texts[i].isprintable() and len(texts[i]) < 1000:
+            assert texts[i] in told
+        assert len(told) < 30_000
+    assert page.evaluate("window.hacked") is None
+    assert page.locator("main script, main img, main svg").count() == 0
+
+
+def test_a_page_of_128_episodes_is_less_than_a_megabyte(run: Path) -> None:
+    # The library, the run and a quarter of the episodes, four times over.
+    page = report_page(run, steps=["step_000004"], max_episodes=32)
+    assert len(page) * 4 < 1_000_000
+
+
+def test_the_command_writes_the_page_and_says_where_it_is(run: Path, tmp_path: Path) -> None:
+    made = subprocess.run(
+        [sys.executable, "-m", "gspo_gym.cli", "report", str(run), "--step", "2", "--output", str(tmp_path / "a.html")],
+        capture_output=True,
+        text=True,
+        check=True,
+        env=dict(os.environ),
+    )
+    assert made.stdout.startswith(str(tmp_path / "a.html"))
+    assert "<!doctype html>" in (tmp_path / "a.html").read_text()
