@@ -103,6 +103,7 @@ class Parts:
     grad_norms: Sequence[float] = ()  # of the first updates; others say nothing of theirs
     judge_stops_at: int | None = None  # the number of the evaluation in which nothing can be scored any more
     at: Mapping[str, Callable[[], object]] = field(default_factory=dict)  # called at that occasion, such as "publish 2"
+    trainer: Any = None
 
     def now(self, occasion: str) -> None:
         self.log.append(occasion)
@@ -218,7 +219,7 @@ def train(
     is_new = state is None
     recorder = RunRecorder.create(folder, "") if is_new else RunRecorder.resume(folder, state.step)  # type: ignore[union-attr]
     ticks = iter(range(10_000))
-    trainer = Trainer(
+    parts.trainer = trainer = Trainer(
         plan,
         collector=Collector(plan, pool, state, weight_version=lambda: parts.version, is_committed=is_committed),
         learner=parts,  # type: ignore[arg-type]
@@ -454,6 +455,26 @@ def test_a_run_that_learns_nothing_for_ten_steps_in_a_row_ends_and_can_go_on(tmp
     assert (state.step, state.idle_steps) == (30, 0)
 
 
+def test_a_run_in_which_every_episode_succeeds_is_not_stuck(tmp_path: Path) -> None:
+    class Solved(Letters):
+        async def step(self, action: str) -> Any:
+            text, _, *ended = await super().step(action)
+            return text, Reward({"letters": 1.0}, success=True), *ended
+
+    plan = make_plan(num_steps=12, max_idle_iters=2)
+    _, state = train(tmp_path, plan, same_for=1, make_env=lambda task: Solved(task, 1))
+    assert (state.step, state.idle_steps) == (12, 0)
+
+
+def test_another_plan_is_followed_from_the_next_step_on(tmp_path: Path) -> None:
+    plan = make_plan(num_steps=3, evaluate_every=3, checkpoint_every_n_iters=1, log_episodes_every_n_iters=3)
+    parts = Parts(at={"eval_000000": lambda: parts.trainer.replan(plan, max_concurrent_rollouts=1)})
+    _, state = train(tmp_path, make_plan(), parts=parts)
+    assert state.step == 3
+    assert parts.evaluations == ["eval_000000", "eval_000003"]
+    assert [saved.step for saved in parts.saved] == [0, 0, 1, 2, 3]
+
+
 def test_refilling_gives_up_after_ten_rounds_unless_told_otherwise(tmp_path: Path) -> None:
     train(tmp_path, make_plan(constant_groups="refill", groups_per_batch=1, num_steps=1), same_for=1)
     assert read_metrics(tmp_path)[0]["batch/refilled_groups"] == 10
@@ -638,7 +659,14 @@ def test_a_stop_at_any_moment_leaves_a_checkpoint_that_goes_on_as_if_nothing_had
 ) -> None:
     plan = make_plan(max_staleness=max_staleness)
     whole, _ = train(tmp_path / "whole", plan)
-    steering = Steering()
+    num_saved: list[int] = []
+
+    class Noting(Steering):
+        def saved(self) -> None:
+            num_saved.append(len(parts.saved))
+            super().saved()
+
+    steering = Noting()
     parts = Parts(at={occasion: lambda: steering.stop("SIGTERM")})
     episodes: list[int] = []
 
@@ -649,6 +677,7 @@ def test_a_stop_at_any_moment_leaves_a_checkpoint_that_goes_on_as_if_nothing_had
 
     with pytest.raises(StopRequested, match="stopped by SIGTERM"):
         train(tmp_path / "parts", plan, parts=parts, steering=steering, make_env=make_env)
+    assert num_saved == [len(parts.saved)]  # told once, after the last checkpoint
     saved = parts.saved[-1]
     assert saved.step == len(parts.batches)
     assert saved.step == steps_done or (max_staleness == 1 and occasion == "step 3")  # its episodes hang ahead of it
