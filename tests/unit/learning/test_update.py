@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 
 import pytest
 import torch
@@ -189,6 +190,18 @@ def test_a_non_finite_gradient_is_skipped_counted_and_then_fatal(make_model, mak
     after = parameters_of(model) | learner.tensors()
     assert all(torch.equal(after[name], value) for name, value in before.items())
     assert learner.update(make_batch(3)).num_steps == 1
+
+
+def test_the_error_of_a_non_finite_gradient_says_the_whole_loss(make_model, make_batch):
+    model = make_model()
+    with torch.no_grad():
+        model.lm_head.weight.zero_()  # every token is as likely: the entropy is ln 61
+    model.lm_head.weight.register_hook(lambda gradient: gradient * float("nan"))
+    learner = make_learner(model, loss={"entropy_coef": 0.5}, update={"max_nonfinite_steps": 0})
+    with pytest.raises(NonFiniteError) as error:
+        learner.update(make_batch())
+    loss = float(re.search(r"loss (\S+),", str(error.value))[1])
+    assert loss == pytest.approx(-0.5 * math.log(61), abs=1e-5)  # advantages of a group add up to 0
 
 
 @pytest.mark.parametrize("kl_coef", [0.0, 0.1])
