@@ -18,6 +18,7 @@ import os
 import socket
 import struct
 import threading
+import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import CancelledError
 from pathlib import Path
@@ -315,8 +316,14 @@ def _author(connection: socket.socket) -> str | None:
 
 
 def _read_request(connection: socket.socket) -> Mapping[str, Any]:
-    with connection.makefile("rb") as file:
-        line = file.readline(_MAX_REQUEST_BYTES)
+    line, deadline = b"", time.monotonic() + _READ_SECONDS
+    while not line.endswith(b"\n") and len(line) < _MAX_REQUEST_BYTES:
+        # Of the whole request: one that comes byte by byte would hold its thread for days.
+        connection.settimeout(max(0.001, deadline - time.monotonic()))
+        if not (part := connection.recv(_MAX_REQUEST_BYTES - len(line))):
+            break
+        line += part
+    connection.settimeout(_READ_SECONDS)  # for the answer
     try:
         request = json.loads(line)
     except ValueError as error:

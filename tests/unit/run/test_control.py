@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -85,6 +86,22 @@ def test_what_is_no_request_is_refused_and_the_socket_goes_on(
     except (BrokenPipeError, ConnectionResetError):
         assert len(line) > 65536  # refused before all of it was read
     assert ask(tmp_path / "run", {"command": "status"})["status"] == "starting"
+
+
+def test_a_request_that_comes_byte_by_byte_is_not_waited_for(
+    served: ControlServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gspo_gym.run.control._READ_SECONDS", 0.2)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+        connection.connect(str(tmp_path / "run" / SOCKET_FILE))
+        connection.settimeout(0.01)
+        answer = b""
+        for _ in range(1_000):  # ten seconds, each byte well before the limit of one
+            with contextlib.suppress(TimeoutError):
+                connection.sendall(b" ")
+                if answer := connection.recv(1_000):
+                    break
+    assert json.loads(answer) == {"ok": False, "error": "timed out"}
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
