@@ -80,11 +80,14 @@ def test_the_page_asks_for_nothing_but_itself(page: Page, saved: Path) -> None:
     assert page.evaluate("fetch('https://example.org').then(() => 'answered', () => 'refused')") == "refused"
 
 
-def test_firefox_opens_the_page_from_disk_and_shows_the_same_sum(saved: Path, run: Path) -> None:
+def test_firefox_opens_the_page_from_disk_and_shows_the_same_sum(saved: Path, run: Path, tmp_path: Path) -> None:
     script = Path(__file__).with_name("firefox.py")
     url = f"{saved.as_uri()}#view=episodes&step=step_000004"
     told = subprocess.run(
-        [sys.executable, "-W", "ignore", str(script), url, "#loss-sum"], stdout=subprocess.PIPE, text=True, check=True
+        [sys.executable, "-W", "ignore", str(script), url, "#loss-sum", str(tmp_path / "log")],
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
     )
     assert float(told.stdout) == pytest.approx(_metrics(run, 4)["loss/total"], abs=1e-6)
 

@@ -629,7 +629,7 @@ def test_every_command_that_a_run_names_next_works_where_it_is_printed(tmp_path)
         check=True,
     )
     lines = done.stdout.partition("\nnext\n")[2].splitlines()
-    assert len(lines) == 7
+    assert len(lines) == 8
     for line in lines:
         ended = subprocess.run(line, shell=True, cwd=tmp_path, capture_output=True, text=True, stdin=subprocess.DEVNULL)
         allowed = (0, 1) if " doctor " in line else (0,)  # 1: it found something serious
