@@ -33,7 +33,7 @@ from rich.markup import escape
 from rich.table import Column, Table
 
 from benchmarks.mutations import Mutant, draw_mutants
-from gspo_gym.cli.command_line import interrupted_by_sigterm
+from gspo_gym.cli.command_line import interrupted_by_signals
 from gspo_gym.errors import UsageError
 
 MAX_TEST_FILES = 6
@@ -199,7 +199,7 @@ class CheckoutCopy:
 @contextmanager
 def copied_checkout(root: Path) -> Iterator[CheckoutCopy]:
     """Copy a checkout to a temporary folder, start the process that tests it, and end both, also after SIGTERM."""
-    with interrupted_by_sigterm(), tempfile.TemporaryDirectory(prefix="mutants-") as folder:
+    with interrupted_by_signals(), tempfile.TemporaryDirectory(prefix="mutants-") as folder:
         copy = Path(folder) / "checkout"
         at_top, below = shutil.ignore_patterns(*_LEFT_OUT, *_LEFT_OUT_AT_TOP), shutil.ignore_patterns(*_LEFT_OUT)
         shutil.copytree(root, copy, ignore=lambda at, names: (at_top if Path(at) == root else below)(at, names))

@@ -10,7 +10,6 @@ import signal
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from types import FrameType
 from typing import Any
 
 from gspo_gym.errors import GymError, UsageError
@@ -73,32 +72,32 @@ def exit_code_of(interrupt: KeyboardInterrupt) -> int:
 
 
 @contextmanager
-def interrupted_by_sigterm() -> Iterator[None]:
-    """Make SIGTERM raise KeyboardInterrupt in the block, as Ctrl-C does; a second SIGTERM ends the program at once.
+def interrupted_by_signals(grace_seconds: float | None = None) -> Iterator[None]:
+    """Raise KeyboardInterrupt in the block at SIGTERM, too, and see that the program ends in its grace (None: 30 s).
 
-    `exit_code_of` returns 143 for this KeyboardInterrupt.
+    For SIGTERM, `exit_code_of` the KeyboardInterrupt returns 143. An event loop is interrupted between two of its
+    callbacks, not inside of one: what one writes is whole. A second signal ends the program at once.
     """
-    has_come = False
+    from asyncio import get_running_loop
 
-    def interrupt(number: int, frame: FrameType | None) -> None:
-        nonlocal has_come
-        has_come = True
-        signal.signal(number, signal.SIG_DFL)
-        on_ctrl_c = signal.getsignal(signal.SIGINT)  # of an event loop, if one runs: it cancels the task first
-        if callable(on_ctrl_c):
-            on_ctrl_c(signal.SIGINT, frame)
-        else:
-            raise KeyboardInterrupt
+    from gspo_gym.base.deadline import GRACE_SECONDS, Deadline
 
-    before = signal.signal(signal.SIGTERM, interrupt)
-    try:
+    deadline = Deadline(GRACE_SECONDS if grace_seconds is None else grace_seconds, kept="what was finished is kept")
+
+    def interrupt(number: int) -> None:
+        interruption = _TerminatedError() if number == signal.SIGTERM else KeyboardInterrupt()
+        deadline.begin(signal.Signals(number).name, exit_code_of(interruption))
+        try:
+            get_running_loop().call_soon_threadsafe(_raise, interruption)
+        except RuntimeError:  # none runs
+            raise interruption from None
+
+    with deadline.handling_signals(interrupt):
         yield
-    except KeyboardInterrupt as error:
-        if has_come:
-            raise _TerminatedError from error
-        raise
-    finally:
-        signal.signal(signal.SIGTERM, before)
+
+
+def _raise(error: BaseException) -> None:
+    raise error
 
 
 def package_version() -> str:

@@ -22,7 +22,7 @@ from gspo_gym.base.files import PartFile, write_output
 from gspo_gym.base.keys import is_loopback, read_key
 from gspo_gym.base.settings import parse_seeds
 from gspo_gym.cli.authoring import command as authoring_commands
-from gspo_gym.cli.command_line import add_environment, env_config_of, exit_code_of, interrupted_by_sigterm
+from gspo_gym.cli.command_line import add_environment, env_config_of, exit_code_of, interrupted_by_signals
 from gspo_gym.env.checks.checker import check_env
 from gspo_gym.env.registry import list_environments as registered
 from gspo_gym.env.registry import resolve
@@ -294,7 +294,7 @@ def collect(arguments: argparse.Namespace) -> int:
     if found:
         print(f"{len(found)} episodes are there already, in {part.path}", file=sys.stderr)
     try:
-        with interrupted_by_sigterm(), counting(Console(stderr=True), num_asked, done=len(found)) as count:
+        with interrupted_by_signals(), counting(Console(stderr=True), num_asked, done=len(found)) as count:
 
             def keep(trajectory: Trajectory) -> None:
                 part.append(trajectory_to_json(trajectory))

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from gspo_gym.base.files import PartFile, require_writable, write_output
 from gspo_gym.base.loops import run_to_end
 from gspo_gym.base.settings import parse_seeds
-from gspo_gym.cli.command_line import Parser, exit_code_of, interrupted_by_sigterm, parse_and_run
+from gspo_gym.cli.command_line import Parser, exit_code_of, interrupted_by_signals, parse_and_run
 from gspo_gym.cli.train import add_task_url
 from gspo_gym.config.build.apps import environment_ids
 from gspo_gym.config.build.judge import build_judging
@@ -91,7 +91,7 @@ def run_command(arguments: argparse.Namespace) -> int:
     part = _part_file(arguments, config, names)
     marker = None if part is None else marker_beside(Path(arguments.json_file))
     try:
-        with interrupted_by_sigterm(), _watched(config, marker):
+        with interrupted_by_signals(config.run.stop_grace_seconds), _watched(config, marker):
             results = in_one_unit(_evaluate_all(_unfrozen(config, marker), names, part))
     except KeyboardInterrupt as interrupt:
         # There is nothing to resume.

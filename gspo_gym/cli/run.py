@@ -246,7 +246,8 @@ async def _train(
         recorder.summary(summary := {"error": reason, **_summary(status, trainer.state, config)})
         return summary
 
-    steering.before_leaving = partial(record, "interrupted", None)  # the end of a grace skips the `finally` below
+    # When the grace of a stop is over, the program exits without the `finally` below.
+    steering.deadline.before_leaving = partial(record, "interrupted", None)
     try:
         limit = seconds_until_frozen(config.limits.step_timeout_seconds)
         with watching(config.run_folder / MARKER, limit, advice=TRAINING_ADVICE):
@@ -262,7 +263,7 @@ async def _train(
     finally:
         steering.cancel_requests()
         summary = record(status, reason)
-        steering.before_leaving = lambda: None  # it is told; only closing may hang now
+        steering.deadline.before_leaving = lambda: None  # it is told; only closing may hang now
     return summary
 
 

@@ -9,7 +9,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from gspo_gym.cli.command_line import interrupted_by_sigterm
+from gspo_gym.cli.command_line import interrupted_by_signals
 from gspo_gym.engine.vllm.server import VllmServer
 from gspo_gym.engine.vllm.settings import VllmSettings
 
@@ -79,7 +79,7 @@ def serve(arguments: argparse.Namespace) -> int:
         log=arguments.log,
         start_seconds=arguments.start_seconds,
     )
-    with interrupted_by_sigterm(), server:
+    with interrupted_by_signals(), server:
         print(f"serving {arguments.model} with vLLM at {server.url}", flush=True)
         # SIGTERM and Ctrl-C raise here: wait() returns only if vLLM ended unasked.
         status = server.wait()

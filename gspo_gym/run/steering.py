@@ -10,28 +10,18 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
-import os
-import queue
 import signal
-import sys
-import threading
-import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from dataclasses import dataclass
-from types import FrameType
 from typing import Any, TypeVar
 
+from gspo_gym.base.deadline import GRACE_SECONDS, Deadline
 from gspo_gym.base.loops import retrieve_exception, wait_until_ended
 from gspo_gym.errors import UsageError
 
 Result = TypeVar("Result")
 Done = concurrent.futures.Future[None]
-
-DEFAULT_GRACE_SECONDS = 30.0
-_CLOSING_SECONDS = 10.0
-_LAST_WORDS_SECONDS = 2.0
-_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 class StopRequested(Exception):  # noqa: N818  # not an error
@@ -60,16 +50,14 @@ class Steering:
     those that are still open when the training ends.
 
     Attributes:
-        grace_seconds: from the first request to stop until the program exits, in any state.
+        deadline: of a stop: from the first request until the program exits, in any state.
         apply: applies a change, in the event loop, between two steps; the default refuses. Its exception becomes that
             of the request.
-        before_leaving: called in another thread when the grace is over, just before the program exits.
     """
 
-    def __init__(self, grace_seconds: float = DEFAULT_GRACE_SECONDS) -> None:
-        self.grace_seconds = grace_seconds
+    def __init__(self, grace_seconds: float = GRACE_SECONDS) -> None:
+        self.deadline = Deadline(grace_seconds, kept="the last checkpoint stands")
         self.apply: Callable[[Change], None] = _refuse
-        self.before_leaving: Callable[[], object] = lambda: None
         self._stopped_by: str | None = None
         self._is_paused = False
         self._pauses: deque[Done] = deque()
@@ -78,8 +66,6 @@ class Steering:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._woken, self._stopping = asyncio.Event(), asyncio.Event()
         self._dropped: set[asyncio.Future[Any]] = set()
-        # SimpleQueue.put may be called in a signal handler, also one that interrupts another put.
-        self._deadlines: queue.SimpleQueue[float | None] = queue.SimpleQueue()
 
     @property
     def stopped_by(self) -> str | None:
@@ -101,7 +87,7 @@ class Steering:
         """Ask the training to save a checkpoint and end; further calls do nothing."""
         if self._stopped_by is None:
             self._stopped_by = by
-            self._deadlines.put(self.grace_seconds)
+            self.deadline.begin(by, self.exit_code)
             self._wake()
 
     def pause(self) -> Done:
@@ -188,7 +174,7 @@ class Steering:
         """Note that the checkpoint of a stop is complete, which shortens the remaining grace."""
         if self._stopped_by is not None:
             # Nothing more can be lost, so what hangs is not waited for until the grace is over.
-            self._deadlines.put(_CLOSING_SECONDS)
+            self.deadline.saved()
 
     async def dropped_work_ended(self) -> None:
         """Wait until all work dropped by `unless_stopped` has ended."""
@@ -207,56 +193,17 @@ class Steering:
         """Stop at SIGTERM and Ctrl-C within the block, and leave the program when the grace of a stop is over.
 
         Before `attach`, a signal raises SystemExit (Ctrl-C: KeyboardInterrupt) where the program is: there is nothing
-        to save. A second signal has its default action and ends the program at once.
-
-        Signals that the program handles itself, or ignores, stay as they are. A run in the background of a script
-        inherits an ignored SIGINT: Ctrl-C is meant for the script, and other runs in its background must not end by it.
-        Outside of the main thread, no handler can be set.
+        to save. A second signal ends the program at once.
         """
-        threading.Thread(target=self._leave_at_deadline, name="gspo-gym-deadline", daemon=True).start()
-        before = {}
-        if threading.current_thread() is threading.main_thread():
-            standard = (signal.SIG_DFL, signal.default_int_handler)
-            before = {number: handler for number in _SIGNALS if (handler := signal.getsignal(number)) in standard}
-        for number in before:
-            signal.signal(number, self._handle)
-        try:
+        with self.deadline.handling_signals(self._handle):
             yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
-            self._deadlines.put(None)
 
-    def _handle(self, number: int, _frame: FrameType | None) -> None:
-        for each in _SIGNALS:
-            if signal.getsignal(each) == self._handle:
-                signal.signal(each, signal.SIG_DFL)
+    def _handle(self, number: int) -> None:
         self.stop(signal.Signals(number).name)
         if self._loop is None and number == signal.SIGINT:
             raise KeyboardInterrupt
         if self._loop is None:
             raise SystemExit(self.exit_code)
-
-    def _leave_at_deadline(self) -> None:
-        seconds = self._deadlines.get()
-        if seconds is None:
-            return  # the block has ended
-        told = f"not done after run.stop_grace_seconds = {seconds:g}; the last checkpoint stands"
-        with contextlib.suppress(queue.Empty):
-            began = time.monotonic()
-            if self._deadlines.get(timeout=seconds) is None:
-                return  # likewise
-            told = "saved; left without waiting for what hangs"
-            self._deadlines.get(timeout=max(0.0, min(_CLOSING_SECONDS, began + seconds - time.monotonic())))
-            return
-        try:
-            print(f"stopped by {self._stopped_by}: {told}", file=sys.stderr, flush=True)
-            # In another thread: the disk that it writes to may be what hangs.
-            telling = threading.Thread(target=self.before_leaving, daemon=True)
-            telling.start()
-            telling.join(_LAST_WORDS_SECONDS)
-        finally:
-            os._exit(self.exit_code)
 
     def _wake(self) -> None:
         if self._loop is not None:

@@ -212,14 +212,12 @@ class FakeVllm:
     def _sample(self, prompt: list[int], params: Any, model: str) -> tuple[list[int], list[float], str]:
         assert params["max_tokens"] <= 128, params["max_tokens"]
         rng = np.random.default_rng(params["seed"])
-        weights = f"{self.weights} {self.adapters.get(model, '')}"
         ids: list[int] = []
         logprobs: list[float] = []
-        last = prompt[-1]
         while len(ids) < params["max_tokens"]:
-            raw = logits_of(weights, last)
+            raw = self.logits([*prompt, *ids], model)
             scaled = raw / params["temperature"] if params["temperature"] else raw
-            if 0 < params["top_k"] < VOCAB_SIZE:
+            if 0 < params["top_k"] < len(raw):
                 scaled = np.where(scaled >= np.sort(scaled)[-params["top_k"]], scaled, -np.inf)
             processed = _log_softmax(scaled)
             last = int(processed.argmax()) if not params["temperature"] else _draw(rng, processed)
@@ -229,6 +227,10 @@ class FakeVllm:
             if last in params["stop_token_ids"]:
                 return ids, logprobs, "stop"
         return ids, logprobs, "length"
+
+    def logits(self, context: list[int], model: str) -> Any:
+        """[V] of what follows, under the present weights of the model."""
+        return logits_of(f"{self.weights} {self.adapters.get(model, '')}", context[-1])
 
 
 @dataclass
@@ -261,7 +263,7 @@ def _log_softmax(logits: Any) -> Any:
 
 
 def _draw(rng: np.random.Generator, logprobs: Any) -> int:
-    return int(rng.choice(VOCAB_SIZE, p=np.exp(logprobs)))
+    return int(rng.choice(len(logprobs), p=np.exp(logprobs)))
 
 
 async def _lifespan(receive: Callable[[], Awaitable[Message]], send: Callable[[Message], Awaitable[None]]) -> None:

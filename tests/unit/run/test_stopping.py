@@ -8,18 +8,26 @@ Pinned here:
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from fake_vllm import FakeVllm, served
+from parent_of_all import descendants
 
+from gspo_gym.policy.load import load_policy
 from gspo_gym.run.records import read_events
+from gspo_gym.run.registry import read_run
 from gspo_gym.run.steering import Steering
 
 # Takes the place of W&B's client. Its server is down: sending a line of metrics takes forever.
@@ -39,8 +47,9 @@ class Run:
 def init(**options):
     return Run()
 """
-# Never answers, in a training episode.
+# Never answers, in a training episode: `Hanging` waits, `Frozen` holds the interpreter's lock.
 ENVIRONMENT = """
+import re
 import time
 from pathlib import Path
 from gspo_gym.env.core import TextEnv
@@ -55,8 +64,15 @@ class Hanging(TextEnv):
     def step(self, action):
         if (ROOT / "runs/test/checkpoints/step_000000").exists():
             (ROOT / "hangs").touch()
-            time.sleep(3600)
+            self.hang()
         return "", float(len(action)), True, False, {}
+
+    def hang(self):
+        time.sleep(3600)
+
+class Frozen(Hanging):
+    def hang(self):
+        re.match("(a+)+b", "a" * 64)
 """
 CONFIG = """
 run.stop_grace_seconds = {}
@@ -72,6 +88,21 @@ max_output_tokens = 3
 max_model_len = 256
 episodes_per_batch = 8
 """
+JUDGE = """
+[judge]
+enabled = true
+timeout_s = 3600
+reward_blend = {{ env = 0.5, outcome = 0.5 }}
+[judge.options]
+outcome = true
+provider = "local"
+model = "hanging"
+base_url = "http://127.0.0.1:{}/v1"
+[judge.options.rubric_overrides.outcome]
+goal_text = "The number is found."
+criteria = [{{ id = "outcome.found", description = "It is found.", scale = "binary" }}]
+"""
+QUIET = ("tracking.report_to=[]",)
 
 
 @pytest.fixture
@@ -79,10 +110,12 @@ def start_hanging_run(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen
     """Return a function that starts a run and returns when it hangs."""
     processes = []
 
-    def start(grace: float, *overrides: str) -> subprocess.Popen[str]:
+    def start(
+        grace: float, *overrides: str, more: str = "", hangs: Callable[[], bool] = (tmp_path / "hangs").exists
+    ) -> subprocess.Popen[str]:
         (tmp_path / "wandb.py").write_text(WANDB)
         (tmp_path / "hanging.py").write_text(ENVIRONMENT)
-        (tmp_path / "config.toml").write_text(CONFIG.format(grace))
+        (tmp_path / "config.toml").write_text(CONFIG.format(grace) + more)
         process = subprocess.Popen(
             [sys.executable, "-m", "gspo_gym.train", "config.toml", *overrides],
             cwd=tmp_path,
@@ -93,7 +126,7 @@ def start_hanging_run(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen
         )
         processes.append(process)
         deadline = time.monotonic() + 100
-        while not (tmp_path / "hangs").exists() and process.poll() is None and time.monotonic() < deadline:
+        while not hangs() and process.poll() is None and time.monotonic() < deadline:
             time.sleep(0.02)
         assert process.poll() is None, process.communicate()[1]
         return process
@@ -133,6 +166,111 @@ def test_a_run_whose_environment_hangs_leaves_a_checkpoint(
     assert json.loads((folder / "summary.json").read_text())["status"] == "interrupted"
     assert [event["kind"] for event in read_events(folder)][-2:] == ["stopped", "finished"]
     assert (folder / "checkpoints" / "step_000000").exists()
+
+
+@pytest.mark.slow
+def test_a_run_whose_environment_holds_the_interpreter_leaves_soon_after_its_grace(
+    tmp_path: Path, start_hanging_run: Callable[..., subprocess.Popen[str]]
+) -> None:
+    process = start_hanging_run(1.0, "rollout.env_name=hanging:Frozen", "rollout.isolation=thread", *QUIET)
+    children = descendants(process.pid)
+    assert children
+    process.terminate()
+    began = time.monotonic()
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 143
+    assert "SIGTERM: no reaction after 4 seconds: something holds the interpreter, or the main thread" in said  # 1 + 3
+    assert time.monotonic() - began < 60
+    folder = tmp_path / "runs" / "test"
+    assert read_run(folder).status == "crashed"  # nothing could be recorded
+    assert (folder / "checkpoints" / "step_000000" / "manifest.json").exists()
+    while living(children) and time.monotonic() - began < 60:
+        time.sleep(0.02)
+    assert not living(children)
+
+
+@pytest.mark.slow
+def test_a_second_signal_ends_a_run_whose_environment_holds_the_interpreter(
+    start_hanging_run: Callable[..., subprocess.Popen[str]],
+) -> None:
+    process = start_hanging_run(3600.0, "rollout.env_name=hanging:Frozen", "rollout.isolation=thread", *QUIET)
+    while process.poll() is None:  # they count as two when half a second is between them
+        process.send_signal(signal.SIGINT)
+        time.sleep(0.3)
+    assert process.returncode == 130
+
+
+@pytest.mark.slow
+def test_a_run_whose_judge_does_not_answer_is_saved_at_once(
+    tmp_path: Path, start_hanging_run: Callable[..., subprocess.Popen[str]]
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as judge, contextlib.ExitStack() as stack:
+        more = JUDGE.format(judge.getsockname()[1])
+        judge.settimeout(100)
+
+        def hangs() -> bool:  # the judge takes requests, and answers none
+            stack.enter_context(judge.accept()[0])
+            return True
+
+        process = start_hanging_run(3600.0, *QUIET, more=more, hangs=hangs)
+        process.terminate()
+        process.communicate(timeout=60)
+    assert process.returncode == 143
+    folder = tmp_path / "runs" / "test"
+    assert json.loads((folder / "summary.json").read_text())["status"] == "interrupted"
+    assert [event["kind"] for event in read_events(folder)][-2:] == ["stopped", "finished"]
+    assert (folder / "checkpoints" / "step_000000" / "manifest.json").exists()
+
+
+class VllmWithAModel(FakeVllm):
+    """Samples from the weights that it is given, as the run's canary demands."""
+
+    model: Any = None
+
+    def _collective_rpc(self, query: dict[str, str], body: Any) -> Any:
+        reply = super()._collective_rpc(query, body)
+        self.model = load_policy(self.weights).model  # the files are removed after it
+        return reply
+
+    def logits(self, context: list[int], model: str) -> Any:
+        if self.model is None:
+            return super().logits(context, model)
+        with torch.no_grad():
+            return self.model(torch.tensor([context])).logits[0, -1].double().numpy()
+
+
+@pytest.mark.slow
+def test_a_run_whose_engine_hangs_in_a_weight_update_leaves_when_its_grace_is_over(
+    tmp_path: Path, start_hanging_run: Callable[..., subprocess.Popen[str]]
+) -> None:
+    folder, update = tmp_path / "runs" / "test", "/collective_rpc"
+    with served(VllmWithAModel()) as stage:
+
+        def hangs() -> bool:
+            if (folder / "checkpoints" / "step_000000").exists() and not stage.fake.hang:
+                stage.fake.seen.clear()
+                stage.fake.hang.add(update)
+            return bool(stage.fake.hang) and update in stage.fake.paths()
+
+        overrides = ("rollout.engine=vllm", f'services.engine_urls=["{stage.url}"]', "training.iterations_per_epoch=99")
+        process = start_hanging_run(1.0, *overrides, *QUIET, hangs=hangs)
+        process.terminate()
+        _, said = process.communicate(timeout=60)
+    assert process.returncode == 143
+    assert "not done after run.stop_grace_seconds = 1; the last checkpoint stands" in said
+    assert json.loads((folder / "summary.json").read_text())["status"] == "interrupted"
+    assert [event["kind"] for event in read_events(folder)][-2:] == ["stopped", "finished"]
+    assert (folder / "checkpoints" / "step_000000" / "manifest.json").exists()
+
+
+def living(pids: Iterable[int]) -> list[int]:
+    """Return those that run; a zombie does not, and its new parent may not look."""
+    found = []
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            if Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[0] not in "ZX":
+                found.append(pid)
+    return found
 
 
 @pytest.mark.slow
