@@ -47,12 +47,26 @@ class Deadline:
     """
 
     def __init__(self, seconds: float, *, kept: str) -> None:
-        self.seconds = seconds
+        self._seconds = seconds
         self._kept = kept
+        self._outside: subprocess.Popen[bytes] | None = None
         self.before_leaving: Callable[[], object] = lambda: None
         self._by, self._exit_code = "", 128 + signal.SIGTERM
         # SimpleQueue.put may be called in a signal handler, also one that interrupts another put.
         self._times: queue.SimpleQueue[float | None] = queue.SimpleQueue()
+
+    @property
+    def seconds(self) -> float:
+        """The grace, which may be set until the time runs."""
+        return self._seconds
+
+    @seconds.setter
+    def seconds(self, value: float) -> None:
+        self._seconds = value
+        if self._outside is not None:
+            assert self._outside.stdin is not None
+            with contextlib.suppress(OSError):  # something killed it: then only the thread is left
+                self._outside.stdin.write(f"{value}\n".encode())
 
     def begin(self, by: str, exit_code: int) -> None:
         """Let the time run from now on; `by` names what asked for the stop."""
@@ -86,12 +100,49 @@ class Deadline:
         for number in before:
             signal.signal(number, handle)
         try:
-            with _watched_from_outside(before, self.seconds):
+            with self._watched_from_outside(before):
                 yield
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
             self._times.put(None)
+
+    @contextlib.contextmanager
+    def _watched_from_outside(self, numbers: Collection[int]) -> Iterator[None]:
+        """Have this program ended some seconds after it got one of the signals, even if it does not react."""
+        if not numbers or os.name != "posix":
+            yield
+            return
+        read_end, write_end = os.pipe()
+        os.set_blocking(write_end, False)
+        before = signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
+        try:
+            if before != -1:  # it is taken, as by an event loop of another library, which needs it
+                signal.set_wakeup_fd(before)
+                yield
+                return
+            with _exit_pipe() as leave:
+                arguments = (os.getpid(), read_end, leave, self.seconds, *numbers)
+                self._outside = process = subprocess.Popen(
+                    [sys.executable, "-I", "-S", __file__, *map(str, map(float, arguments))],
+                    pass_fds=(read_end, leave) if leave >= 0 else (read_end,),
+                    bufsize=0,
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.DEVNULL,
+                    cwd="/",
+                    start_new_session=True,  # out of reach of Ctrl-C
+                )
+                try:
+                    yield
+                finally:
+                    self._outside = None
+                    process.kill()  # not asked to end: it may be about to end this process, which is alive
+                    process.communicate()
+        finally:
+            if before == -1:
+                signal.set_wakeup_fd(-1)
+            os.close(read_end)
+            os.close(write_end)
 
     def _leave_in_time(self) -> None:
         seconds = self._times.get()
@@ -113,42 +164,6 @@ class Deadline:
             telling.join(_LAST_WORDS_SECONDS)
         finally:
             os._exit(self._exit_code)
-
-
-@contextlib.contextmanager
-def _watched_from_outside(numbers: Collection[int], seconds: float) -> Iterator[None]:
-    """Have this program ended some seconds after it got one of the signals, even if it does not react."""
-    if not numbers or os.name != "posix":
-        yield
-        return
-    read_end, write_end = os.pipe()
-    os.set_blocking(write_end, False)
-    before = signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
-    try:
-        if before != -1:  # it is taken, as by an event loop of another library, which needs it
-            signal.set_wakeup_fd(before)
-            yield
-            return
-        with _exit_pipe() as leave:
-            arguments = (os.getpid(), read_end, leave, seconds + MARGIN_SECONDS, *numbers)
-            process = subprocess.Popen(
-                [sys.executable, "-I", "-S", __file__, *map(str, map(float, arguments))],
-                pass_fds=(read_end, leave) if leave >= 0 else (read_end,),
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                cwd="/",
-                start_new_session=True,  # out of reach of Ctrl-C
-            )
-            try:
-                yield
-            finally:
-                process.kill()  # not asked to end: it may be about to end this process, which is alive
-                process.wait()
-    finally:
-        if before == -1:
-            signal.set_wakeup_fd(-1)
-        os.close(read_end)
-        os.close(write_end)
 
 
 class _Event(ctypes.Structure):
@@ -215,9 +230,16 @@ def main() -> None:
         signal.signal(number, signal.SIG_IGN)
     came: list[tuple[float, int]] = []
     while True:
-        left = None if not came else max(0.0, _end_of(came, seconds) - time.monotonic())
-        if not select.select([signals], [], [], left)[0]:
+        left = None if not came else max(0.0, _end_of(came, seconds + MARGIN_SECONDS) - time.monotonic())
+        ready = select.select([signals, 0], [], [], left)[0]
+        if not ready:
             break
+        if 0 in ready:
+            if not (lines := os.read(0, select.PIPE_BUF).split()):
+                return  # the program has ended
+            seconds = float(lines[-1])
+        if signals not in ready:
+            continue
         if not (data := os.read(signals, select.PIPE_BUF)):
             return  # the program has ended
         came += [(time.monotonic(), number) for number in data if number in numbers]

@@ -196,7 +196,7 @@ class LiveSettings:
         self._trainer.replan(build_plan(config), max_concurrent_rollouts=concurrency)
         self._learner.set_learning_rate(config.training.learning_rate)
         self._checkpoints.retention = RetentionSettings.of(config.training)
-        self._steering.grace_seconds = config.run.stop_grace_seconds
+        self._steering.deadline.seconds = config.run.stop_grace_seconds
         if self._judging is not None and config.judge is not None:
             self._judging.set_limits(
                 config.judge.scoring_limits,

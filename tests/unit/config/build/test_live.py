@@ -126,7 +126,7 @@ class Parts:
             trainer._collector.pool.concurrency,
             self.learner._optimizer._peak,
             self.checkpoints.retention,
-            self.steering.grace_seconds,
+            self.steering.deadline.seconds,
             [(each.limits, each._room.count) for each in (judging.for_training, judging.for_evaluation)],
             (judging._budget.limits, judging._gold.stops),
         ]
