@@ -246,8 +246,7 @@ async def _train(
         recorder.summary(summary := {"error": reason, **_summary(status, trainer.state, config)})
         return summary
 
-    # When the grace of a stop is over, the program exits without the `finally` below.
-    steering.deadline.before_leaving = partial(record, "interrupted", None)
+    steering.deadline.before_leaving = partial(record, "interrupted", None)  # the end of a grace skips the `finally`
     try:
         limit = seconds_until_frozen(config.limits.step_timeout_seconds)
         with watching(config.run_folder / MARKER, limit, advice=TRAINING_ADVICE):
