@@ -9,13 +9,13 @@ import argparse
 import asyncio
 import contextlib
 import signal
-import tempfile
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gspo_gym.base.keys import read_key
+from gspo_gym.base.leftovers import in_temporary_folder
 from gspo_gym.base.loops import run_to_end
 from gspo_gym.cli import serve_engine
 from gspo_gym.errors import MissingExtraError
@@ -115,7 +115,7 @@ async def running_engine(model: Model, arguments: argparse.Namespace) -> AsyncIt
     from gspo_gym.engine.vllm.engine import VllmEngine
     from gspo_gym.policy.export import export, layout_of
 
-    with tempfile.TemporaryDirectory(prefix="gspo_gym-serve-") as temporary:
+    with in_temporary_folder("gspo_gym-serve-") as temporary:
         folder = Path(temporary) / "model"
         # vLLM is given a whole model: a LoRA checkpoint is merged into its base.
         is_merged = layout_of(Path(model.base)) == "peft"

@@ -15,7 +15,6 @@ import hashlib
 import json
 import os
 import shutil
-import tempfile
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -25,6 +24,7 @@ from typing import Literal, TypeVar
 import torch
 
 from gspo_gym.base.files import sync, sync_tree, writing
+from gspo_gym.base.leftovers import remove_folder, temporary_folder
 from gspo_gym.errors import ConfigError, ServiceError, StorageError, shortened
 from gspo_gym.policy.load import (
     Policy,
@@ -113,7 +113,7 @@ def export(
         verify(folder)
     with writing(target):
         target.parent.mkdir(parents=True, exist_ok=True)
-        draft = Path(tempfile.mkdtemp(prefix=f".draft-{target.name}-", dir=target.parent))
+        draft = Path(temporary_folder(f".draft-{target.name}-", target.parent))
     try:
         with writing(target):
             dtype = load_dtype if is_merged and dtype is None else dtype
@@ -132,7 +132,7 @@ def export(
             sync_tree(draft)
             _publish(draft, target)
     finally:
-        shutil.rmtree(draft, ignore_errors=True)
+        remove_folder(draft)
     return weights
 
 

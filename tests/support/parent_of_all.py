@@ -151,6 +151,25 @@ def staged(folder: Path) -> str:
     return _filled(staging_root(folder / "b", in_memory=False, num_bytes=1))
 
 
+def exported(folder: Path) -> str:
+    """A model that is being exported, stopped where its card is written."""
+    from gspo_gym.policy.export import export
+
+    has_begun, target = threading.Event(), folder / "exported" / "model"
+
+    def describe(_: object) -> str:
+        has_begun.set()
+        time.sleep(600)
+        return ""
+
+    model: dict[str, Any] = {"target": target, "describe": describe}
+    threading.Thread(target=export, args=("tiny:qwen3-64",), kwargs=model, daemon=True).start()
+    has_begun.wait()
+    (draft,) = target.parent.iterdir()
+    print(f"folder {draft}", flush=True)
+    return ""
+
+
 def _filled(folder: str | Path) -> str:
     (Path(folder) / "weights").write_text("many")
     print(f"folder {folder}", flush=True)
@@ -158,7 +177,8 @@ def _filled(folder: str | Path) -> str:
 
 
 KINDS: Mapping[str, Callable[[Path], str]] = {
-    each.__name__: each for each in (worker, sandbox, wrapped, watchdog, reference, vllm, trial, temporary, staged)
+    each.__name__: each
+    for each in (worker, sandbox, wrapped, watchdog, reference, vllm, trial, temporary, staged, exported)
 }
 _KEPT: list[object] = []
 

@@ -8,17 +8,16 @@ from __future__ import annotations
 
 import hashlib
 import json
-import shutil
 import subprocess
 import sys
 import tarfile
-import tempfile
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from gspo_gym.base.leftovers import in_temporary_folder
 from gspo_gym.cli.jobs.store import Event, Job, Status, Store
 from gspo_gym.errors import GymError, ServiceError
 from gspo_gym.policy.manifest import is_complete, read_manifest, step_of
@@ -263,13 +262,11 @@ def push(run_folder: Path, repo: str, *, is_private: bool, is_merged: bool) -> s
         ServiceError: the export or the hub refuses; says why.
     """
     # In other processes, because the service must not load a model.
-    scratch = Path(tempfile.mkdtemp(prefix="gspo-gym-export-"))
-    try:
+    with in_temporary_folder("gspo-gym-export-") as folder:
+        scratch = Path(folder)
         verb = "merge" if is_merged else "export"
         _models([verb, str(run_folder), "--out", str(scratch / "model")], scratch)
         return _models(["push", str(scratch / "model"), repo, *(["--private"] if is_private else [])], scratch)
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
 
 
 def _models(words: Sequence[str], scratch: Path) -> str:

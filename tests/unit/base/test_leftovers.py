@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import re
 import subprocess
 import sys
 import time
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+import gspo_gym
 from tests.support.parent_of_all import KINDS, descendants
 
 SUPPORT = Path(__file__).parents[2] / "support"
@@ -76,3 +78,15 @@ def test_what_a_killed_program_registered_is_ended_and_removed(tmp_path: Path) -
 @pytest.mark.slow
 def test_nothing_outlives_a_killed_parent(tmp_path: Path) -> None:
     require_nothing_left(tmp_path, list(KINDS))
+
+
+def test_every_temporary_folder_of_the_package_goes_with_the_program() -> None:
+    # Of the two that make their own: a worker removes its own when its pipe ends, and a probe lasts a second.
+    allowed = {"base/leftovers.py", "env/workers/pool.py", "env/workers/confinement.py"}
+    package = Path(gspo_gym.__file__).parent
+    made = {
+        path.relative_to(package).as_posix()
+        for path in package.rglob("*.py")
+        if re.search(r"tempfile\.(mkdtemp|TemporaryDirectory)\(", path.read_text())
+    }
+    assert made - allowed == set(), "use temporary_folder or in_temporary_folder of base/leftovers.py"

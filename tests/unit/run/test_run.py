@@ -558,7 +558,8 @@ def test_a_resumed_run_counts_on_in_its_alarms_and_maps_no_file_of_a_checkpoint(
 
     class Looking(Fussy):
         def reset(self, *, seed=None, options=None):
-            mapped.extend(line for line in Path("/proc/self/maps").read_text().splitlines() if "checkpoints/" in line)
+            lines = Path("/proc/self/maps").read_text().splitlines()
+            mapped.extend(line for line in lines if str(tmp_path) in line and "checkpoints/" in line)
             return super().reset(seed=seed, options=options)
 
     register("test_run/Looking-v0", entry_point=Looking)
