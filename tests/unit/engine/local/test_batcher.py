@@ -13,6 +13,7 @@ from gspo_gym.engine.base import SamplingParams
 from gspo_gym.engine.local.batch import Counters, Finished, Request
 from gspo_gym.engine.local.batcher import Batcher, PackedModel, SlotStep, slot_attention
 from gspo_gym.engine.local.kv_store import SlotCache
+from gspo_gym.engine.local.spans import SegmentSpan, group_spans
 from gspo_gym.errors import ConfigError, EngineError
 from gspo_gym.types import Completion
 
@@ -90,6 +91,15 @@ def test_sixteen_tokens_that_another_sequence_begins_with_are_copied_and_fewer_a
     batch.counters = Counters()
     run(batch, request([*HISTORY, 1], session_id="c"))  # what c holds itself is of no use to it
     change(batch, num_copied_tokens=20)  # the last is run like a sampled token
+
+
+def test_a_session_keeps_its_own_beginning_even_if_a_slot_before_it_holds_the_same(model: Any) -> None:
+    batch = batcher(model)
+    run(batch, request(HISTORY, session_id="a"))
+    run(batch, request(HISTORY, session_id="b"))
+    batch.counters = Counters()
+    run(batch, request([*HISTORY, 7, 8], session_id="b"))
+    change(batch, num_read_tokens=2, num_kept_tokens=20)
 
 
 def test_of_two_that_begin_alike_the_second_waits_a_step_and_copies(model: Any, plain_logprobs: Any) -> None:
@@ -188,6 +198,17 @@ def test_a_model_that_raises_with_the_engines_cache_is_refused_with_what_it_rais
     monkeypatch.setattr(type(model), "forward", forward)
     with pytest.raises(ConfigError, match=r"does not run with the engine's cache: KeyError\('rotary'\)"):
         packed.verify()
+
+
+def test_attention_without_a_scale_divides_by_the_root_of_the_head_size() -> None:
+    query, key, value = (torch.sin(torch.arange(1.0, 25.0) * factor).view(1, 2, 3, 4) for factor in (1, 2, 3))
+    groups = group_spans([SegmentSpan(slot=0, start=0, stop=3, context=0)], torch.device("cpu"))
+    step = SlotStep(SlotCache(max_slots=1, max_len=8), torch.zeros(3).long(), torch.arange(3), None, groups)
+    module = torch.nn.Linear(1, 1)
+    module.layer_idx = 0  # type: ignore[assignment]
+    output, _ = slot_attention(module, query, key, value, None, slot_step=step)
+    expected = torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+    torch.testing.assert_close(output, expected.transpose(1, 2), rtol=0, atol=1e-6)
 
 
 def test_attention_that_the_engine_cannot_do_is_refused_by_name() -> None:

@@ -148,6 +148,16 @@ def test_the_layout_for_a_cpu_is_for_its_own_precision_only() -> None:
     assert made == [BlockStore, PlainStore]
 
 
+def test_blocks_are_of_sixty_four_tokens_and_only_those_that_hold_the_length_are_read() -> None:
+    sample = torch.zeros(1, NUM_HEADS, SIZE)
+    store = BlockStore(sample, sample, 1, 129)
+    block_bytes = 64 * NUM_HEADS * SIZE * 4
+    assert store.num_bytes() == 3 * 2 * block_bytes  # of keys and of values
+    for length, num_blocks in ((64, 1), (65, 2)):
+        read = store.read(torch.tensor([0]), length)
+        assert [tensor.untyped_storage().nbytes() for tensor in read] == [num_blocks * block_bytes] * 2
+
+
 @STORES
 def test_a_store_that_grows_keeps_what_it_holds(store_class: type[PlainStore] | type[BlockStore]) -> None:
     store, keys, values = _filled(store_class)

@@ -18,7 +18,7 @@ from gspo_gym.engine.local import plain_model
 from gspo_gym.engine.local.batch import Caching, Request
 from gspo_gym.engine.local.engine import LocalEngine
 from gspo_gym.engine.local.plain_model import PlainModel
-from gspo_gym.engine.local.shared_model import SharedModel, keeps_logits
+from gspo_gym.engine.local.shared_model import SharedModel, check_length, inner_model, keeps_logits
 from gspo_gym.errors import ConfigError, EngineError
 from gspo_gym.learning.settings import LoraSettings
 from gspo_gym.policy.load import load_policy
@@ -290,6 +290,7 @@ def test_the_learners_model_keeps_its_modes_its_adapter_is_sampled_with_and_no_w
             if "lora_B" in name:
                 parameter.fill_(0.2)
     adapted.train()
+    assert inner_model(adapted) is falcon
 
     async def use(engine: LocalEngine) -> Completion:
         shared = engine._worker.batch.shared.module
@@ -517,6 +518,43 @@ def test_a_model_that_accelerate_has_placed_is_sampled_from_where_it_is(
         await engine.close()
 
     asyncio.run(main())
+
+
+def test_the_store_of_offloaded_weights_is_shared_as_the_weights_are(falcon: Any) -> None:
+    placed = _offload_to_memory(falcon, Path())
+    copied = SharedModel(placed, max_model_len=16).module
+    theirs, ours = (
+        [hook.weights_map for module in model.modules() if (hook := getattr(module, "_hf_hook", None)) is not None]
+        for model in (placed, copied)
+    )
+    assert any(store is not None for store in theirs)
+    assert all(store is copy for store, copy in zip(theirs, ours, strict=True))
+
+
+def test_a_model_that_halves_its_weights_where_it_samples_leaves_them_to_the_learner() -> None:
+    sizes = {"attention_hidden_size": 32, "intermediate_size": 48, "context_length": 128}
+    config = transformers.RwkvConfig(**{**SMALL, "num_hidden_layers": 7}, **sizes, rescale_every=6)
+    model = _build(lambda: transformers.RwkvForCausalLM(config))
+    before = [parameter.clone() for parameter in model.parameters()]
+    with torch.inference_mode():
+        SharedModel(model, max_model_len=64).module(input_ids=torch.tensor([[1, 2, 3]]))
+    assert all(torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True))
+    assert model.config.rescale_every == 6
+
+
+def test_the_positions_of_a_model_of_images_too_are_those_of_its_text_part() -> None:
+    text = transformers.LlamaConfig(**SMALL, num_attention_heads=4, intermediate_size=48, max_position_embeddings=40)
+    with torch.device("meta"):
+        model = transformers.LlavaForConditionalGeneration(transformers.LlavaConfig(text_config=text))
+    check_length(model, 40)
+    with pytest.raises(ConfigError, match="max_model_len 41 exceeds the 40 positions of LlavaForConditional"):
+        check_length(model, 41)
+
+
+def test_rounding_is_sixty_four_times_that_of_the_largest_logprob_and_the_tolerance_at_most(falcon: Any) -> None:
+    shared = SharedModel(falcon, max_model_len=16)
+    assert shared.rounding(torch.tensor([-0.5, -2.0])) == 2.0**-16  # 64 * 2**-23 * 2
+    assert shared.rounding(torch.tensor([-1000.0])) == shared.tolerance == 0.001
 
 
 def test_a_model_whose_weights_were_never_loaded_is_refused() -> None:
