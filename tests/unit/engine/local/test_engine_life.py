@@ -154,6 +154,16 @@ def test_weights_in_a_folder_are_refused_and_the_engine_goes_on_under_its_own(mo
     _run(model, use)
 
 
+def test_an_update_that_the_engine_cannot_take_raises_what_went_wrong(model: Any) -> None:
+    async def use(engine: LocalEngine) -> None:
+        model.to("meta")
+        await engine.pause("wait")
+        with pytest.raises(EngineError, match=r"^ConfigError: LocalEngine: the weights of .* are on the meta device"):
+            await engine.apply_weights(WeightUpdate(1, "shared"))
+
+    _run(model, use)
+
+
 def test_weights_that_change_while_requests_run_fail_those_requests(model: Any) -> None:
     async def use(engine: LocalEngine) -> None:
         tasks = [asyncio.create_task(engine.generate([1, 2, 3], _sampling(1000, seed=i))) for i in range(3)]
@@ -205,6 +215,7 @@ def test_if_the_thread_dies_everybody_hears_of_it(model: Any, monkeypatch: pytes
         engine = LocalEngine(model, max_model_len=MAX_LEN)
         survivor = asyncio.create_task(engine.generate([1, 2, 3], _sampling(1000)))
         await engine.generate([9], _sampling(2))
+        assert (await engine.health()).is_alive
 
         def explode(self: Batcher) -> None:
             raise RuntimeError("out of memory, say")
@@ -215,6 +226,8 @@ def test_if_the_thread_dies_everybody_hears_of_it(model: Any, monkeypatch: pytes
         with pytest.raises(EngineError, match=r"thread died.*out of memory, say") as caught:
             await engine.generate([1], _sampling(1))
         assert isinstance(caught.value.__cause__, RuntimeError)
+        health = await engine.health()
+        assert (health.is_alive, health.reason) == (False, str(caught.value))
         with pytest.raises(EngineError, match="thread died"):
             await WeightSync(engine).publish(1)
         await engine.close()
