@@ -69,6 +69,8 @@ class Supervisor:
         self._store, self._folder, self._settings, self._clock = store, folder, settings, clock
         self._children: dict[str, subprocess.Popen[bytes]] = {}
         self._followers: dict[str, Follower] = {}
+        # When a cancelled job's process was told, by the monotonic clock; after a restart, when it was seen.
+        self._told: dict[str, float] = {}
         self._woken, self._is_stopping = threading.Event(), False
         self._thread = threading.Thread(target=self._run, daemon=True, name="gspo-gym-jobs")
 
@@ -214,13 +216,15 @@ class Supervisor:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(job.pid, signal.SIGTERM)
             self._store.update(job.job_id, signalled_at=self._clock())
-        elif self._clock() - job.signalled_at > self._settings.stop_seconds:
+            self._told[job.job_id] = time.monotonic()
+        elif time.monotonic() - self._told.setdefault(job.job_id, time.monotonic()) > self._settings.stop_seconds:
             _kill_group(job.pid)
 
     def _conclude(self, job: Job) -> None:
         """Finish a job after its process has ended, or start the next attempt."""
         child = self._children.pop(job.job_id, None)
         self._followers.pop(job.job_id, None)
+        self._told.pop(job.job_id, None)
         code = None if child is None else child.returncode
         if self._is_locked(job) and job.pid is not None:  # what the process started lives on
             _kill_group(job.pid)

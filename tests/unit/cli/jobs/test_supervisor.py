@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
+import select
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -176,6 +179,26 @@ def test_a_cancelled_job_that_takes_no_sigterm_is_killed_when_its_time_is_over(p
     place.store.update(job_id, cancelled_at=1.0)
     assert place.ended(supervisor, job_id).status == "cancelled"
     assert place.types(job_id)[-2:] == ["rl.run.judge_paused", "rl.job.cancelled"]
+
+
+def test_a_clock_that_is_set_shortens_no_cancelled_jobs_time(place: Place) -> None:
+    job_id = place.queue(ending="deaf")
+    hours = itertools.count(step=3600)  # each look is an hour later than the one before
+    settings = SupervisorSettings(FAKE_TRAINER, os.environ, stop_seconds=60.0)
+    supervisor = Supervisor(place.store, place.folder, settings, clock=lambda: float(next(hours)))
+    place.supervisors.append(supervisor)
+    place.until(supervisor, job_id, lambda job: job.status == "training")
+    place.store.update(job_id, cancelled_at=1.0)
+    supervisor.look()
+    job = place.store.require(job_id)
+    assert job.signalled_at is not None
+    assert job.pid is not None
+    process = os.pidfd_open(job.pid)
+    supervisor.look()
+    assert select.select([process], [], [], 0.5)[0] == [], "it has been killed"
+    os.close(process)
+    os.killpg(job.pid, signal.SIGKILL)
+    assert place.ended(supervisor, job_id).status == "cancelled"
 
 
 def test_what_a_dead_trainer_left_running_ends_with_the_job(place: Place) -> None:
