@@ -129,7 +129,7 @@ class TokenTable:
         self._num_tokens = 0
         self._columns = self._unseen(TOKEN_COLUMNS)
         self._passes: list[dict[str, Column]] = []
-        self._num_passes = np.zeros(0, np.int32)  # of each token
+        self._num_passes: Column  # of each token
         self._pending: list[tuple[dict[str, Column], Column]] = []  # seen since the last optimizer step
         self._num_attempts = self._num_steps = 0
 

@@ -148,3 +148,22 @@ def test_a_step_that_is_skipped_has_no_share_and_its_tokens_say_so(make_model, m
     assert (columns["fate"] == Fate.SKIPPED).tolist() == in_skipped.tolist()
     assert not columns["share"][0][in_skipped].any()
     assert columns["share"].sum(dtype=np.float64) == pytest.approx(metrics["loss/total"], abs=1e-6)
+
+
+def test_an_update_without_a_pass_has_shares_of_0_and_says_why(make_batch):
+    batch = make_batch()
+    batch.is_masked[batch.trajectory_index == 1] = True
+    table = TokenTable()
+    assert {values.size for values in table.columns().values()} == {0}, "no batch, no tokens"
+    table.begin(batch)
+    columns = table.columns()
+    overlong = [int(batch.trajectory_index[row]) == 1 for row, _ in torch.nonzero(batch.action_mask).tolist()]
+    assert columns["share"].tolist() == [[0.0] * len(overlong)]
+    assert columns["fate"].tolist() == [Fate.OVERLONG if cut else Fate.NO_GRADIENT for cut in overlong]
+
+
+def test_the_numbers_that_records_hold_stay():
+    """Recorded runs hold numbers alone: another one, or one number for two names, misreads every old record."""
+    fates = "TRAINED LEFT_OUT SKIPPED NO_GRADIENT OVERLONG FILTERED CONSTANT_GROUP UNCOMMITTED"
+    assert [(fate.name, fate.value) for fate in Fate] == [(name, k) for k, name in enumerate(fates.split())]
+    assert [(clip.name, clip.value) for clip in Clip] == [("NONE", 0), ("LOW", 1), ("HIGH", 2), ("DUAL", 3)]
