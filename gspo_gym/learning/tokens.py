@@ -148,22 +148,22 @@ class TokenTable:
     ) -> None:
         assert part.token_index is not None, "begin() gives it, and every division of a batch keeps it"
         mask = part.action_mask
-        at = part.token_index[mask].numpy(force=True)
+        at = part.token_index[mask].cpu().numpy()
         number = int(self._num_passes[at[0]])  # minibatches pass as a whole: their tokens agree
         self._num_passes[at] += 1
         if number == len(self._passes):
             self._passes.append(self._unseen(PASS_COLUMNS))
         columns = self._passes[number]
-        self._columns["advantage"][at] = part.advantages[mask].numpy(force=True)
-        self._columns["old_logprob"][at] = part.old_logprobs[mask].numpy(force=True)
+        self._columns["advantage"][at] = part.advantages[mask].cpu().numpy()
+        self._columns["old_logprob"][at] = part.old_logprobs[mask].cpu().numpy()
         if part.ref_logprobs is not None:
-            self._columns["ref_logprob"][at] = part.ref_logprobs[mask].numpy(force=True)
+            self._columns["ref_logprob"][at] = part.ref_logprobs[mask].cpu().numpy()
         columns["logprob"][at] = logprobs[mask].numpy(force=True)
         columns["entropy"][at] = entropy[mask].numpy(force=True)
-        columns["correction"][at] = 1.0 if weights is None else weights[mask].numpy(force=True)
-        columns["ratio"][at] = terms.ratio.numpy(force=True)
-        columns["clip"][at] = terms.clip.numpy(force=True)
-        columns["share"][at] = terms.share.numpy(force=True)
+        columns["correction"][at] = 1.0 if weights is None else weights[mask].cpu().numpy()
+        columns["ratio"][at] = terms.ratio.cpu().numpy()
+        columns["clip"][at] = terms.clip.cpu().numpy()
+        columns["share"][at] = terms.share.cpu().numpy()
         self._pending.append((columns, at))
 
     def stepped(self, minibatch: TrainBatch, *, is_skipped: bool) -> None:
