@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 _PR_SET_PDEATHSIG = 1
 _GRACE_SECONDS = 10.0  # between SIGTERM and SIGKILL
+_LOOK_SECONDS = 0.1
+_MARK = "GSPO_GYM_STARTED_IN"
 
 
 class _Keeper:
@@ -40,24 +42,33 @@ class _Keeper:
         self.is_needed = True
 
     def tell(self, sign: str, kind: str, name: str) -> None:
-        """Register (`sign` "+") or forget ("-") a folder or file (`kind` "f"), or a process or group ("p")."""
+        """Register ("+") or forget ("-") a folder or file (`kind` "f"), process or group ("p"), or mark ("m")."""
         line = f"{sign}{kind}{name}".encode() + b"\0"
         with self._lock:
+            if sign == "+":
+                self._start()
             if self._process is None:
-                if sign == "-" or not self.is_needed:
-                    return
-                self._process = subprocess.Popen(
-                    [sys.executable, "-I", "-S", __file__],
-                    bufsize=0,
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.DEVNULL,
-                    stderr=subprocess.DEVNULL,
-                    cwd="/",
-                    start_new_session=True,  # out of reach of Ctrl-C, and of signals to the program's group
-                )
+                return
             assert self._process.stdin is not None
             with contextlib.suppress(OSError):  # something killed it: then this program has to die by itself
                 self._process.stdin.write(line)
+
+    def start(self) -> None:
+        """Start the process, if that has not happened yet."""
+        with self._lock:
+            self._start()
+
+    def _start(self) -> None:
+        if self._process is None and self.is_needed:
+            self._process = subprocess.Popen(
+                [sys.executable, "-I", "-S", __file__],
+                bufsize=0,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                cwd="/",
+                start_new_session=True,  # out of reach of Ctrl-C, and of signals to the program's group
+            )
 
     def close(self) -> None:
         """Have what is still registered ended and removed, and wait for the process that does it."""
@@ -134,6 +145,42 @@ def _children(pid: int) -> list[int]:
     return children
 
 
+@contextlib.contextmanager
+def all_end_with_us() -> Iterator[None]:
+    """Have every process that this program starts within the block ended with it, if it is killed within the block.
+
+    For a library that starts processes and names them only when all of them run. They are known by a variable in
+    their environment, also those that start just before the kill, and forks by being looked for all the time.
+    """
+    _KEEPER.start()  # before the block: it must not end itself
+    mark = os.urandom(16).hex()
+    os.environ[_MARK] = mark
+    _KEEPER.tell("+", "m", mark)
+    before, is_over = descendants(os.getpid()), threading.Event()
+
+    def register() -> None:
+        told: set[int] = set()
+        while not is_over.wait(_LOOK_SECONDS):
+            running = descendants(os.getpid()) - before
+            for pid in running - told:
+                end_with_us(pid)
+            for pid in told - running:
+                has_ended(pid)
+            told = running
+        for pid in told:
+            has_ended(pid)
+
+    thread = threading.Thread(target=register, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        thread.join()
+        del os.environ[_MARK]
+        _KEEPER.tell("-", "m", mark)
+
+
 def has_ended(pid: int, *, is_group: bool = False) -> None:
     """Forget a process of `end_with_us`, before another can have its number."""
     _KEEPER.tell("-", "p", str(-pid if is_group else pid))
@@ -167,6 +214,7 @@ def main() -> None:
             else:
                 registered.pop(line[1:], None)
     processes = [int(line[1:]) for line in registered if line.startswith(b"p")]
+    processes += _marked([f"{_MARK}=".encode() + line[1:] for line in registered if line.startswith(b"m")])
     _signal(processes, signal.SIGTERM)
     deadline = time.monotonic() + _GRACE_SECONDS
     while any(_is_alive(process) for process in processes) and time.monotonic() < deadline:
@@ -177,6 +225,19 @@ def main() -> None:
             shutil.rmtree(line[1:], ignore_errors=True)
             with contextlib.suppress(OSError):
                 os.unlink(line[1:])
+
+
+def _marked(marks: list[bytes]) -> list[int]:
+    """Return the processes that began with one of these variables."""
+    found = []
+    for name in os.listdir("/proc") if marks and os.path.isdir("/proc") else []:
+        with (
+            contextlib.suppress(OSError),
+            open(f"/proc/{name}/environ", "rb") as file,
+        ):  # it has ended, or is no process
+            if not set(marks).isdisjoint(file.read().split(b"\0")):
+                found.append(int(name))
+    return found
 
 
 def _signal(processes: list[int], number: int) -> None:

@@ -138,6 +138,18 @@ def trial(folder: Path) -> str:
     return " ".join(map(str, new))
 
 
+def starting(_: Path) -> str:
+    """A process of a library that has not named it yet."""
+    from gspo_gym.base.leftovers import all_end_with_us
+
+    block = all_end_with_us()
+    block.__enter__()
+    _KEPT.append(block)
+    child = subprocess.Popen(SLEEP, start_new_session=True, stdout=subprocess.DEVNULL)
+    time.sleep(1)  # ten times what it may take to be seen
+    return str(child.pid)
+
+
 def temporary(_: Path) -> str:
     from gspo_gym.base.leftovers import temporary_folder
 
@@ -178,7 +190,7 @@ def _filled(folder: str | Path) -> str:
 
 KINDS: Mapping[str, Callable[[Path], str]] = {
     each.__name__: each
-    for each in (worker, sandbox, wrapped, watchdog, reference, vllm, trial, temporary, staged, exported)
+    for each in (worker, sandbox, wrapped, watchdog, reference, vllm, trial, starting, temporary, staged, exported)
 }
 _KEPT: list[object] = []
 

@@ -70,14 +70,17 @@ def comes(is_so: Callable[[], bool]) -> bool:
     return True
 
 
-def require_gone(command: list[str], number: signal.Signals, folder: Path, is_ready: Callable[[], bool]) -> None:
-    """Start the command, send it the signal when it is ready, and ask for its exit code and that nothing is left."""
+def require_gone(command: list[str], number: signal.Signals, folder: Path, is_ready: Callable[[str], bool]) -> None:
+    """Start the command, send it the signal when it is ready, and ask for its exit code and that nothing is left.
+
+    `is_ready` is asked with the mark of its processes.
+    """
     mark = uuid.uuid4().hex
     with (folder / "log").open("w") as log:
         environment = {**os.environ, "GSPO_GYM_TEST_MARK": mark}
         process = subprocess.Popen([sys.executable, "-m", *command], env=environment, stdout=log, stderr=log)
         try:
-            assert comes(lambda: is_ready() or process.poll() is not None)
+            assert comes(lambda: is_ready(mark) or process.poll() is not None)
             assert process.poll() is None, (folder / "log").read_text()[-3000:]
             assert len(marked(mark)) > 1  # the mark is seen, and vLLM has a process of its own
             process.send_signal(number)
@@ -93,7 +96,9 @@ def require_gone(command: list[str], number: signal.Signals, folder: Path, is_re
 def test_a_training_leaves_no_process(kind: str, number: signal.Signals, tmp_path: Path) -> None:
     (tmp_path / "run.toml").write_text(CONFIG.format(folder=tmp_path / "runs", vllm=KINDS[kind]))
     run = tmp_path / "runs" / "stopped"
-    require_gone(["gspo_gym.train", str(tmp_path / "run.toml")], number, tmp_path, (run / "metrics.jsonl").exists)
+    require_gone(
+        ["gspo_gym.train", str(tmp_path / "run.toml")], number, tmp_path, lambda _: (run / "metrics.jsonl").exists()
+    )
     if number == signal.SIGTERM:
         assert json.loads((run / "summary.json").read_text())["status"] == "interrupted"
         last = len((run / "metrics.jsonl").read_text().splitlines())
@@ -104,4 +109,15 @@ def test_a_server_that_is_killed_leaves_no_process(tmp_path: Path) -> None:
     save_policy(load_policy("tiny:qwen3-64", seed=1), tmp_path / "model")
     command = ["gspo_gym.cli", "serve", str(tmp_path / "model"), "--engine", "vllm", "--port", "0"]
     options = ["--dtype", "float32", "--max-model-len", "256", "--kv-cache-gib", "0.25", "--enforce-eager"]
-    require_gone([*command, *options], signal.SIGKILL, tmp_path, lambda: "serving" in (tmp_path / "log").read_text())
+    require_gone([*command, *options], signal.SIGKILL, tmp_path, lambda _: "serving" in (tmp_path / "log").read_text())
+
+
+def test_a_training_that_is_killed_while_vllm_starts_leaves_no_process(tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text(CONFIG.format(folder=tmp_path / "runs", vllm=KINDS["two copies"]))
+
+    def is_starting(mark: str) -> bool:
+        # vLLM's first processes have been seen for a while, and nothing has been sampled.
+        return sum("multiprocessing.spawn" in line or "VLLM" in line for line in marked(mark).values()) > 1
+
+    require_gone(["gspo_gym.train", str(tmp_path / "run.toml")], signal.SIGKILL, tmp_path, is_starting)
+    assert not (tmp_path / "runs" / "stopped" / "metrics.jsonl").exists()

@@ -15,7 +15,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from gspo_gym.base.leftovers import descendants, end_with_us, has_ended
+from gspo_gym.base.leftovers import all_end_with_us, descendants, end_with_us, has_ended
 from gspo_gym.engine.base import (
     Capabilities,
     EngineHealth,
@@ -96,7 +96,8 @@ class VllmEngine(GatedEngine):
             logging.getLogger("vllm").setLevel("ERROR")  # here; its processes are told by their environment
         with as_engine_error("vLLM did not start"), environment({**settings.environment(), _LOG_LEVEL: "ERROR"}):
             earlier = set(multiprocessing.active_children())
-            engine = cls(AsyncLLM.from_engine_args(AsyncEngineArgs(**settings.engine_args())), settings)
+            with all_end_with_us():
+                engine = cls(AsyncLLM.from_engine_args(AsyncEngineArgs(**settings.engine_args())), settings)
         # vLLM's processes outlive a killed parent: seen with two copies, minutes later.
         # Only vLLM's are told: an environment's worker that began meanwhile ends earlier, and its number is used again.
         for child in set(multiprocessing.active_children()) - earlier:

@@ -72,7 +72,7 @@ def require_nothing_left(folder: Path, kinds: list[str]) -> None:
 
 
 def test_what_a_killed_program_registered_is_ended_and_removed(tmp_path: Path) -> None:
-    require_nothing_left(tmp_path, ["trial", "temporary"])
+    require_nothing_left(tmp_path, ["trial", "temporary", "starting"])
 
 
 @pytest.mark.slow
