@@ -33,6 +33,7 @@ from safetensors.torch import save
 from scripted_model import ScriptedModel, calls, text
 from served_gateway import LOOK, SETTINGS, replying, user
 
+from gspo_gym.cli.view import create_app as create_view_app
 from gspo_gym.env.core import TextEnv, ToolEnv
 from gspo_gym.env.tools import tool
 from gspo_gym.judge.model.prompt import Question, build_messages
@@ -50,7 +51,8 @@ from gspo_gym.remote.serve.openenv_server import create_openenv_app
 from gspo_gym.remote.serve.served_env import ServedEnv, served_app
 from gspo_gym.remote.serve.task_app_server import create_task_app
 from gspo_gym.remote.serving import BackgroundServer
-from gspo_gym.types import Sampling
+from gspo_gym.rollout.episode_files import write_episodes
+from gspo_gym.types import Message, Outcome, Sampling, Task, Trajectory
 
 ROOT = Path(__file__).parents[2]
 Server = Callable[[], AbstractContextManager[tuple[str, list[Good]]]]
@@ -300,6 +302,39 @@ def jobs() -> Iterator[tuple[str, list[Good]]]:
 
 
 @contextlib.contextmanager
+def view() -> Iterator[tuple[str, list[Good]]]:
+    with tempfile.TemporaryDirectory() as name:
+        write_small_run(Path(name) / "small")
+        with BackgroundServer(create_view_app(Path(name), "token", threading.Event())) as server:
+            cookie = {"cookie": f"gspo_gym_{server.url.rpartition(':')[2]}=token"}
+            asked = ("/", "/runs", "/run?run=small", "/run?run=small&beside=1", "/step?run=small&name=step_000001")
+            yield server.url, [Good(path, method="GET", headers=cookie) for path in asked]
+
+
+def write_small_run(folder: Path) -> None:
+    """Write the folder of a run with one episode."""
+    (folder / "episodes").mkdir(parents=True)
+    (folder / "config.toml").write_text("# run 0123\n[model]\nlabel = 'small'\n", encoding="utf-8")
+    started = {"schema": 1, "seq": 1, "time": 0.0, "step": 0, "kind": "started", "data": {"run": "0123"}}
+    (folder / "events.jsonl").write_text(json.dumps(started) + "\n", encoding="utf-8")
+    metrics = {"schema": 1, "step": 1, "time": 0.0, "rollout/reward_mean": 1.0}
+    (folder / "metrics.jsonl").write_text(json.dumps(metrics) + "\n", encoding="utf-8")
+    episode = Trajectory(
+        trajectory_id="step_000001/group_0000/0",
+        attempt=0,
+        task=Task("Parrot", 0),
+        sampling_seed=0,
+        segments=(),
+        turns=(),
+        messages=(Message("user", "Hi."),),
+        outcome=Outcome.ENV_ERROR,
+        success=None,
+        error="gone",
+    )
+    write_episodes(folder / "episodes" / "step_000001.jsonl.gz", [episode])
+
+
+@contextlib.contextmanager
 def vllm() -> Iterator[tuple[str, list[Good]]]:
     sampling = {"seed": 1, "max_tokens": 4, "temperature": 1.0, "top_k": 0, "stop_token_ids": [3]}
     with fake_vllm.served(fake_vllm.FakeVllm(max_lora_rank=8)) as stage:
@@ -349,6 +384,7 @@ SERVERS: dict[str, Server] = {
     "reference": reference,
     "fake vLLM": vllm,
     "jobs": jobs,
+    "view": view,
     "example of a task app": example_app,
 }
 
@@ -369,6 +405,7 @@ SOURCES: dict[str, tuple[str, ...]] = {
     "gspo_gym/judge/service/fake_server.py": ("fake judge",),
     "gspo_gym/policy/reference/server.py": ("reference",),
     "gspo_gym/cli/jobs/app.py": ("jobs",),
+    "gspo_gym/cli/view.py": ("view",),
     "examples/json_server.py": ("example of a task app",),
     "examples/openai_agent.py": ("example of a task app",),
 }

@@ -239,11 +239,11 @@ def test_a_bound_of_1_holds_for_every_token_and_the_engine_ends_with_the_learner
     run = Run(make_config(tmp_path, max_staleness=1), tmp_path / "run")
     before, update = num_threads(), run.learner.update
 
-    def update_after_a_turn_of_the_next_batch(batch: Any) -> Any:
+    def update_after_a_turn_of_the_next_batch(*given: Any) -> Any:
         step = run.engine.weight_version + 1
         if step < STEPS:
             run.actor.wait_for_group(step * GROUPS)
-        return update(batch)
+        return update(*given)
 
     run.learner.update = update_after_a_turn_of_the_next_batch  # type: ignore[method-assign]
     state = asyncio.run(run.train())
@@ -269,10 +269,10 @@ def test_a_cancelled_run_waits_for_its_learner_and_leaves_nothing_running(tmp_pa
     run = Run(make_config(tmp_path, max_staleness=2), tmp_path / "run")
     update, has_begun, may_go_on, has_ended = run.learner.update, threading.Event(), threading.Event(), []
 
-    def held_update(batch: Any) -> Any:
+    def held_update(*given: Any) -> Any:
         has_begun.set()
         assert may_go_on.wait(60)
-        result = update(batch)
+        result = update(*given)
         has_ended.append(True)
         return result
 
