@@ -194,10 +194,10 @@ def _doing(folder: Path) -> str:
 
 
 def _is_saved(folder: Path) -> bool:
-    """Return whether the newest checkpoint is of the last step that was recorded."""
+    """Return whether the newest checkpoint is of the last step that was recorded; True before the first one."""
     saved = [int(path.name.removeprefix("step_")) for path in (folder / "checkpoints").glob("step_*")]
     done = max((line["step"] for line in read_metrics(folder)), default=0)
-    return max(saved, default=-1) == done
+    return max(saved, default=0) == done  # in start-up there is nothing to save yet
 
 
 def _descendants(pid: int) -> list[tuple[int, str]]:
