@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import tomllib
 import webbrowser
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
@@ -15,8 +14,8 @@ from pydantic import BaseModel
 from gspo_gym.base.files import flat_items, replace_file
 from gspo_gym.cli.doctor import diagnose, read_run
 from gspo_gym.config.run_config import RunConfig
-from gspo_gym.errors import RecordError
 from gspo_gym.rollout.episode_files import episode_paths
+from gspo_gym.run.records import read_config
 from gspo_gym.run.registry import find_run
 from gspo_gym.run.report.page import saved_page
 from gspo_gym.run.report.page_data import run_values, step_values
@@ -89,13 +88,8 @@ def changed_settings(folder: Path) -> list[tuple[str, Json, Json]]:
     Raises:
         RecordError: config.toml cannot be read.
     """
-    path = folder / "config.toml"
-    try:
-        table = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise RecordError(f"{path}: cannot be read: {error}") from error
     usual = dict(_defaults())
-    given = [(key, value) for key, value in flat_items(table) if key not in _NO_SETTINGS]
+    given = [(key, value) for key, value in flat_items(read_config(folder)) if key not in _NO_SETTINGS]
     return [(key, value, usual.get(key)) for key, value in given if key not in usual or usual[key] != value]
 
 

@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from starlette.responses import Response
 
     from gspo_gym.remote.guard import App
-    from gspo_gym.run.registry import RunInfo
 
 Json = Any  # the values of json.loads
 _POLL_SECONDS = 1.0
@@ -90,19 +89,20 @@ def create_app(folder: Path, token: str, is_stopping: threading.Event) -> App:
 
     from gspo_gym.cli.report import described_run
     from gspo_gym.remote.guard import Guard
+    from gspo_gym.run.registry import list_runs
     from gspo_gym.run.report.page import live_page
     from gspo_gym.run.report.page_data import run_values, step_values
 
     def runs(_: Request) -> list[Json]:
-        return [{"name": name, **run.to_dict()} for name, run in _runs_in(folder).items()]
+        return [{"name": _name_of(run.folder, folder), **run.to_dict()} for run in list_runs(folder)]
 
     def run(request: Request) -> dict[str, Json]:
-        path = _runs_in(folder)[request.query_params.get("run", "")].folder
+        path = _paths_in(folder)[request.query_params.get("run", "")]
         # A run beside the first one shows its curves only.
         return run_values(path) if "beside" in request.query_params else described_run(path)
 
     def step(request: Request) -> dict[str, Json]:
-        path = _runs_in(folder)[request.query_params.get("run", "")].folder
+        path = _paths_in(folder)[request.query_params.get("run", "")]
         return step_values(path, request.query_params.get("name", ""))
 
     def changes(_: Request) -> StreamingResponse:
@@ -144,13 +144,15 @@ def _guarded(answer: Callable[[Request], Any], token: str) -> Callable[[Request]
     return route
 
 
-def _runs_in(folder: Path) -> dict[str, RunInfo]:
-    """Return the runs by their path in the folder; the folder of a run by its own name."""
-    from gspo_gym.run.registry import list_runs
+def _paths_in(folder: Path) -> dict[str, Path]:
+    """Return the runs' folders by their path in the folder; the folder of a run by its own name."""
+    from gspo_gym.run.registry import run_folders
 
-    return {
-        folder.name if run.folder == folder else str(run.folder.relative_to(folder)): run for run in list_runs(folder)
-    }
+    return {_name_of(path, folder): path for path in run_folders(folder)}
+
+
+def _name_of(path: Path, folder: Path) -> str:
+    return folder.name if path == folder else str(path.relative_to(folder))
 
 
 def _viewed(path: Path) -> Path:
@@ -167,7 +169,7 @@ async def _changes(folder: Path, is_stopping: threading.Event) -> AsyncIterator[
     """Yield a server-sent event with the names of the runs that have changed, once for each change."""
     seen: dict[str, list[Json]] = {}
     while not is_stopping.is_set():
-        now = await asyncio.to_thread(lambda: {name: _stamps(run.folder) for name, run in _runs_in(folder).items()})
+        now = await asyncio.to_thread(lambda: {name: _stamps(path) for name, path in _paths_in(folder).items()})
         changed = [name for name, stamps in now.items() if seen.get(name) != stamps]
         if seen and changed:
             yield f"data: {json.dumps(changed)}\n\n"

@@ -8,6 +8,7 @@ no gap, and a reader with a cursor gets each exactly once and in order, also acr
 from __future__ import annotations
 
 import json
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +95,19 @@ def read_run_id(folder: Path) -> str | None:
         return first_line.removeprefix(RUN_LINE).strip()
     first = next((event for event in read_events(folder) if event["kind"] == "started"), None)
     return None if first is None else first["data"].get("run")
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """Return a run's config.toml (Any: TOML values).
+
+    Raises:
+        RecordError: there is none, or it is not TOML.
+    """
+    path = folder / "config.toml"
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise RecordError(f"{path}: cannot be read: {error}") from error
 
 
 def read_summary(folder: Path) -> dict[str, Any]:

@@ -9,17 +9,16 @@ import dataclasses
 import json
 import os
 import shutil
-import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from gspo_gym.base.files import flat_items, writing
-from gspo_gym.errors import ConfigError, RecordError, nearest_name
+from gspo_gym.errors import ConfigError, nearest_name
 from gspo_gym.rollout.evaluation import Evaluation, compare
 from gspo_gym.run.process import holder_of, locked, read_process, refusal
-from gspo_gym.run.records import EVENTS_FILE, RUN_LINE, read_events, read_run_id
+from gspo_gym.run.records import EVENTS_FILE, RUN_LINE, read_config, read_events, read_run_id
 
 RUNNING, PAUSED, ELSEWHERE, CRASHED = "running", "paused", "elsewhere", "crashed"
 _MAX_DEPTH = 3  # of a run below the folder that is listed: searches and batches keep theirs in folders of their own
@@ -80,7 +79,12 @@ def list_runs(folder: Path) -> list[RunInfo]:
     """
     if not folder.is_dir():
         raise ConfigError(f"{folder}: there is no such folder")
-    return sorted((read_run(path) for path in _run_folders(str(folder), _MAX_DEPTH)), key=lambda run: -run.updated)
+    return sorted(map(read_run, run_folders(folder)), key=lambda run: -run.updated)
+
+
+def run_folders(folder: Path) -> list[Path]:
+    """Return the folders of the runs that `list_runs` reads, in no order; none if there is no such folder."""
+    return list(_run_folders(str(folder), _MAX_DEPTH)) if folder.is_dir() else []
 
 
 def find_run(name: str, folder: Path) -> Path:
@@ -92,7 +96,7 @@ def find_run(name: str, folder: Path) -> Path:
     for path in (Path(name), folder / name):
         if _is_run(str(path)):
             return path
-    paths = list(_run_folders(str(folder), _MAX_DEPTH)) if folder.is_dir() else []
+    paths = run_folders(folder)
     found = [path for path in paths if len(name) >= 4 and (read_run_id(path) or "").startswith(name)]
     if len(found) == 1:
         return found[0]
@@ -179,7 +183,7 @@ def compare_runs(folders: Sequence[Path]) -> RunComparison:
     Raises:
         RecordError: a config or an event cannot be read.
     """
-    tables = [_settings(folder) for folder in folders]
+    tables = [dict(flat_items(read_config(folder))) for folder in folders]
     keys = sorted({key for table in tables for key in table if key not in _PLACE})
     values = {key: tuple(table.get(key) for table in tables) for key in keys}
     evaluations = [last_evaluation(folder) for folder in folders]
@@ -203,15 +207,6 @@ def _compared(first: Evaluation | None, second: Evaluation | None) -> dict[str, 
         return compare(first, second).to_dict()
     except ConfigError as error:
         return str(error)
-
-
-def _settings(folder: Path) -> dict[str, Any]:
-    path = folder / "config.toml"
-    try:
-        table = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise RecordError(f"{path}: cannot be read: {error}") from error
-    return dict(flat_items(table))
 
 
 def _is_run(folder: str) -> bool:

@@ -7,7 +7,6 @@ not show 0 where nothing was measured.
 
 from __future__ import annotations
 
-import tomllib
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -20,7 +19,7 @@ from gspo_gym.judge.records import JUDGEMENTS_FILE, JudgedEpisode, latest_judgem
 from gspo_gym.learning.tokens import PASS_COLUMNS, Clip, Fate
 from gspo_gym.rollout.episode_files import episode_paths, read_episodes
 from gspo_gym.run.recording import METRICS
-from gspo_gym.run.records import read_events, read_metrics
+from gspo_gym.run.records import read_config, read_events, read_metrics
 from gspo_gym.run.registry import read_run
 from gspo_gym.run.tokens import TokenFile, open_tokens, token_path
 from gspo_gym.types import Trajectory
@@ -37,7 +36,7 @@ def run_values(folder: Path) -> dict[str, Json]:
     Raises:
         RecordError: a file of the run is damaged.
     """
-    config = _config(folder)
+    config = read_config(folder)
     events = read_events(folder)
     return {
         "run": read_run(folder).to_dict() | {"label": config["model"].get("label", folder.name)},
@@ -101,14 +100,6 @@ def step_values(folder: Path, name: str, *, max_episodes: int | None = None) -> 
 def _group_of(name: str, trajectory: Trajectory) -> str:
     # Evaluations play each task once; side by side they would be groups of one.
     return trajectory.task.task_id if name.startswith("step_") else trajectory.task.env_id
-
-
-def _config(folder: Path) -> dict[str, Json]:
-    path = folder / "config.toml"
-    try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise RecordError(f"{path}: cannot be read: {error}") from error
 
 
 def _about(config: Mapping[str, Json]) -> dict[str, str]:
