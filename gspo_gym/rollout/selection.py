@@ -224,6 +224,19 @@ class Selection:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class SelectionEvidence:
+    """The evidence of a `SelectionAlarm` from the steps so far; plain numbers, which a checkpoint holds exactly.
+
+    Attributes:
+        num_tests: steps that were tested, which number the seeds of the subsets.
+        recent: the returns of the last of them, up to 32, since the last alarm.
+    """
+
+    num_tests: int = 0
+    recent: tuple[PlayedReturns, ...] = ()
+
+
 class SelectionAlarm:
     """Permutation test of whether the lost attempts are a random draw from those played, regardless of their returns.
 
@@ -233,12 +246,23 @@ class SelectionAlarm:
     with subsets drawn by a seeded generator, which is exact: P(p <= a) <= a. A step is tested by itself, and together
     with those before it, up to 32 in all, by the sum of their statistics. The alarm sounds at p <= 0.0005 in either
     test: by chance, once in 1,000 steps that lose attempts at most (union bound). An alarm uses its evidence up.
+    `evidence` is that of an earlier part of the run.
     """
 
-    def __init__(self, *, seed: int) -> None:
+    def __init__(self, *, seed: int, evidence: SelectionEvidence | None = None) -> None:
+        before = evidence or SelectionEvidence()
         self._seed = seed
-        self._num_tests = 0
-        self._steps: deque[_Tested] = deque(maxlen=NUM_STEPS)
+        self._num_tests = before.num_tests
+        first = before.num_tests - len(before.recent) + 1
+        # A checkpoint holds no subsets: each step's are drawn again from its seed.
+        self._steps: deque[_Tested] = deque(
+            (_tested(returns, generator(seed, number)) for number, returns in enumerate(before.recent, first)),
+            maxlen=NUM_STEPS,
+        )
+
+    @property
+    def evidence(self) -> SelectionEvidence:
+        return SelectionEvidence(self._num_tests, tuple(step.returns for step in self._steps))
 
     def check(self, returns: PlayedReturns) -> Selection | None:
         """Return what a step's returns show; None: nothing beyond chance."""

@@ -15,7 +15,7 @@ from gspo_gym.learning.tokens import TokenTable
 from gspo_gym.policy.weight_sync import versions_of
 from gspo_gym.rollout.evaluation import Evaluation, ScoreUnit
 from gspo_gym.rollout.schedule import staleness_metrics
-from gspo_gym.rollout.selection import AttemptWatch
+from gspo_gym.rollout.selection import AttemptWatch, SelectionAlarm
 from gspo_gym.rollout.summary import rollout_metrics, source_metrics
 from gspo_gym.run.collect import Collected, batch_metrics
 from gspo_gym.run.recording import RunRecorder
@@ -52,6 +52,7 @@ class Journal:
         progress: shown to a person.
         alarm: compares the logprobs of engine and learner in every batch; None: they are not compared.
         attempts: watches how attempts end, among `more_metrics`; None: they are not watched.
+        selection: the same for the returns of task apps.
         more_metrics: see `MoreMetrics`; None: there are none.
         clock: monotonic seconds, also for the trainer's times of a step.
     """
@@ -64,6 +65,7 @@ class Journal:
         *,
         alarm: MismatchAlarm | None = None,
         attempts: AttemptWatch | None = None,
+        selection: SelectionAlarm | None = None,
         more_metrics: MoreMetrics | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -73,6 +75,7 @@ class Journal:
         self._progress = progress
         self._alarm = alarm
         self._attempts = attempts
+        self._selection = selection
         self._more_metrics = more_metrics
 
     def with_alarms(self, state: TrainState) -> TrainState:
@@ -81,6 +84,7 @@ class Journal:
             state,
             num_mismatches=0 if self._alarm is None else self._alarm.num_in_a_row,
             attempts=state.attempts if self._attempts is None else self._attempts.evidence,
+            selection=state.selection if self._selection is None else self._selection.evidence,
         )
 
     def started(self) -> None:

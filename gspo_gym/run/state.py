@@ -11,7 +11,7 @@ from gspo_gym.errors import CheckpointError
 from gspo_gym.learning.advantages import RunningReturns
 from gspo_gym.policy.retention import EVALUATION_NUMBERS
 from gspo_gym.rollout.evaluation import Evaluation, ScoreUnit, restated
-from gspo_gym.rollout.selection import AttemptCounts, AttemptEvidence
+from gspo_gym.rollout.selection import AttemptCounts, AttemptEvidence, PlayedReturns, SelectionEvidence
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,8 @@ class TrainState:
     evaluation decides it, and `undecided` are the summaries of those before. `gradient_steps` counts the steps in which
     the optimizer had a gradient to go by, and `idle_steps` those, in a row up to now, which taught nothing. `last_seq`
     is that of the run's events when the checkpoint was taken; None: an earlier version took it. `num_mismatches` counts
-    the steps, in a row up to now, in which engine and learner disagreed; `attempts` is the evidence of failed ones.
+    the steps, in a row up to now, in which engine and learner disagreed; `attempts` is the evidence of failed ones, and
+    `selection` that of task apps' returns.
     """
 
     step: int = 0
@@ -47,6 +48,7 @@ class TrainState:
     last_seq: int | None = None
     num_mismatches: int = 0
     attempts: AttemptEvidence = field(default_factory=AttemptEvidence)
+    selection: SelectionEvidence = field(default_factory=SelectionEvidence)
 
     @property
     def last_evaluated(self) -> int | None:
@@ -92,6 +94,10 @@ class TrainState:
         unit = values.get("score_unit")
         attempts = dict(values.get("attempts", {}))
         attempts["recent"] = tuple(AttemptCounts(**counts) for counts in attempts.get("recent", ()))
+        selection = dict(values.get("selection", {}))
+        selection["recent"] = tuple(
+            PlayedReturns(tuple(step["kept"]), tuple(step["lost"])) for step in selection.get("recent", ())
+        )
         return cls(
             **{
                 **values,
@@ -99,6 +105,7 @@ class TrainState:
                 "running": running,
                 "pending_tasks": pending,
                 "attempts": AttemptEvidence(**attempts),
+                "selection": SelectionEvidence(**selection),
                 "undecided": tuple(values.get("undecided", ())),
                 "score_unit": None if unit is None else ScoreUnit(unit["name"], tuple(unit["success_of"])),
             }

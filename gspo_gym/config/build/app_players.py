@@ -30,7 +30,7 @@ from gspo_gym.remote.gateway.loop_server import LoopServer
 from gspo_gym.remote.gateway.session import GatewaySessionSettings
 from gspo_gym.rollout.episode import EpisodeRequest, PlayEpisode
 from gspo_gym.rollout.limits import EpisodeLimits
-from gspo_gym.rollout.selection import Selection, SelectionAlarm
+from gspo_gym.rollout.selection import PlayedReturns
 from gspo_gym.seeding import child_seed
 from gspo_gym.types import Sampling, Task, Trajectory, TrajectoryGroup
 
@@ -63,7 +63,6 @@ class AppPlayers:
         self._trained: list[AppEpisodes] = []  # whose counters are a step's metrics; evaluations are left out
         self._rubrics: dict[tuple[str, int], Mapping[str, Any] | None] = {}
         self._metrics = AppMetrics()  # of the last step, because the counters only grow
-        self._alarm = SelectionAlarm(seed=config.run.seed)
 
     async def start(self) -> tuple[str, ...]:
         """Check that every app can be used, and open the gateway; return a line about each app.
@@ -179,15 +178,11 @@ class AppPlayers:
             self._rubrics[key] = {**of_all, **own} or None
         return self._rubrics[key]
 
-    def after_step(self, step_groups: Sequence[TrajectoryGroup]) -> tuple[dict[str, float], Selection | None]:
-        """Return metrics of the calls since the last step and of the step's episodes, and an alarm or None.
-
-        The alarm means that the kept episodes have other returns than all played ones.
-        """
+    def after_step(self, step_groups: Sequence[TrajectoryGroup]) -> tuple[dict[str, float], PlayedReturns]:
+        """Return metrics of the calls since the last step and of the step's episodes, and these episodes' returns."""
         counters = [episodes.counters for episodes in self._trained]
         returns = take_returns(counters, step_groups)
-        metrics = {**self._metrics.since_last(counters), **return_metrics(returns)}
-        return metrics, self._alarm.check(returns)
+        return {**self._metrics.since_last(counters), **return_metrics(returns)}, returns
 
     async def _open_gateway(self) -> None:
         section, asked = self._section, self._config.rollout.policy_config

@@ -31,7 +31,7 @@ from gspo_gym.policy.lora import is_adapter
 from gspo_gym.policy.options import check_options, prepare_for_training
 from gspo_gym.policy.weight_sync import WeightSync
 from gspo_gym.rollout.ledger import Ledger
-from gspo_gym.rollout.selection import AttemptWatch
+from gspo_gym.rollout.selection import AttemptWatch, SelectionAlarm
 from gspo_gym.run.collect import Collector
 from gspo_gym.run.journal import Journal, MoreMetrics
 from gspo_gym.run.judging import Judging
@@ -243,6 +243,7 @@ def build_trainer(
     _require_versions(config, engine)  # before anything is played: the age could not be checked
     before = state or TrainState()
     attempts = AttemptWatch(_app_envs(config), before.attempts)
+    selection = SelectionAlarm(seed=config.run.seed, evidence=before.selection)
     if judging is not None:
         judging.record_into(recorder.folder, tell_recorder(recorder, progress), step=0 if state is None else state.step)
     plan = build_plan(config)
@@ -266,7 +267,8 @@ def build_trainer(
             progress,
             alarm=build_alarm(config, num_in_a_row=before.num_mismatches),
             attempts=attempts,
-            more_metrics=_more_metrics(player, attempts, judging, recorder=recorder, progress=progress),
+            selection=selection,
+            more_metrics=_more_metrics(player, attempts, selection, judging, recorder=recorder, progress=progress),
         ),
         state=state,
         forget_ended=player.engine.forget_ended,
@@ -306,7 +308,13 @@ def _build_saver(
 
 
 def _more_metrics(
-    player: Player, attempts: AttemptWatch, judging: Judging | None, *, recorder: RunRecorder, progress: Progress
+    player: Player,
+    attempts: AttemptWatch,
+    selection: SelectionAlarm,
+    judging: Judging | None,
+    *,
+    recorder: RunRecorder,
+    progress: Progress,
 ) -> MoreMetrics:
 
     def more_metrics(step: int, groups: Sequence[TrajectoryGroup]) -> Mapping[str, float]:
@@ -320,10 +328,10 @@ def _more_metrics(
             if (reason := attempts.app_alarm()) is not None:
                 recorder.event("attempts_lost", step, {"reason": reason})
                 progress.note(f"step {step}: {reason}")
-            of_apps, selection = player.apps.after_step(groups)
-            if selection is not None:
-                recorder.event("return_selection", step, asdict(selection))
-                progress.note(f"step {step}: {selection.sentence()}")
+            of_apps, returns = player.apps.after_step(groups)
+            if (found := selection.check(returns)) is not None:
+                recorder.event("return_selection", step, asdict(found))
+                progress.note(f"step {step}: {found.sentence()}")
         return {**of_attempts, **of_apps, **({} if judging is None else judging.after_step(step))}
 
     return more_metrics

@@ -24,6 +24,7 @@ from gspo_gym.config.build.judge import build_rubrics
 from gspo_gym.config.run_config import RunConfig, load_config
 from gspo_gym.errors import ConfigError, UnknownNameError, UsageError
 from gspo_gym.judge.rubric_files import load_rubrics
+from gspo_gym.policy.checkpoints import CheckpointStore
 from gspo_gym.policy.load import Policy
 from gspo_gym.remote.guard import App
 from gspo_gym.remote.serve.served_env import ServedEnv, served_app
@@ -553,15 +554,19 @@ def test_a_probe_says_what_may_not_be_meant_and_that_a_failure_is_tried_again(ma
 def test_a_run_says_that_what_is_kept_is_not_what_was_played(make: Make, tmp_path: Path) -> None:
     """Every other attempt loses its last call and is worth 1 less: 8 of 16 attempts are kept, the better half."""
     app = quiz(fault=lambda number: "made_up_unseen" if number > 3 and number % 2 == 0 else None)
-    changes = {**SMALL, "run.folder": str(tmp_path), "training.iterations_per_epoch": 1, "limits.max_attempts": 9}
     with serving(app) as url:
-        config = make({**changes, "services.task_url": url, "evaluation": {"seeds": "0:3", "every_n_iters": 9}})
-        run_training(config)
-    (line,) = read_metrics(config.run_folder)
+        changes = {**SMALL, "run.folder": str(tmp_path), "limits.max_attempts": 9, "services.task_url": url}
+        changes["evaluation"] = {"seeds": "0:3", "every_n_iters": 9}
+        for step in (1, 2):  # the alarm counts on after a resume
+            config = make({**changes, "training.iterations_per_epoch": step})
+            run_training(config, resume=step == 2)
+            state = CheckpointStore(config.run_folder / "checkpoints").load_latest().trainer_state
+            assert state["selection"] == {"num_tests": step, "recent": []}  # an alarm uses the returns up
+    line = read_metrics(config.run_folder)[0]
     assert line["gateway/kept_return_mean"] == line["rollout/reward_mean"]
     assert line["gateway/kept_return_mean"] > line["gateway/played_return_mean"]
     events = [json.loads(text) for text in (config.run_folder / "events.jsonl").read_text().splitlines()]
-    (data,) = [event["data"] for event in events if event["kind"] == "return_selection"]
+    data, _ = [event["data"] for event in events if event["kind"] == "return_selection"]
     assert (data["num_kept"], data["num_steps"]) == (8, 1)
     assert data["mean_kept"] == line["gateway/kept_return_mean"]
 
