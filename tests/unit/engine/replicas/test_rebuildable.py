@@ -271,6 +271,45 @@ def test_a_call_waits_for_the_rebuild_that_follows_the_one_it_waited_for() -> No
     run(body)
 
 
+def test_an_update_that_begins_during_a_rebuild_is_that_of_the_fresh_engine() -> None:
+    async def body(workshop: Workshop, engine: RebuildableEngine) -> None:
+        workshop.may_make.clear()
+        rebuilding = asyncio.create_task(engine.rebuild(under(1)))
+        await settle()
+        pausing = asyncio.create_task(engine.pause("wait"))
+        await settle()
+        assert not pausing.done()
+        workshop.may_make.set()
+        await asyncio.gather(rebuilding, pausing)
+        await engine.apply_weights(WeightUpdate(2, "shared"))
+        await engine.resume(2)
+        assert workshop.made[1].weight_version == engine.weight_version == 2
+
+    run(body)
+
+
+def test_calls_do_not_begin_again_a_rebuild_that_failed() -> None:
+    """The weights that it was to have may be at fault: the update that follows decides."""
+
+    async def body(workshop: Workshop, engine: RebuildableEngine) -> None:
+        engine.bring_up = under(1)
+
+        async def fail(fresh: Engine) -> None:
+            raise EngineError("no space for the weights")
+
+        with pytest.raises(EnginePoisonedError, match="no space for the weights"):
+            await engine.rebuild(fail)
+        for _ in range(2):
+            with pytest.raises(EnginePoisonedError, match="cannot be rebuilt: EngineError: no space for the weights"):
+                await engine.generate([1], SAMPLING)
+            await settle()
+        assert (len(workshop.made), workshop.num_open) == (2, 0)
+        await engine.rebuild(under(2))
+        assert (await engine.generate([1], SAMPLING)).weight_version.tolist() == [2, 2]
+
+    assert run(body).num_open == 0
+
+
 def test_an_engine_that_was_rebuilt_too_often_is_poisoned_until_somebody_closes_it() -> None:
     async def body(workshop: Workshop, engine: RebuildableEngine) -> None:
         await engine.rebuild(under(1))

@@ -569,6 +569,29 @@ def test_no_call_of_2000_is_lost_or_answered_twice_while_a_replica_dies_and_come
     assert [len(replica.sessions) for replica in engine.replicas] == [0, 0, 0]
 
 
+def test_every_replica_forgets_ended_sessions_also_one_that_can_be_rebuilt() -> None:
+    forgotten: list[str] = []
+
+    class Forgetful(Fragile):
+        def __init__(self, name: str) -> None:
+            super().__init__()
+            self.name = name
+
+        async def forget_ended(self) -> None:
+            forgotten.append(self.name)
+
+    async def main() -> None:
+        async def make() -> Engine:
+            return Forgetful("fresh")
+
+        replaced = RebuildableEngine(Forgetful("first"), make)
+        await replaced.rebuild(lambda fresh: update(fresh, 0))
+        await routed(Forgetful("a"), replaced, Forgetful("b")).forget_ended()
+
+    run(main())
+    assert forgotten == ["a", "fresh", "b"]
+
+
 def test_update_reaches_all_replicas_and_waits_for_their_calls() -> None:
     async def main() -> None:
         replicas = [Fragile(seconds=2.0), Fragile(seconds=3.0)]
@@ -615,14 +638,15 @@ def test_replica_that_fails_an_update_is_left_out_and_the_others_commit(step: st
     run(main())
 
 
-def test_update_that_fails_everywhere_poisons_the_engine() -> None:
+def test_the_step_of_an_update_that_fails_everywhere_says_so_and_poisons_the_engine() -> None:
     async def main() -> None:
         replicas = [Fragile(), Fragile()]
         for replica in replicas:
             replica.fails_at = "apply"
         engine = routed(*replicas)
-        with pytest.raises(EnginePoisonedError, match="no space for the weights"):
-            await update(engine, 1)
+        await engine.pause("wait")
+        with pytest.raises(EnginePoisonedError, match=r"^apply_weights failed on every replica: .*no space"):
+            await engine.apply_weights(WeightUpdate(1, "shared"))
         with pytest.raises(EnginePoisonedError):
             await engine.generate([1], SAMPLING)
         assert (await engine.health()).is_poisoned
