@@ -79,14 +79,13 @@ def compare_command(arguments: argparse.Namespace) -> int:
 
 def remove_command(arguments: argparse.Namespace) -> int:
     """Remove runs after confirmation; return 1 if it was refused."""
-    from gspo_gym.run.process import holder_of, refusal
-    from gspo_gym.run.registry import read_run, remove_run
+    from gspo_gym.run.registry import read_run, remove_run, require_removable
 
-    folders = [_found(name, arguments) for name in arguments.run_name]
+    # A run that is named twice is one.
+    folders = list({path.resolve(): path for path in (_found(name, arguments) for name in arguments.run_name)}.values())
     for folder in folders:
         # All are checked before the first is removed.
-        if (holder := holder_of(folder)) is not None:
-            raise UsageError(refusal(folder, holder))
+        require_removable(folder, also=folders)
     if not arguments.yes:
         # A script cannot answer, and the question would be printed amid the JSON.
         if arguments.json or not sys.stdin.isatty():
@@ -97,7 +96,7 @@ def remove_command(arguments: argparse.Namespace) -> int:
         if input("remove with all checkpoints? [y/N] ").strip().lower() not in ("y", "yes"):
             return 1
     for folder in folders:
-        remove_run(folder)
+        remove_run(folder, also=folders)
     if arguments.json:
         print(json.dumps({"removed": [str(folder) for folder in folders]}))
     return 0

@@ -16,7 +16,7 @@ from typing import Any
 from gspo_gym.config.sections import ModelSection, RolloutSection
 from gspo_gym.config.services import TopologySection
 from gspo_gym.config.words import Problem, explain, look_up, show
-from gspo_gym.errors import nearest_name
+from gspo_gym.errors import ConfigError, nearest_name
 from gspo_gym.learning.settings import LoraSettings
 from gspo_gym.types import SAMPLING_NAMES
 
@@ -66,6 +66,8 @@ _ONLY_REWARDS: Mapping[str, tuple[str, ...]] = {
     "rubric_rewards_only": ("event", "outcome"),
 }
 
+_MAX_DEPTH = 64  # as of the bodies that servers take
+
 
 @dataclass
 class Flat:
@@ -87,7 +89,11 @@ class Flat:
 
 
 def flatten(values: Mapping[str, Any]) -> Flat:
-    """Return the flat form of a file (Any: as read); the input is not changed."""
+    """Return the flat form of a file (Any: as read); the input is not changed.
+
+    Raises:
+        ConfigError: it is nested too deeply.
+    """
     flat = Flat(_copy(values))
     if flat.values.get("type") == "rl":  # the kind of job; the hosted trainer's runner reads it, and nothing here
         del flat.values["type"]
@@ -186,9 +192,14 @@ def _put(flat: Flat, key: str, value: Any, *, written: str) -> None:
     flat.written[key] = written
 
 
-def _copy(value: Any) -> Any:
-    # Tables only, because nothing here changes any other value.
-    return {key: _copy(entry) for key, entry in value.items()} if isinstance(value, Mapping) else value
+def _copy(value: Any, room: int = _MAX_DEPTH) -> Any:
+    if not isinstance(value, (Mapping, list)):
+        return value
+    if room == 0:  # whatever reads and writes the values later recurses, too
+        raise ConfigError(f"the configuration: expected tables and lists at most {_MAX_DEPTH} deep, got deeper ones")
+    if isinstance(value, list):
+        return [_copy(entry, room - 1) for entry in value]
+    return {key: _copy(entry, room - 1) for key, entry in value.items()}
 
 
 def nested_names() -> dict[str, str]:

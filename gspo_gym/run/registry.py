@@ -8,19 +8,20 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from gspo_gym.base.files import flat_items, writing
-from gspo_gym.errors import ConfigError, nearest_name
+from gspo_gym.errors import ConfigError, GymError, RecordError, StorageError, nearest_name
 from gspo_gym.rollout.evaluation import Evaluation, compare
 from gspo_gym.run.process import holder_of, locked, read_process, refusal
 from gspo_gym.run.records import EVENTS_FILE, RUN_LINE, read_config, read_events, read_run_id
 
-RUNNING, PAUSED, ELSEWHERE, CRASHED = "running", "paused", "elsewhere", "crashed"
+RUNNING, PAUSED, ELSEWHERE, CRASHED, DAMAGED = "running", "paused", "elsewhere", "crashed", "damaged"
 _MAX_DEPTH = 3  # of a run below the folder that is listed: searches and batches keep theirs in folders of their own
 _TAIL_BYTES = 64 * 1024
 # Of where a run is, and no setting of it.
@@ -35,7 +36,7 @@ class RunInfo:
         status: while a process holds the folder, "running", "paused" or "elsewhere" (a process of another machine,
             which
             this one cannot see, has not recorded its end); else how the last process ended: "completed", "interrupted",
-            "failed", or "crashed" if it recorded no end.
+            "failed", or "crashed" if it recorded no end. "damaged": its records cannot be read.
         run: the id; None in a folder of an early version.
         attempt: number of the process that holds the folder, or held it last.
         pid, host: of that process; None: unknown.
@@ -43,23 +44,23 @@ class RunInfo:
         step: the last recorded one.
         score, value: the name and the value of the last evaluation's score; None before the first.
         wall_seconds, sampled_tokens, trained_tokens: None until the run has ended.
-        error: why it failed; None if it did not.
+        error: why it failed, or cannot be read; None if neither.
     """
 
     folder: Path
     status: str
-    run: str | None
-    attempt: int
-    pid: int | None
-    host: str | None
-    updated: float
-    step: int
-    score: str | None
-    value: float | None
-    wall_seconds: float | None
-    sampled_tokens: int | None
-    trained_tokens: int | None
-    error: str | None
+    run: str | None = None
+    attempt: int = 1
+    pid: int | None = None
+    host: str | None = None
+    updated: float = 0.0
+    step: int = 0
+    score: str | None = None
+    value: float | None = None
+    wall_seconds: float | None = None
+    sampled_tokens: int | None = None
+    trained_tokens: int | None = None
+    error: str | None = None
 
     @property
     def is_held(self) -> bool:
@@ -108,6 +109,14 @@ def find_run(name: str, folder: Path) -> Path:
 
 def read_run(folder: Path) -> RunInfo:
     """Return a run's present state from its folder."""
+    try:
+        return _read_run(folder)
+    # One damaged record must not hide all other runs of a list.
+    except (ArithmeticError, AttributeError, LookupError, StorageError, TypeError, ValueError) as error:
+        return RunInfo(folder, DAMAGED, updated=_changed(folder), error=f"its records cannot be read: {error!r}")
+
+
+def _read_run(folder: Path) -> RunInfo:
     # First the lock, then the records: a run that ends in between has said how, and is not taken for crashed.
     holder = holder_of(folder)
     path = f"{folder}/{EVENTS_FILE}"
@@ -128,29 +137,62 @@ def read_run(folder: Path) -> RunInfo:
         updated=_changed(folder),
         step=int(summary["steps"] if summary else _last_step(folder)),
         score=score,
-        value=None if score is None else evaluation.get(score),
-        wall_seconds=summary.get("wall_seconds"),
-        sampled_tokens=summary.get("sampled_tokens"),
-        trained_tokens=summary.get("trained_tokens"),
+        value=None if score is None else _number(evaluation.get(score)),
+        wall_seconds=_number(summary.get("wall_seconds")),
+        sampled_tokens=_number(summary.get("sampled_tokens")),
+        trained_tokens=_number(summary.get("trained_tokens")),
         error=ended.get("error") if holder is None else None,
     )
 
 
-def remove_run(folder: Path) -> None:
-    """Remove a run with all its records and checkpoints.
+def require_removable(folder: Path, *, also: Collection[Path] = ()) -> None:
+    """Raise if a run is in use: by a process, or as the model that another run beside it began from.
+
+    Args:
+        also: runs that are removed, too.
 
     Raises:
-        ConfigError: a process is at work on it.
-        StorageError: a file in it cannot be removed.
+        ConfigError: it is in use; or it is a link, whose target is the run.
     """
+    if folder.is_symlink():
+        raise ConfigError(f"{folder}: is a link; name the run itself, which is {folder.resolve()}")
     holder = holder_of(folder)
     if holder is not None:
         raise ConfigError(refusal(folder, holder))
+    gone = {path.resolve() for path in (folder, *also)}
+    for other in run_folders(folder.resolve().parent):
+        base = None if other.resolve() in gone else _base_of(other)
+        if base is not None and folder.resolve() in (base, *base.parents):
+            raise ConfigError(f"{folder}: {other} began from its checkpoint, which it still needs; remove that first")
+
+
+def remove_run(folder: Path, *, also: Collection[Path] = ()) -> None:
+    """Remove a run with all its records and checkpoints; `also`: as for `require_removable`.
+
+    Raises:
+        ConfigError: it is in use, see `require_removable`.
+        StorageError: a file in it cannot be removed.
+    """
+    require_removable(folder, also=also)
+    folder = folder.resolve()  # "." has no name
     with locked(folder), writing(folder):
         # Gone at once for everything that looks for runs, also if removing the files is interrupted.
         doomed = folder.with_name(f".{folder.name}.removed-{os.getpid()}")
         folder.rename(doomed)
         shutil.rmtree(doomed)
+
+
+def _base_of(folder: Path) -> Path | None:
+    """Return the folder on this disk from which a run took its model; None without one."""
+    try:
+        named = read_config(folder).get("model", {})
+        base, source = named.get("base"), named.get("source")
+        # As `model.source` names runs: LABEL, or PREFIX:LABEL[:step_N], in the folder of this one.
+        label = None if source is None else re.sub(r"^[a-z]+:|:step_\d+$", "", source)
+        path = folder.parent / label if label else None if base is None else Path(base).expanduser()
+        return path.resolve() if path is not None and path.is_dir() else None
+    except (GymError, AttributeError, OSError, TypeError, ValueError):  # then nothing is known of it
+        return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,9 +237,16 @@ def compare_runs(folders: Sequence[Path]) -> RunComparison:
 
 
 def last_evaluation(folder: Path) -> Evaluation | None:
-    """Return a run's last evaluation with its rows; None before the first."""
-    events = [event["data"] for event in read_events(folder) if event["kind"] == "evaluation"]
-    return Evaluation.from_dict(events[-1]) if events else None
+    """Return a run's last evaluation with its rows; None before the first.
+
+    Raises:
+        RecordError: it cannot be read.
+    """
+    try:
+        events = [event["data"] for event in read_events(folder) if event["kind"] == "evaluation"]
+        return Evaluation.from_dict(events[-1]) if events else None
+    except (AttributeError, LookupError, OSError, TypeError) as error:
+        raise RecordError(f"{folder}: its last evaluation has no known form: {error!r}") from error
 
 
 def _compared(first: Evaluation | None, second: Evaluation | None) -> dict[str, Any] | str:
@@ -210,7 +259,7 @@ def _compared(first: Evaluation | None, second: Evaluation | None) -> dict[str, 
 
 
 def _is_run(folder: str) -> bool:
-    return os.path.exists(f"{folder}/config.toml") and os.path.exists(f"{folder}/{EVENTS_FILE}")
+    return os.path.isfile(f"{folder}/config.toml") and os.path.isfile(f"{folder}/{EVENTS_FILE}")
 
 
 def _run_folders(folder: str, depth: int) -> Iterator[Path]:
@@ -238,6 +287,11 @@ def _last_line(data: bytes) -> dict[str, Any]:
     """Return the last whole line that is JSON; {} if there is none."""
     whole = data[: data.rfind(b"\n") + 1]
     return _json(whole[whole.rfind(b"\n", 0, -1) + 1 :])
+
+
+def _number(value: Any) -> Any:
+    """Return a value of a record that is a number, or None (Any: JSON)."""
+    return value if isinstance(value, (int, float)) else None
 
 
 def _json(text: bytes) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import pytest
 
 from benchmarks.runs import ENDS, held_runs
 from gspo_gym.cli.main import main
-from gspo_gym.errors import ConfigError
+from gspo_gym.errors import ConfigError, RecordError
 from gspo_gym.rollout.evaluation import Evaluation, EvaluationRow, join
 from gspo_gym.run.process import holding
 from gspo_gym.run.recording import RunRecorder
@@ -145,6 +145,87 @@ def test_a_run_in_use_is_not_removed_whoever_asks(tmp_path: Path, capsys: pytest
         assert main(["runs", "rm", "a", "b", "--yes", "--folder", str(tmp_path)]) == 2
     assert "is at work on it" in capsys.readouterr().err
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b"]
+
+
+@pytest.mark.parametrize("words", [["a/."], ["a/checkpoints/.."], ["a", "a", "./a"]])
+def test_a_run_is_removed_by_any_name_of_its_folder_and_nothing_that_a_link_in_it_names(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, words: list[str]
+) -> None:
+    make_run(tmp_path / "a", [1.0])
+    (tmp_path / "a" / "checkpoints").mkdir()
+    (tmp_path / "kept").mkdir()
+    (tmp_path / "kept" / "file").write_text("kept", encoding="utf-8")
+    (tmp_path / "a" / "link").symlink_to(tmp_path / "kept")
+    monkeypatch.chdir(tmp_path)
+    assert len(run_command(capsys, "rm", *words, "--yes")["removed"]) == 1
+    assert [str(path.relative_to(tmp_path)) for path in sorted(tmp_path.rglob("*"))] == ["kept", "kept/file"]
+
+
+def test_the_run_in_which_one_stands_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_run(tmp_path / "a", [1.0])
+    monkeypatch.chdir(tmp_path / "a")
+    assert main(["runs", "rm", ".", "--yes"]) == 0
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_link_to_a_run_is_not_removed_and_not_renamed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make_run(tmp_path / "elsewhere", [1.0])
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs" / "a").symlink_to(tmp_path / "elsewhere")
+    assert main(["runs", "rm", "a", "--yes", "--folder", str(tmp_path / "runs")]) == 2
+    assert f"is a link; name the run itself, which is {tmp_path / 'elsewhere'}" in capsys.readouterr().err
+    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["a"]
+    assert (tmp_path / "elsewhere" / "events.jsonl").is_file()
+
+
+@pytest.mark.parametrize(
+    "model",
+    ['source = "a"', 'source = "rl:a:step_000002"', 'base = "{0}/a/checkpoints/step_000002"'],
+)
+def test_a_run_from_whose_checkpoint_another_began_is_removed_only_with_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], model: str
+) -> None:
+    make_run(tmp_path / "a", [1.0])
+    (tmp_path / "a" / "checkpoints" / "step_000002").mkdir(parents=True)
+    make_run(tmp_path / "b", [1.0], f"[model]\n{model.format(tmp_path)}\n")
+    words = ["--yes", "--folder", str(tmp_path)]
+    assert main(["runs", "rm", "a", *words]) == 2
+    assert f"{tmp_path / 'b'} began from its checkpoint" in capsys.readouterr().err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b"]
+    assert main(["runs", "rm", "a", "b", *words]) == 0
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("events.jsonl", '{"kind": "finished"}'),
+        ("events.jsonl", '{"kind": "finished", "data": 3}'),
+        ("metrics.jsonl", '{"step": []}'),
+        ("summary.json", '{"status": "completed", "steps": 4, "final_eval": "none"}'),
+        ("summary.json", '{"status": "completed", "steps": 4, "final_eval": {"score": {}}}'),
+        ("summary.json", '{"status": "completed", "steps": 4, "wall_seconds": [], "sampled_tokens": "many"}'),
+    ],
+)
+def test_a_run_with_damaged_records_is_listed_and_hides_no_other(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, content: str
+) -> None:
+    make_run(tmp_path / "good", [1.0])
+    recorder = make_run(tmp_path / "bad", [1.0])
+    if name == "summary.json":
+        recorder.event("finished", 4, {"status": "completed"})
+    with (tmp_path / "bad" / name).open("a", encoding="utf-8") as file:
+        file.write(content + "\n")
+    assert main(["runs", "list", str(tmp_path)]) == 0
+    assert {line.split()[0] for line in capsys.readouterr().out.splitlines()[1:]} == {"good", "bad"}
+    assert run_command(capsys, "rm", "bad", "--yes", "--folder", str(tmp_path))["removed"] == [str(tmp_path / "bad")]
+
+
+def test_runs_whose_evaluations_have_an_unknown_form_are_refused_by_name(tmp_path: Path) -> None:
+    make_run(tmp_path / "a", [1.0])
+    make_run(tmp_path / "b", [1.0]).event("evaluation", 3, {"mean_return": 0.5})
+    with pytest.raises(RecordError, match=r"b: its last evaluation has no known form: KeyError\('rows'\)"):
+        compare_runs([tmp_path / "a", tmp_path / "b"])
 
 
 def test_listing_runs_loads_no_torch() -> None:

@@ -87,6 +87,7 @@ REFUSED: list[tuple[Any, str]] = [
     ({}, "data.config: expected the configuration"),
     ({"data": {}}, "data.config: expected the configuration"),
     ({"data": {"config": "a = "}}, "expected TOML"),
+    ({"data": {"config": f"[{chr(46).join(5_000 * chr(97))}]"}}, "at most 64 deep"),
     (changed("job_type", "sft"), 'expected "rl"'),
     (changed("tags", "mine"), "tags: expected an object"),
     (changed("data/model", 3), "data.model: expected a text"),
