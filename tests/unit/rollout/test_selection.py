@@ -26,6 +26,7 @@ from gspo_gym.rollout.selection import (
     AttemptWatch,
     PlayedReturns,
     SelectionAlarm,
+    SelectionEvidence,
     _p_of,
     _tested,
 )
@@ -242,8 +243,10 @@ def test_p_is_the_share_of_subsets_that_are_as_far_from_the_mean(num_lost: int) 
 
 def test_96_played_of_which_the_12_best_are_kept_sound_the_alarm_at_once() -> None:
     played = [1.25] * 12 + [0.5] * 48 + [0.0] * 36
-    selection = SelectionAlarm(seed=0).check(PlayedReturns(tuple(played[:12]), tuple(played[12:])))
+    alarm = SelectionAlarm(seed=0)
+    selection = alarm.check(PlayedReturns(tuple(played[:12]), tuple(played[12:])))
     assert selection is not None
+    assert alarm.evidence == SelectionEvidence(num_tests=1)  # the rest is used up
     assert (selection.num_played, selection.num_kept, selection.mean_kept) == (96, 12, 1.25)
     assert selection.mean_played == pytest.approx((12 * 1.25 + 48 * 0.5) / 96)
     assert "mean return of 0.4062" in selection.sentence()
