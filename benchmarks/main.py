@@ -1,7 +1,7 @@
 """How fast engines sample multi-turn episodes: `python -m benchmarks engines`.
 
-`faults`, `isolation`, `pipeline`, `gateway`, `weights`, `checkpoints`, `mutants`, `runs`, `crash`, `stops` and
-`soak` are other measurements, each in a file of its name.
+`faults`, `isolation`, `pipeline`, `gateway`, `weights`, `checkpoints`, `mutants`, `runs`, `crash`, `stops`, `soak`,
+`tokens` and `page` are other measurements, each in a file of its name.
 
 One table from one run: transformers' `generate` once a turn, transformers' continuous batching, the local engine, and
 vLLM where it is installed, on the same model and the same episodes. Environments answer at once, so this is sampling
@@ -30,10 +30,12 @@ from benchmarks.faults import run_faults
 from benchmarks.gateway import run_gateway
 from benchmarks.isolation import run_isolation
 from benchmarks.mutants import run_mutants
+from benchmarks.page import run_page
 from benchmarks.pipeline import Workload, run_pipeline
 from benchmarks.runs import run_runs
 from benchmarks.soak import run_soak
 from benchmarks.stops import run_stops
+from benchmarks.tokens import run_tokens
 from benchmarks.vllm import has_vllm, running_vllm
 from benchmarks.weights import run_weights
 from gspo_gym.cli.command_line import Parser, parse_and_run
@@ -256,6 +258,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "crash",
         "stops",
         "soak",
+        "tokens",
+        "page",
     ]
     parser.add_argument("what", choices=choices, help="what to measure")
     parser.add_argument("files", nargs="*", help="mutants: the files to mutate, in the root of a checkout")
@@ -264,7 +268,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         help="mutants: how many a file (20); runs: how many (200); crash: kills (50); stops: how many (30)",
     )
-    parser.add_argument("--steps", type=int, help="steps of the run: 20 for crash, 2000 for soak")
+    parser.add_argument("--steps", type=int, help="steps of the run: 20 for crash and tokens, 2000 for soak")
     parser.add_argument("--seed", type=int, default=0, help="mutants, crash, stops: which ones (default: %(default)s)")
     parser.add_argument(
         "--tests",
@@ -278,7 +282,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--episodes", type=int, help="default: 64 for engines, 2000 for faults, 200 for isolation")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="torch threads")
     parser.add_argument(
-        "--repeats", type=int, default=3, help="runs of each engine or updates, median kept (default: %(default)s)"
+        "--repeats",
+        type=int,
+        default=3,
+        help="runs of each engine, updates or visits, median kept (default: %(default)s; tokens: at least 30)",
     )
     parser.add_argument(
         "--groups", type=int, default=16, help="pipeline: groups of 8 episodes a step; more make learning longer"
@@ -310,6 +317,10 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.what == "isolation":
         return run_isolation(arguments.episodes or 200)
     torch.set_num_threads(arguments.threads)
+    if arguments.what == "tokens":
+        return run_tokens(num_steps=arguments.steps or 20, repeats=max(arguments.repeats, 30))
+    if arguments.what == "page":
+        return run_page(repeats=arguments.repeats)
     if arguments.what == "weights":
         return run_weights(arguments.model, dtype=arguments.dtype, num_updates=arguments.repeats)
     if arguments.what == "checkpoints":

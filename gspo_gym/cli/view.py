@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import functools
 import hmac
 import json
 import secrets
@@ -91,7 +92,7 @@ def create_app(folder: Path, token: str, is_stopping: threading.Event) -> App:
     from gspo_gym.remote.guard import Guard
     from gspo_gym.run.registry import list_runs
     from gspo_gym.run.report.page import live_page
-    from gspo_gym.run.report.page_data import run_values, step_values
+    from gspo_gym.run.report.page_data import RecordedStep, run_values
 
     def runs(_: Request) -> list[Json]:
         return [{"name": _name_of(run.folder, folder), **run.to_dict()} for run in list_runs(folder)]
@@ -101,9 +102,20 @@ def create_app(folder: Path, token: str, is_stopping: threading.Event) -> App:
         # A run beside the first one shows its curves only.
         return run_values(path) if "beside" in request.query_params else described_run(path)
 
-    def step(request: Request) -> dict[str, Json]:
+    @functools.lru_cache(maxsize=2)  # its groups are asked for one by one
+    def read(path: Path, name: str, _: tuple[Json, ...]) -> RecordedStep:
+        return RecordedStep(path, name)
+
+    def asked(request: Request) -> RecordedStep:
         path = _paths_in(folder)[request.query_params.get("run", "")]
-        return step_values(path, request.query_params.get("name", ""))
+        return read(path, request.query_params.get("name", ""), tuple(_stamps(path)))
+
+    def step(request: Request) -> dict[str, Json]:
+        return asked(request).outline()
+
+    def group(request: Request) -> dict[str, Json]:
+        number = request.query_params.get("number", "")
+        return asked(request).group(int(number) if number.isdecimal() else -1)
 
     def changes(_: Request) -> StreamingResponse:
         return StreamingResponse(_changes(folder, is_stopping), media_type="text/event-stream")
@@ -119,7 +131,7 @@ def create_app(folder: Path, token: str, is_stopping: threading.Event) -> App:
         answer.set_cookie(_cookie_name(request), given, httponly=True, samesite="strict")
         return answer
 
-    answers = (runs, run, step, changes)
+    answers = (runs, run, step, group, changes)
     routes = [Route("/", front), *(Route(f"/{each.__name__}", _guarded(each, token)) for each in answers)]
     return Guard(Starlette(routes=routes), open_paths=())
 

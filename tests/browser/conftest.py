@@ -2,37 +2,23 @@
 
 from __future__ import annotations
 
-import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from playwright.sync_api import Browser, Page, sync_playwright
+from playwright.sync_api import Browser, Page
 
+from benchmarks.page import chromium
 from gspo_gym.cli.report import report_page
 from gspo_gym.cli.train import run_training
 from gspo_gym.config.run_config import load_config
 
-_CHROMIUM = ("chromium-headless-shell", "chromium", "google-chrome")
-# So that it asks its maker's hosts for nothing, which would be requests of the page's.
-_QUIET = (
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-)
-
 
 @pytest.fixture(scope="session")
 def browser() -> Iterator[Browser]:
-    path = next((found for name in _CHROMIUM if (found := shutil.which(name))), None)
-    assert path is not None, f"none of {', '.join(_CHROMIUM)} is installed: apt-get install chromium-headless-shell"
-    with sync_playwright() as playwright:
-        started = playwright.chromium.launch(executable_path=path, args=["--no-sandbox", "--disable-gpu", *_QUIET])
+    with chromium() as started:
         yield started
-        started.close()
 
 
 @pytest.fixture

@@ -61,7 +61,8 @@ def test_a_step_that_lands_is_shown_without_a_reload(page: Page, url: str, runs:
 def test_without_the_token_and_under_another_name_nothing_is_told(url: str, runs: Path) -> None:
     base, _, token = url.partition("/?token=")
     cookies = {f"gspo_gym_{httpx.URL(base).port}": token}
-    for path in ("/", "/runs", "/run?run=small", "/step?run=small&name=step_000001", "/changes"):
+    group = "/group?run=small&name=step_000001&number={}"
+    for path in ("/", "/runs", "/run?run=small", "/step?run=small&name=step_000001", group.format(0), "/changes"):
         assert httpx.get(base + path).status_code == 403
         assert httpx.get(base + path, headers={"Host": "evil.example"}, cookies=cookies).status_code == 403
     assert httpx.get(f"{base}/?token=wrong", follow_redirects=True).status_code == 403
@@ -72,5 +73,7 @@ def test_without_the_token_and_under_another_name_nothing_is_told(url: str, runs
         "/run?run=other",
         "/step?run=small&name=../config",
         "/step?run=small&name=step_000009",
+        group.format(8),  # 32 episodes, 4 a group: 0 to 7
+        group.format("-1"),
     ):
         assert httpx.get(base + path, cookies=cookies).status_code == 404

@@ -1,8 +1,8 @@
 """What the page of a run shows, as JSON values, read from the run's folder.
 
 `run_values` is the run at a glance and its curves; `step_values` is one file of episodes, token by token. The saved
-page holds both, the live one asks for them as they are needed. Numbers that a record has as null stay null: a page must
-not show 0 where nothing was measured.
+page holds both; the live one asks for them as they are needed, and for the tokens of one group at a time. Numbers that
+a record has as null stay null: a page must not show 0 where nothing was measured.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 
 from gspo_gym.errors import RecordError
 from gspo_gym.judge.records import JUDGEMENTS_FILE, JudgedEpisode, latest_judgements, read_judgements
-from gspo_gym.learning.tokens import PASS_COLUMNS, Clip, Fate
+from gspo_gym.learning.tokens import PASS_COLUMNS, Clip, Column, Fate
 from gspo_gym.rollout.episode_files import episode_paths, read_episodes
 from gspo_gym.run.recording import METRICS
 from gspo_gym.run.records import read_config, read_events, read_metrics
@@ -59,47 +59,146 @@ def step_values(folder: Path, name: str, *, max_episodes: int | None = None) -> 
     Raises:
         RecordError: there is no such file, or it is damaged.
     """
-    found = [path for path in episode_paths(folder, name) if path.name.partition(".")[0] == name]
-    if not found:
-        raise RecordError(f"{folder}: has no episodes {name!r}")
-    step = int(name.rpartition("_")[2]) if name[-1].isdigit() else 0
-    tokens = open_tokens(folder, step) if name.startswith("step_") and token_path(folder, step).exists() else None
-    judged = latest_judgements(read_judgements(folder / JUDGEMENTS_FILE))
-    groups: dict[str, list[Trajectory]] = defaultdict(list)
-    for trajectory in read_episodes(found[0]):
-        groups[_group_of(name, trajectory)].append(trajectory)
-    shown: list[dict[str, Json]] = []
-    num_episodes = 0
-    for members in groups.values():
-        if max_episodes is not None and num_episodes + len(members) > max(max_episodes, len(members)):
-            break
-        num_episodes += len(members)
-        leaves = _divergences(members)
-        shown.append(
-            {
-                "task": members[0].task.task_id,
-                "options": dict(members[0].task.options),
-                "episodes": [
-                    _episode(each, judged.get((each.trajectory_id, each.attempt)), leaves[i]) | _columns(each, tokens)
-                    for i, each in enumerate(members)
-                ],
-            }
-        )
-    used = {i for group in shown for each in group["episodes"] for segment in each["segments"] for i in segment["ids"]}
-    return {
-        "name": name,
-        "step": step,
-        "num_episodes": sum(map(len, groups.values())),
-        "loss": None if tokens is None else _loss(folder, step),
-        "names": {"clip": [each.name.lower() for each in Clip], "fate": [each.name.lower() for each in Fate]},
-        "groups": shown,
-        "vocabulary": _texts(folder, used),
+    step = RecordedStep(folder, name)
+    values = step.outline(max_episodes)
+    values["vocabulary"] = {}
+    for number, group in enumerate(values["groups"]):
+        whole = step.group(number)
+        values["vocabulary"] |= whole["vocabulary"]
+        for outline, episode in zip(group["episodes"], whole["episodes"], strict=True):
+            outline |= episode
+    return values
+
+
+class RecordedStep:
+    """One file of episodes, which is read once: its outline, and its groups token by token.
+
+    Raises:
+        RecordError: there is no such file, or it is damaged.
+    """
+
+    def __init__(self, folder: Path, name: str) -> None:
+        found = [path for path in episode_paths(folder, name) if path.name.partition(".")[0] == name]
+        if not found:
+            raise RecordError(f"{folder}: has no episodes {name!r}")
+        self._folder, self._name = folder, name
+        self._step = int(name.rpartition("_")[2]) if name[-1].isdigit() else 0
+        is_recorded = name.startswith("step_") and token_path(folder, self._step).exists()
+        self._tokens = open_tokens(folder, self._step) if is_recorded else None
+        self._judged = latest_judgements(read_judgements(folder / JUDGEMENTS_FILE))
+        groups: dict[str, list[Trajectory]] = defaultdict(list)
+        for trajectory in read_episodes(found[0]):
+            groups[trajectory.task.task_id].append(trajectory)
+        self._groups = list(groups.values())
+
+    def outline(self, max_episodes: int | None = None) -> dict[str, Json]:
+        """Return what lists, filters and scales of colour need, without the tokens; `max_episodes` as `step_values`."""
+        kept = 0
+        num_shown = 0
+        for members in self._groups:
+            if max_episodes is not None and num_shown + len(members) > max(max_episodes, len(members)):
+                break
+            kept, num_shown = kept + 1, num_shown + len(members)
+        columns = None if self._tokens is None else self._tokens.columns()
+        return {
+            "name": self._name,
+            "step": self._step,
+            "num_episodes": sum(map(len, self._groups)),
+            "num_passes": 1 if self._tokens is None else self._tokens.num_passes,
+            "loss": None if self._tokens is None else _loss(self._folder, self._step),
+            "names": {"clip": [each.name.lower() for each in Clip], "fate": [each.name.lower() for each in Fate]},
+            "scales": _scales(columns, [each for members in self._groups for each in members]),
+            "groups": [
+                {
+                    "task": members[0].task.task_id,
+                    "environment": members[0].task.env_id,
+                    "options": dict(members[0].task.options),
+                    "episodes": [self._outline_of(each, columns) for each in members],
+                }
+                for members in self._groups[:kept]
+            ],
+        }
+
+    def group(self, number: int) -> dict[str, Json]:
+        """Return the episodes of a group token by token, and the text of each token id in them.
+
+        Raises:
+            RecordError: there is no such group.
+        """
+        if not 0 <= number < len(self._groups):
+            raise RecordError(f"{self._name}: has no group {number}")
+        members = self._groups[number]
+        episodes = [
+            _turns(each, self._judgement_of(each), leaves) | _columns(each, self._tokens)
+            for each, leaves in zip(members, _divergences(members), strict=True)
+        ]
+        used = {i for episode in episodes for segment in episode["segments"] for i in segment["ids"]}
+        return {"episodes": episodes, "vocabulary": _texts(self._folder, used)}
+
+    def _judgement_of(self, trajectory: Trajectory) -> JudgedEpisode | None:
+        return self._judged.get((trajectory.trajectory_id, trajectory.attempt))
+
+    def _outline_of(self, trajectory: Trajectory, columns: Mapping[str, Column] | None) -> dict[str, Json]:
+        start, stop = (0, 0) if self._tokens is None else self._tokens.spans.get(trajectory.trajectory_id, (0, 0))
+        clipped, masked, loss = [False], False, None
+        if columns is not None and stop > start:
+            clipped = (columns["clip"][:, start:stop] != Clip.NONE).any(1).tolist()
+            masked = bool((columns["fate"][start:stop] != Fate.TRAINED).any())
+            # Of all passes: these are the parts of the step's loss.
+            loss = float(columns["share"][:, start:stop].sum(dtype=np.float64))
+        versions = {
+            int(each) for segment in trajectory.segments for each in segment.weight_version[segment.action_mask]
+        }
+        return {
+            "id": trajectory.trajectory_id,
+            "attempt": trajectory.attempt,
+            "task": trajectory.task.task_id,
+            "outcome": trajectory.outcome.value,
+            "success": trajectory.success,
+            "return": trajectory.reward if trajectory.is_scored else None,
+            "error": trajectory.error,
+            "seconds": trajectory.timing.total_seconds,
+            "loss": loss,
+            "clipped": clipped,
+            "masked": masked,
+            "mixed": len(versions) > 1,
+            "disputed": _is_disputed(trajectory, self._judgement_of(trajectory)),
+        }
+
+
+def _is_disputed(trajectory: Trajectory, judged: JudgedEpisode | None) -> bool:
+    """Return whether the judge gave more than half of its scale to a failure, or not more to a success."""
+    if judged is None or judged.judgement.outcome_review is None:
+        return False
+    is_good = trajectory.success
+    if is_good is None and judged.env_return is not None:
+        is_good = judged.env_return > 0
+    return is_good is not None and (judged.judgement.outcome_review.total > 0.5) != is_good
+
+
+def _scales(columns: Mapping[str, Column] | None, trajectories: Sequence[Trajectory]) -> list[dict[str, float]]:
+    """Return, by pass, the size that 95 of 100 of the step's tokens do not exceed, for each quantity that has one."""
+    if columns is None:
+        sampled = [segment.rollout_logprobs[segment.action_mask] for each in trajectories for segment in each.segments]
+        return [_scale({"logprob": np.concatenate([np.zeros(0, np.float32), *sampled])})]
+    every = {
+        "logprob": columns["rollout_logprob"],
+        "advantage": columns["advantage"],
+        "gap": columns["old_logprob"] - columns["rollout_logprob"],
     }
+    with np.errstate(divide="ignore"):  # a ratio of 0 has no finite logarithm, and no colour
+        log_ratio = np.log(columns["ratio"])
+    own = {"ratio": log_ratio, "entropy": columns["entropy"], "loss": columns["share"]}
+    return [_scale(every | {name: each[i] for name, each in own.items()}) for i in range(len(columns["ratio"]))]
 
 
-def _group_of(name: str, trajectory: Trajectory) -> str:
-    # Evaluations play each task once; side by side they would be groups of one.
-    return trajectory.task.task_id if name.startswith("step_") else trajectory.task.env_id
+def _scale(quantities: Mapping[str, Column]) -> dict[str, float]:
+    scales = {}
+    for name, values in quantities.items():
+        sizes = np.sort(np.abs(values[np.isfinite(values)]))
+        if len(sizes):
+            scales[name] = float(sizes[int(0.95 * (len(sizes) - 1))] or sizes[-1] or 1.0)
+    return scales
 
 
 def _about(config: Mapping[str, Json]) -> dict[str, str]:
@@ -148,16 +247,8 @@ def _event(event: Mapping[str, Json]) -> dict[str, Json]:
     return {key: event[key] for key in ("seq", "time", "step", "kind")} | {"text": told[:_MAX_EVENT_CHARS]}
 
 
-def _episode(trajectory: Trajectory, judged: JudgedEpisode | None, leaves: tuple[int, int] | None) -> dict[str, Json]:
+def _turns(trajectory: Trajectory, judged: JudgedEpisode | None, leaves: tuple[int, int] | None) -> dict[str, Json]:
     return {
-        "id": trajectory.trajectory_id,
-        "attempt": trajectory.attempt,
-        "task": trajectory.task.task_id,
-        "outcome": trajectory.outcome.value,
-        "success": trajectory.success,
-        "return": trajectory.reward if trajectory.is_scored else None,
-        "error": trajectory.error,
-        "seconds": trajectory.timing.total_seconds,
         "messages": [message.to_dict() for message in trajectory.messages],
         "turns": [
             {

@@ -16,11 +16,14 @@ from benchmarks.isolation import Costs, private_bytes_of
 from benchmarks.isolation import measure as measure_isolation
 from benchmarks.isolation import render as render_isolation
 from benchmarks.main import ENGINES, Measurement, main, make_workload, render
+from benchmarks.page import chromium
 from benchmarks.pipeline import StepTimes, Workload
 from benchmarks.pipeline import measure as measure_pipeline
 from benchmarks.pipeline import render as render_pipeline
+from benchmarks.tokens import TokenCosts
 from benchmarks.weights import Costs as WeightCosts
 from benchmarks.weights import render as render_weights
+from gspo_gym.errors import MissingExtraError
 from gspo_gym.policy.load import load_policy
 
 
@@ -59,6 +62,19 @@ def test_the_checkpoint_benchmark_saves_every_repeat(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step_000002", "step_000003"]
     costs = CheckpointCosts(copy=[1.0, 3.0, 2.0], blocked=[2.2, 9.0, 0.1])
     assert costs.ratio == pytest.approx(1.1)
+
+
+def test_the_cost_of_recording_is_the_median_of_the_pairs_over_a_step() -> None:
+    costs = TokenCosts(
+        step=2.0, update=[1.0, 5.0, 1.0], recorded=[1.01, 5.02, 1.5], num_bytes=400, column_bytes=300, num_tokens=10
+    )
+    assert costs.share == pytest.approx(0.02 / 2.0)  # differences 0.01, 0.02 and 0.5
+
+
+def test_a_page_without_a_browser_to_look_with_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(MissingExtraError, match="apt-get install chromium-headless-shell"), chromium():
+        pass
 
 
 def test_the_pipeline_benchmark_trains_and_every_turn_takes_the_same_time_in_every_run() -> None:

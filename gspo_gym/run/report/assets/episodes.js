@@ -17,10 +17,10 @@ const FILTERS = {
   all: ["all", () => true],
   failed: ["failed", (episode) => episode.success === false || episode.error !== null],
   succeeded: ["succeeded", (episode) => episode.success === true],
-  clipped: ["clipped", (episode) => tokensOf(episode).some((token) => token.clip && token.clip !== "none")],
-  masked: ["sampled and not trained on", (episode) => tokensOf(episode).some((token) => token.fate && token.fate !== "trained")],
-  disagree: ["judge and environment disagree", disagrees],
-  versions: ["version changed inside", (episode) => new Set(tokensOf(episode).map((token) => token.weight_version)).size > 1],
+  clipped: ["clipped", (episode, pass) => episode.clipped[pass] === true],
+  masked: ["sampled and not trained on", (episode) => episode.masked],
+  disagree: ["judge and environment disagree", (episode) => episode.disputed],
+  versions: ["version changed inside", (episode) => episode.mixed],
 };
 
 const ORDERS = {
@@ -41,21 +41,17 @@ function difference(a, b) {
   return a === null || a === undefined || b === null || b === undefined ? null : a - b;
 }
 
-// Gives the sampled tokens of a step's episodes their numbers by name; those of a pass over the batch are that pass's.
-function readTokens(step, pass) {
-  for (const { episodes } of step.groups) {
-    for (const episode of episodes) {
-      let at = 0;
-      const columns = { ...episode.columns, ...episode.passes[Math.min(pass, episode.passes.length - 1)] };
-      episode.tokens = episode.segments.flatMap((segment, s) => segment.sampled.map((position) => {
-        const token = { segment: s, position, id: segment.ids[position], turn: turnAt(episode, s, position) };
-        for (const [name, values] of Object.entries(columns)) token[name] = step.names[name]?.[values[at]] ?? values[at];
-        at += 1;
-        return token;
-      }));
-      // Of all passes: these are what the loss of the step is made of.
-      episode.loss = episode.passes.reduce((sum, { share }) => sum + (share ?? []).reduce((a, b) => a + b, 0), 0);
-    }
+// Gives the sampled tokens of a group's episodes their numbers by name; those of a pass over the batch are that pass's.
+function readTokens(episodes, names, pass) {
+  for (const episode of episodes) {
+    let at = 0;
+    const columns = { ...episode.columns, ...episode.passes[Math.min(pass, episode.passes.length - 1)] };
+    episode.tokens = episode.segments.flatMap((segment, s) => segment.sampled.map((position) => {
+      const token = { segment: s, position, id: segment.ids[position], turn: turnAt(episode, s, position) };
+      for (const [name, values] of Object.entries(columns)) token[name] = names[name]?.[values[at]] ?? values[at];
+      at += 1;
+      return token;
+    }));
   }
 }
 
@@ -65,20 +61,6 @@ function tokensOf(episode) {
 
 function turnAt(episode, segment, position) {
   return episode.turns.findIndex((turn) => turn.segment === segment && turn.action[0] <= position && position < turn.action[1]);
-}
-
-// A judge that gives more than half of its scale to a failure, or less to a success.
-function disagrees(episode) {
-  const total = episode.judge?.outcome?.total;
-  const isGood = episode.success ?? (episode.judge?.env_return === null ? null : episode.judge?.env_return > 0);
-  return total !== undefined && isGood !== null && isGood !== undefined && (total > 0.5) !== isGood;
-}
-
-// Colours of a step are comparable: the scale is that of 95 of 100 of its tokens.
-function scaleOf(step, key) {
-  const values = step.groups.flatMap((group) => group.episodes.flatMap(tokensOf)).map(COLOURS[key].of)
-    .filter((value) => value !== null && value !== undefined).map(Math.abs).sort((a, b) => a - b);
-  return values.length ? values[Math.floor(0.95 * (values.length - 1))] || values.at(-1) || 1 : 1;
 }
 
 function tint(span, value, key, scale) {
@@ -102,19 +84,33 @@ class EpisodesView {
     this.pass = 0;
   }
 
-  show(step, steps) {
+  async show(step, steps) {
     this.step = step;
-    readTokens(step, this.pass);
+    this.pass = Math.min(this.pass, step.num_passes - 1);
     this.all = step.groups.flatMap((group) => group.episodes.map((episode) => ({ episode, group })));
     const key = ORDERS[this.order][1];
-    this.listed = this.all.filter(({ episode }) => FILTERS[this.filter][1](episode));
+    this.listed = this.all.filter(({ episode }) => FILTERS[this.filter][1](episode, this.pass));
     if (key) this.listed.sort((a, b) => key(a.episode) - key(b.episode));
     this.current = this.all.find(({ episode }) => episode.id === this.place.episode) ?? this.listed[0] ?? this.all[0];
-    this.colour ??= this.all.some(({ episode }) => "advantage" in episode.columns) ? "advantage" : "logprob";
-    this.scale = scaleOf(step, this.colour);
+    this.colour ??= "advantage" in step.scales[0] ? "advantage" : "logprob";
+    this.scale = step.scales[this.pass][this.colour] ?? 1;
+    const { current } = this;
+    if (current) await this.load(current.group);
+    if (current !== this.current || step !== this.step) return; // another was chosen meanwhile, and is shown
     this.main.replaceChildren(this.bar(steps), this.sum(), element("div", { class: "play" }, this.list(), this.middle(), this.detail = element("aside", { class: "detail", "aria-live": "polite", "aria-label": "Token" })));
     if (this.place.token) this.choose(this.place.token, false);
     else this.detail.append(element("p", { class: "quiet" }, "Hover over a sampled token, or press Tab and the arrow keys, to see its numbers."));
+  }
+
+  // A saved page has the tokens of all groups, a live one asks for those of a group when it is looked at.
+  async load(group) {
+    const { step } = this;
+    if (!("segments" in group.episodes[0])) {
+      const { episodes, vocabulary } = await page.source.group(step.name, step.groups.indexOf(group));
+      group.episodes.forEach((episode, i) => Object.assign(episode, episodes[i]));
+      step.vocabulary = { ...step.vocabulary, ...vocabulary };
+    }
+    readTokens(group.episodes, step.names, this.pass);
   }
 
   bar(steps) {
@@ -125,12 +121,8 @@ class EpisodesView {
       chooser("Show", named(FILTERS), this.filter, again("filter")),
       chooser("Order", named(ORDERS), this.order, again("order")),
       chooser("Colour", Object.entries(COLOURS).map(([value, { text }]) => [value, text]), this.colour, again("colour")),
-      this.numPasses() > 1 ? chooser("Pass", [...Array(this.numPasses()).keys()].map((i) => [String(i), `${i + 1} of ${this.numPasses()}`]), String(this.pass), (value) => { this.pass = Number(value); this.show(this.step, steps); }) : null,
+      this.step.num_passes > 1 ? chooser("Pass", [...Array(this.step.num_passes).keys()].map((i) => [String(i), `${i + 1} of ${this.step.num_passes}`]), String(this.pass), (value) => { this.pass = Number(value); this.show(this.step, steps); }) : null,
       this.legend());
-  }
-
-  numPasses() {
-    return Math.max(1, ...this.all.map(({ episode }) => episode.passes.length));
   }
 
   legend() {
@@ -149,7 +141,7 @@ class EpisodesView {
 
   // The page adds up: what all tokens of the step contribute is the loss that the run recorded.
   sum() {
-    const known = this.all.filter(({ episode }) => "share" in episode.passes[0]);
+    const known = this.all.filter(({ episode }) => episode.loss !== null);
     const left = this.step.num_episodes - this.all.length;
     const sum = known.reduce((total, { episode }) => total + episode.loss, 0);
     return element("p", { class: "quiet" },
@@ -161,8 +153,10 @@ class EpisodesView {
     const items = [];
     let last = null;
     for (const each of this.listed) {
-      if (this.order === "played" && each.group !== last) items.push(element("h3", {}, visible(each.group.task, 80)));
-      last = each.group;
+      // Evaluations play a task once: their groups of one have the environment's name once for all.
+      const heading = each.group.episodes.length > 1 ? each.group.task : each.group.environment;
+      if (this.order === "played" && heading !== last) items.push(element("h3", {}, visible(heading, 80)));
+      last = heading;
       const { episode } = each;
       const mark = episode.success === true ? "✓" : episode.success === false ? "✗" : episode.error ? "!" : "·";
       items.push(element("button", {
@@ -184,7 +178,7 @@ class EpisodesView {
       facts([
         ["task", episode.task], ["outcome", episode.outcome + (episode.success === null ? "" : episode.success ? ", success" : ", no success")],
         ["return", signed(episode.return, 6)], ["error", episode.error], ["attempt", episode.attempt || null],
-        ["share of the loss", "share" in episode.passes[0] ? number(episode.loss, 6) : null], ["seconds", number(episode.seconds, 3)],
+        ["share of the loss", episode.loss === null ? null : number(episode.loss, 6)], ["seconds", number(episode.seconds, 3)],
         ["judge", reasons ? `${number(reasons.total, 4)} ${reasons.summary}` : null],
       ]),
       reasons ? this.criteria(reasons) : null,

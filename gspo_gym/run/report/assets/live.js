@@ -25,6 +25,10 @@ class LiveSource {
     return this.ask("step", { run: this.name, name });
   }
 
+  group(name, number) {
+    return this.ask("group", { run: this.name, name, number });
+  }
+
   watch(onchange) {
     const events = new EventSource("changes");
     events.onmessage = ({ data }) => onchange(JSON.parse(data));

@@ -114,7 +114,7 @@ async function showEpisodes(main, place) {
   if (!page.steps.has(name)) page.steps.set(name, await page.source.step(name));
   page.episodes ??= new EpisodesView(main, place, go);
   page.episodes.place = place;
-  page.episodes.show(page.steps.get(name), steps);
+  await page.episodes.show(page.steps.get(name), steps);
 }
 
 async function show() {
