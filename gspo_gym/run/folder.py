@@ -24,7 +24,7 @@ def folder_of_a_new_run(folder: Path, progress: Progress) -> Iterator[Callable[[
         ConfigError: another process holds it.
     """
     missing = [path for path in folder.parents if not path.exists()]
-    earlier = _clear(folder)
+    earlier = _clear(folder, progress)
     has_begun = False
 
     def begin() -> None:
@@ -55,7 +55,7 @@ def _has_not_begun(folder: Path) -> bool:
     return {path.name for path in folder.iterdir()} <= {LOCK_FILE, f".{PROCESS_FILE}.tmp"}
 
 
-def _clear(folder: Path) -> Path | None:
+def _clear(folder: Path, progress: Progress) -> Path | None:
     """Remove what a killed start left, or rename an earlier run to the first free FOLDER.1, FOLDER.2, ...
 
     Returns:
@@ -63,7 +63,7 @@ def _clear(folder: Path) -> Path | None:
     """
     if not folder.exists() or not any(folder.iterdir()):
         return None
-    with locked(folder):
+    with locked(folder, progress.note):
         if _has_not_begun(folder):
             shutil.rmtree(folder, ignore_errors=True)
             return None

@@ -3,6 +3,11 @@
     .lock         locked for the whole life of that process; the system unlocks it however the process ends
     process.json  the process that holds the folder, or held it last
 
+The lock decides whether a process lives, if this machine can see it: a process of another machine may hold it on a file
+system whose locks stay on one machine. So the process also touches the lock's file every 10 seconds. A start watches
+it by its own clock, since those of machines differ, and takes the folder over after 180 seconds without a touch. A
+process that was only suspended leaves, without writing, when it finds its place taken.
+
 Commands that only read a run, or write other files there, take no lock.
 """
 
@@ -14,6 +19,9 @@ import importlib
 import json
 import os
 import platform
+import re
+import sys
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
@@ -28,7 +36,14 @@ from gspo_gym.errors import ConfigError, StorageError
 
 LOCK_FILE = ".lock"
 PROCESS_FILE = "process.json"
+MOUNTS = Path("/proc/self/mountinfo")
 
+_BEAT_SECONDS, _SILENT_BEATS = 10.0, 18  # longer than the interpreter is held by anything but a defect
+# File systems of one kernel: a process of another machine can no longer write there.
+_LOCAL = frozenset(("bcachefs", "btrfs", "ext2", "ext3", "ext4", "f2fs", "overlay", "ramfs", "tmpfs", "xfs", "zfs"))
+# Those whose locks all machines see, with the option that says so: nfs(5), mount.lustre(8), ceph(8).
+_SHARED = {"nfs": "local_lock=none", "nfs4": "local_lock=none", "lustre": "flock", "ceph": ""}
+_JOIN_SECONDS = 1.0  # the thread may hang on a disk that does
 _TRIES, _PAUSE_SECONDS = 20, 0.02  # `holder_of` holds the lock for microseconds, which must not refuse a start
 
 
@@ -45,6 +60,8 @@ class ProcessInfo:
         version: of this package.
         started, ended: seconds since 1970; `ended` is None while it runs, and if it was killed.
         has_begun: the run has something to keep; before, a killed start leaves nothing worth keeping.
+        file_system: type of the one that holds the folder; None: unknown.
+        beat_seconds: between two touches of the lock's file; None: an earlier version does not touch it.
     """
 
     pid: int | None = None
@@ -56,12 +73,17 @@ class ProcessInfo:
     started: float = 0.0
     ended: float | None = None
     has_begun: bool = False
+    file_system: str | None = None
+    beat_seconds: float | None = None
 
     @property
     def is_elsewhere(self) -> bool:
-        """Return whether it ran on another machine and recorded no end: this machine cannot see whether it lives."""
-        # Containers on one machine have several host names and one boot id; a restarted machine is the reverse.
-        is_same = self.host == platform.node() or (self.boot_id is not None and self.boot_id == _boot_id())
+        """Return whether it ran under another kernel and recorded no end: its pid means nothing here."""
+        is_same = self.host == platform.node()
+        # Containers on one machine have several names and one boot id. A pod that moved keeps its name on another
+        # machine; a restarted machine, too, but for it `_sees_locks_of` finds the same file system.
+        if self.boot_id is not None and (self.boot_id == _boot_id() or self.file_system is not None):
+            is_same = self.boot_id == _boot_id()
         return self.pid is not None and self.ended is None and not is_same
 
     def __str__(self) -> str:
@@ -79,50 +101,66 @@ def read_process(folder: Path) -> ProcessInfo | None:
         return None
 
 
-def holder_of(folder: Path) -> ProcessInfo | None:
+def holder_of(folder: Path, *, mounts: Path = MOUNTS) -> ProcessInfo | None:
     """Return the live process that holds a run's folder, or None.
 
-    A process of another machine that recorded no end is returned, too: see `ProcessInfo.is_elsewhere`.
+    A process of another machine that recorded no end is returned, too, if its lock cannot be seen here. `mounts` lists
+    the file systems.
 
     Raises:
         StorageError: the lock cannot be read.
     """
     info = read_process(folder)
-    # The lock decides and not the pid, which may be another process's by now. Locks of other machines may not be seen.
-    if _is_locked(folder / LOCK_FILE):
+    # The lock decides and not the pid, which may be another process's by now.
+    if is_locked(folder):
         return info if info is not None and info.ended is None else ProcessInfo()
-    return info if info is not None and info.is_elsewhere else None
+    is_unknown = info is not None and info.is_elsewhere and not _sees_locks_of(info, folder, mounts)
+    return info if is_unknown else None
 
 
-def refusal(folder: Path, holder: ProcessInfo) -> str:
-    """Return a sentence on why the holder's folder cannot be used."""
+def refusal(folder: Path, holder: ProcessInfo, *, is_alive: bool = False) -> str:
+    """Return a sentence on why the holder's folder cannot be used; `is_alive`: it has shown that it lives."""
     if holder.pid is None:
         return f"{folder}: another process is beginning a run there; choose another model.label"
     taken = f"{folder} already holds a run: {holder}"
-    if holder.is_elsewhere:
+    if holder.is_elsewhere and not is_alive:
+        finds_out = "" if holder.beat_seconds is None else "`train --resume` finds out. "
         return (
-            f"{taken} did not end it, and this machine cannot see whether that process lives. If it does not, remove "
-            f"{folder / PROCESS_FILE}"
+            f"{taken} did not end it, and this machine cannot see whether that process lives. {finds_out}If it does "
+            f"not, remove {folder / PROCESS_FILE}"
         )
     return f"{taken} is at work on it. Wait for its end, stop it, or choose another model.label"
 
 
 @contextlib.contextmanager
-def holding(folder: Path, note: Callable[[str], None], *, has_begun: bool) -> Iterator[Callable[[], None]]:
+def holding(
+    folder: Path,
+    note: Callable[[str], None],
+    *,
+    has_begun: bool,
+    mounts: Path = MOUNTS,
+    beat_seconds: float = _BEAT_SECONDS,
+) -> Iterator[Callable[[], None]]:
     """Hold a run's existing folder until the block ends; the block calls the yielded function when the run `has_begun`.
 
-    A folder left by a dead process is taken over, with a note.
+    A folder left by a dead process is taken over, with a note, after a wait if it was another machine's.
 
     Raises:
         ConfigError: another process holds it; names the process.
         StorageError: nothing can be written there.
     """
-    with locked(folder):
+    with locked(folder, note, mounts=mounts):
         last = read_process(folder)
         attempt = 1 if last is None else last.attempt + 1
         if last is not None and last.ended is None:
             note(f"{last} died without ending the run in {folder}; this process goes on as attempt {attempt}")
-        info = dataclasses.replace(_this_process(), attempt=attempt, has_begun=has_begun)
+        info = dataclasses.replace(
+            _this_process(),
+            attempt=attempt,
+            has_begun=has_begun,
+            file_system=_file_system_of(folder, mounts)[0],
+            beat_seconds=beat_seconds,
+        )
         _write(folder, info)
 
         def begin() -> None:
@@ -131,25 +169,117 @@ def holding(folder: Path, note: Callable[[str], None], *, has_begun: bool) -> It
             _write(folder, info)
 
         try:
-            yield begin
+            with _beating(folder, info):
+                yield begin
         finally:
-            # Not said where a failed start removed the folder, or the disk is full: the lock says the same.
-            with contextlib.suppress(StorageError):
-                _write(folder, dataclasses.replace(info, ended=time.time()))
+            _record_end(folder, info)
+
+
+def _record_end(folder: Path, info: ProcessInfo) -> None:
+    if (now := read_process(folder)) is not None and not _is_same(now, info):
+        return
+    # Not said where a failed start removed the folder, or the disk is full: the lock says the same.
+    with contextlib.suppress(StorageError):
+        _write(folder, dataclasses.replace(info, ended=time.time()))
 
 
 @contextlib.contextmanager
-def locked(folder: Path) -> Iterator[None]:
+def _beating(folder: Path, info: ProcessInfo) -> Iterator[None]:
+    ended = threading.Event()
+    beating = threading.Thread(target=_beat, args=(folder, info, ended), name="gspo-gym-beat", daemon=True)
+    beating.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        beating.join(_JOIN_SECONDS)
+
+
+def _is_same(one: ProcessInfo, other: ProcessInfo) -> bool:
+    return (one.pid, one.started) == (other.pid, other.started)
+
+
+def _beat(folder: Path, info: ProcessInfo, ended: threading.Event) -> None:
+    """Touch the lock's file until the process `info` has ended; leave the program if another took its place."""
+    assert info.beat_seconds is not None
+    while not ended.wait(info.beat_seconds):
+        if (now := read_process(folder)) is not None and not _is_same(now, info):
+            print(f"{folder} was taken over by {now}; left without saving", file=sys.stderr, flush=True)
+            os._exit(1)  # not a stop, which would save a checkpoint among the other's
+        with contextlib.suppress(OSError):  # a full or vanished disk, which whatever writes there reports
+            os.utime(folder / LOCK_FILE)
+
+
+@contextlib.contextmanager
+def locked(folder: Path, note: Callable[[str], None] | None = None, *, mounts: Path = MOUNTS) -> Iterator[None]:
     """Hold the lock of a folder without writing process.json; see `holding`."""
     path = folder / LOCK_FILE
     last = read_process(folder)
     if last is not None and last.is_elsewhere:
-        raise ConfigError(refusal(folder, last))
-    lock = _Lock(_wait_for_lock(path))
+        lock = _Lock(_wait_for_death(folder, last, note or (lambda _: None), mounts))
+    else:
+        lock = _Lock(_wait_for_lock(path))
     try:
         yield
     finally:
         lock.remove(path)
+
+
+def _wait_for_death(folder: Path, last: ProcessInfo, note: Callable[[str], None], mounts: Path) -> int:
+    """Return the lock of a folder once the process `last`, of another machine, is known to be dead.
+
+    Raises:
+        ConfigError: it lives, or nothing can show that it does not.
+    """
+    path, sees_locks = folder / LOCK_FILE, _sees_locks_of(last, folder, mounts)
+    if sees_locks and (lock := _try_lock(path)) is not None:
+        return lock
+    if last.beat_seconds is None:
+        raise ConfigError(refusal(folder, last))
+    seconds = _SILENT_BEATS * last.beat_seconds
+    note(f"{last} recorded no end; its place is taken unless it shows in {seconds:g} seconds that it lives")
+    seen, deadline = _touched(path), time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        time.sleep(last.beat_seconds / 4)
+        now = read_process(folder)
+        if now is not None and now != last:  # it ended, or another start was first
+            return _wait_for_death(folder, now, note, mounts) if now.is_elsewhere else _wait_for_lock(path)
+        if _touched(path) != seen:
+            raise ConfigError(refusal(folder, last, is_alive=True))
+        # A file server keeps the lock of a machine that died, some for a minute and a half.
+        if sees_locks and (lock := _try_lock(path)) is not None:
+            return lock
+    if (lock := _try_lock(path)) is None:
+        raise ConfigError(refusal(folder, last))
+    return lock
+
+
+def _touched(path: Path) -> int | None:
+    with writing(path), contextlib.suppress(FileNotFoundError), path.open("rb") as file:
+        return os.fstat(file.fileno()).st_mtime_ns  # opened, because NFS asks the server then
+    return None
+
+
+def _sees_locks_of(info: ProcessInfo, folder: Path, mounts: Path) -> bool:
+    """Return whether a lock that the process `info` of another machine held would keep this one from the folder."""
+    kind, options = _file_system_of(folder, mounts)
+    # Another type there than here: one of the two machines serves the disk to the other, and their locks differ.
+    if kind is None or kind != info.file_system:
+        return False
+    return kind in _LOCAL or _SHARED.get(kind) in options
+
+
+def _file_system_of(folder: Path, mounts: Path) -> tuple[str | None, frozenset[str]]:
+    """Return the type and options of the file system that holds a folder; None: the system does not tell."""
+    path, found, kind, options = folder.resolve(), Path(), None, ""
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        for line in mounts.read_text(encoding="utf-8", errors="surrogateescape").splitlines():
+            about, _, rest = line.partition(" - ")
+            point = Path(re.sub(r"\\([0-7]{3})", lambda code: chr(int(code[1], 8)), about.split(" ")[4]))
+            # The last of two at one place lies over the other.
+            if path.is_relative_to(point) and len(point.parts) >= len(found.parts):
+                found, (kind, _, options) = point, rest.split(" ")
+    return kind, frozenset(["", *options.split(",")])
 
 
 class _Lock:
@@ -180,16 +310,24 @@ def _wait_for_lock(path: Path) -> int:
     for attempt in range(_TRIES):
         if attempt:
             time.sleep(_PAUSE_SECONDS)
-        with writing(path):
-            lock = take_lock(path)
-        if lock is not None:
+        if (lock := _try_lock(path)) is not None:
             return lock
     holder = read_process(path.parent)
     raise ConfigError(refusal(path.parent, ProcessInfo() if holder is None or holder.ended is not None else holder))
 
 
-def _is_locked(path: Path) -> bool:
-    """Return whether a process holds the lock."""
+def _try_lock(path: Path) -> int | None:
+    with writing(path):
+        return take_lock(path)
+
+
+def is_locked(folder: Path) -> bool:
+    """Return whether a process holds the folder's lock, as far as this machine sees it.
+
+    Raises:
+        StorageError: the lock cannot be read.
+    """
+    path = folder / LOCK_FILE
     try:
         fcntl = importlib.import_module("fcntl")
     except ImportError:  # Windows: a lock is a file that exists, see `take_lock`

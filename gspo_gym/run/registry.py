@@ -18,7 +18,7 @@ from typing import Any
 from gspo_gym.base.files import flat_items, writing
 from gspo_gym.errors import ConfigError, GymError, RecordError, StorageError, nearest_name
 from gspo_gym.rollout.evaluation import Evaluation, compare
-from gspo_gym.run.process import holder_of, locked, read_process, refusal
+from gspo_gym.run.process import ProcessInfo, holder_of, is_locked, locked, read_process, refusal
 from gspo_gym.run.records import EVENTS_FILE, RUN_LINE, read_config, read_events, read_run_id
 
 RUNNING, PAUSED, ELSEWHERE, CRASHED, DAMAGED = "running", "paused", "elsewhere", "crashed", "damaged"
@@ -129,7 +129,7 @@ def _read_run(folder: Path) -> RunInfo:
     score = evaluation.get("score")
     return RunInfo(
         folder=folder,
-        status=str(ended.get("status", CRASHED)) if holder is None else _live_status(holder.is_elsewhere, events),
+        status=str(ended.get("status", CRASHED)) if holder is None else _live_status(folder, holder, events),
         run=_run_id(folder),
         attempt=1 if process is None else process.attempt,
         pid=None if process is None else process.pid,
@@ -311,8 +311,8 @@ def _last_evaluation(events: bytes) -> dict[str, Any]:
     return dict(_json(events[start:stop]).get("data", {}))
 
 
-def _live_status(is_elsewhere: bool, events: bytes) -> str:
-    if is_elsewhere:
+def _live_status(folder: Path, holder: ProcessInfo, events: bytes) -> str:
+    if holder.is_elsewhere and not is_locked(folder):
         return ELSEWHERE
     last = {kind: events.rfind(f'"kind": "{kind}"'.encode()) for kind in ("paused", "continued", "resumed")}
     return PAUSED if last["paused"] > max(last["continued"], last["resumed"]) else RUNNING

@@ -4,32 +4,36 @@ import dataclasses
 import json
 import os
 import platform
+import signal
 import subprocess
 import sys
+import time
 from contextlib import contextmanager
 
 import pytest
 
 from gspo_gym.errors import ConfigError
 from gspo_gym.run.process import PROCESS_FILE, ProcessInfo, holder_of, holding, read_process, start_of
+from gspo_gym.run.registry import read_run
 
 HOLD = """
 import sys
 from pathlib import Path
 from gspo_gym.run.process import holding
 
-with holding(Path(sys.argv[1]), print, has_begun=True):
+with holding(Path(sys.argv[1]), print, has_begun=True, beat_seconds=float(sys.argv[2])):
     print("held", flush=True)
     sys.stdin.read()
 """
+BEAT_SECONDS = 0.05
 
 
 @contextmanager
 def holder(folder):
     """A process that holds the folder until it is killed, or its input ends."""
-    with subprocess.Popen(
-        [sys.executable, "-c", HOLD, str(folder)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as process:
+    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    command = [sys.executable, "-c", HOLD, str(folder), str(BEAT_SECONDS)]
+    with subprocess.Popen(command, text=True, **pipes) as process:
         assert process.stdout.readline() == "held\n"
         try:
             yield process
@@ -90,6 +94,81 @@ def test_a_process_of_another_machine_is_named_and_not_guessed_dead(tmp_path):
         assert holder_of(tmp_path) is None
 
 
+def mounted(folder, kind, options):
+    """A list of file systems, of which one of this kind holds the folder, at a name with a space."""
+    point = str(folder).replace(" ", "\\040")
+    lines = ["1 0 0:1 / / rw - ext4 /dev/sda rw", f"2 1 0:2 / {point} rw - {kind} x {options}"]
+    (listing := folder.parent / "mountinfo").write_text("\n".join([*lines, "3 1 0:3 / /elsewhere rw - tmpfs x rw", ""]))
+    return listing
+
+
+def far_from(folder, **changes):
+    """As if the process that wrote it ran on another machine."""
+    moved = dataclasses.replace(read_process(folder), host="far", boot_id="other", ended=None, **changes)
+    (folder / PROCESS_FILE).write_text(json.dumps(dataclasses.asdict(moved)))
+    return moved
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "is_seen"),
+    [
+        ("ext4", "rw", True),
+        ("nfs4", "rw,vers=4.2,local_lock=none,addr=10.0.0.1", True),
+        ("nfs", "rw,nolock,local_lock=all", False),
+        ("nfs", "rw,local_lock=flock", False),
+        ("lustre", "rw,flock,user_xattr", True),
+        ("lustre", "rw,localflock", False),
+        ("fuse.sshfs", "rw", False),
+    ],
+)
+def test_a_requeued_run_takes_the_place_of_another_machines_dead_process(tmp_path, kind, options, is_seen):
+    """Its lock says at once that it is dead if both machines see it; else 18 beats without a sign of life do."""
+    (folder := tmp_path / "a run").mkdir()
+    mounts, told = mounted(folder, kind, options), []
+    for number in (1, 2):
+        if number == 2:
+            far = far_from(folder)
+            assert holder_of(folder, mounts=mounts) == (None if is_seen else far)
+        began = time.monotonic()
+        with holding(folder, told.append, has_begun=True, mounts=mounts, beat_seconds=BEAT_SECONDS):
+            assert read_process(folder).attempt == number
+            assert read_process(folder).file_system == kind
+    assert (time.monotonic() - began >= 18 * BEAT_SECONDS) == (not is_seen)
+    assert [far.host in text for text in told] == [True] * (1 + (not is_seen))  # that it waits, and whose place it took
+    # A disk that the other machine sees in another way: it, or this one, serves it to the other.
+    assert holder_of(folder, mounts=mounted(folder, "xfs", "rw")) is None  # it has ended
+    far_from(folder, file_system="nfs4")
+    assert holder_of(folder, mounts=mounted(folder, "xfs", "rw")) is not None
+
+
+@pytest.mark.parametrize("kind", ["nfs4", "fuse.sshfs"])
+def test_a_live_process_of_another_machine_keeps_its_run(tmp_path, kind):
+    mounts = mounted(tmp_path, kind, "local_lock=none")
+    with holder(tmp_path) as process:
+        far_from(tmp_path, file_system=kind)
+        (tmp_path / "config.toml").touch()
+        assert read_run(tmp_path).status == "running"  # the lock is held
+        with (
+            pytest.raises(ConfigError, match=rf"process {process.pid} on far .* is at work on it"),
+            holding(tmp_path, print, has_begun=True, mounts=mounts),
+        ):
+            pass
+        # The lock of a machine that died goes late: here when the wait begins.
+        far_from(tmp_path, file_system=kind)
+        process.send_signal(signal.SIGSTOP)
+        with holding(tmp_path, lambda _: process.kill(), has_begun=True, mounts=mounts):
+            assert read_process(tmp_path).attempt == 2
+
+
+def test_a_process_whose_place_was_taken_while_it_was_suspended_leaves_without_writing(tmp_path):
+    with holder(tmp_path) as process:
+        taken = far_from(tmp_path, pid=9, attempt=2)
+        assert process.wait(timeout=60) == 1
+        told = process.stderr.read()
+    assert told == f"{tmp_path} was taken over by {taken}; left without saving\n"
+    assert read_process(tmp_path) == taken
+
+
 def read_own(folder):
     (folder / PROCESS_FILE).unlink()
     with holding(folder, print, has_begun=True):
@@ -99,7 +178,7 @@ def read_own(folder):
 def test_a_forked_child_does_not_hold_the_lock_after_its_parents_death(tmp_path):
     code = HOLD.replace('print("held"', 'os.fork() or print("held"').replace("sys.stdin.read()", "time.sleep(60)")
     with subprocess.Popen(
-        [sys.executable, "-W", "ignore", "-c", "import os, time" + code, str(tmp_path)],
+        [sys.executable, "-W", "ignore", "-c", "import os, time" + code, str(tmp_path), "10"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         start_new_session=True,
