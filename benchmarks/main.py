@@ -1,7 +1,7 @@
 """How fast engines sample multi-turn episodes: `python -m benchmarks engines`.
 
 `faults`, `isolation`, `pipeline`, `gateway`, `weights`, `checkpoints`, `mutants`, `runs`, `crash`, `stops`, `soak`,
-`tokens` and `page` are other measurements, each in a file of its name.
+`tokens`, `page` and `head` are other measurements, each in a file of its name.
 
 One table from one run: transformers' `generate` once a turn, transformers' continuous batching, the local engine, and
 vLLM where it is installed, on the same model and the same episodes. Environments answer at once, so this is sampling
@@ -28,6 +28,7 @@ from benchmarks.checkpoints import run_checkpoints
 from benchmarks.crash import run_crash
 from benchmarks.faults import run_faults
 from benchmarks.gateway import run_gateway
+from benchmarks.head import run_head
 from benchmarks.isolation import run_isolation
 from benchmarks.mutants import run_mutants
 from benchmarks.page import run_page
@@ -260,6 +261,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "soak",
         "tokens",
         "page",
+        "head",
     ]
     parser.add_argument("what", choices=choices, help="what to measure")
     parser.add_argument("files", nargs="*", help="mutants: the files to mutate, in the root of a checkout")
@@ -314,6 +316,8 @@ def run(arguments: argparse.Namespace) -> int:
         return run_soak(arguments.steps or 2000)
     if arguments.what == "stops":
         return run_stops(arguments.count or 30, arguments.seed)
+    if arguments.what == "head":
+        return run_head(repeats=arguments.repeats, threads=arguments.threads)
     if arguments.what == "isolation":
         return run_isolation(arguments.episodes or 200)
     torch.set_num_threads(arguments.threads)

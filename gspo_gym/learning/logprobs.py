@@ -2,26 +2,21 @@
 
 The one place where the learner evaluates a policy: the old, the present and the reference logprobs come from here, and
 a ratio differs from 1 only if weights do.
-
-`truncate` leaves the tokens that truncated sampling leaves: the learner then evaluates the distribution that was
-sampled from. It is the engine's rule again, which the learner may not import; a test holds the two together.
-V = vocabulary, A = sampled tokens.
 """
 
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from gspo_gym.errors import ConfigError, RecordError
+from gspo_gym.learning.head import ChunkedHead, OutputHead
 from gspo_gym.types import Sampling
 
 
@@ -41,18 +36,10 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class _Parts:
-    """A causal language model taken apart: logits = cap(head(decoder(ids)) * multiplier). Any: untyped libraries."""
+    """Decoder and output head of a causal language model; Any: untyped libraries."""
 
     decoder: Any
-    head: Any
-    multiplier: float
-    softcap: float | None
-
-    def finish_logits(self, head_output: Tensor) -> Tensor:
-        logits = head_output.to(torch.promote_types(head_output.dtype, torch.float32))
-        if self.multiplier != 1.0:
-            logits = logits * self.multiplier
-        return logits if self.softcap is None else torch.tanh(logits / self.softcap) * self.softcap
+    head: OutputHead
 
 
 class LogprobComputer:
@@ -65,11 +52,10 @@ class LogprobComputer:
     Args:
         sampling: that the tokens were drawn with: logits are divided by its temperature, and truncated as it says; None
             takes the whole softmax of temperature 1.
-        chunk_tokens: sampled tokens with logits in memory at once.
-        entropy_has_gradient: for an entropy bonus; costs a few [chunk, V] more in the backward pass.
+        logits_bytes, entropy_has_gradient: see `ChunkedHead`; the second is for an entropy bonus.
 
     Raises:
-        ConfigError: temperature or chunk_tokens out of range, or the model computes its logits in a way that is not
+        ConfigError: temperature or logits_bytes out of range, or the model computes its logits in a way that is not
             understood here: a probe compares with the model's own forward, with padding and mask.
     """
 
@@ -78,7 +64,7 @@ class LogprobComputer:
         model: nn.Module,
         *,
         sampling: Sampling | None = None,
-        chunk_tokens: int = 1024,
+        logits_bytes: int = 512 << 20,
         entropy_has_gradient: bool = False,
     ) -> None:
         sampling = sampling or Sampling()
@@ -87,16 +73,15 @@ class LogprobComputer:
                 f"LogprobComputer.temperature: expected > 0, got {sampling.temperature} (greedy samples are not "
                 "trainable)"
             )
-        if chunk_tokens < 1:
-            raise ConfigError(f"LogprobComputer.chunk_tokens: expected at least 1, got {chunk_tokens}")
+        if logits_bytes < 1:
+            raise ConfigError(f"LogprobComputer.logits_bytes: expected at least 1, got {logits_bytes}")
         self._model = model
         self._parts = _take_apart(model)
         self.sampling = sampling
-        self._chunk_tokens = chunk_tokens
-        self._entropy_has_gradient = entropy_has_gradient
         self._dropouts = adapter_dropouts(model)
         self._drops_out = False
-        _probe(model, self._parts)
+        vocab_size = _probe(model, self._parts)
+        self._head = ChunkedHead(self._parts.head, vocab_size, sampling, logits_bytes, entropy_has_gradient)
 
     def compute(self, token_ids: Tensor, attention_mask: Tensor, action_mask: Tensor) -> TokenLogprobs:
         """Return logprob and entropy of every sampled token; [B, T] inputs as in `TokenBatch`, on the model's device.
@@ -117,7 +102,9 @@ class LogprobComputer:
         with _as_current(token_ids.device), _checkpointing(self._model):
             hidden_BTD = _hidden_states(self._parts.decoder, token_ids[:, :-1])  # the last token predicts none of them
         predicts_action = action_mask[:, 1:]
-        logprobs, entropy = self._compute_flat(hidden_BTD[predicts_action], token_ids[:, 1:][predicts_action])
+        logprobs, entropy = self._head.compute(
+            hidden_BTD[predicts_action], token_ids[:, 1:][predicts_action], drops_out=self._drops_out
+        )
         zeros = torch.zeros(action_mask.shape, dtype=logprobs.dtype, device=logprobs.device)
         return TokenLogprobs(zeros.masked_scatter(action_mask, logprobs), zeros.masked_scatter(action_mask, entropy))
 
@@ -140,34 +127,6 @@ class LogprobComputer:
             finally:
                 self._drops_out = False
                 switch(self._dropouts, on=False)
-
-    def _compute_flat(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Return logprobs and entropy, both [A], of hidden states [A, D] and targets [A]."""
-        if len(targets) <= self._chunk_tokens:  # one chunk: keeping its logits is no more than recomputing would hold
-            return self._compute_chunk(hidden, targets)
-        size = self._chunk_tokens
-        # In the backward pass each chunk's logits are computed again: one [chunk, V] exists at once.
-        pieces = [
-            checkpoint(self._compute_chunk, h, t, use_reentrant=False, preserve_rng_state=self._drops_out)
-            for h, t in zip(torch.split(hidden, size), torch.split(targets, size), strict=True)
-        ]
-        return torch.cat([logprobs for logprobs, _ in pieces]), torch.cat([entropy for _, entropy in pieces])
-
-    def _compute_chunk(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        logits = self._parts.finish_logits(self._parts.head(hidden))
-        if self.sampling.temperature != 1.0:
-            logits = logits / self.sampling.temperature
-        if self.sampling.is_truncated:
-            logits = truncate(logits, targets, self.sampling)
-        log_softmax = torch.log_softmax(logits, dim=-1)  # float32 or better: bf16 would lose the ratio's 3rd digit
-        with torch.set_grad_enabled(self._entropy_has_gradient and torch.is_grad_enabled()):
-            entropy = _entropy(log_softmax)
-        return log_softmax.gather(-1, targets[:, None]).squeeze(-1), entropy
-
-
-def _entropy(log_softmax: Tensor) -> Tensor:  # [A] of [A, V]
-    # A truncated token adds 0, where -inf * 0 would make value and gradient NaN.
-    return -(log_softmax.exp() * log_softmax.masked_fill(log_softmax.isneginf(), 0.0)).sum(-1)
 
 
 def _eval_mode(model: nn.Module) -> None:
@@ -211,7 +170,7 @@ def _take_apart(model: Any) -> _Parts:  # Any: transformers and peft are untyped
     if (logits_scaling := getattr(config, "logits_scaling", None)) is not None:  # Granite
         multiplier /= float(logits_scaling)
     softcap = getattr(config, "final_logit_softcapping", None)  # Gemma
-    return _Parts(decoder, head, multiplier, None if softcap is None else float(softcap))
+    return _Parts(decoder, OutputHead(head, multiplier, None if softcap is None else float(softcap)))
 
 
 def _hidden_states(decoder: Any, token_ids: Tensor) -> Tensor:
@@ -222,8 +181,11 @@ def _hidden_states(decoder: Any, token_ids: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def _probe(model: Any, parts: _Parts) -> None:
-    """Compare with the model's own forward on two padded rows: the input of its head, and its final logits."""
+def _probe(model: Any, parts: _Parts) -> int:
+    """Compare with the model's own forward on two padded rows: the input of its head, and its final logits.
+
+    Returns the number of logits of a token.
+    """
     # The two are compared apart because the second must agree to a few roundings: a forgotten softcap is invisible in
     # the small logits of an untrained model at any tolerance that attention kernels could meet.
     vocabulary = model.get_input_embeddings().num_embeddings
@@ -232,7 +194,7 @@ def _probe(model: Any, parts: _Parts) -> None:
     attention_mask = torch.ones_like(token_ids)
     attention_mask[1, 5:] = 0
     captured: list[tuple[Tensor, Tensor]] = []
-    hook = parts.head.register_forward_hook(lambda _module, inputs, output: captured.append((inputs[0], output)))
+    hook = parts.head.module.register_forward_hook(lambda _module, inputs, output: captured.append((inputs[0], output)))
     _eval_mode(model)
     kind = type(model).__name__
     try:
@@ -258,13 +220,14 @@ def _probe(model: Any, parts: _Parts) -> None:
             "those its output head is given under right padding (it looks into the padding, or drops out in eval "
             "mode); this model cannot be scored"
         )
-    finished = parts.finish_logits(head_output)[valid]
+    finished = parts.head.finish_logits(head_output)[valid]
     rounding = torch.finfo(head_output.dtype).eps * expected[valid].abs().max()
     if bool(((finished - expected[valid]).abs() > 8 * rounding).any()):
         raise ConfigError(
             f"{kind}: it changes its logits after the output head in a way other than the known ones (logit_scale, "
             "logits_scaling, final_logit_softcapping); this model cannot be scored"
         )
+    return int(expected.shape[-1])
 
 
 def adapter_dropouts(model: nn.Module) -> list[nn.Dropout]:
@@ -290,32 +253,3 @@ def switch(layers: Sequence[nn.Module], *, on: bool) -> None:
     """Let these layers drop out, or not."""
     for layer in layers:
         layer.training = on
-
-
-TRUNCATION_NAMES = ("min_p", "top_k", "top_p")  # the parameters that `truncate` reads, in the order in which they act
-
-
-def truncate(logits: Tensor, targets: Tensor, sampling: Sampling) -> Tensor:
-    """Return [A, V] logits after the temperature, -inf outside the tokens that `sampling` keeps and `targets` [A].
-
-    The kept set is a constant for the gradient.
-    """
-    # The sampled tokens are kept in any case. The policy that sampled kept them; the present one may have moved, or
-    # have rounded otherwise, and a logprob of -inf would say that it never could.
-    kept = _kept(logits.detach(), sampling).scatter(-1, targets[:, None], True)
-    return logits.masked_fill(~kept, float("-inf"))
-
-
-def _kept(logits: Tensor, sampling: Sampling) -> Tensor:  # [A, V] bool
-    ordered, order = logits.sort(dim=-1, descending=True, stable=True)  # equal logits are ranked by token id
-    rank = torch.arange(logits.shape[-1], device=logits.device)
-    kept = torch.ones_like(ordered, dtype=torch.bool)
-    if sampling.min_p > 0:
-        kept = ordered >= ordered[:, :1] + math.log(sampling.min_p)
-    if sampling.top_k > 0:
-        kept &= rank < sampling.top_k
-    if sampling.top_p < 1:
-        probs = ordered.masked_fill(~kept, float("-inf")).softmax(dim=-1)
-        mass_before = probs.cumsum(dim=-1) - probs
-        kept &= (mass_before < sampling.top_p) | (rank == 0)
-    return torch.zeros_like(kept).scatter(-1, order, kept)

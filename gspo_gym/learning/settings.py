@@ -272,8 +272,8 @@ class UpdateSettings(Settings):
     max_tokens_per_microbatch: int = Field(
         default=16384, gt=0, description="padded tokens per forward; gradients accumulate over micro-batches"
     )
-    scoring_chunk_tokens: int = Field(
-        default=1024, gt=0, description="sampled tokens whose [chunk, V] logits exist at once"
+    logits_memory_mib: float = Field(
+        default=512.0, gt=0, description="memory of the logits that exist at once, with what is made of them; MiB"
     )
     score_truncated: bool = Field(
         default=False,
@@ -285,6 +285,10 @@ class UpdateSettings(Settings):
     max_nonfinite_steps: int = Field(
         default=5, ge=0, description="steps in a row that may be skipped for a NaN or infinity before the run stops"
     )
+
+    @property
+    def logits_bytes(self) -> int:
+        return max(1, int(self.logits_memory_mib * 2**20))
 
 
 class SupervisedSettings(Settings):

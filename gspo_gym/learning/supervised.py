@@ -86,7 +86,7 @@ def supervised_epochs(
         total_steps=total_steps,
         max_nonfinite_steps=update.max_nonfinite_steps,
     )
-    computer = LogprobComputer(model, chunk_tokens=update.scoring_chunk_tokens)
+    computer = LogprobComputer(model, logits_bytes=update.logits_bytes)
     epoch_losses: list[float] = []
     steps: list[SupervisedStep] = []
     for epoch in range(settings.num_epochs):

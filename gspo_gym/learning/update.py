@@ -144,7 +144,7 @@ class Learner:
         make = partial(
             LogprobComputer,
             sampling=scored_sampling(sampling or Sampling(), update),
-            chunk_tokens=update.scoring_chunk_tokens,
+            logits_bytes=update.logits_bytes,
             entropy_has_gradient=loss.entropy_coef > 0,
         )
         self._computer = make(model)

@@ -254,7 +254,7 @@ def reference() -> Iterator[tuple[str, list[Good]]]:
     thread.start()
     mask = torch.ones(2, 6, dtype=torch.bool)
     tensors = save({"token_ids": torch.full((2, 6), 5), "attention_mask": mask, "action_mask": mask.clone()})
-    query = "temperature=1.0&chunk_tokens=64&min_p=0.0&top_k=0&top_p=1.0"
+    query = "temperature=1.0&logits_bytes=64&min_p=0.0&top_k=0&top_p=1.0"
     assert ScoringSettings.from_query(query).sampling.temperature == 1.0
     try:
         yield (

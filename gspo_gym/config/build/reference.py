@@ -55,7 +55,7 @@ def serving_reference(config: RunConfig, policy: Policy, device: str) -> Iterato
 def scoring_settings(config: RunConfig) -> ScoringSettings:
     """Return the settings that score the learner's distribution."""
     sampling = scored_sampling(config.rollout.sampling, config.training)
-    return ScoringSettings(sampling, chunk_tokens=config.training.scoring_chunk_tokens)
+    return ScoringSettings(sampling, logits_bytes=config.training.logits_bytes)
 
 
 # The policy's weights go to the server as files, which it reads once.

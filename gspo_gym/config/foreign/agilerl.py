@@ -190,7 +190,7 @@ _POPULATION = "a population is a search here: `gspo-gym search`"
 # Most of these are always on here, or mean nothing for text.
 WITHOUT_COUNTERPART: Mapping[str, tuple[Any, str]] = {
     "cast_logprobs_to_fp32": (None, "logprobs are always computed in float32"),
-    "use_fused_linear_logprobs": (None, "logprobs are always computed in chunks (training.scoring_chunk_tokens)"),
+    "use_fused_linear_logprobs": (None, "logprobs are always computed in chunks (training.logits_memory_mib)"),
     "calc_position_embeddings": (None, "rows are padded on the right, so that positions need no correction"),
     "reduce_memory_peak": (None, "deprecated and without effect there, too"),
     "pad_token_id": (None, f"{_PADDING}: an end-of-turn token is trained on even if it pads"),

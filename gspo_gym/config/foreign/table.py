@@ -32,6 +32,12 @@ OTHERS: Mapping[str, Mapping[str, Row]] = {
         "clip_ratio_c": _renamed("loss.dual_clip"),
         "kl_loss_type": Row(("loss.kl_estimator",), values={"low_var_kl": "k3", "kl": "k1", "mse": "k2"}),
     },
+    "an earlier checkout": {
+        "scoring_chunk_tokens": Row(
+            ("training.logits_memory_mib",),
+            advice="remove it, or write training.logits_memory_mib, the memory of the logits in MiB",
+        ),
+    },
     "the paper": {"G": _renamed("training.group_size")},
     "others": {
         "gradient_accumulation": _renamed("training.gradient_accumulation_steps"),

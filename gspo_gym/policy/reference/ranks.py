@@ -303,7 +303,7 @@ class FrozenModel:
         inputs = {name: tensor.to(device) for name, tensor in tensors.items()}
         if settings not in self._computers:
             self._computers[settings] = LogprobComputer(
-                self._model, sampling=settings.sampling, chunk_tokens=settings.chunk_tokens
+                self._model, sampling=settings.sampling, logits_bytes=settings.logits_bytes
             )
         return self._computers[settings].compute(**inputs).logprobs.cpu()
 

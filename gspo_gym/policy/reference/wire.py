@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from gspo_gym.errors import RecordError
-from gspo_gym.learning.logprobs import TRUNCATION_NAMES
+from gspo_gym.learning.head import TRUNCATION_NAMES
 from gspo_gym.types import Sampling
 
 TOKEN_HEADER = "X-Reference-Token"  # of clients that may change the weights
@@ -31,7 +31,7 @@ _INPUTS = {"token_ids": torch.int64, "attention_mask": torch.bool, "action_mask"
 
 # What an address says of `Sampling`, and how each is read back.
 _READERS = {name: type(getattr(Sampling(), name)) for name in ("temperature", *TRUNCATION_NAMES)}
-_NAMES = ("temperature", "chunk_tokens", *TRUNCATION_NAMES)
+_NAMES = ("temperature", "logits_bytes", *TRUNCATION_NAMES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,11 +39,11 @@ class ScoringSettings:
     """The distribution of the logprobs, and the memory to compute them in; see `learning.logprobs.LogprobComputer`."""
 
     sampling: Sampling
-    chunk_tokens: int
+    logits_bytes: int
 
     def to_query(self) -> str:
         """Return the query of an address; floats are written in full and read back exactly."""
-        held = self.sampling.values() | {"chunk_tokens": self.chunk_tokens}
+        held = self.sampling.values() | {"logits_bytes": self.logits_bytes}
         return urlencode({name: held[name] for name in _NAMES})
 
     @staticmethod
@@ -57,7 +57,7 @@ class ScoringSettings:
         try:
             settings = ScoringSettings(
                 Sampling(**{name: read(values.pop(name)) for name, read in _READERS.items()}),
-                chunk_tokens=int(values.pop("chunk_tokens")),
+                logits_bytes=int(values.pop("logits_bytes")),
             )
         except (KeyError, ValueError) as error:
             raise RecordError(f"/score: expected {', '.join(_NAMES)}: {error}") from error

@@ -43,6 +43,12 @@ def test_no_foreign_name_is_also_a_key_of_the_section_that_it_would_stand_in() -
     ("key", "value", "problem"),
     [
         ("training.num_generations", 8, "num_generations is what TRL calls it: write training.group_size = 8"),
+        (
+            "training.scoring_chunk_tokens",
+            1024,
+            "scoring_chunk_tokens is of an earlier checkout: remove it, or write training.logits_memory_mib, the "
+            "memory of the logits in MiB",
+        ),
         ("num_generations", 8, "num_generations is what TRL calls it: write training.group_size = 8"),
         ("loss.epsilon", 0.2, "epsilon is what TRL calls it: write loss.clip_low = 0.2, loss.clip_high = 0.2"),
         ("loss.epsilon_high", 4e-4, "epsilon_high is what TRL calls it: write loss.clip_high = 0.0004"),

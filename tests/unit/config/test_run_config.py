@@ -112,7 +112,7 @@ def test_a_minimal_file_has_these_defaults(file: Path) -> None:
             "update_epochs": 1,
             "learning_rate": 0.001,
             "max_tokens_per_microbatch": 16384,
-            "scoring_chunk_tokens": 1024,
+            "logits_memory_mib": 512.0,
             "score_truncated": False,
             "max_nonfinite_steps": 5,
             "log_interval": 1,
@@ -314,7 +314,7 @@ def test_sections_become_the_settings_of_the_parts_that_they_govern(make: Callab
             },
             "training.update_epochs": 2,
             "training.max_tokens_per_microbatch": 11,
-            "training.scoring_chunk_tokens": 12,
+            "training.logits_memory_mib": 12,
             "training.max_nonfinite_steps": 13,
             "optimizer": {
                 "kind": "adamw",
@@ -345,7 +345,7 @@ def test_sections_become_the_settings_of_the_parts_that_they_govern(make: Callab
         "max_attempts": 9,
         "min_group_fraction": 0.5,
     }
-    memory = {"max_tokens_per_microbatch": 11, "scoring_chunk_tokens": 12, "max_nonfinite_steps": 13}
+    memory = {"max_tokens_per_microbatch": 11, "logits_memory_mib": 12, "max_nonfinite_steps": 13}
     once = {"update_epochs": 2, "learning_rate": 1e-3, "score_truncated": False}
     assert UpdateSettings.of(built.training).model_dump() == {**once, **memory}
     assert built.size.minibatch_size == 16

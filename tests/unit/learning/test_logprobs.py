@@ -15,6 +15,8 @@ from gspo_gym.types import Sampling
 # Logits and logprobs here are of order 10; float32 rounds them to 1e-6, and a sum over 32 hidden units in another order
 # moves a few of those.
 FLOAT32 = 2e-5
+# Of a sampled token: two float32 for each of 61 logits.
+TOKEN_BYTES = 2 * 4 * 61
 
 
 @pytest.fixture
@@ -66,7 +68,7 @@ def test_logprobs_entropy_and_gradients_are_those_of_the_models_own_logits(make_
     gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
     model.zero_grad()
 
-    scores = LogprobComputer(model, sampling=Sampling(temperature=0.7), chunk_tokens=5).compute(*tokens)
+    scores = LogprobComputer(model, sampling=Sampling(temperature=0.7), logits_bytes=5 * TOKEN_BYTES).compute(*tokens)
     torch.testing.assert_close(scores.logprobs, expected, rtol=0, atol=FLOAT32)
     torch.testing.assert_close(scores.entropy, expected_entropy, rtol=0, atol=FLOAT32)
     assert scores.logprobs.dtype == torch.float32
@@ -105,11 +107,11 @@ def test_a_16_bit_model_is_scored_in_float32(make_model, tokens):
     assert scored[:, 4].exp().sum().item() == pytest.approx(1.0, abs=1e-5)
 
 
-@pytest.mark.parametrize("chunk_tokens", [1, 2, 4, 12, 13, 100])
-def test_the_chunk_size_changes_nothing(make_model, tokens, chunk_tokens):
+@pytest.mark.parametrize("num_tokens", [1, 2, 4, 12, 13, 100])
+def test_the_chunk_size_changes_nothing(make_model, tokens, num_tokens):
     model = make_model(dtype=torch.float64)
-    whole = LogprobComputer(model, chunk_tokens=1000).compute(*tokens)
-    chunked = LogprobComputer(model, chunk_tokens=chunk_tokens).compute(*tokens)
+    whole = LogprobComputer(model).compute(*tokens)
+    chunked = LogprobComputer(model, logits_bytes=num_tokens * 2 * TOKEN_BYTES).compute(*tokens)
     # float64: only the matrix product's order of summation may differ
     torch.testing.assert_close(chunked.logprobs, whole.logprobs, rtol=0, atol=1e-12)
     torch.testing.assert_close(chunked.entropy, whole.entropy, rtol=0, atol=1e-12)
@@ -132,7 +134,7 @@ class WidestLogits(TorchDispatchMode):
 
 def test_no_more_than_a_chunk_of_logits_exists_forward_or_backward(make_model, tokens):
     model = make_model()
-    computer = LogprobComputer(model, chunk_tokens=4)
+    computer = LogprobComputer(model, logits_bytes=4 * TOKEN_BYTES)
     head_rows = []
     model.lm_head.register_forward_hook(lambda module, inputs, output: head_rows.append(output.numel() // 61))
     with WidestLogits() as widest:
@@ -147,7 +149,7 @@ def test_no_more_than_a_chunk_of_logits_exists_forward_or_backward(make_model, t
 
 def test_without_gradients_nothing_is_computed_twice(make_model, tokens):
     model = make_model()
-    computer = LogprobComputer(model, chunk_tokens=4)
+    computer = LogprobComputer(model, logits_bytes=4 * TOKEN_BYTES)
     head_rows = []
     model.lm_head.register_forward_hook(lambda module, inputs, output: head_rows.append(output.numel() // 61))
     with torch.no_grad():
@@ -183,9 +185,9 @@ def test_dropout_stays_off_where_the_backward_pass_applies_the_head_again(make_m
     config = peft.LoraConfig(r=4, target_modules=["lm_head"], init_lora_weights=False, lora_dropout=0.5)
     model = peft.get_peft_model(make_model(), config).train()
     gradients = []
-    for chunk_tokens in (1000, 4):  # the first keeps its logits, the second computes them again
+    for num_tokens in (1000, 4):  # the first keeps its logits, the second computes them again
         model.zero_grad()
-        LogprobComputer(model, chunk_tokens=chunk_tokens).compute(*tokens).logprobs.sum().backward()
+        LogprobComputer(model, logits_bytes=num_tokens * TOKEN_BYTES).compute(*tokens).logprobs.sum().backward()
         gradients.append([p.grad.clone() for p in model.parameters() if p.requires_grad])
     for kept, computed_again in zip(*gradients, strict=True):
         torch.testing.assert_close(computed_again, kept, rtol=0, atol=1e-4 * float(kept.abs().max()))
@@ -224,7 +226,7 @@ def test_a_lora_model_is_scored_as_peft_computes_it(make_model, tokens):
     config = peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj", "lm_head"], init_lora_weights=False)
     model = peft.get_peft_model(make_model(), config)
     expected, _ = from_all_logits(model.eval(), *tokens)
-    logprobs = LogprobComputer(model, chunk_tokens=4).compute(*tokens).logprobs
+    logprobs = LogprobComputer(model, logits_bytes=4 * TOKEN_BYTES).compute(*tokens).logprobs
     torch.testing.assert_close(logprobs, expected, rtol=0, atol=FLOAT32)
     with model.disable_adapter():
         base, _ = from_all_logits(model, *tokens)
@@ -352,7 +354,7 @@ def make_computer(model, *, temperature=1.0, **settings):
     return LogprobComputer(model, sampling=Sampling(temperature=temperature), **settings)
 
 
-@pytest.mark.parametrize("setting", [{"temperature": 0.0}, {"temperature": float("nan")}, {"chunk_tokens": 0}])
+@pytest.mark.parametrize("setting", [{"temperature": 0.0}, {"temperature": float("nan")}, {"logits_bytes": 0}])
 def test_settings_out_of_range_are_refused(make_model, setting):
     with pytest.raises(ConfigError, match=next(iter(setting))):
         make_computer(make_model(), **setting)

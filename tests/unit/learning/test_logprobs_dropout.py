@@ -77,7 +77,7 @@ def test_gradients_with_and_without_checkpointing_are_the_same(make_lora, tokens
 def test_an_adapter_on_the_head_has_the_same_masks_when_its_chunks_are_computed_again(make_lora, tokens):
     """Gradients of chunks against finite differences of the loss under the same masks."""
     model = make_lora("lm_head", dtype=torch.float64)
-    computer = LogprobComputer(model, chunk_tokens=4)
+    computer = LogprobComputer(model, logits_bytes=4 * 2 * 8 * 61)
     with computer.adapter_dropout(5):
         computer.compute(*tokens).logprobs.sum().backward()
     weight = next(p for name, p in model.named_parameters() if "lora_A" in name)

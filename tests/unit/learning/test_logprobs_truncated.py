@@ -7,7 +7,8 @@ import torch
 
 from gspo_gym.engine.local.sampling import RowSampling, sampling_logprobs
 from gspo_gym.errors import ConfigError
-from gspo_gym.learning.logprobs import LogprobComputer, truncate
+from gspo_gym.learning.head import truncate
+from gspo_gym.learning.logprobs import LogprobComputer
 from gspo_gym.types import Sampling
 
 HALVES = torch.tensor([[0.5, 0.25, 0.125, 0.125]], dtype=torch.float64).log()
@@ -113,13 +114,13 @@ def test_values_out_of_range_are_refused(setting):
         Sampling(**setting)
 
 
-@pytest.mark.parametrize("chunk_tokens", [1, 100])
-def test_the_entropys_gradient_is_that_of_its_definition(make_model, chunk_tokens):
+@pytest.mark.parametrize("num_tokens", [1, 100])
+def test_the_entropys_gradient_is_that_of_its_definition(make_model, num_tokens):
     """dH/dz_v = -p_v (log p_v + H), brought to the head's weights by the hidden state; H from full logits."""
     model = make_model(dtype=torch.float64)
     ids, everywhere = torch.tensor([[5, 3, 40, 7]]), torch.ones(1, 4, dtype=torch.bool)
     sampled = torch.tensor([[False, True, False, True]])
-    computer = LogprobComputer(model, chunk_tokens=chunk_tokens, entropy_has_gradient=True)
+    computer = LogprobComputer(model, logits_bytes=num_tokens * 2 * 8 * 61, entropy_has_gradient=True)
     computer.compute(ids, everywhere, sampled).entropy.sum().backward()
     output = model(input_ids=ids, output_hidden_states=True)
     expected = torch.zeros_like(model.lm_head.weight)

@@ -197,4 +197,4 @@ def test_without_a_server_nothing_is_served(policy: Policy, tmp_path: Path) -> N
 
 def test_the_distribution_is_the_learners(tmp_path: Path) -> None:
     config = make_config(tmp_path)
-    assert scoring_settings(config) == ScoringSettings(Sampling(temperature=0.7), config.training.scoring_chunk_tokens)
+    assert scoring_settings(config) == ScoringSettings(Sampling(temperature=0.7), 512 << 20)

@@ -37,7 +37,7 @@ from transformers import GPT2Config, Qwen3Config, Qwen3MoeConfig, Qwen3MoeForCau
 
 from gspo_gym.errors import ConfigError, ServiceError
 from gspo_gym.learning.batching import TokenBatch
-from gspo_gym.learning.logprobs import truncate
+from gspo_gym.learning.head import truncate
 from gspo_gym.learning.settings import LoraSettings
 from gspo_gym.policy.load import adapt_policy, load_policy, save_policy
 from gspo_gym.policy.parallel import parallel_options, require_even_parts

@@ -77,7 +77,7 @@ def ask(port: int, method: str, path: str, body: bytes = b"", **headers: str) ->
 
 
 def own_logprobs(model: Any, batch: TokenBatch, settings: ScoringSettings) -> torch.Tensor:
-    computer = LogprobComputer(model, sampling=settings.sampling, chunk_tokens=settings.chunk_tokens)
+    computer = LogprobComputer(model, sampling=settings.sampling, logits_bytes=settings.logits_bytes)
     with torch.no_grad():
         return computer.compute(**inputs(batch)).logprobs
 
