@@ -101,9 +101,14 @@ def replace_file(path: Path, content: str | bytes) -> None:
     """
     draft = path.with_name(f".{path.name}.tmp")  # in the same folder: a rename within a file system is atomic
     with writing(path):
-        draft.write_bytes(content.encode() if isinstance(content, str) else content)
-        sync(draft)
-        draft.replace(path)
+        try:
+            draft.write_bytes(content.encode() if isinstance(content, str) else content)
+            sync(draft)
+            draft.replace(path)
+        except OSError:
+            with contextlib.suppress(OSError):
+                draft.unlink()  # a part of it would keep what room a full disk has left
+            raise
         sync(path.parent)  # else a power cut may undo the rename
 
 

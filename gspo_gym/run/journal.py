@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from gspo_gym.errors import StorageError
 from gspo_gym.learning.batching import BuiltBatch
 from gspo_gym.learning.correction import MismatchAlarm
 from gspo_gym.learning.tokens import TokenTable
@@ -171,7 +172,11 @@ class Journal:
         if plan.run.log_episodes_every_n_iters and step % plan.run.log_episodes_every_n_iters == 0:
             self._recorder.episodes(f"step_{step:06d}", [t for group in collected.groups for t in group.trajectories])
         if tokens is not None:
-            self._recorder.tokens(step, pack_tokens(step, collected, built, tokens))
+            try:
+                self._recorder.tokens(step, pack_tokens(step, collected, built, tokens))
+            except StorageError as error:  # a record that training does without
+                self._recorder.event("tokens_failed", step, {"reason": str(error)})
+                self._progress.note(f"step {step}: what the learner saw is not recorded: {error}")
         self._progress.stepped(step, metrics)
 
     def evaluated(self, step: int, evaluation: Evaluation, unit: ScoreUnit | None, *, num_undecided: int) -> None:

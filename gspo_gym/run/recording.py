@@ -87,6 +87,7 @@ EVENTS: Mapping[str, str] = MappingProxyType(
         "checkpoint_damaged": "a resumed run passed over a newer checkpoint that is not sound; data: its folder, "
         "what it is called now, and the reason",
         "checkpoint_failed": "a checkpoint could not be saved, and the next step's is tried; data: the reason",
+        "tokens_failed": "a step's tokens could not be written, and the run goes on without; data: the reason",
         "no_update": "a step took no update, because no group of it taught anything; data: how many were played",
         "refill_failed": "no episode of a round of replacement groups could be used; data: the most frequent reasons",
         "mismatch": "a batch's logprobs of the engine are not the learner's; data: the reason",
@@ -289,7 +290,11 @@ class RunRecorder:
         write_episodes(path, trajectories, policy_name=self.policy_name)
 
     def tokens(self, step: int, content: bytes) -> None:
-        """Write a step's file of tokens, which `pack_tokens` gave, replacing it if it exists."""
+        """Write a step's file of tokens, which `pack_tokens` gave, replacing it if it exists.
+
+        Raises:
+            StorageError: it cannot be written, and nothing is left of it.
+        """
         path = token_path(self.folder, step)
         make_folder(path.parent)
         replace_file(path, content)

@@ -47,6 +47,7 @@ _WARNINGS = frozenset(
         "selection",
         "sink_failed",
         "staging_failed",
+        "tokens_failed",
         "uncommitted",
         "update_failed",
     }

@@ -47,6 +47,7 @@ def test_a_disk_without_room_is_our_error_that_names_the_file(tmp_path: Path) ->
     )
     assert f"StorageError: {tmp_path / 'whole'}: cannot be written: File too large" in result.stderr
     assert (tmp_path / "whole").read_text() == "old"
+    assert list(tmp_path.iterdir()) == [tmp_path / "whole"]  # no draft, which would keep what room there is
 
 
 @pytest.mark.parametrize("may_mount", [True, False])

@@ -10,8 +10,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from full_disk import small_disk
 
 from gspo_gym.cli.train import run_training
+from gspo_gym.config.build.trainer import build_plan
 from gspo_gym.config.run_config import RunConfig
 from gspo_gym.errors import RecordError
 from gspo_gym.learning.advantages import RunningReturns
@@ -19,7 +21,9 @@ from gspo_gym.learning.batching import BatchCounts, BuiltBatch
 from gspo_gym.learning.tokens import Fate, TokenTable
 from gspo_gym.rollout.episode_files import read_episodes
 from gspo_gym.run.collect import Collected
-from gspo_gym.run.recording import read_metrics
+from gspo_gym.run.journal import Journal
+from gspo_gym.run.recording import RunRecorder, read_events, read_metrics
+from gspo_gym.run.report.progress import QuietProgress
 from gspo_gym.run.tokens import TokenFile, open_tokens, pack_tokens, token_steps
 from gspo_gym.types import (
     DroppedEpisode,
@@ -133,6 +137,34 @@ def test_tokens_that_the_learner_never_saw_say_why(tmp_path: Path) -> None:
     assert all(np.isnan(columns[name]).all() for name in ("logprob", "ratio", "correction", "entropy"))
     with pytest.raises(RecordError, match="step 7: no tokens of a trajectory 'd'"):
         tokens.columns("d")
+
+
+@pytest.mark.parametrize("may_mount", [True, False])
+def test_a_disk_that_takes_no_tokens_is_told_and_the_next_step_is_recorded_when_there_is_room(
+    tmp_path: Path, may_mount: bool
+) -> None:
+    """10,000 tokens of 28 bytes, none in the batch, on a disk that has room for 64 kB."""
+    plan = build_plan(config_of(tmp_path, {"run": {"log_episodes_every_n_iters": 0}}))
+    groups = (TrajectoryGroup(Task("test", 1), (trajectory("a", 10_000),), 1),)
+    collected = Collected(groups, groups, num_dropped=0, num_refilled=0, failures=())
+    built = BuiltBatch(None, BatchCounts(), RunningReturns(), 1.0)
+    told: list[str] = []
+    with small_disk(tmp_path / "disk", 2**16, may_mount=may_mount) as disk:
+        folder = disk.folder / "run"
+        recorder = RunRecorder.create(folder, "")
+        journal = Journal(plan, recorder, QuietProgress(told.append))
+        journal.stepped(1, collected, built, {"loss/total": 1.0}, TokenTable())
+        assert list((folder / "tokens").iterdir()) == []
+        disk.grow(2**20)
+        journal.stepped(2, collected, built, {"loss/total": 2.0}, TokenTable())
+        assert token_steps(folder) == [2]
+        assert [line["step"] for line in read_metrics(folder)] == [1, 2]
+        failed = [event for event in read_events(folder) if event["kind"] == "tokens_failed"]
+        recorder.close()
+    (event,) = failed
+    assert event["step"] == 1
+    assert "step_000001.safetensors: cannot be written" in event["data"]["reason"]
+    assert told == [f"step 1: what the learner saw is not recorded: {event['data']['reason']}"]
 
 
 def test_a_file_that_is_none_is_refused_with_its_name(tmp_path: Path) -> None:
