@@ -154,3 +154,8 @@ def test_defaults_follow_the_level_and_the_baseline() -> None:
 def test_what_is_no_table_is_refused_as_what_was_given() -> None:
     with pytest.raises(ValidationError, match="input_value=3"):
         AdvantageSettings.model_validate(3)
+
+
+@pytest.mark.parametrize(("mib", "num_bytes"), [(1.5, 3 * 524_288), (1e-9, 1)])
+def test_the_memory_of_logits_is_given_in_mebibytes_and_never_none(mib: float, num_bytes: int) -> None:
+    assert UpdateSettings(learning_rate=1e-5, logits_memory_mib=mib).logits_bytes == num_bytes
