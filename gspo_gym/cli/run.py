@@ -38,7 +38,7 @@ from gspo_gym.run.collect import warm_up
 from gspo_gym.run.control import ControlServer
 from gspo_gym.run.folder import folder_of_a_new_run, is_left_by_a_start
 from gspo_gym.run.judging import Judging
-from gspo_gym.run.process import holder_of, holding, refusal
+from gspo_gym.run.process import Phases, holder_of, holding, refusal
 from gspo_gym.run.recording import RunRecorder
 from gspo_gym.run.records import read_events, read_run_id, read_summary
 from gspo_gym.run.report.progress import Progress, telling
@@ -59,7 +59,7 @@ def execute(
     """Run `train.run_training`."""
     if resume == "auto" and not (resume := _has_checkpoint(config)):
         set_aside = True  # what an earlier start left is nothing to go on from, and is kept all the same
-    steering = Steering(config.run.stop_grace_seconds)
+    steering = Steering(config.run.stop_grace_seconds, Phases(config.run_folder))
     if not resume and not set_aside and (taken := folder_is_taken(config)):
         raise ConfigError(taken)
     begin = _resume if resume else _start
@@ -126,7 +126,8 @@ async def _start(config: RunConfig, progress: Progress, steering: Steering) -> d
         await weight_sync.attest()
         if warmup is not None:
             pool, plan = warmup
-            report = await warm_up(policy.model, pool, plan, progress)
+            with steering.phases.during("warming up"):
+                report = await warm_up(policy.model, pool, plan, progress)
             await weight_sync.publish(0)
             recorder.event("warmup", 0, {"epoch_losses": list(report.epoch_losses), "num_tokens": report.num_tokens})
         reference = stack.enter_context(serving_reference(config, policy, build.device_of(config)))

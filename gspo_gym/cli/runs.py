@@ -112,11 +112,12 @@ def path_command(arguments: argparse.Namespace) -> int:
 def runs_table(runs: Sequence[RunInfo], folder: Path) -> str:
     """Return a table of runs as text."""
     # Plain text: a table of rich takes longer for a thousand lines than reading a thousand runs.
-    rows = [("run", "status", "step", "score", "seconds", "tokens", "updated", "id")]
+    rows = [("run", "status", "phase", "step", "score", "seconds", "tokens", "updated", "id")]
     rows += [
         (
             str(run.folder.relative_to(folder)) if run.folder != folder else str(folder),
             run.status,
+            run.phase or _NONE,
             str(run.step),
             _NONE if run.value is None else f"{run.value:.3f} {run.score}",
             _NONE if run.wall_seconds is None else f"{run.wall_seconds:.0f}",

@@ -138,6 +138,7 @@ class ControlServer:
             except (GymError, OSError) as error:
                 reply = {"ok": False, "error": str(error)}
             connection.sendall(json.dumps(reply).encode() + b"\n")
+            self.steering.interrupt_start()  # after the answer, which ends with the program
 
     def _do(self, request: Mapping[str, Any], author: str) -> Reply:
         command = request.get("command")
@@ -174,6 +175,10 @@ class ControlServer:
         return True
 
     def _checkpoint(self) -> Reply:
+        if self._trainer is None:
+            raise UsageError(
+                "control: the run is still starting; it saves a checkpoint by itself before its first step"
+            )
         before = self._checkpoints()
         self._wait(self.steering.request_checkpoint())
         newest = max(self._checkpoints(), default=None)
@@ -201,7 +206,8 @@ class ControlServer:
     def _status(self, *, with_content: bool) -> Reply:
         steering = self.steering
         status = "stopping" if steering.stopped_by is not None else "paused" if steering.is_paused else "running"
-        reply: Reply = {"status": status, "pid": os.getpid(), "folder": str(self.folder.resolve())}
+        reply: Reply = {"status": status, "phase": steering.phases.now, "pid": os.getpid()}
+        reply["folder"] = str(self.folder.resolve())
         if self._trainer is not None and self._settings is not None:
             state = self._trainer.state
             score = None if state.final_eval is None else state.final_eval["score"]

@@ -1,6 +1,7 @@
 """Allow only one process to write into a run's folder.
 
-    .lock         locked for the whole life of that process; the system unlocks it however the process ends
+    .lock         locked for the whole life of that process; the system unlocks it however the process ends; holds what
+                  the process is doing
     process.json  the process that holds the folder, or held it last
 
 The lock decides whether a process lives, if this machine can see it: a process of another machine may hold it on a file
@@ -37,6 +38,9 @@ from gspo_gym.errors import ConfigError, StorageError
 LOCK_FILE = ".lock"
 PROCESS_FILE = "process.json"
 MOUNTS = Path("/proc/self/mountinfo")
+# Learning includes publishing the weights; saving, only what the run waits for; waiting is that of a paused run.
+PHASES = ("starting", "warming up", "collecting", "learning", "evaluating", "saving", "waiting", "ending")
+_PHASE_BYTES = max(map(len, PHASES))
 
 _BEAT_SECONDS, _SILENT_BEATS = 10.0, 18  # longer than the interpreter is held by anything but a defect
 # File systems of one kernel: a process of another machine can no longer write there.
@@ -118,6 +122,50 @@ def holder_of(folder: Path, *, mounts: Path = MOUNTS) -> ProcessInfo | None:
     return info if is_unknown else None
 
 
+class Phases:
+    """What a run's process is doing: one of PHASES, told in the lock's file to those that read the folder.
+
+    Attributes:
+        now: the present phase.
+    """
+
+    def __init__(self, folder: Path | None = None) -> None:
+        self._path = None if folder is None else folder / LOCK_FILE
+        self.now = PHASES[0]
+
+    def enter(self, name: str) -> None:
+        """Begin a phase."""
+        assert name in PHASES
+        self.now = name
+        if self._path is None:
+            return
+        with contextlib.suppress(OSError):  # a full disk, or a folder without a lock
+            descriptor = os.open(self._path, os.O_WRONLY)
+            try:
+                os.write(descriptor, name.ljust(_PHASE_BYTES).encode())  # at once, over the one before
+            finally:
+                os.close(descriptor)
+
+    @contextlib.contextmanager
+    def during(self, name: str) -> Iterator[None]:
+        """Be in another phase within the block."""
+        before = self.now
+        self.enter(name)
+        try:
+            yield
+        finally:
+            self.enter(before)
+
+
+def read_phase(folder: Path) -> str | None:
+    """Return the phase of the process that holds the folder; None: it tells none."""
+    try:
+        told = (folder / LOCK_FILE).read_text(encoding="utf-8", errors="replace").strip()
+    except OSError:
+        return None
+    return told if told in PHASES else None
+
+
 def refusal(folder: Path, holder: ProcessInfo, *, is_alive: bool = False) -> str:
     """Return a sentence on why the holder's folder cannot be used; `is_alive`: it has shown that it lives."""
     if holder.pid is None:
@@ -162,6 +210,7 @@ def holding(
             beat_seconds=beat_seconds,
         )
         _write(folder, info)
+        Phases(folder).enter(PHASES[0])
 
         def begin() -> None:
             nonlocal info

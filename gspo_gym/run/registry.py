@@ -18,7 +18,7 @@ from typing import Any
 from gspo_gym.base.files import flat_items, writing
 from gspo_gym.errors import ConfigError, GymError, RecordError, StorageError, nearest_name
 from gspo_gym.rollout.evaluation import Evaluation, compare
-from gspo_gym.run.process import ProcessInfo, holder_of, is_locked, locked, read_process, refusal
+from gspo_gym.run.process import ProcessInfo, holder_of, is_locked, locked, read_phase, read_process, refusal
 from gspo_gym.run.records import EVENTS_FILE, RUN_LINE, read_config, read_events, read_run_id
 
 RUNNING, PAUSED, ELSEWHERE, CRASHED, DAMAGED = "running", "paused", "elsewhere", "crashed", "damaged"
@@ -45,6 +45,7 @@ class RunInfo:
         score, value: the name and the value of the last evaluation's score; None before the first.
         wall_seconds, sampled_tokens, trained_tokens: None until the run has ended.
         error: why it failed, or cannot be read; None if neither.
+        phase: what the process that holds the folder is doing, one of `process.PHASES`; None: none holds it.
     """
 
     folder: Path
@@ -61,6 +62,7 @@ class RunInfo:
     sampled_tokens: int | None = None
     trained_tokens: int | None = None
     error: str | None = None
+    phase: str | None = None
 
     @property
     def is_held(self) -> bool:
@@ -142,6 +144,7 @@ def _read_run(folder: Path) -> RunInfo:
         sampled_tokens=_number(summary.get("sampled_tokens")),
         trained_tokens=_number(summary.get("trained_tokens")),
         error=ended.get("error") if holder is None else None,
+        phase=None if holder is None else read_phase(folder),
     )
 
 

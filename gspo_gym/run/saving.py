@@ -12,6 +12,7 @@ from typing import Any
 
 from gspo_gym.base.loops import wait_until_ended
 from gspo_gym.errors import CheckpointError
+from gspo_gym.run.process import Phases
 from gspo_gym.run.settings import LoopSettings
 from gspo_gym.run.state import TrainState
 
@@ -46,6 +47,7 @@ class Saver:
         settings: how often, and by when one must be saved.
         on_event: see `OnEvent`.
         saved: the state in the run's newest checkpoint; None: it has none.
+        phases: told while the run waits; None: nothing is told.
         clock: seconds since the process began.
     """
 
@@ -56,10 +58,12 @@ class Saver:
         *,
         on_event: OnEvent,
         saved: TrainState | None = None,
+        phases: Phases | None = None,
         clock: Callable[[], float] = seconds_of_process,
     ) -> None:
         self._copy = copy
         self._on_event = on_event
+        self._phases = phases or Phases()
         self._clock = clock
         self._settings = settings
         self._set_deadline()
@@ -118,7 +122,9 @@ class Saver:
         if self._writing is None:
             return
         try:
-            await wait_until_ended({self._writing})
+            if not self._writing.done():
+                with self._phases.during("saving"):
+                    await wait_until_ended({self._writing})
         except asyncio.CancelledError:
             with contextlib.suppress(CheckpointError):  # there is no next step to try again at
                 self._record(self._writing.result())
@@ -139,12 +145,13 @@ class Saver:
         await self.wait()
         if self._saved is state:
             return
-        if self._settings.max_staleness == 0:
-            write = self._copy(state)
-        else:  # episodes are being played, and must not wait for the copy
-            copying = asyncio.ensure_future(asyncio.to_thread(self._copy, state))
-            await wait_until_ended({copying})
-            write = copying.result()
+        with self._phases.during("saving"):
+            if self._settings.max_staleness == 0:
+                write = self._copy(state)
+            else:  # episodes are being played, and must not wait for the copy
+                copying = asyncio.ensure_future(asyncio.to_thread(self._copy, state))
+                await wait_until_ended({copying})
+                write = copying.result()
         self._copied = state
         self._writing = asyncio.ensure_future(asyncio.to_thread(self._write, write))
 

@@ -11,6 +11,7 @@ import asyncio
 import concurrent.futures
 import contextlib
 import signal
+import threading
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from typing import Any, TypeVar
 from gspo_gym.base.deadline import GRACE_SECONDS, Deadline
 from gspo_gym.base.loops import retrieve_exception, wait_until_ended
 from gspo_gym.errors import UsageError
+from gspo_gym.run.process import Phases
 
 Result = TypeVar("Result")
 Done = concurrent.futures.Future[None]
@@ -49,13 +51,18 @@ class Steering:
     trainer has handled the request; in an event loop, await `asyncio.wrap_future(future)`. `cancel_requests` cancels
     those that are still open when the training ends.
 
+    Args:
+        grace_seconds: of a stop.
+        phases: told of a wait; None: nothing is told.
+
     Attributes:
         deadline: of a stop: from the first request until the program exits, in any state.
         apply: applies a change, in the event loop, between two steps; the default refuses. Its exception becomes that
             of the request.
     """
 
-    def __init__(self, grace_seconds: float = GRACE_SECONDS) -> None:
+    def __init__(self, grace_seconds: float = GRACE_SECONDS, phases: Phases | None = None) -> None:
+        self.phases = phases or Phases()
         self.deadline = Deadline(grace_seconds, kept="the last checkpoint stands")
         self.apply: Callable[[Change], None] = _refuse
         self._stopped_by: str | None = None
@@ -66,6 +73,7 @@ class Steering:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._woken, self._stopping = asyncio.Event(), asyncio.Event()
         self._dropped: set[asyncio.Future[Any]] = set()
+        self._hears_sigterm = False
 
     @property
     def stopped_by(self) -> str | None:
@@ -89,6 +97,11 @@ class Steering:
             self._stopped_by = by
             self.deadline.begin(by, self.exit_code)
             self._wake()
+
+    def interrupt_start(self) -> None:
+        """After a stop before `attach`, end the start at once as SIGTERM does, if signals are handled here."""
+        if self._stopped_by is not None and self._loop is None and self._hears_sigterm:
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
 
     def pause(self) -> Done:
         """Ask the training to wait before its next step; done when it waits."""
@@ -139,7 +152,8 @@ class Steering:
                 _tell(self._pauses.popleft())
             if not self._is_paused:
                 return
-            await self._woken.wait()
+            with self.phases.during("waiting"):
+                await self._woken.wait()
 
     async def unless_stopped(self, work: Coroutine[Any, Any, Result]) -> Result:
         """Return the result of `work`; drop the work when a stop is asked for.
@@ -182,6 +196,7 @@ class Steering:
 
     def cancel_requests(self) -> None:
         """Cancel the open requests, because the training has ended."""
+        self.phases.enter("ending")
         self._loop = None
         for done in (*self._pauses, *self._checkpoints, *(done for _, done in self._changes)):
             done.cancel()
@@ -195,8 +210,13 @@ class Steering:
         Before `attach`, a signal raises SystemExit (Ctrl-C: KeyboardInterrupt) where the program is: there is nothing
         to save. A second signal ends the program at once.
         """
+        before = signal.getsignal(signal.SIGTERM)
         with self.deadline.handling_signals(self._handle):
-            yield
+            self._hears_sigterm = signal.getsignal(signal.SIGTERM) != before
+            try:
+                yield
+            finally:
+                self._hears_sigterm = False
 
     def _handle(self, number: int) -> None:
         self.stop(signal.Signals(number).name)

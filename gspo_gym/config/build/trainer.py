@@ -5,8 +5,9 @@ Players are built in `config/build/rollouts.py`. Nothing here decides anything t
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -30,11 +31,13 @@ from gspo_gym.policy.load import Policy, adapt_policy, is_quantized, load_policy
 from gspo_gym.policy.lora import is_adapter
 from gspo_gym.policy.options import check_options, prepare_for_training
 from gspo_gym.policy.weight_sync import WeightSync
+from gspo_gym.rollout.evaluation import Evaluation
 from gspo_gym.rollout.ledger import Ledger
 from gspo_gym.rollout.selection import AttemptWatch, SelectionAlarm
 from gspo_gym.run.collect import Collector
 from gspo_gym.run.journal import Journal, MoreMetrics
 from gspo_gym.run.judging import Judging
+from gspo_gym.run.process import Phases
 from gspo_gym.run.recording import LEDGER_FILE, RunRecorder
 from gspo_gym.run.records import read_run_id
 from gspo_gym.run.report.progress import Progress
@@ -43,7 +46,7 @@ from gspo_gym.run.settings import LoopSettings, TrainPlan
 from gspo_gym.run.sinks import Sink, open_sinks
 from gspo_gym.run.state import TrainState
 from gspo_gym.run.steering import Steering
-from gspo_gym.run.trainer import Trainer
+from gspo_gym.run.trainer import Evaluate, ForgetEnded, Trainer, WhileLearning
 from gspo_gym.seeding import child_seed
 from gspo_gym.types import TrajectoryGroup
 
@@ -246,8 +249,9 @@ def build_trainer(
     selection = SelectionAlarm(seed=config.run.seed, evidence=before.selection)
     if judging is not None:
         judging.record_into(recorder.folder, tell_recorder(recorder, progress), step=0 if state is None else state.step)
-    plan = build_plan(config)
+    plan, phases = build_plan(config), Phases() if steering is None else steering.phases
     pool = build_training_pool(config, player, Ledger(recorder.folder / LEDGER_FILE), judging, attempts)
+    evaluate = build_evaluate(config, player, recorder.episodes, judging, concurrency=lambda: pool.concurrency)
     return Trainer(
         plan,
         collector=Collector(
@@ -259,8 +263,8 @@ def build_trainer(
         ),
         learner=learner,
         publish=weight_sync.after_step,
-        evaluate=build_evaluate(config, player, recorder.episodes, judging, concurrency=lambda: pool.concurrency),
-        saver=_build_saver(plan, checkpoints, player.policy, learner, recorder, saved=state if is_saved else None),
+        evaluate=_evaluating(phases, evaluate),
+        saver=_build_saver(plan, checkpoints, player.policy, learner, recorder, state if is_saved else None, phases),
         journal=Journal(
             plan,
             recorder,
@@ -271,8 +275,8 @@ def build_trainer(
             more_metrics=_more_metrics(player, attempts, selection, judging, recorder=recorder, progress=progress),
         ),
         state=state,
-        forget_ended=player.engine.forget_ended,
-        while_learning=build_while_learning(config, player.engine),
+        forget_ended=_collecting(phases, player.engine),
+        while_learning=_learning(phases, build_while_learning(config, player.engine)),
         steering=steering,
     )
 
@@ -295,8 +299,8 @@ def _build_saver(
     policy: Policy,
     learner: Learner,
     recorder: RunRecorder,
-    *,
     saved: TrainState | None,
+    phases: Phases,
 ) -> Saver:
     def copy_checkpoint(state: TrainState) -> Callable[[], Path]:
         taken = replace(state, last_seq=recorder.last_seq).to_dict()
@@ -304,7 +308,33 @@ def _build_saver(
         draft = checkpoints.copy(state.step, policy=policy, learner=learner, trainer_state=taken, evaluation=numbers)
         return partial(checkpoints.write, draft)
 
-    return Saver(copy_checkpoint, plan.loop, on_event=recorder.event, saved=saved)
+    return Saver(copy_checkpoint, plan.loop, on_event=recorder.event, saved=saved, phases=phases)
+
+
+def _collecting(phases: Phases, engine: Engine) -> ForgetEnded:
+    async def forget_ended() -> None:
+        phases.enter("collecting")  # what follows it, unless it is an evaluation, which says so
+        await engine.forget_ended()
+
+    return forget_ended
+
+
+def _evaluating(phases: Phases, evaluate: Evaluate) -> Evaluate:
+    async def run(label: str) -> Evaluation:
+        phases.enter("evaluating")
+        return await evaluate(label)
+
+    return run
+
+
+def _learning(phases: Phases, while_learning: WhileLearning) -> WhileLearning:
+    @contextlib.asynccontextmanager
+    async def learn() -> AsyncIterator[None]:
+        phases.enter("learning")
+        async with while_learning():
+            yield
+
+    return learn
 
 
 def _more_metrics(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import signal
@@ -15,18 +16,23 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+import gymnasium
 import pytest
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from gspo_gym.cli.main import main
 from gspo_gym.cli.train import run_training
 from gspo_gym.config.run_config import RunConfig
+from gspo_gym.env.core import TextEnv
+from gspo_gym.env.registry import register
 from gspo_gym.errors import ConfigError, UsageError
 from gspo_gym.run.control import SOCKET_FILE, ControlServer, ask, status_of
-from gspo_gym.run.process import holding
+from gspo_gym.run.process import holding, read_phase
 from gspo_gym.run.recording import RunRecorder
 from gspo_gym.run.records import read_events, read_metrics, read_summary
+from gspo_gym.run.registry import read_run
 from gspo_gym.run.steering import Steering
 
 AUTHOR = f"process {os.getpid()}"
@@ -156,6 +162,9 @@ def test_a_folder_with_a_long_path_has_its_socket_and_one_that_a_dead_run_left_i
 
 
 def test_a_request_that_waits_is_told_of_the_runs_end(served: ControlServer, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="still starting; it saves a checkpoint by itself"):
+        ask(tmp_path / "run", {"command": "checkpoint"})
+    served.attach(cast(Any, object()), cast(Any, {}))  # it trains
     with ThreadPoolExecutor() as threads:
         waiting = threads.submit(ask, tmp_path / "run", {"command": "checkpoint"})
         while not served.steering._checkpoints:
@@ -257,6 +266,7 @@ def test_a_run_is_changed_while_it_trains_and_keeps_the_changes_when_it_goes_on(
     saved = ask(folder, {"command": "checkpoint"})
     step = wait_for(thread, folder, lambda status: status["status"] == "paused")["step"]
     assert saved == {"changed": True, "checkpoint": f"step_{step:06d}"}
+    wait_for(thread, folder, lambda status: status["phase"] == read_run(folder).phase == "waiting")
     assert ask(folder, {"command": "checkpoint"})["changed"] is False
     assert ask(folder, {"command": "resume"}) == {"changed": True}
     wait_for(thread, folder, lambda status: status["step"] > step)
@@ -279,6 +289,36 @@ def test_a_run_is_changed_while_it_trains_and_keeps_the_changes_when_it_goes_on(
     ask(folder, {"command": "stop"})
     thread.join()
     assert len([event for event in read_events(folder) if event["kind"] == "changed"]) == 3
+
+
+class Looking(TextEnv):
+    """Notes at each reset what the run in FOLDER says that it is doing."""
+
+    folder, seen = Path(), list[str | None]()
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
+        super().reset(seed=seed)
+        self.seen.append(read_run(self.folder).phase)
+        return "Say something.", {}
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        return "", float(sum(map(ord, action)) % 2), True, False, {}
+
+
+def test_a_run_says_in_its_folder_what_it_is_doing(tmp_path: Path) -> None:
+    register("test_control/Looking-v0", entry_point=Looking)
+    values = config_of(tmp_path, iterations_per_epoch=2).model_dump(exclude_none=True)
+    values["rollout"] |= {"env_name": "test_control/Looking-v0", "isolation": "thread"}
+    Looking.folder = tmp_path / "test"
+    hook = register_optimizer_step_post_hook(lambda *_: Looking.seen.append(read_run(Looking.folder).phase))
+    try:
+        run_training(RunConfig.from_dict(values))
+    finally:
+        hook.remove()
+        gymnasium.registry.pop("test_control/Looking-v0")
+    step = ["collecting", "learning"]
+    assert [phase for phase, _ in itertools.groupby(Looking.seen)] == ["evaluating", *step, *step, "evaluating"]
+    assert read_run(Looking.folder).phase is None
 
 
 @pytest.mark.slow
@@ -327,6 +367,31 @@ def test_changes_survive_a_kill_and_a_resumed_run_says_what_holds(
         "training.learning_rate": 0.002,
         "training.keep_last": 3,
     }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["socket", "signal"])
+def test_a_run_that_warms_up_says_so_and_a_stop_ends_it_there(tmp_path: Path, way: str) -> None:
+    path, folder = tmp_path / "config.toml", tmp_path / "test"
+    values = config_of(tmp_path).model_dump(exclude_none=True)
+    warmup = {"num_episodes": 64, "num_epochs": 100_000, "learning_rate": 1e-3}
+    path.write_text(RunConfig.from_dict({**values, "warmup": warmup}).to_toml())
+    command = [sys.executable, "-m", "gspo_gym.cli", "train", str(path)]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+        try:
+            while process.poll() is None and (
+                read_phase(folder) != "warming up" or not (folder / SOCKET_FILE).exists()
+            ):
+                time.sleep(0.01)
+            assert status_of(folder)["phase"] == read_run(folder).phase == "warming up"
+            if way == "socket":
+                assert ask(folder, {"command": "stop"})["changed"]
+            else:
+                process.terminate()
+            assert process.wait(timeout=60) == (130 if way == "socket" else 143)
+        finally:
+            process.kill()
+    assert not folder.exists()  # nothing was learned that could be kept
 
 
 @pytest.mark.slow
