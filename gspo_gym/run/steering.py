@@ -197,7 +197,7 @@ class Steering:
     def cancel_requests(self) -> None:
         """Cancel the open requests, because the training has ended."""
         self.phases.enter("ending")
-        self._loop = None
+        self._loop, self.apply = None, _refuse  # it would keep the trainer, which has this object, and two models
         for done in (*self._pauses, *self._checkpoints, *(done for _, done in self._changes)):
             done.cancel()
 

@@ -7,6 +7,7 @@ Pinned here:
 4. a run that fails leaves a summary that says so.
 """
 
+import gc
 import hashlib
 import io
 import json
@@ -103,6 +104,35 @@ def test_a_run_writes_every_promised_file(tmp_path):
     assert sum(line["rollout/sampled_tokens"] for line in read_metrics(folder)) == summary["sampled_tokens"]
     assert len(read_episodes(folder / "episodes" / "eval_000000.jsonl.gz")) == 4
     assert (folder / "ledger.jsonl").stat().st_size > 0
+
+
+def living_models():
+    return {id(thing) for thing in gc.get_objects() if type(thing).__name__ == "Qwen3ForCausalLM"}
+
+
+def test_runs_of_one_program_leave_no_model_to_it_not_even_to_its_garbage_collector(tmp_path):
+    gc.collect()
+    gc.disable()  # tensors are few objects: it may not come for hours
+    try:
+        before = living_models()
+        seen = []
+
+        class Counting(Sums):
+            def reset(self, *, seed=None, options=None):
+                seen.append(len(living_models() - before))
+                return super().reset(seed=seed, options=options)
+
+        register("test_run/Counting-v0", entry_point=Counting)
+        for resume in (False, True):
+            config = make_config(tmp_path, iterations=1 + resume, rollout__env_name="test_run/Counting-v0")
+            values = config.model_dump(exclude_none=True, exclude={"warmup"})
+            values["rollout"]["isolation"] = "thread"
+            run_training(RunConfig.from_dict(values), resume=resume)
+            assert living_models() == before
+        assert max(seen) == 2  # the learner's, and the engine's view of it
+    finally:
+        gc.enable()
+        gymnasium.registry.pop("test_run/Counting-v0")
 
 
 def test_a_resumed_run_ends_with_the_weights_of_an_uninterrupted_one(tmp_path):
