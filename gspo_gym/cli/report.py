@@ -52,7 +52,12 @@ def run_command(arguments: argparse.Namespace) -> int:
 
 
 def report_page(
-    folder: Path, *, others: Sequence[Path] = (), steps: Sequence[str] | None = None, max_episodes: int = 128
+    folder: Path,
+    *,
+    others: Sequence[Path] = (),
+    steps: Sequence[str] | None = None,
+    max_episodes: int = 128,
+    status: str | None = None,
 ) -> str:
     """Return the page of a run as HTML.
 
@@ -62,11 +67,14 @@ def report_page(
         steps: names of the files of episodes that are in it, such as "step_000012"; None: the last training step of
             which tokens are recorded, before it the first one, and the last evaluation, as far as `max_episodes` goes.
         max_episodes: whole groups are left out until no more episodes are left, but one group a file.
+        status: of the run, where its own process writes the page and is about to end; None: as its folder says.
 
     Raises:
         RecordError: a file of a run is damaged, or a step has no episodes.
     """
     runs = [described_run(folder), *(run_values(other) for other in others)]
+    if status is not None:
+        runs[0]["run"]["status"] = status
     shown: list[dict[str, Json]] = []
     left = max_episodes
     for name in _default_steps(folder) if steps is None else steps:

@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from rich.console import Console
 
+from gspo_gym.base.files import replace_file
 from gspo_gym.base.loops import run_to_end
 from gspo_gym.config.build import trainer as build
 from gspo_gym.config.build.engines import build_weight_sync
@@ -116,7 +117,7 @@ async def _start(config: RunConfig, progress: Progress, steering: Steering) -> d
         sinks = build.build_sinks(config)
         name = config.rollout.policy_name
         recorder = RunRecorder.create(config.run_folder, config.to_toml(), policy_name=name, sinks=sinks)
-        stack.callback(recorder.close)
+        stack.callback(_close, recorder)
         control = _enter_control(recorder, progress, steering, stack)
         weight_sync = build_weight_sync(config, policy, player.engine, recorder)
         stack.callback(weight_sync.close)
@@ -189,7 +190,7 @@ async def _resume_held(config: RunConfig, progress: Progress, steering: Steering
             policy_name=name,
             sinks=sinks,
         )
-        stack.callback(recorder.close)
+        stack.callback(_close, recorder)
         control = _enter_control(recorder, progress, steering, stack)
         _set_damaged_aside(checkpoints, checkpoint, recorder, progress)
         weight_sync = build_weight_sync(config, policy, player.engine, recorder)
@@ -325,6 +326,24 @@ def _tell_what_froze(config: RunConfig, recorder: RunRecorder, progress: Progres
         recorder.event("frozen", step, {"env_ids": list(frozen.env_ids), "seconds": frozen.seconds})
         names = ", ".join(frozen.env_ids)
         progress.note(f"{names}: held the interpreter for {frozen.seconds:g} seconds; runs in worker processes now")
+
+
+def _close(recorder: RunRecorder) -> None:
+    """Close the recorder; if the run is not to go on, its sinks first get its page."""
+    folder = recorder.folder
+
+    def write_page() -> Path:
+        from gspo_gym.cli.report import report_page
+
+        replace_file(folder / "report.html", report_page(folder, status=status))
+        return folder / "report.html"
+
+    try:
+        status = read_summary(folder)["status"] if (folder / "summary.json").exists() else "interrupted"
+        if status != "interrupted":
+            recorder.report(write_page)
+    finally:
+        recorder.close()
 
 
 async def _enter_judging(config: RunConfig, player: Player, stack: contextlib.AsyncExitStack) -> Judging | None:

@@ -44,7 +44,7 @@ from gspo_gym.rollout.selection import METRICS as SELECTION_METRICS
 from gspo_gym.rollout.summary import METRICS as ROLLOUT_METRICS
 from gspo_gym.rollout.summary import SOURCE_PREFIX, TERM_PREFIX, TOOL_PREFIX
 from gspo_gym.run.records import EVENTS_FILE, RUN_LINE, last_seq, read_events, read_metrics
-from gspo_gym.run.sinks import Sink, evaluation_numbers
+from gspo_gym.run.sinks import Sink, episode_rows, evaluation_numbers
 from gspo_gym.run.tokens import token_path, token_steps
 from gspo_gym.types import Trajectory
 
@@ -145,7 +145,7 @@ class RunRecorder:
         policy_name: the user's name for the policy; goes into every episode.
         last_seq: of the last event; 0: there is none.
 
-    `sinks` show the numbers of metrics and evaluations elsewhere, too (`run/sinks.py`).
+    `sinks` show metrics, evaluations and the report elsewhere, too (`run/sinks.py`).
     """
 
     def __init__(
@@ -286,8 +286,12 @@ class RunRecorder:
         """
         if not _EPISODES_NAME.fullmatch(name):
             raise RecordError(f'episodes: expected a name like "step_000012", got {name!r}')
-        path = self.folder / "episodes" / f"{name}.jsonl.gz"
-        write_episodes(path, trajectories, policy_name=self.policy_name)
+        path, played = self.folder / "episodes" / f"{name}.jsonl.gz", tuple(trajectories)
+        write_episodes(path, played, policy_name=self.policy_name)
+        if self._sinks and name.startswith("eval_"):
+            rows = episode_rows(played)
+            for sink in tuple(self._sinks):
+                self._call(sink, partial(sink.episodes, _step_of(path), rows))
 
     def tokens(self, step: int, content: bytes) -> None:
         """Write a step's file of tokens, which `pack_tokens` gave, replacing it if it exists.
@@ -308,6 +312,20 @@ class RunRecorder:
         if wrong := set(values) ^ set(SUMMARY):
             raise RecordError(f"summary: expected the keys {list(SUMMARY)}; missing or too many: {sorted(wrong)}")
         replace_file(self.folder / "summary.json", _dump({"schema": SCHEMA_VERSION, **values}, indent=2) + "\n")
+
+    def report(self, make: Callable[[], Path]) -> None:
+        """Give the run's page, which `make` writes, to the sinks, if there are any; a failure is recorded."""
+        step = self._last_step or 0
+        if not self._sinks:
+            return
+        try:
+            path = make()
+        except Exception as error:
+            # Nor may a page that cannot be made: the training has ended.
+            self.event("sink_failed", step, {"sink": "report", "error": f"{error!r}"[:500]})
+            return
+        for sink in tuple(self._sinks):
+            self._call(sink, partial(sink.report, step, path))
 
     def close(self) -> None:
         """Close the sinks, and sync the appended lines to the disk, to survive a power cut. Closing twice is fine."""

@@ -122,7 +122,7 @@ def _read_run(folder: Path) -> RunInfo:
     # First the lock, then the records: a run that ends in between has said how, and is not taken for crashed.
     holder = holder_of(folder)
     path = f"{folder}/{EVENTS_FILE}"
-    last = _last_line(_read(path, _TAIL_BYTES))
+    last = _last_line(_read(path, _TAIL_BYTES), but="sink_failed")  # which a sink that cannot close is after the end
     ended = last["data"] if last.get("kind") == "finished" else {}
     process = holder if holder is not None else read_process(folder)
     summary = _summary_of(folder, last) if ended and holder is None else {}
@@ -286,10 +286,12 @@ def _read(path: str, tail: int | None = None) -> bytes:
         return b""
 
 
-def _last_line(data: bytes) -> dict[str, Any]:
-    """Return the last whole line that is JSON; {} if there is none."""
+def _last_line(data: bytes, *, but: str = "") -> dict[str, Any]:
+    """Return the last whole line that is not of the kind `but`; {} if it is not JSON, or there is none."""
     whole = data[: data.rfind(b"\n") + 1]
-    return _json(whole[whole.rfind(b"\n", 0, -1) + 1 :])
+    start = whole.rfind(b"\n", 0, -1) + 1
+    line = _json(whole[start:])
+    return _last_line(whole[:start], but=but) if but and line.get("kind") == but else line
 
 
 def _number(value: Any) -> Any:

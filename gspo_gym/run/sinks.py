@@ -1,35 +1,54 @@
-"""Sinks for a run's numbers besides its folder: TensorBoard and Weights & Biases.
+"""Sinks for a run's numbers, evaluated episodes and report besides its folder: TensorBoard and Weights & Biases.
 
-The folder stays the record. The packages are extras and load only when a sink is opened.
+The folder stays the record. The packages are extras and load only when a sink is opened. Names are the record's,
+"group/name", and both sinks and the page show them by group.
 """
 
 from __future__ import annotations
 
 import contextlib
 import importlib
+import itertools
 import json
 import netrc
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import urlsplit
 
 from gspo_gym.errors import ConfigError, MissingExtraError, nearest_name
+from gspo_gym.run.report.progress import spoken, visible
+from gspo_gym.types import Trajectory
 
 DEFAULT_PROJECT = "gspo-gym"
 
 # Of an evaluation's event, the numbers that make a curve; in a sink they are "evaluation/<name>".
 EVALUATION_NUMBERS = ("success_rate", "mean_return", "mean_turns", "num_episodes", "num_failed")
+# The table of an evaluation's episodes: its name, its columns, and how much of an evaluation is in it.
+EPISODES_TABLE = "evaluation/episodes"
+EPISODE_COLUMNS = ("episode", "task", "outcome", "success", "return", "turns", "tokens", "conversation")
+MAX_EPISODES = 32
+MAX_CHARS = 2000
+# Characters that Markdown, its tables or HTML would take for their own.
+_AS_TEXT = str.maketrans({mark: f"&#{ord(mark)};" for mark in "&<>|*_`[]\\~#!"} | {"\n": "<br>"})
+
+EpisodeRow = tuple[str | float | bool | None, ...]  # of EPISODE_COLUMNS
 
 
 class Sink(Protocol):
-    """Receiver of numbers, a few dozen per step. It may raise anything; its caller then stops using it."""
+    """Receiver of numbers, a few dozen per step, and of tables. It may raise anything; its caller then drops it."""
 
     name: str
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Take the finite numbers of a step, by name. A step may come again, with other names."""
+
+    def episodes(self, step: int, rows: Sequence[EpisodeRow]) -> None:
+        """Take the table of episodes of the evaluation after this step."""
+
+    def report(self, step: int, path: Path) -> None:
+        """Take the page of the run, which has ended after this step."""
 
     def close(self) -> None:
         """Make everything written so far safe. Not called twice."""
@@ -54,6 +73,16 @@ class TensorBoardSink:
         """Write one point per number."""
         for name, value in values.items():
             self._writer.add_scalar(name, value, global_step=step)
+
+    def episodes(self, step: int, rows: Sequence[EpisodeRow]) -> None:
+        """Write the table as Markdown, in which no text of an episode is markup."""
+        lines = [[str(cell).translate(_AS_TEXT) for cell in row] for row in (EPISODE_COLUMNS, *rows)]
+        lines.insert(1, ["---"] * len(EPISODE_COLUMNS))
+        self._writer.add_text(EPISODES_TABLE, "\n".join(f"| {' | '.join(line)} |" for line in lines), global_step=step)
+
+    def report(self, step: int, path: Path) -> None:
+        """Write where the page is: TensorBoard shows no pages."""
+        self._writer.add_text("report", str(path.resolve()).translate(_AS_TEXT), global_step=step)
 
     def close(self) -> None:
         """Flush, and end the writing thread."""
@@ -99,6 +128,7 @@ class WandbSink:
                 f"tracking.report_to: W&B could not start: {error}; set WANDB_API_KEY or run `wandb login`, set "
                 'WANDB_MODE=offline to keep the run here, or remove "wandb"'
             ) from error
+        self._wandb = wandb
         # Not W&B's own counter, which only goes up.
         self._run.define_metric("*", step_metric="step")
         id_file.write_text(f"{self._run.id}\n", encoding="utf-8")
@@ -106,6 +136,17 @@ class WandbSink:
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Write one row."""
         self._run.log({"step": step, **values})
+
+    def episodes(self, step: int, rows: Sequence[EpisodeRow]) -> None:
+        """Write a W&B table."""
+        table = self._wandb.Table(columns=list(EPISODE_COLUMNS), data=[list(row) for row in rows])
+        self._run.log({"step": step, EPISODES_TABLE: table})
+
+    def report(self, step: int, path: Path) -> None:
+        """Upload the page as an artifact; a resumed run's is its next version."""
+        artifact = self._wandb.Artifact(f"report-{self._run.id}", type="report", metadata={"step": step})
+        artifact.add_file(str(path))
+        self._run.log_artifact(artifact)
 
     def close(self) -> None:
         """Upload the rest, and mark the run as finished."""
@@ -200,6 +241,26 @@ def evaluation_numbers(data: Mapping[str, Any]) -> dict[str, float]:
         for name in EVALUATION_NUMBERS
         if table.get(name) is not None
     }
+
+
+def episode_rows(trajectories: Iterable[Trajectory]) -> list[EpisodeRow]:
+    """Return the first episodes as rows of EPISODE_COLUMNS, with at most MAX_CHARS of each conversation."""
+    rows: list[EpisodeRow] = []
+    for trajectory in itertools.islice(trajectories, MAX_EPISODES):
+        said = "\n".join(f"{message.role}: {spoken(message)}" for message in trajectory.messages)
+        rows.append(
+            (
+                trajectory.trajectory_id,
+                trajectory.task.task_id,
+                trajectory.outcome.value,
+                trajectory.success,
+                trajectory.reward if trajectory.is_scored else None,
+                len(trajectory.turns),
+                trajectory.num_actions,
+                visible(said if len(said) <= MAX_CHARS else f"{said[:MAX_CHARS]}…"),
+            )
+        )
+    return rows
 
 
 def _require(module: str, *, extra: str) -> Any:  # Any: a module

@@ -43,6 +43,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
             f"run.folder={tmp_path_factory.mktemp('runs')}",
             "model.label=small",
             "run.log_tokens_every_n_iters=1",
+            'tracking.report_to=["tensorboard"]',
             "rollout.episodes_per_batch=32",
             "training.group_size=4",
             "training.batch_size=8",
@@ -64,7 +65,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def saved(run: Path) -> Path:
     """The run's page as a file."""
-    path = run / "report.html"
+    path = run / "saved.html"
     path.write_text(report_page(run), encoding="utf-8")
     return path
 

@@ -69,6 +69,11 @@ def test_ratios_and_shares_of_the_loss_that_the_page_shows_are_those_recomputed_
     assert shown > 100
 
 
+def test_the_report_that_a_run_gives_its_sinks_says_that_it_is_complete(page: Page, run: Path) -> None:
+    open_page(page, (run / "report.html").as_uri())
+    assert page.text_content("#status") == "completed, step 4"
+
+
 def test_the_page_asks_for_nothing_but_itself(page: Page, saved: Path) -> None:
     asked: list[str] = []
     page.on("request", lambda request: asked.append(request.url))

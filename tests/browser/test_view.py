@@ -20,7 +20,7 @@ from tests.browser.conftest import open_page, until
 def runs(run: Path, tmp_path: Path) -> Path:
     """A folder with a run that has taken three of its four steps."""
     folder = tmp_path / "runs" / "small"
-    shutil.copytree(run, folder, ignore=shutil.ignore_patterns("step_000004*", "checkpoints", "report.html"))
+    shutil.copytree(run, folder, ignore=shutil.ignore_patterns("step_000004*", "checkpoints", "*.html"))
     shutil.copytree(run / "checkpoints", folder / "checkpoints")
     lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
     (folder / "metrics.jsonl").write_text("".join(lines[:3]))

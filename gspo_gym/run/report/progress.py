@@ -375,7 +375,7 @@ def print_episode(console: Console, title: str, trajectory: Trajectory) -> None:
     rewards = iter(trajectory.turns)
     for message in trajectory.messages:
         text.append(f"{message.role:>9}  ", style="dim")
-        text.append(visible(_spoken(message)), style=_SPEAKER_STYLES[message.role])
+        text.append(visible(spoken(message)), style=_SPEAKER_STYLES[message.role])
         if message.role == "assistant" and (turn := next(rewards, None)) is not None and turn.reward is not None:
             text.append(f"   [{turn.reward:+.2f}]", style="dim")
         text.append("\n")
@@ -438,7 +438,8 @@ def _most_improved(first: Sequence[Trajectory], last: Sequence[Trajectory]) -> i
     return best.task.seed
 
 
-def _spoken(message: Message) -> str:
+def spoken(message: Message) -> str:
+    """Return a message's text and its tool calls."""
     calls = [
         f"{call.name}({', '.join(f'{k}={v!r}' for k, v in call.arguments.items())})" for call in message.tool_calls
     ]

@@ -1,13 +1,15 @@
 """What sinks show of a run, and that none of them can end it.
 
-TensorBoard is read back from its own event files. W&B, which few machines have, is stood in for by a module with the
-five calls that are made of it; where it is installed, its offline mode is run, too.
+TensorBoard is read back from its own event files, and W&B from the file that its offline mode writes. For what W&B
+refuses, it is stood in for by a module with the calls that are made of it.
 """
 
 from __future__ import annotations
 
+import json
+import struct
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -17,7 +19,10 @@ import pytest
 from gspo_gym.errors import ConfigError, MissingExtraError
 from gspo_gym.run.recording import RunRecorder
 from gspo_gym.run.records import read_events, read_metrics
-from gspo_gym.run.sinks import Sink, check_sinks, evaluation_numbers, open_sinks
+from gspo_gym.run.registry import read_run
+from gspo_gym.run.report.page_data import run_values
+from gspo_gym.run.sinks import EPISODE_COLUMNS, EpisodeRow, Sink, check_sinks, evaluation_numbers, open_sinks
+from gspo_gym.types import FinishReason, Message, Outcome, Segment, Task, Trajectory, Turn
 
 CONFIG = {"run": {"seed": 3}, "training": {"learning_rate": 1e-3}}
 
@@ -34,6 +39,8 @@ class ListSink:
 
     def __init__(self, fails_at: int | None = None) -> None:
         self.calls: list[tuple[int, dict[str, float]]] = []
+        self.tables: list[tuple[int, list[EpisodeRow]]] = []
+        self.reports: list[tuple[int, str]] = []
         self.num_closed = 0
         self._fails_at = fails_at
 
@@ -41,6 +48,12 @@ class ListSink:
         if self._fails_at is not None and len(self.calls) + 1 >= self._fails_at:
             raise ConnectionError("the service is down")
         self.calls.append((step, dict(values)))
+
+    def episodes(self, step: int, rows: Sequence[EpisodeRow]) -> None:
+        self.tables.append((step, list(rows)))
+
+    def report(self, step: int, path: Path) -> None:
+        self.reports.append((step, path.read_text()))
 
     def close(self) -> None:
         self.num_closed += 1
@@ -99,6 +112,35 @@ def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
     }
 
 
+def texts(folder: Path) -> dict[str, list[tuple[int, str]]]:
+    """What TensorBoard has of a run's texts, but for its config: name -> (step, Markdown)."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from tensorboard.util.tensor_util import make_ndarray
+
+    accumulator = EventAccumulator(str(folder / "tensorboard"))
+    accumulator.Reload()
+    return {
+        name.removesuffix("/text_summary"): [
+            (event.step, make_ndarray(event.tensor_proto)[0].decode()) for event in accumulator.Tensors(name)
+        ]
+        for name in accumulator.Tags()["tensors"]
+        if not name.startswith("config")
+    }
+
+
+EPISODE = Trajectory(
+    trajectory_id="eval_000002/0",
+    attempt=0,
+    task=Task("Guess", 7),
+    sampling_seed=0,
+    segments=(Segment([0, 5, 6], [False, True, True], [0.0, -1.0, -1.0], [-1, 0, 0], [-1, 0, 0]),),  # type: ignore[arg-type]
+    turns=(Turn(0, 0, (0, 1), (1, 3), FinishReason.STOP, reward=0.5),),
+    messages=(Message("user", "a | b"), Message("assistant", "<img src=x> *5*\x1b[2J")),
+    outcome=Outcome.TERMINATED,
+    success=True,
+)
+
+
 def record_two_steps(recorder: RunRecorder) -> None:
     """Metrics of steps 1 and 2, of which one is not finite, and the evaluation after step 2."""
     recorder.metrics(1, {"rollout/reward_mean": 0.25, "reward/found": 0.5})
@@ -146,14 +188,47 @@ def test_a_sink_that_cannot_close_is_reported_too(tmp_path: Path) -> None:
     sink = ListSink()
     sink.close = lambda: (_ for _ in ()).throw(OSError("disk full"))  # type: ignore[method-assign]
     recorder = RunRecorder.create(tmp_path, "", sinks=[sink])
+    recorder.event("finished", 0, {"status": "completed"})
     recorder.close()
     assert read_events(tmp_path)[-1]["data"] == {"sink": "list", "error": "OSError('disk full')"}
+    assert read_run(tmp_path).status == "completed"  # although its end is not the last event
+
+
+def test_a_page_that_cannot_be_made_is_reported_and_the_sinks_go_on(tmp_path: Path) -> None:
+    sink = ListSink()
+    recorder = RunRecorder.create(tmp_path, "", sinks=[sink])
+    recorder.report(lambda: tmp_path.joinpath("nowhere").rename(tmp_path / "report.html"))
+    record_two_steps(recorder)
+    recorder.report(lambda: tmp_path / "config.toml")
+    assert [event["data"]["sink"] for event in read_events(tmp_path) if event["kind"] == "sink_failed"] == ["report"]
+    assert sink.calls == EXPECTED_ROWS
+    assert sink.reports == [(2, (tmp_path / "config.toml").read_text())]
 
 
 def test_tensorboard_reads_back_what_was_recorded(tmp_path: Path) -> None:
-    recorder = RunRecorder.create(tmp_path, "", sinks=open_them(["tensorboard"], tmp_path))
+    config = "[model]\nlabel = 'quickstart'\n"
+    recorder = RunRecorder.create(tmp_path, config, sinks=open_them(["tensorboard"], tmp_path))
     record_two_steps(recorder)
+    recorder.episodes("eval_000002", [EPISODE])
+    recorder.episodes("step_000002", [EPISODE])  # training episodes make no table
+    recorder.report(lambda: tmp_path / "report_.html")
     recorder.close()
+    assert texts(tmp_path) == {
+        "report": [(2, str(tmp_path / "report_.html").replace("_", "&#95;"))],
+        "evaluation/episodes": [
+            (
+                2,
+                "| episode | task | outcome | success | return | turns | tokens | conversation |\n"
+                "| --- | --- | --- | --- | --- | --- | --- | --- |\n"
+                "| eval&#95;000002/0 | Guess&#35;7 | terminated | True | 0.5 | 1 | 2 | user: a &#124; b<br>"
+                "assistant: &#60;img src=x&#62; &#42;5&#42;⟨001b⟩&#91;2J |",
+            )
+        ],
+    }
+    # The names are the record's, and the page's.
+    shown = {name.partition("/")[0] for name in scalars(tmp_path)}
+    assert set(run_values(tmp_path)["metrics"]["values"]) - {"loss/total"} == {"rollout/reward_mean", "reward/found"}
+    assert shown == {"rollout", "reward", "evaluation"}
     # all of these numbers are exact in TensorBoard's float32
     assert scalars(tmp_path) == {
         "rollout/reward_mean": [(1, 0.25), (2, 0.75)],
@@ -265,21 +340,65 @@ def test_no_sinks_open_no_package_and_write_nothing(tmp_path: Path, monkeypatch:
     assert list(tmp_path.iterdir()) == []
 
 
+def wandb_records(path: Path) -> Iterator[Any]:
+    """The protobuf records of W&B's file: LevelDB's log format, after a header of 7 bytes."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    data, at, parts = path.read_bytes(), 7, b""
+    while at + 7 <= len(data):
+        if (left := 32_768 - at % 32_768) < 7:  # the end of a block is too short for a part's header
+            at += left
+            continue
+        size, kind = struct.unpack_from("<HB", data, at + 4)  # after a checksum
+        parts += data[at + 7 : at + 7 + size]
+        at += 7 + size
+        if kind in (1, 4):  # a whole record, or the last part of one
+            yield Record.FromString(parts)
+            parts = b""
+
+
 def test_wandb_itself_keeps_an_offline_run_in_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     folder = tmp_path / "run"
+    (folder / "episodes").mkdir(parents=True)
     for resume_step in (None, 2):
         sinks = open_them(["wandb"], folder, resume_step=resume_step)
         recorder = RunRecorder(folder, last_step=resume_step, sinks=sinks)
         recorder.metrics(3, {"rollout/reward_mean": 0.25})
+        recorder.episodes("eval_000003", [EPISODE])
+        recorder.report(lambda: folder / "wandb_id.txt")
         recorder.close()
         assert not (folder / "events.jsonl").exists()  # no sink_failed
+    import wandb
+
+    wandb.teardown()  # until then its service has not written all
     run_id = (folder / "wandb_id.txt").read_text().strip()
     files = list((folder / "wandb").glob("offline-run-*/*.wandb"))
     assert {file.stem for file in files} == {f"run-{run_id}"}
-    assert all(file.stat().st_size > 0 for file in files)
+    assert len(files) == 2
+    for file in files:
+        records = list(wandb_records(file))
+        rows = [
+            {"/".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
+            for record in records
+            if record.WhichOneof("record_type") == "history"
+        ]
+        assert [row["step"] for row in rows] == [3, 3]
+        assert rows[0]["rollout/reward_mean"] == 0.25
+        said = "user: a | b\nassistant: <img src=x> *5*⟨001b⟩[2J"
+        (table,) = file.parent.glob("files/media/table/evaluation/episodes_*.table.json")
+        assert json.loads(table.read_text()) == {
+            "columns": list(EPISODE_COLUMNS),
+            "data": [
+                ["eval_000002/0", "Guess#7", "terminated", True, 0.5, 1, 2, said],
+            ],
+        }
+        artifacts = [each.artifact for each in records if each.WhichOneof("record_type") == "artifact"]
+        (report,) = [each for each in artifacts if each.type == "report"]
+        assert report.name == f"report-{run_id}"
+        assert [entry.path for entry in report.manifest.contents] == ["wandb_id.txt"]
 
 
 def test_the_evaluations_of_several_environments_have_curves_of_their_own() -> None:
