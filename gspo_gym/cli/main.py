@@ -16,6 +16,7 @@ _COMMANDS = {
     "train": ("gspo_gym.cli.train", "train a model as a config file says"),
     "evaluate": ("gspo_gym.cli.evaluate", "evaluate a model over seeded episodes"),
     "doctor": ("gspo_gym.cli.doctor", "say what is wrong with a run, and which key to change"),
+    "verify": ("gspo_gym.cli.verify", "recompute a training step from the run's files, and name the first difference"),
     "report": ("gspo_gym.cli.report", "write a page that shows a run, its curves, and its episodes token by token"),
     "view": ("gspo_gym.cli.view", "show runs in the browser as they go on"),
     "episodes": ("gspo_gym.cli.episodes", "print episodes of a run, with the sampled tokens in colour"),

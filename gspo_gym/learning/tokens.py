@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from gspo_gym.learning.batching import LabelledBatch, TrainBatch
+    from gspo_gym.learning.optimizer import StepReport
 
 
 class Clip(enum.IntEnum):
@@ -73,7 +75,7 @@ class TokenSink(Protocol):
         """
         ...
 
-    def stepped(self, minibatch: TrainBatch, *, is_skipped: bool) -> None:
+    def stepped(self, minibatch: TrainBatch, report: StepReport) -> None:
         """Take the end of an optimizer step on what was seen since the one before; `minibatch` is all it divides by."""
         ...
 
@@ -89,7 +91,7 @@ class IgnoreTokens:
     ) -> None:
         pass
 
-    def stepped(self, minibatch: TrainBatch, *, is_skipped: bool) -> None:
+    def stepped(self, minibatch: TrainBatch, report: StepReport) -> None:
         pass
 
 
@@ -111,6 +113,8 @@ PASS_COLUMNS: Mapping[str, type[np.generic]] = {
     "share": np.float32,
     "optimizer_step": np.int32,
 }
+# Of each optimizer step that was attempted. A step that was skipped has the gradient norm NaN.
+STEP_COLUMNS = ("learning_rate", "grad_norm")
 UNSEEN = dict.fromkeys((*TOKEN_COLUMNS, *PASS_COLUMNS), np.nan) | {
     "fate": Fate.NO_GRADIENT,
     "clip": Clip.NONE,
@@ -131,7 +135,7 @@ class TokenTable:
         self._passes: list[dict[str, Column]] = []
         self._num_passes: Column  # of each token
         self._pending: list[tuple[dict[str, Column], Column]] = []  # seen since the last optimizer step
-        self._num_attempts = self._num_steps = 0
+        self._reports: list[StepReport] = []
 
     def begin(self, batch: TrainBatch) -> TrainBatch:
         mask = batch.action_mask
@@ -166,19 +170,18 @@ class TokenTable:
         columns["share"][at] = terms.share.cpu().numpy()
         self._pending.append((columns, at))
 
-    def stepped(self, minibatch: TrainBatch, *, is_skipped: bool) -> None:
+    def stepped(self, minibatch: TrainBatch, report: StepReport) -> None:
         assert minibatch.token_index is not None, "see seen()"
         members = minibatch.token_index[minibatch.action_mask].numpy()
         for columns, at in self._pending:
-            columns["optimizer_step"][members] = self._num_attempts
-            if is_skipped:
+            columns["optimizer_step"][members] = len(self._reports)
+            if report.is_skipped:
                 columns["share"][at] = UNSEEN["share"]
             weighs = np.where(columns["correction"][at] > 0, Fate.TRAINED, Fate.LEFT_OUT)
-            fate = np.minimum(self._columns["fate"][at], Fate.SKIPPED if is_skipped else weighs)
+            fate = np.minimum(self._columns["fate"][at], Fate.SKIPPED if report.is_skipped else weighs)
             self._columns["fate"][at] = fate
         self._pending = []
-        self._num_attempts += 1
-        self._num_steps += not is_skipped
+        self._reports.append(report)
 
     def columns(self) -> dict[str, Column]:
         """Return the columns: [A] those of tokens, and [P, A] those of the P passes.
@@ -187,8 +190,15 @@ class TokenTable:
         """
         passes = self._passes or [self._unseen(PASS_COLUMNS)]
         stacked = {name: np.stack([each[name] for each in passes]) for name in PASS_COLUMNS}
-        stacked["share"] /= max(self._num_steps, 1)  # 0 steps: all shares are 0
+        num_steps = sum(not report.is_skipped for report in self._reports)
+        stacked["share"] /= max(num_steps, 1)  # 0 steps: all shares are 0
         return self._columns | stacked
+
+    def steps(self) -> dict[str, Column]:
+        """Return `STEP_COLUMNS`, [K] float64 each of the K optimizer steps that were attempted."""
+        norms = [math.nan if report.is_skipped else report.grad_norm for report in self._reports]
+        rates = [report.learning_rate for report in self._reports]
+        return dict(zip(STEP_COLUMNS, (np.array(rates, np.float64), np.array(norms, np.float64)), strict=True))
 
     def _unseen(self, dtypes: Mapping[str, type[np.generic]]) -> dict[str, Column]:
         return {name: np.full(self._num_tokens, UNSEEN[name], dtype) for name, dtype in dtypes.items()}

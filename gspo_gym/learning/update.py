@@ -319,7 +319,7 @@ class Learner:
         loss = sum(float(fact.loss.policy_loss + fact.loss.kl_loss + fact.loss.entropy_loss) for fact in facts)
         report = self._optimizer.step(loss)
         tally.add_step(facts, report)
-        sink.stepped(minibatch.batch, is_skipped=report.is_skipped)
+        sink.stepped(minibatch.batch, report)
 
     def _backward(
         self, part: _Part, denominators: Denominators, router_load: RouterLoad, sink: TokenSink, *, with_gap: bool

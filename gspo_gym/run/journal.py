@@ -151,7 +151,9 @@ class Journal:
     def token_table(self, step: int) -> TokenTable | None:
         """Return a sink for the update of a step of which tokens are to be recorded; None: of others."""
         every = self.plan.run.log_tokens_every_n_iters
-        return TokenTable() if every and step % every == 0 else None
+        # `gspo-gym verify` recomputes a step from the weights before it.
+        follows_checkpoint = (step - 1) % self.plan.loop.checkpoint_every_n_iters == 0
+        return TokenTable() if every and (step % every == 0 or follows_checkpoint) else None
 
     def stepped(
         self,

@@ -35,7 +35,7 @@ class RunSettings(Settings):
         default=0,
         ge=0,
         description="iterations between files of what the learner saw of every sampled token: advantage, logprobs, "
-        "ratio, clip, share of the loss; 0: none",
+        "ratio, clip, share of the loss; also of each iteration after a checkpoint; 0: none",
     )
     stop_grace_seconds: float = Field(
         default=30.0,

@@ -2,7 +2,7 @@
 
 The header's metadata hold `schema`, `step`, and as JSON `trajectories`: {id: [first token, number of tokens]}, in the
 order of the step's episodes. A trajectory's tokens are those of its segments, one after the other, where `action_mask`
-is True. A tokens, N trajectories, P passes over the batch (training.update_epochs):
+is True. A tokens, N trajectories, P passes over the batch (training.update_epochs), K optimizer steps:
 
     advantage        [A]     float32  as the loss used it, after KL, whitening and clip; NaN: never computed
     rollout_logprob  [A]     float32  the engine's
@@ -17,6 +17,8 @@ is True. A tokens, N trajectories, P passes over the batch (training.update_epoc
     entropy          [P, A]  float32  nats
     share            [P, A]  float32  addend of loss/total of metrics.jsonl: all shares of a step sum to it
     optimizer_step   [P, N]  int32    the step of the update, 0, 1, ..., that counts the trajectory; -1: none
+    learning_rate    [K]     float64  of each optimizer step of the update
+    grad_norm        [K]     float64  before clipping; NaN: the step was skipped
 
 Where a token was not computed (see `Fate`), logprobs, ratio, correction and entropy are NaN, clip and share 0.
 """
@@ -34,7 +36,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
 from gspo_gym.errors import RecordError
-from gspo_gym.learning.tokens import PASS_COLUMNS, UNSEEN, Column, Fate, TokenTable
+from gspo_gym.learning.tokens import PASS_COLUMNS, STEP_COLUMNS, UNSEEN, Column, Fate, TokenTable
 from gspo_gym.rollout.episode_files import SCHEMA_VERSION
 from gspo_gym.types import Trajectory
 
@@ -81,7 +83,7 @@ class TokenFile:
             self.step = int(metadata["step"])
             found = json.loads(metadata["trajectories"])
             self.spans = {name: (start, start + length) for name, (start, length) in found.items()}
-            self._names = frozenset(self._file.keys())
+            self._names = frozenset(self._file.keys()) - frozenset(STEP_COLUMNS)
             self.num_passes: int = self._file.get_slice("logprob").get_shape()[0]
         except (OSError, SafetensorError, KeyError, ValueError, TypeError) as error:
             raise RecordError(f"{path}: no file of tokens: {error}") from error
@@ -89,7 +91,7 @@ class TokenFile:
     def columns(self, trajectory_id: str | None = None) -> dict[str, Column]:
         """Return every column of one trajectory, with n its tokens in place of A; None: of all.
 
-        `optimizer_step` is [P] for one trajectory. Columns that the file leaves out are there, too.
+        `optimizer_step` is [P] for one trajectory. Columns that the file leaves out are there, too; those of [K] not.
 
         Raises:
             RecordError: no such trajectory in this step.
@@ -151,6 +153,7 @@ def pack_tokens(step: int, collected: Collected, built: BuiltBatch, table: Token
         column = columns[name]
         if bool((np.isnan(column) | (column == value)).all()):
             del columns[name]
+    columns |= table.steps()
     ids = [trajectory.trajectory_id for trajectory in trajectories]
     spans = dict(zip(ids, zip(starts.tolist(), lengths.tolist(), strict=True), strict=True))
     metadata = {"schema": str(SCHEMA_VERSION), "step": str(step), "trajectories": json.dumps(spans)}

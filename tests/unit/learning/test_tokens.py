@@ -148,6 +148,10 @@ def test_a_step_that_is_skipped_has_no_share_and_its_tokens_say_so(make_model, m
     assert (columns["fate"] == Fate.SKIPPED).tolist() == in_skipped.tolist()
     assert not columns["share"][0][in_skipped].any()
     assert columns["share"].sum(dtype=np.float64) == pytest.approx(metrics["loss/total"], abs=1e-6)
+    steps = table.steps()
+    assert np.isnan(steps["grad_norm"]).tolist() == [number == skipped for number in range(3)]
+    assert np.nanmean(steps["grad_norm"]) == pytest.approx(metrics["optim/grad_norm"])
+    assert steps["learning_rate"].tolist() == [1e-3] * 3
 
 
 def test_an_update_without_a_pass_has_shares_of_0_and_says_why(make_batch):

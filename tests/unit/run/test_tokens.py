@@ -2,24 +2,34 @@
 
 from __future__ import annotations
 
+import gzip
+import hashlib
+import json
 import math
+import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from full_disk import small_disk
+from safetensors import numpy as tensors
+from safetensors import safe_open
 
+from gspo_gym.cli.main import main
 from gspo_gym.cli.train import run_training
+from gspo_gym.cli.verify import Difference, verify_step
 from gspo_gym.config.build.trainer import build_plan
 from gspo_gym.config.run_config import RunConfig
-from gspo_gym.errors import RecordError
+from gspo_gym.errors import ConfigError, RecordError
 from gspo_gym.learning.advantages import RunningReturns
 from gspo_gym.learning.batching import BatchCounts, BuiltBatch
 from gspo_gym.learning.tokens import Fate, TokenTable
 from gspo_gym.rollout.episode_files import read_episodes
+from gspo_gym.run import verify
 from gspo_gym.run.collect import Collected
 from gspo_gym.run.journal import Journal
 from gspo_gym.run.recording import RunRecorder, read_events, read_metrics
@@ -178,3 +188,212 @@ def test_a_file_that_is_none_is_refused_with_its_name(tmp_path: Path) -> None:
 def test_reading_tokens_loads_no_torch() -> None:
     code = "import sys, gspo_gym.run.tokens; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of two steps with clipping, KL, entropy, four minibatches, two passes, old samples and masked episodes."""
+    folder = tmp_path_factory.mktemp("verified")
+    changes: dict[str, Any] = {
+        "training": {"max_staleness": 1, "update_epochs": 2, "checkpoint_every_n_iters": 1, "keep_last": 9},
+        "loss": {"kl_coef": 0.1, "entropy_coef": 0.01, "clip_low": 3e-3, "clip_high": 4e-3, "dual_clip": 1.02},
+        "rewards": {"overlong": "mask"},
+        "correction": {"level": "token"},
+        "optimizer": {"weight_decay": 0.1, "max_grad_norm": 0.1},
+    }
+    changes["training"]["learning_rate"] = 2e-3
+    run_training(config_of(folder, changes))
+    return folder / "test"
+
+
+def test_a_step_is_verified_from_its_files_by_a_path_that_loads_no_learner(recorded: Path) -> None:
+    assert len(Path(verify.__file__).read_text().splitlines()) <= 300, "a second path is short enough to be read"
+    code = (
+        "import sys; from gspo_gym.cli.main import main; code = main(['verify', sys.argv[1], '--step', '2', '--json']);"
+        "print([name for name in sys.modules if name.startswith(('gspo_gym.learning', 'gspo_gym.policy'))]);"
+        "sys.exit(code)"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(recorded)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    report, _, modules = done.stdout.rpartition("[")
+    assert modules == "]\n", "no module of the learner is loaded"
+    told = json.loads(report)
+    assert (told["step"], told["difference"], told["missing"]) == (2, None, [])
+    columns = open_tokens(recorded, 2).columns()
+    num_tokens = len(columns["fate"])
+    for name in ("advantage", "logprob", "ratio", "clip", "share", "entropy", "correction"):
+        number, gap = told["compared"][name]
+        assert number >= num_tokens if name == "advantage" else number > num_tokens  # each pass
+        assert gap < 1e-5
+    assert told["compared"]["grad_norm"][0] == 8
+    assert {Fate.TRAINED, Fate.OVERLONG} <= set(columns["fate"].tolist())
+    assert len(set(columns["clip"].ravel().tolist())) > 2, "the clip binds on both sides"
+    assert set(columns["weight_version"].tolist()) == {0}, "the second step's samples are of the first weights"
+
+
+def altered(column: str, change: Callable[[Any], None]) -> Callable[[Path], None]:
+    def alter(folder: Path) -> None:
+        path = folder / "tokens" / "step_000002.safetensors"
+        with safe_open(path, framework="np") as file:
+            columns = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            metadata = file.metadata()
+        change(columns[column])
+        path.write_bytes(tensors.save(columns, metadata))
+
+    return alter
+
+
+def trained_token(folder: Path) -> tuple[int, dict[str, Any]]:
+    """The last token of step 2 that is trained on, and its place in the second pass."""
+    tokens = open_tokens(folder, 2)
+    token = int(np.flatnonzero(tokens.columns()["fate"] == Fate.TRAINED)[-1])
+    name, (start, _) = next((name, span) for name, span in tokens.spans.items() if span[0] <= token < span[1])
+    episodes = read_episodes(folder / "episodes" / "step_000002.jsonl.gz")
+    (episode,) = (each for each in episodes if each.trajectory_id == name)
+    turns = [turn for s in episode.segments for turn in s.turn_index[s.action_mask].tolist()]
+    place = {"episode": name, "turn": turns[token - start], "token": token - start}
+    return token, place | {"epoch": 1, "update": int(tokens.columns(name)["optimizer_step"][1])}
+
+
+@pytest.mark.parametrize(
+    ("column", "change", "quantity"),
+    [
+        ("logprob", 1e-4, "logprob"),
+        ("ratio", 1e-4, "ratio"),
+        ("share", 1e-4, "share"),
+        ("entropy", -1e-4, "entropy"),
+        ("clip", 1, "clip"),
+        ("advantage", 1e-4, "advantage"),
+        ("old_logprob", 1e-4, "old_logprob"),
+        ("ref_logprob", 1e-4, "ref_logprob"),
+        ("rollout_logprob", 1e-4, "rollout_logprob"),
+        ("fate", 1, "fate"),
+    ],
+)
+def test_one_altered_number_of_a_token_is_named_with_its_place(
+    recorded: Path, tmp_path: Path, column: str, change: float, quantity: str
+) -> None:
+    folder = tmp_path / "altered"
+    shutil.copytree(recorded, folder)
+    token, place = trained_token(recorded)
+
+    def alter(values: Any) -> None:
+        values[(1, token) if values.ndim == 2 else token] += change
+
+    altered(column, alter)(folder)
+    found = verify_step(folder, 2).difference
+    assert found is not None
+    assert found.quantity == quantity
+    assert found.recorded == pytest.approx(found.recomputed + change, abs=1e-5)  # type: ignore[operator]
+    if column in PASSES:
+        assert (found.update, found.epoch) == (place["update"], 1)
+    assert (found.episode, found.turn, found.token) == (place["episode"], place["turn"], place["token"])
+
+
+PASSES = ("logprob", "ratio", "share", "entropy", "clip")
+
+
+def alter_weight(folder: Path, *, name: str, is_sealed: bool) -> None:
+    """Move one number of a checkpoint; sealed: its manifest, too."""
+    path = folder / "checkpoints" / "step_000001" / name
+    values = tensors.load(path.read_bytes())
+    key = next(key for key in sorted(values) if values[key].ndim == 2 and "embed" not in key)
+    values[key][0, 0] += 0.5
+    path.write_bytes(tensors.save(values, {"format": "pt"}))
+    if is_sealed:
+        manifest = folder / "checkpoints" / "step_000001" / "manifest.json"
+        told = json.loads(manifest.read_text())
+        told["files"][name]["sha256"] = hashlib.sha256(path.read_bytes()).hexdigest()
+        manifest.write_text(json.dumps(told))
+
+
+def alter_loss(folder: Path) -> None:
+    path = folder / "metrics.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    lines[1]["loss/total"] += 1e-4
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def alter_reward(folder: Path, *, with_terms: bool) -> None:
+    """Give the third episode's last turn 0.25 more; with its terms, only the advantages of its group say so."""
+    path = folder / "episodes" / "step_000002.jsonl.gz"
+    lines = [json.loads(line) for line in gzip.decompress(path.read_bytes()).splitlines()]
+    turn = next(turn for turn in reversed(lines[2]["turns"]) if turn["reward_terms"])
+    turn["reward"] += 0.25
+    if with_terms:
+        turn["reward_terms"]["more"] = 0.25
+    path.write_bytes(gzip.compress("".join(json.dumps(line) + "\n" for line in lines).encode()))
+
+
+def rate_of_0(values: Any) -> None:
+    values[3] = 0.0
+
+
+@pytest.mark.parametrize(
+    ("alter", "quantity", "place"),
+    [
+        (lambda folder: alter_reward(folder, with_terms=False), "reward", {"episode": 2}),
+        (lambda folder: alter_reward(folder, with_terms=True), "advantage", {"group": 0}),
+        (
+            lambda folder: alter_weight(folder, name="model.safetensors", is_sealed=False),
+            "SHA-256 of checkpoints/step_000001/model.safetensors",
+            {},
+        ),
+        (lambda folder: alter_weight(folder, name="model.safetensors", is_sealed=True), "old_logprob", {}),
+        (
+            lambda folder: alter_weight(folder, name="resume/learner.safetensors", is_sealed=True),
+            "logprob",
+            {"update": 1},
+        ),
+        (altered("learning_rate", rate_of_0), "logprob", {"update": 4}),
+        (alter_loss, "loss/total", {}),
+    ],
+)
+def test_one_altered_number_of_another_file_is_named(
+    recorded: Path,
+    tmp_path: Path,
+    alter: Callable[[Path], None],
+    quantity: str,
+    place: dict[str, int],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    folder = tmp_path / "altered"
+    shutil.copytree(recorded, folder)
+    alter(folder)
+    assert main(["verify", str(folder), "--step", "2", "--json"]) == 1
+    found = Difference(**json.loads(capsys.readouterr().out)["difference"])
+    assert found.quantity == quantity
+    names = list(open_tokens(recorded, 2).spans)
+    if "episode" in place:
+        assert found.episode == names[place["episode"]]
+    elif "group" in place:
+        assert str(found.episode).rpartition("/")[0] == names[0].rpartition("/")[0]
+    elif "update" in place:
+        assert found.update == place["update"]
+
+
+def test_what_cannot_be_verified_is_said_and_is_no_success(
+    recorded: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "altered"
+    shutil.copytree(recorded, folder)
+    shutil.rmtree(folder / "checkpoints" / "step_000001")
+    assert main(["verify", str(folder), "--step", "2"]) == 2
+    shown = capsys.readouterr().out
+    assert "step_000001; steps that have one: [1]" in shown
+    assert "what was compared agrees to 1e-05" in shown
+    assert main(["verify", str(folder), "--step", "7"]) == 2
+    assert "no tokens of step 7 are recorded" in capsys.readouterr().err
+    token, place = trained_token(recorded)
+
+    def alter(values: Any) -> None:
+        values[1, token] += 1e-3
+
+    altered("ratio", alter)(folder)
+    found = verify_step(folder, 2).difference  # also without weights
+    assert found is not None
+    assert (found.quantity, found.episode) == ("ratio", place["episode"])
+    config = (folder / "config.toml").read_text()
+    (folder / "config.toml").write_text(config.replace('whiten = "none"', 'whiten = "tokens"\nsoftened = 1'))
+    with pytest.raises(ConfigError, match=r"does not know advantages\.softened, advantages\.whiten = 'tokens'"):
+        verify_step(folder, 2)
