@@ -25,7 +25,7 @@ from rich.table import Table
 from safetensors.numpy import save_file
 
 from benchmarks.tokens import quickstart
-from gspo_gym.cli.report import report_page
+from gspo_gym.cli.report import page_of
 from gspo_gym.cli.train import run_training
 from gspo_gym.errors import MissingExtraError
 from gspo_gym.rollout.episode_files import write_episodes
@@ -84,7 +84,7 @@ def run_page(*, repeats: int) -> int:
         folder = Path(name)
         config = quickstart(folder, num_steps=2)
         run_training(config)
-        page = report_page(config.run_folder)
+        page = page_of(config.run_folder).html
         path = folder / "report.html"
         path.write_text(page, encoding="utf-8")
         size = path.stat().st_size

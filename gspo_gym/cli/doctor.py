@@ -101,15 +101,18 @@ def report_text(folder: Path, run: RunView, findings: Sequence[Finding]) -> str:
         counts: Counter[str] = Counter(finding.severity for finding in findings)
         told = ", ".join(f"{counts[severity]} {severity}" for severity in _ORDER if counts[severity])
         head = f"{folder}: {run.num_steps} steps; findings: {told}."
-    return "\n\n".join([head, *(_paragraph(run, finding) for finding in findings)])
+    return "\n\n".join([head, *(paragraph(run, finding) for finding in findings)])
 
 
-def _paragraph(run: RunView, finding: Finding) -> str:
+def paragraph(run: RunView, finding: Finding) -> str:
+    """Format a finding for people."""
     now = run.setting(finding.key)
     lines = (
         f"{finding.severity.upper()}  {finding.problem}",
         f"seen: {finding.evidence}",
-        f"key:  {finding.key}" + (f" (now {now!r})" if now is not None else "") + f": {finding.suggestion}",
+        f"key:  {finding.key}" + (f" (now {now!r})" if now is not None else "") + f": {finding.suggestion}"
+        if finding.key
+        else f"do:   {finding.suggestion}",
     )
     first, *others = (
         textwrap.fill(line, _WIDTH, initial_indent="" if i == 0 else "  ", subsequent_indent="        ")

@@ -113,9 +113,9 @@ class Run:
         Outside a notebook, write the page into the run's folder and open it in the browser; return its path.
         """
         from gspo_gym.base.files import replace_file
-        from gspo_gym.cli.report import report_page
+        from gspo_gym.cli.report import page_of
 
-        page = report_page(self.folder)
+        page = page_of(self.folder).html
         if "IPython" in sys.modules and sys.modules["IPython"].get_ipython() is not None:
             display = importlib.import_module("IPython.display")
             # A document of its own: neither its styles nor its script touch the notebook.

@@ -5,18 +5,20 @@ from __future__ import annotations
 import argparse
 import webbrowser
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, get_args
 
 from pydantic import BaseModel
 
 from gspo_gym.base.files import flat_items, replace_file
-from gspo_gym.cli.doctor import diagnose, read_run
+from gspo_gym.cli.doctor import diagnose, paragraph, read_run
 from gspo_gym.config.run_config import RunConfig
 from gspo_gym.rollout.episode_files import episode_paths
+from gspo_gym.run.doctor.checks import Finding
 from gspo_gym.run.records import read_config
 from gspo_gym.run.registry import find_run
+from gspo_gym.run.report.checks import page_findings
 from gspo_gym.run.report.page import saved_page
 from gspo_gym.run.report.page_data import run_values, step_values
 from gspo_gym.run.tokens import token_steps
@@ -39,27 +41,41 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_command(arguments: argparse.Namespace) -> int:
-    """Write the page and print where it is."""
+    """Write the page; print where it is, and what contradicts itself in its data."""
     folder = find_run(arguments.run_name, arguments.folder)
     others = [find_run(name, arguments.folder) for name in arguments.beside]
     path = arguments.output or folder / "report.html"
     steps = None if arguments.step is None else [f"step_{step:06d}" for step in arguments.step]
-    replace_file(path, report_page(folder, others=others, steps=steps, max_episodes=arguments.episodes))
+    page = page_of(folder, others=others, steps=steps, max_episodes=arguments.episodes)
+    replace_file(path, page.html)
     print(f"{path} ({path.stat().st_size / 1000:.0f} kB)")
+    print(f"{page.num_episodes} episodes checked: " + ("WRONG DATA" if page.findings else "their numbers agree"))
+    run = read_run(folder)
+    for finding in page.findings:
+        print(f"\n{paragraph(run, finding)}")
     if arguments.open:
         webbrowser.open(path.absolute().as_uri())
     return 0
 
 
-def report_page(
+@dataclass(frozen=True, slots=True)
+class Page:
+    """A run's page, and what its checked data contradict."""
+
+    html: str
+    num_episodes: int
+    findings: Sequence[Finding]
+
+
+def page_of(
     folder: Path,
     *,
     others: Sequence[Path] = (),
     steps: Sequence[str] | None = None,
     max_episodes: int = 128,
     status: str | None = None,
-) -> str:
-    """Return the page of a run as HTML.
+) -> Page:
+    """Return the page of a run; its findings come before those of the doctor.
 
     Args:
         folder: of the run.
@@ -81,7 +97,10 @@ def report_page(
         if left > 0:
             shown.append(step_values(folder, name, max_episodes=left))
             left -= sum(len(group["episodes"]) for group in shown[-1]["groups"])
-    return saved_page(runs, sorted(shown, key=lambda step: (step["name"].startswith("step_"), step["step"])))
+    shown.sort(key=lambda step: (step["name"].startswith("step_"), step["step"]))
+    findings = page_findings(runs[0], shown)
+    runs[0]["findings"] = [*map(asdict, findings), *runs[0]["findings"]]
+    return Page(saved_page(runs, shown), max_episodes - left, findings)
 
 
 def described_run(folder: Path) -> dict[str, Json]:

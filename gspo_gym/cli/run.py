@@ -333,9 +333,9 @@ def _close(recorder: RunRecorder) -> None:
     folder = recorder.folder
 
     def write_page() -> Path:
-        from gspo_gym.cli.report import report_page
+        from gspo_gym.cli.report import page_of
 
-        replace_file(folder / "report.html", report_page(folder, status=status))
+        replace_file(folder / "report.html", page_of(folder, status=status).html)
         return folder / "report.html"
 
     try:

@@ -10,7 +10,7 @@ import pytest
 from playwright.sync_api import Browser, Page
 
 from benchmarks.page import chromium
-from gspo_gym.cli.report import report_page
+from gspo_gym.cli.report import page_of
 from gspo_gym.cli.train import run_training
 from gspo_gym.config.run_config import load_config
 
@@ -66,7 +66,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def saved(run: Path) -> Path:
     """The run's page as a file."""
     path = run / "saved.html"
-    path.write_text(report_page(run), encoding="utf-8")
+    path.write_text(page_of(run).html, encoding="utf-8")
     return path
 
 

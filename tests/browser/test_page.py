@@ -16,7 +16,7 @@ from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Browser, Page
 from safetensors.numpy import load_file
 
-from gspo_gym.cli.report import report_page
+from gspo_gym.cli.report import page_of
 from gspo_gym.rollout.episode_files import read_episodes, write_episodes
 from gspo_gym.types import FinishReason, Message, Outcome, Segment, Task, Trajectory, Turn
 from tests.browser.conftest import open_page, until
@@ -206,7 +206,7 @@ def test_forty_hostile_episodes_are_shown_as_text(page: Page, run: Path, tmp_pat
     episodes = [_hostile(i, text) for i, text in enumerate(texts)]
     write_episodes(tmp_path / "episodes" / "step_000001.jsonl.gz", episodes)
     path = tmp_path / "page.html"
-    path.write_text(report_page(tmp_path), encoding="utf-8")
+    path.write_text(page_of(tmp_path).html, encoding="utf-8")
 
     open_page(page, f"{path.as_uri()}#view=episodes")
     page.evaluate("page.episodes.all.forEach(({ episode }, i) => { episode.id = String(i) })")
@@ -225,7 +225,7 @@ def test_forty_hostile_episodes_are_shown_as_text(page: Page, run: Path, tmp_pat
 
 def test_a_page_of_128_episodes_is_less_than_a_megabyte(run: Path) -> None:
     # The library, the run and a quarter of the episodes, four times over.
-    page = report_page(run, steps=["step_000004"], max_episodes=32)
+    page = page_of(run, steps=["step_000004"], max_episodes=32).html
     assert len(page) * 4 < 1_000_000
 
 

@@ -7,8 +7,10 @@ a record has as null stay null: a page must not show 0 where nothing was measure
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +24,12 @@ from gspo_gym.run.recording import METRICS
 from gspo_gym.run.records import read_config, read_events, read_metrics
 from gspo_gym.run.registry import read_run
 from gspo_gym.run.tokens import TokenFile, open_tokens, token_path
-from gspo_gym.types import Trajectory
+from gspo_gym.types import SAMPLING_NAMES, Trajectory
 
 Json = Any  # the values of json.loads
 # A curve has at most this many points on the page: more than a screen has columns.
 MAX_POINTS = 2000
+Array = Any  # numpy's; in `StepView` [A], over the sampled tokens of a step
 _MAX_EVENT_CHARS = 300
 
 
@@ -41,6 +44,7 @@ def run_values(folder: Path) -> dict[str, Json]:
     return {
         "run": read_run(folder).to_dict() | {"label": config["model"].get("label", folder.name)},
         "about": _about(config),
+        "rules": _rules(config),
         "metrics": _metrics(read_metrics(folder)),
         "evaluations": [_evaluation(event) for event in events if event["kind"] == "evaluation"],
         "events": [_event(event) for event in events if event["kind"] != "evaluation"],
@@ -100,12 +104,14 @@ class RecordedStep:
                 break
             kept, num_shown = kept + 1, num_shown + len(members)
         columns = None if self._tokens is None else self._tokens.columns()
+        metrics = next((line for line in read_metrics(self._folder) if line["step"] == self._step), {})
         return {
             "name": self._name,
             "step": self._step,
             "num_episodes": sum(map(len, self._groups)),
             "num_passes": 1 if self._tokens is None else self._tokens.num_passes,
-            "loss": None if self._tokens is None else _loss(self._folder, self._step),
+            "loss": None if self._tokens is None else metrics.get("loss/total"),
+            "update": None if columns is None else self._update(columns, metrics.get("optim/num_steps")),
             "names": {"clip": [each.name.lower() for each in Clip], "fate": [each.name.lower() for each in Fate]},
             "scales": _scales(columns, [each for members in self._groups for each in members]),
             "groups": [
@@ -135,6 +141,27 @@ class RecordedStep:
         used = {i for episode in episodes for segment in episode["segments"] for i in segment["ids"]}
         return {"episodes": episodes, "vocabulary": _texts(self._folder, used)}
 
+    def _update(self, columns: Mapping[str, Column], num_steps: float | None) -> dict[str, Json]:
+        """Return what the shares of the loss are divided by, counted over all episodes: the page may show fewer.
+
+        `episodes`, `turns` and `tokens` are lists by optimizer step, of those with sampled tokens.
+        """
+        assert self._tokens is not None, "columns are of tokens"
+        steps = columns["optimizer_step"]  # [P, N]
+        counts = np.zeros((3, int(steps.max(initial=-1)) + 1), np.int64)
+        own = dict(zip(self._tokens.spans, steps.T, strict=True))
+        for trajectory in (each for members in self._groups for each in members if each.trajectory_id in own):
+            turns = {int(i) for segment in trajectory.segments for i in segment.turn_index[segment.action_mask]}
+            for number in own[trajectory.trajectory_id]:
+                if turns and number >= 0:
+                    counts[:, number] += (1, len(turns), trajectory.num_actions)
+        return {
+            "num_steps": num_steps,
+            "shares": float(columns["share"].sum(dtype=np.float64)),
+            "batch_tokens": int((columns["fate"] <= Fate.OVERLONG).sum()),
+            **dict(zip(("episodes", "turns", "tokens"), counts.tolist(), strict=True)),
+        }
+
     def _judgement_of(self, trajectory: Trajectory) -> JudgedEpisode | None:
         return self._judged.get((trajectory.trajectory_id, trajectory.attempt))
 
@@ -152,6 +179,7 @@ class RecordedStep:
         return {
             "id": trajectory.trajectory_id,
             "attempt": trajectory.attempt,
+            "seed": trajectory.sampling_seed,
             "task": trajectory.task.task_id,
             "outcome": trajectory.outcome.value,
             "success": trajectory.success,
@@ -164,6 +192,86 @@ class RecordedStep:
             "mixed": len(versions) > 1,
             "disputed": _is_disputed(trajectory, self._judgement_of(trajectory)),
         }
+
+
+class StepView:
+    """The data of one step on a page, as arrays; from `step_values`.
+
+    Attributes:
+        run, values: as on the page.
+        rules: the settings that numbers follow from.
+        step: its number. is_training: it is no evaluation.
+        episodes: of all groups.
+        episode, segment, turn: [A] the place of each sampled token; turn -1: it is in no turn's action.
+    """
+
+    def __init__(self, run: Mapping[str, Json], values: Mapping[str, Json]) -> None:
+        self.run, self.values = run, values
+        self.rules: Mapping[str, Json] = run["rules"]
+        self.step, self.is_training = int(values["step"]), values["name"].startswith("step_")
+        self.episodes: list[Mapping[str, Json]] = [each for group in values["groups"] for each in group["episodes"]]
+        places = [np.zeros((3, 0), np.int64)]
+        for number, episode in enumerate(self.episodes):
+            for index, part in enumerate(episode["segments"]):
+                turns = np.full(len(part["ids"]), -1)
+                for k in (k for k, turn in enumerate(episode["turns"]) if turn["segment"] == index):
+                    turns[slice(*episode["turns"][k]["action"])] = k
+                own = turns[np.array(part["sampled"], np.int64)]
+                places.append(np.stack([np.full(len(own), number), np.full(len(own), index), own]))
+        self.episode, self.segment, self.turn = np.concatenate(places, axis=1)
+
+    def column(self, name: str, number: int | None = None) -> Array:
+        """Return [A] float64 a column of all episodes, or one of a pass; NaN where it is not known."""
+        parts = [np.zeros(0)]
+        for episode, length in zip(self.episodes, np.bincount(self.episode, minlength=len(self.episodes)), strict=True):
+            known = (
+                episode["columns"] if number is None else [*episode["passes"], {}][min(number, len(episode["passes"]))]
+            )
+            parts.append(np.array(known.get(name, [np.nan] * length), np.float64))
+        return np.concatenate(parts)
+
+    def optimizer_step(self, number: int) -> Array:
+        """Return [A] the optimizer step that counts each token in a pass; -1: none."""
+        steps = [[*each.get("optimizer_steps", []), *[-1] * (number + 1)][number] for each in self.episodes]
+        return np.array(steps, np.int64)[self.episode]
+
+    @cached_property
+    def before_update(self) -> Array:
+        """Return [A] the learner's logprobs before the first optimizer step; NaN where later ones are known only."""
+        return np.where(self.optimizer_step(0) == 0, self.column("logprob", 0), np.nan)
+
+    @property
+    def takes_the_engines(self) -> bool:
+        return bool(self.rules["correction"].get("old_logprobs") == "rollout")
+
+    @property
+    def num_passes(self) -> int:
+        return max((len(each["passes"]) for each in self.episodes), default=0)
+
+    @property
+    def is_half(self) -> bool:
+        return bool(set(self.rules["dtypes"]) - {"float32"})
+
+    def contexts(self) -> Array:
+        """Return [A] a hash of all that the policy had read of the segment before it sampled the token."""
+        hashes: list[int] = []
+        for part in (part for episode in self.episodes for part in episode["segments"]):
+            read = list(itertools.accumulate(part["ids"], lambda before, i: hash((before, i)), initial=0))
+            hashes += [read[position] for position in part["sampled"]]
+        return np.array(hashes, np.int64)
+
+    def groups(self) -> dict[str, list[int]]:
+        """Return the numbers of the episodes by their group, whose name their ids begin with."""
+        groups = defaultdict(list)
+        for number, episode in enumerate(self.episodes):
+            groups[episode["id"].rpartition("/")[0]].append(number)
+        return groups
+
+    def first(self, tokens: Array) -> tuple[int, str]:
+        """Return the first of [A] chosen tokens, and where it is, for people."""
+        token = int(np.flatnonzero(tokens)[0])
+        episode = self.episodes[self.episode[token]]
+        return token, f"{self.values['name']}, episode {episode['id']}, turn {self.turn[token]}"
 
 
 def _is_disputed(trajectory: Trajectory, judged: JudgedEpisode | None) -> bool:
@@ -211,6 +319,17 @@ def _about(config: Mapping[str, Json]) -> dict[str, str]:
         "engine": str(rollout.get("engine", "")),
     }
     return {key: value for key, value in values.items() if value}
+
+
+def _rules(config: Mapping[str, Json]) -> dict[str, Json]:
+    """Return the settings that the numbers of tokens follow from; see `checks`."""
+    rollout = config.get("rollout", {})
+    return {name: config.get(name, {}) for name in ("loss", "advantages", "rewards", "correction", "training")} | {
+        "rollout": {
+            name: rollout[name] for name in (*SAMPLING_NAMES, "min_output_tokens", "rescore") if name in rollout
+        },
+        "dtypes": [table["dtype"] for name in ("model", "vllm") if "dtype" in (table := config.get(name, {}))],
+    }
 
 
 def _metrics(lines: Sequence[Mapping[str, Json]]) -> dict[str, Json]:
@@ -303,6 +422,7 @@ def _columns(trajectory: Trajectory, tokens: TokenFile | None) -> dict[str, Json
             }
             for i in range(tokens.num_passes)
         ],
+        "optimizer_steps": columns["optimizer_step"].tolist(),
     }
 
 
@@ -320,10 +440,6 @@ def _numbers(values: np.ndarray[Any, Any]) -> list[float | int | None]:
     ]
 
 
-def _loss(folder: Path, step: int) -> float | None:
-    return next((line.get("loss/total") for line in read_metrics(folder) if line["step"] == step), None)
-
-
 def _judgement(judged: JudgedEpisode) -> dict[str, Json]:
     judgement = judged.judgement
 
@@ -337,6 +453,8 @@ def _judgement(judged: JudgedEpisode) -> dict[str, Json]:
         "outcome": None if judgement.outcome_review is None else review(judgement.outcome_review),
         "flags": judgement.flags,
         "env_return": judged.env_return,
+        "env_rewards": judged.env_rewards,
+        "blend": judged.blend.model_dump(),
         "episode_return": judged.episode_return,
     }
 

@@ -1,0 +1,599 @@
+"""Checks of a page's data: whether the numbers of a step's episodes and tokens can belong together.
+
+The doctor reads how a run went; this reads what was recorded of single tokens, and finds bugs in what made them: each
+number follows from others on the page. `page_findings` reads nothing but the page's data. `gspo-gym verify` is sharper:
+it computes the model again.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from gspo_gym.learning.advantages import batch_advantages
+from gspo_gym.learning.credit import returns_of
+from gspo_gym.learning.settings import AdvantageSettings, LossSettings, RewardSettings, StepRewardSettings
+from gspo_gym.learning.tokens import Clip, Fate
+from gspo_gym.run.doctor.checks import Finding
+from gspo_gym.run.report.page_data import Array, StepView
+from gspo_gym.types import FinishReason, Outcome, Sampling, Segment, Task, Trajectory, Turn
+
+Json = Any  # the values of json.loads
+
+# Nats, between two computations of a logprob under the same weights; see `correction.MismatchAlarm`.
+_MAX_GAP, _MAX_KL_16_BITS = 1e-4, 0.01
+# Of a single token in 16 bits, in nats; old logprobs are computed as the present ones are, and differ by less.
+_MAX_GAP_16_BITS, _MAX_OLD_GAP_16_BITS = 0.1, 0.02
+# Nats: a token nearer to 0 fits to any computation.
+_INFORMATIVE = 0.05
+# Fewer tokens, turns or pairs show nothing.
+_MIN_COUNT = 8
+# Of the variance of gaps after the same text, by one temperature; the least that a temperature is off.
+_EXPLAINED, _MIN_SLOPE = 0.9, 0.01
+# Of the turns that fit: an engine that computes otherwise does so everywhere.
+_FITTING_TURNS = 0.25
+# Nats: two episodes agree by chance with exp(-20) = 2e-9.
+_IMPOSSIBLE = -20.0
+# Of a share of the loss, and of the largest one: float32 in another order.
+_RELATIVE, _ABSOLUTE = 2e-3, 1e-4
+
+_VERIFY = "no setting does this: `gspo-gym verify` says where the numbers part from a second computation"
+# Problem, key and suggestion of each finding; no key: no setting is at fault.
+_TEXTS: Mapping[str, tuple[str, str, str]] = {
+    "episodes_are_duplicated": (
+        "An episode is there twice: what it did counts double, and its group is smaller than it seems.",
+        "",
+        "find what gives one episode two names, or samples two with one seed",
+    ),
+    "failed_episode_counts": (
+        "An episode that failed is compared with its siblings and trained on, as if the policy had earned its return.",
+        "",
+        "a failure is played again or dropped: find what gives it an outcome and a reward",
+    ),
+    "mask_is_shifted": ("The mask of sampled tokens is not where the policy's tokens are.", "", _VERIFY),
+    "weights_are_stale": (
+        "Tokens were sampled under older weights than those that they count as.",
+        "training.max_staleness",
+        "find the update that never reached the engine, or the keys and values that it kept over one",
+    ),
+    "tokens_are_not_the_sampled_ones": (
+        "Some turns hold other tokens than were sampled, as where a text was encoded again.",
+        "",
+        "keep the ids that the engine sampled: text may encode to others, and does not show all of them",
+    ),
+    "temperatures_differ": (
+        "Engine and learner compute logprobs at different temperatures.",
+        "rollout.temperature",
+        "look for a temperature that the engine or the learner applies by itself",
+    ),
+    "precisions_differ": (
+        "The engine computes logprobs in another precision than the learner, or with other kernels.",
+        "vllm.dtype",
+        'give both one dtype, or correct for it with correction.level = "token"',
+    ),
+    "old_logprobs_are_the_engines": (
+        "The old logprobs are those of the engine, which computes in another precision than the learner.",
+        "correction.old_logprobs",
+        'the learner has to score the batch itself, as "recompute" says: else ratios begin elsewhere than at 1',
+    ),
+    "old_logprobs_are_others": (
+        "Old logprobs are not the old policy's.",
+        "correction.old_logprobs",
+        _VERIFY,
+    ),
+    "judgement_is_anothers": (
+        "The judge's score in an episode's reward is not the score of that episode.",
+        "judge.reward_blend",
+        "find where judgements and episodes are brought together: by their ids, and not by their order",
+    ),
+    "rewards_come_late": (
+        "Rewards are credited one turn after the action that earned them.",
+        "",
+        "an environment's answer belongs to the action that it answers",
+    ),
+    "advantage_is_a_siblings": ("Episodes have the advantage of another of their group.", "", _VERIFY),
+    "advantages_are_others": (
+        "Advantages do not follow from the rewards.",
+        "advantages.baseline",
+        _VERIFY,
+    ),
+    "ratios_are_others": ("Ratios do not follow from the logprobs of their units.", "loss.unit", _VERIFY),
+    "clip_sides_are_swapped": ("The two sides of the clip are swapped.", "loss.clip_low", _VERIFY),
+    "clips_are_others": ("Tokens are clipped, or not, where the settings say otherwise.", "loss.clip_low", _VERIFY),
+    "denominators_are_others": (
+        "The shares of the loss are divided by something else than loss.aggregation says.",
+        "loss.aggregation",
+        "look for a count of rows, turns or tokens, or of a micro-batch, where the optimizer step's is meant",
+    ),
+    "shares_are_not_the_loss": ("The shares of the tokens do not sum to the loss.", "loss.aggregation", _VERIFY),
+}
+
+
+def page_findings(run: Mapping[str, Json], steps: Sequence[Mapping[str, Json]]) -> list[Finding]:
+    """Return what contradicts itself in a page's data: the cause first, and each problem where it begins.
+
+    Args:
+        run: `page_data.run_values`.
+        steps: `page_data.step_values`, of training steps and of others.
+    """
+    try:
+        for name, settings in (("loss", LossSettings), ("advantages", AdvantageSettings), ("rewards", RewardSettings)):
+            settings(**run["rules"][name])
+    except ValueError:  # a run of another version: its numbers follow from settings that are unknown here
+        return []
+    views = sorted((StepView(run, step) for step in steps), key=lambda view: view.step)
+    found = [next((told for view in views if (told := check(view)) is not None), None) for check in CHECKS]
+    findings: dict[str, Finding] = {}
+    for name, evidence in filter(None, found):
+        problem, key, suggestion = _TEXTS[name]
+        findings.setdefault(name, Finding("serious", name, problem, evidence, key, suggestion))
+    return list(findings.values())
+
+
+_Told = tuple[str, str]  # the name in `_TEXTS` and the evidence
+
+
+def episodes_are_duplicated(view: StepView) -> _Told | None:
+    """Find two episodes with the same sampled tokens and logprobs that chance does not make alike."""
+    logprobs = view.column("rollout_logprob")
+    seen: dict[Json, int] = {}
+    for number, episode in enumerate(view.episodes if view.is_training else ()):
+        ids = tuple(tuple(part["ids"]) for part in episode["segments"])
+        other = seen.setdefault((episode["task"], ids), number)
+        own, others = logprobs[view.episode == number], logprobs[view.episode == other]
+        if other == number or not own.any() or np.abs(own - others).max() > _MAX_GAP:  # no engine's logprobs: all 0
+            continue
+        first = view.episodes[other]
+        if own.sum() < _IMPOSSIBLE or any(episode[name] == first[name] for name in ("seed", "seconds")):
+            return "episodes_are_duplicated", (
+                f"{view.values['name']}: {first['id']} and {episode['id']} have the same {len(own)} sampled tokens and "
+                f"logprobs, of seeds {first['seed']} and {episode['seed']}; chance has a probability of "
+                f"{np.exp(own.sum()):.2g}"
+            )
+    return None
+
+
+def failed_episode_counts(view: StepView) -> _Told | None:
+    """Find an episode that failed and has an advantage all the same."""
+    advantage = view.column("advantage")
+    for number, episode in enumerate(view.episodes):
+        has_failed = episode["error"] is not None and episode["outcome"] != Outcome.ACTION_LIMIT.value
+        if has_failed and np.isfinite(advantage[view.episode == number]).any():
+            return "failed_episode_counts", (
+                f"{view.values['name']}: episode {episode['id']} failed ({str(episode['error'])[:120]}), and counts as "
+                f"{episode['outcome']} with a return of {episode['return']}"
+            )
+    return None
+
+
+def mask_is_not_the_actions(view: StepView) -> _Told | None:
+    """Find sampled tokens that are not those of the turns' actions."""
+    for episode in view.episodes:
+        for number, part in enumerate(episode["segments"]):
+            spans = [set(range(*turn["action"])) for turn in episode["turns"] if turn["segment"] == number]
+            actions, sampled = set().union(*spans), set(part["sampled"])
+            # A whole turn may be left out: an app can take part in an episode without being trained on.
+            if sampled <= actions and all(span <= sampled or not span & sampled for span in spans):
+                continue
+            shift = next((d for d in (-1, 1, -2, 2) if {position + d for position in actions} == sampled), None)
+            how = "is elsewhere" if shift is None else f"is theirs, shifted by {shift:+d}"
+            return "mask_is_shifted", (
+                f"{view.values['name']}, episode {episode['id']}: {len(actions)} tokens are the actions of its turns, "
+                f"and the mask of {len(sampled)} tokens {how}"
+            )
+    return None
+
+
+def versions_are_impossible(view: StepView) -> _Told | None:
+    """Find tokens of weights that were not there yet, or that are older than training.max_staleness allows."""
+    versions, allowed = view.column("weight_version"), view.rules["training"].get("max_staleness", 0)
+    trained = view.is_training & (view.column("fate") <= Fate.OVERLONG) & (versions >= 0)
+    wrong = trained & ((versions >= view.step) | (versions < view.step - 1 - allowed))
+    if not wrong.any():
+        return None
+    token, place = view.first(wrong)
+    return "weights_are_stale", (
+        f"{place}: sampled under version {versions[token]:.0f}, where step {view.step} trains version {view.step - 1} "
+        f"and training.max_staleness allows {allowed} before it ({wrong.sum()} such tokens)"
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Gap:
+    """Logprobs [A] of engine and learner that are too far apart where both are `known`; `seen` says how far."""
+
+    view: StepView
+    engine: Array
+    learner: Array
+    known: Array
+    limit: float
+    seen: str
+
+    @property
+    def fits(self) -> Array:
+        return np.abs(self.engine - self.learner) <= self.limit
+
+    @property
+    def informative(self) -> Array:
+        return self.known & (np.abs(self.learner) > _INFORMATIVE)
+
+
+def engine_is_not_the_learner(view: StepView) -> _Told | None:
+    """Find logprobs of the engine that are not the learner's under the same weights, and say what makes them so."""
+    limit = view.rules["correction"].get("max_engine_gap")
+    engine = view.column("rollout_logprob")
+    learner = view.before_update if view.takes_the_engines else view.column("old_logprob")
+    known = np.isfinite(learner) & (engine != 0) & (view.column("weight_version") == view.step - 1)
+    gap = np.where(known, engine - learner, 0.0)
+    if not view.is_training or not known.any() or (limit is None and _differ_on_purpose(view)):
+        return None
+    is_mean_judged = limit is None and view.is_half
+    limit = limit or (_MAX_GAP_16_BITS if is_mean_judged else _MAX_GAP)
+    kl = float(np.mean(np.expm1(-gap[known]) + gap[known]))
+    if kl <= _MAX_KL_16_BITS if is_mean_judged else np.abs(gap).max() <= limit:
+        return None
+    token, place = view.first(np.abs(gap) == np.abs(gap).max())
+    seen = (
+        f"{place}: the engine's logprob is {engine[token]:.4f}, the learner's {learner[token]:.4f}; in the mean of "
+        f"{known.sum()} tokens they are {np.abs(gap[known]).mean():.2g} nats apart"
+    )
+    apart = _Gap(view, engine, learner, known, limit, seen)
+    explained = (explain(apart) for explain in (_shift, _other_tokens, _temperature, _missed_update))
+    return next((told for told in explained if told is not None), None) or ("precisions_differ", seen)
+
+
+def _differ_on_purpose(view: StepView) -> bool:
+    """Return whether settings make the two logprobs those of different distributions; as `build_alarm` has it."""
+    training, given = view.rules["training"], dict(view.rules["rollout"])
+    rescores, min_tokens = given.pop("rescore", False), given.pop("min_output_tokens", 0)
+    sampling = Sampling(**given, min_tokens=min_tokens)
+    is_cut = sampling.is_truncated and not training.get("score_truncated", False)
+    return bool(rescores or sampling.is_reshaped or is_cut or training.get("lora", {}).get("dropout", 0) > 0)
+
+
+def _shift(gap: _Gap) -> _Told | None:
+    here, there = slice(None, -1), slice(1, None)
+    view, informative = gap.view, gap.known & (np.abs(gap.engine) > _INFORMATIVE)
+    neighbours = (view.episode[here] == view.episode[there]) & (view.turn[here] == view.turn[there])
+    for way, mine, other in ((1, here, there), (-1, there, here)):
+        chosen = neighbours & gap.known[mine] & informative[other]
+        fits = (np.abs(gap.engine[other] - gap.learner[mine]) <= gap.limit)[chosen]
+        if len(fits) >= _MIN_COUNT and fits.mean() > 0.8 and gap.fits[mine][chosen].mean() < 0.5:
+            told = f"{fits.mean():.0%} of the learner's logprobs are the engine's of the token {way:+d} from theirs"
+            return "mask_is_shifted", f"{gap.seen}; {told}"
+    return None
+
+
+def _other_tokens(gap: _Gap) -> _Told | None:
+    keys = np.stack([gap.view.episode, gap.view.turn])[:, gap.informative]
+    turns, of_token = np.unique(keys, axis=1, return_inverse=True)
+    misfits = np.bincount(of_token, ~gap.fits[gap.informative], minlength=turns.shape[1])
+    if not len(misfits) or np.mean(misfits == 0) < _FITTING_TURNS:
+        return None
+    told = f"in {(misfits == 0).sum()} of {len(misfits)} turns the two agree to {gap.limit:g}"
+    return "tokens_are_not_the_sampled_ones", f"{gap.seen}; {told}"
+
+
+def _temperature(gap: _Gap) -> _Told | None:
+    # After the same text, logprobs at two temperatures differ by (T_learner / T_engine - 1) * logprob and a constant.
+    _, of_token = np.unique(gap.view.contexts()[gap.known], return_inverse=True)
+    values = gap.learner[gap.known], (gap.engine - gap.learner)[gap.known]
+    x, y = (v - (np.bincount(of_token, v) / np.bincount(of_token))[of_token] for v in values)
+    if (np.abs(x) > _INFORMATIVE).sum() < _MIN_COUNT or not y.any():
+        return None
+    slope = float(x @ y / (x @ x))
+    explained = 1 - float(((y - slope * x) ** 2).sum() / (y @ y))
+    if explained < _EXPLAINED or abs(slope) < _MIN_SLOPE:
+        return None
+    return "temperatures_differ", (
+        f"{gap.seen}; a temperature of the engine that is {1 / (1 + slope):.3g} times the learner's explains "
+        f"{explained:.1%} of how these differ between tokens after the same text (rollout.temperature is "
+        f"{gap.view.rules['rollout'].get('temperature', 1.0):g})"
+    )
+
+
+def _missed_update(gap: _Gap) -> _Told | None:
+    # Before the first update there was nothing that an engine could have missed.
+    curves = gap.view.run["metrics"]
+    gaps = zip(curves["step"], curves["values"].get("kl/rollout_max_gap", []), strict=False)
+    step, value = next(((s, v) for s, v in gaps if v is not None), (gap.view.step, 0.0))
+    if step >= gap.view.step or value > gap.limit:
+        return None
+    return "weights_are_stale", f"{gap.seen}; in step {step} the largest gap was {value:.1g} (kl/rollout_max_gap)"
+
+
+def old_logprobs_are_not_the_learners(view: StepView) -> _Told | None:
+    """Find old logprobs that are not those of the first pass, before any optimizer step, though they are recomputed."""
+    old, engine = view.column("old_logprob"), view.column("rollout_logprob")
+    known = np.isfinite(old - view.before_update)
+    gap = np.where(known, np.abs(old - view.before_update), 0.0)
+    if view.takes_the_engines or gap.max(initial=0.0) <= (_MAX_OLD_GAP_16_BITS if view.is_half else _MAX_GAP):
+        return None
+    token, place = view.first(gap == gap.max())
+    copied = float(np.mean(old[known] == engine[known]))
+    seen = (
+        f"{place}: the old logprob is {old[token]:.4f}, and the first optimizer step began with "
+        f"{view.before_update[token]:.4f}; {copied:.0%} of the old ones are bit by bit the engine's"
+    )
+    return "old_logprobs_are_the_engines" if copied > 0.95 else "old_logprobs_are_others", seen
+
+
+def judgement_is_anothers(view: StepView) -> _Told | None:
+    """Find an episode whose judge's terms are not the weighted totals of its judgement."""
+    judged = [episode for episode in view.episodes if episode["judge"] is not None]
+    for episode in judged:
+        terms = [turn["terms"] for turn in episode["turns"]]
+        own = [(each.get("judge_event", 0.0), each.get("judge_outcome", 0.0)) for each in terms]
+        worth = _worth(episode["judge"], len(own))
+        if np.allclose(own, worth, rtol=1e-5, atol=1e-5):
+            continue
+        like = [other["id"] for other in judged if np.allclose(own, _worth(other["judge"], len(own)), atol=1e-5)]
+        return "judgement_is_anothers", (
+            f"{view.values['name']}: the rewards of episode {episode['id']} have {np.sum(own):.4g} from the judge, its "
+            f"judgement is worth {np.sum(worth):.4g}"
+            + (f"; they are those of the judgement of {', '.join(like[:3])}" if like else "")
+        )
+    return None
+
+
+def _worth(judge: Mapping[str, Json], num_turns: int) -> list[tuple[float, float]]:
+    """Return the two terms of each turn that `blend` makes of a judgement; NaN where it is of other turns."""
+    weights, events = judge["blend"], [each["total"] for each in judge["events"]]
+    events = events if len(events) == num_turns else [np.nan] * num_turns
+    outcomes = [0.0] * (num_turns - 1) + [0.0 if judge["outcome"] is None else judge["outcome"]["total"]]
+    terms = zip(events, outcomes, strict=True)
+    return [(weights["event"] * e if weights["event"] else 0.0, weights["outcome"] * o) for e, o in terms]
+
+
+def rewards_follow_the_turn_before(view: StepView) -> _Told | None:
+    """Find rewards that follow from the action of the turn before: siblings that part in a turn earn alike in it."""
+    between = sum(bool(turn["reward"]) for each in view.episodes for turn in each["turns"][:-1])
+    pairs: list[tuple[bool, bool]] = []  # do they earn differently in the turn, and in the next?
+    for group in view.groups().values():
+        for one, other in itertools.combinations([view.episodes[number] for number in group], 2):
+            k = _parting_turn(one, other)
+            if k is not None and k + 1 < min(len(one["turns"]), len(other["turns"])):
+                earned = [[each["turns"][i]["reward"] or 0.0 for i in (k, k + 1)] for each in (one, other)]
+                pairs.append((earned[0][0] != earned[1][0], earned[0][1] != earned[1][1]))
+    now, following = (sum(each[i] for each in pairs) for i in (0, 1))
+    # With rewards at the end only, parting earns nothing at once either.
+    if now or min(len(pairs), between) < _MIN_COUNT or following < 0.2 * len(pairs):
+        return None
+    return "rewards_come_late", (
+        f"{view.values['name']}: of {len(pairs)} pairs of siblings that act differently for the first time in a turn "
+        f"and go on, none earns differently in that turn, and {following} do in the next"
+    )
+
+
+def _parting_turn(one: Mapping[str, Json], other: Mapping[str, Json]) -> int | None:
+    """Return the first turn in which two episodes have other tokens, if that is in their actions."""
+
+    def ids(episode: Mapping[str, Json], k: int, span: str) -> Json:
+        turn = episode["turns"][k]
+        return episode["segments"][turn["segment"]]["ids"][slice(*turn[span])]
+
+    for k in range(min(len(one["turns"]), len(other["turns"]))):
+        if ids(one, k, "observation") != ids(other, k, "observation"):
+            return None
+        if ids(one, k, "action") != ids(other, k, "action"):
+            return k
+    return None
+
+
+def advantages_are_others(view: StepView) -> _Told | None:
+    """Find advantages that do not follow from the rewards of the group."""
+    settings, given = AdvantageSettings(**view.rules["advantages"]), view.column("advantage")
+    is_shaped = settings.whiten != "none" or settings.kl_shaping_coef + view.rules["rewards"].get("kl_coef", 0) > 0
+    is_shaped |= bool({settings.baseline, settings.scale} & {"batch", "running"})
+    training = view.rules["training"]
+    mode = "off" if training.get("step_rewards_enabled") is False else training.get("step_rewards_mode", "env_sparse")
+    if is_shaped or mode == "decision_stepwise":  # they follow from more than the page shows
+        return None
+    is_known = np.bincount(view.episode, np.isfinite(given), minlength=len(view.episodes)) > 0
+    uncommitted = set(view.episode[view.column("fate") == Fate.UNCOMMITTED].tolist())
+    for group in view.groups().values():
+        rows = [n for n in group if view.episodes[n]["return"] is not None and n not in uncommitted]
+        if not all(is_known[n] for n in rows):
+            continue  # its episodes were compared, and some or all left out
+        own = _advantages(view, rows, settings, mode)
+        wrong = [n for n in rows if not _has(view, given, n, own[n])]
+        if wrong:
+            late = [_advantages(view, rows, settings, mode, late=way) for way in ("lost", "kept")]
+            is_late = any(all(_has(view, given, n, way[n]) for n in rows) for way in late)
+            return _wrong_advantages(view, given, wrong, own, is_late=is_late)
+    return None
+
+
+def _advantages(
+    view: StepView, rows: Sequence[int], settings: AdvantageSettings, mode: str, *, late: str | None = None
+) -> dict[int, Array]:
+    """Return the advantages of a group's episodes, one a turn, from the rewards of their turns."""
+    step_rewards, rewards = StepRewardSettings.model_validate({"mode": mode}), RewardSettings(**view.rules["rewards"])
+    members = [_trajectory(view.episodes[n], late) for n in rows]
+    earned = partial(returns_of, discount=settings.discount, rewards=rewards, step_rewards=step_rewards)
+    values = batch_advantages([list(map(earned, members))], settings).values
+    clip = settings.clip or np.inf
+    return {n: v.clip(-clip, clip) for n, v in zip(rows, values, strict=True)}
+
+
+def _trajectory(episode: Mapping[str, Json], late: str | None) -> Trajectory:
+    """Return as much of an episode as its return needs.
+
+    `late`: each turn has the reward of the one before, and the last reward is "lost", or "kept" on the last turn.
+    """
+    rewards = [turn["reward"] for turn in episode["turns"]]
+    if late is not None:
+        lost = rewards[-1] if late == "kept" else None
+        rewards = [0.0, *rewards[:-1]]
+        rewards[-1] = (rewards[-1] or 0.0) + (lost or 0.0)
+    turns = tuple(
+        Turn(k, 0, (0, 0), (0, 1), FinishReason(turn["finish"]), reward=reward)
+        for k, (turn, reward) in enumerate(zip(episode["turns"], rewards, strict=True))
+    )
+    nothing = np.array([-1], np.int32)
+    segments = (Segment(nothing, nothing >= 0, np.zeros(1, np.float32), nothing, nothing),)
+    return Trajectory(episode["id"], 0, Task("", 0), 0, segments, turns, (), Outcome(episode["outcome"]))
+
+
+def _of_tokens(view: StepView, episode: int, advantages: Array) -> tuple[Array, Array]:
+    """Return the episode's tokens that are in a turn, and the advantage of each from those of its turns."""
+    tokens = np.flatnonzero((view.episode == episode) & (view.turn >= 0))
+    # A sibling's may be of fewer turns: the last one stands for those that it has not.
+    return tokens, advantages[np.minimum(view.turn[tokens], len(advantages) - 1)]
+
+
+def _has(view: StepView, given: Array, episode: int, advantages: Array) -> bool:
+    tokens, expected = _of_tokens(view, episode, advantages)
+    return np.allclose(given[tokens], expected, rtol=1e-4, atol=1e-4)
+
+
+def _wrong_advantages(
+    view: StepView, given: Array, wrong: Sequence[int], own: Mapping[int, Array], *, is_late: bool
+) -> _Told:
+    tokens, expected = _of_tokens(view, wrong[0], own[wrong[0]])
+    worst = int(np.abs(given[tokens] - expected).argmax())
+    _, place = view.first(np.arange(len(given)) == tokens[worst])
+    seen = (
+        f"{place}: the advantage is {given[tokens[worst]]:.4g}, and the group's rewards make it {expected[worst]:.4g}"
+    )
+    if is_late:
+        return "rewards_come_late", f"{seen}; with each reward one turn later, all of the group's are right"
+    like = {n: [m for m in own if m != n and _has(view, given, n, own[m])] for n in wrong}
+    if all(like.values()):
+        sibling = view.episodes[like[wrong[0]][0]]["id"]
+        return "advantage_is_a_siblings", f"{seen}, but that of {sibling}; {len(wrong)} of the group have a sibling's"
+    return "advantages_are_others", f"{seen} ({len(wrong)} of {len(own)} episodes of the group are wrong)"
+
+
+def ratios_are_others(view: StepView) -> _Told | None:
+    """Find an importance ratio that is not exp of the mean difference of its unit's logprobs."""
+    unit = LossSettings(**view.rules["loss"]).unit
+    parts = {"trajectory": [], "segment": [view.segment], "turn": [view.turn], "token": [np.arange(len(view.turn))]}
+    keys = np.stack([view.episode, *parts[unit]])
+    for number in range(view.num_passes):
+        log_ratio, given = view.column("logprob", number) - view.column("old_logprob"), view.column("ratio", number)
+        known = np.isfinite(log_ratio)
+        _, of_token = np.unique(keys[:, known], axis=1, return_inverse=True)
+        expected = np.ones(len(given))
+        mean = np.bincount(of_token, log_ratio[known]) / np.bincount(of_token)
+        expected[known] = np.exp(mean.clip(-20, 20))[of_token]
+        wrong = known & ~(np.abs(given - expected) <= 1e-5 * np.maximum(1, expected))
+        if wrong.any():
+            token, place = view.first(wrong)
+            return "ratios_are_others", (
+                f"{place}: the ratio is {given[token]:.6f}, and the logprobs of its {unit} make it "
+                f"{expected[token]:.6f} ({wrong.sum()} of {known.sum()} tokens)"
+            )
+    return None
+
+
+def shares_are_others(view: StepView) -> _Told | None:
+    """Find a token whose clip, or whose share of the loss, does not follow from its ratio and its advantage."""
+    update, settings = view.values.get("update"), LossSettings(**view.rules["loss"])
+    if update is None or not update["num_steps"]:
+        return None
+    swapped = settings.model_copy(update={"clip_low": settings.clip_high, "clip_high": settings.clip_low})
+    for number in range(view.num_passes):
+        given, expected = view.column("share", number), _shares(view, number, settings)
+        wrong, unlike = _differ(given, expected), _unlike_clips(view, number, settings)
+        if not (wrong.any() or unlike.any()):
+            continue
+        if not (_differ(given, _shares(view, number, swapped)).any() or _unlike_clips(view, number, swapped).any()):
+            name, how = "clip_sides_are_swapped", "; with the two swapped, all tokens are right"
+        else:
+            name, how = "clips_are_others" if unlike.any() else "denominators_are_others", ""
+        token, place = view.first(unlike if unlike.any() else wrong)
+        clip = Clip(int(view.column("clip", number)[token])).name.lower()
+        return name, (
+            f"{place}: ratio {view.column('ratio', number)[token]:.5f}, clip {clip!r}; its share of the loss is "
+            f"{given[token]:.4g}, {given[token] / (expected[token] or np.nan):.4g} times that of the settings "
+            f"({(unlike | wrong).sum()} of {len(given)} tokens){how}"
+        )
+    return None
+
+
+def _differ(given: Array, expected: Array) -> Array:
+    allowed = _RELATIVE * np.maximum(np.abs(expected), np.abs(given)) + _ABSOLUTE * np.abs(given).max(initial=0.0)
+    return np.isfinite(expected) & (np.abs(given - expected) > allowed)
+
+
+def _weights(view: StepView, number: int) -> Array:
+    return np.nan_to_num(view.column("correction", number), nan=1.0)
+
+
+def _unlike_clips(view: StepView, number: int, settings: LossSettings) -> Array:
+    """Return [A] whether a token's `Clip` is not that of its ratio and advantage."""
+    ratio, advantage = view.column("ratio", number), view.column("advantage")
+    floor, ceiling, dual = 1 - settings.clip_low, 1 + settings.clip_high, settings.dual_clip or np.inf
+    counts = _weights(view, number) > 0
+    clip = np.where(counts & (ratio < floor) & (advantage < 0), Clip.LOW, Clip.NONE)
+    clip = np.where(counts & (ratio > ceiling) & (advantage > 0), Clip.HIGH, clip)
+    clip = np.where(counts & (ratio > dual) & (advantage < 0), Clip.DUAL, clip)
+    at_a_bound = np.min([np.abs(ratio - bound) for bound in (floor, ceiling, dual)], axis=0) < 1e-6  # float32 decides
+    return np.isfinite(ratio) & ~at_a_bound & (clip != view.column("clip", number))
+
+
+def _shares(view: StepView, number: int, settings: LossSettings) -> Array:
+    """Return [A] the shares of the loss that the settings make of ratios and advantages; NaN: not known."""
+    ratio, advantage, now = view.column("ratio", number), view.column("advantage"), view.column("logprob", number)
+    free = np.minimum(ratio, settings.dual_clip or np.inf) * advantage
+    clipped = ratio.clip(1 - settings.clip_low, 1 + settings.clip_high) * advantage
+    terms = -_weights(view, number) * np.minimum(free, clipped)
+    if settings.kl_coef:
+        x = (view.column("ref_logprob") - now).clip(-20, 20)
+        kl = {"k1": -x, "k2": x * x / 2, "k3": np.expm1(x) - x}[settings.kl_estimator]
+        kl = kl.clip(-settings.kl_clamp, settings.kl_clamp) * (ratio if settings.kl_importance_weighted else 1.0)
+        terms = terms + settings.kl_coef * kl
+    if settings.entropy_coef:
+        terms = terms - settings.entropy_coef * view.column("entropy", number)
+    step, given = view.optimizer_step(number), view.column("share", number)
+    was_taken = np.isin(step, step[given != 0])  # a step that was skipped leaves 0
+    shares = terms / _divisors(view, step, settings) / view.values["update"]["num_steps"]
+    return np.where(was_taken & (step >= 0), shares, np.nan)
+
+
+def _divisors(view: StepView, step: Array, settings: LossSettings) -> Array:
+    """Return [A] what each token's term is divided by in the loss of its optimizer step; see `losses`."""
+    update = view.values["update"]
+    episodes, turns, tokens = (np.array([*update[name], 1])[step] for name in ("episodes", "turns", "tokens"))
+    _, of_turn = np.unique(np.stack([view.episode, view.turn]), axis=1, return_inverse=True)
+    match settings.aggregation:
+        case "seq-mean-token-mean" | "grpo":
+            return episodes * np.bincount(view.episode)[view.episode]
+        case "turn-mean-token-mean":
+            return turns * np.bincount(of_turn)[of_turn]
+        case "token-mean" | "bnpo":
+            return tokens
+        case "dapo":
+            return np.full(len(step), update["batch_tokens"])
+    return episodes * (settings.norm_length or 1)
+
+
+def shares_are_not_the_loss(view: StepView) -> _Told | None:
+    """Find a loss that is not the sum of its tokens' shares."""
+    update, loss = view.values.get("update"), view.values["loss"]
+    if update is None or loss is None or abs(update["shares"] - loss) <= 1e-5 * max(1.0, abs(loss)):
+        return None
+    return "shares_are_not_the_loss", f"{view.values['name']}: {update['shares']:.6g}, and loss/total is {loss:.6g}"
+
+
+# From sampling to the loss: what breaks a link shows in those after it, too.
+CHECKS: tuple[Callable[[StepView], _Told | None], ...] = (
+    episodes_are_duplicated,
+    failed_episode_counts,
+    mask_is_not_the_actions,
+    versions_are_impossible,
+    engine_is_not_the_learner,
+    old_logprobs_are_not_the_learners,
+    judgement_is_anothers,
+    rewards_follow_the_turn_before,
+    advantages_are_others,
+    ratios_are_others,
+    shares_are_others,
+    shares_are_not_the_loss,
+)
