@@ -32,6 +32,8 @@ ENDS = {
     "is killed": "crashed",
     "is killed after a resume of a completed run": "crashed",
     "is killed, and its pid is another process's": "crashed",
+    "is killed on another machine with the same disk": "crashed",
+    "runs on another machine with the same disk": "running",
     "is paused": "paused",
     "runs": "running",
 }
@@ -88,11 +90,13 @@ def held_runs(folder: Path, count: int) -> Iterator[dict[Path, str]]:
             holders.stdin.write(json.dumps(task) + "\n")
             holders.stdin.flush()
             holders.stdout.readline()
-            if "another process's" in end:
-                info = read_process(run)
-                assert info is not None
-                values = dataclasses.asdict(dataclasses.replace(info, pid=os.getpid()))
-                replace_file(run / PROCESS_FILE, json.dumps(values))
+            info = read_process(run)
+            if "another process's" in end and info is not None:
+                info = dataclasses.replace(info, pid=os.getpid())
+            if "another machine" in end and info is not None:
+                info = dataclasses.replace(info, host="far", boot_id="other")
+            assert info is not None
+            replace_file(run / PROCESS_FILE, json.dumps(dataclasses.asdict(info)))
             expected[run] = ENDS[end]
         yield expected
 
