@@ -99,6 +99,10 @@ def test_the_tokens_of_a_run_are_those_of_its_episodes_and_sum_to_its_loss(
         assert math.fsum(every["share"].ravel().tolist()) == pytest.approx(line["loss/total"], abs=1e-6)
         passed = ~np.isnan(every["logprob"])
         assert passed.sum() == line["batch/trained_tokens"]
+        verified = verify_step(folder, line["step"])
+        assert verified.difference is None
+        has_weights = line["step"] == 1 and not changes  # and no adapter
+        assert verified.exit_code == (0 if has_weights else 2), verified.missing
         assert (passed.all(0) == (every["fate"] == Fate.TRAINED)).all()
         assert np.isnan(every["ref_logprob"][every["fate"] == Fate.TRAINED]).all() == (not changes)
         for number, episode in enumerate(episodes):
@@ -229,6 +233,52 @@ def test_a_step_is_verified_from_its_files_by_a_path_that_loads_no_learner(recor
     assert {Fate.TRAINED, Fate.OVERLONG} <= set(columns["fate"].tolist())
     assert len(set(columns["clip"].ravel().tolist())) > 2, "the clip binds on both sides"
     assert set(columns["weight_version"].tolist()) == {0}, "the second step's samples are of the first weights"
+
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "a ratio a token, k2 by importance, a constant length, weights outside a range masked": {
+        "algorithm": {"variety": "grpo"},
+        "loss": {"aggregation": "dr_grpo", "norm_length": 7, "kl_coef": 0.1, "kl_estimator": "k2"}
+        | {"kl_importance_weighted": True, "clip_low": 0.02, "clip_high": 0.02},
+        "correction": {"level": "turn", "mode": "mask", "low": 0.99999999, "high": 1.00000001},
+        "training": {"constant_groups": "drop"},
+        "advantages": {"baseline": "leave_one_out", "filter_eps": 0.1},
+    },
+    "a ratio and an advantage a turn, k1, an episode weighs its turns": {
+        "loss": {"unit": "turn", "aggregation": "turn-mean-token-mean", "kl_coef": 0.05, "kl_estimator": "k1"},
+        "advantages": {"level": "turn", "discount": 0.9, "clip": 1.0},
+        "rewards": {"overlong": "penalize", "clip": 0.5},
+        "rollout": {"temperature": 0.8},
+        "optimizer": {"schedule": "cosine", "num_warmup_steps": 1},
+    },
+    "a ratio a segment of the engine's logprobs, the batch as baseline, by tokens of the batch": {
+        "algorithm": {"acknowledge": ["length_weighting"]},
+        "loss": {"unit": "segment", "aggregation": "dapo"},
+        "advantages": {"baseline": "batch"},
+        "correction": {"old_logprobs": "rollout", "off_policy_threshold": 0.001},
+        "training": {"step_rewards_mode": "off"},
+    },
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("changes", VARIANTS.values(), ids=VARIANTS.keys())
+def test_every_variant_of_the_objective_is_verified(tmp_path: Path, changes: dict[str, Any]) -> None:
+    common = {"update_epochs": 2, "checkpoint_every_n_iters": 1, "keep_last": 9, "learning_rate": 2e-3}
+    run_training(config_of(tmp_path, changes | {"training": common | changes.get("training", {})}))
+    for step in (1, 2):
+        result = verify_step(tmp_path / "test", step)
+        assert (result.difference, result.missing) == (None, [])
+        assert result.compared["grad_norm"][0] > 1
+
+
+def test_tokens_are_also_recorded_of_the_step_after_a_checkpoint(tmp_path: Path) -> None:
+    """Of 12 steps every tenth, and the one that goes on from the weights of each fourth."""
+    changes = {"run": {"log_tokens_every_n_iters": 10}, "training": {"checkpoint_every_n_iters": 4}}
+    recorder = RunRecorder.create(tmp_path / "run", "")
+    journal = Journal(build_plan(config_of(tmp_path, changes)), recorder, QuietProgress(print))
+    assert [step for step in range(1, 13) if journal.token_table(step) is not None] == [1, 5, 9, 10]
+    recorder.close()
 
 
 def altered(column: str, change: Callable[[Any], None]) -> Callable[[Path], None]:
