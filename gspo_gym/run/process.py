@@ -65,7 +65,8 @@ class ProcessInfo:
         started, ended: seconds since 1970; `ended` is None while it runs, and if it was killed.
         has_begun: the run has something to keep; before, a killed start leaves nothing worth keeping.
         file_system: type of the one that holds the folder; None: unknown.
-        beat_seconds: between two touches of the lock's file; None: an earlier version does not touch it.
+        beat_seconds: between two touches of the lock's file; None: it is not touched, by an earlier version, or where
+            the file system keeps no such times.
     """
 
     pid: int | None = None
@@ -100,7 +101,9 @@ def read_process(folder: Path) -> ProcessInfo | None:
     try:
         values: dict[str, Any] = json.loads((folder / PROCESS_FILE).read_text(encoding="utf-8"))
         known = {field.name for field in dataclasses.fields(ProcessInfo)}  # a later version may write more
-        return ProcessInfo(**{name: value for name, value in values.items() if name in known})
+        info = ProcessInfo(**{name: value for name, value in values.items() if name in known})
+        given = [number for number in (info.pid, info.ended, info.beat_seconds) if number is not None]
+        return info if all(isinstance(number, int | float) for number in (info.attempt, info.started, *given)) else None
     except (OSError, ValueError, TypeError, AttributeError):
         return None
 
@@ -207,7 +210,7 @@ def holding(
             attempt=attempt,
             has_begun=has_begun,
             file_system=_file_system_of(folder, mounts)[0],
-            beat_seconds=beat_seconds,
+            beat_seconds=beat_seconds if _can_beat(folder / LOCK_FILE) else None,
         )
         _write(folder, info)
         Phases(folder).enter(PHASES[0])
@@ -250,8 +253,7 @@ def _is_same(one: ProcessInfo, other: ProcessInfo) -> bool:
 
 def _beat(folder: Path, info: ProcessInfo, ended: threading.Event) -> None:
     """Touch the lock's file until the process `info` has ended; leave the program if another took its place."""
-    assert info.beat_seconds is not None
-    while not ended.wait(info.beat_seconds):
+    while not ended.wait(info.beat_seconds or _BEAT_SECONDS):
         if (now := read_process(folder)) is not None and not _is_same(now, info):
             print(f"{folder} was taken over by {now}; left without saving", file=sys.stderr, flush=True)
             os._exit(1)  # not a stop, which would save a checkpoint among the other's
@@ -301,6 +303,15 @@ def _wait_for_death(folder: Path, last: ProcessInfo, note: Callable[[str], None]
     if (lock := _try_lock(path)) is None:
         raise ConfigError(refusal(folder, last))
     return lock
+
+
+def _can_beat(path: Path) -> bool:
+    with contextlib.suppress(OSError):
+        os.utime(path, ns=(0, 0))
+        before = _touched(path)
+        os.utime(path)
+        return before == 0 != _touched(path)
+    return False
 
 
 def _touched(path: Path) -> int | None:

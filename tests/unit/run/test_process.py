@@ -160,6 +160,33 @@ def test_a_live_process_of_another_machine_keeps_its_run(tmp_path, kind):
             assert read_process(tmp_path).attempt == 2
 
 
+def test_a_process_on_a_disk_that_keeps_no_times_is_not_taken_for_dead(tmp_path, monkeypatch):
+    def refuse(*_arguments, **_options):
+        raise PermissionError
+
+    monkeypatch.setattr(os, "utime", refuse)  # as an object store that is mounted as files
+    mounts = mounted(tmp_path, "fuse.gcsfuse", "rw")
+    with holding(tmp_path, print, has_begun=True, mounts=mounts):
+        assert read_process(tmp_path).beat_seconds is None
+    far_from(tmp_path)
+    with (
+        pytest.raises(ConfigError, match="cannot see whether"),
+        holding(tmp_path, print, has_begun=True, mounts=mounts),
+    ):
+        pass
+
+
+@pytest.mark.parametrize("damage", [{"attempt": "1"}, {"started": None}, {"pid": []}, {"beat_seconds": "10"}])
+def test_a_damaged_process_file_names_no_process_and_the_lock_decides(tmp_path, damage):
+    with holder(tmp_path) as process:
+        info = dataclasses.asdict(read_process(tmp_path))
+        (tmp_path / PROCESS_FILE).write_text(json.dumps(info | damage | {"host": "far", "boot_id": "other"}))
+        assert holder_of(tmp_path) == ProcessInfo()  # its lock is held
+        process.kill()
+        process.wait()
+    assert holder_of(tmp_path) is None
+
+
 def test_a_process_whose_place_was_taken_while_it_was_suspended_leaves_without_writing(tmp_path):
     with holder(tmp_path) as process:
         taken = far_from(tmp_path, pid=9, attempt=2)
