@@ -1,7 +1,7 @@
 """How fast engines sample multi-turn episodes: `python -m benchmarks engines`.
 
 `faults`, `isolation`, `pipeline`, `gateway`, `weights`, `checkpoints`, `mutants`, `runs`, `crash`, `stops`, `soak`,
-`tokens`, `page` and `head` are other measurements, each in a file of its name.
+`tokens`, `page`, `head` and `prefixes` are other measurements, each in a file of its name.
 
 One table from one run: transformers' `generate` once a turn, transformers' continuous batching, the local engine, and
 vLLM where it is installed, on the same model and the same episodes. Environments answer at once, so this is sampling
@@ -33,6 +33,7 @@ from benchmarks.isolation import run_isolation
 from benchmarks.mutants import run_mutants
 from benchmarks.page import run_page
 from benchmarks.pipeline import Workload, run_pipeline
+from benchmarks.prefixes import run_prefixes
 from benchmarks.runs import run_runs
 from benchmarks.soak import run_soak
 from benchmarks.stops import run_stops
@@ -262,9 +263,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "tokens",
         "page",
         "head",
+        "prefixes",
     ]
     parser.add_argument("what", choices=choices, help="what to measure")
-    parser.add_argument("files", nargs="*", help="mutants: the files to mutate, in the root of a checkout")
+    parser.add_argument(
+        "files", nargs="*", help="mutants: the files to mutate, in the root of a checkout; prefixes: episodes"
+    )
     parser.add_argument(
         "--count",
         type=int,
@@ -299,6 +303,9 @@ def run(arguments: argparse.Namespace) -> int:
     """Measure and print."""
     if arguments.what == "mutants":
         return run_mutants(arguments.files, count=arguments.count or 20, seed=arguments.seed, tests=arguments.tests)
+    if arguments.what == "prefixes":
+        torch.set_num_threads(arguments.threads)
+        return run_prefixes(arguments.model, arguments.files, repeats=arguments.repeats)
     if arguments.files:
         raise UsageError(f"{arguments.what} takes no files, got {' '.join(arguments.files)}")
     if arguments.what == "pipeline":

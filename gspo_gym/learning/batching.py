@@ -267,10 +267,11 @@ def split_minibatches(batch: AnyBatch, size: int | None, generator: np.random.Ge
     return [select_trajectories(batch, np.sort(part).tolist()) for part in np.array_split(order, num_parts)]
 
 
-def split_microbatches(batch: AnyBatch, max_tokens: int) -> list[AnyBatch]:
+def split_microbatches(batch: AnyBatch, max_tokens: int, *, keep_alike_together: bool = False) -> list[AnyBatch]:
     """Return the batch in parts of at most `max_tokens` padded tokens each (a ConfigError for less than 1).
 
-    A trajectory that is larger than `max_tokens` by itself makes a part alone.
+    keep_alike_together: put trajectories that begin alike into the same parts as far as possible, instead of those of
+    similar length. A trajectory that is larger than `max_tokens` by itself makes a part alone.
     """
     if max_tokens < 1:
         raise ConfigError(f"max_tokens: expected at least 1, got {max_tokens}")
@@ -281,10 +282,16 @@ def split_microbatches(batch: AnyBatch, max_tokens: int) -> list[AnyBatch]:
     parts: list[list[int]] = []
     rows_in_part = width = 0
     # The longest first: parts hold rows of similar length, and memory runs out in the first part or never.
-    for trajectory in sorted(range(len(lengths)), key=lambda i: -max(lengths[i])):
-        if not parts or (rows_in_part + len(lengths[trajectory])) * width > max_tokens:
+    order = sorted(range(len(lengths)), key=lambda i: -max(lengths[i]))
+    if keep_alike_together:
+        rows = dict(zip(reversed(batch.trajectory_index.tolist()), reversed(batch.token_ids.tolist()), strict=True))
+        order.sort(key=rows.__getitem__)  # by the first row of each
+    for trajectory in order:
+        wider = max(width, *lengths[trajectory])
+        if not parts or (rows_in_part + len(lengths[trajectory])) * wider > max_tokens:
             parts.append([])
-            rows_in_part, width = 0, max(lengths[trajectory])
+            rows_in_part, wider = 0, max(lengths[trajectory])
+        width = wider
         parts[-1].append(trajectory)
         rows_in_part += len(lengths[trajectory])
     return [select_trajectories(batch, part) for part in parts]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,8 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from gspo_gym.errors import ConfigError, RecordError
 from gspo_gym.learning.head import ChunkedHead, OutputHead
+from gspo_gym.learning.prefixes import PrefixSharing
+from gspo_gym.learning.settings import DEFAULT_LOGITS_BYTES
 from gspo_gym.types import Sampling
 
 
@@ -53,10 +55,12 @@ class LogprobComputer:
         sampling: that the tokens were drawn with: logits are divided by its temperature, and truncated as it says; None
             takes the whole softmax of temperature 1.
         logits_bytes, entropy_has_gradient: see `ChunkedHead`; the second is for an entropy bonus.
+        share_prefixes: see `PrefixSharing`.
 
     Raises:
-        ConfigError: temperature or logits_bytes out of range, or the model computes its logits in a way that is not
-            understood here: a probe compares with the model's own forward, with padding and mask.
+        ConfigError: temperature or logits_bytes out of range, prefixes that cannot be shared, or the model computes its
+            logits in a way that is not understood here: a probe compares with the model's own forward, with padding and
+            mask.
     """
 
     def __init__(
@@ -64,8 +68,9 @@ class LogprobComputer:
         model: nn.Module,
         *,
         sampling: Sampling | None = None,
-        logits_bytes: int = 512 << 20,
+        logits_bytes: int = DEFAULT_LOGITS_BYTES,
         entropy_has_gradient: bool = False,
+        share_prefixes: bool | Literal["auto"] = False,
     ) -> None:
         sampling = sampling or Sampling()
         if not sampling.temperature > 0:
@@ -81,6 +86,8 @@ class LogprobComputer:
         self._dropouts = adapter_dropouts(model)
         self._drops_out = False
         vocab_size = _probe(model, self._parts)
+        reason = "the dropout of its adapter draws by row" if any(d.p > 0 for d in self._dropouts) else None
+        self.prefixes = PrefixSharing(self._parts.decoder, share_prefixes, unless=reason)
         self._head = ChunkedHead(self._parts.head, vocab_size, sampling, logits_bytes, entropy_has_gradient)
 
     def compute(self, token_ids: Tensor, attention_mask: Tensor, action_mask: Tensor) -> TokenLogprobs:
@@ -99,14 +106,20 @@ class LogprobComputer:
         # may run parts of the forward again.
         _eval_mode(self._model)
         switch(self._dropouts, on=self._drops_out)
-        with _as_current(token_ids.device), _checkpointing(self._model):
-            hidden_BTD = _hidden_states(self._parts.decoder, token_ids[:, :-1])  # the last token predicts none of them
         predicts_action = action_mask[:, 1:]
-        logprobs, entropy = self._head.compute(
-            hidden_BTD[predicts_action], token_ids[:, 1:][predicts_action], drops_out=self._drops_out
-        )
+        with _as_current(token_ids.device), _checkpointing(self._model):
+            # the last token predicts none of them
+            hidden = self._hidden_states(token_ids[:, :-1], attention_mask[:, 1:], predicts_action)
+        logprobs, entropy = self._head.compute(hidden, token_ids[:, 1:][predicts_action], drops_out=self._drops_out)
         zeros = torch.zeros(action_mask.shape, dtype=logprobs.dtype, device=logprobs.device)
         return TokenLogprobs(zeros.masked_scatter(action_mask, logprobs), zeros.masked_scatter(action_mask, entropy))
+
+    def _hidden_states(self, token_ids: Tensor, attention_mask: Tensor, wanted: Tensor) -> Tensor:
+        """Return the hidden states [A, D] of the tokens that are wanted, [B, T]."""
+        trie = self.prefixes.shared(token_ids, attention_mask)
+        if trie is None:
+            return _hidden_states(self._parts.decoder, token_ids)[wanted]
+        return trie.hidden_states(self._parts.decoder).index_select(0, trie.places[wanted])
 
     @contextlib.contextmanager
     def adapter_dropout(self, seed: int) -> Iterator[None]:

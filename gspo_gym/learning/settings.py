@@ -264,6 +264,9 @@ class OptimizerSettings(Settings):
         return OptimizerSettings(**self.model_dump(exclude=scheduled))
 
 
+DEFAULT_LOGITS_BYTES = 512 << 20
+
+
 class UpdateSettings(Settings):
     """The keys of [training] that say how one batch of trajectories becomes optimizer steps."""
 
@@ -273,7 +276,16 @@ class UpdateSettings(Settings):
         default=16384, gt=0, description="padded tokens per forward; gradients accumulate over micro-batches"
     )
     logits_memory_mib: float = Field(
-        default=512.0, gt=0, description="memory of the logits that exist at once, with what is made of them; MiB"
+        default=DEFAULT_LOGITS_BYTES / 2**20,
+        gt=0,
+        description="memory of the logits that exist at once, with what is made of them; MiB",
+    )
+    share_prefixes: bool | Literal["auto"] = Field(
+        default="auto",
+        description=(
+            "compute tokens that begin several rows of a micro-batch once, with the same gradients; auto: on a "
+            "processor, where that saves a sixth of the tokens"
+        ),
     )
     score_truncated: bool = Field(
         default=False,

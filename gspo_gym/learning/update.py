@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -146,6 +147,7 @@ class Learner:
             sampling=scored_sampling(sampling or Sampling(), update),
             logits_bytes=update.logits_bytes,
             entropy_has_gradient=loss.entropy_coef > 0,
+            share_prefixes=self._sharing(update),
         )
         self._computer = make(model)
         has_reference = any(given is not None for given in (reference, reference_model, reference_policy))
@@ -268,9 +270,19 @@ class Learner:
         return plan
 
     def _parts(self, batch: TrainBatch, minibatch: int) -> tuple[_Part, ...]:
-        parts = split_microbatches(batch, self._settings.max_tokens_per_microbatch)
+        alike = self._computer.prefixes.shared(batch.token_ids, batch.attention_mask) is not None
+        parts = split_microbatches(batch, self._settings.max_tokens_per_microbatch, keep_alike_together=alike)
         seeds = [seeding.child_seed(self._seed, "dropout", self._num_updates, minibatch, k) for k in range(len(parts))]
         return tuple(_Part(to_device(part, self._device), seed) for part, seed in zip(parts, seeds, strict=True))
+
+    def _sharing(self, update: UpdateSettings) -> bool | Literal["auto"]:
+        if not self._routers.modules:
+            return update.share_prefixes
+        if update.share_prefixes is True:
+            raise ConfigError(
+                'training.share_prefixes: the load of this model\'s routers is counted by row; write false or "auto"'
+            )
+        return False
 
     @property
     def _has_other_terms(self) -> bool:  # under which a token without an advantage has a gradient

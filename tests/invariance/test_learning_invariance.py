@@ -193,7 +193,9 @@ def test_cutting_an_episode_into_segments_changes_neither_loss_nor_gradient(batc
     assert_same(results[1], results[0])
 
 
-def learn(model, batch, *, max_tokens, chunk, minibatch_size=3, update_epochs=2, loss=None, **options):
+def learn(
+    model, batch, *, max_tokens, chunk, minibatch_size=3, update_epochs=2, loss=None, share_prefixes="auto", **options
+):
     """The weights and metrics after an update that starts from the model's weights, which are put back."""
     start = {name: p.clone() for name, p in model.state_dict().items()}
     learner = Learner(
@@ -204,6 +206,7 @@ def learn(model, batch, *, max_tokens, chunk, minibatch_size=3, update_epochs=2,
             learning_rate=1e-3,
             update_epochs=update_epochs,
             max_tokens_per_microbatch=max_tokens,
+            share_prefixes=share_prefixes,
             logits_memory_mib=chunk * 2 * 4 * 61 / 2**20,
         ),
         minibatch_size=minibatch_size,
@@ -230,6 +233,20 @@ def test_the_memory_budget_of_an_update_changes_its_weights_by_rounding_only(mod
     options = {"minibatch_size": minibatch_size, "loss": LossSettings(unit=unit, clip_low=0.2, clip_high=0.2)}
     whole = learn(model, batch, max_tokens=100_000, chunk=100_000, **options)
     assert_same_update(learn(model, batch, max_tokens=1, chunk=3, **options), whole)
+
+
+@pytest.mark.parametrize("max_tokens", [100_000, 60])
+@pytest.mark.parametrize("is_single_step", [True, False])
+def test_computing_shared_prefixes_once_changes_an_update_by_rounding_only(model, batch, max_tokens, is_single_step):
+    # all episodes begin alike, but for the group's number in the third place
+    batch.token_ids[:, :3] = torch.tensor([5, 6, 7])
+    batch.token_ids[:, 2] += batch.trajectory_index % 3
+    steps = {"minibatch_size": None, "update_epochs": 1} if is_single_step else {}
+    shared, rows = (
+        learn(model, batch, max_tokens=max_tokens, chunk=100, share_prefixes=wanted, **steps)
+        for wanted in (True, False)
+    )
+    assert_same_update(shared, rows)
 
 
 VARIANTS = {

@@ -108,6 +108,7 @@ OTHER = {
     "training.learning_rate": (2e-3, {}),
     "training.max_tokens_per_microbatch": (512, {}),
     "training.logits_memory_mib": (64, {}),
+    "training.share_prefixes": (False, {}),
     "training.score_truncated": (True, {"rollout.repetition_penalty": 1.1, **MEANT}),
     "training.max_nonfinite_steps": (1, {}),
     "training.log_interval": (2, {}),

@@ -113,6 +113,7 @@ def test_a_minimal_file_has_these_defaults(file: Path) -> None:
             "learning_rate": 0.001,
             "max_tokens_per_microbatch": 16384,
             "logits_memory_mib": 512.0,
+            "share_prefixes": "auto",
             "score_truncated": False,
             "max_nonfinite_steps": 5,
             "log_interval": 1,
@@ -346,7 +347,7 @@ def test_sections_become_the_settings_of_the_parts_that_they_govern(make: Callab
         "min_group_fraction": 0.5,
     }
     memory = {"max_tokens_per_microbatch": 11, "logits_memory_mib": 12, "max_nonfinite_steps": 13}
-    once = {"update_epochs": 2, "learning_rate": 1e-3, "score_truncated": False}
+    once = {"update_epochs": 2, "learning_rate": 1e-3, "share_prefixes": "auto", "score_truncated": False}
     assert UpdateSettings.of(built.training).model_dump() == {**once, **memory}
     assert built.size.minibatch_size == 16
     adamw = {"kind": "adamw", "betas": (0.1, 0.2), "eps": 1e-3, "weight_decay": 0.3, "max_grad_norm": 0.4}

@@ -337,6 +337,20 @@ def test_microbatches_of_equal_rows_fill_their_budget(make_trajectory):
     assert [part.num_trajectories for part in split_microbatches(batch, 30)] == [3, 3, 3, 1]
 
 
+def test_trajectories_that_begin_alike_stay_together_and_within_the_budget(make_trajectory):
+    # three tasks in turn, whose episodes have one turn or two
+    batch = batch_tokens([make_trajectory([0.0] * (1 + i // 3), seed=i % 3) for i in range(6)])
+    assert batch.attention_mask.sum(1).tolist() == [5, 5, 5, 10, 10, 10]
+    batch.token_ids[:, :3] = torch.tensor([[9, 7, 8], [9, 6, 8], [5, 7, 8]] * 2)
+    parts = split_microbatches(batch, 20, keep_alike_together=True)
+    assert sorted(t for part in parts for t in contents(part)) == sorted(contents(batch))
+    for part in parts:
+        assert part.token_ids.shape == (2, 10)
+        assert part.token_ids[0, :3].tolist() == part.token_ids[1, :3].tolist()
+    parts = split_microbatches(batch, 19, keep_alike_together=True)
+    assert [part.num_trajectories for part in parts] == [1] * 6
+
+
 def test_a_budget_of_no_tokens_is_refused(mixed_batch):
     with pytest.raises(ConfigError, match="max_tokens"):
         split_microbatches(mixed_batch[0], 0)

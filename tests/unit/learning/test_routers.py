@@ -7,8 +7,11 @@ import pytest
 import torch
 from torch import nn
 
+from gspo_gym.errors import ConfigError
 from gspo_gym.learning.logprobs import LogprobComputer
+from gspo_gym.learning.settings import LossSettings, OptimizerSettings, UpdateSettings
 from gspo_gym.learning.supervised import RouterLoad, Routers, find_routers
+from gspo_gym.learning.update import Learner
 
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "decoder_sparse_step": 1}
 
@@ -100,6 +103,18 @@ def test_gradient_checkpointing_counts_no_token_twice(make_model):
         scores.logprobs.sum().backward()
         found.append(load.metrics())
     assert found[0] == pytest.approx(found[1])
+
+
+def test_a_learner_of_experts_computes_rows_and_says_so_where_it_is_told_to_share(make_model):
+    def make_learner(wanted):
+        model = make_model("qwen3_moe", **EXPERTS)
+        update = UpdateSettings(learning_rate=1e-3, share_prefixes=wanted)
+        return Learner(model, optimizer=OptimizerSettings(), loss=LossSettings(), update=update)
+
+    rows = torch.full((3, 4), 7)
+    assert make_learner("auto")._computer.prefixes.shared(rows, rows > 0) is None
+    with pytest.raises(ConfigError, match=r"training\.share_prefixes: the load of this model's routers"):
+        make_learner(True)
 
 
 def test_a_dense_model_has_no_routers(make_model):

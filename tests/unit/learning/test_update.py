@@ -152,7 +152,7 @@ def test_trajectories_without_advantage_are_skipped_but_counted(make_model, make
     by_hand(expected, batch)
     rows = []
     model.model.embed_tokens.register_forward_hook(lambda module, inputs, output: rows.append(len(inputs[0])))
-    learner = make_learner(model, loss={"unit": unit})
+    learner = make_learner(model, loss={"unit": unit}, update={"share_prefixes": False})  # which counts rows
     rows.clear()  # of the probe
     report = learner.update(batch)
     assert sum(rows) == int((batch.advantages != 0).any(1).sum()) < len(batch.token_ids)

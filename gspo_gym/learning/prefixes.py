@@ -1,0 +1,256 @@
+"""Rows of tokens that begin alike -> one row in which each shared token stands once, and an attention over it.
+
+The episodes of a group share their prompt, and often their first turns. A causal model computes the same for a token
+wherever the tokens before it are the same, so that a trie of the rows is all that its layers need to see. Attention
+puts the rows together again: the new tokens of a row attend to the row's keys and values, gathered from the trie.
+P = tokens of the trie.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+from gspo_gym.errors import ConfigError
+
+_log = logging.getLogger(__name__)
+_WORTH_IT = 1.2  # gathering keys costs up to 15% where nothing is shared
+SHARED_ATTENTION = "gspo_gym_shared_prefixes"
+_ARGUMENT = "shared_prefixes"  # through which a model hands the trie to its attention
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Bucket:
+    """Rows with about as many new tokens, which attend in one call.
+
+    Attributes:
+        queries: [R * N] places in the trie of the new tokens; 0 in the padding. keys: [R * T] of all tokens before and
+            of them.
+        num_rows: R.
+        mask: [R, 1, N, T] bool, the keys that a query sees; None: a causal mask does, for rows that share nothing.
+        is_token: [R * N] bool, False in the padding.
+    """
+
+    queries: Tensor
+    keys: Tensor
+    num_rows: int
+    mask: Tensor | None
+    is_token: Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Trie:
+    """Tokens of some rows, each shared one once.
+
+    Attributes:
+        token_ids: [1, P]. positions: [1, P], of each token in its rows.
+        places: [B, T], where a row's token stands in the trie; 0 in the padding.
+        buckets: attend apart. order: [P], where a place of the trie stands in their outputs, one after the other.
+    """
+
+    token_ids: Tensor
+    positions: Tensor
+    places: Tensor
+    buckets: tuple[_Bucket, ...]
+    order: Tensor
+
+    @property
+    def num_tokens(self) -> int:
+        """P."""
+        return self.token_ids.shape[1]
+
+    def hidden_states(self, decoder: Any) -> Tensor:  # Any: transformers is untyped
+        """Return the decoder's last hidden states, [P, D]."""
+        # A mask of four axes is handed on as it is: the model builds none of [P, P].
+        no_mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=self.token_ids.device)
+        output = decoder(
+            input_ids=self.token_ids,
+            position_ids=self.positions,
+            attention_mask=no_mask,
+            use_cache=False,
+            **{_ARGUMENT: self},
+        )
+        hidden: Tensor = output.last_hidden_state[0]
+        return hidden
+
+
+def build_trie(token_ids: Tensor, attention_mask: Tensor) -> Trie:
+    """Return the trie of some rows, [B, T], padded on the right, on their device."""
+    rows, lengths = token_ids.cpu().numpy(), attention_mask.sum(1).cpu().numpy()
+    # Sorted, a row shares most with the one before it.
+    order = sorted(range(len(rows)), key=lambda b: rows[b, : lengths[b]].astype(">u4").tobytes())
+    shared = np.zeros(len(rows), np.int64)  # with the rows before it
+    for before, row in pairwise(order):
+        width = min(lengths[before], lengths[row])
+        differs = rows[before, :width] != rows[row, :width]
+        shared[row] = differs.argmax() if differs.any() else width
+    places = np.zeros(rows.shape, np.int64)
+    num_tokens = 0
+    for before, row in zip([order[0], *order], order, strict=False):
+        start, end = shared[row], lengths[row]
+        places[row, :start] = places[before, :start]
+        places[row, start:end] = np.arange(num_tokens, num_tokens + end - start)
+        num_tokens += end - start
+    packed, positions = np.zeros((2, num_tokens), np.int64)
+    valid = np.arange(rows.shape[1]) < lengths[:, None]
+    packed[places[valid]] = rows[valid]
+    positions[places[valid]] = np.nonzero(valid)[1]
+    device = token_ids.device
+    buckets = [_bucket(places, shared, lengths, part, device) for part in _split(lengths - shared, shared)]
+    outputs = torch.cat([bucket.queries[bucket.is_token] for bucket in buckets])
+    return Trie(
+        torch.from_numpy(packed)[None].to(device),
+        torch.from_numpy(positions)[None].to(device),
+        torch.from_numpy(places).to(device),
+        tuple(buckets),
+        outputs.argsort(),
+    )
+
+
+def _split(num_new: np.ndarray, shared: np.ndarray) -> list[list[int]]:
+    """Return the rows with new tokens in buckets: those that share nothing apart, and at least half full."""
+    parts: list[list[int]] = []
+    for row in sorted(np.flatnonzero(num_new).tolist(), key=lambda b: (shared[b] > 0, -num_new[b])):
+        first = parts[-1][0] if parts else None
+        if first is None or (shared[first] > 0) != (shared[row] > 0) or 2 * num_new[row] < num_new[first]:
+            parts.append([])
+        parts[-1].append(row)
+    return parts
+
+
+def _bucket(
+    places: np.ndarray, shared: np.ndarray, lengths: np.ndarray, rows: Sequence[int], device: torch.device
+) -> _Bucket:
+    starts, ends = shared[rows][:, None], lengths[rows][:, None]
+    new = np.arange((ends - starts).max())
+    keys = np.arange(ends.max())
+    is_token = new < ends - starts
+    of_rows = places[rows]
+    queries = np.where(is_token, np.take_along_axis(of_rows, np.where(is_token, starts + new, 0), 1), 0)
+    mask = keys <= (starts + new)[:, :, None]
+    return _Bucket(
+        torch.from_numpy(queries.ravel()).to(device),
+        torch.from_numpy(of_rows[:, : len(keys)].ravel()).to(device),
+        len(rows),
+        torch.from_numpy(mask[:, None]).to(device) if starts.any() else None,
+        torch.from_numpy(is_token.ravel()).to(device),
+    )
+
+
+def shared_attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
+) -> tuple[Tensor, None]:
+    """Attend over a trie, if the model hands one over, else as transformers' attention through torch does.
+
+    Args:
+        query, key, value: [1, H, P, D] with a trie.
+
+    Raises:
+        ConfigError: an attention with a window, whose keys are not those of all tokens before.
+    """
+    trie: Trie | None = options.pop(_ARGUMENT, None)
+    if trie is None:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **options)  # type: ignore[no-any-return]
+    if options.get("sliding_window") is not None:
+        raise ConfigError("a sliding window")
+    outputs = []
+    for bucket in trie.buckets:
+        # [1, H, P, D] -> [R, H, N, D]
+        q, k, v = (
+            states[0].transpose(0, 1).index_select(0, where).unflatten(0, (bucket.num_rows, -1)).transpose(1, 2)  # type: ignore[no-untyped-call]
+            for states, where in ((query, bucket.queries), (key, bucket.keys), (value, bucket.keys))
+        )
+        output, _ = sdpa_attention_forward(module, q, k, v, bucket.mask, **options)  # [R, N, H, D]
+        outputs.append(output.flatten(0, 1)[bucket.is_token])
+    return torch.cat(outputs).index_select(0, trie.order)[None], None
+
+
+class PrefixSharing:
+    """The choice of what shares prefixes: which model can, and which batches gain by it.
+
+    Args:
+        wanted: True: every batch; "auto": a batch on a processor where it saves a sixth of the tokens, if the model
+            can; False: none.
+        unless: a reason of the caller's why the model cannot.
+
+    Raises:
+        ConfigError: wanted is True, and the model cannot.
+    """
+
+    def __init__(self, decoder: Any, wanted: bool | Literal["auto"], *, unless: str | None = None) -> None:
+        self._wanted, self._has_said = wanted, False
+        if not wanted:
+            return
+        device = next(decoder.parameters()).device
+        if wanted == "auto" and device.type != "cpu":
+            unless = f"on {device.type} it was never measured"
+        reason = unless or _prepare(decoder)
+        if reason is None:
+            return
+        message = f"{type(decoder).__name__} cannot share prefixes: {reason}"
+        if wanted != "auto":
+            raise ConfigError(f'training.share_prefixes: {message}; write false or "auto"')
+        _log.info("training.share_prefixes: off, since %s", message)
+        self._wanted = False
+
+    def shared(self, token_ids: Tensor, attention_mask: Tensor) -> Trie | None:
+        """Return the trie of a batch [B, T] if it is to be shared, None if its rows are."""
+        if not self._wanted:
+            return None
+        trie = build_trie(token_ids, attention_mask)
+        # By counts and not by time: a run that is resumed must decide the same.
+        saves = token_ids.numel() >= _WORTH_IT * trie.num_tokens
+        if not self._has_said:
+            factor = token_ids.numel() / trie.num_tokens
+            _log.info("training.share_prefixes: the first rows hold %.2f times the tokens of their trie", factor)
+            self._has_said = True
+        return trie if saves or self._wanted is True else None
+
+
+def _prepare(decoder: Any) -> str | None:
+    """Let a model attend over tries; return the reason why it cannot, with the model as it was."""
+    config = decoder.config
+    own = config._attn_implementation
+    if own not in ("sdpa", SHARED_ATTENTION):
+        return f'its attention is "{own}", and not "sdpa"'
+    # Kinds that are told apart by their masks alone would pass the comparison, which is shorter than their windows.
+    kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention"}
+    if kinds:
+        return f"it has layers of {', '.join(sorted(kinds))}"
+    device = next(decoder.parameters()).device
+    token_ids = torch.arange(3, 19, device=device).reshape(2, 8)
+    token_ids[1, :5] = token_ids[0, :5]
+    token_ids %= decoder.get_input_embeddings().num_embeddings
+    trie = build_trie(token_ids, torch.ones_like(token_ids, dtype=torch.bool))
+    training = decoder.training
+    decoder.eval()
+    try:
+        with torch.no_grad():
+            rows = decoder(input_ids=token_ids, use_cache=False).last_hidden_state
+            config._attn_implementation = SHARED_ATTENTION
+            shared = trie.hidden_states(decoder)[trie.places]
+        gap = (shared - rows).norm(dim=-1) / rows.norm(dim=-1)
+        # As `logprobs` compares its two ways of computing hidden states; a wrong key is off by order 1.
+        is_same = float(gap.max()) <= min(1e3 * torch.finfo(rows.dtype).eps, 0.25)
+        reason = None if is_same else "its hidden states come out otherwise"
+    except (ConfigError, TypeError, RuntimeError) as error:
+        reason = f"it failed with {error}"
+    finally:
+        decoder.train(training)
+    if reason is not None:
+        config._attn_implementation = own
+    return reason
+
+
+AttentionInterface.register(SHARED_ATTENTION, shared_attention)
+AttentionMaskInterface.register(SHARED_ATTENTION, sdpa_mask)
