@@ -7,9 +7,21 @@ import concurrent.futures
 import contextvars
 import threading
 from collections.abc import Callable, Collection, Coroutine
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 Result = TypeVar("Result")
+
+
+class Compute(Protocol):
+    """Return the result of blocking work, which runs in another thread; the event loop is free meanwhile."""
+
+    def __call__(self, work: Callable[[], Result], /) -> Coroutine[Any, Any, Result]: ...
+
+
+async def in_another_thread(work: Callable[[], Result], /) -> Result:
+    """Return the result of blocking work, which runs in a thread of asyncio's."""
+    return await asyncio.to_thread(work)
+
 
 _POLL_SECONDS = 0.2  # between two looks: a cancellation of the waiting task does not wake the wait
 

@@ -7,6 +7,7 @@ import contextlib
 import math
 import signal
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -16,6 +17,7 @@ from rich.console import Console
 from gspo_gym.base.files import replace_file
 from gspo_gym.base.loops import run_to_end
 from gspo_gym.config.build import trainer as build
+from gspo_gym.config.build.compute import computing_elsewhere, start_compute
 from gspo_gym.config.build.engines import build_weight_sync
 from gspo_gym.config.build.judge import build_judging
 from gspo_gym.config.build.live import LiveSettings, when_it_may_change
@@ -108,6 +110,7 @@ async def _start(config: RunConfig, progress: Progress, steering: Steering) -> d
         base, state = (None, None) if restored is None else (restored.base, restored.state)
         for notice in await require_ready(config, base=base):
             progress.note(notice)
+        num_threads = stack.enter_context(computing_elsewhere(build.device_of(config)))
         policy = build.build_policy(config, base)
         player = await build_training_player(config, policy)
         stack.push_async_callback(player.close)
@@ -123,15 +126,19 @@ async def _start(config: RunConfig, progress: Progress, steering: Steering) -> d
         stack.callback(weight_sync.close)
         for line in notes:
             progress.note(line)
+        compute = await start_compute(
+            config, player, num_threads=num_threads, recorder=recorder, progress=progress, stack=stack
+        )
+        player = replace(player, compute=compute)
         _tell_who_samples(config, player, recorder, progress, step=0)
         await weight_sync.attest()
         if warmup is not None:
             pool, plan = warmup
             with steering.phases.during("warming up"):
-                report = await warm_up(policy.model, pool, plan, progress)
+                report = await warm_up(policy.model, pool, plan, progress, compute)
             await weight_sync.publish(0)
             recorder.event("warmup", 0, {"epoch_losses": list(report.epoch_losses), "num_tokens": report.num_tokens})
-        reference = stack.enter_context(serving_reference(config, policy, build.device_of(config)))
+        reference = stack.enter_context(serving_reference(config, policy, build.device_of(config), num_threads))
         learner = build.build_learner(config, policy, reference)
         if restored is not None:
             await _begin_with(restored, learner, weight_sync, recorder, progress)
@@ -171,8 +178,9 @@ async def _resume_held(config: RunConfig, progress: Progress, steering: Steering
     _require_same_run(config, num_optimizer_steps=int(checkpoint.learner_counters.get("optimizer.num_attempts", 0)))
     state = TrainState.from_dict(checkpoint.trainer_state)
     await require_ready(config, base=str(checkpoint.model_folder))
-    policy = build.build_policy(config, str(checkpoint.model_folder))
     async with contextlib.AsyncExitStack() as stack:
+        num_threads = stack.enter_context(computing_elsewhere(build.device_of(config)))
+        policy = build.build_policy(config, str(checkpoint.model_folder))
         player = await build_training_player(config, policy)
         stack.push_async_callback(player.close)
         judging = await _enter_judging(config, player, stack)
@@ -195,7 +203,11 @@ async def _resume_held(config: RunConfig, progress: Progress, steering: Steering
         _set_damaged_aside(checkpoints, checkpoint, recorder, progress)
         weight_sync = build_weight_sync(config, policy, player.engine, recorder)
         stack.callback(weight_sync.close)
-        reference = stack.enter_context(serving_reference(config, policy, build.device_of(config)))
+        compute = await start_compute(
+            config, player, num_threads=num_threads, recorder=recorder, progress=progress, stack=stack
+        )
+        player = replace(player, compute=compute)
+        reference = stack.enter_context(serving_reference(config, policy, build.device_of(config), num_threads))
         learner = build.build_learner(config, policy, reference)
         learner.restore(checkpoint.learner_tensors, checkpoint.learner_counters)
         await weight_sync.publish(state.step)

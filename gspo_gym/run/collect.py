@@ -8,17 +8,20 @@ by default random legal play, and leaves the strategy to reinforcement. Not for 
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
+import threading
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from gspo_gym.base.loops import Compute, in_another_thread, retrieve_exception, wait_until_ended
 from gspo_gym.errors import RolloutError
 from gspo_gym.learning.advantages import is_constant
 from gspo_gym.learning.batching import BuiltBatch
 from gspo_gym.learning.credit import Returns, played, returns_of
 from gspo_gym.learning.settings import OptimizerSettings, UpdateSettings
-from gspo_gym.learning.supervised import SupervisedReport, supervised_epochs
+from gspo_gym.learning.supervised import SupervisedReport, SupervisedStep, supervised_epochs
 from gspo_gym.policy.weight_sync import require_committed
 from gspo_gym.rollout.pool import GroupRequest, RolloutPool
 from gspo_gym.rollout.schedule import OnDemand, PlayedAhead, Schedule
@@ -232,8 +235,10 @@ class WarmupPlan:
     update: UpdateSettings
 
 
-async def warm_up(model: Any, pool: RolloutPool, plan: WarmupPlan, progress: Progress) -> SupervisedReport:
-    """Play the demonstrations with the pool's scripted actor, and train `model` in place on them.
+async def warm_up(
+    model: Any, pool: RolloutPool, plan: WarmupPlan, progress: Progress, compute: Compute = in_another_thread
+) -> SupervisedReport:
+    """Play the demonstrations with the pool's scripted actor, and train `model` in place on them with `compute`.
 
     The tasks are training tasks of a seed derived for the warm-up, so no evaluation task is seen. Any: transformers and
     peft are untyped.
@@ -243,14 +248,33 @@ async def warm_up(model: Any, pool: RolloutPool, plan: WarmupPlan, progress: Pro
         NonFiniteError: too many steps in a row had a NaN or infinite loss or gradient.
     """
     demonstrations = await play_demonstrations(pool, plan)
-    report = supervised_epochs(
-        model,
-        demonstrations,
-        optimizer=plan.optimizer.at_constant_rate(),
-        settings=plan.warmup,
-        update=plan.update,
-        seed=child_seed(plan.run_seed, "warmup"),
-    )
+    stopping = threading.Event()
+
+    def end_if_stopping(_: SupervisedStep) -> None:
+        if stopping.is_set():
+            raise InterruptedError("the warm-up was stopped")
+
+    def train() -> SupervisedReport:
+        return supervised_epochs(
+            model,
+            demonstrations,
+            optimizer=plan.optimizer.at_constant_rate(),
+            settings=plan.warmup,
+            update=plan.update,
+            seed=child_seed(plan.run_seed, "warmup"),
+            on_step=end_if_stopping,
+        )
+
+    training = asyncio.ensure_future(compute(train))
+    try:
+        await asyncio.wait({training})
+    except asyncio.CancelledError:
+        # A thread cannot be stopped, and a warm-up may take long: nothing of it is kept.
+        stopping.set()
+        training.add_done_callback(retrieve_exception)
+        await wait_until_ended({training})
+        raise
+    report = training.result()
     progress.note(
         f"warm-up: {len(demonstrations)} demonstrations, loss per token "
         f"{report.epoch_losses[0]:.3f} in the first pass, {report.epoch_losses[-1]:.3f} in the last"

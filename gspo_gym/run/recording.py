@@ -78,6 +78,7 @@ EVENTS: Mapping[str, str] = MappingProxyType(
         "which, and for how many seconds",
         "started": "a run began; data: its id, which its checkpoints name",
         "resumed": "a run went on from a checkpoint; data: what of later steps went into discarded/",
+        "threads": "a run chose torch's numbers of threads while sampling and while learning; data: both",
         "rescored": "an endpoint plays what is learned from, scored by the learner; data: where it is, and of which "
         "distribution the logprobs in its episodes are (none: they are zeros)",
         "warmup": "the warm-up ended; data: its losses",

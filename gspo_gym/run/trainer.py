@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from contextlib import AbstractAsyncContextManager
 from typing import Any, TypeVar
 
+from gspo_gym.base.loops import Compute, in_another_thread, wait_until_ended
 from gspo_gym.errors import StuckError
 from gspo_gym.judge.base import JudgeError
 from gspo_gym.learning.batching import BuiltBatch, build_batch
@@ -54,6 +55,7 @@ class Trainer:
         state: from the checkpoint to go on from; None: the run begins.
         forget_ended: `Engine.forget_ended`, called before every step and evaluation, because a resumed run has played
             other episodes before them.
+        compute: runs the learner's work outside the event loop, which judges, task apps and signals need meanwhile.
         while_learning: entered while the learner works on a batch; the engine can lend it memory meanwhile.
         steering: requests from outside, such as to stop; None: there are none.
     """
@@ -70,6 +72,7 @@ class Trainer:
         journal: Journal,
         state: TrainState | None = None,
         forget_ended: ForgetEnded = _keeps_nothing,
+        compute: Compute = in_another_thread,
         while_learning: WhileLearning = contextlib.nullcontext,
         steering: Steering | None = None,
     ) -> None:
@@ -82,6 +85,7 @@ class Trainer:
         self._saver = saver
         self._journal = journal
         self._forget_ended = forget_ended
+        self._compute = compute
         self._while_learning = while_learning
         self._steering = steering or Steering()
 
@@ -168,20 +172,11 @@ class Trainer:
         return {} if built.batch is None else self._learner.update(built.batch, tokens).metrics
 
     async def _block(self, work: Callable[[], _Result]) -> _Result:
-        """Return the result of blocking work; run it in a thread if episodes are played meanwhile.
-
-        A cancellation waits for the end of the work.
-        """
-        if self.plan.loop.max_staleness == 0:
-            return work()
-        # In a thread, because the episodes that are played meanwhile need this event loop.
-        working = asyncio.ensure_future(asyncio.to_thread(work))
-        try:
-            return await asyncio.shield(working)
-        except asyncio.CancelledError:
-            # A thread cannot be stopped, and must not change weights after this has returned.
-            await asyncio.gather(working, return_exceptions=True)
-            raise
+        """Return the result of the learner's work; a cancellation waits for the end of the work."""
+        working = asyncio.ensure_future(self._compute(work))
+        # A thread cannot be stopped, and must not change weights after this has returned.
+        await wait_until_ended({working})
+        return working.result()
 
     def _require_something_to_learn(self) -> None:
         """Raise StuckError if training.max_idle_iters steps in a row have taught nothing."""

@@ -24,10 +24,13 @@ from gspo_gym.policy.reference.wire import ScoringSettings
 
 
 @contextlib.contextmanager
-def serving_reference(config: RunConfig, policy: Policy, device: str) -> Iterator[ServedReference | None]:
+def serving_reference(
+    config: RunConfig, policy: Policy, device: str, num_threads: int | None = None
+) -> Iterator[ServedReference | None]:
     """Yield the reference at a server; None if reference.placement is not "dedicated" or no KL term needs it.
 
-    It is the present policy, without its adapter if it has one, or the model at [services] reference_url.
+    It is the present policy, without its adapter if it has one, or the model at [services] reference_url. `num_threads`
+    are torch's in a server of our own; None: as many as here.
 
     Raises:
         ServiceError: the server cannot be reached or does not come up.
@@ -46,7 +49,7 @@ def serving_reference(config: RunConfig, policy: Policy, device: str) -> Iterato
     folder = config.run_folder / "reference"
     shutil.rmtree(folder, ignore_errors=True)  # of a process that was killed
     goes_with_us(folder)
-    with _own_server(config, policy, device, folder) as client:
+    with _own_server(config, policy, device, folder, num_threads or torch.get_num_threads()) as client:
         # Under an adapter the base never changes; other weights are handed over by file when the reference moves.
         held = None if is_adapter(policy.model) else folder
         yield ServedReference(client, policy.model, scoring_settings(config), folder=held)
@@ -60,7 +63,9 @@ def scoring_settings(config: RunConfig) -> ScoringSettings:
 
 # The policy's weights go to the server as files, which it reads once.
 @contextlib.contextmanager
-def _own_server(config: RunConfig, policy: Policy, device: str, folder: Path) -> Iterator[ReferenceClient]:
+def _own_server(
+    config: RunConfig, policy: Policy, device: str, folder: Path, num_threads: int
+) -> Iterator[ReferenceClient]:
     model = folder / "model"
     process: ReferenceProcess | None = None
     if config.reference.tp > 1:
@@ -74,7 +79,7 @@ def _own_server(config: RunConfig, policy: Policy, device: str, folder: Path) ->
                 dtype=config.model.dtype,
                 device=torch.device(device).type,  # the first of those that it sees
                 tp=config.reference.tp,
-                num_threads=torch.get_num_threads(),  # it decides in which order sums are taken
+                num_threads=num_threads,  # it decides in which order sums are taken
             ),
             log=config.run_folder / "reference_server.log",
             visible_gpus=_gpus(config),

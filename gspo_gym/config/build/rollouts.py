@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
+from gspo_gym.base.loops import Compute, in_another_thread
 from gspo_gym.chat.renderer import RendererCache
 from gspo_gym.config.build.apps import check_gateway, environment_ids
 from gspo_gym.config.build.engines import build_endpoint, build_engine
@@ -44,7 +45,8 @@ if TYPE_CHECKING:
 class Player:
     """Policy that can play: its engine, and the task apps that ask it. Start it before it plays, and close it.
 
-    `endpoint` plays the training episodes in the engine's place, with other weights; None: the engine does.
+    `endpoint` plays the training episodes in the engine's place, with other weights; None: the engine does. `compute`
+    runs the learner's work.
     """
 
     policy: Policy
@@ -52,6 +54,7 @@ class Player:
     renderers: RendererCache
     apps: AppPlayers | None = None
     endpoint: Engine | None = None
+    compute: Compute = in_another_thread
 
     @property
     def sampler(self) -> Engine:

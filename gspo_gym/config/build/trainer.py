@@ -242,8 +242,7 @@ def build_trainer(
     Raises:
         ConfigError: samples are to have a bounded age, and the engine does not say which weights sampled them.
     """
-    engine = player.sampler
-    _require_versions(config, engine)  # before anything is played: the age could not be checked
+    _require_versions(config, engine := player.sampler)  # before anything is played: the age could not be checked
     before = state or TrainState()
     attempts = AttemptWatch(_app_envs(config), before.attempts)
     selection = SelectionAlarm(seed=config.run.seed, evidence=before.selection)
@@ -276,6 +275,7 @@ def build_trainer(
         ),
         state=state,
         forget_ended=_collecting(phases, player.engine),
+        compute=player.compute,
         while_learning=_learning(phases, build_while_learning(config, player.engine)),
         steering=steering,
     )

@@ -14,7 +14,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import torch
@@ -37,6 +37,7 @@ from gspo_gym.errors import ConfigError, EngineError
 from gspo_gym.types import Completion, TokenIds
 
 _log = logging.getLogger(__name__)
+_Result = TypeVar("_Result")
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,7 +194,7 @@ class LocalEngine(GatedEngine):
         if update.kind != "shared":
             raise ConfigError(f"LocalEngine: expected an update of kind 'shared', got {update.kind!r}")
         self._gate.require_paused()
-        await self._do(lambda batch: self._take(batch, update.version))
+        await self.compute(lambda: self._take(self._worker.batch, update.version))
 
     async def health(self) -> EngineHealth:
         """Return the state; see `Engine.health`."""
@@ -201,33 +202,48 @@ class LocalEngine(GatedEngine):
 
     def _take(self, batch: Batch, version: int) -> None:
         # In the engine's thread, between two steps: a step in work would read half of both.
-        if self._source is not None:
-            copied = self._source.state_dict()
-            with torch.no_grad():
-                for name, tensor in self._model.state_dict().items():
-                    tensor.copy_(copied[name])
-        batch.update_weights(version)
+        try:
+            if self._source is not None:
+                _copy_weights(self._source, self._model)
+            batch.update_weights(version)
+        except EngineError:
+            raise
+        except Exception as error:
+            raise EngineError(f"{type(error).__name__}: {error}") from error
 
-    async def _do(self, command: Callable[[Batch], object]) -> None:
-        # Between two steps, and also if this is cancelled: the thread has the command already.
-        answer: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    async def compute(self, work: Callable[[], _Result], /) -> _Result:
+        """Return the result of `work`, which runs in the engine's thread between two steps, also if this is cancelled.
+
+        Whatever computes on the processor beside the engine should do it here: every thread that computes has an OpenMP
+        pool, and two pools on the same cores cost more than half of the speed.
+
+        Raises:
+            EngineError: the engine is closed or dead; besides, whatever `work` raises.
+        """
+        answer: asyncio.Future[_Result] = asyncio.get_running_loop().create_future()
         key = object()
 
-        def run(batch: Batch) -> None:
-            error = None
+        def run(_: Batch) -> None:
             try:
-                command(batch)
-            except Exception as raised:
-                error = raised if isinstance(raised, EngineError) else EngineError(f"{type(raised).__name__}: {raised}")
-            self._worker.settle([(key, error)])
+                result: object = work()
+            except BaseException as error:  # the caller's, whatever it is: the engine goes on
+                result = _Raised(error)
+            self._worker.settle([(key, result)])
 
         self._worker.post(run, key=key, future=answer)
-        await answer
+        return await answer
 
     async def close(self) -> None:
         """Stop the thread. Requests in flight, and later calls, raise EngineError."""
         self._gate.close()
         await asyncio.to_thread(self._stop)  # joining would block the loop that its last results go to
+
+
+@torch.no_grad()
+def _copy_weights(source: Any, target: Any) -> None:
+    copied = source.state_dict()
+    for name, tensor in target.state_dict().items():
+        tensor.copy_(copied[name])
 
 
 def _run_model(model: Any, *, max_model_len: int, max_batch_size: int) -> tuple[Batch, str | None]:
@@ -247,6 +263,13 @@ def _run_model(model: Any, *, max_model_len: int, max_batch_size: int) -> tuple[
         raise ConfigError(f"LocalEngine: {error}. Nor can it be run packed: {reason}") from error
     _log.warning("%s; it is run in the slower, general way (caching: %s)", reason, plain.caching)
     return GeneralBatch(plain, max_batch_size=max_batch_size), reason
+
+
+@dataclass(frozen=True, slots=True)
+class _Raised:
+    """The error of work that a caller had run in the thread."""
+
+    error: BaseException
 
 
 class _Worker:
@@ -308,6 +331,8 @@ class _Worker:
         """Run steps and commands until `close`; the thread's function."""
         reason = "the engine was closed"
         try:
+            if self.batch.shared.device.type == "cuda":
+                torch.cuda.set_device(self.batch.shared.device)  # kernels that name no GPU use their thread's
             while self._take_commands():
                 self.settle([(item.request, item.result) for item in self.batch.step()])
         except BaseException as error:  # calls that wait must get it, whatever it is
@@ -336,7 +361,9 @@ def _settle_in_loop(settled: list[tuple[asyncio.Future[Any], object]]) -> None:
     for future, result in settled:
         if future.done():  # cancelled meanwhile
             continue
-        if isinstance(result, EngineError):
+        if isinstance(result, _Raised):
+            future.set_exception(result.error)
+        elif isinstance(result, EngineError):
             future.set_exception(result)
         else:
             future.set_result(result)

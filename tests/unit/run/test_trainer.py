@@ -23,14 +23,20 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from judged_episodes import request
 
 from gspo_gym.chat.renderer import RendererCache
 from gspo_gym.env.rewards import Reward
 from gspo_gym.errors import ConfigError, NonFiniteError, StuckError, UsageError
-from gspo_gym.judge.base import JudgeError
+from gspo_gym.judge.asking import AskingSettings
+from gspo_gym.judge.base import JudgeError, Judgement, JudgeRequest, Review
+from gspo_gym.judge.service.client import HttpJudge
+from gspo_gym.judge.service.server import create_judge_app
+from gspo_gym.judge.settings import JudgeOptions
 from gspo_gym.learning.batching import TrainBatch
 from gspo_gym.learning.settings import AdvantageSettings, RewardSettings, StepRewardSettings
 from gspo_gym.policy.load import tiny_tokenizer
+from gspo_gym.remote.serving import BackgroundServer
 from gspo_gym.rollout.actors import ActRequest
 from gspo_gym.rollout.episode import episode_player
 from gspo_gym.rollout.episode_files import read_episodes
@@ -635,6 +641,54 @@ def test_metrics_are_written_every_so_many_steps_and_after_the_last(tmp_path: Pa
 def test_groups_that_teach_something_cannot_be_left_out_as_constant(baseline: Any, constant_groups: Any) -> None:
     with pytest.raises(ConfigError, match=f"constant_groups: '{constant_groups}'"):
         make_plan(constant_groups=constant_groups, advantages=AdvantageSettings(baseline=baseline))
+
+
+class Half:
+    """A judge that gives every turn and every episode 0.5."""
+
+    name = "half"
+
+    async def judge(self, request: JudgeRequest) -> Judgement:
+        return Judgement(self.name, tuple(Review({}, 0.5) for _ in request.trajectory.turns), Review({}, 0.5))
+
+    async def close(self) -> None:
+        pass
+
+
+class Judged(Parts):
+    """Its updates last until the judge, asked over HTTP when the learner begins, has answered in the event loop."""
+
+    def __init__(self, url: str) -> None:
+        super().__init__()
+        self.url = url
+        self.answered = threading.Event()
+        self.in_time: list[bool] = []
+
+    @asynccontextmanager
+    async def asleep(self) -> AsyncIterator[None]:
+        self.answered.clear()
+        asking = asyncio.create_task(self.ask())
+        yield
+        await asking
+
+    async def ask(self) -> None:
+        judge = HttpJudge(self.url, JudgeOptions(event=True, outcome=True), asking=AskingSettings(timeout_seconds=30.0))
+        try:
+            await judge.judge(request("a heron", "dot"))
+        finally:
+            await judge.close()
+        self.answered.set()
+
+    def update(self, batch: TrainBatch, sink: Any = None) -> Any:
+        self.in_time.append(self.answered.wait(10))
+        return super().update(batch, sink)
+
+
+def test_a_judge_answers_over_http_during_a_long_update(tmp_path: Path) -> None:
+    with BackgroundServer(create_judge_app(Half())) as server:
+        parts = Judged(server.url)
+        train(tmp_path, make_plan(num_steps=2), parts=parts)
+    assert parts.in_time == [True, True]
 
 
 class Hanging(Letters):

@@ -55,6 +55,42 @@ def test_a_short_request_leaves_a_running_batch_before_the_long_one_ends(model: 
     _run(model, use)
 
 
+def test_work_of_the_learner_runs_in_the_engines_thread_and_what_it_raises_ends_no_request(model: Any) -> None:
+    def fail() -> None:
+        assert torch.is_grad_enabled()
+        assert not torch.is_inference_mode_enabled()
+        raise ZeroDivisionError("the learner's")
+
+    async def use(engine: LocalEngine) -> None:
+        long = asyncio.create_task(engine.generate([1, 2, 3], _sampling(200)))
+        await _until_sampling(engine)
+        assert await engine.compute(threading.current_thread) is engine._thread
+        with pytest.raises(ZeroDivisionError, match="the learner's"):
+            await engine.compute(fail)
+        assert len((await long).token_ids) == 200
+        await engine.close()
+        with pytest.raises(EngineError, match="the engine is closed"):
+            await engine.compute(threading.current_thread)
+
+    _run(model, use)
+
+
+def test_work_that_waits_when_the_engine_closes_gets_its_error(model: Any) -> None:
+    async def use(engine: LocalEngine) -> None:
+        has_begun, may_end = threading.Event(), threading.Event()
+        first = asyncio.create_task(engine.compute(lambda: (has_begun.set(), may_end.wait(30))[1]))
+        await asyncio.to_thread(has_begun.wait, 30)
+        second = asyncio.create_task(engine.compute(threading.current_thread))
+        await asyncio.sleep(0)  # it waits for the first
+        engine._worker.close()
+        may_end.set()
+        assert await first  # it had begun
+        with pytest.raises(EngineError, match="the engine was closed"):
+            await second
+
+    _run(model, use)
+
+
 def test_cancelling_a_request_frees_its_slot_for_the_next(model: Any) -> None:
     async def use(engine: LocalEngine) -> None:
         hog = asyncio.create_task(engine.generate([1, 2, 3], _sampling(1000)))

@@ -1,0 +1,170 @@
+"""The threads in which a run computes, and how many threads torch uses in each.
+
+OpenMP keeps workers for every thread that computes. Two such pools on the same cores wait for each other: measured on
+two idle cores, an engine that samples 7,600 tokens/s sampled 1,700 beside a second pool. So the event loop computes
+with one thread, and engine and learner take turns in one thread, or split the cores if episodes are played ahead.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from gspo_gym.base.loops import Compute, Result
+from gspo_gym.config.build.rollouts import Player
+from gspo_gym.config.run_config import RunConfig
+from gspo_gym.engine.local.engine import LocalEngine
+from gspo_gym.engine.local.shared_model import SharedModel, keeps_logits
+from gspo_gym.run.recording import RunRecorder
+from gspo_gym.run.records import read_events
+from gspo_gym.run.report.progress import Progress
+
+_SAMPLED, _LEARNED = (64, 1), (8, 64)  # rows and tokens of the passes that are timed
+_MAX_ROUNDS, _MAX_SECONDS = 200, 0.4  # of a comparison
+_MIN_GAIN = 0.9  # more threads must take less than that of one's time: they take more of the processor's
+
+
+@dataclass(frozen=True, slots=True)
+class NumThreads:
+    """Torch's threads while the engine samples and while the learner works."""
+
+    sampling: int
+    learning: int
+
+
+@contextlib.contextmanager
+def computing_elsewhere(device: str) -> Iterator[int]:
+    """Let torch compute with one thread in this thread while the body runs; yield the number that others may use.
+
+    Only if the policy is on the processor: otherwise this thread keeps its number.
+    """
+    num_threads = torch.get_num_threads()
+    if torch.device(device).type == "cpu":
+        torch.set_num_threads(1)
+    try:
+        yield num_threads
+    finally:
+        torch.set_num_threads(num_threads)
+
+
+async def start_compute(
+    config: RunConfig,
+    player: Player,
+    *,
+    num_threads: int,
+    recorder: RunRecorder,
+    progress: Progress,
+    stack: contextlib.AsyncExitStack,
+) -> Compute:
+    """Return the thread of the learner's work, closed with the stack: the local engine's, or one beside the engine.
+
+    Torch's numbers of threads are those of the run's earlier processes, which decide about the last bits of its sums;
+    in a new run the faster ones, unless OMP_NUM_THREADS is set.
+    """
+    model, engine = player.policy.model, player.engine
+    local = engine if isinstance(engine, LocalEngine) else None
+    is_split = config.training.max_staleness > 0
+    compute = local.compute if local is not None and not is_split else _own_thread(model.device, stack)
+    if model.device.type != "cpu":
+        return compute
+    if local is None or num_threads == 1:
+        await compute(lambda: _use(num_threads))
+        if local is not None and is_split:
+            await local.compute(lambda: _use(1))
+        return compute
+    chosen = _recorded(recorder)
+    if chosen is None:
+        chosen = await _choose(model, compute, num_threads, longest=config.rollout.max_model_len, is_split=is_split)
+        recorder.event("threads", 0, asdict(chosen))
+        progress.note(f"torch threads: {chosen.sampling} while sampling, {chosen.learning} while learning")
+    await local.compute(lambda: _use(chosen.sampling))
+    if is_split:
+        await compute(lambda: _use(chosen.learning))
+    elif chosen.learning != chosen.sampling:
+        return _Switching(compute, chosen)
+    return compute
+
+
+def _use(num_threads: int) -> None:
+    # Torch's first look at a thread's number replaces it by the last one that was set in any thread.
+    torch.get_num_threads()
+    torch.set_num_threads(num_threads)
+
+
+def _own_thread(device: torch.device, stack: contextlib.AsyncExitStack) -> Compute:
+    def begin() -> None:
+        if device.type == "cuda":
+            torch.cuda.set_device(device)  # kernels that name no GPU use their thread's
+
+    executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="gspo-gym-learner", initializer=begin)
+    stack.callback(executor.shutdown)
+
+    async def compute(work: Callable[[], Result], /) -> Result:
+        return await asyncio.get_running_loop().run_in_executor(executor, work)
+
+    return compute
+
+
+@dataclass(frozen=True, slots=True)
+class _Switching:
+    """The engine's thread with other numbers of torch's threads while the learner works in it."""
+
+    compute: Compute
+    num_threads: NumThreads
+
+    async def __call__(self, work: Callable[[], Result], /) -> Result:
+        def switched() -> Result:
+            _use(self.num_threads.learning)
+            try:
+                return work()
+            finally:
+                _use(self.num_threads.sampling)
+
+        return await self.compute(switched)
+
+
+def _recorded(recorder: RunRecorder) -> NumThreads | None:
+    found = [event["data"] for event in read_events(recorder.folder) if event["kind"] == "threads"]
+    return NumThreads(**found[-1]) if found and "OMP_NUM_THREADS" not in os.environ else None
+
+
+async def _choose(model: Any, compute: Compute, most: int, *, longest: int, is_split: bool) -> NumThreads:
+    if is_split:
+        return NumThreads(max(1, most // 2), max(1, most - most // 2))
+    if "OMP_NUM_THREADS" in os.environ:
+        return NumThreads(most, most)
+    # Modules of its own, in eval mode, with the policy's weights: dropout would draw from the run's random numbers.
+    module = SharedModel(model, max_model_len=longest).module
+    learned = (_LEARNED[0], min(_LEARNED[1], longest))
+    return NumThreads(
+        sampling=await compute(lambda: faster(module, _SAMPLED, most)),
+        learning=await compute(lambda: faster(module, learned, most)),
+    )
+
+
+@torch.inference_mode()
+def faster(module: Any, shape: tuple[int, int], most: int, *, clock: Callable[[], float] = time.perf_counter) -> int:
+    """Return `most` if with so many threads passes over that many rows and tokens are faster than with one, else 1."""
+    token_ids = torch.zeros(shape, dtype=torch.int64)
+    extra = {"logits_to_keep": 1} if keeps_logits(module) else {}
+    seconds = {most: 0.0, 1: 0.0}
+    began = clock()
+    for number in (most, 1) * _MAX_ROUNDS:
+        _use(number)
+        start = clock()
+        module(input_ids=token_ids, **extra)
+        seconds[number] += clock() - start
+        if seconds[most] > _MAX_SECONDS and seconds[1] == 0:
+            return most  # a large model: the threads have enough to do
+        # Sums and not medians: on cores that others use, threads wait for each other now and then, and for long.
+        if number == 1 and clock() - began > _MAX_SECONDS:
+            break
+    return most if seconds[most] < _MIN_GAIN * seconds[1] else 1
