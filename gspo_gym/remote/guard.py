@@ -218,6 +218,12 @@ class Guard:
         return _RefusedError(413, "body_too_long", text, {"connection": "close"})
 
 
+async def until_gone(receive: Receive) -> None:
+    """Wait until the client of a request, whose body has been read, hangs up."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
 def json_depth_exceeds(body: bytes | bytearray, limit: int) -> bool:
     """Return whether brackets outside of strings nest deeper than `limit`, in one pass without parsing.
 

@@ -8,9 +8,14 @@ The script is rollout.env_config of the configuration:
     ending      "completed" (default); "failed"; "crash", without a word in the run folder; "crash once", which is a
                 crash unless it resumes; "crash early", which at the first start leaves no checkpoint; "deaf", which
                 waits for ever and takes no SIGTERM
+    model       a real model, which its checkpoint then holds, instead of some bytes
     child       a process that it starts and leaves behind sleeps for that many seconds
+    stray       the same, in a session of its own, where no signal to the trainer's group reaches it; its id goes
+                into the file `stray.pid` beside `starts`
+    clock       seconds that the clock is set back by after the first event
+    line        a line that is added to the run's events before its end
 
-Only the standard library, since tests start many.
+Only the standard library where no model is asked for, since tests start many.
 """
 
 from __future__ import annotations
@@ -18,6 +23,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -34,11 +40,12 @@ class Run:
         self.folder = folder
         folder.mkdir(parents=True, exist_ok=True)
         events = folder / "events.jsonl"
+        self.set_back = 0.0
         self.seq = len(events.read_text(encoding="utf-8").splitlines()) if events.exists() else 0
 
     def append(self, name: str, line: dict[str, Any]) -> None:
         with (self.folder / name).open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"schema": 1, "time": time.time(), **line}) + "\n")
+            file.write(json.dumps({"schema": 1, "time": time.time() - self.set_back, **line}) + "\n")
 
     def event(self, kind: str, step: int, data: dict[str, Any]) -> None:
         self.seq += 1
@@ -64,6 +71,19 @@ class Run:
         self.event("checkpoint", step, {"folder": str(folder)})
 
 
+def _save(base: str, folder: Path) -> None:
+    # Here, since only this takes more than the standard library.
+    from gspo_gym.policy.load import load_policy, save_policy
+    from gspo_gym.policy.manifest import Origin, seal
+
+    checkpoint = folder / "checkpoints" / "step_000001"
+    shutil.rmtree(checkpoint)
+    (checkpoint / "resume").mkdir(parents=True)
+    save_policy(load_policy(base), checkpoint)
+    seal(checkpoint, step=1, origin=Origin())
+    (folder / "config.toml").write_text(f'[model]\nbase = "{base}"\n', encoding="utf-8")
+
+
 def main(path: str, *options: str) -> None:
     config = tomllib.loads(Path(path).read_text(encoding="utf-8"))
     script, label = config["rollout"].get("env_config", {}), config["model"]["label"]
@@ -79,6 +99,14 @@ def main(path: str, *options: str) -> None:
 
     signal.signal(signal.SIGTERM, signal.SIG_IGN if ending == "deaf" else stop)
     run.event("resumed" if "--resume" in options else "started", 0, {"run": label})
+    if "stray" in script and "--resume" not in options:
+        stray = subprocess.Popen(["sleep", str(script["stray"])], close_fds=False, start_new_session=True)
+        Path(script["starts"]).with_name("stray.pid").write_text(str(stray.pid), encoding="utf-8")
+    if "line" in script:
+        with (run.folder / "events.jsonl").open("a", encoding="utf-8") as file:
+            file.write(script["line"] + "\n")
+        run.seq += 1
+    run.set_back = script.get("clock", 0.0)
     if "child" in script:
         subprocess.Popen(["sleep", str(script["child"])], close_fds=False)
     if ending == "crash early" and len(Path(script["starts"]).read_text(encoding="utf-8").splitlines()) == 1:
@@ -88,6 +116,8 @@ def main(path: str, *options: str) -> None:
     if "--resume" not in options:
         run.append("metrics.jsonl", {"step": 1, "loss/total": 0.5, "batch/mean_return": 0.25})
         run.checkpoint(1)
+    if "model" in script:
+        _save(script["model"], run.folder)
     for number in range(script.get("events", 3)):
         run.event("judge_paused", 1, {"number": number})
     if ending == "deaf":

@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -18,12 +18,14 @@ from urllib.parse import urlsplit
 from fake_trainer import Run
 
 from gspo_gym.cli.jobs.app import JobsService, create_jobs_app
+from gspo_gym.cli.jobs.inference import Inference
 from gspo_gym.cli.jobs.store import Event, Store
 from gspo_gym.cli.jobs.supervisor import Supervisor, SupervisorSettings
 from gspo_gym.remote.guard import Guard
 
 ROOT = Path(__file__).parents[2]
 HOSTED = ROOT / "tests/unit/config/hosted_configs/math_lora_quickstart.toml"
+FAKE_MODEL = (sys.executable, str(ROOT / "tests/support/fake_model.py"))
 FAKE_TRAINER = (sys.executable, str(ROOT / "tests/support/fake_trainer.py"))
 KEY = "the-key-of-the-tests"
 
@@ -97,10 +99,11 @@ class Client:
 class IdleJobs:
     """The application over a folder in which nothing runs, for `BackgroundServer(idle.guarded)`."""
 
-    def __init__(self, folder: Path, *, max_queued: int = 1_000) -> None:
+    def __init__(self, folder: Path, *, max_queued: int = 1_000, inference: Sequence[str] = FAKE_MODEL) -> None:
         self.folder, self.store = folder, Store(folder / "jobs.sqlite3")
         self.supervisor = Supervisor(self.store, folder, SupervisorSettings(["false"], {}, max_running=0))
-        service = JobsService(self.store, self.supervisor, folder, max_queued=max_queued)
+        model = Inference(inference, os.environ, folder / "inference.log")
+        service = JobsService(self.store, self.supervisor, folder, model, max_queued=max_queued)
         self.app = create_jobs_app(service)
         self.guarded = Guard(self.app, api_key=KEY, open_paths=())
 

@@ -12,17 +12,19 @@ import hashlib
 import json
 import re
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import fastapi
 from fastapi import Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
 from gspo_gym.base.strict_json import read_json
+from gspo_gym.cli.jobs.inference import Inference, Wanted
 from gspo_gym.cli.jobs.records import (
     checkpoints_of,
     model_files_of,
@@ -36,12 +38,14 @@ from gspo_gym.cli.jobs.records import (
 from gspo_gym.cli.jobs.requests import Machine, parse_request
 from gspo_gym.cli.jobs.store import Event, Job, KeyConflictError, NewJob, QueueFullError, Store
 from gspo_gym.cli.jobs.supervisor import Supervisor
-from gspo_gym.errors import ConfigError, GymError, RecordError, ServiceError
+from gspo_gym.errors import ConfigError, GymError, RecordError, ServiceError, StorageError
 from gspo_gym.remote.apps.client import AppKeys, TaskAppClient, TaskAppSettings
 from gspo_gym.remote.guard import RefusalError, answer_refusal
 
 Json = dict[str, Any]  # Any: JSON
+Result = TypeVar("Result")
 
+_NAMED = re.compile(r"(?:.*:)?(job_[0-9a-f]{24})(?::step_(\d{1,12})|@(best|latest|\d{1,12}))?", re.DOTALL)
 _JOB_ID = re.compile(r"job_[0-9a-f]{24}")
 _KEY = re.compile(r"[\x21-\x7e]{1,200}")
 _REPO = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
@@ -56,14 +60,15 @@ class JobsService:
     """The objects and settings that the routes use.
 
     Attributes:
-        folder: of the service. max_queued: jobs that may wait. app_keys: for the task apps that are verified.
-        machine: where jobs are trained.
+        folder: of the service. inference: the model that clients talk with. max_queued: jobs that may wait.
+        app_keys: for the task apps that are verified. machine: where jobs are trained.
         is_stopping: streams end when it returns True.
     """
 
     store: Store
     supervisor: Supervisor
     folder: Path
+    inference: Inference
     max_queued: int = 1_000
     app_keys: AppKeys | None = None
     machine: Machine = field(default_factory=Machine)
@@ -117,6 +122,7 @@ def create_jobs_app(service: JobsService) -> fastapi.FastAPI:
     async def lifespan(_: fastapi.FastAPI) -> AsyncIterator[None]:
         service.supervisor.start()
         yield
+        await service.inference.close()
         await asyncio.to_thread(service.supervisor.stop)
         service.store.close()
 
@@ -131,8 +137,9 @@ def create_jobs_app(service: JobsService) -> fastapi.FastAPI:
 
 
 async def _answer_error(_: Request, error: Exception) -> JSONResponse:
-    """Answer 500 for a damaged record of a run."""
-    return JSONResponse({"detail": {"error": {"code": "damaged_record", "message": str(error)}}}, 500)
+    """Answer 507 where nothing can be stored, and 500 for a damaged record of a run."""
+    status, code = (507, "storage") if isinstance(error, StorageError) else (500, "damaged_record")
+    return JSONResponse({"detail": {"error": {"code": code, "message": str(error)}}}, status)
 
 
 class _Routes:
@@ -140,6 +147,7 @@ class _Routes:
 
     def __init__(self, service: JobsService) -> None:
         self.service = service
+        self._exporting = asyncio.Lock()  # one at a time, for each loads a model
 
     def table(self) -> Iterator[tuple[str, list[str], Callable[..., Any]]]:
         """Yield the method, paths and handler of every route; the first that fits a path answers."""
@@ -167,6 +175,12 @@ class _Routes:
         yield "GET", [f"{path}/{{model_id:path}}" for path in models], self.model
         yield "GET", ["/api/artifacts"], self.artifacts
         yield "POST", ["/api/learning/exports/hf"], self.export
+        for path in ("chat/completions", "completions", "responses"):
+            yield "POST", [f"/api/inference/v1/{path}", f"/api/v1/{path}"], partial(self.infer, path)
+        yield "GET", ["/api/inference/v1/models", "/api/v1/models"], self.list_models
+        warmups = [f"{prefix}/warmup" for prefix in ("/api", "/api/inference", "")]
+        yield "GET", [f"{path}/status/{{model_id:path}}" for path in warmups], self.warmth
+        yield "POST", [f"{path}/{{model_id:path}}" for path in warmups], self.warm
 
     def health(self) -> Json:
         """Answer that the service runs."""
@@ -371,15 +385,77 @@ class _Routes:
             raise RefusalError(422, "invalid_request", "expected repo_id as OWNER/NAME, and key: a model's id or path")
         is_merged = body.get("artifact_kind") not in (None, "lora")
         is_private = body.get("visibility") != "public"
-        return await asyncio.to_thread(self._export, repo, key, is_private=is_private, is_merged=is_merged)
-
-    def _export(self, repo: str, key: str, *, is_private: bool, is_merged: bool) -> Json:
-        job = self.service.trained_by(key)
+        job = await asyncio.to_thread(self.service.trained_by, key)
+        folder = self.service.supervisor.run_folder(job.job_id)
         try:
-            url = push(self.service.supervisor.run_folder(job.job_id), repo, is_private=is_private, is_merged=is_merged)
+            url = await self._unless_stopping(self._push(folder, repo, is_private=is_private, is_merged=is_merged))
         except ServiceError as error:
             raise RefusalError(424, "export_failed", str(error)) from None
         return {"repo_id": repo, "repo_url": url}
+
+    async def _push(self, folder: Path, repo: str, *, is_private: bool, is_merged: bool) -> str:
+        async with self._exporting:
+            return await push(folder, repo, is_private=is_private, is_merged=is_merged)
+
+    async def _unless_stopping(self, work: Coroutine[Any, Any, Result]) -> Result:
+        """Return the result of long work, which the service's end does not wait for.
+
+        Raises:
+            RefusalError: 503, the service ends.
+        """
+        task = asyncio.create_task(work)
+        try:
+            while not task.done():
+                if self.service.is_stopping():
+                    raise RefusalError(503, "stopping", "the service is told to stop; ask again when it is back")
+                await asyncio.wait({task}, timeout=_POLL_SECONDS)
+            return task.result()
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    async def infer(self, path: str, request: Request) -> Response:
+        """Have the model that the body names answer, over OpenAI's protocol."""
+        body = await _object(request)
+        wanted = await asyncio.to_thread(self._wanted, body.get("model"))
+        return await self._unless_stopping(self.service.inference.answer(wanted, path, body, request))
+
+    async def warm(self, model_id: str) -> Json:
+        """Begin to start a model, for requests to come."""
+        return {"status": self.service.inference.warm(await asyncio.to_thread(self._wanted, model_id))}
+
+    async def warmth(self, model_id: str) -> Json:
+        """Answer whether a model is there."""
+        status, error = self.service.inference.warmth(await asyncio.to_thread(self._wanted, model_id))
+        return {"status": status, "error": error}
+
+    def _wanted(self, name: Any) -> Wanted:
+        """Return the model that clients call so: PREFIX:BASE:JOB[:step_N], JOB[@best|@N], or the base of a job.
+
+        Without a step it is the newest checkpoint, as in its archive.
+
+        Raises:
+            RefusalError: 404, there is no such model or step; 409, its job has not ended.
+        """
+        found = _NAMED.fullmatch(name) if isinstance(name, str) else None
+        if found is None:
+            if any(name == job.base for job in self.service.store.jobs()):
+                return Wanted(name, name)
+            raise RefusalError(404, "unknown_model", "there is no model of that id: see /api/learning/models")
+        job, checkpoints = self.service.model(found[1])
+        if not job.has_ended:  # what it keeps may go while it is loaded
+            raise RefusalError(
+                409, "job_runs", f"{job.job_id} is still {job.status}: its model can be asked at its end"
+            )
+        folder = self.service.supervisor.run_folder(job.job_id)
+        which = found[2] or found[3] or "latest"
+        if which == "best":
+            return Wanted(f"{folder}@best", f"{model_id_of(job)}@best")
+        steps = [checkpoint["step"] for checkpoint in checkpoints]
+        step = steps[-1] if which == "latest" else int(which)
+        if step not in steps:
+            raise RefusalError(404, "unknown_model", f"{job.job_id} has no checkpoint of step {step}, only of {steps}")
+        return Wanted(f"{folder}@{step}", f"{model_id_of(job)}:step_{step:06d}")
 
     def _told(self, job: Job) -> Json:
         """Return a job in the clients' format."""

@@ -14,7 +14,7 @@ from gspo_gym.base.keys import read_key
 from gspo_gym.errors import ConfigError, MissingExtraError, StorageError
 
 _KEY_FILE = "api-key"
-_TRAIN = f"{shlex.quote(sys.executable)} -m gspo_gym.cli train"
+_CLI = f"{shlex.quote(sys.executable)} -m gspo_gym.cli"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -24,7 +24,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "serve",
         help="serve jobs until SIGTERM or Ctrl-C; those that run go on, and are found again at the next start",
         description="Serve the hosted trainer's routes for jobs: create, status, events, metrics, timeline, cancel, "
-        "models, artifacts, export. Every route needs the key, whose holder can run any environment as this user.",
+        "models, artifacts, export, and inference with what was trained. Every route needs the key, whose holder can "
+        "run any environment as this user.",
     )
     serve.add_argument("--folder", type=Path, default=Path("jobs"), help="of the jobs and their runs (default jobs)")
     serve.add_argument("--host", default="127.0.0.1", help="the address to serve at (default 127.0.0.1)")
@@ -47,7 +48,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="from a cancel until the process is killed; more than run.stop_grace_seconds (default 60)",
     )
     serve.add_argument(
-        "--trainer", default=_TRAIN, metavar="COMMAND", help="that is given CONFIG.toml [--resume] (gspo-gym train)"
+        "--trainer",
+        default=f"{_CLI} train",
+        metavar="COMMAND",
+        help="that is given CONFIG.toml [--resume] (gspo-gym train)",
+    )
+    serve.add_argument(
+        "--inference",
+        default=f"{_CLI} models serve",
+        metavar="COMMAND",
+        help="that serves the model which a client talks with, one at a time, from the first request for it until one "
+        "for another model, or the service's end (gspo-gym models serve; add --device cuda, or --engine vllm)",
     )
     serve.add_argument(
         "--local",
@@ -79,6 +90,7 @@ def run_service(arguments: argparse.Namespace) -> int:
     """
     try:
         from gspo_gym.cli.jobs.app import JobsService, create_jobs_app
+        from gspo_gym.cli.jobs.inference import Inference
         from gspo_gym.cli.jobs.requests import Machine
         from gspo_gym.cli.jobs.store import Store
         from gspo_gym.cli.jobs.supervisor import Supervisor, SupervisorSettings
@@ -110,6 +122,7 @@ def run_service(arguments: argparse.Namespace) -> int:
         store,
         supervisor,
         folder,
+        Inference(shlex.split(arguments.inference), environ, folder / "inference.log"),
         max_queued=arguments.max_queued,
         machine=Machine(is_local=arguments.local, overrides=tuple(arguments.overrides)),
         app_keys=AppKeys.from_environment(os.environ),

@@ -6,7 +6,10 @@ seen the first; its points are those of the run folder.
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import hashlib
+import heapq
 import json
 import subprocess
 import sys
@@ -17,9 +20,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from gspo_gym.base.leftovers import in_temporary_folder
+from gspo_gym.base.leftovers import end_with_us, has_ended, in_temporary_folder
 from gspo_gym.cli.jobs.store import Event, Job, Status, Store
-from gspo_gym.errors import GymError, ServiceError
+from gspo_gym.errors import CheckpointError, GymError, RecordError, ServiceError
 from gspo_gym.policy.manifest import is_complete, read_manifest, step_of
 from gspo_gym.run.records import EventReader, LineReader, read_events, read_metrics, read_summary
 from gspo_gym.run.sinks import evaluation_numbers
@@ -69,6 +72,7 @@ class Follower:
 
     def __init__(self, store: Store, job: Job, folder: Path) -> None:
         self._store, self._job_id, self._first_attempt = store, job.job_id, job.first_attempt
+        self._folder = folder
         self._events = EventReader(folder, after=job.run_seq)
         self._metrics = LineReader(folder / "metrics.jsonl")
         self._waiting: list[Event] = []
@@ -79,25 +83,42 @@ class Follower:
         Raises:
             RecordError: a line is damaged.
         """
-        # Two files, one order: of the later look at the metrics, only what is older than something else that was found
-        # is taken, since the events beside the rest may not be written yet.
-        found = [*self._waiting, *map(_step_of, self._metrics.read())]
-        for line in self._events.read():
-            source = f"event {self._first_attempt}.{line['seq']}"
-            found.append(_event_of(line, source, job, is_last_attempt=is_last_attempt))
-        newest = max((_time_of(event) for event in found), default=0.0)
-        later = list(map(_step_of, self._metrics.read()))
-        found += [event for event in later if _time_of(event) <= newest]
-        self._waiting = [event for event in later if _time_of(event) > newest]
+        with _as_records(self._folder):
+            found = self._found(job, is_last_attempt=is_last_attempt)
         if not found:
             return
-        found.sort(key=_time_of)
         with self._store.transaction():
             recorded = self._store.record(self._job_id, found)
             self._store.update(self._job_id, run_seq=self._events.after)
             for event in recorded:
                 if event.type in (_INTERRUPTED, *_ENDS.values()):
                     self._store.update(self._job_id, outcome=event.data["status"], error=event.data.get("error"))
+
+    def _found(self, job: Job, *, is_last_attempt: bool) -> list[Event]:
+        # Two files, one order: of the later look at the metrics, only what is older than something else that was found
+        # is taken, since the events beside the rest may not be written yet.
+        steps = [*self._waiting, *map(_step_of, self._metrics.read())]
+        events = []
+        for line in self._events.read():
+            source = f"event {self._first_attempt}.{line['seq']}"
+            events.append(_event_of(line, source, job, is_last_attempt=is_last_attempt))
+        newest = max(map(_time_of, (*steps, *events)), default=0.0)
+        later = list(map(_step_of, self._metrics.read()))
+        steps += [event for event in later if _time_of(event) <= newest]
+        self._waiting = [event for event in later if _time_of(event) > newest]
+        # A merge and no sort: where a clock was set back, each file still keeps its order.
+        return list(heapq.merge(steps, events, key=_time_of))
+
+
+@contextlib.contextmanager
+def _as_records(folder: Path) -> Iterator[None]:
+    """Raise errors of reading records that are not as runs write them as RecordError."""
+    try:
+        yield
+    except GymError:
+        raise
+    except (ArithmeticError, AttributeError, LookupError, OSError, TypeError, ValueError) as error:
+        raise RecordError(f"{folder}: a record has no known form: {error!r}") from error
 
 
 def _time_of(event: Event) -> float:
@@ -149,12 +170,13 @@ def points_of(folder: Path, *, after_step: int, limit: int) -> list[dict[str, An
         RecordError: a line of the records is damaged.
     """
     steps: dict[int, list[dict[str, Any]]] = {}
-    for line in read_metrics(folder):
-        values = {key: value for key, value in line.items() if key not in ("schema", "step", "time")}
-        steps.setdefault(line["step"], []).extend(_points(values, line, "train"))
-    for event in read_events(folder):
-        if event["kind"] == "evaluation":
-            steps.setdefault(event["step"], []).extend(_points(evaluation_numbers(event["data"]), event, "eval"))
+    with _as_records(folder):
+        for line in read_metrics(folder):
+            values = {key: value for key, value in line.items() if key not in ("schema", "step", "time")}
+            steps.setdefault(line["step"], []).extend(_points(values, line, "train"))
+        for event in read_events(folder):
+            if event["kind"] == "evaluation":
+                steps.setdefault(event["step"], []).extend(_points(evaluation_numbers(event["data"]), event, "eval"))
     points: list[dict[str, Any]] = []
     # Steps are never divided, because a client goes on after the last step that it has seen.
     for step in sorted(step for step in steps if step > after_step):
@@ -208,9 +230,13 @@ def model_files_of(checkpoint: Path) -> list[str]:
     """Return the files of a checkpoint that belong to the model, without those that only a resumed run needs.
 
     Raises:
-        CheckpointError: the manifest is missing or damaged.
+        CheckpointError: the manifest is missing or damaged, or a file is outside of the checkpoint.
     """
-    return sorted(name for name in read_manifest(checkpoint).files if not name.startswith("resume/"))
+    names = sorted(name for name in read_manifest(checkpoint).files if not name.startswith("resume/"))
+    for name in names:
+        if (path := (checkpoint / name).resolve()) != checkpoint.resolve() / name:
+            raise CheckpointError(f"{checkpoint / name}: is not in the checkpoint, but {path}")
+    return names
 
 
 def results_of(job: Job, folder: Path) -> dict[str, Any] | None:
@@ -219,10 +245,11 @@ def results_of(job: Job, folder: Path) -> dict[str, Any] | None:
         return None
     checkpoints = checkpoints_of(folder)
     try:
-        summary = read_summary(folder)
-    except GymError:
-        summary = {}
-    final = summary.get("final_eval") or {}
+        with _as_records(folder):
+            summary = dict(read_summary(folder))
+            final = dict(summary.get("final_eval") or {})
+    except RecordError:
+        summary, final = {}, {}
     return {
         "status": job.status,
         "final_reward": final.get("mean_return"),
@@ -254,7 +281,7 @@ def tar_of(folder: Path, names: Sequence[str], prefix: str) -> Iterator[bytes]:
     yield bytes(2 * tarfile.BLOCKSIZE)
 
 
-def push(run_folder: Path, repo: str, *, is_private: bool, is_merged: bool) -> str:
+async def push(run_folder: Path, repo: str, *, is_private: bool, is_merged: bool) -> str:
     """Export a run's newest model and push it to the hub; return the repository's URL.
 
     HF_TOKEN and HF_ENDPOINT are those of the service's environment.
@@ -266,23 +293,31 @@ def push(run_folder: Path, repo: str, *, is_private: bool, is_merged: bool) -> s
     with in_temporary_folder("gspo-gym-export-") as folder:
         scratch = Path(folder)
         verb = "merge" if is_merged else "export"
-        _models([verb, str(run_folder), "--out", str(scratch / "model")], scratch)
-        return _models(["push", str(scratch / "model"), repo, *(["--private"] if is_private else [])], scratch)
+        await _models([verb, str(run_folder), "--out", str(scratch / "model")], scratch)
+        return await _models(["push", str(scratch / "model"), repo, *(["--private"] if is_private else [])], scratch)
 
 
-def _models(words: Sequence[str], scratch: Path) -> str:
-    """Run `gspo-gym models`; return the last line of its output."""
+async def _models(words: Sequence[str], scratch: Path) -> str:
+    """Run `gspo-gym models`; return the last line of its output. Cancelling this kills it."""
     log = scratch / "log.txt"
     with log.open("wb") as errors:
-        ended = subprocess.run(
-            [sys.executable, "-m", "gspo_gym.cli", "models", *words],
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "gspo_gym.cli", "models", *words),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=errors,
-            text=True,
-            timeout=_EXPORT_SECONDS,
-            check=False,
         )
-    if ended.returncode:
-        raise ServiceError(last_error(log) or f"gspo-gym models {words[0]} ended with status {ended.returncode}")
-    return (ended.stdout.strip().splitlines() or [""])[-1]
+    end_with_us(process.pid)
+    try:
+        async with asyncio.timeout(_EXPORT_SECONDS):
+            output, _ = await process.communicate()
+    except TimeoutError:
+        raise ServiceError(f"gspo-gym models {words[0]} did not end in {_EXPORT_SECONDS:g} s") from None
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+        has_ended(process.pid)
+    if process.returncode:
+        raise ServiceError(last_error(log) or f"gspo-gym models {words[0]} ended with status {process.returncode}")
+    return (output.decode().strip().splitlines() or [""])[-1]

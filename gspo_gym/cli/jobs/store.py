@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from gspo_gym.base.files import writing
-from gspo_gym.errors import GymError
+from gspo_gym.errors import GymError, StorageError
 
 Status = Literal["queued", "initializing", "training", "succeeded", "failed", "cancelled"]
 ENDED: tuple[Status, ...] = ("succeeded", "failed", "cancelled")
@@ -177,7 +177,7 @@ class Store:
     """
 
     def __init__(self, path: Path, *, clock: Callable[[], float] = time.time) -> None:
-        self._clock = clock
+        self._clock, self._path = clock, path
         self._lock = threading.RLock()
         with writing(path):
             try:
@@ -198,18 +198,35 @@ class Store:
 
     @contextlib.contextmanager
     def transaction(self) -> Iterator[None]:
-        """Make all changes of the block at once, or none if it raises; blocks nest."""
-        with self._lock:
-            if self._connection.in_transaction:  # a nested block belongs to the outer one
+        """Make all changes of the block at once, or none if it raises; blocks nest.
+
+        Raises:
+            StorageError: the disk refuses (full, read-only).
+        """
+        with self._reading():
+            if self._has_begun():  # a nested block belongs to the outer one
                 yield
                 return
             self._connection.execute("BEGIN IMMEDIATE")
             try:
                 yield
+                self._connection.execute("COMMIT")
             except BaseException:
-                self._connection.execute("ROLLBACK")
+                if self._has_begun():  # SQLite ends it by itself where the disk is full
+                    self._connection.execute("ROLLBACK")
                 raise
-            self._connection.execute("COMMIT")
+
+    def _has_begun(self) -> bool:
+        return self._connection.in_transaction
+
+    @contextlib.contextmanager
+    def _reading(self) -> Iterator[None]:
+        """Hold the lock; raise errors of the file as StorageError."""
+        with self._lock:
+            try:
+                yield
+            except sqlite3.Error as error:
+                raise StorageError(f"{self._path}: {error}") from error
 
     def create(self, new: NewJob, *, max_queued: int) -> tuple[Job, bool]:
         """Queue a job; return it and True, or the job with the same key and request and False.
@@ -236,7 +253,7 @@ class Store:
 
     def job(self, job_id: str) -> Job | None:
         """Return a job, or None."""
-        with self._lock:
+        with self._reading():
             row = self._row("job_id", job_id)
         return None if row is None else _job_of(row)
 
@@ -250,7 +267,7 @@ class Store:
         """Return the jobs of these statuses, in the order of the queue."""
         wanted = tuple(statuses)
         marks = ", ".join("?" * len(wanted))
-        with self._lock:
+        with self._reading():
             rows = self._connection.execute(f"SELECT * FROM jobs WHERE status IN ({marks}) ORDER BY number", wanted)
             return [_job_of(row) for row in rows]
 
@@ -297,7 +314,7 @@ class Store:
 
     def events(self, job_id: str, *, after: int, limit: int) -> list[Event]:
         """Return at most `limit` events with numbers above `after`, in order."""
-        with self._lock:
+        with self._reading():
             rows = self._connection.execute(
                 "SELECT * FROM events WHERE job_id = ? AND seq > ? ORDER BY seq LIMIT ?", (job_id, after, limit)
             )
@@ -305,7 +322,7 @@ class Store:
 
     def timeline(self, job_id: str) -> list[Event]:
         """Return the events at which the job's status changed."""
-        with self._lock:
+        with self._reading():
             rows = self._connection.execute(
                 "SELECT * FROM events WHERE job_id = ? AND phase IS NOT NULL ORDER BY seq", (job_id,)
             )

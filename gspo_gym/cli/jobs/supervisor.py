@@ -5,12 +5,13 @@ that the service took before starting it, and writes its process id before it be
 therefore find every job's process, at whichever moment the last service was killed.
 
     jobs.sqlite3            jobs and events, see `store.py`
+    inference.log           output of the model that clients talk with
     api-key                 made at the first start, if the environment gives none
     runs/JOB/               the run's folder
     jobs/JOB/config.toml    the child's configuration
     jobs/JOB/log.txt        its output
     jobs/JOB/pid.ATTEMPT    its process id
-    jobs/JOB/lock           held by the living child
+    jobs/JOB/lock.ATTEMPT   held by the living child
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from pathlib import Path
 from gspo_gym.base.files import make_folder, replace_file, take_lock, writing
 from gspo_gym.cli.jobs.records import Follower, checkpoints_of, last_error, model_id_of
 from gspo_gym.cli.jobs.store import ACTIVE, Event, Job, Store
-from gspo_gym.errors import RecordError, StorageError
+from gspo_gym.errors import GymError, RecordError, StorageError
 from gspo_gym.run.process import start_of
 
 # The shell writes its process id, then becomes the trainer, which keeps that id.
@@ -69,6 +70,7 @@ class Supervisor:
         self._store, self._folder, self._settings, self._clock = store, folder, settings, clock
         self._children: dict[str, subprocess.Popen[bytes]] = {}
         self._followers: dict[str, Follower] = {}
+        self._failures: dict[str, str] = {}  # of the last look at a job
         # When a cancelled job's process was told, by the monotonic clock; after a restart, when it was seen.
         self._told: dict[str, float] = {}
         self._woken, self._is_stopping = threading.Event(), False
@@ -109,10 +111,22 @@ class Supervisor:
     def look(self) -> None:
         """Take in what running jobs recorded, conclude those that have ended, and start as many as may run."""
         for job in self._store.jobs(ACTIVE):
-            self._watch(job)
+            self._try(self._watch, job)
         num_free = self._settings.max_running - len(self._store.jobs(ACTIVE))
         for job in self._store.jobs(("queued",))[: max(0, num_free)]:
-            self._begin(job)
+            self._try(self._begin, job)
+
+    def _try(self, act: Callable[[Job], object], job: Job) -> None:
+        try:
+            act(job)
+        except Exception as error:  # the other jobs go on, and this one is looked at again
+            if self._failures.get(job.job_id) != str(error):  # said once, and not at every look
+                _LOG.warning(
+                    "jobs: a look at %s failed: %s", job.job_id, error, exc_info=not isinstance(error, GymError)
+                )
+            self._failures[job.job_id] = str(error)
+        else:
+            self._failures.pop(job.job_id, None)
 
     # One job
 
@@ -173,7 +187,7 @@ class Supervisor:
         try:
             make_folder(folder)
             replace_file(folder / "config.toml", job.config)
-            lock = take_lock(folder / "lock")
+            lock = take_lock(folder / f"lock.{job.attempt}")
             if lock is None:  # as `_adopt`: the process is there
                 return job
             try:
@@ -222,9 +236,7 @@ class Supervisor:
 
     def _conclude(self, job: Job) -> None:
         """Finish a job after its process has ended, or start the next attempt."""
-        child = self._children.pop(job.job_id, None)
-        self._followers.pop(job.job_id, None)
-        self._told.pop(job.job_id, None)
+        child = self._children.get(job.job_id)
         code = None if child is None else child.returncode
         if self._is_locked(job) and job.pid is not None:  # what the process started lives on
             _kill_group(job.pid)
@@ -232,18 +244,27 @@ class Supervisor:
             model = {"fine_tuned_model": model_id_of(job), "model_id": model_id_of(job)}
             event = Event("rl.job.completed", "the job is done", model, phase="succeeded")
             self._store.update(job.job_id, event, finished_at=self._clock())
+            self._forget(job)
         elif job.cancelled_at is not None:
             event = Event("rl.job.cancelled", "the job was cancelled", phase="cancelled")
             self._store.update(job.job_id, event, finished_at=self._clock())
+            self._forget(job)
         elif not self._is_last_attempt(job):
             reason = self._reason(job, code)
             event = Event("rl.job.retried", f"another attempt begins: {reason}", level="warning", phase="initializing")
             again = self._store.update(
                 job.job_id, event, attempt=job.attempt + 1, pid=None, pid_started=None, outcome=None, error=None
             )
+            self._forget(job)
             self._spawn(again)
         else:
             self._fail(job, self._reason(job, code))
+            self._forget(job)
+
+    def _forget(self, job: Job) -> None:
+        """Drop what is held for an attempt, after the store has its end: on a full disk it is concluded again."""
+        for held in (self._children, self._followers, self._told):
+            held.pop(job.job_id, None)
 
     def _fail(self, job: Job, reason: str) -> Job:
         event = Event("rl.job.failed", reason, {"error": reason}, level="error", phase="failed")
@@ -260,7 +281,8 @@ class Supervisor:
         return job.attempt > self._settings.retries or job.cancelled_at is not None
 
     def _is_locked(self, job: Job) -> bool:
-        path = self._folder / "jobs" / job.job_id / "lock"
+        # One an attempt: a process that an earlier attempt left behind may hold that one's.
+        path = self._folder / "jobs" / job.job_id / f"lock.{job.attempt}"
         if not path.exists():
             return False
         lock = take_lock(path)

@@ -50,7 +50,7 @@ from gspo_gym.remote.gateway.replay import Reply
 from gspo_gym.remote.gateway.replies import failure_reply, json_reply, live, send_reply
 from gspo_gym.remote.gateway.session import GatewaySession, GatewaySessionSettings
 from gspo_gym.remote.gateway.slices import GrowingText, SlicedEngine
-from gspo_gym.remote.guard import Guard, Receive, Scope, Send
+from gspo_gym.remote.guard import Guard, Receive, Scope, Send, until_gone
 from gspo_gym.seeding import child_seed
 from gspo_gym.types import Sampling
 
@@ -133,7 +133,7 @@ class ModelApp:
         except ClientDisconnect:
             return
         answering = asyncio.create_task(self._answer(target, body, send))
-        leaving = asyncio.create_task(_until_gone(request.receive))
+        leaving = asyncio.create_task(until_gone(request.receive))
         try:
             await asyncio.wait({answering, leaving}, return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -336,11 +336,6 @@ async def _all(calls: Iterable[Awaitable[CapturedCall]]) -> list[CapturedCall]:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-
-
-async def _until_gone(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
 
 
 def _seed(body: Mapping[str, Json]) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import tarfile
 import tomllib
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 from fake_task_app import FakeTaskApp
+from full_disk import small_disk
 from served_jobs import HOSTED, Client, IdleJobs, body_of
 
 from gspo_gym.cli.jobs.requests import Machine, parse_request
@@ -44,13 +46,13 @@ def test_every_route_refuses_a_request_without_the_key(served: IdleJobs, client:
             assert code_of(stranger.call(method, path.replace("{", "").replace("}", ""))) == (401, "unauthorised"), path
 
 
-def test_ten_requests_at_once_with_one_key_make_one_job(served: IdleJobs, client: Client) -> None:
-    with ThreadPoolExecutor(10) as threads:
+def test_twenty_requests_at_once_with_one_key_make_one_job(served: IdleJobs, client: Client) -> None:
+    with ThreadPoolExecutor(20) as threads:
         asked = [
-            threads.submit(client.call, "POST", "/api/rl/jobs", body_of({}), Idempotency_Key="k") for _ in range(10)
+            threads.submit(client.call, "POST", "/api/rl/jobs", body_of({}), Idempotency_Key="k") for _ in range(20)
         ]
         answers = [one.result() for one in asked]
-    assert sorted(status for status, _ in answers) == [200] * 9 + [201]
+    assert sorted(status for status, _ in answers) == [200] * 19 + [201]
     assert len({job["job_id"] for _, job in answers}) == len(served.store.jobs()) == 1
 
 
@@ -207,6 +209,39 @@ def test_a_models_archive_holds_what_the_model_is_and_not_what_the_run_needs(ser
     with tarfile.open(fileobj=io.BytesIO(raw)) as tar:
         held = {member.name: tar.extractfile(member).read() for member in tar}  # type: ignore[union-attr]
     assert held == {f"{job_id}/config.json": b"{}", f"{job_id}/model.safetensors": b"w" * 700}
+
+
+@pytest.mark.parametrize(
+    "path", ["../../../../jobs.sqlite3", "/etc/passwd", "model.safetensors"], ids=["above", "absolute", "link"]
+)
+def test_an_archive_holds_no_file_from_outside_the_checkpoint(served: IdleJobs, client: Client, path: str) -> None:
+    job_id = served.trained(client)
+    folder = served.folder / "runs" / job_id / "checkpoints" / "step_000001"
+    if path == "model.safetensors":
+        (folder / path).unlink()
+        (served.folder / "secret").write_text("SQLite" + "s" * 694, encoding="utf-8")  # as long as it was
+        (folder / path).symlink_to(served.folder / "secret")
+    else:
+        manifest = folder / "manifest.json"
+        manifest.write_text(manifest.read_text().replace('"model.safetensors"', f'"{path}"'), encoding="utf-8")
+    status, answer = client.call("GET", f"/api/learning/models/{job_id}/archive")
+    assert status in (404, 500), answer
+    assert b"SQLite" not in str(answer).encode()
+
+
+def test_a_full_disk_is_an_answer_and_reading_goes_on(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk", 8_000_000) as disk, BackgroundServer(IdleJobs(disk.folder).guarded) as server:
+        client = Client(server.url)
+        job_id = client.create({})
+        with (disk.folder / "pad").open("wb", buffering=0) as pad, contextlib.suppress(OSError):
+            while pad.write(bytes(4_096)):
+                pass
+        large = body_of({"text": "x" * 500_000})
+        assert code_of(client.call("POST", "/api/rl/jobs", large, Idempotency_Key="k")) == (507, "storage")
+        assert client.call("GET", f"/api/rl/jobs/{job_id}/events")[0] == 200
+        (disk.folder / "pad").unlink()
+        assert client.call("POST", "/api/rl/jobs", large, Idempotency_Key="k")[0] == 201
+        assert len(client.call("GET", "/api/jobs")[1]["jobs"]) == 2
 
 
 def test_what_is_not_there_is_404(client: Client) -> None:

@@ -7,12 +7,15 @@ import io
 import os
 import random
 import signal
+import socket
 import tarfile
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from fake_hub import TOKEN, fake_hub
 from fake_task_app import FakeTaskApp
 from served_jobs import HOSTED, KEY, Client, ServiceProcess, body_of
@@ -164,6 +167,11 @@ def test_a_hosted_file_is_trained_as_it_stands_and_its_model_is_handed_over(
         assert (status, exported) == (200, {"repo_id": "me/quiz", "repo_url": f"{hub.url}/me/quiz"})
         assert {"adapter_config.json", "adapter_model.safetensors", "README.md"} <= set(hub.repos["me/quiz"])
         _, job = client.call("GET", f"/api/rl/jobs/{job['job_id']}")
+        said = {"messages": [{"role": "user", "content": "Hi."}], "max_tokens": 5, "temperature": 0, "logprobs": True}
+        status, answer = client.call(
+            "POST", "/api/inference/v1/chat/completions", {"model": job["model_id"], **said, "thinking_budget": 256}
+        )
+        assert status == 200, answer
         _, raw = client.call("GET", f"/api/learning/models/{job['model_id']}/archive")
     assert job["status"] == "succeeded", job["error"]
     types = [event["type"] for event in events]
@@ -172,4 +180,40 @@ def test_a_hosted_file_is_trained_as_it_stands_and_its_model_is_handed_over(
     assert job["results"]["checkpoints"][-1]["step"] == 10
     with tarfile.open(fileobj=io.BytesIO(raw)) as tar:
         tar.extractall(tmp_path / "model", filter="data")
-    load_policy(str(tmp_path / "model" / job["job_id"]), dtype="float32", device="cpu")
+    policy = load_policy(str(tmp_path / "model" / job["job_id"]), dtype="float32", device="cpu")
+    prompt = policy.tokenizer.apply_chat_template(said["messages"], add_generation_prompt=True, return_tensors="pt")
+    ids = torch.as_tensor(prompt["input_ids"])
+    made = policy.model.generate(
+        ids, max_new_tokens=5, do_sample=False, output_logits=True, return_dict_in_generate=True
+    )
+    sampled = made.sequences[0, ids.shape[1] :]
+    expected = [float(row[0].log_softmax(-1)[token]) for row, token in zip(made.logits, sampled, strict=True)]
+    assert [one["logprob"] for one in answer["choices"][0]["logprobs"]["content"]] == pytest.approx(expected, abs=1e-5)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_exports_to_a_hub_that_does_not_answer_hold_up_neither_requests_nor_the_services_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as hub, ThreadPoolExecutor(8) as threads:
+        values = {"HF_TOKEN": TOKEN, "HF_HUB_DISABLE_XET": "1", "HF_HUB_OFFLINE": "0"}
+        for name, value in {**values, "HF_ENDPOINT": f"http://127.0.0.1:{hub.getsockname()[1]}"}.items():
+            monkeypatch.setenv(name, value)
+        service = ServiceProcess(tmp_path / "jobs")
+        client = service.start()
+        job_id = client.create({"model": "tiny:qwen3-64"})
+        assert client.ended(job_id)["status"] == "succeeded"
+        asked = {"repo_id": "me/x", "key": f"rl:tiny:qwen3-64:{job_id}"}
+        exports = [threads.submit(client.call, "POST", "/api/learning/exports/hf", asked) for _ in range(8)]
+        hub.settimeout(120)
+        pushing, _ = hub.accept()
+        status, other = client.call("POST", "/api/rl/jobs", body_of({}))
+        assert (status, client.ended(other["job_id"])["status"]) == (201, "succeeded")
+        service.kill(number)
+        with pushing:
+            while pushing.recv(65_536):  # until the process that pushes has ended
+                pass
+        if number == signal.SIGTERM:
+            assert {one.result()[0] for one in exports} == {503}
+        else:
+            assert all(isinstance(one.exception(), ConnectionError) for one in exports)

@@ -6,8 +6,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from full_disk import small_disk
 
 from gspo_gym.cli.jobs.store import Event, NewJob, Store
+from gspo_gym.errors import StorageError
 
 
 @pytest.fixture
@@ -47,6 +49,18 @@ def test_a_transaction_that_raises_leaves_nothing(store: Store) -> None:
     job = store.require(job_id)
     assert (job.status, job.pid, len(store.events(job_id, after=0, limit=9))) == ("queued", None, 1)
     store.close()
+
+
+def test_a_full_disk_takes_nothing_of_a_transaction_and_the_next_one_that_has_room_all(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk", 1_000_000) as disk:
+        store = Store(disk.folder / "jobs.sqlite3")
+        job_id = queue(store)
+        with pytest.raises(StorageError, match=r"jobs\.sqlite3: (database or disk is full|disk I/O error)"):
+            store.update(job_id, Event("x", "m" * 2_000_000), status="training")
+        assert (store.require(job_id).status, len(store.events(job_id, after=0, limit=9))) == ("queued", 1)
+        store.update(job_id, Event("y", "small"), status="training")
+        assert [event.seq for event in store.events(job_id, after=0, limit=9)] == [1, 2]
+        store.close()
 
 
 def test_a_job_is_as_it_was_after_the_file_is_opened_again(store: Store, tmp_path: Path) -> None:

@@ -210,6 +210,44 @@ def test_what_a_dead_trainer_left_running_ends_with_the_job(place: Place) -> Non
         pass
 
 
+def test_a_process_that_an_attempt_left_in_a_session_of_its_own_does_not_hold_up_the_next_one(place: Place) -> None:
+    job_id = place.queue(ending="crash once", stray=1_000)
+    job = place.ended(place.supervisor(retries=1), job_id)
+    os.kill(int((place.folder / "stray.pid").read_text(encoding="utf-8")), signal.SIGKILL)
+    assert (job.status, job.attempt) == ("succeeded", 2)
+
+
+def test_a_clock_that_is_set_back_changes_no_order_of_a_jobs_events(place: Place) -> None:
+    job_id = place.queue(clock=3_600.0, events=2)
+    before = place.supervisor()
+    before.look()
+    before.reap()  # all of it is read at once
+    assert place.ended(place.supervisor(), job_id).status == "succeeded"
+    assert [kind for kind in place.types(job_id) if kind != "rl.train.step"] == [
+        "rl.job.created",
+        "rl.job.initializing",
+        "rl.train.started",
+        "rl.checkpoint.saved",
+        "rl.run.judge_paused",
+        "rl.run.judge_paused",
+        "rl.train.completed",
+        "rl.job.completed",
+    ]
+
+
+@pytest.mark.parametrize(
+    "line", ['{"schema": 1}', '{"schema": 1, "seq": 2, "step": 0, "kind": [], "time": 0, "data": {}}']
+)
+def test_a_job_with_records_of_an_unknown_form_ends_and_holds_up_no_other(place: Place, line: str) -> None:
+    strange, other = place.queue(line=line), place.queue()
+    supervisor = place.supervisor()
+    assert place.ended(supervisor, other).status == "succeeded"
+    job = place.store.require(strange)
+    assert job.status == "failed"
+    (event,) = (e for e in place.store.events(strange, after=0, limit=99) if e.type == "rl.job.records_damaged")
+    assert "a record has no known form" in event.message
+
+
 def is_group(pid: int) -> bool:
     """Whether a process of that group is there."""
     try:

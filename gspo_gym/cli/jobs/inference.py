@@ -1,0 +1,280 @@
+"""Dev inference: `gspo-gym models serve` in a child process, started when a client first asks for its model.
+
+One model at a time. A request for another one waits until the present model has answered what it was asked, and then
+takes its place. The model ends with the service, however that ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import re
+import secrets
+import subprocess
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from fastapi import Request
+from fastapi.responses import StreamingResponse
+
+from gspo_gym.base.leftovers import end_with_us, has_ended
+from gspo_gym.cli.jobs.records import last_error
+from gspo_gym.errors import ServiceError
+from gspo_gym.remote.guard import Receive, RefusalError, Scope, Send, until_gone
+
+if TYPE_CHECKING:
+    import httpx
+
+_KEY = "GSPO_GYM_INFERENCE_KEY"
+_MAX_REQUESTS = 64  # at once, those that wait for another model's turn included
+_START_SECONDS = 600.0  # for a model to be loaded, which may be downloaded first
+_STOP_SECONDS = 10.0
+_SERVING = re.compile(rb"serving .* at (http://\S+)/v1\n")
+
+Warmth = Literal["not_started", "warming", "warmed", "failed"]
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """A model to be served.
+
+    Attributes:
+        model: for `gspo-gym models serve`. name: that its answers have.
+    """
+
+    model: str
+    name: str
+
+
+@dataclass
+class _Child:
+    """The process that serves a model.
+
+    Attributes:
+        num_requests: that it is answering. is_idle: set while there are none.
+        is_lost: a connection to it failed.
+    """
+
+    wanted: Wanted
+    process: asyncio.subprocess.Process
+    client: httpx.AsyncClient
+    draining: asyncio.Task[None]
+    num_requests: int = 0
+    is_lost: bool = False
+    is_idle: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def lives(self) -> bool:
+        return not self.is_lost and self.process.returncode is None
+
+
+class Inference:
+    """The model that answers; use it within one event loop, and `close` it there.
+
+    Args:
+        command: that serves, before MODEL --name ... --port 0 --api-key-env ...; environ: of the child.
+        log: file for the child's output.
+    """
+
+    def __init__(self, command: Sequence[str], environ: Mapping[str, str], log: Path) -> None:
+        self._command, self._environ, self._log = command, environ, log
+        self._turn = asyncio.Lock()  # of starting and replacing the model, in the order of the requests
+        self._child: _Child | None = None
+        self._num_requests = 0
+        self._warming: dict[str, asyncio.Task[None]] = {}
+
+    async def answer(self, wanted: Wanted, path: str, body: Mapping[str, Any], request: Request) -> StreamingResponse:
+        """Have the model answer the body (JSON values) at `path`, below /v1; the model is started if it is not there.
+
+        Raises:
+            RefusalError: 503, too many requests wait, or the client has gone; 424, the model cannot be served.
+        """
+        import httpx
+
+        if self._num_requests >= _MAX_REQUESTS:
+            text = f"{_MAX_REQUESTS} requests are with the model, which is as many as may be; try again"
+            raise RefusalError(503, "overloaded", text)
+        for _ in range(2):
+            async with contextlib.AsyncExitStack() as stack:
+                self._num_requests += 1
+                stack.callback(self._leave)
+                child = await stack.enter_async_context(self._serving(wanted))
+                asked = child.client.build_request("POST", f"/{path}", json={**body, "model": wanted.name})
+                try:
+                    sent = await _unless_gone(child.client.send(asked, stream=True), request)
+                except httpx.TransportError as error:
+                    child.is_lost, failure = True, error
+                    if isinstance(error, httpx.ConnectError):  # it had died before: start it again
+                        continue
+                    break
+                stack.push_async_callback(sent.aclose)
+                # From here on the response closes all of that, after its last byte.
+                return _Passed(sent, stack.pop_all())
+        raise RefusalError(424, "model_failed", f"{wanted.name}: {self._reason(failure)}") from failure
+
+    def warm(self, wanted: Wanted) -> Literal["warming", "already_warming", "already_warmed"]:
+        """Begin to start the model, if it is not there."""
+        warmth, _ = self.warmth(wanted)
+        if warmth == "warmed":
+            return "already_warmed"
+        if warmth == "warming":
+            return "already_warming"
+        self._warming = {wanted.name: asyncio.create_task(self._warm(wanted))}  # only the last one's end is told
+        return "warming"
+
+    def warmth(self, wanted: Wanted) -> tuple[Warmth, str | None]:
+        """Return whether the model is there, and why its start failed."""
+        if self._child is not None and self._child.wanted == wanted and self._child.lives:
+            return "warmed", None
+        task = self._warming.get(wanted.name)
+        if task is None:
+            return "not_started", None
+        if not task.done():
+            return "warming", None
+        # After a start that succeeded, another model has taken its place.
+        error = task.exception()
+        return ("not_started", None) if error is None else ("failed", str(error))
+
+    async def close(self) -> None:
+        """End the model."""
+        for task in self._warming.values():
+            task.cancel()
+        await asyncio.gather(*self._warming.values(), return_exceptions=True)
+        async with self._turn:
+            await self._end()
+
+    async def _warm(self, wanted: Wanted) -> None:
+        async with self._serving(wanted):
+            pass
+
+    def _leave(self) -> None:
+        self._num_requests -= 1
+
+    @contextlib.asynccontextmanager
+    async def _serving(self, wanted: Wanted) -> AsyncIterator[_Child]:
+        """Yield the running model, which is not replaced within the block."""
+        async with self._turn:
+            child = self._child
+            if child is None or child.wanted != wanted or not child.lives:
+                if child is not None and child.lives:
+                    await child.is_idle.wait()
+                await self._end()
+                child = self._child = await self._start(wanted)
+            child.num_requests += 1
+            child.is_idle.clear()
+        try:
+            yield child
+        finally:
+            child.num_requests -= 1
+            if not child.num_requests:
+                child.is_idle.set()
+
+    async def _start(self, wanted: Wanted) -> _Child:
+        import httpx
+
+        key = secrets.token_urlsafe(32)
+        options = ["--name", wanted.name, "--port", "0", "--api-key-env", _KEY]
+        try:
+            with self._log.open("wb") as log:
+                process = await asyncio.create_subprocess_exec(
+                    *(*self._command, wanted.model, *options),
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.PIPE,
+                    stderr=log,
+                    env={**self._environ, _KEY: key},
+                    start_new_session=True,  # else Ctrl-C would reach it before the service has ended its requests
+                )
+        except OSError as error:
+            raise RefusalError(424, "model_failed", f"{wanted.name}: cannot be started: {error}") from error
+        end_with_us(process.pid, is_group=True)
+        try:
+            async with asyncio.timeout(_START_SECONDS):
+                url = await _url_of(process)
+        except BaseException as error:
+            await _stop(process)
+            if not isinstance(error, (ServiceError, TimeoutError)):
+                raise
+            raise RefusalError(424, "model_failed", f"{wanted.name}: {self._reason(error)}") from error
+        client = httpx.AsyncClient(
+            base_url=f"{url}/v1",
+            headers={"authorization": f"Bearer {key}"},
+            timeout=None,  # a client that has enough hangs up
+            # Kept ones would be of a process that may have died.
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),
+            trust_env=False,
+        )
+        child = _Child(wanted, process, client, asyncio.create_task(_drain(process)))
+        child.is_idle.set()
+        return child
+
+    async def _end(self) -> None:
+        child, self._child = self._child, None
+        if child is not None:
+            await child.client.aclose()
+            await _stop(child.process)
+            await child.draining
+
+    def _reason(self, error: BaseException) -> str:
+        return last_error(self._log) or str(error) or type(error).__name__
+
+
+async def _url_of(process: asyncio.subprocess.Process) -> str:
+    assert process.stdout is not None
+    async for line in process.stdout:
+        if (found := _SERVING.fullmatch(line)) is not None:
+            return found[1].decode()
+    raise ServiceError("the model's process ended before it served")
+
+
+async def _drain(process: asyncio.subprocess.Process) -> None:
+    """Read on, or the process would stop at a full pipe."""
+    assert process.stdout is not None
+    while await process.stdout.read(65_536):
+        pass
+
+
+async def _stop(process: asyncio.subprocess.Process) -> None:
+    """End the process and its group, first by SIGTERM."""
+    if process.returncode is None:
+        process.terminate()
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(process.wait(), _STOP_SECONDS)
+    with contextlib.suppress(ProcessLookupError):  # also what it has left behind
+        os.killpg(process.pid, 9)
+    await process.wait()
+    has_ended(process.pid, is_group=True)
+
+
+async def _unless_gone(work: Awaitable[httpx.Response], request: Request) -> httpx.Response:
+    """Return the result; cancel the work if the client hangs up, since nothing is sampled for it.
+
+    Raises:
+        RefusalError: 503, it hung up.
+    """
+    working, leaving = asyncio.ensure_future(work), asyncio.create_task(until_gone(request.receive))
+    try:
+        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise RefusalError(503, "client_gone", "the client hung up")
+        return working.result()
+    finally:
+        for task in (working, leaving):
+            task.cancel()
+        await asyncio.gather(working, leaving, return_exceptions=True)
+
+
+class _Passed(StreamingResponse):
+    """The child's answer, part by part as it comes; closes the connection to it at the end, however that comes."""
+
+    def __init__(self, sent: httpx.Response, stack: contextlib.AsyncExitStack) -> None:
+        super().__init__(sent.aiter_bytes(), sent.status_code, media_type=sent.headers.get("content-type"))
+        self._stack: Callable[[], Awaitable[None]] = stack.aclose
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            await self._stack()
