@@ -296,6 +296,12 @@ def jobs() -> Iterator[tuple[str, list[Good]]]:
                     Good(f"/api/learning/{model}/archive", method="GET", headers=key),
                     Good("/api/artifacts?type=rl&limit=5", method="GET", headers=key),
                     Good("/api/rl/verify_task_app", {"endpoint_base_url": "http://127.0.0.1:1"}, headers=key),
+                    Good(
+                        "/api/inference/v1/chat/completions",
+                        {"model": job_id, "messages": [{"role": "user", "content": "a"}]},
+                        headers=key,
+                    ),
+                    Good(f"/api/warmup/status/{job_id}", method="GET", headers=key),
                     Good("/api/learning/exports/hf", {"repo_id": "a/b", "key": "c", "visibility": "x"}, headers=key),
                 ],
             )

@@ -24,7 +24,10 @@ class Handler(BaseHTTPRequestHandler):
         if self.headers["authorization"] != f"Bearer {os.environ['GSPO_GYM_INFERENCE_KEY']}":
             self.send_error(401)
             return
-        verb, _, pipe = body["messages"][-1]["content"].partition(" ")
+        try:
+            verb, _, pipe = body["messages"][-1]["content"].partition(" ")
+        except (AttributeError, LookupError, TypeError):
+            verb, pipe = "refuse", ""
         if verb == "die":
             os._exit(3)
         if verb == "wait":
