@@ -12,107 +12,27 @@ import hashlib
 import json
 import re
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from datetime import datetime
-from functools import partial
-from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import fastapi
 from fastapi import Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
-from gspo_gym.base.strict_json import read_json
-from gspo_gym.cli.jobs.inference import Inference, Wanted
-from gspo_gym.cli.jobs.records import (
-    checkpoints_of,
-    model_files_of,
-    model_id_of,
-    points_of,
-    push,
-    results_of,
-    tar_of,
-    timestamp,
-)
-from gspo_gym.cli.jobs.requests import Machine, parse_request
-from gspo_gym.cli.jobs.store import Event, Job, KeyConflictError, NewJob, QueueFullError, Store
-from gspo_gym.cli.jobs.supervisor import Supervisor
-from gspo_gym.errors import ConfigError, GymError, RecordError, ServiceError, StorageError
-from gspo_gym.remote.apps.client import AppKeys, TaskAppClient, TaskAppSettings
+from gspo_gym.cli.jobs.model_routes import ModelRoutes
+from gspo_gym.cli.jobs.records import points_of, results_of, timestamp
+from gspo_gym.cli.jobs.requests import parse_request
+from gspo_gym.cli.jobs.service import JobsService, Json, number_in, object_in
+from gspo_gym.cli.jobs.store import Event, Job, KeyConflictError, NewJob, QueueFullError
+from gspo_gym.errors import ConfigError, GymError, StorageError
+from gspo_gym.remote.apps.client import TaskAppClient, TaskAppSettings
 from gspo_gym.remote.guard import RefusalError, answer_refusal
 
-Json = dict[str, Any]  # Any: JSON
-Result = TypeVar("Result")
-
-_NAMED = re.compile(r"(?:.*:)?(job_[0-9a-f]{24})(?::step_(\d{1,12})|@(best|latest|\d{1,12}))?", re.DOTALL)
-_JOB_ID = re.compile(r"job_[0-9a-f]{24}")
 _KEY = re.compile(r"[\x21-\x7e]{1,200}")
-_REPO = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
-_MAX_NUMBER = 2**53
 _HEARTBEAT_SECONDS, _MAX_HEARTBEAT_SECONDS = 20, 300
 _POLL_SECONDS = 0.1
 _BATCH = 200  # events of a stream that are read at once
-
-
-@dataclass(frozen=True, slots=True)
-class JobsService:
-    """The objects and settings that the routes use.
-
-    Attributes:
-        folder: of the service. inference: the model that clients talk with. max_queued: jobs that may wait.
-        app_keys: for the task apps that are verified. machine: where jobs are trained.
-        is_stopping: streams end when it returns True.
-    """
-
-    store: Store
-    supervisor: Supervisor
-    folder: Path
-    inference: Inference
-    max_queued: int = 1_000
-    app_keys: AppKeys | None = None
-    machine: Machine = field(default_factory=Machine)
-    is_stopping: Callable[[], bool] = lambda: False
-
-    def job(self, job_id: str) -> Job:
-        """Return a job.
-
-        Raises:
-            RefusalError: 404, there is no such job.
-        """
-        job = self.store.job(job_id) if _JOB_ID.fullmatch(job_id) else None
-        if job is None:
-            raise RefusalError(404, "unknown_job", "there is no job of that id")
-        return job
-
-    def models(self) -> list[tuple[Job, list[Json]]]:
-        """Return the jobs that have a checkpoint, newest first, with their checkpoints."""
-        found = ((job, checkpoints_of(self.supervisor.run_folder(job.job_id))) for job in self.store.jobs())
-        return [(job, checkpoints) for job, checkpoints in reversed(list(found)) if checkpoints]
-
-    def trained_by(self, key: str) -> Job:
-        """Return the job that trained a model, by the job's id, the model's id, or the path of its weights.
-
-        Raises:
-            RefusalError: 404, there is no such model.
-        """
-        for job, checkpoints in self.models():
-            if key in (job.job_id, model_id_of(job), *(checkpoint["path"] for checkpoint in checkpoints)):
-                return job
-        raise RefusalError(404, "unknown_model", "there is no model of that id or path: see /api/learning/models")
-
-    def model(self, model_id: str) -> tuple[Job, list[Json]]:
-        """Return the job that trained a model, and the job's checkpoints.
-
-        Raises:
-            RefusalError: 404, there is no such model.
-        """
-        # As clients write it: PREFIX:BASE:JOB, where the base may hold colons, or the job alone.
-        with contextlib.suppress(RefusalError):
-            job = self.job(model_id.rpartition(":")[2])
-            if checkpoints := checkpoints_of(self.supervisor.run_folder(job.job_id)):
-                return job, checkpoints
-        raise RefusalError(404, "unknown_model", "there is no model of that id: see /api/learning/models")
 
 
 def create_jobs_app(service: JobsService) -> fastapi.FastAPI:
@@ -129,8 +49,7 @@ def create_jobs_app(service: JobsService) -> fastapi.FastAPI:
     app = fastapi.FastAPI(title="gspo-gym jobs", lifespan=lifespan, openapi_url=None)
     app.add_exception_handler(RefusalError, answer_refusal)
     app.add_exception_handler(GymError, _answer_error)
-    routes = _Routes(service)
-    for method, paths, handler in routes.table():
+    for method, paths, handler in (*_Routes(service).table(), *ModelRoutes(service).table()):
         for path in paths:
             app.add_api_route(path, handler, methods=[method], response_model=None)
     return app
@@ -147,13 +66,11 @@ class _Routes:
 
     def __init__(self, service: JobsService) -> None:
         self.service = service
-        self._exporting = asyncio.Lock()  # one at a time, for each loads a model
 
     def table(self) -> Iterator[tuple[str, list[str], Callable[..., Any]]]:
         """Yield the method, paths and handler of every route; the first that fits a path answers."""
         lists = [f"/api/{kind}/jobs" for kind in ("rl", "learning", "orchestration")]
         one = [f"{path}/{{job_id}}" for path in lists]
-        models = ("/api/learning/models", "/api/artifacts/models", "/api/models")
         yield "GET", ["/", "/health"], self.health
         yield "POST", ["/api/rl/verify_task_app"], self.verify_task_app
         yield "POST", ["/api/rl/jobs"], self.create
@@ -170,17 +87,6 @@ class _Routes:
         yield "GET", [f"{path}/timeline" for path in one], self.timeline
         yield "GET", [f"{path}/config" for path in one], self.config
         yield "GET", ["/api/jobs/{job_id}/runs"], self.runs
-        yield "GET", ["/api/learning/models", "/api/learning/models/rl", "/api/models"], self.list_models
-        yield "GET", ["/api/learning/models/{model_id:path}/archive"], self.archive
-        yield "GET", [f"{path}/{{model_id:path}}" for path in models], self.model
-        yield "GET", ["/api/artifacts"], self.artifacts
-        yield "POST", ["/api/learning/exports/hf"], self.export
-        for path in ("chat/completions", "completions", "responses"):
-            yield "POST", [f"/api/inference/v1/{path}", f"/api/v1/{path}"], partial(self.infer, path)
-        yield "GET", ["/api/inference/v1/models", "/api/v1/models"], self.list_models
-        warmups = [f"{prefix}/warmup" for prefix in ("/api", "/api/inference", "")]
-        yield "GET", [f"{path}/status/{{model_id:path}}" for path in warmups], self.warmth
-        yield "POST", [f"{path}/{{model_id:path}}" for path in warmups], self.warm
 
     def health(self) -> Json:
         """Answer that the service runs."""
@@ -188,7 +94,7 @@ class _Routes:
 
     async def verify_task_app(self, request: Request) -> Json:
         """Ask a task app for its health."""
-        body = await _object(request)
+        body = await object_in(request)
         url = body.get("endpoint_base_url")
         if not isinstance(url, str):
             raise RefusalError(422, "invalid_request", "endpoint_base_url: expected the task app's URL")
@@ -208,7 +114,7 @@ class _Routes:
         key = request.headers.get("idempotency-key")
         if key is not None and not _KEY.fullmatch(key):
             raise RefusalError(400, "invalid_key", "Idempotency-Key: expected 1 to 200 printable ASCII characters")
-        body = await _object(request)
+        body = await object_in(request)
         return await asyncio.to_thread(self._create, body, key)
 
     def _create(self, body: Json, key: str | None) -> JSONResponse:
@@ -231,7 +137,7 @@ class _Routes:
     def list_jobs(self, request: Request) -> Json:
         """Return the newest jobs."""
         query = request.query_params
-        limit = _number(query, "limit", 50, least=1, most=1_000)
+        limit = number_in(query, "limit", 50, least=1, most=1_000)
         wanted, kind = query.get("status"), query.get("type", "rl")
         after = _moment(query, "created_after")
         jobs = [job for job in self.service.store.jobs() if wanted in (None, job.status)]
@@ -294,8 +200,8 @@ class _Routes:
 
     def metrics(self, job_id: str, request: Request) -> Json:
         """Return the numbers of the steps after `after_step`."""
-        after = _number(request.query_params, "after_step", -1, least=-1)
-        limit = _number(request.query_params, "limit", 200, least=1, most=10_000)
+        after = number_in(request.query_params, "after_step", -1, least=-1)
+        limit = number_in(request.query_params, "limit", 200, least=1, most=10_000)
         folder = self.service.supervisor.run_folder(self.service.job(job_id).job_id)
         return {"points": points_of(folder, after_step=after, limit=limit)}
 
@@ -304,8 +210,8 @@ class _Routes:
         if "text/event-stream" in request.headers.get("accept", ""):
             return await self.stream(job_id, request)
         query = request.query_params
-        after = max(_number(query, "since_seq", 0), _number(query, "after", 0))  # `after`: an event_id
-        limit = _number(query, "limit", 200, least=1, most=1_000)
+        after = max(number_in(query, "since_seq", 0), number_in(query, "after", 0))  # `after`: an event_id
+        limit = number_in(query, "limit", 200, least=1, most=1_000)
         return await asyncio.to_thread(self._events, job_id, after, limit)
 
     def _events(self, job_id: str, after: int, limit: int) -> Json:
@@ -315,9 +221,9 @@ class _Routes:
     async def stream(self, job_id: str, request: Request) -> Response:
         """Send the events after a number as they happen, until the job's last one."""
         query = request.query_params
-        after = max(_number(query, "since_seq", 0), _number(query, "since_id", 0))
-        heartbeat = _number(query, "heartbeat", _HEARTBEAT_SECONDS, least=1, most=_MAX_HEARTBEAT_SECONDS)
-        after = _number(request.headers, "last-event-id", after)
+        after = max(number_in(query, "since_seq", 0), number_in(query, "since_id", 0))
+        heartbeat = number_in(query, "heartbeat", _HEARTBEAT_SECONDS, least=1, most=_MAX_HEARTBEAT_SECONDS)
+        after = number_in(request.headers, "last-event-id", after)
         job = await asyncio.to_thread(self.service.job, job_id)
         if job.has_ended and not await asyncio.to_thread(self.service.store.events, job_id, after=after, limit=1):
             return Response(status_code=204)  # at which browsers stop asking
@@ -345,117 +251,6 @@ class _Routes:
                 quiet_since = time.monotonic()
                 yield ": still here\n\n"
             await asyncio.sleep(_POLL_SECONDS)
-
-    # Models
-
-    def list_models(self) -> Json:
-        """Return the models that jobs have trained."""
-        models = [_model(job, checkpoints) for job, checkpoints in self.service.models()]
-        return {"models": models, "data": models}
-
-    def model(self, model_id: str) -> Json:
-        """Return a model, with its checkpoints."""
-        job, checkpoints = self.service.model(model_id)
-        return {**_model(job, checkpoints), "checkpoints": checkpoints}
-
-    def artifacts(self, request: Request) -> Json:
-        """Return the models in the clients' table of all artifacts."""
-        limit = _number(request.query_params, "limit", 50, least=1, most=1_000)
-        kind, status = request.query_params.get("type"), request.query_params.get("status")
-        found = [_model(job, checkpoints) for job, checkpoints in self.service.models()]
-        models = [model for model in found if kind in (None, "rl", "models") and status in (None, model["status"])]
-        models = models[:limit]
-        counts = {"total_count": len(models), "rl_models_count": len(models)}
-        return {"fine_tuned_models": [], "rl_models": models, "prompts": [], "summary": counts}
-
-    def archive(self, model_id: str) -> StreamingResponse:
-        """Send a model's newest checkpoint as a tar file, without the files that only a resumed run needs."""
-        job, checkpoints = self.service.model(model_id)
-        folder = Path(checkpoints[-1]["path"])
-        names = model_files_of(folder)
-        disposition = f'attachment; filename="{job.job_id}.tar"'
-        headers = {"content-disposition": disposition}
-        return StreamingResponse(tar_of(folder, names, job.job_id), 200, headers, "application/x-tar")
-
-    async def export(self, request: Request) -> Json:
-        """Push a model to the hub, as an adapter or merged; return the repository's URL."""
-        body = await _object(request)
-        repo, key = body.get("repo_id"), body.get("key")
-        if not (isinstance(repo, str) and _REPO.fullmatch(repo) and isinstance(key, str)):
-            raise RefusalError(422, "invalid_request", "expected repo_id as OWNER/NAME, and key: a model's id or path")
-        is_merged = body.get("artifact_kind") not in (None, "lora")
-        is_private = body.get("visibility") != "public"
-        job = await asyncio.to_thread(self.service.trained_by, key)
-        folder = self.service.supervisor.run_folder(job.job_id)
-        try:
-            url = await self._unless_stopping(self._push(folder, repo, is_private=is_private, is_merged=is_merged))
-        except ServiceError as error:
-            raise RefusalError(424, "export_failed", str(error)) from None
-        return {"repo_id": repo, "repo_url": url}
-
-    async def _push(self, folder: Path, repo: str, *, is_private: bool, is_merged: bool) -> str:
-        async with self._exporting:
-            return await push(folder, repo, is_private=is_private, is_merged=is_merged)
-
-    async def _unless_stopping(self, work: Coroutine[Any, Any, Result]) -> Result:
-        """Return the result of long work, which the service's end does not wait for.
-
-        Raises:
-            RefusalError: 503, the service ends.
-        """
-        task = asyncio.create_task(work)
-        try:
-            while not task.done():
-                if self.service.is_stopping():
-                    raise RefusalError(503, "stopping", "the service is told to stop; ask again when it is back")
-                await asyncio.wait({task}, timeout=_POLL_SECONDS)
-            return task.result()
-        finally:
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
-
-    async def infer(self, path: str, request: Request) -> Response:
-        """Have the model that the body names answer, over OpenAI's protocol."""
-        body = await _object(request)
-        wanted = await asyncio.to_thread(self._wanted, body.get("model"))
-        return await self._unless_stopping(self.service.inference.answer(wanted, path, body, request))
-
-    async def warm(self, model_id: str) -> Json:
-        """Begin to start a model, for requests to come."""
-        return {"status": self.service.inference.warm(await asyncio.to_thread(self._wanted, model_id))}
-
-    async def warmth(self, model_id: str) -> Json:
-        """Answer whether a model is there."""
-        status, error = self.service.inference.warmth(await asyncio.to_thread(self._wanted, model_id))
-        return {"status": status, "error": error}
-
-    def _wanted(self, name: Any) -> Wanted:
-        """Return the model that clients call so: PREFIX:BASE:JOB[:step_N], JOB[@best|@N], or the base of a job.
-
-        Without a step it is the newest checkpoint, as in its archive.
-
-        Raises:
-            RefusalError: 404, there is no such model or step; 409, its job has not ended.
-        """
-        found = _NAMED.fullmatch(name) if isinstance(name, str) else None
-        if found is None:
-            if any(name == job.base for job in self.service.store.jobs()):
-                return Wanted(name, name)
-            raise RefusalError(404, "unknown_model", "there is no model of that id: see /api/learning/models")
-        job, checkpoints = self.service.model(found[1])
-        if not job.has_ended:  # what it keeps may go while it is loaded
-            raise RefusalError(
-                409, "job_runs", f"{job.job_id} is still {job.status}: its model can be asked at its end"
-            )
-        folder = self.service.supervisor.run_folder(job.job_id)
-        which = found[2] or found[3] or "latest"
-        if which == "best":
-            return Wanted(f"{folder}@best", f"{model_id_of(job)}@best")
-        steps = [checkpoint["step"] for checkpoint in checkpoints]
-        step = steps[-1] if which == "latest" else int(which)
-        if step not in steps:
-            raise RefusalError(404, "unknown_model", f"{job.job_id} has no checkpoint of step {step}, only of {steps}")
-        return Wanted(f"{folder}@{step}", f"{model_id_of(job)}:step_{step:06d}")
 
     def _told(self, job: Job) -> Json:
         """Return a job in the clients' format."""
@@ -489,23 +284,6 @@ class _Routes:
         }
 
 
-def _model(job: Job, checkpoints: Sequence[Json]) -> Json:
-    model_id = model_id_of(job)
-    return {
-        "id": model_id,
-        "model_id": model_id,
-        "object": "model",
-        "type": "rl",
-        "base_model": job.base,
-        "job_id": job.job_id,
-        "status": job.status,
-        "created_at": timestamp(job.created_at),
-        "dtype": None,
-        "step": checkpoints[-1]["step"],
-        "weights_path": checkpoints[-1]["path"],
-    }
-
-
 def _event_to_wire(event: Event, job_id: str) -> Json:
     return {
         "seq": event.seq,
@@ -528,20 +306,6 @@ def _when(seconds: float | None) -> str | None:
     return None if seconds is None else timestamp(seconds)
 
 
-def _number(values: Mapping[str, str], name: str, default: int, *, least: int = 0, most: int = _MAX_NUMBER) -> int:
-    """Return an integer from a query or a header.
-
-    Raises:
-        RefusalError: 400, it is not an integer, or out of range.
-    """
-    text = values.get(name)
-    if text is None:
-        return default
-    if re.fullmatch(r"-?[0-9]{1,16}", text) and least <= int(text) <= most:
-        return int(text)
-    raise RefusalError(400, "invalid_number", f"{name}: expected a whole number from {least} to {most}")
-
-
 def _moment(values: Mapping[str, str], name: str) -> float:
     """Return a time from a query, in seconds since 1970 or ISO 8601; 0 if it is missing.
 
@@ -555,18 +319,3 @@ def _moment(values: Mapping[str, str], name: str) -> float:
         return datetime.fromisoformat(text).timestamp()
     except (ValueError, OverflowError):
         raise RefusalError(400, "invalid_time", f"{name}: expected seconds since 1970, or ISO 8601") from None
-
-
-async def _object(request: Request) -> Json:
-    """Return the body.
-
-    Raises:
-        RefusalError: 400, it is not a JSON object.
-    """
-    try:
-        value = read_json(await request.body())
-    except RecordError as error:
-        raise RefusalError(400, "invalid_json", str(error)) from None
-    if not isinstance(value, dict):
-        raise RefusalError(400, "invalid_json", f"expected a JSON object, got {type(value).__name__}")
-    return value

@@ -89,9 +89,10 @@ def run_service(arguments: argparse.Namespace) -> int:
         MissingExtraError: FastAPI or uvicorn is not installed. StorageError: the folder cannot be written.
     """
     try:
-        from gspo_gym.cli.jobs.app import JobsService, create_jobs_app
+        from gspo_gym.cli.jobs.app import create_jobs_app
         from gspo_gym.cli.jobs.inference import Inference
         from gspo_gym.cli.jobs.requests import Machine
+        from gspo_gym.cli.jobs.service import JobsService
         from gspo_gym.cli.jobs.store import Store
         from gspo_gym.cli.jobs.supervisor import Supervisor, SupervisorSettings
         from gspo_gym.remote.apps.client import AppKeys

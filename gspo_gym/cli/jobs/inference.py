@@ -97,23 +97,30 @@ class Inference:
         if self._num_requests >= _MAX_REQUESTS:
             text = f"{_MAX_REQUESTS} requests are with the model, which is as many as may be; try again"
             raise RefusalError(503, "overloaded", text)
-        for _ in range(2):
-            async with contextlib.AsyncExitStack() as stack:
-                self._num_requests += 1
-                stack.callback(self._leave)
-                child = await stack.enter_async_context(self._serving(wanted))
-                asked = child.client.build_request("POST", f"/{path}", json={**body, "model": wanted.name})
-                try:
-                    sent = await _unless_gone(child.client.send(asked, stream=True), request)
-                except httpx.TransportError as error:
-                    child.is_lost, failure = True, error
-                    if isinstance(error, httpx.ConnectError):  # it had died before: start it again
-                        continue
-                    break
-                stack.push_async_callback(sent.aclose)
-                # From here on the response closes all of that, after its last byte.
-                return _Passed(sent, stack.pop_all())
-        raise RefusalError(424, "model_failed", f"{wanted.name}: {self._reason(failure)}") from failure
+        try:
+            try:
+                return await self._ask(wanted, path, body, request)
+            except httpx.ConnectError:  # it had died before, and is started again
+                return await self._ask(wanted, path, body, request)
+        except httpx.TransportError as error:
+            raise RefusalError(424, "model_failed", f"{wanted.name}: {self._reason(error)}") from error
+
+    async def _ask(self, wanted: Wanted, path: str, body: Mapping[str, Any], request: Request) -> _Passed:
+        import httpx
+
+        async with contextlib.AsyncExitStack() as stack:
+            self._num_requests += 1
+            stack.callback(self._leave)
+            child = await stack.enter_async_context(self._serving(wanted))
+            asked = child.client.build_request("POST", f"/{path}", json={**body, "model": wanted.name})
+            try:
+                sent = await _unless_gone(child.client.send(asked, stream=True), request)
+            except httpx.TransportError:
+                child.is_lost = True
+                raise
+            stack.push_async_callback(sent.aclose)
+            # From here on the response closes all of that, after its last byte.
+            return _Passed(sent, stack.pop_all())
 
     def warm(self, wanted: Wanted) -> Literal["warming", "already_warming", "already_warmed"]:
         """Begin to start the model, if it is not there."""
