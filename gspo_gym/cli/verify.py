@@ -58,10 +58,11 @@ _KNOWN: Mapping[str, tuple[Any, ...] | None] = {
 }
 # Those under which the weights can be replayed.
 _REPLAYED: Mapping[str, tuple[Any, ...]] = {
-    "model.trainer_mode": ("full",),
+    "model.trainer_mode": ("full", "lora"),
     "model.dtype": ("float32",),
     "optimizer.kind": ("adamw", "adamw_fused"),
     "training.score_truncated": (False,),
+    "training.lora.dropout": (None, 0),
     "reference.placement": (None, "none", "shared"),
 }
 
@@ -277,6 +278,9 @@ def _with_weights(folder: Path, records: StepRecords, result: Verification, *, m
     """Return the records with the weights before the step, or add to `result.missing` why they are not known."""
     checkpoint = _checkpoint(folder, result.step)
     reasons = [f"with {each}" for each in _others(records.config, _REPLAYED)]
+    base = str(records.config.get("model.base"))
+    if records.config["model.trainer_mode"] == "lora" and base.startswith("tiny:"):
+        reasons.append(f"transformers cannot load the frozen model.base = {base!r}")
     if not (checkpoint / "manifest.json").exists():
         reasons.append(f"there is no {checkpoint}; steps that have one: {_verifiable(folder)[0] or 'none'}")
     if "grad_norm" not in records.columns:
@@ -286,7 +290,10 @@ def _with_weights(folder: Path, records: StepRecords, result: Verification, *, m
     if reasons:
         result.missing += [f"logprobs, entropy and gradients: {reason}" for reason in reasons]
         return records
-    files = json.loads((checkpoint / "manifest.json").read_text(encoding="utf-8"))["files"]
+    try:
+        files = json.loads((checkpoint / "manifest.json").read_text(encoding="utf-8"))["files"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise RecordError(f"{checkpoint / 'manifest.json'}: is damaged: {error!r}") from error
     for name, told in files.items():
         digest = hashlib.sha256((checkpoint / name).read_bytes()).hexdigest()
         if digest != told["sha256"]:
@@ -323,15 +330,15 @@ class Weights:
         saved = load_file(checkpoint / "resume" / "learner.safetensors")
         self._config = records.config
         self._moments = {name: value for name, value in saved.items() if name.startswith("optimizer.")}
-        self._policy, self.reference = _load(checkpoint), None
+        self._policy, self.reference = _load(checkpoint, is_adapted=True), None
         if is_double:
             self._policy.double()
             self._moments = {name: value.double() for name, value in self._moments.items()}
         held = {name.removeprefix("reference."): v for name, v in saved.items() if name.startswith("reference.")}
-        if held:
-            self.reference = _load(checkpoint)
+        if records.config["loss.kl_coef"] > 0 and (held or records.config["model.trainer_mode"] == "lora"):
+            self.reference = _load(checkpoint, is_adapted=bool(held))  # nothing held: the model without its adapter
             for name, parameter in self.reference.named_parameters():
-                parameter.data = held[name]
+                parameter.data = held.get(name, parameter.data)
         self._segments = [segment for episode in records.episodes for segment in episode.segments]
         self._row = records.units["segment"]
         positions = [np.flatnonzero(segment.action_mask) for segment in self._segments]
@@ -407,11 +414,22 @@ class Weights:
         return found[0], found[1]
 
 
-def _load(checkpoint: Path) -> Any:  # Any: transformers is untyped
+def _load(checkpoint: Path, *, is_adapted: bool) -> Any:  # Any: transformers and peft are untyped
     import torch
     from transformers import AutoModelForCausalLM
 
-    return AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32, local_files_only=True)
+    folder, adapter = str(checkpoint), checkpoint / "adapter_config.json"
+    if adapter.exists():
+        folder = json.loads(adapter.read_text(encoding="utf-8"))["base_model_name_or_path"]
+    try:
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise RecordError(f"{folder}: transformers cannot load it: {error}") from error
+    if not (adapter.exists() and is_adapted):
+        return model
+    from peft import PeftModel
+
+    return PeftModel.from_pretrained(model, checkpoint, is_trainable=True).eval()
 
 
 def _text(folder: Path, result: Verification, tolerance: float) -> str:

@@ -272,6 +272,26 @@ def test_every_variant_of_the_objective_is_verified(tmp_path: Path, changes: dic
         assert result.compared["grad_norm"][0] > 1
 
 
+@pytest.mark.slow
+def test_an_adapter_is_verified_on_its_frozen_base_which_is_the_reference(recorded: Path, tmp_path: Path) -> None:
+    base = recorded / "checkpoints" / "step_000002"
+    changes: dict[str, Any] = {
+        "model": {"base": str(base), "trainer_mode": "lora"},
+        "loss": {"kl_coef": 0.1},
+        "training": {"checkpoint_every_n_iters": 1, "keep_last": 9, "update_epochs": 2},
+        "warmup": {"num_episodes": 4, "num_epochs": 1},
+    }
+    run_training(config_of(tmp_path, changes))
+    result = verify_step(tmp_path / "test", 2)
+    assert (result.difference, result.missing) == (None, [])
+    assert result.compared["ref_logprob"][0] > 10
+    adapter = tmp_path / "test" / "checkpoints" / "step_000001" / "adapter_config.json"
+    adapter.write_text(adapter.read_text().replace('"r": 16', '"r": 8'))
+    found = verify_step(tmp_path / "test", 2).difference
+    assert found is not None
+    assert found.quantity == "SHA-256 of checkpoints/step_000001/adapter_config.json"
+
+
 def test_tokens_are_also_recorded_of_the_step_after_a_checkpoint(tmp_path: Path) -> None:
     """Of 12 steps every tenth, and the one that goes on from the weights of each fourth."""
     changes = {"run": {"log_tokens_every_n_iters": 10}, "training": {"checkpoint_every_n_iters": 4}}
