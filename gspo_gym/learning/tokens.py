@@ -162,7 +162,7 @@ class TokenTable:
         self._columns["old_logprob"][at] = part.old_logprobs[mask].cpu().numpy()
         if part.ref_logprobs is not None:
             self._columns["ref_logprob"][at] = part.ref_logprobs[mask].cpu().numpy()
-        columns["logprob"][at] = logprobs[mask].numpy(force=True)
+        columns["logprob"][at] = logprobs[mask].cpu().numpy()
         columns["entropy"][at] = entropy[mask].numpy(force=True)
         columns["correction"][at] = 1.0 if weights is None else weights[mask].cpu().numpy()
         columns["ratio"][at] = terms.ratio.cpu().numpy()

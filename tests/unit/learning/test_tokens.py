@@ -21,6 +21,7 @@ CASES = {
         "loss": {**EVERYTHING, "unit": "turn", "aggregation": "turn-mean-token-mean"}, "minibatch_size": 6, "lr": 3e-2
     },
     "segments": {"loss": {**EVERYTHING, "unit": "segment", "aggregation": "dapo"}, "minibatch_size": 4, "lr": 3e-2},
+    "one episode at a time": {"max_tokens": 1},  # some have one sampled token
     "tokens": {"loss": {"unit": "token", "aggregation": "token-mean"}, "minibatch_size": 7, "epochs": 2, "lr": 3e-2},
     "another engine": {"correction": {"level": "token", "mode": "mask", "low": 0.3, "high": 3.0}, "minibatch_size": 6},
     "the engine's own": {"correction": {"old_logprobs": "rollout"}, "loss": {"clip_low": 0.5, "clip_high": 0.5}},
