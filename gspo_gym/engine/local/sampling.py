@@ -110,7 +110,23 @@ def _penalise(logits: torch.Tensor, repetition: RepetitionPenalty) -> torch.Tens
     return logits.scatter(-1, repetition.history, torch.where(said > 0, said / penalty, said * penalty))
 
 
+def _keep_largest(scaled: torch.Tensor, top_k: torch.Tensor) -> torch.Tensor:
+    # As `_truncate` with top_k alone, from the few largest logits: sorting a large vocabulary takes several times as
+    # long as all else in sampling.
+    is_limited = (top_k > 0) & (top_k < scaled.shape[-1])
+    limit = torch.where(is_limited, top_k, 1)[:, None]
+    least = scaled.topk(int(limit.max()), dim=-1).values.gather(-1, limit - 1)
+    hidden = scaled < least  # never true of NaN, which must reach the logprobs
+    is_least = scaled == least
+    room = limit - (scaled > least).sum(dim=-1, keepdim=True)
+    if (is_least.sum(dim=-1, keepdim=True) > room).any():
+        hidden |= is_least & (is_least.cumsum(dim=-1) > room)  # of equal logits, the lower token ids are kept
+    return scaled.masked_fill(hidden & is_limited[:, None], float("-inf"))
+
+
 def _truncate(scaled: torch.Tensor, rows: RowSampling) -> torch.Tensor:
+    if rows.top_k is not None and rows.top_p is None:
+        return _keep_largest(scaled, rows.top_k)
     # Equal logits are ranked by token id, so the kept set is always the same.
     ordered, order = scaled.sort(dim=-1, descending=True, stable=True)
     rank = torch.arange(scaled.shape[-1], device=scaled.device)

@@ -141,6 +141,24 @@ def test_settings_out_of_range_are_refused(wrong: dict[str, Any]) -> None:
         SamplingParams(max_tokens=8, stop_token_ids=(), seed=0, **wrong)
 
 
+def test_top_k_keeps_the_ranks_below_k_of_each_row_among_many_ties() -> None:
+    """Small integers as logits, so that most are equal; the ranks are numpy's, by logit and then by token id."""
+    logits = torch.from_numpy(np.random.default_rng(0).integers(-3, 3, (60, 17))).float()
+    logits[:5, 4:] = float("-inf")  # fewer can be sampled than some rows may keep
+    top_k = torch.arange(60) % 20  # 0, 17 and more keep all
+    kept = sampling_logprobs(logits, _rows(60, top_k=top_k)).isfinite().numpy()
+    for row, limit in enumerate(top_k.tolist()):
+        order = np.argsort(-logits[row].numpy(), kind="stable")
+        wanted = order[: limit or 17]
+        assert set(np.flatnonzero(kept[row])) == set(wanted[np.isfinite(logits[row].numpy()[wanted])])
+
+
+def test_top_k_hides_no_logit_that_is_not_a_number() -> None:
+    logits = torch.tensor([[0.0, 1.0, float("nan"), 2.0], [0.0, 1.0, 3.0, 2.0]])
+    logprobs = sample(logits, _rows(2, top_k=torch.tensor([2, 2]))).logprobs
+    assert logprobs.isfinite().tolist() == [False, True]
+
+
 def test_equal_logits_are_ranked_by_token_id() -> None:
     logprobs = sampling_logprobs(torch.zeros(1, 4), _rows(top_k=torch.tensor([2])))
     assert logprobs.exp()[0].tolist() == [0.5, 0.5, 0.0, 0.0]
