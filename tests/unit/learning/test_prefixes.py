@@ -56,6 +56,28 @@ def test_every_shared_token_stands_once_and_every_row_can_be_read_off():
                 assert (trie.places[a, t] == trie.places[b, t]) == (first[: t + 1] == second[: t + 1])
 
 
+def test_rows_attend_together_with_others_that_have_at_least_half_as_many_new_tokens():
+    # In order, the new tokens: 4, and 3 after 4; none; 3 after 5; 1 after 4; 2 after 1; 6; 1.
+    def shapes(rows):
+        masks = [(b, None if b.mask is None else tuple(b.mask.shape)) for b in build_trie(*padded(rows)).buckets]
+        return [(b.num_rows, len(b.queries), len(b.keys), mask) for b, mask in masks]
+
+    assert shapes(ROWS) == [
+        (2, 2 * 6, 2 * 6, None),
+        (1, 1, 1, None),
+        (3, 3 * 3, 3 * 8, (3, 1, 3, 8)),
+        (1, 1, 5, (1, 1, 1, 5)),
+    ]
+    assert shapes([[5, 6, 7, 8], [9, 10]]) == [(2, 2 * 4, 2 * 4, None)]
+
+
+def test_the_probe_shares_five_of_its_sixteen_tokens(make_model):
+    decoder, tokens = make_model().model, []
+    decoder.embed_tokens.register_forward_hook(lambda _module, inputs, _output: tokens.append(inputs[0].numel()))
+    PrefixSharing(decoder, True)
+    assert tokens == [16, 16 - 5]
+
+
 def compute(model, batch, share_prefixes, **settings):
     model.zero_grad()
     computer = LogprobComputer(model, share_prefixes=share_prefixes, entropy_has_gradient=True, **settings)
@@ -168,6 +190,7 @@ def chunk_a_layer(model):
         ("qwen3", {"attn_implementation": "eager"}, None, 'its attention is "eager"'),
         ("qwen3", {}, chunk_a_layer, "layers of chunked_attention"),
         ("qwen3", {}, drop_the_trie, "come out otherwise"),
+        ("qwen3", {"dtype": torch.bfloat16}, drop_the_trie, "come out otherwise"),
         ("qwen3", {}, refuse_the_trie, "unexpected keyword argument"),
     ],
 )
