@@ -27,7 +27,6 @@ from transformers import ContinuousBatchingConfig, GenerationConfig, StoppingCri
 from benchmarks.checkpoints import run_checkpoints
 from benchmarks.crash import run_crash
 from benchmarks.faults import run_faults
-from benchmarks.gateway import run_gateway
 from benchmarks.head import run_head
 from benchmarks.isolation import run_isolation
 from benchmarks.mutants import run_mutants
@@ -316,6 +315,8 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.what == "runs":
         return run_runs(arguments.count or 200)
     if arguments.what == "gateway":
+        from benchmarks.gateway import run_gateway  # needs the packages of an extra
+
         return run_gateway()
     if arguments.what == "crash":
         return run_crash(arguments.count or 50, arguments.seed, num_steps=arguments.steps or 20)

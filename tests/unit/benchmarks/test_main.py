@@ -158,3 +158,9 @@ def test_the_weights_table_shows_medians_and_the_ratio_to_the_fastest_way(capsys
     rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in capsys.readouterr().out.splitlines()]
     assert ["disk", "2.000", "4.000", "2.50"] in rows
     assert ["memory", "0.500", "1.600", "1.00"] in rows
+
+
+@pytest.mark.slow
+def test_the_benchmarks_run_where_the_gateways_packages_are_not_installed() -> None:
+    hidden = "import sys; sys.modules.update(dict.fromkeys(['starlette', 'fastapi', 'uvicorn']))"
+    subprocess.run([sys.executable, "-c", f"{hidden}; import benchmarks.main"], check=True, timeout=120)
