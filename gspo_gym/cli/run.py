@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import math
 import signal
 from collections.abc import Mapping
@@ -78,6 +79,7 @@ def execute(
             progress.note(f"stopped by {steering.stopped_by}; {type(error).__name__}: {error}")
     if steering.stopped_by is None:
         return summary
+    gc.collect()  # a notebook goes on, and errors of cancelled tasks hold the models, in cycles of asyncio's
     if steering.exit_code == _INTERRUPTED:
         raise KeyboardInterrupt
     raise SystemExit(steering.exit_code)

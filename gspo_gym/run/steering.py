@@ -193,6 +193,7 @@ class Steering:
     async def dropped_work_ended(self) -> None:
         """Wait until all work dropped by `unless_stopped` has ended."""
         await wait_until_ended(self._dropped)
+        self._dropped.clear()  # their errors hold frames, and these the models
 
     def cancel_requests(self) -> None:
         """Cancel the open requests, because the training has ended."""

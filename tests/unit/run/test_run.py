@@ -7,6 +7,7 @@ Pinned here:
 4. a run that fails leaves a summary that says so.
 """
 
+import contextlib
 import gc
 import hashlib
 import io
@@ -115,19 +116,26 @@ def test_runs_of_one_program_leave_no_model_to_it_not_even_to_its_garbage_collec
     gc.disable()  # tensors are few objects: it may not come for hours
     try:
         before = living_models()
-        seen = []
+        seen, stopped = [], []
 
         class Counting(Sums):
             def reset(self, *, seed=None, options=None):
                 seen.append(len(living_models() - before))
+                if resume == "stopped" and not stopped:  # a second signal ends the program
+                    stopped.append(os.kill(os.getpid(), signal.SIGTERM))
                 return super().reset(seed=seed, options=options)
 
         register("test_run/Counting-v0", entry_point=Counting)
-        for resume in (False, True):
-            config = make_config(tmp_path, iterations=1 + resume, rollout__env_name="test_run/Counting-v0")
+        for resume, iterations, ends in (
+            (False, 1, contextlib.nullcontext()),
+            (True, 2, contextlib.nullcontext()),
+            ("stopped", 3, pytest.raises(SystemExit)),
+        ):
+            config = make_config(tmp_path, iterations=iterations, rollout__env_name="test_run/Counting-v0")
             values = config.model_dump(exclude_none=True, exclude={"warmup"})
-            values["rollout"]["isolation"] = "thread"
-            run_training(RunConfig.from_dict(values), resume=resume)
+            values["rollout"] |= {"isolation": "thread", "max_concurrent_rollouts": 1}
+            with ends:
+                run_training(RunConfig.from_dict(values), resume=bool(resume))
             assert living_models() == before
         assert max(seen) == 2  # the learner's, and the engine's view of it
     finally:
