@@ -174,7 +174,8 @@ def _verify(
     records = _read_step(folder, config, result)
     try:
         records = _with_weights(folder, records, result, measures_rounding=measures_rounding)
-        SecondPath(records, _Comparison(records, result, tolerance)).follow()
+        with np.errstate(all="ignore"):  # a damaged number is named, not warned of
+            SecondPath(records, _Comparison(records, result, tolerance)).follow()
     except _DifferenceError as found:
         (result.difference,) = found.args
     if records.weights is not None:

@@ -101,7 +101,7 @@ class SecondPath:
     def _from_rewards(self) -> tuple[Floats, Indices]:
         """Return [A] advantages from the rewards, and [N] fates of the episodes without a pass over them."""
         config, episodes, starts = self.config, self.records.episodes, self.records.starts
-        values, sizes = (np.zeros((len(episodes), max(len(e.turns) for e in episodes))) for _ in range(2))
+        values, sizes = (np.zeros((len(episodes), max(1, *(len(e.turns) for e in episodes)))) for _ in range(2))
         groups: dict[str, list[int]] = {}
         for i, episode in enumerate(episodes):
             if episode.turns:
@@ -120,7 +120,6 @@ class SecondPath:
         together = [i for members in kept for i in members]
         spreads = {"batch": _spread(values[together], sizes[together])} if kept else {}
         eps, by_turn = config.get("advantages.filter_eps"), config["advantages.level"] == "turn"
-        limit = config.get("advantages.clip") or np.inf
         for members in kept:
             spreads["group"] = _spread(values[members], sizes[members])
             table = _advantages(values[members], config["advantages.baseline"], config["advantages.scale"], spreads)
@@ -130,7 +129,7 @@ class SecondPath:
                 if starts[i] < starts[i + 1] and (eps is None or np.abs(of_turn).max() > eps):
                     is_masked = config["rewards.overlong"] == "mask" and _is_overlong(episodes[i])
                     fates[i] = _OVERLONG if is_masked else _NO_GRADIENT
-        is_left_out = (fates == _OVERLONG)[self.owner]  # not clipped: they were left out before
+        limit, is_left_out = config.get("advantages.clip") or np.inf, (fates == _OVERLONG)[self.owner]
         return np.where(is_left_out, advantages, advantages.clip(-limit, limit)), fates
 
     def _check_updates(self, is_seen: Bools, num_batch_tokens: int, fates: Indices) -> None:
@@ -250,6 +249,7 @@ class SecondPath:
             numbers["kl/ref_k3"] = (np.expm1(x) - x).mean()
         if "grad_norm" in self.columns:
             numbers |= {"optim/grad_norm": norms.mean(), "optim/grad_norm_max": norms.max()}
+            numbers["optim/learning_rate"] = self.columns["learning_rate"][-1]
         numbers |= {"batch/trained_tokens": len(taken["clip"]), "optim/num_steps": len(norms)}
         for name, number in numbers.items():
             self.compare(name, metrics.get(name, np.nan), number)

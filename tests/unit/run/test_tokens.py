@@ -399,6 +399,14 @@ def rate_of_0(values: Any) -> None:
     values[3] = 0.0
 
 
+def last_rate_of_0(values: Any) -> None:
+    values[-1] = 0.0
+
+
+def old_is_nan(values: Any) -> None:
+    values[np.isfinite(values)] = np.nan
+
+
 @pytest.mark.parametrize(
     ("alter", "quantity", "place"),
     [
@@ -416,6 +424,8 @@ def rate_of_0(values: Any) -> None:
             {"update": 1},
         ),
         (altered("learning_rate", rate_of_0), "logprob", {"update": 4}),
+        (altered("learning_rate", last_rate_of_0), "optim/learning_rate", {}),
+        (altered("old_logprob", old_is_nan), "old_logprob", {}),
         (alter_loss, "loss/total", {}),
     ],
 )
