@@ -21,7 +21,7 @@ class FakeHub:
 
     Attributes:
         repos: files by path, by repository. objects: LFS contents by their SHA-256.
-        failures: [part of a path, status] of requests to come; each is answered once.
+        failures: [part of a path, status] of requests to come; each is answered once. 0: the connection is cut.
         asked: method and path of every request.
     """
 
@@ -98,6 +98,9 @@ def fake_hub() -> Iterator[FakeHub]:
         def do_POST(self) -> None:  # http.server's
             body = self._body()
             status, value = hub.answer(self.command, self.path, self.headers, body)
+            if not status:
+                self.close_connection = True
+                return
             data = json.dumps(value).encode()
             self.send_response(status)
             self.send_header("Content-Type", "application/json")

@@ -49,6 +49,12 @@ def test_what_is_pushed_arrives_byte_for_byte_and_pushing_again_is_no_error(hub:
         ([("create", 503)] * 3, TOKEN, "create me/tiny: the hub answered 503; the export is whole in its folder"),
         ([("/lfs/", 403)], TOKEN, "answered 403: the token may not write there"),
         ([("commit", 500)] * 9, TOKEN, "push to me/tiny: the hub answered 500; the export is whole in its folder"),
+        ([("commit", 401)], TOKEN, "push to me/tiny: the hub answered 401: the token is missing or wrong"),
+        ([("batch", 401)], TOKEN, "push to me/tiny: the hub answered 401: the token is missing or wrong"),
+        ([("/lfs/", 500)] * 99, TOKEN, "push to me/tiny: the hub answered 500; the export is whole in its folder"),
+        ([("create", 0)] * 9, TOKEN, r"create me/tiny: the hub cannot be reached \(.*; the export is whole"),
+        ([("/lfs/", 0)] * 99, TOKEN, r"push to me/tiny: the hub cannot be reached \(.*; the export is whole"),
+        ([("commit", 0)] * 9, TOKEN, r"push to me/tiny: the hub cannot be reached \(.*; the export is whole"),
     ],
 )
 def test_a_refusal_is_our_error_with_advice(
@@ -58,11 +64,15 @@ def test_a_refusal_is_our_error_with_advice(
     with pytest.raises(ServiceError, match=message):
         push(folder, "me/tiny", token=token, sleep=lambda _: None)
     assert hub.repos.get("me/tiny", {}) == {}  # all or nothing
+    hub.failures = []
+    push(folder, "me/tiny", token=TOKEN, sleep=lambda _: None)  # and once more, when it is well again
+    assert hub.repos["me/tiny"] == {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
+@pytest.mark.parametrize("failures", [(503, 500), (0, 502)], ids=["errors", "cut connection"])
 @pytest.mark.parametrize("part", ["create", "preupload", "/lfs/", "batch", "commit"])
-def test_a_server_error_that_passes_is_passed_over(hub: FakeHub, folder: Path, part: str) -> None:
-    hub.failures = [(part, 503), (part, 500)]
+def test_a_failure_that_passes_is_passed_over(hub: FakeHub, folder: Path, part: str, failures: tuple[int, int]) -> None:
+    hub.failures = [(part, failures[0]), (part, failures[1])]
     push(folder, "me/tiny", token=TOKEN, sleep=lambda _: None)
     assert len(hub.repos["me/tiny"]) == len(list(folder.iterdir()))
     assert hub.failures == []
