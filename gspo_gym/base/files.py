@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 import tomli_w
 import yaml
 
-from gspo_gym.errors import ConfigError, RecordError, StorageError, nearest_name, shortened
+from gspo_gym.errors import ConfigError, GymError, RecordError, StorageError, nearest_name, shortened
 
 Item = TypeVar("Item")
 
@@ -40,7 +40,7 @@ def writing(path: Path) -> Iterator[None]:
     """
     try:
         yield
-    except StorageError:
+    except GymError:
         raise
     except OSError as error:
         raise StorageError(f"{path}: cannot be written: {error.strerror or error}") from error

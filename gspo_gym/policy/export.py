@@ -25,7 +25,7 @@ import torch
 
 from gspo_gym.base.files import sync, sync_tree, writing
 from gspo_gym.base.leftovers import remove_folder, temporary_folder
-from gspo_gym.errors import ConfigError, ServiceError, StorageError, shortened
+from gspo_gym.errors import CheckpointError, ConfigError, ServiceError, StorageError, shortened
 from gspo_gym.policy.load import (
     Policy,
     dequantize,
@@ -189,9 +189,16 @@ def _write(policy: Policy, draft: Path, is_merged: bool, dtype: str | None) -> s
 
 
 def _copy_model(folder: Path, draft: Path) -> None:
-    for path in sorted(folder.iterdir()):
-        if path.name not in (*_OF_THE_RUN, CARD, SUMS):
+    paths: list[Path] = []
+    try:
+        paths = sorted(path for path in folder.iterdir() if path.name not in (*_OF_THE_RUN, CARD, SUMS))
+        for path in paths:
             (shutil.copytree if path.is_dir() else shutil.copyfile)(path, draft / path.name)
+    except OSError as error:
+        if folder.is_dir() and all(path.exists() for path in paths):
+            raise
+        # A run that goes on removes the checkpoints that it does not keep.
+        raise CheckpointError(f"{folder}: was removed while it was copied; export a newer checkpoint") from error
 
 
 def _publish(draft: Path, target: Path) -> None:

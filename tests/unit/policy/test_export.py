@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -137,6 +138,16 @@ def test_a_damaged_checkpoint_is_refused_by_name_and_nothing_is_left(tmp_path: P
     for is_merged in (False, True):
         with pytest.raises(CheckpointError, match=r"adapter_model\.safetensors: is damaged"):
             export(str(checkpoint), tmp_path / "out", describe=card, is_merged=is_merged)
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+def test_a_checkpoint_that_its_run_removes_meanwhile_is_named_and_nothing_is_left(tmp_path: Path) -> None:
+    checkpoint = Path(saved(trained(is_lora=False), tmp_path / "run"))
+    shutil.rmtree(checkpoint / "resume")  # as far as the removing came: then nothing is verified
+    (checkpoint / "model.safetensors").unlink()
+    (checkpoint / "model.safetensors").symlink_to("gone")  # listed, and not there when it is copied
+    with pytest.raises(CheckpointError, match="step_000003: was removed while it was copied; export a newer"):
+        export(str(checkpoint), tmp_path / "out", describe=card)
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
