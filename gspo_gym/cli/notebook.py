@@ -119,7 +119,8 @@ class Run:
         if "IPython" in sys.modules and sys.modules["IPython"].get_ipython() is not None:
             display = importlib.import_module("IPython.display")
             # A document of its own: neither its styles nor its script touch the notebook.
-            frame = '<iframe width="100%" height="{}" sandbox="allow-scripts" srcdoc="{}"></iframe>'
+            # Inside a <div>, because IPython warns of HTML that begins with a frame.
+            frame = '<div><iframe width="100%" height="{}" sandbox="allow-scripts" srcdoc="{}"></iframe></div>'
             return display.HTML(frame.format(height, html.escape(page)))
         path = self.folder / "report.html"
         replace_file(path, page)

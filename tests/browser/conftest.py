@@ -13,6 +13,9 @@ from benchmarks.page import chromium
 from gspo_gym.cli.report import page_of
 from gspo_gym.cli.train import run_training
 from gspo_gym.config.run_config import load_config
+from gspo_gym.judge.service.fake_server import create_fake_judge_app
+from gspo_gym.policy.load import load_policy, save_policy
+from gspo_gym.remote.serving import BackgroundServer
 
 
 @pytest.fixture(scope="session")
@@ -34,30 +37,80 @@ def page(browser: Browser) -> Iterator[Page]:
     assert [error for error in errors if "https://example.org" not in error] == []  # which a test asks for
 
 
+# From the third turn on, messages before the last three are written in another way: the turn begins a new segment.
+_REWRITES = """\
+{%- for message in messages %}
+{{- '<|im_start|>' + ('past ' if loop.revindex > 3 else '') + message.role + '\n' + message.content + '<|im_end|>\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+{{- '<|im_start|>assistant\n' }}
+{%- endif %}
+"""
+_CRITERIA = '[{id = "said", description = \'The answer has a "4".\', scale = "binary"}]'
+_EVERYTHING = (
+    "run.log_tokens_every_n_iters=1",
+    'tracking.report_to=["tensorboard"]',
+    "rollout.episodes_per_batch=32",
+    "training.group_size=4",
+    "training.batch_size=8",
+    "training.update_epochs=2",
+    "training.max_staleness=1",
+    "correction.level=token",
+    "rewards.overlong=mask",
+    "loss.kl_coef=0.01",
+    "evaluation.seeds=0:16",
+    "evaluation.every_n_iters=2",
+    "warmup.num_episodes=512",
+)
+
+
 @pytest.fixture(scope="session")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of four steps with clipping, a KL term, masked episodes, two passes, and weights of two versions."""
-    config = load_config(
-        Path("configs/quickstart.toml"),
-        overrides=[
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model whose template rewrites what is past."""
+    policy = load_policy("tiny:qwen3-64")
+    policy.tokenizer.chat_template = _REWRITES
+    folder = tmp_path_factory.mktemp("model")
+    save_policy(policy, folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def run(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of four steps with clipping, a KL term, masked episodes, several segments, two passes, weights of two
+    versions, and a judge that asks for a "4"."""
+    with BackgroundServer(create_fake_judge_app()) as judge:
+        overrides = [
             f"run.folder={tmp_path_factory.mktemp('runs')}",
             "model.label=small",
-            "run.log_tokens_every_n_iters=1",
-            'tracking.report_to=["tensorboard"]',
-            "rollout.episodes_per_batch=32",
-            "training.group_size=4",
-            "training.batch_size=8",
+            f"model.base={base}",
             "training.iterations_per_epoch=4",
-            "training.update_epochs=2",
-            "training.max_staleness=1",
-            "correction.level=token",
-            "rewards.overlong=mask",
-            "loss.kl_coef=0.01",
-            "evaluation.seeds=0:16",
-            "evaluation.every_n_iters=2",
-            "warmup.num_episodes=512",
-        ],
-    )
+            "judge.enabled=true",
+            "judge.reward_blend={env = 0.6, event = 0.2, outcome = 0.2}",
+            "judge.options.event=true",
+            "judge.options.outcome=true",
+            "judge.options.provider=local",
+            "judge.options.model=fake-judge",
+            f"judge.options.base_url={judge.url}/v1",
+            f"judge.options.rubric_overrides.event.criteria={_CRITERIA}",
+            f"judge.options.rubric_overrides.outcome.criteria={_CRITERIA}",
+        ]
+        config = load_config(Path("configs/quickstart.toml"), overrides=[*_EVERYTHING, *overrides])
+        run_training(config)
+    return config.run_folder
+
+
+@pytest.fixture(scope="session")
+def run_by_turns(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two steps of the same, whose ratios are of turns, and without a judge."""
+    overrides = [
+        f"run.folder={tmp_path_factory.mktemp('runs')}",
+        "model.label=turns",
+        f"model.base={base}",
+        "training.iterations_per_epoch=2",
+        "loss.unit=turn",
+        "warmup.num_episodes=256",
+    ]
+    config = load_config(Path("configs/quickstart.toml"), overrides=[*_EVERYTHING, *overrides])
     run_training(config)
     return config.run_folder
 

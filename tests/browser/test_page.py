@@ -17,6 +17,8 @@ from playwright.sync_api import Browser, Page
 from safetensors.numpy import load_file
 
 from gspo_gym.cli.report import page_of
+from gspo_gym.judge.records import latest_judgements, read_judgements
+from gspo_gym.learning.tokens import Clip, Fate
 from gspo_gym.rollout.episode_files import read_episodes, write_episodes
 from gspo_gym.types import FinishReason, Message, Outcome, Segment, Task, Trajectory, Turn
 from tests.browser.conftest import open_page, until
@@ -35,38 +37,98 @@ def _metrics(run: Path, step: int) -> dict[str, Any]:
     return next(line for line in lines if line["step"] == step)
 
 
+@pytest.mark.parametrize(
+    ("name", "step", "unit"), [("run", 4, "trajectory"), ("run_by_turns", 2, "turn")], ids=["by episode", "by turn"]
+)
 def test_ratios_and_shares_of_the_loss_that_the_page_shows_are_those_recomputed_from_the_files(
+    page: Page, request: pytest.FixtureRequest, tmp_path: Path, name: str, step: int, unit: str
+) -> None:
+    run: Path = request.getfixturevalue(name)
+    assert tomllib.loads((run / "config.toml").read_text())["loss"].get("unit", "trajectory") == unit
+    columns = load_file(run / f"tokens/step_{step:06d}.safetensors")
+    episodes = read_episodes(run / f"episodes/step_{step:06d}.jsonl.gz")
+    # The run has it all: clipped and masked tokens, a KL term, stale weights, several segments, advantages of turns.
+    assert set(columns["clip"].ravel()) == {Clip.NONE, Clip.LOW, Clip.HIGH}
+    assert set(columns["fate"]) == {Fate.TRAINED, Fate.OVERLONG}
+    assert np.isfinite(columns["ref_logprob"]).any()
+    assert (columns["weight_version"] < step - 1).any()
+    assert max(len(episode.segments) for episode in episodes) == 3
+    path = tmp_path / "page.html"
+    path.write_text(page_of(run, steps=[f"step_{step:06d}"]).html, encoding="utf-8")
+    open_page(page, f"{path.as_uri()}#view=episodes")
+
+    total = _metrics(run, step)["loss/total"]
+    assert float(page.text_content("#loss-sum") or "nan") == pytest.approx(total, abs=1e-6)
+
+    shares = num_ratios = num_credited = 0.0
+    for number in (0, 1):
+        page.get_by_label("Pass").select_option(str(number))
+        until(page, f"page.episodes.pass === {number}")
+        start = 0
+        for episode in episodes:
+            stop = start + episode.num_actions
+            now, old, advantage, share = (
+                columns[key][number, start:stop] if key in ("logprob", "share") else columns[key][start:stop]
+                for key in ("logprob", "old_logprob", "advantage", "share")
+            )
+            page.evaluate("hash => { location.hash = hash }", f"#view=episodes&episode={episode.trajectory_id}")
+            page.wait_for_selector(f'article[aria-label="{episode.trajectory_id}"]')
+            tokens = page.evaluate(_ALL_TOKENS)
+            assert [int(token["id"]) for token in tokens] == [
+                int(token) for segment in episode.segments for token in segment.token_ids[segment.action_mask]
+            ]
+            turns = np.concatenate([segment.turn_index[segment.action_mask] for segment in episode.segments])
+            gap = now.astype(np.float64) - old.astype(np.float64)
+            for i, token in enumerate(tokens):
+                shares += float(token["share"])
+                assert float(token["share"]) == pytest.approx(float(share[i]), rel=1e-7)
+                if "ratio" in token:
+                    mean = gap[turns == turns[i]].mean() if unit == "turn" else gap.mean()
+                    # 1e-6: both sides are float32 with 24 bits, and their mean is over at most a dozen tokens.
+                    assert float(token["ratio"]) == pytest.approx(np.exp(mean), rel=1e-6)
+                    assert float(token["advantage"]) == pytest.approx(float(advantage[i]), rel=1e-7)
+                    num_ratios += 1
+            num_credited += len(set(advantage.tolist())) > 1
+            start = stop
+    assert shares == pytest.approx(total, abs=1e-6)
+    assert num_ratios > 100
+    assert num_credited > 10  # episodes, twice each, in which turns have advantages of their own
+
+
+def test_the_judge_is_on_the_page_beside_rewards_and_events_and_those_it_disputes_are_found(
     page: Page, run: Path, saved: Path
 ) -> None:
-    assert tomllib.loads((run / "config.toml").read_text())["loss"].get("unit", "trajectory") == "trajectory"
-    columns = load_file(run / "tokens/step_000004.safetensors")
-    episodes = read_episodes(run / "episodes/step_000004.jsonl.gz")
+    judged = latest_judgements(read_judgements(run / "judgements.jsonl"))
+    episodes = {each.trajectory_id: each for each in read_episodes(run / "episodes/step_000004.jsonl.gz")}
+    # The judge asks for a "4", the environment for the number: 1 of a "4" is more than half.
+    said = {
+        name: any("4" in each.content for each in it.messages if each.role == "assistant")
+        for name, it in episodes.items()
+    }
+    disputed = {name for name, it in episodes.items() if said[name] != it.success}
+    assert 0 < len(disputed) < 32
     open_page(page, f"{saved.as_uri()}#view=episodes&step=step_000004")
+    page.get_by_label("Show").select_option("disagree")
+    assert page.locator(".list button").count() == len(disputed)
 
-    shown_sum = float(page.text_content("#loss-sum") or "nan")
-    assert shown_sum == pytest.approx(_metrics(run, 4)["loss/total"], abs=1e-6)
-
-    start = shown = 0
-    for episode in episodes:
-        stop = start + episode.num_actions
-        now, old = (columns[name][..., start:stop].astype(np.float64) for name in ("logprob", "old_logprob"))
-        page.evaluate(
-            "hash => { location.hash = hash }", f"#view=episodes&step=step_000004&episode={episode.trajectory_id}"
-        )
-        page.wait_for_selector(f'article[aria-label="{episode.trajectory_id}"]')
-        tokens = page.evaluate(_ALL_TOKENS)
-        assert [int(token["id"]) for token in tokens] == [
-            int(token) for segment in episode.segments for token in segment.token_ids[segment.action_mask]
-        ]
-        for i, token in enumerate(tokens):
-            if "ratio" in token:
-                # 1e-6: both sides are float32 with 24 bits, and their mean is over at most a dozen tokens.
-                assert float(token["ratio"]) == pytest.approx(np.exp((now[0] - old).mean()), rel=1e-6)
-                assert float(token["share"]) == pytest.approx(float(columns["share"][0, start + i]), rel=1e-7)
-                assert float(token["advantage"]) == pytest.approx(float(columns["advantage"][start + i]), rel=1e-7)
-                shown += 1
-        start = stop
-    assert shown > 100
+    found = next(name for name, each in episodes.items() if each.success)
+    played, judgement = episodes[found], judged[found, 0].judgement
+    page.evaluate("hash => { location.hash = hash }", f"#view=episodes&step=step_000004&episode={found}")
+    page.wait_for_selector(f'article[aria-label="{found}"]')
+    assert judgement.outcome_review is not None
+    reviews = [(page.locator("article > .scroll"), judgement.outcome_review)]
+    for turn, review in zip(played.turns, judgement.event_reviews, strict=True):
+        section = page.locator(f'article section[aria-label="turn {turn.index}"]')
+        head = section.locator(".turn-head").inner_text()
+        for name, value in turn.reward_terms.items():
+            assert f"{name} {value:+.3g}" in head
+        assert all(event in head for event in turn.events)
+        reviews.append((section, review))
+    for place, review in reviews:
+        (row,) = place.locator("tbody tr").all()
+        criterion = review.criteria["said"]
+        assert row.locator("td").all_inner_texts() == ["said", f"{criterion.score:g}", criterion.reason]
+    assert played.turns[-1].events == ("found",)
 
 
 def test_the_report_that_a_run_gives_its_sinks_says_that_it_is_complete(page: Page, run: Path) -> None:
@@ -125,6 +187,10 @@ def test_keys_lead_through_views_steps_episodes_and_tokens(page: Page, saved: Pa
     assert page.inner_text(".detail h3") != place
     page.keyboard.press("p")
     until(page, "page.episodes.step.name === 'step_000001'")
+    page.locator(".skip").focus()
+    page.keyboard.press("Enter")
+    assert page.evaluate("document.activeElement.id") == "main"
+    assert page.locator("article").count() == 1  # it skips to the content, and leads to no other view
 
 
 def test_the_filter_for_clipped_tokens_shows_the_episodes_that_have_some(page: Page, run: Path, saved: Path) -> None:

@@ -151,6 +151,15 @@ function onKey(event) {
   if (keys[event.key]) { keys[event.key](); event.preventDefault(); }
 }
 
+// In a notebook's frame, links would lead to places in the notebook.
+function onClick(event) {
+  const link = event.target.closest('a[href^="#"]');
+  if (!link || event.ctrlKey || event.metaKey || event.shiftKey) return;
+  event.preventDefault();
+  if (link.matches(".skip")) document.getElementById("main").focus();
+  else location.hash = link.hash;
+}
+
 async function open(place) {
   page.runs = await page.source.open(place);
   page.asked = `${place.run}|${place.beside}`;
@@ -179,6 +188,7 @@ async function start(source) {
   }
   window.addEventListener("hashchange", show);
   document.addEventListener("keydown", onKey);
+  document.addEventListener("click", onClick);
   document.getElementById("help-button").addEventListener("click", () => document.getElementById("help").showModal());
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", show);
   await show();
