@@ -118,6 +118,7 @@ def far_from(folder, **changes):
         ("nfs", "rw,local_lock=flock", False),
         ("lustre", "rw,flock,user_xattr", True),
         ("lustre", "rw,localflock", False),
+        ("ceph", "rw,relatime,name=admin", True),
         ("fuse.sshfs", "rw", False),
     ],
 )

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from gspo_gym.errors import CheckpointError
+from gspo_gym.run.process import Phases
 from gspo_gym.run.saving import Saver, seconds_of_process
 from gspo_gym.run.settings import LoopSettings
 from gspo_gym.run.state import TrainState
@@ -30,13 +31,17 @@ class Disk:
     events: list[tuple[str, int]] = field(default_factory=list)
     data: list[Mapping[str, Any]] = field(default_factory=list)
     num_writes: int = 0
+    phases: Phases = field(default_factory=Phases)
 
     def copy(self, state: TrainState) -> Callable[[], Path]:
+        assert self.phases.now == "saving"
         self.copied.append(state.step)
         return lambda: self._write(state.step)
 
     def saver(self, **settings: Any) -> Saver:
-        return Saver(self.copy, LoopSettings(**settings), on_event=self._record, clock=lambda: self.now)
+        self.phases.enter("learning")
+        loop = LoopSettings(**settings)
+        return Saver(self.copy, loop, on_event=self._record, phases=self.phases, clock=lambda: self.now)
 
     def _record(self, kind: str, step: int, data: Mapping[str, Any]) -> None:
         self.events.append((kind, step))
@@ -76,8 +81,13 @@ def test_a_step_waits_for_the_copy_and_not_for_the_disk_and_the_end_waits_for_bo
         for step in (1, 2, 3):
             await saver.after_step(TrainState(step=step))
         assert (disk.copied, disk.written, disk.events) == ([2], [], [])  # and nothing is said of it before it is done
+        assert disk.phases.now == "learning"
+        finishing = asyncio.ensure_future(saver.finish(TrainState(step=3)))
+        await asyncio.sleep(0)
+        assert disk.phases.now == "saving"  # it waits for the disk
         disk.may_write.set()
-        await saver.finish(TrainState(step=3))
+        await finishing
+        assert disk.phases.now == "learning"
         assert disk.written == [2, 3]
 
     asyncio.run(main())
