@@ -84,10 +84,10 @@ def test_a_step_waits_for_the_copy_and_not_for_the_disk_and_the_end_waits_for_bo
         assert disk.phases.now == "learning"
         finishing = asyncio.ensure_future(saver.finish(TrainState(step=3)))
         await asyncio.sleep(0)
-        assert disk.phases.now == "saving"  # it waits for the disk
+        phase = disk.phases.now
         disk.may_write.set()
         await finishing
-        assert disk.phases.now == "learning"
+        assert (phase, disk.phases.now) == ("saving", "learning")  # it waited for the disk
         assert disk.written == [2, 3]
 
     asyncio.run(main())
