@@ -151,8 +151,8 @@ def episodes_are_duplicated(view: StepView) -> _Told | None:
         if own.sum() < _IMPOSSIBLE or any(episode[name] == first[name] for name in ("seed", "seconds")):
             return "episodes_are_duplicated", (
                 f"{view.values['name']}: {first['id']} and {episode['id']} have the same {len(own)} sampled tokens and "
-                f"logprobs, of seeds {first['seed']} and {episode['seed']}; chance has a probability of "
-                f"{np.exp(own.sum()):.2g}"
+                f"logprobs, of seeds {first['seed']} and {episode['seed']}; another sample would have them with "
+                f"probability {np.exp(own.sum()):.2g}"
             )
     return None
 
