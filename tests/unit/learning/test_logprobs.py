@@ -147,6 +147,13 @@ def test_no_more_than_a_chunk_of_logits_exists_forward_or_backward(make_model, t
     assert widest.rows <= 32
 
 
+def test_the_decoder_keeps_no_keys_and_values(make_model, tokens):
+    model, kept = make_model(), []
+    model.model.register_forward_hook(lambda module, inputs, output: kept.append(output.past_key_values))
+    compute_once(model, *tokens)
+    assert kept == [None] * 3, "the model's own forward and the decoder's in the probe, and the tokens'"
+
+
 def test_without_gradients_nothing_is_computed_twice(make_model, tokens):
     model = make_model()
     computer = LogprobComputer(model, logits_bytes=4 * TOKEN_BYTES)

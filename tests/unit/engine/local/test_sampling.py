@@ -240,3 +240,13 @@ def test_a_large_vocabulary_is_drawn_from_in_groups_of_rows_with_the_same_result
     with Sums() as sums:
         assert torch.equal(sample(logits, rows).token_ids, whole)
     assert sums.shapes == [(3, 7), (3, 7), (3, 7), (1, 7)]
+    monkeypatch.setattr(sampling, "_MAX_CDF_ELEMENTS", 6)  # less than a row
+    assert torch.equal(sample(logits, rows).token_ids, whole)
+
+
+@pytest.mark.parametrize(
+    ("uniform", "token"), [(1 / 3 - 1e-10, 0), (1 / 3 + 1e-10, 1), (2 / 3 - 1e-10, 1), (2 / 3 + 1e-10, 2)]
+)
+def test_shares_are_those_of_the_sum_that_rounding_left(uniform: float, token: int) -> None:
+    # log(1/3) in float32 is off by 3e-8, and so is the sum; a third of it is a token's share all the same.
+    assert sample(torch.zeros(1, 3), _rows(uniform=uniform)).token_ids.tolist() == [token]
