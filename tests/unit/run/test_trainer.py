@@ -142,6 +142,9 @@ class Parts:
         self.saved.append(state)
         return Path
 
+    async def forget_ended(self) -> None:
+        self.log.append("forget")
+
     async def evaluate(self, label: str) -> Evaluation:
         number = len(self.evaluations)
         if number == self.judge_stops_at:
@@ -234,6 +237,7 @@ def train(
         saver=Saver(parts.copy_checkpoint, plan.loop, on_event=recorder.event, saved=state),
         journal=Journal(plan, recorder, progress or QuietProgress(lambda text: None), clock=lambda: float(next(ticks))),
         state=state,
+        forget_ended=parts.forget_ended,
         while_learning=parts.asleep,
         steering=steering,
     )
@@ -379,10 +383,10 @@ def test_a_run_that_is_made_shorter_ends_with_an_evaluation_of_its_last_step(tmp
     assert (later.evaluations, later.saved) == (["eval_000003"], [state])
 
 
-def test_what_samples_sleeps_while_the_learner_works_and_is_awake_for_all_else(tmp_path: Path) -> None:
+def test_what_samples_sleeps_while_the_learner_works_and_forgets_before_steps_and_evaluations(tmp_path: Path) -> None:
     parts, _ = train(tmp_path, make_plan(num_steps=2, constant_groups="drop"), same_for=2)
-    learn = ["sleep", "update", "wake up"]
-    assert parts.log == ["evaluate", *learn, "publish 1", *learn, "publish 2", "evaluate"]
+    learn = ["forget", "sleep", "update", "wake up"]
+    assert parts.log == ["forget", "evaluate", *learn, "publish 1", *learn, "publish 2", "forget", "evaluate"]
 
 
 def test_dropped_groups_are_played_and_counted_and_not_trained_on(tmp_path: Path) -> None:
@@ -609,7 +613,7 @@ def test_a_cancelled_run_ends_after_the_update_that_its_thread_is_making(tmp_pat
     parts = Cancelled()
     with pytest.raises(asyncio.CancelledError):
         train(tmp_path, make_plan(max_staleness=1), parts=parts, progress=End(lambda text: None))
-    assert parts.log == ["evaluate", "update", "finished"]
+    assert parts.log == ["forget", "evaluate", "forget", "update", "finished"]
 
 
 def test_a_bound_that_is_missed_from_the_start_is_refused() -> None:
