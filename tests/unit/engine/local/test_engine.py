@@ -485,7 +485,7 @@ def test_half_precision_agrees_to_its_own_rounding(plain_logprobs: Any) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"max_model_len": 5000}, "max_model_len 5000 exceeds the 4096 positions"),
+        ({"max_model_len": 5000}, r"^LocalEngine: max_model_len 5000 exceeds the 4096 positions of \w+$"),
         ({"max_model_len": 1}, "max_model_len >= 2"),
         ({"max_model_len": 64, "max_batch_size": 0}, "max_batch_size >= 1"),
         ({"max_model_len": 64, "device": "cuda"}, "the model is on cpu, expected cuda"),

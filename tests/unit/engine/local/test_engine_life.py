@@ -228,6 +228,7 @@ def test_closing_fails_what_is_in_flight_and_all_later_calls(model: Any) -> None
             await WeightSync(engine).publish(1)
         with pytest.raises(EngineError, match="closed"):
             await engine.end_session("a")
+        assert not (await engine.health()).is_alive
 
     asyncio.run(main())
 
