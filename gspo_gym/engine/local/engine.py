@@ -32,7 +32,6 @@ from gspo_gym.engine.gate import GatedEngine
 from gspo_gym.engine.local.batch import Batch, Caching, Counters, Request
 from gspo_gym.engine.local.batcher import Batcher, PackedModel
 from gspo_gym.engine.local.plain_model import GeneralBatch, PlainModel
-from gspo_gym.engine.local.shared_model import check_length, inner_model
 from gspo_gym.errors import ConfigError, EngineError
 from gspo_gym.types import Completion, TokenIds
 
@@ -247,7 +246,6 @@ def _copy_weights(source: Any, target: Any) -> None:
 
 
 def _run_model(model: Any, *, max_model_len: int, max_batch_size: int) -> tuple[Batch, str | None]:
-    check_length(inner_model(model), max_model_len)
     try:
         packed = PackedModel(model, max_model_len=max_model_len)
         # Compared before anything is sampled: a model that does not keep its interface's promises gives wrong logprobs.
