@@ -242,6 +242,7 @@ class Evaluation:
             "success_rate": self.success_rate,
             "success_interval": as_list(self.success_interval),
             "num_episodes": self.num_episodes,
+            "num_failed": self.num_failed,
             "seeds": list(self.seeds),
             **({"parts": {part.env_id: part.summary() for part in self.parts}} if self.parts else {}),
         }
@@ -273,7 +274,6 @@ class Evaluation:
             **self.summary(),
             "mean_return_interval": as_list(self.mean_return_interval),
             "mean_turns": self.mean_turns,
-            "num_failed": self.num_failed,
             "num_retries": self.num_retries,
             "rows": [asdict(row) | {"outcome": row.outcome.value} for row in self.rows],
             **({"parts": {part.env_id: part.to_dict() for part in self.parts}} if self.parts else {}),

@@ -56,10 +56,16 @@ class TrainState:
         return self.curve[-1][0] if self.curve else None
 
     def has_reached(self, success_rate: float | None) -> bool:
-        """Return whether this step has an evaluation with at least this success rate; False for None."""
+        """Return whether this step has an evaluation with at least this success rate; False for None.
+
+        Episodes that could not be scored count as failures, because they may be those that are hard.
+        """
         latest = self.final_eval
         rate = latest["success_rate"] if latest is not None and latest["step"] == self.step else None
-        return success_rate is not None and rate is not None and bool(rate >= success_rate)
+        if success_rate is None or latest is None or rate is None:
+            return False
+        num_scored = latest["num_episodes"]
+        return bool(rate * num_scored >= success_rate * (num_scored + latest.get("num_failed", 0)))
 
     def evaluation_numbers(self) -> dict[str, Any] | None:
         """Return the numbers of this step's evaluation under the names of a checkpoint's manifest, or None."""

@@ -395,6 +395,7 @@ def test_the_summary_holds_the_four_facts_and_the_sentence_says_them() -> None:
         "success_rate": 0.5,
         "success_interval": [interval.low, interval.high],
         "num_episodes": 2,
+        "num_failed": 1,
         "seeds": [0, 1, 2],
     }
     # Wilson for 1 of 2 is symmetric about 1/2: half width 1.96 sqrt(1/8 + 3.8415/16) / (1 + 1.9207) = 0.4055.

@@ -315,6 +315,15 @@ def test_episodes_of_weights_that_were_never_committed_are_not_trained_on_and_en
     assert state.num_episodes == 44
 
 
+def test_a_goal_is_not_reached_by_the_episodes_that_are_left_when_others_fail() -> None:
+    # 3 of 3 scored episodes succeeded, and 13 of the 16 failed: 3 / 16 are shown, and no more.
+    summary = {"step": 4, "success_rate": 1.0, "num_episodes": 3, "num_failed": 13}
+    state = TrainState(step=4, final_eval=summary)
+    assert not state.has_reached(0.19)
+    assert state.has_reached(0.1875)
+    assert TrainState(step=4, final_eval={**summary, "num_failed": 0}).has_reached(1.0)
+
+
 def test_all_scores_of_a_run_are_in_one_unit(tmp_path: Path) -> None:
     # every episode of the first two evaluations was cut off undecided, with a return of 2.0; later ones fail or succeed
     parts = Parts(episodes=[(2.0, None), (2.5, None), (0.3, False), (0.9, True)])

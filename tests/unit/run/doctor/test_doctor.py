@@ -189,6 +189,20 @@ CASES: list[
         "serious",
         "correction.level",
     ),
+    (  # older weights sampled them: what learning moved is no fault of the engine
+        checks.engine_differs_from_learner,
+        ({"kl/rollout_k3": 0.9e-3, "rollout/staleness_mean": 0.5}, {}),
+        ({"kl/rollout_k3": 6e-2, "rollout/staleness_mean": 0.5}, {}),
+        "warning",
+        "correction.level",
+    ),
+    (
+        checks.engine_differs_from_learner,
+        ({"kl/rollout_k3": 0.9e-3, "rollout/staleness_mean": 0.5}, {"correction.level": "token"}),
+        ({"kl/rollout_k3": 6e-2, "rollout/staleness_mean": 0.5}, {"correction.level": "token"}),
+        "warning",
+        "training.max_staleness",
+    ),
     (
         checks.engine_differs_from_learner,
         ({"kl/rollout_k3": 0.9e-3}, {"correction.level": "token"}),
