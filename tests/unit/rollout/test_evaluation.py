@@ -116,6 +116,7 @@ def test_failures_are_counted_and_excluded() -> None:
     assert (failed.episode_return, failed.success, failed.outcome) == (None, None, Outcome.ENV_ERROR)
     assert failed.error is not None
     assert "unlucky" in failed.error
+    assert result.sentence().endswith("2 episodes, 1 failed and left out, 1 failed attempts played again")
     with pytest.raises(RolloutError, match="unlucky"):
         asyncio.run(evaluate(pool_for(), "Dice-v0", [13]))
 
@@ -152,6 +153,8 @@ def test_the_dictionary_is_json_and_holds_the_summary() -> None:
     assert data["mean_return_interval"] is None  # one episode shows no spread
     assert data["rows"][1]["episode_return"] is None
     assert data["rows"][1]["outcome"] == "env_error"
+    assert data.pop("num_retries") == 1
+    assert Evaluation.from_dict(data).num_retries == 0  # of records that do not say
 
 
 @pytest.mark.parametrize("name", ["GuessNumber", "FrozenLake", "SqlAnalyst"])
