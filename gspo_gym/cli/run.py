@@ -43,7 +43,7 @@ from gspo_gym.run.control import ControlServer
 from gspo_gym.run.folder import folder_of_a_new_run, is_left_by_a_start
 from gspo_gym.run.judging import Judging
 from gspo_gym.run.process import Phases, holder_of, holding, refusal
-from gspo_gym.run.recording import RunRecorder
+from gspo_gym.run.recording import RunRecorder, missing_records
 from gspo_gym.run.records import read_events, read_run_id, read_summary
 from gspo_gym.run.report.progress import Progress, telling
 from gspo_gym.run.state import TrainState
@@ -201,6 +201,12 @@ async def _resume_held(config: RunConfig, progress: Progress, steering: Steering
             sinks=sinks,
         )
         stack.callback(_close, recorder)
+        if missing := missing_records(recorder.folder, state.step, state.last_seq):
+            recorder.event("records_damaged", state.step, missing)
+            progress.note(
+                f"{recorder.folder}: records before the checkpoint are gone: {missing['num_events']} events, and "
+                f"metrics of {len(missing['metrics_steps'])} steps. The training itself goes on exactly"
+            )
         control = _enter_control(recorder, progress, steering, stack)
         _set_damaged_aside(checkpoints, checkpoint, recorder, progress)
         weight_sync = build_weight_sync(config, policy, player.engine, recorder)

@@ -78,6 +78,8 @@ EVENTS: Mapping[str, str] = MappingProxyType(
         "which, and for how many seconds",
         "started": "a run began; data: its id, which its checkpoints name",
         "resumed": "a run went on from a checkpoint; data: what of later steps went into discarded/",
+        "records_damaged": "records of steps before a resumed run's checkpoint are gone; data: which steps have no "
+        "metrics, and how many events are missing",
         "threads": "a run chose torch's numbers of threads while sampling and while learning; data: both",
         "rescored": "an endpoint plays what is learned from, scored by the learner; data: where it is, and of which "
         "distribution the logprobs in its episodes are (none: they are zeros)",
@@ -223,7 +225,8 @@ class RunRecorder:
             raise ConfigError(f"{folder}: there is no run to resume (no config.toml)")
         for name in ("metrics.jsonl", "events.jsonl", LEDGER_FILE):
             cut_torn_line(folder / name)
-        seq = last_seq(folder)  # before lines move away
+        # Before lines move away; where lines were lost, a reader may have seen later numbers than are there.
+        seq = max(last_seq(folder), saved_seq or 0)
         data = discard_later(
             folder,
             step,
@@ -367,6 +370,18 @@ def _dump(values: Mapping[str, Any], *, indent: int | None = None) -> str:
 
 
 LEDGER_FILE = "ledger.jsonl"
+
+
+def missing_records(folder: Path, step: int, saved_seq: int | None) -> dict[str, Any]:
+    """Return what is gone of a run's records up to a checkpoint, as data of "records_damaged"; {} if nothing is."""
+    recorded = {line["step"] for line in read_metrics(folder)}
+    # A run that took over another one's number of steps begins after 1.
+    steps = [each for each in range(min(recorded, default=step + 1), step + 1) if each not in recorded]
+    seqs = {event["seq"] for event in read_events(folder, after=0)}
+    num_events = len(set(range(1, (saved_seq or 0) + 1)) - seqs)
+    return {"metrics_steps": steps, "num_events": num_events} if steps or num_events else {}
+
+
 # Of the run as a whole, and true whatever is done again.
 _LIFE = ("started", "resumed", "checkpoint_damaged", "finished", "changed")
 

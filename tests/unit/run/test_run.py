@@ -364,6 +364,25 @@ def test_a_resumed_run_says_which_checkpoint_it_passed_over(tmp_path):
     assert "checkpoints/step_000002 after step 2" in told
 
 
+def test_a_resumed_run_says_which_of_its_records_are_gone(tmp_path):
+    config = make_config(tmp_path, iterations=4)
+    run_training(config)
+    folder = config.run_folder
+    before = read_events(folder)
+    for name, kept in (("metrics.jsonl", [0, 2]), ("events.jsonl", [0])):  # lines of a disk that lost the others
+        lines = (folder / name).read_text().splitlines(keepends=True)
+        (folder / name).write_text("".join(lines[number] for number in kept))
+    console = Console(file=io.StringIO(), width=200)
+    run_training(make_config(tmp_path, iterations=5), resume=True, console=console)
+    assert "metrics of 2 steps." in console.file.getvalue()
+    after = read_events(folder)
+    # Of the events before the checkpoint of step 4 was copied, only the first is there; their numbers stay theirs.
+    saved = next(event["seq"] for event in before if event["kind"] == "checkpoint" and event["step"] == 4) - 1
+    assert [event["seq"] for event in after[:4]] == [1, saved + 1, saved + 2, saved + 3]
+    assert [event["kind"] for event in after[1:4]] == ["checkpoint", "resumed", "records_damaged"]
+    assert after[3]["data"] == {"metrics_steps": [2, 4], "num_events": saved - 1}
+
+
 class Doubled(TextEnv):
     """Is over at once; when it is first made, another process is told to begin the same run."""
 
