@@ -67,6 +67,7 @@ _UNITS = {
     "_tokens_per_microbatch": "tokens",
     "_model_len": "tokens",
     "_length": "tokens",
+    "_mib": "MiB",
     "_episodes": "episodes",
     "episodes_per_batch": "episodes",
     "group_size": "episodes",
