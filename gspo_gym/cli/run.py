@@ -355,12 +355,11 @@ def _close(recorder: RunRecorder) -> None:
     def write_page() -> Path:
         from gspo_gym.cli.report import page_of
 
-        replace_file(folder / "report.html", page_of(folder, status=status).html)
+        replace_file(folder / "report.html", page_of(folder, status=recorder.status).html)
         return folder / "report.html"
 
     try:
-        status = read_summary(folder)["status"] if (folder / "summary.json").exists() else "interrupted"
-        if status != "interrupted":
+        if recorder.status != "interrupted":
             recorder.report(write_page)
     finally:
         recorder.close()

@@ -7,7 +7,7 @@
 The lock decides whether a process lives, if this machine can see it: a process of another machine may hold it on a file
 system whose locks stay on one machine. So the process also touches the lock's file every 10 seconds. A start watches
 it by its own clock, since those of machines differ, and takes the folder over after 180 seconds without a touch. A
-process that was only suspended leaves, without writing, when it finds its place taken.
+process that was only suspended leaves without saving at its next touch, where it finds its place taken.
 
 Commands that only read a run, or write other files there, take no lock.
 """
@@ -273,7 +273,11 @@ def locked(folder: Path, note: Callable[[str], None] | None = None, *, mounts: P
     try:
         yield
     finally:
-        lock.remove(path)
+        now = read_process(folder)
+        if now is not None and now != last and now.is_elsewhere:  # it took this place, and holds the same file
+            lock.close()
+        else:
+            lock.remove(path)
 
 
 def _wait_for_death(folder: Path, last: ProcessInfo, note: Callable[[str], None], mounts: Path) -> int:

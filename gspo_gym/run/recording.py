@@ -165,6 +165,7 @@ class RunRecorder:
         self.policy_name = policy_name
         self._last_step = last_step
         self.last_seq = last_seq
+        self.status = "interrupted"  # until a summary says more
         self._lock = threading.Lock()  # a checkpoint is written, and a command obeyed, in another thread
         self._sinks = list(sinks)
         self._clock = clock
@@ -315,6 +316,7 @@ class RunRecorder:
         """
         if wrong := set(values) ^ set(SUMMARY):
             raise RecordError(f"summary: expected the keys {list(SUMMARY)}; missing or too many: {sorted(wrong)}")
+        self.status = str(values["status"])
         replace_file(self.folder / "summary.json", _dump({"schema": SCHEMA_VERSION, **values}, indent=2) + "\n")
 
     def report(self, make: Callable[[], Path]) -> None:

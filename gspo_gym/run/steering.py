@@ -71,6 +71,7 @@ class Steering:
         self._checkpoints: deque[Done] = deque()
         self._changes: deque[tuple[Change, Done]] = deque()
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._has_trained = False
         self._woken, self._stopping = asyncio.Event(), asyncio.Event()
         self._dropped: set[asyncio.Future[Any]] = set()
         self._hears_sigterm = False
@@ -100,7 +101,7 @@ class Steering:
 
     def interrupt_start(self) -> None:
         """After a stop before `attach`, end the start at once as SIGTERM does, if signals are handled here."""
-        if self._stopped_by is not None and self._loop is None and self._hears_sigterm:
+        if self._stopped_by is not None and not self._has_trained and self._hears_sigterm:
             signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
 
     def pause(self) -> Done:
@@ -134,7 +135,7 @@ class Steering:
 
     def attach(self) -> None:
         """Wake up the running event loop for requests from now on."""
-        self._loop = asyncio.get_running_loop()
+        self._loop, self._has_trained = asyncio.get_running_loop(), True
         self._wake()
 
     async def between_steps(self, save: Callable[[], Awaitable[None]]) -> None:
@@ -221,10 +222,11 @@ class Steering:
 
     def _handle(self, number: int) -> None:
         self.stop(signal.Signals(number).name)
-        if self._loop is None and number == signal.SIGINT:
+        if self._has_trained:  # the trainer saves; after its end, what it did is being recorded
+            return
+        if number == signal.SIGINT:
             raise KeyboardInterrupt
-        if self._loop is None:
-            raise SystemExit(self.exit_code)
+        raise SystemExit(self.exit_code)
 
     def _wake(self) -> None:
         if self._loop is not None:

@@ -381,15 +381,16 @@ def engine_differs_from_learner(run: RunView) -> Finding | None:
     age = run.recent("rollout/staleness_mean")
     if age is not None and age.mean > 0:
         # Learning itself moves the policy away from older weights, so nothing is known about the engine.
+        is_handled = is_corrected or run.setting("correction.old_logprobs", "recompute") == "rollout"
         return Finding(
             "warning",
             "engine_differs_from_learner",
             "The policy has moved away from the older weights that sampled the episodes.",
             f"kl/rollout_k3 is {kl.mean:.2g} nats a token in {kl.steps}, whose episodes are {age.mean:.2g} versions "
             f"old on average (rollout/staleness_mean); {MAX_ROLLOUT_KL:g} is what bfloat16 explains",
-            "training.max_staleness" if is_corrected else "correction.level",
+            "training.max_staleness" if is_handled else "correction.level",
             f"lower it from {run.setting('training.max_staleness', 0):g}, or take smaller steps"
-            if is_corrected
+            if is_handled
             else 'set it to "trajectory" (a geometric mean, cut at correction.high), or lower training.max_staleness',
         )
     return Finding(

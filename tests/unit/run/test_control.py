@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import itertools
 import json
@@ -172,6 +173,25 @@ def test_a_request_that_waits_is_told_of_the_runs_end(served: ControlServer, tmp
         served.steering.cancel_requests()
         with pytest.raises(UsageError, match="the run ended before it was done"):
             waiting.result(timeout=60)
+
+
+@pytest.mark.parametrize("end", ["request", "signal"])
+def test_what_comes_after_the_training_does_not_end_its_recording(end: str) -> None:
+    steering = Steering()
+
+    async def train() -> None:
+        steering.attach()
+
+    with steering.handling_signals():
+        asyncio.run(train())
+        if end == "request":
+            steering.stop("someone")
+        steering.cancel_requests()
+        if end == "request":
+            steering.interrupt_start()
+        else:
+            signal.raise_signal(signal.SIGTERM)
+        assert steering.stopped_by == ("someone" if end == "request" else "SIGTERM")
 
 
 def test_text_of_episodes_and_errors_is_told_only_where_it_is_asked_for(tmp_path: Path, rich_trajectory: Any) -> None:

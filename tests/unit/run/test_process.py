@@ -13,7 +13,7 @@ from contextlib import contextmanager
 import pytest
 
 from gspo_gym.errors import ConfigError
-from gspo_gym.run.process import PROCESS_FILE, ProcessInfo, holder_of, holding, read_process, start_of
+from gspo_gym.run.process import LOCK_FILE, PROCESS_FILE, ProcessInfo, holder_of, holding, read_process, start_of
 from gspo_gym.run.registry import read_run
 
 HOLD = """
@@ -194,6 +194,14 @@ def test_a_process_whose_place_was_taken_while_it_was_suspended_leaves_without_w
         assert process.wait(timeout=60) == 1
         told = process.stderr.read()
     assert told == f"{tmp_path} was taken over by {taken}; left without saving\n"
+    assert read_process(tmp_path) == taken
+
+
+def test_a_process_that_ends_leaves_the_lock_of_another_machines_that_took_its_place(tmp_path):
+    with holding(tmp_path, print, has_begun=True):
+        taken = far_from(tmp_path, pid=9, attempt=2)
+        held = (tmp_path / LOCK_FILE).stat()
+    assert (tmp_path / LOCK_FILE).stat().st_ino == held.st_ino
     assert read_process(tmp_path) == taken
 
 

@@ -203,6 +203,13 @@ CASES: list[
         "warning",
         "training.max_staleness",
     ),
+    (  # beside which a level is refused
+        checks.engine_differs_from_learner,
+        ({"kl/rollout_k3": 0.9e-3, "rollout/staleness_mean": 0.5}, {"correction.old_logprobs": "rollout"}),
+        ({"kl/rollout_k3": 6e-2, "rollout/staleness_mean": 0.5}, {"correction.old_logprobs": "rollout"}),
+        "warning",
+        "training.max_staleness",
+    ),
     (
         checks.engine_differs_from_learner,
         ({"kl/rollout_k3": 0.9e-3}, {"correction.level": "token"}),
