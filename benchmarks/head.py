@@ -24,36 +24,48 @@ from gspo_gym.learning.head import ChunkedHead, OutputHead
 from gspo_gym.learning.settings import UpdateSettings
 from gspo_gym.types import Sampling
 
+Costs = dict[str, float]  # by the keys of GOALS
+
 GOALS = {"seconds": 1.1, "MiB": 1 / 8}  # of the naive head's
 
 
 def run_head(*, repeats: int, threads: int, vocab_size: int = 151_936, width: int = 128, num_tokens: int = 4096) -> int:
-    """Measure and print; the exit status: 1 if a ratio misses its goal."""
-    runs: dict[str, list[dict[str, float]]] = {"naive": [], "learner": []}
+    """Measure and print; return the exit status: 1 if a ratio misses its goal."""
+    medians = measure_heads(repeats, threads, vocab_size, width, num_tokens)
+    Console().print(
+        f"V = {vocab_size:,}, {num_tokens:,} tokens, hidden size {width}, float32, {threads} torch thread(s); "
+        f"median of {repeats}"
+    )
+    return print_heads(medians)
+
+
+def measure_heads(repeats: int, threads: int, vocab_size: int, width: int, num_tokens: int) -> dict[str, Costs]:
+    """Return the medians of each head, "naive" and "learner"."""
+    runs: dict[str, list[Costs]] = {"naive": [], "learner": []}
     for _ in range(repeats):
         for kind, measured in runs.items():
             shape = [str(number) for number in (threads, vocab_size, width, num_tokens)]
             command = [sys.executable, "-m", "benchmarks.head", kind, *shape]
             measured.append(json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout))
-    medians = {
+    return {
         kind: {what: statistics.median(run[what] for run in measured) for what in GOALS}
         for kind, measured in runs.items()
     }
+
+
+def print_heads(medians: dict[str, Costs]) -> int:
+    """Print the costs, their ratios and the goals; return 1 if a ratio misses its goal, else 0."""
     table = Table("head", *GOALS)
     for kind, costs in medians.items():
         table.add_row(kind, *(f"{costs[what]:,.2f}" for what in GOALS))
     ratios = {what: medians["learner"][what] / medians["naive"][what] for what in GOALS}
     table.add_row("ratio", *(f"{ratio:.3f}" for ratio in ratios.values()))
     table.add_row("goal", *(f"{goal:.3f}" for goal in GOALS.values()))
-    Console().print(
-        f"V = {vocab_size:,}, {num_tokens:,} tokens, hidden size {width}, float32, {threads} torch thread(s); "
-        f"median of {repeats}"
-    )
     Console().print(table)
     return int(any(ratios[what] > goal for what, goal in GOALS.items()))
 
 
-def measure(kind: str, vocab_size: int, width: int, num_tokens: int) -> dict[str, float]:
+def measure(kind: str, vocab_size: int, width: int, num_tokens: int) -> Costs:
     """Return seconds and peak memory of one pass of a head, forward and backward; for a fresh process."""
     torch.manual_seed(0)
     linear = torch.nn.Linear(width, vocab_size, bias=False)
