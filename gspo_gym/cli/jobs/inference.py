@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     import httpx
 
 _KEY = "GSPO_GYM_INFERENCE_KEY"
-_MAX_REQUESTS = 64  # at once, those that wait for another model's turn included
+_MAX_REQUESTS = 64  # at once, warm-ups and those that wait for another model's turn included
 _START_SECONDS = 600.0  # for a model to be loaded, which may be downloaded first
 _STOP_SECONDS = 10.0
 _SERVING = re.compile(rb"serving .* at (http://\S+)/v1\n")
@@ -84,7 +84,7 @@ class Inference:
         self._turn = asyncio.Lock()  # of starting and replacing the model, in the order of the requests
         self._child: _Child | None = None
         self._num_requests = 0
-        self._warming: dict[str, asyncio.Task[None]] = {}
+        self._warming: dict[str, asyncio.Task[None]] = {}  # by the model's name
 
     async def answer(self, wanted: Wanted, path: str, body: Mapping[str, Any], request: Request) -> StreamingResponse:
         """Have the model answer the body (JSON values) at `path`, below /v1; the model is started if it is not there.
@@ -94,9 +94,7 @@ class Inference:
         """
         import httpx
 
-        if self._num_requests >= _MAX_REQUESTS:
-            text = f"{_MAX_REQUESTS} requests are with the model, which is as many as may be; try again"
-            raise RefusalError(503, "overloaded", text)
+        self._check_room()
         try:
             try:
                 return await self._ask(wanted, path, body, request)
@@ -123,13 +121,23 @@ class Inference:
             return _Passed(sent, stack.pop_all())
 
     def warm(self, wanted: Wanted) -> Literal["warming", "already_warming", "already_warmed"]:
-        """Begin to start the model, if it is not there."""
+        """Begin to start the model, if it is not there.
+
+        Raises:
+            RefusalError: 503, too many requests wait.
+        """
         warmth, _ = self.warmth(wanted)
         if warmth == "warmed":
             return "already_warmed"
         if warmth == "warming":
             return "already_warming"
-        self._warming = {wanted.name: asyncio.create_task(self._warm(wanted))}  # only the last one's end is told
+        self._check_room()
+        task = asyncio.create_task(self._warm(wanted))
+        self._num_requests += 1
+        task.add_done_callback(lambda _: self._leave())  # also of a task that is cancelled before it runs
+        # Those that have ended are forgotten; the others are told of, and `close` cancels them.
+        self._warming = {name: other for name, other in self._warming.items() if not other.done()}
+        self._warming[wanted.name] = task
         return "warming"
 
     def warmth(self, wanted: Wanted) -> tuple[Warmth, str | None]:
@@ -147,15 +155,21 @@ class Inference:
 
     async def close(self) -> None:
         """End the model."""
-        for task in self._warming.values():
+        warming, self._warming = self._warming, {}
+        for task in warming.values():
             task.cancel()
-        await asyncio.gather(*self._warming.values(), return_exceptions=True)
+        await asyncio.gather(*warming.values(), return_exceptions=True)
         async with self._turn:
             await self._end()
 
     async def _warm(self, wanted: Wanted) -> None:
         async with self._serving(wanted):
             pass
+
+    def _check_room(self) -> None:
+        if self._num_requests >= _MAX_REQUESTS:
+            text = f"{_MAX_REQUESTS} requests are with the model, which is as many as may be; try again"
+            raise RefusalError(503, "overloaded", text)
 
     def _leave(self) -> None:
         self._num_requests -= 1

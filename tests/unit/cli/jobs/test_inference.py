@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import http.client
 import json
@@ -15,6 +16,8 @@ from urllib.parse import urlsplit
 import pytest
 from served_jobs import KEY, Client, IdleJobs
 
+from gspo_gym.cli.jobs.inference import Inference, Wanted
+from gspo_gym.remote.guard import RefusalError
 from gspo_gym.remote.serving import BackgroundServer
 
 CHAT = "/api/inference/v1/chat/completions"
@@ -192,3 +195,26 @@ def test_a_model_is_warmed_up_in_the_clients_words(served: IdleJobs, client: Cli
     assert status(f"{job_id}@best")["status"] == "failed"
     assert "none of its checkpoints was evaluated" in status(f"{job_id}@best")["error"]
     assert client.call("POST", "/api/warmup/nope")[0] == 404
+
+
+def test_warm_ups_that_wait_or_load_are_told_counted_and_ended_with_the_service(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    loading = ["sh", "-c", f"echo $$ > {pipe}; exec sleep 3600"]  # never says that it serves
+    wanted = [Wanted(f"model {number}", f"name {number}") for number in range(65)]
+
+    async def play() -> None:
+        inference = Inference(loading, os.environ, tmp_path / "log")
+        assert inference.warm(wanted[0]) == "warming"
+        pid = int(await asyncio.to_thread(pipe.read_text))
+        assert [inference.warm(each) for each in wanted[1:64]] == ["warming"] * 63
+        assert [inference.warmth(each)[0] for each in wanted] == ["warming"] * 64 + ["not_started"]
+        assert inference.warm(wanted[0]) == "already_warming"
+        with pytest.raises(RefusalError, match="64 requests"):
+            inference.warm(wanted[64])
+        await inference.close()
+        assert not lives(pid)
+        assert inference.warm(wanted[64]) == "warming"
+        await inference.close()
+
+    asyncio.run(asyncio.wait_for(play(), 30))
