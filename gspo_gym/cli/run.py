@@ -201,7 +201,10 @@ async def _resume_held(config: RunConfig, progress: Progress, steering: Steering
             sinks=sinks,
         )
         stack.callback(_close, recorder)
-        if missing := missing_records(recorder.folder, state.step, state.last_seq):
+        began = load_config(config.run_folder / "config.toml")
+        has_all_metrics = config.training.log_interval == began.training.log_interval == 1
+        missing = missing_records(recorder.folder, state.step, state.last_seq, has_all_metrics=has_all_metrics)
+        if missing:
             recorder.event("records_damaged", state.step, missing)
             progress.note(
                 f"{recorder.folder}: records before the checkpoint are gone: {missing['num_events']} events, and "

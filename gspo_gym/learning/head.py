@@ -45,7 +45,8 @@ class OutputHead:
         module = self.module
         if type(module) is not nn.Linear or type(module.weight) is not nn.Parameter or self.softcap is not None:
             return False
-        return not (module._forward_hooks or module._forward_pre_hooks or module._backward_hooks)
+        hooks = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
+        return not any(hooks) and "forward" not in vars(module)  # accelerate and others replace it
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,9 +92,13 @@ class ChunkedHead:
         return self.head.module.weight.dtype == hidden.dtype and not torch.is_autocast_enabled(hidden.device.type)
 
     def _chunk_size(self, hidden: Tensor) -> int:
-        # Two [C, V] in float32 or better, and one in 16 bits where the head computes so.
+        # In float32 or better, and one more in 16 bits where the head computes so.
+        if self._has_own_backward(hidden):
+            num_copies = 3 if self.entropy_has_gradient else 2
+        else:
+            num_copies = 12 if self.sampling.is_truncated else 8  # measured; autograd keeps most results
         working = _working_dtype(hidden)
-        token_bytes = 2 * working.itemsize + (0 if hidden.dtype == working else hidden.dtype.itemsize)
+        token_bytes = num_copies * working.itemsize + (0 if hidden.dtype == working else hidden.dtype.itemsize)
         return max(1, self.logits_bytes // (self.vocab_size * token_bytes))
 
     def _compute_chunk(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:

@@ -205,7 +205,7 @@ class PrefixSharing:
 
     def shared(self, token_ids: Tensor, attention_mask: Tensor) -> Trie | None:
         """Return the trie of a batch [B, T] if it is to be shared, None if its rows are."""
-        if not self._wanted:
+        if not self._wanted or not bool(attention_mask.any()):
             return None
         trie = build_trie(token_ids, attention_mask)
         # By counts and not by time: a run that is resumed must decide the same.

@@ -374,13 +374,21 @@ def _dump(values: Mapping[str, Any], *, indent: int | None = None) -> str:
 LEDGER_FILE = "ledger.jsonl"
 
 
-def missing_records(folder: Path, step: int, saved_seq: int | None) -> dict[str, Any]:
-    """Return what is gone of a run's records up to a checkpoint, as data of "records_damaged"; {} if nothing is."""
-    recorded = {line["step"] for line in read_metrics(folder)}
-    # A run that took over another one's number of steps begins after 1.
-    steps = [each for each in range(min(recorded, default=step + 1), step + 1) if each not in recorded]
-    seqs = {event["seq"] for event in read_events(folder, after=0)}
-    num_events = len(set(range(1, (saved_seq or 0) + 1)) - seqs)
+_INTERVAL = "training.log_interval"  # between lines of metrics.jsonl
+
+
+def missing_records(folder: Path, step: int, saved_seq: int | None, *, has_all_metrics: bool) -> dict[str, Any]:
+    """Return what is gone of a run's records up to a checkpoint, as data of "records_damaged"; {} if nothing is.
+
+    `has_all_metrics`: whether training.log_interval is 1, and was when the run began.
+    """
+    events = read_events(folder, after=0)
+    steps: list[int] = []
+    if has_all_metrics and not any(e["kind"] == "changed" and e["data"]["key"] == _INTERVAL for e in events):
+        recorded = {line["step"] for line in read_metrics(folder)}
+        first = 1 + max((event["step"] for event in events if event["kind"] == "restored"), default=0)
+        steps = [each for each in range(first, step + 1) if each not in recorded]
+    num_events = len(set(range(1, (saved_seq or 0) + 1)) - {event["seq"] for event in events})
     return {"metrics_steps": steps, "num_events": num_events} if steps or num_events else {}
 
 

@@ -112,7 +112,8 @@ class LoopSettings(Settings):
         default=None,
         gt=0,
         le=1,
-        description="an evaluation that reaches this success rate ends the run; absent: none does",
+        description="an evaluation that reaches this success rate, with episodes that could not be scored as failures, "
+        "ends the run; absent: none does",
     )
     constant_groups: ConstantGroups = Field(
         default="keep",

@@ -64,8 +64,12 @@ class TrainState:
         rate = latest["success_rate"] if latest is not None and latest["step"] == self.step else None
         if success_rate is None or latest is None or rate is None:
             return False
-        num_scored = latest["num_episodes"]
-        return bool(rate * num_scored >= success_rate * (num_scored + latest.get("num_failed", 0)))
+        # Environments without a notion of success are not in the rate.
+        named = () if self.score_unit is None else self.score_unit.success_of
+        parts = [part for name, part in latest.get("parts", {}).items() if not named or name in named] or [latest]
+        num_scored = sum(part["num_episodes"] for part in parts)
+        num_failed = sum(part.get("num_failed", 0) for part in parts)
+        return bool(rate * num_scored >= success_rate * (num_scored + num_failed))
 
     def evaluation_numbers(self) -> dict[str, Any] | None:
         """Return the numbers of this step's evaluation under the names of a checkpoint's manifest, or None."""

@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from contextlib import AbstractAsyncContextManager
 from typing import Any, TypeVar
 
-from gspo_gym.base.loops import Compute, in_another_thread, wait_until_ended
+from gspo_gym.base.loops import Compute, in_another_thread, retrieve_exception, wait_until_ended
 from gspo_gym.errors import StuckError
 from gspo_gym.judge.base import JudgeError
 from gspo_gym.learning.batching import BuiltBatch, build_batch
@@ -174,6 +174,7 @@ class Trainer:
     async def _block(self, work: Callable[[], _Result]) -> _Result:
         """Return the result of the learner's work; a cancellation waits for the end of the work."""
         working = asyncio.ensure_future(self._compute(work))
+        working.add_done_callback(retrieve_exception)  # of a cancelled step, which does not look
         # A thread cannot be stopped, and must not change weights after this has returned.
         await wait_until_ended({working})
         return working.result()

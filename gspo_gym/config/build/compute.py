@@ -66,8 +66,8 @@ async def start_compute(
 ) -> Compute:
     """Return the thread of the learner's work, closed with the stack: the local engine's, or one beside the engine.
 
-    Torch's numbers of threads are those of the run's earlier processes, which decide about the last bits of its sums;
-    in a new run the faster ones, unless OMP_NUM_THREADS is set.
+    Torch's numbers of threads are those that the run's earlier processes chose, because they decide about the last bits
+    of its sums; in a new run the faster ones, unless OMP_NUM_THREADS is set or there is one.
     """
     model, engine = player.policy.model, player.engine
     local = engine if isinstance(engine, LocalEngine) else None
@@ -75,12 +75,12 @@ async def start_compute(
     compute = local.compute if local is not None and not is_split else _own_thread(model.device, stack)
     if model.device.type != "cpu":
         return compute
-    if local is None or num_threads == 1:
+    chosen = None if local is None else _recorded(recorder)  # also those of a machine with more cores
+    if local is None or (num_threads == 1 and chosen is None):
         await compute(lambda: _use(num_threads))
         if local is not None and is_split:
             await local.compute(lambda: _use(1))
         return compute
-    chosen = _recorded(recorder)
     if chosen is None:
         chosen = await _choose(model, compute, num_threads, longest=config.rollout.max_model_len, is_split=is_split)
         recorder.event("threads", 0, asdict(chosen))

@@ -21,8 +21,9 @@ def make_head(*, bias=False, dtype=torch.float64):
 
 
 def chunked(linear, *, chunk, temperature=1.0, entropy_has_gradient=False, **parts):
-    itemsize = 16 if linear.weight.dtype == torch.float64 else 8 if linear.weight.dtype == torch.float32 else 10
-    budget = chunk * VOCABULARY * itemsize
+    num_copies = 3 if entropy_has_gradient else 2  # of a plain linear head; in 16 bits, one more in these
+    itemsize = {torch.float64: 8 * num_copies, torch.float32: 4 * num_copies, torch.bfloat16: 4 * num_copies + 2}
+    budget = chunk * VOCABULARY * itemsize[linear.weight.dtype]
     head = OutputHead(linear, **parts)
     return ChunkedHead(head, VOCABULARY, Sampling(temperature=temperature), budget, entropy_has_gradient)
 
@@ -171,16 +172,28 @@ def other_heads():
 
     doubled = Doubled(WIDTH, VOCABULARY, bias=False).double()
     doubled.load_state_dict(make_head()[0].state_dict())
-    return {"hook": hooked, "hook before": narrowed, "subclass": doubled}
+    replaced, _, _ = make_head()  # as accelerate does
+    replaced.forward = lambda hidden: nn.functional.linear(hidden, replaced.weight) * 2
+    return {"hook": hooked, "hook before": narrowed, "subclass": doubled, "replaced": replaced}
 
 
-@pytest.mark.parametrize("kind", ["hook", "hook before", "subclass"])
+@pytest.mark.parametrize("kind", ["hook", "hook before", "subclass", "replaced"])
 def test_a_module_that_is_more_than_its_weight_is_called(kind):
     linear = other_heads()[kind]
     plain, hidden, targets = make_head()
     logprobs, _ = chunked(linear, chunk=2).compute(hidden, targets, drops_out=False)
     expected, _ = from_all_logits(plain, hidden, targets, factor=2)
     torch.testing.assert_close(logprobs, expected, rtol=0, atol=1e-13)
+
+
+@pytest.mark.parametrize(("sampling", "num_copies"), [(Sampling(), 8), (Sampling(top_k=5), 12)])
+def test_a_head_that_autograd_goes_through_keeps_more_of_each_token(sampling, num_copies):
+    linear, hidden, targets = make_head(dtype=torch.float32)
+    budget = 3 * num_copies * 4 * VOCABULARY  # three tokens of num_copies [V] in float32
+    head = ChunkedHead(OutputHead(linear, softcap=30.0), VOCABULARY, sampling, budget, entropy_has_gradient=False)
+    with torch.no_grad(), Operations() as seen:
+        head.compute(hidden, targets, drops_out=False)
+    assert seen.num_head_products == 3  # 7 tokens: 3, 3 and 1
 
 
 def test_under_autocast_the_head_computes_in_16_bits_in_both_passes():

@@ -134,7 +134,7 @@ class WidestLogits(TorchDispatchMode):
 
 def test_no_more_than_a_chunk_of_logits_exists_forward_or_backward(make_model, tokens):
     model = make_model()
-    computer = LogprobComputer(model, logits_bytes=4 * TOKEN_BYTES)
+    computer = LogprobComputer(model, logits_bytes=4 * 8 * 4 * 61)  # 8 copies through a module with a hook
     head_rows = []
     model.lm_head.register_forward_hook(lambda module, inputs, output: head_rows.append(output.numel() // 61))
     with WidestLogits() as widest:
@@ -156,7 +156,7 @@ def test_the_decoder_keeps_no_keys_and_values(make_model, tokens):
 
 def test_without_gradients_nothing_is_computed_twice(make_model, tokens):
     model = make_model()
-    computer = LogprobComputer(model, logits_bytes=4 * TOKEN_BYTES)
+    computer = LogprobComputer(model, logits_bytes=4 * 8 * 4 * 61)  # 8 copies through a module with a hook
     head_rows = []
     model.lm_head.register_forward_hook(lambda module, inputs, output: head_rows.append(output.numel() // 61))
     with torch.no_grad():

@@ -17,7 +17,7 @@ from gspo_gym.rollout.episode_files import (
     trajectory_to_json,
 )
 from gspo_gym.rollout.ledger import Dispatched, Disposition, Ledger, Terminal, imbalances, read_ledger
-from gspo_gym.run.recording import EVENTS, METRICS, SUMMARY, RunRecorder
+from gspo_gym.run.recording import EVENTS, METRICS, SUMMARY, RunRecorder, missing_records
 from gspo_gym.run.records import read_events, read_metrics, read_run_id, read_summary
 from gspo_gym.types import Outcome, Trajectory
 
@@ -290,6 +290,21 @@ def test_resuming_where_nothing_came_later_discards_nothing(recorder: RunRecorde
     RunRecorder.resume(recorder.folder, 1)
     assert not (recorder.folder / "discarded").exists()
     assert read_events(recorder.folder)[-1]["data"] == {}
+
+
+@pytest.mark.parametrize(
+    ("recorded", "gone"),
+    [((10, 20), []), ((1, 2, 3, 4), []), ((), [1, 2, 3, 4]), ((2, 4), [1, 3])],
+    ids=["every ten", "whole", "none", "half"],
+)
+def test_steps_that_have_no_metrics_by_the_interval_are_not_gone(recorder, recorded, gone) -> None:
+    for step in recorded:
+        recorder.metrics(step, {"loss/total": 0.0})
+    every_ten = recorded == (10, 20)
+    found = missing_records(recorder.folder, 20 if every_ten else 4, 1, has_all_metrics=not every_ten)
+    assert found == ({"metrics_steps": gone, "num_events": 0} if gone else {})
+    recorder.event("changed", 2, {"key": "training.log_interval", "old": 1, "new": 2, "by": "run set"})
+    assert missing_records(recorder.folder, 4, 1, has_all_metrics=True) == {}
 
 
 def test_there_must_be_a_run_to_resume(tmp_path: Path) -> None:

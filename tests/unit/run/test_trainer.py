@@ -40,7 +40,7 @@ from gspo_gym.remote.serving import BackgroundServer
 from gspo_gym.rollout.actors import ActRequest
 from gspo_gym.rollout.episode import episode_player
 from gspo_gym.rollout.episode_files import read_episodes
-from gspo_gym.rollout.evaluation import Evaluation, EvaluationRow
+from gspo_gym.rollout.evaluation import Evaluation, EvaluationRow, ScoreUnit
 from gspo_gym.rollout.limits import EpisodeLimits, PoolLimits
 from gspo_gym.rollout.pool import RolloutPool
 from gspo_gym.run.collect import Collector
@@ -322,6 +322,15 @@ def test_a_goal_is_not_reached_by_the_episodes_that_are_left_when_others_fail() 
     assert not state.has_reached(0.19)
     assert state.has_reached(0.1875)
     assert TrainState(step=4, final_eval={**summary, "num_failed": 0}).has_reached(1.0)
+    # Of a mixture only the environments that know success count: 10 of 10, and 10 of 15.
+    unit = ScoreUnit("success_rate", ("game",))
+    for failed_games, failed_chats, is_reached in ((0, 5, True), (5, 0, False)):
+        parts = {
+            "game": {"success_rate": 1.0, "num_episodes": 10, "num_failed": failed_games},
+            "chat": {"success_rate": None, "num_episodes": 190, "num_failed": failed_chats},
+        }
+        mixed = {"step": 4, "success_rate": 1.0, "num_episodes": 200, "num_failed": 5, "parts": parts}
+        assert TrainState(step=4, final_eval=mixed, score_unit=unit).has_reached(0.95) == is_reached
 
 
 def test_all_scores_of_a_run_are_in_one_unit(tmp_path: Path) -> None:
