@@ -18,7 +18,7 @@ from gspo_gym.rollout.episode_files import episode_paths
 from gspo_gym.run.doctor.checks import Finding
 from gspo_gym.run.records import read_config
 from gspo_gym.run.registry import find_run
-from gspo_gym.run.report.checks import page_findings
+from gspo_gym.run.report.checks import page_findings, unknown_settings
 from gspo_gym.run.report.page import saved_page
 from gspo_gym.run.report.page_data import run_values, step_values
 from gspo_gym.run.tokens import token_steps
@@ -49,7 +49,7 @@ def run_command(arguments: argparse.Namespace) -> int:
     page = page_of(folder, others=others, steps=steps, max_episodes=arguments.episodes)
     replace_file(path, page.html)
     print(f"{path} ({path.stat().st_size / 1000:.0f} kB)")
-    print(f"{page.num_episodes} episodes checked: " + ("WRONG DATA" if page.findings else "their numbers agree"))
+    print(page.checked)
     run = read_run(folder)
     for finding in page.findings:
         print(f"\n{paragraph(run, finding)}")
@@ -60,10 +60,10 @@ def run_command(arguments: argparse.Namespace) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """A run's page, and what its checked data contradict."""
+    """A run's page, what its checked data contradict, and a line on what was `checked`, and what was not."""
 
     html: str
-    num_episodes: int
+    checked: str
     findings: Sequence[Finding]
 
 
@@ -100,7 +100,21 @@ def page_of(
     shown.sort(key=lambda step: (step["name"].startswith("step_"), step["step"]))
     findings = page_findings(runs[0], shown)
     runs[0]["findings"] = [*map(asdict, findings), *runs[0]["findings"]]
-    return Page(saved_page(runs, shown), max_episodes - left, findings)
+    return Page(saved_page(runs, shown), _checked(runs[0], shown, findings), findings)
+
+
+def _checked(run: Mapping[str, Json], steps: Sequence[Mapping[str, Json]], findings: Sequence[Finding]) -> str:
+    num_episodes = sum(len(group["episodes"]) for step in steps for group in step["groups"])
+    if not num_episodes:
+        return "no episodes are recorded: nothing was checked"
+    if unknown := unknown_settings(run):
+        return f"{num_episodes} episodes: this version does not know {', '.join(unknown)}: not checked"
+    told = f"{num_episodes} episodes checked: " + ("WRONG DATA" if findings else "their numbers agree")
+    if all(step["update"] is None for step in steps):
+        return f"{told}; no tokens are recorded: only episodes were checked"
+    # Evaluations have none to record.
+    bare = [step["name"] for step in steps if step["update"] is None and step["name"].startswith("step_")]
+    return told + (f"; no tokens are recorded of {', '.join(bare)}: only episodes were checked there" if bare else "")
 
 
 def described_run(folder: Path) -> dict[str, Json]:

@@ -82,17 +82,18 @@ class SecondPath:
         others = self.config["loss.kl_coef"] > 0 or self.config["loss.entropy_coef"] > 0
         is_trained = (fates == _NO_GRADIENT) & (self._any(advantages.astype(np.float32) != 0) | others)
         self.compare("advantage", self.columns["advantage"], np.where(in_batch[self.owner], advantages, np.nan), every)
-        for epoch, counted in enumerate(self.columns["optimizer_step"][:, self.owner]):
-            wanted = np.where(is_trained[self.owner], np.maximum(counted, 0), counted)
-            wanted[~in_batch[self.owner]] = -1
-            self.compare("optimizer_step", counted, wanted, every, epoch=epoch)
         at = np.flatnonzero(is_seen := is_trained[self.owner])
+        for epoch, counted in enumerate(self.columns["optimizer_step"][:, self.owner]):
+            wanted = np.where(is_seen, np.maximum(counted, 0), np.where(in_batch[self.owner], counted, -1))
+            self.compare("optimizer_step", counted, wanted, every, epoch=epoch)
+        weights, old = records.weights, self.columns["old_logprob"][at]
         if self.config["correction.old_logprobs"] == "rollout":
-            self.compare("old_logprob", self.columns["old_logprob"][at], records.rollout_logprob[at], at)
-        elif records.weights is not None:
-            self.compare("old_logprob", self.columns["old_logprob"][at], records.weights.score(at), at)
-        if records.weights is not None and records.weights.reference is not None:
-            self.compare("ref_logprob", self.columns["ref_logprob"][at], records.weights.score_reference(at), at)
+            self.compare("old_logprob", old, records.rollout_logprob[at], at)
+        elif weights is not None:
+            self.compare("old_logprob", old, weights.score(at), at, slack=weights.rounding)
+        if weights is not None and weights.reference is not None:
+            reference = self.columns["ref_logprob"][at]
+            self.compare("ref_logprob", reference, weights.score_reference(at), at, slack=weights.rounding)
         self._check_updates(is_seen, int(in_batch[self.owner].sum()), fates[self.owner])
 
     def _any(self, tokens: Bools) -> Bools:  # [N] whether one of an episode's tokens is so
@@ -234,8 +235,7 @@ class SecondPath:
         x, limit = log_ratio.clip(-_MAX_LOG_RATIO, _MAX_LOG_RATIO), self.config["loss.kl_clamp"]
         estimates = {"k1": (-x, np.ones(len(x))), "k2": (x * x / 2, -x), "k3": (np.expm1(x) - x, -np.expm1(x))}
         value, slope = estimates[self.config["loss.kl_estimator"]]
-        slope = np.where((x != log_ratio) | (np.abs(value) > limit), 0.0, slope)
-        value = value.clip(-limit, limit)
+        value, slope = value.clip(-limit, limit), np.where((x != log_ratio) | (np.abs(value) > limit), 0.0, slope)
         return (s * value, s * (value + slope)) if self.config["loss.kl_importance_weighted"] else (value, slope)
 
     def _check_metrics(self, metrics: Mapping[str, float], taken: Mapping[str, Floats], norms: Floats) -> None:
@@ -244,15 +244,15 @@ class SecondPath:
             numbers[f"clip/{name}_fraction"] = (taken["clip"] == side).mean()
         numbers |= {"kl/old_k1": -taken["drift"].mean(), "policy/entropy": taken["H"].mean()}
         if "to_reference" in taken:
-            numbers["kl/ref_k1"] = -taken["to_reference"].mean()
             x = taken["to_reference"].clip(-_MAX_LOG_RATIO, _MAX_LOG_RATIO)
-            numbers["kl/ref_k3"] = (np.expm1(x) - x).mean()
+            numbers |= {"kl/ref_k1": -taken["to_reference"].mean(), "kl/ref_k3": (np.expm1(x) - x).mean()}
         if "grad_norm" in self.columns:
             numbers |= {"optim/grad_norm": norms.mean(), "optim/grad_norm_max": norms.max()}
             numbers["optim/learning_rate"] = self.columns["learning_rate"][-1]
         numbers |= {"batch/trained_tokens": len(taken["clip"]), "optim/num_steps": len(norms)}
         for name, number in numbers.items():
-            self.compare(name, metrics.get(name, np.nan), number)
+            size = np.abs(taken[name] * taken["unit"]).sum() if name in taken else 0.0  # terms of a loss may cancel
+            self.compare(name, metrics.get(name, np.nan), number, unit=max(1.0, size))
 
 
 class _Pools:

@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+from pydantic import ValidationError
 
 from gspo_gym.learning.advantages import batch_advantages
 from gspo_gym.learning.credit import returns_of
@@ -79,11 +80,7 @@ _TEXTS: Mapping[str, tuple[str, str, str]] = {
         "correction.old_logprobs",
         'the learner has to score the batch itself, as "recompute" says: else ratios begin elsewhere than at 1',
     ),
-    "old_logprobs_are_others": (
-        "Old logprobs are not the old policy's.",
-        "correction.old_logprobs",
-        _VERIFY,
-    ),
+    "old_logprobs_are_others": ("Old logprobs are not the old policy's.", "correction.old_logprobs", _VERIFY),
     "judgement_is_anothers": (
         "The judge's score in an episode's reward is not the score of that episode.",
         "judge.reward_blend",
@@ -95,11 +92,7 @@ _TEXTS: Mapping[str, tuple[str, str, str]] = {
         "an environment's answer belongs to the action that it answers",
     ),
     "advantage_is_a_siblings": ("Episodes have the advantage of another of their group.", "", _VERIFY),
-    "advantages_are_others": (
-        "Advantages do not follow from the rewards.",
-        "advantages.baseline",
-        _VERIFY,
-    ),
+    "advantages_are_others": ("Advantages do not follow from the rewards.", "advantages.baseline", _VERIFY),
     "ratios_are_others": ("Ratios do not follow from the logprobs of their units.", "loss.unit", _VERIFY),
     "clip_sides_are_swapped": ("The two sides of the clip are swapped.", "loss.clip_low", _VERIFY),
     "clips_are_others": ("Tokens are clipped, or not, where the settings say otherwise.", "loss.clip_low", _VERIFY),
@@ -120,10 +113,7 @@ def page_findings(run: Mapping[str, Json], steps: Sequence[Mapping[str, Json]]) 
         run: `page_data.run_values`.
         steps: `page_data.step_values`, of training steps and of others.
     """
-    try:
-        for name, settings in (("loss", LossSettings), ("advantages", AdvantageSettings), ("rewards", RewardSettings)):
-            settings(**run["rules"][name])
-    except ValueError:  # a run of another version: its numbers follow from settings that are unknown here
+    if unknown_settings(run):
         return []
     views = sorted((StepView(run, step) for step in steps), key=lambda view: view.step)
     found = [next((told for view in views if (told := check(view)) is not None), None) for check in CHECKS]
@@ -132,6 +122,17 @@ def page_findings(run: Mapping[str, Json], steps: Sequence[Mapping[str, Json]]) 
         problem, key, suggestion = _TEXTS[name]
         findings.setdefault(name, Finding("serious", name, problem, evidence, key, suggestion))
     return list(findings.values())
+
+
+def unknown_settings(run: Mapping[str, Json]) -> list[str]:
+    """Return the keys of a run of another version that its numbers follow from, and that are unknown here."""
+    unknown: list[str] = []
+    for name, settings in (("loss", LossSettings), ("advantages", AdvantageSettings), ("rewards", RewardSettings)):
+        try:
+            settings(**run["rules"][name])
+        except ValidationError as error:
+            unknown += [".".join(map(str, (name, *each["loc"]))) for each in error.errors()]
+    return unknown
 
 
 _Told = tuple[str, str]  # the name in `_TEXTS` and the evidence
@@ -352,16 +353,17 @@ def _worth(judge: Mapping[str, Json], num_turns: int) -> list[tuple[float, float
 def rewards_follow_the_turn_before(view: StepView) -> _Told | None:
     """Find rewards that follow from the action of the turn before: siblings that part in a turn earn alike in it."""
     between = sum(bool(turn["reward"]) for each in view.episodes for turn in each["turns"][:-1])
-    pairs: list[tuple[bool, bool]] = []  # do they earn differently in the turn, and in the next?
+    pairs: list[tuple[bool, ...]] = []  # do they earn differently in the turn, in the next; does any sibling in it?
     for group in view.groups().values():
-        for one, other in itertools.combinations([view.episodes[number] for number in group], 2):
-            k = _parting_turn(one, other)
-            if k is not None and k + 1 < min(len(one["turns"]), len(other["turns"])):
-                earned = [[each["turns"][i]["reward"] or 0.0 for i in (k, k + 1)] for each in (one, other)]
-                pairs.append((earned[0][0] != earned[1][0], earned[0][1] != earned[1][1]))
-    now, following = (sum(each[i] for each in pairs) for i in (0, 1))
-    # With rewards at the end only, parting earns nothing at once either.
-    if now or min(len(pairs), between) < _MIN_COUNT or following < 0.2 * len(pairs):
+        earned = {number: [turn["reward"] or 0.0 for turn in view.episodes[number]["turns"]] for number in group}
+        for one, other in itertools.combinations(group, 2):
+            k = _parting_turn(view.episodes[one], view.episodes[other])
+            if k is not None and k + 1 < min(len(earned[one]), len(earned[other])):
+                differs = (earned[one][i] != earned[other][i] for i in (k, k + 1))
+                pairs.append((*differs, len({each[k] for each in earned.values() if k + 1 < len(each)}) > 1))
+    now, following, able = (sum(each[i] for each in pairs) for i in range(3))
+    # With rewards at the end only, parting earns nothing at once either; nor in turns of thoughts, at a constant cost.
+    if now or min(len(pairs), between, 2 * able) < _MIN_COUNT or following < 0.2 * len(pairs):
         return None
     return "rewards_come_late", (
         f"{view.values['name']}: of {len(pairs)} pairs of siblings that act differently for the first time in a turn "
@@ -456,10 +458,8 @@ def _wrong_advantages(
 ) -> _Told:
     tokens, expected = _of_tokens(view, wrong[0], own[wrong[0]])
     worst = int(np.abs(given[tokens] - expected).argmax())
-    _, place = view.first(np.arange(len(given)) == tokens[worst])
-    seen = (
-        f"{place}: the advantage is {given[tokens[worst]]:.4g}, and the group's rewards make it {expected[worst]:.4g}"
-    )
+    token, place = view.first(np.arange(len(given)) == tokens[worst])
+    seen = f"{place}: the advantage is {given[token]:.4g}, and the group's rewards make it {expected[worst]:.4g}"
     if is_late:
         return "rewards_come_late", f"{seen}; with each reward one turn later, all of the group's are right"
     like = {n: [m for m in own if m != n and _has(view, given, n, own[m])] for n in wrong}
@@ -575,9 +575,9 @@ def _divisors(view: StepView, step: Array, settings: LossSettings) -> Array:
 
 
 def shares_are_not_the_loss(view: StepView) -> _Told | None:
-    """Find a loss that is not the sum of its tokens' shares."""
-    update, loss = view.values.get("update"), view.values["loss"]
-    if update is None or loss is None or abs(update["shares"] - loss) <= 1e-5 * max(1.0, abs(loss)):
+    """Find a loss that is not the sum of its tokens' shares, to the rounding of their sizes: terms may cancel."""
+    update, loss = view.values["update"], view.values["loss"]
+    if None in (update, loss) or abs(update["shares"] - loss) <= 1e-5 * max(1.0, abs(loss), update["share_sizes"]):
         return None
     return "shares_are_not_the_loss", f"{view.values['name']}: {update['shares']:.6g}, and loss/total is {loss:.6g}"
 

@@ -158,6 +158,7 @@ class RecordedStep:
         return {
             "num_steps": num_steps,
             "shares": float(columns["share"].sum(dtype=np.float64)),
+            "share_sizes": float(np.abs(columns["share"]).sum(dtype=np.float64)),
             "batch_tokens": int((columns["fate"] <= Fate.OVERLONG).sum()),
             **dict(zip(("episodes", "turns", "tokens"), counts.tolist(), strict=True)),
         }

@@ -301,6 +301,37 @@ def test_tokens_are_also_recorded_of_the_step_after_a_checkpoint(tmp_path: Path)
     recorder.close()
 
 
+def test_float32_rounding_of_a_model_is_no_difference_of_its_logprobs(
+    recorded: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A tolerance below what float32 holds of this model stands for 1e-5 and a model of 30 layers."""
+    plain = verify_step(recorded, 2)
+    tolerance = min(plain.compared[name][1] for name in ("old_logprob", "ref_logprob")) / 2
+    assert 0 < tolerance < 1e-6
+    result = verify_step(recorded, 2, tolerance=tolerance)
+    assert plain.rounding == 0 < result.rounding < 1e-5
+    assert {"old_logprob", "ref_logprob", "logprob", "entropy"} < set(result.compared), "update 0 was reached"
+    main(["verify", str(recorded), "--step", "2", "--tolerance", str(tolerance)])
+    assert f"float32 and float64 are {result.rounding / 2:.1e} apart, twice that is allowed" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("loss", "is_wrong"), [(0.0035, False), (0.0055, True)])
+def test_a_recorded_loss_is_compared_by_the_sizes_of_terms_that_cancel(loss: float, is_wrong: bool) -> None:
+    """Terms of +200 and -200 in float32 sum to 0 within 1e-5 of 400: 0.004."""
+    gaps: dict[str, float] = {}
+
+    def compare(quantity: str, recorded: float, recomputed: float, unit: float = 1.0) -> None:
+        gaps[quantity] = abs(recorded - recomputed) / max(unit, abs(recomputed))
+
+    nothing = np.zeros(0)
+    units = {"trajectory": nothing.astype(np.int64)}
+    records = verify.StepRecords({}, [], {}, {}, units["trajectory"], units, nothing, nothing, nothing, None)
+    taken = {"loss/total": np.array([200.0, -200.0]), "unit": np.ones(2), "clip": np.zeros(2)}
+    taken |= {"drift": np.zeros(2), "H": np.zeros(2)}
+    verify.SecondPath(records, compare)._check_metrics({"loss/total": loss}, taken, np.ones(1))
+    assert (gaps["loss/total"] > 1e-5) == is_wrong
+
+
 def altered(column: str, change: Callable[[Any], None]) -> Callable[[Path], None]:
     def alter(folder: Path) -> None:
         path = folder / "tokens" / "step_000002.safetensors"

@@ -7,6 +7,7 @@ import dataclasses
 import itertools
 import json
 import re
+import shutil
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -33,7 +34,8 @@ from gspo_gym.rollout import episode, pool, record
 from gspo_gym.rollout.actors import EngineActor
 from gspo_gym.run import collect
 from gspo_gym.run.doctor.checks import Finding
-from gspo_gym.run.report.checks import page_findings
+from gspo_gym.run.report.checks import page_findings, rewards_follow_the_turn_before, shares_are_not_the_loss
+from gspo_gym.run.report.page_data import StepView
 from gspo_gym.types import Completion, Outcome, Sampling, StepResult, Trajectory
 
 Patch = pytest.MonkeyPatch
@@ -424,4 +426,55 @@ def test_a_good_run_has_no_finding(runs: Path, url: str, monkeypatch: Patch, nam
 
 
 def test_settings_of_another_version_are_not_judged() -> None:
-    assert page_findings({"rules": {"loss": {"retired": 1}}}, [{"name": "step_000001", "step": 1, "groups": []}]) == []
+    rules = {"loss": {"retired": 1}, "advantages": {}, "rewards": {}}
+    assert page_findings({"rules": rules}, [{"name": "step_000001", "step": 1, "groups": []}]) == []
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+def test_rewards_are_late_only_where_siblings_part_in_a_turn_that_can_earn(is_late: bool) -> None:
+    """Eight groups of four, turns of one token, -0.01 a turn and +0.5 for an action of 1.
+
+    All think differently in turn 0, and the action of turn 1 earns. Or those of turns 0 and 1 earn, a turn late.
+    """
+
+    def played(group: int, member: int) -> dict[str, Any]:
+        actions = [member // 2 if is_late else member, member % 2, 0]
+        earned = [0, actions[0], actions[1]] if is_late else [0, actions[1], 0]
+        turns = [
+            {"segment": 0, "observation": [2 * k, 2 * k + 1], "action": [2 * k + 1, 2 * k + 2]}
+            | {"reward": -0.01 + 0.5 * earned[k]}
+            for k in range(3)
+        ]
+        segments = [{"ids": [i for action in actions for i in (9, action)], "sampled": [1, 3, 5]}]
+        return {"id": f"{group}/{member}", "segments": segments, "turns": turns}
+
+    groups = [{"episodes": [played(group, member) for member in range(4)]} for group in range(8)]
+    told = rewards_follow_the_turn_before(StepView({"rules": {}}, {"name": "step_000001", "step": 1, "groups": groups}))
+    assert (told is not None) == is_late
+
+
+@pytest.mark.parametrize(("loss", "is_wrong"), [(0.0035, False), (0.0055, True)])
+def test_a_loss_whose_terms_cancel_is_compared_by_their_sizes(loss: float, is_wrong: bool) -> None:
+    """Terms of +200 and -200 in float32 sum to 0 within 1e-5 of 400: 0.004."""
+    update = {"shares": 0.0, "share_sizes": 400.0}
+    view = StepView({"rules": {}}, {"name": "step_000001", "step": 1, "groups": [], "update": update, "loss": loss})
+    assert (shares_are_not_the_loss(view) is not None) == is_wrong
+
+
+def test_a_report_says_what_it_did_not_check(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(runs / "base", folder)
+
+    def told() -> str:
+        assert main(["report", str(folder)]) == 0
+        return capsys.readouterr().out.splitlines()[1]
+
+    assert told() == "34 episodes checked: their numbers agree"
+    shutil.rmtree(folder / "tokens")
+    assert told() == "34 episodes checked: their numbers agree; no tokens are recorded: only episodes were checked"
+    config = (folder / "config.toml").read_text()
+    (folder / "config.toml").write_text(config.replace("[loss]\n", "[loss]\nretired = 1\n"))
+    assert told() == "34 episodes: this version does not know loss.retired: not checked"
+    (folder / "config.toml").write_text(config)
+    shutil.rmtree(folder / "episodes")
+    assert told() == "no episodes are recorded: nothing was checked"
