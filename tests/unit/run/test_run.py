@@ -112,6 +112,7 @@ def living_models():
 
 
 def test_runs_of_one_program_leave_no_model_to_it_not_even_to_its_garbage_collector(tmp_path):
+    handler = signal.signal(signal.SIGTERM, signal.SIG_DFL)  # one that another test left would be left alone
     gc.collect()
     gc.disable()  # tensors are few objects: it may not come for hours
     try:
@@ -140,6 +141,7 @@ def test_runs_of_one_program_leave_no_model_to_it_not_even_to_its_garbage_collec
         assert max(seen) == 2  # the learner's, and the engine's view of it
     finally:
         gc.enable()
+        signal.signal(signal.SIGTERM, handler or signal.SIG_DFL)
         gymnasium.registry.pop("test_run/Counting-v0")
 
 

@@ -44,6 +44,8 @@ class Run:
 
     finish = define_metric = lambda *arguments, **options: None
 
+def Table(**options): ...
+
 def init(**options):
     return Run()
 """
