@@ -69,6 +69,9 @@ def test_rows_attend_together_with_others_that_have_at_least_half_as_many_new_to
         (1, 1, 5, (1, 1, 1, 5)),
     ]
     assert shapes([[5, 6, 7, 8], [9, 10]]) == [(2, 2 * 4, 2 * 4, None)]
+    # One shared token is enough to attend together.
+    one = [[5, 1, 2, 3], [5, 4, 6, 7], [5, 8, 9, 10]]
+    assert shapes(one) == [(1, 4, 4, None), (2, 2 * 3, 2 * 4, (2, 1, 3, 4))]
 
 
 def test_the_probe_shares_five_of_its_sixteen_tokens(make_model):
