@@ -95,12 +95,16 @@ class Operations(TorchDispatchMode):
         return out
 
 
+@pytest.mark.parametrize("entropy_has_gradient", [False, True])
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize(("chunk", "num_products"), [(4, 2 * 2), (7, 1), (100, 1)])
-def test_a_chunk_of_logits_exists_and_is_computed_twice_unless_it_is_the_only_one(chunk, num_products, bias):
+def test_a_chunk_of_logits_exists_and_is_computed_twice_unless_it_is_the_only_one(
+    chunk, num_products, bias, entropy_has_gradient
+):
     linear, hidden, targets = make_head(bias=bias)
+    head = chunked(linear, chunk=chunk, entropy_has_gradient=entropy_has_gradient)
     with Operations() as seen:
-        logprobs, _ = chunked(linear, chunk=chunk, entropy_has_gradient=True).compute(hidden, targets, drops_out=False)
+        logprobs, _ = head.compute(hidden, targets, drops_out=False)
         logprobs.sum().backward()
     assert (seen.rows, seen.num_head_products) == (min(chunk, TOKENS), num_products)
 
