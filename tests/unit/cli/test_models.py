@@ -60,7 +60,8 @@ def test_talking_shows_what_the_model_says_and_reset_forgets(capsys: pytest.Capt
 
 
 def test_a_conversation_that_is_full_says_how_to_go_on(capsys: pytest.CaptureFixture[str]) -> None:
-    said = chat(capsys, [TINY, "--max-tokens", "4"], "word " * 5000, "/reset", "Hi.")
+    words = [TINY, "--max-tokens", "4", "--temperature", "0"]  # else the model may end before the limit
+    said = chat(capsys, words, "word " * 5000, "/reset", "Hi.")
     assert "ContextOverflowError: the prompt has" in said
     assert "(/reset begins anew)" in said
     assert "[cut off at --max-tokens]" in said
