@@ -34,8 +34,8 @@ class _Bucket:
     """Rows with about as many new tokens, which attend in one call.
 
     Attributes:
-        queries: [R * N] places in the trie of the new tokens; 0 in the padding. keys: [R * T] of all tokens before and
-            of them.
+        queries: [R * N] places in the trie of the new tokens, and of any token in the padding.
+        keys: [R * T] of all tokens before and of them.
         num_rows: R.
         mask: [R, 1, N, T] bool, the keys that a query sees; None: a causal mask does, for rows that share nothing.
         is_token: [R * N] bool, False in the padding.
@@ -84,16 +84,45 @@ class Trie:
         return hidden
 
 
-def build_trie(token_ids: Tensor, attention_mask: Tensor) -> Trie:
-    """Return the trie of some rows, [B, T], padded on the right, on their device."""
+@dataclass(frozen=True, slots=True, eq=False)
+class _Overlaps:
+    """How far rows begin alike; all that a decision about sharing needs.
+
+    Attributes:
+        rows: [B, T] token ids. lengths: [B]. order: of the rows, in which each shares most with the one before it.
+        shared: [B], tokens that a row shares with those before it.
+    """
+
+    rows: np.ndarray
+    lengths: np.ndarray
+    order: Sequence[int]
+    shared: np.ndarray
+
+    @property
+    def num_tokens(self) -> int:
+        """P, of their trie."""
+        return int((self.lengths - self.shared).sum())
+
+
+def _overlaps(token_ids: Tensor, attention_mask: Tensor) -> _Overlaps:
     rows, lengths = token_ids.cpu().numpy(), attention_mask.sum(1).cpu().numpy()
     # Sorted, a row shares most with the one before it.
     order = sorted(range(len(rows)), key=lambda b: rows[b, : lengths[b]].astype(">u4").tobytes())
-    shared = np.zeros(len(rows), np.int64)  # with the rows before it
+    shared = np.zeros(len(rows), np.int64)
     for before, row in pairwise(order):
         width = min(lengths[before], lengths[row])
         differs = rows[before, :width] != rows[row, :width]
         shared[row] = differs.argmax() if differs.any() else width
+    return _Overlaps(rows, lengths, order, shared)
+
+
+def build_trie(token_ids: Tensor, attention_mask: Tensor) -> Trie:
+    """Return the trie of some rows, [B, T], padded on the right, on their device."""
+    return _build(_overlaps(token_ids, attention_mask), token_ids.device)
+
+
+def _build(overlaps: _Overlaps, device: torch.device) -> Trie:
+    rows, lengths, order, shared = overlaps.rows, overlaps.lengths, overlaps.order, overlaps.shared
     places = np.zeros(rows.shape, np.int64)
     num_tokens = 0
     for before, row in zip([order[0], *order], order, strict=False):
@@ -105,7 +134,6 @@ def build_trie(token_ids: Tensor, attention_mask: Tensor) -> Trie:
     valid = np.arange(rows.shape[1]) < lengths[:, None]
     packed[places[valid]] = rows[valid]
     positions[places[valid]] = np.nonzero(valid)[1]
-    device = token_ids.device
     buckets = [_bucket(places, shared, lengths, part, device) for part in _split(lengths - shared, shared)]
     outputs = torch.cat([bucket.queries[bucket.is_token] for bucket in buckets])
     return Trie(
@@ -136,7 +164,7 @@ def _bucket(
     keys = np.arange(ends.max())
     is_token = new < ends - starts
     of_rows = places[rows]
-    queries = np.where(is_token, np.take_along_axis(of_rows, np.where(is_token, starts + new, 0), 1), 0)
+    queries = np.take_along_axis(of_rows, np.where(is_token, starts + new, 0), 1)
     mask = keys <= (starts + new)[:, :, None]
     return _Bucket(
         torch.from_numpy(queries.ravel()).to(device),
@@ -203,18 +231,26 @@ class PrefixSharing:
         _log.info("training.share_prefixes: off, since %s", message)
         self._wanted = False
 
+    def pays(self, token_ids: Tensor, attention_mask: Tensor) -> bool:
+        """Return whether a batch [B, T] is to be shared, without building its trie."""
+        return self._to_share(token_ids, attention_mask) is not None
+
     def shared(self, token_ids: Tensor, attention_mask: Tensor) -> Trie | None:
         """Return the trie of a batch [B, T] if it is to be shared, None if its rows are."""
+        overlaps = self._to_share(token_ids, attention_mask)
+        return None if overlaps is None else _build(overlaps, token_ids.device)
+
+    def _to_share(self, token_ids: Tensor, attention_mask: Tensor) -> _Overlaps | None:
         if not self._wanted or not bool(attention_mask.any()):
             return None
-        trie = build_trie(token_ids, attention_mask)
-        # By counts and not by time: a run that is resumed must decide the same.
-        saves = token_ids.numel() >= _WORTH_IT * trie.num_tokens
+        overlaps = _overlaps(token_ids, attention_mask)
+        factor = token_ids.numel() / overlaps.num_tokens
         if not self._has_said:
-            factor = token_ids.numel() / trie.num_tokens
             _log.info("training.share_prefixes: the first rows hold %.2f times the tokens of their trie", factor)
             self._has_said = True
-        return trie if saves or self._wanted is True else None
+        # By counts and not by time: a run that is resumed must decide the same.
+        saves = token_ids.numel() >= _WORTH_IT * overlaps.num_tokens
+        return overlaps if saves or self._wanted is True else None
 
 
 def _prepare(decoder: Any) -> str | None:

@@ -270,7 +270,7 @@ class Learner:
         return plan
 
     def _parts(self, batch: TrainBatch, minibatch: int) -> tuple[_Part, ...]:
-        alike = self._computer.prefixes.shared(batch.token_ids, batch.attention_mask) is not None
+        alike = self._computer.prefixes.pays(batch.token_ids, batch.attention_mask)
         parts = split_microbatches(batch, self._settings.max_tokens_per_microbatch, keep_alike_together=alike)
         seeds = [seeding.child_seed(self._seed, "dropout", self._num_updates, minibatch, k) for k in range(len(parts))]
         return tuple(_Part(to_device(part, self._device), seed) for part, seed in zip(parts, seeds, strict=True))
