@@ -197,11 +197,24 @@ def test_the_error_of_a_non_finite_gradient_says_the_whole_loss(make_model, make
     with torch.no_grad():
         model.lm_head.weight.zero_()  # every token is as likely: the entropy is ln 61
     model.lm_head.weight.register_hook(lambda gradient: gradient * float("nan"))
-    learner = make_learner(model, loss={"entropy_coef": 0.5}, update={"max_nonfinite_steps": 0})
+
+    class OneNatAbove:
+        """A reference that gives each sampled token a logprob of 1 - ln 61."""
+
+        def logprobs(self, batch):
+            return batch.action_mask * (1 - math.log(61))
+
+    learner = make_learner(
+        model,
+        loss={"entropy_coef": 0.5, "kl_coef": 0.25, "kl_estimator": "k3"},
+        update={"max_nonfinite_steps": 0},
+        reference_policy=OneNatAbove(),
+    )
     with pytest.raises(NonFiniteError) as error:
         learner.update(make_batch())
     loss = float(re.search(r"loss (\S+),", str(error.value))[1])
-    assert loss == pytest.approx(-0.5 * math.log(61), abs=1e-5)  # advantages of a group add up to 0
+    # Advantages of a group add up to 0; k3 of one nat is e - 1 - 1.
+    assert loss == pytest.approx(0.25 * (math.e - 2) - 0.5 * math.log(61), abs=1e-5)
 
 
 @pytest.mark.parametrize("kl_coef", [0.0, 0.1])
