@@ -177,7 +177,8 @@ async def _resume_held(config: RunConfig, progress: Progress, steering: Steering
     checkpoint = checkpoints.load_latest()
     # Refuse before the model is loaded.
     _require_named_run(config.run_folder, checkpoint.folder)
-    _require_same_run(config, num_optimizer_steps=int(checkpoint.learner_counters.get("optimizer.num_attempts", 0)))
+    num_optimizer_steps = int(checkpoint.learner_counters.get("optimizer.num_attempts", 0))
+    began = _require_same_run(config, num_optimizer_steps=num_optimizer_steps)
     state = TrainState.from_dict(checkpoint.trainer_state)
     await require_ready(config, base=str(checkpoint.model_folder))
     async with contextlib.AsyncExitStack() as stack:
@@ -201,7 +202,6 @@ async def _resume_held(config: RunConfig, progress: Progress, steering: Steering
             sinks=sinks,
         )
         stack.callback(_close, recorder)
-        began = load_config(config.run_folder / "config.toml")
         has_all_metrics = config.training.log_interval == began.training.log_interval == 1
         missing = missing_records(recorder.folder, state.step, state.last_seq, has_all_metrics=has_all_metrics)
         if missing:
@@ -412,8 +412,8 @@ def _require_named_run(folder: Path, checkpoint: Path) -> None:
         )
 
 
-def _require_same_run(config: RunConfig, *, num_optimizer_steps: int) -> None:
-    """Refuse to go on under other settings, except for machines, intervals, limits and labels (`_FREE_ON_RESUME`).
+def _require_same_run(config: RunConfig, *, num_optimizer_steps: int) -> RunConfig:
+    """Return the settings with which the run began; refuse to go on under others, but for those that may change.
 
     Raises:
         ConfigError: names the keys that differ, or the schedule of the learning rate, which would jump after
@@ -427,6 +427,7 @@ def _require_same_run(config: RunConfig, *, num_optimizer_steps: int) -> None:
         changes = "; ".join(f"{key}: {began.get(key)!r} became {now.get(key)!r}" for key in refused)
         raise ConfigError(f"{path}: a resumed run must go on as it began, but {changes}. Start another run instead")
     _require_same_rates(earlier, config, num_optimizer_steps)
+    return earlier
 
 
 def _require_same_rates(began: RunConfig, now: RunConfig, num_taken: int) -> None:

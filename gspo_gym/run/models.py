@@ -6,7 +6,6 @@ A card is README.md with the hub's metadata, made from the run's records alone.
 from __future__ import annotations
 
 import re
-import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -15,14 +14,14 @@ from typing import Any
 
 import yaml
 
-from gspo_gym.errors import CheckpointError, ConfigError, RecordError, UnknownNameError
+from gspo_gym.errors import CheckpointError, ConfigError, UnknownNameError
 from gspo_gym.policy.checkpoints import CheckpointStore
 from gspo_gym.policy.export import SUMS, Weights, adapter_base, layout_of
 from gspo_gym.policy.load import check_base
 from gspo_gym.policy.manifest import read_manifest, step_of
 from gspo_gym.policy.retention import RetentionSettings
 from gspo_gym.policy.tiny import TINY_PREFIX
-from gspo_gym.run.records import read_events, read_run_id
+from gspo_gym.run.records import read_config, read_events, read_run_id
 from gspo_gym.run.registry import find_run, list_runs
 
 LATEST, BEST = "latest", "best"
@@ -64,13 +63,7 @@ class Model:
         Raises:
             RecordError: the run's config.toml cannot be read.
         """
-        if self.run is None:
-            return {}
-        path = self.run / "config.toml"
-        try:
-            return tomllib.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise RecordError(f"{path}: cannot be read: {error}") from error
+        return {} if self.run is None else read_config(self.run)
 
     @property
     def dtype(self) -> str:

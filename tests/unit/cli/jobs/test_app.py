@@ -6,7 +6,6 @@ import contextlib
 import io
 import tarfile
 import tomllib
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -20,17 +19,6 @@ from gspo_gym.cli.jobs.requests import Machine, parse_request
 from gspo_gym.cli.jobs.store import Event
 from gspo_gym.config.run_config import RunConfig
 from gspo_gym.remote.serving import BackgroundServer
-
-
-@pytest.fixture
-def served(tmp_path: Path) -> IdleJobs:
-    return IdleJobs(tmp_path)
-
-
-@pytest.fixture
-def client(served: IdleJobs) -> Iterator[Client]:
-    with BackgroundServer(served.guarded) as server:
-        yield Client(server.url)
 
 
 def code_of(answer: tuple[int, Any]) -> tuple[int, str]:

@@ -7,7 +7,6 @@ import contextlib
 import http.client
 import json
 import os
-from collections.abc import Iterator
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
@@ -21,17 +20,6 @@ from gspo_gym.remote.guard import RefusalError
 from gspo_gym.remote.serving import BackgroundServer
 
 CHAT = "/api/inference/v1/chat/completions"
-
-
-@pytest.fixture
-def served(tmp_path: Path) -> IdleJobs:
-    return IdleJobs(tmp_path)
-
-
-@pytest.fixture
-def client(served: IdleJobs) -> Iterator[Client]:
-    with BackgroundServer(served.guarded) as server:
-        yield Client(server.url)
 
 
 def body_for(model: Any, said: str = "Hi.") -> dict[str, Any]:
