@@ -10,7 +10,7 @@ import argparse
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -306,8 +306,7 @@ def _with_weights(folder: Path, records: StepRecords, result: Verification, *, m
     )
     if records.config["loss.kl_coef"] > 0 and weights.reference is None:
         result.missing.append(f"logprobs of the reference: {checkpoint} has no weights of one")
-    own = {each.name: getattr(records, each.name) for each in fields(records)}
-    return StepRecords(**own | {"weights": weights})
+    return replace(records, weights=weights)
 
 
 class Weights:
@@ -327,7 +326,6 @@ class Weights:
         from safetensors.torch import load_file
 
         self._twin, self.rounding = twin, 0.0
-
         saved = load_file(checkpoint / "resume" / "learner.safetensors")
         self._config = records.config
         self._moments = {name: value for name, value in saved.items() if name.startswith("optimizer.")}
