@@ -31,6 +31,16 @@ from gspo_gym.types import (
     Turn,
 )
 
+STANDARD_HANDLERS = {signal.SIGTERM: signal.SIG_DFL, signal.SIGINT: signal.default_int_handler}
+
+
+@pytest.fixture(autouse=True)
+def standard_handlers_of_signals() -> None:
+    """Give a test the handlers of a fresh program: packages leave theirs (verifiers' environments do), which stay."""
+    for number, handler in STANDARD_HANDLERS.items():
+        if signal.getsignal(number) is not handler:
+            signal.signal(number, handler)
+
 
 @pytest.fixture
 def rich_trajectory() -> Trajectory:

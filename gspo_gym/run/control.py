@@ -130,15 +130,21 @@ class ControlServer:
         with connection, contextlib.suppress(OSError):  # the caller has gone
             connection.settimeout(_READ_SECONDS)
             author = _author(connection)
+            stops = False
             try:
                 request = _read_request(connection)  # another user's, too, which else cannot read the refusal
                 if author is None:
                     raise UsageError("control: only the user that runs the training may")
                 reply = {"ok": True, **self._do(request, author)}
+                stops = request.get("command") == "stop" and reply["changed"]
             except (GymError, OSError) as error:
                 reply = {"ok": False, "error": str(error)}
-            connection.sendall(json.dumps(reply).encode() + b"\n")
-            self.steering.interrupt_start()  # after the answer, which ends with the program
+            try:
+                connection.sendall(json.dumps(reply).encode() + b"\n")
+            finally:
+                # After the answer, which ends with the program. Only once: its second signal ends it as it stands.
+                if stops:
+                    self.steering.interrupt_start()
 
     def _do(self, request: Mapping[str, Any], author: str) -> Reply:
         command = request.get("command")

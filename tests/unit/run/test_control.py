@@ -194,6 +194,23 @@ def test_what_comes_after_the_training_does_not_end_its_recording(end: str) -> N
         assert steering.stopped_by == ("someone" if end == "request" else "SIGTERM")
 
 
+def test_only_the_request_that_stops_a_start_interrupts_it(served: ControlServer) -> None:
+    with served.steering.handling_signals():
+        served._one_change.acquire()
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+            connection.connect(str(served.folder / SOCKET_FILE))
+            connection.sendall(b'{"command": "stop"}\n')
+        threading.Timer(0.1, served._one_change.release).start()  # the caller has gone before the answer
+        with pytest.raises(SystemExit) as ended:
+            threading.Event().wait(60)
+        assert ended.value.code == 130
+        numbers: list[int] = []
+        signal.signal(signal.SIGTERM, lambda number, _: numbers.append(number))
+        for command in ("status", "stop", "nonsense"):
+            send(served.folder, json.dumps({"command": command}).encode() + b"\n")
+        assert numbers == []
+
+
 def test_text_of_episodes_and_errors_is_told_only_where_it_is_asked_for(tmp_path: Path, rich_trajectory: Any) -> None:
     recorder = RunRecorder.create(tmp_path / "run", "")
     recorder.episodes("step_000001", [rich_trajectory])

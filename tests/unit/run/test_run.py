@@ -112,7 +112,6 @@ def living_models():
 
 
 def test_runs_of_one_program_leave_no_model_to_it_not_even_to_its_garbage_collector(tmp_path):
-    handler = signal.signal(signal.SIGTERM, signal.SIG_DFL)  # one that another test left would be left alone
     gc.collect()
     gc.disable()  # tensors are few objects: it may not come for hours
     try:
@@ -141,7 +140,6 @@ def test_runs_of_one_program_leave_no_model_to_it_not_even_to_its_garbage_collec
         assert max(seen) == 2  # the learner's, and the engine's view of it
     finally:
         gc.enable()
-        signal.signal(signal.SIGTERM, handler or signal.SIG_DFL)
         gymnasium.registry.pop("test_run/Counting-v0")
 
 
@@ -482,13 +480,11 @@ def test_a_start_that_sigterm_ends_leaves_nothing(tmp_path):
     values = make_config(tmp_path / "runs").model_dump(exclude_none=True, exclude={"warmup"})
     values["rollout"] |= {"env_name": "test_run/Doubled-v0", "isolation": "thread"}
     config = RunConfig.from_dict(values)
-    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a handler that another test left would be left alone
     try:
         with pytest.raises(SystemExit) as ended:
             run_training(config)
         assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     finally:
-        signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
         gymnasium.registry.pop("test_run/Doubled-v0")
     assert ended.value.code == 128 + signal.SIGTERM
     assert list(tmp_path.iterdir()) == []
@@ -522,7 +518,6 @@ def test_a_stopped_run_is_saved_and_goes_on_to_the_weights_of_an_undisturbed_one
         return RunConfig.from_dict(values)
 
     standard = {signal.SIGTERM: signal.SIG_DFL, signal.SIGINT: signal.default_int_handler}
-    before = {each: signal.signal(each, handler) for each, handler in standard.items()}
     register("test_run/Stopping-v0", entry_point=Stopping)
     try:
         run_training(config("whole"))
@@ -539,8 +534,6 @@ def test_a_stopped_run_is_saved_and_goes_on_to_the_weights_of_an_undisturbed_one
     finally:
         gymnasium.registry.pop("test_run/Stopping-v0")
         Stopping.at_number = (0, lambda: None)
-        for each, handler in before.items():
-            signal.signal(each, handler)
     assert (ended.type, ended.value.args) == ((SystemExit, (143,)) if name == "SIGTERM" else (KeyboardInterrupt, ()))
     expected, actual = weights(tmp_path / "whole", 3), weights(tmp_path / "parts", 3)
     assert all(expected[name].equal(actual[name]) for name in expected)  # bit for bit
