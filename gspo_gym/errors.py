@@ -21,6 +21,7 @@ Each class is also the standard-library error it refines, so `except ValueError`
     │   ├── EngineMismatchError  RuntimeError  batch after batch, an engine's logprobs are not the learner's
     │   └── EnginePoisonedError  RuntimeError  a weight update failed half-way: nothing sampled may be trained on
     ├── ServiceError         RuntimeError  a process or server that the run needs did not start or broke off
+    ├── PlacementError       RuntimeError  the machines that are offered have no room for what a run needs
     ├── RolloutError         RuntimeError  so many episodes failed that the run cannot go on
     ├── StuckError           RuntimeError  batch after batch, all episodes of every group earned the same
     ├── NonFiniteError       ArithmeticError   a loss or gradient was NaN or infinite too many times in a row
@@ -110,6 +111,10 @@ class EnginePoisonedError(EngineError):
 
 class ServiceError(GymError, RuntimeError):
     """A process or server that the run needs did not start or broke off."""
+
+
+class PlacementError(GymError, RuntimeError):
+    """The machines that are offered have no room for what a run needs; says what is missing, and what is free where."""
 
 
 class RolloutError(GymError, RuntimeError):

@@ -28,6 +28,7 @@ TREE = {
     "EngineMismatchError": ("EngineError", RuntimeError),
     "EnginePoisonedError": ("EngineError", RuntimeError),
     "ServiceError": ("GymError", RuntimeError),
+    "PlacementError": ("GymError", RuntimeError),
     "RolloutError": ("GymError", RuntimeError),
     "StuckError": ("GymError", RuntimeError),
     "NonFiniteError": ("GymError", ArithmeticError),

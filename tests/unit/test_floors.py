@@ -35,6 +35,7 @@ FLOORS = {
     "judge": 5,
     "remote": 6,
     "run": 7,
+    "cluster": 7,
     "config": 8,
     "config.build": 9,
     "cli": 10,
@@ -61,6 +62,7 @@ FORBIDDEN = {
         "transformers",
         "peft",
     ),
+    "cluster": tuple(f"gspo_gym.engine.{kind}" for kind in ("local", "scripted", "vllm", "endpoint")),
     "config": ("gymnasium", *HEAVY),
 }
 ENVS_MAY_IMPORT = ("gspo_gym.env", "gspo_gym.types", "gspo_gym.errors", "gspo_gym_envs")
