@@ -100,7 +100,8 @@ def _follow_vllm(values: dict[str, Any]) -> None:
 
 
 def _follow_topology(values: dict[str, Any]) -> None:
-    # The GPUs that generate are shared out to copies of the model of `tensor_parallel` GPUs each.
+    # The GPUs that generate are shared out to copies of the model of `tensor_parallel` GPUs each: all in one server,
+    # or in a cluster in as many servers as there are, each of vllm.data_parallel_size copies.
     topology = values.get("topology")
     if not isinstance(topology, Mapping):
         return
@@ -108,7 +109,8 @@ def _follow_topology(values: dict[str, Any]) -> None:
     # Otherwise a rule reports the division.
     if isinstance(num_gpus, int) and isinstance(size, int) and size > 0 and num_gpus > 0 and num_gpus % size == 0:
         _set_default(values, "vllm.tensor_parallel_size", size)
-        _set_default(values, "vllm.data_parallel_size", num_gpus // size)
+        if topology.get("type") != "cluster":
+            _set_default(values, "vllm.data_parallel_size", num_gpus // size)
 
 
 def _follow_kl_terms(values: dict[str, Any]) -> None:

@@ -130,6 +130,10 @@ _QLORA = {"trainer_mode": "qlora"}
 TRIED: Mapping[str, Mapping[str, Any]] = {
     "compute.gpu_count": {"compute": {"gpu_count": 2}},
     "compute.nodes": {"compute": {"gpu_count": 1, "nodes": 2}},
+    "topology.type": {
+        "compute": {"gpu_count": 2},
+        "topology": {"type": "cluster", "gpus_for_vllm": 1, "gpus_for_training": 1},
+    },
     "topology.gpus_for_training": {
         "compute": {"gpu_count": 3},
         "topology": {"gpus_for_vllm": 1, "gpus_for_training": 2},

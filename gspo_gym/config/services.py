@@ -11,6 +11,7 @@ count the GPUs that this process sees, from 0; CUDA_VISIBLE_DEVICES makes them d
 | compute.gpu_count = 0, or a machine without GPUs     | processor   | processor   | processor            |
 | no [topology]: vLLM, if it is there, takes tp x dp   | 0           | 0 .. tp*dp-1| 0                    |
 | [topology] with v for vLLM, 1 to train, r for ref    | v           | 0 .. v-1    | v+1 .. v+r           |
+| the same with type = "colocated"                     | 0           | 0 .. v-1    | v .. v+r-1           |
 
 tp and dp are vllm.tensor_parallel_size and vllm.data_parallel_size; with [topology] they are its tensor_parallel and
 v / tensor_parallel. Where vLLM and the learner share a GPU, vllm.gpu_memory_utilization says how much of it is vLLM's.
@@ -72,10 +73,12 @@ class ComputeSection(Settings):
 
 
 class TopologySection(Settings):
-    """[topology]: which GPUs do what: the first generate, the next learn. Their sum is compute.gpu_count."""
+    """[topology]: which GPUs do what: the first generate, the next learn; with compute.gpu_count = 0, processes do."""
 
-    type: Literal["single_node_split"] = Field(
-        default="single_node_split", description="disjoint sets of one machine's GPUs"
+    type: Literal["single_node_split", "colocated", "cluster"] = Field(
+        default="single_node_split",
+        description="disjoint sets of one machine's GPUs, whose sum is compute.gpu_count; colocated: the same GPUs "
+        "generate and learn; cluster: disjoint sets of all machines' GPUs, which training refuses",
     )
     gpus_for_vllm: int = Field(gt=0, description="GPUs that generate")
     gpus_for_training: int = Field(gt=0, description="GPUs that learn; more than 1 is refused to run")
@@ -92,7 +95,10 @@ class VllmSection(Settings):
         default=1, gt=0, description="devices that share each layer while generating; with [topology], its own"
     )
     data_parallel_size: int = Field(
-        default=1, gt=0, description="copies of the model, each on devices of its own; with [topology], as many as fit"
+        default=1,
+        gt=0,
+        description="copies of the model, each on devices of its own; with [topology], as many as fit, and with type "
+        "cluster, of each server",
     )
     max_model_len: int | None = Field(
         default=None,
@@ -141,10 +147,8 @@ def missing_machinery(sections: Mapping[str, Any]) -> list[str]:
     """Return a sentence for each setting of a valid configuration that this version cannot run."""
     services, compute = sections["services"], sections["compute"]
     found = []
-    if compute is not None and compute.gpu_count > 1:
-        found += _missing_split(compute.gpu_count, sections)
-    if compute is not None and compute.nodes > 1:
-        found.append(f"compute.nodes = {compute.nodes}: training takes one machine")
+    if compute is not None:
+        found += _cannot_start_yet(sections["topology"], compute) or _missing_split(compute.gpu_count, sections)
     is_quantized = sections["model"].trainer_mode == "qlora"
     if is_quantized and sections["rollout"].engine == "vllm":
         found.append(
@@ -158,11 +162,25 @@ def missing_machinery(sections: Mapping[str, Any]) -> list[str]:
     return found
 
 
+def _cannot_start_yet(topology: TopologySection | None, compute: ComputeSection) -> list[str]:
+    """Return what `gspo-gym train` cannot start of these sections; all of it is checked, and placed on paper.
+
+    The one place that decides this: the launcher of learner ranks takes its sentences away.
+    """
+    found = []
+    if topology is not None and topology.type == "cluster":
+        found.append('topology.type = "cluster": training starts nothing on other machines')
+    if topology is not None and (num := topology.gpus_for_training) > 1:
+        found.append(f"topology.gpus_for_training = {num}: training takes one GPU")
+    if compute.nodes > 1:
+        found.append(f"compute.nodes = {compute.nodes}: training takes one machine")
+    return found
+
+
 def _missing_split(gpu_count: int, sections: Mapping[str, Any]) -> list[str]:
     topology, services, vllm = sections["topology"], sections["services"], sections["vllm"]
-    if topology is not None:
-        num = topology.gpus_for_training
-        return [f"topology.gpus_for_training = {num}: training takes one GPU"] if num > 1 else []
+    if topology is not None or gpu_count < 2:
+        return []
     # A server of others has GPUs of its own, which compute.gpu_count does not count.
     is_vllm_here = vllm is not None and not (services is not None and services.engine_urls)
     if is_vllm_here and vllm.tensor_parallel_size * vllm.data_parallel_size == gpu_count:
@@ -204,6 +222,12 @@ def refuse_to_train(sections: Mapping[str, Any]) -> None:
         )
 
 
+def num_gpus_of_both(topology: TopologySection) -> int:
+    """Return the GPUs that generate or learn: together, or the larger number where they are the same."""
+    counts = (topology.gpus_for_vllm, topology.gpus_for_training)
+    return max(counts) if topology.type == "colocated" else sum(counts)
+
+
 VISIBLE_GPUS = "CUDA_VISIBLE_DEVICES"
 
 
@@ -215,7 +239,7 @@ class Placement:
         learner: the learner's GPU.
         vllm: the GPUs of vLLM in this process, in the order in which its ranks take them.
         reference: the GPUs of the reference server that this run starts.
-        is_split: no two parts share one.
+        is_split: the learner and vLLM share none.
         tensor_parallel_size, data_parallel_size: of vLLM in this process; their product is its number of GPUs.
     """
 
@@ -240,12 +264,13 @@ def place(topology: TopologySection | None, vllm: VllmSection | None) -> Placeme
     if topology is None:
         tensor, data = (1, 1) if vllm is None else (vllm.tensor_parallel_size, vllm.data_parallel_size)
         return Placement(0, tuple(range(tensor * data)), (0,), False, tensor, data)
-    for_vllm, first = topology.gpus_for_vllm, topology.gpus_for_vllm + topology.gpus_for_training
+    for_vllm, is_split = topology.gpus_for_vllm, topology.type != "colocated"
+    first = num_gpus_of_both(topology)
     return Placement(
-        learner=for_vllm,
+        learner=for_vllm if is_split else 0,
         vllm=tuple(range(for_vllm)),
         reference=tuple(range(first, first + topology.gpus_for_ref)),
-        is_split=True,
+        is_split=is_split,
         tensor_parallel_size=topology.tensor_parallel,
         data_parallel_size=for_vllm // topology.tensor_parallel,  # a rule has checked that nothing is left
     )

@@ -129,7 +129,7 @@ def vllm_settings(config: RunConfig, policy: Policy, folder: Path) -> VllmSettin
         max_num_seqs=config.rollout.max_concurrent_rollouts,
         tensor_parallel_size=placement.tensor_parallel_size,
         data_parallel_size=placement.data_parallel_size,
-        device_ids=placement.vllm if placement.is_split else (),
+        device_ids=placement.vllm if placement.is_split and not on_processor else (),
         gpu_memory_utilization=vllm.gpu_memory_utilization or (_OWN_GPUS if placement.is_split else _SHARED_GPU),
         kv_cache_gib=1.0 if vllm.kv_cache_gib is None and on_processor else vllm.kv_cache_gib,
         enforce_eager=on_processor if vllm.enforce_eager is None else vllm.enforce_eager,

@@ -136,5 +136,6 @@ def _arguments(**options: object) -> list[str]:
 
 def _gpus(config: RunConfig) -> tuple[str, ...] | None:
     # Without a split the reference is on the learner's GPU, as this process sees it.
-    placement = place(config.topology, config.vllm)
-    return names_of(placement.reference, os.environ) if placement.is_split else None
+    if config.topology is None or (config.compute is not None and config.compute.gpu_count == 0):
+        return None
+    return names_of(place(config.topology, config.vllm).reference, os.environ)

@@ -14,16 +14,27 @@ from gspo_gym.learning.settings import CorrectionSettings, ReferenceSettings
 
 
 def _gpus_add_up(
-    has_topology: bool, gpu_count: int | None, for_vllm: int | None, for_training: int | None, for_ref: int | None
+    has_topology: bool,
+    kind: str | None,
+    gpu_count: int | None,
+    for_vllm: int | None,
+    for_training: int | None,
+    for_ref: int | None,
 ) -> str | None:
     if not has_topology:
         return None
     if gpu_count is None:
         return "splits GPUs, but there is no compute.gpu_count: give it"
     # An absent section has no numbers, and a required one that is missing is reported as such.
-    total = (for_vllm or 0) + (for_training or 0) + (for_ref or 0)
-    if total == gpu_count:
+    both = (for_vllm or 0, for_training or 0)
+    total = (max(both) if kind == "colocated" else sum(both)) + (for_ref or 0)
+    if gpu_count in (0, total):  # without GPUs these count processes
         return None
+    if kind == "colocated":
+        return (
+            f"expected compute.gpu_count = {gpu_count}, got the larger of gpus_for_vllm and gpus_for_training, which "
+            f"are the same GPUs, and gpus_for_ref: {max(both)} + {for_ref or 0} = {total}"
+        )
     return (
         f"expected a sum of compute.gpu_count = {gpu_count}, got gpus_for_vllm + gpus_for_training + gpus_for_ref = "
         f"{for_vllm} + {for_training} + {for_ref or 0} = {total}"
@@ -43,9 +54,18 @@ def _tensor_parallel_agrees(size: int | None, tensor_parallel: int | None) -> st
     return f"expected topology.tensor_parallel = {tensor_parallel}, got {size}"
 
 
-def _data_parallel_agrees(size: int | None, tensor_parallel: int | None, for_vllm: int | None) -> str | None:
+def _data_parallel_agrees(
+    size: int | None, kind: str | None, tensor_parallel: int | None, for_vllm: int | None
+) -> str | None:
     if size is None or tensor_parallel is None or for_vllm is None or for_vllm % tensor_parallel:
         return None
+    if kind == "cluster":  # servers of so many copies each
+        if for_vllm // tensor_parallel % size == 0:
+            return None
+        return (
+            f"expected a divisor of topology.gpus_for_vllm / topology.tensor_parallel = {for_vllm} / "
+            f"{tensor_parallel}, the copies that servers of this size share out, got {size}"
+        )
     if size == for_vllm // tensor_parallel:
         return None
     return (
@@ -74,9 +94,9 @@ def _split_gpus_are_used(has_topology: bool, urls: tuple[str, ...] | None) -> st
 
 
 def _one_node_is_split(kind: str | None, nodes: int | None) -> str | None:
-    if kind is None or nodes is None or nodes == 1:
+    if kind != "single_node_split" or nodes is None or nodes == 1:
         return None
-    return f"{show(kind)} splits one machine's GPUs, but compute.nodes = {nodes}"
+    return f'{show(kind)} splits one machine\'s GPUs, but compute.nodes = {nodes}: set "cluster"'
 
 
 def _type_is_of_a_gpu(gpu_type: str | None, gpu_count: int | None) -> str | None:
@@ -94,13 +114,15 @@ def _device_is_there(device: str, gpu_count: int | None) -> str | None:
     return None
 
 
-def _needs_vllm(section: str) -> Rule:
-    def check(is_given: bool, engine: str) -> str | None:
-        if not is_given or engine == "vllm":
-            return None
-        return f'has no effect with rollout.engine {show(engine)}: set that to "vllm", or remove this section'
+def _vllm_is_the_engine(is_given: bool, engine: str) -> str | None:
+    if not is_given or engine == "vllm":
+        return None
+    return f'has no effect with rollout.engine {show(engine)}: set that to "vllm", or remove this section'
 
-    return Rule((section, "rollout.engine"), check)
+
+def _engine_has_places(is_given: bool, engine: str, kind: str | None) -> str | None:
+    # A cluster has servers of the local engine, too (`gspo-gym serve`), for machines without vLLM.
+    return None if kind == "cluster" and engine == "local" else _vllm_is_the_engine(is_given, engine)
 
 
 def _urls_are_used(urls: tuple[str, ...] | None, engine: str) -> str | None:
@@ -200,13 +222,22 @@ def _sinks_are_different(report_to: tuple[str, ...] | None) -> str | None:
 
 
 _SYNC, _SENT = "training.weight_sync", ("mode", "direct", "verify_every_k")
-_GPUS = ("compute.gpu_count", "topology.gpus_for_vllm", "topology.gpus_for_training", "topology.gpus_for_ref")
+_GPUS = (
+    "topology.type",
+    "compute.gpu_count",
+    "topology.gpus_for_vllm",
+    "topology.gpus_for_training",
+    "topology.gpus_for_ref",
+)
 
 SERVICE_RULES = (
     Rule(("topology", *_GPUS), _gpus_add_up),
     Rule(("topology.tensor_parallel", "topology.gpus_for_vllm"), _tensor_parallel_divides),
     Rule(("vllm.tensor_parallel_size", "topology.tensor_parallel"), _tensor_parallel_agrees),
-    Rule(("vllm.data_parallel_size", "topology.tensor_parallel", "topology.gpus_for_vllm"), _data_parallel_agrees),
+    Rule(
+        ("vllm.data_parallel_size", "topology.type", "topology.tensor_parallel", "topology.gpus_for_vllm"),
+        _data_parallel_agrees,
+    ),
     Rule(
         ("vllm", "topology", "vllm.tensor_parallel_size", "vllm.data_parallel_size", "compute.gpu_count"),
         _vllm_has_gpus,
@@ -215,8 +246,8 @@ SERVICE_RULES = (
     Rule(("topology.type", "compute.nodes"), _one_node_is_split),
     Rule(("compute.gpu_type", "compute.gpu_count"), _type_is_of_a_gpu),
     Rule(("model.device", "compute.gpu_count"), _device_is_there),
-    _needs_vllm("vllm"),
-    _needs_vllm("topology"),
+    Rule(("vllm", "rollout.engine"), _vllm_is_the_engine),
+    Rule(("topology", "rollout.engine", "topology.type"), _engine_has_places),
     Rule(("vllm.max_model_len", "rollout.max_model_len"), _lengths_agree),
     Rule(("services.engine_urls", "rollout.engine"), _urls_are_used),
     Rule(("rollout.engine", "services.engine_urls"), _http_has_urls),
@@ -228,8 +259,8 @@ SERVICE_RULES = (
     no_effect(
         "vllm.sleep_while_learning",
         False,
-        "topology",
-        lambda is_given: not is_given,
+        "topology.type",
+        lambda kind: kind in (None, "colocated"),
         "vLLM has GPUs of its own there; set false",
     ),
     no_effect(
@@ -326,13 +357,14 @@ def _direct_is_of_files(direct: bool | None, transfer: str | None) -> str | None
 
 
 def _gpus_are_reached(
-    transfer: str | None, has_topology: bool, tensor_parallel: int | None, data_parallel: int | None
+    transfer: str | None, kind: str | None, tensor_parallel: int | None, data_parallel: int | None
 ) -> str | None:
-    if transfer == "nccl" and not has_topology:
+    has_own_gpus = kind not in (None, "colocated")
+    if transfer == "nccl" and not has_own_gpus:
         return '"nccl" needs [topology], which gives vLLM GPUs of its own; on the learner\'s own GPU set "ipc"'
     if transfer != "ipc":
         return None
-    if has_topology:
+    if has_own_gpus:
         return '"ipc" needs vLLM on the learner\'s own GPU, but [topology] gives it others: set "nccl"'
     if (num_gpus := (tensor_parallel or 1) * (data_parallel or 1)) > 1:
         return (
@@ -347,7 +379,7 @@ TRANSFER_RULES = (
     Rule((_KEY, "model.trainer_mode", "training.weight_sync.mode"), _weights_are_whole),
     Rule((_KEY, "training.max_staleness"), _weights_stay),
     Rule(("training.weight_sync.direct", _KEY), _direct_is_of_files),
-    Rule((_KEY, "topology", "vllm.tensor_parallel_size", "vllm.data_parallel_size"), _gpus_are_reached),
+    Rule((_KEY, "topology.type", "vllm.tensor_parallel_size", "vllm.data_parallel_size"), _gpus_are_reached),
 )
 
 

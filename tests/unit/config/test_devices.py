@@ -35,6 +35,10 @@ PLACES: dict[str, tuple[dict[str, Any], tuple[Any, ...]]] = {
     "one each": (split(2, gpus_for_vllm=1), (1, (0,), (), 1, 1)),
     "copies": (split(4, gpus_for_vllm=3), (3, (0, 1, 2), (), 1, 3)),
     "one model on two": (split(3, gpus_for_vllm=2, tensor_parallel=2), (2, (0, 1), (), 2, 1)),
+    "the learner on the first of vLLM's, and a reference": (
+        {**split(5, gpus_for_vllm=4, tensor_parallel=2, gpus_for_ref=1), **dedicated(), "topology.type": "colocated"},
+        (0, (0, 1, 2, 3), (4,), 2, 2),
+    ),
     "two models on two each, and a reference": (
         {**split(7, gpus_for_vllm=4, tensor_parallel=2, gpus_for_ref=2), **dedicated(tp=2)},
         (4, (0, 1, 2, 3), (5, 6), 2, 2),
@@ -51,7 +55,7 @@ def test_each_part_has_the_gpus_that_the_table_says(case: str, make: Make) -> No
         learner=learner,
         vllm=vllm,
         reference=reference,
-        is_split="topology" in changes,
+        is_split="topology" in changes and "topology.type" not in changes,
         tensor_parallel_size=tensor,
         data_parallel_size=data,
     )
@@ -131,3 +135,6 @@ def test_the_reference_sees_its_own_gpus_only(make: Make, monkeypatch: pytest.Mo
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     assert build_reference._gpus(config) == ("3",)
     assert build_reference._gpus(make({"compute": {"gpu_count": 1}, **dedicated()})) is None
+    shared = {**split(2, gpus_for_vllm=1, gpus_for_ref=1), **dedicated(), "topology.type": "colocated"}
+    assert build_reference._gpus(make(shared)) == ("1",)
+    assert build_reference._gpus(make({**shared, "compute.gpu_count": 0})) is None  # processes take no GPU

@@ -194,6 +194,7 @@ GPUS = {"topology.gpus_for_vllm": 2}
 # Keys of machinery that is not in this version: a run with them is refused, and says why.
 REFUSED = {
     "compute.nodes": (2, {"compute.gpu_count": 0}),
+    "topology.type": ("cluster", {**GPUS, "topology.gpus_for_training": 1, "compute.gpu_count": 3}),
     "topology.gpus_for_training": (2, {**GPUS, "compute.gpu_count": 4}),
 }
 
@@ -249,8 +250,6 @@ SHOWN_BY = {
             "structured_output",
         )
     },
-    # one legal value
-    "topology.type": RULES + "test_a_contradiction_is_named_on_both_sides",
     # they need several devices
     **dict.fromkeys(
         ("topology.gpus_for_vllm", "topology.gpus_for_ref", "topology.tensor_parallel"),

@@ -57,6 +57,14 @@ def test_everything_that_is_missing_is_listed_at_once(make: Make) -> None:
             {"compute": {"gpu_count": 3}, "topology": {"gpus_for_vllm": 1, "gpus_for_training": 2}},
             "topology.gpus_for_training = 2: training takes one GPU",
         ),
+        (
+            {"compute": {"gpu_count": 0}, "topology": {"gpus_for_vllm": 1, "gpus_for_training": 2}},
+            "topology.gpus_for_training = 2: training takes one GPU",
+        ),
+        (
+            {"compute": {"gpu_count": 2}, "topology": {"type": "cluster", "gpus_for_vllm": 1, "gpus_for_training": 1}},
+            'topology.type = "cluster": training starts nothing on other machines',
+        ),
         ({"compute": {"gpu_count": 1, "nodes": 2}}, "compute.nodes = 2"),
         ({"vllm": {}, "model.trainer_mode": "qlora"}, 'model.trainer_mode = "qlora"'),
         (
@@ -86,6 +94,8 @@ def test_each_of_them_alone_is_refused_before_anything_is_built(
         {"compute": {"gpu_count": 1}},
         {"compute": {"gpu_count": 4}, "vllm": {"tensor_parallel_size": 2, "data_parallel_size": 2}},
         {"compute": {"gpu_count": 3}, "topology": {"gpus_for_vllm": 2, "gpus_for_training": 1}},
+        {"compute": {"gpu_count": 0}, "topology": {"gpus_for_vllm": 2, "gpus_for_training": 1}},
+        {"compute": {"gpu_count": 2}, "topology": {"type": "colocated", "gpus_for_vllm": 2, "gpus_for_training": 1}},
         {"vllm": {}},
         {"rollout.engine": "vllm"},
         {"judge": {"options": {"event": True}}},

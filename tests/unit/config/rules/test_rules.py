@@ -16,6 +16,14 @@ LORA = {"model.trainer_mode": "lora"}
 GRPO = {"algorithm.variety": "grpo"}
 TOPOLOGY = {"type": "single_node_split", "gpus_for_vllm": 2, "gpus_for_training": 1, "gpus_for_ref": 0}
 SPLIT = {"compute": {"gpu_count": 3}, "topology": TOPOLOGY, "vllm": {}}
+CLUSTER = {
+    "compute": {"gpu_count": 16, "nodes": 2},
+    "topology": {"type": "cluster", "gpus_for_vllm": 8, "gpus_for_training": 8, "tensor_parallel": 2},
+}
+COLOCATED = {
+    "compute": {"gpu_count": 1},
+    "topology": {"type": "colocated", "gpus_for_vllm": 1, "gpus_for_training": 1},
+}
 ONE_EACH = {"gpus_for_vllm": 1, "gpus_for_training": 1}
 DECISIONS = {"training.step_rewards_mode": "decision_stepwise"}
 DEDICATED = {
@@ -311,8 +319,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "sleep of an engine with GPUs of its own": (
         {"compute": {"gpu_count": 2}, "topology": ONE_EACH, "vllm": {"sleep_while_learning": True}},
-        "vllm.sleep_while_learning: has no effect with topology = true: vLLM has GPUs of its own there; set false, or "
-        "remove this",
+        "vllm.sleep_while_learning: has no effect with topology.type = \"single_node_split\": vLLM has GPUs of its own "
+        "there; set false, or remove this",
     ),
     "sleep of an engine that samples meanwhile": (
         {**STALE, "vllm": {"sleep_while_learning": True}},
@@ -326,7 +334,22 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "one node of two": (
         {**SPLIT, "compute": {"gpu_count": 3, "nodes": 2}},
-        'topology.type: "single_node_split" splits one machine\'s GPUs, but compute.nodes = 2',
+        'topology.type: "single_node_split" splits one machine\'s GPUs, but compute.nodes = 2: set "cluster"',
+    ),
+    "shared GPUs that do not add up": (
+        {"compute": {"gpu_count": 3}, "topology": {**TOPOLOGY, "type": "colocated"}},
+        "topology: expected compute.gpu_count = 3, got the larger of gpus_for_vllm and gpus_for_training, which are "
+        "the same GPUs, and gpus_for_ref: 2 + 0 = 2",
+    ),
+    "servers of more copies than there are": (
+        {**CLUSTER, "vllm": {"data_parallel_size": 3}},
+        "vllm.data_parallel_size: expected a divisor of topology.gpus_for_vllm / topology.tensor_parallel = 8 / 2, the "
+        "copies that servers of this size share out, got 3",
+    ),
+    "a broadcast on shared GPUs": (
+        {**COLOCATED, "training.weight_sync": {"transfer": "nccl"}},
+        'training.weight_sync.transfer: "nccl" needs [topology], which gives vLLM GPUs of its own; on the learner\'s '
+        'own GPU set "ipc"',
     ),
     "type of no GPU": (
         {"compute": {"gpu_count": 0, "gpu_type": "H100"}},
@@ -596,6 +619,16 @@ ALLOWED: dict[str, dict[str, Any]] = {
     "said twice alike": {"rollout.policy_config": {"max_tokens": 8}},
     "another run": {"model.base": ..., "model.source": "ft:other"},
     "split that adds up": SPLIT,
+    "processes that need not": {**SPLIT, "compute": {"gpu_count": 0}},
+    "several machines": {**CLUSTER, "vllm": {"data_parallel_size": 2}},
+    "servers of the local engine": {**CLUSTER, "compute": {"gpu_count": 0}, "rollout.engine": "local"},
+    "the same GPUs": {
+        **COLOCATED, "vllm": {"sleep_while_learning": True}, "training.weight_sync": {"transfer": "ipc"}
+    },
+    "several machines' same GPUs": {
+        "compute": {"gpu_count": 9, "nodes": 2}, **{k: v for k, v in DEDICATED.items() if k in ("loss", "reference")},
+        "topology": {"type": "colocated", "gpus_for_vllm": 8, "gpus_for_training": 4, "gpus_for_ref": 1},
+    },
     "reference of its own": DEDICATED,
     "reference that runs already": DISTANT,
     "one GPU": {"compute": {"gpu_count": 1, "gpu_type": "H200"}, "model.device": "cuda"},
