@@ -26,8 +26,8 @@ from gspo_gym.errors import ServiceError
 from gspo_gym.policy.tiny import tiny_tokenizer
 from gspo_gym.remote.gateway.app import create_gateway_app, rollout_url
 from gspo_gym.remote.gateway.gateway import Gateway
-from gspo_gym.remote.gateway.loop_server import LoopServer
 from gspo_gym.remote.gateway.session import GatewaySessionSettings
+from gspo_gym.remote.serving import LoopServer
 from gspo_gym.seeding import generator
 
 ENGINE_SECONDS = 0.05

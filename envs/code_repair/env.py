@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
 from gspo_gym.env.core import PolicyFactory, ToolEnv
-from gspo_gym.env.data.splits import is_held_out_generator
+from gspo_gym.env.data.rows import is_held_out_generator
 from gspo_gym.env.rewards import Reward
 from gspo_gym.env.tools import ToolError, tool
 from gspo_gym.env.workers.sandbox import require_confinement

@@ -14,7 +14,7 @@ from gymnasium.envs.toy_text.frozen_lake import MAPS, FrozenLakeEnv, generate_ra
 from gymnasium.error import ResetNeeded
 
 from gspo_gym.env.core import Info, PolicyFactory, TextEnv
-from gspo_gym.env.data.splits import next_seed
+from gspo_gym.env.data.rows import next_seed
 from gspo_gym.env.rewards import Reward
 from gspo_gym.errors import ConfigError, UnknownNameError, nearest_name
 

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 from gspo_gym.env.chat_model import ChatModelSettings
 from gspo_gym.env.core import PolicyFactory, ToolEnv
-from gspo_gym.env.data.splits import is_held_out_generator
+from gspo_gym.env.data.rows import is_held_out_generator
 from gspo_gym.env.rewards import Reward
 from gspo_gym.env.tools import ToolError, tool
 from gspo_gym.errors import ConfigError, UnknownNameError, nearest_name

@@ -1,20 +1,80 @@
-"""The base class of settings records, and the notation for lists of seeds.
+"""The base class of settings records, the notation for lists of seeds, API keys, and addresses.
 
-A settings record stands beside the code that it governs; `RunConfig` composes them into the user's file.
+A settings record stands beside the code that it governs; `RunConfig` composes them into the user's file. A key is named
+by the environment variable that holds it and so stands in no file, argument or log.
 """
 
 from __future__ import annotations
 
 import copy
+import ipaddress
+import os
+import re
 from collections import Counter
 from collections.abc import Sequence
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Self, overload
 
 from pydantic import AfterValidator, BaseModel, ConfigDict
 
 from gspo_gym.base.files import as_toml_holds_it
-from gspo_gym.base.keys import checked_url
 from gspo_gym.errors import ConfigError
+
+_URL = re.compile(r"https?://(?P<user>[^/@\s]*@)?[^/@\s]+(/\S*)?")
+
+
+@overload
+def read_key(variable: str, where: str) -> str: ...
+@overload
+def read_key(variable: None, where: str) -> None: ...
+@overload
+def read_key(variable: str | None, where: str) -> str | None: ...
+def read_key(variable: str | None, where: str) -> str | None:
+    """Return the key in an environment variable; None if no variable is named.
+
+    Args:
+        variable: its name.
+        where: the option or setting that names it, for the error.
+
+    Raises:
+        ConfigError: it is not set, or empty.
+
+    >>> read_key("NOT_SET_ANYWHERE", "--api-key-env")
+    Traceback (most recent call last):
+    gspo_gym.errors.ConfigError: --api-key-env: expected a key in the variable NOT_SET_ANYWHERE, it is not set
+    """
+    if variable is None:
+        return None
+    key = os.environ.get(variable)
+    if not key:
+        raise ConfigError(f"{where}: expected a key in the variable {variable}, it is not set")
+    return key
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether only this machine can reach that address.
+
+    >>> is_loopback("127.0.0.1"), is_loopback("localhost"), is_loopback("0.0.0.0"), is_loopback("localhost.evil.org")
+    (True, True, False, False)
+    """
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:  # any other name may resolve to any address
+        return False
+
+
+def checked_url(url: str) -> str:
+    """A base URL without its last slash.
+
+    Raises:
+        ValueError: it is none, or it holds a secret.
+    """
+    match = _URL.fullmatch(url)
+    if match is None or match["user"]:
+        raise ValueError("expected a URL that begins with http:// or https:// and holds no user or password")
+    return url.rstrip("/")
+
 
 Url = Annotated[str, AfterValidator(checked_url)]
 # As config.toml beside a run will hold it: what TOML cannot hold is an error at once, not at the end of the start.

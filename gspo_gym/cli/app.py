@@ -7,8 +7,8 @@ import json
 import os
 from typing import TYPE_CHECKING, Any
 
-from gspo_gym.base.keys import read_key
 from gspo_gym.base.loops import run_to_end
+from gspo_gym.base.settings import read_key
 from gspo_gym.cli.command_line import env_config_of
 from gspo_gym.errors import ConfigError, MissingExtraError
 from gspo_gym.remote.apps.client import AppKeys, TaskAppClient

@@ -13,10 +13,10 @@ from typing import Any
 from gspo_gym.base.files import read_file, write_output
 from gspo_gym.base.loops import run_to_end
 from gspo_gym.config.foreign.draft import Draft, Translation, label_of
-from gspo_gym.config.foreign.table import SYSTEMS
 from gspo_gym.config.reference import new_config, parameters, reference, resolved
 from gspo_gym.config.run_config import RunConfig, load_config, load_sections
 from gspo_gym.config.services import missing_machinery
+from gspo_gym.config.words import SYSTEMS
 from gspo_gym.errors import ConfigError
 
 _FILE_HELP = "a TOML, YAML or JSON file; configs/ holds examples"

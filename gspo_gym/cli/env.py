@@ -19,9 +19,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gspo_gym.base.files import PartFile, write_output
-from gspo_gym.base.keys import is_loopback, read_key
-from gspo_gym.base.settings import parse_seeds
-from gspo_gym.cli.authoring import command as authoring_commands
+from gspo_gym.base.settings import is_loopback, parse_seeds, read_key
+from gspo_gym.cli import authoring
 from gspo_gym.cli.command_line import add_environment, env_config_of, exit_code_of, interrupted_by_signals
 from gspo_gym.env.checks.checker import check_env
 from gspo_gym.env.registry import list_environments as registered
@@ -40,7 +39,7 @@ if TYPE_CHECKING:
 
     from gspo_gym.config.build.episode_collection import CollectedEpisodes
     from gspo_gym.config.build.token_audit import TokenAudit
-    from gspo_gym.remote.serve.served_env import ServedEnv
+    from gspo_gym.remote.serve.task_app_server import ServedEnv
 
 _STEP_TIMEOUT_SECONDS = 30.0  # what `check_env` allows a call; people have no limit
 _PLAY_ADVICE = 'The game is ended. Set isolation = "process" in the class of {env}, and what hangs can be ended alone.'
@@ -56,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_check(commands)
     _add_collect(commands)
     _add_serve(commands)
-    authoring_commands.add_commands(commands)
+    authoring.add_commands(commands)
 
     play = commands.add_parser("play", help="play in the terminal and see what a model would see")
     add_environment(play)
@@ -425,7 +424,7 @@ def serve(arguments: argparse.Namespace) -> int:
         MissingExtraError: FastAPI, uvicorn or websockets is not installed.
     """
     try:
-        from gspo_gym.remote.serve.served_env import served_app
+        from gspo_gym.remote.serve.task_app_server import served_app
         from gspo_gym.remote.serving import bind, server_for, url_of
     except ImportError as error:
         raise MissingExtraError("serving an environment needs: pip install 'gspo-gym[serve]'") from error
@@ -446,8 +445,7 @@ def served_of(arguments: argparse.Namespace) -> ServedEnv:
         ConfigError: a limit is out of range, or a key is not set.
     """
     from gspo_gym.remote.serve.env_source import ANY_OPTION
-    from gspo_gym.remote.serve.served_env import ServedEnv
-    from gspo_gym.remote.serve.task_app_server import TaskAppLimits
+    from gspo_gym.remote.serve.task_app_server import ServedEnv, TaskAppLimits
 
     inference_key = arguments.inference_key_env
     # An argument may be a file or a URL: a client elsewhere would make this machine read it.

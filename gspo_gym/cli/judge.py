@@ -16,15 +16,14 @@ from typing import TYPE_CHECKING, Any
 from pydantic import ValidationError
 
 from gspo_gym.base.files import require_writable, write_output
-from gspo_gym.base.keys import read_key
 from gspo_gym.base.loops import run_to_end
+from gspo_gym.base.settings import read_key
 from gspo_gym.config.build.judge import build_judge_variants, build_rubrics
 from gspo_gym.config.run_config import RunConfig, load_config
 from gspo_gym.config.words import find_problems
 from gspo_gym.errors import ConfigError, MissingExtraError
-from gspo_gym.judge.asking import AskingSettings, BudgetLimits, JudgeBudget
+from gspo_gym.judge.asking import AskingSettings, BudgetLimits, JudgeBudget, JudgementCache
 from gspo_gym.judge.audit.audit import AuditSettings, JudgeAudit, attacks
-from gspo_gym.judge.cache import JudgementCache
 from gspo_gym.judge.gold import Label, labelled_episodes, read_labels
 from gspo_gym.judge.model.judge import ModelJudge
 from gspo_gym.judge.panel import PythonJudge

@@ -11,22 +11,22 @@ from collections.abc import Sequence
 
 from gspo_gym.cli.command_line import Parser, package_version, parse_and_run
 
-# Each command's module, which has `add_arguments`, and what the list of commands says of it.
+# Each command's module, with the function that adds its arguments if that is not `add_arguments`, and its help.
 _COMMANDS = {
     "train": ("gspo_gym.cli.train", "train a model as a config file says"),
     "evaluate": ("gspo_gym.cli.evaluate", "evaluate a model over seeded episodes"),
-    "doctor": ("gspo_gym.cli.doctor", "say what is wrong with a run, and which key to change"),
+    "doctor": ("gspo_gym.cli.report:add_doctor_arguments", "say what is wrong with a run, and which key to change"),
     "verify": ("gspo_gym.cli.verify", "recompute a training step from the run's files, and name the first difference"),
     "report": ("gspo_gym.cli.report", "write a page that shows a run, its curves, and its episodes token by token"),
     "view": ("gspo_gym.cli.view", "show runs in the browser as they go on"),
-    "episodes": ("gspo_gym.cli.episodes", "print episodes of a run, with the sampled tokens in colour"),
-    "run": ("gspo_gym.cli.control", "say what a run does now; pause, stop or change it"),
+    "episodes": ("gspo_gym.cli.notebook", "print episodes of a run, with the sampled tokens in colour"),
+    "run": ("gspo_gym.cli.runs:add_control_arguments", "say what a run does now; pause, stop or change it"),
     "runs": ("gspo_gym.cli.runs", "list, show, compare and remove runs"),
     "search": ("gspo_gym.cli.search.command", "try many values of some keys, and keep the best"),
     "config": ("gspo_gym.cli.config", "check, show and translate configurations"),
     "jobs": ("gspo_gym.cli.jobs.command", "serve training as jobs, to clients of the hosted trainer"),
     "models": ("gspo_gym.cli.models", "export, push, serve and talk with what runs have trained"),
-    "serve": ("gspo_gym.cli.serve_engine", "serve a model to training runs"),
+    "serve": ("gspo_gym.cli.models_serve:add_serve_arguments", "serve a model to training runs"),
     "env": ("gspo_gym.cli.env", "list, check and play environments"),
     "app": ("gspo_gym.cli.app", "check task apps before training on them"),
     "judge": ("gspo_gym.cli.judge", "check rubrics; serve, audit and use judges"),
@@ -66,10 +66,11 @@ def command_parser(chosen: str | None = None) -> Parser:
     completion = "print a completion script for a shell, and exit: see README.md"
     parser.add_argument("--print-completion", action=_Completion, choices=shells, help=completion)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for name, (module, text) in _COMMANDS.items():
+    for name, (place, text) in _COMMANDS.items():
         command = commands.add_parser(name, help=text)
         if chosen in (None, name):
-            importlib.import_module(module).add_arguments(command)
+            module, _, function = place.partition(":")
+            getattr(importlib.import_module(module), function or "add_arguments")(command)
     return parser
 
 

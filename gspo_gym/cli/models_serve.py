@@ -1,6 +1,7 @@
-"""`gspo-gym models serve MODEL`: serve a model over OpenAI's protocol with the local engine or vLLM.
+"""`gspo-gym models serve MODEL` and `gspo-gym serve --engine vllm MODEL`: serve a model until SIGTERM or Ctrl-C.
 
-This is for people and programs. `gspo-gym serve` is for training runs, which sample by token ids and change weights.
+The first is for people and programs: OpenAI's protocol, with the local engine or vLLM. The second is vLLM's own server,
+set up for training: a run that names its URL samples from it by token ids and changes its weights.
 """
 
 from __future__ import annotations
@@ -9,15 +10,18 @@ import argparse
 import asyncio
 import contextlib
 import signal
+import sys
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gspo_gym.base.keys import read_key
 from gspo_gym.base.leftovers import in_temporary_folder
 from gspo_gym.base.loops import run_to_end
-from gspo_gym.cli import serve_engine
+from gspo_gym.base.settings import read_key
+from gspo_gym.cli.command_line import interrupted_by_signals
+from gspo_gym.engine.vllm.server import VllmServer
+from gspo_gym.engine.vllm.settings import VllmSettings
 from gspo_gym.errors import MissingExtraError
 from gspo_gym.types import Sampling
 
@@ -37,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-tokens", type=int, default=1024, help="of answers that ask for no limit (default 1024)")
     parser.add_argument("--temperature", type=float, default=1.0, help="of requests that name none (default 1)")
     parser.add_argument("--device", default="cpu", help="for the local engine: cpu, cuda, ... (default cpu)")
-    serve_engine.add_engine_arguments(parser.add_argument_group("how it runs the model; from the fourth on, with vLLM"))
+    add_engine_arguments(parser.add_argument_group("how it runs the model; from the fourth on, with vLLM"))
     parser.set_defaults(run=serve)
 
 
@@ -49,7 +53,7 @@ def serve(arguments: argparse.Namespace) -> int:
         MissingExtraError: uvicorn, or vLLM, is not installed.
     """
     try:
-        import gspo_gym.remote.gateway.loop_server  # noqa: F401  # before a model is loaded
+        import gspo_gym.remote.serving  # noqa: F401  # before a model is loaded
     except ImportError as error:
         raise MissingExtraError("serving a model needs: pip install 'gspo-gym[serve]'") from error
     run_to_end(_serve(arguments))
@@ -66,9 +70,8 @@ async def _serve(arguments: argparse.Namespace) -> None:
 
 async def _serve_model(arguments: argparse.Namespace) -> None:
     """Serve until cancelled."""
-    from gspo_gym.remote.gateway.loop_server import LoopServer
     from gspo_gym.remote.gateway.model_app import Served, create_model_app
-    from gspo_gym.remote.serving import bind
+    from gspo_gym.remote.serving import LoopServer, bind
     from gspo_gym.run.models import find_model
 
     key = read_key(arguments.api_key_env, "--api-key-env")
@@ -122,9 +125,102 @@ async def running_engine(model: Model, arguments: argparse.Namespace) -> AsyncIt
         await asyncio.to_thread(
             export, model.base, folder, describe=lambda _: "", is_merged=is_merged, load_dtype=model.dtype
         )
-        settings = replace(serve_engine.settings_of(arguments), model=str(folder))
+        settings = replace(settings_of(arguments), model=str(folder))
         engine = await VllmEngine.start(settings)
         try:
             yield engine, load_tokenizer(str(folder))
         finally:
             await engine.close()
+
+
+def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `serve`."""
+    parser.add_argument("model", metavar="MODEL", help="folder in transformers layout, or a name that vLLM knows")
+    parser.add_argument("--engine", choices=["vllm"], default="vllm", help="what serves it (default vllm)")
+    where = parser.add_argument_group("where it listens; other machines never reach it")
+    where.add_argument("--host", default="127.0.0.1", help="a loopback address (default 127.0.0.1)")
+    where.add_argument("--port", type=int, default=8000, help="0 takes any that is free (default 8000)")
+    where.add_argument("--uds", metavar="PATH", help="a Unix socket instead of a port")
+    where.add_argument("--name", default="policy", help="what requests call the model (default policy)")
+    where.add_argument("--api-key-env", metavar="NAME", help="environment variable with the key for samples")
+    where.add_argument("--start-seconds", type=float, default=900.0, help="it must answer within (default 900)")
+    where.add_argument("--log", type=Path, metavar="FILE", help="for its output (default: shown if it fails)")
+    add_engine_arguments(parser.add_argument_group("how it runs the model"))
+    parser.set_defaults(run=serve_engine)
+
+
+def add_engine_arguments(group: argparse._ArgumentGroup) -> None:
+    """Add the arguments that `settings_of` reads, except the model."""
+    group.add_argument("--max-model-len", type=int, default=4096, help="longest prompt + completion (default 4096)")
+    group.add_argument(
+        "--dtype", choices=["auto", "float32", "bfloat16", "float16"], default="auto", help="default: as in the files"
+    )
+    group.add_argument("--max-num-seqs", type=int, default=256, help="requests in work at once (default 256)")
+    group.add_argument("--tensor-parallel-size", type=int, default=1, help="devices that share each layer (default 1)")
+    group.add_argument("--data-parallel-size", type=int, default=1, help="copies of the model (default 1)")
+    group.add_argument(
+        "--device-ids", type=_numbers, default=(), metavar="N,N", help="the GPUs for these (default: the first)"
+    )
+    group.add_argument(
+        "--gpu-memory-utilization", type=float, default=0.9, help="fraction of a GPU's memory (default 0.9)"
+    )
+    group.add_argument("--kv-cache-gib", type=float, help="for keys and values; to be set on a CPU")
+    group.add_argument("--enforce-eager", action="store_true", help="no compilation; what a CPU needs")
+    group.add_argument("--no-prefix-caching", action="store_true", help="compute a turn's earlier tokens again")
+    group.add_argument(
+        "--structured-output",
+        action="store_true",
+        help="with the model's tokenizer: chat routes and JSON schemas, for a judge or task apps",
+    )
+    group.add_argument("--max-lora-rank", type=int, default=0, help="> 0: weights arrive as LoRA adapters (default 0)")
+    group.add_argument("--max-loras", type=int, default=2, help="adapters in work at once (default 2)")
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in text.split(","))
+
+
+def serve_engine(arguments: argparse.Namespace) -> int:
+    """Serve until told to stop; print the URL once clients may connect. Return 1 if the server ended unasked.
+
+    Raises:
+        ConfigError: other machines could reach it, or a size is wrong.
+        EngineError: it did not start; the message ends with the tail of the log.
+        MissingExtraError: vLLM is not installed.
+    """
+    server = VllmServer(
+        settings_of(arguments),
+        host=arguments.host,
+        port=arguments.port,
+        uds=arguments.uds,
+        name=arguments.name,
+        api_key_env=arguments.api_key_env,
+        log=arguments.log,
+        start_seconds=arguments.start_seconds,
+    )
+    with interrupted_by_signals(), server:
+        print(f"serving {arguments.model} with vLLM at {server.url}", flush=True)
+        # SIGTERM and Ctrl-C raise here: wait() returns only if vLLM ended unasked.
+        status = server.wait()
+        print(f"vLLM ended with status {status}. Its log:\n{server.log_tail()}", file=sys.stderr)
+    return 1
+
+
+def settings_of(arguments: argparse.Namespace) -> VllmSettings:
+    """Return the engine's settings from the command line."""
+    return VllmSettings(
+        model=arguments.model,
+        max_model_len=arguments.max_model_len,
+        dtype=arguments.dtype,
+        max_num_seqs=arguments.max_num_seqs,
+        tensor_parallel_size=arguments.tensor_parallel_size,
+        data_parallel_size=arguments.data_parallel_size,
+        device_ids=arguments.device_ids,
+        gpu_memory_utilization=arguments.gpu_memory_utilization,
+        kv_cache_gib=arguments.kv_cache_gib,
+        enforce_eager=arguments.enforce_eager,
+        max_lora_rank=arguments.max_lora_rank,
+        max_loras=arguments.max_loras,
+        enable_prefix_caching=not arguments.no_prefix_caching,
+        structured_output=arguments.structured_output,
+    )

@@ -1,18 +1,28 @@
-"""A run in a notebook: `run = gspo_gym.open_run("runs/quickstart")`, then `run.metrics` or `run.show()`."""
+"""Look at a run: in a notebook with `run = gspo_gym.open_run("runs/quickstart")`, then `run.metrics` or `run.show()`;
+in the terminal with `gspo-gym episodes RUN`, which prints episodes with the sampled tokens in colour.
+"""
 
 from __future__ import annotations
 
+import argparse
 import html
 import importlib
 import sys
 import webbrowser
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.text import Text
 
 from gspo_gym.errors import RecordError
 from gspo_gym.rollout.episode_files import episode_paths, read_episodes
 from gspo_gym.run.records import read_events, read_metrics
 from gspo_gym.run.registry import RunInfo, find_run, read_run
+from gspo_gym.run.report.page_data import run_tokenizer
+from gspo_gym.run.report.progress import mask_text, print_episode
+from gspo_gym.types import Trajectory
 
 if TYPE_CHECKING:
     from gspo_gym.run.tokens import TokenFile
@@ -126,3 +136,59 @@ class Run:
         replace_file(path, page)
         webbrowser.open(path.absolute().as_uri())
         return path
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `episodes`."""
+    parser.add_argument("run_name", metavar="RUN", help="its folder, its name in runs/, or the start of its id")
+    parser.add_argument("--folder", type=Path, default=Path("runs"), help="where runs are looked for (runs)")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--step", type=int, metavar="N", help="of this training step (default: the last that has any)")
+    which.add_argument("--evaluation", type=int, metavar="N", help="of the evaluation after this step")
+    parser.add_argument("--task", metavar="TEXT", help="only tasks whose id holds this: a seed, or an environment")
+    parser.add_argument("--failed", action="store_true", help="only those without success, or with an error")
+    parser.add_argument("--best", action="store_true", help="the highest returns first")
+    parser.add_argument("--limit", type=int, default=4, help="at most this many; 0: all (default 4)")
+    parser.add_argument("--messages", action="store_true", help="as a conversation, without the template's tokens")
+    parser.set_defaults(run=episodes_command)
+
+
+def episodes_command(arguments: argparse.Namespace) -> int:
+    """Print the episodes that are asked for; return 1 if there are none."""
+    folder = find_run(arguments.run_name, arguments.folder)
+    found = Run(folder).episodes(
+        step=arguments.step, evaluation=arguments.evaluation, failed=True if arguments.failed else None
+    )
+    chosen = [each for each in found if arguments.task is None or arguments.task in each.task.task_id]
+    if arguments.best:
+        chosen.sort(key=lambda each: each.reward if each.is_scored else float("-inf"), reverse=True)
+    console = Console()
+    tokenizer = None if arguments.messages else run_tokenizer(folder)
+    for trajectory in chosen[: arguments.limit or None]:
+        if tokenizer is None:
+            print_episode(console, trajectory.trajectory_id, trajectory)
+        else:
+            _print_tokens(console, trajectory, tokenizer.decode)
+    console.print(f"{min(len(chosen), arguments.limit or len(chosen))} of {len(chosen)} episodes", style="dim")
+    return 0 if chosen else 1
+
+
+def _print_tokens(console: Console, trajectory: Trajectory, decode: Callable[..., str]) -> None:
+    console.print(Text(f"{trajectory.trajectory_id}  {trajectory.task.task_id}", style="bold"))
+    for number, segment in enumerate(trajectory.segments):
+        if number:
+            console.print(Text(f"segment {number}", style="dim"))
+        console.print(mask_text(segment, decode), soft_wrap=True)
+    console.print(Text("  ".join(_rewards(trajectory)), style="dim"))
+    if trajectory.error is not None:
+        console.print(Text(trajectory.error, style="red"))
+    verdict = {True: "success", False: "no success", None: trajectory.outcome.value}[trajectory.success]
+    told = f"{verdict}, return {trajectory.reward:+.2f}" if trajectory.is_scored else f"{verdict}, not scored"
+    console.print(Text(f"{told}\n", style="bold"))
+
+
+def _rewards(trajectory: Trajectory) -> Iterator[str]:
+    for turn in trajectory.turns:
+        terms = "".join(f" {name} {value:+.2f}" for name, value in turn.reward_terms.items())
+        if turn.reward is not None:
+            yield f"turn {turn.index}: {turn.reward:+.2f}{terms and f' ({terms.strip()})'}"

@@ -21,10 +21,9 @@ from gspo_gym.config.build import trainer as build
 from gspo_gym.config.build.compute import computing_elsewhere, start_compute
 from gspo_gym.config.build.engines import build_weight_sync
 from gspo_gym.config.build.judge import build_judging
-from gspo_gym.config.build.live import LiveSettings, when_it_may_change
+from gspo_gym.config.build.live import LiveSettings, Restored, find_restored, when_it_may_change
 from gspo_gym.config.build.preflight import require_ready
 from gspo_gym.config.build.reference import serving_reference
-from gspo_gym.config.build.restore import Restored, find_restored
 from gspo_gym.config.build.rollouts import Player, build_training_player, build_warmup, environment_notes
 from gspo_gym.config.reference import leaf_keys
 from gspo_gym.config.run_config import RunConfig, load_config
@@ -40,11 +39,11 @@ from gspo_gym.rollout.schedule import is_played_again
 from gspo_gym.rollout.watchdog import MARKER, TRAINING_ADVICE, read_frozen, seconds_until_frozen, watching
 from gspo_gym.run.collect import warm_up
 from gspo_gym.run.control import ControlServer
-from gspo_gym.run.folder import folder_of_a_new_run, is_left_by_a_start
 from gspo_gym.run.judging import Judging
 from gspo_gym.run.process import Phases, holder_of, holding, refusal
 from gspo_gym.run.recording import RunRecorder, missing_records
 from gspo_gym.run.records import read_events, read_run_id, read_summary
+from gspo_gym.run.registry import folder_of_a_new_run, is_left_by_a_start
 from gspo_gym.run.report.progress import Progress, telling
 from gspo_gym.run.state import TrainState
 from gspo_gym.run.steering import Steering, StopRequested

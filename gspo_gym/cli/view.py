@@ -52,7 +52,7 @@ def run_command(arguments: argparse.Namespace) -> int:
         MissingExtraError: uvicorn is not installed.
     """
     try:
-        from gspo_gym.remote.gateway.loop_server import LoopServer
+        from gspo_gym.remote.serving import LoopServer
     except ImportError as error:
         raise MissingExtraError("the live page needs: pip install 'gspo-gym[serve]'") from error
     token, is_stopping = secrets.token_urlsafe(24), threading.Event()
@@ -91,8 +91,7 @@ def create_app(folder: Path, token: str, is_stopping: threading.Event) -> App:
     from gspo_gym.cli.report import described_run
     from gspo_gym.remote.guard import Guard
     from gspo_gym.run.registry import list_runs
-    from gspo_gym.run.report.page import live_page
-    from gspo_gym.run.report.page_data import RecordedStep, run_values
+    from gspo_gym.run.report.page_data import RecordedStep, live_page, run_values
 
     def runs(_: Request) -> list[Json]:
         return [{"name": _name_of(run.folder, folder), **run.to_dict()} for run in list_runs(folder)]

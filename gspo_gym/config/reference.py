@@ -17,11 +17,20 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from gspo_gym.config.foreign.draft import Row
-from gspo_gym.config.foreign.table import OTHERS, SYSTEMS
 from gspo_gym.config.nested import nested_names
 from gspo_gym.config.run_config import RunConfig
 from gspo_gym.config.services import missing_machinery
-from gspo_gym.config.words import bounds_of, describe, entry_model, inline, section_model, sections_of, show
+from gspo_gym.config.words import (
+    OTHERS,
+    SYSTEMS,
+    bounds_of,
+    describe,
+    entry_model,
+    inline,
+    section_model,
+    sections_of,
+    show,
+)
 from gspo_gym.errors import ConfigError
 
 _INTRODUCTION = """\

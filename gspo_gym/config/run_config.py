@@ -19,9 +19,8 @@ from pydantic import BaseModel, ValidationError, model_validator
 
 from gspo_gym.base.files import read_file
 from gspo_gym.base.settings import Settings, parse_seeds
-from gspo_gym.config.defaults import with_derived_defaults
 from gspo_gym.config.nested import STEP_REWARDS, Flat, apply_override, flatten
-from gspo_gym.config.rules.objective import OTHER_KEYS
+from gspo_gym.config.rules.objective import OTHER_KEYS, with_derived_defaults
 from gspo_gym.config.rules.rules import find_contradictions, find_notices
 from gspo_gym.config.sections import (
     SIZE_KEYS,

@@ -18,8 +18,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from gspo_gym.base.files import as_toml_holds_it
-from gspo_gym.base.keys import checked_url
-from gspo_gym.base.settings import Settings, TomlTable, Url, same
+from gspo_gym.base.settings import Settings, TomlTable, Url, checked_url, same
 from gspo_gym.env.workers.limits import IsolationSettings
 from gspo_gym.errors import ConfigError
 from gspo_gym.learning.settings import LoraSettings, StepRewardSettings, UpdateSettings

@@ -27,8 +27,7 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator
 
-from gspo_gym.base.keys import checked_url
-from gspo_gym.base.settings import Settings, Url
+from gspo_gym.base.settings import Settings, Url, checked_url
 from gspo_gym.errors import ConfigError
 
 

@@ -16,8 +16,7 @@ from typing import Any, Generic, TypeVar, overload
 
 import numpy as np
 
-from gspo_gym.env.data.rows import read_rows
-from gspo_gym.env.data.splits import (
+from gspo_gym.env.data.rows import (
     Entry,
     Sides,
     checked_fraction,
@@ -26,6 +25,7 @@ from gspo_gym.env.data.splits import (
     is_held_out_content,
     is_held_out_seed,
     next_seed,
+    read_rows,
     split_by_content,
     without,
 )

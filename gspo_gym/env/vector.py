@@ -17,7 +17,7 @@ from gymnasium.vector.utils import batch_space
 from numpy.typing import NDArray
 
 from gspo_gym.env.core import Conversation
-from gspo_gym.env.data.splits import next_seed
+from gspo_gym.env.data.rows import next_seed
 from gspo_gym.env.registry import resolve
 from gspo_gym.env.session import EnvSession, open_session
 from gspo_gym.env.workers.isolation import isolated_factory

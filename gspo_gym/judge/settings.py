@@ -9,8 +9,7 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator
 
-from gspo_gym.base.keys import checked_url, read_key
-from gspo_gym.base.settings import Settings, same
+from gspo_gym.base.settings import Settings, checked_url, read_key, same
 from gspo_gym.errors import ConfigError
 from gspo_gym.judge.asking import AskingSettings, Prices
 from gspo_gym.judge.blend import RewardBlend

@@ -17,7 +17,7 @@ import numpy as np
 from gspo_gym.chat.parsing import ParseFailure
 from gspo_gym.chat.renderer import Renderer, cannot_fit, with_system_prompt
 from gspo_gym.env.blame import Action, answer_to, floor_of
-from gspo_gym.env.data.splits import next_seed
+from gspo_gym.env.data.rows import next_seed
 from gspo_gym.env.session import EnvSession
 from gspo_gym.errors import ConfigError, ContextOverflowError, UsageError
 from gspo_gym.rollout.record import EpisodeRecord, OpenEpisode, completion_of, require_possible

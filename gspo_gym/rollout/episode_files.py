@@ -14,8 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from gspo_gym.base.files import replace_file, whole_lines
-from gspo_gym.base.gzip_lines import compress_lines, find_line, is_gzip, read_lines
+from gspo_gym.base.files import compress_lines, find_line, is_gzip, read_lines, replace_file, whole_lines
 from gspo_gym.base.messages import messages_from_wire
 from gspo_gym.errors import ConfigError, MissingExtraError, RecordError
 from gspo_gym.types import (

@@ -12,7 +12,7 @@ from playwright.sync_api import Page
 
 CELLS = """
     import gspo_gym
-    from gspo_gym.cli.authoring.card import make_card
+    from gspo_gym.cli.authoring import make_card
     config = gspo_gym.RunConfig.from_dict({
         "model": {"base": "tiny:qwen3-64", "label": "note"},
         "rollout": {"env_name": "GuessNumber", "max_turns": 2, "max_output_tokens": 2, "max_model_len": 256,

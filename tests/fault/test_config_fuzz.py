@@ -15,11 +15,11 @@ import pytest
 import tomli_w
 import yaml
 
-from gspo_gym.config.foreign.table import HINTS
 from gspo_gym.config.nested import flatten, nested_names
 from gspo_gym.config.reference import leaf_keys
 from gspo_gym.config.run_config import RunConfig, load_config
 from gspo_gym.config.services import missing_machinery
+from gspo_gym.config.words import HINTS
 from gspo_gym.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]

@@ -48,8 +48,7 @@ from gspo_gym.remote.gateway.app import create_gateway_app, rollout_url
 from gspo_gym.remote.gateway.gateway import Gateway
 from gspo_gym.remote.gateway.model_app import Served, create_model_app
 from gspo_gym.remote.serve.openenv_server import create_openenv_app
-from gspo_gym.remote.serve.served_env import ServedEnv, served_app
-from gspo_gym.remote.serve.task_app_server import create_task_app
+from gspo_gym.remote.serve.task_app_server import ServedEnv, create_task_app, served_app
 from gspo_gym.remote.serving import BackgroundServer
 from gspo_gym.rollout.episode_files import write_episodes
 from gspo_gym.types import Message, Outcome, Sampling, Task, Trajectory
@@ -399,11 +398,7 @@ SLOW = ("example of a task app",)  # plays an episode with sub-agents for each r
 
 # Files in which an application is made, or which read HTTP themselves -> the servers here that are made of it.
 SOURCES: dict[str, tuple[str, ...]] = {
-    "gspo_gym/remote/serve/served_env.py": ("both protocols on one port",),
-    "gspo_gym/remote/serve/task_app_server.py": (
-        "task app, text",
-        "task app, tools",
-    ),
+    "gspo_gym/remote/serve/task_app_server.py": ("task app, text", "task app, tools", "both protocols on one port"),
     "gspo_gym/remote/serve/openenv_server.py": ("OpenEnv", "both protocols on one port"),
     "gspo_gym/remote/guard.py": ("gateway", "OpenEnv"),
     "gspo_gym/remote/gateway/app.py": ("gateway",),

@@ -19,7 +19,7 @@ from served_gateway import SETTINGS, served
 
 from gspo_gym.remote.apps.client import TaskAppClient, TaskAppSettings
 from gspo_gym.remote.apps.episodes import AppCounters, AppEpisodes, AppEpisodeSettings
-from gspo_gym.remote.gateway.loop_server import LoopServer
+from gspo_gym.remote.serving import LoopServer
 from gspo_gym.rollout.ledger import Dispatched, Disposition, Ledger, Terminal
 from gspo_gym.rollout.limits import PoolLimits
 from gspo_gym.rollout.pool import GroupRequest, RolloutPool

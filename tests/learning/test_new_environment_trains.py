@@ -13,7 +13,7 @@ import venv
 import pytest
 from safetensors.torch import load_file
 
-from gspo_gym.cli.authoring.command import KINDS, new_environment
+from gspo_gym.cli.authoring import KINDS, new_environment
 from gspo_gym.run.records import read_events, read_metrics
 
 HANG_SECONDS = 600  # of one command

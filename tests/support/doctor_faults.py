@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gspo_gym.cli.doctor import read_run
+from gspo_gym.cli.report import read_run
 from gspo_gym.cli.train import run_training
 from gspo_gym.config.run_config import load_config
 from gspo_gym.errors import GymError

@@ -22,9 +22,8 @@ from tiny_vllm import SETTINGS, START_SECONDS
 
 from gspo_gym.engine.base import WeightUpdate
 from gspo_gym.engine.vllm.engine import VllmEngine
-from gspo_gym.engine.vllm.ranks import environment
 from gspo_gym.engine.vllm.server import VllmServer
-from gspo_gym.engine.vllm.settings import VllmSettings
+from gspo_gym.engine.vllm.settings import VllmSettings, environment
 from gspo_gym.policy.load import Policy, load_policy, save_policy
 
 T = TypeVar("T")

@@ -11,9 +11,8 @@ from judged_episodes import BOTH, episode, model_settings
 
 from gspo_gym.base.retries import RetrySettings
 from gspo_gym.engine.vllm.server import VllmServer
-from gspo_gym.judge.asking import AskingSettings
+from gspo_gym.judge.asking import AskingSettings, JudgementCache
 from gspo_gym.judge.base import JudgeError, Judgement, JudgeRequest, Rubrics
-from gspo_gym.judge.cache import JudgementCache
 from gspo_gym.judge.model.judge import ModelJudge
 from gspo_gym.judge.rubric import Criterion, Rubric
 

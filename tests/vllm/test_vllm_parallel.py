@@ -21,9 +21,8 @@ from gspo_gym.config.build.engines import learner_score
 from gspo_gym.engine.base import SamplingParams, WeightUpdate
 from gspo_gym.engine.vllm.engine import VllmEngine
 from gspo_gym.engine.vllm.http import VllmHttpEngine, VllmHttpSettings
-from gspo_gym.engine.vllm.ranks import BINDING
 from gspo_gym.engine.vllm.server import VllmServer
-from gspo_gym.engine.vllm.settings import VllmSettings
+from gspo_gym.engine.vllm.settings import BINDING, VllmSettings
 from gspo_gym.engine.vllm.worker import RELOAD_METHOD
 from gspo_gym.errors import EngineError
 from gspo_gym.learning.settings import LoraSettings

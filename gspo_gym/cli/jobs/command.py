@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 from gspo_gym.base.files import make_folder, take_lock, writing
-from gspo_gym.base.keys import read_key
+from gspo_gym.base.settings import read_key
 from gspo_gym.errors import ConfigError, MissingExtraError, StorageError
 
 _KEY_FILE = "api-key"
@@ -91,7 +91,7 @@ def run_service(arguments: argparse.Namespace) -> int:
     try:
         from gspo_gym.cli.jobs.app import create_jobs_app
         from gspo_gym.cli.jobs.inference import Inference
-        from gspo_gym.cli.jobs.requests import Machine
+        from gspo_gym.cli.jobs.records import Machine
         from gspo_gym.cli.jobs.service import JobsService
         from gspo_gym.cli.jobs.store import Store
         from gspo_gym.cli.jobs.supervisor import Supervisor, SupervisorSettings

@@ -13,8 +13,7 @@ from fastapi import Request
 
 from gspo_gym.base.strict_json import read_json
 from gspo_gym.cli.jobs.inference import Inference
-from gspo_gym.cli.jobs.records import checkpoints_of, model_id_of
-from gspo_gym.cli.jobs.requests import Machine
+from gspo_gym.cli.jobs.records import Machine, checkpoints_of, model_id_of
 from gspo_gym.cli.jobs.store import Job, Store
 from gspo_gym.cli.jobs.supervisor import Supervisor
 from gspo_gym.errors import RecordError

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
-from gspo_gym.base.keys import is_loopback
+from gspo_gym.base.settings import is_loopback
 from gspo_gym.config.build.apps import app_step_rewards, environment_ids, own_key
 from gspo_gym.config.rules.judge import APP_KEYS_SAID_FOR_EACH_ROLLOUT
 from gspo_gym.config.run_config import RunConfig
@@ -26,8 +26,8 @@ from gspo_gym.remote.apps.metrics import AppMetrics, return_metrics, take_return
 from gspo_gym.remote.apps.rewards import AppRollout
 from gspo_gym.remote.gateway.app import create_gateway_app
 from gspo_gym.remote.gateway.gateway import Gateway
-from gspo_gym.remote.gateway.loop_server import LoopServer
 from gspo_gym.remote.gateway.session import GatewaySessionSettings
+from gspo_gym.remote.serving import LoopServer
 from gspo_gym.rollout.episode import EpisodeRequest, PlayEpisode
 from gspo_gym.rollout.limits import EpisodeLimits
 from gspo_gym.rollout.selection import PlayedReturns

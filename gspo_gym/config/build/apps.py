@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from gspo_gym.base.keys import read_key
+from gspo_gym.base.settings import read_key
 from gspo_gym.config.run_config import RunConfig
 from gspo_gym.config.sections import TaskSource
 from gspo_gym.env.registry import resolve
@@ -52,7 +52,7 @@ def check_gateway() -> None:
     # Imported now and not at the top: a run without apps needs none of these packages.
     try:
         import gspo_gym.remote.gateway.app
-        import gspo_gym.remote.gateway.loop_server  # noqa: F401
+        import gspo_gym.remote.serving  # noqa: F401
     except ImportError as error:
         raise MissingExtraError("the gateway of task apps needs: pip install 'gspo-gym[apps]'") from error
 

@@ -14,10 +14,9 @@ from gspo_gym.base.retries import RetrySettings
 from gspo_gym.config.rules.judge import judge_kind
 from gspo_gym.config.run_config import RunConfig
 from gspo_gym.errors import ConfigError, ServiceError
-from gspo_gym.judge.asking import AskingSettings, BudgetLimits, JudgeBudget
+from gspo_gym.judge.asking import AskingSettings, BudgetLimits, JudgeBudget, JudgementCache
 from gspo_gym.judge.base import Judge, JudgeError, Rubrics
 from gspo_gym.judge.blend import EnvRewards, env_rewards
-from gspo_gym.judge.cache import JudgementCache
 from gspo_gym.judge.gold import (
     AgainstGoldJudge,
     AgainstLabels,
@@ -31,7 +30,7 @@ from gspo_gym.judge.model.judge import ModelJudge
 from gspo_gym.judge.panel import PanelJudge, PythonJudge
 from gspo_gym.judge.rubric_files import load_aggregate, load_rubrics
 from gspo_gym.judge.scorer import RubricsOf
-from gspo_gym.judge.service.client import HttpJudge
+from gspo_gym.judge.service.contract import HttpJudge
 from gspo_gym.judge.settings import GoldSettings, JudgeModelSettings, JudgeOptions, JudgeSettings, ModelJudgeSettings
 from gspo_gym.learning.credit import turn_rewards
 from gspo_gym.learning.settings import StepRewardSettings

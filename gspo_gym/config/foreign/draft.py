@@ -1,7 +1,7 @@
 """The draft of a translated settings file, and the rows of the table of foreign keys.
 
 Each system (`trl.py`, `roll.py`, ...) has a `Row` for every known key. Translations, the hints about unknown keys
-(`table.py`) and configs/recipes/PARAMETERS.md are made from the rows. A `Draft` records the keys that were read, the
+(`words.py`) and configs/recipes/PARAMETERS.md are made from the rows. A `Draft` records the keys that were read, the
 defaults of the other system that decided something, and changes of meaning; it reports the keys that were not read.
 
 Rows shared by several systems stand at the end: learning rate, optimizer, sampling, reporting.

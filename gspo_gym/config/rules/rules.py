@@ -11,10 +11,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from gspo_gym.base.settings import parse_seeds
-from gspo_gym.config.defaults import KL_TERMS
 from gspo_gym.config.nested import POLICY_CONFIG
 from gspo_gym.config.rules.judge import APP_KEYS_SAID_FOR_EACH_ROLLOUT, APP_RULES, JUDGE_RULES
 from gspo_gym.config.rules.objective import (
+    KL_TERMS,
     OBJECTIVE_RULES,
     OTHER_KEYS,
     Rule,

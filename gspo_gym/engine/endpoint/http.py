@@ -18,8 +18,8 @@ from urllib.parse import urlsplit
 
 import numpy as np
 
-from gspo_gym.base.keys import read_key
 from gspo_gym.base.retries import Retries, RetryCounters, RetrySettings, Sleep
+from gspo_gym.base.settings import read_key
 from gspo_gym.engine.base import (
     Capabilities,
     SamplingParams,

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from gspo_gym.base.keys import is_loopback
+from gspo_gym.base.settings import is_loopback
 from gspo_gym.engine.base import PauseMode
 from gspo_gym.engine.endpoint.wire import EngineClient, shorten
 from gspo_gym.engine.vllm.worker import RELOAD_METHOD, WORKER_EXTENSION

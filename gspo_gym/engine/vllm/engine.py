@@ -31,10 +31,9 @@ from gspo_gym.engine.base import (
 from gspo_gym.engine.gate import GatedEngine
 from gspo_gym.engine.vllm.adapters import Adapters, weights_folder
 from gspo_gym.engine.vllm.control import EMPTY_DIGEST
-from gspo_gym.engine.vllm.ranks import SessionRanks, environment
 from gspo_gym.engine.vllm.requests import completion_of, finish_reason_of, sampling_fields, versions_of
 from gspo_gym.engine.vllm.server import as_engine_error, commanding
-from gspo_gym.engine.vllm.settings import VllmSettings
+from gspo_gym.engine.vllm.settings import SessionRanks, VllmSettings, environment
 from gspo_gym.engine.vllm.transfer import WeightTransfer
 from gspo_gym.engine.vllm.worker import RELOAD_METHOD
 from gspo_gym.errors import ConfigError, EngineError, MissingExtraError

@@ -19,8 +19,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-from gspo_gym.base.keys import read_key
 from gspo_gym.base.retries import Retries, RetryCounters, RetrySettings, Sleep
+from gspo_gym.base.settings import read_key
 from gspo_gym.engine.base import (
     Capabilities,
     EngineHealth,

@@ -24,8 +24,8 @@ from types import TracebackType
 from typing import Any
 from urllib.parse import urlsplit
 
-from gspo_gym.base.keys import is_loopback, read_key
 from gspo_gym.base.leftovers import end_with_us, goes_with_us, has_ended, remove_folder, stays, temporary_folder
+from gspo_gym.base.settings import is_loopback, read_key
 from gspo_gym.engine.vllm.control import Address, address_of
 from gspo_gym.engine.vllm.settings import VllmSettings
 from gspo_gym.errors import ConfigError, EngineError, GymError, MissingExtraError

@@ -30,10 +30,11 @@ from gspo_gym.env.data.rows import (
     Row,
     RowSource,
     as_text,
+    checked_fraction,
     load_questions,
     named_object,
+    next_seed,
 )
-from gspo_gym.env.data.splits import checked_fraction, next_seed
 from gspo_gym.env.rewards import AnyFunction, KeywordFunction, Reward
 from gspo_gym.errors import ConfigError, ContractError, UnknownNameError, nearest_name
 

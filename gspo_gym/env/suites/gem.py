@@ -15,7 +15,7 @@ import numpy as np
 from gymnasium.error import ResetNeeded
 
 from gspo_gym.env.core import Info, PolicyFactory, ScriptedPolicy, TextEnv
-from gspo_gym.env.data.splits import next_seed
+from gspo_gym.env.data.rows import next_seed
 from gspo_gym.env.rewards import Reward
 from gspo_gym.env.suites.reasoning_gym import OwnGenerators
 from gspo_gym.errors import (

@@ -19,8 +19,7 @@ from gymnasium.error import ResetNeeded
 
 from gspo_gym.base.http import HttpAnswer, HttpClient
 from gspo_gym.env.core import TextEnv
-from gspo_gym.env.data.rows import RowSource, read_rows
-from gspo_gym.env.data.splits import is_held_out_seed, next_seed
+from gspo_gym.env.data.rows import RowSource, is_held_out_seed, next_seed, read_rows
 from gspo_gym.errors import ConfigError, ContractError, EnvError, EnvTimeoutError, GymError, nearest_name
 from gspo_gym.types import Message, ToolCall
 

@@ -15,10 +15,10 @@ from typing import Any
 
 from gymnasium.error import ResetNeeded
 
-from gspo_gym.base.keys import read_key
+from gspo_gym.base.settings import read_key
 from gspo_gym.env.blame import failure_of
 from gspo_gym.env.core import TextEnv
-from gspo_gym.env.data.splits import next_seed
+from gspo_gym.env.data.rows import next_seed
 from gspo_gym.env.suites.openenv_socket import (
     EXTENSION,
     FactsCache,

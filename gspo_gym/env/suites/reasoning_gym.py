@@ -24,7 +24,7 @@ import numpy as np
 from gymnasium.error import ResetNeeded
 
 from gspo_gym.env.core import Info, PolicyFactory, ScriptedPolicy, TextEnv
-from gspo_gym.env.data.splits import content_hash, is_held_out_content, is_held_out_seed, next_seed
+from gspo_gym.env.data.rows import content_hash, is_held_out_content, is_held_out_seed, next_seed
 from gspo_gym.env.rewards import Reward
 from gspo_gym.errors import ConfigError, EnvError, MissingExtraError, UnknownNameError, nearest_name
 from gspo_gym.types import Message

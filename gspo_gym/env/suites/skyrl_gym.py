@@ -17,8 +17,16 @@ import numpy as np
 from gymnasium.error import ResetNeeded
 
 from gspo_gym.env.core import Info, ScriptedPolicy, TextEnv
-from gspo_gym.env.data.rows import ConversationTemplate, Questions, Reading, RowSource, load_questions, named_object
-from gspo_gym.env.data.splits import checked_fraction, next_seed
+from gspo_gym.env.data.rows import (
+    ConversationTemplate,
+    Questions,
+    Reading,
+    RowSource,
+    checked_fraction,
+    load_questions,
+    named_object,
+    next_seed,
+)
 from gspo_gym.env.rewards import Reward
 from gspo_gym.errors import (
     ConfigError,

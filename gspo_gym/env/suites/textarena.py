@@ -28,7 +28,7 @@ from gymnasium.error import ResetNeeded
 
 from gspo_gym.env.chat_model import ChatModel, ChatModelSettings
 from gspo_gym.env.core import Info, PolicyFactory, ScriptedPolicy, TextEnv, driven
-from gspo_gym.env.data.splits import next_seed
+from gspo_gym.env.data.rows import next_seed
 from gspo_gym.env.rewards import Reward
 from gspo_gym.env.suites.reasoning_gym import OwnGenerators
 from gspo_gym.errors import ConfigError, ContractError, EnvError, MissingExtraError, UnknownNameError, nearest_name

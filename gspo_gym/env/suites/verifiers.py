@@ -28,7 +28,7 @@ from typing import Any
 from gymnasium.error import ResetNeeded
 
 from gspo_gym.env.core import Info, TextEnv
-from gspo_gym.env.data.splits import next_seed
+from gspo_gym.env.data.rows import next_seed
 from gspo_gym.env.rewards import Reward
 from gspo_gym.errors import ConfigError, ContractError, EnvError, GymError, MissingExtraError
 from gspo_gym.seeding import FIRST_TRAINING_SEED

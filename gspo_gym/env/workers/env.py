@@ -38,9 +38,8 @@ from gspo_gym.env.workers.channel import (
     tool_schemas_from_json,
 )
 from gspo_gym.env.workers.limits import LIMIT_SIGNAL, WorkerLimits
-from gspo_gym.env.workers.loading import FIRST_LOAD_SECONDS, Loading
+from gspo_gym.env.workers.loading import FIRST_LOAD_SECONDS, Loading, ProcessTarget, target_of
 from gspo_gym.env.workers.pool import POOL, ProcessPool, WorkerProcess
-from gspo_gym.env.workers.target import ProcessTarget, target_of
 from gspo_gym.errors import ActionLimitError, EnvDiedError, EnvError, EnvTimeoutError, GymError, UsageError
 from gspo_gym.types import Message, StepResult
 

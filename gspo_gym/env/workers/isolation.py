@@ -25,9 +25,8 @@ from gspo_gym.env.registry import make, require_known_arguments, resolve
 from gspo_gym.env.session import looking_at, open_session
 from gspo_gym.env.workers.env import ProcessEnv
 from gspo_gym.env.workers.limits import WorkerLimits
-from gspo_gym.env.workers.loading import FIRST_LOAD_SECONDS, LOADING, waiting_for
+from gspo_gym.env.workers.loading import FIRST_LOAD_SECONDS, LOADING, target_of, waiting_for
 from gspo_gym.env.workers.pool import is_supported
-from gspo_gym.env.workers.target import target_of
 from gspo_gym.env.workers.threads import OwnThread
 from gspo_gym.errors import ConfigError, GymError
 from gspo_gym.types import Message

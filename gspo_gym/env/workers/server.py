@@ -48,7 +48,7 @@ from gspo_gym.env.workers.channel import (
     tool_schemas_to_json,
 )
 from gspo_gym.env.workers.limits import this_is_a_worker
-from gspo_gym.env.workers.target import ProcessTarget
+from gspo_gym.env.workers.loading import ProcessTarget
 from gspo_gym.errors import ContractError, GymError, UnknownNameError, UsageError, nearest_name
 from gspo_gym.seeding import child_seed
 from gspo_gym.types import Message

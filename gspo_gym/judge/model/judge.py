@@ -24,7 +24,7 @@ from gspo_gym.base.http import HttpClient, RefusedError
 from gspo_gym.base.messages import RefusedFields, refused_fields, without
 from gspo_gym.base.retries import AttemptError, RetryCounters, Sleep
 from gspo_gym.errors import ServiceError, UnscoredError
-from gspo_gym.judge.asking import Asking, Clock, JudgeBudget
+from gspo_gym.judge.asking import Asking, Clock, Json, JudgeBudget, JudgementCache, digest_of
 from gspo_gym.judge.base import (
     CriterionScore,
     JudgeCost,
@@ -36,7 +36,6 @@ from gspo_gym.judge.base import (
     Rubrics,
     all_or_none,
 )
-from gspo_gym.judge.cache import Json, JudgementCache, digest_of
 from gspo_gym.judge.model.prompt import (
     NONCE_DIGITS,
     OUTCOME_PART,

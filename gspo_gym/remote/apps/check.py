@@ -25,8 +25,8 @@ from gspo_gym.remote.apps.episodes import AppCounters, AppEpisodes, AppEpisodeSe
 from gspo_gym.remote.apps.rewards import AppRollout
 from gspo_gym.remote.gateway.app import create_gateway_app
 from gspo_gym.remote.gateway.gateway import Gateway
-from gspo_gym.remote.gateway.loop_server import LoopServer
 from gspo_gym.remote.gateway.session import GatewaySessionSettings
+from gspo_gym.remote.serving import LoopServer
 from gspo_gym.rollout.episode import EpisodeRequest
 from gspo_gym.types import Outcome, Task, Trajectory
 

@@ -1,7 +1,7 @@
 """The gateway's HTTP side: OpenAI's protocol in front of `gateway.Gateway`, as a bare ASGI application.
 
 No framework, because the URLs follow no route table, a lost answer has to be noticed, and every episode waits for this
-code at every turn. It is served behind `Guard`, in the engine's event loop (`loop_server.py`). Authentication headers
+code at every turn. It is served behind `Guard`, in the engine's event loop (`LoopServer`). Authentication headers
 meant for other services are not read, logged or repeated.
 
 Errors get the status, code and envelope by which OpenAI's clients know them. Those clients try again at some statuses;
@@ -54,8 +54,17 @@ from gspo_gym.remote.gateway.openai_wire_answers import (
     text_completion,
     text_logprobs,
 )
-from gspo_gym.remote.gateway.replay import Asked, Exchange, Replays, Reply, digest_of
-from gspo_gym.remote.gateway.replies import failure_reply, json_reply, live, send_reply
+from gspo_gym.remote.gateway.replay import (
+    Asked,
+    Exchange,
+    Replays,
+    Reply,
+    digest_of,
+    failure_reply,
+    json_reply,
+    live,
+    send_reply,
+)
 from gspo_gym.remote.gateway.session import GatewaySession
 from gspo_gym.remote.guard import Guard, Receive, Scope, Send
 from gspo_gym.types import Message

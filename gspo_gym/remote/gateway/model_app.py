@@ -46,8 +46,7 @@ from gspo_gym.remote.gateway.openai_wire_answers import (
     text_completion,
     text_logprobs,
 )
-from gspo_gym.remote.gateway.replay import Reply
-from gspo_gym.remote.gateway.replies import failure_reply, json_reply, live, send_reply
+from gspo_gym.remote.gateway.replay import Reply, failure_reply, json_reply, live, send_reply
 from gspo_gym.remote.gateway.session import GatewaySession, GatewaySessionSettings
 from gspo_gym.remote.gateway.slices import GrowingText, SlicedEngine
 from gspo_gym.remote.guard import Guard, Receive, Scope, Send, until_gone

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from gspo_gym.env.data.splits import next_seed
+from gspo_gym.env.data.rows import next_seed
 from gspo_gym.env.session import EnvSession, open_session
 from gspo_gym.errors import ActionLimitError, EnvDiedError, EnvTimeoutError, GymError, UsageError
 from gspo_gym.types import Message, StepResult

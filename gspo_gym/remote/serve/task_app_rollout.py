@@ -20,7 +20,7 @@ from urllib.parse import parse_qs, urlsplit
 import numpy as np
 from pydantic import ValidationError
 
-from gspo_gym.env.data.splits import next_seed
+from gspo_gym.env.data.rows import next_seed
 from gspo_gym.env.session import EnvSession, open_session
 from gspo_gym.errors import GymError
 from gspo_gym.remote.apps.contracts import RolloutRequest

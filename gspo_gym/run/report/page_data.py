@@ -1,17 +1,28 @@
-"""What the page of a run shows, as JSON values, read from the run's folder.
+"""The page of a run: one HTML file that asks for nothing over the network, and the JSON values that it shows.
 
 `run_values` is the run at a glance and its curves; `step_values` is one file of episodes, token by token. The saved
 page holds both; the live one asks for them as they are needed, and for the tokens of one group at a time. Numbers that
 a record has as null stay null: a page must not show 0 where nothing was measured.
+
+Data are compressed JSON, which the browser unpacks; nothing of a run becomes markup or script. The content security
+policy allows the two blocks that are written here, by their digests, and nothing else. Curves are drawn by uPlot, which
+is in the file with its licence.
 """
 
 from __future__ import annotations
 
+import base64
+import hashlib
+import html
 import itertools
+import json
+import zlib
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
+from importlib.resources import files
 from pathlib import Path
+from string import Template
 from typing import Any
 
 import numpy as np
@@ -501,3 +512,50 @@ def run_tokenizer(folder: Path) -> Any | None:
 
     paths = sorted((folder / "checkpoints").glob("step_*/tokenizer.json"))
     return Tokenizer.from_file(str(paths[-1])) if paths else None
+
+
+_SCRIPTS = ("dom.js", "charts.js", "episodes.js", "main.js")
+
+
+def saved_page(runs: Sequence[Mapping[str, Json]], steps: Sequence[Mapping[str, Json]]) -> str:
+    """Return the page with its data in it.
+
+    Args:
+        runs: `page_data.run_values` of the run, and of runs whose curves are drawn beside its own.
+        steps: `page_data.step_values` of the first run.
+
+    Raises:
+        ValueError: the data hold a NaN or an infinity.
+    """
+    text = json.dumps({"runs": runs, "steps": steps}, allow_nan=False, separators=(",", ":"))
+    data = base64.b64encode(zlib.compress(text.encode(), 9)).decode()
+    return _page(str(runs[0]["run"]["label"]), data, ("saved.js",), "default-src 'none'")
+
+
+def live_page(title: str) -> str:
+    """Return the page that asks the server it came from; see `cli/view.py`."""
+    return _page(title, "", ("live.js",), "default-src 'none'; connect-src 'self'")
+
+
+def _page(title: str, data: str, sources: Sequence[str], policy: str) -> str:
+    assets = files("gspo_gym.run.report") / "assets"
+
+    def read(name: str) -> str:
+        return (assets / name).read_text(encoding="utf-8")
+
+    style = read("uPlot.min.css") + read("page.css")
+    licence = "\n".join(f" * {line}" for line in read("uPlot.LICENSE").splitlines())
+    ours = "\n".join(read(name) for name in (*_SCRIPTS, *sources))
+    script = f"/* uPlot:\n{licence}\n */\n{read('uPlot.iife.min.js')}\n{ours}"
+    allowed = f"script-src '{_digest(script)}'; style-src '{_digest(style)}'; base-uri 'none'; form-action 'none'"
+    return Template(read("page.html")).substitute(
+        title=html.escape(f"{title} · gspo_gym"),
+        policy=f"{policy}; {allowed}",
+        style=style,
+        data=data,
+        script=script,
+    )
+
+
+def _digest(text: str) -> str:
+    return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()

@@ -19,7 +19,7 @@ import pytest
 
 from gspo_gym import RunConfig, check_env, collect_episodes, make_vec, run_evaluation, run_training
 from gspo_gym.base.loops import run_to_end
-from gspo_gym.cli.authoring.card import make_card
+from gspo_gym.cli.authoring import make_card
 from gspo_gym.config.build.episode_collection import CollectSettings
 from gspo_gym.errors import ConfigError, UnknownNameError
 from gspo_gym.run.records import read_metrics

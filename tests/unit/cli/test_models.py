@@ -20,7 +20,7 @@ from huggingface_hub import ModelCard
 from small_quickstart import QUICKSTART, SMALLER
 
 from gspo_gym.cli.main import command_parser, main
-from gspo_gym.cli.models_chat import chat_command
+from gspo_gym.cli.models import chat_command
 from gspo_gym.policy.load import load_policy
 
 TINY = "tiny:qwen3-64@3"

@@ -18,7 +18,7 @@ from websockets.asyncio.client import connect
 
 from gspo_gym.cli.env import add_arguments, served_of
 from gspo_gym.cli.main import main
-from gspo_gym.remote.serve.served_env import ServedEnv, rubrics_of, served_app
+from gspo_gym.remote.serve.task_app_server import ServedEnv, rubrics_of, served_app
 from gspo_gym.remote.serving import BackgroundServer
 
 

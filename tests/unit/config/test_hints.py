@@ -11,10 +11,9 @@ import pytest
 from pydantic import ConfigDict, TypeAdapter
 from pydantic.fields import FieldInfo
 
-from gspo_gym.config.foreign.table import HINTS
 from gspo_gym.config.reference import leaf_keys
 from gspo_gym.config.run_config import RunConfig
-from gspo_gym.config.words import describe, explain, sections_of
+from gspo_gym.config.words import HINTS, describe, explain, sections_of
 
 KEYS = set(leaf_keys())
 SECTIONS = {key.rsplit(".", 1)[0] for key in KEYS}

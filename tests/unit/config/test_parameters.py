@@ -12,12 +12,11 @@ import pytest
 
 from gspo_gym.cli.config import translate
 from gspo_gym.config.foreign.draft import System
-from gspo_gym.config.foreign.table import HINTS, SYSTEMS
 from gspo_gym.config.nested import flatten
 from gspo_gym.config.reference import TRIED, hosted_keys, hosted_statement, leaf_keys, parameters
 from gspo_gym.config.run_config import RunConfig
 from gspo_gym.config.services import missing_machinery
-from gspo_gym.config.words import explain, look_up, secret_problem
+from gspo_gym.config.words import HINTS, SYSTEMS, explain, look_up, secret_problem
 from gspo_gym.errors import ConfigError
 
 ROOT = Path(__file__).parents[3]

@@ -34,8 +34,7 @@ from gspo_gym.errors import ConfigError
 from gspo_gym.remote.apps.urls import UrlPolicy
 from gspo_gym.remote.guard import Guard, Keys, json_depth_exceeds
 from gspo_gym.remote.serve.agent_loop import InferenceClient
-from gspo_gym.remote.serve.served_env import ServedEnv, served_app
-from gspo_gym.remote.serve.task_app_server import create_task_app
+from gspo_gym.remote.serve.task_app_server import ServedEnv, create_task_app, served_app
 from gspo_gym.remote.serving import BackgroundServer, bind
 from gspo_gym.types import Message
 

@@ -21,7 +21,7 @@ from faulty_server import FaultyServer
 from guessing_endpoint import guessing
 from safetensors.torch import load_file
 
-from gspo_gym.base.gzip_lines import read_lines
+from gspo_gym.base.files import read_lines
 from gspo_gym.cli.evaluate import run_evaluation
 from gspo_gym.cli.train import run_training
 from gspo_gym.config.build import trainer as build

@@ -29,7 +29,7 @@ from rich.console import Console
 from safetensors.torch import load_file
 
 from gspo_gym.base.files import take_lock, whole_lines
-from gspo_gym.cli.doctor import diagnose, read_run
+from gspo_gym.cli.report import diagnose, read_run
 from gspo_gym.cli.train import main, run_training
 from gspo_gym.config.run_config import RunConfig
 from gspo_gym.env.core import TextEnv
@@ -458,7 +458,7 @@ def test_a_folder_that_another_process_claims_meanwhile_is_left_to_it(tmp_path, 
         folder.mkdir()
         claims.append(take_lock(claim))  # the other process's, between the look whether it is taken and the claim
 
-    monkeypatch.setattr("gspo_gym.run.folder.make_folder", make_folder_too_late)
+    monkeypatch.setattr("gspo_gym.run.registry.make_folder", make_folder_too_late)
     with pytest.raises(ConfigError, match="another process is beginning a run there"):
         run_training(make_config(tmp_path))
     assert claim.exists()

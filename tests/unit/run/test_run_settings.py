@@ -2,7 +2,7 @@
 
 import json
 
-from gspo_gym.base.gzip_lines import read_lines
+from gspo_gym.base.files import read_lines
 from gspo_gym.cli.train import run_training
 from gspo_gym.config.run_config import RunConfig
 from gspo_gym.rollout.episode_files import read_episodes

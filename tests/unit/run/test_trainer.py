@@ -30,7 +30,7 @@ from gspo_gym.env.rewards import Reward
 from gspo_gym.errors import ConfigError, NonFiniteError, StuckError, UsageError
 from gspo_gym.judge.asking import AskingSettings
 from gspo_gym.judge.base import JudgeError, Judgement, JudgeRequest, Review
-from gspo_gym.judge.service.client import HttpJudge
+from gspo_gym.judge.service.contract import HttpJudge
 from gspo_gym.judge.service.server import create_judge_app
 from gspo_gym.judge.settings import JudgeOptions
 from gspo_gym.learning.batching import TrainBatch

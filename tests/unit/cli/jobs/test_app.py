@@ -15,7 +15,7 @@ from fake_task_app import FakeTaskApp
 from full_disk import small_disk
 from served_jobs import HOSTED, Client, IdleJobs, body_of
 
-from gspo_gym.cli.jobs.requests import Machine, parse_request
+from gspo_gym.cli.jobs.records import Machine, parse_request
 from gspo_gym.cli.jobs.store import Event
 from gspo_gym.config.run_config import RunConfig
 from gspo_gym.remote.serving import BackgroundServer

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from served_jobs import FAKE_TRAINER, body_of
 
-from gspo_gym.cli.jobs.requests import Machine, parse_request
+from gspo_gym.cli.jobs.records import Machine, parse_request
 from gspo_gym.cli.jobs.store import Job, NewJob, Store
 from gspo_gym.cli.jobs.supervisor import Supervisor, SupervisorSettings
 

@@ -27,8 +27,7 @@ from gspo_gym.judge.rubric_files import load_rubrics
 from gspo_gym.policy.checkpoints import CheckpointStore
 from gspo_gym.policy.load import Policy
 from gspo_gym.remote.guard import App
-from gspo_gym.remote.serve.served_env import ServedEnv, served_app
-from gspo_gym.remote.serve.task_app_server import create_task_app
+from gspo_gym.remote.serve.task_app_server import ServedEnv, create_task_app, served_app
 from gspo_gym.remote.serving import BackgroundServer
 from gspo_gym.rollout.episode_files import read_episodes
 from gspo_gym.rollout.pool import GroupRequest

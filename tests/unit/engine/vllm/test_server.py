@@ -20,7 +20,7 @@ import pytest
 import torch
 
 from gspo_gym.cli.main import main
-from gspo_gym.cli.serve_engine import add_arguments, settings_of
+from gspo_gym.cli.models_serve import add_serve_arguments, settings_of
 from gspo_gym.engine.vllm.server import VllmServer
 from gspo_gym.engine.vllm.settings import VllmSettings
 from gspo_gym.errors import ConfigError, EngineError, MissingExtraError
@@ -141,7 +141,7 @@ def test_a_server_keeps_statistics_and_reads_a_tokenizer_only_where_schemas_are_
 )
 def test_each_option_of_the_command_is_a_setting_of_the_engine(flag: str, field: str, value: object) -> None:
     parser = argparse.ArgumentParser()
-    add_arguments(parser)
+    add_serve_arguments(parser)
     without, given = (settings_of(parser.parse_args(["policy", *words])) for words in ([], flag.split()))
     assert getattr(given, field) == value != getattr(without, field)
     assert given == dataclasses.replace(without, **{field: value})

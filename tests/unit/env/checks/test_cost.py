@@ -14,8 +14,7 @@ from typing import Any, ClassVar
 
 import pytest
 
-from gspo_gym.env.checks.checker import CheckReport, check_env
-from gspo_gym.env.checks.leaks import can_count_files, find_leaks
+from gspo_gym.env.checks.checker import CheckReport, can_count_files, check_env, find_leaks
 from gspo_gym.env.core import TextEnv
 
 

@@ -12,7 +12,7 @@ import pytest
 from gymnasium.error import ResetNeeded
 
 from gspo_gym.env.checks.checker import check_env
-from gspo_gym.env.data.splits import content_hash, is_held_out_content
+from gspo_gym.env.data.rows import content_hash, is_held_out_content
 from gspo_gym.env.suites.reasoning_gym import ReasoningGymEnv
 from gspo_gym.errors import ConfigError, EnvError, MissingExtraError, UnknownNameError
 

@@ -30,7 +30,7 @@ from gspo_gym.base.settings import parse_seeds
 from gspo_gym.cli.env import add_arguments
 from gspo_gym.env.core import TextEnv
 from gspo_gym.env.data.dataset import DatasetEnv
-from gspo_gym.env.data.splits import content_hash, is_held_out_content
+from gspo_gym.env.data.rows import content_hash, is_held_out_content
 from gspo_gym.env.plain import as_gymnasium
 from gspo_gym.env.suites import textarena
 from gspo_gym.env.suites import verifiers as verifiers_loading

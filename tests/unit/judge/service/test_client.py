@@ -18,7 +18,7 @@ from judged_episodes import BOTH, EVENT, episode, request
 
 from gspo_gym.base.retries import RetrySettings
 from gspo_gym.errors import ConfigError
-from gspo_gym.judge.asking import AskingSettings, BudgetLimits, JudgeBudget
+from gspo_gym.judge.asking import AskingSettings, BudgetLimits, JudgeBudget, JudgementCache
 from gspo_gym.judge.base import (
     JudgeBudgetError,
     JudgeCost,
@@ -29,9 +29,7 @@ from gspo_gym.judge.base import (
     JudgeRequest,
     Rubrics,
 )
-from gspo_gym.judge.cache import JudgementCache
-from gspo_gym.judge.service.client import HttpJudge
-from gspo_gym.judge.service.contract import score_url
+from gspo_gym.judge.service.contract import HttpJudge, score_url
 from gspo_gym.judge.settings import JudgeOptions
 from gspo_gym.remote.serving import BackgroundServer
 from gspo_gym.types import Message, ToolCall

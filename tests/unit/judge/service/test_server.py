@@ -37,7 +37,7 @@ from gspo_gym.judge.base import (
 from gspo_gym.judge.model.judge import BY_RULE, ModelJudge
 from gspo_gym.judge.panel import PythonJudge, load_function
 from gspo_gym.judge.rubric_files import parse_rubrics
-from gspo_gym.judge.service.client import HttpJudge
+from gspo_gym.judge.service.contract import HttpJudge
 from gspo_gym.judge.service.fake_server import create_fake_judge_app
 from gspo_gym.judge.service.server import create_judge_app
 from gspo_gym.judge.settings import JudgeOptions

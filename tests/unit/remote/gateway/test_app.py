@@ -14,7 +14,7 @@ import served_gateway as gw
 from gspo_gym.engine.scripted import Failures, Latency, ScriptedEngine
 from gspo_gym.errors import RecordError, TemplateError
 from gspo_gym.remote.gateway.capture_build import build_trajectory_parts
-from gspo_gym.remote.gateway.replies import failure_reply
+from gspo_gym.remote.gateway.replay import failure_reply
 from gspo_gym.types import Message, ToolCall
 
 LOOK_AT_DOOR = ToolCall("call_0", "look", {"at": "door"})

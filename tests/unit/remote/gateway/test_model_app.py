@@ -18,9 +18,9 @@ from gspo_gym.engine.base import Engine, SamplingParams
 from gspo_gym.engine.local.engine import LocalEngine
 from gspo_gym.engine.scripted import ScriptedEngine
 from gspo_gym.policy.load import Policy, load_policy
-from gspo_gym.remote.gateway.loop_server import LoopServer
 from gspo_gym.remote.gateway.model_app import Served, create_model_app
 from gspo_gym.remote.gateway.slices import GrowingText, SlicedEngine
+from gspo_gym.remote.serving import LoopServer
 from gspo_gym.types import Message, Sampling, ToolCall
 
 MODEL = "tiny@3"

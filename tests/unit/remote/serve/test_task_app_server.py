@@ -32,9 +32,8 @@ from gspo_gym.env.tools import tool
 from gspo_gym.errors import ConfigError
 from gspo_gym.remote.apps.contracts import RolloutRequest, RolloutResponse, read_response
 from gspo_gym.remote.apps.rewards import read_rollout
-from gspo_gym.remote.serve.served_env import rubrics_of
 from gspo_gym.remote.serve.task_app_rollout import seed_of
-from gspo_gym.remote.serve.task_app_server import TaskAppLimits, create_task_app
+from gspo_gym.remote.serve.task_app_server import TaskAppLimits, create_task_app, rubrics_of
 from gspo_gym.remote.serving import BackgroundServer
 from gspo_gym.types import Outcome
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from doctor_faults import BASE, FAULTS, FOLDER, GOOD, ROOT, Fault, load, play
 
-from gspo_gym.cli.doctor import diagnose
+from gspo_gym.cli.report import diagnose
 from gspo_gym.run.doctor import causes, checks, checks_play
 from gspo_gym.run.doctor.checks import Finding, RunView
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from gspo_gym.cli.doctor import diagnose, report_text
+from gspo_gym.cli.report import diagnose, report_text
 from gspo_gym.run.doctor import checks as judge
 from gspo_gym.run.doctor.checks import Check, Finding, RunView
 from gspo_gym.run.recording import METRICS

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from gspo_gym.cli.doctor import diagnose, read_run, report_text
 from gspo_gym.cli.main import main
+from gspo_gym.cli.report import diagnose, read_run, report_text
 from gspo_gym.cli.train import run_training
 from gspo_gym.config.run_config import RunConfig
 from gspo_gym.errors import ConfigError

@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from gspo_gym.engine.vllm.ranks import SessionRanks, allowed_cores, binding_of, environment
+from gspo_gym.engine.vllm.settings import SessionRanks, allowed_cores, binding_of, environment
 
 
 @pytest.mark.parametrize(

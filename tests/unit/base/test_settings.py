@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gspo_gym.base.keys import read_key
+from gspo_gym.base.settings import read_key
 from gspo_gym.errors import ConfigError
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import gymnasium
 import pytest
 
-from gspo_gym.cli.authoring.card import PlayerRecord, card_as_markdown, histogram, make_card
+from gspo_gym.cli.authoring import PlayerRecord, card_as_markdown, histogram, make_card
 from gspo_gym.cli.main import main
 from gspo_gym.env.core import TextEnv
 from gspo_gym.env.playing import Playthrough

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from gspo_gym.judge.cache import CacheCounters, JudgementCache, digest_of
+from gspo_gym.judge.asking import CacheCounters, JudgementCache, digest_of
 
 KEY = digest_of("question")
 

@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from gspo_gym.errors import ConfigError, UsageError
-from gspo_gym.remote.gateway.loop_server import LoopServer
+from gspo_gym.remote.serving import LoopServer
 
 
 class Counting:

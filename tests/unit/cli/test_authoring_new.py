@@ -14,8 +14,7 @@ from typing import Any
 import gymnasium
 import pytest
 
-from gspo_gym.cli.authoring.card import card_as_markdown, make_card
-from gspo_gym.cli.authoring.command import KINDS, NewEnvironment, new_environment
+from gspo_gym.cli.authoring import KINDS, NewEnvironment, card_as_markdown, make_card, new_environment
 from gspo_gym.cli.main import main
 from gspo_gym.config.run_config import load_config
 from gspo_gym.env.checks.checker import check_env

@@ -1,1 +1,0 @@
-"""Help for authors of environments: `env new` writes a package, `env card` describes any environment."""
