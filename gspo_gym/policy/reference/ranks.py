@@ -1,8 +1,8 @@
 """The frozen model of a reference server, and the processes that share it: each holds a part of every layer.
 
-Rank 0 is the server. It starts the others (`python -m gspo_gym.policy.reference.ranks`) and tells them what to do
-through their standard input: frames of eight bytes that count and then JSON, or tensors as safetensors. All do the same
-at once, and each answers when it is done. The parts talk through torch.distributed: gloo on processors, NCCL on GPUs.
+Rank 0 is the server. It starts the others (`python -m gspo_gym.policy.reference.ranks`) and tells them what to do; see
+`base/ranks.py`. All do the same at once, and each answers when it is done. The parts talk through torch.distributed:
+gloo on processors, NCCL on GPUs.
 
 If a rank ends, the server says which and ends; if the server ends, so do the others.
 """
@@ -11,19 +11,16 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import math
 import os
-import queue
-import signal
 import socket
-import subprocess
 import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
-from typing import IO, Any, NoReturn
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -32,7 +29,7 @@ from safetensors.torch import load, save
 from torch import Tensor
 from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]  # exported where torch has it built in
 
-from gspo_gym.base.leftovers import die_with_parent
+from gspo_gym.base.ranks import LocalProcess, Rank, Ranks, RanksLostError
 from gspo_gym.errors import ConfigError, GymError, RecordError
 from gspo_gym.learning.logprobs import LogprobComputer
 from gspo_gym.policy.load import load_policy
@@ -40,28 +37,25 @@ from gspo_gym.policy.parallel import copy_into
 from gspo_gym.policy.reference.wire import ScoringSettings
 
 _JOIN_SECONDS = 300.0  # until all ranks have met, which takes what importing torch takes
-_LAST_WORDS_SECONDS = 0.5  # a rank that dies breaks its connections a moment before it is gone
 
 
-class Ranks:
+class OtherRanks:
     """The other ranks, as rank 0 sees them; see `start_ranks`.
 
     Args:
-        others: their processes, by rank, from 1 on; none if the model is in this process alone.
+        others: from rank 1 on; None: the model is in this process alone.
         max_seconds: that a score or a change of weights may take; then a rank hangs, and the server ends.
 
     Attributes:
         size: of all ranks. pids: their processes, this one first.
     """
 
-    def __init__(self, others: Sequence[subprocess.Popen[bytes]] = (), max_seconds: float = math.inf) -> None:
-        self.size = 1 + len(others)
-        self.pids = [os.getpid(), *(process.pid for process in others)]
+    def __init__(self, others: Ranks | None = None, max_seconds: float = math.inf) -> None:
+        handles = [] if others is None else others.handles
+        self.size = 1 + len(handles)
+        self.pids = [os.getpid(), *(handle.pid for handle in handles if isinstance(handle, LocalProcess))]
         self._others = others
         self._max_seconds = max_seconds
-        self._is_ending = threading.Lock()
-        for rank, process in enumerate(others, start=1):
-            threading.Thread(target=self._watch, args=(rank, process), daemon=True).start()
 
     @contextlib.contextmanager
     def together(
@@ -72,60 +66,54 @@ class Ranks:
         Where the block raises a GymError, every rank must have raised the same one. After any other error, or if the
         ranks do not agree, the server ends: a rank might wait forever.
         """
-        if not self._others:
+        if self._others is None:
             yield
             return
         reason = f"the ranks were not done after {self._max_seconds:g} seconds"
-        timer = threading.Timer(self._max_seconds, self._give_up, [reason])
+        timer = threading.Timer(self._max_seconds, self._others.give_up, [reason])
         timer.daemon = True
         if is_timed:
             timer.start()
         try:
-            frames = (json.dumps(order).encode(), save(dict(tensors or {})))
-            for other in self._others:
-                _write(_pipe(other.stdin), *frames)
+            self._others.send(order, [save(dict(tensors or {}))], num_bodies=1)
             try:
                 yield
             except GymError as error:
                 self._collect(str(error))
                 raise
             self._collect("")
+        except RanksLostError:
+            _wait_for_the_end()
         except GymError:
             raise
         except Exception as error:
-            self._give_up(f"rank 0: {type(error).__name__}: {error}")
+            self._others.give_up(f"rank 0: {type(error).__name__}: {error}")
+            _wait_for_the_end()
         finally:
             timer.cancel()
 
     def _collect(self, refusal: str) -> None:
-        for rank, other in enumerate(self._others, start=1):
-            theirs = json.loads(_read(_pipe(other.stdout)))["refusal"]
+        assert self._others is not None
+        for rank in range(1, self.size):
+            theirs = self._others.receive(rank)[0]["refusal"]
             if theirs != refusal:
-                self._give_up(f"rank {rank} says {theirs or 'yes'!r} to what rank 0 says {refusal or 'yes'!r} to")
-
-    def _watch(self, rank: int, process: subprocess.Popen[bytes]) -> None:
-        code = process.wait()
-        self._give_up(f"rank {rank} (process {process.pid}) has ended with status {code}")
-
-    def _give_up(self, reason: str) -> NoReturn:
-        # The others would not all notice by themselves: a collective may wait for ever.
-        self._is_ending.acquire()  # never released: one reason is enough
-        for other in self._others:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                other.wait(_LAST_WORDS_SECONDS / len(self._others))
-        ended = [
-            f"rank {rank} (process {other.pid}) has ended with status {other.returncode}"
-            for rank, other in enumerate(self._others, start=1)
-            if other.poll() is not None
-        ]
-        print(f"reference server: {reason}", *(line for line in ended if line != reason), sep="; ", file=sys.stderr)
-        sys.stderr.flush()
-        for other in self._others:
-            other.kill()
-        os._exit(1)
+                self._others.give_up(
+                    f"rank {rank} says {theirs or 'yes'!r} to what rank 0 says {refusal or 'yes'!r} to"
+                )
+                _wait_for_the_end()
 
 
-def start_ranks(size: int, *, device: str, num_threads: int, max_seconds: float) -> Ranks:
+def _wait_for_the_end() -> NoReturn:
+    threading.Event().wait()  # `_end` comes, in another thread
+    raise AssertionError
+
+
+def _end(reason: str) -> None:
+    print(f"reference server: {reason}", file=sys.stderr, flush=True)
+    os._exit(1)  # a collective may wait for ever
+
+
+def start_ranks(size: int, *, device: str, num_threads: int, max_seconds: float) -> OtherRanks:
     """Start the other ranks and meet them; this process is rank 0 from then on.
 
     Args:
@@ -138,21 +126,14 @@ def start_ranks(size: int, *, device: str, num_threads: int, max_seconds: float)
     """
     _prepare_devices(size, device)
     listener = socket.create_server(("127.0.0.1", 0))  # only this machine can meet us, at a port that is free
-    port = listener.getsockname()[1]
-    options = {"size": size, "port": port, "device": device, "num-threads": num_threads, "parent": os.getpid()}
-    others = [
-        subprocess.Popen(
-            [sys.executable, "-m", "gspo_gym.policy.reference.ranks", f"--rank={rank}"]
-            + [f"--{name}={value}" for name, value in options.items()],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-        )
-        for rank in range(1, size)
-    ]
-    ranks = Ranks(others, max_seconds)  # watches them from now on: one that never starts ends the wait
+    options = {"size": size, "port": listener.getsockname()[1], "device": device, "num-threads": num_threads}
+    arguments = [f"--{name}={value}" for name, value in options.items()]
+    others = Ranks(
+        [partial(LocalProcess, "gspo_gym.policy.reference.ranks", arguments)] * (size - 1), first=1, on_loss=_end
+    )
     store = TCPStore(
         "127.0.0.1",
-        port,
+        int(options["port"]),
         size,
         is_master=True,
         timeout=timedelta(seconds=_JOIN_SECONDS),
@@ -160,7 +141,7 @@ def start_ranks(size: int, *, device: str, num_threads: int, max_seconds: float)
         master_listen_fd=listener.detach(),
     )
     _join(store, 0, size, device)
-    return ranks
+    return OtherRanks(others, max_seconds)
 
 
 def _prepare_devices(size: int, device: str) -> None:
@@ -191,64 +172,26 @@ def _join(store: Store, rank: int, size: int, device: str) -> None:
     )
 
 
-def _write(stream: IO[bytes], *frames: bytes) -> None:
-    for frame in frames:
-        stream.write(len(frame).to_bytes(8) + frame)
-    stream.flush()
-
-
-def _read(stream: IO[bytes]) -> bytes:
-    # Frames, because one end writes JSON and tensors after each other.
-    count = stream.read(8)
-    frame = stream.read(int.from_bytes(count))
-    if len(count) < 8 or len(frame) < int.from_bytes(count):
-        raise EOFError("the other end is closed")
-    return frame
-
-
-def _pipe(stream: IO[bytes] | None) -> IO[bytes]:
-    assert stream is not None
-    return stream
-
-
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None) -> NoReturn:
     """Do what rank 0 does, until it is gone."""
     arguments = _parser().parse_args(argv)
-    # `_listen` needs the interpreter's lock, which torch may keep while it waits for a rank that is gone.
-    die_with_parent(arguments.parent)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for rank 0
-    answers = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # what libraries print is no answer
+    rank = Rank()
     torch.set_num_threads(arguments.num_threads)
-    orders: queue.SimpleQueue[tuple[bytes, bytes]] = queue.SimpleQueue()
-    threading.Thread(target=_listen, args=(orders,), daemon=True).start()
     try:
         store = TCPStore(
             "127.0.0.1", arguments.port, arguments.size, timeout=timedelta(seconds=_JOIN_SECONDS), is_master=False
         )
-        _join(store, arguments.rank, arguments.size, arguments.device)
-        _follow(orders, answers, arguments.size)
-    except Exception as error:  # one line: rank 0's log is read by its end
-        first_line = str(error).partition("\n")[0]
-        print(f"reference server: rank {arguments.rank}: {type(error).__name__}: {first_line}", file=sys.stderr)
-    sys.stderr.flush()
-    os._exit(1)  # and not by way of destructors, which wait for the other ranks
+        _join(store, rank.rank, arguments.size, arguments.device)
+        _follow(rank, arguments.size)
+    except Exception as error:
+        rank.end(f"{type(error).__name__}: {error}")
 
 
-def _listen(orders: queue.SimpleQueue[tuple[bytes, bytes]]) -> None:
-    # If rank 0 ends while this rank waits in a collective, only this thread is told.
-    with contextlib.suppress(EOFError):
-        while True:
-            orders.put((_read(sys.stdin.buffer), _read(sys.stdin.buffer)))
-    os._exit(0)
-
-
-def _follow(orders: queue.SimpleQueue[tuple[bytes, bytes]], answers: IO[bytes], size: int) -> NoReturn:
+def _follow(rank: Rank, size: int) -> NoReturn:
     model: FrozenModel | None = None
     while True:
-        head, body = orders.get()
-        order: dict[str, Any] = json.loads(head)  # Any: JSON values
-        refusal = ""
+        order, bodies = rank.receive()
+        body, refusal = next(bodies), ""
         try:
             if order["do"] == "load":
                 model = FrozenModel(order["base"], dtype=order["dtype"], device=order["device"], tp=size)
@@ -260,14 +203,14 @@ def _follow(orders: queue.SimpleQueue[tuple[bytes, bytes]], answers: IO[bytes], 
                 model.replace(Path(order["file"]), order["version"])
         except GymError as error:
             refusal = str(error)
-        _write(answers, json.dumps({"refusal": refusal}).encode())
+        rank.send({"refusal": refusal})
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         allow_abbrev=False, prog="python -m gspo_gym.policy.reference.ranks", description="Not for use by hand."
     )
-    for name in ("--rank", "--size", "--port", "--num-threads", "--parent"):
+    for name in ("--size", "--port", "--num-threads"):
         parser.add_argument(name, required=True, type=int)
     parser.add_argument("--device", required=True)
     return parser
@@ -328,4 +271,4 @@ class FrozenModel:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from gspo_gym.base.strict_json import read_json
 from gspo_gym.errors import GymError
-from gspo_gym.policy.reference.ranks import FrozenModel, Ranks, start_ranks
+from gspo_gym.policy.reference.ranks import FrozenModel, OtherRanks, start_ranks
 from gspo_gym.policy.reference.wire import MAX_BODY_BYTES, TOKEN_HEADER, TOKEN_VARIABLE, ScoringSettings, check_inputs
 
 
@@ -37,10 +37,10 @@ class ReferenceModel:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._ranks = Ranks()
+        self._ranks = OtherRanks()
         self._model: FrozenModel | None = None
 
-    def load(self, base: str, *, dtype: str, device: str, ranks: Ranks | None = None) -> None:
+    def load(self, base: str, *, dtype: str, device: str, ranks: OtherRanks | None = None) -> None:
         """Load what `models.load_policy` takes, shared out over `ranks`; None: in this process alone."""
         self._ranks = self._ranks if ranks is None else ranks
         order = {"do": "load", "base": base, "dtype": dtype, "device": device}
@@ -183,7 +183,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _ranks(arguments: argparse.Namespace, num_threads: int) -> Ranks | None:
+def _ranks(arguments: argparse.Namespace, num_threads: int) -> OtherRanks | None:
     if arguments.tp == 1:
         return None
     return start_ranks(
