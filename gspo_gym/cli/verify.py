@@ -1,7 +1,7 @@
 """`gspo-gym verify RUN --step N`: recompute a training step from the run's files, and name the first difference.
 
-Nothing here or in `run/verify.py` is the learner's: the model is loaded by transformers, and AdamW (arXiv 1711.05101,
-algorithm 2) is taken by hand.
+Here files are read, numbers compared and printed; `run/verify.py` computes them. Neither has code of the learner:
+transformers loads the model.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ import argparse
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -21,13 +21,21 @@ from gspo_gym.errors import ConfigError, RecordError, UsageError
 from gspo_gym.rollout.episode_files import episode_paths, read_episodes
 from gspo_gym.run.records import read_config, read_metrics
 from gspo_gym.run.registry import find_run
-from gspo_gym.run.verify import Floats, Indices, SecondPath, StepRecords
+from gspo_gym.run.verify import (
+    SKIPPED,
+    Bools,
+    Floats,
+    Indices,
+    Model,
+    StepRecords,
+    batch_of,
+    metrics_of,
+    terms_of,
+    units_of_loss,
+)
 from gspo_gym.types import Trajectory
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
-# The keys of the objective, and the values that the second path knows; None: all. Others are refused by name.
+# The keys of the objective, and their values; None: any. Others, which a later version may add, are refused by name.
 _KNOWN: Mapping[str, tuple[Any, ...] | None] = {
     "algorithm.method": ("policy_gradient", "ppo"),
     "algorithm.variety": ("gspo", "gspo_token", "grpo"),
@@ -40,21 +48,24 @@ _KNOWN: Mapping[str, tuple[Any, ...] | None] = {
     **dict.fromkeys(("loss.kl_coef", "loss.kl_clamp", "loss.kl_importance_weighted")),
     "loss.kl_estimator": ("k1", "k2", "k3"),
     "advantages.level": ("trajectory", "turn"),
-    "advantages.baseline": ("group", "leave_one_out", "batch", "none"),
-    "advantages.scale": ("group", "batch", "none"),
-    "advantages.whiten": ("none",),
-    "advantages.kl_shaping_coef": (0,),
     **dict.fromkeys(("advantages.discount", "advantages.clip", "advantages.filter_eps")),
     "rewards.overlong": ("keep", "mask", "penalize"),
-    "rewards.kl_coef": (0,),
     **dict.fromkeys(("rewards.clip", "rewards.overlong_penalty", "rewards.kl_horizon")),
     "correction.old_logprobs": ("recompute", "rollout"),
     "correction.level": ("none", "token", "turn", "trajectory"),
     "correction.mode": ("truncate", "mask"),
     **dict.fromkeys(("correction.low", "correction.high", "correction.off_policy_threshold")),
     "correction.max_engine_gap": None,
-    "training.step_rewards_mode": (None, "off", "env_sparse"),
     "training.constant_groups": ("keep", "drop", "refill"),
+}
+# Keys of which the second path knows some values only; `--help` lists these and the next.
+_REFUSED: Mapping[str, tuple[Any, ...]] = {
+    "advantages.baseline": ("group", "leave_one_out", "batch", "none"),
+    "advantages.scale": ("group", "batch", "none"),
+    "advantages.whiten": ("none",),
+    "advantages.kl_shaping_coef": (0,),
+    "rewards.kl_coef": (0,),
+    "training.step_rewards_mode": (None, "off", "env_sparse"),
 }
 # Those under which the weights can be replayed.
 _REPLAYED: Mapping[str, tuple[Any, ...]] = {
@@ -116,6 +127,18 @@ class Verification:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `verify`."""
+    refused, in_part = (
+        "; ".join(
+            f"{key} other than {' or '.join(str(each) for each in values if each is not None)}"
+            for key, values in table.items()
+        )
+        for table in (_REFUSED, _REPLAYED)
+    )
+    parser.epilog = (
+        "Exits 0 if all agrees, 1 for a difference, 2 if something could not be recomputed. "
+        f"Refused, because the second path does not know it: {refused}. "
+        f"Without logprobs, entropy and gradients: {in_part}."
+    )
     parser.add_argument("run_name", metavar="RUN", help="its folder, its name in runs/, or the start of its id")
     parser.add_argument("--folder", type=Path, default=Path("runs"), help="where runs are looked for (runs)")
     parser.add_argument("--step", type=int, metavar="N", help="a training step (the last one that can be verified)")
@@ -157,29 +180,28 @@ def verify_step(folder: Path, step: int, *, tolerance: float = 1e-5) -> Verifica
         RecordError: tokens or episodes of the step are not recorded, or a file is damaged.
     """
     config = dict(flat_items(read_config(folder)))
-    sections = {key.partition(".")[0] for key in _KNOWN} - {"algorithm", "training"}
-    strange = [key for key in config if key.partition(".")[0] in sections and key not in _KNOWN]
-    if strange := [*strange, *_others(config, {key: values for key, values in _KNOWN.items() if values is not None})]:
+    known = {**_KNOWN, **_REFUSED}
+    sections = {key.partition(".")[0] for key in known} - {"algorithm", "training"}
+    strange = [key for key in config if key.partition(".")[0] in sections and key not in known]
+    if strange := [*strange, *_others(config, {key: values for key, values in known.items() if values is not None})]:
         raise ConfigError(f"{folder}: verify does not know {', '.join(strange)}")
-    result = _verify(folder, config, Verification(step), tolerance, measures_rounding=False)
+    result = _verify(folder, config, Verification(step), tolerance, in_float64=False)
     found = result.difference
     if found is not None and found.quantity in ("old_logprob", "ref_logprob", "logprob", "entropy", "grad_norm"):
-        result = _verify(folder, config, Verification(step), tolerance, measures_rounding=True)
+        result = _verify(folder, config, Verification(step), tolerance, in_float64=True)
     return result
 
 
 def _verify(
-    folder: Path, config: Mapping[str, Any], result: Verification, tolerance: float, *, measures_rounding: bool
+    folder: Path, config: Mapping[str, Any], result: Verification, tolerance: float, *, in_float64: bool
 ) -> Verification:
-    records = _read_step(folder, config, result)
+    records, metrics = _read_step(folder, config, result), _read_metrics(folder, result)
     try:
-        records = _with_weights(folder, records, result, measures_rounding=measures_rounding)
+        models = _read_models(folder, records, result, in_float64=in_float64)
         with np.errstate(all="ignore"):  # a damaged number is named, not warned of
-            SecondPath(records, _Comparison(records, result, tolerance)).follow()
+            _Comparison(records, models, result, tolerance).follow(metrics)
     except _DifferenceError as found:
         (result.difference,) = found.args
-    if records.weights is not None:
-        result.rounding = records.weights.rounding
     return result
 
 
@@ -188,12 +210,102 @@ def _others(config: Mapping[str, Any], known: Mapping[str, tuple[Any, ...]]) -> 
 
 
 class _Comparison:
-    """The function that compares, and raises for the first difference; see `SecondPath`."""
+    """Compares recorded with recomputed numbers, in order, and raises for the first difference.
 
-    def __init__(self, records: StepRecords, result: Verification, tolerance: float) -> None:
-        self._records, self._result, self._tolerance = records, result, tolerance
+    Each number is recomputed from recorded ones that were compared before. The first of `models` computes in float32,
+    as the learner's: many layers add up its rounding, and where a gradient is nearly 0, it decides AdamW's step. A
+    second one in float64, which takes the same steps, says by how much. Without any, the weights are not known.
+    """
 
-    def __call__(
+    def __init__(self, records: StepRecords, models: Sequence[Model], result: Verification, tolerance: float) -> None:
+        self._records, self._models, self._result, self._tolerance = records, models, result, tolerance
+        self._config, self._columns, self._owner = records.config, records.columns, records.units["trajectory"]
+
+    def follow(self, metrics: Mapping[str, float] | None) -> None:
+        """Compare everything; without `metrics`, all but these."""
+        records, columns, every = self._records, self._columns, np.arange(len(self._owner))
+        for name, array in (("rollout_logprob", "rollout_logprobs"), ("weight_version", "weight_version")):
+            self._compare(name, columns[name], _sampled(records.episodes, array), every)
+        for episode in records.episodes:
+            for turn in (turn for turn in episode.turns if turn.reward is not None and turn.reward_terms):
+                terms, name = sum(turn.reward_terms.values()), episode.trajectory_id
+                self._compare("reward", turn.reward, terms, episode=name, turn=turn.index)
+        batch = batch_of(records)
+        is_seen, is_counted = batch.is_trained[self._owner], batch.is_counted[self._owner]
+        self._compare("advantage", columns["advantage"], np.where(is_counted, batch.advantages, np.nan), every)
+        for epoch, counted in enumerate(columns["optimizer_step"][:, self._owner]):
+            wanted = np.where(is_seen, np.maximum(counted, 0), np.where(is_counted, counted, -1))
+            self._compare("optimizer_step", counted, wanted, every, epoch=epoch)
+        at = np.flatnonzero(is_seen)
+        if self._config["correction.old_logprobs"] == "rollout":
+            self._compare("old_logprob", columns["old_logprob"][at], columns["rollout_logprob"][at], at)
+        elif self._models:
+            self._compare_scores("old_logprob", at, "policy")
+        if self._models and "reference" in self._models[0].modules:
+            self._compare_scores("ref_logprob", at, "reference")
+        fates, taken, norms = self._follow_updates(is_seen, int(is_counted.sum()), batch.fates[self._owner])
+        others = np.flatnonzero(~is_seen)
+        for name, value in (("logprob", np.nan), ("entropy", np.nan), ("ratio", np.nan), ("clip", 0.0), ("share", 0.0)):
+            for epoch, column in enumerate(columns[name]):
+                self._compare(name, column[others], np.full(len(others), value), others, epoch=epoch)
+        self._compare("fate", columns["fate"], fates, every)
+        if taken and metrics is not None:
+            joined = {name: np.concatenate([each[name] for each in taken], -1) for name in taken[0]}
+            for name, (number, size) in metrics_of(records, joined, norms).items():
+                self._compare(name, metrics.get(name, np.nan), number, unit=size)
+
+    def _follow_updates(
+        self, is_seen: Bools, num_batch_tokens: int, fates: Indices
+    ) -> tuple[Indices, list[dict[str, Floats]], Floats]:
+        """Compare what each optimizer step computed, in order.
+
+        Return [A] the fates, of which `fates` are those of tokens not in `is_seen`, and the terms and norms of the
+        steps that were taken.
+        """
+        counted = self._columns["optimizer_step"][:, self._owner]
+        norms = self._columns.get("grad_norm", np.zeros(int(counted.max(initial=-1)) + 1))  # older files have none
+        are_taken = ~np.isnan(norms)
+        taken: list[dict[str, Floats]] = []
+        self._compare("number of optimizer steps", counted.max(initial=-1) + 1, len(norms))
+        for update, is_taken in enumerate(are_taken.tolist()):
+            epochs = np.flatnonzero((counted == update).any(1))
+            self._compare("passes of an optimizer step", len(epochs), 1, update=update)
+            epoch = int(epochs[0])
+            place: dict[str, Any] = {"update": update, "epoch": epoch}
+            at = np.flatnonzero((counted[epoch] == update) & is_seen)
+            seen = {name: column[epoch][at] for name, column in self._columns.items() if column.shape == counted.shape}
+            unit = units_of_loss(self._records, counted[epoch] == update, num_batch_tokens)[at]
+            terms = terms_of(self._records, at, seen, unit, max(int(are_taken.sum()), 1))
+            if self._models:
+                found = self._first([model.forward("policy", at, terms["slopes"]) for model in self._models])
+                for name, values in zip(("logprob", "entropy"), found, strict=True):
+                    self._compare(name, seen[name], values, at, slack=self._result.rounding, **place)
+            recorded = {"correction": np.ones(len(at))} | seen
+            for name in ("ratio", "correction", "clip"):
+                self._compare(name, recorded[name], terms[name], at, **place)
+            self._compare("share", seen["share"], is_taken * terms["share"], at, terms["unit"], **place)
+            fates[at] = np.minimum(fates[at], terms["fate"] if is_taken else SKIPPED)
+            if is_taken:
+                taken.append(terms)
+            if is_taken and self._models:
+                norm = self._first([np.array(model.grad_norm()) for model in self._models])
+                self._compare("grad_norm", norms[update], norm, slack=self._result.rounding, **place)
+                for model in self._models:
+                    model.step(self._columns["learning_rate"][update])
+        return fates, taken, norms[are_taken]
+
+    def _compare_scores(self, name: str, at: Indices, module: str) -> None:
+        scores = self._first([model.forward(module, at)[0] for model in self._models])
+        self._compare(name, self._columns[name][at], scores, at, slack=self._result.rounding)
+
+    def _first(self, found: Sequence[Floats]) -> Floats:
+        """Return the first model's numbers, and note how far the other's are from them."""
+        for other in found[1:]:
+            distance = np.abs(found[0] - other) / np.maximum(1.0, np.abs(found[0]))
+            self._result.rounding = max(self._result.rounding, 2 * float(distance.max(initial=0.0)))
+        return found[0]
+
+    def _compare(
         self,
         quantity: str,
         recorded: Any,
@@ -203,6 +315,7 @@ class _Comparison:
         slack: float = 0.0,
         **place: Any,
     ) -> None:  # Any: numbers, or arrays of them
+        """Compare numbers of the tokens `at`; up to `unit` a difference counts by it, and `slack` is allowed more."""
         recorded, recomputed = np.atleast_1d(recorded).astype(float), np.atleast_1d(recomputed).astype(float)
         same = (recorded == recomputed) | (np.isnan(recorded) & np.isnan(recomputed))
         with np.errstate(invalid="ignore"):
@@ -212,10 +325,10 @@ class _Comparison:
         self._result.compared[quantity] = count + len(gap), max(largest, float(gap.max(initial=0.0)))
         for k in np.flatnonzero(gap > self._tolerance + slack)[:1]:
             if at is not None:
-                token, records = int(at[k]), self._records
-                i = int(records.units["trajectory"][token])
-                place |= {"episode": records.episodes[i].trajectory_id, "turn": int(records.turn[token])}
-                place["token"] = token - int(records.starts[i])
+                token = int(at[k])
+                i = int(self._owner[token])
+                place |= {"episode": self._records.episodes[i].trajectory_id, "turn": int(self._records.turn[token])}
+                place["token"] = token - int(np.flatnonzero(self._owner == i)[0])
             found = float(recorded[k]), float(recomputed[k])
             raise _DifferenceError(Difference(self._result.step, quantity, *found, **place))
 
@@ -252,31 +365,36 @@ def _read_step(folder: Path, config: Mapping[str, Any], result: Verification) ->
     told = {e.trajectory_id: [int(a), e.num_actions] for e, a in zip(episodes, starts[:-1], strict=True)}
     if told != spans:
         raise RecordError(f"{path}: its episodes or their lengths are not those of {paths[0].name}")
+    return StepRecords(config, episodes, columns, **_arrays(episodes))
+
+
+def _read_metrics(folder: Path, result: Verification) -> dict[str, Any] | None:
     metrics = next((line for line in read_metrics(folder) if line["step"] == result.step), None)
     if metrics is None:
         result.missing.append("the metrics: metrics.jsonl has no line of the step")
-    return StepRecords(config, episodes, columns, metrics, starts, weights=None, **_arrays(episodes))
+    return metrics
 
 
 def _arrays(episodes: Sequence[Trajectory]) -> dict[str, Any]:
     """Return the arrays of a `StepRecords` over the sampled tokens."""
-    owners = [i for i, episode in enumerate(episodes) for _ in episode.segments]
     segments = [segment for episode in episodes for segment in episode.segments]
     lengths = [int(segment.action_mask.sum()) for segment in segments]
-
-    def joined(name: str) -> Floats:
-        parts = [getattr(segment, name)[segment.action_mask].astype(np.float64) for segment in segments]
-        return np.concatenate([np.zeros(0), *parts])
-
-    turn, trajectory = joined("turn_index").astype(np.int64), np.repeat(owners, lengths)
+    owners = [i for i, episode in enumerate(episodes) for _ in episode.segments]
+    turn, trajectory = _sampled(episodes, "turn_index").astype(np.int64), np.repeat(owners, lengths)
     units = {"trajectory": trajectory, "segment": np.repeat(np.arange(len(segments)), lengths)}
     units |= {"turn": trajectory * (turn.max(initial=0) + 1) + turn, "token": np.arange(len(turn))}
-    logprobs, versions = joined("rollout_logprobs"), joined("weight_version")
-    return {"units": units, "turn": turn, "rollout_logprob": logprobs, "weight_version": versions}
+    return {"units": units, "turn": turn}
 
 
-def _with_weights(folder: Path, records: StepRecords, result: Verification, *, measures_rounding: bool) -> StepRecords:
-    """Return the records with the weights before the step, or add to `result.missing` why they are not known."""
+def _sampled(episodes: Sequence[Trajectory], name: str) -> Floats:
+    """Return [A] an array of the segments, of sampled tokens."""
+    segments = [segment for episode in episodes for segment in episode.segments]
+    parts = [getattr(segment, name)[segment.action_mask].astype(np.float64) for segment in segments]
+    return np.concatenate([np.zeros(0), *parts])
+
+
+def _read_models(folder: Path, records: StepRecords, result: Verification, *, in_float64: bool) -> list[Model]:
+    """Return the models before the step, or add to `result.missing` why they are not known."""
     checkpoint = _checkpoint(folder, result.step)
     reasons = [f"with {each}" for each in _others(records.config, _REPLAYED)]
     base = str(records.config.get("model.base"))
@@ -290,7 +408,7 @@ def _with_weights(folder: Path, records: StepRecords, result: Verification, *, m
         reasons.append("an optimizer step was not finite, and skipped")
     if reasons:
         result.missing += [f"logprobs, entropy and gradients: {reason}" for reason in reasons]
-        return records
+        return []
     try:
         files = json.loads((checkpoint / "manifest.json").read_text(encoding="utf-8"))["files"]
     except (ValueError, KeyError, TypeError) as error:
@@ -301,125 +419,29 @@ def _with_weights(folder: Path, records: StepRecords, result: Verification, *, m
             where = f"SHA-256 of {(checkpoint / name).relative_to(folder)}"
             raise _DifferenceError(Difference(result.step, where, told["sha256"], digest))
     result.compared["SHA-256 of the checkpoint's files"] = len(files), 0.0
-    weights = Weights(
-        checkpoint, records, twin=Weights(checkpoint, records, is_double=True) if measures_rounding else None
-    )
-    if records.config["loss.kl_coef"] > 0 and weights.reference is None:
+    dtypes = ("float32", "float64") if in_float64 else ("float32",)
+    models = [_read_model(checkpoint, records, dtype) for dtype in dtypes]
+    if records.config["loss.kl_coef"] > 0 and "reference" not in models[0].modules:
         result.missing.append(f"logprobs of the reference: {checkpoint} has no weights of one")
-    return replace(records, weights=weights)
+    return models
 
 
-class Weights:
-    """The model of a checkpoint, its reference, and AdamW; moved by `step`.
+def _read_model(checkpoint: Path, records: StepRecords, dtype: str) -> Model:
+    import torch
+    from safetensors.torch import load_file
 
-    All of it is in float32, as the learner's: many layers add up its rounding, and where a gradient is nearly 0, it
-    decides AdamW's step. A twin in float64 that takes the same steps says by how much.
-
-    Attributes:
-        reference: None: the checkpoint has none.
-        rounding: twice the largest distance from the twin so far; 0 without one.
-    """
-
-    def __init__(
-        self, checkpoint: Path, records: StepRecords, *, is_double: bool = False, twin: Weights | None = None
-    ) -> None:
-        from safetensors.torch import load_file
-
-        self._twin, self.rounding = twin, 0.0
-        saved = load_file(checkpoint / "resume" / "learner.safetensors")
-        self._config = records.config
-        self._moments = {name: value for name, value in saved.items() if name.startswith("optimizer.")}
-        self._policy, self.reference = _load(checkpoint, is_adapted=True), None
-        if is_double:
-            self._policy.double()
-            self._moments = {name: value.double() for name, value in self._moments.items()}
-        held = {name.removeprefix("reference."): v for name, v in saved.items() if name.startswith("reference.")}
-        if records.config["loss.kl_coef"] > 0 and (held or records.config["model.trainer_mode"] == "lora"):
-            self.reference = _load(checkpoint, is_adapted=bool(held))  # nothing held: the model without its adapter
-            for name, parameter in self.reference.named_parameters():
-                parameter.data = held.get(name, parameter.data)
-            if is_double:
-                self.reference.double()
-        self._segments = [segment for episode in records.episodes for segment in episode.segments]
-        self._row = records.units["segment"]
-        positions = [np.flatnonzero(segment.action_mask) for segment in self._segments]
-        self._position = np.concatenate([np.zeros(0, np.int64), *positions])
-
-    def score(self, at: Indices) -> Floats:
-        """Return the logprobs of the tokens `at`."""
-        found = self._forward(self._policy, at, None)[0]
-        if self._twin is not None:
-            self._are_apart(found, self._twin.score(at))
-        return found
-
-    def score_reference(self, at: Indices) -> Floats:
-        """Return the reference's logprobs of the tokens `at`."""
-        found = self._forward(self.reference, at, None)[0]
-        if self._twin is not None:
-            self._are_apart(found, self._twin.score_reference(at))
-        return found
-
-    def backward(self, at: Indices, slope: Floats, entropy_slope: Floats) -> tuple[Floats, Floats]:
-        """Return logprobs and entropies, after adding up gradients by these slopes of the loss in both."""
-        found = self._forward(self._policy, at, (slope, entropy_slope))
-        if self._twin is not None:
-            for mine, other in zip(found, self._twin.backward(at, slope, entropy_slope), strict=True):
-                self._are_apart(mine, other)
-        return found
-
-    def grad_norm(self) -> float:
-        """Return the L2 norm of all gradients."""
-        norm = float(sum(float((p.grad**2).sum()) for p in self._policy.parameters() if p.grad is not None) ** 0.5)
-        if self._twin is not None:
-            self._are_apart(np.array([norm]), np.array([self._twin.grad_norm()]))
-        return norm
-
-    def _are_apart(self, mine: Floats, other: Floats) -> None:
-        distance = np.abs(mine - other) / np.maximum(1.0, np.abs(mine))
-        self.rounding = max(self.rounding, 2 * float(distance.max(initial=0.0)))
-
-    def step(self, *, rate: float, norm: float) -> None:
-        """Take a step of AdamW on the gradients, cut to optimizer.max_grad_norm, and forget them."""
-        import torch
-
-        if self._twin is not None:
-            self._twin.step(rate=rate, norm=self._twin.grad_norm())
-        (beta1, beta2), decay = self._config["optimizer.betas"], self._config["optimizer.weight_decay"]
-        scale = min(1.0, self._config["optimizer.max_grad_norm"] / (norm + 1e-6))
-        for name, parameter in self._policy.named_parameters():
-            if parameter.grad is None:
-                continue
-            zero = torch.zeros_like(parameter.grad)
-            keys = [f"optimizer.{what}.{name}" for what in ("exp_avg", "exp_avg_sq", "step")]
-            mean, square, count = (self._moments.get(key, zero) for key in keys)
-            count, gradient = count.max() + 1, parameter.grad * scale
-            mean, square = beta1 * mean + (1 - beta1) * gradient, beta2 * square + (1 - beta2) * gradient**2
-            self._moments |= zip(keys, (mean, square, count), strict=True)
-            if parameter.dim() >= 2:  # not norms, not biases
-                parameter.data -= rate * decay * parameter.data
-            root = (square / (1 - beta2**count)).sqrt() + self._config["optimizer.eps"]
-            parameter.data -= rate * mean / (1 - beta1**count) / root
-            parameter.grad = None
-
-    def _forward(self, model: Any, at: Indices, slopes: tuple[Floats, Floats] | None) -> tuple[Floats, Floats]:
-        """Row by row: no padding, no parts."""
-        import torch
-
-        found = np.zeros((2, len(at)))
-        for row in np.unique(self._row[at]):
-            here = np.flatnonzero(self._row[at] == row)
-            position = torch.from_numpy(self._position[at[here]])
-            ids = torch.from_numpy(self._segments[row].token_ids[: int(position.max()) + 1].astype(np.int64))
-            with torch.set_grad_enabled(slopes is not None):
-                logits = model(input_ids=ids[None, :-1], use_cache=False).logits[0, position - 1]
-                every: Tensor = torch.log_softmax(logits / self._config["rollout.temperature"], -1)
-                both = every.gather(-1, ids[position, None])[:, 0], -(every.exp() * every).sum(-1)
-                if slopes is not None:
-                    given = (torch.from_numpy(slope[here]).to(logits) for slope in slopes)
-                    torch.autograd.backward(both, list(given))
-            for values, mine in zip(found, both, strict=True):
-                values[here] = mine.detach().numpy()
-        return found[0], found[1]
+    saved = {
+        name: v.to(getattr(torch, dtype))
+        for name, v in load_file(checkpoint / "resume" / "learner.safetensors").items()
+    }
+    modules = {"policy": _load(checkpoint, is_adapted=True)}
+    held = {name.removeprefix("reference."): v for name, v in saved.items() if name.startswith("reference.")}
+    if records.config["loss.kl_coef"] > 0 and (held or records.config["model.trainer_mode"] == "lora"):
+        modules["reference"] = _load(checkpoint, is_adapted=bool(held))  # nothing held: the model without its adapter
+        for name, parameter in modules["reference"].named_parameters():
+            parameter.data = held.get(name, parameter.data)
+    modules = {name: module.to(getattr(torch, dtype)) for name, module in modules.items()}
+    return Model(modules, {name: v for name, v in saved.items() if name.startswith("optimizer.")}, records)
 
 
 def _load(checkpoint: Path, *, is_adapted: bool) -> Any:  # Any: transformers and peft are untyped

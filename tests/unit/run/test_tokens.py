@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import gzip
 import hashlib
 import json
@@ -9,9 +10,10 @@ import math
 import shutil
 import subprocess
 import sys
+import typing
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -19,6 +21,7 @@ from full_disk import small_disk
 from safetensors import numpy as tensors
 from safetensors import safe_open
 
+from gspo_gym.cli import verify as cli_verify
 from gspo_gym.cli.main import main
 from gspo_gym.cli.train import run_training
 from gspo_gym.cli.verify import Difference, verify_step
@@ -210,8 +213,47 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "test"
 
 
+def imports_of(path: Path) -> set[str]:
+    nodes = list(ast.walk(ast.parse(path.read_text())))
+    modules = {node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)}
+    return modules | {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+
+
+def test_the_second_path_can_be_read_in_one_file_and_shares_no_code_with_the_learner() -> None:
+    path, reader = (Path(str(module.__file__)) for module in (verify, cli_verify))
+    assert len(path.read_text().splitlines()) <= 300
+    assert {name for name in imports_of(path) if "gspo_gym" in name} == {"gspo_gym.types"}
+    third_party = {"numpy", "numpy.typing", "torch"}
+    assert (
+        imports_of(path) <= {"gspo_gym.types", "collections.abc", "dataclasses", "typing", "__future__"} | third_party
+    )
+    assert not [name for name in imports_of(reader) if "learning" in name or "policy" in name]
+    attributes = {node.attr for node in ast.walk(ast.parse(reader.read_text())) if isinstance(node, ast.Attribute)}
+    computes = {"exp", "log", "log_softmax", "sqrt", "mean", "std", "clip", "backward", "bincount", "grad"}
+    assert not attributes & computes, "the equations stand in the path, and not beside the reading of files"
+
+
+def choices(annotation: Any) -> set[Any]:
+    """The members of a Literal, also of one in a union."""
+    every = typing.get_args(annotation)
+    return set(every) if typing.get_origin(annotation) is Literal else set().union(*map(choices, every))
+
+
+def test_help_names_every_choice_that_verify_refuses(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["verify", "--help"])
+    shown = " ".join(capsys.readouterr().out.split())
+    for key, known in {**cli_verify._KNOWN, **cli_verify._REFUSED, **cli_verify._REPLAYED}.items():
+        annotation: Any = RunConfig
+        for name in key.split("."):
+            annotation = annotation.model_fields[name].annotation
+            annotation = next((c for c in typing.get_args(annotation) if hasattr(c, "model_fields")), annotation)
+        told = f"{key} other than {' or '.join(str(value) for value in known or () if value is not None)}"
+        assert choices(annotation) <= set(known or ()) or told in shown
+    assert "advantages.scale other than group or batch or none;" in shown
+
+
 def test_a_step_is_verified_from_its_files_by_a_path_that_loads_no_learner(recorded: Path) -> None:
-    assert len(Path(verify.__file__).read_text().splitlines()) <= 300, "a second path is short enough to be read"
     code = (
         "import sys; from gspo_gym.cli.main import main; code = main(['verify', sys.argv[1], '--step', '2', '--json']);"
         "print([name for name in sys.modules if name.startswith(('gspo_gym.learning', 'gspo_gym.policy'))]);"
@@ -318,18 +360,12 @@ def test_float32_rounding_of_a_model_is_no_difference_of_its_logprobs(
 @pytest.mark.parametrize(("loss", "is_wrong"), [(0.0035, False), (0.0055, True)])
 def test_a_recorded_loss_is_compared_by_the_sizes_of_terms_that_cancel(loss: float, is_wrong: bool) -> None:
     """Terms of +200 and -200 in float32 sum to 0 within 1e-5 of 400: 0.004."""
-    gaps: dict[str, float] = {}
-
-    def compare(quantity: str, recorded: float, recomputed: float, unit: float = 1.0) -> None:
-        gaps[quantity] = abs(recorded - recomputed) / max(unit, abs(recomputed))
-
-    nothing = np.zeros(0)
-    units = {"trajectory": nothing.astype(np.int64)}
-    records = verify.StepRecords({}, [], {}, {}, units["trajectory"], units, nothing, nothing, nothing, None)
+    records = verify.StepRecords({}, [], {}, {}, np.zeros(0, np.int64))
     taken = {"loss/total": np.array([200.0, -200.0]), "unit": np.ones(2), "clip": np.zeros(2)}
     taken |= {"drift": np.zeros(2), "H": np.zeros(2)}
-    verify.SecondPath(records, compare)._check_metrics({"loss/total": loss}, taken, np.ones(1))
-    assert (gaps["loss/total"] > 1e-5) == is_wrong
+    number, size = verify.metrics_of(records, taken, np.ones(1))["loss/total"]
+    assert (number, size) == (0.0, 400.0)
+    assert (abs(loss - number) / size > 1e-5) == is_wrong
 
 
 def altered(column: str, change: Callable[[Any], None]) -> Callable[[Path], None]:
