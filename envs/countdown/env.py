@@ -60,6 +60,7 @@ class Countdown(TextEnv):
     """
 
     isolation = "thread"
+    any_thread = True
     policies: ClassVar[Mapping[str, PolicyFactory]] = {"reference": search, "random": random_steps}
 
     def __init__(

@@ -64,6 +64,7 @@ class FrozenLake(TextEnv):
 
     policies: ClassVar[Mapping[str, PolicyFactory]] = {"reference": best_play, "random": random_moves}
     isolation = "thread"
+    any_thread = True
 
     def __init__(
         self,

@@ -51,6 +51,7 @@ class GuessNumber(TextEnv):
 
     policies: ClassVar[Mapping[str, PolicyFactory]] = {"reference": binary_search, "random": random_guess}
     isolation = "thread"
+    any_thread = True
 
     def __init__(
         self,

@@ -53,6 +53,7 @@ class Homestead(TextEnv):
     """
 
     isolation = "thread"
+    any_thread = True
     policies: ClassVar[Mapping[str, PolicyFactory]] = {"reference": planner, "random": random_actions}
 
     def __init__(

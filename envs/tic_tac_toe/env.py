@@ -60,6 +60,7 @@ class TicTacToe(TextEnv):
     """
 
     isolation = "thread"
+    any_thread = True
     policies: ClassVar[Mapping[str, PolicyFactory]] = {
         "reference": best_play,
         "minimax": perfect_play,

@@ -57,6 +57,7 @@ class Wordle(TextEnv):
     """
 
     isolation = "thread"
+    any_thread = True
     policies: ClassVar[Mapping[str, PolicyFactory]] = {"reference": entropy_player, "random": random_words}
 
     def __init__(

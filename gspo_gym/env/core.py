@@ -84,6 +84,9 @@ class TextEnv(gymnasium.Env[Any, Any]):
         isolation: where rollouts run it. "thread": plain methods in a thread of the episode (async ones in the event
             loop); "process": in a worker process, which contains crashes, hangs and changed global generators. None: a
             thread, unless it is found to touch process-wide state.
+        any_thread: whether its plain methods may be called in different threads, one after another: it holds nothing
+            that is tied to a thread (an sqlite3 connection, thread-local state). While its calls take less than a
+            millisecond, a rollout then makes those of all episodes in one thread, which makes short turns fast.
         confinement: how model-written code is confined, in words; None if it runs none. A class that runs some sets a
             text, its instances the actual one; `env check`, the card and a run's first lines show it.
         max_action_seconds: limit of answering one action; a slower one ends the episode at the lowest return, like
@@ -98,6 +101,7 @@ class TextEnv(gymnasium.Env[Any, Any]):
     reward_range: tuple[float, float] = (-float("inf"), float("inf"))
     reference_is_perfect: bool = True
     isolation: Isolation | None = None
+    any_thread: bool = False
     confinement: str | None = None
     max_action_seconds: float | None = None
     takes_messages: bool = False

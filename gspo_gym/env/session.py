@@ -26,7 +26,7 @@ from gspo_gym.base.messages import message_from_wire, require_encodable, text_of
 from gspo_gym.env.rewards import Reward
 from gspo_gym.env.workers.announcements import announced, announcing
 from gspo_gym.env.workers.loading import Making
-from gspo_gym.env.workers.threads import OwnThread, Returned
+from gspo_gym.env.workers.threads import OwnThread, QuickCalls, Returned
 from gspo_gym.errors import (
     ActionLimitError,
     ContractError,
@@ -49,10 +49,11 @@ _ANSWERS_ACTION = ("step", "invalid_action")
 class EnvSession:
     """One environment instance, driven through episodes, one call at a time.
 
-    A plain method is called in the session's thread, always the same one. An async method, or an awaitable that a plain
-    one returns, is awaited in the event loop. After a call that missed its deadline or was cancelled, the environment
-    may only be closed. A plain `close` waits in the environment's thread for the call before it; async code is
-    cancelled, and has `step_timeout_seconds` to stop.
+    A plain method is called in the session's thread, always the same one; if the environment says `any_thread`, and its
+    calls are quick, in the thread of `quick`. An async method, or an awaitable that a plain one returns, is awaited in
+    the event loop. After a call that missed its deadline or was cancelled, the environment may only be closed. A plain
+    `close` waits in the environment's thread for the call before it; async code is cancelled, and has
+    `step_timeout_seconds` to stop.
 
     Args:
         env: a `TextEnv`, a `ToolEnv`, a Gymnasium wrapper around one, or any object with `reset` and `step`.
@@ -60,6 +61,7 @@ class EnvSession:
         step_timeout_seconds: limit of each call of a method; None for no limit.
         thread: the thread in which the environment was made, which the session gives back; None leases one.
         checks_returns: False accepts a return outside `reward_range`, for a caller that looks for such returns.
+        quick: makes the quick calls of many sessions; None: all calls are made in this session's thread.
 
     Attributes:
         env: the unwrapped environment, for hand-written policies that read hidden state.
@@ -77,6 +79,7 @@ class EnvSession:
         step_timeout_seconds: float | None = None,
         thread: OwnThread | None = None,
         checks_returns: bool = True,
+        quick: QuickCalls | None = None,
     ) -> None:
         for method in ("reset", "step"):
             if not callable(getattr(env, method, None)):
@@ -89,6 +92,7 @@ class EnvSession:
         self._takes_messages = bool(getattr(self.env, "takes_messages", False))
         self.tool_schemas: tuple[Mapping[str, Any], ...] = tuple(getattr(self.env, "tool_schemas", ()))
         self._thread = thread or OwnThread()
+        self._quick = quick if quick is not None and self._may_share(quick) else None
         self._checks_returns = checks_returns
         self._episode_return = 0.0
         self._left: str | None = None  # the method whose answer was given up
@@ -230,9 +234,18 @@ class EnvSession:
 
     async def _in_thread(self, call: Callable[[], Any]) -> Any:
         self._is_thread_busy = True
-        returned = await self._thread.call_async(call, timeout_seconds=None)  # the caller has the deadline
+        if self._quick is None:
+            returned = await self._thread.call_async(call, timeout_seconds=None)  # the caller has the deadline
+        else:
+            returned = await self._quick.call(self._thread, self.env_id, call)
         self._is_thread_busy = False
         return returned.unwrap()
+
+    def _may_share(self, quick: QuickCalls) -> bool:
+        limits = [limit for limit in (self._timeout, self._max_action_seconds) if limit is not None]
+        # Another wrapper may hold what is tied to a thread, so its own declaration counts.
+        declares = bool(getattr(_without_plain_wrappers(self._outer), "any_thread", False))
+        return declares and min(limits, default=math.inf) >= quick.least_deadline_seconds
 
     async def _in_own_task(self, awaitable: Awaitable[Any]) -> Any:
         # A cancellation is passed on without waiting for it to take effect.
@@ -275,9 +288,7 @@ def declared_reward_range(env: Any, *, where: str) -> tuple[float, float]:
     Anything but two numbers in order is a ContractError that starts with `where`.
     """
     # Any other wrapper may change rewards, so its own declaration counts.
-    while isinstance(env, _KEEP_REWARDS):
-        env = env.env
-    declared = getattr(env, "reward_range", (-math.inf, math.inf))
+    declared = getattr(_without_plain_wrappers(env), "reward_range", (-math.inf, math.inf))
     try:
         low, high = map(float, declared)
     except (TypeError, ValueError):
@@ -285,6 +296,12 @@ def declared_reward_range(env: Any, *, where: str) -> tuple[float, float]:
     if not low <= high:
         raise ContractError(f"{where}: expected reward_range to be (smallest, largest return), got {declared!r}")
     return low, high
+
+
+def _without_plain_wrappers(env: Any) -> Any:
+    while isinstance(env, _KEEP_REWARDS):
+        env = env.env
+    return env
 
 
 def _announced(told: str, call: Callable[[], Any]) -> Any:
@@ -301,7 +318,12 @@ async def _contained(awaitable: Awaitable[Any]) -> Returned:
 
 
 async def open_session(
-    factory: Callable[[], Any], *, env_id: str, step_timeout_seconds: float | None, checks_returns: bool = True
+    factory: Callable[[], Any],
+    *,
+    env_id: str,
+    step_timeout_seconds: float | None,
+    checks_returns: bool = True,
+    quick: QuickCalls | None = None,
 ) -> EnvSession:
     """Open a session on a fresh environment, which is made in the session's thread.
 
@@ -315,7 +337,7 @@ async def open_session(
     """
     making = Making(step_timeout_seconds)
     opening = asyncio.create_task(
-        _open_session(factory, env_id, step_timeout_seconds, making, checks_returns=checks_returns)
+        _open_session(factory, env_id, step_timeout_seconds, making, checks_returns=checks_returns, quick=quick)
     )
     try:
         return await asyncio.shield(opening)
@@ -333,12 +355,20 @@ async def _open_session(
     making: Making,
     *,
     checks_returns: bool,
+    quick: QuickCalls | None,
 ) -> EnvSession:
     thread = OwnThread()
     made: list[Any] = []
+
+    def make() -> None:
+        made.append(making.run(factory))
+
     try:
         async with making.timeout:
-            returned = await thread.call_async(lambda: made.append(making.run(factory)), timeout_seconds=None)
+            if quick is not None and quick.is_quick(env_id):
+                returned = await quick.call(thread, env_id, make)
+            else:  # not noted: the first one may load what all share
+                returned = await thread.call_async(make, timeout_seconds=None)
     except TimeoutError:
         making.give_up()
         thread.abandon(lambda: _close_if_possible(made))  # closes an environment that comes late
@@ -357,6 +387,7 @@ async def _open_session(
         step_timeout_seconds=step_timeout_seconds,
         thread=thread,
         checks_returns=checks_returns,
+        quick=quick,
     )
 
 

@@ -12,6 +12,7 @@ from typing import Any
 from gspo_gym.chat.renderer import RendererCache
 from gspo_gym.env.blame import Retrial, are_the_actions_slow, is_the_actions_doing
 from gspo_gym.env.session import EnvSession, open_session
+from gspo_gym.env.workers.threads import QuickCalls
 from gspo_gym.errors import ContextOverflowError, EnginePoisonedError, EnvTimeoutError, RecordError, shortened
 from gspo_gym.rollout.actors import Actor, ActRequest
 from gspo_gym.rollout.adapter import TokenObservationWrapper
@@ -51,6 +52,7 @@ async def run_episode(
     renderers: RendererCache,
     limits: EpisodeLimits,
     clock: Clock = time.monotonic,
+    quick: QuickCalls | None = None,
 ) -> Trajectory:
     """Play one episode from reset to close.
 
@@ -62,12 +64,13 @@ async def run_episode(
         make_env: a fresh environment for the task; called off the event loop.
         renderers: of the player's tokenizer.
         limits: see `limits.py`, which also states their order.
+        quick: makes the quick calls of the episodes of one `make_env`; None: each has a thread.
 
     Raises:
         asyncio.CancelledError: cancelled from outside, after closing.
         EnginePoisonedError: no episode can be played with this engine any more; after closing.
     """
-    episode = _Episode(request, act=act, limits=limits, clock=clock)
+    episode = _Episode(request, act=act, limits=limits, clock=clock, quick=quick)
     outcome, error = await episode.play_and_close(make_env, renderers)
     wrapper = episode.wrapper
     record = wrapper.episode() if wrapper is not None else None
@@ -101,8 +104,12 @@ def episode_player(
 ) -> PlayEpisode:
     """Return a player of episodes in environments here, for a pool; see `run_episode`."""
 
+    quick = QuickCalls(clock=clock)
+
     async def play(request: EpisodeRequest) -> Trajectory:
-        return await run_episode(request, make_env=make_env, act=act, renderers=renderers, limits=limits, clock=clock)
+        return await run_episode(
+            request, make_env=make_env, act=act, renderers=renderers, limits=limits, clock=clock, quick=quick
+        )
 
     return play
 
@@ -114,7 +121,9 @@ class _EpisodeTimeoutError(Exception):
 class _Episode:
     """State of one episode: what has to be closed, and which side a failure belongs to."""
 
-    def __init__(self, request: EpisodeRequest, *, act: Actor, limits: EpisodeLimits, clock: Clock) -> None:
+    def __init__(
+        self, request: EpisodeRequest, *, act: Actor, limits: EpisodeLimits, clock: Clock, quick: QuickCalls | None
+    ) -> None:
         self.request = request
         self.started = clock()
         self._opened: float  # set when there is an environment
@@ -124,6 +133,7 @@ class _Episode:
         self._act = act
         self._limits = limits
         self._clock = clock
+        self._quick = quick
         self._culprit = Outcome.ENV_ERROR  # the side that is being waited for
 
     async def play_and_close(self, make_env: MakeEnv, renderers: RendererCache) -> tuple[Outcome, str | None]:
@@ -167,7 +177,10 @@ class _Episode:
     async def _make(self, make_env: MakeEnv) -> None:
         task = self.request.task
         self.session = await open_session(
-            lambda: make_env(task), env_id=task.env_id, step_timeout_seconds=self._limits.step_timeout_seconds
+            lambda: make_env(task),
+            env_id=task.env_id,
+            step_timeout_seconds=self._limits.step_timeout_seconds,
+            quick=self._quick,
         )
 
     async def _reset(self, renderers: RendererCache) -> TokenObservationWrapper:

@@ -276,14 +276,18 @@ class _Worker:
     def __init__(self, batch: Batch) -> None:
         self.batch = batch
         self._changed = threading.Condition()
+        self._posted: list[Callable[[Batch], object]] = []  # in this pass of the event loop
         self._commands: deque[Callable[[Batch], object]] = deque()
         # By request, for its completion, or by command, for its end. Any: results of both kinds.
         self._futures: dict[object, asyncio.Future[Any]] = {}
         self._is_closing = False
         self._failure: BaseException | None = None
+        self._telling: asyncio.AbstractEventLoop | None = None  # the loop that is about to wake the thread
 
     def post(self, command: Callable[[Batch], object], *, key: object = None, future: Any = None) -> None:
         """Queue a command for the thread, to be run between two steps; `key` names the future to be settled.
+
+        Call it in an event loop.
 
         Raises:
             EngineError: the thread has ended.
@@ -295,7 +299,18 @@ class _Worker:
                 raise EngineError("the engine is closed")
             if key is not None:
                 self._futures[key] = future
-            self._commands.append(command)
+            self._posted.append(command)
+        loop = asyncio.get_running_loop()
+        if self._telling is not loop:
+            # After all that can run now: the episodes that one step woke get their next turns from one step again.
+            self._telling = loop
+            loop.call_soon(self._tell)
+
+    def _tell(self) -> None:
+        self._telling = None
+        with self._changed:
+            self._commands.extend(self._posted)
+            self._posted.clear()
             self._changed.notify()
 
     def forget(self, key: object) -> None:

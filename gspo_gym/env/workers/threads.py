@@ -2,7 +2,7 @@
 
 A thread has one owner at a time (an `EnvSession`, or a `ToolEnv` with time limits), because libraries such as sqlite3
 tie objects to the thread that made them. Later owners reuse it, unless a call in it missed its deadline: then it is
-abandoned.
+abandoned. Environments that may change threads share one while they are quick (`QuickCalls`).
 """
 
 from __future__ import annotations
@@ -12,12 +12,18 @@ import contextlib
 import os
 import queue
 import threading
+import time
 import weakref
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 _MAX_IDLE = 256  # threads kept for later owners
+_QUICK_SECONDS = 0.001  # a mean call that is quick takes less; two changes of threads take as long on a busy machine
+_FIRST_MEAN = 2.7 * _QUICK_SECONDS  # without a call; 1/e of it is left after _NUM_AVERAGED calls of no time
+_NUM_AVERAGED = 32
+_PATIENCE_SECONDS = 0.2  # for calls that share a thread, together
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +38,13 @@ class Returned:
         if self.error is not None:
             raise self.error
         return self.value
+
+
+def _returned(function: Callable[[], Any]) -> Returned:
+    try:
+        return Returned(function(), None)
+    except BaseException as error:  # SystemExit too: the environment failed, the thread goes on
+        return Returned(None, error)
 
 
 class Worker:
@@ -52,10 +65,7 @@ class Worker:
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None:
             function, on_returned = job
-            try:
-                returned = Returned(function(), None)
-            except BaseException as error:  # SystemExit too: the environment failed, the thread goes on
-                returned = Returned(None, error)
+            returned = _returned(function)
             on_returned(returned)
             del job, function, on_returned, returned  # an idle thread keeps no environment alive
 
@@ -96,6 +106,7 @@ class OwnThread:
 
     def __init__(self, pool: WorkerPool = _POOL) -> None:
         self._pool = pool
+        self.num_shared = 0  # calls that wait or run in a shared thread, see `QuickCalls`
         self._worker: Worker | None = None
         self._finalizer: weakref.finalize[[Worker], OwnThread] | None = None
 
@@ -105,7 +116,7 @@ class OwnThread:
         An error of `function` is in the result; a TimeoutError says that the deadline passed. Call `abandon` then.
         """
         box: queue.SimpleQueue[Returned] = queue.SimpleQueue()
-        self._lease().submit(function, box.put)
+        self.lease().submit(function, box.put)
         try:
             return box.get(timeout=timeout_seconds)
         except queue.Empty:
@@ -120,9 +131,21 @@ class OwnThread:
             with contextlib.suppress(RuntimeError):  # the loop was closed, so nothing waits
                 loop.call_soon_threadsafe(_settle, future, returned)
 
-        self._lease().submit(function, tell)
+        self.lease().submit(function, tell)
         async with asyncio.timeout(timeout_seconds):
             return await future
+
+    @property
+    def has_thread(self) -> bool:
+        """Return whether it holds a thread, which makes all its calls until `release` or `abandon`."""
+        return self._worker is not None
+
+    def keep(self, worker: Worker) -> None:
+        """Take over a shared thread, which makes a call of this owner and is stuck in it."""
+        assert self._worker is None, "its calls would run in two threads"
+        self._worker = worker
+        self._finalizer = weakref.finalize(self, self._pool.give_back, worker)
+        self._finalizer.atexit = False
 
     def abandon(self, last_call: Callable[[], Any] | None = None) -> None:
         """Leave the thread alone; if its call ever returns, it makes `last_call` and ends."""
@@ -138,11 +161,11 @@ class OwnThread:
         if worker is not None:
             self._pool.give_back(worker)
 
-    def _lease(self) -> Worker:
+    def lease(self) -> Worker:
+        """Return its thread, which it takes from the pool if it has none."""
         if self._worker is None:
-            self._worker = self._pool.lease()
-            self._finalizer = weakref.finalize(self, self._pool.give_back, self._worker)
-            self._finalizer.atexit = False
+            self.keep(self._pool.lease())
+        assert self._worker is not None
         return self._worker
 
     def _detach(self) -> Worker | None:
@@ -159,3 +182,172 @@ def _settle(future: asyncio.Future[Returned], returned: Returned) -> None:
 
 
 def _ignore(_: Returned) -> None: ...
+
+
+@dataclass(slots=True, eq=False)
+class _Call:
+    owner: OwnThread
+    name: str
+    function: Callable[[], Any]
+    future: asyncio.Future[Returned]
+    clock: Callable[[], float]
+    returned: Returned = Returned(None, None)
+    seconds: float = 0.0
+
+    def make(self) -> None:
+        started = self.clock()
+        self.returned = _returned(self.function)
+        self.seconds = self.clock() - started
+
+
+class _Round:
+    """Calls that one thread makes in turn; the lock decides whether the thread or the event loop takes a call."""
+
+    def __init__(self, calls: Iterable[_Call], worker: Worker) -> None:
+        self.worker = worker
+        self.is_begun = False
+        self._waiting = deque(calls)
+        self._present: _Call | None = None
+        self._ended: list[_Call] = []
+        self._lock = threading.Lock()
+
+    def run(self) -> None:
+        """Make the calls; in the thread."""
+        while (call := self._next()) is not None:
+            call.make()
+
+    def _next(self) -> _Call | None:
+        with self._lock:
+            if self._present is not None:
+                self._ended.append(self._present)
+            self._present = self._waiting.popleft() if self._waiting else None
+            self.is_begun = True
+            return self._present
+
+    def take_ended(self) -> list[_Call]:
+        """Take the calls that have returned."""
+        with self._lock:
+            ended, self._ended = self._ended, []
+            return ended
+
+    def give_up(self) -> tuple[_Call | None, list[_Call]]:
+        """Return the call that is being made, if there is one, and take those that wait."""
+        with self._lock:
+            waiting = list(self._waiting)
+            self._waiting.clear()
+            return self._present, waiting
+
+
+class QuickCalls:
+    """One thread for the calls of many owners, as long as they are quick. Use it in one event loop at a time.
+
+    A call in a thread of its owner costs two changes of threads, many times what a board game needs to answer. Here the
+    calls that are asked for at about the same time are made in turn and answered together. A call that is being made
+    after 0.2 seconds keeps the thread, which becomes its owner's, and those behind it go to threads of their owners: so
+    long a hanging call delays others, and its deadline, the watchdog and `OwnThread.abandon` find it in a thread.
+
+    Calls share the thread by name while they take less than a millisecond in the mean of some 32 calls. Owners whose
+    calls have one name may all be called in any thread.
+    """
+
+    def __init__(
+        self,
+        pool: WorkerPool = _POOL,
+        *,
+        clock: Callable[[], float] = time.perf_counter,
+        patience_seconds: float = _PATIENCE_SECONDS,
+    ) -> None:
+        self._pool = pool
+        self._clock = clock
+        self._patience_seconds = patience_seconds
+        self._mean_seconds: dict[str, float] = {}
+        self._asked: list[_Call] = []
+        self._round: _Round | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def is_quick(self, name: str) -> bool:
+        """Return whether calls of that name share the thread."""
+        return self._mean_seconds.get(name, _FIRST_MEAN) < _QUICK_SECONDS
+
+    @property
+    def least_deadline_seconds(self) -> float:
+        """Return how long a call must be waited for, at least: it may wait behind others."""
+        return 5 * self._patience_seconds
+
+    async def call(self, owner: OwnThread, name: str, function: Callable[[], Any]) -> Returned:
+        """Make the call, after all earlier calls of its owner; see `OwnThread.call_async`."""
+        call = _Call(owner, name, function, asyncio.get_running_loop().create_future(), self._clock)
+        # Where an earlier call, which was cancelled, may still wait: in another thread, this one would overtake it.
+        if not owner.has_thread and (owner.num_shared or self.is_quick(name)):
+            self._ask(call)
+            return await call.future
+        (await owner.call_async(call.make, timeout_seconds=None)).unwrap()
+        self._note(call)
+        if self.is_quick(name):
+            owner.release()  # the next one goes to the shared thread
+        return call.returned
+
+    def _note(self, call: _Call) -> None:
+        mean = self._mean_seconds.get(call.name, _FIRST_MEAN)
+        self._mean_seconds[call.name] = mean + (call.seconds - mean) / _NUM_AVERAGED
+
+    def _ask(self, call: _Call) -> None:
+        loop = call.future.get_loop()
+        if loop is not self._loop:  # the old one is closed, with all that waited
+            self._loop, self._asked, self._round = loop, [], None
+        if not self._asked and self._round is None:
+            loop.call_soon(self._begin)  # after all that can run now, whose calls come along
+        call.owner.num_shared += 1
+        self._asked.append(call)
+
+    def _begin(self) -> None:
+        loop, begun = asyncio.get_running_loop(), _Round(self._asked, self._pool.lease())
+        self._asked, self._round = [], begun
+        loop.call_later(self._patience_seconds, self._look, begun)
+
+        def tell(_: Returned) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop was closed, so nothing waits
+                loop.call_soon_threadsafe(self._end, begun)
+
+        begun.worker.submit(begun.run, tell)
+
+    def _end(self, ended: _Round) -> None:
+        self._settle(ended.take_ended())
+        if ended is self._round:  # it was not given up
+            self._round = None
+            self._pool.give_back(ended.worker)
+            if self._asked:
+                self._begin()
+
+    def _look(self, seen: _Round) -> None:
+        if seen is not self._round:
+            return
+        if not seen.is_begun:  # on a busy machine, a thread may begin late
+            asyncio.get_running_loop().call_later(self._patience_seconds, self._look, seen)
+            return
+        stuck, waiting = seen.give_up()
+        if stuck is None:
+            return  # all are made, and `_end` is about to be called
+        stuck.owner.keep(seen.worker)
+        stuck.seconds = self._patience_seconds  # at least: it may never return, and must not be quick until then
+        self._note(stuck)
+        self._settle(seen.take_ended())
+        moved = [*waiting, *self._asked]
+        self._round, self._asked = None, []
+        for call in moved:
+            self._move(call)
+
+    def _move(self, call: _Call) -> None:
+        loop = call.future.get_loop()
+
+        def tell(_: Returned) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop was closed, so nothing waits
+                loop.call_soon_threadsafe(self._settle, [call])
+
+        call.owner.lease().submit(call.make, tell)
+
+    def _settle(self, calls: Iterable[_Call]) -> None:
+        for call in calls:
+            call.owner.num_shared -= 1
+            self._note(call)
+            _settle(call.future, call.returned)

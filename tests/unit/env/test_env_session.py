@@ -8,6 +8,7 @@ Pinned here:
 4.  What is raised, what comes late and what has the wrong shape are three errors, which name environment and method.
 5.  A call that was given up leaves nothing but close, and a plain close never runs beside it.
 6.  close happens once, whatever happened before.
+7.  Environments that may run in any thread share one while they are quick; one that hangs there fails as in its own.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from gspo_gym.env.rewards import Reward
 from gspo_gym.env.session import EnvSession, open_session
 from gspo_gym.env.tools import tool
 from gspo_gym.env.workers.channel import refusal_in
+from gspo_gym.env.workers.threads import OwnThread, QuickCalls
 from gspo_gym.errors import ContractError, EnvError, EnvTimeoutError, UsageError
 from gspo_gym.types import Message, ToolCall
 
@@ -490,3 +492,77 @@ def test_two_hundred_sessions_run_beside_each_other() -> None:
         return sum(await asyncio.gather(*map(one, range(200))))
 
     assert run(play) == 600
+
+
+async def proven_quick(**options: Any) -> QuickCalls:
+    """Return shared calls that have seen quick calls of "Echo", by a clock that stands still."""
+    quick = QuickCalls(clock=lambda: 0.0, **options)
+    owner = OwnThread()
+    while not quick.is_quick("Echo"):
+        await quick.call(owner, "Echo", int)
+    return quick
+
+
+class Movable(Echo):
+    any_thread = True
+
+
+class Impatient(Movable):
+    max_action_seconds = 299.0
+
+
+class Tied(gymnasium.Wrapper[Any, Any, Any, Any]):
+    """A wrapper of an author, who has not said that it may run in any thread."""
+
+
+@pytest.mark.parametrize(
+    ("make", "is_shared"),
+    [
+        (Movable, True),
+        (lambda trouble: gymnasium.wrappers.TimeLimit(Movable(trouble), 9), True),
+        (Echo, False),
+        (lambda trouble: Tied(Movable(trouble)), False),
+        (Impatient, False),  # it could wait longer for others than its limit allows
+    ],
+)
+def test_quick_environments_share_a_thread_if_they_say_that_they_may(make: Any, is_shared: bool) -> None:
+    async def play() -> None:
+        quick = await proven_quick(patience_seconds=60.0)
+        gate, ran = threading.Event(), []
+        session = EnvSession(make(lambda method: ran.append(method)), env_id="Echo", quick=quick)
+        blocked = asyncio.create_task(quick.call(OwnThread(), "Echo", lambda: (gate.wait(), ran.append("blocked"))))
+        reset = asyncio.create_task(session.reset(1))
+        if not is_shared:
+            await reset  # ends although the shared thread is taken
+        gate.set()
+        await asyncio.gather(blocked, reset)
+        assert ran == (["blocked", "reset"] if is_shared else ["reset", "blocked"])
+        assert (await session.step(say("stop"))).terminated
+        await session.close()
+        assert ran[2:] == ["step", "close"]
+
+    run(play)
+
+
+def test_an_environment_that_hangs_in_the_shared_thread_is_named_closed_there_and_delays_no_other() -> None:
+    async def play() -> None:
+        quick = await proven_quick(patience_seconds=0.01)
+        over, closed = threading.Event(), threading.Event()
+        hanging = Movable(lambda method: {"step": over.wait, "close": closed.set}.get(method, int)())
+        session = await open_session(lambda: hanging, env_id="Echo", step_timeout_seconds=0.1, quick=quick)
+        others = [await open_session(Movable, env_id="Echo", step_timeout_seconds=None, quick=quick) for _ in range(3)]
+        for each in (session, *others):
+            await each.reset(1)
+        assert len(hanging.threads) == 1
+        late = asyncio.create_task(session.step(say("on")))
+        for result in await asyncio.gather(*(each.step(say("stop")) for each in others)):
+            assert result.terminated
+        with pytest.raises(EnvTimeoutError, match=r"Echo: step\(\) did not answer within 0.1 seconds"):
+            await late
+        await asyncio.gather(*(each.close() for each in (session, *others)))
+        assert not closed.is_set()
+        over.set()
+        assert await asyncio.to_thread(closed.wait, 5)
+        assert len(hanging.threads) == 1  # close waited for the step, in its thread
+
+    run(play)

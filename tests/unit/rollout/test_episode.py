@@ -10,6 +10,7 @@ Pinned here:
 6.  A failure to close is the episode's failure unless it had failed before.
 7.  Renderers are probed once per set of tools.
 8.  An environment is made in the thread in which it will run; one that hangs or comes too late is closed there.
+9.  The episodes of a player share a thread for quick calls, if their environments may run in any.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from gspo_gym.engine.scripted import Failures, Latency, ScriptedEngine
 from gspo_gym.errors import ActionLimitError, EngineError, EnginePoisonedError, EnvDiedError
 from gspo_gym.policy.load import tiny_tokenizer
 from gspo_gym.rollout.actors import Actor, ActRequest, EngineActor
-from gspo_gym.rollout.episode import EpisodeRequest, run_episode
+from gspo_gym.rollout.episode import EpisodeRequest, episode_player, run_episode
 from gspo_gym.rollout.limits import EpisodeLimits
 from gspo_gym.seeding import child_seed
 from gspo_gym.types import Completion, Outcome, Task, Timing, Trajectory
@@ -621,3 +622,30 @@ def test_renderers_are_made_once_per_set_of_tools() -> None:
     assert cache.for_tools([]) is plain
     assert cache.for_tools([tool]) is not plain
     assert cache.for_tools([dict(tool)]) is cache.for_tools([tool])
+
+
+def test_the_episodes_of_a_player_share_the_thread_of_quick_calls() -> None:
+    class Movable(Echo):
+        any_thread = True
+
+    readers: list[str] = []  # threads that read the clock; a call is timed where it is made
+
+    def clock() -> float:
+        readers.append(threading.current_thread().name)
+        return 0.0
+
+    async def play_all() -> list[Trajectory]:
+        play = episode_player(
+            make_env=lambda task: Movable(),
+            act=EngineActor(ScriptedEngine(answers("one", "stop") * 20)),
+            renderers=RendererCache(tiny_tokenizer()),
+            limits=EpisodeLimits(max_turns=4, max_output_tokens=16, max_model_len=512),
+            clock=clock,
+        )
+        return [await play(EpisodeRequest(f"g0/{number}", TASK, sampling_seed=11)) for number in range(10)]
+
+    episodes = asyncio.run(play_all())
+    assert [episode.reward for episode in episodes] == [0.5] * 10
+    # Each has a reset, two steps and a close. 32 calls are timed before they share a thread: those of eight episodes.
+    # In the last two, the making is timed, too: it is made in the shared thread, and may be slow.
+    assert readers.count("gspo-gym-env") == 2 * (8 * 4 + 2 * 5)

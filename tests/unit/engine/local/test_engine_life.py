@@ -55,6 +55,15 @@ def test_a_short_request_leaves_a_running_batch_before_the_long_one_ends(model: 
     _run(model, use)
 
 
+def test_requests_that_are_made_in_one_pass_of_the_loop_are_sampled_in_one_step(model: Any) -> None:
+    async def use(engine: LocalEngine) -> None:
+        for turn in range(1, 21):  # the thread would wake at the first one's, sooner or later
+            await asyncio.gather(*(engine.generate([first], _sampling(1)) for first in range(16)))
+            assert engine.counters.num_steps == turn
+
+    _run(model, use)
+
+
 def test_work_of_the_learner_runs_in_the_engines_thread_and_what_it_raises_ends_no_request(model: Any) -> None:
     def fail() -> None:
         assert torch.is_grad_enabled()

@@ -1,4 +1,4 @@
-"""OwnThread: one owner's thread, reused afterwards unless a call got stuck in it."""
+"""OwnThread: one owner's thread, reused afterwards unless a call got stuck in it. QuickCalls: one thread of many."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from gspo_gym.env.workers.threads import OwnThread, WorkerPool
+from gspo_gym.env.workers.threads import OwnThread, QuickCalls, WorkerPool
 
 
 @pytest.fixture
@@ -88,3 +88,147 @@ def test_an_idle_thread_keeps_nothing_alive() -> None:
     thread.call(lambda: None, timeout_seconds=5)  # the first call's names are gone when the next is under way
     gc.collect()
     assert seen() is None
+
+
+class Clock:
+    """Stands still, unless it is told that calls take some time."""
+
+    def __init__(self) -> None:
+        self.now, self.seconds_a_reading = 0.0, 0.0
+
+    def __call__(self) -> float:
+        self.now += self.seconds_a_reading
+        return self.now
+
+
+async def proven(quick: QuickCalls, name: str = "env") -> OwnThread:
+    """Make calls of no time until they are quick; return their owner."""
+    owner = OwnThread(WorkerPool())
+    while not quick.is_quick(name):
+        await quick.call(owner, name, int)
+    return owner
+
+
+def test_the_33rd_quick_call_shares_a_thread_with_those_that_are_asked_for_with_it() -> None:
+    order: list[int] = []
+
+    def call(number: int) -> tuple[int, int]:
+        order.append(number)
+        return number, threading.get_ident()
+
+    async def play() -> None:
+        quick = QuickCalls(WorkerPool(), clock=Clock())
+        owner, others = OwnThread(WorkerPool()), [OwnThread(WorkerPool()) for _ in range(4)]
+        # A mean of 2.7 ms at first, of 32 calls: 2.7 * (31 / 32) ** 31 is more than 1 ms, with one more it is less.
+        own = set()
+        for _ in range(32):
+            assert not quick.is_quick("env")
+            own.add((await quick.call(owner, "env", threading.get_ident)).unwrap())
+        assert len(own) == 1
+        assert not owner.has_thread
+        answers = await asyncio.gather(*(quick.call(each, "env", lambda n=n: call(n)) for n, each in enumerate(others)))
+        assert order == [0, 1, 2, 3]
+        assert [answer.unwrap()[0] for answer in answers] == order
+        assert len({answer.unwrap()[1] for answer in answers}) == 1
+        assert not any(each.has_thread for each in others)
+        await quick.call(owner, "another", int)
+        assert owner.has_thread
+
+    asyncio.run(play())
+
+
+def test_slow_calls_are_sent_back_to_threads_of_their_owners() -> None:
+    async def play() -> None:
+        clock = Clock()
+        quick = QuickCalls(WorkerPool(), clock=clock)
+        owner = await proven(quick)
+        clock.seconds_a_reading = 0.02  # 20 ms / 32 are not yet a millisecond
+        mean = 2.7 * (31 / 32) ** 32
+        num_calls = 0
+        while mean < 1:
+            mean += (20 - mean) / 32
+            assert quick.is_quick("env")
+            await quick.call(owner, "env", int)
+            num_calls += 1
+            assert not owner.has_thread
+        assert num_calls == 1
+        await quick.call(owner, "env", int)
+        assert owner.has_thread
+
+    asyncio.run(play())
+
+
+def test_an_error_of_a_shared_call_is_in_its_result_and_others_are_answered() -> None:
+    def leave() -> None:
+        raise SystemExit(3)
+
+    async def play() -> None:
+        quick = QuickCalls(WorkerPool(), clock=Clock())
+        owner = await proven(quick)
+        failed, good = await asyncio.gather(quick.call(owner, "env", leave), quick.call(OwnThread(), "env", lambda: 7))
+        assert isinstance(failed.error, SystemExit)
+        assert good.unwrap() == 7
+
+    asyncio.run(play())
+
+
+def test_a_stuck_call_keeps_the_shared_thread_and_the_others_go_on(gate: threading.Event) -> None:
+    def hang() -> int:
+        gate.wait()
+        return threading.get_ident()
+
+    async def play() -> None:
+        quick = QuickCalls(WorkerPool(), clock=Clock(), patience_seconds=0.01)
+        owner, others = await proven(quick), [OwnThread(WorkerPool()) for _ in range(3)]
+        stuck = asyncio.create_task(quick.call(owner, "env", hang))
+        answers = await asyncio.gather(*(quick.call(each, "env", threading.get_ident) for each in others))
+        assert len({answer.unwrap() for answer in answers}) == 3
+        assert not stuck.done()
+        assert owner.has_thread
+        # It has not ended, but 0.01 s in one of 32 calls make a mean of 0.98 ms more than 1 ms.
+        assert not quick.is_quick("env")
+        after = asyncio.create_task(quick.call(owner, "env", lambda: (gate.is_set(), threading.get_ident())))
+        await quick.call(others[0], "env", int)
+        assert not after.done()
+        gate.set()
+        assert (await after).unwrap() == (True, (await stuck).unwrap())
+        assert [each.num_shared for each in (owner, *others)] == [0, 0, 0, 0]
+
+    asyncio.run(play())
+
+
+def test_a_call_after_a_cancelled_one_never_overtakes_it(gate: threading.Event) -> None:
+    made: list[str] = []
+
+    async def play() -> None:
+        quick = QuickCalls(WorkerPool(), clock=Clock())
+        owner = await proven(quick)
+        first = asyncio.create_task(quick.call(OwnThread(WorkerPool()), "env", gate.wait))
+        step = asyncio.create_task(quick.call(owner, "env", lambda: made.append("step")))
+        await asyncio.sleep(0)
+        step.cancel()
+        await asyncio.wait({step})
+        quick._mean_seconds["env"] = 1.0  # were it asked now, it would go to its owner's thread
+        close = asyncio.create_task(quick.call(owner, "env", lambda: made.append("close")))
+        await asyncio.sleep(0)
+        gate.set()
+        await asyncio.gather(first, close)
+        assert made == ["step", "close"]
+
+    asyncio.run(play())
+
+
+def test_quick_calls_serve_one_event_loop_after_another() -> None:
+    quick = QuickCalls(WorkerPool(), clock=Clock())
+    asyncio.run(proven(quick))
+
+    async def leave_one_behind() -> None:
+        asyncio.create_task(quick.call(OwnThread(WorkerPool()), "env", int))  # noqa: RUF006  # it is to be left
+        await asyncio.sleep(0)
+
+    asyncio.run(leave_one_behind())
+
+    async def play() -> object:
+        return (await quick.call(OwnThread(WorkerPool()), "env", lambda: 3)).unwrap()
+
+    assert asyncio.run(play()) == 3
