@@ -7,7 +7,7 @@ a ratio differs from 1 only if weights do.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from gspo_gym.errors import ConfigError, RecordError
+from gspo_gym.learning.collective import Collective, OneProcess, Work
 from gspo_gym.learning.head import ChunkedHead, OutputHead
 from gspo_gym.learning.prefixes import PrefixSharing
 from gspo_gym.learning.settings import DEFAULT_LOGITS_BYTES
@@ -56,6 +57,10 @@ class LogprobComputer:
             takes the whole softmax of temperature 1.
         logits_bytes, entropy_has_gradient: see `ChunkedHead`; the second is for an entropy bonus.
         share_prefixes: see `PrefixSharing`.
+        collective: the ranks that hold the model; None: it is whole in this process.
+
+    Attributes:
+        has_dropout: whether a dropout acts in `adapter_dropout`; its masks depend on the shapes of micro-batches.
 
     Raises:
         ConfigError: temperature or logits_bytes out of range, prefixes that cannot be shared, or the model computes its
@@ -71,6 +76,7 @@ class LogprobComputer:
         logits_bytes: int = DEFAULT_LOGITS_BYTES,
         entropy_has_gradient: bool = False,
         share_prefixes: bool | Literal["auto"] = False,
+        collective: Collective | None = None,
     ) -> None:
         sampling = sampling or Sampling()
         if not sampling.temperature > 0:
@@ -81,13 +87,17 @@ class LogprobComputer:
         if logits_bytes < 1:
             raise ConfigError(f"LogprobComputer.logits_bytes: expected at least 1, got {logits_bytes}")
         self._model = model
+        self.collective = collective or OneProcess()
         self._parts = _take_apart(model)
         self.sampling = sampling
         self._dropouts = adapter_dropouts(model)
         self._drops_out = False
-        vocab_size = _probe(model, self._parts)
-        reason = "the dropout of its adapter draws by row" if any(d.p > 0 for d in self._dropouts) else None
-        self.prefixes = PrefixSharing(self._parts.decoder, share_prefixes, unless=reason)
+        vocab_size = _probe(model, self._parts, self.collective.forward)
+        self.has_dropout = any(dropout.p > 0 for dropout in self._dropouts)
+        reason = "the dropout of its adapter draws by row" if self.has_dropout else None
+        self.prefixes = PrefixSharing(
+            self._parts.decoder, share_prefixes, unless=reason, forward=self.collective.forward
+        )
         self._head = ChunkedHead(self._parts.head, vocab_size, sampling, logits_bytes, entropy_has_gradient)
 
     def compute(self, token_ids: Tensor, attention_mask: Tensor, action_mask: Tensor) -> TokenLogprobs:
@@ -107,10 +117,14 @@ class LogprobComputer:
         _eval_mode(self._model)
         switch(self._dropouts, on=self._drops_out)
         predicts_action = action_mask[:, 1:]
-        with _as_current(token_ids.device), _checkpointing(self._model):
-            # the last token predicts none of them
-            hidden = self._hidden_states(token_ids[:, :-1], attention_mask[:, 1:], predicts_action)
-        logprobs, entropy = self._head.compute(hidden, token_ids[:, 1:][predicts_action], drops_out=self._drops_out)
+
+        def score() -> tuple[Tensor, Tensor]:
+            with _as_current(token_ids.device), _checkpointing(self._model):
+                # the last token predicts none of them
+                hidden = self._hidden_states(token_ids[:, :-1], attention_mask[:, 1:], predicts_action)
+            return self._head.compute(hidden, token_ids[:, 1:][predicts_action], drops_out=self._drops_out)
+
+        logprobs, entropy = self.collective.forward(score)
         zeros = torch.zeros(action_mask.shape, dtype=logprobs.dtype, device=logprobs.device)
         return TokenLogprobs(zeros.masked_scatter(action_mask, logprobs), zeros.masked_scatter(action_mask, entropy))
 
@@ -194,7 +208,7 @@ def _hidden_states(decoder: Any, token_ids: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def _probe(model: Any, parts: _Parts) -> int:
+def _probe(model: Any, parts: _Parts, forward: Callable[[Work], tuple[Tensor, ...]]) -> int:
     """Compare with the model's own forward on two padded rows: the input of its head, and its final logits.
 
     Returns the number of logits of a token.
@@ -213,7 +227,8 @@ def _probe(model: Any, parts: _Parts) -> int:
     try:
         expected = model(input_ids=token_ids, attention_mask=attention_mask, use_cache=False).logits
         with torch.enable_grad(), _checkpointing(model):
-            hidden = _hidden_states(parts.decoder, token_ids).detach()
+            (hidden,) = forward(lambda: (_hidden_states(parts.decoder, token_ids),))
+            hidden = hidden.detach()
     except TypeError as error:
         raise ConfigError(f"{kind}: cannot be scored, since it takes no token ids without a cache: {error}") from error
     finally:

@@ -9,7 +9,7 @@ P = tokens of the trie.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Literal
@@ -22,6 +22,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from gspo_gym.errors import ConfigError
+from gspo_gym.learning.collective import OneProcess, Work
 
 _log = logging.getLogger(__name__)
 _WORTH_IT = 1.2  # gathering keys costs up to 15% where nothing is shared
@@ -210,19 +211,27 @@ class PrefixSharing:
         wanted: True: every batch; "auto": a batch on a processor where it saves a sixth of the tokens, if the model
             can; False: none.
         unless: a reason of the caller's why the model cannot.
+        forward: calls the decoder, see `Collective`; None: it is whole in this process.
 
     Raises:
         ConfigError: wanted is True, and the model cannot.
     """
 
-    def __init__(self, decoder: Any, wanted: bool | Literal["auto"], *, unless: str | None = None) -> None:
+    def __init__(
+        self,
+        decoder: Any,
+        wanted: bool | Literal["auto"],
+        *,
+        unless: str | None = None,
+        forward: Callable[[Work], tuple[Tensor, ...]] | None = None,
+    ) -> None:
         self._wanted, self._has_said = wanted, False
         if not wanted:
             return
         device = next(decoder.parameters()).device
         if wanted == "auto" and device.type != "cpu":
             unless = f"on {device.type} it was never measured"
-        reason = unless or _prepare(decoder)
+        reason = unless or _prepare(decoder, forward or OneProcess().forward)
         if reason is None:
             return
         message = f"{type(decoder).__name__} cannot share prefixes: {reason}"
@@ -253,7 +262,7 @@ class PrefixSharing:
         return overlaps if saves or self._wanted is True else None
 
 
-def _prepare(decoder: Any) -> str | None:
+def _prepare(decoder: Any, forward: Callable[[Work], tuple[Tensor, ...]]) -> str | None:
     """Let a model attend over tries; return the reason why it cannot, with the model as it was."""
     config = decoder.config
     own = config._attn_implementation
@@ -272,9 +281,9 @@ def _prepare(decoder: Any) -> str | None:
     decoder.eval()
     try:
         with torch.no_grad():
-            rows = decoder(input_ids=token_ids, use_cache=False).last_hidden_state
+            (rows,) = forward(lambda: (decoder(input_ids=token_ids, use_cache=False).last_hidden_state,))
             config._attn_implementation = SHARED_ATTENTION
-            shared = trie.hidden_states(decoder)[trie.places]
+            (shared,) = forward(lambda: (trie.hidden_states(decoder)[trie.places],))
         gap = (shared - rows).norm(dim=-1) / rows.norm(dim=-1)
         # As `logprobs` compares its two ways of computing hidden states; a wrong key is off by order 1.
         is_same = float(gap.max()) <= min(1e3 * torch.finfo(rows.dtype).eps, 0.25)

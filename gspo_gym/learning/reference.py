@@ -45,7 +45,8 @@ class Reference:
     """Reference in this process.
 
     `make_computer` gives a computer of the same kind for another model; `given` is a frozen model of the caller's to
-    use as it is, in place of what `settings.source` names.
+    use as it is, in place of what `settings.source` names. The computer's `collective` says whether ranks
+    hold parts of the parameters; these stay where they are, and their values are exchanged.
 
     Raises:
         ConfigError: a source that the model does not have, or a refresh that the source cannot have.
@@ -62,6 +63,7 @@ class Reference:
     ) -> None:
         self._model: Any = model  # Any: peft's disable_adapter is not part of nn.Module
         self._computer = computer
+        self._is_shared_out = computer.collective.world_size > 1
         self._source = "given" if given is not None else _source(model, settings)
         if given is not None and (settings.source != "auto" or settings.update_every_n_iters):
             raise ConfigError(
@@ -70,7 +72,7 @@ class Reference:
                 f"{settings.update_every_n_iters}"
             )
         self._held: dict[str, Tensor] = {}  # the frozen copy, by the name of the model's parameter
-        if self._source == "adapter":
+        if self._swaps:
             self._held = {name: p.detach().clone() for name, p in self._live().items()}
         elif self._source == "copy":
             given = copy.deepcopy(model)
@@ -102,6 +104,10 @@ class Reference:
         for name, held in self._held.items():
             held.copy_(tensors[f"reference.{name}"])
 
+    @property
+    def _swaps(self) -> bool:  # a model that is shared out cannot be copied: a copy of it all takes its place, too
+        return self._source == "adapter" or (self._source == "copy" and self._is_shared_out)
+
     def _live(self) -> dict[str, nn.Parameter]:
         # What a copy is made from: all, or the trained ones, which are the adapter.
         return {name: p for name, p in self._model.named_parameters() if self._source == "copy" or p.requires_grad}
@@ -112,7 +118,7 @@ class Reference:
         if self._source == "base":
             with self._model.disable_adapter():
                 yield
-        elif self._source == "adapter":
+        elif self._swaps:
             self._swap()
             try:
                 yield
@@ -123,6 +129,11 @@ class Reference:
 
     def _swap(self) -> None:  # by reference: nothing is copied, and the optimizer's parameters stay the same objects
         for name, parameter in self._live().items():
+            if self._is_shared_out:  # torch gathers parameters from memory that it knows, whatever their `data` is
+                trained = parameter.detach().clone()
+                parameter.detach().copy_(self._held[name])
+                self._held[name] = trained
+                continue
             parameter.data, self._held[name] = self._held[name], parameter.data
 
 

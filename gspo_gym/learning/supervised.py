@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from gspo_gym import seeding
 from gspo_gym.learning.batching import TokenBatch, batch_tokens, split_microbatches, split_minibatches, to_device
+from gspo_gym.learning.collective import Collective, OneProcess
 from gspo_gym.learning.logprobs import LogprobComputer
 from gspo_gym.learning.optimizer import PolicyOptimizer, StepReport
 from gspo_gym.learning.settings import OptimizerSettings, SupervisedSettings, UpdateSettings
@@ -179,12 +180,14 @@ class RouterLoad:
                 handle.remove()
         self._num_tokens += int(is_token.sum())
 
-    def metrics(self) -> dict[str, float]:
-        """Return the `router` metrics; none if nothing was counted."""
+    def metrics(self, collective: Collective | None = None) -> dict[str, float]:
+        """Return the `router` metrics, of all ranks; none if nothing was counted."""
+        collective = collective or OneProcess()
         if not self._loads:
             return {}
-        load_LE = torch.stack(list(self._loads.values()))
-        entropy = torch.stack(list(self._entropies.values())).mean() / self._num_tokens
+        load_LE = collective.sum(torch.stack(list(self._loads.values())))
+        num_tokens = collective.sum(load_LE.new_tensor(self._num_tokens))
+        entropy = collective.sum(torch.stack(list(self._entropies.values()))).mean() / num_tokens
         return {
             "router/load_max_over_mean": float((load_LE.amax(1) / load_LE.double().mean(1)).mean()),
             "router/idle_fraction": float((load_LE == 0).double().mean()),

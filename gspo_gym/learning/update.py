@@ -22,10 +22,11 @@ from gspo_gym.learning.batching import (
     split_minibatches,
     to_device,
 )
+from gspo_gym.learning.collective import Collective, OneProcess, exchange, own_of, rounds_of
 from gspo_gym.learning.correction import correct
 from gspo_gym.learning.health import EngineGap, PartFacts, Tally, batch_metrics
 from gspo_gym.learning.logprobs import LogprobComputer
-from gspo_gym.learning.losses import Denominators, count_denominators, policy_loss
+from gspo_gym.learning.losses import Denominators, LossOutput, count_denominators, policy_loss
 from gspo_gym.learning.optimizer import PolicyOptimizer
 from gspo_gym.learning.reference import Reference, ReferencePolicy, check_same_reference
 from gspo_gym.learning.settings import (
@@ -38,7 +39,7 @@ from gspo_gym.learning.settings import (
     UpdateSettings,
 )
 from gspo_gym.learning.shaping import AdvantageShaper
-from gspo_gym.learning.supervised import RouterLoad, find_routers
+from gspo_gym.learning.supervised import RouterLoad, Routers, find_routers
 from gspo_gym.learning.tokens import IgnoreTokens, TokenSink
 from gspo_gym.types import Sampling
 
@@ -97,6 +98,8 @@ class Learner:
         seed: of the division into minibatches and of dropout masks. clock: seconds, monotonic.
         reference_model: a frozen model to use as the reference; None: what reference.source says.
         reference_policy: a reference elsewhere, in place of both.
+        collective: the ranks that train the model together, each with the same arguments, batches and calls (`sink`
+            apart); they return the same reports, but for the seconds. None: this process alone.
 
     Raises:
         ConfigError: settings that contradict each other or the model.
@@ -121,10 +124,11 @@ class Learner:
         reference_model: nn.Module | None = None,
         reference_policy: ReferencePolicy | None = None,
         clock: Callable[[], float] = time.perf_counter,
+        collective: Collective | None = None,
     ) -> None:
         if update.score_truncated and sampling is None:
             raise ConfigError("update.score_truncated: expected the truncation of the rollouts, got none")
-        self._model = model
+        self._model, self._collective = model, collective or OneProcess()
         self._loss, self._settings, self._minibatch_size = loss, update, minibatch_size
         self._correction = correction or CorrectionSettings()
         self._rescores = rescores
@@ -133,8 +137,7 @@ class Learner:
         self._reference_settings = reference or ReferenceSettings()
         self._shaper = AdvantageShaper(advantages or AdvantageSettings(), rewards or RewardSettings())
         self._seed, self._clock, self._num_updates = seed, clock, 0
-        self._device = next(model.parameters()).device
-        self._routers = find_routers(model)
+        self._device, self._routers = next(model.parameters()).device, find_routers(model)
         self._optimizer = PolicyOptimizer(
             model,
             optimizer,
@@ -147,12 +150,12 @@ class Learner:
             sampling=scored_sampling(sampling or Sampling(), update),
             logits_bytes=update.logits_bytes,
             entropy_has_gradient=loss.entropy_coef > 0,
-            share_prefixes=self._sharing(update),
+            share_prefixes=_sharing(update, self._routers),
+            collective=self._collective,
         )
         self._computer = make(model)
-        has_reference = any(given is not None for given in (reference, reference_model, reference_policy))
         compares = loss.kl_coef > 0 or self._shaper.uses_reference
-        if not compares and has_reference:
+        if not compares and any(given is not None for given in (reference, reference_model, reference_policy)):
             raise ConfigError(_IDLE_REFERENCE)
         self._reference = reference_policy
         if compares and reference_policy is None:
@@ -192,7 +195,8 @@ class Learner:
         if self._reference is not None and every and self._num_updates % every == 0:
             self._reference.refresh()
         trained = [part.batch for minibatch in plan for part in minibatch.parts]
-        metrics = {**tally.metrics(), **batch_metrics(batch, trained), **shaping_metrics, **router_load.metrics()}
+        metrics = {**tally.metrics(), **batch_metrics(batch, trained), **shaping_metrics}
+        metrics |= router_load.metrics(self._collective)
         metrics |= {"time/score_seconds": labelled_at - started, "time/train_seconds": self._clock() - labelled_at}
         return UpdateReport(metrics, tally.num_steps, tally.num_nonfinite_steps)
 
@@ -271,18 +275,10 @@ class Learner:
 
     def _parts(self, batch: TrainBatch, minibatch: int) -> tuple[_Part, ...]:
         alike = self._computer.prefixes.pays(batch.token_ids, batch.attention_mask)
-        parts = split_microbatches(batch, self._settings.max_tokens_per_microbatch, keep_alike_together=alike)
+        num_ranks = 1 if self._computer.has_dropout else self._collective.world_size
+        parts = _divide(batch, self._settings.max_tokens_per_microbatch, alike=alike, num_ranks=num_ranks)
         seeds = [seeding.child_seed(self._seed, "dropout", self._num_updates, minibatch, k) for k in range(len(parts))]
         return tuple(_Part(to_device(part, self._device), seed) for part, seed in zip(parts, seeds, strict=True))
-
-    def _sharing(self, update: UpdateSettings) -> bool | Literal["auto"]:
-        if not self._routers.modules:
-            return update.share_prefixes
-        if update.share_prefixes is True:
-            raise ConfigError(
-                'training.share_prefixes: the load of this model\'s routers is counted by row; write false or "auto"'
-            )
-        return False
 
     @property
     def _has_other_terms(self) -> bool:  # under which a token without an advantage has a gradient
@@ -292,18 +288,28 @@ class Learner:
         generator = seeding.generator(self._seed, "order", self._num_updates, epoch)
         return [int(number) for number in generator.permutation(num_minibatches)]
 
+    def _exchange(self, together: Sequence[_Part], values: Sequence[Tensor]) -> list[Sequence[Tensor]]:
+        return exchange(self._collective, [part.batch.action_mask for part in together], values)
+
     def _label(self, minibatch: _Minibatch) -> _Minibatch:
         parts = []
-        for part in minibatch.parts:
-            batch, old = part.batch, None
+        for together in rounds_of(minibatch.parts, self._collective):
+            own, values = own_of(together, self._collective), []
+            batch = own.batch
             if self._recomputes_old:
-                with torch.no_grad(), self._computer.adapter_dropout(part.dropout_seed):
-                    old = self._computer.compute(batch.token_ids, batch.attention_mask, batch.action_mask).logprobs
-            parts.append(_Part(_labelled(batch, old, self._reference_logprobs(batch)), part.dropout_seed))
+                with torch.no_grad(), self._computer.adapter_dropout(own.dropout_seed):
+                    values += [
+                        self._computer.compute(batch.token_ids, batch.attention_mask, batch.action_mask).logprobs
+                    ]
+            values += self._reference_logprobs(batch)
+            for part, found in zip(together, self._exchange(together, values), strict=True):
+                old = found[0] if self._recomputes_old else None
+                ref = None if self._reference is None else found[-1]
+                parts.append(_Part(_labelled(part.batch, old, ref), part.dropout_seed))
         return dataclasses.replace(minibatch, parts=tuple(parts))
 
-    def _reference_logprobs(self, batch: TrainBatch) -> Tensor | None:
-        return None if self._reference is None else self._reference.logprobs(batch)
+    def _reference_logprobs(self, batch: TrainBatch) -> list[Tensor]:
+        return [] if self._reference is None else [self._reference.logprobs(batch)]
 
     def _shape(self, plan: Sequence[_Minibatch]) -> tuple[list[_Minibatch], Mapping[str, float]]:
         shaped = self._shaper.shape([part.batch for minibatch in plan for part in minibatch.parts])
@@ -325,8 +331,9 @@ class Learner:
         knows_gap = not self._rescores and (is_first_epoch if self._recomputes_old else tally.num_steps == 0)
         self._optimizer.zero_grad()
         facts = [
-            self._backward(part, minibatch.denominators, router_load, sink, with_gap=knows_gap)
-            for part in minibatch.parts
+            fact
+            for together in rounds_of(minibatch.parts, self._collective)
+            for fact in self._backward(together, minibatch.denominators, router_load, sink, with_gap=knows_gap)
         ]
         loss = sum(float(fact.loss.policy_loss + fact.loss.kl_loss + fact.loss.entropy_loss) for fact in facts)
         report = self._optimizer.step(loss)
@@ -334,39 +341,41 @@ class Learner:
         sink.stepped(minibatch.batch, report)
 
     def _backward(
-        self, part: _Part, denominators: Denominators, router_load: RouterLoad, sink: TokenSink, *, with_gap: bool
-    ) -> PartFacts:
-        """Add the gradients of a micro-batch, labelled before or not."""
-        batch = part.batch
-        ref = None if isinstance(batch, LabelledBatch) else self._reference_logprobs(batch)
-        with self._computer.adapter_dropout(part.dropout_seed):
-            with router_load.watching(batch.attention_mask[:, :-1]):
+        self,
+        together: Sequence[_Part],
+        denominators: Denominators,
+        router_load: RouterLoad,
+        sink: TokenSink,
+        *,
+        with_gap: bool,
+    ) -> list[PartFacts]:
+        """Add the gradients of this rank's micro-batch, labelled before or not; return the facts of the whole round."""
+        own, rank = own_of(together, self._collective), self._collective.rank
+        batch = own.batch
+        ref = [] if isinstance(batch, LabelledBatch) else self._reference_logprobs(batch)
+        facts = []
+        with self._computer.adapter_dropout(own.dropout_seed):
+            with router_load.watching(batch.attention_mask[:, :-1] & (rank < len(together))):
                 computed = self._computer.compute(batch.token_ids, batch.attention_mask, batch.action_mask)
-            now = computed.logprobs.detach()
-            labelled = (
-                batch
-                if isinstance(batch, LabelledBatch)
-                else _labelled(batch, now if self._recomputes_old else None, ref)
-            )
-            correction = correct(labelled, now, self._correction)
-            weights = None if correction is None else correction.weights
-            output = policy_loss(
-                computed.logprobs,
-                labelled.old_logprobs,
-                action_mask=labelled.action_mask,
-                turn_index=labelled.turn_index,
-                trajectory_index=labelled.trajectory_index,
-                advantages=labelled.advantages,
-                settings=self._loss,
-                denominators=denominators,
-                ref_logprobs=labelled.ref_logprobs,
-                entropy=computed.entropy,
-                correction=weights,
-            )
-            torch.autograd.backward(output.loss)
-        sink.seen(labelled, now, computed.entropy, output.tokens, weights)
-        own = labelled.old_logprobs if self._recomputes_old else now
-        return PartFacts(output.stats, correction, EngineGap.of(batch, own, self._loss.unit) if with_gap else None)
+            loss = 0 * computed.logprobs.sum()  # where none of the parts is this rank's
+            values = [computed.logprobs.detach(), computed.entropy.detach(), *ref]
+            every = self._exchange(together, values)
+            for k, (part, (now, entropy, *refs)) in enumerate(zip(together, every, strict=True)):
+                batch = part.batch
+                if not isinstance(batch, LabelledBatch):
+                    batch = _labelled(batch, now if self._recomputes_old else None, refs[0] if refs else None)
+                correction = correct(batch, now, self._correction)
+                # Every rank computes the losses of all: each decides the same about a step, and reports the same.
+                scored = (computed.logprobs, computed.entropy) if k == rank else (now, entropy)
+                weights = None if correction is None else correction.weights
+                output = _loss(batch, *scored, weights, self._loss, denominators)
+                loss = output.loss if k == rank else loss
+                sink.seen(batch, now, entropy, output.tokens, weights)
+                old = batch.old_logprobs if self._recomputes_old else now
+                gap = EngineGap.of(batch, old, self._loss.unit) if with_gap else None
+                facts.append(PartFacts(output.stats, correction, gap))
+            torch.autograd.backward(loss)
+        return facts
 
     @property
     def _recomputes_old(self) -> bool:
@@ -379,6 +388,51 @@ def _require_no_comparison(correction: CorrectionSettings) -> None:
             "correction: the sampler's logprobs are not looked at where its samples are rescored; leave old_logprobs, "
             f"level and off_policy_threshold at their defaults, got {correction}"
         )
+
+
+def _sharing(update: UpdateSettings, routers: Routers) -> bool | Literal["auto"]:
+    if not routers.modules:
+        return update.share_prefixes
+    if update.share_prefixes is True:
+        raise ConfigError(
+            'training.share_prefixes: the load of this model\'s routers is counted by row; write false or "auto"'
+        )
+    return False
+
+
+def _divide(batch: TrainBatch, max_tokens: int, *, alike: bool, num_ranks: int) -> list[TrainBatch]:
+    """Return the micro-batches; for several ranks as many for each, as far as trajectories and `max_tokens` allow."""
+    parts = split_microbatches(batch, max_tokens, keep_alike_together=alike)
+    wanted = len(parts) + -len(parts) % num_ranks
+    if wanted > len(parts):
+        # The smallest, about, of which there are no more: no rank has more to do than others.
+        size = int(batch.attention_mask.sum()) // wanted + 1
+        while size < max_tokens and len(parts := split_microbatches(batch, size, keep_alike_together=alike)) > wanted:
+            size += size // 10 + 1
+    return parts
+
+
+def _loss(
+    batch: LabelledBatch,
+    logprobs: Tensor,
+    entropy: Tensor,
+    correction: Tensor | None,
+    settings: LossSettings,
+    denominators: Denominators,
+) -> LossOutput:
+    return policy_loss(
+        logprobs,
+        batch.old_logprobs,
+        action_mask=batch.action_mask,
+        turn_index=batch.turn_index,
+        trajectory_index=batch.trajectory_index,
+        advantages=batch.advantages,
+        settings=settings,
+        denominators=denominators,
+        ref_logprobs=batch.ref_logprobs,
+        entropy=entropy,
+        correction=correction,
+    )
 
 
 def _labelled(part: TrainBatch, old_logprobs: Tensor | None, ref_logprobs: Tensor | None) -> LabelledBatch:
