@@ -11,6 +11,7 @@ SUITES := .venv-foreign
 VERIFIERS := .venv-verifiers
 VLLM := .venv-vllm
 BROWSER := .venv-browser
+PEERS := .venv-peers
 # The oldest openai package that we take, in a folder before the one of .venv: 2.x stands on httpx, 3.x on httpx2.
 OPENAI_2 := .openai-2
 OPENAI_TESTS := tests/unit/engine/endpoint/test_http_engine.py tests/fault/test_http_engine_faults.py \
@@ -21,7 +22,7 @@ OPENAI_TESTS := tests/unit/engine/endpoint/test_http_engine.py tests/fault/test_
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2
 SITE_PACKAGES := import sysconfig; print(sysconfig.get_path('purelib'))
 
-.PHONY: quickstart test lint types unit slow foreign openai-2 vllm browser environments benchmark clean
+.PHONY: quickstart test lint types unit slow foreign openai-2 vllm browser environments benchmark bench peers clean
 
 quickstart: $(VENV)/.run
 	$(BIN)/python -m gspo_gym.train configs/quickstart.toml --set-aside
@@ -64,8 +65,14 @@ environments: $(BROWSER)/.installed $(VLLM)/.installed $(SUITES)/.installed $(VE
 benchmark: $(VENV)/.run
 	$(BIN)/python -m benchmarks engines
 
+# The quick ones, compared with the last time on this machine; with the peer beside them after `make peers`.
+bench: $(VENV)/.run
+	$(BIN)/python -m benchmarks quick --keep benchmarks/kept.jsonl
+
+peers: $(PEERS)/.installed
+
 clean:
-	rm -rf $(VENV) $(SUITES) $(VERIFIERS) $(VLLM) $(BROWSER) $(OPENAI_2) build dist *.egg-info
+	rm -rf $(VENV) $(SUITES) $(VERIFIERS) $(VLLM) $(BROWSER) $(OPENAI_2) $(PEERS) build dist *.egg-info
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
@@ -102,6 +109,12 @@ $(VLLM)/.installed: tests/vllm/requirements.txt constraints.txt | $(VENV)/.dev
 	$(VLLM)/bin/python $(PIP) --requirement $<
 	$(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	$(call see_ours,$(VLLM))
+
+# The peer of `python -m benchmarks peers`: it sees none of our packages. The torch of constraints.txt, as of ours.
+$(PEERS)/.installed: benchmarks/requirements-peers.txt constraints.txt
+	$(PYTHON) -m venv --clear $(PEERS)
+	$(PEERS)/bin/python $(PIP) --requirement $< --constraint constraints.txt
+	@touch $@
 
 # The browsers are Debian's; on another system, whatever is called chromium and firefox.
 $(BROWSER)/.installed: tests/browser/requirements.txt | $(VENV)/.dev

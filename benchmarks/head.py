@@ -20,6 +20,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
+from benchmarks.record import Value
 from gspo_gym.learning.head import ChunkedHead, OutputHead
 from gspo_gym.learning.settings import UpdateSettings
 from gspo_gym.types import Sampling
@@ -29,28 +30,37 @@ Costs = dict[str, float]  # by the keys of GOALS
 GOALS = {"seconds": 1.1, "MiB": 1 / 8}  # of the naive head's
 
 
-def run_head(*, repeats: int, threads: int, vocab_size: int = 151_936, width: int = 128, num_tokens: int = 4096) -> int:
-    """Measure and print; return the exit status: 1 if a ratio misses its goal."""
-    medians = measure_heads(repeats, threads, vocab_size, width, num_tokens)
-    Console().print(
-        f"V = {vocab_size:,}, {num_tokens:,} tokens, hidden size {width}, float32, {threads} torch thread(s); "
-        f"median of {repeats}"
-    )
-    return print_heads(medians)
+def run_head(
+    *, repeats: int, threads: int, vocab_size: int = 151_936, width: int = 128, num_tokens: int = 4096
+) -> tuple[int, list[Value]]:
+    """Measure and print; return the exit status, 1 if a ratio misses its goal, and the costs."""
+    runs = measure_heads(repeats, threads, vocab_size, width, num_tokens)
+    medians = {
+        kind: {what: statistics.median(run[what] for run in each) for what in GOALS} for kind, each in runs.items()
+    }
+    Console().print(f"V = {vocab_size:,}, {num_tokens:,} tokens, hidden size {width}, float32; median of {repeats}")
+    shape = f"head, V = {vocab_size:,}, {num_tokens:,} tokens"
+    values = [
+        Value(
+            f"{shape}, {what}",
+            *(tuple(run[what] for run in runs[kind]) for kind in ("learner", "naive")),
+            "naive",
+            what,
+        )
+        for what in GOALS
+    ]
+    return print_heads(medians), values
 
 
-def measure_heads(repeats: int, threads: int, vocab_size: int, width: int, num_tokens: int) -> dict[str, Costs]:
-    """Return the medians of each head, "naive" and "learner"."""
+def measure_heads(repeats: int, threads: int, vocab_size: int, width: int, num_tokens: int) -> dict[str, list[Costs]]:
+    """Return the costs of each head by round, "naive" and "learner"."""
     runs: dict[str, list[Costs]] = {"naive": [], "learner": []}
     for _ in range(repeats):
         for kind, measured in runs.items():
             shape = [str(number) for number in (threads, vocab_size, width, num_tokens)]
             command = [sys.executable, "-m", "benchmarks.head", kind, *shape]
             measured.append(json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout))
-    return {
-        kind: {what: statistics.median(run[what] for run in measured) for what in GOALS}
-        for kind, measured in runs.items()
-    }
+    return runs
 
 
 def print_heads(medians: dict[str, Costs]) -> int:

@@ -18,6 +18,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.record import Value
 from gspo_gym.learning.batching import TokenBatch, TrainBatch, batch_tokens
 from gspo_gym.learning.prefixes import build_trie
 from gspo_gym.learning.settings import LossSettings, OptimizerSettings, UpdateSettings
@@ -28,23 +29,26 @@ from gspo_gym.rollout.episode_files import load_episodes
 GOALS = {"speed of groups": 1.6, "reached": 0.75}
 
 
-def run_prefixes(base: str, files: list[str], *, repeats: int) -> int:
-    """Measure and print; the exit status is 0."""
+def run_prefixes(base: str, files: list[str], *, repeats: int) -> list[Value]:
+    """Measure and print; return the costs with shared prefixes beside those by rows."""
     model = load_policy(base).model
     cases = {"2 groups of 8, half shared": make_groups(2, num_tokens=256)}
     cases |= {Path(file).name: batch_tokens(load_episodes(Path(file))) for file in files}
     table = Table("episodes", "rows s", "shared s", "speed", "padded", "trie", "reached")
+    values = []
     for name, batch in cases.items():
-        seconds = measure(model, with_advantages(batch), repeats=repeats)
+        rounds = measure(model, with_advantages(batch), repeats=repeats)
+        values.append(Value(f"learning from {name}, {base}", rounds["shared"], rounds["rows"], "row by row"))
+        seconds = {kind: statistics.median(each) for kind, each in rounds.items()}
         speed = seconds["rows"] / seconds["shared"]
         num_trie = build_trie(batch.token_ids[:, :-1], batch.attention_mask[:, 1:]).num_tokens
         trie = int(batch.attention_mask[:, 1:].sum()) / num_trie
         padded = batch.attention_mask[:, 1:].numel() / num_trie
         numbers = (seconds["rows"], seconds["shared"], speed, padded, trie, speed / trie)
         table.add_row(name, *(f"{number:.2f}" for number in numbers))
-    Console().print(f"{base}, float32, {torch.get_num_threads()} torch thread(s); median of {repeats}; goals: {GOALS}")
+    Console().print(f"{base}, float32; median of {repeats}; goals: {GOALS}")
     Console().print(table)
-    return 0
+    return values
 
 
 def make_groups(num_groups: int, *, num_tokens: int) -> TokenBatch:
@@ -74,8 +78,8 @@ def with_advantages(batch: TokenBatch) -> TrainBatch:
     )
 
 
-def measure(model: torch.nn.Module, batch: TrainBatch, *, repeats: int) -> Mapping[str, float]:
-    """Return the median seconds of an update by rows and with shared prefixes."""
+def measure(model: torch.nn.Module, batch: TrainBatch, *, repeats: int) -> Mapping[str, tuple[float, ...]]:
+    """Return the seconds of an update in each round, by rows and with shared prefixes."""
     learners = {
         name: Learner(
             copy.deepcopy(model),
@@ -91,4 +95,4 @@ def measure(model: torch.nn.Module, batch: TrainBatch, *, repeats: int) -> Mappi
             start = time.perf_counter()
             learner.update(batch)
             seconds[name].append(time.perf_counter() - start)
-    return {name: statistics.median(each[1:]) for name, each in seconds.items()}
+    return {name: tuple(each[1:]) for name, each in seconds.items()}
