@@ -24,6 +24,7 @@ _COMMANDS = {
     "runs": ("gspo_gym.cli.runs", "list, show, compare and remove runs"),
     "search": ("gspo_gym.cli.search.command", "try many values of some keys, and keep the best"),
     "config": ("gspo_gym.cli.config", "check, show and translate configurations"),
+    "cluster": ("gspo_gym.cli.cluster", "say where a run stands on many GPUs and what it takes there, on paper"),
     "jobs": ("gspo_gym.cli.jobs.command", "serve training as jobs, to clients of the hosted trainer"),
     "models": ("gspo_gym.cli.models", "export, push, serve and talk with what runs have trained"),
     "serve": ("gspo_gym.cli.models_serve:add_serve_arguments", "serve a model to training runs"),

@@ -30,6 +30,9 @@ from pydantic import Field, field_validator
 from gspo_gym.base.settings import Settings, Url, checked_url
 from gspo_gym.errors import ConfigError
 
+# Fractions of a GPU's memory for vLLM: with the learner on it, and without.
+SHARED_GPU, OWN_GPU = 0.4, 0.9
+
 
 class ServicesSection(Settings):
     """[services]: what runs already, and where it answers. Keys for it come from the environment variables."""
@@ -77,7 +80,8 @@ class TopologySection(Settings):
     type: Literal["single_node_split", "colocated", "cluster"] = Field(
         default="single_node_split",
         description="disjoint sets of one machine's GPUs, whose sum is compute.gpu_count; colocated: the same GPUs "
-        "generate and learn; cluster: disjoint sets of all machines' GPUs, which training refuses",
+        "generate and learn; cluster: disjoint sets of all machines' GPUs (`gspo-gym cluster check` says whether it "
+        "fits, and training refuses it)",
     )
     gpus_for_vllm: int = Field(gt=0, description="GPUs that generate")
     gpus_for_training: int = Field(gt=0, description="GPUs that learn; more than 1 is refused to run")

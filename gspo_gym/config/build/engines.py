@@ -20,7 +20,7 @@ from torch import nn
 from gspo_gym.base.leftovers import remove_folder, temporary_folder
 from gspo_gym.config.run_config import RunConfig
 from gspo_gym.config.sections import WeightSyncSection
-from gspo_gym.config.services import VllmSection, place
+from gspo_gym.config.services import OWN_GPU, SHARED_GPU, VllmSection, place
 from gspo_gym.engine.base import Engine, UpdateKind, WeightUpdate, require_sleeping
 from gspo_gym.engine.endpoint.http import HttpEngine, HttpSettings
 from gspo_gym.engine.local.engine import LocalEngine
@@ -42,8 +42,6 @@ from gspo_gym.run.trainer import WhileLearning
 from gspo_gym.types import Float32Array, Sampling
 
 _LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # those that vLLM knows
-# Fractions of a GPU's memory for vLLM: with the learner on it, and without.
-_SHARED_GPU, _OWN_GPUS = 0.4, 0.9
 _API_KEY = "OPENAI_API_KEY"  # the openai package's name for it, with any provider
 
 
@@ -130,7 +128,7 @@ def vllm_settings(config: RunConfig, policy: Policy, folder: Path) -> VllmSettin
         tensor_parallel_size=placement.tensor_parallel_size,
         data_parallel_size=placement.data_parallel_size,
         device_ids=placement.vllm if placement.is_split and not on_processor else (),
-        gpu_memory_utilization=vllm.gpu_memory_utilization or (_OWN_GPUS if placement.is_split else _SHARED_GPU),
+        gpu_memory_utilization=vllm.gpu_memory_utilization or (OWN_GPU if placement.is_split else SHARED_GPU),
         kv_cache_gib=1.0 if vllm.kv_cache_gib is None and on_processor else vllm.kv_cache_gib,
         enforce_eager=on_processor if vllm.enforce_eager is None else vllm.enforce_eager,
         seed=config.run.seed,

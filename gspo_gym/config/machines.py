@@ -1,0 +1,311 @@
+"""What a configuration demands of machines, and whether it fits: on paper, for any number of GPUs.
+
+Roles of parts: "learner" is a rank on one GPU, "replica" a vLLM server, "reference" the scoring server; with colocated
+GPUs "learner and replica" is a copy of the model that samples and the ranks on its GPUs. Without GPUs each is a process
+that takes memory of its node, and processes share the cores.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from gspo_gym.cluster.memory import (
+    BYTES,
+    USABLE,
+    Learning,
+    ModelShape,
+    RankMemory,
+    ReplicaMemory,
+    rank_memory,
+    replica_memory,
+)
+from gspo_gym.cluster.placement import GIB, Offer, Part, Place, Resources, assign
+from gspo_gym.config.run_config import RunConfig
+from gspo_gym.config.services import OWN_GPU, SHARED_GPU, VllmSection, missing_machinery, place
+from gspo_gym.errors import ConfigError, PlacementError
+
+# GiB of a GPU, where a name stands for one size only (the vendor's data sheets).
+_KNOWN_GPUS = {"H200": 141, "H100": 80, "L40S": 48, "L4": 24, "T4": 16}
+_GIB = r"(\d+(?:\.\d+)?)GiB"
+_NODES = re.compile(rf"(\d+)x(\d+)(?::(?:{_GIB})?(?::(\d+)?(?::{_GIB})?)?)?")
+
+
+@dataclass(frozen=True, slots=True)
+class Machines:
+    """Nodes on paper. `gpu_bytes`: of a GPU, the smallest of them; None: not known, so that nothing is compared."""
+
+    offers: tuple[Offer, ...]
+    gpu_bytes: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Paper:
+    """What `check` found; with no problems, everything has a place and fits.
+
+    Attributes:
+        places: () if there is no room.
+        replica: None if nothing of vLLM's or of a local server is to be placed, or a GPU's memory is not known.
+        problems: what does not fit, in sentences.
+        refused: what fits or not, but `gspo-gym train` cannot start.
+    """
+
+    parts: tuple[Part, ...]
+    places: tuple[Place, ...]
+    rank: RankMemory
+    replica: ReplicaMemory | None
+    problems: tuple[str, ...]
+    refused: tuple[str, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return all of it as JSON holds it (Any: of several types)."""
+        return asdict(self) | {
+            "parts": [{"role": p.role, "count": p.count, **p.each._asdict()} for p in self.parts],
+            "rank": asdict(self.rank) | {"total": self.rank.total},
+            "replica": None if self.replica is None else asdict(self.replica) | {"num_tokens": self.replica.num_tokens},
+        }
+
+
+def parse_nodes(texts: Sequence[str], default: Machines) -> Machines:
+    """Return the nodes of texts such as "8x8:80GiB" (8 nodes of 8 GPUs of 80 GiB); without any, the default.
+
+    Cores and memory of a node may follow: "2x8:80GiB:96:1024GiB". What is absent is not counted.
+
+    Raises:
+        ConfigError: another text, or texts that say different things of the nodes.
+
+    >>> [len(offer.gpus) for offer in parse_nodes(["1x8:80GiB", "2x4:40GiB"], Machines(())).offers]
+    [8, 4, 4]
+    """
+    if not texts:
+        return default
+    offers: list[Offer] = []
+    gpu_bytes: list[int | None] = []
+    for text in texts:
+        if (match := _NODES.fullmatch(text)) is None:
+            raise ConfigError(
+                "--nodes: expected NODESxGPUS, then the memory of a GPU, the cores and the memory of a node, such as "
+                f"8x8:80GiB or 2x0::8:32GiB, got {text!r}"
+            )
+        nodes, gpus, size, cores, memory = match.groups()
+        for _ in range(int(nodes)):
+            free = (tuple(range(int(gpus))), int(cores or 0), int(float(memory or 0) * GIB))
+            offers.append(Offer(f"node-{len(offers)}", *free))
+        gpu_bytes.append(int(float(size) * GIB) if size else None)
+    for amounts in ([o.cores for o in offers], [o.memory_bytes for o in offers], gpu_bytes):
+        if any(amounts) and not all(amounts):
+            raise ConfigError("--nodes: give a GPU's memory, the cores and the node's memory for all nodes or for none")
+    known = [size for size in gpu_bytes if size is not None]
+    return Machines(tuple(offers), min(known) if known else None)
+
+
+def machines_of(config: RunConfig) -> Machines:
+    """Return the nodes of [compute]: compute.gpu_count GPUs shared out to compute.nodes, as evenly as it goes."""
+    compute = config.compute
+    if compute is None:
+        return Machines((Offer("node-0"),))
+    least, more = divmod(compute.gpu_count, compute.nodes)
+    offers = tuple(Offer(f"node-{i}", tuple(range(least + (i < more)))) for i in range(compute.nodes))
+    size = _KNOWN_GPUS.get((compute.gpu_type or "").upper())
+    return Machines(offers, None if size is None else size * GIB)
+
+
+def learning_of(config: RunConfig) -> Learning:
+    """Return what memory depends on, of [model], [training], [optimizer] and [reference]."""
+    model, training, reference = config.model, config.training, config.reference
+    is_copy = reference.source == "copy" or (reference.source == "auto" and model.trainer_mode == "full")
+    return Learning(
+        trained=model.trainer_mode,
+        dtype=model.dtype,
+        lora_rank=16 if training.lora is None else training.lora.r,
+        quantization=model.quantization,
+        has_8bit_moments="8bit" in config.optimizer.kind,
+        gradient_checkpointing=model.gradient_checkpointing,
+        # A longer row than a micro-batch is one by itself.
+        num_tokens=max(training.max_tokens_per_microbatch, config.rollout.max_model_len),
+        logits_bytes=int(training.logits_memory_mib * 2**20),
+        keeps_reference=reference.placement == "shared" and is_copy,
+    )
+
+
+def check(config: RunConfig, shape: ModelShape, machines: Machines) -> Paper:
+    """Place the parts of a run and compare their memory with that of the GPUs or nodes.
+
+    Raises:
+        ConfigError: quantized weights on several ranks.
+    """
+    topology, has_gpus = config.topology, config.compute is not None and config.compute.gpu_count > 0
+    rank = rank_memory(shape, learning_of(config), 1 if topology is None else topology.gpus_for_training)
+    replica = _replica(config, shape, machines.gpu_bytes) if _samples_here(config) else None
+    parts = _gpu_parts(config) if has_gpus else _process_parts(config, rank, replica)
+    offers = machines.offers
+    if topology is None or topology.type == "single_node_split":
+        offers = tuple(sorted(offers, key=lambda offer: offer.free, reverse=True)[:1])
+    # What the nodes do not say is not counted.
+    counts = [1, int(any(o.cores for o in offers)), int(any(o.memory_bytes for o in offers))]
+    counted = [
+        replace(part, each=Resources(*(n * says for n, says in zip(part.each, counts, strict=True)))) for part in parts
+    ]
+    problems: list[str] = []
+    places: tuple[Place, ...] = ()
+    try:
+        places = assign(counted, offers)
+    except PlacementError as error:
+        problems.append(str(error))
+    if has_gpus and machines.gpu_bytes is not None:
+        problems += _too_large(config, shape, rank, replica, machines.gpu_bytes)
+    return Paper(tuple(parts), places, rank, replica, tuple(problems), tuple(missing_machinery(config.sections)))
+
+
+def _samples_here(config: RunConfig) -> bool:
+    has_servers = config.services is not None and bool(config.services.engine_urls)
+    is_cluster = config.topology is not None and config.topology.type == "cluster"
+    return not has_servers and (config.rollout.engine == "vllm" or is_cluster)
+
+
+def _sizes(config: RunConfig) -> tuple[int, int, int]:
+    """Return tensor-parallel GPUs of a copy, copies of a server, and servers."""
+    placed = place(config.topology, config.vllm)
+    topology = config.topology
+    if topology is None or topology.type != "cluster":
+        return placed.tensor_parallel_size, placed.data_parallel_size, 1
+    copies = 1 if config.vllm is None else config.vllm.data_parallel_size
+    return topology.tensor_parallel, copies, topology.gpus_for_vllm // topology.tensor_parallel // copies
+
+
+def _gpu_parts(config: RunConfig) -> list[Part]:
+    topology = config.topology
+    tensor, copies, servers = _sizes(config)
+    is_split = topology is not None and topology.type != "colocated"
+    num_ranks = 1 if topology is None else topology.gpus_for_training
+    parts = []
+    if is_split:
+        parts = [_part("learner", num_ranks, 1), _part("replica", servers, tensor * copies)]
+    elif _samples_here(config):
+        # Copies of one server may stand on several nodes here: with one node they cannot.
+        num_shared = copies * tensor
+        parts = [_part("learner and replica", copies, tensor), _part("learner", max(0, num_ranks - num_shared), 1)]
+    else:
+        parts = [_part("learner", num_ranks, 1)]
+    if topology is not None and topology.gpus_for_ref:
+        parts.append(_part("reference", 1, topology.gpus_for_ref))
+    return [part for part in parts if part.count]
+
+
+def _part(role: str, count: int, gpus: int) -> Part:
+    # A process a GPU, each of which keeps a core busy.
+    return Part(role, count, Resources(gpus=gpus, cores=gpus))
+
+
+def _process_parts(config: RunConfig, rank: RankMemory, replica: ReplicaMemory | None) -> list[Part]:
+    topology = config.topology
+    parts = [Part("learner", 1 if topology is None else topology.gpus_for_training, Resources(memory_bytes=rank.total))]
+    if replica is not None:
+        tensor, copies, servers = _sizes(config)
+        size = tensor * copies * (replica.weights + replica.cache)
+        parts.append(Part("replica", servers, Resources(memory_bytes=size)))
+    return parts
+
+
+def _replica(config: RunConfig, shape: ModelShape, gpu_bytes: int | None) -> ReplicaMemory | None:
+    vllm, tensor = config.vllm or VllmSection(), _sizes(config)[0]
+    dtype = vllm.dtype or config.model.dtype
+    has_gpus = config.compute is not None and config.compute.gpu_count > 0
+    given = vllm.kv_cache_gib
+    if given is None and has_gpus:
+        if gpu_bytes is None:
+            return None
+        return replica_memory(shape, dtype=dtype, tensor_parallel=tensor, budget=_fraction(config) * gpu_bytes)
+    bare = replica_memory(shape, dtype=dtype, tensor_parallel=tensor, budget=0)
+    return replace(bare, cache=int((1 if given is None else given) * GIB))
+
+
+def _fraction(config: RunConfig) -> float:
+    vllm = config.vllm or VllmSection()
+    default = OWN_GPU if place(config.topology, config.vllm).is_split else SHARED_GPU
+    return vllm.gpu_memory_utilization or default
+
+
+def _too_large(
+    config: RunConfig, shape: ModelShape, rank: RankMemory, replica: ReplicaMemory | None, gpu_bytes: int
+) -> list[str]:
+    found, room, others = [], USABLE * gpu_bytes, ""
+    is_shared = replica is not None and not place(config.topology, config.vllm).is_split
+    sleeps = config.vllm is not None and config.vllm.sleep_while_learning
+    if is_shared and replica is not None and not sleeps:
+        taken = replica.weights + replica.cache
+        room, others = room - taken, f", of which vLLM on the same GPU takes {_gib(taken)}"
+    if rank.total > room:
+        found.append(
+            f"a learner rank: {_gib(rank.total)} are needed, and {_gib(max(0, room))} of {_gib(gpu_bytes)} are there"
+            f"{others} ({_most(rank)}){_advice(config, shape, room)}"
+        )
+    length = config.rollout.max_model_len
+    if replica is not None and replica.num_tokens < length:
+        what = f"its part of the weights takes {_gib(replica.weights)}"
+        found.append(
+            f"a replica's GPU: {what}, which leaves room for {replica.num_tokens} tokens of "
+            f"rollout.max_model_len = {length}, at {_gib(replica.token * length)}; raise tensor_parallel"
+        )
+    if config.topology is not None and config.topology.gpus_for_ref:
+        served = shape.num_parameters * BYTES[config.model.dtype] / config.topology.gpus_for_ref
+        if served > USABLE * gpu_bytes:
+            found.append(f"the reference: {_gib(served)} of weights a GPU, and {_gib(gpu_bytes)} are there")
+    return found
+
+
+def _advice(config: RunConfig, shape: ModelShape, room: float) -> str:
+    learning, num_ranks = learning_of(config), 1 if config.topology is None else config.topology.gpus_for_training
+    if rank_memory(shape, replace(learning, gradient_checkpointing=True), num_ranks).total <= room:
+        return "; it fits with model.gradient_checkpointing = true"
+    return ""
+
+
+def _most(rank: RankMemory) -> str:
+    rows = sorted(asdict(rank).items(), key=lambda row: -row[1])
+    return ", ".join(f"{name} {_gib(size)}" for name, size in rows[:3])
+
+
+def _gib(size: float) -> str:
+    return f"{size / GIB:.1f} GiB" if size >= GIB else f"{size / 2**20:.0f} MiB"
+
+
+def describe(paper: Paper, config: RunConfig, machines: Machines) -> list[str]:
+    """Return the lines that say where everything stands, what it takes and what does not fit."""
+    lines = [_nodes_line(machines)]
+    for part in paper.parts:
+        mine = [placed for placed in paper.places if placed.role == part.role]
+        lines.append(f"{part.role}: {part.count} x {part.each}{_where(mine)}")
+    each = ", ".join(f"{name} {_gib(size)}" for name, size in asdict(paper.rank).items() if size)
+    lines.append(f"a learner rank takes {_gib(paper.rank.total)}: {each}")
+    if (replica := paper.replica) is not None:
+        length = config.rollout.max_model_len
+        lines.append(
+            f"a replica takes on each GPU {_gib(replica.weights)} of weights and {_gib(max(0, replica.cache))} of keys "
+            f"and values: {replica.num_tokens} tokens, {replica.num_tokens // length} episodes of {length} at once"
+        )
+    lines += [f"does not fit: {problem}" for problem in paper.problems]
+    return lines + [f"note: gspo-gym train refuses it: {text}" for text in paper.refused]
+
+
+def _nodes_line(machines: Machines) -> str:
+    gpus = sum(len(offer.gpus) for offer in machines.offers)
+    size = "" if machines.gpu_bytes is None else f" of {_gib(machines.gpu_bytes)}"
+    return f"nodes: {len(machines.offers)}, with {gpus} GPUs{size} in all"
+
+
+def _where(places: Sequence[Place]) -> str:
+    nodes: dict[str, list[Place]] = {}
+    for placed in places:
+        nodes.setdefault(placed.node, []).append(placed)
+    rows = []
+    for node, here in nodes.items():
+        gpus = [gpu for placed in here for gpu in placed.gpus]
+        rows.append(f"{node} ({_numbers(gpus)})" if gpus else f"{node} (x {len(here)})")
+    return " on " + ", ".join(rows) if rows else ""
+
+
+def _numbers(gpus: Sequence[int]) -> str:
+    return f"GPUs {gpus[0]}-{gpus[-1]}" if gpus == list(range(gpus[0], gpus[-1] + 1)) else f"GPUs {list(gpus)}"
