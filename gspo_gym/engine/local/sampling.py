@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 
 _MAX_CDF_ELEMENTS = 1 << 24  # 128 MiB of float64 at once; a large vocabulary is drawn from in groups of rows
+_FIRST_RANKS = 1024  # top-p usually ends among so many of the largest logits; a flatter row is sorted
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,36 +111,58 @@ def _penalise(logits: torch.Tensor, repetition: RepetitionPenalty) -> torch.Tens
     return logits.scatter(-1, repetition.history, torch.where(said > 0, said / penalty, said * penalty))
 
 
+def _truncate(scaled: torch.Tensor, rows: RowSampling) -> torch.Tensor:
+    if rows.top_k is not None:
+        scaled = _keep_largest(scaled, rows.top_k)
+    return scaled if rows.top_p is None else _keep_mass(scaled, rows.top_p)
+
+
 def _keep_largest(scaled: torch.Tensor, top_k: torch.Tensor) -> torch.Tensor:
-    # As `_truncate` with top_k alone, from the few largest logits: sorting a large vocabulary takes several times as
-    # long as all else in sampling.
+    # From the few largest logits: sorting a large vocabulary takes several times as long as all else in sampling.
     is_limited = (top_k > 0) & (top_k < scaled.shape[-1])
-    limit = torch.where(is_limited, top_k, 1)[:, None]
-    least = scaled.topk(int(limit.max()), dim=-1).values.gather(-1, limit - 1)
+    limit = torch.where(is_limited, top_k, 1)
+    ordered = scaled.detach().topk(int(limit.max()), dim=-1).values
+    return _hide_beyond(scaled, limit, ordered.gather(-1, limit[:, None] - 1), is_limited)
+
+
+def _keep_mass(scaled: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
+    detached = scaled.detach()
+    log_total = detached.logsumexp(-1, keepdim=True)  # of the whole row, so that both ways below give the same mass
+    num_ranks = min(_FIRST_RANKS, scaled.shape[-1])
+    ordered = detached.topk(num_ranks, dim=-1).values
+    limit, mass = _num_within(ordered, log_total, top_p)
+    least = ordered.gather(-1, limit[:, None] - 1)
+    # Row by row: the other rows of a batch must not change how a row is sampled.
+    flat = ((mass < top_p) & (top_p < 1.0) & (num_ranks < scaled.shape[-1])).nonzero()[:, 0]
+    if len(flat):
+        ordered = detached[flat].sort(dim=-1, descending=True).values
+        limit[flat], _ = _num_within(ordered, log_total[flat], top_p[flat])
+        least[flat] = ordered.gather(-1, limit[flat][:, None] - 1)
+    # A row that keeps all mass is left alone: its rounded mass may reach 1 before its last tokens.
+    return _hide_beyond(scaled, limit, least, (top_p < 1.0) & (limit < scaled.shape[-1]))
+
+
+def _num_within(
+    ordered: torch.Tensor, log_total: torch.Tensor, top_p: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return how many of the largest logits [B, R] top-p keeps, at least one, and the mass of all R."""
+    probs = (ordered - log_total).exp_()
+    mass = probs.cumsum(dim=-1)
+    # The mass before a token and not up to it: the token that crosses top_p is kept.
+    num = (mass - probs < top_p[:, None]).sum(dim=-1)
+    return num.clamp_(min=1), mass[:, -1]  # one even if a tiny top_p is rounded to 0
+
+
+def _hide_beyond(
+    scaled: torch.Tensor, limit: torch.Tensor, least: torch.Tensor, is_limited: torch.Tensor
+) -> torch.Tensor:
+    """Hide all but the `limit` [B] largest logits of the limited rows; `least` [B, 1] is the smallest of these."""
     hidden = scaled < least  # never true of NaN, which must reach the logprobs
     is_least = scaled == least
-    room = limit - (scaled > least).sum(dim=-1, keepdim=True)
+    room = limit[:, None] - (scaled > least).sum(dim=-1, keepdim=True)
     if (is_least.sum(dim=-1, keepdim=True) > room).any():
         hidden |= is_least & (is_least.cumsum(dim=-1) > room)  # of equal logits, the lower token ids are kept
     return scaled.masked_fill(hidden & is_limited[:, None], float("-inf"))
-
-
-def _truncate(scaled: torch.Tensor, rows: RowSampling) -> torch.Tensor:
-    if rows.top_k is not None and rows.top_p is None:
-        return _keep_largest(scaled, rows.top_k)
-    # Equal logits are ranked by token id, so the kept set is always the same.
-    ordered, order = scaled.sort(dim=-1, descending=True, stable=True)
-    rank = torch.arange(scaled.shape[-1], device=scaled.device)
-    if rows.top_k is not None:
-        limit = torch.where(rows.top_k > 0, rows.top_k, scaled.shape[-1])
-        ordered = ordered.masked_fill(rank >= limit[:, None], float("-inf"))
-    if rows.top_p is not None:
-        probs = ordered.softmax(dim=-1)
-        # The mass before a token and not up to it: the token that crosses top_p is kept.
-        mass_before = probs.cumsum(dim=-1) - probs
-        # The first token that reaches top_p is kept; rank 0 always is, even if a tiny top_p is rounded to 0.
-        ordered = ordered.masked_fill((mass_before >= rows.top_p[:, None]) & (rank > 0), float("-inf"))
-    return torch.full_like(scaled, float("-inf")).scatter(-1, order, ordered)
 
 
 def _inverse_cdf(logprobs: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:

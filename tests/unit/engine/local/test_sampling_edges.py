@@ -39,6 +39,26 @@ def test_what_is_kept_at_an_edge(logits: list[float], asked: dict[str, torch.Ten
     assert kept(logits, rows(**asked)) == pytest.approx(expected, abs=1e-6)
 
 
+@pytest.mark.parametrize("num", [1, 1023, 1024, 1025, 2999])  # 1,024 ranks are looked at before a row is sorted
+def test_top_p_keeps_the_same_ranks_however_flat_the_row_is_and_whatever_is_beside_it(num: int) -> None:
+    """Of 3,000 tokens with mass e**-r/1000 at rank r, n have (1 - e**-n/1000) / (1 - e**-3); of equal ones n/3000."""
+    falling = torch.arange(3000.0).flip(0) * -1e-3  # the likeliest token is the last
+    logits = torch.stack([falling, torch.zeros(3000), falling * 1000])
+    share = torch.tensor([-math.expm1(-(num - 0.5) / 1000) / -math.expm1(-3), (num - 0.5) / 3000, 0.5])
+    together = sampling_logprobs(logits, rows(top_p=share))
+    expected = torch.zeros(3, 3000, dtype=torch.bool)
+    expected[0, 3000 - num :] = expected[1, :num] = expected[2, -1] = True
+    assert torch.equal(together.isfinite(), expected)
+    alone = [sampling_logprobs(logits[i : i + 1], rows(top_p=share[i : i + 1])) for i in range(3)]
+    assert torch.equal(together, torch.cat(alone))
+
+
+def test_a_row_that_keeps_all_mass_keeps_its_rarest_token_beside_a_truncated_row() -> None:
+    logits = torch.tensor([[0.0, -40.0], [0.0, 0.0]])  # e**-40 added to 1 is 1
+    values = sampling_logprobs(logits, rows(top_p=torch.tensor([1.0, 0.5])))
+    assert values.tolist() == [[0.0, -40.0], [0.0, OUT]]
+
+
 @pytest.mark.parametrize("stop", [3, 4, 1000])
 def test_a_stop_token_beyond_the_logits_forbids_nothing(stop: int) -> None:
     """Of logits [3], a token of which the vocabulary has more ids than the model has logits."""
