@@ -23,11 +23,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     checking.add_argument("overrides", nargs="*", metavar="section.key=value", help="over what the file says")
     checking.add_argument(
         "--nodes",
-        nargs="+",
-        action="extend",
-        default=[],
+        action="append",
         metavar="NODESxGPUS[:GPU[:CORES[:MEMORY]]]",
-        help="the machines, such as 8x8:80GiB (default: those of [compute])",
+        help="machines, such as 8x8:80GiB; once for each kind (default: those of [compute])",
     )
     checking.add_argument("--json", action="store_true", help="print it as JSON")
     checking.set_defaults(run=check_file)
@@ -38,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def check_file(arguments: argparse.Namespace) -> int:
     """Print where everything would stand and what it would take; return 0 if it fits, else 1."""
     config = load_config(arguments.file, arguments.overrides)
-    machines = parse_nodes(arguments.nodes, machines_of(config))
+    machines = parse_nodes(arguments.nodes or (), machines_of(config))
     paper = check(config, shape_of(config), machines)
     if arguments.json:
         print(json.dumps(paper.to_dict(), indent=2))

@@ -136,9 +136,9 @@ def check(config: RunConfig, shape: ModelShape, machines: Machines) -> Paper:
     Raises:
         ConfigError: quantized weights on several ranks.
     """
-    topology, has_gpus = config.topology, config.compute is not None and config.compute.gpu_count > 0
+    topology, has_gpus = config.topology, _has_gpus(config, machines)
     rank = rank_memory(shape, learning_of(config), 1 if topology is None else topology.gpus_for_training)
-    replica = _replica(config, shape, machines.gpu_bytes) if _samples_here(config) else None
+    replica = _replica(config, shape, machines.gpu_bytes, has_gpus) if _samples_here(config) else None
     parts = _gpu_parts(config) if has_gpus else _process_parts(config, rank, replica)
     offers = machines.offers
     if topology is None or topology.type == "single_node_split":
@@ -157,6 +157,13 @@ def check(config: RunConfig, shape: ModelShape, machines: Machines) -> Paper:
     if has_gpus and machines.gpu_bytes is not None:
         problems += _too_large(config, shape, rank, replica, machines.gpu_bytes)
     return Paper(tuple(parts), places, rank, replica, tuple(problems), tuple(missing_machinery(config.sections)))
+
+
+def _has_gpus(config: RunConfig, machines: Machines) -> bool:
+    if config.compute is not None:
+        return config.compute.gpu_count > 0
+    # Without [compute] a run takes a GPU if there is one.
+    return config.model.device != "cpu" and any(offer.gpus for offer in machines.offers)
 
 
 def _samples_here(config: RunConfig) -> bool:
@@ -209,11 +216,9 @@ def _process_parts(config: RunConfig, rank: RankMemory, replica: ReplicaMemory |
     return parts
 
 
-def _replica(config: RunConfig, shape: ModelShape, gpu_bytes: int | None) -> ReplicaMemory | None:
+def _replica(config: RunConfig, shape: ModelShape, gpu_bytes: int | None, has_gpus: bool) -> ReplicaMemory | None:
     vllm, tensor = config.vllm or VllmSection(), _sizes(config)[0]
-    dtype = vllm.dtype or config.model.dtype
-    has_gpus = config.compute is not None and config.compute.gpu_count > 0
-    given = vllm.kv_cache_gib
+    dtype, given = vllm.dtype or config.model.dtype, vllm.kv_cache_gib
     if given is None and has_gpus:
         if gpu_bytes is None:
             return None

@@ -155,6 +155,11 @@ def test_what_does_not_fit_is_said_with_what_is_missing(
     assert all(found.startswith(begins) for found, begins in zip(paper.problems, problems, strict=True))
 
 
+def test_without_compute_a_gpu_is_taken_if_there_is_one(make: Make) -> None:
+    assert parts_of(run_check(make({}), "1x1:80GiB")) == [("learner", 1, 1)]
+    assert parts_of(run_check(make({"model.device": "cpu"}), "1x1:80GiB")) == [("learner", 1, 0)]
+
+
 def test_processes_take_memory_of_their_node_and_share_its_cores(make: Make) -> None:
     config = make({**cluster(0, 2, 2, 2), "rollout.engine": "local"})
     paper = run_check(config, "2x0::1:8GiB")
@@ -208,6 +213,9 @@ def test_the_command_prints_places_and_memory_and_its_status_says_whether_all_fi
     ]
     begins = ("a learner rank takes ", "a replica takes on each GPU ", *["note: gspo-gym train refuses it: "] * 3)
     assert all(line.startswith(begin) for line, begin in zip(lines[4:], begins, strict=True))
+    two_kinds = ["--nodes", "1x8:80GiB", "--nodes", "2x4:40GiB"]
+    assert main(["cluster", "check", str(file), *two_kinds, "topology.tensor_parallel=4"]) == 0
+    assert "replica: 2 x 4 GPUs, 4 cores on node-1 (GPUs 0-3), node-2 (GPUs 0-3)" in capsys.readouterr().out
     assert main(["cluster", "check", str(file), "--nodes", "1x8:80GiB", "--json"]) == 1
     told = json.loads(capsys.readouterr().out)
     assert told["problems"] == [
