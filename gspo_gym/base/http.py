@@ -234,7 +234,6 @@ class HttpClient:
         return shortened(text, _SHOWN)
 
     async def close(self) -> None:
-        """Close the connections."""
         await self._http.aclose()
 
     async def _chunks(self, response: httpx.Response, where: str) -> AsyncIterator[bytes]:

@@ -33,7 +33,7 @@ def read_json(body: bytes | str) -> Any:
     raw = body.encode(errors="surrogatepass") if isinstance(body, str) else body
     try:
         value = json.loads(
-            raw.decode(), parse_constant=_refuse_constant, parse_float=_finite_float, parse_int=_bounded_int
+            raw.decode(), parse_constant=refuse_constant, parse_float=_finite_float, parse_int=_bounded_int
         )
     except UnicodeDecodeError as error:
         raise RecordError(f"expected JSON in UTF-8: {error.reason} at byte {error.start}") from None
@@ -59,7 +59,8 @@ def refuse_strange_json(body: bytes | bytearray) -> None:
         read_json(bytes(body))
 
 
-def _refuse_constant(name: str) -> NoReturn:
+def refuse_constant(name: str) -> NoReturn:
+    """Raise ValueError for NaN and the infinities, which Python's json takes for numbers."""
     raise ValueError(f"{name} is no JSON number")
 
 

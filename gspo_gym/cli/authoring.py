@@ -239,11 +239,6 @@ class PlayerRecord:
         return sum(run.success is True for run in self.runs)
 
     @property
-    def mean_interval(self) -> Interval | None:
-        """Return the 95% bootstrap interval of the mean return, or None for fewer than two returns."""
-        return bootstrap_mean_interval(self.returns)
-
-    @property
     def mean_terms(self) -> Mapping[str, float]:
         """Return the sum of each reward term over an episode, averaged over all episodes."""
         totals: Counter[str] = Counter()
@@ -386,7 +381,8 @@ def card_as_markdown(card: EnvironmentCard) -> str:
     """Format the card as Markdown that ends with a newline."""
     sections = [f"# {card.env_id}", card.summary, _table(("", ""), card.facts.items())]
     if card.options:
-        sections += ["## Options", _table(("argument", "value"), _coded(card.options.items()))]
+        options = [(f"`{name}`", f"`{value}`") for name, value in card.options.items()]
+        sections += ["## Options", _table(("argument", "value"), options)]
     if card.tools:
         sections += ["## Tools", "\n".join(map(_tool_line, card.tools))]
     sections += _reward_sections(card)
@@ -419,7 +415,9 @@ def _play_sections(records: Sequence[PlayerRecord]) -> list[str]:
             record.player,
             str(len(record.runs)),
             _with_interval(record.success_rate, record.success_interval),
-            _with_interval(float(np.mean(record.returns)) if record.returns else None, record.mean_interval),
+            _with_interval(
+                float(np.mean(record.returns)) if record.returns else None, bootstrap_mean_interval(record.returns)
+            ),
             " ".join(f"{q:.3g}" for q in np.quantile(record.returns, _QUANTILES)) if record.returns else "-",
             f"{np.mean(record.turns):.3g} ({min(record.turns)} to {max(record.turns)})" if record.runs else "-",
         )
@@ -482,10 +480,6 @@ def _with_interval(value: float | None, interval: Interval | None) -> str:
     if value is None:
         return "not declared" if interval is None else "-"
     return f"{value:.3f}" if interval is None else f"{value:.3f} ({interval.low:.3f} to {interval.high:.3f})"
-
-
-def _coded(rows: Iterable[tuple[str, str]]) -> list[tuple[str, ...]]:
-    return [tuple(f"`{cell}`" for cell in row) for row in rows]
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

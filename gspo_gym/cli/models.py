@@ -129,7 +129,8 @@ def show_command(arguments: argparse.Namespace) -> int:
         # Only checkpoints of runs have a manifest.
         files = verify(Path(model.base)).files
         about["files"] = dict(files)
-        digests = {name: entry["sha256"] for name, entry in files.items() if _is_weights(name)}
+        names = (name for name in files if name.endswith(".safetensors") and not name.startswith("resume/"))
+        digests = {name: files[name]["sha256"] for name in names}
     if arguments.json:
         print(json.dumps(about, indent=2))
         return 0
@@ -177,10 +178,6 @@ def push_command(arguments: argparse.Namespace) -> int:
     token = read_key(arguments.token_env, "--token-env")
     print(push(arguments.folder, arguments.repo, is_private=arguments.private, token=token))
     return 0
-
-
-def _is_weights(name: str) -> bool:
-    return name.endswith(".safetensors") and not name.startswith("resume/")
 
 
 def _score(evaluation: Mapping[str, Any] | None) -> tuple[str, str, str]:

@@ -84,7 +84,6 @@ class Flat:
     problems: list[Problem] = field(default_factory=list)
 
     def name(self, key: str) -> str:
-        """Return the key as the file has it."""
         return self.written.get(key, key)
 
 

@@ -109,7 +109,6 @@ class RunConfig(Settings):
 
     @property
     def run_folder(self) -> Path:
-        """Return the folder that the run writes into."""
         return Path(self.run.folder) / self.model.label
 
     @property

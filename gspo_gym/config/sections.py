@@ -358,7 +358,6 @@ class RolloutSection(Settings):
 
     @property
     def sampling(self) -> Sampling:
-        """Return the sampling parameters."""
         drawn = {name: getattr(self, name) for name in SAMPLING_NAMES if name in type(self).model_fields}
         return Sampling(**drawn, min_tokens=self.min_output_tokens)
 

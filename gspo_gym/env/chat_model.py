@@ -110,7 +110,6 @@ class ChatModel:
         return _message(answer, where, settings.max_tokens)
 
     async def close(self) -> None:
-        """Close the connections."""
         await self._client.close()
 
     async def _ask(self, request: Mapping[str, Any]) -> Any:

@@ -122,7 +122,6 @@ class PlainEnv(gymnasium.Env[str, str]):
         return _text(result), {"messages": _messages(result), "tool_schemas": schemas}
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
-        """Answer one action."""
         try:
             message = self._message(str(action))
         except ValueError as error:

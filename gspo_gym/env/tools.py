@@ -132,7 +132,6 @@ class Tool:
         return checked
 
     def bound_to(self, instance: object) -> Tool:
-        """Return the tool as a method of that object."""
         return dataclasses.replace(self, function=getattr(instance, self.function.__name__))
 
 

@@ -11,7 +11,6 @@ A folder is verified, and complete or not there.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import shutil
@@ -35,7 +34,7 @@ from gspo_gym.policy.load import (
     save_policy,
 )
 from gspo_gym.policy.lora import is_adapter
-from gspo_gym.policy.manifest import MANIFEST, verify
+from gspo_gym.policy.manifest import MANIFEST, sha256_of, verify
 from gspo_gym.policy.staging import write_full
 
 Layout = Literal["transformers", "peft"]
@@ -138,11 +137,8 @@ def export(
 
 def file_digests(folder: Path) -> dict[str, str]:
     """Return the SHA-256 of every file in a folder, by path in it."""
-    digests = {}
-    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
-        with path.open("rb") as file:
-            digests[path.relative_to(folder).as_posix()] = hashlib.file_digest(file, "sha256").hexdigest()
-    return digests
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    return {path.relative_to(folder).as_posix(): sha256_of(path) for path in files}
 
 
 def require_sums(folder: Path) -> None:

@@ -106,7 +106,7 @@ def seal(folder: Path, *, step: int, origin: Origin, evaluation: Mapping[str, An
     sync_tree(folder)
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     entries = {
-        path.relative_to(folder).as_posix(): {"bytes": path.stat().st_size, "sha256": _sha256(path)} for path in files
+        path.relative_to(folder).as_posix(): {"bytes": path.stat().st_size, "sha256": sha256_of(path)} for path in files
     }
     values = {
         "schema": _SCHEMA_VERSION,
@@ -255,7 +255,7 @@ def _verify_file(path: Path, entry: Mapping[str, Any]) -> None:
     size = path.stat().st_size
     if size != entry["bytes"]:
         raise CheckpointError(f"{path}: expected {entry['bytes']} bytes, got {size}")
-    digest = _sha256(path)
+    digest = sha256_of(path)
     if digest != entry["sha256"]:
         raise CheckpointError(f"{path}: is damaged: expected SHA-256 {entry['sha256']}, got {digest}")
 
@@ -264,6 +264,7 @@ def _digest(values: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
 
-def _sha256(path: Path) -> str:
+def sha256_of(path: Path) -> str:
+    """Return the digest of a file's content, 64 hexadecimal digits."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

@@ -31,6 +31,7 @@ from gspo_gym.engine.base import TensorMeta, UpdateKind, WeightUpdate
 from gspo_gym.errors import ConfigError, EngineError, StorageError, UsageError
 from gspo_gym.policy.load import Policy, is_quantized, no_progress_bars
 from gspo_gym.policy.lora import ADAPTER, is_adapter
+from gspo_gym.policy.manifest import sha256_of
 
 MANIFEST = "manifest.json"
 _MEMORY = Path("/dev/shm")
@@ -202,7 +203,6 @@ class PolicyTensors:
 
     @property
     def device(self) -> torch.device:
-        """Return the device of the weights."""
         device: torch.device = self._model.device
         return device
 
@@ -338,7 +338,7 @@ def verify_staged(update: WeightUpdate) -> None:
     for name, digest in update.checksums.items():
         assert update.folder is not None
         path = update.folder / name
-        if not path.is_file() or _sha256(path) != digest:
+        if not path.is_file() or sha256_of(path) != digest:
             raise EngineError(f"{path}: is missing or was changed after it was staged")
 
 
@@ -360,7 +360,7 @@ def _seal(folder: Path, version: int, kind: UpdateKind) -> Mapping[str, str]:
     # Nothing is forced to the disk: what a power cut leaves is removed before the next process stages anything.
     paths = sorted(path for path in folder.rglob("*") if path.is_file())
     files = {path.relative_to(folder).as_posix(): path for path in paths}
-    digests = {name: _sha256(path) for name, path in files.items()}
+    digests = {name: sha256_of(path) for name, path in files.items()}
     entries = {name: {"bytes": path.stat().st_size, "sha256": digests[name]} for name, path in files.items()}
     manifest = {"schema": 1, "version": version, "kind": kind, "files": entries}
     (folder / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
@@ -372,8 +372,3 @@ def _say_dtype(path: Path, dtype: torch.dtype) -> None:
     config = json.loads(path.read_text(encoding="utf-8"))
     config["dtype"] = str(dtype).removeprefix("torch.")
     path.write_text(json.dumps(config), encoding="utf-8")
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

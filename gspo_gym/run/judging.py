@@ -24,9 +24,7 @@ OnEventOfStep = Callable[[str, int, Mapping[str, Any]], None]
 class Closable(Protocol):
     """An object that holds connections or tasks."""
 
-    async def close(self) -> None:
-        """Give them back."""
-        ...
+    async def close(self) -> None: ...
 
 
 class Judging:

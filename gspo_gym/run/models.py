@@ -280,7 +280,6 @@ def _base(model: Model) -> str | None:
 
 
 def _parts(evaluation: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Return the evaluation of each environment."""
     parts = evaluation.get("parts") or {}
     return [{"env_id": env_id, **part} for env_id, part in parts.items()] or [evaluation]
 

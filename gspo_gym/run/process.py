@@ -137,7 +137,6 @@ class Phases:
         self.now = PHASES[0]
 
     def enter(self, name: str) -> None:
-        """Begin a phase."""
         assert name in PHASES
         self.now = name
         if self._path is None:
@@ -364,7 +363,6 @@ class _Lock:
         self.close()
 
     def close(self) -> None:
-        """Unlock."""
         if self._is_open:
             self._is_open = False
             os.close(self.descriptor)

@@ -206,7 +206,6 @@ class RunSize:
 
     @property
     def num_iterations(self) -> int:
-        """Return the iterations of the whole run."""
         return self.num_epochs * self.iterations_per_epoch
 
     @property

@@ -134,7 +134,6 @@ class WandbSink:
         id_file.write_text(f"{self._run.id}\n", encoding="utf-8")
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Write one row."""
         self._run.log({"step": step, **values})
 
     def episodes(self, step: int, rows: Sequence[EpisodeRow]) -> None:

@@ -192,7 +192,6 @@ class Store:
                 raise OSError(str(error)) from error  # `writing` raises it as StorageError
 
     def close(self) -> None:
-        """Close the file."""
         with self._lock:
             self._connection.close()
 

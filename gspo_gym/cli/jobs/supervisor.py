@@ -77,7 +77,6 @@ class Supervisor:
         self._thread = threading.Thread(target=self._run, daemon=True, name="gspo-gym-jobs")
 
     def run_folder(self, job_id: str) -> Path:
-        """Return the folder of a job's run."""
         return self._folder / "runs" / job_id
 
     def start(self) -> None:

@@ -265,7 +265,6 @@ def _open_folder(settings: SearchSettings, *, resume: bool) -> Path:
 
 
 def _table(leaderboard: dict[str, Any]) -> Any:
-    """Return the leaderboard as a rich table."""
     from rich.table import Table
 
     keys = list(leaderboard["trials"][0]["parameters"]) if leaderboard["trials"] else []

@@ -378,7 +378,6 @@ class SearchSettings(Settings):
 
     @property
     def search_folder(self) -> Path:
-        """Return the folder that the search writes to."""
         return Path(self.search.folder) / self.search.label
 
     def to_toml(self) -> str:

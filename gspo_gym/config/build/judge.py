@@ -94,7 +94,6 @@ class JudgeVariants:
     in_given_order: Judge
 
     async def close(self) -> None:
-        """Close all judges."""
         for judge in (self.judge, *self.repeats, self.in_given_order):
             await judge.close()
 

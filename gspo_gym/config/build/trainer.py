@@ -244,7 +244,8 @@ def build_trainer(
     """
     _require_versions(config, engine := player.sampler)  # before anything is played: the age could not be checked
     before = state or TrainState()
-    attempts = AttemptWatch(_app_envs(config), before.attempts)
+    apps = {source.env_name for source in config.sources if source.task_url is not None}
+    attempts = AttemptWatch(apps, before.attempts)
     selection = SelectionAlarm(seed=config.run.seed, evidence=before.selection)
     if judging is not None:
         judging.record_into(recorder.folder, tell_recorder(recorder, progress), step=0 if state is None else state.step)
@@ -287,10 +288,6 @@ def _require_versions(config: RunConfig, engine: Engine) -> None:
             f"training.max_staleness: expected 0 with an engine that does not report weight versions, got "
             f"{config.training.max_staleness}"
         )
-
-
-def _app_envs(config: RunConfig) -> set[str]:
-    return {source.env_name for source in config.sources if source.task_url is not None}
 
 
 def _build_saver(

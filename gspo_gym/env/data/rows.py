@@ -340,7 +340,6 @@ class ConversationTemplate:
         return frozenset(column for _, column in pieces if column is not None)
 
     def messages(self, row: Mapping[str, Any]) -> tuple[Message, ...]:
-        """Return the messages for a row that has the columns."""
         return tuple(Message(role, _filled(content, row)) for role, content in self.templates)
 
 

@@ -290,7 +290,6 @@ class Actions:
         return chosen[0] if self.is_single else np.array(chosen)
 
     def sample(self, rng: np.random.Generator) -> str:
-        """Return the names of a random action."""
         return ", ".join(dimension[int(rng.integers(len(dimension)))] for dimension in self.names)
 
     def name(self, number: int) -> str:

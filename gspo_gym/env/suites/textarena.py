@@ -201,7 +201,7 @@ class TextArenaEnv(TextEnv):
             if seat != self.seat:
                 told.extend(news)
         text = as_text(news, with_speakers=True)
-        return text if match.is_over else f"{text}\n{_turn_of(self.seat)}".lstrip("\n")
+        return text if match.is_over else f"{text}\nYou are Player {self.seat} now.".lstrip("\n")
 
     def _running(self, method: str) -> Match:
         if self._match is None:
@@ -238,10 +238,6 @@ def _policies(scripted: PolicyFactory | None, *, is_sure: bool) -> Mapping[str, 
         if is_sure:  # against others, even a perfect player may not win
             policies["reference"] = scripted
     return policies
-
-
-def _turn_of(seat: int) -> str:
-    return f"You are Player {seat} now."
 
 
 def _is_async(function: object) -> bool:

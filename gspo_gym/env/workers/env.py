@@ -123,7 +123,6 @@ class ProcessEnv:
         return result.messages, result.info
 
     async def step(self, action: Message | str) -> Step:
-        """Return the answer to an action."""
         said = Message("assistant", action) if isinstance(action, str) else action
         return _as_step(self._result("step", await self._ask("step", {"action": message_to_json(said)})))
 

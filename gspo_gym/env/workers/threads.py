@@ -84,7 +84,6 @@ class WorkerPool:
             return Worker()
 
     def give_back(self, worker: Worker) -> None:
-        """Take back an idle worker."""
         if len(self._idle) < _MAX_IDLE:
             self._idle.append(worker)
         else:

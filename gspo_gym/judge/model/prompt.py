@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from gspo_gym.base.retries import AttemptError
+from gspo_gym.base.strict_json import refuse_constant
 from gspo_gym.errors import shortened
 from gspo_gym.judge.base import CriterionScore
 from gspo_gym.judge.model.transcript import TASK, Piece, Transcript, longest_run_of_ticks
@@ -277,8 +278,4 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return values
 
 
-def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no JSON number")
-
-
-_DECODER = json.JSONDecoder(object_pairs_hook=_unique, parse_constant=_refuse_constant)
+_DECODER = json.JSONDecoder(object_pairs_hook=_unique, parse_constant=refuse_constant)

@@ -90,7 +90,6 @@ class TaskAppClient:
         await self.close()
 
     async def close(self) -> None:
-        """Close the connections."""
         await self._client.close()
 
     async def health(self) -> None:

@@ -42,7 +42,6 @@ class SlicedEngine:
 
     @property
     def capabilities(self) -> Capabilities:
-        """Those of the engine."""
         return self._engine.capabilities
 
     async def generate(
@@ -88,7 +87,6 @@ class SlicedEngine:
         await self._engine.abort(session_id)
 
     async def end_session(self, session_id: str) -> None:
-        """Forget a session."""
         await self._engine.end_session(session_id)
 
 

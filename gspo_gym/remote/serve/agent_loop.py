@@ -166,7 +166,6 @@ class InferenceClient:
         return self._read(answer, seconds=time.monotonic() - started)
 
     async def close(self) -> None:
-        """Close the connection."""
         await self._client.close()
 
     def _to_wire(self, message: Message) -> dict[str, Any]:

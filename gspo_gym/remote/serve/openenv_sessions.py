@@ -177,7 +177,6 @@ class Sessions:
                 self._open.pop(session.id, None)  # also if closing failed
 
     async def close_all(self) -> None:
-        """Close every session."""
         await asyncio.gather(*(self.destroy(session) for session in list(self._open.values())))
 
     async def _close_idle(self) -> None:

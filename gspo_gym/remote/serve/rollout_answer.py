@@ -101,7 +101,6 @@ class DecisionRewards:
         return {"decision_rewards": {**counted, "all": reached, "unique": unique}, "stepwise": stepwise}
 
     def samples(self) -> list[dict[str, Any]]:
-        """Return `decision_samples` of a trajectory."""
         return [
             {
                 "decision_index": one["decision_index"],

@@ -343,7 +343,6 @@ class Runs:
         return self._runs[run_id]
 
     async def stop_all(self) -> None:
-        """Tell all to stop."""
         for run in self._runs.values():
             run.abort_requested.set()
 

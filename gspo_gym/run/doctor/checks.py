@@ -152,7 +152,6 @@ class RunView:
         return _window(self.metrics[: self._window_size], name)
 
     def events_of(self, kind: str) -> list[Mapping[str, Any]]:
-        """Return the events of a kind."""
         return [event for event in self.events if event["kind"] == kind]
 
     @property

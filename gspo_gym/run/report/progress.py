@@ -188,7 +188,6 @@ class LiveProgress:
         self._live.stop()
 
     def table(self, step: int, metrics: Mapping[str, float]) -> Table:
-        """Return the table of this step."""
         table = Table(box=None, pad_edge=False)
         row = [f"{step}/{self._pace.num_steps}"]
         table.add_column("step")
