@@ -72,7 +72,7 @@ def run_checkpoints(base: str, *, repeats: int) -> int:
     num_bytes = 3 * sum(parameter.numel() * parameter.element_size() for parameter in policy.model.parameters())
     copy, blocked, whole = (statistics.median(each) for each in (costs.copy, costs.blocked, costs.whole))
     Console(width=200).print(
-        f"{base}, {num_bytes / 1e6:.0f} MB of weights and moments, {torch.get_num_threads()} torch thread(s); medians "
+        f"{base}, {num_bytes / 1e6:.0f} MB of weights and moments; medians "
         f"of {repeats}\ncopy of the tensors: {copy:.4f} s; a step waits {blocked:.4f} s: {costs.ratio:.3f} times the "
         f"copy (at most {_LIMIT})\ncomplete on the disk after {whole:.3f} s; meanwhile another thread waited at most "
         f"{max(costs.longest_wait):.3f} s for its turn"

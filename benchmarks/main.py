@@ -21,7 +21,7 @@ from benchmarks.head import run_head
 from benchmarks.isolation import run_isolation
 from benchmarks.mutants import run_mutants
 from benchmarks.page import run_page
-from benchmarks.peers import PEER, peer_is_installed, run_peers
+from benchmarks.peers import PEER, SPEED, choose, peer_is_installed, run_peers
 from benchmarks.pipeline import Workload, run_pipeline
 from benchmarks.prefixes import run_prefixes
 from benchmarks.record import Value, finish, on_machine, render, this_machine
@@ -43,7 +43,7 @@ def _gateway(_: Arguments) -> int:
 
 
 def _peers(a: Arguments) -> tuple[int, list[Value]]:
-    values = run_peers(rounds=a.repeats, threads=a.threads, learn=a.learn)
+    values = run_peers(choose(a.files, learn=a.learn), rounds=a.repeats, threads=a.threads)
     Console(width=160).print(f"medians of {a.repeats} round(s)", render(values))
     return 0, values
 
@@ -55,7 +55,7 @@ def _quick(a: Arguments) -> tuple[int, list[Value]]:
     values += run_head(repeats=a.repeats, threads=a.threads, vocab_size=32_000, num_tokens=2048)[1]
     if not peer_is_installed():
         Console(width=160).print(f"{PEER} is not installed; `make peers` does it")
-    values += run_peers(rounds=a.repeats, threads=a.threads, learn=False, with_peer=peer_is_installed())
+    values += run_peers(SPEED, rounds=a.repeats, threads=a.threads, with_peer=peer_is_installed())
     Console(width=160).print(f"medians of {a.repeats} round(s)", render(values))
     return 0, values
 
@@ -87,14 +87,16 @@ KEPT: Mapping[str, Callable[[Arguments], tuple[int, list[Value]]]] = {
     "peers": _peers,
     "quick": _quick,
 }
-_TAKE_FILES = ("mutants", "prefixes")
+_TAKE_FILES = ("mutants", "prefixes", "peers")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
     parser.add_argument("what", choices=[*KEPT, *PRINTED], help="what to measure")
     parser.add_argument(
-        "files", nargs="*", help="mutants: the files to mutate, in the root of a checkout; prefixes: episodes"
+        "files",
+        nargs="*",
+        help="mutants: the files to mutate, in the root of a checkout; prefixes: episodes; peers: shapes (all)",
     )
     parser.add_argument(
         "--count",

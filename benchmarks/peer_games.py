@@ -31,7 +31,7 @@ class Job:
     num_tokens: int
     num_episodes: int = 64
     minibatch: int = 64
-    num_steps: int = 3
+    num_steps: int = 2
     text_length: int = 24
     goal: float | None = None
     seed: int = 0

@@ -6,6 +6,7 @@ its loop of tool calls; the rollout function adds the environment's texts betwee
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 import tempfile
@@ -102,7 +103,7 @@ def _config(job: Job, folder: str) -> GRPOConfig:
         importance_sampling_level="sequence",
         epsilon=3e-2,
         epsilon_high=4e-2,
-        max_steps=10**6 if job.goal else (job.num_steps + 2) * (job.num_episodes // job.minibatch),
+        max_steps=10**6 if job.goal else (job.num_steps + 1) * (job.num_episodes // job.minibatch),
         report_to="none",
         save_strategy="no",
         logging_steps=10**6,
@@ -126,8 +127,9 @@ def main() -> None:
             rollout_func=rollout,
         )
         trainer.train()
-    steps = [after - before for before, after in zip(rollout.begun, rollout.begun[1:], strict=False)][1:]
-    playing = rollout.played[1 : len(steps) + 1]
+    begun = [*rollout.begun, time.perf_counter()]
+    steps = [after - before for before, after in itertools.pairwise(begun)][1:]  # the first warms up
+    playing = rollout.played[1:]
     report({"playing": playing, "learning": [step - play for step, play in zip(steps, playing, strict=True)]})
 
 

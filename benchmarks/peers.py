@@ -25,7 +25,7 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from benchmarks.peer_games import SYMBOLS, Job
 from benchmarks.record import Value
-from gspo_gym.errors import MissingExtraError, ServiceError
+from gspo_gym.errors import MissingExtraError, ServiceError, UnknownNameError, nearest_name
 from gspo_gym.policy.load import Policy, load_policy, save_policy
 
 PEER = "TRL 1.16.0"
@@ -170,14 +170,26 @@ def cost(answer: Mapping[str, Any], parts: Sequence[str]) -> float:
     return statistics.median(sum(step) for step in zip(*columns, strict=True))
 
 
-def run_peers(*, rounds: int, threads: int, learn: bool, with_peer: bool = True) -> list[Value]:
-    """Return the costs of both sides; `learn`: those of learning, else of speed.
+def choose(names: Sequence[str], *, learn: bool) -> Mapping[str, Case]:
+    """Return the cases of these names, of all if there are none; `learn`: those of learning, else of speed.
+
+    Raises:
+        UnknownNameError: there is no such case.
+    """
+    cases = LEARN if learn else SPEED
+    for name in names:
+        if name not in cases:
+            raise UnknownNameError(f"there is no shape {name!r}; {nearest_name(name, cases)}")
+    return {name: case for name, case in cases.items() if name in names or not names}
+
+
+def run_peers(cases: Mapping[str, Case], *, rounds: int, threads: int, with_peer: bool = True) -> list[Value]:
+    """Return the costs of both sides.
 
     Raises:
         MissingExtraError: the peer is wanted and is not installed. ServiceError: a side failed.
     """
     sides = all_sides(with_peer=with_peer)
-    cases = LEARN if learn else SPEED
     with tempfile.TemporaryDirectory(prefix="gspo_gym-benchmark-") as name:
         folders: dict[str, Path] = {}
         for model in {case.model for case in cases.values()}:

@@ -19,7 +19,6 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console
 from rich.table import Table
 
@@ -239,7 +238,7 @@ def run_pipeline(workload: Workload, *, repeats: int) -> int:
     times = measure_in_turns(workload, repeats=repeats)
     synchronous = times[0]
     console.print(
-        f"{workload.model}, {torch.get_num_threads()} torch thread(s); {workload.num_groups} groups of "
+        f"{workload.model}; {workload.num_groups} groups of "
         f"{workload.group_size} episodes of {workload.num_turns} turns, {workload.turn_seconds:g} s a turn on average "
         f"(lognormal, sigma {workload.sigma:g}); medians of {repeats} runs, means "
         f"of {workload.num_steps - 1} steps each"

@@ -14,7 +14,6 @@ from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
 from rich.console import Console
 
 from gspo_gym.cli.train import run_training
@@ -71,7 +70,7 @@ def run_tokens(*, num_steps: int, repeats: int) -> int:
     every, header = load_config(_QUICKSTART).run.log_tokens_every_n_iters, costs.num_bytes - costs.column_bytes
     update = statistics.median(costs.update)
     Console(width=200).print(
-        f"quickstart, {torch.get_num_threads()} torch thread(s): a step takes {costs.step:.3f} s, median of {num_steps}"
+        f"quickstart: a step takes {costs.step:.3f} s, median of {num_steps}"
         f"; its update alone {update:.3f} s, median of {repeats} pairs\n"
         f"recording a step costs {1000 * costs.seconds:.2f} ms: {costs.share:.2%} of it (goal: at most {MAX_SHARE:.0%})"
         f"; recording every {every}th, as the quickstart does, {costs.share / every:.2%}\n"

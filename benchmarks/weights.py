@@ -17,7 +17,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console
 from rich.table import Table
 
@@ -51,7 +50,7 @@ def run_weights(base: str, *, dtype: Any, num_updates: int) -> int:
     num_bytes = sum(parameter.numel() * parameter.element_size() for parameter in policy.model.parameters())
     console = Console()
     console.print(
-        f"{base}, {num_bytes / 1e6:.0f} MB of weights, {dtype}, {torch.get_num_threads()} torch thread(s); "
+        f"{base}, {num_bytes / 1e6:.0f} MB of weights, {dtype}; "
         f"{num_updates} updates each, in turn; medians, the first of each not counted"
     )
     console.print(render(costs))

@@ -11,8 +11,8 @@ import pytest
 from benchmarks.main import main
 from benchmarks.peer_games import GAMES, SYMBOLS, Job
 from benchmarks.peer_ours import make_config
-from benchmarks.peers import SPEED, Case, cost, game_policy, measure, parse_answer, peer_python
-from gspo_gym.errors import MissingExtraError, ServiceError
+from benchmarks.peers import SPEED, Case, choose, cost, game_policy, measure, parse_answer, peer_python
+from gspo_gym.errors import MissingExtraError, ServiceError, UnknownNameError
 
 
 def test_both_sides_do_the_same_job_in_turns_and_costs_are_medians_of_steps() -> None:
@@ -53,6 +53,13 @@ def test_a_peer_that_is_not_installed_is_refused_with_the_command_that_installs_
         peer_python(tmp_path)
     (tmp_path / ".venv-peers" / ".installed").touch()
     assert peer_python(tmp_path) == tmp_path / ".venv-peers" / "bin" / "python"
+
+
+def test_shapes_are_chosen_by_name() -> None:
+    assert choose((), learn=False) == SPEED
+    assert list(choose(("tiny",), learn=False)) == ["tiny"]
+    with pytest.raises(UnknownNameError, match=r"there is no shape 'recal'.*recall"):
+        choose(("recal",), learn=True)
 
 
 def test_numbers_that_are_only_printed_cannot_be_kept(capsys: pytest.CaptureFixture[str]) -> None:
