@@ -245,7 +245,11 @@ class BlockStore(KeyValueStore):
 
     def read(self, slots: torch.Tensor, length: int) -> tuple[torch.Tensor, torch.Tensor]:
         num_blocks = -(-length // BLOCK)
-        keys = self._keys[:, :, :num_blocks].index_select(0, slots).transpose(-1, -2)
+        keys = self._keys[:, :, :num_blocks]
+        if num_blocks == 1:
+            keys = keys.index_select(0, slots).transpose(-1, -2)
+        else:  # blocks side by side need a copy of the transposed keys: this one takes them from the store at once
+            keys = keys.transpose(-1, -2).index_select(0, slots)
         values = self._values[:, :, :num_blocks].index_select(0, slots)
         return keys.flatten(2, 3)[:, :, :length], values.flatten(2, 3)[:, :, :length]
 
