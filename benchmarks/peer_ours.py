@@ -27,6 +27,7 @@ class PeerGame(TextEnv):
     """A game of `peer_games` as an environment; `job` is its JSON."""
 
     isolation = "thread"
+    any_thread = True
 
     def __init__(self, *, job: str) -> None:
         self._job, self._earned = Job(**json.loads(job)), 0.0
