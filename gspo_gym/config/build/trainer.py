@@ -244,8 +244,7 @@ def build_trainer(
     """
     _require_versions(config, engine := player.sampler)  # before anything is played: the age could not be checked
     before = state or TrainState()
-    apps = {source.env_name for source in config.sources if source.task_url is not None}
-    attempts = AttemptWatch(apps, before.attempts)
+    attempts = AttemptWatch({s.env_name for s in config.sources if s.task_url is not None}, before.attempts)
     selection = SelectionAlarm(seed=config.run.seed, evidence=before.selection)
     if judging is not None:
         judging.record_into(recorder.folder, tell_recorder(recorder, progress), step=0 if state is None else state.step)
