@@ -11,7 +11,7 @@ import pytest
 
 from gspo_gym.cli.cluster import shape_of
 from gspo_gym.cli.main import main
-from gspo_gym.cluster.memory import SHAPES, ModelShape, rank_memory
+from gspo_gym.cluster.memory import SHAPES, Learning, ModelShape, rank_memory
 from gspo_gym.cluster.paper import table
 from gspo_gym.cluster.placement import GIB, Offer
 from gspo_gym.config.machines import Machines, Paper, check, describe, learning_of, machines_of, parse_nodes
@@ -134,10 +134,18 @@ def test_512_gpus_are_placed_by_the_numbers_alone(make: Make) -> None:
             ["no room for the run: 6 GPUs are needed in all and 4 GPUs free: 2 GPUs missing. Free: 4 GPUs on node-0"],
         ),
         (
-            cluster(8, 1, 4, 4),
-            ("1x8:80GiB",),
+            {
+                **cluster(9, 1, 4, 4, gpus_for_ref=1),
+                "reference": {"placement": "dedicated"},
+                "loss": {"kl_coef": 0.1},
+            },
+            ("1x9:80GiB",),
             SHAPES["Llama-3.3-70B-Instruct"],
-            ["a learner rank: ", "a replica's GPU: its part of the weights takes 262.8 GiB, which leaves room for 0"],
+            [
+                "a learner rank: ",
+                "a replica's GPU: its part of the weights takes 262.8 GiB, which leaves room for 0",
+                "the reference: 262.8 GiB of weights a GPU, and 80.0 GiB are there",
+            ],
         ),
         (
             {**cluster(0, 2, 1, 3), "rollout.engine": "local"},
@@ -167,6 +175,39 @@ def test_processes_take_memory_of_their_node_and_share_its_cores(make: Make) -> 
     assert paper.parts[0].each.memory_bytes == paper.rank.total
     assert paper.parts[1].each.memory_bytes == TINY.num_parameters * 4 + GIB
     assert paper.problems == ()
+
+
+def test_memory_is_asked_for_what_the_configuration_trains(make: Make) -> None:
+    assert learning_of(make({"loss": {"kl_coef": 0.1}, "optimizer.kind": "adamw_8bit"})) == Learning(
+        has_8bit_moments=True, keeps_reference=True
+    )
+    # The base is the reference of an adapter, and no copy is kept. A row of more tokens is a micro-batch by itself.
+    changes = {"model.dtype": "bfloat16", "model.gradient_checkpointing": True, "training.lora": {"r": 4}}
+    changes |= {"training.max_tokens_per_microbatch": 64, "training.logits_memory_mib": 2}
+    config = make({"loss": {"kl_coef": 0.1}, "model.trainer_mode": "lora", **changes})
+    assert learning_of(config) == Learning(
+        trained="lora",
+        dtype="bfloat16",
+        lora_rank=4,
+        gradient_checkpointing=True,
+        num_tokens=config.rollout.max_model_len,
+        logits_bytes=2 << 20,
+    )
+
+
+@pytest.mark.parametrize(
+    ("vllm", "cache"),
+    [
+        ({}, int(0.4 * 80 * GIB) - 4 * TINY.num_parameters),  # beside the learner
+        ({"gpu_memory_utilization": 0.25}, 20 * GIB - 4 * TINY.num_parameters),
+        ({"kv_cache_gib": 3}, 3 * GIB),
+    ],
+)
+def test_a_replica_has_the_memory_that_its_settings_say(vllm: dict[str, Any], cache: int, make: Make) -> None:
+    config = make({"compute": {"gpu_count": 1, "gpu_type": "h100"}, "vllm": vllm})
+    replica = run_check(config).replica
+    assert replica is not None
+    assert replica.cache == cache
 
 
 def test_a_gpu_of_both_has_room_for_both_and_one_that_sleeps_gives_its_room_away(make: Make) -> None:
