@@ -23,9 +23,8 @@ from rich.console import Console
 
 from gspo_gym.policy.checkpoints import CheckpointStore
 from gspo_gym.policy.load import Policy, copy_tensors, load_policy
-from gspo_gym.run.saving import Saver
 from gspo_gym.run.settings import LoopSettings
-from gspo_gym.run.state import TrainState
+from gspo_gym.run.state import Saver, TrainState
 
 _LIMIT = 1.1
 

@@ -25,8 +25,7 @@ from gspo_gym.engine.scripted import Latency, ScriptedEngine
 from gspo_gym.errors import ServiceError
 from gspo_gym.policy.tiny import tiny_tokenizer
 from gspo_gym.remote.gateway.app import create_gateway_app, rollout_url
-from gspo_gym.remote.gateway.gateway import Gateway
-from gspo_gym.remote.gateway.session import GatewaySessionSettings
+from gspo_gym.remote.gateway.session import Gateway, GatewaySessionSettings
 from gspo_gym.remote.serving import LoopServer
 from gspo_gym.seeding import generator
 

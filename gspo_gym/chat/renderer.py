@@ -13,10 +13,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from gspo_gym.chat.encoding import Escapes, TextCodec
 from gspo_gym.chat.parsing import ParseFailure, parse_action
 from gspo_gym.chat.seams import Seams
-from gspo_gym.chat.template import ChatTemplate, mark, probe
+from gspo_gym.chat.template import ChatTemplate, Escapes, TextCodec, mark, probe
 from gspo_gym.errors import TemplateError
 from gspo_gym.types import Message, ParseStatus, TokenIds, ToolCall
 

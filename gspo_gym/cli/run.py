@@ -32,8 +32,7 @@ from gspo_gym.errors import CheckpointError, ConfigError, GymError
 from gspo_gym.learning.optimizer import scheduled_rate
 from gspo_gym.learning.update import Learner
 from gspo_gym.policy.checkpoints import Checkpoint, CheckpointStore
-from gspo_gym.policy.manifest import Origin, read_manifest
-from gspo_gym.policy.retention import RetentionSettings
+from gspo_gym.policy.manifest import Origin, RetentionSettings, read_manifest
 from gspo_gym.policy.weight_sync import WeightSync
 from gspo_gym.rollout.schedule import is_played_again
 from gspo_gym.rollout.watchdog import MARKER, TRAINING_ADVICE, read_frozen, seconds_until_frozen, watching

@@ -22,7 +22,7 @@ from gspo_gym.base.settings import Settings, TomlTable, Url, checked_url, same
 from gspo_gym.env.workers.limits import IsolationSettings
 from gspo_gym.errors import ConfigError
 from gspo_gym.learning.settings import LoraSettings, StepRewardSettings, UpdateSettings
-from gspo_gym.policy.retention import RetentionSettings
+from gspo_gym.policy.manifest import RetentionSettings
 from gspo_gym.rollout.limits import EpisodeLimits, PoolLimits
 from gspo_gym.run.settings import BatchSettings, LoopSettings
 from gspo_gym.types import SAMPLING_NAMES, Sampling

@@ -27,9 +27,8 @@ import numpy as np
 from gspo_gym.errors import ConfigError, RecordError, UnscoredError
 from gspo_gym.judge.base import Judge, JudgeError, Judgement, JudgeRequest, JudgeStoppedError, Rubrics
 from gspo_gym.judge.blend import RewardBlend
-from gspo_gym.judge.records import JudgedEpisode
+from gspo_gym.judge.records import JudgedEpisode, RubricsOf
 from gspo_gym.judge.rubric import Rubric
-from gspo_gym.judge.scorer import RubricsOf
 from gspo_gym.seeding import generator
 from gspo_gym.types import Trajectory
 

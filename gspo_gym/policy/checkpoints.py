@@ -28,7 +28,9 @@ from gspo_gym.errors import CheckpointError
 from gspo_gym.policy.load import Policy, copy_policy, copy_tensors
 from gspo_gym.policy.manifest import (
     Manifest,
+    Numbers,
     Origin,
+    RetentionSettings,
     is_complete,
     parse_own_json,
     read_manifest,
@@ -37,7 +39,6 @@ from gspo_gym.policy.manifest import (
     step_of,
     verify,
 )
-from gspo_gym.policy.retention import Numbers, RetentionSettings
 
 _TENSORS = "resume/learner.safetensors"
 _STATE = "resume/state.json"

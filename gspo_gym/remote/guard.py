@@ -21,7 +21,7 @@ from typing import Any
 from fastapi import Request
 from fastapi.responses import JSONResponse
 
-from gspo_gym.base.strict_json import refuse_strange_json
+from gspo_gym.base.http import refuse_strange_json
 from gspo_gym.env.workers.channel import refusal_in
 from gspo_gym.errors import ConfigError, GymError, RecordError
 

@@ -11,8 +11,15 @@ from gspo_gym.judge.asking import BudgetLimits, JudgeBudget, PausingJudge
 from gspo_gym.judge.base import Judge, JudgeCost
 from gspo_gym.judge.blend import EnvRewards, RewardBlend, env_rewards
 from gspo_gym.judge.gold import DriftCheck, GoldWatch
-from gspo_gym.judge.records import JUDGEMENTS_FILE, JudgedEpisode, JudgementRecorder, read_judgements
-from gspo_gym.judge.scorer import EpisodeScorer, OnJudged, RubricsOf
+from gspo_gym.judge.records import (
+    JUDGEMENTS_FILE,
+    EpisodeScorer,
+    JudgedEpisode,
+    JudgementRecorder,
+    OnJudged,
+    RubricsOf,
+    read_judgements,
+)
 from gspo_gym.rollout.limits import Scoring, ScoringLimits
 from gspo_gym.run.records import read_events
 from gspo_gym.types import Trajectory

@@ -18,8 +18,7 @@ from gspo_gym.errors import CheckpointError, ConfigError, UnknownNameError
 from gspo_gym.policy.checkpoints import CheckpointStore
 from gspo_gym.policy.export import SUMS, Weights, adapter_base, layout_of
 from gspo_gym.policy.load import check_base
-from gspo_gym.policy.manifest import read_manifest, step_of
-from gspo_gym.policy.retention import RetentionSettings
+from gspo_gym.policy.manifest import RetentionSettings, read_manifest, step_of
 from gspo_gym.policy.tiny import TINY_PREFIX
 from gspo_gym.run.records import read_config, read_events, read_run_id
 from gspo_gym.run.registry import find_run, list_runs

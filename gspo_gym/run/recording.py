@@ -35,7 +35,7 @@ from typing import Any
 
 from gspo_gym.base.files import append_line, cut_torn_line, make_folder, replace_file, sync
 from gspo_gym.errors import ConfigError, RecordError, nearest_name
-from gspo_gym.judge.scorer import METRICS as JUDGE_METRICS
+from gspo_gym.judge.records import METRICS as JUDGE_METRICS
 from gspo_gym.learning.health import METRICS as LEARNING_METRICS
 from gspo_gym.remote.apps.metrics import METRICS as APP_METRICS
 from gspo_gym.rollout.episode_files import SCHEMA_VERSION, episode_paths, write_episodes

@@ -22,9 +22,8 @@ from gspo_gym.learning.update import Learner
 from gspo_gym.rollout.evaluation import Evaluation, ScoreUnit
 from gspo_gym.run.collect import Collected, Collector
 from gspo_gym.run.journal import Journal, StepTimes
-from gspo_gym.run.saving import Saver
 from gspo_gym.run.settings import TrainPlan
-from gspo_gym.run.state import TrainState
+from gspo_gym.run.state import Saver, TrainState
 from gspo_gym.run.steering import Steering, StopRequested
 
 _Result = TypeVar("_Result")

@@ -21,8 +21,7 @@ from gspo_gym.engine.base import SamplingParams
 from gspo_gym.errors import EngineError
 from gspo_gym.remote.gateway.capture import ChatCall
 from gspo_gym.remote.gateway.capture_build import CaptureBuild, build_trajectory_parts
-from gspo_gym.remote.gateway.gateway import Gateway
-from gspo_gym.remote.gateway.session import GatewaySession
+from gspo_gym.remote.gateway.session import Gateway, GatewaySession
 from gspo_gym.remote.guard import App
 from gspo_gym.seeding import child_seed, generator
 from gspo_gym.types import Completion, Message

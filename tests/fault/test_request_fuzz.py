@@ -45,8 +45,8 @@ from gspo_gym.policy.reference.server import ReferenceModel, make_server
 from gspo_gym.policy.reference.wire import TOKEN_HEADER, ScoringSettings
 from gspo_gym.policy.tiny import tiny_tokenizer
 from gspo_gym.remote.gateway.app import create_gateway_app, rollout_url
-from gspo_gym.remote.gateway.gateway import Gateway
 from gspo_gym.remote.gateway.model_app import Served, create_model_app
+from gspo_gym.remote.gateway.session import Gateway
 from gspo_gym.remote.serve.openenv_server import create_openenv_app
 from gspo_gym.remote.serve.task_app_server import ServedEnv, create_task_app, served_app
 from gspo_gym.remote.serving import BackgroundServer

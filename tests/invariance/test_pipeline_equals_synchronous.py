@@ -45,8 +45,7 @@ from gspo_gym.run.journal import Journal
 from gspo_gym.run.recording import RunRecorder
 from gspo_gym.run.records import read_metrics
 from gspo_gym.run.report.progress import QuietProgress
-from gspo_gym.run.saving import Saver
-from gspo_gym.run.state import TrainState
+from gspo_gym.run.state import Saver, TrainState
 from gspo_gym.run.trainer import Trainer
 from gspo_gym.seeding import training_seed
 from gspo_gym.types import Completion, Outcome, Task, TrajectoryGroup

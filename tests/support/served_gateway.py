@@ -16,8 +16,7 @@ from gspo_gym.engine.base import Engine
 from gspo_gym.engine.scripted import ScriptedEngine
 from gspo_gym.policy.tiny import tiny_tokenizer
 from gspo_gym.remote.gateway.app import GatewayApp, create_gateway_app, openai_base_url, rollout_url
-from gspo_gym.remote.gateway.gateway import Gateway
-from gspo_gym.remote.gateway.session import GatewaySession, GatewaySessionSettings
+from gspo_gym.remote.gateway.session import Gateway, GatewaySession, GatewaySessionSettings
 from gspo_gym.remote.guard import App
 from gspo_gym.remote.serving import LoopServer
 from gspo_gym.types import Message, ToolCall

@@ -19,9 +19,8 @@ from fake_trainer import Run
 
 from gspo_gym.cli.jobs.app import create_jobs_app
 from gspo_gym.cli.jobs.inference import Inference
-from gspo_gym.cli.jobs.service import JobsService
 from gspo_gym.cli.jobs.store import Event, Store
-from gspo_gym.cli.jobs.supervisor import Supervisor, SupervisorSettings
+from gspo_gym.cli.jobs.supervisor import JobsService, Supervisor, SupervisorSettings
 from gspo_gym.remote.guard import Guard
 
 ROOT = Path(__file__).parents[2]

@@ -34,8 +34,8 @@ from gspo_gym.cli.jobs.records import (
     tar_of,
     timestamp,
 )
-from gspo_gym.cli.jobs.service import JobsService, Json, number_in, object_in
 from gspo_gym.cli.jobs.store import Event, Job, KeyConflictError, NewJob, QueueFullError
+from gspo_gym.cli.jobs.supervisor import JobsService, Json, number_in, object_in
 from gspo_gym.errors import ConfigError, GymError, ServiceError, StorageError
 from gspo_gym.remote.apps.client import TaskAppClient, TaskAppSettings
 from gspo_gym.remote.guard import RefusalError, answer_refusal

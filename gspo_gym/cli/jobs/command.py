@@ -92,9 +92,8 @@ def run_service(arguments: argparse.Namespace) -> int:
         from gspo_gym.cli.jobs.app import create_jobs_app
         from gspo_gym.cli.jobs.inference import Inference
         from gspo_gym.cli.jobs.records import Machine
-        from gspo_gym.cli.jobs.service import JobsService
         from gspo_gym.cli.jobs.store import Store
-        from gspo_gym.cli.jobs.supervisor import Supervisor, SupervisorSettings
+        from gspo_gym.cli.jobs.supervisor import JobsService, Supervisor, SupervisorSettings
         from gspo_gym.remote.apps.client import AppKeys
         from gspo_gym.remote.guard import Guard
         from gspo_gym.remote.serving import bind, server_for, url_of

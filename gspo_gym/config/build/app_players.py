@@ -25,8 +25,7 @@ from gspo_gym.remote.apps.episodes import AppEpisodes, AppEpisodeSettings
 from gspo_gym.remote.apps.metrics import AppMetrics, return_metrics, take_returns
 from gspo_gym.remote.apps.rewards import AppRollout
 from gspo_gym.remote.gateway.app import create_gateway_app
-from gspo_gym.remote.gateway.gateway import Gateway
-from gspo_gym.remote.gateway.session import GatewaySessionSettings
+from gspo_gym.remote.gateway.session import Gateway, GatewaySessionSettings
 from gspo_gym.remote.serving import LoopServer
 from gspo_gym.rollout.episode import EpisodeRequest, PlayEpisode
 from gspo_gym.rollout.limits import EpisodeLimits

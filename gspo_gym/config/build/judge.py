@@ -28,8 +28,8 @@ from gspo_gym.judge.gold import (
 )
 from gspo_gym.judge.model.judge import ModelJudge
 from gspo_gym.judge.panel import PanelJudge, PythonJudge
+from gspo_gym.judge.records import RubricsOf
 from gspo_gym.judge.rubric_files import load_aggregate, load_rubrics
-from gspo_gym.judge.scorer import RubricsOf
 from gspo_gym.judge.service.contract import HttpJudge
 from gspo_gym.judge.settings import GoldSettings, JudgeModelSettings, JudgeOptions, JudgeSettings, ModelJudgeSettings
 from gspo_gym.learning.credit import turn_rewards

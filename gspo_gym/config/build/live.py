@@ -17,7 +17,7 @@ from gspo_gym.config.words import look_up
 from gspo_gym.errors import CheckpointError, ConfigError, nearest_name
 from gspo_gym.learning.update import Learner
 from gspo_gym.policy.checkpoints import Checkpoint, CheckpointStore, load_checkpoint
-from gspo_gym.policy.retention import RetentionSettings
+from gspo_gym.policy.manifest import RetentionSettings
 from gspo_gym.run.judging import Judging
 from gspo_gym.run.recording import RunRecorder
 from gspo_gym.run.records import Event, read_run_id

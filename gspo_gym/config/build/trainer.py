@@ -41,10 +41,9 @@ from gspo_gym.run.process import Phases
 from gspo_gym.run.recording import LEDGER_FILE, RunRecorder
 from gspo_gym.run.records import read_run_id
 from gspo_gym.run.report.progress import Progress
-from gspo_gym.run.saving import Saver
 from gspo_gym.run.settings import LoopSettings, TrainPlan
 from gspo_gym.run.sinks import Sink, open_sinks
-from gspo_gym.run.state import TrainState
+from gspo_gym.run.state import Saver, TrainState
 from gspo_gym.run.steering import Steering
 from gspo_gym.run.trainer import Evaluate, ForgetEnded, Trainer, WhileLearning
 from gspo_gym.seeding import child_seed

@@ -13,8 +13,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
+from gspo_gym.base.http import refuse_constant
 from gspo_gym.base.retries import AttemptError
-from gspo_gym.base.strict_json import refuse_constant
 from gspo_gym.errors import shortened
 from gspo_gym.judge.base import CriterionScore
 from gspo_gym.judge.model.transcript import TASK, Piece, Transcript, longest_run_of_ticks

@@ -21,7 +21,7 @@ from typing import Any
 import fastapi
 from fastapi.responses import JSONResponse
 
-from gspo_gym.base.strict_json import read_json
+from gspo_gym.base.http import read_json
 from gspo_gym.judge.model.prompt import EVENT_HEAD, OUTCOME_HEAD, OUTCOME_PART, verdict_key
 
 MODEL = "fake-judge"

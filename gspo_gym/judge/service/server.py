@@ -32,8 +32,8 @@ import fastapi
 import numpy as np
 from pydantic import ValidationError
 
+from gspo_gym.base.http import read_json
 from gspo_gym.base.messages import message_from_wire, messages_from_wire
-from gspo_gym.base.strict_json import read_json
 from gspo_gym.errors import ConfigError, RecordError, UnknownNameError
 from gspo_gym.judge.base import (
     Judge,

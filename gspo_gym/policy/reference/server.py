@@ -26,7 +26,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor
 
-from gspo_gym.base.strict_json import read_json
+from gspo_gym.base.http import read_json
 from gspo_gym.errors import GymError
 from gspo_gym.policy.reference.ranks import FrozenModel, OtherRanks, start_ranks
 from gspo_gym.policy.reference.wire import MAX_BODY_BYTES, TOKEN_HEADER, TOKEN_VARIABLE, ScoringSettings, check_inputs

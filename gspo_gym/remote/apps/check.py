@@ -24,8 +24,7 @@ from gspo_gym.remote.apps.contracts import AppError
 from gspo_gym.remote.apps.episodes import AppCounters, AppEpisodes, AppEpisodeSettings
 from gspo_gym.remote.apps.rewards import AppRollout
 from gspo_gym.remote.gateway.app import create_gateway_app
-from gspo_gym.remote.gateway.gateway import Gateway
-from gspo_gym.remote.gateway.session import GatewaySessionSettings
+from gspo_gym.remote.gateway.session import Gateway, GatewaySessionSettings
 from gspo_gym.remote.serving import LoopServer
 from gspo_gym.rollout.episode import EpisodeRequest
 from gspo_gym.types import Outcome, Task, Trajectory

@@ -36,8 +36,7 @@ from gspo_gym.remote.apps.urls import operator_url
 from gspo_gym.remote.gateway.app import rollout_url
 from gspo_gym.remote.gateway.capture import Capture, FailedCall
 from gspo_gym.remote.gateway.capture_build import CaptureBuild, build_trajectory_parts
-from gspo_gym.remote.gateway.gateway import Gateway
-from gspo_gym.remote.gateway.session import GatewaySessionSettings
+from gspo_gym.remote.gateway.session import Gateway, GatewaySessionSettings
 from gspo_gym.rollout.episode import EpisodeRequest, one_line
 from gspo_gym.types import Message, Outcome, Task, Timing, Trajectory, Turn
 

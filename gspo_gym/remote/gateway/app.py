@@ -30,7 +30,6 @@ from gspo_gym.errors import (
     GymError,
     UnknownNameError,
 )
-from gspo_gym.remote.gateway.gateway import Gateway
 from gspo_gym.remote.gateway.openai_wire import (
     RequestError,
     read_body,
@@ -65,7 +64,7 @@ from gspo_gym.remote.gateway.replay import (
     live,
     send_reply,
 )
-from gspo_gym.remote.gateway.session import GatewaySession
+from gspo_gym.remote.gateway.session import Gateway, GatewaySession
 from gspo_gym.remote.guard import Guard, Receive, Scope, Send
 from gspo_gym.types import Message
 

@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from gspo_gym.base.http import read_json
 from gspo_gym.base.messages import messages_from_wire, require_encodable
-from gspo_gym.base.strict_json import read_json
 from gspo_gym.errors import GymError, RecordError, shortened
 from gspo_gym.remote.gateway.capture import REQUIRED, ChatCall, CompletionCall
 

@@ -23,7 +23,7 @@ from fastapi import WebSocket, WebSocketDisconnect
 from fastapi.responses import JSONResponse
 from pydantic import ValidationError
 
-from gspo_gym.base.strict_json import read_json
+from gspo_gym.base.http import read_json
 from gspo_gym.env.blame import failure_code
 from gspo_gym.env.registry import resolve
 from gspo_gym.env.suites.openenv_socket import EXTENSION

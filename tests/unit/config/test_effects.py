@@ -24,7 +24,7 @@ from gspo_gym.config.services import missing_machinery
 from gspo_gym.env.registry import make
 from gspo_gym.errors import GymError
 from gspo_gym.judge.settings import PanelEntry
-from gspo_gym.policy.retention import RetentionSettings
+from gspo_gym.policy.manifest import RetentionSettings
 
 ROOT = Path(__file__).parents[3]
 

@@ -25,8 +25,7 @@ from gspo_gym.learning.settings import LoraSettings
 from gspo_gym.policy.checkpoints import CheckpointStore
 from gspo_gym.policy.load import Policy, load_policy
 from gspo_gym.policy.lora import add_lora
-from gspo_gym.policy.manifest import Origin, git_revision, read_manifest, verify
-from gspo_gym.policy.retention import RetentionSettings
+from gspo_gym.policy.manifest import Origin, RetentionSettings, git_revision, read_manifest, verify
 from gspo_gym.run.recording import RunRecorder
 from gspo_gym.run.records import read_run_id
 

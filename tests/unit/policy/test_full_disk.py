@@ -25,9 +25,8 @@ from gspo_gym.policy.checkpoints import CheckpointStore
 from gspo_gym.policy.load import Policy, adapt_policy, load_policy, save_base, save_policy
 from gspo_gym.policy.staging import Staging
 from gspo_gym.policy.weight_sync import WeightSync
-from gspo_gym.run.saving import Saver
 from gspo_gym.run.settings import LoopSettings
-from gspo_gym.run.state import TrainState
+from gspo_gym.run.state import Saver, TrainState
 
 ROOM = 16_000_000  # for everything that is written here
 SAMPLING = SamplingParams(max_tokens=1, stop_token_ids=(), seed=0)

@@ -32,8 +32,7 @@ from gspo_gym.learning.settings import AdvantageSettings, RewardSettings
 from gspo_gym.policy.load import load_policy
 from gspo_gym.remote.gateway.capture import CapturedCall, ChatCall
 from gspo_gym.remote.gateway.capture_build import build_trajectory_parts
-from gspo_gym.remote.gateway.gateway import Gateway
-from gspo_gym.remote.gateway.session import GatewaySessionSettings
+from gspo_gym.remote.gateway.session import Gateway, GatewaySessionSettings
 from gspo_gym.rollout.summary import rollout_metrics
 from gspo_gym.types import FinishReason, Message, Outcome, ParseStatus, Task, Trajectory, TrajectoryGroup
 

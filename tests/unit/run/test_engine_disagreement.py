@@ -43,8 +43,8 @@ from gspo_gym.run.journal import Journal
 from gspo_gym.run.recording import RunRecorder
 from gspo_gym.run.records import read_events
 from gspo_gym.run.report.progress import QuietProgress
-from gspo_gym.run.saving import Saver
 from gspo_gym.run.settings import EvaluationSettings, RunSize, TrainPlan
+from gspo_gym.run.state import Saver
 from gspo_gym.run.trainer import Trainer
 from gspo_gym.types import Completion, Outcome
 

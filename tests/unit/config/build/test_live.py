@@ -18,7 +18,7 @@ from gspo_gym.config.reference import leaf_keys
 from gspo_gym.config.run_config import RunConfig
 from gspo_gym.errors import ConfigError
 from gspo_gym.policy.checkpoints import CheckpointStore
-from gspo_gym.policy.retention import RetentionSettings
+from gspo_gym.policy.manifest import RetentionSettings
 from gspo_gym.rollout.episode import EpisodeRequest
 from gspo_gym.run.recording import RunRecorder
 from gspo_gym.run.records import read_events

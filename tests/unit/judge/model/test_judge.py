@@ -26,8 +26,8 @@ from gspo_gym.judge.asking import AskingSettings, JudgeBudget, JudgementCache
 from gspo_gym.judge.base import JudgeDeniedError, JudgeError, Judgement, JudgeRequest, Rubrics
 from gspo_gym.judge.blend import RewardBlend
 from gspo_gym.judge.model.judge import BY_RULE, ModelJudge
+from gspo_gym.judge.records import EpisodeScorer
 from gspo_gym.judge.rubric import Criterion, Rubric
-from gspo_gym.judge.scorer import EpisodeScorer
 from gspo_gym.judge.service.fake_server import completion, create_fake_judge_app, honest_verdict, read_prompt
 from gspo_gym.judge.settings import JudgeOptions
 from gspo_gym.remote.serving import BackgroundServer

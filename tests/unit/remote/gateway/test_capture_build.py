@@ -21,8 +21,7 @@ from gspo_gym.engine.scripted import ScriptedEngine
 from gspo_gym.policy.load import tiny_tokenizer
 from gspo_gym.remote.gateway.capture import Capture, CapturedCall, ChatCall, CompletionCall, Untrained
 from gspo_gym.remote.gateway.capture_build import CaptureBuild, build_trajectory_parts
-from gspo_gym.remote.gateway.gateway import Gateway
-from gspo_gym.remote.gateway.session import GatewaySession, GatewaySessionSettings
+from gspo_gym.remote.gateway.session import Gateway, GatewaySession, GatewaySessionSettings
 from gspo_gym.types import Message
 
 TOKENIZER = tiny_tokenizer()

@@ -14,8 +14,7 @@ from gspo_gym.base.messages import message_from_wire, message_to_wire
 from gspo_gym.engine.scripted import ScriptedEngine
 from gspo_gym.policy.load import tiny_tokenizer
 from gspo_gym.remote.gateway.capture import CapturedCall, ChatCall
-from gspo_gym.remote.gateway.gateway import Gateway
-from gspo_gym.remote.gateway.session import GatewaySession, GatewaySessionSettings
+from gspo_gym.remote.gateway.session import Gateway, GatewaySession, GatewaySessionSettings
 from gspo_gym.types import Message, ToolCall
 
 TOKENIZER = tiny_tokenizer()

@@ -25,8 +25,7 @@ from gspo_gym.errors import ContextOverflowError
 from gspo_gym.policy.load import load_policy, tiny_tokenizer
 from gspo_gym.remote.gateway.capture import CapturedCall, ChatCall
 from gspo_gym.remote.gateway.capture_build import CaptureBuild, build_trajectory_parts
-from gspo_gym.remote.gateway.gateway import Gateway
-from gspo_gym.remote.gateway.session import GatewaySession, GatewaySessionSettings
+from gspo_gym.remote.gateway.session import Gateway, GatewaySession, GatewaySessionSettings
 from gspo_gym.rollout.actors import EngineActor
 from gspo_gym.rollout.episode import EpisodeRequest, run_episode
 from gspo_gym.rollout.limits import EpisodeLimits

@@ -34,8 +34,7 @@ from gspo_gym.remote.gateway.capture import (
     SessionLimitError,
 )
 from gspo_gym.remote.gateway.capture_build import build_trajectory_parts
-from gspo_gym.remote.gateway.gateway import Gateway
-from gspo_gym.remote.gateway.session import GatewaySession, GatewaySessionSettings
+from gspo_gym.remote.gateway.session import Gateway, GatewaySession, GatewaySessionSettings
 from gspo_gym.seeding import child_seed
 from gspo_gym.types import Completion, Message, ParseStatus, Sampling, ToolCall
 

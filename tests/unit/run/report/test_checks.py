@@ -22,7 +22,7 @@ from gspo_gym.cli.main import main
 from gspo_gym.cli.train import run_training
 from gspo_gym.config.run_config import RunConfig
 from gspo_gym.engine.local.shared_model import SharedModel
-from gspo_gym.judge import scorer
+from gspo_gym.judge import records as scorer
 from gspo_gym.judge.service.fake_server import create_fake_judge_app
 from gspo_gym.learning import batching, losses, update
 from gspo_gym.learning.batching import TokenBatch

@@ -13,9 +13,8 @@ import pytest
 
 from gspo_gym.errors import CheckpointError
 from gspo_gym.run.process import Phases
-from gspo_gym.run.saving import Saver, seconds_of_process
 from gspo_gym.run.settings import LoopSettings
-from gspo_gym.run.state import TrainState
+from gspo_gym.run.state import Saver, TrainState, seconds_of_process
 
 
 @dataclass

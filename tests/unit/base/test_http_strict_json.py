@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from gspo_gym.base.strict_json import read_json, refuse_strange_json
+from gspo_gym.base.http import read_json, refuse_strange_json
 from gspo_gym.errors import RecordError
 
 REFUSED = [

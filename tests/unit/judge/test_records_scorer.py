@@ -28,8 +28,7 @@ from gspo_gym.judge.base import (
 )
 from gspo_gym.judge.blend import RewardBlend
 from gspo_gym.judge.gold import JudgeDriftError
-from gspo_gym.judge.records import JudgedEpisode
-from gspo_gym.judge.scorer import METRICS, EpisodeScorer
+from gspo_gym.judge.records import METRICS, EpisodeScorer, JudgedEpisode
 from gspo_gym.rollout.episode import EpisodeRequest
 from gspo_gym.rollout.ledger import Disposition, Ledger, Terminal
 from gspo_gym.rollout.limits import PoolLimits, Score, Scoring, ScoringLimits
