@@ -41,6 +41,7 @@ def url(runs: Path) -> Iterator[str]:
 def test_a_step_that_lands_is_shown_without_a_reload(page: Page, url: str, runs: Path, run: Path) -> None:
     open_page(page, url)
     assert "token" not in page.url
+    assert "numbers agree is not checked here, but by gspo-gym report" in page.inner_text("main")
     page.keyboard.press("3")
     until(page, "page.episodes?.step.name === 'step_000003'")
     page.evaluate("window.isTheSamePage = true")

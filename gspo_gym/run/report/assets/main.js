@@ -72,7 +72,8 @@ function findings(run) {
   return element("section", {}, element("h2", {}, "What the doctor says"),
     run.findings.length ? run.findings.map((finding) => element("div", { class: `finding ${finding.severity}` },
       element("b", {}, `${finding.severity}: ${finding.problem}`), element("div", { class: "quiet" }, finding.evidence),
-      element("div", {}, finding.key ? `${finding.key}: ${finding.suggestion}` : finding.suggestion))) : element("p", {}, "Nothing is wrong with it."));
+      element("div", {}, finding.key ? `${finding.key}: ${finding.suggestion}` : finding.suggestion))) : element("p", {}, "Nothing is wrong with it."),
+    element("p", { class: "quiet" }, run.checked));
 }
 
 function settings(run) {

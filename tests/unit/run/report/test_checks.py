@@ -96,13 +96,19 @@ def judged(url: str) -> dict[str, Any]:
     return {"judge": {"enabled": True, "reward_blend": {"env": 0.5, "event": 0.3, "outcome": 0.2}, "options": options}}
 
 
-def found_in(folder: Path) -> list[Finding]:
-    """What a reader of nothing but the page's file finds."""
-    assert main(["report", str(folder)]) == 0
+def data_of(folder: Path) -> dict[str, Any]:
+    """What stands in the page's file."""
     html = (folder / "report.html").read_text(encoding="utf-8")
     packed = re.search(r'id="data">([^<]*)<', html)
     assert packed is not None
-    data = json.loads(zlib.decompress(base64.b64decode(packed[1])))
+    data: dict[str, Any] = json.loads(zlib.decompress(base64.b64decode(packed[1])))
+    return data
+
+
+def found_in(folder: Path) -> list[Finding]:
+    """What a reader of nothing but the page's file finds."""
+    assert main(["report", str(folder)]) == 0
+    data = data_of(folder)
     findings = page_findings(data["runs"][0], data["steps"])
     assert data["runs"][0]["findings"][: len(findings)] == [dataclasses.asdict(finding) for finding in findings]
     return findings
@@ -467,7 +473,9 @@ def test_a_report_says_what_it_did_not_check(runs: Path, tmp_path: Path, capsys:
 
     def told() -> str:
         assert main(["report", str(folder)]) == 0
-        return capsys.readouterr().out.splitlines()[1]
+        line = capsys.readouterr().out.splitlines()[1]
+        assert data_of(folder)["runs"][0]["checked"] == line
+        return line
 
     assert told() == "34 episodes checked: their numbers agree"
     shutil.rmtree(folder / "tokens")
