@@ -52,8 +52,10 @@ def test_a_prompt_longer_than_any_slot_yet_is_compared_as_far_as_they_go() -> No
     assert cache.tokens.shape == (4, 512)
 
 
-def test_after_clearing_nothing_matches() -> None:
-    cache = _cache([1, 2, 3])
+def test_after_wiping_a_slot_or_clearing_all_nothing_matches() -> None:
+    cache = _cache([1, 2, 3], [1, 2])
+    cache.wipe(0)
+    assert cache.longest_prefix(_prompt(1, 2, 3)) == (1, 2)
     cache.clear()
     assert cache.longest_prefix(_prompt(1, 2, 3)) == (0, 0)
 
@@ -63,6 +65,7 @@ def test_growing_keeps_tokens_keys_and_values() -> None:
     keys = torch.arange(12, dtype=torch.float32).view(3, 2, 2)
     cache.write(0, keys, -keys, torch.zeros(3, dtype=torch.int64), torch.arange(3))
     cache.reserve(4, 600)
+    assert cache.num_bytes() == 4 * 640 * 2 * 2 * 4 * 2  # slots, tokens in whole blocks, heads, size, bytes; both
     assert cache.common_prefix(0, _prompt(1, 2, 3)) == 3
     held_keys, held_values = cache.write(0, keys[:1], -keys[:1], torch.tensor([3]), torch.tensor([599])).read(
         torch.tensor([0]), 3

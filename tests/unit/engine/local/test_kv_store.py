@@ -161,7 +161,9 @@ def test_blocks_are_of_sixty_four_tokens_and_only_those_that_hold_the_length_are
 @STORES
 def test_a_store_that_grows_keeps_what_it_holds(store_class: type[PlainStore] | type[BlockStore]) -> None:
     store, keys, values = _filled(store_class)
+    num_bytes = store.num_bytes()
     store.resize(2 * NUM_SLOTS, 2 * NUM_TOKENS)
+    assert store.num_bytes() == 4 * num_bytes
     held = store.read(torch.arange(NUM_SLOTS), NUM_TOKENS)
     assert torch.equal(held[0], keys)
     assert torch.equal(held[1], values)
