@@ -1,6 +1,6 @@
 """A rank of a learner on loopback, and the cases that ranks train: `python -m tests.support.learner_ranks`.
 
-Rank 0 writes the weights of a case into `CASE.safetensors` and its reports' metrics into `CASE.json`.
+What ranks find, they write into a folder, for the test that started them.
 """
 
 from __future__ import annotations
@@ -19,10 +19,14 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
+from torch import Tensor
+from torch.distributed.tensor import DTensor
 
-from gspo_gym.cluster.sharding import full_tensors, shard_model
+from gspo_gym.cluster.checkpoints import ShardedCheckpoints, restore
+from gspo_gym.cluster.sharding import full_tensors, shard_model, whole
 from gspo_gym.learning.batching import TrainBatch, build_batch
 from gspo_gym.learning.collective import Collective
+from gspo_gym.learning.optimizer import StepReport
 from gspo_gym.learning.settings import (
     AdvantageSettings,
     LoraSettings,
@@ -78,7 +82,7 @@ CASES = {
 }
 
 
-def build_model(case: Case) -> Any:  # Any: transformers and peft are untyped
+def build_model(case: Case, *, dtype: torch.dtype = torch.float32) -> Any:  # Any: transformers and peft are untyped
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.for_model(
@@ -95,7 +99,7 @@ def build_model(case: Case) -> Any:  # Any: transformers and peft are untyped
         initializer_range=0.3,  # logits differ by some units, as a trained model's do
     )
     torch.default_generator.manual_seed(0)
-    model: Any = AutoModelForCausalLM.from_config(config)
+    model: Any = AutoModelForCausalLM.from_config(config).to(dtype)
     if case.lora is not None:
         model = add_lora(model, LoraSettings(r=4, alpha=8, **case.lora), seed=0)
     if case.checkpoints_layers:
@@ -145,45 +149,175 @@ def train(learner: Learner, num_updates: int, *, first: int = 0) -> list[dict[st
     return [{name: value for name, value in m.items() if not name.startswith("time/")} for m in reports]
 
 
-def start_ranks(world_size: int, folder: Path, work: str, *arguments: str, max_seconds: float = 300) -> None:
-    """Let as many processes do `work`, and wait; an AssertionError shows what one that failed has printed."""
+def start_ranks(world_size: int, folder: Path, *works: str, max_seconds: float = 500) -> None:
+    """Let as many processes do the works one after the other; an AssertionError shows what one that failed printed."""
     folder.mkdir(parents=True, exist_ok=True)
     environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "tests.support.learner_ranks", str(world_size), str(folder), work, *arguments]
+    logs = [folder / f"rank{rank}.log" for rank in range(world_size)]
     ranks = []
-    for rank in range(world_size):
-        with (folder / f"rank{rank}.log").open("wb") as log:
-            ranks.append(
-                subprocess.Popen(
-                    [*command[:3], str(rank), *command[3:]], cwd=ROOT, env=environment, stdout=log, stderr=log
-                )
-            )
+    for rank, log in enumerate(logs):
+        arguments = [str(rank), str(world_size), str(folder), *works]
+        command = [sys.executable, "-m", "tests.support.learner_ranks", *arguments]
+        with log.open("wb") as output:
+            ranks.append(subprocess.Popen(command, cwd=ROOT, env=environment, stdout=output, stderr=output))
     try:
         codes = [process.wait(max_seconds) for process in ranks]
     finally:
         for process in ranks:
             process.kill()
             process.wait()
-    logs = [(folder / f"rank{rank}.log").read_text(errors="replace")[-3000:] for rank in range(world_size)]
-    assert codes == [0] * world_size, "\n".join(logs)
+    assert codes == [0] * world_size, "\n".join(log.read_text(errors="replace")[-3000:] for log in logs)
 
 
-def train_cases(folder: Path, names: Sequence[str]) -> None:
-    for name in names:
-        case = CASES[name]
-        model = build_model(case)
-        learner = build_learner(case, model, shard_model(model))
-        metrics = train(learner, case.num_updates)
-        weights = {key: value.contiguous() for key, value in full_tensors(model)}
-        if dist.get_rank() == 0:
-            save_file(weights, folder / f"{name}.safetensors")
-        (folder / f"{name}.rank{dist.get_rank()}.json").write_text(json.dumps(metrics))
+def write_weights(model: Any, file: Path) -> None:
+    weights = {name: value.clone() for name, value in full_tensors(model)}
+    if dist.get_rank() == 0:
+        save_file(weights, file)
 
 
-WORKS: dict[str, Callable[[Path, Sequence[str]], None]] = {"train": train_cases}
+def train_case(folder: Path, name: str, file: str) -> None:
+    model = build_model(CASES[name])
+    learner = build_learner(CASES[name], model, shard_model(model))
+    metrics = train(learner, CASES[name].num_updates)
+    write_weights(model, folder / f"{file}.safetensors")
+    (folder / f"{file}.rank{dist.get_rank()}.json").write_text(json.dumps(metrics))
 
 
-def main(rank: str, world_size: str, folder: str, work: str, *arguments: str) -> None:
+def train_cases(folder: Path) -> None:
+    for name in CASES:
+        train_case(folder, name, name)
+
+
+def repeat_a_case(folder: Path) -> None:
+    train_case(folder, REPEATED, "repeated")
+
+
+def save(folder: Path) -> None:
+    """Save after two updates and take two more while and after it is written."""
+    case = CASES[SAVED]
+    model = build_model(case)
+    learner = build_learner(case, model, shard_model(model))
+    train(learner, 2)
+    store = ShardedCheckpoints(folder / "checkpoints")
+    store.save(2, model=model, learner=learner, trainer_state={"seen": 2})
+    write_weights(model, folder / "saved.safetensors")
+    write_learner(learner, folder / "saved_learner.safetensors")
+    train(learner, 2, first=2)
+    assert store.finish() == folder / "checkpoints" / "step_000002"
+    write_weights(model, folder / "went_on.safetensors")
+    again = build_model(case)
+    learner = build_learner(case, again, shard_model(again))
+    assert restore(folder / "checkpoints" / "step_000002", model=again, learner=learner) == {"seen": 2}
+    train(learner, 2, first=2)
+    write_weights(again, folder / "resumed.safetensors")
+
+
+def resume(folder: Path) -> None:
+    """Go on from the checkpoint that other ranks left in the folder beside this one."""
+    model = build_model(CASES[SAVED])
+    learner = build_learner(CASES[SAVED], model, shard_model(model))
+    restore(folder.parent / "two" / "checkpoints" / "step_000002", model=model, learner=learner)
+    write_weights(model, folder / "saved.safetensors")
+    write_learner(learner, folder / "saved_learner.safetensors")
+    train(learner, 1, first=2)
+
+
+def write_learner(learner: Learner, file: Path) -> None:
+    tensors = {name: whole(tensor).clone() for name, tensor in learner.tensors().items()}
+    if dist.get_rank() == 0:
+        save_file(tensors, file)
+
+
+def count_bytes(folder: Path) -> None:
+    model = build_model(CASES[SAVED])
+    learner = build_learner(CASES[SAVED], model, shard_model(model))
+    held = bytes_of_a_step(model, learner)
+    (folder / f"bytes{dist.get_rank()}.json").write_text(json.dumps(held))
+
+
+def bytes_of_a_step(model: Any, learner: Learner) -> int:
+    """Return this process's bytes of parameters and gradients when a step begins, and of the optimizer after it."""
+    optimizer, held = learner._optimizer, 0
+    take_step = optimizer.step
+
+    def step(loss: float) -> StepReport:
+        nonlocal held
+        held = sum(_local_bytes(tensor) for p in model.parameters() for tensor in (p, p.grad))
+        return take_step(loss)
+
+    optimizer.step = step  # type: ignore[method-assign]
+    train(learner, 1)
+    return held + sum(_local_bytes(tensor) for tensor in optimizer.tensors().values())
+
+
+def _local_bytes(tensor: Any) -> int:
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return int(local.numel() * local.element_size())
+
+
+def compute_in_16_bits(folder: Path) -> None:
+    """Train in mixed precision, and an adapter of 32 bits on a base of 16."""
+    model = build_model(CASES[SAVED])
+    learner = build_learner(CASES[SAVED], model, shard_model(model, compute_dtype=torch.bfloat16))
+    narrow = build_model(Case(lora={}), dtype=torch.bfloat16)
+    adapter = build_learner(Case(), narrow, shard_model(narrow))
+    norms = [train(each, 1)[0]["optim/grad_norm"] for each in (learner, adapter)]
+    dtypes = {str(p.dtype) for p in model.parameters()}
+    (folder / f"norms{dist.get_rank()}.json").write_text(json.dumps([norms, sorted(dtypes)]))
+
+
+def take_the_plan_of_transformers(folder: Path) -> None:
+    """Write the largest relative error of the gradients of two steps, by the size of a tied vocabulary."""
+    from transformers import AutoModelForCausalLM
+    from transformers.distributed import DistributedConfig
+
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    errors = {}
+    for vocab_size in (60, 61):
+        saved = folder / f"vocabulary{vocab_size}"
+        if rank == 0:
+            build_model(Case(vocab_size)).save_pretrained(saved)
+        dist.barrier()
+        plan = DistributedConfig(fsdp_size=world_size)
+        shared = AutoModelForCausalLM.from_pretrained(saved, distributed_config=plan, dtype=torch.float32)
+        alone = AutoModelForCausalLM.from_pretrained(saved, dtype=torch.float32)
+        ids = torch.from_numpy(np.random.default_rng(0).integers(3, 60, (2, 2 * world_size, 24)))
+        found = _two_steps(shared, [tokens.chunk(world_size)[rank] for tokens in ids])
+        expected = _two_steps(alone, list(ids))
+        errors[vocab_size] = [
+            max(float((got[name] - want[name]).abs().max() / want[name].abs().max()) for name in want)
+            for got, want in zip(found, expected, strict=True)
+        ]
+    (folder / f"errors{rank}.json").write_text(json.dumps(errors))
+
+
+def _two_steps(model: Any, batches: Sequence[Tensor]) -> list[dict[str, Tensor]]:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    gradients = []
+    for tokens in batches:
+        optimizer.zero_grad()
+        model(input_ids=tokens, labels=tokens).loss.backward()
+        gradients.append({name: whole(p.grad).clone() for name, p in model.named_parameters()})
+        optimizer.step()
+    return gradients
+
+
+REPEATED = SAVED = "tied_uneven_kl"
+WORKS: dict[str, Callable[[Path], None]] = {
+    each.__name__: each
+    for each in (
+        train_cases,
+        repeat_a_case,
+        save,
+        resume,
+        count_bytes,
+        compute_in_16_bits,
+        take_the_plan_of_transformers,
+    )
+}
+
+
+def main(rank: str, world_size: str, folder: str, *works: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo",
@@ -192,7 +326,8 @@ def main(rank: str, world_size: str, folder: str, work: str, *arguments: str) ->
         world_size=int(world_size),
         timeout=timedelta(seconds=120),
     )
-    WORKS[work](Path(folder), arguments)
+    for work in works:
+        WORKS[work](Path(folder))
     dist.destroy_process_group()
 
 
