@@ -128,8 +128,8 @@ def restore(folder: Path, *, model: nn.Module, learner: Learner) -> Mapping[str,
         tensors = {}
         for name in saved.names(_LEARNER):
             # `optimizer.exp_avg.PARAMETER`, `reference.PARAMETER`: cut as the parameter is, unless it is a count.
-            like = next((p for own, p in parameters.items() if name.endswith(f".{own}")), None)
-            tensors[name] = saved.read(_LEARNER + name, like)
+            own = max((own for own in parameters if name.endswith(f".{own}")), key=len, default=None)
+            tensors[name] = saved.read(_LEARNER + name, None if own is None else parameters[own])
         learner.restore(tensors, saved.state["counters"])
         trainer: Mapping[str, Any] = saved.state["trainer"]
         return trainer
@@ -197,11 +197,18 @@ class _Saved:
         return [name.removeprefix(prefix) for name in self.pieces if name.startswith(prefix)]
 
     def read(self, name: str, like: Tensor | None) -> Tensor:
-        """Return a tensor; if `like` is shared out and of its shape, this rank's part of it, as a DTensor."""
+        """Return a tensor; if it was shared out and `like` is, this rank's part of it, as a DTensor.
+
+        Raises:
+            CheckpointError: it was shared out, and has another shape than `like`.
+        """
         pieces = self.pieces[name]
         if pieces[0][0] is None:
             return pieces[0][1].get_tensor(name).clone()  # type: ignore[no-any-return]
         views = sorted(((first or 0, file.get_slice(name)) for first, file in pieces), key=lambda piece: piece[0])
+        shape = [sum(view.get_shape()[0] for _, view in views), *views[0][1].get_shape()[1:]]
+        if like is not None and shape != list(like.shape):
+            raise CheckpointError(f"{self.folder}: {name}: expected {list(like.shape)}, got {shape}")
         if not isinstance(like, DTensor):
             return torch.cat([view[:] for _, view in views])
         rows = _rows_of(like)
@@ -211,22 +218,31 @@ class _Saved:
             if first < rows.stop and rows.start < first + view.get_shape()[0]
         ]
         local = torch.cat(found) if found else like.to_local().new_empty(0, *like.shape[1:])
-        shape, stride = like.shape, like.stride()
-        mesh, placements = like.device_mesh, like.placements
-        return DTensor.from_local(local.to(like.device), mesh, placements, run_check=False, shape=shape, stride=stride)
+        return DTensor.from_local(
+            local.to(like.device),
+            like.device_mesh,
+            like.placements,
+            run_check=False,  # a collective
+            shape=like.shape,
+            stride=like.stride(),
+        )
+
+
+def _collect(pieces: dict[str, list[tuple[int | None, Any]]], file: Any) -> None:
+    first_rows = json.loads(file.metadata()["first_rows"])
+    for name in file.keys():  # noqa: SIM118 - a file of safetensors is no mapping
+        pieces.setdefault(name, []).append((first_rows.get(name), file))
 
 
 @contextlib.contextmanager
 def _opened(folder: Path) -> Iterator[_Saved]:
     verify(folder, required=(_STATE,))
-    pieces: dict[str, list[tuple[int | None, Any]]] = {}
     try:
         with contextlib.ExitStack() as stack:
-            for path in sorted(folder.glob("rank-*.safetensors")):
-                file: Any = stack.enter_context(safe_open(path, framework="pt"))
-                first_rows = json.loads(file.metadata()["first_rows"])
-                for name in file.keys():  # noqa: SIM118 - a file of safetensors is no mapping
-                    pieces.setdefault(name, []).append((first_rows.get(name), file))
+            pieces: dict[str, list[tuple[int | None, Any]]] = {}
+            paths = sorted(folder.glob("rank-*.safetensors"))
+            for file in [stack.enter_context(safe_open(path, framework="pt")) for path in paths]:
+                _collect(pieces, file)
             yield _Saved(folder, parse_own_json((folder / _STATE).read_text(encoding="utf-8")), pieces)
     except GymError:
         raise
@@ -240,8 +256,4 @@ def _read_parameters(saved: _Saved, model: nn.Module) -> None:
         raise CheckpointError(f"{saved.folder}: was saved of a model with other parameters: {differing[:3]} ...")
     with torch.no_grad():
         for name, parameter in trained.items():
-            found = saved.read(_PARAMETER + name, parameter)
-            if found.shape != parameter.shape:
-                shapes = f"expected {list(parameter.shape)}, got {list(found.shape)}"
-                raise CheckpointError(f"{saved.folder}: {name}: {shapes}")
-            parameter.copy_(found)
+            parameter.copy_(saved.read(_PARAMETER + name, parameter))

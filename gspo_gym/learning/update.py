@@ -129,9 +129,9 @@ class Learner:
         if update.score_truncated and sampling is None:
             raise ConfigError("update.score_truncated: expected the truncation of the rollouts, got none")
         self._model, self._collective = model, collective or OneProcess()
+        _require_torch_optimizer(optimizer, self._collective)
         self._loss, self._settings, self._minibatch_size = loss, update, minibatch_size
-        self._correction = correction or CorrectionSettings()
-        self._rescores = rescores
+        self._correction, self._rescores = correction or CorrectionSettings(), rescores
         if rescores:
             _require_no_comparison(self._correction)
         self._reference_settings = reference or ReferenceSettings()
@@ -380,6 +380,13 @@ class Learner:
     @property
     def _recomputes_old(self) -> bool:
         return self._correction.old_logprobs == "recompute"
+
+
+def _require_torch_optimizer(settings: OptimizerSettings, collective: Collective) -> None:
+    if collective.world_size > 1 and settings.kind not in ("adamw", "adamw_fused"):
+        raise ConfigError(
+            f"optimizer.kind: {settings.kind!r} cannot hold parts of parameters that ranks share; write 'adamw_fused'"
+        )
 
 
 def _require_no_comparison(correction: CorrectionSettings) -> None:

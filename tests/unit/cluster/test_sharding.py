@@ -14,7 +14,7 @@ from gspo_gym.errors import CheckpointError, ConfigError
 from gspo_gym.policy.load import Policy, load_policy
 from gspo_gym.policy.tiny import tiny_tokenizer
 from tests.support import learner_ranks
-from tests.support.learner_ranks import CASES, REPEATED, SAVED, build_learner, build_model, start_ranks, train
+from tests.support.learner_ranks import CASES, REPEATED, SAVED, Case, build_learner, build_model, start_ranks, train
 from tests.support.thread_ranks import largest_difference, weights_of
 
 pytestmark = pytest.mark.slow
@@ -110,6 +110,9 @@ def test_a_checkpoint_of_ranks_becomes_a_policy(folders, tmp_path):
     export_policy(folder, Policy(build_model(CASES[SAVED]), tiny_tokenizer(), "here"), tmp_path / "policy")
     exported = weights_of(load_policy(str(tmp_path / "policy")).model)
     assert largest_difference(exported, load_file(folders[2] / "saved.safetensors")) == 0.0
+    wider = build_model(Case(66))
+    with pytest.raises(CheckpointError, match=r"expected \[66, 32\], got \[61, 32\]"):
+        export_policy(folder, Policy(wider, tiny_tokenizer(), "here"), tmp_path / "wider")
     other = build_model(CASES["untied_even"])
     with pytest.raises(CheckpointError, match=r"other parameters: \['lm_head.weight'\]"):
         export_policy(folder, Policy(other, tiny_tokenizer(), "here"), tmp_path / "other")

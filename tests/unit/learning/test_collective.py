@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import copy
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from gspo_gym.errors import NonFiniteError
+from gspo_gym.errors import ConfigError, NonFiniteError
 from gspo_gym.learning.settings import (
     AdvantageSettings,
     LossSettings,
@@ -132,3 +133,15 @@ def test_a_batch_that_fills_one_micro_batch_is_shared_out(make_model, make_batch
     assert len(first) == 2
     assert sum(first) == 8, "those of the constant group have no gradient"
     assert max(first) <= 5
+
+
+def test_an_optimizer_that_does_not_know_parts_is_refused(make_model):
+    rank = SimpleNamespace(rank=0, world_size=2)
+    with pytest.raises(ConfigError, match=r"optimizer.kind: 'adamw_8bit' cannot hold parts"):
+        Learner(
+            make_model(),
+            optimizer=OptimizerSettings(kind="adamw_8bit"),
+            loss=LossSettings(),
+            update=UpdateSettings(learning_rate=1e-3),
+            collective=rank,
+        )
