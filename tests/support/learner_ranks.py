@@ -149,7 +149,7 @@ def train(learner: Learner, num_updates: int, *, first: int = 0) -> list[dict[st
     return [{name: value for name, value in m.items() if not name.startswith("time/")} for m in reports]
 
 
-def start_ranks(world_size: int, folder: Path, *works: str, max_seconds: float = 500) -> None:
+def start_ranks(world_size: int, folder: Path, *works: str, max_seconds: float = 900) -> None:
     """Let as many processes do the works one after the other; an AssertionError shows what one that failed printed."""
     folder.mkdir(parents=True, exist_ok=True)
     environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
