@@ -12,6 +12,7 @@ import torch
 from gspo_gym.errors import ConfigError, NonFiniteError
 from gspo_gym.learning.settings import (
     AdvantageSettings,
+    CorrectionSettings,
     LossSettings,
     OptimizerSettings,
     ReferenceSettings,
@@ -27,6 +28,10 @@ CASES = {
         "loss": {"kl_coef": 0.1, "entropy_coef": 0.01},
         "reference": ReferenceSettings(update_every_n_iters=2),
         "update": {"update_epochs": 2, "max_tokens_per_microbatch": 40},
+        "minibatch_size": 7,
+    },
+    "the engine's logprobs in place of old ones": {
+        "correction": CorrectionSettings(old_logprobs="rollout"),
         "minibatch_size": 7,
     },
     "shaped by a reference": {
@@ -59,7 +64,7 @@ def updates(learner, make_batch, n=2):
 
 
 @pytest.mark.parametrize(
-    ("name", "world_size"), [*zip(CASES, (5, 2, 3), strict=True), ("epochs, minibatches and a reference", 3)]
+    ("name", "world_size"), [*zip(CASES, (5, 2, 2, 3), strict=True), ("epochs, minibatches and a reference", 3)]
 )
 def test_ranks_learn_and_report_what_one_process_does(make_model, make_batch, name, world_size):
     case = CASES[name]
