@@ -76,6 +76,8 @@ class LocalProcess:
         self, module: str, arguments: Sequence[str], environment: Mapping[str, str], *, log: Path | None = None
     ) -> None:
         environment = {**os.environ, **environment, _PARENT_VARIABLE: str(os.getpid())}
+        if log is not None:
+            log.parent.mkdir(parents=True, exist_ok=True)
         with contextlib.ExitStack() as stack:
             output = None if log is None else stack.enter_context(log.open("ab"))
             self._process = subprocess.Popen(
@@ -176,15 +178,20 @@ class Ranks:
             threading.Thread(target=self._watch, args=(rank, start), daemon=True)
             for rank, start in zip(self._members, starts, strict=True)
         ]
-        for thread in (*self._watchers, threading.Thread(target=self._listen, daemon=True)):
+        others = [threading.Thread(target=work, daemon=True) for work in (self._listen, self._keep_in_touch)]
+        for thread in (*self._watchers, *others):
             thread.start()
-        self._keeping = threading.Thread(target=self._keep_in_touch, daemon=True)
         try:
             self._meet()
         except BaseException:
             self.close()
             raise
-        self._keeping.start()
+
+    @property
+    def address(self) -> tuple[str, int]:
+        """Where the ranks connect."""
+        host, port = self._listener.getsockname()[:2]
+        return host, port
 
     @property
     def handles(self) -> list[Handle]:
@@ -260,14 +267,13 @@ class Ranks:
     def _watch(self, rank: int, start: Start) -> None:
         # One thread starts a process and waits for it: its end would be the process's.
         member = self._members[rank]
-        address = self._listener.getsockname()[:2]
-        place = {"rank": rank, "address": address, "secret": self._secret, "silence": self._patience.silence}
+        place = {"rank": rank, "address": self.address, "secret": self._secret, "silence": self._patience.silence}
         try:
             handle = start({RANK_VARIABLE: json.dumps(place)})
         except OSError as error:
             member.end = f"could not be started: {error}"
             member.ended.set()
-            self.give_up(f"rank {rank} {member.end}")
+            self.give_up(f"rank {rank} ({_name(member)}) {member.end}")
             return
         member.handle = handle
         if self._reason is not None:  # the group ended meanwhile
@@ -329,7 +335,8 @@ class Ranks:
         while silence < math.inf and not self._is_over.wait(silence / 5):
             before, looked = looked, time.monotonic()
             for rank, member in self._members.items():
-                assert member.line is not None
+                if member.line is None:
+                    continue
                 with contextlib.suppress(OSError):  # its reader notices
                     member.line.sign()
                 if looked - before > silence:  # this process was stopped, and heard nothing

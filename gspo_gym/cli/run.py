@@ -21,6 +21,7 @@ from gspo_gym.config.build import trainer as build
 from gspo_gym.config.build.compute import computing_elsewhere, start_compute
 from gspo_gym.config.build.engines import build_weight_sync
 from gspo_gym.config.build.judge import build_judging
+from gspo_gym.config.build.learner_ranks import learning
 from gspo_gym.config.build.live import LiveSettings, Restored, find_restored, when_it_may_change
 from gspo_gym.config.build.preflight import require_ready
 from gspo_gym.config.build.reference import serving_reference
@@ -30,7 +31,7 @@ from gspo_gym.config.run_config import RunConfig, load_config
 from gspo_gym.config.words import look_up
 from gspo_gym.errors import CheckpointError, ConfigError, GymError
 from gspo_gym.learning.optimizer import scheduled_rate
-from gspo_gym.learning.update import Learner
+from gspo_gym.learning.update import AnyLearner
 from gspo_gym.policy.checkpoints import Checkpoint, CheckpointStore
 from gspo_gym.policy.manifest import Origin, RetentionSettings, read_manifest
 from gspo_gym.policy.weight_sync import WeightSync
@@ -139,7 +140,8 @@ async def _start(config: RunConfig, progress: Progress, steering: Steering) -> d
             await weight_sync.publish(0)
             recorder.event("warmup", 0, {"epoch_losses": list(report.epoch_losses), "num_tokens": report.num_tokens})
         reference = stack.enter_context(serving_reference(config, policy, build.device_of(config), num_threads))
-        learner = build.build_learner(config, policy, reference)
+        tell = partial(_tell_loss, recorder, progress)
+        learner = stack.enter_context(learning(config, policy, reference, num_threads=num_threads, on_restart=tell))
         if restored is not None:
             await _begin_with(restored, learner, weight_sync, recorder, progress)
         parent = None if restored is None else restored.parent
@@ -151,7 +153,7 @@ async def _start(config: RunConfig, progress: Progress, steering: Steering) -> d
 
 
 async def _begin_with(
-    restored: Restored, learner: Learner, weight_sync: WeightSync, recorder: RunRecorder, progress: Progress
+    restored: Restored, learner: AnyLearner, weight_sync: WeightSync, recorder: RunRecorder, progress: Progress
 ) -> None:
     """Load parts of another run's checkpoint into the learner, and record their origin."""
     restored.restore(learner)
@@ -217,7 +219,8 @@ async def _resume_held(config: RunConfig, progress: Progress, steering: Steering
         )
         player = replace(player, compute=compute)
         reference = stack.enter_context(serving_reference(config, policy, build.device_of(config), num_threads))
-        learner = build.build_learner(config, policy, reference)
+        tell = partial(_tell_loss, recorder, progress)
+        learner = stack.enter_context(learning(config, policy, reference, num_threads=num_threads, on_restart=tell))
         learner.restore(checkpoint.learner_tensors, checkpoint.learner_counters)
         await weight_sync.publish(state.step)
         _tell_who_samples(config, player, recorder, progress, step=state.step)
@@ -231,7 +234,7 @@ async def _resume_held(config: RunConfig, progress: Progress, steering: Steering
 async def _train(
     config: RunConfig,
     player: Player,
-    learner: Learner,
+    learner: AnyLearner,
     recorder: RunRecorder,
     progress: Progress,
     state: TrainState | None,
@@ -306,7 +309,7 @@ def _let_change(
     config: RunConfig,
     control: ControlServer,
     trainer: Trainer,
-    learner: Learner,
+    learner: AnyLearner,
     checkpoints: CheckpointStore,
     judging: Judging | None,
     recorder: RunRecorder,
@@ -338,6 +341,12 @@ def _tell_who_samples(
     urls, mode = config.services.engine_urls, player.endpoint.capabilities.logprob_mode
     recorder.event("rescored", step, {"urls": list(urls), "logprob_mode": mode})
     progress.note(f"{', '.join(urls)} plays what is learned from, uncorrected; evaluations play the policy itself")
+
+
+def _tell_loss(recorder: RunRecorder, progress: Progress, num_updates: int, reason: str) -> None:
+    """Record that the learner's ranks were lost."""
+    recorder.event("ranks_lost", num_updates, {"reason": reason})
+    progress.note(f"the learner's ranks were lost, and start again from the newest checkpoint: {reason}")
 
 
 def _tell_what_froze(config: RunConfig, recorder: RunRecorder, progress: Progress, *, step: int) -> None:

@@ -81,13 +81,24 @@ class TopologySection(Settings):
         default="single_node_split",
         description="disjoint sets of one machine's GPUs, whose sum is compute.gpu_count; colocated: the same GPUs "
         "generate and learn; cluster: disjoint sets of all machines' GPUs (`gspo-gym cluster check` says whether it "
-        "fits, and training refuses it)",
+        "fits), which training takes without GPUs only: one machine, rollout.engine local, one gpus_for_vllm",
     )
     gpus_for_vllm: int = Field(gt=0, description="GPUs that generate")
-    gpus_for_training: int = Field(gt=0, description="GPUs that learn; more than 1 is refused to run")
+    gpus_for_training: int = Field(
+        gt=0, description="processes that share the learner's model, each on a GPU; more than 1 is refused with GPUs"
+    )
     gpus_for_ref: int = Field(default=0, ge=0, description="GPUs that score the reference, with placement dedicated")
     tensor_parallel: int = Field(
         default=1, gt=0, description="GPUs that share each layer while generating; divides gpus_for_vllm"
+    )
+    heartbeat_seconds: float = Field(
+        default=30.0, gt=0, description="a learner process that gives no sign of life for so long is lost"
+    )
+    group_timeout_seconds: float = Field(
+        default=1800.0, gt=0, description="for an update by several learner processes; then one of them hangs"
+    )
+    max_restarts: int = Field(
+        default=3, ge=0, description="of lost learner processes in a row; then the run ends, and can go on by --resume"
     )
 
 
@@ -151,7 +162,7 @@ def missing_machinery(sections: Mapping[str, Any]) -> list[str]:
     services, compute = sections["services"], sections["compute"]
     found = []
     if compute is not None:
-        found += _cannot_start_yet(sections["topology"], compute) or _missing_split(compute.gpu_count, sections)
+        found += _cannot_start_yet(sections, compute) or _missing_split(compute.gpu_count, sections)
     is_quantized = sections["model"].trainer_mode == "qlora"
     if is_quantized and sections["rollout"].engine == "vllm":
         found.append(
@@ -165,16 +176,23 @@ def missing_machinery(sections: Mapping[str, Any]) -> list[str]:
     return found
 
 
-def _cannot_start_yet(topology: TopologySection | None, compute: ComputeSection) -> list[str]:
-    """Return what `gspo-gym train` cannot start of these sections; all of it is checked, and placed on paper.
-
-    The one place that decides this: the launcher of learner ranks takes its sentences away.
-    """
+def _cannot_start_yet(sections: Mapping[str, Any], compute: ComputeSection) -> list[str]:
+    """Return what `gspo-gym train` cannot start of these sections; all of it is checked, and placed on paper."""
+    topology: TopologySection | None = sections["topology"]
     found = []
     if topology is not None and topology.type == "cluster":
-        found.append('topology.type = "cluster": training starts nothing on other machines')
+        if compute.gpu_count or sections["rollout"].engine != "local":
+            found.append('topology.type = "cluster": training starts nothing on other machines')
+        elif (copies := topology.gpus_for_vllm) > 1:
+            found.append(f"topology.gpus_for_vllm = {copies}: the local engine is one process")
     if topology is not None and (num := topology.gpus_for_training) > 1:
-        found.append(f"topology.gpus_for_training = {num}: training takes one GPU")
+        if compute.gpu_count:
+            found.append(f"topology.gpus_for_training = {num}: training takes one GPU")
+        elif sections["reference"].placement == "dedicated":
+            found.append(
+                f'reference.placement = "dedicated": topology.gpus_for_training = {num} processes hold the reference '
+                'themselves; set "shared"'
+            )
     if compute.nodes > 1:
         found.append(f"compute.nodes = {compute.nodes}: training takes one machine")
     return found

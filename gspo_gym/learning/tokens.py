@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -199,6 +199,22 @@ class TokenTable:
         norms = [math.nan if report.is_skipped else report.grad_norm for report in self._reports]
         rates = [report.learning_rate for report in self._reports]
         return dict(zip(STEP_COLUMNS, (np.array(rates, np.float64), np.array(norms, np.float64)), strict=True))
+
+    def pack(self) -> dict[str, Column]:
+        """Return all that the table holds as arrays by name, for `unpack` in another process."""
+        packed = {f"tokens.{name}": column for name, column in self._columns.items()}
+        for number, columns in enumerate(self._passes):
+            packed |= {f"pass.{number}.{name}": column for name, column in columns.items()}
+        reports = [(report.learning_rate, report.grad_norm, report.is_skipped) for report in self._reports]
+        return packed | {"reports": np.array(reports, np.float64).reshape(-1, 3)}
+
+    def unpack(self, packed: Mapping[str, Column], make_report: Callable[[float, float, bool], StepReport]) -> None:
+        """Become the table of `pack`."""
+        self._columns = {name: packed[f"tokens.{name}"] for name in TOKEN_COLUMNS}
+        self._num_tokens = len(self._columns["fate"])
+        num_passes = sum(name.startswith("pass.") for name in packed) // len(PASS_COLUMNS)
+        self._passes = [{name: packed[f"pass.{k}.{name}"] for name in PASS_COLUMNS} for k in range(num_passes)]
+        self._reports = [make_report(float(r), float(norm), bool(skipped)) for r, norm, skipped in packed["reports"]]
 
     def _unseen(self, dtypes: Mapping[str, type[np.generic]]) -> dict[str, Column]:
         return {name: np.full(self._num_tokens, UNSEEN[name], dtype) for name, dtype in dtypes.items()}

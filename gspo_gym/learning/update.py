@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -51,6 +51,29 @@ class UpdateReport:
     metrics: Mapping[str, float]
     num_steps: int
     num_nonfinite_steps: int
+
+
+class AnyLearner(Protocol):
+    """The methods of `Learner`, whose work may be done in other processes."""
+
+    def set_learning_rate(self, learning_rate: float) -> None: ...
+
+    def update(self, batch: TrainBatch, sink: TokenSink | None = None) -> UpdateReport: ...
+
+    def tensors(self) -> dict[str, Tensor]: ...
+
+    def counters(self) -> dict[str, int | float]: ...
+
+    def restore(self, tensors: Mapping[str, Tensor], counters: Mapping[str, int | float]) -> None: ...
+
+    def restore_parts(
+        self,
+        tensors: Mapping[str, Tensor],
+        counters: Mapping[str, int | float],
+        *,
+        with_optimizer: bool,
+        with_step: bool,
+    ) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,23 +1,72 @@
-"""A model shared out over processes: each rank holds a part of every layer (tensor parallelism).
+"""A model shared out over processes: how they meet, and tensor parallelism, where each holds a part of every layer.
 
-It is cut by transformers' plan; a model without a plan, or with unequal parts, is refused. For forward passes only.
-Every rank gets the whole logits.
+There, it is cut by transformers' plan; a model without a plan, or with unequal parts, is refused. That is for forward
+passes only. Every rank gets the whole logits.
 """
 
 from __future__ import annotations
 
 import copy
+import os
+import socket
+import sys
+from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import transformers
 from torch import nn
+from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]  # exported where torch has it built in
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import AutoModelForCausalLM
 
 from gspo_gym.errors import ConfigError
 
 _WHOLE = "replicated_with_grad_allreduce"  # transformers' word for what every rank holds in full
+
+
+def host_store(size: int, *, seconds: float) -> tuple[Store, int]:
+    """Return a store by which so many ranks of this machine meet, and its port; they have so many seconds for it."""
+    listener = socket.create_server(("127.0.0.1", 0))  # only this machine can meet us, at a port that is free
+    port = int(listener.getsockname()[1])
+    store = TCPStore(
+        "127.0.0.1",
+        port,
+        size,
+        is_master=True,
+        timeout=timedelta(seconds=seconds),
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+    )
+    return store, port
+
+
+def join_group(store: Store | int, rank: int, size: int, device: str, *, seconds: float) -> None:
+    """Make this process a rank of torch's process group: gloo on "cpu", NCCL on "cuda", where rank r is on GPU r.
+
+    Args:
+        store: of `host_store`, or its port.
+        seconds: that a collective may take.
+    """
+    if sys.platform == "linux":  # the machine's name may lead to its network
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size))  # transformers asks these
+    if isinstance(store, int):
+        store = TCPStore("127.0.0.1", store, size, timeout=timedelta(seconds=seconds), is_master=False)
+    # With "cuda" it was never run, because no machine had two GPUs.
+    own = torch.device("cuda", rank) if device == "cuda" else None
+    if own is not None:
+        torch.cuda.set_device(own)
+    dist.init_process_group(
+        "gloo" if own is None else "nccl",
+        store=store,
+        rank=rank,
+        world_size=size,
+        timeout=timedelta(seconds=seconds),
+        device_id=own,
+    )
 
 
 def parallel_options(config: Any, tp: int) -> dict[str, Any]:

@@ -89,6 +89,8 @@ EVENTS: Mapping[str, str] = MappingProxyType(
         "restored": "a new run begins with parts of another one's checkpoint; data: which, its folder, run and step",
         "checkpoint_damaged": "a resumed run passed over a newer checkpoint that is not sound; data: its folder, "
         "what it is called now, and the reason",
+        "ranks_lost": "the learner's ranks have ended, and others go on from the newest checkpoint; the step counts "
+        "updates; data: the reason",
         "checkpoint_failed": "a checkpoint could not be saved, and the next step's is tried; data: the reason",
         "tokens_failed": "a step's tokens could not be written, and the run goes on without; data: the reason",
         "no_update": "a step took no update, because no group of it taught anything; data: how many were played",

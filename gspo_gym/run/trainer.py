@@ -18,7 +18,7 @@ from gspo_gym.errors import StuckError
 from gspo_gym.judge.base import JudgeError
 from gspo_gym.learning.batching import BuiltBatch, build_batch
 from gspo_gym.learning.tokens import TokenSink
-from gspo_gym.learning.update import Learner
+from gspo_gym.learning.update import AnyLearner
 from gspo_gym.rollout.evaluation import Evaluation, ScoreUnit
 from gspo_gym.run.collect import Collected, Collector
 from gspo_gym.run.journal import Journal, StepTimes
@@ -64,7 +64,7 @@ class Trainer:
         plan: TrainPlan,
         *,
         collector: Collector,
-        learner: Learner,
+        learner: AnyLearner,
         publish: Publish,
         evaluate: Evaluate,
         saver: Saver,

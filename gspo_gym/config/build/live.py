@@ -15,7 +15,7 @@ from gspo_gym.config.nested import apply_override
 from gspo_gym.config.run_config import RunConfig, load_config
 from gspo_gym.config.words import look_up
 from gspo_gym.errors import CheckpointError, ConfigError, nearest_name
-from gspo_gym.learning.update import Learner
+from gspo_gym.learning.update import AnyLearner
 from gspo_gym.policy.checkpoints import Checkpoint, CheckpointStore, load_checkpoint
 from gspo_gym.policy.manifest import RetentionSettings
 from gspo_gym.run.judging import Judging
@@ -129,7 +129,7 @@ class LiveSettings:
         config: RunConfig,
         *,
         trainer: Trainer,
-        learner: Learner,
+        learner: AnyLearner,
         checkpoints: CheckpointStore,
         judging: Judging | None,
         steering: Steering,
@@ -253,7 +253,7 @@ class Restored:
         """Return the other run's identity, for the new run's checkpoints."""
         return {"run": self.checkpoint.origin.run, "step": self.checkpoint.step}
 
-    def restore(self, learner: Learner) -> None:
+    def restore(self, learner: AnyLearner) -> None:
         """Load the checkpoint's parts into the learner.
 
         Raises:

@@ -23,9 +23,10 @@ from gspo_gym.config.sections import parse_source
 from gspo_gym.config.services import place, refuse_to_train, require_gpus
 from gspo_gym.engine.base import Engine
 from gspo_gym.errors import ConfigError
+from gspo_gym.learning.collective import Collective
 from gspo_gym.learning.reference import ReferencePolicy
 from gspo_gym.learning.settings import UpdateSettings
-from gspo_gym.learning.update import Learner
+from gspo_gym.learning.update import AnyLearner, Learner
 from gspo_gym.policy.checkpoints import CheckpointStore
 from gspo_gym.policy.load import Policy, adapt_policy, is_quantized, load_policy
 from gspo_gym.policy.lora import is_adapter
@@ -161,10 +162,15 @@ def require_gpu_type(gpu_type: str, device_name: str) -> None:
         raise ConfigError(f"compute.gpu_type: expected {gpu_type!r}, but the device here is {device_name!r}")
 
 
-def build_learner(config: RunConfig, policy: Policy, reference: ReferencePolicy | None = None) -> Learner:
+def build_learner(
+    config: RunConfig,
+    policy: Policy,
+    reference: ReferencePolicy | None = None,
+    collective: Collective | None = None,
+) -> Learner:
     """Return the learner of [loss], [advantages], [rewards], [correction], [reference], [optimizer] and [training].
 
-    `reference` is at a server; None: it is in this process, if any term needs one.
+    `reference` is at a server; None: it is in this process, if any term needs one. `collective`: see `Learner`.
     """
     return Learner(
         policy.model,
@@ -181,6 +187,7 @@ def build_learner(config: RunConfig, policy: Policy, reference: ReferencePolicy 
         total_steps=config.size.num_optimizer_steps,
         seed=child_seed(config.run.seed, "learner"),
         reference_policy=reference,
+        collective=collective,
     )
 
 
@@ -223,7 +230,7 @@ def build_trainer(
     config: RunConfig,
     player: Player,
     *,
-    learner: Learner,
+    learner: AnyLearner,
     recorder: RunRecorder,
     checkpoints: CheckpointStore,
     progress: Progress,
@@ -292,7 +299,7 @@ def _build_saver(
     plan: TrainPlan,
     checkpoints: CheckpointStore,
     policy: Policy,
-    learner: Learner,
+    learner: AnyLearner,
     recorder: RunRecorder,
     saved: TrainState | None,
     phases: Phases,

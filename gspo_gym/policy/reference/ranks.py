@@ -13,27 +13,23 @@ import argparse
 import contextlib
 import math
 import os
-import socket
 import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
-import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load, save
 from torch import Tensor
-from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]  # exported where torch has it built in
 
 from gspo_gym.base.ranks import LocalProcess, Rank, Ranks, RanksLostError
 from gspo_gym.errors import ConfigError, GymError, RecordError
 from gspo_gym.learning.logprobs import LogprobComputer
 from gspo_gym.policy.load import load_policy
-from gspo_gym.policy.parallel import copy_into
+from gspo_gym.policy.parallel import copy_into, host_store, join_group
 from gspo_gym.policy.reference.wire import ScoringSettings
 
 _JOIN_SECONDS = 300.0  # until all ranks have met, which takes what importing torch takes
@@ -125,22 +121,13 @@ def start_ranks(size: int, *, device: str, num_threads: int, max_seconds: float)
         ConfigError: the device cannot be shared, or there are fewer GPUs than ranks.
     """
     _prepare_devices(size, device)
-    listener = socket.create_server(("127.0.0.1", 0))  # only this machine can meet us, at a port that is free
-    options = {"size": size, "port": listener.getsockname()[1], "device": device, "num-threads": num_threads}
+    store, port = host_store(size, seconds=_JOIN_SECONDS)
+    options = {"size": size, "port": port, "device": device, "num-threads": num_threads}
     arguments = [f"--{name}={value}" for name, value in options.items()]
     others = Ranks(
         [partial(LocalProcess, "gspo_gym.policy.reference.ranks", arguments)] * (size - 1), first=1, on_loss=_end
     )
-    store = TCPStore(
-        "127.0.0.1",
-        int(options["port"]),
-        size,
-        is_master=True,
-        timeout=timedelta(seconds=_JOIN_SECONDS),
-        wait_for_workers=False,
-        master_listen_fd=listener.detach(),
-    )
-    _join(store, 0, size, device)
+    join_group(store, 0, size, device, seconds=_JOIN_SECONDS)
     return OtherRanks(others, max_seconds)
 
 
@@ -151,25 +138,6 @@ def _prepare_devices(size: int, device: str) -> None:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # transformers would put the parts on GPUs where there are any
     elif torch.cuda.device_count() < size:
         raise ConfigError(f"--tp: {size} ranks need a GPU each, and {torch.cuda.device_count()} are visible")
-    if sys.platform == "linux":  # the machine's name may lead to its network
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
-
-
-def _join(store: Store, rank: int, size: int, device: str) -> None:
-    # With "cuda" it was never run, because no machine had two GPUs.
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size))  # transformers asks these
-    own = torch.device("cuda", rank) if device == "cuda" else None
-    if own is not None:
-        torch.cuda.set_device(own)
-    dist.init_process_group(
-        "gloo" if own is None else "nccl",
-        store=store,
-        rank=rank,
-        world_size=size,
-        timeout=timedelta(seconds=_JOIN_SECONDS),
-        device_id=own,
-    )
 
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
@@ -178,10 +146,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     rank = Rank()
     torch.set_num_threads(arguments.num_threads)
     try:
-        store = TCPStore(
-            "127.0.0.1", arguments.port, arguments.size, timeout=timedelta(seconds=_JOIN_SECONDS), is_master=False
-        )
-        _join(store, rank.rank, arguments.size, arguments.device)
+        join_group(arguments.port, rank.rank, arguments.size, arguments.device, seconds=_JOIN_SECONDS)
         _follow(rank, arguments.size)
     except Exception as error:
         rank.end(f"{type(error).__name__}: {error}")

@@ -255,6 +255,10 @@ SHOWN_BY = {
         ("topology.gpus_for_vllm", "topology.gpus_for_ref", "topology.tensor_parallel"),
         "tests/unit/config/test_devices.py::test_each_part_has_the_gpus_that_the_table_says",
     ),
+    **dict.fromkeys(
+        ("topology.heartbeat_seconds", "topology.group_timeout_seconds", "topology.max_restarts"),
+        "tests/unit/cluster/test_learner_ranks.py::test_the_settings_bound_how_long_and_how_often_ranks_are_waited_for",
+    ),
     # they need a device, an earlier run, or a whole run
     "compute.gpu_type": "tests/unit/config/test_services.py::test_another_gpu_than_the_one_that_is_named_is_an_error",
     "model.source": "tests/unit/config/test_services.py::"

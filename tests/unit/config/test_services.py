@@ -58,8 +58,21 @@ def test_everything_that_is_missing_is_listed_at_once(make: Make) -> None:
             "topology.gpus_for_training = 2: training takes one GPU",
         ),
         (
-            {"compute": {"gpu_count": 0}, "topology": {"gpus_for_vllm": 1, "gpus_for_training": 2}},
-            "topology.gpus_for_training = 2: training takes one GPU",
+            {
+                "compute": {"gpu_count": 0},
+                "topology": {"gpus_for_vllm": 1, "gpus_for_training": 2, "gpus_for_ref": 1},
+                "reference": {"placement": "dedicated"},
+                "loss.kl_coef": 0.1,
+            },
+            'reference.placement = "dedicated": topology.gpus_for_training = 2 processes hold the reference themselves',
+        ),
+        (
+            {
+                "compute": {"gpu_count": 0},
+                "topology": {"type": "cluster", "gpus_for_vllm": 2, "gpus_for_training": 2},
+                "rollout.engine": "local",
+            },
+            "topology.gpus_for_vllm = 2: the local engine is one process",
         ),
         (
             {"compute": {"gpu_count": 2}, "topology": {"type": "cluster", "gpus_for_vllm": 1, "gpus_for_training": 1}},

@@ -1,0 +1,120 @@
+"""The ranks of a learner, from [topology]: started, and built in each of their processes."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+
+from gspo_gym.base.ranks import LocalProcess, Patience, Rank, Ranks
+from gspo_gym.cluster.learner import LearnerOnRanks, RecoverySettings, Started, follow
+from gspo_gym.cluster.sharding import shard_model
+from gspo_gym.config.build.trainer import build_learner, build_policy
+from gspo_gym.config.run_config import RunConfig
+from gspo_gym.errors import CheckpointError
+from gspo_gym.learning.reference import ReferencePolicy
+from gspo_gym.learning.update import AnyLearner, Learner
+from gspo_gym.policy.checkpoints import CheckpointStore, load_checkpoint
+from gspo_gym.policy.load import Policy
+from gspo_gym.policy.parallel import host_store, join_group
+
+FOLDER = "learner"  # of the run's folder, while ranks learn: their batches; and their log
+_JOIN_SECONDS = 300.0  # until the ranks have met, which takes what importing torch takes
+
+
+def num_ranks(config: RunConfig) -> int:
+    """Return the number of processes that share the learner's model; 1: it is whole in this process."""
+    return 1 if config.topology is None else config.topology.gpus_for_training
+
+
+@contextlib.contextmanager
+def learning(
+    config: RunConfig,
+    policy: Policy,
+    reference: ReferencePolicy | None,
+    *,
+    num_threads: int,
+    on_restart: Callable[[int, str], None],
+) -> Iterator[AnyLearner]:
+    """Yield the learner of the configuration: of this process, or on ranks that this process starts and ends.
+
+    Args:
+        policy: gets the trained weights, in place.
+        reference: see `build_learner`.
+        num_threads: of torch, of all ranks.
+        on_restart: told the number of updates so far and why the ranks were lost, in any thread.
+    """
+    if num_ranks(config) == 1:
+        yield build_learner(config, policy, reference)
+        return
+    assert config.topology is not None
+    checkpoints = CheckpointStore(config.run_folder / "checkpoints")
+    learner = LearnerOnRanks(
+        policy.model,
+        start=partial(_start, config, max(1, num_threads // num_ranks(config))),
+        newest=lambda: load_checkpoint(checkpoints.newest()),
+        num_saved=partial(_num_saved, checkpoints),
+        folder=config.run_folder / FOLDER,
+        settings=RecoverySettings(config.topology.group_timeout_seconds, config.topology.max_restarts),
+        on_restart=on_restart,
+    )
+    try:
+        yield learner
+    finally:
+        learner.close()
+
+
+def _num_saved(checkpoints: CheckpointStore) -> int:
+    try:
+        state = json.loads((checkpoints.newest() / "resume/state.json").read_text(encoding="utf-8"))
+    except (CheckpointError, OSError):  # there is none yet, or it has just been removed for a newer one
+        return 0
+    return int(state["counters"]["learner.num_updates"])
+
+
+def _start(config: RunConfig, num_threads: int, base: str | None) -> Started:
+    assert config.topology is not None
+    size = num_ranks(config)
+    store, port = host_store(size, seconds=_JOIN_SECONDS)
+    ranks = Ranks(
+        [partial(LocalProcess, __name__, (), log=config.run_folder / "learner_ranks.log")] * size,
+        patience=Patience(silence=config.topology.heartbeat_seconds),
+    )
+    order = {
+        "do": "build",
+        "config": config.model_dump(mode="json", exclude_none=True),
+        "base": base,
+        "num_ranks": size,
+        "port": port,
+        "num_threads": num_threads,
+    }
+    return Started(ranks, order, kept=store)
+
+
+def main() -> NoReturn:
+    """Be a rank, until the driver is gone."""
+    rank = Rank()
+    try:
+        follow(rank, partial(_build, rank.rank))
+    except Exception as error:  # a lost rank breaks the collectives of the others
+        rank.end(f"{type(error).__name__}: {error}")
+
+
+def _build(rank: int, order: Any) -> tuple[nn.Module, Learner]:
+    """Return this rank's part of the model, and its learner (Any: the driver's JSON)."""
+    config = RunConfig.from_dict(order["config"])
+    assert config.topology is not None
+    torch.set_num_threads(order["num_threads"])
+    seconds = config.topology.group_timeout_seconds
+    join_group(order["port"], rank, order["num_ranks"], "cpu", seconds=seconds)
+    policy = build_policy(config, order["base"])
+    return policy.model, build_learner(config, policy, collective=shard_model(policy.model))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,183 @@
+"""Groups of processes: messages arrive whole, and whatever ends one rank ends all, with a reason that names it."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+import pytest
+
+from gspo_gym.base.ranks import RANK_VARIABLE, Handle, LocalProcess, Patience, Ranks, RanksLostError
+
+PROGRAM = "tests.support.echo_rank"
+IMPATIENT = Patience(silence=1.0)
+
+
+def start_echo(environment: Mapping[str, str]) -> Handle:
+    return LocalProcess(PROGRAM, (), environment)
+
+
+def pid_of(ranks: Ranks, rank: int) -> int:
+    handle = ranks.handles[rank]
+    assert isinstance(handle, LocalProcess)
+    return handle.pid
+
+
+def is_gone(pid: int) -> bool:
+    """Whether nothing of a child of ours is left, not even a zombie."""
+    return not Path(f"/proc/{pid}").exists()
+
+
+@pytest.fixture
+def group() -> Iterator[Callable[..., Ranks]]:
+    made: list[Ranks] = []
+
+    def make(patience: Patience | None = None, **options: Callable[[str], None]) -> Ranks:
+        made.append(Ranks([start_echo, start_echo], patience=patience, **options))
+        return made[-1]
+
+    yield make
+    for ranks in made:
+        pids = [pid_of(ranks, rank) for rank in range(2)]
+        ranks.close()
+        assert all(is_gone(pid) for pid in pids)
+
+
+def test_messages_and_any_number_of_large_bodies_arrive_whole(group: Callable[..., Ranks]) -> None:
+    ranks = group()
+    bodies = [bytes([k]) * (k << 17) for k in range(1, 12)]  # more than wait anywhere, the last of 1.4 MB
+    ranks.send({"do": "echo"}, iter(bodies), num_bodies=11)
+    for rank in (1, 0):
+        head, answered = ranks.receive(rank)
+        assert head == {"rank": rank, "do": "echo"}
+        assert list(answered) == [2 * body for body in bodies]
+
+
+def test_a_killed_rank_ends_the_others_and_is_named(group: Callable[..., Ranks]) -> None:
+    told: list[str] = []
+    ranks = group(on_loss=told.append)
+    killed = pid_of(ranks, 1)
+    os.kill(killed, signal.SIGKILL)
+    with pytest.raises(RanksLostError) as lost:
+        ranks.receive(0)
+    assert f"rank 1 (process {killed}) has ended with status -9" in str(lost.value)
+    assert told == [str(lost.value)]
+    assert ranks.handles[0].wait() == "has ended with status -9"
+
+
+def test_a_stopped_rank_is_not_heard_of_and_its_end_is_the_groups(group: Callable[..., Ranks]) -> None:
+    ranks = group(IMPATIENT)
+    stopped = pid_of(ranks, 1)
+    os.kill(stopped, signal.SIGSTOP)
+    with pytest.raises(RanksLostError, match=rf"rank 1 \(process {stopped}\) was not heard of for 1 seconds"):
+        ranks.receive(0)
+
+
+def test_an_answer_that_does_not_come_in_time_ends_the_group(group: Callable[..., Ranks]) -> None:
+    ranks = group()
+    with pytest.raises(RanksLostError, match=r"rank 0 was not done after 0\.2 seconds"):
+        ranks.receive(0, max_seconds=0.2)
+    with pytest.raises(RanksLostError, match=r"rank 0 was not done after 0\.2 seconds"):
+        ranks.send({})
+
+
+def test_a_rank_says_why_it_ends_in_one_line(tmp_path: Path) -> None:
+    log, is_over = tmp_path / "log", threading.Event()
+    ranks = Ranks(
+        [lambda environment: LocalProcess(PROGRAM, (), environment, log=log)], on_loss=lambda _: is_over.set()
+    )
+    ranks.send({"end": True})
+    assert is_over.wait(30)
+    ranks.close()
+    assert log.read_text() == "rank 0: was told to\n"
+
+
+def test_a_stranger_is_not_admitted(group: Callable[..., Ranks]) -> None:
+    ranks = group()
+    with socket.create_connection(ranks.address) as stranger:
+        hello = json.dumps({"rank": 0, "secret": "guessed"}).encode()
+        stranger.sendall(len(hello).to_bytes(8) + hello)
+        assert stranger.recv(1) == b""
+    ranks.send({})
+    assert ranks.receive(0)[0] == {"rank": 0}
+
+
+def test_a_rank_that_does_not_start_is_an_error_at_once() -> None:
+    with pytest.raises(RanksLostError, match=r"rank 1 \(process \d+\) has ended with status 1"):
+        Ranks([start_echo, lambda environment: LocalProcess("tests.support.not_there", (), environment)])
+
+
+def test_a_rank_that_cannot_reach_its_driver_ends_itself_and_the_driver_ends_the_rest() -> None:
+    """A relay stands between; when it is told to, it forwards nothing more, and closes nothing."""
+    with socket.create_server(("127.0.0.1", 0)) as relay:
+        is_cut = threading.Event()
+
+        def forward(source: socket.socket, sink: socket.socket) -> None:
+            while data := source.recv(65536):
+                if is_cut.is_set():
+                    return
+                sink.sendall(data)
+
+        def start_behind(environment: Mapping[str, str]) -> Handle:
+            place = json.loads(environment[RANK_VARIABLE])
+            driver = socket.create_connection(tuple(place["address"]))
+            place["address"] = relay.getsockname()
+            handle = LocalProcess(PROGRAM, (), {RANK_VARIABLE: json.dumps(place)})
+            rank, _ = relay.accept()
+            kept.extend((driver, rank))
+            for pair in ((driver, rank), (rank, driver)):
+                threading.Thread(target=forward, args=pair, daemon=True).start()
+            return _Unreachable(handle)
+
+        kept: list[socket.socket] = []
+        ranks = Ranks([start_echo, start_behind], patience=IMPATIENT)
+        is_cut.set()
+        with pytest.raises(RanksLostError, match="rank 1"):
+            ranks.receive(0)
+        assert ranks.handles[1].wait() == "has ended with status 0"  # by itself: kill() does not reach it
+        ranks.close()
+        for connection in kept:
+            connection.close()
+
+
+class _Unreachable:
+    """A process on a machine that cannot be reached."""
+
+    def __init__(self, handle: Handle) -> None:
+        self.name, self.wait = handle.name, handle.wait
+
+    def kill(self) -> None: ...
+
+
+def test_ranks_end_with_their_driver_even_while_they_are_stopped() -> None:
+    code = (
+        "import os, signal\n"
+        "from tests.unit.base.test_ranks import Ranks, pid_of, start_echo\n"
+        "ranks = Ranks([start_echo, start_echo])\n"
+        "pids = [pid_of(ranks, 0), pid_of(ranks, 1)]\n"
+        "os.kill(pids[0], signal.SIGSTOP)\n"
+        "print(*pids, flush=True)\n"
+        "signal.pause()\n"
+    )
+    driver = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert driver.stdout is not None
+    pids = [int(pid) for pid in driver.stdout.readline().split()]
+    watched = [os.pidfd_open(pid) for pid in pids]
+    driver.kill()
+    for fd in watched:  # readable when the process has ended
+        assert _is_readable(fd)
+        os.close(fd)
+    driver.wait()
+    driver.stdout.close()
+
+
+def _is_readable(fd: int) -> bool:
+    return bool(select.select([fd], [], [], 30)[0])
