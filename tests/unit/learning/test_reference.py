@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from safetensors.torch import load, save
@@ -157,3 +159,32 @@ def test_a_full_model_has_no_adapter_to_compare_with(make_model, source):
 def test_the_base_cannot_be_refreshed(make_lora, source):
     with pytest.raises(ConfigError, match="never changes"):
         hold(make_lora(), source=source, update_every_n_iters=3)
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "source", "moves"), [(1, "adapter", True), (2, "adapter", False), (2, "copy", False)]
+)
+def test_a_reference_of_ranks_leaves_parameters_in_the_memory_that_torch_gathers(
+    make_lora, batch, num_ranks, source, moves
+):
+    model = make_lora()
+    ranks = SimpleNamespace(rank=0, world_size=num_ranks, forward=lambda work: work())
+    computer = LogprobComputer(model, collective=ranks)
+    reference = Reference(model, ReferenceSettings(source=source), computer=computer, make_computer=LogprobComputer)
+    before = logprobs_of(model, batch)
+    move(model)
+    trained = {name: p.detach().clone() for name, p in model.named_parameters()}
+    weights = [p for p in model.parameters() if p.requires_grad]
+    places, seen = [p.data_ptr() for p in weights], []
+    model.get_base_model().model.norm.register_forward_hook(lambda *_: seen.append([p.data_ptr() for p in weights]))
+    torch.testing.assert_close(reference.logprobs(batch), before, **EXACTLY)
+    assert [each != places for each in seen] == [moves]
+    assert all(torch.equal(p, trained[name]) for name, p in model.named_parameters())
+
+
+def test_a_copy_in_one_process_is_a_model_of_its_own(make_model, batch):
+    model, passes = make_model(), []
+    reference = hold(model, source="copy")
+    model.model.norm.register_forward_hook(lambda *_: passes.append(1))
+    reference.logprobs(batch)
+    assert passes == []
