@@ -63,9 +63,10 @@ SPEED = {
         {"sampling 64 x 3 turns x 32": 2.2},
     ),
     "tiny": Case(
-        Job("talk", num_turns=4, num_tokens=2),
+        Job("talk", num_turns=4, num_tokens=2, text_length=1),
         {"step of 64 x 4 turns x 2": ("playing", "learning")},
         {"step of 64 x 4 turns x 2": 1 / 0.6},
+        model="game",  # what is left is the turn in Python
     ),
     "learner": Case(
         Job("talk", num_turns=1, num_tokens=128, text_length=109),  # the template adds 19 tokens
