@@ -380,7 +380,7 @@ class Learner:
         with self._computer.adapter_dropout(own.dropout_seed):
             with router_load.watching(batch.attention_mask[:, :-1] & (rank < len(together))):
                 computed = self._computer.compute(batch.token_ids, batch.attention_mask, batch.action_mask)
-            loss = 0 * computed.logprobs.sum()  # where none of the parts is this rank's
+            loss = computed.logprobs.sum() * 0  # where none of the parts is this rank's
             values = [computed.logprobs.detach(), computed.entropy.detach(), *ref]
             every = self._exchange(together, values)
             for k, (part, (now, entropy, *refs)) in enumerate(zip(together, every, strict=True)):

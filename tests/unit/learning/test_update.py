@@ -454,3 +454,9 @@ def test_every_update_divides_its_batch_anew(make_model, make_batch):
     learner.update(batch)
     assert learner.counters()["learner.num_updates"] == 1
     assert division() != before
+
+
+def test_a_learner_of_rescored_samples_compares_nothing_with_the_samplers_logprobs(make_model, make_batch):
+    metrics = make_learner(make_model(), rescores=True).update(make_batch()).metrics
+    assert "loss/policy" in metrics
+    assert not [name for name in metrics if name.startswith(("kl/rollout", "ratio/noise_sigma"))]
