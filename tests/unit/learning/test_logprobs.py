@@ -273,6 +273,14 @@ def test_logits_may_differ_by_eight_roundings_of_the_largest(make_model, num_rou
         LogprobComputer(model)
 
 
+def test_a_head_of_zeros_gives_each_of_the_tokens_the_same_logprob(make_model, tokens):
+    model = make_model("qwen3")
+    torch.nn.init.zeros_(model.lm_head.weight)  # no logit is large, and none may differ
+    logprobs = compute_once(model, *tokens)
+    # log(1/61) = -4.1108739
+    assert torch.allclose(logprobs[tokens[2]], torch.tensor(-4.1108739), rtol=0, atol=1e-6)
+
+
 def test_a_model_that_does_not_do_what_its_config_says_is_refused(make_model):
     model = make_model("cohere", logit_scale=0.25)
     model.config.logit_scale = 0.5
