@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 import tomllib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -97,10 +98,16 @@ class Client:
 
 
 class IdleJobs:
-    """The application over a folder in which nothing runs, for `BackgroundServer(idle.guarded)`."""
+    """The application over a folder in which nothing runs, for `BackgroundServer(idle.guarded)`.
+
+    Attributes:
+        now: the time of its clock, in seconds since 1970; None: the present.
+    """
+
+    now: float | None = None
 
     def __init__(self, folder: Path, *, max_queued: int = 1_000, inference: Sequence[str] = FAKE_MODEL) -> None:
-        self.folder, self.store = folder, Store(folder / "jobs.sqlite3")
+        self.folder, self.store = folder, Store(folder / "jobs.sqlite3", clock=lambda: self.now or time.time())
         self.supervisor = Supervisor(self.store, folder, SupervisorSettings(["false"], {}, max_running=0))
         model = Inference(inference, os.environ, folder / "inference.log")
         service = JobsService(self.store, self.supervisor, folder, model, max_queued=max_queued)

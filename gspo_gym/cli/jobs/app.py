@@ -152,8 +152,8 @@ class _Routes:
         wanted, kind = query.get("status"), query.get("type", "rl")
         after = _moment(query, "created_after")
         jobs = [job for job in self.service.store.jobs() if wanted in (None, job.status)]
-        # In microseconds, which is how a client was told the time.
-        found = [job for job in jobs if round(job.created_at * 1e6) > round(after * 1e6)]
+        # Rounded as a client was told it: a product by 10**6 rounds other times.
+        found = [job for job in jobs if datetime.fromisoformat(timestamp(job.created_at)).timestamp() > after]
         return {"jobs": [self._told(job) for job in found[::-1][:limit]] if kind == "rl" else []}
 
     def status(self, job_id: str) -> Json:
