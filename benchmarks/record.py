@@ -175,7 +175,7 @@ def compare(last: Line, now: Line) -> tuple[list[str], list[str]]:
     """Return a sentence for each value that became slower beyond its noise, and the names of those not judged.
 
     Slower beyond noise: every round now costs more than every round of the last line, and the medians differ by more
-    than 3 %. Where both lines have the same peer, costs are in parts of the peer's.
+    than 3 %. Where both lines have TRL beside ours, costs are in parts of its; other peers are this project's own code.
     """
     slower: list[str] = []
     unjudged: list[str] = []
@@ -185,7 +185,8 @@ def compare(last: Line, now: Line) -> tuple[list[str], list[str]]:
         if before is None or min(len(before.ours), len(value.ours)) < MIN_ROUNDS:
             unjudged.append(value.name)
             continue
-        has_peer = bool(before.peer and value.peer and before.peer_name == value.peer_name)
+        has_peer = bool(before.peer and value.peer) and before.peer_name == value.peer_name
+        has_peer = has_peer and value.peer_name.startswith("TRL")
         old, new = (_costs(each, in_peers=has_peer) for each in (before, value))
         change = statistics.median(new) / statistics.median(old)
         if min(new) > max(old) and change > MIN_CHANGE:

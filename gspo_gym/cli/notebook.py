@@ -20,7 +20,6 @@ from gspo_gym.errors import RecordError
 from gspo_gym.rollout.episode_files import episode_paths, read_episodes
 from gspo_gym.run.records import read_events, read_metrics
 from gspo_gym.run.registry import RunInfo, find_run, read_run
-from gspo_gym.run.report.page_data import run_tokenizer
 from gspo_gym.run.report.progress import mask_text, print_episode
 from gspo_gym.types import Trajectory
 
@@ -155,6 +154,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def episodes_command(arguments: argparse.Namespace) -> int:
     """Print the episodes that are asked for; return 1 if there are none."""
+    from gspo_gym.run.report.page_data import run_tokenizer  # loads torch, which `open_run` does without
+
     folder = find_run(arguments.run_name, arguments.folder)
     found = Run(folder).episodes(
         step=arguments.step, evaluation=arguments.evaluation, failed=True if arguments.failed else None

@@ -28,9 +28,6 @@ from gspo_gym.run.doctor import causes, checks, checks_play
 from gspo_gym.run.doctor.checks import Finding, RunView
 from gspo_gym.run.records import read_config
 from gspo_gym.run.registry import find_run
-from gspo_gym.run.report.checks import page_findings, unknown_settings
-from gspo_gym.run.report.page_data import run_values, saved_page, step_values
-from gspo_gym.run.tokens import token_steps
 from gspo_gym.types import Outcome
 
 Json = Any  # the values of json.loads
@@ -98,6 +95,9 @@ def page_of(
     Raises:
         RecordError: a file of a run is damaged, or a step has no episodes.
     """
+    from gspo_gym.run.report.checks import page_findings  # loads torch, which `doctor` does without
+    from gspo_gym.run.report.page_data import run_values, saved_page, step_values
+
     runs = [described_run(folder), *(run_values(other) for other in others)]
     if status is not None:
         runs[0]["run"]["status"] = status
@@ -115,6 +115,8 @@ def page_of(
 
 
 def _checked(run: Mapping[str, Json], steps: Sequence[Mapping[str, Json]], findings: Sequence[Finding]) -> str:
+    from gspo_gym.run.report.checks import unknown_settings
+
     num_episodes = sum(len(group["episodes"]) for step in steps for group in step["groups"])
     if not num_episodes:
         return "no episodes are recorded: nothing was checked"
@@ -130,6 +132,8 @@ def _checked(run: Mapping[str, Json], steps: Sequence[Mapping[str, Json]], findi
 
 def described_run(folder: Path) -> dict[str, Json]:
     """Return `run_values` with what the doctor says and the settings that differ from their defaults."""
+    from gspo_gym.run.report.page_data import run_values
+
     findings = [asdict(finding) for finding in diagnose(read_run(folder))]
     # The live page loads episodes when they are looked at: checking all would delay its first picture.
     checked = "whether the episodes' numbers agree is not checked here, but by gspo-gym report"
@@ -169,6 +173,8 @@ def _as_toml(value: Json) -> Json:
 
 
 def _default_steps(folder: Path) -> list[str]:
+    from gspo_gym.run.tokens import token_steps
+
     names = [path.name.partition(".")[0] for path in episode_paths(folder)]
     played = [name for name in names if name.startswith("step_")]
     with_tokens = [name for step in token_steps(folder) if (name := f"step_{step:06d}") in played] or played

@@ -162,7 +162,7 @@ def missing_machinery(sections: Mapping[str, Any]) -> list[str]:
     services, compute = sections["services"], sections["compute"]
     found = []
     if compute is not None:
-        found += _cannot_start_yet(sections, compute) or _missing_split(compute.gpu_count, sections)
+        found += [*_missing_split(compute.gpu_count, sections), *_cannot_start_yet(sections, compute)]
     is_quantized = sections["model"].trainer_mode == "qlora"
     if is_quantized and sections["rollout"].engine == "vllm":
         found.append(

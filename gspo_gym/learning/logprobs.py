@@ -242,7 +242,7 @@ def _probe(model: Any, parts: _Parts, forward: Callable[[Work], tuple[Tensor, ..
     # With and without a mask, other attention kernels run: about a hundred roundings per token; in 16 bits some
     # percent, more where a mixture of experts routes a token differently. Looking into the padding is off by order 1.
     gap = (hidden[valid] - head_input[valid]).norm(dim=-1) / head_input[valid].norm(dim=-1)
-    if float(gap.max()) > min(1e3 * torch.finfo(hidden.dtype).eps, 0.25):
+    if bool(gap.gt(min(1e3 * torch.finfo(hidden.dtype).eps, 0.25)).any()):
         raise ConfigError(
             f"{kind}: the decoder's hidden states, computed with gradients and without an attention mask, are not "
             "those its output head is given under right padding (it looks into the padding, or drops out in eval "

@@ -4,6 +4,8 @@ import importlib
 import subprocess
 import sys
 
+import pytest
+
 import gspo_gym
 
 
@@ -47,8 +49,17 @@ def test_the_list_of_names_is_a_promise():
     ]
 
 
-def test_an_environments_author_needs_no_torch():
-    names = "TextEnv, ToolEnv, Reward, RewardTerms, TaskSource, Achievements, tool, make, make_vec, check_env"
-    code = f"import sys; from gspo_gym import {names}; assert 'torch' not in sys.modules"
+@pytest.mark.parametrize(
+    "names",
+    [
+        "gspo_gym import TextEnv, ToolEnv, Reward, RewardTerms, TaskSource, Achievements",
+        "gspo_gym import tool, make, make_vec, check_env",
+        "gspo_gym import open_run",
+        "gspo_gym.cli.report import doctor_command",
+        "gspo_gym.cli.notebook import episodes_command",
+    ],
+)
+def test_writing_an_environment_and_looking_at_a_run_need_no_torch(names):
+    code = f"import sys; from {names}; assert 'torch' not in sys.modules"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

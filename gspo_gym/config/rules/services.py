@@ -121,7 +121,7 @@ def _vllm_is_the_engine(is_given: bool, engine: str) -> str | None:
 
 
 def _engine_has_places(is_given: bool, engine: str, kind: str | None) -> str | None:
-    # A cluster has servers of the local engine, too (`gspo-gym serve`), for machines without vLLM.
+    # A cluster may have copies of the local engine, for machines without vLLM.
     return None if kind == "cluster" and engine == "local" else _vllm_is_the_engine(is_given, engine)
 
 

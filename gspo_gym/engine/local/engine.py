@@ -172,7 +172,7 @@ class LocalEngine(GatedEngine):
                 # The thread must not settle a future of a call that has gone, and its slot is needed.
                 self._worker.forget(request)
                 with contextlib.suppress(EngineError):  # closed or dead: nothing is held any more
-                    self._worker.post(lambda batch: batch.cancel(request))
+                    self._worker.post(lambda batch: batch.cancel(request), at_once=True)
                 raise
 
     async def end_session(self, session_id: str) -> None:
@@ -284,10 +284,12 @@ class _Worker:
         self._failure: BaseException | None = None
         self._telling: asyncio.AbstractEventLoop | None = None  # the loop that is about to wake the thread
 
-    def post(self, command: Callable[[Batch], object], *, key: object = None, future: Any = None) -> None:
+    def post(
+        self, command: Callable[[Batch], object], *, key: object = None, future: Any = None, at_once: bool = False
+    ) -> None:
         """Queue a command for the thread, to be run between two steps; `key` names the future to be settled.
 
-        Call it in an event loop.
+        Call it in an event loop. `at_once` tells the thread now, for a command that ends work.
 
         Raises:
             EngineError: the thread has ended.
@@ -301,7 +303,9 @@ class _Worker:
                 self._futures[key] = future
             self._posted.append(command)
         loop = asyncio.get_running_loop()
-        if self._telling is not loop:
+        if at_once:
+            self._tell()
+        elif self._telling is not loop:
             # After all that can run now: the episodes that one step woke get their next turns from one step again.
             self._telling = loop
             loop.call_soon(self._tell)

@@ -59,6 +59,9 @@ def test_a_machine_that_is_busy_for_both_sides_makes_nothing_slower() -> None:
     alone = Value("step", (1.5, 1.5, 1.5), (2.0, 2.0, 2.0), "TRL")
     slower, _ = compare(_line(before), _line(alone))
     assert slower == ["step beside TRL: 1.50 times the cost (0.500 to 0.500 before, 0.750 to 0.750 now)"]
+    ours = Value("step", (1.0, 1.0, 1.0), (2.0, 2.0, 2.0), "row by row")
+    both = Value("step", (3.0, 3.0, 3.0), (6.0, 6.0, 6.0), "row by row")  # also this project's code
+    assert len(compare(_line(ours), _line(both))[0]) == 1
     without = Value("step", (1.5, 1.5, 1.5))
     assert len(compare(_line(before), _line(without))[0]) == 1  # seconds with seconds
 

@@ -122,7 +122,7 @@ def test_errors_name_keys_as_they_are_written() -> None:
     assert problems(spoil) == [
         "policy.temprature: unknown key; did you mean 'temperature'?",
         "compute.topology.gpus: unknown key; known: gpus_for_ref, gpus_for_training, gpus_for_vllm, "
-        "reference_placement, tensor_parallel, type",
+        "group_timeout_seconds, heartbeat_seconds, max_restarts, reference_placement, tensor_parallel, type",
         "compute.topology.gpus_for_vllm: expected an integer > 0, got 0",
         "policy.model_name: expected a non-empty string, got 7",
         'training.rewards.step_rewards_mode: expected "off", "decision_stepwise" or "env_sparse", got "on"',
@@ -137,8 +137,8 @@ def test_a_contradiction_and_a_missing_key_are_named_as_they_are_written() -> No
         del values["compute"]["topology"]["gpus_for_training"]
 
     assert problems(spoil) == [
-        "compute.topology.gpus_for_training: required, but not given: expected an integer > 0 (GPUs that learn; "
-        "more than 1 is refused to run)",
+        "compute.topology.gpus_for_training: required, but not given: expected an integer > 0 (processes "
+        "that share the learner's model, each on a GPU; more than 1 is refused with GPUs)",
         "compute.topology.tensor_parallel: expected a divisor of topology.gpus_for_vllm = 2, got 3",
         "vllm.tensor_parallel_size: expected topology.tensor_parallel = 3, got 2",
     ]
