@@ -86,7 +86,8 @@ class TextEnv(gymnasium.Env[Any, Any]):
             thread, unless it is found to touch process-wide state.
         any_thread: whether its plain methods may be called in different threads, one after another: it holds nothing
             that is tied to a thread (an sqlite3 connection, thread-local state). While its calls take less than a
-            millisecond, a rollout then makes those of all episodes in one thread, which makes short turns fast.
+            millisecond, a rollout then makes those of all episodes in one thread, which makes short turns fast, unless
+            `max_action_seconds` is set.
         confinement: how model-written code is confined, in words; None if it runs none. A class that runs some sets a
             text, its instances the actual one; `env check`, the card and a run's first lines show it.
         max_action_seconds: limit of answering one action; a slower one ends the episode at the lowest return, like

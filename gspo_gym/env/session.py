@@ -93,6 +93,8 @@ class EnvSession:
         self.tool_schemas: tuple[Mapping[str, Any], ...] = tuple(getattr(self.env, "tool_schemas", ()))
         self._thread = thread or OwnThread()
         self._quick = quick if quick is not None and self._may_share(quick) else None
+        if self._quick is not None and self._quick.is_quick(env_id):
+            self._thread.release()  # its calls go to the shared thread
         self._checks_returns = checks_returns
         self._episode_return = 0.0
         self._left: str | None = None  # the method whose answer was given up
@@ -160,7 +162,9 @@ class EnvSession:
         close = getattr(self._outer, "close", None)
         if self._cancelled is not None:  # async code usually stops at once
             await asyncio.wait({self._cancelled}, timeout=self._timeout)
-        if self._has_missed_deadline and self._is_thread_busy and not inspect.iscoroutinefunction(close):
+        # Without a thread, the late call waits or runs in the shared one, and `close` comes after it there.
+        is_stuck = self._has_missed_deadline and self._is_thread_busy and self._thread.has_thread
+        if is_stuck and not inspect.iscoroutinefunction(close):
             self._thread.abandon(close)
             return
         try:
@@ -242,10 +246,11 @@ class EnvSession:
         return returned.unwrap()
 
     def _may_share(self, quick: QuickCalls) -> bool:
-        limits = [limit for limit in (self._timeout, self._max_action_seconds) if limit is not None]
+        if self._max_action_seconds is not None:  # the time of others would count as the action's
+            return False
         # Another wrapper may hold what is tied to a thread, so its own declaration counts.
         declares = bool(getattr(_without_plain_wrappers(self._outer), "any_thread", False))
-        return declares and min(limits, default=math.inf) >= quick.least_deadline_seconds
+        return declares and (self._timeout is None or self._timeout >= quick.least_deadline_seconds)
 
     async def _in_own_task(self, awaitable: Awaitable[Any]) -> Any:
         # A cancellation is passed on without waiting for it to take effect.
@@ -365,10 +370,7 @@ async def _open_session(
 
     try:
         async with making.timeout:
-            if quick is not None and quick.is_quick(env_id):
-                returned = await quick.call(thread, env_id, make)
-            else:  # not noted: the first one may load what all share
-                returned = await thread.call_async(make, timeout_seconds=None)
+            returned = await thread.call_async(make, timeout_seconds=None)
     except TimeoutError:
         making.give_up()
         thread.abandon(lambda: _close_if_possible(made))  # closes an environment that comes late

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import os
 import queue
 import threading
@@ -23,7 +24,7 @@ _MAX_IDLE = 256  # threads kept for later owners
 _QUICK_SECONDS = 0.001  # a mean call that is quick takes less; two changes of threads take as long on a busy machine
 _FIRST_MEAN = 2.7 * _QUICK_SECONDS  # without a call; 1/e of it is left after _NUM_AVERAGED calls of no time
 _NUM_AVERAGED = 32
-_PATIENCE_SECONDS = 0.2  # for calls that share a thread, together
+_PATIENCE_SECONDS = 0.2  # for one call in a shared thread
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,12 +192,14 @@ class _Call:
     future: asyncio.Future[Returned]
     clock: Callable[[], float]
     returned: Returned = Returned(None, None)
+    started: float = math.inf
     seconds: float = 0.0
+    is_noted: bool = False
 
     def make(self) -> None:
-        started = self.clock()
+        self.started = self.clock()
         self.returned = _returned(self.function)
-        self.seconds = self.clock() - started
+        self.seconds = self.clock() - self.started
 
 
 class _Round:
@@ -204,9 +207,8 @@ class _Round:
 
     def __init__(self, calls: Iterable[_Call], worker: Worker) -> None:
         self.worker = worker
-        self.is_begun = False
+        self.present: _Call | None = None
         self._waiting = deque(calls)
-        self._present: _Call | None = None
         self._ended: list[_Call] = []
         self._lock = threading.Lock()
 
@@ -217,11 +219,10 @@ class _Round:
 
     def _next(self) -> _Call | None:
         with self._lock:
-            if self._present is not None:
-                self._ended.append(self._present)
-            self._present = self._waiting.popleft() if self._waiting else None
-            self.is_begun = True
-            return self._present
+            if self.present is not None:
+                self._ended.append(self.present)
+            self.present = self._waiting.popleft() if self._waiting else None
+            return self.present
 
     def take_ended(self) -> list[_Call]:
         """Take the calls that have returned."""
@@ -229,20 +230,22 @@ class _Round:
             ended, self._ended = self._ended, []
             return ended
 
-    def give_up(self) -> tuple[_Call | None, list[_Call]]:
-        """Return the call that is being made, if there is one, and take those that wait."""
+    def take_waiting(self, stuck: _Call) -> list[_Call] | None:
+        """Take the calls behind `stuck`, or return None if it has ended."""
         with self._lock:
+            if self.present is not stuck:
+                return None
             waiting = list(self._waiting)
             self._waiting.clear()
-            return self._present, waiting
+            return waiting
 
 
 class QuickCalls:
     """One thread for the calls of many owners, as long as they are quick. Use it in one event loop at a time.
 
     A call in a thread of its owner costs two changes of threads, many times what a board game needs to answer. Here the
-    calls that are asked for at about the same time are made in turn and answered together. A call that is being made
-    after 0.2 seconds keeps the thread, which becomes its owner's, and those behind it go to threads of their owners: so
+    calls that are asked for at about the same time are made in turn and answered together. A call that takes more
+    than 0.2 seconds keeps the thread, which becomes its owner's, and those behind it go to threads of their owners: so
     long a hanging call delays others, and its deadline, the watchdog and `OwnThread.abandon` find it in a thread.
 
     Calls share the thread by name while they take less than a millisecond in the mean of some 32 calls. Owners whose
@@ -287,6 +290,9 @@ class QuickCalls:
         return call.returned
 
     def _note(self, call: _Call) -> None:
+        if call.is_noted:  # when it was stuck
+            return
+        call.is_noted = True
         mean = self._mean_seconds.get(call.name, _FIRST_MEAN)
         self._mean_seconds[call.name] = mean + (call.seconds - mean) / _NUM_AVERAGED
 
@@ -300,8 +306,13 @@ class QuickCalls:
         self._asked.append(call)
 
     def _begin(self) -> None:
-        loop, begun = asyncio.get_running_loop(), _Round(self._asked, self._pool.lease())
-        self._asked, self._round = [], begun
+        loop, asked = asyncio.get_running_loop(), self._asked
+        self._asked = []
+        try:
+            begun = self._round = _Round(asked, self._pool.lease())
+        except RuntimeError as error:  # no thread can be started
+            self._fail(asked, error)
+            return
         loop.call_later(self._patience_seconds, self._look, begun)
 
         def tell(_: Returned) -> None:
@@ -321,20 +332,24 @@ class QuickCalls:
     def _look(self, seen: _Round) -> None:
         if seen is not self._round:
             return
-        if not seen.is_begun:  # on a busy machine, a thread may begin late
-            asyncio.get_running_loop().call_later(self._patience_seconds, self._look, seen)
+        stuck, seconds, waiting = seen.present, 0.0, None
+        if stuck is not None:  # on a busy machine, a thread may begin late
+            seconds = max(0.0, self._clock() - stuck.started)
+            waiting = seen.take_waiting(stuck) if seconds >= self._patience_seconds else None
+        if stuck is None or waiting is None:
+            asyncio.get_running_loop().call_later(self._patience_seconds - seconds, self._look, seen)
             return
-        stuck, waiting = seen.give_up()
-        if stuck is None:
-            return  # all are made, and `_end` is about to be called
         stuck.owner.keep(seen.worker)
-        stuck.seconds = self._patience_seconds  # at least: it may never return, and must not be quick until then
+        stuck.seconds = seconds  # at least: it may never return, and must not be quick until then
         self._note(stuck)
         self._settle(seen.take_ended())
         moved = [*waiting, *self._asked]
         self._round, self._asked = None, []
         for call in moved:
-            self._move(call)
+            try:
+                self._move(call)
+            except RuntimeError as error:  # no thread can be started
+                self._fail([call], error)
 
     def _move(self, call: _Call) -> None:
         loop = call.future.get_loop()
@@ -350,3 +365,9 @@ class QuickCalls:
             call.owner.num_shared -= 1
             self._note(call)
             _settle(call.future, call.returned)
+
+    def _fail(self, calls: Iterable[_Call], error: RuntimeError) -> None:
+        for call in calls:
+            call.owner.num_shared -= 1
+            if not call.future.done():
+                call.future.set_exception(error)

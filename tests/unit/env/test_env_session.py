@@ -496,7 +496,7 @@ def test_two_hundred_sessions_run_beside_each_other() -> None:
 
 async def proven_quick(**options: Any) -> QuickCalls:
     """Return shared calls that have seen quick calls of "Echo", by a clock that stands still."""
-    quick = QuickCalls(clock=lambda: 0.0, **options)
+    quick = QuickCalls(**{"clock": lambda: 0.0} | options)
     owner = OwnThread()
     while not quick.is_quick("Echo"):
         await quick.call(owner, "Echo", int)
@@ -508,7 +508,7 @@ class Movable(Echo):
 
 
 class Impatient(Movable):
-    max_action_seconds = 299.0
+    max_action_seconds = 999.0
 
 
 class Tied(gymnasium.Wrapper[Any, Any, Any, Any]):
@@ -516,24 +516,30 @@ class Tied(gymnasium.Wrapper[Any, Any, Any, Any]):
 
 
 @pytest.mark.parametrize(
-    ("make", "is_shared"),
+    ("make", "seconds", "is_shared"),
     [
-        (Movable, True),
-        (lambda trouble: gymnasium.wrappers.TimeLimit(Movable(trouble), 9), True),
-        (Echo, False),
-        (lambda trouble: Tied(Movable(trouble)), False),
-        (Impatient, False),  # it could wait longer for others than its limit allows
+        (Movable, None, True),
+        (Movable, 301.0, True),
+        (Movable, 299.0, False),  # it could wait longer for others than its limit allows
+        (lambda trouble: gymnasium.wrappers.TimeLimit(Movable(trouble), 9), None, True),
+        (Echo, None, False),
+        (lambda trouble: Tied(Movable(trouble)), None, False),
+        (Impatient, None, False),  # the time of others would count as its action's
     ],
 )
-def test_quick_environments_share_a_thread_if_they_say_that_they_may(make: Any, is_shared: bool) -> None:
+def test_quick_environments_share_a_thread_if_they_say_that_they_may(
+    make: Any, seconds: float | None, is_shared: bool
+) -> None:
     async def play() -> None:
         quick = await proven_quick(patience_seconds=60.0)
         gate, ran = threading.Event(), []
-        session = EnvSession(make(lambda method: ran.append(method)), env_id="Echo", quick=quick)
+        session = await open_session(
+            lambda: make(lambda method: ran.append(method)), env_id="Echo", step_timeout_seconds=seconds, quick=quick
+        )
         blocked = asyncio.create_task(quick.call(OwnThread(), "Echo", lambda: (gate.wait(), ran.append("blocked"))))
         reset = asyncio.create_task(session.reset(1))
         if not is_shared:
-            await reset  # ends although the shared thread is taken
+            await asyncio.wait_for(reset, 5)  # ends although the shared thread is taken
         gate.set()
         await asyncio.gather(blocked, reset)
         assert ran == (["blocked", "reset"] if is_shared else ["reset", "blocked"])
@@ -546,9 +552,15 @@ def test_quick_environments_share_a_thread_if_they_say_that_they_may(make: Any, 
 
 def test_an_environment_that_hangs_in_the_shared_thread_is_named_closed_there_and_delays_no_other() -> None:
     async def play() -> None:
-        quick = await proven_quick(patience_seconds=0.01)
+        now = [0.0]
+        quick = await proven_quick(patience_seconds=0.01, clock=lambda: now[0])
         over, closed = threading.Event(), threading.Event()
-        hanging = Movable(lambda method: {"step": over.wait, "close": closed.set}.get(method, int)())
+
+        def hang() -> None:
+            now[0] += 0.01
+            over.wait()
+
+        hanging = Movable(lambda method: {"step": hang, "close": closed.set}.get(method, int)())
         session = await open_session(lambda: hanging, env_id="Echo", step_timeout_seconds=0.1, quick=quick)
         others = [await open_session(Movable, env_id="Echo", step_timeout_seconds=None, quick=quick) for _ in range(3)]
         for each in (session, *others):
@@ -566,3 +578,48 @@ def test_an_environment_that_hangs_in_the_shared_thread_is_named_closed_there_an
         assert len(hanging.threads) == 1  # close waited for the step, in its thread
 
     run(play)
+
+
+def test_an_environment_that_is_tied_to_a_thread_is_made_there_whatever_others_of_its_name_say() -> None:
+    class Connected(Echo):
+        def __init__(self) -> None:
+            super().__init__()
+            self.threads.add(threading.get_ident())
+
+    async def play() -> None:
+        quick = await proven_quick()
+        opened = (open_session(Connected, env_id="Echo", step_timeout_seconds=None, quick=quick) for _ in range(4))
+        sessions = await asyncio.gather(*opened)
+        await asyncio.gather(*(session.reset(1) for session in sessions))
+        await asyncio.gather(*(session.close() for session in sessions))
+        assert [len(session.env.threads) for session in sessions] == [1] * 4
+
+    run(play)
+
+
+class LeapingLoop(asyncio.SelectorEventLoop):
+    """A loop that was blocked for `blocked_seconds`."""
+
+    blocked_seconds = 0.0
+
+    def time(self) -> float:
+        return super().time() + self.blocked_seconds
+
+
+def test_close_waits_for_a_step_that_misses_its_deadline_before_it_begins() -> None:
+    ran: list[str] = []
+    loop = LeapingLoop()
+
+    async def play() -> None:
+        quick = await proven_quick()
+        session = EnvSession(Movable(ran.append), env_id="Echo", step_timeout_seconds=9.0, quick=quick)
+        step = asyncio.create_task(session.step(say("on")))
+        await asyncio.sleep(0)  # the step is asked for
+        loop.blocked_seconds = 10.0
+        with pytest.raises(EnvTimeoutError):
+            await step
+        await session.close()
+        assert ran == ["step", "close"]
+
+    with asyncio.Runner(loop_factory=lambda: loop) as runner:
+        runner.run(play())

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from gspo_gym.env.workers.threads import OwnThread, QuickCalls, WorkerPool
+from gspo_gym.env.workers.threads import OwnThread, QuickCalls, Returned, Worker, WorkerPool
 
 
 @pytest.fixture
@@ -173,12 +173,15 @@ def test_an_error_of_a_shared_call_is_in_its_result_and_others_are_answered() ->
 
 
 def test_a_stuck_call_keeps_the_shared_thread_and_the_others_go_on(gate: threading.Event) -> None:
+    clock = Clock()
+
     def hang() -> int:
+        clock.now += 0.01
         gate.wait()
         return threading.get_ident()
 
     async def play() -> None:
-        quick = QuickCalls(WorkerPool(), clock=Clock(), patience_seconds=0.01)
+        quick = QuickCalls(WorkerPool(), clock=clock, patience_seconds=0.01)
         owner, others = await proven(quick), [OwnThread(WorkerPool()) for _ in range(3)]
         stuck = asyncio.create_task(quick.call(owner, "env", hang))
         answers = await asyncio.gather(*(quick.call(each, "env", threading.get_ident) for each in others))
@@ -192,6 +195,109 @@ def test_a_stuck_call_keeps_the_shared_thread_and_the_others_go_on(gate: threadi
         assert not after.done()
         gate.set()
         assert (await after).unwrap() == (True, (await stuck).unwrap())
+        assert [each.num_shared for each in (owner, *others)] == [0, 0, 0, 0]
+
+    asyncio.run(play())
+
+
+def test_a_stuck_call_counts_once(gate: threading.Event) -> None:
+    clock = Clock()
+
+    def hang() -> None:
+        clock.now += 0.02
+        gate.wait()
+
+    async def play() -> None:
+        quick = QuickCalls(WorkerPool(), clock=clock, patience_seconds=0.01)
+        owner = await proven(quick)
+        stuck = asyncio.create_task(quick.call(owner, "env", hang))
+        await asyncio.create_task(quick.call(OwnThread(WorkerPool()), "env", int))  # goes to another thread
+        gate.set()
+        await stuck
+        mean = 2.7 * (31 / 32) ** 32
+        mean = (mean + (20 - mean) / 32) * 31 / 32
+        while mean >= 1:
+            assert not quick.is_quick("env")
+            await quick.call(owner, "env", int)
+            mean *= 31 / 32
+        assert quick.is_quick("env")
+
+    asyncio.run(play())
+
+
+def test_a_call_that_waited_for_others_is_not_stuck(gate: threading.Event) -> None:
+    class Watched(Clock):
+        def __call__(self) -> float:
+            if threading.current_thread() is threading.main_thread():
+                looked.set()
+            return super().__call__()
+
+    clock, looked = Watched(), asyncio.Event()
+
+    def work() -> None:
+        clock.now += 0.02
+
+    async def play() -> None:
+        quick = QuickCalls(WorkerPool(), clock=clock, patience_seconds=0.01)
+        first, second = await proven(quick), OwnThread(WorkerPool())
+        working = asyncio.create_task(quick.call(first, "env", work))
+        innocent = asyncio.create_task(quick.call(second, "env", gate.wait))  # of no time, as the clock stands
+        await asyncio.wait_for(looked.wait(), 5)
+        assert not second.has_thread
+        gate.set()
+        await asyncio.gather(working, innocent)
+
+    asyncio.run(play())
+
+
+class LimitedPool(WorkerPool):
+    """Has no threads while it is exhausted, as a machine with a limit on them."""
+
+    is_exhausted = False
+
+    def lease(self) -> Worker:
+        if self.is_exhausted:
+            raise RuntimeError("can't start new thread")
+        return super().lease()
+
+
+def test_calls_that_get_no_thread_fail_and_later_ones_are_made() -> None:
+    async def play() -> None:
+        pool = LimitedPool()
+        quick = QuickCalls(pool, clock=Clock())
+        owner, other = await proven(quick), OwnThread(WorkerPool())
+        pool.is_exhausted = True
+        async with asyncio.timeout(5):
+            calls = (quick.call(each, "env", int) for each in (owner, other))
+            failed = await asyncio.gather(*calls, return_exceptions=True)
+            assert [str(error) for error in failed] == ["can't start new thread"] * 2
+            pool.is_exhausted = False
+            assert (await quick.call(owner, "env", lambda: 3)).unwrap() == 3
+        assert (owner.num_shared, other.num_shared) == (0, 0)
+
+    asyncio.run(play())
+
+
+def test_calls_behind_a_stuck_one_that_get_no_thread_fail(gate: threading.Event) -> None:
+    async def play() -> None:
+        pool, clock = LimitedPool(), Clock()
+        quick = QuickCalls(pool, clock=clock, patience_seconds=0.01)
+        owner, others = await proven(quick), [OwnThread(pool), OwnThread(WorkerPool()), OwnThread(pool)]
+
+        def hang() -> None:
+            pool.is_exhausted = True
+            clock.now += 0.01
+            gate.wait()
+
+        stuck = asyncio.create_task(quick.call(owner, "env", hang))
+        async with asyncio.timeout(5):
+            calls = (quick.call(each, "env", lambda: 7) for each in others)
+            first, second, third = await asyncio.gather(*calls, return_exceptions=True)
+            assert isinstance(second, Returned)
+            assert second.unwrap() == 7
+            assert str(first) == str(third) == "can't start new thread"
+            gate.set()
+            await stuck
         assert [each.num_shared for each in (owner, *others)] == [0, 0, 0, 0]
 
     asyncio.run(play())
