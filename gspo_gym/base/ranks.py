@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
 from gspo_gym.base.leftovers import die_with_parent
-from gspo_gym.errors import ServiceError
+from gspo_gym.errors import ServiceError, shortened
 
 RANK_VARIABLE = "GSPO_GYM_RANK"
 _JOIN_SECONDS = 300.0  # until all ranks have met, which takes what importing torch takes
@@ -153,6 +153,7 @@ class Ranks:
         starts: one for each rank that is started; they are numbered from `first` on.
         host: of this machine, where the ranks can reach it.
         on_loss: told the reason, in any thread, once the others have been killed; not after `close`.
+        log: where the ranks print; a reason ends with its last line since the start.
 
     Raises:
         RanksLostError: a rank did not come up.
@@ -166,7 +167,10 @@ class Ranks:
         host: str = "127.0.0.1",
         patience: Patience | None = None,
         on_loss: Callable[[str], None] = lambda _: None,
+        log: Path | None = None,
     ) -> None:
+        self._log = log
+        self._log_begin = log.stat().st_size if log is not None and log.exists() else 0
         self._patience, self._on_loss = patience or Patience(), on_loss
         self._members = {first + k: _Member() for k in range(len(starts))}
         self._reason: str | None = None
@@ -178,8 +182,9 @@ class Ranks:
             threading.Thread(target=self._watch, args=(rank, start), daemon=True)
             for rank, start in zip(self._members, starts, strict=True)
         ]
-        others = [threading.Thread(target=work, daemon=True) for work in (self._listen, self._keep_in_touch)]
-        for thread in (*self._watchers, *others):
+        self._connections: dict[socket.socket, threading.Thread] = {}  # and their readers
+        self._others = [threading.Thread(target=work, daemon=True) for work in (self._listen, self._keep_in_touch)]
+        for thread in (*self._watchers, *self._others):
             thread.start()
         try:
             self._meet()
@@ -237,7 +242,7 @@ class Ranks:
             for rank, member in self._members.items()
             if member.ended.is_set()
         ]
-        self._reason = "; ".join([reason, *(line for line in ended if line != reason)])
+        self._reason = "; ".join([reason, *(line for line in ended if line != reason)]) + self._last_line()
         self._end_all()
         self._on_loss(self._reason)
 
@@ -247,9 +252,25 @@ class Ranks:
             is_first, self._reason = self._reason is None, self._reason or "the group was closed"
         if is_first:
             self._end_all()
-        self._listener.close()
-        for thread in self._watchers:
+        with contextlib.suppress(OSError):  # of another close
+            self._listener.shutdown(socket.SHUT_RDWR)  # which wakes `accept`; closing does not
+        for thread in (*self._watchers, *self._others):
             thread.join(_END_SECONDS)
+        self._listener.close()
+        for connection, reader in [*self._connections.items()]:
+            with contextlib.suppress(OSError):  # the other end is gone
+                connection.shutdown(socket.SHUT_RDWR)
+            reader.join(_END_SECONDS)
+            connection.close()
+
+    def _last_line(self) -> str:
+        if self._log is None:
+            return ""
+        with contextlib.suppress(OSError), self._log.open("rb") as file:
+            file.seek(self._log_begin)
+            lines = file.read().decode(errors="replace").strip().splitlines()
+            return f"; {self._log}" + (f" ends with: {shortened(lines[-1], 300)}" if lines else " has nothing of them")
+        return ""
 
     def _loss(self) -> RanksLostError:
         self._is_over.wait()
@@ -286,21 +307,28 @@ class Ranks:
         with contextlib.suppress(OSError):  # closed
             while True:
                 connection, _ = self._listener.accept()
-                threading.Thread(target=self._admit, args=(connection,), daemon=True).start()
+                reader = threading.Thread(target=self._admit, args=(connection,), daemon=True)
+                self._connections[connection] = reader
+                reader.start()
 
     def _admit(self, connection: socket.socket) -> None:
-        connection.settimeout(_END_SECONDS)  # a stranger may send nothing
         try:
+            connection.settimeout(_END_SECONDS)  # a stranger may send nothing
             hello = json.loads(receive_frame(connection, most=1000))
             member = self._members[hello["rank"]]
             is_ours = hmac.compare_digest(str(hello["secret"]).encode(), self._secret.encode())
         except (OSError, EOFError, ValueError, LookupError, TypeError):
             is_ours = False
         if not is_ours or member.joined.is_set():
+            self._connections.pop(connection, None)
             connection.close()
             return
-        connection.settimeout(None)
-        member.line, member.heard = _Line(connection), time.monotonic()
+        try:
+            connection.settimeout(None)
+            member.line, member.heard = _Line(connection), time.monotonic()
+        except OSError as error:  # it has gone again, or the group was closed
+            self.give_up(f"rank {hello['rank']} cannot be reached: {error}")
+            return
         member.joined.set()
         self._read(hello["rank"], member, connection)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import json
 import os
 import select
@@ -10,6 +12,7 @@ import socket
 import subprocess
 import sys
 import threading
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
@@ -91,23 +94,50 @@ def test_an_answer_that_does_not_come_in_time_ends_the_group(group: Callable[...
 
 def test_a_rank_says_why_it_ends_in_one_line(tmp_path: Path) -> None:
     log, is_over = tmp_path / "log", threading.Event()
-    ranks = Ranks(
-        [lambda environment: LocalProcess(PROGRAM, (), environment, log=log)], on_loss=lambda _: is_over.set()
-    )
+    log.write_text("of another run\n")
+    told: list[str] = []
+
+    def tell(reason: str) -> None:
+        told.append(reason)
+        is_over.set()
+
+    ranks = Ranks([lambda environment: LocalProcess(PROGRAM, (), environment, log=log)], on_loss=tell, log=log)
     ranks.send({"end": True})
     assert is_over.wait(30)
     ranks.close()
-    assert log.read_text() == "rank 0: was told to\n"
+    assert log.read_text() == "of another run\nrank 0: was told to\n"
+    assert told[0].endswith(f" has ended with status 1; {log} ends with: rank 0: was told to")
 
 
-def test_a_stranger_is_not_admitted(group: Callable[..., Ranks]) -> None:
-    ranks = group()
-    with socket.create_connection(ranks.address) as stranger:
-        hello = json.dumps({"rank": 0, "secret": "guessed"}).encode()
-        stranger.sendall(len(hello).to_bytes(8) + hello)
-        assert stranger.recv(1) == b""
+def test_a_stranger_is_not_admitted_in_a_ranks_place() -> None:
+    def start_after_stranger(environment: Mapping[str, str]) -> Handle:
+        address = tuple(json.loads(environment[RANK_VARIABLE])["address"])
+        with socket.create_connection(address, timeout=5.0) as stranger:
+            hello = json.dumps({"rank": 0, "secret": "guessed"}).encode()
+            stranger.sendall(len(hello).to_bytes(8) + hello)
+            refused.append(stranger.recv(1))  # an admitted one would wait here for the time-out, an OSError
+        return start_echo(environment)
+
+    refused: list[bytes] = []
+    ranks = Ranks([start_after_stranger])
     ranks.send({})
     assert ranks.receive(0)[0] == {"rank": 0}
+    assert refused == [b""]
+    ranks.close()
+
+
+def test_a_closed_group_listens_no_more_and_leaves_no_socket_open() -> None:
+    ranks = Ranks([start_echo])
+    address = ranks.address
+    with socket.create_connection(address):  # a stranger that says nothing
+        ranks.close()
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(address)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        del ranks
+        gc.collect()
+    assert [str(warning.message) for warning in caught] == []
 
 
 def test_a_rank_that_does_not_start_is_an_error_at_once() -> None:
@@ -121,10 +151,11 @@ def test_a_rank_that_cannot_reach_its_driver_ends_itself_and_the_driver_ends_the
         is_cut = threading.Event()
 
         def forward(source: socket.socket, sink: socket.socket) -> None:
-            while data := source.recv(65536):
-                if is_cut.is_set():
-                    return
-                sink.sendall(data)
+            with contextlib.suppress(OSError):  # closed by a process that was killed
+                while data := source.recv(65536):
+                    if is_cut.is_set():
+                        return
+                    sink.sendall(data)
 
         def start_behind(environment: Mapping[str, str]) -> Handle:
             place = json.loads(environment[RANK_VARIABLE])
