@@ -86,11 +86,13 @@ class LearnerOnRanks:
 
     Args:
         model: gets the trained weights, in place. Its present ones are those that the ranks begin with.
-        start: starts ranks for the weights in a checkpoint's folder, or for the configuration's (None).
-        newest: returns the run's newest complete checkpoint. num_saved: the number of updates in it, 0 without one.
+        start: starts ranks that load the model in a checkpoint's folder, or one of the same shape as `model` (None).
+        newest: returns the run's newest complete checkpoint, None without one, and raises a CheckpointError for a
+            damaged one. num_saved: the number of updates in it, 0 without one.
         folder: for batches, until a checkpoint holds what was learned from them; removed when this process ends.
         settings: see `RecoverySettings`.
-        on_restart: told the number of updates so far and why the ranks were lost, in any thread.
+        on_restart: told the number of updates so far and why the ranks were lost, before new ones are started; in any
+            thread.
 
     Raises:
         RanksLostError: the ranks did not come up. GymError: they refuse the configuration.
@@ -101,7 +103,7 @@ class LearnerOnRanks:
         model: nn.Module,
         *,
         start: Callable[[str | None], Started],
-        newest: Callable[[], Checkpoint],
+        newest: Callable[[], Checkpoint | None],
         num_saved: Callable[[], int],
         folder: Path,
         settings: RecoverySettings,
@@ -117,6 +119,7 @@ class LearnerOnRanks:
         self._beginning: list[Callable[[], None]] = []  # what was restored, until a checkpoint holds it
         self._is_as_begun = True  # nothing has come back yet
         self._num_restarts = 0  # in a row
+        self._lost_because = ""
         shutil.rmtree(folder, ignore_errors=True)  # of a process that was killed
         goes_with_us(folder)
         try:
@@ -133,8 +136,11 @@ class LearnerOnRanks:
         """Train on a batch; see `Learner.update`. The model of this process has the new weights afterwards.
 
         Raises:
-            NonFiniteError: as there. ServiceError: the ranks were lost too often.
+            NonFiniteError: as there. ServiceError: the ranks were lost too often. TypeError: `sink` is no TokenTable,
+                of which alone the ranks can send the columns.
         """
+        if not (sink is None or isinstance(sink, TokenTable)):
+            raise TypeError(f"sink: expected a TokenTable or None with several ranks, got {type(sink).__name__}")
         with self._lock:
             self._forget_saved()
             entry = self._write(batch)
@@ -176,16 +182,21 @@ class LearnerOnRanks:
         remove_folder(self._folder)
 
     def _begin(self) -> None:
-        # The ranks build the configuration's model, and get the weights of the one here: a warm-up may have moved them.
         self._bring_up(None)
-        trained = _trained(self._model)
-        self._ask({"do": "weights"}, _packed(trained), len(trained))
         for restore in self._beginning:
             restore()
 
-    def _bring_up(self, base: str | None) -> None:
-        self._started = self._start(base)
+    def _bring_up(self, checkpoint: str | None) -> None:
+        self._started = self._start(checkpoint)
         self._ask(self._started.order)
+        # A rank's files give the shape. A warm-up may have moved the weights of the model here, and those below an
+        # adapter need not be the files' ones. Only trained weights are older in a checkpoint than here.
+        given = [
+            (name, tensor)
+            for name, tensor in _saved(self._model).items()
+            if checkpoint is None or not tensor.requires_grad
+        ]
+        self._ask({"do": "weights"}, _packed(given), len(given))
 
     def _begin_with(self, order: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
         def restore() -> None:
@@ -216,14 +227,20 @@ class LearnerOnRanks:
                         f"the learner's ranks were lost {self._num_restarts} times in a row, and "
                         f"topology.max_restarts = {self._settings.max_restarts}: {error}"
                     ) from error
-                self._on_restart(int(self._counters.get(_UPDATES, 0)), str(error))
+                self._lost_because = str(error)
 
     def _recover(self) -> None:
-        try:
-            checkpoint = self._newest()
-        except CheckpointError as error:
-            if not self._is_as_begun:
-                raise ServiceError(f"the learner's ranks were lost before the first checkpoint: {error}") from error
+        lost = f"the learner's ranks were lost ({self._lost_because})"
+        checkpoint = None
+        if not self._is_as_begun:
+            try:
+                checkpoint = self._newest()
+            except CheckpointError as error:
+                raise ServiceError(f"{lost}, and the newest checkpoint is damaged: {error}") from error
+            if checkpoint is None:
+                raise ServiceError(f"{lost} before the first checkpoint")
+        self._on_restart(int(self._counters.get(_UPDATES, 0)), self._lost_because)
+        if checkpoint is None:
             self._begin()
             return
         self._bring_up(str(checkpoint.model_folder))
@@ -234,8 +251,7 @@ class LearnerOnRanks:
             if entry.number >= counters[_UPDATES]:
                 self._learn(entry, None, keeps=False)
 
-    def _learn(self, entry: _Learned, sink: TokenSink | None, *, keeps: bool) -> UpdateReport:
-        table = sink if isinstance(sink, TokenTable) else None
+    def _learn(self, entry: _Learned, table: TokenTable | None, *, keeps: bool) -> UpdateReport:
         order = {"do": "update", "rate": entry.learning_rate, "keeps": keeps, "tokens": table is not None}
         answer, bodies = self._ask(order, [entry.file.read_bytes()], 1)
         parameters, columns = dict(_trained(self._model)), {}
@@ -301,35 +317,42 @@ def _trained(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     return [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
 
 
+def _saved(model: nn.Module) -> dict[str, Tensor]:
+    """Return all parameters, and the buffers that are saved with them."""
+    saved = model.state_dict().keys()
+    return {**dict(model.named_parameters()), **{name: b for name, b in model.named_buffers() if name in saved}}
+
+
 def _packed(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[bytes]:
     """Yield each tensor as safetensors, when it is asked for; every rank must take all of them."""
     for name, tensor in tensors:
         yield save({name: whole(tensor.detach()).cpu().contiguous()})
 
 
-def follow(rank: Rank, build: Callable[[Any], tuple[nn.Module, Learner]]) -> NoReturn:
+def follow(rank: Rank, build: Callable[[Any], tuple[nn.Module, Callable[[], Learner]]]) -> NoReturn:
     """Do what the driver says, until it is gone.
 
-    `build` is given the first order (Any: JSON), and returns the model, of which this process holds a part, and its
-    learner.
+    `build` is given the first order (Any: JSON), and returns the model, of which this process holds a part, and what
+    builds its learner. That is called when the model has the driver's weights, because a reference may copy them.
     """
-    model: nn.Module | None = None
+    built: tuple[nn.Module, Callable[[], Learner]] | None = None
     learner: Learner | None = None
     while True:
         order, bodies = rank.receive()
         answer: dict[str, Any] = {"refusal": None}  # Any: JSON
         given: list[tuple[str, Tensor]] = []
         try:
-            if learner is None or model is None:
-                model, learner = build(order)
+            if built is None:
+                built = build(order)
+            elif learner is None:
+                _take_weights(built[0], bodies)
+                learner = built[1]()
             elif order["do"] == "update":
-                answer["report"], given = _update(order, next(bodies), model, learner)
+                answer["report"], given = _update(order, next(bodies), built[0], learner)
             elif order["do"] == "tensors":
                 given = list(learner.tensors().items())
-            elif order["do"] == "weights":
-                _take_weights(model, bodies)
             else:
-                _restore(order, bodies, model, learner)
+                _restore(order, bodies, built[0], learner)
         except GymError as error:
             answer["refusal"] = [type(error).__name__, str(error)]
         for _ in bodies:  # of an order that was refused
@@ -358,10 +381,10 @@ def _update(
 
 @torch.no_grad()
 def _take_weights(model: nn.Module, bodies: Iterable[bytes]) -> None:
-    parameters = dict(_trained(model))
+    own = _saved(model)
     for body in bodies:
         for name, tensor in load(body).items():
-            copy_into(parameters[name], tensor)
+            copy_into(own[name], tensor)
 
 
 def _restore(order: Mapping[str, Any], bodies: Iterable[bytes], model: nn.Module, learner: Learner) -> None:

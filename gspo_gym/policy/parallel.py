@@ -125,8 +125,8 @@ def require_even_parts(model: nn.Module) -> None:
                 )
 
 
-def copy_into(parameter: nn.Parameter, whole: torch.Tensor) -> None:
-    """Overwrite a parameter, or this rank's part if it is shared out. Nothing travels between ranks."""
+def copy_into(parameter: torch.Tensor, whole: torch.Tensor) -> None:
+    """Overwrite a parameter or buffer, or this rank's part if it is shared out. Nothing travels between ranks."""
     if not isinstance(parameter, DTensor):
         parameter.copy_(whole)
         return

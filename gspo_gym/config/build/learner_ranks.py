@@ -47,7 +47,7 @@ def learning(
         policy: gets the trained weights, in place.
         reference: see `build_learner`.
         num_threads: of torch, of all ranks.
-        on_restart: told the number of updates so far and why the ranks were lost, in any thread.
+        on_restart: see `LearnerOnRanks`.
     """
     if num_ranks(config) == 1:
         yield build_learner(config, policy, reference)
@@ -56,8 +56,8 @@ def learning(
     checkpoints = CheckpointStore(config.run_folder / "checkpoints")
     learner = LearnerOnRanks(
         policy.model,
-        start=partial(_start, config, max(1, num_threads // num_ranks(config))),
-        newest=lambda: load_checkpoint(checkpoints.newest()),
+        start=partial(_start, config, policy.base, max(1, num_threads // num_ranks(config))),
+        newest=lambda: load_checkpoint(checkpoints.newest()) if checkpoints.steps() else None,
         num_saved=partial(_num_saved, checkpoints),
         folder=config.run_folder / FOLDER,
         settings=RecoverySettings(config.topology.group_timeout_seconds, config.topology.max_restarts),
@@ -77,18 +77,20 @@ def _num_saved(checkpoints: CheckpointStore) -> int:
     return int(state["counters"]["learner.num_updates"])
 
 
-def _start(config: RunConfig, num_threads: int, base: str | None) -> Started:
+def _start(config: RunConfig, base: str, num_threads: int, checkpoint: str | None) -> Started:
     assert config.topology is not None
     size = num_ranks(config)
     store, port = host_store(size, seconds=_JOIN_SECONDS)
+    log = config.run_folder / "learner_ranks.log"
     ranks = Ranks(
-        [partial(LocalProcess, __name__, (), log=config.run_folder / "learner_ranks.log")] * size,
+        [partial(LocalProcess, __name__, (), log=log)] * size,
         patience=Patience(silence=config.topology.heartbeat_seconds),
+        log=log,
     )
     order = {
         "do": "build",
         "config": config.model_dump(mode="json", exclude_none=True),
-        "base": base,
+        "base": checkpoint or base,
         "num_ranks": size,
         "port": port,
         "num_threads": num_threads,
@@ -105,15 +107,16 @@ def main() -> NoReturn:
         rank.end(f"{type(error).__name__}: {error}")
 
 
-def _build(rank: int, order: Any) -> tuple[nn.Module, Learner]:
-    """Return this rank's part of the model, and its learner (Any: the driver's JSON)."""
+def _build(rank: int, order: Any) -> tuple[nn.Module, Callable[[], Learner]]:
+    """Return this rank's part of the model, and what builds its learner (Any: the driver's JSON)."""
     config = RunConfig.from_dict(order["config"])
     assert config.topology is not None
     torch.set_num_threads(order["num_threads"])
     seconds = config.topology.group_timeout_seconds
     join_group(order["port"], rank, order["num_ranks"], "cpu", seconds=seconds)
     policy = build_policy(config, order["base"])
-    return policy.model, build_learner(config, policy, collective=shard_model(policy.model))
+    collective = shard_model(policy.model)
+    return policy.model, lambda: build_learner(config, policy, collective=collective)
 
 
 if __name__ == "__main__":

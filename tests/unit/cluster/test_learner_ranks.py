@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from safetensors.torch import load_file
+import torch
+from safetensors.torch import load_file, save_file
 
 from gspo_gym.base.leftovers import descendants
 from gspo_gym.base.ranks import RanksLostError
@@ -24,6 +25,7 @@ from gspo_gym.config.build.trainer import build_learner, build_policy
 from gspo_gym.config.run_config import RunConfig, load_config
 from gspo_gym.errors import ServiceError
 from gspo_gym.policy.checkpoints import CheckpointStore
+from gspo_gym.policy.manifest import Origin, seal
 from gspo_gym.run.records import read_events
 from tests.support.learner_ranks import build_batch_of
 from tests.support.small_quickstart import QUICKSTART, SMALLER
@@ -91,7 +93,7 @@ def test_ranks_that_are_killed_or_hang_learn_their_batches_again(tmp_path: Path)
     with learning(config, policy, None, num_threads=2, on_restart=lambda _, reason: told.append(reason)) as learner:
         learner.update(build_batch_of(0))
         os.kill(ranks_here()[0], signal.SIGKILL)  # there is no checkpoint that holds the first batch
-        with pytest.raises(ServiceError, match="lost before the first checkpoint"):
+        with pytest.raises(ServiceError, match=r"has ended with status -9.* before the first checkpoint$"):
             learner.update(build_batch_of(1))
     assert ranks_here() == []
 
@@ -114,10 +116,47 @@ def test_ranks_that_are_killed_or_hang_learn_their_batches_again(tmp_path: Path)
     store.save(4, policy=alone, learner=expected, trainer_state={})
     require_same(config.run_folder / "checkpoints/step_000003", config.run_folder / "checkpoints/step_000004")
     assert learner.counters() == expected.counters()
-    assert len(told) == 3
-    assert f"(process {killed}) has ended with status -9" in told[1]
-    assert f"(process {stopped}) was not heard of for 10 seconds" in told[2]
+    assert len(told) == 2  # of the ranks for which others were started
+    assert f"(process {killed}) has ended with status -9" in told[0]
+    assert f"(process {stopped}) was not heard of for 10 seconds" in told[1]
     assert ranks_here() == []
+
+
+def test_ranks_begin_with_the_drivers_weights_also_the_frozen_ones_and_the_reference(tmp_path: Path) -> None:
+    """Their files hold other weights. Nothing of them may be left, also where a checkpoint's adapter is read again."""
+    more = ["topology.gpus_for_training=2", "model.trainer_mode=lora", "loss.kl_coef=0.1", "reference.source=adapter"]
+    config = configure(tmp_path, *more)
+    policy, alone = build_policy(config), build_policy(config)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for ours, theirs in zip(policy.model.parameters(), alone.model.parameters(), strict=True):
+            ours.add_(torch.randn(ours.shape, generator=generator), alpha=0.02)
+            theirs.copy_(ours)
+    expected = build_learner(config, alone)
+    told = list[str]()
+    with learning(config, policy, None, num_threads=2, on_restart=lambda _, reason: told.append(reason)) as learner:
+        first, second = learner.update(build_batch_of(0)).metrics, expected.update(build_batch_of(0)).metrics
+        assert (first["kl/ref_k3"], second["kl/ref_k3"]) == (0.0, 0.0)
+        assert first["loss/total"] == pytest.approx(second["loss/total"], abs=1e-6)
+        folder = CheckpointStore(config.run_folder / "checkpoints").save(
+            1, policy=policy, learner=learner, trainer_state={}
+        )
+        base = folder / "base/model.safetensors"
+        save_file({name: torch.zeros_like(tensor) for name, tensor in load_file(base).items()}, base, {"format": "pt"})
+        (folder / "manifest.json").unlink()
+        seal(folder, step=1, origin=Origin())
+        os.kill(ranks_here()[0], signal.SIGKILL)
+        first, second = learner.update(build_batch_of(1)).metrics, expected.update(build_batch_of(1)).metrics
+        for name in ("loss/total", "kl/ref_k3"):
+            assert first[name] == pytest.approx(second[name], rel=1e-4, abs=1e-6), name
+        with pytest.raises(TypeError, match="expected a TokenTable"):
+            learner.update(build_batch_of(2), print)  # type: ignore[arg-type]  # a sink, but no table
+        tensors = folder / "resume/learner.safetensors"
+        tensors.write_bytes(bytes(tensors.stat().st_size))
+        os.kill(ranks_here()[0], signal.SIGKILL)
+        with pytest.raises(ServiceError, match=r"newest checkpoint is damaged: .*learner\.safetensors"):
+            learner.update(build_batch_of(2))
+    assert len(told) == 1
 
 
 def test_the_settings_bound_how_long_and_how_often_ranks_are_waited_for(tmp_path: Path) -> None:
