@@ -92,7 +92,7 @@ class TopologySection(Settings):
         default=1, gt=0, description="GPUs that share each layer while generating; divides gpus_for_vllm"
     )
     heartbeat_seconds: float = Field(
-        default=30.0, gt=0, description="a learner process that gives no sign of life for so long is lost"
+        default=30.0, ge=1, description="a learner process that gives no sign of life for so long is lost"
     )
     group_timeout_seconds: float = Field(
         default=1800.0, gt=0, description="for an update by several learner processes; then one of them hangs"
@@ -192,6 +192,16 @@ def _cannot_start_yet(sections: Mapping[str, Any], compute: ComputeSection) -> l
             found.append(
                 f'reference.placement = "dedicated": topology.gpus_for_training = {num} processes hold the reference '
                 'themselves; set "shared"'
+            )
+        if sections["model"].trainer_mode == "qlora":
+            found.append(
+                f'model.trainer_mode = "qlora": topology.gpus_for_training = {num} processes cannot share quantized '
+                'weights; use "lora"'
+            )
+        if "8bit" in (kind := sections["optimizer"].kind):
+            found.append(
+                f'optimizer.kind = "{kind}": topology.gpus_for_training = {num} processes cannot share moments in 8 '
+                'bits; use "adamw"'
             )
     if compute.nodes > 1:
         found.append(f"compute.nodes = {compute.nodes}: training takes one machine")

@@ -8,7 +8,7 @@ from typing import Any
 from gspo_gym.config.rules.judge import has_app
 from gspo_gym.config.rules.objective import Rule, acts_with, default_of, no_effect
 from gspo_gym.config.sections import WeightSyncSection
-from gspo_gym.config.services import VllmSection
+from gspo_gym.config.services import TopologySection, VllmSection
 from gspo_gym.config.words import show
 from gspo_gym.learning.settings import CorrectionSettings, ReferenceSettings
 
@@ -241,6 +241,16 @@ SERVICE_RULES = (
     Rule(
         ("vllm", "topology", "vllm.tensor_parallel_size", "vllm.data_parallel_size", "compute.gpu_count"),
         _vllm_has_gpus,
+    ),
+    *(
+        no_effect(
+            f"topology.{name}",
+            default_of(TopologySection, name),
+            "topology.gpus_for_training",
+            lambda num: num is None or num > 1,
+            "one process learns, and nothing waits for it; have more",
+        )
+        for name in ("heartbeat_seconds", "group_timeout_seconds", "max_restarts")
     ),
     Rule(("topology", "services.engine_urls"), _split_gpus_are_used),
     Rule(("topology.type", "compute.nodes"), _one_node_is_split),

@@ -34,6 +34,11 @@ EVERYTHING: dict[str, Any] = {
         "reward_blend": {"event": 0.5},
     },
 }
+TWO_LEARN = {
+    "compute": {"gpu_count": 0},
+    "topology": {"type": "cluster", "gpus_for_vllm": 1, "gpus_for_training": 2},
+    "rollout.engine": "local",
+}
 
 
 def test_everything_that_is_missing_is_listed_at_once(make: Make) -> None:
@@ -78,6 +83,8 @@ def test_everything_that_is_missing_is_listed_at_once(make: Make) -> None:
             {"compute": {"gpu_count": 2}, "topology": {"type": "cluster", "gpus_for_vllm": 1, "gpus_for_training": 1}},
             'topology.type = "cluster": training starts nothing on other machines',
         ),
+        ({**TWO_LEARN, "model.trainer_mode": "qlora"}, 'model.trainer_mode = "qlora": topology.gpus_for_training = 2'),
+        ({**TWO_LEARN, "optimizer.kind": "adamw_8bit"}, 'optimizer.kind = "adamw_8bit": topology.gpus_for_training'),
         ({"compute": {"gpu_count": 1, "nodes": 2}}, "compute.nodes = 2"),
         ({"vllm": {}, "model.trainer_mode": "qlora"}, 'model.trainer_mode = "qlora"'),
         (

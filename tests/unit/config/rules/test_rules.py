@@ -297,6 +297,11 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"topology": TOPOLOGY, "vllm": {}},
         "topology: splits GPUs, but there is no compute.gpu_count: give it",
     ),
+    "one process that learns is not watched": (
+        {**COLOCATED, "topology": {**COLOCATED["topology"], "max_restarts": 1}},
+        "topology.max_restarts: has no effect with topology.gpus_for_training = 1: one process learns, and "
+        "nothing waits for it; have more, or remove this",
+    ),
     "tensor parallel that does not divide": (
         {"compute": {"gpu_count": 3}, "topology": {**TOPOLOGY, "tensor_parallel": 3}},
         "topology.tensor_parallel: expected a divisor of topology.gpus_for_vllm = 2, got 3",
