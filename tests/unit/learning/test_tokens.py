@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from gspo_gym.learning.optimizer import StepReport
 from gspo_gym.learning.settings import CorrectionSettings, LossSettings, OptimizerSettings, UpdateSettings
 from gspo_gym.learning.tokens import Clip, Fate, TokenTable
 from gspo_gym.learning.update import Learner
@@ -153,6 +154,11 @@ def test_a_step_that_is_skipped_has_no_share_and_its_tokens_say_so(make_model, m
     assert np.isnan(steps["grad_norm"]).tolist() == [number == skipped for number in range(3)]
     assert np.nanmean(steps["grad_norm"]) == pytest.approx(metrics["optim/grad_norm"])
     assert steps["learning_rate"].tolist() == [1e-3] * 3
+    elsewhere = TokenTable()
+    elsewhere.unpack(table.pack(), StepReport)
+    for arrived, sent in ((elsewhere.columns(), columns), (elsewhere.steps(), steps)):
+        assert arrived.keys() == sent.keys()
+        assert all(arrived[name].tobytes() == column.tobytes() for name, column in sent.items())
 
 
 def test_an_update_without_a_pass_has_shares_of_0_and_says_why(make_batch):
@@ -165,6 +171,9 @@ def test_an_update_without_a_pass_has_shares_of_0_and_says_why(make_batch):
     overlong = [int(batch.trajectory_index[row]) == 1 for row, _ in torch.nonzero(batch.action_mask).tolist()]
     assert columns["share"].tolist() == [[0.0] * len(overlong)]
     assert columns["fate"].tolist() == [Fate.OVERLONG if cut else Fate.NO_GRADIENT for cut in overlong]
+    elsewhere = TokenTable()
+    elsewhere.unpack(table.pack(), StepReport)
+    assert elsewhere.columns()["share"].tolist() == columns["share"].tolist()
 
 
 def test_the_numbers_that_records_hold_stay():
