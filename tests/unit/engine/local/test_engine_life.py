@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import gc
 import threading
+import time
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
@@ -114,6 +116,26 @@ def test_cancelling_a_request_frees_its_slot_for_the_next(model: Any) -> None:
         await WeightSync(engine).publish(1)  # nothing is in flight any more
 
     _run(model, use, max_batch_size=1)
+
+
+def test_the_thread_hears_of_a_cancelled_request_before_the_event_loop_goes_on(model: Any) -> None:
+    async def use(engine: LocalEngine) -> None:
+        async def ask() -> bool:
+            try:
+                await engine.generate([1, 2, 3], _sampling(1000))
+            except asyncio.CancelledError:
+                deadline = time.monotonic() + 10
+                while engine._worker.batch.num_in_flight and time.monotonic() < deadline:
+                    pass  # the loop is busy with what else it has to do
+            return engine._worker.batch.num_in_flight == 0
+
+        asked = asyncio.create_task(ask())
+        await _until_sampling(engine)
+        asked.cancel()
+        assert await asked
+        assert engine.counters.num_sampled_tokens < 1000
+
+    _run(model, use)
 
 
 def test_requests_that_were_cancelled_or_ran_out_of_time_are_forgotten_with_their_prompts(model: Any) -> None:
@@ -254,6 +276,38 @@ def test_closing_ends_the_thread_and_so_does_dropping_the_engine(model: Any) -> 
     del dropped
     gc.collect()
     assert engine_threads() == before
+
+
+def test_closing_waits_for_what_the_thread_is_doing(model: Any) -> None:
+    begun, released = threading.Event(), threading.Event()
+
+    async def use(engine: LocalEngine) -> None:
+        working = asyncio.create_task(engine.compute(lambda: (begun.set(), released.wait(60))))
+        await asyncio.to_thread(begun.wait)
+        threading.Timer(0.2, released.set).start()
+        await engine.close()
+        assert released.is_set()
+        await asyncio.gather(working, return_exceptions=True)
+
+    _run(model, use)
+
+
+def test_an_update_copies_the_weights_of_the_model_that_learns(model: Any) -> None:
+    copied = copy.deepcopy(model)
+
+    async def main() -> None:
+        engine = LocalEngine(copied, max_model_len=MAX_LEN, source=learning)
+        with torch.no_grad():
+            for parameter in learning.parameters():
+                parameter.add_(1.0)
+        await WeightSync(engine).publish(1)
+        await engine.close()
+
+    learning = copy.deepcopy(model)
+    asyncio.run(main())
+    for (name, expected), actual in zip(learning.state_dict().items(), copied.state_dict().values(), strict=True):
+        assert actual.equal(expected), name
+    assert not next(copied.parameters()).equal(next(model.parameters()))
 
 
 def test_if_the_thread_dies_everybody_hears_of_it(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
