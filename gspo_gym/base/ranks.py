@@ -279,9 +279,10 @@ class Ranks:
     def _next(self, rank: int, max_seconds: float | None) -> bytes:
         deadline = math.inf if max_seconds is None else time.monotonic() + max_seconds
         while self._reason is None:
+            left = max(0.0, deadline - time.monotonic())
             with contextlib.suppress(queue.Empty):
-                return self._members[rank].frames.get(timeout=_LOOK_SECONDS)
-            if time.monotonic() > deadline:
+                return self._members[rank].frames.get(timeout=min(left, _LOOK_SECONDS))
+            if left == 0.0:
                 self.give_up(f"rank {rank} was not done after {max_seconds:g} seconds")
         raise self._loss()
 
