@@ -33,7 +33,7 @@ from gspo_gym.base.leftovers import die_with_parent
 from gspo_gym.errors import ServiceError, shortened
 
 RANK_VARIABLE = "GSPO_GYM_RANK"
-_JOIN_SECONDS = 300.0  # until all ranks have met, which takes what importing torch takes
+JOIN_SECONDS = 300.0  # until all ranks have met, which takes what importing torch takes
 _LAST_WORDS_SECONDS = 0.5  # a rank that dies breaks its connections a moment before it is gone
 _END_SECONDS = 10.0  # for the kernel to remove a killed process; one that waits for a disk may take longer
 _LOOK_SECONDS = 0.1  # between looks at whether the group has ended
@@ -106,7 +106,7 @@ class Patience:
         silence: without a sign of life of a rank, or of the driver; None: for ever.
     """
 
-    join: float = _JOIN_SECONDS
+    join: float = JOIN_SECONDS
     silence: float | None = None
 
 

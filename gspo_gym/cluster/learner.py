@@ -19,7 +19,7 @@ from typing import Any, NoReturn, TypeVar
 import torch
 from safetensors.torch import load, save, save_file
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 from gspo_gym import errors
 from gspo_gym.base.files import writing
@@ -32,7 +32,7 @@ from gspo_gym.learning.optimizer import StepReport
 from gspo_gym.learning.tokens import TokenSink, TokenTable
 from gspo_gym.learning.update import Learner, UpdateReport
 from gspo_gym.policy.checkpoints import Checkpoint
-from gspo_gym.policy.parallel import copy_into
+from gspo_gym.policy.parallel import copy_into, part_of
 
 _Result = TypeVar("_Result")
 _UPDATES = "learner.num_updates"
@@ -400,6 +400,5 @@ def _shared_out(name: str, tensor: Tensor, model: nn.Module) -> Tensor:
     """Return this rank's part of a tensor of a parameter that is shared out; another one as it is."""
     for own, parameter in model.named_parameters():
         if name.endswith(f".{own}") and isinstance(parameter, DTensor) and tensor.shape == parameter.shape:
-            there = tensor.to(parameter.device)
-            return distribute_tensor(there, parameter.device_mesh, parameter.placements, src_data_rank=None)
+            return part_of(tensor, parameter)
     return tensor

@@ -364,13 +364,9 @@ async def _open_session(
 ) -> EnvSession:
     thread = OwnThread()
     made: list[Any] = []
-
-    def make() -> None:
-        made.append(making.run(factory))
-
     try:
         async with making.timeout:
-            returned = await thread.call_async(make, timeout_seconds=None)
+            returned = await thread.call_async(lambda: made.append(making.run(factory)), timeout_seconds=None)
     except TimeoutError:
         making.give_up()
         thread.abandon(lambda: _close_if_possible(made))  # closes an environment that comes late

@@ -130,7 +130,10 @@ def copy_into(parameter: torch.Tensor, whole: torch.Tensor) -> None:
     if not isinstance(parameter, DTensor):
         parameter.copy_(whole)
         return
-    part = distribute_tensor(
-        whole.to(parameter.device, parameter.dtype), parameter.device_mesh, parameter.placements, src_data_rank=None
-    )
-    parameter.to_local().copy_(part.to_local())
+    parameter.to_local().copy_(part_of(whole.to(parameter.dtype), parameter).to_local())
+
+
+def part_of(whole: torch.Tensor, parameter: DTensor) -> DTensor:
+    """Return a tensor of a parameter's shape, shared out as that is. Nothing travels between ranks."""
+    there = whole.to(parameter.device)
+    return distribute_tensor(there, parameter.device_mesh, parameter.placements, src_data_rank=None)

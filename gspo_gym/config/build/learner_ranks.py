@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from gspo_gym.base.ranks import LocalProcess, Patience, Rank, Ranks
+from gspo_gym.base.ranks import JOIN_SECONDS, LocalProcess, Patience, Rank, Ranks
 from gspo_gym.cluster.learner import LearnerOnRanks, RecoverySettings, Started, follow
 from gspo_gym.cluster.sharding import shard_model
 from gspo_gym.config.build.trainer import build_learner, build_policy
@@ -24,7 +24,6 @@ from gspo_gym.policy.load import Policy
 from gspo_gym.policy.parallel import host_store, join_group
 
 FOLDER = "learner"  # of the run's folder, while ranks learn: their batches; and their log
-_JOIN_SECONDS = 300.0  # until the ranks have met, which takes what importing torch takes
 
 
 def num_ranks(config: RunConfig) -> int:
@@ -80,7 +79,7 @@ def _num_saved(checkpoints: CheckpointStore) -> int:
 def _start(config: RunConfig, base: str, num_threads: int, checkpoint: str | None) -> Started:
     assert config.topology is not None
     size = num_ranks(config)
-    store, port = host_store(size, seconds=_JOIN_SECONDS)
+    store, port = host_store(size, seconds=JOIN_SECONDS)
     log = config.run_folder / "learner_ranks.log"
     ranks = Ranks(
         [partial(LocalProcess, __name__, (), log=log)] * size,

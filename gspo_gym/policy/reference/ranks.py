@@ -25,14 +25,12 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load, save
 from torch import Tensor
 
-from gspo_gym.base.ranks import LocalProcess, Rank, Ranks, RanksLostError
+from gspo_gym.base.ranks import JOIN_SECONDS, LocalProcess, Rank, Ranks, RanksLostError
 from gspo_gym.errors import ConfigError, GymError, RecordError
 from gspo_gym.learning.logprobs import LogprobComputer
 from gspo_gym.policy.load import load_policy
 from gspo_gym.policy.parallel import copy_into, host_store, join_group
 from gspo_gym.policy.reference.wire import ScoringSettings
-
-_JOIN_SECONDS = 300.0  # until all ranks have met, which takes what importing torch takes
 
 
 class OtherRanks:
@@ -121,13 +119,13 @@ def start_ranks(size: int, *, device: str, num_threads: int, max_seconds: float)
         ConfigError: the device cannot be shared, or there are fewer GPUs than ranks.
     """
     _prepare_devices(size, device)
-    store, port = host_store(size, seconds=_JOIN_SECONDS)
+    store, port = host_store(size, seconds=JOIN_SECONDS)
     options = {"size": size, "port": port, "device": device, "num-threads": num_threads}
     arguments = [f"--{name}={value}" for name, value in options.items()]
     others = Ranks(
         [partial(LocalProcess, "gspo_gym.policy.reference.ranks", arguments)] * (size - 1), first=1, on_loss=_end
     )
-    join_group(store, 0, size, device, seconds=_JOIN_SECONDS)
+    join_group(store, 0, size, device, seconds=JOIN_SECONDS)
     return OtherRanks(others, max_seconds)
 
 
@@ -146,7 +144,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     rank = Rank()
     torch.set_num_threads(arguments.num_threads)
     try:
-        join_group(arguments.port, rank.rank, arguments.size, arguments.device, seconds=_JOIN_SECONDS)
+        join_group(arguments.port, rank.rank, arguments.size, arguments.device, seconds=JOIN_SECONDS)
         _follow(rank, arguments.size)
     except Exception as error:
         rank.end(f"{type(error).__name__}: {error}")
