@@ -32,6 +32,7 @@ from typing import Any, NoReturn, Protocol
 from gspo_gym.base.leftovers import die_with_parent
 from gspo_gym.errors import ServiceError, shortened
 
+LOOPBACK = "127.0.0.1"
 RANK_VARIABLE = "GSPO_GYM_RANK"
 JOIN_SECONDS = 300.0  # until all ranks have met, which takes what importing torch takes
 _LAST_WORDS_SECONDS = 0.5  # a rank that dies breaks its connections a moment before it is gone
@@ -110,6 +111,13 @@ class Patience:
     silence: float | None = None
 
 
+def address_towards(host: str) -> str:
+    """Return this machine's own IPv4 address in the network that leads to a host. Nothing is sent."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
+        asking.connect((host, 9))  # a datagram socket only looks up the way
+        return str(asking.getsockname()[0])
+
+
 class _Line:
     """The end of a connection that frames are sent into, each as a whole, by one thread and the signs of life."""
 
@@ -164,7 +172,7 @@ class Ranks:
         starts: Sequence[Start],
         *,
         first: int = 0,
-        host: str = "127.0.0.1",
+        host: str = LOOPBACK,
         patience: Patience | None = None,
         on_loss: Callable[[str], None] = lambda _: None,
         log: Path | None = None,
@@ -398,6 +406,7 @@ class Rank:
 
     Attributes:
         rank: its number.
+        host: address of this process's machine in the network that leads to the driver.
     """
 
     def __init__(self) -> None:
@@ -409,6 +418,7 @@ class Rank:
         place = json.loads(os.environ.pop(RANK_VARIABLE))
         self.rank: int = place["rank"]
         self._line = _Line(socket.create_connection(tuple(place["address"])))
+        self.host: str = self._line.connection.getsockname()[0]
         self._frames: queue.Queue[bytes] = queue.Queue(_NUM_WAITING)
         self._line.send(json.dumps({"rank": self.rank, "secret": place["secret"]}).encode())
         silence = place["silence"]

@@ -21,7 +21,7 @@ from gspo_gym.config.build import trainer as build
 from gspo_gym.config.build.compute import computing_elsewhere, start_compute
 from gspo_gym.config.build.engines import build_weight_sync
 from gspo_gym.config.build.judge import build_judging
-from gspo_gym.config.build.learner_ranks import learning
+from gspo_gym.config.build.learner_ranks import launching, learning
 from gspo_gym.config.build.live import LiveSettings, Restored, find_restored, when_it_may_change
 from gspo_gym.config.build.preflight import require_ready
 from gspo_gym.config.build.reference import serving_reference
@@ -111,6 +111,7 @@ async def _start(config: RunConfig, progress: Progress, steering: Steering) -> d
         base, state = (None, None) if restored is None else (restored.base, restored.state)
         for notice in await require_ready(config, base=base):
             progress.note(notice)
+        fleet = stack.enter_context(launching(config))
         num_threads = stack.enter_context(computing_elsewhere(build.device_of(config)))
         policy = build.build_policy(config, base)
         player = await build_training_player(config, policy)
@@ -141,7 +142,8 @@ async def _start(config: RunConfig, progress: Progress, steering: Steering) -> d
             recorder.event("warmup", 0, {"epoch_losses": list(report.epoch_losses), "num_tokens": report.num_tokens})
         reference = stack.enter_context(serving_reference(config, policy, build.device_of(config), num_threads))
         tell = partial(_tell_loss, recorder, progress)
-        learner = stack.enter_context(learning(config, policy, reference, num_threads=num_threads, on_restart=tell))
+        shared = learning(config, policy, reference, fleet=fleet, num_threads=num_threads, on_restart=tell)
+        learner = stack.enter_context(shared)
         if restored is not None:
             await _begin_with(restored, learner, weight_sync, recorder, progress)
         parent = None if restored is None else restored.parent
@@ -182,6 +184,7 @@ async def _resume_held(config: RunConfig, progress: Progress, steering: Steering
     state = TrainState.from_dict(checkpoint.trainer_state)
     await require_ready(config, base=str(checkpoint.model_folder))
     async with contextlib.AsyncExitStack() as stack:
+        fleet = stack.enter_context(launching(config))
         num_threads = stack.enter_context(computing_elsewhere(build.device_of(config)))
         policy = build.build_policy(config, str(checkpoint.model_folder))
         player = await build_training_player(config, policy)
@@ -220,7 +223,8 @@ async def _resume_held(config: RunConfig, progress: Progress, steering: Steering
         player = replace(player, compute=compute)
         reference = stack.enter_context(serving_reference(config, policy, build.device_of(config), num_threads))
         tell = partial(_tell_loss, recorder, progress)
-        learner = stack.enter_context(learning(config, policy, reference, num_threads=num_threads, on_restart=tell))
+        shared = learning(config, policy, reference, fleet=fleet, num_threads=num_threads, on_restart=tell)
+        learner = stack.enter_context(shared)
         learner.restore(checkpoint.learner_tensors, checkpoint.learner_counters)
         await weight_sync.publish(state.step)
         _tell_who_samples(config, player, recorder, progress, step=state.step)

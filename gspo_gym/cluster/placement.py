@@ -7,7 +7,7 @@ starts nothing and asks nothing, so a demand that cannot be met is an error at o
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from gspo_gym.errors import PlacementError
@@ -96,6 +96,14 @@ def assign(parts: Sequence[Part], offers: Sequence[Offer]) -> tuple[Place, ...]:
         mine = [(offer, gpus) for role, offer, gpus in found if role == part.role]
         numbered += [Place(part.role, i, at.node, at.address, gpus) for i, (at, gpus) in enumerate(mine)]
     return tuple(numbered)
+
+
+def only_counted(parts: Sequence[Part], offers: Sequence[Offer]) -> list[Part]:
+    """Return the parts without the cores and the memory they take, where no node says how many it has."""
+    counts = (1, int(any(o.cores for o in offers)), int(any(o.memory_bytes for o in offers)))
+    return [
+        replace(part, each=Resources(*(n * says for n, says in zip(part.each, counts, strict=True)))) for part in parts
+    ]
 
 
 def _check(parts: Sequence[Part], offers: Sequence[Offer]) -> None:

@@ -22,7 +22,7 @@ from gspo_gym.cluster.memory import (
     rank_memory,
     replica_memory,
 )
-from gspo_gym.cluster.placement import GIB, Offer, Part, Place, Resources, assign
+from gspo_gym.cluster.placement import GIB, Offer, Part, Place, Resources, assign, only_counted
 from gspo_gym.config.run_config import RunConfig
 from gspo_gym.config.services import OWN_GPU, SHARED_GPU, VllmSection, missing_machinery, place
 from gspo_gym.errors import ConfigError, PlacementError
@@ -143,15 +143,10 @@ def check(config: RunConfig, shape: ModelShape, machines: Machines) -> Paper:
     offers = machines.offers
     if topology is None or topology.type == "single_node_split":
         offers = tuple(sorted(offers, key=lambda offer: offer.free, reverse=True)[:1])
-    # What the nodes do not say is not counted.
-    counts = [1, int(any(o.cores for o in offers)), int(any(o.memory_bytes for o in offers))]
-    counted = [
-        replace(part, each=Resources(*(n * says for n, says in zip(part.each, counts, strict=True)))) for part in parts
-    ]
     problems: list[str] = []
     places: tuple[Place, ...] = ()
     try:
-        places = assign(counted, offers)
+        places = assign(only_counted(parts, offers), offers)
     except PlacementError as error:
         problems.append(str(error))
     if has_gpus and machines.gpu_bytes is not None:

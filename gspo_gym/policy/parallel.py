@@ -7,8 +7,10 @@ passes only. Every rank gets the whole logits.
 from __future__ import annotations
 
 import copy
+import importlib
 import os
 import socket
+import struct
 import sys
 from datetime import timedelta
 from typing import Any
@@ -21,17 +23,23 @@ from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]  # e
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import AutoModelForCausalLM
 
+from gspo_gym.base.ranks import LOOPBACK, address_towards
 from gspo_gym.errors import ConfigError
 
+_SIOCGIFADDR = 0x8915  # of an interface, its IPv4 address (netdevice(7))
 _WHOLE = "replicated_with_grad_allreduce"  # transformers' word for what every rank holds in full
 
 
-def host_store(size: int, *, seconds: float) -> tuple[Store, int]:
-    """Return a store by which so many ranks of this machine meet, and its port; they have so many seconds for it."""
-    listener = socket.create_server(("127.0.0.1", 0))  # only this machine can meet us, at a port that is free
+def host_store(size: int, *, seconds: float, host: str = LOOPBACK) -> tuple[Store, int]:
+    """Return a store by which so many ranks meet, and its port; they have so many seconds for it.
+
+    Args:
+        host: address of this machine, at which the ranks reach it. What else reaches it can read the store.
+    """
+    listener = socket.create_server((host, 0))  # a port that is free
     port = int(listener.getsockname()[1])
     store = TCPStore(
-        "127.0.0.1",
+        host,
         port,
         size,
         is_master=True,
@@ -42,19 +50,20 @@ def host_store(size: int, *, seconds: float) -> tuple[Store, int]:
     return store, port
 
 
-def join_group(store: Store | int, rank: int, size: int, device: str, *, seconds: float) -> None:
+def join_group(store: Store | int, rank: int, size: int, device: str, *, seconds: float, host: str = LOOPBACK) -> None:
     """Make this process a rank of torch's process group: gloo on "cpu", NCCL on "cuda", where rank r is on GPU r.
 
     Args:
         store: of `host_store`, or its port.
         seconds: that a collective may take.
+        host: of the store. The ranks talk by the network that leads there.
     """
-    if sys.platform == "linux":  # the machine's name may lead to its network
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
+    if (interface := _interface_to(host)) is not None:  # torch would take the one that the machine's name leads to
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size))  # transformers asks these
     if isinstance(store, int):
-        store = TCPStore("127.0.0.1", store, size, timeout=timedelta(seconds=seconds), is_master=False)
+        store = TCPStore(host, store, size, timeout=timedelta(seconds=seconds), is_master=False)
     # With "cuda" it was never run, because no machine had two GPUs.
     own = torch.device("cuda", rank) if device == "cuda" else None
     if own is not None:
@@ -67,6 +76,24 @@ def join_group(store: Store | int, rank: int, size: int, device: str, *, seconds
         timeout=timedelta(seconds=seconds),
         device_id=own,
     )
+
+
+def _interface_to(host: str) -> str | None:
+    """Return the name of the network interface that leads to a host; None where the system does not tell."""
+    if sys.platform != "linux":
+        return None
+    own = address_towards(host)
+    return next((name for _, name in socket.if_nameindex() if _address_of(name) == own), None)
+
+
+def _address_of(interface: str) -> str | None:
+    request = struct.pack("256s", interface.encode()[:15])
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
+        try:
+            answer = importlib.import_module("fcntl").ioctl(asking, _SIOCGIFADDR, request)
+        except OSError:  # it has none
+            return None
+    return socket.inet_ntoa(answer[20:24])
 
 
 def parallel_options(config: Any, tp: int) -> dict[str, Any]:

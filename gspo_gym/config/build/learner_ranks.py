@@ -11,8 +11,10 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from gspo_gym.base.ranks import JOIN_SECONDS, LocalProcess, Patience, Rank, Ranks
+from gspo_gym.base.ranks import JOIN_SECONDS, Patience, Rank, Ranks
+from gspo_gym.cluster.launcher import Fleet, Launcher, LocalLauncher, Program
 from gspo_gym.cluster.learner import LearnerOnRanks, RecoverySettings, Started, follow
+from gspo_gym.cluster.placement import Part, Resources
 from gspo_gym.cluster.sharding import shard_model
 from gspo_gym.config.build.trainer import build_learner, build_policy
 from gspo_gym.config.run_config import RunConfig
@@ -23,6 +25,7 @@ from gspo_gym.policy.checkpoints import CheckpointStore, load_checkpoint
 from gspo_gym.policy.load import Policy
 from gspo_gym.policy.parallel import host_store, join_group
 
+_ROLE = "learner"
 FOLDER = "learner"  # of the run's folder, while ranks learn: their batches; and their log
 
 
@@ -32,11 +35,30 @@ def num_ranks(config: RunConfig) -> int:
 
 
 @contextlib.contextmanager
+def launching(config: RunConfig) -> Iterator[Fleet]:
+    """Yield the places of the processes that the run starts on nodes, and what starts them; it ends them.
+
+    Raises:
+        PlacementError: there is no room.
+    """
+    launcher: Launcher = LocalLauncher()
+    try:
+        yield Fleet(launcher, _parts(config))
+    finally:
+        launcher.close()
+
+
+def _parts(config: RunConfig) -> list[Part]:
+    return [Part(_ROLE, num_ranks(config), Resources(cores=1))] if num_ranks(config) > 1 else []
+
+
+@contextlib.contextmanager
 def learning(
     config: RunConfig,
     policy: Policy,
     reference: ReferencePolicy | None,
     *,
+    fleet: Fleet,
     num_threads: int,
     on_restart: Callable[[int, str], None],
 ) -> Iterator[AnyLearner]:
@@ -45,6 +67,7 @@ def learning(
     Args:
         policy: gets the trained weights, in place.
         reference: see `build_learner`.
+        fleet: of `launching`.
         num_threads: of torch, of all ranks.
         on_restart: see `LearnerOnRanks`.
     """
@@ -55,7 +78,7 @@ def learning(
     checkpoints = CheckpointStore(config.run_folder / "checkpoints")
     learner = LearnerOnRanks(
         policy.model,
-        start=partial(_start, config, policy.base, max(1, num_threads // num_ranks(config))),
+        start=partial(_start, config, fleet, policy.base, max(1, num_threads // num_ranks(config))),
         newest=lambda: load_checkpoint(checkpoints.newest()) if checkpoints.steps() else None,
         num_saved=partial(_num_saved, checkpoints),
         folder=config.run_folder / FOLDER,
@@ -76,22 +99,19 @@ def _num_saved(checkpoints: CheckpointStore) -> int:
     return int(state["counters"]["learner.num_updates"])
 
 
-def _start(config: RunConfig, base: str, num_threads: int, checkpoint: str | None) -> Started:
+def _start(config: RunConfig, fleet: Fleet, base: str, num_threads: int, checkpoint: str | None) -> Started:
     assert config.topology is not None
-    size = num_ranks(config)
-    store, port = host_store(size, seconds=JOIN_SECONDS)
+    size, host = num_ranks(config), fleet.launcher.host
     log = config.run_folder / "learner_ranks.log"
-    ranks = Ranks(
-        [partial(LocalProcess, __name__, (), log=log)] * size,
-        patience=Patience(silence=config.topology.heartbeat_seconds),
-        log=log,
-    )
+    starts = fleet.starts(_ROLE, Program(__name__, log=log))
+    store, port = host_store(size, seconds=JOIN_SECONDS, host=host)
+    ranks = Ranks(starts, host=host, patience=Patience(silence=config.topology.heartbeat_seconds), log=log)
     order = {
         "do": "build",
         "config": config.model_dump(mode="json", exclude_none=True),
         "base": checkpoint or base,
         "num_ranks": size,
-        "port": port,
+        "store": [host, port],
         "num_threads": num_threads,
     }
     return Started(ranks, order, kept=store)
@@ -112,7 +132,8 @@ def _build(rank: int, order: Any) -> tuple[nn.Module, Callable[[], Learner]]:
     assert config.topology is not None
     torch.set_num_threads(order["num_threads"])
     seconds = config.topology.group_timeout_seconds
-    join_group(order["port"], rank, order["num_ranks"], "cpu", seconds=seconds)
+    host, port = order["store"]
+    join_group(port, rank, order["num_ranks"], "cpu", seconds=seconds, host=host)
     policy = build_policy(config, order["base"])
     collective = shard_model(policy.model)
     return policy.model, lambda: build_learner(config, policy, collective=collective)

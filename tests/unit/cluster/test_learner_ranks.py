@@ -10,6 +10,7 @@ import gzip
 import json
 import os
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +21,13 @@ from safetensors.torch import load_file, save_file
 from gspo_gym.base.leftovers import descendants
 from gspo_gym.base.ranks import RanksLostError
 from gspo_gym.cli.train import run_training
-from gspo_gym.config.build.learner_ranks import learning
+from gspo_gym.config.build import learner_ranks
 from gspo_gym.config.build.trainer import build_learner, build_policy
 from gspo_gym.config.run_config import RunConfig, load_config
 from gspo_gym.errors import ServiceError
+from gspo_gym.learning.update import AnyLearner
 from gspo_gym.policy.checkpoints import CheckpointStore
+from gspo_gym.policy.load import Policy
 from gspo_gym.policy.manifest import Origin, seal
 from gspo_gym.run.records import read_events
 from tests.support.learner_ranks import build_batch_of
@@ -66,6 +69,19 @@ def ranks_here() -> list[int]:
     return found
 
 
+@contextlib.contextmanager
+def learning(config: RunConfig, policy: Policy, told: list[str] | None = None) -> Iterator[AnyLearner]:
+    """The learner of a configuration; `told` gets the reasons for which its ranks were started again."""
+    told = [] if told is None else told
+    with (
+        learner_ranks.launching(config) as fleet,
+        learner_ranks.learning(
+            config, policy, None, fleet=fleet, num_threads=2, on_restart=lambda _, reason: told.append(reason)
+        ) as learner,
+    ):
+        yield learner
+
+
 def test_a_run_on_two_ranks_is_that_of_one_process(tmp_path: Path) -> None:
     runs = []
     for number in (1, 2):
@@ -90,7 +106,7 @@ def test_ranks_that_are_killed_or_hang_learn_their_batches_again(tmp_path: Path)
     config = configure(tmp_path, "topology.gpus_for_training=2", "topology.heartbeat_seconds=10")
     told = list[str]()
     policy, store = build_policy(config), CheckpointStore(config.run_folder / "checkpoints")
-    with learning(config, policy, None, num_threads=2, on_restart=lambda _, reason: told.append(reason)) as learner:
+    with learning(config, policy, told) as learner:
         learner.update(build_batch_of(0))
         os.kill(ranks_here()[0], signal.SIGKILL)  # there is no checkpoint that holds the first batch
         with pytest.raises(ServiceError, match=r"has ended with status -9.* before the first checkpoint$"):
@@ -100,7 +116,7 @@ def test_ranks_that_are_killed_or_hang_learn_their_batches_again(tmp_path: Path)
     alone = build_policy(config)
     expected = build_learner(config, alone)
     policy = build_policy(config)
-    with learning(config, policy, None, num_threads=2, on_restart=lambda _, reason: told.append(reason)) as learner:
+    with learning(config, policy, told) as learner:
         store.save(0, policy=policy, learner=learner, trainer_state={})
         learner.update(build_batch_of(0))
         os.kill(killed := ranks_here()[1], signal.SIGKILL)
@@ -134,7 +150,7 @@ def test_ranks_begin_with_the_drivers_weights_also_the_frozen_ones_and_the_refer
             theirs.copy_(ours)
     expected = build_learner(config, alone)
     told = list[str]()
-    with learning(config, policy, None, num_threads=2, on_restart=lambda _, reason: told.append(reason)) as learner:
+    with learning(config, policy, told) as learner:
         first, second = learner.update(build_batch_of(0)).metrics, expected.update(build_batch_of(0)).metrics
         assert (first["kl/ref_k3"], second["kl/ref_k3"]) == (0.0, 0.0)
         assert first["loss/total"] == pytest.approx(second["loss/total"], abs=1e-6)
@@ -163,9 +179,9 @@ def test_the_settings_bound_how_long_and_how_often_ranks_are_waited_for(tmp_path
     two = "topology.gpus_for_training=2"
     hasty = configure(tmp_path, two, "topology.group_timeout_seconds=0.0001")
     with pytest.raises(RanksLostError, match=r"was not done after 0\.0001 seconds"):  # it takes longer to load a model
-        learning(hasty, build_policy(hasty), None, num_threads=2, on_restart=lambda *_: None).__enter__()
+        learning(hasty, build_policy(hasty)).__enter__()
     strict = configure(tmp_path, two, "topology.max_restarts=0", "topology.heartbeat_seconds=3")
-    with learning(strict, build_policy(strict), None, num_threads=2, on_restart=lambda *_: None) as learner:
+    with learning(strict, build_policy(strict)) as learner:
         os.kill(ranks_here()[1], signal.SIGSTOP)
         with pytest.raises(ServiceError, match=r"topology\.max_restarts = 0: rank \d .* was not heard of for 3 sec"):
             learner.update(build_batch_of(0))
