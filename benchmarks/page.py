@@ -22,14 +22,13 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 from rich.table import Table
-from safetensors.numpy import save_file
 
 from benchmarks.tokens import quickstart
 from gspo_gym.cli.report import page_of
 from gspo_gym.cli.train import run_training
 from gspo_gym.errors import MissingExtraError
 from gspo_gym.rollout.episode_files import write_episodes
-from gspo_gym.run.tokens import token_path
+from gspo_gym.run.tokens import pack_columns, token_path
 from gspo_gym.seeding import generator
 from gspo_gym.types import FinishReason, Message, Outcome, Segment, Task, Trajectory, Turn
 
@@ -201,6 +200,5 @@ def _write_tokens(folder: Path, step: int, episodes: list[Trajectory]) -> None:
         "optimizer_step": np.zeros((1, len(episodes)), np.int32),
     }
     arrays = {name: each.astype(np.float32) if each.dtype == np.float64 else each for name, each in columns.items()}
-    spans = {episode.trajectory_id: (number * size, size) for number, episode in enumerate(episodes)}
-    metadata = {"schema": "1", "step": str(step), "trajectories": json.dumps(spans)}
-    save_file(arrays, token_path(folder, step), metadata)
+    sizes = {episode.trajectory_id: size for episode in episodes}
+    token_path(folder, step).write_bytes(pack_columns(step, sizes, arrays, {}))

@@ -345,8 +345,6 @@ def _verifiable(folder: Path) -> tuple[list[int], list[int]]:
 
 
 def _read_step(folder: Path, config: Mapping[str, Any], result: Verification) -> StepRecords:
-    from safetensors import SafetensorError, safe_open
-
     name = f"step_{result.step:06d}"
     path, paths = folder / "tokens" / f"{name}.safetensors", episode_paths(folder, f"{name}.")
     if not path.exists() or not paths:
@@ -355,17 +353,31 @@ def _read_step(folder: Path, config: Mapping[str, Any], result: Verification) ->
             f"{folder}: no {missing} of step {result.step} are recorded; verifiable: {_verifiable(folder)[1]}"
         )
     episodes = read_episodes(paths[0])
+    ids, counts = [episode.trajectory_id for episode in episodes], [episode.num_actions for episode in episodes]
+    told, columns = _read_tokens(path)
+    if told != dict(zip(ids, counts, strict=True)):
+        raise RecordError(f"{path}: its episodes or their lengths are not those of {paths[0].name}")
+    return StepRecords(config, episodes, columns, **_arrays(episodes))
+
+
+def _read_tokens(path: Path) -> tuple[dict[str, int], dict[str, Floats]]:
+    """Return the numbers of tokens by trajectory, and the columns, of each token but for `optimizer_step`."""
+    from safetensors import SafetensorError, safe_open
+
     try:
         with safe_open(path, framework="np") as file:
             columns = {each: file.get_tensor(each).astype(np.float64) for each in file.keys()}  # noqa: SIM118
-            spans = json.loads(file.metadata()["trajectories"])
+            metadata = file.metadata()
+        names = json.loads(metadata["trajectories"])
+        if metadata["schema"] == "1":
+            return {name: length for name, (_, length) in names.items()}, columns
+        counts = columns.pop("num_tokens").astype(np.int64)
+        for name in metadata["by_trajectory"].split():
+            columns[name] = np.repeat(columns[name], counts, axis=-1)
+        ids = [before + after for before, each in names for after in each]
+        return dict(zip(ids, counts.tolist(), strict=True)), columns
     except (OSError, SafetensorError, KeyError, ValueError, TypeError) as error:
         raise RecordError(f"{path}: no file of tokens: {error}") from error
-    starts = np.cumsum([0, *(episode.num_actions for episode in episodes)])
-    told = {e.trajectory_id: [int(a), e.num_actions] for e, a in zip(episodes, starts[:-1], strict=True)}
-    if told != spans:
-        raise RecordError(f"{path}: its episodes or their lengths are not those of {paths[0].name}")
-    return StepRecords(config, episodes, columns, **_arrays(episodes))
 
 
 def _read_metrics(folder: Path, result: Verification) -> dict[str, Any] | None:

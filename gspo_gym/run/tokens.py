@@ -1,14 +1,18 @@
 """Files of what the learner saw of every sampled token: one safetensors file a step. numpy only: readers need no torch.
 
-The header's metadata hold `schema`, `step`, and as JSON `trajectories`: {id: [first token, number of tokens]}, in the
-order of the step's episodes. A trajectory's tokens are those of its segments, one after the other, where `action_mask`
-is True. A tokens, N trajectories, P passes over the batch (training.update_epochs), K optimizer steps:
+The header's metadata hold `schema`, `step`, as JSON `trajectories`: the ids in the order of the step's episodes, as
+pairs of what comes before an id's last slash, with it, and the list of what comes after it. `by_trajectory` names the
+columns that hold one number a trajectory, because all its tokens have the same. A trajectory's tokens are those of its
+segments, one after the other, where `action_mask` is True. A tokens, N trajectories, P passes over the batch
+(training.update_epochs), K optimizer steps; a column in `by_trajectory` has N for A, and integers are as narrow as
+their numbers allow:
 
+    num_tokens       [N]     int      of each trajectory; they sum to A
     advantage        [A]     float32  as the loss used it, after KL, whitening and clip; NaN: never computed
     rollout_logprob  [A]     float32  the engine's
     old_logprob      [A]     float32  the policy's before the update
     ref_logprob      [A]     float32  the reference's; absent without one
-    weight_version   [A]     int32    of the weights that sampled it; -1: unknown
+    weight_version   [A]     int      of the weights that sampled it; -1: unknown
     fate             [A]     uint8    `Fate`: trained, or why not
     logprob          [P, A]  float32  the present policy's, as each pass computed it
     ratio            [P, A]  float32  of the token's unit: exp(mean over the unit of logprob - old_logprob)
@@ -16,17 +20,19 @@ is True. A tokens, N trajectories, P passes over the batch (training.update_epoc
     correction       [P, A]  float32  weight against the engine's logprobs; absent where there is no correction: 1
     entropy          [P, A]  float32  nats
     share            [P, A]  float32  addend of loss/total of metrics.jsonl: all shares of a step sum to it
-    optimizer_step   [P, N]  int32    the step of the update, 0, 1, ..., that counts the trajectory; -1: none
+    optimizer_step   [P, N]  int      the step of the update, 0, 1, ..., that counts the trajectory; -1: none
     learning_rate    [K]     float64  of each optimizer step of the update
     grad_norm        [K]     float64  before clipping; NaN: the step was skipped
 
-Where a token was not computed (see `Fate`), logprobs, ratio, correction and entropy are NaN, clip and share 0.
+Where a token was not computed (see `Fate`), logprobs, ratio, correction and entropy are NaN, clip and share 0. Files of
+schema 1, which are read, too, have {id: [first token, number of tokens]} as `trajectories`, and all columns by token.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,7 +43,6 @@ from safetensors.numpy import save
 
 from gspo_gym.errors import RecordError
 from gspo_gym.learning.tokens import PASS_COLUMNS, STEP_COLUMNS, UNSEEN, Column, Fate, TokenTable
-from gspo_gym.rollout.episode_files import SCHEMA_VERSION
 from gspo_gym.types import Trajectory
 
 if TYPE_CHECKING:
@@ -45,6 +50,8 @@ if TYPE_CHECKING:
     from gspo_gym.run.collect import Collected
 
 TOKENS_FOLDER = "tokens"
+_SCHEMA = "2"
+_BY_TRAJECTORY = "optimizer_step"  # which readers get by trajectory, too
 _OPTIONAL = {"ref_logprob": np.nan, "correction": 1.0}  # absent if all tokens have this
 
 
@@ -78,12 +85,21 @@ class TokenFile:
         try:
             self._file = _open(path)
             metadata = self._file.metadata() or {}
-            if metadata.get("schema") != str(SCHEMA_VERSION):
-                raise RecordError(f"{path}: expected schema {SCHEMA_VERSION}, got {metadata.get('schema')!r}")
+            if (schema := metadata.get("schema")) not in ("1", _SCHEMA):
+                raise RecordError(
+                    f"{path}: expected a file of tokens of schema 1 or {_SCHEMA}, got {schema!r}; read it with the "
+                    "version of gspo_gym that wrote it"
+                )
             self.step = int(metadata["step"])
-            found = json.loads(metadata["trajectories"])
-            self.spans = {name: (start, start + length) for name, (start, length) in found.items()}
-            self._names = frozenset(self._file.keys()) - frozenset(STEP_COLUMNS)
+            lengths = _lengths(
+                json.loads(metadata["trajectories"]), None if schema == "1" else self._read("num_tokens")
+            )
+            stops = np.cumsum([0, *lengths.values()]).tolist()
+            self.spans = dict(zip(lengths, itertools.pairwise(stops), strict=True))
+            self._number = {name: number for number, name in enumerate(lengths)}
+            self._lengths = np.array([*lengths.values()], np.int64)
+            self._by_trajectory = {_BY_TRAJECTORY, *metadata.get("by_trajectory", "").split()}
+            self._names = frozenset(self._file.keys()) - frozenset((*STEP_COLUMNS, "num_tokens"))
             self.num_passes: int = self._file.get_slice("logprob").get_shape()[0]
         except (OSError, SafetensorError, KeyError, ValueError, TypeError) as error:
             raise RecordError(f"{path}: no file of tokens: {error}") from error
@@ -98,15 +114,16 @@ class TokenFile:
         """
         if trajectory_id is not None and trajectory_id not in self.spans:
             raise RecordError(f"step {self.step}: no tokens of a trajectory {trajectory_id!r}")
-        start, stop = (0, self.num_tokens) if trajectory_id is None else self.spans[trajectory_id]
         columns: dict[str, Column] = {}
         for name in sorted(self._names):
-            part = self._file.get_slice(name)
-            if name == "optimizer_step":
-                every = part[:]
-                columns[name] = every if trajectory_id is None else every[:, list(self.spans).index(trajectory_id)]
+            column = self._read(name, trajectory_id)
+            if name == _BY_TRAJECTORY:
+                columns[name] = column if trajectory_id is None else column[:, 0]
+            elif name not in self._by_trajectory:
+                columns[name] = column
             else:
-                columns[name] = part[:, start:stop] if name in PASS_COLUMNS else part[start:stop]
+                number = slice(None) if trajectory_id is None else self._number[trajectory_id]
+                columns[name] = np.repeat(column, self._lengths[number], -1)
         for name, value in _OPTIONAL.items():
             if name not in columns:
                 columns[name] = np.full(
@@ -114,6 +131,15 @@ class TokenFile:
                 )
         columns["correction"][np.isnan(columns["logprob"])] = np.nan
         return columns
+
+    def _read(self, name: str, trajectory_id: str | None = None) -> Column:
+        """Return a column as it is in the file, or the part of a trajectory: its tokens', or one number."""
+        part, place = self._file.get_slice(name), slice(None)
+        if trajectory_id is not None:
+            number = self._number[trajectory_id]
+            place = slice(number, number + 1) if name in self._by_trajectory else slice(*self.spans[trajectory_id])
+        column: Column = part[:, place] if name in PASS_COLUMNS else part[place]
+        return column.astype(np.int32) if column.dtype.kind == "i" else column
 
     @property
     def num_tokens(self) -> int:
@@ -153,11 +179,61 @@ def pack_tokens(step: int, collected: Collected, built: BuiltBatch, table: Token
         column = columns[name]
         if bool((np.isnan(column) | (column == value)).all()):
             del columns[name]
-    columns |= table.steps()
     ids = [trajectory.trajectory_id for trajectory in trajectories]
-    spans = dict(zip(ids, zip(starts.tolist(), lengths.tolist(), strict=True), strict=True))
-    metadata = {"schema": str(SCHEMA_VERSION), "step": str(step), "trajectories": json.dumps(spans)}
-    return bytes(save({name: np.ascontiguousarray(column) for name, column in columns.items()}, metadata))
+    return pack_columns(step, dict(zip(ids, lengths.tolist(), strict=True)), columns, table.steps())
+
+
+def pack_columns(
+    step: int, num_tokens: Mapping[str, int], columns: Mapping[str, Column], steps: Mapping[str, Column]
+) -> bytes:
+    """Return the bytes of a step's file.
+
+    Args:
+        num_tokens: by trajectory id, in the order of the columns.
+        columns: those of [A], [P, A] and [P, N]. steps: those of [K].
+    """
+    lengths = np.array([*num_tokens.values()], np.int32)
+    by_trajectory = [name for name in columns if name != _BY_TRAJECTORY and _is_alike(columns[name], lengths)]
+    firsts = (np.cumsum(lengths) - lengths).clip(max=max(int(lengths.sum()) - 1, 0))  # of no token: any number
+    kept = {name: column[..., firsts] if name in by_trajectory else column for name, column in columns.items()}
+    metadata = {
+        "schema": _SCHEMA,
+        "step": str(step),
+        "trajectories": json.dumps(_names(num_tokens), separators=(",", ":")),
+        "by_trajectory": " ".join(by_trajectory),
+    }
+    kept |= {"num_tokens": lengths, **steps}
+    return bytes(save({name: np.ascontiguousarray(_narrow(column)) for name, column in kept.items()}, metadata))
+
+
+def _is_alike(column: Column, lengths: Column) -> bool:
+    """Return whether all tokens of each trajectory have the same number, to the last bit, in each pass."""
+    bits = column.view(f"u{column.itemsize}")  # NaN equals NaN, and -0.0 is not 0.0
+    owner = np.repeat(np.arange(len(lengths)), lengths)
+    return len(owner) > 0 and not bool(((bits[..., 1:] != bits[..., :-1]) & (owner[1:] == owner[:-1])).any())
+
+
+def _narrow(column: Column) -> Column:
+    """Return signed integers in the narrowest type that holds them."""
+    if column.dtype.kind != "i" or not column.size:
+        return column
+    low, high = int(column.min()), int(column.max())
+    types = (each for each in (np.int8, np.int16) if np.iinfo(each).min <= low and high <= np.iinfo(each).max)
+    return column.astype(next(types, np.int32))
+
+
+def _names(ids: Iterable[str]) -> list[tuple[str, list[str]]]:
+    """Return the ids in order, with what ids one after the other have up to their last slash once."""
+    parts = ((before + slash, after) for before, slash, after in (each.rpartition("/") for each in ids))
+    return [(before, [after for _, after in each]) for before, each in itertools.groupby(parts, lambda pair: pair[0])]
+
+
+def _lengths(names: Any, counts: Column | None) -> dict[str, int]:  # Any: JSON
+    """Return the number of tokens by trajectory id; None: the names are those of schema 1, which come with it."""
+    if counts is None:
+        return {name: length for name, (_, length) in names.items()}
+    ids = [before + after for before, each in names for after in each]
+    return dict(zip(ids, counts.tolist(), strict=True))
 
 
 def _numbers_in_batch(trajectories: Sequence[Trajectory], ids: Sequence[str]) -> NDArray[np.int64]:

@@ -14,12 +14,12 @@ import numpy as np
 import pytest
 from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Browser, Page
-from safetensors.numpy import load_file
 
 from gspo_gym.cli.report import page_of
 from gspo_gym.judge.records import latest_judgements, read_judgements
 from gspo_gym.learning.tokens import Clip, Fate
 from gspo_gym.rollout.episode_files import read_episodes, write_episodes
+from gspo_gym.run.tokens import open_tokens
 from gspo_gym.types import FinishReason, Message, Outcome, Segment, Task, Trajectory, Turn
 from tests.browser.conftest import open_page, until
 
@@ -45,7 +45,7 @@ def test_ratios_and_shares_of_the_loss_that_the_page_shows_are_those_recomputed_
 ) -> None:
     run: Path = request.getfixturevalue(name)
     assert tomllib.loads((run / "config.toml").read_text())["loss"].get("unit", "trajectory") == unit
-    columns = load_file(run / f"tokens/step_{step:06d}.safetensors")
+    columns = open_tokens(run, step).columns()
     episodes = read_episodes(run / f"episodes/step_{step:06d}.jsonl.gz")
     # The run has it all: clipped and masked tokens, a KL term, stale weights, several segments, advantages of turns.
     assert set(columns["clip"].ravel()) == {Clip.NONE, Clip.LOW, Clip.HIGH}
@@ -194,7 +194,7 @@ def test_keys_lead_through_views_steps_episodes_and_tokens(page: Page, saved: Pa
 
 
 def test_the_filter_for_clipped_tokens_shows_the_episodes_that_have_some(page: Page, run: Path, saved: Path) -> None:
-    clip = load_file(run / "tokens/step_000004.safetensors")["clip"][0]
+    clip = open_tokens(run, 4).columns()["clip"][0]
     start, clipped = 0, 0
     for episode in read_episodes(run / "episodes/step_000004.jsonl.gz"):
         clipped += bool(clip[start : start + episode.num_actions].any())

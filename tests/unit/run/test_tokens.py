@@ -37,7 +37,7 @@ from gspo_gym.run.collect import Collected
 from gspo_gym.run.journal import Journal
 from gspo_gym.run.recording import RunRecorder, read_events, read_metrics
 from gspo_gym.run.report.progress import QuietProgress
-from gspo_gym.run.tokens import TokenFile, open_tokens, pack_tokens, token_steps
+from gspo_gym.run.tokens import TokenFile, open_tokens, pack_columns, pack_tokens, token_steps
 from gspo_gym.types import (
     DroppedEpisode,
     FinishReason,
@@ -124,10 +124,11 @@ def test_the_tokens_of_a_run_are_those_of_its_episodes_and_sum_to_its_loss(
                     assert own["ratio"][p] == pytest.approx(math.exp(gap.mean()), rel=2e-6)
 
 
-def trajectory(name: str, num_tokens: int) -> Trajectory:
+def trajectory(name: str, num_tokens: int, *, slope: float = 0.0) -> Trajectory:
     mask = np.array([False] + [True] * num_tokens)
     index, versions = np.where(mask, 0, -1), np.where(mask, 3, -1)
-    segment = Segment(np.arange(len(mask)), mask, np.where(mask, -0.5, 0.0), index, versions)
+    logprobs = np.where(mask, -0.5 - slope * np.arange(len(mask)), 0.0)
+    segment = Segment(np.arange(len(mask)), mask, logprobs, index, versions)
     turns = (Turn(0, 0, (0, 1), (1, 1 + num_tokens), FinishReason.STOP, reward=1.0),)
     return Trajectory(name, 0, Task("test", 1), 0, (segment,), turns, (), Outcome.TERMINATED)
 
@@ -156,13 +157,64 @@ def test_tokens_that_the_learner_never_saw_say_why(tmp_path: Path) -> None:
         tokens.columns("d")
 
 
+def test_a_file_has_numbers_of_trajectories_once_and_gives_back_every_bit(tmp_path: Path) -> None:
+    """Trajectories of 3, 0 and 2 tokens, two passes; 300 needs 16 bits, and -0.0 is not 0.0."""
+    nan = np.nan
+    columns: dict[str, Any] = {
+        "advantage": np.array([1, 1, 1, -2, -2], np.float32),
+        "rollout_logprob": np.array([-1, -2, -3, -4, -5], np.float32),
+        "old_logprob": np.array([nan] * 3 + [-4, -4], np.float32),
+        "weight_version": np.array([300, 300, 300, 2, 2], np.int32),
+        "fate": np.array([3, 3, 3, 0, 1], np.uint8),
+        "logprob": np.array([[nan] * 3 + [-4, -4.5], [nan] * 3 + [-4, -4]], np.float32),
+        "ratio": np.array([[nan] * 3 + [1.5, 1.5], [nan] * 3 + [0.5, 0.5]], np.float32),
+        "clip": np.array([[0, 0, 0, 2, 2], [0, 0, 0, 1, 1]], np.uint8),
+        "entropy": np.array([[nan] * 3 + [1, 2]] * 2, np.float32),
+        "share": np.array([[0, 0, -0.0, 3, 3], [0] * 5], np.float32),
+        "optimizer_step": np.array([[-1, -1, 0], [-1, -1, 1]], np.int32),
+    }
+    path = tmp_path / "step_000001.safetensors"
+    path.write_bytes(pack_columns(1, {"s/g/0": 3, "s/g/1": 0, "t": 2}, columns, {"grad_norm": np.ones(2)}))
+    with safe_open(path, framework="np") as file:
+        shapes = {name: file.get_tensor(name).shape for name in file.keys()}  # noqa: SIM118
+        assert file.metadata()["trajectories"] == '[["s/g/",["0","1"]],["",["t"]]]'
+        narrow = {name: str(file.get_tensor(name).dtype) for name in ("weight_version", "optimizer_step", "num_tokens")}
+    assert narrow == {"weight_version": "int16", "optimizer_step": "int8", "num_tokens": "int8"}
+    by_trajectory = {name for name, shape in shapes.items() if shape in ((3,), (2, 3))}
+    assert by_trajectory == {
+        "advantage",
+        "old_logprob",
+        "weight_version",
+        "ratio",
+        "clip",
+        "optimizer_step",
+        "num_tokens",
+    }
+    tokens = TokenFile(path)
+    assert (tokens.spans, tokens.num_passes) == ({"s/g/0": (0, 3), "s/g/1": (3, 3), "t": (3, 5)}, 2)
+    whole = tokens.columns()
+    for name, expected in columns.items():
+        assert whole[name].dtype == expected.dtype
+        assert whole[name].tobytes() == expected.tobytes(), name
+        for number, (trajectory_id, span) in enumerate(tokens.spans.items()):
+            part = expected[:, number] if name == "optimizer_step" else expected[..., slice(*span)]
+            assert tokens.columns(trajectory_id)[name].tobytes() == part.tobytes(), name
+
+
+def test_a_file_of_a_later_version_is_refused_with_its_schema(tmp_path: Path) -> None:
+    path = tmp_path / "step_000001.safetensors"
+    path.write_bytes(tensors.save({"logprob": np.zeros((1, 1))}, {"schema": "3", "step": "1"}))
+    with pytest.raises(RecordError, match=r"of schema 1 or 2, got '3'; read it with the version"):
+        TokenFile(path)
+
+
 @pytest.mark.parametrize("may_mount", [True, False])
 def test_a_disk_that_takes_no_tokens_is_told_and_the_next_step_is_recorded_when_there_is_room(
     tmp_path: Path, may_mount: bool
 ) -> None:
-    """10,000 tokens of 28 bytes, none in the batch, on a disk that has room for 64 kB."""
+    """30,000 tokens, none in the batch, each with an engine's logprob of 4 bytes, on a disk that has room for 64 kB."""
     plan = build_plan(config_of(tmp_path, {"run": {"log_episodes_every_n_iters": 0}}))
-    groups = (TrajectoryGroup(Task("test", 1), (trajectory("a", 10_000),), 1),)
+    groups = (TrajectoryGroup(Task("test", 1), (trajectory("a", 30_000, slope=1e-4),), 1),)
     collected = Collected(groups, groups, num_dropped=0, num_refilled=0, failures=())
     built = BuiltBatch(None, BatchCounts(), RunningReturns(), 1.0)
     told: list[str] = []
@@ -372,12 +424,20 @@ def altered(column: str, change: Callable[[Any], None]) -> Callable[[Path], None
     def alter(folder: Path) -> None:
         path = folder / "tokens" / "step_000002.safetensors"
         with safe_open(path, framework="np") as file:
-            columns = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-            metadata = file.metadata()
+            steps = {name: file.get_tensor(name) for name in ("learning_rate", "grad_norm")}
+        columns = open_tokens(folder, 2).columns() | steps
         change(columns[column])
-        path.write_bytes(tensors.save(columns, metadata))
+        path.write_bytes(as_schema_1(path, columns))
 
     return alter
+
+
+def as_schema_1(path: Path, columns: dict[str, Any]) -> bytes:
+    """The file of an earlier version, in which each column has a number a token."""
+    tokens = TokenFile(path)
+    spans = {name: [start, stop - start] for name, (start, stop) in tokens.spans.items()}
+    metadata = {"schema": "1", "step": str(tokens.step), "trajectories": json.dumps(spans)}
+    return tensors.save({name: np.ascontiguousarray(column) for name, column in columns.items()}, metadata)
 
 
 def trained_token(folder: Path) -> tuple[int, dict[str, Any]]:
