@@ -19,7 +19,7 @@ import numpy as np
 from gspo_gym.base.files import flat_items
 from gspo_gym.errors import ConfigError, RecordError, UsageError
 from gspo_gym.rollout.episode_files import episode_paths, read_episodes
-from gspo_gym.run.records import read_config, read_metrics
+from gspo_gym.run.records import read_config, read_events, read_metrics
 from gspo_gym.run.registry import find_run
 from gspo_gym.run.verify import (
     SKIPPED,
@@ -27,6 +27,7 @@ from gspo_gym.run.verify import (
     Floats,
     Indices,
     Model,
+    State,
     StepRecords,
     batch_of,
     metrics_of,
@@ -56,25 +57,23 @@ _KNOWN: Mapping[str, tuple[Any, ...] | None] = {
     "correction.mode": ("truncate", "mask"),
     **dict.fromkeys(("correction.low", "correction.high", "correction.off_policy_threshold")),
     "correction.max_engine_gap": None,
+    "advantages.baseline": ("group", "leave_one_out", "batch", "running", "none"),
+    "advantages.scale": ("group", "batch", "running", "none"),
+    "advantages.whiten": ("none", "tokens", "trajectories"),
+    **dict.fromkeys(("advantages.kl_shaping_coef", "rewards.kl_coef", "rewards.kl_target")),
     "training.constant_groups": ("keep", "drop", "refill"),
+    "training.step_rewards_mode": (None, "off", "env_sparse", "decision_stepwise"),
+    "training.step_rewards_strategy": (None, "consistent", "per_achievement"),
+    "training.event_rewards_kind": (None, "unique", "absolute"),
 }
-# Keys of which the second path knows some values only; `--help` lists these and the next.
-_REFUSED: Mapping[str, tuple[Any, ...]] = {
-    "advantages.baseline": ("group", "leave_one_out", "batch", "none"),
-    "advantages.scale": ("group", "batch", "none"),
-    "advantages.whiten": ("none",),
-    "advantages.kl_shaping_coef": (0,),
-    "rewards.kl_coef": (0,),
-    "training.step_rewards_mode": (None, "off", "env_sparse"),
-}
-# Those under which the weights can be replayed.
+# Keys under which the weights can be replayed with some values only, and why; `--help` lists them.
 _REPLAYED: Mapping[str, tuple[Any, ...]] = {
-    "model.trainer_mode": ("full", "lora"),
-    "model.dtype": ("float32",),
     "optimizer.kind": ("adamw", "adamw_fused"),
-    "training.score_truncated": (False,),
     "training.lora.dropout": (None, 0),
-    "reference.placement": (None, "none", "shared"),
+}
+_WHY = {
+    "optimizer.kind": "a moment near the middle of two 8-bit codes is rounded by the last digit of a gradient",
+    "training.lora.dropout": "masks depend on how a batch was divided, which no file holds",
 }
 
 
@@ -127,17 +126,15 @@ class Verification:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `verify`."""
-    refused, in_part = (
-        "; ".join(
-            f"{key} other than {' or '.join(str(each) for each in values if each is not None)}"
-            for key, values in table.items()
-        )
-        for table in (_REFUSED, _REPLAYED)
+    in_part = "; ".join(
+        f"{key} other than {' or '.join(str(each) for each in values if each is not None)}"
+        for key, values in _REPLAYED.items()
     )
     parser.epilog = (
         "Exits 0 if all agrees, 1 for a difference, 2 if something could not be recomputed. "
-        f"Refused, because the second path does not know it: {refused}. "
-        f"Without logprobs, entropy and gradients: {in_part}."
+        f"Without logprobs, entropy and gradients: {in_part}. "
+        "Running baselines and scales, and a KL coefficient that adapts, are those of the newest checkpoint before the "
+        "step, and of the episodes of the steps since."
     )
     parser.add_argument("run_name", metavar="RUN", help="its folder, its name in runs/, or the start of its id")
     parser.add_argument("--folder", type=Path, default=Path("runs"), help="where runs are looked for (runs)")
@@ -180,10 +177,9 @@ def verify_step(folder: Path, step: int, *, tolerance: float = 1e-5) -> Verifica
         RecordError: tokens or episodes of the step are not recorded, or a file is damaged.
     """
     config = dict(flat_items(read_config(folder)))
-    known = {**_KNOWN, **_REFUSED}
-    sections = {key.partition(".")[0] for key in known} - {"algorithm", "training"}
-    strange = [key for key in config if key.partition(".")[0] in sections and key not in known]
-    if strange := [*strange, *_others(config, {key: values for key, values in known.items() if values is not None})]:
+    sections = {key.partition(".")[0] for key in _KNOWN} - {"algorithm", "training"}
+    strange = [key for key in config if key.partition(".")[0] in sections and key not in _KNOWN]
+    if strange := [*strange, *_others(config, {key: values for key, values in _KNOWN.items() if values is not None})]:
         raise ConfigError(f"{folder}: verify does not know {', '.join(strange)}")
     result = _verify(folder, config, Verification(step), tolerance, in_float64=False)
     found = result.difference
@@ -195,11 +191,12 @@ def verify_step(folder: Path, step: int, *, tolerance: float = 1e-5) -> Verifica
 def _verify(
     folder: Path, config: Mapping[str, Any], result: Verification, tolerance: float, *, in_float64: bool
 ) -> Verification:
-    records, metrics = _read_step(folder, config, result), _read_metrics(folder, result)
+    records, metrics = _read_step(folder, config, result.step), _read_metrics(folder, result)
     try:
+        state = _state_before(folder, config, result)
         models = _read_models(folder, records, result, in_float64=in_float64)
         with np.errstate(all="ignore"):  # a damaged number is named, not warned of
-            _Comparison(records, models, result, tolerance).follow(metrics)
+            _Comparison(records, models, result, tolerance).follow(metrics, state)
     except _DifferenceError as found:
         (result.difference,) = found.args
     return result
@@ -214,15 +211,16 @@ class _Comparison:
 
     Each number is recomputed from recorded ones that were compared before. The first of `models` computes in float32,
     as the learner's: many layers add up its rounding, and where a gradient is nearly 0, it decides AdamW's step. A
-    second one in float64, which takes the same steps, says by how much. Without any, the weights are not known.
+    second one in float64, which takes the same steps, says by how much. Of 16 bits it is one in float32. Without any,
+    the weights are not known.
     """
 
     def __init__(self, records: StepRecords, models: Sequence[Model], result: Verification, tolerance: float) -> None:
         self._records, self._models, self._result, self._tolerance = records, models, result, tolerance
         self._config, self._columns, self._owner = records.config, records.columns, records.units["trajectory"]
 
-    def follow(self, metrics: Mapping[str, float] | None) -> None:
-        """Compare everything; without `metrics`, all but these."""
+    def follow(self, metrics: Mapping[str, float] | None, state: State) -> None:
+        """Compare everything; without `metrics`, all but these. `state` is that before the step."""
         records, columns, every = self._records, self._columns, np.arange(len(self._owner))
         for name, array in (("rollout_logprob", "rollout_logprobs"), ("weight_version", "weight_version")):
             self._compare(name, columns[name], _sampled(records.episodes, array), every)
@@ -230,19 +228,22 @@ class _Comparison:
             for turn in (turn for turn in episode.turns if turn.reward is not None and turn.reward_terms):
                 terms, name = sum(turn.reward_terms.values()), episode.trajectory_id
                 self._compare("reward", turn.reward, terms, episode=name, turn=turn.index)
-        batch = batch_of(records)
+        if self._config["rewards.kl_coef"] > 0 and metrics is not None:
+            self._compare("shaping/kl_coef", metrics.get("shaping/kl_coef", state.kl_coef), state.kl_coef)
+        batch = batch_of(records, state)
         is_seen, is_counted = batch.is_trained[self._owner], batch.is_counted[self._owner]
-        self._compare("advantage", columns["advantage"], np.where(is_counted, batch.advantages, np.nan), every)
-        for epoch, counted in enumerate(columns["optimizer_step"][:, self._owner]):
-            wanted = np.where(is_seen, np.maximum(counted, 0), np.where(is_counted, counted, -1))
-            self._compare("optimizer_step", counted, wanted, every, epoch=epoch)
-        at = np.flatnonzero(is_seen)
+        # Before advantages, which KL to the reference may be a part of.
+        at = np.flatnonzero(is_seen & (columns["optimizer_step"].max(0)[self._owner] >= 0))
         if self._config["correction.old_logprobs"] == "rollout":
             self._compare("old_logprob", columns["old_logprob"][at], columns["rollout_logprob"][at], at)
         elif self._models:
             self._compare_scores("old_logprob", at, "policy")
         if self._models and "reference" in self._models[0].modules:
             self._compare_scores("ref_logprob", at, "reference")
+        self._compare("advantage", columns["advantage"], np.where(is_counted, batch.advantages, np.nan), every)
+        for epoch, counted in enumerate(columns["optimizer_step"][:, self._owner]):
+            wanted = np.where(is_seen, np.maximum(counted, 0), np.where(is_counted, counted, -1))
+            self._compare("optimizer_step", counted, wanted, every, epoch=epoch)
         fates, taken, norms = self._follow_updates(is_seen, int(is_counted.sum()), batch.fates[self._owner])
         others = np.flatnonzero(~is_seen)
         for name, value in (("logprob", np.nan), ("entropy", np.nan), ("ratio", np.nan), ("clip", 0.0), ("share", 0.0)):
@@ -287,11 +288,12 @@ class _Comparison:
             fates[at] = np.minimum(fates[at], terms["fate"] if is_taken else SKIPPED)
             if is_taken:
                 taken.append(terms)
-            if is_taken and self._models:
+            if self._models:
                 norm = self._first([np.array(model.grad_norm()) for model in self._models])
+                norm = norm if is_taken or np.isfinite(norm) else np.array(np.nan)  # so a skipped step is recorded
                 self._compare("grad_norm", norms[update], norm, slack=self._result.rounding, **place)
                 for model in self._models:
-                    model.step(self._columns["learning_rate"][update])
+                    model.step(self._columns["learning_rate"][update], is_taken=is_taken)
         return fates, taken, norms[are_taken]
 
     def _compare_scores(self, name: str, at: Indices, module: str) -> None:
@@ -344,16 +346,63 @@ def _verifiable(folder: Path) -> tuple[list[int], list[int]]:
     return [step for step in in_part if (_checkpoint(folder, step) / "manifest.json").exists()], in_part
 
 
-def _read_step(folder: Path, config: Mapping[str, Any], result: Verification) -> StepRecords:
-    name = f"step_{result.step:06d}"
-    path, paths = folder / "tokens" / f"{name}.safetensors", episode_paths(folder, f"{name}.")
-    if not path.exists() or not paths:
-        missing = "tokens" if not path.exists() else "episodes"
+def _state_before(folder: Path, config: Mapping[str, Any], result: Verification) -> State:
+    """Return what the step inherits from those before.
+
+    It is that of the newest checkpoint before the step, as the weights are: its digests are compared, and a long run
+    need not be read from its beginning. From there on it is recomputed from the episodes of the steps since.
+
+    Raises:
+        RecordError: these are not recorded; names the steps, and what records them.
+    """
+    state, first = State(kl_coef=config["rewards.kl_coef"]), 1
+    has_returns = "running" in (config["advantages.baseline"], config["advantages.scale"])
+    if not has_returns and config.get("rewards.kl_target") is None:
+        return state
+    steps = [step for step in range(result.step, 0, -1) if (_checkpoint(folder, step) / "manifest.json").exists()]
+    if steps:
+        first, checkpoint = steps[0], _checkpoint(folder, steps[0])
+        _compare_digests(folder, checkpoint, result)
+        try:
+            saved = json.loads((checkpoint / "resume" / "state.json").read_text(encoding="utf-8"))
+            running, beta = saved["trainer"]["running"], saved["counters"].get("shaping.kl_coef", state.kl_coef)
+            names = ("count", "mean", "squared_deviations", "magnitude")
+            state = State(*(float(running[name]) for name in names))._replace(kl_coef=float(beta))
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise RecordError(f"{checkpoint / 'resume' / 'state.json'}: is damaged: {error!r}") from error
+    elif config.get("run.restore"):
         raise RecordError(
-            f"{folder}: no {missing} of step {result.step} are recorded; verifiable: {_verifiable(folder)[1]}"
+            f"{folder}: a restored run's first checkpoint is needed; training.keep_every keeps checkpoints"
         )
+    for step in range(first, result.step):
+        try:
+            records = _read_step(folder, config, step, needs_tokens=config.get("rewards.kl_target") is not None)
+            state = batch_of(records, state).state
+        except RecordError as error:
+            raise RecordError(
+                f"advantages of step {result.step} go by all returns, or by the KL, since the checkpoint before step "
+                f"{first}: {error}; training.checkpoint_every_n_iters = 1 with training.keep_last, or "
+                "run.log_tokens_every_n_iters = 1 and run.log_episodes_every_n_iters = 1, record what is needed"
+            ) from error
+    return state
+
+
+def _read_step(folder: Path, config: Mapping[str, Any], step: int, *, needs_tokens: bool = True) -> StepRecords:
+    """Return the records of a step; without its tokens those from which only its returns can be recomputed."""
+    name = f"step_{step:06d}"
+    path, paths = folder / "tokens" / f"{name}.safetensors", episode_paths(folder, f"{name}.")
+    is_known = path.exists() or not needs_tokens
+    if not is_known or not paths:
+        missing = "episodes" if is_known else "tokens"
+        raise RecordError(f"{folder}: no {missing} of step {step} are recorded; verifiable: {_verifiable(folder)[1]}")
     episodes = read_episodes(paths[0])
     ids, counts = [episode.trajectory_id for episode in episodes], [episode.num_actions for episode in episodes]
+    if not path.exists():
+        if any((event["kind"], event["step"]) == ("uncommitted", step) for event in read_events(folder)):
+            raise RecordError(f"{folder}: no tokens of step {step} are recorded, and some were of uncommitted weights")
+        size = {name: sum(counts) for name in ("fate", "old_logprob", "ref_logprob")}
+        columns = {name: np.zeros(length) for name, length in size.items()}
+        return StepRecords(config, episodes, columns | {"optimizer_step": np.zeros((1, len(ids)))}, **_arrays(episodes))
     told, columns = _read_tokens(path)
     if told != dict(zip(ids, counts, strict=True)):
         raise RecordError(f"{path}: its episodes or their lengths are not those of {paths[0].name}")
@@ -405,22 +454,7 @@ def _sampled(episodes: Sequence[Trajectory], name: str) -> Floats:
     return np.concatenate([np.zeros(0), *parts])
 
 
-def _read_models(folder: Path, records: StepRecords, result: Verification, *, in_float64: bool) -> list[Model]:
-    """Return the models before the step, or add to `result.missing` why they are not known."""
-    checkpoint = _checkpoint(folder, result.step)
-    reasons = [f"with {each}" for each in _others(records.config, _REPLAYED)]
-    base = str(records.config.get("model.base"))
-    if records.config["model.trainer_mode"] == "lora" and base.startswith("tiny:"):
-        reasons.append(f"transformers cannot load the frozen model.base = {base!r}")
-    if not (checkpoint / "manifest.json").exists():
-        reasons.append(f"there is no {checkpoint}; steps that have one: {_verifiable(folder)[0] or 'none'}")
-    if "grad_norm" not in records.columns:
-        reasons.append("an earlier version recorded the tokens, without learning rates")
-    elif np.isnan(records.columns["grad_norm"]).any():
-        reasons.append("an optimizer step was not finite, and skipped")
-    if reasons:
-        result.missing += [f"logprobs, entropy and gradients: {reason}" for reason in reasons]
-        return []
+def _compare_digests(folder: Path, checkpoint: Path, result: Verification) -> None:
     try:
         files = json.loads((checkpoint / "manifest.json").read_text(encoding="utf-8"))["files"]
     except (ValueError, KeyError, TypeError) as error:
@@ -431,40 +465,73 @@ def _read_models(folder: Path, records: StepRecords, result: Verification, *, in
             where = f"SHA-256 of {(checkpoint / name).relative_to(folder)}"
             raise _DifferenceError(Difference(result.step, where, told["sha256"], digest))
     result.compared["SHA-256 of the checkpoint's files"] = len(files), 0.0
-    dtypes = ("float32", "float64") if in_float64 else ("float32",)
+
+
+def _read_models(folder: Path, records: StepRecords, result: Verification, *, in_float64: bool) -> list[Model]:
+    """Return the models before the step, or add to `result.missing` why they are not known."""
+    checkpoint = _checkpoint(folder, result.step)
+    config = records.config
+    strange = {key: values for key, values in _REPLAYED.items() if config.get(key) not in values}
+    reasons = [
+        f"with {key} = {config[key]!r}, {_WHY[key]}; of a run with {key} = {values[-1]!r} they can be"
+        for key, values in strange.items()
+    ]
+    if config["model.trainer_mode"] == "qlora" and str(config["model.base"]).startswith("tiny:"):
+        reasons.append(f"no file holds model.base = {config['model.base']!r}; of one that is a folder they can be")
+    if not (checkpoint / "manifest.json").exists():
+        reasons.append(f"there is no {checkpoint}; steps that have one: {_verifiable(folder)[0] or 'none'}")
+    if "grad_norm" not in records.columns:
+        reasons.append("an earlier version recorded the tokens, without learning rates")
+    if reasons:
+        result.missing += [f"logprobs, entropy and gradients: {reason}" for reason in reasons]
+        return []
+    _compare_digests(folder, checkpoint, result)
+    dtype, in_float64 = config["model.dtype"], in_float64 and config["model.trainer_mode"] != "qlora"
+    # In 16 bits a row's numbers depend on those beside it: the distance to float32 says by how much.
+    dtypes = (dtype, "float32") if dtype != "float32" else ("float32", "float64") if in_float64 else ("float32",)
     models = [_read_model(checkpoint, records, dtype) for dtype in dtypes]
-    if records.config["loss.kl_coef"] > 0 and "reference" not in models[0].modules:
-        result.missing.append(f"logprobs of the reference: {checkpoint} has no weights of one")
+    if _uses_reference(config) and "reference" not in models[0].modules:
+        url = config.get("services.reference_url")
+        why = f"services.reference_url = {url!r} has its weights" if url else f"{checkpoint} has no weights of one"
+        result.missing.append(f"logprobs of the reference: {why}")
     return models
+
+
+def _uses_reference(config: Mapping[str, Any]) -> bool:
+    return any(config[key] > 0 for key in ("loss.kl_coef", "rewards.kl_coef", "advantages.kl_shaping_coef"))
 
 
 def _read_model(checkpoint: Path, records: StepRecords, dtype: str) -> Model:
     import torch
     from safetensors.torch import load_file
 
-    saved = {
-        name: v.to(getattr(torch, dtype))
-        for name, v in load_file(checkpoint / "resume" / "learner.safetensors").items()
-    }
-    modules = {"policy": _load(checkpoint, is_adapted=True)}
+    trained = torch.float64 if dtype == "float64" else torch.float32  # the dtype of an adapter on weights of 16 bits
+    saved = {name: v.to(trained) for name, v in load_file(checkpoint / "resume" / "learner.safetensors").items()}
+    modules = {"policy": _load(checkpoint, dtype, is_adapted=True)}
     held = {name.removeprefix("reference."): v for name, v in saved.items() if name.startswith("reference.")}
-    if records.config["loss.kl_coef"] > 0 and (held or records.config["model.trainer_mode"] == "lora"):
-        modules["reference"] = _load(checkpoint, is_adapted=bool(held))  # nothing held: the model without its adapter
+    is_base = records.config["model.trainer_mode"] != "full" and not records.config.get("services.reference_url")
+    if _uses_reference(records.config) and (held or is_base):
+        modules["reference"] = _load(checkpoint, dtype, is_adapted=bool(held))  # nothing held: without the adapter
         for name, parameter in modules["reference"].named_parameters():
             parameter.data = held.get(name, parameter.data)
-    modules = {name: module.to(getattr(torch, dtype)) for name, module in modules.items()}
+    if dtype == "float64":
+        modules = {name: module.double() for name, module in modules.items()}
     return Model(modules, {name: v for name, v in saved.items() if name.startswith("optimizer.")}, records)
 
 
-def _load(checkpoint: Path, *, is_adapted: bool) -> Any:  # Any: transformers and peft are untyped
+def _load(checkpoint: Path, dtype: str, *, is_adapted: bool) -> Any:  # Any: transformers and peft are untyped
     import torch
     from transformers import AutoModelForCausalLM
 
     folder, adapter = str(checkpoint), checkpoint / "adapter_config.json"
+    loaded = torch.float32 if dtype == "float64" else getattr(torch, dtype)  # what float64 holds comes from float32
     if adapter.exists():
-        folder = json.loads(adapter.read_text(encoding="utf-8"))["base_model_name_or_path"]
+        own = checkpoint / "base"  # of a tiny model, which is nowhere else
+        told = json.loads(adapter.read_text(encoding="utf-8"))["base_model_name_or_path"]
+        folder = str(own) if own.is_dir() else told
     try:
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True)
+        options = _quantized(checkpoint / "quantization.json", loaded)
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=loaded, local_files_only=True, **options)
     except (OSError, ValueError) as error:
         raise RecordError(f"{folder}: transformers cannot load it: {error}") from error
     if not (adapter.exists() and is_adapted):
@@ -474,12 +541,24 @@ def _load(checkpoint: Path, *, is_adapted: bool) -> Any:  # Any: transformers an
     return PeftModel.from_pretrained(model, checkpoint, is_trainable=True).eval()
 
 
+def _quantized(path: Path, dtype: Any) -> dict[str, Any]:  # Any: torch's, and transformers is untyped
+    """Return options that quantize weights below an adapter as `path` says; {} without it (QLoRA, arXiv 2305.14314)."""
+    if not path.exists():
+        return {}
+    from transformers import BitsAndBytesConfig
+
+    if json.loads(path.read_text(encoding="utf-8"))["base"] == "int8":
+        return {"quantization_config": BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=0.0)}
+    nf4 = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True, "bnb_4bit_compute_dtype": dtype}
+    return {"quantization_config": BitsAndBytesConfig(load_in_4bit=True, **nf4)}
+
+
 def _text(folder: Path, result: Verification, tolerance: float) -> str:
     lines = [f"{folder}, step {result.step}", f"{'compared':32}{'numbers':>9}  largest difference"]
     lines += [f"{name:32}{count:9d}  {gap:.1e}" for name, (count, gap) in result.compared.items()]
     lines += [f"not recomputed: {each}" for each in result.missing]
     if result.rounding:
-        lines += [f"rounding: float32 and float64 are {result.rounding / 2:.1e} apart, twice that is allowed"]
+        lines += [f"rounding: two precisions are {result.rounding / 2:.1e} apart, twice that is allowed"]
     found = result.difference
     if found is None:
         return "\n".join([*lines, f"{'what was compared' if result.missing else 'all'} agrees to {tolerance:g}"])

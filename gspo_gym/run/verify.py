@@ -15,6 +15,7 @@ The weights move by AdamW (arXiv 1711.05101, algorithm 2). `cli/verify.py` reads
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -33,6 +34,7 @@ TRAINED, LEFT_OUT, SKIPPED, NO_GRADIENT, OVERLONG, FILTERED, CONSTANT, UNCOMMITT
 _LOW, _HIGH, _DUAL = 1, 2, 3  # bounds of the clip
 _EDGE = 1e-6  # a ratio so near a bound may lie on either side of it
 _MAX_LOG_RATIO = 20.0
+_SHAPING = ("advantages.whiten", "advantages.kl_shaping_coef", "rewards.kl_coef")  # under which 0 may get an advantage
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -40,7 +42,7 @@ class StepRecords:
     """What a run recorded of a step with A sampled tokens and N episodes.
 
     Attributes:
-        config: by "section.key" (Any: TOML). columns: float64, see `run/tokens.py`.
+        config: by "section.key" (Any: TOML). columns: float64, see `run/tokens.py`; [A] those by trajectory, too.
         units: by "trajectory", "segment", "turn" and "token", [A] numbers of the tokens' units.
         turn: [A], of the episodes.
     """
@@ -52,17 +54,28 @@ class StepRecords:
     turn: Indices
 
 
+class State(NamedTuple):
+    """What a step inherits: of all returns the number, mean, sum of squared deviations and largest size; beta of KL."""
+
+    number: float = 0.0
+    mean: float = 0.0
+    squares: float = 0.0
+    size: float = 0.0
+    kl_coef: float = 0.0
+
+
 class Batch(NamedTuple):
-    """[A] advantages, [N] fates without a pass over the episodes, and [N] which are counted, and which trained on."""
+    """[A] advantages, [N] fates without a pass over the episodes, [N] which count and are trained on, `State` after."""
 
     advantages: Floats
     fates: Indices
     is_counted: Bools
     is_trained: Bools
+    state: State
 
 
-def batch_of(records: StepRecords) -> Batch:
-    """Return the advantages from the rewards."""
+def batch_of(records: StepRecords, state: State) -> Batch:
+    """Return the advantages from the rewards and the state before the step."""
     config, owner, num_episodes = records.config, records.units["trajectory"], len(records.episodes)
     num_turns = np.array([len(episode.turns) for episode in records.episodes])
     values, sizes = _returns(records, num_turns)
@@ -78,34 +91,90 @@ def batch_of(records: StepRecords) -> Batch:
             fates[members] = CONSTANT
         elif left := [i for i in members if not is_uncommitted[i]]:
             kept.append(left)
-    table = np.zeros_like(values)
-    together = [i for members in kept for i in members]
+    table, together = np.zeros_like(values), [i for members in kept for i in members]
+    is_turn = np.arange(table.shape[1]) < num_turns[:, None]
+    state, running = _with_returns(state, values[together][is_turn[together]], sizes[together, :1])
     for members in kept:
-        parts = {"group": _spread(values[members], sizes[members]), "batch": _spread(values[together], sizes[together])}
-        table[members] = _advantages(values[members], parts, config["advantages.baseline"], config["advantages.scale"])
-    table[np.arange(table.shape[1]) >= num_turns[:, None]] = 0.0  # turns that an episode does not have
+        spreads = {"group": _spread(values[members], sizes[members]), "running": running}
+        spreads["batch"] = _spread(values[together], sizes[together])
+        table[members] = _advantages(config, values[members], spreads)
+    table[~is_turn] = 0.0
     advantages = table[owner, records.turn if config["advantages.level"] == "turn" else 0]
     eps = config.get("advantages.filter_eps")
     is_kept = np.isin(np.arange(num_episodes), together) & (np.bincount(owner, minlength=num_episodes) > 0)
     is_kept &= np.abs(table).max(1) > (-1 if eps is None else eps)
     is_masked = _are_overlong(records) & (config["rewards.overlong"] == "mask")
     fates = np.where(is_kept, np.where(is_masked, OVERLONG, NO_GRADIENT), fates)
-    limit = np.where(fates == OVERLONG, np.inf, config.get("advantages.clip") or np.inf)[owner]
-    advantages = advantages.clip(-limit, limit)
-    has_slope = np.bincount(owner, advantages.astype(np.float32) != 0, minlength=num_episodes) > 0
+    shaped, state = _shaped(records, advantages, np.flatnonzero((fates == NO_GRADIENT)[owner]), state)
+    has_slope = np.bincount(owner, shaped.astype(np.float32) != 0, minlength=num_episodes) > 0
     has_slope |= config["loss.kl_coef"] > 0 or config["loss.entropy_coef"] > 0
-    return Batch(advantages, fates, is_kept, (fates == NO_GRADIENT) & has_slope)
+    if any(config[key] not in (0, "none") for key in _SHAPING):  # then it is seen if another of its minibatch has one
+        has_slope |= records.columns["optimizer_step"].max(0) >= 0
+    is_trained = (fates == NO_GRADIENT) & has_slope
+    return Batch(np.where(is_trained[owner], shaped, advantages), fates, is_kept, is_trained, state)
+
+
+def _shaped(records: StepRecords, values: Floats, at: Indices, state: State) -> tuple[Floats, State]:
+    """Return the advantages with KL to the reference, whitening and clip for the tokens `at`, and the next beta."""
+    config, every, values = records.config, values, values[at]
+    pool, sizes = _pools(records.units["trajectory"][at])
+    beta, target = state.kl_coef, config.get("rewards.kl_target")
+    if (config["rewards.kl_coef"] > 0 or config["advantages.kl_shaping_coef"] > 0) and len(at):
+        kl = records.columns["old_logprob"][at] - records.columns["ref_logprob"][at]
+        means, summed = np.bincount(pool, kl) / sizes, kl.cumsum()
+        to_go = summed[sizes.cumsum() - 1][pool] - summed + kl
+        values = values - beta * to_go + config["advantages.kl_shaping_coef"] * (means[pool] - kl)
+        if target is not None:  # arXiv 1909.08593, section 2.2
+            surplus = min(max(means.mean() / target - 1, -0.2), 0.2)
+            state = state._replace(kl_coef=beta * (1 + surplus * min(len(sizes) / config["rewards.kl_horizon"], 1.0)))
+    whiten = config["advantages.whiten"]
+    if whiten != "none" and len(values) > (whiten == "tokens"):
+        weights = np.full(len(at), 1 / len(at)) if whiten == "tokens" else 1 / (len(sizes) * sizes[pool])
+        centred = values - weights @ values
+        variance = weights @ centred**2
+        scale = np.sqrt(variance * len(at) / (len(at) - 1) + 1e-8) if whiten == "tokens" else np.sqrt(variance) + 1e-8
+        values = centred / scale if np.ptp(values) > 1e-6 * np.abs(values).max() else 0 * values
+    limit = config.get("advantages.clip") or np.inf
+    shaped = every.copy()
+    shaped[at] = values.clip(-limit, limit)
+    return shaped, state
+
+
+def _rewards(config: Mapping[str, Any], episode: Trajectory) -> list[float]:  # of its turns
+    rewards = [turn.reward or 0.0 for turn in episode.turns]
+    mode, at_end = config.get("training.step_rewards_mode"), [*[0.0] * (len(rewards) - 1), sum(rewards)]
+    if mode == "off" or config.get("training.step_rewards_enabled") is False:
+        return at_end
+    if mode != "decision_stepwise" or config.get("judge.enabled"):  # a judge's blend contains them
+        return rewards
+    if not episode.reports_events:
+        return at_end
+    names = ("indicator_lambda", "beta", "strategy")
+    factor, bonus, strategy = (config.get(f"training.step_rewards_{name}") or 0.0 for name in names)
+    seen: Counter[str] = Counter()
+    earned = []
+    for t, turn in enumerate(episode.turns):
+        events, is_new = set(turn.events), any(not seen[name] for name in turn.events)
+        counted = [name for name in events if not seen[name] or config.get("training.event_rewards_kind") == "absolute"]
+        if strategy == "per_achievement":
+            limits = {name: config.get(f"training.step_rewards_k_limits.{name}", 1) for name in events}
+            credited = [name for name in events if limits[name] <= 0 or seen[name] < limits[name]]
+            base = sum(config.get(f"training.step_rewards_weights.{name}", 1.0) for name in credited)
+        else:
+            base = bool(counted) if strategy == "consistent" else len(counted) + factor * is_new
+        earned.append((factor or 1.0 if strategy else 1.0) * base + bonus * (len(rewards) - t) * is_new)
+        seen.update(events)
+    if episode.outcome is Outcome.ACTION_LIMIT:
+        earned[-1] = min(0.0, sum(rewards)) - sum(earned[:-1])
+    return earned
 
 
 def _returns(records: StepRecords, num_turns: Indices) -> tuple[Floats, Floats]:
     """Return [N, K] returns-to-go of K turns, or returns (K is 1), and the sums of the sizes of their rewards."""
     config, every = records.config, np.arange(len(num_turns))
     rewards = np.zeros((len(num_turns), num_turns.max(initial=1)))
-    for i, episode in enumerate(records.episodes):
-        rewards[i, : num_turns[i]] = [turn.reward or 0.0 for turn in episode.turns]
-    if config.get("training.step_rewards_mode") == "off" or config.get("training.step_rewards_enabled") is False:
-        totals, rewards = rewards.sum(1), np.zeros_like(rewards)
-        rewards[every, num_turns - 1] = totals
+    for i in np.flatnonzero(num_turns).tolist():
+        rewards[i, : num_turns[i]] = _rewards(config, records.episodes[i])
     if config["rewards.overlong"] == "penalize":
         rewards[every, num_turns - 1] -= config["rewards.overlong_penalty"] * _are_overlong(records)
     # From turn k on: the sum over j >= k of discount^(j - k) reward_j. Both matrices are [j, k].
@@ -116,6 +185,17 @@ def _returns(records: StepRecords, num_turns: Indices) -> tuple[Floats, Floats]:
     return (rewards @ discounts).clip(-limit, limit), np.abs(rewards) @ (distance >= 0)
 
 
+def _with_returns(state: State, values: Floats, sizes: Floats) -> tuple[State, Spread]:
+    """Return the state with these returns, and the spread of all."""
+    count = state.number + len(values)
+    mean = (state.number * state.mean + values.sum()) / max(count, 1)
+    squares = state.squares + state.number * (state.mean - mean) ** 2 + ((values - mean) ** 2).sum()
+    size = float(sizes.max(initial=state.size))
+    std = float(np.sqrt(squares / max(count - 1, 1)))
+    varies = np.array([std > _rounding(np.array(size), np.array(mean))])
+    return State(count, float(mean), float(squares), size, state.kl_coef), (np.array([mean]), varies, std * varies[0])
+
+
 def _are_overlong(records: StepRecords) -> Bools:  # [N]
     reasons = [episode.turns[-1].finish_reason if episode.turns else None for episode in records.episodes]
     ends = [(episode.outcome, reason) for episode, reason in zip(records.episodes, reasons, strict=True)]
@@ -124,14 +204,18 @@ def _are_overlong(records: StepRecords) -> Bools:  # [N]
 
 
 def _spread(values: Floats, sizes: Floats) -> Spread:  # of [n, K]
-    size, mean = sizes.max(0), values.mean(0)
-    rounding = np.maximum(1e-6 * np.maximum(1.0, size - np.abs(mean)), 2.0**-44 * size)
-    varies = np.ptp(values, axis=0) > rounding
+    mean = values.mean(0)
+    varies = np.ptp(values, axis=0) > _rounding(sizes.max(0), mean)
     return mean, varies, float(values[:, varies].std(0, ddof=1).max()) if varies.any() else 0.0
 
 
-def _advantages(values: Floats, parts: Mapping[str, Spread], baseline: str, scale: str) -> Floats:
-    mean, varies, _ = parts["batch" if baseline == "batch" else "group"]
+def _rounding(size: Floats, mean: Floats) -> Floats:
+    return np.maximum(1e-6 * np.maximum(1.0, size - np.abs(mean)), 2.0**-44 * size)
+
+
+def _advantages(config: Mapping[str, Any], values: Floats, parts: Mapping[str, Spread]) -> Floats:
+    baseline, scale = config["advantages.baseline"], config["advantages.scale"]
+    mean, varies, _ = parts[baseline if baseline in parts else "group"]
     if baseline == "leave_one_out":
         mean = (values.sum(0) - values) / max(len(values) - 1, 1)
     compared = values if baseline == "none" else np.where(varies, values - mean, 0.0)
@@ -268,27 +352,44 @@ class Model:
             position = torch.from_numpy(self._position[at[here]])
             ids = torch.from_numpy(self._segments[row].token_ids[: int(position.max()) + 1].astype(np.int64))
             with torch.set_grad_enabled(slopes is not None):
-                logits = self.modules[module](input_ids=ids[None, :-1], use_cache=False).logits[0, position - 1]
-                every = torch.log_softmax(logits / self._config["rollout.temperature"], -1)
-                both = every.gather(-1, ids[position, None])[:, 0], -(every.exp() * every).sum(-1)
+                raw = self.modules[module](input_ids=ids[None, :-1], use_cache=False).logits[0, position - 1]
+                logits = raw.to(torch.promote_types(raw.dtype, torch.float32)) / self._config["rollout.temperature"]
+                if self._config["training.score_truncated"]:
+                    logits = logits.masked_fill(~self._kept(logits.detach(), ids[position, None]), -torch.inf)
+                every = torch.log_softmax(logits, -1)
+                entropy = -(every.exp() * every.masked_fill(every.isneginf(), 0.0)).sum(-1)
+                both = every.gather(-1, ids[position, None])[:, 0], entropy
                 if slopes is not None:
                     torch.autograd.backward(both, [torch.from_numpy(slope[here]).to(logits) for slope in slopes])
             found[:, here] = torch.stack(both).detach().numpy()
         return found
+
+    def _kept(self, logits: Any, ids: Any) -> Any:  # [n, V] bool: what min_p, top_k and top_p leave, and `ids` [n, 1]
+        config, order = self._config, logits.argsort(dim=-1, descending=True, stable=True)
+        ranked = logits.gather(-1, order).log_softmax(-1)
+        kept = ranked.exp() >= config["rollout.min_p"] * ranked[:, :1].exp()
+        if config["rollout.top_k"] > 0:
+            kept[:, config["rollout.top_k"] :] = False
+        if config["rollout.top_p"] < 1:
+            mass = ranked.masked_fill(~kept, -float("inf")).softmax(-1)
+            kept &= mass.cumsum(-1) - mass < config["rollout.top_p"]
+        return kept.new_zeros(kept.shape).scatter(-1, order, kept).scatter(-1, ids, value=True)
 
     def grad_norm(self) -> float:
         """Return the L2 norm of all gradients."""
         gradients = [p.grad for p in self.modules["policy"].parameters() if p.grad is not None]
         return float(sum(float((gradient**2).sum()) for gradient in gradients) ** 0.5)
 
-    def step(self, rate: float) -> None:
-        """Take a step of AdamW on the gradients, cut to optimizer.max_grad_norm, and forget them."""
+    def step(self, rate: float, *, is_taken: bool) -> None:
+        """Take a step of AdamW on the gradients, cut to optimizer.max_grad_norm, or none; and forget them."""
         (beta1, beta2), decay = self._config["optimizer.betas"], self._config["optimizer.weight_decay"]
         scale = min(1.0, self._config["optimizer.max_grad_norm"] / (self.grad_norm() + 1e-6))
         for name, parameter in self.modules["policy"].named_parameters():
             if parameter.grad is None:
                 continue
             gradient, parameter.grad = parameter.grad * scale, None
+            if not is_taken:
+                continue
             keys = [f"optimizer.{what}.{name}" for what in ("exp_avg", "exp_avg_sq", "step")]
             mean, square, count = (self._moments.get(key, 0 * gradient) for key in keys)
             mean, square = beta1 * mean + (1 - beta1) * gradient, beta2 * square + (1 - beta2) * gradient**2
