@@ -31,7 +31,6 @@ from safetensors.torch import load_file, save_file
 from gspo_gym.cli import run as _loads_all_that_a_run_needs  # noqa: F401  # before the forks, which are quick then
 from gspo_gym.cli.train import run_training
 from gspo_gym.config.run_config import RunConfig
-from gspo_gym.env.core import TextEnv
 from gspo_gym.rollout.episode_files import episode_paths, read_episodes
 from gspo_gym.rollout.ledger import Dispatched, entry_to_json, imbalances, read_ledger
 from gspo_gym.run.records import read_events, read_metrics
@@ -44,19 +43,6 @@ _OF_TIME = ("time", "rollout/sampled_tokens_per_second")
 
 # Names of what is compared, each with a digest.
 Fingerprint = Mapping[str, str]
-
-
-class Letters(TextEnv):
-    """Two turns, each paid by its letters, so that no two episodes earn the same."""
-
-    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
-        super().reset(seed=seed, options=options)
-        self._turns = 0
-        return f"letters {self.np_random.integers(100)}", {}
-
-    def step(self, action: Any) -> Any:
-        self._turns += 1
-        return "more", sum(map(ord, action)) % 97 / 97, self._turns == 2, False, {}
 
 
 @dataclass
@@ -138,7 +124,7 @@ def settings(folder: Path, *, num_steps: int = NUM_STEPS, concurrency: int = 1, 
             "algorithm": {"variety": "gspo_token"},
             "model": {"base": "tiny:qwen3-64", "label": "run"},
             "rollout": {
-                "env_name": "benchmarks.crash:Letters",
+                "env_name": "benchmarks.letters:Letters",
                 "isolation": "thread",
                 "max_turns": 2,
                 "max_output_tokens": 3,

@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
+from benchmarks.chaos import run_chaos
 from benchmarks.checkpoints import run_checkpoints
 from benchmarks.crash import run_crash
 from benchmarks.engines import run_engines
@@ -71,6 +72,7 @@ PRINTED: Mapping[str, Callable[[Arguments], int]] = {
     "mutants": lambda a: run_mutants(a.files, count=a.count or 20, seed=a.seed, tests=a.tests),
     "runs": lambda a: run_runs(a.count or 200),
     "crash": lambda a: run_crash(a.count or 50, a.seed, num_steps=a.steps or 20),
+    "chaos": lambda a: run_chaos(a.count or 40, a.seed, num_steps=a.steps or 60),
     "stops": lambda a: run_stops(a.count or 30, a.seed),
     "soak": lambda a: run_soak(a.steps or 2000),
     "tokens": lambda a: run_tokens(num_steps=a.steps or 20, repeats=max(a.repeats, 30)),
@@ -101,10 +103,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--count",
         type=int,
-        help="mutants: how many a file (20); runs: how many (200); crash: kills (50); stops: how many (30)",
+        help="mutants: how many a file (20); runs: how many (200); crash: kills (50); stops: how many (30); "
+        "chaos: faults (40)",
     )
-    parser.add_argument("--steps", type=int, help="steps of the run: 20 for crash and tokens, 2000 for soak")
-    parser.add_argument("--seed", type=int, default=0, help="mutants, crash, stops: which ones (default: %(default)s)")
+    parser.add_argument(
+        "--steps", type=int, help="steps of the run: 20 for crash and tokens, 60 for chaos, 2000 for soak"
+    )
+    parser.add_argument(
+        "--seed", type=int, default=0, help="mutants, crash, stops, chaos: which ones (default: %(default)s)"
+    )
     parser.add_argument(
         "--tests",
         nargs="+",

@@ -21,7 +21,8 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.crash import Letters, settings
+from benchmarks.crash import settings
+from benchmarks.letters import Letters
 from gspo_gym.cli.train import run_training
 from gspo_gym.rollout.ledger import Dispatched, imbalances, read_ledger
 

@@ -23,7 +23,8 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.crash import Letters, fingerprint, play, settings
+from benchmarks.crash import fingerprint, play, settings
+from benchmarks.letters import Letters
 from gspo_gym.cli.train import run_training
 from gspo_gym.config.run_config import RunConfig
 from gspo_gym.env.core import PolicyFactory

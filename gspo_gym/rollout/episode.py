@@ -27,7 +27,7 @@ Clock = Callable[[], float]
 
 @dataclass(frozen=True, slots=True)
 class EpisodeRequest:
-    """One attempt at one episode. `trajectory_id` is the same for all attempts, `sampling_seed` is not."""
+    """One attempt at one episode. `trajectory_id` is the same for all attempts, `sampling_seed` after a loss only."""
 
     trajectory_id: str
     task: Task

@@ -44,7 +44,9 @@ class _TimeLimits(Settings):
 
 class _AttemptLimits(Settings):
     max_attempts: int = Field(
-        default=3, gt=0, description="tries per sample, each in a fresh environment with a fresh seed"
+        default=3,
+        gt=0,
+        description="tries per sample, each in a fresh environment, with a fresh seed unless it was lost by no action",
     )
     min_group_fraction: float = Field(
         default=0.75, gt=0, le=1, description="a group that kept fewer of its episodes is dropped whole"

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from gspo_gym.errors import ConfigError, RolloutError
+from gspo_gym.errors import ConfigError, EnvDiedError, RolloutError
 from gspo_gym.rollout.episode import EpisodeRequest, PlayEpisode
 from gspo_gym.rollout.ledger import Dispatched, Disposition, Ledger, Terminal
 from gspo_gym.rollout.limits import PoolLimits, Scoring, Slots
@@ -55,8 +55,10 @@ class _Finished:
 class RolloutPool:
     """Player of groups of episodes.
 
-    An attempt that ends in an infrastructure failure is repeated in a fresh environment with a fresh sampling seed, up
-    to `max_attempts`; then it is dropped. An episode without a score from `scoring` is repeated or dropped as told.
+    An attempt that ends in an infrastructure failure is repeated in a fresh environment, up to `max_attempts`; then it
+    is dropped. Its sampling seed is a fresh one, unless the environment was lost by no doing of the actions: then the
+    same episode is played again, so that a process that dies changes nothing. An episode without a score from
+    `scoring` is repeated or dropped as told.
 
     Args:
         play: plays one attempt in a fresh environment.
@@ -154,12 +156,13 @@ class RolloutPool:
 
     async def _play_member(self, request: GroupRequest, member: int, finished: dict[str, _Finished]) -> None:
         last_attempt = self._pool_limits.max_attempts - 1
+        seed_name = request.group_id if request.seed_name is None else request.seed_name
+        draw = 0
         for attempt in range(last_attempt + 1):
-            seed_name = request.group_id if request.seed_name is None else request.seed_name
             episode = EpisodeRequest(
                 trajectory_id=_trajectory_id(request, member),
                 task=request.task,
-                sampling_seed=child_seed(self._run_seed, "group", seed_name, member, attempt),
+                sampling_seed=child_seed(self._run_seed, "group", seed_name, member, draw),
                 attempt=attempt,
             )
             done = await self._play_attempt(episode)
@@ -167,6 +170,7 @@ class RolloutPool:
             # A first prompt that does not fit, or an environment that scores nothing, would end the same way again.
             if attempt < last_attempt and self._is_played_again(done):
                 self.num_retries += 1
+                draw += not _is_lost(trajectory)
                 self._settle(trajectory, Disposition.RETRIED, reason)
                 self._report(trajectory, Disposition.RETRIED)
                 continue
@@ -249,6 +253,18 @@ def require_episodes(groups: Sequence[TrajectoryGroup]) -> None:
 def is_failed(trajectory: Trajectory) -> bool:
     """Return whether the episode is no result. An episode that ended at an action limit is a result with an error."""
     return trajectory.error is not None and trajectory.outcome is not Outcome.ACTION_LIMIT
+
+
+def _is_lost(trajectory: Trajectory) -> bool:
+    """Return whether the environment failed by no doing of the actions.
+
+    That is so before there were any. Where a process died or did not answer, the same actions were tried once more
+    (`env/blame.py`), and did not do it again: else the outcome is ACTION_LIMIT.
+    """
+    if trajectory.outcome is Outcome.ENV_ERROR:
+        error = (trajectory.error or "").removeprefix("while closing: ")
+        return not trajectory.turns or error.startswith(f"{EnvDiedError.__name__}: ")
+    return trajectory.outcome is Outcome.ENV_TIMEOUT
 
 
 def _trajectory_id(request: GroupRequest, member: int) -> str:

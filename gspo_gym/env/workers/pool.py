@@ -12,7 +12,6 @@ import contextlib
 import json
 import os
 import select
-import shutil
 import signal
 import socket
 import subprocess
@@ -25,11 +24,13 @@ from concurrent.futures import Future
 from functools import partial
 from typing import IO, Any
 
+from gspo_gym.base.leftovers import end_with_us, has_ended, remove_folder, temporary_folder
 from gspo_gym.env.workers.channel import MAX_ANSWER_BYTES, Channel
 from gspo_gym.env.workers.threads import Returned, WorkerPool
 from gspo_gym.errors import ConfigError, EnvError
 
 _START_SECONDS = 60.0  # for the server's imports, on a busy machine
+_FORK_SECONDS = 5.0  # a fork takes milliseconds; the server is stopped then
 _STOP_SECONDS = 5.0
 # Environment variables that the server and its workers get: no tokens, keys or proxies.
 _PASSED_ON = ("PATH", "LANG", "LC_ALL", "TZ")
@@ -118,10 +119,10 @@ class ProcessServer:
         ours, theirs = socket.socketpair()
         with theirs:
             try:
-                pid = self._ask({"fork": memory_limit_mb}, theirs)
+                pid = self._ask({"fork": memory_limit_mb}, theirs, max_seconds=_FORK_SECONDS)
             except BaseException:
                 ours.close()
-                self._stop()
+                self._stop(at_once=True)
                 raise
         if pid is None:  # the server works, and so do its workers
             ours.close()
@@ -148,11 +149,14 @@ class ProcessServer:
                 return None
         return None if status is None else int(status)
 
-    def _ask(self, request: Mapping[str, Any], attached: socket.socket | None = None) -> Any:
-        # An OSError says that the server is gone.
+    def _ask(
+        self, request: Mapping[str, Any], attached: socket.socket | None = None, *, max_seconds: float = _START_SECONDS
+    ) -> Any:
+        # An OSError says that the server is gone, or has not answered in time.
         if self._control is None:
             self._start()
         assert self._control is not None
+        self._control.settimeout(max_seconds)
         data = json.dumps(request).encode("ascii")
         socket.send_fds(self._control, [data], [] if attached is None else [attached.fileno()])
         answer = self._control.recv(4096)
@@ -162,7 +166,7 @@ class ProcessServer:
 
     def _start(self) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._home = tempfile.mkdtemp(prefix="gspo_gym_worker_")
+        self._home = temporary_folder("gspo_gym_worker_")
         with theirs, tempfile.TemporaryFile() as log:
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "gspo_gym.env.workers.server", str(theirs.fileno()), self._home],
@@ -173,6 +177,7 @@ class ProcessServer:
                 env=_server_variables(self._home),
                 start_new_session=True,  # Ctrl-C goes to the program, which ends the workers itself
             )
+            end_with_us(self._process.pid)  # it ends by itself, unless something has stopped it
             theirs.close()
             ours.settimeout(_START_SECONDS)
             try:
@@ -181,23 +186,24 @@ class ProcessServer:
                 is_ready = False
             if not is_ready:
                 self._control = ours
-                self._stop()
-                raise EnvError(f"the server of worker processes did not start: {_last_line(log)}")
+                self._stop(at_once=True)
+                raise ConnectionResetError(f"it did not start: {_last_line(log)}")
         self._control = ours
 
-    def _stop(self) -> None:
+    def _stop(self, *, at_once: bool = False) -> None:
         if self._control is not None:
             self._control.close()
             self._control = None
         if self._process is not None:
             try:
-                self._process.wait(_STOP_SECONDS)
+                self._process.wait(0.0 if at_once else _STOP_SECONDS)
             except subprocess.TimeoutExpired:
-                self._process.kill()
+                self._process.kill()  # with its workers
                 self._process.wait()
+            has_ended(self._process.pid)
             self._process = None
         if self._home is not None:
-            shutil.rmtree(self._home, ignore_errors=True)
+            remove_folder(self._home)
             self._home = None
 
 

@@ -122,6 +122,8 @@ def _kill_orphans(workers: set[int]) -> None:
 
 def main(argv: list[str]) -> Any:
     """Serve on the descriptor `argv[0]`; remove the folder `argv[1]`, the home of workers, at the end."""
+    # The program's end also comes as SIGTERM, of which more is to be ended than this process.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     control = socket.socket(fileno=int(argv[0]))
     list_environments()  # finds installed environments once, for all workers
     gc.collect()
@@ -150,6 +152,7 @@ def run_worker(connection: socket.socket, *, server_pid: int, memory_limit_mb: i
     """
     status = 1
     try:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # what an environment starts would inherit it
         _give_up_what_was_inherited(connection, server_pid)
         _set_limits(memory_limit_mb)
         _lose_sight_of_others()

@@ -5,7 +5,8 @@ Pinned here:
 1.  A group is G episodes of one task, with the sampling seeds of their names, in the order of members.
 2.  Concurrency 1 and 64 play the same (task, env seed, sampling seed) and, seed for seed, the same episodes.
 3.  No more than max_concurrent_rollouts at once, over overlapping calls too, and in several event loops.
-4.  A failure is retried in a fresh environment with a fresh seed, then dropped and counted.
+4.  A failure is retried in a fresh environment with a fresh seed, then dropped and counted; a lost worker process with
+    the same seed.
 5.  Partial groups are kept from min_group_fraction on (and 2 episodes), else dropped whole.
 6.  An unscored episode and a first prompt that does not fit are dropped at once, with their reasons; nothing becomes 0.
 7.  When nothing is left the run fails with the most frequent reasons and their counts.
@@ -16,6 +17,8 @@ Pinned here:
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -25,6 +28,7 @@ import pytest
 
 from gspo_gym.chat.renderer import RendererCache
 from gspo_gym.engine.scripted import Failures, ScriptedEngine
+from gspo_gym.env.workers.isolation import isolated_factory
 from gspo_gym.errors import ConfigError, EnginePoisonedError, RolloutError, UnscoredError
 from gspo_gym.policy.load import tiny_tokenizer
 from gspo_gym.rollout.actors import Actor, ActRequest, EngineActor
@@ -217,6 +221,40 @@ def test_a_failure_is_retried_in_a_fresh_environment_with_a_fresh_seed() -> None
         ("g0/1", 0, Disposition.RETRIED),
         ("g0/1", 1, Disposition.KEPT),
     ]
+
+
+class Killer(Babbler):
+    """Also kills or stops the environment's worker process, from outside, when the episode `hit` is at its 2nd turn."""
+
+    def __init__(self, hit: str, number: signal.Signals) -> None:
+        super().__init__()
+        self.hit, self.number = hit, number
+
+    async def __call__(self, request: ActRequest) -> Completion:
+        completion = await super().__call__(request)
+        if (request.session_id, request.turn_index) == (self.hit, 1):
+            env: Any = request.env
+            os.kill(env.pid, self.number)
+        return completion
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)])
+def test_an_episode_that_loses_its_worker_process_is_played_again_as_it_was(number: signal.Signals) -> None:
+    def play(hit: str) -> tuple[RolloutPool, list[Any]]:
+        make_env = isolated_factory("GuessNumber", isolation="process")
+        limits = EpisodeLimits(
+            max_turns=3, max_output_tokens=16, max_model_len=512, step_timeout_seconds=10.0 if hit else 60.0
+        )
+        pool = make_pool(Killer(hit, number), make_env=lambda _: make_env(), episode_limits=limits)
+        (group,) = collect(pool, groups_of(1, 2))
+        return pool, [(t.sampling_seed, t.turns, *as_data(t)[4:]) for t in group.trajectories]
+
+    (undisturbed, expected), (disturbed, played) = play(""), play("g0/1/0")
+    assert undisturbed.num_retries == 0
+    assert played == expected
+    reasons = {(each.trajectory_id, each.attempt): str(each.reason) for each in terminals(disturbed)}
+    kind = "EnvDiedError" if number == signal.SIGKILL else "EnvTimeoutError"
+    assert reasons["g0/1", 0].startswith(f"{kind}: ")
 
 
 def failing_members(*members: int) -> Babbler:

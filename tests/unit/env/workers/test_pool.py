@@ -5,8 +5,12 @@ from __future__ import annotations
 import os
 import select
 import signal
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
@@ -88,6 +92,48 @@ def test_a_server_that_died_takes_its_workers_along_and_is_started_again(pool: P
     os.close(handle)
     assert answers(lease(pool))
     assert status_of(pool.discard(worker, "died")) is None  # nobody is left who could know
+
+
+def test_a_server_that_is_stopped_is_killed_with_its_workers_when_the_next_is_needed(pool: ProcessPool) -> None:
+    worker = lease(pool)
+    assert pool._server._process is not None
+    handle = os.pidfd_open(worker.pid)
+    os.kill(pool._server._process.pid, signal.SIGSTOP)
+    assert answers(lease(pool))
+    assert select.select([handle], [], [], 30)[0]
+    os.close(handle)
+
+
+def test_a_server_that_dies_while_it_starts_is_started_again(pool: ProcessPool) -> None:
+    with ThreadPoolExecutor(1) as thread:
+        leasing = thread.submit(lease, pool)
+        while (process := pool._server._process) is None:
+            time.sleep(0.001)
+        process.kill()
+        assert answers(leasing.result(timeout=120))
+
+
+_IS_KILLED = """
+import os, signal, sys
+from gspo_gym.env.workers.pool import POOL
+worker = POOL.lease(("a",), memory_limit_mb=0)
+server = POOL._server._process.pid
+os.kill(server, signal.SIGSTOP)
+print(server, worker.pid, POOL._server._home, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.slow  # the server has 10 seconds after SIGTERM
+def test_a_server_that_is_stopped_goes_with_a_program_that_is_killed() -> None:
+    done = subprocess.run([sys.executable, "-c", _IS_KILLED], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    *pids, home = done.stdout.split()
+    places = [Path(home), *(Path("/proc", pid) for pid in pids)]
+    deadline = time.monotonic() + 60
+    while (left := [place for place in places if place.exists()]) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert left == []
 
 
 def test_closing_leaves_no_process_and_the_pool_can_be_used_again(pool: ProcessPool) -> None:
