@@ -1,12 +1,13 @@
 """What faults of a run's processes cost: `python -m benchmarks chaos --count 40 --steps 60 --seed 0`.
 
 A small training of several processes (`gspo-gym train`) is disturbed at random moments: a process of a random kind gets
-SIGKILL, or SIGSTOP and never SIGCONT. The processes are found from outside, by their parents and command lines. If the
-driver is killed, the run is started again with `--resume`. At the end episodes, ledger and weights are compared with
-those of an undisturbed run, and nothing may be left: no process, socket, shared memory or temporary file. Faults that
-are planted into copies of the run must be noticed.
+SIGKILL, or SIGSTOP and never SIGCONT, or all that two processes send each other gets lost. The processes are found from
+outside, by their parents and command lines. If the driver is killed, the run is started again with `--resume`. At the
+end episodes, ledger and weights are compared with those of an undisturbed run, and nothing may be left: no process,
+socket, shared memory or temporary file. Faults that are planted into copies of the run must be noticed.
 
-As root the runs have namespaces of their own, so that what is left is seen, whatever else the machine does.
+As root the runs have namespaces of their own, so that what is left is seen, whatever else the machine does, and that
+connections can be cut.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -48,11 +49,12 @@ HEARTBEAT_SECONDS = 5.0
 _STEP_TIMEOUT_SECONDS = 10.0  # for an environment's answer
 _STUCK_SECONDS = 1200.0  # without a step
 _END_SECONDS = 20.0  # until nothing is left; what hangs has 10 of them after SIGTERM
-_LOOK_SECONDS = 0.05
+_LOOK_SECONDS = 0.1
 _BESIDE_PROB = 0.2  # that a fault comes while the run recovers from the one before
 _BESIDE_SECONDS = 6.0
 _ALONE = "GSPO_GYM_CHAOS_ALONE"
 _PR_SET_CHILD_SUBREAPER = 36
+_CUT_PRIORITY = 50  # of the rules that cut, before that of all local addresses
 _ESTABLISHED, _LISTENS = "01", "0A"  # states of /proc/net/tcp
 
 # What the command lines of a kind of process hold.
@@ -62,14 +64,15 @@ _SIGNS: Mapping[str, str] = {
 }
 _WORKER = "environment worker"  # a child of an environment server, with the same command line
 _DRIVER = "driver"
+_TO_DRIVER, _BETWEEN_RANKS = "connection of a rank to the driver", "connection between the ranks"
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """What is done to which kind of process.
+    """What is done to which kind of process, or of connection.
 
     Attributes:
-        act: "kill", "stop" for ever, "pause" for longer than the heartbeat.
+        act: "kill", "stop" for ever, "pause" for longer than the heartbeat, "cut".
         is_of_all: all processes of the kind at once.
     """
 
@@ -94,6 +97,8 @@ FAULTS = (
     Fault(_DRIVER, "kill"),
     Fault(_DRIVER, "pause"),
 )
+# What needs a network of its own: packets vanish both ways, and nothing is closed.
+CUTS = (Fault(_TO_DRIVER, "cut"), Fault(_BETWEEN_RANKS, "cut", is_of_all=True))
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +173,9 @@ def run_chaos(count: int, seed: int, *, num_steps: int = NUM_STEPS) -> int:
         return subprocess.run([*command, *_own_command()], env={**os.environ, _ALONE: "1"}, check=False).returncode
     console = Console(width=160)
     if not _is_alone():
-        console.print("not root, or without unshare and ip: sockets and shared memory are not looked at")
+        console.print(
+            "not root, or without unshare and ip: no connection is cut, and no socket and shared memory looked at"
+        )
     with tempfile.TemporaryDirectory(prefix="chaos-") as folder:
         began = time.monotonic()
         report = measure(Path(folder), count=count, seed=seed, num_steps=num_steps, tell=console.print)
@@ -218,7 +225,7 @@ def configure(folder: Path, num_steps: int) -> RunConfig:
         "gpus_for_vllm": 1,
         "gpus_for_training": 2,
         "heartbeat_seconds": HEARTBEAT_SECONDS,
-        "group_timeout_seconds": 120.0,
+        "group_timeout_seconds": 60.0,
     }
     values["limits"] = {"step_timeout_seconds": _STEP_TIMEOUT_SECONDS}
     values["training"] |= {"checkpoint_every_n_iters": 5}
@@ -230,7 +237,7 @@ def configure(folder: Path, num_steps: int) -> RunConfig:
 def render(report: ChaosReport) -> Table:
     """The table: a row for each fault, and then what is compared."""
     table = Table("fault", "times", "while", "noticed after: median, longest", "a step later: median, longest")
-    for fault in dict.fromkeys(FAULTS):
+    for fault in dict.fromkeys((*FAULTS, *CUTS)):
         done = [each for each in report.faults if each.fault == fault]
         phases = ", ".join(f"{number} {phase}" for phase, number in Counter(each.phase for each in done).most_common())
         noticed = [each.noticed_seconds for each in done if each.noticed_seconds is not None]
@@ -281,10 +288,10 @@ class _Run:
 
     def status(self) -> int | None:
         """Return the driver's exit status, None while it runs; take the dead that it left off the list."""
-        for process in processes_below(os.getpid(), with_zombies=True):
-            if process.parent == os.getpid() and process.pid != self.pid:
+        for name in Path(f"/proc/self/task/{os.getpid()}/children").read_text(encoding="ascii").split():
+            if int(name) != self.pid:
                 with contextlib.suppress(ChildProcessError):
-                    os.waitpid(process.pid, os.WNOHANG)
+                    os.waitpid(int(name), os.WNOHANG)
         return self._driver.poll()
 
     def end(self) -> None:
@@ -313,6 +320,44 @@ class _Run:
             return [process for process in found if process.parent in servers]
         return [process for process in found if _SIGNS[kind] in process.command and process.parent not in servers]
 
+    def connections(self, kind: str) -> list[frozenset[tuple[int, int]]]:
+        """Return the run's connections of a kind: for each pair of processes, the ports of both ends of all of them."""
+        ranks = [_ports(rank.pid) for rank in self.processes("rank")]
+        others = [_ports(self.pid)] if kind == _TO_DRIVER else ranks
+        pairs = [(rank, other) for rank in ranks for other in others if rank is not other]
+        return [both for rank, other in pairs if (both := frozenset(rank & {ends[::-1] for ends in other}))]
+
+
+def _ports(pid: int) -> set[tuple[int, int]]:
+    """Return the ports of a process's connections, its own first."""
+    inodes = set()
+    with contextlib.suppress(OSError):  # it has ended, or closes one
+        for path in Path(f"/proc/{pid}/fd").iterdir():
+            with contextlib.suppress(OSError):
+                inodes.add(os.readlink(path).removeprefix("socket:[").removesuffix("]"))
+    found = set()
+    for name in ("tcp", "tcp6"):
+        for line in Path("/proc/net", name).read_text(encoding="ascii").splitlines()[1:]:
+            _, ours, theirs, state, *_ = fields = line.split()
+            if state == _ESTABLISHED and fields[9] in inodes:
+                found.add((int(ours.rpartition(":")[2], 16), int(theirs.rpartition(":")[2], 16)))
+    return found
+
+
+def _cut(ports: Iterable[tuple[int, int]]) -> None:
+    for one, other in ports:
+        for source, target in ((one, other), (other, one)):
+            rule = f"pref {_CUT_PRIORITY} ipproto tcp sport {source} dport {target} blackhole"
+            for family in ("-4", "-6"):
+                subprocess.run(["ip", family, "rule", "add", *rule.split()], check=True)
+
+
+def _mend_cuts() -> None:
+    for family in ("-4", "-6"):
+        command = ["ip", family, "rule", "del", "pref", str(_CUT_PRIORITY)]
+        while subprocess.run(command, capture_output=True, check=False).returncode == 0:
+            pass
+
 
 def _lines(path: Path) -> Iterator[Any]:
     """Yield the complete lines of a file that is being written (Any: JSON)."""
@@ -321,7 +366,7 @@ def _lines(path: Path) -> Iterator[Any]:
             yield json.loads(line)
 
 
-def processes_below(pid: int, *, with_zombies: bool = False) -> list[Process]:
+def processes_below(pid: int) -> list[Process]:
     """Return the processes that a process has started, and theirs."""
     found: dict[int, Process] = {}
     for path in Path("/proc").iterdir():
@@ -329,7 +374,7 @@ def processes_below(pid: int, *, with_zombies: bool = False) -> list[Process]:
             continue
         with contextlib.suppress(OSError):  # it has ended
             stat = (path / "stat").read_text(errors="replace").rpartition(")")[2].split()
-            if with_zombies or stat[0] not in "ZX":
+            if stat[0] not in "ZX":
                 command = (path / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
                 found[int(path.name)] = Process(int(path.name), int(stat[1]), int(stat[19]), command)
     below = {pid}
@@ -344,7 +389,7 @@ def _disturb(
     num_steps = config.training.iterations_per_epoch
     run = _Run(config, temporary)
     try:
-        for number, fault in enumerate(drawn(rng, report.num_wanted)):
+        for number, fault in enumerate(drawn(rng, report.num_wanted, (*FAULTS, *CUTS) if _is_alone() else FAULTS)):
             is_beside = number > 0 and rng.uniform() < _BESIDE_PROB
             aim = (number + rng.uniform()) * (num_steps - 1) / report.num_wanted
             if is_beside:
@@ -365,12 +410,12 @@ def _disturb(
         run.end()
 
 
-def drawn(rng: np.random.Generator, count: int) -> list[Fault]:
-    """Return so many faults in a random order; each of FAULTS comes once before any comes again."""
-    faults: list[Fault] = []
-    while len(faults) < count:
-        faults += [FAULTS[index] for index in rng.permutation(len(FAULTS))]
-    return faults[:count]
+def drawn(rng: np.random.Generator, count: int, faults: Sequence[Fault] = FAULTS) -> list[Fault]:
+    """Return so many faults in a random order; each comes once before any comes again."""
+    found: list[Fault] = []
+    while len(found) < count:
+        found += [faults[index] for index in rng.permutation(len(faults))]
+    return found[:count]
 
 
 def _go_on(run: _Run, report: ChaosReport, *, until: Callable[[], bool]) -> None:
@@ -412,16 +457,22 @@ def _note_progress(run: _Run, report: ChaosReport) -> None:
 
 def _do(fault: Fault, run: _Run, rng: np.random.Generator, report: ChaosReport) -> Done | None:
     """Do it as soon as there is such a process; return None if the run ends before."""
-    while not (found := run.processes(fault.kind)):
+    if fault.act == "cut":
+        _mend_cuts()  # earlier ones, of ranks that are gone
+    find = run.connections if fault.act == "cut" else run.processes
+    while not (found := find(fault.kind)):
         if run.status() is not None:
             return None
         _note_progress(run, report)
         time.sleep(_LOOK_SECONDS)
     hit = found if fault.is_of_all else [found[rng.integers(len(found))]]
     done = Done(fault, run.num_steps(), run.phase(), time.time())
-    for process in hit:
-        with contextlib.suppress(ProcessLookupError):  # it has just ended by itself
-            os.kill(process.pid, signal.SIGKILL if fault.act == "kill" else signal.SIGSTOP)
+    for each in hit:
+        if isinstance(each, Process):
+            with contextlib.suppress(ProcessLookupError):  # it has just ended by itself
+                os.kill(each.pid, signal.SIGKILL if fault.act == "kill" else signal.SIGSTOP)
+        else:
+            _cut(each)
     if fault.act == "pause":
         time.sleep(1.6 * HEARTBEAT_SECONDS)
         os.kill(run.pid, signal.SIGCONT)
@@ -568,7 +619,9 @@ def _command_alone() -> list[str] | None:
     if os.getuid() != 0 or any(shutil.which(name) is None for name in ("unshare", "ip", "mount")):
         return None
     namespaces = ["unshare", "--mount", "--net", "--pid", "--fork", "--kill-child", "--mount-proc"]
-    prepare = 'ip link set lo up && mount -t tmpfs tmpfs /dev/shm && exec "$@"'
+    # Rules about ports come before the one that finds all local addresses, which is the first of all otherwise.
+    later = "&& ".join(f"ip {f} rule add pref 100 lookup local && ip {f} rule del pref 0 " for f in ("-4", "-6"))
+    prepare = f'ip link set lo up && {later} && mount -t tmpfs tmpfs /dev/shm && exec "$@"'
     command = [*namespaces, "sh", "-c", prepare, "sh"]
     return command if subprocess.run([*command, "true"], capture_output=True, check=False).returncode == 0 else None
 

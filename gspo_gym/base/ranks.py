@@ -124,6 +124,8 @@ class _Line:
     def __init__(self, connection: socket.socket) -> None:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.connection = connection
+        self._can_take = select.poll()
+        self._can_take.register(connection, select.POLLOUT)
         self._lock = threading.Lock()
 
     def send(self, frame: bytes) -> None:
@@ -132,10 +134,12 @@ class _Line:
             self.connection.sendall(frame)
 
     def sign(self) -> None:
-        """Give a sign of life; a frame that is on its way is one, too."""
+        """Give a sign of life, without waiting; a frame that is on its way is one, too."""
         if self._lock.acquire(blocking=False):
             try:
-                self.connection.sendall(bytes(8))
+                # Where the other end is stopped, what it has not read fills the socket, and this would wait for ever.
+                if self._can_take.poll(0):
+                    self.connection.sendall(bytes(8))
             finally:
                 self._lock.release()
 

@@ -95,7 +95,7 @@ class LearnerOnRanks:
             thread.
 
     Raises:
-        RanksLostError: the ranks did not come up. GymError: they refuse the configuration.
+        ServiceError: the ranks did not come up, again and again. GymError: they refuse the configuration.
     """
 
     def __init__(
@@ -123,7 +123,11 @@ class LearnerOnRanks:
         shutil.rmtree(folder, ignore_errors=True)  # of a process that was killed
         goes_with_us(folder)
         try:
-            self._begin()
+            try:
+                self._begin()
+            except RanksLostError as error:
+                self._note_loss(error)
+                self._surely(lambda: None)
         except BaseException:
             self.close()
             raise
@@ -218,16 +222,19 @@ class LearnerOnRanks:
                     self._recover()
                 return work()
             except RanksLostError as error:
-                if self._started is not None:
-                    self._started.ranks.close()
-                self._started = None
-                self._num_restarts += 1
-                if self._num_restarts > self._settings.max_restarts:
-                    raise ServiceError(
-                        f"the learner's ranks were lost {self._num_restarts} times in a row, and "
-                        f"topology.max_restarts = {self._settings.max_restarts}: {error}"
-                    ) from error
-                self._lost_because = str(error)
+                self._note_loss(error)
+
+    def _note_loss(self, error: RanksLostError) -> None:
+        if self._started is not None:
+            self._started.ranks.close()
+        self._started = None
+        self._num_restarts += 1
+        if self._num_restarts > self._settings.max_restarts:
+            raise ServiceError(
+                f"the learner's ranks were lost {self._num_restarts} times in a row, and "
+                f"topology.max_restarts = {self._settings.max_restarts}: {error}"
+            ) from error
+        self._lost_because = str(error)
 
     def _recover(self) -> None:
         lost = f"the learner's ranks were lost ({self._lost_because})"

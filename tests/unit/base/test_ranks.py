@@ -84,6 +84,18 @@ def test_a_stopped_rank_is_not_heard_of_and_its_end_is_the_groups(group: Callabl
         ranks.receive(0)
 
 
+def test_a_stopped_rank_is_not_heard_of_while_its_connection_takes_nothing_more(group: Callable[..., Ranks]) -> None:
+    ranks = group(IMPATIENT)
+    os.kill(pid_of(ranks, 1), signal.SIGSTOP)
+    line = ranks._members[1].line
+    assert line is not None
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            line.connection.send(bytes(8 << 10), socket.MSG_DONTWAIT)  # signs of life
+    with pytest.raises(RanksLostError, match=r"rank 1 \(.*\) was not heard of for 1 seconds"):
+        ranks.receive(0, max_seconds=60)
+
+
 def test_an_answer_that_does_not_come_in_time_ends_the_group(group: Callable[..., Ranks]) -> None:
     ranks = group()
     with pytest.raises(RanksLostError, match=r"rank 0 was not done after 0\.2 seconds"):
