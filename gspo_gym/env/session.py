@@ -108,6 +108,11 @@ class EnvSession:
         """Return the limit of each call of a method; None for no limit."""
         return self._timeout
 
+    @property
+    def is_sharing(self) -> bool:
+        """Return whether quick calls of it are made in a thread of many sessions."""
+        return self._quick is not None
+
     async def reset(self, seed: int, options: Mapping[str, Any] | None = None) -> StepResult:
         """Start an episode and return the first observation, without a reward.
 
@@ -250,7 +255,7 @@ class EnvSession:
             return False
         # Another wrapper may hold what is tied to a thread, so its own declaration counts.
         declares = bool(getattr(_without_plain_wrappers(self._outer), "any_thread", False))
-        return declares and (self._timeout is None or self._timeout >= quick.least_deadline_seconds)
+        return declares and quick.allows(self._timeout)
 
     async def _in_own_task(self, awaitable: Awaitable[Any]) -> Any:
         # A cancellation is passed on without waiting for it to take effect.
@@ -330,7 +335,7 @@ async def open_session(
     checks_returns: bool = True,
     quick: QuickCalls | None = None,
 ) -> EnvSession:
-    """Open a session on a fresh environment, which is made in the session's thread.
+    """Open a session on a fresh environment, which is made in the session's thread, or quickly in that of `quick`.
 
     A slow constructor therefore blocks no other environment, and what it ties to its thread (an sqlite3 connection)
     works in the methods. If cancelled, it waits until the environment is made, and closes it.
@@ -364,12 +369,24 @@ async def _open_session(
 ) -> EnvSession:
     thread = OwnThread()
     made: list[Any] = []
+
+    def make() -> None:
+        made.append(making.run(factory))
+
     try:
         async with making.timeout:
-            returned = await thread.call_async(lambda: made.append(making.run(factory)), timeout_seconds=None)
+            # Quick calls of that name say that its environments may change threads.
+            if quick is not None and quick.is_quick(env_id) and quick.allows(step_timeout_seconds):
+                returned = await quick.call(thread, f"{env_id}()", make)
+            else:
+                returned = await thread.call_async(make, timeout_seconds=None)
     except TimeoutError:
         making.give_up()
-        thread.abandon(lambda: _close_if_possible(made))  # closes an environment that comes late
+        # Closes an environment that comes late.
+        if quick is not None and thread.num_shared:
+            quick.post(thread, env_id, lambda: _close_if_possible(made))
+        else:
+            thread.abandon(lambda: _close_if_possible(made))
         text = f"{env_id}: making the environment took longer than {step_timeout_seconds:g} seconds"
         raise EnvTimeoutError(text) from None
     if returned.error is not None:
@@ -379,7 +396,8 @@ async def _open_session(
         text = f"{env_id}: making the environment raised {type(returned.error).__name__}: {returned.error}"
         text += place_of(returned.error)
         raise EnvError(text) from returned.error
-    return EnvSession(
+    was_made_there = thread.has_thread
+    session = EnvSession(
         made[0],
         env_id=env_id,
         step_timeout_seconds=step_timeout_seconds,
@@ -387,6 +405,12 @@ async def _open_session(
         checks_returns=checks_returns,
         quick=quick,
     )
+    if was_made_there or session.is_sharing:
+        return session
+    with contextlib.suppress(GymError):  # unlike others of its name it may not change threads, and has
+        await session.close()
+    again = Making(step_timeout_seconds)
+    return await _open_session(factory, env_id, step_timeout_seconds, again, checks_returns=checks_returns, quick=None)
 
 
 def _close_if_possible(made: list[Any]) -> None:

@@ -271,10 +271,9 @@ class QuickCalls:
         """Return whether calls of that name share the thread."""
         return self._mean_seconds.get(name, _FIRST_MEAN) < _QUICK_SECONDS
 
-    @property
-    def least_deadline_seconds(self) -> float:
-        """Return how long a call must be waited for, at least: it may wait behind others."""
-        return 5 * self._patience_seconds
+    def allows(self, deadline_seconds: float | None) -> bool:
+        """Return whether a call with this deadline may share the thread, where it may wait behind others."""
+        return deadline_seconds is None or deadline_seconds >= 5 * self._patience_seconds
 
     async def call(self, owner: OwnThread, name: str, function: Callable[[], Any]) -> Returned:
         """Make the call, after all earlier calls of its owner; see `OwnThread.call_async`."""
@@ -288,6 +287,10 @@ class QuickCalls:
         if self.is_quick(name):
             owner.release()  # the next one goes to the shared thread
         return call.returned
+
+    def post(self, owner: OwnThread, name: str, function: Callable[[], Any]) -> None:
+        """Make a call that is not waited for, after the earlier calls of its owner in the shared thread."""
+        self._ask(_Call(owner, name, function, asyncio.get_running_loop().create_future(), self._clock))
 
     def _note(self, call: _Call) -> None:
         if call.is_noted:  # when it was stuck

@@ -494,12 +494,22 @@ def test_two_hundred_sessions_run_beside_each_other() -> None:
     assert run(play) == 600
 
 
-async def proven_quick(**options: Any) -> QuickCalls:
-    """Return shared calls that have seen quick calls of "Echo", by a clock that stands still."""
+class LeapingLoop(asyncio.SelectorEventLoop):
+    """A loop that was blocked for `blocked_seconds`."""
+
+    blocked_seconds = 0.0
+
+    def time(self) -> float:
+        return super().time() + self.blocked_seconds
+
+
+async def proven_quick(*names: str, **options: Any) -> QuickCalls:
+    """Return shared calls that have seen quick calls of "Echo" and `names`, by a clock that stands still."""
     quick = QuickCalls(**{"clock": lambda: 0.0} | options)
     owner = OwnThread()
-    while not quick.is_quick("Echo"):
-        await quick.call(owner, "Echo", int)
+    for name in ("Echo", *names):
+        while not quick.is_quick(name):
+            await quick.call(owner, name, int)
     return quick
 
 
@@ -580,6 +590,56 @@ def test_an_environment_that_hangs_in_the_shared_thread_is_named_closed_there_an
     run(play)
 
 
+@pytest.mark.parametrize(
+    ("make", "seconds", "is_shared"), [(Movable, None, True), (Movable, 301.0, True), (Movable, 299.0, False)]
+)
+def test_environments_that_are_quickly_made_are_made_in_the_shared_thread(
+    make: Any, seconds: float | None, is_shared: bool
+) -> None:
+    async def play() -> None:
+        quick = await proven_quick("Echo()", patience_seconds=60.0)
+        gate, order = threading.Event(), []
+
+        def factory() -> Any:
+            order.append("made")
+            return make()
+
+        blocked = asyncio.create_task(quick.call(OwnThread(), "Echo", lambda: (gate.wait(), order.append("blocked"))))
+        opened = asyncio.create_task(open_session(factory, env_id="Echo", step_timeout_seconds=seconds, quick=quick))
+        if not is_shared:
+            await asyncio.wait_for(asyncio.shield(opened), 5)  # ends although the shared thread is taken
+        gate.set()
+        await blocked
+        await (await opened).close()
+        assert order == (["blocked", "made"] if is_shared else ["made", "blocked"])
+
+    run(play)
+
+
+def test_an_environment_that_is_made_late_in_the_shared_thread_is_closed_there() -> None:
+    closed, loop = threading.Event(), LeapingLoop()
+
+    async def play() -> None:
+        quick = await proven_quick("Echo()", patience_seconds=1.0)
+        gate = threading.Event()
+
+        def factory() -> Movable:
+            return Movable(lambda method: closed.set() if method == "close" else None)
+
+        blocked = asyncio.create_task(quick.call(OwnThread(), "Echo", gate.wait))
+        opening = asyncio.create_task(open_session(factory, env_id="Echo", step_timeout_seconds=5.0, quick=quick))
+        await asyncio.sleep(0.01)  # it is asked for, and waits behind the other
+        loop.blocked_seconds = 10.0
+        with pytest.raises(EnvTimeoutError, match="making the environment took longer than 5 seconds"):
+            await opening
+        gate.set()
+        await blocked
+        assert await asyncio.to_thread(closed.wait, 5)
+
+    with asyncio.Runner(loop_factory=lambda: loop) as runner:
+        runner.run(play())
+
+
 def test_an_environment_that_is_tied_to_a_thread_is_made_there_whatever_others_of_its_name_say() -> None:
     class Connected(Echo):
         def __init__(self) -> None:
@@ -587,7 +647,7 @@ def test_an_environment_that_is_tied_to_a_thread_is_made_there_whatever_others_o
             self.threads.add(threading.get_ident())
 
     async def play() -> None:
-        quick = await proven_quick()
+        quick = await proven_quick("Echo()")
         opened = (open_session(Connected, env_id="Echo", step_timeout_seconds=None, quick=quick) for _ in range(4))
         sessions = await asyncio.gather(*opened)
         await asyncio.gather(*(session.reset(1) for session in sessions))
@@ -595,15 +655,6 @@ def test_an_environment_that_is_tied_to_a_thread_is_made_there_whatever_others_o
         assert [len(session.env.threads) for session in sessions] == [1] * 4
 
     run(play)
-
-
-class LeapingLoop(asyncio.SelectorEventLoop):
-    """A loop that was blocked for `blocked_seconds`."""
-
-    blocked_seconds = 0.0
-
-    def time(self) -> float:
-        return super().time() + self.blocked_seconds
 
 
 def test_close_waits_for_a_step_that_misses_its_deadline_before_it_begins() -> None:
