@@ -26,7 +26,7 @@ from gspo_gym.chat.template import ChatTemplate, Escapes, TemplateFacts, Wire, m
 from gspo_gym.errors import TemplateError
 from gspo_gym.types import Message, ToolCall
 
-_Shape = tuple[Any, ...]  # a nest of strings and booleans, only compared
+_Shape = str | tuple[Any, ...]  # a nest of strings and booleans, only compared
 
 _MARK = re.compile(r"zq\d{7}")
 _NAME = re.compile(r"[\w.:-]*")
@@ -128,9 +128,10 @@ class Seams:
             TemplateError: the template refuses the conversation or does not show one of its texts.
         """
         messages = [*history, *new]
-        if not self._are_predictable(messages) or any(message.role == "assistant" for message in new):
+        shapes = self._predictable_shapes(messages)
+        if shapes is None or any(message.role == "assistant" for message in new):
             return self._find_by_rendering(history, new, escapes)
-        shape = (len(history), tuple(map(_shape_of, messages)))
+        shape = (len(history), *shapes)
         if (plan := self._plans.get(shape)) is None:
             plan = self._make_plan(history, new)
             _make_room(self._plans)
@@ -147,7 +148,7 @@ class Seams:
 
     def require_shown(self, messages: Sequence[Message]) -> None:
         """Raise a TemplateError if the template does not show what the model must see; checked once for each shape."""
-        shape = (len(messages), tuple(map(_shape_of, messages)))
+        shape = tuple(map(_shape_of, messages))
         if shape in self._shown:
             return
         name = self._template.name
@@ -167,11 +168,17 @@ class Seams:
         _make_room(self._shown)
         self._shown.add(shape)
 
-    def _are_predictable(self, messages: Sequence[Message]) -> bool:
-        # Whether the template must treat these messages like marked ones of the same shape.
+    def _predictable_shapes(self, messages: Sequence[Message]) -> list[_Shape] | None:
+        """Return the shapes of messages that the template must treat like marked ones; None if it need not."""
         if self._facts.compares_messages and len({message.content for message in messages}) < len(messages):
-            return False
-        return all(map(self._is_predictable, messages))
+            return None
+        shapes = []
+        for message in messages:  # each turn asks about all messages before it
+            shape = _shape_of(message)
+            if not (shape is message.role and message.content in self._plain_texts or self._is_predictable(message)):
+                return None
+            shapes.append(shape)
+        return shapes
 
     def _is_predictable(self, message: Message) -> bool:
         names = (message.name, message.tool_call_id, *(n for call in message.tool_calls for n in (call.name, call.id)))
@@ -299,8 +306,10 @@ class Seams:
         return [to_wire(message, index, self._facts.style) for index, message in enumerate(marked)]
 
 
-def _shape_of(message: Message) -> tuple[Any, ...]:  # all but texts that a template may decide by
+def _shape_of(message: Message) -> _Shape:  # all but texts that a template may decide by
     reasoning = message.reasoning_content
+    if reasoning is message.tool_call_id is message.name is None and message.content and not message.tool_calls:
+        return message.role  # most are a text and nothing else; the hash of a string is kept
     return (
         message.role,
         bool(message.content),
