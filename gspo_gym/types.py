@@ -187,7 +187,7 @@ class Completion:
         _require_equal_lengths("Completion", self, "token_ids", "logprobs", "weight_version")
         if len(self.token_ids) == 0:
             raise RecordError("Completion.token_ids: expected at least one sampled token, got none")
-        if not np.isfinite(self.logprobs).all() or (self.logprobs > 1e-3).any():
+        if not (self.logprobs.min() > -np.inf and self.logprobs.max() <= 1e-3):  # NaN is the least and the largest
             bad = int(np.flatnonzero(~(np.isfinite(self.logprobs) & (self.logprobs <= 1e-3)))[0])
             raise RecordError(
                 f"Completion.logprobs: expected finite values <= 0, got {self.logprobs[bad]} at token {bad}"

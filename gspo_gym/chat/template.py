@@ -452,6 +452,7 @@ class TextCodec:
         self._escaped = _escape_pattern(self._guarded)
         self._plain_ids: dict[str, list[int]] = {}
         self._encoded: dict[str, tuple[int, ...]] = {}
+        self._anchor_texts: dict[int, str] = {}
         normalizes = getattr(getattr(tokenizer, "backend_tokenizer", None), "normalizer", None) is not None
         # A normaliser may find a token in text that does not spell it, such as full-width brackets.
         self._finds_respelled = normalizes and any(token.normalized for token in added.values())
@@ -496,11 +497,13 @@ class TextCodec:
 
     def decode(self, token_ids: Sequence[int], *, after: int) -> str:
         """Return the text of ids that follow the special token `after`; special tokens are kept."""
-        anchor: str = self._tokenizer.decode([after], skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        text: str = self._tokenizer.decode(
-            [after, *token_ids], skip_special_tokens=False, clean_up_tokenization_spaces=False
-        )
-        return text.removeprefix(anchor)
+        if (anchor := self._anchor_texts.get(after)) is None:
+            anchor = self._anchor_texts[after] = self._decode([after])
+        return self._decode([after, *token_ids]).removeprefix(anchor)
+
+    def _decode(self, token_ids: list[int]) -> str:
+        text: str = self._tokenizer.decode(token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        return text
 
     def _encode_behind(self, anchor: str, text: str) -> list[int]:
         if not text:

@@ -96,7 +96,8 @@ class TokenObservationWrapper:
         self._pad_id = pad_id
         self._system_prompt = system_prompt
         self._clock = clock
-        self._generator = np.random.default_rng()  # of the seeds of unseeded episodes
+        self._generator: np.random.Generator | None = None  # of the seeds of unseeded episodes
+        self._last_seed: int | None = None  # that the generator is made from
         self._runner: asyncio.Runner | None = None
         self._open = OpenEpisode()
         self._actions: list[Action] = []
@@ -166,9 +167,11 @@ class TokenObservationWrapper:
         self._is_turn_open = False
         self.env_seconds = self.action_seconds = 0.0
         if seed is None:
+            if self._generator is None:  # most episodes have seeds, and making it takes longer than a turn
+                self._generator = np.random.default_rng(self._last_seed)
             seed = next_seed(self._generator)
         else:
-            self._generator = np.random.default_rng(seed)
+            self._generator, self._last_seed = None, seed
         result = await self._timed(self.session.reset(seed, options))
         messages = with_system_prompt(result.messages, self._system_prompt)
         self._open.messages.extend(messages)

@@ -231,7 +231,8 @@ class OpenEpisode:
     def append_meaning(self, message: Message, parse: ParseStatus) -> None:
         """Record what the last action says, or that it cannot be parsed."""
         self.messages.append(message)
-        self.turns[-1] = dataclasses.replace(self.turns[-1], parse=parse)
+        if parse is not self.turns[-1].parse:
+            self.turns[-1] = dataclasses.replace(self.turns[-1], parse=parse)
 
     def append_answer(self, result: StepResult) -> None:
         """Record what the environment gave for the last action."""
