@@ -175,7 +175,8 @@ class Seams:
         shapes = []
         for message in messages:  # each turn asks about all messages before it
             shape = _shape_of(message)
-            if not (shape is message.role and message.content in self._plain_texts or self._is_predictable(message)):
+            is_known = shape is message.role and message.content in self._plain_texts
+            if not is_known and not self._is_predictable(message):
                 return None
             shapes.append(shape)
         return shapes
