@@ -38,7 +38,7 @@ from gspo_gym.env.workers.channel import (
     tool_schemas_from_json,
 )
 from gspo_gym.env.workers.limits import LIMIT_SIGNAL, WorkerLimits
-from gspo_gym.env.workers.loading import FIRST_LOAD_SECONDS, Loading, ProcessTarget, target_of
+from gspo_gym.env.workers.loading import FIRST_LOAD_SECONDS, Loading, ProcessTarget, clock_stopped, target_of
 from gspo_gym.env.workers.pool import POOL, ProcessPool, WorkerProcess
 from gspo_gym.errors import ActionLimitError, EnvDiedError, EnvError, EnvTimeoutError, GymError, UsageError
 from gspo_gym.types import Message, StepResult
@@ -169,29 +169,46 @@ class ProcessEnv:
         frame = frame_of(request, max_bytes=MAX_REQUEST_BYTES, where=f"{self.env_id}: arguments")
         memory_mb = self._limits.memory_mb
         kind = (target.entry_point, target.main_path, memory_mb, tuple(sorted(variables.items())))
-        worker = self._pool.lease(kind, memory_limit_mb=memory_mb)
-        self._hold(worker)
-        try:
-            if loading is None or key in worker.loaded:
-                answer = worker.channel.exchange(frame, max_seconds=max_seconds)
-            else:
-                with loading.again(key, max_seconds()) as max_seconds:
-                    answer = worker.channel.exchange(frame, max_seconds=max_seconds)
-        except TimeoutError:
-            self._end("killed")
-            text = f"{self.env_id}: making the environment took longer than {max_seconds():g} seconds"
-            raise EnvTimeoutError(text) from None
-        except ChannelClosedError:
-            status = self._end("died").result()
-            raise EnvError(f"{self.env_id}: {_death(status)} while the environment was made") from None
-        except BaseException:
-            self._end("killed")
-            raise
+        while True:
+            with clock_stopped():  # a server of workers that must be started again has limits of its own
+                worker = self._pool.lease(kind, memory_limit_mb=memory_mb)
+            self._hold(worker)
+            try:
+                answer = self._exchange(worker, frame, key, max_seconds, loading)
+                break
+            except ChannelClosedError:
+                status = self._end("died").result()
+                if worker.num_episodes == 0:
+                    raise EnvError(f"{self.env_id}: {_death(status)} while the environment was made") from None
+                # It waited for its next episode, and may have died with its server: that is no attempt.
         worker.num_episodes += 1
         worker.loaded.add(key)
         if "error" in answer:
             self._end("replaced")
         return self._read(answer)
+
+    def _exchange(
+        self,
+        worker: WorkerProcess,
+        frame: bytes,
+        key: str,
+        max_seconds: Callable[[], float],
+        loading: Loading | None,
+    ) -> Json:
+        try:
+            if loading is None or key in worker.loaded:
+                return worker.channel.exchange(frame, max_seconds=max_seconds)
+            with loading.again(key, max_seconds()) as max_seconds:
+                return worker.channel.exchange(frame, max_seconds=max_seconds)
+        except TimeoutError:
+            self._end("killed")
+            text = f"{self.env_id}: making the environment took longer than {max_seconds():g} seconds"
+            raise EnvTimeoutError(text) from None
+        except ChannelClosedError:
+            raise
+        except BaseException:
+            self._end("killed")
+            raise
 
     def _hold(self, worker: WorkerProcess) -> None:
         self._worker = worker

@@ -30,7 +30,8 @@ from gspo_gym.env.workers.threads import Returned, WorkerPool
 from gspo_gym.errors import ConfigError, EnvError
 
 _START_SECONDS = 60.0  # for the server's imports, on a busy machine
-_FORK_SECONDS = 5.0  # a fork takes milliseconds; the server is stopped then
+_ANSWER_SECONDS = 10.0  # what the server is asked takes milliseconds; it is stopped then
+_REAP_SECONDS = 60.0  # for a killed process to end: with much memory, or a disk that hangs, that takes long
 _STOP_SECONDS = 5.0
 # Environment variables that the server and its workers get: no tokens, keys or proxies.
 _PASSED_ON = ("PATH", "LANG", "LC_ALL", "TZ")
@@ -119,7 +120,7 @@ class ProcessServer:
         ours, theirs = socket.socketpair()
         with theirs:
             try:
-                pid = self._ask({"fork": memory_limit_mb}, theirs, max_seconds=_FORK_SECONDS)
+                pid = self._ask({"fork": memory_limit_mb}, theirs)
             except BaseException:
                 ours.close()
                 self._stop(at_once=True)
@@ -136,7 +137,8 @@ class ProcessServer:
             try:
                 poll = select.poll()  # unlike select.select, it takes descriptors above 1023
                 poll.register(handle, select.POLLIN)
-                poll.poll(_STOP_SECONDS * 1000)
+                if not poll.poll(_REAP_SECONDS * 1000):
+                    return None
             finally:
                 os.close(handle)
         with self._lock:
@@ -145,18 +147,16 @@ class ProcessServer:
             try:
                 status = self._ask({"reap": pid})
             except OSError:
-                self._stop()
+                self._stop(at_once=True)
                 return None
         return None if status is None else int(status)
 
-    def _ask(
-        self, request: Mapping[str, Any], attached: socket.socket | None = None, *, max_seconds: float = _START_SECONDS
-    ) -> Any:
+    def _ask(self, request: Mapping[str, Any], attached: socket.socket | None = None) -> Any:
         # An OSError says that the server is gone, or has not answered in time.
         if self._control is None:
             self._start()
         assert self._control is not None
-        self._control.settimeout(max_seconds)
+        self._control.settimeout(_ANSWER_SECONDS)
         data = json.dumps(request).encode("ascii")
         socket.send_fds(self._control, [data], [] if attached is None else [attached.fileno()])
         answer = self._control.recv(4096)

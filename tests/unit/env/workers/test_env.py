@@ -13,6 +13,7 @@ Pinned here:
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ctypes
 import json
 import os
@@ -34,7 +35,8 @@ from gspo_gym.env.registry import make
 from gspo_gym.env.session import EnvSession, open_session
 from gspo_gym.env.workers.env import ProcessEnv
 from gspo_gym.env.workers.limits import WorkerLimits
-from gspo_gym.env.workers.pool import ProcessPool
+from gspo_gym.env.workers.loading import Loading
+from gspo_gym.env.workers.pool import ProcessPool, WorkerProcess
 from gspo_gym.errors import ConfigError, ContractError, EnvError, EnvTimeoutError, UsageError
 from gspo_gym.types import Message
 
@@ -559,3 +561,57 @@ def test_workers_end_with_the_program_that_defines_its_environment_in_its_own_fi
             program.kill()  # it cannot clean up
         assert program.wait(timeout=60) == (-signal.SIGKILL if how == "hang" else 0)
     assert is_gone(worker)
+
+
+class _KillsUsed(ProcessPool):
+    """Kills a worker that was used before when it is given out, as if it had died with its server at that moment."""
+
+    def lease(self, kind: tuple[Any, ...], *, memory_limit_mb: int) -> WorkerProcess:
+        worker = super().lease(kind, memory_limit_mb=memory_limit_mb)
+        if worker.num_episodes:
+            os.kill(worker.pid, signal.SIGKILL)
+        return worker
+
+
+def test_a_worker_that_died_while_it_waited_costs_no_attempt() -> None:
+    pool = _KillsUsed()
+
+    async def use_it_twice() -> None:
+        for _ in range(2):
+            env = ProcessEnv("GuessNumber", pool=pool)
+            assert (await env.reset(seed=0))[0]
+            await env.close()
+
+    try:
+        asyncio.run(use_it_twice())
+        assert (pool.counts["started"], pool.counts["reused"], pool.counts["died"]) == (2, 1, 1)
+    finally:
+        pool.close()
+
+
+@pytest.mark.slow  # until the server is taken for stopped
+def test_a_server_of_workers_that_was_stopped_is_not_charged_to_the_environment_that_is_made() -> None:
+    pool, loading = ProcessPool(), Loading()
+
+    async def make_one() -> EnvSession:
+        return await open_session(
+            lambda: ProcessEnv("GuessNumber", pool=pool, loading=loading),
+            env_id="GuessNumber",
+            step_timeout_seconds=6.0,  # less than until then
+        )
+
+    async def make_two() -> None:
+        first = await make_one()
+        assert pool._server._process is not None
+        os.kill(stopped := pool._server._process.pid, signal.SIGSTOP)
+        second = await make_one()
+        assert pool._server._process.pid != stopped
+        await second.reset(seed=0)
+        await second.close()
+        with contextlib.suppress(EnvError):  # its worker went with the server
+            await first.close()
+
+    try:
+        asyncio.run(make_two())
+    finally:
+        pool.close()
