@@ -21,8 +21,9 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
+from gspo_gym.learning.saved import copy_state, copy_tensors
 from gspo_gym.policy.checkpoints import CheckpointStore
-from gspo_gym.policy.load import Policy, copy_tensors, load_policy
+from gspo_gym.policy.load import Policy, load_policy
 from gspo_gym.run.settings import LoopSettings
 from gspo_gym.run.state import Saver, TrainState
 
@@ -42,6 +43,10 @@ class Moments:
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return the moments."""
         return self._tensors
+
+    def copy_state(self) -> Callable[[Path], None]:
+        """Copy the moments; return what writes them."""
+        return copy_state(self._tensors)
 
     def counters(self) -> dict[str, int]:
         """Return no more than a name."""

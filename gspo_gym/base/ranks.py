@@ -2,7 +2,8 @@
 
 The driver starts the ranks through `Start` functions and gives each the address of a socket in its environment. A rank
 connects, proves that it is one by a secret, and from then on both sides send frames: eight bytes that count, then that
-many bytes. An empty frame is a sign of life. There is no pickle: frames are JSON or tensors as safetensors.
+many bytes. An empty frame is a sign of life. There is no pickle: frames are JSON or tensors as safetensors. A frame of
+which the count has its highest bit set is an aside: JSON for another thread, beside the messages.
 
 A rank that ends, is not heard in time or is too late with its answer ends the others. A rank whose driver is gone, or
 cannot be heard, ends itself.
@@ -26,6 +27,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
@@ -129,8 +131,15 @@ class _Line:
         self._lock = threading.Lock()
 
     def send(self, frame: bytes) -> None:
+        self._send(len(frame), frame)
+
+    def send_aside(self, message: Mapping[str, object]) -> None:
+        frame = json.dumps(message).encode()
+        self._send(len(frame) | _ASIDE, frame)
+
+    def _send(self, count: int, frame: bytes) -> None:
         with self._lock:
-            self.connection.sendall(len(frame).to_bytes(8))
+            self.connection.sendall(count.to_bytes(8))
             self.connection.sendall(frame)
 
     def sign(self) -> None:
@@ -154,6 +163,7 @@ class _Member:
         self.line: _Line | None = None
         self.joined = threading.Event()
         self.frames: queue.Queue[bytes] = queue.Queue(_NUM_WAITING)
+        self.asides: queue.Queue[bytes] = queue.Queue()
         self.heard = time.monotonic()
         self.is_unread = False  # its frames wait for us: it has nothing to answer for
 
@@ -222,13 +232,7 @@ class Ranks:
             RanksLostError: a rank was lost.
         """
         for frame in _frames_of(head, bodies, num_bodies):
-            for rank, member in self._members.items():
-                assert member.line is not None
-                try:
-                    member.line.send(frame)
-                except OSError as error:
-                    self.give_up(f"rank {rank} cannot be reached: {error}")
-                    raise self._loss() from error
+            self._to_all(partial(_Line.send, frame=frame))
 
     def receive(self, rank: int, *, max_seconds: float | None = None) -> tuple[Any, Iterator[bytes]]:
         """Return a rank's next message (Any: JSON) and its bodies, of which each must be read; then the next may come.
@@ -236,8 +240,25 @@ class Ranks:
         Raises:
             RanksLostError: a rank was lost; also while the bodies are read.
         """
-        head = json.loads(self._next(rank, max_seconds))
-        return head, (self._next(rank, max_seconds) for _ in range(head.pop(_COUNT)))
+        frames = self._members[rank].frames
+        head = json.loads(self._next(rank, frames, max_seconds))
+        return head, (self._next(rank, frames, max_seconds) for _ in range(head.pop(_COUNT)))
+
+    def send_aside(self, message: Mapping[str, object]) -> None:
+        """Send every rank an aside (JSON), in any thread, also while another one sends or receives messages.
+
+        Raises:
+            RanksLostError: a rank was lost.
+        """
+        self._to_all(partial(_Line.send_aside, message=message))
+
+    def receive_aside(self, rank: int) -> Any:
+        """Return a rank's next aside (Any: JSON), in one thread at a time; it may take as long as it takes.
+
+        Raises:
+            RanksLostError: a rank was lost.
+        """
+        return json.loads(self._next(rank, self._members[rank].asides, None))
 
     def give_up(self, reason: str) -> None:
         """End all ranks for this reason; of several reasons the first counts."""
@@ -275,6 +296,15 @@ class Ranks:
             reader.join(_END_SECONDS)
             connection.close()
 
+    def _to_all(self, send: Callable[[_Line], None]) -> None:
+        for rank, member in self._members.items():
+            assert member.line is not None
+            try:
+                send(member.line)
+            except OSError as error:
+                self.give_up(f"rank {rank} cannot be reached: {error}")
+                raise self._loss() from error
+
     def _last_line(self) -> str:
         if self._log is None:
             return ""
@@ -288,12 +318,12 @@ class Ranks:
         self._is_over.wait()
         return RanksLostError(str(self._reason))
 
-    def _next(self, rank: int, max_seconds: float | None) -> bytes:
+    def _next(self, rank: int, frames: queue.Queue[bytes], max_seconds: float | None) -> bytes:
         deadline = math.inf if max_seconds is None else time.monotonic() + max_seconds
         while self._reason is None:
             left = max(0.0, deadline - time.monotonic())
             with contextlib.suppress(queue.Empty):
-                return self._members[rank].frames.get(timeout=min(left, _LOOK_SECONDS))
+                return frames.get(timeout=min(left, _LOOK_SECONDS))
             if left == 0.0:
                 self.give_up(f"rank {rank} was not done after {max_seconds:g} seconds")
         raise self._loss()
@@ -348,7 +378,10 @@ class Ranks:
     def _read(self, rank: int, member: _Member, connection: socket.socket) -> None:
         try:
             while True:
-                if frame := receive_frame(connection):
+                frame, is_aside = _receive_any(connection)
+                if is_aside:
+                    member.asides.put(frame)
+                elif frame:
                     self._keep(member, frame)
                 member.heard = time.monotonic()
         except (OSError, EOFError):
@@ -401,6 +434,7 @@ def _name(member: _Member) -> str:
 
 _PARENT_VARIABLE = "GSPO_GYM_RANK_PARENT"
 _COUNT = "num_bodies"
+_ASIDE = 1 << 63  # of a frame's count
 
 
 class Rank:
@@ -424,6 +458,7 @@ class Rank:
         self._line = _Line(socket.create_connection(tuple(place["address"])))
         self.host: str = self._line.connection.getsockname()[0]
         self._frames: queue.Queue[bytes] = queue.Queue(_NUM_WAITING)
+        self._asides: queue.Queue[bytes] = queue.Queue()
         self._line.send(json.dumps({"rank": self.rank, "secret": place["secret"]}).encode())
         silence = place["silence"]
         if silence is not None:
@@ -440,6 +475,14 @@ class Rank:
         for frame in _frames_of(head, bodies, num_bodies):
             self._line.send(frame)
 
+    def receive_aside(self) -> Any:
+        """Return the driver's next aside (Any: JSON), in a thread that does nothing else."""
+        return json.loads(self._asides.get())
+
+    def send_aside(self, message: Mapping[str, object]) -> None:
+        """Send the driver an aside, in any thread."""
+        self._line.send_aside(message)
+
     def end(self, reason: str) -> NoReturn:
         """End this process for a reason, one line: the driver's log is read by its end."""
         print(f"rank {self.rank}: {reason}".partition("\n")[0], file=sys.stderr, flush=True)
@@ -448,7 +491,10 @@ class Rank:
     def _read(self, silence: float | None) -> None:
         with contextlib.suppress(OSError, EOFError):
             while True:
-                if frame := receive_frame(self._line.connection, silence=silence):
+                frame, is_aside = _receive_any(self._line.connection, silence=silence)
+                if is_aside:
+                    self._asides.put(frame)
+                elif frame:
                     self._frames.put(frame)
         os._exit(0)
 
@@ -474,6 +520,12 @@ def receive_frame(connection: socket.socket, *, most: float = math.inf, silence:
     if count > most:
         raise ValueError(f"expected a frame of {most:g} bytes at most, got one of {count}")
     return _receive(connection, count, silence)
+
+
+def _receive_any(connection: socket.socket, *, silence: float | None = None) -> tuple[bytes, bool]:
+    """Return the next frame, and whether it is an aside; errors as in `receive_frame`."""
+    count = int.from_bytes(_receive(connection, 8, silence))
+    return _receive(connection, count & ~_ASIDE, silence), bool(count & _ASIDE)
 
 
 def _receive(connection: socket.socket, count: int, silence: float | None) -> bytes:

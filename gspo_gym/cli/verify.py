@@ -503,10 +503,9 @@ def _uses_reference(config: Mapping[str, Any]) -> bool:
 
 def _read_model(checkpoint: Path, records: StepRecords, dtype: str) -> Model:
     import torch
-    from safetensors.torch import load_file
 
     trained = torch.float64 if dtype == "float64" else torch.float32  # the dtype of an adapter on weights of 16 bits
-    saved = {name: v.to(trained) for name, v in load_file(checkpoint / "resume" / "learner.safetensors").items()}
+    saved = {name: v.to(trained) for name, v in _learner_tensors(checkpoint / "resume").items()}
     modules = {"policy": _load(checkpoint, dtype, is_adapted=True)}
     held = {name.removeprefix("reference."): v for name, v in saved.items() if name.startswith("reference.")}
     is_base = records.config["model.trainer_mode"] != "full" and not records.config.get("services.reference_url")
@@ -517,6 +516,21 @@ def _read_model(checkpoint: Path, records: StepRecords, dtype: str) -> Model:
     if dtype == "float64":
         modules = {name: module.double() for name, module in modules.items()}
     return Model(modules, {name: v for name, v in saved.items() if name.startswith("optimizer.")}, records)
+
+
+def _learner_tensors(folder: Path) -> dict[str, Any]:  # Any: torch is loaded where it is needed
+    """Return the tensors of a learner; of several ranks, each wrote its rows, and says of which is its first."""
+    import torch
+    from safetensors import safe_open
+
+    pieces: dict[str, list[tuple[int, Any]]] = {}
+    for path in folder.glob("learner*.safetensors"):
+        with safe_open(path, framework="pt") as file:
+            first_rows = json.loads((file.metadata() or {}).get("first_rows", "{}"))
+            for name in file.keys():  # noqa: SIM118 - a file of safetensors is no mapping
+                pieces.setdefault(name, []).append((first_rows.get(name, 0), file.get_tensor(name)))
+    ordered = {name: [rows for _, rows in sorted(found, key=lambda piece: piece[0])] for name, found in pieces.items()}
+    return {name: rows[0] if len(rows) == 1 else torch.cat(rows) for name, rows in ordered.items()}
 
 
 def _load(checkpoint: Path, dtype: str, *, is_adapted: bool) -> Any:  # Any: transformers and peft are untyped

@@ -1,18 +1,22 @@
 """A learner whose work is done by ranks, as the trainer sees it, and what a rank does.
 
 The driver keeps a whole model, in the processor's memory unless an engine samples from it; each rank holds a part of
-another one. A batch travels to the ranks as safetensors, and the new weights come back one parameter at a time.
+another one. A batch travels to the ranks as safetensors, and the new weights come back one parameter at a time. What
+else a checkpoint holds, the ranks write and read themselves, each its part.
 
-If a rank is lost, all are ended, and new ones go on from the newest checkpoint. They learn the batches since then once
-more, from their files, and then the one that was being learned. Nothing is sampled again.
+If a rank is lost, all are ended, and new ones go on from the newest sound checkpoint. They learn the batches since then
+once more, from their files, and then the one that was being learned. Nothing is sampled again.
 """
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import threading
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -29,10 +33,12 @@ from gspo_gym.cluster.sharding import whole
 from gspo_gym.errors import CheckpointError, GymError, ServiceError
 from gspo_gym.learning.batching import TrainBatch
 from gspo_gym.learning.optimizer import StepReport
+from gspo_gym.learning.saved import PartsOfTensors, SavedTensors
 from gspo_gym.learning.tokens import TokenSink, TokenTable
 from gspo_gym.learning.update import Learner, UpdateReport
 from gspo_gym.policy.checkpoints import Checkpoint
-from gspo_gym.policy.parallel import copy_into, part_of
+from gspo_gym.policy.load import read_weights
+from gspo_gym.policy.parallel import copy_into
 
 _Result = TypeVar("_Result")
 _UPDATES = "learner.num_updates"
@@ -86,10 +92,13 @@ class LearnerOnRanks:
 
     Args:
         model: gets the trained weights, in place. Its present ones are those that the ranks begin with.
-        start: starts ranks that load the model in a checkpoint's folder, or one of the same shape as `model` (None).
-        newest: returns the run's newest complete checkpoint, None without one, and raises a CheckpointError for a
-            damaged one. num_saved: the number of updates in it, 0 without one.
-        folder: for batches, until a checkpoint holds what was learned from them; removed when this process ends.
+        start: starts ranks that make room for the model in a checkpoint's folder, or one of the same shape as `model`
+            (None).
+        newest: returns the run's newest sound checkpoint, None without any, and raises a CheckpointError if all are
+            damaged.
+        num_saved: returns the number of updates in the oldest checkpoint that ranks may have to go on from, 0 without
+            one.
+        folder: for batches, until that checkpoint holds what was learned from them; removed when this process ends.
         settings: see `RecoverySettings`.
         on_restart: told the number of updates so far and why the ranks were lost, before new ones are started; in any
             thread.
@@ -116,8 +125,9 @@ class LearnerOnRanks:
         self._counters: dict[str, int | float] = {}
         self._learning_rate: float | None = None
         self._log: list[_Learned] = []  # those that the newest checkpoint may not hold
-        self._beginning: list[Callable[[], None]] = []  # what was restored, until a checkpoint holds it
+        self._beginning: list[Mapping[str, Any]] = []  # what was restored, until a checkpoint holds it
         self._is_as_begun = True  # nothing has come back yet
+        self._num_updates = 0  # that came back
         self._num_restarts = 0  # in a row
         self._lost_because = ""
         shutil.rmtree(folder, ignore_errors=True)  # of a process that was killed
@@ -150,32 +160,35 @@ class LearnerOnRanks:
             entry = self._write(batch)
             report: UpdateReport = self._surely(lambda: self._learn(entry, sink, keeps=True))
             self._log.append(entry)
-            self._num_restarts = 0
+            self._num_updates, self._num_restarts = entry.number + 1, 0
         return report
 
-    def tensors(self) -> dict[str, Tensor]:
-        """Return all that a restart needs besides the model's parameters and `counters()`, whole."""
+    def copy_state(self) -> Callable[[Path], None]:
+        """Have each rank copy its part of what a restart needs besides the model's parameters and `counters()`.
+
+        Return what has the ranks write their copies into a folder, in any thread, while they go on; it returns when
+        all files are on the disk, and raises a CheckpointError if a rank's disk refuses or a rank is lost.
+        """
         with self._lock:
-            return self._surely(self._ask_tensors)
+            return partial(_have_written, self._surely(self._ask_copies))
 
     def counters(self) -> dict[str, int | float]:
         return dict(self._counters)
 
-    def restore(self, tensors: Mapping[str, Tensor], counters: Mapping[str, int | float]) -> None:
-        """Go on from `tensors()` and `counters()`; see `Learner.restore`."""
-        self._begin_with({"do": "restore", "counters": dict(counters)}, tensors)
+    def restore(self, tensors: SavedTensors, counters: Mapping[str, int | float]) -> None:
+        """Go on from what any number of processes saved; each rank reads its part. See `Learner.restore`."""
+        self._begin_with(_order_to_restore(tensors, counters))
 
     def restore_parts(
         self,
-        tensors: Mapping[str, Tensor],
+        tensors: SavedTensors,
         counters: Mapping[str, int | float],
         *,
         with_optimizer: bool,
         with_step: bool,
     ) -> None:
         """Begin with parts of another learner's; see `Learner.restore_parts`."""
-        order = {"do": "restore", "counters": dict(counters), "parts": [with_optimizer, with_step]}
-        self._begin_with(order, tensors)
+        self._begin_with({**_order_to_restore(tensors, counters), "parts": [with_optimizer, with_step]})
 
     def close(self) -> None:
         """End the ranks. Closing twice is fine."""
@@ -187,28 +200,28 @@ class LearnerOnRanks:
 
     def _begin(self) -> None:
         self._bring_up(None)
-        for restore in self._beginning:
-            restore()
+        for order in self._beginning:
+            self._ask(order)
 
-    def _bring_up(self, checkpoint: str | None) -> None:
-        self._started = self._start(checkpoint)
+    def _bring_up(self, checkpoint: Path | None) -> None:
+        # By now, the model that the run began with may have been removed with its checkpoint.
+        self._started = self._start(None if checkpoint is None else str(checkpoint))
         self._ask(self._started.order)
-        # A rank's files give the shape. A warm-up may have moved the weights of the model here, and those below an
-        # adapter need not be the files' ones. Only trained weights are older in a checkpoint than here.
+        # A rank's files give the shape alone. A warm-up may have moved the weights of the model here, and those below
+        # an adapter need not be the files' ones. Only trained weights are older in a checkpoint than here.
         given = [
             (name, tensor)
             for name, tensor in _saved(self._model).items()
             if checkpoint is None or not tensor.requires_grad
         ]
-        self._ask({"do": "weights"}, _packed(given), len(given))
+        trained = None if checkpoint is None else str(checkpoint.absolute())
+        self._ask({"do": "weights", "trained": trained}, _packed(given), len(given))
 
-    def _begin_with(self, order: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-        def restore() -> None:
-            self._ask(order, _packed(tensors.items()), len(tensors))
-
+    def _begin_with(self, order: Mapping[str, Any]) -> None:
         with self._lock:
-            self._beginning.append(restore)
-            self._surely(restore)
+            self._beginning.append(order)
+            self._surely(lambda: self._ask(order))
+            self._num_updates = int(self._counters[_UPDATES])
 
     def _surely(self, work: Callable[[], _Result]) -> _Result:
         """Return the result of `work`, with other ranks if these are lost.
@@ -238,24 +251,34 @@ class LearnerOnRanks:
 
     def _recover(self) -> None:
         lost = f"the learner's ranks were lost ({self._lost_because})"
-        checkpoint = None
-        if not self._is_as_begun:
-            try:
-                checkpoint = self._newest()
-            except CheckpointError as error:
-                raise ServiceError(f"{lost}, and the newest checkpoint is damaged: {error}") from error
-            if checkpoint is None:
-                raise ServiceError(f"{lost} before the first checkpoint")
-        self._on_restart(int(self._counters.get(_UPDATES, 0)), self._lost_because)
-        if checkpoint is None:
+        if self._is_as_begun:
+            self._on_restart(self._num_updates, self._lost_because)
             self._begin()
             return
-        self._bring_up(str(checkpoint.model_folder))
-        counters = dict(checkpoint.learner_counters)
-        tensors = checkpoint.learner_tensors
-        self._ask({"do": "restore", "counters": counters}, _packed(tensors.items()), len(tensors))
+        try:
+            checkpoint = self._newest()
+        except CheckpointError as error:
+            raise ServiceError(f"{lost}: {error}") from error
+        if checkpoint is None:
+            raise ServiceError(f"{lost} before the first checkpoint")
+        missing = set(range(int(checkpoint.learner_counters[_UPDATES]), self._num_updates))
+        missing -= {entry.number for entry in self._log}
+        passed_over = "".join(f"; passed over a checkpoint: {reason}" for reason in checkpoint.damaged.values())
+        if missing:
+            raise ServiceError(
+                f"{lost}, and the batches that were learned since {checkpoint.folder} are not kept any more: go on "
+                f"with --resume, which samples them again{passed_over}"
+            )
+        self._on_restart(self._num_updates, self._lost_because + passed_over)
+        try:
+            self._bring_up(checkpoint.model_folder)
+            self._ask(_order_to_restore(checkpoint.learner_tensors, checkpoint.learner_counters))
+        except CheckpointError as error:
+            if not checkpoint.folder.exists():  # it made room for the newer one that was being written
+                raise RanksLostError(str(error)) from error
+            raise ServiceError(f"{lost}: {error}") from error
         for entry in self._log:
-            if entry.number >= counters[_UPDATES]:
+            if entry.number >= checkpoint.learner_counters[_UPDATES]:
                 self._learn(entry, None, keeps=False)
 
     def _learn(self, entry: _Learned, table: TokenTable | None, *, keeps: bool) -> UpdateReport:
@@ -272,11 +295,13 @@ class LearnerOnRanks:
                     copy_into(parameters[name], tensor)
         if table is not None:
             table.unpack(columns, StepReport)
-        return UpdateReport(**answer["report"])
+        report = UpdateReport(**answer["report"])
+        return replace(report, metrics={**report.metrics, "memory/rank_mib": answer["held"] / 2**20})
 
-    def _ask_tensors(self) -> dict[str, Tensor]:
-        _, bodies = self._ask({"do": "tensors"})
-        return {name: tensor for body in bodies for name, tensor in load(body).items()}
+    def _ask_copies(self) -> Ranks:
+        assert self._started is not None
+        self._ask({"do": "copy"})
+        return self._started.ranks
 
     def _ask(
         self, order: Mapping[str, Any], bodies: Iterable[bytes] = (), num_bodies: int = 0
@@ -290,8 +315,9 @@ class LearnerOnRanks:
         ranks, most = self._started.ranks, self._settings.group_timeout_seconds
         ranks.send(order, bodies, num_bodies=num_bodies)
         answer, answered = ranks.receive(0, max_seconds=most)
-        refusals = [answer["refusal"]]
-        refusals += [ranks.receive(rank, max_seconds=most)[0]["refusal"] for rank in range(1, len(ranks.handles))]
+        others = [ranks.receive(rank, max_seconds=most)[0] for rank in range(1, len(ranks.handles))]
+        refusals = [each["refusal"] for each in (answer, *others)]
+        answer["held"] = max(each["held"] for each in (answer, *others))
         if any(refusal != refusals[0] for refusal in refusals):
             ranks.give_up(f"the ranks do not agree: {refusals}")
             raise RanksLostError(f"the ranks do not agree: {refusals}")
@@ -304,10 +330,7 @@ class LearnerOnRanks:
     def _write(self, batch: TrainBatch) -> _Learned:
         number = int(self._counters[_UPDATES])
         file = self._folder / f"batch_{number:06d}.safetensors"
-        given = {field.name: getattr(batch, field.name) for field in fields(TrainBatch)}
-        with writing(file):
-            self._folder.mkdir(parents=True, exist_ok=True)
-            save_file({name: tensor.contiguous() for name, tensor in given.items() if tensor is not None}, file)
+        _write_batch(batch, file)
         return _Learned(number, file, self._learning_rate)
 
     def _forget_saved(self) -> None:
@@ -318,6 +341,27 @@ class LearnerOnRanks:
         self._log = [entry for entry in self._log if entry.number >= num_saved]
         if not self._is_as_begun and num_saved:
             self._beginning = []
+
+
+def _write_batch(batch: TrainBatch, file: Path) -> None:
+    given = {field.name: getattr(batch, field.name) for field in fields(TrainBatch)}
+    with writing(file):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        save_file({name: tensor.contiguous() for name, tensor in given.items() if tensor is not None}, file)
+
+
+def _order_to_restore(tensors: SavedTensors, counters: Mapping[str, int | float]) -> dict[str, Any]:
+    return {"do": "restore", "folder": str(tensors.folder.absolute()), "counters": dict(counters)}
+
+
+def _have_written(ranks: Ranks, folder: Path) -> None:
+    try:
+        ranks.send_aside({"write": str(folder.absolute())})
+        answers = [(rank, ranks.receive_aside(rank)["refusal"]) for rank in range(len(ranks.handles))]
+    except RanksLostError as error:
+        raise CheckpointError(f"{folder}: the learner's ranks were lost while they wrote: {error}") from error
+    if refusals := [f"rank {rank}: {refusal}" for rank, refusal in answers if refusal is not None]:
+        raise CheckpointError("; ".join(refusals))
 
 
 def _trained(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
@@ -344,22 +388,25 @@ def follow(rank: Rank, build: Callable[[Any], tuple[nn.Module, Callable[[], Lear
     """
     built: tuple[nn.Module, Callable[[], Learner]] | None = None
     learner: Learner | None = None
+    copies: deque[Callable[[Path], None]] = deque(maxlen=1)
+    threading.Thread(target=_write_copies, args=(rank, copies), daemon=True).start()
     while True:
         order, bodies = rank.receive()
-        answer: dict[str, Any] = {"refusal": None}  # Any: JSON
+        answer: dict[str, Any] = {"refusal": None, "held": 0}  # Any: JSON
         given: list[tuple[str, Tensor]] = []
         try:
             if built is None:
                 built = build(order)
             elif learner is None:
-                _take_weights(built[0], bodies)
+                _take_weights(built[0], bodies, order["trained"])
                 learner = built[1]()
             elif order["do"] == "update":
                 answer["report"], given = _update(order, next(bodies), built[0], learner)
-            elif order["do"] == "tensors":
-                given = list(learner.tensors().items())
+                answer["held"] = _held_bytes(built[0], learner)
+            elif order["do"] == "copy":
+                copies.append(learner.copy_state())
             else:
-                _restore(order, bodies, built[0], learner)
+                _restore(order, built[0], learner)
         except GymError as error:
             answer["refusal"] = [type(error).__name__, str(error)]
         for _ in bodies:  # of an order that was refused
@@ -386,26 +433,40 @@ def _update(
     return asdict(report), given + (_trained(model) if order["keeps"] else [])
 
 
+def _held_bytes(model: nn.Module, learner: Learner) -> int:
+    """Return the bytes of parameters, gradients and the learner's tensors in this process, when a step ends."""
+    # The gradients are gone by now: each was as large as its parameter.
+    trained = (parameter for _, parameter in _trained(model))
+    tensors = (tensor.detach() for tensor in (*model.parameters(), *trained, *learner.tensors().values()))
+    return sum((tensor.to_local() if isinstance(tensor, DTensor) else tensor).nbytes for tensor in tensors)
+
+
 @torch.no_grad()
-def _take_weights(model: nn.Module, bodies: Iterable[bytes]) -> None:
+def _take_weights(model: nn.Module, bodies: Iterable[bytes], trained: str | None) -> None:
     own = _saved(model)
     for body in bodies:
         for name, tensor in load(body).items():
             copy_into(own[name], tensor)
+    if trained is not None:
+        read_weights(model, Path(trained))
 
 
-def _restore(order: Mapping[str, Any], bodies: Iterable[bytes], model: nn.Module, learner: Learner) -> None:
-    tensors = {name: _shared_out(name, tensor, model) for body in bodies for name, tensor in load(body).items()}
+def _write_copies(rank: Rank, copies: deque[Callable[[Path], None]]) -> NoReturn:
+    """Write the latest copy into the folder that the driver names, whenever it names one."""
+    while True:
+        folder, refusal = rank.receive_aside()["write"], None
+        try:
+            copies.pop()(Path(folder))
+        except Exception as error:
+            refusal = str(error)
+        with contextlib.suppress(OSError):  # the driver is gone, and so is this process in a moment
+            rank.send_aside({"refusal": refusal})
+
+
+def _restore(order: Mapping[str, Any], model: nn.Module, learner: Learner) -> None:
+    tensors = PartsOfTensors(SavedTensors.of_learner(Path(order["folder"])), model)
     if "parts" not in order:
         learner.restore(tensors, order["counters"])
         return
     with_optimizer, with_step = order["parts"]
     learner.restore_parts(tensors, order["counters"], with_optimizer=with_optimizer, with_step=with_step)
-
-
-def _shared_out(name: str, tensor: Tensor, model: nn.Module) -> Tensor:
-    """Return this rank's part of a tensor of a parameter that is shared out; another one as it is."""
-    for own, parameter in model.named_parameters():
-        if name.endswith(f".{own}") and isinstance(parameter, DTensor) and tensor.shape == parameter.shape:
-            return part_of(tensor, parameter)
-    return tensor

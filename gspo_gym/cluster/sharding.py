@@ -39,11 +39,12 @@ class Ranks:
         return result
 
 
-def shard_model(model: nn.Module, *, compute_dtype: torch.dtype | None = None) -> Ranks:
+def shard_model(model: nn.Module, *, compute_dtype: torch.dtype | None = None, device: str | None = None) -> Ranks:
     """Share the model's parameters out over the ranks of torch's default process group, in place.
 
     To be called by every rank after `init_process_group`, with the same weights on each and with the options of
-    `prepare_for_training` (gradient checkpointing among them) switched on before. The learner of a rank is then
+    `prepare_for_training` (gradient checkpointing among them) switched on before. A model of `load_skeleton` gets
+    room for this rank's part on `device`, with arbitrary numbers in it. The learner of a rank is then
 
         learner = Learner(model, ..., collective=shard_model(model))
 
@@ -55,6 +56,7 @@ def shard_model(model: nn.Module, *, compute_dtype: torch.dtype | None = None) -
     Args:
         compute_dtype: of gathered weights and of activations; parameters and gradients' sums stay as they are. None:
             the parameters' own.
+        device: of a model without weights; None: it has some.
 
     Raises:
         ConfigError: the weights are quantized, or there is no process group.
@@ -67,7 +69,8 @@ def shard_model(model: nn.Module, *, compute_dtype: torch.dtype | None = None) -
             'and fully_shard would cut blocks apart; train with weights_from = "lora" on weights of 16 or 32 bits, or '
             "on one rank"
         )
-    mesh = init_device_mesh(next(model.parameters()).device.type, (dist.get_world_size(),))
+    kind = next(model.parameters()).device.type if device is None else torch.device(device).type
+    mesh = init_device_mesh(kind, (dist.get_world_size(),))
     policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32 if compute_dtype else None)
     # By torch and not by transformers' own plan, under which tied embeddings are stale after a step if ranks do not
     # divide the vocabulary. The root holds these embeddings, and is resharded as its layers are: a forward pass without
@@ -81,10 +84,19 @@ def shard_model(model: nn.Module, *, compute_dtype: torch.dtype | None = None) -
             # itself and knows no PREMUL_SUM.
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
+    if device is not None:
+        _make_room(model, device)
     shared: Any = model
     shared.run_in_forward = types.MethodType(lambda _model, work: work(), model)
     register_fsdp_forward_method(model, "run_in_forward")
     return Ranks(model)
+
+
+def _make_room(model: nn.Module, device: str) -> None:
+    buffers = [(module, name, b) for module in model.modules() for name, b in module._buffers.items() if b is not None]
+    model.to_empty(device=device)  # the buffers, too, which have their numbers
+    for module, name, buffer in buffers:
+        module._buffers[name] = buffer.to(device)
 
 
 def full_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -231,6 +231,9 @@ METRICS: Mapping[str, str] = MappingProxyType(
         "optim/num_steps": "optimizer steps taken in this update",
         "optim/num_nonfinite_steps": "steps skipped in this update because loss or gradient were NaN or infinite",
         "optim/num_empty_steps": "steps skipped in this update because no trajectory of the minibatch had a gradient",
+        "memory/rank_mib": (
+            "of several ranks: MiB of parameters, gradients, optimizer state and reference on the one that holds most"
+        ),
         "time/score_seconds": "scoring old and reference logprobs before the first step",
         "time/train_seconds": "forward and backward passes and optimizer steps",
     }

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Literal, Protocol
 
 import torch
@@ -29,6 +30,7 @@ from gspo_gym.learning.logprobs import LogprobComputer
 from gspo_gym.learning.losses import Denominators, LossOutput, count_denominators, policy_loss
 from gspo_gym.learning.optimizer import PolicyOptimizer
 from gspo_gym.learning.reference import Reference, ReferencePolicy, check_same_reference
+from gspo_gym.learning.saved import SavedTensors, copy_state
 from gspo_gym.learning.settings import (
     AdvantageSettings,
     CorrectionSettings,
@@ -60,15 +62,15 @@ class AnyLearner(Protocol):
 
     def update(self, batch: TrainBatch, sink: TokenSink | None = None) -> UpdateReport: ...
 
-    def tensors(self) -> dict[str, Tensor]: ...
+    def copy_state(self) -> Callable[[Path], None]: ...
 
     def counters(self) -> dict[str, int | float]: ...
 
-    def restore(self, tensors: Mapping[str, Tensor], counters: Mapping[str, int | float]) -> None: ...
+    def restore(self, tensors: SavedTensors, counters: Mapping[str, int | float]) -> None: ...
 
     def restore_parts(
         self,
-        tensors: Mapping[str, Tensor],
+        tensors: SavedTensors,
         counters: Mapping[str, int | float],
         *,
         with_optimizer: bool,
@@ -227,12 +229,12 @@ class Learner:
         """Return all that a restart needs besides the model's parameters and `counters()`; live: write them at once."""
         return {**self._optimizer.tensors(), **({} if self._reference is None else self._reference.tensors())}
 
+    def copy_state(self) -> Callable[[Path], None]:
+        """Copy `tensors()`, of several ranks this one's part; return what writes the copy. See `saved.copy_state`."""
+        return copy_state(self.tensors(), rank=self._collective.rank, num_ranks=self._collective.world_size)
+
     def counters(self) -> dict[str, int | float]:
-        return {
-            **self._optimizer.counters(),
-            **self._shaper.counters(),
-            "learner.num_updates": self._num_updates,
-        }
+        return {**self._optimizer.counters(), **self._shaper.counters(), "learner.num_updates": self._num_updates}
 
     def restore(self, tensors: Mapping[str, Tensor], counters: Mapping[str, int | float]) -> None:
         """Go on bit for bit from `tensors()` and `counters()`, in a learner of the same settings; not the parameters.

@@ -2,7 +2,7 @@
 
     checkpoints/step_000020/
         config.json, model.safetensors, ...  the policy as `save_policy` writes it and `load_policy` reads it
-        resume/learner.safetensors           optimizer and reference
+        resume/learner.safetensors           optimizer and reference; of ranks, a file of each: `learning/saved.py`
         resume/state.json                    {"counters": of the learner, "trainer": of the trainer}
         manifest.json                        size and SHA-256 of every file, step and run; written last
 
@@ -19,13 +19,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
-from torch import Tensor
-
 from gspo_gym.base.files import sync, writing
 from gspo_gym.errors import CheckpointError
-from gspo_gym.policy.load import Policy, copy_policy, copy_tensors
+from gspo_gym.learning.saved import SavedTensors, state_files
+from gspo_gym.policy.load import Policy, copy_policy
 from gspo_gym.policy.manifest import (
     Manifest,
     Numbers,
@@ -40,8 +37,8 @@ from gspo_gym.policy.manifest import (
     verify,
 )
 
-_TENSORS = "resume/learner.safetensors"
-_STATE = "resume/state.json"
+_RESUME = "resume"
+_STATE = f"{_RESUME}/state.json"
 
 
 # What a file that was made to look like a checkpoint's can raise in those that read it.
@@ -53,15 +50,17 @@ _UNREADABLE = (
     AttributeError,
     RecursionError,
     MemoryError,
-    SafetensorError,
 )
 
 
 class Resumable(Protocol):
     """The part of a learner that is in a checkpoint."""
 
-    def tensors(self) -> Mapping[str, Tensor]:
-        """Return all tensors that a restart needs besides the policy's."""
+    def copy_state(self) -> Callable[[Path], None]:
+        """Copy all tensors that a restart needs besides the policy's.
+
+        Return what writes the copy into a folder, as `saved.SavedTensors.of_learner` reads it, in any thread.
+        """
 
     def counters(self) -> Mapping[str, int | float]:
         """Return all numbers that a restart needs."""
@@ -74,7 +73,7 @@ class Checkpoint:
     Attributes:
         step: after which it was saved.
         folder: where it is.
-        learner_tensors, learner_counters: for the learner's `restore`; tensors are on the CPU.
+        learner_tensors, learner_counters: for the learner's `restore`; tensors are read when they are asked for.
         trainer_state: JSON values, hence Any.
         origin: where it comes from.
         damaged: newer ones that were passed over, and why.
@@ -82,7 +81,7 @@ class Checkpoint:
 
     step: int
     folder: Path
-    learner_tensors: Mapping[str, Tensor]
+    learner_tensors: SavedTensors
     learner_counters: Mapping[str, int | float]
     trainer_state: Mapping[str, Any]
     origin: Origin = field(default_factory=Origin)
@@ -101,14 +100,14 @@ class Draft:
     Attributes:
         step: after which it was taken.
         write_policy: writes the policy of that moment into a folder.
-        tensors: of the learner, on the CPU.
+        write_learner: writes the learner's tensors of that moment into a folder.
         state: of learner and trainer, as JSON text.
         evaluation: the numbers of the step's evaluation; None: it has none.
     """
 
     step: int
     write_policy: Callable[[Path], None]
-    tensors: Mapping[str, Tensor]
+    write_learner: Callable[[Path], None]
     state: str
     evaluation: Numbers | None = None
 
@@ -153,12 +152,13 @@ class CheckpointStore:
         Raises:
             CheckpointError: `trainer_state` is not JSON.
         """
+        write_learner = learner.copy_state()
         try:
             state = {"counters": dict(learner.counters()), "trainer": dict(trainer_state)}
             text = json.dumps(state, allow_nan=False, indent=2)
         except (TypeError, ValueError) as error:
             raise CheckpointError(f"{self._of(step)}: could not be saved: {error}") from error
-        return Draft(step, self._copy_policy(policy), copy_tensors(learner.tensors()), text, evaluation)
+        return Draft(step, self._copy_policy(policy), write_learner, text, evaluation)
 
     def write(self, draft: Draft) -> Path:
         """Write a checkpoint and return its folder, when it is complete on the disk; in any thread.
@@ -175,8 +175,8 @@ class CheckpointStore:
                 self._folder.mkdir(parents=True, exist_ok=True)
                 self._tidy()
                 draft.write_policy(folder)
-                (folder / "resume").mkdir()
-                save_file(dict(draft.tensors), folder / _TENSORS)
+                (folder / _RESUME).mkdir()
+                draft.write_learner(folder / _RESUME)
                 (folder / _STATE).write_text(draft.state, encoding="utf-8")
                 seal(folder, step=draft.step, origin=self._origin, evaluation=draft.evaluation)
                 self._publish(folder, target)
@@ -233,6 +233,14 @@ class CheckpointStore:
         """
         if self._folder.exists():
             self._recover_replaced()
+        return self.load_newest_sound()
+
+    def load_newest_sound(self) -> Checkpoint:
+        """Load as `load_latest`, and change nothing in the folder: another thread may be writing there.
+
+        Raises:
+            CheckpointError: as there.
+        """
         damaged: dict[Path, str] = {}
         for step in reversed(self._all_steps()):
             try:
@@ -271,6 +279,18 @@ class CheckpointStore:
         if not self._of(step).is_dir():
             raise CheckpointError(f"{self._of(step)}: there is no such checkpoint; complete ones: {list(self.steps())}")
         return load_checkpoint(self._of(step), check=self._require_of_this_run)
+
+    def num_updates(self, step: int) -> int:
+        """Return the number of the learner's updates in the checkpoint of a step, which is not verified.
+
+        Raises:
+            CheckpointError: it cannot be read.
+        """
+        path = self._of(step) / _STATE
+        try:
+            return int(json.loads(path.read_text(encoding="utf-8"))["counters"]["learner.num_updates"])
+        except _UNREADABLE as error:
+            raise CheckpointError(f"{path}: cannot be read: {type(error).__name__}: {error}") from error
 
     def _require_of_this_run(self, folder: Path, manifest: Manifest) -> None:
         if self._run_id is not None and manifest.run != self._run_id:
@@ -342,14 +362,14 @@ def load_checkpoint(folder: Path, *, check: Callable[[Path, Manifest], None] | N
     if folder.is_symlink():
         raise CheckpointError(f"{folder}: is a link; a checkpoint is none")
     try:
-        manifest = verify(folder, required=(_STATE, _TENSORS))
+        resume = folder / _RESUME
+        manifest = verify(folder, required=(_STATE, *(f"{_RESUME}/{name}" for name in state_files(resume))))
         if check is not None:
             check(folder, manifest)
         state = parse_own_json((folder / _STATE).read_text(encoding="utf-8"))
         counters, trainer = state["counters"], state["trainer"]
         _check_state(counters, trainer)
-        # Copied out of the file, which stays mapped otherwise: it may be removed while the run goes on.
-        tensors = {name: tensor.clone() for name, tensor in load_file(folder / _TENSORS).items()}
+        tensors = SavedTensors.of_learner(resume)
         return Checkpoint(manifest.step, folder, tensors, counters, trainer, manifest.origin)
     except CheckpointError:
         raise

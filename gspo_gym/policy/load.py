@@ -10,7 +10,8 @@ import importlib.util
 import json
 import logging
 import re
-from collections.abc import Callable, Iterator, Mapping
+import warnings
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,17 +19,19 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 from gspo_gym.base.files import writing
 from gspo_gym.base.leftovers import in_temporary_folder
 from gspo_gym.errors import CheckpointError, ConfigError, GymError, UnknownNameError, shortened
+from gspo_gym.learning.saved import SavedTensors, copy_tensors, rows_of
 from gspo_gym.learning.settings import LoraSettings
 from gspo_gym.policy.lora import ADAPTER, adapt_lora, is_adapter, load_lora
 from gspo_gym.policy.manifest import MANIFEST, Manifest, verify
-from gspo_gym.policy.parallel import parallel_options, require_even_parts
-from gspo_gym.policy.tiny import TINY_PREFIX, build_tiny, list_tiny, parse_tiny, tiny_tokenizer
+from gspo_gym.policy.parallel import copy_into, parallel_options, require_even_parts
+from gspo_gym.policy.tiny import TINY_PREFIX, build_tiny, list_tiny, parse_tiny, tiny_skeleton, tiny_tokenizer
 
 Quantization = Literal["as_saved", "nf4", "int8"]
 
@@ -113,6 +116,65 @@ def load_policy(
         policy.model.to(device)
     policy.model.eval()
     return policy
+
+
+def load_skeleton(base: str, *, dtype: str = "float32") -> Policy:
+    """Return the policy that `base` names without its weights, which are of the device "meta" and take no memory.
+
+    Buffers that no file holds, such as rotary frequencies, are on the CPU. There is no tokenizer (None). A tiny model
+    is built from its configuration, and draws nothing; of an adapter's folder, only its shape is kept.
+
+    Raises:
+        UnknownNameError, CheckpointError: as `load_policy`.
+    """
+    from accelerate import init_empty_weights  # peft needs it, too
+
+    check_base(base)
+    folder = Path(base).expanduser()
+    if (folder / "adapter_config.json").is_file():
+        below = folder / "base"
+        policy = load_skeleton(str(below) if below.is_dir() else _base_name(folder), dtype=dtype)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "for .*: copying from a non-meta parameter", UserWarning)
+            return Policy(load_lora(policy.model, folder, "cpu"), None, str(folder.resolve()))
+    with init_empty_weights(include_buffers=False):
+        if base.startswith(TINY_PREFIX):
+            model = tiny_skeleton(parse_tiny(base)[0])
+        else:
+            options: dict[str, Any] = _OWN_FILES if folder.is_dir() else {}
+            config = AutoConfig.from_pretrained(folder if folder.is_dir() else base, **options)
+            model = AutoModelForCausalLM.from_config(config)
+    model.tie_weights()  # each name has got an empty tensor of its own
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(_DTYPES[dtype])
+    return Policy(model.eval(), None, base)
+
+
+@torch.no_grad()
+def read_weights(model: Any, folder: Path) -> None:
+    """Overwrite the trained parameters of a model (Any: untyped) by those that a policy's folder holds.
+
+    Of a parameter that ranks share, this rank's rows are read and no others, if the files name it as the model does.
+    Of others, such as experts that transformers fuses, the whole policy is loaded first.
+
+    Raises:
+        CheckpointError: the folder's policy has other parameters.
+    """
+    saved = SavedTensors(folder, sorted(folder.glob("*.safetensors")))
+    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    names = {name: re.sub(rf"\.{ADAPTER}(?=\.|$)", "", name) if is_adapter(model) else name for name in trained}
+    if all(names[name] in saved and saved.shape(names[name]) == tuple(p.shape) for name, p in trained.items()):
+        for name, parameter in trained.items():
+            if isinstance(parameter, DTensor):
+                parameter.to_local().copy_(saved.rows(names[name], rows_of(parameter)))
+            else:
+                parameter.copy_(saved[names[name]])
+        return
+    whole = dict(load_policy(str(folder)).model.named_parameters())
+    for name, parameter in trained.items():
+        if name not in whole or whole[name].shape != parameter.shape:
+            raise CheckpointError(f"model folder {folder}: expected {name} of {list(parameter.shape)}")
+        copy_into(parameter, whole[name])
 
 
 def check_base(base: str) -> None:
@@ -209,18 +271,6 @@ def copy_policy(policy: Policy) -> Callable[[Path], None]:
     """
     tensors = copy_tensors(_trained_tensors(policy))
     return lambda folder: _write_policy(policy, tensors, folder)
-
-
-def copy_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return copies in the processor's memory. Two names of one tensor (tied weights) share a copy."""
-    copies: dict[tuple[object, ...], Tensor] = {}
-    copied = {}
-    for name, tensor in tensors.items():
-        place = (tensor.device, tensor.data_ptr() or name, tensor.shape, tensor.stride(), tensor.dtype)
-        if place not in copies:
-            copies[place] = tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
-        copied[name] = copies[place]
-    return copied
 
 
 def _trained_tensors(policy: Policy) -> dict[str, Tensor]:

@@ -48,11 +48,17 @@ def check_options(*, device: str, torch_compile: bool = False, liger_kernels: bo
 
 
 def prepare_for_training(
-    model: Any, *, gradient_checkpointing: bool = False, torch_compile: bool = False, liger_kernels: bool = False
+    model: Any,
+    *,
+    device: str | None = None,
+    gradient_checkpointing: bool = False,
+    torch_compile: bool = False,
+    liger_kernels: bool = False,
 ) -> None:
     """Switch options on in the model, plain or with an adapter (Any: untyped).
 
     Args:
+        device: that it will be on; None: it is there.
         gradient_checkpointing: each decoder layer keeps its input only and is computed again in the backward pass.
         torch_compile: each decoder layer is compiled at its first use, for shapes that vary.
         liger_kernels: fused norms and feed-forward activations.
@@ -60,7 +66,7 @@ def prepare_for_training(
     Raises:
         ConfigError: the machine or the model's architecture does not support it.
     """
-    device = str(next(model.parameters()).device)
+    device = device or str(next(model.parameters()).device)
     check_options(device=device, torch_compile=torch_compile, liger_kernels=liger_kernels)
     inner = model.get_base_model() if is_adapter(model) else model
     layers = [module for module in inner.modules() if isinstance(module, GradientCheckpointingLayer)]

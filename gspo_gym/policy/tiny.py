@@ -110,13 +110,17 @@ def parse_tiny(base: str) -> tuple[str, int | None]:
 
 def build_tiny(name: str, seed: int) -> Any:
     """Build the model of that shape (Any: transformers is untyped), its weights drawn from `seed` alone."""
-    tokenizer = tiny_tokenizer()
-    config_class, model_class, sizes = _tiny_config(_TINY_SHAPES[name], tokenizer)
     with torch.random.fork_rng(devices=[]):  # the constructor draws weights, which are replaced below
-        model = model_class(config_class(**sizes))
+        model = tiny_skeleton(name)
     _initialize(model, seed)
     model.name_or_path = f"{TINY_PREFIX}{name}@{seed}"  # PEFT copies it into adapter_config.json as the base to rebuild
     return model
+
+
+def tiny_skeleton(name: str) -> Any:
+    """Return the model of that shape, as transformers makes it from the configuration (Any: untyped)."""
+    config_class, model_class, sizes = _tiny_config(_TINY_SHAPES[name], tiny_tokenizer())
+    return model_class(config_class(**sizes))
 
 
 def tiny_tokenizer() -> Any:

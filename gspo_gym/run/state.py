@@ -296,12 +296,11 @@ class Saver:
         if self._saved is state:
             return
         with self._phases.during("saving"):
-            if self._settings.max_staleness == 0:
-                write = self._copy(state)
-            else:  # episodes are being played, and must not wait for the copy
-                copying = asyncio.ensure_future(asyncio.to_thread(self._copy, state))
-                await wait_until_ended({copying})
-                write = copying.result()
+            # The event loop, and episodes that are played ahead, must not wait for the copy: ranks of the
+            # learner may have to be started again first.
+            copying = asyncio.ensure_future(asyncio.to_thread(self._copy, state))
+            await wait_until_ended({copying})
+            write = copying.result()
         self._copied = state
         self._writing = asyncio.ensure_future(asyncio.to_thread(self._write, write))
 

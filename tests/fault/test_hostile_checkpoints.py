@@ -18,6 +18,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from gspo_gym.errors import CheckpointError
+from gspo_gym.learning.saved import copy_state
 from gspo_gym.policy.checkpoints import CheckpointStore
 from gspo_gym.policy.load import load_policy
 from gspo_gym.policy.manifest import Origin, seal
@@ -40,8 +41,8 @@ class Payload:
 class Learner:
     """Has the state of one parameter."""
 
-    def tensors(self) -> dict[str, torch.Tensor]:
-        return {"optimizer.exp_avg.w": torch.zeros(3)}
+    def copy_state(self) -> Callable[[Path], None]:
+        return copy_state({"optimizer.exp_avg.w": torch.zeros(3)})
 
     def counters(self) -> dict[str, int]:
         return {"learner.num_updates": 1}

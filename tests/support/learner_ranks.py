@@ -22,11 +22,11 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from gspo_gym.cluster.checkpoints import ShardedCheckpoints, restore
 from gspo_gym.cluster.sharding import full_tensors, shard_model, whole
 from gspo_gym.learning.batching import TrainBatch, build_batch
 from gspo_gym.learning.collective import Collective
 from gspo_gym.learning.optimizer import StepReport
+from gspo_gym.learning.saved import PartsOfTensors, SavedTensors
 from gspo_gym.learning.settings import (
     AdvantageSettings,
     LoraSettings,
@@ -37,6 +37,7 @@ from gspo_gym.learning.settings import (
     UpdateSettings,
 )
 from gspo_gym.learning.update import Learner
+from gspo_gym.policy.load import read_weights
 from gspo_gym.policy.lora import add_lora
 from gspo_gym.types import FinishReason, Outcome, Segment, Task, Trajectory, TrajectoryGroup, Turn
 
@@ -193,32 +194,56 @@ def repeat_a_case(folder: Path) -> None:
 
 
 def save(folder: Path) -> None:
-    """Save after two updates and take two more while and after it is written."""
+    """Save what two updates learned, while and after two more are taken; go on from it."""
     case = CASES[SAVED]
     model = build_model(case)
     learner = build_learner(case, model, shard_model(model))
     train(learner, 2)
-    store = ShardedCheckpoints(folder / "checkpoints")
-    store.save(2, model=model, learner=learner, trainer_state={"seen": 2})
-    write_weights(model, folder / "saved.safetensors")
+    write = learner.copy_state()
+    counters = learner.counters()
+    for name in ("policy", "resume"):
+        (folder / name).mkdir(exist_ok=True)
+    write_weights(model, folder / "policy" / "model.safetensors")
     write_learner(learner, folder / "saved_learner.safetensors")
+    (folder / "counters.json").write_text(json.dumps(counters))
     train(learner, 2, first=2)
-    assert store.finish() == folder / "checkpoints" / "step_000002"
+    write(folder / "resume")
     write_weights(model, folder / "went_on.safetensors")
-    again = build_model(case)
-    learner = build_learner(case, again, shard_model(again))
-    assert restore(folder / "checkpoints" / "step_000002", model=again, learner=learner) == {"seen": 2}
-    train(learner, 2, first=2)
-    write_weights(again, folder / "resumed.safetensors")
+    dist.barrier()
+    train(go_on(folder), 2, first=2)
+    write_weights(_WENT_ON[-1], folder / "resumed.safetensors")
 
 
-def resume(folder: Path) -> None:
-    """Go on from the checkpoint that other ranks left in the folder beside this one."""
-    model = build_model(CASES[SAVED])
-    learner = build_learner(CASES[SAVED], model, shard_model(model))
-    restore(folder.parent / "two" / "checkpoints" / "step_000002", model=model, learner=learner)
-    write_weights(model, folder / "saved.safetensors")
-    write_learner(learner, folder / "saved_learner.safetensors")
+_WENT_ON: list[Any] = []
+
+
+def go_on(folder: Path) -> Learner:
+    """Return a learner that goes on from what any number of processes left in a folder."""
+    case = CASES[SAVED]
+    model = build_model(case)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(7.0)
+    learner = build_learner(case, model, shard_model(model) if dist.is_initialized() else None)
+    read_weights(model, folder / "policy")
+    counters = json.loads((folder / "counters.json").read_text())
+    learner.restore(PartsOfTensors(SavedTensors.of_learner(folder / "resume"), model), counters)
+    _WENT_ON.append(model)
+    return learner
+
+
+def go_on_from_two(folder: Path) -> None:
+    _show_what_went_on(folder.parent / "two", folder)
+
+
+def go_on_from_one(folder: Path) -> None:
+    _show_what_went_on(folder.parent / "one", folder)
+
+
+def _show_what_went_on(saved: Path, folder: Path) -> None:
+    learner = go_on(saved)
+    write_weights(_WENT_ON[-1], folder / f"weights_of_{saved.name}.safetensors")
+    write_learner(learner, folder / f"learner_of_{saved.name}.safetensors")
     train(learner, 1, first=2)
 
 
@@ -309,7 +334,8 @@ WORKS: dict[str, Callable[[Path], None]] = {
         train_cases,
         repeat_a_case,
         save,
-        resume,
+        go_on_from_one,
+        go_on_from_two,
         count_bytes,
         compute_in_16_bits,
         take_the_plan_of_transformers,

@@ -7,7 +7,7 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from agreement import nudge, play_many, publish, worst_gap
 
 from gspo_gym.engine.base import WeightUpdate
 from gspo_gym.engine.vllm.engine import VllmEngine
+from gspo_gym.learning.saved import copy_state
 from gspo_gym.learning.settings import LoraSettings
 from gspo_gym.policy.checkpoints import CheckpointStore
 from gspo_gym.policy.export import export
@@ -29,8 +30,8 @@ TOLERANCE = 1e-5  # nats, in float32 on a processor
 class Learner:
     """Nothing to resume."""
 
-    def tensors(self) -> dict[str, torch.Tensor]:
-        return {}
+    def copy_state(self) -> Callable[[Path], None]:
+        return copy_state({})
 
     def counters(self) -> dict[str, int]:
         return {}

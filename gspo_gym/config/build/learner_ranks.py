@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, NoReturn
@@ -16,12 +15,12 @@ from gspo_gym.cluster.launcher import Fleet, Launcher, LocalLauncher, Program
 from gspo_gym.cluster.learner import LearnerOnRanks, RecoverySettings, Started, follow
 from gspo_gym.cluster.placement import Part, Resources
 from gspo_gym.cluster.sharding import shard_model
-from gspo_gym.config.build.trainer import build_learner, build_policy
+from gspo_gym.config.build.trainer import build_learner, build_skeleton, device_of
 from gspo_gym.config.run_config import RunConfig
 from gspo_gym.errors import CheckpointError
 from gspo_gym.learning.reference import ReferencePolicy
 from gspo_gym.learning.update import AnyLearner, Learner
-from gspo_gym.policy.checkpoints import CheckpointStore, load_checkpoint
+from gspo_gym.policy.checkpoints import CheckpointStore
 from gspo_gym.policy.load import Policy
 from gspo_gym.policy.parallel import host_store, join_group
 
@@ -79,7 +78,7 @@ def learning(
     learner = LearnerOnRanks(
         policy.model,
         start=partial(_start, config, fleet, policy.base, max(1, num_threads // num_ranks(config))),
-        newest=lambda: load_checkpoint(checkpoints.newest()) if checkpoints.steps() else None,
+        newest=lambda: checkpoints.load_newest_sound() if checkpoints.steps() else None,
         num_saved=partial(_num_saved, checkpoints),
         folder=config.run_folder / FOLDER,
         settings=RecoverySettings(config.topology.group_timeout_seconds, config.topology.max_restarts),
@@ -92,11 +91,12 @@ def learning(
 
 
 def _num_saved(checkpoints: CheckpointStore) -> int:
+    """Return the number of updates in the newest checkpoint but one, for the newest may turn out to be damaged."""
     try:
-        state = json.loads((checkpoints.newest() / "resume/state.json").read_text(encoding="utf-8"))
-    except (CheckpointError, OSError):  # there is none yet, or it has just been removed for a newer one
+        steps = checkpoints.steps()[-2:]
+        return checkpoints.num_updates(steps[0]) if steps else 0
+    except CheckpointError:  # it has just been removed for a newer one
         return 0
-    return int(state["counters"]["learner.num_updates"])
 
 
 def _start(config: RunConfig, fleet: Fleet, base: str, num_threads: int, checkpoint: str | None) -> Started:
@@ -134,8 +134,8 @@ def _build(rank: int, order: Any) -> tuple[nn.Module, Callable[[], Learner]]:
     seconds = config.topology.group_timeout_seconds
     host, port = order["store"]
     join_group(port, rank, order["num_ranks"], "cpu", seconds=seconds, host=host)
-    policy = build_policy(config, order["base"])
-    collective = shard_model(policy.model)
+    policy = build_skeleton(config, order["base"])
+    collective = shard_model(policy.model, device=device_of(config))
     return policy.model, lambda: build_learner(config, policy, collective=collective)
 
 

@@ -28,7 +28,7 @@ from gspo_gym.learning.reference import ReferencePolicy
 from gspo_gym.learning.settings import UpdateSettings
 from gspo_gym.learning.update import AnyLearner, Learner
 from gspo_gym.policy.checkpoints import CheckpointStore
-from gspo_gym.policy.load import Policy, adapt_policy, is_quantized, load_policy
+from gspo_gym.policy.load import Policy, adapt_policy, is_quantized, load_policy, load_skeleton
 from gspo_gym.policy.lora import is_adapter
 from gspo_gym.policy.options import check_options, prepare_for_training
 from gspo_gym.policy.weight_sync import WeightSync
@@ -106,6 +106,21 @@ def build_policy(config: RunConfig, base: str | None = None) -> Policy:
             f'model.trainer_mode: {policy.base} was trained on quantized weights; set it to "qlora" to go on with it, '
             f"got {model.trainer_mode!r}"
         )
+    return _to_train(config, policy, seed, device)
+
+
+def build_skeleton(config: RunConfig, base: str) -> Policy:
+    """Return the policy to train as `build_policy` does, without its weights; see `load_skeleton`.
+
+    Raises:
+        ConfigError: as there.
+    """
+    policy = load_skeleton(base, dtype=config.model.dtype)
+    return _to_train(config, policy, child_seed(config.run.seed, "model"), device_of(config))
+
+
+def _to_train(config: RunConfig, policy: Policy, seed: int, device: str) -> Policy:
+    model = config.model
     if config.training.lora is not None:
         policy = adapt_policy(policy, config.training.lora, seed)
     # The adapter of a checkpoint, which would be frozen beside the trained weights.
@@ -116,6 +131,7 @@ def build_policy(config: RunConfig, base: str | None = None) -> Policy:
         )
     prepare_for_training(
         policy.model,
+        device=device,
         gradient_checkpointing=model.gradient_checkpointing,
         torch_compile=model.torch_compile,
         liger_kernels=model.liger_kernels,

@@ -9,6 +9,7 @@ import contextlib
 import gzip
 import json
 import os
+import resource
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,7 +24,8 @@ from gspo_gym.cli.train import run_training
 from gspo_gym.config.build import learner_ranks
 from gspo_gym.config.build.trainer import build_learner, build_policy
 from gspo_gym.config.run_config import RunConfig, load_config
-from gspo_gym.errors import ServiceError
+from gspo_gym.errors import CheckpointError, ServiceError
+from gspo_gym.learning.saved import SavedTensors
 from gspo_gym.learning.update import AnyLearner
 from gspo_gym.policy.checkpoints import CheckpointStore
 from gspo_gym.policy.load import Policy
@@ -43,8 +45,10 @@ def configure(folder: Path, *more: str) -> RunConfig:
 
 
 def require_same(actual: Path, expected: Path) -> None:
-    for name in ("model.safetensors", "resume/learner.safetensors"):
-        ours, theirs = load_file(actual / name), load_file(expected / name)
+    for ours, theirs in (
+        (load_file(actual / "model.safetensors"), load_file(expected / "model.safetensors")),
+        (SavedTensors.of_learner(actual / "resume"), SavedTensors.of_learner(expected / "resume")),
+    ):
         assert ours.keys() == theirs.keys()
         assert max(float((ours[key].float() - theirs[key].float()).abs().max()) for key in ours) <= SAME
 
@@ -124,16 +128,25 @@ def test_ranks_that_are_killed_or_hang_learn_their_batches_again(tmp_path: Path)
         os.kill(stopped := ranks_here()[0], signal.SIGSTOP)
         report = learner.update(build_batch_of(2))
         store.save(3, policy=policy, learner=learner, trainer_state={})
-        assert len(list((config.run_folder / "learner").iterdir())) == 1  # that of the last: step 2 is saved
-    for number in range(3):
-        metrics = expected.update(build_batch_of(number)).metrics
-    assert report.metrics["loss/total"] == pytest.approx(metrics["loss/total"], abs=1e-6)
+        # Step 0 was there until now, from which all batches would be needed if the newer ones were damaged.
+        assert len(list((config.run_folder / "learner").iterdir())) == 3
+        cut = config.run_folder / "checkpoints/step_000003/resume/learner-00001-of-00002.safetensors"
+        cut.write_bytes(cut.read_bytes()[:-1])
+        os.kill(lost := ranks_here()[1], signal.SIGKILL)
+        learner.update(build_batch_of(3))  # from step 2: the batch since then is kept, because step 3 may be damaged
+        assert len(list((config.run_folder / "learner").iterdir())) == 2
+        store.save(3, policy=policy, learner=learner, trainer_state={})
+        store.load(3)
+    metrics = [expected.update(build_batch_of(number)).metrics for number in range(4)]
+    assert report.metrics["loss/total"] == pytest.approx(metrics[2]["loss/total"], abs=1e-6)
     store.save(4, policy=alone, learner=expected, trainer_state={})
     require_same(config.run_folder / "checkpoints/step_000003", config.run_folder / "checkpoints/step_000004")
     assert learner.counters() == expected.counters()
-    assert len(told) == 2  # of the ranks for which others were started
+    assert len(told) == 3  # of the ranks for which others were started
     assert f"(process {killed}) has ended with status -9" in told[0]
     assert f"(process {stopped}) was not heard of for 10 seconds" in told[1]
+    assert f"(process {lost}) has ended with status -9" in told[2]
+    assert f"passed over a checkpoint: {cut}: expected" in told[2]
     assert ranks_here() == []
 
 
@@ -166,10 +179,10 @@ def test_ranks_begin_with_the_drivers_weights_also_the_frozen_ones_and_the_refer
             assert first[name] == pytest.approx(second[name], rel=1e-4, abs=1e-6), name
         with pytest.raises(TypeError, match="expected a TokenTable"):
             learner.update(build_batch_of(2), print)  # type: ignore[arg-type]  # a sink, but no table
-        tensors = folder / "resume/learner.safetensors"
+        tensors = folder / "resume/learner-00001-of-00002.safetensors"
         tensors.write_bytes(bytes(tensors.stat().st_size))
         os.kill(ranks_here()[0], signal.SIGKILL)
-        with pytest.raises(ServiceError, match=r"newest checkpoint is damaged: .*learner\.safetensors"):
+        with pytest.raises(ServiceError, match=r"no checkpoint is sound: .*learner-00001-of-00002\.safetensors"):
             learner.update(build_batch_of(2))
     assert len(told) == 1
 
@@ -184,3 +197,29 @@ def test_the_settings_bound_how_long_and_how_often_ranks_are_waited_for(tmp_path
         os.kill(ranks_here()[1], signal.SIGSTOP)
         with pytest.raises(ServiceError, match=r"topology\.max_restarts = 0: rank \d .* was not heard of for 3 sec"):
             learner.update(build_batch_of(0))
+
+
+def test_a_disk_that_refuses_one_rank_costs_the_checkpoint_and_nothing_else(tmp_path: Path) -> None:
+    config = configure(tmp_path, "topology.gpus_for_training=2")
+    policy, store = build_policy(config), CheckpointStore(config.run_folder / "checkpoints")
+    with learning(config, policy) as learner:
+        learner.update(build_batch_of(0))
+        store.save(1, policy=policy, learner=learner, trainer_state={})
+        learner.update(build_batch_of(1))
+        resource.prlimit(ranks_here()[1], resource.RLIMIT_FSIZE, (10_000, resource.RLIM_INFINITY))
+        with pytest.raises(CheckpointError, match=r"step_000002: could not be saved: rank 1: .*File too large"):
+            store.save(2, policy=policy, learner=learner, trainer_state={})
+        assert [path.name for path in (config.run_folder / "checkpoints").iterdir()] == ["step_000001"]
+        assert store.load_latest().step == 1
+        resource.prlimit(ranks_here()[1], resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+        store.save(2, policy=policy, learner=learner, trainer_state={})
+        draft = store.copy(3, policy=policy, learner=learner, trainer_state={})
+        os.kill(ranks_here()[0], signal.SIGKILL)
+        with pytest.raises(CheckpointError, match=r"step_000003: could not be saved: .* ranks were lost while they wr"):
+            store.write(draft)
+        learner.update(build_batch_of(2))
+        store.save(3, policy=policy, learner=learner, trainer_state={})
+        assert store.load_latest().step == 3
+    files = [path.name for path in (store.newest() / "resume").iterdir()]
+    assert sorted(files) == [*(f"learner-0000{rank}-of-00002.safetensors" for rank in range(2)), "state.json"]
+    assert not any(path.read_bytes().startswith(b"\x80") for path in store.newest().rglob("*") if path.is_file())

@@ -6,15 +6,12 @@ import json
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
-from gspo_gym.cluster.checkpoints import export_policy, restore
 from gspo_gym.cluster.sharding import shard_model
-from gspo_gym.errors import CheckpointError, ConfigError
-from gspo_gym.policy.load import Policy, load_policy
-from gspo_gym.policy.tiny import tiny_tokenizer
+from gspo_gym.errors import ConfigError
 from tests.support import learner_ranks
-from tests.support.learner_ranks import CASES, REPEATED, SAVED, Case, build_learner, build_model, start_ranks, train
+from tests.support.learner_ranks import CASES, REPEATED, SAVED, build_learner, build_model, start_ranks, train
 from tests.support.thread_ranks import largest_difference, weights_of
 
 pytestmark = pytest.mark.slow
@@ -33,9 +30,26 @@ def trained(tmp_path_factory):
 def folders(tmp_path_factory):
     """Folders in which two ranks left a checkpoint and what else they found, and three what they read of it."""
     folder = tmp_path_factory.mktemp("ranks")
-    start_ranks(2, folder / "two", "save", "count_bytes", "compute_in_16_bits", "take_the_plan_of_transformers")
-    start_ranks(3, folder / "three", "resume")
-    return {2: folder / "two", 3: folder / "three"}
+    save_alone(folder / "one")
+    works = ("save", "go_on_from_one", "count_bytes", "compute_in_16_bits", "take_the_plan_of_transformers")
+    start_ranks(2, folder / "two", *works)
+    start_ranks(3, folder / "three", "go_on_from_two")
+    return {1: folder / "one", 2: folder / "two", 3: folder / "three"}
+
+
+def save_alone(folder):
+    """Leave what one process learned in two updates as `learner_ranks.save` does."""
+    model = build_model(CASES[SAVED])
+    learner = build_learner(CASES[SAVED], model)
+    train(learner, 2)
+    for name in ("policy", "resume"):
+        (folder / name).mkdir(parents=True)
+    save_file(weights_of(model), folder / "policy" / "model.safetensors")
+    save_file(
+        {name: tensor.clone() for name, tensor in learner.tensors().items()}, folder / "saved_learner.safetensors"
+    )
+    (folder / "counters.json").write_text(json.dumps(learner.counters()), encoding="utf-8")
+    learner.copy_state()(folder / "resume")
 
 
 def read_json(file):
@@ -83,48 +97,32 @@ def test_weights_are_gathered_in_16_bits_and_kept_in_32(folders):
     assert read_json(folders[2] / "norms1.json") == read_json(folders[2] / "norms0.json")
 
 
-def test_a_checkpoint_of_two_ranks_goes_on_bit_for_bit_with_one_two_and_three(folders):
+def test_what_two_ranks_saved_goes_on_bit_for_bit_with_one_two_and_three(folders):
     two = folders[2]
-    saved, saved_learner = load_file(two / "saved.safetensors"), load_file(two / "saved_learner.safetensors")
-    for file, expected in (("saved", saved), ("saved_learner", saved_learner)):
-        assert largest_difference(load_file(folders[3] / f"{file}.safetensors"), expected) == 0.0
+    files = [f"learner-0000{rank}-of-00002.safetensors" for rank in range(2)]
+    assert sorted(path.name for path in (two / "resume").iterdir()) == files
+    held = [sum(load_file(two / "resume" / name)[key].numel() for key in KEYS) for name in files]
+    assert held == [32 * (31 + 24), 32 * (30 + 24)]  # a tensor of 61 rows and one of 48, of 32 numbers each
+    saved, saved_learner = load_file(two / "policy/model.safetensors"), load_file(two / "saved_learner.safetensors")
+    assert largest_difference(load_file(folders[3] / "weights_of_two.safetensors"), saved) == 0.0
+    assert largest_difference(load_file(folders[3] / "learner_of_two.safetensors"), saved_learner) == 0.0
     assert largest_difference(load_file(two / "resumed.safetensors"), load_file(two / "went_on.safetensors")) == 0.0
-    model = build_model(CASES[SAVED])
-    learner = build_learner(CASES[SAVED], model)
-    assert restore(two / "checkpoints" / "step_000002", model=model, learner=learner) == {"seen": 2}
+    learner = learner_ranks.go_on(two)
+    model = learner_ranks._WENT_ON.pop()
     assert largest_difference(weights_of(model), saved) == 0.0
     assert largest_difference(learner.tensors(), saved_learner) == 0.0
     train(learner, 2, first=2)
     assert largest_difference(weights_of(model), load_file(two / "went_on.safetensors")) <= 5e-6
 
 
-def test_a_checkpoint_of_ranks_has_no_pickle_and_is_verified(folders, tmp_path):
-    folder = folders[2] / "checkpoints" / "step_000002"
-    files = sorted(path.name for path in folder.iterdir())
-    ranks = [f"rank-0000{rank}-of-00002.safetensors" for rank in range(2)]
-    assert files == ["manifest.json", *ranks, "state.json"]
-    assert not any((folder / name).read_bytes().startswith(b"\x80") for name in files)
-    assert [path.name for path in folder.parent.iterdir()] == ["step_000002"], "no draft is left"
-    torn = tmp_path / "step_000002"
-    torn.mkdir()
-    for name in files:
-        (torn / name).write_bytes((folder / name).read_bytes()[: -1 if name == ranks[1] else None])
-    model = build_model(CASES[SAVED])
-    with pytest.raises(CheckpointError, match=ranks[1]):
-        restore(torn, model=model, learner=build_learner(CASES[SAVED], model))
+KEYS = ("optimizer.exp_avg.model.embed_tokens.weight", "optimizer.exp_avg.model.layers.1.mlp.up_proj.weight")
 
 
-def test_a_checkpoint_of_ranks_becomes_a_policy(folders, tmp_path):
-    folder = folders[2] / "checkpoints" / "step_000002"
-    export_policy(folder, Policy(build_model(CASES[SAVED]), tiny_tokenizer(), "here"), tmp_path / "policy")
-    exported = weights_of(load_policy(str(tmp_path / "policy")).model)
-    assert largest_difference(exported, load_file(folders[2] / "saved.safetensors")) == 0.0
-    wider = build_model(Case(66))
-    with pytest.raises(CheckpointError, match=r"expected \[66, 32\], got \[61, 32\]"):
-        export_policy(folder, Policy(wider, tiny_tokenizer(), "here"), tmp_path / "wider")
-    other = build_model(CASES["untied_even"])
-    with pytest.raises(CheckpointError, match=r"other parameters: \['lm_head.weight'\]"):
-        export_policy(folder, Policy(other, tiny_tokenizer(), "here"), tmp_path / "other")
+def test_what_one_process_saved_goes_on_bit_for_bit_with_two_ranks(folders):
+    one, two = folders[1], folders[2]
+    saved, saved_learner = load_file(one / "policy/model.safetensors"), load_file(one / "saved_learner.safetensors")
+    assert largest_difference(load_file(two / "weights_of_one.safetensors"), saved) == 0.0
+    assert largest_difference(load_file(two / "learner_of_one.safetensors"), saved_learner) == 0.0
 
 
 def test_transformers_own_plan_is_still_stale_where_ranks_do_not_divide_a_tied_vocabulary(folders):

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from gspo_gym.config.build.trainer import newest_checkpoint
 from gspo_gym.errors import CheckpointError
+from gspo_gym.learning.saved import copy_state
 from gspo_gym.learning.settings import LoraSettings
 from gspo_gym.policy.checkpoints import CheckpointStore
 from gspo_gym.policy.load import Policy, load_policy
@@ -36,8 +37,8 @@ class FakeLearner:
 
     held: dict[str, Tensor] = field(default_factory=lambda: {"optimizer.exp_avg.w": torch.arange(6.0).reshape(2, 3)})
 
-    def tensors(self) -> Mapping[str, Tensor]:
-        return self.held
+    def copy_state(self) -> Callable[[Path], None]:
+        return copy_state(self.held)
 
     def counters(self) -> Mapping[str, int | float]:
         return {"learner.num_updates": 3, "rate": 1 / 3}
@@ -567,6 +568,7 @@ WRITER = textwrap.dedent("""
     import os, random, signal, sys, time
     from pathlib import Path
     import torch
+    from gspo_gym.learning.saved import copy_state
     from gspo_gym.policy.checkpoints import CheckpointStore
     from gspo_gym.errors import CheckpointError
 
@@ -583,8 +585,8 @@ WRITER = textwrap.dedent("""
     class Learner:
         def __init__(self, step):
             self.step = step
-        def tensors(self):
-            return {"w": torch.full((50_000,), float(self.step))}
+        def copy_state(self):
+            return copy_state({"w": torch.full((50_000,), float(self.step))})
         def counters(self):
             return {"step": self.step}
 

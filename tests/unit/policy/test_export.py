@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from gspo_gym.errors import CheckpointError, ConfigError, StorageError
 from gspo_gym.learning.logprobs import LogprobComputer
+from gspo_gym.learning.saved import copy_state
 from gspo_gym.learning.settings import LoraSettings
 from gspo_gym.policy.checkpoints import CheckpointStore
 from gspo_gym.policy.export import Weights, export, require_sums
@@ -30,8 +32,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.*:Depr
 class Learner:
     """Nothing to resume."""
 
-    def tensors(self) -> dict[str, torch.Tensor]:
-        return {}
+    def copy_state(self) -> Callable[[Path], None]:
+        return copy_state({})
 
     def counters(self) -> dict[str, int]:
         return {}

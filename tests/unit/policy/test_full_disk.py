@@ -20,6 +20,7 @@ from full_disk import SmallDisk, small_disk
 from gspo_gym.engine.base import SamplingParams
 from gspo_gym.engine.scripted import ScriptedEngine
 from gspo_gym.errors import CheckpointError, EngineError, EnginePoisonedError, StorageError
+from gspo_gym.learning.saved import copy_state
 from gspo_gym.learning.settings import LoraSettings
 from gspo_gym.policy.checkpoints import CheckpointStore
 from gspo_gym.policy.load import Policy, adapt_policy, load_policy, save_base, save_policy
@@ -46,8 +47,8 @@ class Optimizer:
     def __init__(self, num_bytes: int) -> None:
         self._state = torch.zeros(num_bytes // 4)
 
-    def tensors(self) -> Mapping[str, torch.Tensor]:
-        return {"state": self._state}
+    def copy_state(self) -> Callable[[Path], None]:
+        return copy_state({"state": self._state})
 
     def counters(self) -> Mapping[str, int]:
         return {"steps": 1}

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from huggingface_hub import ModelCard
 
 from gspo_gym.errors import CheckpointError, UnknownNameError
+from gspo_gym.learning.saved import copy_state
 from gspo_gym.policy.checkpoints import CheckpointStore
 from gspo_gym.policy.export import Weights, export
 from gspo_gym.policy.load import Policy, load_policy
@@ -42,8 +42,8 @@ keep_best_metric = "mean_return"
 class Learner:
     """Nothing to resume."""
 
-    def tensors(self) -> dict[str, torch.Tensor]:
-        return {}
+    def copy_state(self) -> Callable[[Path], None]:
+        return copy_state({})
 
     def counters(self) -> dict[str, int]:
         return {}
