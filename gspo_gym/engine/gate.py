@@ -97,8 +97,14 @@ class Gate:
         watchdog = asyncio.timeout_at(deadline.end)
         self._sessions[task] = session_id
         try:
-            async with watchdog, self._in_flight():
-                yield deadline
+            async with watchdog:
+                await self._wait_for_admission()
+                self.num_in_flight += 1
+                try:
+                    yield deadline
+                    await self._wait_for_commit()
+                finally:
+                    self._leave()
         except TimeoutError as error:
             if not watchdog.expired():
                 raise
@@ -206,17 +212,10 @@ class Gate:
             task.cancel()
         _wake(self._draining)  # they wait for calls that end now, and find out why
 
-    @asynccontextmanager
-    async def _in_flight(self) -> AsyncIterator[None]:
-        await self._wait_for_admission()
-        self.num_in_flight += 1
-        try:
-            yield
-            await self._wait_for_commit()
-        finally:
-            self.num_in_flight -= 1
-            if self.num_in_flight == 0:
-                _wake(self._draining)
+    def _leave(self) -> None:
+        self.num_in_flight -= 1
+        if self.num_in_flight == 0:
+            _wake(self._draining)
 
     async def _wait_for_admission(self) -> None:
         self.require_open()
