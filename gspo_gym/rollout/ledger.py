@@ -10,7 +10,7 @@ import enum
 import json
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -173,7 +173,7 @@ def close_lost(entries: Iterable[Entry]) -> list[Terminal]:
 
 def entry_to_json(entry: Entry) -> dict[str, Any]:
     """Return the JSON values (hence Any) of an entry's line."""
-    fields = asdict(entry)
+    fields = {name: getattr(entry, name) for name in entry.__dataclass_fields__}
     if isinstance(entry, Terminal):
         fields |= {"outcome": entry.outcome.value, "disposition": entry.disposition.value}
         return {"event": "terminal", **fields}
