@@ -390,6 +390,19 @@ def test_without_a_seed_one_is_drawn_and_told() -> None:
         assert ids.tolist() == user(f"seed {info['seed']}")
 
 
+def test_episodes_without_a_seed_follow_from_the_last_given_one() -> None:
+    def seeds(wrapper: TokenObservationWrapper, *given: int | None) -> list[int]:
+        return [wrapper.reset(seed)[1]["seed"] for seed in given]
+
+    drawn = np.random.default_rng(5).integers(2**31, size=1), np.random.default_rng(6)
+    with wrap(AsyncTalk()) as wrapper:
+        first = seeds(wrapper, 5, None, 6, None, None, 6, None)
+        assert first[1] == drawn[0][0]  # held out, as 5 is
+        expected = [int(drawn[1].integers(2**31)) for _ in range(2)]
+        assert first[3:5] == expected  # 6 replaces 5, and both follow from it
+        assert first[6] == expected[0]  # a seed given again starts again
+
+
 def test_the_synchronous_forms_refuse_to_block_an_event_loop() -> None:
     async def inside() -> None:
         wrapper = wrap(AsyncTalk())
