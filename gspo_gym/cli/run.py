@@ -114,7 +114,7 @@ async def _start(config: RunConfig, progress: Progress, steering: Steering) -> d
         fleet = stack.enter_context(launching(config))
         num_threads = stack.enter_context(computing_elsewhere(build.device_of(config)))
         policy = build.build_policy(config, base)
-        player = await build_training_player(config, policy)
+        player = await build_training_player(config, policy, fleet)
         stack.push_async_callback(player.close)
         judging = await _enter_judging(config, player, stack)
         warmup = await build_warmup(config, player)
@@ -187,7 +187,7 @@ async def _resume_held(config: RunConfig, progress: Progress, steering: Steering
         fleet = stack.enter_context(launching(config))
         num_threads = stack.enter_context(computing_elsewhere(build.device_of(config)))
         policy = build.build_policy(config, str(checkpoint.model_folder))
-        player = await build_training_player(config, policy)
+        player = await build_training_player(config, policy, fleet)
         stack.push_async_callback(player.close)
         judging = await _enter_judging(config, player, stack)
         for line in (*await player.start(), *await environment_notes(config)):

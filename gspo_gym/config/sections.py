@@ -186,6 +186,11 @@ class WeightSyncSection(Settings):
     verify_every_k: int = Field(
         default=0, ge=0, description="updates between checks of files and checksums, besides the canary's; 0: none"
     )
+    in_flight: Literal["wait", "keep"] | None = Field(
+        default=None,
+        description="with max_staleness above 0, calls in flight at an update end under the old weights first, or go "
+        "on under the new ones, each token with its version; absent: keep with vLLM, wait with the local engine",
+    )
     transfer: Literal["files", "ipc", "nccl", "shared_memory"] = Field(
         default="files",
         description="how all weights reach vLLM in this process: as files that it reads, or handed over in memory: by "

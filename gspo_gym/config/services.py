@@ -81,9 +81,13 @@ class TopologySection(Settings):
         default="single_node_split",
         description="disjoint sets of one machine's GPUs, whose sum is compute.gpu_count; colocated: the same GPUs "
         "generate and learn; cluster: disjoint sets of all machines' GPUs (`gspo-gym cluster check` says whether it "
-        "fits), which training takes without GPUs only: one machine, rollout.engine local, one gpus_for_vllm",
+        "fits), which training takes without GPUs, with rollout.engine local and on one machine only",
     )
-    gpus_for_vllm: int = Field(gt=0, description="GPUs that generate")
+    gpus_for_vllm: int = Field(
+        gt=0,
+        description="GPUs that generate; without GPUs and with type cluster processes that do, each with a copy of the "
+        "model, if rollout.engine is local and there are more than 1",
+    )
     gpus_for_training: int = Field(
         gt=0, description="processes that share the learner's model, each on a GPU; more than 1 is refused with GPUs"
     )
@@ -92,10 +96,13 @@ class TopologySection(Settings):
         default=1, gt=0, description="GPUs that share each layer while generating; divides gpus_for_vllm"
     )
     heartbeat_seconds: float = Field(
-        default=30.0, ge=1, description="a learner process that gives no sign of life for so long is lost"
+        default=30.0, ge=1, description="a process that learns or samples is lost without a sign of life for so long"
     )
     group_timeout_seconds: float = Field(
-        default=1800.0, gt=0, description="for an update by several learner processes; then one of them hangs"
+        default=1800.0,
+        gt=0,
+        description="for an update by several learner processes, or for a process that samples to take new weights; "
+        "then one of them hangs",
     )
     max_restarts: int = Field(
         default=3, ge=0, description="of lost learner processes in a row; then the run ends, and can go on by --resume"
@@ -183,8 +190,15 @@ def _cannot_start_yet(sections: Mapping[str, Any], compute: ComputeSection) -> l
     if topology is not None and topology.type == "cluster":
         if compute.gpu_count or sections["rollout"].engine != "local":
             found.append('topology.type = "cluster": training starts nothing on other machines')
-        elif (copies := topology.gpus_for_vllm) > 1:
-            found.append(f"topology.gpus_for_vllm = {copies}: the local engine is one process")
+        elif topology.tensor_parallel > 1:
+            found.append(
+                f"topology.tensor_parallel = {topology.tensor_parallel}: the local engine shares no layer out; set 1"
+            )
+        elif has_replicas(sections) and sections["model"].trainer_mode == "qlora":
+            found.append(
+                f'model.trainer_mode = "qlora": topology.gpus_for_vllm = {topology.gpus_for_vllm} processes cannot be '
+                'given quantized weights; use "lora"'
+            )
     if topology is not None and (num := topology.gpus_for_training) > 1:
         if compute.gpu_count:
             found.append(f"topology.gpus_for_training = {num}: training takes one GPU")
@@ -206,6 +220,19 @@ def _cannot_start_yet(sections: Mapping[str, Any], compute: ComputeSection) -> l
     if compute.nodes > 1:
         found.append(f"compute.nodes = {compute.nodes}: training takes one machine")
     return found
+
+
+def num_replicas(sections: Mapping[str, Any]) -> int:
+    """Return the number of engines that sample behind a router, each in a process of its own; 0: there is one, here."""
+    topology: TopologySection | None = sections["topology"]
+    if topology is None or topology.type != "cluster" or sections["rollout"].engine != "local":
+        return 0
+    return topology.gpus_for_vllm if topology.gpus_for_vllm > 1 else 0
+
+
+def has_replicas(sections: Mapping[str, Any]) -> bool:
+    """Return whether several engines sample, each in a process of its own."""
+    return num_replicas(sections) > 0
 
 
 def _missing_split(gpu_count: int, sections: Mapping[str, Any]) -> list[str]:

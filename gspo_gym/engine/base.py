@@ -5,6 +5,7 @@ Callers ask `capabilities`, never a class name. Engines are asynchronous because
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -115,9 +116,11 @@ class TensorMeta:
 
 
 class TensorSource(Protocol):
-    """All tensors of one version of a model, under the names that they have in the model's files.
+    """The tensors of one version of a model.
 
-    They can be iterated over more than once; an EngineError says that they are no longer there.
+    All of them, under the names that they have in the model's files; or, for an engine that was made with the rest, the
+    trained ones, under the names that they have in the model. An EngineError, raised at the first of them and at the
+    end, says that they are no longer there.
     """
 
     @property
@@ -280,6 +283,14 @@ def require_sleeping(engine: Engine) -> SleepingEngine:
     if not engine.capabilities.can_sleep:
         raise ConfigError("expected an engine that can sleep (vLLM in this process), got one that cannot")
     return cast(SleepingEngine, engine)
+
+
+def tensor_digest(tensor: torch.Tensor) -> str:
+    """Return the sha256 of a tensor's bytes."""
+    import torch  # here: it is slow to load, and most of this file needs none
+
+    # As bytes: numpy has no bfloat16.
+    return hashlib.sha256(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data).hexdigest()
 
 
 def token_list(token_ids: TokenIds) -> list[int]:

@@ -16,7 +16,7 @@ import hashlib
 import json
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from gspo_gym.base.files import writing
 from gspo_gym.base.leftovers import remove_folder, temporary_folder
-from gspo_gym.engine.base import TensorMeta, UpdateKind, WeightUpdate
+from gspo_gym.engine.base import TensorMeta, TensorSource, UpdateKind, WeightUpdate, tensor_digest
 from gspo_gym.errors import ConfigError, EngineError, StorageError, UsageError
 from gspo_gym.policy.load import Policy, is_quantized, no_progress_bars
 from gspo_gym.policy.lora import ADAPTER, is_adapter
@@ -150,11 +150,13 @@ class Handover:
         policy: as `Staging`'s. An update has the weights of the time when it was made, and cannot be repeated when
             they have changed.
         dtype: as `Staging`'s.
+        trained_only: for engines that have the rest; the weights are neither merged nor cast.
     """
 
-    def __init__(self, policy: Policy, *, dtype: str | None = None) -> None:
+    def __init__(self, policy: Policy, *, dtype: str | None = None, trained_only: bool = False) -> None:
         self._policy = policy
         self._dtype: torch.dtype | None = None if dtype is None else getattr(torch, dtype)
+        self._trained_only = trained_only
 
     def stage(self, version: int, kind: UpdateKind) -> WeightUpdate:
         """Return an update with the policy's present weights, read whenever it is iterated.
@@ -165,8 +167,13 @@ class Handover:
         """
         if kind != "transfer":
             raise UsageError(f"Handover.stage: weights of kind {kind!r} are not handed over")
-        _require_whole(self._policy.model)
-        return WeightUpdate(version, kind, tensors=PolicyTensors(self._policy.model, self._dtype))
+        tensors: TensorSource
+        if self._trained_only:
+            tensors = TrainedTensors(self._policy.model)
+        else:
+            _require_whole(self._policy.model)
+            tensors = PolicyTensors(self._policy.model, self._dtype)
+        return WeightUpdate(version, kind, tensors=tensors)
 
     def retire(self, committed: int) -> None:
         """Do nothing: nothing was kept."""
@@ -190,7 +197,7 @@ class PolicyTensors:
         self._model = model
         self._base = model.get_base_model() if is_adapter(model) else model
         self._dtype = dtype
-        self._fingerprint = _fingerprint(model)
+        self._fingerprint = _fingerprint(model.parameters())
         self._names = frozenset(_names_once(model))
         plain = {
             name: torch.empty_like(tensor, device="meta", dtype=_cast_dtype(tensor, dtype))
@@ -219,11 +226,47 @@ class PolicyTensors:
         self._require_unchanged()
 
     def _require_unchanged(self) -> None:
-        if _fingerprint(self._model) != self._fingerprint:
-            raise EngineError(
-                "the policy's weights were changed since this version of them was to be sent: they can only be sent as "
-                "a new version"
-            )
+        _require_same(_fingerprint(self._model.parameters()), self._fingerprint)
+
+
+class TrainedTensors:
+    """The trained tensors of a policy as a `TensorSource`, under their names in the model, and not copied.
+
+    A replica that has the rest of the same model samples as one on the learner's own would: an adapter is not merged.
+    Iterating refuses as `PolicyTensors` does.
+    """
+
+    def __init__(self, model: Any) -> None:  # Any: untyped
+        self._model = model
+        self._fingerprint = self._present()
+
+    @property
+    def device(self) -> torch.device:
+        device: torch.device = self._model.device
+        return device
+
+    def metadata(self) -> Sequence[TensorMeta]:
+        """Describe the tensors, in the order of iteration."""
+        return [TensorMeta(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in self._trained()]
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        _require_same(self._present(), self._fingerprint)
+        yield from self._trained()
+        _require_same(self._present(), self._fingerprint)
+
+    def _trained(self) -> Iterator[tuple[str, Tensor]]:
+        return ((name, p.detach()) for name, p in self._model.named_parameters() if p.requires_grad)
+
+    def _present(self) -> list[int]:
+        return _fingerprint(tensor for _, tensor in self._trained())
+
+
+def _require_same(fingerprint: Sequence[int], expected: Sequence[int]) -> None:
+    if fingerprint != expected:
+        raise EngineError(
+            "the policy's weights were changed since this version of them was to be sent: they can only be sent as a "
+            "new version"
+        )
 
 
 def full_weights(model: Any) -> Iterator[tuple[str, Tensor]]:
@@ -273,10 +316,10 @@ def _names_once(model: Any) -> Iterator[str]:
         seen.add(place)
 
 
-def _fingerprint(model: Any) -> list[int]:
+def _fingerprint(tensors: Iterable[Tensor]) -> list[int]:
     # The sum of the bits as 64-bit words: other values would change it.
     # Reading all weights costs little beside sending them; torch's count of writes misses fused optimizers.
-    return [int(total) for total in torch.stack([_sum_of_bits(parameter) for parameter in model.parameters()]).tolist()]
+    return [int(total) for total in torch.stack([_sum_of_bits(tensor) for tensor in tensors]).tolist()]
 
 
 def _sum_of_bits(tensor: Tensor) -> Tensor:
@@ -326,7 +369,7 @@ def num_weight_bytes(model: Any) -> int:
 def tensor_digests(update: WeightUpdate) -> dict[str, str]:
     """Return the SHA-256 of the bytes of each tensor, by name; equal digests of an engine prove equal tensors."""
     tensors = _staged_tensors(update.folder) if update.tensors is None else update.tensors
-    return {name: hashlib.sha256(_bytes_of(tensor)).hexdigest() for name, tensor in tensors}
+    return {name: tensor_digest(tensor) for name, tensor in tensors}
 
 
 def verify_staged(update: WeightUpdate) -> None:
@@ -350,10 +393,6 @@ def _staged_tensors(folder: Path | None) -> Iterator[tuple[str, Tensor]]:
         with safe_open(path, framework="pt") as file:
             for name in file.keys():  # noqa: SIM118 not a mapping
                 yield name, file.get_tensor(name)
-
-
-def _bytes_of(tensor: Tensor) -> bytes:
-    return tensor.cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
 
 
 def _seal(folder: Path, version: int, kind: UpdateKind) -> Mapping[str, str]:

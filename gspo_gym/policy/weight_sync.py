@@ -156,6 +156,27 @@ class WeightSync:
             await engine.resume(given.version)
             self._tell("engine_restored", {"version": given.version})
 
+    def begin(self) -> None:
+        """Note that the engines were started with the learner's present weights, for one that dies before an update.
+
+        For weights that are handed over: those of a folder that an engine is started with stay there.
+        """
+        if self._kind == "transfer" and self._staging is not None:
+            self._last = self._staging.stage(0, self._kind)
+
+    def can_restore(self) -> bool:
+        """Return whether `restore` can give an engine the last committed version now; it reads all weights.
+
+        It cannot while the learner has others than it published: weights that are handed over are the learner's.
+        """
+        if self._last is None or self._last.tensors is None:
+            return True
+        try:
+            next(iter(self._last.tensors), None)
+        except EngineError:
+            return False
+        return True
+
     def is_committed(self, version: int) -> bool:
         """Return whether tokens of this version may exist."""
         return version in self.committed

@@ -13,18 +13,23 @@ import os
 from collections.abc import AsyncIterator, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 
 from gspo_gym.base.leftovers import remove_folder, temporary_folder
+from gspo_gym.cluster.launcher import Fleet, LocalLauncher, Program
+from gspo_gym.cluster.placement import Part, Resources
 from gspo_gym.config.run_config import RunConfig
 from gspo_gym.config.sections import WeightSyncSection
-from gspo_gym.config.services import OWN_GPU, SHARED_GPU, VllmSection, place
-from gspo_gym.engine.base import Engine, UpdateKind, WeightUpdate, require_sleeping
+from gspo_gym.config.services import OWN_GPU, SHARED_GPU, VllmSection, has_replicas, num_replicas, place
+from gspo_gym.engine.base import Engine, PauseMode, UpdateKind, WeightUpdate, require_sleeping
 from gspo_gym.engine.endpoint.http import HttpEngine, HttpSettings
 from gspo_gym.engine.local.engine import LocalEngine
+from gspo_gym.engine.replicas.process import NamedTensors, ProcessEngine, ProcessSettings
 from gspo_gym.engine.replicas.rebuildable import MakeEngine, RebuildableEngine
+from gspo_gym.engine.replicas.replica_set import RouterSettings
 from gspo_gym.engine.replicas.router import RoutedEngine
 from gspo_gym.engine.vllm.engine import VllmEngine
 from gspo_gym.engine.vllm.http import VllmHttpEngine, VllmHttpSettings
@@ -42,11 +47,16 @@ from gspo_gym.run.trainer import WhileLearning
 from gspo_gym.types import Float32Array, Sampling
 
 _LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # those that vLLM knows
+_REPLICA = "gspo_gym.config.build.replicas"  # the program of a process that samples
+_ROLE = "replica"
+_LOOK_SECONDS = 1.0  # between looks at replicas, which cost nothing: a lost one is started anew after it
 _API_KEY = "OPENAI_API_KEY"  # the openai package's name for it, with any provider
 
 
-async def build_engine(config: RunConfig, policy: Policy) -> Engine:
+async def build_engine(config: RunConfig, policy: Policy, fleet: Fleet | None = None) -> Engine:
     """Return the engine of rollout.engine; it holds the policy's weights as version 0, unless its weights are fixed.
+
+    `fleet` has the places of the processes that sample (`sampling_parts`); None: they are all on this machine.
 
     Raises:
         ConfigError: the model, the servers or this machine cannot do what the config asks for.
@@ -63,6 +73,8 @@ async def build_engine(config: RunConfig, policy: Policy) -> Engine:
         return await _connect_vllm(config, policy, urls)
     if config.rollout.engine == "vllm":
         return await _start_vllm(config, policy)
+    if has_replicas(config.sections):
+        return await _start_replicas(config, policy, fleet or Fleet(LocalLauncher(), sampling_parts(config)))
     is_ahead = config.training.max_staleness > 0  # it samples while the learner changes its own weights
     return LocalEngine(
         copy.deepcopy(policy.model) if is_ahead else policy.model,
@@ -203,6 +215,69 @@ async def _start_vllm(config: RunConfig, policy: Policy) -> Engine:
         raise
 
 
+def sampling_parts(config: RunConfig) -> list[Part]:
+    """Return the processes that sample, to be placed on nodes; none if this process does."""
+    num = num_replicas(config.sections)
+    return [Part(_ROLE, num, Resources(cores=1))] if num else []
+
+
+async def _start_replicas(config: RunConfig, policy: Policy, fleet: Fleet) -> Engine:
+    # A replica that is lost is started anew, and gets the committed weights, while the others play on. If all are lost
+    # before an update, or fail it, all are started anew, and get the new weights.
+    folder = temporary_folder("gspo_gym-replicas-")
+
+    async def start(number: int) -> Engine:
+        # The places are looked up at each start: the node of the last one may be gone.
+        settings = _replica_settings(config, policy.base, number, fleet, Path(folder))
+        return await ProcessEngine.start(settings, held_tensors(policy.model))
+
+    async def start_all() -> Engine:
+        makes = [partial(start, number) for number in range(num_replicas(config.sections))]
+        starts = [asyncio.ensure_future(make()) for make in makes]
+        try:
+            engines = await asyncio.gather(*starts)
+        except BaseException:
+            for each in starts:
+                each.cancel()  # ends what it began; one that is up must be closed
+            for result in await asyncio.gather(*starts, return_exceptions=True):
+                if isinstance(result, ProcessEngine):
+                    await result.close()
+            raise
+        rebuildable = [RebuildableEngine(engine, make) for engine, make in zip(engines, makes, strict=True)]
+        return RoutedEngine(rebuildable, settings=RouterSettings(health_interval_seconds=_LOOK_SECONDS))
+
+    try:
+        return RebuildableEngine(await start_all(), start_all, on_close=lambda: remove_folder(folder))
+    except BaseException:
+        remove_folder(folder)
+        raise
+
+
+def _replica_settings(config: RunConfig, base: str, number: int, fleet: Fleet, folder: Path) -> ProcessSettings:
+    assert config.topology is not None
+    log = folder / f"replica_{number}.log"
+    order = {
+        "config": config.model_dump(mode="json", exclude_none=True),
+        "base": base,
+        "num_replicas": num_replicas(config.sections),
+    }
+    return ProcessSettings(
+        start=fleet.starts(_ROLE, Program(_REPLICA, log=log))[number],
+        order=order,
+        name=f"replica {number}",
+        silence_seconds=config.topology.heartbeat_seconds,
+        step_seconds=config.topology.group_timeout_seconds,
+        log=log,
+        host=fleet.launcher.host,
+    )
+
+
+def held_tensors(model: Any) -> NamedTensors:
+    """Return the parameters and saved buffers of a model (Any: untyped), whose weights need not be its files' ones."""
+    saved = model.state_dict().keys()
+    return [*model.named_parameters(), *((name, tensor) for name, tensor in model.named_buffers() if name in saved)]
+
+
 async def _connect_vllm(config: RunConfig, policy: Policy, urls: tuple[str, ...]) -> Engine:
     # The servers may have been started with other weights than the policy's, so they are given these at once.
     wanted = config.vllm or VllmSection()
@@ -302,17 +377,13 @@ def build_weight_sync(config: RunConfig, policy: Policy, engine: Engine, recorde
         is_adapter=is_adapter(policy.model),
         mode=asked.mode,
         direct=asked.direct,
-        is_handed_over=asked.transfer != "files",
+        is_handed_over=asked.transfer != "files" or has_replicas(config.sections),
     )
-    # Otherwise every update would wait for the longest request.
-    in_flight = max_staleness > 0 and "keep" in engine.capabilities.pause_modes
     canary = build_canary(config, policy) if kind != "shared" or max_staleness > 0 else None
-    if isinstance(engine, RoutedEngine) and canary is not None:
-        engine.attest = canary.check  # of each replica, where a call would reach one of them
     rebuildable = engine if isinstance(engine, RebuildableEngine) else None
     weight_sync = WeightSync(
         [Target(engine, None if rebuildable is None else rebuildable.rebuild)],
-        mode="keep" if in_flight else "wait",
+        mode=_pause_mode(config, engine),
         kind=kind,
         staging=_staging(config, policy, kind),
         canary=canary,
@@ -320,17 +391,42 @@ def build_weight_sync(config: RunConfig, policy: Policy, engine: Engine, recorde
         interval=config.training.weight_sync_interval,
         on_event=lambda name, values: recorder.event(name, values["version"], values),
     )
-    # After a crash it comes up with the committed weights, not with those of the start.
+    if has_replicas(config.sections):
+        weight_sync.begin()  # others are started with a folder, which stays
+
+    def watch(routed: Engine) -> None:
+        if isinstance(routed, RoutedEngine):
+            if canary is not None:
+                routed.attest = canary.check  # of each replica, where a call would reach one of them
+            routed.set_rebuild(partial(_rebuild, weight_sync))
+
+    watch(engine if rebuildable is None else rebuildable.engine)
     if rebuildable is not None:
-        rebuildable.bring_up = weight_sync.restore
-    if isinstance(engine, RoutedEngine):
-        engine.set_rebuild(partial(_rebuild, weight_sync))
+        rebuildable.on_fresh = watch
+        # After a crash it comes up with the committed weights, not with those of the start. Replicas do so one by one.
+        if not isinstance(rebuildable.engine, RoutedEngine):
+            rebuildable.bring_up = weight_sync.restore
     return weight_sync
 
 
+def _pause_mode(config: RunConfig, engine: Engine) -> PauseMode:
+    asked, modes = config.training.weight_sync or WeightSyncSection(), engine.capabilities.pause_modes
+    if asked.in_flight is None:
+        # With vLLM's long requests every update would wait for the longest.
+        can_keep = config.training.max_staleness > 0 and "keep" in modes
+        return "keep" if can_keep and config.rollout.engine == "vllm" else "wait"
+    if asked.in_flight not in modes:
+        raise ConfigError(
+            f'training.weight_sync.in_flight: this engine cannot "{asked.in_flight}" calls in flight; it can '
+            f"{' or '.join(modes)}"
+        )
+    return asked.in_flight
+
+
 async def _rebuild(weight_sync: WeightSync, replica: Engine) -> None:
-    # An excluded replica of another kind stays excluded.
-    if isinstance(replica, RebuildableEngine):
+    # An excluded replica of another kind stays excluded. One that could not be given its weights now is not started in
+    # vain: the next health check is soon.
+    if isinstance(replica, RebuildableEngine) and await asyncio.to_thread(weight_sync.can_restore):
         await replica.rebuild(weight_sync.restore)
 
 
@@ -387,7 +483,7 @@ def _staging(config: RunConfig, policy: Policy, kind: UpdateKind) -> Staging | H
     if kind == "shared":
         return None
     if kind == "transfer":
-        return Handover(policy, dtype=_dtypes(config)[1])
+        return Handover(policy, dtype=_dtypes(config)[1], trained_only=config.rollout.engine == "local")
     # Each version that a request in flight may have, and the next one.
     keep = config.training.max_staleness + 2
     num_bytes = (keep + 1) * num_weight_bytes(policy.model)  # the oldest goes one commit later

@@ -15,6 +15,7 @@ from gspo_gym.cluster.launcher import Fleet, Launcher, LocalLauncher, Program
 from gspo_gym.cluster.learner import LearnerOnRanks, RecoverySettings, Started, follow
 from gspo_gym.cluster.placement import Part, Resources
 from gspo_gym.cluster.sharding import shard_model
+from gspo_gym.config.build.engines import sampling_parts
 from gspo_gym.config.build.trainer import build_learner, build_skeleton, device_of
 from gspo_gym.config.run_config import RunConfig
 from gspo_gym.errors import CheckpointError
@@ -48,7 +49,8 @@ def launching(config: RunConfig) -> Iterator[Fleet]:
 
 
 def _parts(config: RunConfig) -> list[Part]:
-    return [Part(_ROLE, num_ranks(config), Resources(cores=1))] if num_ranks(config) > 1 else []
+    learners = [Part(_ROLE, num_ranks(config), Resources(cores=1))] if num_ranks(config) > 1 else []
+    return learners + sampling_parts(config)
 
 
 @contextlib.contextmanager

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from gspo_gym.base.loops import Compute, in_another_thread
 from gspo_gym.chat.renderer import RendererCache
+from gspo_gym.cluster.launcher import Fleet
 from gspo_gym.config.build.apps import check_gateway, environment_ids
 from gspo_gym.config.build.engines import build_endpoint, build_engine
 from gspo_gym.config.run_config import RunConfig
@@ -87,15 +88,17 @@ class Player:
         await self.engine.close()
 
 
-async def build_player(config: RunConfig, policy: Policy) -> Player:
+async def build_player(config: RunConfig, policy: Policy, fleet: Fleet | None = None) -> Player:
     """Return a player with the policy's weights in the engine of [rollout]; the caller starts and closes it.
+
+    `fleet`: see `build_engine`.
 
     Raises:
         ConfigError: this version, this machine or this model cannot do what the config asks for.
         MissingExtraError, EngineError: see `build_engine`.
     """
     refuse_to_run(config.sections)
-    engine = await build_engine(config, policy)
+    engine = await build_engine(config, policy, fleet)
     # The gateway's packages are of an extra, so runs without apps do not import them.
     has_apps = any(source.task_url is not None for source in config.sources)
     apps = _app_players(config, engine, policy) if has_apps else None
@@ -109,13 +112,13 @@ def _app_players(config: RunConfig, engine: Engine, policy: Policy) -> AppPlayer
     return AppPlayers(config, engine, policy.tokenizer)
 
 
-async def build_training_player(config: RunConfig, policy: Policy) -> Player:
+async def build_training_player(config: RunConfig, policy: Policy, fleet: Fleet | None = None) -> Player:
     """Return the player of `build_player`; with rollout.rescore an endpoint plays the training episodes.
 
     Raises:
         ConfigError, MissingExtraError, EngineError: see `build_engine`.
     """
-    player = await build_player(config, policy)
+    player = await build_player(config, policy, fleet)
     if not config.rollout.rescore:
         return player
     try:

@@ -80,10 +80,16 @@ class Batch(ABC):
         self._waiting: deque[Request] = deque()
         self._requests: dict[int, Request] = {}  # in work, by slot
         self._is_unchecked = True  # since the weights were last compared, the batch has been empty
+        self.is_frozen = False  # no step is taken, and requests stay as they are
 
     @property
     def num_in_flight(self) -> int:
         return len(self._waiting) + len(self._requests)
+
+    @property
+    def has_work(self) -> bool:
+        """Return whether `step` would do anything."""
+        return self.num_in_flight > 0 and not self.is_frozen
 
     def submit(self, request: Request) -> None:
         """Queue a request; it joins at the next step that has a slot for it."""
@@ -107,15 +113,20 @@ class Batch(ABC):
     def update_weights(self, version: int) -> None:
         """Sample under the model's present weights from now on; nothing is kept of any sequence.
 
+        A frozen batch goes on: its requests keep the tokens that they have, and read them again.
+
         Raises:
-            EngineError: a request is in flight.
+            EngineError: a request is in flight, and the batch is not frozen.
         """
-        if self.num_in_flight:
+        if self.num_in_flight and not self.is_frozen:
             raise EngineError(f"update_weights: expected no request in flight, got {self.num_in_flight}")
         self.shared.accept_weights()
         self._forget_all()
         self._slots.forget_sessions()
+        for slot in self._requests:
+            self._rows.end_version(slot, self.weight_version)
         self.weight_version = version
+        self.is_frozen = False
 
     def fail_all(self, reason: str) -> list[Finished]:
         """Drop every request with an error."""
@@ -127,6 +138,8 @@ class Batch(ABC):
     @torch.inference_mode()
     def step(self) -> list[Finished]:
         """Run one step; return the requests that left."""
+        if self.is_frozen:
+            return []
         # Tensors are compared by version every step; their contents, which takes longer, only when a batch begins.
         if self.shared.weights_changed() or (self._is_unchecked and self.shared.contents_changed()):
             return self.fail_all(

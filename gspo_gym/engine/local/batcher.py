@@ -44,7 +44,8 @@ class Batcher(Batch):
         super().__init__(model.shared, max_batch_size=max_batch_size)
         self._model = model
         self._cache = SlotCache(max_slots=max_batch_size, max_len=max_model_len)
-        self._reading: dict[int, int] = {}  # slots with unread prompts -> tokens read so far
+        self._reading: dict[int, int] = {}  # slots with unread texts -> tokens read so far
+        self._texts: dict[int, Int32Array] = {}  # to read: the prompt, and after an update what was sampled before, too
         self._decoding: Int64Array = np.zeros(0, np.int64)  # slots that sample, ascending
 
     @property
@@ -95,6 +96,7 @@ class Batcher(Batch):
         else:
             shared = self._cache.lengths[slot] = 0
         self._requests[slot] = request
+        self._texts[slot] = request.prompt
         self._rows.start(slot, request.sampling, request.max_new, request.prompt)
         if shared == len(request.prompt) - 1:
             self._rows.next_token[slot] = request.prompt[-1]  # its last token is fed as a sampled one would be
@@ -115,7 +117,7 @@ class Batcher(Batch):
         packed = len(self._decoding)
         budget = _MAX_READ_TOKENS
         for slot, num_read in self._reading.items():
-            unread = len(self._requests[slot].prompt) - num_read
+            unread = len(self._texts[slot]) - num_read
             num_new = min(unread, budget)
             if num_new == 0:
                 break
@@ -135,7 +137,7 @@ class Batcher(Batch):
         packed = np.empty((3, num_packed), np.int64)  # token ids, slots, positions
         packed[:, :num_single] = self._rows.next_token[decoding], decoding, cache.lengths[decoding]
         for span in plan.spans:
-            packed[0, span.start : span.stop] = self._requests[span.slot].prompt[span.context : span.total]
+            packed[0, span.start : span.stop] = self._texts[span.slot][span.context : span.total]
             packed[1, span.start : span.stop] = span.slot
             packed[2, span.start : span.stop] = np.arange(span.context, span.total)
             self._reading[span.slot] = span.total
@@ -166,11 +168,16 @@ class Batcher(Batch):
 
     def _forget_all(self) -> None:
         self._cache.clear()
+        for slot, request in self._requests.items():
+            self._texts[slot] = np.concatenate([request.prompt, self._rows.sampled(slot)])
+            self._reading[slot] = 0
+        self._decoding = self._decoding[:0]
 
     def _leave(self, slots: Int64Array) -> None:
         super()._leave(slots)
         for slot in slots.tolist():
             self._reading.pop(slot, None)
+            self._texts.pop(slot, None)
         self._decoding = self._decoding[~np.isin(self._decoding, slots)]
 
 

@@ -12,7 +12,7 @@ import logging
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeVar
 
@@ -22,11 +22,13 @@ import torch
 from gspo_gym.engine.base import (
     Capabilities,
     EngineHealth,
+    PauseMode,
     SamplingParams,
     WeightUpdate,
     num_tokens_to_sample,
     refuse_schema,
     require_vocabulary,
+    tensor_digest,
 )
 from gspo_gym.engine.gate import GatedEngine
 from gspo_gym.engine.local.batch import Batch, Caching, Counters, Request
@@ -82,6 +84,7 @@ class LocalEngine(GatedEngine):
         max_batch_size: int = 256,
         device: str | torch.device | None = None,
         source: Any = None,
+        takes_tensors: bool = False,
     ) -> None:
         """Share `model` and start the thread.
 
@@ -95,6 +98,8 @@ class LocalEngine(GatedEngine):
             device: that the model must be on; None: any.
             source: the learner's model, if `model` is a copy of it (equal names and shapes), which can sample while the
                 learner changes the original; an update copies the weights. None: `model` is the learner's.
+            takes_tensors: `model` is another learner's in all but its trained weights, which an update hands over. Not
+                with `source`.
 
         Raises:
             ConfigError: the model is no causal language model, or cannot read so many tokens, or is not on that device.
@@ -111,7 +116,7 @@ class LocalEngine(GatedEngine):
             raise ConfigError(f"LocalEngine: the model is on {shared.device}, expected {device}; move it first")
         self._max_model_len = max_model_len
         self._vocab_size = shared.vocab_size
-        self._model, self._source = model, source
+        self._model, self._source, self._takes_tensors = model, source, takes_tensors
         self._worker = _Worker(batch)
         self._thread = threading.Thread(target=self._worker.run, name="gspo-gym-engine", daemon=True)
         self._thread.start()
@@ -125,7 +130,15 @@ class LocalEngine(GatedEngine):
             seeds_per_request=True,
             reuses_prefixes=self._worker.batch.caching is Caching.TURNS,
             max_model_len=self._max_model_len,
+            update_kinds=("transfer",) if self._takes_tensors else ("shared",),
+            # The learner's own weights change before the update begins: what is frozen would be lost.
+            pause_modes=("wait", "keep") if self._has_own_weights else ("wait",),
+            has_checksums=self._takes_tensors,
         )
+
+    @property
+    def _has_own_weights(self) -> bool:
+        return self._takes_tensors or self._source is not None
 
     @property
     def path(self) -> RunPath:
@@ -184,27 +197,53 @@ class LocalEngine(GatedEngine):
         with contextlib.suppress(EngineError):  # closed or dead: nothing is held any more
             self._worker.post(lambda batch: batch.forget_ended())
 
+    async def pause(self, mode: PauseMode) -> None:
+        """Begin an update; with "keep", requests in flight stand still between two tokens; see `Engine.pause`."""
+        await super().pause(mode)
+        if mode == "keep":
+            await self.compute(lambda: self._set_frozen(True))
+
     async def apply_weights(self, update: WeightUpdate) -> None:
         """Take the learner's present weights, as `update.version`; everything computed under older ones is dropped.
 
+        Requests that were kept go on, and read what they have again, under the new weights.
+
         Raises:
-            EngineError: the engine is not paused, closed or dead. ConfigError: the weights are in a folder.
+            EngineError: the engine is not paused, closed or dead, or the tensors are not the model's.
+            ConfigError: the weights come by another way than the engine was made for.
         """
-        if update.kind != "shared":
-            raise ConfigError(f"LocalEngine: expected an update of kind 'shared', got {update.kind!r}")
+        if update.kind != (kind := "transfer" if self._takes_tensors else "shared"):
+            raise ConfigError(f"LocalEngine: expected an update of kind {kind!r}, got {update.kind!r}")
         self._gate.require_paused()
-        await self.compute(lambda: self._take(self._worker.batch, update.version))
+        await self.compute(lambda: self._take(self._worker.batch, update))
+
+    async def checksums(self) -> Mapping[str, str]:
+        """Return the sha256 of each trained tensor by its name in the model, where an update hands them over."""
+        if not self._takes_tensors:
+            return {}
+        return await self.compute(lambda: {name: tensor_digest(p) for name, p in trained_parameters(self._model)})
+
+    async def resume(self, version: int) -> None:
+        """Commit and admit again; see `Engine.resume`. What was kept goes on, also without new weights."""
+        self._gate.require_paused()
+        await self.compute(lambda: self._set_frozen(False))
+        self._gate.resume(version)
+
+    def _set_frozen(self, is_frozen: bool) -> None:
+        self._worker.batch.is_frozen = is_frozen
 
     async def health(self) -> EngineHealth:
         """Return the state; see `Engine.health`."""
         return self._gate.health(self._worker.failure)
 
-    def _take(self, batch: Batch, version: int) -> None:
+    def _take(self, batch: Batch, update: WeightUpdate) -> None:
         # In the engine's thread, between two steps: a step in work would read half of both.
         try:
-            if self._source is not None:
+            if update.tensors is not None:
+                _copy_tensors(update.tensors, self._model)
+            elif self._source is not None:
                 _copy_weights(self._source, self._model)
-            batch.update_weights(version)
+            batch.update_weights(update.version)
         except EngineError:
             raise
         except Exception as error:
@@ -243,6 +282,25 @@ def _copy_weights(source: Any, target: Any) -> None:
     copied = source.state_dict()
     for name, tensor in target.state_dict().items():
         tensor.copy_(copied[name])
+
+
+def trained_parameters(model: Any) -> list[tuple[str, torch.nn.Parameter]]:
+    """Return the parameters of a model (Any: untyped) that a learner changes, each once and under its first name."""
+    return [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+
+
+@torch.no_grad()
+def _copy_tensors(tensors: Iterable[tuple[str, torch.Tensor]], model: Any) -> None:
+    missing = dict(trained_parameters(model))
+    for name, tensor in tensors:
+        parameter = missing.pop(name, None)
+        if parameter is None or parameter.shape != tensor.shape:
+            raise EngineError(
+                f"expected the trained tensors of the model, each once, got {name!r} {tuple(tensor.shape)}"
+            )
+        parameter.copy_(tensor)
+    if missing:
+        raise EngineError(f"expected all trained tensors of the model, got none for {sorted(missing)[0]!r}")
 
 
 def _run_model(model: Any, *, max_model_len: int, max_batch_size: int) -> tuple[Batch, str | None]:
@@ -363,7 +421,7 @@ class _Worker:
     def _take_commands(self) -> bool:
         """Wait for work and run the posted commands; return False when the thread must end."""
         with self._changed:
-            while not (self._commands or self._is_closing or self.batch.num_in_flight):
+            while not (self._commands or self._is_closing or self.batch.has_work):
                 self._changed.wait()
             commands, self._commands = self._commands, deque()
         if self._is_closing:

@@ -39,11 +39,13 @@ class RowTable:
         self._streams = np.zeros(num_slots, np.uint64)
         self._token_ids = np.zeros((num_slots, 1), np.int32)
         self._logprobs = np.zeros((num_slots, 1), np.float32)
+        self._earlier: dict[int, list[tuple[int, int]]] = {}  # of a request: (tokens so far, their version)
 
     def start(self, slot: int, sampling: SamplingParams, max_new: int, prompt: Int32Array) -> None:
         """Begin a request in a slot, to sample at most `max_new` tokens after `prompt` [T]."""
         self._widen(max_new, len(sampling.stop_token_ids))
         greedy = sampling.temperature == 0
+        self._earlier.pop(slot, None)
         self._num_sampled[slot] = 0
         self._max_new[slot] = max_new
         self._is_greedy[slot] = greedy
@@ -90,15 +92,22 @@ class RowTable:
         done: BoolArray = (index + 1 >= self._max_new[slots]) | self._is_stop(slots, token_ids)
         return done
 
+    def end_version(self, slot: int, weight_version: int) -> None:
+        """Note that what the slot's request has sampled so far, it sampled under that version or earlier ones."""
+        self._earlier.setdefault(slot, []).append((int(self._num_sampled[slot]), weight_version))
+
     def completion(self, slot: int, weight_version: int) -> Completion:
-        """Return the completion of the slot's request."""
+        """Return the completion of the slot's request, of which the last tokens are of that version."""
         num = int(self._num_sampled[slot])
         last = self._token_ids[slot, num - 1]
+        versions = np.full(num, weight_version, np.int32)
+        for end, earlier in reversed(self._earlier.get(slot, ())):
+            versions[:end] = earlier
         return Completion(
             token_ids=self._token_ids[slot, :num],
             logprobs=self._logprobs[slot, :num],
             finish_reason=FinishReason.STOP if last in self._stop_tokens[slot] else FinishReason.LENGTH,
-            weight_version=np.full(num, weight_version, np.int32),
+            weight_version=versions,
         )
 
     def _repetition(self, slots: Int64Array, device: torch.device) -> RepetitionPenalty | None:

@@ -46,6 +46,7 @@ class RebuildableEngine:
         num_rebuilds: so far.
         bring_up: for an engine that dies between updates; the first call that finds it dead begins a rebuild. None
             leaves it dead.
+        on_fresh: told of every engine that was made, before it is brought up.
     """
 
     def __init__(
@@ -53,6 +54,7 @@ class RebuildableEngine:
     ) -> None:
         self.num_rebuilds = 0
         self.bring_up: BringUp | None = None
+        self.on_fresh: Callable[[Engine], object] = lambda _: None
         self._engine = engine
         self._make = make
         self._max_rebuilds = max_rebuilds
@@ -70,6 +72,11 @@ class RebuildableEngine:
     @property
     def weight_version(self) -> int:
         return self._engine.weight_version
+
+    @property
+    def engine(self) -> Engine:
+        """The engine in place."""
+        return self._engine
 
     async def rebuild(self, bring_up: BringUp) -> None:
         """Close the engine, make another, and let calls through when `bring_up` has ended.
@@ -240,6 +247,7 @@ class RebuildableEngine:
             await _close(self._engine)
             fresh = await self._make()
             try:
+                self.on_fresh(fresh)
                 await bring_up(fresh)
             except BaseException:
                 await _close(fresh)

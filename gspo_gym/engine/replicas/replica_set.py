@@ -331,6 +331,7 @@ def common_capabilities(all_of: Sequence[Capabilities]) -> Capabilities:
         pause_modes=tuple(mode for mode in first.pause_modes if all(mode in one.pause_modes for one in all_of)),
         has_checksums=all(one.has_checksums for one in all_of),
         structured_output=all(one.structured_output for one in all_of),
+        num_copies=sum(one.num_copies for one in all_of),
     )
 
 

@@ -39,6 +39,10 @@ TWO_LEARN = {
     "topology": {"type": "cluster", "gpus_for_vllm": 1, "gpus_for_training": 2},
     "rollout.engine": "local",
 }
+TWO_SAMPLE: dict[str, Any] = {
+    **TWO_LEARN,
+    "topology": {"type": "cluster", "gpus_for_vllm": 2, "gpus_for_training": 1},
+}
 
 
 def test_everything_that_is_missing_is_listed_at_once(make: Make) -> None:
@@ -72,12 +76,12 @@ def test_everything_that_is_missing_is_listed_at_once(make: Make) -> None:
             'reference.placement = "dedicated": topology.gpus_for_training = 2 processes hold the reference themselves',
         ),
         (
-            {
-                "compute": {"gpu_count": 0},
-                "topology": {"type": "cluster", "gpus_for_vllm": 2, "gpus_for_training": 2},
-                "rollout.engine": "local",
-            },
-            "topology.gpus_for_vllm = 2: the local engine is one process",
+            {**TWO_SAMPLE, "topology": {**TWO_SAMPLE["topology"], "tensor_parallel": 2}},
+            "topology.tensor_parallel = 2: the local engine shares no layer out",
+        ),
+        (
+            {**TWO_SAMPLE, "model.trainer_mode": "qlora"},
+            'model.trainer_mode = "qlora": topology.gpus_for_vllm = 2 processes cannot be given quantized weights',
         ),
         (
             {"compute": {"gpu_count": 2}, "topology": {"type": "cluster", "gpus_for_vllm": 1, "gpus_for_training": 1}},
@@ -116,6 +120,13 @@ def test_each_of_them_alone_is_refused_before_anything_is_built(
         {"compute": {"gpu_count": 3}, "topology": {"gpus_for_vllm": 2, "gpus_for_training": 1}},
         {"compute": {"gpu_count": 0}, "topology": {"gpus_for_vllm": 2, "gpus_for_training": 1}},
         {"compute": {"gpu_count": 2}, "topology": {"type": "colocated", "gpus_for_vllm": 2, "gpus_for_training": 1}},
+        TWO_SAMPLE,
+        {
+            **TWO_SAMPLE,
+            "training.weight_sync_interval": 2,
+            "training.max_staleness": 1,
+            "correction.old_logprobs": "rollout",
+        },
         {"vllm": {}},
         {"rollout.engine": "vllm"},
         {"judge": {"options": {"event": True}}},

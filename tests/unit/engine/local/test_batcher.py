@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from agreement import nudge, plain_logprobs
 
 from gspo_gym.engine.base import SamplingParams
-from gspo_gym.engine.local.batch import Counters, Finished, Request
+from gspo_gym.engine.local.batch import Batch, Counters, Finished, Request
 from gspo_gym.engine.local.batcher import Batcher, PackedModel, SlotStep, slot_attention
 from gspo_gym.engine.local.kv_store import SlotCache
+from gspo_gym.engine.local.plain_model import GeneralBatch, PlainModel
 from gspo_gym.engine.local.spans import SegmentSpan, group_spans
 from gspo_gym.errors import ConfigError, EngineError
 from gspo_gym.types import Completion
@@ -30,7 +33,7 @@ def request(prompt: Sequence[int], max_new: int = 1, session_id: str | None = No
     return Request(np.array(prompt, np.int32), sampling, max_new, session_id)
 
 
-def run(batch: Batcher, *requests: Request) -> list[Finished]:
+def run(batch: Batch, *requests: Request) -> list[Finished]:
     """Submit them together and step until all have left, which takes a step a token and one more at most."""
     for each in requests:
         batch.submit(each)
@@ -141,6 +144,38 @@ def test_weights_that_were_changed_fail_what_is_in_work_and_what_waits_and_the_b
     batch.update_weights(4)
     [answer] = run(batch, request([5, 6], max_new=2))
     assert completion(answer).weight_version.tolist() == [4, 4]
+
+
+@pytest.mark.parametrize("kind", ["packed", "general"])
+def test_a_frozen_batch_goes_on_under_new_weights_from_the_token_where_it_stood(kind: str, model: Any) -> None:
+    """Each token's logprob is that of the weights of its version, given all tokens before it."""
+    batch: Batch = batcher(model, max_batch_size=1)
+    if kind == "general":
+        plain = PlainModel(model, max_model_len=MAX_LEN)
+        plain.verify()
+        batch = GeneralBatch(plain, max_batch_size=1)
+    works, waits = request([5, 6, 7], max_new=6, session_id="a"), request([8, 9], max_new=2)
+    for each in (works, waits):
+        batch.submit(each)
+    for _ in range(3):
+        assert batch.step() == []
+    batch.is_frozen = True
+    assert (batch.step(), batch.has_work, batch.num_in_flight) == ([], False, 2)
+    before = copy.deepcopy(model)
+    nudge(model, seed=1)
+    batch.update_weights(1)
+    ended = {finished.request: completion(finished) for _ in range(9) for finished in batch.step()}
+    done = ended[works]
+    assert done.weight_version.tolist() == [0, 0, 0, 1, 1, 1]
+    assert ended[waits].weight_version.tolist() == [1, 1]
+    old, new = (plain_logprobs(each, [5, 6, 7], done.token_ids.tolist()) for each in (before, model))
+    assert np.abs(old - new).min() > 1e-3
+    np.testing.assert_allclose(done.logprobs, [*old[:3], *new[3:]], rtol=0, atol=1e-4)
+    batch.is_frozen = True
+    nudge(model, seed=2)
+    batch.update_weights(5)
+    [answer] = run(batch, request([5, 6], max_new=2))  # in the slot of the first: its versions are forgotten
+    assert completion(answer).weight_version.tolist() == [5, 5]
 
 
 def test_a_write_that_no_counter_saw_is_found_when_the_batch_was_empty(model: Any) -> None:

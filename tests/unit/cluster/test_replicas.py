@@ -1,0 +1,242 @@
+"""Processes that sample behind a router: a run with them is that of one process, and lost ones cost no call.
+
+Each has the local engine and a copy of the model. They are killed and stopped while calls are in flight.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+from agreement import nudge, plain_logprobs
+from engine_contract import until_in_flight
+
+from gspo_gym.base.leftovers import descendants
+from gspo_gym.cli.train import run_training
+from gspo_gym.config.build.engines import build_engine, build_weight_sync
+from gspo_gym.config.build.trainer import build_policy
+from gspo_gym.config.run_config import RunConfig, load_config
+from gspo_gym.engine.base import Engine, SamplingParams
+from gspo_gym.engine.local.engine import LocalEngine
+from gspo_gym.engine.replicas.rebuildable import RebuildableEngine
+from gspo_gym.engine.replicas.router import RoutedEngine
+from gspo_gym.errors import ConfigError, EngineError, UnknownNameError
+from gspo_gym.policy.load import Policy
+from gspo_gym.policy.weight_sync import WeightSync
+from gspo_gym.run.recording import RunRecorder
+from gspo_gym.run.records import read_events
+from gspo_gym.types import Completion
+from tests.unit.cluster.test_learner_ranks import QUICKSTART, SMALLER, episodes_of, require_same
+
+TWO = [
+    "compute.gpu_count=0",
+    "topology.type=cluster",
+    "topology.gpus_for_vllm=2",
+    "topology.gpus_for_training=1",
+    "rollout.engine=local",
+    "topology.heartbeat_seconds=15",
+]
+
+STALE = ["training.max_staleness=1", "correction.old_logprobs=rollout"]
+
+pytestmark = pytest.mark.slow
+
+
+def configure(folder: Path, *more: str) -> RunConfig:
+    return load_config(QUICKSTART, [*SMALLER, *TWO, f"run.folder={folder}", "model.label=two", *more])
+
+
+def replicas_here() -> list[int]:
+    """The processes that this one has started to sample."""
+    found = []
+    for pid in sorted(descendants(os.getpid())):
+        with contextlib.suppress(OSError):  # it has ended
+            if b"gspo_gym.config.build.replicas" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                found.append(pid)
+    return found
+
+
+@contextlib.asynccontextmanager
+async def sampling(config: RunConfig, policy: Policy) -> AsyncIterator[tuple[Engine, WeightSync]]:
+    """The engine of a run and what publishes its weights; nothing is left of either."""
+    recorder = RunRecorder.create(config.run_folder, config.to_toml())
+    engine = await build_engine(config, policy)
+    weight_sync = build_weight_sync(config, policy, engine, recorder)
+    try:
+        yield engine, weight_sync
+    finally:
+        weight_sync.close()
+        await engine.close()
+        recorder.close()
+    assert replicas_here() == []
+
+
+async def play(engine: Engine, numbers: Sequence[int], max_tokens: int = 40) -> list[Completion]:
+    """A call each, all at once; one that fails is made again, as the pool does with an episode."""
+
+    async def call(number: int) -> Completion:
+        params = SamplingParams(max_tokens=max_tokens, stop_token_ids=(), seed=number)
+        for _ in range(20):
+            with contextlib.suppress(EngineError):
+                completion = await engine.generate([number % 200, 5, 6], params, session_id=f"{number}")
+                await engine.end_session(f"{number}")  # or it would stay where it was last
+                return completion
+        raise AssertionError(f"call {number} failed 20 times")
+
+    return await asyncio.gather(*(call(number) for number in numbers))
+
+
+def routed(engine: Engine) -> RoutedEngine:
+    assert isinstance(engine, RebuildableEngine)
+    assert isinstance(engine.engine, RoutedEngine)
+    return engine.engine
+
+
+async def until_all_take_part(engine: Engine) -> None:
+    """Play on until no replica is left out, which needs calls: nothing is watched without."""
+    number = 1000
+    async with asyncio.timeout(300):
+        while any(replica.left_out for replica in routed(engine).replicas):
+            await play(engine, [number])
+            await asyncio.sleep(0.05)
+            number += 1
+
+
+def test_a_run_on_two_replicas_and_two_learner_ranks_is_that_of_one_process(tmp_path: Path) -> None:
+    """The batches of a replica are others than those of one engine, which changes a logit's last bits."""
+    steps = ["training.iterations_per_epoch=4", "training.checkpoint_every_n_iters=4", "evaluation.seeds=0:20"]
+    topologies = {"one": ["topology.gpus_for_vllm=1"], "many": ["topology.gpus_for_training=2"]}
+    runs = {}
+    for name, more in topologies.items():
+        arguments = [line for line in TWO if name == "many" or "heartbeat" not in line]
+        config = load_config(
+            QUICKSTART, [*SMALLER, *arguments, f"run.folder={tmp_path}", f"model.label={name}", *steps, *more]
+        )
+        runs[name] = run_training(config)
+    one, many = tmp_path / "one", tmp_path / "many"
+    assert episodes_of(many) == episodes_of(one)
+    assert len(episodes_of(many)) == 4 * 64 + 2 * 20
+    assert runs["many"]["curve"] == runs["one"]["curve"]
+    require_same(many / "checkpoints/step_000004", one / "checkpoints/step_000004")
+    assert replicas_here() == []
+
+
+def test_replicas_that_are_killed_or_stand_still_cost_no_call_and_come_back_with_the_committed_weights(
+    tmp_path: Path,
+) -> None:
+    config = configure(tmp_path, "training.weight_sync.verify_every_k=1")
+    policy = build_policy(config)
+
+    async def run() -> None:
+        async with sampling(config, policy) as (engine, weight_sync):
+            await weight_sync.attest()
+            nudge(policy.model, seed=1)
+            await weight_sync.publish(1)
+            alone = LocalEngine(policy.model, max_model_len=config.rollout.max_model_len)
+            expected = await play(alone, range(48))
+            await alone.close()
+            for number, sign in enumerate((signal.SIGKILL, signal.SIGSTOP)):
+                first = replicas_here()
+                playing = asyncio.create_task(play(engine, range(48)))
+                await asyncio.sleep(0)
+                async with asyncio.timeout(100):
+                    while not all(replica.num_in_flight for replica in routed(engine).replicas):  # noqa: ASYNC110
+                        await asyncio.sleep(0)
+                os.kill(first[number], sign)
+                for got, want in zip(await playing, expected, strict=True):
+                    assert got.token_ids.tolist() == want.token_ids.tolist()
+                    np.testing.assert_allclose(got.logprobs, want.logprobs, rtol=0, atol=1e-4)
+                    assert set(got.weight_version.tolist()) == {1}
+                await until_all_take_part(engine)
+                assert len(replicas_here()) == 2
+                assert len({*first} - {*replicas_here()}) == 1
+            for replica in routed(engine).replicas:  # each has the weights, and takes the next
+                assert dict(await replica.engine.checksums()) == dict(await engine.checksums())
+            nudge(policy.model, seed=2)
+            await weight_sync.publish(2)
+            await play(engine, range(4))
+
+    asyncio.run(run())
+    restored = [event for event in read_events(config.run_folder) if event["kind"] == "engine_restored"]
+    assert [event["data"]["version"] for event in restored] == [1, 1]
+
+
+def test_when_all_are_lost_before_an_update_others_get_its_weights(tmp_path: Path) -> None:
+    config = configure(tmp_path)
+    policy = build_policy(config)
+
+    async def run() -> None:
+        async with sampling(config, policy) as (engine, weight_sync):
+            for pid in replicas_here():
+                os.kill(pid, signal.SIGKILL)
+            nudge(policy.model, seed=1)
+            await weight_sync.publish(1)
+            [sampled] = await play(engine, [3])
+            assert set(sampled.weight_version.tolist()) == {1}
+            expected = plain_logprobs(policy.model, [3, 5, 6], sampled.token_ids.tolist())
+            np.testing.assert_allclose(sampled.logprobs, expected, rtol=0, atol=1e-4)
+            assert weight_sync.num_rebuilds == 1
+            assert len(replicas_here()) == 2
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("in_flight", ["wait", "keep"])
+def test_calls_in_flight_at_an_update_end_before_it_or_go_on_under_the_new_weights(
+    in_flight: str, tmp_path: Path
+) -> None:
+    config = configure(tmp_path, *STALE, f"training.weight_sync.in_flight={in_flight}")
+    policy = build_policy(config)
+
+    async def run() -> None:
+        async with sampling(config, policy) as (engine, weight_sync):
+            longest = config.rollout.max_model_len - 3
+            calls = asyncio.create_task(play(engine, range(2), max_tokens=longest))  # one on each
+            await until_in_flight(routed(engine), 2)
+            nudge(policy.model, seed=1)
+            await weight_sync.publish(1)
+            assert in_flight == "keep" or calls.done()
+            for each in await calls:
+                versions = each.weight_version.tolist()
+                assert versions == sorted(versions)
+                assert {*versions} == ({0} if in_flight == "wait" else {*versions[:1], 1})
+                assert len(versions) == longest
+            # A prompt that begins as those did is read again: nothing that the old weights computed is left.
+            [after] = await play(engine, [0])
+            expected = plain_logprobs(policy.model, [0, 5, 6], after.token_ids.tolist())
+            np.testing.assert_allclose(after.logprobs, expected, rtol=0, atol=1e-4)
+            assert set(after.weight_version.tolist()) == {1}
+
+    asyncio.run(run())
+
+
+def test_a_replica_that_cannot_be_built_says_why_and_nothing_is_left(tmp_path: Path) -> None:
+    config = configure(tmp_path)
+    policy = build_policy(config)
+    elsewhere = Policy(policy.model, policy.tokenizer, str(tmp_path / "gone"))
+    with pytest.raises(UnknownNameError, match=r"gone': not a folder here"):  # as if it were built in this process
+        asyncio.run(build_engine(config, elsewhere))
+    assert replicas_here() == []
+
+
+def test_the_local_engine_on_the_learners_weights_cannot_keep_calls(tmp_path: Path) -> None:
+    """The setting is looked up where the engine is known."""
+    more = [*SMALLER, *STALE, "training.weight_sync.in_flight=keep", f"run.folder={tmp_path}"]
+    config = load_config(QUICKSTART, more)
+    policy = build_policy(config)
+    recorder = RunRecorder.create(config.run_folder, config.to_toml())
+
+    async def run() -> None:
+        engine = LocalEngine(policy.model, max_model_len=64)
+        with pytest.raises(ConfigError, match=r'in_flight: this engine cannot "keep" calls in flight; it can wait'):
+            build_weight_sync(config, policy, engine, recorder)
+        await engine.close()
+
+    asyncio.run(run())
+    recorder.close()
