@@ -26,6 +26,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -57,10 +58,12 @@ _PR_SET_CHILD_SUBREAPER = 36
 _CUT_PRIORITY = 50  # of the rules that cut, before that of all local addresses
 _ESTABLISHED, _LISTENS = "01", "0A"  # states of /proc/net/tcp
 
-# What the command lines of a kind of process hold.
-_SIGNS: Mapping[str, str] = {
-    "rank": "gspo_gym.config.build.learner_ranks",
-    "environment server": "gspo_gym.env.workers.server",
+# What the command lines of a kind of process hold. A rank that Ray started is an actor, which Ray names.
+_SIGNS: Mapping[str, tuple[str, ...]] = {
+    "rank": ("gspo_gym.config.build.learner_ranks", "ray::Process"),
+    "replica": ("gspo_gym.config.build.replicas",),
+    "raylet": ("raylet/raylet ",),
+    "environment server": ("gspo_gym.env.workers.server",),
 }
 _WORKER = "environment worker"  # a child of an environment server, with the same command line
 _DRIVER = "driver"
@@ -97,8 +100,24 @@ FAULTS = (
     Fault(_DRIVER, "kill"),
     Fault(_DRIVER, "pause"),
 )
+OF_REPLICAS = (Fault("replica", "kill"), Fault("replica", "stop"), Fault("replica", "kill", is_of_all=True))
+OF_RAY = (Fault("raylet", "kill"), Fault("raylet", "stop"))
 # What needs a network of its own: packets vanish both ways, and nothing is closed.
 CUTS = (Fault(_TO_DRIVER, "cut"), Fault(_BETWEEN_RANKS, "cut", is_of_all=True))
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """What the run consists of; `launcher` starts the ranks, and one replica samples in the driver's process."""
+
+    launcher: str = "local"
+    num_replicas: int = 1
+
+    def faults(self) -> tuple[Fault, ...]:
+        """Return what can be done to it here."""
+        cuts = CUTS if _is_alone() else ()
+        of_replicas = OF_REPLICAS if self.num_replicas > 1 else ()
+        return (*FAULTS, *cuts, *of_replicas, *(OF_RAY if self.launcher == "ray" else ()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,8 +184,9 @@ class ChaosReport:
         return is_whole and is_same and bool(self.controls) and all(self.controls.values())
 
 
-def run_chaos(count: int, seed: int, *, num_steps: int = NUM_STEPS) -> int:
+def run_chaos(count: int, seed: int, *, num_steps: int = NUM_STEPS, layout: Layout | None = None) -> int:
     """Measure and print; the exit status."""
+    layout = layout or Layout()
     if not sys.platform.startswith("linux"):
         raise UsageError(f"chaos: expected Linux, whose /proc tells what runs, got {sys.platform}")
     if _ALONE not in os.environ and (command := _command_alone()) is not None:
@@ -178,7 +198,7 @@ def run_chaos(count: int, seed: int, *, num_steps: int = NUM_STEPS) -> int:
         )
     with tempfile.TemporaryDirectory(prefix="chaos-") as folder:
         began = time.monotonic()
-        report = measure(Path(folder), count=count, seed=seed, num_steps=num_steps, tell=console.print)
+        report = measure(Path(folder), count=count, seed=seed, num_steps=num_steps, layout=layout, tell=console.print)
         seconds = time.monotonic() - began
     console.print(render(report))
     for line in (*report.failed, *report.left, *report.lost, *report.twice, *report.differing):
@@ -188,12 +208,12 @@ def run_chaos(count: int, seed: int, *, num_steps: int = NUM_STEPS) -> int:
 
 
 def measure(
-    folder: Path, *, count: int, seed: int, num_steps: int, tell: Callable[[str], object] = lambda _: None
+    folder: Path, *, count: int, seed: int, num_steps: int, layout: Layout, tell: Callable[[str], object]
 ) -> ChaosReport:
     """Do `count` faults to a run of so many steps, and compare it, in a folder that is empty."""
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)  # what a killed driver leaves becomes our child
     report = ChaosReport(count)
-    whole = configure(folder / "whole", num_steps)
+    whole = configure(folder / "whole", num_steps, layout)
     run = _Run(whole, folder / "tmp")
     while run.status() is None:
         time.sleep(_LOOK_SECONDS)
@@ -202,8 +222,9 @@ def measure(
     _wait_for_nothing_left(run, "the undisturbed run", report)
     report.step_seconds = statistics.median(m["time/step_seconds"] for m in read_metrics(whole.run_folder))
     tell(f"undisturbed: {num_steps} steps, {report.step_seconds:.2f} seconds each")
-    disturbed = configure(folder / "disturbed", num_steps)
-    _disturb(disturbed, folder / "tmp", generator(seed, "chaos"), report, tell)
+    disturbed = configure(folder / "disturbed", num_steps, layout)
+    faults = drawn(generator(seed, "chaos", "faults"), count, layout.faults())
+    _disturb(_Run(disturbed, folder / "tmp"), faults, generator(seed, "chaos"), report, tell)
     _compare(disturbed.run_folder, whole.run_folder, report)
     for name, plant in CONTROLS.items():
         control, copied = ChaosReport(0), folder / name / "run"
@@ -215,18 +236,20 @@ def measure(
     return report
 
 
-def configure(folder: Path, num_steps: int) -> RunConfig:
+def configure(folder: Path, num_steps: int, layout: Layout) -> RunConfig:
     """A run of several processes of each kind that is disturbed, which saves after every fifth step."""
     values = settings(folder, num_steps=num_steps, concurrency=4).model_dump(exclude_none=True)
     values["rollout"] |= {"isolation": "process", "engine": "local"}
     values["compute"] = {"gpu_count": 0}
     values["topology"] = {
         "type": "cluster",
-        "gpus_for_vllm": 1,
+        "gpus_for_vllm": layout.num_replicas,
         "gpus_for_training": 2,
         "heartbeat_seconds": HEARTBEAT_SECONDS,
         "group_timeout_seconds": 60.0,
     }
+    if layout.launcher != "local":
+        values["topology"] |= {"launcher": layout.launcher}
     values["limits"] = {"step_timeout_seconds": _STEP_TIMEOUT_SECONDS}
     values["training"] |= {"checkpoint_every_n_iters": 5}
     del values["training"]["keep_every"]
@@ -237,7 +260,7 @@ def configure(folder: Path, num_steps: int) -> RunConfig:
 def render(report: ChaosReport) -> Table:
     """The table: a row for each fault, and then what is compared."""
     table = Table("fault", "times", "while", "noticed after: median, longest", "a step later: median, longest")
-    for fault in dict.fromkeys((*FAULTS, *CUTS)):
+    for fault in dict.fromkeys(each.fault for each in report.faults):
         done = [each for each in report.faults if each.fault == fault]
         phases = ", ".join(f"{number} {phase}" for phase, number in Counter(each.phase for each in done).most_common())
         noticed = [each.noticed_seconds for each in done if each.noticed_seconds is not None]
@@ -315,10 +338,10 @@ class _Run:
         if kind == _DRIVER:
             return [process for process in processes_below(os.getpid()) if process.pid == self.pid]
         found = processes_below(self.pid)
-        servers = {process.pid for process in found if _SIGNS["environment server"] in process.command}
+        servers = {process.pid for process in found if _has_sign(process, "environment server")}
         if kind == _WORKER:
             return [process for process in found if process.parent in servers]
-        return [process for process in found if _SIGNS[kind] in process.command and process.parent not in servers]
+        return [process for process in found if _has_sign(process, kind) and process.parent not in servers]
 
     def connections(self, kind: str) -> list[frozenset[tuple[int, int]]]:
         """Return the run's connections of a kind: for each pair of processes, the ports of both ends of all of them."""
@@ -326,6 +349,10 @@ class _Run:
         others = [_ports(self.pid)] if kind == _TO_DRIVER else ranks
         pairs = [(rank, other) for rank in ranks for other in others if rank is not other]
         return [both for rank, other in pairs if (both := frozenset(rank & {ends[::-1] for ends in other}))]
+
+
+def _has_sign(process: Process, kind: str) -> bool:
+    return any(sign in process.command for sign in _SIGNS[kind])
 
 
 def _ports(pid: int) -> set[tuple[int, int]]:
@@ -384,20 +411,19 @@ def processes_below(pid: int) -> list[Process]:
 
 
 def _disturb(
-    config: RunConfig, temporary: Path, rng: np.random.Generator, report: ChaosReport, tell: Callable[[str], object]
+    run: _Run, faults: Sequence[Fault], rng: np.random.Generator, report: ChaosReport, tell: Callable[[str], object]
 ) -> None:
-    num_steps = config.training.iterations_per_epoch
-    run = _Run(config, temporary)
+    num_steps = run.config.training.iterations_per_epoch
     try:
-        for number, fault in enumerate(drawn(rng, report.num_wanted, (*FAULTS, *CUTS) if _is_alone() else FAULTS)):
+        for number, fault in enumerate(faults):
             is_beside = number > 0 and rng.uniform() < _BESIDE_PROB
             aim = (number + rng.uniform()) * (num_steps - 1) / report.num_wanted
             if is_beside:
                 moment = time.monotonic() + rng.uniform(0, _BESIDE_SECONDS)
             else:
-                _go_on(run, report, until=lambda aim=aim: run.num_steps() >= int(aim) and _all_recovered(report))
+                _go_on(run, report, until=partial(_has_come_to, int(aim), run, report))
                 moment = time.monotonic() + rng.uniform() * report.step_seconds
-            _go_on(run, report, until=lambda moment=moment: time.monotonic() >= moment)
+            _go_on(run, report, until=partial(_is_past, moment))
             tell("; ".join(f"{each.fault}: {each.recovered_seconds}" for each in report.faults[-1:]))
             if (done := _do(fault, run, rng, report)) is None:
                 tell("the run ended before all faults were done")
@@ -426,10 +452,14 @@ def _go_on(run: _Run, report: ChaosReport, *, until: Callable[[], bool]) -> None
         _note_progress(run, report)
         if status == 0:
             return
-        if status is not None:
+        # Ray ends a driver whose raylet is gone, if it does not end by itself: then it is the driver's death.
+        is_rays = any(done.fault.kind == "raylet" and done.recovered_seconds is None for done in report.faults)
+        if status is not None and not is_rays:
             report.failed.append(f"after step {run.num_steps()} it ended with status {status}:\n{run.last_lines()}")
             if len(report.failed) > 3:
                 raise RuntimeError("\n".join(report.failed))
+        if status is not None:
+            _wait_for_nothing_left(run, f"the end after step {run.num_steps()}", report)
             run.start()
         if (now := run.num_steps()) != progress:
             progress, since = now, time.monotonic()
@@ -439,8 +469,13 @@ def _go_on(run: _Run, report: ChaosReport, *, until: Callable[[], bool]) -> None
         time.sleep(_LOOK_SECONDS)
 
 
-def _all_recovered(report: ChaosReport) -> bool:
-    return all(done.recovered_seconds is not None for done in report.faults)
+def _has_come_to(step: int, run: _Run, report: ChaosReport) -> bool:
+    """Return whether the run has done the step, and recovered from all faults."""
+    return run.num_steps() >= step and all(done.recovered_seconds is not None for done in report.faults)
+
+
+def _is_past(moment: float) -> bool:
+    return time.monotonic() >= moment
 
 
 def _note_progress(run: _Run, report: ChaosReport) -> None:
@@ -460,11 +495,9 @@ def _do(fault: Fault, run: _Run, rng: np.random.Generator, report: ChaosReport) 
     if fault.act == "cut":
         _mend_cuts()  # earlier ones, of ranks that are gone
     find = run.connections if fault.act == "cut" else run.processes
-    while not (found := find(fault.kind)):
-        if run.status() is not None:
-            return None
-        _note_progress(run, report)
-        time.sleep(_LOOK_SECONDS)
+    _go_on(run, report, until=lambda: bool(find(fault.kind)))
+    if not (found := find(fault.kind)):
+        return None
     hit = found if fault.is_of_all else [found[rng.integers(len(found))]]
     done = Done(fault, run.num_steps(), run.phase(), time.time())
     for each in hit:

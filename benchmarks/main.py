@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
-from benchmarks.chaos import run_chaos
+from benchmarks.chaos import Layout, run_chaos
 from benchmarks.checkpoints import run_checkpoints
 from benchmarks.crash import run_crash
 from benchmarks.engines import run_engines
@@ -72,7 +72,7 @@ PRINTED: Mapping[str, Callable[[Arguments], int]] = {
     "mutants": lambda a: run_mutants(a.files, count=a.count or 20, seed=a.seed, tests=a.tests),
     "runs": lambda a: run_runs(a.count or 200),
     "crash": lambda a: run_crash(a.count or 50, a.seed, num_steps=a.steps or 20),
-    "chaos": lambda a: run_chaos(a.count or 40, a.seed, num_steps=a.steps or 60),
+    "chaos": lambda a: run_chaos(a.count or 40, a.seed, num_steps=a.steps or 60, layout=Layout(a.launcher, a.replicas)),
     "stops": lambda a: run_stops(a.count or 30, a.seed),
     "soak": lambda a: run_soak(a.steps or 2000),
     "tokens": lambda a: run_tokens(num_steps=a.steps or 20, repeats=max(a.repeats, 30)),
@@ -134,6 +134,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--groups", type=int, default=16, help="pipeline: groups of 8 episodes a step; more make learning longer"
+    )
+    parser.add_argument(
+        "--launcher", choices=["local", "ray"], default="local", help="chaos: of the learner (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--replicas",
+        type=int,
+        default=1,
+        help="chaos: processes that sample; 1: the driver does (default: %(default)s)",
     )
     parser.add_argument("--learn", action="store_true", help="peers: time to learn two games, which takes long")
     parser.add_argument(
