@@ -84,7 +84,8 @@ class Fault:
     is_of_all: bool = False
 
     def __str__(self) -> str:
-        return f"{self.act} {'every' if self.is_of_all else 'a'} {self.kind}"
+        one = "an" if self.kind.startswith("e") else "a"
+        return f"{self.act} {'every' if self.is_of_all else one} {self.kind}"
 
 
 # Drawn without putting back until none is left, so that each kind has its share.

@@ -7,11 +7,12 @@ import subprocess
 import sys
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from benchmarks.chaos import FAULTS, SAME, ChaosReport, Done, Fault, drawn, processes_below
+from benchmarks.chaos import CUTS, FAULTS, SAME, ChaosReport, Done, Fault, drawn, processes_below
 
 
 @pytest.mark.slow
@@ -29,6 +30,12 @@ def test_each_kind_of_fault_has_its_share_whatever_the_seed() -> None:
         faults = Counter(drawn(np.random.default_rng(seed), 2 * len(FAULTS) + 1))
         assert sum(faults.values()) == 2 * len(FAULTS) + 1
         assert all(faults[fault] >= 2 * number for fault, number in Counter(FAULTS).items())
+
+
+def test_the_readme_says_of_each_fault_what_happens() -> None:
+    text = Path("gspo_gym/cluster/README.md").read_text(encoding="utf-8")
+    for fault in (*FAULTS, *CUTS):
+        assert f"| {fault} |" in text
 
 
 def test_processes_are_found_with_their_parents_and_command_lines() -> None:
