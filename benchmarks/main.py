@@ -15,6 +15,7 @@ from rich.console import Console
 
 from benchmarks.chaos import Layout, run_chaos
 from benchmarks.checkpoints import run_checkpoints
+from benchmarks.cluster import run_cluster
 from benchmarks.crash import run_crash
 from benchmarks.engines import run_engines
 from benchmarks.faults import run_faults
@@ -84,6 +85,7 @@ KEPT: Mapping[str, Callable[[Arguments], tuple[int, list[Value]]]] = {
         0,
         run_engines(a.model, dtype=a.dtype, num_episodes=a.episodes or 64, repeats=a.repeats),
     ),
+    "cluster": lambda a: (0, run_cluster(a.model, repeats=a.repeats, threads=a.threads)),
     "head": lambda a: run_head(repeats=a.repeats, threads=a.threads),
     "prefixes": lambda a: (0, run_prefixes(a.model, a.files, repeats=a.repeats)),
     "peers": _peers,
@@ -130,7 +132,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--rounds",
         type=int,
         default=3,
-        help="runs of each engine, updates, visits, or pairs with the peer (default: %(default)s; tokens: 30 or more)",
+        help="runs of each engine, updates, visits, kills, or pairs with the peer (default: %(default)s; tokens: 30 or "
+        "more)",
     )
     parser.add_argument(
         "--groups", type=int, default=16, help="pipeline: groups of 8 episodes a step; more make learning longer"

@@ -120,6 +120,9 @@ class Learning:
         num_tokens: padded tokens of a micro-batch.
         logits_bytes: of the logits that exist at once.
         keeps_reference: a frozen copy of all weights is in the process, too.
+        compute_dtype: of gathered weights and of activations; None: `dtype`.
+        sequence_parallel: ranks that compute a micro-batch together, each a part of its tokens.
+        cpu_offload: what is not gathered is in the processor's memory.
     """
 
     trained: Literal["full", "lora", "qlora"] = "full"
@@ -131,6 +134,14 @@ class Learning:
     num_tokens: int = 16384
     logits_bytes: int = 512 << 20
     keeps_reference: bool = False
+    compute_dtype: str | None = None
+    sequence_parallel: int = 1
+    cpu_offload: bool = False
+
+    @property
+    def compute_size(self) -> int:
+        """Return the bytes of a number that is computed with."""
+        return BYTES[self.compute_dtype or self.dtype]
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +150,7 @@ class RankMemory:
 
     Attributes:
         gathered: of other ranks' weights while a layer computes, and of gradients before they are summed.
+        offloaded: in the processor's memory, beside the GPU's; not in the total.
     """
 
     weights: int
@@ -148,11 +160,12 @@ class RankMemory:
     gathered: int
     activations: int
     logits: int
+    offloaded: int = 0
 
     @property
     def total(self) -> int:
         """Return the sum."""
-        return sum(asdict(self).values())
+        return int(sum(asdict(self).values())) - self.offloaded
 
 
 def rank_memory(shape: ModelShape, learning: Learning, num_ranks: int = 1, rank: int = 0) -> RankMemory:
@@ -176,12 +189,15 @@ def rank_memory(shape: ModelShape, learning: Learning, num_ranks: int = 1, rank:
     if learning.trained == "qlora":
         frozen = _quantized_bytes(shape, learning)
     moments = [_moment_bytes(weight, num_ranks, rank, learning.has_8bit_moments) for weight in trained]
+    kept = (
+        held * _MASTER + (0 if learning.trained == "full" else frozen),  # weights
+        held * _MASTER,  # gradients
+        2 * sum(moments) + 4 * len(trained),  # AdamW's step is a float32 number a parameter
+        frozen if learning.keeps_reference else 0,
+    )
     return RankMemory(
-        weights=held * _MASTER + (0 if learning.trained == "full" else frozen),
-        gradients=held * _MASTER,
-        # AdamW's step is a float32 number a parameter.
-        optimizer=2 * sum(moments) + 4 * len(trained),
-        reference=frozen if learning.keeps_reference else 0,
+        *((0, 0, 0, 0) if learning.cpu_offload else kept),
+        offloaded=sum(kept) if learning.cpu_offload else 0,
         gathered=_gathered(shape, learning, adapter) if num_ranks > 1 else 0,
         activations=activation_bytes(shape, learning),
         logits=max(learning.logits_bytes, 4 * shape.vocab_size),  # at least one token's are computed at a time
@@ -227,9 +243,10 @@ def _gathered(shape: ModelShape, learning: Learning, adapter: Sequence[Weight]) 
 
     Then gradients that are on their way: of the largest unit, as computed and as a float32 copy that is summed.
     """
-    size = BYTES[learning.dtype]
+    size = learning.compute_size
+    of_adapter = _MASTER if learning.compute_dtype is None else size
     layer, root = _numel(shape.layer()), _numel(shape.root())
-    weights = size * (root + 2 * layer) + 2 * _MASTER * _numel(adapter)
+    weights = size * (root + 2 * layer) + 2 * of_adapter * _numel(adapter)
     moving = max(layer, root) if learning.trained == "full" else _numel(adapter)
     return weights + moving * (size + _MASTER)
 
@@ -248,8 +265,11 @@ def activation_bytes(shape: ModelShape, learning: Learning) -> int:
     - 7 r float32 numbers with LoRA, a rank r between the factors.
 
     With checkpointing a layer keeps its input only (arXiv 1604.06174), and one layer at a time is computed again.
+
+    Ranks that compute rows together have a part of the tokens each, and of these another q: attention's output by heads
+    and by tokens. With more ranks than heads of keys, those and the values in attention are there several times.
     """
-    size, wide = BYTES[learning.dtype], 4
+    size, wide = learning.compute_size, 4
     h, q, kv, f = shape.hidden_size, shape.q_size, shape.kv_size, shape.intermediate_size
     narrow_numbers = 4 * h + 2 * q + 2 * kv + 4 * f
     wide_numbers = 2 * h + 2 + shape.num_heads
@@ -258,11 +278,13 @@ def activation_bytes(shape: ModelShape, learning: Learning) -> int:
         wide_numbers += q + kv + shape.num_heads + shape.num_kv_heads
     if learning.trained != "full":
         wide_numbers += 7 * learning.lora_rank
+    if (degree := learning.sequence_parallel) > 1:
+        narrow_numbers += q + 2 * kv * (math.lcm(shape.num_kv_heads, degree) // shape.num_kv_heads - 1)
     layer = narrow_numbers * size + wide_numbers * wide
     # Outside of the layers: the last norm, rotations (sine and cosine), and the token's number.
     outside = h * size + (h + 1) * wide + 2 * shape.head_dim * size + 8
     kept = shape.num_layers * h * size + layer if learning.gradient_checkpointing else shape.num_layers * layer
-    return learning.num_tokens * (kept + outside)
+    return math.ceil(learning.num_tokens / degree) * (kept + outside)
 
 
 @dataclass(frozen=True, slots=True)

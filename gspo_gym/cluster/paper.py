@@ -19,6 +19,7 @@ from gspo_gym.cluster.memory import (
 from gspo_gym.cluster.placement import GIB, Offer, Part, Resources, assign
 from gspo_gym.errors import PlacementError
 
+_NOT_HERE = ("reference", "offloaded")  # columns that would be empty
 GPU_BYTES, GPUS_OF_A_NODE, EPISODE = 80 * GIB, 8, 8192
 # Trained weights are float32, so full training is; both with the defaults of [training].
 _LEARNING = {
@@ -29,7 +30,7 @@ _LEARNING = {
 
 def table() -> str:
     """Return the table as Markdown."""
-    kinds = [name for name in asdict(rank_memory(next(iter(SHAPES.values())), Learning())) if name != "reference"]
+    kinds = [name for name in asdict(rank_memory(next(iter(SHAPES.values())), Learning())) if name not in _NOT_HERE]
     head = ["GPUs", "model", "trained", "ranks", *kinds, "in all", "fits from", "replicas", "tokens", "nodes"]
     rows = [_row(*case) for case in _cases()]
     lines = ["| " + " | ".join(cells) + " |" for cells in (head, *rows)]
@@ -46,7 +47,7 @@ def _cases() -> Iterator[tuple[int, str, Literal["full", "lora"]]]:
 def _row(num_gpus: int, name: str, trained: Literal["full", "lora"]) -> list[str]:
     shape, learning, num_ranks = SHAPES[name], _LEARNING[trained], num_gpus // 2
     memory = rank_memory(shape, learning, num_ranks)
-    sizes = [size for kind, size in asdict(memory).items() if kind != "reference"]
+    sizes = [size for kind, size in asdict(memory).items() if kind not in _NOT_HERE]
     total = f"{memory.total / GIB:.1f}" + ("" if memory.total <= USABLE * GPU_BYTES else " (too much)")
     tensor, replica = _smallest(shape)
     num_replicas = (num_gpus - num_ranks) // tensor

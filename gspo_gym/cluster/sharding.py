@@ -14,7 +14,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
 from torch.distributed.tensor import DTensor
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -24,14 +31,25 @@ from gspo_gym.policy.load import is_quantized
 
 
 class Ranks:
-    """The ranks of torch's default process group, as the `Collective` of the model that they share."""
+    """The ranks of torch's default process group, as the `Collective` of the model that they share.
 
-    def __init__(self, model: Any) -> None:  # Any: torch's class has the method that `shard_model` adds
-        self._model = model
-        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+    Each `sequence_parallel` neighbours compute the same rows, and the others in their places other rows.
+    """
+
+    is_shared_out = True
+
+    def __init__(
+        self, model: Any, *, device: torch.device, sequence_parallel: int = 1
+    ) -> None:  # Any: torch's class has the method that `shard_model` adds
+        self._model, self.device = model, device
+        shape = (dist.get_world_size() // sequence_parallel, sequence_parallel)
+        mesh = init_device_mesh(device.type, shape, mesh_dim_names=("rows", "tokens"))
+        self._others = mesh.get_group("rows")
+        self.rank, self.world_size = mesh.get_local_rank("rows"), shape[0]
+        self.sequence = None if sequence_parallel == 1 else Neighbours(mesh.get_group("tokens"), device)
 
     def sum(self, values: Tensor) -> Tensor:
-        dist.all_reduce(values)
+        dist.all_reduce(values, group=self._others)
         return values
 
     def forward(self, work: Work) -> tuple[Tensor, ...]:
@@ -39,7 +57,46 @@ class Ranks:
         return result
 
 
-def shard_model(model: nn.Module, *, compute_dtype: torch.dtype | None = None, device: str | None = None) -> Ranks:
+class Neighbours:
+    """A process group of torch's, as the `SequenceGroup` of ranks that compute the same rows."""
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        self._group, self.device = group, device
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+
+    def sum(self, values: Tensor) -> Tensor:
+        dist.all_reduce(values, group=self._group)
+        return values
+
+    def exchange(self, parts: Tensor) -> Tensor:
+        received: Tensor = _Exchange.apply(parts, self._group)  # type: ignore[no-untyped-call]
+        return received
+
+
+class _Exchange(torch.autograd.Function):
+    """All-to-all along the first axis; the gradients go the same way back."""
+
+    @staticmethod
+    def forward(ctx: Any, parts: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        sent = parts.contiguous()
+        received = torch.empty_like(sent)
+        dist.all_to_all_single(received, sent, group=group)
+        return received
+
+    @staticmethod
+    def backward(ctx: Any, gradients: Tensor) -> tuple[Tensor, None]:
+        return _Exchange.apply(gradients, ctx.group), None  # type: ignore[no-untyped-call]
+
+
+def shard_model(
+    model: nn.Module,
+    *,
+    compute_dtype: torch.dtype | None = None,
+    sequence_parallel: int = 1,
+    cpu_offload: bool = False,
+    device: str | None = None,
+) -> Ranks:
     """Share the model's parameters out over the ranks of torch's default process group, in place.
 
     To be called by every rank after `init_process_group`, with the same weights on each and with the options of
@@ -56,11 +113,38 @@ def shard_model(model: nn.Module, *, compute_dtype: torch.dtype | None = None, d
     Args:
         compute_dtype: of gathered weights and of activations; parameters and gradients' sums stay as they are. None:
             the parameters' own.
+        sequence_parallel: so many ranks, neighbours by their numbers, compute the same rows; see `learning/sequence`.
+        cpu_offload: keep parameters, gradients and the optimizer's state in the processor's memory, pinned, from where
+            a layer is copied to the GPU while it computes. Needs a process group with gloo for tensors on the CPU.
         device: of a model without weights; None: it has some.
 
     Raises:
-        ConfigError: the weights are quantized, or there is no process group.
+        ConfigError: the weights are quantized, there is no process group, its ranks are no multiple of
+            `sequence_parallel`, or there is no GPU to offload from.
     """
+    _require_parts(model, sequence_parallel)
+    computing = next(model.parameters()).device if device is None else torch.device(device)
+    if cpu_offload and computing.type == "cpu":
+        raise ConfigError(
+            "learner.cpu_offload: the weights are in the processor's memory already; set false, or train on GPUs"
+        )
+    _share_out(
+        model,
+        mesh=init_device_mesh(computing.type, (dist.get_world_size(),)),
+        mp_policy=MixedPrecisionPolicy(
+            param_dtype=compute_dtype, reduce_dtype=torch.float32 if compute_dtype else None
+        ),
+        offload_policy=CPUOffloadPolicy() if cpu_offload else OffloadPolicy(),
+    )
+    if device is not None:
+        _make_room(model, device, held_on="cpu" if cpu_offload else device)
+    shared: Any = model
+    shared.run_in_forward = types.MethodType(lambda _model, work: work(), model)
+    register_fsdp_forward_method(model, "run_in_forward")
+    return Ranks(model, device=computing, sequence_parallel=sequence_parallel)
+
+
+def _require_parts(model: nn.Module, sequence_parallel: int) -> None:
     if not dist.is_initialized():
         raise ConfigError("shard_model: expected torch's process group; call torch.distributed.init_process_group")
     if is_quantized(model):
@@ -69,32 +153,30 @@ def shard_model(model: nn.Module, *, compute_dtype: torch.dtype | None = None, d
             'and fully_shard would cut blocks apart; train with weights_from = "lora" on weights of 16 or 32 bits, or '
             "on one rank"
         )
-    kind = next(model.parameters()).device.type if device is None else torch.device(device).type
-    mesh = init_device_mesh(kind, (dist.get_world_size(),))
-    policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32 if compute_dtype else None)
+    if (world_size := dist.get_world_size()) % sequence_parallel:
+        raise ConfigError(
+            f"learner.sequence_parallel: expected a divisor of {world_size} ranks, got {sequence_parallel}"
+        )
+
+
+def _share_out(model: nn.Module, **options: Any) -> None:  # Any: those of `fully_shard`
     # By torch and not by transformers' own plan, under which tied embeddings are stale after a step if ranks do not
     # divide the vocabulary. The root holds these embeddings, and is resharded as its layers are: a forward pass without
     # gradients, as for old logprobs, would leave it gathered, and the next one would not see the step in between.
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     for module in (*layers, model):
-        fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
+        fully_shard(module, reshard_after_forward=True, **options)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             # A sum, because the loss of a part is divided by the counts of the whole step. Gloo divides nothing by
             # itself and knows no PREMUL_SUM.
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
-    if device is not None:
-        _make_room(model, device)
-    shared: Any = model
-    shared.run_in_forward = types.MethodType(lambda _model, work: work(), model)
-    register_fsdp_forward_method(model, "run_in_forward")
-    return Ranks(model)
 
 
-def _make_room(model: nn.Module, device: str) -> None:
+def _make_room(model: nn.Module, device: str, *, held_on: str) -> None:
     buffers = [(module, name, b) for module in model.modules() for name, b in module._buffers.items() if b is not None]
-    model.to_empty(device=device)  # the buffers, too, which have their numbers
+    model.to_empty(device=held_on)  # the buffers, too, which have their numbers
     for module, name, buffer in buffers:
         module._buffers[name] = buffer.to(device)
 

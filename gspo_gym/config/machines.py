@@ -29,6 +29,7 @@ from gspo_gym.errors import ConfigError, PlacementError
 
 # GiB of a GPU, where a name stands for one size only (the vendor's data sheets).
 _KNOWN_GPUS = {"H200": 141, "H100": 80, "L40S": 48, "L4": 24, "T4": 16}
+_OFFLOADED = "offloaded"  # of a rank's memory: not on its GPU
 _GIB = r"(\d+(?:\.\d+)?)GiB"
 _NODES = re.compile(rf"(\d+)x(\d+)(?::(?:{_GIB})?(?::(\d+)?(?::{_GIB})?)?)?")
 
@@ -127,6 +128,9 @@ def learning_of(config: RunConfig) -> Learning:
         num_tokens=max(training.max_tokens_per_microbatch, config.rollout.max_model_len),
         logits_bytes=int(training.logits_memory_mib * 2**20),
         keeps_reference=reference.placement == "shared" and is_copy,
+        compute_dtype=config.learner.compute_dtype,
+        sequence_parallel=config.learner.sequence_parallel,
+        cpu_offload=config.learner.cpu_offload,
     )
 
 
@@ -139,11 +143,11 @@ def check(config: RunConfig, shape: ModelShape, machines: Machines) -> Paper:
     topology, has_gpus = config.topology, _has_gpus(config, machines)
     rank = rank_memory(shape, learning_of(config), 1 if topology is None else topology.gpus_for_training)
     replica = _replica(config, shape, machines.gpu_bytes, has_gpus) if _samples_here(config) else None
-    parts = _gpu_parts(config) if has_gpus else _process_parts(config, rank, replica)
+    parts = _gpu_parts(config, rank) if has_gpus else _process_parts(config, rank, replica)
     offers = machines.offers
     if topology is None or topology.type == "single_node_split":
         offers = tuple(sorted(offers, key=lambda offer: offer.free, reverse=True)[:1])
-    problems: list[str] = []
+    problems = _degree_problems(config, shape)
     places: tuple[Place, ...] = ()
     try:
         places = assign(only_counted(parts, offers), offers)
@@ -152,6 +156,13 @@ def check(config: RunConfig, shape: ModelShape, machines: Machines) -> Paper:
     if has_gpus and machines.gpu_bytes is not None:
         problems += _too_large(config, shape, rank, replica, machines.gpu_bytes)
     return Paper(tuple(parts), places, rank, replica, tuple(problems), tuple(missing_machinery(config.sections)))
+
+
+def _degree_problems(config: RunConfig, shape: ModelShape) -> list[str]:
+    degree = config.learner.sequence_parallel
+    if shape.num_heads % degree == 0:
+        return []
+    return [f"learner.sequence_parallel = {degree} does not divide the model's {shape.num_heads} attention heads"]
 
 
 def _has_gpus(config: RunConfig, machines: Machines) -> bool:
@@ -177,28 +188,29 @@ def _sizes(config: RunConfig) -> tuple[int, int, int]:
     return topology.tensor_parallel, copies, topology.gpus_for_vllm // topology.tensor_parallel // copies
 
 
-def _gpu_parts(config: RunConfig) -> list[Part]:
+def _gpu_parts(config: RunConfig, rank: RankMemory) -> list[Part]:
     topology = config.topology
     tensor, copies, servers = _sizes(config)
     is_split = topology is not None and topology.type != "colocated"
     num_ranks = 1 if topology is None else topology.gpus_for_training
     parts = []
     if is_split:
-        parts = [_part("learner", num_ranks, 1), _part("replica", servers, tensor * copies)]
+        parts = [_part("learner", num_ranks, 1, rank.offloaded), _part("replica", servers, tensor * copies)]
     elif _samples_here(config):
         # Copies of one server may stand on several nodes here: with one node they cannot.
         num_shared = copies * tensor
-        parts = [_part("learner and replica", copies, tensor), _part("learner", max(0, num_ranks - num_shared), 1)]
+        shared = _part("learner and replica", copies, tensor, tensor * rank.offloaded)
+        parts = [shared, _part("learner", max(0, num_ranks - num_shared), 1, rank.offloaded)]
     else:
-        parts = [_part("learner", num_ranks, 1)]
+        parts = [_part("learner", num_ranks, 1, rank.offloaded)]
     if topology is not None and topology.gpus_for_ref:
         parts.append(_part("reference", 1, topology.gpus_for_ref))
     return [part for part in parts if part.count]
 
 
-def _part(role: str, count: int, gpus: int) -> Part:
+def _part(role: str, count: int, gpus: int, memory_bytes: int = 0) -> Part:
     # A process a GPU, each of which keeps a core busy.
-    return Part(role, count, Resources(gpus=gpus, cores=gpus))
+    return Part(role, count, Resources(gpus=gpus, cores=gpus, memory_bytes=memory_bytes))
 
 
 def _process_parts(config: RunConfig, rank: RankMemory, replica: ReplicaMemory | None) -> list[Part]:
@@ -264,7 +276,7 @@ def _advice(config: RunConfig, shape: ModelShape, room: float) -> str:
 
 
 def _most(rank: RankMemory) -> str:
-    rows = sorted(asdict(rank).items(), key=lambda row: -row[1])
+    rows = sorted(((name, size) for name, size in asdict(rank).items() if name != _OFFLOADED), key=lambda row: -row[1])
     return ", ".join(f"{name} {_gib(size)}" for name, size in rows[:3])
 
 
@@ -278,8 +290,9 @@ def describe(paper: Paper, config: RunConfig, machines: Machines) -> list[str]:
     for part in paper.parts:
         mine = [placed for placed in paper.places if placed.role == part.role]
         lines.append(f"{part.role}: {part.count} x {part.each}{_where(mine)}")
-    each = ", ".join(f"{name} {_gib(size)}" for name, size in asdict(paper.rank).items() if size)
-    lines.append(f"a learner rank takes {_gib(paper.rank.total)}: {each}")
+    each = ", ".join(f"{name} {_gib(size)}" for name, size in asdict(paper.rank).items() if size and name != _OFFLOADED)
+    beside = f", and {_gib(paper.rank.offloaded)} of its node's memory" if paper.rank.offloaded else ""
+    lines.append(f"a learner rank takes {_gib(paper.rank.total)}: {each}{beside}")
     if (replica := paper.replica) is not None:
         length = config.rollout.max_model_len
         lines.append(

@@ -32,7 +32,14 @@ from gspo_gym.config.sections import (
     TrainingSection,
     task_sources,
 )
-from gspo_gym.config.services import ComputeSection, ServicesSection, TopologySection, TrackingSection, VllmSection
+from gspo_gym.config.services import (
+    ComputeSection,
+    LearnerSection,
+    ServicesSection,
+    TopologySection,
+    TrackingSection,
+    VllmSection,
+)
 from gspo_gym.config.words import (
     Problem,
     field_of,
@@ -73,6 +80,7 @@ class RunConfig(Settings):
     gateway: GatewaySection | None = None
     compute: ComputeSection | None = None
     topology: TopologySection | None = None
+    learner: LearnerSection
     vllm: VllmSection | None = None
     reference: ReferenceSettings
     model: ModelSection

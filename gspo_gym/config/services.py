@@ -109,6 +109,27 @@ class TopologySection(Settings):
     )
 
 
+class LearnerSection(Settings):
+    """[learner]: how the processes of topology.gpus_for_training compute; the model is shared out over all of them."""
+
+    sequence_parallel: int = Field(
+        default=1,
+        gt=0,
+        description="processes that compute the same rows together, each a part of the tokens (Ulysses, arXiv "
+        "2309.14509); divides topology.gpus_for_training and the model's attention heads",
+    )
+    compute_dtype: Literal["bfloat16"] | None = Field(
+        default=None,
+        description="in which they compute; weights, sums of gradients and the optimizer's state stay as they are; "
+        "absent: model.dtype",
+    )
+    cpu_offload: bool = Field(
+        default=False,
+        description="keep weights, gradients and the optimizer's state in the processor's memory, and a layer on the "
+        "GPU only while it computes; never run on a GPU",
+    )
+
+
 class VllmSection(Settings):
     """[vllm]: how vLLM runs the policy in this process. Its presence is rollout.engine = "vllm"."""
 

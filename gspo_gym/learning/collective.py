@@ -11,15 +11,45 @@ from collections.abc import Callable, Sequence
 from typing import Protocol, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 Part = TypeVar("Part")
 
 Work = Callable[[], tuple[Tensor, ...]]
 
 
+class SequenceGroup(Protocol):
+    """Interface of a rank to those that compute the same rows of tokens with it, each a part of the tokens."""
+
+    @property
+    def rank(self) -> int:
+        """Number of this process among them, from 0 on."""
+        ...
+
+    @property
+    def size(self) -> int:
+        """Number of them."""
+        ...
+
+    @property
+    def device(self) -> torch.device | None:
+        """As `Collective.device`."""
+        ...
+
+    def sum(self, values: Tensor) -> Tensor:
+        """Return the sum over them, the same bits on each; `values` may be overwritten."""
+        ...
+
+    def exchange(self, parts: Tensor) -> Tensor:
+        """Return what each has sent to this rank, [size, ...]; `parts[k]` goes to rank k. Differentiable."""
+        ...
+
+
 class Collective(Protocol):
-    """Interface of a learner to the ranks of its model, which call the same methods in the same order."""
+    """Interface of a learner to the ranks of its model, which call the same methods in the same order.
+
+    With a sequence group, `rank`, `world_size` and `sum` are of the ranks that compute other rows than this one.
+    """
 
     @property
     def rank(self) -> int:
@@ -28,7 +58,22 @@ class Collective(Protocol):
 
     @property
     def world_size(self) -> int:
-        """Number of all ranks."""
+        """Number of ranks, each of which computes other rows."""
+        ...
+
+    @property
+    def sequence(self) -> SequenceGroup | None:
+        """The ranks that compute the same rows; None: this one alone does."""
+        ...
+
+    @property
+    def is_shared_out(self) -> bool:
+        """Whether this process holds parts of the parameters."""
+        ...
+
+    @property
+    def device(self) -> torch.device | None:
+        """The device that computes, if it is not that of the parameters."""
         ...
 
     def sum(self, values: Tensor) -> Tensor:
@@ -45,12 +90,26 @@ class OneProcess:
 
     rank = 0
     world_size = 1
+    sequence = None
+    is_shared_out = False
+    device = None
 
     def sum(self, values: Tensor) -> Tensor:
         return values
 
     def forward(self, work: Work) -> tuple[Tensor, ...]:
         return work()
+
+
+def device_of(model: nn.Module, collective: Collective) -> torch.device:
+    """Return the device that computes the model."""
+    return collective.device or next(model.parameters()).device
+
+
+def place_of(collective: Collective) -> dict[str, int]:
+    """Return the `rank` of this process among all that hold parts of the model, and how many they are, `num_ranks`."""
+    rank, size = (0, 1) if (sequence := collective.sequence) is None else (sequence.rank, sequence.size)
+    return {"rank": collective.rank * size + rank, "num_ranks": collective.world_size * size}
 
 
 def rounds_of(parts: Sequence[Part], collective: Collective) -> list[Sequence[Part]]:

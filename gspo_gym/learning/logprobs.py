@@ -16,9 +16,10 @@ from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from gspo_gym.errors import ConfigError, RecordError
-from gspo_gym.learning.collective import Collective, OneProcess, Work
+from gspo_gym.learning.collective import Collective, OneProcess, Work, device_of
 from gspo_gym.learning.head import ChunkedHead, OutputHead
 from gspo_gym.learning.prefixes import PrefixSharing
+from gspo_gym.learning.sequence import SequenceSharing
 from gspo_gym.learning.settings import DEFAULT_LOGITS_BYTES
 from gspo_gym.types import Sampling
 
@@ -92,12 +93,16 @@ class LogprobComputer:
         self.sampling = sampling
         self._dropouts = adapter_dropouts(model)
         self._drops_out = False
-        vocab_size = _probe(model, self._parts, self.collective.forward)
+        device = device_of(model, self.collective)
+        vocab_size = _probe(model, self._parts, self.collective.forward, device)
         self.has_dropout = any(dropout.p > 0 for dropout in self._dropouts)
         reason = "the dropout of its adapter draws by row" if self.has_dropout else None
         self.prefixes = PrefixSharing(
-            self._parts.decoder, share_prefixes, unless=reason, forward=self.collective.forward
+            self._parts.decoder, share_prefixes, unless=reason, forward=self.collective.forward, device=device
         )
+        self._sequence = None
+        if (group := self.collective.sequence) is not None:
+            self._sequence = SequenceSharing(self._parts.decoder, group, self.collective.forward, unless=reason)
         self._head = ChunkedHead(self._parts.head, vocab_size, sampling, logits_bytes, entropy_has_gradient)
 
     def compute(self, token_ids: Tensor, attention_mask: Tensor, action_mask: Tensor) -> TokenLogprobs:
@@ -118,22 +123,33 @@ class LogprobComputer:
         switch(self._dropouts, on=self._drops_out)
         predicts_action = action_mask[:, 1:]
 
+        targets = token_ids[:, 1:][predicts_action]
+
         def score() -> tuple[Tensor, Tensor]:
             with _as_current(token_ids.device), _checkpointing(self._model):
                 # the last token predicts none of them
-                hidden = self._hidden_states(token_ids[:, :-1], attention_mask[:, 1:], predicts_action)
-            return self._head.compute(hidden, token_ids[:, 1:][predicts_action], drops_out=self._drops_out)
+                hidden, is_own = self._hidden_states(token_ids[:, :-1], attention_mask[:, 1:], predicts_action)
+            if self._sequence is None or is_own is None:
+                return self._head.compute(hidden, targets, drops_out=self._drops_out)
+            own = self._head.compute(hidden, targets[is_own], drops_out=self._drops_out)
+            logprobs, entropy = self._sequence.of_all(torch.stack(own), is_own)
+            return logprobs, entropy
 
         logprobs, entropy = self.collective.forward(score)
         zeros = torch.zeros(action_mask.shape, dtype=logprobs.dtype, device=logprobs.device)
         return TokenLogprobs(zeros.masked_scatter(action_mask, logprobs), zeros.masked_scatter(action_mask, entropy))
 
-    def _hidden_states(self, token_ids: Tensor, attention_mask: Tensor, wanted: Tensor) -> Tensor:
-        """Return the hidden states [A, D] of the tokens that are wanted, [B, T]."""
+    def _hidden_states(self, token_ids: Tensor, attention_mask: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return the hidden states [A, D] of the tokens that are wanted, [B, T], and which of them are this rank's.
+
+        None: all are.
+        """
         trie = self.prefixes.shared(token_ids, attention_mask)
+        if self._sequence is not None:
+            return self._sequence.hidden_states(self._parts.decoder, token_ids, trie, wanted)
         if trie is None:
-            return _hidden_states(self._parts.decoder, token_ids)[wanted]
-        return trie.hidden_states(self._parts.decoder).index_select(0, trie.places[wanted])
+            return _hidden_states(self._parts.decoder, token_ids)[wanted], None
+        return trie.hidden_states(self._parts.decoder).index_select(0, trie.places[wanted]), None
 
     @contextlib.contextmanager
     def adapter_dropout(self, seed: int) -> Iterator[None]:
@@ -208,7 +224,7 @@ def _hidden_states(decoder: Any, token_ids: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def _probe(model: Any, parts: _Parts, forward: Callable[[Work], tuple[Tensor, ...]]) -> int:
+def _probe(model: Any, parts: _Parts, forward: Callable[[Work], tuple[Tensor, ...]], device: torch.device) -> int:
     """Compare with the model's own forward on two padded rows: the input of its head, and its final logits.
 
     Returns the number of logits of a token.
@@ -216,7 +232,6 @@ def _probe(model: Any, parts: _Parts, forward: Callable[[Work], tuple[Tensor, ..
     # The two are compared apart because the second must agree to a few roundings: a forgotten softcap is invisible in
     # the small logits of an untrained model at any tolerance that attention kernels could meet.
     vocabulary = model.get_input_embeddings().num_embeddings
-    device = next(model.parameters()).device
     token_ids = torch.arange(3, 19, device=device).reshape(2, 8) % vocabulary
     attention_mask = torch.ones_like(token_ids)
     attention_mask[1, 5:] = 0

@@ -27,6 +27,8 @@ from gspo_gym.learning.collective import OneProcess, Work
 _log = logging.getLogger(__name__)
 _WORTH_IT = 1.2  # gathering keys costs up to 15% where nothing is shared
 SHARED_ATTENTION = "gspo_gym_shared_prefixes"
+SEQUENCE_ATTENTION = "gspo_gym_sequence_parallel"  # of `sequence.py`, which attends over tries, too
+OWN_ATTENTIONS = ("sdpa", SHARED_ATTENTION, SEQUENCE_ATTENTION)
 _ARGUMENT = "shared_prefixes"  # through which a model hands the trie to its attention
 
 
@@ -212,6 +214,7 @@ class PrefixSharing:
             can; False: none.
         unless: a reason of the caller's why the model cannot.
         forward: calls the decoder, see `Collective`; None: it is whole in this process.
+        device: that computes; None: that of the parameters.
 
     Raises:
         ConfigError: wanted is True, and the model cannot.
@@ -224,14 +227,15 @@ class PrefixSharing:
         *,
         unless: str | None = None,
         forward: Callable[[Work], tuple[Tensor, ...]] | None = None,
+        device: torch.device | None = None,
     ) -> None:
         self._wanted, self._has_said = wanted, False
         if not wanted:
             return
-        device = next(decoder.parameters()).device
+        device = device or next(decoder.parameters()).device
         if wanted == "auto" and device.type != "cpu":
             unless = f"on {device.type} it was never measured"
-        reason = unless or _prepare(decoder, forward or OneProcess().forward)
+        reason = unless or _prepare(decoder, forward or OneProcess().forward, device)
         if reason is None:
             return
         message = f"{type(decoder).__name__} cannot share prefixes: {reason}"
@@ -262,17 +266,16 @@ class PrefixSharing:
         return overlaps if saves or self._wanted is True else None
 
 
-def _prepare(decoder: Any, forward: Callable[[Work], tuple[Tensor, ...]]) -> str | None:
+def _prepare(decoder: Any, forward: Callable[[Work], tuple[Tensor, ...]], device: torch.device) -> str | None:
     """Let a model attend over tries; return the reason why it cannot, with the model as it was."""
     config = decoder.config
     own = config._attn_implementation
-    if own not in ("sdpa", SHARED_ATTENTION):
+    if own not in OWN_ATTENTIONS:
         return f'its attention is "{own}", and not "sdpa"'
     # Kinds that are told apart by their masks alone would pass the comparison, which is shorter than their windows.
     kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention"}
     if kinds:
         return f"it has layers of {', '.join(sorted(kinds))}"
-    device = next(decoder.parameters()).device
     token_ids = torch.arange(3, 19, device=device).reshape(2, 8)
     token_ids[1, :5] = token_ids[0, :5]
     token_ids %= decoder.get_input_embeddings().num_embeddings

@@ -63,7 +63,7 @@ class Reference:
     ) -> None:
         self._model: Any = model  # Any: peft's disable_adapter is not part of nn.Module
         self._computer = computer
-        self._is_shared_out = computer.collective.world_size > 1
+        self._is_shared_out = computer.collective.is_shared_out
         self._source = "given" if given is not None else _source(model, settings)
         if given is not None and (settings.source != "auto" or settings.update_every_n_iters):
             raise ConfigError(

@@ -23,7 +23,7 @@ from gspo_gym.learning.batching import (
     split_minibatches,
     to_device,
 )
-from gspo_gym.learning.collective import Collective, OneProcess, exchange, own_of, rounds_of
+from gspo_gym.learning.collective import Collective, OneProcess, device_of, exchange, own_of, place_of, rounds_of
 from gspo_gym.learning.correction import correct
 from gspo_gym.learning.health import EngineGap, PartFacts, Tally, batch_metrics
 from gspo_gym.learning.logprobs import LogprobComputer
@@ -162,7 +162,7 @@ class Learner:
         self._reference_settings = reference or ReferenceSettings()
         self._shaper = AdvantageShaper(advantages or AdvantageSettings(), rewards or RewardSettings())
         self._seed, self._clock, self._num_updates = seed, clock, 0
-        self._device, self._routers = next(model.parameters()).device, find_routers(model)
+        self._device, self._routers = device_of(model, self._collective), find_routers(model)
         self._optimizer = PolicyOptimizer(
             model,
             optimizer,
@@ -175,7 +175,7 @@ class Learner:
             sampling=scored_sampling(sampling or Sampling(), update),
             logits_bytes=update.logits_bytes,
             entropy_has_gradient=loss.entropy_coef > 0,
-            share_prefixes=_sharing(update, self._routers),
+            share_prefixes=_sharing(update, self._routers, self._collective),
             collective=self._collective,
         )
         self._computer = make(model)
@@ -231,7 +231,7 @@ class Learner:
 
     def copy_state(self) -> Callable[[Path], None]:
         """Copy `tensors()`, of several ranks this one's part; return what writes the copy. See `saved.copy_state`."""
-        return copy_state(self.tensors(), rank=self._collective.rank, num_ranks=self._collective.world_size)
+        return copy_state(self.tensors(), **place_of(self._collective))
 
     def counters(self) -> dict[str, int | float]:
         return {**self._optimizer.counters(), **self._shaper.counters(), "learner.num_updates": self._num_updates}
@@ -408,7 +408,7 @@ class Learner:
 
 
 def _require_torch_optimizer(settings: OptimizerSettings, collective: Collective) -> None:
-    if collective.world_size > 1 and settings.kind not in ("adamw", "adamw_fused"):
+    if collective.is_shared_out and settings.kind not in ("adamw", "adamw_fused"):
         raise ConfigError(
             f"optimizer.kind: {settings.kind!r} cannot hold parts of parameters that ranks share; write 'adamw_fused'"
         )
@@ -422,9 +422,14 @@ def _require_no_comparison(correction: CorrectionSettings) -> None:
         )
 
 
-def _sharing(update: UpdateSettings, routers: Routers) -> bool | Literal["auto"]:
+def _sharing(update: UpdateSettings, routers: Routers, collective: Collective) -> bool | Literal["auto"]:
     if not routers.modules:
         return update.share_prefixes
+    if collective.sequence is not None:
+        raise ConfigError(
+            "learner.sequence_parallel: the load of this model's routers is counted by row, and ranks would have parts "
+            "of rows; set 1"
+        )
     if update.share_prefixes is True:
         raise ConfigError(
             'training.share_prefixes: the load of this model\'s routers is counted by row; write false or "auto"'

@@ -19,12 +19,15 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn.utils import parametrize
 
 from gspo_gym.cluster.sharding import full_tensors, shard_model, whole
+from gspo_gym.errors import ConfigError
 from gspo_gym.learning.batching import TrainBatch, build_batch
-from gspo_gym.learning.collective import Collective
+from gspo_gym.learning.collective import Collective, place_of
+from gspo_gym.learning.logprobs import LogprobComputer
 from gspo_gym.learning.optimizer import StepReport
 from gspo_gym.learning.saved import PartsOfTensors, SavedTensors
 from gspo_gym.learning.settings import (
@@ -53,6 +56,7 @@ class Case:
     is_tied: bool = True
     lora: Mapping[str, Any] | None = None
     kind: str = "qwen3"
+    num_heads: int = 4
     loss: Mapping[str, Any] = field(default_factory=dict)
     update: Mapping[str, Any] = field(default_factory=dict)
     rewards: Mapping[str, Any] = field(default_factory=dict)
@@ -60,6 +64,7 @@ class Case:
     reference: Mapping[str, Any] | None = None
     minibatch_size: int | None = None
     checkpoints_layers: bool = False
+    dtype: torch.dtype = torch.float32
     num_updates: int = 20
 
 
@@ -81,9 +86,34 @@ CASES = {
         is_tied=False, lora={}, loss={"kl_coef": 0.1}, reference={"source": "adapter"}, update=_ACCUMULATES
     ),
 }
+# Whose rows several ranks compute together: attention by rows or over a trie, logits in chunks of some tokens.
+_CHUNKS = {"logits_memory_mib": 0.005}
+TOGETHER = {
+    # In float64, because AdamW makes a whole step of a gradient that is rounding alone: with other chunks of logits,
+    # one number of the embedding was 2e-5 off in float32, where all others were within 2e-6.
+    "rows": Case(
+        dtype=torch.float64,
+        loss={"kl_coef": 0.1},
+        reference={"update_every_n_iters": 3},
+        update={**_ACCUMULATES, **_CHUNKS, "share_prefixes": False},
+        minibatch_size=6,
+        checkpoints_layers=True,
+    ),
+    "trie": Case(66, is_tied=False, loss={"entropy_coef": 0.01}, update={"share_prefixes": True, "update_epochs": 2}),
+    "adapter": Case(lora={}, loss={"kl_coef": 0.1}, reference={"source": "adapter"}, update={"share_prefixes": False}),
+}
+# Cases that two ranks cannot share as they are told to.
+REFUSED: tuple[tuple[Case, dict[str, Any]], ...] = (
+    (Case(lora={"dropout": 0.1}), {"sequence_parallel": 2}),
+    (Case(), {"sequence_parallel": 3}),
+    (Case(kind="mistral"), {"sequence_parallel": 2}),
+    (Case(kind="qwen3_moe"), {"sequence_parallel": 2}),
+    (Case(num_heads=3), {"sequence_parallel": 2}),
+    (Case(), {"cpu_offload": True}),
+)
 
 
-def build_model(case: Case, *, dtype: torch.dtype = torch.float32) -> Any:  # Any: transformers and peft are untyped
+def build_model(case: Case, *, dtype: torch.dtype | None = None) -> Any:  # Any: transformers and peft are untyped
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.for_model(
@@ -93,14 +123,14 @@ def build_model(case: Case, *, dtype: torch.dtype = torch.float32) -> Any:  # An
         hidden_size=32,
         intermediate_size=48,
         num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
+        num_attention_heads=case.num_heads,
+        num_key_value_heads=max(1, case.num_heads // 2),
         head_dim=8,
         max_position_embeddings=128,
         initializer_range=0.3,  # logits differ by some units, as a trained model's do
     )
     torch.default_generator.manual_seed(0)
-    model: Any = AutoModelForCausalLM.from_config(config).to(dtype)
+    model: Any = AutoModelForCausalLM.from_config(config).to(dtype or case.dtype)
     if case.lora is not None:
         model = add_lora(model, LoraSettings(r=4, alpha=8, **case.lora), seed=0)
     if case.checkpoints_layers:
@@ -176,21 +206,64 @@ def write_weights(model: Any, file: Path) -> None:
         save_file(weights, file)
 
 
-def train_case(folder: Path, name: str, file: str) -> None:
-    model = build_model(CASES[name])
-    learner = build_learner(CASES[name], model, shard_model(model))
-    metrics = train(learner, CASES[name].num_updates)
+def train_case(folder: Path, case: Case, file: str, **options: Any) -> None:  # Any: those of `shard_model`
+    model = build_model(case)
+    learner = build_learner(case, model, shard_model(model, **options))
+    metrics = train(learner, case.num_updates)
     write_weights(model, folder / f"{file}.safetensors")
     (folder / f"{file}.rank{dist.get_rank()}.json").write_text(json.dumps(metrics))
 
 
 def train_cases(folder: Path) -> None:
-    for name in CASES:
-        train_case(folder, name, name)
+    for name, case in CASES.items():
+        train_case(folder, case, name)
 
 
 def repeat_a_case(folder: Path) -> None:
-    train_case(folder, REPEATED, "repeated")
+    train_case(folder, CASES[REPEATED], "repeated")
+
+
+def train_together(folder: Path) -> None:
+    for name, case in TOGETHER.items():
+        train_case(folder, case, name, sequence_parallel=2)
+
+
+def train_four_together(folder: Path) -> None:
+    """Train with more ranks than heads of keys."""
+    train_case(folder, TOGETHER["rows"], "rows_by_four", sequence_parallel=4)
+    ranks = shard_model(build_model(TOGETHER["rows"]), sequence_parallel=2)
+    assert place_of(ranks) == {"rank": dist.get_rank(), "num_ranks": dist.get_world_size()}
+
+
+def score_together(folder: Path) -> None:
+    """Write logprobs and gradients of rows that all ranks compute, and what is refused."""
+    for name, case in TOGETHER.items():
+        model = build_model(case, dtype=torch.float64)
+        ranks = shard_model(model, sequence_parallel=dist.get_world_size())
+        found = score(case, model, ranks)
+        if ranks.sequence is not None and ranks.sequence.rank == 0:
+            save_file(found, folder / f"{name}.scores.safetensors")
+    refused = []
+    for case, options in REFUSED:
+        try:
+            model = build_model(case)
+            build_learner(case, model, shard_model(model, **options))
+        except ConfigError as error:
+            refused.append(str(error))
+    (folder / f"refused{dist.get_rank()}.json").write_text(json.dumps(refused))
+
+
+def score(case: Case, model: Any, collective: Collective | None = None) -> dict[str, Tensor]:
+    """Return logprobs, entropies and the gradients of a sum of them in which each has a weight of its own."""
+    update = UpdateSettings(**{"learning_rate": 1e-3} | dict(case.update))
+    computer = LogprobComputer(
+        model, logits_bytes=update.logits_bytes, share_prefixes=update.share_prefixes, collective=collective
+    )
+    batch = build_batch_of(0)
+    found = computer.compute(batch.token_ids, batch.attention_mask, batch.action_mask)
+    (found.logprobs * torch.linspace(-1, 1, found.logprobs.numel()).view_as(found.logprobs)).sum().backward()
+    gradients = {name: whole(p.grad).clone() for name, p in model.named_parameters() if p.grad is not None}
+    return {"logprobs": found.logprobs.detach(), "entropy": found.entropy.detach(), **gradients}
 
 
 def save(folder: Path) -> None:
@@ -280,8 +353,36 @@ def _local_bytes(tensor: Any) -> int:
     return int(local.numel() * local.element_size())
 
 
+class _Narrow(nn.Module):
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight.to(torch.bfloat16)
+
+
+def narrowed(model: Any) -> Any:
+    """Return the model, which computes with copies of its weights in 16 bits from now on; gradients come in 32."""
+    for module in [*model.modules()]:
+        for name, _ in [*module.named_parameters(recurse=False)]:
+            parametrize.register_parametrization(module, name, _Narrow(), unsafe=True)
+    return model
+
+
+def offload(folder: Path) -> None:
+    """Train on a GPU with all parameters there, and with them in the processor's memory."""
+    found = []
+    for cpu_offload in (False, True):
+        model = build_model(CASES[REPEATED]).cuda()
+        learner = build_learner(CASES[REPEATED], model, shard_model(model, cpu_offload=cpu_offload))
+        train(learner, 5)
+        assert {p.device.type for p in model.parameters()} == {"cpu" if cpu_offload else "cuda"}
+        found.append({name: tensor.cpu().clone() for name, tensor in full_tensors(model)})
+    difference = max(float((found[0][name] - found[1][name]).abs().max()) for name in found[0])
+    (folder / "difference.json").write_text(json.dumps(difference))
+
+
 def compute_in_16_bits(folder: Path) -> None:
     """Train in mixed precision, and an adapter of 32 bits on a base of 16."""
+    wide = build_model(NARROW)
+    save_file(score(NARROW, wide, shard_model(wide, compute_dtype=torch.bfloat16)), folder / f"narrow{dist.get_rank()}")
     model = build_model(CASES[SAVED])
     learner = build_learner(CASES[SAVED], model, shard_model(model, compute_dtype=torch.bfloat16))
     narrow = build_model(Case(lora={}), dtype=torch.bfloat16)
@@ -328,15 +429,20 @@ def _two_steps(model: Any, batches: Sequence[Tensor]) -> list[dict[str, Tensor]]
 
 
 REPEATED = SAVED = "tied_uneven_kl"
+NARROW = CASES["untied_even"]
 WORKS: dict[str, Callable[[Path], None]] = {
     each.__name__: each
     for each in (
         train_cases,
         repeat_a_case,
+        train_together,
+        train_four_together,
+        score_together,
         save,
         go_on_from_one,
         go_on_from_two,
         count_bytes,
+        offload,
         compute_in_16_bits,
         take_the_plan_of_transformers,
     )
@@ -346,7 +452,7 @@ WORKS: dict[str, Callable[[Path], None]] = {
 def main(rank: str, world_size: str, folder: str, *works: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group(
-        "gloo",
+        "cpu:gloo,cuda:nccl" if works == ("offload",) else "gloo",
         init_method=f"file://{folder}/store",
         rank=int(rank),
         world_size=int(world_size),

@@ -34,6 +34,10 @@ class _Meeting:
 class ThreadRank:
     """A `Collective`. The gradients of a model that it is given are summed as `fully_shard` would sum them."""
 
+    sequence = None
+    is_shared_out = True
+    device = None
+
     def __init__(self, rank: int, world_size: int, meeting: _Meeting) -> None:
         self.rank, self.world_size = rank, world_size
         self._meeting = meeting

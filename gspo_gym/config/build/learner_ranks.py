@@ -136,8 +136,14 @@ def _build(rank: int, order: Any) -> tuple[nn.Module, Callable[[], Learner]]:
     seconds = config.topology.group_timeout_seconds
     host, port = order["store"]
     join_group(port, rank, order["num_ranks"], "cpu", seconds=seconds, host=host)
-    policy = build_skeleton(config, order["base"])
-    collective = shard_model(policy.model, device=device_of(config))
+    policy, settings = build_skeleton(config, order["base"]), config.learner
+    collective = shard_model(
+        policy.model,
+        device=device_of(config),
+        compute_dtype=None if settings.compute_dtype is None else getattr(torch, settings.compute_dtype),
+        sequence_parallel=settings.sequence_parallel,
+        cpu_offload=settings.cpu_offload,
+    )
     return policy.model, lambda: build_learner(config, policy, collective=collective)
 
 

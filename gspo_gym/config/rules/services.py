@@ -8,7 +8,7 @@ from typing import Any
 from gspo_gym.config.rules.judge import has_app
 from gspo_gym.config.rules.objective import Rule, acts_with, default_of, no_effect
 from gspo_gym.config.sections import WeightSyncSection
-from gspo_gym.config.services import TopologySection, VllmSection
+from gspo_gym.config.services import LearnerSection, TopologySection, VllmSection
 from gspo_gym.config.words import show
 from gspo_gym.learning.settings import CorrectionSettings, ReferenceSettings
 
@@ -85,6 +85,30 @@ def _vllm_has_gpus(
         f"{tensor_parallel} x {data_parallel} devices (tensor_parallel_size x data_parallel_size) are more than "
         f"compute.gpu_count = {gpu_count}"
     )
+
+
+def _sequence_parallel_divides(degree: int, num_ranks: int | None) -> str | None:
+    if num_ranks in (None, 1) or num_ranks % degree == 0:  # one process has no use for the key at all
+        return None
+    return f"expected a divisor of topology.gpus_for_training = {num_ranks}, got {degree}"
+
+
+def _rows_drop_out_whole(degree: int, dropout: float | None) -> str | None:
+    if degree == 1 or not dropout:
+        return None
+    return f"processes with parts of a row would drop out others: set 1, or training.lora.dropout = {dropout} to 0"
+
+
+def _layers_are_not_compiled(degree: int, torch_compile: bool) -> str | None:
+    if degree == 1 or not torch_compile:
+        return None
+    return "layers that exchange tokens are not compiled: set 1, or model.torch_compile to false"
+
+
+def _offloads_from_gpus(cpu_offload: bool, gpu_count: int | None) -> str | None:
+    if not cpu_offload or gpu_count != 0:
+        return None
+    return "with compute.gpu_count = 0 all of it is in the processor's memory already: set false, or have GPUs"
 
 
 def _split_gpus_are_used(has_topology: bool, urls: tuple[str, ...] | None) -> str | None:
@@ -292,6 +316,20 @@ SERVICE_RULES = (
         "one process learns, and nothing waits for it; have more",
     ),
     *(_of_processes(f"topology.{name}") for name in ("heartbeat_seconds", "group_timeout_seconds")),
+    *(
+        no_effect(
+            f"learner.{name}",
+            default_of(LearnerSection, name),
+            "topology.gpus_for_training",
+            lambda num: num is not None and num > 1,
+            "one process learns; have more",
+        )
+        for name in LearnerSection.model_fields
+    ),
+    Rule(("learner.sequence_parallel", "topology.gpus_for_training"), _sequence_parallel_divides),
+    Rule(("learner.sequence_parallel", "training.lora.dropout"), _rows_drop_out_whole),
+    Rule(("learner.sequence_parallel", "model.torch_compile"), _layers_are_not_compiled),
+    Rule(("learner.cpu_offload", "compute.gpu_count"), _offloads_from_gpus),
     Rule(("topology", "services.engine_urls"), _split_gpus_are_used),
     Rule(("topology.type", "compute.nodes"), _one_node_is_split),
     Rule(("compute.gpu_type", "compute.gpu_count"), _type_is_of_a_gpu),

@@ -24,7 +24,7 @@ from gspo_gym.cli.train import run_training
 from gspo_gym.config.build import learner_ranks
 from gspo_gym.config.build.trainer import build_learner, build_policy
 from gspo_gym.config.run_config import RunConfig, load_config
-from gspo_gym.errors import CheckpointError, ServiceError
+from gspo_gym.errors import CheckpointError, ConfigError, ServiceError
 from gspo_gym.learning.saved import SavedTensors
 from gspo_gym.learning.update import AnyLearner
 from gspo_gym.policy.checkpoints import CheckpointStore
@@ -103,6 +103,22 @@ def test_a_run_on_two_ranks_is_that_of_one_process(tmp_path: Path) -> None:
     assert not any(event["kind"] == "ranks_lost" for event in read_events(two))
     assert not (two / "learner").exists()
     assert ranks_here() == []
+
+
+def test_the_section_of_the_learner_reaches_its_ranks(tmp_path: Path) -> None:
+    def first_update(*more: str) -> float:
+        config = configure(tmp_path, *more)
+        with learning(config, build_policy(config)) as learner:
+            return learner.update(build_batch_of(0)).metrics["optim/grad_norm"]
+
+    two = "topology.gpus_for_training=2"
+    exact = first_update("topology.gpus_for_training=1")
+    assert first_update(two, "learner.sequence_parallel=2") == pytest.approx(exact, rel=1e-5)
+    narrow = first_update(two, "learner.compute_dtype=bfloat16")
+    assert narrow == pytest.approx(exact, rel=0.1)
+    assert narrow != pytest.approx(exact, rel=1e-5)
+    with pytest.raises(ConfigError, match=r"^learner\.sequence_parallel: the load of this model's routers is counted"):
+        first_update(two, "learner.sequence_parallel=2", "model.base=tiny:qwen3-moe-64")
 
 
 def test_ranks_that_are_killed_or_hang_learn_their_batches_again(tmp_path: Path) -> None:

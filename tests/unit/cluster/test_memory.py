@@ -25,6 +25,7 @@ from gspo_gym.cluster.memory import (
 )
 from gspo_gym.errors import ConfigError
 from gspo_gym.learning.optimizer import build_adamw
+from gspo_gym.learning.sequence import SequenceSharing
 from gspo_gym.learning.settings import LoraSettings, OptimizerSettings
 from gspo_gym.policy.load import adapt_policy, load_policy
 from gspo_gym.policy.options import prepare_for_training
@@ -135,6 +136,60 @@ def test_activations_are_what_autograd_keeps(name: str, dtype: str, checkpointin
         expected -= (activation_bytes(shape, alone) - outside) // shape.num_layers
         expected -= 64 * 2 * shape.head_dim * BYTES[dtype]
     assert saved == pytest.approx(expected, rel=0.02)
+
+
+class Neighbour:
+    """A `SequenceGroup` in which all send what this rank sends: of the right sizes."""
+
+    rank, device = 0, None
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def sum(self, values: Tensor) -> Tensor:
+        return torch.zeros_like(values)
+
+    def exchange(self, parts: Tensor) -> Tensor:
+        return parts.clone(memory_format=torch.contiguous_format)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("name", "degree"), [("qwen3-64", 2), ("qwen3-128", 2), ("qwen3-128", 4)])
+def test_activations_of_ranks_that_compute_rows_together_are_what_autograd_keeps(
+    name: str, dtype: str, degree: int
+) -> None:
+    model = build_tiny(name, 0).to(getattr(torch, dtype))
+    sharing = SequenceSharing(model.model, Neighbour(degree), lambda work: work())
+    own = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}
+    kept: dict[int, Tensor] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        if (address := tensor.untyped_storage().data_ptr()) not in own:
+            kept[address] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        tokens = torch.arange(128)[None] % 200
+        sharing.hidden_states(model.model, tokens, None, torch.ones_like(tokens, dtype=torch.bool))
+    saved = sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
+    expected = activation_bytes(shape_of(model), Learning(dtype=dtype, num_tokens=128, sequence_parallel=degree))
+    assert saved == pytest.approx(expected, rel=0.02)
+
+
+def test_what_computes_in_16_bits_or_is_offloaded_is_counted_there() -> None:
+    shape = SHAPES["Qwen3-8B"]
+    plain, narrow = (rank_memory(shape, Learning(compute_dtype=dtype), 4) for dtype in (None, "bfloat16"))
+    assert (narrow.weights, narrow.gradients, narrow.optimizer) == (plain.weights, plain.gradients, plain.optimizer)
+    layer, root = 192_946_432, 2 * 151_936 * 4096 + 4096  # of the config.json: a layer, and embedding, norm and head
+    assert layer * 36 + root == PUBLISHED["Qwen3-8B"]
+    # The root and two layers, and the root's gradient as computed and in float32.
+    assert plain.gathered == 4 * (root + 2 * layer) + 8 * root
+    assert narrow.gathered == 2 * (root + 2 * layer) + 6 * root
+    assert narrow.activations == activation_bytes(shape, Learning(dtype="bfloat16"))
+    away = rank_memory(shape, Learning(cpu_offload=True), 4)
+    assert (away.weights, away.gradients, away.optimizer) == (0, 0, 0)
+    assert away.offloaded == plain.weights + plain.gradients + plain.optimizer
+    assert away.total == plain.total - away.offloaded
 
 
 def test_a_replica_holds_its_share_of_weights_and_a_key_and_a_value_a_head_and_layer() -> None:

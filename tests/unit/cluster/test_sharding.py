@@ -11,7 +11,19 @@ from safetensors.torch import load_file, save_file
 from gspo_gym.cluster.sharding import shard_model
 from gspo_gym.errors import ConfigError
 from tests.support import learner_ranks
-from tests.support.learner_ranks import CASES, REPEATED, SAVED, build_learner, build_model, start_ranks, train
+from tests.support.learner_ranks import (
+    CASES,
+    NARROW,
+    REPEATED,
+    SAVED,
+    TOGETHER,
+    build_learner,
+    build_model,
+    narrowed,
+    score,
+    start_ranks,
+    train,
+)
 from tests.support.thread_ranks import largest_difference, weights_of
 
 pytestmark = pytest.mark.slow
@@ -79,6 +91,56 @@ def test_as_many_ranks_learn_the_same_bit_for_bit_again(trained):
     assert largest_difference(first, second) == 0.0
 
 
+@pytest.fixture(scope="module")
+def together(tmp_path_factory):
+    """Folders in which two and four ranks left what they found with rows that several compute."""
+    folder = tmp_path_factory.mktemp("together")
+    start_ranks(2, folder / "two", "train_together", "score_together")
+    start_ranks(4, folder / "four", "train_together", "train_four_together")
+    return {2: folder / "two", 4: folder / "four"}
+
+
+@pytest.mark.parametrize("name", TOGETHER)
+def test_ranks_that_compute_rows_together_learn_what_one_process_does(together, name):
+    model = build_model(TOGETHER[name])
+    before = weights_of(model)
+    train(build_learner(TOGETHER[name], model), TOGETHER[name].num_updates)
+    weights = weights_of(model)
+    assert largest_difference(before, weights) > 1e-2
+    files = [folder / f"{name}.safetensors" for folder in together.values()]
+    if name == "rows":  # by four ranks, of which two have the same head of keys
+        files.append(together[4] / "rows_by_four.safetensors")
+    for file in files:
+        assert largest_difference(load_file(file), weights) <= 5e-6
+        reports = [read_json(path) for path in file.parent.glob(f"{file.stem}.rank?.json")]
+        assert len(reports) in (2, 4)
+        assert all(each == reports[0] for each in reports)
+
+
+@pytest.mark.parametrize("name", TOGETHER)
+def test_logprobs_and_gradients_of_rows_that_ranks_compute_together_are_those_of_one(together, name):
+    expected = score(TOGETHER[name], build_model(TOGETHER[name], dtype=torch.float64))
+    found = load_file(together[2] / f"{name}.scores.safetensors")
+    assert largest_difference(found, expected) <= 1e-12
+    assert sum(float(value.abs().max()) > 1e-2 for value in expected.values()) > 10
+
+
+def test_what_ranks_cannot_compute_together_is_refused_by_all_of_them_with_a_reason(together):
+    refused = [read_json(together[2] / f"refused{rank}.json") for rank in range(2)]
+    assert refused[0] == refused[1]
+    wanted = (
+        "Qwen3Model cannot be computed by 2 ranks together: the dropout of its adapter draws by row; set 1",
+        "expected a divisor of 2 ranks, got 3",
+        "MistralModel cannot be computed by 2 ranks together: it failed with a sliding window; set 1",
+        "the load of this model's routers is counted by row, and ranks would have parts of rows; set 1",
+        "Qwen3Model cannot be computed by 2 ranks together: its 3 heads cannot be shared out evenly; set 1",
+    )
+    assert refused[0] == [
+        *(f"learner.sequence_parallel: {text}" for text in wanted),
+        "learner.cpu_offload: the weights are in the processor's memory already; set false, or train on GPUs",
+    ]
+
+
 def test_each_of_two_ranks_holds_half(folders):
     model = build_model(CASES[SAVED])
     alone = learner_ranks.bytes_of_a_step(model, build_learner(CASES[SAVED], model))
@@ -95,6 +157,28 @@ def test_weights_are_gathered_in_16_bits_and_kept_in_32(folders):
     assert mixed != exact
     assert adapter > 0
     assert read_json(folders[2] / "norms1.json") == read_json(folders[2] / "norms0.json")
+
+
+def test_two_ranks_that_compute_in_16_bits_have_the_gradients_of_one_process_with_copies_in_16_bits(folders):
+    found = load_file(folders[2] / "narrow0")  # of the same rows on both ranks, so that gradients are twice as large
+    assert largest_difference(found, load_file(folders[2] / "narrow1")) == 0.0
+    exact = score(NARROW, build_model(NARROW))
+    narrow = {
+        name.replace("parametrizations.", "").removesuffix(".original"): value
+        for name, value in score(NARROW, narrowed(build_model(NARROW))).items()
+    }
+    assert found.keys() == narrow.keys() == exact.keys()
+    for name, value in found.items():
+        assert value.dtype == torch.float32
+        value = value if name in ("logprobs", "entropy") else value / 2
+        apart, rounding = ((other - narrow[name]).norm() / narrow[name].norm() for other in (value, exact[name]))
+        assert apart < 0.05 * rounding  # it was 0, and `rounding` 0.02
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="offloads from a GPU")
+def test_offloaded_parameters_learn_the_same(tmp_path):
+    start_ranks(1, tmp_path, "offload")  # `cpu_offload` on and off
+    assert read_json(tmp_path / "difference.json") <= 5e-6
 
 
 def test_what_two_ranks_saved_goes_on_bit_for_bit_with_one_two_and_three(folders):

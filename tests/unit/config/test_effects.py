@@ -259,6 +259,11 @@ SHOWN_BY = {
         ("topology.heartbeat_seconds", "topology.group_timeout_seconds", "topology.max_restarts"),
         "tests/unit/cluster/test_learner_ranks.py::test_the_settings_bound_how_long_and_how_often_ranks_are_waited_for",
     ),
+    **dict.fromkeys(
+        ("learner.sequence_parallel", "learner.compute_dtype"),
+        "tests/unit/cluster/test_learner_ranks.py::test_the_section_of_the_learner_reaches_its_ranks",
+    ),
+    "learner.cpu_offload": "tests/unit/cluster/test_sharding.py::test_offloaded_parameters_learn_the_same",
     # they need a device, an earlier run, or a whole run
     "compute.gpu_type": "tests/unit/config/test_services.py::test_another_gpu_than_the_one_that_is_named_is_an_error",
     "model.source": "tests/unit/config/test_services.py::"

@@ -161,6 +161,7 @@ def test_a_minimal_file_has_these_defaults(file: Path) -> None:
             "schedule": "constant",
             "min_lr_fraction": 0.1,
         },
+        "learner": {"sequence_parallel": 1, "cpu_offload": False},
         "evaluation": {"instances": 100, "every_n_iters": 10, "temperature": 1.0},
         "tracking": {"report_to": [], "wandb_tags": []},
     }
@@ -440,8 +441,8 @@ def test_errors_say_whether_a_key_came_from_the_file_or_the_command_line(
         "  command line: training.lorra: unknown key; did you mean 'lora'?",
         "  command line: loss.clip_low: expected a number > 0 and < 1, got 2",
         "  command line: nowhere: unknown section; known: advantages, algorithm, compute, correction, evaluation, "
-        "gateway, judge, limits, loss, model, optimizer, reference, rewards, rollout, run, services, topology, "
-        "tracking, training, vllm, warmup",
+        "gateway, judge, learner, limits, loss, model, optimizer, reference, rewards, rollout, run, services, "
+        "topology, tracking, training, vllm, warmup",
     ]
 
 

@@ -141,7 +141,7 @@ def test_a_batch_that_fills_one_micro_batch_is_shared_out(make_model, make_batch
 
 
 def test_an_optimizer_that_does_not_know_parts_is_refused(make_model):
-    rank = SimpleNamespace(rank=0, world_size=2)
+    rank = SimpleNamespace(rank=0, world_size=2, is_shared_out=True)
     with pytest.raises(ConfigError, match=r"optimizer.kind: 'adamw_8bit' cannot hold parts"):
         Learner(
             make_model(),

@@ -168,7 +168,14 @@ def test_a_reference_of_ranks_leaves_parameters_in_the_memory_that_torch_gathers
     make_lora, batch, num_ranks, source, moves
 ):
     model = make_lora()
-    ranks = SimpleNamespace(rank=0, world_size=num_ranks, forward=lambda work: work())
+    ranks = SimpleNamespace(
+        rank=0,
+        world_size=num_ranks,
+        is_shared_out=num_ranks > 1,
+        sequence=None,
+        device=None,
+        forward=lambda work: work(),
+    )
     computer = LogprobComputer(model, collective=ranks)
     reference = Reference(model, ReferenceSettings(source=source), computer=computer, make_computer=LogprobComputer)
     before = logprobs_of(model, batch)

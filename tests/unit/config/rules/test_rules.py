@@ -16,6 +16,11 @@ LORA = {"model.trainer_mode": "lora"}
 GRPO = {"algorithm.variety": "grpo"}
 TOPOLOGY = {"type": "single_node_split", "gpus_for_vllm": 2, "gpus_for_training": 1, "gpus_for_ref": 0}
 SPLIT = {"compute": {"gpu_count": 3}, "topology": TOPOLOGY, "vllm": {}}
+TWO_LEARN = {
+    "compute": {"gpu_count": 0},
+    "topology": {"type": "cluster", "gpus_for_vllm": 1, "gpus_for_training": 2},
+    "rollout.engine": "local",
+}
 CLUSTER = {
     "compute": {"gpu_count": 16, "nodes": 2},
     "topology": {"type": "cluster", "gpus_for_vllm": 8, "gpus_for_training": 8, "tensor_parallel": 2},
@@ -301,6 +306,30 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {**COLOCATED, "topology": {**COLOCATED["topology"], "max_restarts": 1}},
         "topology.max_restarts: has no effect with topology.gpus_for_training = 1: one process learns, and "
         "nothing waits for it; have more, or remove this",
+    ),
+    "one process shares no rows": (
+        {**COLOCATED, "learner.sequence_parallel": 2},
+        "learner.sequence_parallel: has no effect with topology.gpus_for_training = 1: one process learns; have more, "
+        "or remove this",
+    ),
+    "rows for more than there are": (
+        {**TWO_LEARN, "learner.sequence_parallel": 3},
+        "learner.sequence_parallel: expected a divisor of topology.gpus_for_training = 2, got 3",
+    ),
+    "rows that drop out in parts": (
+        {**TWO_LEARN, **LORA, "learner.sequence_parallel": 2, "training.lora.dropout": 0.5},
+        "learner.sequence_parallel: processes with parts of a row would drop out others: set 1, or "
+        "training.lora.dropout = 0.5 to 0",
+    ),
+    "compiled layers that exchange": (
+        {**TWO_LEARN, "learner.sequence_parallel": 2, "model.torch_compile": True},
+        "learner.sequence_parallel: layers that exchange tokens are not compiled: set 1, or model.torch_compile to "
+        "false",
+    ),
+    "offloaded from nowhere": (
+        {**TWO_LEARN, "learner.cpu_offload": True},
+        "learner.cpu_offload: with compute.gpu_count = 0 all of it is in the processor's memory already: set false, or "
+        "have GPUs",
     ),
     "tensor parallel that does not divide": (
         {"compute": {"gpu_count": 3}, "topology": {**TOPOLOGY, "tensor_parallel": 3}},
