@@ -373,11 +373,11 @@ def _ports(pid: int) -> set[tuple[int, int]]:
 
 
 def _cut(ports: Iterable[tuple[int, int]]) -> None:
-    for one, other in ports:
-        for source, target in ((one, other), (other, one)):
-            rule = f"pref {_CUT_PRIORITY} ipproto tcp sport {source} dport {target} blackhole"
-            for family in ("-4", "-6"):
-                subprocess.run(["ip", family, "rule", "add", *rule.split()], check=True)
+    # Two processes may both have named a connection, and a rule cannot be added twice.
+    for source, target in {way for ends in ports for way in (ends, ends[::-1])}:
+        rule = f"pref {_CUT_PRIORITY} ipproto tcp sport {source} dport {target} blackhole"
+        for family in ("-4", "-6"):
+            subprocess.run(["ip", family, "rule", "add", *rule.split()], check=True)
 
 
 def _mend_cuts() -> None:
@@ -505,8 +505,7 @@ def _do(fault: Fault, run: _Run, rng: np.random.Generator, report: ChaosReport) 
         if isinstance(each, Process):
             with contextlib.suppress(ProcessLookupError):  # it has just ended by itself
                 os.kill(each.pid, signal.SIGKILL if fault.act == "kill" else signal.SIGSTOP)
-        else:
-            _cut(each)
+    _cut([ends for each in hit if not isinstance(each, Process) for ends in each])
     if fault.act == "pause":
         time.sleep(1.6 * HEARTBEAT_SECONDS)
         os.kill(run.pid, signal.SIGCONT)
