@@ -11,6 +11,7 @@ SUITES := .venv-foreign
 VERIFIERS := .venv-verifiers
 VLLM := .venv-vllm
 BROWSER := .venv-browser
+CLUSTER := .venv-cluster
 PEERS := .venv-peers
 # The oldest openai package that we take, in a folder before the one of .venv: 2.x stands on httpx, 3.x on httpx2.
 OPENAI_2 := .openai-2
@@ -22,7 +23,7 @@ OPENAI_TESTS := tests/unit/engine/endpoint/test_http_engine.py tests/fault/test_
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2
 SITE_PACKAGES := import sysconfig; print(sysconfig.get_path('purelib'))
 
-.PHONY: quickstart test lint types unit slow foreign openai-2 vllm browser environments benchmark bench peers clean
+.PHONY: quickstart test lint types unit slow foreign openai-2 vllm browser cluster environments benchmark bench peers clean
 
 quickstart: $(VENV)/.run
 	$(BIN)/python -m gspo_gym.train configs/quickstart.toml --set-aside
@@ -31,7 +32,7 @@ quickstart: $(VENV)/.run
 # come first; so the long ones that mostly use one, vllm and foreign, end side by side.
 test: lint types
 	$(MAKE) --jobs 2 environments
-	$(MAKE) --jobs 2 unit slow vllm foreign openai-2 browser
+	$(MAKE) --jobs 2 unit slow vllm foreign openai-2 browser cluster
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
@@ -60,7 +61,10 @@ vllm: $(VLLM)/.installed
 browser: $(BROWSER)/.installed
 	OMP_NUM_THREADS=1 $(BROWSER)/bin/python -m pytest tests/browser
 
-environments: $(BROWSER)/.installed $(VLLM)/.installed $(SUITES)/.installed $(VERIFIERS)/.installed $(OPENAI_2)/.installed
+cluster: $(CLUSTER)/.installed
+	OMP_NUM_THREADS=1 $(CLUSTER)/bin/python -m pytest tests/cluster
+
+environments: $(CLUSTER)/.installed $(BROWSER)/.installed $(VLLM)/.installed $(SUITES)/.installed $(VERIFIERS)/.installed $(OPENAI_2)/.installed
 
 benchmark: $(VENV)/.run
 	$(BIN)/python -m benchmarks engines
@@ -72,7 +76,7 @@ bench: $(VENV)/.run
 peers: $(PEERS)/.installed
 
 clean:
-	rm -rf $(VENV) $(SUITES) $(VERIFIERS) $(VLLM) $(BROWSER) $(OPENAI_2) $(PEERS) build dist *.egg-info
+	rm -rf $(VENV) $(SUITES) $(VERIFIERS) $(VLLM) $(BROWSER) $(CLUSTER) $(OPENAI_2) $(PEERS) build dist *.egg-info
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
@@ -122,6 +126,11 @@ $(BROWSER)/.installed: tests/browser/requirements.txt | $(VENV)/.dev
 	$(BROWSER)/bin/python $(PIP) --requirement $<
 	tests/browser/install_browsers
 	$(call see_ours,$(BROWSER))
+
+$(CLUSTER)/.installed: pyproject.toml constraints.txt | $(VENV)/.dev
+	$(PYTHON) -m venv --clear $(CLUSTER)
+	$(CLUSTER)/bin/python $(PIP) --constraint constraints.txt ray
+	$(call see_ours,$(CLUSTER))
 
 # addsitedir and not a plain path, because our packages are installed as editable, which is a .pth file itself.
 define see_ours

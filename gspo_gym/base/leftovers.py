@@ -182,6 +182,26 @@ def all_end_with_us() -> Iterator[None]:
         _KEEPER.tell("-", "m", mark)
 
 
+class MarkedProcesses:
+    """Processes that begin with a variable in their environment, and all that they start; ended with this program.
+
+    Attributes:
+        environment: for the first of them.
+    """
+
+    def __init__(self) -> None:
+        self._mark = os.urandom(16).hex()
+        self.environment = {_MARK: self._mark}
+        _KEEPER.tell("+", "m", self._mark)
+
+    def end(self) -> None:
+        """End them, first by SIGTERM, and wait until they are gone. Ending twice is fine."""
+        running = _marked([f"{_MARK}={self._mark}".encode()])
+        _end(running)
+        _end(_marked([f"{_MARK}={self._mark}".encode()]))  # those that were being started
+        _KEEPER.tell("-", "m", self._mark)
+
+
 def has_ended(pid: int, *, is_group: bool = False) -> None:
     """Forget a process of `end_with_us`, before another can have its number."""
     _KEEPER.tell("-", "p", str(-pid if is_group else pid))
@@ -216,11 +236,7 @@ def main() -> None:
                 registered.pop(line[1:], None)
     processes = [int(line[1:]) for line in registered if line.startswith(b"p")]
     processes += _marked([f"{_MARK}=".encode() + line[1:] for line in registered if line.startswith(b"m")])
-    _signal(processes, signal.SIGTERM)
-    deadline = time.monotonic() + _GRACE_SECONDS
-    while any(_is_alive(process) for process in processes) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    _signal(processes, signal.SIGKILL)
+    _end(processes)
     for line in registered:
         if line.startswith(b"f"):
             shutil.rmtree(line[1:], ignore_errors=True)
@@ -229,8 +245,8 @@ def main() -> None:
 
 
 def _marked(marks: list[bytes]) -> list[int]:
-    """Return the processes that began with one of these variables."""
-    found = []
+    """Return the processes that began with one of these variables, and theirs: a title may hide the variables."""
+    found: list[int] = []
     for name in os.listdir("/proc") if marks and os.path.isdir("/proc") else []:
         with (
             contextlib.suppress(OSError),
@@ -238,7 +254,15 @@ def _marked(marks: list[bytes]) -> list[int]:
         ):  # it has ended, or is no process
             if not set(marks).isdisjoint(file.read().split(b"\0")):
                 found.append(int(name))
-    return found
+    return [*{pid for begun in found for pid in (begun, *descendants(begun))}]
+
+
+def _end(processes: list[int]) -> None:
+    _signal(processes, signal.SIGTERM)
+    deadline = time.monotonic() + _GRACE_SECONDS
+    while any(_is_alive(process) for process in processes) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    _signal(processes, signal.SIGKILL)
 
 
 def _signal(processes: list[int], number: int) -> None:

@@ -17,6 +17,7 @@ from rich.console import Console
 
 from gspo_gym.base.files import replace_file
 from gspo_gym.base.loops import run_to_end
+from gspo_gym.cluster.launcher import Seat
 from gspo_gym.config.build import trainer as build
 from gspo_gym.config.build.compute import computing_elsewhere, start_compute
 from gspo_gym.config.build.engines import build_weight_sync
@@ -57,7 +58,7 @@ _INTERRUPTED = 128 + signal.SIGINT
 
 
 def execute(
-    config: RunConfig, *, resume: bool | Literal["auto"], set_aside: bool, console: Console | None
+    config: RunConfig, seat: Seat | None, *, resume: bool | Literal["auto"], set_aside: bool, console: Console | None
 ) -> dict[str, Any]:
     """Run `train.run_training`."""
     if resume == "auto" and not (resume := _has_checkpoint(config)):
@@ -68,7 +69,7 @@ def execute(
     begin = _resume if resume else _start
     with steering.handling_signals(), telling(console) as progress:
         try:
-            summary = run_to_end(begin(config, progress, steering))
+            summary = run_to_end(begin(config, seat, progress, steering))
         except StopRequested as stop:
             progress.note(f"{stop}; go on with --resume")
         except GymError as error:
@@ -103,7 +104,7 @@ def folder_is_taken(config: RunConfig) -> str | None:
     return f"{folder} already holds a run: {go_on}, move it away first (--set-aside), or choose another model.label"
 
 
-async def _start(config: RunConfig, progress: Progress, steering: Steering) -> dict[str, Any]:
+async def _start(config: RunConfig, seat: Seat | None, progress: Progress, steering: Steering) -> dict[str, Any]:
     """Run from the beginning; a failure before the first evaluation leaves everything as it was."""
     async with contextlib.AsyncExitStack() as stack:
         begin = stack.enter_context(folder_of_a_new_run(config.run_folder, progress))
@@ -111,7 +112,7 @@ async def _start(config: RunConfig, progress: Progress, steering: Steering) -> d
         base, state = (None, None) if restored is None else (restored.base, restored.state)
         for notice in await require_ready(config, base=base):
             progress.note(notice)
-        fleet = stack.enter_context(launching(config))
+        fleet = stack.enter_context(launching(config, seat))
         num_threads = stack.enter_context(computing_elsewhere(build.device_of(config)))
         policy = build.build_policy(config, base)
         player = await build_training_player(config, policy, fleet)
@@ -167,14 +168,14 @@ async def _begin_with(
         progress.note(sentence)
 
 
-async def _resume(config: RunConfig, progress: Progress, steering: Steering) -> dict[str, Any]:
+async def _resume(config: RunConfig, seat: Seat | None, progress: Progress, steering: Steering) -> dict[str, Any]:
     with contextlib.ExitStack() as stack:
         if (config.run_folder / "config.toml").exists():  # else there is no run to hold
             stack.enter_context(holding(config.run_folder, progress.note, has_begun=True))
-        return await _resume_held(config, progress, steering)
+        return await _resume_held(config, seat, progress, steering)
 
 
-async def _resume_held(config: RunConfig, progress: Progress, steering: Steering) -> dict[str, Any]:
+async def _resume_held(config: RunConfig, seat: Seat | None, progress: Progress, steering: Steering) -> dict[str, Any]:
     checkpoints = _checkpoints(config)
     checkpoint = checkpoints.load_latest()
     # Refuse before the model is loaded.
@@ -184,7 +185,7 @@ async def _resume_held(config: RunConfig, progress: Progress, steering: Steering
     state = TrainState.from_dict(checkpoint.trainer_state)
     await require_ready(config, base=str(checkpoint.model_folder))
     async with contextlib.AsyncExitStack() as stack:
-        fleet = stack.enter_context(launching(config))
+        fleet = stack.enter_context(launching(config, seat))
         num_threads = stack.enter_context(computing_elsewhere(build.device_of(config)))
         policy = build.build_policy(config, str(checkpoint.model_folder))
         player = await build_training_player(config, policy, fleet)

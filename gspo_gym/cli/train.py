@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from gspo_gym.base.files import make_folder, writing
 from gspo_gym.cli.command_line import Parser, parse_and_run
+from gspo_gym.cluster.launcher import sit_down, take_seat
 from gspo_gym.config.run_config import RunConfig, load_config
 from gspo_gym.config.sections import with_task_url
 from gspo_gym.errors import ConfigError, UsageError
@@ -101,9 +102,17 @@ def run_training(
         ConfigError: this machine, model or environment cannot do what the config asks for, or the folder is taken.
         RolloutError, StuckError, NonFiniteError, EngineError: the run cannot go on; its folder holds all up to then.
     """
+    seat = take_seat(os.environ)
     from gspo_gym.cli.run import execute  # imports torch
+    from gspo_gym.config.build.learner_ranks import require_seats
 
-    return execute(config, resume=resume, set_aside=set_aside, console=console)
+    require_seats(config, seat)
+    if seat is not None and seat.rank:
+        sit_down(seat)
+        raise SystemExit
+    if seat is not None and seat.attempt and not resume:
+        resume = "auto"  # who started the run, has started it again
+    return execute(config, seat, resume=resume, set_aside=set_aside, console=console)
 
 
 def _detach(arguments: argparse.Namespace, config: RunConfig) -> int:

@@ -9,13 +9,24 @@ A launcher says what its nodes have free, and starts a program in a place that `
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import contextlib
+import json
+import math
+import os
+import runpy
+import socket
+import sys
+import threading
+import time
+from collections.abc import Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import timedelta
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
-from gspo_gym.base.ranks import LOOPBACK, Handle, LocalProcess, Start
-from gspo_gym.cluster.placement import Offer, Part, Place, assign, only_counted
+from gspo_gym.base.ranks import JOIN_SECONDS, LOOPBACK, Handle, LocalProcess, Start, address_towards
+from gspo_gym.cluster.placement import Offer, Part, Place, Resources, assign
+from gspo_gym.errors import ConfigError, PlacementError, ServiceError, shortened
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,11 +47,13 @@ class Launcher(Protocol):
 
     Attributes:
         host: address of this machine, at which what is started can reach this process.
+        counts_cores: whether a piece takes cores and memory of its node; if not, processes share what there is.
         can_restart: whether a start can be called again after its process has ended. If not, the run ends with a lost
             process, and what has started this process begins anew.
     """
 
     host: str
+    counts_cores: bool
     can_restart: bool
 
     def offers(self) -> tuple[Offer, ...]:
@@ -58,15 +71,28 @@ class Fleet:
 
     Args:
         parts: all of them, which are placed together.
+        num_nodes: at least so many nodes must be offered. Their pieces without GPUs are spread over so many, as evenly
+            as there is room.
 
     Raises:
         PlacementError: there is no room; nothing was started.
     """
 
-    def __init__(self, launcher: Launcher, parts: Sequence[Part]) -> None:
+    def __init__(self, launcher: Launcher, parts: Sequence[Part], *, num_nodes: int = 1) -> None:
         self.launcher = launcher
+        if not launcher.counts_cores:
+            parts = [replace(part, each=Resources(gpus=part.each.gpus)) for part in parts]
         self._parts = {part.role: part for part in parts}
-        places = _places(parts, launcher.offers())
+        offers = launcher.offers()
+        if len(offers) < num_nodes:
+            names = ", ".join(offer.node for offer in offers)
+            raise PlacementError(f"compute.nodes = {num_nodes}: {len(offers)} there: {names or 'none'}")
+        # Else a search that fills one node after the other puts processes on the same few cores.
+        most = math.ceil(sum(part.count * part.each.cores for part in parts) / num_nodes)
+        try:
+            places = assign(parts, [replace(offer, cores=min(most, offer.cores)) for offer in offers])
+        except PlacementError:
+            places = assign(parts, offers)
         self._places = {part.role: tuple(place for place in places if place.role == part.role) for part in parts}
 
     def starts(self, role: str, program: Program) -> list[Start]:
@@ -78,12 +104,20 @@ class Fleet:
         part = self._parts[role]
         offers = self.launcher.offers()
         if not {place.node for place in self._places[role]} <= {offer.node for offer in offers}:
-            self._places[role] = _places([part], offers)
+            self._places[role] = assign([part], offers)
         return [self.launcher.start(program, part, place) for place in self._places[role]]
 
 
-def _places(parts: Sequence[Part], offers: Sequence[Offer]) -> tuple[Place, ...]:
-    return assign(only_counted(parts, offers), offers)
+def become(program: Program, environment: Mapping[str, str]) -> None:
+    """Run the program in this process, as `python -m` would, with these variables; return when it does."""
+    os.environ.update(environment)
+    # Its folder is the driver's, which another machine need not have.
+    if program.log is not None and program.log.parent.is_dir():
+        with program.log.open("ab") as log:
+            for descriptor in (1, 2):
+                os.dup2(log.fileno(), descriptor)
+    sys.argv = [program.module, *program.arguments]
+    runpy.run_module(program.module, run_name="__main__")
 
 
 class LocalLauncher:
@@ -94,13 +128,14 @@ class LocalLauncher:
     """
 
     host = LOOPBACK
+    counts_cores = False
     can_restart = True
 
     def __init__(self, gpu_names: Sequence[str] = ()) -> None:
         self._gpu_names = gpu_names
 
     def offers(self) -> tuple[Offer, ...]:
-        """Return this machine with its GPUs. Its cores and memory are not counted: its processes share them."""
+        """Return this machine with its GPUs."""
         return (Offer("this machine", tuple(range(len(self._gpu_names))), address=LOOPBACK),)
 
     def start(self, program: Program, part: Part, place: Place) -> Start:
@@ -115,3 +150,180 @@ class LocalLauncher:
 
     def close(self) -> None:
         """Do nothing: the groups of processes end their own."""
+
+
+@dataclass(frozen=True, slots=True)
+class Seat:
+    """The place of this process among those that torchrun or srun has started.
+
+    Attributes:
+        size: the number of processes.
+        host, port: MASTER_ADDR and MASTER_PORT, where a store of torch is, or where rank 0 opens one.
+        has_store: torchrun itself has opened it.
+        attempt: how often they were started before.
+        source: the variable of the size, for messages.
+    """
+
+    rank: int
+    size: int
+    host: str
+    port: int
+    has_store: bool
+    attempt: int
+    source: str
+
+    def open_store(self) -> Any:
+        """Return the store by which the processes meet (Any: torch's, which loads when it is needed).
+
+        Raises:
+            ServiceError: it cannot be reached.
+        """
+        from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # see policy/parallel.py
+
+        is_ours = self.rank == 0 and not self.has_store
+        try:
+            # On the address that is given, and no other.
+            listening = socket.create_server((self.host, self.port)).detach() if is_ours else None
+            store = TCPStore(
+                self.host,
+                self.port,
+                is_master=is_ours,
+                wait_for_workers=False,
+                timeout=timedelta(seconds=JOIN_SECONDS),
+                master_listen_fd=listening,
+            )
+        except (OSError, RuntimeError) as error:
+            raise ServiceError(f"MASTER_ADDR:MASTER_PORT = {self.host}:{self.port}: {error}") from error
+        return PrefixStore(f"gspo_gym/{self.attempt}", store)
+
+
+def take_seat(environment: MutableMapping[str, str]) -> Seat | None:
+    """Return the place that these variables give this process, and remove them: libraries would read them, too.
+
+    Returns:
+        None without torchrun, and in a step of srun with one task.
+
+    Raises:
+        ConfigError: a variable is missing.
+    """
+    if {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= environment.keys():
+        rank, size = "RANK", "WORLD_SIZE"
+    elif "SLURM_STEP_ID" in environment and int(environment.get("SLURM_NTASKS", 1)) > 1:
+        rank, size = "SLURM_PROCID", "SLURM_NTASKS"
+    else:
+        return None
+    if missing := [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in environment]:
+        raise ConfigError(
+            f"{size} = {environment[size]}, but {' and '.join(missing)} are not set: export the host of the first task "
+            "and a free port of it"
+        )
+    restarts = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
+    seat = Seat(
+        int(environment[rank]),
+        int(environment[size]),
+        environment["MASTER_ADDR"],
+        int(environment["MASTER_PORT"]),
+        environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+        max(int(environment.get(name, 0)) for name in restarts),
+        size,
+    )
+    for name in [*environment]:
+        if name in _GROUP_VARIABLES or name.startswith("TORCHELASTIC_"):
+            del environment[name]
+    return seat
+
+
+_GROUP_VARIABLES = {
+    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK"),
+    *("ROLE_NAME", "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
+}
+
+
+class EnvLauncher:
+    """Gives programs to the processes that torchrun or srun has started beside this one, which is rank 0.
+
+    The program of a role's place k runs in process k, which waits for it in `sit_down`; that of place 0, and programs
+    of other roles, in children of this one.
+    Each process takes one. The host and the store are open to all that reach them, as torch's own are.
+
+    Raises:
+        ServiceError: not all processes have come.
+    """
+
+    counts_cores = False
+    can_restart = False
+
+    def __init__(self, seat: Seat, role: str) -> None:
+        self._seat, self._role, self._store = seat, role, seat.open_store()
+        try:
+            others = [self._store.get(f"address/{rank}").decode() for rank in range(1, seat.size)]
+        except RuntimeError as error:
+            reason = shortened(str(error), _SHOWN)
+            raise ServiceError(f"{seat.source} = {seat.size}: not all have come: {reason}") from error
+        own = [address_towards(other) for other in others]
+        self.host = next((address for address in own if not address.startswith("127.")), LOOPBACK)
+        self._waiting = set(range(1, seat.size))
+
+    def offers(self) -> tuple[Offer, ...]:
+        """Return one node, for all processes."""
+        return (Offer(f"{self._seat.source} = {self._seat.size}", address=self.host),)
+
+    def start(self, program: Program, part: Part, place: Place) -> Start:
+        """Return what gives the program to the process of the place's number."""
+        if part.role != self._role or place.number == 0:
+            return LocalLauncher().start(program, part, place)
+        self._waiting.remove(place.number)
+
+        def start(environment: Mapping[str, str]) -> Handle:
+            log = None if program.log is None else str(program.log.resolve())
+            order = {"program": [program.module, program.arguments, log], "environment": dict(environment)}
+            self._store.set(f"order/{place.number}", json.dumps(order))
+            return _Seated(f"process {place.number} of {self._seat.size}")
+
+        return start
+
+    def close(self) -> None:
+        """Let those go that got no program. Closing twice is fine."""
+        for rank in self._waiting:
+            with contextlib.suppress(RuntimeError):  # the store has gone, and they notice
+                self._store.set(f"order/{rank}", "null")
+        self._waiting = set()
+
+
+class _Seated:
+    """A process that is not ours: its end is seen by its connection, and it ends itself when that is closed."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._is_over = threading.Event()
+
+    def wait(self) -> str:
+        self._is_over.wait()
+        return "was let go"
+
+    def kill(self) -> None:
+        self._is_over.set()
+
+
+def sit_down(seat: Seat) -> None:
+    """Wait for rank 0's program, and become it; return if there is none for this process.
+
+    Raises:
+        ServiceError: rank 0 is gone.
+    """
+    store = seat.open_store()
+    key = f"order/{seat.rank}"
+    try:
+        store.set(f"address/{seat.rank}", address_towards(seat.host))
+        while not store.check([key]):  # and no long wait, during which no signal would be handled
+            time.sleep(_LOOK_SECONDS)
+        order = json.loads(store.get(key))
+    except RuntimeError as error:
+        raise ServiceError(f"rank 0 of {seat.size} is gone: {shortened(str(error), _SHOWN)}") from error
+    if order is not None:
+        module, arguments, log = order["program"]
+        become(Program(module, tuple(arguments), None if log is None else Path(log)), order["environment"])
+
+
+_LOOK_SECONDS = 0.2
+_SHOWN = 200  # characters of torch's reasons

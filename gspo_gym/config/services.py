@@ -81,7 +81,7 @@ class TopologySection(Settings):
         default="single_node_split",
         description="disjoint sets of one machine's GPUs, whose sum is compute.gpu_count; colocated: the same GPUs "
         "generate and learn; cluster: disjoint sets of all machines' GPUs (`gspo-gym cluster check` says whether it "
-        "fits), which training takes without GPUs, with rollout.engine local and on one machine only",
+        "fits), which training takes without GPUs, and with rollout.engine local",
     )
     gpus_for_vllm: int = Field(
         gt=0,
@@ -103,6 +103,18 @@ class TopologySection(Settings):
         gt=0,
         description="for an update by several learner processes, or for a process that samples to take new weights; "
         "then one of them hangs",
+    )
+    launcher: Literal["auto", "local", "ray", "env"] = Field(
+        default="auto",
+        description="what starts the processes that learn and sample: this one (local), Ray, or what has started this "
+        "one (env: torchrun or srun, of whose tasks each learns); auto: env under torchrun or in a step of srun with "
+        "several tasks, else for a cluster ray where compute.nodes > 1 or Ray's address is given, else local",
+    )
+    ray_address: str | None = Field(
+        default=None,
+        min_length=1,
+        description="of Ray's head, HOST:PORT; absent: RAY_ADDRESS, and without that Ray is started on this machine, "
+        "for this run",
     )
     max_restarts: int = Field(
         default=3, ge=0, description="of lost learner processes in a row; then the run ends, and can go on by --resume"
@@ -210,7 +222,7 @@ def _cannot_start_yet(sections: Mapping[str, Any], compute: ComputeSection) -> l
     found = []
     if topology is not None and topology.type == "cluster":
         if compute.gpu_count or sections["rollout"].engine != "local":
-            found.append('topology.type = "cluster": training starts nothing on other machines')
+            found.append('topology.type = "cluster": training takes it without GPUs and with rollout.engine = "local"')
         elif topology.tensor_parallel > 1:
             found.append(
                 f"topology.tensor_parallel = {topology.tensor_parallel}: the local engine shares no layer out; set 1"
@@ -238,8 +250,11 @@ def _cannot_start_yet(sections: Mapping[str, Any], compute: ComputeSection) -> l
                 f'optimizer.kind = "{kind}": topology.gpus_for_training = {num} processes cannot share moments in 8 '
                 'bits; use "adamw"'
             )
-    if compute.nodes > 1:
-        found.append(f"compute.nodes = {compute.nodes}: training takes one machine")
+    if compute.nodes > 1 and (topology is None or topology.type != "cluster" or topology.gpus_for_training == 1):
+        found.append(
+            f'compute.nodes = {compute.nodes}: training takes one machine; with topology.type = "cluster" and several '
+            "gpus_for_training it takes more"
+        )
     return found
 
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, NoReturn
 
@@ -11,14 +14,15 @@ import torch
 from torch import nn
 
 from gspo_gym.base.ranks import JOIN_SECONDS, Patience, Rank, Ranks
-from gspo_gym.cluster.launcher import Fleet, Launcher, LocalLauncher, Program
+from gspo_gym.cluster.launcher import EnvLauncher, Fleet, Launcher, LocalLauncher, Program, Seat
 from gspo_gym.cluster.learner import LearnerOnRanks, RecoverySettings, Started, follow
 from gspo_gym.cluster.placement import Part, Resources
+from gspo_gym.cluster.ray import RayLauncher
 from gspo_gym.cluster.sharding import shard_model
 from gspo_gym.config.build.engines import sampling_parts
 from gspo_gym.config.build.trainer import build_learner, build_skeleton, device_of
 from gspo_gym.config.run_config import RunConfig
-from gspo_gym.errors import CheckpointError
+from gspo_gym.errors import CheckpointError, ConfigError, PlacementError
 from gspo_gym.learning.reference import ReferencePolicy
 from gspo_gym.learning.update import AnyLearner, Learner
 from gspo_gym.policy.checkpoints import CheckpointStore
@@ -26,6 +30,7 @@ from gspo_gym.policy.load import Policy
 from gspo_gym.policy.parallel import host_store, join_group
 
 _ROLE = "learner"
+_END_SECONDS = 5.0
 FOLDER = "learner"  # of the run's folder, while ranks learn: their batches; and their log
 
 
@@ -35,22 +40,67 @@ def num_ranks(config: RunConfig) -> int:
 
 
 @contextlib.contextmanager
-def launching(config: RunConfig) -> Iterator[Fleet]:
+def launching(config: RunConfig, seat: Seat | None = None) -> Iterator[Fleet]:
     """Yield the places of the processes that the run starts on nodes, and what starts them; it ends them.
 
+    Args:
+        seat: of this process, if torchrun or srun has started it; see `require_seats`.
+
     Raises:
-        PlacementError: there is no room.
+        PlacementError: there is no room. MissingExtraError, ServiceError: see the launchers.
     """
-    launcher: Launcher = LocalLauncher()
-    try:
-        yield Fleet(launcher, _parts(config))
-    finally:
-        launcher.close()
+    parts = _parts(config)
+    num_nodes = 1 if config.compute is None else config.compute.nodes
+    with contextlib.closing(_launcher(config, parts, seat, num_nodes)) as launcher:
+        yield Fleet(launcher, parts, num_nodes=num_nodes if launcher.counts_cores else 1)
 
 
 def _parts(config: RunConfig) -> list[Part]:
     learners = [Part(_ROLE, num_ranks(config), Resources(cores=1))] if num_ranks(config) > 1 else []
     return learners + sampling_parts(config)
+
+
+def _launcher(config: RunConfig, parts: Sequence[Part], seat: Seat | None, num_nodes: int) -> Launcher:
+    topology = config.topology
+    if topology is None or not parts:
+        return LocalLauncher()
+    if seat is not None and seat.size > 1:
+        return EnvLauncher(seat, _ROLE)
+    address = topology.ray_address or os.environ.get("RAY_ADDRESS") or None
+    is_wanted = topology.type == "cluster" and (address is not None or num_nodes > 1)
+    if topology.launcher != "ray" and (topology.launcher == "local" or not is_wanted):
+        return LocalLauncher()
+    if address is None and num_nodes > 1:
+        raise PlacementError(
+            f"compute.nodes = {num_nodes}: 1 there, this machine, where Ray would be started; start Ray on all of "
+            "them and name its head in topology.ray_address or RAY_ADDRESS, or start this by torchrun or srun"
+        )
+    # One that is started for this run has room for it: its processes share the cores.
+    return RayLauncher(address, num_cores=sum(part.count for part in parts))
+
+
+def require_seats(config: RunConfig, seat: Seat | None) -> None:
+    """Refuse a number of started processes that is not that of the learner's.
+
+    Raises:
+        ConfigError: names both numbers, or says that nothing has started this process.
+    """
+    wanted = num_ranks(config)
+    launcher = "auto" if config.topology is None else config.topology.launcher
+    if seat is None:
+        if launcher == "env":
+            raise ConfigError(
+                'topology.launcher = "env": expected RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT of torchrun, or '
+                "SLURM_PROCID and SLURM_NTASKS of a step of srun with several tasks; they are not set"
+            )
+        return
+    if launcher in ("local", "ray"):
+        raise ConfigError(f'topology.launcher = "{launcher}", but {seat.source} = {seat.size}: set "env" or "auto"')
+    if seat.size != wanted:
+        raise ConfigError(
+            f"{seat.source} = {seat.size}, but topology.gpus_for_training = {wanted}: each process that was started is "
+            "one of the learner's; set both to the same number"
+        )
 
 
 @contextlib.contextmanager
@@ -83,7 +133,9 @@ def learning(
         newest=lambda: checkpoints.load_newest_sound() if checkpoints.steps() else None,
         num_saved=partial(_num_saved, checkpoints),
         folder=config.run_folder / FOLDER,
-        settings=RecoverySettings(config.topology.group_timeout_seconds, config.topology.max_restarts),
+        settings=RecoverySettings(
+            config.topology.group_timeout_seconds, config.topology.max_restarts if fleet.launcher.can_restart else None
+        ),
         on_restart=on_restart,
     )
     try:
@@ -107,7 +159,13 @@ def _start(config: RunConfig, fleet: Fleet, base: str, num_threads: int, checkpo
     log = config.run_folder / "learner_ranks.log"
     starts = fleet.starts(_ROLE, Program(__name__, log=log))
     store, port = host_store(size, seconds=JOIN_SECONDS, host=host)
-    ranks = Ranks(starts, host=host, patience=Patience(silence=config.topology.heartbeat_seconds), log=log)
+    ranks = Ranks(
+        starts,
+        host=host,
+        patience=Patience(silence=config.topology.heartbeat_seconds),
+        on_loss=(lambda _: None) if fleet.launcher.can_restart else _end_soon,
+        log=log,
+    )
     order = {
         "do": "build",
         "config": config.model_dump(mode="json", exclude_none=True),
@@ -117,6 +175,14 @@ def _start(config: RunConfig, fleet: Fleet, base: str, num_threads: int, checkpo
         "num_threads": num_threads,
     }
     return Started(ranks, order, kept=store)
+
+
+def _end_soon(reason: str) -> None:
+    """End this process, also while it samples: what has started it, starts all again."""
+    print(f"the learner's ranks were lost: {reason}", file=sys.stderr, flush=True)
+    ending = threading.Timer(_END_SECONDS, os._exit, [1])  # which gives the run the time to say so in its records
+    ending.daemon = True
+    ending.start()
 
 
 def main() -> NoReturn:

@@ -9,9 +9,12 @@ from pathlib import Path
 import pytest
 
 from gspo_gym.base.ranks import Ranks, RanksLostError, Start, address_towards
-from gspo_gym.cluster.launcher import Fleet, LocalLauncher, Program
+from gspo_gym.cluster.launcher import Fleet, LocalLauncher, Program, Seat, take_seat
 from gspo_gym.cluster.placement import Offer, Part, Place, Resources
-from gspo_gym.errors import PlacementError
+from gspo_gym.config.build import learner_ranks
+from gspo_gym.config.run_config import load_config
+from gspo_gym.errors import ConfigError, PlacementError
+from tests.support.small_quickstart import QUICKSTART
 
 ECHO = Program("tests.support.echo_rank")
 
@@ -50,6 +53,8 @@ def test_a_role_is_placed_again_when_its_node_is_gone() -> None:
     class Nodes(LocalLauncher):
         """Nodes that come and go, on paper."""
 
+        counts_cores = True
+
         def offers(self) -> tuple[Offer, ...]:
             return tuple(there)
 
@@ -57,7 +62,7 @@ def test_a_role_is_placed_again_when_its_node_is_gone() -> None:
             started.append(place.node)
             return super().start(program, part, place)
 
-    started: list[str] = []
+    started = list[str]()
     there = [Offer("a", cores=3), Offer("b", cores=2)]
     fleet = Fleet(Nodes(), [Part("learner", 2, Resources(cores=1)), Part("replica", 1, Resources(cores=1))])
     fleet.starts("learner", ECHO)
@@ -71,5 +76,135 @@ def test_a_role_is_placed_again_when_its_node_is_gone() -> None:
         fleet.starts("learner", ECHO)
 
 
+def test_processes_are_spread_over_as_many_nodes_as_are_asked_for() -> None:
+    """Of equal nodes and unequal ones; fewer nodes than asked for are an error that names them."""
+
+    class Nodes(LocalLauncher):
+        counts_cores = True
+
+        def __init__(self, *there: Offer) -> None:
+            super().__init__()
+            self.there, self.started = there, list[str]()
+
+        def offers(self) -> tuple[Offer, ...]:
+            return self.there
+
+        def start(self, program: Program, part: Part, place: Place) -> Start:
+            self.started.append(place.node)
+            return super().start(program, part, place)
+
+    parts = [Part("learner", 3, Resources(cores=1))]
+    nodes = [Nodes(Offer("a", cores=9), Offer("b", cores=9)), Nodes(Offer("a", cores=9), Offer("b"))]
+    for launcher in nodes:
+        Fleet(launcher, parts, num_nodes=2).starts("learner", ECHO)
+    assert [launcher.started for launcher in nodes] == [["a", "a", "b"], ["a", "a", "a"]]
+    with pytest.raises(PlacementError, match=r"^compute\.nodes = 2: 1 there: a$"):
+        Fleet(Nodes(Offer("a", cores=9)), parts, num_nodes=2)
+
+
 def test_the_way_to_this_machine_is_loopback() -> None:
     assert address_towards("127.0.0.1") == "127.0.0.1"
+
+
+ON_RANKS = [
+    "compute.gpu_count=0",
+    "topology.type=cluster",
+    "topology.gpus_for_vllm=1",
+    "topology.gpus_for_training=2",
+    "rollout.engine=local",
+]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "address", "expected"),
+    [
+        ([], None, "local"),
+        (["topology.gpus_for_training=1"], "127.0.0.1:1", "local"),  # nothing to start
+        (["topology.launcher=local"], "127.0.0.1:1", "local"),
+        (["topology.launcher=ray"], None, "ray"),
+        (["topology.ray_address=127.0.0.1:1"], None, "ray"),
+        ([], "127.0.0.1:1", "ray"),
+        (["compute.nodes=2"], "127.0.0.1:1", "ray"),
+        (["topology.launcher=ray", "compute.nodes=2"], None, "compute.nodes = 2: 1 there, this machine"),
+        (["compute.nodes=2"], None, "compute.nodes = 2: 1 there, this machine"),
+    ],
+)
+def test_the_launcher_is_the_one_that_the_section_and_the_environment_name(
+    overrides: list[str], address: str | None, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Chosen:
+        """Stands for Ray, which is not installed here; `tests/cluster` has it."""
+
+        counts_cores, can_restart, host = True, True, "127.0.0.1"
+
+        def __init__(self, given: str | None, *, num_cores: int) -> None:
+            wanted = "127.0.0.1:1" if address or "ray_address" in str(overrides) else None
+            assert (given, num_cores) == (wanted, 2)
+
+        def offers(self) -> tuple[Offer, ...]:
+            return (Offer("a", cores=2), Offer("b", cores=2))
+
+        def close(self) -> None: ...
+
+    monkeypatch.setattr(learner_ranks, "RayLauncher", Chosen)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    if address is not None:
+        monkeypatch.setenv("RAY_ADDRESS", address)
+    config = load_config(QUICKSTART, [*ON_RANKS, *overrides])
+    if expected not in ("local", "ray"):
+        with pytest.raises(PlacementError, match=expected):
+            learner_ranks.launching(config).__enter__()
+        return
+    with learner_ranks.launching(config) as fleet:
+        assert isinstance(fleet.launcher, {"local": LocalLauncher, "ray": Chosen}[expected])
+
+
+TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500", "LOCAL_RANK": "1"}
+SRUN = {"SLURM_STEP_ID": "0", "SLURM_PROCID": "1", "SLURM_NTASKS": "2"}
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        ({"PATH": "/bin"}, None),
+        (TORCHRUN, Seat(1, 2, "127.0.0.1", 29500, has_store=False, attempt=0, source="WORLD_SIZE")),
+        (
+            {**TORCHRUN, "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "3"},
+            Seat(1, 2, "127.0.0.1", 29500, has_store=True, attempt=3, source="WORLD_SIZE"),
+        ),
+        (
+            {**SRUN, "MASTER_ADDR": "node1", "MASTER_PORT": "29500", "SLURM_RESTART_COUNT": "1"},
+            Seat(1, 2, "node1", 29500, has_store=False, attempt=1, source="SLURM_NTASKS"),
+        ),
+        ({**SRUN, "SLURM_NTASKS": "1"}, None),  # such as in `srun --pty bash`
+        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "2"}, None),  # a batch script itself
+        (SRUN, "SLURM_NTASKS = 2, but MASTER_ADDR and MASTER_PORT are not set"),
+    ],
+)
+def test_the_usual_variables_give_a_process_its_seat_and_are_gone_then(
+    environment: dict[str, str], expected: Seat | str | None
+) -> None:
+    given = dict(environment)
+    if isinstance(expected, str):
+        with pytest.raises(ConfigError, match=expected):
+            take_seat(given)
+        return
+    assert take_seat(given) == expected
+    assert not any(name in given for name in (*TORCHRUN, "TORCHELASTIC_RESTART_COUNT")) or expected is None
+    assert {name for name in environment if name.startswith("SLURM")} <= given.keys()
+
+
+def test_the_number_of_started_processes_is_that_of_the_learner_or_both_are_named() -> None:
+    seat = take_seat(dict(TORCHRUN))
+    learner_ranks.require_seats(load_config(QUICKSTART, ON_RANKS), seat)
+    learner_ranks.require_seats(load_config(QUICKSTART), None)
+    for overrides, message in (
+        (["topology.gpus_for_training=3"], r"WORLD_SIZE = 2, but topology\.gpus_for_training = 3"),
+        (["topology.launcher=local"], 'topology.launcher = "local", but WORLD_SIZE = 2: set "env" or "auto"'),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            learner_ranks.require_seats(load_config(QUICKSTART, [*ON_RANKS, *overrides]), seat)
+    with pytest.raises(ConfigError, match=r"WORLD_SIZE = 2, but topology\.gpus_for_training = 1"):
+        learner_ranks.require_seats(load_config(QUICKSTART), seat)
+    with pytest.raises(ConfigError, match=r'topology\.launcher = "env": expected RANK, WORLD_SIZE'):
+        learner_ranks.require_seats(load_config(QUICKSTART, [*ON_RANKS, "topology.launcher=env"]), None)

@@ -108,9 +108,8 @@ def test_512_gpus_are_placed_by_the_numbers_alone(make: Make) -> None:
     assert paper.replica.cache == int(0.9 * 80 * GIB) - paper.replica.weights
     assert paper.rank == rank_memory(SHAPES["Qwen3-8B"], learning_of(config), 256)
     assert paper.refused == (
-        'topology.type = "cluster": training starts nothing on other machines',
+        'topology.type = "cluster": training takes it without GPUs and with rollout.engine = "local"',
         "topology.gpus_for_training = 256: training takes one GPU",
-        "compute.nodes = 64: training takes one machine",
     )
 
 
@@ -252,7 +251,7 @@ def test_the_command_prints_places_and_memory_and_its_status_says_whether_all_fi
         "learner: 8 x 1 GPU, 1 core on node-0 (GPUs 0-7)",
         "replica: 4 x 2 GPUs, 2 cores on node-1 (GPUs 0-7)",
     ]
-    begins = ("a learner rank takes ", "a replica takes on each GPU ", *["note: gspo-gym train refuses it: "] * 3)
+    begins = ("a learner rank takes ", "a replica takes on each GPU ", *["note: gspo-gym train refuses it: "] * 2)
     assert all(line.startswith(begin) for line, begin in zip(lines[4:], begins, strict=True))
     two_kinds = ["--nodes", "1x8:80GiB", "--nodes", "2x4:40GiB"]
     assert main(["cluster", "check", str(file), *two_kinds, "topology.tensor_parallel=4"]) == 0

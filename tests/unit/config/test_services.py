@@ -85,7 +85,7 @@ def test_everything_that_is_missing_is_listed_at_once(make: Make) -> None:
         ),
         (
             {"compute": {"gpu_count": 2}, "topology": {"type": "cluster", "gpus_for_vllm": 1, "gpus_for_training": 1}},
-            'topology.type = "cluster": training starts nothing on other machines',
+            'topology.type = "cluster": training takes it without GPUs',
         ),
         ({**TWO_LEARN, "model.trainer_mode": "qlora"}, 'model.trainer_mode = "qlora": topology.gpus_for_training = 2'),
         ({**TWO_LEARN, "optimizer.kind": "adamw_8bit"}, 'optimizer.kind = "adamw_8bit": topology.gpus_for_training'),

@@ -1,0 +1,242 @@
+"""A learner's processes as actors of a real Ray on loopback: the same weights, recovery, refusals, and nothing left."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from gspo_gym.base.leftovers import descendants
+from gspo_gym.base.ranks import Ranks, RanksLostError
+from gspo_gym.cli.train import run_training
+from gspo_gym.cluster.launcher import Fleet, Program
+from gspo_gym.cluster.placement import Part, Resources
+from gspo_gym.cluster.ray import RayLauncher
+from gspo_gym.config.build import learner_ranks
+from gspo_gym.config.build.trainer import build_learner, build_policy
+from gspo_gym.config.run_config import RunConfig, load_config
+from gspo_gym.errors import PlacementError
+from gspo_gym.learning.saved import SavedTensors
+from gspo_gym.policy.checkpoints import CheckpointStore
+from gspo_gym.run.records import read_events
+from tests.support.learner_ranks import build_batch_of
+from tests.support.small_quickstart import QUICKSTART, SMALLER
+
+SAME = 5e-6  # the tolerance of issue 19
+ROOT = Path(__file__).parents[2]
+TWO = ["compute.gpu_count=0", "topology.type=cluster", "topology.gpus_for_vllm=1", "topology.gpus_for_training=2"]
+ECHO = Program("tests.support.echo_rank")
+
+
+def configure(folder: Path, *more: str) -> RunConfig:
+    return load_config(QUICKSTART, [*SMALLER, *TWO, "rollout.engine=local", f"run.folder={folder}", *more])
+
+
+def largest_difference(actual: Path, expected: Path) -> float:
+    largest = 0.0
+    for ours, theirs in (
+        (load_file(actual / "model.safetensors"), load_file(expected / "model.safetensors")),
+        (SavedTensors.of_learner(actual / "resume"), SavedTensors.of_learner(expected / "resume")),
+    ):
+        assert ours.keys() == theirs.keys()
+        largest = max(largest, *(float((ours[key].float() - theirs[key].float()).abs().max()) for key in ours))
+    return largest
+
+
+def is_running(pid: int) -> bool:
+    """Whether a process is there and no zombie, which the container's first process removes when it likes."""
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[0] not in "ZX"
+    return False
+
+
+def require_gone(pids: set[int], folders: set[Path], seconds: float = 30) -> None:
+    deadline = time.monotonic() + seconds
+    while (left := [pid for pid in pids if is_running(pid)] + [f for f in folders if f.exists()]) and (
+        time.monotonic() < deadline
+    ):
+        time.sleep(0.1)
+    assert left == []
+
+
+def folders_of_ray() -> set[Path]:
+    return set(Path("/tmp").glob("gspo_ray_*"))
+
+
+@pytest.fixture(scope="module")
+def launcher() -> Iterator[RayLauncher]:
+    """A Ray with two cores, which ends with everything that it started."""
+    before = folders_of_ray()
+    shared = set(os.listdir("/dev/shm"))
+    launcher = RayLauncher(None, num_cores=2)
+    pids, folders = descendants(os.getpid()), folders_of_ray() - before
+    assert len(folders) == 1
+    yield launcher
+    pids |= descendants(os.getpid())
+    launcher.close()
+    launcher.close()
+    require_gone(pids - _keeper(), folders, 0)
+    assert set(os.listdir("/dev/shm")) <= shared
+    assert "RAY_AUTH_TOKEN" not in os.environ
+
+
+def _keeper() -> set[int]:
+    """The process that ends and removes what is left of this one, which lives as long."""
+    return {pid for pid in descendants(os.getpid()) if b"leftovers.py" in Path(f"/proc/{pid}/cmdline").read_bytes()}
+
+
+def listening_addresses(pids: set[int]) -> set[str]:
+    """The addresses, as the kernel writes them, at which these processes take connections."""
+    inodes = set()
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            for file in Path(f"/proc/{pid}/fd").iterdir():
+                with contextlib.suppress(OSError):
+                    inodes.add(os.readlink(file))
+    found = set()
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/self/net/{table}").read_text().splitlines()[1:]:
+            words = line.split()
+            if words[3] == "0A" and f"socket:[{words[9]}]" in inodes:
+                found.add(words[1].partition(":")[0])
+    return found
+
+
+def test_ray_listens_on_loopback_only_and_asks_for_a_token(launcher: RayLauncher) -> None:
+    found = listening_addresses(descendants(os.getpid()))
+    # 127.0.0.1, and the same within IPv6; all of Ray's servers are one of them.
+    assert found <= {"0100007F", "0000000000000000FFFF00000100007F"}
+    assert found
+    code = "import ray, sys; ray.init(address=sys.argv[1], logging_level='ERROR')"
+    environment = {**os.environ, "RAY_AUTH_TOKEN": "0" * 64}
+    stranger = subprocess.run(
+        [sys.executable, "-c", code, launcher.address], env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert stranger.returncode != 0
+    assert "uthentic" in stranger.stderr
+
+
+def test_a_killed_actor_ends_the_others_is_named_and_its_place_is_free_again(launcher: RayLauncher) -> None:
+    fleet = Fleet(launcher, [Part("learner", 2, Resources(cores=1))])
+    for _ in range(2):
+        ranks = Ranks(fleet.starts("learner", ECHO), host=launcher.host)
+        ranks.send({"do": "echo"}, [b"abc"], num_bodies=1)
+        assert [(head["rank"], list(bodies)) for head, bodies in (ranks.receive(0), ranks.receive(1))] == [
+            (0, [b"abcabc"]),
+            (1, [b"abcabc"]),
+        ]
+        killed, other = ranks.handles[1].pid, ranks.handles[0].pid  # type: ignore[attr-defined]  # of actors
+        os.kill(killed, signal.SIGKILL)
+        with pytest.raises(RanksLostError, match=rf"rank 1.*process {killed} on 127\.0\.0\.1|rank 1 has closed"):
+            ranks.receive(0)
+        ranks.close()
+        require_gone({killed, other}, set())
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["topology.gpus_for_training=3"], "3 cores are needed in all and 2 cores free: 1 core missing.* on 127.0.0.1"),
+        (["compute.nodes=2"], r"^compute\.nodes = 2: 1 there: 127\.0\.0\.1$"),
+    ],
+)
+def test_a_demand_that_cannot_be_met_is_a_sentence_at_once(
+    overrides: list[str], message: str, launcher: RayLauncher, tmp_path: Path
+) -> None:
+    config = configure(tmp_path, f"topology.ray_address={launcher.address}", *overrides)
+    deadline = time.monotonic() + 30
+    while sum(offer.cores for offer in launcher.offers()) < 2 and time.monotonic() < deadline:
+        time.sleep(0.1)  # Ray learns a little later that the actors of another test have gone
+    began = time.monotonic()
+    with pytest.raises(PlacementError, match=message):
+        run_training(config)
+    assert time.monotonic() - began < 5
+    assert not (tmp_path / "quickstart").exists()
+
+
+def test_two_actors_learn_what_two_local_processes_and_one_learn(launcher: RayLauncher, tmp_path: Path) -> None:
+    steps = ["training.iterations_per_epoch=3", "training.checkpoint_every_n_iters=3", "evaluation.seeds=0:20"]
+    kinds = {
+        "ray": [f"topology.ray_address={launcher.address}"],
+        "local": ["topology.launcher=local"],
+        "one": ["topology.gpus_for_training=1"],
+    }
+    summaries = {}
+    for name, more in kinds.items():
+        config = configure(tmp_path, *steps, f"model.label={name}", *more)
+        summaries[name] = run_training(config)
+    saved = {name: tmp_path / name / "checkpoints/step_000003" for name in kinds}
+    assert summaries["ray"]["gradient_steps"] == 3
+    assert largest_difference(saved["ray"], saved["local"]) == 0.0
+    assert largest_difference(saved["ray"], saved["one"]) <= SAME
+    assert not any(event["kind"] == "ranks_lost" for event in read_events(tmp_path / "ray"))
+
+
+def test_killed_actors_learn_their_batches_again(launcher: RayLauncher, tmp_path: Path) -> None:
+    config = configure(tmp_path, f"topology.ray_address={launcher.address}")
+    alone, policy = build_policy(config), build_policy(config)
+    expected, told = build_learner(config, alone), list[str]()
+    store = CheckpointStore(config.run_folder / "checkpoints")
+    with (
+        learner_ranks.launching(config) as fleet,
+        learner_ranks.learning(
+            config, policy, None, fleet=fleet, num_threads=2, on_restart=lambda _, reason: told.append(reason)
+        ) as learner,
+    ):
+        store.save(0, policy=policy, learner=learner, trainer_state={})
+        learner.update(build_batch_of(0))
+        killed = _actors()[1]
+        os.kill(killed, signal.SIGKILL)
+        learner.update(build_batch_of(1))  # the first is learned again before
+        store.save(2, policy=policy, learner=learner, trainer_state={})
+    for number in range(2):
+        expected.update(build_batch_of(number))
+    store.save(4, policy=alone, learner=expected, trainer_state={})
+    folder = config.run_folder / "checkpoints"
+    assert largest_difference(folder / "step_000002", folder / "step_000004") <= SAME
+    assert len(told) == 1
+    assert str(killed) in told[0] or "closed its connection" in told[0]
+
+
+def _actors() -> list[int]:
+    """The processes that are actors of ours."""
+    found = []
+    for pid in sorted(descendants(os.getpid())):
+        with contextlib.suppress(OSError):
+            if Path(f"/proc/{pid}/cmdline").read_bytes().startswith(b"ray::Process"):
+                found.append(pid)
+    return found
+
+
+def test_nothing_outlives_a_driver_that_is_killed(tmp_path: Path) -> None:
+    code = (
+        "import json, os, signal\n"
+        "from tests.cluster.test_ray import *\n"
+        "launcher = RayLauncher(None, num_cores=2)\n"
+        "fleet = Fleet(launcher, [Part('learner', 2, Resources(cores=1))])\n"
+        "ranks = Ranks(fleet.starts('learner', ECHO), host=launcher.host)\n"
+        "print(json.dumps(sorted(descendants(os.getpid()))), flush=True)\n"
+        "signal.pause()\n"
+    )
+    before = folders_of_ray()
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    driver = subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, cwd=ROOT, env=environment
+    )
+    assert driver.stdout is not None
+    pids = set[int](json.loads(driver.stdout.readline()))
+    folders = folders_of_ray() - before
+    assert len(pids) >= 6  # Ray's own, two actors, and what ends them
+    driver.kill()
+    driver.wait()
+    driver.stdout.close()
+    require_gone(pids, folders, 60)
