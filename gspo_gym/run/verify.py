@@ -171,18 +171,19 @@ def _rewards(config: Mapping[str, Any], episode: Trajectory) -> list[float]:  # 
 
 def _returns(records: StepRecords, num_turns: Indices) -> tuple[Floats, Floats]:
     """Return [N, K] returns-to-go of K turns, or returns (K is 1), and the sums of the sizes of their rewards."""
-    config, every = records.config, np.arange(len(num_turns))
-    rewards = np.zeros((len(num_turns), num_turns.max(initial=1)))
+    config, rewards = records.config, np.zeros((len(num_turns), num_turns.max(initial=1)))
     for i in np.flatnonzero(num_turns).tolist():
         rewards[i, : num_turns[i]] = _rewards(config, records.episodes[i])
     if config["rewards.overlong"] == "penalize":
-        rewards[every, num_turns - 1] -= config["rewards.overlong_penalty"] * _are_overlong(records)
-    # From turn k on: the sum over j >= k of discount^(j - k) reward_j. Both matrices are [j, k].
-    first = np.arange(rewards.shape[1] if config["advantages.level"] == "turn" else 1)
-    distance = np.arange(rewards.shape[1])[:, None] - first
-    discounts = np.where(distance >= 0, config["advantages.discount"] ** np.maximum(distance, 0), 0.0)
+        rewards[np.arange(len(num_turns)), num_turns - 1] -= config["rewards.overlong_penalty"] * _are_overlong(records)
+    values, sizes = rewards, np.abs(rewards)
+    for k in reversed(range(rewards.shape[1] - 1)):  # of turn k, what it and those after it earn
+        values[:, k] += config["advantages.discount"] * values[:, k + 1]
+        sizes[:, k] += sizes[:, k + 1]
+    if config["advantages.level"] != "turn":
+        values, sizes = values[:, :1], sizes[:, :1]
     limit = config.get("rewards.clip") or np.inf
-    return (rewards @ discounts).clip(-limit, limit), np.abs(rewards) @ (distance >= 0)
+    return values.clip(-limit, limit), sizes
 
 
 def _with_returns(state: State, values: Floats, sizes: Floats) -> tuple[State, Spread]:
@@ -197,10 +198,9 @@ def _with_returns(state: State, values: Floats, sizes: Floats) -> tuple[State, S
 
 
 def _are_overlong(records: StepRecords) -> Bools:  # [N]
-    reasons = [episode.turns[-1].finish_reason if episode.turns else None for episode in records.episodes]
-    ends = [(episode.outcome, reason) for episode, reason in zip(records.episodes, reasons, strict=True)]
-    limits = (Outcome.MAX_TURNS, Outcome.CONTEXT_OVERFLOW)
-    return np.array([outcome in limits or reason is FinishReason.LENGTH for outcome, reason in ends], dtype=np.bool_)
+    too_long = {Outcome.MAX_TURNS, Outcome.CONTEXT_OVERFLOW, FinishReason.LENGTH}
+    ends = [{each.outcome, *[turn.finish_reason for turn in each.turns[-1:]]} for each in records.episodes]
+    return np.array([not too_long.isdisjoint(end) for end in ends], dtype=np.bool_)
 
 
 def _spread(values: Floats, sizes: Floats) -> Spread:  # of [n, K]

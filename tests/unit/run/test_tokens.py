@@ -34,6 +34,7 @@ from gspo_gym.errors import ConfigError, RecordError
 from gspo_gym.learning.advantages import RunningReturns
 from gspo_gym.learning.batching import BatchCounts, BuiltBatch
 from gspo_gym.learning.tokens import Fate, TokenTable
+from gspo_gym.policy.load import load_policy, save_policy
 from gspo_gym.rollout.episode_files import read_episodes
 from gspo_gym.run import verify
 from gspo_gym.run.collect import Collected
@@ -528,6 +529,34 @@ def test_what_shapes_advantages_and_logprobs_is_recomputed_and_a_planted_error_f
     assert found.quantity == quantity
     if place is not None:
         assert (found.episode, found.turn, found.token) == tuple(place.values())
+
+
+# From the third turn on, messages before the last three are written in another way: the turn begins a new segment.
+_REWRITES = """\
+{%- for message in messages %}
+{{- '<|im_start|>' + ('past ' if loop.revindex > 3 else '') + message.role + '\n' + message.content + '<|im_end|>\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+{{- '<|im_start|>assistant\n' }}
+{%- endif %}
+"""
+
+
+@pytest.mark.slow
+def test_a_step_of_episodes_with_several_segments_is_verified_token_by_token(tmp_path: Path) -> None:
+    policy = load_policy("tiny:qwen3-64")
+    policy.tokenizer.chat_template = _REWRITES
+    save_policy(policy, tmp_path / "base")
+    run_training(config_of(tmp_path, of_training() | {"model": {"base": str(tmp_path / "base")}}))
+    folder = tmp_path / "test"
+    episodes = {each.trajectory_id: each for each in read_episodes(folder / "episodes" / "step_000002.jsonl.gz")}
+    assert max(len(episode.segments) for episode in episodes.values()) == 2
+    result = verify_step(folder, 2)
+    assert (result.difference, result.missing) == (None, [])
+    assert result.compared["old_logprob"][0] > 10
+    place = plant(folder, "old_logprob", 1e-4)
+    found = verify_step(folder, 2).difference
+    assert (found and (found.quantity, found.episode, found.token)) == ("old_logprob", place["episode"], place["token"])
 
 
 @pytest.mark.slow
