@@ -21,6 +21,7 @@ from safetensors.torch import load_file, save_file
 
 from gspo_gym.base.leftovers import descendants
 from gspo_gym.cli.train import run_training
+from gspo_gym.cli.verify import verify_step
 from gspo_gym.config.build import learner_ranks
 from gspo_gym.config.build.trainer import build_learner, build_policy
 from gspo_gym.config.run_config import RunConfig, load_config
@@ -88,7 +89,7 @@ def learning(config: RunConfig, policy: Policy, told: list[str] | None = None) -
 def test_a_run_on_two_ranks_is_that_of_one_process(tmp_path: Path) -> None:
     runs = []
     for number in (1, 2):
-        steps = ["training.iterations_per_epoch=3", "training.checkpoint_every_n_iters=3", "evaluation.seeds=0:20"]
+        steps = ["training.iterations_per_epoch=3", "training.checkpoint_every_n_iters=2", "evaluation.seeds=0:20"]
         config = configure(tmp_path, f"topology.gpus_for_training={number}", f"model.label=of{number}", *steps)
         runs.append((run_training(config), tmp_path / f"of{number}"))
     (alone, one), (shared, two) = runs
@@ -100,6 +101,9 @@ def test_a_run_on_two_ranks_is_that_of_one_process(tmp_path: Path) -> None:
     tables = [load_file(run / "tokens/step_000001.safetensors") for run in (one, two)]
     for name, column in tables[0].items():
         assert column.double().nan_to_num(7.0).allclose(tables[1][name].double().nan_to_num(7.0), atol=1e-4), name
+    verified = verify_step(two, 3)  # from the optimizer's parts, of which each rank wrote one
+    assert (verified.difference, verified.missing) == (None, [])
+    assert verified.compared["grad_norm"][0] > 0
     assert not any(event["kind"] == "ranks_lost" for event in read_events(two))
     assert not (two / "learner").exists()
     assert ranks_here() == []
