@@ -334,7 +334,7 @@ class Ranks:
         place = {"rank": rank, "address": self.address, "secret": self._secret, "silence": self._patience.silence}
         try:
             handle = start({RANK_VARIABLE: json.dumps(place)})
-        except OSError as error:
+        except Exception as error:  # of whatever starts it; else all would wait for a rank that never comes
             member.end = f"could not be started: {error}"
             member.ended.set()
             self.give_up(f"rank {rank} ({_name(member)}) {member.end}")

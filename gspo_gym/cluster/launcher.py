@@ -204,27 +204,31 @@ def take_seat(environment: MutableMapping[str, str]) -> Seat | None:
         None without torchrun, and in a step of srun with one task.
 
     Raises:
-        ConfigError: a variable is missing.
+        ConfigError: a variable is missing, or no number.
     """
     if {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= environment.keys():
         rank, size = "RANK", "WORLD_SIZE"
-    elif "SLURM_STEP_ID" in environment and int(environment.get("SLURM_NTASKS", 1)) > 1:
+    elif "SLURM_STEP_ID" in environment and environment.get("SLURM_NTASKS", "1") != "1":
         rank, size = "SLURM_PROCID", "SLURM_NTASKS"
     else:
         return None
     if missing := [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in environment]:
         raise ConfigError(
             f"{size} = {environment[size]}, but {' and '.join(missing)} are not set: export the host of the first task "
-            "and a free port of it"
+            f"and a free port of it; or unset {size}, and this process trains alone"
         )
-    restarts = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
+    numbers = (rank, size, "MASTER_PORT", *(name for name in _RESTARTS if name in environment))
+    if wrong := [
+        f"{name} = {environment.get(name)!r}" for name in numbers if not environment.get(name, "").isdecimal()
+    ]:
+        raise ConfigError(f"{', '.join(wrong)}: expected a number of what has started this process; or unset {size}")
     seat = Seat(
         int(environment[rank]),
         int(environment[size]),
         environment["MASTER_ADDR"],
         int(environment["MASTER_PORT"]),
         environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
-        max(int(environment.get(name, 0)) for name in restarts),
+        max(int(environment.get(name, 0)) for name in _RESTARTS),
         size,
     )
     for name in [*environment]:
@@ -233,6 +237,7 @@ def take_seat(environment: MutableMapping[str, str]) -> Seat | None:
     return seat
 
 
+_RESTARTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
 _GROUP_VARIABLES = {
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK"),
     *("ROLE_NAME", "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),

@@ -13,10 +13,13 @@ from __future__ import annotations
 import contextlib
 import importlib
 import os
+import re
 import secrets
+import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -26,7 +29,7 @@ from gspo_gym.base.leftovers import MarkedProcesses, remove_folder, temporary_fo
 from gspo_gym.base.ranks import LOOPBACK, Handle, Start, address_towards
 from gspo_gym.cluster.launcher import Program, become
 from gspo_gym.cluster.placement import Offer, Part, Place
-from gspo_gym.errors import MissingExtraError, ServiceError, shortened
+from gspo_gym.errors import ConfigError, MissingExtraError, ServiceError, shortened
 
 _ACTOR_SECONDS = 120.0  # to start one: an interpreter that imports Ray, on a machine that is busy
 _RAY_SECONDS = 120.0  # for a try to start Ray
@@ -34,6 +37,7 @@ _NUM_TRIES = 5  # Ray gives its own agents 15 seconds to start, and gives up if 
 _STORE_BYTES = 80 * 2**20  # Ray's least: nothing of ours travels through its store of objects
 _LOOK_SECONDS = 0.1
 _SHOWN = 300  # characters of Ray's reasons
+_ADDRESS = re.compile(r"auto|[^/]+:\d+")
 
 
 class RayLauncher:
@@ -44,13 +48,19 @@ class RayLauncher:
         num_cores: that a Ray which is started here offers: processes share the cores there are.
 
     Raises:
-        MissingExtraError: Ray is not installed. ServiceError: it does not start, or nothing answers there.
+        ConfigError: that is no address of a head. MissingExtraError: Ray is not installed. ServiceError: it does not
+            start, or nothing answers there.
     """
 
     counts_cores = True
     can_restart = True
 
     def __init__(self, address: str | None, *, num_cores: int = 1) -> None:
+        # Ray takes others, too: of its dashboard, where a job is submitted, or "local", where it starts another Ray.
+        if address is not None and not _ADDRESS.fullmatch(address):
+            raise ConfigError(
+                f"topology.ray_address (or RAY_ADDRESS): expected HOST:PORT of Ray's head, got {address!r}"
+            )
         try:
             importlib.import_module("ray._private.state")
             self._ray: Any = importlib.import_module("ray")  # Any: untyped here
@@ -101,12 +111,17 @@ class RayLauncher:
         self._stack.close()
 
     def _join(self, address: str) -> None:
+        hears_sigterm = signal.getsignal(signal.SIGTERM)
         try:
             self._ray.init(address=address, log_to_driver=False, logging_level="WARNING")
         except (OSError, RuntimeError, self._ray.exceptions.RayError) as error:
             raise ServiceError(
                 f"topology.ray_address: no Ray answers at {address}: {shortened(str(error), _SHOWN)}"
             ) from error
+        finally:
+            # Ray has put its own in place, which exits at once: a run saves a checkpoint first.
+            if hears_sigterm is not None and threading.current_thread() is threading.main_thread():
+                signal.signal(signal.SIGTERM, hears_sigterm)
 
     def _nodes(self) -> dict[str, dict[str, Any]]:
         """Return Ray's rows (Any: of several types) of the nodes that are alive, by a name that is unique."""

@@ -76,8 +76,9 @@ def folders_of_ray() -> set[Path]:
 def launcher() -> Iterator[RayLauncher]:
     """A Ray with two cores, which ends with everything that it started."""
     before = folders_of_ray()
-    shared = set(os.listdir("/dev/shm"))
+    shared, handler = set(os.listdir("/dev/shm")), signal.getsignal(signal.SIGTERM)
     launcher = RayLauncher(None, num_cores=2)
+    assert signal.getsignal(signal.SIGTERM) == handler  # at which a run saves a checkpoint
     pids, folders = descendants(os.getpid()), folders_of_ray() - before
     assert len(folders) == 1
     yield launcher
@@ -109,6 +110,25 @@ def listening_addresses(pids: set[int]) -> set[str]:
             if words[3] == "0A" and f"socket:[{words[9]}]" in inodes:
                 found.add(words[1].partition(":")[0])
     return found
+
+
+@pytest.mark.parametrize("address", ["http://127.0.0.1:8265", "ray://127.0.0.1:1", "local", "head", "head:first"])
+def test_what_is_no_address_of_a_head_is_refused_and_sigterm_is_still_heard(address: str) -> None:
+    """A program of its own: in this one Ray may have been joined."""
+    code = (
+        "import signal, sys\n"
+        "from gspo_gym.cluster.ray import RayLauncher\n"
+        "from gspo_gym.errors import GymError\n"
+        "before = signal.signal(signal.SIGTERM, lambda *_: print('heard'))\n"
+        "try:\n"
+        "    RayLauncher(sys.argv[1])\n"
+        "except GymError as error:\n"
+        "    print(error)\n"
+        "signal.raise_signal(signal.SIGTERM)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code, address], capture_output=True, text=True, timeout=120, cwd=ROOT)
+    expected = f"topology.ray_address (or RAY_ADDRESS): expected HOST:PORT of Ray's head, got '{address}'"
+    assert done.stdout.splitlines() == [expected, "heard"], done.stderr
 
 
 def test_ray_listens_on_loopback_only_and_asks_for_a_token(launcher: RayLauncher) -> None:

@@ -64,3 +64,11 @@ def test_every_command_is_shown_on_a_page_and_every_command_shown_exists() -> No
             assert leaf is not None or is_group, f"{page}: gspo-gym{line}: there is no such command"
             shown.add(leaf)
     assert sorted(known - shown) == []
+
+
+def test_git_ignores_what_the_makefile_installs() -> None:
+    """Else the next `make lint` reads all packages of an environment; the list of this checkout alone must say so."""
+    root = Path(__file__).parents[2]
+    made = set(re.findall(r"^\w+ := (\.\S+)$", (root / "Makefile").read_text(), flags=re.MULTILINE))
+    assert {".venv", ".venv-cluster", ".openai-2"} <= made
+    assert {f"{name}/" for name in made} <= set((root / ".gitignore").read_text().splitlines())

@@ -95,7 +95,9 @@ def require_seats(config: RunConfig, seat: Seat | None) -> None:
             )
         return
     if launcher in ("local", "ray"):
-        raise ConfigError(f'topology.launcher = "{launcher}", but {seat.source} = {seat.size}: set "env" or "auto"')
+        raise ConfigError(
+            f'topology.launcher = "{launcher}", but {seat.source} = {seat.size}: set "env" or "auto", or unset it'
+        )
     if seat.size != wanted:
         raise ConfigError(
             f"{seat.source} = {seat.size}, but topology.gpus_for_training = {wanted}: each process that was started is "

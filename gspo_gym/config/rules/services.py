@@ -343,8 +343,9 @@ SERVICE_RULES = (
         default_of(TopologySection, "ray_address"),
         "topology.launcher",
         lambda launcher: launcher in ("auto", "ray"),
-        "Ray starts nothing there; remove one of them",
+        'Ray starts nothing there; set "ray"',
     ),
+    acts_with("topology.ray_address", default_of(TopologySection, "ray_address"), "topology.type", "cluster"),
     *(
         _of_processes(f"topology.{name}")
         for name in ("heartbeat_seconds", "group_timeout_seconds", "launcher", "ray_address")

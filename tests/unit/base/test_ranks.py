@@ -157,6 +157,16 @@ def test_a_rank_that_does_not_start_is_an_error_at_once() -> None:
         Ranks([start_echo, lambda environment: LocalProcess("tests.support.not_there", (), environment)])
 
 
+def test_whatever_goes_wrong_at_a_start_is_an_error_at_once() -> None:
+    """Such as a RuntimeError of torch's store: without it the others would be waited for until `Patience.join`."""
+
+    def start(_environment: Mapping[str, str]) -> Handle:
+        raise RuntimeError("the store is gone")
+
+    with pytest.raises(RanksLostError, match=r"^rank 1 \(not started\) could not be started: the store is gone"):
+        Ranks([start_echo, start])
+
+
 def test_a_rank_that_cannot_reach_its_driver_ends_itself_and_the_driver_ends_the_rest() -> None:
     """A relay stands between; when it is told to, it forwards nothing more, and closes nothing."""
     with socket.create_server(("127.0.0.1", 0)) as relay:

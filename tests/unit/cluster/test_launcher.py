@@ -178,7 +178,9 @@ SRUN = {"SLURM_STEP_ID": "0", "SLURM_PROCID": "1", "SLURM_NTASKS": "2"}
         ),
         ({**SRUN, "SLURM_NTASKS": "1"}, None),  # such as in `srun --pty bash`
         ({"SLURM_PROCID": "0", "SLURM_NTASKS": "2"}, None),  # a batch script itself
-        (SRUN, "SLURM_NTASKS = 2, but MASTER_ADDR and MASTER_PORT are not set"),
+        (SRUN, "SLURM_NTASKS = 2, but MASTER_ADDR and MASTER_PORT are not set.* unset SLURM_NTASKS"),
+        ({**TORCHRUN, "RANK": "first", "MASTER_PORT": ""}, "^RANK = 'first', MASTER_PORT = '': expected a number"),
+        ({**SRUN, "SLURM_NTASKS": "two", "MASTER_ADDR": "h", "MASTER_PORT": "1"}, "^SLURM_NTASKS = 'two': expected"),
     ],
 )
 def test_the_usual_variables_give_a_process_its_seat_and_are_gone_then(
@@ -200,7 +202,10 @@ def test_the_number_of_started_processes_is_that_of_the_learner_or_both_are_name
     learner_ranks.require_seats(load_config(QUICKSTART), None)
     for overrides, message in (
         (["topology.gpus_for_training=3"], r"WORLD_SIZE = 2, but topology\.gpus_for_training = 3"),
-        (["topology.launcher=local"], 'topology.launcher = "local", but WORLD_SIZE = 2: set "env" or "auto"'),
+        (
+            ["topology.launcher=local"],
+            'topology.launcher = "local", but WORLD_SIZE = 2: set "env" or "auto", or unset it',
+        ),
     ):
         with pytest.raises(ConfigError, match=message):
             learner_ranks.require_seats(load_config(QUICKSTART, [*ON_RANKS, *overrides]), seat)
