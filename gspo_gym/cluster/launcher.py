@@ -48,12 +48,14 @@ class Launcher(Protocol):
     Attributes:
         host: address of this machine, at which what is started can reach this process.
         counts_cores: whether a piece takes cores and memory of its node; if not, processes share what there is.
+        settle_seconds: after a process has ended, until its place is offered again at the latest.
         can_restart: whether a start can be called again after its process has ended. If not, the run ends with a lost
             process, and what has started this process begins anew.
     """
 
     host: str
     counts_cores: bool
+    settle_seconds: float
     can_restart: bool
 
     def offers(self) -> tuple[Offer, ...]:
@@ -101,10 +103,16 @@ class Fleet:
         Raises:
             PlacementError: a node of theirs is gone, and the others have no room.
         """
-        part = self._parts[role]
+        part, deadline = self._parts[role], time.monotonic() + self.launcher.settle_seconds
         offers = self.launcher.offers()
-        if not {place.node for place in self._places[role]} <= {offer.node for offer in offers}:
-            self._places[role] = assign([part], offers)
+        while not {place.node for place in self._places[role]} <= {offer.node for offer in offers}:
+            try:
+                self._places[role] = assign([part], offers)
+            except PlacementError:  # those of the role that were on other nodes have just been ended
+                if time.monotonic() >= deadline:
+                    raise
+                time.sleep(_LOOK_SECONDS)
+                offers = self.launcher.offers()
         return [self.launcher.start(program, part, place) for place in self._places[role]]
 
 
@@ -129,6 +137,7 @@ class LocalLauncher:
 
     host = LOOPBACK
     counts_cores = False
+    settle_seconds = 0.0
     can_restart = True
 
     def __init__(self, gpu_names: Sequence[str] = ()) -> None:
@@ -256,6 +265,7 @@ class EnvLauncher:
     """
 
     counts_cores = False
+    settle_seconds = 0.0
     can_restart = False
 
     def __init__(self, seat: Seat, role: str) -> None:

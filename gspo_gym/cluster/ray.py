@@ -53,6 +53,7 @@ class RayLauncher:
     """
 
     counts_cores = True
+    settle_seconds = 30.0
     can_restart = True
 
     def __init__(self, address: str | None, *, num_cores: int = 1) -> None:

@@ -38,6 +38,7 @@ from gspo_gym.errors import ConfigError, MissingExtraError
 from gspo_gym.learning.correction import MismatchAlarm
 from gspo_gym.learning.logprobs import LogprobComputer
 from gspo_gym.policy.attestation import TOLERANCES, Canary, Score, canary_prompts
+from gspo_gym.policy.checkpoints import CheckpointStore
 from gspo_gym.policy.load import Policy, save_base
 from gspo_gym.policy.lora import ADAPTER, is_adapter
 from gspo_gym.policy.staging import Handover, Staging, num_weight_bytes, staging_root
@@ -227,8 +228,8 @@ async def _start_replicas(config: RunConfig, policy: Policy, fleet: Fleet) -> En
     folder = temporary_folder("gspo_gym-replicas-")
 
     async def start(number: int) -> Engine:
-        # The places are looked up at each start: the node of the last one may be gone.
-        settings = _replica_settings(config, policy.base, number, fleet, Path(folder))
+        # The places are looked up at each start: the node of the last one may be gone. In a thread: Ray may be slow.
+        settings = await asyncio.to_thread(_replica_settings, config, policy.base, number, fleet, Path(folder))
         return await ProcessEngine.start(settings, held_tensors(policy.model))
 
     async def start_all() -> Engine:
@@ -258,7 +259,7 @@ def _replica_settings(config: RunConfig, base: str, number: int, fleet: Fleet, f
     log = folder / f"replica_{number}.log"
     order = {
         "config": config.model_dump(mode="json", exclude_none=True),
-        "base": base,
+        "base": _base_now(config, base),
         "num_replicas": num_replicas(config.sections),
     }
     return ProcessSettings(
@@ -270,6 +271,14 @@ def _replica_settings(config: RunConfig, base: str, number: int, fleet: Fleet, f
         log=log,
         host=fleet.launcher.host,
     )
+
+
+def _base_now(config: RunConfig, base: str) -> str:
+    """Return what a process that samples builds its model from; it is given other weights."""
+    checkpoints = config.run_folder / "checkpoints"
+    if Path(base).is_dir() or Path(base).parent != checkpoints.resolve():
+        return base
+    return str(CheckpointStore(checkpoints).newest())  # that one, from which the run went on, has made room for others
 
 
 def held_tensors(model: Any) -> NamedTensors:

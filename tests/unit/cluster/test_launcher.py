@@ -76,6 +76,22 @@ def test_a_role_is_placed_again_when_its_node_is_gone() -> None:
         fleet.starts("learner", ECHO)
 
 
+def test_a_place_that_is_not_offered_again_yet_is_waited_for() -> None:
+    """Ray learns a little later that a process has ended: without room for that long, a lost node ended the run."""
+
+    class Nodes(LocalLauncher):
+        counts_cores, settle_seconds = True, 600.0
+
+        def offers(self) -> tuple[Offer, ...]:
+            return looks.pop(0)
+
+    free, taken = Offer("b", cores=2), Offer("b", cores=1)
+    looks = [(Offer("a", cores=1), taken), (taken,), (taken,), (free,)]
+    fleet = Fleet(Nodes(), [Part("learner", 2, Resources(cores=1))])
+    assert len(fleet.starts("learner", ECHO)) == 2
+    assert looks == []
+
+
 def test_processes_are_spread_over_as_many_nodes_as_are_asked_for() -> None:
     """Of equal nodes and unequal ones; fewer nodes than asked for are an error that names them."""
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import shutil
 import signal
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
@@ -19,14 +20,16 @@ from engine_contract import until_in_flight
 
 from gspo_gym.base.leftovers import descendants
 from gspo_gym.cli.train import run_training
-from gspo_gym.config.build.engines import build_engine, build_weight_sync
-from gspo_gym.config.build.trainer import build_policy
+from gspo_gym.cluster.launcher import Fleet, LocalLauncher
+from gspo_gym.config.build.engines import _replica_settings, build_engine, build_weight_sync, sampling_parts
+from gspo_gym.config.build.trainer import build_learner, build_policy
 from gspo_gym.config.run_config import RunConfig, load_config
 from gspo_gym.engine.base import Engine, SamplingParams
 from gspo_gym.engine.local.engine import LocalEngine
 from gspo_gym.engine.replicas.rebuildable import RebuildableEngine
 from gspo_gym.engine.replicas.router import RoutedEngine
 from gspo_gym.errors import ConfigError, EngineError, UnknownNameError
+from gspo_gym.policy.checkpoints import CheckpointStore
 from gspo_gym.policy.load import Policy
 from gspo_gym.policy.weight_sync import WeightSync
 from gspo_gym.run.recording import RunRecorder
@@ -240,3 +243,17 @@ def test_the_local_engine_on_the_learners_weights_cannot_keep_calls(tmp_path: Pa
 
     asyncio.run(run())
     recorder.close()
+
+
+def test_a_replica_is_built_from_the_newest_checkpoint_when_that_of_the_resumed_run_is_gone(tmp_path: Path) -> None:
+    """Retention removes it while the run goes on; one that is lost later found no folder, again and again."""
+    config = configure(tmp_path)
+    policy = build_policy(config)
+    learner, store = build_learner(config, policy), CheckpointStore(config.run_folder / "checkpoints")
+    folders = [store.save(step, policy=policy, learner=learner, trainer_state={}) for step in (1, 2)]
+    resumed = build_policy(config, str(folders[0]))
+    shutil.rmtree(folders[0])
+    fleet = Fleet(LocalLauncher(), sampling_parts(config))
+    settings = _replica_settings(config, resumed.base, 0, fleet, tmp_path)
+    assert settings.order["base"] == str(folders[1])
+    assert _replica_settings(config, policy.base, 0, fleet, tmp_path).order["base"] == policy.base
