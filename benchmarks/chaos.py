@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from rich.console import Console
 from rich.table import Table
 from safetensors.torch import load_file, save_file
@@ -584,8 +585,16 @@ def _essence(folder: Path) -> _Essence:
         "episodes": {path.name: sorted(_tokens(path)) for path in episode_paths(folder)},
         "ledger": list(imbalances(entries)),
     }
-    weights, moments = load_file(newest / "model.safetensors"), load_file(newest / "resume" / "learner.safetensors")
-    return _Essence(kept, parts, weights, moments)
+    return _Essence(kept, parts, load_file(newest / "model.safetensors"), _moments(newest / "resume"))
+
+
+def _moments(folder: Path) -> dict[str, Tensor]:
+    """Return the learner's tensors whole: each rank has written its rows, and the first also what is not shared out."""
+    rows: dict[str, list[Tensor]] = {}
+    for path in sorted(folder.glob("learner*.safetensors")):
+        for name, tensor in load_file(path).items():
+            rows.setdefault(name, []).append(tensor)
+    return {name: pieces[0] if len(pieces) == 1 else torch.cat(pieces) for name, pieces in rows.items()}
 
 
 def _tokens(path: Path) -> list[Any]:

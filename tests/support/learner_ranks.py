@@ -141,8 +141,8 @@ def build_model(case: Case, *, dtype: torch.dtype | None = None) -> Any:  # Any:
 def build_learner(case: Case, model: Any, collective: Collective | None = None) -> Learner:
     return Learner(
         model,
-        # AdamW makes a whole step of a gradient that is rounding alone: with its usual eps of 1e-8, one number of 17,504
-        # was 7.5e-6 off on three ranks, and all others at most 4.7e-7.
+        # AdamW makes a whole step of a gradient that is rounding alone: with its usual eps of 1e-8, one number of
+        # 17,504 was 7.5e-6 off on three ranks, and all others at most 4.7e-7.
         optimizer=OptimizerSettings(eps=1e-5),
         loss=LossSettings(**case.loss),
         update=UpdateSettings(**{"learning_rate": 1e-3} | dict(case.update)),
