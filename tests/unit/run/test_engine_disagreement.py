@@ -94,7 +94,7 @@ class Hoarding(LocalEngine):
     async def end_session(self, session_id: str) -> None:
         pass
 
-    def _take(self, batch: Any, version: int) -> None:
+    def _take(self, batch: Any, update: Any) -> None:
         batch.shared.accept_weights()
         batch.weight_version = version
 
@@ -102,8 +102,8 @@ class Hoarding(LocalEngine):
 class Deaf(LocalEngine):
     """Takes the version of an update and not its weights."""
 
-    def _take(self, batch: Any, version: int) -> None:
-        batch.update_weights(version)
+    def _take(self, batch: Any, update: Any) -> None:
+        batch.update_weights(update.version)
 
 
 def resampling(**changes: Any) -> Callable[[Policy], LocalEngine]:
