@@ -96,7 +96,7 @@ class Hoarding(LocalEngine):
 
     def _take(self, batch: Any, update: Any) -> None:
         batch.shared.accept_weights()
-        batch.weight_version = version
+        batch.weight_version = update.version
 
 
 class Deaf(LocalEngine):
