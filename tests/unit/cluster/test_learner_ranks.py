@@ -227,7 +227,7 @@ def test_a_disk_that_refuses_one_rank_costs_the_checkpoint_and_nothing_else(tmp_
         store.save(1, policy=policy, learner=learner, trainer_state={})
         learner.update(build_batch_of(1))
         resource.prlimit(ranks_here()[1], resource.RLIMIT_FSIZE, (10_000, resource.RLIM_INFINITY))
-        with pytest.raises(CheckpointError, match=r"step_000002: could not be saved: rank 1: .*File too large"):
+        with pytest.raises(CheckpointError, match=r"step_000002: could not be saved: rank \d: .*File too large"):
             store.save(2, policy=policy, learner=learner, trainer_state={})
         assert [path.name for path in (config.run_folder / "checkpoints").iterdir()] == ["step_000001"]
         assert store.load_latest().step == 1
