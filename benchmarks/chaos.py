@@ -61,8 +61,8 @@ _ESTABLISHED, _LISTENS = "01", "0A"  # states of /proc/net/tcp
 
 # What the command lines of a kind of process hold. A rank that Ray started is an actor, which Ray names.
 _SIGNS: Mapping[str, tuple[str, ...]] = {
-    "rank": ("gspo_gym.config.build.learner_ranks", "ray::Process"),
-    "replica": ("gspo_gym.config.build.replicas",),
+    "rank": ("gspo_gym.config.build.processes learner", "ray::Process"),
+    "replica": ("gspo_gym.config.build.processes replica",),
     "raylet": ("raylet/raylet ",),
     "environment server": ("gspo_gym.env.workers.server",),
 }

@@ -29,7 +29,7 @@ from benchmarks.prefixes import make_groups, with_advantages
 from benchmarks.record import Value, render
 from gspo_gym.base.leftovers import descendants
 from gspo_gym.cluster.sharding import shard_model
-from gspo_gym.config.build.learner_ranks import launching, learning
+from gspo_gym.config.build.processes import launching, learning
 from gspo_gym.config.build.trainer import build_learner, build_policy
 from gspo_gym.config.run_config import RunConfig, load_config
 from gspo_gym.learning.batching import TrainBatch
@@ -123,7 +123,7 @@ def _ranks() -> list[int]:
     found = []
     for pid in sorted(descendants(os.getpid())):
         with contextlib.suppress(OSError):  # it has ended
-            if b"gspo_gym.config.build.learner_ranks" in Path(f"/proc/{pid}/cmdline").read_bytes():
+            if b"gspo_gym.config.build.processes\0learner" in Path(f"/proc/{pid}/cmdline").read_bytes():
                 found.append(pid)
     return found
 

@@ -22,9 +22,9 @@ from gspo_gym.config.build import trainer as build
 from gspo_gym.config.build.compute import computing_elsewhere, start_compute
 from gspo_gym.config.build.engines import build_weight_sync
 from gspo_gym.config.build.judge import build_judging
-from gspo_gym.config.build.learner_ranks import launching, learning
 from gspo_gym.config.build.live import LiveSettings, Restored, find_restored, when_it_may_change
 from gspo_gym.config.build.preflight import require_ready
+from gspo_gym.config.build.processes import launching, learning
 from gspo_gym.config.build.reference import serving_reference
 from gspo_gym.config.build.rollouts import Player, build_training_player, build_warmup, environment_notes
 from gspo_gym.config.reference import leaf_keys

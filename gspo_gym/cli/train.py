@@ -104,7 +104,7 @@ def run_training(
     """
     seat = take_seat(os.environ)
     from gspo_gym.cli.run import execute  # imports torch
-    from gspo_gym.config.build.learner_ranks import require_seats
+    from gspo_gym.config.build.processes import require_seats
 
     require_seats(config, seat)
     if seat is not None and seat.rank:

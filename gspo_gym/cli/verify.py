@@ -575,7 +575,8 @@ def _text(folder: Path, result: Verification, tolerance: float) -> str:
     lines += [f"{name:32}{count:9d}  {gap:.1e}" for name, (count, gap) in result.compared.items()]
     lines += [f"not recomputed: {each}" for each in result.missing]
     if result.rounding:
-        lines += [f"rounding: two precisions are {result.rounding / _ALLOWED:.1e} apart, {_ALLOWED} times that is allowed"]
+        apart = result.rounding / _ALLOWED
+        lines += [f"rounding: two precisions are {apart:.1e} apart, {_ALLOWED} times that is allowed"]
     found = result.difference
     if found is None:
         return "\n".join([*lines, f"{'what was compared' if result.missing else 'all'} agrees to {tolerance:g}"])

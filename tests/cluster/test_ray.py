@@ -21,7 +21,7 @@ from gspo_gym.cli.train import run_training
 from gspo_gym.cluster.launcher import Fleet, Program
 from gspo_gym.cluster.placement import Part, Resources
 from gspo_gym.cluster.ray import RayLauncher
-from gspo_gym.config.build import learner_ranks
+from gspo_gym.config.build import processes
 from gspo_gym.config.build.trainer import build_learner, build_policy
 from gspo_gym.config.run_config import RunConfig, load_config
 from gspo_gym.errors import PlacementError
@@ -207,8 +207,8 @@ def test_killed_actors_learn_their_batches_again(launcher: RayLauncher, tmp_path
     expected, told = build_learner(config, alone), list[str]()
     store = CheckpointStore(config.run_folder / "checkpoints")
     with (
-        learner_ranks.launching(config) as fleet,
-        learner_ranks.learning(
+        processes.launching(config) as fleet,
+        processes.learning(
             config, policy, None, fleet=fleet, num_threads=2, on_restart=lambda _, reason: told.append(reason)
         ) as learner,
     ):

@@ -48,8 +48,8 @@ from gspo_gym.run.trainer import WhileLearning
 from gspo_gym.types import Float32Array, Sampling
 
 _LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # those that vLLM knows
-_REPLICA = "gspo_gym.config.build.replicas"  # the program of a process that samples
-_ROLE = "replica"
+_PROCESSES = "gspo_gym.config.build.processes"  # the program of a process that samples
+REPLICA = "replica"  # its role
 _LOOK_SECONDS = 1.0  # between looks at replicas, which cost nothing: a lost one is started anew after it
 _API_KEY = "OPENAI_API_KEY"  # the openai package's name for it, with any provider
 
@@ -219,7 +219,7 @@ async def _start_vllm(config: RunConfig, policy: Policy) -> Engine:
 def sampling_parts(config: RunConfig) -> list[Part]:
     """Return the processes that sample, to be placed on nodes; none if this process does."""
     num = num_replicas(config.sections)
-    return [Part(_ROLE, num, Resources(cores=1))] if num else []
+    return [Part(REPLICA, num, Resources(cores=1))] if num else []
 
 
 async def _start_replicas(config: RunConfig, policy: Policy, fleet: Fleet) -> Engine:
@@ -263,7 +263,7 @@ def _replica_settings(config: RunConfig, base: str, number: int, fleet: Fleet, f
         "num_replicas": num_replicas(config.sections),
     }
     return ProcessSettings(
-        start=fleet.starts(_ROLE, Program(_REPLICA, log=log))[number],
+        start=fleet.starts(REPLICA, Program(_PROCESSES, (REPLICA,), log=log))[number],
         order=order,
         name=f"replica {number}",
         silence_seconds=config.topology.heartbeat_seconds,

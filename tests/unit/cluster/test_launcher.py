@@ -11,7 +11,7 @@ import pytest
 from gspo_gym.base.ranks import Ranks, RanksLostError, Start, address_towards
 from gspo_gym.cluster.launcher import Fleet, LocalLauncher, Program, Seat, take_seat
 from gspo_gym.cluster.placement import Offer, Part, Place, Resources
-from gspo_gym.config.build import learner_ranks
+from gspo_gym.config.build import processes
 from gspo_gym.config.run_config import load_config
 from gspo_gym.errors import ConfigError, PlacementError
 from tests.support.small_quickstart import QUICKSTART
@@ -162,16 +162,16 @@ def test_the_launcher_is_the_one_that_the_section_and_the_environment_name(
 
         def close(self) -> None: ...
 
-    monkeypatch.setattr(learner_ranks, "RayLauncher", Chosen)
+    monkeypatch.setattr(processes, "RayLauncher", Chosen)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     if address is not None:
         monkeypatch.setenv("RAY_ADDRESS", address)
     config = load_config(QUICKSTART, [*ON_RANKS, *overrides])
     if expected not in ("local", "ray"):
         with pytest.raises(PlacementError, match=expected):
-            learner_ranks.launching(config).__enter__()
+            processes.launching(config).__enter__()
         return
-    with learner_ranks.launching(config) as fleet:
+    with processes.launching(config) as fleet:
         assert isinstance(fleet.launcher, {"local": LocalLauncher, "ray": Chosen}[expected])
 
 
@@ -214,8 +214,8 @@ def test_the_usual_variables_give_a_process_its_seat_and_are_gone_then(
 
 def test_the_number_of_started_processes_is_that_of_the_learner_or_both_are_named() -> None:
     seat = take_seat(dict(TORCHRUN))
-    learner_ranks.require_seats(load_config(QUICKSTART, ON_RANKS), seat)
-    learner_ranks.require_seats(load_config(QUICKSTART), None)
+    processes.require_seats(load_config(QUICKSTART, ON_RANKS), seat)
+    processes.require_seats(load_config(QUICKSTART), None)
     for overrides, message in (
         (["topology.gpus_for_training=3"], r"WORLD_SIZE = 2, but topology\.gpus_for_training = 3"),
         (
@@ -224,8 +224,8 @@ def test_the_number_of_started_processes_is_that_of_the_learner_or_both_are_name
         ),
     ):
         with pytest.raises(ConfigError, match=message):
-            learner_ranks.require_seats(load_config(QUICKSTART, [*ON_RANKS, *overrides]), seat)
+            processes.require_seats(load_config(QUICKSTART, [*ON_RANKS, *overrides]), seat)
     with pytest.raises(ConfigError, match=r"WORLD_SIZE = 2, but topology\.gpus_for_training = 1"):
-        learner_ranks.require_seats(load_config(QUICKSTART), seat)
+        processes.require_seats(load_config(QUICKSTART), seat)
     with pytest.raises(ConfigError, match=r'topology\.launcher = "env": expected RANK, WORLD_SIZE'):
-        learner_ranks.require_seats(load_config(QUICKSTART, [*ON_RANKS, "topology.launcher=env"]), None)
+        processes.require_seats(load_config(QUICKSTART, [*ON_RANKS, "topology.launcher=env"]), None)

@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 from gspo_gym.base.leftovers import descendants
 from gspo_gym.cli.train import run_training
 from gspo_gym.cli.verify import verify_step
-from gspo_gym.config.build import learner_ranks
+from gspo_gym.config.build import processes
 from gspo_gym.config.build.trainer import build_learner, build_policy
 from gspo_gym.config.run_config import RunConfig, load_config
 from gspo_gym.errors import CheckpointError, ConfigError, ServiceError
@@ -68,7 +68,7 @@ def ranks_here() -> list[int]:
     found = []
     for pid in sorted(descendants(os.getpid())):
         with contextlib.suppress(OSError):  # it has ended
-            if b"gspo_gym.config.build.learner_ranks" in Path(f"/proc/{pid}/cmdline").read_bytes():
+            if b"gspo_gym.config.build.processes\0learner" in Path(f"/proc/{pid}/cmdline").read_bytes():
                 found.append(pid)
     return found
 
@@ -78,8 +78,8 @@ def learning(config: RunConfig, policy: Policy, told: list[str] | None = None) -
     """The learner of a configuration; `told` gets the reasons for which its ranks were started again."""
     told = [] if told is None else told
     with (
-        learner_ranks.launching(config) as fleet,
-        learner_ranks.learning(
+        processes.launching(config) as fleet,
+        processes.learning(
             config, policy, None, fleet=fleet, num_threads=2, on_restart=lambda _, reason: told.append(reason)
         ) as learner,
     ):

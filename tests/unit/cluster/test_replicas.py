@@ -60,7 +60,7 @@ def replicas_here() -> list[int]:
     found = []
     for pid in sorted(descendants(os.getpid())):
         with contextlib.suppress(OSError):  # it has ended
-            if b"gspo_gym.config.build.replicas" in Path(f"/proc/{pid}/cmdline").read_bytes():
+            if b"gspo_gym.config.build.processes\0replica" in Path(f"/proc/{pid}/cmdline").read_bytes():
                 found.append(pid)
     return found
 

@@ -9,10 +9,9 @@ from typing import Any
 
 import pytest
 
-from gspo_gym.cli.cluster import shape_of
+from gspo_gym.cli.cluster import shape_of, table
 from gspo_gym.cli.main import main
 from gspo_gym.cluster.memory import SHAPES, Learning, ModelShape, rank_memory
-from gspo_gym.cluster.paper import table
 from gspo_gym.cluster.placement import GIB, Offer
 from gspo_gym.config.machines import Machines, Paper, check, describe, learning_of, machines_of, parse_nodes
 from gspo_gym.config.run_config import RunConfig

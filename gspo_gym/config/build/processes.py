@@ -1,4 +1,9 @@
-"""The ranks of a learner, from [topology]: started, and built in each of their processes."""
+"""The processes of a run besides the driver, from [topology]: ranks of the learner, and replicas that sample.
+
+`python -m gspo_gym.config.build.processes learner | replica` is one of them, with the environment of a rank
+(`base/ranks.py`); it is there until the driver is gone. The driver's `learning` starts the learner's; `engines.py`
+starts the replicas.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +16,7 @@ from functools import partial
 from typing import Any, NoReturn
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from gspo_gym.base.ranks import JOIN_SECONDS, Patience, Rank, Ranks
 from gspo_gym.cluster.launcher import EnvLauncher, Fleet, Launcher, LocalLauncher, Program, Seat
@@ -19,15 +24,18 @@ from gspo_gym.cluster.learner import LearnerOnRanks, RecoverySettings, Started, 
 from gspo_gym.cluster.placement import Part, Resources
 from gspo_gym.cluster.ray import RayLauncher
 from gspo_gym.cluster.sharding import shard_model
-from gspo_gym.config.build.engines import sampling_parts
-from gspo_gym.config.build.trainer import build_learner, build_skeleton, device_of
+from gspo_gym.config.build.engines import REPLICA, held_tensors, sampling_parts
+from gspo_gym.config.build.trainer import build_learner, build_policy, build_skeleton, device_of
 from gspo_gym.config.run_config import RunConfig
+from gspo_gym.engine.base import Engine
+from gspo_gym.engine.local.engine import LocalEngine
+from gspo_gym.engine.replicas.process import serve
 from gspo_gym.errors import CheckpointError, ConfigError, PlacementError
 from gspo_gym.learning.reference import ReferencePolicy
 from gspo_gym.learning.update import AnyLearner, Learner
 from gspo_gym.policy.checkpoints import CheckpointStore
 from gspo_gym.policy.load import Policy
-from gspo_gym.policy.parallel import host_store, join_group
+from gspo_gym.policy.parallel import copy_into, host_store, join_group
 
 _ROLE = "learner"
 _END_SECONDS = 5.0
@@ -159,7 +167,7 @@ def _start(config: RunConfig, fleet: Fleet, base: str, num_threads: int, checkpo
     assert config.topology is not None
     size, host = num_ranks(config), fleet.launcher.host
     log = config.run_folder / "learner_ranks.log"
-    starts = fleet.starts(_ROLE, Program(__name__, log=log))
+    starts = fleet.starts(_ROLE, Program(__name__, (_ROLE,), log=log))
     store, port = host_store(size, seconds=JOIN_SECONDS, host=host)
     ranks = Ranks(
         starts,
@@ -187,16 +195,18 @@ def _end_soon(reason: str) -> None:
     ending.start()
 
 
-def main() -> NoReturn:
-    """Be a rank, until the driver is gone."""
+def main(role: str) -> NoReturn:
+    """Be a process of this role, until the driver is gone."""
     rank = Rank()
+    if role == REPLICA:
+        serve(rank, _build_engine)
     try:
-        follow(rank, partial(_build, rank.rank))
+        follow(rank, partial(_build_learner, rank.rank))
     except Exception as error:  # a lost rank breaks the collectives of the others
         rank.end(f"{type(error).__name__}: {error}")
 
 
-def _build(rank: int, order: Any) -> tuple[nn.Module, Callable[[], Learner]]:
+def _build_learner(rank: int, order: Any) -> tuple[nn.Module, Callable[[], Learner]]:
     """Return this rank's part of the model, and what builds its learner (Any: the driver's JSON)."""
     config = RunConfig.from_dict(order["config"])
     assert config.topology is not None
@@ -215,5 +225,22 @@ def _build(rank: int, order: Any) -> tuple[nn.Module, Callable[[], Learner]]:
     return policy.model, lambda: build_learner(config, policy, collective=collective)
 
 
+async def _build_engine(order: Any, tensors: Iterator[tuple[str, Tensor]]) -> Engine:
+    """Return the engine of the driver's order (Any: JSON), with the driver's weights."""
+    config = RunConfig.from_dict(order["config"])
+    torch.set_num_threads(max(1, torch.get_num_threads() // order["num_replicas"]))
+    policy = build_policy(config, order["base"])
+    own = dict(held_tensors(policy.model))
+    for name, tensor in tensors:
+        with torch.no_grad():
+            copy_into(own[name], tensor)
+    return LocalEngine(
+        policy.model,
+        takes_tensors=True,
+        max_model_len=config.rollout.max_model_len,
+        max_batch_size=config.rollout.max_concurrent_rollouts,
+    )
+
+
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1])
