@@ -62,7 +62,7 @@ browser: $(BROWSER)/.installed
 	OMP_NUM_THREADS=1 $(BROWSER)/bin/python -m pytest tests/browser
 
 cluster: $(CLUSTER)/.installed
-	OMP_NUM_THREADS=1 $(CLUSTER)/bin/python -m pytest tests/cluster
+	OMP_NUM_THREADS=1 $(CLUSTER)/bin/python -m pytest --numprocesses 2 --dist loadfile tests/cluster
 
 environments: $(CLUSTER)/.installed $(BROWSER)/.installed $(VLLM)/.installed $(SUITES)/.installed $(VERIFIERS)/.installed $(OPENAI_2)/.installed
 

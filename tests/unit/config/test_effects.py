@@ -257,13 +257,13 @@ SHOWN_BY = {
     ),
     **dict.fromkeys(
         ("topology.heartbeat_seconds", "topology.group_timeout_seconds", "topology.max_restarts"),
-        "tests/unit/cluster/test_learner_ranks.py::test_the_settings_bound_how_long_and_how_often_ranks_are_waited_for",
+        "tests/cluster/test_learner_ranks.py::test_the_settings_bound_how_long_and_how_often_ranks_are_waited_for",
     ),
     **dict.fromkeys(
         ("learner.sequence_parallel", "learner.compute_dtype"),
-        "tests/unit/cluster/test_learner_ranks.py::test_the_section_of_the_learner_reaches_its_ranks",
+        "tests/cluster/test_learner_ranks.py::test_the_section_of_the_learner_reaches_its_ranks",
     ),
-    "learner.cpu_offload": "tests/unit/cluster/test_sharding.py::test_offloaded_parameters_learn_the_same",
+    "learner.cpu_offload": "tests/cluster/test_sharding.py::test_offloaded_parameters_learn_the_same",
     **dict.fromkeys(
         ("topology.launcher", "topology.ray_address"),
         "tests/unit/cluster/test_launcher.py::test_the_launcher_is_the_one_that_the_section_and_the_environment_name",
@@ -277,7 +277,7 @@ SHOWN_BY = {
     "training.weight_sync_interval": SYNC + "test_weights_are_sent_every_interval_iterations",
     "training.weight_sync.mode": SYNC + "test_mode_decides_whether_an_adapter_is_sent_alone",
     "training.weight_sync.direct": SYNC + "test_direct_goes_through_memory_and_otherwise_through_the_runs_folder",
-    "training.weight_sync.in_flight": "tests/unit/cluster/test_replicas.py::"
+    "training.weight_sync.in_flight": "tests/cluster/test_replicas.py::"
     "test_calls_in_flight_at_an_update_end_before_it_or_go_on_under_the_new_weights",
     "training.weight_sync.transfer": SYNC + "test_transfer_hands_the_policys_tensors_over_and_writes_nothing",
     "training.weight_sync.verify_every_k": SYNC + "test_checksums_are_compared_every_kth_update_and_by_default_never",

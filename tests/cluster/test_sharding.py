@@ -26,27 +26,29 @@ from tests.support.learner_ranks import (
 )
 from tests.support.thread_ranks import largest_difference, weights_of
 
-pytestmark = pytest.mark.slow
-
-
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory):
-    """Folders in which two and three ranks left the weights and reports of each case."""
-    folder = tmp_path_factory.mktemp("trained")
-    start_ranks(2, folder / "two", "train_cases", "repeat_a_case")
-    start_ranks(3, folder / "three", "train_cases")
-    return {2: folder / "two", 3: folder / "three"}
-
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    """Folders in which two ranks left a checkpoint and what else they found, and three what they read of it."""
+    """Folders in which one, two, three and four ranks left weights, reports, a checkpoint and what else they found."""
     folder = tmp_path_factory.mktemp("ranks")
     save_alone(folder / "one")
-    works = ("save", "go_on_from_one", "count_bytes", "compute_in_16_bits", "take_the_plan_of_transformers")
-    start_ranks(2, folder / "two", *works)
-    start_ranks(3, folder / "three", "go_on_from_two")
-    return {1: folder / "one", 2: folder / "two", 3: folder / "three"}
+    start_ranks(2, folder / "two", *WORKS_OF_TWO)
+    start_ranks(3, folder / "three", "train_cases", "go_on_from_two")
+    start_ranks(4, folder / "four", "train_together", "train_four_together")
+    return {number: folder / name for number, name in enumerate(("one", "two", "three", "four"), 1)}
+
+
+WORKS_OF_TWO = (
+    "train_cases",
+    "repeat_a_case",
+    "save",
+    "go_on_from_one",
+    "count_bytes",
+    "compute_in_16_bits",
+    "take_the_plan_of_transformers",
+    "train_together",
+    "score_together",
+)
 
 
 def save_alone(folder):
@@ -69,13 +71,14 @@ def read_json(file):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_two_and_three_ranks_learn_what_one_process_does(trained, name):
+def test_two_and_three_ranks_learn_what_one_process_does(folders, name):
     model = build_model(CASES[name])
     before = weights_of(model)
     expected = train(build_learner(CASES[name], model), CASES[name].num_updates)
     weights = weights_of(model)
     assert largest_difference(before, weights) > 1e-2
-    for world_size, folder in trained.items():
+    for world_size in (2, 3):
+        folder = folders[world_size]
         assert largest_difference(load_file(folder / f"{name}.safetensors"), weights) <= 5e-6
         reports = [read_json(folder / f"{name}.rank{rank}.json") for rank in range(world_size)]
         assert all(each == reports[0] for each in reports)
@@ -86,30 +89,21 @@ def test_two_and_three_ranks_learn_what_one_process_does(trained, name):
             )
 
 
-def test_as_many_ranks_learn_the_same_bit_for_bit_again(trained):
-    first, second = (load_file(trained[2] / f"{name}.safetensors") for name in (REPEATED, "repeated"))
+def test_as_many_ranks_learn_the_same_bit_for_bit_again(folders):
+    first, second = (load_file(folders[2] / f"{name}.safetensors") for name in (REPEATED, "repeated"))
     assert largest_difference(first, second) == 0.0
 
 
-@pytest.fixture(scope="module")
-def together(tmp_path_factory):
-    """Folders in which two and four ranks left what they found with rows that several compute."""
-    folder = tmp_path_factory.mktemp("together")
-    start_ranks(2, folder / "two", "train_together", "score_together")
-    start_ranks(4, folder / "four", "train_together", "train_four_together")
-    return {2: folder / "two", 4: folder / "four"}
-
-
 @pytest.mark.parametrize("name", TOGETHER)
-def test_ranks_that_compute_rows_together_learn_what_one_process_does(together, name):
+def test_ranks_that_compute_rows_together_learn_what_one_process_does(folders, name):
     model = build_model(TOGETHER[name])
     before = weights_of(model)
     train(build_learner(TOGETHER[name], model), TOGETHER[name].num_updates)
     weights = weights_of(model)
-    assert largest_difference(before, weights) > 1e-2
-    files = [folder / f"{name}.safetensors" for folder in together.values()]
+    assert largest_difference(before, weights) > 3e-3  # a step of AdamW moves a weight by up to 1e-3
+    files = [folder / f"{name}.safetensors" for folder in (folders[2], folders[4])]
     if name == "rows":  # by four ranks, of which two have the same head of keys
-        files.append(together[4] / "rows_by_four.safetensors")
+        files.append(folders[4] / "rows_by_four.safetensors")
     for file in files:
         assert largest_difference(load_file(file), weights) <= 5e-6
         reports = [read_json(path) for path in file.parent.glob(f"{file.stem}.rank?.json")]
@@ -118,15 +112,15 @@ def test_ranks_that_compute_rows_together_learn_what_one_process_does(together, 
 
 
 @pytest.mark.parametrize("name", TOGETHER)
-def test_logprobs_and_gradients_of_rows_that_ranks_compute_together_are_those_of_one(together, name):
+def test_logprobs_and_gradients_of_rows_that_ranks_compute_together_are_those_of_one(folders, name):
     expected = score(TOGETHER[name], build_model(TOGETHER[name], dtype=torch.float64))
-    found = load_file(together[2] / f"{name}.scores.safetensors")
+    found = load_file(folders[2] / f"{name}.scores.safetensors")
     assert largest_difference(found, expected) <= 1e-12
     assert sum(float(value.abs().max()) > 1e-2 for value in expected.values()) > 10
 
 
-def test_what_ranks_cannot_compute_together_is_refused_by_all_of_them_with_a_reason(together):
-    refused = [read_json(together[2] / f"refused{rank}.json") for rank in range(2)]
+def test_what_ranks_cannot_compute_together_is_refused_by_all_of_them_with_a_reason(folders):
+    refused = [read_json(folders[2] / f"refused{rank}.json") for rank in range(2)]
     assert refused[0] == refused[1]
     wanted = (
         "Qwen3Model cannot be computed by 2 ranks together: the dropout of its adapter draws by row; set 1",

@@ -34,10 +34,8 @@ from gspo_gym.policy.load import adapt_policy, load_policy
 from gspo_gym.policy.manifest import is_complete, read_manifest, seal, verify
 from gspo_gym.run.models import find_model, list_models, model_card
 from gspo_gym.run.records import read_metrics, read_run_id
+from tests.cluster.test_learner_ranks import configure
 from tests.support.learner_ranks import bytes_of_a_step
-from tests.unit.cluster.test_learner_ranks import configure
-
-pytestmark = pytest.mark.slow
 
 SMALL = [
     "training.iterations_per_epoch=2",

@@ -35,7 +35,7 @@ from gspo_gym.policy.weight_sync import WeightSync
 from gspo_gym.run.recording import RunRecorder
 from gspo_gym.run.records import read_events
 from gspo_gym.types import Completion
-from tests.unit.cluster.test_learner_ranks import QUICKSTART, SMALLER, episodes_of, require_same
+from tests.cluster.test_learner_ranks import QUICKSTART, SMALLER, episodes_of, require_same
 
 TWO = [
     "compute.gpu_count=0",
@@ -47,8 +47,6 @@ TWO = [
 ]
 
 STALE = ["training.max_staleness=1", "correction.old_logprobs=rollout"]
-
-pytestmark = pytest.mark.slow
 
 
 def configure(folder: Path, *more: str) -> RunConfig:

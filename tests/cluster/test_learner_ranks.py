@@ -38,8 +38,6 @@ from tests.support.small_quickstart import QUICKSTART, SMALLER
 SAME = 5e-6
 ON_RANKS = ["compute.gpu_count=0", "topology.type=cluster", "topology.gpus_for_vllm=1", "rollout.engine=local"]
 
-pytestmark = pytest.mark.slow
-
 
 def configure(folder: Path, *more: str) -> RunConfig:
     return load_config(QUICKSTART, [*SMALLER, *ON_RANKS, f"run.folder={folder}", *more])

@@ -25,7 +25,7 @@ from gspo_gym.learning.saved import SavedTensors
 from gspo_gym.run.records import read_events
 from tests.support.small_quickstart import QUICKSTART, SMALLER
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 TEMPLATES = ROOT / "examples/cluster"
 STEPS = ["training.iterations_per_epoch=4", "training.checkpoint_every_n_iters=1", "evaluation.seeds=0:20"]
 TWO = ["compute.gpu_count=0", "topology.type=cluster", "topology.gpus_for_vllm=1", "topology.gpus_for_training=2"]
@@ -68,14 +68,12 @@ def local(tmp_path_factory: pytest.TempPathFactory) -> Path:
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
 
 
-@pytest.mark.slow
 def test_two_processes_of_torchrun_train_the_weights_of_two_local_ones(local: Path, tmp_path: Path) -> None:
     done = run([*TORCHRUN, "-m", "gspo_gym.cli", "train", str(QUICKSTART), *overrides(tmp_path, "torchrun")])
     assert done.returncode == 0, done.stderr
     assert weights(tmp_path / "torchrun", 4) == weights(local, 4)
 
 
-@pytest.mark.slow
 def test_another_number_of_processes_than_the_learners_names_both(tmp_path: Path) -> None:
     words = [*overrides(tmp_path, "run"), "topology.gpus_for_training=3"]
     done = run([*TORCHRUN, "-m", "gspo_gym.cli", "train", str(QUICKSTART), *words])
@@ -130,7 +128,6 @@ def require_gone(pids: set[int], seconds: float) -> None:
     assert left == []
 
 
-@pytest.mark.slow
 def test_torchrun_starts_all_again_after_a_death_and_the_run_goes_on(local: Path, tmp_path: Path) -> None:
     words = ["-m", "gspo_gym.cli", "train", str(QUICKSTART), *overrides(tmp_path, "run")]
     with started([*TORCHRUN, "--max-restarts", "2", *words], tmp_path / "output") as process:
@@ -181,7 +178,6 @@ def slurm(tmp_path: Path) -> dict[str, str]:
     }
 
 
-@pytest.mark.slow
 def test_the_template_for_slurm_trains_ends_as_one_and_goes_on(
     local: Path, slurm: dict[str, str], tmp_path: Path
 ) -> None:
