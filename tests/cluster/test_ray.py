@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gzip
 import json
 import os
 import signal
@@ -11,6 +12,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from safetensors.torch import load_file
@@ -52,6 +54,15 @@ def largest_difference(actual: Path, expected: Path) -> float:
     return largest
 
 
+def episodes_of(run: Path) -> list[list[Any]]:
+    """The sampled tokens and rewards of every episode of training and evaluations."""
+    return [
+        [episode["trajectory_id"], episode["reward"], [segment["token_ids"] for segment in episode["segments"]]]
+        for path in sorted(run.glob("episodes/*.jsonl.gz"))
+        for episode in map(json.loads, gzip.open(path, "rt", encoding="utf-8"))
+    ]
+
+
 def is_running(pid: int) -> bool:
     """Whether a process is there and no zombie, which the container's first process removes when it likes."""
     with contextlib.suppress(OSError):
@@ -74,10 +85,10 @@ def folders_of_ray() -> set[Path]:
 
 @pytest.fixture(scope="module")
 def launcher() -> Iterator[RayLauncher]:
-    """A Ray with two cores, which ends with everything that it started."""
+    """A Ray with four cores, which ends with everything that it started."""
     before = folders_of_ray()
     shared, handler = set(os.listdir("/dev/shm")), signal.getsignal(signal.SIGTERM)
-    launcher = RayLauncher(None, num_cores=2)
+    launcher = RayLauncher(None, num_cores=4)
     assert signal.getsignal(signal.SIGTERM) == handler  # at which a run saves a checkpoint
     pids, folders = descendants(os.getpid()), folders_of_ray() - before
     assert len(folders) == 1
@@ -165,7 +176,7 @@ def test_a_killed_actor_ends_the_others_is_named_and_its_place_is_free_again(lau
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["topology.gpus_for_training=3"], "3 cores are needed in all and 2 cores free: 1 core missing.* on 127.0.0.1"),
+        (["topology.gpus_for_training=5"], "5 cores are needed in all and 4 cores free: 1 core missing.* on 127.0.0.1"),
         (["compute.nodes=2"], r"^compute\.nodes = 2: 1 there: 127\.0\.0\.1$"),
     ],
 )
@@ -174,7 +185,7 @@ def test_a_demand_that_cannot_be_met_is_a_sentence_at_once(
 ) -> None:
     config = configure(tmp_path, f"topology.ray_address={launcher.address}", *overrides)
     deadline = time.monotonic() + 30
-    while sum(offer.cores for offer in launcher.offers()) < 2 and time.monotonic() < deadline:
+    while sum(offer.cores for offer in launcher.offers()) < 4 and time.monotonic() < deadline:
         time.sleep(0.1)  # Ray learns a little later that the actors of another test have gone
     began = time.monotonic()
     with pytest.raises(PlacementError, match=message):
@@ -183,10 +194,12 @@ def test_a_demand_that_cannot_be_met_is_a_sentence_at_once(
     assert not (tmp_path / "quickstart").exists()
 
 
-def test_two_actors_learn_what_two_local_processes_and_one_learn(launcher: RayLauncher, tmp_path: Path) -> None:
+def test_two_actors_learn_and_two_sample_what_two_local_processes_and_one_do(
+    launcher: RayLauncher, tmp_path: Path
+) -> None:
     steps = ["training.iterations_per_epoch=3", "training.checkpoint_every_n_iters=3", "evaluation.seeds=0:20"]
     kinds = {
-        "ray": [f"topology.ray_address={launcher.address}"],
+        "ray": [f"topology.ray_address={launcher.address}", "topology.gpus_for_vllm=2"],
         "local": ["topology.launcher=local"],
         "one": ["topology.gpus_for_training=1"],
     }
@@ -196,7 +209,14 @@ def test_two_actors_learn_what_two_local_processes_and_one_learn(launcher: RayLa
         summaries[name] = run_training(config)
     saved = {name: tmp_path / name / "checkpoints/step_000003" for name in kinds}
     assert summaries["ray"]["gradient_steps"] == 3
-    assert largest_difference(saved["ray"], saved["local"]) == 0.0
+    assert (summaries["ray"]["curve"], summaries["ray"]["trained_tokens"]) == (
+        summaries["one"]["curve"],
+        summaries["one"]["trained_tokens"],
+    )
+    assert len(episodes_of(tmp_path / "ray")) == 3 * 64 + 2 * 20
+    # In the order in which they ended, which is another one on two replicas.
+    assert sorted(episodes_of(tmp_path / "ray")) == sorted(episodes_of(tmp_path / "one"))
+    assert largest_difference(saved["ray"], saved["local"]) <= SAME  # logprobs of other batches of calls
     assert largest_difference(saved["ray"], saved["one"]) <= SAME
     assert not any(event["kind"] == "ranks_lost" for event in read_events(tmp_path / "ray"))
 
