@@ -194,11 +194,11 @@ class MarkedProcesses:
         self.environment = {_MARK: self._mark}
         _KEEPER.tell("+", "m", self._mark)
 
-    def end(self) -> None:
+    def end(self, *, grace_seconds: float = _GRACE_SECONDS) -> None:
         """End them, first by SIGTERM, and wait until they are gone. Ending twice is fine."""
         running = _marked([f"{_MARK}={self._mark}".encode()])
-        _end(running)
-        _end(_marked([f"{_MARK}={self._mark}".encode()]))  # those that were being started
+        _end(running, grace_seconds)
+        _end(_marked([f"{_MARK}={self._mark}".encode()]), grace_seconds)  # those that were being started
         _KEEPER.tell("-", "m", self._mark)
 
 
@@ -257,9 +257,9 @@ def _marked(marks: list[bytes]) -> list[int]:
     return [*{pid for begun in found for pid in (begun, *descendants(begun))}]
 
 
-def _end(processes: list[int]) -> None:
+def _end(processes: list[int], grace_seconds: float = _GRACE_SECONDS) -> None:
     _signal(processes, signal.SIGTERM)
-    deadline = time.monotonic() + _GRACE_SECONDS
+    deadline = time.monotonic() + grace_seconds
     while any(_is_alive(process) for process in processes) and time.monotonic() < deadline:
         time.sleep(0.02)
     _signal(processes, signal.SIGKILL)

@@ -30,7 +30,7 @@ from gspo_gym.config.build.rollouts import Player, build_training_player, build_
 from gspo_gym.config.reference import leaf_keys
 from gspo_gym.config.run_config import RunConfig, load_config
 from gspo_gym.config.words import look_up
-from gspo_gym.errors import CheckpointError, ConfigError, GymError
+from gspo_gym.errors import CheckpointError, ConfigError, GymError, ServiceError
 from gspo_gym.learning.optimizer import scheduled_rate
 from gspo_gym.learning.update import AnyLearner
 from gspo_gym.policy.checkpoints import Checkpoint, CheckpointStore
@@ -71,7 +71,7 @@ def execute(
         try:
             summary = run_to_end(begin(config, seat, progress, steering))
         except StopRequested as stop:
-            progress.note(f"{stop}; go on with --resume")
+            progress.note(f"{stop}; go on with --resume" if steering.failure is None else str(stop))
         except GymError as error:
             # An error while the run stops is a consequence of the stop: it is told and does not fail the run.
             if steering.stopped_by is None:
@@ -80,6 +80,8 @@ def execute(
     if steering.stopped_by is None:
         return summary
     gc.collect()  # a notebook goes on, and errors of cancelled tasks hold the models, in cycles of asyncio's
+    if steering.failure is not None:
+        raise ServiceError(steering.failure)
     if steering.exit_code == _INTERRUPTED:
         raise KeyboardInterrupt
     raise SystemExit(steering.exit_code)
@@ -112,7 +114,7 @@ async def _start(config: RunConfig, seat: Seat | None, progress: Progress, steer
         base, state = (None, None) if restored is None else (restored.base, restored.state)
         for notice in await require_ready(config, base=base):
             progress.note(notice)
-        fleet = stack.enter_context(launching(config, seat))
+        fleet = stack.enter_context(launching(config, seat, steering.fail))
         num_threads = stack.enter_context(computing_elsewhere(build.device_of(config)))
         policy = build.build_policy(config, base)
         player = await build_training_player(config, policy, fleet)
@@ -185,7 +187,7 @@ async def _resume_held(config: RunConfig, seat: Seat | None, progress: Progress,
     state = TrainState.from_dict(checkpoint.trainer_state)
     await require_ready(config, base=str(checkpoint.model_folder))
     async with contextlib.AsyncExitStack() as stack:
-        fleet = stack.enter_context(launching(config, seat))
+        fleet = stack.enter_context(launching(config, seat, steering.fail))
         num_threads = stack.enter_context(computing_elsewhere(build.device_of(config)))
         policy = build.build_policy(config, str(checkpoint.model_folder))
         player = await build_training_player(config, policy, fleet)
@@ -289,6 +291,8 @@ async def _train(
     except BaseException as error:
         is_stopped = isinstance(error, StopRequested | asyncio.CancelledError | KeyboardInterrupt | SystemExit)
         status, reason = ("interrupted", None) if is_stopped else ("failed", f"{type(error).__name__}: {error}")
+        if steering.failure is not None:
+            status, reason = "failed", steering.failure
         raise
     finally:
         steering.cancel_requests()

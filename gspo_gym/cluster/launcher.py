@@ -58,8 +58,8 @@ class Launcher(Protocol):
     settle_seconds: float
     can_restart: bool
 
-    def offers(self) -> tuple[Offer, ...]:
-        """Return what the nodes have free now; a node that is gone offers nothing."""
+    def offers(self, *, in_all: bool = False) -> tuple[Offer, ...]:
+        """Return what the nodes have free now, or have `in_all`, given away or not; a node that is gone has nothing."""
 
     def start(self, program: Program, part: Part, place: Place) -> Start:
         """Return what starts the program there, as a piece of the part: with its GPUs, cores and memory."""
@@ -95,25 +95,86 @@ class Fleet:
             places = assign(parts, [replace(offer, cores=min(most, offer.cores)) for offer in offers])
         except PlacementError:
             places = assign(parts, offers)
+        self._lock = threading.Lock()
         self._places = {part.role: tuple(place for place in places if place.role == part.role) for part in parts}
 
     def starts(self, role: str, program: Program) -> list[Start]:
-        """Return what starts the program in each place of a role; each can be called again if the launcher can.
+        """Return what starts the program in each place of a role, of which all processes have ended.
+
+        Each can be called again if the launcher can. Pieces on nodes that are gone are moved to others, and no more.
 
         Raises:
-            PlacementError: a node of theirs is gone, and the others have no room.
+            PlacementError: the others have no room; says what is missing where.
         """
-        part, deadline = self._parts[role], time.monotonic() + self.launcher.settle_seconds
-        offers = self.launcher.offers()
-        while not {place.node for place in self._places[role]} <= {offer.node for offer in offers}:
+        return self._starts(role, range(self._parts[role].count), program)
+
+    def start(self, role: str, number: int, program: Program) -> Start:
+        """Return what starts the program in one place of a role, while the other processes of the role go on.
+
+        Raises:
+            PlacementError: its node is gone, and the others have no room.
+        """
+        (start,) = self._starts(role, [number], program)
+        return start
+
+    def _starts(self, role: str, numbers: Sequence[int], program: Program) -> list[Start]:
+        part = self._parts[role]
+        with self._lock:  # two that move must not take the same room
+            self._move(part, numbers)
+            places = [self._places[role][number] for number in numbers]
+        return [self.launcher.start(program, part, place) for place in places]
+
+    def _move(self, part: Part, numbers: Sequence[int]) -> None:
+        """Give those of the pieces whose nodes are gone other places."""
+        deadline = time.monotonic() + self.launcher.settle_seconds
+        while True:
+            offers, places = self.launcher.offers(), self._places[part.role]
+            alive = {offer.node for offer in offers}
+            gone = [number for number in numbers if places[number].node not in alive]
+            if not gone:
+                return
+            needed = replace(part, count=len(gone))
+            mine = {places[number] for number in gone}
+            all_placed = [place for row in self._places.values() for place in row if place not in mine]
+            # What others of our processes had and have just given back is still theirs.
+            most = self._without(self.launcher.offers(in_all=True), all_placed)
+            staying = [places[number] for number in numbers if number not in gone]
             try:
-                self._places[role] = assign([part], offers)
-            except PlacementError:  # those of the role that were on other nodes have just been ended
+                found = assign([needed], _less_of(self._without(offers, staying), most))
+            except PlacementError:
+                assign([needed], most)  # where there is no room although all that ended is free, nothing is waited for
                 if time.monotonic() >= deadline:
                     raise
                 time.sleep(_LOOK_SECONDS)
-                offers = self.launcher.offers()
-        return [self.launcher.start(program, part, place) for place in self._places[role]]
+                continue
+            moved = {number: replace(place, number=number) for number, place in zip(gone, found, strict=True)}
+            self._places[part.role] = tuple(moved.get(place.number, place) for place in places)
+            return
+
+    def _without(self, offers: Sequence[Offer], places: Sequence[Place]) -> list[Offer]:
+        """Return what is left of the offers when these places are taken."""
+        left = []
+        for offer in offers:
+            taken = [self._parts[place.role].each for place in places if place.node == offer.node]
+            gpus, cores, memory = (sum(amounts) for amounts in zip(*taken, strict=True)) if taken else (0, 0, 0)
+            cores, memory = max(0, offer.cores - cores), max(0, offer.memory_bytes - memory)
+            left.append(replace(offer, gpus=offer.gpus[gpus:], cores=cores, memory_bytes=memory))
+        return left
+
+
+def _less_of(offers: Sequence[Offer], others: Sequence[Offer]) -> list[Offer]:
+    """Return the smaller amounts of each node that is in both."""
+    by_name = {offer.node: offer for offer in others}
+    return [
+        replace(
+            offer,
+            gpus=offer.gpus[: len(other.gpus)],
+            cores=min(offer.cores, other.cores),
+            memory_bytes=min(offer.memory_bytes, other.memory_bytes),
+        )
+        for offer in offers
+        if (other := by_name.get(offer.node)) is not None
+    ]
 
 
 def become(program: Program, environment: Mapping[str, str]) -> None:
@@ -143,7 +204,7 @@ class LocalLauncher:
     def __init__(self, gpu_names: Sequence[str] = ()) -> None:
         self._gpu_names = gpu_names
 
-    def offers(self) -> tuple[Offer, ...]:
+    def offers(self, *, in_all: bool = False) -> tuple[Offer, ...]:  # noqa: ARG002  # nothing is given away
         """Return this machine with its GPUs."""
         return (Offer("this machine", tuple(range(len(self._gpu_names))), address=LOOPBACK),)
 
@@ -260,26 +321,37 @@ class EnvLauncher:
     of other roles, in children of this one.
     Each process takes one. The host and the store are open to all that reach them, as torch's own are.
 
+    Args:
+        num_nodes: on which they must be, at least.
+
     Raises:
-        ServiceError: not all processes have come.
+        PlacementError: they are on fewer. ServiceError: not all processes have come.
     """
 
     counts_cores = False
     settle_seconds = 0.0
     can_restart = False
 
-    def __init__(self, seat: Seat, role: str) -> None:
+    def __init__(self, seat: Seat, role: str, *, num_nodes: int = 1) -> None:
         self._seat, self._role, self._store = seat, role, seat.open_store()
         try:
-            others = [self._store.get(f"address/{rank}").decode() for rank in range(1, seat.size)]
+            others = [_await_key(self._store, f"address/{rank}").decode() for rank in range(1, seat.size)]
         except RuntimeError as error:
             reason = shortened(str(error), _SHOWN)
             raise ServiceError(f"{seat.source} = {seat.size}: not all have come: {reason}") from error
         own = [address_towards(other) for other in others]
         self.host = next((address for address in own if not address.startswith("127.")), LOOPBACK)
         self._waiting = set(range(1, seat.size))
+        nodes = sorted({address_towards(seat.host), *others})
+        if len(nodes) < num_nodes:
+            self.close()
+            raise PlacementError(
+                f"compute.nodes = {num_nodes}: the {seat.size} processes ({seat.source}) are on {len(nodes)}: "
+                f"{', '.join(nodes)}; start them on as many (srun --nodes, torchrun --nnodes), or set compute.nodes = "
+                f"{len(nodes)}"
+            )
 
-    def offers(self) -> tuple[Offer, ...]:
+    def offers(self, *, in_all: bool = False) -> tuple[Offer, ...]:  # noqa: ARG002  # nothing is given away
         """Return one node, for all processes."""
         return (Offer(f"{self._seat.source} = {self._seat.size}", address=self.host),)
 
@@ -330,14 +402,27 @@ def sit_down(seat: Seat) -> None:
     key = f"order/{seat.rank}"
     try:
         store.set(f"address/{seat.rank}", address_towards(seat.host))
-        while not store.check([key]):  # and no long wait, during which no signal would be handled
-            time.sleep(_LOOK_SECONDS)
-        order = json.loads(store.get(key))
+        order = json.loads(_await_key(store, key, seconds=math.inf))
     except RuntimeError as error:
         raise ServiceError(f"rank 0 of {seat.size} is gone: {shortened(str(error), _SHOWN)}") from error
     if order is not None:
         module, arguments, log = order["program"]
         become(Program(module, tuple(arguments), None if log is None else Path(log)), order["environment"])
+
+
+def _await_key(store: Any, key: str, *, seconds: float = JOIN_SECONDS) -> bytes:
+    """Return a value of the store (Any: torch's) when it is there; not by one long wait, in which no signal is handled.
+
+    Raises:
+        RuntimeError: it was not there in time, or the store is gone.
+    """
+    deadline = time.monotonic() + seconds
+    while not store.check([key]):
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"{key} was not there within {seconds:g} seconds")
+        time.sleep(_LOOK_SECONDS)
+    value: bytes = store.get(key)
+    return value
 
 
 _LOOK_SECONDS = 0.2

@@ -59,12 +59,14 @@ class Steering:
         deadline: of a stop: from the first request until the program exits, in any state.
         apply: applies a change, in the event loop, between two steps; the default refuses. Its exception becomes that
             of the request.
+        failure: the reason of `fail`; None before it.
     """
 
     def __init__(self, grace_seconds: float = GRACE_SECONDS, phases: Phases | None = None) -> None:
         self.phases = phases or Phases()
         self.deadline = Deadline(grace_seconds, kept="the last checkpoint stands")
         self.apply: Callable[[Change], None] = _refuse
+        self.failure: str | None = None
         self._stopped_by: str | None = None
         self._is_paused = False
         self._pauses: deque[Done] = deque()
@@ -98,6 +100,15 @@ class Steering:
             self._stopped_by = by
             self.deadline.begin(by, self.exit_code)
             self._wake()
+
+    def fail(self, reason: str) -> None:
+        """Have the training save what it can and end with an error; what it needs is gone.
+
+        Before `attach` nothing is asked for: the start fails where it uses what is gone.
+        """
+        if self._has_trained and self._stopped_by is None:
+            self.failure = reason
+            self.stop(reason)
 
     def interrupt_start(self) -> None:
         """After a stop before `attach`, end the start at once as SIGTERM does, if signals are handled here."""

@@ -224,6 +224,8 @@ def test_a_templates_command_is_one_that_trains(name: str, tmp_path: Path) -> No
     assert config.topology.gpus_for_training == 2
     assert config.compute is not None
     assert config.compute.nodes == 2
+    if name != "slurm.sbatch":  # which is submitted from where the runs' folder is
+        assert any(word.startswith("run.folder=") for word in settings)
 
 
 def test_the_template_for_kuberay_has_only_keys_of_its_resources() -> None:

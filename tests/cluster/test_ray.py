@@ -87,18 +87,20 @@ def folders_of_ray() -> set[Path]:
 def launcher() -> Iterator[RayLauncher]:
     """A Ray with four cores, which ends with everything that it started."""
     before = folders_of_ray()
-    shared, handler = set(os.listdir("/dev/shm")), signal.getsignal(signal.SIGTERM)
+    shared, own = set(os.listdir("/dev/shm")), dict(os.environ)
     launcher = RayLauncher(None, num_cores=4)
-    assert signal.getsignal(signal.SIGTERM) == handler  # at which a run saves a checkpoint
+    assert dict(os.environ) == own
+    os.environ.update(launcher.variables)  # for what joins it by its address
     pids, folders = descendants(os.getpid()), folders_of_ray() - before
     assert len(folders) == 1
     yield launcher
     pids |= descendants(os.getpid())
+    for name in launcher.variables:
+        del os.environ[name]
     launcher.close()
     launcher.close()
     require_gone(pids - _keeper(), folders, 0)
     assert set(os.listdir("/dev/shm")) <= shared
-    assert "RAY_AUTH_TOKEN" not in os.environ
 
 
 def _keeper() -> set[int]:

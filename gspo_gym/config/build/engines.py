@@ -263,7 +263,7 @@ def _replica_settings(config: RunConfig, base: str, number: int, fleet: Fleet, f
         "num_replicas": num_replicas(config.sections),
     }
     return ProcessSettings(
-        start=fleet.starts(REPLICA, Program(_PROCESSES, (REPLICA,), log=log))[number],
+        start=fleet.start(REPLICA, number, Program(_PROCESSES, (REPLICA,), log=log)),
         order=order,
         name=f"replica {number}",
         silence_seconds=config.topology.heartbeat_seconds,

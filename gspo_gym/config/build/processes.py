@@ -27,6 +27,7 @@ from gspo_gym.cluster.sharding import shard_model
 from gspo_gym.config.build.engines import REPLICA, held_tensors, sampling_parts
 from gspo_gym.config.build.trainer import build_learner, build_policy, build_skeleton, device_of
 from gspo_gym.config.run_config import RunConfig
+from gspo_gym.config.services import TopologySection
 from gspo_gym.engine.base import Engine
 from gspo_gym.engine.local.engine import LocalEngine
 from gspo_gym.engine.replicas.process import serve
@@ -48,18 +49,21 @@ def num_ranks(config: RunConfig) -> int:
 
 
 @contextlib.contextmanager
-def launching(config: RunConfig, seat: Seat | None = None) -> Iterator[Fleet]:
+def launching(
+    config: RunConfig, seat: Seat | None = None, on_end: Callable[[str], object] = lambda _: None
+) -> Iterator[Fleet]:
     """Yield the places of the processes that the run starts on nodes, and what starts them; it ends them.
 
     Args:
         seat: of this process, if torchrun or srun has started it; see `require_seats`.
+        on_end: told, in any thread, why nothing can be started any more, and what to do.
 
     Raises:
         PlacementError: there is no room. MissingExtraError, ServiceError: see the launchers.
     """
     parts = _parts(config)
     num_nodes = 1 if config.compute is None else config.compute.nodes
-    with contextlib.closing(_launcher(config, parts, seat, num_nodes)) as launcher:
+    with contextlib.closing(_launcher(config, parts, seat, num_nodes, on_end)) as launcher:
         yield Fleet(launcher, parts, num_nodes=num_nodes if launcher.counts_cores else 1)
 
 
@@ -68,12 +72,14 @@ def _parts(config: RunConfig) -> list[Part]:
     return learners + sampling_parts(config)
 
 
-def _launcher(config: RunConfig, parts: Sequence[Part], seat: Seat | None, num_nodes: int) -> Launcher:
+def _launcher(
+    config: RunConfig, parts: Sequence[Part], seat: Seat | None, num_nodes: int, on_end: Callable[[str], object]
+) -> Launcher:
     topology = config.topology
     if topology is None or not parts:
         return LocalLauncher()
     if seat is not None and seat.size > 1:
-        return EnvLauncher(seat, _ROLE)
+        return EnvLauncher(seat, _ROLE, num_nodes=num_nodes)
     address = topology.ray_address or os.environ.get("RAY_ADDRESS") or None
     is_wanted = topology.type == "cluster" and (address is not None or num_nodes > 1)
     if topology.launcher != "ray" and (topology.launcher == "local" or not is_wanted):
@@ -84,7 +90,8 @@ def _launcher(config: RunConfig, parts: Sequence[Part], seat: Seat | None, num_n
             "them and name its head in topology.ray_address or RAY_ADDRESS, or start this by torchrun or srun"
         )
     # One that is started for this run has room for it: its processes share the cores.
-    return RayLauncher(address, num_cores=sum(part.count for part in parts))
+    num_cores = sum(part.count for part in parts)
+    return RayLauncher(address, num_cores=num_cores, silence_seconds=topology.heartbeat_seconds, on_end=on_end)
 
 
 def require_seats(config: RunConfig, seat: Seat | None) -> None:
@@ -110,6 +117,13 @@ def require_seats(config: RunConfig, seat: Seat | None) -> None:
         raise ConfigError(
             f"{seat.source} = {seat.size}, but topology.gpus_for_training = {wanted}: each process that was started is "
             "one of the learner's; set both to the same number"
+        )
+    usual = TopologySection.model_fields["max_restarts"].default
+    if config.topology is not None and config.topology.max_restarts != usual:
+        raise ConfigError(
+            f"topology.max_restarts = {config.topology.max_restarts}: what has started the {seat.size} processes "
+            f"({seat.source}) starts all of them again; leave it out, and use torchrun --max-restarts or sbatch "
+            "--requeue"
         )
 
 

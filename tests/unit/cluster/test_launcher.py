@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -55,7 +57,7 @@ def test_a_role_is_placed_again_when_its_node_is_gone() -> None:
 
         counts_cores = True
 
-        def offers(self) -> tuple[Offer, ...]:
+        def offers(self, *, in_all: bool = False) -> tuple[Offer, ...]:
             return tuple(there)
 
         def start(self, program: Program, part: Part, place: Place) -> Start:
@@ -82,8 +84,8 @@ def test_a_place_that_is_not_offered_again_yet_is_waited_for() -> None:
     class Nodes(LocalLauncher):
         counts_cores, settle_seconds = True, 600.0
 
-        def offers(self) -> tuple[Offer, ...]:
-            return looks.pop(0)
+        def offers(self, *, in_all: bool = False) -> tuple[Offer, ...]:
+            return (free,) if in_all else looks.pop(0)
 
     free, taken = Offer("b", cores=2), Offer("b", cores=1)
     looks = [(Offer("a", cores=1), taken), (taken,), (taken,), (free,)]
@@ -102,7 +104,7 @@ def test_processes_are_spread_over_as_many_nodes_as_are_asked_for() -> None:
             super().__init__()
             self.there, self.started = there, list[str]()
 
-        def offers(self) -> tuple[Offer, ...]:
+        def offers(self, *, in_all: bool = False) -> tuple[Offer, ...]:
             return self.there
 
         def start(self, program: Program, part: Part, place: Place) -> Start:
@@ -153,11 +155,11 @@ def test_the_launcher_is_the_one_that_the_section_and_the_environment_name(
 
         counts_cores, can_restart, host = True, True, "127.0.0.1"
 
-        def __init__(self, given: str | None, *, num_cores: int) -> None:
+        def __init__(self, given: str | None, *, num_cores: int, silence_seconds: float, on_end: object) -> None:
             wanted = "127.0.0.1:1" if address or "ray_address" in str(overrides) else None
-            assert (given, num_cores) == (wanted, 2)
+            assert (given, num_cores, silence_seconds, callable(on_end)) == (wanted, 2, 30.0, True)
 
-        def offers(self) -> tuple[Offer, ...]:
+        def offers(self, *, in_all: bool = False) -> tuple[Offer, ...]:
             return (Offer("a", cores=2), Offer("b", cores=2))
 
         def close(self) -> None: ...
@@ -173,6 +175,52 @@ def test_the_launcher_is_the_one_that_the_section_and_the_environment_name(
         return
     with processes.launching(config) as fleet:
         assert isinstance(fleet.launcher, {"local": LocalLauncher, "ray": Chosen}[expected])
+
+
+class Nodes:
+    """A launcher whose nodes come and go; it gives cores away only when it is told to."""
+
+    host, counts_cores, settle_seconds, can_restart = "127.0.0.1", True, 0.5, True
+
+    def __init__(self, **cores: int) -> None:
+        self.cores, self.taken = cores, dict.fromkeys(cores, 0)
+
+    def offers(self, *, in_all: bool = False) -> tuple[Offer, ...]:
+        return tuple(Offer(node, cores=n - (0 if in_all else self.taken[node])) for node, n in self.cores.items())
+
+    def start(self, program: Program, part: Part, place: Place) -> Any:
+        return part.role, place.number, place.node
+
+    def close(self) -> None: ...
+
+
+def test_only_the_pieces_of_a_node_that_is_gone_move_and_where_there_is_no_room_is_said_at_once() -> None:
+    nodes = Nodes(a=3, b=2)
+    parts = [Part("learner", 2, Resources(cores=1)), Part("replica", 2, Resources(cores=1))]
+    fleet, program = Fleet(nodes, parts, num_nodes=2), Program("none")
+    assert fleet.starts("learner", program) == [("learner", 0, "a"), ("learner", 1, "a")]
+    assert fleet.starts("replica", program) == [("replica", 0, "b"), ("replica", 1, "b")]
+    nodes.cores, nodes.taken = {"a": 3, "c": 1}, {"a": 2, "c": 0}
+    # One of two: the other's place is looked for when that is started.
+    assert fleet.start("replica", 1, program) == ("replica", 1, "a")
+    nodes.taken["a"] = 3
+    assert fleet.start("replica", 0, program) == ("replica", 0, "c")
+    assert fleet.starts("learner", program) == [("learner", 0, "a"), ("learner", 1, "a")]
+    # The replica of the node that is gone finds no room: what the learners have just given back is theirs.
+    del nodes.cores["c"]
+    nodes.taken["a"] = 1
+    began = time.monotonic()
+    with pytest.raises(PlacementError, match=r"1 core are needed in all and 0 cores free: 1 core missing.* on a$"):
+        fleet.start("replica", 0, program)
+    assert time.monotonic() - began < 0.4
+    # There is room, but what was killed has not given it back yet: that is waited for.
+    nodes.cores, nodes.taken = {"d": 2}, {"d": 2}
+    began = time.monotonic()
+    with pytest.raises(PlacementError, match="2 cores are needed in all and 0 cores free"):
+        fleet.starts("learner", program)
+    assert time.monotonic() - began >= 0.5
+    nodes.taken["d"] = 0
+    assert fleet.starts("learner", program) == [("learner", 0, "d"), ("learner", 1, "d")]
 
 
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500", "LOCAL_RANK": "1"}
@@ -217,6 +265,7 @@ def test_the_number_of_started_processes_is_that_of_the_learner_or_both_are_name
     processes.require_seats(load_config(QUICKSTART, ON_RANKS), seat)
     processes.require_seats(load_config(QUICKSTART), None)
     for overrides, message in (
+        (["topology.max_restarts=5"], r"^topology\.max_restarts = 5: what has started the 2 processes.*--max-restarts"),
         (["topology.gpus_for_training=3"], r"WORLD_SIZE = 2, but topology\.gpus_for_training = 3"),
         (
             ["topology.launcher=local"],
