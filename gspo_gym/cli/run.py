@@ -76,7 +76,8 @@ def execute(
             # An error while the run stops is a consequence of the stop: it is told and does not fail the run.
             if steering.stopped_by is None:
                 raise
-            progress.note(f"stopped by {steering.stopped_by}; {type(error).__name__}: {error}")
+            if steering.failure is None:
+                progress.note(f"stopped by {steering.stopped_by}; {type(error).__name__}: {error}")
     if steering.stopped_by is None:
         return summary
     gc.collect()  # a notebook goes on, and errors of cancelled tasks hold the models, in cycles of asyncio's

@@ -192,6 +192,8 @@ class _Client:
         self._numbers = itertools.count()
         self._answers: dict[int, queue.SimpleQueue[Any]] = {}  # Any: JSON, None when it is lost
         self._has_joined = False
+        # Ray ends the process without a word.
+        self._said = "it has ended what had joined it, as it does when its head or the raylet of this machine is gone"
 
         def start(environment: Mapping[str, str]) -> Handle:
             return LocalProcess(__name__, (), {**environment, **variables}, log=log)
@@ -237,10 +239,12 @@ class _Client:
 
     def give_up(self, reason: str) -> None:
         """Take Ray for lost."""
+        self._said = reason
         self._ranks.give_up(reason)
 
     def close(self) -> None:
         """Leave Ray. Closing twice is fine."""
+        self._has_joined = False  # what ends from here on is no loss
         leaving = threading.Thread(target=self.tell, args=("leave",), daemon=True)  # it may hang
         leaving.start()
         leaving.join(1.0)
@@ -248,7 +252,6 @@ class _Client:
             ended = threading.Thread(target=self._ranks.handles[0].wait, daemon=True)
             ended.start()
             ended.join(_LEAVE_SECONDS)
-        self._has_joined = False  # what is lost from here on is no loss
         self._note_loss("Ray was left")
         self._ranks.close()
         self._hearing.join()
@@ -257,15 +260,17 @@ class _Client:
         with contextlib.suppress(RanksLostError):
             while True:
                 answer, _ = self._ranks.receive(0)
+                if "lost" in answer:
+                    self._said = answer["lost"]
                 if (waiting := self._answers.get(answer["number"])) is not None:
                     waiting.put(answer)
 
     def _note_loss(self, reason: str) -> None:
-        is_first, self.lost = self.lost is None, self.lost or reason
+        is_first, self.lost = self.lost is None, self.lost or (self._said if self._has_joined else reason)
         for waiting in [*self._answers.values()]:
             waiting.put(None)
         if is_first and self._has_joined:
-            self._on_loss(reason)
+            self._on_loss(self.lost)
 
 
 class _Actor:
@@ -301,6 +306,8 @@ class Joined:
         self._state: Any = importlib.import_module("ray._private.state")
         self._strategies: Any = importlib.import_module("ray.util.scheduling_strategies")
         self._actors: dict[int, tuple[Any, Any]] = {}  # by process: the actor, and its run
+        self._names: dict[str, str] = {}  # of the nodes, by Ray's
+        self._lock = threading.Lock()
         self._answered = time.monotonic()
 
     def serve(self) -> NoReturn:
@@ -354,10 +361,10 @@ class Joined:
         while True:
             try:
                 if own not in {row["NodeID"] for row in self._ray.nodes() if row["Alive"]}:
-                    self._rank.end("Ray has given up the node of this process")
+                    self._end("Ray has given up the node of this process")
                 self._ray.put(bytes(_PROBE_BYTES))
             except Exception as error:
-                self._rank.end(f"Ray does not answer: {_reason(error)}")
+                self._end(f"Ray does not answer: {_reason(error)}")
             self._answered = time.monotonic()
             time.sleep(silence_seconds / 5)
 
@@ -369,9 +376,14 @@ class Joined:
             if looked - before > silence_seconds:  # this process was stopped, too
                 self._answered = looked
             if looked - self._answered > silence_seconds:
-                self._rank.end(
+                self._end(
                     f"Ray (its head, or the raylet of this machine) did not answer for {silence_seconds:g} seconds"
                 )
+
+    def _end(self, reason: str) -> NoReturn:
+        with contextlib.suppress(OSError):
+            self._rank.send({"number": -1, "lost": reason})
+        self._rank.end(reason)
 
     def _offers(self, *, is_in_all: bool) -> list[list[Any]]:
         free = self._state.available_resources_per_node()
@@ -383,13 +395,14 @@ class Joined:
         return offers
 
     def _nodes(self) -> dict[str, dict[str, Any]]:
-        """Return Ray's rows (Any: of several types) of the nodes that are alive, by a name that is unique."""
+        """Return Ray's rows (Any: of several types) of the nodes that are alive, by a name that is unique and stays."""
         alive = [row for row in self._ray.nodes() if row["Alive"]]
         addresses = [row["NodeManagerAddress"] for row in alive]
-        return {
-            address if addresses.count(address) == 1 else f"{address} ({row['NodeID'][:8]})": row
-            for address, row in zip(addresses, alive, strict=True)
-        }
+        with self._lock:
+            for row, address in zip(alive, addresses, strict=True):
+                is_taken = addresses.count(address) > 1 or address in self._names.values()
+                self._names.setdefault(row["NodeID"], f"{address} ({row['NodeID'][:8]})" if is_taken else address)
+            return {self._names[row["NodeID"]]: row for row in alive}
 
     def _start(self, node: str, each: list[int], words: list[Any]) -> dict[str, int]:
         gpus, cores, memory = each
@@ -435,6 +448,7 @@ class _OwnRay:
 
     Attributes:
         variables: of the environment, for all that join it.
+        processes: its own.
 
     Raises:
         ServiceError: it does not come up; with what it printed last.
@@ -450,9 +464,9 @@ class _OwnRay:
             "RAY_memory_monitor_refresh_ms": "0",  # it kills processes on a machine that others fill
         }
         for number in range(_NUM_TRIES):
-            self._processes = MarkedProcesses()
+            self.processes = MarkedProcesses()
             self._printed = Path(folder) / f"printed_{number}"
-            self._process, port = _start_ray(self._processes, self.variables, folder, self._printed, num_cores)
+            self._process, port = _start_ray(self.processes, self.variables, folder, self._printed, num_cores)
             self.address = f"{LOOPBACK}:{port}"
             try:
                 if _has_started(self._process, self._printed):
@@ -469,15 +483,16 @@ class _OwnRay:
 
         def wait() -> None:
             self._process.wait()
-            said = [line for line in self._lines() if "exit code" in line] or ["without a reason"]
-            tell(f"Ray has ended: {shortened(said[-1].strip(), _SHOWN)}")
+            lines = [line for line in self._lines() if "exit code" in line]
+            names = [name for name in ("gcs_server", "raylet") if any(name in line for line in lines)]
+            tell(f"its {' and '.join(names) or 'process'} has ended")
 
         self._waiting = threading.Thread(target=wait, daemon=True)
         self._waiting.start()
 
     def close(self) -> None:
         """End it, at once: it may be stopped, and there is nothing that it could save."""
-        self._processes.end(grace_seconds=0.0)
+        self.processes.end(grace_seconds=0.0)
         self._process.wait()
 
     def _lines(self) -> list[str]:

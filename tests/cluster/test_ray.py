@@ -17,12 +17,12 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from gspo_gym.base.leftovers import descendants
+from gspo_gym.base.leftovers import descendants, remove_folder, temporary_folder
 from gspo_gym.base.ranks import Ranks, RanksLostError
 from gspo_gym.cli.train import run_training
 from gspo_gym.cluster.launcher import Fleet, Program
 from gspo_gym.cluster.placement import Part, Resources
-from gspo_gym.cluster.ray import RayLauncher
+from gspo_gym.cluster.ray import RayLauncher, _OwnRay
 from gspo_gym.config.build import processes
 from gspo_gym.config.build.trainer import build_learner, build_policy
 from gspo_gym.config.run_config import RunConfig, load_config
@@ -257,6 +257,105 @@ def _actors() -> list[int]:
             if Path(f"/proc/{pid}/cmdline").read_bytes().startswith(b"ray::Process"):
                 found.append(pid)
     return found
+
+
+def _ray_process(name: str) -> int:
+    """The number of the newest of Ray's own processes of that name."""
+    for pid in sorted(descendants(os.getpid()), reverse=True):
+        with contextlib.suppress(OSError):
+            if Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[0].endswith(b"/" + name.encode()):
+                return pid
+    raise AssertionError(f"no {name} runs")
+
+
+def test_a_ray_of_our_own_that_dies_or_hangs_is_noticed_and_started_again() -> None:
+    launcher = RayLauncher(None, num_cores=1, silence_seconds=5)
+    fleet = Fleet(launcher, [Part("learner", 1, Resources(cores=1))])
+    for name, number in (("raylet", signal.SIGKILL), ("gcs_server", signal.SIGSTOP)):
+        ranks = Ranks(fleet.starts("learner", ECHO), host=launcher.host)
+        running, folders = descendants(os.getpid()), folders_of_ray()
+        os.kill(_ray_process(name), number)
+        began = time.monotonic()
+        with pytest.raises(
+            RanksLostError, match=r"process \d+ on 127.0.0.1\) is lost with Ray: |closed its connection"
+        ):
+            ranks.receive(0)
+        assert time.monotonic() - began < 60  # 1 and 6 seconds on a machine that is idle
+        ranks.close()
+        assert fleet.starts("learner", ECHO)
+        require_gone(running - _keeper(), set())
+        assert len(folders_of_ray()) == len(folders)
+    running = descendants(os.getpid())
+    launcher.close()
+    require_gone(running - _keeper(), set(), 0)
+
+
+def test_a_batch_is_learned_again_when_ray_itself_is_lost(tmp_path: Path) -> None:
+    config = configure(tmp_path, "topology.launcher=ray", "topology.heartbeat_seconds=5")
+    alone, policy = build_policy(config), build_policy(config)
+    expected, told = build_learner(config, alone), list[str]()
+    store = CheckpointStore(config.run_folder / "checkpoints")
+    with (
+        processes.launching(config) as fleet,
+        processes.learning(
+            config, policy, None, fleet=fleet, num_threads=2, on_restart=lambda _, reason: told.append(reason)
+        ) as learner,
+    ):
+        store.save(0, policy=policy, learner=learner, trainer_state={})
+        learner.update(build_batch_of(0))
+        os.kill(_ray_process("raylet"), signal.SIGSTOP)
+        os.kill(_actors()[0], signal.SIGKILL)
+        learner.update(build_batch_of(1))
+        store.save(2, policy=policy, learner=learner, trainer_state={})
+    for number in range(2):
+        expected.update(build_batch_of(number))
+    store.save(4, policy=alone, learner=expected, trainer_state={})
+    folder = config.run_folder / "checkpoints"
+    assert largest_difference(folder / "step_000002", folder / "step_000004") <= SAME
+    assert 1 <= len(told) <= 3
+
+
+def test_a_run_ends_with_a_sentence_when_the_ray_that_it_joined_is_lost_and_goes_on_with_another(
+    tmp_path: Path,
+) -> None:
+    few = ["warmup.num_episodes=32", "rollout.episodes_per_batch=32", "evaluation.seeds=0:8"]
+    words = [
+        *SMALLER,
+        *TWO,
+        *few,
+        "training.checkpoint_every_n_iters=1",
+        "rollout.engine=local",
+        f"run.folder={tmp_path}",
+    ]
+    command = [sys.executable, "-m", "gspo_gym.cli", "train", str(QUICKSTART), *words, "topology.heartbeat_seconds=5"]
+    for steps, is_killed in ((2000, True), (3, False)):
+        home = temporary_folder("gspo_ray_")  # of a short name: Ray has sockets in it
+        ray = _OwnRay(home, 2)
+        options = [f"topology.ray_address={ray.address}", f"training.iterations_per_epoch={steps}", "--resume=auto"]
+        run = subprocess.Popen(
+            [*command, *options], stderr=subprocess.PIPE, text=True, cwd=ROOT, env={**os.environ, **ray.variables}
+        )
+        assert run.stderr is not None
+        try:
+            if is_killed:
+                metrics = tmp_path / "quickstart/metrics.jsonl"
+                while run.poll() is None and not (metrics.exists() and metrics.read_bytes().count(b"\n")):
+                    time.sleep(0.1)
+                os.kill(_ray_process("raylet"), signal.SIGKILL)
+            began = time.monotonic()
+            said = run.communicate(timeout=120)[1]
+        finally:
+            run.kill()
+            ray.close()
+            remove_folder(home)
+        if is_killed:
+            assert run.returncode not in (0, None)
+            assert time.monotonic() - began < 60
+            assert f"Ray at {ray.address} is lost: " in said
+            assert said.rstrip().endswith("Start Ray again, and go on with --resume")
+            assert json.loads((tmp_path / "quickstart/summary.json").read_text())["status"] == "failed"
+        else:
+            assert run.returncode == 0, said
 
 
 def test_nothing_outlives_a_driver_that_is_killed(tmp_path: Path) -> None:
