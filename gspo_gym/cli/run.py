@@ -290,16 +290,20 @@ async def _train(
         if judging is not None:
             await steering.unless_stopped(judging.finish())
     except BaseException as error:
-        is_stopped = isinstance(error, StopRequested | asyncio.CancelledError | KeyboardInterrupt | SystemExit)
-        status, reason = ("interrupted", None) if is_stopped else ("failed", f"{type(error).__name__}: {error}")
-        if steering.failure is not None:
-            status, reason = "failed", steering.failure
+        reason = _failure(error, steering)
+        status = "interrupted" if reason is None else "failed"
         raise
     finally:
         steering.cancel_requests()
         summary = record(status, reason)
         steering.deadline.before_leaving = lambda: None  # it is told; only closing may hang now
     return summary
+
+
+def _failure(error: BaseException, steering: Steering) -> str | None:
+    """Return why a training failed; None if it was stopped."""
+    is_stopped = isinstance(error, StopRequested | asyncio.CancelledError | KeyboardInterrupt | SystemExit)
+    return steering.failure or (None if is_stopped else f"{type(error).__name__}: {error}")
 
 
 def _enter_control(
