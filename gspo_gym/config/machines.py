@@ -24,7 +24,15 @@ from gspo_gym.cluster.memory import (
 )
 from gspo_gym.cluster.placement import GIB, Offer, Part, Place, Resources, assign, only_counted
 from gspo_gym.config.run_config import RunConfig
-from gspo_gym.config.services import OWN_GPU, SHARED_GPU, VllmSection, missing_machinery, place
+from gspo_gym.config.services import (
+    OWN_GPU,
+    SHARED_GPU,
+    VllmSection,
+    has_replicas,
+    missing_machinery,
+    num_servers,
+    place,
+)
 from gspo_gym.errors import ConfigError, PlacementError
 
 # GiB of a GPU, where a name stands for one size only (the vendor's data sheets).
@@ -143,7 +151,8 @@ def check(config: RunConfig, shape: ModelShape, machines: Machines) -> Paper:
     topology, has_gpus = config.topology, _has_gpus(config, machines)
     rank = rank_memory(shape, learning_of(config), 1 if topology is None else topology.gpus_for_training)
     replica = _replica(config, shape, machines.gpu_bytes, has_gpus) if _samples_here(config) else None
-    parts = _gpu_parts(config, rank) if has_gpus else _process_parts(config, rank, replica)
+    model_bytes = shape.num_parameters * BYTES[config.model.dtype]
+    parts = _gpu_parts(config, rank) if has_gpus else _process_parts(config, rank, replica, model_bytes)
     offers = machines.offers
     if topology is None or topology.type == "single_node_split":
         offers = tuple(sorted(offers, key=lambda offer: offer.free, reverse=True)[:1])
@@ -184,8 +193,7 @@ def _sizes(config: RunConfig) -> tuple[int, int, int]:
     topology = config.topology
     if topology is None or topology.type != "cluster":
         return placed.tensor_parallel_size, placed.data_parallel_size, 1
-    copies = 1 if config.vllm is None else config.vllm.data_parallel_size
-    return topology.tensor_parallel, copies, topology.gpus_for_vllm // topology.tensor_parallel // copies
+    return placed.tensor_parallel_size, placed.data_parallel_size, num_servers(topology, config.vllm)
 
 
 def _gpu_parts(config: RunConfig, rank: RankMemory) -> list[Part]:
@@ -213,13 +221,23 @@ def _part(role: str, count: int, gpus: int, memory_bytes: int = 0) -> Part:
     return Part(role, count, Resources(gpus=gpus, cores=gpus, memory_bytes=memory_bytes))
 
 
-def _process_parts(config: RunConfig, rank: RankMemory, replica: ReplicaMemory | None) -> list[Part]:
-    topology = config.topology
-    parts = [Part("learner", 1 if topology is None else topology.gpus_for_training, Resources(memory_bytes=rank.total))]
-    if replica is not None:
+def _process_parts(config: RunConfig, rank: RankMemory, replica: ReplicaMemory | None, model_bytes: int) -> list[Part]:
+    num_ranks = 1 if config.topology is None else config.topology.gpus_for_training
+    parts = [Part("learner", num_ranks, Resources(memory_bytes=rank.total))]
+    # The driver is the learner, or has a whole model beside the learner's ranks; it samples with it where nothing else
+    # does, from a copy if episodes are played ahead.
+    has_copy = config.training.max_staleness > 0
+    held = 0 if num_ranks == 1 else model_bytes
+    if replica is not None and config.rollout.engine == "local" and not has_replicas(config.sections):
+        held += replica.cache + has_copy * model_bytes
+    elif replica is not None:
         tensor, copies, servers = _sizes(config)
         size = tensor * copies * (replica.weights + replica.cache)
         parts.append(Part("replica", servers, Resources(memory_bytes=size)))
+    if num_ranks == 1:
+        parts[0] = Part("learner", 1, Resources(memory_bytes=rank.total + held))
+    else:
+        parts.append(Part("driver", 1, Resources(memory_bytes=held)))
     return parts
 
 

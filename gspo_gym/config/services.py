@@ -14,7 +14,8 @@ count the GPUs that this process sees, from 0; CUDA_VISIBLE_DEVICES makes them d
 | the same with type = "colocated"                     | 0           | 0 .. v-1    | v .. v+r-1           |
 
 tp and dp are vllm.tensor_parallel_size and vllm.data_parallel_size; with [topology] they are its tensor_parallel and
-v / tensor_parallel. Where vLLM and the learner share a GPU, vllm.gpu_memory_utilization says how much of it is vLLM's.
+v / tensor_parallel, which with type = "cluster" are shared out to several engines (`num_servers`). Where vLLM and the
+learner share a GPU, vllm.gpu_memory_utilization says how much of it is vLLM's.
 
 Never run on several GPUs. vLLM 0.32 looks its numbers up in CUDA_VISIBLE_DEVICES, as is done here (from its source).
 """
@@ -81,12 +82,13 @@ class TopologySection(Settings):
         default="single_node_split",
         description="disjoint sets of one machine's GPUs, whose sum is compute.gpu_count; colocated: the same GPUs "
         "generate and learn; cluster: disjoint sets of all machines' GPUs (`gspo-gym cluster check` says whether it "
-        "fits), which training takes without GPUs, and with rollout.engine local",
+        "fits), which training takes without GPUs",
     )
     gpus_for_vllm: int = Field(
         gt=0,
-        description="GPUs that generate; without GPUs and with type cluster processes that do, each with a copy of the "
-        "model, if rollout.engine is local and there are more than 1",
+        description="GPUs that generate; without GPUs and with type cluster processes that do: each with a copy of the "
+        "model where rollout.engine is local, else tensor_parallel x vllm.data_parallel_size for each vLLM, which "
+        "stand behind a router if there is more than one",
     )
     gpus_for_training: int = Field(
         gt=0, description="processes that share the learner's model, each on a GPU; more than 1 is refused with GPUs"
@@ -117,7 +119,11 @@ class TopologySection(Settings):
         "for this run",
     )
     max_restarts: int = Field(
-        default=3, ge=0, description="of lost learner processes in a row; then the run ends, and can go on by --resume"
+        default=3,
+        ge=0,
+        description="of lost learner processes in a row, after which the run ends and can go on by --resume; and of "
+        "each process that samples between two updates of the weights, after which the others play on without it until "
+        "the next",
     )
 
 
@@ -221,17 +227,17 @@ def _cannot_start_yet(sections: Mapping[str, Any], compute: ComputeSection) -> l
     topology: TopologySection | None = sections["topology"]
     found = []
     if topology is not None and topology.type == "cluster":
-        if compute.gpu_count or sections["rollout"].engine != "local":
-            found.append('topology.type = "cluster": training takes it without GPUs and with rollout.engine = "local"')
-        elif topology.tensor_parallel > 1:
+        if compute.gpu_count:
+            found.append(
+                f'topology.type = "cluster": training takes it without GPUs, and compute.gpu_count = '
+                f"{compute.gpu_count}"
+            )
+        elif sections["rollout"].engine == "local" and topology.tensor_parallel > 1:
             found.append(
                 f"topology.tensor_parallel = {topology.tensor_parallel}: the local engine shares no layer out; set 1"
             )
-        elif has_replicas(sections) and sections["model"].trainer_mode == "qlora":
-            found.append(
-                f'model.trainer_mode = "qlora": topology.gpus_for_vllm = {topology.gpus_for_vllm} processes cannot be '
-                'given quantized weights; use "lora"'
-            )
+        elif has_replicas(sections):
+            found += _missing_of_replicas(topology, sections)
     if topology is not None and (num := topology.gpus_for_training) > 1:
         if compute.gpu_count:
             found.append(f"topology.gpus_for_training = {num}: training takes one GPU")
@@ -258,12 +264,37 @@ def _cannot_start_yet(sections: Mapping[str, Any], compute: ComputeSection) -> l
     return found
 
 
+def _missing_of_replicas(topology: TopologySection, sections: Mapping[str, Any]) -> list[str]:
+    mode, sync = sections["model"].trainer_mode, sections["training"].weight_sync
+    who, found = f"topology.gpus_for_vllm = {topology.gpus_for_vllm} processes", []
+    if mode == "qlora" and sections["rollout"].engine == "local":  # with vLLM nothing can be quantized
+        found.append(f'model.trainer_mode = "qlora": {who} cannot be given quantized weights; use "lora"')
+    if mode == "lora" and sections["rollout"].engine == "vllm" and (sync is None or sync.mode == "direct"):
+        found.append(
+            f'training.weight_sync.mode = "direct": {who} with vLLM take whole weights, one at a time, and no adapter; '
+            'set "full", which merges it'
+        )
+    if sync is not None and sync.transfer != "files":
+        found.append(
+            f'training.weight_sync.transfer = "{sync.transfer}": {who} are always given weights one at a time, over '
+            "their connections; remove it"
+        )
+    return found
+
+
+def num_servers(topology: TopologySection, vllm: VllmSection | None) -> int:
+    """Return the number of engines of a cluster, each of tensor_parallel x data_parallel_size devices."""
+    copies = 1 if vllm is None else vllm.data_parallel_size
+    return topology.gpus_for_vllm // topology.tensor_parallel // copies
+
+
 def num_replicas(sections: Mapping[str, Any]) -> int:
     """Return the number of engines that sample behind a router, each in a process of its own; 0: there is one, here."""
     topology: TopologySection | None = sections["topology"]
-    if topology is None or topology.type != "cluster" or sections["rollout"].engine != "local":
+    if topology is None or topology.type != "cluster":
         return 0
-    return topology.gpus_for_vllm if topology.gpus_for_vllm > 1 else 0
+    num = num_servers(topology, sections["vllm"])
+    return num if num > 1 else 0
 
 
 def has_replicas(sections: Mapping[str, Any]) -> bool:
@@ -359,6 +390,7 @@ def place(topology: TopologySection | None, vllm: VllmSection | None) -> Placeme
         tensor, data = (1, 1) if vllm is None else (vllm.tensor_parallel_size, vllm.data_parallel_size)
         return Placement(0, tuple(range(tensor * data)), (0,), False, tensor, data)
     for_vllm, is_split = topology.gpus_for_vllm, topology.type != "colocated"
+    num = num_servers(topology, vllm) if topology.type == "cluster" else 1
     first = num_gpus_of_both(topology)
     return Placement(
         learner=for_vllm if is_split else 0,
@@ -366,7 +398,7 @@ def place(topology: TopologySection | None, vllm: VllmSection | None) -> Placeme
         reference=tuple(range(first, first + topology.gpus_for_ref)),
         is_split=is_split,
         tensor_parallel_size=topology.tensor_parallel,
-        data_parallel_size=for_vllm // topology.tensor_parallel,  # a rule has checked that nothing is left
+        data_parallel_size=for_vllm // topology.tensor_parallel // num,  # a rule has checked that nothing is left
     )
 
 

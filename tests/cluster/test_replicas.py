@@ -10,13 +10,17 @@ import contextlib
 import os
 import shutil
 import signal
-from collections.abc import AsyncIterator, Sequence
+import time
+from collections.abc import AsyncIterator, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from agreement import nudge, plain_logprobs
 from engine_contract import until_in_flight
+from sampling_process import start_process
 
 from gspo_gym.base.leftovers import descendants
 from gspo_gym.cli.train import run_training
@@ -24,13 +28,13 @@ from gspo_gym.cluster.launcher import Fleet, LocalLauncher
 from gspo_gym.config.build.engines import _replica_settings, build_engine, build_weight_sync, sampling_parts
 from gspo_gym.config.build.trainer import build_learner, build_policy
 from gspo_gym.config.run_config import RunConfig, load_config
-from gspo_gym.engine.base import Engine, SamplingParams
+from gspo_gym.engine.base import Engine, SamplingParams, TensorMeta, WeightUpdate
 from gspo_gym.engine.local.engine import LocalEngine
 from gspo_gym.engine.replicas.rebuildable import RebuildableEngine
 from gspo_gym.engine.replicas.router import RoutedEngine
-from gspo_gym.errors import ConfigError, EngineError, UnknownNameError
+from gspo_gym.errors import ConfigError, EngineError, EnginePoisonedError, UnknownNameError
 from gspo_gym.policy.checkpoints import CheckpointStore
-from gspo_gym.policy.load import Policy
+from gspo_gym.policy.load import Policy, load_policy
 from gspo_gym.policy.weight_sync import WeightSync
 from gspo_gym.run.recording import RunRecorder
 from gspo_gym.run.records import read_events
@@ -99,13 +103,13 @@ def routed(engine: Engine) -> RoutedEngine:
     return engine.engine
 
 
-async def until_all_take_part(engine: Engine) -> None:
+async def until_all_take_part(engine: Engine, seconds: float = 0.05) -> None:
     """Play on until no replica is left out, which needs calls: nothing is watched without."""
     number = 1000
     async with asyncio.timeout(300):
         while any(replica.left_out for replica in routed(engine).replicas):
             await play(engine, [number])
-            await asyncio.sleep(0.05)
+            await asyncio.sleep(seconds)
             number += 1
 
 
@@ -255,3 +259,94 @@ def test_a_replica_is_built_from_the_newest_checkpoint_when_that_of_the_resumed_
     settings = _replica_settings(config, resumed.base, 0, fleet, tmp_path)
     assert settings.order["base"] == str(folders[1])
     assert _replica_settings(config, policy.base, 0, fleet, tmp_path).order["base"] == policy.base
+
+
+@pytest.mark.parametrize("max_restarts", [0, 3])
+def test_replicas_that_are_killed_while_they_start_are_started_again_so_often(
+    max_restarts: int, tmp_path: Path
+) -> None:
+    config = configure(tmp_path, f"topology.max_restarts={max_restarts}")
+    policy = build_policy(config)
+    killed: set[int] = set()
+
+    async def kill(num: int) -> None:
+        while len(killed) < num:
+            for pid in {*replicas_here()} - killed:
+                os.kill(pid, signal.SIGKILL)
+                killed.add(pid)
+            await asyncio.sleep(0.05)
+
+    async def run() -> None:
+        killing = asyncio.create_task(kill(max_restarts or 1))  # both may be there at once
+        try:
+            if not max_restarts:
+                with pytest.raises(EngineError, match=r"replica [01] did not start: .*has ended with status -9"):
+                    await build_engine(config, policy)
+                return
+            engine = await build_engine(config, policy)
+            assert not killed & {*replicas_here()}
+            await play(engine, range(4))
+            await engine.close()
+        finally:
+            killing.cancel()
+
+    asyncio.run(run())
+    assert len(killed) >= max(1, max_restarts)
+    assert replicas_here() == []
+
+
+def test_a_replica_that_is_lost_more_often_than_allowed_is_left_out_until_all_are(tmp_path: Path) -> None:
+    config = configure(tmp_path, "topology.max_restarts=0")
+    policy = build_policy(config)
+
+    async def run() -> None:
+        async with sampling(config, policy) as (engine, weight_sync):
+            os.kill(replicas_here()[0], signal.SIGKILL)
+            for version in (1, 2):
+                nudge(policy.model, seed=version)
+                await weight_sync.publish(version)
+                for sampled in await play(engine, range(4)):
+                    assert set(sampled.weight_version.tolist()) == {version}
+            assert len(replicas_here()) == 1
+            os.kill(replicas_here()[0], signal.SIGKILL)
+            with pytest.raises(EnginePoisonedError, match="the engine was rebuilt 0 times"):
+                await weight_sync.publish(3)
+
+    asyncio.run(run())
+
+
+@dataclass(frozen=True, slots=True)
+class FailingTensors:
+    """A source whose second tensor cannot be read, as when a GPU has no memory for a copy."""
+
+    metas: Sequence[TensorMeta]
+    device = torch.device("cpu")
+
+    def metadata(self) -> Sequence[TensorMeta]:
+        return self.metas
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        meta = self.metas[0]
+        yield meta.name, torch.zeros(meta.shape, dtype=meta.dtype)
+        raise RuntimeError("CUDA error: out of memory")
+
+
+def test_tensors_that_cannot_be_read_poison_the_engine_at_once() -> None:
+    """The thread that sent them ended without a word, and the update waited for `group_timeout_seconds`."""
+
+    async def run() -> None:
+        model = load_policy("tiny:qwen3-64", seed=1).model
+        engine = await start_process(model, max_model_len=64)
+        metas = [TensorMeta(name, each.dtype, tuple(each.shape)) for name, each in model.named_parameters()]
+        await engine.pause("wait")
+        begun = time.monotonic()
+        reason = r"did not get all tensors: RuntimeError: CUDA error: out of memory"
+        with pytest.raises(EngineError, match=reason):
+            await engine.apply_weights(WeightUpdate(1, "transfer", tensors=FailingTensors(metas)))
+        assert time.monotonic() - begun < 50  # of the 100 seconds that it may take
+        health = await engine.health()
+        assert health.is_poisoned
+        assert "out of memory" in str(health.reason)
+        await engine.close()
+
+    asyncio.run(run())

@@ -9,7 +9,9 @@ import asyncio
 import contextlib
 import copy
 import importlib.util
+import logging
 import os
+import shutil
 from collections.abc import AsyncIterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -27,7 +29,7 @@ from gspo_gym.config.services import OWN_GPU, SHARED_GPU, VllmSection, has_repli
 from gspo_gym.engine.base import Engine, PauseMode, UpdateKind, WeightUpdate, require_sleeping
 from gspo_gym.engine.endpoint.http import HttpEngine, HttpSettings
 from gspo_gym.engine.local.engine import LocalEngine
-from gspo_gym.engine.replicas.process import NamedTensors, ProcessEngine, ProcessSettings
+from gspo_gym.engine.replicas.process import NamedTensors, ProcessEngine, ProcessLostError, ProcessSettings
 from gspo_gym.engine.replicas.rebuildable import MakeEngine, RebuildableEngine
 from gspo_gym.engine.replicas.replica_set import RouterSettings
 from gspo_gym.engine.replicas.router import RoutedEngine
@@ -46,6 +48,8 @@ from gspo_gym.policy.weight_sync import Target, WeightSync, choose_kind
 from gspo_gym.run.recording import RunRecorder
 from gspo_gym.run.trainer import WhileLearning
 from gspo_gym.types import Float32Array, Sampling
+
+_log = logging.getLogger(__name__)
 
 _LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # those that vLLM knows
 _PROCESSES = "gspo_gym.config.build.processes"  # the program of a process that samples
@@ -72,10 +76,10 @@ async def build_engine(config: RunConfig, policy: Policy, fleet: Fleet | None = 
         return await build_endpoint(config, policy)
     if config.rollout.engine == "vllm" and urls:
         return await _connect_vllm(config, policy, urls)
-    if config.rollout.engine == "vllm":
-        return await _start_vllm(config, policy)
     if has_replicas(config.sections):
         return await _start_replicas(config, policy, fleet or Fleet(LocalLauncher(), sampling_parts(config)))
+    if config.rollout.engine == "vllm":
+        return await _start_vllm(config, policy)
     is_ahead = config.training.max_staleness > 0  # it samples while the learner changes its own weights
     return LocalEngine(
         copy.deepcopy(policy.model) if is_ahead else policy.model,
@@ -140,7 +144,8 @@ def vllm_settings(config: RunConfig, policy: Policy, folder: Path) -> VllmSettin
         max_num_seqs=config.rollout.max_concurrent_rollouts,
         tensor_parallel_size=placement.tensor_parallel_size,
         data_parallel_size=placement.data_parallel_size,
-        device_ids=placement.vllm if placement.is_split and not on_processor else (),
+        # A replica's process sees its own GPUs only.
+        device_ids=placement.vllm if placement.is_split and not (on_processor or has_replicas(config.sections)) else (),
         gpu_memory_utilization=vllm.gpu_memory_utilization or (OWN_GPU if placement.is_split else SHARED_GPU),
         kv_cache_gib=1.0 if vllm.kv_cache_gib is None and on_processor else vllm.kv_cache_gib,
         enforce_eager=on_processor if vllm.enforce_eager is None else vllm.enforce_eager,
@@ -183,6 +188,8 @@ def sends_adapters(config: RunConfig, policy: Policy) -> bool:
 
 def _transfer(config: RunConfig, policy: Policy) -> Transfer:
     asked = "files" if config.training.weight_sync is None else config.training.weight_sync.transfer
+    if has_replicas(config.sections):  # what arrives in a replica's process goes on to vLLM's
+        asked = "shared_memory"
     if asked in ("ipc", "nccl") and policy.model.device.type != "cuda":
         raise ConfigError(
             f'training.weight_sync.transfer: "{asked}" is from GPU to GPU, but the policy is on the '
@@ -216,10 +223,22 @@ async def _start_vllm(config: RunConfig, policy: Policy) -> Engine:
         raise
 
 
+async def start_vllm_here(config: RunConfig, policy: Policy, folder: Path) -> Engine:
+    """Start vLLM in a replica's process, on the policy's weights, which are left in `folder` for it.
+
+    Raises:
+        MissingExtraError: vLLM is not installed. EngineError: it did not start.
+    """
+    shutil.rmtree(folder, ignore_errors=True)  # of the process in whose place this one was started
+    staged = await asyncio.to_thread(_stage, config, policy, folder, "full")
+    return await VllmEngine.start(vllm_settings(config, policy, staged.folder or folder))
+
+
 def sampling_parts(config: RunConfig) -> list[Part]:
     """Return the processes that sample, to be placed on nodes; none if this process does."""
-    num = num_replicas(config.sections)
-    return [Part(REPLICA, num, Resources(cores=1))] if num else []
+    num, placement = num_replicas(config.sections), place(config.topology, config.vllm)
+    cores = placement.tensor_parallel_size * placement.data_parallel_size
+    return [Part(REPLICA, num, Resources(cores=cores))] if num else []
 
 
 async def _start_replicas(config: RunConfig, policy: Policy, fleet: Fleet) -> Engine:
@@ -232,9 +251,20 @@ async def _start_replicas(config: RunConfig, policy: Policy, fleet: Fleet) -> En
         settings = await asyncio.to_thread(_replica_settings, config, policy.base, number, fleet, Path(folder))
         return await ProcessEngine.start(settings, held_tensors(policy.model))
 
+    assert config.topology is not None
+    max_restarts = config.topology.max_restarts
+
+    async def start_again(number: int) -> Engine:
+        for num_lost in range(1, max_restarts + 1):
+            try:
+                return await start(number)
+            except ProcessLostError as error:
+                _log.warning("replica %d is started again, %d of %d: %s", number, num_lost, max_restarts, error)
+        return await start(number)
+
     async def start_all() -> Engine:
-        makes = [partial(start, number) for number in range(num_replicas(config.sections))]
-        starts = [asyncio.ensure_future(make()) for make in makes]
+        numbers = range(num_replicas(config.sections))
+        starts = [asyncio.ensure_future(start_again(number)) for number in numbers]
         try:
             engines = await asyncio.gather(*starts)
         except BaseException:
@@ -244,11 +274,16 @@ async def _start_replicas(config: RunConfig, policy: Policy, fleet: Fleet) -> En
                 if isinstance(result, ProcessEngine):
                     await result.close()
             raise
-        rebuildable = [RebuildableEngine(engine, make) for engine, make in zip(engines, makes, strict=True)]
+        rebuildable = [
+            RebuildableEngine(engine, partial(start, number), max_rebuilds=max_restarts)
+            for number, engine in zip(numbers, engines, strict=True)
+        ]
         return RoutedEngine(rebuildable, settings=RouterSettings(health_interval_seconds=_LOOK_SECONDS))
 
     try:
-        return RebuildableEngine(await start_all(), start_all, on_close=lambda: remove_folder(folder))
+        return RebuildableEngine(
+            await start_all(), start_all, max_rebuilds=max_restarts, on_close=lambda: remove_folder(folder)
+        )
     except BaseException:
         remove_folder(folder)
         raise
@@ -260,7 +295,9 @@ def _replica_settings(config: RunConfig, base: str, number: int, fleet: Fleet, f
     order = {
         "config": config.model_dump(mode="json", exclude_none=True),
         "base": _base_now(config, base),
+        "number": number,
         "num_replicas": num_replicas(config.sections),
+        "folder": str(folder / f"model_{number}"),
     }
     return ProcessSettings(
         start=fleet.start(REPLICA, number, Program(_PROCESSES, (REPLICA,), log=log)),

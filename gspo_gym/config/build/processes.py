@@ -13,24 +13,27 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
+from gspo_gym.base.leftovers import temporary_folder
 from gspo_gym.base.ranks import JOIN_SECONDS, Patience, Rank, Ranks
 from gspo_gym.cluster.launcher import EnvLauncher, Fleet, Launcher, LocalLauncher, Program, Seat
 from gspo_gym.cluster.learner import LearnerOnRanks, RecoverySettings, Started, follow
 from gspo_gym.cluster.placement import Part, Resources
 from gspo_gym.cluster.ray import RayLauncher
 from gspo_gym.cluster.sharding import shard_model
-from gspo_gym.config.build.engines import REPLICA, held_tensors, sampling_parts
+from gspo_gym.config.build.engines import REPLICA, held_tensors, sampling_parts, start_vllm_here
 from gspo_gym.config.build.trainer import build_learner, build_policy, build_skeleton, device_of
 from gspo_gym.config.run_config import RunConfig
 from gspo_gym.config.services import TopologySection
 from gspo_gym.engine.base import Engine
 from gspo_gym.engine.local.engine import LocalEngine
 from gspo_gym.engine.replicas.process import serve
+from gspo_gym.engine.vllm.settings import allowed_cores
 from gspo_gym.errors import CheckpointError, ConfigError, PlacementError
 from gspo_gym.learning.reference import ReferencePolicy
 from gspo_gym.learning.update import AnyLearner, Learner
@@ -242,18 +245,34 @@ def _build_learner(rank: int, order: Any) -> tuple[nn.Module, Callable[[], Learn
 async def _build_engine(order: Any, tensors: Iterator[tuple[str, Tensor]]) -> Engine:
     """Return the engine of the driver's order (Any: JSON), with the driver's weights."""
     config = RunConfig.from_dict(order["config"])
-    torch.set_num_threads(max(1, torch.get_num_threads() // order["num_replicas"]))
+    num, has_vllm = order["num_replicas"], config.rollout.engine == "vllm"
+    torch.set_num_threads(max(1, torch.get_num_threads() // num))
+    if has_vllm:
+        _take_cores(order["number"], num)
     policy = build_policy(config, order["base"])
     own = dict(held_tensors(policy.model))
     for name, tensor in tensors:
         with torch.no_grad():
             copy_into(own[name], tensor)
+    if has_vllm:
+        folder = Path(order["folder"])
+        if not folder.parent.is_dir():  # it is the driver's, on another machine
+            folder = Path(temporary_folder("gspo_gym-replica-")) / folder.name
+        return await start_vllm_here(config, policy, folder)
     return LocalEngine(
         policy.model,
         takes_tensors=True,
         max_model_len=config.rollout.max_model_len,
         max_batch_size=config.rollout.max_concurrent_rollouts,
     )
+
+
+def _take_cores(number: int, num_replicas: int) -> None:
+    """Keep this process and vLLM's to its share of the cores, which vLLM's threads are bound to; if each has one."""
+    cores = allowed_cores()
+    share = len(cores) // num_replicas
+    if share and hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, cores[number * share : (number + 1) * share])
 
 
 if __name__ == "__main__":

@@ -205,15 +205,15 @@ def _of_own_server(key: str, default: Any, urls: str) -> Rule:
     return no_effect(key, default, urls, lambda urls: not urls, "such a server was told by who started it")
 
 
-def _is_of_replicas(engine: str | None, kind: str | None, for_vllm: int | None) -> bool:
-    return engine == "local" and kind == "cluster" and (for_vllm or 0) > 1
+def _is_of_replicas(kind: str | None, for_vllm: int | None, tensor_parallel: int | None, copies: int | None) -> bool:
+    return kind == "cluster" and (for_vllm or 0) // ((tensor_parallel or 1) * (copies or 1)) > 1
 
 
 def _of_processes(key: str) -> Rule:
     default = default_of(TopologySection, key.partition(".")[2])
 
-    def check(value: Any, learners: int | None, engine: str, kind: str | None, for_vllm: int | None) -> str | None:
-        if value in (None, default) or learners is None or learners > 1 or _is_of_replicas(engine, kind, for_vllm):
+    def check(value: Any, learners: int | None, *sampling: Any) -> str | None:
+        if value in (None, default) or learners is None or learners > 1 or _is_of_replicas(*sampling):
             return None
         return (
             "has no effect with topology.gpus_for_training = 1: one process learns, and nothing waits for it; have "
@@ -224,15 +224,15 @@ def _of_processes(key: str) -> Rule:
 
 
 def _of_weights_on_their_way(key: str, default: Any) -> Rule:
-    def check(value: Any, engine: str, kind: str | None, for_vllm: int | None) -> str | None:
-        if value in (None, default) or engine != "local" or _is_of_replicas(engine, kind, for_vllm):
+    def check(value: Any, engine: str, *sampling: Any) -> str | None:
+        if value in (None, default) or engine != "local" or _is_of_replicas(*sampling):
             return None
         return (
             f'has no effect with rollout.engine = "local": it shares the learner\'s weights; set {show(default)}, or '
             "remove this"
         )
 
-    return Rule((key, *_REPLICAS), check)
+    return Rule((key, "rollout.engine", *_REPLICAS), check)
 
 
 def _something_is_in_flight(in_flight: str | None, max_staleness: int) -> str | None:
@@ -248,10 +248,8 @@ def _of_sent_weights(key: str, default: Any) -> Rule:
     return no_effect(key, default, "rollout.engine", lambda engine: engine != "local", advice)
 
 
-def _stale_weights_are_allowed(
-    max_staleness: int, interval: int, engine: str, kind: str | None, for_vllm: int | None
-) -> str | None:
-    has_interval = engine == "vllm" or _is_of_replicas(engine, kind, for_vllm)
+def _stale_weights_are_allowed(max_staleness: int, interval: int, engine: str, *sampling: Any) -> str | None:
+    has_interval = engine == "vllm" or _is_of_replicas(*sampling)
     if max_staleness >= interval - 1 or not has_interval:
         # A run that samples k iterations under old weights must allow samples of that age.
         return None
@@ -295,7 +293,7 @@ def _sinks_are_different(report_to: tuple[str, ...] | None) -> str | None:
 
 
 _SYNC, _SENT = "training.weight_sync", ("mode", "direct", "verify_every_k")
-_REPLICAS = ("rollout.engine", "topology.type", "topology.gpus_for_vllm")
+_REPLICAS = ("topology.type", "topology.gpus_for_vllm", "topology.tensor_parallel", "vllm.data_parallel_size")
 _GPUS = (
     "topology.type",
     "compute.gpu_count",
@@ -315,13 +313,6 @@ SERVICE_RULES = (
     Rule(
         ("vllm", "topology", "vllm.tensor_parallel_size", "vllm.data_parallel_size", "compute.gpu_count"),
         _vllm_has_gpus,
-    ),
-    no_effect(
-        "topology.max_restarts",
-        default_of(TopologySection, "max_restarts"),
-        "topology.gpus_for_training",
-        lambda num: num is None or num > 1,
-        "one process learns, and nothing waits for it; have more",
     ),
     *(
         no_effect(
@@ -348,7 +339,7 @@ SERVICE_RULES = (
     acts_with("topology.ray_address", default_of(TopologySection, "ray_address"), "topology.type", "cluster"),
     *(
         _of_processes(f"topology.{name}")
-        for name in ("heartbeat_seconds", "group_timeout_seconds", "launcher", "ray_address")
+        for name in ("heartbeat_seconds", "group_timeout_seconds", "launcher", "ray_address", "max_restarts")
     ),
     Rule(("topology", "services.engine_urls"), _split_gpus_are_used),
     Rule(("topology.type", "compute.nodes"), _one_node_is_split),
@@ -390,7 +381,10 @@ SERVICE_RULES = (
     _of_weights_on_their_way("training.weight_sync_interval", 1),
     _of_weights_on_their_way(f"{_SYNC}.verify_every_k", default_of(WeightSyncSection, "verify_every_k")),
     Rule((f"{_SYNC}.in_flight", "training.max_staleness"), _something_is_in_flight),
-    Rule(("training.max_staleness", "training.weight_sync_interval", *_REPLICAS), _stale_weights_are_allowed),
+    Rule(
+        ("training.max_staleness", "training.weight_sync_interval", "rollout.engine", *_REPLICAS),
+        _stale_weights_are_allowed,
+    ),
     Rule(("training.weight_sync.enable",), _sync_is_not_off),
     Rule(("training.weight_sync.targets",), _sync_has_a_target),
     Rule(

@@ -45,6 +45,10 @@ _SAMPLING_FIELDS = tuple(field.name for field in fields(SamplingParams))
 NamedTensors = Sequence[tuple[str, torch.Tensor]]
 
 
+class ProcessLostError(EngineError):
+    """A process that was to sample has ended, or was silent, before it was up; another may come up."""
+
+
 @dataclass(frozen=True, slots=True)
 class ProcessSettings:
     """How a process that samples is started and watched.
@@ -92,7 +96,7 @@ class ProcessEngine(GatedEngine):
         """Start the process and its engine, whose model gets these tensors; cancelling ends what was begun.
 
         Raises:
-            EngineError: it did not start. GymError: what building the engine raised.
+            ProcessLostError: it did not start. GymError: what building the engine raised.
         """
         engine = cls(settings)
         starting = _Starting(settings.start)
@@ -216,7 +220,7 @@ class ProcessEngine(GatedEngine):
             ranks.send({"order": settings.order}, _packed(tensors), num_bodies=len(tensors))
             answer, _ = ranks.receive(0, max_seconds=_BUILD_SECONDS)
         except RanksLostError as error:
-            raise EngineError(f"{settings.name} did not start: {error}") from error
+            raise ProcessLostError(f"{settings.name} did not start: {error}") from error
         if answer["refusal"] is not None:
             raise _error_of(answer["refusal"])
         self._capabilities = _capabilities(answer["capabilities"])
@@ -234,13 +238,16 @@ class ProcessEngine(GatedEngine):
         self._tell_loss("the engine is closed")
 
     def _send(self, ranks: Ranks) -> None:
-        with contextlib.suppress(RanksLostError):
-            while (order := self._orders.get()) is not None:
-                try:
-                    ranks.send(order.head, _packed(order.tensors), num_bodies=order.num_tensors)
-                except GymError as error:  # of the tensors: the process waits for more of them
-                    ranks.give_up(f"{self._settings.name} did not get all tensors: {error}")
-                    raise
+        while (order := self._orders.get()) is not None:
+            try:
+                ranks.send(order.head, _packed(order.tensors), num_bodies=order.num_tensors)
+            except RanksLostError:
+                return
+            # Of the tensors, such as torch's of a GPU without memory: the process waits for more of them, and the
+            # update for the process.
+            except Exception as error:
+                ranks.give_up(f"{self._settings.name} did not get all tensors: {type(error).__name__}: {error}")
+                return
 
     def _hear(self, ranks: Ranks) -> None:
         with contextlib.suppress(RanksLostError, RuntimeError):  # RuntimeError: the event loop is closed

@@ -39,7 +39,8 @@ class RebuildableEngine:
     Args:
         engine: the first one.
         make: makes the others; when cancelled, it closes what it began.
-        max_rebuilds: one more is refused: a restart does not remove the cause of so many deaths.
+        max_rebuilds: between two updates of the weights; one more is refused: a restart does not remove the cause of
+            so many deaths.
         on_close: called when the engine is closed, to remove what `make` needed.
 
     Attributes:
@@ -58,6 +59,7 @@ class RebuildableEngine:
         self._engine = engine
         self._make = make
         self._max_rebuilds = max_rebuilds
+        self._num_in_a_row = 0  # rebuilds since an update
         self._on_close = on_close
         self._rebuilding: asyncio.Task[None] | None = None  # the last one asked for, under way or ended
         self._superseded: set[asyncio.Task[None]] = set()  # cancelled for a later one, and not yet ended
@@ -94,6 +96,10 @@ class RebuildableEngine:
             self._require_open()
             raise EngineError("rebuild: given up for a later rebuild, or because the engine was poisoned meanwhile")
         mine.result()
+
+    def allow_rebuilds(self) -> None:
+        """Count rebuilds from 0 again: an update has succeeded, of this engine or of those beside it."""
+        self._num_in_a_row = 0
 
     async def generate(
         self,
@@ -156,6 +162,7 @@ class RebuildableEngine:
     async def resume(self, version: int) -> None:
         """Commit; see `Engine.resume`."""
         await self._engine.resume(version)
+        self.allow_rebuilds()
 
     async def sleep(self) -> None:
         """Lend the memory to the learner; see `SleepingEngine.sleep`.
@@ -240,8 +247,11 @@ class RebuildableEngine:
     async def _replace(self, bring_up: BringUp, former: Collection[asyncio.Task[None]]) -> None:
         await wait_until_ended(former)  # their engines must be closed before another takes their memory
         try:
-            if self.num_rebuilds >= self._max_rebuilds:
-                raise EnginePoisonedError(f"the engine was rebuilt {self.num_rebuilds} times; see why it fails")
+            if self._num_in_a_row >= self._max_rebuilds:
+                raise EnginePoisonedError(
+                    f"the engine was rebuilt {self._num_in_a_row} times without an update in between; see why it fails"
+                )
+            self._num_in_a_row += 1
             self.num_rebuilds += 1
             # Before another is made: two models may not fit into the memory.
             await _close(self._engine)

@@ -235,7 +235,10 @@ class ReplicaSet:
         try:
             await rebuild(replica.engine)
         except Exception as error:  # tried again after the next health check
-            _log.warning("replica %d cannot be rebuilt: %s: %s", replica.number, type(error).__name__, error)
+            reason = f"{type(error).__name__}: {error}"
+            if reason != replica.not_rebuilt:  # else it would be said every second
+                _log.warning("replica %d cannot be rebuilt: %s", replica.number, reason)
+            replica.not_rebuilt = reason
         finally:
             replica.rebuilding = None
 
@@ -249,6 +252,7 @@ class Replica:
         is_draining: it gets no new sessions.
         sessions: that it holds.
         rebuilding: the task that replaces its engine, if there is one.
+        not_rebuilt: why the last such task failed.
     """
 
     def __init__(
@@ -262,6 +266,7 @@ class Replica:
         self.is_draining = False
         self.sessions: set[str] = set()
         self.rebuilding: asyncio.Task[None] | None = None
+        self.not_rebuilt: str | None = None
         self._calls: set[asyncio.Task[Completion]] = set()
 
     @property

@@ -22,6 +22,7 @@ from gspo_gym.engine.base import (
     num_tokens_to_sample,
 )
 from gspo_gym.engine.gate import Deadline, GatedEngine
+from gspo_gym.engine.replicas.rebuildable import RebuildableEngine
 from gspo_gym.engine.replicas.replica_set import EngineAction, Replica, ReplicaSet, RouterSettings, common_capabilities
 from gspo_gym.errors import ConfigError, EngineError, EnginePoisonedError, EngineTimeoutError
 from gspo_gym.types import Completion, TokenIds
@@ -158,6 +159,9 @@ class RoutedEngine(GatedEngine):
         self._gate.require_paused()
         self._newest_version = version  # calls that were kept in flight may end on replicas that have resumed
         await self._on_each("resume", lambda engine: engine.resume(version))
+        for replica in self._set.all:  # also those that are left out
+            if isinstance(replica.engine, RebuildableEngine):
+                replica.engine.allow_rebuilds()
         self._gate.resume(version)
         self._set.wake()
 

@@ -12,7 +12,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.chaos import CUTS, FAULTS, SAME, ChaosReport, Done, Fault, drawn, processes_below
+import gspo_gym
+from benchmarks.chaos import CUTS, FAULTS, OF_RAY, OF_REPLICAS, SAME, ChaosReport, Done, Fault, drawn, processes_below
 
 
 @pytest.mark.slow
@@ -59,3 +60,10 @@ def test_a_report_is_good_only_if_all_was_done_and_nothing_is_lost_twice_left_or
     assert not replace(good, controls={"a weight": True, "an end": False}).is_good
     for name in ("failed", "left", "lost", "twice", "differing"):
         assert not replace(good, **{name: ["something"]}).is_good, name
+
+
+def test_the_page_of_the_cluster_says_of_each_fault_what_happens() -> None:
+    page = Path(gspo_gym.__file__).with_name("cluster").joinpath("README.md").read_text(encoding="utf-8")
+    rows = [line.split(" | ")[0].removeprefix("| ") for line in page.splitlines() if line.startswith("| ")]
+    missing = {str(fault) for fault in (*FAULTS, *CUTS, *OF_REPLICAS, *OF_RAY)} - {*rows}
+    assert missing == set()

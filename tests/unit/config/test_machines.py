@@ -107,7 +107,7 @@ def test_512_gpus_are_placed_by_the_numbers_alone(make: Make) -> None:
     assert paper.replica.cache == int(0.9 * 80 * GIB) - paper.replica.weights
     assert paper.rank == rank_memory(SHAPES["Qwen3-8B"], learning_of(config), 256)
     assert paper.refused == (
-        'topology.type = "cluster": training takes it without GPUs and with rollout.engine = "local"',
+        'topology.type = "cluster": training takes it without GPUs, and compute.gpu_count = 512',
         "topology.gpus_for_training = 256: training takes one GPU",
     )
 
@@ -169,10 +169,32 @@ def test_without_compute_a_gpu_is_taken_if_there_is_one(make: Make) -> None:
 def test_processes_take_memory_of_their_node_and_share_its_cores(make: Make) -> None:
     config = make({**cluster(0, 2, 2, 2), "rollout.engine": "local"})
     paper = run_check(config, "2x0::1:8GiB")
-    assert [(part.role, part.count) for part in paper.parts] == [("learner", 2), ("replica", 2)]
+    assert [(part.role, part.count) for part in paper.parts] == [("learner", 2), ("replica", 2), ("driver", 1)]
     assert paper.parts[0].each.memory_bytes == paper.rank.total
     assert paper.parts[1].each.memory_bytes == TINY.num_parameters * 4 + GIB
+    assert paper.parts[2].each.memory_bytes == TINY.num_parameters * 4  # the driver's, which attests the replicas
     assert paper.problems == ()
+
+
+def test_where_the_driver_samples_there_is_no_replica_and_its_model_is_counted_once(make: Make) -> None:
+    model = TINY.num_parameters * 4
+    alone = run_check(make({**cluster(0, 1, 1, 1), "rollout.engine": "local"}), "1x0::2:8GiB")
+    [learner] = alone.parts  # the learner's own model samples
+    assert (learner.role, learner.each.memory_bytes) == ("learner", alone.rank.total + GIB)
+    beside = run_check(make({**cluster(0, 1, 1, 2), "rollout.engine": "local"}), "1x0::2:8GiB")
+    assert [(part.role, part.count, part.each.memory_bytes) for part in beside.parts] == [
+        ("learner", 2, beside.rank.total),
+        ("driver", 1, model + GIB),
+    ]
+    ahead = {"training.max_staleness": 1, "correction.old_logprobs": "rollout"}
+    copied = run_check(make({**cluster(0, 1, 1, 2), "rollout.engine": "local", **ahead}), "1x0::2:8GiB")
+    assert copied.parts[1].each.memory_bytes == 2 * model + GIB
+
+
+def test_vllms_processes_are_counted_by_server(make: Make) -> None:
+    paper = run_check(make({**cluster(0, 1, 8, 1, tensor_parallel=2), "vllm": {"data_parallel_size": 2}}))
+    assert [(part.role, part.count) for part in paper.parts] == [("learner", 1), ("replica", 2)]
+    assert paper.refused == ()
 
 
 def test_memory_is_asked_for_what_the_configuration_trains(make: Make) -> None:

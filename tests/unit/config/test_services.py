@@ -84,6 +84,18 @@ def test_everything_that_is_missing_is_listed_at_once(make: Make) -> None:
             'model.trainer_mode = "qlora": topology.gpus_for_vllm = 2 processes cannot be given quantized weights',
         ),
         (
+            {**TWO_SAMPLE, "rollout.engine": "vllm", "model.trainer_mode": "qlora"},
+            'model.trainer_mode = "qlora": vLLM would sample',
+        ),
+        (
+            {**TWO_SAMPLE, "rollout.engine": "vllm", "model.trainer_mode": "lora"},
+            'training.weight_sync.mode = "direct": topology.gpus_for_vllm = 2 processes with vLLM take whole weights',
+        ),
+        (
+            {**TWO_SAMPLE, "rollout.engine": "vllm", "training.weight_sync": {"transfer": "shared_memory"}},
+            'training.weight_sync.transfer = "shared_memory": topology.gpus_for_vllm = 2 processes are always given',
+        ),
+        (
             {"compute": {"gpu_count": 2}, "topology": {"type": "cluster", "gpus_for_vllm": 1, "gpus_for_training": 1}},
             'topology.type = "cluster": training takes it without GPUs',
         ),
@@ -121,6 +133,14 @@ def test_each_of_them_alone_is_refused_before_anything_is_built(
         {"compute": {"gpu_count": 0}, "topology": {"gpus_for_vllm": 2, "gpus_for_training": 1}},
         {"compute": {"gpu_count": 2}, "topology": {"type": "colocated", "gpus_for_vllm": 2, "gpus_for_training": 1}},
         TWO_SAMPLE,
+        {**TWO_SAMPLE, "rollout.engine": "vllm"},
+        {
+            **TWO_SAMPLE,
+            "rollout.engine": "vllm",
+            "model.trainer_mode": "lora",
+            "training.weight_sync": {"mode": "full"},
+        },
+        {**TWO_LEARN, "rollout.engine": "vllm"},
         {
             **TWO_SAMPLE,
             "training.weight_sync_interval": 2,

@@ -16,6 +16,7 @@ from fake_vllm import FakeVllm, served
 from faulty_server import FaultyServer
 from transformers import AutoModelForCausalLM
 
+from gspo_gym.cluster.placement import Part, Resources
 from gspo_gym.config.build import engines as build_engines
 from gspo_gym.config.build import trainer as build
 from gspo_gym.config.run_config import RunConfig
@@ -102,6 +103,19 @@ def test_each_key_of_vllm_reaches_its_settings(key: str, value: Any, field: str,
     app = {"services.task_url": "http://127.0.0.1:1"}  # which alone asks for structured output
     without, given = settings_of(make({"vllm": {}, **app})), settings_of(make({"vllm": {key: value}, **app}))
     assert getattr(given, field) == value != getattr(without, field)
+
+
+def test_vllm_of_a_cluster_has_the_sizes_of_its_servers_and_is_handed_weights_by_its_process(make: Make) -> None:
+    topology = {"type": "cluster", "gpus_for_vllm": 8, "gpus_for_training": 1, "tensor_parallel": 2}
+    config = make({"compute": {"gpu_count": 0}, "topology": topology, "vllm": {"data_parallel_size": 2}})
+    settings = settings_of(config)
+    assert (settings.tensor_parallel_size, settings.data_parallel_size, settings.device_ids) == (2, 2, ())
+    assert settings.transfer == "shared_memory"
+    # 8 / (2 x 2) servers, each with a core for each of its processes.
+    assert build_engines.sampling_parts(config) == [Part("replica", 2, Resources(cores=4))]
+    in_this_process = make({"compute": {"gpu_count": 0}, "topology": topology, "vllm": {"data_parallel_size": 4}})
+    assert build_engines.sampling_parts(in_this_process) == []
+    assert settings_of(in_this_process).data_parallel_size == 4
 
 
 def test_vllm_is_started_for_adapters_of_the_next_rank_that_it_knows_unless_they_are_merged(make: Make) -> None:

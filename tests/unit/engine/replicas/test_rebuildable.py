@@ -12,6 +12,7 @@ from tracked_engine import TrackedEngine, Workshop
 
 from gspo_gym.engine.base import Engine, SamplingParams, WeightUpdate
 from gspo_gym.engine.replicas.rebuildable import BringUp, RebuildableEngine
+from gspo_gym.engine.replicas.router import RoutedEngine
 from gspo_gym.errors import EngineError, EnginePoisonedError
 from gspo_gym.types import Completion
 
@@ -321,6 +322,37 @@ def test_an_engine_that_was_rebuilt_too_often_is_poisoned_until_somebody_closes_
         assert (len(workshop.made), engine.num_rebuilds) == (3, 2)
 
     assert run(body, max_rebuilds=2).num_open == 0
+
+
+def test_an_update_that_succeeds_begins_the_count_of_rebuilds_again() -> None:
+    async def body(_: Workshop, engine: RebuildableEngine) -> None:
+        for version in (1, 4):
+            await engine.rebuild(under(version))
+            await engine.rebuild(under(version + 1))
+            await under(version + 2)(engine)
+        await engine.rebuild(under(7))
+        await engine.rebuild(under(8))
+        with pytest.raises(EnginePoisonedError, match="rebuilt 2 times without an update in between"):
+            await engine.rebuild(under(9))
+        assert engine.num_rebuilds == 6
+
+    assert run(body, max_rebuilds=2).num_open == 0
+
+
+def test_a_replica_that_was_rebuilt_too_often_may_be_again_after_an_update_of_the_others() -> None:
+    """A node that leaves and returns: in between it could not be placed again and again."""
+
+    async def body(workshop: Workshop, engine: RebuildableEngine) -> None:
+        routed = RoutedEngine([engine, await workshop.make()])
+        await engine.rebuild(under(0))
+        with pytest.raises(EnginePoisonedError, match="rebuilt 1 times"):
+            await engine.rebuild(under(0))
+        await under(1)(routed)
+        await engine.rebuild(under(1))
+        assert (await engine.generate([1], SAMPLING)).weight_version.tolist() == [1, 1]
+        await routed.close()
+
+    assert run(body, max_rebuilds=1).num_open == 0
 
 
 def test_an_engine_is_rebuilt_a_hundred_times_unless_told_otherwise() -> None:
