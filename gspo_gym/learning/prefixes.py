@@ -268,36 +268,53 @@ class PrefixSharing:
 
 def _prepare(decoder: Any, forward: Callable[[Work], tuple[Tensor, ...]], device: torch.device) -> str | None:
     """Let a model attend over tries; return the reason why it cannot, with the model as it was."""
+    token_ids = torch.arange(3, 19, device=device).reshape(2, 8)
+    token_ids[1, :5] = token_ids[0, :5]
+    token_ids %= decoder.get_input_embeddings().num_embeddings
+    trie = build_trie(token_ids, torch.ones_like(token_ids, dtype=torch.bool))
+
+    def is_same() -> bool:
+        (rows,) = forward(lambda: (decoder(input_ids=token_ids, use_cache=False).last_hidden_state,))
+        decoder.config._attn_implementation = SHARED_ATTENTION
+        (shared,) = forward(lambda: (trie.hidden_states(decoder)[trie.places],))
+        return are_close(shared, rows)
+
+    return try_attention(decoder, is_same, failures=(ConfigError, TypeError, RuntimeError))
+
+
+def try_attention(decoder: Any, is_same: Callable[[], bool], failures: tuple[type[Exception], ...]) -> str | None:
+    """Return why a model keeps its own attention, or None: it has another now.
+
+    Args:
+        is_same: sets the other attention, and returns whether hidden states come out the same; run without gradients
+            and dropout.
+        failures: of `is_same`, that say that the model does not take it.
+    """
     config = decoder.config
     own = config._attn_implementation
     if own not in OWN_ATTENTIONS:
         return f'its attention is "{own}", and not "sdpa"'
     # Kinds that are told apart by their masks alone would pass the comparison, which is shorter than their windows.
-    kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention"}
-    if kinds:
+    if kinds := set(getattr(config, "layer_types", None) or ()) - {"full_attention"}:
         return f"it has layers of {', '.join(sorted(kinds))}"
-    token_ids = torch.arange(3, 19, device=device).reshape(2, 8)
-    token_ids[1, :5] = token_ids[0, :5]
-    token_ids %= decoder.get_input_embeddings().num_embeddings
-    trie = build_trie(token_ids, torch.ones_like(token_ids, dtype=torch.bool))
     training = decoder.training
     decoder.eval()
     try:
         with torch.no_grad():
-            (rows,) = forward(lambda: (decoder(input_ids=token_ids, use_cache=False).last_hidden_state,))
-            config._attn_implementation = SHARED_ATTENTION
-            (shared,) = forward(lambda: (trie.hidden_states(decoder)[trie.places],))
-        gap = (shared - rows).norm(dim=-1) / rows.norm(dim=-1)
-        # As `logprobs` compares its two ways of computing hidden states; a wrong key is off by order 1.
-        is_same = float(gap.max()) <= min(1e3 * torch.finfo(rows.dtype).eps, 0.25)
-        reason = None if is_same else "its hidden states come out otherwise"
-    except (ConfigError, TypeError, RuntimeError) as error:
+            reason = None if is_same() else "its hidden states come out otherwise"
+    except failures as error:
         reason = f"it failed with {error}"
     finally:
         decoder.train(training)
     if reason is not None:
         config._attn_implementation = own
     return reason
+
+
+def are_close(found: Tensor, rows: Tensor) -> bool:
+    """Return whether [..., D] hidden states are those of `rows` but for rounding: a wrong key is off by order 1."""
+    gap = (found - rows).norm(dim=-1) / rows.norm(dim=-1)
+    return bool((gap <= min(1e3 * torch.finfo(rows.dtype).eps, 0.25)).all())  # as `logprobs` compares its two ways
 
 
 AttentionInterface.register(SHARED_ATTENTION, shared_attention)

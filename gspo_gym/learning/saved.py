@@ -42,7 +42,8 @@ _DTYPES = {
     "BOOL": torch.bool,
 }
 _WORDS = {dtype: word for word, dtype in _DTYPES.items()}
-_UNREADABLE = (
+# What a file that was made to look like a checkpoint's can raise in those that read it.
+UNREADABLE = (
     OSError,
     ValueError,
     LookupError,
@@ -185,7 +186,7 @@ class SavedTensors(Mapping[str, Tensor]):
                     pass
                 for name, piece in _read_header(path):
                     self._pieces.setdefault(name, []).append(piece)
-            except _UNREADABLE as error:
+            except UNREADABLE as error:
                 raise CheckpointError(f"{path}: cannot be read: {type(error).__name__}: {error}") from error
         for name, pieces in self._pieces.items():
             pieces.sort(key=lambda piece: (piece.begin, piece.end))

@@ -21,7 +21,7 @@ from transformers.masking_utils import sdpa_mask
 
 from gspo_gym.errors import ConfigError
 from gspo_gym.learning.collective import SequenceGroup, Work
-from gspo_gym.learning.prefixes import OWN_ATTENTIONS, SEQUENCE_ATTENTION, Trie, shared_attention
+from gspo_gym.learning.prefixes import SEQUENCE_ATTENTION, Trie, are_close, shared_attention, try_attention
 
 _ARGUMENT = "sequence_part"  # through which a model hands its attention what the ranks compute together
 
@@ -164,35 +164,20 @@ def _all_heads(group: SequenceGroup, states: Tensor) -> Tensor:
 
 def _prepare(decoder: Any, sharing: SequenceSharing, forward: Callable[[Work], tuple[Tensor, ...]]) -> str | None:
     """Let a model attend with other ranks; return the reason why it cannot, with the model as it was."""
-    config, group = decoder.config, sharing._group
-    own = config._attn_implementation
-    if own not in OWN_ATTENTIONS:
-        return f'its attention is "{own}", and not "sdpa"'
-    if kinds := set(getattr(config, "layer_types", None) or ()) - {"full_attention"}:
-        return f"it has layers of {', '.join(sorted(kinds))}"
-    if (num_heads := config.num_attention_heads) % group.size:
+    group = sharing._group
+    if (num_heads := decoder.config.num_attention_heads) % group.size:
         return f"its {num_heads} heads cannot be shared out evenly"
     device = next(decoder.parameters()).device if group.device is None else group.device
     token_ids = torch.arange(3, 21, device=device).reshape(2, 9) % decoder.get_input_embeddings().num_embeddings
     wanted = torch.ones_like(token_ids, dtype=torch.bool)
-    training = decoder.training
-    decoder.eval()
-    try:
-        with torch.no_grad():
-            (rows,) = forward(lambda: (decoder(input_ids=token_ids, use_cache=False).last_hidden_state.flatten(0, 1),))
-            config._attn_implementation = SEQUENCE_ATTENTION
-            found, is_own = forward(lambda: tuple(sharing.hidden_states(decoder, token_ids, None, wanted)))
-        gap = (found - rows[is_own]).norm(dim=-1) / rows[is_own].norm(dim=-1)
-        # As `logprobs` compares its two ways of computing hidden states; a wrong key is off by order 1.
-        worst = group.sum(gap.new_tensor(float(not bool((gap <= min(1e3 * torch.finfo(rows.dtype).eps, 0.25)).all()))))
-        reason = "its hidden states come out otherwise" if bool(worst) else None  # the same on every rank
-    except (ConfigError, TypeError) as error:
-        reason = f"it failed with {error}"
-    finally:
-        decoder.train(training)
-    if reason is not None:
-        config._attn_implementation = own
-    return reason
+
+    def is_same() -> bool:
+        (rows,) = forward(lambda: (decoder(input_ids=token_ids, use_cache=False).last_hidden_state.flatten(0, 1),))
+        decoder.config._attn_implementation = SEQUENCE_ATTENTION
+        found, is_own = forward(lambda: tuple(sharing.hidden_states(decoder, token_ids, None, wanted)))
+        return not bool(group.sum(rows.new_tensor(float(not are_close(found, rows[is_own])))))  # the same on every rank
+
+    return try_attention(decoder, is_same, failures=(ConfigError, TypeError))
 
 
 AttentionInterface.register(SEQUENCE_ATTENTION, sequence_attention)

@@ -290,8 +290,8 @@ class UpdateSettings(Settings):
     score_truncated: bool = Field(
         default=False,
         description=(
-            "score under the truncated and renormalised distribution that rollout.top_p, top_k and min_p sample from, "
-            "with the sampled token always kept; False scores under the whole softmax"
+            "score under the truncated and renormalised distribution that [rollout] samples from, with the sampled "
+            "token always kept; False scores under the whole softmax"
         ),
     )
     max_nonfinite_steps: int = Field(

@@ -21,7 +21,7 @@ from typing import Any, Protocol
 
 from gspo_gym.base.files import sync, writing
 from gspo_gym.errors import CheckpointError
-from gspo_gym.learning.saved import SavedTensors, state_files
+from gspo_gym.learning.saved import UNREADABLE, SavedTensors, state_files
 from gspo_gym.policy.load import Policy, copy_policy
 from gspo_gym.policy.manifest import (
     Manifest,
@@ -39,18 +39,6 @@ from gspo_gym.policy.manifest import (
 
 _RESUME = "resume"
 _STATE = f"{_RESUME}/state.json"
-
-
-# What a file that was made to look like a checkpoint's can raise in those that read it.
-_UNREADABLE = (
-    OSError,
-    ValueError,
-    LookupError,
-    TypeError,
-    AttributeError,
-    RecursionError,
-    MemoryError,
-)
 
 
 class Resumable(Protocol):
@@ -289,7 +277,7 @@ class CheckpointStore:
         path = self._of(step) / _STATE
         try:
             return int(json.loads(path.read_text(encoding="utf-8"))["counters"]["learner.num_updates"])
-        except _UNREADABLE as error:
+        except UNREADABLE as error:
             raise CheckpointError(f"{path}: cannot be read: {type(error).__name__}: {error}") from error
 
     def _require_of_this_run(self, folder: Path, manifest: Manifest) -> None:
@@ -373,5 +361,5 @@ def load_checkpoint(folder: Path, *, check: Callable[[Path, Manifest], None] | N
         return Checkpoint(manifest.step, folder, tensors, counters, trainer, manifest.origin)
     except CheckpointError:
         raise
-    except _UNREADABLE as error:
+    except UNREADABLE as error:
         raise CheckpointError(f"{folder}: cannot be read: {type(error).__name__}: {error}") from error

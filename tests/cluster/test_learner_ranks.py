@@ -61,12 +61,12 @@ def episodes_of(run: Path) -> list[list[Any]]:
     ]
 
 
-def ranks_here() -> list[int]:
-    """The processes that this one has started as ranks of a learner, in the order in which they began."""
+def ranks_here(role: str = "learner") -> list[int]:
+    """The processes that this one has started in a role, in the order in which they began."""
     found = []
     for pid in sorted(descendants(os.getpid())):
         with contextlib.suppress(OSError):  # it has ended
-            if b"gspo_gym.config.build.processes\0learner" in Path(f"/proc/{pid}/cmdline").read_bytes():
+            if f"gspo_gym.config.build.processes\0{role}".encode() in Path(f"/proc/{pid}/cmdline").read_bytes():
                 found.append(pid)
     return found
 
