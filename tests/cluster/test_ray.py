@@ -6,18 +6,19 @@ import contextlib
 import gzip
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 from safetensors.torch import load_file
 
-from gspo_gym.base.leftovers import descendants, remove_folder, temporary_folder
+from gspo_gym.base.leftovers import MarkedProcesses, descendants, remove_folder, temporary_folder
 from gspo_gym.base.ranks import Ranks, RanksLostError
 from gspo_gym.cli.train import run_training
 from gspo_gym.cluster.launcher import Fleet, Program
@@ -356,6 +357,84 @@ def test_a_run_ends_with_a_sentence_when_the_ray_that_it_joined_is_lost_and_goes
             assert json.loads((tmp_path / "quickstart/summary.json").read_text())["status"] == "failed"
         else:
             assert run.returncode == 0, said
+
+
+TWO_NODES = """
+import sys
+from ray.cluster_utils import Cluster
+least = {"object_store_memory": 80 * 2**20, "node_ip_address": "127.0.0.1"}
+cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False, **least})
+other = cluster.add_node(num_cpus=1, **least)
+print(cluster.address, flush=True)
+sys.stdin.readline()
+cluster.remove_node(other, allow_graceful=False)
+sys.stdin.read()
+"""
+
+
+def test_only_what_was_on_a_node_that_leaves_is_moved_and_where_there_is_no_room_is_said_at_once() -> None:
+    home, processes_of_ray = temporary_folder("gspo_ray_"), MarkedProcesses()
+    variables = {
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN": "1" * 64,
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_TMPDIR": home,
+        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # loopback
+    }
+    with contextlib.ExitStack() as stack:
+        stack.callback(remove_folder, home)
+        stack.callback(processes_of_ray.end, grace_seconds=0.0)
+        cluster = subprocess.Popen(
+            [sys.executable, "-c", TWO_NODES],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, **variables, **processes_of_ray.environment},
+        )
+        assert cluster.stdin is not None
+        assert cluster.stdout is not None
+        stack.enter_context(cluster)
+        stack.callback(cluster.kill)
+        address = cluster.stdout.readline().strip()
+        with patched_environment(variables):
+            launcher = stack.enter_context(contextlib.closing(RayLauncher(address)))
+        fleet = Fleet(launcher, [Part("replica", 3, Resources(cores=1))])
+        replicas = []
+        for start in fleet.starts("replica", ECHO):
+            replicas.append(Ranks([start], host=launcher.host))
+            stack.callback(replicas[-1].close)
+        nodes = [each.handles[0].name.rpartition(" on ")[2] for each in replicas]
+        assert nodes[0] == nodes[1] != nodes[2]
+        cluster.stdin.write("\n")
+        cluster.stdin.flush()
+        with pytest.raises(RanksLostError):
+            replicas[2].receive(0)
+        while len(launcher.offers()) > 1:  # Ray learns it a moment later
+            time.sleep(0.1)
+        began = time.monotonic()
+        with pytest.raises(
+            PlacementError, match=rf"1 core are needed in all and 0 cores free.* on {re.escape(nodes[0])}$"
+        ):
+            fleet.start("replica", 2, ECHO)
+        assert time.monotonic() - began < 5
+        for each in replicas[:2]:  # the others play on, and one that is lost begins where it was
+            each.send({"do": "echo"})
+            assert each.receive(0)[0]["do"] == "echo"
+        replicas[1].close()
+        replicas.append(Ranks([fleet.start("replica", 1, ECHO)], host=launcher.host))
+        stack.callback(replicas[-1].close)
+        assert replicas[-1].handles[0].name.endswith(f" on {nodes[0]}")
+
+
+@contextlib.contextmanager
+def patched_environment(variables: Mapping[str, str]) -> Iterator[None]:
+    before = dict(os.environ)
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
 
 
 def test_nothing_outlives_a_driver_that_is_killed(tmp_path: Path) -> None:
