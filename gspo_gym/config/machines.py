@@ -314,11 +314,17 @@ def describe(paper: Paper, config: RunConfig, machines: Machines) -> list[str]:
     if (replica := paper.replica) is not None:
         length = config.rollout.max_model_len
         lines.append(
-            f"a replica takes on each GPU {_gib(replica.weights)} of weights and {_gib(max(0, replica.cache))} of keys "
+            f"{_sampler(paper)} {_gib(replica.weights)} of weights and {_gib(max(0, replica.cache))} of keys "
             f"and values: {replica.num_tokens} tokens, {replica.num_tokens // length} episodes of {length} at once"
         )
     lines += [f"does not fit: {problem}" for problem in paper.problems]
     return lines + [f"note: gspo-gym train refuses it: {text}" for text in paper.refused]
+
+
+def _sampler(paper: Paper) -> str:
+    if not any("replica" in part.role for part in paper.parts):
+        return "the engine, in the driver's process, takes"
+    return "a replica takes on each GPU" if any(part.each.gpus for part in paper.parts) else "a replica's process takes"
 
 
 def _nodes_line(machines: Machines) -> str:

@@ -189,6 +189,11 @@ def test_where_the_driver_samples_there_is_no_replica_and_its_model_is_counted_o
     ahead = {"training.max_staleness": 1, "correction.old_logprobs": "rollout"}
     copied = run_check(make({**cluster(0, 1, 1, 2), "rollout.engine": "local", **ahead}), "1x0::2:8GiB")
     assert copied.parts[1].each.memory_bytes == 2 * model + GIB
+    for paper, says in (
+        (alone, "the engine, in the driver's process, takes 0 MiB of weights"),
+        (beside, "the engine, "),
+    ):
+        assert any(line.startswith(says) for line in describe(paper, make({}), Machines(())))
 
 
 def test_vllms_processes_are_counted_by_server(make: Make) -> None:
