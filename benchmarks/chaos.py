@@ -48,24 +48,28 @@ from gspo_gym.seeding import generator
 NUM_STEPS = 60
 SAME = 5e-6  # of issue 19: between weights, which move by about 1e-3 a step
 HEARTBEAT_SECONDS = 5.0
-_STEP_TIMEOUT_SECONDS = 10.0  # for an environment's answer
-_STUCK_SECONDS = 1200.0  # without a step
+_STEP_TIMEOUT_SECONDS = 5.0  # for an environment's answer
+_GROUP_TIMEOUT_SECONDS = 30.0  # for an answer of the ranks; then what they say to each other is lost
+_STUCK_SECONDS = 600.0  # without a step
 _END_SECONDS = 20.0  # until nothing is left; what hangs has 10 of them after SIGTERM
 _LOOK_SECONDS = 0.1
-_BESIDE_PROB = 0.2  # that a fault comes while the run recovers from the one before
+_BESIDE_PROB = 0.4  # that a fault comes while the run recovers from the one before
 _BESIDE_SECONDS = 6.0
 _ALONE = "GSPO_GYM_CHAOS_ALONE"
 _PR_SET_CHILD_SUBREAPER = 36
 _CUT_PRIORITY = 50  # of the rules that cut, before that of all local addresses
 _ESTABLISHED, _LISTENS = "01", "0A"  # states of /proc/net/tcp
 
-# What the command lines of a kind of process hold. A rank that Ray started is an actor, which Ray names.
+# What the command lines of a kind of process hold.
 _SIGNS: Mapping[str, tuple[str, ...]] = {
-    "rank": ("gspo_gym.config.build.processes learner", "ray::Process"),
+    "rank": ("gspo_gym.config.build.processes learner",),
     "replica": ("gspo_gym.config.build.processes replica",),
     "raylet": ("raylet/raylet ",),
+    "head of Ray": ("gcs/gcs_server ",),
     "environment server": ("gspo_gym.env.workers.server",),
 }
+# What Ray started is an actor, which Ray names; they are told apart by the files that they print into.
+_ACTOR, _PRINTS_INTO = "ray::Process", {"rank": "/learner_ranks.log", "replica": "/replica_"}
 _WORKER = "environment worker"  # a child of an environment server, with the same command line
 _DRIVER = "driver"
 _TO_DRIVER, _BETWEEN_RANKS = "connection of a rank to the driver", "connection between the ranks"
@@ -103,14 +107,14 @@ FAULTS = (
     Fault(_DRIVER, "pause"),
 )
 OF_REPLICAS = (Fault("replica", "kill"), Fault("replica", "stop"), Fault("replica", "kill", is_of_all=True))
-OF_RAY = (Fault("raylet", "kill"), Fault("raylet", "stop"))
+OF_RAY = (Fault("raylet", "kill"), Fault("raylet", "stop"), Fault("head of Ray", "kill"))
 # What needs a network of its own: packets vanish both ways, and nothing is closed.
 CUTS = (Fault(_TO_DRIVER, "cut"), Fault(_BETWEEN_RANKS, "cut", is_of_all=True))
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """What the run consists of; `launcher` starts the ranks, and one replica samples in the driver's process."""
+    """What the run consists of; `launcher` starts the processes, and one replica samples in the driver's process."""
 
     launcher: str = "local"
     num_replicas: int = 1
@@ -248,7 +252,8 @@ def configure(folder: Path, num_steps: int, layout: Layout) -> RunConfig:
         "gpus_for_vllm": layout.num_replicas,
         "gpus_for_training": 2,
         "heartbeat_seconds": HEARTBEAT_SECONDS,
-        "group_timeout_seconds": 60.0,
+        "group_timeout_seconds": _GROUP_TIMEOUT_SECONDS,
+        "max_restarts": 10,  # faults may overlap
     }
     if layout.launcher != "local":
         values["topology"] |= {"launcher": layout.launcher}
@@ -354,6 +359,9 @@ class _Run:
 
 
 def _has_sign(process: Process, kind: str) -> bool:
+    if kind in _PRINTS_INTO and process.command.startswith(_ACTOR):
+        with contextlib.suppress(OSError):  # it has ended
+            return _PRINTS_INTO[kind] in os.readlink(f"/proc/{process.pid}/fd/1")
     return any(sign in process.command for sign in _SIGNS[kind])
 
 
@@ -454,8 +462,8 @@ def _go_on(run: _Run, report: ChaosReport, *, until: Callable[[], bool]) -> None
         _note_progress(run, report)
         if status == 0:
             return
-        # Ray ends a driver whose raylet is gone, if it does not end by itself: then it is the driver's death.
-        is_rays = any(done.fault.kind == "raylet" and done.recovered_seconds is None for done in report.faults)
+        # A run whose processes are just being started ends when Ray does: then it is the driver's death.
+        is_rays = any(done.fault in OF_RAY and done.recovered_seconds is None for done in report.faults)
         if status is not None and not is_rays:
             report.failed.append(f"after step {run.num_steps()} it ended with status {status}:\n{run.last_lines()}")
             if len(report.failed) > 3:

@@ -7,6 +7,7 @@ Machine and load are printed beside the numbers. Those of `engines`, `head`, `pr
 from __future__ import annotations
 
 import argparse
+import importlib.util
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -139,12 +140,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--groups", type=int, default=16, help="pipeline: groups of 8 episodes a step; more make learning longer"
     )
     parser.add_argument(
-        "--launcher", choices=["local", "ray"], default="local", help="chaos: of the learner (default: %(default)s)"
+        "--launcher",
+        choices=["local", "ray"],
+        default="local" if importlib.util.find_spec("ray") is None else "ray",
+        help="chaos: what starts the processes (default: ray where it is installed)",
     )
     parser.add_argument(
         "--replicas",
         type=int,
-        default=1,
+        default=2,
         help="chaos: processes that sample; 1: the driver does (default: %(default)s)",
     )
     parser.add_argument("--learn", action="store_true", help="peers: time to learn two games, which takes long")

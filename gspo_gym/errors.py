@@ -18,6 +18,7 @@ Each class is also the standard-library error it refines, so `except ValueError`
     │   └── ActionLimitError RuntimeError  an action exceeded a limit that the environment sets for actions
     ├── EngineError          RuntimeError  an engine failed to generate
     │   ├── EngineTimeoutError   TimeoutError  a generation missed its deadline
+    │   ├── EngineLostError      RuntimeError  an engine's process died
     │   ├── EngineMismatchError  RuntimeError  batch after batch, an engine's logprobs are not the learner's
     │   └── EnginePoisonedError  RuntimeError  a weight update failed half-way: nothing sampled may be trained on
     ├── ServiceError         RuntimeError  a process or server that the run needs did not start or broke off
@@ -99,6 +100,10 @@ class EngineError(GymError, RuntimeError):
 
 class EngineTimeoutError(EngineError, TimeoutError):
     """A generation missed its deadline."""
+
+
+class EngineLostError(EngineError):
+    """The engine's process died while it answered, or before, by no doing of the call."""
 
 
 class EngineMismatchError(EngineError):

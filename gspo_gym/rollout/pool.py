@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from gspo_gym.errors import ConfigError, EnvDiedError, RolloutError
+from gspo_gym.errors import ConfigError, EngineLostError, EnvDiedError, RolloutError
 from gspo_gym.rollout.episode import EpisodeRequest, PlayEpisode
 from gspo_gym.rollout.ledger import Dispatched, Disposition, Ledger, Terminal
 from gspo_gym.rollout.limits import PoolLimits, Scoring, Slots
@@ -56,9 +56,9 @@ class RolloutPool:
     """Player of groups of episodes.
 
     An attempt that ends in an infrastructure failure is repeated in a fresh environment, up to `max_attempts`; then it
-    is dropped. Its sampling seed is a fresh one, unless the environment was lost by no doing of the actions: then the
-    same episode is played again, so that a process that dies changes nothing. An episode without a score from
-    `scoring` is repeated or dropped as told.
+    is dropped. Its sampling seed is a fresh one, unless the engine was lost, or the environment by no doing of the
+    actions: then the same episode is played again, so that a process that dies changes nothing. An episode without a
+    score from `scoring` is repeated or dropped as told.
 
     Args:
         play: plays one attempt in a fresh environment.
@@ -256,14 +256,16 @@ def is_failed(trajectory: Trajectory) -> bool:
 
 
 def _is_lost(trajectory: Trajectory) -> bool:
-    """Return whether the environment failed by no doing of the actions.
+    """Return whether the engine was lost, or the environment failed by no doing of the actions.
 
-    That is so before there were any. Where a process died or did not answer, the same actions were tried once more
-    (`env/blame.py`), and did not do it again: else the outcome is ACTION_LIMIT.
+    The latter is so before there were any. Where a process died or did not answer, the same actions were tried once
+    more (`env/blame.py`), and did not do it again: else the outcome is ACTION_LIMIT.
     """
     if trajectory.outcome is Outcome.ENV_ERROR:
         error = (trajectory.error or "").removeprefix("while closing: ")
         return not trajectory.turns or error.startswith(f"{EnvDiedError.__name__}: ")
+    if trajectory.outcome is Outcome.ENGINE_ERROR:
+        return (trajectory.error or "").startswith(f"{EngineLostError.__name__}: ")
     return trajectory.outcome is Outcome.ENV_TIMEOUT
 
 

@@ -25,6 +25,7 @@ TREE = {
     "ActionLimitError": ("EnvError", RuntimeError),
     "EngineError": ("GymError", RuntimeError),
     "EngineTimeoutError": ("EngineError", TimeoutError),
+    "EngineLostError": ("EngineError", RuntimeError),
     "EngineMismatchError": ("EngineError", RuntimeError),
     "EnginePoisonedError": ("EngineError", RuntimeError),
     "ServiceError": ("GymError", RuntimeError),

@@ -21,7 +21,7 @@ from gspo_gym.engine.base import (
     require_sleeping,
 )
 from gspo_gym.engine.gate import Deadline
-from gspo_gym.errors import EngineError, EnginePoisonedError
+from gspo_gym.errors import EngineError, EngineLostError, EnginePoisonedError
 from gspo_gym.types import Completion, TokenIds
 
 # Makes an engine; the weights that it starts with never sample.
@@ -126,7 +126,7 @@ class RebuildableEngine:
             await self._rebuild_if_dead(engine)
             if isinstance(error, EnginePoisonedError) and (self._is_rebuilding or engine is not self._engine):
                 # Another call will be answered: poison is an end for the caller.
-                raise EngineError(f"the engine was replaced while it answered: {error}") from error
+                raise EngineLostError(f"the engine was replaced while it answered: {error}") from error
             raise
 
     async def abort(self, session_id: str) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 from gspo_gym.base.loops import retrieve_exception, wait_or_cancel
 from gspo_gym.base.retries import CircuitBreaker
 from gspo_gym.engine.base import Capabilities, Engine, EngineHealth
-from gspo_gym.errors import ConfigError, EngineError
+from gspo_gym.errors import ConfigError, EngineError, EngineLostError
 from gspo_gym.types import Completion
 
 _log = logging.getLogger(__name__)
@@ -125,14 +125,14 @@ class ReplicaSet:
         """Require that one of these may be free again, and that one was up within `max_wait_seconds` of `since`.
 
         Raises:
-            EngineError: repeats `failures`.
+            EngineLostError: repeats `failures`.
         """
         now = self._clock()
         may_come = [replica for replica in among if replica.left_out is None or self.rebuild is not None]
         # A replica that can be rebuilt may come back; without that, a replica that is left out never does.
         is_late = now - since >= self._settings.max_wait_seconds
         if not may_come or (is_late and not any(replica.is_up(now) for replica in may_come)):
-            raise EngineError("; ".join([*failures, "no replica can be asked"]))
+            raise EngineLostError("; ".join([*failures, "no replica can be asked"]))
 
     def leave_out(self, replica: Replica, reason: str) -> None:
         """Leave a replica out until a health check finds it in order, which takes a fresh engine."""

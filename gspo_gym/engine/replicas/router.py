@@ -24,7 +24,7 @@ from gspo_gym.engine.base import (
 from gspo_gym.engine.gate import Deadline, GatedEngine
 from gspo_gym.engine.replicas.rebuildable import RebuildableEngine
 from gspo_gym.engine.replicas.replica_set import EngineAction, Replica, ReplicaSet, RouterSettings, common_capabilities
-from gspo_gym.errors import ConfigError, EngineError, EnginePoisonedError, EngineTimeoutError
+from gspo_gym.errors import ConfigError, EngineError, EngineLostError, EnginePoisonedError, EngineTimeoutError
 from gspo_gym.types import Completion, TokenIds
 
 
@@ -201,7 +201,8 @@ class RoutedEngine(GatedEngine):
             except EngineError as error:
                 failures.append(f"replica {replica.number}: {error}")
                 if len(tried) == len(self._set.all) or not self._gives_same_sample():
-                    raise EngineError("; ".join(failures)) from error
+                    is_lost = not any([(await each.engine.health()).is_alive for each in tried])
+                    raise (EngineLostError if is_lost else EngineError)("; ".join(failures)) from error
 
     def _gives_same_sample(self) -> bool:
         # A sample that is never trained on may differ.

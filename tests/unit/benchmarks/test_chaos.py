@@ -19,6 +19,7 @@ from benchmarks.chaos import CUTS, FAULTS, OF_RAY, OF_REPLICAS, SAME, ChaosRepor
 @pytest.mark.slow
 def test_a_run_whose_processes_are_lost_ends_as_an_undisturbed_one() -> None:
     command = [sys.executable, "-m", "benchmarks", "chaos", "--count", "3", "--steps", "6", "--seed", "1"]
+    command += ["--launcher", "local", "--replicas", "1"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=1500, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "as it should be" in done.stdout

@@ -29,7 +29,7 @@ import pytest
 from gspo_gym.chat.renderer import RendererCache
 from gspo_gym.engine.scripted import Failures, ScriptedEngine
 from gspo_gym.env.workers.isolation import isolated_factory
-from gspo_gym.errors import ConfigError, EnginePoisonedError, RolloutError, UnscoredError
+from gspo_gym.errors import ConfigError, EngineLostError, EnginePoisonedError, RolloutError, UnscoredError
 from gspo_gym.policy.load import tiny_tokenizer
 from gspo_gym.rollout.actors import Actor, ActRequest, EngineActor
 from gspo_gym.rollout.episode import EpisodeRequest, episode_player
@@ -196,6 +196,25 @@ def test_a_pool_can_be_used_in_several_event_loops() -> None:
     collect(pool, [first])
     collect(pool, [second])
     assert pool.ledger.counts()["kept"] == 4
+
+
+def test_what_an_engine_lost_is_played_again_with_the_same_seed() -> None:
+    lost = list[int]()
+
+    def fails(request: ActRequest) -> bool:
+        if request.sampling_seed == child_seed(7, "group", "g0", 1, 0) and not lost:
+            lost.append(request.turn_index)
+            raise EngineLostError("replica 0: is lost; replica 1: is lost")
+        return False
+
+    (group,), (undisturbed,) = (
+        collect(make_pool(Babbler(fails)), groups_of(1, 2)),
+        collect(make_pool(Babbler()), groups_of(1, 2)),
+    )
+    assert [t.attempt for t in group.trajectories] == [0, 1]
+    assert [(t.sampling_seed, t.turns) for t in group.trajectories] == [
+        (t.sampling_seed, t.turns) for t in undisturbed.trajectories
+    ]
 
 
 def test_a_failure_is_retried_in_a_fresh_environment_with_a_fresh_seed() -> None:
