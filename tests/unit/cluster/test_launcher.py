@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json
+import signal
+import socket
 import time
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,7 @@ from typing import Any
 import pytest
 
 from gspo_gym.base.ranks import Ranks, RanksLostError, Start, address_towards
-from gspo_gym.cluster.launcher import Fleet, LocalLauncher, Program, Seat, take_seat
+from gspo_gym.cluster.launcher import EnvLauncher, Fleet, LocalLauncher, Program, Seat, take_seat
 from gspo_gym.cluster.placement import Offer, Part, Place, Resources
 from gspo_gym.config.build import processes
 from gspo_gym.config.run_config import load_config
@@ -278,3 +280,29 @@ def test_the_number_of_started_processes_is_that_of_the_learner_or_both_are_name
         processes.require_seats(load_config(QUICKSTART), seat)
     with pytest.raises(ConfigError, match=r'topology\.launcher = "env": expected RANK, WORLD_SIZE'):
         processes.require_seats(load_config(QUICKSTART, [*ON_RANKS, "topology.launcher=env"]), None)
+
+
+def _seat(size: int) -> Seat:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return Seat(0, size, "127.0.0.1", free.getsockname()[1], has_store=False, attempt=0, source="WORLD_SIZE")
+
+
+def test_processes_that_were_started_on_fewer_machines_than_compute_nodes_are_refused() -> None:
+    with pytest.raises(
+        PlacementError, match=r"^compute\.nodes = 2: the 1 processes \(WORLD_SIZE\) are on 1: 127\.0\.0\.1; "
+    ):
+        EnvLauncher(_seat(1), "learner", num_nodes=2)
+
+
+def test_a_signal_is_handled_while_the_others_are_waited_for() -> None:
+    def stop(*_: object) -> None:
+        raise SystemExit(143)
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, 0.5)
+    try:
+        with pytest.raises(SystemExit):
+            EnvLauncher(_seat(2), "learner")
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
