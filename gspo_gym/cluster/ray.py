@@ -461,6 +461,7 @@ class _OwnRay:
             "RAY_AUTH_TOKEN": secrets.token_hex(32),
             "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
             "RAY_USAGE_STATS_ENABLED": "0",
+            "RAY_TMPDIR": folder,  # else it leaves a folder `ray` in the system's
             "RAY_memory_monitor_refresh_ms": "0",  # it kills processes on a machine that others fill
         }
         for number in range(_NUM_TRIES):
