@@ -270,11 +270,12 @@ def _ray_process(name: str) -> int:
 
 
 def test_a_ray_of_our_own_that_dies_or_hangs_is_noticed_and_started_again() -> None:
+    others = descendants(os.getpid())  # of the Ray of the other tests
     launcher = RayLauncher(None, num_cores=1, silence_seconds=5)
     fleet = Fleet(launcher, [Part("learner", 1, Resources(cores=1))])
     for name, number in (("raylet", signal.SIGKILL), ("gcs_server", signal.SIGSTOP)):
         ranks = Ranks(fleet.starts("learner", ECHO), host=launcher.host)
-        running, folders = descendants(os.getpid()), folders_of_ray()
+        running, folders = descendants(os.getpid()) - others, folders_of_ray()
         os.kill(_ray_process(name), number)
         began = time.monotonic()
         with pytest.raises(
@@ -286,7 +287,7 @@ def test_a_ray_of_our_own_that_dies_or_hangs_is_noticed_and_started_again() -> N
         assert fleet.starts("learner", ECHO)
         require_gone(running - _keeper(), set())
         assert len(folders_of_ray()) == len(folders)
-    running = descendants(os.getpid())
+    running = descendants(os.getpid()) - others
     launcher.close()
     require_gone(running - _keeper(), set(), 0)
 
