@@ -6,17 +6,20 @@ many bytes. An empty frame is a sign of life. There is no pickle: frames are JSO
 which the count has its highest bit set is an aside: JSON for another thread, beside the messages.
 
 A rank that ends, is not heard in time or is too late with its answer ends the others. A rank whose driver is gone, or
-cannot be heard, ends itself.
+cannot be heard, ends itself. A process joins before its program's imports, which take seconds in which it may be
+stopped: `python -m gspo_gym.base.ranks MODULE ARGUMENTS`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hmac
+import importlib
 import json
 import math
 import os
 import queue
+import runpy
 import secrets
 import select
 import signal
@@ -37,6 +40,7 @@ from gspo_gym.errors import ServiceError, shortened
 LOOPBACK = "127.0.0.1"
 RANK_VARIABLE = "GSPO_GYM_RANK"
 JOIN_SECONDS = 300.0  # until all ranks have met, which takes what importing torch takes
+_STARTING_SECONDS = 30.0  # of silence until then, at least: loading a library may keep the interpreter's lock
 _LAST_WORDS_SECONDS = 0.5  # a rank that dies breaks its connections a moment before it is gone
 _END_SECONDS = 10.0  # for the kernel to remove a killed process; one that waits for a disk may take longer
 _LOOK_SECONDS = 0.1  # between looks at whether the group has ended
@@ -84,7 +88,7 @@ class LocalProcess:
         with contextlib.ExitStack() as stack:
             output = None if log is None else stack.enter_context(log.open("ab"))
             self._process = subprocess.Popen(
-                [sys.executable, "-m", module, *arguments],
+                [sys.executable, "-m", "gspo_gym.base.ranks", module, *arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=None if output is None else subprocess.STDOUT,
@@ -105,8 +109,9 @@ class Patience:
     """Seconds that a group waits.
 
     Attributes:
-        join: until all ranks have connected.
-        silence: without a sign of life of a rank, or of the driver; None: for ever.
+        join: until all ranks' programs have begun.
+        silence: without a sign of life of a rank, or of the driver; 30 at least until a rank's program has begun. None:
+            for ever.
     """
 
     join: float = JOIN_SECONDS
@@ -362,7 +367,7 @@ class Ranks:
             is_ours = hmac.compare_digest(str(hello["secret"]).encode(), self._secret.encode())
         except (OSError, EOFError, ValueError, LookupError, TypeError):
             is_ours = False
-        if not is_ours or member.joined.is_set():
+        if not is_ours or member.line is not None:
             self._connections.pop(connection, None)
             connection.close()
             return
@@ -372,7 +377,6 @@ class Ranks:
         except OSError as error:  # it has gone again, or the group was closed
             self.give_up(f"rank {hello['rank']} cannot be reached: {error}")
             return
-        member.joined.set()
         self._read(hello["rank"], member, connection)
 
     def _read(self, rank: int, member: _Member, connection: socket.socket) -> None:
@@ -381,8 +385,10 @@ class Ranks:
                 frame, is_aside = _receive_any(connection)
                 if is_aside:
                     member.asides.put(frame)
-                elif frame:
+                elif frame and member.joined.is_set():
                     self._keep(member, frame)
+                elif frame:  # its first says that its program has begun
+                    member.joined.set()
                 member.heard = time.monotonic()
         except (OSError, EOFError):
             self.give_up(f"rank {rank} has closed its connection")
@@ -415,8 +421,9 @@ class Ranks:
                     member.line.sign()
                 if looked - before > silence:  # this process was stopped, and heard nothing
                     member.heard = looked
-                if not member.is_unread and looked - member.heard > silence:
-                    self.give_up(f"rank {rank} ({_name(member)}) was not heard of for {silence:g} seconds")
+                limit = silence if member.joined.is_set() else max(silence, _STARTING_SECONDS)
+                if not member.is_unread and looked - member.heard > limit:
+                    self.give_up(f"rank {rank} ({_name(member)}) was not heard of for {limit:g} seconds")
 
     def _end_all(self) -> None:
         for member in self._members.values():
@@ -438,7 +445,7 @@ _ASIDE = 1 << 63  # of a frame's count
 
 
 class Rank:
-    """A rank's own end of its group; made first thing in the process.
+    """A rank's own end of its group, of which a process has one: `here`.
 
     It ends this process at once when the driver is gone or silent, also while a collective waits for a lost rank.
 
@@ -464,6 +471,13 @@ class Rank:
         if silence is not None:
             threading.Thread(target=self._keep_in_touch, args=(silence / 5,), daemon=True).start()
         threading.Thread(target=self._read, args=(silence,), daemon=True).start()
+
+    @classmethod
+    def here(cls) -> Rank:
+        """Return the rank that this process is, and tell the driver that its program has begun."""
+        rank = _JOINED.pop() if _JOINED else cls()
+        rank._line.send(b"begun")
+        return rank
 
     def receive(self) -> tuple[Any, Iterator[bytes]]:
         """Return the next message (Any: JSON) and its bodies, of which each must be read before the next message."""
@@ -505,6 +519,17 @@ class Rank:
                 self._line.sign()
 
 
+_JOINED: list[Rank] = []  # this process, until its program asks for it
+
+
+def be(module: str, arguments: Sequence[str]) -> None:
+    """Join, where the environment names a rank, and be `python -m MODULE ARGUMENTS`; return when it ends."""
+    if RANK_VARIABLE in os.environ:
+        _JOINED.append(Rank())
+    sys.argv = [module, *arguments]
+    runpy.run_module(module, run_name="__main__")
+
+
 def _frames_of(head: Mapping[str, object], bodies: Iterable[bytes], num_bodies: int) -> Iterator[bytes]:
     yield json.dumps({**head, _COUNT: num_bodies}).encode()
     yield from bodies
@@ -539,3 +564,8 @@ def _receive(connection: socket.socket, count: int, silence: float | None) -> by
             raise EOFError("the other end is closed")
         view = view[size:]
     return bytes(received)
+
+
+if __name__ == "__main__":
+    # Under its name, by which the program finds the rank.
+    importlib.import_module("gspo_gym.base.ranks").be(sys.argv[1], sys.argv[2:])

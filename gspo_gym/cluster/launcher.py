@@ -13,9 +13,7 @@ import contextlib
 import json
 import math
 import os
-import runpy
 import socket
-import sys
 import threading
 import time
 from collections.abc import Mapping, MutableMapping, Sequence
@@ -24,7 +22,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, Protocol
 
-from gspo_gym.base.ranks import JOIN_SECONDS, LOOPBACK, Handle, LocalProcess, Start, address_towards
+from gspo_gym.base.ranks import JOIN_SECONDS, LOOPBACK, Handle, LocalProcess, Start, address_towards, be
 from gspo_gym.cluster.placement import Offer, Part, Place, Resources, assign
 from gspo_gym.errors import ConfigError, PlacementError, ServiceError, shortened
 
@@ -178,15 +176,14 @@ def _less_of(offers: Sequence[Offer], others: Sequence[Offer]) -> list[Offer]:
 
 
 def become(program: Program, environment: Mapping[str, str]) -> None:
-    """Run the program in this process, as `python -m` would, with these variables; return when it does."""
+    """Run the program in this process, as a rank with these variables; return when it ends."""
     os.environ.update(environment)
     # Its folder is the driver's, which another machine need not have.
     if program.log is not None and program.log.parent.is_dir():
         with program.log.open("ab") as log:
             for descriptor in (1, 2):
                 os.dup2(log.fileno(), descriptor)
-    sys.argv = [program.module, *program.arguments]
-    runpy.run_module(program.module, run_name="__main__")
+    be(program.module, program.arguments)
 
 
 class LocalLauncher:

@@ -549,4 +549,4 @@ def _free_ports(count: int) -> list[int]:
 if __name__ == "__main__":
     # Under its name, by which the actors find their class.
     ours: Any = importlib.import_module("gspo_gym.cluster.ray")
-    ours.Joined(Rank()).serve()
+    ours.Joined(Rank.here()).serve()

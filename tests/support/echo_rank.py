@@ -6,7 +6,7 @@ from gspo_gym.base.ranks import Rank
 
 
 def main() -> None:
-    rank = Rank()
+    rank = Rank.here()
     while True:
         head, bodies = rank.receive()
         doubled = [2 * body for body in bodies]

@@ -38,4 +38,4 @@ async def build(order: Mapping[str, Any], tensors: Iterator[tuple[str, torch.Ten
 
 
 if __name__ == "__main__":
-    serve(Rank(), build)
+    serve(Rank.here(), build)

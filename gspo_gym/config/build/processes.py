@@ -214,7 +214,7 @@ def _end_soon(reason: str) -> None:
 
 def main(role: str) -> NoReturn:
     """Be a process of this role, until the driver is gone."""
-    rank = Rank()
+    rank = Rank.here()
     if role == REPLICA:
         serve(rank, _build_engine)
     try:

@@ -141,7 +141,7 @@ def _prepare_devices(size: int, device: str) -> None:
 def main(argv: Sequence[str] | None = None) -> NoReturn:
     """Do what rank 0 does, until it is gone."""
     arguments = _parser().parse_args(argv)
-    rank = Rank()
+    rank = Rank.here()
     torch.set_num_threads(arguments.num_threads)
     try:
         join_group(arguments.port, rank.rank, arguments.size, arguments.device, seconds=JOIN_SECONDS)

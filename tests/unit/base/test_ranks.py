@@ -210,6 +210,18 @@ class _Unreachable:
     def kill(self) -> None: ...
 
 
+def test_a_rank_that_is_stopped_while_its_program_is_loaded_is_not_waited_for_until_all_have_met(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("gspo_gym.base.ranks._STARTING_SECONDS", 3.0)
+
+    def start_stopped(environment: Mapping[str, str]) -> Handle:
+        return LocalProcess("tests.support.stopped_start", (), environment)
+
+    with pytest.raises(RanksLostError, match=r"rank 1 \(process \d+\) was not heard of for 3 seconds"):
+        Ranks([start_echo, start_stopped], patience=IMPATIENT)
+
+
 def test_ranks_end_with_their_driver_even_while_they_are_stopped() -> None:
     code = (
         "import os, signal\n"
