@@ -616,13 +616,19 @@ def _tokens(path: Path) -> list[Any]:
 def _compare(folder: Path, undisturbed: Path, report: ChaosReport) -> None:
     ours, theirs = _essence(folder), _essence(undisturbed)
     report.num_episodes = theirs.kept.total()
-    report.lost = [f"lost: {each}" for each in theirs.kept if each not in ours.kept]
+    report.lost = [f"lost: {each}{_failures(folder, each[0])}" for each in theirs.kept if each not in ours.kept]
     report.twice = [f"kept {n} times: {each}" for each, n in ours.kept.items() if n != 1 or each not in theirs.kept]
     report.differing = [f"differs: {name}" for name, part in theirs.parts.items() if ours.parts[name] != part]
     if ours.parts["ledger"]:
         report.differing += [f"ledger: {line}" for line in (ours.parts["ledger"],)]
     report.weights = _difference(ours.weights, theirs.weights)
     report.moments = _difference(ours.moments, theirs.moments)
+
+
+def _failures(folder: Path, trajectory_id: str) -> str:
+    """Return the reasons for which attempts of an episode were not kept."""
+    ends = [entry for entry in read_ledger(folder / "ledger.jsonl") if isinstance(entry, Terminal)]
+    return "".join(f"; attempt {e.attempt}: {e.reason}" for e in ends if e.trajectory_id == trajectory_id and e.reason)
 
 
 def _difference(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> float:

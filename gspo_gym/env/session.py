@@ -423,7 +423,10 @@ def _close_if_possible(made: list[Any]) -> None:
 @contextlib.asynccontextmanager
 async def looking_at(factory: Callable[[], Any]) -> AsyncIterator[Any]:
     """Yield a fresh environment to read its declarations, and close it; without playing, no session is needed."""
-    env = factory()
+    try:
+        env = factory()
+    except EnvDiedError:  # its process was killed, perhaps for memory that others took
+        env = factory()
     try:
         yield env
     finally:

@@ -259,13 +259,15 @@ def _is_lost(trajectory: Trajectory) -> bool:
     """Return whether the engine was lost, or the environment failed by no doing of the actions.
 
     The latter is so before there were any. Where a process died or did not answer, the same actions were tried once
-    more (`env/blame.py`), and did not do it again: else the outcome is ACTION_LIMIT.
+    more (`env/blame.py`), and did not do it again: else the outcome is ACTION_LIMIT. An engine that cannot end a
+    session has answered all that was asked of it.
     """
+    error = trajectory.error or ""
+    said = error.removeprefix("while closing: ")
     if trajectory.outcome is Outcome.ENV_ERROR:
-        error = (trajectory.error or "").removeprefix("while closing: ")
-        return not trajectory.turns or error.startswith(f"{EnvDiedError.__name__}: ")
+        return not trajectory.turns or said.startswith(f"{EnvDiedError.__name__}: ")
     if trajectory.outcome is Outcome.ENGINE_ERROR:
-        return (trajectory.error or "").startswith(f"{EngineLostError.__name__}: ")
+        return said != error or said.startswith(f"{EngineLostError.__name__}: ")
     return trajectory.outcome is Outcome.ENV_TIMEOUT
 
 

@@ -179,7 +179,7 @@ class ProcessEnv:
             except ChannelClosedError:
                 status = self._end("died").result()
                 if worker.num_episodes == 0:
-                    raise EnvError(f"{self.env_id}: {_death(status)} while the environment was made") from None
+                    raise EnvDiedError(f"{self.env_id}: {_death(status)} while the environment was made") from None
                 # It waited for its next episode, and may have died with its server: that is no attempt.
         worker.num_episodes += 1
         worker.loaded.add(key)

@@ -217,6 +217,25 @@ def test_what_an_engine_lost_is_played_again_with_the_same_seed() -> None:
     ]
 
 
+def test_an_episode_whose_session_could_not_be_ended_is_played_again_with_the_same_seed() -> None:
+    class Unending(Babbler):
+        num_ended = 0
+
+        async def end_session(self, session_id: str) -> None:
+            self.num_ended += 1
+            if self.num_ended == 1:
+                raise TimeoutError
+
+    (group,), (undisturbed,) = (
+        collect(make_pool(Unending()), groups_of(1, 2)),
+        collect(make_pool(Babbler()), groups_of(1, 2)),
+    )
+    assert sorted(t.attempt for t in group.trajectories) == [0, 1]
+    assert [(t.sampling_seed, t.turns) for t in group.trajectories] == [
+        (t.sampling_seed, t.turns) for t in undisturbed.trajectories
+    ]
+
+
 def test_a_failure_is_retried_in_a_fresh_environment_with_a_fresh_seed() -> None:
     made: list[Adder] = []
     reported: list[tuple[str, int, Disposition]] = []

@@ -32,12 +32,12 @@ import pytest
 from gspo_gym.env.core import TextEnv
 from gspo_gym.env.playing import play
 from gspo_gym.env.registry import make
-from gspo_gym.env.session import EnvSession, open_session
+from gspo_gym.env.session import EnvSession, looking_at, open_session
 from gspo_gym.env.workers.env import ProcessEnv
 from gspo_gym.env.workers.limits import WorkerLimits
 from gspo_gym.env.workers.loading import Loading
 from gspo_gym.env.workers.pool import ProcessPool, WorkerProcess
-from gspo_gym.errors import ConfigError, ContractError, EnvError, EnvTimeoutError, UsageError
+from gspo_gym.errors import ConfigError, ContractError, EnvDiedError, EnvError, EnvTimeoutError, UsageError
 from gspo_gym.types import Message
 
 SUBJECT = '''
@@ -59,6 +59,9 @@ class Subject(TextEnv):
             os._exit(7)
         if word == "hang":
             threading.Event().wait()
+        if word.startswith("once ") and not os.path.exists(word[5:]):
+            open(word[5:], "x").close()
+            os.kill(os.getpid(), 9)
 
     def reset(self, *, seed=None, options=None):
         super().reset(seed=seed)
@@ -341,6 +344,20 @@ def test_a_worker_survives_an_answer_that_is_too_long(pool: ProcessPool, subject
 
     before, after = run(lambda: ProcessEnv(subject.Subject, pool=pool), go_on)
     assert before == after
+
+
+def test_an_environment_whose_process_is_killed_while_it_is_looked_at_is_made_once_more(
+    pool: ProcessPool, subject: Any, tmp_path: Path
+) -> None:
+    async def look(word: str) -> str:
+        async with looking_at(lambda: ProcessEnv(subject.Subject, {"word": word}, pool=pool)) as env:
+            return type(env).__name__
+
+    assert asyncio.run(look(f"once {tmp_path / 'killed'}")) == "ProcessEnv"
+    assert pool.counts["started"] == 2
+    with pytest.raises(EnvDiedError, match="status 7 while the environment was made"):
+        asyncio.run(look("crash"))
+    assert pool.counts["started"] == 4
 
 
 def test_a_constructor_that_dies_or_hangs_is_the_episodes_failure(pool: ProcessPool, subject: Any) -> None:
