@@ -35,7 +35,7 @@ from gspo_gym.engine.base import (
     token_list,
 )
 from gspo_gym.engine.gate import GatedEngine, probing
-from gspo_gym.errors import EngineError, GymError
+from gspo_gym.errors import EngineError, EngineLostError, GymError
 from gspo_gym.types import Completion, FinishReason, TokenIds
 
 _BUILD_SECONDS = 900.0  # to load a model, of a size that takes minutes
@@ -266,7 +266,7 @@ class ProcessEngine(GatedEngine):
                 self._gate.poison(self._lost)
         for answer in self._answers.values():
             if not answer.done():
-                answer.set_exception(EngineError(self._lost))
+                answer.set_exception(EngineLostError(self._lost))
 
     def _settle(self, answers: Sequence[Mapping[str, Any]]) -> None:
         for each in answers:
@@ -318,7 +318,7 @@ class ProcessEngine(GatedEngine):
         self, head: Mapping[str, Any], tensors: Iterable[tuple[str, torch.Tensor]] = (), num_tensors: int = 0
     ) -> Any:
         if self._lost is not None:
-            raise EngineError(self._lost)
+            raise EngineLostError(self._lost)
         number, answer = self._expect()
         self._post_calls()
         self._orders.put(_Order({**head, "number": number}, tensors, num_tensors))

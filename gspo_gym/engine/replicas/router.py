@@ -183,13 +183,15 @@ class RoutedEngine(GatedEngine):
 
     async def _answer(self, call: _Call) -> Completion:
         failures: list[str] = []
+        are_lost: list[bool] = []
         tried: list[Replica] = []
         version: int | None = None  # that the first attempt began under
         while True:
             replica = await self._pick(call, tried, failures)
             # The sample would be another policy's than the session's other calls expect.
             if version not in (None, self._gate.weight_version):
-                raise EngineError(f"weights changed before the call could be made elsewhere: {'; '.join(failures)}")
+                reason = f"weights changed before the call could be made elsewhere: {'; '.join(failures)}"
+                raise (EngineLostError if all(are_lost) else EngineError)(reason)
             version = self._gate.weight_version
             self.num_retries += bool(tried)
             tried.append(replica)
@@ -200,9 +202,9 @@ class RoutedEngine(GatedEngine):
                 raise
             except EngineError as error:
                 failures.append(f"replica {replica.number}: {error}")
+                are_lost.append(await _is_lost(replica, error))
                 if len(tried) == len(self._set.all) or not self._gives_same_sample():
-                    is_lost = not any([(await each.engine.health()).is_alive for each in tried])
-                    raise (EngineLostError if is_lost else EngineError)("; ".join(failures)) from error
+                    raise (EngineLostError if all(are_lost) else EngineError)("; ".join(failures)) from error
 
     def _gives_same_sample(self) -> bool:
         # A sample that is never trained on may differ.
@@ -304,3 +306,13 @@ def _same_version(replicas: Sequence[Engine]) -> int:
     if len(versions) > 1:
         raise ConfigError(f"RoutedEngine: expected replicas under one version of the weights, got {sorted(versions)}")
     return versions.pop()
+
+
+async def _is_lost(replica: Replica, error: EngineError) -> bool:
+    # By the error first: when it comes, another engine may be in the place of the one that was lost.
+    if isinstance(error, EngineLostError | EnginePoisonedError):
+        return True
+    try:
+        return not (await replica.engine.health()).is_alive
+    except Exception:  # what cannot say so is as good as dead
+        return True

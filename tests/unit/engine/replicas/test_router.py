@@ -33,6 +33,7 @@ from gspo_gym.errors import (
     ConfigError,
     ContextOverflowError,
     EngineError,
+    EngineLostError,
     EnginePoisonedError,
     EngineTimeoutError,
 )
@@ -348,6 +349,23 @@ def test_call_that_every_replica_fails_says_what_each_one_said() -> None:
         engine = routed(*(Fragile(failures=Failures(every=1)) for _ in range(2)))
         with pytest.raises(EngineError, match=r"replica 0: scripted failure.*; replica 1: scripted failure"):
             await engine.generate([5], SAMPLING)
+
+    run(main())
+
+
+def test_call_whose_engines_were_lost_says_so_though_others_are_in_their_places_by_then() -> None:
+    class Replaced(Fragile):
+        async def generate(self, prompt_token_ids: Any, sampling: SamplingParams, **options: Any) -> Completion:
+            raise EngineLostError("the engine was replaced while it answered")
+
+    async def main() -> None:
+        engine = routed(Replaced(), Replaced())
+        with pytest.raises(EngineLostError, match=r"replica 0: the engine was .*; replica 1: the engine was"):
+            await engine.generate([5], SAMPLING)
+        engine = routed(Replaced(), Fragile(failures=Failures(every=1)))
+        with pytest.raises(EngineError, match="scripted failure") as failure:
+            await engine.generate([5], SAMPLING)
+        assert not isinstance(failure.value, EngineLostError)
 
     run(main())
 
