@@ -30,7 +30,7 @@ from gspo_gym.errors import MissingExtraError
 from gspo_gym.rollout.adapter import TokenObservationWrapper
 from gspo_gym.rollout.episode_files import require_writable, save_episodes, trajectory_from_json, trajectory_to_json
 from gspo_gym.rollout.watchdog import seconds_until_frozen, watching
-from gspo_gym.run.report.progress import counting
+from gspo_gym.run.report.progress import counting, mask_text
 from gspo_gym.seeding import FIRST_TRAINING_SEED
 from gspo_gym.types import Message, ToolCall, Trajectory
 
@@ -149,8 +149,6 @@ def _show_tokens(
     """Print the current segment as ids, or as text with the trained tokens in green."""
     if not tokens and not mask:
         return
-    from gspo_gym.run.report.progress import mask_text
-
     segment = wrapper.episode().segments[-1]
     if tokens:
         console.print(f"[dim]{len(segment)} tokens:[/dim] {segment.token_ids.tolist()}", highlight=False)

@@ -27,6 +27,8 @@ from gspo_gym.cli.command_line import env_config_of, package_version
 from gspo_gym.cli.env import as_sampled
 from gspo_gym.cli.models_serve import running_engine
 from gspo_gym.engine.base import Engine, SamplingParams
+from gspo_gym.env.registry import resolve
+from gspo_gym.env.workers.isolation import isolated_factory
 from gspo_gym.errors import ContextOverflowError, RecordError, TemplateError, UsageError
 from gspo_gym.remote.gateway.capture import ChatCall
 from gspo_gym.remote.gateway.session import GatewaySession, GatewaySessionSettings
@@ -325,9 +327,6 @@ async def _talk(model: Model, arguments: argparse.Namespace, read: Read) -> None
 
 
 async def _play(model: Model, game: _Game, arguments: argparse.Namespace, read: Read) -> None:
-    from gspo_gym.env.registry import resolve
-    from gspo_gym.env.workers.isolation import isolated_factory
-
     async with _running(model, arguments) as (engine, tokenizer):
         wrapper = TokenObservationWrapper(
             isolated_factory(resolve(game.name), game.config)(),

@@ -11,21 +11,20 @@ import sys
 import webbrowser
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.console import Console
 from rich.text import Text
 
+from gspo_gym.base.files import replace_file
+from gspo_gym.cli.report import page_of
 from gspo_gym.errors import RecordError
 from gspo_gym.rollout.episode_files import episode_paths, read_episodes
 from gspo_gym.run.records import read_events, read_metrics
 from gspo_gym.run.registry import RunInfo, find_run, read_run
 from gspo_gym.run.report.progress import mask_text, print_episode
+from gspo_gym.run.tokens import TokenFile, open_tokens
 from gspo_gym.types import Trajectory
-
-if TYPE_CHECKING:
-    from gspo_gym.run.tokens import TokenFile
-    from gspo_gym.types import Trajectory
 
 
 def open_run(run: str | Path, *, folder: str | Path = "runs") -> Run:
@@ -112,8 +111,6 @@ class Run:
         Raises:
             RecordError: it is not recorded, or the file is damaged.
         """
-        from gspo_gym.run.tokens import open_tokens
-
         return open_tokens(self.folder, step)
 
     def show(self, *, height: int = 800) -> Any:
@@ -121,9 +118,6 @@ class Run:
 
         Outside a notebook, write the page into the run's folder and open it in the browser; return its path.
         """
-        from gspo_gym.base.files import replace_file
-        from gspo_gym.cli.report import page_of
-
         page = page_of(self.folder).html
         if "IPython" in sys.modules and sys.modules["IPython"].get_ipython() is not None:
             display = importlib.import_module("IPython.display")

@@ -26,8 +26,9 @@ from gspo_gym.rollout.episode_files import episode_paths
 from gspo_gym.rollout.ledger import Disposition, Terminal, read_ledger
 from gspo_gym.run.doctor import causes, checks, checks_play
 from gspo_gym.run.doctor.checks import Finding, RunView
-from gspo_gym.run.records import read_config
+from gspo_gym.run.records import read_config, read_events, read_metrics, read_summary
 from gspo_gym.run.registry import find_run
+from gspo_gym.run.tokens import token_steps
 from gspo_gym.types import Outcome
 
 Json = Any  # the values of json.loads
@@ -173,8 +174,6 @@ def _as_toml(value: Json) -> Json:
 
 
 def _default_steps(folder: Path) -> list[str]:
-    from gspo_gym.run.tokens import token_steps
-
     names = [path.name.partition(".")[0] for path in episode_paths(folder)]
     played = [name for name in names if name.startswith("step_")]
     with_tokens = [name for step in token_steps(folder) if (name := f"step_{step:06d}") in played] or played
@@ -213,8 +212,6 @@ def read_run(folder: Path) -> RunView:
         ConfigError: the folder holds no run.
         RecordError: a file is damaged.
     """
-    from gspo_gym.run.records import read_events, read_metrics, read_summary
-
     try:
         config = tomllib.loads((folder / "config.toml").read_text(encoding="utf-8"))
     except FileNotFoundError:

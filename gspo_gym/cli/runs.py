@@ -10,13 +10,20 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from gspo_gym.errors import UsageError
-from gspo_gym.run.registry import find_run
-
-if TYPE_CHECKING:
-    from gspo_gym.run.registry import RunComparison, RunInfo
+from gspo_gym.run.control import ask, status_of
+from gspo_gym.run.registry import (
+    RunComparison,
+    RunInfo,
+    compare_runs,
+    find_run,
+    list_runs,
+    read_run,
+    remove_run,
+    require_removable,
+)
 
 _NONE = "-"
 
@@ -40,8 +47,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def list_command(arguments: argparse.Namespace) -> int:
     """Print one line per run."""
-    from gspo_gym.run.registry import list_runs
-
     runs = list_runs(arguments.folder)
     if arguments.json:
         print(json.dumps([run.to_dict() for run in runs]))
@@ -52,8 +57,6 @@ def list_command(arguments: argparse.Namespace) -> int:
 
 def show_command(arguments: argparse.Namespace) -> int:
     """Print a run's facts, checkpoints and size."""
-    from gspo_gym.run.registry import read_run
-
     run = read_run(_found(arguments.run_name, arguments))
     values = run.to_dict() | {
         "checkpoints": sorted(path.name for path in (run.folder / "checkpoints").glob("step_*")),
@@ -71,8 +74,6 @@ def show_command(arguments: argparse.Namespace) -> int:
 
 def compare_command(arguments: argparse.Namespace) -> int:
     """Print runs side by side."""
-    from gspo_gym.run.registry import compare_runs
-
     if len(arguments.run_name) < 2:
         raise UsageError("runs compare: expected two runs or more")
     comparison = compare_runs([_found(name, arguments) for name in arguments.run_name])
@@ -82,8 +83,6 @@ def compare_command(arguments: argparse.Namespace) -> int:
 
 def remove_command(arguments: argparse.Namespace) -> int:
     """Remove runs after confirmation; return 1 if it was refused."""
-    from gspo_gym.run.registry import read_run, remove_run, require_removable
-
     # A run that is named twice is one.
     folders = list({path.resolve(): path for path in (_found(name, arguments) for name in arguments.run_name)}.values())
     for folder in folders:
@@ -178,8 +177,6 @@ def _ago(moment: float) -> str:
 
 
 def _found(name: str, arguments: argparse.Namespace) -> Path:
-    from gspo_gym.run.registry import find_run
-
     return find_run(name, arguments.folder)
 
 
@@ -227,8 +224,6 @@ def add_control_arguments(parser: argparse.ArgumentParser) -> None:
 
 def control_command(arguments: argparse.Namespace) -> int:
     """Send the command to the run and print its answer."""
-    from gspo_gym.run.control import ask, status_of
-
     command, folder = arguments.control_command, find_run(arguments.run_name, arguments.folder)
     if command == "status":
         _print(status_of(folder, with_content=arguments.content), arguments)

@@ -20,7 +20,9 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from gspo_gym.cli.report import described_run
 from gspo_gym.errors import GymError, MissingExtraError
+from gspo_gym.run.registry import find_run, list_runs, run_folders
 
 if TYPE_CHECKING:
     from starlette.requests import Request
@@ -88,9 +90,7 @@ def create_app(folder: Path, token: str, is_stopping: threading.Event) -> App:
     from starlette.responses import HTMLResponse, RedirectResponse, StreamingResponse
     from starlette.routing import Route
 
-    from gspo_gym.cli.report import described_run
     from gspo_gym.remote.guard import Guard
-    from gspo_gym.run.registry import list_runs
     from gspo_gym.run.report.page_data import RecordedStep, live_page, run_values
 
     def runs(_: Request) -> list[Json]:
@@ -157,8 +157,6 @@ def _guarded(answer: Callable[[Request], Any], token: str) -> Callable[[Request]
 
 def _paths_in(folder: Path) -> dict[str, Path]:
     """Return the runs' folders by their path in the folder; the folder of a run by its own name."""
-    from gspo_gym.run.registry import run_folders
-
     return {_name_of(path, folder): path for path in run_folders(folder)}
 
 
@@ -167,8 +165,6 @@ def _name_of(path: Path, folder: Path) -> str:
 
 
 def _viewed(path: Path) -> Path:
-    from gspo_gym.run.registry import find_run
-
     return path if path.is_dir() else find_run(str(path), Path("runs"))
 
 
