@@ -25,9 +25,9 @@ from rich.console import Console
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from benchmarks.chaos import processes_below
 from benchmarks.prefixes import make_groups, with_advantages
 from benchmarks.record import Value, render
-from gspo_gym.base.leftovers import descendants
 from gspo_gym.cluster.sharding import shard_model
 from gspo_gym.config.build.processes import launching, learning
 from gspo_gym.config.build.trainer import build_learner, build_policy
@@ -120,12 +120,8 @@ def _of_a_save(config: RunConfig, policy: Policy, learner: AnyLearner, number: i
 
 
 def _ranks() -> list[int]:
-    found = []
-    for pid in sorted(descendants(os.getpid())):
-        with contextlib.suppress(OSError):  # it has ended
-            if b"gspo_gym.config.build.processes\0learner" in Path(f"/proc/{pid}/cmdline").read_bytes():
-                found.append(pid)
-    return found
+    below = processes_below(os.getpid())
+    return [process.pid for process in below if "gspo_gym.config.build.processes learner" in process.command]
 
 
 def _held(base: str, folder: Path, world_size: int) -> dict[str, float]:

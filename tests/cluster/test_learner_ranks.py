@@ -20,6 +20,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from gspo_gym.base.leftovers import descendants
+from gspo_gym.base.ranks import RANK_VARIABLE
 from gspo_gym.cli.train import run_training
 from gspo_gym.cli.verify import verify_step
 from gspo_gym.config.build import processes
@@ -62,13 +63,17 @@ def episodes_of(run: Path) -> list[list[Any]]:
 
 
 def ranks_here(role: str = "learner") -> list[int]:
-    """The processes that this one has started in a role, in the order in which they began."""
+    """The processes that this one has started in a role, by rank."""
     found = []
-    for pid in sorted(descendants(os.getpid())):
+    for pid in descendants(os.getpid()):
         with contextlib.suppress(OSError):  # it has ended
             if f"gspo_gym.config.build.processes\0{role}".encode() in Path(f"/proc/{pid}/cmdline").read_bytes():
-                found.append(pid)
-    return found
+                variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")  # as it was started
+                (place,) = [
+                    each.partition(b"=")[2] for each in variables if each.startswith(f"{RANK_VARIABLE}=".encode())
+                ]
+                found.append((json.loads(place)["rank"], pid))
+    return [pid for _, pid in sorted(found)]
 
 
 @contextlib.contextmanager
@@ -225,7 +230,7 @@ def test_a_disk_that_refuses_one_rank_costs_the_checkpoint_and_nothing_else(tmp_
         store.save(1, policy=policy, learner=learner, trainer_state={})
         learner.update(build_batch_of(1))
         resource.prlimit(ranks_here()[1], resource.RLIMIT_FSIZE, (10_000, resource.RLIM_INFINITY))
-        with pytest.raises(CheckpointError, match=r"step_000002: could not be saved: rank \d: .*File too large"):
+        with pytest.raises(CheckpointError, match=r"step_000002: could not be saved: rank 1: .*File too large"):
             store.save(2, policy=policy, learner=learner, trainer_state={})
         assert [path.name for path in (config.run_folder / "checkpoints").iterdir()] == ["step_000001"]
         assert store.load_latest().step == 1

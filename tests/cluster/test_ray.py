@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gzip
 import json
 import os
 import re
@@ -13,7 +12,6 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 import pytest
 from safetensors.torch import load_file
@@ -24,13 +22,13 @@ from gspo_gym.cli.train import run_training
 from gspo_gym.cluster.launcher import Fleet, Program
 from gspo_gym.cluster.placement import Part, Resources
 from gspo_gym.cluster.ray import RayLauncher, _OwnRay
-from gspo_gym.config.build import processes
 from gspo_gym.config.build.trainer import build_learner, build_policy
 from gspo_gym.config.run_config import RunConfig, load_config
 from gspo_gym.errors import PlacementError
 from gspo_gym.learning.saved import SavedTensors
 from gspo_gym.policy.checkpoints import CheckpointStore
 from gspo_gym.run.records import read_events
+from tests.cluster.test_learner_ranks import episodes_of, learning
 from tests.support.learner_ranks import build_batch_of
 from tests.support.small_quickstart import QUICKSTART, SMALLER
 
@@ -53,15 +51,6 @@ def largest_difference(actual: Path, expected: Path) -> float:
         assert ours.keys() == theirs.keys()
         largest = max(largest, *(float((ours[key].float() - theirs[key].float()).abs().max()) for key in ours))
     return largest
-
-
-def episodes_of(run: Path) -> list[list[Any]]:
-    """The sampled tokens and rewards of every episode of training and evaluations."""
-    return [
-        [episode["trajectory_id"], episode["reward"], [segment["token_ids"] for segment in episode["segments"]]]
-        for path in sorted(run.glob("episodes/*.jsonl.gz"))
-        for episode in map(json.loads, gzip.open(path, "rt", encoding="utf-8"))
-    ]
 
 
 def is_running(pid: int) -> bool:
@@ -229,12 +218,7 @@ def test_killed_actors_learn_their_batches_again(launcher: RayLauncher, tmp_path
     alone, policy = build_policy(config), build_policy(config)
     expected, told = build_learner(config, alone), list[str]()
     store = CheckpointStore(config.run_folder / "checkpoints")
-    with (
-        processes.launching(config) as fleet,
-        processes.learning(
-            config, policy, None, fleet=fleet, num_threads=2, on_restart=lambda _, reason: told.append(reason)
-        ) as learner,
-    ):
+    with learning(config, policy, told) as learner:
         store.save(0, policy=policy, learner=learner, trainer_state={})
         learner.update(build_batch_of(0))
         killed = _actors()[1]
@@ -297,12 +281,7 @@ def test_a_batch_is_learned_again_when_ray_itself_is_lost(tmp_path: Path) -> Non
     alone, policy = build_policy(config), build_policy(config)
     expected, told = build_learner(config, alone), list[str]()
     store = CheckpointStore(config.run_folder / "checkpoints")
-    with (
-        processes.launching(config) as fleet,
-        processes.learning(
-            config, policy, None, fleet=fleet, num_threads=2, on_restart=lambda _, reason: told.append(reason)
-        ) as learner,
-    ):
+    with learning(config, policy, told) as learner:
         store.save(0, policy=policy, learner=learner, trainer_state={})
         learner.update(build_batch_of(0))
         os.kill(_ray_process("raylet"), signal.SIGSTOP)

@@ -22,7 +22,6 @@ from agreement import nudge, plain_logprobs
 from engine_contract import until_in_flight
 from sampling_process import start_process
 
-from gspo_gym.base.leftovers import descendants
 from gspo_gym.cli.train import run_training
 from gspo_gym.cluster.launcher import Fleet, LocalLauncher
 from gspo_gym.config.build.engines import _replica_settings, build_engine, build_weight_sync, sampling_parts
@@ -39,7 +38,7 @@ from gspo_gym.policy.weight_sync import WeightSync
 from gspo_gym.run.recording import RunRecorder
 from gspo_gym.run.records import read_events
 from gspo_gym.types import Completion
-from tests.cluster.test_learner_ranks import QUICKSTART, SMALLER, episodes_of, require_same
+from tests.cluster.test_learner_ranks import QUICKSTART, SMALLER, episodes_of, ranks_here, require_same
 
 TWO = [
     "compute.gpu_count=0",
@@ -59,12 +58,7 @@ def configure(folder: Path, *more: str) -> RunConfig:
 
 def replicas_here() -> list[int]:
     """The processes that this one has started to sample."""
-    found = []
-    for pid in sorted(descendants(os.getpid())):
-        with contextlib.suppress(OSError):  # it has ended
-            if b"gspo_gym.config.build.processes\0replica" in Path(f"/proc/{pid}/cmdline").read_bytes():
-                found.append(pid)
-    return found
+    return ranks_here("replica")
 
 
 @contextlib.asynccontextmanager
