@@ -3,5 +3,6 @@
 import os
 import signal
 
-if __name__ == "__main__":  # pytest imports each file for its doctests: its workers were stopped, and CI waited 90 minutes
+# Not on import: pytest imports each file for its doctests, and all of its workers were stopped.
+if __name__ == "__main__":
     os.kill(os.getpid(), signal.SIGSTOP)
