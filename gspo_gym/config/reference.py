@@ -275,7 +275,7 @@ def new_config(env_name: str, *, model: str, label: str) -> str:
     """
     is_tiny = model.startswith("tiny:")
     given: dict[str, dict[str, Any]] = {
-        "run": {"seed": 0},
+        "run": {"seed": 0, "log_tokens_every_n_iters": 10},  # a run that is begun here can be looked at and verified
         "algorithm": {"variety": "gspo_token"},
         "model": {"base": model, "label": label},
         "rollout": {

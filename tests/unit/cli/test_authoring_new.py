@@ -60,6 +60,7 @@ def test_its_config_plays_it_for_as_many_turns_as_it_lasts(project: tuple[str, N
     _, new = project
     config = load_config(str(new.folder / "train.toml"), [])
     assert config.rollout.env_name == new.env_id
+    assert config.run.log_tokens_every_n_iters == 10
     name = f"{new.env_id.partition('/')[0]}:{new.env_id}"
     longest = max(max(record.turns) for record in make_card(name, config.rollout.env_config, num_seeds=20).records)
     assert longest <= config.rollout.max_turns

@@ -8,10 +8,12 @@ import pytest
 
 from gspo_gym.config.build import rollouts
 from gspo_gym.config.build import trainer as build
-from gspo_gym.config.run_config import load_config
+from gspo_gym.config.reference import new_config
+from gspo_gym.config.run_config import RunConfig, load_config
 
 ROOT = Path(__file__).parents[3]
 CONFIGS = sorted((ROOT / "configs").glob("*.toml"))  # the recipes have tests of their own
+RECIPES = sorted((ROOT / "configs" / "recipes").glob("*.toml"))
 
 
 def stand_in(path):
@@ -49,3 +51,15 @@ def test_config_says_what_it_shows_and_on_what_hardware(path):
     header = path.read_text().split("\n\n")[0]
     for word in ("What it shows:", "Hardware:", "Expected", "Source:"):
         assert word in header, f"{path.name}: the header lacks {word!r}"
+
+
+@pytest.mark.parametrize("path", [*CONFIGS, *RECIPES], ids=lambda path: path.stem)
+def test_a_config_that_one_begins_with_records_what_the_learner_saw(path):
+    assert load_config(path).run.log_tokens_every_n_iters == 10
+
+
+def test_nothing_is_recorded_of_tokens_unless_a_config_says_so():
+    text = new_config("GuessNumber", model="tiny:qwen3-64", label="test")
+    values = tomllib.loads(text)
+    assert values["run"].pop("log_tokens_every_n_iters") == 10
+    assert RunConfig.from_dict(values).run.log_tokens_every_n_iters == 0
