@@ -551,6 +551,9 @@ def _load(checkpoint: Path, dtype: str, *, is_adapted: bool) -> Any:  # Any: tra
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=loaded, local_files_only=True, **options)
     except (OSError, ValueError) as error:
         raise RecordError(f"{folder}: transformers cannot load it: {error}") from error
+    for module in model.modules():  # else bitsandbytes computes in bfloat16 where the processor can
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            module.support_avx512bf16_for_cpu = False
     if not (adapter.exists() and is_adapted):
         return model
     from peft import PeftModel
