@@ -1,4 +1,4 @@
-"""From nothing to the first training steps of an environment of one's own, as a newcomer does it.
+"""From nothing to a model that has learned an environment of one's own, as a newcomer does it.
 
 The real commands, each in a process of its own: `env new`, `pip install -e`, `env check`, `train` with the config that
 was written. It prints how long that took.
@@ -11,9 +11,8 @@ import time
 import venv
 
 import pytest
-from safetensors.torch import load_file
 
-from gspo_gym.cli.authoring import KINDS, new_environment
+from gspo_gym.cli.authoring import KINDS
 from gspo_gym.run.records import read_events, read_metrics
 
 HANG_SECONDS = 600  # of one command
@@ -30,7 +29,11 @@ def make_home(folder):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_new_environment_is_trained_on(kind, tmp_path):
+def test_a_new_environment_is_learned_by_its_own_config(kind, tmp_path):
+    """As its config stands (run seed 0): from what random legal play earns to at least nine of ten held-out tasks.
+
+    Nine of ten, because the runs stop at 0.97 (text) or 0.95 (tool), and 200 episodes have a standard error of 0.02.
+    """
     started = time.monotonic()
     python = make_home(tmp_path / "venv")
     project = tmp_path / "first-try-env"
@@ -45,36 +48,21 @@ def test_a_new_environment_is_trained_on(kind, tmp_path):
     pip = ("pip", "--python", str(python), "--disable-pip-version-check", "--quiet")
     run(*pip, "install", "--no-deps", "--no-build-isolation", "--editable", ".", program=sys.executable)
     assert "passed" in run("gspo_gym.cli", "env", "check", "FirstTry", folder=tmp_path)  # found by its name, anywhere
-    # two steps, because what the second changes shows in their two checkpoints; before the first there is none
-    two_steps = ("training.iterations_per_epoch=2", "training.checkpoint_every_n_iters=1", "evaluation.seeds=0:20")
-    run("gspo_gym.train", "train.toml", *two_steps)
-    print(f"{kind}: {time.monotonic() - started:.0f} seconds from nothing to the end of the second step")
+    run("gspo_gym.train", "train.toml")
 
     folder = project / "runs" / "first_try"
-    assert [event["kind"] for event in read_events(folder)][:3] == ["started", "warmup", "evaluation"]
+    events = list(read_events(folder))
+    assert [event["kind"] for event in events][:3] == ["started", "warmup", "evaluation"]
     metrics = read_metrics(folder)
     asked = {"text": 128, "tool": 64}[kind]
-    assert [(line["step"], line["rollout/num_episodes"]) for line in metrics] == [(1, asked), (2, asked)]
-    assert all(line["rollout/reward_std"] > 0 for line in metrics)  # else there would be nothing to learn from
-    first, second = (load_file(folder / "checkpoints" / f"step_00000{n}" / "model.safetensors") for n in (1, 2))
-    assert first.keys() == second.keys()
-    assert any(not first[name].equal(second[name]) for name in first)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_new_environment_is_learned_by_its_own_config(kind, tmp_path):
-    """As its config stands (run seed 0): from what random legal play earns to at least nine of ten held-out tasks.
-
-    Nine of ten, because the runs stop at 0.97 (text) or 0.95 (tool), and 200 episodes have a standard error of 0.02.
-    """
-    project = new_environment("FirstTry", kind=kind, folder=tmp_path).folder
-    command = ("-m", "gspo_gym.train", "train.toml", "rollout.env_name=first_try:first_try/FirstTry-v0")
-    done = subprocess.run([sys.executable, *command], cwd=project, capture_output=True, text=True, timeout=HANG_SECONDS)
-    assert done.returncode == 0, done.stdout + done.stderr
-    evaluations = [event for event in read_events(project / "runs" / "first_try") if event["kind"] == "evaluation"]
+    assert [(line["step"], line["rollout/num_episodes"]) for line in metrics[:2]] == [(1, asked), (2, asked)]
+    assert all(line["rollout/reward_std"] > 0 for line in metrics[:2])  # else there would be nothing to learn from
+    evaluations = [event for event in events if event["kind"] == "evaluation"]
     before, after = evaluations[0]["data"], evaluations[-1]["data"]
-    print(f"success {before['success_rate']:.3f} to {after['success_rate']:.3f} after {evaluations[-1]['step']} steps")
+    print(
+        f"{kind}: {time.monotonic() - started:.0f} seconds from nothing to success "
+        f"{before['success_rate']:.3f} to {after['success_rate']:.3f} after {evaluations[-1]['step']} steps"
+    )
     # Random play of text finds one of four in two tries with 1 - (3/4)^2 = 0.44; tool listens with 1/3, and else
     # guesses one of six: 1/3 + 2/3 / 6 = 0.44. 200 episodes have a standard error of 0.035.
     assert before["success_rate"] < 0.55
