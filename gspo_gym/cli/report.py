@@ -15,12 +15,13 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 from pydantic import BaseModel
 
 from gspo_gym.base.files import flat_items, replace_file
 from gspo_gym.config.run_config import RunConfig
+from gspo_gym.config.words import section_model
 from gspo_gym.errors import ConfigError
 from gspo_gym.rollout.episode_files import episode_paths
 from gspo_gym.rollout.ledger import Disposition, Terminal, read_ledger
@@ -147,21 +148,19 @@ def changed_settings(folder: Path) -> list[tuple[str, Json, Json]]:
     Raises:
         RecordError: config.toml cannot be read.
     """
-    usual = dict(_defaults())
+    usual = dict(_defaults(RunConfig))
     given = [(key, value) for key, value in flat_items(read_config(folder)) if key not in _NO_SETTINGS]
     return [(key, value, usual.get(key)) for key, value in given if key not in usual or usual[key] != value]
 
 
-def _defaults() -> Iterator[tuple[str, Json]]:
-    for name, field in RunConfig.model_fields.items():
-        for section in (field.annotation, *get_args(field.annotation)):
-            if isinstance(section, type) and issubclass(section, BaseModel):
-                values = {
-                    key: value.get_default(call_default_factory=True)
-                    for key, value in section.model_fields.items()
-                    if not value.is_required()
-                }
-                yield from flat_items({name: _as_toml(values)})
+def _defaults(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, Json]]:
+    """Yield key and default of all that has one; a table that is absent by default has those of its keys."""
+    for name, field in model.model_fields.items():
+        default = None if field.is_required() else field.get_default(call_default_factory=True)
+        if default is not None:
+            yield from flat_items({f"{prefix}{name}": _as_toml(default)})
+        elif (section := section_model(field.annotation)) is not None:
+            yield from _defaults(section, f"{prefix}{name}.")
 
 
 def _as_toml(value: Json) -> Json:

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -121,6 +126,45 @@ def saved(run: Path) -> Path:
     path = run / "saved.html"
     path.write_text(page_of(run).html, encoding="utf-8")
     return path
+
+
+@pytest.fixture
+def runs(run: Path, run_by_turns: Path, tmp_path: Path) -> Path:
+    """A folder with a run that has taken three of its four steps, and an older one."""
+    shutil.copytree(run_by_turns, tmp_path / "runs" / "turns", ignore=shutil.ignore_patterns("*.html"))
+    folder = tmp_path / "runs" / "small"
+    shutil.copytree(run, folder, ignore=shutil.ignore_patterns("step_000004*", "checkpoints", "*.html"))
+    shutil.copytree(run / "checkpoints", folder / "checkpoints")
+    lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (folder / "metrics.jsonl").write_text("".join(lines[:3]))
+    updated(tmp_path / "runs" / "turns", seconds_ago=3600.0)
+    return tmp_path / "runs"
+
+
+@pytest.fixture
+def viewer(runs: Path) -> Iterator[subprocess.Popen[str]]:
+    """`gspo-gym view` of these runs; it ends without an error when it is asked to."""
+    command = [sys.executable, "-m", "gspo_gym.cli", "view", str(runs), "--no-open"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    yield process
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=30) == 0
+    assert process.stdout is not None
+    process.stdout.close()
+
+
+@pytest.fixture
+def url(viewer: subprocess.Popen[str]) -> str:
+    """What it printed."""
+    assert viewer.stdout is not None
+    return viewer.stdout.readline().strip()
+
+
+def updated(folder: Path, *, seconds_ago: float) -> None:
+    """Say of a run's files when they were written last."""
+    moment = time.time() - seconds_ago
+    for path in folder.iterdir():
+        os.utime(path, (moment, moment))
 
 
 def open_page(page: Page, url: str) -> None:

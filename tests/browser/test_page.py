@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import tomllib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,14 @@ import numpy as np
 import pytest
 from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Browser, Page
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 
 from gspo_gym.cli.report import page_of
 from gspo_gym.judge.records import latest_judgements, read_judgements
 from gspo_gym.learning.tokens import Clip, Fate
 from gspo_gym.rollout.episode_files import read_episodes, write_episodes
-from gspo_gym.run.tokens import open_tokens
+from gspo_gym.run.tokens import open_tokens, pack_columns, token_path
 from gspo_gym.types import FinishReason, Message, Outcome, Segment, Task, Trajectory, Turn
 from tests.browser.conftest import open_page, until
 
@@ -57,7 +60,9 @@ def test_ratios_and_shares_of_the_loss_that_the_page_shows_are_those_recomputed_
     path.write_text(page_of(run, steps=[f"step_{step:06d}"]).html, encoding="utf-8")
     open_page(page, f"{path.as_uri()}#view=episodes")
 
-    total = _metrics(run, step)["loss/total"]
+    metrics = _metrics(run, step)
+    assert metrics["loss/kl"] > 0
+    total = metrics["loss/total"]
     assert float(page.text_content("#loss-sum") or "nan") == pytest.approx(total, abs=1e-6)
 
     shares = num_ratios = num_credited = 0.0
@@ -167,6 +172,9 @@ def test_a_link_to_a_token_leads_to_it(page: Page, saved: Path) -> None:
     page.locator("article > .turn .token.sampled").nth(1).hover()
     link = page.get_attribute(".detail a", "href")
     numbers = page.inner_text(".detail dl")
+    place = (page.text_content(".detail h3") or "").removeprefix("Token ")
+    assert "/" in (episode or "")  # its group is in its name
+    assert link == f"#view=episodes&step=step_000004&episode={episode}&token={place}"
     open_page(page, f"{saved.as_uri()}{link}")
     assert page.get_attribute("article", "aria-label") == episode
     assert page.inner_text(".detail dl") == numbers
@@ -224,6 +232,21 @@ def test_a_small_screen_needs_no_sideways_scrolling(page: Page, saved: Path, vie
     assert page.evaluate("document.documentElement.scrollWidth") <= 390
 
 
+def test_on_a_small_screen_the_numbers_of_a_token_are_in_sight_of_it(page: Page, saved: Path) -> None:
+    page.set_viewport_size({"width": 390, "height": 800})
+    open_page(page, f"{saved.as_uri()}#view=episodes")
+    token = page.locator("article > .turn .token.sampled").first
+    token.scroll_into_view_if_needed()
+    token.click()
+    page.wait_for_selector(".detail h3")
+    touched = page.locator("article > .turn .token.chosen").bounding_box()
+    told = page.locator(".detail").bounding_box()
+    assert touched is not None
+    assert told is not None
+    assert 0 <= touched["y"] < told["y"] < 800
+    assert told["y"] + told["height"] <= 800
+
+
 _HOSTILE = [
     "</script><script>window.hacked = 1</script>",
     "<img src=x onerror='window.hacked = 1'>",
@@ -249,12 +272,13 @@ _HOSTILE = [
 
 
 def _hostile(i: int, text: str) -> Trajectory:
+    """The environment wrote the text as one token, the policy sampled the same token, and it stands everywhere else."""
     return Trajectory(
         trajectory_id=f"step_000001/{text[:40]}/{i}",
         attempt=0,
-        task=Task("gspo_gym/GuessNumber-v0", i, {}),
+        task=Task("gspo_gym/GuessNumber-v0", i, {"said": text}),
         sampling_seed=0,
-        segments=(Segment([0, 5], [False, True], [0.0, -1.0], [-1, 0], [-1, 0]),),  # type: ignore[arg-type]
+        segments=(Segment([i, i], [False, True], [0.0, -1.0], [-1, 0], [-1, 0]),),  # type: ignore[arg-type]
         turns=(Turn(0, 0, (0, 1), (1, 2), FinishReason.STOP, reward=1.0, reward_terms={text: 1.0}, events=(text,)),),
         messages=(Message("user", text), Message("assistant", text)),
         outcome=Outcome.TERMINATED,
@@ -263,14 +287,33 @@ def _hostile(i: int, text: str) -> Trajectory:
     )
 
 
-def test_forty_hostile_episodes_are_shown_as_text(page: Page, run: Path, tmp_path: Path) -> None:
-    texts = [*_HOSTILE, *(text * 3 for text in _HOSTILE[:19]), "x" * 1_000_000]
+def _no_numbers(episodes: Sequence[Trajectory]) -> bytes:
+    """The file of a step in which every number of a sampled token is NaN or infinite."""
+    size = len(episodes)
+    numbers = np.resize(np.array([np.nan, np.inf, -np.inf], np.float32), size)
+    names = ("advantage", "rollout_logprob", "old_logprob", "ref_logprob")
+    columns: dict[str, Any] = dict.fromkeys(names, numbers)
+    columns |= dict.fromkeys(("logprob", "ratio", "correction", "entropy", "share"), numbers[None])
+    columns |= {"weight_version": np.zeros(size, np.int32), "optimizer_step": np.zeros((1, size), np.int32)}
+    columns |= {"fate": np.zeros(size, np.uint8), "clip": np.zeros((1, size), np.uint8)}
+    return pack_columns(1, {each.trajectory_id: 1 for each in episodes}, columns, {})
+
+
+@pytest.mark.parametrize("has_numbers", [True, False])
+def test_forty_hostile_episodes_are_shown_as_text(page: Page, run: Path, tmp_path: Path, has_numbers: bool) -> None:
+    texts = [*_HOSTILE, *(text * 3 for text in _HOSTILE[:18]), "NaN", "x" * 1_000_000]
     assert len(texts) == 40
     for name in ("config.toml", "events.jsonl", "metrics.jsonl"):
         (tmp_path / name).write_bytes((run / name).read_bytes())
     (tmp_path / "episodes").mkdir()
     episodes = [_hostile(i, text) for i, text in enumerate(texts)]
     write_episodes(tmp_path / "episodes" / "step_000001.jsonl.gz", episodes)
+    tokenizer = Tokenizer(WordLevel({text: i for i, text in enumerate(texts)}, unk_token="NaN"))
+    (tmp_path / "checkpoints" / "step_000001").mkdir(parents=True)
+    tokenizer.save(str(tmp_path / "checkpoints" / "step_000001" / "tokenizer.json"))
+    if not has_numbers:
+        (tmp_path / "tokens").mkdir()
+        token_path(tmp_path, 1).write_bytes(_no_numbers(episodes))
     path = tmp_path / "page.html"
     path.write_text(page_of(tmp_path).html, encoding="utf-8")
 
@@ -281,10 +324,16 @@ def test_forty_hostile_episodes_are_shown_as_text(page: Page, run: Path, tmp_pat
         page.wait_for_selector(f'article[aria-label="{i}"]')
         page.locator("article summary").last.click()
         told = page.locator(".message.user").inner_text()
-        assert set("\x00\x07\x1b\u202e\u2066\u2028\ufeff\u200b").isdisjoint(told)
+        observed, sampled = page.locator("article > .turn .token").all_inner_texts()
+        page.locator("article > .turn .token.sampled").hover()
+        for shown in (told, observed, sampled, page.locator("article").inner_text(), page.inner_text(".detail")):
+            assert set("\x00\x07\x1b\u202e\u2066\u2028\ufeff\u200b").isdisjoint(shown)
+            assert len(shown) < 100_000
+        assert observed == sampled
+        assert page.locator('.detail [data-name="rollout_logprob"]').count() == has_numbers  # else: not measured
         if texts[i].isascii() and texts[i].isprintable() and len(texts[i]) < 1000:
             assert texts[i] in told
-        assert len(told) < 30_000
+            assert sampled == texts[i]
     assert page.evaluate("window.hacked") is None
     assert page.locator("main script, main img, main svg").count() == 0
 

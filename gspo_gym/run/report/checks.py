@@ -113,10 +113,10 @@ def page_findings(run: Mapping[str, Json], steps: Sequence[Mapping[str, Json]]) 
         run: `page_data.run_values`.
         steps: `page_data.step_values`, of training steps and of others.
     """
-    if unknown_settings(run):
-        return []
-    views = sorted((StepView(run, step) for step in steps), key=lambda view: view.step)
-    found = [next((told for view in views if (told := check(view)) is not None), None) for check in CHECKS]
+    known = [] if unknown_settings(run) else steps
+    views = sorted((StepView(run, step) for step in known), key=lambda view: view.step)
+    with np.errstate(all="ignore"):  # a damaged number is named, not warned of
+        found = [next((told for view in views if (told := check(view)) is not None), None) for check in CHECKS]
     findings: dict[str, Finding] = {}
     for name, evidence in filter(None, found):
         problem, key, suggestion = _TEXTS[name]
@@ -520,10 +520,10 @@ def shares_are_others(view: StepView) -> _Told | None:
 
 
 def _differ(given: Array, expected: Array) -> Array:
-    largest = np.abs(given).max(initial=0.0)
+    largest = np.abs(given[np.isfinite(given)]).max(initial=0.0)
     # An estimate of KL near 0 is rounding alone: 1e-7 of a token's term.
     allowed = _RELATIVE * np.maximum(np.abs(expected), np.abs(given)) + _ABSOLUTE * largest + 1e-7 / (len(given) + 1)
-    return np.isfinite(expected) & (np.abs(given - expected) > allowed)
+    return np.isfinite(expected) & ~(np.abs(given - expected) < allowed)
 
 
 def _unlike_clips(view: StepView, number: int, settings: LossSettings) -> Array:
@@ -576,10 +576,10 @@ def _divisors(view: StepView, step: Array, settings: LossSettings) -> Array:
 
 def shares_are_not_the_loss(view: StepView) -> _Told | None:
     """Find a loss that is not the sum of its tokens' shares, to the rounding of their sizes: terms may cancel."""
-    update, loss = view.values["update"], view.values["loss"]
-    if None in (update, loss) or abs(update["shares"] - loss) <= 1e-5 * max(1.0, abs(loss), update["share_sizes"]):
+    sums, loss = view.values["update"] or {"shares": None}, view.values["loss"]
+    if None in (sums["shares"], loss) or abs(sums["shares"] - loss) <= 1e-5 * max(1.0, abs(loss), sums["share_sizes"]):
         return None
-    return "shares_are_not_the_loss", f"{view.values['name']}: {update['shares']:.6g}, and loss/total is {loss:.6g}"
+    return "shares_are_not_the_loss", f"{view.values['name']}: {sums['shares']:.6g}, and loss/total is {loss:.6g}"
 
 
 # From sampling to the loss: what breaks a link shows in those after it, too.

@@ -168,8 +168,8 @@ class RecordedStep:
                     counts[:, number] += (1, len(turns), trajectory.num_actions)
         return {
             "num_steps": num_steps,
-            "shares": float(columns["share"].sum(dtype=np.float64)),
-            "share_sizes": float(np.abs(columns["share"]).sum(dtype=np.float64)),
+            "shares": _sum(columns["share"]),
+            "share_sizes": _sum(np.abs(columns["share"])),
             "batch_tokens": int((columns["fate"] <= Fate.OVERLONG).sum()),
             **dict(zip(("episodes", "turns", "tokens"), counts.tolist(), strict=True)),
         }
@@ -184,7 +184,7 @@ class RecordedStep:
             clipped = (columns["clip"][:, start:stop] != Clip.NONE).any(1).tolist()
             masked = bool((columns["fate"][start:stop] != Fate.TRAINED).any())
             # Of all passes: these are the parts of the step's loss.
-            loss = float(columns["share"][:, start:stop].sum(dtype=np.float64))
+            loss = _sum(columns["share"][:, start:stop])
         versions = {
             int(each) for segment in trajectory.segments for each in segment.weight_version[segment.action_mask]
         }
@@ -301,13 +301,9 @@ def _scales(columns: Mapping[str, Column] | None, trajectories: Sequence[Traject
     if columns is None:
         sampled = [segment.rollout_logprobs[segment.action_mask] for each in trajectories for segment in each.segments]
         return [_scale({"logprob": np.concatenate([np.zeros(0, np.float32), *sampled])})]
-    every = {
-        "logprob": columns["rollout_logprob"],
-        "advantage": columns["advantage"],
-        "gap": columns["old_logprob"] - columns["rollout_logprob"],
-    }
-    with np.errstate(divide="ignore"):  # a ratio of 0 has no finite logarithm, and no colour
-        log_ratio = np.log(columns["ratio"])
+    with np.errstate(divide="ignore", invalid="ignore"):  # what is not finite has no colour, such as log 0
+        gap, log_ratio = columns["old_logprob"] - columns["rollout_logprob"], np.log(columns["ratio"])
+    every = {"logprob": columns["rollout_logprob"], "advantage": columns["advantage"], "gap": gap}
     own = {"ratio": log_ratio, "entropy": columns["entropy"], "loss": columns["share"]}
     return [_scale(every | {name: each[i] for name, each in own.items()}) for i in range(len(columns["ratio"]))]
 
@@ -450,6 +446,13 @@ def _numbers(values: np.ndarray[Any, Any]) -> list[float | int | None]:
         float(text) if is_known else None
         for text, is_known in zip(values.astype(str), np.isfinite(values), strict=True)
     ]
+
+
+def _sum(values: np.ndarray[Any, Any]) -> float | None:
+    """Return the sum in float64; None if it is not finite."""
+    with np.errstate(invalid="ignore"):
+        total = float(values.sum(dtype=np.float64))
+    return total if np.isfinite(total) else None
 
 
 def _judgement(judged: JudgedEpisode) -> dict[str, Json]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -11,11 +12,14 @@ import pytest
 import gspo_gym
 from gspo_gym.cli.main import main
 from gspo_gym.errors import ConfigError, RecordError
+from gspo_gym.policy.tiny import tiny_tokenizer
 from gspo_gym.rollout.episode_files import write_episodes
 from gspo_gym.types import FinishReason, Message, Outcome, Segment, Task, Trajectory, Turn
 
 
-def _episode(number: int, *, success: bool, reward: float, text: str = "4") -> Trajectory:
+def _episode(
+    number: int, *, success: bool, reward: float, text: str = "4", ids: tuple[int, int] = (1, 2)
+) -> Trajectory:
     return Trajectory(
         trajectory_id=f"step_000001/group_0000/{number}",
         attempt=0,
@@ -23,7 +27,7 @@ def _episode(number: int, *, success: bool, reward: float, text: str = "4") -> T
         sampling_seed=0,
         segments=(
             Segment(
-                token_ids=np.array([1, 2]),
+                token_ids=np.array(ids),
                 action_mask=np.array([False, True]),
                 rollout_logprobs=np.array([0.0, -1.0]),
                 turn_index=np.array([-1, 0]),
@@ -66,6 +70,30 @@ def test_an_opened_run_gives_its_metrics_and_the_episodes_asked_for(folder: Path
         run.episodes(step=9)
     with pytest.raises(ConfigError, match="there is no such run"):
         gspo_gym.open_run("sum", folder=folder.parent)
+
+
+def test_without_pandas_the_metrics_are_dictionaries(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pandas", None)  # what makes an import fail
+    lines = gspo_gym.open_run(folder).metrics
+    assert [(line["step"], line["loss/total"]) for line in lines] == [(1, -0.5), (2, -1.0)]
+
+
+def test_sampled_tokens_are_green_in_a_terminal_and_steps_and_tasks_can_be_asked_for(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Tokens of the tiny tokenizer are bytes: the environment wrote a "q", the policy a "z"."""
+    tiny_tokenizer().save_pretrained(folder / "checkpoints" / "step_000002")
+    played = [_episode(7, success=False, reward=-1.0, ids=(ord("q"), ord("z")))]
+    write_episodes(folder / "episodes" / "step_000002.jsonl.gz", [*played, _episode(8, success=True, reward=1.0)])
+    for name, value in (("FORCE_COLOR", "1"), ("TERM", "xterm"), ("COLUMNS", "100")):
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    assert main(["episodes", str(folder), "--step", "2", "--task", "Sums-v0#7"]) == 0
+    shown = capsys.readouterr().out
+    # ANSI: 2 is dim, 1;32 is bold green, 0 ends it.
+    assert "\x1b[2mq\x1b[0m\x1b[1;32mz\x1b[0m" in shown
+    assert "step_000001/group_0000/8" not in shown
+    assert main(["episodes", str(folder), "--step", "1", "--task", "Sums-v0#7"]) == 1
 
 
 def test_episodes_are_printed_best_first_and_their_control_characters_do_not_act(

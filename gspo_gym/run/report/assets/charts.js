@@ -31,22 +31,40 @@ function aligned(tables) {
   return { steps, columns };
 }
 
+// Steps at which something happened: their pixel, and what it was; no text where it would lie on the one before.
+function eventMarks(events, pixelOf, distance) {
+  const kinds = new Map();
+  for (const { step, kind } of events) kinds.set(step, (kinds.get(step) ?? new Set()).add(visible(kind, 40)));
+  let last = -Infinity;
+  return [...kinds].sort(([a], [b]) => a - b).map(([step, names]) => {
+    const x = pixelOf(step), isFree = x - last >= distance;
+    if (isFree) last = x;
+    return { x, text: isFree ? [...names].join(", ") : "" };
+  });
+}
+
 function eventLines(events) {
   return {
     hooks: {
       draw: (plot) => {
         if (!chartSettings.events) return;
-        const { ctx, bbox } = plot;
+        const { ctx, bbox } = plot, size = 10 * uPlot.pxRatio, right = bbox.left + bbox.width;
         ctx.save();
-        ctx.strokeStyle = colour("--mark");
+        ctx.strokeStyle = ctx.fillStyle = colour("--mark");
+        ctx.font = `${size}px system-ui, sans-serif`;
+        ctx.textAlign = "right";
         ctx.setLineDash([3, 4]);
-        for (const event of events) {
-          const x = plot.valToPos(event.step, "x", true);
-          if (x < bbox.left || x > bbox.left + bbox.width) continue;
+        for (const { x, text } of eventMarks(events, (step) => plot.valToPos(step, "x", true), 1.2 * size)) {
+          if (x < bbox.left || x > right) continue;
           ctx.beginPath();
           ctx.moveTo(x, bbox.top);
           ctx.lineTo(x, bbox.top + bbox.height);
           ctx.stroke();
+          ctx.save();
+          ctx.translate(x + (x + 1.2 * size > right ? -0.3 : 1) * size, bbox.top + 2);
+          ctx.rotate(-Math.PI / 2);
+          ctx.fillText(text, 0, 0, bbox.height - 4);
+          ctx.restore();
         }
         ctx.restore();
       },

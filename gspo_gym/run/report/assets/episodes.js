@@ -59,6 +59,12 @@ function tokensOf(episode) {
   return episode.tokens;
 }
 
+// Of an episode among those of its step: with its group, which an order by return does not show.
+function nameIn(step, episode) {
+  const prefix = `${step.name}/`;
+  return episode.id.startsWith(prefix) ? episode.id.slice(prefix.length) : episode.id;
+}
+
 function turnAt(episode, segment, position) {
   return episode.turns.findIndex((turn) => turn.segment === segment && turn.action[0] <= position && position < turn.action[1]);
 }
@@ -162,7 +168,7 @@ class EpisodesView {
       items.push(element("button", {
         type: "button", "aria-current": each === this.current ? "true" : null,
         onclick: () => this.go({ view: "episodes", step: this.step.name, episode: episode.id }),
-      }, element("span", {}, `${mark} ${visible(episode.id.split("/").slice(1).join("/") || episode.id, 60)}`),
+      }, element("span", {}, `${mark} ${visible(nameIn(this.step, episode), 60)}`),
       element("span", { class: episode.return > 0 ? "positive" : episode.return < 0 ? "negative" : "" }, signed(episode.return))));
     }
     if (!items.length) items.push(element("p", { class: "quiet" }, "No episode of this step is like that."));

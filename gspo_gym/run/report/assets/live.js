@@ -11,7 +11,9 @@ class LiveSource {
   async open(place) {
     this.runs = await this.ask("runs");
     if (!this.runs.length) throw new Error("There is no run yet. This page looks again every second.");
-    this.name = this.runs.some(({ name }) => name === place.run) ? place.run : this.runs[0].name;
+    // Without a choice, the run that is looked at stays, although another one was updated last.
+    const wanted = place.run ?? this.name;
+    this.name = this.runs.some(({ name }) => name === wanted) ? wanted : this.runs[0].name;
     const beside = (place.beside ?? "").split(",").filter((name) => name && name !== this.name && this.runs.some((run) => run.name === name));
     const found = await Promise.all([this.ask("run", { run: this.name }), ...beside.map((name) => this.ask("run", { run: name, beside: 1 }))]);
     return found;
@@ -32,7 +34,9 @@ class LiveSource {
   watch(onchange) {
     const events = new EventSource("changes");
     events.onmessage = ({ data }) => onchange(JSON.parse(data));
-    events.onerror = () => { document.getElementById("status").textContent += " (not connected)"; };
+    // The browser tries again by itself: the page says so, and asks for what it missed meanwhile.
+    events.onerror = () => { page.isLost = true; tellStatus(); };
+    events.onopen = () => { const wasLost = page.isLost; page.isLost = false; if (wasLost) onchange(); };
   }
 }
 

@@ -9,9 +9,9 @@ function placeNow() {
   return { view: "run", ...Object.fromEntries(new URLSearchParams(location.hash.slice(1))) };
 }
 
-// A place in a run that is chosen is in that run, too.
+// A place names its run where there are several: the one that is shown first is another one soon.
 function hashOf(place) {
-  const { run, beside } = placeNow();
+  const { run = page.source?.name, beside } = placeNow();
   place = { ...(place.run ? {} : { run, beside }), ...place };
   return `#${new URLSearchParams(Object.entries(place).filter(([, value]) => value)).toString().replaceAll("%2F", "/").replaceAll("%3A", ":")}`;
 }
@@ -118,6 +118,11 @@ async function showEpisodes(main, place) {
   await page.episodes.show(page.steps.get(name), steps);
 }
 
+function tellStatus() {
+  const { run } = page.runs[0];
+  document.getElementById("status").textContent = `${run.status}, step ${run.step}${page.isLost ? " (not connected)" : ""}`;
+}
+
 async function show() {
   const place = placeNow();
   const view = VIEWS[place.view] ? place.view : "run";
@@ -127,16 +132,14 @@ async function show() {
     if (target === view) link.setAttribute("aria-current", "page");
     else link.removeAttribute("aria-current");
   });
-  const asked = `${place.run}|${place.beside}`;
-  if (page.source.watch && asked !== page.asked) await open(place);
-  const { run } = page.runs[0];
-  document.getElementById("title").textContent = visible(run.label, 80);
-  document.getElementById("status").textContent = `${run.status}, step ${run.step}`;
+  if (page.source.watch && runsOf(place) !== page.asked) await open(place);
+  document.getElementById("title").textContent = visible(page.runs[0].run.label, 80);
+  tellStatus();
   await VIEWS[view](document.getElementById("main"), place);
 }
 
 function onKey(event) {
-  if (event.target.matches("input, select, textarea") || event.ctrlKey || event.metaKey || event.altKey) return;
+  if (event.target.matches("input:not([type=checkbox]), select, textarea") || event.ctrlKey || event.metaKey || event.altKey) return;
   const isEpisodes = placeNow().view === "episodes" && page.episodes;
   const steps = page.source.steps();
   const moveStep = (by) => go({ view: "episodes", step: steps[Math.min(steps.length - 1, Math.max(0, steps.indexOf(page.episodes.step.name) + by))] });
@@ -161,9 +164,13 @@ function onClick(event) {
   else location.hash = link.hash;
 }
 
+function runsOf(place) {
+  return `${place.run ?? page.source.name}|${place.beside}`;
+}
+
 async function open(place) {
   page.runs = await page.source.open(place);
-  page.asked = `${place.run}|${place.beside}`;
+  page.asked = runsOf(place);
   page.steps.clear();
 }
 

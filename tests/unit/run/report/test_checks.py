@@ -27,6 +27,7 @@ from gspo_gym.judge.service.fake_server import create_fake_judge_app
 from gspo_gym.learning import batching, losses, update
 from gspo_gym.learning.batching import TokenBatch
 from gspo_gym.learning.losses import Denominators
+from gspo_gym.learning.tokens import Fate
 from gspo_gym.learning.update import Learner
 from gspo_gym.policy.tiny import tiny_tokenizer
 from gspo_gym.remote.serving import BackgroundServer
@@ -36,6 +37,7 @@ from gspo_gym.run import collect
 from gspo_gym.run.doctor.checks import Finding
 from gspo_gym.run.report.checks import page_findings, rewards_follow_the_turn_before, shares_are_not_the_loss
 from gspo_gym.run.report.page_data import StepView
+from gspo_gym.run.tokens import open_tokens, pack_columns, token_path
 from gspo_gym.types import Completion, Outcome, Sampling, StepResult, Trajectory
 
 Patch = pytest.MonkeyPatch
@@ -465,6 +467,20 @@ def test_a_loss_whose_terms_cancel_is_compared_by_their_sizes(loss: float, is_wr
     update = {"shares": 0.0, "share_sizes": 400.0}
     view = StepView({"rules": {}}, {"name": "step_000001", "step": 1, "groups": [], "update": update, "loss": loss})
     assert (shares_are_not_the_loss(view) is not None) == is_wrong
+
+
+@pytest.mark.parametrize("number", [np.nan, np.inf, -np.inf])
+def test_a_share_that_is_no_number_is_named_and_the_page_is_written(runs: Path, tmp_path: Path, number: float) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(runs / "base", folder)
+    tokens = open_tokens(folder, 1)
+    columns = tokens.columns()
+    columns["share"][0, np.flatnonzero(columns["fate"] == Fate.TRAINED)[-1]] = number
+    sizes = {name: stop - start for name, (start, stop) in tokens.spans.items()}
+    token_path(folder, 1).write_bytes(pack_columns(1, sizes, columns, {}))
+    (found,) = found_in(folder)
+    assert found.check == "shares_are_others"
+    assert "its share of the loss is nan" in found.evidence  # a page has null for what is not finite
 
 
 def test_a_report_says_what_it_did_not_check(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -187,6 +187,7 @@ def test_the_commands_that_come_next_name_what_is_there(tmp_path):
     (folder / "config.toml").write_text(CONFIG)
     text = [shlex.join(command) for command, _ in next_steps(folder)]
     assert not any("gspo_gym.evaluate" in line for line in text)  # there is no checkpoint to evaluate
+    assert any(line.endswith(f"report '{folder}' --open") for line in text)
     options = """--option=low=1 --option=high=4 '--option=style="terse"'"""
     assert any(line.endswith(f"env play GuessNumber --mask {options}") for line in text)
     assert any(f"doctor '{folder}'" in line for line in text)

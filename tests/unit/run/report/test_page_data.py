@@ -1,0 +1,76 @@
+"""Values of the page that follow from a run's files by a rule, on small files written here."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from gspo_gym.cli.report import changed_settings
+from gspo_gym.config.run_config import RunConfig
+from gspo_gym.rollout.episode_files import write_episodes
+from gspo_gym.run.report.page_data import RecordedStep
+from gspo_gym.types import FinishReason, Outcome, Segment, Task, Trajectory, Turn
+
+
+def test_settings_that_differ_from_their_defaults_are_told_with_them_and_no_others(tmp_path: Path) -> None:
+    """Also of tables that are absent by default, of which only what was set differs."""
+    config = RunConfig.from_dict(
+        {
+            "model": {"base": "tiny:qwen3-64", "label": "test"},
+            "rollout": {"env_name": "GuessNumber", "max_turns": 1, "max_output_tokens": 3, "max_model_len": 256}
+            | {"episodes_per_batch": 8},
+            "training": {"iterations_per_epoch": 1, "learning_rate": 1e-3, "batch_size": 4, "group_size": 4},
+            "evaluation": {"seeds": "0:2"},
+            "judge": {
+                "enabled": True,
+                "reward_blend": {"env": 1.0, "outcome": 0.5},
+                "options": {"outcome": True, "provider": "local", "model": "m", "base_url": "http://127.0.0.1:1/v1"}
+                | {"max_output_tokens": 4096, "max_attempts": 5, "rubric_id": "support_desk/bundle@v1"},
+            },
+        }
+    )
+    (tmp_path / "config.toml").write_text(config.to_toml())
+    told = {key: (value, usual) for key, value, usual in changed_settings(tmp_path)}
+    assert {key for key in told if key.startswith("judge.")} == {
+        "judge.enabled",
+        "judge.reward_blend.outcome",  # env is 1 by default
+        *("judge.options.outcome", "judge.options.provider", "judge.options.model", "judge.options.base_url"),
+        *("judge.options.max_attempts", "judge.options.rubric_id"),
+    }
+    assert told["judge.reward_blend.outcome"] == (0.5, 0.0)
+    assert told["judge.options.max_attempts"] == (5, 4)
+    assert told["training.learning_rate"] == (1e-3, None)  # it has no default
+    assert "training.update_epochs" not in told
+
+
+def played(member: int, *parts: list[int]) -> Trajectory:
+    """An episode of segments with these tokens, the last of each sampled."""
+    segments = []
+    for number, ids in enumerate(parts):
+        mask = np.arange(len(ids)) == len(ids) - 1
+        arrays = (np.where(mask, -1.0, 0.0), np.where(mask, number, -1), np.where(mask, 0, -1))
+        segments.append(Segment(np.array(ids), mask, *arrays))
+    turns = [
+        Turn(number, number, (0, len(ids) - 1), (len(ids) - 1, len(ids)), FinishReason.STOP, reward=0.0)
+        for number, ids in enumerate(parts)
+    ]
+    task = Task("test", 1)
+    return Trajectory(f"group/{member}", 0, task, member, tuple(segments), tuple(turns), (), Outcome.TERMINATED)
+
+
+def test_an_episode_leaves_its_siblings_at_the_first_token_that_none_of_them_has(tmp_path: Path) -> None:
+    """As a segment and a place in it: of 0 the fourth token, of 2 the third, of 3 the fourth in its second segment."""
+    episodes = [
+        played(0, [1, 2, 3, 4, 7]),
+        played(1, [1, 2, 3, 5, 7]),
+        played(2, [1, 2, 6]),
+        played(3, [1, 2], [3, 8]),
+        played(4, [9, 9]),
+        played(5, [9, 9]),
+    ]
+    (tmp_path / "config.toml").write_text("[model]\nlabel = 'test'\n")
+    (tmp_path / "episodes").mkdir()
+    write_episodes(tmp_path / "episodes" / "step_000001.jsonl.gz", episodes)
+    whole = RecordedStep(tmp_path, "step_000001").group(0)
+    assert [each["diverges"] for each in whole["episodes"]] == [(0, 3), (0, 3), (0, 2), (1, 1), None, None]
