@@ -24,7 +24,7 @@ from gspo_gym.cluster.memory import (
 )
 from gspo_gym.cluster.placement import GIB, Offer, Part, Resources, assign
 from gspo_gym.config.machines import check, describe, machines_of, parse_nodes
-from gspo_gym.config.run_config import RunConfig, load_config
+from gspo_gym.config.run_config import RunConfig, load_config, model_name
 from gspo_gym.errors import ConfigError, PlacementError
 
 _NOT_HERE = ("reference", "offloaded")  # columns that would be empty
@@ -89,7 +89,7 @@ def shape_of(config: RunConfig) -> ModelShape:
         from gspo_gym.policy.tiny import build_tiny, parse_tiny
 
         return ModelShape.from_config(build_tiny(parse_tiny(base)[0], 0).config.to_dict())
-    path = Path(base or _source_folder(config)).expanduser() / "config.json"
+    path = Path(base or model_name(config)).expanduser() / "config.json"
     if not path.is_file():
         from huggingface_hub import try_to_load_from_cache
 
@@ -101,12 +101,6 @@ def shape_of(config: RunConfig) -> ModelShape:
             )
         path = Path(found)
     return ModelShape.from_config(json.loads(path.read_text(encoding="utf-8")))
-
-
-def _source_folder(config: RunConfig) -> str:
-    from gspo_gym.config.build.trainer import model_name
-
-    return model_name(config)
 
 
 def table() -> str:

@@ -25,7 +25,7 @@ from gspo_gym.cli.command_line import Parser, exit_code_of, interrupted_by_signa
 from gspo_gym.cli.train import add_task_url
 from gspo_gym.config.build.apps import environment_ids
 from gspo_gym.config.build.judge import build_judging
-from gspo_gym.config.run_config import RunConfig, load_config
+from gspo_gym.config.run_config import RunConfig, load_config, model_name
 from gspo_gym.config.sections import with_task_url
 from gspo_gym.config.services import refuse_to_run
 from gspo_gym.env.chat_model import ChatModel
@@ -76,8 +76,6 @@ def run_command(arguments: argparse.Namespace) -> int:
     """
     from rich.console import Console
 
-    from gspo_gym.config.build import trainer as build
-
     if arguments.json_file not in (None, "-"):
         require_writable(Path(arguments.json_file))
     overrides = list(arguments.overrides)
@@ -86,7 +84,7 @@ def run_command(arguments: argparse.Namespace) -> int:
         # Else the file's instances would cut the list.
         overrides += [f"evaluation.instances={len(parse_seeds(arguments.seeds))}"]
     config = load_config(arguments.config, with_task_url(overrides, arguments.task_url, os.environ))
-    names = [arguments.model or build.model_name(config)] + ([arguments.against] if arguments.against else [])
+    names = [arguments.model or model_name(config)] + ([arguments.against] if arguments.against else [])
     names = list(dict.fromkeys(names))  # --against may name the same model
     part = _part_file(arguments, config, names)
     marker = None if part is None else marker_beside(Path(arguments.json_file))
@@ -161,11 +159,15 @@ def _part_file(arguments: argparse.Namespace, config: RunConfig, names: Sequence
 
 def _weights_of(name: str) -> str:
     """Return folder and digest of the weights, to notice that a run has a newer checkpoint."""
-    from gspo_gym.config.build import trainer as build
-
-    checkpoint = build.newest_checkpoint(name)
+    checkpoint = _newest_checkpoint(name)
     manifest = Path(checkpoint) / MANIFEST
     return f"{checkpoint} ({sha256(manifest.read_bytes()).hexdigest()})" if manifest.is_file() else checkpoint
+
+
+def _newest_checkpoint(name: str) -> str:
+    from gspo_gym.config.build.trainer import newest_checkpoint
+
+    return newest_checkpoint(name)
 
 
 def _num_asked(config: RunConfig, names: Sequence[str]) -> int:
@@ -176,8 +178,6 @@ def _evaluate_all(config: RunConfig, names: Sequence[str], part: PartFile | None
     """Evaluate each model; append each new row to `part`, and do not play rows again that it holds."""
     from rich.console import Console
 
-    from gspo_gym.config.build.preflight import require_ready_to_evaluate
-
     found: dict[str, list[PlayedRow]] = {name: [] for name in names}
     for name, row in [] if part is None else part.read(lambda line: (line.pop("model"), PlayedRow.from_json(line))):
         found[name].append(row)
@@ -186,7 +186,7 @@ def _evaluate_all(config: RunConfig, names: Sequence[str], part: PartFile | None
         print(f"{num_found} episodes are there already, in {part.path}", file=sys.stderr)
     # A model with all its rows needs no weights or endpoint any more.
     missing = [name for name in names if _whole(config, found[name]) is None]
-    run_to_end(require_ready_to_evaluate(config, missing))
+    _require_ready(config, missing)
     results = {}
     with counting(Console(stderr=True), _num_asked(config, names), done=num_found) as count:
 
@@ -199,6 +199,12 @@ def _evaluate_all(config: RunConfig, names: Sequence[str], part: PartFile | None
             rows = KeptRows(tuple(found[name]), functools.partial(add, name))
             results[name] = _evaluate(config, name, rows)
     return results
+
+
+def _require_ready(config: RunConfig, names: Sequence[str]) -> None:
+    from gspo_gym.config.build.preflight import require_ready_to_evaluate
+
+    run_to_end(require_ready_to_evaluate(config, names))
 
 
 def _whole(config: RunConfig, found: Sequence[PlayedRow]) -> Evaluation | None:
@@ -219,23 +225,17 @@ def run_evaluation(config: RunConfig, model: str | None = None, *, rows: KeptRow
         GymError: what `preflight.require_ready_to_evaluate` finds.
         RolloutError: no episode could be scored.
     """
-    from gspo_gym.config.build import trainer as build
-    from gspo_gym.config.build.preflight import require_ready_to_evaluate
-
     rows = rows or KeptRows()
-    name = model or build.model_name(config)
-    if _whole(config, rows.found) is None:
-        run_to_end(require_ready_to_evaluate(config, [name]))
+    name = model or model_name(config)
+    _require_ready(config, [name] if _whole(config, rows.found) is None else [])
     return _evaluate(config, name, rows)
 
 
 def _evaluate(config: RunConfig, model: str, rows: KeptRows) -> Evaluation:
     """Evaluate after the checks have passed."""
-    from gspo_gym.config.build import trainer as build
-
     if whole := _whole(config, rows.found):
         return whole
-    name = build.newest_checkpoint(model)
+    name = _newest_checkpoint(model)
     with _watched(config):
         if name.startswith((_SCRIPTED, _ENDPOINT)):
             return run_to_end(_play_without_engine(config, name, rows))
@@ -244,15 +244,15 @@ def _evaluate(config: RunConfig, model: str, rows: KeptRows) -> Evaluation:
 
 async def _play_with_engine(config: RunConfig, name: str, rows: KeptRows) -> Evaluation:
     from gspo_gym.config.build import rollouts
-    from gspo_gym.config.build import trainer as build
+    from gspo_gym.config.build.trainer import device_of
     from gspo_gym.policy.load import load_policy
 
     # A checkpoint's own files say how it is quantized.
-    is_untrained_qlora = config.model.trainer_mode == "qlora" and name == build.model_name(config)
+    is_untrained_qlora = config.model.trainer_mode == "qlora" and name == model_name(config)
     policy = load_policy(
         name,
         dtype=config.model.dtype,
-        device=build.device_of(config),
+        device=device_of(config),
         seed=child_seed(config.run.seed, "model"),
         quantization=config.model.quantization if is_untrained_qlora else "as_saved",
     )
@@ -269,12 +269,11 @@ async def _play_with_engine(config: RunConfig, name: str, rows: KeptRows) -> Eva
 async def _play_without_engine(config: RunConfig, name: str, rows: KeptRows) -> Evaluation:
     """Evaluate a player that takes messages: a scripted policy, or a model behind a chat route."""
     from gspo_gym.config.build import rollouts
-    from gspo_gym.config.build import trainer as build
     from gspo_gym.config.build.episode_collection import chat_policy, endpoint_settings
     from gspo_gym.policy.load import load_tokenizer
 
     refuse_to_run(config.sections)
-    tokenizer = load_tokenizer(build.model_name(config))  # counts tokens for the limits
+    tokenizer = load_tokenizer(model_name(config))  # counts tokens for the limits
     renderers = rollouts.build_renderers(config, tokenizer)
     async with contextlib.AsyncExitStack() as stack:
         judging = build_judging(config)

@@ -30,6 +30,7 @@ from gspo_gym.engine.base import Engine, SamplingParams
 from gspo_gym.env.registry import resolve
 from gspo_gym.env.workers.isolation import isolated_factory
 from gspo_gym.errors import ContextOverflowError, RecordError, TemplateError, UsageError
+from gspo_gym.policy.manifest import verify
 from gspo_gym.remote.gateway.capture import ChatCall
 from gspo_gym.remote.gateway.session import GatewaySession, GatewaySessionSettings
 from gspo_gym.remote.gateway.slices import GrowingText, SlicedEngine
@@ -121,7 +122,6 @@ def list_command(arguments: argparse.Namespace) -> int:
 def show_command(arguments: argparse.Namespace) -> int:
     """Compare a model's files with its manifest, then print it."""
     from gspo_gym.policy.export import CARD, Weights, layout_of
-    from gspo_gym.policy.manifest import verify
     from gspo_gym.run.models import find_model, model_card
 
     model = find_model(arguments.model, runs=arguments.folder)

@@ -30,6 +30,7 @@ from gspo_gym.config.sections import (
     RolloutSection,
     TaskSource,
     TrainingSection,
+    parse_source,
     task_sources,
 )
 from gspo_gym.config.services import (
@@ -64,7 +65,7 @@ from gspo_gym.rollout.limits import EpisodeLimits, LimitSettings
 from gspo_gym.run.settings import EvaluationSettings, RunSettings, RunSize, WarmupSettings
 from gspo_gym.types import Sampling
 
-__all__ = ["RunConfig", "load_config", "load_sections", "read_file"]
+__all__ = ["RunConfig", "load_config", "load_sections", "model_name", "read_file"]
 
 
 class RunConfig(Settings):
@@ -225,6 +226,24 @@ def load_sections(path: str | Path, overrides: Sequence[str] = ()) -> dict[str, 
 
 
 # Returns the file with the overrides applied, the keys that these set, and the problems with them.
+def model_name(config: RunConfig) -> str:
+    """Return the model name for `load_policy`, from model.base or model.source.
+
+    Raises:
+        ConfigError: model.source names a run or a checkpoint that is not there.
+    """
+    if config.model.base is not None:
+        return config.model.base
+    label, step = parse_source(config.model.source or "")
+    folder = Path(config.run.folder) / label / "checkpoints"
+    # A checkpoint without a manifest was not finished.
+    found = sorted(path.name for path in folder.glob("step_*") if (path / "manifest.json").is_file())
+    if not found or (step is not None and step not in found):
+        there = f"the checkpoints there are {', '.join(found)}" if found else "there is none"
+        raise ConfigError(f"model.source: {config.model.source!r}: expected a checkpoint in {folder}; {there}")
+    return str(folder / (step or found[-1]))
+
+
 def _read(path: Path, overrides: Sequence[str]) -> tuple[Flat, list[str], list[Problem]]:
     flat = flatten(read_file(path))
     overridden: list[str] = []

@@ -24,8 +24,8 @@ from gspo_gym.cli.main import main
 from gspo_gym.cli.train import run_training
 from gspo_gym.cli.verify import verify_step
 from gspo_gym.config.build.live import find_restored
-from gspo_gym.config.build.trainer import build_learner, build_policy, model_name, newest_checkpoint
-from gspo_gym.config.run_config import RunConfig, load_config
+from gspo_gym.config.build.trainer import build_learner, build_policy, newest_checkpoint
+from gspo_gym.config.run_config import RunConfig, load_config, model_name
 from gspo_gym.learning.saved import SavedTensors, copy_state
 from gspo_gym.learning.settings import LoraSettings
 from gspo_gym.policy.checkpoints import CheckpointStore, load_checkpoint

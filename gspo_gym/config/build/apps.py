@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from typing import Any
 
 from gspo_gym.base.settings import read_key
@@ -49,12 +50,8 @@ def check_gateway() -> None:
     Raises:
         MissingExtraError: a package is not installed.
     """
-    # Imported now and not at the top: a run without apps needs none of these packages.
-    try:
-        import gspo_gym.remote.gateway.app
-        import gspo_gym.remote.serving  # noqa: F401
-    except ImportError as error:
-        raise MissingExtraError("the gateway of task apps needs: pip install 'gspo-gym[apps]'") from error
+    if any(importlib.util.find_spec(package) is None for package in ("fastapi", "httpx", "uvicorn")):
+        raise MissingExtraError("the gateway of task apps needs: pip install 'gspo-gym[apps]'")
 
 
 def own_key(source: TaskSource) -> str | None:

@@ -31,7 +31,7 @@ from gspo_gym.config.build.rollouts import (
     local_play,
     looking_at_source,
 )
-from gspo_gym.config.run_config import RunConfig
+from gspo_gym.config.run_config import RunConfig, model_name
 from gspo_gym.config.sections import TaskSource
 from gspo_gym.config.services import refuse_to_run, refuse_to_train
 from gspo_gym.env.chat_model import ChatModel
@@ -65,7 +65,7 @@ async def find_evaluation_obstacles(config: RunConfig, name: str) -> list[GymErr
     is_scripted, is_endpoint = name.startswith(SCRIPTED), name.startswith(ENDPOINT)
     if not is_scripted and not is_endpoint:
         return _without_repeats(await _failures(config, _evaluation_checks(config, name)))
-    checks = (lambda: refuse_to_run(config.sections), lambda: check_base(build.model_name(config)))
+    checks = (lambda: refuse_to_run(config.sections), lambda: check_base(model_name(config)))
     obstacles = await _failures(config, checks)
     with _collecting(obstacles):
         renderers = build_renderers(config, None)  # no tokenizer: nothing is rendered
@@ -161,13 +161,13 @@ def _checks(config: RunConfig, base: str | None) -> Sequence[Callable[[], object
     model = config.model
     return (
         lambda: refuse_to_train(config.sections),
-        lambda: check_base(base or build.model_name(config)),
+        lambda: check_base(base or model_name(config)),
         lambda: check_options(
             device=build.device_of(config), torch_compile=model.torch_compile, liger_kernels=model.liger_kernels
         ),
         lambda: check_quantization(build.device_of(config)) if model.trainer_mode == "qlora" else None,
         lambda: check_engine(config),
-        lambda: check_context(config, *known_context(base or build.model_name(config))),
+        lambda: check_context(config, *known_context(base or model_name(config))),
         lambda: check_apps(config),
         lambda: check_sinks(config.tracking.report_to),
     )

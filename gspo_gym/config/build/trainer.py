@@ -18,8 +18,7 @@ from gspo_gym.config.build.apps import environment_ids
 from gspo_gym.config.build.engines import build_alarm, build_while_learning
 from gspo_gym.config.build.judge import rewards_of_turns, tell_recorder
 from gspo_gym.config.build.rollouts import Player, build_evaluate, build_training_pool
-from gspo_gym.config.run_config import RunConfig
-from gspo_gym.config.sections import parse_source
+from gspo_gym.config.run_config import RunConfig, model_name
 from gspo_gym.config.services import place, refuse_to_train, require_gpus
 from gspo_gym.engine.base import Engine
 from gspo_gym.errors import ConfigError
@@ -49,24 +48,6 @@ from gspo_gym.run.steering import Steering
 from gspo_gym.run.trainer import Evaluate, ForgetEnded, Trainer, WhileLearning
 from gspo_gym.seeding import child_seed
 from gspo_gym.types import TrajectoryGroup
-
-
-def model_name(config: RunConfig) -> str:
-    """Return the model name for `load_policy`, from model.base or model.source.
-
-    Raises:
-        ConfigError: model.source names a run or a checkpoint that is not there.
-    """
-    if config.model.base is not None:
-        return config.model.base
-    label, step = parse_source(config.model.source or "")
-    folder = Path(config.run.folder) / label / "checkpoints"
-    # A checkpoint without a manifest was not finished.
-    found = sorted(path.name for path in folder.glob("step_*") if (path / "manifest.json").is_file())
-    if not found or (step is not None and step not in found):
-        there = f"the checkpoints there are {', '.join(found)}" if found else "there is none"
-        raise ConfigError(f"model.source: {config.model.source!r}: expected a checkpoint in {folder}; {there}")
-    return str(folder / (step or found[-1]))
 
 
 def newest_checkpoint(name: str) -> str:

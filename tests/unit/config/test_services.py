@@ -14,7 +14,7 @@ import torch
 from gspo_gym.cli.train import run_training
 from gspo_gym.config.build import rollouts
 from gspo_gym.config.build import trainer as build
-from gspo_gym.config.run_config import RunConfig
+from gspo_gym.config.run_config import RunConfig, model_name
 from gspo_gym.config.services import missing_machinery, refuse_to_run
 from gspo_gym.errors import ConfigError, MissingExtraError
 from gspo_gym.policy.load import load_policy
@@ -221,7 +221,7 @@ def test_a_source_is_the_last_checkpoint_of_a_run_or_the_one_that_it_names(make:
     checkpoints = tmp_path / "earlier" / "checkpoints"
 
     def name(source: str) -> str:
-        return build.model_name(make({"run.folder": str(tmp_path), "model.base": ..., "model.source": source}))
+        return model_name(make({"run.folder": str(tmp_path), "model.base": ..., "model.source": source}))
 
     assert name("ft:earlier") == name("earlier") == name("rl:earlier") == str(checkpoints / "step_000020")
     assert name("peft:earlier:step_000010") == str(checkpoints / "step_000010")
