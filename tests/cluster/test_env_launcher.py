@@ -145,7 +145,7 @@ SRUN = """\
 export SLURM_STEP_ID=0 SLURM_NTASKS=$((SLURM_JOB_NUM_NODES * SLURM_NTASKS_PER_NODE))
 pids=()
 for ((task = 0; task < SLURM_NTASKS; task++)); do
-  SLURM_PROCID=$task SLURM_LOCALID=0 "$@" &
+  SLURM_PROCID=$task SLURM_LOCALID=$task "$@" &
   pids+=($!)
 done
 status=0
@@ -156,12 +156,12 @@ exit "$status"
 
 @pytest.fixture
 def slurm(tmp_path: Path) -> dict[str, str]:
-    """The variables of a job of two nodes with a task each, and `srun`, `scontrol` and `gspo-gym` to be found."""
+    """The variables of a job of a node with two tasks, and `srun`, `scontrol` and `gspo-gym` to be found."""
     binaries = tmp_path / "bin"
     binaries.mkdir()
     commands = {
         "srun": SRUN,
-        "scontrol": '#!/usr/bin/env bash\n[ "$*" = "show hostnames node[1-2]" ] && printf "127.0.0.1\\nnode2\\n"\n',
+        "scontrol": '#!/usr/bin/env bash\n[ "$*" = "show hostnames node1" ] && echo 127.0.0.1\n',
         "gspo-gym": f'#!/usr/bin/env bash\nexec {shlex.quote(sys.executable)} -m gspo_gym.cli "$@"\n',
     }
     for name, text in commands.items():
@@ -170,9 +170,9 @@ def slurm(tmp_path: Path) -> dict[str, str]:
     return {
         "PATH": f"{binaries}:{os.environ['PATH']}",
         "SLURM_JOB_ID": str(os.getpid()),
-        "SLURM_JOB_NODELIST": "node[1-2]",
-        "SLURM_JOB_NUM_NODES": "2",
-        "SLURM_NTASKS_PER_NODE": "1",
+        "SLURM_JOB_NODELIST": "node1",
+        "SLURM_JOB_NUM_NODES": "1",
+        "SLURM_NTASKS_PER_NODE": "2",
         "SLURM_PROCID": "0",  # of the script itself
         "SLURM_NTASKS": "2",
     }

@@ -77,7 +77,7 @@ def folders_of_ray() -> set[Path]:
 def launcher() -> Iterator[RayLauncher]:
     """A Ray with four cores, which ends with everything that it started."""
     before = folders_of_ray()
-    shared, own = set(os.listdir("/dev/shm")), dict(os.environ)
+    own = dict(os.environ)
     launcher = RayLauncher(None, num_cores=4)
     assert dict(os.environ) == own
     os.environ.update(launcher.variables)  # for what joins it by its address
@@ -85,12 +85,24 @@ def launcher() -> Iterator[RayLauncher]:
     assert len(folders) == 1
     yield launcher
     pids |= descendants(os.getpid())
+    shared = shared_memory_of(pids)
     for name in launcher.variables:
         del os.environ[name]
     launcher.close()
     launcher.close()
     require_gone(pids - _keeper(), folders, 0)
-    assert set(os.listdir("/dev/shm")) <= shared
+    assert [path for path in shared if path.exists()] == []
+
+
+def shared_memory_of(pids: set[int]) -> set[Path]:
+    """The files in shared memory that these processes have mapped; others' come and go beside them."""
+    found = set()
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
+                if "/dev/shm/" in line and not line.endswith(" (deleted)"):
+                    found.add(Path(line[line.index("/dev/shm/") :]))
+    return found
 
 
 def _keeper() -> set[int]:
