@@ -268,6 +268,7 @@ _HOSTILE = [
     "a\u0300" * 200,
     "&lt;b&gt;&amp;#60;",
     "{{7*7}}",
+    "\U000e0041\U000e0042 tags, a soft\xadhyphen, \ufff9notes\ufffb",
 ]
 
 
@@ -301,7 +302,7 @@ def _no_numbers(episodes: Sequence[Trajectory]) -> bytes:
 
 @pytest.mark.parametrize("has_numbers", [True, False])
 def test_forty_hostile_episodes_are_shown_as_text(page: Page, run: Path, tmp_path: Path, has_numbers: bool) -> None:
-    texts = [*_HOSTILE, *(text * 3 for text in _HOSTILE[:18]), "NaN", "x" * 1_000_000]
+    texts = [*_HOSTILE, *(text * 3 for text in _HOSTILE[:17]), "NaN", "x" * 1_000_000]
     assert len(texts) == 40
     for name in ("config.toml", "events.jsonl", "metrics.jsonl"):
         (tmp_path / name).write_bytes((run / name).read_bytes())
@@ -327,7 +328,7 @@ def test_forty_hostile_episodes_are_shown_as_text(page: Page, run: Path, tmp_pat
         observed, sampled = page.locator("article > .turn .token").all_inner_texts()
         page.locator("article > .turn .token.sampled").hover()
         for shown in (told, observed, sampled, page.locator("article").inner_text(), page.inner_text(".detail")):
-            assert set("\x00\x07\x1b\u202e\u2066\u2028\ufeff\u200b").isdisjoint(shown)
+            assert set("\x00\x07\x1b\u202e\u2066\u2028\ufeff\u200b\xad\ufff9\U000e0041").isdisjoint(shown)
             assert len(shown) < 100_000
         assert observed == sampled
         assert page.locator('.detail [data-name="rollout_logprob"]').count() == has_numbers  # else: not measured

@@ -383,8 +383,11 @@ def print_episode(console: Console, title: str, trajectory: Trajectory) -> None:
     console.print(Panel(text, title=f"{title}: {trajectory.task.task_id}", expand=False))
 
 
-# Control characters (but for the line's end), ANSI codes among them, and marks of writing direction.
-_CONTROL = re.compile("[\x00-\x09\x0b-\x1f\x7f-\x9f\u061c\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff]")
+# Control characters (but for the line's end), ANSI codes among them, marks of writing direction, and invisible tags.
+_CONTROL = re.compile(
+    "[\x00-\x09\x0b-\x1f\x7f-\x9f\xad\u061c\u180e\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb"
+    "\U000e0000-\U000e007f]"
+)
 
 
 def visible(text: str) -> str:
@@ -392,6 +395,8 @@ def visible(text: str) -> str:
 
     >>> visible("a\\x1b[31mb")
     'a⟨001b⟩[31mb'
+    >>> visible("a\\U000e0041")
+    'a⟨e0041⟩'
     """
     return _CONTROL.sub(lambda found: f"⟨{ord(found[0]):04x}⟩", text)
 

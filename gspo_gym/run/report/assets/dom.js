@@ -36,10 +36,10 @@ function duration(seconds) {
   return minutes < 60 ? `${minutes} min ${whole % 60} s` : `${Math.floor(minutes / 60)} h ${minutes % 60} min`;
 }
 
-const CONTROL = /[\u0000-\u0009\u000b-\u001f\u007f-\u009f\u061c\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff]/g;
+const CONTROL = /[\u0000-\u0009\u000b-\u001f\u007f-\u009f\u00ad\u061c\u180e\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb\u{e0000}-\u{e007f}]/gu;
 const MAX_SHOWN = 4000;
 
-// Control characters, ANSI codes and marks of writing direction are shown as their code points, and act on nothing.
+// Control characters, ANSI codes, marks of writing direction and invisible tags are shown as their code points.
 function visible(text, limit = MAX_SHOWN) {
   const cut = text.length > limit ? `${text.slice(0, limit)}… (${text.length.toLocaleString("en")} characters)` : text;
   return cut.replace(CONTROL, (mark) => `⟨${mark.codePointAt(0).toString(16).padStart(4, "0")}⟩`);
