@@ -70,8 +70,8 @@ def supervised_epochs(
 ) -> SupervisedReport:
     """Train the model in place on the sampled tokens of these trajectories, with an optimizer that is then forgotten.
 
-    Logprobs are those of temperature 1. `update` bounds what a step may take of memory, and how many in a row may fail;
-    nothing else of it is used.
+    Logprobs are those of temperature 1. `update` bounds what a step may take of memory, and how many in a row may fail,
+    and says whether tokens that begin several demonstrations are computed once; nothing else of it is used.
 
     Raises:
         RecordError: no demonstration, or one without a sampled token.
@@ -87,7 +87,7 @@ def supervised_epochs(
         total_steps=total_steps,
         max_nonfinite_steps=update.max_nonfinite_steps,
     )
-    computer = LogprobComputer(model, logits_bytes=update.logits_bytes)
+    computer = LogprobComputer(model, logits_bytes=update.logits_bytes, share_prefixes=update.share_prefixes)
     epoch_losses: list[float] = []
     steps: list[SupervisedStep] = []
     for epoch in range(settings.num_epochs):
@@ -111,7 +111,8 @@ def supervised_epochs(
 def _backward(model: nn.Module, computer: LogprobComputer, minibatch: TokenBatch, max_tokens: int) -> float:
     device = next(model.parameters()).device
     total = 0.0
-    for part in split_microbatches(minibatch, max_tokens):
+    alike = computer.prefixes.pays(minibatch.token_ids, minibatch.attention_mask)
+    for part in split_microbatches(minibatch, max_tokens, keep_alike_together=alike):
         placed = to_device(part, device)
         computed = computer.compute(placed.token_ids, placed.attention_mask, placed.action_mask)
         loss = nll_loss(computed.logprobs, placed.action_mask, num_actions=minibatch.num_actions)

@@ -206,14 +206,15 @@ class Learner:
         tally, router_load = Tally(self._loss), RouterLoad(self._routers)
         sink = sink or IgnoreTokens()
         plan = self._plan(sink.begin(batch))
-        # With one minibatch and one epoch the old logprobs are those of the only training pass, detached: the weights
-        # are the same.
-        if len(plan) * self._settings.update_epochs > 1 or self._shaper.uses_reference:
-            plan = [self._label(minibatch) for minibatch in plan]
+        orders = [self._order(len(plan), epoch) for epoch in range(self._settings.update_epochs)]
+        # The old logprobs of the minibatch with the first step are those of its own pass, detached, if that is its only
+        # one: the weights are the same.
+        is_scored_later = len(orders) == 1 and not self._shaper.uses_reference
+        plan = [m if is_scored_later and k == orders[0][0] else self._label(m) for k, m in enumerate(plan)]
         plan, shaping_metrics = self._shape(plan)
         labelled_at = self._clock()
-        for epoch in range(self._settings.update_epochs):
-            for number in self._order(len(plan), epoch):
+        for epoch, order in enumerate(orders):
+            for number in order:
                 self._step(plan[number], tally, router_load, sink, is_first_epoch=epoch == 0)
         self._num_updates += 1
         every = self._reference_settings.update_every_n_iters

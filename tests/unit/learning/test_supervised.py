@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import dataclasses
+
+import numpy as np
 import pytest
 import torch
 
@@ -81,6 +84,33 @@ def test_demonstrations_become_likely(make_model, demonstrations):
     assert (report.num_steps, len(steps), steps[-1].num_total_steps) == (75, 75, 75)
     assert report.num_tokens == 25 * sum(t.num_actions for t in demonstrations)
     assert [step.epoch for step in steps[:4]] == [0, 0, 0, 1]
+
+
+def test_beginnings_that_demonstrations_share_are_computed_once(make_model, make_trajectory):
+    """Eight demonstrations of three observed and two sampled tokens. Four begin with the same four tokens, and so do
+    the others. A row's last token predicts none, so that 8 * 4 tokens are computed, and of two tries 2 * 4."""
+    demonstrations = []
+    for i in range(8):
+        episode = make_trajectory([None], seed=100 + i)
+        [own], [shared] = episode.segments, make_trajectory([None], seed=i // 4).segments
+        token_ids = np.concatenate([shared.token_ids[:4], own.token_ids[4:]])
+        demonstrations.append(dataclasses.replace(episode, segments=(dataclasses.replace(own, token_ids=token_ids),)))
+    losses, parameters, counts = [], [], []
+    for share in (False, "auto"):
+        model, seen = make_model(dtype=torch.float64), []
+        model.model.embed_tokens.register_forward_hook(
+            lambda module, inputs, output, seen=seen: seen.append(inputs[0].numel())
+        )
+        update = {"max_tokens_per_microbatch": 20, "share_prefixes": share}  # four rows of five tokens
+        report = imitate(model, demonstrations, settings={"batch_size": 8}, update=update)
+        losses.append(report.epoch_losses)
+        parameters.append(dict(model.named_parameters()))
+        counts.append(seen[-2:])  # after the probes
+    assert counts == [[16, 16], [4, 4]]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-9)
+    for name, value in parameters[0].items():
+        # AdamW turns a relative error of a gradient into one of lr times it; tiny gradients have the larger ones.
+        torch.testing.assert_close(parameters[1][name], value, rtol=0, atol=1e-2 * 3e-3)
 
 
 def test_the_memory_budget_changes_nothing_but_rounding(make_model, demonstrations):
@@ -167,7 +197,8 @@ def test_a_skipped_step_is_counted_apart_from_those_taken(make_model, make_traje
         return output * float("nan") if len(calls) == 3 else output
 
     model.model.norm.register_forward_hook(break_the_first_step)
-    settings, update = {"num_epochs": 2}, {"max_nonfinite_steps": 1}
+    settings = {"num_epochs": 2}
+    update = {"max_nonfinite_steps": 1, "share_prefixes": False}  # whose own probe would call it, too
     report = imitate(model, [make_trajectory([None])], settings=settings, update=update)
     assert (report.num_steps, report.num_nonfinite_steps, len(report.epoch_losses)) == (1, 1, 2)
 

@@ -114,6 +114,29 @@ def test_scoring_first_or_at_the_only_pass_is_the_same(make_model, make_batch):
     assert_same(parameters_of(single), parameters_of(separate), atol=1e-2 * LR)
 
 
+def test_the_minibatch_of_the_first_step_is_scored_by_its_own_pass(make_model, make_batch):
+    """Four minibatches of three: three scoring passes and four of training, and the weights of scoring all four first,
+    up to the rounding of s. With a second epoch all four are scored first, 4 + 2 * 4."""
+    batch = make_batch()
+    rows = []
+    model, separate = make_model(), make_model()
+    model.model.embed_tokens.register_forward_hook(lambda module, inputs, output: rows.append(len(inputs[0])))
+    first, second = make_learner(model, minibatch_size=3), make_learner(separate, minibatch_size=3)
+    plan = [second._label(minibatch) for minibatch in second._plan(batch)]
+    second._plan = lambda batch: plan  # labelled micro-batches, of which the first one's are used as they are
+    rows.clear()  # of the probe
+    report, other = first.update(batch), second.update(batch)
+    assert len(rows) == 3 + 4
+    assert report.num_steps == other.num_steps == 4
+    assert report.metrics["loss/total"] == pytest.approx(other.metrics["loss/total"], abs=1e-5)
+    # AdamW turns a relative error of a gradient into one of lr times it; tiny gradients have the larger ones
+    assert_same(parameters_of(model), parameters_of(separate), atol=1e-2 * LR)
+    again = make_learner(model, minibatch_size=3, update={"update_epochs": 2})
+    rows.clear()
+    again.update(make_batch())
+    assert len(rows) == 4 + 2 * 4
+
+
 def test_the_ratio_is_one_at_the_first_step_and_then_moves(make_model, make_batch):
     one = make_learner(make_model()).update(make_batch())
     assert (one.metrics["ratio/min"], one.metrics["ratio/max"], one.metrics["kl/old_k3"]) == (1.0, 1.0, 0.0)
