@@ -24,7 +24,13 @@ def stand_in(path):
 
 def test_there_are_configs_for_each_bundled_environment_and_a_hub_model():
     configs = [load_config(path) for path in CONFIGS]
-    assert {config.rollout.env_name for config in configs} == {"Dataset", "GuessNumber", "FrozenLake", "SqlAnalyst"}
+    assert {config.rollout.env_name for config in configs} == {
+        "Countdown",
+        "Dataset",
+        "FrozenLake",
+        "GuessNumber",
+        "SqlAnalyst",
+    }
     assert "Qwen/Qwen3-0.6B" in {config.model.base for config in configs}
 
 
