@@ -46,9 +46,15 @@ BUDGET = {
     "rollout.episodes_per_batch": 64,
     "rollout.max_concurrent_rollouts": 64,
     "training.batch_size": 16,
+    "training.update_epochs": 1,
+    "loss.entropy_coef": 0,
     "training.iterations_per_epoch": 240,
     "training.stop_at_success_rate": 1.0,
     "evaluation.every_n_iters": 10,
+    "warmup.num_episodes": 1024,
+    "warmup.num_epochs": 4,
+    "warmup.learning_rate": 2e-3,
+    "warmup.batch_size": 64,
 }
 GOAL = 0.7  # success on the 200 held-out seeds; blind guessing reaches 0.41, consistent guessing 0.84, halving 1
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from playwright.sync_api import Browser, Page
+from small_quickstart import GENTLE
 
 from benchmarks.page import chromium
 from gspo_gym.cli.report import page_of
@@ -53,6 +54,7 @@ _REWRITES = """\
 """
 _CRITERIA = '[{id = "said", description = \'The answer has a "4".\', scale = "binary"}]'
 _EVERYTHING = (
+    *GENTLE,
     "run.log_tokens_every_n_iters=1",
     'tracking.report_to=["tensorboard"]',
     "rollout.episodes_per_batch=32",

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from small_quickstart import GENTLE
+
 from gspo_gym.cli.report import read_run
 from gspo_gym.cli.train import run_training
 from gspo_gym.config.run_config import load_config
@@ -33,6 +35,7 @@ BASE = (
     "evaluation.seeds=0:64",
     "evaluation.every_n_iters=16",
     "warmup.num_episodes=512",
+    *GENTLE,
 )
 # What the doctor looks at; times and counts of the machine would only make fixtures large.
 _GROUPS = ("batch", "advantage", "loss", "ratio", "clip", "kl", "policy", "optim", "rollout", "correction", "shaping")
