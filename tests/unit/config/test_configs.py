@@ -29,6 +29,7 @@ def test_there_are_configs_for_each_bundled_environment_and_a_hub_model():
         "Dataset",
         "FrozenLake",
         "GuessNumber",
+        "Homestead",
         "SqlAnalyst",
         "TicTacToe",
     }
