@@ -207,10 +207,9 @@ class Learner:
         sink = sink or IgnoreTokens()
         plan = self._plan(sink.begin(batch))
         orders = [self._order(len(plan), epoch) for epoch in range(self._settings.update_epochs)]
-        # The old logprobs of the minibatch with the first step are those of its own pass, detached, if that is its only
-        # one: the weights are the same.
-        is_scored_later = len(orders) == 1 and not self._shaper.uses_reference
-        plan = [m if is_scored_later and k == orders[0][0] else self._label(m) for k, m in enumerate(plan)]
+        # Before the first step the weights are the old ones: a minibatch without another pass is scored by that one.
+        first = orders[0][:1] if len(orders) == 1 and not self._shaper.uses_reference else ()
+        plan = [minibatch if k in first else self._label(minibatch) for k, minibatch in enumerate(plan)]
         plan, shaping_metrics = self._shape(plan)
         labelled_at = self._clock()
         for epoch, order in enumerate(orders):
