@@ -25,7 +25,9 @@ from gspo_gym.learning.saved import SavedTensors
 from gspo_gym.run.records import read_events
 from tests.support.small_quickstart import QUICKSTART, SMALLER
 
-ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).parents[3]
 TEMPLATES = ROOT / "examples/cluster"
 STEPS = ["training.iterations_per_epoch=4", "training.checkpoint_every_n_iters=1", "evaluation.seeds=0:20"]
 TWO = ["compute.gpu_count=0", "topology.type=cluster", "topology.gpus_for_vllm=1", "topology.gpus_for_training=2"]

@@ -37,6 +37,8 @@ from gspo_gym.run.records import read_metrics, read_run_id
 from tests.cluster.test_learner_ranks import configure
 from tests.support.learner_ranks import bytes_of_a_step
 
+pytestmark = pytest.mark.slow
+
 SMALL = [
     "training.iterations_per_epoch=2",
     "training.checkpoint_every_n_iters=1",
