@@ -227,7 +227,8 @@ def run_evaluation(config: RunConfig, model: str | None = None, *, rows: KeptRow
     """
     rows = rows or KeptRows()
     name = model or model_name(config)
-    _require_ready(config, [name] if _whole(config, rows.found) is None else [])
+    if _whole(config, rows.found) is None:
+        _require_ready(config, [name])
     return _evaluate(config, name, rows)
 
 
