@@ -8,9 +8,10 @@ not used, because each answers from a fresh environment. OpenEnv has `done` and 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from gymnasium.error import ResetNeeded
@@ -36,7 +37,7 @@ from gspo_gym.errors import ContractError, EnvError
 from gspo_gym.seeding import generator
 from gspo_gym.types import Message, ToolCall
 
-# Module state: the facts of a server are the same for every environment made of it.
+# Module state: the facts of a server are the same for every environment made of it meanwhile.
 _FACTS = FactsCache()
 _FIRST_WAIT_SECONDS, _LONGEST_WAIT_SECONDS = 0.05, 2.0  # between tries to get a session
 _MAX_ERRORS = 3  # failed steps in a row that mean a broken server, not a bad action
@@ -163,9 +164,10 @@ class OpenEnvEnv(TextEnv):
                 message_timeout_seconds=self._timeouts[1],
                 max_message_bytes=self._max_message_bytes,
             )
-            await self._socket.open()
-            port = self._socket.local_port
-            reply = await self._socket.exchange({"type": "reset", "data": given})
+            with self._forgetting_what_is_lost():
+                await self._socket.open()
+                port = self._socket.local_port
+                reply = await self._socket.exchange({"type": "reset", "data": given})
             if _code(reply) != "CAPACITY_REACHED":
                 return self._data(reply, "reset")
             await self.close()
@@ -235,7 +237,16 @@ class OpenEnvEnv(TextEnv):
     async def _exchange(self, action: Mapping[str, Any]) -> Frame:
         if self._socket is None:
             raise EnvError(f"{self._http_url}: the session is closed")
-        return await self._socket.exchange({"type": "step", "data": action})
+        with self._forgetting_what_is_lost():
+            return await self._socket.exchange({"type": "step", "data": action})
+
+    @contextlib.contextmanager
+    def _forgetting_what_is_lost(self) -> Iterator[None]:
+        try:
+            yield
+        except EnvError:
+            _FACTS.forget(self._http_url)  # the server may come back with another environment
+            raise
 
     def _recoverable(self, reply: Frame) -> str | None:
         """Return the text for the model of an error that the session survives, else None."""
@@ -255,7 +266,7 @@ class OpenEnvEnv(TextEnv):
         if code in ("INVALID_JSON", "UNKNOWN_TYPE"):
             raise ContractError(f"{self._http_url}: {asked}: it does not speak OpenEnv's protocol: {_said(reply)}")
         if code is not None:
-            _FACTS.forget(self._http_url)  # it may have been restarted with another environment
+            _FACTS.forget(self._http_url)  # as above
             raise _failure_in(reply)(f"{self._http_url}: {asked}: {code}: {_said(reply)}")
         data = reply.get("data")
         if reply["type"] != "observation" or not isinstance(data, Mapping):

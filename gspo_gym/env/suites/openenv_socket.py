@@ -13,6 +13,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+from weakref import WeakValueDictionary
 
 from gspo_gym.env.rewards import Reward
 from gspo_gym.errors import ConfigError, ContractError, EnvError, EnvTimeoutError, MissingExtraError, nearest_name
@@ -152,10 +153,13 @@ def http_url_of(url: str) -> str:
 
 
 class FactsCache:
-    """The facts of servers, asked once per address."""
+    """The facts of servers, asked once for all environments of an address that are in use at the same time.
+
+    An address may get another server later: the facts are forgotten with the last environment that has them.
+    """
 
     def __init__(self) -> None:
-        self._facts: dict[str, ServerFacts] = {}
+        self._facts: WeakValueDictionary[str, ServerFacts] = WeakValueDictionary()
         self._lock = threading.Lock()
         self._locks: dict[str, threading.Lock] = {}
 
@@ -170,9 +174,10 @@ class FactsCache:
         with self._lock:
             lock = self._locks.setdefault(http_url, threading.Lock())
         with lock:  # a group's episodes begin together; only the first asks
-            if http_url not in self._facts:
-                self._facts[http_url] = _ask(http_url, headers, timeout_seconds)
-            return self._facts[http_url]
+            facts = self._facts.get(http_url)
+            if facts is None:
+                facts = self._facts[http_url] = _ask(http_url, headers, timeout_seconds)
+            return facts
 
     def forget(self, http_url: str) -> None:
         """Ask the server again next time."""
@@ -225,7 +230,7 @@ _BESIDE = ("metadata", "reward", "done")  # every OpenEnv observation may have t
 JsonObject = Mapping[str, Any]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, weakref_slot=True)
 class ServerFacts:
     """A server's description of its environment.
 

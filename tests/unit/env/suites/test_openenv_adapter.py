@@ -176,6 +176,27 @@ def test_a_second_reset_is_a_second_connection_and_the_schema_is_read_once() -> 
         assert script.num_schema == 1
 
 
+def test_another_server_at_the_address_is_asked_for_its_own_facts() -> None:
+    """The first environment is gone when the second server comes; the second loses its session with that server."""
+    with BackgroundServer(create_openenv_app("SqlAnalyst")) as server:
+        port = int(server.url.rpartition(":")[2])
+        assert len(make("OpenEnv", url=server.url).tool_schemas) == 4  # list_tables, describe, query, answer
+    with BackgroundServer(create_openenv_app("GuessNumber"), port=port) as server:
+        env = make("OpenEnv", url=server.url)
+        assert env.tool_schemas == ()
+
+        async def lose_the_session() -> None:
+            await env.reset(seed=0)
+            await asyncio.to_thread(server.stop)
+            with pytest.raises(EnvError, match="the session was lost at step"):
+                await env.step("1")
+            await env.close()
+
+        asyncio.run(lose_the_session())
+    with BackgroundServer(create_openenv_app("SqlAnalyst"), port=port) as server:
+        assert len(make("OpenEnv", url=server.url).tool_schemas) == 4
+
+
 def test_reward_null_is_not_scored_and_done_is_terminated() -> None:
     with scripted([RESET, shows("on"), shows("end", 0.5, True)]) as (url, _):
         first, second, third = episode(make("OpenEnv", url=url), "a", "b")
