@@ -83,7 +83,10 @@ CASES = {
         is_tied=False, rewards={"kl_coef": 0.05}, advantages={"whiten": "tokens"}, reference={}, update=_TWO_EPOCHS
     ),
     "lora_tied_uneven_kl": Case(
-        lora={"dropout": 0.1}, loss={"kl_coef": 0.1}, reference={"source": "base"}, update=_ACCUMULATES
+        lora={"dropout": 0.1},
+        loss={"kl_coef": 0.1},
+        reference={"source": "base"},
+        update={"max_tokens_per_microbatch": 40},
     ),
     "lora_untied_uneven_adapter": Case(
         is_tied=False, lora={}, loss={"kl_coef": 0.1}, reference={"source": "adapter"}, update=_TWO_EPOCHS
@@ -91,7 +94,7 @@ CASES = {
 }
 # Whose rows several ranks compute together: attention by rows or over a trie, logits in chunks of some tokens.
 _CHUNKS = {"logits_memory_mib": 0.005}
-_FEWER = 6  # updates: `CASES` show that a difference does not grow
+_FEWER = 4  # updates: `CASES` show that a difference does not grow
 TOGETHER = {
     # In float64, because AdamW makes a whole step of a gradient that is rounding alone: with other chunks of logits,
     # one number of the embedding was 2e-5 off in float32, where all others were within 2e-6.

@@ -40,6 +40,8 @@ from gspo_gym.run.records import read_events
 from gspo_gym.types import Completion
 from tests.cluster.test_learner_ranks import QUICKSTART, SMALLER, episodes_of, ranks_here, require_same
 
+pytestmark = pytest.mark.slow
+
 TWO = [
     "compute.gpu_count=0",
     "topology.type=cluster",
