@@ -163,6 +163,7 @@ class _Member:
 
     def __init__(self) -> None:
         self.handle: Handle | None = None
+        self.started = threading.Event()  # there is a handle, which may be later than the process has joined
         self.end: str | None = None  # how its process ended
         self.ended = threading.Event()
         self.line: _Line | None = None
@@ -345,6 +346,7 @@ class Ranks:
             self.give_up(f"rank {rank} ({_name(member)}) {member.end}")
             return
         member.handle = handle
+        member.started.set()
         if self._reason is not None:  # the group ended meanwhile
             handle.kill()
         member.end = handle.wait()
@@ -403,7 +405,7 @@ class Ranks:
     def _meet(self) -> None:
         deadline = time.monotonic() + self._patience.join
         for rank, member in self._members.items():
-            while not member.joined.wait(0.05):
+            while not (member.joined.wait(0.05) and member.started.wait(0.05)):
                 if self._reason is None and time.monotonic() > deadline:
                     self.give_up(f"rank {rank} did not come up within {self._patience.join:g} seconds")
                 if self._reason is not None:

@@ -12,6 +12,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -52,6 +53,18 @@ def group() -> Iterator[Callable[..., Ranks]]:
         pids = [pid_of(ranks, rank) for rank in range(2)]
         ranks.close()
         assert all(is_gone(pid) for pid in pids)
+
+
+def test_a_rank_that_joins_before_its_starter_returns_is_counted() -> None:
+    """Ray may tell of an actor after the actor has connected."""
+
+    def start_and_tell_late(environment: Mapping[str, str]) -> Handle:
+        handle = start_echo(environment)
+        time.sleep(2)  # it joins within a fraction of a second
+        return handle
+
+    with contextlib.closing(Ranks([start_and_tell_late])) as ranks:
+        assert len(ranks.handles) == 1
 
 
 def test_messages_and_any_number_of_large_bodies_arrive_whole(group: Callable[..., Ranks]) -> None:
