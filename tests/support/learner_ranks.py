@@ -72,7 +72,8 @@ class Case:
 
 # 66 is divided by 2 and 3, 61 by neither. Two epochs, and micro-batches of about two trajectories.
 _TWO_EPOCHS = {"update_epochs": 2}
-_ACCUMULATES = {"max_tokens_per_microbatch": 40, **_TWO_EPOCHS}
+_IN_PARTS = {"max_tokens_per_microbatch": 40}
+_ACCUMULATES = {**_IN_PARTS, **_TWO_EPOCHS}
 CASES = {
     "tied_uneven_kl": Case(
         loss={"kl_coef": 0.1}, reference={"update_every_n_iters": 3}, update=_ACCUMULATES, minibatch_size=6
@@ -83,10 +84,7 @@ CASES = {
         is_tied=False, rewards={"kl_coef": 0.05}, advantages={"whiten": "tokens"}, reference={}, update=_TWO_EPOCHS
     ),
     "lora_tied_uneven_kl": Case(
-        lora={"dropout": 0.1},
-        loss={"kl_coef": 0.1},
-        reference={"source": "base"},
-        update={"max_tokens_per_microbatch": 40},
+        lora={"dropout": 0.1}, loss={"kl_coef": 0.1}, reference={"source": "base"}, update=_IN_PARTS
     ),
     "lora_untied_uneven_adapter": Case(
         is_tied=False, lora={}, loss={"kl_coef": 0.1}, reference={"source": "adapter"}, update=_TWO_EPOCHS

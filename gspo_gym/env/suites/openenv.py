@@ -266,7 +266,7 @@ class OpenEnvEnv(TextEnv):
         if code in ("INVALID_JSON", "UNKNOWN_TYPE"):
             raise ContractError(f"{self._http_url}: {asked}: it does not speak OpenEnv's protocol: {_said(reply)}")
         if code is not None:
-            _FACTS.forget(self._http_url)  # as above
+            _FACTS.forget(self._http_url)  # it may have been restarted with another environment
             raise _failure_in(reply)(f"{self._http_url}: {asked}: {code}: {_said(reply)}")
         data = reply.get("data")
         if reply["type"] != "observation" or not isinstance(data, Mapping):
