@@ -16,6 +16,7 @@ import contextlib
 import ctypes
 import json
 import os
+import re
 import shutil
 import signal
 import statistics
@@ -540,7 +541,7 @@ def _wait_for_nothing_left(run: _Run, after: str, report: ChaosReport) -> None:
 def _left(run: _Run) -> list[str]:
     """Return what a run that has ended has left."""
     left = [f"process {each.pid}: {each.command}" for each in processes_below(os.getpid())]
-    left += [f"temporary file {path}" for path in run.temporary.iterdir()]
+    left += [f"temporary file {path}" for path in run.temporary.iterdir() if not is_probe_of_tempfile(path)]
     if not _is_alone():
         return left
     left += [f"shared memory {path}" for path in Path("/dev/shm").iterdir()]
@@ -549,6 +550,16 @@ def _left(run: _Run) -> list[str]:
             if line.split()[3] in (_ESTABLISHED, _LISTENS):
                 left.append(f"socket {name} {line.split()[1]} {line.split()[2]}")
     return left + [f"socket {line}" for line in Path("/proc/net/unix").read_text().splitlines()[1:]]
+
+
+def is_probe_of_tempfile(path: Path) -> bool:
+    """Return whether a file is Python's own, by which `tempfile` finds out whether it can write to a folder.
+
+    It is there for a moment in each process that starts; a kill -9 in that moment leaves it, whatever the program.
+    """
+    return (
+        re.fullmatch(r"[a-z0-9_]{8}", path.name) is not None and path.is_file() and path.read_bytes() in (b"", b"blat")
+    )
 
 
 def _is_a_leftover_noticed(run: _Run) -> bool:

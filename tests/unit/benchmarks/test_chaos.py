@@ -13,7 +13,19 @@ import numpy as np
 import pytest
 
 import gspo_gym
-from benchmarks.chaos import CUTS, FAULTS, OF_RAY, OF_REPLICAS, SAME, ChaosReport, Done, Fault, drawn, processes_below
+from benchmarks.chaos import (
+    CUTS,
+    FAULTS,
+    OF_RAY,
+    OF_REPLICAS,
+    SAME,
+    ChaosReport,
+    Done,
+    Fault,
+    drawn,
+    is_probe_of_tempfile,
+    processes_below,
+)
 
 
 @pytest.mark.slow
@@ -49,6 +61,21 @@ def test_processes_are_found_with_their_parents_and_command_lines() -> None:
         assert [each.parent for each in processes_below(os.getpid()) if each.pid == child.pid] == [os.getpid()]
         child.kill()
         os.kill(found[0].pid, 9)
+
+
+@pytest.mark.parametrize("call", ["write", "close", "unlink"])
+def test_of_what_is_left_only_the_probe_of_a_process_killed_in_tempfile_is_pythons(call: str, tmp_path: Path) -> None:
+    code = f"import os, tempfile; os.{call} = lambda *_: os.kill(os.getpid(), 9); tempfile.gettempdir()"
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    assert subprocess.run([sys.executable, "-c", code], env=environment, check=False).returncode == -9
+    (probe,) = tmp_path.iterdir()
+    assert is_probe_of_tempfile(probe)
+    for name, content in (("a" * 8, b"blatt"), ("a" * 7, b"blat"), ("tmp" + "a" * 8, b""), ("A" * 8, b"")):
+        ours = tmp_path / name
+        ours.write_bytes(content)
+        assert not is_probe_of_tempfile(ours)
+    (tmp_path / ("b" * 8)).mkdir()
+    assert not is_probe_of_tempfile(tmp_path / ("b" * 8))
 
 
 def test_a_report_is_good_only_if_all_was_done_and_nothing_is_lost_twice_left_or_different() -> None:
