@@ -287,7 +287,7 @@ class Replica:
         """Run a call that `stop_calls` can end (Any: nothing is sent to it). Cancelling this cancels the call.
 
         Raises:
-            EngineError: the call raised it, or was stopped.
+            EngineError: the call raised it. EngineLostError: it was stopped.
         """
         task = asyncio.create_task(call)
         self._calls.add(task)
@@ -297,11 +297,11 @@ class Replica:
         finally:
             self._calls.discard(task)
         if task.cancelled():
-            raise EngineError("the replica stopped answering while the call was in flight")
+            raise EngineLostError("the replica stopped answering while the call was in flight")
         return task.result()
 
     def stop_calls(self) -> None:
-        """End all calls in flight with EngineError."""
+        """End all calls in flight with EngineLostError."""
         for task in self._calls:
             task.cancel()
 

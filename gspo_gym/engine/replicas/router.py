@@ -248,7 +248,7 @@ class RoutedEngine(GatedEngine):
             raise
         except EnginePoisonedError as error:
             self._set.leave_out(replica, str(error))
-            raise EngineError(str(error)) from error
+            raise
         except EngineError:
             replica.breaker.fail(self._clock())
             raise

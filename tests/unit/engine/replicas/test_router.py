@@ -370,6 +370,41 @@ def test_call_whose_engines_were_lost_says_so_though_others_are_in_their_places_
     run(main())
 
 
+def test_call_whose_replicas_were_poisoned_under_it_says_that_they_were_lost() -> None:
+    """By then each health check is that of a fresh engine in its place, which is alive."""
+
+    class Poisoned(Fragile):
+        async def generate(self, prompt_token_ids: Any, sampling: SamplingParams, **options: Any) -> Completion:
+            raise EnginePoisonedError("the engine is poisoned: its process has ended")
+
+        async def health(self) -> EngineHealth:
+            return replace(await super().health(), is_alive=True, is_poisoned=False)
+
+    async def main() -> None:
+        engine = routed(Poisoned(), Poisoned())
+        with pytest.raises(EngineLostError, match=r"replica 0: the engine is poisoned.*; replica 1: the engine is"):
+            await engine.generate([5], SAMPLING)
+
+    run(main())
+
+
+def test_call_that_is_stopped_on_replicas_that_hang_dead_says_that_they_were_lost() -> None:
+    class Flapping(Fragile):
+        num_checks = 0
+
+        async def health(self) -> EngineHealth:
+            self.num_checks += 1
+            return replace(await super().health(), is_alive=self.num_checks > 2)
+
+    async def main() -> None:
+        hanging = Failures(every=1, kind="hang")
+        engine = routed(Flapping(failures=hanging), failures_to_open=2)
+        with pytest.raises(EngineLostError, match="replica 0: the replica stopped answering"):
+            await engine.generate([5], SAMPLING)
+
+    run(main())
+
+
 def test_mistakes_of_the_caller_are_no_failures_of_a_replica() -> None:
     async def main() -> None:
         replicas = [Fragile(), Fragile()]
