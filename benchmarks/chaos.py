@@ -23,6 +23,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import textwrap
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -427,14 +428,18 @@ def _disturb(
     num_steps = run.config.training.iterations_per_epoch
     try:
         for number, fault in enumerate(faults):
-            is_beside = number > 0 and rng.uniform() < _BESIDE_PROB
-            aim = (number + rng.uniform()) * (num_steps - 1) / report.num_wanted
+            # Where fewer steps are left than faults, they cannot all wait for one.
+            is_late = run.num_steps() + report.num_wanted - number >= num_steps
+            is_beside = (number > 0 and rng.uniform() < _BESIDE_PROB) or is_late
+            aim = int((number + rng.uniform()) * (num_steps - 1) / report.num_wanted)
             if is_beside:
                 moment = time.monotonic() + rng.uniform(0, _BESIDE_SECONDS)
+                has_come = partial(_is_past_or_at, moment, aim, run)
             else:
-                _go_on(run, report, until=partial(_has_come_to, int(aim), run, report))
+                _go_on(run, report, until=partial(_has_come_to, aim, run, report))
                 moment = time.monotonic() + rng.uniform() * report.step_seconds
-            _go_on(run, report, until=partial(_is_past, moment))
+                has_come = partial(_is_past_or_at, moment, num_steps, run)
+            _go_on(run, report, until=has_come)
             tell("; ".join(f"{each.fault}: {each.recovered_seconds}" for each in report.faults[-1:]))
             if (done := _do(fault, run, rng, report)) is None:
                 tell("the run ended before all faults were done")
@@ -485,8 +490,8 @@ def _has_come_to(step: int, run: _Run, report: ChaosReport) -> bool:
     return run.num_steps() >= step and all(done.recovered_seconds is not None for done in report.faults)
 
 
-def _is_past(moment: float) -> bool:
-    return time.monotonic() >= moment
+def _is_past_or_at(moment: float, step: int, run: _Run) -> bool:
+    return time.monotonic() >= moment or run.num_steps() >= step
 
 
 def _note_progress(run: _Run, report: ChaosReport) -> None:
@@ -629,11 +634,24 @@ def _compare(folder: Path, undisturbed: Path, report: ChaosReport) -> None:
     report.num_episodes = theirs.kept.total()
     report.lost = [f"lost: {each}{_failures(folder, each[0])}" for each in theirs.kept if each not in ours.kept]
     report.twice = [f"kept {n} times: {each}" for each, n in ours.kept.items() if n != 1 or each not in theirs.kept]
-    report.differing = [f"differs: {name}" for name, part in theirs.parts.items() if ours.parts[name] != part]
+    report.differing = [
+        f"differs: {name}: {_only_in(ours.parts[name], part)}, undisturbed {_only_in(part, ours.parts[name])}"
+        for name, part in theirs.parts.items()
+        if ours.parts[name] != part
+    ]
     if ours.parts["ledger"]:
         report.differing += [f"ledger: {line}" for line in (ours.parts["ledger"],)]
     report.weights = _difference(ours.weights, theirs.weights)
     report.moments = _difference(ours.moments, theirs.moments)
+
+
+def _only_in(part: object, other: object) -> str:
+    """Return what of a part the other has not, at most a few lines of it."""
+    if isinstance(part, list) and isinstance(other, list):
+        part = [each for each in part if each not in other] or f"the same {len(part)} in another order or number"
+    elif isinstance(part, dict) and isinstance(other, dict):
+        part = {name: value for name, value in part.items() if name not in other or other[name] != value}
+    return textwrap.shorten(repr(part), 800)
 
 
 def _failures(folder: Path, trajectory_id: str) -> str:

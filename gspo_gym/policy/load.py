@@ -237,8 +237,7 @@ def load_tokenizer(base: str) -> Any:
         UnknownNameError, CheckpointError: as `load_policy`.
     """
     if base.startswith(TINY_PREFIX):
-        parse_tiny(base)
-        return tiny_tokenizer()
+        return tiny_tokenizer(parse_tiny(base)[0])
     folder = Path(base).expanduser()
     if not folder.is_dir():
         return _from_hub(base, AutoTokenizer.from_pretrained)
@@ -324,7 +323,7 @@ def save_base(policy: Policy, folder: Path) -> None:
 def _load_tiny(base: str, seed: int, form: _Form) -> Policy:
     name, own_seed = parse_tiny(base)
     model = build_tiny(name, seed if own_seed is None else own_seed)
-    policy = Policy(model=model, tokenizer=tiny_tokenizer(), base=model.name_or_path)
+    policy = Policy(model=model, tokenizer=tiny_tokenizer(name), base=model.name_or_path)
     if form.quantization != "as_saved":  # transformers quantizes what it reads from files
         with in_temporary_folder("gspo_gym-tiny-") as folder:
             save_policy(policy, Path(folder))

@@ -18,6 +18,7 @@ from gspo_gym.seeding import child_seed
 
 TINY_PREFIX = "tiny:"
 _MAX_POSITION = 4096
+_ROLES = ("system", "user", "assistant", "tool")
 
 # Qwen2.5's ChatML, with three departures, each to spare a byte-level model hundreds of tokens: no default system
 # prompt; a tool is one line (name, parameters with types, description) and not its JSON schema; a tool's answer has a
@@ -63,13 +64,21 @@ _CHAT_TEMPLATE = """\
 
 @dataclass(frozen=True, slots=True)
 class TinyShape:
-    """The sizes of a tiny model; `num_experts` 0 is a dense one, otherwise two experts answer each token."""
+    """What a tiny model is.
+
+    Attributes:
+        num_experts: 0 for a dense one, otherwise two of them answer each token.
+        has_role_tokens: whether its tokenizer has a token for each role of ChatML, and not one a letter.
+        embedding_std: of the embedding's first weights.
+    """
 
     hidden_size: int
     num_layers: int
     num_heads: int
     num_kv_heads: int
     num_experts: int = 0
+    has_role_tokens: bool = False
+    embedding_std: float = 0.02
 
 
 _TINY_SHAPES = {
@@ -77,6 +86,10 @@ _TINY_SHAPES = {
     "qwen3-128": TinyShape(hidden_size=128, num_layers=4, num_heads=4, num_kv_heads=2),
     "qwen3-256": TinyShape(hidden_size=256, num_layers=4, num_heads=4, num_kv_heads=2),
     "qwen3-moe-64": TinyShape(hidden_size=64, num_layers=2, num_heads=2, num_kv_heads=1, num_experts=4),
+    # The second versions learn in a third of the time: a turn is half as long, and the embedding is not small beside
+    # what the layers add to it. The first ones stay as they are: what was trained from them can be trained again.
+    "qwen3-64-v2": TinyShape(64, num_layers=2, num_heads=2, num_kv_heads=1, has_role_tokens=True, embedding_std=0.1),
+    "qwen3-128-v2": TinyShape(128, num_layers=4, num_heads=4, num_kv_heads=2, has_role_tokens=True, embedding_std=0.07),
 }
 
 
@@ -112,22 +125,23 @@ def build_tiny(name: str, seed: int) -> Any:
     """Build the model of that shape (Any: transformers is untyped), its weights drawn from `seed` alone."""
     with torch.random.fork_rng(devices=[]):  # the constructor draws weights, which are replaced below
         model = tiny_skeleton(name)
-    _initialize(model, seed)
+    _initialize(model, seed, embedding_std=_TINY_SHAPES[name].embedding_std)
     model.name_or_path = f"{TINY_PREFIX}{name}@{seed}"  # PEFT copies it into adapter_config.json as the base to rebuild
     return model
 
 
 def tiny_skeleton(name: str) -> Any:
     """Return the model of that shape, as transformers makes it from the configuration (Any: untyped)."""
-    config_class, model_class, sizes = _tiny_config(_TINY_SHAPES[name], tiny_tokenizer())
+    config_class, model_class, sizes = _tiny_config(_TINY_SHAPES[name], tiny_tokenizer(name))
     return model_class(config_class(**sizes))
 
 
-def tiny_tokenizer() -> Any:
-    """Build the tiny models' tokenizer: ids 0..255 are the bytes of UTF-8, then the special tokens of ChatML and Qwen3.
+def tiny_tokenizer(name: str = "qwen3-64") -> Any:
+    """Build the tokenizer of the model of that shape: ids 0..255 are the bytes of UTF-8, then come special tokens.
 
     A transformers `PreTrainedTokenizerFast` (Any: untyped). Padding is <|endoftext|>, end of turn <|im_end|>; the tags
-    of tool calls and reasoning are single tokens that decoding keeps.
+    of tool calls and reasoning, and in a second version the roles (as in Qwen3's own vocabulary), are single tokens
+    that decoding keeps.
 
     >>> tiny_tokenizer()("a<|im_end|>")["input_ids"]
     [97, 258]
@@ -139,6 +153,8 @@ def tiny_tokenizer() -> Any:
     backend.add_special_tokens(["<|endoftext|>", "<|im_start|>", "<|im_end|>"])
     tags = ("<tool_call>", "</tool_call>", "<think>", "</think>")
     backend.add_tokens([AddedToken(tag, normalized=False, special=False) for tag in tags])
+    if _TINY_SHAPES[name].has_role_tokens:
+        backend.add_tokens([AddedToken(role, normalized=False, special=False, single_word=True) for role in _ROLES])
     return PreTrainedTokenizerFast(
         tokenizer_object=backend,
         eos_token="<|im_end|>",
@@ -183,12 +199,12 @@ def _tiny_config(shape: TinyShape, tokenizer: Any) -> tuple[Any, Any, dict[str, 
     return Qwen3MoeConfig, Qwen3MoeForCausalLM, sizes
 
 
-def _initialize(model: Any, seed: int) -> None:
+def _initialize(model: Any, seed: int, *, embedding_std: float) -> None:
     """Draw every weight anew, each from a generator that its name seeds: no global state or order matters.
 
     Matrices get variance 1 / fan_in, those that write into the residual stream 1 / (fan_in * 2 * layers) (GPT-2's depth
     scaling). The tied embedding is small, which makes the first predictions nearly uniform: a logit has a standard
-    deviation of about sqrt(hidden) * 0.02.
+    deviation of about sqrt(hidden) * embedding_std.
     """
     depth_scale = (2 * model.config.num_hidden_layers) ** -0.5
     with torch.no_grad():
@@ -197,7 +213,7 @@ def _initialize(model: Any, seed: int) -> None:
                 parameter.fill_(0.0 if name.endswith("bias") else 1.0)
                 continue
             if "embed_tokens" in name:
-                std = 0.02
+                std = embedding_std
             else:
                 std = parameter.shape[-1] ** -0.5  # fan_in is the last axis, of fused expert weights too
                 std *= depth_scale if "o_proj" in name or "down_proj" in name else 1.0

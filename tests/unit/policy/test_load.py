@@ -55,9 +55,9 @@ def test_a_fresh_tiny_model_predicts_nearly_uniformly(name: str) -> None:
     policy = load_policy(name)
     logprobs = _logits(policy, "Guess a number from 1 to 100.<|im_end|>").log_softmax(-1)
     entropy = float(-(logprobs.exp() * logprobs).sum(-1).mean())
-    # Logits of standard deviation s cost about s^2 / 2 nats of entropy, and s = 0.02 * sqrt(hidden) <= 0.32 at 256;
-    # twice that allows for the spread of one draw.
-    assert entropy > math.log(len(policy.tokenizer)) - 0.32**2
+    # Logits of standard deviation s cost about s^2 / 2 nats of entropy, and s = std of the embedding * sqrt(hidden);
+    # twice that allows for the spread of one draw. It is 0.8 in the second versions, and at most 0.32 in the first.
+    assert entropy > math.log(len(policy.tokenizer)) - (0.8 if name.endswith("-v2") else 0.32) ** 2
 
 
 @pytest.mark.parametrize("name", list_tiny())
@@ -71,6 +71,17 @@ def test_ids_of_the_tiny_tokenizer_are_the_bytes_of_the_text() -> None:
     tokenizer = tiny_tokenizer()
     assert tokenizer(text)["input_ids"] == list(text.encode())
     assert tokenizer.decode(list(text.encode())) == text
+
+
+def test_roles_are_one_token_each_in_the_second_version_where_they_are_whole_words() -> None:
+    tokenizer = load_tokenizer("tiny:qwen3-64-v2")
+    chat = [{"role": "user", "content": "usernames, user"}, {"role": "assistant", "content": "4"}]
+    ids = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
+    start, end, line, system, user, assistant = 257, 258, 10, 263, 264, 265
+    turn = [start, user, line, *b"usernames, ", user, end, line, start, assistant, line, ord("4"), end, line]
+    assert ids == [*turn, start, assistant, line]
+    assert tokenizer.decode(ids).startswith("<|im_start|>user\nusernames, user<|im_end|>\n<|im_start|>assistant\n4")
+    assert tokenizer("system tools")["input_ids"] == [system, *b" tools"]
 
 
 def test_a_tokenizer_can_be_had_without_its_model(tmp_path: Path) -> None:
