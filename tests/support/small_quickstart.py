@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.toml"
-# The first version of its model, one pass at a lower rate, and a warm-up that leaves more of the format to learn: what so
-# few steps do stays visible, whatever the quickstart itself does to be quick.
+# The first version of its model, one pass at a lower rate, and a warm-up that leaves more of the format to learn: what
+# so few steps do stays visible, whatever the quickstart itself does to be quick.
 GENTLE = [
     "model.base=tiny:qwen3-64",
     "optimizer.schedule=constant",
