@@ -604,7 +604,11 @@ def _essence(folder: Path) -> _Essence:
             for name, value in state["trainer"].items()
             if name not in ("wall_seconds", "last_seq", "attempts")  # of failed attempts, which there are
         },
-        "evaluations": [(e["step"], e["data"]) for e in read_events(folder) if e["kind"] == "evaluation"],
+        "evaluations": [
+            (e["step"], e["data"] | {"num_retries": 0})  # of failed attempts, which there are
+            for e in read_events(folder)
+            if e["kind"] == "evaluation"
+        ],
         "trained tokens": [(line["step"], line.get("batch/trained_tokens")) for line in read_metrics(folder)],
         "episodes": {path.name: sorted(_tokens(path)) for path in episode_paths(folder)},
         "ledger": list(imbalances(entries)),
