@@ -13,16 +13,19 @@ from typing import Any, ClassVar, Literal
 from gspo_gym.env.core import PolicyFactory, ToolEnv
 from gspo_gym.env.data.rows import is_held_out_generator
 from gspo_gym.env.rewards import Reward
-from gspo_gym.env.tools import ToolError, tool
+from gspo_gym.env.tools import Tool, ToolError, tool
 from gspo_gym.env.workers.sandbox import require_confinement
 from gspo_gym.errors import ConfigError, UnknownNameError, nearest_name
 
-from .grading import Verdicts, run_tests
+from .grading import Verdicts, run_own_tests, run_tests
 from .policies import random_change, undo_the_bugs
 from .tasks import CASES, HELD_OUT, TRAINING, Task, Test, draw_task
+from .tiny import FUNCTIONS, draw_tiny_task, operator_in
 
+Level = Literal["full", "tiny"]
 Style = Literal["terse", "verbose"]
 
+LEVELS: tuple[Level, ...] = ("full", "tiny")
 TESTS_FILE = "tests.txt"
 _MAX_SOURCE_CHARS = 20_000
 
@@ -31,11 +34,16 @@ class CodeRepair(ToolEnv):
     """A broken module, its tests, and the tools list_files, read_file, replace, write_file, run_tests and submit.
 
     `submit` terminates the episode; after `max_steps` turns without it, it is truncated. Held-out tasks (seeds below
-    2**31) are of other modules than training tasks.
+    2**31) are of other modules than training tasks, at level tiny of other bugs.
 
     Args:
-        num_bugs: put into the module, 1 to 3.
-        max_steps: turns before truncation; the reference needs 4.
+        level: "full" (modules of the library) or "tiny" (a function of two lines with a wrong operator, which is shown
+            at once; for byte-level models).
+        num_bugs: put into the module, 1 to 3; 1 at level tiny.
+        max_steps: turns before truncation; the reference needs 4, at level tiny 1.
+        tools: names of the tools to offer: submit and one that edits among them, or fix; None: all but fix, at level
+            tiny fix alone. Fewer make the prompt shorter. Only level tiny has fix, which replaces the wrong operator of
+            the original file and submits.
         progress_weight: the potential of the shown tests that pass, >= 0: a run of them that passes more than the last
             earns the difference, one that passes fewer pays it, and the end pays all of it back.
         solved_reward: for submitting a module that passes every test, > 0; also the top return.
@@ -46,7 +54,7 @@ class CodeRepair(ToolEnv):
         allow_unconfined: run what the model wrote even where nothing confines it
             (`gspo_gym.env.workers.confinement`): it can then read the solution, and do all that this user can.
 
-    Reset options: `module`, to choose the module instead of drawing it.
+    Reset options: `module`, to choose the module instead of drawing it; at level tiny `function`.
 
     Attributes (read by the scripted policies):
         task: with its solution and hidden tests. path: the file that may be edited. source: its text now.
@@ -59,8 +67,10 @@ class CodeRepair(ToolEnv):
     def __init__(
         self,
         *,
+        level: Level = "full",
         num_bugs: int = 1,
         max_steps: int = 12,
+        tools: Sequence[str] | None = None,
         progress_weight: float = 0.3,
         solved_reward: float = 1.0,
         error_penalty: float = 0.02,
@@ -69,6 +79,10 @@ class CodeRepair(ToolEnv):
         python: str | None = None,
         allow_unconfined: bool = False,
     ) -> None:
+        if level not in LEVELS:
+            raise UnknownNameError(f"CodeRepair: unknown level {level!r}; {nearest_name(str(level), LEVELS)}")
+        if level == "tiny" and num_bugs != 1:
+            raise ConfigError(f"CodeRepair: expected num_bugs=1 at level 'tiny', got {num_bugs}")
         if not 1 <= num_bugs <= 3 or max_steps < 1:
             raise ConfigError(
                 f"CodeRepair: expected num_bugs from 1 to 3 and max_steps >= 1, got {num_bugs} and {max_steps}"
@@ -80,7 +94,8 @@ class CodeRepair(ToolEnv):
             )
         if style not in ("terse", "verbose"):
             raise ConfigError(f"CodeRepair: expected style 'terse' or 'verbose', got {style!r}")
-        self.num_bugs, self.max_steps, self.style = num_bugs, max_steps, style
+        self.level, self.num_bugs, self.max_steps, self.style = level, num_bugs, max_steps, style
+        self._offered_tools = self._checked_tools(tools)
         if not isinstance(allow_unconfined, bool):
             raise ConfigError(f"CodeRepair: expected allow_unconfined to be true or false, got {allow_unconfined!r}")
         if not wrapper:
@@ -153,6 +168,15 @@ class CodeRepair(ToolEnv):
     @tool
     def submit(self) -> str:
         """Hand the file in. Hidden tests decide."""
+        return self._hand_in()
+
+    @tool
+    def fix(self, new: str) -> str:
+        """Replace the wrong operator and submit."""
+        self._written(self.task.source.replace(operator_in(self.task.source), new))
+        return self._hand_in()
+
+    def _hand_in(self) -> str:
         tests = (*self.task.visible, *self.task.hidden)
         passed = self._run(tests).passed
         is_solved = all(passed)
@@ -163,11 +187,35 @@ class CodeRepair(ToolEnv):
 
     # -- the episode -------------------------------------------------------------------------------------------------
 
+    @property
+    def tools(self) -> tuple[Tool, ...]:
+        return tuple(each for each in super().tools if each.name in self._offered_tools)
+
     def start(self, options: Mapping[str, Any]) -> str:
-        names = self._modules_from(options)
-        self.task = draw_task(self.np_random, names, num_bugs=self.num_bugs)
+        chosen = self._chosen(options)
+        is_held_out = is_held_out_generator(self.np_random)
+        if self.level == "tiny":
+            names = (chosen,) if chosen else FUNCTIONS
+            self.task = draw_tiny_task(self.np_random, names, is_held_out=is_held_out)
+        else:
+            names = (chosen,) if chosen else HELD_OUT if is_held_out else TRAINING
+            self.task = draw_task(self.np_random, names, num_bugs=self.num_bugs)
         self.source = self.task.source
         self._potential, self._last_run, self._has_passed_all = 0.0, None, False
+        return self._tiny_opening() if self.level == "tiny" else self._full_opening()
+
+    def _tiny_opening(self) -> str:
+        [shown] = self.task.visible
+        text = f"{self.path}:\n{self.source}fails {shown.text}"
+        if self.style == "terse":
+            return text
+        return (
+            f"{text}\nOne operator or function in {self.path} is wrong: its name says what it should return, and the "
+            "test above fails. Repair it with the tools; hidden tests decide. "
+            f"You have {self.max_steps} turns."
+        )
+
+    def _full_opening(self) -> str:
         failing = len(self.task.visible) - self.task.num_passing
         text = f"{self.path}: {failing} of {len(self.task.visible)} tests fail. Repair it."
         if self.style == "terse":
@@ -191,6 +239,8 @@ class CodeRepair(ToolEnv):
     # -- inside ------------------------------------------------------------------------------------------------------
 
     def _run(self, tests: Sequence[Test]) -> Verdicts:
+        if self.source in self.task.own_texts:  # not the model's code, but ours: it needs no sandbox
+            return run_own_tests(self.source, tests)
         return run_tests(self.task.name, self.source, tests, **self._sandbox)
 
     def _potential_of(self, verdicts: Verdicts) -> float:
@@ -216,13 +266,28 @@ class CodeRepair(ToolEnv):
         self.source = text
         return "written"
 
-    def _modules_from(self, options: Mapping[str, Any]) -> tuple[str, ...]:
-        unknown = sorted(set(options) - {"module"})
+    def _chosen(self, options: Mapping[str, Any]) -> str | None:
+        """The module or function that the options name, None if they name none."""
+        key, known = ("function", FUNCTIONS) if self.level == "tiny" else ("module", tuple(CASES))
+        unknown = sorted(set(options) - {key})
         if unknown:
-            raise ConfigError(f"CodeRepair.reset: unknown options {unknown}; known: module")
-        if "module" in options:
-            name = options["module"]
-            if name not in CASES:
-                raise UnknownNameError(f"CodeRepair.reset: unknown module {name!r}; {nearest_name(str(name), CASES)}")
-            return (name,)
-        return HELD_OUT if is_held_out_generator(self.np_random) else TRAINING
+            raise ConfigError(f"CodeRepair.reset: unknown options {unknown}; known: {key}")
+        name = options.get(key)
+        if key in options and name not in known:
+            raise UnknownNameError(f"CodeRepair.reset: unknown {key} {name!r}; {nearest_name(str(name), known)}")
+        return name
+
+    def _checked_tools(self, names: Sequence[str] | None) -> frozenset[str]:
+        is_tiny = self.level == "tiny"
+        known = [each.name for each in super().tools if is_tiny or each.name != "fix"]
+        if names is None:
+            return frozenset(("fix",) if is_tiny else known)
+        for name in names:
+            if name not in known:
+                raise UnknownNameError(f"CodeRepair: unknown tool {name!r}; {nearest_name(name, known)}")
+        if "fix" not in names and ("submit" not in names or not {"replace", "write_file"} & set(names)):
+            raise ConfigError(
+                "CodeRepair: expected 'submit' and 'replace' or 'write_file' among the tools (at level 'tiny' 'fix' is "
+                f"enough), got {list(names)}"
+            )
+        return frozenset(names)

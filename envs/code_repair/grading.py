@@ -7,7 +7,7 @@ not at all; it can patch what it likes, exit, or print "OK", and none of that is
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,7 +17,7 @@ from gspo_gym.env.workers.sandbox import SandboxLimits, SandboxResult, run_sandb
 from .runner import __file__ as _runner_file
 from .syntax import literal
 from .tasks import Test, is_right, shown_answer, shown_call
-from .trusted import Answer
+from .trusted import Answer, answers_of
 
 LIMITS = SandboxLimits(
     max_seconds=15.0,  # the CPU seconds decide; a busy machine must not
@@ -88,6 +88,18 @@ def run_tests(
         allow_unconfined=allow_unconfined,
     )
     answers, problem = _answers(result, nonce, len(tests))
+    printed = _cut(result.stderr.strip(), _MAX_PRINTED) if result.ok else ""
+    return _verdicts(tests, answers, problem=problem, printed=printed)
+
+
+def run_own_tests(source: str, tests: Sequence[Test]) -> Verdicts:
+    """Return the verdicts of `run_tests` without a sandbox, for a text that this package wrote, byte for byte."""
+    answers = answers_of(source, [test.call for test in tests])
+    assert answers is not None, "a text of our own loads and ends"
+    return _verdicts(tests, dict(enumerate(answers)), problem="", printed="")
+
+
+def _verdicts(tests: Sequence[Test], answers: Mapping[int, Answer], *, problem: str, printed: str) -> Verdicts:
     passed, failures = [], []
     for index, test in enumerate(tests):
         answer = answers.get(index)
@@ -99,7 +111,7 @@ def run_tests(
             )
     if not answers:
         failures = [problem]
-    return Verdicts(tuple(passed), tuple(failures), _cut(result.stderr.strip(), _MAX_PRINTED) if result.ok else "")
+    return Verdicts(tuple(passed), tuple(failures), printed)
 
 
 def _answers(result: SandboxResult, nonce: str, num_tests: int) -> tuple[dict[int, Answer], str]:

@@ -11,6 +11,7 @@ from gspo_gym.env.core import ScriptedPolicy
 from gspo_gym.types import Message, ToolCall
 
 from .mutations import edits_of
+from .tiny import FAMILIES, operator_in
 
 Call = tuple[str, Mapping[str, Any]]
 
@@ -21,30 +22,43 @@ def undo_the_bugs(env: Any, _rng: np.random.Generator) -> ScriptedPolicy:
     `env` is a `CodeRepair` after `reset` (Any: `PolicyFactory` fixes the type).
     """
     task = env.task
-    old, new = smallest_change(task.source, task.solution)
-    return _plan(
-        [
-            ("read_file", {"path": env.path}),
-            ("replace", {"path": env.path, "old": old, "new": new}),
-            ("run_tests", {}),
-            ("submit", {}),
-        ]
-    )
+    if env.level == "tiny":
+        old, new = operator_in(task.source), operator_in(task.solution)
+        if "fix" in _offered(env):
+            return _plan(env, [("fix", {"new": new})])
+    else:
+        old, new = smallest_change(task.source, task.solution)
+    edit = _edit(env, old, new, is_whole=False)
+    return _plan(env, [("read_file", {"path": env.path}), edit, ("run_tests", {}), ("submit", {})])
 
 
 def random_change(env: Any, rng: np.random.Generator) -> ScriptedPolicy:
     """Reads, makes one random small change, runs the tests with one chance in two, and submits.
 
-    One file in two is written whole, so that every tool for editing has a player.
+    One file in two is written whole, so that every tool for editing has a player. At level tiny the change is to
+    another operator of the same family.
     """
-    changes = [change for found in edits_of(env.task.source).values() for change in found]
-    changed = changes[int(rng.integers(len(changes)))].applied_to(env.task.source)
-    old, new = smallest_change(env.task.source, changed)
+    source = env.task.source
+    if env.level == "tiny":
+        old = operator_in(source)
+        others = [each for each in FAMILIES[env.task.visible[0].call[0]].operators.values() if each != old]
+        new = others[int(rng.integers(len(others)))]
+        if "fix" in _offered(env):
+            return _plan(env, [("fix", {"new": new})])
+    else:
+        changes = [change for found in edits_of(source).values() for change in found]
+        old, new = smallest_change(source, changes[int(rng.integers(len(changes)))].applied_to(source))
     tests: list[Call] = [("run_tests", {})] if rng.random() < 0.5 else []
-    edit: Call = ("replace", {"path": env.path, "old": old, "new": new})
-    if rng.random() < 0.5:
-        edit = ("write_file", {"path": env.path, "text": changed})
-    return _plan([("read_file", {"path": env.path}), edit, *tests, ("submit", {})])
+    edit = _edit(env, old, new, is_whole=bool(rng.random() < 0.5))
+    return _plan(env, [("read_file", {"path": env.path}), edit, *tests, ("submit", {})])
+
+
+def _edit(env: Any, old: str, new: str, *, is_whole: bool) -> Call:
+    """The call that makes a change, by the tool that is wanted if both are offered."""
+    offered = _offered(env)
+    if "replace" not in offered or (is_whole and "write_file" in offered):
+        return "write_file", {"path": env.path, "text": env.task.source.replace(old, new)}
+    return "replace", {"path": env.path, "old": old, "new": new}
 
 
 def smallest_change(source: str, target: str) -> tuple[str, str]:
@@ -58,10 +72,18 @@ def smallest_change(source: str, target: str) -> tuple[str, str]:
     return "".join(a[start : len(a) - tail]), "".join(b[start : len(b) - tail])
 
 
-def _plan(calls: Sequence[Call]) -> ScriptedPolicy:
+def _offered(env: Any) -> set[str]:
+    return {tool.name for tool in env.tools}
+
+
+def _plan(env: Any, calls: Sequence[Call]) -> ScriptedPolicy:
+    """Makes the calls one a turn; leaves out tools that are not offered."""
+    offered = _offered(env)
+    planned = [call for call in calls if call[0] in offered]
+
     def play(messages: Sequence[Message]) -> Message:
         turn = sum(message.role == "assistant" for message in messages)
-        name, arguments = calls[min(turn, len(calls) - 1)]
+        name, arguments = planned[min(turn, len(planned) - 1)]
         return Message("assistant", "", tool_calls=(ToolCall(f"call_{turn}", name, arguments),))
 
     return play

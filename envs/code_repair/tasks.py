@@ -55,6 +55,7 @@ class Task:
         bugs: their kinds.
         visible, hidden: the tests; no call is in both.
         num_passing: of the visible ones at the start.
+        own_texts: texts of the file that this package wrote; what is equal to one needs no sandbox.
     """
 
     name: str
@@ -64,6 +65,7 @@ class Task:
     visible: tuple[Test, ...]
     hidden: tuple[Test, ...]
     num_passing: int
+    own_texts: frozenset[str] = frozenset()
 
 
 def draw_task(rng: np.random.Generator, names: tuple[str, ...], *, num_bugs: int) -> Task:
