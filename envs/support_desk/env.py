@@ -8,23 +8,25 @@ beside this file has the rewards, a transcript and the known cheats.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal, get_args
 
 from gspo_gym.env.chat_model import ChatModelSettings
 from gspo_gym.env.core import PolicyFactory, ToolEnv
 from gspo_gym.env.data.rows import is_held_out_generator
 from gspo_gym.env.rewards import Reward
-from gspo_gym.env.tools import ToolError, tool
+from gspo_gym.env.tools import Tool, ToolError, tool
 from gspo_gym.errors import ConfigError, UnknownNameError, nearest_name
 from gspo_gym.types import Message
 
-from . import rules
+from . import rules, tiny
 from .cases import SCENARIOS, Case, Task, draw_case, facts_of_order
 from .customer import ModelCustomer, ScriptedCustomer
 from .policies import by_the_book, random_clerk
 from .rules import Reason, Resolution, Step, TicketKind
 from .shop import Purchase, Shop, ShopError
 
+Level = Literal["full", "tiny"]
+_LEVELS = get_args(Level)
 _TASKS = (*SCENARIOS, "mixed")
 _MAX_TEXT = 200  # characters of an address or a day
 
@@ -33,12 +35,15 @@ class SupportDesk(ToolEnv):
     """One customer with one case. A message without a call is heard by the customer; `close_case` ends the episode.
 
     Args:
-        task: "customer_service", "technical_support" or "mixed".
+        level: "full", or "tiny": one message says everything, and six short tools; a few bytes a turn, for byte-level
+            models (`tiny.py`).
+        task: "customer_service", "technical_support" or "mixed"; at level "full" only.
         max_steps: turns before truncation; the reference needs at most 11.
         user: None: a scripted customer. Otherwise a model plays one: {"model": ..., "base_url": ...} and the other
             fields of `ChatModelSettings`; episodes then depend on what it says.
         solved_reward: for a case closed rightly, with the database as the policy wants it and no rule broken, > 0.
-        identity_reward: for the first check of what the customer said, >= 0.
+        identity_reward: for the first check of what the customer said, >= 0; at level "tiny", where the customer is
+            known, for the first call about their order.
         violation_penalty: subtracted in a turn in which a rule was broken, >= 0.
         error_penalty: subtracted in a turn with a failed call, >= 0.
 
@@ -60,6 +65,7 @@ class SupportDesk(ToolEnv):
     def __init__(
         self,
         *,
+        level: Level = "full",
         task: Task = "mixed",
         max_steps: int = 16,
         user: Mapping[str, Any] | None = None,
@@ -68,8 +74,12 @@ class SupportDesk(ToolEnv):
         violation_penalty: float = 0.1,
         error_penalty: float = 0.02,
     ) -> None:
+        if level not in _LEVELS:
+            raise UnknownNameError(f"SupportDesk: unknown level {level!r}; {nearest_name(level, _LEVELS)}")
         if task not in _TASKS:
             raise UnknownNameError(f"SupportDesk: unknown task {task!r}; {nearest_name(task, _TASKS)}")
+        if level == "tiny" and task != "mixed":
+            raise ConfigError(f"SupportDesk: task={task!r} has no effect at level 'tiny'; remove it")
         if max_steps < 1:
             raise ConfigError(f"SupportDesk: expected max_steps >= 1, got {max_steps}")
         if not (solved_reward > 0 and identity_reward >= 0 and violation_penalty >= 0 and error_penalty >= 0):
@@ -78,7 +88,7 @@ class SupportDesk(ToolEnv):
                 f"solved_reward={solved_reward}, identity_reward={identity_reward}, "
                 f"violation_penalty={violation_penalty}, error_penalty={error_penalty}"
             )
-        self.task, self.max_steps = task, max_steps
+        self.level, self.task, self.max_steps = level, task, max_steps
         self._weights = {
             "solved": solved_reward,
             "identity": identity_reward,
@@ -203,19 +213,40 @@ class SupportDesk(ToolEnv):
         expected = ", ".join(map(str, sorted(self.case.changes))) or "nothing"
         return f"closed: wrong; right was {expected} and {self.case.resolution}"
 
+    # -- level "tiny" --------------------------------------------------------------------------------------------------
+
+    @property
+    def tools(self) -> tuple[Tool, ...]:
+        return super().tools if self.level == "full" else tiny.TinyTools(self).tools()
+
+    def look_up(self, order_id: int) -> Purchase:
+        """Return an order that a tool of level "tiny" is about, and note that it was looked up."""
+        purchase = self._purchase(order_id)
+        self._looked_up.add(order_id)
+        if order_id == self.case.order_id and not self._is_identity_paid:
+            self._is_identity_paid = True
+            self.add_reward(Reward.weighted({"identity": 1.0}, self._weights, events=("order_found",)))
+        return purchase
+
     # -- the episode -----------------------------------------------------------------------------------------------
 
     def start(self, options: Mapping[str, Any]) -> list[Message]:
         if options:
             raise ConfigError(f"SupportDesk.reset: expected no options, got {sorted(options)}")
         self._forget()
-        self._shop = Shop(self.np_random, is_held_out=is_held_out_generator(self.np_random))
-        self.case = draw_case(self.np_random, self._shop, self.task)
+        is_held_out = is_held_out_generator(self.np_random)
+        self._shop = Shop(self.np_random, is_held_out=is_held_out)
+        if self.level == "full":
+            self.case = draw_case(self.np_random, self._shop, self.task)
+        else:
+            self.case = tiny.draw_tiny_case(self.np_random, self._shop, is_held_out=is_held_out)
+            self._verified = self._shop.customer_of(*self.case.caller)
         self.price_cents = self._shop.purchase(self.case.order_id).price_cents
         seed = int(self.np_random.integers(2**31))
         scripted = ScriptedCustomer(self.case)
         self._customer = scripted if self._user is None else ModelCustomer(self._user, self.case, seed)
-        return [Message("system", rules.POLICY), Message("user", self.case.opening)]
+        policy = rules.POLICY if self.level == "full" else tiny.POLICY
+        return [Message("system", policy), Message("user", self.case.opening)]
 
     def no_tool_call(self, text: str) -> str:
         assert isinstance(self._customer, ScriptedCustomer)

@@ -100,12 +100,24 @@ class Shop:
         self._before: Counter[Change] = Counter()
 
     def add_order(
-        self, rng: np.random.Generator, customer_id: int, sku: str, *, status: str, days_ago: int, days_late: int = 0
+        self,
+        rng: np.random.Generator,
+        customer_id: int,
+        sku: str,
+        *,
+        status: str,
+        days_ago: int,
+        days_late: int = 0,
+        order_id: int | None = None,
     ) -> int:
-        """A new order of a case's making; `days_ago` is since delivery, or since the order if nothing was delivered."""
-        order_id = int(rng.integers(10_000, 99_999))
-        while self._rows("SELECT 1 FROM orders WHERE id = ?", (order_id,)):
-            order_id += 1
+        """A new order of a case's making; `days_ago` is since delivery, or since the order if nothing was delivered.
+
+        `order_id` is its number, which must be free; None: one is drawn.
+        """
+        if order_id is None:
+            order_id = int(rng.integers(10_000, 99_999))
+            while self._rows("SELECT 1 FROM orders WHERE id = ?", (order_id,)):
+                order_id += 1
         delivered = TODAY - datetime.timedelta(days=days_ago)
         is_delivered = status == "delivered"
         ordered = delivered - datetime.timedelta(days=4 if is_delivered else 0)

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import threading
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
 from gspo_gym_envs.support_desk.cases import SCENARIOS
 from gspo_gym_envs.support_desk.env import SupportDesk
+from gspo_gym_envs.support_desk.rules import Resolution
 from gspo_gym_envs.support_desk.shop import Shop, ShopError
 
 from gspo_gym.errors import ConfigError, EnvError, UnknownNameError
@@ -317,6 +319,102 @@ def test_the_shop_refuses_what_no_shop_can_do() -> None:
     shop.close()
 
 
+# Level "tiny" by hand, from its policy: what each scenario is answered with.
+TINY = {
+    "broken": ("replace", "resolved"),
+    "late": ("credit", "resolved"),
+    "unwanted": ("refund", "resolved"),
+    "unwanted_for_months": ("look", "declined"),
+    "question": ("look", "resolved"),
+    "danger": ("escalate", "handed_over"),
+}
+TINY_PAIRS = list(itertools.product(("look", "refund", "replace", "credit", "escalate"), get_args(Resolution)))
+
+
+def tiny_moves(env: SupportDesk, action: str, how: str) -> list[Move]:
+    return [(action, {"id": env.case.order_id}), ("close", {"how": how})]
+
+
+@pytest.mark.parametrize("scenario", TINY)
+@pytest.mark.parametrize(("action", "how"), TINY_PAIRS)
+def test_at_level_tiny_one_action_and_one_resolution_are_right(scenario: str, action: str, how: str) -> None:
+    for first_seed in (0, 2**31):
+        env = desk(scenario, first_seed=first_seed, level="tiny")
+        earned, success = returned(env, tiny_moves(env, action, how))
+        if (action, how) == TINY[scenario]:
+            assert (earned, success) == (1.0, True)
+        else:
+            assert earned <= 0.1  # for the order, less what a broken rule costs
+            assert success is False
+
+
+def test_at_level_tiny_the_right_action_changes_the_database_as_the_policy_says() -> None:
+    env = desk("late", level="tiny")
+    price, number = env.price_cents, env.case.order_id
+    turn(env, ("credit", {"id": number}))
+    assert list(env._open_shop().changes()) == [("credit", number, price // 10)]
+    env = desk("unwanted", level="tiny")
+    price, number = env.price_cents, env.case.order_id
+    assert turn(env, ("refund", {"id": number})) == ("ok", {"identity": 0.1}, False)
+    assert [(change[0], change[1], change[3]) for change in env._open_shop().changes()] == [("refund", number, price)]
+
+
+@pytest.mark.parametrize(("action", "how"), TINY_PAIRS)
+def test_at_level_tiny_treating_all_alike_is_right_for_one_scenario_of_six_at_most(action: str, how: str) -> None:
+    env, solved = SupportDesk(level="tiny"), []
+    for seed in range(300):
+        env.reset(seed=seed)
+        solved.append(returned(env, tiny_moves(env, action, how))[1])
+    assert np.mean(solved) < 0.24  # 1/6 and three standard deviations, 0.022 each
+
+
+def test_at_level_tiny_a_wrong_number_closing_at_once_and_doing_everything_lose() -> None:
+    env = desk("broken", level="tiny")
+    wrong = env.case.order_id + 1
+    assert returned(env, [("replace", {"id": wrong}), ("close", {"how": "resolved"})])[1] is False
+    env = desk("unwanted_for_months", level="tiny")
+    assert returned(env, [("close", {"how": "declined"})]) == (-0.1, False)  # without having looked
+    env = desk("broken", level="tiny")
+    everything: list[Move] = [(name, {"id": env.case.order_id}) for name in ("replace", "refund", "credit")]
+    assert returned(env, [*everything, ("close", {"how": "resolved"})])[1] is False
+
+
+def test_at_level_tiny_an_order_of_somebody_else_is_private() -> None:
+    env = desk("question", level="tiny")
+    [other] = env._open_shop().orders_of(2)
+    assert turn(env, ("look", {"id": other}))[1] == {"violation": -0.1}
+    assert env.violations == ["privacy"]
+
+
+def test_at_level_tiny_held_out_orders_have_other_numbers_than_those_of_training() -> None:
+    env = SupportDesk(level="tiny")
+    for first_seed, is_held_out in ((0, True), (2**31, False)):
+        for seed in range(first_seed, first_seed + 60):
+            env.reset(seed=seed)
+            assert 10 <= env.case.order_id <= 99
+            assert (sum(map(int, str(env.case.order_id))) % 5 == 0) == is_held_out
+            assert f"#{env.case.order_id}" in env.case.opening
+
+
+def test_at_level_tiny_the_customer_repeats_the_number_to_plain_words() -> None:
+    env = desk("danger", level="tiny")
+    assert turn(env, "Sorry?")[0] == f"The order number is {env.case.order_id}."
+
+
+def test_the_full_level_is_the_default_and_stays_as_it_was() -> None:
+    for kwargs in ({}, {"level": "full"}):
+        env = SupportDesk(**kwargs)
+        policy, opening = env.reset(seed=4)[0]
+        # As recorded before there were levels.
+        assert (
+            opening.content
+            == "Listen, this is Kira Novak. The desk lamp arrived broken. I would like a new one, please."
+        )
+        assert policy.content.startswith("You serve the customers of an online shop.")
+        assert (env.case.order_id, env.case.caller) == (53290, ("kira.novak@example.com", "36451"))
+        assert len(env.tools) == 12
+
+
 @pytest.fixture
 def endpoint() -> Iterator[tuple[str, list[dict[str, Any]]]]:
     """(address, requests so far) of an OpenAI-compatible server whose model repeats how often it was asked."""
@@ -391,6 +489,8 @@ def test_a_model_that_cannot_be_reached_is_a_failure_and_not_a_silent_customer()
     ("kwargs", "error", "message"),
     [
         ({"task": "technical_suport"}, UnknownNameError, "did you mean 'technical_support'"),
+        ({"level": "tinny"}, UnknownNameError, "unknown level 'tinny'; did you mean 'tiny'"),
+        ({"level": "tiny", "task": "technical_support"}, ConfigError, "no effect at level 'tiny'"),
         ({"max_steps": 0}, ConfigError, "expected max_steps >= 1, got 0"),
         ({"solved_reward": 0.0}, ConfigError, "solved_reward=0.0"),
         ({"user": {"modle": "m"}}, ConfigError, "user: expected the fields of ChatModelSettings, got \\['modle'\\]"),
