@@ -31,7 +31,6 @@ def test_there_are_configs_for_each_bundled_environment_and_a_hub_model():
         "GuessNumber",
         "Homestead",
         "SqlAnalyst",
-        "SupportDesk",
         "TicTacToe",
     }
     assert "Qwen/Qwen3-0.6B" in {config.model.base for config in configs}
