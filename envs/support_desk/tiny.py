@@ -10,7 +10,7 @@ import dataclasses
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import numpy as np
 
@@ -18,11 +18,8 @@ from gspo_gym.env.tools import Tool
 
 from . import rules
 from .cases import Case
-from .rules import Resolution
+from .rules import Reason, Resolution
 from .shop import Change, Purchase, Shop
-
-if TYPE_CHECKING:
-    from .env import SupportDesk
 
 POLICY = """\
 Broken: replace. Late: credit. Unwanted: refund, after months declined.
@@ -125,10 +122,21 @@ def order_numbers(*, is_held_out: bool) -> list[int]:
     return [number for number in range(10, 100) if (sum(map(int, str(number))) % 5 == 0) == is_held_out]
 
 
+class Desk(Protocol):
+    """What the tools of the level need of the environment, whose methods say what each does."""
+
+    def look_up(self, order_id: int) -> Purchase: ...
+    def refund(self, order_id: int, amount_cents: int) -> str: ...
+    def replace_article(self, order_id: int) -> str: ...
+    def give_credit(self, order_id: int, amount_cents: int) -> str: ...
+    def escalate(self, reason: Reason) -> str: ...
+    def close_case(self, resolution: Resolution) -> str: ...
+
+
 class TinyTools:
     """The tools of the level: those of the full level, with amounts and reasons filled in."""
 
-    def __init__(self, desk: SupportDesk) -> None:
+    def __init__(self, desk: Desk) -> None:
         self._desk = desk
 
     def tools(self) -> tuple[Tool, ...]:
