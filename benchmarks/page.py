@@ -81,7 +81,7 @@ def run_page(*, repeats: int) -> int:
     met = []
     with tempfile.TemporaryDirectory(prefix="gspo_gym-benchmark-") as name, chromium() as browser:
         folder = Path(name)
-        config = quickstart(folder, num_steps=2)
+        config = quickstart(folder, "rollout.episodes_per_batch=128", "training.batch_size=32", num_steps=2)
         run_training(config)
         page = page_of(config.run_folder).html
         path = folder / "report.html"

@@ -81,8 +81,8 @@ def run_tokens(*, num_steps: int, repeats: int) -> int:
     return int(costs.share > MAX_SHARE)
 
 
-def quickstart(folder: Path, *, num_steps: int) -> RunConfig:
-    """Return the quickstart's config for so many steps, all of them recorded, in a folder."""
+def quickstart(folder: Path, *more: str, num_steps: int) -> RunConfig:
+    """Return the quickstart's config for so many steps, all of them recorded, in a folder; `more` overrides it."""
     overrides = [
         f"run.folder={folder}",
         "run.log_tokens_every_n_iters=1",
@@ -90,6 +90,7 @@ def quickstart(folder: Path, *, num_steps: int) -> RunConfig:
         f"training.checkpoint_every_n_iters={num_steps}",
         f"evaluation.every_n_iters={num_steps}",
         "evaluation.seeds=0:16",
+        *more,
     ]
     return load_config(_QUICKSTART, overrides=overrides)
 

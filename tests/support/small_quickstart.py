@@ -28,6 +28,7 @@ _LESS = [
 ]
 SMALLER = [
     *_LESS,
+    "training.batch_size=32",
     "training.iterations_per_epoch=24",
     "training.checkpoint_every_n_iters=24",
     "evaluation.every_n_iters=24",
