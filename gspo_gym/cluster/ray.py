@@ -47,7 +47,7 @@ from gspo_gym.cluster.placement import Offer, Part, Place
 from gspo_gym.errors import ConfigError, MissingExtraError, ServiceError, shortened
 
 _ACTOR_SECONDS = 120.0  # to start one: an interpreter that imports Ray, on a machine that is busy
-_RAY_SECONDS = 120.0  # for a try to start Ray, and to join it
+_RAY_SECONDS = 120.0  # for a try to start Ray, and to join it, for which Ray itself waits without end
 _LEAVE_SECONDS = 10.0
 _NUM_TRIES = 5  # Ray gives its own agents 15 seconds to start, and gives up if a busy machine takes longer
 _STORE_BYTES = 80 * 2**20  # Ray's least: nothing of ours travels through its store of objects
@@ -204,18 +204,19 @@ class _Client:
         self._hearing = threading.Thread(target=self._hear, daemon=True)
         self._hearing.start()
         try:
-            self.address: str = self.ask("join", address=address, silence_seconds=silence_seconds)
+            join = {"address": address, "silence_seconds": silence_seconds}
+            self.address: str = self.ask("join", max_seconds=_RAY_SECONDS, **join)
         except (OSError, RanksLostError) as error:
             self.close()
             reason = shortened(str(error), _SHOWN)
             raise ServiceError(f"topology.ray_address: no Ray answers at {address}: {reason}") from error
         self._has_joined = True
 
-    def ask(self, do: str, **words: Any) -> Any:
+    def ask(self, do: str, *, max_seconds: float | None = None, **words: Any) -> Any:
         """Return the answer (Any: JSON) to an order.
 
         Raises:
-            OSError: Ray refused. RanksLostError: Ray is lost.
+            OSError: Ray refused, or took longer. RanksLostError: Ray is lost.
         """
         number = next(self._numbers)
         answer = self._answers[number] = queue.SimpleQueue()
@@ -223,7 +224,9 @@ class _Client:
             answer.put(None)
         try:
             self._ranks.send({"do": do, "number": number, **words})
-            said = answer.get()
+            said = answer.get(timeout=max_seconds)
+        except queue.Empty as error:
+            raise OSError(f"nothing came within {max_seconds:g} seconds") from error
         finally:
             del self._answers[number]
         if said is None:

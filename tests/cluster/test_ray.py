@@ -7,6 +7,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -17,14 +18,14 @@ import pytest
 from safetensors.torch import load_file
 
 from gspo_gym.base.leftovers import MarkedProcesses, descendants, remove_folder, temporary_folder
-from gspo_gym.base.ranks import Ranks, RanksLostError
+from gspo_gym.base.ranks import LOOPBACK, Ranks, RanksLostError
 from gspo_gym.cli.train import run_training
 from gspo_gym.cluster.launcher import Fleet, Program
 from gspo_gym.cluster.placement import Part, Resources
 from gspo_gym.cluster.ray import RayLauncher, _OwnRay
 from gspo_gym.config.build.trainer import build_learner, build_policy
 from gspo_gym.config.run_config import RunConfig, load_config
-from gspo_gym.errors import PlacementError
+from gspo_gym.errors import PlacementError, ServiceError
 from gspo_gym.learning.saved import SavedTensors
 from gspo_gym.policy.checkpoints import CheckpointStore
 from gspo_gym.run.records import read_events
@@ -146,6 +147,16 @@ def test_what_is_no_address_of_a_head_is_refused_and_sigterm_is_still_heard(addr
     assert done.stdout.splitlines() == [expected, "heard"], done.stderr
 
 
+def test_what_takes_connections_and_says_nothing_is_no_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gspo_gym.cluster.ray._RAY_SECONDS", 8.0)  # of which Ray's import takes some
+    running = descendants(os.getpid())
+    with socket.create_server((LOOPBACK, 0)) as mute:
+        address = f"{LOOPBACK}:{mute.getsockname()[1]}"
+        with pytest.raises(ServiceError, match=rf"^topology\.ray_address: no Ray answers at {address}: nothing came "):
+            RayLauncher(address)
+    require_gone(descendants(os.getpid()) - running - _keeper(), set(), 0)
+
+
 def test_ray_listens_on_loopback_only_and_asks_for_a_token(launcher: RayLauncher) -> None:
     found = listening_addresses(descendants(os.getpid()))
     # 127.0.0.1, and the same within IPv6; all of Ray's servers are one of them.
@@ -258,11 +269,13 @@ def _actors() -> list[int]:
 
 def _ray_process(name: str) -> int:
     """The number of the newest of Ray's own processes of that name."""
-    for pid in sorted(descendants(os.getpid()), reverse=True):
+    begun: dict[int, int] = {}  # by their start: numbers begin anew after 32,768 processes and threads
+    for pid in descendants(os.getpid()):
         with contextlib.suppress(OSError):
             if Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[0].endswith(b"/" + name.encode()):
-                return pid
-    raise AssertionError(f"no {name} runs")
+                begun[int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])] = pid
+    assert begun, f"no {name} runs"
+    return begun[max(begun)]
 
 
 def test_a_ray_of_our_own_that_dies_or_hangs_is_noticed_and_started_again() -> None:
