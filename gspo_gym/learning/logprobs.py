@@ -18,6 +18,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from gspo_gym.errors import ConfigError, RecordError
 from gspo_gym.learning.collective import Collective, OneProcess, Work, device_of
 from gspo_gym.learning.head import ChunkedHead, OutputHead
+from gspo_gym.learning.norms import quicken_norms
 from gspo_gym.learning.prefixes import PrefixSharing
 from gspo_gym.learning.sequence import SequenceSharing
 from gspo_gym.learning.settings import DEFAULT_LOGITS_BYTES
@@ -94,6 +95,7 @@ class LogprobComputer:
         self._dropouts = adapter_dropouts(model)
         self._drops_out = False
         device = device_of(model, self.collective)
+        quicken_norms(self._parts.decoder)
         vocab_size = _probe(model, self._parts, self.collective.forward, device)
         self.has_dropout = any(dropout.p > 0 for dropout in self._dropouts)
         reason = "the dropout of its adapter draws by row" if self.has_dropout else None
