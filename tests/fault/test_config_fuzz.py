@@ -23,7 +23,7 @@ from gspo_gym.config.words import HINTS
 from gspo_gym.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
-NUM_CONFIGS = 2_000
+NUM_CONFIGS = 1_000
 NUM_PARTS = 4  # so that one failure does not hide the others, and parts can run side by side
 LINE = re.compile(r"(?P<source>command line|/\S+): (?P<key>[^:]+): .+")
 LEAVES = leaf_keys()
@@ -278,4 +278,4 @@ def test_every_spoilt_configuration_is_a_plan_or_an_error_that_names_its_key(par
             require_plan(config, values)
     print(f"part {part}: {dict(counts)}")
     assert counts["valid"] + counts["refused"] == NUM_CONFIGS // NUM_PARTS
-    assert counts["valid"] > 80
+    assert counts["valid"] > 40
