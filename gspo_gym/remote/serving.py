@@ -14,9 +14,8 @@ import threading
 from collections.abc import Iterator
 from types import TracebackType
 
-import h11
 import uvicorn
-from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from gspo_gym.base.settings import is_loopback
 from gspo_gym.errors import ConfigError, UsageError
@@ -63,8 +62,7 @@ def server_for(app: App) -> uvicorn.Server:
         log_config=None,
         access_log=False,
         lifespan="on",
-        http=_PatientProtocol,  # on h11: its other parser, where that is installed, keeps headers without a limit
-        h11_max_incomplete_event_size=_MAX_HEADER_BYTES,
+        http=_PatientProtocol,
         ws="websockets-sansio",  # its other one is deprecated by websockets 14
         ws_max_size=MAX_BODY_BYTES,
         timeout_graceful_shutdown=_STOP_SECONDS,
@@ -72,10 +70,12 @@ def server_for(app: App) -> uvicorn.Server:
     return uvicorn.Server(config)
 
 
-class _PatientProtocol(H11Protocol):
-    """Uvicorn's protocol with a limit on the wait for a request's head, which uvicorn lacks."""
+class _PatientProtocol(HttpToolsProtocol):
+    """Uvicorn's protocol with limits that it lacks: on the bytes of a request's head, and on the wait for it."""
 
     _head_timer: asyncio.TimerHandle | None = None
+    _is_in_head = True
+    _head_bytes = 0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn has it
         """Start to wait for a head."""
@@ -85,16 +85,30 @@ class _PatientProtocol(H11Protocol):
     def data_received(self, data: bytes) -> None:
         """Read a part of a head, or of a body, for which the application has a time limit."""
         super().data_received(data)
-        is_in_head = self.conn.their_state is h11.IDLE and self.conn.our_state is h11.IDLE
-        if not is_in_head:
-            self._stop_waiting()
-        elif self._head_timer is None:
-            self._await_head()
+        if self._is_in_head and not self.transport.is_closing():
+            self._head_bytes += len(data)  # the parser keeps a header until its end has come
+            if self._head_bytes > _MAX_HEADER_BYTES:
+                self.send_400_response("The head of the request is too large.")
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Stop waiting."""
         self._stop_waiting()
         super().connection_lost(exc)
+
+    def on_message_begin(self) -> None:
+        """A head begins; the first one's time began with the connection."""
+        super().on_message_begin()
+        self._is_in_head, self._head_bytes = True, 0
+        if self._head_timer is None:
+            self._await_head()
+
+    def on_headers_complete(self) -> None:
+        """A head has come; one that is too large is not told to the application."""
+        self._stop_waiting()
+        self._is_in_head = False
+        if len(self.url) + sum(len(name) + len(value) for name, value in self.headers) > _MAX_HEADER_BYTES:
+            raise ValueError("the head of the request is too large")  # the parser's caller answers 400
+        super().on_headers_complete()
 
     def _await_head(self) -> None:
         self._head_timer = self.loop.call_later(_HEAD_SECONDS, self.transport.close)
