@@ -41,8 +41,11 @@ class RmsNorm(torch.autograd.Function):
 def quicken_norms(decoder: nn.Module) -> int:
     """Give the decoder's RMS norms this forward pass where it computes what theirs does; return how many have it.
 
-    On a processor and in float32 only; a module that is moved or converted later computes as before.
+    On a processor and in float32 only; a module that is moved or converted later computes as before. A model that torch
+    compiles is left alone.
     """
+    if any(module._compiled_call_impl is not None for module in decoder.modules()):
+        return 0
     norms = [module for module in decoder.modules() if _is_same(module)]
     for module in norms:
         module.forward = partial(_forward, module)

@@ -93,3 +93,10 @@ def test_another_formula_and_another_precision_are_left_alone() -> None:
     ours, theirs = ours.to(torch.bfloat16), theirs.to(torch.bfloat16)
     x = inputs(4, 8, dtype=torch.bfloat16)
     assert torch.equal(ours(x), theirs(x))
+
+
+@pytest.mark.filterwarnings("ignore")  # torch's compiler uses deprecated parts of torch
+def test_a_model_that_torch_compiles_is_left_alone() -> None:
+    norms = nn.Sequential(Qwen3RMSNorm(8), Qwen3RMSNorm(8))
+    norms[1].compile()  # which does nothing before its first call
+    assert quicken_norms(norms) == 0
