@@ -41,6 +41,7 @@ class SqlAnalyst(ToolEnv):
         correct_reward: for the right answer, > 0.
         progress_reward: for the first query that reads every table the answer depends on, >= 0.
         error_penalty: subtracted in a turn with a failed call or without any, >= 0.
+        max_errors: such turns, the last of which ends the episode, at least 1; None: they do not end it.
         style: "terse" (the question alone) or "verbose" (with instructions).
 
     Attributes (read by the scripted policies):
@@ -61,6 +62,7 @@ class SqlAnalyst(ToolEnv):
         correct_reward: float = 0.9,
         progress_reward: float = 0.1,
         error_penalty: float = 0.05,
+        max_errors: int | None = None,
         style: Style = "terse",
     ) -> None:
         if level not in LEVELS:
@@ -70,6 +72,8 @@ class SqlAnalyst(ToolEnv):
                 "SqlAnalyst: expected max_steps >= 1, max_rows >= 10 and max_query_seconds > 0, got "
                 f"max_steps={max_steps}, max_rows={max_rows}, max_query_seconds={max_query_seconds}"
             )
+        if max_errors is not None and max_errors < 1:
+            raise ConfigError(f"SqlAnalyst: expected max_errors >= 1 or none, got {max_errors}")
         if not (correct_reward > 0 and progress_reward >= 0 and error_penalty >= 0):
             raise ConfigError(
                 "SqlAnalyst: expected correct_reward > 0, progress_reward >= 0 and error_penalty >= 0, got "
@@ -78,6 +82,7 @@ class SqlAnalyst(ToolEnv):
         if style not in ("terse", "verbose"):
             raise ConfigError(f"SqlAnalyst: expected style 'terse' or 'verbose', got {style!r}")
         self.level, self.max_steps, self.style = level, max_steps, style
+        self._max_errors, self._num_errors = max_errors, 0
         self._max_rows, self._max_query_seconds = max_rows, max_query_seconds
         self._offered = self._checked_tools(tools)
         self._weights = {"correct": correct_reward, "progress": progress_reward, "error": -error_penalty}
@@ -140,7 +145,7 @@ class SqlAnalyst(ToolEnv):
         self._database, self.tables = database, database.tables
         self.question = draw_question(self.level, world, self.np_random, database.query)
         self.needed_tables = database.query(self.question.gold_sql).tables_read
-        self._has_progressed = False
+        self._has_progressed, self._num_errors = False, 0
         if self.style == "terse":
             return self.question.text
         return (
@@ -154,6 +159,10 @@ class SqlAnalyst(ToolEnv):
     def end_turn(self) -> None:
         if self.num_failed_calls or not self.num_calls:
             self.add_reward(Reward.weighted({"error": 1.0}, self._weights))
+            self._num_errors += 1
+            if self._num_errors == self._max_errors:
+                self.finish(Reward({}, success=False))
+                return
         if self.num_turns >= self.max_steps:
             self.finish(Reward({}, success=False), truncated=True)
 

@@ -285,6 +285,17 @@ def test_the_tools_offered_can_be_fewer_and_the_players_keep_to_them() -> None:
     assert turn(env, calls(("list_tables", {})))[1] == {"error": -0.05}
 
 
+def test_the_last_error_that_is_allowed_ends_the_episode() -> None:
+    env = SqlAnalyst(level="tiny", max_errors=2)
+    for seed in (0, 1):  # errors are counted anew in each episode
+        env.reset(seed=seed)
+        assert turn(env, Message("assistant", "7"))[1:] == ({"error": -0.05}, False, False)
+        assert turn(env, query("SELECT 1"))[1:] == ({}, False, False)
+        _, reward, terminated, truncated, _ = env.step(query("SELECT sum(n) FROM cow"))
+        assert (dict(reward.terms), reward.success) == ({"error": -0.05}, False)
+        assert (terminated, truncated) == (True, False)
+
+
 def test_the_tools_take_few_bytes_of_a_prompt() -> None:
     schemas = [tool.schema for tool in SqlAnalyst().tools]
     assert [schema["function"]["name"] for schema in schemas] == ["list_tables", "describe", "query", "answer"]
@@ -328,6 +339,7 @@ def test_stepping_outside_an_episode_is_an_error() -> None:
     [
         ({"level": "esay"}, UnknownNameError, "did you mean 'easy'?"),
         ({"max_steps": 0}, ConfigError, "expected max_steps >= 1.*got max_steps=0"),
+        ({"max_errors": 0}, ConfigError, "expected max_errors >= 1 or none, got 0"),
         ({"max_rows": 9}, ConfigError, "max_rows >= 10.*max_rows=9"),
         ({"max_query_seconds": 0.0}, ConfigError, "max_query_seconds > 0.*max_query_seconds=0.0"),
         ({"correct_reward": 0.0}, ConfigError, "expected correct_reward > 0.*correct_reward=0.0"),
