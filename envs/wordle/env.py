@@ -18,7 +18,7 @@ from gspo_gym.env.rewards import Reward
 from gspo_gym.errors import ConfigError
 
 from .marks import ABSENT, ELSEWHERE, IN_PLACE, marks, possible
-from .policies import entropy_player, random_words
+from .policies import entropy_player, kept_letters, random_words
 from .words import WordList, bundled_words, word_list
 
 Style = Literal["terse", "verbose"]
@@ -58,7 +58,11 @@ class Wordle(TextEnv):
 
     isolation = "thread"
     any_thread = True
-    policies: ClassVar[Mapping[str, PolicyFactory]] = {"reference": entropy_player, "random": random_words}
+    policies: ClassVar[Mapping[str, PolicyFactory]] = {
+        "reference": entropy_player,
+        "random": random_words,
+        "kept_letters": kept_letters,
+    }
 
     def __init__(
         self,

@@ -11,7 +11,7 @@ import numpy as np
 from gspo_gym.env.core import ScriptedPolicy
 from gspo_gym.types import Message
 
-from .marks import Letters, codes, letters_of, possible
+from .marks import IN_PLACE, Letters, codes, letters_of, possible
 
 _MAX_TRIED = 1_000  # guesses weighed against each other; more words than that only make the first guess slow
 
@@ -32,6 +32,17 @@ def entropy_player(env: Any, _rng: np.random.Generator) -> ScriptedPolicy:
 def random_words(env: Any, rng: np.random.Generator) -> ScriptedPolicy:
     """Any of the answers, whatever was heard."""
     return lambda _messages: str(rng.choice(env.words.answers))
+
+
+def kept_letters(env: Any, rng: np.random.Generator) -> ScriptedPolicy:
+    """Any of the answers that keep the letters which were in place in the last guess, whatever else was heard."""
+
+    def play(_messages: Sequence[Message]) -> str:
+        guess, mark = env.heard[-1] if env.heard else ("", "")
+        kept = [place for place, sign in enumerate(mark) if sign == IN_PLACE]
+        return str(rng.choice([word for word in env.words.answers if all(word[at] == guess[at] for at in kept)]))
+
+    return play
 
 
 @functools.lru_cache(maxsize=4096)  # episodes share their first guesses, and the first of all is the slowest by far

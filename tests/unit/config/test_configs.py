@@ -32,6 +32,7 @@ def test_there_are_configs_for_each_bundled_environment_and_a_hub_model():
         "Homestead",
         "SqlAnalyst",
         "TicTacToe",
+        "Wordle",
     }
     assert "Qwen/Qwen3-0.6B" in {config.model.base for config in configs}
 

@@ -173,6 +173,19 @@ def test_the_reference_earns_the_top_and_random_guesses_do_not() -> None:
         assert total == pytest.approx(1.0) if name == "reference" else env.reward_range[0] <= total < 1.0
 
 
+def test_the_player_who_keeps_letters_keeps_those_in_place_and_varies_the_others() -> None:
+    env = Wordle(words=["".join(letters) for letters in itertools.product("abc", repeat=3)], max_guesses=20)
+    after: set[str] = set()
+    for seed in range(60):
+        env.reset(seed=seed, options={"word": "abc"})
+        player = env.policies["kept_letters"](env, np.random.default_rng(seed))
+        env.step("acb")  # a is in place
+        guess = str(player(()))
+        after.add(guess)
+        assert guess[0] == "a"
+    assert len(after) == 9
+
+
 def test_an_answer_that_could_not_be_read_costs_a_try() -> None:
     env = Wordle(max_guesses=2)
     env.reset(seed=0, options={"word": "these"})
