@@ -17,7 +17,7 @@ from gspo_gym.errors import ConfigError, UnknownNameError, nearest_name
 
 from .database import QueryError, QueryResult, ReadOnlyDatabase, Table, Value
 from .grading import is_correct
-from .policies import look_up_and_answer, random_aggregate
+from .policies import aggregate_of_needed_table, look_up_and_answer, random_aggregate
 from .questions import LEVELS, Level, Question, draw_question
 from .tables import draw_shop, draw_zoo
 
@@ -48,7 +48,11 @@ class SqlAnalyst(ToolEnv):
         question: with its gold SQL. tables: of the database, by name. needed_tables: those that the gold SQL reads.
     """
 
-    policies: ClassVar[Mapping[str, PolicyFactory]] = {"reference": look_up_and_answer, "random": random_aggregate}
+    policies: ClassVar[Mapping[str, PolicyFactory]] = {
+        "reference": look_up_and_answer,
+        "random": random_aggregate,
+        "needed_table": aggregate_of_needed_table,
+    }
     isolation = "process"  # it runs what a model wrote
 
     def __init__(

@@ -34,10 +34,18 @@ def random_aggregate(env: Any, rng: np.random.Generator) -> ScriptedPolicy:
         calls.append(("list_tables", {}))
     if rng.random() < 0.5:
         calls.append(("describe", {"table": str(rng.choice(sorted(env.tables)))}))
-    table = env.tables[str(rng.choice(sorted(env.tables)))]
+    return _plan(env, [*calls, _aggregate_of_one(sorted(env.tables), env, rng)])
+
+
+def aggregate_of_needed_table(env: Any, rng: np.random.Generator) -> ScriptedPolicy:
+    """Queries a random aggregate of a random column of a table that the question needs, and answers what that shows."""
+    return _plan(env, [_aggregate_of_one(sorted(env.needed_tables), env, rng)])
+
+
+def _aggregate_of_one(tables: Sequence[str], env: Any, rng: np.random.Generator) -> Call:
+    table = env.tables[str(rng.choice(tables))]
     column = str(rng.choice([column.name for column in table.columns if column.type != "TEXT"]))
-    sql = f"SELECT {rng.choice(_AGGREGATES)}({column}) FROM {table.name}"
-    return _plan(env, [*calls, ("query", {"sql": sql})])
+    return "query", {"sql": f"SELECT {rng.choice(_AGGREGATES)}({column}) FROM {table.name}"}
 
 
 def _plan(env: Any, calls: Sequence[Call]) -> ScriptedPolicy:

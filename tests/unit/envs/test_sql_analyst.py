@@ -242,6 +242,15 @@ def test_random_play_is_legal_and_far_from_the_top(level: str) -> None:
 
 
 @pytest.mark.parametrize("level", LEVELS)
+def test_the_player_of_the_needed_table_reads_one_that_the_question_needs(level: str) -> None:
+    env = SqlAnalyst(level=level)
+    for seed in range(40):
+        messages, _, _ = play(env, "needed_table", seed)
+        table = str(messages[1].tool_calls[0].arguments["sql"]).split()[-1]
+        assert table in env.needed_tables
+
+
+@pytest.mark.parametrize("level", LEVELS)
 def test_the_same_seed_gives_the_same_episode(level: str) -> None:
     first, second = SqlAnalyst(level=level), SqlAnalyst(level=level)
     second.reset(seed=77)
