@@ -90,6 +90,13 @@ class _PatientProtocol(HttpToolsProtocol):
             if self._head_bytes > _MAX_HEADER_BYTES:
                 self.send_400_response("The head of the request is too large.")
 
+    def send_400_response(self, msg: str) -> None:
+        """Refuse what cannot be read; a whole request before it is answered first, and nothing after it."""
+        if self.cycle is not None and not self.cycle.more_body and not self.cycle.response_complete:
+            self.cycle.keep_alive = False
+        else:
+            super().send_400_response(msg)
+
     def connection_lost(self, exc: Exception | None) -> None:
         """Stop waiting."""
         self._stop_waiting()
