@@ -208,17 +208,19 @@ class ProcessServer:
 
 
 class ProcessPool:
-    """Idle workers, waiting for their next episode; at most `max_idle` are kept, over all kinds.
+    """Idle workers, waiting for their next episode; of all kinds as many as have ever been in use at once.
+
+    So a batch of episodes forks nothing that the one before it had forked.
 
     Attributes:
         counts: numbers of workers "started", "reused", "killed", "died", "replaced" and "retired" so far.
     """
 
-    def __init__(self, *, max_idle: int = 64) -> None:
+    def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
-        self._max_idle = max_idle
+        self._most_used = 0
         self._server = ProcessServer()
-        self._lock = threading.Lock()
+        self._lock, self._forking = threading.Lock(), threading.Lock()
         self._idle: list[WorkerProcess] = []  # longest idle first
         self._used: set[WorkerProcess] = set()
 
@@ -230,23 +232,17 @@ class ProcessPool:
         """Return an idle worker of this kind (its imports and limits), or a new one; blocks."""
         if not is_supported():
             raise ConfigError(f'worker processes need Linux, this is {sys.platform}; set isolation to "thread"')
-        while (worker := self._take_idle(kind)) is not None:
-            if worker.channel.is_silent:
-                self.counts["reused"] += 1
-                return worker
-            self.discard(worker, "died")  # while idle, such as by the kernel's out-of-memory killer
-        pid, connection = self._server.fork(memory_limit_mb)
-        worker = WorkerProcess(self._server, pid, Channel(connection, max_bytes=MAX_ANSWER_BYTES), kind)
-        with self._lock:
-            self._used.add(worker)
-        self.counts["started"] += 1
+        worker = self._take_idle(kind)
+        if worker is None:
+            with self._forking:  # in turn, as the server forks; an episode may have ended meanwhile
+                worker = self._take_idle(kind) or self._start(kind, memory_limit_mb)
         return worker
 
     def give_back(self, worker: WorkerProcess) -> None:  # which has nothing open
         with self._lock:
             self._used.discard(worker)
             self._idle.append(worker)
-            too_many = self._idle.pop(0) if len(self._idle) > self._max_idle else None
+            too_many = self._idle.pop(0) if len(self._idle) > self._most_used else None
         if too_many is not None:
             self.discard(too_many, "retired")
 
@@ -272,16 +268,37 @@ class ProcessPool:
             worker.channel.close()
         self._server.hang_up()
         self._server = ProcessServer()
-        self.counts, self._lock, self._idle, self._used = Counter(), threading.Lock(), [], set()
+        self.counts, self._idle, self._used = Counter(), [], set()
+        self._lock, self._forking = threading.Lock(), threading.Lock()
+
+    def _start(self, kind: tuple[Any, ...], memory_limit_mb: int) -> WorkerProcess:
+        pid, connection = self._server.fork(memory_limit_mb)
+        worker = WorkerProcess(self._server, pid, Channel(connection, max_bytes=MAX_ANSWER_BYTES), kind)
+        with self._lock:
+            self._use(worker)
+        self.counts["started"] += 1
+        return worker
 
     def _take_idle(self, kind: tuple[Any, ...]) -> WorkerProcess | None:
+        while (worker := self._take_last(kind)) is not None:
+            if worker.channel.is_silent:
+                self.counts["reused"] += 1
+                return worker
+            self.discard(worker, "died")  # while idle, such as by the kernel's out-of-memory killer
+        return None
+
+    def _take_last(self, kind: tuple[Any, ...]) -> WorkerProcess | None:
         with self._lock:
             for worker in reversed(self._idle):  # the last used is most likely in the caches
                 if worker.kind == kind:
                     self._idle.remove(worker)
-                    self._used.add(worker)
+                    self._use(worker)
                     return worker
         return None
+
+    def _use(self, worker: WorkerProcess) -> None:
+        self._used.add(worker)
+        self._most_used = max(self._most_used, len(self._used))
 
 
 def is_supported() -> bool:

@@ -21,7 +21,7 @@ from gspo_gym.env.workers.pool import ProcessPool, WorkerProcess
 
 @pytest.fixture
 def pool() -> Iterator[ProcessPool]:
-    pool = ProcessPool(max_idle=2)
+    pool = ProcessPool()
     yield pool
     pool.close()
 
@@ -50,13 +50,18 @@ def test_a_worker_is_given_again_to_its_own_kind_only(pool: ProcessPool) -> None
     assert pool.counts == {"started": 2, "reused": 1}
 
 
-def test_of_too_many_idle_workers_the_longest_waiting_ends(pool: ProcessPool) -> None:
+def test_as_many_wait_as_were_in_use_at_once_and_beyond_that_the_longest_waiting_ends(pool: ProcessPool) -> None:
     workers = [lease(pool) for _ in range(3)]
     for worker in workers:
         pool.give_back(worker)
-    assert pool.num_idle == 2
+    assert pool.num_idle == 3
+    assert lease(pool) is workers[2]
+    pool.give_back(workers[2])
+    other = lease(pool, "b")  # a fourth, but one at a time
+    pool.give_back(other)
+    assert pool.num_idle == 3
     assert status_of(workers[0].kill()) == signal.SIGKILL
-    assert pool.counts["retired"] == 1
+    assert pool.counts == {"started": 4, "reused": 1, "retired": 1}
     assert answers(lease(pool))
 
 
