@@ -18,7 +18,7 @@ from gspo_gym.env.workers.sandbox import require_confinement
 from gspo_gym.errors import ConfigError, UnknownNameError, nearest_name
 
 from .grading import Verdicts, run_own_tests, run_tests
-from .policies import random_change, undo_the_bugs
+from .policies import random_change, right_kind, undo_the_bugs
 from .tasks import CASES, HELD_OUT, TRAINING, Task, Test, draw_task
 from .tiny import FUNCTIONS, draw_tiny_task, operator_in
 
@@ -60,7 +60,11 @@ class CodeRepair(ToolEnv):
         task: with its solution and hidden tests. path: the file that may be edited. source: its text now.
     """
 
-    policies: ClassVar[Mapping[str, PolicyFactory]] = {"reference": undo_the_bugs, "random": random_change}
+    policies: ClassVar[Mapping[str, PolicyFactory]] = {
+        "reference": undo_the_bugs,
+        "random": random_change,
+        "right_kind": right_kind,
+    }
     isolation = "process"  # it reads what comes out of a sandbox
     confinement = "run in a sandbox"
 

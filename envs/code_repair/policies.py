@@ -11,7 +11,7 @@ from gspo_gym.env.core import ScriptedPolicy
 from gspo_gym.types import Message, ToolCall
 
 from .mutations import edits_of
-from .tiny import FAMILIES, operator_in
+from .tiny import FAMILIES, operator_in, operators_of_kind
 
 Call = tuple[str, Mapping[str, Any]]
 
@@ -38,16 +38,33 @@ def random_change(env: Any, rng: np.random.Generator) -> ScriptedPolicy:
     One file in two is written whole, so that every tool for editing has a player. At level tiny the change is to
     another operator of the same family.
     """
-    source = env.task.source
     if env.level == "tiny":
-        old = operator_in(source)
-        others = [each for each in FAMILIES[env.task.visible[0].call[0]].operators.values() if each != old]
-        new = others[int(rng.integers(len(others)))]
-        if "fix" in _offered(env):
-            return _plan(env, [("fix", {"new": new})])
-    else:
-        changes = [change for found in edits_of(source).values() for change in found]
-        old, new = smallest_change(source, changes[int(rng.integers(len(changes)))].applied_to(source))
+        return _change_operator(env, tuple(FAMILIES[_function(env)].operators.values()), rng)
+    source = env.task.source
+    changes = [change for found in edits_of(source).values() for change in found]
+    old, new = smallest_change(source, changes[int(rng.integers(len(changes)))].applied_to(source))
+    return _change(env, old, new, rng)
+
+
+def right_kind(env: Any, rng: np.random.Generator) -> ScriptedPolicy:
+    """As `random_change`; at level tiny the other operator gives what the function's name asks for: a number, a truth."""
+    if env.level == "tiny":
+        return _change_operator(env, operators_of_kind(_function(env)), rng)
+    return random_change(env, rng)
+
+
+def _function(env: Any) -> str:
+    name: str = env.task.visible[0].call[0]
+    return name
+
+
+def _change_operator(env: Any, operators: Sequence[str], rng: np.random.Generator) -> ScriptedPolicy:
+    old = operator_in(env.task.source)
+    new = str(rng.choice([each for each in operators if each != old]))
+    return _plan(env, [("fix", {"new": new})]) if "fix" in _offered(env) else _change(env, old, new, rng)
+
+
+def _change(env: Any, old: str, new: str, rng: np.random.Generator) -> ScriptedPolicy:
     tests: list[Call] = [("run_tests", {})] if rng.random() < 0.5 else []
     edit = _edit(env, old, new, is_whole=bool(rng.random() < 0.5))
     return _plan(env, [("read_file", {"path": env.path}), edit, *tests, ("submit", {})])

@@ -62,6 +62,7 @@ OF_LIST = Family(
     {"largest": "max", "smallest": "min", "total": "sum", "length": "len"},
     held_out=2,
 )
+_OF_TRUTH = ("<", ">", "==")
 FAMILIES: Mapping[str, Family] = {name: family for family in (OF_TWO, OF_LIST) for name in family.operators}
 FUNCTIONS = tuple(FAMILIES)
 
@@ -91,6 +92,16 @@ def wrong_operators(name: str, *, is_held_out: bool) -> tuple[str, ...]:
     right = operators.index(family.operators[name])
     held_out = operators[(right + family.held_out) % len(operators)]
     return (held_out,) if is_held_out else tuple(each for each in operators if each not in (operators[right], held_out))
+
+
+def operators_of_kind(name: str) -> tuple[str, ...]:
+    """Return the operators that give the kind of value that a function is named for: a number or a truth.
+
+    >>> operators_of_kind("below"), operators_of_kind("total")
+    (('<', '>', '=='), ('max', 'min', 'sum', 'len'))
+    """
+    operators = tuple(FAMILIES[name].operators.values())
+    return tuple(each for each in operators if (each in _OF_TRUTH) == (FAMILIES[name].operators[name] in _OF_TRUTH))
 
 
 def operator_in(source: str) -> str:

@@ -21,7 +21,7 @@ from gspo_gym.types import Message
 from . import rules, tiny
 from .cases import SCENARIOS, Case, Task, draw_case, facts_of_order
 from .customer import ModelCustomer, ScriptedCustomer
-from .policies import by_the_book, random_clerk
+from .policies import by_the_book, random_clerk, right_closer
 from .rules import Reason, Resolution, Step, TicketKind
 from .shop import Purchase, Shop, ShopError
 
@@ -46,12 +46,13 @@ class SupportDesk(ToolEnv):
             known, for the first call about their order.
         violation_penalty: subtracted in a turn in which a rule was broken, >= 0.
         error_penalty: subtracted in a turn with a failed call, >= 0.
+        max_errors: such turns, the last of which ends the episode, at least 1; None: they do not end it.
 
     Attributes (read by the scripted policies):
         case: with what is right. price_cents: of the article that it is about. violations: the rules broken so far.
     """
 
-    policies: ClassVar[Mapping[str, PolicyFactory]] = {"reference": by_the_book, "random": random_clerk}
+    policies: ClassVar[Mapping[str, PolicyFactory]] = {"reference": by_the_book, "random": random_clerk, "right_closing": right_closer}
     isolation = "thread"
     case: Case
     price_cents: int = 0
@@ -73,6 +74,7 @@ class SupportDesk(ToolEnv):
         identity_reward: float = 0.1,
         violation_penalty: float = 0.1,
         error_penalty: float = 0.02,
+        max_errors: int | None = None,
     ) -> None:
         if level not in _LEVELS:
             raise UnknownNameError(f"SupportDesk: unknown level {level!r}; {nearest_name(level, _LEVELS)}")
@@ -82,6 +84,8 @@ class SupportDesk(ToolEnv):
             raise ConfigError(f"SupportDesk: task={task!r} has no effect at level 'tiny'; remove it")
         if max_steps < 1:
             raise ConfigError(f"SupportDesk: expected max_steps >= 1, got {max_steps}")
+        if max_errors is not None and max_errors < 1:
+            raise ConfigError(f"SupportDesk: expected max_errors >= 1 or none, got {max_errors}")
         if not (solved_reward > 0 and identity_reward >= 0 and violation_penalty >= 0 and error_penalty >= 0):
             raise ConfigError(
                 "SupportDesk: expected solved_reward > 0 and the others >= 0, got "
@@ -89,6 +93,7 @@ class SupportDesk(ToolEnv):
                 f"violation_penalty={violation_penalty}, error_penalty={error_penalty}"
             )
         self.level, self.task, self.max_steps = level, task, max_steps
+        self._max_errors = max_errors
         self._weights = {
             "solved": solved_reward,
             "identity": identity_reward,
@@ -260,6 +265,10 @@ class SupportDesk(ToolEnv):
         self._charge_violation()
         if self.num_failed_calls:
             self.add_reward(Reward.weighted({"error": 1.0}, self._weights))
+            self._num_errors += 1
+            if self._num_errors == self._max_errors:
+                self.finish(Reward({}, success=False))
+                return
         if self.num_turns >= self.max_steps:
             self.finish(Reward({}, success=False), truncated=True)
 
@@ -279,6 +288,7 @@ class SupportDesk(ToolEnv):
         self._steps = []
         self._looked_up = set()
         self._has_violated = False
+        self._num_errors = 0
 
     def _open_shop(self) -> Shop:
         assert self._shop is not None, "tools are called only while an episode is played"

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 
 from gspo_gym.env.core import ScriptedPolicy
 from gspo_gym.types import Message, ToolCall
 
-from .rules import STEPS
+from .rules import STEPS, Resolution
 
 Move = str | tuple[str, Mapping[str, Any]]  # words, or a call
 
@@ -21,10 +21,8 @@ def by_the_book(env: Any, _rng: np.random.Generator) -> ScriptedPolicy:
     `env` is a `SupportDesk` after `reset` (Any: `PolicyFactory` fixes the type).
     """
     case = env.case
-    if env.level == "tiny":
-        return _plan([*case.calls, ("close", {"how": case.resolution})])
-    moves: list[Move] = [*_verification(env), *case.calls]
-    return _plan([*moves, ("close_case", {"resolution": case.resolution})])
+    asking = [] if env.level == "tiny" else _verification(env)
+    return _plan([*asking, *case.calls, _close(env, case.resolution)])
 
 
 def random_clerk(env: Any, rng: np.random.Generator) -> ScriptedPolicy:
@@ -32,10 +30,19 @@ def random_clerk(env: Any, rng: np.random.Generator) -> ScriptedPolicy:
 
     At level "tiny" it makes a random call for the order and closes in a random way.
     """
+    moves = _random_moves(env, rng)
+    return _plan([*moves, _close(env, str(rng.choice(get_args(Resolution))))])
+
+
+def right_closer(env: Any, rng: np.random.Generator) -> ScriptedPolicy:
+    """Does what `random_clerk` does, and closes as the policy asks for."""
+    return _plan([*_random_moves(env, rng), _close(env, env.case.resolution)])
+
+
+def _random_moves(env: Any, rng: np.random.Generator) -> list[Move]:
     if env.level == "tiny":
         action = str(rng.choice(["look", "refund", "replace", "credit", "escalate"]))
-        how = str(rng.choice(["resolved", "declined", "handed_over"]))
-        return _plan([(action, {"id": env.case.order_id}), ("close", {"how": how})])
+        return [(action, {"id": env.case.order_id})]
     order = {"order_id": env.case.order_id}
     price = env.price_cents
     things: list[Move] = [
@@ -50,8 +57,11 @@ def random_clerk(env: Any, rng: np.random.Generator) -> ScriptedPolicy:
     moves = [*_verification(env), ("get_order", order)]
     if rng.random() < 0.5:
         moves.append(things[int(rng.integers(len(things)))])
-    resolution = str(rng.choice(["resolved", "declined", "handed_over"]))
-    return _plan([*moves, ("close_case", {"resolution": resolution})])
+    return moves
+
+
+def _close(env: Any, resolution: str) -> Move:
+    return ("close", {"how": resolution}) if env.level == "tiny" else ("close_case", {"resolution": resolution})
 
 
 def _verification(env: Any) -> list[Move]:

@@ -112,14 +112,14 @@ def draw_tiny_case(rng: np.random.Generator, shop: Shop, *, is_held_out: bool) -
 
 
 def order_numbers(*, is_held_out: bool) -> list[int]:
-    """Return the numbers of two digits that orders have; those of held-out seeds have a sum of digits that 5 divides.
+    """Return the numbers of three digits that orders have; those of held-out seeds have a sum of digits that 5 divides.
 
     Any digit can stand at any place on both sides.
 
     >>> order_numbers(is_held_out=True)[:3], order_numbers(is_held_out=False)[:3]
-    ([14, 19, 23], [10, 11, 12])
+    ([104, 109, 113], [100, 101, 102])
     """
-    return [number for number in range(10, 100) if (sum(map(int, str(number))) % 5 == 0) == is_held_out]
+    return [number for number in range(100, 1000) if (sum(map(int, str(number))) % 5 == 0) == is_held_out]
 
 
 class Desk(Protocol):

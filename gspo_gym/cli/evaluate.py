@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from gspo_gym.base.files import PartFile, require_writable, write_output
 from gspo_gym.base.loops import run_to_end
 from gspo_gym.base.settings import parse_seeds
-from gspo_gym.cli.command_line import Parser, exit_code_of, interrupted_by_signals, parse_and_run
+from gspo_gym.cli.command_line import Parser, exit_code_of, importing, interrupted_by_signals, parse_and_run
 from gspo_gym.cli.train import add_task_url
 from gspo_gym.config.build.apps import environment_ids
 from gspo_gym.config.build.judge import build_judging
@@ -84,6 +84,8 @@ def run_command(arguments: argparse.Namespace) -> int:
         # Else the file's instances would cut the list.
         overrides += [f"evaluation.instances={len(parse_seeds(arguments.seeds))}"]
     config = load_config(arguments.config, with_task_url(overrides, arguments.task_url, os.environ))
+    with importing():
+        from gspo_gym.config.build import preflight  # noqa: F401  # and all that it needs
     names = [arguments.model or model_name(config)] + ([arguments.against] if arguments.against else [])
     names = list(dict.fromkeys(names))  # --against may name the same model
     part = _part_file(arguments, config, names)

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from gspo_gym.base.files import make_folder, writing
-from gspo_gym.cli.command_line import Parser, parse_and_run
+from gspo_gym.cli.command_line import Parser, importing, parse_and_run
 from gspo_gym.cluster.launcher import sit_down, take_seat
 from gspo_gym.config.run_config import RunConfig, load_config
 from gspo_gym.config.sections import with_task_url
@@ -75,6 +75,8 @@ def run_command(arguments: argparse.Namespace) -> int:
     if arguments.json:
         raise UsageError("train: --json is for --detach; a run's numbers are in its metrics.jsonl")
     console = Console()
+    with importing():
+        from gspo_gym.cli import run  # noqa: F401  # what `run_training` needs
     summary = run_training(config, resume=arguments.resume, set_aside=arguments.set_aside, console=console)
 
     print_run_report(console, config.run_folder, summary)

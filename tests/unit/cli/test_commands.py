@@ -7,6 +7,8 @@ traceback, what --json writes, and what `env play` shows.
 import argparse
 import ast
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import gymnasium
@@ -201,3 +203,37 @@ def test_every_parser_of_the_project_is_made_without_abbreviations():
             if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("ArgumentParser"):
                 calls.append((path.name, [ast.unparse(word) for word in node.keywords]))
     assert [name for name, words in calls if "allow_abbrev=False" not in words] == []
+
+
+def test_a_command_imports_torch_without_looking_for_garbage_and_looks_afterwards():
+    program = """
+import gc, sys
+collections = []
+gc.callbacks.append(lambda phase, info: collections.append("torch" in sys.modules))
+from gspo_gym.cli.command_line import importing
+before = len(collections)
+with importing():
+    import torch
+print(len(collections) - before, gc.isenabled(), gc.get_freeze_count() > 10_000)
+frozen = gc.get_freeze_count()
+with importing():
+    kept = [[]]
+print(gc.isenabled(), gc.get_freeze_count() == frozen)
+"""
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert ended.stdout.splitlines() == ["0 True True", "True True"]
+
+
+@pytest.mark.parametrize("command", ["train", "evaluate"])
+def test_the_commands_that_compute_import_so(command, tmp_path):
+    """Nothing that imports torch is imported before, and all of it within."""
+    program = f"""
+import gc, sys
+from gspo_gym.cli.main import main
+try:
+    main([{command!r}, "configs/quickstart.toml", "model.base=/nowhere", "run.folder={tmp_path}"])
+finally:
+    print(gc.get_freeze_count() > 200_000, gc.isenabled())
+"""
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert ended.stdout.splitlines()[-1:] == ["True True"], ended.stderr

@@ -152,6 +152,26 @@ def test_the_same_repair_for_every_task_earns_as_little_as_random_play(operator:
     assert solved / 120 < 0.2  # one function in twelve; random play within a family: 8/12 * 1/7 + 4/12 * 1/3 = 0.21
 
 
+@pytest.mark.parametrize(
+    ("functions", "kind"),
+    [
+        (("sum", "difference", "product", "quotient", "remainder"), {"+", "-", "*", "//", "%"}),
+        (("below", "above", "same"), {"<", ">", "=="}),
+        (("largest", "smallest", "total", "length"), {"max", "min", "sum", "len"}),
+    ],
+)
+def test_the_player_of_the_right_kind_tries_every_other_operator_of_its_kind(
+    functions: tuple[str, ...], kind: set[str]
+) -> None:
+    env, rng = CodeRepair(level="tiny"), np.random.default_rng(0)
+    for function in functions:
+        env.reset(seed=FIRST_TRAINING_SEED, options={"function": function})
+        [call] = {env.policies["right_kind"](env, rng)([]).tool_calls[0].name for _ in range(3)}
+        tried = {env.policies["right_kind"](env, rng)([]).tool_calls[0].arguments["new"] for _ in range(100)}
+        assert call == "fix"
+        assert tried == kind - {operator_in(env.source)}
+
+
 def test_held_out_bugs_are_never_seen_in_training_but_their_operators_are() -> None:
     assert {name: family.operators[name] for name, family in FAMILIES.items()} == RIGHT
     for family in (OF_TWO, OF_LIST):
@@ -173,7 +193,7 @@ def test_held_out_bugs_are_never_seen_in_training_but_their_operators_are() -> N
 @pytest.mark.parametrize("tools", [None, TWO_TOOLS])
 def test_the_reference_earns_the_top_and_random_play_is_legal(seed: int, tools: tuple[str, ...] | None) -> None:
     num_turns = 2 if tools else 1
-    for policy, top in (("reference", 1.0), ("random", None)):
+    for policy, top in (("reference", 1.0), ("random", None), ("right_kind", None)):
         env = CodeRepair(level="tiny", tools=tools)
         messages = [Message("user", env.reset(seed=seed)[0])]
         player = env.policies[policy](env, np.random.default_rng((seed, 1)))

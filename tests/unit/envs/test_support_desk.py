@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import json
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from typing import Any, get_args
@@ -273,6 +274,39 @@ def test_failed_calls_cost_a_little_and_are_explained() -> None:
     assert dict(reward.terms) == {"error": -0.02}
 
 
+@pytest.mark.parametrize("level", ["full", "tiny"])
+def test_the_last_error_that_is_allowed_ends_the_episode(level: str) -> None:
+    env = SupportDesk(level=level, max_errors=2)
+    close_nothing = ("close" if level == "tiny" else "close_case", {"resolution": "no such"})
+    for seed in (0, 1):  # errors are counted anew in each episode
+        env.reset(seed=seed)
+        assert turn(env, close_nothing)[1:] == ({"error": -0.02}, False)
+        assert turn(env, "Hello")[1:] == ({}, False)
+        _, reward, terminated, truncated, _ = env.step(Message("assistant", "", (ToolCall("c", *close_nothing),)))
+        assert (dict(reward.terms), reward.success) == ({"error": -0.02}, False)
+        assert (terminated, truncated) == (True, False)
+
+
+@pytest.mark.parametrize("level", ["full", "tiny"])
+def test_the_player_of_the_right_closing_errs_in_what_it_does_alone(level: str) -> None:
+    env, actions = SupportDesk(level=level), Counter[str]()
+    for seed in range(60):
+        said, _ = env.reset(seed=seed)
+        player = env.policies["right_closing"](env, np.random.default_rng(seed))
+        messages, terminated = list(said), False
+        while not terminated:
+            action = player(messages)
+            answer, reward, terminated, _, _ = env.step(action)
+            messages += [action, *([Message("user", answer)] if isinstance(answer, str) else answer)]
+            actions[action.tool_calls[0].name if action.tool_calls else "words"] += 1
+        assert action.tool_calls[0].arguments in ({"how": env.case.resolution}, {"resolution": env.case.resolution})
+        if level == "tiny":
+            assert (reward.success is True) == (messages[2].tool_calls[0].name == TINY[env.case.scenario][0])
+    if level == "tiny":  # a fifth each: of 60 draws 12, and 3.1 is one standard deviation
+        assert all(2 <= actions[name] <= 24 for name in ("look", "refund", "replace", "credit", "escalate"))
+    assert actions["close" if level == "tiny" else "close_case"] == 60
+
+
 def test_running_out_of_turns_is_a_truncation() -> None:
     env = desk("order_status", max_steps=1)
     _, reward, terminated, truncated, _ = env.step("Hello")
@@ -391,7 +425,7 @@ def test_at_level_tiny_held_out_orders_have_other_numbers_than_those_of_training
     for first_seed, is_held_out in ((0, True), (2**31, False)):
         for seed in range(first_seed, first_seed + 60):
             env.reset(seed=seed)
-            assert 10 <= env.case.order_id <= 99
+            assert 100 <= env.case.order_id <= 999
             assert (sum(map(int, str(env.case.order_id))) % 5 == 0) == is_held_out
             assert f"#{env.case.order_id}" in env.case.opening
 
@@ -492,6 +526,7 @@ def test_a_model_that_cannot_be_reached_is_a_failure_and_not_a_silent_customer()
         ({"level": "tinny"}, UnknownNameError, "unknown level 'tinny'; did you mean 'tiny'"),
         ({"level": "tiny", "task": "technical_support"}, ConfigError, "no effect at level 'tiny'"),
         ({"max_steps": 0}, ConfigError, "expected max_steps >= 1, got 0"),
+        ({"max_errors": 0}, ConfigError, "expected max_errors >= 1 or none, got 0"),
         ({"solved_reward": 0.0}, ConfigError, "solved_reward=0.0"),
         ({"user": {"modle": "m"}}, ConfigError, "user: expected the fields of ChatModelSettings, got \\['modle'\\]"),
         ({"user": {"model": ""}}, ConfigError, "expected a model's name"),
