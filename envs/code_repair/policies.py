@@ -47,7 +47,7 @@ def random_change(env: Any, rng: np.random.Generator) -> ScriptedPolicy:
 
 
 def right_kind(env: Any, rng: np.random.Generator) -> ScriptedPolicy:
-    """As `random_change`; at level tiny the other operator gives what the function's name asks for: a number, a truth."""
+    """As `random_change`; at level tiny the operator gives what the function's name asks for, a number or a truth."""
     if env.level == "tiny":
         return _change_operator(env, operators_of_kind(_function(env)), rng)
     return random_change(env, rng)

@@ -21,7 +21,7 @@ from gspo_gym.types import Message
 from . import rules, tiny
 from .cases import SCENARIOS, Case, Task, draw_case, facts_of_order
 from .customer import ModelCustomer, ScriptedCustomer
-from .policies import by_the_book, random_clerk, right_closer
+from .policies import apprentice, by_the_book, random_clerk
 from .rules import Reason, Resolution, Step, TicketKind
 from .shop import Purchase, Shop, ShopError
 
@@ -52,7 +52,11 @@ class SupportDesk(ToolEnv):
         case: with what is right. price_cents: of the article that it is about. violations: the rules broken so far.
     """
 
-    policies: ClassVar[Mapping[str, PolicyFactory]] = {"reference": by_the_book, "random": random_clerk, "right_closing": right_closer}
+    policies: ClassVar[Mapping[str, PolicyFactory]] = {
+        "reference": by_the_book,
+        "random": random_clerk,
+        "apprentice": apprentice,
+    }
     isolation = "thread"
     case: Case
     price_cents: int = 0

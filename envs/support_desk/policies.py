@@ -20,9 +20,7 @@ def by_the_book(env: Any, _rng: np.random.Generator) -> ScriptedPolicy:
 
     `env` is a `SupportDesk` after `reset` (Any: `PolicyFactory` fixes the type).
     """
-    case = env.case
-    asking = [] if env.level == "tiny" else _verification(env)
-    return _plan([*asking, *case.calls, _close(env, case.resolution)])
+    return _plan([*_asking(env), *env.case.calls, _close(env, env.case.resolution)])
 
 
 def random_clerk(env: Any, rng: np.random.Generator) -> ScriptedPolicy:
@@ -34,9 +32,12 @@ def random_clerk(env: Any, rng: np.random.Generator) -> ScriptedPolicy:
     return _plan([*moves, _close(env, str(rng.choice(get_args(Resolution))))])
 
 
-def right_closer(env: Any, rng: np.random.Generator) -> ScriptedPolicy:
-    """Does what `random_clerk` does, and closes as the policy asks for."""
-    return _plan([*_random_moves(env, rng), _close(env, env.case.resolution)])
+def apprentice(env: Any, rng: np.random.Generator) -> ScriptedPolicy:
+    """Does what the policy asks for with one chance in three, else what `random_clerk` does; then closes so, too."""
+    is_right, closes_right = rng.random(2) < 1 / 3
+    case = env.case
+    moves = [*_asking(env), *case.calls] if is_right else _random_moves(env, rng)
+    return _plan([*moves, _close(env, case.resolution if closes_right else str(rng.choice(get_args(Resolution))))])
 
 
 def _random_moves(env: Any, rng: np.random.Generator) -> list[Move]:
@@ -54,7 +55,7 @@ def _random_moves(env: Any, rng: np.random.Generator) -> list[Move]:
         ("escalate", {"reason": str(rng.choice(["identity", "large_refund", "safety"]))}),
         ("guide_customer", {"step": STEPS[0]}),
     ]
-    moves = [*_verification(env), ("get_order", order)]
+    moves = [*_asking(env), ("get_order", order)]
     if rng.random() < 0.5:
         moves.append(things[int(rng.integers(len(things)))])
     return moves
@@ -64,8 +65,10 @@ def _close(env: Any, resolution: str) -> Move:
     return ("close", {"how": resolution}) if env.level == "tiny" else ("close_case", {"resolution": resolution})
 
 
-def _verification(env: Any) -> list[Move]:
-    """Asks for what is needed, and verifies what was said."""
+def _asking(env: Any) -> list[Move]:
+    """Asks for what is needed, and verifies what was said; at level "tiny" the customer is known."""
+    if env.level == "tiny":
+        return []
     email, postcode = env.case.caller
     return [
         "What is your e-mail, please?",

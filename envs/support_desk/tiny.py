@@ -36,7 +36,8 @@ class _Scenario:
     """What a customer says, what the order is like, and what is right.
 
     Attributes:
-        sayings: of which one is said, with # and the order's number in place of {}.
+        sayings: of which one is said, with # and the order's number in place of {}: at the end, so close before
+            the call that a model of two layers finds it there.
         days: since delivery, or since the order if it was not delivered; both ends included.
         days_late: of an order under way, both ends included; negative before the promised day; None: it came.
         action: the tool to call.
@@ -52,26 +53,27 @@ class _Scenario:
 
 SCENARIOS: dict[str, _Scenario] = {
     "broken": _Scenario(
-        ("{} came broken.", "Order {} is in pieces.", "{} has a crack."), _ARTICLES, (0, 12), None, "replace",
+        ("It came broken: {}", "In pieces: order {}", "There is a crack in {}"), _ARTICLES, (0, 12), None, "replace",
         "resolved",
     ),
     "late": _Scenario(
-        ("{} is late.", "Still no sign of {}!", "I wait too long for {}."), _ARTICLES, (8, 14), (1, 7), "credit",
+        ("It is late: {}", "Still no sign of {}", "I wait too long for {}"), _ARTICLES, (8, 14), (1, 7), "credit",
         "resolved",
     ),
     "unwanted": _Scenario(
-        ("I do not want {}.", "Money back for {}, please.", "{} is not for me."), _ARTICLES, (1, 30), None, "refund",
+        ("I do not want {}", "Money back, please, for {}", "It is not for me: {}"), _ARTICLES, (1, 30), None, "refund",
         "resolved",
     ),
     "unwanted_for_months": _Scenario(
-        ("Months with {}, now I do not want it.", "Money back for {}, months old.", "{} is not for me after months."),
+        ("After months I do not want {}", "Months old, money back for {}", "It is not for me after months: {}"),
         _ARTICLES, (60, 300), None, "look", "declined",
     ),
     "question": _Scenario(
-        ("Where is {}?", "When does {} come?", "Is {} on its way?"), _ARTICLES, (0, 2), (-6, -1), "look", "resolved"
+        ("Where is {}", "When will it come? {}", "Is it on its way? {}"), _ARTICLES, (0, 2), (-6, -1), "look",
+        "resolved",
     ),
     "danger": _Scenario(
-        ("{} smokes!", "I burnt my hand on {}.", "Fire came out of {}!"), _DEVICES, (5, 400), None, "escalate",
+        ("It smokes! {}", "I burnt my hand on {}", "Fire came out of {}"), _DEVICES, (5, 400), None, "escalate",
         "handed_over",
     ),
 }  # fmt: skip
