@@ -1,7 +1,7 @@
 """Measurements side by side: `python -m benchmarks NAME`, in a checkout; each is in a file of its name.
 
-Machine and load are printed beside the numbers. Those of `engines`, `head`, `prefixes`, `peers` and `quick` can be kept
-(`--keep FILE`) and are then compared with the last ones of the same machine.
+Machine and load are printed beside the numbers. Those of `engines`, `decode`, `head`, `prefixes`, `peers` and `quick`
+can be kept (`--keep FILE`) and are then compared with the last ones of the same machine.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from benchmarks.chaos import Layout, run_chaos
 from benchmarks.checkpoints import run_checkpoints
 from benchmarks.cluster import run_cluster
 from benchmarks.crash import run_crash
+from benchmarks.decode import run_decode
 from benchmarks.engines import run_engines
 from benchmarks.faults import run_faults
 from benchmarks.head import run_head
@@ -86,6 +87,7 @@ KEPT: Mapping[str, Callable[[Arguments], tuple[int, list[Value]]]] = {
         0,
         run_engines(a.model, dtype=a.dtype, num_episodes=a.episodes or 64, repeats=a.repeats),
     ),
+    "decode": lambda a: (0, run_decode(a.model, repeats=a.repeats)),
     "cluster": lambda a: (0, run_cluster(a.model, repeats=a.repeats, threads=a.threads)),
     "head": lambda a: run_head(repeats=a.repeats, threads=a.threads),
     "prefixes": lambda a: (0, run_prefixes(a.model, a.files, repeats=a.repeats)),

@@ -25,12 +25,14 @@ def stand_in(path):
 def test_there_are_configs_for_each_bundled_environment_and_a_hub_model():
     configs = [load_config(path) for path in CONFIGS]
     assert {config.rollout.env_name for config in configs} == {
+        "CodeRepair",
         "Countdown",
         "Dataset",
         "FrozenLake",
         "GuessNumber",
         "Homestead",
         "SqlAnalyst",
+        "SupportDesk",
         "TicTacToe",
         "Wordle",
     }
