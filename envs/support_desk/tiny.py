@@ -28,6 +28,7 @@ Asked where: look. Danger: escalate, handed_over. Close, else resolved."""
 _GREETINGS = ("", "Hi! ", "Hello, ")
 _ARTICLES = ("BG-600", "LM-700", "MG-800")  # no devices, so that a broken one is replaced without steps
 _DEVICES = ("RT-100", "SP-200", "EB-300", "HP-400")
+_NUMBERS = range(1, 10)
 _CALLER = 1  # the customer who writes; the others have an order each
 
 
@@ -36,8 +37,7 @@ class _Scenario:
     """What a customer says, what the order is like, and what is right.
 
     Attributes:
-        sayings: of which one is said, with # and the order's number in place of {}: at the end, so close before
-            the call that a model of two layers finds it there.
+        sayings: of which one is said, with # and the order's number in place of {}.
         days: since delivery, or since the order if it was not delivered; both ends included.
         days_late: of an order under way, both ends included; negative before the promised day; None: it came.
         action: the tool to call.
@@ -83,9 +83,11 @@ def draw_tiny_case(rng: np.random.Generator, shop: Shop, *, is_held_out: bool) -
     """Draw a case of the level, with its order and three others in the shop, which is then open for business."""
     name = list(SCENARIOS)[int(rng.integers(len(SCENARIOS)))]
     scenario = SCENARIOS[name]
-    numbers = [int(number) for number in rng.permutation(order_numbers(is_held_out=is_held_out))[:4]]
-    for customer_id, number in enumerate(numbers[1:], _CALLER + 1):
-        shop.add_order(rng, customer_id, _ARTICLES[0], status="delivered", days_ago=20, order_id=number)
+    saying = scenario.sayings[int(rng.integers(len(scenario.sayings)))]
+    number = int(rng.choice(order_numbers(saying, is_held_out=is_held_out)))
+    others = [int(other) for other in rng.permutation(_NUMBERS) if other != number]
+    for customer_id, other in enumerate(others[:3], _CALLER + 1):
+        shop.add_order(rng, customer_id, _ARTICLES[0], status="delivered", days_ago=20, order_id=other)
     is_delivered = scenario.days_late is None
     order_id = shop.add_order(
         rng,
@@ -94,10 +96,9 @@ def draw_tiny_case(rng: np.random.Generator, shop: Shop, *, is_held_out: bool) -
         status="delivered" if is_delivered else "shipped",
         days_ago=_between(rng, scenario.days),
         days_late=0 if scenario.days_late is None else _between(rng, scenario.days_late),
-        order_id=numbers[0],
+        order_id=number,
     )
     shop.open_for_business()
-    saying = scenario.sayings[int(rng.integers(len(scenario.sayings)))]
     greeting = _GREETINGS[int(rng.integers(len(_GREETINGS)))]
     _, email, postcode = shop.customer(_CALLER)
     return Case(
@@ -113,15 +114,16 @@ def draw_tiny_case(rng: np.random.Generator, shop: Shop, *, is_held_out: bool) -
     )
 
 
-def order_numbers(*, is_held_out: bool) -> list[int]:
-    """Return the numbers of three digits that orders have; those of held-out seeds have a sum of digits that 5 divides.
+def order_numbers(saying: str, *, is_held_out: bool) -> list[int]:
+    """Return the numbers, of one digit, that orders have in this saying: three in held-out seeds, the rest in training.
 
-    Any digit can stand at any place on both sides.
+    Each number is in sayings of both sides, because a model cannot say a digit that it has never been taught to say.
 
-    >>> order_numbers(is_held_out=True)[:3], order_numbers(is_held_out=False)[:3]
-    ([104, 109, 113], [100, 101, 102])
+    >>> order_numbers("It came broken: {}", is_held_out=True), order_numbers("It is late: {}", is_held_out=False)
+    ([3, 6, 9], [1, 2, 4, 5, 7, 8])
     """
-    return [number for number in range(100, 1000) if (sum(map(int, str(number))) % 5 == 0) == is_held_out]
+    place = [each for scenario in SCENARIOS.values() for each in scenario.sayings].index(saying)
+    return [number for number in _NUMBERS if ((number + place) % 3 == 0) == is_held_out]
 
 
 class Desk(Protocol):

@@ -431,14 +431,20 @@ def test_at_level_tiny_an_order_of_somebody_else_is_private() -> None:
     assert env.violations == ["privacy"]
 
 
-def test_at_level_tiny_held_out_orders_have_other_numbers_than_those_of_training() -> None:
-    env = SupportDesk(level="tiny")
-    for first_seed, is_held_out in ((0, True), (2**31, False)):
-        for seed in range(first_seed, first_seed + 60):
+def test_at_level_tiny_held_out_sayings_name_other_orders_than_those_of_training() -> None:
+    env, sides = SupportDesk(level="tiny"), []
+    for first_seed in (0, 2**31):
+        sides.append(set())
+        for seed in range(first_seed, first_seed + 1500):
             env.reset(seed=seed)
-            assert 100 <= env.case.order_id <= 999
-            assert (sum(map(int, str(env.case.order_id))) % 5 == 0) == is_held_out
-            assert f"#{env.case.order_id}" in env.case.opening
+            words = env.case.opening.removeprefix("Hi! ").removeprefix("Hello, ")
+            assert words.count(str(env.case.order_id)) == 1
+            sides[-1].add((words.replace(str(env.case.order_id), "?"), env.case.order_id))
+    assert not sides[0] & sides[1]
+    assert [len(side) for side in sides] == [18 * 3, 18 * 6]  # all there are
+    for side in sides:  # what is new is the pair alone
+        assert {number for _, number in side} == set(range(1, 10))
+        assert len({words for words, _ in side}) == 18
 
 
 def test_at_level_tiny_the_customer_repeats_the_number_to_plain_words() -> None:
