@@ -96,8 +96,7 @@ class SupportDesk(ToolEnv):
                 f"solved_reward={solved_reward}, identity_reward={identity_reward}, "
                 f"violation_penalty={violation_penalty}, error_penalty={error_penalty}"
             )
-        self.level, self.task, self.max_steps = level, task, max_steps
-        self._max_errors = max_errors
+        self.level, self.task, self.max_steps, self._max_errors = level, task, max_steps, max_errors
         self._weights = {
             "solved": solved_reward,
             "identity": identity_reward,
@@ -270,10 +269,9 @@ class SupportDesk(ToolEnv):
         if self.num_failed_calls:
             self.add_reward(Reward.weighted({"error": 1.0}, self._weights))
             self._num_errors += 1
-            if self._num_errors == self._max_errors:
-                self.finish(Reward({}, success=False))
-                return
-        if self.num_turns >= self.max_steps:
+        if self._num_errors == self._max_errors:
+            self.finish(Reward({}, success=False))
+        elif self.num_turns >= self.max_steps:
             self.finish(Reward({}, success=False), truncated=True)
 
     def close(self) -> None:
@@ -291,8 +289,7 @@ class SupportDesk(ToolEnv):
         self._has_checked = self._is_identity_paid = self._works = False
         self._steps = []
         self._looked_up = set()
-        self._has_violated = False
-        self._num_errors = 0
+        self._has_violated, self._num_errors = False, 0
 
     def _open_shop(self) -> Shop:
         assert self._shop is not None, "tools are called only while an episode is played"
