@@ -44,13 +44,13 @@ def configure(folder: Path, *more: str) -> RunConfig:
     return load_config(QUICKSTART, [*SMALLER, *ON_RANKS, f"run.folder={folder}", *more])
 
 
-def require_same(actual: Path, expected: Path) -> None:
+def require_same(actual: Path, expected: Path, *, most: float = SAME) -> None:
     for ours, theirs in (
         (load_file(actual / "model.safetensors"), load_file(expected / "model.safetensors")),
         (SavedTensors.of_learner(actual / "resume"), SavedTensors.of_learner(expected / "resume")),
     ):
         assert ours.keys() == theirs.keys()
-        assert max(float((ours[key].float() - theirs[key].float()).abs().max()) for key in ours) <= SAME
+        assert max(float((ours[key].float() - theirs[key].float()).abs().max()) for key in ours) <= most
 
 
 def episodes_of(run: Path) -> list[list[Any]]:
