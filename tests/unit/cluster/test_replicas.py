@@ -124,8 +124,8 @@ def test_a_run_on_two_replicas_and_two_learner_ranks_is_that_of_one_process(tmp_
     assert episodes_of(many) == episodes_of(one)
     assert len(episodes_of(many)) == 2 * 64 + 2 * 20
     assert runs["many"]["curve"] == runs["one"]["curve"]
-    # Adam divides by a gradient's size, so that one that is hardly more than its rounding moves a weight by 5.2e-6 more on
-    # a processor without AVX-512. Steps on other episodes would differ by some of the rate, 2e-3.
+    # Adam divides by a gradient's size, so that one that is hardly more than its rounding moves a weight by 5.2e-6 more
+    # on a processor without AVX-512. Steps on other episodes would differ by some of the rate, 2e-3.
     require_same(many / "checkpoints/step_000002", one / "checkpoints/step_000002", most=2e-5)
     assert replicas_here() == []
 
