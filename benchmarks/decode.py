@@ -7,9 +7,7 @@ beside one of 4 turns.
 
 from __future__ import annotations
 
-import asyncio
-import time
-from collections.abc import Callable
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,9 +15,8 @@ import torch.nn.functional as F  # noqa: N812  # the usual name
 from rich.console import Console
 from torch import Tensor
 
-from benchmarks.engines import EpisodePlan, sample_episodes
+from benchmarks.engines import EpisodePlan, Sample, measure, sample_with_local_engine
 from benchmarks.record import Value, render
-from gspo_gym.engine.local.engine import LocalEngine
 from gspo_gym.errors import UsageError
 from gspo_gym.policy.load import load_policy
 from gspo_gym.seeding import generator
@@ -107,6 +104,13 @@ def make_episodes(num_episodes: int, *, num_turns: int, num_sampled: int, num_ob
     return plans
 
 
+def sample_by_hand(model: Any, plans: Sequence[EpisodePlan]) -> int:
+    """The loop, over equal episodes of one turn; returns tokens sampled."""
+    num_tokens = plans[0].num_sampled[0]
+    prompts = torch.tensor([plan.prompt for plan in plans])
+    return Loop(model, len(plans), prompts.shape[1] + num_tokens).sample(prompts, num_tokens, seed=0).numel()
+
+
 def run_decode(base: str, *, repeats: int, nums_sequences: tuple[int, ...] = (64, 256)) -> list[Value]:
     """Measure and print; return costs beside those of the loop, and of the many turns beside the few.
 
@@ -116,48 +120,24 @@ def run_decode(base: str, *, repeats: int, nums_sequences: tuple[int, ...] = (64
     model = load_policy(base).model
     values = []
     for num in nums_sequences:
+        plans = make_episodes(num, num_turns=1, num_sampled=_SAMPLED, num_observed=0)
+        ours, by_hand = measure(model, plans, repeats=repeats, engines=_BOTH).values()
         name = f"{num} x {_SAMPLED} tokens, {base}"
-        ours, by_hand = _rounds(_ours(model, num, 1, _SAMPLED), _by_hand(model, num), repeats)
-        values.append(Value(name, ours, by_hand, "a loop by hand", goal=0.85))
+        values.append(Value(name, ours.rounds, by_hand.rounds, "a loop by hand", goal=0.85))
     num = nums_sequences[0]
-    many, few = _rounds(_ours(model, num, _MANY, _PART), _ours(model, num, _FEW, _PART), repeats)
-    per_token = [tuple(1000 * seconds / (num * turns * _PART) for seconds in each) for each, turns in
-                 ((many, _MANY), (few, _FEW))]  # fmt: skip
+    many, few = (make_episodes(num, num_turns=turns, num_sampled=_PART, num_observed=_PART) for turns in (_MANY, _FEW))
+    shapes: dict[str, Sample] = {
+        "many": lambda model, _: sample_with_local_engine(model, many),
+        "few": lambda model, _: sample_with_local_engine(model, few),
+    }
+    costs = [
+        tuple(1000 * seconds / run.sampled_tokens for seconds in run.rounds)
+        for run in measure(model, (), repeats=repeats, engines=shapes).values()
+    ]
     name = f"a token of {num} episodes of {_MANY} turns, {base}"
-    values.append(Value(name, per_token[0], per_token[1], f"of {_FEW} turns", unit="ms", goal=1 / 1.3))
+    values.append(Value(name, costs[0], costs[1], f"of {_FEW} turns", unit="ms", goal=1 / 1.3))
     Console(width=160).print(f"medians of {repeats} round(s)", render(values))
     return values
 
 
-def _ours(model: Any, num: int, num_turns: int, num_sampled: int) -> Callable[[], object]:
-    num_observed = 0 if num_turns == 1 else _PART
-    plans = make_episodes(num, num_turns=num_turns, num_sampled=num_sampled, num_observed=num_observed)
-
-    async def play() -> None:
-        engine = LocalEngine(model, max_model_len=plans[0].num_tokens + 1, max_batch_size=num)
-        try:
-            await sample_episodes(engine, plans)
-        finally:
-            await engine.close()
-
-    return lambda: asyncio.run(play())
-
-
-def _by_hand(model: Any, num: int) -> Callable[[], object]:
-    plans = make_episodes(num, num_turns=1, num_sampled=_SAMPLED, num_observed=0)
-    prompts = torch.tensor([plan.prompt for plan in plans])
-    return lambda: Loop(model, num, _PROMPT + _SAMPLED).sample(prompts, _SAMPLED, seed=0)
-
-
-def _rounds(
-    ours: Callable[[], object], peer: Callable[[], object], repeats: int
-) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Return the seconds of both, which take turns, after a round that is not timed."""
-    seconds: tuple[list[float], list[float]] = ([], [])
-    for number in range(repeats + 1):
-        for work, kept in zip((ours, peer), seconds, strict=True):
-            start = time.perf_counter()
-            work()
-            if number:
-                kept.append(time.perf_counter() - start)
-    return tuple(seconds[0]), tuple(seconds[1])
+_BOTH: Mapping[str, Sample] = {"ours": sample_with_local_engine, "by hand": sample_by_hand}

@@ -268,7 +268,7 @@ class ProcessPool:
             worker.channel.close()
         self._server.hang_up()
         self._server = ProcessServer()
-        self.counts, self._idle, self._used = Counter(), [], set()
+        self.counts, self._idle, self._used, self._most_used = Counter(), [], set(), 0
         self._lock, self._forking = threading.Lock(), threading.Lock()
 
     def _start(self, kind: tuple[Any, ...], memory_limit_mb: int) -> WorkerProcess:
