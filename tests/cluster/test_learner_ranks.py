@@ -1,7 +1,4 @@
-"""A learner whose model two processes share: a run is that of one process, and lost ranks cost no batch.
-
-The tolerance is that of issue 19: 5e-6 for weights, which start at about 0.02 and move by 2e-3 a step.
-"""
+"""A learner whose model two processes share: a run is that of one process, and lost ranks cost no batch."""
 
 from __future__ import annotations
 
@@ -27,30 +24,20 @@ from gspo_gym.config.build import processes
 from gspo_gym.config.build.trainer import build_learner, build_policy
 from gspo_gym.config.run_config import RunConfig, load_config
 from gspo_gym.errors import CheckpointError, ConfigError, ServiceError
-from gspo_gym.learning.saved import SavedTensors
 from gspo_gym.learning.update import AnyLearner
 from gspo_gym.policy.checkpoints import CheckpointStore
 from gspo_gym.policy.load import Policy
 from gspo_gym.policy.manifest import Origin, seal
 from gspo_gym.run.records import read_events
 from tests.support.learner_ranks import build_batch_of
+from tests.support.saved_steps import require_same
 from tests.support.small_quickstart import QUICKSTART, SMALLER
 
-SAME = 5e-6
 ON_RANKS = ["compute.gpu_count=0", "topology.type=cluster", "topology.gpus_for_vllm=1", "rollout.engine=local"]
 
 
 def configure(folder: Path, *more: str) -> RunConfig:
     return load_config(QUICKSTART, [*SMALLER, *ON_RANKS, f"run.folder={folder}", *more])
-
-
-def require_same(actual: Path, expected: Path, *, most: float = SAME) -> None:
-    for ours, theirs in (
-        (load_file(actual / "model.safetensors"), load_file(expected / "model.safetensors")),
-        (SavedTensors.of_learner(actual / "resume"), SavedTensors.of_learner(expected / "resume")),
-    ):
-        assert ours.keys() == theirs.keys()
-        assert max(float((ours[key].float() - theirs[key].float()).abs().max()) for key in ours) <= most
 
 
 def episodes_of(run: Path) -> list[list[Any]]:

@@ -15,7 +15,6 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
-from safetensors.torch import load_file
 
 from gspo_gym.base.leftovers import MarkedProcesses, descendants, remove_folder, temporary_folder
 from gspo_gym.base.ranks import LOOPBACK, Ranks, RanksLostError
@@ -26,14 +25,13 @@ from gspo_gym.cluster.ray import RayLauncher, _OwnRay
 from gspo_gym.config.build.trainer import build_learner, build_policy
 from gspo_gym.config.run_config import RunConfig, load_config
 from gspo_gym.errors import PlacementError, ServiceError
-from gspo_gym.learning.saved import SavedTensors
 from gspo_gym.policy.checkpoints import CheckpointStore
 from gspo_gym.run.records import read_events
 from tests.cluster.test_learner_ranks import episodes_of, learning
 from tests.support.learner_ranks import build_batch_of
+from tests.support.saved_steps import require_same
 from tests.support.small_quickstart import QUICKSTART, SMALLER
 
-SAME = 5e-6  # the tolerance of issue 19
 ROOT = Path(__file__).parents[2]
 TWO = ["compute.gpu_count=0", "topology.type=cluster", "topology.gpus_for_vllm=1", "topology.gpus_for_training=2"]
 ECHO = Program("tests.support.echo_rank")
@@ -41,17 +39,6 @@ ECHO = Program("tests.support.echo_rank")
 
 def configure(folder: Path, *more: str) -> RunConfig:
     return load_config(QUICKSTART, [*SMALLER, *TWO, "rollout.engine=local", f"run.folder={folder}", *more])
-
-
-def largest_difference(actual: Path, expected: Path) -> float:
-    largest = 0.0
-    for ours, theirs in (
-        (load_file(actual / "model.safetensors"), load_file(expected / "model.safetensors")),
-        (SavedTensors.of_learner(actual / "resume"), SavedTensors.of_learner(expected / "resume")),
-    ):
-        assert ours.keys() == theirs.keys()
-        largest = max(largest, *(float((ours[key].float() - theirs[key].float()).abs().max()) for key in ours))
-    return largest
 
 
 def is_running(pid: int) -> bool:
@@ -231,8 +218,8 @@ def test_two_actors_learn_and_two_sample_what_two_local_processes_and_one_do(
     assert len(episodes_of(tmp_path / "ray")) == 3 * 64 + 2 * 20
     # In the order in which they ended, which is another one on two replicas.
     assert sorted(episodes_of(tmp_path / "ray")) == sorted(episodes_of(tmp_path / "one"))
-    assert largest_difference(saved["ray"], saved["local"]) <= SAME  # logprobs of other batches of calls
-    assert largest_difference(saved["ray"], saved["one"]) <= SAME
+    require_same(saved["ray"], saved["local"])  # logprobs of other batches of calls
+    require_same(saved["ray"], saved["one"])
     assert not any(event["kind"] == "ranks_lost" for event in read_events(tmp_path / "ray"))
 
 
@@ -252,7 +239,7 @@ def test_killed_actors_learn_their_batches_again(launcher: RayLauncher, tmp_path
         expected.update(build_batch_of(number))
     store.save(4, policy=alone, learner=expected, trainer_state={})
     folder = config.run_folder / "checkpoints"
-    assert largest_difference(folder / "step_000002", folder / "step_000004") <= SAME
+    require_same(folder / "step_000002", folder / "step_000004")
     assert len(told) == 1
     assert str(killed) in told[0] or "closed its connection" in told[0]
 
@@ -317,7 +304,7 @@ def test_a_batch_is_learned_again_when_ray_itself_is_lost(tmp_path: Path) -> Non
         expected.update(build_batch_of(number))
     store.save(4, policy=alone, learner=expected, trainer_state={})
     folder = config.run_folder / "checkpoints"
-    assert largest_difference(folder / "step_000002", folder / "step_000004") <= SAME
+    require_same(folder / "step_000002", folder / "step_000004")
     assert 1 <= len(told) <= 3
 
 
