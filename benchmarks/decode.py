@@ -17,6 +17,7 @@ from torch import Tensor
 
 from benchmarks.engines import EpisodePlan, Sample, measure, sample_with_local_engine
 from benchmarks.record import Value, render
+from gspo_gym.config.build.compute import computing_elsewhere
 from gspo_gym.errors import UsageError
 from gspo_gym.policy.load import load_policy
 from gspo_gym.seeding import generator
@@ -117,7 +118,8 @@ def run_decode(base: str, *, repeats: int, nums_sequences: tuple[int, ...] = (64
     Raises:
         UsageError: the model is no Qwen3.
     """
-    model = load_policy(base).model
+    with computing_elsewhere("cpu"):
+        model = load_policy(base).model
     values = []
     for num in nums_sequences:
         plans = make_episodes(num, num_turns=1, num_sampled=_SAMPLED, num_observed=0)

@@ -12,6 +12,7 @@ import contextlib
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +23,7 @@ from transformers import ContinuousBatchingConfig, GenerationConfig, StoppingCri
 
 from benchmarks.record import Value
 from benchmarks.vllm import has_vllm, running_vllm
+from gspo_gym.config.build.compute import compute_in, computing_elsewhere
 from gspo_gym.engine.base import Engine, SamplingParams
 from gspo_gym.engine.local.engine import LocalEngine
 from gspo_gym.errors import EngineError
@@ -159,11 +161,13 @@ def sample_with_local_engine(model: Any, plans: Sequence[EpisodePlan]) -> int:
 
 
 async def _run_local_engine(model: Any, plans: Sequence[EpisodePlan]) -> int:
-    engine = LocalEngine(model, max_model_len=max(plan.num_tokens for plan in plans) + 1)
-    try:
-        return await sample_episodes(engine, plans)
-    finally:
-        await engine.close()
+    with computing_elsewhere("cpu") as num_threads:
+        engine = LocalEngine(model, max_model_len=max(plan.num_tokens for plan in plans) + 1)
+        try:
+            await compute_in(engine, model, num_threads)
+            return await sample_episodes(engine, plans)
+        finally:
+            await engine.close()
 
 
 async def sample_episodes(engine: Engine, plans: Sequence[EpisodePlan]) -> int:
@@ -207,15 +211,27 @@ def measure(
 ) -> dict[str, Measurement]:
     """Return the runs of each engine. They take turns, so that a busy moment of the machine hits all of them."""
     for sample in engines.values():
-        sample(model, plans[:4])
+        _in_a_thread(sample, model, plans[:4])
     seconds: dict[str, list[float]] = {name: [] for name in engines}
     sampled: dict[str, int] = {}
     for _ in range(repeats):
         for name, sample in engines.items():
             start = time.perf_counter()
-            sampled[name] = sample(model, plans)
+            sampled[name] = _in_a_thread(sample, model, plans)
             seconds[name].append(time.perf_counter() - start)
     return {name: Measurement(sampled[name], tuple(runs)) for name, runs in seconds.items()}
+
+
+def _in_a_thread(sample: Sample, model: Any, plans: Sequence[EpisodePlan]) -> int:
+    # With which torch's workers end: they would slow those of the next one (see config/build/compute.py).
+    num_threads = torch.get_num_threads()
+
+    def begin() -> None:
+        torch.get_num_threads()  # a thread's first look replaces its number
+        torch.set_num_threads(num_threads)
+
+    with ThreadPoolExecutor(max_workers=1, initializer=begin) as executor:
+        return executor.submit(sample, model, plans).result()
 
 
 def render(measurements: dict[str, Measurement]) -> Table:
@@ -232,7 +248,8 @@ def render(measurements: dict[str, Measurement]) -> Table:
 
 def run_engines(base: str, *, dtype: str, num_episodes: int, repeats: int) -> list[Value]:
     """Measure and print; return our engine's cost beside that of `generate`."""
-    policy = load_policy(base, dtype=dtype)
+    with computing_elsewhere("cpu"):
+        policy = load_policy(base, dtype=dtype)
     plans = make_workload(num_episodes)
     turns = [len(plan.num_sampled) for plan in plans]
     parameters = sum(p.numel() for p in policy.model.parameters())

@@ -247,21 +247,24 @@ def _evaluate(config: RunConfig, model: str, rows: KeptRows) -> Evaluation:
 
 async def _play_with_engine(config: RunConfig, name: str, rows: KeptRows) -> Evaluation:
     from gspo_gym.config.build import rollouts
+    from gspo_gym.config.build.compute import compute_in, computing_elsewhere
     from gspo_gym.config.build.trainer import device_of
     from gspo_gym.policy.load import load_policy
 
     # A checkpoint's own files say how it is quantized.
     is_untrained_qlora = config.model.trainer_mode == "qlora" and name == model_name(config)
-    policy = load_policy(
-        name,
-        dtype=config.model.dtype,
-        device=device_of(config),
-        seed=child_seed(config.run.seed, "model"),
-        quantization=config.model.quantization if is_untrained_qlora else "as_saved",
-    )
     async with contextlib.AsyncExitStack() as stack:
+        num_threads = stack.enter_context(computing_elsewhere(device_of(config)))
+        policy = load_policy(
+            name,
+            dtype=config.model.dtype,
+            device=device_of(config),
+            seed=child_seed(config.run.seed, "model"),
+            quantization=config.model.quantization if is_untrained_qlora else "as_saved",
+        )
         player = await rollouts.build_player(config, policy)
         stack.push_async_callback(player.close)
+        await compute_in(player.engine, policy.model, num_threads)
         judging = build_judging(config, None if player.apps is None else player.apps.rubric_of)
         if judging is not None:
             stack.push_async_callback(judging.close)

@@ -103,17 +103,20 @@ async def running_engine(model: Model, arguments: argparse.Namespace) -> AsyncIt
     from gspo_gym.policy.load import load_policy, load_tokenizer
 
     if arguments.engine == "local":
+        from gspo_gym.config.build.compute import compute_in, computing_elsewhere
         from gspo_gym.engine.local.engine import LocalEngine
 
         dtype = model.dtype if arguments.dtype == "auto" else arguments.dtype
-        policy = load_policy(model.base, dtype=dtype, device=arguments.device)
-        longest = getattr(policy.model.config, "max_position_embeddings", None) or arguments.max_model_len
-        length = min(arguments.max_model_len, longest)
-        local = LocalEngine(policy.model, max_model_len=length, max_batch_size=arguments.max_num_seqs)
-        try:
-            yield local, policy.tokenizer
-        finally:
-            await local.close()
+        with computing_elsewhere(arguments.device) as num_threads:
+            policy = load_policy(model.base, dtype=dtype, device=arguments.device)
+            longest = getattr(policy.model.config, "max_position_embeddings", None) or arguments.max_model_len
+            length = min(arguments.max_model_len, longest)
+            local = LocalEngine(policy.model, max_model_len=length, max_batch_size=arguments.max_num_seqs)
+            try:
+                await compute_in(local, policy.model, num_threads)
+                yield local, policy.tokenizer
+            finally:
+                await local.close()
         return
     from gspo_gym.engine.vllm.engine import VllmEngine
     from gspo_gym.policy.export import export, layout_of

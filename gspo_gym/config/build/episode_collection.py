@@ -17,6 +17,7 @@ import numpy as np
 
 from gspo_gym.base.loops import run_to_end
 from gspo_gym.chat.renderer import RendererCache
+from gspo_gym.config.build.compute import compute_in, computing_elsewhere
 from gspo_gym.engine.local.engine import LocalEngine
 from gspo_gym.env.chat_model import ChatModel, ChatModelSettings
 from gspo_gym.env.core import PolicyFactory, ScriptedPolicy
@@ -274,10 +275,12 @@ async def _endpoint_player(settings: ChatModelSettings) -> Any:
 
 @asynccontextmanager
 async def _model_player(name: str, settings: CollectSettings) -> Any:
-    policy = load_policy(name)
-    longest = settings.max_model_len or int(getattr(policy.model.config, "max_position_embeddings", 32_768))
-    engine = LocalEngine(policy.model, max_model_len=longest, max_batch_size=settings.max_concurrent)
-    try:
-        yield _Player(EngineActor(engine, Sampling(temperature=settings.temperature)), policy.tokenizer, longest)
-    finally:
-        await engine.close()
+    with computing_elsewhere("cpu") as num_threads:
+        policy = load_policy(name)
+        longest = settings.max_model_len or int(getattr(policy.model.config, "max_position_embeddings", 32_768))
+        engine = LocalEngine(policy.model, max_model_len=longest, max_batch_size=settings.max_concurrent)
+        try:
+            await compute_in(engine, policy.model, num_threads)
+            yield _Player(EngineActor(engine, Sampling(temperature=settings.temperature)), policy.tokenizer, longest)
+        finally:
+            await engine.close()
