@@ -185,8 +185,8 @@ def test_40_rollouts_at_an_app_that_fails_six_times_in_ten_are_40_samples() -> N
 
 
 @pytest.mark.slow
-def test_160_rollouts_at_an_app_that_fails_seven_times_in_ten_are_160_samples() -> None:
-    run = run_and_check(160, LONG)
+def test_80_rollouts_at_an_app_that_fails_seven_times_in_ten_are_80_samples() -> None:
+    run = run_and_check(80, LONG)
     assert set(run.app.faults) == set(FAULTS)
     # The rates were what they should be: 4 standard deviations of a binomial.
     num = run.app.num_rollouts

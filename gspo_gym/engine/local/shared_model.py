@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import copy
 import inspect
+from collections.abc import Iterable
 from typing import Any
 
+import numpy as np
 import torch
 
 from gspo_gym.errors import ConfigError
@@ -100,8 +102,7 @@ class SharedModel:
 
     def contents_changed(self) -> bool:
         """Return whether any of a few elements of each parameter has changed; finds writes that hide."""
-        # Compared by bits, because NaN is not equal to itself.
-        return not torch.equal(self._samples().view(torch.int64), self._fingerprint.view(torch.int64))
+        return not all(map(torch.equal, self._read_samples(), self._fingerprint))
 
     def accept_weights(self) -> None:
         """Take the learner's present model: its weights, and its modules too.
@@ -124,19 +125,32 @@ class SharedModel:
         self._trained = [p for p in self._parameters if p.requires_grad]
         self._versions = [p._version for p in self._trained]
         self._addresses = self._pointers()
-        self._fingerprint = self._samples()
+        self._samples = _samples_of(self._parameters)
+        self._fingerprint = self._read_samples()
 
     def _pointers(self) -> list[int]:
         return [p.data_ptr() for p in self._parameters]
 
-    def _samples(self) -> torch.Tensor:
-        # Evenly spread: a write to one row, such as one token's embedding, may still hide.
-        some = [torch.zeros(0, dtype=torch.float64, device=self._device)]
-        for parameter in self._parameters:
-            flat = parameter.detach().reshape(-1)
-            sampled = flat[:: max(1, flat.numel() // _SAMPLES_PER_PARAMETER)][:_SAMPLES_PER_PARAMETER]
-            some.append(sampled.to(self._device, torch.float64))
-        return torch.cat(some)
+    def _read_samples(self) -> list[torch.Tensor]:
+        # Their bytes, because NaN is not equal to itself.
+        return [torch.cat(views).view(torch.uint8) for views in self._samples]
+
+
+def _samples_of(parameters: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
+    """Return views of a few elements of each parameter, those of one dtype and device together."""
+    found: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
+    for parameter in parameters:
+        found.setdefault((parameter.dtype, parameter.device), []).extend(_spread(parameter.detach()))
+    return list(found.values())
+
+
+def _spread(tensor: torch.Tensor) -> list[torch.Tensor]:
+    # Evenly: a write to one row, such as one token's embedding, may still hide.
+    step = max(1, tensor.numel() // _SAMPLES_PER_PARAMETER)
+    if tensor.is_contiguous():
+        return [tensor.view(-1)[::step][:_SAMPLES_PER_PARAMETER]]
+    places = range(0, tensor.numel(), step)[:_SAMPLES_PER_PARAMETER]
+    return [tensor[np.unravel_index(place, tensor.shape)].view(1) for place in places]
 
 
 def inner_model(model: Any) -> Any:

@@ -1,0 +1,151 @@
+"""Every command that samples here has one thread that computes with several, and all others compute with one."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from gspo_gym.cli.evaluate import run_evaluation
+from gspo_gym.cli.models_serve import add_arguments, running_engine
+from gspo_gym.cli.train import run_training
+from gspo_gym.config.build.compute import use_threads
+from gspo_gym.config.build.episode_collection import CollectSettings, collect_episodes
+from gspo_gym.config.run_config import RunConfig, load_config
+from gspo_gym.engine.base import SamplingParams
+from gspo_gym.engine.local.batch import Batch
+from gspo_gym.env.core import Info, TextEnv
+from gspo_gym.run.models import Model
+
+TINY = "tiny:qwen3-64"
+WANTED = 3
+ENVIRONMENT = f"{__name__}:LookingEnv"
+seen: dict[str, set[int]] = {}  # torch's numbers of threads, by the place where they were looked at
+
+
+def look(place: str) -> None:
+    seen.setdefault(place, set()).add(torch.get_num_threads())
+
+
+class LookingEnv(TextEnv):
+    """One turn, in a thread of this process."""
+
+    isolation = "thread"
+
+    def reset(self, *, seed: int | None = None, options: Mapping[str, Any] | None = None) -> tuple[str, Info]:
+        super().reset(seed=seed, options=options)
+        look("environment")
+        return "?", {}
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, Info]:
+        look("environment")
+        return "!", float(len(action)), True, False, {}
+
+
+@pytest.fixture(autouse=True)
+def looks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Look in the engine's steps and in the threads of `asyncio.to_thread`, too; begin with WANTED threads."""
+    seen.clear()
+    step, to_thread = Batch.step, asyncio.to_thread
+
+    def looking_step(batch: Batch) -> Any:
+        look(threading.current_thread().name)
+        return step(batch)
+
+    async def looking_to_thread(work: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+        def looked() -> Any:
+            look("asyncio.to_thread")
+            return work(*arguments, **options)
+
+        return await to_thread(looked)
+
+    monkeypatch.setattr(Batch, "step", looking_step)
+    monkeypatch.setattr(asyncio, "to_thread", looking_to_thread)
+    monkeypatch.setenv("OMP_NUM_THREADS", str(WANTED))  # no probe of which number is faster
+    before = torch.get_num_threads()
+    torch.set_num_threads(WANTED)
+    yield
+    torch.set_num_threads(before)
+
+
+def make_config(folder: Path) -> RunConfig:
+    sections = {
+        "run": {"folder": str(folder)},
+        "algorithm": {"variety": "gspo"},
+        "model": {"base": TINY, "label": "threads"},
+        "rollout": {
+            "env_name": ENVIRONMENT,
+            "max_turns": 1,
+            "max_output_tokens": 2,
+            "max_model_len": 64,
+            "episodes_per_batch": 16,
+        },
+        "training": {
+            "iterations_per_epoch": 1,
+            "group_size": 8,
+            "batch_size": 16,
+            "learning_rate": 1e-4,
+            "checkpoint_every_n_iters": 1,
+        },
+        "evaluation": {"seeds": [0, 1], "every_n_iters": 1},
+    }
+    path = folder / "config.json"
+    path.write_text(json.dumps(sections), encoding="utf-8")
+    return load_config(path)
+
+
+def train(folder: Path) -> None:
+    run_training(make_config(folder))
+
+
+def evaluate(folder: Path) -> None:
+    run_evaluation(make_config(folder), TINY)
+
+
+def collect(_: Path) -> None:
+    collect_episodes(ENVIRONMENT, TINY, seeds=[0, 1], settings=CollectSettings(max_output_tokens=2, max_model_len=64))
+
+
+def serve(_: Path) -> None:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+
+    async def main() -> None:
+        async with running_engine(Model(TINY), parser.parse_args([])) as (engine, _tokenizer):
+            await engine.generate([72, 105], SamplingParams(max_tokens=2, stop_token_ids=(), seed=0))
+            await asyncio.to_thread(look, "environment")  # as what a server starts later
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("command", [train, evaluate, collect, serve])
+def test_only_the_engines_thread_computes_with_several(command: Callable[[Path], None], tmp_path: Path) -> None:
+    """Else a second pool of workers keeps both from spinning: sampling with two threads then took twice its time."""
+    command(tmp_path)
+    assert seen.pop("gspo-gym-engine") == {WANTED}
+    assert seen.pop("environment") == {1}
+    assert seen in ({}, {"asyncio.to_thread": {1}})
+    assert torch.get_num_threads() == WANTED
+
+
+def test_the_number_holds_for_this_thread_and_later_ones_have_one() -> None:
+    found: list[int] = []
+
+    def begin() -> None:
+        use_threads(WANTED)
+        later = threading.Thread(target=lambda: found.append(torch.get_num_threads()))
+        later.start()
+        later.join()
+        found.append(torch.get_num_threads())
+
+    thread = threading.Thread(target=begin)
+    thread.start()
+    thread.join()
+    assert found == [1, WANTED]
