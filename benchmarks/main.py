@@ -1,7 +1,8 @@
 """Measurements side by side: `python -m benchmarks NAME`, in a checkout; each is in a file of its name.
 
-Machine and load are printed beside the numbers. Those of `engines`, `decode`, `head`, `prefixes`, `peers` and `quick`
-can be kept (`--keep FILE`) and are then compared with the last ones of the same machine.
+(`threads` is in peers.py.) Machine and load are printed beside the numbers. Those of `engines`, `decode`, `head`,
+`prefixes`, `peers`, `threads` and `quick` can be kept (`--keep FILE`) and are then compared with the last ones of the
+same machine.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from benchmarks.head import run_head
 from benchmarks.isolation import run_isolation
 from benchmarks.mutants import run_mutants
 from benchmarks.page import run_page
-from benchmarks.peers import PEER, SPEED, choose, peer_is_installed, run_peers
+from benchmarks.peers import PEER, SPEED, choose, peer_is_installed, run_peers, run_threads
 from benchmarks.pipeline import Workload, run_pipeline
 from benchmarks.prefixes import run_prefixes
 from benchmarks.record import Value, finish, on_machine, render, this_machine
@@ -47,9 +48,11 @@ def _gateway(_: Arguments) -> int:
 
 
 def _peers(a: Arguments) -> tuple[int, list[Value]]:
-    values = run_peers(choose(a.files, learn=a.learn), rounds=a.repeats, threads=a.threads)
-    Console(width=160).print(f"medians of {a.repeats} round(s)", render(values))
-    return 0, values
+    return _shown(run_peers(choose(a.files, learn=a.learn), rounds=a.repeats, threads=a.threads), a)
+
+
+def _threads(a: Arguments) -> tuple[int, list[Value]]:
+    return _shown(run_threads(rounds=a.repeats, threads=a.threads), a)
 
 
 def _quick(a: Arguments) -> tuple[int, list[Value]]:
@@ -59,7 +62,10 @@ def _quick(a: Arguments) -> tuple[int, list[Value]]:
     values += run_head(repeats=a.repeats, threads=a.threads, vocab_size=32_000, num_tokens=2048)[1]
     if not peer_is_installed():
         Console(width=160).print(f"{PEER} is not installed; `make peers` does it")
-    values += run_peers(SPEED, rounds=a.repeats, threads=a.threads, with_peer=peer_is_installed())
+    return _shown(values + run_peers(SPEED, rounds=a.repeats, threads=a.threads, with_peer=peer_is_installed()), a)
+
+
+def _shown(values: list[Value], a: Arguments) -> tuple[int, list[Value]]:
     Console(width=160).print(f"medians of {a.repeats} round(s)", render(values))
     return 0, values
 
@@ -92,6 +98,7 @@ KEPT: Mapping[str, Callable[[Arguments], tuple[int, list[Value]]]] = {
     "head": lambda a: run_head(repeats=a.repeats, threads=a.threads),
     "prefixes": lambda a: (0, run_prefixes(a.model, a.files, repeats=a.repeats)),
     "peers": _peers,
+    "threads": _threads,
     "quick": _quick,
 }
 _TAKE_FILES = ("mutants", "prefixes", "peers")

@@ -49,9 +49,9 @@ class PeerGame(TextEnv):
 
 
 def make_config(job: Job, model: str, folder: Path) -> RunConfig:
-    """Return the run's configuration: what peer_trl sets is the same here, all else is a default."""
+    """Return the run's configuration: what peer_trl sets is the same here, all else is a default but to learn."""
     num_steps = 10**5 if job.goal else job.num_steps + 1
-    sections = {
+    sections: dict[str, dict[str, Any]] = {
         "run": {"folder": str(folder / "runs"), "seed": job.seed, "log_episodes_every_n_iters": 0},
         "algorithm": {"variety": "gspo"},
         "model": {"base": model, "label": "peers"},
@@ -76,6 +76,10 @@ def make_config(job: Job, model: str, folder: Path) -> RunConfig:
         "loss": {"clip_low": 3e-2, "clip_high": 4e-2},
         "evaluation": {"seeds": [0], "every_n_iters": num_steps},
     }
+    if job.goal:  # what the peer has not, or learns no faster with: see peers.py
+        sections["algorithm"]["variety"] = "gspo_token"
+        sections["advantages"] = {"level": "turn"}
+        sections["training"]["update_epochs"] = 3
     path = folder / "job.json"
     path.write_text(json.dumps(sections), encoding="utf-8")
     return load_config(path)

@@ -4,6 +4,9 @@
 turns, and a round is a pair. Batches are of 8 groups of 8 episodes: "sampling" has 3 turns of 32 sampled tokens, "tiny"
 4 turns of 2, "learner" one turn of 128 after a prompt of as many. With `--learn`: seconds of GSPO, 4 updates a batch,
 from random weights until a batch earns 0.90 on average; a number of 1..8 in 4 guesses, a letter recalled over 3 turns.
+Rate, clips and batches are then those of both sides. Ours learns as the quickstart does, with an advantage per turn and
+three passes over a batch; the peer, which has no turns, makes one: with three it took longer on two tuning seeds.
+`python -m benchmarks threads` has our side in both places, with several of torch's threads and with one.
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from benchmarks.peer_games import SYMBOLS, Job
 from benchmarks.record import Value
-from gspo_gym.errors import MissingExtraError, ServiceError, UnknownNameError, nearest_name
+from gspo_gym.errors import MissingExtraError, ServiceError, UnknownNameError, UsageError, nearest_name
 from gspo_gym.policy.load import Policy, load_policy, save_policy
 
 PEER = "TRL 1.16.0"
@@ -72,6 +75,23 @@ SPEED = {
         Job("talk", num_turns=1, num_tokens=128, text_length=109),  # the template adds 19 tokens
         {"learning, groups of 8 that share half": ("learning",)},
         {"learning, groups of 8 that share half": 1.6},
+    ),
+}
+_LONG = SPEED["sampling"].job
+THREADS = {  # goals: of two threads
+    "sampling": Case(
+        _LONG,
+        {
+            "sampling 64 x 3 turns x 32": ("playing",),
+            "the whole step": ("playing", "learning"),
+        },
+        {"sampling 64 x 3 turns x 32": 1.5, "the whole step": 1.7},
+    ),
+    "games": Case(
+        Job("guess", num_turns=4, num_tokens=2, num_episodes=192, minibatch=48, num_steps=4),
+        {"a step of 192 games, as the quickstart's": ("playing", "learning")},
+        {"a step of 192 games, as the quickstart's": 1.4},
+        model="game",
     ),
 }
 LEARN = {
@@ -149,7 +169,13 @@ def parse_answer(printed: str) -> Mapping[str, Any]:
 
 
 def measure(
-    cases: Mapping[str, Case], sides: Mapping[str, Side], *, rounds: int, threads: int, models: Mapping[str, Path]
+    cases: Mapping[str, Case],
+    sides: Mapping[str, Side],
+    *,
+    rounds: int,
+    threads: int,
+    models: Mapping[str, Path],
+    peer_name: str = PEER,
 ) -> list[Value]:
     """Return the costs of all cases; in every other round the peer comes first."""
     values: list[Value] = []
@@ -161,7 +187,7 @@ def measure(
                 answers[name].append(sides[name](job, models[case.model], threads))
         for name, parts in case.costs.items():
             ours, peer = (tuple(cost(a, parts) for a in answers.get(side, ())) for side in ("ours", "peer"))
-            values.append(Value(name, ours, peer, PEER if peer else "", goal=case.goals.get(name)))
+            values.append(Value(name, ours, peer, peer_name if peer else "", goal=case.goals.get(name)))
     return values
 
 
@@ -190,13 +216,31 @@ def run_peers(cases: Mapping[str, Case], *, rounds: int, threads: int, with_peer
     Raises:
         MissingExtraError: the peer is wanted and is not installed. ServiceError: a side failed.
     """
-    sides = all_sides(with_peer=with_peer)
+    return _measure_all(cases, all_sides(with_peer=with_peer), rounds=rounds, threads=threads)
+
+
+def run_threads(*, rounds: int, threads: int) -> list[Value]:
+    """Return the costs of our side with so many threads and with one.
+
+    Raises:
+        UsageError: there is only one to compare. ServiceError: a side failed.
+    """
+    if threads < 2:
+        raise UsageError(f"threads compares with one of torch's threads: expected --threads 2 or more, got {threads}")
+    ours = all_sides(with_peer=False)["ours"]
+    sides = {"ours": ours, "peer": lambda job, model, _: ours(job, model, 1)}
+    return _measure_all(THREADS, sides, rounds=rounds, threads=threads, peer_name="one thread")
+
+
+def _measure_all(
+    cases: Mapping[str, Case], sides: Mapping[str, Side], *, rounds: int, threads: int, peer_name: str = PEER
+) -> list[Value]:
     with tempfile.TemporaryDirectory(prefix="gspo_gym-benchmark-") as name:
         folders: dict[str, Path] = {}
         for model in {case.model for case in cases.values()}:
             folders[model] = Path(name) / model.replace(":", "-")
             save_policy(game_policy() if model == "game" else load_policy(model), folders[model])
-        return measure(cases, sides, rounds=rounds, threads=threads, models=folders)
+        return measure(cases, sides, rounds=rounds, threads=threads, models=folders, peer_name=peer_name)
 
 
 def game_policy(seed: int = 0) -> Policy:

@@ -11,8 +11,8 @@ import pytest
 from benchmarks.main import main
 from benchmarks.peer_games import GAMES, SYMBOLS, Job
 from benchmarks.peer_ours import make_config
-from benchmarks.peers import SPEED, Case, choose, cost, game_policy, measure, parse_answer, peer_python
-from gspo_gym.errors import MissingExtraError, ServiceError, UnknownNameError
+from benchmarks.peers import SPEED, Case, choose, cost, game_policy, measure, parse_answer, peer_python, run_threads
+from gspo_gym.errors import MissingExtraError, ServiceError, UnknownNameError, UsageError
 
 
 def test_both_sides_do_the_same_job_in_turns_and_costs_are_medians_of_steps() -> None:
@@ -35,6 +35,24 @@ def test_both_sides_do_the_same_job_in_turns_and_costs_are_medians_of_steps() ->
     assert (step.ours, step.peer, step.goal) == ((10.0, 10.0), (10.0, 10.0), 1.6)
     (alone, _) = measure({"case": case}, {"ours": sides["ours"]}, rounds=1, threads=1, models={"m": Path("weights")})
     assert (alone.peer, alone.peer_name, alone.ratios) == ((), "", ())
+
+
+def test_our_side_with_several_threads_is_compared_with_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[str, int]] = []
+
+    def ours(job: Job, _: Path, threads: int) -> Mapping[str, Any]:
+        asked.append((job.game, threads))
+        return {"playing": [6.0 / threads], "learning": [3.0]}
+
+    monkeypatch.setattr("benchmarks.peers.all_sides", lambda *, with_peer: {"ours": ours})
+    sampling, step, games = run_threads(rounds=1, threads=2)
+    assert asked == [("talk", 2), ("talk", 1), ("guess", 2), ("guess", 1)]
+    # 6 / 2 beside 6 seconds of playing, with 3 of learning either way
+    assert (sampling.ours, sampling.peer, sampling.goal, sampling.peer_name) == ((3.0,), (6.0,), 1.5, "one thread")
+    assert (step.ours, step.peer, step.goal) == ((6.0,), (9.0,), 1.7)
+    assert (games.ours, games.peer, games.goal) == ((6.0,), (9.0,), 1.4)
+    with pytest.raises(UsageError, match="expected --threads 2 or more, got 1"):
+        run_threads(rounds=1, threads=1)
 
 
 def test_an_answer_is_the_last_line_whatever_stands_before_it() -> None:
@@ -117,3 +135,5 @@ def test_our_sides_configuration_has_the_jobs_numbers(tmp_path: Path) -> None:
     assert (config.rollout.episodes_per_batch, config.training.batch_size, config.training.group_size) == (64, 64, 8)
     learning = make_config(Job("guess", 4, 2, minibatch=16, goal=0.9, seed=3), "tiny:qwen3-64", tmp_path)
     assert (learning.training.batch_size, learning.run.seed, learning.rollout.min_output_tokens) == (16, 3, 0)
+    assert (learning.advantages.level, learning.training.update_epochs) == ("turn", 3)
+    assert (config.advantages.level, config.training.update_epochs) == ("trajectory", 1)
