@@ -54,8 +54,7 @@ def test_a_new_environment_is_learned_by_its_own_config(kind, tmp_path):
     events = list(read_events(folder))
     assert [event["kind"] for event in events][:3] == ["started", "warmup", "evaluation"]
     metrics = read_metrics(folder)
-    asked = {"text": 128, "tool": 64}[kind]
-    assert [(line["step"], line["rollout/num_episodes"]) for line in metrics[:2]] == [(1, asked), (2, asked)]
+    assert [(line["step"], line["rollout/num_episodes"]) for line in metrics[:2]] == [(1, 128), (2, 128)]
     assert all(line["rollout/reward_std"] > 0 for line in metrics[:2])  # else there would be nothing to learn from
     evaluations = [event for event in events if event["kind"] == "evaluation"]
     before, after = evaluations[0]["data"], evaluations[-1]["data"]
