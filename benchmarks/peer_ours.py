@@ -80,6 +80,7 @@ def make_config(job: Job, model: str, folder: Path) -> RunConfig:
         sections["algorithm"]["variety"] = "gspo_token"
         sections["advantages"] = {"level": "turn"}
         sections["training"]["update_epochs"] = 3
+        sections["loss"]["entropy_coef"] = 0.02
     path = folder / "job.json"
     path.write_text(json.dumps(sections), encoding="utf-8")
     return load_config(path)

@@ -4,8 +4,9 @@
 turns, and a round is a pair. Batches are of 8 groups of 8 episodes: "sampling" has 3 turns of 32 sampled tokens, "tiny"
 4 turns of 2, "learner" one turn of 128 after a prompt of as many. With `--learn`: seconds of GSPO, 4 updates a batch,
 from random weights until a batch earns 0.90 on average; a number of 1..8 in 4 guesses, a letter recalled over 3 turns.
-Rate, clips and batches are then those of both sides. Ours learns as the quickstart does, with an advantage per turn and
-three passes over a batch; the peer, which has no turns, makes one: with three it took longer on two tuning seeds.
+Rate, clips and batches are then those of both sides. Ours learns as the quickstart does, with an advantage per turn,
+three passes over a batch and a bonus for entropy, without which one of three run seeds stood still; the peer, which
+knows no turns, makes one pass: with three it took longer on two tuning seeds.
 `python -m benchmarks threads` has our side in both places, with several of torch's threads and with one.
 """
 

@@ -135,5 +135,6 @@ def test_our_sides_configuration_has_the_jobs_numbers(tmp_path: Path) -> None:
     assert (config.rollout.episodes_per_batch, config.training.batch_size, config.training.group_size) == (64, 64, 8)
     learning = make_config(Job("guess", 4, 2, minibatch=16, goal=0.9, seed=3), "tiny:qwen3-64", tmp_path)
     assert (learning.training.batch_size, learning.run.seed, learning.rollout.min_output_tokens) == (16, 3, 0)
-    assert (learning.advantages.level, learning.training.update_epochs) == ("turn", 3)
-    assert (config.advantages.level, config.training.update_epochs) == ("trajectory", 1)
+    chosen = (learning.advantages.level, learning.training.update_epochs, learning.loss.entropy_coef)
+    assert chosen == ("turn", 3, 0.02)
+    assert (config.advantages.level, config.training.update_epochs, config.loss.entropy_coef) == ("trajectory", 1, 0.0)
