@@ -30,8 +30,8 @@ SUPPORT = Path(__file__).parents[2] / "support"
 # A minute, the least that the lock may be held, is too long to be waited for here; so is twice what check and play give
 # to a step.
 IMPATIENT = (
-    "import sys; from gspo_gym.cli import env; from gspo_gym.cli.main import main; from gspo_gym.rollout import watchdog; "
-    "watchdog._LEAST_SECONDS = 1.5; env._STEP_TIMEOUT_SECONDS = 0.7; sys.exit(main())"
+    "import sys; from gspo_gym.cli import env, main; from gspo_gym.rollout import watchdog; "
+    "watchdog._LEAST_SECONDS = 1.5; env._STEP_TIMEOUT_SECONDS = 0.7; sys.exit(main.main())"
 )
 FAST = ["--step-timeout-seconds", "0.7"]
 CONFIG = """
