@@ -17,7 +17,7 @@ from torch import Tensor
 
 from benchmarks.engines import EpisodePlan, Sample, measure, sample_with_local_engine
 from benchmarks.record import Value, render
-from gspo_gym.config.build.compute import computing_elsewhere
+from gspo_gym.config.build.threads import computing_elsewhere
 from gspo_gym.errors import UsageError
 from gspo_gym.policy.load import load_policy
 from gspo_gym.seeding import generator

@@ -247,7 +247,7 @@ def _evaluate(config: RunConfig, model: str, rows: KeptRows) -> Evaluation:
 
 async def _play_with_engine(config: RunConfig, name: str, rows: KeptRows) -> Evaluation:
     from gspo_gym.config.build import rollouts
-    from gspo_gym.config.build.compute import compute_in, computing_elsewhere
+    from gspo_gym.config.build.threads import compute_in, computing_elsewhere
     from gspo_gym.config.build.trainer import device_of
     from gspo_gym.policy.load import load_policy
 

@@ -103,7 +103,7 @@ async def running_engine(model: Model, arguments: argparse.Namespace) -> AsyncIt
     from gspo_gym.policy.load import load_policy, load_tokenizer
 
     if arguments.engine == "local":
-        from gspo_gym.config.build.compute import compute_in, computing_elsewhere
+        from gspo_gym.config.build.threads import compute_in, computing_elsewhere
         from gspo_gym.engine.local.engine import LocalEngine
 
         dtype = model.dtype if arguments.dtype == "auto" else arguments.dtype

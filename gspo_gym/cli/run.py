@@ -19,7 +19,7 @@ from gspo_gym.base.files import replace_file
 from gspo_gym.base.loops import run_to_end
 from gspo_gym.cluster.launcher import Seat
 from gspo_gym.config.build import trainer as build
-from gspo_gym.config.build.compute import computing_elsewhere, start_compute
+from gspo_gym.config.build.compute import start_compute
 from gspo_gym.config.build.engines import build_weight_sync
 from gspo_gym.config.build.judge import build_judging
 from gspo_gym.config.build.live import LiveSettings, Restored, find_restored, when_it_may_change
@@ -27,6 +27,7 @@ from gspo_gym.config.build.preflight import require_ready
 from gspo_gym.config.build.processes import launching, learning
 from gspo_gym.config.build.reference import serving_reference
 from gspo_gym.config.build.rollouts import Player, build_training_player, build_warmup, environment_notes
+from gspo_gym.config.build.threads import computing_elsewhere
 from gspo_gym.config.reference import leaf_keys
 from gspo_gym.config.run_config import RunConfig, load_config
 from gspo_gym.config.words import look_up

@@ -1,9 +1,6 @@
 """The threads in which a run computes, and how many threads torch uses in each.
 
-OpenMP keeps workers for every thread that has computed with several. If these are more than the cores, none of them
-spins any more where it waits: measured on two idle cores, an engine that samples 5,000 tokens/s sampled 2,300 after one
-copy of a tensor in a thread that waits for work. So engine and learner take turns in one thread, or split the cores if
-episodes are played ahead, and every other thread computes with one: the event loop, and all that start later.
+Engine and learner take turns in one thread, or split the cores if episodes are played ahead: see `threads`.
 """
 
 from __future__ import annotations
@@ -11,9 +8,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -22,8 +18,8 @@ import torch
 
 from gspo_gym.base.loops import Compute, Result
 from gspo_gym.config.build.rollouts import Player
+from gspo_gym.config.build.threads import use_threads
 from gspo_gym.config.run_config import RunConfig
-from gspo_gym.engine.base import Engine
 from gspo_gym.engine.local.engine import LocalEngine
 from gspo_gym.engine.local.shared_model import SharedModel, keeps_logits
 from gspo_gym.run.recording import RunRecorder
@@ -41,21 +37,6 @@ class NumThreads:
 
     sampling: int
     learning: int
-
-
-@contextlib.contextmanager
-def computing_elsewhere(device: str) -> Iterator[int]:
-    """Let torch compute with one thread in this thread while the body runs; yield the number that others may use.
-
-    Only if the policy is on the processor: otherwise this thread keeps its number.
-    """
-    num_threads = torch.get_num_threads()
-    if device.partition(":")[0] == "cpu":
-        torch.set_num_threads(1)
-    try:
-        yield num_threads
-    finally:
-        torch.set_num_threads(num_threads)
 
 
 async def start_compute(
@@ -94,24 +75,6 @@ async def start_compute(
     elif chosen.learning != chosen.sampling:
         return _Switching(compute, chosen)
     return compute
-
-
-def use_threads(number: int) -> None:
-    """Let torch compute with so many threads in this thread, and with one in threads that start later."""
-    torch.get_num_threads()  # a thread's first look replaces its number by the last one that was set in any thread
-    torch.set_num_threads(number)
-    last = threading.Thread(target=torch.set_num_threads, args=(1,))
-    last.start()
-    last.join()
-
-
-async def compute_in(engine: Engine, model: Any, num_threads: int) -> None:
-    """Let an engine that computes here do so with the threads that `computing_elsewhere` yielded.
-
-    `model`: the engine's (Any: transformers is untyped). On a GPU, and of other engines, nothing changes.
-    """
-    if isinstance(engine, LocalEngine) and model.device.type == "cpu":
-        await engine.compute(lambda: use_threads(num_threads))
 
 
 def _own_thread(device: torch.device, stack: contextlib.AsyncExitStack) -> Compute:

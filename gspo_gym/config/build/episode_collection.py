@@ -17,7 +17,7 @@ import numpy as np
 
 from gspo_gym.base.loops import run_to_end
 from gspo_gym.chat.renderer import RendererCache
-from gspo_gym.config.build.compute import compute_in, computing_elsewhere
+from gspo_gym.config.build.threads import compute_in, computing_elsewhere
 from gspo_gym.engine.local.engine import LocalEngine
 from gspo_gym.env.chat_model import ChatModel, ChatModelSettings
 from gspo_gym.env.core import PolicyFactory, ScriptedPolicy

@@ -27,6 +27,7 @@ from gspo_gym.cluster.placement import Part, Resources
 from gspo_gym.cluster.ray import RayLauncher
 from gspo_gym.cluster.sharding import shard_model
 from gspo_gym.config.build.engines import REPLICA, held_tensors, sampling_parts, start_vllm_here
+from gspo_gym.config.build.threads import compute_in
 from gspo_gym.config.build.trainer import build_learner, build_policy, build_skeleton, device_of
 from gspo_gym.config.run_config import RunConfig
 from gspo_gym.config.services import TopologySection
@@ -246,7 +247,8 @@ async def _build_engine(order: Any, tensors: Iterator[tuple[str, Tensor]]) -> En
     """Return the engine of the driver's order (Any: JSON), with the driver's weights."""
     config = RunConfig.from_dict(order["config"])
     num, has_vllm = order["num_replicas"], config.rollout.engine == "vllm"
-    torch.set_num_threads(max(1, torch.get_num_threads() // num))
+    num_threads = max(1, torch.get_num_threads() // num)
+    torch.set_num_threads(num_threads if has_vllm else 1)
     if has_vllm:
         _take_cores(order["number"], num)
     policy = build_policy(config, order["base"])
@@ -259,12 +261,14 @@ async def _build_engine(order: Any, tensors: Iterator[tuple[str, Tensor]]) -> En
         if not folder.parent.is_dir():  # it is the driver's, on another machine
             folder = Path(temporary_folder("gspo_gym-replica-")) / folder.name
         return await start_vllm_here(config, policy, folder)
-    return LocalEngine(
+    engine = LocalEngine(
         policy.model,
         takes_tensors=True,
         max_model_len=config.rollout.max_model_len,
         max_batch_size=config.rollout.max_concurrent_rollouts,
     )
+    await compute_in(engine, policy.model, num_threads)
+    return engine
 
 
 def _take_cores(number: int, num_replicas: int) -> None:

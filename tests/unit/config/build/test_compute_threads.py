@@ -16,8 +16,9 @@ import torch
 from gspo_gym.cli.evaluate import run_evaluation
 from gspo_gym.cli.models_serve import add_arguments, running_engine
 from gspo_gym.cli.train import run_training
-from gspo_gym.config.build.compute import use_threads
 from gspo_gym.config.build.episode_collection import CollectSettings, collect_episodes
+from gspo_gym.config.build.processes import _build_engine
+from gspo_gym.config.build.threads import use_threads
 from gspo_gym.config.run_config import RunConfig, load_config
 from gspo_gym.engine.base import SamplingParams
 from gspo_gym.engine.local.batch import Batch
@@ -133,6 +134,28 @@ def test_only_the_engines_thread_computes_with_several(command: Callable[[Path],
     assert seen.pop("environment") == {1}
     assert seen in ({}, {"asyncio.to_thread": {1}})
     assert torch.get_num_threads() == WANTED
+
+
+@pytest.mark.parametrize(("num_replicas", "share"), [(1, 3), (2, 1), (5, 1)])
+def test_a_process_that_samples_for_others_gives_its_share_to_its_engine(
+    num_replicas: int, share: int, tmp_path: Path
+) -> None:
+    order = {
+        "config": make_config(tmp_path).model_dump(mode="json", exclude_none=True),
+        "num_replicas": num_replicas,
+        "base": TINY,
+        "number": 0,
+    }
+
+    async def main() -> None:
+        engine = await _build_engine(order, iter(()))
+        await engine.generate([72, 105], SamplingParams(max_tokens=2, stop_token_ids=(), seed=0))
+        await engine.close()
+
+    asyncio.run(main())
+    assert seen.pop("gspo-gym-engine") == {share}
+    assert seen in ({}, {"asyncio.to_thread": {1}})
+    assert torch.get_num_threads() == 1
 
 
 def test_the_number_holds_for_this_thread_and_later_ones_have_one() -> None:
