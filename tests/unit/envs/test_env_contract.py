@@ -20,7 +20,7 @@ from gspo_gym.env.registry import make
         ("SqlAnalyst", {"level": "tiny", "tools": ["query", "answer"], "style": "verbose"}),
         ("CodeRepair", {"level": "tiny", "style": "verbose"}),
         ("SupportDesk", {"level": "tiny", "max_steps": 3}),
-        ("Countdown", {"num_numbers": 6, "max_number": 100, "max_target": 999, "max_turns": 8, "style": "verbose"}),
+        ("Countdown", {"num_numbers": 5, "max_number": 100, "max_target": 999, "max_turns": 8, "style": "verbose"}),
         ("Wordle", {"words": ["cat", "cot", "dog", "dot"], "style": "verbose"}),
         ("TicTacToe", {"opponent": "minimax", "style": "verbose"}),
         ("TicTacToe", {"opponent": "self"}),

@@ -433,9 +433,9 @@ def test_at_level_tiny_an_order_of_somebody_else_is_private() -> None:
 
 def test_at_level_tiny_held_out_sayings_name_other_orders_than_those_of_training() -> None:
     env, sides = SupportDesk(level="tiny"), []
-    for first_seed in (0, 2**31):
+    for first_seed, num_seeds in ((0, 200), (2**31, 700)):
         sides.append(set())
-        for seed in range(first_seed, first_seed + 1500):
+        for seed in range(first_seed, first_seed + num_seeds):
             env.reset(seed=seed)
             words = env.case.opening.removeprefix("Hi! ").removeprefix("Hello, ")
             assert words.count(str(env.case.order_id)) == 1
