@@ -78,10 +78,9 @@ SPEED = {
         {"learning, groups of 8 that share half": 1.6},
     ),
 }
-_LONG = SPEED["sampling"].job
 THREADS = {  # goals: of two threads
     "sampling": Case(
-        _LONG,
+        SPEED["sampling"].job,
         {
             "sampling 64 x 3 turns x 32": ("playing",),
             "the whole step": ("playing", "learning"),
