@@ -23,7 +23,7 @@ from transformers import ContinuousBatchingConfig, GenerationConfig, StoppingCri
 
 from benchmarks.record import Value
 from benchmarks.vllm import has_vllm, running_vllm
-from gspo_gym.config.build.threads import compute_in, computing_elsewhere
+from gspo_gym.config.build.threads import compute_in, computing_elsewhere, set_threads
 from gspo_gym.engine.base import Engine, SamplingParams
 from gspo_gym.engine.local.engine import LocalEngine
 from gspo_gym.errors import EngineError
@@ -224,13 +224,7 @@ def measure(
 
 def _in_a_thread(sample: Sample, model: Any, plans: Sequence[EpisodePlan]) -> int:
     # With which torch's workers end: they would slow those of the next one (see config/build/threads.py).
-    num_threads = torch.get_num_threads()
-
-    def begin() -> None:
-        torch.get_num_threads()  # a thread's first look replaces its number
-        torch.set_num_threads(num_threads)
-
-    with ThreadPoolExecutor(max_workers=1, initializer=begin) as executor:
+    with ThreadPoolExecutor(1, initializer=set_threads, initargs=(torch.get_num_threads(),)) as executor:
         return executor.submit(sample, model, plans).result()
 
 

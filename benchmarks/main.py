@@ -1,8 +1,8 @@
 """Measurements side by side: `python -m benchmarks NAME`, in a checkout; each is in a file of its name.
 
 (`threads` is in peers.py.) Machine and load are printed beside the numbers. Those of `engines`, `decode`, `head`,
-`prefixes`, `peers`, `threads` and `quick` can be kept (`--keep FILE`) and are then compared with the last ones of the
-same machine.
+`pool`, `prefixes`, `peers`, `threads` and `quick` can be kept (`--keep FILE`) and are then compared with the last ones
+of the same machine.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from benchmarks.mutants import run_mutants
 from benchmarks.page import run_page
 from benchmarks.peers import PEER, SPEED, choose, peer_is_installed, run_peers, run_threads
 from benchmarks.pipeline import Workload, run_pipeline
+from benchmarks.pool import run_pool
 from benchmarks.prefixes import run_prefixes
 from benchmarks.record import Value, finish, on_machine, render, this_machine
 from benchmarks.runs import run_runs
@@ -96,6 +97,7 @@ KEPT: Mapping[str, Callable[[Arguments], tuple[int, list[Value]]]] = {
     "decode": lambda a: (0, run_decode(a.model, repeats=a.repeats)),
     "cluster": lambda a: (0, run_cluster(a.model, repeats=a.repeats, threads=a.threads)),
     "head": lambda a: run_head(repeats=a.repeats, threads=a.threads),
+    "pool": lambda a: (0, run_pool(Workload(num_groups=a.groups), repeats=a.repeats)),
     "prefixes": lambda a: (0, run_prefixes(a.model, a.files, repeats=a.repeats)),
     "peers": _peers,
     "threads": _threads,
@@ -146,7 +148,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "more)",
     )
     parser.add_argument(
-        "--groups", type=int, default=16, help="pipeline: groups of 8 episodes a step; more make learning longer"
+        "--groups", type=int, default=16, help="pipeline, pool: groups of 8 episodes a step; more make learning longer"
     )
     parser.add_argument(
         "--launcher",

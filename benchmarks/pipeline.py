@@ -49,8 +49,8 @@ from gspo_gym.run.trainer import Trainer
 from gspo_gym.seeding import generator
 from gspo_gym.types import Outcome, Sampling, Task
 
-_ENV_ID = "benchmark/Slow-v0"
-_MAX_MODEL_LEN = 1024
+ENV_ID = "benchmark/Slow-v0"
+MAX_MODEL_LEN = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,10 +134,10 @@ def measure(workload: Workload, max_staleness: int) -> StepTimes:
 async def _train(workload: Workload, max_staleness: int, folder: Path) -> None:
     policy = load_policy(workload.model, seed=0)
     model = copy.deepcopy(policy.model) if max_staleness else policy.model
-    engine = LocalEngine(model, max_model_len=_MAX_MODEL_LEN, source=policy.model if max_staleness else None)
+    engine = LocalEngine(model, max_model_len=MAX_MODEL_LEN, source=policy.model if max_staleness else None)
     recorder = RunRecorder.create(folder, "")
     plan = TrainPlan(
-        env_id=_ENV_ID,
+        env_id=ENV_ID,
         size=RunSize(
             num_epochs=1,
             iterations_per_epoch=workload.num_steps,
@@ -151,7 +151,7 @@ async def _train(workload: Workload, max_staleness: int, folder: Path) -> None:
     )
     trainer = Trainer(
         plan,
-        collector=Collector(plan, _pool(workload, policy, engine), weight_version=lambda: engine.weight_version),
+        collector=Collector(plan, make_pool(workload, policy, engine), weight_version=lambda: engine.weight_version),
         learner=_learner(policy),
         publish=WeightSync(engine).publish,
         evaluate=_evaluate_nothing,
@@ -165,7 +165,8 @@ async def _train(workload: Workload, max_staleness: int, folder: Path) -> None:
         await engine.close()
 
 
-def _pool(workload: Workload, policy: Policy, engine: LocalEngine) -> RolloutPool:
+def make_pool(workload: Workload, policy: Policy, engine: LocalEngine) -> RolloutPool:
+    """Return a pool that plays the workload's environments, all episodes at once."""
     members: Counter[int] = Counter()  # environments made so far for each task
 
     def make_env(task: Task) -> _Slow:
@@ -180,7 +181,7 @@ def _pool(workload: Workload, policy: Policy, engine: LocalEngine) -> RolloutPoo
             limits=EpisodeLimits(
                 max_turns=workload.num_turns,
                 max_output_tokens=16,
-                max_model_len=_MAX_MODEL_LEN,
+                max_model_len=MAX_MODEL_LEN,
                 step_timeout_seconds=600.0,
             ),
         ),
@@ -200,7 +201,7 @@ def _learner(policy: Policy) -> Learner:
 
 
 async def _evaluate_nothing(_label: str) -> Evaluation:
-    return Evaluation(_ENV_ID, (EvaluationRow(0, 0.0, None, 1, Outcome.TERMINATED),))
+    return Evaluation(ENV_ID, (EvaluationRow(0, 0.0, None, 1, Outcome.TERMINATED),))
 
 
 def measure_in_turns(workload: Workload, *, repeats: int) -> list[StepTimes]:

@@ -42,10 +42,10 @@ def engine(request: pytest.FixtureRequest, start_engine: Any, loop_thread: Any) 
     loop_thread.run(engine.close())
 
 
-@pytest.fixture(scope="module", params=SIZES)
-def adapter_engine(request: pytest.FixtureRequest, start_engine: Any, loop_thread: Any) -> Iterator[VllmEngine]:
-    """Takes LoRA adapters."""
-    engine = start_engine(**SIZES[request.param], max_lora_rank=8)
+@pytest.fixture(scope="module")
+def adapter_engine(start_engine: Any, loop_thread: Any) -> Iterator[VllmEngine]:
+    """Two copies that take LoRA adapters."""
+    engine = start_engine(**SIZES["two copies"], max_lora_rank=8)
     yield engine
     loop_thread.run(engine.close())
 

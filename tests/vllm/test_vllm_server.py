@@ -72,7 +72,7 @@ def adapter_engine(connect: Connect, tmp_path_factory: pytest.TempPathFactory) -
     command = [sys.executable, "-m", "gspo_gym.cli", "serve", str(model_folder), "--engine", "vllm"]
     options = "--port 0 --dtype float32 --max-model-len 2048 --max-num-seqs 32 --kv-cache-gib 0.25 --enforce-eager"
     with subprocess.Popen(
-        [*command, *options.split(), "--max-lora-rank", "8", "--max-loras", "3"],
+        [*command, *options.split(), "--max-lora-rank", "8", "--max-loras", "2"],
         stdout=subprocess.PIPE,
         text=True,
     ) as process:
@@ -314,7 +314,7 @@ def test_adapters_agree_with_a_plain_forward_and_calls_in_flight_keep_theirs(
     adapted = adapt_policy(load_policy(ADAPTED, seed=1), LoraSettings(r=4, alpha=8), seed=0)
     assert adapter_engine.capabilities.update_kinds == ("adapter",)
     gaps = [worst_gap(adapted.model, loop_thread.run(play_many(adapter_engine, range(3))))]
-    for version in range(1, 5):
+    for version in range(1, 4):  # one more than there are places
         before = copy.deepcopy(adapted.model)
         nudge(adapted.model, version, scale=0.05)
         save_policy(adapted, tmp_path / f"policy-v{version}")
@@ -331,7 +331,7 @@ def test_adapters_agree_with_a_plain_forward_and_calls_in_flight_keep_theirs(
         gaps += [worst_gap(before, [Turn([72, 0], kept)]), worst_gap(adapted.model, turns)]
         assert worst_gap(before, turns) > 10 * TOLERANCE  # another adapter would be seen
     cards = loop_thread.run(adapter_engine._client.get("/v1/models"))["data"]
-    assert [card["id"].rsplit("-", 1)[0] for card in cards if card["parent"]] == ["policy-v4"]
+    assert [card["id"].rsplit("-", 1)[0] for card in cards if card["parent"]] == ["policy-v3"]
     record_property("worst_gap", max(gaps))
     assert max(gaps) <= TOLERANCE
 

@@ -18,7 +18,7 @@ import torch
 
 from gspo_gym.base.loops import Compute, Result
 from gspo_gym.config.build.rollouts import Player
-from gspo_gym.config.build.threads import use_threads
+from gspo_gym.config.build.threads import set_threads, use_threads
 from gspo_gym.config.run_config import RunConfig
 from gspo_gym.engine.local.engine import LocalEngine
 from gspo_gym.engine.local.shared_model import SharedModel, keeps_logits
@@ -136,7 +136,7 @@ def faster(module: Any, shape: tuple[int, int], most: int, *, clock: Callable[[]
     seconds = {most: 0.0, 1: 0.0}
     began = clock()
     for number in (most, 1) * _MAX_ROUNDS:
-        use_threads(number)
+        set_threads(number)
         start = clock()
         module(input_ids=token_ids, **extra)
         seconds[number] += clock() - start

@@ -22,6 +22,7 @@ from benchmarks.page import chromium
 from benchmarks.pipeline import StepTimes, Workload
 from benchmarks.pipeline import measure as measure_pipeline
 from benchmarks.pipeline import render as render_pipeline
+from benchmarks.pool import longest_wait, run_pool
 from benchmarks.tokens import TokenCosts
 from benchmarks.weights import Costs as WeightCosts
 from benchmarks.weights import render as render_weights
@@ -109,6 +110,18 @@ def test_the_pipeline_benchmark_trains_and_every_turn_takes_the_same_time_in_eve
     assert (synchronous.staleness, synchronous.num_late) == (0.0, 0.0)
     assert 0.0 <= ahead.staleness <= 1.0
     assert synchronous.step >= synchronous.playing + synchronous.learning - 1e-9
+
+
+def test_the_pool_takes_at_least_the_longest_wait_of_an_episode() -> None:
+    workload = Workload(num_groups=2, group_size=3, num_turns=2, turn_seconds=0.1, observation_tokens=8)
+    waits = [
+        workload.latency(seed, member, 0) + workload.latency(seed, member, 1) for seed in (0, 1) for member in (0, 1, 2)
+    ]
+    assert longest_wait(workload) == max(waits)
+    (value,) = run_pool(workload, repeats=1)
+    assert value.ours[0] >= max(waits)
+    assert value.peer[0] >= max(waits)
+    assert value.goal == pytest.approx(1 / 1.05)
 
 
 def test_the_pipeline_table_shows_the_ratio_to_the_longer_of_playing_and_learning(
