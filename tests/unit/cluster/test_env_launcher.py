@@ -70,12 +70,6 @@ def local(tmp_path_factory: pytest.TempPathFactory) -> Path:
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
 
 
-def test_two_processes_of_torchrun_train_the_weights_of_two_local_ones(local: Path, tmp_path: Path) -> None:
-    done = run([*TORCHRUN, "-m", "gspo_gym.cli", "train", str(QUICKSTART), *overrides(tmp_path, "torchrun")])
-    assert done.returncode == 0, done.stderr
-    assert weights(tmp_path / "torchrun", 4) == weights(local, 4)
-
-
 def test_another_number_of_processes_than_the_learners_names_both(tmp_path: Path) -> None:
     words = [*overrides(tmp_path, "run"), "topology.gpus_for_training=3"]
     done = run([*TORCHRUN, "-m", "gspo_gym.cli", "train", str(QUICKSTART), *words])
@@ -130,7 +124,9 @@ def require_gone(pids: set[int], seconds: float) -> None:
     assert left == []
 
 
-def test_torchrun_starts_all_again_after_a_death_and_the_run_goes_on(local: Path, tmp_path: Path) -> None:
+def test_torchrun_starts_all_again_after_a_death_and_the_weights_are_those_of_two_local_processes(
+    local: Path, tmp_path: Path
+) -> None:
     words = ["-m", "gspo_gym.cli", "train", str(QUICKSTART), *overrides(tmp_path, "run")]
     with started([*TORCHRUN, "--max-restarts", "2", *words], tmp_path / "output") as process:
         _, running = kill_rank_one_after(tmp_path / "run", 1, process)
