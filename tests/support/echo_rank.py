@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import gc
+
 from gspo_gym.base.ranks import Rank
+
+was_collecting = gc.isenabled()  # while the program is imported
 
 
 def main() -> None:
@@ -10,7 +14,8 @@ def main() -> None:
     while True:
         head, bodies = rank.receive()
         doubled = [2 * body for body in bodies]
-        rank.send({"rank": rank.rank, **head}, doubled, num_bodies=len(doubled))
+        seen = {"collects": [was_collecting, gc.isenabled()]} if head.get("tell") else {}
+        rank.send({"rank": rank.rank, **head, **seen}, doubled, num_bodies=len(doubled))
         if head.get("end"):
             rank.end("was told to\nend")
 

@@ -77,6 +77,14 @@ def test_messages_and_any_number_of_large_bodies_arrive_whole(group: Callable[..
         assert list(answered) == [2 * body for body in bodies]
 
 
+def test_a_rank_looks_for_garbage_from_its_programs_beginning_and_not_while_that_is_imported(
+    group: Callable[..., Ranks],
+) -> None:
+    ranks = group()
+    ranks.send({"tell": True})
+    assert [ranks.receive(rank)[0]["collects"] for rank in range(2)] == [[False, True]] * 2
+
+
 def test_a_killed_rank_ends_the_others_and_is_named(group: Callable[..., Ranks]) -> None:
     told: list[str] = []
     ranks = group(on_loss=told.append)
