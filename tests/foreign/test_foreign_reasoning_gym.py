@@ -20,7 +20,13 @@ NOT_TRIED = {"futoshiki": SLOW.format("five"), "knight_swap": SLOW.format("fifte
 # Where the answer is one of two, two questions may well have the same: random play needs more of them to be told apart.
 # The last two draw from sets, so that every process asks other questions.
 SEEDS = {"circuit_logic": range(8), "isomorphic_strings": range(24), "ransom_note": range(24)}
-SETTINGS = {"composite": {"datasets": [{"name": "chain_sum", "weight": 2}, {"name": "gcd"}]}}
+SETTINGS = {
+    "composite": {"datasets": [{"name": "chain_sum", "weight": 2}, {"name": "gcd"}]},
+    # smaller questions, of which one takes seconds to make otherwise
+    "quantum_lock": {"difficulty": 4},
+    "word_ladder": {"min_word_length": 3, "max_word_length": 3},
+    "zebra_puzzles": {"num_people": 3, "num_characteristics": 3},
+}
 
 
 def test_every_generator_keeps_the_contract(check_into_table, foreign_table):
