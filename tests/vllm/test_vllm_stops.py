@@ -16,8 +16,6 @@ import uuid
 from collections.abc import Callable
 from pathlib import Path
 
-import pytest
-
 from gspo_gym.policy.load import load_policy, save_policy
 
 CONFIG = """
