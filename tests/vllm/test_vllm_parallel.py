@@ -15,14 +15,11 @@ from typing import Any
 
 import pytest
 from agreement import nudge, play_many, publish, worst_gap
-from tiny_vllm import SETTINGS, START_SECONDS
 
 from gspo_gym.config.build.engines import learner_score
 from gspo_gym.engine.base import SamplingParams, WeightUpdate
 from gspo_gym.engine.vllm.engine import VllmEngine
-from gspo_gym.engine.vllm.http import VllmHttpEngine, VllmHttpSettings
-from gspo_gym.engine.vllm.server import VllmServer
-from gspo_gym.engine.vllm.settings import BINDING, VllmSettings
+from gspo_gym.engine.vllm.settings import BINDING
 from gspo_gym.engine.vllm.worker import RELOAD_METHOD
 from gspo_gym.errors import EngineError
 from gspo_gym.learning.settings import LoraSettings
@@ -202,24 +199,3 @@ def test_every_process_sleeps_and_wakes_and_the_environment_is_as_it_was(engine:
         await asyncio.gather(*calls)
 
     loop_thread.run(sleep_and_wake())
-
-
-def test_a_server_of_two_copies_agrees_before_and_after_an_update(
-    model_folder: Path, policy: Policy, learned: Policy, loop_thread: Any, tmp_path: Path
-) -> None:
-    settings = VllmSettings(str(model_folder), **SETTINGS, **SIZES["two copies"])
-    nudge(learned.model, 3, scale=0.05)
-    save_policy(learned, tmp_path / "policy-v1")
-
-    async def sample_and_update(url: str) -> None:
-        engine = await VllmHttpEngine.start(VllmHttpSettings(url, policy.model.config.vocab_size, dtype="float32"))
-        assert worst_gap(policy.model, await play_many(engine, range(4))) <= TOLERANCE
-        await publish(engine, WeightUpdate(1, "full", tmp_path / "policy-v1"))
-        turns = await play_many(engine, range(4))
-        assert all((turn.completion.weight_version == 1).all() for turn in turns)
-        assert worst_gap(learned.model, turns) <= TOLERANCE
-        assert len({name.rsplit(":", 1)[0] for name in await engine.checksums()}) == 2
-        await engine.close()
-
-    with VllmServer(settings, start_seconds=2 * START_SECONDS) as server:
-        loop_thread.run(sample_and_update(server.url))

@@ -23,10 +23,10 @@ def test_a_run_that_goes_on_after_an_evaluated_step_is_the_undisturbed_one_to_th
 
 @pytest.mark.slow
 def test_a_run_that_is_killed_or_stopped_anywhere_ends_as_an_undisturbed_one() -> None:
-    command = [sys.executable, "-m", "benchmarks", "crash", "--count", "2", "--steps", "3", "--seed", "1"]
+    command = [sys.executable, "-m", "benchmarks", "crash", "--count", "2", "--steps", "4", "--seed", "1"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "5, of which 0 failed" in done.stdout  # 2 kills, and a stop after each of the steps 0 to 2
+    assert "6, of which 0 failed" in done.stdout  # 2 kills, and a stop after each of the steps 0 to 3
 
 
 def test_a_report_of_kills_is_good_only_if_nothing_differs_and_every_missing_piece_is_noticed() -> None:
