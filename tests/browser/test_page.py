@@ -166,8 +166,9 @@ def test_firefox_opens_the_page_from_disk_and_shows_the_same_sum(saved: Path, ru
 
 def test_a_link_to_a_token_leads_to_it(page: Page, saved: Path) -> None:
     open_page(page, f"{saved.as_uri()}#view=episodes&step=step_000004")
+    first = page.get_attribute("article", "aria-label")
     page.keyboard.press("j")
-    page.locator(".list button[aria-current]").nth(0).wait_for()
+    page.wait_for_selector(f'article:not([aria-label="{first}"])')
     episode = page.get_attribute("article", "aria-label")
     page.locator("article > .turn .token.sampled").nth(1).hover()
     link = page.get_attribute(".detail a", "href")
