@@ -5,6 +5,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := -m pip install --quiet --disable-pip-version-check
 PIP_INSTALL := $(BIN)/python $(PIP) --constraint constraints.txt
+# Into another environment: few of its modules are ever imported, and Python compiles those then.
+PIP_OTHER := $(PIP) --no-compile
 
 # Other projects' environments, each set with an interpreter of its own, which finds our packages after its own.
 SUITES := .venv-foreign
@@ -49,21 +51,21 @@ unit: $(VENV)/.dev
 slow: $(VENV)/.dev
 	$(PYTEST) -m slow tests
 
-foreign: $(SUITES)/.installed $(VERIFIERS)/.installed
+foreign: $(VENV)/.dev $(SUITES)/.installed $(VERIFIERS)/.installed
 	$(SUITES)/bin/python -m pytest -m "not verifiers" tests/foreign
 	$(VERIFIERS)/bin/python -m pytest -m verifiers tests/foreign
 
-openai-2: $(OPENAI_2)/.installed
+openai-2: $(VENV)/.dev $(OPENAI_2)/.installed
 	PYTHONPATH=$(OPENAI_2) $(BIN)/python -c "import openai; assert openai.__version__ == '2.25.0', openai"
 	PYTHONPATH=$(OPENAI_2) $(BIN)/python -m pytest -m "not slow" $(OPENAI_TESTS)
 
-vllm: $(VLLM)/.installed
+vllm: $(VENV)/.dev $(VLLM)/.installed
 	$(VLLM)/bin/python -m pytest tests/vllm
 
-browser: $(BROWSER)/.installed
+browser: $(VENV)/.dev $(BROWSER)/.installed
 	OMP_NUM_THREADS=1 $(BROWSER)/bin/python -m pytest tests/browser
 
-cluster: $(CLUSTER)/.installed
+cluster: $(VENV)/.dev $(CLUSTER)/.installed
 	OMP_NUM_THREADS=1 $(CLUSTER)/bin/python -m pytest --numprocesses 2 --dist loadfile tests/cluster
 
 environments: $(CLUSTER)/.installed $(BROWSER)/.installed $(VLLM)/.installed $(SUITES)/.installed $(VERIFIERS)/.installed $(OPENAI_2)/.installed
@@ -92,46 +94,46 @@ $(VENV)/.dev: pyproject.toml constraints.txt | $(VENV)/bin/python
 	@touch $@ $(VENV)/.run
 
 $(SUITES)/.installed: tests/foreign/requirements-suites.txt tests/foreign/requirements-translators.txt constraints.txt \
-		| $(VENV)/.dev
+		| $(VENV)/bin/python
 	$(PYTHON) -m venv --clear $(SUITES)
-	$(SUITES)/bin/python $(PIP) --requirement $< --constraint constraints.txt
-	$(SUITES)/bin/python $(PIP) --no-deps --requirement tests/foreign/requirements-translators.txt
+	$(SUITES)/bin/python $(PIP_OTHER) --requirement $< --constraint constraints.txt
+	$(SUITES)/bin/python $(PIP_OTHER) --no-deps --requirement tests/foreign/requirements-translators.txt
 	$(call see_ours,$(SUITES))
 
-$(VERIFIERS)/.installed: tests/foreign/requirements-verifiers.txt | $(VENV)/.dev
+$(VERIFIERS)/.installed: tests/foreign/requirements-verifiers.txt | $(VENV)/bin/python
 	$(PYTHON) -m venv --clear $(VERIFIERS)
-	$(VERIFIERS)/bin/python $(PIP) --requirement $<
+	$(VERIFIERS)/bin/python $(PIP_OTHER) --requirement $<
 	$(call see_ours,$(VERIFIERS))
 
-$(OPENAI_2)/.installed: | $(VENV)/.dev
-	$(BIN)/python $(PIP) --no-deps --upgrade --target $(OPENAI_2) openai==2.25.0
+$(OPENAI_2)/.installed: | $(VENV)/bin/python
+	$(BIN)/python $(PIP_OTHER) --no-deps --upgrade --target $(OPENAI_2) openai==2.25.0
 	@touch $@
 
 # The torch of constraints.txt comes first, or pip takes another build of it. vLLM's wheel asks for torchvision and its
 # kin, whose builds for GPUs fail to load beside that torch; it runs without them.
-$(VLLM)/.installed: tests/vllm/requirements.txt constraints.txt | $(VENV)/.dev
+$(VLLM)/.installed: tests/vllm/requirements.txt constraints.txt | $(VENV)/bin/python
 	$(PYTHON) -m venv --clear $(VLLM)
-	$(VLLM)/bin/python $(PIP) --constraint constraints.txt torch
-	$(VLLM)/bin/python $(PIP) --requirement $<
+	$(VLLM)/bin/python $(PIP_OTHER) --constraint constraints.txt torch
+	$(VLLM)/bin/python $(PIP_OTHER) --requirement $<
 	$(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	$(call see_ours,$(VLLM))
 
 # The peer of `python -m benchmarks peers`: it sees none of our packages. The torch of constraints.txt, as of ours.
 $(PEERS)/.installed: benchmarks/requirements-peers.txt constraints.txt
 	$(PYTHON) -m venv --clear $(PEERS)
-	$(PEERS)/bin/python $(PIP) --requirement $< --constraint constraints.txt
+	$(PEERS)/bin/python $(PIP_OTHER) --requirement $< --constraint constraints.txt
 	@touch $@
 
 # The browsers are Debian's; on another system, whatever is called chromium and firefox.
-$(BROWSER)/.installed: tests/browser/requirements.txt | $(VENV)/.dev
+$(BROWSER)/.installed: tests/browser/requirements.txt | $(VENV)/bin/python
 	$(PYTHON) -m venv --clear $(BROWSER)
-	$(BROWSER)/bin/python $(PIP) --requirement $<
+	$(BROWSER)/bin/python $(PIP_OTHER) --requirement $<
 	tests/browser/install_browsers
 	$(call see_ours,$(BROWSER))
 
-$(CLUSTER)/.installed: pyproject.toml constraints.txt | $(VENV)/.dev
+$(CLUSTER)/.installed: pyproject.toml constraints.txt | $(VENV)/bin/python
 	$(PYTHON) -m venv --clear $(CLUSTER)
-	$(CLUSTER)/bin/python $(PIP) --constraint constraints.txt ray
+	$(CLUSTER)/bin/python $(PIP_OTHER) --constraint constraints.txt ray
 	$(call see_ours,$(CLUSTER))
 
 # addsitedir and not a plain path, because our packages are installed as editable, which is a .pth file itself.
