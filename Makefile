@@ -5,7 +5,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := -m pip install --quiet --disable-pip-version-check
 PIP_INSTALL := $(BIN)/python $(PIP) --constraint constraints.txt
-# Into another environment: few of its modules are ever imported, and Python compiles those then.
+# Into another environment: few of its modules are ever imported, and Python compiles those then. Not the suites' ones:
+# what it warns of then, in old code, a test would take for an error.
 PIP_OTHER := $(PIP) --no-compile
 
 # Other projects' environments, each set with an interpreter of its own, which finds our packages after its own.
@@ -97,8 +98,8 @@ $(VENV)/.dev: pyproject.toml constraints.txt | $(VENV)/bin/python
 $(SUITES)/.installed: tests/foreign/requirements-suites.txt tests/foreign/requirements-translators.txt constraints.txt \
 		| $(VENV)/bin/python
 	$(PYTHON) -m venv --clear $(SUITES)
-	$(SUITES)/bin/python $(PIP_OTHER) --requirement $< --constraint constraints.txt
-	$(SUITES)/bin/python $(PIP_OTHER) --no-deps --requirement tests/foreign/requirements-translators.txt
+	$(SUITES)/bin/python $(PIP) --requirement $< --constraint constraints.txt
+	$(SUITES)/bin/python $(PIP) --no-deps --requirement tests/foreign/requirements-translators.txt
 	$(call see_ours,$(SUITES))
 
 $(VERIFIERS)/.installed: tests/foreign/requirements-verifiers.txt | $(VENV)/bin/python
