@@ -6,6 +6,7 @@ D = hidden size.
 
 from __future__ import annotations
 
+import functools
 import math
 from functools import partial
 from typing import Any
@@ -20,7 +21,7 @@ class RmsNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:  # Any: untyped in torch
-        scale = x.pow(2).mean(-1, keepdim=True).add_(eps).rsqrt_()
+        scale = _scale_of(x, eps)
         ctx.save_for_backward(x, weight, scale)
         return (x * scale).mul_(weight)
 
@@ -56,8 +57,22 @@ def _forward(module: Any, x: Tensor) -> Tensor:  # Any: transformers is untyped
     if not (_is_quick(x) and _is_quick(module.weight)):
         result: Tensor = type(module).forward(module, x)
         return result
+    if not torch.is_grad_enabled():
+        return (x * _scale_of(x, module.variance_epsilon)).mul_(module.weight)
     normal: Tensor = RmsNorm.apply(x, module.weight, module.variance_epsilon)  # type: ignore[no-untyped-call]
     return normal
+
+
+def _scale_of(x: Tensor, eps: float) -> Tensor:
+    """Return 1 / sqrt(mean(x²) + eps), [..., 1]."""
+    return x.pow(2).sum(-1, keepdim=True).div_(_number(x.shape[-1])).add_(_number(eps)).rsqrt_()
+
+
+@functools.cache
+def _number(value: float) -> Tensor:
+    # A tensor, because torch makes a new one of a plain number at each use, which takes longer than to divide by it.
+    with torch.inference_mode(mode=False):
+        return torch.tensor(value, dtype=torch.float32, device="cpu")
 
 
 @torch.no_grad()

@@ -1,14 +1,17 @@
 """Keys and values of many sequences, one slot each, with their tokens, and the attention of single new tokens to them.
 
-Two layouts of a layer: `PlainStore` is the usual [S, H, T, D] with torch's fused attention, for CUDA and half
-precision. `BlockStore` is for float32 on a CPU, where a step is bound by memory: it reads each sequence's keys and
-values once, and no padding. S, H, T, D = slots, key/value heads, tokens, head size; G = query heads to a key head, R =
-rows that add a token. The tokens kept beside the keys make reuse safe: a prefix is reused only where they are equal.
+Two layouts of a layer: `PlainStore` is the usual [S, H, T, D] with torch's fused attention. `BlockStore` is for float32
+on a CPU, where a step is bound by memory: it reads each sequence's keys and values once, and no padding; it depends on
+the processor which is faster there. S, H, T, D = slots, key/value heads, tokens, head size; G = query heads to a key
+head, R = rows that add a token. The tokens kept beside the keys make reuse safe: a prefix is reused only where they are
+equal.
 """
 
 from __future__ import annotations
 
+import functools
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -24,6 +27,7 @@ BLOCK = 64
 """Tokens in a block: long enough to stream, short enough that the unused end of the last one does not matter."""
 
 _COST_OF_GATHERING = 3  # reading, writing and reading again, against once in place
+_SHORT = 1024  # tokens; longer sequences differ more in length, and fused attention reads all up to the longest
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,11 +98,25 @@ class KeyValueStore(ABC):
         return sum(stored.numel() * stored.element_size() for stored in (self._keys, self._values))
 
 
-def make_store(keys: torch.Tensor, values: torch.Tensor, num_slots: int, num_tokens: int) -> KeyValueStore:
-    """Return the faster store for tensors like these samples [N, H, D]."""
-    if keys.device.type == "cpu" and keys.dtype == torch.float32:
-        return BlockStore(keys, values, num_slots, num_tokens)
-    return PlainStore(keys, values, num_slots, num_tokens)
+def store_type(sample: torch.Tensor, max_len: int) -> type[PlainStore] | type[BlockStore]:
+    """Return the faster store for keys and values like `sample`, of sequences of at most `max_len` tokens.
+
+    By what stays the same on a machine, and not by a measurement: they round differently, and a run that goes on must
+    sample what it would have.
+    """
+    if sample.device.type != "cpu" or sample.dtype != torch.float32:
+        return PlainStore
+    return PlainStore if max_len <= _SHORT and multiplies_thin_matrices_quickly() else BlockStore
+
+
+@functools.cache
+def multiplies_thin_matrices_quickly() -> bool:
+    """Return whether torch multiplies matrices of few rows at the speed of memory on this processor."""
+    # MKL's thin products are made for Intel's processors. Measured on one core of a Xeon at 64 sequences of 2 key heads
+    # of 64: fused attention takes 0.6 of the blocks' time at 130 tokens, 0.8 at 600, 0.9 at 1,100, and up to 1.7 times
+    # as long where lengths differ by a factor of 3; on the machine that the blocks were made on, 2.4 to 3.4 times.
+    capabilities: Callable[[], Mapping[str, object]] = getattr(torch.cpu, "get_capabilities", dict)
+    return str(capabilities().get("cpu_name")).startswith("Intel")
 
 
 def masked_scores(scores: torch.Tensor, mask: torch.Tensor, options: AttentionOptions) -> torch.Tensor:
@@ -229,8 +247,7 @@ class BlockStore(KeyValueStore):
 
     Scores of a block are a sum of D rows of keys weighted by the query, the output a sum of rows of values weighted by
     the probabilities; and `embedding_bag` computes weighted sums of rows at given indices, one bag a sum. Its kernel
-    streams rows at memory speed. Measured on one AVX-512 core at 64 sequences of 100 to 300 tokens: 2.4 to 3.4 times as
-    fast as `scaled_dot_product_attention`, with its thin matrix products that read the padding too.
+    streams rows at memory speed, where `scaled_dot_product_attention` multiplies thin matrices and reads padding too.
     """
 
     def __init__(self, keys: torch.Tensor, values: torch.Tensor, num_slots: int, num_tokens: int) -> None:
@@ -372,6 +389,7 @@ class SlotCache:
         """Store keys and values [N, H, D] of N tokens at (slot, position); returns the layer's store."""
         store = self._layers.get(layer)
         if store is None:  # only now are the heads, sizes and dtype known
+            make_store = store_type(keys, self.max_len)
             store = self._layers[layer] = make_store(keys, values, self._num_slots, self._num_tokens)
         store.write(keys, values, slots, positions)
         return store

@@ -98,7 +98,7 @@ def emulated_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(torch.Tensor, "cpu", cpu_as_a_host_tensor)
     monkeypatch.setattr(torch.Tensor, "numpy", numpy_of_host_tensors_only)
     monkeypatch.setattr(local._Worker, "run", run_with_meta_as_the_default)
-    monkeypatch.setattr("gspo_gym.engine.local.kv_store.make_store", PlainStore)
+    monkeypatch.setattr("gspo_gym.engine.local.kv_store.store_type", lambda *_: PlainStore)
     with torch.device("meta"):
         yield
 

@@ -12,7 +12,7 @@ import torch
 
 from gspo_gym.engine.base import Engine, SamplingParams
 from gspo_gym.engine.local.engine import LocalEngine
-from gspo_gym.engine.local.kv_store import PlainStore
+from gspo_gym.engine.local.kv_store import BlockStore, PlainStore
 from gspo_gym.engine.replicas.rebuildable import RebuildableEngine
 from gspo_gym.engine.replicas.router import RoutedEngine
 from gspo_gym.errors import ConfigError, ContextOverflowError, EngineError
@@ -80,10 +80,11 @@ def test_logprobs_agree_with_a_plain_forward_over_turns_with_kept_caches_and_cop
         _assert_exact(model, turns, plain_logprobs)
 
 
-def test_the_layout_for_accelerators_gives_the_same_logprobs(
-    model: Any, plain_logprobs: Any, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("layout", [PlainStore, BlockStore])
+def test_each_layout_gives_the_same_logprobs(
+    layout: Any, model: Any, plain_logprobs: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gspo_gym.engine.local.kv_store.make_store", PlainStore)
+    monkeypatch.setattr("gspo_gym.engine.local.kv_store.store_type", lambda *_: layout)
 
     async def use(engine: LocalEngine) -> list[Any]:
         return await asyncio.gather(*(_play(engine, index) for index in range(16)))

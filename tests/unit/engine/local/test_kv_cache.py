@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
+import pytest
 import torch
 
-from gspo_gym.engine.local.kv_store import SlotCache
+from gspo_gym.engine.local.kv_store import BlockStore, PlainStore, SlotCache
 
 
 def _cache(*sequences: list[int]) -> SlotCache:
@@ -60,12 +63,14 @@ def test_after_wiping_a_slot_or_clearing_all_nothing_matches() -> None:
     assert cache.longest_prefix(_prompt(1, 2, 3)) == (0, 0)
 
 
-def test_growing_keeps_tokens_keys_and_values() -> None:
+@pytest.mark.parametrize(("layout", "num_tokens"), [(PlainStore, 600), (BlockStore, 640)])  # 640: whole blocks
+def test_growing_keeps_tokens_keys_and_values(layout: Any, num_tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gspo_gym.engine.local.kv_store.store_type", lambda *_: layout)
     cache = _cache([1, 2, 3])
     keys = torch.arange(12, dtype=torch.float32).view(3, 2, 2)
     cache.write(0, keys, -keys, torch.zeros(3, dtype=torch.int64), torch.arange(3))
     cache.reserve(4, 600)
-    assert cache.num_bytes() == 4 * 640 * 2 * 2 * 4 * 2  # slots, tokens in whole blocks, heads, size, bytes; both
+    assert cache.num_bytes() == 4 * num_tokens * 2 * 2 * 4 * 2  # slots, tokens, heads, size, bytes; both
     assert cache.common_prefix(0, _prompt(1, 2, 3)) == 3
     held_keys, held_values = cache.write(0, keys[:1], -keys[:1], torch.tensor([3]), torch.tensor([599])).read(
         torch.tensor([0]), 3

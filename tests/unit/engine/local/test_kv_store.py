@@ -13,7 +13,8 @@ from gspo_gym.engine.local.kv_store import (
     KeyValueStore,
     PlainStore,
     SingleRows,
-    make_store,
+    multiplies_thin_matrices_quickly,
+    store_type,
 )
 from gspo_gym.engine.local.spans import SegmentSpan, attend_group, group_spans
 
@@ -143,9 +144,21 @@ def test_padding_is_at_most_sixteen_queries_and_a_hundred_and_twenty_eight_keys(
     assert len(group_spans(spans, torch.device("cpu"))) == num_groups
 
 
-def test_the_layout_for_a_cpu_is_for_its_own_precision_only() -> None:
-    made = [type(make_store(*torch.zeros(2, 1, 2, 8, dtype=dtype), 1, 1)) for dtype in (torch.float32, torch.bfloat16)]
-    assert made == [BlockStore, PlainStore]
+@pytest.mark.parametrize(
+    ("name", "short", "long"),
+    [("Intel Xeon", PlainStore, BlockStore), ("AMD EPYC", BlockStore, BlockStore), (None, BlockStore, BlockStore)],
+)
+def test_the_layout_for_a_cpu_is_for_its_own_precision_and_where_blocks_are_faster(
+    name: str | None, short: type[KeyValueStore], long: type[KeyValueStore], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"cpu_name": name} if name else {}, raising=False)
+    multiplies_thin_matrices_quickly.cache_clear()
+    try:
+        assert [store_type(torch.zeros(1, 2, 8), length) for length in (1024, 1025)] == [short, long]
+        assert store_type(torch.zeros(1, 2, 8, dtype=torch.bfloat16), 1025) is PlainStore
+        assert store_type(torch.zeros(1, 2, 8, device="meta"), 1025) is PlainStore
+    finally:
+        multiplies_thin_matrices_quickly.cache_clear()
 
 
 def test_blocks_are_of_sixty_four_tokens_and_only_those_that_hold_the_length_are_read() -> None:
