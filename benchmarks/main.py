@@ -133,7 +133,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=[],
         help="mutants: test files instead of those which import the module",
     )
-    parser.add_argument("--model", default="tiny:qwen3-256", help="hub id, folder or tiny:NAME (default: %(default)s)")
+    parser.add_argument(
+        "--model",
+        default="tiny:qwen3-256",
+        help="hub id, folder or tiny:NAME; of prefixes also wide, a larger one (default: %(default)s)",
+    )
     parser.add_argument("--dtype", default="float32", help="default: %(default)s")
     parser.add_argument(
         "--episodes", type=int, help="default: 64 for engines (32 in quick), 2000 for faults, 200 for isolation"
