@@ -33,12 +33,11 @@ SITE_PACKAGES := import sysconfig; print(sysconfig.get_path('purelib'))
 quickstart: $(VENV)/.run
 	$(BIN)/python -m gspo_gym.train configs/quickstart.toml --set-aside
 
-# Two stages at a time, for each waits now and then: for a deadline, or a process that starts. Of the last five the one of
-# vLLM takes longest and waits most, so that two others run beside it.
+# Two stages at a time, for each waits now and then: for a deadline, or a process that starts. The two that use both cores
+# come first; so the long ones that mostly use one, vllm and foreign, end side by side.
 test:
 	$(MAKE) --jobs 2 lint types environments
-	$(MAKE) --jobs 2 unit slow
-	$(MAKE) --jobs 3 vllm foreign openai-2 browser cluster
+	$(MAKE) --jobs 2 unit slow vllm foreign openai-2 browser cluster
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
