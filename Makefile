@@ -5,8 +5,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := -m pip install --quiet --disable-pip-version-check
 PIP_INSTALL := $(BIN)/python $(PIP) --constraint constraints.txt
-# Into another environment: few of its modules are ever imported, and Python compiles those then. Not the suites' ones:
-# what it warns of then, in old code, a test would take for an error.
+# Into another environment for tests: few of its modules are ever imported, and Python compiles those then. Not the
+# suites' ones: what it warns of then, in old code, a test would take for an error.
 PIP_OTHER := $(PIP) --no-compile
 
 # Other projects' environments, each set with an interpreter of its own, which finds our packages after its own.
@@ -122,7 +122,7 @@ $(VLLM)/.installed: tests/vllm/requirements.txt constraints.txt | $(VENV)/bin/py
 # The peer of `python -m benchmarks peers`: it sees none of our packages. The torch of constraints.txt, as of ours.
 $(PEERS)/.installed: benchmarks/requirements-peers.txt constraints.txt
 	$(PYTHON) -m venv --clear $(PEERS)
-	$(PEERS)/bin/python $(PIP_OTHER) --requirement $< --constraint constraints.txt
+	$(PEERS)/bin/python $(PIP) --requirement $< --constraint constraints.txt
 	@touch $@
 
 # The browsers are Debian's; on another system, whatever is called chromium and firefox.

@@ -57,12 +57,11 @@ def run_prefixes(base: str, files: list[str], *, repeats: int) -> list[Value]:
 def wide_model() -> Any:
     """Return a model of hidden size 768 and 4 layers with random weights (Any: transformers is untyped)."""
     model = load_policy("tiny:qwen3-128-v2").model
-    config = copy.deepcopy(model.config)
-    config.update({"hidden_size": 768, "intermediate_size": 2304, "head_dim": 64})
-    config.update({"num_attention_heads": 12, "num_key_value_heads": 6})
+    sizes = {"hidden_size": 768, "intermediate_size": 2304, "num_attention_heads": 12, "num_key_value_heads": 6}
+    model.config.update({**sizes, "head_dim": 64})
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        return type(model)(config).eval()
+        return type(model)(model.config).eval()
 
 
 def make_groups(num_groups: int, *, num_tokens: int) -> TokenBatch:

@@ -6,9 +6,8 @@ D = hidden size.
 
 from __future__ import annotations
 
-import functools
 import math
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -21,9 +20,9 @@ class RmsNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:  # Any: untyped in torch
-        scale = _scale_of(x, eps)
+        normal, scale = _normalized(x, weight, eps)
         ctx.save_for_backward(x, weight, scale)
-        return (x * scale).mul_(weight)
+        return normal
 
     @staticmethod
     @once_differentiable
@@ -58,17 +57,18 @@ def _forward(module: Any, x: Tensor) -> Tensor:  # Any: transformers is untyped
         result: Tensor = type(module).forward(module, x)
         return result
     if not torch.is_grad_enabled():
-        return (x * _scale_of(x, module.variance_epsilon)).mul_(module.weight)
+        return _normalized(x, module.weight, module.variance_epsilon)[0]
     normal: Tensor = RmsNorm.apply(x, module.weight, module.variance_epsilon)  # type: ignore[no-untyped-call]
     return normal
 
 
-def _scale_of(x: Tensor, eps: float) -> Tensor:
-    """Return 1 / sqrt(mean(x²) + eps), [..., 1]."""
-    return x.pow(2).sum(-1, keepdim=True).div_(_number(x.shape[-1])).add_(_number(eps)).rsqrt_()
+def _normalized(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Return the norm of x [..., D], and 1 / sqrt(mean(x²) + eps) [..., 1]."""
+    scale = x.pow(2).sum(-1, keepdim=True).div_(_number(x.shape[-1])).add_(_number(eps)).rsqrt_()
+    return (x * scale).mul_(weight), scale
 
 
-@functools.cache
+@cache
 def _number(value: float) -> Tensor:
     # A tensor, because torch makes a new one of a plain number at each use, which takes longer than to divide by it.
     with torch.inference_mode(mode=False):

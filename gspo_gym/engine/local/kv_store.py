@@ -9,7 +9,6 @@ equal.
 
 from __future__ import annotations
 
-import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -27,7 +26,7 @@ BLOCK = 64
 """Tokens in a block: long enough to stream, short enough that the unused end of the last one does not matter."""
 
 _COST_OF_GATHERING = 3  # reading, writing and reading again, against once in place
-_SHORT = 1024  # tokens; longer sequences differ more in length, and fused attention reads all up to the longest
+_SHORT = 1024  # tokens; fused attention reads up to the longest of all sequences, which costs the more the longer it is
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,12 +105,10 @@ def store_type(sample: torch.Tensor, max_len: int) -> type[PlainStore] | type[Bl
     """
     if sample.device.type != "cpu" or sample.dtype != torch.float32:
         return PlainStore
-    return PlainStore if max_len <= _SHORT and multiplies_thin_matrices_quickly() else BlockStore
+    return PlainStore if max_len <= _SHORT and _multiplies_thin_matrices_quickly() else BlockStore
 
 
-@functools.cache
-def multiplies_thin_matrices_quickly() -> bool:
-    """Return whether torch multiplies matrices of few rows at the speed of memory on this processor."""
+def _multiplies_thin_matrices_quickly() -> bool:
     # MKL's thin products are made for Intel's processors. Measured on one core of a Xeon at 64 sequences of 2 key heads
     # of 64: fused attention takes 0.6 of the blocks' time at 130 tokens, 0.8 at 600, 0.9 at 1,100, and up to 1.7 times
     # as long where lengths differ by a factor of 3; on the machine that the blocks were made on, 2.4 to 3.4 times.
