@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 _PR_SET_PDEATHSIG = 1
 _GRACE_SECONDS = 10.0  # between SIGTERM and SIGKILL
+_GONE_SECONDS = 10.0  # after SIGKILL: the system gives back gigabytes, or waits for a disk
 _LOOK_SECONDS = 0.1
 _MARK = "GSPO_GYM_STARTED_IN"
 
@@ -196,9 +197,11 @@ class MarkedProcesses:
 
     def end(self, *, grace_seconds: float = _GRACE_SECONDS) -> None:
         """End them, first by SIGTERM, and wait until they are gone. Ending twice is fine."""
-        running = _marked([f"{_MARK}={self._mark}".encode()])
-        _end(running, grace_seconds)
-        _end(_marked([f"{_MARK}={self._mark}".encode()]), grace_seconds)  # those that were being started
+        mark = f"{_MARK}={self._mark}".encode()
+        deadline = time.monotonic() + grace_seconds + _GONE_SECONDS
+        # Again, for those that were being started.
+        while (running := [pid for pid in _marked([mark]) if _is_alive(pid)]) and time.monotonic() < deadline:
+            _end(running, grace_seconds)
         _KEEPER.tell("-", "m", self._mark)
 
 
@@ -258,11 +261,11 @@ def _marked(marks: list[bytes]) -> list[int]:
 
 
 def _end(processes: list[int], grace_seconds: float = _GRACE_SECONDS) -> None:
-    _signal(processes, signal.SIGTERM)
-    deadline = time.monotonic() + grace_seconds
-    while any(_is_alive(process) for process in processes) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    _signal(processes, signal.SIGKILL)
+    for number, seconds in ((signal.SIGTERM, grace_seconds), (signal.SIGKILL, _GONE_SECONDS)):
+        _signal(processes, number)
+        deadline = time.monotonic() + seconds
+        while any(_is_alive(process) for process in processes) and time.monotonic() < deadline:
+            time.sleep(0.02)
 
 
 def _signal(processes: list[int], number: int) -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 import gspo_gym
+from gspo_gym.base.leftovers import MarkedProcesses
 from tests.support.parent_of_all import KINDS, descendants
 
 SUPPORT = Path(__file__).parents[2] / "support"
@@ -78,6 +79,22 @@ def test_what_a_killed_program_registered_is_ended_and_removed(tmp_path: Path) -
 @pytest.mark.slow
 def test_nothing_outlives_a_killed_parent(tmp_path: Path) -> None:
     require_nothing_left(tmp_path, list(KINDS))
+
+
+def test_marked_processes_are_gone_when_they_were_ended() -> None:
+    # A process of a gigabyte is not gone when SIGKILL was sent: the system has its memory to take back.
+    program = "import sys; held = bytearray(b'x') * 10**9; print('up', flush=True); sys.stdin.read()"
+    processes = MarkedProcesses()
+    with subprocess.Popen(
+        [sys.executable, "-c", program],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env={**os.environ, **processes.environment},
+    ) as process:
+        assert process.stdout is not None and process.stdout.readline() == b"up\n"
+        processes.end(grace_seconds=0.0)
+        assert identity(process.pid) is None
+        processes.end()
 
 
 def test_every_temporary_folder_of_the_package_goes_with_the_program() -> None:
