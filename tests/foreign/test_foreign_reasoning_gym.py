@@ -23,9 +23,13 @@ SEEDS = {"circuit_logic": range(8), "isomorphic_strings": range(24), "ransom_not
 SETTINGS = {
     "composite": {"datasets": [{"name": "chain_sum", "weight": 2}, {"name": "gcd"}]},
     # smaller questions, of which one takes seconds to make otherwise
+    "countdown": {"max_numbers": 4},
+    "puzzle24": {"min_value": 4, "max_value": 8},
     "quantum_lock": {"difficulty": 4},
+    "sokoban": {"max_w": 6, "max_h": 6, "max_boxes": 4},
+    "sudoku": {"min_empty": 20, "max_empty": 25},
     "word_ladder": {"min_word_length": 3, "max_word_length": 3},
-    "zebra_puzzles": {"num_people": 3, "num_characteristics": 3},
+    "zebra_puzzles": {"num_people": 2, "num_characteristics": 2},
 }
 
 

@@ -67,7 +67,7 @@ class Case:
     minibatch_size: int | None = None
     checkpoints_layers: bool = False
     dtype: torch.dtype = torch.float32
-    num_updates: int = 20
+    num_updates: int = 12
 
 
 # 66 is divided by 2 and 3, 61 by neither. Two epochs, and micro-batches of about two trajectories.

@@ -91,7 +91,8 @@ def test_marked_processes_are_gone_when_they_were_ended() -> None:
         stdout=subprocess.PIPE,
         env={**os.environ, **processes.environment},
     ) as process:
-        assert process.stdout is not None and process.stdout.readline() == b"up\n"
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"up\n"
         processes.end(grace_seconds=0.0)
         assert identity(process.pid) is None
         processes.end()
