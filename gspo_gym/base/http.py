@@ -319,11 +319,28 @@ def _tls() -> ssl.SSLContext:
 
 
 _MAX_DIGITS = 300  # of a whole number; longer ones are no float either
-# Bytes without which a body cannot hold one of the values above; few bodies have them.
-_SUSPECT = re.compile(
-    rb"NaN|Infinity|\d[eE]\+?\d{3}|\d{300}|\xed[\xa0-\xbf]|\x00"
-    rb"|\\u[dD][89abAB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F])|(?<!\\u[dD][89abAB][0-9a-fA-F]{2})\\u[dD][c-fC-F]"
+# Each begins with what is looked for quickly. A body without all of them cannot hold one of the values above.
+_LARGE_NUMBER = re.compile(rb"\d(?:[eE]\+?\d{3}|\d{299})")
+_SURROGATE = re.compile(rb"\xed[\xa0-\xbf]")
+_LONE_ESCAPE = re.compile(
+    rb"\\u[dD](?:[89abAB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F])|[c-fC-F](?<!\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD].))"
 )
+
+
+def _is_suspect(body: bytes | bytearray) -> bool:
+    return (
+        b"NaN" in body
+        or b"Infinity" in body
+        or b"\0" in body
+        or _LARGE_NUMBER.search(body) is not None
+        or _may_hold_surrogate(body)
+    )
+
+
+def _may_hold_surrogate(body: bytes | bytearray) -> bool:
+    return (b"\xed" in body and _SURROGATE.search(body) is not None) or (
+        b"\\u" in body and _LONE_ESCAPE.search(body) is not None
+    )
 
 
 def read_json(body: bytes | str) -> Any:
@@ -337,14 +354,12 @@ def read_json(body: bytes | str) -> Any:
     """
     raw = body.encode(errors="surrogatepass") if isinstance(body, str) else body
     try:
-        value = json.loads(
-            raw.decode(), parse_constant=refuse_constant, parse_float=_finite_float, parse_int=_bounded_int
-        )
+        value = _DECODER.decode(raw.decode())
     except UnicodeDecodeError as error:
         raise RecordError(f"expected JSON in UTF-8: {error.reason} at byte {error.start}") from None
     except (ValueError, RecursionError) as error:
         raise RecordError(f"expected JSON: {error}") from None
-    if _SUSPECT.search(raw) is not None:
+    if _may_hold_surrogate(raw):
         _require_encodable(value)
     return value
 
@@ -359,8 +374,7 @@ def refuse_strange_json(body: bytes | bytearray) -> None:
     Traceback (most recent call last):
     gspo_gym.errors.RecordError: expected JSON: NaN is no JSON number
     """
-    # One quick pass over the bytes; only a suspect body is read twice.
-    if _SUSPECT.search(body) is not None:
+    if _is_suspect(body):  # and only such a body is read twice
         read_json(bytes(body))
 
 
@@ -380,6 +394,9 @@ def _bounded_int(text: str) -> int:
     if len(text) > _MAX_DIGITS:
         raise ValueError(f"a whole number of {len(text)} digits is too large")
     return int(text)
+
+
+_DECODER = json.JSONDecoder(parse_constant=refuse_constant, parse_float=_finite_float, parse_int=_bounded_int)
 
 
 def _require_encodable(value: Any) -> None:

@@ -18,6 +18,7 @@ from gspo_gym.types import Message, ToolCall
 Json = Any  # dict with text keys, list, str, int, float, bool or None
 
 _ROLES = {"developer": "system", "function": "tool"}  # other names of the same roles
+_OTHER_TEXTS = ("tool_call_id", "name", "reasoning_content")
 _TEXT_PARTS = ("text", "input_text", "output_text")
 _IMAGE_PARTS = ("image_url", "input_image", "image")
 
@@ -41,7 +42,7 @@ def message_from_wire(value: Json, *, where: str) -> Message:
         raise RecordError(f"{where}: expected tool_calls as a list, got {described(calls)}")
     text = "" if content is None else text_from_wire(content, where=where)  # null stands beside tool calls
     parsed = tuple(tool_call_from_wire(call, where=f"{where}: tool call {index}") for index, call in enumerate(calls))
-    rest = {key: _text_or_none(value, key, where) for key in ("tool_call_id", "name", "reasoning_content")}
+    rest = {key: _text_or_none(value, key, where) for key in _OTHER_TEXTS if key in value}
     try:
         return Message(_ROLES.get(role, role) if isinstance(role, str) else "(none)", text, parsed, **rest)  # type: ignore[arg-type]  # it checks
     except RecordError as error:

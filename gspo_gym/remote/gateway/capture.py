@@ -256,7 +256,7 @@ def _cut_at_stops(
     ids = completion.token_ids.tolist()
     whole = renderer.decode([*opening, *ids])
     # Searched in the answer alone: a stop string may stand in the opening.
-    if not _places(renderer.decode(ids), stops):
+    if not stops or not _places(renderer.decode(ids), stops):
         return completion, whole, False
     # Of the shortest beginning that holds a stop string; longer ones hold it, too.
     count = bisect_left(range(len(ids)), True, key=lambda count: bool(_places(renderer.decode(ids[:count]), stops)))

@@ -172,6 +172,7 @@ def tool_names(tools: Sequence[Mapping[str, Any]]) -> list[str]:
     return [str(tool.get("function", tool).get("name")) for tool in tools]  # some clients send the function alone
 
 
+_ENCODER = json.JSONEncoder(sort_keys=True)
 _Place = tuple[int, int]  # of a tool call: the number of its message, and its number within
 
 
@@ -198,6 +199,7 @@ class Conversations:
     def __init__(self) -> None:
         self._calls: dict[int, CapturedCall] = {}
         self._by_digest: dict[bytes, list[int]] = {}
+        self._last = _Digested("")
 
     def add(self, call: CapturedCall, request_digest: bytes) -> None:
         """Add a call that others may continue."""
@@ -214,7 +216,10 @@ class Conversations:
         Of several with the same words take the one with the same reasoning, if the caller repeats any, then the last
         begun.
         """
-        digests = list(_digests(messages, tools_key))
+        # A request mostly repeats the last one, and says something more.
+        if not self._last.begins(messages, tools_key):
+            self._last = _Digested(tools_key)
+        digests = self._last.extended_by(messages)
         # The longest first. Only an assistant's message can be the answer of a call.
         for count in range(len(messages) - 1, 0, -1):
             candidates = self._by_digest.get(digests[count]) if messages[count - 1].role == "assistant" else None
@@ -255,15 +260,35 @@ class Conversations:
         return max(same or calls, key=lambda call: call.index)
 
 
-def _digests(messages: Sequence[Message], tools_key: str) -> Iterable[bytes]:
-    # The tools count: another set of tools begins another conversation.
-    digest = _extended(b"", tools_key)
-    yield digest
-    places: dict[str, _Place] = {}
-    for number, message in enumerate(messages):
-        digest = _extended(digest, _key_of(message, places))
-        places |= {call.id: (number, within) for within, call in enumerate(message.tool_calls)}
-        yield digest
+class _Digested:
+    """The messages of a request, and a digest of every beginning of them."""
+
+    def __init__(self, tools_key: str) -> None:
+        self._tools_key, self._messages = tools_key, list[Message]()
+        # The tools count: another set of tools begins another conversation.
+        self._digests = [_extended(b"", tools_key)]
+        self._places: dict[str, _Place] = {}
+
+    def begins(self, messages: Sequence[Message], tools_key: str) -> bool:
+        """Return whether a request begins with these messages, under the same tools."""
+        return (
+            tools_key == self._tools_key
+            and len(messages) >= len(self._messages)
+            and all(map(_is_same, messages, self._messages))
+        )
+
+    def extended_by(self, messages: Sequence[Message]) -> list[bytes]:
+        """Return the digests of a request that begins with these messages, and keep what it adds."""
+        for number, message in enumerate(messages[len(self._messages) :], len(self._messages)):
+            self._digests.append(_extended(self._digests[-1], _key_of(message, self._places)))
+            self._places |= {call.id: (number, within) for within, call in enumerate(message.tool_calls)}
+            self._messages.append(message)
+        return self._digests
+
+
+def _is_same(one: Message, other: Message) -> bool:
+    # To Python, an argument of true equals one of 1.
+    return one == other and (not one.tool_calls or repr(one.tool_calls) == repr(other.tool_calls))
 
 
 def _extended(digest: bytes, key: str) -> bytes:
@@ -279,7 +304,7 @@ def _key_of(message: Message, places: dict[str, _Place]) -> str:
         said = [message.role, message.content, places.get(message.tool_call_id or "", message.tool_call_id)]
     else:
         said = [message.role, message.content, message.name]
-    return json.dumps(said, sort_keys=True)
+    return _ENCODER.encode(said)
 
 
 def _plain(value: Any) -> Any:

@@ -11,7 +11,7 @@ from gspo_gym.errors import RecordError
 
 REFUSED = [
     b'{"a": NaN}', b"[Infinity]", b"-Infinity", b"1e999", b"[-1E+4000]", b"1" + b"0" * 400, b'"\\ud800"',
-    b'"a\\uDFFFb"', b'{"\\udc00": 1}', b'"\\ud800\\ud800"', b'"\xed\xa0\x80"',
+    b'"a\\uDFFFb"', b'{"\\udc00": 1}', b'"\\ud800\\ud800"', b'"\xed\xa0\x80"', b'"\\u0041\\udc00"',
 ]  # fmt: skip
 READ = [
     b'"\\ud83d\\ude00"', b'"NaN and Infinity, \\\\ud800"', b'{"1e999": 1}', "\"é\U0001f600\"".encode(), b"1e300",
