@@ -1,8 +1,8 @@
 """Measurements side by side: `python -m benchmarks NAME`, in a checkout; each is in a file of its name.
 
-(`threads` is in peers.py.) Machine and load are printed beside the numbers. Those of `engines`, `decode`, `head`,
-`pool`, `prefixes`, `peers`, `threads` and `quick` can be kept (`--keep FILE`) and are then compared with the last ones
-of the same machine.
+(`threads` is in peers.py, `compile` in compiling.py.) Machine and load are printed beside the numbers. Those of
+`engines`, `decode`, `compile`, `head`, `pool`, `prefixes`, `peers`, `threads` and `quick` can be kept (`--keep FILE`)
+and are then compared with the last ones of the same machine.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from rich.console import Console
 from benchmarks.chaos import Layout, run_chaos
 from benchmarks.checkpoints import run_checkpoints
 from benchmarks.cluster import run_cluster
+from benchmarks.compiling import run_compile
 from benchmarks.crash import run_crash
 from benchmarks.decode import run_decode
 from benchmarks.engines import run_engines
@@ -96,6 +97,7 @@ KEPT: Mapping[str, Callable[[Arguments], tuple[int, list[Value]]]] = {
     ),
     "decode": lambda a: (0, run_decode(a.model, repeats=a.repeats)),
     "cluster": lambda a: (0, run_cluster(a.model, repeats=a.repeats, threads=a.threads)),
+    "compile": lambda a: _shown(run_compile(a.model, a.files, repeats=a.repeats), a),
     "head": lambda a: run_head(repeats=a.repeats, threads=a.threads),
     "pool": lambda a: (0, run_pool(Workload(num_groups=a.groups), repeats=a.repeats)),
     "prefixes": lambda a: (0, run_prefixes(a.model, a.files, repeats=a.repeats)),
@@ -103,7 +105,7 @@ KEPT: Mapping[str, Callable[[Arguments], tuple[int, list[Value]]]] = {
     "threads": _threads,
     "quick": _quick,
 }
-_TAKE_FILES = ("mutants", "prefixes", "peers")
+_TAKE_FILES = ("mutants", "prefixes", "compile", "peers")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -112,7 +114,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "files",
         nargs="*",
-        help="mutants: the files to mutate, in the root of a checkout; prefixes: episodes; peers: shapes (all)",
+        help="mutants: files to mutate, in the root of a checkout; prefixes, compile: episodes; peers: shapes (all)",
     )
     parser.add_argument(
         "--count",
@@ -136,7 +138,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--model",
         default="tiny:qwen3-256",
-        help="hub id, folder or tiny:NAME; of prefixes also wide, a larger one (default: %(default)s)",
+        help="hub id, folder or tiny:NAME; of prefixes and compile also wide, a larger one (default: %(default)s)",
     )
     parser.add_argument("--dtype", default="float32", help="default: %(default)s")
     parser.add_argument(

@@ -274,7 +274,10 @@ class ModelSection(Settings):
     gradient_checkpointing: bool = Field(
         default=False, description="recompute activations in the backward pass: less memory, about a third more time"
     )
-    torch_compile: bool = Field(default=False, description="compile the model's forward for scoring")
+    torch_compile: bool = Field(
+        default=False,
+        description="compile the model's forward for scoring; benchmarks compile says after how many steps that pays",
+    )
     liger_kernels: bool = Field(default=False, description="Liger's fused kernels (which must be installed)")
 
     @field_validator("label")
