@@ -18,6 +18,8 @@ from gspo_gym.errors import GymError, UsageError
 # A full, read-only or broken disk: errors that may come without a file name.
 _OF_THE_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EFBIG)
 
+_LISTS = ("overrides", "files")  # arguments of which a command takes any number, before and after options
+
 
 class Parser(argparse.ArgumentParser):
     """Argument parser that accepts options by their whole name only, as do its subparsers.
@@ -42,10 +44,11 @@ def parse_and_run(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -
         if words[i - 1 : i + 1] == ["--resume", "auto"]:
             words[i - 1 : i + 1] = ["--resume=auto"]  # see `train.add_arguments`
     arguments, rest = parser.parse_known_args(words)
-    if rest and (not hasattr(arguments, "overrides") or any(text.startswith("-") for text in rest)):
+    listed = next((name for name in _LISTS if hasattr(arguments, name)), None)
+    if rest and (listed is None or any(text.startswith("-") for text in rest)):
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
-    if rest:  # section.key=value after an option: argparse takes all of them at once, and that was before it
-        arguments.overrides = [*arguments.overrides, *rest]
+    if rest:  # words after an option: argparse takes a list of them at once, and that was before it
+        setattr(arguments, str(listed), [*getattr(arguments, str(listed)), *rest])
     try:
         status: int = arguments.run(arguments)
     except GymError as error:

@@ -138,6 +138,7 @@ def test_tools_are_called_like_functions_when_playing(capsys):
     assert "stopped, return" in out  # end of input, not of the episode
 
 
+@pytest.mark.parametrize("name", ["overrides", "files"])
 @pytest.mark.parametrize(
     "words",
     [
@@ -146,13 +147,13 @@ def test_tools_are_called_like_functions_when_playing(capsys):
         ["--flag", "config.toml", "a.b=1"],
     ],
 )
-def test_overrides_may_stand_before_or_after_an_option(words):
+def test_a_list_may_stand_before_or_after_an_option(words, name):
     parser = argparse.ArgumentParser()
     parser.add_argument("config")
-    parser.add_argument("overrides", nargs="*")
+    parser.add_argument(name, nargs="*")
     parser.add_argument("--flag", action="store_true")
     seen = []
-    parser.set_defaults(run=lambda arguments: seen.append((arguments.overrides, arguments.flag)) or 0)
+    parser.set_defaults(run=lambda arguments: seen.append((getattr(arguments, name), arguments.flag)) or 0)
     assert parse_and_run(parser, words) == 0
     assert seen == [(["a.b=1"], True)]
 
