@@ -10,9 +10,10 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
+import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -130,31 +131,38 @@ async def _ask_gateway(gateway: Gateway, url: str, load: Load) -> dict[str, Any]
     return counted
 
 
-def run_gateway() -> int:
+def run_gateway(*, repeats: int) -> int:
     """Measure and print; 1 if the gateway adds more than it may."""
-    console = Console()
+    console = Console(width=130)
     console.print(
-        f"engine: {ENGINE_SECONDS * 1e3:.0f} ms a call; 10 turns an episode; milliseconds of a call, median and p99; "
-        "in brackets what the gateway adds, in parts of the engine's time"
+        f"engine: {ENGINE_SECONDS * 1e3:.0f} ms a call; 10 turns an episode; milliseconds of a call, 50% and 99%; in "
+        f"brackets what the gateway adds, in parts of the engine's time; medians of {repeats} round(s)"
     )
-    results = {load: asyncio.run(measure(load)) for load in LOADS}
+    results: dict[Load, list[Measured]] = {load: [] for load in LOADS}
+    for _ in range(repeats):
+        for load, rounds in results.items():
+            rounds.append(asyncio.run(measure(load)))
     console.print(render(results))
-    shares = [result.overhead(50) / ENGINE_SECONDS for load, result in results.items() if load.env_seconds]
-    return 0 if shares[-1] <= LARGEST_SHARE else 1
+    largest = [load for load in LOADS if load.env_seconds][-1]
+    added = statistics.median(measured.overhead(50) for measured in results[largest])
+    return 0 if added / ENGINE_SECONDS <= LARGEST_SHARE else 1
 
 
-def render(results: dict[Load, Measured]) -> Table:
+def render(results: Mapping[Load, Sequence[Measured]]) -> Table:
     """The table: what a call takes either way, and the ratio of the difference to the engine's time."""
     table = Table("episodes", "env")
     for heading in ("bare p50", "gateway", "added", "bare p99", "gateway", "added", "calls/s", "CPU/call"):
         table.add_column(heading, justify="right", no_wrap=True)
-    for load, result in results.items():
+    for load, rounds in results.items():
         cells = []
         for percentile in (50.0, 99.0):
-            bare, through = (float(np.percentile(s, percentile)) * 1e3 for s in (result.bare, result.gateway))
-            added = result.overhead(percentile)
-            cells += [f"{bare:.1f}", f"{through:.1f}", f"{added * 1e3:.1f} ({added / ENGINE_SECONDS:.0%})"]
-        num_calls = len(result.gateway)
-        cells += [f"{num_calls / result.wall_seconds:,.0f}", f"{result.cpu_seconds / num_calls * 1e3:.2f}"]
+            for kind in ("bare", "gateway"):
+                seconds = statistics.median(float(np.percentile(getattr(each, kind), percentile)) for each in rounds)
+                cells.append(f"{seconds * 1e3:.1f}")
+            added = statistics.median(each.overhead(percentile) for each in rounds)
+            cells.append(f"{added * 1e3:.1f} ({added / ENGINE_SECONDS:.0%})")
+        calls = statistics.median(len(each.gateway) / each.wall_seconds for each in rounds)
+        cpu = statistics.median(each.cpu_seconds / len(each.gateway) for each in rounds)
+        cells += [f"{calls:,.0f}", f"{cpu * 1e3:.2f}"]
         table.add_row(str(load.num_episodes), f"{load.env_seconds * 1e3:.0f} ms", *cells)
     return table

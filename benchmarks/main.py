@@ -43,10 +43,10 @@ from gspo_gym.errors import UsageError
 Arguments = argparse.Namespace
 
 
-def _gateway(_: Arguments) -> int:
+def _gateway(a: Arguments) -> int:
     from benchmarks.gateway import run_gateway  # needs the packages of an extra
 
-    return run_gateway()
+    return run_gateway(repeats=a.repeats)
 
 
 def _peers(a: Arguments) -> tuple[int, list[Value]]:
