@@ -6,6 +6,7 @@ unknown fields) and strict where a guess would change what was said. No I/O.
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import re
@@ -55,9 +56,37 @@ def messages_from_wire(value: Json, *, where: str) -> tuple[Message, ...]:
     Raises:
         RecordError: it is no list, or something in it is no message. Starts with `where`.
     """
-    if not isinstance(value, Sequence) or isinstance(value, str | bytes):
-        raise RecordError(f"{where}: expected a list of messages, got {described(value)}")
-    return tuple(message_from_wire(item, where=f"{where}[{index}]") for index, item in enumerate(value))
+    return ConversationReader().read(value, where=where)
+
+
+class ConversationReader:
+    """Reads lists of messages of which each mostly repeats the last one and adds to it.
+
+    What is repeated is the same `Message` object, which was checked and read before.
+    """
+
+    def __init__(self) -> None:
+        self._values: Sequence[Json] = ()
+        self._messages: tuple[Message, ...] = ()
+
+    def read(self, value: Json, *, where: str) -> tuple[Message, ...]:
+        """Return `messages_from_wire` of a list that nobody changes afterwards.
+
+        Raises:
+            RecordError: as there.
+        """
+        if not isinstance(value, Sequence) or isinstance(value, str | bytes):
+            raise RecordError(f"{where}: expected a list of messages, got {described(value)}")
+        num_known = len(list(itertools.takewhile(bool, map(_is_repeated, value, self._values))))
+        new = (message_from_wire(value[k], where=f"{where}[{k}]") for k in range(num_known, len(value)))
+        self._messages = (*self._messages[:num_known], *new)
+        self._values = value
+        return self._messages
+
+
+def _is_repeated(value: Json, known: Json) -> bool:
+    # To Python, an argument of true equals one of 1.
+    return bool(value == known) and (not value.get("tool_calls") or repr(value) == repr(known))
 
 
 def text_from_wire(content: Json, *, where: str) -> str:

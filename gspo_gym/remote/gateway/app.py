@@ -26,6 +26,7 @@ from weakref import WeakKeyDictionary
 
 from starlette.requests import ClientDisconnect, Request
 
+from gspo_gym.base.messages import ConversationReader
 from gspo_gym.errors import (
     GymError,
     UnknownNameError,
@@ -82,6 +83,7 @@ Json = Any  # a JSON value
 class _SessionState:
     replays: Replays = field(default_factory=Replays)
     conversations: dict[str, tuple[Message, ...]] = field(default_factory=dict)
+    reader: ConversationReader = field(default_factory=ConversationReader)
 
 
 def create_gateway_app(gateway: Gateway, *, model: str = "policy") -> Guard:
@@ -184,7 +186,7 @@ class GatewayApp:
             return failure_reply(error)
 
     async def _chat(self, session: GatewaySession, body: Mapping[str, Json], is_trained: bool | None) -> Reply:
-        request = read_chat_request(body)
+        request = read_chat_request(body, reader=self._state_of(session).reader)
         call = await session.chat(_marked(request.call, is_trained))
         logprobs = chat_logprobs(call, session.renderer_of(call).decode) if request.options.logprobs else None
         around = self._envelope("chatcmpl", session, call.index)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import operator
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -270,11 +271,11 @@ class _Digested:
         self._places: dict[str, _Place] = {}
 
     def begins(self, messages: Sequence[Message], tools_key: str) -> bool:
-        """Return whether a request begins with these messages, under the same tools."""
+        """Return whether a request begins with these message objects (of one reader), under the same tools."""
         return (
             tools_key == self._tools_key
             and len(messages) >= len(self._messages)
-            and all(map(_is_same, messages, self._messages))
+            and all(map(operator.is_, messages, self._messages))
         )
 
     def extended_by(self, messages: Sequence[Message]) -> list[bytes]:
@@ -284,11 +285,6 @@ class _Digested:
             self._places |= {call.id: (number, within) for within, call in enumerate(message.tool_calls)}
             self._messages.append(message)
         return self._digests
-
-
-def _is_same(one: Message, other: Message) -> bool:
-    # To Python, an argument of true equals one of 1.
-    return one == other and (not one.tool_calls or repr(one.tool_calls) == repr(other.tool_calls))
 
 
 def _extended(digest: bytes, key: str) -> bytes:

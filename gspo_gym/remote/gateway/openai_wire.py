@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from gspo_gym.base.http import read_json
-from gspo_gym.base.messages import messages_from_wire, require_encodable
+from gspo_gym.base.messages import ConversationReader, require_encodable
 from gspo_gym.errors import GymError, RecordError, shortened
 from gspo_gym.remote.gateway.capture import REQUIRED, ChatCall, CompletionCall
+from gspo_gym.types import Message
 
 Json = Any  # a JSON value
 
@@ -77,8 +78,12 @@ def read_body(body: bytes) -> Mapping[str, Json]:
     return value
 
 
-def read_chat_request(body: Mapping[str, Json], *, max_choices: int = 1) -> ChatRequest:
+def read_chat_request(
+    body: Mapping[str, Json], *, max_choices: int = 1, reader: ConversationReader | None = None
+) -> ChatRequest:
     """Read a request to /v1/chat/completions; the caller reads `n` if it allows several choices.
+
+    `reader` has read the conversation's earlier requests; None: there were none.
 
     Raises:
         RequestError: a needed field is missing or wrong, or asks for something unsupported.
@@ -89,7 +94,7 @@ def read_chat_request(body: Mapping[str, Json], *, max_choices: int = 1) -> Chat
         raise RequestError(f"n: expected at most {max_choices}, got {body['n']}", param="n")
     tools = read_tools(body.get("tools"))
     call = ChatCall(
-        messages=read_messages(body.get("messages"), param="messages"),
+        messages=read_messages(body.get("messages"), param="messages", reader=reader),
         tools=() if body.get("tool_choice") == "none" else tools,
         max_tokens=_max_tokens(body),
         temperature=read_number(body, "temperature", low=0.0, high=2.0),
@@ -145,14 +150,14 @@ def require_one_choice(body: Mapping[str, Json]) -> None:
             )
 
 
-def read_messages(value: Json, *, param: str) -> tuple[Any, ...]:
-    """Read the conversation, at least one message long.
+def read_messages(value: Json, *, param: str, reader: ConversationReader | None = None) -> tuple[Message, ...]:
+    """Read the conversation, at least one message long; `reader` as for `read_chat_request`.
 
     Raises:
         RequestError: it is invalid, or holds anything but text.
     """
     try:
-        messages = messages_from_wire(value, where=param)
+        messages = (reader or ConversationReader()).read(value, where=param)
         for index, message in enumerate(messages):
             require_encodable(message.content, where=f"{param}[{index}]")
     # JSON can spell a lone surrogate, and the tokenizer would raise.

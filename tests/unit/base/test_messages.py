@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import json
 
+import numpy as np
 import pytest
 
 from gspo_gym.base.messages import (
+    ConversationReader,
     message_from_wire,
     message_to_wire,
     messages_from_wire,
@@ -124,3 +127,37 @@ def test_a_lone_surrogate_is_refused_where_it_would_be_tokenised() -> None:
     require_encodable("Größe 😀", where="m")
     with pytest.raises(RecordError, match="m: expected text that can be encoded, got a lone surrogate"):
         require_encodable("half \ud83d", where="m")
+
+
+def test_a_reader_of_a_conversation_reads_each_request_as_if_it_were_the_first() -> None:
+    def asks(far: object) -> dict[str, object]:
+        call = {"id": "c", "function": {"name": "look", "arguments": {"far": far}}}
+        return {"role": "assistant", "content": None, "tool_calls": [call]}
+
+    words = [
+        *({"role": role, "content": text} for role in ("user", "assistant") for text in ("x", "y")),
+        {"role": "user", "content": [{"type": "text", "text": "x"}]},
+        *map(asks, (1, True, 1.0)),  # to Python, these are equal
+        {"role": "tool", "content": "x", "tool_call_id": "c"},
+    ]
+    draw = np.random.default_rng(0)
+    reader, asked, num_repeated = ConversationReader(), words[:1], 0
+    for _ in range(1000):
+        before = reader.read(copy.deepcopy(asked), where="m")
+        # Mostly the last request and more, else a part of it with another end, or another conversation.
+        kept = int(draw.choice([len(asked), draw.integers(len(asked) + 1), 0], p=[0.7, 0.2, 0.1]))
+        asked = [*asked[:kept], *(words[k] for k in draw.integers(len(words), size=draw.integers(1, 4)))]
+        found, expected = reader.read(copy.deepcopy(asked), where="m"), messages_from_wire(asked, where="m")
+        assert repr(found) == repr(expected)
+        assert all(one is other for one, other in zip(before[:kept], found, strict=False))
+        num_repeated += kept
+    assert num_repeated > 1000
+
+
+def test_a_request_that_is_refused_leaves_the_reader_as_it_was() -> None:
+    reader, first = ConversationReader(), [{"role": "user", "content": "x"}]
+    known = reader.read(first, where="m")
+    for wrong in ({"role": "king", "content": "x"}, "x", None, {"role": "user", "content": 1}):
+        with pytest.raises(RecordError, match=r"^m\[1\]"):
+            reader.read([*first, wrong], where="m")
+    assert reader.read([*first, *first], where="m")[0] is known[0]
