@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 
 import pytest
 
@@ -36,3 +37,27 @@ def test_what_only_looks_like_it_is_read_as_pythons_reader_reads_it(body: bytes)
 def test_what_is_no_json_is_an_error_of_ours(body: bytes) -> None:
     with pytest.raises(RecordError, match="expected JSON"):
         read_json(body)
+
+
+def test_a_text_is_refused_if_and_only_if_no_encoding_has_it() -> None:
+    pieces = [
+        r"\u", "d8", "D8", "db", "00", "dc", "DF", "ff", "0041", r"\\", "a", r"\ud83d\ude00", r"\udc00", "\U0001f600",
+    ]  # fmt: skip
+    draw = random.Random(0)
+    seen = {True: 0, False: 0}
+    for _ in range(50_000):
+        body = f'"{"".join(draw.choices(pieces, k=draw.randint(1, 6)))}"'
+        try:
+            value = json.loads(body)
+        except ValueError:
+            continue  # half an escape
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            seen[True] += 1
+            with pytest.raises(RecordError, match="lone surrogate"):
+                refuse_strange_json(body.encode())
+        else:
+            seen[False] += 1
+            refuse_strange_json(body.encode())
+    assert min(seen.values()) > 1000
