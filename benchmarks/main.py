@@ -97,7 +97,7 @@ KEPT: Mapping[str, Callable[[Arguments], tuple[int, list[Value]]]] = {
     ),
     "decode": lambda a: (0, run_decode(a.model, repeats=a.repeats)),
     "cluster": lambda a: (0, run_cluster(a.model, repeats=a.repeats, threads=a.threads)),
-    "compile": lambda a: _shown(run_compile(a.model, a.files, repeats=a.repeats), a),
+    "compile": lambda a: (0, run_compile(a.model, a.files, repeats=a.repeats)),
     "head": lambda a: run_head(repeats=a.repeats, threads=a.threads),
     "pool": lambda a: (0, run_pool(Workload(num_groups=a.groups), repeats=a.repeats)),
     "prefixes": lambda a: (0, run_prefixes(a.model, a.files, repeats=a.repeats)),

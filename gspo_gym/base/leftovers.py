@@ -196,7 +196,7 @@ class MarkedProcesses:
         _KEEPER.tell("+", "m", self._mark)
 
     def end(self, *, grace_seconds: float = _GRACE_SECONDS) -> None:
-        """End them, first by SIGTERM, and wait until they are gone. Ending twice is fine."""
+        """End them, first by SIGTERM, and wait until they are gone, 10 s more at most. Ending twice is fine."""
         mark = f"{_MARK}={self._mark}".encode()
         deadline = time.monotonic() + grace_seconds + _GONE_SECONDS
         # Again, for those that were being started.

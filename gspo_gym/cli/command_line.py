@@ -44,11 +44,11 @@ def parse_and_run(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -
         if words[i - 1 : i + 1] == ["--resume", "auto"]:
             words[i - 1 : i + 1] = ["--resume=auto"]  # see `train.add_arguments`
     arguments, rest = parser.parse_known_args(words)
-    listed = next((name for name in _LISTS if hasattr(arguments, name)), None)
-    if rest and (listed is None or any(text.startswith("-") for text in rest)):
-        parser.error(f"unrecognized arguments: {' '.join(rest)}")
     if rest:  # words after an option: argparse takes a list of them at once, and that was before it
-        setattr(arguments, str(listed), [*getattr(arguments, str(listed)), *rest])
+        listed = next((name for name in _LISTS if hasattr(arguments, name)), None)
+        if listed is None or any(text.startswith("-") for text in rest):
+            parser.error(f"unrecognized arguments: {' '.join(rest)}")
+        setattr(arguments, listed, [*getattr(arguments, listed), *rest])
     try:
         status: int = arguments.run(arguments)
     except GymError as error:

@@ -49,7 +49,7 @@ NOT_PLAYED = {
     "SantoriniBaseFixed-v0": "1000 turns of the others",  # forgives any number of invalid moves
 }
 ENDLESS = ("PublicGoodsGame-v0",)  # there is nothing to wait for
-HARD_TO_MAKE = ("RushHour-v0", "Sokoban-v0")  # some seconds a reset: they are made twice, and that is all
+HARD_TO_MAKE = ("RushHour-v0", "Sokoban-v0")  # some seconds a reset: made twice and played for a move
 
 
 def games() -> list[str]:
