@@ -1,5 +1,5 @@
-# Two commands do everything: `make quickstart` trains on this machine, `make test` checks the checkout.
-# Both create .venv and install what they need if that has not happened yet.
+# Two commands do everything: `make quickstart` trains on this machine, `make test` checks the checkout (`make more` and
+# `make nightly` check what needs other software or more time). Both create .venv and install what they need if that has not happened yet.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -28,16 +28,24 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2
 export PYTHONDONTWRITEBYTECODE :=
 SITE_PACKAGES := import sysconfig; print(sysconfig.get_path('purelib'))
 
-.PHONY: quickstart test lint types unit slow foreign openai-2 vllm browser cluster environments benchmark bench peers clean
+.PHONY: quickstart test more nightly lint types unit slow foreign openai-2 vllm browser cluster environments benchmark bench peers clean
 
 quickstart: $(VENV)/.run
 	$(BIN)/python -m gspo_gym.train configs/quickstart.toml --set-aside
 
-# Two stages at a time, for each waits now and then: for a deadline, or a process that starts. The two that use both cores
-# come first; so the long ones that mostly use one, vllm and foreign, end side by side.
-test:
-	$(MAKE) --jobs 2 lint types environments
-	$(MAKE) --jobs 2 unit slow vllm foreign openai-2 browser cluster
+# What needs .venv alone. One stage that fails keeps no other from running.
+test: $(VENV)/.dev
+	$(MAKE) --keep-going --jobs 2 unit lint types
+
+# What needs other software, or more minutes. Two stages at a time, the longest first; the two that use both cores apart.
+more: $(VENV)/.dev
+	$(MAKE) --keep-going --jobs 2 vllm slow foreign cluster browser openai-2
+
+# What one landing can do without: several run seeds, mutation lists, kills by the dozen, new seeds for what is drawn.
+nightly: $(VENV)/.dev
+	$(MAKE) --keep-going --jobs 2 MARK=nightly slow vllm foreign cluster browser
+	$(BIN)/python -m benchmarks mutants --sample 20 --count 10
+	for kind in crash chaos stops; do $(BIN)/python -m benchmarks $$kind --count 20 || exit 1; done
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
@@ -47,10 +55,10 @@ types: $(VENV)/.dev
 	$(BIN)/mypy
 
 unit: $(VENV)/.dev
-	$(PYTEST) -m "not slow" tests gspo_gym envs
+	$(PYTEST)
 
 slow: $(VENV)/.dev
-	$(PYTEST) -m slow tests
+	$(PYTEST) -m "$(if $(filter not,$(MARK)),slow and not nightly,nightly)" tests
 
 foreign: $(VENV)/.dev $(SUITES)/.installed $(VERIFIERS)/.installed
 	$(SUITES)/bin/python -m pytest -m "not verifiers" tests/foreign

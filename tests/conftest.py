@@ -1,9 +1,10 @@
-"""For all tests: no network, one thread, and an episode in which every field of every record says something."""
+"""For all tests: no network, one thread, a budget of processor time, and an episode that fills every field."""
 
 from __future__ import annotations
 
 import os
 import signal
+from pathlib import Path
 
 # A shell's background job ignores Ctrl-C, and so does every process that it starts: those of tests are to take it.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -15,8 +16,13 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
+from collections.abc import Generator
+from typing import Any
+
 import numpy as np
 import pytest
+from _pytest.doctest import DoctestModule
+from processor_time import ProcessorTime
 
 from gspo_gym.types import (
     FinishReason,
@@ -32,6 +38,19 @@ from gspo_gym.types import (
 )
 
 STANDARD_HANDLERS = {signal.SIGTERM: signal.SIG_DFL, signal.SIGINT: signal.default_int_handler}
+
+# What may take more processor seconds than the budget of a quick test, and how many. Keep it short: mark tests `slow`.
+ALLOWED_SECONDS: dict[str, float] = {}
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(ProcessorTime(ALLOWED_SECONDS))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collect_file(file_path: Path) -> Generator[None, Any, list[pytest.Collector]]:
+    """Look for doctests in the packages alone: in tests it would import every file twice to find none."""
+    return [collector for collector in (yield) if not isinstance(collector, DoctestModule)]
 
 
 @pytest.fixture(autouse=True)

@@ -1,4 +1,4 @@
-"""2,000 spoilt configurations: each is a valid run plan with nothing lost, or a ConfigError that names its key."""
+"""Spoilt configurations: each is a valid run plan with nothing lost, or a ConfigError that names its key."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import tomli_w
 import yaml
+from nightly_seed import FIRST_SEED
 
 from gspo_gym.config.nested import flatten, nested_names
 from gspo_gym.config.reference import leaf_keys
@@ -23,7 +24,7 @@ from gspo_gym.config.words import HINTS
 from gspo_gym.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
-NUM_CONFIGS = 1_000
+NUM_CONFIGS = 400
 NUM_PARTS = 4  # so that one failure does not hide the others, and parts can run side by side
 LINE = re.compile(r"(?P<source>command line|/\S+): (?P<key>[^:]+): .+")
 LEAVES = leaf_keys()
@@ -256,26 +257,36 @@ def require_names(error: ConfigError, spoilt: list[Spoilt]) -> None:
 
 @pytest.mark.parametrize("part", range(NUM_PARTS))
 def test_every_spoilt_configuration_is_a_plan_or_an_error_that_names_its_key(part: int, tmp_path: Path) -> None:
+    check_spoilt(20_250_718, range(part, NUM_CONFIGS, NUM_PARTS), tmp_path)
+
+
+@pytest.mark.nightly
+def test_every_new_spoilt_configuration_is_a_plan_or_an_error_that_names_its_key(tmp_path: Path) -> None:
+    check_spoilt(FIRST_SEED, range(10 * NUM_CONFIGS), tmp_path)
+
+
+def check_spoilt(seed: int, numbers: range, folder: Path) -> None:
     originals = bases()
     counts: Counter[str] = Counter()
-    for number in range(part, NUM_CONFIGS, NUM_PARTS):
-        rng = np.random.default_rng([20_250_718, number])
+    for number in numbers:
+        rng = np.random.default_rng([seed, number])
         values = copy.deepcopy(pick(rng, originals))
         num_mutations = int(rng.integers(1, 4))
         spoilt: list[Spoilt] = []
         for _ in range(num_mutations):
             if any(isinstance(section, dict) and section for section in values.values()):
                 spoilt.append(pick(rng, MUTATIONS)(values, rng))
+        where = f"seed {seed}, configuration {number}: {spoilt}"
         try:
-            config = read(values, rng, tmp_path)
+            config = read(values, rng, folder)
         except ConfigError as error:
             counts["refused"] += 1
             counts["problems"] += max(1, len(str(error).splitlines()) - 1)
             require_names(error, spoilt if num_mutations == 1 else [])
         else:
             counts["valid"] += 1
-            assert not (num_mutations == 1 and any(each.is_surely_wrong for each in spoilt)), spoilt
+            assert not (num_mutations == 1 and any(each.is_surely_wrong for each in spoilt)), where
             require_plan(config, values)
-    print(f"part {part}: {dict(counts)}")
-    assert counts["valid"] + counts["refused"] == NUM_CONFIGS // NUM_PARTS
-    assert counts["valid"] > 40
+    print(f"seed {seed}, {numbers}: {dict(counts)}")
+    assert counts["valid"] + counts["refused"] == len(numbers)
+    assert counts["valid"] > len(numbers) / 8

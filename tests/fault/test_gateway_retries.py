@@ -18,7 +18,7 @@ from gspo_gym.engine.scripted import Latency, ScriptedEngine
 from gspo_gym.remote.gateway.app import openai_base_url
 from gspo_gym.remote.gateway.capture_build import build_trajectory_parts
 
-NUM_ROLLOUTS = 400
+NUM_ROLLOUTS = 160
 TIMEOUT_PROB = 0.3
 MAX_TIMEOUTS = 3  # of one logical call
 MAX_RETRIES = MAX_TIMEOUTS + 3  # a busy machine breaks an idle connection now and then
@@ -88,7 +88,7 @@ def num_calls_of(rollout: int) -> int:
     return 2 if rollout % 4 == 0 else 1
 
 
-def test_four_hundred_rollouts_whose_clients_time_out_commit_one_turn_for_each_call() -> None:
+def test_many_rollouts_whose_clients_time_out_commit_one_turn_for_each_call() -> None:
     engine, transport = slow_engine(), ImpatientTransport()
     num_logical = sum(map(num_calls_of, range(NUM_ROLLOUTS)))
 
@@ -125,10 +125,10 @@ def test_four_hundred_rollouts_whose_clients_time_out_commit_one_turn_for_each_c
                     group.create_task(play(served, client, rollout, room))
 
     gw.run(check, seconds=300.0)
-    assert len(engine.calls) == num_logical == 500  # nothing was sampled twice
-    # 500 first attempts and their retries, of which three in ten are given up: 500 * (0.3 + 0.09 + 0.027) = 208
-    assert 150 < transport.num_given_up.total() < 270
-    assert min(transport.num_given_up.values()) > 40  # both before the answer and after it
+    assert len(engine.calls) == num_logical == 200  # nothing was sampled twice
+    # 200 first attempts and their retries, of which three in ten are given up: 200 * (0.3 + 0.09 + 0.027) = 83
+    assert 50 < transport.num_given_up.total() < 120
+    assert min(transport.num_given_up.values()) > 15  # both before the answer and after it
 
 
 def test_the_marks_by_which_retries_are_known_are_those_of_the_package_in_use() -> None:

@@ -31,7 +31,6 @@ from gspo_gym.judge.base import (
 from gspo_gym.judge.model.judge import ModelJudge
 from gspo_gym.judge.service.fake_server import completion, honest_verdict, read_prompt
 
-NUM_EPISODES = 2_000
 CONCURRENCY = 16
 RETRIES = RetrySettings(max_attempts=4, budget_fraction=0.6, budget_reserve=64)
 PRICES = {"usd_per_million_input_tokens": 2.0, "usd_per_million_output_tokens": 8.0}
@@ -137,22 +136,23 @@ def check_scores(run: Run) -> None:
         assert [set(review.criteria) for review in judgement.event_reviews] == [{"progress.bird", "progress.marks"}]
 
 
-def test_of_two_thousand_judgements_with_faults_none_is_wrong_and_the_unscored_say_so() -> None:
+@pytest.mark.parametrize("num_episodes", [300, pytest.param(2_000, marks=pytest.mark.slow)])
+def test_of_many_judgements_with_faults_none_is_wrong_and_the_unscored_say_so(num_episodes: int) -> None:
     # A quarter of the requests fails over HTTP, and of the rest 7% is no verdict: together 30%.
     with FaultyJudge(mixed(0.25, seed=3, hanging_weight=0.02), spoils=0.07) as server:
-        run = asyncio.run(judge_many(server, NUM_EPISODES, BudgetLimits(), timeout_seconds=3.0))
+        run = asyncio.run(judge_many(server, num_episodes, BudgetLimits(), timeout_seconds=3.0))
         num_faults = sum(server.faults.values()) + sum(server.num_spoilt.values())
         num_requests = server._num_completions
     judged = run.judged
     print(
         f"\n{num_requests} requests, {num_faults / num_requests:.0%} of them bad: {dict(server.faults)}, "
-        f"{dict(server.num_spoilt)}; {len(judged)} of {NUM_EPISODES} scored, failures seen {dict(run.failures)}"
+        f"{dict(server.num_spoilt)}; {len(judged)} of {num_episodes} scored, failures seen {dict(run.failures)}"
     )
     assert 0.25 < num_faults / num_requests < 0.35
     assert set(server.num_spoilt) == {"refusal", "half", "length", "stale"}
-    assert len(judged) + sum(isinstance(answer, JudgeError) for answer in run.answers) == NUM_EPISODES
-    # Four attempts fail together with 0.3**4 = 0.8%: 16 of 2,000, and hardly more than 40.
-    assert NUM_EPISODES - 40 <= len(judged) < NUM_EPISODES
+    assert len(judged) + sum(isinstance(answer, JudgeError) for answer in run.answers) == num_episodes
+    # Four attempts fail together with 0.3**4 = 0.8%: 16 of 2,000, and hardly more than 40; of 300 perhaps none.
+    assert 0.98 * num_episodes <= len(judged) < num_episodes + (num_episodes < 2_000)
     check_scores(run)
 
 

@@ -27,6 +27,7 @@ import pytest
 import served_jobs
 import torch
 import websockets.sync.client
+from nightly_seed import FIRST_SEED
 from request_fuzz import Good, Spoilt, spoilt_requests, spoilt_text, status_of
 from rule_judge import RuleJudge
 from safetensors.torch import save
@@ -468,7 +469,7 @@ def flood(name: str, count: int, seed: int, caplog: pytest.LogCaptureFixture) ->
                 wrong.append(f"{status} {answer[:300]!r}\n    {_told(request)}")
     logged = [record.getMessage() for record in caplog.records if record.levelno >= logging.ERROR]
     print(name, dict(statuses))
-    assert not wrong, f"{len(wrong)} of {count}:\n" + "\n".join(wrong[:20])
+    assert not wrong, f"{len(wrong)} of {count} from seed {seed}:\n" + "\n".join(wrong[:20])
     assert not logged, logged[:3]
     assert sum(n for status, n in statuses.items() if status < 300) > count / 50, "hardly a request was understood"
 
@@ -498,7 +499,13 @@ def _told(request: Spoilt) -> str:
 
 @pytest.mark.parametrize("name", [name for name in SERVERS if name not in SLOW])
 def test_none_of_many_mutated_requests_makes_a_server_fail(name: str, caplog: pytest.LogCaptureFixture) -> None:
-    flood(name, 400, 2, caplog)
+    flood(name, 140, 2, caplog)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", SERVERS)
+def test_none_of_many_new_mutated_requests_makes_a_server_fail(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    flood(name, 1_000, FIRST_SEED, caplog)
 
 
 @pytest.mark.slow
@@ -518,16 +525,16 @@ FRAMES: list[Any] = [
 ]
 
 
-def test_a_thousand_mutated_frames_are_each_answered_by_one_frame(caplog: pytest.LogCaptureFixture) -> None:
+def test_four_hundred_mutated_frames_are_each_answered_by_one_frame(caplog: pytest.LogCaptureFixture) -> None:
     rng = random.Random(3)
     kinds: Counter[str] = Counter()
     with BackgroundServer(create_openenv_app(Echo, isolation="thread")) as server:
         address = server.url.replace("http", "ws", 1) + "/ws"
         with websockets.sync.client.connect(address, proxy=None) as session:
-            for number in range(1000):
+            for number in range(400):
                 session.send(spoilt_text(FRAMES[number % len(FRAMES)], rng))
                 answer = json.loads(session.recv(timeout=30))
                 kinds[answer["data"]["code"] if answer["type"] == "error" else answer["type"]] += 1
     assert not [record.getMessage() for record in caplog.records if record.levelno >= logging.ERROR]
-    assert kinds["observation"] > 50, kinds
+    assert kinds["observation"] > 20, kinds
     assert "SESSION_ERROR" not in kinds, kinds

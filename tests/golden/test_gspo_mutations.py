@@ -184,7 +184,7 @@ def failing_checks(checks: list[Callable[[Loss], None]], loss: Loss) -> list[str
     return failed
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_every_listed_mistake_turns_a_golden_red(capsys: pytest.CaptureFixture[str]) -> None:
     module = golden()
     assert failing_checks(module.CHECKS, mutant("policy_loss", "policy_loss")) == [], "the unaltered copy is green"

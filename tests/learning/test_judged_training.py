@@ -12,6 +12,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import programs
 import pytest
 
 from gspo_gym.cli.train import run_training
@@ -28,7 +29,7 @@ ROOT = Path(__file__).parents[2]
 @pytest.fixture
 def judge_url() -> Iterator[str]:
     command = [sys.executable, "-m", "gspo_gym.cli", "judge", "fake", "--port", "0"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) as process:
+    with programs.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) as process:
         assert process.stdout is not None
         yield process.stdout.readline().split(" at ")[1].strip()
         process.terminate()

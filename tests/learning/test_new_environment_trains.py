@@ -29,7 +29,9 @@ def make_home(folder):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind", [kind if kind == "text" else pytest.param(kind, marks=pytest.mark.nightly) for kind in KINDS]
+)
 def test_a_new_environment_is_learned_by_its_own_config(kind, tmp_path):
     """As its config stands but for the run seed, from what random legal play earns to nine of ten held-out tasks.
 

@@ -29,7 +29,7 @@ RESCORED = [
 ]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_model_learns_from_what_an_endpoint_says(tmp_path: Path) -> None:
     with FaultyServer(dialect="text", write=guessing(0.5)) as server:
         where = [f'services.engine_urls=["{server.base_url}"]', f"run.folder={tmp_path}", "model.label=rescored"]

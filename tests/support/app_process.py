@@ -9,6 +9,8 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 
+import programs
+
 STOP_SECONDS = 30
 
 
@@ -16,7 +18,7 @@ STOP_SECONDS = 30
 def serving_process(*arguments: str, environment: Mapping[str, str] | None = None) -> Iterator[str]:
     """The base URL of `gspo-gym env serve ARGUMENTS` on a free port, for as long as the block lasts."""
     command = [sys.executable, "-m", "gspo_gym.cli", "env", "serve", *arguments, "--port", "0"]
-    process = subprocess.Popen(
+    process = programs.Popen(
         command,
         env={**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})},
         stdout=subprocess.PIPE,

@@ -292,7 +292,7 @@ _TLS = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # never used, and slow to make
 
 
 def _http() -> httpx.AsyncClient:
-    return httpx.AsyncClient(trust_env=False, verify=_TLS)
+    return httpx.AsyncClient(trust_env=False, timeout=60, verify=_TLS)
 
 
 async def _disconnected(receive: Any) -> None:

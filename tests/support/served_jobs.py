@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+import programs
 from fake_trainer import Run
 
 from gspo_gym.cli.jobs.app import create_jobs_app
@@ -146,7 +147,7 @@ class ServiceProcess:
         """Start it; return a client."""
         command = [sys.executable, "-m", "gspo_gym.cli", "jobs", "serve", "--folder", str(self._folder), "--port", "0"]
         environ = {**os.environ, "JOBS_KEY": KEY}
-        self._process = subprocess.Popen([*command, *self._options], stdout=subprocess.PIPE, text=True, env=environ)
+        self._process = programs.Popen([*command, *self._options], stdout=subprocess.PIPE, text=True, env=environ)
         assert self._process.stdout is not None
         self.said = ""
         while "serving jobs" not in self.said:

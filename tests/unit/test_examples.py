@@ -1,9 +1,9 @@
 """Every example runs, as a reader would run it: in a process of its own."""
 
-import subprocess
 import sys
 from pathlib import Path
 
+import programs
 import pytest
 
 ROOT = Path(__file__).parents[2]
@@ -49,7 +49,7 @@ def test_example_runs_and_says_what_it_should(name, tmp_path):
     arguments, expected = EXAMPLES[name]
     config_folder = tmp_path / "configs"
     config_folder.symlink_to(ROOT / "configs")  # runs are written into the working folder, which must not be ours
-    done = subprocess.run(
+    done = programs.run(
         [sys.executable, str(ROOT / "examples" / name), *arguments], cwd=tmp_path, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr

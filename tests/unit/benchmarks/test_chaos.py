@@ -28,7 +28,7 @@ from benchmarks.chaos import (
 )
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_run_whose_processes_are_lost_ends_as_an_undisturbed_one() -> None:
     command = [sys.executable, "-m", "benchmarks", "chaos", "--count", "2", "--steps", "4", "--seed", "1"]
     command += ["--launcher", "local", "--replicas", "1"]

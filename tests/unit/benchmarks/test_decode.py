@@ -42,6 +42,7 @@ def test_episodes_have_one_shape_and_prompts_of_their_own() -> None:
     assert {plan.num_tokens for plan in plans} == {64 + 3 * (7 + 2)}
 
 
+@pytest.mark.slow
 def test_the_benchmark_names_both_goals() -> None:
     values = run_decode("tiny:qwen3-64", repeats=1, nums_sequences=(2,))
     assert [(value.peer_name, value.unit) for value in values] == [("a loop by hand", "s"), ("of 4 turns", "ms")]

@@ -13,7 +13,7 @@ import pytest
 from benchmarks import stops
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_runs_that_sigterm_stops_end_saved_and_alone_and_go_on_as_undisturbed() -> None:
     # In a program of its own: it forks, and the workers of OpenMP that earlier tests made would not be in the fork.
     command = [sys.executable, "-m", "benchmarks", "stops", "--count", "2", "--steps", "5", "--seed", "1"]

@@ -225,7 +225,7 @@ print(gc.isenabled(), gc.get_freeze_count() == frozen)
     assert ended.stdout.splitlines() == ["0 True True", "True True"]
 
 
-@pytest.mark.parametrize("command", ["train", "evaluate"])
+@pytest.mark.parametrize("command", ["train", pytest.param("evaluate", marks=pytest.mark.slow)])
 def test_the_commands_that_compute_import_so(command, tmp_path):
     """Nothing that imports torch is imported before, and all of it within."""
     program = f"""

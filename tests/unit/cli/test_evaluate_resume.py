@@ -12,6 +12,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import programs
 import pytest
 
 from gspo_gym.cli.evaluate import run_evaluation
@@ -51,7 +52,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def interrupted(folder: Path) -> str:
     """Send SIGTERM to an evaluation of ten seeds once eight rows are there; return what it said."""
     part = folder / "r.json.part"
-    running = subprocess.Popen(
+    running = programs.Popen(
         [sys.executable, "-m", "gspo_gym.cli", *COMMAND, "--seeds", "0:10"],
         cwd=folder,
         env=os.environ | {"PYTHONPATH": str(SUPPORT)},
@@ -158,7 +159,7 @@ def test_a_part_that_cannot_grow_ends_an_evaluation_before_its_first_episode(fol
     """As on a full disk: a file of the process may have 64 bytes (-B: its bytecode would be cut off, too)."""
     command = [sys.executable, "-B", "-c", LIMITED, *COMMAND, "--seeds", "0:2"]
     environ = os.environ | {"PYTHONPATH": str(SUPPORT)}
-    done = subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, timeout=120)
+    done = programs.run(command, cwd=folder, env=environ, capture_output=True, text=True, timeout=120)
     assert done.returncode == 2, done.stderr
     assert "r.json.part: cannot be written: File too large" in done.stderr
     assert not Path("played.txt").exists()

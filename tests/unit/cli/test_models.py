@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import openai
+import programs
 import pytest
 import torch
 from huggingface_hub import ModelCard
@@ -128,7 +129,7 @@ def test_from_the_quickstart_to_playing_with_what_was_trained_are_three_commands
     settings = [*SMALLER, *few, "evaluation.seeds=0:40", "model.label=quickstart"]
 
     def run(*words: str) -> str:
-        done = subprocess.run(
+        done = programs.run(
             [sys.executable, "-m", *words], cwd=tmp_path, env=environment, input="", capture_output=True, text=True
         )
         assert done.returncode == 0, done.stderr
@@ -158,7 +159,7 @@ def test_from_the_quickstart_to_playing_with_what_was_trained_are_three_commands
 def test_a_served_model_answers_openais_client_until_it_is_told_to_stop() -> None:
     command = [sys.executable, "-m", "gspo_gym.cli", "models", "serve", TINY, "--port", "0", "--api-key-env", "A_KEY"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "A_KEY": "right"}
-    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
+    with programs.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         line = process.stdout.readline()
         found = re.fullmatch(rf"serving {TINY} at (http://127\.0\.0\.1:\d+/v1)\n", line)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import programs
 import pytest
 from websockets.asyncio.client import connect
 
@@ -121,9 +122,12 @@ def test_both_protocols_are_spoken_on_one_port() -> None:
             return json.loads(await socket.recv())["data"]["observation"]["text"]
 
     with BackgroundServer(served_app(ServedEnv("GuessNumber", protocol="all", isolation="thread"))) as server:
-        assert httpx.get(f"{server.url}/info", trust_env=False).json()["service"]["task"]["id"] == "GuessNumber"
-        assert httpx.get(f"{server.url}/schema", trust_env=False).status_code == 200
-        health = httpx.get(f"{server.url}/health", trust_env=False).json()
+        assert (
+            httpx.get(f"{server.url}/info", trust_env=False, timeout=60).json()["service"]["task"]["id"]
+            == "GuessNumber"
+        )
+        assert httpx.get(f"{server.url}/schema", trust_env=False, timeout=60).status_code == 200
+        health = httpx.get(f"{server.url}/health", trust_env=False, timeout=60).json()
         assert (health["status"], health["healthy"]) == ("healthy", True)  # OpenEnv's word, and a task app's
         assert asyncio.run(played_over_openenv(server.url)) == "Guess 1-8. 4 tries."
 
@@ -131,7 +135,7 @@ def test_both_protocols_are_spoken_on_one_port() -> None:
 def test_pages_that_describe_the_server_are_not_served() -> None:
     with BackgroundServer(served_app(ServedEnv("GuessNumber", protocol="all", isolation="thread"))) as server:
         for path in ("/docs", "/redoc", "/openapi.json", "/debug/env"):
-            assert httpx.get(server.url + path, trust_env=False).status_code == 404
+            assert httpx.get(server.url + path, trust_env=False, timeout=60).status_code == 404
 
 
 def test_the_command_serves_a_task_app_until_sigterm() -> None:
@@ -148,7 +152,7 @@ def test_the_command_serves_a_task_app_until_sigterm() -> None:
         "thread",
     ]
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
+    with programs.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
         assert process.stdout is not None
         line = process.stdout.readline()
         assert line.startswith("serving GuessNumber as a task app at http://127.0.0.1:")

@@ -124,6 +124,7 @@ def require_gone(pids: set[int], seconds: float) -> None:
     assert left == []
 
 
+@pytest.mark.nightly
 def test_torchrun_starts_all_again_after_a_death_and_the_weights_are_those_of_two_local_processes(
     local: Path, tmp_path: Path
 ) -> None:
@@ -176,6 +177,7 @@ def slurm(tmp_path: Path) -> dict[str, str]:
     }
 
 
+@pytest.mark.nightly
 def test_the_template_for_slurm_trains_ends_as_one_and_goes_on(
     local: Path, slurm: dict[str, str], tmp_path: Path
 ) -> None:

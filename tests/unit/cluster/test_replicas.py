@@ -169,6 +169,7 @@ def test_replicas_that_are_killed_or_stand_still_cost_no_call_and_come_back_with
     assert [event["data"]["version"] for event in restored] == [1, 1]
 
 
+@pytest.mark.nightly
 def test_when_all_are_lost_before_an_update_others_get_its_weights(tmp_path: Path) -> None:
     config = configure(tmp_path)
     policy = build_policy(config)
@@ -244,6 +245,7 @@ def test_the_local_engine_on_the_learners_weights_cannot_keep_calls(tmp_path: Pa
     recorder.close()
 
 
+@pytest.mark.nightly
 def test_a_replica_is_built_from_the_newest_checkpoint_when_that_of_the_resumed_run_is_gone(tmp_path: Path) -> None:
     """Retention removes it while the run goes on; one that is lost later found no folder, again and again."""
     config = configure(tmp_path)
@@ -258,6 +260,7 @@ def test_a_replica_is_built_from_the_newest_checkpoint_when_that_of_the_resumed_
     assert _replica_settings(config, policy.base, 0, fleet, tmp_path).order["base"] == policy.base
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("max_restarts", [0, 3])
 def test_replicas_that_are_killed_while_they_start_are_started_again_so_often(
     max_restarts: int, tmp_path: Path
@@ -292,6 +295,7 @@ def test_replicas_that_are_killed_while_they_start_are_started_again_so_often(
     assert replicas_here() == []
 
 
+@pytest.mark.nightly
 def test_a_replica_that_is_lost_more_often_than_allowed_is_left_out_until_all_are(tmp_path: Path) -> None:
     config = configure(tmp_path, "topology.max_restarts=0")
     policy = build_policy(config)

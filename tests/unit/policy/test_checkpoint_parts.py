@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
 
+import programs
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -184,7 +184,7 @@ PUBLISHER = textwrap.dedent("""
 
 @pytest.mark.slow
 def test_a_kill_before_each_step_of_publishing_leaves_the_older_or_the_newer_checkpoint_whole(tmp_path: Path) -> None:
-    done = subprocess.run(
+    done = programs.run(
         [sys.executable, "-c", PUBLISHER, str(tmp_path / "checkpoints")], capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import programs
 import pytest
 import torch
 from torch import Tensor
@@ -627,7 +628,7 @@ WRITER = textwrap.dedent("""
 
 def kill_the_writer(folder: Path, num_kills: int) -> int:
     """Kill a process that writes checkpoints that many times, verifying after each; returns the last step found."""
-    finished = subprocess.run(
+    finished = programs.run(
         [sys.executable, "-c", WRITER, str(folder), str(num_kills)], capture_output=True, text=True, check=False
     )
     assert finished.returncode == 0, finished.stderr
@@ -644,6 +645,6 @@ def test_whenever_the_process_is_killed_the_latest_checkpoint_loads_and_is_the_n
     assert len(names(folder)) == 2
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_eighty_kills_lose_no_checkpoint(folder: Path) -> None:
     assert kill_the_writer(folder, num_kills=80) > 0

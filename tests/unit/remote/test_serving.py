@@ -41,7 +41,7 @@ class Counting:
 
 
 async def ask(url: str) -> str:
-    async with httpx.AsyncClient(trust_env=False) as client:
+    async with httpx.AsyncClient(trust_env=False, timeout=60) as client:
         return (await client.get(url)).text
 
 

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import programs
 import pytest
 from fastapi import FastAPI
 from scripted_model import ScriptedModel, in_turn, text
@@ -136,7 +137,7 @@ def test_a_hundred_thousand_bad_keys_open_nothing() -> None:
 )
 def test_any_of_three_headers_opens(guarded: tuple[Guard, str], headers: dict[str, str]) -> None:
     _, url = guarded
-    answer = httpx.get(f"{url}/info", headers=headers, trust_env=False)
+    answer = httpx.get(f"{url}/info", headers=headers, trust_env=False, timeout=60)
     assert answer.status_code == 200
     assert KEY[:4] not in answer.text
     assert OTHER_KEY[:4] not in answer.text
@@ -170,16 +171,16 @@ def test_keys_are_in_no_log_and_no_repr(caplog: pytest.LogCaptureFixture) -> Non
     with BackgroundServer(served_app(served)) as server:
         for path in ("/info", "/health", "/nowhere", "/rollout"):
             for key in (KEY, KEY + "x"):
-                httpx.get(server.url + path, headers={"X-API-Key": key}, trust_env=False)
+                httpx.get(server.url + path, headers={"X-API-Key": key}, trust_env=False, timeout=60)
     assert KEY[:6] not in caplog.text + repr(served) + repr(Keys([KEY]))
 
 
 def test_health_says_only_whether_there_is_a_key(guarded: tuple[Guard, str]) -> None:
     _, url = guarded
-    answer = httpx.get(f"{url}/health", trust_env=False)
+    answer = httpx.get(f"{url}/health", trust_env=False, timeout=60)
     assert answer.json() == {"healthy": True, "status": "healthy", "auth": {"required": True}}
     for key, status in ((KEY, 200), (KEY[:-1], 401)):  # who sends one is told whether it fits
-        assert httpx.get(f"{url}/health", headers={"X-API-Key": key}, trust_env=False).status_code == status
+        assert httpx.get(f"{url}/health", headers={"X-API-Key": key}, trust_env=False, timeout=60).status_code == status
 
 
 def test_a_key_that_no_header_could_carry_is_refused_without_repeating_it() -> None:
@@ -204,7 +205,7 @@ def test_only_this_machine_can_connect_by_default() -> None:
 
 
 def with_host(url: str, host: str, **headers: str) -> int:
-    return httpx.get(f"{url}/info", headers={"Host": host, **headers}, trust_env=False).status_code
+    return httpx.get(f"{url}/info", headers={"Host": host, **headers}, trust_env=False, timeout=60).status_code
 
 
 def test_a_name_that_suddenly_means_this_machine_is_not_answered() -> None:
@@ -284,7 +285,7 @@ def process() -> Iterator[tuple[str, int]]:
         "thread",
     ]
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as served:
+    with programs.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as served:
         assert served.stdout is not None
         url = served.stdout.readline().split()[-1]
         yield url, served.pid

@@ -19,6 +19,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import programs
 import pytest
 from gspo_gym_envs.code_repair.env import CodeRepair
 from gspo_gym_envs.sql_analyst.env import SqlAnalyst
@@ -74,7 +75,7 @@ with watching(Path(sys.argv[1]) / "frozen.json", 1.5, advice="Do this with {env}
 
 def run(folder: Path, kind: str, action: str) -> subprocess.CompletedProcess[str]:
     code = textwrap.dedent(RUN).replace("KIND", kind).replace("ACTION()", action)
-    return subprocess.run([sys.executable, "-c", code, str(folder)], capture_output=True, text=True, timeout=120)
+    return programs.run([sys.executable, "-c", code, str(folder)], capture_output=True, text=True, timeout=120)
 
 
 @pytest.mark.parametrize("kind", ["Plain", "Async"])
@@ -103,7 +104,7 @@ def test_a_run_whose_terminal_is_gone_is_ended_all_the_same(tmp_path: Path) -> N
     try:
         code = textwrap.dedent(RUN).replace("KIND", "Plain").replace("ACTION()", "catastrophe()")
         command = [sys.executable, "-c", code, str(tmp_path)]
-        ended = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=write_end, timeout=120)
+        ended = programs.run(command, stdout=subprocess.DEVNULL, stderr=write_end, timeout=120)
     finally:
         os.close(write_end)
     assert ended.returncode == -signal.SIGKILL
@@ -141,7 +142,7 @@ def spin(seconds):
 def guarded(*lines: str) -> list[str]:
     """What a program prints whose last lines are these; it must end by itself."""
     command = [sys.executable, "-c", GUARDED + "\n".join(lines)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout.splitlines()
+    return programs.run(command, capture_output=True, text=True, timeout=120, check=True).stdout.splitlines()
 
 
 def test_an_environment_that_computes_for_long_and_lets_others_run_is_left_alone() -> None:
@@ -225,7 +226,7 @@ def test_a_threads_processor_time_is_its_own_in_the_system_and_outside() -> None
 
 
 def test_a_process_that_is_gone_has_used_no_time() -> None:
-    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone = programs.Popen([sys.executable, "-c", ""])
     gone.wait()
     assert cpu_seconds(gone.pid) == {}
 

@@ -14,6 +14,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import programs
 import pytest
 from websockets.exceptions import ConnectionClosed
 from websockets.sync.client import connect
@@ -56,7 +57,7 @@ learning_rate = 1e-3
 
 
 def command(folder: Path, *arguments: str, typed: str | None = None) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
+    return programs.run(
         [sys.executable, "-c", IMPATIENT, *arguments],
         cwd=folder,
         input=typed,
@@ -125,7 +126,7 @@ def test_a_frozen_check_or_game_ends_and_says_why(tmp_path: Path, arguments: lis
 
 def test_a_frozen_server_ends_and_says_why(tmp_path: Path) -> None:
     served = ["env", "serve", "frozen_env:Patterns-v0", "--protocol", "openenv", "--port", "0"]
-    with subprocess.Popen(
+    with programs.Popen(
         [sys.executable, "-c", IMPATIENT, *served, *FAST],
         cwd=tmp_path,
         env=os.environ | {"PYTHONPATH": str(SUPPORT)},

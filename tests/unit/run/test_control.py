@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import gymnasium
+import programs
 import pytest
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
@@ -414,7 +415,7 @@ def test_a_run_that_warms_up_says_so_and_a_stop_ends_it_there(tmp_path: Path, wa
     warmup = {"num_episodes": 64, "num_epochs": 100_000, "learning_rate": 1e-3}
     path.write_text(RunConfig.from_dict({**values, "warmup": warmup}).to_toml())
     command = [sys.executable, "-m", "gspo_gym.cli", "train", str(path)]
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+    with programs.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
         try:
             while process.poll() is None and (
                 read_phase(folder) != "warming up" or not (folder / SOCKET_FILE).exists()

@@ -10,6 +10,7 @@ import sys
 import time
 from contextlib import contextmanager
 
+import programs
 import pytest
 
 from gspo_gym.errors import ConfigError
@@ -33,7 +34,7 @@ def holder(folder):
     """A process that holds the folder until it is killed, or its input ends."""
     pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
     command = [sys.executable, "-c", HOLD, str(folder), str(BEAT_SECONDS)]
-    with subprocess.Popen(command, text=True, **pipes) as process:
+    with programs.Popen(command, text=True, **pipes) as process:
         assert process.stdout.readline() == "held\n"
         try:
             yield process
@@ -213,7 +214,7 @@ def read_own(folder):
 
 def test_a_forked_child_does_not_hold_the_lock_after_its_parents_death(tmp_path):
     code = HOLD.replace('print("held"', 'os.fork() or print("held"').replace("sys.stdin.read()", "time.sleep(60)")
-    with subprocess.Popen(
+    with programs.Popen(
         [sys.executable, "-W", "ignore", "-c", "import os, time" + code, str(tmp_path), "10"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import programs
 import pytest
 
 from gspo_gym.errors import ConfigError, RecordError
@@ -322,7 +322,7 @@ for step in range(1, 8):
     recorder.metrics(step, {{"loss/total": step / 7}})
 os.kill(os.getpid(), signal.SIGKILL)
 """
-    finished = subprocess.run([sys.executable, "-c", program], check=False, capture_output=True, text=True)
+    finished = programs.run([sys.executable, "-c", program], check=False, capture_output=True, text=True)
     assert finished.returncode == -9, finished.stderr
     lines = read_metrics(tmp_path / "run")
     assert [(line["step"], line["loss/total"]) for line in lines] == [(step, step / 7) for step in range(1, 8)]

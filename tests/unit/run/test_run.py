@@ -25,7 +25,9 @@ from operator import itemgetter
 from pathlib import Path
 
 import gymnasium
+import programs
 import pytest
+from recorded_run import record_run
 from rich.console import Console
 from safetensors.torch import load_file
 
@@ -146,8 +148,8 @@ def test_runs_of_one_program_leave_no_model_to_it_not_even_to_its_garbage_collec
 
 
 def test_a_resumed_run_ends_with_the_weights_of_an_uninterrupted_one(tmp_path):
-    whole = run_training(make_config(tmp_path / "whole", iterations=4))
-    run_training(make_config(tmp_path / "parts", iterations=2))
+    whole = record_run(make_config(tmp_path / "whole", iterations=4))
+    record_run(make_config(tmp_path / "parts", iterations=2))
     resumed = run_training(make_config(tmp_path / "parts", iterations=4), resume=True)
     expected, actual = weights(tmp_path / "whole", 4), weights(tmp_path / "parts", 4)
     assert expected.keys() == actual.keys()
@@ -158,7 +160,7 @@ def test_a_resumed_run_ends_with_the_weights_of_an_uninterrupted_one(tmp_path):
 
 
 def test_a_run_goes_on_from_the_newest_sound_checkpoint_and_keeps_a_damaged_one(tmp_path):
-    whole = run_training(make_config(tmp_path, iterations=4))
+    whole = record_run(make_config(tmp_path, iterations=4))
     folder = tmp_path / "test"
     damaged = folder / "checkpoints" / "step_000004"
     expected = {name: tensor.clone() for name, tensor in weights(tmp_path, 4).items()}  # the file is mapped
@@ -190,7 +192,7 @@ def test_a_killed_and_resumed_run_has_the_records_of_an_undisturbed_one(tmp_path
     file = tmp_path / "config.toml"
     file.write_text(config.to_toml())
     metrics = tmp_path / "parts" / "test" / "metrics.jsonl"
-    with subprocess.Popen([sys.executable, "-m", "gspo_gym.train", str(file)], stdout=subprocess.DEVNULL) as process:
+    with programs.Popen([sys.executable, "-m", "gspo_gym.train", str(file)], stdout=subprocess.DEVNULL) as process:
         while process.poll() is None and not (metrics.exists() and len(metrics.read_text().splitlines()) >= 3):
             time.sleep(0.01)
         process.kill()
@@ -243,7 +245,7 @@ def test_a_lora_run_resumes_from_its_adapter(tmp_path):
 
 def test_a_taken_folder_is_refused_and_can_be_set_aside(tmp_path):
     config = make_config(tmp_path, iterations=1)
-    run_training(config)
+    record_run(config)
     with pytest.raises(ConfigError, match="already holds a run"):
         run_training(config)
     run_training(config, set_aside=True)
@@ -252,7 +254,7 @@ def test_a_taken_folder_is_refused_and_can_be_set_aside(tmp_path):
 
 
 def test_a_resumed_run_must_be_the_same_run(tmp_path):
-    run_training(make_config(tmp_path, iterations=2))
+    record_run(make_config(tmp_path, iterations=2))
     with pytest.raises(ConfigError, match=r"training\.group_size"):
         run_training(make_config(tmp_path, iterations=4, training__group_size=2), resume=True)
     # a folder that does not say which run it is may hold another's checkpoints
@@ -285,7 +287,7 @@ def test_a_run_that_cannot_start_leaves_everything_as_it_was(tmp_path):
     with pytest.raises(RolloutError, match="context_overflow"):
         run_training(make_config(tmp_path / "runs", rollout__max_model_len=20))
     assert list(tmp_path.iterdir()) == []
-    run_training(make_config(tmp_path, iterations=1))
+    record_run(make_config(tmp_path, iterations=1))
     before = sorted(str(path) for path in tmp_path.rglob("*"))
     with pytest.raises(RolloutError, match="context_overflow"):
         run_training(make_config(tmp_path, rollout__max_model_len=20), set_aside=True)
@@ -355,7 +357,7 @@ def test_a_learning_rate_that_decays_keeps_its_shape_or_the_resumed_run_is_refus
 
 
 def test_a_resumed_run_says_which_checkpoint_it_passed_over(tmp_path):
-    run_training(make_config(tmp_path, iterations=4))
+    record_run(make_config(tmp_path, iterations=4))
     newest = tmp_path / "test" / "checkpoints" / "step_000004"
     (newest / "model.safetensors").unlink()
     console = Console(file=io.StringIO(), width=200)
@@ -368,7 +370,7 @@ def test_a_resumed_run_says_which_checkpoint_it_passed_over(tmp_path):
 
 def test_a_resumed_run_says_which_of_its_records_are_gone(tmp_path):
     config = make_config(tmp_path, iterations=4)
-    run_training(config)
+    record_run(config)
     folder = config.run_folder
     before = read_events(folder)
     for name, kept in (("metrics.jsonl", [1, 2]), ("events.jsonl", [0])):  # lines of a disk that lost the others
@@ -412,7 +414,7 @@ def test_a_run_that_is_begun_twice_at_once_is_begun_once(tmp_path):
     def begin_another():
         assert not (config.run_folder / "config.toml").exists()
         command = [sys.executable, "-m", "gspo_gym.train", str(tmp_path / "same.toml"), "rollout.max_model_len=20"]
-        refused.append(subprocess.run(command, capture_output=True, text=True))
+        refused.append(programs.run(command, capture_output=True, text=True))
 
     Doubled.begin_another = begin_another
     register("test_run/Doubled-v0", entry_point=Doubled)
@@ -434,7 +436,7 @@ def test_of_two_processes_that_resume_a_run_at_once_one_goes_on(tmp_path):
 
     def resume_another():
         command = [sys.executable, "-m", "gspo_gym.train", str(tmp_path / "same.toml"), "--resume"]
-        refused.append(subprocess.run(command, capture_output=True, text=True))
+        refused.append(programs.run(command, capture_output=True, text=True))
 
     register("test_run/Doubled-v0", entry_point=Doubled)
     try:
@@ -510,8 +512,9 @@ class Stopping(TextEnv):
         return "", float(len(action)), True, False, {}
 
 
-@pytest.mark.parametrize(("number", "name"), [(signal.SIGTERM, "SIGTERM"), (signal.SIGINT, "SIGINT")])
-@pytest.mark.parametrize("evaluation", ["0:4", "0:40"])
+@pytest.mark.parametrize(
+    ("number", "name", "evaluation"), [(signal.SIGTERM, "SIGTERM", "0:40"), (signal.SIGINT, "SIGINT", "0:4")]
+)
 def test_a_stopped_run_is_saved_and_goes_on_to_the_weights_of_an_undisturbed_one(tmp_path, number, name, evaluation):
     def config(label):
         values = make_config(tmp_path / label, iterations=3).model_dump(exclude_none=True, exclude={"warmup"})
@@ -676,7 +679,7 @@ def test_a_run_without_a_gradient_says_so_loudly(tmp_path):
 def test_every_command_that_a_run_names_next_works_where_it_is_printed(tmp_path):
     config = make_config(tmp_path / "runs", iterations=2, rollout__env_config={"low": 1, "high": 4, "style": "terse"})
     (tmp_path / "config.toml").write_text(config.to_toml())
-    done = subprocess.run(
+    done = programs.run(
         [sys.executable, "-m", "gspo_gym.train", "config.toml"],
         cwd=tmp_path,
         capture_output=True,
@@ -692,7 +695,7 @@ def test_every_command_that_a_run_names_next_works_where_it_is_printed(tmp_path)
 
 
 def test_every_started_episode_of_a_run_has_one_end(tmp_path):
-    run_training(make_config(tmp_path, iterations=1))
+    record_run(make_config(tmp_path, iterations=1))
     lines = [json.loads(line) for line in (tmp_path / "test" / "ledger.jsonl").read_text().splitlines()]
     started = [(line["trajectory_id"], line["attempt"]) for line in lines if "sampling_seed" in line]
     ended = [(line["trajectory_id"], line["attempt"]) for line in lines if "disposition" in line]

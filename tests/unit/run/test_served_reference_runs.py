@@ -107,7 +107,7 @@ def assert_same_run(one: Path, other: Path, steps: int) -> None:
     [
         pytest.param({}, {}, id="full"),
         pytest.param({}, {"update_every_n_iters": 1}, id="moving", marks=pytest.mark.slow),
-        pytest.param({"trainer_mode": "lora"}, {}, id="lora", marks=pytest.mark.slow),
+        pytest.param({"trainer_mode": "lora"}, {}, id="lora", marks=pytest.mark.nightly),
     ],
 )
 def test_a_served_reference_trains_to_the_same_weights(

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+import programs
 import pytest
 import torch
 from fake_vllm import FakeVllm, served
@@ -118,7 +119,7 @@ def start_hanging_run(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen
         (tmp_path / "wandb.py").write_text(WANDB)
         (tmp_path / "hanging.py").write_text(ENVIRONMENT)
         (tmp_path / "config.toml").write_text(CONFIG.format(grace) + more)
-        process = subprocess.Popen(
+        process = programs.Popen(
             [sys.executable, "-m", "gspo_gym.train", "config.toml", *overrides],
             cwd=tmp_path,
             env={**os.environ, "WANDB_MODE": "offline", "OMP_NUM_THREADS": "1"},
@@ -238,7 +239,7 @@ with deadline.handling_signals(lambda number: None):
 
 @pytest.mark.slow
 def test_a_grace_that_was_changed_holds_where_the_interpreter_is_held() -> None:
-    with subprocess.Popen([sys.executable, "-c", FROZEN], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+    with programs.Popen([sys.executable, "-c", FROZEN], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         try:
             assert process.stdout is not None
             process.stdout.readline()

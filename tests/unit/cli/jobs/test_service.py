@@ -77,6 +77,7 @@ def test_a_service_that_is_killed_finds_its_jobs_again_and_starts_none_twice(
     assert starts(tmp_path) == [running, waiting]
 
 
+@pytest.mark.nightly
 def test_a_service_that_is_killed_at_random_moments_starts_each_job_once(tmp_path: Path) -> None:
     service = ServiceProcess(tmp_path / "jobs", "--max-running", "2")
     rng, log = random.Random(5), str(tmp_path / "starts")

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import programs
 import pytest
 
 from gspo_gym.cli.evaluate import run_evaluation
@@ -204,7 +205,7 @@ def test_ctrl_c_keeps_every_episode_that_is_over_and_resume_plays_the_others(tmp
     ]
     command += ["--policy", "scripted:random", "--seeds", "0:10", "--concurrent", "3", "--out", "e.jsonl"]
     part = tmp_path / "e.jsonl.part"
-    running = subprocess.Popen(command, cwd=tmp_path, env=environ, stderr=subprocess.PIPE, text=True)
+    running = programs.Popen(command, cwd=tmp_path, env=environ, stderr=subprocess.PIPE, text=True)
     deadline = time.monotonic() + 120
     # Seeds 8 and 9 wait, the others end in the third slot: a line for each, below that of what was asked.
     while not part.exists() or len(part.read_text().splitlines()) < 9:
@@ -219,7 +220,7 @@ def test_ctrl_c_keeps_every_episode_that_is_over_and_resume_plays_the_others(tmp
     assert not (tmp_path / "e.jsonl").exists()
 
     def again(*more: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run([*command, *more], cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=120)
+        return programs.run([*command, *more], cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=120)
 
     refused = again()
     assert (refused.returncode, "add --resume, or remove it" in refused.stderr) == (2, True)
@@ -261,7 +262,7 @@ raise SystemExit(main(["env", "collect", "GuessNumber", "--policy", "scripted:ra
 def test_a_file_that_cannot_grow_ends_a_collection_before_its_first_episode(tmp_path: Path) -> None:
     """As on a full disk: a file of the process may have 64 bytes (-B: its bytecode would be cut off, too)."""
     command = [sys.executable, "-B", "-c", LIMITED]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    done = programs.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert done.returncode == 2, done.stderr
     assert "e.jsonl.part: cannot be written: File too large" in done.stderr
     assert not (tmp_path / "e.jsonl").exists()

@@ -181,12 +181,12 @@ def test_a_server_answers_while_the_block_lasts_and_its_whole_group_ends_with_it
     # The leader ends at SIGTERM and leaves a worker behind, as one that crashes would.
     python = interpreter(tmp_path, f'sleep 600 & echo $! > {tmp_path}/child; exec "$PYTHON" "$STUB" "$@"')
     with VllmServer(SETTINGS, python=python, start_seconds=60) as server:
-        assert httpx.get(f"{server.url}/health", trust_env=False).status_code == 200
+        assert httpx.get(f"{server.url}/health", trust_env=False, timeout=60).status_code == 200
         child = int((tmp_path / "child").read_text())
         os.kill(child, 0)  # it runs
     assert ends(child)
     with pytest.raises(httpx.ConnectError):
-        httpx.get(f"{server.url}/health", trust_env=False)
+        httpx.get(f"{server.url}/health", trust_env=False, timeout=60)
     server.stop()  # twice is fine
 
 

@@ -296,8 +296,8 @@ def test_the_server_has_the_trap(blackjack: tuple[str, BlackjackServer]) -> None
     url, _ = blackjack
     row = CARD_ROWS[0]
     response = response_of([say("stand")], row["responses_create_params"], response_id="r")
-    httpx.post(f"{url}/reset", json=row, trust_env=False)
-    answer = httpx.post(f"{url}/step", json={**row, "response": response}, trust_env=False)
+    httpx.post(f"{url}/reset", json=row, trust_env=False, timeout=60)
+    answer = httpx.post(f"{url}/step", json={**row, "response": response}, trust_env=False, timeout=60)
     assert answer.status_code == 200
     assert (answer.json()["reward"], answer.json()["observation"]) == (-1.0, "You end with 0.")
 

@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import programs
 import pytest
 
 from gspo_gym.env.core import TextEnv
@@ -573,7 +574,7 @@ if __name__ == "__main__":
 def test_workers_end_with_the_program_that_defines_its_environment_in_its_own_file(tmp_path: Path, how: str) -> None:
     path = tmp_path / "program.py"
     path.write_text(textwrap.dedent(PROGRAM), encoding="utf-8")
-    with subprocess.Popen([sys.executable, str(path), how], stdout=subprocess.PIPE, text=True) as program:
+    with programs.Popen([sys.executable, str(path), how], stdout=subprocess.PIPE, text=True) as program:
         assert program.stdout is not None
         worker = int(program.stdout.readline())
         if how == "hang":

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import programs
 import pytest
 from judged_episodes import BOTH, OUTCOME, episode, model_settings, request
 
@@ -136,7 +137,7 @@ SAYS = {"observation": "x", "text": "I look."}
 def served(judge: Listening, **options: Any) -> Iterator[httpx.Client]:
     with (
         BackgroundServer(create_judge_app(judge, **options)) as server,
-        httpx.Client(base_url=server.url, trust_env=False) as client,
+        httpx.Client(base_url=server.url, trust_env=False, timeout=60) as client,
     ):
         yield client
 
@@ -450,7 +451,7 @@ def running(*arguments: str, cwd: Path) -> Iterator[str]:
     """The command as a process, and the URL that it prints; it must end well when it is told to."""
     environment = {**os.environ, "PYTHONPATH": f"{cwd}:{Path(__file__).parents[4]}", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "gspo_gym.cli", "judge", *arguments, "--port", "0"]
-    with subprocess.Popen(
+    with programs.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=cwd, env=environment
     ) as process:
         assert process.stdout is not None

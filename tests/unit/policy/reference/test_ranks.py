@@ -253,6 +253,7 @@ def test_an_adapter_is_not_shared_out(tmp_path: Path) -> None:
         load_policy(str(tmp_path), tp=2)
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_killed_ends_the_server_which_names_it(tmp_path: Path) -> None:
     log = Fifo(tmp_path / "log")
     with serving("tiny:qwen3-128@5", log.path) as client:
@@ -275,7 +276,7 @@ def test_a_rank_that_is_killed_ends_the_server_which_names_it(tmp_path: Path) ->
         assert f"rank 1 (process {other}) has ended with status -9" in log.read()  # so both are gone
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_rank_that_hangs_ends_the_server(tmp_path: Path) -> None:
     log = Fifo(tmp_path / "log")
     with serving("tiny:qwen3-128@5", log.path, "--max-request-s", "1.5") as client:
@@ -287,7 +288,7 @@ def test_a_rank_that_hangs_ends_the_server(tmp_path: Path) -> None:
     assert "the ranks were not done after 1.5 seconds" in log.read()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_no_rank_outlives_a_run_that_is_killed(tmp_path: Path) -> None:
     log, port = Fifo(tmp_path / "log"), free_port()
     run = subprocess.Popen(

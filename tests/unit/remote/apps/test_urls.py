@@ -221,7 +221,9 @@ def test_the_address_that_was_checked_is_the_one_that_is_called() -> None:
         async def call() -> tuple[int, dict[str, Any]]:
             pinned = await UrlPolicy(["rebinding.test"], resolve=flipping).check(f"http://rebinding.test:{port}/v1")
             hooks = {"request": [pinned.pin]}
-            async with httpx.AsyncClient(trust_env=False, follow_redirects=False, event_hooks=hooks) as client:
+            async with httpx.AsyncClient(
+                trust_env=False, timeout=60, follow_redirects=False, event_hooks=hooks
+            ) as client:
                 response = await client.get(pinned.url)
                 await client.get(pinned.url)
                 return response.status_code, dict(response.request.extensions)

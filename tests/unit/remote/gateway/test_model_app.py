@@ -241,7 +241,7 @@ def test_where_a_key_is_set_only_those_who_have_it_may_ask() -> None:
 def test_a_client_that_hangs_up_frees_the_engine(policy: Policy, streams: bool) -> None:
     async def test() -> None:
         engine = local(policy)
-        async with asking(engine, max_tokens=160) as client, httpx.AsyncClient(trust_env=False) as http:
+        async with asking(engine, max_tokens=160) as client, httpx.AsyncClient(trust_env=False, timeout=60) as http:
             body = {"model": MODEL, "messages": user("Hi."), "n": 4, "stream": False, "seed": 1}
             whole = (await http.post(f"{client.base_url}chat/completions", json=body)).json()["usage"]
             begun = engine.counters.num_sampled_tokens

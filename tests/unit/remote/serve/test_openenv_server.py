@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import programs
 import pytest
 from ending_env import Ending
 from websockets.asyncio.client import ClientConnection, connect
@@ -71,11 +72,11 @@ def at(url: str, play: Callable[[ClientConnection], Awaitable[Any]], query: str 
 
 def rpc(url: str, method: str, **params: Any) -> Any:
     request = {"jsonrpc": "2.0", "id": 7, "method": method, "params": params}
-    return httpx.post(f"{url}/mcp", json=request, trust_env=False).json()
+    return httpx.post(f"{url}/mcp", json=request, trust_env=False, timeout=60).json()
 
 
 def get(url: str, path: str, **headers: str) -> httpx.Response:
-    return httpx.get(url + path, headers=headers, trust_env=False)
+    return httpx.get(url + path, headers=headers, trust_env=False, timeout=60)
 
 
 def code(frame: Any) -> str:
@@ -271,13 +272,13 @@ def test_the_routes_say_what_the_environment_is(guess: str, analyst: str) -> Non
 
 
 def test_http_is_stateless_and_a_step_is_refused(guess: str) -> None:
-    answer = httpx.post(f"{guess}/reset", json={"seed": 3}, trust_env=False).json()
+    answer = httpx.post(f"{guess}/reset", json={"seed": 3}, trust_env=False, timeout=60).json()
     assert answer["observation"]["text"] == "Guess 1-8. 4 tries."
-    assert httpx.post(f"{guess}/reset", json={"seed": "x"}, trust_env=False).status_code == 422
-    assert httpx.post(f"{guess}/reset", content="{", trust_env=False).status_code == 400
-    assert httpx.post(f"{guess}/reset", json={"level": 3}, trust_env=False).status_code == 422
-    assert httpx.post(f"{guess}/step", json={"action": {"text": "x"}}, trust_env=False).status_code == 422
-    refused = httpx.post(f"{guess}/step", json={"action": {"message": "4"}}, trust_env=False)
+    assert httpx.post(f"{guess}/reset", json={"seed": "x"}, trust_env=False, timeout=60).status_code == 422
+    assert httpx.post(f"{guess}/reset", content="{", trust_env=False, timeout=60).status_code == 400
+    assert httpx.post(f"{guess}/reset", json={"level": 3}, trust_env=False, timeout=60).status_code == 422
+    assert httpx.post(f"{guess}/step", json={"action": {"text": "x"}}, trust_env=False, timeout=60).status_code == 422
+    refused = httpx.post(f"{guess}/step", json={"action": {"message": "4"}}, trust_env=False, timeout=60)
     assert refused.status_code == 409
     assert "over the WebSocket at /ws" in refused.json()["detail"]
 
@@ -404,10 +405,10 @@ def test_a_strangers_page_is_turned_away(guess: str) -> None:
 
 
 def test_bodies_and_messages_are_limited(guess: str) -> None:
-    assert httpx.post(f"{guess}/reset", content=b" " * 1_000_001, trust_env=False).status_code == 413
+    assert httpx.post(f"{guess}/reset", content=b" " * 1_000_001, trust_env=False, timeout=60).status_code == 413
     pieces = [b" " * 500_000, b" " * 500_001]  # without a Content-Length
-    assert httpx.post(f"{guess}/reset", content=iter(pieces), trust_env=False).status_code == 413
-    assert httpx.post(f"{guess}/reset", content=iter([b"{", b"}"]), trust_env=False).status_code == 200
+    assert httpx.post(f"{guess}/reset", content=iter(pieces), trust_env=False, timeout=60).status_code == 413
+    assert httpx.post(f"{guess}/reset", content=iter([b"{", b"}"]), trust_env=False, timeout=60).status_code == 200
 
     async def play(socket: ClientConnection) -> Any:
         await socket.send("x" * 1_000_001)
@@ -464,7 +465,7 @@ def test_the_command_serves_until_sigterm_and_closes_its_sessions(tmp_path: Path
             with pytest.raises(ConnectionClosed):
                 await socket.recv()
 
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment, cwd=tmp_path) as process:
+    with programs.Popen(command, stdout=subprocess.PIPE, text=True, env=environment, cwd=tmp_path) as process:
         assert process.stdout is not None
         line = process.stdout.readline()
         assert line.startswith("serving notes_env:Notes-v0 over OpenEnv's protocol at http://127.0.0.1:")

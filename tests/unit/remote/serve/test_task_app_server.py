@@ -720,7 +720,7 @@ def test_a_model_that_redirects_is_not_followed(stage: Make) -> None:
 def test_the_callers_key_is_not_the_models(stage: Make) -> None:
     app = stage(in_turn(text("7")), api_key="callers", inference_api_key="models")
     headers = {"Authorization": "Bearer callers"}
-    answer = httpx.post(f"{app.url}/rollout", json=app.request(), headers=headers, trust_env=False)
+    answer = httpx.post(f"{app.url}/rollout", json=app.request(), headers=headers, trust_env=False, timeout=60)
     assert answer.status_code == 200
     assert app.model.asked[0].headers["authorization"] == "Bearer models"
     assert "callers" not in answer.text
