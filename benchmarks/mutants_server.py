@@ -1,7 +1,8 @@
 """Forks one pytest process per request, so that what is not ours is imported once for all mutants.
 
-Run as a script with the mutated tree first on PYTHONPATH. It imports nothing of ours: a fork must import it afresh.
-What the tests imported of installed packages, this process imports after them, so that the next fork has it.
+Run as a script in the mutated checkout, by its interpreter; the arguments are packages to import at the start. It
+imports nothing of ours: a fork must import it afresh. What the tests imported of installed packages, this process
+imports after them, so that the next fork has it.
 """
 
 from __future__ import annotations
@@ -18,7 +19,6 @@ import traceback
 from pathlib import Path
 from typing import NoReturn
 
-_PRELOADED = ("torch", "transformers", "pydantic", "numpy", "pytest")
 _TIMED_OUT = 124
 _POLL_SECONDS = 0.02
 _CLOCK_SECONDS = 0.5
@@ -26,7 +26,8 @@ _CLOCK_SECONDS = 0.5
 
 def main() -> None:
     """Answer each line of stdin, {arguments, seconds, output}, with a line {status, seconds}."""
-    _preload(_PRELOADED)
+    sys.path.insert(0, os.getcwd())  # as for `python -m pytest`
+    _preload(sys.argv[1:])
     signal.signal(signal.SIGTERM, lambda *_: sys.exit())  # so that a running test is ended, too
     answers = os.fdopen(os.dup(1), "w")
     for line in sys.stdin:
@@ -37,7 +38,7 @@ def main() -> None:
         print(json.dumps({"status": status, "seconds": seconds}), file=answers, flush=True)
 
 
-def _preload(names: list[str] | tuple[str, ...]) -> None:
+def _preload(names: list[str]) -> None:
     for name in names:
         if name not in sys.modules:
             with contextlib.suppress(Exception):  # not all can be imported by themselves; a fork does what it needs
