@@ -188,7 +188,10 @@ def _add_arguments_of_mutants(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--tests", nargs="+", action="extend", default=[], help="test files instead of the nearest ones")
     group.add_argument("-m", dest="expression", default=QUICK, help="which tests, as pytest's (default: %(default)s)")
     group.add_argument(
-        "--seconds", type=float, default=60.0, help="after which no further test file begins (default: %(default)s)"
+        "--seconds",
+        type=float,
+        default=60.0,
+        help="processor time of a file, after which no further test file begins (default: %(default)s)",
     )
     group.add_argument("--processes", type=int, default=1, help="files that are tried at a time (default: %(default)s)")
     group.add_argument("--json", type=Path, metavar="FILE", help="append each file's result, a line when it is known")

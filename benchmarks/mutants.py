@@ -8,8 +8,8 @@ time-out ended are counted apart: that proves less than a failure. Times in whic
 The tests of `gspo_gym/room/name.py` are, in this order: the doctests of the file; `tests/**/test_name.py` and
 `test_name_*.py`; the test files that import or name the module. Of each kind, those in a folder `room` come first, then
 those that import the fewest other modules. The same of the modules that import the module follow, then of those that
-import these, until the seconds for the file are spent: then no further test file begins. Left out are tests that need
-other software, those that the expression for pytest's `-m` leaves out, and test files that fail without a mutant.
+import these, until the processor time for the file is spent: then no further test file begins. Left out are tests that
+need other software, those that the expression for pytest's `-m` leaves out, and test files that fail without a mutant.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Effort:
     Attributes:
         count: mutants of a file.
         seed: which ones.
-        seconds: after which no further test file begins, for each file.
+        seconds: processor time after which no further test file begins, for each file.
         expression: pytest's `-m`, of the tests that run; empty: all.
         tests: test files that run instead of the nearest ones, relative to the checkout.
     """
@@ -100,7 +100,7 @@ class FileReport:
         trials: its mutants.
         tests: the test files that ran, relative to the checkout.
         skipped: the test files that cannot run without a mutant, and why.
-        seconds: what all runs took.
+        seconds: processor time of all runs.
         is_complete: nothing is left to try.
     """
 
@@ -207,10 +207,11 @@ def _imports(root: Path) -> dict[Path, set[str]]:
 
 @dataclass(frozen=True, slots=True)
 class RunResult:
-    """How tests ended: pytest's exit status, or `TIMED_OUT`, and the seconds that they took."""
+    """How tests ended: pytest's exit status, or `TIMED_OUT`; the seconds and the processor time that they took."""
 
     status: int
     seconds: float
+    processor_seconds: float
 
 
 class CheckoutCopy:
@@ -253,7 +254,7 @@ class CheckoutCopy:
             if self._is_closed:
                 raise UsageError("stopped")
             self._end()
-            return RunResult(server.returncode, 0.0)
+            return RunResult(server.returncode, 0.0, 0.0)
         return RunResult(**json.loads(answer))
 
     def reason(self, run: RunResult) -> str:
@@ -338,7 +339,7 @@ def try_mutants(copied: CheckoutCopy, report: FileReport, effort: Effort) -> Non
             if not report.survivors or report.seconds >= effort.seconds:
                 break
             whole = copied.run(test, seconds=_BASELINE_SECONDS)
-            report.seconds += whole.seconds
+            report.seconds += whole.processor_seconds
             if whole.status == _NO_TESTS:
                 continue
             if whole.status:
@@ -348,7 +349,7 @@ def try_mutants(copied: CheckoutCopy, report: FileReport, effort: Effort) -> Non
             for trial in report.survivors:
                 copied.write(path, trial.mutant.text)
                 run = copied.run(test, seconds=max(_TIMEOUT_FLOOR_SECONDS, TIMEOUT_FACTOR * whole.seconds))
-                report.seconds += run.seconds
+                report.seconds += run.processor_seconds
                 if run.status:
                     trial.noticed_by, trial.timed_out = test, run.status == TIMED_OUT
             copied.write(path, text)

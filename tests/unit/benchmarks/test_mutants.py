@@ -42,6 +42,13 @@ FILES = {
 }
 
 
+ANSWER = {  # of its mutants, 41 and None die, and 43 lives
+    "gspo_gym/__init__.py": "",
+    "gspo_gym/answer.py": "def answer():\n    return 42\n",
+    "tests/test_answer.py": "from gspo_gym.answer import answer\ndef test_it():\n    assert answer() > 41\n",
+}
+
+
 def write_tree(root: Path, files: Mapping[str, str]) -> Path:
     for name, text in files.items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)
@@ -95,37 +102,39 @@ def test_a_test_file_that_fails_without_a_mutant_is_skipped_by_name_and_the_othe
     root = write_tree(
         tmp_path,
         {
-            **FILES,
-            "tests/test_age_wrong.py": "import gspo_gym.age\ndef test_fails():\n    assert 1 == 2\n",
-            "tests/test_age_killer.py": "import gspo_gym.age, os\ndef test_kills():\n    os.kill(os.getppid(), 9)\n",
+            **ANSWER,
+            "tests/test_answer_wrong.py": "import gspo_gym.answer\ndef test_fails():\n    assert 1 == 2\n",
+            "tests/test_answer_killer.py": "import os, gspo_gym.answer\ndef test_it():\n    os.kill(os.getppid(), 9)\n",
+            "gspo_gym/alone.py": "ALONE = 0\n",
+            "tests/test_alone.py": "from gspo_gym.alone import NONE\n",
         },
     )
-    assert main(["mutants", "gspo_gym/age.py", "--root", str(root), "--count", "2", "-m", "", "--seed", "1"]) == 0
+    assert main(["mutants", "gspo_gym/answer.py", "gspo_gym/alone.py", "--root", str(root), "-m", ""]) == 1
     printed = capsys.readouterr().out
-    skipped = [line.split(" after ")[0] for line in printed.splitlines() if line.startswith("  skipped")]
-    assert skipped == [
-        "  skipped tests/test_age_killer.py, which ends with status -9",  # the next test file has another process
-        "  skipped tests/test_age_wrong.py, which ends with status 1",
+    assert [line.split(" after ")[0] for line in printed.splitlines() if line.startswith("  skipped")] == [
+        "  skipped tests/test_answer_killer.py, which ends with status -9",  # the next test file has another process
+        "  skipped tests/test_answer_wrong.py, which ends with status 1",
+        "  skipped tests/test_alone.py, which ends with status 2",
     ]
-    assert "FAILED tests/test_age_wrong.py::test_fails" in printed
-    assert "no test ran" not in printed
-    assert main(["mutants", "gspo_gym/build/limits.py", "--root", str(root), "--tests", "tests/test_age_wrong.py"]) == 1
-    printed = capsys.readouterr().out
-    assert "gspo_gym/build/limits.py: 0 of 2 died" in printed
-    assert "no test ran" in printed
+    assert "FAILED tests/test_answer_wrong.py::test_fails" in printed
+    assert "gspo_gym/answer.py: 2 of 3 died" in printed
+    assert "gspo_gym/alone.py: 0 of 1 died" in printed
+    assert printed.count("no test ran") == 1
 
 
 def test_no_test_file_begins_when_the_seconds_are_spent(tmp_path: Path) -> None:
-    root = write_tree(tmp_path / "root", {**FILES, "tests/test_more.py": "import gspo_gym.age\ndef test_1(): pass\n"})
+    root = write_tree(
+        tmp_path / "root", {**ANSWER, "tests/test_more.py": "import gspo_gym.answer\ndef test_1(): pass\n"}
+    )
     with copied_checkout(root, tmp_path / "copy", expression="") as copied:
         ran = []
         for seconds in (60, 1e-9, 0):
-            report = FileReport(Path("gspo_gym/age.py"))
-            try_mutants(copied, report, Effort(count=9, seconds=seconds))
+            report = FileReport(Path("gspo_gym/answer.py"))
+            try_mutants(copied, report, Effort(seconds=seconds))
             ran.append([test.name for test in report.tests])
             assert report.is_complete
-            assert (copied.copy / report.path).read_text() == (root / report.path).read_text()
-    assert ran == [["test_age.py", "test_more.py"], ["test_age.py"], []]
+            assert (copied.copy / report.path).read_text() == ANSWER["gspo_gym/answer.py"]
+    assert ran == [["test_answer.py", "test_more.py"], ["test_answer.py"], []]
 
 
 def test_the_copy_is_a_checkout_as_tests_see_it(tmp_path: Path) -> None:
@@ -301,31 +310,30 @@ def test_an_interrupted_measurement_prints_what_is_known_and_leaves_no_process_a
     tmp_path: Path, number: signal.Signals, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hanging = FILES["tests/test_hanging.py"].replace('"child"', f'"{tmp_path}/child"')
-    root = write_tree(
-        tmp_path / "root", {**FILES, "tests/test_later.py": f"{hanging}\n            import gspo_gym.age"}
-    )
+    later = f"{hanging}\n            import gspo_gym.answer"
+    root = write_tree(tmp_path / "root", {**ANSWER, "gspo_gym/other.py": "", "tests/test_later.py": later})
     (tmp_path / "copies").mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "copies"))
-    child = tmp_path / "child"
+    os.mkfifo(tmp_path / "child")
+    children = []
 
     def interrupt() -> None:
-        while not child.is_file() or not child.read_text():  # until the second test file runs
-            pass
+        children.append(int((tmp_path / "child").read_text()))  # waits for the second test file
         os.kill(os.getpid(), number)
 
     thread = threading.Thread(target=interrupt)
     thread.start()
-    words = ["--root", str(root), "--count", "99", "--json", str(tmp_path / "kept.jsonl"), "-m", ""]
-    assert main(["mutants", "gspo_gym/age.py", "gspo_gym/build/limits.py", *words]) == 128 + number
+    words = ["--root", str(root), "--json", str(tmp_path / "kept.jsonl"), "-m", ""]
+    assert main(["mutants", "gspo_gym/answer.py", "gspo_gym/other.py", *words]) == 128 + number
     thread.join()
     printed = capsys.readouterr()
     assert printed.err == "stopped\n"
-    assert "gspo_gym/age.py: 4 of 7 died, 0 by time-out" in printed.out
-    assert "stopped; tests/test_age.py\n" in printed.out
+    assert "gspo_gym/answer.py: 2 of 3 died, 0 by time-out" in printed.out
+    assert "stopped; tests/test_answer.py\n" in printed.out
     (line,) = (tmp_path / "kept.jsonl").read_text().splitlines()
     assert json.loads(line)["is_complete"] is False
     assert list((tmp_path / "copies").iterdir()) == []
-    while is_running(int(child.read_text())):  # until the kernel has ended it
+    while is_running(children[0]):  # until the kernel has ended it
         pass
 
 
