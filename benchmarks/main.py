@@ -25,7 +25,7 @@ from benchmarks.engines import run_engines
 from benchmarks.faults import run_faults
 from benchmarks.head import run_head
 from benchmarks.isolation import run_isolation
-from benchmarks.mutants import run_mutants
+from benchmarks.mutants import QUICK, Effort, choose_files, inside, run_mutants
 from benchmarks.page import run_page
 from benchmarks.peers import PEER, SPEED, choose, peer_is_installed, run_peers, run_threads
 from benchmarks.pipeline import Workload, run_pipeline
@@ -72,6 +72,14 @@ def _shown(values: list[Value], a: Arguments) -> tuple[int, list[Value]]:
     return 0, values
 
 
+def _mutants(a: Arguments) -> int:
+    root = a.root.resolve()
+    tests = tuple(inside(test, root) for test in a.tests)
+    effort = Effort(a.count or 20, a.seed, a.seconds, a.expression, tests)
+    paths = choose_files(a.files, root, sample=a.sample, seed=a.seed)
+    return run_mutants(paths, effort, root=root, processes=a.processes, kept=a.json)
+
+
 # Benchmarks that only print, and return an exit status.
 PRINTED: Mapping[str, Callable[[Arguments], int]] = {
     "faults": lambda a: run_faults(a.episodes or 2000),
@@ -80,7 +88,7 @@ PRINTED: Mapping[str, Callable[[Arguments], int]] = {
     "gateway": _gateway,
     "weights": lambda a: run_weights(a.model, dtype=a.dtype, num_updates=a.repeats),
     "checkpoints": lambda a: run_checkpoints(a.model, repeats=a.repeats),
-    "mutants": lambda a: run_mutants(a.files, count=a.count or 20, seed=a.seed, tests=a.tests),
+    "mutants": _mutants,
     "runs": lambda a: run_runs(a.count or 200),
     "crash": lambda a: run_crash(a.count or 50, a.seed, num_steps=a.steps or 20),
     "chaos": lambda a: run_chaos(a.count or 40, a.seed, num_steps=a.steps or 60, layout=Layout(a.launcher, a.replicas)),
@@ -114,7 +122,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "files",
         nargs="*",
-        help="mutants: files to mutate, in the root of a checkout; prefixes, compile: episodes; peers: shapes (all)",
+        help="mutants: files to mutate, below the root; prefixes, compile: episodes; peers: shapes (all)",
     )
     parser.add_argument(
         "--count",
@@ -128,13 +136,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--seed", type=int, default=0, help="mutants, crash, stops, chaos: which ones (default: %(default)s)"
     )
-    parser.add_argument(
-        "--tests",
-        nargs="+",
-        action="extend",
-        default=[],
-        help="mutants: test files instead of those which import the module",
-    )
+    _add_arguments_of_mutants(parser)
     parser.add_argument(
         "--model",
         default="tiny:qwen3-256",
@@ -175,6 +177,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"append the numbers to this file and compare with its last ones of this machine: {', '.join(KEPT)}",
     )
     parser.set_defaults(run=run)
+
+
+def _add_arguments_of_mutants(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("mutants")
+    group.add_argument(
+        "--root", type=Path, default=Path(), metavar="FOLDER", help="the checkout (default: this folder)"
+    )
+    group.add_argument("--sample", type=int, default=0, metavar="N", help="draw N modules of gspo_gym by the seed, too")
+    group.add_argument("--tests", nargs="+", action="extend", default=[], help="test files instead of the nearest ones")
+    group.add_argument("-m", dest="expression", default=QUICK, help="which tests, as pytest's (default: %(default)s)")
+    group.add_argument(
+        "--seconds",
+        type=float,
+        default=60.0,
+        help="processor time of a file, after which no further test file begins (default: %(default)s)",
+    )
+    group.add_argument("--processes", type=int, default=1, help="files that are tried at a time (default: %(default)s)")
+    group.add_argument("--json", type=Path, metavar="FILE", help="append each file's result, a line when it is known")
 
 
 def run(arguments: Arguments) -> int:

@@ -1,7 +1,8 @@
 """Forks one pytest process per request, so that what is not ours is imported once for all mutants.
 
-Run as a script with the mutated tree first on PYTHONPATH. It imports nothing of ours: a fork must import it afresh.
-What the tests imported of installed packages, this process imports after them, so that the next fork has it.
+Run as a script in the mutated checkout, by its interpreter; the arguments are packages to import at the start. It
+imports nothing of ours: a fork must import it afresh. What the tests imported of installed packages, this process
+imports after them, so that the next fork has it.
 """
 
 from __future__ import annotations
@@ -18,26 +19,26 @@ import traceback
 from pathlib import Path
 from typing import NoReturn
 
-_PRELOADED = ("torch", "transformers", "pydantic", "numpy", "pytest")
 _TIMED_OUT = 124
 _POLL_SECONDS = 0.02
 _CLOCK_SECONDS = 0.5
 
 
 def main() -> None:
-    """Answer each line of stdin, {arguments, seconds, output}, with a line {status, seconds}."""
-    _preload(_PRELOADED)
+    """Answer each line of stdin, {arguments, seconds, output}, with a line {status, seconds, processor_seconds}."""
+    sys.path.insert(0, os.getcwd())  # as for `python -m pytest`
+    _preload(sys.argv[1:])
     signal.signal(signal.SIGTERM, lambda *_: sys.exit())  # so that a running test is ended, too
     answers = os.fdopen(os.dup(1), "w")
     for line in sys.stdin:
         request = json.loads(line)
-        status, seconds = _run(**request)
-        if status == 0:
+        answer = _run(**request)
+        if answer["status"] == 0:
             _preload(_names_file(request["output"]).read_text().split())
-        print(json.dumps({"status": status, "seconds": seconds}), file=answers, flush=True)
+        print(json.dumps(answer), file=answers, flush=True)
 
 
-def _preload(names: list[str] | tuple[str, ...]) -> None:
+def _preload(names: list[str]) -> None:
     for name in names:
         if name not in sys.modules:
             with contextlib.suppress(Exception):  # not all can be imported by themselves; a fork does what it needs
@@ -45,25 +46,29 @@ def _preload(names: list[str] | tuple[str, ...]) -> None:
     gc.freeze()  # so that no fork copies their pages by collecting garbage
 
 
-def _run(arguments: list[str], seconds: float, output: str) -> tuple[int, float]:
-    """Return pytest's exit status, or 124 after `seconds`, and the seconds that it took, both without the load's."""
+def _run(arguments: list[str], seconds: float, output: str) -> dict[str, float]:
+    """Return pytest's exit status, or 124 after `seconds`, and the seconds that it took, both without the load's.
+
+    Its processor time includes that of processes that it started and waited for.
+    """
     child = os.fork()
     if child == 0:
         _become_pytest(arguments, output)
     clock = LoadFreeClock(child)
+    ended = 0
     try:
-        while clock.seconds() < seconds:
-            ended, how = os.waitpid(child, os.WNOHANG)
-            if ended:
-                return os.waitstatus_to_exitcode(how), clock.seconds()
+        while not ended and clock.seconds() < seconds:
             time.sleep(_POLL_SECONDS)
-        return _TIMED_OUT, clock.seconds()
+            ended, how, used = os.wait4(child, os.WNOHANG)
+        took = clock.seconds()
     finally:
-        for kill in (os.killpg, os.kill):  # its whole group, for tests start processes; it alone before it has one
-            with contextlib.suppress(ProcessLookupError):
-                kill(child, signal.SIGKILL)
-        with contextlib.suppress(ChildProcessError):
-            os.waitpid(child, 0)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child, signal.SIGKILL)  # its whole group, for tests start processes
+        if not ended:
+            os.kill(child, signal.SIGKILL)  # it alone before it has a group
+            _, how, used = os.wait4(child, 0)
+    status = os.waitstatus_to_exitcode(how) if ended else _TIMED_OUT
+    return {"status": status, "seconds": took, "processor_seconds": used.ru_utime + used.ru_stime}
 
 
 class LoadFreeClock:
