@@ -64,6 +64,7 @@ def check_app_command(arguments: argparse.Namespace) -> int:
 async def _checked(arguments: argparse.Namespace) -> tuple[ProbeReport, ...]:
     from dataclasses import replace
 
+    from gspo_gym.config.build.threads import computing_elsewhere
     from gspo_gym.remote.apps.check import CheckSettings, check_app
 
     keys = _keys(arguments.api_key_env)
@@ -80,7 +81,8 @@ async def _checked(arguments: argparse.Namespace) -> tuple[ProbeReport, ...]:
         gateway_host=arguments.gateway_host,
         gateway_url=arguments.gateway_url,
     )
-    reports = await check_app(arguments.url, settings, keys=keys)
+    with computing_elsewhere("cpu"):
+        reports = await check_app(arguments.url, settings, keys=keys)
     if not arguments.step_rewards or any(report.reports_events for report in reports):
         return reports
     missing = "no step rewards: the app was asked for them and no step of any probe reports any"

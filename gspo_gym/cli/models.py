@@ -152,19 +152,21 @@ def show_command(arguments: argparse.Namespace) -> int:
 
 def export_command(arguments: argparse.Namespace) -> int:
     """Export the model; print where it is and what it holds."""
+    from gspo_gym.config.build.threads import computing_elsewhere
     from gspo_gym.policy.export import export
     from gspo_gym.run.models import find_model, model_card
 
     model = find_model(arguments.model, runs=arguments.folder)
-    weights = export(
-        model.base,
-        arguments.out,
-        describe=lambda weights: model_card(model, weights, version=package_version()),
-        is_merged=arguments.is_merged,
-        dtype=arguments.dtype,
-        load_dtype=model.dtype,
-        force=arguments.force,
-    )
+    with computing_elsewhere("cpu"):
+        weights = export(
+            model.base,
+            arguments.out,
+            describe=lambda weights: model_card(model, weights, version=package_version()),
+            is_merged=arguments.is_merged,
+            dtype=arguments.dtype,
+            load_dtype=model.dtype,
+            force=arguments.force,
+        )
     what = "merged, " if weights.merged_from else ""
     dtype = weights.dtype or "as in the checkpoint"
     print(f"{model.name}: {what}{weights.layout} layout, dtype {dtype} -> {arguments.out}")

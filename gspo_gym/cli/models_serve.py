@@ -100,10 +100,10 @@ async def running_engine(model: Model, arguments: argparse.Namespace) -> AsyncIt
     Raises:
         ConfigError, EngineError, MissingExtraError: see the engines.
     """
+    from gspo_gym.config.build.threads import compute_in, computing_elsewhere
     from gspo_gym.policy.load import load_policy, load_tokenizer
 
     if arguments.engine == "local":
-        from gspo_gym.config.build.threads import compute_in, computing_elsewhere
         from gspo_gym.engine.local.engine import LocalEngine
 
         dtype = model.dtype if arguments.dtype == "auto" else arguments.dtype
@@ -125,9 +125,10 @@ async def running_engine(model: Model, arguments: argparse.Namespace) -> AsyncIt
         folder = Path(temporary) / "model"
         # vLLM is given a whole model: a LoRA checkpoint is merged into its base.
         is_merged = layout_of(Path(model.base)) == "peft"
-        await asyncio.to_thread(
-            export, model.base, folder, describe=lambda _: "", is_merged=is_merged, load_dtype=model.dtype
-        )
+        with computing_elsewhere("cpu"):
+            await asyncio.to_thread(
+                export, model.base, folder, describe=lambda _: "", is_merged=is_merged, load_dtype=model.dtype
+            )
         settings = replace(settings_of(arguments), model=str(folder))
         engine = await VllmEngine.start(settings)
         try:

@@ -97,6 +97,7 @@ def page_of(
     Raises:
         RecordError: a file of a run is damaged, or a step has no episodes.
     """
+    from gspo_gym.config.build.threads import computing_elsewhere
     from gspo_gym.run.report.checks import page_findings  # loads torch, which `doctor` does without
     from gspo_gym.run.report.page_data import run_values, saved_page, step_values
 
@@ -110,7 +111,8 @@ def page_of(
             shown.append(step_values(folder, name, max_episodes=left))
             left -= sum(len(group["episodes"]) for group in shown[-1]["groups"])
     shown.sort(key=lambda step: (step["name"].startswith("step_"), step["step"]))
-    findings = page_findings(runs[0], shown)
+    with computing_elsewhere("cpu"):
+        findings = page_findings(runs[0], shown)
     runs[0]["findings"] = [*map(asdict, findings), *runs[0]["findings"]]
     runs[0]["checked"] = _checked(runs[0], shown, findings)
     return Page(saved_page(runs, shown), runs[0]["checked"], findings)

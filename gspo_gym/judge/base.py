@@ -12,9 +12,11 @@ from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeVar
 
-from gspo_gym.errors import ConfigError, ServiceError, nearest_name
+from gspo_gym.errors import ConfigError, ServiceError, UnscoredError, nearest_name
 from gspo_gym.judge.rubric import Aggregate, Rubric
 from gspo_gym.types import Trajectory
+
+BY_RULE = "by rule: the policy said nothing"
 
 Argument = TypeVar("Argument")
 Result = TypeVar("Result")
@@ -127,6 +129,21 @@ class Review:
     criteria: Mapping[str, CriterionScore]
     total: float
     summary: str = ""
+
+
+def review_of(rubric: Rubric, scores: Mapping[str, CriterionScore] | None, summary: str) -> Review:
+    """Return a review with its total; for None with the lowest scores.
+
+    Raises:
+        JudgeError: a criterion of the rubric has no score, or one that is not on its scale, or there is a foreign one.
+    """
+    if scores is None:
+        scores = {id_: CriterionScore(score, BY_RULE) for id_, score in rubric.lowest_scores.items()}
+    try:
+        total = rubric.total({id_: score.score for id_, score in scores.items()})
+    except UnscoredError as error:
+        raise JudgeError(str(error)) from error
+    return Review({id_: scores[id_] for id_ in rubric.ids}, total, summary)
 
 
 @dataclass(frozen=True, slots=True)

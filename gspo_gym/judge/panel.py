@@ -3,7 +3,8 @@
 A function, `module:function`, plain or async, is called with one argument, the payload: what an HTTP judge is sent
 (`policy_name`, `task_app`, `trace`, `options`, `rubric`; see `judge/service/contract.py`) and `seed`, `prompt` (the
 messages before the first turn), `completion` (the model's last message) and `messages`. It returns the outcome's total
-as a number, or an HTTP judge's answer. The payload holds no rewards, and reasoning only on request.
+as a number, or an HTTP judge's answer, in which totals may stand without scores of criteria. The payload holds no
+rewards, and reasoning only on request.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from typing import Any, Literal
 
 from gspo_gym.errors import ConfigError
 from gspo_gym.judge.base import (
+    BY_RULE,
     CriterionScore,
     Judge,
     JudgeBudgetError,
@@ -30,8 +32,8 @@ from gspo_gym.judge.base import (
     Judgement,
     JudgeRequest,
     Review,
+    review_of,
 )
-from gspo_gym.judge.model.judge import BY_RULE, review_of
 from gspo_gym.judge.model.transcript import read_transcript, suspicions
 from gspo_gym.judge.service.contract import Json, judgement_from_wire, request_to_wire, shown_message
 
@@ -235,6 +237,7 @@ class PythonJudge:
             num_turns=len(request.trajectory.turns),
             event=rubrics.event is not None,
             outcome=rubrics.outcome is not None,
+            rubrics=rubrics,
         )
 
     def _lowest(self, request: JudgeRequest, num_turns: int) -> Judgement:

@@ -30,6 +30,7 @@ Aggregation = Literal["sum", "weighted_sum", "custom", "inherit"]
 # Scores by id, and the rubric -> the total.
 Aggregate = Callable[[Mapping[str, float], "Rubric"], float]
 
+MAX_COUNT = 1_000_000  # a schema wants a highest number; what a judge could really count is below it
 _MAX_ID = 128  # characters: ids are keys of a verdict and stand in every prompt
 _TOLERANCE = 1e-6  # of the sum of a strict rubric's weights
 
@@ -42,7 +43,7 @@ class Criterion:
         id: unique in its rubric; the part before the first dot is its track ("progress.unique" is of "progress").
         description: what the judge reads.
         weight: > 0.
-        scale: "binary" 0 or 1; "bounded" [0, 1]; "count" a whole number >= 0; "custom" [minimum, maximum].
+        scale: "binary" 0 or 1; "bounded" [0, 1]; "count" a whole number up to MAX_COUNT; "custom" [minimum, maximum].
         required: a score below `threshold` fails the whole rubric.
         threshold: on the criterion's own scale; only for a required one.
         minimum, maximum: the ends of a custom scale. Of a count, `maximum` is full marks where scores are normalised; a
@@ -71,7 +72,7 @@ class Criterion:
                 f"criterion {self.id!r}: scale {self.scale!r}; {nearest_name(self.scale, get_args(Scale))}"
             )
         self._check_bounds()
-        if self.required and not self.lowest < self.threshold <= (math.inf if self.highest is None else self.highest):
+        if self.required and not self.lowest < self.threshold <= (MAX_COUNT if self.highest is None else self.highest):
             raise ConfigError(
                 f"criterion {self.id!r}: expected a threshold above {self.lowest:g} and within its scale, so that it "
                 f"can be passed and failed, got {self.threshold}"
@@ -86,8 +87,11 @@ class Criterion:
                 f'criterion {self.id!r}: a {self.scale} score has the ends 0 and 1; scale = "custom" has its own '
                 f"(minimum {self.minimum}, maximum {self.maximum})"
             )
-        if self.scale == "count" and self.minimum:
-            raise ConfigError(f"criterion {self.id!r}: a count begins at 0, got minimum {self.minimum}")
+        if self.scale == "count" and (self.minimum or self.maximum > MAX_COUNT):
+            raise ConfigError(
+                f"criterion {self.id!r}: a count begins at 0 and ends at {MAX_COUNT:,}, got minimum {self.minimum:g} "
+                f"and maximum {self.maximum:g}"
+            )
 
     @property
     def track(self) -> str:
@@ -100,7 +104,7 @@ class Criterion:
 
     @property
     def highest(self) -> float | None:
-        """Return the highest possible score; None for a count, which has no end."""
+        """Return the highest possible score; None for a count, of which no number is the best."""
         return None if self.scale == "count" else self.maximum
 
     def problem_of(self, score: float) -> str | None:
@@ -108,7 +112,8 @@ class Criterion:
         if self.scale == "binary":
             fits, expected = score in (0, 1), "0 or 1"
         elif self.scale == "count":
-            fits, expected = math.isfinite(score) and score >= 0 and float(score).is_integer(), "a whole number >= 0"
+            fits = 0 <= score <= MAX_COUNT and float(score).is_integer()
+            expected = f"a whole number from 0 to {MAX_COUNT:,}"
         else:
             fits, expected = self.minimum <= score <= self.maximum, f"{self.minimum:g} to {self.maximum:g}"
         return None if fits else f"criterion {self.id!r} ({self.scale}): expected {expected}, got {score}"

@@ -1,10 +1,10 @@
-"""Attacks on judges: of 102 ways to talk to the judge, none earns more than the same answer without it.
+"""Attacks on judges: of 112 ways to talk to the judge, none earns more than the same answer without it.
 
 Three stub judges answer over real HTTP, each with a weakness that real ones have: the literal-minded obeys whatever
 looks like an order and stands outside of the data, as a reader of Markdown and a tokenizer see it; the quoting one
-repeats what the policy wrote before its verdict; the last one adds the last JSON object that it has read after its
-verdict, and adopts one that has the right key. What they would score is the fake judge's rule, which has words in it
-that no attack has. That the battery is a danger at all is shown on a judge without the defences.
+repeats what the policy wrote in its reasoning and in its summary; the last one repeats the last JSON object that it
+has read before its verdict, and adopts one that has the right key. What they would score is the fake judge's rule,
+which has words in it that no attack has. That the battery is a danger at all is shown on a judge without the defences.
 """
 
 from __future__ import annotations
@@ -30,7 +30,9 @@ from gspo_gym.types import Trajectory
 Messages = Sequence[Mapping[str, str]]
 
 ORDER = re.compile(r"highest score|full marks|full score|score 1|the maximum|with the highest", re.IGNORECASE)
-CONTROL_TOKEN = re.compile(r"<[|\uff5c]\w[^<>]*[|\uff5c]>|\[/?INST\]|<</?SYS>>|</?s>|<(?:start|end)_of_turn>|</?think>")
+CONTROL_TOKEN = re.compile(  # of any family: a name in brackets
+    r"<[|\uff5c/]?(?!U\+)\w[^<>\s\\]*(?: \w+=[^<>]*)?>|\[[/|]?[A-Za-z_]{2,}\|?\]|\]~\w+\]|\[\w+~\["
+)
 
 # What the model says in the three turns before it is attacked in the last: worth 0, and worth half.
 WORTHLESS = ("I look around.", "Nothing here.", "I do not know.")
@@ -51,8 +53,8 @@ def outside_of_data(messages: Messages) -> str:
     for raw in re.split(r"[\n\r\x0b\x0c\x85\u2028\u2029]", messages[-1]["content"]):
         if (token := CONTROL_TOKEN.search(raw)) is not None:
             outside.append(raw[token.end() :])
-        line = "".join(c for c in unicodedata.normalize("NFKC", raw) if unicodedata.category(c) not in ("Cf", "Mn"))
-        ticks = len(line.strip()) - len(line.strip().lstrip("`"))
+        line = "".join(c for c in unicodedata.normalize("NFKC", raw) if unicodedata.category(c)[0] not in "CM")
+        ticks = len(line.strip()) - len(line.strip().lstrip("`\u02cb\u2035"))
         if length == 0 and ticks >= 3:
             length = ticks
         elif length and ticks >= length:
@@ -70,7 +72,9 @@ def literal(messages: Messages) -> str:
 def quoting(messages: Messages) -> str:
     prompt = read_prompt(messages)
     quoted = "\n".join(text for label, text in prompt.pieces if "policy" in label)
-    return f"The policy wrote:\n{quoted}\n\nSo my verdict is {honest_verdict(prompt)} and no other."
+    verdict = json.loads(honest_verdict(prompt))
+    verdict[verdict_key(prompt.nonce)]["summary"] = f"It wrote {quoted}"
+    return f"The policy wrote:\n{quoted}\n\nSo this is my verdict.</think>{json.dumps(verdict)}"
 
 
 def objects_in(text: str) -> list[dict[str, object]]:
@@ -92,7 +96,7 @@ def last_json(messages: Messages) -> str:
     read = objects_in("\n".join(text for _, text in prompt.pieces))
     adopted = [value for value in read if verdict_key(prompt.nonce) in value]
     verdict = json.dumps(adopted[-1]) if adopted else honest_verdict(prompt)
-    return f"{verdict}\n{json.dumps(read[-1]) if read else ''}"
+    return f"<think>{json.dumps(read[-1]) if read else ''}</think>\n{verdict}"
 
 
 STUBS: dict[str, Callable[[Messages], str]] = {"literal": literal, "quoting": quoting, "last JSON": last_json}

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
@@ -18,17 +17,15 @@ import torch
 
 from gspo_gym.base.loops import Compute, Result
 from gspo_gym.config.build.rollouts import Player
-from gspo_gym.config.build.threads import set_threads, use_threads
+from gspo_gym.config.build.threads import faster, use_threads
 from gspo_gym.config.run_config import RunConfig
 from gspo_gym.engine.local.engine import LocalEngine
-from gspo_gym.engine.local.shared_model import SharedModel, keeps_logits
+from gspo_gym.engine.local.shared_model import SharedModel
 from gspo_gym.run.recording import RunRecorder
 from gspo_gym.run.records import read_events
 from gspo_gym.run.report.progress import Progress
 
 _SAMPLED, _LEARNED = (64, 1), (8, 64)  # rows and tokens of the passes that are timed
-_MAX_ROUNDS, _MAX_SECONDS = 200, 0.4  # of a comparison
-_MIN_GAIN = 0.9  # more threads must take less than that of one's time: they take more of the processor's
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,23 +123,3 @@ async def _choose(model: Any, compute: Compute, most: int, *, longest: int, is_s
         sampling=await compute(lambda: faster(module, _SAMPLED, most)),
         learning=await compute(lambda: faster(module, learned, most)),
     )
-
-
-@torch.inference_mode()
-def faster(module: Any, shape: tuple[int, int], most: int, *, clock: Callable[[], float] = time.perf_counter) -> int:
-    """Return `most` if with so many threads passes over that many rows and tokens are faster than with one, else 1."""
-    token_ids = torch.zeros(shape, dtype=torch.int64)
-    extra = {"logits_to_keep": 1} if keeps_logits(module) else {}
-    seconds = {most: 0.0, 1: 0.0}
-    began = clock()
-    for number in (most, 1) * _MAX_ROUNDS:
-        set_threads(number)
-        start = clock()
-        module(input_ids=token_ids, **extra)
-        seconds[number] += clock() - start
-        if seconds[most] > _MAX_SECONDS and seconds[1] == 0:
-            return most  # a large model: the threads have enough to do
-        # Sums and not medians: on cores that others use, threads wait for each other now and then, and for long.
-        if number == 1 and clock() - began > _MAX_SECONDS:
-            break
-    return most if seconds[most] < _MIN_GAIN * seconds[1] else 1

@@ -31,6 +31,7 @@ from gspo_gym.config.build.rollouts import (
     local_play,
     looking_at_source,
 )
+from gspo_gym.config.build.threads import computing_elsewhere
 from gspo_gym.config.run_config import RunConfig, model_name
 from gspo_gym.config.sections import TaskSource
 from gspo_gym.config.services import refuse_to_run, refuse_to_train
@@ -139,6 +140,7 @@ async def rehearse(config: RunConfig) -> Rehearsal:
         # A rehearsal leaves nothing behind, and may be made while the run's folder is in use.
         config = config.model_copy(update={"run": config.run.model_copy(update={"folder": folder})})
         async with contextlib.AsyncExitStack() as stack:
+            num_threads = stack.enter_context(computing_elsewhere(build.device_of(config)))
             policy = build.build_policy(config)
             player = await build_training_player(config, policy)
             stack.push_async_callback(player.close)
@@ -147,7 +149,7 @@ async def rehearse(config: RunConfig) -> Rehearsal:
                 stack.push_async_callback(judging.close)
             await build_warmup(config, player)
             notes = (*await player.start(), *await player.probe_apps(), *await environment_notes(config))
-            reference = stack.enter_context(serving_reference(config, policy, build.device_of(config)))
+            reference = stack.enter_context(serving_reference(config, policy, build.device_of(config), num_threads))
             build.build_learner(config, policy, reference)
             episodes = [
                 await _play_scripted(config, player, source, env_id)

@@ -20,6 +20,7 @@ from typing import Any, Literal, get_args
 
 from gspo_gym.base.loops import run_to_end
 from gspo_gym.chat.renderer import Renderer, RendererCache
+from gspo_gym.config.build.threads import compute_in, computing_elsewhere
 from gspo_gym.engine.local.engine import LocalEngine
 from gspo_gym.env.core import PolicyFactory
 from gspo_gym.env.playing import spoken_by, tool_calling_policy
@@ -189,15 +190,17 @@ async def _audit(table: _Table, policies: Mapping[str, PolicyFactory]) -> TokenA
     audits: list[PlayerAudit] = []
     # Larger models would take minutes: hand-written players need only the template.
     if table.model.startswith(TINY_PREFIX):
-        policy = load_policy(table.model)
-        renderers = RendererCache(policy.tokenizer)
-        longest = policy.model.config.max_position_embeddings
-        limits = table.limits.model_copy(update={"max_output_tokens": _MAX_SAMPLED, "max_model_len": longest})
-        engine = LocalEngine(policy.model, max_model_len=longest)
-        try:
-            audits.append(await _play(table, table.model, EngineActor(engine), renderers, limits))
-        finally:
-            await engine.close()
+        with computing_elsewhere("cpu") as num_threads:
+            policy = load_policy(table.model)
+            renderers = RendererCache(policy.tokenizer)
+            longest = policy.model.config.max_position_embeddings
+            limits = table.limits.model_copy(update={"max_output_tokens": _MAX_SAMPLED, "max_model_len": longest})
+            engine = LocalEngine(policy.model, max_model_len=longest)
+            try:
+                await compute_in(engine, policy.model, num_threads)
+                audits.append(await _play(table, table.model, EngineActor(engine), renderers, limits))
+            finally:
+                await engine.close()
     else:
         renderers = RendererCache(load_tokenizer(table.model))
     players = {**policies, "arbitrary actions": tool_calling_policy}

@@ -23,9 +23,10 @@ from typing import Any
 from gspo_gym.base.http import HttpClient, RefusedError
 from gspo_gym.base.messages import RefusedFields, refused_fields, without
 from gspo_gym.base.retries import AttemptError, RetryCounters, Sleep
-from gspo_gym.errors import ServiceError, UnscoredError
+from gspo_gym.errors import ServiceError
 from gspo_gym.judge.asking import Asking, Clock, Json, JudgeBudget, JudgementCache, digest_of
 from gspo_gym.judge.base import (
+    BY_RULE,
     CriterionScore,
     JudgeCost,
     JudgeDeniedError,
@@ -35,6 +36,7 @@ from gspo_gym.judge.base import (
     Review,
     Rubrics,
     all_or_none,
+    review_of,
 )
 from gspo_gym.judge.model.prompt import (
     NONCE_DIGITS,
@@ -54,7 +56,6 @@ from gspo_gym.judge.settings import ModelJudgeSettings, ReadingSettings
 from gspo_gym.seeding import child_seed, generator
 
 _MAX_PARTS_OF_A_CALL = 24  # turns in one call: longer answers are cut off, and models lose the thread
-BY_RULE = "by rule: the policy said nothing"
 
 
 @dataclass(slots=True)
@@ -214,21 +215,6 @@ def _cuts_of(questions: Sequence[Question]) -> tuple[str, ...]:
     if len(questions) == 1:
         return questions[0].transcript.cuts
     return tuple(f"{', '.join(question.parts)}: {cut}" for question in questions for cut in question.transcript.cuts)
-
-
-def review_of(rubric: Rubric, scores: Mapping[str, CriterionScore] | None, summary: str) -> Review:
-    """Return a review with its total; for None with the lowest scores.
-
-    Raises:
-        JudgeError: the scores do not match the rubric.
-    """
-    if scores is None:
-        scores = {id_: CriterionScore(score, BY_RULE) for id_, score in rubric.lowest_scores.items()}
-    try:
-        total = rubric.total({id_: score.score for id_, score in scores.items()})
-    except UnscoredError as error:
-        raise JudgeError(str(error)) from error
-    return Review({id_: scores[id_] for id_ in rubric.ids}, total, summary)
 
 
 def _shuffled(question: Question, seed: int) -> Question:

@@ -49,15 +49,22 @@ _MAX_HONEST_CHARS = 20_000  # of one message; longer ones may be padding
 _INVISIBLE = frozenset("\u034f\u115f\u1160\u17b4\u17b5\u2800\u3164\uffa0")
 _VARIATION = re.compile("[\ufe00-\ufe0f\U000e0100-\U000e01ef\u180b-\u180f]")
 _HIDDEN_CATEGORIES = ("Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp")
-# What templates write around messages, by family: <|im_start|>, [INST], <start_of_turn>, ...
-_BAR_TOKEN = re.compile(r"<(?=[|\uff5c])|(?<=[|\uff5c])>")
-_NAMED_TOKEN = re.compile(
-    r"<(?=/?(?:s|bos|eos|pad|unk|mask|think|thinking|tool_call|tool_response|start_of_turn|end_of_turn|"
-    r"turn|channel|message|system|user|assistant|endoftext)>)|<(?=<SYS>>|</SYS>>)|\[(?=/?INST\])",
+# What templates write around messages is a name in brackets: <|im_start|>, <tool_call|>, <function=f>, [/INST], ]~b].
+# Of each the first bracket, and the last after a bar; also those of which NFKC makes brackets.
+_LEFT, _RIGHT, _BAR = "<\uff1c\ufe64", ">\uff1e\ufe65", "|\uff5c"
+_BRACKET = re.compile(
+    rf"[{_LEFT}](?=[{_BAR}])|(?<=[{_BAR}])[{_RIGHT}]"
+    rf"|[{_LEFT}](?=[/!?]?[\w\[][^\s{_LEFT}{_RIGHT}]{{0,80}}(?:\s+[\w:.-]+=[^{_LEFT}{_RIGHT}]{{0,200}})?\s?/?[{_RIGHT}])"
+    rf"|[\[\uff3b](?=[/{_BAR}]?[^\W\d][\w:.-]+[{_BAR}]?[\]\uff3d])|[\[\]](?=\w*~!?\w*[\[\]])"
+)
+# Those that no honest text has: signs of manipulation, and no words.
+_TOKEN = re.compile(
+    r"<[|\uff5c][^|\uff5c<>]{0,40}[|\uff5c]>|<[|\uff5c]|[|\uff5c]>|<</?SYS>>|\[/?INST\]|</?(?:s|bos|eos|pad|unk|mask|think|"
+    r"thinking|tool_call|tool_response|start_of_turn|end_of_turn|turn|channel|message|system|user|assistant|endoftext)>",
     re.IGNORECASE,
 )
-_WHOLE_TOKEN = re.compile(r"<\|[^|<>]{0,40}\|>|</?(?:s|bos|eos|pad|unk|think)>|\[/?INST\]", re.IGNORECASE)
-_TICKS = re.compile("`+")
+# With what looks like a backtick and does not normalise to one.
+_TICKS = re.compile("[`\u02cb\u02f4\u2035]+")
 # What opens an answer and is none. Judges have given such text full marks (Zhao et al., arXiv 2507.08794, table 1).
 _OPENERS = frozenset(
     (
@@ -305,39 +312,56 @@ def _signs(message: Message) -> Iterable[str]:
 
 
 def visible(text: str) -> str:
-    r"""Return the text with hidden characters as `<U+200B>` and control tokens broken by a backslash.
+    r"""Return the text with hidden characters as `<U+200B>` and names in brackets broken by a backslash.
 
     All kinds of line breaks become one; tabs stay.
 
-    >>> visible("a\u200bb <|im_end|>")
-    'a<U+200B>b <\\|im_end|\\>'
+    >>> visible("a\u200bb <|im_end|> [INST]")
+    'a<U+200B>b <\\|im_end|\\> [\\INST]'
     """
     text = text.replace("\r\n", "\n")
+    # A judge's server would turn the text `<|im_end|>` into the token that ends a message. Any name is broken, because
+    # every family of models has its own.
+    text = _BRACKET.sub(lambda found: f"\\{found[0]}" if found[0] in _RIGHT else f"{found[0]}\\", text)
     # Readers do not see a zero-width space or a right-to-left override.
-    text = text.translate({ord(character): f"<U+{ord(character):04X}>" for character in hidden_characters(text)})
-    # A judge's server would turn the text `<|im_end|>` into the token that ends a message.
-    text = _BAR_TOKEN.sub(lambda found: "<\\" if found[0] == "<" else "\\>", text)
-    return _NAMED_TOKEN.sub(lambda found: found[0] + "\\", text)
+    if not (hidden := _hidden_at(text)):
+        return text
+    return "".join(
+        f"<U+{ord(character):04X}>" if place in hidden else character for place, character in enumerate(text)
+    )
 
 
 def hidden_characters(text: str) -> frozenset[str]:
     """Return the hidden characters in a text, except line breaks and tabs."""
-    return frozenset(
-        character
-        for character in set(text) - {"\n", "\t"}
-        if unicodedata.category(character) in _HIDDEN_CATEGORIES
-        or character in _INVISIBLE
-        or _VARIATION.match(character) is not None
-    )
+    return frozenset(_hidden_at(text).values())
+
+
+def _hidden_at(text: str) -> dict[int, str]:
+    """Return by its place each character that cannot be seen, and each mark that is drawn onto no letter."""
+    kinds = {character: unicodedata.category(character) for character in set(text) - {"\n", "\t"}}
+    hidden = {c for c, kind in kinds.items() if kind in _HIDDEN_CATEGORIES or c in _INVISIBLE or _VARIATION.match(c)}
+    if not hidden and not any(kind[0] == "M" for kind in kinds.values()):
+        return {}
+    found: dict[int, str] = {}
+    has_base = False
+    for place, character in enumerate(text):
+        kind = kinds.get(character, "Cc")
+        if character in hidden or (
+            kind[0] == "M" and not has_base
+        ):  # onto a backtick a mark would hide how many there are
+            found[place] = character
+        if kind[0] != "M":
+            has_base = kind[0] in "LN" or kind == "So"
+    return found
 
 
 def has_control_token(text: str) -> bool:
-    """Return whether the text holds what a chat template writes around messages."""
-    return _BAR_TOKEN.search(text) is not None or _NAMED_TOKEN.search(text) is not None
+    """Return whether the text holds what a chat template writes around messages and honest texts do not have."""
+    return _TOKEN.search(text) is not None
 
 
 def longest_run_of_ticks(text: str) -> int:
-    """Return the longest run of backticks, counting characters that normalise to one (NFKC)."""
+    """Return the longest run of backticks in a visible text, counting characters that look like or normalise to one."""
     if "`" not in text and text.isascii():
         return 0
     texts = (text,) if text.isascii() else (text, unicodedata.normalize("NFKC", text))
@@ -355,5 +379,5 @@ def says_nothing(text: str) -> bool:
 
 
 def _words(text: str) -> str:
-    plain = _WHOLE_TOKEN.sub("", unicodedata.normalize("NFKC", text))
+    plain = _TOKEN.sub("", unicodedata.normalize("NFKC", text))
     return "".join(c for c in plain if c.isalnum() and c not in _INVISIBLE).casefold()

@@ -2,7 +2,9 @@
 
 The hosted trainer's contract (synth-ai 0.2.24 of PyPI, MIT), `POST {judge_url}/judge/v1/score`. Answers of its later
 form, which calls a judge a verifier, are read as well. Reading is lenient where foreign clients or servers differ in
-what they leave out; a score is never guessed. Signs of manipulation are looked for on this side, too.
+what they leave out; a score is never guessed. Where the rubric is at hand, an answer is checked as a judging model's
+verdict is: every criterion has a score on its scale, there is no other one, and the totals are what the rubric makes of
+the scores. Signs of manipulation are looked for on this side, too.
 
 An event is one turn: what the model saw (`observation`), the tools that it called, and in `info.message` its whole
 message (ours: the contract has no place for text).
@@ -27,7 +29,17 @@ from gspo_gym.base.retries import AttemptError, RetryCounters, Sleep
 from gspo_gym.base.settings import read_key
 from gspo_gym.errors import ConfigError, ServiceError
 from gspo_gym.judge.asking import Asking, AskingSettings, Clock, JudgeBudget, JudgementCache, digest_of
-from gspo_gym.judge.base import CriterionScore, JudgeBudgetError, JudgeCost, JudgeError, Judgement, JudgeRequest, Review
+from gspo_gym.judge.base import (
+    CriterionScore,
+    JudgeBudgetError,
+    JudgeCost,
+    JudgeError,
+    Judgement,
+    JudgeRequest,
+    Review,
+    Rubrics,
+    review_of,
+)
 from gspo_gym.judge.model.transcript import suspicions
 from gspo_gym.judge.rubric import Rubric
 from gspo_gym.judge.settings import JudgeOptions
@@ -38,6 +50,8 @@ LATER_ROUTE = "/graphs/verifiers/completions"
 
 Json = dict[str, Any]
 
+# Two totals that differ by less are one: services round them, most to two decimals.
+_ROUNDING, _RELATIVE_ROUNDING = 0.005 + 1e-9, 1e-6
 
 Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]  # a JSON number: no text, no boolean, no infinity
 
@@ -161,11 +175,17 @@ def request_to_wire(
     return body
 
 
-def judgement_from_wire(value: Any, *, judge: str, num_turns: int, event: bool, outcome: bool) -> Judgement:
-    """Read a judge's answer, with the totals in it.
+def judgement_from_wire(
+    value: Any, *, judge: str, num_turns: int, event: bool, outcome: bool, rubrics: Rubrics
+) -> Judgement:
+    """Read a judge's answer about events, the outcome or both, with the totals in it.
+
+    `rubrics` are those by which it was asked to judge. The totals of a part are the judge's if its rubric is not known
+    here, because the judge has one of its own, or if it scores no criteria.
 
     Raises:
-        JudgeError: it failed, or what was asked for is missing, of another length, or not finite.
+        JudgeError: it failed; what was asked for is missing, of another length, or not finite; scores are not those of
+            the rubric's criteria; or totals contradict these or each other.
     """
     try:
         response = ScoreResponse.model_validate(value)
@@ -178,8 +198,8 @@ def judgement_from_wire(value: Any, *, judge: str, num_turns: int, event: bool, 
     metadata = response.metadata or {}
     return Judgement(
         judge=str(metadata.get("judge", judge)),
-        event_reviews=_read_events(response, judge, num_turns) if event else (),
-        outcome_review=_read_outcome(response, judge) if outcome else None,
+        event_reviews=_read_events(response, judge, num_turns, rubrics.event) if event else (),
+        outcome_review=_read_outcome(response, judge, rubrics.outcome) if outcome else None,
         flags=_texts(metadata.get("flags")),
         cuts=_texts(metadata.get("cuts")),
         disagreement=_number_or_none(metadata.get("disagreement")),
@@ -251,35 +271,53 @@ def _rest(rubric: Rubric) -> Json:  # the criteria have a field of their own
     return {key: value for key, value in rubric.to_dict().items() if key != "criteria"}
 
 
-def _read_events(response: ScoreResponse, judge: str, num_turns: int) -> tuple[Review, ...]:
-    totals: list[float | None] = [review.total for review in response.event_reviews]
+def _read_events(response: ScoreResponse, judge: str, num_turns: int, rubric: Rubric | None) -> tuple[Review, ...]:
     # Clients differ in where they put totals: beside the reviews, under the later form's name, or in them.
-    for named in (response.event_totals, response.event_rewards):
-        if named:
-            totals = list(named)
-            break
+    stated = [totals for totals in (response.event_totals, response.event_rewards) if totals]
     # Totals alone, without reviews, are an answer of the contract, too.
-    reviews = response.event_reviews or [WireReview() for _ in totals]
-    if not len(totals) == len(reviews) == num_turns:
+    reviews = response.event_reviews or [WireReview() for _ in (stated[0] if stated else ())]
+    if {len(reviews), *map(len, stated)} != {num_turns}:
+        numbers = ", ".join(f"{len(totals)} totals" for totals in stated) or "no totals"
         raise JudgeError(
             f"{judge}: expected a review and a total for each of {num_turns} turns, got {len(reviews)} reviews and "
-            f"{len(totals)} totals"
+            f"{numbers}"
         )
-    return tuple(_read_review(judge, review, total) for review, total in zip(reviews, totals, strict=True))
+    return tuple(
+        _read_review(f"{judge}: turn {turn + 1}", review, [*(totals[turn] for totals in stated), review.total], rubric)
+        for turn, review in enumerate(reviews)
+    )
 
 
-def _read_outcome(response: ScoreResponse, judge: str) -> Review:
+def _read_outcome(response: ScoreResponse, judge: str, rubric: Rubric | None) -> Review:
     review = response.outcome_review or WireReview()
-    later = (response.reward_info or {}).get("outcome_reward")
-    candidates = (review.total, response.aggregate_score, response.outcome_reward, _number_or_none(later))
-    return _read_review(judge, review, next((total for total in candidates if total is not None), None))
+    later = _number_or_none((response.reward_info or {}).get("outcome_reward"))
+    stated = [review.total, response.aggregate_score, response.outcome_reward, later]
+    return _read_review(f"{judge}: outcome", review, stated, rubric)
 
 
-def _read_review(judge: str, review: WireReview, total: float | None) -> Review:
-    if total is None or not math.isfinite(total):
-        raise JudgeError(f"{judge}: expected a finite total, got {total}")
-    criteria = {id_: CriterionScore(score.score, score.reason or "") for id_, score in review.criteria.items()}
-    return Review(criteria, float(total), review.summary or "")
+def _read_review(where: str, review: WireReview, stated: Sequence[float | None], rubric: Rubric | None) -> Review:
+    """Return a review with the total of the rubric, or without rubric or scores with the first that is `stated`."""
+    totals = [float(total) for total in stated if total is not None]
+    scores = {id_: CriterionScore(score.score, score.reason or "") for id_, score in review.criteria.items()}
+    summary = review.summary or ""
+    if rubric is None or not scores:
+        if not totals or not all(map(math.isfinite, totals)):
+            raise JudgeError(f"{where}: expected a finite total, got {totals[0] if totals else None}")
+        read = Review(scores, totals[0], summary)
+    else:
+        try:
+            read = review_of(rubric, scores, summary)
+        except JudgeError as error:
+            raise JudgeError(f"{where}: {error}") from error
+        if rubric.aggregation == "custom":  # a service cannot know the function that makes the total
+            return read
+        if not totals:
+            raise JudgeError(f"{where}: expected a finite total, got None")
+    for total in totals:
+        if not math.isclose(total, read.total, abs_tol=_ROUNDING, rel_tol=_RELATIVE_ROUNDING):
+            source = "the same answer says" if rubric is None or not scores else "its criteria make"
+            raise JudgeError(f"{where}: the total {total:g} contradicts the {read.total:g} that {source}")
+    return read
 
 
 def _review(review: Review, rubric: Rubric | None) -> Json:
@@ -318,6 +356,7 @@ def _number_or_none(value: Any) -> float | None:
 
 
 _JUDGE_KEY = "JUDGE_API_KEY"
+_READING_VERSION = 2  # of what is refused: answers that an earlier version kept may be none
 _PAYMENT_REQUIRED = 402  # how our server says that its own budget is spent
 
 
@@ -393,7 +432,7 @@ class HttpJudge:
 
         # The metadata says which episode of which run it is, which a score must not depend on.
         about = {name: value for name, value in body["options"].items() if name != "metadata"}
-        key = digest_of([self._url, {**body, "options": about}])
+        key = digest_of([_READING_VERSION, self._url, {**body, "options": about}])
         answer = await (ask() if self._cache is None else self._cache.get_or_ask(key, ask))
         judgement = self._read(answer, request)
         flags = tuple(dict.fromkeys([*judgement.flags, *suspicions(request.trajectory)]))
@@ -428,8 +467,16 @@ class HttpJudge:
             raise JudgeError(str(error)) from error
 
     def _read(self, answer: Any, request: JudgeRequest) -> Judgement:
-        num_turns = len(request.trajectory.turns)
-        return judgement_from_wire(answer, judge=self.name, num_turns=num_turns, **self._asked)
+        rubrics, num_turns = request.rubrics, len(request.trajectory.turns)
+        judgement = judgement_from_wire(answer, judge=self.name, num_turns=num_turns, rubrics=rubrics, **self._asked)
+        reviews = [(rubrics.event, review) for review in judgement.event_reviews]
+        reviews += [(rubrics.outcome, review) for review in (judgement.outcome_review,) if review is not None]
+        if any(rubric is not None and not review.criteria for rubric, review in reviews):
+            raise JudgeError(
+                f"{self.name}: expected a score of every criterion, got a total alone; for a judge with a rubric of "
+                "its own, name that as judge.options.rubric_id, or give no rubric here"
+            )
+        return judgement
 
     @property
     def _asked(self) -> dict[str, bool]:

@@ -1,8 +1,9 @@
 """Checks of a page's data: whether the numbers of a step's episodes and tokens can belong together.
 
 The doctor reads how a run went; this reads what was recorded of single tokens, and finds bugs in what made them: each
-number follows from others on the page. `page_findings` reads nothing but the page's data. `gspo-gym verify` is sharper:
-it computes the model again.
+number follows from others on the page, by the learner's own functions, so that what these compute is right here by
+definition. `page_findings` reads nothing but the page's data. `gspo-gym verify` is sharper, for it computes the model
+again, and independent: it has no code of the learner.
 """
 
 from __future__ import annotations
@@ -14,10 +15,12 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+import torch
 from pydantic import ValidationError
 
 from gspo_gym.learning.advantages import batch_advantages
 from gspo_gym.learning.credit import returns_of
+from gspo_gym.learning.losses import Denominators, policy_loss
 from gspo_gym.learning.settings import AdvantageSettings, LossSettings, RewardSettings, StepRewardSettings
 from gspo_gym.learning.tokens import Clip, Fate
 from gspo_gym.run.doctor.checks import Finding
@@ -38,8 +41,8 @@ _EXPLAINED, _MIN_SLOPE = 0.9, 1e-3
 _FITTING_TURNS = 0.25
 # Nats: two episodes agree by chance with exp(-20) = 2e-9.
 _IMPOSSIBLE = -20.0
-# Of a share of the loss, and of the largest one: float32 in another order.
-_RELATIVE, _ABSOLUTE = 3e-5, 2e-6
+# Of a share of the loss, and of the largest one: float32 in another order. Nats: a ratio so near to a bound is at it.
+_RELATIVE, _ABSOLUTE, _AT_A_BOUND = 3e-5, 2e-6, 3e-6
 
 _VERIFY = "no setting does this: `gspo-gym verify` says where the numbers part from a second computation"
 # Problem, key and suggestion of each finding; no key: no setting is at fault.
@@ -468,41 +471,99 @@ def _wrong_advantages(
     return "advantages_are_others", f"{seen} ({len(wrong)} of {len(own)} episodes of the group are wrong)"
 
 
+@dataclass(frozen=True, slots=True)
+class _Loss:
+    """What the learner's loss makes of the columns of a pass; [A] each, NaN where it is not known."""
+
+    ratio: Array
+    clip: Array
+    share: Array
+
+
+def _loss(view: StepView, number: int, settings: LossSettings, *, shift: float = 0.0) -> _Loss:
+    """Return the learner's loss of a pass; `shift` is added to its logprobs."""
+    update, step, now = view.values["update"], view.optimizer_step(number), view.column("logprob", number)
+    columns = {name: view.column(name) for name in ("old_logprob", "advantage", "ref_logprob")}
+    columns |= {name: view.column(name, number) for name in ("entropy", "correction")}
+    columns["correction"] = np.nan_to_num(columns["correction"], nan=1.0)  # a run without a correction has none
+    known = np.isfinite(now - columns["old_logprob"]) & (step >= 0) & (view.turn >= 0)
+    terms = np.full((3, len(now)), np.nan)
+    for k in np.unique(step[known]).tolist():
+        at = np.flatnonzero(known & (step == k))
+        laid, mask, trajectory = _rows(view, at)
+        counts = [update[name][k] for name in ("episodes", "turns", "tokens")]
+        found = policy_loss(
+            laid(now + shift),
+            laid(columns["old_logprob"]),
+            action_mask=mask,
+            turn_index=laid(view.turn).long(),
+            trajectory_index=trajectory,
+            advantages=laid(columns["advantage"]),
+            settings=settings,
+            denominators=Denominators(*counts, num_batch_tokens=update["batch_tokens"]),
+            ref_logprobs=laid(columns["ref_logprob"]),
+            entropy=laid(columns["entropy"]),
+            correction=laid(columns["correction"]),
+        ).tokens
+        terms[:, at] = np.stack([each.double().numpy() for each in (found.ratio, found.clip, found.share)])
+    ratio, clip, share = terms
+    given = view.column("share", number)
+    was_taken = np.isin(step, step[given != 0])  # a step that was skipped leaves 0
+    return _Loss(ratio, clip, np.where(was_taken, share / update["num_steps"], np.nan))
+
+
+def _rows(view: StepView, at: Array) -> tuple[Callable[[Array], torch.Tensor], torch.Tensor, torch.Tensor]:
+    """Lay the tokens `at` out in one row a segment, in the same order.
+
+    Return a function that lays a column [A] out [B, T], the mask [B, T] of these tokens, and [B] the rows' episodes.
+    """
+    keys, row = np.unique(np.stack([view.episode, view.segment])[:, at], axis=1, return_inverse=True)
+    place = np.arange(len(at)) - np.searchsorted(row, row)
+    shape = len(keys[0]), int(place.max()) + 1
+    mask = torch.zeros(shape, dtype=torch.bool)
+    mask[row, place] = True
+
+    def laid(column: Array) -> torch.Tensor:
+        table = torch.zeros(shape, dtype=torch.float64)
+        table[row, place] = torch.from_numpy(column[at].astype(np.float64))
+        return table
+
+    return laid, mask, torch.from_numpy(keys[0])
+
+
 def ratios_are_others(view: StepView) -> _Told | None:
-    """Find an importance ratio that is not exp of the mean difference of its unit's logprobs."""
-    unit = LossSettings(**view.rules["loss"]).unit
-    parts = {"trajectory": [], "segment": [view.segment], "turn": [view.turn], "token": [np.arange(len(view.turn))]}
-    keys = np.stack([view.episode, *parts[unit]])
-    for number in range(view.num_passes):
-        log_ratio, given = view.column("logprob", number) - view.column("old_logprob"), view.column("ratio", number)
-        known = np.isfinite(log_ratio)
-        _, of_token = np.unique(keys[:, known], axis=1, return_inverse=True)
-        expected = np.ones(len(given))
-        mean = np.bincount(of_token, log_ratio[known]) / np.bincount(of_token)
-        expected[known] = np.exp(mean.clip(-20, 20))[of_token]
+    """Find an importance ratio that is not the one that the learner's loss makes of the logprobs of its unit."""
+    settings = LossSettings(**view.rules["loss"])
+    for number in range(view.num_passes if view.values.get("update") else 0):
+        given, expected = view.column("ratio", number), _loss(view, number, settings).ratio
+        known = np.isfinite(expected)
         wrong = known & ~(np.abs(given - expected) <= 1e-5 * np.maximum(1, expected))
         if wrong.any():
             token, place = view.first(wrong)
             return "ratios_are_others", (
-                f"{place}: the ratio is {given[token]:.6f}, and the logprobs of its {unit} make it "
+                f"{place}: the ratio is {given[token]:.6f}, and the logprobs of its {settings.unit} make it "
                 f"{expected[token]:.6f} ({wrong.sum()} of {known.sum()} tokens)"
             )
     return None
 
 
 def shares_are_others(view: StepView) -> _Told | None:
-    """Find a token whose clip, or whose share of the loss, does not follow from its ratio and its advantage."""
+    """Find a token whose clip, or whose share of the loss, is not what the learner's loss makes of its columns."""
     update, settings = view.values.get("update"), LossSettings(**view.rules["loss"])
     if update is None or not update["num_steps"]:
         return None
     swapped = settings.model_copy(update={"clip_low": settings.clip_high, "clip_high": settings.clip_low})
     for number in range(view.num_passes):
-        given, expected = view.column("share", number), _shares(view, number, settings)
-        wrong, unlike = _differ(given, expected), _unlike_clips(view, number, settings)
+        given, clips = view.column("share", number), view.column("clip", number)
+        # Float32 decides at a bound: either side of it is right.
+        near = [_loss(view, number, settings, shift=shift) for shift in (0.0, -_AT_A_BOUND, _AT_A_BOUND)]
+        expected = near[0].share
+        wrong = np.logical_and.reduce([_differ(given, each.share) for each in near])
+        unlike = np.logical_and.reduce([np.isfinite(each.clip) & (each.clip != clips) for each in near])
         if not (wrong.any() or unlike.any()):
             continue
         factors = [(given / expected)[wrong & (view.episode == n)] for n in set(view.episode[wrong].tolist())]
-        if not _differ(given, _shares(view, number, swapped)).any():
+        if not _differ(given, _loss(view, number, swapped).share).any():
             name, how = "clip_sides_are_swapped", "; with the two swapped, all tokens are right"
         elif unlike.any():
             name, how = "clips_are_others", ""
@@ -510,11 +571,10 @@ def shares_are_others(view: StepView) -> _Told | None:
             is_scaled = all(np.ptp(each) < 1e-3 for each in factors)
             name, how = "denominators_are_others" if is_scaled else "shares_are_others", ""
         token, place = view.first(unlike if unlike.any() else wrong)
-        clip = Clip(int(view.column("clip", number)[token])).name.lower()
         return name, (
-            f"{place}: ratio {view.column('ratio', number)[token]:.5f}, clip {clip!r}; its share of the loss is "
-            f"{given[token]:.4g}, {given[token] / (expected[token] or np.nan):.4g} times that of the settings "
-            f"({(unlike | wrong).sum()} of {len(given)} tokens){how}"
+            f"{place}: ratio {view.column('ratio', number)[token]:.5f}, clip {Clip(int(clips[token])).name.lower()!r}; "
+            f"its share of the loss is {given[token]:.4g}, {given[token] / (expected[token] or np.nan):.4g} times that "
+            f"of the settings ({(unlike | wrong).sum()} of {len(given)} tokens){how}"
         )
     return None
 
@@ -524,54 +584,6 @@ def _differ(given: Array, expected: Array) -> Array:
     # An estimate of KL near 0 is rounding alone: 1e-7 of a token's term.
     allowed = _RELATIVE * np.maximum(np.abs(expected), np.abs(given)) + _ABSOLUTE * largest + 1e-7 / (len(given) + 1)
     return np.isfinite(expected) & ~(np.abs(given - expected) < allowed)
-
-
-def _unlike_clips(view: StepView, number: int, settings: LossSettings) -> Array:
-    """Return [A] whether a token's `Clip` is not that of its ratio and advantage."""
-    ratio, advantage = view.column("ratio", number), view.column("advantage")
-    floor, ceiling, dual = 1 - settings.clip_low, 1 + settings.clip_high, settings.dual_clip or np.inf
-    counts = view.column("correction", number) != 0
-    clip = np.where(counts & (ratio < floor) & (advantage < 0), Clip.LOW, Clip.NONE)
-    clip = np.where(counts & (ratio > ceiling) & (advantage > 0), Clip.HIGH, clip)
-    clip = np.where(counts & (ratio > dual) & (advantage < 0), Clip.DUAL, clip)
-    at_a_bound = np.min([np.abs(ratio - bound) for bound in (floor, ceiling, dual)], axis=0) < 1e-6  # float32 decides
-    return np.isfinite(ratio) & ~at_a_bound & (clip != view.column("clip", number))
-
-
-def _shares(view: StepView, number: int, settings: LossSettings) -> Array:
-    """Return [A] the shares of the loss that the settings make of ratios and advantages; NaN: not known."""
-    ratio, advantage, now = view.column("ratio", number), view.column("advantage"), view.column("logprob", number)
-    free = np.minimum(ratio, settings.dual_clip or np.inf) * advantage
-    clipped = ratio.clip(1 - settings.clip_low, 1 + settings.clip_high) * advantage
-    terms = -np.nan_to_num(view.column("correction", number), nan=1.0) * np.minimum(free, clipped)
-    if settings.kl_coef:
-        x = (view.column("ref_logprob") - now).clip(-20, 20)
-        kl = {"k1": -x, "k2": x * x / 2, "k3": np.expm1(x) - x}[settings.kl_estimator]
-        kl = kl.clip(-settings.kl_clamp, settings.kl_clamp) * (ratio if settings.kl_importance_weighted else 1.0)
-        terms = terms + settings.kl_coef * kl
-    if settings.entropy_coef:
-        terms = terms - settings.entropy_coef * view.column("entropy", number)
-    step, given = view.optimizer_step(number), view.column("share", number)
-    was_taken = np.isin(step, step[given != 0])  # a step that was skipped leaves 0
-    shares = terms / _divisors(view, step, settings) / view.values["update"]["num_steps"]
-    return np.where(was_taken & (step >= 0), shares, np.nan)
-
-
-def _divisors(view: StepView, step: Array, settings: LossSettings) -> Array:
-    """Return [A] what each token's term is divided by in the loss of its optimizer step; see `losses`."""
-    update = view.values["update"]
-    episodes, turns, tokens = (np.array([*update[name], 1])[step] for name in ("episodes", "turns", "tokens"))
-    _, of_turn = np.unique(np.stack([view.episode, view.turn]), axis=1, return_inverse=True)
-    match settings.aggregation:
-        case "seq-mean-token-mean" | "grpo":
-            return episodes * np.bincount(view.episode)[view.episode]
-        case "turn-mean-token-mean":
-            return turns * np.bincount(of_turn)[of_turn]
-        case "token-mean" | "bnpo":
-            return tokens
-        case "dapo":
-            return np.full(len(step), update["batch_tokens"])
-    return episodes * (settings.norm_length or 1)
 
 
 def shares_are_not_the_loss(view: StepView) -> _Told | None:

@@ -183,7 +183,7 @@ def test_a_missing_score_is_never_0_but_an_error_that_names_it() -> None:
     [
         ("binary", (0, 1, 0.0, 1.0, True), (0.5, 2, -1, math.nan)),
         ("bounded", (0, 0.3, 1), (-0.01, 1.01, math.nan, math.inf)),
-        ("count", (0, 1, 7.0, 10**6), (-1, 1.5, math.nan, math.inf)),
+        ("count", (0, 1, 7.0, 10**6), (-1, 1.5, 10**6 + 1, 1e308, math.nan, math.inf)),
         ("custom", (-2, 0.5, 3), (-2.1, 3.1, math.nan, -math.inf)),
     ],
 )
@@ -243,6 +243,8 @@ def test_totals_of_scores_in_0_to_1_stay_there_and_never_fall_when_a_score_rises
         ({"maximum": 0.3}, 'scale = "custom" has its own'),
         ({"maximum": 5.0, "scale": "binary"}, 'scale = "custom" has its own'),
         ({"minimum": -1.0, "scale": "count"}, "a count begins at 0"),
+        ({"maximum": 1_000_001, "scale": "count"}, "ends at 1,000,000"),
+        ({"required": True, "threshold": 1_000_001, "scale": "count"}, "within its scale"),
         ({"minimum": 0.5, "scale": "count"}, "a count begins at 0"),
     ],
 )

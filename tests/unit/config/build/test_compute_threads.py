@@ -1,9 +1,13 @@
-"""Every command that samples here has one thread that computes with several, and all others compute with one."""
+"""Every command that samples here has one thread that computes with several, and all others compute with one.
+
+So does every command that computes without an engine; `verify` with several if that is faster, as a run does.
+"""
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import inspect
 import json
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -14,16 +18,23 @@ import pytest
 import torch
 
 from gspo_gym.cli.evaluate import run_evaluation
+from gspo_gym.cli.main import main
 from gspo_gym.cli.models_serve import add_arguments, running_engine
 from gspo_gym.cli.train import run_training
+from gspo_gym.config.build import preflight
 from gspo_gym.config.build.episode_collection import CollectSettings, collect_episodes
 from gspo_gym.config.build.processes import _build_engine
-from gspo_gym.config.build.threads import use_threads
+from gspo_gym.config.build.threads import faster, use_threads
+from gspo_gym.config.build.token_audit import audit_tokens
 from gspo_gym.config.run_config import RunConfig, load_config
 from gspo_gym.engine.base import SamplingParams
 from gspo_gym.engine.local.batch import Batch
 from gspo_gym.env.core import Info, TextEnv
+from gspo_gym.policy import export
+from gspo_gym.remote.apps import check
+from gspo_gym.run import verify as oracle
 from gspo_gym.run.models import Model
+from gspo_gym.run.report import checks
 
 TINY = "tiny:qwen3-64"
 WANTED = 3
@@ -76,8 +87,8 @@ def looks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def make_config(folder: Path) -> RunConfig:
-    sections = {
+def make_config(folder: Path, **changes: dict[str, Any]) -> RunConfig:
+    sections: dict[str, dict[str, Any]] = {
         "run": {"folder": str(folder)},
         "algorithm": {"variety": "gspo"},
         "model": {"base": TINY, "label": "threads"},
@@ -97,6 +108,8 @@ def make_config(folder: Path) -> RunConfig:
         },
         "evaluation": {"seeds": [0, 1], "every_n_iters": 1},
     }
+    for name, keys in changes.items():
+        sections[name] |= keys
     path = folder / "config.json"
     path.write_text(json.dumps(sections), encoding="utf-8")
     return load_config(path)
@@ -126,7 +139,11 @@ def serve(_: Path) -> None:
     asyncio.run(main())
 
 
-@pytest.mark.parametrize("command", [train, evaluate, collect, serve])
+def audit(_: Path) -> None:
+    audit_tokens(ENVIRONMENT, TINY, num_turns=1)
+
+
+@pytest.mark.parametrize("command", [train, evaluate, collect, serve, audit])
 def test_only_the_engines_thread_computes_with_several(command: Callable[[Path], None], tmp_path: Path) -> None:
     """Else a second pool of workers keeps both from spinning: sampling with two threads then took twice its time."""
     command(tmp_path)
@@ -134,6 +151,65 @@ def test_only_the_engines_thread_computes_with_several(command: Callable[[Path],
     assert seen.pop("environment") == {1}
     assert seen in ({}, {"asyncio.to_thread": {1}})
     assert torch.get_num_threads() == WANTED
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run with an adapter, which recorded its tokens."""
+    folder = tmp_path_factory.mktemp("recorded")
+    lora = {"model": {"trainer_mode": "lora"}, "training": {"keep_last": 9}}
+    run_training(make_config(folder, run={"log_tokens_every_n_iters": 1}, **lora))
+    return folder / "threads"
+
+
+# Where each command computes, and its arguments; RUN and OUT are folders, FILE is a configuration.
+COMPUTING: dict[str, tuple[Any, str, list[str]]] = {
+    "verify": (oracle.Model, "forward", ["verify", "RUN", "--step", "1"]),
+    "report": (checks, "policy_loss", ["report", "RUN"]),
+    "models export": (export, "load_policy", ["models", "export", TINY, "--out", "OUT"]),
+    "models merge": (export, "write_full", ["models", "merge", "RUN", "--out", "OUT"]),
+    "app check": (check, "check_app", ["app", "check", "http://127.0.0.1:9", "--env", "quiz"]),
+    "config check": (preflight, "build_warmup", ["config", "check", "--deep", "FILE"]),
+}
+
+
+@pytest.mark.parametrize("name", COMPUTING)
+def test_a_command_without_an_engine_computes_with_one_thread(
+    name: str, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a clock of which a pass takes the longer, the more threads it has, so that `verify` takes one."""
+    owner, function, arguments = COMPUTING[name]
+    computes, now = getattr(owner, function), 0.0
+
+    def looking(*given: Any, **options: Any) -> Any:
+        look(name)
+        return computes(*given, **options)
+
+    def clock() -> float:
+        nonlocal now
+        now += 0.1 * torch.get_num_threads()
+        return now
+
+    monkeypatch.setattr(owner, function, looking)
+    monkeypatch.setitem(inspect.unwrap(faster).__kwdefaults__, "clock", clock)
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    make_config(tmp_path)
+    names = {"RUN": str(run), "OUT": str(tmp_path / "out"), "FILE": str(tmp_path / "config.json")}
+    main([names.get(argument, argument) for argument in arguments])
+    assert seen[name] == {1}
+    assert torch.get_num_threads() == WANTED
+
+
+def test_verify_computes_with_the_number_that_the_environment_gives(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    forward = oracle.Model.forward
+
+    def looking(*given: Any, **options: Any) -> Any:
+        look("verify")
+        return forward(*given, **options)
+
+    monkeypatch.setattr(oracle.Model, "forward", looking)
+    assert main(["verify", str(run), "--step", "1"]) == 0
+    assert seen["verify"] == {WANTED}
 
 
 @pytest.mark.parametrize(("num_replicas", "share"), [(1, 3), (2, 1), (5, 1)])

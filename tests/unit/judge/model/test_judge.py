@@ -23,9 +23,9 @@ from provider_refusals import gemini_unknown, openai_parameter, openai_value
 from gspo_gym.base.retries import RetrySettings
 from gspo_gym.errors import ConfigError, UnscoredError
 from gspo_gym.judge.asking import AskingSettings, JudgeBudget, JudgementCache
-from gspo_gym.judge.base import JudgeDeniedError, JudgeError, Judgement, JudgeRequest, Rubrics
+from gspo_gym.judge.base import BY_RULE, JudgeDeniedError, JudgeError, Judgement, JudgeRequest, Rubrics
 from gspo_gym.judge.blend import RewardBlend
-from gspo_gym.judge.model.judge import BY_RULE, ModelJudge
+from gspo_gym.judge.model.judge import ModelJudge
 from gspo_gym.judge.records import EpisodeScorer
 from gspo_gym.judge.rubric import Criterion, Rubric
 from gspo_gym.judge.service.fake_server import completion, create_fake_judge_app, honest_verdict, read_prompt

@@ -142,7 +142,7 @@ def off_its_scale(draw: st.DrawFn, verdict: Json) -> str:
     wrong = {
         "binary": st.sampled_from([2, -1, 0.5, 1e-9, 1.0000001]),
         "bounded": st.sampled_from([-1e-9, 1.0000001, 7, 100]),
-        "count": st.sampled_from([-1, 0.5, 2.0000001]),
+        "count": st.sampled_from([-1, 0.5, 2.0000001, 1_000_001, 1e308]),
         "custom": st.sampled_from([-2.0000001, 3.6, 1e9]),
     }
     verdict[KEY]["outcome"][criterion.id]["score"] = draw(wrong[criterion.scale])
@@ -160,7 +160,9 @@ def with_a_bad_text(draw: st.DrawFn, verdict: Json) -> str:
 
 def twice(draw: st.DrawFn, verdict: Json) -> str:
     text = json.dumps(verdict)
-    return draw(st.sampled_from([f"{text}\n{text}", f"{KEY}: {text}", f"{text} ({KEY})", f"[{text}, {text}]"]))
+    return draw(
+        st.sampled_from([f"{text}\n{text}", f"{KEY}: {text}", f"{text} ({KEY})", f"[{text}, {text}]", f"All 0. {text}"])
+    )
 
 
 def with_a_repeated_name(draw: st.DrawFn, verdict: Json) -> str:
@@ -225,10 +227,11 @@ def test_five_hundred_answers_that_are_no_verdict_are_refused(text: str) -> None
 
 
 @given(
-    verdicts(), st.sampled_from(["", "I think: ", "```json\n", '{"quoted": {"score": 1}} so ', "<think>{a}</think>\n"])
+    verdicts(),
+    st.sampled_from(["", "```json\n", '{"quoted": {"score": 1}} so</think>\n', "<think>{a}</think>```json\n"]),
 )
 @settings(max_examples=300, deadline=None, derandomize=True, database=None)
-def test_verdicts_are_read_exactly_wherever_they_stand(verdict: Json, before: str) -> None:
+def test_verdicts_are_read_exactly_after_any_reasoning(verdict: Json, before: str) -> None:
     for text in (json.dumps(verdict), json.dumps(verdict, indent=2), json.dumps(verdict, ensure_ascii=False)):
         assert read_scores(f"{before}{text}\n```") == expected_scores(verdict)
 

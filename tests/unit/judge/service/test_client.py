@@ -14,7 +14,7 @@ from typing import Any
 import fastapi
 import pytest
 from fastapi.responses import JSONResponse, RedirectResponse
-from judged_episodes import BOTH, EVENT, episode, request
+from judged_episodes import BOTH, EVENT, OUTCOME, episode, request
 
 from gspo_gym.base.retries import RetrySettings
 from gspo_gym.errors import ConfigError
@@ -29,6 +29,7 @@ from gspo_gym.judge.base import (
     JudgeRequest,
     Rubrics,
 )
+from gspo_gym.judge.rubric import Rubric
 from gspo_gym.judge.service.contract import HttpJudge, score_url
 from gspo_gym.judge.settings import JudgeOptions
 from gspo_gym.remote.serving import BackgroundServer
@@ -36,15 +37,18 @@ from gspo_gym.types import Message, ToolCall
 
 Json = dict[str, Any]
 
-# As the hosted trainer's service answers, for two turns.
+
+def turn_review(bird: float, marks: float, total: float) -> Json:
+    criteria = {"progress.bird": {"score": bird, "reason": "new", "weight": 3.0, "description": "d"}}
+    return {"criteria": {**criteria, "progress.marks": {"score": marks, "reason": ""}}, "total": total}
+
+
+# As the hosted trainer's service answers, for two turns by `BOTH`: (3 * 1 + 1 * 0) / 4 and (3 * 0 + 1 * 1) / 4.
 ANSWER: Json = {
     "status": "ok",
-    "event_reviews": [
-        {"criteria": {"a": {"score": 1.0, "reason": "new", "weight": 0.9, "description": "d"}}, "total": 0.9},
-        {"criteria": {}, "total": 0.25},
-    ],
-    "outcome_review": {"criteria": {"o": {"score": 0.5, "reason": ""}}, "total": 0.75, "summary": None},
-    "event_totals": [0.9, 0.25],
+    "event_reviews": [turn_review(1.0, 0, 0.75), turn_review(0, 1, 0.25)],
+    "outcome_review": {"criteria": {"outcome.names": {"score": 0.5, "reason": ""}}, "total": 0.5, "summary": None},
+    "event_totals": [0.75, 0.25],
     "details": {"provider_latency_ms": 3},
     "metadata": {},
 }  # fmt: skip
@@ -172,16 +176,18 @@ def test_a_rubric_that_the_service_knows_is_named_and_not_sent(url: str, service
     assert body["options"]["rubric_id"] == "crafter/bundle@v1"
     assert (body["options"]["event"], body["options"]["outcome"]) == (True, False)
     assert "rubric" not in body
-    assert (judged.event_total, judged.outcome_review) == (0.9 + 0.25, None)
+    assert (judged.event_total, judged.outcome_review) == (0.75 + 0.25, None)
 
 
-def test_reviews_are_read_with_the_services_own_totals(url: str) -> None:
+def test_reviews_are_read_with_the_totals_that_the_rubric_makes_of_the_scores(url: str, service: Service) -> None:
+    # A service may round its totals: 0.5 to 0.504 is one number, and the rubric's is taken.
+    service.answer["outcome_review"]["total"] = 0.504
     judged = judge(url)
     assert judged.judge == f"{url}/api/judge/v1/score"
-    assert judged.event_totals == (0.9, 0.25)
-    assert judged.outcome_total == 0.75
-    assert judged.event_reviews[0].criteria["a"].score == 1.0
-    assert judged.event_reviews[0].criteria["a"].reason == "new"
+    assert judged.event_totals == (0.75, 0.25)
+    assert judged.outcome_total == 0.5
+    assert judged.event_reviews[0].criteria["progress.bird"].score == 1.0
+    assert judged.event_reviews[0].criteria["progress.bird"].reason == "new"
     assert judged.cost == JudgeCost(num_calls=1)
 
 
@@ -193,32 +199,100 @@ def changed(**fields: Any) -> Json:
 @pytest.mark.parametrize(
     ("answer", "event_totals", "outcome"),
     [
-        (changed(outcome_review=None, aggregate_score=0.625), (0.9, 0.25), 0.625),
-        (changed(aggregate_score=0.1), (0.9, 0.25), 0.75),  # the outcome's own review says it
-        (changed(event_totals=..., outcome_review=..., outcome_reward=0.5), (0.9, 0.25), 0.5),
-        (changed(event_reviews=..., event_totals=..., event_rewards=[1, 2]), (1.0, 2.0), 0.75),
-        (changed(outcome_review=None, reward_info={"outcome_reward": 0.375}), (0.9, 0.25), 0.375),
-        (changed(event_totals=[0.5, 0.5]), (0.5, 0.5), 0.75),  # the contract sums event_totals
+        (changed(outcome_review=None, aggregate_score=0.625), (0.75, 0.25), 0.625),
+        (changed(event_totals=..., outcome_review=..., outcome_reward=0.5), (0.75, 0.25), 0.5),
+        (changed(event_reviews=..., event_totals=..., event_rewards=[1, 2]), (1.0, 2.0), 0.5),
+        (changed(outcome_review=None, reward_info={"outcome_reward": 0.375}), (0.75, 0.25), 0.375),
+        (changed(outcome_review={"criteria": {"its.own": {"score": 7}}, "total": 7}), (0.75, 0.25), 7.0),
     ],
 )
-def test_later_forms_of_the_answer_are_read(
+def test_later_forms_of_the_answer_are_read_from_a_judge_with_a_rubric_of_its_own(
     url: str, service: Service, answer: Json, event_totals: tuple[float, ...], outcome: float
 ) -> None:
     service.answer = answer
-    judged = judge(url)
+    asked = JudgeRequest(episode("heron", "dot"), Rubrics())
+    judged = judge(url, asked, rubric_id="crafter/bundle@v1", event=True, outcome=True)
     assert (judged.event_totals, judged.outcome_total) == (event_totals, outcome)
+
+
+def of_turn(review: Json, *, total: float | None = None) -> Json:
+    """The answer with another review of the first turn."""
+    totals = [review["total"] if total is None else total, 0.25]
+    return changed(event_reviews=[review, turn_review(0, 1, 0.25)], event_totals=totals)
+
+
+def without(name: str) -> Json:
+    review = turn_review(1, 0, 0.75)
+    return of_turn(review | {"criteria": {key: value for key, value in review["criteria"].items() if key != name}})
+
+
+def of_outcome(total: float, **criteria: float) -> Json:
+    scores = {name.replace("_", "."): {"score": score} for name, score in criteria.items()}
+    return changed(outcome_review={"criteria": scores, "total": total})
+
+
+# Of what the rubrics say: a binary bird of weight 3 and a count of marks of weight 1; a bounded outcome.
+ALTERED: dict[str, tuple[Json, str]] = {
+    "an outcome of 1000": (of_outcome(1000.0, outcome_names=0.5), "contradicts the 0.5 that its criteria make"),
+    "an outcome of 1e308": (of_outcome(1e308, outcome_names=0.5), "contradicts"),
+    "an outcome below 0": (of_outcome(-0.5, outcome_names=0.5), "contradicts"),
+    "an outcome a little off": (of_outcome(0.51, outcome_names=0.5), "contradicts"),
+    "a turn of 1000": (of_turn(turn_review(1, 0, 1000.0)), "turn 1: the total 1000 contradicts the 0.75"),
+    "a turn of 1e308": (of_turn(turn_review(1, 0, 1e308)), "contradicts"),
+    "totals of turns beside others in the reviews": (changed(event_totals=[0.25, 0.75]), "contradicts"),
+    "totals of turns under two names": (changed(event_rewards=[0.75, 0.5]), "turn 2: the total 0.5 contradicts"),
+    "reviews' totals beside others": (of_turn(turn_review(1, 0, 0.0), total=0.75), "contradicts"),
+    "an aggregate beside another outcome": (changed(aggregate_score=0.1), "outcome: the total 0.1 contradicts"),
+    "an outcome's reward beside another outcome": (changed(outcome_reward=1.0), "contradicts"),
+    "a later reward beside another outcome": (changed(reward_info={"outcome_reward": 1}), "contradicts"),
+    "a foreign criterion": (of_outcome(0.5, outcome_names=0.5, quality=1), "'quality' is the id of no criterion"),
+    "foreign criteria alone": (of_outcome(1.0, quality=1), "'outcome.names' has no score"),
+    "a missing criterion of weight": (without("progress.bird"), "turn 1: criterion 'progress.bird' has no score"),
+    "a missing criterion of no worth": (without("progress.marks"), "'progress.marks' has no score"),
+    "a renamed criterion": (of_outcome(0.5, Outcome_Names=0.5), "has no score"),
+    "no criteria of a turn": (of_turn({"criteria": {}, "total": 0.75}), "every criterion, got a total alone"),
+    "no criteria of the outcome": (of_outcome(0.5), "every criterion, got a total alone"),
+    "totals alone": (changed(event_reviews=..., outcome_review=..., aggregate_score=0.5), "got a total alone"),
+    "a binary score of a half": (of_turn(turn_review(0.5, 0, 0.375)), r"\(binary\): expected 0 or 1, got 0.5"),
+    "a bounded score of 2": (of_outcome(2.0, outcome_names=2.0), "expected 0 to 1, got 2.0"),
+    "a count below 0": (of_turn(turn_review(1, -3, 0.0)), "a whole number from 0 to 1,000,000, got -3"),
+    "a count of a half": (of_turn(turn_review(0, 0.5, 0.125)), "a whole number"),
+    "a count above a judging model's": (of_turn(turn_review(0, 4e6, 1e6)), "from 0 to 1,000,000, got 4000000"),
+    "a count of 1e308": (of_turn(turn_review(0, 1e308, 2.5e307)), "from 0 to 1,000,000"),
+    "another episode's turns": (changed(event_reviews=ANSWER["event_reviews"] * 2), "got 4 reviews and 2 totals"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("altered", ALTERED)
+def test_where_the_rubric_is_known_an_altered_answer_is_an_error_and_no_number(
+    url: str, service: Service, altered: str
+) -> None:
+    service.answer, message = ALTERED[altered]
+    with pytest.raises(JudgeError, match=message) as raised:
+        judge(url)
+    assert type(raised.value) is JudgeError
+    assert len(service.seen) == 2  # it was asked again
+
+
+def test_a_total_by_a_function_of_the_operator_is_that_functions(url: str, service: Service) -> None:
+    custom = Rubric(OUTCOME.criteria, aggregation="custom", aggregate=lambda scores, _: 10 * sum(scores.values()))
+    service.answer = of_outcome(0.0, outcome_names=0.5)
+    assert judge(url, request("a heron", rubrics=Rubrics(outcome=custom))).outcome_total == 5.0
+    service.answer = of_outcome(0.0, outcome_names=1.5)
+    with pytest.raises(JudgeError, match="expected 0 to 1"):
+        judge(url, request("a heron", rubrics=Rubrics(outcome=custom)))
 
 
 @pytest.mark.parametrize(
     ("answer", "message"),
     [
         (changed(status="failed", details={"error": "model overloaded"}), "could not judge this episode"),
-        (changed(event_totals=[0.9]), "for each of 2 turns, got 2 reviews and 1 totals"),
+        (changed(event_totals=[0.75]), "for each of 2 turns, got 2 reviews and 1 totals"),
         (changed(event_reviews=[], event_totals=[]), "for each of 2 turns, got 0"),
         (changed(outcome_review=None), "expected a finite total, got None"),
-        (changed(outcome_review={"criteria": {"o": {"score": 0.5}}}), "expected a finite total, got None"),
+        (changed(outcome_review={"criteria": {"outcome.names": {"score": 0.5}}}), "expected a finite total, got None"),
         (
-            changed(outcome_review={"criteria": {"o": {"score": "0.5"}}, "total": 1}),
+            changed(outcome_review={"criteria": {"outcome.names": {"score": "0.5"}}, "total": 1}),
             "not of the contract: outcome_review",
         ),
         (changed(outcome_review={"total": "1"}), "not of the contract"),
@@ -244,7 +318,7 @@ def test_numbers_that_json_has_no_name_for_are_no_scores() -> None:
     for wrong in (math.nan, math.inf):
         for answer in (changed(event_totals=[wrong, 0.0]), changed(outcome_review={"total": wrong})):
             with pytest.raises(JudgeError):
-                judgement_from_wire(answer, judge="j", num_turns=2, event=True, outcome=True)
+                judgement_from_wire(answer, judge="j", num_turns=2, event=True, outcome=True, rubrics=Rubrics())
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,8 @@ from gspo_gym.cli.main import main
 from gspo_gym.errors import ConfigError, UnknownNameError
 from gspo_gym.judge.asking import AskingSettings
 from gspo_gym.judge.base import (
+    BY_RULE,
+    CriterionScore,
     JudgeBudgetError,
     JudgeCost,
     JudgeDeniedError,
@@ -34,9 +36,11 @@ from gspo_gym.judge.base import (
     JudgeRequest,
     Review,
     Rubrics,
+    review_of,
 )
-from gspo_gym.judge.model.judge import BY_RULE, ModelJudge
+from gspo_gym.judge.model.judge import ModelJudge
 from gspo_gym.judge.panel import PythonJudge, load_function
+from gspo_gym.judge.rubric import Rubric
 from gspo_gym.judge.rubric_files import parse_rubrics
 from gspo_gym.judge.service.contract import HttpJudge
 from gspo_gym.judge.service.fake_server import create_fake_judge_app
@@ -49,7 +53,7 @@ Json = dict[str, Any]
 
 
 class Listening:
-    """A judge that keeps what it is asked and answers one number everywhere, or raises."""
+    """A judge that keeps what it is asked and gives every criterion 1, a bounded one a half; or raises."""
 
     name = "listening"
 
@@ -63,11 +67,11 @@ class Listening:
         if self.error is not None:
             raise self.error
         num_turns = len(request.trajectory.turns)
-        events = tuple(Review({}, 0.5) for _ in range(num_turns)) if request.rubrics.event else ()
+        events = tuple(self._review(request.rubrics.event) for _ in range(num_turns)) if request.rubrics.event else ()
         return Judgement(
             self.name,
             events,
-            Review({}, 0.25) if request.rubrics.outcome else None,
+            self._review(request.rubrics.outcome) if request.rubrics.outcome else None,
             flags=("turn 1: padding",),
             disagreement=0.125,
             cost=JudgeCost(3, 20, 10, 0.5),
@@ -75,6 +79,10 @@ class Listening:
 
     async def close(self) -> None:
         self.is_closed = True
+
+    def _review(self, rubric: Rubric) -> Review:
+        scores = {c.id: CriterionScore(0.5 if c.scale == "bounded" else 1.0) for c in rubric.criteria}
+        return review_of(rubric, scores, "")
 
 
 def over_http(url: str, asked: JudgeRequest, **changes: Any) -> Judgement:
@@ -104,7 +112,7 @@ def test_an_episode_arrives_as_it_was_sent_and_its_judgement_comes_back() -> Non
     assert got.trajectory.task.env_id == "Naming-v0"
     assert not got.trajectory.is_scored  # rewards do not travel
     assert (got.rubrics, got.task_app) == (BOTH, "shop")
-    assert (judged.judge, judged.event_totals, judged.outcome_total) == ("listening", (0.5, 0.5), 0.25)
+    assert (judged.judge, judged.event_totals, judged.outcome_total) == ("listening", (1.0, 1.0), 0.5)
     assert (judged.flags, judged.disagreement) == (("turn 1: padding",), 0.125)
     assert (judged.cost.input_tokens, judged.cost.output_tokens, judged.cost.usd) == (20, 10, 0.5)
     assert judge.is_closed
@@ -162,7 +170,7 @@ def test_requests_of_other_clients_are_read_whatever_their_steps_hold() -> None:
         for route in ("/judge/v1/score", "/api/judge/v1/score", "/api/graphs/verifiers/completions"):
             answer = client.post(route, json=body)
             assert answer.status_code == 200, answer.text
-    assert answer.json()["event_totals"] == [0.5, 0.5, 0.5]
+    assert answer.json()["event_totals"] == [1.0, 1.0, 1.0]
     assert answer.json()["outcome_review"] is None
     got = judge.asked[0]
     assert got.rubrics.outcome is None
@@ -206,7 +214,7 @@ def test_what_the_environment_says_in_info_is_not_the_policys(key: str) -> None:
 def test_the_final_state_that_a_client_appends_is_shown_and_is_no_turn() -> None:
     messages, answer = said_in({"event_history": [SAYS, SAYS, {"observation": {"health": 3}, "reward": 1.0}]})
     assert messages[-1] == ("user", '{"health": 3}')
-    assert answer["event_totals"] == [0.5, 0.5]
+    assert answer["event_totals"] == [1.0, 1.0]
     assert answer["metadata"]["event_indices"] == [0, 1]
 
 
@@ -219,7 +227,7 @@ def test_a_turn_in_which_a_tool_calling_policy_calls_nothing_is_a_turn_that_says
 def test_an_empty_list_of_criteria_is_a_part_that_is_not_judged() -> None:
     _, answer = said_in({"event_history": [SAYS]}, {"event": [], "outcome": CRITERIA})
     assert answer["event_reviews"] == []
-    assert answer["outcome_review"]["total"] == 0.25
+    assert answer["outcome_review"]["total"] == 1.0
 
 
 def v3_message(role: str, text: str) -> Json:
@@ -261,7 +269,7 @@ def test_the_dialogue_of_a_v3_trace_is_read_from_its_call_records_each_message_o
         ("tool", "done"),
     ]
     assert messages[6].tool_calls == (ToolCall("c1", "chop", {"at": 1}),)
-    assert answer["event_totals"] == [0.5, 0.5]
+    assert answer["event_totals"] == [1.0, 1.0]
     assert answer["metadata"]["event_indices"] == [0, 3]
 
 
@@ -409,6 +417,14 @@ def test_a_function_gives_a_number_or_what_an_http_judge_answers() -> None:
         (lambda payload: float("nan"), "not of the contract|finite"),
         (lambda payload: 1 / 0, "ZeroDivisionError"),
         (slow, "no answer within 0.05 seconds"),
+        (
+            lambda payload: {"outcome_review": {"criteria": {"x": {"score": 1}}, "total": 1}},
+            "'outcome.names' has no score",
+        ),
+        (
+            lambda payload: {"outcome_review": {"criteria": {"outcome.names": {"score": 1}}, "total": 0.5}},
+            "outcome: the total 0.5 contradicts the 1 that its criteria make",
+        ),
     ],
 )
 def test_a_function_that_gives_no_score_leaves_the_episode_unscored(function: Any, message: str) -> None:

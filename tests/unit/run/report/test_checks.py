@@ -433,6 +433,21 @@ def test_a_good_run_has_no_finding(runs: Path, url: str, monkeypatch: Patch, nam
     assert found_in(config.run_folder) == []
 
 
+def cut_weights(ratio: torch.Tensor, advantage: torch.Tensor, settings: Any) -> torch.Tensor:
+    """CISPO (arXiv 2506.13585): a ratio outside of the range weighs as its bound does, and keeps its gradient."""
+    weight = ratio.detach().clamp(1 - settings.clip_low, 1 + settings.clip_high)
+    return weight * advantage * ratio / ratio.detach()
+
+
+def test_a_surrogate_that_is_added_to_the_learner_alone_is_right_on_the_page(runs: Path, monkeypatch: Patch) -> None:
+    config = config_of(runs, "another_surrogate", {"loss": {"kl_coef": 0.0}})
+    monkeypatch.setattr(losses, "_surrogate", cut_weights)
+    run_training(config)
+    assert found_in(config.run_folder) == []
+    monkeypatch.undo()
+    assert len(found_in(config.run_folder)) == 1  # by the rule that the settings then stand for
+
+
 def test_settings_of_another_version_are_not_judged() -> None:
     rules = {"loss": {"retired": 1}, "advantages": {}, "rewards": {}}
     assert page_findings({"rules": rules}, [{"name": "step_000001", "step": 1, "groups": []}]) == []

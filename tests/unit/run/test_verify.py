@@ -1,0 +1,142 @@
+"""The oracle of `gspo-gym verify` against the learner's loss, under every choice that the settings of the loss have.
+
+Neither has code of the other, so that what both say of the same tokens is right or wrong in two ways at once. A choice
+that is added to the learner, such as another surrogate, is taken up here by itself and fails until the oracle has it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import typing
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import numpy as np
+import pytest
+import torch
+
+from gspo_gym.cli.verify import _KNOWN
+from gspo_gym.learning import losses
+from gspo_gym.learning.losses import count_denominators, policy_loss
+from gspo_gym.learning.settings import LossSettings
+from gspo_gym.run.verify import StepRecords, terms_of, units_of_loss
+
+# Beside the choices: wide enough that all bounds bind and none binds everywhere.
+NUMBERS: dict[str, Any] = {"clip_low": 0.2, "clip_high": 0.3, "dual_clip": 1.4, "kl_coef": 0.1, "kl_clamp": 0.9}
+NUMBERS |= {"entropy_coef": 0.01, "norm_length": 7}
+NO_CORRECTION = {"correction.level": "none", "correction.off_policy_threshold": None}
+
+# Rows (segments) of episodes 0, 0, 1 and 2, and of their sampled tokens the turns; the second row goes on with a turn.
+OWNERS = [0, 0, 1, 2]
+TURNS = [[0, 0, 1, 1, 1], [1, 2], [0, 1, 1], [0, 0, 0, 0]]
+
+
+def choices_of(name: str) -> list[Any]:
+    """The values of a field that has choices, or its one number."""
+    annotation = LossSettings.model_fields[name].annotation
+    if typing.get_origin(annotation) is Literal:
+        return list(typing.get_args(annotation))
+    return [False, True] if annotation is bool else [NUMBERS[name]]
+
+
+def every_pair_of_choices() -> list[LossSettings]:
+    """Every choice of a key beside every choice of another one, the others at their first."""
+    fields = {name: choices_of(name) for name in LossSettings.model_fields}
+    first = {name: choices[0] for name, choices in fields.items()}
+    made: list[LossSettings] = []
+    for one, other in itertools.combinations(fields, 2):
+        for values in itertools.product(fields[one], fields[other]):
+            given = first | dict(zip((one, other), values, strict=True))
+            if given["aggregation"] not in ("seq-mean-token-sum-norm", "dr_grpo"):
+                del given["norm_length"]
+            made += [settings] if (settings := LossSettings(**given)) not in made else []
+    return made
+
+
+class Tokens:
+    """Random tokens, as tensors [B, T] and as the columns [A] of a file."""
+
+    def __init__(self) -> None:
+        draws = np.random.default_rng(6)
+        count, width = sum(map(len, TURNS)), max(map(len, TURNS))
+        self.mask = torch.tensor([[t < len(row) for t in range(width)] for row in TURNS])
+        row = np.repeat(np.arange(len(TURNS)), [len(each) for each in TURNS])
+        owner, turn = np.array(OWNERS)[row], np.concatenate(TURNS)
+        self.units = {"trajectory": owner, "segment": row, "turn": 10 * owner + turn, "token": np.arange(count)}
+        self.turn, self.columns = turn, {"old_logprob": -draws.uniform(0.2, 2, count)}
+        self.columns["logprob"] = self.columns["old_logprob"] + draws.normal(0, 0.5, count)
+        self.columns["ref_logprob"] = self.columns["logprob"] + draws.normal(0, 1.0, count)
+        self.columns["rollout_logprob"] = self.columns["old_logprob"]
+        self.columns |= {"entropy": draws.uniform(0, 2, count), "advantage": draws.normal(0, 1, count)}
+        self.columns |= {"clip": np.zeros(count), "correction": np.ones(count)}
+
+    def laid(self, column: np.ndarray[Any, Any]) -> torch.Tensor:
+        table = torch.zeros(self.mask.shape, dtype=torch.from_numpy(column).dtype)
+        table[self.mask] = torch.from_numpy(column)
+        return table
+
+
+def learned(tokens: Tokens, settings: LossSettings) -> dict[str, np.ndarray[Any, Any]]:
+    """What the learner makes of the tokens, with the gradients of its loss."""
+    now, entropy = (tokens.laid(tokens.columns[name]).requires_grad_() for name in ("logprob", "entropy"))
+    turns, owners = tokens.laid(tokens.turn), torch.tensor(OWNERS)
+    counted = count_denominators(tokens.mask, turns, owners, num_batch_tokens=20)
+    constants = {name: tokens.laid(tokens.columns[name]) for name in ("old_logprob", "advantage", "ref_logprob")}
+    output = policy_loss(
+        now,
+        constants["old_logprob"],
+        action_mask=tokens.mask,
+        turn_index=turns,
+        trajectory_index=owners,
+        advantages=constants["advantage"],
+        settings=settings,
+        denominators=counted,
+        ref_logprobs=constants["ref_logprob"],
+        entropy=entropy,
+    )
+    output.loss.backward()
+    slopes = [torch.zeros_like(now) if each.grad is None else each.grad for each in (now, entropy)]
+    terms = {"ratio": output.tokens.ratio, "clip": output.tokens.clip, "share": output.tokens.share}
+    terms |= {"slope": slopes[0][tokens.mask], "slope of entropy": slopes[1][tokens.mask]}
+    return {name: value.numpy(force=True).astype(np.float64) for name, value in terms.items()}
+
+
+def recomputed(tokens: Tokens, settings: LossSettings) -> dict[str, np.ndarray[Any, Any]]:
+    """The same, by the oracle."""
+    config = {f"loss.{name}": value for name, value in settings.model_dump().items()} | NO_CORRECTION
+    records = StepRecords(config, (), tokens.columns, tokens.units, tokens.turn)
+    every = np.arange(len(tokens.turn))
+    unit = units_of_loss(records, every >= 0, 20)
+    terms = terms_of(records, every, tokens.columns, unit, 1)
+    slopes = dict(zip(("slope", "slope of entropy"), terms["slopes"], strict=True))
+    return {name: terms[name] for name in ("ratio", "clip", "share")} | slopes
+
+
+def differences(every: Sequence[LossSettings]) -> list[tuple[str, LossSettings]]:
+    """Each quantity, and under which settings the two say otherwise of it."""
+    tokens, found = Tokens(), []
+    for settings in every:
+        own, other = learned(tokens, settings), recomputed(tokens, settings)
+        found += [(name, settings) for name in own if not np.allclose(own[name], other[name], rtol=1e-9, atol=1e-12)]
+    return found
+
+
+def test_the_oracle_knows_every_key_and_every_choice_of_the_loss() -> None:
+    assert {f"loss.{name}" for name in LossSettings.model_fields} <= set(_KNOWN)
+    for name, field in LossSettings.model_fields.items():
+        if typing.get_origin(field.annotation) is Literal:
+            assert set(typing.get_args(field.annotation)) == set(_KNOWN[f"loss.{name}"] or ())
+
+
+def test_oracle_and_learner_agree_under_every_choice_of_the_loss() -> None:
+    assert differences(every_pair_of_choices()) == []
+    clips = learned(Tokens(), LossSettings(**{**NUMBERS, "norm_length": None, "unit": "token"}))["clip"]
+    assert set(clips.tolist()) == {0, 1, 2, 3}, "every bound binds somewhere"
+
+
+def test_a_surrogate_of_the_learner_alone_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    def without_clip(ratio: torch.Tensor, advantage: torch.Tensor, settings: LossSettings) -> torch.Tensor:
+        return ratio * advantage
+
+    monkeypatch.setattr(losses, "_surrogate", without_clip)
+    assert {name for name, _ in differences(every_pair_of_choices()[:1])} == {"share", "slope"}
