@@ -179,7 +179,7 @@ def test_weights_that_do_not_fit_are_refused_before_any_is_read(
     for folder, reason in ((tmp_path / "none", "got none"), (partial, norm), (wrong_shape, norm)):
         with pytest.raises(EngineError, match=reason):
             loop_thread.run(fail(folder))
-    with pytest.raises(ConfigError, match="'full', got 'shared'"):
+    with pytest.raises(ConfigError, match="'full' or 'transfer', got 'shared'"):
         loop_thread.run(full_engine.apply_weights(WeightUpdate(right.version, "shared")))
     loop_thread.run(full_engine.apply_weights(right))
     loop_thread.run(full_engine.resume(right.version))

@@ -336,6 +336,7 @@ def test_adapters_agree_with_a_plain_forward_and_calls_in_flight_keep_theirs(
     assert max(gaps) <= TOLERANCE
 
 
+@pytest.mark.nightly
 def test_a_server_with_raw_logprobs_is_refused(raw_server: VllmServer, connect: Connect) -> None:
     with pytest.raises(ConfigError, match="its logprobs are raw"):
         connect(raw_server.url)
