@@ -16,7 +16,8 @@ VLLM := .venv-vllm
 PEERS := .venv-peers
 # The oldest openai package that we take, in a folder before the one of .venv: 2.x stands on httpx, 3.x on httpx2.
 OPENAI_2 := .openai-2
-OPENAI_TESTS := tests/unit/remote/gateway/test_app.py tests/unit/remote/gateway/test_model_app.py \
+OPENAI_TESTS := tests/unit/env/test_chat_model.py tests/unit/remote/serve/test_task_app_server.py \
+	tests/unit/remote/gateway/test_app.py tests/unit/remote/gateway/test_model_app.py \
 	tests/fault/test_gateway_retries.py tests/contract/test_openai_agent.py
 # Which tests the stages beside unit and slow run: `make vllm MARK=nightly` runs what one landing can do without.
 MARK ?= not nightly
