@@ -115,23 +115,28 @@ def listening_addresses(pids: set[int]) -> set[str]:
     return found
 
 
-@pytest.mark.parametrize("address", ["http://127.0.0.1:8265", "ray://127.0.0.1:1", "local", "head", "head:first"])
-def test_what_is_no_address_of_a_head_is_refused_and_sigterm_is_still_heard(address: str) -> None:
+def test_what_is_no_address_of_a_head_is_refused_and_sigterm_is_still_heard() -> None:
     """A program of its own: in this one Ray may have been joined."""
+    addresses = ("http://127.0.0.1:8265", "ray://127.0.0.1:1", "local", "head", "head:first")
     code = (
         "import signal, sys\n"
         "from gspo_gym.cluster.ray import RayLauncher\n"
         "from gspo_gym.errors import GymError\n"
         "before = signal.signal(signal.SIGTERM, lambda *_: print('heard'))\n"
-        "try:\n"
-        "    RayLauncher(sys.argv[1])\n"
-        "except GymError as error:\n"
-        "    print(error)\n"
+        "for address in sys.argv[1:]:\n"
+        "    try:\n"
+        "        RayLauncher(address)\n"
+        "    except GymError as error:\n"
+        "        print(error)\n"
         "signal.raise_signal(signal.SIGTERM)\n"
     )
-    done = subprocess.run([sys.executable, "-c", code, address], capture_output=True, text=True, timeout=120, cwd=ROOT)
-    expected = f"topology.ray_address (or RAY_ADDRESS): expected HOST:PORT of Ray's head, got '{address}'"
-    assert done.stdout.splitlines() == [expected, "heard"], done.stderr
+    command = [sys.executable, "-c", code, *addresses]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=ROOT)
+    expected = [
+        f"topology.ray_address (or RAY_ADDRESS): expected HOST:PORT of Ray's head, got '{address}'"
+        for address in addresses
+    ]
+    assert done.stdout.splitlines() == [*expected, "heard"], done.stderr
 
 
 def test_what_takes_connections_and_says_nothing_is_no_ray(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -192,7 +197,7 @@ def test_a_demand_that_cannot_be_met_is_a_sentence_at_once(
     began = time.monotonic()
     with pytest.raises(PlacementError, match=message):
         run_training(config)
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 60  # and not after the 120 that an actor is waited for
     assert not (tmp_path / "quickstart").exists()
 
 
@@ -408,7 +413,7 @@ def test_only_what_was_on_a_node_that_leaves_is_moved_and_where_there_is_no_room
             PlacementError, match=rf"1 core are needed in all and 0 cores free.* on {re.escape(nodes[0])}$"
         ):
             fleet.start("replica", 2, ECHO)
-        assert time.monotonic() - began < 5
+        assert time.monotonic() - began < 60  # and not after the 120 that an actor is waited for
         for each in replicas[:2]:  # the others play on, and one that is lost begins where it was
             each.send({"do": "echo"})
             assert each.receive(0)[0]["do"] == "echo"
