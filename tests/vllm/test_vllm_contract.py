@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Collection
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -100,7 +101,7 @@ class Subjects:
         assert isinstance(shared.engine, VllmEngine)
         # A gate that is poisoned while it is paused leaves vLLM paused, for the tests after these, too.
         self._request.addfinalizer(lambda: self._run(give_weights(shared)))
-        return self._make[name](VllmEngine(shared.engine._llm, shared.engine._settings))
+        return self._make[name](VllmEngine(shared.engine._llm, replace(shared.engine._settings, transfer="files")))
 
     def _engine(self, name: str) -> Engine:
         if name == "server":

@@ -6,6 +6,7 @@ import asyncio
 import copy
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -201,7 +202,7 @@ def test_an_update_that_fails_poisons_the_engine(
     full_engine: VllmEngine, model: Any, save: Save, policy: Policy, loop_thread: Any, tmp_path: Path
 ) -> None:
     """With a second handle on the same vLLM, since a poisoned engine stays poisoned."""
-    engine = VllmEngine(full_engine._llm, full_engine._settings)
+    engine = VllmEngine(full_engine._llm, replace(full_engine._settings, transfer="files"))
     loop_thread.run(publish(engine, save(model)))
     version = engine.weight_version + 1
     sync = WeightSync(engine, mode="keep", kind="full", staging=TornStaging(policy, tmp_path / "staged"))
