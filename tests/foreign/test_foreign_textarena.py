@@ -53,8 +53,8 @@ HARD_TO_MAKE = ("RushHour-v0", "Sokoban-v0")  # some seconds a reset: made twice
 # Played alone, against one, against several, with a secret, and what is not played, for each reason: on every change.
 EACH_KIND = (
     *("2048-v0", "GuessTheNumber-v0", "Sudoku-v0", "TowerOfHanoi-v0"),
-    *("ConnectFour-v0", "KuhnPoker-v0", "SimpleNegotiation-v0", "TicTacToe-v0", "TwoDollar-v0"),
-    *("Poker-v0", "SecretMafia-v0", "ThreePlayerTicTacToe-v0"),
+    *("KuhnPoker-v0", "SimpleNegotiation-v0", "TicTacToe-v0", "TwoDollar-v0"),
+    *("Poker-v0", "ThreePlayerTicTacToe-v0"),
     *("Wordle-v0", "Debate-v0", "Chess-v0", "UsedCarNegotiation-v0", "Countdown-v0"),
 )
 
