@@ -33,11 +33,12 @@ def sampled(completion: Completion) -> list[int]:
     return [int(token) for token in completion.token_ids]
 
 
-def test_logprobs_agree_with_a_plain_forward_before_and_after_ten_updates(
-    full_engine: VllmEngine, model: Any, save: Save, loop_thread: Any
+@pytest.mark.parametrize("num_updates", [3, pytest.param(10, marks=pytest.mark.nightly)])
+def test_logprobs_agree_with_a_plain_forward_before_and_after_updates(
+    full_engine: VllmEngine, model: Any, save: Save, loop_thread: Any, num_updates: int
 ) -> None:
     gaps = [worst_gap(model, loop_thread.run(play_many(full_engine, range(4))))]
-    for number in range(10):
+    for number in range(num_updates):
         before = worst_gap(model, loop_thread.run(play_many(full_engine, [100 + number])))
         nudge(model, number)
         update = save(model)

@@ -342,6 +342,7 @@ def test_a_server_with_raw_logprobs_is_refused(raw_server: VllmServer, connect: 
         connect(raw_server.url)
 
 
+@pytest.mark.nightly
 def test_a_users_own_server_is_used_for_what_it_can(
     model_folder: Path, policy: Policy, connect: Connect, tmp_path: Path, loop_thread: Any
 ) -> None:

@@ -86,9 +86,10 @@ def on_processor(model: Any) -> Any:
     return model if model.device.type == "cpu" else copy.deepcopy(model).to("cpu")
 
 
+@pytest.mark.parametrize("num_updates", [3, pytest.param(10, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("is_adapter", [False, True])
-def test_logprobs_agree_with_a_plain_forward_before_and_after_ten_transfers(
-    is_adapter: bool, case: tuple[str, Policy], engine: VllmEngine, loop_thread: Any
+def test_logprobs_agree_with_a_plain_forward_before_and_after_transfers(
+    is_adapter: bool, num_updates: int, case: tuple[str, Policy], engine: VllmEngine, loop_thread: Any
 ) -> None:
     """Of the whole model, and of a LoRA that is merged on its way."""
     policy = Policy(model=copy.deepcopy(case[1].model), tokenizer=case[1].tokenizer, base=case[1].base)
@@ -96,7 +97,7 @@ def test_logprobs_agree_with_a_plain_forward_before_and_after_ten_transfers(
         policy = adapt_policy(policy, LoraSettings(r=4, alpha=8), seed=0)
     loop_thread.run(publish(engine, next_update(engine, policy)))
     gaps = [worst_gap(on_processor(policy.model), loop_thread.run(play_many(engine, range(4))))]
-    for number in range(10):
+    for number in range(num_updates):
         before = on_processor(copy.deepcopy(policy.model))
         nudge(policy.model, number, scale=0.05)
         update = next_update(engine, policy)
