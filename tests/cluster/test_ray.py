@@ -1,4 +1,7 @@
-"""A learner's processes as actors of a real Ray on loopback: the same weights, recovery, refusals, and nothing left."""
+"""A learner's processes as actors of a real Ray on loopback: the same weights, recovery, refusals, and nothing left.
+
+On every change the tests share one Ray, and one more ends with its driver; what loses a Ray of its own is nightly.
+"""
 
 from __future__ import annotations
 
@@ -201,13 +204,11 @@ def test_a_demand_that_cannot_be_met_is_a_sentence_at_once(
     assert not (tmp_path / "quickstart").exists()
 
 
-def test_two_actors_learn_and_two_sample_what_two_local_processes_and_one_do(
-    launcher: RayLauncher, tmp_path: Path
-) -> None:
+def test_two_actors_learn_and_two_sample_what_one_process_does(launcher: RayLauncher, tmp_path: Path) -> None:
+    """And so what two local processes do: see test_learner_ranks.py."""
     steps = ["training.iterations_per_epoch=3", "training.checkpoint_every_n_iters=3", "evaluation.seeds=0:20"]
     kinds = {
         "ray": [f"topology.ray_address={launcher.address}", "topology.gpus_for_vllm=2"],
-        "local": ["topology.launcher=local"],
         "one": ["topology.gpus_for_training=1"],
     }
     summaries = {}
@@ -223,11 +224,11 @@ def test_two_actors_learn_and_two_sample_what_two_local_processes_and_one_do(
     assert len(episodes_of(tmp_path / "ray")) == 3 * 64 + 2 * 20
     # In the order in which they ended, which is another one on two replicas.
     assert sorted(episodes_of(tmp_path / "ray")) == sorted(episodes_of(tmp_path / "one"))
-    require_same(saved["ray"], saved["local"])  # logprobs of other batches of calls
     require_same(saved["ray"], saved["one"])
     assert not any(event["kind"] == "ranks_lost" for event in read_events(tmp_path / "ray"))
 
 
+@pytest.mark.nightly
 def test_killed_actors_learn_their_batches_again(launcher: RayLauncher, tmp_path: Path) -> None:
     config = configure(tmp_path, f"topology.ray_address={launcher.address}")
     alone, policy = build_policy(config), build_policy(config)
@@ -270,6 +271,7 @@ def _ray_process(name: str) -> int:
     return begun[max(begun)]
 
 
+@pytest.mark.nightly
 def test_a_ray_of_our_own_that_dies_or_hangs_is_noticed_and_started_again() -> None:
     others = descendants(os.getpid())  # of the Ray of the other tests
     launcher = RayLauncher(None, num_cores=1, silence_seconds=5)
@@ -293,6 +295,7 @@ def test_a_ray_of_our_own_that_dies_or_hangs_is_noticed_and_started_again() -> N
     require_gone(running - _keeper(), set(), 0)
 
 
+@pytest.mark.nightly
 def test_a_batch_is_learned_again_when_ray_itself_is_lost(tmp_path: Path) -> None:
     config = configure(tmp_path, "topology.launcher=ray", "topology.heartbeat_seconds=5")
     alone, policy = build_policy(config), build_policy(config)
@@ -313,6 +316,7 @@ def test_a_batch_is_learned_again_when_ray_itself_is_lost(tmp_path: Path) -> Non
     assert 1 <= len(told) <= 3
 
 
+@pytest.mark.nightly
 def test_a_run_ends_with_a_sentence_when_the_ray_that_it_joined_is_lost_and_goes_on_with_another(
     tmp_path: Path,
 ) -> None:
@@ -369,6 +373,7 @@ sys.stdin.read()
 """
 
 
+@pytest.mark.nightly
 def test_only_what_was_on_a_node_that_leaves_is_moved_and_where_there_is_no_room_is_said_at_once() -> None:
     home, processes_of_ray = temporary_folder("gspo_ray_"), MarkedProcesses()
     variables = {
