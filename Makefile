@@ -5,23 +5,23 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := -m pip install --quiet --disable-pip-version-check
 PIP_INSTALL := $(BIN)/python $(PIP) --constraint constraints.txt
-# Into another environment for tests: few of its modules are ever imported, and Python compiles those then. Not the
-# suites' ones: what it warns of then, in old code, a test would take for an error.
+# Into another environment for tests: few of its modules are ever imported, and Python compiles those then.
 PIP_OTHER := $(PIP) --no-compile
 
-# Other projects' environments, each set with an interpreter of its own, which finds our packages after its own.
-SUITES := .venv-foreign
+# Environments of software that only some stages need, each with an interpreter that finds the packages of .venv after
+# its own.
+MORE := .venv-more
 VERIFIERS := .venv-verifiers
 VLLM := .venv-vllm
-BROWSER := .venv-browser
-CLUSTER := .venv-cluster
 PEERS := .venv-peers
 # The oldest openai package that we take, in a folder before the one of .venv: 2.x stands on httpx, 3.x on httpx2.
 OPENAI_2 := .openai-2
-OPENAI_TESTS := tests/unit/engine/endpoint/test_http_engine.py tests/fault/test_http_engine_faults.py \
+OPENAI_TESTS := tests/unit/env/test_chat_model.py tests/unit/remote/serve/test_task_app_server.py \
 	tests/unit/remote/gateway/test_app.py tests/unit/remote/gateway/test_model_app.py \
-	tests/fault/test_gateway_retries.py tests/contract/test_openai_agent.py \
-	tests/unit/remote/serve/test_task_app_server.py
+	tests/fault/test_gateway_retries.py tests/contract/test_openai_agent.py
+# Which tests the stages beside unit and slow run: `make vllm MARK=nightly` runs what one landing can do without.
+MARK ?= not nightly
+BROWSERS := chromium $(if $(filter not,$(MARK)),,firefox)
 # Two processes of one thread each: they share out the tests, and no test's deadline meets another's threads.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2
 # Hundreds of processes import the package: its bytecode is kept, whatever the shell says.
@@ -60,24 +60,25 @@ unit: $(VENV)/.dev
 slow: $(VENV)/.dev
 	$(PYTEST) -m "$(if $(filter not,$(MARK)),slow and not nightly,nightly)" tests
 
-foreign: $(VENV)/.dev $(SUITES)/.installed $(VERIFIERS)/.installed
-	$(SUITES)/bin/python -m pytest -m "not verifiers" tests/foreign
-	$(VERIFIERS)/bin/python -m pytest -m verifiers tests/foreign
+foreign: $(MORE)/.installed $(VERIFIERS)/.installed
+	OMP_NUM_THREADS=1 $(MORE)/bin/python -m pytest -m "not verifiers and ($(MARK))" tests/foreign
+	OMP_NUM_THREADS=1 $(VERIFIERS)/bin/python -m pytest -m "verifiers and ($(MARK))" tests/foreign
 
 openai-2: $(VENV)/.dev $(OPENAI_2)/.installed
 	PYTHONPATH=$(OPENAI_2) $(BIN)/python -c "import openai; assert openai.__version__ == '2.25.0', openai"
-	PYTHONPATH=$(OPENAI_2) $(BIN)/python -m pytest -m "not slow" $(OPENAI_TESTS)
+	PYTHONPATH=$(OPENAI_2) $(BIN)/python -m pytest -m "not slow and not nightly" $(OPENAI_TESTS)
 
-vllm: $(VENV)/.dev $(VLLM)/.installed
-	$(VLLM)/bin/python -m pytest tests/vllm
+vllm: $(VLLM)/.installed
+	$(VLLM)/bin/python -m pytest -m "$(MARK)" tests/vllm
 
-browser: $(VENV)/.dev $(BROWSER)/.installed
-	OMP_NUM_THREADS=1 $(BROWSER)/bin/python -m pytest tests/browser
+browser: $(MORE)/.installed
+	tests/browser/install_browsers $(BROWSERS)
+	OMP_NUM_THREADS=1 $(MORE)/bin/python -m pytest -m "$(MARK)" tests/browser
 
-cluster: $(VENV)/.dev $(CLUSTER)/.installed
-	OMP_NUM_THREADS=1 $(CLUSTER)/bin/python -m pytest --numprocesses 2 --dist loadfile tests/cluster
+cluster: $(MORE)/.installed
+	OMP_NUM_THREADS=1 $(MORE)/bin/python -m pytest -m "$(MARK)" tests/cluster
 
-environments: $(CLUSTER)/.installed $(BROWSER)/.installed $(VLLM)/.installed $(SUITES)/.installed $(VERIFIERS)/.installed $(OPENAI_2)/.installed
+environments: $(MORE)/.installed $(VLLM)/.installed $(VERIFIERS)/.installed $(OPENAI_2)/.installed
 
 benchmark: $(VENV)/.run
 	$(BIN)/python -m benchmarks engines
@@ -89,7 +90,7 @@ bench: $(VENV)/.run
 peers: $(PEERS)/.installed
 
 clean:
-	rm -rf $(VENV) $(SUITES) $(VERIFIERS) $(VLLM) $(BROWSER) $(CLUSTER) $(OPENAI_2) $(PEERS) build dist *.egg-info
+	rm -rf $(VENV) $(MORE) $(VERIFIERS) $(VLLM) $(OPENAI_2) $(PEERS) build dist *.egg-info
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
@@ -102,30 +103,27 @@ $(VENV)/.dev: pyproject.toml constraints.txt | $(VENV)/bin/python
 	$(PIP_INSTALL) --editable '.[dev]'
 	@touch $@ $(VENV)/.run
 
-$(SUITES)/.installed: tests/foreign/requirements-suites.txt tests/foreign/requirements-translators.txt constraints.txt \
-		| $(VENV)/bin/python
-	$(PYTHON) -m venv --clear $(SUITES)
-	$(SUITES)/bin/python $(PIP) --requirement $< --constraint constraints.txt
-	$(SUITES)/bin/python $(PIP) --no-deps --requirement tests/foreign/requirements-translators.txt
-	$(call see_ours,$(SUITES))
+# Each of these sees the packages of .venv, also while pip installs: only what is missing there, or wanted in another
+# version, is installed.
+$(MORE)/.installed: tests/requirements-more.txt tests/foreign/requirements-translators.txt constraints.txt | $(VENV)/.dev
+	$(call make_venv,$(MORE))
+	$(MORE)/bin/python $(PIP_OTHER) --constraint constraints.txt --requirement $<
+	$(MORE)/bin/python $(PIP_OTHER) --no-deps --requirement tests/foreign/requirements-translators.txt
+	@touch $@
 
-$(VERIFIERS)/.installed: tests/foreign/requirements-verifiers.txt | $(VENV)/bin/python
-	$(PYTHON) -m venv --clear $(VERIFIERS)
+$(VERIFIERS)/.installed: tests/foreign/requirements-verifiers.txt | $(VENV)/.dev
+	$(call make_venv,$(VERIFIERS))
 	$(VERIFIERS)/bin/python $(PIP_OTHER) --requirement $<
-	$(call see_ours,$(VERIFIERS))
+	@touch $@
+
+$(VLLM)/.installed: tests/vllm/requirements.txt | $(VENV)/.dev
+	$(call make_venv,$(VLLM))
+	$(VLLM)/bin/python $(PIP_OTHER) --no-deps --requirement $<
+	@touch $@
 
 $(OPENAI_2)/.installed: | $(VENV)/bin/python
 	$(BIN)/python $(PIP_OTHER) --no-deps --upgrade --target $(OPENAI_2) openai==2.25.0
 	@touch $@
-
-# The torch of constraints.txt comes first, or pip takes another build of it. vLLM's wheel asks for torchvision and its
-# kin, whose builds for GPUs fail to load beside that torch; it runs without them.
-$(VLLM)/.installed: tests/vllm/requirements.txt constraints.txt | $(VENV)/bin/python
-	$(PYTHON) -m venv --clear $(VLLM)
-	$(VLLM)/bin/python $(PIP_OTHER) --constraint constraints.txt torch
-	$(VLLM)/bin/python $(PIP_OTHER) --requirement $<
-	$(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
-	$(call see_ours,$(VLLM))
 
 # The peer of `python -m benchmarks peers`: it sees none of our packages. The torch of constraints.txt, as of ours.
 $(PEERS)/.installed: benchmarks/requirements-peers.txt constraints.txt
@@ -133,21 +131,10 @@ $(PEERS)/.installed: benchmarks/requirements-peers.txt constraints.txt
 	$(PEERS)/bin/python $(PIP) --requirement $< --constraint constraints.txt
 	@touch $@
 
-# The browsers are Debian's; on another system, whatever is called chromium and firefox.
-$(BROWSER)/.installed: tests/browser/requirements.txt | $(VENV)/bin/python
-	$(PYTHON) -m venv --clear $(BROWSER)
-	$(BROWSER)/bin/python $(PIP_OTHER) --requirement $<
-	tests/browser/install_browsers
-	$(call see_ours,$(BROWSER))
-
-$(CLUSTER)/.installed: pyproject.toml constraints.txt | $(VENV)/bin/python
-	$(PYTHON) -m venv --clear $(CLUSTER)
-	$(CLUSTER)/bin/python $(PIP_OTHER) --constraint constraints.txt ray
-	$(call see_ours,$(CLUSTER))
-
-# addsitedir and not a plain path, because our packages are installed as editable, which is a .pth file itself.
-define see_ours
+# An environment whose interpreter finds the packages of .venv after its own. addsitedir and not a plain path, because our
+# packages are installed as editable, which is a .pth file itself.
+define make_venv
+$(PYTHON) -m venv --clear $(1)
 echo "import site; site.addsitedir('$$($(BIN)/python -c "$(SITE_PACKAGES)")')" \
 	> "$$($(1)/bin/python -c "$(SITE_PACKAGES)")/zz-gspo-gym.pth"
-@touch $(1)/.installed
 endef

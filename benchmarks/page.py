@@ -61,7 +61,7 @@ def chromium() -> Iterator[Any]:
     try:
         from playwright.sync_api import sync_playwright
     except ImportError as error:
-        told = "playwright is not installed: pip install playwright, or use .venv-browser/bin/python of `make browser`"
+        told = "playwright is not installed: pip install playwright, or use .venv-more/bin/python of `make browser`"
         raise MissingExtraError(told) from error
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=path, args=list(_OPTIONS))

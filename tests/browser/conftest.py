@@ -1,4 +1,4 @@
-"""Real browsers, Debian's, and a small real run to look at."""
+"""Real browsers, Debian's, and a small real run to look at: Chromium on every change, Firefox and Jupyter nightly."""
 
 from __future__ import annotations
 

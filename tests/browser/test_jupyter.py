@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import nbformat
+import pytest
 from nbclient import NotebookClient
 from playwright.sync_api import Page
 
@@ -37,6 +38,7 @@ CELLS = """
 """
 
 
+@pytest.mark.nightly
 def test_a_run_is_trained_opened_and_shown_in_a_notebook(page: Page, run: Path, tmp_path: Path) -> None:
     cells = textwrap.dedent(CELLS.replace("{quickstart!r}", repr(str(run)))).strip().split("\n\n")
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])

@@ -152,6 +152,7 @@ def test_the_page_asks_for_nothing_but_itself(page: Page, saved: Path) -> None:
     assert page.evaluate("fetch('https://example.org').then(() => 'answered', () => 'refused')") == "refused"
 
 
+@pytest.mark.nightly
 def test_firefox_opens_the_page_from_disk_and_shows_the_same_sum(saved: Path, run: Path, tmp_path: Path) -> None:
     script = Path(__file__).with_name("firefox.py")
     url = f"{saved.as_uri()}#view=episodes&step=step_000004"

@@ -121,6 +121,7 @@ def test_a_server_that_is_gone_is_told_once_in_every_view(
     page = browser.new_page()  # which may log that it cannot connect
     open_page(page, url)
     viewer.send_signal(signal.SIGTERM)
+    assert viewer.wait(timeout=30) == 0  # or the signal of the fixture finds it without its handler, while it ends
     page.evaluate("""() => {
       window.tried = 0;
       const status = document.getElementById("status");

@@ -99,6 +99,7 @@ def test_a_run_on_two_ranks_is_that_of_one_process(tmp_path: Path) -> None:
     assert ranks_here() == []
 
 
+@pytest.mark.nightly
 def test_the_section_of_the_learner_reaches_its_ranks(tmp_path: Path) -> None:
     def first_update(*more: str) -> float:
         config = configure(tmp_path, *more)
@@ -160,6 +161,7 @@ def test_ranks_that_are_killed_or_hang_learn_their_batches_again(tmp_path: Path)
     assert ranks_here() == []
 
 
+@pytest.mark.nightly
 def test_ranks_begin_with_the_drivers_weights_also_the_frozen_ones_and_the_reference(tmp_path: Path) -> None:
     """Their files hold other weights. Nothing of them may be left, also where a checkpoint's adapter is read again."""
     more = ["topology.gpus_for_training=2", "model.trainer_mode=lora", "loss.kl_coef=0.1", "reference.source=adapter"]
@@ -197,6 +199,7 @@ def test_ranks_begin_with_the_drivers_weights_also_the_frozen_ones_and_the_refer
     assert len(told) == 1
 
 
+@pytest.mark.nightly
 def test_the_settings_bound_how_long_and_how_often_ranks_are_waited_for(tmp_path: Path) -> None:
     two = "topology.gpus_for_training=2"
     hasty = configure(tmp_path, two, "topology.group_timeout_seconds=0.0001", "topology.max_restarts=1")

@@ -1,4 +1,7 @@
-"""A learner's processes as actors of a real Ray on loopback: the same weights, recovery, refusals, and nothing left."""
+"""A learner's processes as actors of a real Ray on loopback: the same weights, recovery, refusals, and nothing left.
+
+On every change the tests share one Ray, and one more ends with its driver; what loses a Ray of its own is nightly.
+"""
 
 from __future__ import annotations
 
@@ -115,23 +118,28 @@ def listening_addresses(pids: set[int]) -> set[str]:
     return found
 
 
-@pytest.mark.parametrize("address", ["http://127.0.0.1:8265", "ray://127.0.0.1:1", "local", "head", "head:first"])
-def test_what_is_no_address_of_a_head_is_refused_and_sigterm_is_still_heard(address: str) -> None:
+def test_what_is_no_address_of_a_head_is_refused_and_sigterm_is_still_heard() -> None:
     """A program of its own: in this one Ray may have been joined."""
+    addresses = ("http://127.0.0.1:8265", "ray://127.0.0.1:1", "local", "head", "head:first")
     code = (
         "import signal, sys\n"
         "from gspo_gym.cluster.ray import RayLauncher\n"
         "from gspo_gym.errors import GymError\n"
         "before = signal.signal(signal.SIGTERM, lambda *_: print('heard'))\n"
-        "try:\n"
-        "    RayLauncher(sys.argv[1])\n"
-        "except GymError as error:\n"
-        "    print(error)\n"
+        "for address in sys.argv[1:]:\n"
+        "    try:\n"
+        "        RayLauncher(address)\n"
+        "    except GymError as error:\n"
+        "        print(error)\n"
         "signal.raise_signal(signal.SIGTERM)\n"
     )
-    done = subprocess.run([sys.executable, "-c", code, address], capture_output=True, text=True, timeout=120, cwd=ROOT)
-    expected = f"topology.ray_address (or RAY_ADDRESS): expected HOST:PORT of Ray's head, got '{address}'"
-    assert done.stdout.splitlines() == [expected, "heard"], done.stderr
+    command = [sys.executable, "-c", code, *addresses]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=ROOT)
+    expected = [
+        f"topology.ray_address (or RAY_ADDRESS): expected HOST:PORT of Ray's head, got '{address}'"
+        for address in addresses
+    ]
+    assert done.stdout.splitlines() == [*expected, "heard"], done.stderr
 
 
 def test_what_takes_connections_and_says_nothing_is_no_ray(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -192,17 +200,15 @@ def test_a_demand_that_cannot_be_met_is_a_sentence_at_once(
     began = time.monotonic()
     with pytest.raises(PlacementError, match=message):
         run_training(config)
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 60  # and not after the 120 that an actor is waited for
     assert not (tmp_path / "quickstart").exists()
 
 
-def test_two_actors_learn_and_two_sample_what_two_local_processes_and_one_do(
-    launcher: RayLauncher, tmp_path: Path
-) -> None:
+def test_two_actors_learn_and_two_sample_what_one_process_does(launcher: RayLauncher, tmp_path: Path) -> None:
+    """And so what two local processes do: see test_learner_ranks.py."""
     steps = ["training.iterations_per_epoch=3", "training.checkpoint_every_n_iters=3", "evaluation.seeds=0:20"]
     kinds = {
         "ray": [f"topology.ray_address={launcher.address}", "topology.gpus_for_vllm=2"],
-        "local": ["topology.launcher=local"],
         "one": ["topology.gpus_for_training=1"],
     }
     summaries = {}
@@ -218,11 +224,11 @@ def test_two_actors_learn_and_two_sample_what_two_local_processes_and_one_do(
     assert len(episodes_of(tmp_path / "ray")) == 3 * 64 + 2 * 20
     # In the order in which they ended, which is another one on two replicas.
     assert sorted(episodes_of(tmp_path / "ray")) == sorted(episodes_of(tmp_path / "one"))
-    require_same(saved["ray"], saved["local"])  # logprobs of other batches of calls
     require_same(saved["ray"], saved["one"])
     assert not any(event["kind"] == "ranks_lost" for event in read_events(tmp_path / "ray"))
 
 
+@pytest.mark.nightly
 def test_killed_actors_learn_their_batches_again(launcher: RayLauncher, tmp_path: Path) -> None:
     config = configure(tmp_path, f"topology.ray_address={launcher.address}")
     alone, policy = build_policy(config), build_policy(config)
@@ -265,6 +271,7 @@ def _ray_process(name: str) -> int:
     return begun[max(begun)]
 
 
+@pytest.mark.nightly
 def test_a_ray_of_our_own_that_dies_or_hangs_is_noticed_and_started_again() -> None:
     others = descendants(os.getpid())  # of the Ray of the other tests
     launcher = RayLauncher(None, num_cores=1, silence_seconds=5)
@@ -288,6 +295,7 @@ def test_a_ray_of_our_own_that_dies_or_hangs_is_noticed_and_started_again() -> N
     require_gone(running - _keeper(), set(), 0)
 
 
+@pytest.mark.nightly
 def test_a_batch_is_learned_again_when_ray_itself_is_lost(tmp_path: Path) -> None:
     config = configure(tmp_path, "topology.launcher=ray", "topology.heartbeat_seconds=5")
     alone, policy = build_policy(config), build_policy(config)
@@ -308,6 +316,7 @@ def test_a_batch_is_learned_again_when_ray_itself_is_lost(tmp_path: Path) -> Non
     assert 1 <= len(told) <= 3
 
 
+@pytest.mark.nightly
 def test_a_run_ends_with_a_sentence_when_the_ray_that_it_joined_is_lost_and_goes_on_with_another(
     tmp_path: Path,
 ) -> None:
@@ -364,6 +373,7 @@ sys.stdin.read()
 """
 
 
+@pytest.mark.nightly
 def test_only_what_was_on_a_node_that_leaves_is_moved_and_where_there_is_no_room_is_said_at_once() -> None:
     home, processes_of_ray = temporary_folder("gspo_ray_"), MarkedProcesses()
     variables = {
@@ -408,7 +418,7 @@ def test_only_what_was_on_a_node_that_leaves_is_moved_and_where_there_is_no_room
             PlacementError, match=rf"1 core are needed in all and 0 cores free.* on {re.escape(nodes[0])}$"
         ):
             fleet.start("replica", 2, ECHO)
-        assert time.monotonic() - began < 5
+        assert time.monotonic() - began < 60  # and not after the 120 that an actor is waited for
         for each in replicas[:2]:  # the others play on, and one that is lost begins where it was
             each.send({"do": "echo"})
             assert each.receive(0)[0]["do"] == "echo"

@@ -169,11 +169,10 @@ def test_two_ranks_that_compute_in_16_bits_have_the_gradients_of_one_process_wit
         assert apart < 0.05 * rounding  # it was 0, and `rounding` 0.02
 
 
-if torch.cuda.is_available():  # nothing to skip where there is no GPU
-
-    def test_offloaded_parameters_learn_the_same(tmp_path):
-        start_ranks(1, tmp_path, "offload")  # `cpu_offload` on and off
-        assert read_json(tmp_path / "difference.json") <= 5e-6
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="offloading needs a GPU")
+def test_offloaded_parameters_learn_the_same(tmp_path):
+    start_ranks(1, tmp_path, "offload")  # `cpu_offload` on and off
+    assert read_json(tmp_path / "difference.json") <= 5e-6
 
 
 def test_what_two_ranks_saved_goes_on_bit_for_bit_with_one_two_and_three(folders):

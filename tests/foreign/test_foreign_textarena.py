@@ -1,7 +1,7 @@
 """TextArena 0.7.4: check_env over every game, and what the adapter says of seeds, seats, secrets and rewards.
 
-Every registered game is tried in one variant, two of them for a move. Nothing is downloaded: games that need word lists
-must refuse.
+Every registered game is tried in one variant, two of them for a move; on every change, games of each kind. Nothing is
+downloaded: games that need word lists must refuse.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import os
 import random
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -50,6 +50,13 @@ NOT_PLAYED = {
 }
 ENDLESS = ("PublicGoodsGame-v0",)  # there is nothing to wait for
 HARD_TO_MAKE = ("RushHour-v0", "Sokoban-v0")  # some seconds a reset: made twice and played for a move
+# Played alone, against one, against several, with a secret, and what is not played, for each reason: on every change.
+EACH_KIND = (
+    *("2048-v0", "GuessTheNumber-v0", "Sudoku-v0", "TowerOfHanoi-v0"),
+    *("KuhnPoker-v0", "SimpleNegotiation-v0", "TicTacToe-v0", "TwoDollar-v0"),
+    *("Poker-v0", "ThreePlayerTicTacToe-v0"),
+    *("Wordle-v0", "Debate-v0", "Chess-v0", "UsedCarNegotiation-v0", "Countdown-v0"),
+)
 
 
 def games() -> list[str]:
@@ -66,7 +73,11 @@ def games() -> list[str]:
     return sorted(first.values())
 
 
-@pytest.mark.parametrize("game", [game for game in games() if game not in HARD_TO_MAKE])
+def nightly(game: str) -> Any:
+    return pytest.param(game, marks=() if game in EACH_KIND else pytest.mark.nightly)
+
+
+@pytest.mark.parametrize("game", [nightly(game) for game in games() if game not in HARD_TO_MAKE])
 def test_check_env(game: str, foreign_table: Callable[..., None], capsys: pytest.CaptureFixture[str]) -> None:
     report = check_env(
         "TextArena",
@@ -89,6 +100,7 @@ def test_check_env(game: str, foreign_table: Callable[..., None], capsys: pytest
         assert problems == [], str(report)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("game", HARD_TO_MAKE)
 def test_a_game_that_is_hard_to_make_is_the_same_for_a_seed(game: str, foreign_table: Callable[..., None]) -> None:
     env, other = make("TextArena", game=game), make("TextArena", game=game)
@@ -200,8 +212,13 @@ print(json.dumps(digests))
 """
 
 
-def test_a_seed_holds_in_another_process_with_other_hashes() -> None:
-    played_games = [game for game in games() if game not in NOT_PLAYED and game not in HARD_TO_MAKE]
+@pytest.mark.parametrize(
+    ("choice", "least"),
+    [(EACH_KIND, 10), pytest.param(games(), 50, marks=pytest.mark.nightly)],
+    ids=["each kind", "all"],
+)
+def test_a_seed_holds_in_another_process_with_other_hashes(choice: Sequence[str], least: int) -> None:
+    played_games = [game for game in choice if game not in NOT_PLAYED and game not in HARD_TO_MAKE]
     answers = []
     for hash_seed in ("1", "2"):  # the order of sets of strings differs
         environment = {**os.environ, "PYTHONHASHSEED": hash_seed}
@@ -209,5 +226,5 @@ def test_a_seed_holds_in_another_process_with_other_hashes() -> None:
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
         assert done.returncode == 0, done.stderr
         answers.append(json.loads(done.stdout))
-    assert len(answers[0]) >= 50
+    assert len(answers[0]) >= least
     assert answers[0] == answers[1]

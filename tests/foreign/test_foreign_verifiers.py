@@ -60,10 +60,11 @@ def played(env_id: str, *said: str | Message, seed: int = FIRST, **env_args: Any
     )
 
 
+@pytest.mark.parametrize("seeds", [range(3), pytest.param(range(3, 30), marks=pytest.mark.nightly)], ids=str)
 @pytest.mark.parametrize("env_id", ENVIRONMENTS)
-def test_check_env_passes(env_id: str, foreign_table: Callable[..., None]) -> None:
+def test_check_env_passes(env_id: str, seeds: range, foreign_table: Callable[..., None]) -> None:
     make("Verifiers", env_id=env_id)  # loaded here: importing it may take longer than a step should
-    report = check_env("Verifiers", env_config={"env_id": env_id}, seeds=range(3), max_turns=8, num_leak_episodes=0)
+    report = check_env("Verifiers", env_config={"env_id": env_id}, seeds=seeds, max_turns=8, num_leak_episodes=0)
     reason = "" if report.passed else str(report.problems[0])
     foreign_table("verifiers", importlib.metadata.version("verifiers"), env_id, report.passed, reason)
     assert report.passed, str(report)

@@ -70,5 +70,5 @@ def test_git_ignores_what_the_makefile_installs() -> None:
     """Else the next `make lint` reads all packages of an environment; the list of this checkout alone must say so."""
     root = Path(__file__).parents[2]
     made = set(re.findall(r"^\w+ := (\.\S+)$", (root / "Makefile").read_text(), flags=re.MULTILINE))
-    assert {".venv", ".venv-cluster", ".openai-2"} <= made
+    assert {".venv", ".venv-more", ".openai-2"} <= made
     assert {f"{name}/" for name in made} <= set((root / ".gitignore").read_text().splitlines())

@@ -3,7 +3,8 @@
 `make vllm` runs these tests with an interpreter that has vLLM; every other stage leaves this folder out (`--ignore` in
 pyproject.toml). An engine takes ten seconds to start and belongs to the loop that it was started in, so there is one
 loop, in a thread of its own, and an engine or a server for each configuration, shared by the whole session. A test that
-breaks an engine starts its own.
+breaks an engine starts its own. Without the tests marked nightly at most nine are started: a test that needs one more
+is nightly, or takes the place of another.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import itertools
+import multiprocessing
 import threading
 from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
@@ -21,12 +23,15 @@ from agreement import publish
 from tiny_vllm import SETTINGS, START_SECONDS
 
 from gspo_gym.engine.base import WeightUpdate
+from gspo_gym.engine.vllm import transfer
 from gspo_gym.engine.vllm.engine import VllmEngine
 from gspo_gym.engine.vllm.server import VllmServer
 from gspo_gym.engine.vllm.settings import VllmSettings, environment
 from gspo_gym.policy.load import Policy, load_policy, save_policy
 
 T = TypeVar("T")
+
+CHUNK_BYTES = 50_000  # the tiny model's 24 tensors are then 9 chunks, the embeddings a larger one by themselves
 
 # vLLM and torch warn when they are imported and started, in code that nobody here can change. Each entry is one kind of
 # one origin; all other warnings are errors, as everywhere.
@@ -65,6 +70,14 @@ class LoopThread:
 StartEngine = Callable[..., VllmEngine]
 
 
+@pytest.fixture(autouse=True, scope="session")
+def small_chunks() -> Iterator[None]:
+    """Weights that are handed over go in many chunks."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(transfer, "CHUNK_BYTES", CHUNK_BYTES)
+        yield
+
+
 @pytest.fixture(scope="session")
 def loop_thread() -> Iterator[LoopThread]:
     thread = LoopThread()
@@ -88,7 +101,9 @@ def model_folder(policy: Policy, tmp_path_factory: pytest.TempPathFactory) -> Pa
 
 @pytest.fixture(scope="session")
 def start_engine(loop_thread: LoopThread, model_folder: Path) -> Iterator[StartEngine]:
-    """`start_engine(**settings)` starts vLLM with `SETTINGS` but for these; closed after the session."""
+    """`start_engine(**settings)` starts vLLM with `SETTINGS` but for these; closed after the session, with all of its
+    processes."""
+    others = set(multiprocessing.active_children())
     engines: list[VllmEngine] = []
 
     def start(**changes: Any) -> VllmEngine:
@@ -100,12 +115,15 @@ def start_engine(loop_thread: LoopThread, model_folder: Path) -> Iterator[StartE
     yield start
     for engine in engines:
         loop_thread.run(engine.close())
+    for process in set(multiprocessing.active_children()) - others:
+        process.join(60)  # what had to be killed ends a moment later on a busy machine
+        assert not process.is_alive(), process
 
 
 @pytest.fixture(scope="session")
 def full_engine(start_engine: StartEngine) -> VllmEngine:
-    """Takes whole models. Its version and weights are what the last test left."""
-    return start_engine()
+    """Takes whole models, by files or handed over. Its version and weights are what the last test left."""
+    return start_engine(transfer="shared_memory")
 
 
 @pytest.fixture(scope="session")

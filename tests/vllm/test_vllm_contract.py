@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Collection
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +34,15 @@ MAX_LENS = {"full": 512, "adapter": 512, "server": 2048}
 LACKS: dict[str, Collection[str]] = {"full": (), "adapter": (), "server": ()}
 
 
-# Its end is the same with adapters, so only one vLLM is started to be closed.
-CASES = [case for case in cases_of(CLAUSES, LACKS) if not (case[0] == "adapter" and "closed" in case[1].name)]
+def takes_an_engine(name: str, clause: Clause) -> bool:
+    """Whether a vLLM is started for the clause alone."""
+    return name != "server" and "closed" in clause.name
+
+
+CASES = [
+    pytest.param(name, clause, marks=pytest.mark.nightly if takes_an_engine(name, clause) else ())
+    for name, clause in cases_of(CLAUSES, LACKS)
+]
 
 
 def make_subject(policy: Policy, kind: UpdateKind, folder: Path, max_len: int) -> Callable[[Engine], Subject]:
@@ -87,12 +95,13 @@ class Subjects:
         shared = self.get(name)
         if name == "server":
             return self._make[name](self._connect())
-        if "closed" in clause.name:
-            return self._make[name](self._request.getfixturevalue("start_engine")())
+        if takes_an_engine(name, clause):
+            settings = {"max_lora_rank": 8, "max_loras": 3} if name == "adapter" else {}
+            return self._make[name](self._request.getfixturevalue("start_engine")(**settings))
         assert isinstance(shared.engine, VllmEngine)
         # A gate that is poisoned while it is paused leaves vLLM paused, for the tests after these, too.
         self._request.addfinalizer(lambda: self._run(give_weights(shared)))
-        return self._make[name](VllmEngine(shared.engine._llm, shared.engine._settings))
+        return self._make[name](VllmEngine(shared.engine._llm, replace(shared.engine._settings, transfer="files")))
 
     def _engine(self, name: str) -> Engine:
         if name == "server":

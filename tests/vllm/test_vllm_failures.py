@@ -65,6 +65,7 @@ def test_calls_in_flight_fail_when_vllms_process_is_killed(start_engine: Any, lo
     assert not core.is_alive()
 
 
+@pytest.mark.nightly
 def test_closing_ends_calls_in_flight_with_an_error_and_leaves_no_process(start_engine: Any, loop_thread: Any) -> None:
     engine, core = start_with_process(start_engine)
 
@@ -83,6 +84,7 @@ def test_closing_ends_calls_in_flight_with_an_error_and_leaves_no_process(start_
     assert not core.is_alive()
 
 
+@pytest.mark.nightly
 def test_an_engine_that_is_killed_asleep_is_replaced_by_the_update_and_one_that_sleeps_can_be_closed(
     start_engine: Any, loop_thread: Any, policy: Policy, tmp_path: Path
 ) -> None:

@@ -64,6 +64,7 @@ def test_a_peft_folder_in_vllm_has_the_learners_logprobs(
     assert worst_gap(adapted.model, before) > 1000 * TOLERANCE  # the base without it would be seen
 
 
+@pytest.mark.nightly
 def test_a_merged_folder_in_vllm_has_the_learners_logprobs(
     start_engine: Any, adapted: Policy, checkpoint: str, tmp_path: Path, loop_thread: Any
 ) -> None:
@@ -90,6 +91,7 @@ def url(checkpoint: str) -> Iterator[str]:
         assert process.wait(60) == 0
 
 
+@pytest.mark.nightly
 def test_a_lora_is_served_by_vllm_over_openais_protocol(url: str, adapted: Policy) -> None:
     http = openai.DefaultHttpxClient(trust_env=False)
     with openai.OpenAI(base_url=url, api_key="none", max_retries=0, http_client=http) as client:

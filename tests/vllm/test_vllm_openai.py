@@ -52,6 +52,7 @@ def test_a_call_that_is_out_of_time_is_given_up_and_the_server_goes_on(text_serv
     asyncio.run(play())
 
 
+@pytest.mark.nightly
 def test_a_server_with_raw_logprobs_is_found_out_before_the_first_sample(raw_server: VllmServer) -> None:
     async def start(tier: Any) -> HttpEngine:
         return await HttpEngine.start(HttpSettings(f"{raw_server.url}/v1", "policy", tier=tier))

@@ -27,6 +27,8 @@ from gspo_gym.policy.attestation import Canary, canary_prompts
 from gspo_gym.policy.load import Policy, adapt_policy, save_policy
 from gspo_gym.policy.staging import Handover
 
+pytestmark = pytest.mark.nightly  # each engine is several processes
+
 TOLERANCE = 1e-4  # nats, in float32
 SIZES = {"two share a layer": {"tensor_parallel_size": 2}, "two copies": {"data_parallel_size": 2}}
 

@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import numpy as np
+import pytest
 from agreement import nudge, plain_logprobs
 
 from gspo_gym.base.leftovers import descendants
@@ -18,6 +19,8 @@ from gspo_gym.policy.load import Policy
 from gspo_gym.run.records import read_events
 from gspo_gym.types import Completion
 from tests.unit.cluster.test_replicas import play, replicas_here, routed, sampling, until_all_take_part
+
+pytestmark = pytest.mark.nightly  # the router is the same with other engines
 
 TOLERANCE = 1e-4  # nats, in float32
 

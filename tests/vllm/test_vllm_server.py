@@ -336,11 +336,13 @@ def test_adapters_agree_with_a_plain_forward_and_calls_in_flight_keep_theirs(
     assert max(gaps) <= TOLERANCE
 
 
+@pytest.mark.nightly
 def test_a_server_with_raw_logprobs_is_refused(raw_server: VllmServer, connect: Connect) -> None:
     with pytest.raises(ConfigError, match="its logprobs are raw"):
         connect(raw_server.url)
 
 
+@pytest.mark.nightly
 def test_a_users_own_server_is_used_for_what_it_can(
     model_folder: Path, policy: Policy, connect: Connect, tmp_path: Path, loop_thread: Any
 ) -> None:

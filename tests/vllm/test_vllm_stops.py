@@ -16,7 +16,11 @@ import uuid
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 from gspo_gym.policy.load import load_policy, save_policy
+
+pytestmark = pytest.mark.nightly  # three programs, each with a vLLM of its own
 
 CONFIG = """
 [run]

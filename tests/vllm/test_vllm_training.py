@@ -79,6 +79,7 @@ def played(run: RunConfig) -> list[list[int]]:
     return tokens
 
 
+@pytest.mark.nightly
 def test_two_steps_with_adapters_on_vllm_in_this_process_agree_with_the_learner(folder: Path) -> None:
     require_sound(config(folder, {"source": "player", "label": "lora", "trainer_mode": "lora"}, vllm=VLLM))
 
@@ -90,6 +91,7 @@ def test_a_runs_own_lines_are_not_buried_in_vllms_log(folder: Path, capfd: pytes
     assert not [line for line in said if "INFO" in line or "WARNING" in line or "Loading" in line]
 
 
+@pytest.mark.nightly
 def test_a_run_whose_weights_are_handed_over_in_memory_plays_the_same_episodes(plain: RunConfig, folder: Path) -> None:
     training = {**TRAINING, "weight_sync": {"transfer": "shared_memory"}}
     run = config(folder, {"source": "player", "label": "handed-over"}, vllm=VLLM, training=training)
@@ -97,6 +99,7 @@ def test_a_run_whose_weights_are_handed_over_in_memory_plays_the_same_episodes(p
     assert played(run) == played(plain)
 
 
+@pytest.mark.nightly
 def test_a_run_whose_engine_sleeps_while_the_learner_works_plays_the_same_episodes(
     plain: RunConfig, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,6 +1,6 @@
 """Weights handed to vLLM in memory: agreement with the learner, versions, and failures at every point of a transfer.
 
-On a processor by "shared_memory"; where there are GPUs the same agreement is asked of "ipc", and of "nccl" with two.
+On a processor by "shared_memory"; the same agreement is asked of "ipc" on a GPU, and of "nccl" on two.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from benchmarks.weights import measure
 from gspo_gym.config.build.engines import learner_score
 from gspo_gym.engine.base import SamplingParams, WeightUpdate
 from gspo_gym.engine.replicas.rebuildable import RebuildableEngine
-from gspo_gym.engine.vllm import transfer as vllm_transfer
 from gspo_gym.engine.vllm.engine import VllmEngine
 from gspo_gym.engine.vllm.settings import VllmSettings
 from gspo_gym.errors import EngineError, EnginePoisonedError
@@ -38,8 +37,13 @@ from gspo_gym.types import Completion
 
 TOLERANCE = 1e-4  # nats, in float32
 NUM_GPUS = torch.cuda.device_count()
-TRANSFERS = ["shared_memory", *["ipc"][:NUM_GPUS], *["nccl"][: max(NUM_GPUS - 1, 0)]]
-CHUNK_BYTES = 50_000  # the tiny model's 24 tensors are then 9 chunks, the embeddings a larger one by themselves
+# Each way, and whether the head is the embeddings; the first is that of the engine that other tests share.
+CASES = [
+    ("shared_memory", True),
+    pytest.param(("shared_memory", False), marks=pytest.mark.nightly),
+    pytest.param(("ipc", False), marks=pytest.mark.skipif(NUM_GPUS < 1, reason="ipc needs a GPU")),
+    pytest.param(("nccl", False), marks=pytest.mark.skipif(NUM_GPUS < 2, reason="nccl needs two GPUs")),
+]
 POINTS = {  # of a transfer, and what is then said to have failed
     "start": "while a weight update is already active",
     "chunk": "No such file or directory: '/proc/self/fd/nothing'",
@@ -47,14 +51,7 @@ POINTS = {  # of a transfer, and what is then said to have failed
 }
 
 
-@pytest.fixture(autouse=True, scope="module")
-def small_chunks() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(vllm_transfer, "CHUNK_BYTES", CHUNK_BYTES)
-        yield
-
-
-@pytest.fixture(scope="module", params=[("shared_memory", True), *((transfer, False) for transfer in TRANSFERS)])
+@pytest.fixture(scope="module", params=CASES)
 def case(request: Any, policy: Policy) -> tuple[str, Policy]:
     """A way of transfer, and a policy whose head is its embeddings' or its own, where the transfer finds it."""
     transfer, is_tied = request.param
@@ -66,9 +63,14 @@ def case(request: Any, policy: Policy) -> tuple[str, Policy]:
 
 
 @pytest.fixture(scope="module")
-def engine(case: tuple[str, Policy], start_engine: Any, tmp_path_factory: pytest.TempPathFactory) -> VllmEngine:
-    """Began with the case's policy; its version and weights are what the last test left."""
+def engine(
+    case: tuple[str, Policy], request: Any, start_engine: Any, tmp_path_factory: pytest.TempPathFactory
+) -> VllmEngine:
+    """Has the shapes of the case's policy; its version and weights are what the last test left."""
     transfer, policy = case
+    if policy.model.config.tie_word_embeddings:
+        shared: VllmEngine = request.getfixturevalue("full_engine")
+        return shared
     folder = tmp_path_factory.mktemp("began") / "policy"
     save_policy(policy, folder)
     device_ids = {"device_ids": (1,)} if transfer == "nccl" else {}
@@ -84,9 +86,10 @@ def on_processor(model: Any) -> Any:
     return model if model.device.type == "cpu" else copy.deepcopy(model).to("cpu")
 
 
+@pytest.mark.parametrize("num_updates", [3, pytest.param(10, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("is_adapter", [False, True])
-def test_logprobs_agree_with_a_plain_forward_before_and_after_ten_transfers(
-    is_adapter: bool, case: tuple[str, Policy], engine: VllmEngine, loop_thread: Any
+def test_logprobs_agree_with_a_plain_forward_before_and_after_transfers(
+    is_adapter: bool, num_updates: int, case: tuple[str, Policy], engine: VllmEngine, loop_thread: Any
 ) -> None:
     """Of the whole model, and of a LoRA that is merged on its way."""
     policy = Policy(model=copy.deepcopy(case[1].model), tokenizer=case[1].tokenizer, base=case[1].base)
@@ -94,7 +97,7 @@ def test_logprobs_agree_with_a_plain_forward_before_and_after_ten_transfers(
         policy = adapt_policy(policy, LoraSettings(r=4, alpha=8), seed=0)
     loop_thread.run(publish(engine, next_update(engine, policy)))
     gaps = [worst_gap(on_processor(policy.model), loop_thread.run(play_many(engine, range(4))))]
-    for number in range(10):
+    for number in range(num_updates):
         before = on_processor(copy.deepcopy(policy.model))
         nudge(policy.model, number, scale=0.05)
         update = next_update(engine, policy)
@@ -230,6 +233,7 @@ def held_chunks() -> list[str]:
     return [name for name in (*named, *files) if "gspo_gym" in name]
 
 
+@pytest.mark.nightly
 def test_a_transfer_that_fails_poisons_and_the_rebuilt_engine_has_the_weights(
     policy: Policy, model_folder: Path, loop_thread: Any
 ) -> None:
