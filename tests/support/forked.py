@@ -1,4 +1,4 @@
-"""A test that runs in a fork of pytest: limits that it sets, and signals that it sends to itself, leave pytest alone."""
+"""A test that runs in a fork of pytest: the limits that it sets and the signals that it gets leave pytest alone."""
 
 from __future__ import annotations
 

@@ -88,8 +88,11 @@ def play(
     ],
 )
 def test_an_action_that_ends_its_environment_is_kept_at_the_floor_in_its_first_attempt(place: str, word: str) -> None:
-    kwargs = {"max_action_seconds": 0.2} if word == "declared" else {}
-    group, ledger, attempts = play(made_in(place, **kwargs), "good", "wait" if word == "declared" else word)
+    if word == "declared":
+        make, limits = made_in(place, max_action_seconds=1.0), {"step_timeout_seconds": 60.0}
+        group, ledger, attempts = play(make, "good", "wait", **limits)
+    else:
+        group, ledger, attempts = play(made_in(place), "good", word)
     assert [(t.outcome, t.attempt) for t in attempts] == [(Outcome.ACTION_LIMIT, 0)] * 2
     # "good" earned 0.5, so the last turn has to take 3.5 for a return of -3.
     assert [[turn.reward for turn in t.turns] for t in group.trajectories] == [[0.5, FLOOR - 0.5]] * 2
