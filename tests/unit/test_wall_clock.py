@@ -1,4 +1,4 @@
-"""Tests hold on a busy machine: they give nothing less than 30 seconds that has to happen, nor less than 1 to good calls.
+"""Tests hold on a busy machine: what has to happen has 30 seconds, and a good call has no limit below 1.
 
 Files are read with `ast`. A limit below 1 second stands only where something has to miss it: the table says where, and
 why. Where a good call has the same limit as one that misses it, the test moves the clock (`moved_clock.py`).
@@ -24,10 +24,18 @@ LIMIT = re.compile(
 )
 CONSTANT_OF_OURS = re.compile(r"_SECONDS$")  # as a test patches it
 WAITING_CALLS = ("wait", "wait_for", "join", "timeout")  # with a number in place
+LOOKED_AT = (ast.Call, ast.Dict, ast.Assign, ast.AnnAssign, ast.arguments, ast.Constant, ast.BinOp, ast.Assert)
 CLOCKS = ("monotonic", "perf_counter", "time")
 DURATION = re.compile(r"(^|_)(seconds|elapsed|took|duration)$")
-NAMED_SO = re.compile(r"timeout|deadline|patience|grace|settle|limit|seconds|time_s|wait|join", re.IGNORECASE)
-SHORT_NUMBER = re.compile(r"(?<![\d.\w])0?\.\d|\de-\d|\d\s*/\s*\d")
+# A quick look at lines of text.
+NAMED_SO = re.compile(
+    r"(?i:timeout|deadline|patience|grace|settle|time_limit|max_\w*(seconds|time_s)|(start|stop)_seconds)|_SECONDS"
+    r"|\b(wait|wait_for|join)\("
+)
+ASSERTED = re.compile(
+    r"\s*assert (?=.*(wait\(|[<>])).*(wait\(|seconds|elapsed|took|duration|monotonic|perf_counter|time\.time)"
+)
+SHORT_NUMBER = re.compile(r"(?<![\d.\w])0?\.\d*[1-9]|\de-\d|\d / \d")
 IN_TEXT = re.compile(r"(\w*(?:timeout|deadline|patience|grace|max_\w*)_(?:seconds|s)) ?= ?(0?\.\d+)")
 
 # What has to miss a limit, and where. What the same function expects of good calls stands under limits of its own.
@@ -163,12 +171,8 @@ def short_limits(node: ast.AST) -> Iterator[str]:
     """Yield the limits below a second that a node sets, also in a text."""
     for name, value in named_values(node):
         seconds = value_of(value)
-        if (
-            LIMIT.search(name)
-            and not name.lower().endswith("_prob")
-            and seconds is not None
-            and 0 < seconds < SHORTEST_LIMIT
-        ):
+        is_short = seconds is not None and 0 < seconds < SHORTEST_LIMIT
+        if is_short and LIMIT.search(name) and not name.lower().endswith("_prob"):
             yield f"{name} = {seconds:g}"
     if isinstance(node, ast.Constant) and isinstance(node.value, str):  # a configuration, a program
         yield from (f"{name} = {number}" for name, number in IN_TEXT.findall(node.value) if float(number))
@@ -217,7 +221,7 @@ def sites(file: str, text: str) -> Iterator[Site]:
     """Yield what is short in a file's text."""
     for top in ast.parse(text).body:
         place = f"{file}::{getattr(top, 'name', '')}"
-        for node in ast.walk(top):
+        for node in (node for node in ast.walk(top) if isinstance(node, LOOKED_AT)):
             line = getattr(node, "lineno", top.lineno)
             yield from (Site(place, line, limit, is_bound=False) for limit in short_limits(node))
             yield from (Site(place, line, bound, is_bound=True) for bound in short_bounds(node))
@@ -227,8 +231,8 @@ def may_have_sites(text: str) -> bool:
     """Return whether a look at the lines finds what could be one; reading all files as Python takes seconds."""
     return any(
         (SHORT_NUMBER.search(line) and NAMED_SO.search(line))
-        or any(f"{clock}(" in line for clock in CLOCKS)
-        or (line.lstrip().startswith("assert ") and ("seconds" in line or "wait(" in line))
+        or ASSERTED.match(line)
+        or ("() + " in line and any(f"{clock}() + " in line for clock in CLOCKS))
         for line in text.splitlines()
     )
 
