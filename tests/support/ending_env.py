@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ class Ending(TextEnv):
     Args:
         place: "loop": its methods are awaited; else they are plain.
         mark: a file that is made by the first "... once", which is the only one that does anything.
+        on_hang: called where a method begins to hang: in the loop or in its thread.
     """
 
     reward_range = (-3.0, 2.0)
@@ -33,10 +35,12 @@ class Ending(TextEnv):
         max_action_seconds: float | None = None,
         hangs_at_reset: bool = False,
         hangs_always: bool = False,
+        on_hang: Callable[[], object] = int,
     ) -> None:
         self.max_action_seconds = max_action_seconds
         self._is_async = place == "loop"
         self._mark, self._hangs_at_reset, self._hangs_always = mark, hangs_at_reset, hangs_always
+        self._on_hang = on_hang
 
     def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
         super().reset(seed=seed)
@@ -77,16 +81,18 @@ class Ending(TextEnv):
 
     def _hang(self, answer: Any) -> Any:
         if self._is_async:
-            return self._told(answer, seconds=3600.0)
+            return self._told(answer, seconds=3600.0, begin=self._on_hang)
+        self._on_hang()
         threading.Event().wait(20.0)  # in a thread of its own, which nobody can stop
         return answer
 
-    def _told(self, answer: Any, seconds: float = 0.0) -> Any:
+    def _told(self, answer: Any, seconds: float = 0.0, begin: Callable[[], object] = int) -> Any:
         if not self._is_async:
             time.sleep(seconds)
             return answer
 
         async def wait() -> Any:
+            begin()
             await asyncio.sleep(seconds)
             return answer
 

@@ -86,8 +86,8 @@ class FakeTaskApp:
         fault: which fault a rollout meets, by its number in the order of arrival; None for none.
         answers: what other requests are answered, by path: status, body and perhaps headers, or a function of `Asked`.
         asked: the requests that came in. faults: how many there were.
-        is_hanging: set when a client waits in vain. has_played_on: set when one has gone and the app has called the
-            model after that; after_hanging: what it was answered.
+        is_hanging: set when a client waits in vain, and `on_hang` is called. has_played_on: set when one has gone and
+            the app has called the model after that; after_hanging: what it was answered.
         leaves_open: it ends its rollout without its last call of the model (the message says SLOW) once this is set.
         spoil: changes an answer to POST /rollout before it is sent.
     """
@@ -104,6 +104,7 @@ class FakeTaskApp:
     faults: Counter[str] = field(default_factory=Counter)
     after_hanging: list[int] = field(default_factory=list)
     is_hanging: threading.Event = field(default_factory=threading.Event)
+    on_hang: Callable[[], object] = int
     has_played_on: threading.Event = field(default_factory=threading.Event)
     num_rollouts: int = 0
     _left_open: list[asyncio.Task[None]] = field(default_factory=list)
@@ -159,6 +160,7 @@ class FakeTaskApp:
             return
         if fault == "hang":
             self.is_hanging.set()
+            self.on_hang()
             await _disconnected(receive)
             async with _http() as http:
                 response = await self._call(http, request, [{"role": "user", "content": "late"}])

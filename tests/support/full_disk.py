@@ -1,4 +1,7 @@
-"""A disk that is really full: a small file system in memory where this process may mount one, else a limit on files."""
+"""A disk that is really full: a small file system in memory where this process may mount one, else a limit on files.
+
+The limit holds for every file of the process, so that only a forked test may set it: pytest writes files, too.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,8 @@ import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+
+from forked import is_forked
 
 
 @dataclass
@@ -38,7 +43,13 @@ class SmallDisk:
 
 @contextlib.contextmanager
 def small_disk(folder: Path, num_bytes: int, *, may_mount: bool = True) -> Iterator[SmallDisk]:
-    """Make a folder a disk of that size until the block ends."""
+    """Make a folder a disk of that size until the block ends.
+
+    Raises:
+        RuntimeError: the test is not `forked`, and no other test would run on a machine where nothing can be mounted.
+    """
+    if not is_forked():
+        raise RuntimeError("expected a test with the decorator @forked: a limit on files would be pytest's own")
     folder.mkdir()
     mounting = ["mount", "-t", "tmpfs", "-o", f"size={num_bytes}", "tmpfs", str(folder)]
     try:

@@ -53,11 +53,13 @@ class ScriptedModel:
         say: gives the message for a request, the status of an error, or a refusal; a message may hold `gspo_gym`,
             `overflow` and `finish_reason`.
         asked: the requests.
-        is_asked: set when one comes in. hangs: answers nothing until its client leaves, and sets `is_left` then.
+        is_asked: set when one comes in. hangs: answers nothing until its client leaves, and sets `is_left` then;
+            `on_hang` is called before.
     """
 
     say: Say
     hangs: bool = False
+    on_hang: Callable[[], object] = int
     asked: list[Asked] = field(default_factory=list)
     is_asked: threading.Event = field(default_factory=threading.Event)
     is_left: threading.Event = field(default_factory=threading.Event)
@@ -79,6 +81,7 @@ class ScriptedModel:
         self.asked.append(asked)
         self.is_asked.set()
         if self.hangs:
+            self.on_hang()
             message = await receive()  # the body is read: what comes now is that the client left
             assert message["type"] == "http.disconnect"
             self.is_left.set()

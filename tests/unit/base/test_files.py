@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from forked import forked
 from full_disk import small_disk
 
 from gspo_gym.base import files
@@ -51,6 +52,7 @@ def test_a_disk_without_room_is_our_error_that_names_the_file(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("may_mount", [True, False])
+@forked
 def test_a_line_that_finds_no_room_leaves_nothing_for_the_next_one_to_be_glued_to(
     tmp_path: Path, may_mount: bool
 ) -> None:

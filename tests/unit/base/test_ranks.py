@@ -12,7 +12,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -58,12 +57,15 @@ def group() -> Iterator[Callable[..., Ranks]]:
 def test_a_rank_that_joins_before_its_starter_returns_is_counted() -> None:
     """Ray may tell of an actor after the actor has connected."""
 
+    ranks = Ranks.__new__(Ranks)
+
     def start_and_tell_late(environment: Mapping[str, str]) -> Handle:
         handle = start_echo(environment)
-        time.sleep(2)  # it joins within a fraction of a second
+        assert ranks._members[0].joined.wait(60)
         return handle
 
-    with contextlib.closing(Ranks([start_and_tell_late])) as ranks:
+    ranks.__init__([start_and_tell_late])
+    with contextlib.closing(ranks):
         assert len(ranks.handles) == 1
 
 

@@ -211,13 +211,13 @@ def test_only_the_pieces_of_a_node_that_is_gone_move_and_where_there_is_no_room_
     # The replica of the node that is gone finds no room: what the learners have just given back is theirs.
     del nodes.cores["c"]
     nodes.taken["a"] = 1
-    began = time.monotonic()
+    nodes.settle_seconds, began = 100.0, time.monotonic()
     with pytest.raises(PlacementError, match=r"1 core are needed in all and 0 cores free: 1 core missing.* on a$"):
         fleet.start("replica", 0, program)
-    assert time.monotonic() - began < 0.4
+    assert time.monotonic() - began < 50
     # There is room, but what was killed has not given it back yet: that is waited for.
     nodes.cores, nodes.taken = {"d": 2}, {"d": 2}
-    began = time.monotonic()
+    nodes.settle_seconds, began = 0.5, time.monotonic()
     with pytest.raises(PlacementError, match="2 cores are needed in all and 0 cores free"):
         fleet.starts("learner", program)
     assert time.monotonic() - began >= 0.5

@@ -22,6 +22,7 @@ from typing import Any
 
 import gymnasium
 import pytest
+from moved_clock import Hang, move_clock
 
 from gspo_gym.env.core import TextEnv, ToolEnv
 from gspo_gym.env.rewards import Reward
@@ -39,6 +40,12 @@ def say(text: str) -> Message:
 
 def run(play: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
     return asyncio.run(play())
+
+
+async def begun() -> None:
+    """Let the tasks of this loop begin; none of them waits for anything real."""
+    for _ in range(10):
+        await asyncio.sleep(0)
 
 
 class Echo(TextEnv):
@@ -319,22 +326,24 @@ def test_a_wrong_answer_to_an_unreadable_action_is_a_contract_error() -> None:
 
 
 @pytest.fixture
-def gate() -> Iterator[threading.Event]:
-    """Set when the test is over, so that hanging threads end."""
-    event = threading.Event()
-    yield event
-    event.set()
+def hang() -> Iterator[Hang]:
+    made = Hang()
+    yield made
+    made.over.set()
 
 
-def test_a_hang_is_a_timeout_and_stalls_nobody_else(gate: threading.Event) -> None:
-    env = Echo(lambda method: gate.wait() if method == "step" else None)
+def test_a_hang_is_a_timeout_and_stalls_nobody_else() -> None:
+    entered, over = threading.Event(), threading.Event()
+    env = Echo(lambda method: (entered.set(), over.wait())[0] if method == "step" else None)
 
     async def play() -> None:
-        session = EnvSession(env, env_id="Echo-v0", step_timeout_seconds=0.4)
+        session = EnvSession(env, env_id="Echo-v0", step_timeout_seconds=60.0)
         await session.reset(0)
         hanging = asyncio.create_task(session.step(say("x")))
+        await asyncio.to_thread(entered.wait, 60)
         assert len(await episode(Echo())) == 3
-        with pytest.raises(EnvTimeoutError, match=r"^Echo-v0: step\(\) did not answer within 0.4 seconds"):
+        move_clock(asyncio.get_running_loop(), 60.0)
+        with pytest.raises(EnvTimeoutError, match=r"^Echo-v0: step\(\) did not answer within 60 seconds"):
             await hanging
         with pytest.raises(UsageError, match=r"step\(\) after step\(\) was given up"):
             await session.step(say("y"))
@@ -344,23 +353,24 @@ def test_a_hang_is_a_timeout_and_stalls_nobody_else(gate: threading.Event) -> No
 
     run(play)
     assert env.num_closed == 0  # it hangs, and no other thread may touch it
+    over.set()
 
 
-def test_a_plain_close_follows_the_hanging_call_in_the_same_thread(gate: threading.Event) -> None:
+def test_a_plain_close_follows_the_hanging_call_in_the_same_thread(hang: Hang) -> None:
     closed = threading.Event()
-    env = Echo(lambda method: gate.wait() if method == "step" else closed.set() if method == "close" else None)
+    env = Echo(lambda method: {"step": hang, "close": closed.set}.get(method, int)())
 
     async def play() -> None:
-        session = EnvSession(env, env_id="Echo-v0", step_timeout_seconds=0.4)
+        session = EnvSession(env, env_id="Echo-v0", step_timeout_seconds=hang.seconds)
         await session.reset(0)
         with pytest.raises(EnvTimeoutError):
             await session.step(say("x"))
         await session.close()
 
-    run(play)
+    run(lambda: hang.watched(play()))
     assert not closed.is_set()
-    gate.set()
-    assert closed.wait(5)
+    hang.over.set()
+    assert closed.wait(60)
     assert len(env.threads) == 1
 
 
@@ -398,6 +408,7 @@ def test_async_code_that_does_not_give_in_is_left_behind() -> None:
 
     class Stubborn(AsyncEcho):
         async def step(self, action: str) -> Any:
+            move_clock(asyncio.get_running_loop(), 60.0)
             while True:
                 try:
                     await asyncio.Event().wait()
@@ -407,11 +418,14 @@ def test_async_code_that_does_not_give_in_is_left_behind() -> None:
                         raise
 
     async def play() -> None:
-        session = EnvSession(Stubborn(), env_id="S", step_timeout_seconds=0.3)
+        session = EnvSession(Stubborn(), env_id="S", step_timeout_seconds=60.0)
         await session.reset(0)
         with pytest.raises(EnvTimeoutError):
             await session.step(say("x"))
-        await session.close()
+        closing = asyncio.create_task(session.close())
+        await begun()
+        move_clock(asyncio.get_running_loop(), 60.0)
+        await closing
 
     run(play)
     assert released[0] == "asked"
@@ -467,14 +481,14 @@ def test_a_failing_close_is_an_env_error_once(kind: type[Echo]) -> None:
     run(play)
 
 
-def test_a_hanging_close_is_a_timeout(gate: threading.Event) -> None:
+def test_a_hanging_close_is_a_timeout(hang: Hang) -> None:
     async def play() -> None:
-        env = Echo(lambda method: gate.wait() if method == "close" else None)
-        session = EnvSession(env, env_id="E", step_timeout_seconds=0.4)
+        env = Echo(lambda method: hang() if method == "close" else None)
+        session = EnvSession(env, env_id="E", step_timeout_seconds=hang.seconds)
         with pytest.raises(EnvTimeoutError, match=r"E: close\(\) did not answer"):
             await session.close()
 
-    run(play)
+    run(lambda: hang.watched(play()))
 
 
 def test_two_hundred_sessions_run_beside_each_other() -> None:
@@ -492,15 +506,6 @@ def test_two_hundred_sessions_run_beside_each_other() -> None:
         return sum(await asyncio.gather(*map(one, range(200))))
 
     assert run(play) == 600
-
-
-class LeapingLoop(asyncio.SelectorEventLoop):
-    """A loop that was blocked for `blocked_seconds`."""
-
-    blocked_seconds = 0.0
-
-    def time(self) -> float:
-        return super().time() + self.blocked_seconds
 
 
 async def proven_quick(*names: str, **options: Any) -> QuickCalls:
@@ -571,7 +576,7 @@ def test_an_environment_that_hangs_in_the_shared_thread_is_named_closed_there_an
             over.wait()
 
         hanging = Movable(lambda method: {"step": hang, "close": closed.set}.get(method, int)())
-        session = await open_session(lambda: hanging, env_id="Echo", step_timeout_seconds=0.1, quick=quick)
+        session = await open_session(lambda: hanging, env_id="Echo", step_timeout_seconds=60.0, quick=quick)
         others = [await open_session(Movable, env_id="Echo", step_timeout_seconds=None, quick=quick) for _ in range(3)]
         for each in (session, *others):
             await each.reset(1)
@@ -579,12 +584,13 @@ def test_an_environment_that_hangs_in_the_shared_thread_is_named_closed_there_an
         late = asyncio.create_task(session.step(say("on")))
         for result in await asyncio.gather(*(each.step(say("stop")) for each in others)):
             assert result.terminated
-        with pytest.raises(EnvTimeoutError, match=r"Echo: step\(\) did not answer within 0.1 seconds"):
+        move_clock(asyncio.get_running_loop(), 60.0)
+        with pytest.raises(EnvTimeoutError, match=r"Echo: step\(\) did not answer within 60 seconds"):
             await late
         await asyncio.gather(*(each.close() for each in (session, *others)))
         assert not closed.is_set()
         over.set()
-        assert await asyncio.to_thread(closed.wait, 5)
+        assert await asyncio.to_thread(closed.wait, 60)
         assert len(hanging.threads) == 1  # close waited for the step, in its thread
 
     run(play)
@@ -617,27 +623,26 @@ def test_environments_that_are_quickly_made_are_made_in_the_shared_thread(
 
 
 def test_an_environment_that_is_made_late_in_the_shared_thread_is_closed_there() -> None:
-    closed, loop = threading.Event(), LeapingLoop()
+    closed = threading.Event()
 
     async def play() -> None:
-        quick = await proven_quick("Echo()", patience_seconds=1.0)
+        quick = await proven_quick("Echo()", patience_seconds=10.0)
         gate = threading.Event()
 
         def factory() -> Movable:
             return Movable(lambda method: closed.set() if method == "close" else None)
 
         blocked = asyncio.create_task(quick.call(OwnThread(), "Echo", gate.wait))
-        opening = asyncio.create_task(open_session(factory, env_id="Echo", step_timeout_seconds=5.0, quick=quick))
-        await asyncio.sleep(0.01)  # it is asked for, and waits behind the other
-        loop.blocked_seconds = 10.0
-        with pytest.raises(EnvTimeoutError, match="making the environment took longer than 5 seconds"):
+        opening = asyncio.create_task(open_session(factory, env_id="Echo", step_timeout_seconds=60.0, quick=quick))
+        await begun()  # it is asked for, and waits behind the other
+        move_clock(asyncio.get_running_loop(), 60.0)
+        with pytest.raises(EnvTimeoutError, match="making the environment took longer than 60 seconds"):
             await opening
         gate.set()
         await blocked
-        assert await asyncio.to_thread(closed.wait, 5)
+        assert await asyncio.to_thread(closed.wait, 60)
 
-    with asyncio.Runner(loop_factory=lambda: loop) as runner:
-        runner.run(play())
+    run(play)
 
 
 def test_an_environment_that_is_tied_to_a_thread_is_made_there_whatever_others_of_its_name_say() -> None:
@@ -659,18 +664,16 @@ def test_an_environment_that_is_tied_to_a_thread_is_made_there_whatever_others_o
 
 def test_close_waits_for_a_step_that_misses_its_deadline_before_it_begins() -> None:
     ran: list[str] = []
-    loop = LeapingLoop()
 
     async def play() -> None:
         quick = await proven_quick()
         session = EnvSession(Movable(ran.append), env_id="Echo", step_timeout_seconds=9.0, quick=quick)
         step = asyncio.create_task(session.step(say("on")))
         await asyncio.sleep(0)  # the step is asked for
-        loop.blocked_seconds = 10.0
+        move_clock(asyncio.get_running_loop(), 10.0)
         with pytest.raises(EnvTimeoutError):
             await step
         await session.close()
         assert ran == ["step", "close"]
 
-    with asyncio.Runner(loop_factory=lambda: loop) as runner:
-        runner.run(play())
+    run(play)

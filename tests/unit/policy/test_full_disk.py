@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Callable, Iterator, Mapping
-from functools import partial
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from forked import forked
 from full_disk import SmallDisk, small_disk
 
 from gspo_gym.engine.base import SamplingParams
@@ -35,10 +37,21 @@ FULL = "No space left on device|File too large"
 
 
 @pytest.fixture(params=["mounted", "limited"])
-def disk(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[SmallDisk]:
-    """Room for a configuration, and for no weights."""
-    with small_disk(tmp_path / "disk", 24_000, may_mount=request.param == "mounted") as made:
-        yield made
+def disk(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[], AbstractContextManager[SmallDisk]]:
+    """Room for a configuration, and for no weights; made in the test's own process."""
+    return partial(small_disk, tmp_path / "disk", 24_000, may_mount=request.param == "mounted")
+
+
+def on_the_disk(test: Callable[..., None]) -> Callable[..., None]:
+    """Run the test in a process of its own, with the disk that its fixture describes."""
+
+    @forked
+    @wraps(test)
+    def run(*, disk: Callable[[], AbstractContextManager[SmallDisk]], **kwargs: Any) -> None:
+        with disk() as made:
+            test(disk=made, **kwargs)
+
+    return run
 
 
 class Optimizer:
@@ -67,6 +80,7 @@ def names(folder: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("kind", ["full", "adapter"])
+@on_the_disk
 def test_weights_that_do_not_fit_are_an_engine_error_and_leave_nothing(kind: Any, disk: SmallDisk) -> None:
     staging = Staging(policy_of(kind), disk.folder / "staged")
     with pytest.raises(EngineError, match=f"version 1 could not be staged: .*({FULL})") as caught:
@@ -77,6 +91,7 @@ def test_weights_that_do_not_fit_are_an_engine_error_and_leave_nothing(kind: Any
     assert staging.stage(1, kind).checksums
 
 
+@on_the_disk
 def test_an_update_is_staged_again_when_there_is_room_again(disk: SmallDisk) -> None:
     """As documented: once more at once; who is told of the first failure may make room."""
     events: list[str] = []
@@ -104,6 +119,7 @@ def test_an_update_is_staged_again_when_there_is_room_again(disk: SmallDisk) -> 
 
 
 @pytest.mark.parametrize("kind", ["full", "adapter"])
+@on_the_disk
 def test_a_checkpoint_that_does_not_fit_is_a_checkpoint_error_and_the_one_before_stays(
     kind: str, disk: SmallDisk
 ) -> None:
@@ -124,6 +140,7 @@ def test_a_checkpoint_that_does_not_fit_is_a_checkpoint_error_and_the_one_before
     assert store.load_latest().step == 2
 
 
+@on_the_disk
 def test_a_policy_that_does_not_fit_is_a_storage_error_wherever_it_is_saved(disk: SmallDisk) -> None:
     with pytest.raises(StorageError, match=FULL):
         save_policy(policy_of("full"), disk.folder / "policy")
@@ -134,6 +151,7 @@ def test_a_policy_that_does_not_fit_is_a_storage_error_wherever_it_is_saved(disk
 @pytest.mark.parametrize(
     ("trouble", "disk"), [("full", "mounted"), ("full", "limited"), ("read-only", "mounted")], indirect=["disk"]
 )
+@on_the_disk
 def test_a_run_goes_on_while_the_disk_refuses_and_ends_at_the_third_checkpoint_in_a_row(
     trouble: str, disk: SmallDisk, tmp_path: Path
 ) -> None:

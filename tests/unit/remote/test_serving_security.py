@@ -29,6 +29,7 @@ import httpx
 import programs
 import pytest
 from fastapi import FastAPI
+from moved_clock import ServersClock, move_clock
 from scripted_model import ScriptedModel, in_turn, text
 
 from gspo_gym.errors import ConfigError
@@ -356,11 +357,13 @@ def test_a_body_that_trickles_in_is_given_up_and_holds_up_nobody() -> None:
         await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"0")]})
         await send({"type": "http.response.body", "body": b""})
 
-    with BackgroundServer(Guard(app, body_timeout_seconds=0.3)) as server:
+    clock = ServersClock(Guard(app, body_timeout_seconds=60.0))
+    with BackgroundServer(clock) as server:
         host, port = server.url.removeprefix("http://").split(":")
         with socket.create_connection((host, int(port)), timeout=60) as slow:
             slow.sendall(b"POST /slow HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-length: 9\r\n\r\n{")
             assert httpx.post(f"{server.url}/quick", json={}, trust_env=False, timeout=60).status_code == 200
+            clock.move(60.0)
             assert slow.recv(1_000).startswith(b"HTTP/1.1 408 ")
     assert arrived == ["/quick"]
 
@@ -383,24 +386,24 @@ def test_an_application_is_not_called_for_a_client_that_has_gone() -> None:
 
 @pytest.mark.parametrize("head", [b"", b"GET /health HT", b"GET /health HTTP/1.1\r\nhost: 127.0.0.1\r\nx"])
 @pytest.mark.parametrize("is_first", [True, False], ids=["first", "second"])
-def test_a_head_that_trickles_in_is_given_up(head: bytes, is_first: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_head_that_trickles_in_is_given_up(head: bytes, is_first: bool) -> None:
     """Also that of a second request on one connection."""
     if not head and not is_first:
         head = b"G"  # where nothing is begun, uvicorn closes after five seconds
-    monkeypatch.setattr("gspo_gym.remote.serving._HEAD_SECONDS", 0.3)
-    with BackgroundServer(create_task_app("GuessNumber", isolation="thread")) as server:
+    clock = ServersClock(create_task_app("GuessNumber", isolation="thread"))
+    with BackgroundServer(clock) as server:
         host, port = server.url.removeprefix("http://").split(":")
         with socket.create_connection((host, int(port)), timeout=60) as slow:
             if not is_first:
                 slow.sendall(b"HEAD / HTTP/1.1\r\nhost: 127.0.0.1\r\n\r\n")  # whose answer is one piece
                 assert slow.recv(1_000).startswith(b"HTTP/1.1 200 ")
             slow.sendall(head)
+            assert httpx.get(f"{server.url}/health", trust_env=False, timeout=60).status_code == 200  # it has come, too
+            clock.move(30.0)
             assert slow.recv(1_000) == b""  # closed
 
 
-def test_an_answer_may_take_longer_than_a_head(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gspo_gym.remote.serving._HEAD_SECONDS", 0.05)
-
+def test_an_answer_may_take_longer_than_a_head() -> None:
     async def app(scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] == "lifespan":
             while True:
@@ -408,9 +411,12 @@ def test_an_answer_may_take_longer_than_a_head(monkeypatch: pytest.MonkeyPatch) 
                 await send({"type": f"{kind}.complete"})
                 if kind == "lifespan.shutdown":
                     return
-        await asyncio.wait({asyncio.ensure_future(receive())}, timeout=0.01)
+        while (await receive()).get("more_body"):
+            pass
         gone = asyncio.ensure_future(receive())
-        await asyncio.wait({gone}, timeout=0.3)  # six times as long
+        move_clock(asyncio.get_running_loop(), 60.0)  # twice as long
+        for _ in range(10):
+            await asyncio.sleep(0)
         assert not gone.done()
         gone.cancel()
         await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"0")]})
@@ -428,7 +434,8 @@ def test_what_cannot_be_read_does_not_overtake_the_answer_to_the_request_before_
                 await send({"type": f"{kind}.complete"})
                 if kind == "lifespan.shutdown":
                     return
-        await asyncio.sleep(0.1)  # what follows has been read by then
+        for _ in range(10):  # what follows came with it, and has been read by then
+            await asyncio.sleep(0)
         await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"0")]})
         await send({"type": "http.response.body", "body": b""})
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 from ending_env import Ending
+from moved_clock import move_clock
 
 from gspo_gym.chat.renderer import RendererCache
 from gspo_gym.env.blame import floor_of
@@ -39,6 +39,8 @@ from gspo_gym.types import Completion, Outcome, Task, Trajectory, TrajectoryGrou
 FLOOR = -3.0  # of `Ending.reward_range`
 RENDERERS = RendererCache(tiny_tokenizer())
 PLACES = ("process", "thread", "loop")
+HANG_SECONDS = 60.0
+LOOPS: list[asyncio.AbstractEventLoop] = []  # the last one plays
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -47,22 +49,29 @@ def started() -> None:
     asyncio.run(ProcessEnv(Ending, start_timeout_seconds=60.0).close())
 
 
-def made_in(place: str, **kwargs: Any) -> Callable[[], Any]:
+def made_in(place: str, **kwargs: Any) -> partial[Any]:
     if place == "process":
         limits = WorkerLimits(memory_mb=1500)
         return partial(ProcessEnv, Ending, {"place": place, **kwargs}, limits=limits, start_timeout_seconds=60.0)
-    return partial(Ending, place=place, **kwargs)
+    return partial(Ending, place=place, on_hang=let_time_pass, **kwargs)
+
+
+def let_time_pass() -> None:
+    """In this process, a hang misses its limit at once."""
+    move_clock(LOOPS[-1], HANG_SECONDS)
 
 
 def play(
-    make: Callable[[], Any], *said: str, count: int = 2, actor: type[ScriptedActor] = ScriptedActor, **limits: Any
+    make: partial[Any], *said: str, count: int = 2, actor: type[ScriptedActor] = ScriptedActor, **limits: Any
 ) -> tuple[TrajectoryGroup, Ledger, list[Trajectory]]:
     """A group of episodes, each saying these in turn."""
 
     def player(_env: Any, _rng: np.random.Generator) -> Any:
         return lambda messages: said[min(sum(m.role == "assistant" for m in messages), len(said) - 1)]
 
-    settings = {"step_timeout_seconds": 1.0, "episode_timeout_seconds": 60.0, **limits}
+    is_process = make.func is ProcessEnv
+    step_seconds = 1.0 if is_process else HANG_SECONDS
+    settings = {"step_timeout_seconds": step_seconds, "episode_timeout_seconds": 600.0, **limits}
     attempts: list[Trajectory] = []
     pool = RolloutPool(
         play=episode_player(
@@ -71,12 +80,18 @@ def play(
             renderers=RENDERERS,
             limits=EpisodeLimits(max_turns=5, max_output_tokens=64, max_model_len=2048, **settings),
         ),
-        pool_limits=PoolLimits(max_attempts=2),
+        # One at a time where the time of a hang passes for all.
+        pool_limits=PoolLimits(max_attempts=2, max_concurrent_rollouts=2 if is_process else 1),
         run_seed=1,
         ledger=Ledger(keeps_entries=True),
         on_episode=lambda trajectory, _: attempts.append(trajectory),
     )
-    return asyncio.run(pool.play_group(GroupRequest("g", Task("Ending", 3), count))), pool.ledger, attempts
+
+    async def play_group() -> TrajectoryGroup:
+        LOOPS.append(asyncio.get_running_loop())
+        return await pool.play_group(GroupRequest("g", Task("Ending", 3), count))
+
+    return asyncio.run(play_group()), pool.ledger, attempts
 
 
 @pytest.mark.parametrize(
@@ -88,8 +103,11 @@ def play(
     ],
 )
 def test_an_action_that_ends_its_environment_is_kept_at_the_floor_in_its_first_attempt(place: str, word: str) -> None:
-    kwargs = {"max_action_seconds": 0.2} if word == "declared" else {}
-    group, ledger, attempts = play(made_in(place, **kwargs), "good", "wait" if word == "declared" else word)
+    if word == "declared":
+        make = made_in(place, max_action_seconds=1.0 if place == "process" else HANG_SECONDS / 2)
+        group, ledger, attempts = play(make, "good", "wait", step_timeout_seconds=HANG_SECONDS)
+    else:
+        group, ledger, attempts = play(made_in(place), "good", word)
     assert [(t.outcome, t.attempt) for t in attempts] == [(Outcome.ACTION_LIMIT, 0)] * 2
     # "good" earned 0.5, so the last turn has to take 3.5 for a return of -3.
     assert [[turn.reward for turn in t.turns] for t in group.trajectories] == [[0.5, FLOOR - 0.5]] * 2

@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from moved_clock import Hang, move_clock
 
 from gspo_gym.chat.renderer import RendererCache
 from gspo_gym.engine.scripted import Failures, Latency, ScriptedEngine
@@ -56,11 +57,10 @@ class Echo:
 
 
 @pytest.fixture
-def hang() -> Iterator[Callable[[], None]]:
-    """Blocks the calling thread until the test is over."""
-    over = threading.Event()
-    yield over.wait  # type: ignore[misc]
-    over.set()
+def hang() -> Iterator[Hang]:
+    made = Hang()
+    yield made
+    made.over.set()
 
 
 def answers(*texts: str) -> list[list[int]]:
@@ -74,20 +74,20 @@ def play(
     task: Task = TASK,
     clock: Callable[[], float] | None = None,
     make_env: Callable[[Task], Any] | None = None,
+    hang: Hang | None = None,
     **limits: Any,
 ) -> Trajectory:
     bounds = {"max_turns": 4, "max_output_tokens": 16, "max_model_len": 512, "step_timeout_seconds": 5.0} | limits
     extra = {} if clock is None else {"clock": clock}
-    return asyncio.run(
-        run_episode(
-            EpisodeRequest("g0/0", task, sampling_seed=11),
-            make_env=make_env or (lambda task: env),
-            act=EngineActor(act) if isinstance(act, ScriptedEngine) else act,
-            renderers=RendererCache(tiny_tokenizer()),
-            limits=EpisodeLimits(**bounds),
-            **extra,
-        )
+    episode = run_episode(
+        EpisodeRequest("g0/0", task, sampling_seed=11),
+        make_env=make_env or (lambda task: env),
+        act=EngineActor(act) if isinstance(act, ScriptedEngine) else act,
+        renderers=RendererCache(tiny_tokenizer()),
+        limits=EpisodeLimits(**bounds),
+        **extra,
     )
+    return asyncio.run(episode if hang is None else hang.watched(episode))
 
 
 def test_a_good_episode_is_recorded_and_closed() -> None:
@@ -183,9 +183,9 @@ def test_a_broken_answer_is_an_environment_error_and_never_a_reward(answer: Any)
 
 
 @pytest.mark.parametrize("method", ["reset", "step"])
-def test_an_environment_that_hangs_is_a_timeout(method: str, hang: Callable[[], None]) -> None:
+def test_an_environment_that_hangs_is_a_timeout(method: str, hang: Hang) -> None:
     env = Echo(lambda called: hang() if called == method else None)
-    episode = play(env, ScriptedEngine(answers("one")), step_timeout_seconds=0.25)
+    episode = play(env, ScriptedEngine(answers("one")), hang=hang, step_timeout_seconds=hang.seconds)
     assert episode.outcome is Outcome.ENV_TIMEOUT
     assert episode.error is not None
     assert "Echo-v0" in episode.error
@@ -239,19 +239,19 @@ def test_an_environment_is_made_in_the_thread_in_which_it_runs() -> None:
     assert threads[0] != threading.get_ident()
 
 
-def test_an_environment_that_comes_too_late_is_closed_then() -> None:
-    may_come, is_closed = threading.Event(), threading.Event()
+def test_an_environment_that_comes_too_late_is_closed_then(hang: Hang) -> None:
+    is_closed = threading.Event()
 
     def make_env(task: Task) -> Any:
-        may_come.wait()
+        hang()
         return Echo(lambda method: is_closed.set() if method == "close" else None)
 
-    episode = play(None, ScriptedEngine([]), make_env=make_env, step_timeout_seconds=0.25)
+    episode = play(None, ScriptedEngine([]), make_env=make_env, hang=hang, step_timeout_seconds=hang.seconds)
     assert episode.outcome is Outcome.ENV_TIMEOUT
     assert episode.error is not None
-    assert "Echo-v0: making the environment took longer than 0.25 seconds" in episode.error
-    may_come.set()
-    assert is_closed.wait(timeout=10)
+    assert "Echo-v0: making the environment took longer than 60 seconds" in episode.error
+    hang.over.set()
+    assert is_closed.wait(timeout=60)
 
 
 def test_cancelled_while_the_environment_is_made_it_is_closed_all_the_same() -> None:
@@ -377,21 +377,34 @@ def test_max_turns_comes_before_the_deadline() -> None:
 
 
 def test_the_deadline_is_watched_while_the_engine_hangs() -> None:
-    env, engine = Echo(), ScriptedEngine(answers("one", "two"), failures=Failures(every=2, kind="hang"))
-    episode = play(env, engine, episode_timeout_seconds=0.3)
+    async def think(seconds: float) -> None:
+        if len(engine.calls) == 2:
+            move_clock(asyncio.get_running_loop(), 60.0)
+            await asyncio.Event().wait()
+
+    env = Echo()
+    engine = ScriptedEngine(answers("one", "two"), latency=Latency(per_call_seconds=1.0), sleep=think)
+    episode = play(env, engine, episode_timeout_seconds=60.0)
     assert episode.outcome is Outcome.EPISODE_TIMEOUT
     assert episode.error is not None
     assert "in the engine after 1 turns" in episode.error
     assert env.num_closed == 1
 
 
-def test_the_deadline_is_watched_while_the_environment_hangs(hang: Callable[[], None]) -> None:
+def test_the_deadline_is_watched_while_the_environment_hangs(hang: Hang) -> None:
+    """Closing waits for the step, which is over once the engine has ended the session."""
+
+    class Ending(EngineActor):
+        async def end_session(self, session_id: str) -> None:
+            hang.over.set()
+
     env = Echo(lambda method: hang() if method == "step" else None)
-    # Closing waits for the step as long as for any call, which would have been given up a little later.
-    episode = play(env, ScriptedEngine(answers("one")), episode_timeout_seconds=0.3, step_timeout_seconds=0.6)
+    act = Ending(ScriptedEngine(answers("one")))
+    episode = play(env, act, hang=hang, episode_timeout_seconds=60.0, step_timeout_seconds=99.0)
     assert episode.outcome is Outcome.EPISODE_TIMEOUT
     assert episode.error is not None
     assert "in the environment after 1 turns" in episode.error
+    assert env.num_closed == 1
 
 
 def test_the_time_in_which_the_environment_is_made_does_not_count() -> None:
@@ -540,9 +553,9 @@ def test_a_failure_to_close_is_the_episodes_failure() -> None:
     assert "busy" in episode.error
 
 
-def test_a_hanging_close_is_a_timeout(hang: Callable[[], None]) -> None:
+def test_a_hanging_close_is_a_timeout(hang: Hang) -> None:
     env = Echo(lambda method: hang() if method == "close" else None)
-    episode = play(env, ScriptedEngine(answers("stop")), step_timeout_seconds=0.25)
+    episode = play(env, ScriptedEngine(answers("stop")), hang=hang, step_timeout_seconds=hang.seconds)
     assert episode.outcome is Outcome.ENV_TIMEOUT
 
 

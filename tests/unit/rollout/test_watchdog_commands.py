@@ -32,9 +32,9 @@ SUPPORT = Path(__file__).parents[2] / "support"
 # to a step.
 IMPATIENT = (
     "import sys; from gspo_gym.cli import env, main; from gspo_gym.rollout import watchdog; "
-    "watchdog._LEAST_SECONDS = 1.5; env._STEP_TIMEOUT_SECONDS = 0.7; sys.exit(main.main())"
+    "watchdog._LEAST_SECONDS = 1.5; env._STEP_TIMEOUT_SECONDS = 1.0; sys.exit(main.main())"
 )
-FAST = ["--step-timeout-seconds", "0.7"]
+FAST = ["--step-timeout-seconds", "1"]
 CONFIG = """
 [model]
 base = "tiny:qwen3-64"
@@ -47,7 +47,7 @@ max_model_len = 256
 episodes_per_batch = 4
 max_concurrent_rollouts = 1
 [limits]
-step_timeout_seconds = 0.7
+step_timeout_seconds = 1.0
 [training]
 iterations_per_epoch = 1
 group_size = 4

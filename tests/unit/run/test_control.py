@@ -22,6 +22,7 @@ from typing import Any, cast
 import gymnasium
 import programs
 import pytest
+from own_signals import signal_this_process
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from gspo_gym.cli.main import main
@@ -191,7 +192,7 @@ def test_what_comes_after_the_training_does_not_end_its_recording(end: str) -> N
         if end == "request":
             steering.interrupt_start()
         else:
-            signal.raise_signal(signal.SIGTERM)
+            signal_this_process(signal.SIGTERM)
         assert steering.stopped_by == ("someone" if end == "request" else "SIGTERM")
 
 

@@ -27,6 +27,7 @@ from pathlib import Path
 import gymnasium
 import programs
 import pytest
+from own_signals import signal_this_process
 from recorded_run import record_run
 from rich.console import Console
 from safetensors.torch import load_file
@@ -53,9 +54,15 @@ from gspo_gym.run.records import read_events, read_metrics, read_run_id
 from gspo_gym.types import Outcome
 
 
+@pytest.fixture(autouse=True)
+def a_stop_may_be_slow(monkeypatch):
+    """When the time of a stop is over, the run ends its process, which is pytest's here."""
+    monkeypatch.setattr("gspo_gym.base.deadline._CLOSING_SECONDS", 600.0)
+
+
 def make_config(folder, *, iterations=2, **changes):
     values = {
-        "run": {"folder": str(folder)},
+        "run": {"folder": str(folder), "stop_grace_seconds": 600.0},
         "algorithm": {"variety": "gspo_token"},
         "model": {"base": "tiny:qwen3-64", "label": "test"},
         "rollout": {
@@ -126,7 +133,7 @@ def test_runs_of_one_program_leave_no_model_to_it_not_even_to_its_garbage_collec
                 if next(resets) % 8 == 0:  # it looks at all objects
                     seen.append(len(living_models() - before))
                 if resume == "stopped" and not stopped:  # a second signal ends the program
-                    stopped.append(os.kill(os.getpid(), signal.SIGTERM))
+                    stopped.append(signal_this_process(signal.SIGTERM))
                 return super().reset(seed=seed, options=options)
 
         register("test_run/Counting-v0", entry_point=Counting)
@@ -475,9 +482,8 @@ def test_a_folder_that_another_process_claims_meanwhile_is_left_to_it(tmp_path, 
 
 def test_a_start_that_sigterm_ends_leaves_nothing(tmp_path):
     def end_this_process():
-        assert signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL  # or it would end the tests
         assert (config.run_folder / ".lock").exists()
-        os.kill(os.getpid(), signal.SIGTERM)
+        signal_this_process(signal.SIGTERM)
 
     Doubled.begin_another = end_this_process
     register("test_run/Doubled-v0", entry_point=Doubled)
@@ -527,7 +533,7 @@ def test_a_stopped_run_is_saved_and_goes_on_to_the_weights_of_an_undisturbed_one
     try:
         run_training(config("whole"))
         Stopping.num_episodes = 0
-        Stopping.at_number = (20, lambda: os.kill(os.getpid(), number))
+        Stopping.at_number = (20, lambda: signal_this_process(number))
         with pytest.raises((SystemExit, KeyboardInterrupt)) as ended:
             run_training(config("parts"))
         assert {each: signal.getsignal(each) for each in standard} == standard

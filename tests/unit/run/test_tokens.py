@@ -20,6 +20,7 @@ from typing import Any, Literal
 
 import numpy as np
 import pytest
+from forked import forked
 from full_disk import small_disk
 from safetensors import numpy as tensors
 from safetensors import safe_open
@@ -213,6 +214,7 @@ def test_a_file_of_a_later_version_is_refused_with_its_schema(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("may_mount", [True, False])
+@forked
 def test_a_disk_that_takes_no_tokens_is_told_and_the_next_step_is_recorded_when_there_is_room(
     tmp_path: Path, may_mount: bool
 ) -> None:

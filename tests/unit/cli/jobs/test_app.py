@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from fake_task_app import FakeTaskApp
+from forked import forked
 from full_disk import small_disk
 from served_jobs import HOSTED, Client, IdleJobs, body_of
 
@@ -217,6 +218,7 @@ def test_an_archive_holds_no_file_from_outside_the_checkpoint(served: IdleJobs, 
     assert b"SQLite" not in str(answer).encode()
 
 
+@forked
 def test_a_full_disk_is_an_answer_and_reading_goes_on(tmp_path: Path) -> None:
     with small_disk(tmp_path / "disk", 8_000_000) as disk, BackgroundServer(IdleJobs(disk.folder).guarded) as server:
         client = Client(server.url)

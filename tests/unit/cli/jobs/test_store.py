@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from forked import forked
 from full_disk import small_disk
 
 from gspo_gym.cli.jobs.store import Event, NewJob, Store
@@ -51,6 +52,7 @@ def test_a_transaction_that_raises_leaves_nothing(store: Store) -> None:
     store.close()
 
 
+@forked
 def test_a_full_disk_takes_nothing_of_a_transaction_and_the_next_one_that_has_room_all(tmp_path: Path) -> None:
     with small_disk(tmp_path / "disk", 1_000_000) as disk:
         store = Store(disk.folder / "jobs.sqlite3")

@@ -159,11 +159,11 @@ def test_a_run_past_its_deadline_is_stopped_and_has_failed(make: Make) -> None:
         clip="{ choices = [0.25, 0.75] }",
         num_trials=2,
         overrides=accident(WAITS_IF_BAD),
-        trial_timeout_seconds=0.5,
+        trial_timeout_seconds=3.0,
     )
     rows = by_number(search(settings))
     assert [row["state"] for row in rows] == ["failed", "complete"]
-    assert rows[0]["error"] == "took longer than search.trial_timeout_seconds = 0.5"
+    assert rows[0]["error"] == "took longer than search.trial_timeout_seconds = 3"
     assert rows[0]["evaluations"] == [[0, 0.0], [10, 0.125]]
 
 

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 import pytest
 from fake_vllm import FakeVllm, Stage, served
+from moved_clock import move_clock
 
 from gspo_gym.engine.endpoint.wire import RefusedError
 from gspo_gym.engine.vllm.control import VllmControl
@@ -198,8 +199,16 @@ def test_no_step_is_tried_twice_whatever_the_server_answers(fake: FakeVllm, url:
 
 def test_a_step_that_hangs_ends_at_its_deadline_and_is_not_tried_again(fake: FakeVllm, url: str) -> None:
     fake.hang.add("/pause")
-    with pytest.raises(EngineError, match=r"no complete answer within 0\.2 seconds"):
-        controlled(url, lambda control: control.pause("wait"), timeout_seconds=0.2)
+
+    async def pause(control: VllmControl) -> None:
+        pausing = asyncio.create_task(control.pause("wait"))
+        while not fake.paths():  # noqa: ASYNC110 the stub is in another thread
+            await asyncio.sleep(0)
+        move_clock(asyncio.get_running_loop(), 60.0)
+        await pausing
+
+    with pytest.raises(EngineError, match="no complete answer within 60 seconds"):
+        controlled(url, pause, timeout_seconds=60.0)
     assert fake.paths() == ["/pause"]
 
 

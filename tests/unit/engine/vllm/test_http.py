@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import numpy as np
 import pytest
 from fake_vllm import VOCAB_SIZE, FakeVllm, Stage, logits_of, served
+from moved_clock import move_clock
 from safetensors.numpy import save_file
 
 from gspo_gym.base.retries import RetrySettings
@@ -458,8 +459,11 @@ def test_abort_deadline_and_close_hang_up_on_the_server(fake: FakeVllm, url: str
         with pytest.raises(EngineError, match="session s0: the call was aborted"):
             await calls[0]
         await disconnected(fake, 1)
-        with pytest.raises(EngineTimeoutError, match=r"0.05 seconds"):
-            await engine.generate([1], PLAIN, deadline_seconds=0.05)
+        late = asyncio.create_task(engine.generate([1], PLAIN, deadline_seconds=60.0))
+        await seen_a_request(fake, path)
+        move_clock(asyncio.get_running_loop(), 60.0)
+        with pytest.raises(EngineTimeoutError, match="60 seconds"):
+            await late
         await disconnected(fake, 2)
         assert not calls[1].done()
         await engine.close()

@@ -172,7 +172,7 @@ from gspo_gym.env.core import TextEnv
 
 with open({lock!r}, "a") as core:  # the one core that all processes share
     fcntl.flock(core, fcntl.LOCK_EX)
-    time.sleep(0.1)
+    time.sleep(0.2)
 
 class Slow(TextEnv):
     isolation = "process"
@@ -194,7 +194,7 @@ class Slow(TextEnv):
     def __init__(self):
         with Slow.loading:
             if Slow.data is None:
-                time.sleep(0.4)
+                time.sleep(2.0)
                 Slow.data = []
 """
 
@@ -204,11 +204,11 @@ def test_sixteen_workers_that_import_a_slow_module_at_once_are_each_given_the_ti
 ) -> None:
     (tmp_path / "slow_subject.py").write_text(SLOW.format(lock=str(tmp_path / "core")), encoding="utf-8")
     monkeypatch.syspath_prepend(str(tmp_path))
-    factory = isolated_factory(__import__("slow_subject").Slow, start_timeout_seconds=0.8)  # of 16 * 0.1
+    factory = isolated_factory(__import__("slow_subject").Slow, start_timeout_seconds=2.0)  # of 16 * 0.2
 
     async def play() -> int:
         opened = await asyncio.gather(
-            *(open_session(factory, env_id="Slow", step_timeout_seconds=0.8) for _ in range(16)),
+            *(open_session(factory, env_id="Slow", step_timeout_seconds=2.0) for _ in range(16)),
             return_exceptions=True,
         )
         sessions = [session for session in opened if isinstance(session, EnvSession)]
@@ -230,7 +230,7 @@ def test_what_the_first_in_a_thread_loads_for_all_is_charged_to_none(
     factory = isolated_factory(__import__("slow_in_thread").Slow)
 
     async def play() -> None:
-        opened = (open_session(factory, env_id="Slow", step_timeout_seconds=0.2) for _ in range(4))
+        opened = (open_session(factory, env_id="Slow", step_timeout_seconds=1.5) for _ in range(4))
         for session in await asyncio.gather(*opened):
             await session.close()
 

@@ -428,8 +428,9 @@ def test_a_function_gives_a_number_or_what_an_http_judge_answers() -> None:
     ],
 )
 def test_a_function_that_gives_no_score_leaves_the_episode_unscored(function: Any, message: str) -> None:
+    judge = PythonJudge(function, timeout_seconds=0.05 if function is slow else 60.0)
     with pytest.raises(JudgeError, match=message):
-        ask(PythonJudge(function, timeout_seconds=0.05), request("heron", rubrics=ONLY_OUTCOME))
+        ask(judge, request("heron", rubrics=ONLY_OUTCOME))
 
 
 def test_a_blocking_function_holds_up_nobody_else() -> None:

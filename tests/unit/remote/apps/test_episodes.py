@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from ending_env import Ending
 from fake_task_app import MADE_UP, FakeTaskApp, quiz_engine, worth
+from moved_clock import move_clock
 from served_gateway import SETTINGS, Served, replying, run, served
 
 from gspo_gym.engine.base import Engine
@@ -29,6 +30,7 @@ from gspo_gym.seeding import child_seed
 from gspo_gym.types import Outcome, Task, Trajectory
 
 TASK = Task("quiz", seed=7)
+HANG_SECONDS = 30.0  # pass at once on the client's clock where the app hangs
 
 
 class OnStage:
@@ -70,6 +72,7 @@ async def staged(app: FakeTaskApp, engine: Engine | None = None, **changes: Any)
         waits.append(seconds)
 
     ON_STAGE.app = app
+    app.on_hang = partial(move_clock, asyncio.get_running_loop(), HANG_SECONDS)
     async with served(engine or quiz_engine()) as gateway, TaskAppClient(ON_STAGE.url) as client:
         settings = AppEpisodeSettings(
             **({"env_name": "quiz", "session": SETTINGS, "model": "policy", "max_turns": 3} | changes),
@@ -284,7 +287,7 @@ def test_an_app_that_ended_before_the_model_said_anything_has_no_reward() -> Non
 )
 def test_every_failure_of_the_app_is_a_record_and_no_reward(fault: Any, outcome: Outcome, says: str) -> None:
     app = FakeTaskApp(fault=lambda number: fault)
-    trajectory = played(app, episode_timeout_seconds=0.3 if fault == "hang" else 30.0)
+    trajectory = played(app, episode_timeout_seconds=HANG_SECONDS)
     assert trajectory.outcome is outcome
     assert says in (trajectory.error or "")
     assert not trajectory.is_scored
@@ -296,7 +299,7 @@ def test_an_app_that_plays_on_after_its_time_is_up_samples_nothing() -> None:
     engine = quiz_engine()
 
     async def test() -> None:
-        async with staged(app, engine, episode_timeout_seconds=0.2) as stage:
+        async with staged(app, engine, episode_timeout_seconds=HANG_SECONDS) as stage:
             late = await stage.play()
             assert late.outcome is Outcome.EPISODE_TIMEOUT
             await asyncio.to_thread(app.has_played_on.wait)  # it notices that its client has gone

@@ -278,7 +278,9 @@ def test_errors_are_openais_and_say_whether_to_try_again(
 ) -> None:
     async def check() -> None:
         async with gw.served(engine()) as served:
-            session = served.open(max_model_len=320, call_timeout_seconds=0.05)
+            session = served.open(
+                max_model_len=320, call_timeout_seconds=0.05 if "engine_timeout" in expected else 60.0
+            )
             assert await status_and_error(await served.post(session, body)) == expected
 
     gw.run(check)

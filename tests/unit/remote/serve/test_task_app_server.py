@@ -23,6 +23,7 @@ from typing import Any
 import httpx
 import pytest
 from ending_env import Ending
+from moved_clock import ServersClock
 from pydantic import BaseModel
 from scripted_model import Json, Say, ScriptedModel, calls, in_turn, text
 
@@ -41,8 +42,8 @@ from gspo_gym.types import Outcome
 class Stage:
     """A served environment, a model, and requests between them."""
 
-    def __init__(self, app_url: str, model: ScriptedModel, model_url: str) -> None:
-        self.url, self.model, self.model_url = app_url, model, model_url
+    def __init__(self, app_url: str, model: ScriptedModel, model_url: str, clock: ServersClock) -> None:
+        self.url, self.model, self.model_url, self.clock = app_url, model, model_url, clock
 
     def get(self, path: str) -> httpx.Response:
         return httpx.get(self.url + path, trust_env=False, timeout=30)
@@ -121,10 +122,14 @@ def stage() -> Iterator[Make]:
     """Makes stages: what the model says, the environment, and arguments of `create_task_app`."""
     with ExitStack() as stack:
 
-        def make(say: Say | ScriptedModel, env: Any = "GuessNumber", **settings: Any) -> Stage:
+        def make(
+            say: Say | ScriptedModel, env: Any = "GuessNumber", *, clock: ServersClock | None = None, **settings: Any
+        ) -> Stage:
             model = say if isinstance(say, ScriptedModel) else ScriptedModel(say)
-            app = stack.enter_context(BackgroundServer(create_task_app(env, isolation="thread", **settings)))
-            return Stage(app.url, model, stack.enter_context(BackgroundServer(model)).url)
+            clock = clock or ServersClock()
+            clock.app = create_task_app(env, isolation="thread", **settings)
+            app = stack.enter_context(BackgroundServer(clock))
+            return Stage(app.url, model, stack.enter_context(BackgroundServer(model)).url, clock)
 
         yield make
 
@@ -466,7 +471,9 @@ def test_a_conversation_that_no_longer_fits_ends_the_episode(stage: Make) -> Non
 
 @pytest.mark.parametrize("word", ["refuse", "wait"])
 def test_an_action_that_exceeds_a_limit_is_answered_at_the_floor_and_read_as_such(stage: Make, word: str) -> None:
-    app = stage(in_turn(text("good"), text(word)), Ending, limits=TaskAppLimits(step_timeout_seconds=0.7))
+    env = partial(Ending, on_hang=lambda: clock.move(30.0))
+    clock, limits = ServersClock(), TaskAppLimits(step_timeout_seconds=30.0)
+    app = stage(in_turn(text("good"), text(word)), env, clock=clock, limits=limits)
     response = app.rollout()
     assert [step.reward for step in response.trajectories[0].steps] == [0.5, -3.5]  # -3 is the environment's lowest
     assert response.metrics.details["gspo_gym"] == {"outcome": "action_limit"}
@@ -490,8 +497,9 @@ def test_an_environment_that_is_as_slow_without_the_actions_aborts_the_rollout(s
 
 
 def test_a_failure_that_does_not_come_again_is_an_error(stage: Make, tmp_path: Path) -> None:
-    limits = TaskAppLimits(step_timeout_seconds=0.7)
-    app = stage(in_turn(text("wait once")), partial(Ending, mark=str(tmp_path / "mark")), limits=limits)
+    env = partial(Ending, mark=str(tmp_path / "mark"), on_hang=lambda: clock.move(30.0))
+    clock, limits = ServersClock(), TaskAppLimits(step_timeout_seconds=30.0)
+    app = stage(in_turn(text("wait once")), env, clock=clock, limits=limits)
     assert app.refused() == (500, "env_step_failed")
 
 
@@ -502,9 +510,9 @@ def test_a_rollout_that_takes_too_long_is_aborted_and_keeps_what_it_played(stage
         model.hangs = True  # from the next request on
         return text("1")
 
-    model.say = say
+    model.say, model.on_hang = say, lambda: app.clock.move(60.0)
     app = stage(model)
-    response = app.rollout(safety={"max_time_s": 0.5})
+    response = app.rollout(safety={"max_time_s": 60.0})
     assert (response.aborted, len(response.trajectories[0].steps)) == (True, 1)
     assert response.metrics.details["gspo_gym"] == {"outcome": None}
     assert model.is_left.wait(30)  # and the model is no longer asked
@@ -563,12 +571,13 @@ def test_an_aborted_rollouts_answer_is_valid_in_the_hosted_contract(num_answers:
     def say(_body: Json) -> Json:
         answer = next(said, None)
         if answer is None:
+            app.clock.move(60.0)
             release.wait()
         return answer or text("late")
 
     app = stage(say, Unscored)
     try:
-        answer = app.post("/rollout", app.request(safety={"max_time_s": 0.3})).json()
+        answer = app.post("/rollout", app.request(safety={"max_time_s": 60.0})).json()
     finally:
         release.set()
     read = _HostedAnswer.model_validate(answer)
