@@ -21,8 +21,8 @@ _SLICE = 16  # tokens: a few times a second even on a slow processor, and little
 _LONGEST_TAG = len("</tool_call>")
 _UNREADABLE = "\ufffd"
 
-# What slices draw as one call would: it looks at prompt and sampled tokens together, or at the logits alone; the rest of
-# `min_tokens` is given to each slice. Anything else may count sampled tokens, and starts anew in each slice.
+# What slices draw as one call would: it looks at prompt and sampled tokens together, or at the logits alone; each slice
+# is given the rest of `min_tokens`. Anything else may count sampled tokens, and starts anew in each slice.
 _SLICED_ALIKE = frozenset({"temperature", "top_p", "top_k", "min_p", "repetition_penalty", "min_tokens"})
 
 Grown = Callable[[Sequence[int]], None]

@@ -218,8 +218,8 @@ def test_a_required_call_may_be_any_that_is_offered() -> None:
         ({"json_schema": "{}"}, "schema"),
         ({"tools": TOOLS, "tool_choice": "jump", "json_schema": "{}"}, "beside a tool"),
         ({"max_tokens": 0}, "max_tokens"),
-        ({"temperature": -1.0}, "temperature"),
-        ({"top_p": 0.0}, "top_p"),
+        ({"sampling": {"temperature": -1.0}}, "temperature"),
+        ({"sampling": {"top_p": 0.0}}, "top_p"),
     ],
 )
 def test_what_cannot_be_done_is_refused_before_anything_is_sampled(fields: dict[str, Any], problem: str) -> None:

@@ -35,7 +35,7 @@ from gspo_gym.remote.apps.rewards import read_rollout
 from gspo_gym.remote.serve.task_app_rollout import seed_of
 from gspo_gym.remote.serve.task_app_server import TaskAppLimits, create_task_app, rubrics_of
 from gspo_gym.remote.serving import BackgroundServer
-from gspo_gym.types import Outcome
+from gspo_gym.types import SAMPLING_NAMES, Outcome
 
 
 class Stage:
@@ -220,6 +220,15 @@ def test_the_model_is_asked_what_the_policy_says_and_nothing_else(stage: Make) -
     assert first.body == {**sampling, "messages": opening}
     answer = [{"role": "assistant", "content": "4"}, {"role": "user", "content": "higher"}]
     assert second.body == {**sampling, "messages": opening + answer}
+
+
+def test_every_sampling_setting_of_the_policy_reaches_the_model(stage: Make) -> None:
+    ours = {"temperature": 0.5, "top_p": 0.75, "top_k": 7, "min_p": 0.25, "repetition_penalty": 1.5, "min_tokens": 3}
+    assert tuple(ours) == SAMPLING_NAMES
+    openais = {"frequency_penalty": 0.5, "presence_penalty": -0.5, "logit_bias": {"7": 5}, "seed": 3, "stop": ["x"]}
+    app = stage(in_turn(text("4"), text("7")))
+    app.rollout(policy=ours | openais)
+    assert all(asked.body.items() >= (ours | openais).items() for asked in app.model.asked)
 
 
 class Fetch(ToolEnv):
