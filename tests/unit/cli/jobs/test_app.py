@@ -284,6 +284,27 @@ def test_jobs_are_listed_newest_first_by_status_and_time(served: IdleJobs, clien
     assert code_of(client.call("GET", "/api/rl/jobs?created_after=today")) == (400, "invalid_time")
 
 
+def test_a_file_is_taken_as_the_hosted_client_sends_it(client: Client) -> None:
+    body = body_of({})
+    config = body["data"]["config"]
+    config["reference"] = {**config.get("reference", {}), "placement": "dedicated"}
+    config["topology"]["gpus_for_ref"] = 1
+    config["compute"]["gpu_count"] += 1
+    config["compute"]["topology"] = {"reference_placement": "none"}  # which the client writes in for want of another
+    status, job = client.call("POST", "/api/rl/jobs", body)
+    assert status == 201, job
+    resolved = tomllib.loads(client.call("GET", f"/api/rl/jobs/{job['job_id']}/config")[1]["resolved_toml"])
+    assert resolved["reference"]["placement"] == "dedicated"
+
+
+def test_the_services_own_limit_goes_over_the_files_other_name_for_it(tmp_path: Path) -> None:
+    body = body_of({})
+    body["data"]["config"]["rollout"]["policy_config"] = {"max_tokens": 4096, "temperature": 0.5}
+    machine = Machine(is_local=True, overrides=["rollout.max_output_tokens=256"])
+    config = parse_request(body, runs=tmp_path, machine=machine).config
+    assert (config.rollout.max_output_tokens, config.rollout.temperature) == (256, 0.5)
+
+
 def test_a_machine_without_gpus_trains_what_was_written_for_some(tmp_path: Path) -> None:
     machine = Machine(is_local=True, overrides=["rollout.max_output_tokens=8"])
     config = parse_request(body_of({}), runs=tmp_path, machine=machine).config
