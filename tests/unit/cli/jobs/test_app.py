@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import io
 import tarfile
+import threading
 import tomllib
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -18,6 +20,7 @@ from served_jobs import HOSTED, Client, IdleJobs, body_of
 from gspo_gym.cli.jobs.records import Machine, parse_request
 from gspo_gym.cli.jobs.store import Event
 from gspo_gym.config.run_config import RunConfig
+from gspo_gym.errors import ServiceError
 from gspo_gym.remote.serving import BackgroundServer
 
 
@@ -247,6 +250,76 @@ def test_an_export_of_no_model_or_to_no_repository_is_refused(client: Client) ->
     path = "/api/learning/exports/hf"
     assert code_of(client.call("POST", path, {"repo_id": "a/b", "key": "rl:x:y"})) == (404, "unknown_model")
     assert code_of(client.call("POST", path, {"repo_id": "../b", "key": "x"})) == (422, "invalid_request")
+
+
+class SlowHub:
+    """A hub that takes a model when it is told to, as `push` of the service."""
+
+    def __init__(self) -> None:
+        self.pushed: list[tuple[str, bool, bool]] = []
+        self.takes = threading.Event()
+        self.refuses = False
+
+    async def __call__(self, run_folder: Path, repo: str, *, is_private: bool, is_merged: bool) -> str:
+        assert run_folder.name.startswith("job_")
+        self.pushed.append((repo, is_private, is_merged))
+        await asyncio.to_thread(self.takes.wait, 60)
+        if self.refuses:
+            raise ServiceError("the hub says no")
+        return f"https://hub/{repo}"
+
+
+def test_an_export_that_takes_long_is_answered_as_a_job_and_goes_on(tmp_path: Path) -> None:
+    hub = SlowHub()
+    served = IdleJobs(tmp_path, push=hub, export_answer_seconds=0.01)
+    with BackgroundServer(served.guarded) as server:
+        client = Client(server.url)
+        asked = {"repo_id": "me/x", "key": served.trained(client), "artifact_kind": "training_file"}
+        status, begun = client.call("POST", "/api/learning/exports/hf", asked)
+        assert (status, begun["status"], begun["repo_url"]) == (202, "running", None)
+        status, again = client.call("POST", "/api/learning/exports/hf", asked)  # joins the one that is under way
+        assert (status, again["export_id"]) == (202, begun["export_id"])
+        where = f"/api/learning/exports/{begun['export_id']}"
+        assert client.call("GET", where) == (200, begun)
+        hub.takes.set()
+        while (ended := client.call("GET", where)[1])["status"] == "running":
+            pass
+        assert (ended["status"], ended["repo_url"]) == ("succeeded", "https://hub/me/x")
+        assert hub.pushed == [("me/x", True, True)]
+        assert code_of(client.call("GET", "/api/learning/exports/export_0")) == (404, "unknown_export")
+
+
+def test_an_export_that_ends_in_time_is_answered_with_its_end(tmp_path: Path) -> None:
+    hub = SlowHub()
+    hub.takes.set()
+    served = IdleJobs(tmp_path, push=hub)
+    with BackgroundServer(served.guarded) as server:
+        client = Client(server.url)
+        asked = {"repo_id": "me/x", "key": served.trained(client), "visibility": "public"}
+        status, answer = client.call("POST", "/api/learning/exports/hf", asked)
+        assert (status, answer["status"], answer["repo_url"]) == (200, "succeeded", "https://hub/me/x")
+        assert hub.pushed == [("me/x", False, False)]
+        hub.refuses = True
+        assert code_of(client.call("POST", "/api/learning/exports/hf", asked)) == (424, "export_failed")
+
+
+def test_exports_end_with_the_service(tmp_path: Path) -> None:
+    ended = []
+
+    async def hang(run_folder: Path, repo: str, **_: bool) -> str:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.append((run_folder.name.startswith("job_"), repo))
+        return repo
+
+    served = IdleJobs(tmp_path, push=hang, export_answer_seconds=0.01)
+    with BackgroundServer(served.guarded) as server:
+        client = Client(server.url)
+        asked = {"repo_id": "me/x", "key": served.trained(client)}
+        assert client.call("POST", "/api/learning/exports/hf", asked)[0] == 202
+        assert ended == []
+    assert ended == [(True, "me/x")]
 
 
 def test_a_task_app_is_verified_before_a_job_is_sent(client: Client) -> None:
