@@ -334,10 +334,16 @@ class GatewaySession:
             raise ConfigError(
                 "response_format: this engine cannot obey a JSON schema; leave it out, or serve with vLLM"
             )
+        sampling = replace(settings.sampling, **call.sampling)
+        if schema is not None and sampling.min_tokens:
+            raise ConfigError(
+                f"response_format: a schema ends with the model's own end tokens, which min_tokens = "
+                f"{sampling.min_tokens} withholds: leave one of them out"
+            )
         most = min(settings.max_output_tokens, settings.max_model_len - len(prompt.token_ids))
         max_tokens = most if call.max_tokens is None else min(most, call.max_tokens)
         return SamplingParams.of(
-            replace(settings.sampling, **call.sampling),
+            sampling,
             max_tokens=max_tokens,
             stop_token_ids=renderer.stop_token_ids,
             seed=0,

@@ -265,6 +265,16 @@ def test_a_schema_reaches_an_engine_that_obeys_it_and_is_not_trained_on() -> Non
     assert build.counts == {"constrained": 1, "trained": 1}
 
 
+def test_a_schema_beside_a_least_length_is_refused() -> None:
+    async def talk() -> Capture:
+        session = on(Obedient(TOKENIZER, any_of("{}")))
+        with pytest.raises(ConfigError, match=r"response_format: .* which min_tokens = 2 withholds"):
+            await ask(session, user("Hi"), json_schema="{}", sampling={"min_tokens": 2})
+        return await session.freeze()
+
+    assert [failed.kind for failed in drive(talk).failed] == ["config"]
+
+
 # -- failures ----------------------------------------------------------------------------------------------------------
 
 
