@@ -71,7 +71,8 @@ class ChatCall:
         messages: the whole conversation, as the caller knows it.
         tools: OpenAI function schemas (Any: JSON).
         max_tokens: most tokens to answer with; None: as many as the session allows.
-        sampling: fields of `Sampling` that the caller sets, by name; the others are the session's.
+        sampling: fields of `Sampling` that the caller sets, by name (Any: integers and floats); the others are the
+            session's.
         stop: texts that end the answer and are not part of it.
         tool_choice: see `ToolChoice`.
         json_schema: JSON text that the answer must obey; None: anything.
@@ -81,7 +82,7 @@ class ChatCall:
     messages: tuple[Message, ...]
     tools: tuple[Mapping[str, Any], ...] = ()
     max_tokens: int | None = None
-    sampling: Mapping[str, float] = field(default_factory=dict)
+    sampling: Mapping[str, Any] = field(default_factory=dict)
     stop: tuple[str, ...] = ()
     tool_choice: ToolChoice = None
     json_schema: str | None = None
@@ -94,7 +95,7 @@ class CompletionCall:
 
     prompt: str | Sequence[int]
     max_tokens: int | None = None
-    sampling: Mapping[str, float] = field(default_factory=dict)
+    sampling: Mapping[str, Any] = field(default_factory=dict)
     stop: tuple[str, ...] = ()
     is_trained: bool | None = None
 

@@ -181,7 +181,7 @@ def require_supported(body: Mapping[str, Json], more: Mapping[str, Json] = Mappi
             )
 
 
-def read_sampling(body: Mapping[str, Json]) -> dict[str, float]:
+def read_sampling(body: Mapping[str, Json]) -> dict[str, Any]:
     """Read the fields of `Sampling` that a request sets, under our names, which are vLLM's.
 
     Raises:

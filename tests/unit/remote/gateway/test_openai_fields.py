@@ -78,7 +78,7 @@ FIELDS = [
 def without_effect() -> tuple[set[str], set[str]]:
     """The fields that the README says to be without effect: in all APIs, and in the Responses API."""
     page = (Path(__file__).parents[4] / "gspo_gym/remote/README.md").read_text(encoding="utf-8")
-    said = re.search(r"these have no effect: (.*?); of the Responses API also (.*?)\. Fields", page, re.DOTALL)
+    said = re.search(r"these have no effect: (.*?); of the Responses API also (.*?)\.\sOf\sother", page, re.DOTALL)
     assert said is not None
     everywhere, in_responses = (set(re.findall(r"`(\w+)`", names)) for names in said.groups())
     return everywhere - {"metadata", "gspo_gym_trained"}, in_responses
