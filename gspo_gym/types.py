@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
@@ -141,7 +141,17 @@ class Sampling:
 
     def changed(self) -> tuple[str, ...]:
         """Return the names of the parameters that differ from their defaults."""
-        return tuple(name for name, value in self.values().items() if value != _SAMPLING_DEFAULTS[name])
+        defaults = {parameter.name: parameter.default for parameter in fields(self)}
+        return tuple(name for name, value in self.values().items() if value != defaults[name])
+
+    def require_only(self, names: Collection[str], *, where: str) -> None:
+        """Refuse changed parameters that have no name at an endpoint, which would drop them silently.
+
+        Raises:
+            ConfigError: a parameter outside `names` differs from its default.
+        """
+        if wrong := [name for name in self.changed() if name not in names]:
+            raise ConfigError(f"{where} takes {', '.join(names)} only; leave {', '.join(wrong)} at the default")
 
     @property
     def is_truncated(self) -> bool:
@@ -154,8 +164,7 @@ class Sampling:
         return self.repetition_penalty != 1 or self.min_tokens > 0
 
 
-_SAMPLING_DEFAULTS = {parameter.name: parameter.default for parameter in fields(Sampling)}
-SAMPLING_NAMES = tuple(_SAMPLING_DEFAULTS)
+SAMPLING_NAMES = tuple(parameter.name for parameter in fields(Sampling))
 
 
 class FinishReason(enum.Enum):

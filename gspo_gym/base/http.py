@@ -356,12 +356,29 @@ def read_json(body: bytes | str) -> Any:
     try:
         value = _DECODER.decode(raw.decode())
     except UnicodeDecodeError as error:
-        raise RecordError(f"expected JSON in UTF-8: {error.reason} at byte {error.start}") from None
+        raise _not_utf8(error) from None
     except (ValueError, RecursionError) as error:
         raise RecordError(f"expected JSON: {error}") from None
     if _may_hold_surrogate(raw):
         _require_encodable(value)
     return value
+
+
+def require_utf8(body: bytes | bytearray) -> None:
+    """Raise for a body in another encoding.
+
+    Raises:
+        RecordError: it is not UTF-8.
+    """
+    if not body.isascii():  # most bodies are, which is known sooner
+        try:
+            body.decode()
+        except UnicodeDecodeError as error:
+            raise _not_utf8(error) from None
+
+
+def _not_utf8(error: UnicodeDecodeError) -> RecordError:
+    return RecordError(f"expected JSON in UTF-8: {error.reason} at byte {error.start}")
 
 
 def refuse_strange_json(body: bytes | bytearray) -> None:

@@ -1,7 +1,7 @@
 """Retries of a call under a common budget, and a circuit breaker for a backend that keeps failing.
 
-Waits are exponential with seeded jitter, or as the server asks (`Retry-After`). Only an `AttemptError` is tried again.
-The budget keeps many failing calls from becoming a storm of requests.
+Waits are exponential, or as long as the server asks (`Retry-After`), with seeded jitter. Only an `AttemptError` is
+tried again. The budget keeps many failing calls from becoming a storm of requests.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ class RetrySettings:
     Attributes:
         max_attempts: of one call, including the first.
         first_delay_seconds, max_delay_seconds: the wait after the k-th failure is drawn from [d / 2, d] with d = first
-            * 2**(k - 1), at most the maximum. Half of it is jitter, which spreads calls that failed together.
+            * 2**(k - 1), at most the maximum. Half of it is jitter, which spreads calls that failed together. Where the
+            server asks for a wait w, which it tells all calls alike, it is drawn from [w, 1.5 w].
         max_retry_after_seconds: a server that asks for a longer wait is not asked again.
         budget_fraction, budget_reserve: retries of all calls together are at most reserve + fraction * calls, so an
             endpoint that is down gets (1 + fraction) times its load, not max_attempts times.
@@ -143,8 +144,9 @@ class Retries:
     def _delay(self, call: int, number: int, error: AttemptError) -> float:
         settings = self.settings
         longest = min(settings.first_delay_seconds * 2.0**number, settings.max_delay_seconds)
-        drawn = float(generator(self._seed, "retry", call, number).uniform(0.5, 1.0)) * longest
-        return max(drawn, error.retry_after_seconds or 0.0)  # never earlier than the server asks
+        drawn = float(generator(self._seed, "retry", call, number).uniform(0.5, 1.0))
+        # Never earlier than the server asks: 0.5 + drawn is at least 1.
+        return max(drawn * longest, (0.5 + drawn) * (error.retry_after_seconds or 0.0))
 
 
 BreakerState = Literal["closed", "open", "half_open"]

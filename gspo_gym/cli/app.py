@@ -30,6 +30,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     check.add_argument("url", help="base URL of the app")
     check.add_argument("--env", metavar="NAME", help="the app's name of its environment; absent: what /task_info says")
+    check.add_argument(
+        "--policy",
+        metavar="NAME",
+        default="policy",
+        help="the app's name of its policy, as rollout.policy_name (policy)",
+    )
     check.add_argument("--option", action="append", default=[], metavar="KEY=JSON", help="a key of env.config")
     check.add_argument("--seed", type=int, default=0, help="of the task (0)")
     check.add_argument("--turns", type=int, default=4, help="decisions of an episode (4)")
@@ -75,6 +81,7 @@ async def _checked(arguments: argparse.Namespace) -> tuple[ProbeReport, ...]:
     settings = CheckSettings(
         env_name=arguments.env or await _environment_of(arguments.url, keys, arguments.seed),
         env_config=env_config,
+        policy_name=arguments.policy,
         seed=arguments.seed,
         max_turns=arguments.turns,
         timeout_seconds=arguments.timeout_seconds,

@@ -287,8 +287,8 @@ async def _play_without_engine(config: RunConfig, name: str, rows: KeptRows) -> 
             stack.push_async_callback(judging.close)
         who: str | PolicyFactory = name.removeprefix(_SCRIPTED)
         if not name.startswith(_SCRIPTED):
-            limit, temperature = config.rollout.max_output_tokens, config.evaluation.temperature
-            model = ChatModel(endpoint_settings(name, temperature=temperature, max_tokens=limit))
+            limit = config.rollout.max_output_tokens
+            model = ChatModel(endpoint_settings(name, sampling=config.evaluation_sampling, max_tokens=limit))
             stack.push_async_callback(model.close)
             who = chat_policy(model)
         evaluate = await rollouts.build_scripted_evaluate(config, renderers, who, judging, rows=rows)

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 Json = Any  # the values of json.loads
 _POLL_SECONDS = 1.0
+_MAX_DIGITS = 9  # of a group's number
 # Of a run: a change of one of these is something new to show.
 _WATCHED = ("metrics.jsonl", "events.jsonl", "episodes", "tokens", "summary.json")
 
@@ -114,7 +115,8 @@ def create_app(folder: Path, token: str, is_stopping: threading.Event) -> App:
 
     def group(request: Request) -> dict[str, Json]:
         number = request.query_params.get("number", "")
-        return asked(request).group(int(number) if number.isdecimal() else -1)
+        is_readable = number.isdecimal() and len(number) <= _MAX_DIGITS  # Python reads 4,300 digits, and no more
+        return asked(request).group(int(number) if is_readable else -1)
 
     def changes(_: Request) -> StreamingResponse:
         return StreamingResponse(_changes(folder, is_stopping), media_type="text/event-stream")

@@ -66,6 +66,9 @@ _ONLY_REWARDS: Mapping[str, tuple[str, ...]] = {
     "rubric_rewards_only": ("event", "outcome"),
 }
 
+# What the hosted trainer's client writes into a file that does not say it: it yields to the flat form's own key.
+_INSERTED: Mapping[str, str] = {"reference.placement": "none"}
+
 _MAX_DEPTH = 64  # as of the bodies that servers take
 
 
@@ -119,7 +122,7 @@ def _move_table(flat: Flat, table: str, moves: Mapping[str, str]) -> None:
         flat.problems.append(Problem(table, f"expected a table, got {show(entries)}"))
         return
     # An empty table still says that its section is there, such as [lora] for training.lora.
-    _keep_section(flat, table)
+    _keep_section(flat, table, entries)
     for key, value in entries.items():
         if key in moves:
             _put(flat, moves[key], value, written=f"{table}.{key}")
@@ -163,9 +166,12 @@ def _take_only_rewards(flat: Flat) -> None:
             flat.problems.append(Problem(key, f"true contradicts [judge.reward_blend]: set {weights}, or remove this"))
 
 
-def _keep_section(flat: Flat, table: str) -> None:
+def _keep_section(flat: Flat, table: str, entries: Mapping[str, Any]) -> None:
     section = _SECTIONS.get(table)
     if section is None:
+        return
+    # A table of nothing but another section's keys, which the hosted trainer's client makes, does not say so.
+    if entries and not any(_TABLES[table].get(key, f"{section}.").startswith(f"{section}.") for key in entries):
         return
     above, _, name = section.rpartition(".")
     holder = flat.values.setdefault(above, {}) if above else flat.values
@@ -185,6 +191,8 @@ def _put(flat: Flat, key: str, value: Any, *, written: str) -> None:
         if not isinstance(table, dict):
             return  # the flat form's own table is none, which is reported there
     if name in table and table[name] != value:
+        if value == _INSERTED.get(key):
+            return
         flat.problems.append(Problem(written, f"is {key} in the flat form, which is given, too: remove one of them"))
         return
     table[name] = value
@@ -233,7 +241,18 @@ def apply_override(values: dict[str, Any], text: str) -> tuple[str, Problem | No
             continue  # the section itself, whose keys follow
         if (problem := _set(values, target, entry)) is not None:
             return targets[-1], problem
+    for theirs, ours in POLICY_CONFIG.items():
+        names = (f"rollout.policy_config.{theirs}", f"rollout.{ours}")
+        given = [name for name in names if look_up(flat.values, name, _ABSENT) is not _ABSENT]
+        if len(given) == 1:  # a file's other name for it would contradict it
+            _remove(values, names[names[0] == given[0]])
     return targets[-1], None
+
+
+def _remove(values: dict[str, Any], key: str) -> None:
+    above, _, name = key.rpartition(".")
+    if isinstance(table := look_up(values, above), dict):
+        table.pop(name, None)
 
 
 def _set(values: dict[str, Any], key: str, value: Any) -> Problem | None:

@@ -27,7 +27,7 @@ class ChatModelSettings:
         model: its name at the endpoint.
         base_url: such as "http://127.0.0.1:8000/v1"; None for OpenAI's own.
         api_key_env: environment variable with the key; a local server may need none.
-        temperature: of sampling.
+        temperature: of sampling. top_p: sent unless it is 1, which some models refuse to be told.
         max_tokens: limit of one answer, including any reasoning.
         timeout_seconds: limit of one answer, including retries.
         max_retries: of transport errors, 429 and 5xx.
@@ -37,6 +37,7 @@ class ChatModelSettings:
     base_url: str | None = None
     api_key_env: str = "OPENAI_API_KEY"
     temperature: float = 1.0
+    top_p: float = 1.0
     max_tokens: int = 512
     timeout_seconds: float = 60.0
     max_retries: int = 2
@@ -95,6 +96,8 @@ class ChatModel:
             "temperature": settings.temperature,
             limit: settings.max_tokens,
         }
+        if settings.top_p != 1:
+            request["top_p"] = settings.top_p
         if tools:
             request["tools"] = list(tools)
         if seed is not None:

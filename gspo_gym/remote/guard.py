@@ -21,7 +21,7 @@ from typing import Any
 from fastapi import Request
 from fastapi.responses import JSONResponse
 
-from gspo_gym.base.http import refuse_strange_json
+from gspo_gym.base.http import refuse_strange_json, require_utf8
 from gspo_gym.env.workers.channel import refusal_in
 from gspo_gym.errors import ConfigError, GymError, RecordError
 
@@ -195,7 +195,9 @@ class Guard:
             return None
         if json_depth_exceeds(body, MAX_JSON_DEPTH):
             raise _RefusedError(400, "body_too_deep", f"a body is nested at most {MAX_JSON_DEPTH} levels deep")
+        # All content types: a framework that takes a body for bytes repeats it in its refusal, and fails to write that.
         try:
+            require_utf8(body)
             refuse_strange_json(body)
         except RecordError as error:
             raise _RefusedError(400, "invalid_json", str(error)) from None

@@ -277,7 +277,9 @@ def episode_paths(folder: Path, prefix: str = "") -> list[Path]:
 
     `prefix` is "step_", or a whole name such as "eval_000010".
     """
-    return sorted(path for path in (folder / "episodes").glob(f"{prefix}*") if path.name.endswith(_LINES))
+    # Not as a pattern: a prefix may come from a URL, and hold what means something to `glob`.
+    paths = (folder / "episodes").glob("*")
+    return sorted(path for path in paths if path.name.startswith(prefix) and path.name.endswith(_LINES))
 
 
 def _lines(path: Path) -> list[str]:

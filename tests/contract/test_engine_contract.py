@@ -88,7 +88,10 @@ async def _http(**server_options: Any) -> AsyncIterator[Subject]:
         length = MAX_MODEL_LEN if server_options.get("dialect") == "text" else None  # which does not tell
         settings = HttpSettings(server.base_url, MODEL, max_model_len=length, vocab_size=hash_model.VOCAB_SIZE)
         engine = await HttpEngine.start(settings, hash_model.LetterTokenizer())
-        yield Subject(engine, MAX_MODEL_LEN, hash_model.VOCAB_SIZE, logits=hash_logits)
+        is_sglang = server_options.get("dialect") == "sglang"
+        yield Subject(
+            engine, MAX_MODEL_LEN, hash_model.VOCAB_SIZE, logits=hash_logits, has_repetition_penalty=not is_sglang
+        )
         await engine.close()
 
 
@@ -119,7 +122,7 @@ LACKS: dict[str, Collection[str]] = {
     "local, rebuildable": _SHARED,
     "two local ones behind a router": {"an update from a folder"},
     "http": _FROZEN,
-    "http with SGLang's dialect": _FROZEN,
+    "http with SGLang's dialect": {"repetition_penalty", *_FROZEN},
     "http with text only": {"is_trainable", *_FROZEN},
 }
 CASES = cases_of(CLAUSES, LACKS)
@@ -196,6 +199,9 @@ def test_the_engine_lacks_what_it_declares_to_lack_and_refuses_to_be_asked_for_i
             if "pause_mode keep" in LACKS[name]:
                 with pytest.raises(ConfigError, match="got 'keep'"):
                     await engine.pause("keep")
+            if "repetition_penalty" in LACKS[name]:
+                with pytest.raises(ConfigError, match=r"repetition_penalty passes over the prompt.*got 1\.2"):
+                    await engine.generate([1, 2, 3], sampling(repetition_penalty=1.2))
             if "an update from a folder" in LACKS[name]:
                 await engine.pause("wait")
                 with pytest.raises(ConfigError):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import http.client
+import itertools
 import json
 import logging
 import random
@@ -21,6 +22,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import fake_vllm
 import pytest
@@ -512,6 +514,53 @@ def test_none_of_many_new_mutated_requests_makes_a_server_fail(name: str, caplog
 @pytest.mark.parametrize("name", SLOW)
 def test_none_of_many_mutated_requests_makes_a_slow_server_fail(name: str, caplog: pytest.LogCaptureFixture) -> None:
     flood(name, 400, 2, caplog)
+
+
+CONTENT_TYPES = (
+    "application/json",
+    "application/json; charset=utf-16",
+    "application/x-www-form-urlencoded",
+    "multipart/form-data; boundary=x",
+    "application/octet-stream",
+    "text/plain",
+    "image/png",
+    "",
+    None,
+)
+NO_TEXTS = (b"\xff", b'{"a": "\xa2"}', b'"\xed\xa0\x80"', b"\xff\xfe{\x00}\x00")
+
+
+@pytest.mark.parametrize("name", [name for name in SERVERS if name not in (*SLOW, "fake vLLM")])
+def test_a_body_that_is_no_text_is_refused_whatever_its_content_type_says(
+    name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with SERVERS[name]() as (url, goods):
+        posted = {good.path: good for good in goods if good.method == "POST"}.values()
+        for good, kind, body in itertools.product(posted, CONTENT_TYPES, NO_TEXTS):
+            own = {key: value for key, value in good.headers.items() if key != "content-type"}
+            headers = own | ({} if kind is None else {"content-type": kind}) | {"content-length": str(len(body))}
+            status, answer = answer_to(url, Spoilt("POST", good.path, tuple(headers.items()), body))
+            assert 400 <= status < 500, (status, answer[:300], good.path, kind, body)
+    assert not [record.getMessage() for record in caplog.records if record.levelno >= logging.ERROR]
+
+
+@pytest.mark.parametrize(
+    "name", ["/etc", "**", "***", "[", "../episodes/step_000001", "a\0b", "*", "step_000001.jsonl", ""]
+)
+def test_the_page_is_told_that_there_are_no_episodes_of_such_a_name(name: str) -> None:
+    with view() as (url, goods):
+        headers = tuple(goods[0].headers.items())
+        for query in (f"/step?run=small&name={quote(name)}", f"/group?run=small&name={quote(name)}&number=0"):
+            status, answer = answer_to(url, Spoilt("GET", query, headers, b""))
+            assert (status, b"has no episodes" in answer) == (404, True), answer
+
+
+@pytest.mark.parametrize("number", ["1", "-1", "x", "9" * 5000, "\u0663"])
+def test_the_page_is_told_that_there_is_no_such_group(number: str) -> None:
+    with view() as (url, goods):
+        query = f"/group?run=small&name=step_000001&number={quote(number)}"
+        status, answer = answer_to(url, Spoilt("GET", query, tuple(goods[0].headers.items()), b""))
+        assert (status, b"has no group" in answer) == (404, True), answer
 
 
 FRAMES: list[Any] = [

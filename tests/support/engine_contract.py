@@ -28,6 +28,7 @@ class Subject:
         logits: token ids [T] -> logits [T, V] float64 of the model that samples now, by a plain forward outside the
             engine; None if no model is behind it.
         change: (version) -> update: changes the model, and stages what it has become; None if its weights never change.
+        has_repetition_penalty: over the prompt's tokens, too; otherwise it is refused.
     """
 
     engine: Engine
@@ -35,6 +36,7 @@ class Subject:
     vocab_size: int
     logits: Callable[[Sequence[int]], Any] | None = None
     change: Callable[[int], WeightUpdate] | None = None
+    has_repetition_penalty: bool = True
 
 
 Check = Callable[[Subject], Awaitable[None]]
@@ -64,6 +66,7 @@ class Clause:
 NEEDS: dict[str, Callable[[Subject], bool]] = {
     "a model": lambda subject: subject.logits is not None,
     "is_trainable": lambda subject: subject.engine.capabilities.is_trainable,
+    "repetition_penalty": lambda subject: subject.has_repetition_penalty,
     "seeds_per_request": lambda subject: subject.engine.capabilities.seeds_per_request,
     "reports_versions": lambda subject: subject.engine.capabilities.reports_versions,
     "update_kinds": lambda subject: bool(subject.engine.capabilities.update_kinds),

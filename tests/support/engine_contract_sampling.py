@@ -202,7 +202,7 @@ async def min_p_is_obeyed(subject: Subject) -> None:
         await _obeys(subject, min_p=min_p)
 
 
-@clause("a model", "is_trainable")
+@clause("a model", "is_trainable", "repetition_penalty")
 async def repetition_penalty_is_obeyed_over_the_prompt_and_what_was_sampled(subject: Subject) -> None:
     for penalty in (0.6, 1.5):
         await _obeys(subject, repetition_penalty=penalty)
@@ -219,7 +219,7 @@ async def no_stop_token_is_among_the_first_min_tokens(subject: Subject) -> None:
         assert all(token % 2 == 1 for token in tokens[:-1])
 
 
-@clause("a model", "is_trainable")
+@clause("a model", "is_trainable", "repetition_penalty")
 async def all_settings_together_act_in_the_order_that_is_documented(subject: Subject) -> None:
     await _obeys(
         subject,

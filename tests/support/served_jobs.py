@@ -107,11 +107,13 @@ class IdleJobs:
 
     now: float | None = None
 
-    def __init__(self, folder: Path, *, max_queued: int = 1_000, inference: Sequence[str] = FAKE_MODEL) -> None:
+    def __init__(
+        self, folder: Path, *, max_queued: int = 1_000, inference: Sequence[str] = FAKE_MODEL, **settings: Any
+    ) -> None:
         self.folder, self.store = folder, Store(folder / "jobs.sqlite3", clock=lambda: self.now or time.time())
         self.supervisor = Supervisor(self.store, folder, SupervisorSettings(["false"], {}, max_running=0))
         model = Inference(inference, os.environ, folder / "inference.log")
-        service = JobsService(self.store, self.supervisor, folder, model, max_queued=max_queued)
+        service = JobsService(self.store, self.supervisor, folder, model, max_queued=max_queued, **settings)
         self.app = create_jobs_app(service)
         self.guarded = Guard(self.app, api_key=KEY, open_paths=())
 

@@ -12,8 +12,10 @@ import contextlib
 import hashlib
 import json
 import re
+import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import datetime
 from functools import partial
 from pathlib import Path
@@ -25,11 +27,11 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 
 from gspo_gym.cli.jobs.inference import Wanted
 from gspo_gym.cli.jobs.records import (
+    Push,
     model_files_of,
     model_id_of,
     parse_request,
     points_of,
-    push,
     results_of,
     tar_of,
     timestamp,
@@ -49,10 +51,13 @@ _BATCH = 200  # events of a stream that are read at once
 def create_jobs_app(service: JobsService) -> fastapi.FastAPI:
     """Return the ASGI application, which runs jobs from its start to its end; serve it behind `Guard`."""
 
+    models = ModelRoutes(service)
+
     @contextlib.asynccontextmanager
     async def lifespan(_: fastapi.FastAPI) -> AsyncIterator[None]:
         service.supervisor.start()
         yield
+        await models.exports.close()
         await service.inference.close()
         await asyncio.to_thread(service.supervisor.stop)
         service.store.close()
@@ -60,7 +65,7 @@ def create_jobs_app(service: JobsService) -> fastapi.FastAPI:
     app = fastapi.FastAPI(title="gspo-gym jobs", lifespan=lifespan, openapi_url=None)
     app.add_exception_handler(RefusalError, answer_refusal)
     app.add_exception_handler(GymError, _answer_error)
-    for method, paths, handler in (*_Routes(service).table(), *ModelRoutes(service).table()):
+    for method, paths, handler in (*_Routes(service).table(), *models.table()):
         for path in paths:
             app.add_api_route(path, handler, methods=[method], response_model=None)
     return app
@@ -338,12 +343,86 @@ _NAMED = re.compile(r"(?:.*:)?(job_[0-9a-f]{24})(?::step_(\d{1,12})|@(best|lates
 _REPO = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
 
 
+_MAX_EXPORTS = 64  # at once, of which all but one wait
+_MAX_REMEMBERED_EXPORTS = 256
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Export:
+    """One push of a model to the hub, which may outlive the request for it."""
+
+    export_id: str
+    wanted: tuple[Path, str, bool, bool]  # the run's folder, the repository, whether it is private, and merged
+    task: asyncio.Task[str]
+
+    def to_wire(self) -> Json:
+        """Return its state."""
+        told: Json = {"export_id": self.export_id, "status": "running", "repo_id": self.wanted[1], "repo_url": None}
+        if not self.task.done():
+            return told
+        error = asyncio.CancelledError("the service ended") if self.task.cancelled() else self.task.exception()
+        if error is not None:
+            return told | {"status": "failed", "error": str(error) or type(error).__name__}
+        return told | {"status": "succeeded", "repo_url": self.task.result()}
+
+
+@dataclass(slots=True)
+class Exports:
+    """The exports of this service's life, oldest first. One works at a time, for each loads a model."""
+
+    push: Push
+    _exports: dict[str, Export] = field(default_factory=dict)
+    _lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    def begin(self, folder: Path, repo: str, *, is_private: bool, is_merged: bool) -> Export:
+        """Begin an export, or return the one that does the same already.
+
+        Raises:
+            RefusalError: 429, too many are waiting.
+        """
+        wanted = (folder, repo, is_private, is_merged)
+        open_ones = [export for export in self._exports.values() if not export.task.done()]
+        for export in open_ones:
+            if export.wanted == wanted:
+                return export
+        if len(open_ones) >= _MAX_EXPORTS:
+            raise RefusalError(429, "queue_full", f"{len(open_ones)} exports are waiting, as many as may")
+        task = asyncio.create_task(self._work(folder, repo, is_private=is_private, is_merged=is_merged))
+        export = Export(f"export_{secrets.token_hex(12)}", wanted, task)
+        self._exports[export.export_id] = export
+        ended = [export_id for export_id, export in self._exports.items() if export.task.done()]
+        for export_id in ended[:-_MAX_REMEMBERED_EXPORTS]:
+            del self._exports[export_id]
+        return export
+
+    def get(self, export_id: str) -> Export:
+        """Return an export.
+
+        Raises:
+            RefusalError: 404, this service has not begun it.
+        """
+        if export_id not in self._exports:
+            raise RefusalError(404, "unknown_export", "there is no export of that id since this service began")
+        return self._exports[export_id]
+
+    async def close(self) -> None:
+        """Stop all exports."""
+        tasks = [export.task for export in self._exports.values()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _work(self, folder: Path, repo: str, *, is_private: bool, is_merged: bool) -> str:
+        async with self._lock:
+            return await self.push(folder, repo, is_private=is_private, is_merged=is_merged)
+
+
 class ModelRoutes:
     """The handlers; those that are not `async` run in threads."""
 
     def __init__(self, service: JobsService) -> None:
         self.service = service
-        self._exporting = asyncio.Lock()  # one at a time, for each loads a model
+        self.exports = Exports(service.push)
 
     def table(self) -> Iterator[tuple[str, list[str], Callable[..., Any]]]:
         """Yield the method, paths and handler of every route; the first that fits a path answers."""
@@ -353,6 +432,7 @@ class ModelRoutes:
         yield "GET", [f"{path}/{{model_id:path}}" for path in models], self.model
         yield "GET", ["/api/artifacts"], self.artifacts
         yield "POST", ["/api/learning/exports/hf"], self.export
+        yield "GET", ["/api/learning/exports/{export_id}"], self.export_status
         for path in ("chat/completions", "completions", "responses"):
             yield "POST", [f"/api/inference/v1/{path}", f"/api/v1/{path}"], partial(self.infer, path)
         yield "GET", ["/api/inference/v1/models", "/api/v1/models"], self.list_models
@@ -389,8 +469,8 @@ class ModelRoutes:
         headers = {"content-disposition": disposition}
         return StreamingResponse(tar_of(folder, names, job.job_id), 200, headers, "application/x-tar")
 
-    async def export(self, request: Request) -> Json:
-        """Push a model to the hub, as an adapter or merged; return the repository's URL."""
+    async def export(self, request: Request) -> JSONResponse:
+        """Push a model to the hub, as an adapter or merged; answer 202 with an id where that takes long."""
         body = await object_in(request)
         repo, key = body.get("repo_id"), body.get("key")
         if not (isinstance(repo, str) and _REPO.fullmatch(repo) and isinstance(key, str)):
@@ -399,15 +479,21 @@ class ModelRoutes:
         is_private = body.get("visibility") != "public"
         job = await asyncio.to_thread(self.service.trained_by, key)
         folder = self.service.supervisor.run_folder(job.job_id)
+        export = self.exports.begin(folder, repo, is_private=is_private, is_merged=is_merged)
+        seconds = self.service.export_answer_seconds
+        # `wait` and no `wait_for`: the export goes on where its request is answered.
+        await self._unless_stopping(asyncio.wait({export.task}, timeout=seconds))
+        if not export.task.done():
+            return JSONResponse(export.to_wire(), 202)
         try:
-            url = await self._unless_stopping(self._push(folder, repo, is_private=is_private, is_merged=is_merged))
+            export.task.result()
         except ServiceError as error:
             raise RefusalError(424, "export_failed", str(error)) from None
-        return {"repo_id": repo, "repo_url": url}
+        return JSONResponse(export.to_wire())
 
-    async def _push(self, folder: Path, repo: str, *, is_private: bool, is_merged: bool) -> str:
-        async with self._exporting:
-            return await push(folder, repo, is_private=is_private, is_merged=is_merged)
+    async def export_status(self, export_id: str) -> Json:
+        """Answer whether an export has ended, and how."""
+        return self.exports.get(export_id).to_wire()
 
     async def _unless_stopping(self, work: Coroutine[Any, Any, Result]) -> Result:
         """Return the result of long work, which the service's end does not wait for.

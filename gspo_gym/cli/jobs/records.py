@@ -21,7 +21,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from gspo_gym.base.leftovers import end_with_us, has_ended, in_temporary_folder
 from gspo_gym.cli.jobs.store import Event, Job, Status, Store
@@ -285,6 +285,12 @@ def tar_of(folder: Path, names: Sequence[str], prefix: str) -> Iterator[bytes]:
                 yield chunk
             yield bytes(-info.size % tarfile.BLOCKSIZE)
     yield bytes(2 * tarfile.BLOCKSIZE)
+
+
+class Push(Protocol):
+    """Exports a run's newest model and pushes it to the hub; returns the repository's URL."""
+
+    async def __call__(self, run_folder: Path, repo: str, *, is_private: bool, is_merged: bool) -> str: ...
 
 
 async def push(run_folder: Path, repo: str, *, is_private: bool, is_merged: bool) -> str:

@@ -34,7 +34,7 @@ from fastapi import Request
 from gspo_gym.base.files import make_folder, replace_file, take_lock, writing
 from gspo_gym.base.http import read_json
 from gspo_gym.cli.jobs.inference import Inference
-from gspo_gym.cli.jobs.records import Follower, Machine, checkpoints_of, last_error, model_id_of
+from gspo_gym.cli.jobs.records import Follower, Machine, Push, checkpoints_of, last_error, model_id_of, push
 from gspo_gym.cli.jobs.store import ACTIVE, Event, Job, Store
 from gspo_gym.errors import GymError, RecordError, StorageError
 from gspo_gym.remote.apps.client import AppKeys
@@ -324,6 +324,8 @@ class JobsService:
         folder: of the service. inference: the model that clients talk with. max_queued: jobs that may wait.
         app_keys: for the task apps that are verified. machine: where jobs are trained.
         is_stopping: streams end when it returns True.
+        push: exports a run's model to the hub; see `records.push`.
+        export_answer_seconds: an export that takes longer is answered as a job; the hosted client waits for 30 seconds.
     """
 
     store: Store
@@ -334,6 +336,8 @@ class JobsService:
     app_keys: AppKeys | None = None
     machine: Machine = field(default_factory=Machine)
     is_stopping: Callable[[], bool] = lambda: False
+    push: Push = push
+    export_answer_seconds: float = 20.0
 
     def job(self, job_id: str) -> Job:
         """Return a job.

@@ -230,7 +230,9 @@ def _player(policy: str | PolicyFactory, settings: CollectSettings) -> AbstractA
         return _scripted_player(policy)
     if policy.startswith(ENDPOINT):
         return _endpoint_player(
-            endpoint_settings(policy, temperature=settings.temperature, max_tokens=settings.max_output_tokens)
+            endpoint_settings(
+                policy, sampling=Sampling(temperature=settings.temperature), max_tokens=settings.max_output_tokens
+            )
         )
     return _model_player(policy, settings)
 
@@ -249,14 +251,20 @@ def chat_policy(model: ChatModel) -> PolicyFactory:
     return policy
 
 
-def endpoint_settings(name: str, *, temperature: float, max_tokens: int) -> ChatModelSettings:
+def endpoint_settings(name: str, *, sampling: Sampling, max_tokens: int) -> ChatModelSettings:
     """Return the settings of "openai:MODEL", or "openai:MODEL@BASE_URL" for another provider than OpenAI.
 
-    >>> endpoint_settings("openai:m@http://localhost:8000/v1", temperature=1.0, max_tokens=8).base_url
+    Raises:
+        ConfigError: a sampling parameter for which the chat API has no name.
+
+    >>> endpoint_settings("openai:m@http://localhost:8000/v1", sampling=Sampling(), max_tokens=8).base_url
     'http://localhost:8000/v1'
     """
+    sampling.require_only(("temperature", "top_p"), where=f"{name}: a model behind a chat route")
     model, _, url = name.removeprefix(ENDPOINT).partition("@")
-    return ChatModelSettings(model, base_url=url or None, temperature=temperature, max_tokens=max_tokens)
+    return ChatModelSettings(
+        model, base_url=url or None, temperature=sampling.temperature, top_p=sampling.top_p, max_tokens=max_tokens
+    )
 
 
 @asynccontextmanager

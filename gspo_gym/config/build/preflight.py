@@ -73,7 +73,7 @@ async def find_evaluation_obstacles(config: RunConfig, name: str) -> list[GymErr
         await build_scripted_evaluate(config, renderers, name.removeprefix(SCRIPTED) if is_scripted else _greets)
     with _collecting(obstacles):
         if is_endpoint:
-            await ChatModel(endpoint_settings(name, temperature=0.0, max_tokens=1)).close()
+            await ChatModel(endpoint_settings(name, sampling=config.evaluation_sampling, max_tokens=1)).close()
     return _without_repeats(obstacles)
 
 

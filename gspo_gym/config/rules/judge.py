@@ -16,6 +16,9 @@ from gspo_gym.judge.settings import GoldSettings, JudgeModelSettings, JudgeOptio
 # The keys that decide the type of the judge; rules that need it take their values as `*kind`.
 _KIND_KEYS = ("judge.type", "services.judge_url", "judge.options.python", "judge.panel")
 
+# The keys of a judge that only a model obeys.
+_MODEL_KEYS = tuple(name for name in JudgeModelSettings.model_fields if name != "python")
+
 
 def judge_kind(kind: str | None, judge_url: str | None, python: str | None, panel: Sequence[Any] | None) -> str:
     """Return the type of the judge: "synth", "python", "model", or "panel" for several, each of any type."""
@@ -166,15 +169,23 @@ def _option_needs(name: str, kinds: tuple[str, ...], advice: str) -> Rule:
     def check(value: Any, *kind: Any) -> str | None:
         if value is None or value == default:
             return None
-        asked = judge_kind(*kind)
+        asked, panel = judge_kind(*kind), kind[_KIND_KEYS.index("judge.panel")]
+        if asked == "panel" and all(member.get("python") is not None for member in panel):
+            asked = "python"
         return None if asked in kinds else f"has no effect: {advice}; remove this"
 
     return Rule((f"judge.options.{name}", *_KIND_KEYS), check)
 
 
+def _keys_of_a_model(settings: Mapping[str, Any]) -> list[str]:
+    """Return the keys with a value that only a model obeys."""
+    defaults = {name: default_of(JudgeModelSettings, name) for name in _MODEL_KEYS}
+    return [name for name, default in defaults.items() if settings.get(name) not in (None, default)]
+
+
 # Returns what is missing or too much in the settings of one judge: of a panel, or the gold judge.
 def _is_one_judge(settings: Mapping[str, Any], name: str) -> str | None:
-    given = [key for key in ("provider", "model", "base_url", "api_key_env") if settings.get(key) is not None]
+    given = _keys_of_a_model(settings)
     if settings.get("python") is not None:
         return f"{name}: python is no model, so {given[0]} has no effect: remove one" if given else None
     missing = [] if settings.get("model") else ["model"]
@@ -202,12 +213,12 @@ def _gold_is_complete(
 ) -> str | None:
     if not has_gold or not enabled:
         return None
-    settings = dict(zip(_GOLD_JUDGE, judge, strict=True))
+    settings = dict(zip(JudgeModelSettings.model_fields, judge, strict=True))
     if (episodes is None) != (labels is None):
         return "expected both episodes and labels, or neither and a gold judge"
     if episodes is None:
         return _is_one_judge(settings, "gold")
-    if given := [name for name, value in settings.items() if value is not None]:
+    if given := [*_keys_of_a_model(settings), *(["python"] if settings["python"] is not None else [])]:
         return f"episodes with labels are gold already, so {given[0]} has no effect: remove one"
     return None
 
@@ -263,7 +274,6 @@ def _weights_are_of_tracks(weights: Mapping[str, float] | None, tracks: tuple[st
     return f"{show(others[0])} is not in judge.options.tracks = {show(list(tracks))}, so that its weight has no effect"
 
 
-_GOLD_JUDGE = ("provider", "model", "base_url", "api_key_env", "python")
 _ASKED_HERE = ("model", "panel")  # kinds of judges whose prompt is written here
 
 JUDGE_RULES = (
@@ -299,7 +309,7 @@ JUDGE_RULES = (
     Rule(_KIND_KEYS, _type_agrees),
     Rule(("services.judge_url", "judge.panel"), _url_is_used),
     Rule(("judge.options.python", "judge.type", "services.judge_url", "judge.panel"), _python_is_alone),
-    *(_model_key_is_used(name) for name in JudgeModelSettings.model_fields if name != "python"),
+    *map(_model_key_is_used, _MODEL_KEYS),
     _option_needs("mode", _ASKED_HERE, "only a model is asked turn by turn"),
     _option_needs("max_transcript_chars", _ASKED_HERE, "only for a model an episode is written out"),
     _option_needs("samples", _ASKED_HERE, "only models are asked for several samples"),
@@ -310,7 +320,7 @@ JUDGE_RULES = (
             "judge.enabled",
             "judge.gold.episodes",
             "judge.gold.labels",
-            *(f"judge.gold.{name}" for name in _GOLD_JUDGE),
+            *(f"judge.gold.{name}" for name in JudgeModelSettings.model_fields),
         ),
         _gold_is_complete,
     ),

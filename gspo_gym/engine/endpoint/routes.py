@@ -30,7 +30,6 @@ from gspo_gym.engine.endpoint.wire import (
     shorten,
     to_completion,
 )
-from gspo_gym.errors import ConfigError
 from gspo_gym.types import Completion, FinishReason
 
 UNKNOWN_VERSION = -1
@@ -261,7 +260,8 @@ class TextRoute:
     async def sample(self, request: SampleRequest, attempt: int) -> Sampled:
         """See `Route.sample`."""
         sampling, max_tokens = request.sampling, request.max_tokens
-        _require_plain(sampling)
+        # OpenAI's protocol has no field for the others.
+        sampling.require_only(("temperature", "top_p"), where="HttpEngine: an endpoint that gives text only")
         stops = [self._tokenizer.decode([token], skip_special_tokens=False) for token in sampling.stop_token_ids]
         body = {
             "model": request.served.model,
@@ -321,12 +321,3 @@ def _headers(request: SampleRequest, attempt: int) -> dict[str, str]:
     if session and session.isascii() and session.isprintable():
         headers[_SESSION_HEADER] = session
     return headers
-
-
-def _require_plain(sampling: SamplingParams) -> None:
-    # OpenAI's protocol has no field for these: they would be dropped silently.
-    if wrong := [name for name in sampling.changed() if name not in ("temperature", "top_p")]:
-        raise ConfigError(
-            f"HttpEngine: an endpoint that gives text only takes temperature, top_p, seed and max_tokens; "
-            f"leave {', '.join(wrong)} at the default"
-        )

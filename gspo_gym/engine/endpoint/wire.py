@@ -18,7 +18,7 @@ from gspo_gym.base import http
 from gspo_gym.base.retries import AttemptError
 from gspo_gym.engine.base import SamplingParams
 from gspo_gym.engine.vllm.requests import sampling_fields
-from gspo_gym.errors import EngineError, shortened
+from gspo_gym.errors import ConfigError, EngineError, shortened
 from gspo_gym.types import Completion, FinishReason
 
 # OpenAI's protocol has no infinity; vLLM writes this for it. No sampled token can have it.
@@ -167,17 +167,25 @@ def sglang_request(
     """Return the body for SGLang's `POST /generate`.
 
     `num_alternatives` asks for the logprobs of so many likeliest tokens at each place, too.
+
+    Raises:
+        ConfigError: a repetition penalty, which SGLang applies to sampled tokens only and we to the prompt's, too.
     """
+    if sampling.repetition_penalty != 1:
+        raise ConfigError(
+            "SGLang's repetition_penalty passes over the prompt's tokens, so its samples are of another distribution; "
+            f"leave it at 1, got {sampling.repetition_penalty}"
+        )
     return {
         "input_ids": list(prompt),
         "sampling_params": {
+            "presence_penalty": 0.0,
+            "frequency_penalty": 0.0,
             **{name: value for name, value in sampling.values().items() if name != "min_tokens"},
             "n": 1,
             "max_new_tokens": max_tokens,
             "min_new_tokens": min(sampling.min_tokens, max_tokens),
             "top_k": sampling.top_k or -1,  # its name for all
-            "presence_penalty": 0.0,
-            "frequency_penalty": 0.0,
             "stop_token_ids": list(sampling.stop_token_ids),
             "ignore_eos": True,
             "skip_special_tokens": False,

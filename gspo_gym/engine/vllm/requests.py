@@ -44,12 +44,13 @@ def sampling_fields(sampling: SamplingParams, max_new: int) -> dict[str, Any]:
         )
     schema = {} if sampling.json_schema is None else {"structured_outputs": {"json": sampling.json_schema}}
     return {
+        # Before the record's values: a parameter that the record gains is then sent as it stands there.
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
         **sampling.values(),
         "n": 1,
         "max_tokens": max_new,
         "min_tokens": min(sampling.min_tokens, max_new),
-        "presence_penalty": 0.0,
-        "frequency_penalty": 0.0,
         "seed": sampling.seed % 2**63,  # vLLM takes -1 for "no seed"
         "stop": [],
         "stop_token_ids": list(sampling.stop_token_ids),

@@ -153,6 +153,7 @@ class CheckSettings:
 
     Attributes:
         env_name: the app's name of the environment. env_config: passed to the app unchanged.
+        policy_name: the app's name of the policy.
         seed: of the task. max_turns: decisions of an episode.
         timeout_seconds: of one rollout.
         gateway_host: the address that the gateway listens at. gateway_url: its URL for the app; None: the same address.
@@ -160,6 +161,7 @@ class CheckSettings:
 
     env_name: str
     env_config: Mapping[str, Any] = field(default_factory=dict)
+    policy_name: str = "policy"  # as in [rollout]
     seed: int = 0
     max_turns: int = 4
     timeout_seconds: float = 60.0
@@ -296,6 +298,7 @@ class _Checker:
             session=session,
             model="policy",
             gateway_url=gateway_url,
+            policy_name=settings.policy_name,
             max_turns=settings.max_turns,
             env_config=settings.env_config,
             episode_timeout_seconds=settings.timeout_seconds,

@@ -22,7 +22,7 @@ METRICS: Mapping[str, str] = MappingProxyType(
         "gateway/not_awaited_calls": "of these, still open when the app answered its rollout: no turns of the episode",
         "gateway/undelivered_calls": "of these, not attributable: the answer reached nobody, and nobody asked again",
         "gateway/constrained_calls": "of these, sampled under a JSON schema",
-        "gateway/other_sampling_calls": "of these, sampled at a temperature or top_p of their own",
+        "gateway/other_sampling_calls": "of these, with sampling settings of their own",
         "gateway/untrained_episodes": "episodes with a return of which no token is trained on",
         "gateway/played_return_mean": "mean return, as apps say, of every attempt that they finished at the step's "
         "episodes",

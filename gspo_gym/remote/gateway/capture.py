@@ -10,7 +10,7 @@ import asyncio
 import enum
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from gspo_gym.chat.parsing import ParseFailure
@@ -42,7 +42,7 @@ class Untrained(enum.Enum):
     NOT_AWAITED = "not awaited"  # there is none, since the app ended its rollout while the call was open
     UNTRAINED_BY_REQUEST = "untrained by request"  # the caller said so
     CONSTRAINED = "constrained"  # a schema narrowed the distribution, so that the logprobs are of another one
-    OTHER_SAMPLING = "other sampling"  # its temperature or top_p were its own; a batch is scored under one
+    OTHER_SAMPLING = "other sampling"  # it set a field of `Sampling` otherwise; a batch is scored under one
     UNDELIVERED = "undelivered"  # its answer reached nobody, and no retry asked for it
     AUXILIARY = "auxiliary"  # beside the task: a title or a summary
 
@@ -71,7 +71,8 @@ class ChatCall:
         messages: the whole conversation, as the caller knows it.
         tools: OpenAI function schemas (Any: JSON).
         max_tokens: most tokens to answer with; None: as many as the session allows.
-        temperature, top_p: other than the session's; None: the session's.
+        sampling: fields of `Sampling` that the caller sets, by name (Any: integers and floats); the others are the
+            session's.
         stop: texts that end the answer and are not part of it.
         tool_choice: see `ToolChoice`.
         json_schema: JSON text that the answer must obey; None: anything.
@@ -81,8 +82,7 @@ class ChatCall:
     messages: tuple[Message, ...]
     tools: tuple[Mapping[str, Any], ...] = ()
     max_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
+    sampling: Mapping[str, Any] = field(default_factory=dict)
     stop: tuple[str, ...] = ()
     tool_choice: ToolChoice = None
     json_schema: str | None = None
@@ -95,8 +95,7 @@ class CompletionCall:
 
     prompt: str | Sequence[int]
     max_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
+    sampling: Mapping[str, Any] = field(default_factory=dict)
     stop: tuple[str, ...] = ()
     is_trained: bool | None = None
 

@@ -1,7 +1,7 @@
 """Read OpenAI's requests as the gateway's calls: lenient about unknown fields, strict where they change the answer.
 
-A field that would change the answer and cannot be honoured (n > 1, an image, an unknown tool choice) is refused. No
-I/O. `openai_wire_answers.py` writes the answers, and reads and writes the Responses API.
+A field that would change the answer and cannot be honoured (n > 1, an image, a penalty that no engine here has) is
+refused. No I/O. `openai_wire_answers.py` writes the answers, and reads and writes the Responses API.
 """
 
 from __future__ import annotations
@@ -9,13 +9,14 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from gspo_gym.base.http import read_json
 from gspo_gym.base.messages import ConversationReader, require_encodable
-from gspo_gym.errors import GymError, RecordError, shortened
+from gspo_gym.errors import ConfigError, GymError, RecordError, shortened
 from gspo_gym.remote.gateway.capture import REQUIRED, ChatCall, CompletionCall
-from gspo_gym.types import Message
+from gspo_gym.types import SAMPLING_NAMES, Message, Sampling
 
 Json = Any  # a JSON value
 
@@ -23,6 +24,37 @@ TRAINED_KEY = "gspo_gym_trained"
 """In a request's `metadata`, "true" or "false": whether its caller wants it trained on."""
 
 _MAX_STOPS = 16
+_MAX_COUNT = 2**31 - 1
+_DEFAULTS = Sampling()
+_RANGES = {"temperature": (0.0, 2.0), "top_p": (0.0, 1.0)}  # OpenAI's; `Sampling` has those of the others
+# Fields that would change an answer and that nothing here can do, in every API; with the value that asks for nothing,
+# as null does. The second part are names of vLLM and of other servers.
+_UNSUPPORTED: Mapping[str, Json] = {
+    "audio": None,
+    "background": False,
+    "echo": False,
+    "frequency_penalty": 0,
+    "functions": [],
+    "logit_bias": {},
+    "modalities": ["text"],
+    "presence_penalty": 0,
+    "suffix": "",
+    "web_search_options": None,
+    "allowed_token_ids": None,
+    "bad_words": [],
+    "guided_choice": None,
+    "guided_grammar": None,
+    "guided_json": None,
+    "guided_regex": None,
+    "ignore_eos": False,
+    "length_penalty": 1,
+    "logits_processors": None,
+    "stop_token_ids": [],
+    "structured_outputs": None,
+    "top_a": 0,
+    "typical_p": 1,
+    "use_beam_search": False,
+}
 
 
 class RequestError(GymError, ValueError):
@@ -88,6 +120,7 @@ def read_chat_request(
     Raises:
         RequestError: a needed field is missing or wrong, or asks for something unsupported.
     """
+    require_supported(body)
     if max_choices == 1:
         require_one_choice(body)
     elif (read_count(body, "n") or 1) > max_choices:
@@ -97,8 +130,7 @@ def read_chat_request(
         messages=read_messages(body.get("messages"), param="messages", reader=reader),
         tools=() if body.get("tool_choice") == "none" else tools,
         max_tokens=_max_tokens(body),
-        temperature=read_number(body, "temperature", low=0.0, high=2.0),
-        top_p=read_number(body, "top_p", low=0.0, high=1.0),
+        sampling=read_sampling(body),
         stop=_stops(body.get("stop")),
         tool_choice=read_tool_choice(body.get("tool_choice"), tools),
         json_schema=read_schema(body.get("response_format"), param="response_format"),
@@ -113,14 +145,12 @@ def read_completion_request(body: Mapping[str, Json]) -> CompletionRequest:
     Raises:
         RequestError: as for `read_chat_request`; or several prompts, or an echo.
     """
+    require_supported(body)
     require_one_choice(body)
-    if body.get("echo") or body.get("suffix"):
-        raise RequestError("echo and suffix: expected neither", code="unsupported_parameter", param="echo")
     call = CompletionCall(
         prompt=_prompt(body.get("prompt")),
         max_tokens=_max_tokens(body),
-        temperature=read_number(body, "temperature", low=0.0, high=2.0),
-        top_p=read_number(body, "top_p", low=0.0, high=1.0),
+        sampling=read_sampling(body),
         stop=_stops(body.get("stop")),
         is_trained=wants_training(body),
     )
@@ -133,6 +163,31 @@ def _options(body: Mapping[str, Json], *, logprobs: bool) -> AnswerOptions:
     asked = body.get("stream_options")
     include_usage = isinstance(asked, Mapping) and bool(asked.get("include_usage"))
     return AnswerOptions(bool(body.get("stream")), include_usage, logprobs)
+
+
+def require_supported(body: Mapping[str, Json], more: Mapping[str, Json] = MappingProxyType({})) -> None:
+    """Refuse what would change the answer and cannot be had; `more` are fields that have this meaning in one API only.
+
+    Raises:
+        RequestError: such a field asks for something.
+    """
+    for name, nothing in {**_UNSUPPORTED, **more}.items():
+        value = body.get(name)
+        if value is not None and value != nothing:
+            raise RequestError(
+                f"{name}: not supported here, got {shown(value)}; leave it out",
+                code="unsupported_parameter",
+                param=name,
+            )
+
+
+def read_sampling(body: Mapping[str, Json]) -> dict[str, Any]:
+    """Read the fields of `Sampling` that a request sets, under our names, which are vLLM's.
+
+    Raises:
+        RequestError: a value is not a number, or out of range.
+    """
+    return {name: _read_setting(body, name) for name in SAMPLING_NAMES if body.get(name) is not None}
 
 
 def require_one_choice(body: Mapping[str, Json]) -> None:
@@ -289,6 +344,25 @@ def read_flag(text: Json, *, name: str) -> bool:
 def shown(value: object) -> str:
     """Format a wrong value for an error."""
     return shortened(repr(value))
+
+
+def _read_setting(body: Mapping[str, Json], name: str) -> float:
+    value = body[name]
+    is_whole = isinstance(getattr(_DEFAULTS, name), int)
+    if name in _RANGES:
+        low, high = _RANGES[name]
+        value = read_number(body, name, low=low, high=high)
+    elif isinstance(value, bool) or not isinstance(value, int if is_whole else int | float):
+        raise RequestError(f"{name}: expected a {'whole ' * is_whole}number, got {shown(value)}", param=name)
+    elif is_whole and value > _MAX_COUNT:
+        raise RequestError(f"{name}: expected at most {_MAX_COUNT}, got {shown(value)}", param=name)
+    if name == "top_k" and value == -1:  # vLLM's and SGLang's word for all
+        value = 0
+    try:
+        read: float = getattr(Sampling(**{name: value}), name)
+    except ConfigError as error:
+        raise RequestError(str(error).removeprefix("Sampling."), param=name) from None
+    return read
 
 
 def _max_tokens(body: Mapping[str, Json]) -> int | None:

@@ -24,10 +24,11 @@ from gspo_gym.remote.gateway.openai_wire import (
     RequestError,
     read_count,
     read_messages,
-    read_number,
+    read_sampling,
     read_schema,
     read_tool_choice,
     read_tools,
+    require_supported,
     shown,
     wants_training,
 )
@@ -39,6 +40,8 @@ JSON_TYPE = "application/json"
 STREAM_TYPE = "text/event-stream; charset=utf-8"
 _DONE = b"data: [DONE]\n\n"
 _ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
+# As in `require_supported`: what OpenAI keeps or makes of a conversation, which is not here.
+_UNSUPPORTED_IN_RESPONSES: Mapping[str, Json] = {"context_management": [], "conversation": None, "prompt": None}
 _UNREADABLE = "\ufffd"  # what a token is decoded to that is only a part of a character
 
 
@@ -212,6 +215,7 @@ def read_responses_request(
     Raises:
         RequestError: a needed field is missing or wrong, or asks for something unsupported.
     """
+    require_supported(body, _UNSUPPORTED_IN_RESPONSES)
     earlier: tuple[Message, ...] = ()
     if (previous_id := body.get("previous_response_id")) is not None:
         if previous_id not in previous:
@@ -221,8 +225,6 @@ def read_responses_request(
                 param="previous_response_id",
             )
         earlier = previous[previous_id]
-    if body.get("background"):
-        raise RequestError("background: not supported", code="unsupported_parameter", param="background")
     conversation = (*earlier, *read_messages(_as_chat(body.get("input")), param="input"))
     instructions = body.get("instructions")
     if instructions is not None and not isinstance(instructions, str):
@@ -234,8 +236,7 @@ def read_responses_request(
         messages=(*opening, *conversation),
         tools=() if body.get("tool_choice") == "none" else tools,
         max_tokens=read_count(body, "max_output_tokens"),
-        temperature=read_number(body, "temperature", low=0.0, high=2.0),
-        top_p=read_number(body, "top_p", low=0.0, high=1.0),
+        sampling=read_sampling(body),
         tool_choice=read_tool_choice(body.get("tool_choice"), tools),
         json_schema=read_schema(text.get("format") if isinstance(text, Mapping) else None, param="text.format"),
         is_trained=wants_training(body),

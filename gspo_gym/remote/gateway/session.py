@@ -82,7 +82,7 @@ class GatewaySessionSettings:
         name: of the attempt at the engine, as `EpisodeRequest.session_id`; never shown to the agent.
         sampling_seed: of the episode; a call derives another from it.
         max_output_tokens: of one answer. max_model_len: prompt plus answer.
-        sampling: how tokens are drawn; a call may ask for another temperature or top_p, and is then not trained on.
+        sampling: how tokens are drawn; a call may set any of its fields otherwise, and is then not trained on.
         chat_template_kwargs: handed to the chat template; None: the gateway's own.
         max_calls: answered and failed ones together. max_captured_tokens: held for the session, prompts included.
         call_timeout_seconds: for one answer, waiting included; None waits for ever.
@@ -334,16 +334,20 @@ class GatewaySession:
             raise ConfigError(
                 "response_format: this engine cannot obey a JSON schema; leave it out, or serve with vLLM"
             )
+        sampling = replace(settings.sampling, **call.sampling)
+        if schema is not None and sampling.min_tokens:
+            raise ConfigError(
+                f"response_format: a schema ends with the model's own end tokens, which min_tokens = "
+                f"{sampling.min_tokens} withholds: leave one of them out"
+            )
         most = min(settings.max_output_tokens, settings.max_model_len - len(prompt.token_ids))
         max_tokens = most if call.max_tokens is None else min(most, call.max_tokens)
-        own = settings.sampling
-        sampling = replace(
-            own,
-            temperature=own.temperature if call.temperature is None else call.temperature,
-            top_p=own.top_p if call.top_p is None else call.top_p,
-        )
         return SamplingParams.of(
-            sampling, max_tokens=max_tokens, stop_token_ids=renderer.stop_token_ids, seed=0, json_schema=schema
+            sampling,
+            max_tokens=max_tokens,
+            stop_token_ids=renderer.stop_token_ids,
+            seed=0,
+            json_schema=schema,
         )
 
     def _keep(
@@ -392,11 +396,9 @@ def _untrained(call: ChatCall | CompletionCall, settings: GatewaySessionSettings
         return Untrained.UNTRAINED_BY_REQUEST
     if isinstance(call, ChatCall) and call.json_schema is not None:
         return Untrained.CONSTRAINED
-    # The learner scores a batch under one temperature.
-    for asked, own in ((call.temperature, settings.sampling.temperature), (call.top_p, settings.sampling.top_p)):
-        if asked is not None and asked != own:
-            return Untrained.OTHER_SAMPLING
-    return None
+    # The learner scores a batch under one distribution.
+    is_other = any(getattr(settings.sampling, name) != value for name, value in call.sampling.items())
+    return Untrained.OTHER_SAMPLING if is_other else None
 
 
 _MAX_CLOSED = 65_536  # to tell a late call from a wrong address

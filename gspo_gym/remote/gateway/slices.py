@@ -21,6 +21,10 @@ _SLICE = 16  # tokens: a few times a second even on a slow processor, and little
 _LONGEST_TAG = len("</tool_call>")
 _UNREADABLE = "\ufffd"
 
+# What slices draw as one call would: it looks at prompt and sampled tokens together, or at the logits alone; each slice
+# is given the rest of `min_tokens`. Anything else may count sampled tokens, and starts anew in each slice.
+_SLICED_ALIKE = frozenset({"temperature", "top_p", "top_k", "min_p", "repetition_penalty", "min_tokens"})
+
 Grown = Callable[[Sequence[int]], None]
 """Told all tokens so far, after each slice."""
 
@@ -56,7 +60,8 @@ class SlicedEngine:
         prompt, ids, parts = token_list(prompt_token_ids), list[int](), list[Completion]()
         left = min(sampling.max_tokens, self.capabilities.max_model_len - len(prompt))
         # A schema is obeyed from the beginning of a call on, so an answer under one is one call.
-        size = sampling.max_tokens if sampling.json_schema is not None else _SLICE
+        is_whole = sampling.json_schema is not None or not _SLICED_ALIKE.issuperset(sampling.changed())
+        size = sampling.max_tokens if is_whole else _SLICE
         while True:
             count = max(1, min(size, left - len(ids)))  # 1: the engine says why there is no room for one
             own = replace(

@@ -35,10 +35,12 @@ from gspo_gym.env.session import EnvSession
 from gspo_gym.errors import ContextOverflowError, GymError, MissingExtraError, RecordError, ServiceError
 from gspo_gym.remote.apps.contracts import EXTENSION
 from gspo_gym.remote.apps.urls import PinnedUrl
-from gspo_gym.types import Message, Outcome, StepResult
+from gspo_gym.types import SAMPLING_NAMES, Message, Outcome, StepResult
 
 _CHAT = "/chat/completions"
-_SAMPLING = ("temperature", "top_p", "max_tokens", "max_completion_tokens", "seed", "stop")
+_LIMITS = ("max_tokens", "max_completion_tokens", "seed", "stop")
+_OPENAI_SAMPLING = ("temperature", "top_p", "frequency_penalty", "presence_penalty", "logit_bias")
+_OTHER_SAMPLING = tuple(name for name in SAMPLING_NAMES if name not in _OPENAI_SAMPLING)  # which OpenAI has no name for
 _OVERFLOW_CODE = "context_length_exceeded"  # OpenAI's, which our gateway and vLLM's router use, too
 _MAX_SHOWN = 300  # characters of a foreign error that ours repeats
 _MAX_REPLAY_SECONDS = 600.0
@@ -123,7 +125,10 @@ class InferenceClient:
 
         base_url, query = split_inference_url(url.url)
         self._where = f"{url.scheme}://{url.host}:{url.port}"  # without path and query, which open it
-        self._fixed: dict[str, Any] = {name: policy[name] for name in _SAMPLING if policy.get(name) is not None}
+        asked = {name: value for name, value in policy.items() if value is not None}
+        self._fixed: dict[str, Any] = {name: asked[name] for name in (*_OPENAI_SAMPLING, *_LIMITS) if name in asked}
+        if others := {name: asked[name] for name in _OTHER_SAMPLING if name in asked}:
+            self._fixed["extra_body"] = others
         self._fixed["model"] = str(policy.get("model") or "policy")
         if with_logprobs:
             self._fixed["logprobs"] = True

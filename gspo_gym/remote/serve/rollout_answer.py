@@ -10,10 +10,12 @@ game and are not here. No setting here changes the environment's own reward.
 
 from __future__ import annotations
 
+import json
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from typing import Any, Literal
 
 from pydantic import Field, field_validator
@@ -329,7 +331,7 @@ def _compact_trace(told: Sequence[_Told], context: AnswerContext, created_at: st
 def _full_trace(told: Sequence[_Told], context: AnswerContext, created_at: str) -> Json:
     decisions = [one for each in told for one in each.episode.decisions]
     events: list[Json] = []
-    history: list[Json] = []
+    history: list[Message] = []
     for turn, one in enumerate(decisions, start=1):
         result, call = one.result, _model_call(one, context)
         events.append({"event_type": "cais", "turn": turn, **call, "call_records": [_call_record(one, context)]})
@@ -344,10 +346,9 @@ def _full_trace(told: Sequence[_Told], context: AnswerContext, created_at: str) 
                 "system_state_after": _observation(result.messages),
             }
         )
-        # Messages once each: `seen` is what was new to the model.
-        history += [message_to_wire(message) for message in (*one.seen, one.reply.message)]
+        history += [*one.seen, one.reply.message]  # once each: `seen` is what was new to the model
     if decisions:
-        history += [message_to_wire(message) for message in decisions[-1].result.messages]
+        history += decisions[-1].result.messages
     turns = range(1, len(decisions) + 1)
     steps = [{"step_id": f"turn_{turn}", "step_index": turn - 1, "turn_number": turn} for turn in turns]
     return {
@@ -355,10 +356,30 @@ def _full_trace(told: Sequence[_Told], context: AnswerContext, created_at: str) 
         "created_at": created_at,
         "session_time_steps": steps,
         "event_history": events,
-        "markov_blanket_message_history": history,
+        "markov_blanket_message_history": _history(history, context, created_at),
         "metadata": _trace_metadata(context),
         "session_metadata": [],
     }
+
+
+def _history(messages: Sequence[Message], context: AnswerContext, created_at: str) -> list[Json]:
+    wires = [message_to_wire(message) for message in messages]
+    if context.request.record.trace_format == "full":
+        return wires
+    begun = datetime.fromisoformat(created_at).timestamp()
+    return [
+        {
+            "content": {"text": message.content, "json_payload": _more_than_text(wire)},
+            "message_type": "tool_result" if message.role == "tool" else message.role,
+            "time_record": {"event_time": begun, "message_time": number},
+            "metadata": {},
+        }
+        for number, (message, wire) in enumerate(zip(messages, wires, strict=True))
+    ]
+
+
+def _more_than_text(wire: Json) -> str | None:
+    return json.dumps(wire, ensure_ascii=False) if wire.keys() - {"role", "content"} else None
 
 
 def _trace_metadata(context: AnswerContext) -> Json:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 
 from gspo_gym.base.http import retry_after_seconds
@@ -77,14 +78,26 @@ def test_the_servers_wait_is_kept_unless_it_is_longer_than_allowed() -> None:
     settings = RetrySettings(first_delay_seconds=0.1, max_retry_after_seconds=10.0)
     retries = Retries(settings, sleep=clock.sleep)
     run(retries, failing(1, kind="429", retry_after=7.5))
-    assert clock.waits == [7.5]
+    (wait,) = clock.waits
+    assert 7.5 <= wait <= 11.25
     with pytest.raises(
         ServiceError, match=r"failure 0 \(it asks to wait 11 seconds, more than max_retry_after_seconds"
     ):
         run(retries, failing(1, kind="429", retry_after=11.0))
-    assert clock.waits == [7.5]
+    assert clock.waits == [wait]
     run(retries, failing(1, kind="429", retry_after=0.0))  # "now" is not sooner than everybody else's wait
     assert clock.waits[1] >= 0.05
+
+
+def test_calls_that_a_server_sends_away_together_do_not_come_back_together() -> None:
+    clock = Clock()
+    retries = Retries(RetrySettings(), sleep=clock.sleep)
+    for _ in range(64):
+        run(retries, failing(1, kind="503", retry_after=10.0))
+    waits = sorted(clock.waits)
+    assert 10 <= waits[0] < waits[-1] <= 15
+    # 64 uniform draws from 5 seconds: a gap of 1.5 s anywhere has a probability below 64 * 0.7**63 = 1e-8.
+    assert max(np.diff([10.0, *waits, 15.0])) < 1.5
 
 
 def test_the_last_failure_is_the_calls_and_is_no_longer_retryable() -> None:

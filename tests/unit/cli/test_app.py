@@ -12,9 +12,10 @@ from typing import Any
 
 import httpx
 import pytest
-from fake_task_app import FakeTaskApp
+from fake_task_app import FakeTaskApp, _send
 
 from gspo_gym.cli.main import main
+from gspo_gym.config.sections import RolloutSection
 from gspo_gym.remote.serving import BackgroundServer
 
 Json = dict[str, Any]
@@ -94,6 +95,32 @@ def test_returns_that_do_not_fit_the_steps_are_a_notice(capsys: pytest.CaptureFi
         "returns differ: metrics.mean_return is 5 and counts, but the sum of the steps' rewards is 2"
     )
     assert probes["words"]["episode_return"] == 5.0
+
+
+@dataclass(slots=True)
+class OnePolicy(FakeTaskApp):
+    """Knows one policy, as the hosted trainer's example does, and refuses rollouts of others."""
+
+    async def _rollout(self, request: Json, receive: Any, send: Any) -> None:
+        if request["policy"].get("policy_name") != "react":
+            await _send(send, 404, {"detail": "Policy not found"})
+            return
+        await FakeTaskApp._rollout(self, request, receive, send)
+
+
+def test_an_app_is_told_the_policy_that_it_requires(capsys: pytest.CaptureFixture[str]) -> None:
+    status, probes = checked(OnePolicy(), capsys, "--policy", "react")
+    assert (status, probes["words"]["calls"]) == (0, {"trained": 2})
+    status, probes = checked(OnePolicy(), capsys)
+    assert status == 1
+    assert "Policy not found" in probes["words"]["problems"][0]
+
+
+def test_the_policy_is_named_as_training_names_it_if_it_is_given_none(capsys: pytest.CaptureFixture[str]) -> None:
+    app = FakeTaskApp()
+    checked(app, capsys)
+    names = {asked.body["policy"]["policy_name"] for asked in app.asked if asked.path == "/rollout"}
+    assert names == {RolloutSection.model_fields["policy_name"].default}
 
 
 @dataclass(slots=True)

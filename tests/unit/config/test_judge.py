@@ -1,6 +1,6 @@
 """[judge]: what it must say, what contradicts what, and that every answer names the fix.
 
-A valid judge is in VALID; each case changes it. The rules are `config/rules_judge.py`.
+A valid judge is in VALID; each case changes it. The rules are `config/rules/judge.py`.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import pytest
 
 from gspo_gym.config.run_config import RunConfig, load_config
 from gspo_gym.errors import ConfigError
+from gspo_gym.judge.settings import JudgeModelSettings
 
 Problems = Callable[[dict[str, Any]], list[str]]
 Make = Callable[[dict[str, Any]], RunConfig]
@@ -210,6 +211,49 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         "remove this",
     ),
 }
+
+
+# A value of every key that only a model obeys.
+OF_A_MODEL: dict[str, Any] = {
+    "provider": "openai",
+    "model": "m",
+    "base_url": "http://h/v1",
+    "api_key_env": "KEY",
+    "temperature": 0.5,
+    "send_temperature": False,
+    "max_output_tokens": 7,
+    "structured_output": "text",
+    "usd_per_million_input_tokens": 0.1,
+    "usd_per_million_output_tokens": 0.4,
+}
+
+
+def test_every_key_of_a_judging_model_has_a_value_here() -> None:
+    assert {*OF_A_MODEL, "python"} == set(JudgeModelSettings.model_fields)
+
+
+@pytest.mark.parametrize("key", OF_A_MODEL)
+def test_no_key_of_a_model_stands_beside_a_function_or_labels(key: str, problems: Problems) -> None:
+    given = {key: OF_A_MODEL[key]}
+    gold = {"judge.gold": {"python": "mine:judge", **given}}
+    labels = {"judge.gold": {"labels": "l", "episodes": "e", **given}}
+    panel = {**PANEL, "judge.panel": [MEMBER, {"python": "mine:judge", **given}]}
+    assert problems(judged(gold)) == [f"judge.gold: gold: python is no model, so {key} has no effect: remove one"]
+    assert problems(judged(labels)) == [
+        f"judge.gold: episodes with labels are gold already, so {key} has no effect: remove one"
+    ]
+    assert problems(judged(panel)) == [f"judge.panel: member 1: python is no model, so {key} has no effect: remove one"]
+    (problem,) = problems(judged({**PYTHON, f"judge.options.{key}": given[key]}))
+    assert problem.startswith(f"judge.options.{key}: ")
+
+
+@pytest.mark.parametrize(("key", "value"), [("mode", "turn"), ("max_transcript_chars", 9), ("samples", 3)])
+def test_what_only_models_are_asked_is_refused_of_a_panel_of_functions(
+    key: str, value: Any, problems: Problems
+) -> None:
+    functions = {**PANEL, "judge.panel": [{"python": "mine:judge"}, {"python": "mine:other"}]}
+    (problem,) = problems(judged({**functions, f"judge.options.{key}": value}))
+    assert problem.startswith(f"judge.options.{key}: has no effect: ")
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import tomli_w
 
-from gspo_gym.config.nested import flatten, nested_names
+from gspo_gym.config.nested import POLICY_CONFIG, flatten, nested_names
 from gspo_gym.config.reference import leaf_keys
 from gspo_gym.config.run_config import RunConfig, load_config
 from gspo_gym.errors import ConfigError
@@ -151,6 +151,44 @@ def test_a_key_in_both_forms_is_an_error_unless_they_agree() -> None:
     ]
     agreeing = nested() | {"model": {"base": "Qwen/Qwen3-4B"}}
     assert RunConfig.from_dict(agreeing) == RunConfig.from_dict(FLAT)
+
+
+def test_the_reference_that_the_hosted_client_writes_in_yields_to_the_files_own() -> None:
+    values = copy.deepcopy(FLAT)
+    assert values["reference"]["placement"] == "dedicated"
+    values["compute"]["topology"] = {"reference_placement": "none"}  # synth-ai 0.2.24, for want of another
+    assert RunConfig.from_dict(values) == RunConfig.from_dict(FLAT)
+    without = {
+        name: section for name, section in values.items() if name not in ("topology", "vllm", "reference", "loss")
+    }
+    without["rollout"] = without["rollout"] | {"engine": "local", "max_model_len": 2048}
+    config = RunConfig.from_dict(without)
+    assert (config.topology, config.reference.placement) == (None, "none")
+    contradiction = nested() | {"reference": {**FLAT["reference"], "placement": "none"}}
+    with pytest.raises(
+        ConfigError, match=r"compute\.topology\.reference_placement: is reference\.placement in the flat"
+    ):
+        RunConfig.from_dict(contradiction)
+
+
+@pytest.mark.parametrize("theirs", POLICY_CONFIG)
+def test_a_text_of_the_command_line_goes_over_the_files_other_name_for_it(theirs: str, tmp_path: Path) -> None:
+    path, ours = tmp_path / "run.toml", POLICY_CONFIG[theirs]
+    written, wanted = (0.5, 0.25) if theirs in ("temperature", "top_p") else (5, 3)
+    values = copy.deepcopy(FLAT)
+    for name in ("temperature", "max_output_tokens"):
+        values["rollout"].pop(name)
+    names = {
+        f"rollout.{ours}": {ours: written},
+        f"rollout.policy_config.{theirs}": {"policy_config": {theirs: written}},
+    }
+    overrides = [f"rollout.{ours}={wanted}", f"rollout.policy_config.{theirs}={wanted}"]
+    overrides.append(f"rollout.policy_config={{{theirs} = {wanted}}}")
+    more = ['algorithm.acknowledge=["truncated_sampling"]'] if theirs in ("top_p", "top_k") else []
+    for in_file in names.values():
+        path.write_text(tomli_w.dumps(values | {"rollout": values["rollout"] | in_file}), encoding="utf-8")
+        for override in overrides:
+            assert getattr(load_config(path, [override, *more]).rollout, ours) == wanted
 
 
 def test_a_nested_section_that_is_no_table_is_an_error() -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import io
 import tarfile
+import threading
 import tomllib
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -19,6 +21,7 @@ from served_jobs import HOSTED, Client, IdleJobs, body_of
 from gspo_gym.cli.jobs.records import Machine, parse_request
 from gspo_gym.cli.jobs.store import Event
 from gspo_gym.config.run_config import RunConfig
+from gspo_gym.errors import ServiceError
 from gspo_gym.remote.serving import BackgroundServer
 
 
@@ -251,6 +254,76 @@ def test_an_export_of_no_model_or_to_no_repository_is_refused(client: Client) ->
     assert code_of(client.call("POST", path, {"repo_id": "../b", "key": "x"})) == (422, "invalid_request")
 
 
+class SlowHub:
+    """A hub that takes a model when it is told to, as `push` of the service."""
+
+    def __init__(self) -> None:
+        self.pushed: list[tuple[str, bool, bool]] = []
+        self.takes = threading.Event()
+        self.refuses = False
+
+    async def __call__(self, run_folder: Path, repo: str, *, is_private: bool, is_merged: bool) -> str:
+        assert run_folder.name.startswith("job_")
+        self.pushed.append((repo, is_private, is_merged))
+        await asyncio.to_thread(self.takes.wait, 60)
+        if self.refuses:
+            raise ServiceError("the hub says no")
+        return f"https://hub/{repo}"
+
+
+def test_an_export_that_takes_long_is_answered_as_a_job_and_goes_on(tmp_path: Path) -> None:
+    hub = SlowHub()
+    served = IdleJobs(tmp_path, push=hub, export_answer_seconds=0.01)
+    with BackgroundServer(served.guarded) as server:
+        client = Client(server.url)
+        asked = {"repo_id": "me/x", "key": served.trained(client), "artifact_kind": "training_file"}
+        status, begun = client.call("POST", "/api/learning/exports/hf", asked)
+        assert (status, begun["status"], begun["repo_url"]) == (202, "running", None)
+        status, again = client.call("POST", "/api/learning/exports/hf", asked)  # joins the one that is under way
+        assert (status, again["export_id"]) == (202, begun["export_id"])
+        where = f"/api/learning/exports/{begun['export_id']}"
+        assert client.call("GET", where) == (200, begun)
+        hub.takes.set()
+        while (ended := client.call("GET", where)[1])["status"] == "running":
+            pass
+        assert (ended["status"], ended["repo_url"]) == ("succeeded", "https://hub/me/x")
+        assert hub.pushed == [("me/x", True, True)]
+        assert code_of(client.call("GET", "/api/learning/exports/export_0")) == (404, "unknown_export")
+
+
+def test_an_export_that_ends_in_time_is_answered_with_its_end(tmp_path: Path) -> None:
+    hub = SlowHub()
+    hub.takes.set()
+    served = IdleJobs(tmp_path, push=hub)
+    with BackgroundServer(served.guarded) as server:
+        client = Client(server.url)
+        asked = {"repo_id": "me/x", "key": served.trained(client), "visibility": "public"}
+        status, answer = client.call("POST", "/api/learning/exports/hf", asked)
+        assert (status, answer["status"], answer["repo_url"]) == (200, "succeeded", "https://hub/me/x")
+        assert hub.pushed == [("me/x", False, False)]
+        hub.refuses = True
+        assert code_of(client.call("POST", "/api/learning/exports/hf", asked)) == (424, "export_failed")
+
+
+def test_exports_end_with_the_service(tmp_path: Path) -> None:
+    ended = []
+
+    async def hang(run_folder: Path, repo: str, **_: bool) -> str:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.append((run_folder.name.startswith("job_"), repo))
+        return repo
+
+    served = IdleJobs(tmp_path, push=hang, export_answer_seconds=0.01)
+    with BackgroundServer(served.guarded) as server:
+        client = Client(server.url)
+        asked = {"repo_id": "me/x", "key": served.trained(client)}
+        assert client.call("POST", "/api/learning/exports/hf", asked)[0] == 202
+        assert ended == []
+    assert ended == [(True, "me/x")]
+
+
 def test_a_task_app_is_verified_before_a_job_is_sent(client: Client) -> None:
     path = "/api/rl/verify_task_app"
     with BackgroundServer(FakeTaskApp(answers={"/health": (200, {"healthy": True})})) as app:
@@ -284,6 +357,27 @@ def test_jobs_are_listed_newest_first_by_status_and_time(served: IdleJobs, clien
     }.items():
         assert [job["job_id"] for job in client.call("GET", f"/api/learning/jobs{query}")[1]["jobs"]] == wanted, query
     assert code_of(client.call("GET", "/api/rl/jobs?created_after=today")) == (400, "invalid_time")
+
+
+def test_a_file_is_taken_as_the_hosted_client_sends_it(client: Client) -> None:
+    body = body_of({})
+    config = body["data"]["config"]
+    config["reference"] = {**config.get("reference", {}), "placement": "dedicated"}
+    config["topology"]["gpus_for_ref"] = 1
+    config["compute"]["gpu_count"] += 1
+    config["compute"]["topology"] = {"reference_placement": "none"}  # which the client writes in for want of another
+    status, job = client.call("POST", "/api/rl/jobs", body)
+    assert status == 201, job
+    resolved = tomllib.loads(client.call("GET", f"/api/rl/jobs/{job['job_id']}/config")[1]["resolved_toml"])
+    assert resolved["reference"]["placement"] == "dedicated"
+
+
+def test_the_services_own_limit_goes_over_the_files_other_name_for_it(tmp_path: Path) -> None:
+    body = body_of({})
+    body["data"]["config"]["rollout"]["policy_config"] = {"max_tokens": 4096, "temperature": 0.5}
+    machine = Machine(is_local=True, overrides=["rollout.max_output_tokens=256"])
+    config = parse_request(body, runs=tmp_path, machine=machine).config
+    assert (config.rollout.max_output_tokens, config.rollout.temperature) == (256, 0.5)
 
 
 def test_a_machine_without_gpus_trains_what_was_written_for_some(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -102,10 +103,10 @@ def test_a_generate_request_says_everything() -> None:
 
 
 def test_an_sglang_request_says_everything_by_its_own_names() -> None:
-    body = sglang_request(PROMPT, SAMPLING, max_tokens=6, request_id="r")
+    body = sglang_request(PROMPT, replace(SAMPLING, repetition_penalty=1.0), max_tokens=6, request_id="r")
     assert body["sampling_params"] == {
         "n": 1, "max_new_tokens": 6, "min_new_tokens": 4, "temperature": 0.7, "top_p": 0.9, "top_k": 20, "min_p": 0.05,
-        "repetition_penalty": 1.1, "presence_penalty": 0.0, "frequency_penalty": 0.0, "stop_token_ids": [2, 3],
+        "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0, "stop_token_ids": [2, 3],
         "ignore_eos": True, "skip_special_tokens": False, "no_stop_trim": True, "sampling_seed": 2**62 + 1,
     }  # fmt: skip
     assert (body["input_ids"], body["return_logprob"]) == (PROMPT, True)

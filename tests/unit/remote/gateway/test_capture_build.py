@@ -22,7 +22,7 @@ from gspo_gym.policy.load import tiny_tokenizer
 from gspo_gym.remote.gateway.capture import Capture, CapturedCall, ChatCall, CompletionCall, Untrained
 from gspo_gym.remote.gateway.capture_build import CaptureBuild, build_trajectory_parts
 from gspo_gym.remote.gateway.session import Gateway, GatewaySession, GatewaySessionSettings
-from gspo_gym.types import Message
+from gspo_gym.types import Message, Sampling
 
 TOKENIZER = tiny_tokenizer()
 QWEN3 = (Path(__file__).parents[2] / "chat/templates/qwen3.jinja").read_text()
@@ -157,7 +157,7 @@ def test_an_agent_that_asks_the_same_thing_again_and_again_is_trained_on_every_a
     assert build.trained_fraction == 1.0
 
 
-@pytest.mark.parametrize("fields", [{"temperature": 0.5}, {"is_trained": False}])
+@pytest.mark.parametrize("fields", [{"sampling": {"temperature": 0.5}}, {"is_trained": False}])
 def test_an_episode_of_which_nothing_can_be_trained_on_has_masked_turns(fields: dict[str, Any]) -> None:
     async def talk(session: GatewaySession) -> None:
         first = await ask(session, SYSTEM, user("one"), **fields)
@@ -193,9 +193,9 @@ def test_a_player_without_a_memory_is_the_task_beside_a_sub_agent_with_tools() -
 
 def test_a_call_that_is_not_trained_on_is_a_decision_without_a_turn_beside_others_that_are() -> None:
     async def talk(session: GatewaySession) -> None:
-        await ask(session, SYSTEM, user("one"), temperature=0.5)
+        await ask(session, SYSTEM, user("one"), sampling={"temperature": 0.5})
         await ask(session, SYSTEM, user("two"))
-        await ask(session, SYSTEM, user("three"), temperature=0.5)
+        await ask(session, SYSTEM, user("three"), sampling={"temperature": 0.5})
 
     assert built(talk).decision_turns == (None, 0, None)
 
@@ -297,7 +297,7 @@ def test_the_caller_has_the_last_word_where_tokens_allow_it() -> None:
         await ask(session, TITLE, user("A game about colours"), is_trained=True)
         first = await ask(session, SYSTEM, user("one"), is_trained=False)
         await ask(session, SYSTEM, user("one"), first.answer, user("two"))
-        await ask(session, SYSTEM, user("again"), temperature=0.5, is_trained=True)
+        await ask(session, SYSTEM, user("again"), sampling={"temperature": 0.5}, is_trained=True)
 
     build = built(talk)
     assert reasons(build) == ["trained", "untrained by request", "trained", "other sampling"]
@@ -305,16 +305,16 @@ def test_the_caller_has_the_last_word_where_tokens_allow_it() -> None:
     assert build.segments[1].action_mask.sum() == build.uses[2].num_sampled_tokens
 
 
-@pytest.mark.parametrize("override", [{"temperature": 0.3}, {"top_p": 0.5}])
+@pytest.mark.parametrize("override", [{"temperature": 0.3}, {"top_p": 0.5}, {"top_k": 7}, {"min_tokens": 2}])
 def test_sampling_of_its_own_is_not_trained_on_and_reaches_the_engine(override: dict[str, float]) -> None:
     async def talk(session: GatewaySession) -> None:
-        await ask(session, user("one"), **override)
-        await ask(session, user("two"), temperature=1.0, top_p=1.0)
+        await ask(session, user("one"), sampling=override)
+        await ask(session, user("two"), sampling={"temperature": 1.0, "top_p": 1.0, "top_k": 0})
 
     engine = engine_of_words()
     assert reasons(built(talk, engine)) == ["other sampling", "trained"]
     [(name, value)] = override.items()
-    assert [getattr(call.sampling, name) for call in engine.calls] == [value, 1.0]
+    assert [getattr(call.sampling, name) for call in engine.calls] == [value, getattr(Sampling(), name)]
 
 
 def test_raw_completions_extend_each_other_by_exact_tokens_only() -> None:

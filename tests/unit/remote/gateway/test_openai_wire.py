@@ -64,7 +64,14 @@ def test_every_field_that_counts_is_read() -> None:
     }
     request = read_chat_request(body)
     assert request.call == ChatCall(
-        ASKED, (LOOK,), 9, 0.5, 0.9, ("END", "\n\n"), tool_choice="look", json_schema=None, is_trained=False
+        ASKED,
+        (LOOK,),
+        9,
+        {"temperature": 0.5, "top_p": 0.9},
+        ("END", "\n\n"),
+        tool_choice="look",
+        json_schema=None,
+        is_trained=False,
     )
     assert request.options == AnswerOptions(stream=True, include_usage=True, logprobs=True)
 
@@ -125,6 +132,16 @@ def test_the_newer_name_of_the_token_limit_goes_before_the_older_one() -> None:
         ({"temperature": "hot"}, "temperature"),
         ({"temperature": float("nan")}, "temperature"),
         ({"top_p": 1.01}, "top_p"),
+        ({"top_p": 0}, "top_p"),
+        ({"top_k": 1.5}, "top_k"),
+        ({"top_k": -2}, "top_k"),
+        ({"top_k": 2**31}, "top_k"),
+        ({"min_p": 1.5}, "min_p"),
+        ({"min_p": "low"}, "min_p"),
+        ({"repetition_penalty": 0}, "repetition_penalty"),
+        ({"min_tokens": True}, "min_tokens"),
+        ({"frequency_penalty": 0.5}, "frequency_penalty"),
+        ({"ignore_eos": True}, "ignore_eos"),
         ({"stop": [""]}, "stop"),
         ({"stop": 7}, "stop"),
         ({"stop": ["x"] * 17}, "stop"),

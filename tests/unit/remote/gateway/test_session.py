@@ -218,8 +218,8 @@ def test_a_required_call_may_be_any_that_is_offered() -> None:
         ({"json_schema": "{}"}, "schema"),
         ({"tools": TOOLS, "tool_choice": "jump", "json_schema": "{}"}, "beside a tool"),
         ({"max_tokens": 0}, "max_tokens"),
-        ({"temperature": -1.0}, "temperature"),
-        ({"top_p": 0.0}, "top_p"),
+        ({"sampling": {"temperature": -1.0}}, "temperature"),
+        ({"sampling": {"top_p": 0.0}}, "top_p"),
     ],
 )
 def test_what_cannot_be_done_is_refused_before_anything_is_sampled(fields: dict[str, Any], problem: str) -> None:
@@ -263,6 +263,16 @@ def test_a_schema_reaches_an_engine_that_obeys_it_and_is_not_trained_on() -> Non
     build = build_trajectory_parts(drive(talk))
     assert engine.schemas == [schema, None]
     assert build.counts == {"constrained": 1, "trained": 1}
+
+
+def test_a_schema_beside_a_least_length_is_refused() -> None:
+    async def talk() -> Capture:
+        session = on(Obedient(TOKENIZER, any_of("{}")))
+        with pytest.raises(ConfigError, match=r"response_format: .* which min_tokens = 2 withholds"):
+            await ask(session, user("Hi"), json_schema="{}", sampling={"min_tokens": 2})
+        return await session.freeze()
+
+    assert [failed.kind for failed in drive(talk).failed] == ["config"]
 
 
 # -- failures ----------------------------------------------------------------------------------------------------------

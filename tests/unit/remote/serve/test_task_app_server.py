@@ -13,6 +13,7 @@ The model is an endpoint on loopback that says what the test wants. Pinned here:
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -36,7 +37,7 @@ from gspo_gym.remote.apps.rewards import read_rollout
 from gspo_gym.remote.serve.task_app_rollout import seed_of
 from gspo_gym.remote.serve.task_app_server import TaskAppLimits, create_task_app, rubrics_of
 from gspo_gym.remote.serving import BackgroundServer
-from gspo_gym.types import Outcome
+from gspo_gym.types import SAMPLING_NAMES, Outcome
 
 
 class Stage:
@@ -227,6 +228,15 @@ def test_the_model_is_asked_what_the_policy_says_and_nothing_else(stage: Make) -
     assert second.body == {**sampling, "messages": opening + answer}
 
 
+def test_every_sampling_setting_of_the_policy_reaches_the_model(stage: Make) -> None:
+    ours = {"temperature": 0.5, "top_p": 0.75, "top_k": 7, "min_p": 0.25, "repetition_penalty": 1.5, "min_tokens": 3}
+    assert tuple(ours) == SAMPLING_NAMES
+    openais = {"frequency_penalty": 0.5, "presence_penalty": -0.5, "logit_bias": {"7": 5}, "seed": 3, "stop": ["x"]}
+    app = stage(in_turn(text("4"), text("7")))
+    app.rollout(policy=ours | openais)
+    assert all(asked.body.items() >= (ours | openais).items() for asked in app.model.asked)
+
+
 class Fetch(ToolEnv):
     """Fetch the ball.
 
@@ -366,8 +376,27 @@ def test_a_trace_is_given_when_asked_for_short_or_whole(stage: Make) -> None:
     said = [message["content"] for message in whole["markov_blanket_message_history"]]
     assert said == ["Guess 1-8. 4 tries.", "4", "higher", "7", "correct"]
     assert whole["event_history"][0]["call_records"][0]["output_messages"] == [{"role": "assistant", "content": "4"}]
+    structured = play(return_trace=True, trace_format="structured")["trace"]
+    same = [name for name in whole if name not in ("created_at", "event_history", "markov_blanket_message_history")]
+    assert {name: structured[name] for name in same} == {name: whole[name] for name in same}
+    history = structured["markov_blanket_message_history"]
+    assert [message["content"] for message in history] == [{"text": one, "json_payload": None} for one in said]
+    assert [message["message_type"] for message in history] == ["user", "assistant", "user", "assistant", "user"]
+    assert [message["time_record"]["message_time"] for message in history] == [0, 1, 2, 3, 4]
     bare = play(trajectories=False)
     assert (bare["trajectories"], bare["metrics"]["mean_return"]) == ([], 1.0)
+
+
+def test_a_structured_trace_holds_calls_and_their_results_as_json(stage: Make) -> None:
+    """As `_markov_message_from_dict` of synth-ai 0.2.24 reads it: `content` is a table of two texts."""
+    app = stage(in_turn(calls(("fetch", '{"thing": "ball"}'))), env=Fetch)
+    record = {"return_trace": True, "trace_format": "structured"}
+    history = app.post("/rollout", app.request(record=record)).json()["trace"]["markov_blanket_message_history"]
+    assert [message["message_type"] for message in history] == ["system", "user", "assistant", "tool_result"]
+    assert [message["content"]["json_payload"] for message in history[:2]] == [None, None]
+    said, result = (json.loads(message["content"]["json_payload"]) for message in history[2:])
+    assert said["tool_calls"][0]["function"] == {"name": "fetch", "arguments": '{"thing": "ball"}'}
+    assert (result["content"], result["tool_call_id"]) == ("fetched ball", said["tool_calls"][0]["id"])
 
 
 def test_logprobs_are_asked_for_and_told_when_they_are_wanted(stage: Make) -> None:
