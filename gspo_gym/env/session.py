@@ -23,6 +23,7 @@ from gymnasium.wrappers import OrderEnforcing, PassiveEnvChecker, TimeLimit
 
 from gspo_gym.base.loops import retrieve_exception
 from gspo_gym.base.messages import message_from_wire, require_encodable, text_of_part
+from gspo_gym.env.core import price_of_unreadable
 from gspo_gym.env.rewards import Reward
 from gspo_gym.env.workers.announcements import announced, announcing
 from gspo_gym.env.workers.loading import Making
@@ -96,7 +97,7 @@ class EnvSession:
         if self._quick is not None and self._quick.is_quick(env_id):
             self._thread.release()  # its calls go to the shared thread
         self._checks_returns = checks_returns
-        self._episode_return = 0.0
+        self._episode_return = self._unreadable_return = 0.0
         self._left: str | None = None  # the method whose answer was given up
         self._is_thread_busy = False
         self._has_missed_deadline = False
@@ -127,7 +128,7 @@ class EnvSession:
         if options:
             given["options"] = dict(options)
         self._require_keywords(given)
-        self._episode_return = 0.0
+        self._episode_return = self._unreadable_return = 0.0
         answer = await self._call("reset", partial(self._outer.reset, **given))
         return as_reset_result(answer, where=f"{self.env_id}: reset()")
 
@@ -145,13 +146,17 @@ class EnvSession:
         return self._added(as_step_result(answer, where=f"{self.env_id}: step()"), "step")
 
     async def invalid_action(self, error: str) -> StepResult:
-        """Return the answer to text that could not be parsed; without such a method, show `error` with reward 0."""
+        """Return the answer to text that could not be parsed; without such a method, that of `TextEnv`."""
         # Called on the unwrapped environment: Gymnasium's wrappers do not know this method.
         method = getattr(self.env, "invalid_action", None)
         if method is None:
-            return StepResult((Message("user", error),), reward=0.0)
-        answer = await self._call("invalid_action", partial(method, error))
-        return self._added(as_step_result(answer, where=f"{self.env_id}: invalid_action()"), "invalid_action")
+            price = price_of_unreadable(declared_reward_range(self._outer, where=self.env_id))
+            result = StepResult((Message("user", error),), reward=price)
+        else:
+            answer = await self._call("invalid_action", partial(method, error))
+            result = as_step_result(answer, where=f"{self.env_id}: invalid_action()")
+        self._unreadable_return += min(0.0, result.reward or 0.0)
+        return self._added(result, "invalid_action")
 
     async def close(self) -> None:
         """Close the environment, if it can be closed, and give the thread back; again does nothing.
@@ -190,6 +195,7 @@ class EnvSession:
         # Before the environment's own end, so is the 0 of having earned nothing yet.
         if not result.done:
             low, high = min(low, 0.0), max(high, 0.0)
+        low += self._unreadable_return  # what unreadable text costs lies beside the range
         finite = [abs(bound) for bound in (low, high) if math.isfinite(bound)]
         rounding = _RETURN_TOLERANCE * max([1.0, *finite])
         if not math.isfinite(self._episode_return):
