@@ -354,7 +354,7 @@ class ToolEnv(TextEnv):
             result = await self._call(partial(tool.function, **arguments), time_limit_seconds=tool.time_limit_seconds)
         except _TimeLimitError:
             raise ToolError(f"{tool.name}: no result within {tool.time_limit_seconds:g} seconds") from None
-        return text_of(result)
+        return text_of(result, where=f"{type(self).__name__}: tool {tool.name}")
 
     async def _call(self, function: Callable[..., Any], *args: Any, time_limit_seconds: float | None = None) -> Any:
         if inspect.iscoroutinefunction(function):

@@ -40,7 +40,7 @@ from gspo_gym.errors import (
     described,
     nearest_name,
 )
-from gspo_gym.types import Message, StepResult
+from gspo_gym.types import Message, StepResult, is_finite
 
 _RETURN_TOLERANCE = 1e-6  # relative to the larger bound, because rewards may be float32 sums
 _KEEP_REWARDS = (OrderEnforcing, PassiveEnvChecker, TimeLimit)  # the wrappers of `gymnasium.make`
@@ -223,9 +223,11 @@ class EnvSession:
             async with watchdog:
                 told = f"{self.env_id}\n{method}()"
                 if inspect.iscoroutinefunction(call):
-                    return await self._in_own_task(announcing(call(), told))
-                answer = await self._in_thread(partial(_announced, told, call))
-                return await self._in_own_task(announcing(answer, told)) if inspect.isawaitable(answer) else answer
+                    returned = await self._in_own_task(announcing(call(), told))
+                else:
+                    returned = await self._in_thread(partial(_announced, told, call))
+                    if inspect.isawaitable(returned.value):
+                        returned = await self._in_own_task(announcing(returned.value, told))
         except TimeoutError as error:
             if not watchdog.expired():
                 self._raise_failure(method, error)
@@ -237,8 +239,11 @@ class EnvSession:
                 self._raise_failure(method, error)
             self._left = method
             raise
-        except (Exception, SystemExit) as error:
+        except Exception as error:
             self._raise_failure(method, error)
+        if returned.error is not None:
+            self._raise_failure(method, returned.error)
+        return returned.value
 
     def _deadline_of(self, method: str) -> tuple[float | None, type[EnvError]]:
         # The environment's own limit on actions is the action's doing, the caller's is not.
@@ -247,14 +252,14 @@ class EnvSession:
             return declared, ActionLimitError
         return self._timeout, EnvTimeoutError
 
-    async def _in_thread(self, call: Callable[[], Any]) -> Any:
+    async def _in_thread(self, call: Callable[[], Any]) -> Returned:
         self._is_thread_busy = True
         if self._quick is None:
             returned = await self._thread.call_async(call, timeout_seconds=None)  # the caller has the deadline
         else:
             returned = await self._quick.call(self._thread, self.env_id, call)
         self._is_thread_busy = False
-        return returned.unwrap()
+        return returned
 
     def _may_share(self, quick: QuickCalls) -> bool:
         if self._max_action_seconds is not None:  # the time of others would count as the action's
@@ -263,7 +268,7 @@ class EnvSession:
         declares = bool(getattr(_without_plain_wrappers(self._outer), "any_thread", False))
         return declares and quick.allows(self._timeout)
 
-    async def _in_own_task(self, awaitable: Awaitable[Any]) -> Any:
+    async def _in_own_task(self, awaitable: Awaitable[Any]) -> Returned:
         # A cancellation is passed on without waiting for it to take effect.
         task = asyncio.ensure_future(_contained(awaitable))
         try:
@@ -273,7 +278,7 @@ class EnvSession:
             task.add_done_callback(retrieve_exception)
             self._cancelled = task
             raise
-        return task.result().unwrap()
+        return task.result()
 
     def _raise_failure(self, method: str, error: BaseException) -> NoReturn:
         if isinstance(error, ContractError | EnvError):
@@ -307,7 +312,7 @@ def declared_reward_range(env: Any, *, where: str) -> tuple[float, float]:
     declared = getattr(_without_plain_wrappers(env), "reward_range", (-math.inf, math.inf))
     try:
         low, high = map(float, declared)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         low, high = math.nan, math.nan
     if not low <= high:
         raise ContractError(f"{where}: expected reward_range to be (smallest, largest return), got {declared!r}")
@@ -326,10 +331,11 @@ def _announced(told: str, call: Callable[[], Any]) -> Any:
 
 
 async def _contained(awaitable: Awaitable[Any]) -> Returned:
-    # A SystemExit that leaves a task would end the event loop.
+    # SystemExit and GeneratorExit that leave a task would end the event loop. So would KeyboardInterrupt, but in the
+    # loop's thread that may be the user's second Ctrl-C.
     try:
         return Returned(await awaitable, None)
-    except SystemExit as error:
+    except (Exception, SystemExit, GeneratorExit) as error:
         return Returned(None, error)
 
 
@@ -541,8 +547,8 @@ def _as_reward(reward: object, where: str) -> float | None:
         return None
     if not isinstance(reward, int | float | np.integer | np.floating | np.bool_):
         raise ContractError(f"{where}: expected a number or None as the reward, got {described(reward)}")
-    if not math.isfinite(reward):
-        raise ContractError(f"{where}: expected a finite reward, got {float(reward)}; None means not scored")
+    if not is_finite(reward):
+        raise ContractError(f"{where}: expected a finite reward, got {described(reward)}; None means not scored")
     return float(reward)
 
 

@@ -11,7 +11,6 @@ message (ours: the contract has no place for text).
 from __future__ import annotations
 
 import asyncio
-import math
 import os
 import time
 from collections.abc import Mapping, Sequence
@@ -31,7 +30,7 @@ from gspo_gym.judge.base import CriterionScore, JudgeBudgetError, JudgeCost, Jud
 from gspo_gym.judge.model.transcript import suspicions
 from gspo_gym.judge.rubric import Rubric
 from gspo_gym.judge.settings import JudgeOptions
-from gspo_gym.types import Message, Outcome, Trajectory
+from gspo_gym.types import Message, Outcome, Trajectory, is_finite
 
 ROUTE = "/judge/v1/score"
 LATER_ROUTE = "/graphs/verifiers/completions"
@@ -276,7 +275,7 @@ def _read_outcome(response: ScoreResponse, judge: str) -> Review:
 
 
 def _read_review(judge: str, review: WireReview, total: float | None) -> Review:
-    if total is None or not math.isfinite(total):
+    if total is None or not is_finite(total):
         raise JudgeError(f"{judge}: expected a finite total, got {total}")
     criteria = {id_: CriterionScore(score.score, score.reason or "") for id_, score in review.criteria.items()}
     return Review(criteria, float(total), review.summary or "")
@@ -313,7 +312,7 @@ def _cost(value: Any) -> JudgeCost:
 
 
 def _number_or_none(value: Any) -> float | None:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    is_number = isinstance(value, int | float) and not isinstance(value, bool) and is_finite(value)
     return float(value) if is_number else None
 
 

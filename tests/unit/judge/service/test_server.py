@@ -400,19 +400,27 @@ def test_a_function_gives_a_number_or_what_an_http_judge_answers() -> None:
     assert ask(PythonJudge(five), request("...", rubrics=ONLY_OUTCOME)).outcome_review.summary == BY_RULE  # type: ignore[union-attr]
 
 
+def interrupt(payload: Json) -> float:
+    raise KeyboardInterrupt
+
+
 @pytest.mark.parametrize(
     ("function", "message"),
     [
         (lambda payload: None, "expected a number or a mapping, got None"),
         (lambda payload: True, "expected a number"),
         (lambda payload: float("nan"), "not of the contract|finite"),
+        (lambda payload: 10**400, "of the contract|finite"),
         (lambda payload: 1 / 0, "ZeroDivisionError"),
+        (interrupt, "raised KeyboardInterrupt"),
+        (sys.exit, "SystemExit"),
         (slow, "no answer within 0.05 seconds"),
     ],
 )
 def test_a_function_that_gives_no_score_leaves_the_episode_unscored(function: Any, message: str) -> None:
     with pytest.raises(JudgeError, match=message):
-        ask(PythonJudge(function, timeout_seconds=0.05), request("heron", rubrics=ONLY_OUTCOME))
+        seconds = 0.05 if function is slow else 30.0
+        ask(PythonJudge(function, timeout_seconds=seconds), request("heron", rubrics=ONLY_OUTCOME))
 
 
 def test_a_blocking_function_holds_up_nobody_else() -> None:
