@@ -221,13 +221,7 @@ class EnvSession:
         watchdog = asyncio.timeout(seconds)
         try:
             async with watchdog:
-                told = f"{self.env_id}\n{method}()"
-                if inspect.iscoroutinefunction(call):
-                    returned = await self._in_own_task(announcing(call(), told))
-                else:
-                    returned = await self._in_thread(partial(_announced, told, call))
-                    if inspect.isawaitable(returned.value):
-                        returned = await self._in_own_task(announcing(returned.value, told))
+                returned = await self._returned_by(call, announcement=f"{self.env_id}\n{method}()")
         except TimeoutError as error:
             if not watchdog.expired():
                 self._raise_failure(method, error)
@@ -251,6 +245,14 @@ class EnvSession:
         if declared is not None and (self._timeout is None or declared < self._timeout):
             return declared, ActionLimitError
         return self._timeout, EnvTimeoutError
+
+    async def _returned_by(self, call: Callable[[], Any], *, announcement: str) -> Returned:
+        if inspect.iscoroutinefunction(call):
+            return await self._in_own_task(announcing(call(), announcement))
+        returned = await self._in_thread(partial(_announced, announcement, call))
+        if inspect.isawaitable(returned.value):
+            return await self._in_own_task(announcing(returned.value, announcement))
+        return returned
 
     async def _in_thread(self, call: Callable[[], Any]) -> Returned:
         self._is_thread_busy = True

@@ -72,7 +72,7 @@ def read_labels(path: Path) -> list[Label]:
         RecordError: a line is not a label, or an episode is labelled twice; names file and line.
     """
     try:
-        lines = path.read_text(encoding="utf-8").split("\n")
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
     except FileNotFoundError:
         raise ConfigError(f"{path}: there is no such file; expected a label a line, as JSON") from None
     labels: list[Label] = []
