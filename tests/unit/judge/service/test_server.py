@@ -418,9 +418,9 @@ def interrupt(payload: Json) -> float:
     ],
 )
 def test_a_function_that_gives_no_score_leaves_the_episode_unscored(function: Any, message: str) -> None:
+    judge = PythonJudge(function, timeout_seconds=0.05 if function is slow else 30.0)
     with pytest.raises(JudgeError, match=message):
-        seconds = 0.05 if function is slow else 30.0
-        ask(PythonJudge(function, timeout_seconds=seconds), request("heron", rubrics=ONLY_OUTCOME))
+        ask(judge, request("heron", rubrics=ONLY_OUTCOME))
 
 
 def test_a_blocking_function_holds_up_nobody_else() -> None:
