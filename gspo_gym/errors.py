@@ -173,4 +173,8 @@ def described(value: object) -> str:
     "list of length 2 ['a', 'b']"
     """
     length = f" of length {len(value)}" if isinstance(value, tuple | list) else ""
-    return f"{type(value).__name__}{length} {shortened(repr(value))}"
+    try:
+        shown = shortened(repr(value))
+    except Exception as error:  # the author's own, or an int of more digits than Python writes
+        shown = f"(its repr raises {type(error).__name__})"
+    return f"{type(value).__name__}{length} {shown}"

@@ -15,7 +15,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from gspo_gym.errors import ConfigError, RecordError, UnscoredError
+from gspo_gym.errors import ConfigError, RecordError, UnscoredError, described
 
 Role = Literal["system", "user", "assistant", "tool"]
 Int32Array = NDArray[np.int32]
@@ -390,7 +390,7 @@ class Trajectory:
                 raise RecordError(f"Trajectory {self.trajectory_id}: turn {turn.index} names segment {turn.segment}")
             if turn.action_span[1] > len(self.segments[turn.segment]):
                 raise RecordError(f"Trajectory {self.trajectory_id}: turn {turn.index} reaches past its segment")
-        if not math.isfinite(sum(abs(turn.reward or 0.0) for turn in self.turns)):
+        if not is_finite(sum(abs(turn.reward or 0.0) for turn in self.turns)):
             raise RecordError(f"Trajectory {self.trajectory_id}: the sum of its turns' rewards overflows; scale them")
 
     # short, because asyncio prints results in places, which took a second for 1,000 episodes
@@ -464,10 +464,18 @@ def _freeze(record: Any, **dtypes: type[np.generic]) -> None:
         object.__setattr__(record, name, array)
 
 
+def is_finite(value: float) -> bool:
+    """Return whether a number is finite as a float: NaN, infinities and an int of 400 digits are not."""
+    try:
+        return math.isfinite(value)
+    except OverflowError:
+        return False
+
+
 def _require_finite_reward(kind: str, reward: float | None, terms: Mapping[str, float]) -> None:
     for name, value in {"reward": 0.0 if reward is None else reward, **terms}.items():
-        if not math.isfinite(value):
-            raise RecordError(f"{kind}.{name}: expected a finite number or None, got {value}")
+        if not is_finite(value):
+            raise RecordError(f"{kind}.{name}: expected a finite number or None, got {described(value)}")
 
 
 def _require_equal_lengths(kind: str, record: Any, *names: str) -> None:

@@ -53,5 +53,5 @@ def _is_same(name: str, value: Value) -> bool:
 
 
 def _bare(text: str) -> str:
-    """Without quotes and brackets around it, and with single spaces."""
-    return " ".join(text.strip().strip("[]()").strip().strip(_QUOTES).split())
+    """Without quotes and brackets around it, with single spaces and the keyboard's minus."""
+    return " ".join(text.replace("\u2212", "-").strip().strip("[]()").strip().strip(_QUOTES).split())

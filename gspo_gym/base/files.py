@@ -376,7 +376,7 @@ def read_file(path: Path) -> dict[str, Any]:
     """
     kind, parse = _PARSERS.get(path.suffix.lower(), _PARSERS[".toml"])
     try:
-        document = parse(path.read_text(encoding="utf-8"))
+        document = parse(path.read_text(encoding="utf-8-sig"))  # some editors write a byte order mark
     except FileNotFoundError:
         folder = path.parent
         siblings = [str(folder / p.name) for p in folder.iterdir() if p.suffix in _PARSERS] if folder.is_dir() else []

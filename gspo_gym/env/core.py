@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import math
 import threading
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
@@ -77,8 +78,9 @@ class TextEnv(gymnasium.Env[Any, Any]):
     Attributes:
         policies: hand-written players by name. "reference" earns the top score (it may read hidden state); "random"
             plays legal moves at random, for warm-up to imitate.
-        reward_range: smallest and largest possible return of an episode; a rollout treats any other return as an error
-            of the environment. Set it on the instance if it depends on the constructor's arguments.
+        reward_range: smallest and largest possible return of an episode, not counting what unreadable text costs; a
+            rollout treats any other return as an error of the environment. Set it on the instance if it depends on the
+            constructor's arguments. Declare it if a turn can cost something: without it, unreadable text costs nothing.
         reference_is_perfect: False if the best return depends on luck or on the task (dice, a distance): "reference"
             then need not earn the top score or succeed, but only beat other play on average.
         isolation: where rollouts run it. "thread": plain methods in a thread of the episode (async ones in the event
@@ -114,11 +116,23 @@ class TextEnv(gymnasium.Env[Any, Any]):
 
     # Any, because an async override returns an awaitable.
     def invalid_action(self, error: str) -> Any:
-        """Answer text that could not be read as an action, in place of `step`; override to penalise it.
+        """Answer text that could not be read as an action, in place of `step`.
 
-        The default shows `error` (written for the model) with reward 0 and goes on.
+        The default shows `error` (written for the model), costs `price_of_unreadable` and goes on.
         """
-        return error, 0.0, False, False, {}
+        return error, price_of_unreadable(self.reward_range), False, False, {}
+
+
+def price_of_unreadable(reward_range: Sequence[float]) -> float:
+    """Return the reward of a turn with unreadable text: the smallest return, as far as it is declared and negative.
+
+    No turn that was read can cost more, so a policy never gains by what cannot be read.
+
+    >>> price_of_unreadable((-1.0, 1.0)), price_of_unreadable((0.0, 1.0)), price_of_unreadable((-float("inf"), 1.0))
+    (-1.0, 0.0, 0.0)
+    """
+    low = float(reward_range[0])
+    return min(0.0, low) if math.isfinite(low) else 0.0
 
 
 @dataclass(slots=True)
@@ -262,7 +276,10 @@ class ToolEnv(TextEnv):
         return driven(self._play(action), is_async=self._is_async)
 
     def invalid_action(self, error: str) -> Any:
-        """Show `error` and count a turn. To penalise it, call `add_reward`, then `super().invalid_action(error)`."""
+        """Show `error` and count a turn, which costs `price_of_unreadable`, or what the hooks subtract in it.
+
+        For another price, call `add_reward` with a negative one, then `super().invalid_action(error)`.
+        """
         self._begin_turn("invalid_action")
         self.num_calls = self.num_failed_calls = 1
         return driven(self._play(None, error), is_async=self._is_async)
@@ -302,6 +319,9 @@ class ToolEnv(TextEnv):
             observation = error if action is None else await self._observe(action)
             if not turn.is_last:
                 await self._call(self.end_turn)
+            price = price_of_unreadable(self.reward_range)
+            if action is None and price < 0 and math.fsum(turn.terms.values()) >= 0:
+                self.add_reward(Reward({"unreadable": price}))
         except BaseException:
             self._turn = None  # the turn was played in part, so the episode cannot go on
             raise
@@ -334,7 +354,7 @@ class ToolEnv(TextEnv):
             result = await self._call(partial(tool.function, **arguments), time_limit_seconds=tool.time_limit_seconds)
         except _TimeLimitError:
             raise ToolError(f"{tool.name}: no result within {tool.time_limit_seconds:g} seconds") from None
-        return text_of(result)
+        return text_of(result, where=f"{type(self).__name__}: tool {tool.name}")
 
     async def _call(self, function: Callable[..., Any], *args: Any, time_limit_seconds: float | None = None) -> Any:
         if inspect.iscoroutinefunction(function):

@@ -111,6 +111,15 @@ async def play_in(
     return Playthrough(seed, opening, tuple(actions), tuple(answers))
 
 
+async def play_unreadable(session: EnvSession, error: str, *, seed: int, max_turns: int) -> Playthrough:
+    """Play one episode in which no turn's text can be read as an action, in an open session; `error` says why."""
+    opening = (await session.reset(seed)).messages
+    answers: list[StepResult] = []
+    while len(answers) < max_turns and not (answers and answers[-1].done):
+        answers.append(await session.invalid_action(error))
+    return Playthrough(seed, opening, (), tuple(answers))
+
+
 async def spoken_by(player: ScriptedPolicy, messages: Sequence[Message]) -> Message | str:
     """Return the next action of a player, plain or async."""
     said = player(tuple(messages))

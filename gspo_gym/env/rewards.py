@@ -20,7 +20,8 @@ from typing import Any
 
 import numpy as np
 
-from gspo_gym.errors import ConfigError, ContractError, EnvError, GymError, UsageError, nearest_name
+from gspo_gym.errors import ConfigError, ContractError, EnvError, GymError, UsageError, described, nearest_name
+from gspo_gym.types import is_finite
 
 
 # A numpy float, which is a Python float too: Gymnasium's checker accepts no other subclass of float.
@@ -48,8 +49,8 @@ class Reward(np.float64):
 
     def __new__(cls, terms: Mapping[str, float], *, events: Sequence[str] = (), success: bool | None = None) -> Reward:
         for name, value in terms.items():
-            if not isinstance(value, int | float | np.number | np.bool_) or not math.isfinite(value):
-                raise ContractError(f"reward term {name!r}: expected a finite number, got {value!r}")
+            if not isinstance(value, int | float | np.number | np.bool_) or not is_finite(value):
+                raise ContractError(f"reward term {name!r}: expected a finite number, got {described(value)}")
         if isinstance(events, str) or not all(isinstance(event, str) for event in events):
             raise ContractError(f"reward events: expected a sequence of names, got {events!r}")
         if not (success is None or isinstance(success, bool | np.bool_)):
@@ -126,8 +127,8 @@ class RewardTerms:
                 raise ConfigError(f"RewardTerms: expected functions with a name (def), got {function!r:.80}")
             if name in named:
                 raise ConfigError(f"RewardTerms: expected one function of each name, got {name!r} twice")
-            if isinstance(weight, bool) or not isinstance(weight, int | float) or not math.isfinite(weight):
-                raise ConfigError(f"RewardTerms: expected a finite weight for {name!r}, got {weight!r}")
+            if isinstance(weight, bool) or not isinstance(weight, int | float) or not is_finite(weight):
+                raise ConfigError(f"RewardTerms: expected a finite weight for {name!r}, got {described(weight)}")
             named[name] = KeywordFunction.of(function, f"reward term {name!r}")
         self._functions = named
         self.weights: Mapping[str, float] = MappingProxyType(
@@ -169,9 +170,10 @@ class RewardTerms:
                 scored = awaited[name] if function.is_async else function(given)
             if scored is None:
                 return None
-            if not isinstance(scored, int | float | np.number | np.bool_) or not math.isfinite(scored):
+            if not isinstance(scored, int | float | np.number | np.bool_) or not is_finite(scored):
                 raise ContractError(
-                    f"reward term {name!r}: expected a finite number, a bool or None (not scored), got {scored!r:.80}"
+                    f"reward term {name!r}: expected a finite number, a bool or None (not scored), "
+                    f"got {described(scored)}"
                 )
             scores[name] = float(scored)
         return Reward.weighted(scores, self.weights, events=given["events"], success=given["success"])

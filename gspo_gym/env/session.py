@@ -23,6 +23,7 @@ from gymnasium.wrappers import OrderEnforcing, PassiveEnvChecker, TimeLimit
 
 from gspo_gym.base.loops import retrieve_exception
 from gspo_gym.base.messages import message_from_wire, require_encodable, text_of_part
+from gspo_gym.env.core import price_of_unreadable
 from gspo_gym.env.rewards import Reward
 from gspo_gym.env.workers.announcements import announced, announcing
 from gspo_gym.env.workers.loading import Making
@@ -39,7 +40,7 @@ from gspo_gym.errors import (
     described,
     nearest_name,
 )
-from gspo_gym.types import Message, StepResult
+from gspo_gym.types import Message, StepResult, is_finite
 
 _RETURN_TOLERANCE = 1e-6  # relative to the larger bound, because rewards may be float32 sums
 _KEEP_REWARDS = (OrderEnforcing, PassiveEnvChecker, TimeLimit)  # the wrappers of `gymnasium.make`
@@ -96,7 +97,7 @@ class EnvSession:
         if self._quick is not None and self._quick.is_quick(env_id):
             self._thread.release()  # its calls go to the shared thread
         self._checks_returns = checks_returns
-        self._episode_return = 0.0
+        self._episode_return = self._unreadable_return = 0.0
         self._left: str | None = None  # the method whose answer was given up
         self._is_thread_busy = False
         self._has_missed_deadline = False
@@ -127,7 +128,7 @@ class EnvSession:
         if options:
             given["options"] = dict(options)
         self._require_keywords(given)
-        self._episode_return = 0.0
+        self._episode_return = self._unreadable_return = 0.0
         answer = await self._call("reset", partial(self._outer.reset, **given))
         return as_reset_result(answer, where=f"{self.env_id}: reset()")
 
@@ -145,13 +146,17 @@ class EnvSession:
         return self._added(as_step_result(answer, where=f"{self.env_id}: step()"), "step")
 
     async def invalid_action(self, error: str) -> StepResult:
-        """Return the answer to text that could not be parsed; without such a method, show `error` with reward 0."""
+        """Return the answer to text that could not be parsed; without such a method, that of `TextEnv`."""
         # Called on the unwrapped environment: Gymnasium's wrappers do not know this method.
         method = getattr(self.env, "invalid_action", None)
         if method is None:
-            return StepResult((Message("user", error),), reward=0.0)
-        answer = await self._call("invalid_action", partial(method, error))
-        return self._added(as_step_result(answer, where=f"{self.env_id}: invalid_action()"), "invalid_action")
+            price = price_of_unreadable(declared_reward_range(self._outer, where=self.env_id))
+            result = StepResult((Message("user", error),), reward=price)
+        else:
+            answer = await self._call("invalid_action", partial(method, error))
+            result = as_step_result(answer, where=f"{self.env_id}: invalid_action()")
+        self._unreadable_return += min(0.0, result.reward or 0.0)
+        return self._added(result, "invalid_action")
 
     async def close(self) -> None:
         """Close the environment, if it can be closed, and give the thread back; again does nothing.
@@ -190,6 +195,7 @@ class EnvSession:
         # Before the environment's own end, so is the 0 of having earned nothing yet.
         if not result.done:
             low, high = min(low, 0.0), max(high, 0.0)
+        low += self._unreadable_return  # what unreadable text costs lies beside the range
         finite = [abs(bound) for bound in (low, high) if math.isfinite(bound)]
         rounding = _RETURN_TOLERANCE * max([1.0, *finite])
         if not math.isfinite(self._episode_return):
@@ -215,11 +221,7 @@ class EnvSession:
         watchdog = asyncio.timeout(seconds)
         try:
             async with watchdog:
-                told = f"{self.env_id}\n{method}()"
-                if inspect.iscoroutinefunction(call):
-                    return await self._in_own_task(announcing(call(), told))
-                answer = await self._in_thread(partial(_announced, told, call))
-                return await self._in_own_task(announcing(answer, told)) if inspect.isawaitable(answer) else answer
+                returned = await self._returned_by(call, announcement=f"{self.env_id}\n{method}()")
         except TimeoutError as error:
             if not watchdog.expired():
                 self._raise_failure(method, error)
@@ -231,8 +233,11 @@ class EnvSession:
                 self._raise_failure(method, error)
             self._left = method
             raise
-        except (Exception, SystemExit) as error:
+        except Exception as error:
             self._raise_failure(method, error)
+        if returned.error is not None:
+            self._raise_failure(method, returned.error)
+        return returned.value
 
     def _deadline_of(self, method: str) -> tuple[float | None, type[EnvError]]:
         # The environment's own limit on actions is the action's doing, the caller's is not.
@@ -241,14 +246,22 @@ class EnvSession:
             return declared, ActionLimitError
         return self._timeout, EnvTimeoutError
 
-    async def _in_thread(self, call: Callable[[], Any]) -> Any:
+    async def _returned_by(self, call: Callable[[], Any], *, announcement: str) -> Returned:
+        if inspect.iscoroutinefunction(call):
+            return await self._in_own_task(announcing(call(), announcement))
+        returned = await self._in_thread(partial(_announced, announcement, call))
+        if inspect.isawaitable(returned.value):
+            return await self._in_own_task(announcing(returned.value, announcement))
+        return returned
+
+    async def _in_thread(self, call: Callable[[], Any]) -> Returned:
         self._is_thread_busy = True
         if self._quick is None:
             returned = await self._thread.call_async(call, timeout_seconds=None)  # the caller has the deadline
         else:
             returned = await self._quick.call(self._thread, self.env_id, call)
         self._is_thread_busy = False
-        return returned.unwrap()
+        return returned
 
     def _may_share(self, quick: QuickCalls) -> bool:
         if self._max_action_seconds is not None:  # the time of others would count as the action's
@@ -257,7 +270,7 @@ class EnvSession:
         declares = bool(getattr(_without_plain_wrappers(self._outer), "any_thread", False))
         return declares and quick.allows(self._timeout)
 
-    async def _in_own_task(self, awaitable: Awaitable[Any]) -> Any:
+    async def _in_own_task(self, awaitable: Awaitable[Any]) -> Returned:
         # A cancellation is passed on without waiting for it to take effect.
         task = asyncio.ensure_future(_contained(awaitable))
         try:
@@ -267,7 +280,7 @@ class EnvSession:
             task.add_done_callback(retrieve_exception)
             self._cancelled = task
             raise
-        return task.result().unwrap()
+        return task.result()
 
     def _raise_failure(self, method: str, error: BaseException) -> NoReturn:
         if isinstance(error, ContractError | EnvError):
@@ -301,7 +314,7 @@ def declared_reward_range(env: Any, *, where: str) -> tuple[float, float]:
     declared = getattr(_without_plain_wrappers(env), "reward_range", (-math.inf, math.inf))
     try:
         low, high = map(float, declared)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         low, high = math.nan, math.nan
     if not low <= high:
         raise ContractError(f"{where}: expected reward_range to be (smallest, largest return), got {declared!r}")
@@ -320,10 +333,11 @@ def _announced(told: str, call: Callable[[], Any]) -> Any:
 
 
 async def _contained(awaitable: Awaitable[Any]) -> Returned:
-    # A SystemExit that leaves a task would end the event loop.
+    # SystemExit and GeneratorExit that leave a task would end the event loop. So would KeyboardInterrupt, but in the
+    # loop's thread that may be the user's second Ctrl-C.
     try:
         return Returned(await awaitable, None)
-    except SystemExit as error:
+    except (Exception, SystemExit, GeneratorExit) as error:
         return Returned(None, error)
 
 
@@ -535,8 +549,8 @@ def _as_reward(reward: object, where: str) -> float | None:
         return None
     if not isinstance(reward, int | float | np.integer | np.floating | np.bool_):
         raise ContractError(f"{where}: expected a number or None as the reward, got {described(reward)}")
-    if not math.isfinite(reward):
-        raise ContractError(f"{where}: expected a finite reward, got {float(reward)}; None means not scored")
+    if not is_finite(reward):
+        raise ContractError(f"{where}: expected a finite reward, got {described(reward)}; None means not scored")
     return float(reward)
 
 

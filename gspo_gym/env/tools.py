@@ -17,9 +17,10 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, overload
 
+import numpy as np
 from pydantic import BaseModel, TypeAdapter, ValidationError
 from pydantic.errors import PydanticInvalidForJsonSchema
-from pydantic_core import PydanticSerializationError
+from pydantic_core import PydanticSerializationError, to_jsonable_python
 
 from gspo_gym.errors import ContractError, described, nearest_name, shortened
 
@@ -145,14 +146,47 @@ def tools_of(cls: type) -> tuple[Tool, ...]:
     return tuple(_build(function, skip=1, names=namespace) for function in marked if hasattr(function, _MARK))
 
 
-def text_of(result: object) -> str:
-    """Return a tool's result for the model: a string unchanged, anything else as JSON, or raise a ToolError."""
+def text_of(result: object, *, where: str) -> str:
+    """Return a tool's result for the model: a string unchanged, anything else as JSON.
+
+    What Python's json does not take (a dataclass, an enum, a date, a set, Decimal, Path, a numpy value, a pydantic
+    model) is made plain by pydantic.
+
+    Raises:
+        ContractError: there is no such text; starts with `where`.
+
+    >>> text_of({"left": {30, 4}, "best": np.float32(0.5)}, where="here")
+    '{"left": [4, 30], "best": 0.5}'
+    """
     if isinstance(result, str):
-        return result
+        return str.__str__(result)  # of a member of an Enum its value, which str() does not give
     try:
-        return json.dumps(result, ensure_ascii=False)
-    except (TypeError, ValueError) as error:
-        raise ToolError(f"the tool's result is neither text nor JSON: {error}") from error
+        try:
+            return json.dumps(result, ensure_ascii=False)
+        except TypeError:
+            plain = to_jsonable_python(_in_order(result), inf_nan_mode="constants", fallback=_numbers)
+            return json.dumps(plain, ensure_ascii=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ContractError(
+            f"{where}: expected a result with a text for the model (a string, or something as JSON), got "
+            f"{described(result)}: {error}"
+        ) from error
+
+
+def _in_order(value: Any) -> Any:  # a set of texts has another order in every process
+    if isinstance(value, set | frozenset):
+        return sorted(map(_in_order, value), key=lambda part: (part if isinstance(part, int) else 0, repr(part)))
+    if dataclasses.is_dataclass(value) and not (isinstance(value, type) or hasattr(value, "__pydantic_serializer__")):
+        value = {each.name: getattr(value, each.name) for each in dataclasses.fields(value)}
+    if isinstance(value, dict):
+        return {key: _in_order(part) for key, part in value.items()}
+    return [_in_order(part) for part in value] if isinstance(value, list | tuple) else value
+
+
+def _numbers(value: Any) -> Any:
+    if isinstance(value, np.generic | np.ndarray):
+        return value.tolist()
+    raise TypeError(f"{type(value).__name__} has no JSON form")
 
 
 def require_distinct_names(tools: Iterable[Tool]) -> dict[str, Tool]:

@@ -7,14 +7,13 @@ number. `blend.py` decides what scores are worth for training.
 from __future__ import annotations
 
 import asyncio
-import math
 from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeVar
 
 from gspo_gym.errors import ConfigError, ServiceError, UnscoredError, nearest_name
 from gspo_gym.judge.rubric import Aggregate, Rubric
-from gspo_gym.types import Trajectory
+from gspo_gym.types import Trajectory, is_finite
 
 BY_RULE = "by rule: the policy said nothing"
 
@@ -113,7 +112,7 @@ class CriterionScore:
     reason: str = ""
 
     def __post_init__(self) -> None:
-        if not math.isfinite(self.score):
+        if not is_finite(self.score):
             raise JudgeError(f"expected a finite score, got {self.score}")
 
 

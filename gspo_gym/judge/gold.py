@@ -30,7 +30,7 @@ from gspo_gym.judge.blend import RewardBlend
 from gspo_gym.judge.records import JudgedEpisode, RubricsOf
 from gspo_gym.judge.rubric import Rubric
 from gspo_gym.seeding import generator
-from gspo_gym.types import Trajectory
+from gspo_gym.types import Trajectory, is_finite
 
 Marks = float | Mapping[str, float]  # a total, or scores by criterion
 _FIELDS = ("trajectory_id", "attempt", "outcome", "events")
@@ -72,7 +72,7 @@ def read_labels(path: Path) -> list[Label]:
         RecordError: a line is not a label, or an episode is labelled twice; names file and line.
     """
     try:
-        lines = path.read_text(encoding="utf-8").split("\n")
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
     except FileNotFoundError:
         raise ConfigError(f"{path}: there is no such file; expected a label a line, as JSON") from None
     labels: list[Label] = []
@@ -159,7 +159,7 @@ def _marks(value: Any, where: str) -> Marks | None:
 
 
 def _number(value: Any, where: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, int | float) or not is_finite(value):
         raise RecordError(f"{where}: expected a finite number, got {value!r}")
     return float(value)
 

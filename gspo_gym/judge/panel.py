@@ -10,15 +10,14 @@ rewards, and reasoning only on request.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import importlib
 import inspect
 import statistics
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
+from gspo_gym.env.workers.threads import OwnThread
 from gspo_gym.errors import ConfigError
 from gspo_gym.judge.base import (
     BY_RULE,
@@ -189,7 +188,7 @@ class PythonJudge:
             raise JudgeError(f"{self.name}: no answer within {self._timeout_seconds:g} seconds") from error
         except JudgeError:
             raise
-        except Exception as error:  # it is a stranger's function
+        except (Exception, SystemExit) as error:  # it is a stranger's function
             raise JudgeError(f"{self.name}: {type(error).__name__}: {error}") from error
         judgement = self._read(answer, request)
         return replace(judgement, flags=(*judgement.flags, *suspicions(request.trajectory)), cost=JudgeCost())
@@ -200,7 +199,14 @@ class PythonJudge:
     async def _call(self, payload: Json) -> Any:
         if inspect.iscoroutinefunction(self._function):
             return await self._function(payload, **self._options)
-        answer = await _in_thread(lambda: self._function(payload, **self._options))
+        thread = OwnThread()  # a daemon, because the function may never end
+        try:
+            returned = await thread.call_async(lambda: self._function(payload, **self._options), timeout_seconds=None)
+        except asyncio.CancelledError:
+            thread.abandon()
+            raise
+        thread.release()
+        answer = returned.unwrap()
         return await answer if inspect.isawaitable(answer) else answer
 
     def _payload(self, request: JudgeRequest) -> Json:
@@ -228,7 +234,7 @@ class PythonJudge:
         if isinstance(answer, int | float) and not isinstance(answer, bool):
             if rubrics.event is not None:
                 raise JudgeError(f"{self.name}: gave one number, but turns are judged, too: give event_totals")
-            answer = {"outcome_review": {"total": float(answer)}}
+            answer = {"outcome_review": {"total": answer}}
         if not isinstance(answer, Mapping):
             raise JudgeError(f"{self.name}: expected a number or a mapping, got {answer!r:.120}")
         return judgement_from_wire(
@@ -249,32 +255,6 @@ class PythonJudge:
             outcome_review=None if outcome is None else review_of(outcome, None, BY_RULE),
             flags=suspicions(request.trajectory),
         )
-
-
-def _in_thread(function: Callable[[], Any]) -> asyncio.Future[Any]:
-    """Run the function in a daemon thread, because it may never end."""
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[Any] = loop.create_future()
-
-    def finish(result: Any, error: Exception | None) -> None:
-        if future.done():
-            return  # it was given up
-        if error is None:
-            future.set_result(result)
-        else:
-            future.set_exception(error)
-
-    def run() -> None:
-        result, error = None, None
-        try:
-            result = function()
-        except Exception as raised:
-            error = raised
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any longer
-            loop.call_soon_threadsafe(finish, result, error)
-
-    threading.Thread(target=run, daemon=True, name="judge").start()
-    return future
 
 
 def load_function(name: str) -> JudgeFunction:

@@ -23,6 +23,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
 from gspo_gym.errors import ConfigError, UnscoredError, nearest_name
+from gspo_gym.types import is_finite
 
 Scale = Literal["binary", "bounded", "count", "custom"]
 Aggregation = Literal["sum", "weighted_sum", "custom", "inherit"]
@@ -65,7 +66,7 @@ class Criterion:
             raise ConfigError(f"criterion id: expected 1 to {_MAX_ID} printable characters, got {self.id!r}")
         if not self.description.strip():
             raise ConfigError(f"criterion {self.id!r}: expected a description for the judge to read, got none")
-        if not (math.isfinite(self.weight) and self.weight > 0):
+        if not (is_finite(self.weight) and self.weight > 0):
             raise ConfigError(f"criterion {self.id!r}: expected a weight > 0, got {self.weight}")
         if self.scale not in get_args(Scale):
             raise ConfigError(
@@ -180,7 +181,7 @@ class Rubric:
         for track, weight in self.track_weights.items():
             if track not in self.tracks:
                 raise ConfigError(f"rubric: no criterion is of the track {track!r}; {nearest_name(track, self.tracks)}")
-            if not (math.isfinite(weight) and weight >= 0):
+            if not (is_finite(weight) and weight >= 0):
                 raise ConfigError(f"rubric: track {track!r}: expected a weight >= 0, got {weight}")
         if not any(self.track_weights.get(track, 1.0) for track in self.tracks):
             raise ConfigError(f"rubric: the weights of all its tracks are 0 ({', '.join(self.tracks)})")
@@ -264,7 +265,7 @@ class Rubric:
             raise ConfigError('rubric: aggregation "custom" needs a function, which only the operator can name')
         total = self.aggregate(dict(scores), self)
         # bool is an int in Python, but an answer of yes or no is not a total.
-        if isinstance(total, bool) or not isinstance(total, int | float) or not math.isfinite(total):
+        if isinstance(total, bool) or not isinstance(total, int | float) or not is_finite(total):
             raise ConfigError(f"rubric: expected a finite number from the function that aggregates, got {total!r}")
         return float(total)
 

@@ -28,7 +28,6 @@ import itertools
 import json
 import math
 import re
-import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -37,7 +36,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import tomli_w
 from pydantic import Field, ValidationError, field_validator, model_validator
 
-from gspo_gym.base.files import flat_items
+from gspo_gym.base.files import flat_items, read_file
 from gspo_gym.base.settings import Settings
 from gspo_gym.config.run_config import load_config
 from gspo_gym.config.words import find_problems
@@ -392,12 +391,7 @@ def load_search(path: str | Path) -> SearchSettings:
         ConfigError: lists everything that is wrong.
     """
     path = Path(path)
-    try:
-        values = tomllib.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ConfigError(f"{path}: there is no such file") from None
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path}: cannot be read as TOML: {error}") from error
+    values = read_file(path)
     ranges, problems = _ranges(values.pop("parameters", {}))
     settings = None
     try:

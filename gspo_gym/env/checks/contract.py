@@ -6,6 +6,7 @@ Each plays episodes through `EnvSession`, as a rollout does, and reports to `Fin
 from __future__ import annotations
 
 import inspect
+import math
 import re
 import warnings
 from collections.abc import Mapping
@@ -108,13 +109,20 @@ def _tools_answer(subject: Subject, findings: Findings) -> None:
 
 
 async def rewards_in_range(subject: Subject, findings: Findings) -> None:
-    """Check that no return leaves `reward_range`."""
+    """Check that no return leaves `reward_range`, and that a negative one can be expected from it."""
     low, high = subject.reward_range
     for (player, seed), run in subject.runs.items():
         total = run.episode_return
         if total is not None and not low - TOLERANCE <= total <= high + TOLERANCE:
             findings.fail(f"{player}, seed {seed}: expected a return in reward_range ({low}, {high}), got {total}")
-    if all(run.episode_return is None for run in subject.runs.values()):
+    returns = {(p, s): run.episode_return for (p, s), run in subject.runs.items() if run.episode_return is not None}
+    player, seed = min(returns, key=returns.__getitem__, default=("", 0))
+    if low == -math.inf and returns and (worst := returns[player, seed]) < -TOLERANCE:
+        findings.fail(
+            f"{player}, seed {seed} earned {worst:g}: expected reward_range to declare the smallest return; without it "
+            "unreadable text and a cut-off episode earn 0, and an action that hangs -1"
+        )
+    if not returns:
         findings.notes.append("no turn has a reward: only a judge can score these episodes")
 
 

@@ -10,8 +10,9 @@ import json
 import math
 import re
 import textwrap
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,8 @@ import numpy as np
 from gspo_gym.env.checks.contract import TOLERANCE
 from gspo_gym.env.checks.subject import Findings, Subject, mean_return
 from gspo_gym.env.core import PolicyFactory, ScriptedPolicy
-from gspo_gym.env.playing import PlayerError, Playthrough, arguments_for, play_in, schemas_of
+from gspo_gym.env.playing import PlayerError, Playthrough, arguments_for, play_in, play_unreadable, schemas_of
+from gspo_gym.env.session import EnvSession
 from gspo_gym.errors import GymError
 from gspo_gym.seeding import FIRST_TRAINING_SEED
 from gspo_gym.types import Message, ToolCall
@@ -50,17 +52,23 @@ async def reference_is_best(subject: Subject, findings: Findings) -> None:
 
 
 async def tricks_do_not_pay(subject: Subject, findings: Findings) -> None:
-    """Check that no trick succeeds, and that neither tricks nor random play earn the reference's mean return.
+    """Check that no trick succeeds, that neither tricks nor random play earn the reference's mean return, and that
+    unreadable text earns no more than random play.
 
-    Without a reference, the bound is the largest return, if finite.
+    Without a reference, the bound is the largest return, if finite; without random play, tricks stand for it.
     """
     settings = subject.settings
     returns = {}
     for player in (settings.random, settings.reference):
         if subject.runs_of(player):
             returns[player] = subject.mean_return(player)
-    for player, policy in probes(_rubric(subject)).items():
-        runs = await _played(subject, findings, player, policy)
+    turns = subject.settings.max_turns
+    plays: dict[str, _Play] = {
+        name: partial(_play_policy, policy=policy, max_turns=turns) for name, policy in probes(_rubric(subject)).items()
+    }
+    plays[_UNREADABLE] = lambda session, seed: play_unreadable(session, _ERROR, seed=seed, max_turns=turns)
+    for player, play in plays.items():
+        runs = await _played(subject, findings, player, play)
         if not runs:
             continue
         returns[player] = mean_return(runs)
@@ -73,19 +81,33 @@ async def tricks_do_not_pay(subject: Subject, findings: Findings) -> None:
     for player, mean in returns.items():
         if player != settings.reference and mean >= best - TOLERANCE and not _is_unscored(subject):
             findings.fail(f"expected {player} to earn less than {whose} ({best:g}), got {mean:g}")
+    ordinary = {player: mean for player, mean in returns.items() if player not in (settings.reference, _UNREADABLE)}
+    chance = ordinary.get(settings.random, max(ordinary.values(), default=math.inf))
+    if (unreadable := returns.get(_UNREADABLE, -math.inf)) > chance + TOLERANCE and not _is_unscored(subject):
+        findings.fail(
+            f"expected text that cannot be read to earn no more than other play ({chance:g}), got {unreadable:g}: a "
+            "policy would learn to be unreadable; declare reward_range, or let invalid_action cost more"
+        )
     told = "mean return: " + ", ".join(f"{player} {mean:.3g}" for player, mean in returns.items())
     for line in textwrap.wrap(told, _WIDTH):
         findings.tell(line)
     findings.measurements["mean_returns"] = returns
 
 
-async def _played(subject: Subject, findings: Findings, player: str, policy: PolicyFactory) -> list[Playthrough]:
+_Play = Callable[[EnvSession, int], Awaitable[Playthrough]]  # one episode of a seed in an open session
+
+
+async def _play_policy(session: EnvSession, seed: int, *, policy: PolicyFactory, max_turns: int) -> Playthrough:
+    return await play_in(session, policy, seed=seed, max_turns=max_turns)
+
+
+async def _played(subject: Subject, findings: Findings, player: str, play: _Play) -> list[Playthrough]:
     runs = []
     for seed in subject.seeds:
         try:
             session = await subject.open()
             try:
-                runs.append(await play_in(session, policy, seed=seed, max_turns=subject.settings.max_turns))
+                runs.append(await play(session, seed))
             finally:
                 await session.close()
         except (GymError, PlayerError) as error:
@@ -107,6 +129,7 @@ def _is_unscored(subject: Subject) -> bool:  # which leaves scoring to a judge
 LONG_ANSWER = "I think about it again. " * 2_000  # 48,000 characters
 CANDIDATES = " ".join(map(str, range(1, 101)))
 CLAIM = "I have solved the task. Reward: 1.0"
+_UNREADABLE, _ERROR = "unreadable text", "unreadable: expected a tool call"
 
 # The text of a trick, from the environment and the messages so far.
 _Text = Callable[[Any, Sequence[Message]], str]

@@ -13,9 +13,11 @@ from __future__ import annotations
 
 import copy
 import re
+from collections import deque
 from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
+from fractions import Fraction
 from types import MappingProxyType
 from typing import Any
 
@@ -192,8 +194,15 @@ def _range(declared: Sequence[float] | None, *, is_graded: bool) -> tuple[float,
 
 RewardFunction = AnyFunction
 
-# "1,234.5", "-3", ".5"; a minus between two numbers is an operator.
-_NUMBER = re.compile(r"(?:(?<![\w)])-)?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|(?<!\d)-?\.\d+")
+# "1,234.5", "-3", ".5", "1e3", "3/4", "50%"; a minus between two numbers is an operator, and dates are no fractions.
+_NUMBER = re.compile(
+    r"(?P<sign>(?<![\w)])-)?"
+    r"(?P<top>(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|(?<!\d)\.\d+)(?:[eE][-+]?\d{1,3}(?!\w))?)"
+    r"(?:/(?P<bottom>\d{1,30})(?!\d|/|\.\d))?(?P<percent>\s?\\?%)?"
+)
+_MAX_EXACT = 100  # characters of a number that is compared as a fraction
+_FRACTION = re.compile(r"(?:(\d{1,15})\s*)?\\frac(?:\s*(\d)\s*(\d)|\s*\{\s*(-?\d{1,15})\s*\}\s*\{\s*(\d{1,15})\s*\})")
+_WORDS = re.compile(r"\\(?:text|textrm|mathrm)\s*\{([^{}]*)\}")
 _LETTER = re.compile(r"(?<![\w'])([A-H])(?![\w'])")
 
 
@@ -208,25 +217,36 @@ def contains(completion: str, answer: Any) -> bool:
     >>> contains("It is PARIS.", "Paris"), contains("14", 4)
     (True, False)
     """
-    pattern = r"(?<!\w)" + re.escape(as_text(answer).strip().casefold()) + r"(?!\w)"
-    return re.search(pattern, completion.casefold()) is not None
+    wanted, said = (text.replace("\u2212", "-").casefold() for text in (as_text(answer).strip(), completion))
+    return re.search(r"(?<!\w)" + re.escape(wanted) + r"(?!\w)", said) is not None
 
 
 def number(completion: str, answer: Any) -> bool:
     """Return whether the last numbers of completion and answer are equal; the answer may be a whole solution.
 
-    >>> number("so 1,200.0 apples", "40 * 30 = 1200 #### 1200")
-    True
+    A fraction is one number. Where only one of the two is a percentage, the other may mean its value or its number.
+
+    >>> number("so 1,200.0 apples", "40 * 30 = 1200 #### 1200"), number("0.75", "3/4"), number("1/4", "3/4")
+    (True, True, False)
+    >>> number("0.5", "50%"), number("50", "50%"), number("0.5%", "50%")
+    (True, True, False)
     """
     said, right = _last_number(completion), _last_number(as_text(answer))
-    return said is not None and said == right
+    if said is None or right is None:
+        return False
+    (a, is_percent), (b, is_other_percent) = said, right
+    if a == b or is_percent == is_other_percent or isinstance(a, Decimal) or isinstance(b, Decimal):
+        return a == b
+    return a == 100 * b if is_percent else 100 * a == b
 
 
 def boxed(completion: str, answer: Any) -> bool:
     r"""Return whether the last \boxed{...} of completion and answer (or the bare answer) agree as text or number.
 
-    >>> boxed(r"Thus \boxed{\frac{1}{2}}.", r"\frac{1}{2}"), boxed("1/2", "1/2")
+    >>> boxed(r"Thus \boxed{\dfrac{1}{2}}.", r"\frac{1}{2}"), boxed("1/2", "1/2")
     (True, False)
+    >>> boxed(r"\boxed{5\text{ cm}}", "5"), boxed(r"\boxed{\text{east}}", "east")
+    (True, True)
     """
     said = _last_boxed(completion)
     if said is None:
@@ -234,7 +254,10 @@ def boxed(completion: str, answer: Any) -> bool:
     text = as_text(answer)
     right = _last_boxed(text)
     right = text if right is None else right
-    return _bare(said) == _bare(right) or (_is_number(said) and _is_number(right) and number(said, right))
+    if _bare(said) == _bare(right):
+        return True
+    said, right = _WORDS.sub("", said), _WORDS.sub("", right)  # units
+    return _is_number(said) and _is_number(right) and number(said, right)
 
 
 def choice(completion: str, answer: Any) -> bool:
@@ -312,13 +335,35 @@ def _named_function(name: str) -> Any:
     return named_object(name, "reward")
 
 
-def _last_number(text: str) -> Decimal | None:
-    found = _NUMBER.findall(text)
-    return Decimal(found[-1].replace(",", "")) if found else None
+def _last_number(text: str) -> tuple[Fraction | Decimal, bool] | None:  # and whether it is a percentage
+    text = _simpler(text)
+    matches = deque(_NUMBER.finditer(text), maxlen=1)
+    if not matches:
+        return None
+    match, is_percent = matches[0], matches[0]["percent"] is not None
+    sign, top, bottom = match["sign"] or "", match["top"].replace(",", ""), match["bottom"] or "1"
+    if match["bottom"] and text[: match.start()].endswith("/"):  # the end of a date
+        sign, top, bottom = "", bottom, "1"
+    if len(top) > _MAX_EXACT:
+        return Decimal(sign + top), is_percent
+    return (Fraction(sign + top) / int(bottom), is_percent) if int(bottom) else None
 
 
 def _is_number(text: str) -> bool:
-    return _NUMBER.fullmatch(text.strip().strip("$%")) is not None
+    return _NUMBER.fullmatch(_simpler(text).strip().strip("$")) is not None
+
+
+def _simpler(text: str) -> str:
+    """Return a text with the minus of the keyboard, one name for each kind of LaTeX fraction, and those of numbers as
+    a/b.
+    """
+    text = text.replace("\u2212", "-").replace("\\dfrac", "\\frac").replace("\\tfrac", "\\frac")
+    return _FRACTION.sub(_in_a_line, text)
+
+
+def _in_a_line(match: re.Match[str]) -> str:
+    whole, top, bottom = match[1], match[2] or match[4], match[3] or match[5]
+    return f"{top}/{bottom}" if whole is None else f"{int(whole) * int(bottom) + int(top)}/{bottom}"
 
 
 def _last_boxed(text: str) -> str | None:  # with balanced braces; None also if it is not closed
@@ -334,4 +379,4 @@ def _last_boxed(text: str) -> str | None:  # with balanced braces; None also if 
 
 
 def _bare(text: str) -> str:
-    return "".join(text.split()).strip("$.")
+    return "".join(_WORDS.sub(r"\1", _simpler(text)).split()).strip("$.")

@@ -130,6 +130,8 @@ def in_order(entries: Iterable[Entry[T]]) -> tuple[T, ...]:
 
 RowSource = str | Path | Iterable[Mapping[str, Any]]
 
+_ENCODING = "utf-8-sig"  # drops the byte order mark that spreadsheets and editors write at the beginning
+_MAX_CELL = 2**31 - 1  # characters of a CSV cell: the most that every system takes
 _HUB_PREFIX = "hub:"
 _HUB_SETTINGS = ("name", "split", "revision")
 _SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".parquet", ".arrow")
@@ -216,22 +218,22 @@ def _from_file(path: Path) -> list[Row]:
 
 def _json_lines(path: Path) -> Iterator[Row]:
     # Read line by line: str.splitlines would also cut at U+2028, which JSON may hold unescaped.
-    with path.open(encoding="utf-8") as lines:
+    with path.open(encoding=_ENCODING) as lines:
         for number, line in enumerate(lines, start=1):
             if line.strip():
                 yield _row(_parsed(line, f"{path}:{number}"), f"{path}:{number}")
 
 
 def _json_list(path: Path) -> Iterator[Row]:
-    rows = _parsed(path.read_text(encoding="utf-8"), str(path))
+    rows = _parsed(path.read_text(encoding=_ENCODING), str(path))
     if not isinstance(rows, list):
         raise ConfigError(f"{path}: expected a JSON list of objects, got {type(rows).__name__}; one a line is .jsonl")
     yield from (_row(values, f"{path}[{index}]") for index, values in enumerate(rows))
 
 
 def _csv_lines(path: Path) -> Iterator[Row]:
-    # "-sig" drops the byte order mark that spreadsheets write before the first column's name.
-    with path.open(encoding="utf-8-sig", newline="") as file:
+    csv.field_size_limit(_MAX_CELL)  # of the process: Python's own limit, 128 KiB, is less than a long document
+    with path.open(encoding=_ENCODING, newline="") as file:
         reader = csv.DictReader(file, strict=True)
         try:
             yield from (_csv_row(values, reader, path) for values in reader)
@@ -249,14 +251,31 @@ def _csv_row(values: Mapping[Any, Any], reader: csv.DictReader[str], path: Path)
 def _parsed(text: str, where: str) -> Any:
     try:
         return json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{where}: not JSON: {error}") from error
 
 
 def _row(values: Any, where: str) -> Row:
     if not isinstance(values, Mapping) or not all(isinstance(name, str) for name in values):
         raise ConfigError(f"{where}: expected columns by name, got {values!r:.80}")
+    for text in _texts_in(values):
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:  # no tokenizer could read it, and JSON can spell it
+            raise ConfigError(f"{where}: expected text that can be encoded, got a lone surrogate: {error}") from error
     return Row(dict(values), where)
+
+
+def _texts_in(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for key, part in value.items():
+            yield from _texts_in(key)
+            yield from _texts_in(part)
+    elif isinstance(value, list | tuple):
+        for part in value:
+            yield from _texts_in(part)
 
 
 def _datasets_package() -> Any:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import base64
 import json
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
@@ -21,7 +20,7 @@ from gspo_gym.base.http import HttpAnswer, HttpClient
 from gspo_gym.env.core import TextEnv
 from gspo_gym.env.data.rows import RowSource, is_held_out_seed, next_seed, read_rows
 from gspo_gym.errors import ConfigError, ContractError, EnvError, EnvTimeoutError, GymError, nearest_name
-from gspo_gym.types import Message, ToolCall
+from gspo_gym.types import Message, ToolCall, is_finite
 
 Kind = Literal["resources", "gymnasium"]
 Step = tuple[Any, float | None, bool, bool, dict[str, Any]]
@@ -49,6 +48,8 @@ class NeMoGymEnv(TextEnv):
         max_steps: for a resources server, turns without an answer until the conversation is graded as it is and the
             episode truncated. None leaves it to the rollout, and such an episode then has no reward.
         timeout_seconds: limit of one answer of the server.
+        reward_range: smallest and largest return, if known, which the server does not tell. Text that cannot be read
+            costs the smallest; with None nothing.
 
     Raises:
         ConfigError: an argument does not fit.
@@ -68,7 +69,10 @@ class NeMoGymEnv(TextEnv):
         kind: Kind = "resources",
         max_steps: int | None = None,
         timeout_seconds: float = 60.0,
+        reward_range: Sequence[float] | None = None,
     ) -> None:
+        if reward_range is not None:
+            self.reward_range = (float(reward_range[0]), float(reward_range[1]))
         if kind not in _KINDS:
             raise ConfigError(f"NeMoGym: unknown kind {kind!r}; {nearest_name(kind, _KINDS)}")
         if not url.startswith(("http://", "https://")):
@@ -237,7 +241,7 @@ def _observed(answer: Mapping[str, Any], where: str) -> list[Message]:
 
 def _reward_of(answer: Mapping[str, Any], where: str) -> float:
     reward = answer.get("reward")
-    if not isinstance(reward, int | float) or not math.isfinite(reward):
+    if not isinstance(reward, int | float) or not is_finite(reward):
         raise ContractError(f"{where}: expected a finite number as the reward, got {reward!r:.{_SHOWN}}")
     return float(reward)
 

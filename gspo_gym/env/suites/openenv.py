@@ -70,6 +70,8 @@ class OpenEnvEnv(TextEnv):
         capacity_timeout_seconds: how long a reset waits for a place in a full server. Keep it below the rollout's
             `step_timeout_seconds`, which ends the wait otherwise.
         max_message_bytes: limit of an answer.
+        reward_range: smallest and largest return, if known, which the server does not tell. Text that cannot be read
+            costs the smallest; with None nothing.
 
     Raises:
         ConfigError: the URL is malformed, or the fields do not fit the server's action.
@@ -92,7 +94,10 @@ class OpenEnvEnv(TextEnv):
         message_timeout_seconds: float = 60.0,
         capacity_timeout_seconds: float = 30.0,
         max_message_bytes: int = 16_000_000,
+        reward_range: Sequence[float] | None = None,
     ) -> None:
+        if reward_range is not None:
+            self.reward_range = (float(reward_range[0]), float(reward_range[1]))
         self._http_url = http_url_of(url)
         self._headers = _authorization(api_key_env)
         self._timeouts = (connect_timeout_seconds, message_timeout_seconds)

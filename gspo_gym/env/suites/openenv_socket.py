@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import math
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from weakref import WeakValueDictionary
 
 from gspo_gym.env.rewards import Reward
 from gspo_gym.errors import ConfigError, ContractError, EnvError, EnvTimeoutError, MissingExtraError, nearest_name
+from gspo_gym.types import is_finite
 
 if TYPE_CHECKING:
     from websockets.asyncio.client import ClientConnection
@@ -354,7 +354,7 @@ def reward_of(data: JsonObject, *, where: str) -> float | None:
     reward = data.get("reward")
     if reward is None:
         return None
-    if not isinstance(reward, int | float) or not math.isfinite(reward):
+    if not isinstance(reward, int | float) or not is_finite(reward):
         raise ContractError(f"{where}: expected a finite number or null as the reward, got {reward!r:.{_SHOWN}}")
     details = extension_of(data) or {}
     terms = details.get("reward_terms") or {}

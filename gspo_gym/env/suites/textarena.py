@@ -12,7 +12,6 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
-import math
 import numbers
 import re
 import threading
@@ -33,7 +32,7 @@ from gspo_gym.env.rewards import Reward
 from gspo_gym.env.suites.reasoning_gym import OwnGenerators
 from gspo_gym.errors import ConfigError, ContractError, EnvError, MissingExtraError, UnknownNameError, nearest_name
 from gspo_gym.seeding import child_seed, generator
-from gspo_gym.types import Message
+from gspo_gym.types import Message, is_finite
 
 # Player of one seat, shown that seat's conversation. One function serves the seats of all opponents.
 Opponent = Callable[[Sequence[Message]], Message | str | Awaitable[Message | str]]
@@ -75,6 +74,7 @@ class TextArenaEnv(TextEnv):
 
     # Games draw from process-wide generators, and some loop for ever.
     isolation = "process"
+    reward_range = (-1.0, float("inf"))  # a loss, or an illegal move; what a game pays at most differs
 
     def __init__(
         self,
@@ -320,7 +320,7 @@ class Match:
         if rewards is not None and not isinstance(rewards, Mapping):
             raise ContractError(f"{self.game}: expected rewards by player, got {rewards!r:.80}")
         for seat, reward in (rewards or {}).items():
-            if not isinstance(reward, numbers.Real) or not math.isfinite(reward):
+            if not isinstance(reward, numbers.Real) or not is_finite(reward):
                 raise ContractError(f"{self.game}: expected a finite reward of player {seat}, got {reward!r:.80}")
         return Result({int(seat): float(reward) for seat, reward in (rewards or {}).items()}, dict(reports or {}))
 

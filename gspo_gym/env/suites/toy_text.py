@@ -66,8 +66,9 @@ class ToyTextEnv(DiscreteEnv):
             "Taxi-v4"; the version may be left out.
         max_steps: answers until truncation. None takes Gymnasium's limit (FrozenLake 100, 8x8 200, Taxi 200), or 200
             for CliffWalking and 20 for Blackjack, which have none.
-        illegal_penalty: subtracted for an answer that is no action, >= 0. None is 1 where a step costs 1 (CliffWalking,
-            Taxi), 0.05 in Blackjack, where 20 such answers cost what losing costs, and 0 in FrozenLake.
+        illegal_penalty: subtracted for an answer that is no action, >= 0. None is what the worst action costs, 100 in
+            CliffWalking and 10 in Taxi, 0.05 in Blackjack, where 20 such answers cost what losing costs, and 0 in
+            FrozenLake.
         **env_kwargs: arguments of Gymnasium's constructor, such as `is_slippery=False`, `is_rainy=True` or
         `natural=True`.
 
@@ -230,9 +231,9 @@ _TAXI = ("south", "north", "east", "west", "pick up", "drop off")
 def _games() -> dict[str, Game]:
     hand = Game("Blackjack-v1", ("stick", "hit"), _blackjack_rules, _hand, _is_positive, _blackjack_range, best_hand)
     cliff = Game("CliffWalking-v1", _CLIFF, _cliff_rules, _cliff, _is_terminated, _cliff_range, play_table)
-    cliff = replace(cliff, illegal_penalty=1.0, max_steps=200)
+    cliff = replace(cliff, illegal_penalty=100.0, max_steps=200)
     lake = Game("FrozenLake-v1", _LAKE, _lake_rules, _lake, _is_positive, _lake_range, play_table)
-    taxi = Game("Taxi-v4", _TAXI, _taxi_rules, _taxi, _is_terminated, _taxi_range, play_table, illegal_penalty=1.0)
+    taxi = Game("Taxi-v4", _TAXI, _taxi_rules, _taxi, _is_terminated, _taxi_range, play_table, illegal_penalty=10.0)
     return {
         "Blackjack": replace(hand, illegal_penalty=0.05, max_steps=20),
         "CliffWalking": cliff,

@@ -32,7 +32,7 @@ from gspo_gym.env.data.rows import next_seed
 from gspo_gym.env.rewards import Reward
 from gspo_gym.errors import ConfigError, ContractError, EnvError, GymError, MissingExtraError
 from gspo_gym.seeding import FIRST_TRAINING_SEED
-from gspo_gym.types import Message, ToolCall
+from gspo_gym.types import Message, ToolCall, is_finite
 
 StepTuple = tuple[Sequence[Message] | str, Reward | None, bool, bool, Info]
 
@@ -179,7 +179,7 @@ class VerifiersEnv(TextEnv):
         return self._last_words(output), reward, not truncated, truncated, info
 
     def _reward(self, total: object, metrics: Mapping[str, float]) -> Reward:
-        if not isinstance(total, int | float) or not math.isfinite(total):
+        if not isinstance(total, int | float) or not is_finite(total):
             raise ContractError(f"{self._where}: expected a finite reward, got {total!r:.80}")
         terms = {name: weight * metrics[name] for name, weight in self._loaded.weights.items() if name in metrics}
         if math.isclose(math.fsum(terms.values()), total, rel_tol=1e-6, abs_tol=1e-9):

@@ -5,8 +5,8 @@ confinement fails, and closes silently when the program starts. Linux and the st
 this file, and each import costs every run some ms.
 
 With namespaces, the program's root is an empty tmpfs of bounded size with read-only binds of what it needs, and its
-first process ends everything with it. Without them, Landlock lets it write and start nothing. seccomp refuses what such
-programs do not need, in both cases.
+first process ends everything with it. Without them, Landlock lets it write and start nothing. seccomp allows a list of
+system calls, in both cases.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from typing import Any, NoReturn
 
     Spec = Mapping[str, Any]
+    Arguments = tuple[tuple[int, int, tuple[int, ...]], ...]
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _NEWNS, _NEWUTS, _NEWIPC, _NEWUSER, _NEWPID, _NEWNET = (1 << bit for bit in (17, 26, 27, 28, 29, 30))
@@ -225,8 +226,9 @@ def _become_program(spec: Spec, *, is_bounded: bool) -> NoReturn:
     _limit(resource.RLIMIT_FSIZE, limits["file_bytes"])
     _limit(resource.RLIMIT_NOFILE, limits["open_files"])
     _limit(resource.RLIMIT_MSGQUEUE, 0)
-    if spec["mechanism"] != "landlock" or spec["user"] is not None:  # else it is seccomp that counts, not the user
-        _limit(resource.RLIMIT_NPROC, 2 + limits["processes"] + (_MAX_THREADS if limits["processes"] == 1 else 0))
+    _limit(resource.RLIMIT_SIGPENDING, 0)  # queued signals and timers are counted by user
+    own_tasks = 2 + limits["processes"] + (_MAX_THREADS if limits["processes"] == 1 else 0)
+    _limit(resource.RLIMIT_NPROC, spec["other_tasks"] + own_tasks)
     if is_bounded:
         _refuse_calls(may_fork=limits["processes"] > 1, is_alone=spec["mechanism"] == "landlock")
     for number in (signal.SIGPIPE, signal.SIGXFSZ):
@@ -253,97 +255,138 @@ def _limit(kind: int, value: int) -> None:
 
 # -- seccomp -----------------------------------------------------------------------------------------------------------
 
-# Numbers by name for (x86_64, aarch64); -1: there is none. From the kernel's unistd tables.
-_CALLS = {
-    "fork": (57, -1), "vfork": (58, -1), "clone": (56, 220), "clone3": (435, 435), "socket": (41, 198),
-    "socketpair": (53, 199), "kill": (62, 129), "tkill": (200, 130), "tgkill": (234, 131), "pivot_root": (155, 41),
-    "mount_setattr": (442, 442), "landlock_create_ruleset": (444, 444), "landlock_add_rule": (445, 445),
-    "landlock_restrict_self": (446, 446), "setsockopt": (54, 208), "fcntl": (72, 25),
+# Numbers by name for (x86_64, aarch64), from the kernel's unistd tables; -1: there is none. First the calls of this
+# script, then what interpreters and ordinary programs need for their files, memory, threads, time and pipes. All others
+# are refused: what needs a capability, makes namespaces or attaches to processes, and what draws on an allowance of the
+# user or on the host's memory or disks (POSIX timers, queued signals, inotify, shared memory, memfd, sync).
+_OWN = {
+    "pivot_root": (155, 41), "mount_setattr": (442, 442), "landlock_create_ruleset": (444, 444),
+    "landlock_add_rule": (445, 445), "landlock_restrict_self": (446, 446),
 }  # fmt: skip
-_REFUSED = {
-    "ptrace": (101, 117), "process_vm_readv": (310, 270), "process_vm_writev": (311, 271), "kcmp": (312, 272),
-    "pidfd_getfd": (438, 438), "mount": (165, 40), "umount2": (166, 39), "pivot_root": (155, 41), "chroot": (161, 51),
-    "unshare": (272, 97), "setns": (308, 268), "open_tree": (428, 428), "move_mount": (429, 429), "fsopen": (430, 430),
-    "fsconfig": (431, 431), "fsmount": (432, 432), "fspick": (433, 433), "mount_setattr": (442, 442),
-    "add_key": (248, 217), "request_key": (249, 218), "keyctl": (250, 219), "bpf": (321, 280),
-    "perf_event_open": (298, 241), "userfaultfd": (323, 282), "io_uring_setup": (425, 425),
-    "io_uring_enter": (426, 426), "io_uring_register": (427, 427), "memfd_create": (319, 279),
-    "memfd_secret": (447, 447), "shmget": (29, 194), "shmat": (30, 196), "semget": (64, 190), "msgget": (68, 186),
-    "mq_open": (240, 180), "init_module": (175, 105), "finit_module": (313, 273), "delete_module": (176, 106),
-    "kexec_load": (246, 104), "kexec_file_load": (320, 294), "reboot": (169, 142), "swapon": (167, 224),
-    "swapoff": (168, 225), "acct": (163, 89), "quotactl": (179, 60), "syslog": (103, 116),
-    "name_to_handle_at": (303, 264), "open_by_handle_at": (304, 265), "fanotify_init": (300, 262),
-    "personality": (135, 92), "vmsplice": (278, 75), "seccomp": (317, 277), "sethostname": (170, 161),
-    "settimeofday": (164, 170), "clock_settime": (227, 112),
+_ALLOWED = {
+    "read": (0, 63), "write": (1, 64), "pread64": (17, 67), "pwrite64": (18, 68), "readv": (19, 65), "writev": (20, 66),
+    "preadv": (295, 69), "pwritev": (296, 70), "preadv2": (327, 286), "pwritev2": (328, 287), "lseek": (8, 62),
+    "open": (2, -1), "openat": (257, 56), "creat": (85, -1), "close": (3, 57), "close_range": (436, 436),
+    "stat": (4, -1), "fstat": (5, 80), "lstat": (6, -1), "newfstatat": (262, 79), "statx": (332, 291),
+    "statfs": (137, 43), "fstatfs": (138, 44), "access": (21, -1), "faccessat": (269, 48), "faccessat2": (439, 439),
+    "readlink": (89, -1), "readlinkat": (267, 78), "getdents64": (217, 61), "getcwd": (79, 17), "chdir": (80, 49),
+    "fchdir": (81, 50), "umask": (95, 166), "dup": (32, 23), "dup2": (33, -1), "dup3": (292, 24), "pipe": (22, -1),
+    "pipe2": (293, 59), "fcntl": (72, 25), "ioctl": (16, 29), "flock": (73, 32), "fsync": (74, 82),
+    "fdatasync": (75, 83), "ftruncate": (77, 46), "fallocate": (285, 47), "fadvise64": (221, 223), "sendfile": (40, 71),
+    "copy_file_range": (326, 285), "getxattr": (191, 8), "lgetxattr": (192, 9), "fgetxattr": (193, 10),
+    "listxattr": (194, 11), "llistxattr": (195, 12), "flistxattr": (196, 13), "mkdir": (83, -1), "mkdirat": (258, 34),
+    "rmdir": (84, -1), "unlink": (87, -1), "unlinkat": (263, 35), "rename": (82, -1), "renameat": (264, 38),
+    "renameat2": (316, 276), "link": (86, -1), "linkat": (265, 37), "symlink": (88, -1), "symlinkat": (266, 36),
+    "mknod": (133, -1), "mknodat": (259, 33),
+    "poll": (7, -1), "ppoll": (271, 73), "select": (23, -1), "pselect6": (270, 72), "epoll_create": (213, -1),
+    "epoll_create1": (291, 20), "epoll_ctl": (233, 21), "epoll_wait": (232, -1), "epoll_pwait": (281, 22),
+    "eventfd": (284, -1), "eventfd2": (290, 19), "timerfd_create": (283, 85), "timerfd_settime": (286, 86),
+    "timerfd_gettime": (287, 87), "socket": (41, 198), "socketpair": (53, 199), "sendto": (44, 206),
+    "recvfrom": (45, 207), "sendmsg": (46, 211), "recvmsg": (47, 212), "shutdown": (48, 210), "getsockname": (51, 204),
+    "getpeername": (52, 205), "setsockopt": (54, 208), "getsockopt": (55, 209),
+    "brk": (12, 214), "mmap": (9, 222), "munmap": (11, 215), "mprotect": (10, 226), "mremap": (25, 216),
+    "madvise": (28, 233), "msync": (26, 227), "futex": (202, 98), "sched_yield": (24, 124), "nanosleep": (35, 101),
+    "clock_nanosleep": (230, 115), "clock_gettime": (228, 113), "clock_getres": (229, 114), "gettimeofday": (96, 169),
+    "time": (201, -1), "times": (100, 153), "alarm": (37, -1), "setitimer": (38, 103), "getitimer": (36, 102),
+    "pause": (34, -1), "getcpu": (309, 168), "rt_sigaction": (13, 134), "rt_sigprocmask": (14, 135),
+    "rt_sigreturn": (15, 139), "rt_sigpending": (127, 136), "rt_sigtimedwait": (128, 137), "rt_sigsuspend": (130, 133),
+    "sigaltstack": (131, 132), "restart_syscall": (219, 128), "kill": (62, 129), "tgkill": (234, 131),
+    "clone": (56, 220), "execve": (59, 221), "exit": (60, 93), "exit_group": (231, 94), "wait4": (61, 260),
+    "waitid": (247, 95), "set_tid_address": (218, 96), "set_robust_list": (273, 99), "rseq": (334, 293),
+    "arch_prctl": (158, -1), "prctl": (157, 167), "getpid": (39, 172), "getppid": (110, 173), "gettid": (186, 178),
+    "getpgrp": (111, -1), "getpgid": (121, 155), "getsid": (124, 156), "getuid": (102, 174), "geteuid": (107, 175),
+    "getgid": (104, 176), "getegid": (108, 177), "getresuid": (118, 148), "getresgid": (120, 150),
+    "getgroups": (115, 158), "sched_getaffinity": (204, 123), "sched_get_priority_max": (146, 125),
+    "sched_get_priority_min": (147, 126), "getpriority": (140, 141), "setpriority": (141, 140),
+    "getrlimit": (97, 163), "setrlimit": (160, 164), "prlimit64": (302, 261),
+    "getrusage": (98, 165), "sysinfo": (99, 179), "uname": (63, 160), "getrandom": (318, 278),
 }  # fmt: skip
-# Refused where files of others are visible: calls that Landlock does not check, and signals.
-_ALONE = {
-    "pidfd_send_signal": (424, 424), "rt_sigqueueinfo": (129, 138), "rt_tgsigqueueinfo": (297, 240),
-    "chmod": (90, -1), "fchmod": (91, 52), "fchmodat": (268, 53), "fchmodat2": (452, 452), "chown": (92, -1),
-    "fchown": (93, 55), "lchown": (94, -1), "fchownat": (260, 54), "utime": (132, -1), "utimes": (235, -1),
-    "futimesat": (261, -1), "utimensat": (280, 88), "truncate": (76, 45), "setxattr": (188, 5), "lsetxattr": (189, 6),
-    "fsetxattr": (190, 7), "removexattr": (197, 14), "lremovexattr": (198, 15), "fremovexattr": (199, 16),
-    "setxattrat": (463, 463), "removexattrat": (466, 466), "file_setattr": (469, 469),
+# Besides, where all processes and files in sight are the program's own: what Landlock does not check.
+_ALLOWED_IN_NAMESPACES = {
+    "tkill": (200, 130), "setsid": (112, 157), "setpgid": (109, 154), "bind": (49, 200), "listen": (50, 201),
+    "accept": (43, 202), "accept4": (288, 242), "connect": (42, 203), "chmod": (90, -1), "fchmod": (91, 52),
+    "fchmodat": (268, 53), "fchmodat2": (452, 452), "chown": (92, -1), "fchown": (93, 55), "lchown": (94, -1),
+    "fchownat": (260, 54), "utime": (132, -1), "utimes": (235, -1), "futimesat": (261, -1), "utimensat": (280, 88),
+    "truncate": (76, 45),
 }  # fmt: skip
+_ALLOWED_WITH_CHILDREN = {"fork": (57, -1), "vfork": (58, -1)}
+_ABSENT = {"timer_create": (222, 107)}  # refused as if the kernel had none: `timeout` then sets an alarm
 _ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
 _COLUMN, _AUDIT_ARCH = _ARCHITECTURES.get(os.uname().machine, (0, 0))
-_NUMBERS = {name: numbers[_COLUMN] for name, numbers in _CALLS.items()}
+_NUMBERS = {name: numbers[_COLUMN] for name, numbers in _OWN.items()}
 
-_LOAD, _EQUAL, _ANY_BIT, _RETURN = 0x20, 0x15, 0x45, 0x06
-_ALLOW, _EPERM, _ENOSYS, _KILL = 0x7FFF0000, 0x00050001, 0x00050026, 0x80000000
-_CLONE_THREAD = 0x10000
-_CLONE_NEW = 0x7E020080  # every namespace
-_AF_UNIX = 1
-# They grow buffers in the kernel, which the bound on a program's memory does not count.
-_SO_SNDBUF, _SO_SNDBUFFORCE, _F_SETPIPE_SZ = 7, 32, 1031
+_LOAD, _AND, _EQUAL, _AT_LEAST, _RETURN = 0x20, 0x54, 0x15, 0x35, 0x06
+_ALLOW, _EPERM, _ENOTTY, _ENOSYS, _KILL = 0x7FFF0000, 0x00050001, 0x00050019, 0x00050026, 0x80000000
+_NEWER_CALLS = 424  # numbers from here on are those of Linux 5.1 and later, for which libc has another way
+_CLONE_THREAD, _CLONE_NEW = 0x10000, 0x7E020080  # the latter: every namespace
+_AF_UNIX, _SOCK_STREAM = 1, 1
+_WHOLE = 0xFFFFFFFF
+
+# A call is allowed if each of its arguments here (position, mask, values), masked, is one of the values. Only the low
+# half of an argument is looked at, which is all that these calls take.
+_ARGUMENTS: Mapping[str, Arguments] = {
+    # Descriptors, flags and locks, also sqlite's; nothing that signals an owner (F_SETOWN) or grows a pipe's buffer.
+    "fcntl": ((1, _WHOLE, (0, 1, 2, 3, 4, 5, 6, 7, 36, 37, 38, 1030, 1032)),),
+    # FIOCLEX, FIONCLEX, FIONBIO, FIONREAD: what there is of files and pipes. No owner (FIOSETOWN), no terminal.
+    "ioctl": ((1, _WHOLE, (0x5451, 0x5450, 0x5421, 0x541B)),),
+    # A signal at the parent's end, dumpable?, names of threads and of memory, a capability?, no new privileges.
+    "prctl": ((0, _WHOLE, (1, 2, 3, 15, 16, 23, 38, 39, 0x53564D41)),),
+    # Of the caller alone: 0.
+    "prlimit64": ((0, _WHOLE, (0,)),),
+    "getpriority": ((0, _WHOLE, (0,)), (1, _WHOLE, (0,))),
+    "setpriority": ((0, _WHOLE, (0,)), (1, _WHOLE, (0,))),
+    "clone": ((0, _CLONE_NEW, (0,)),),
+    "socket": ((0, _WHOLE, (_AF_UNIX,)),),
+    "socketpair": ((0, _WHOLE, (_AF_UNIX,)),),
+    # Of sockets: an address used again, keep-alive, linger, credentials, timeouts (old and new). No filter, and no size
+    # of buffers, which lie in the kernel, beside the bound on a program's memory.
+    "setsockopt": ((1, _WHOLE, (1,)), (2, _WHOLE, (2, 9, 13, 16, 20, 21, 66, 67))),
+}
 
 
 def _refuse_calls(*, may_fork: bool, is_alone: bool) -> None:
-    """Install the seccomp filter; with `is_alone`, other processes are visible, so signals may go to itself only."""
+    """Install the seccomp filter; with `is_alone`, other processes are visible, so only its own id may be named."""
     if not _AUDIT_ARCH:
         raise OSError(f"seccomp: expected x86_64 or aarch64, this machine is {os.uname().machine}")
-    refused = [numbers[_COLUMN] for numbers in (_REFUSED | (_ALONE if is_alone else {})).values()]
-    if not may_fork:
-        refused += [_NUMBERS["fork"], _NUMBERS["vfork"]]
+    allowed, arguments = dict(_ALLOWED), dict(_ARGUMENTS)
+    if may_fork:
+        allowed |= _ALLOWED_WITH_CHILDREN
+    else:
+        arguments["clone"] += ((0, _CLONE_THREAD, (_CLONE_THREAD,)),)
     if is_alone:
-        refused += [_NUMBERS["tkill"]]
+        del allowed["socket"]
+        # Datagrams have an address each, and so reach sockets of other programs.
+        arguments["socketpair"] += ((1, 0xF, (_SOCK_STREAM,)),)
+        arguments |= {name: ((0, _WHOLE, (os.getpid(),)),) for name in ("kill", "tgkill")}
+        arguments |= {name: ((0, _WHOLE, (0, os.getpid())),) for name in ("getpgid", "getsid", "sched_getaffinity")}
+        # Clocks of processes, the negative ones.
+        arguments |= {f"clock_{name}": ((0, 1 << 31, (0,)),) for name in ("gettime", "getres", "nanosleep")}
+    else:
+        allowed |= _ALLOWED_IN_NAMESPACES
     code = [(_LOAD, 0, 0, 4), (_EQUAL, 1, 0, _AUDIT_ARCH), (_RETURN, 0, 0, _KILL), (_LOAD, 0, 0, 0)]
-    if _COLUMN == 0:
-        code += [(0x35, 0, 1, 0x40000000), (_RETURN, 0, 0, _EPERM)]  # the x32 table of calls
-    for number in refused:
-        if number >= 0:
-            code += [(_EQUAL, 0, 1, number), (_RETURN, 0, 0, _EPERM)]
-    code += [(_EQUAL, 0, 1, _NUMBERS["clone3"]), (_RETURN, 0, 0, _ENOSYS)]  # its flags lie in memory: not to be seen
-    threads_only = _ALLOW if may_fork else _EPERM
-    code += _on_argument("clone", (_ANY_BIT, _CLONE_NEW, _EPERM), (_ANY_BIT, _CLONE_THREAD, _ALLOW), threads_only)
-    code += _on_argument("socket", (_EQUAL, _AF_UNIX, _EPERM if is_alone else _ALLOW), _EPERM)
-    code += _on_argument("socketpair", (_EQUAL, _AF_UNIX, _ALLOW), _EPERM)
-    grown = ((_EQUAL, _SO_SNDBUF, _EPERM), (_EQUAL, _SO_SNDBUFFORCE, _EPERM))
-    code += _on_argument("setsockopt", *grown, _ALLOW, number=2)
-    code += _on_argument("fcntl", (_EQUAL, _F_SETPIPE_SZ, _EPERM), _ALLOW, number=1)
-    if is_alone:
-        for name in ("kill", "tgkill"):
-            code += _on_argument(name, (_EQUAL, os.getpid(), _ALLOW), _EPERM)
-    code.append((_RETURN, 0, 0, _ALLOW))
+    for name, numbers in allowed.items():
+        if numbers[_COLUMN] >= 0:
+            code += _allowing(numbers[_COLUMN], arguments.get(name, ()), _ENOTTY if name == "ioctl" else _EPERM)
+    for numbers in _ABSENT.values():
+        code += [(_EQUAL, 0, 1, numbers[_COLUMN]), (_RETURN, 0, 0, _ENOSYS)]
+    code += [(_AT_LEAST, 0, 1, _NEWER_CALLS), (_RETURN, 0, 0, _ENOSYS), (_RETURN, 0, 0, _EPERM)]
     program = b"".join(struct.pack("HBBI", *line) for line in code)
     buffer = ctypes.create_string_buffer(program)
     header = struct.pack("HP", len(code), ctypes.addressof(buffer))
     _checked("seccomp", _LIBC.prctl(_SECCOMP, 2, header, 0, 0))
 
 
-def _on_argument(name: str, *answers: Any, number: int = 0) -> list[tuple[int, int, int, int]]:
-    """Return the filter of the call `name`: the answer of the first test (kind, value, answer) that holds for an
-    argument.
-
-    `number` is the argument's; the last of `answers` is the answer if no test holds.
+def _allowing(number: int, arguments: Arguments, refusal: int) -> list[tuple[int, int, int, int]]:
+    """Return the filter of one call, which is reached with its number loaded and passes on to the next line if it is
+    another one.
     """
-    *tests, otherwise = answers
-    # Only the low half of the argument is loaded, which is all that these calls take.
-    code = [(_LOAD, 0, 0, 16 + 8 * number)]
-    for kind, value, answer in tests:
-        code += [(kind, 0, 1, value), (_RETURN, 0, 0, answer)]
-    code.append((_RETURN, 0, 0, otherwise))
-    return [(_EQUAL, 0, len(code), _NUMBERS[name]), *code]
+    code = []
+    for position, mask, values in arguments:
+        code += [(_LOAD, 0, 0, 16 + 8 * position), (_AND, 0, 0, mask)]
+        code += [(_EQUAL, len(values) - index, 0, value) for index, value in enumerate(values)]
+        code.append((_RETURN, 0, 0, refusal))
+    code.append((_RETURN, 0, 0, _ALLOW))
+    return [(_EQUAL, 0, len(code), number), *code]
 
 
 # -- the kernel --------------------------------------------------------------------------------------------------------

@@ -7,9 +7,9 @@ works:
 - Landlock with seccomp, for containers that allow no namespaces: only listed files can be read, no file can be written
   and no process started.
 
-Each drops all capabilities and refuses ptrace, mounts, new namespaces, sockets other than local ones, keys, System V
-shared memory, io_uring, bpf and their like; root becomes another user. Both share this machine's kernel: against code
-that attacks the kernel, use gVisor or a virtual machine (`run_sandboxed(wrapper=...)`).
+Each drops all capabilities and allows a list of system calls, none of which acts on another program's process or takes
+from what the user may have; root becomes another user. Both share this machine's kernel: against code that attacks the
+kernel, use gVisor or a virtual machine (`run_sandboxed(wrapper=...)`).
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _READ = (
 _HOLDS_ALWAYS = (
     "it reads only its own files, system programs and Python's standard library",
     "no network",
-    "no other process can be signalled, traced or read",
+    "no other process can be signalled, traced, limited or read",
     "no capabilities",
 )
 _HOLDS: Mapping[str, tuple[str, ...]] = {
@@ -142,7 +142,8 @@ def spec_of(
         "files": dict(files),
         "environment": dict(environment),
         "limits": dict(limits),
-        "user": user_for(how),
+        "user": (user := user_for(how)),
+        "other_tasks": _num_tasks_here() if how.mechanism == "landlock" and user is None else 0,
         "read": list(places.listed_read if is_listing else places.read),
         "listed": list(places.listed),
         "hidden": list(places.hidden),
@@ -156,6 +157,12 @@ def user_for(how: Confinement) -> int | None:
         return _NOBODY
     # A random one of many, because the kernel counts some limits by user.
     return _OTHER_USERS[0] + secrets.randbelow(_OTHER_USERS[1] - _OTHER_USERS[0]) if how.is_other_user else None
+
+
+def _num_tasks_here() -> int:
+    """Return the number of all threads of this machine: the kernel counts a program's beside the others of its user."""
+    # "0.20 0.18 0.12 1/80 11206": the running threads of 80.
+    return int(Path("/proc/loadavg").read_text(encoding="ascii").split()[3].partition("/")[2])
 
 
 @dataclass(frozen=True, slots=True)

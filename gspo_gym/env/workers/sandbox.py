@@ -145,9 +145,7 @@ def run_sandboxed(
         if not name or os.path.isabs(name) or os.path.normpath(name).split("/")[0] in ("..", "."):
             raise ConfigError(f"run_sandboxed: expected a file's name inside the folder, got {name!r}")
     how = None if wrapper else require_confinement("run_sandboxed", allow_unconfined=allow_unconfined)
-    with tempfile.TemporaryFile() as stdin_file:
-        stdin_file.write(stdin.encode("utf-8", "surrogateescape"))
-        stdin_file.seek(0)
+    with _readable(stdin) as stdin_file:
         if how is not None and how.mechanism in ("namespaces", "user namespace"):
             return _run_confined(how, argv, _INSIDE, files, stdin_file, limits)
         folder = Path(temporary_folder("gspo_gym_sandbox_")).resolve()
@@ -200,6 +198,14 @@ def require_confinement(who: str, *, allow_unconfined: bool) -> Confinement:
             "as a container, or set allow_unconfined = true if nothing on this machine is worth protecting"
         )
     return how
+
+
+def _readable(text: str) -> IO[bytes]:
+    """Return an open nameless file with `text` that cannot be written through its descriptor."""
+    with tempfile.NamedTemporaryFile() as file:
+        file.write(text.encode("utf-8", "surrogateescape"))
+        file.flush()
+        return open(file.name, "rb")
 
 
 def _limited(argv: Sequence[str], limits: SandboxLimits) -> list[str]:

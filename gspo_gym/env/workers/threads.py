@@ -20,6 +20,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from gspo_gym.errors import EnvError
+
 _MAX_IDLE = 256  # threads kept for later owners
 _QUICK_SECONDS = 0.001  # a mean call that is quick takes less; two changes of threads take as long on a busy machine
 _FIRST_MEAN = 2.7 * _QUICK_SECONDS  # without a call; 1/e of it is left after _NUM_AVERAGED calls of no time
@@ -35,7 +37,13 @@ class Returned:
     error: BaseException | None
 
     def unwrap(self) -> Any:
-        """Return the value, or raise the error."""
+        """Return the value, or raise the error.
+
+        One that ends a program or a coroutine in whose midst it is raised becomes the cause of an EnvError: Ctrl-C
+        raises KeyboardInterrupt in the main thread only.
+        """
+        if isinstance(self.error, KeyboardInterrupt | GeneratorExit):
+            raise EnvError(f"raised {type(self.error).__name__}: {self.error}") from self.error
         if self.error is not None:
             raise self.error
         return self.value

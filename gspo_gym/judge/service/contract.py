@@ -13,7 +13,6 @@ message (ours: the contract has no place for text).
 from __future__ import annotations
 
 import asyncio
-import math
 import os
 import time
 from collections.abc import Mapping, Sequence
@@ -43,7 +42,7 @@ from gspo_gym.judge.base import (
 from gspo_gym.judge.model.transcript import suspicions
 from gspo_gym.judge.rubric import Rubric
 from gspo_gym.judge.settings import JudgeOptions
-from gspo_gym.types import Message, Outcome, Trajectory
+from gspo_gym.types import Message, Outcome, Trajectory, is_finite
 
 ROUTE = "/judge/v1/score"
 LATER_ROUTE = "/graphs/verifiers/completions"
@@ -297,13 +296,15 @@ def _read_outcome(response: ScoreResponse, judge: str, rubric: Rubric | None) ->
 
 def _read_review(where: str, review: WireReview, stated: Sequence[float | None], rubric: Rubric | None) -> Review:
     """Return a review with the total of the rubric, or without rubric or scores with the first that is `stated`."""
-    totals = [float(total) for total in stated if total is not None]
+    totals = [total for total in stated if total is not None]
+    if not all(map(is_finite, totals)):
+        raise JudgeError(f"{where}: expected finite totals, got {totals}")
     scores = {id_: CriterionScore(score.score, score.reason or "") for id_, score in review.criteria.items()}
     summary = review.summary or ""
     if rubric is None or not scores:
-        if not totals or not all(map(math.isfinite, totals)):
-            raise JudgeError(f"{where}: expected a finite total, got {totals[0] if totals else None}")
-        read = Review(scores, totals[0], summary)
+        if not totals:
+            raise JudgeError(f"{where}: expected a finite total, got None")
+        read = Review(scores, float(totals[0]), summary)
     else:
         try:
             read = review_of(rubric, scores, summary)
@@ -351,7 +352,7 @@ def _cost(value: Any) -> JudgeCost:
 
 
 def _number_or_none(value: Any) -> float | None:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    is_number = isinstance(value, int | float) and not isinstance(value, bool) and is_finite(value)
     return float(value) if is_number else None
 
 

@@ -17,6 +17,7 @@ from gspo_gym.base.files import (
     PartFile,
     append_line,
     make_folder,
+    read_file,
     replace_file,
     require_writable,
     sync,
@@ -25,6 +26,15 @@ from gspo_gym.base.files import (
     write_output,
 )
 from gspo_gym.errors import ConfigError, RecordError, StorageError
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [("a.toml", "[run]\nseed = 1\n"), ("a.json", '{"run": {"seed": 1}}'), ("a.yaml", "run:\n  seed: 1\n")],
+)
+def test_a_byte_order_mark_is_no_part_of_a_file(tmp_path: Path, name: str, text: str) -> None:
+    (tmp_path / name).write_text(text, encoding="utf-8-sig")
+    assert read_file(tmp_path / name) == {"run": {"seed": 1}}
 
 
 def test_a_disk_without_room_is_our_error_that_names_the_file(tmp_path: Path) -> None:

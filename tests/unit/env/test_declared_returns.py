@@ -99,6 +99,9 @@ INTERFACES = {"session": play_session, "tokens": play_tokens, "vector": play_vec
         ([0.2, 0.2], (0.5, 1.0), "return is 0.4"),  # it ended, so 0 is none of its returns any more
         ([1e308, 1e308], (-math.inf, math.inf), "the sum of the episode's rewards overflows"),
         ([math.nan], (-math.inf, math.inf), "nan"),
+        ([10**400], (-math.inf, math.inf), "expected a finite reward, got int 10000"),
+        ([10**5000], (-math.inf, math.inf), "expected a finite reward, got int"),  # more digits than Python writes
+        ([1.0], (0.0, 10**400), r"expected reward_range to be \(smallest, largest return\)"),
         ([1.0], (1.0, 0.0), r"expected reward_range to be \(smallest, largest return\)"),
     ],
 )

@@ -17,6 +17,7 @@ import asyncio
 import statistics
 import threading
 from collections.abc import Callable, Coroutine, Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -240,9 +241,16 @@ def raising(method: str, error: BaseException) -> Callable[[str], Any]:
     return trouble
 
 
-@pytest.mark.parametrize("kind", [Echo, AsyncEcho, LaterEcho])
+# KeyboardInterrupt in the loop's thread is not tried: there it may be the user's.
 @pytest.mark.parametrize(
-    "error", [KeyError("x"), TimeoutError("socket"), SystemExit(2), asyncio.CancelledError("mine")], ids=repr
+    ("kind", "error"),
+    [
+        *product(
+            [Echo, AsyncEcho, LaterEcho],
+            [KeyError("x"), TimeoutError("socket"), SystemExit(2), GeneratorExit(), asyncio.CancelledError("mine")],
+        ),
+        *product([Echo], [KeyboardInterrupt("mine"), StopIteration("x")]),
+    ],
 )
 def test_what_step_raises_is_an_env_error(kind: type[Echo], error: BaseException) -> None:
     env = kind(raising("step", error))
@@ -251,6 +259,31 @@ def test_what_step_raises_is_an_env_error(kind: type[Echo], error: BaseException
     assert not isinstance(caught.value, EnvTimeoutError)
     assert isinstance(caught.value.__cause__, type(error))
     assert env.num_closed == 1
+
+
+class Interrupting(ToolEnv):
+    """Its plain tool runs in a thread, because `end_turn` is async."""
+
+    def start(self, options: Any) -> str:
+        return "Go."
+
+    @tool
+    def interrupt(self) -> str:
+        """Interrupt."""
+        raise KeyboardInterrupt
+
+    async def end_turn(self) -> None: ...
+
+
+def test_a_tool_in_a_thread_that_interrupts_fails_its_episode_and_not_the_loop() -> None:
+    async def play() -> None:
+        session = EnvSession(Interrupting(), env_id="Interrupting", step_timeout_seconds=10.0)
+        await session.reset(0)
+        with pytest.raises(EnvError, match="raised KeyboardInterrupt"):
+            await session.step(Message("assistant", "", (ToolCall("c0", "interrupt", {}),)))
+        await session.close()
+
+    run(play)
 
 
 class Miscounts:

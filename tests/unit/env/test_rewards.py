@@ -39,7 +39,7 @@ def test_a_duplicate_is_whole(duplicate: Any) -> None:
     assert (float(twin), twin.terms, twin.events, twin.success) == (0.25, {"a": 0.5, "b": -0.25}, ("found",), False)
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, "1", None])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 10**400, "1", None])
 def test_a_term_that_is_no_finite_number_is_named(value: Any) -> None:
     with pytest.raises(ContractError, match="reward term 'a': expected a finite number"):
         Reward({"a": value})
@@ -136,7 +136,7 @@ def test_a_term_that_raises_is_named_plain_or_async() -> None:
         asyncio.run(RewardTerms({late: 1.0}).score_async(action=""))
 
 
-@pytest.mark.parametrize("score", [math.nan, math.inf, "1", [1.0]], ids=repr)
+@pytest.mark.parametrize("score", [math.nan, math.inf, 10**400, "1", [1.0]], ids=repr)
 def test_a_score_that_is_no_finite_number_names_its_term(score: Any) -> None:
     def odd() -> Any:
         return score
@@ -161,6 +161,6 @@ def test_functions_that_cannot_be_terms_are_refused_when_they_are_declared() -> 
         RewardTerms({correct: 1.0, twin(): 1.0})
     with pytest.raises(ConfigError, match="reward term 'positional': expected parameters to be given by keyword"):
         RewardTerms({positional: 1.0})
-    for weight in (math.nan, "1", True):
+    for weight in (math.nan, 10**400, "1", True):
         with pytest.raises(ConfigError, match="expected a finite weight for 'correct'"):
             RewardTerms({correct: weight})  # type: ignore[dict-item]

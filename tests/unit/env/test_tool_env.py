@@ -122,8 +122,9 @@ def test_what_goes_wrong_in_a_call_is_a_text(safe: Safe, call: tuple[str, dict[s
     assert answer_of(safe, call, ("peek", {})) == [text, '{"code": 7}']
 
 
-def test_a_result_that_cannot_be_shown_is_a_text(safe: Safe) -> None:
-    assert answer_of(safe, ("broken", {}))[0].startswith("error: the tool's result is neither text nor JSON")
+def test_a_result_that_cannot_be_shown_is_the_authors_error_and_no_text_for_the_model(safe: Safe) -> None:
+    with pytest.raises(ContractError, match="Safe: tool broken: expected a result with a text for the model"):
+        safe.step(calls(("broken", {})))
 
 
 def test_finish_ends_the_episode_and_later_calls_are_not_made(safe: Safe) -> None:

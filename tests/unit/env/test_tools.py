@@ -10,9 +10,14 @@ Pinned here:
 
 from __future__ import annotations
 
+import datetime
+import decimal
 import enum
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any, Literal, Optional, TypedDict
 
+import numpy as np
 import pytest
 from pydantic import BaseModel, Field
 
@@ -323,6 +328,30 @@ def test_only_functions_can_be_marked() -> None:
                 return ""
 
 
+@dataclass
+class Place:
+    number: int
+    doors: set[str]
+
+
+class Amount(BaseModel):
+    items: int
+
+
+class Word(enum.StrEnum):
+    HERE = "here"
+
+
+class Old(str, enum.Enum):  # noqa: UP042 - str() of which gives its name
+    HERE = "here"
+
+
+def circle() -> list[Any]:
+    ends_in_itself: list[Any] = []
+    ends_in_itself.append(ends_in_itself)
+    return ends_in_itself
+
+
 @pytest.mark.parametrize(
     ("result", "text"),
     [
@@ -332,15 +361,32 @@ def test_only_functions_can_be_marked() -> None:
         (None, "null"),
         ("é", "é"),
         (["é"], '["é"]'),
+        ({1: True, "b": (1, 2)}, '{"1": true, "b": [1, 2]}'),
+        (float("nan"), "NaN"),
+        (np.int64(3), "3"),
+        (np.float32(0.5), "0.5"),
+        (np.bool_(True), "true"),
+        ([np.arange(3), {np.int64(1): np.float64(2)}], '[[0, 1, 2], {"1": 2.0}]'),
+        (Place(1, {"north", "east", "south", "west"}), '{"number": 1, "doors": ["east", "north", "south", "west"]}'),
+        ([Amount(items=1)], '[{"items": 1}]'),
+        (Color.RED, '"red"'),
+        (Word.HERE, "here"),
+        (Old.HERE, "here"),
+        ({"at": datetime.date(2026, 1, 2)}, '{"at": "2026-01-02"}'),
+        ({30, 4, 5}, "[4, 5, 30]"),
+        (decimal.Decimal("1.5"), '"1.5"'),
+        (Path("/x"), '"/x"'),
     ],
 )
 def test_a_result_is_text_or_json(result: Any, text: str) -> None:
-    assert text_of(result) == text
+    assert text_of(result, where="here") == text
+    assert type(text_of(result, where="here")) is str
 
 
-def test_a_result_that_is_neither_is_an_error_text() -> None:
-    with pytest.raises(ToolError, match="neither text nor JSON"):
-        text_of(object())
+@pytest.mark.parametrize("result", [object(), ValueError("x"), [len], circle(), {"a": {"b": b"\xff"}}], ids=repr)
+def test_a_result_that_is_neither_is_the_authors_error(result: Any) -> None:
+    with pytest.raises(ContractError, match=r"^here: expected a result with a text for the model .*, got "):
+        text_of(result, where="here")
 
 
 # -- models as arguments ---------------------------------------------------------------------------------------------

@@ -16,20 +16,16 @@ from gspo_gym_envs.code_repair import grading
 from gspo_gym_envs.code_repair.env import CodeRepair
 
 from gspo_gym.env.checks.checker import check_env
-from gspo_gym.env.workers import confinement as confinement_module
 from gspo_gym.env.workers import sandbox
 from gspo_gym.env.workers.confinement import Confinement, confinement
 from gspo_gym.env.workers.sandbox import SandboxLimits, run_python
 from gspo_gym.errors import ConfigError, GymError
 from gspo_gym.types import Message, ToolCall
+from tests.support.confinements import MECHANISMS, mechanism, works_here
+
+__all__ = ["mechanism"]  # a fixture
 
 SOLUTION = Path(gspo_gym_envs.code_repair.__file__).parent / "library" / "roman.py"
-MECHANISMS = (
-    Confinement("namespaces", is_other_user=True),
-    Confinement("user namespace"),
-    Confinement("landlock", is_other_user=True),
-    Confinement("landlock"),
-)
 WRONG = "\nto_roman = from_roman = lambda x: None\n"
 
 TRY = """
@@ -211,22 +207,6 @@ attempt("hard", lambda: os.link("@SOLUTION@", "mine.py"))
 attempt("up", lambda: open("../" * 20 + "@OUTSIDE@/kept").read())
 """,
 }
-
-
-def works_here(how: Confinement) -> bool:
-    return (not how.is_other_user or os.geteuid() == 0) and confinement_module._problem_of(how) is None
-
-
-# Those of another machine are cases there, and none here.
-@pytest.fixture(
-    params=[how for how in MECHANISMS if works_here(how)],
-    ids=lambda how: f"{how.mechanism}, another user" if how.is_other_user else how.mechanism,
-)
-def mechanism(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Confinement:
-    """A confinement that works here, which is used in the place of the best one."""
-    how: Confinement = request.param
-    monkeypatch.setattr(sandbox, "confinement", lambda: how)
-    return how
 
 
 def test_the_best_confinement_that_works_is_taken_and_there_is_one() -> None:

@@ -105,6 +105,7 @@ def test_no_question_is_empty_zero_or_tied() -> None:
         (" 7 \n", [7], False),
         ("+7", [7], False),
         ("7.0", [7], False),
+        ("\u22127.5", [-7.5], False),
         ("'7'", [7], False),
         ("[7]", [7], False),
         ("12.34", [12.3449], False),

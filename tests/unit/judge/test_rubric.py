@@ -67,7 +67,7 @@ def test_custom_without_a_function_has_no_total_and_says_so_before_judging() -> 
         Rubrics(event=TWO).with_aggregate(lambda scores, rubric: 7.0)
 
 
-@pytest.mark.parametrize("wrong", [math.nan, math.inf, None, "1", True])
+@pytest.mark.parametrize("wrong", [math.nan, math.inf, 10**400, None, "1", True])
 def test_a_function_that_gives_no_finite_number_is_an_error(wrong: Any) -> None:
     with pytest.raises(ConfigError, match="expected a finite number from the function"):
         replace(TWO, aggregation="custom", aggregate=lambda scores, rubric: wrong).total({"a": 0, "b": 0})
@@ -183,7 +183,7 @@ def test_a_missing_score_is_never_0_but_an_error_that_names_it() -> None:
     [
         ("binary", (0, 1, 0.0, 1.0, True), (0.5, 2, -1, math.nan)),
         ("bounded", (0, 0.3, 1), (-0.01, 1.01, math.nan, math.inf)),
-        ("count", (0, 1, 7.0, 10**6), (-1, 1.5, 10**6 + 1, 1e308, math.nan, math.inf)),
+        ("count", (0, 1, 7.0, 10**6), (-1, 1.5, 10**6 + 1, 1e308, math.nan, math.inf, 10**400)),
         ("custom", (-2, 0.5, 3), (-2.1, 3.1, math.nan, -math.inf)),
     ],
 )
@@ -236,6 +236,7 @@ def test_totals_of_scores_in_0_to_1_stay_there_and_never_fall_when_a_score_rises
         ({"weight": -1.0}, "expected a weight > 0"),
         ({"weight": math.nan}, "expected a weight > 0"),
         ({"weight": math.inf}, "expected a weight > 0"),
+        ({"weight": 10**400}, "expected a weight > 0"),
         ({"scale": "likert"}, "scale 'likert'; known: binary"),
         ({"scale": "binry"}, "did you mean 'binary'"),
         ({"minimum": 1.0, "maximum": 1.0, "scale": "custom"}, "expected minimum < maximum"),

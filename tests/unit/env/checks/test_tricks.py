@@ -78,6 +78,7 @@ def test_a_gate_that_opens_to_the_password_only_is_not_fooled_and_every_trick_is
         "a very long answer": 0.0,
         "every number to 100": 0.0,
         "claiming success": 0.0,
+        "unreadable text": 0.0,
     }
     told = " ".join(fact.text for fact in report.facts if fact.check == "tricks")
     assert all(f"{name} 0" in told for name in returns)

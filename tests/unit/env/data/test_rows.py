@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,33 @@ def test_json_and_csv_files_are_read_by_their_suffix(tmp_path: Path) -> None:
     rows = read_rows(str(tmp_path / "rows.csv"))
     assert [dict(row.values) for row in rows] == [TWO[0], {"question": "Capital of\nFrance?", "answer": "Paris"}]
     assert [row.where for row in rows] == [f"{tmp_path}/rows.csv:2", f"{tmp_path}/rows.csv:4"]  # where the row ends
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.ndjson", "rows.json", "rows.csv"])
+def test_a_byte_order_mark_is_no_part_of_the_rows(tmp_path: Path, name: str) -> None:
+    texts = {".json": json.dumps(TWO), ".csv": "question,answer\n2+2?,4\nCapital of France?,Paris\n"}
+    text = texts.get(Path(name).suffix, "\n".join(map(json.dumps, TWO)))
+    (tmp_path / name).write_text(text, encoding="utf-8-sig")
+    assert (tmp_path / name).read_bytes().startswith(b"\xef\xbb\xbf")
+    assert values(tmp_path / name) == TWO
+
+
+def test_a_csv_cell_may_be_a_long_document(tmp_path: Path) -> None:
+    csv.field_size_limit(131_072)  # Python's own
+    document = "word, " * 50_000  # 300,000 characters
+    (tmp_path / "rows.csv").write_text(f'question,answer\n"{document}",4\n')
+    assert values(tmp_path / "rows.csv") == [{"question": document, "answer": "4"}]
+
+
+@pytest.mark.parametrize("spelling", ['"\\ud800"', '{"choices": ["a", "b\\udfff"]}', '{"\\ud800": 1}'])
+def test_a_row_with_a_lone_surrogate_is_refused_where_it_is_read(tmp_path: Path, spelling: str) -> None:
+    (tmp_path / "a.jsonl").write_text(f'{{"question": "x"}}\n{{"question": {spelling}}}\n')
+    with pytest.raises(ConfigError, match=r"a.jsonl:2: expected text that can be encoded, got a lone surrogate"):
+        read_rows(tmp_path / "a.jsonl")
+    with pytest.raises(ConfigError, match=r"rows\[0\]: expected text that can be encoded"):
+        read_rows([{"question": json.loads(spelling)}])
+    (tmp_path / "pair.jsonl").write_text('{"question": "\\ud83d\\ude00"}')
+    assert values(tmp_path / "pair.jsonl") == [{"question": "\U0001f600"}]
 
 
 def test_rows_in_memory_may_come_from_any_iterable() -> None:
@@ -110,6 +138,7 @@ def test_without_the_datasets_package_the_error_says_how_to_get_it(
         ("a.json", '{"question": "x"}', "a.json: expected a JSON list of objects, got dict; one a line is .jsonl"),
         ("a.csv", "question,answer\nx,1\ny,2,3\n", "a.csv:3: expected 2 columns, got more"),
         ("a.csv", 'question,answer\n"x,1\n', "a.csv: not CSV after line 1: unexpected end of data"),
+        ("a.json", "[" * 100_000, "a.json: not JSON"),
         ("a.parquet", "no parquet", "a.parquet cannot be read"),
     ],
 )

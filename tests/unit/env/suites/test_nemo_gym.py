@@ -406,7 +406,7 @@ def test_a_lost_answer_is_asked_for_again_where_steps_are_known() -> None:
 @pytest.mark.slow
 def test_check_env_passes_on_both(counter: tuple[str, CounterServer], blackjack: tuple[str, BlackjackServer]) -> None:
     for url, rows, kind in ((counter[0], COUNTER_ROWS, "resources"), (blackjack[0], CARD_ROWS, "gymnasium")):
-        env = partial(make, "NeMoGym", url=url, rows=rows, kind=kind)
+        env = partial(make, "NeMoGym", url=url, rows=rows, kind=kind, reward_range=(-1.0, 1.0))
         # Leaks are not looked for: the servers are in this process, too, and keep their sessions.
         check_env(env, seeds=range(2), max_turns=4, num_leak_episodes=0).raise_if_failed()
 

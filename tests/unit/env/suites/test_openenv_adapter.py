@@ -16,6 +16,7 @@ import asyncio
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import fastapi
@@ -152,7 +153,8 @@ def test_several_calls_and_a_truncated_end_cross_the_wire() -> None:
 def test_check_env_passes_over_the_wire() -> None:
     """The server in another process: the check counts all that this one holds."""
     with serving_process("GuessNumber", "--protocol", "openenv", "--max-sessions", "64") as url:
-        check_env(lambda: make("OpenEnv", url=url), seeds=range(2), max_turns=4).raise_if_failed()
+        env = partial(make, "OpenEnv", url=url, reward_range=(-0.4, 1.0))  # 0.1 for each of four illegal answers
+        check_env(env, seeds=range(2), max_turns=4).raise_if_failed()
 
 
 # -- one session an episode --------------------------------------------------------------------------------------------

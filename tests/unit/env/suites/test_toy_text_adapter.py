@@ -152,7 +152,7 @@ def test_a_dealer_who_shows_a_six_busts_as_often_as_simulation_says() -> None:
 
 
 def test_saying_nothing_to_the_end_never_pays() -> None:
-    for game, expected in {"Blackjack": -1.0, "CliffWalking": -200.0, "Taxi": -200.0, "FrozenLake": 0.0}.items():
+    for game, expected in {"Blackjack": -1.0, "CliffWalking": -20_000.0, "Taxi": -2_000.0, "FrozenLake": 0.0}.items():
         env = ToyTextEnv(game)
         env.reset(seed=0)
         total, truncated = 0.0, False

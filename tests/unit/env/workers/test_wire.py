@@ -100,7 +100,7 @@ def test_a_wrong_message_is_refused_with_its_place(wrong: Any, problem: str) -> 
     [
         ({"reward": "1"}, "expected reward as int or float or null, got str '1'"),
         ({"reward": True}, "expected reward as int or float or null, got bool True"),
-        ({"reward": float("nan")}, "StepResult.reward: expected a finite number or None, got nan"),
+        ({"reward": float("nan")}, "StepResult.reward: expected a finite number or None, got float nan"),
         ({"terminated": 0}, "expected terminated as bool, got int 0"),
         ({"success": 1}, "expected success as bool or null, got int 1"),
         ({"events": "won"}, "here: events: expected a list, got str 'won'"),

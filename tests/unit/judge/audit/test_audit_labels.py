@@ -33,6 +33,8 @@ def test_labels_are_totals_or_scores_of_criteria(tmp_path: Path) -> None:
         Label("x", None, 0.75, (1.0, None, {"a": 0.0, "b": 1.0})),
         Label("x", 1, {"a": 1.0, "b": 0.0}),
     ]
+    path.write_text(path.read_text(), encoding="utf-8-sig")  # as some editors save it
+    assert len(read_labels(path)) == 2
     assert total_of({"a": 1.0, "b": 0.0}, RUBRIC) == 0.75  # 3 of 4
     assert total_of(0.3, RUBRIC) == 0.3
 

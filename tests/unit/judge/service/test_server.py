@@ -409,13 +409,20 @@ def test_a_function_gives_a_number_or_what_an_http_judge_answers() -> None:
     assert ask(PythonJudge(five), request("...", rubrics=ONLY_OUTCOME)).outcome_review.summary == BY_RULE  # type: ignore[union-attr]
 
 
+def interrupt(payload: Json) -> float:
+    raise KeyboardInterrupt
+
+
 @pytest.mark.parametrize(
     ("function", "message"),
     [
         (lambda payload: None, "expected a number or a mapping, got None"),
         (lambda payload: True, "expected a number"),
         (lambda payload: float("nan"), "not of the contract|finite"),
+        (lambda payload: 10**400, "of the contract|finite"),
         (lambda payload: 1 / 0, "ZeroDivisionError"),
+        (interrupt, "raised KeyboardInterrupt"),
+        (sys.exit, "SystemExit"),
         (slow, "no answer within 0.05 seconds"),
         (
             lambda payload: {"outcome_review": {"criteria": {"x": {"score": 1}}, "total": 1}},
