@@ -233,7 +233,7 @@ def _probe(model: Any, parts: _Parts, forward: Callable[[Work], tuple[Tensor, ..
     """
     # The two are compared apart because the second must agree to a few roundings: a forgotten softcap is invisible in
     # the small logits of an untrained model at any tolerance that attention kernels could meet.
-    vocabulary = model.get_input_embeddings().num_embeddings
+    vocabulary = model.get_input_embeddings().weight.shape[0]
     token_ids = torch.arange(3, 19, device=device).reshape(2, 8) % vocabulary
     attention_mask = torch.ones_like(token_ids)
     attention_mask[1, 5:] = 0

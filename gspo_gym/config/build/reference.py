@@ -110,7 +110,7 @@ def _wait(config: RunConfig, client: ReferenceClient, policy: Policy, process: R
 
 
 def _require_same_vocabulary(health: Mapping[str, Any], policy: Policy) -> None:
-    size = policy.model.get_input_embeddings().num_embeddings
+    size = policy.model.get_input_embeddings().weight.shape[0]
     if health["vocab_size"] != size:
         raise ConfigError(
             f"services.reference_url: {health.get('model')} knows {health['vocab_size']} tokens, {policy.base} knows "

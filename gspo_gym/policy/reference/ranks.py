@@ -193,7 +193,7 @@ class FrozenModel:
             "pid": os.getpid(),
             "dtype": dtype,
             "tp": tp,
-            "vocab_size": policy.model.get_input_embeddings().num_embeddings,
+            "vocab_size": policy.model.get_input_embeddings().weight.shape[0],
             "num_parameters": sum(parameter.numel() for parameter in policy.model.parameters()),  # of all ranks
             "version": 0,
         }
