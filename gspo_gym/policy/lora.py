@@ -44,6 +44,12 @@ def is_adapter(model: Any) -> bool:
     return hasattr(model, "peft_config")
 
 
+def moving_parameters(model: Any) -> dict[str, nn.Parameter]:
+    """Return the parameters that training can change: an adapter's, or all of a model without one (Any: untyped)."""
+    is_full = not is_adapter(model)
+    return {name: p for name, p in model.named_parameters() if is_full or p.requires_grad}
+
+
 def add_lora(model: Any, settings: LoraSettings, seed: int) -> Any:
     """Return the model with a trainable LoRA adapter; the model's weights are frozen in place.
 
