@@ -215,7 +215,8 @@ def _take_apart(model: Any) -> _Parts:  # Any: transformers and peft are untyped
     if (logits_scaling := getattr(config, "logits_scaling", None)) is not None:  # Granite
         multiplier /= float(logits_scaling)
     softcap = getattr(config, "final_logit_softcapping", None)  # Gemma
-    return _Parts(decoder, OutputHead(head, multiplier, None if softcap is None else float(softcap)))
+    softcap = None if softcap is None else float(softcap)
+    return _Parts(decoder, OutputHead(head, multiplier, softcap, getattr(causal, "num_token_ids", None)))
 
 
 def _hidden_states(decoder: Any, token_ids: Tensor) -> Tensor:

@@ -75,6 +75,13 @@ class SharedModel:
         """Return the number of token ids that the embedding knows."""
         return int(self.module.get_input_embeddings().weight.shape[0])
 
+    def without_padding(self, logits: torch.Tensor) -> torch.Tensor:
+        """Return logits [B, V] with -inf for the ids that the tokenizer does not have, if the model has such."""
+        num_token_ids = getattr(self.module, "num_token_ids", None)
+        if num_token_ids is None:
+            return logits
+        return logits.index_fill(-1, torch.arange(num_token_ids, logits.shape[-1], device=logits.device), -torch.inf)
+
     @property
     def tolerance(self) -> float:
         """Return the largest difference between two ways of computing a logprob, in nats."""
