@@ -511,6 +511,7 @@ def _uses_reference(config: Mapping[str, Any]) -> bool:
 
 def _read_model(checkpoint: Path, records: StepRecords, dtype: str) -> Model:
     import torch
+    from transformers import AutoTokenizer
 
     trained = torch.float64 if dtype == "float64" else torch.float32  # the dtype of an adapter on weights of 16 bits
     saved = {name: v.to(trained) for name, v in _learner_tensors(checkpoint / "resume").items()}
@@ -523,7 +524,9 @@ def _read_model(checkpoint: Path, records: StepRecords, dtype: str) -> Model:
             parameter.data = held.get(name, parameter.data)
     if dtype == "float64":
         modules = {name: module.double() for name, module in modules.items()}
-    return Model(modules, {name: v for name, v in saved.items() if name.startswith("optimizer.")}, records)
+    moments = {name: v for name, v in saved.items() if name.startswith("optimizer.")}
+    vocabulary = AutoTokenizer.from_pretrained(checkpoint, local_files_only=True).get_vocab()
+    return Model(modules, moments, records, 1 + max(vocabulary.values()))
 
 
 def _learner_tensors(folder: Path) -> dict[str, Any]:  # Any: torch is loaded where it is needed

@@ -26,11 +26,13 @@ class OutputHead:
 
     Attributes:
         module: Any: peft wraps what transformers names.
+        num_token_ids: ids from there on are not the tokenizer's, and have no part in the distribution; None: all are.
     """
 
     module: Any
     multiplier: float = 1.0
     softcap: float | None = None
+    num_token_ids: int | None = None
 
     def finish_logits(self, head_output: Tensor) -> Tensor:
         """Return the model's logits in float32 (float64 of a float64 model)."""
@@ -71,11 +73,16 @@ class ChunkedHead:
 
         drops_out: whether a dropout acts in the head, whose masks the backward pass must draw again.
         """
-        size = self._chunk_size(hidden)
-        if self._has_own_backward(hidden):
-            module = self.head.module
+        num_ids = self.head.num_token_ids
+        # An engine that does not know the tokenizer may sample an id which that has not.
+        is_plain = self._has_own_backward(hidden) and (num_ids is None or bool((targets < num_ids).all()))
+        size = self._chunk_size(hidden, is_plain=is_plain)
+        if is_plain:
+            weight, bias = self.head.module.weight, self.head.module.bias
+            if num_ids is not None:
+                weight, bias = weight[:num_ids], None if bias is None else bias[:num_ids]
             results: tuple[Tensor, Tensor] = _LinearHead.apply(  # type: ignore[no-untyped-call]
-                hidden, module.weight, module.bias, targets, self, size
+                hidden, weight, bias, targets, self, size
             )
             return results
         if len(targets) <= size:  # one chunk: keeping its logits is no more than recomputing would hold
@@ -91,12 +98,13 @@ class ChunkedHead:
             return False
         return self.head.module.weight.dtype == hidden.dtype and not torch.is_autocast_enabled(hidden.device.type)
 
-    def _chunk_size(self, hidden: Tensor) -> int:
+    def _chunk_size(self, hidden: Tensor, *, is_plain: bool) -> int:
         # In float32 or better, and one more in 16 bits where the head computes so.
-        if self._has_own_backward(hidden):
+        if is_plain:
             num_copies = 3 if self.entropy_has_gradient else 2
         else:
             num_copies = 12 if self.sampling.is_truncated else 8  # measured; autograd keeps most results
+            num_copies += 0 if self.head.num_token_ids is None else 2
         working = _working_dtype(hidden)
         token_bytes = num_copies * working.itemsize + (0 if hidden.dtype == working else hidden.dtype.itemsize)
         return max(1, self.logits_bytes // (self.vocab_size * token_bytes))
@@ -106,6 +114,11 @@ class ChunkedHead:
         logits = self.head.finish_logits(self.head.module(hidden))
         if self.sampling.temperature != 1.0:
             logits = logits / self.sampling.temperature
+        if self.head.num_token_ids is not None:
+            is_padding = torch.arange(logits.shape[-1], device=logits.device) >= self.head.num_token_ids
+            # What was sampled has a logprob in any case, as in `truncate`.
+            hidden_ids = is_padding.expand_as(logits).scatter(-1, targets[:, None], False)
+            logits = logits.masked_fill(hidden_ids, float("-inf"))
         if self.sampling.is_truncated:
             logits = truncate(logits, targets, self.sampling)
         log_softmax = torch.log_softmax(logits, dim=-1)  # float32 or better: bf16 would lose the ratio's 3rd digit

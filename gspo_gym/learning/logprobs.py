@@ -215,7 +215,8 @@ def _take_apart(model: Any) -> _Parts:  # Any: transformers and peft are untyped
     if (logits_scaling := getattr(config, "logits_scaling", None)) is not None:  # Granite
         multiplier /= float(logits_scaling)
     softcap = getattr(config, "final_logit_softcapping", None)  # Gemma
-    return _Parts(decoder, OutputHead(head, multiplier, None if softcap is None else float(softcap)))
+    softcap = None if softcap is None else float(softcap)
+    return _Parts(decoder, OutputHead(head, multiplier, softcap, getattr(causal, "num_token_ids", None)))
 
 
 def _hidden_states(decoder: Any, token_ids: Tensor) -> Tensor:
@@ -233,7 +234,7 @@ def _probe(model: Any, parts: _Parts, forward: Callable[[Work], tuple[Tensor, ..
     """
     # The two are compared apart because the second must agree to a few roundings: a forgotten softcap is invisible in
     # the small logits of an untrained model at any tolerance that attention kernels could meet.
-    vocabulary = model.get_input_embeddings().num_embeddings
+    vocabulary = model.get_input_embeddings().weight.shape[0]
     token_ids = torch.arange(3, 19, device=device).reshape(2, 8) % vocabulary
     attention_mask = torch.ones_like(token_ids)
     attention_mask[1, 5:] = 0

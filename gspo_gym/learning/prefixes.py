@@ -270,7 +270,7 @@ def _prepare(decoder: Any, forward: Callable[[Work], tuple[Tensor, ...]], device
     """Let a model attend over tries; return the reason why it cannot, with the model as it was."""
     token_ids = torch.arange(3, 19, device=device).reshape(2, 8)
     token_ids[1, :5] = token_ids[0, :5]
-    token_ids %= decoder.get_input_embeddings().num_embeddings
+    token_ids %= decoder.get_input_embeddings().weight.shape[0]
     trie = build_trie(token_ids, torch.ones_like(token_ids, dtype=torch.bool))
 
     def is_same() -> bool:

@@ -151,7 +151,7 @@ def _source(model: nn.Module, settings: ReferenceSettings) -> str:
     has_adapter = hasattr(model, "disable_adapter")
     source = settings.source
     if source == "auto":
-        source = "base" if has_adapter else "copy"
+        source = "adapter" if has_adapter else "copy"  # where the run starts: an adapter may have been trained before
     if source in ("base", "adapter") and not has_adapter:
         raise ConfigError(
             f"reference.source: {source!r} needs a LoRA adapter, but all weights are trained; use 'copy' (or 'auto')"

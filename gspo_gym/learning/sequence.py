@@ -168,7 +168,7 @@ def _prepare(decoder: Any, sharing: SequenceSharing, forward: Callable[[Work], t
     if (num_heads := decoder.config.num_attention_heads) % group.size:
         return f"its {num_heads} heads cannot be shared out evenly"
     device = next(decoder.parameters()).device if group.device is None else group.device
-    token_ids = torch.arange(3, 21, device=device).reshape(2, 9) % decoder.get_input_embeddings().num_embeddings
+    token_ids = torch.arange(3, 21, device=device).reshape(2, 9) % decoder.get_input_embeddings().weight.shape[0]
     wanted = torch.ones_like(token_ids, dtype=torch.bool)
 
     def is_same() -> bool:

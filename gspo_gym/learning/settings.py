@@ -188,8 +188,9 @@ class ReferenceSettings(Settings):
     source: Literal["auto", "base", "adapter", "copy"] = Field(
         default="auto",
         description=(
-            "auto: base for LoRA, copy for full training; base: the model with its adapter disabled; adapter: a frozen "
-            "copy of the adapter (AgileRL: use_separate_reference_adapter); copy: a frozen copy of all weights"
+            "auto: where the run starts, after the warm-up if there is one (adapter for LoRA, copy for full training); "
+            "adapter: a frozen copy of the adapter (AgileRL: use_separate_reference_adapter); copy: a frozen copy of "
+            "all weights; base: the model with its adapter disabled"
         ),
     )
     update_every_n_iters: int = Field(

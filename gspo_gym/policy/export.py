@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 
@@ -33,7 +33,7 @@ from gspo_gym.policy.load import (
     quantization_of,
     save_policy,
 )
-from gspo_gym.policy.lora import is_adapter
+from gspo_gym.policy.lora import ADAPTER, is_adapter, load_lora, untie
 from gspo_gym.policy.manifest import MANIFEST, sha256_of, verify
 from gspo_gym.policy.staging import write_full
 
@@ -41,6 +41,10 @@ Layout = Literal["transformers", "peft"]
 
 CARD = "README.md"
 SUMS = "SHA256SUMS"
+# Largest difference of logits between two ways of computing them, by their size: some hundred roundings of float32, and
+# what the rounding of activations in int8 layers, or a compute dtype of 16 bits, adds up to.
+_ROUNDING = 1e-4
+_QUANTIZED_ROUNDING = 0.1
 _OF_THE_RUN = ("resume", MANIFEST)  # of a checkpoint: what only going on with the run needs
 Result = TypeVar("Result")
 # At making the repository and at the push, whose first and last requests the library does not try again itself.
@@ -168,20 +172,79 @@ def _load(base: str, *, is_merged: bool, dtype: str | None, load_dtype: str) -> 
 
 
 def _write(policy: Policy, draft: Path, is_merged: bool, dtype: str | None) -> str | None:
-    """Write a policy into the folder; return what was merged, as in `Weights.merged_from`."""
-    if dtype is None:
-        save_policy(policy, draft)
-        return None
+    """Write a policy into the folder and read it back; return what was merged, as in `Weights.merged_from`.
+
+    The policy must not be used after that.
+    """
     kind = None
+    token_ids = _probe_of(policy.model)
     if is_merged:
         kind = quantization_of(policy.model) if is_quantized(policy.model) else "lora"
-        if kind != "lora":
-            dequantize(policy.model)
-        # Weights of 16 bits go to float32 before the adapter is added, or the sum would be rounded twice.
-        for parameter in policy.model.parameters():
-            parameter.data = parameter.data.float()
-    write_full(policy, draft, dtype=getattr(torch, dtype))
+        policy = _merged(policy, token_ids)
+    if dtype is None:
+        save_policy(policy, draft)
+    else:
+        write_full(policy, draft, dtype=getattr(torch, dtype))
+    # Rounded as they were written, so that what is read back must agree to float32's precision whatever the dtype.
+    for parameter in policy.model.parameters():
+        rounded = parameter.data if dtype is None else parameter.data.to(getattr(torch, dtype))
+        parameter.data = rounded.float()
+    written, expected = (_logits(model, token_ids) for model in (load_policy(str(draft)).model, policy.model))
+    _require_same(written, expected, "the model as it was written", _ROUNDING)
     return kind
+
+
+def _merged(policy: Policy, token_ids: torch.Tensor) -> Policy:
+    """Return the policy with its adapter merged into its weights, in float32; quantized ones are dequantized.
+
+    Raises:
+        ConfigError: the adapter's kind cannot be merged, or PEFT merges it into another function.
+    """
+    model, expected, tolerance = policy.model, None, _ROUNDING
+    if is_quantized(model):
+        expected, tolerance = _logits(model, token_ids), _QUANTIZED_ROUNDING
+        base = model.unload()
+        dequantize(base)
+        model = load_lora(base, Path(policy.base), "cpu")  # its layers fit the plain weights
+        model.eval()
+    # Weights of 16 bits go to float32 before the adapter is added, or the sum would be rounded twice.
+    for parameter in model.parameters():
+        parameter.data = parameter.data.float()
+    expected = _logits(model, token_ids) if expected is None else expected
+    kind = model.peft_config[ADAPTER].peft_type.value
+    untie(model)
+    try:
+        merged = model.merge_and_unload()
+    except (NotImplementedError, AttributeError, RuntimeError, ValueError) as error:
+        raise ConfigError(f"{policy.base}: PEFT cannot merge this adapter ({kind}): {error}") from error
+    _require_same(_logits(merged, token_ids), expected, f"the merged model (adapter: {kind})", tolerance)
+    return Policy(merged, policy.tokenizer, policy.base)
+
+
+def _probe_of(model: Any) -> torch.Tensor:
+    """Return token ids [1, T] from the whole vocabulary, and those that the adapter has weights of their own for."""
+    spread = torch.linspace(0, model.get_input_embeddings().weight.shape[0] - 1, 64).long().tolist()
+    config = model.peft_config[ADAPTER] if is_adapter(model) else None
+    chosen: list[int] = []
+    for tokens in (getattr(config, name, None) or () for name in ("trainable_token_indices", "token_indices")):
+        for of_layer in tokens.values() if isinstance(tokens, dict) else [tokens]:
+            chosen += of_layer[:64]
+    return torch.tensor([[*spread, *chosen]])
+
+
+@torch.no_grad()
+def _logits(model: Any, token_ids: torch.Tensor) -> torch.Tensor:
+    logits: torch.Tensor = model(input_ids=token_ids, use_cache=False).logits
+    return logits.float()
+
+
+def _require_same(logits: torch.Tensor, expected: torch.Tensor, what: str, tolerance: float) -> None:
+    gap = float((logits - expected).norm() / expected.norm())
+    if not gap <= tolerance:  # also where it is NaN
+        raise ConfigError(
+            f"{what} is another function than the one that was to be exported: its logits differ by {gap:.2g} of their "
+            f"size, expected at most {tolerance:.2g}; nothing was written"
+        )
 
 
 def _copy_model(folder: Path, draft: Path) -> None:

@@ -45,6 +45,9 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 class Policy:
     """A causal language model and its tokenizer.
 
+    A model with more logits than its tokenizer has ids (a padded vocabulary) says so in an attribute `num_token_ids`:
+    ids from there on mean nothing, and are neither sampled nor scored.
+
     Attributes:
         model: a transformers `PreTrainedModel` or a `PeftModel` around one. Any, because both packages are untyped.
         tokenizer: a transformers tokenizer with a chat template. Any for the same reason.
@@ -111,6 +114,7 @@ def load_policy(
     if tp > 1:
         _require_plain(policy)
         require_even_parts(policy.model)
+    _note_padding(policy.model, policy.tokenizer)
     keep_differentiable(policy.model)
     if not is_quantized(policy.model):  # transformers refuses to move them
         policy.model.to(device)
@@ -147,6 +151,7 @@ def load_skeleton(base: str, *, dtype: str = "float32") -> Policy:
     model.tie_weights()  # each name has got an empty tensor of its own
     for parameter in model.parameters():
         parameter.data = parameter.data.to(_DTYPES[dtype])
+    _note_padding(model, load_tokenizer(base))
     return Policy(model.eval(), None, base)
 
 
@@ -338,6 +343,14 @@ def _load_tiny(base: str, seed: int, form: _Form) -> Policy:
     for parameter in model.parameters():  # and not the buffers: rotary frequencies need float32
         parameter.data = parameter.data.to(form.dtype)
     return policy
+
+
+def _note_padding(model: Any, tokenizer: Any) -> None:
+    base = model.get_base_model() if is_adapter(model) else model
+    head = base.get_output_embeddings()
+    num_token_ids = 1 + max(tokenizer.get_vocab().values())
+    if head is not None and num_token_ids < head.weight.shape[0]:
+        base.num_token_ids = num_token_ids
 
 
 def _require_sound(folder: Path) -> None:

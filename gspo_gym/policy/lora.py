@@ -44,6 +44,12 @@ def is_adapter(model: Any) -> bool:
     return hasattr(model, "peft_config")
 
 
+def moving_parameters(model: Any) -> dict[str, nn.Parameter]:
+    """Return the parameters that training can change: an adapter's, or all of a model without one (Any: untyped)."""
+    is_full = not is_adapter(model)
+    return {name: p for name, p in model.named_parameters() if is_full or p.requires_grad}
+
+
 def add_lora(model: Any, settings: LoraSettings, seed: int) -> Any:
     """Return the model with a trainable LoRA adapter; the model's weights are frozen in place.
 
@@ -115,7 +121,7 @@ def adapt_lora(model: Any, settings: LoraSettings, seed: int) -> Any:
     """
     if not is_adapter(model):
         return add_lora(model, settings, seed)
-    _require_plain_lora(model.peft_config[ADAPTER])
+    _require_plain_lora(model)
     layout, factors, names = _layout(model), _factors(model), _target_names(model)
     fresh = add_lora(model.unload(), settings, seed)
     wanted = _layout(fresh)
@@ -131,6 +137,65 @@ def adapt_lora(model: Any, settings: LoraSettings, seed: int) -> Any:
         fresh = add_lora(fresh.unload(), _merged(settings, layout, wanted, names), seed)
     _put(fresh, factors)
     return fresh
+
+
+def untie(model: Any) -> None:
+    """Give the output head weights of its own if it shares them with the embeddings and either is adapted.
+
+    A merge changes one of the two. In place; the function stays the same (Any: untyped).
+    """
+    base = model.get_base_model()
+    embeddings, head = base.get_input_embeddings(), base.get_output_embeddings()
+    if not _is_adapted(embeddings) and not _is_adapted(head):
+        return
+    shared = {id(parameter) for parameter in embeddings.parameters()}
+    for layer in head.modules():
+        for name, parameter in layer.named_parameters(recurse=False):
+            if id(parameter) in shared:
+                setattr(layer, name, nn.Parameter(parameter.detach().clone(), requires_grad=False))
+    base.config.tie_word_embeddings = base.config.get_text_config().tie_word_embeddings = False
+
+
+def _is_adapted(layer: Any) -> bool:
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    from peft.utils.other import AuxiliaryTrainingWrapper
+
+    return isinstance(layer, BaseTunerLayer | AuxiliaryTrainingWrapper)
+
+
+def require_deltas(model: Any) -> None:
+    """Refuse an adapter that is more than `weight + scale * B @ A` on weights of one use (Any: untyped).
+
+    Raises:
+        ConfigError: names what it is besides, or that two layers share what it is on.
+    """
+    if extras := _extras(model):
+        raise ConfigError(
+            f"the adapter has {', '.join(extras)}, which is no sum of matrices: merge it into a model of its own "
+            "(gspo-gym models merge) and use that"
+        )
+    base = model.get_base_model()
+    ends = base.get_input_embeddings(), base.get_output_embeddings()
+    if base.config.get_text_config().tie_word_embeddings and any(map(_is_adapted, ends)):
+        raise ConfigError(
+            "the adapter is on embeddings or an output head that share their weights, of which an engine has one copy: "
+            "leave them out of training.lora.target_modules, hand over the adapter itself, or merge it into a model of "
+            "its own (gspo-gym models merge) and go on from there"
+        )
+
+
+def _extras(model: Any) -> list[str]:
+    """Return what the adapter has besides two factors for each matrix, by PEFT's names."""
+    from peft.tuners.lora import LoraLayer
+
+    config = model.peft_config[ADAPTER]
+    extras = {name for name in _UNKNOWN_TO_SETTINGS if getattr(config, name, None)}
+    for module in model.get_base_model().modules():
+        if isinstance(module, LoraLayer) and (variant := getattr(module, "lora_variant", {}).get(ADAPTER)):
+            extras.add(type(variant).__name__)  # such as aLoRA; their list grows with PEFT
+        elif _is_adapted(module) and not isinstance(module, LoraLayer):
+            extras.add(type(module).__name__)
+    return sorted(extras)
 
 
 def _find_targets(model: Any, targets: tuple[str, ...] | str) -> _Targets:
@@ -222,10 +287,10 @@ def _merged(
     )
 
 
-def _require_plain_lora(config: Any) -> None:
+def _require_plain_lora(model: Any) -> None:
     from peft import LoraConfig
 
-    extras = [name for name in _UNKNOWN_TO_SETTINGS if getattr(config, name, None)]
+    config, extras = model.peft_config[ADAPTER], _extras(model)
     extras += ["bias"] if getattr(config, "bias", "none") != "none" else []
     if not isinstance(config, LoraConfig) or extras or isinstance(config.target_modules, str):
         kind = getattr(config.peft_type, "value", config.peft_type)

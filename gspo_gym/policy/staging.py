@@ -30,7 +30,7 @@ from gspo_gym.base.leftovers import remove_folder, temporary_folder
 from gspo_gym.engine.base import TensorMeta, TensorSource, UpdateKind, WeightUpdate, tensor_digest
 from gspo_gym.errors import ConfigError, EngineError, StorageError, UsageError
 from gspo_gym.policy.load import Policy, is_quantized, no_progress_bars
-from gspo_gym.policy.lora import ADAPTER, is_adapter
+from gspo_gym.policy.lora import ADAPTER, is_adapter, require_deltas
 from gspo_gym.policy.manifest import sha256_of
 
 MANIFEST = "manifest.json"
@@ -333,6 +333,8 @@ def _require_whole(model: Any) -> None:
         raise ConfigError(
             'stage: quantized weights cannot be sent whole; the engine must take an update of kind "adapter"'
         )
+    if is_adapter(model):
+        require_deltas(model)
 
 
 def _cast(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:

@@ -76,11 +76,10 @@ class TokenObservationWrapper:
         step_timeout_seconds: float | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        vocab_size = len(tokenizer)
         _require_range("max_turns", max_turns, 1)
         _require_range("max_model_len", max_model_len, 2)
         _require_range("max_output_tokens", max_output_tokens, 1)
-        _require_range("pad_id", pad_id, 0, vocab_size - 1)
+        _require_range("pad_id", pad_id, 0, len(tokenizer) - 1)
         if isinstance(env, EnvSession):
             self.session = env
         else:
@@ -89,7 +88,6 @@ class TokenObservationWrapper:
         self.renderer = renderer or Renderer(tokenizer, tool_schemas=self.session.tool_schemas)
         self.env_seconds = self.action_seconds = 0.0
         self._tokenizer = tokenizer
-        self._vocab_size = vocab_size
         self._max_turns = max_turns
         self._max_model_len = max_model_len
         self._max_output_tokens = max_output_tokens
@@ -270,7 +268,6 @@ class TokenObservationWrapper:
         require_possible(
             token_ids,
             max_tokens=self.max_tokens,
-            vocab_size=self._vocab_size,
             stop_token_ids=self.renderer.stop_token_ids,
         )
 

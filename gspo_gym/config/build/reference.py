@@ -16,8 +16,7 @@ from gspo_gym.config.run_config import RunConfig
 from gspo_gym.config.services import names_of, place
 from gspo_gym.errors import ConfigError
 from gspo_gym.learning.update import scored_sampling
-from gspo_gym.policy.load import Policy, is_quantized, save_base, save_policy
-from gspo_gym.policy.lora import is_adapter
+from gspo_gym.policy.load import Policy, is_quantized, save_policy
 from gspo_gym.policy.parallel import parallel_options
 from gspo_gym.policy.reference.client import ReferenceClient, ReferenceProcess, ServedReference
 from gspo_gym.policy.reference.wire import ScoringSettings
@@ -29,7 +28,7 @@ def serving_reference(
 ) -> Iterator[ServedReference | None]:
     """Yield the reference at a server; None if reference.placement is not "dedicated" or no KL term needs it.
 
-    It is the present policy, without its adapter if it has one, or the model at [services] reference_url. `num_threads`
+    It is the present policy, with its adapter if it has one, or the model at [services] reference_url. `num_threads`
     are torch's in a server of our own; None: as many as here.
 
     Raises:
@@ -50,9 +49,7 @@ def serving_reference(
     shutil.rmtree(folder, ignore_errors=True)  # of a process that was killed
     goes_with_us(folder)
     with _own_server(config, policy, device, folder, num_threads or torch.get_num_threads()) as client:
-        # Under an adapter the base never changes; other weights are handed over by file when the reference moves.
-        held = None if is_adapter(policy.model) else folder
-        yield ServedReference(client, policy.model, scoring_settings(config), folder=held)
+        yield ServedReference(client, policy.model, scoring_settings(config), folder=folder)
 
 
 def scoring_settings(config: RunConfig) -> ScoringSettings:
@@ -110,7 +107,7 @@ def _wait(config: RunConfig, client: ReferenceClient, policy: Policy, process: R
 
 
 def _require_same_vocabulary(health: Mapping[str, Any], policy: Policy) -> None:
-    size = policy.model.get_input_embeddings().num_embeddings
+    size = policy.model.get_input_embeddings().weight.shape[0]
     if health["vocab_size"] != size:
         raise ConfigError(
             f"services.reference_url: {health.get('model')} knows {health['vocab_size']} tokens, {policy.base} knows "
@@ -124,10 +121,7 @@ def _save(policy: Policy, folder: Path) -> None:
             'reference.placement: "dedicated" would serve quantized weights, which cannot be written back as they '
             'are; set "shared"'
         )
-    if is_adapter(policy.model):
-        save_base(policy, folder)
-    else:
-        save_policy(policy, folder)
+    save_policy(policy, folder)
 
 
 def _arguments(**options: object) -> list[str]:

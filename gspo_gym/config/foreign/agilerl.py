@@ -143,8 +143,8 @@ def _take_lora(draft: Draft) -> None:
             draft.leave_out_part("lora_config", key, value, "has no counterpart")
     draft.note("dropout has the same masks in the old and the present pass here; there it is off in one of them")
     uses_reference = bool(draft.number("beta"))  # without a KL term, reference.source would have no effect
-    if draft.get("use_separate_reference_adapter") is True and uses_reference:
-        draft.set("reference.source", "adapter")
+    if uses_reference:
+        draft.set("reference.source", "adapter" if draft.get("use_separate_reference_adapter") is True else "base")
 
 
 def _take_vllm(draft: Draft) -> None:

@@ -336,9 +336,8 @@ def _source_fits_trainer_mode(source: str, trainer_mode: str) -> str | None:
     return f'{show(source)} needs an adapter (model.trainer_mode "lora" or "qlora"): set "copy" or "auto"'
 
 
-def _reference_can_move(update_every_n_iters: int, source: str, trainer_mode: str) -> str | None:
-    is_base = source == "base" or (source == "auto" and trainer_mode != "full")
-    if update_every_n_iters == 0 or not is_base:
+def _reference_can_move(update_every_n_iters: int, source: str) -> str | None:
+    if update_every_n_iters == 0 or source != "base":
         return None
     return (
         "cannot move the frozen weights under the adapter, which are this reference: set reference.source to "
@@ -378,7 +377,7 @@ OBJECTIVE_RULES = (
     ),
     Rule(("reference.placement", *KL_TERMS), _reference_fits_terms),
     Rule(("reference.source", "model.trainer_mode"), _source_fits_trainer_mode),
-    Rule(("reference.update_every_n_iters", "reference.source", "model.trainer_mode"), _reference_can_move),
+    Rule(("reference.update_every_n_iters", "reference.source"), _reference_can_move),
     acts_with("reference.source", "auto", "reference.placement", "shared"),
     no_effect(
         "reference.update_every_n_iters",

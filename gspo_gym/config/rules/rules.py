@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from gspo_gym.base.settings import parse_seeds
@@ -241,6 +242,20 @@ def _reference_is_asked(placement: str, *weights: float) -> str | None:
     return f"{show(placement)} has no effect without a KL term ({', '.join(KL_TERMS)}): nothing is loaded or started"
 
 
+def _reference_is_the_start(
+    source: str, url: str | None, has_warmup: bool, base: str | None, model_source: str | None, *weights: float
+) -> str | None:
+    if not any(weight > 0 for weight in weights) or (source != "base" and url is None):
+        return None
+    # A new adapter changes nothing, and then the base is the start.
+    is_adapter = base is not None and (Path(base).expanduser() / "adapter_config.json").is_file()
+    if not (has_warmup or is_adapter or model_source is not None):
+        return None
+    trained = "[warmup]" if has_warmup else "model.base" if is_adapter else "model.source"
+    what = show(source) if url is None else f"the model at services.reference_url = {show(url)}"
+    return f'{what} is not where this run starts, because of {trained}: the first KL is not 0, as with "auto"'
+
+
 def _shorter_turns_count(max_turns: int | None, most: int) -> str | None:
     if max_turns is None or max_turns <= most:
         return None
@@ -341,6 +356,10 @@ NOTICE_RULES: Sequence[Rule] = (
     ),
     Rule(("training.step_rewards_mode", "training.step_rewards_enabled", "rollout.env_config"), _both_score_steps),
     Rule(("reference.placement", *KL_TERMS), _reference_is_asked),
+    Rule(
+        ("reference.source", "services.reference_url", "warmup", "model.base", "model.source", *KL_TERMS),
+        _reference_is_the_start,
+    ),
     *(
         acts_with(f"reference.{name}", default_of(ReferenceSettings, name), "reference.placement", "dedicated")
         for name in ("port", "tp", "health_max_wait_s", "health_interval_ms")

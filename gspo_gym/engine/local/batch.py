@@ -174,7 +174,8 @@ class Batch(ABC):
 
     def _sample(self, due: NextLogits) -> list[Finished]:
         slots = due.slots
-        sampled = sample(due.logits, self._rows.sampling(slots, self.shared.device))
+        logits = self.shared.without_padding(due.logits)
+        sampled = sample(logits, self._rows.sampling(slots, self.shared.device))
         token_ids, logprobs = sampled.token_ids.cpu().numpy(), sampled.logprobs.cpu().numpy()
         done = self._rows.append(slots, token_ids, logprobs)
         # Logits that are NaN or infinite give such a logprob.

@@ -75,6 +75,13 @@ class SharedModel:
         """Return the number of token ids that the embedding knows."""
         return int(self.module.get_input_embeddings().weight.shape[0])
 
+    def without_padding(self, logits: torch.Tensor) -> torch.Tensor:
+        """Return logits [B, V] with -inf for the ids that the tokenizer does not have, if the model has such."""
+        num_token_ids = getattr(self.module, "num_token_ids", None)
+        if num_token_ids is None:
+            return logits
+        return logits.index_fill(-1, torch.arange(num_token_ids, logits.shape[-1], device=logits.device), -torch.inf)
+
     @property
     def tolerance(self) -> float:
         """Return the largest difference between two ways of computing a logprob, in nats."""
@@ -202,13 +209,16 @@ def _offloaded(model: Any) -> list[Any]:
 def _int8_state(model: Any) -> list[torch.Tensor]:
     # bitsandbytes' codes and scales are no parameters or buffers. Before its first forward pass a layer keeps them at
     # its weight, and takes them from there. The weight is shared: of two modules only the first would get the scales,
-    # and the other multiply by codes up to 127. So each layer takes its own here, before it is copied.
+    # and the other multiply by codes up to 127. So each layer takes its own here, before it is copied. That pass also
+    # makes its codes the weight's storage, which would look like weights that moved where the two were copied apart.
     found = []
     for module in model.modules():
         if not hasattr(module, "init_8bit_state"):
             continue
         if module.weight.CB is not None:
             module.init_8bit_state()
+        if module.state.CB is not None:
+            module.weight.data = module.state.CB
         found += [tensor for tensor in (module.state.CB, module.state.SCB) if tensor is not None]
     return found
 

@@ -13,6 +13,7 @@ message (ours: the contract has no place for text).
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import time
 from collections.abc import Mapping, Sequence

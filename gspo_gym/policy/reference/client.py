@@ -32,6 +32,7 @@ from gspo_gym.base.leftovers import end_with_us, has_ended
 from gspo_gym.errors import ConfigError, ServiceError
 from gspo_gym.learning.batching import TokenBatch
 from gspo_gym.learning.reference import check_same_reference
+from gspo_gym.policy.lora import moving_parameters
 from gspo_gym.policy.reference.wire import TOKEN_HEADER, TOKEN_VARIABLE, ScoringSettings
 
 _SCORE_SECONDS = 600.0  # one micro-batch; what takes longer hangs
@@ -181,7 +182,7 @@ class ServedReference:
         self._file: Path | None = None
         self._version = 0
         if folder is not None:
-            self._hold(dict(model.named_parameters()))
+            self._hold(self._live())
 
     def logprobs(self, batch: TokenBatch) -> Tensor:
         """Return [B, T] logprobs of the sampled tokens.
@@ -199,7 +200,7 @@ class ServedReference:
         """
         if self._folder is None:
             raise ConfigError("reference.update_every_n_iters: this reference cannot change: set it to 0")
-        self._hold(dict(self._model.named_parameters()))
+        self._hold(self._live())
         self._send()
 
     def tensors(self) -> Mapping[str, Tensor]:
@@ -216,8 +217,11 @@ class ServedReference:
         """
         check_same_reference(tensors, self.tensors())
         if self._file is not None:
-            self._hold({name: tensors[f"reference.{name}"] for name, _ in self._model.named_parameters()})
+            self._hold({name: tensors[f"reference.{name}"] for name in self._live()})
             self._send()
+
+    def _live(self) -> Mapping[str, Tensor]:
+        return moving_parameters(self._model)
 
     def _hold(self, parameters: Mapping[str, Tensor]) -> None:
         # A fresh name each time: the server may still read the last one.

@@ -29,6 +29,7 @@ from gspo_gym.base.ranks import JOIN_SECONDS, LocalProcess, Rank, Ranks, RanksLo
 from gspo_gym.errors import ConfigError, GymError, RecordError
 from gspo_gym.learning.logprobs import LogprobComputer
 from gspo_gym.policy.load import load_policy
+from gspo_gym.policy.lora import moving_parameters
 from gspo_gym.policy.parallel import copy_into, host_store, join_group
 from gspo_gym.policy.reference.wire import ScoringSettings
 
@@ -185,6 +186,7 @@ class FrozenModel:
     def __init__(self, base: str, *, dtype: str, device: str, tp: int = 1) -> None:
         """Load what `models.load_policy` takes, and raise as it does."""
         policy = load_policy(base, dtype=dtype, device=device, tp=tp)
+        self._moving = moving_parameters(policy.model)
         self._model = policy.model.requires_grad_(False)
         self._computers: dict[ScoringSettings, LogprobComputer] = {}
         self.info: Mapping[str, Any] = {  # Any: JSON values
@@ -193,7 +195,7 @@ class FrozenModel:
             "pid": os.getpid(),
             "dtype": dtype,
             "tp": tp,
-            "vocab_size": policy.model.get_input_embeddings().num_embeddings,
+            "vocab_size": policy.model.get_input_embeddings().weight.shape[0],
             "num_parameters": sum(parameter.numel() for parameter in policy.model.parameters()),  # of all ranks
             "version": 0,
         }
@@ -215,12 +217,12 @@ class FrozenModel:
 
     @torch.no_grad()
     def replace(self, file: Path, version: int) -> None:
-        """Take other parameters, from a safetensors file that names them as the model does.
+        """Take other parameters, of an adapter if the model has one, from a safetensors file with the model's names.
 
         Raises:
             RecordError: the file holds others, or cannot be read.
         """
-        own = dict(self._model.named_parameters())
+        own = self._moving
         try:
             with safe_open(file, framework="pt") as tensors:
                 shapes = {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118

@@ -213,16 +213,14 @@ class Answer:
     finish_reason: WireFinish
 
 
-def require_possible(completion: Completion, *, max_tokens: int, vocab_size: int, renderer: Renderer) -> None:
+def require_possible(completion: Completion, *, max_tokens: int, renderer: Renderer) -> None:
     """Check that an engine's claimed sample is possible.
 
     Raises:
         EngineError: it is not.
     """
     try:
-        record.require_possible(
-            completion.token_ids, max_tokens=max_tokens, vocab_size=vocab_size, stop_token_ids=renderer.stop_token_ids
-        )
+        record.require_possible(completion.token_ids, max_tokens=max_tokens, stop_token_ids=renderer.stop_token_ids)
     except RecordError as error:
         raise EngineError(f"the engine's answer cannot be right: {error}") from error
 

@@ -132,7 +132,6 @@ class GatewaySession:
         self._renderers = renderers
         self._clock = clock
         self._forget = forget
-        self._vocab_size = len(renderers.tokenizer)
         self._conversations = Conversations()
         self._calls: dict[int, CapturedCall] = {}
         self._failed: dict[int, FailedCall] = {}
@@ -302,7 +301,7 @@ class GatewaySession:
             completion = await self._generate(
                 prompt, replace(sampling, seed=child_seed(self.settings.sampling_seed, "turn", number))
             )
-            require_possible(completion, max_tokens=sampling.max_tokens, vocab_size=self._vocab_size, renderer=renderer)
+            require_possible(completion, max_tokens=sampling.max_tokens, renderer=renderer)
         except BaseException:
             self._numbers.discard(number)
             self._num_tokens -= held

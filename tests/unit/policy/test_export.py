@@ -13,7 +13,17 @@ import numpy as np
 import pytest
 import torch
 from agreement import nudge, plain_logprobs
-from peft import PeftModel
+from peft import (
+    IA3Config,
+    LNTuningConfig,
+    LoHaConfig,
+    LoraConfig,
+    OFTConfig,
+    PeftConfig,
+    PeftModel,
+    TrainableTokensConfig,
+    get_peft_model,
+)
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from gspo_gym.errors import CheckpointError, ConfigError, StorageError
@@ -131,6 +141,74 @@ def test_a_qlora_is_merged_into_the_weights_that_it_was_trained_on(
     ).max()
     print(f"{kind}: {gap:.2e} nats; without the adapter {original:.2e}")
     assert gap < tolerance < original
+
+
+def of_kind(config: PeftConfig, folder: Path) -> PeftModel:
+    """A tiny model (its head is tied to its embeddings) under a random adapter of PEFT's, saved as PEFT saves it."""
+    policy = load_policy("tiny:qwen3-64", seed=3)
+    model = get_peft_model(policy.model, config)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.2)
+    model.peft_config["default"].base_model_name_or_path = policy.base
+    model.save_pretrained(folder, save_embedding_layers=False)
+    policy.tokenizer.save_pretrained(folder)
+    return model.eval()
+
+
+Q = ["q_proj", "v_proj"]
+KINDS: dict[str, Callable[[], PeftConfig]] = {
+    "a tied head": lambda: LoraConfig(r=2, target_modules=["lm_head"]),
+    "tied embeddings": lambda: LoraConfig(r=2, target_modules=["embed_tokens"]),
+    "both and a layer": lambda: LoraConfig(r=2, target_modules=["lm_head", "embed_tokens", "q_proj"]),
+    "tied adapters": lambda: LoraConfig(r=2, target_modules=["embed_tokens"], ensure_weight_tying=True),
+    "DoRA": lambda: LoraConfig(r=2, target_modules=Q, use_dora=True),
+    "rank-stabilized": lambda: LoraConfig(r=2, target_modules=Q, use_rslora=True),
+    "a whole head": lambda: LoraConfig(r=2, target_modules=Q, modules_to_save=["lm_head"]),
+    "whole embeddings": lambda: LoraConfig(r=2, target_modules=Q, modules_to_save=["embed_tokens"]),
+    "whole norms": lambda: LoraConfig(r=2, target_modules=Q, modules_to_save=["input_layernorm"]),
+    "tokens": lambda: LoraConfig(r=2, target_modules=Q, trainable_token_indices=[50, 72]),
+    "tokens of the head": lambda: LoraConfig(r=2, target_modules=Q, trainable_token_indices={"lm_head": [50, 72]}),
+    "tokens alone": lambda: TrainableTokensConfig(token_indices=[50, 72], target_modules=["embed_tokens"]),
+    "IA3": lambda: IA3Config(target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"]),
+    "LoHa": lambda: LoHaConfig(r=2, target_modules=Q),
+    "OFT": lambda: OFTConfig(r=0, oft_block_size=4, target_modules=Q),
+    "norms": lambda: LNTuningConfig(target_modules=["input_layernorm", "norm"]),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`:UserWarning")
+@pytest.mark.filterwarnings("ignore:Input and output embeddings are no longer tied:UserWarning")
+@pytest.mark.filterwarnings("ignore:Unsupported layer type .*RMSNorm:UserWarning")
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_of_adapter_is_merged_to_its_own_function(kind: str, tmp_path: Path) -> None:
+    model = of_kind(KINDS[kind](), tmp_path / "adapter")
+    expected = plain_logprobs(model, PROMPT, SAMPLED)
+    bare = plain_logprobs(load_policy("tiny:qwen3-64", seed=3).model, PROMPT, SAMPLED)
+    assert np.abs(bare - expected).max() > 1e-2, "an adapter that was left out would be seen"
+    export(str(tmp_path / "adapter"), tmp_path / "out", describe=card, is_merged=True)
+    np.testing.assert_allclose(plain_logprobs(plain(tmp_path / "out"), PROMPT, SAMPLED), expected, atol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:`lora_bias=True` was passed but the targeted layer")
+@pytest.mark.filterwarnings("ignore:Adapter 'default'. .* have invalid shape")
+def test_an_adapter_with_a_bias_that_its_base_has_no_place_for_is_refused(tmp_path: Path) -> None:
+    of_kind(LoraConfig(r=2, target_modules=Q, lora_bias=True), tmp_path / "adapter")
+    with pytest.raises(ConfigError, match=r"PEFT cannot merge this adapter \(LORA\).*no bias"):
+        export(str(tmp_path / "adapter"), tmp_path / "out", describe=card, is_merged=True)
+    assert [path.name for path in tmp_path.iterdir()] == ["adapter"]
+
+
+def test_a_folder_that_is_read_back_as_another_function_is_not_published(tmp_path: Path) -> None:
+    policy = load_policy("tiny:qwen3-64", seed=3)
+    with torch.no_grad():
+        policy.model.model.layers[0].mlp.down_proj.weight[0, 0] = 1e5  # above float16's largest number, 65504
+    base = saved(policy, tmp_path / "run")
+    with pytest.raises(ConfigError, match=r"as it was written is another function.*nothing was written"):
+        export(base, tmp_path / "out", describe=card, dtype="float16")
+    export(base, tmp_path / "out", describe=card, dtype="bfloat16")
 
 
 def test_a_damaged_checkpoint_is_refused_by_name_and_nothing_is_left(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 
 from gspo_gym.errors import ConfigError
+from gspo_gym.learning.logprobs import LogprobComputer
 from gspo_gym.learning.settings import LoraSettings
 from gspo_gym.policy.load import Policy, adapt_policy, load_policy, save_policy
 
@@ -217,6 +218,26 @@ def test_an_adapter_that_the_settings_cannot_describe_is_refused() -> None:
     model = get_peft_model(policy.model, LoraConfig(r=2, target_modules=["q_proj"], use_dora=True))
     with pytest.raises(ConfigError, match=r"expected a LoRA adapter that \[training.lora\] can describe.*use_dora"):
         adapt_policy(Policy(model, policy.tokenizer, policy.base), LoraSettings(), seed=0)
+
+
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`:UserWarning")
+@pytest.mark.parametrize("targets", [("embed_tokens",), ("lm_head",), ("embed_tokens", "lm_head", "q_proj")])
+def test_an_adapter_of_the_embeddings_or_the_head_learns_by_autograds_gradient(
+    targets: tuple[str, ...], tmp_path: Path
+) -> None:
+    policy = trained(LoraSettings(r=2, alpha=4, target_modules=targets))
+    ids, valid = torch.arange(40, 60)[None], torch.ones(1, 20, dtype=torch.bool)
+    acted = valid.clone()
+    acted[:, :8] = False
+    weights = {name: p for name, p in policy.model.named_parameters() if p.requires_grad}
+    assert len(weights) == 2 * len(targets) + 2 * ("q_proj" in targets)  # of two layers
+    plain = policy.model(ids, use_cache=False).logits[0, 7:-1].log_softmax(-1).gather(-1, ids[0, 8:, None])
+    learnt = LogprobComputer(policy.model).compute(ids, valid, acted).logprobs
+    expected, found = (torch.autograd.grad(sums.sum(), list(weights.values())) for sums in (plain, learnt))
+    for name, one, other in zip(weights, expected, found, strict=True):
+        assert one.abs().max() > 1e-3, name
+        torch.testing.assert_close(other, one, rtol=1e-4, atol=1e-5)
+    assert torch.equal(logits(saved(policy, tmp_path)), logits(policy))
 
 
 def test_only_the_trained_adapter_is_saved(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, get_args
 
@@ -27,8 +28,10 @@ from gspo_gym.env.core import TextEnv
 from gspo_gym.env.registry import register
 from gspo_gym.errors import ConfigError
 from gspo_gym.learning.logprobs import LogprobComputer
+from gspo_gym.learning.saved import copy_state
 from gspo_gym.learning.settings import LoraSettings
-from gspo_gym.policy.load import Policy, adapt_policy, load_policy
+from gspo_gym.policy.checkpoints import CheckpointStore
+from gspo_gym.policy.load import Policy, adapt_policy, load_policy, save_policy
 
 TINY = "tiny:qwen3-64"
 KINDS = ("nf4", "int8")
@@ -64,6 +67,26 @@ def scored(policy: Policy, sampled: list[int]) -> torch.Tensor:
     )
 
 
+class Learner:
+    """Nothing to resume."""
+
+    def copy_state(self) -> Callable[[Path], None]:
+        return copy_state({})
+
+    def counters(self) -> dict[str, int]:
+        return {}
+
+
+@pytest.fixture(scope="module")
+def bases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """The same model by its name, in a folder, and in a checkpoint, which is copied out of its files when it loads."""
+    folder, policy = tmp_path_factory.mktemp("bases"), load_policy(TINY, seed=3)
+    save_policy(policy, folder / "plain")
+    checkpoint = CheckpointStore(folder / "run").save(3, policy=policy, learner=Learner(), trainer_state={})
+    return {"tiny": f"{TINY}@3", "folder": str(folder / "plain"), "checkpoint": str(checkpoint)}
+
+
+@pytest.mark.parametrize("origin", ["tiny", "folder", "checkpoint"])
 @pytest.mark.parametrize(
     ("kind", "dtype", "is_scored_first", "is_copy"),
     # All pairs of the two ways for each kind: two of them in float32, the others in bfloat16.
@@ -74,9 +97,9 @@ def scored(policy: Policy, sampled: list[int]) -> torch.Tensor:
     ],
 )
 def test_the_local_engine_samples_with_the_logprobs_that_are_scored_before_and_after_updates(
-    kind: Any, dtype: str, is_scored_first: bool, is_copy: bool
+    bases: dict[str, str], kind: Any, dtype: str, origin: str, is_scored_first: bool, is_copy: bool
 ) -> None:
-    policy = adapt_policy(load_policy(TINY, seed=3, dtype=dtype, quantization=kind), LoraSettings(r=2), seed=0)
+    policy = adapt_policy(load_policy(bases[origin], dtype=dtype, quantization=kind), LoraSettings(r=2), seed=0)
     change(policy, 1)
     if is_scored_first:  # bitsandbytes moves the scales of int8 weights at the first forward pass
         scored(policy, [1, 2, 3])

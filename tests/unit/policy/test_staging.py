@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from gspo_gym.engine.base import TensorMeta, WeightUpdate
@@ -200,6 +201,34 @@ def test_what_cannot_be_staged_is_refused(tmp_path: Path) -> None:
         Handover(load_policy(DENSE, seed=1)).stage(1, "full")
     with pytest.raises(ConfigError, match="at least 2"):
         Staging(load_policy(DENSE, seed=1), tmp_path / "w", keep=1)
+
+
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`:UserWarning")
+@pytest.mark.filterwarnings("ignore:`lora_bias=True` was passed but the targeted layer")
+@pytest.mark.parametrize(
+    ("adapter", "message"),
+    [
+        ({"target_modules": ["lm_head"]}, "share their weights"),
+        ({"target_modules": ["embed_tokens", "q_proj"]}, "share their weights"),
+        ({"target_modules": ["q_proj"], "use_dora": True}, "use_dora"),
+        ({"target_modules": ["q_proj"], "lora_bias": True}, "lora_bias"),
+        ({"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}, "modules_to_save"),
+        ({"target_modules": ["q_proj"], "trainable_token_indices": [5]}, "trainable_token_indices"),
+        ({"target_modules": ["q_proj"], "alora_invocation_tokens": [5]}, "ALora"),
+    ],
+)
+def test_an_adapter_that_whole_weights_do_not_show_is_not_handed_over_as_such(
+    adapter: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    policy = load_policy(DENSE, seed=1)
+    adapted = Policy(
+        get_peft_model(policy.model, LoraConfig(r=2, task_type="CAUSAL_LM", **adapter)), policy.tokenizer, policy.base
+    )
+    with pytest.raises(ConfigError, match=f"{message}.*models merge"):
+        Staging(adapted, tmp_path / "w").stage(1, "full")
+    with pytest.raises(ConfigError, match=f"{message}.*models merge"):
+        Handover(adapted).stage(1, "transfer")
+    Handover(adapted, trained_only=True).stage(1, "transfer")  # to a replica that has the same model
 
 
 def test_versions_beyond_those_kept_go_one_commit_later(tmp_path: Path) -> None:

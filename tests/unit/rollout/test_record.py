@@ -13,7 +13,7 @@ END = 9
 
 @pytest.mark.parametrize("ids", [[0], [8], [END], [1, 2, END], [1, 2, 3]])
 def test_a_sample_may_end_anywhere_and_with_a_stop_token(ids: list[int]) -> None:
-    require_possible(np.array(ids, dtype=np.int32), max_tokens=3, vocab_size=10, stop_token_ids=[END])
+    require_possible(np.array(ids, dtype=np.int32), max_tokens=3, stop_token_ids=[END])
 
 
 @pytest.mark.parametrize(
@@ -21,8 +21,7 @@ def test_a_sample_may_end_anywhere_and_with_a_stop_token(ids: list[int]) -> None
     [
         ([], "expected 1 to 3 sampled ids in this turn, got 0"),
         ([1, 2, 3, 4], "expected 1 to 3 sampled ids in this turn, got 4"),
-        ([1, -1], r"expected ids in \[0, 10\), got -1"),
-        ([1, 10], r"expected ids in \[0, 10\), got 10"),
+        ([1, -1], "expected ids of at least 0, got -1"),
         ([END, 1, 2], "token 0 is the stop token 9, but 2 more follow"),
         ([1, END, 2], "token 1 is the stop token 9, but 1 more follow"),
         ([1, END, END], "token 1 is the stop token 9, but 1 more follow"),
@@ -30,7 +29,7 @@ def test_a_sample_may_end_anywhere_and_with_a_stop_token(ids: list[int]) -> None
 )
 def test_ids_that_no_sampler_can_have_come_to_are_refused(ids: list[int], message: str) -> None:
     with pytest.raises(RecordError, match=message):
-        require_possible(np.array(ids, dtype=np.int32), max_tokens=3, vocab_size=10, stop_token_ids=[END])
+        require_possible(np.array(ids, dtype=np.int32), max_tokens=3, stop_token_ids=[END])
 
 
 def test_an_episode_without_tokens_fits_any_length() -> None:

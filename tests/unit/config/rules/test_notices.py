@@ -13,6 +13,7 @@ Make = Callable[[dict[str, Any]], RunConfig]
 
 DECISIONS = {"training.step_rewards_mode": "decision_stepwise"}
 NO_DECISIONS = 'has no effect with step rewards "env_sparse", only with "decision_stepwise"'
+WARMUP = {"warmup": {"num_episodes": 4, "learning_rate": 1e-3}}
 APP = {"services.task_url": "http://a"}
 
 NOTICED: dict[str, tuple[dict[str, Any], list[str]]] = {
@@ -24,6 +25,16 @@ NOTICED: dict[str, tuple[dict[str, Any], list[str]]] = {
     "port of a shared reference": (
         {"loss.kl_coef": 0.1, "reference.port": 9000},
         ['reference.port: has no effect with reference.placement = "shared": set that to "dedicated", or remove this'],
+    ),
+    "the base as the reference after a warm-up": (
+        {"model.trainer_mode": "lora", "loss.kl_coef": 0.1, "reference.source": "base", **WARMUP},
+        ['reference.source: "base" is not where this run starts, because of [warmup]: the first KL is not 0, as with '
+         '"auto"'],
+    ),
+    "a reference elsewhere after a warm-up": (
+        {**WARMUP, "rewards.kl_coef": 0.1, "reference.placement": "dedicated", "services.reference_url": "http://r"},
+        ['reference.source: the model at services.reference_url = "http://r" is not where this run starts, because of '
+         '[warmup]: the first KL is not 0, as with "auto"'],
     ),
     "step rewards switched off": (
         {"training.step_rewards_enabled": False, **DECISIONS},
@@ -136,6 +147,10 @@ QUIET: dict[str, dict[str, Any]] = {
         "rollout.env_config": {"step_rewards": {"enabled": True, "mode": "decision_stepwise"}},
     },
     "a reference that is asked": {"loss.kl_coef": 0.1, "reference.placement": "dedicated", "reference.port": 9000},
+    "a base under a new adapter": {
+        "model.trainer_mode": "lora", "loss.kl_coef": 0.1, "reference.source": "base",
+    },
+    "a reference after a warm-up": {"loss.kl_coef": 0.1, **WARMUP},
     "as many turns": {"training.max_turns": 8},
     "accumulation at its cap": {"training.gradient_accumulation_steps": 2, "training.max_accumulated_minibatch": 2},
     "as many seeds": {"evaluation.seeds": "0:100"},

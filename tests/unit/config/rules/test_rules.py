@@ -134,7 +134,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         'reference.source: "adapter" needs an adapter (model.trainer_mode "lora" or "qlora"): set "copy" or "auto"',
     ),
     "the base cannot follow": (
-        {**LORA, "loss.kl_coef": 0.1, "reference.update_every_n_iters": 5},
+        {**LORA, "loss.kl_coef": 0.1, "reference": {"source": "base", "update_every_n_iters": 5}},
         "reference.update_every_n_iters: cannot move the frozen weights under the adapter, which are this reference: "
         'set reference.source to "adapter" or "copy"',
     ),
@@ -448,6 +448,11 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {**DEDICATED, "compute": {"gpu_count": 3}, "topology": TOPOLOGY},
         'reference.placement: "dedicated" needs topology.gpus_for_ref = reference.tp = 1, got 0',
     ),
+    "an adapter that processes cannot share": (
+        {**LORA, **DISTANT, "services": {}, "reference": {"placement": "dedicated", "tp": 2}},
+        "reference.tp: 2 processes cannot share a model with an adapter: set 1, or reference.placement to "
+        '"shared", where a frozen adapter is all that it takes',
+    ),
     "a GPU for no reference": (
         {**DEDICATED, "reference": {"placement": "shared"}},
         'reference.placement: expected "dedicated" with topology.gpus_for_ref = 1, got "shared"',
@@ -658,6 +663,7 @@ ALLOWED: dict[str, dict[str, Any]] = {
     "dual clip outside": {**GRPO, "loss.dual_clip": 1.28},
     "reference by itself": {"advantages.kl_shaping_coef": 0.1, "reference.placement": "shared"},
     "a copy that follows": {"loss.kl_coef": 0.1, "reference.update_every_n_iters": 3},
+    "an adapter that follows by itself": {**LORA, "loss.kl_coef": 0.1, "reference.update_every_n_iters": 5},
     "an adapter that follows": {
         **LORA, "loss.kl_coef": 0.1, "reference": {"source": "adapter", "update_every_n_iters": 3}
     },
