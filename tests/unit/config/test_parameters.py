@@ -38,6 +38,7 @@ OWN_TRIES: Mapping[str, tuple[Any, ...]] = {
     "max_completion_length": (100,),
     "max_prompt_length": (100,),
     "prompt_length": (100,),
+    "report_to": ("wandb", "tensorboard"),
     "vllm_importance_sampling_correction": (False,),
     "vllm_mode": ("server",),
     "dtype": ("bfloat16", "fp16", "bf16", "fp32"),
