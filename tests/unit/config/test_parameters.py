@@ -32,13 +32,12 @@ TRIES = (True, False, 7, 64, 0.5, 1.5, "text", ["up_proj"])
 # Of keys that take none of them, or of which they do not show everything.
 OWN_TRIES: Mapping[str, tuple[Any, ...]] = {
     "chat_template_kwargs": ({"enable_thinking": False},),
-    "report_to": ("wandb",),
+    "report_to": ("wandb", "tensorboard"),
     "warmup_steps": (5, 0.5),
     "save_strategy": ("no",),
     "max_completion_length": (100,),
     "max_prompt_length": (100,),
     "prompt_length": (100,),
-    "report_to": ("wandb", "tensorboard"),
     "vllm_importance_sampling_correction": (False,),
     "vllm_mode": ("server",),
     "dtype": ("bfloat16", "fp16", "bf16", "fp32"),
