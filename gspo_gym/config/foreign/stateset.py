@@ -18,7 +18,6 @@ from gspo_gym.config.foreign.draft import (
     by,
     count,
     number,
-    plain,
     take_clip,
     take_single_step_note,
     take_sinks,
@@ -26,6 +25,11 @@ from gspo_gym.config.foreign.draft import (
     with_defaults,
     without,
 )
+
+
+def _take_name(draft: Draft) -> None:
+    name = draft.get("model_name")
+    draft.set("model.base", "openai-community/gpt2" if name == "gpt2" else name)  # its whole name on the hub
 
 
 def _take_variety(draft: Draft) -> None:
@@ -192,7 +196,7 @@ _EPISODES = "rollout.episodes_per_batch"
 _VLLM: Mapping[str, Any] = {"use_vllm": True}
 _LORA_KEYS = tuple(f"training.lora.{name}" for name in LORA_DEFAULTS)
 ROWS: Mapping[str, Row] = {
-    "model_name": replace(plain("model.base"), also=("training.lora.target_modules",), default="gpt2"),
+    "model_name": by(_take_name, "model.base", also=("training.lora.target_modules",), default="gpt2"),
     "use_gspo_token": by(
         _take_variety, "algorithm.variety", values={True: "gspo_token", False: "gspo"}, also=("advantages.level",),
         note="each turn has its own advantage",

@@ -393,7 +393,7 @@ def test_stateset_example_key_for_key():
         ("stateset", {"bf16": False}, "model.dtype", None),
         ("stateset", {"fp16": True}, "model.dtype", "float16"),
         ("stateset", {"use_lora": False}, "model.dtype", None),  # weights that are trained stay float32
-        ("stateset", {}, "model.base", "gpt2"),
+        ("stateset", {}, "model.base", "openai-community/gpt2"),
         ("stateset", {"model_name": "mistral"}, "training.lora.target_modules", ["q_proj", "v_proj"]),
         ("stateset", {"mini_batch_size": 50}, "training.batch_size", 50),
         ("stateset", {"beta": 0.01, "use_reference_model": True}, "loss.kl_coef", 0.01),
