@@ -11,13 +11,16 @@ import signal
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from gspo_gym.errors import GymError, UsageError
 
+RUNS = Path("runs")  # where runs are looked for
 # A full, read-only or broken disk: errors that may come without a file name.
 _OF_THE_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EFBIG)
 
+SCRIPTED, ENDPOINT = "scripted:", "openai:"  # begin the names of players that are no model here
 _LISTS = ("overrides", "files")  # arguments of which a command takes any number, before and after options
 
 
@@ -129,6 +132,35 @@ def package_version() -> str:
         return str(metadata.version("gspo-gym"))
     except metadata.PackageNotFoundError:
         return "unknown"
+
+
+def add_run(parser: argparse.ArgumentParser, **more: Any) -> None:
+    """Add the arguments that name a run, for `registry.find_run`: `run_name` and `folder`."""
+    text = "a run's folder, its name in --folder, or the start of its id"
+    parser.add_argument("run_name", metavar="RUN", help=text, **more)
+    parser.add_argument("--folder", type=Path, default=RUNS, help="where runs are (runs)")
+
+
+def run_or_path(path: Path) -> Path:
+    """Return a path that is there, or else the folder of the run of this name.
+
+    Raises:
+        ConfigError: there is neither.
+    """
+    from gspo_gym.run.registry import find_run
+
+    return path if path.exists() else find_run(str(path), RUNS)
+
+
+def base_of(name: str, runs: Path = RUNS) -> str:
+    """Return what `load_policy` takes for the name of a run or a model; the name of another player as it is.
+
+    Raises:
+        UnknownNameError, CheckpointError: see `find_model`.
+    """
+    from gspo_gym.run.models import find_model
+
+    return name if name.startswith((SCRIPTED, ENDPOINT)) else find_model(name, runs=runs).base
 
 
 def add_environment(parser: argparse.ArgumentParser) -> None:

@@ -181,10 +181,10 @@ def translate(system: str, values: Mapping[str, Any], wanted: Wanted | None = No
     Raises:
         ConfigError: a value has the wrong type, or the other system itself would refuse it.
     """
-    chosen = SYSTEMS[system]
-    draft = Draft(chosen.name, chosen.flatten(values), chosen.defaults)
+    chosen, wanted = SYSTEMS[system], wanted or Wanted()
+    draft = chosen.draft(values, model=wanted.model)
     draft.take(chosen)
-    _complete(draft, wanted or Wanted())
+    _complete(draft, wanted)
     return draft.finish()
 
 

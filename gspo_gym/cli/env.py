@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from gspo_gym.base.files import PartFile, write_output
 from gspo_gym.base.settings import is_loopback, parse_seeds, read_key
 from gspo_gym.cli import authoring
-from gspo_gym.cli.command_line import add_environment, env_config_of, exit_code_of, interrupted_by_signals
+from gspo_gym.cli.command_line import add_environment, base_of, env_config_of, exit_code_of, interrupted_by_signals
 from gspo_gym.env.checks.checker import check_env
 from gspo_gym.env.registry import list_environments as registered
 from gspo_gym.env.registry import resolve
@@ -83,7 +83,7 @@ def play_environment(arguments: argparse.Namespace, read: Callable[[str], str] =
     from gspo_gym.policy.load import load_tokenizer
 
     console = Console()
-    tokenizer = load_tokenizer(arguments.model)
+    tokenizer = load_tokenizer(base_of(arguments.model))
     env = isolated_factory(resolve(arguments.name), env_config_of(arguments.option))()
     wrapper = TokenObservationWrapper(
         env,
@@ -182,6 +182,7 @@ def _add_check(commands: Any) -> None:
 def check_environment(arguments: argparse.Namespace) -> int:
     """Print the report of `check_env`, and with a model that of `audit_tokens`; return 1 if anything failed."""
     config = env_config_of(arguments.option)
+    model = None if arguments.model is None else base_of(arguments.model)
     with watching(None, seconds_until_frozen(_STEP_TIMEOUT_SECONDS), advice=_CHECK_ADVICE):
         report = check_env(
             arguments.name,
@@ -194,10 +195,10 @@ def check_environment(arguments: argparse.Namespace) -> int:
     print(report)
     audit = None
     # What does not even play has no tokens to look at.
-    if arguments.model is not None and report.state_of("play") == "ok":
+    if model is not None and report.state_of("play") == "ok":
         from gspo_gym.config.build.token_audit import audit_tokens
 
-        audit = audit_tokens(arguments.name, arguments.model, num_turns=arguments.turns, env_config=config)
+        audit = audit_tokens(arguments.name, model, num_turns=arguments.turns, env_config=config)
         print(audit)
         _show_mask(audit)
     if arguments.json is not None:
@@ -238,7 +239,7 @@ def _add_collect(subparsers: Any) -> None:
         "--policy",
         required=True,
         metavar="WHO",
-        help="scripted:NAME, a model (tiny:qwen3-64, a folder, a hub id), or openai:MODEL[@BASE_URL]",
+        help="scripted:NAME, a model (a run, tiny:qwen3-64, a folder, an id of the hub), or openai:MODEL[@BASE_URL]",
     )
     parser.add_argument(
         "--out", required=True, type=Path, metavar="FILE", help="a new file, .jsonl, .jsonl.gz or .parquet"
@@ -284,7 +285,8 @@ def collect(arguments: argparse.Namespace) -> int:
         step_timeout_seconds=arguments.step_timeout_seconds,
         temperature=arguments.temperature,
     )
-    asked = {"env": arguments.name, "env_config": env_config, "policy": arguments.policy, "settings": asdict(settings)}
+    policy = base_of(arguments.policy)
+    asked = {"env": arguments.name, "env_config": env_config, "policy": policy, "settings": asdict(settings)}
     part = PartFile(arguments.out, work="collection", asked=asked, resumes=arguments.resume)
     found = part.read(trajectory_from_json)
     num_asked = len(seeds) * settings.episodes_per_seed
@@ -299,7 +301,7 @@ def collect(arguments: argparse.Namespace) -> int:
 
             collected = collect_episodes(
                 arguments.name,
-                arguments.policy,
+                policy,
                 seeds=seeds,
                 env_config=env_config,
                 settings=settings,

@@ -21,7 +21,16 @@ from typing import TYPE_CHECKING, Any
 from gspo_gym.base.files import PartFile, require_writable, write_output
 from gspo_gym.base.loops import run_to_end
 from gspo_gym.base.settings import parse_seeds
-from gspo_gym.cli.command_line import Parser, exit_code_of, importing, interrupted_by_signals, parse_and_run
+from gspo_gym.cli.command_line import (
+    ENDPOINT,
+    SCRIPTED,
+    Parser,
+    base_of,
+    exit_code_of,
+    importing,
+    interrupted_by_signals,
+    parse_and_run,
+)
 from gspo_gym.cli.train import add_task_url
 from gspo_gym.config.build.apps import environment_ids
 from gspo_gym.config.build.judge import build_judging
@@ -49,14 +58,12 @@ from gspo_gym.seeding import child_seed
 if TYPE_CHECKING:
     from gspo_gym.env.core import PolicyFactory
 
-_SCRIPTED, _ENDPOINT = "scripted:", "openai:"
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `evaluate`."""
     parser.add_argument("config", help="the TOML file that names the environment and its limits")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="over what the file says")
-    who = "the folder of a run or a checkpoint, a hub id, scripted:NAME of the environment, or openai:MODEL[@URL]"
+    who = "a run, a folder, an id of the hub (OWNER/NAME), scripted:NAME of the environment, or openai:MODEL[@URL]"
     parser.add_argument("--model", metavar="BASE", help=f"{who}; without it, model.base of the config")
     parser.add_argument("--against", metavar="BASE", help="a second model on the same seeds, compared pair by pair")
     parser.add_argument("--seeds", metavar="SEEDS", help='such as "0:100"; without it, those of [evaluation]')
@@ -155,21 +162,15 @@ def _part_file(arguments: argparse.Namespace, config: RunConfig, names: Sequence
         if arguments.resume:
             raise UsageError(f"--resume: expected --json FILE, the file that was wanted, got {arguments.json_file}")
         return None
-    asked = {"models": {name: _weights_of(name) for name in names}, "config": config.model_dump(mode="json")}
+    asked = {"models": {name: _weights_of(config, name) for name in names}, "config": config.model_dump(mode="json")}
     return PartFile(out, work="evaluation", asked=asked, resumes=arguments.resume)
 
 
-def _weights_of(name: str) -> str:
+def _weights_of(config: RunConfig, name: str) -> str:
     """Return folder and digest of the weights, to notice that a run has a newer checkpoint."""
-    checkpoint = _newest_checkpoint(name)
+    checkpoint = base_of(name, Path(config.run.folder))
     manifest = Path(checkpoint) / MANIFEST
     return f"{checkpoint} ({sha256(manifest.read_bytes()).hexdigest()})" if manifest.is_file() else checkpoint
-
-
-def _newest_checkpoint(name: str) -> str:
-    from gspo_gym.config.build.trainer import newest_checkpoint
-
-    return newest_checkpoint(name)
 
 
 def _num_asked(config: RunConfig, names: Sequence[str]) -> int:
@@ -219,7 +220,7 @@ def run_evaluation(config: RunConfig, model: str | None = None, *, rows: KeptRow
 
     Args:
         config: environment, seeds and limits.
-        model: a path, an id, `scripted:NAME` or `openai:MODEL[@URL]`; None: the config's model.
+        model: a run, a folder, an id, `scripted:NAME` or `openai:MODEL[@URL]`; None: the config's model.
         rows: holds rows that were played before, which are not played again, and receives new ones.
 
     Raises:
@@ -238,9 +239,9 @@ def _evaluate(config: RunConfig, model: str, rows: KeptRows) -> Evaluation:
     """Evaluate after the checks have passed."""
     if whole := _whole(config, rows.found):
         return whole
-    name = _newest_checkpoint(model)
+    name = base_of(model, Path(config.run.folder))
     with _watched(config):
-        if name.startswith((_SCRIPTED, _ENDPOINT)):
+        if name.startswith((SCRIPTED, ENDPOINT)):
             return run_to_end(_play_without_engine(config, name, rows))
         return run_to_end(_play_with_engine(config, name, rows))
 
@@ -285,8 +286,8 @@ async def _play_without_engine(config: RunConfig, name: str, rows: KeptRows) -> 
         judging = build_judging(config)
         if judging is not None:
             stack.push_async_callback(judging.close)
-        who: str | PolicyFactory = name.removeprefix(_SCRIPTED)
-        if not name.startswith(_SCRIPTED):
+        who: str | PolicyFactory = name.removeprefix(SCRIPTED)
+        if not name.startswith(SCRIPTED):
             limit = config.rollout.max_output_tokens
             model = ChatModel(endpoint_settings(name, sampling=config.evaluation_sampling, max_tokens=limit))
             stack.push_async_callback(model.close)

@@ -18,6 +18,7 @@ from pydantic import ValidationError
 from gspo_gym.base.files import require_writable, write_output
 from gspo_gym.base.loops import run_to_end
 from gspo_gym.base.settings import read_key
+from gspo_gym.cli.command_line import run_or_path
 from gspo_gym.config.build.judge import build_judge_variants, build_rubrics
 from gspo_gym.config.run_config import RunConfig, load_config
 from gspo_gym.config.words import find_problems
@@ -127,9 +128,12 @@ def _range_of(rubric: Rubric) -> str:
     return f"{low:g} to {rubric.total(highest):g}" if len(highest) == len(rubric.criteria) else f"{low:g} and up"
 
 
+_SOURCE = "a run's folder, its name in runs/, the start of its id, or a .jsonl or .jsonl.gz file"
+
+
 def _add_score(commands: Any) -> None:
     score = commands.add_parser("score", help="judge a run's stored episodes again, with another rubric or judge")
-    score.add_argument("source", type=Path, metavar="RUN", help="a run's folder, or a .jsonl or .jsonl.gz file")
+    score.add_argument("source", type=Path, metavar="RUN", help=_SOURCE)
     _add_judge_arguments(score)
     score.add_argument("--episodes", default="", metavar="PREFIX", help="only files of it that begin so: eval_000010")
     score.add_argument("--label", default="rescored", help="the answers go into judgements-LABEL.jsonl (rescored)")
@@ -147,7 +151,7 @@ def _add_judge_arguments(parser: argparse.ArgumentParser) -> None:
 
 def score_run(arguments: argparse.Namespace) -> int:
     """Rejudge stored episodes, write the judgements and print them beside the old; return 1 if one got no score."""
-    source: Path = arguments.source
+    source = run_or_path(arguments.source)
     episodes = stored_episodes(source, arguments.episodes)
     path = new_file(source, arguments.label)
     config = _load_judge_config(source, arguments)
@@ -220,7 +224,7 @@ async def _rejudge(
 
 def _add_audit(commands: Any) -> None:
     audit = commands.add_parser("audit", help="compare a judge with gold labels; look for biases; attack it")
-    audit.add_argument("episodes", type=Path, metavar="EPISODES", help="a run's folder, or a .jsonl or .jsonl.gz file")
+    audit.add_argument("episodes", type=Path, metavar="EPISODES", help=_SOURCE)
     audit.add_argument("--gold", type=Path, required=True, metavar="LABELS", help="a label a line, see judge/gold.py")
     _add_judge_arguments(audit)
     audit.add_argument("--repeats", type=int, default=2, help="further judgements of every episode (default 2)")
@@ -239,9 +243,9 @@ def audit_episodes(arguments: argparse.Namespace) -> int:
     """Print the report; return 1 if an episode got no score."""
     if arguments.json is not None:
         require_writable(arguments.json)
-    labels = read_labels(arguments.gold)
-    labelled = labelled_episodes(stored_episodes(arguments.episodes), labels)
-    config = _load_judge_config(arguments.episodes, arguments)
+    source, labels = run_or_path(arguments.episodes), read_labels(arguments.gold)
+    labelled = labelled_episodes(stored_episodes(source), labels)
+    config = _load_judge_config(source, arguments)
     rubrics = _load_judge_rubrics(config, arguments, [trajectory for trajectory, _ in labelled])
     settings = AuditSettings(
         num_repeats=arguments.repeats,

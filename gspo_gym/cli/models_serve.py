@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from gspo_gym.base.leftovers import in_temporary_folder
 from gspo_gym.base.loops import run_to_end
 from gspo_gym.base.settings import read_key
-from gspo_gym.cli.command_line import interrupted_by_signals
+from gspo_gym.cli.command_line import base_of, interrupted_by_signals
 from gspo_gym.engine.vllm.server import VllmServer
 from gspo_gym.engine.vllm.settings import VllmSettings
 from gspo_gym.errors import MissingExtraError
@@ -139,7 +139,7 @@ async def running_engine(model: Model, arguments: argparse.Namespace) -> AsyncIt
 
 def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `serve`."""
-    parser.add_argument("model", metavar="MODEL", help="folder in transformers layout, or a name that vLLM knows")
+    parser.add_argument("model", metavar="MODEL", help="a run, a folder in transformers layout, or an id of the hub")
     parser.add_argument("--engine", choices=["vllm"], default="vllm", help="what serves it (default vllm)")
     where = parser.add_argument_group("where it listens; other machines never reach it")
     where.add_argument("--host", default="127.0.0.1", help="a loopback address (default 127.0.0.1)")
@@ -193,7 +193,7 @@ def serve_engine(arguments: argparse.Namespace) -> int:
         MissingExtraError: vLLM is not installed.
     """
     server = VllmServer(
-        settings_of(arguments),
+        replace(settings_of(arguments), model=base_of(arguments.model)),
         host=arguments.host,
         port=arguments.port,
         uds=arguments.uds,

@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.text import Text
 
 from gspo_gym.base.files import replace_file
+from gspo_gym.cli.command_line import add_run
 from gspo_gym.cli.report import page_of
 from gspo_gym.errors import RecordError
 from gspo_gym.rollout.episode_files import episode_paths, read_episodes
@@ -133,8 +134,7 @@ class Run:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `episodes`."""
-    parser.add_argument("run_name", metavar="RUN", help="its folder, its name in runs/, or the start of its id")
-    parser.add_argument("--folder", type=Path, default=Path("runs"), help="where runs are looked for (runs)")
+    add_run(parser)
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--step", type=int, metavar="N", help="of this training step (default: the last that has any)")
     which.add_argument("--evaluation", type=int, metavar="N", help="of the evaluation after this step")

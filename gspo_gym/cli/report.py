@@ -20,6 +20,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from gspo_gym.base.files import flat_items, replace_file
+from gspo_gym.cli.command_line import add_run
 from gspo_gym.config.run_config import RunConfig
 from gspo_gym.config.words import section_model
 from gspo_gym.errors import ConfigError
@@ -39,8 +40,7 @@ _NO_SETTINGS = ("run.folder", "model.label", "model.base", "rollout.env_name")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `report`."""
-    parser.add_argument("run_name", metavar="RUN", help="its folder, its name in runs/, or the start of its id")
-    parser.add_argument("--folder", type=Path, default=Path("runs"), help="where runs are looked for (runs)")
+    add_run(parser)
     parser.add_argument("--beside", action="append", default=[], metavar="RUN", help="draw its curves, too; repeatable")
     parser.add_argument("--step", type=int, action="append", metavar="N", help="episodes of this step; repeatable")
     parser.add_argument("--episodes", type=int, default=128, help="at most this many in the file (128)")
@@ -188,21 +188,22 @@ _WIDTH = 110
 
 def add_doctor_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `doctor`."""
-    parser.add_argument("folder", type=Path, metavar="RUN", help="a run's folder, such as runs/quickstart")
+    add_run(parser)
     parser.add_argument("--json", action="store_true", help="print the findings as JSON")
     parser.set_defaults(run=doctor_command)
 
 
 def doctor_command(arguments: argparse.Namespace) -> int:
     """Print the findings; return 0 if none is serious, else 1."""
-    run = read_run(arguments.folder)
+    folder = find_run(arguments.run_name, arguments.folder)
+    run = read_run(folder)
     findings = diagnose(run)
     is_healthy = all(finding.severity != "serious" for finding in findings)
     if arguments.json:
-        report = {"run": str(arguments.folder), "steps": run.num_steps, "is_healthy": is_healthy}
+        report = {"run": str(folder), "steps": run.num_steps, "is_healthy": is_healthy}
         print(json.dumps(report | {"findings": [asdict(finding) for finding in findings]}, indent=2))
     else:
-        print(report_text(arguments.folder, run, findings))
+        print(report_text(folder, run, findings))
     return 0 if is_healthy else 1
 
 

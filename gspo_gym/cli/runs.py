@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from gspo_gym.cli.command_line import add_run
 from gspo_gym.errors import UsageError
 from gspo_gym.run.control import ask, status_of
 from gspo_gym.run.registry import (
@@ -185,12 +186,6 @@ def _add(commands: Any, name: str, run: Callable[[argparse.Namespace], int], tex
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=run)
     return parser
-
-
-def add_run(parser: argparse.ArgumentParser, **more: Any) -> None:
-    """Add the arguments that name a run, for `find_run`."""
-    parser.add_argument("run_name", metavar="RUN", help="a run's folder, its name in --folder, or its id", **more)
-    parser.add_argument("--folder", type=Path, default=Path("runs"), help="where runs are (runs)")
 
 
 _SENTENCES = {

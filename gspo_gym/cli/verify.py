@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from gspo_gym.base.files import flat_items
+from gspo_gym.cli.command_line import add_run
 from gspo_gym.errors import ConfigError, RecordError, UsageError
 from gspo_gym.rollout.episode_files import episode_paths, read_episodes
 from gspo_gym.run.records import read_config, read_events, read_metrics
@@ -139,8 +140,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "Running baselines and scales, and a KL coefficient that adapts, are those of the newest checkpoint before the "
         "step, and of the episodes of the steps since."
     )
-    parser.add_argument("run_name", metavar="RUN", help="its folder, its name in runs/, or the start of its id")
-    parser.add_argument("--folder", type=Path, default=Path("runs"), help="where runs are looked for (runs)")
+    add_run(parser)
     parser.add_argument("--step", type=int, metavar="N", help="a training step (the last one that can be verified)")
     parser.add_argument("--tolerance", type=float, default=1e-5, help="of numbers up to 1; relative above (1e-5)")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")

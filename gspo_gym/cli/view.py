@@ -20,9 +20,10 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from gspo_gym.cli.command_line import run_or_path
 from gspo_gym.cli.report import described_run
 from gspo_gym.errors import GymError, MissingExtraError
-from gspo_gym.run.registry import find_run, list_runs, run_folders
+from gspo_gym.run.registry import list_runs, run_folders
 
 if TYPE_CHECKING:
     from starlette.requests import Request
@@ -59,7 +60,7 @@ def run_command(arguments: argparse.Namespace) -> int:
     except ImportError as error:
         raise MissingExtraError("the live page needs: pip install 'gspo-gym[serve]'") from error
     token, is_stopping = secrets.token_urlsafe(24), threading.Event()
-    app = create_app(_viewed(Path(arguments.name)), token, is_stopping)
+    app = create_app(run_or_path(Path(arguments.name)), token, is_stopping)
     server = LoopServer(app, host="127.0.0.1", port=arguments.port)
 
     async def serve() -> None:
@@ -164,10 +165,6 @@ def _paths_in(folder: Path) -> dict[str, Path]:
 
 def _name_of(path: Path, folder: Path) -> str:
     return folder.name if path == folder else str(path.relative_to(folder))
-
-
-def _viewed(path: Path) -> Path:
-    return path if path.is_dir() else find_run(str(path), Path("runs"))
 
 
 def _cookie_name(request: Request) -> str:

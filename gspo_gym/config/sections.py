@@ -248,7 +248,7 @@ class ModelSection(Settings):
     base: str | None = Field(
         default=None,
         min_length=1,
-        description="hub id, folder, or tiny:NAME for a small model with random weights; this or source",
+        description="id of the hub (OWNER/NAME), folder, or tiny:NAME for small random weights; this or source",
     )
     source: str | None = Field(
         default=None,

@@ -429,7 +429,9 @@ OTHERS: Mapping[str, Mapping[str, Row]] = {
     "the hosted trainer's later form": {"verifier": Row(note="write [judge]")},
 }  # fmt: skip
 # Names without a counterpart that are ours in another section, or nearly ours.
-_NEARLY_OURS = ("device", "reference", "reward", "rewards", "validation")
+_NEARLY_OURS = (
+    "device", "entropy_coef", "num_episodes", "num_epochs", "reference", "reward", "rewards", "validation",
+)  # fmt: skip
 
 
 def _hints() -> Iterator[tuple[str, tuple[str, Row]]]:

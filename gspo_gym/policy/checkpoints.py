@@ -207,7 +207,15 @@ class CheckpointStore:
         steps = self.steps()
         if not steps:
             raise CheckpointError(f"{self._folder}: there is no complete checkpoint")
-        folder = self._of(steps[-1])
+        return self.at(steps[-1])
+
+    def at(self, step: int) -> Path:
+        """Return the folder of a complete checkpoint; loading it verifies the files.
+
+        Raises:
+            CheckpointError: it is another step's or another run's.
+        """
+        folder = self._of(step)
         manifest = read_manifest(folder)
         require_own_name(folder, manifest)
         self._require_of_this_run(folder, manifest)

@@ -197,7 +197,7 @@ def check_base(base: str) -> None:
     folder = Path(base).expanduser()
     if not folder.is_dir():
         if not _may_be_hub_id(base):
-            raise _unknown_model(base, "it does not look like one of the hub's ids")
+            raise _unknown_model(base, "it does not look like one of the hub's ids, which are OWNER/NAME")
         return
     if (folder / "adapter_config.json").is_file():
         if not (folder / "base").is_dir():
@@ -459,11 +459,10 @@ def _unknown_model(base: str, reason: object) -> UnknownNameError:
 
 
 def _may_be_hub_id(base: str) -> bool:
-    if not re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", base):
-        return False
-    first, slash, _ = base.partition("/")
+    # The hub also has models without an owner; one of them must not be loaded in place of a run or a misspelt folder.
     # `runs/policy` with a folder `runs` here is a misspelt path.
-    return not (slash and Path(first).is_dir())
+    owner, _, _ = base.partition("/")
+    return re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", base) is not None and not Path(owner).is_dir()
 
 
 def _base_name(folder: Path) -> str:

@@ -6,7 +6,7 @@ A card is README.md with the hub's metadata, made from the run's records alone.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
@@ -88,11 +88,13 @@ def find_model(name: str, *, runs: Path = Path("runs")) -> Model:
 
     A run (as in `registry.find_run`) and `RUN@latest` mean its newest checkpoint, `RUN@best` the one with the best
     evaluation (by training.keep_best_metric; the first of equal ones), `RUN@20` that of step 20. A checkpoint's folder
-    and any name for `load_policy` mean themselves.
+    and any name for `load_policy` mean themselves. A bare word is a run or a folder here, and never looked for on the
+    hub.
 
     Raises:
         UnknownNameError: there is no such run, step or model.
-        CheckpointError: the run has no complete checkpoint, or for "best" none that was evaluated.
+        CheckpointError: the run has no complete checkpoint, or for "best" none that was evaluated, or the checkpoint is
+            another step's or another run's.
     """
     if name.startswith(TINY_PREFIX):
         check_base(name)
@@ -102,12 +104,12 @@ def find_model(name: str, *, runs: Path = Path("runs")) -> Model:
         return _of_run(find_run(name, runs), LATEST)
     except ConfigError as error:
         if Path(name).expanduser().is_dir():
-            return _of_folder(Path(name).expanduser())
+            return _of_folder(name)
         if at:
             return _of_run(_run_called(label, runs), which)
         # A misspelt run is not looked for on the hub, which may have a model of that name.
-        if get_close_matches(name, [path.name for path in runs.glob("*")]):
-            raise UnknownNameError(str(error)) from None
+        if "/" not in name or get_close_matches(name, [path.name for path in runs.glob("*")]):
+            raise UnknownNameError(f"{error}; a model of the hub is OWNER/NAME") from None
     check_base(name)
     return Model(name)
 
@@ -144,33 +146,42 @@ def _run_called(label: str, runs: Path) -> Path:
         raise UnknownNameError(str(error)) from None
 
 
-def _of_folder(folder: Path) -> Model:
+def _of_folder(name: str) -> Model:
     """Return the model in a folder: a run's checkpoint, if the folder lies where checkpoints do, or other weights."""
+    folder = Path(name).expanduser()
     run, step = folder.absolute().parent.parent, step_of(folder)
     if step is not None and folder.absolute().parent.name == "checkpoints" and (run / "config.toml").is_file():
         return _at_step(run, step)
-    check_base(str(folder))
-    return Model(str(folder))
+    if (checkpoints := folder / "checkpoints").is_dir():  # what is left of a run whose records are gone
+        return Model(str(CheckpointStore(checkpoints, run_id=read_run_id(folder)).newest()))
+    check_base(name)
+    return Model(name)
 
 
 def _of_run(folder: Path, which: str) -> Model:
-    steps = _store(folder).steps()
+    store = _store(folder)
+    step = _step_called(which, folder, store.steps())
+    store.at(step)  # the run's own, or an error
+    return _at_step(folder, step)
+
+
+def _step_called(which: str, folder: Path, steps: Sequence[int]) -> int:
     if not steps:
         raise CheckpointError(f"{folder}: there is no complete checkpoint yet")
     if which == LATEST:
-        return _at_step(folder, steps[-1])
+        return steps[-1]
     if which == BEST:
-        step = _best_of(folder)
-        if step is None:
+        best = _best_of(folder)
+        if best is None:
             raise CheckpointError(
                 f"{folder}: none of its checkpoints (steps {list(steps)}) was evaluated; take @{steps[-1]}"
             )
-        return _at_step(folder, step)
+        return best
     if not which.isdecimal() or int(which) not in steps:
         raise UnknownNameError(
             f"{folder}@{which}: expected {LATEST}, {BEST} or a step with a checkpoint, which are {list(steps)}"
         )
-    return _at_step(folder, int(which))
+    return int(which)
 
 
 def _checkpoint(folder: Path, step: int) -> Path:

@@ -120,10 +120,12 @@ def file_of(package: str, path: str) -> Path:
 def test_every_default_of_agilerl_is_the_constructors() -> None:
     own = signature_of(file_of("agilerl", "agilerl/algorithms/grpo.py"), "GRPO")
     assert {key: own[key] for key in agilerl.AGILERL.defaults} == agilerl.AGILERL.defaults
+    ours = {key: default for key, (default, _) in agilerl.AGILERL.without_counterpart.items() if key in own}
+    assert {key: own[key] for key in ours} == ours
     spelled = {key: value for key, value in own.items() if key != "loss_type"}  # GSPO is that class with its own
     silent, all_given = translate("agilerl", {}, WANTED), translate("agilerl", spelled, WANTED)
     assert all_given.values == silent.values
-    assert [line for line in all_given.left_out if "not a key that is known" in line] == []
+    assert all_given.left_out == ()
 
 
 def test_an_adapter_without_a_word_is_agilerls_own_and_with_one_it_is_pefts() -> None:
@@ -150,8 +152,64 @@ def test_what_peft_adapts_of_most_models_is_what_the_translation_writes() -> Non
         assert tuple(MODULES[model]) == PEFT_MODULES, model
 
 
-def test_every_default_of_stateset_is_the_packages() -> None:
-    theirs = fields_of("stateset_agents.training.gspo_config:GSPOConfig")
-    assert {key: theirs[key] for key in stateset.STATESET.defaults} == stateset.STATESET.defaults
-    spelled = {key: theirs[key] for key in stateset.STATESET.defaults}
-    assert translate("stateset", spelled, WANTED).values == translate("stateset", {}, WANTED).values
+@pytest.fixture(scope="module")
+def stateset_agents() -> dict[str, Any]:
+    from stateset_agents.training.gspo_config import GSPOConfig
+
+    return dataclasses.asdict(GSPOConfig())
+
+
+def test_every_default_of_stateset_is_the_packages(stateset_agents: dict[str, Any]) -> None:
+    known = stateset.STATESET
+    ours = {key: default for key, (default, _) in known.without_counterpart.items()} | {
+        **known.ignored,
+        **known.defaults,
+    }
+    assert {key: stateset_agents[key] for key in ours} == ours
+
+
+def test_every_key_of_stateset_is_known_and_its_defaults_change_nothing(stateset_agents: dict[str, Any]) -> None:
+    silent, spelled = translate("stateset", {}, WANTED), translate("stateset", stateset_agents, WANTED)
+    assert len(stateset_agents) == 118
+    assert spelled.values == silent.values
+    assert spelled.left_out == ()
+
+
+def other_values(default: Any) -> list[Any]:
+    """Values of the same kind that are not the default."""
+    if isinstance(default, bool):
+        return [not default]
+    if isinstance(default, int):
+        return [default + 1]
+    return [default / 2 or 0.5] if isinstance(default, float) else []
+
+
+@pytest.mark.parametrize("system", ["trl", "agilerl", "stateset"])
+def test_a_default_beside_any_other_key_is_as_good_as_silence(
+    system: str, trl: dict[str, Any], stateset_agents: dict[str, Any]
+) -> None:
+    """An object of theirs with one setting of one's own, all its fields written down, is a file with that one key."""
+    own = signature_of(file_of("agilerl", "agilerl/algorithms/grpo.py"), "GRPO")
+    own.pop("loss_type")  # GSPO is that class with its own
+    theirs = {"trl": trl, "agilerl": own, "stateset": stateset_agents}[system]
+    silent = [translate(system, {key: value}) for key, default in theirs.items() for value in other_values(default)]
+    spelled = [
+        translate(system, {**theirs, key: value}) for key, default in theirs.items() for value in other_values(default)
+    ]
+    assert len(silent) > 25
+    differing = [
+        (one.values, one.left_out, both.values, both.left_out)
+        for one, both in zip(silent, spelled, strict=True)
+        if (one.values, one.left_out) != (both.values, both.left_out)
+    ]
+    assert differing == []
+
+
+def test_stateset_samples_as_its_entry_point_makes_the_agent_sample() -> None:
+    from stateset_agents.training.gspo_config import GSPOConfig
+    from stateset_agents.training.gspo_entrypoints import ROLLOUT_SAMPLING_FIELDS
+
+    theirs = {name: getattr(GSPOConfig(), name) for name in ROLLOUT_SAMPLING_FIELDS}
+    assert theirs == {"temperature": 0.7, "top_p": 0.9, "top_k": 50, "repetition_penalty": 1.1}
+    ours = RunConfig.from_dict(translate("stateset", {}, WANTED).values).rollout
+    assert {name: getattr(ours, name) for name in theirs} == theirs

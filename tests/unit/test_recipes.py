@@ -90,23 +90,45 @@ def settings_of(path):
     return json.loads(json.dumps({name: values[name] for name in kept}))
 
 
+# The tables of stateset-agents' guide, each with the model that its title asks for, and the length of the guide's run.
+STATESET = {
+    "small": {"model_name": "Qwen/Qwen3-0.6B", "num_generations": 4, "learning_rate": 1e-5, "lora_r": 8},
+    "large": {
+        "model_name": "Qwen/Qwen3-4B",
+        "clip_range_left": 2e-4,
+        "clip_range_right": 3e-4,
+        "learning_rate": 5e-6,
+        "gradient_checkpointing": True,
+    },
+    "moe": {
+        "model_name": "Qwen/Qwen3-30B-A3B",
+        "num_generations": 6,
+        "clip_range_left": 2e-4,
+        "clip_range_right": 3e-4,
+        "learning_rate": 3e-6,
+        "lora_r": 32,
+    },
+}
+
+
+@pytest.mark.parametrize("size", STATESET)
+def test_statesets_recipes_are_exactly_its_settings(size):
+    """Every key of the translation, and nothing besides but what the learner's record is written for."""
+    given = {**STATESET[size], "num_outer_iterations": 100}
+    wanted = Wanted(env="SqlAnalyst", max_turns=4, label=f"stateset-{size}")
+    translated = RunConfig.from_dict(translate("stateset", given, wanted).values).model_dump(mode="json")
+    recipe = load_config(FOLDER / f"stateset_{size}.toml").model_dump(mode="json")
+    recipe["run"]["log_tokens_every_n_iters"] = translated["run"]["log_tokens_every_n_iters"]
+    assert recipe == translated
+    rollout = recipe["rollout"]
+    sampling = [rollout[name] for name in ("temperature", "top_p", "top_k", "repetition_penalty")]
+    assert sampling == [0.7, 0.9, 50, 1.1]  # GSPOConfig of 0.69, which its entry point gives the agent
+
+
 @pytest.mark.parametrize(
     ("stem", "system", "given"),
     [
         ("agilerl_gspo", "agilerl", {}),
-        ("stateset_small", "stateset", {"num_generations": 4, "learning_rate": 1e-5, "lora_r": 8}),
-        (
-            "stateset_moe",
-            "stateset",
-            {
-                "num_generations": 6,
-                "clip_range_left": 2e-4,
-                "clip_range_right": 3e-4,
-                "learning_rate": 3e-6,
-                "lora_r": 32,
-                "gradient_checkpointing": True,
-            },
-        ),
         (
             "roll_gspo",
             "roll",

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
@@ -42,6 +43,7 @@ from gspo_gym.policy.load import check_base, check_quantization, known_context
 from gspo_gym.policy.options import check_options
 from gspo_gym.rollout.actors import ScriptedActor
 from gspo_gym.rollout.episode import EpisodeRequest
+from gspo_gym.run.models import find_model
 from gspo_gym.run.sinks import check_sinks
 from gspo_gym.seeding import FIRST_TRAINING_SEED, child_seed
 from gspo_gym.types import Message, Task, Trajectory
@@ -176,12 +178,13 @@ def _checks(config: RunConfig, base: str | None) -> Sequence[Callable[[], object
 
 
 def _evaluation_checks(config: RunConfig, name: str) -> Sequence[Callable[[], object]]:
+    runs = Path(config.run.folder)
     return (
         lambda: refuse_to_run(config.sections),
-        lambda: check_base(build.newest_checkpoint(name)),
+        lambda: check_base(find_model(name, runs=runs).base),
         lambda: check_options(device=build.device_of(config)),
         lambda: check_engine(config),
-        lambda: check_context(config, *known_context(build.newest_checkpoint(name))),
+        lambda: check_context(config, *known_context(find_model(name, runs=runs).base)),
         lambda: check_apps(config),
     )
 

@@ -39,7 +39,6 @@ from gspo_gym.run.journal import Journal, MoreMetrics
 from gspo_gym.run.judging import Judging
 from gspo_gym.run.process import Phases
 from gspo_gym.run.recording import LEDGER_FILE, RunRecorder
-from gspo_gym.run.records import read_run_id
 from gspo_gym.run.report.progress import Progress
 from gspo_gym.run.settings import LoopSettings, TrainPlan
 from gspo_gym.run.sinks import Sink, open_sinks
@@ -48,16 +47,6 @@ from gspo_gym.run.steering import Steering
 from gspo_gym.run.trainer import Evaluate, ForgetEnded, Trainer, WhileLearning
 from gspo_gym.seeding import child_seed
 from gspo_gym.types import TrajectoryGroup
-
-
-def newest_checkpoint(name: str) -> str:
-    """Return the newest complete checkpoint if `name` is a run's folder; any other name unchanged.
-
-    Raises:
-        CheckpointError: the run has none, or it is another step's or another run's.
-    """
-    folder = Path(name) / "checkpoints"
-    return str(CheckpointStore(folder, run_id=read_run_id(Path(name))).newest()) if folder.is_dir() else name
 
 
 def build_policy(config: RunConfig, base: str | None = None) -> Policy:

@@ -189,20 +189,20 @@ _PADDING = "padding is by mask here, whatever the id"
 _POPULATION = "a population is a search here: `gspo-gym search`"
 # Most of these are always on here, or mean nothing for text.
 WITHOUT_COUNTERPART: Mapping[str, tuple[Any, str]] = {
-    "cast_logprobs_to_fp32": (None, "logprobs are always computed in float32"),
-    "use_fused_linear_logprobs": (None, "logprobs are always computed in chunks (training.logits_memory_mib)"),
-    "calc_position_embeddings": (None, "rows are padded on the right, so that positions need no correction"),
-    "reduce_memory_peak": (None, "deprecated and without effect there, too"),
+    "cast_logprobs_to_fp32": (True, "logprobs are always computed in float32"),
+    "use_fused_linear_logprobs": (False, "logprobs are always computed in chunks (training.logits_memory_mib)"),
+    "calc_position_embeddings": (True, "rows are padded on the right, so that positions need no correction"),
+    "reduce_memory_peak": (False, "deprecated and without effect there, too"),
     "pad_token_id": (None, f"{_PADDING}: an end-of-turn token is trained on even if it pads"),
     "pad_token": (None, _PADDING),
-    **without("internal", "clone", "wrap"),
-    "index": (None, "internal: the member's number in a population"),
+    **without("internal", clone=False, wrap=True),
+    "index": (0, "internal: the member's number in a population"),
     "accelerator": (None, "distributed training is not in this version"),
     "hf_generate_chunk_size": (None, "rollout.max_concurrent_rollouts bounds what is generated at once"),
-    **without(
-        "write vllm.sleep_while_learning, which frees the GPU while the learner works", "use_memory_efficient_params"
+    "use_memory_efficient_params": (
+        True, "write vllm.sleep_while_learning, which frees the GPU while the learner works",
     ),
-    "device": (None, "ignored there; model.device chooses here"),
+    "device": ("cpu", "ignored there; model.device chooses here"),
     **without(_POPULATION, "hp_config", "pop_size", "tournament_size", "elitism", "mutation_params"),
 }  # fmt: skip
 _LORA_KEYS = ("training.lora.r", "training.lora.alpha", "training.lora.dropout", "training.lora.target_modules")

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -61,17 +61,26 @@ class System:
         rows: its keys.
         without_counterpart: their other keys: default, and the reason why no key here answers to it.
         flatten: takes nested tables apart.
+        ignored: keys of `rows` that it ignores, with their defaults. Such a default says nothing; another value acts
+            here, which is noted.
     """
 
     name: str
     rows: Mapping[str, Row]
     without_counterpart: Mapping[str, tuple[Any, str]] = field(default_factory=dict)
     flatten: Callable[[Mapping[str, Any]], dict[str, Any]] = dict
+    ignored: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def defaults(self) -> dict[str, Any]:
         """Return the defaults of keys that decide something here."""
         return {key: row.default for key, row in self.rows.items() if row.default is not None}
+
+    def draft(self, values: Mapping[str, Any], *, model: str | None = None) -> Draft:
+        """Return the draft of a file as read, in which nothing is translated yet; `model` goes over the file's."""
+        flat = self.flatten(values)
+        given = {key: value for key, value in flat.items() if key not in self.ignored or value != self.ignored[key]}
+        return Draft(self.name, given, self.defaults, model)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,11 +108,13 @@ class Draft:
         system: its name, for messages.
         given: the file's keys.
         defaults: see `System.defaults`.
+        model: the model that the translation is for; None: that of the file.
     """
 
     system: str
     given: Mapping[str, Any]
     defaults: Mapping[str, Any]
+    model: str | None = None
     _ours: dict[str, Any] = field(default_factory=dict)
     _notes: list[str] = field(default_factory=list)
     _left_out: list[str] = field(default_factory=list)
@@ -122,6 +133,8 @@ class Draft:
                     self.set(ours, part)
         for theirs, (default, why) in system.without_counterpart.items():
             self.leave_out(theirs, why, default=default)
+        if acting := [theirs for theirs in system.ignored if self.given.get(theirs) is not None]:
+            self.note(f"{', '.join(acting)}: without effect in {system.name}; here it acts")
 
     def get(self, theirs: str) -> Any:
         """Return their value, or the default of their system if the file has none or None."""
@@ -243,11 +256,12 @@ class Draft:
         self.set("training.lora.target_modules", [modules] if is_one else modules)
 
     def leave_out(self, theirs: str, why: str, *, default: Any = None) -> None:
-        """Report a key without a counterpart, unless it is absent, off or has its default."""
+        """Report a key without a counterpart, unless it is absent, has its default or switches off what is off."""
         self._read.add(theirs)
-        # A key that is off, or has its default, changes nothing there either.
-        if self.given.get(theirs) not in (None, False, default, self.defaults.get(theirs)):
-            self._left_out.append(f"{theirs} = {self.given[theirs]!r}: {why}")
+        value = self.given.get(theirs)
+        changes_nothing = value in (None, default, self.defaults.get(theirs)) or (value is False and not default)
+        if not changes_nothing:
+            self._left_out.append(f"{theirs} = {value!r}: {why}")
 
     def leave_out_part(self, theirs: str, part: str, value: Any, why: str) -> None:
         """Report a key of their table that has no counterpart here."""
@@ -383,8 +397,8 @@ def _take_template_arguments(draft: Draft) -> None:
     draft.set("rollout.policy_config.chat_template_kwargs", kwargs or None)
 
 
-def _take_sinks(draft: Draft) -> None:
-    names = draft.names("report_to")
+def take_sinks(draft: Draft, names: Sequence[str]) -> None:
+    """Set the sinks of metrics among names of sinks; the others are noted."""
     for name in names:
         if name not in ("none", "wandb", "tensorboard"):
             draft.note(f"report_to: {name!r} has no sink here; metrics are always in metrics.jsonl")
@@ -423,13 +437,18 @@ def take_aggregation(draft: Draft, aggregation: str, *, is_sequence: bool, norm_
         )
 
 
-def _take_truncation(draft: Draft) -> None:
-    active: Mapping[str, float | None] = {
-        "top_p": _unless(draft.number("top_p"), 1.0),
-        "top_k": _unless(draft.number("top_k"), 0.0, -1.0),
-        "min_p": _unless(draft.number("min_p"), 0.0),
-        "repetition_penalty": _unless(draft.number("repetition_penalty"), 1.0),
-    }
+# Sampling settings that change the distribution, and the values with which they change nothing.
+TRUNCATION: Mapping[str, tuple[float, ...]] = {
+    "top_p": (1.0,),
+    "top_k": (0.0, -1.0),
+    "min_p": (0.0,),
+    "repetition_penalty": (1.0,),
+}
+
+
+def take_truncation(draft: Draft, *names: str) -> None:
+    """Set these of `TRUNCATION` (default: all), and acknowledge that rollouts come from a changed distribution."""
+    active = {name: _unless(draft.number(name), *TRUNCATION[name]) for name in names or TRUNCATION}
     for name, value in active.items():
         draft.set(f"rollout.{name}", int(value) if name == "top_k" and value is not None else value)
     cut = [name for name, value in active.items() if value is not None]
@@ -489,7 +508,7 @@ TRAINER_ARGUMENTS: Mapping[str, Row] = {
 }
 # Sinks of metrics, and the run's name.
 REPORTING: Mapping[str, Row] = {
-    "report_to": by(_take_sinks, "tracking.report_to"),
+    "report_to": by(lambda draft: take_sinks(draft, draft.names("report_to")), "tracking.report_to"),
     "run_name": plain("tracking.run_name"),
     "output_dir": by(_take_folder, "model.label", note="a run is written into run.folder / model.label"),
 }
@@ -498,5 +517,5 @@ POLICY: Mapping[str, Row] = {
     "system_prompt": plain("rollout.policy_config.system_prompt"),
     "chat_template_kwargs": by(_take_template_arguments, "rollout.policy_config.chat_template_kwargs"),
     "temperature": number("rollout.temperature"),
-    **{name: by(_take_truncation, f"rollout.{name}") for name in ("top_p", "top_k", "min_p", "repetition_penalty")},
+    **{name: by(take_truncation, f"rollout.{name}") for name in TRUNCATION},
 }

@@ -189,7 +189,7 @@ def test_score_refuses_to_write_over_and_says_where_a_judge_could_come_from(
     assert main(["judge", "score", str(run), "--label", "new"]) == 2
     assert "name one by --config" in capsys.readouterr().err
     assert main(["judge", "score", str(tmp_path / "nothing")]) == 2
-    assert "expected a run's folder" in capsys.readouterr().err
+    assert "there is no such run" in capsys.readouterr().err
 
 
 def test_audit_compares_with_labels_looks_for_biases_and_attacks(

@@ -24,7 +24,7 @@ from gspo_gym.cli.main import main
 from gspo_gym.cli.train import run_training
 from gspo_gym.cli.verify import verify_step
 from gspo_gym.config.build.live import find_restored
-from gspo_gym.config.build.trainer import build_learner, build_policy, newest_checkpoint
+from gspo_gym.config.build.trainer import build_learner, build_policy
 from gspo_gym.config.run_config import RunConfig, load_config, model_name
 from gspo_gym.learning.saved import SavedTensors, copy_state
 from gspo_gym.learning.settings import LoraSettings
@@ -105,7 +105,7 @@ def of_models(run: Path, _: Path) -> object:
     listed = [(model.name, model.step, model.evaluation, marks) for model, marks in list_models(run.parent)]
     model = find_model("run@best", runs=run.parent)
     card = model_card(model, Weights("transformers", None, None, {}), version="1")
-    return listed, card, newest_checkpoint(str(run)).removeprefix(str(run))
+    return listed, card, find_model(str(run)).base.removeprefix(str(run))
 
 
 def of_an_export(run: Path, folder: Path) -> object:

@@ -32,7 +32,7 @@ TRIES = (True, False, 7, 64, 0.5, 1.5, "text", ["up_proj"])
 # Of keys that take none of them, or of which they do not show everything.
 OWN_TRIES: Mapping[str, tuple[Any, ...]] = {
     "chat_template_kwargs": ({"enable_thinking": False},),
-    "report_to": ("wandb",),
+    "report_to": ("wandb", "tensorboard"),
     "warmup_steps": (5, 0.5),
     "save_strategy": ("no",),
     "max_completion_length": (100,),

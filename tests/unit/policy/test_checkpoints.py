@@ -20,7 +20,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from gspo_gym.config.build.trainer import newest_checkpoint
 from gspo_gym.errors import CheckpointError
 from gspo_gym.learning.saved import copy_state
 from gspo_gym.learning.settings import LoraSettings
@@ -28,6 +27,7 @@ from gspo_gym.policy.checkpoints import CheckpointStore
 from gspo_gym.policy.load import Policy, load_policy
 from gspo_gym.policy.lora import add_lora
 from gspo_gym.policy.manifest import Origin, RetentionSettings, git_revision, read_manifest, verify
+from gspo_gym.run.models import find_model
 from gspo_gym.run.recording import RunRecorder
 from gspo_gym.run.records import read_run_id
 
@@ -378,13 +378,13 @@ def test_what_is_evaluated_is_the_runs_own_checkpoint_of_the_step_that_its_name_
         CheckpointStore(folder, run_id=read_run_id(folder.parent)).save(
             step, policy=load_policy("tiny:qwen3-64"), learner=FakeLearner(), trainer_state={}
         )
-    assert newest_checkpoint(str(first.parent)) == str(first / "step_000004")
+    assert find_model(str(first.parent)).base == str(first / "step_000004")
     shutil.copytree(second / "step_000006", first / "step_000006")
     with pytest.raises(CheckpointError, match="step_000006: is a checkpoint of another run"):
-        newest_checkpoint(str(first.parent))
+        find_model(str(first.parent))
     (second / "step_000006").rename(second / "step_000009")
     with pytest.raises(CheckpointError, match="step_000009: was saved after step 6"):
-        newest_checkpoint(str(second.parent))
+        find_model(str(second.parent))
     with pytest.raises(CheckpointError, match="step_000009: was saved after step 6"):
         load_policy(str(second / "step_000009"))
     shutil.copytree(second / "step_000009", tmp_path / "my_model")

@@ -4,6 +4,7 @@ import pytest
 
 from gspo_gym.cli.config import Wanted, translate
 from gspo_gym.config.run_config import RunConfig
+from gspo_gym.config.words import SYSTEMS
 from gspo_gym.errors import ConfigError
 
 # Unsloth's page, as printed there.
@@ -82,6 +83,21 @@ EXAMPLES = {"trl": UNSLOTH, "roll": ROLL, "stateset": STATESET, "agilerl": {}}
 
 def said(translation, *words):
     return any(all(word in note for word in words) for note in translation.notes)
+
+
+@pytest.mark.parametrize("system", sorted(SYSTEMS))
+def test_a_file_that_spells_every_default_out_is_the_silent_one(system):
+    """tests/foreign has the same with the defaults of the installed packages; ROLL is not in the package registry."""
+    known = SYSTEMS[system]
+    without_counterpart = {key: default for key, (default, _) in known.without_counterpart.items()}
+    spelled = translate(system, {**without_counterpart, **known.ignored, **known.defaults})
+    assert spelled.values == translate(system, {}).values
+    assert spelled.left_out == ()
+
+
+def test_a_key_that_their_trainer_ignores_acts_here_and_is_named():
+    translation = translate("stateset", {"mini_batch_size": 50, "seed": 7, "gradient_accumulation_steps": 4})
+    assert said(translation, "mini_batch_size, seed: without effect in stateset-agents; here it acts")
 
 
 @pytest.mark.parametrize("system", sorted(EXAMPLES))
@@ -217,9 +233,21 @@ def test_stateset_example_key_for_key():
         "update_epochs": 1,
         "iterations_per_epoch": 100,
         "learning_rate": 1e-5,
-        "lora": {"r": 16, "alpha": 32.0, "dropout": 0.05},
+        "checkpoint_every_n_iters": 100,
+        "lora": {"r": 16, "alpha": 32.0, "dropout": 0.05, "target_modules": ["c_attn", "c_proj"]},
     }
     assert translation.values["loss"] == {"clip_low": 3e-4, "clip_high": 4e-4}
+    assert translation.values["rollout"] == {
+        "env_name": "SqlAnalyst",
+        "max_turns": 1,
+        "max_output_tokens": 256,
+        "max_model_len": 512,
+        "episodes_per_batch": 400,
+        "temperature": 0.7,
+        "top_p": 0.9,
+        "top_k": 50,  # these two are not in the guide's listing
+        "repetition_penalty": 1.1,
+    }
     assert translation.values["tracking"] == {
         "report_to": ["wandb"],
         "run_name": "gspo-exp-001",
@@ -351,9 +379,25 @@ def test_stateset_example_key_for_key():
         ("stateset", {"use_8bit": True}, "model.quantization", "int8"),
         ("stateset", {"use_lora": False}, "model.trainer_mode", "full"),
         ("stateset", {"lora_target_modules": "q_proj"}, "training.lora.target_modules", ["q_proj"]),  # not its letters
-        ("stateset", {"reward_clip": 10.0}, "rewards.clip", 10.0),
+        ("stateset", {"reward_clip": 5.0}, "rewards.clip", 5.0),
+        ("stateset", {"reward_clip": 10.0}, "rewards.clip", None),  # the default of a key that its trainer ignores
+        ("stateset", {"batch_size": 8}, "training.batch_size", 8),
+        ("stateset", {"wandb_run_name": "a"}, "tracking.run_name", "a"),
+        ("stateset", {"report_to": "wandb"}, "tracking.report_to", None),  # logs nothing without wandb_project
+        ("stateset", {"rescore_old_log_probs": False}, "correction.old_logprobs", "rollout"),
+        ("stateset", {"use_vllm": True}, "vllm.gpu_memory_utilization", 0.85),
+        ("stateset", {"use_vllm": True}, "rollout.top_k", None),  # its vLLM backend takes temperature and top_p only
+        ("stateset", {"use_vllm": True}, "rollout.repetition_penalty", None),
+        ("stateset", {"use_vllm": True, "vllm_max_model_len": 2048}, "rollout.max_model_len", 2048),
+        ("stateset", {}, "model.dtype", "bfloat16"),
+        ("stateset", {"bf16": False}, "model.dtype", None),
+        ("stateset", {"fp16": True}, "model.dtype", "float16"),
+        ("stateset", {"use_lora": False}, "model.dtype", None),  # weights that are trained stay float32
+        ("stateset", {}, "model.base", "openai-community/gpt2"),
+        ("stateset", {"model_name": "mistral"}, "training.lora.target_modules", ["q_proj", "v_proj"]),
         ("stateset", {"mini_batch_size": 50}, "training.batch_size", 50),
-        ("stateset", {"beta": 0.01}, "loss.kl_coef", 0.01),
+        ("stateset", {"beta": 0.01, "use_reference_model": True}, "loss.kl_coef", 0.01),
+        ("stateset", {"beta": 0.01}, "loss.kl_coef", None),
     ],
 )
 def test_one_key(system, given, key, expected):
@@ -418,14 +462,14 @@ def test_a_value_that_makes_no_sense_is_an_error(system, given, message):
 @pytest.mark.parametrize(
     ("system", "given", "reason"),
     [
-        ("agilerl", {"use_memory_efficient_params": True}, "vllm.sleep_while_learning"),
+        ("agilerl", {"use_memory_efficient_params": False}, "vllm.sleep_while_learning"),
         ("agilerl", {"reduce_memory_peak": True}, "without effect there, too"),
         ("agilerl", {"clone": True}, "internal"),
-        ("agilerl", {"wrap": True}, "internal"),
+        ("agilerl", {"wrap": False}, "internal"),
         ("agilerl", {"pad_token_id": 5}, "padding is by mask here"),
         ("agilerl", {"device": "cuda"}, "model.device chooses here"),
         ("agilerl", {"hp_config": {"lr": [1e-6, 1e-4]}}, "gspo-gym search"),
-        ("agilerl", {"cast_logprobs_to_fp32": True}, "always computed in float32"),
+        ("agilerl", {"cast_logprobs_to_fp32": False}, "always computed in float32"),
         ("trl", {"vllm_gpu_memory_utilization": 0.5}, "acts with use_vllm only"),
         ("trl", {"loss_type": "cispo"}, "its surrogate is not here"),
         ("trl", {"use_dora": True}, "has no counterpart"),
@@ -439,6 +483,12 @@ def test_a_value_that_makes_no_sense_is_an_error(system, given, message):
         ("roll", {"num_gpus_per_node": 8}, "belongs to its launcher"),
         ("agilerl", {"vllm_config": {"tensor_parallel_size": 2}}, "acts with use_vllm only"),
         ("agilerl", {"actor_network": {"a": "model"}}, "a model in memory cannot be in a file"),
+        ("trl", {"shuffle_dataset": False}, "tasks are drawn by seed"),  # a switch that is on by default
+        ("roll", {"episode_reward_weight": 0}, "belongs to GiGPO"),  # 0 is no switch
+        ("stateset", {"beta": 0.01}, "acts with use_reference_model only, there"),
+        ("stateset", {"entropy_coef": 0.1}, "its GSPO trainer ignores this key; write loss.entropy_coef"),
+        ("stateset", {"objective": "dapo"}, "write algorithm.variety"),
+        ("stateset", {"vllm_tensor_parallel_size": 2}, "acts with use_vllm only"),
     ],
 )
 def test_what_has_no_counterpart_is_left_out_aloud(system, given, reason):

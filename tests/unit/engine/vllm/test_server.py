@@ -56,7 +56,7 @@ def test_a_socket_needs_an_absolute_path() -> None:
 
 
 def test_the_command_refuses_such_an_address_before_anything_is_started(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["serve", "policy", "--engine", "vllm", "--host", "0.0.0.0"]) == 2
+    assert main(["serve", "our/policy", "--engine", "vllm", "--host", "0.0.0.0"]) == 2
     assert "ssh -L" in capsys.readouterr().err
 
 
@@ -209,11 +209,11 @@ def test_the_command_prints_the_url_and_ends_its_server_at_sigterm(tmp_path: Pat
     python = interpreter(tmp_path, f'echo $$ > {tmp_path}/server; exec "$PYTHON" "$STUB" "$@"')
     code = (
         "import sys; from pathlib import Path; from gspo_gym.cli.main import main; "
-        f"sys.executable = {str(python)!r}; sys.exit(main(['serve', 'policy', '--port=0', '--enforce-eager']))"
+        f"sys.executable = {str(python)!r}; sys.exit(main(['serve', 'our/policy', '--port=0', '--enforce-eager']))"
     )
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
-        assert process.stdout.readline().startswith("serving policy with vLLM at http://127.0.0.1:")
+        assert process.stdout.readline().startswith("serving our/policy with vLLM at http://127.0.0.1:")
         process.send_signal(signal.SIGTERM)
         assert process.wait(60) == 143
     assert ends(int((tmp_path / "server").read_text()))
@@ -228,7 +228,7 @@ def test_the_command_reports_a_server_that_ends_by_itself(
     )
     monkeypatch.setattr(sys, "executable", str(python))
     (tmp_path / "end").touch()  # so it ends at once, before or after it answered
-    status = main(["serve", "policy", "--port", "0"])
+    status = main(["serve", "our/policy", "--port", "0"])
     assert status in (1, 2)
     assert "out of memory" in capsys.readouterr().err
 

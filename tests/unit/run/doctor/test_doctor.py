@@ -673,7 +673,7 @@ def test_notes_and_warnings_alone_exit_with_0(tmp_path):
 
 def test_a_folder_without_a_run_is_the_callers_mistake(tmp_path, capsys):
     assert main(["doctor", str(tmp_path)]) == 2
-    assert "expected the folder of a run" in capsys.readouterr().err
+    assert "there is no such run" in capsys.readouterr().err
     (tmp_path / "config.toml").write_text("= =")
     with pytest.raises(ConfigError, match=r"config\.toml: cannot be read as TOML"):
         read_run(tmp_path)
