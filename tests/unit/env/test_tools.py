@@ -383,7 +383,11 @@ def test_a_result_is_text_or_json(result: Any, text: str) -> None:
     assert type(text_of(result, where="here")) is str
 
 
-@pytest.mark.parametrize("result", [object(), ValueError("x"), [len], circle(), {"a": {"b": b"\xff"}}], ids=repr)
+@pytest.mark.parametrize(
+    "result",
+    [object(), ValueError("x"), [len], circle(), {"a": {"b": b"\xff"}}],
+    ids=["object", "error", "function", "circle", "bytes"],
+)
 def test_a_result_that_is_neither_is_the_authors_error(result: Any) -> None:
     with pytest.raises(ContractError, match=r"^here: expected a result with a text for the model .*, got "):
         text_of(result, where="here")

@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -243,15 +241,15 @@ def test_the_second_model_of_an_evaluation_is_looked_at_before_the_first_one_pla
     assert "model './no/such/model': not a folder here" in capsys.readouterr().err
 
 
-def test_a_run_says_first_what_has_no_effect(file: Callable[..., str], tmp_path: Path) -> None:
+def test_a_run_says_first_what_has_no_effect(
+    file: Callable[..., str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     small = {
         "rollout.episodes_per_batch": 8, "training.iterations_per_epoch": 1, "training.batch_size": 8,
         "evaluation": {"seeds": "0:2"}, "run.folder": str(tmp_path / "runs"), "training.max_turns": 9,
     }  # fmt: skip
-    finished = subprocess.run(
-        [sys.executable, "-m", "gspo_gym.train", file(small)], capture_output=True, text=True, check=True
-    )
-    assert "training.max_turns: 9 is more than rollout.max_turns = 8" in " ".join(finished.stdout.split())
+    assert main(["train", file(small)]) == 0
+    assert "training.max_turns: 9 is more than rollout.max_turns = 8" in " ".join(capsys.readouterr().out.split())
 
 
 def test_a_folder_that_holds_a_run_is_said_before_the_run_is_refused_for_it(
