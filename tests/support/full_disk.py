@@ -35,6 +35,22 @@ class SmallDisk:
         else:
             _limit_files(num_bytes)
 
+    def fill(self) -> None:
+        """Leave no room: another file takes it all, or no file may grow beyond the largest one."""
+        if not self.is_mounted:
+            _limit_files(max(path.stat().st_size for path in self.folder.rglob("*") if path.is_file()))
+            return
+        with (self.folder / "pad").open("wb", buffering=0) as pad, contextlib.suppress(OSError):
+            while pad.write(bytes(4_096)):
+                pass
+
+    def free(self) -> None:
+        """Take back what `fill` did."""
+        if self.is_mounted:
+            (self.folder / "pad").unlink()
+        else:
+            _limit_files(self.num_bytes)
+
     def set_read_only(self, is_read_only: bool) -> None:
         """Refuse, or allow, all writing, as a system does with a disk that fails; of one that is mounted."""
         mode = "ro" if is_read_only else "rw"

@@ -105,12 +105,6 @@ MUST_MISS = {
         "tests/unit/run/test_judged_runs.py::test_a_judge_that_is_away_for_a_while_is_waited_for",
     ),
 }
-# They want an answer within seconds, of software of others.
-KNOWN_BOUNDS = {
-    "tests/cluster/test_ray.py::test_a_demand_that_cannot_be_met_is_a_sentence_at_once",
-    "tests/cluster/test_ray.py::"
-    "test_only_what_was_on_a_node_that_leaves_is_moved_and_where_there_is_no_room_is_said_at_once",
-}
 
 
 def value_of(node: ast.AST) -> float | None:
@@ -248,9 +242,7 @@ def found() -> list[Site]:
 
 
 def test_no_assertion_wants_anything_within_less_than_30_seconds(found: list[Site]) -> None:
-    bounds = [site for site in found if site.is_bound]
-    assert [site for site in bounds if site.place not in KNOWN_BOUNDS] == []
-    assert {site.place for site in bounds} == KNOWN_BOUNDS  # or one is mended: take it off the list
+    assert [site for site in found if site.is_bound] == []
 
 
 def test_limits_below_a_second_stand_only_where_something_has_to_miss_them(found: list[Site]) -> None:

@@ -52,9 +52,12 @@ def test_a_transaction_that_raises_leaves_nothing(store: Store) -> None:
     store.close()
 
 
+@pytest.mark.parametrize("may_mount", [True, False])
 @forked
-def test_a_full_disk_takes_nothing_of_a_transaction_and_the_next_one_that_has_room_all(tmp_path: Path) -> None:
-    with small_disk(tmp_path / "disk", 1_000_000) as disk:
+def test_a_full_disk_takes_nothing_of_a_transaction_and_the_next_one_that_has_room_all(
+    tmp_path: Path, may_mount: bool
+) -> None:
+    with small_disk(tmp_path / "disk", 1_000_000, may_mount=may_mount) as disk:
         store = Store(disk.folder / "jobs.sqlite3")
         job_id = queue(store)
         with pytest.raises(StorageError, match=r"jobs\.sqlite3: (database or disk is full|disk I/O error)"):

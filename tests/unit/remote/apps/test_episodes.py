@@ -30,7 +30,7 @@ from gspo_gym.seeding import child_seed
 from gspo_gym.types import Outcome, Task, Trajectory
 
 TASK = Task("quiz", seed=7)
-HANG_SECONDS = 30.0  # pass at once on the client's clock where the app hangs
+EPISODE_SECONDS, HANG_SECONDS = 20.0, 30.0  # which pass at once on the client's clock where the app hangs
 
 
 class OnStage:
@@ -287,7 +287,7 @@ def test_an_app_that_ended_before_the_model_said_anything_has_no_reward() -> Non
 )
 def test_every_failure_of_the_app_is_a_record_and_no_reward(fault: Any, outcome: Outcome, says: str) -> None:
     app = FakeTaskApp(fault=lambda number: fault)
-    trajectory = played(app, episode_timeout_seconds=HANG_SECONDS)
+    trajectory = played(app, episode_timeout_seconds=EPISODE_SECONDS)
     assert trajectory.outcome is outcome
     assert says in (trajectory.error or "")
     assert not trajectory.is_scored
@@ -299,7 +299,7 @@ def test_an_app_that_plays_on_after_its_time_is_up_samples_nothing() -> None:
     engine = quiz_engine()
 
     async def test() -> None:
-        async with staged(app, engine, episode_timeout_seconds=HANG_SECONDS) as stage:
+        async with staged(app, engine, episode_timeout_seconds=EPISODE_SECONDS) as stage:
             late = await stage.play()
             assert late.outcome is Outcome.EPISODE_TIMEOUT
             await asyncio.to_thread(app.has_played_on.wait)  # it notices that its client has gone
