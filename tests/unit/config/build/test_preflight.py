@@ -219,6 +219,11 @@ def test_a_deep_check_asks_the_apps_whether_they_can_be_used(make: Make) -> None
         ("scripted:reference", {"model.base": "tiny:qwen9-64"}, "there is no tiny model of that name"),
         ("openai:some-model", {}, "expected an API key in the variable OPENAI_API_KEY"),
         ("openai:some-model@http://127.0.0.1:9/v1", {"rollout.env_config": {"hig": 4}}, "did you mean 'high'"),
+        (
+            "openai:some-model@http://127.0.0.1:9/v1",
+            {"rollout.min_output_tokens": 2},
+            "leave min_tokens at the default",
+        ),
         ("scripted:reference", {"judge": JUDGED["judge"]}, "expected a key in the variable GROQ_API_KEY"),
     ],
 )
