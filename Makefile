@@ -28,7 +28,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2
 export PYTHONDONTWRITEBYTECODE :=
 SITE_PACKAGES := import sysconfig; print(sysconfig.get_path('purelib'))
 
-.PHONY: quickstart test more nightly lint types unit slow foreign openai-2 vllm browser cluster environments benchmark bench peers clean
+.PHONY: quickstart test more nightly lint types unit slow foreign foreign-suites foreign-verifiers openai-2 vllm browser cluster environments benchmark bench peers clean
 
 quickstart: $(VENV)/.run
 	$(BIN)/python -m gspo_gym.train configs/quickstart.toml --set-aside
@@ -60,8 +60,13 @@ unit: $(VENV)/.dev
 slow: $(VENV)/.dev
 	$(PYTEST) -m "$(if $(filter not,$(MARK)),slow and not nightly,nightly)" tests
 
-foreign: $(MORE)/.installed $(VERIFIERS)/.installed
+# Two, so that one that fails does not hide the other.
+foreign: foreign-suites foreign-verifiers
+
+foreign-suites: $(MORE)/.installed
 	OMP_NUM_THREADS=1 $(MORE)/bin/python -m pytest -m "not verifiers and ($(MARK))" tests/foreign
+
+foreign-verifiers: $(VERIFIERS)/.installed
 	OMP_NUM_THREADS=1 $(VERIFIERS)/bin/python -m pytest -m "verifiers and ($(MARK))" tests/foreign
 
 openai-2: $(VENV)/.dev $(OPENAI_2)/.installed
