@@ -10,7 +10,7 @@ import enum
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal
+from typing import Any, Literal, SupportsFloat
 
 import numpy as np
 from numpy.typing import NDArray
@@ -464,7 +464,7 @@ def _freeze(record: Any, **dtypes: type[np.generic]) -> None:
         object.__setattr__(record, name, array)
 
 
-def is_finite(value: float) -> bool:
+def is_finite(value: SupportsFloat) -> bool:
     """Return whether a number is finite as a float: NaN, infinities and an int of 400 digits are not."""
     try:
         return math.isfinite(value)

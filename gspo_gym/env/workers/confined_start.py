@@ -343,6 +343,9 @@ _ARGUMENTS: Mapping[str, Arguments] = {
     "setsockopt": ((1, _WHOLE, (1,)), (2, _WHOLE, (2, 9, 13, 16, 20, 21, 66, 67))),
 }
 
+# Without a thread's processors libc still says where its stack is, which Python 3.14 asks for.
+_REFUSALS = {"ioctl": _ENOTTY, "sched_getaffinity": _ENOSYS}
+
 
 def _refuse_calls(*, may_fork: bool, is_alone: bool) -> None:
     """Install the seccomp filter; with `is_alone`, other processes are visible, so only its own id may be named."""
@@ -366,7 +369,7 @@ def _refuse_calls(*, may_fork: bool, is_alone: bool) -> None:
     code = [(_LOAD, 0, 0, 4), (_EQUAL, 1, 0, _AUDIT_ARCH), (_RETURN, 0, 0, _KILL), (_LOAD, 0, 0, 0)]
     for name, numbers in allowed.items():
         if numbers[_COLUMN] >= 0:
-            code += _allowing(numbers[_COLUMN], arguments.get(name, ()), _ENOTTY if name == "ioctl" else _EPERM)
+            code += _allowing(numbers[_COLUMN], arguments.get(name, ()), _REFUSALS.get(name, _EPERM))
     for numbers in _ABSENT.values():
         code += [(_EQUAL, 0, 1, numbers[_COLUMN]), (_RETURN, 0, 0, _ENOSYS)]
     code += [(_AT_LEAST, 0, 1, _NEWER_CALLS), (_RETURN, 0, 0, _ENOSYS), (_RETURN, 0, 0, _EPERM)]

@@ -251,6 +251,7 @@ def raising(method: str, error: BaseException) -> Callable[[str], Any]:
         ),
         *product([Echo], [KeyboardInterrupt("mine"), StopIteration("x")]),
     ],
+    ids=lambda value: value.__name__ if isinstance(value, type) else repr(value),
 )
 def test_what_step_raises_is_an_env_error(kind: type[Echo], error: BaseException) -> None:
     env = kind(raising("step", error))

@@ -150,11 +150,14 @@ def test_threads_are_bounded_also_where_the_kernel_counts_those_of_other_program
 
 
 WORKING = """
-import asyncio, concurrent.futures, faulthandler, fcntl, mmap, multiprocessing, os, platform, resource, secrets, select
-import shutil, signal, socket, sqlite3, subprocess, sys, tempfile, threading, time, uuid
+import asyncio, concurrent.futures, ctypes, faulthandler, fcntl, mmap, multiprocessing, os, platform, resource, secrets
+import select, shutil, signal, socket, sqlite3, subprocess, sys, tempfile, threading, time, uuid
 
 sys.stdin.read(), sys.stdin.seek(0), sys.stdout.isatty(), shutil.get_terminal_size()
 list(concurrent.futures.ThreadPoolExecutor(3).map(abs, [1, -2]))
+def stack():  # as Python 3.14 asks for it in every thread
+    return ctypes.CDLL(None).pthread_getattr_np(ctypes.c_ulong(threading.get_ident()), ctypes.create_string_buffer(256))
+assert concurrent.futures.ThreadPoolExecutor(1).submit(stack).result() == 0
 assert asyncio.run(asyncio.to_thread(abs, -1)) == 1
 signal.signal(signal.SIGALRM, lambda *_: None), signal.setitimer(signal.ITIMER_REAL, 0.001), signal.pause()
 signal.signal(signal.SIGUSR1, lambda *_: None), os.kill(os.getpid(), signal.SIGUSR1)
