@@ -1,9 +1,8 @@
 """Checks of a page's data: whether the numbers of a step's episodes and tokens can belong together.
 
 The doctor reads how a run went; this reads what was recorded of single tokens, and finds bugs in what made them: each
-number follows from others on the page, by the learner's own functions, so that what these compute is right here by
-definition. `page_findings` reads nothing but the page's data. `gspo-gym verify` is sharper, for it computes the model
-again, and independent: it has no code of the learner.
+number follows from others on the page, by the learner's own functions. `page_findings` reads nothing but the page's
+data. `gspo-gym verify` is sharper and independent: it computes the model again, without code of the learner.
 """
 
 from __future__ import annotations
@@ -471,61 +470,49 @@ def _wrong_advantages(
     return "advantages_are_others", f"{seen} ({len(wrong)} of {len(own)} episodes of the group are wrong)"
 
 
-@dataclass(frozen=True, slots=True)
-class _Loss:
-    """What the learner's loss makes of the columns of a pass; [A] each, NaN where it is not known."""
-
-    ratio: Array
-    clip: Array
-    share: Array
-
-
-def _loss(view: StepView, number: int, settings: LossSettings, *, shift: float = 0.0) -> _Loss:
-    """Return the learner's loss of a pass; `shift` is added to its logprobs."""
-    update, step, now = view.values["update"], view.optimizer_step(number), view.column("logprob", number)
+def _loss(view: StepView, number: int, settings: LossSettings, *, shift: float = 0.0) -> dict[str, Array]:
+    """Return [A] ratio, clip and share by the learner's loss of a pass's logprobs plus `shift`; NaN: not known."""
+    update, step, given = view.values["update"], view.optimizer_step(number), view.column("share", number)
     columns = {name: view.column(name) for name in ("old_logprob", "advantage", "ref_logprob")}
-    columns |= {name: view.column(name, number) for name in ("entropy", "correction")}
+    columns |= {name: view.column(name, number) for name in ("logprob", "entropy", "correction")}
     columns["correction"] = np.nan_to_num(columns["correction"], nan=1.0)  # a run without a correction has none
-    known = np.isfinite(now - columns["old_logprob"]) & (step >= 0) & (view.turn >= 0)
-    terms = np.full((3, len(now)), np.nan)
+    known = np.isfinite(columns["logprob"] - columns["old_logprob"]) & (step >= 0) & (view.turn >= 0)
+    terms = {name: np.full(len(step), np.nan) for name in ("ratio", "clip", "share")}
     for k in np.unique(step[known]).tolist():
         at = np.flatnonzero(known & (step == k))
         laid, mask, trajectory = _rows(view, at)
-        counts = [update[name][k] for name in ("episodes", "turns", "tokens")]
+        episodes, turns, tokens = (update[name][k] for name in ("episodes", "turns", "tokens"))
+        tensors = {name: laid(column) for name, column in columns.items()}
         found = policy_loss(
-            laid(now + shift),
-            laid(columns["old_logprob"]),
+            tensors["logprob"] + shift,
+            tensors["old_logprob"],
             action_mask=mask,
             turn_index=laid(view.turn).long(),
             trajectory_index=trajectory,
-            advantages=laid(columns["advantage"]),
+            advantages=tensors["advantage"],
             settings=settings,
-            denominators=Denominators(*counts, num_batch_tokens=update["batch_tokens"]),
-            ref_logprobs=laid(columns["ref_logprob"]),
-            entropy=laid(columns["entropy"]),
-            correction=laid(columns["correction"]),
+            denominators=Denominators(episodes, turns, tokens, max(tokens, update["batch_tokens"])),
+            ref_logprobs=tensors["ref_logprob"],
+            entropy=tensors["entropy"],
+            correction=tensors["correction"],
         ).tokens
-        terms[:, at] = np.stack([each.double().numpy() for each in (found.ratio, found.clip, found.share)])
-    ratio, clip, share = terms
-    given = view.column("share", number)
+        for name, term in terms.items():
+            term[at] = getattr(found, name).numpy()
     was_taken = np.isin(step, step[given != 0])  # a step that was skipped leaves 0
-    return _Loss(ratio, clip, np.where(was_taken, share / update["num_steps"], np.nan))
+    terms["share"] = np.where(was_taken, terms["share"] / (update["num_steps"] or np.nan), np.nan)
+    return terms
 
 
 def _rows(view: StepView, at: Array) -> tuple[Callable[[Array], torch.Tensor], torch.Tensor, torch.Tensor]:
-    """Lay the tokens `at` out in one row a segment, in the same order.
-
-    Return a function that lays a column [A] out [B, T], the mask [B, T] of these tokens, and [B] the rows' episodes.
-    """
+    """Return how a column [A] is laid out for the tokens `at`, a row a segment; their mask; [B] the rows' episodes."""
     keys, row = np.unique(np.stack([view.episode, view.segment])[:, at], axis=1, return_inverse=True)
     place = np.arange(len(at)) - np.searchsorted(row, row)
-    shape = len(keys[0]), int(place.max()) + 1
-    mask = torch.zeros(shape, dtype=torch.bool)
+    mask = torch.zeros(len(keys[0]), int(place.max()) + 1, dtype=torch.bool)
     mask[row, place] = True
 
     def laid(column: Array) -> torch.Tensor:
-        table = torch.zeros(shape, dtype=torch.float64)
-        table[row, place] = torch.from_numpy(column[at].astype(np.float64))
+        table = mask.double()
+        table[mask] = torch.from_numpy(column[at].astype(np.float64))
         return table
 
     return laid, mask, torch.from_numpy(keys[0])
@@ -535,7 +522,7 @@ def ratios_are_others(view: StepView) -> _Told | None:
     """Find an importance ratio that is not the one that the learner's loss makes of the logprobs of its unit."""
     settings = LossSettings(**view.rules["loss"])
     for number in range(view.num_passes if view.values.get("update") else 0):
-        given, expected = view.column("ratio", number), _loss(view, number, settings).ratio
+        given, expected = view.column("ratio", number), _loss(view, number, settings)["ratio"]
         known = np.isfinite(expected)
         wrong = known & ~(np.abs(given - expected) <= 1e-5 * np.maximum(1, expected))
         if wrong.any():
@@ -557,13 +544,13 @@ def shares_are_others(view: StepView) -> _Told | None:
         given, clips = view.column("share", number), view.column("clip", number)
         # Float32 decides at a bound: either side of it is right.
         near = [_loss(view, number, settings, shift=shift) for shift in (0.0, -_AT_A_BOUND, _AT_A_BOUND)]
-        expected = near[0].share
-        wrong = np.logical_and.reduce([_differ(given, each.share) for each in near])
-        unlike = np.logical_and.reduce([np.isfinite(each.clip) & (each.clip != clips) for each in near])
+        expected = near[0]["share"]
+        wrong = np.logical_and.reduce([_differ(given, each["share"]) for each in near])
+        unlike = np.logical_and.reduce([np.isfinite(each["clip"]) & (each["clip"] != clips) for each in near])
         if not (wrong.any() or unlike.any()):
             continue
         factors = [(given / expected)[wrong & (view.episode == n)] for n in set(view.episode[wrong].tolist())]
-        if not _differ(given, _loss(view, number, swapped).share).any():
+        if not _differ(given, _loss(view, number, swapped)["share"]).any():
             name, how = "clip_sides_are_swapped", "; with the two swapped, all tokens are right"
         elif unlike.any():
             name, how = "clips_are_others", ""
