@@ -42,7 +42,9 @@ more: $(VENV)/.dev
 	$(MAKE) --keep-going --jobs 2 vllm slow foreign cluster browser openai-2
 
 # What one landing can do without: several run seeds, mutation lists, kills by the dozen, new seeds for what is drawn.
+nightly: export GSPO_GYM_FIRST_SEED := $(shell date +%s)
 nightly: $(VENV)/.dev
+	@echo "first of the new seeds: GSPO_GYM_FIRST_SEED=$(GSPO_GYM_FIRST_SEED)"
 	$(MAKE) --keep-going --jobs 2 MARK=nightly slow vllm foreign cluster browser
 	$(BIN)/python -m benchmarks mutants --sample 20 --count 10
 	for kind in crash chaos stops; do $(BIN)/python -m benchmarks $$kind --count 20 || exit 1; done

@@ -31,7 +31,7 @@ _CLOSING_SECONDS = 10.0
 _LAST_WORDS_SECONDS = 2.0
 _SAME_SIGNAL_SECONDS = 0.5  # `timeout` and others send one signal twice
 _KILL_SECONDS = 1.0
-_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+_SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGHUP") if hasattr(signal, name))
 _SIGEV_NONE, _SIGEV_THREAD = 1, 2
 
 
@@ -79,10 +79,11 @@ class Deadline:
 
     @contextlib.contextmanager
     def handling_signals(self, on_first: Callable[[int], object]) -> Iterator[None]:
-        """Call `on_first` with the first SIGTERM or SIGINT within the block; a second ends the program at once.
+        """Call `on_first` with the first of SIGTERM, SIGINT and SIGHUP in the block; a second ends the program at once.
 
         Signals that the program handles itself, or ignores, stay as they are. A program in the background of a script
         inherits an ignored SIGINT: Ctrl-C is meant for the script, and others in its background must not end by it.
+        Under nohup, SIGHUP is ignored.
         Outside of the main thread, no handler can be set.
         """
         threading.Thread(target=self._leave_in_time, name="gspo-gym-deadline", daemon=True).start()

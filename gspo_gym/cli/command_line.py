@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from gspo_gym.errors import GymError, UsageError
+from gspo_gym.errors import GymError, UsageError, nearest_name
 
 RUNS = Path("runs")  # where runs are looked for
 # A full, read-only or broken disk: errors that may come without a file name.
@@ -35,12 +35,19 @@ class Parser(argparse.ArgumentParser):
     ) -> None:  # Any: argparse
         super().__init__(prog=prog, description=description, **{**more, "allow_abbrev": False})
 
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        """Refuse a value that is none of the choices, with the nearest one in place of all."""
+        if isinstance(action, argparse._SubParsersAction) and value not in (names := list(action.choices)):
+            near = nearest_name(str(value), names)
+            raise argparse.ArgumentError(action, f"there is no command {value!r}; {near}")
+        super()._check_value(action, value)
+
 
 def parse_and_run(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> int:
     """Parse, call the chosen command's `run` and return its exit status; print our own errors without a traceback.
 
-    The status is 0 for success, 1 for a failed check, 2 for a mistake of the caller, 130 after Ctrl-C and 143 after
-    SIGTERM.
+    The status is 0 for success, 1 for a failed check, 2 for a mistake of the caller, and after a signal 128 and its
+    number: 130 after Ctrl-C.
     """
     words = sys.argv[1:] if argv is None else list(argv)
     for i in range(len(words) - 1, 0, -1):
@@ -87,21 +94,21 @@ def importing() -> Iterator[None]:
         gc.enable()
 
 
-class _TerminatedError(KeyboardInterrupt):
-    """A KeyboardInterrupt that SIGTERM caused."""
+class _SignalError(KeyboardInterrupt):
+    """A KeyboardInterrupt that another signal than SIGINT caused, whose number it holds."""
 
 
 def exit_code_of(interrupt: KeyboardInterrupt) -> int:
     """Return the exit status after an interruption: 128 and the number of the signal."""
-    return 128 + (signal.SIGTERM if isinstance(interrupt, _TerminatedError) else signal.SIGINT)
+    return 128 + (interrupt.args[0] if isinstance(interrupt, _SignalError) else signal.SIGINT)
 
 
 @contextmanager
 def interrupted_by_signals(grace_seconds: float | None = None) -> Iterator[None]:
-    """Raise KeyboardInterrupt in the block at SIGTERM, too, and see that the program ends in its grace (None: 30 s).
+    """Raise KeyboardInterrupt in the block at SIGTERM and SIGHUP, too, and end the program in its grace (None: 30 s).
 
-    For SIGTERM, `exit_code_of` the KeyboardInterrupt returns 143. An event loop is interrupted between two of its
-    callbacks, not inside of one: what one writes is whole. A second signal ends the program at once.
+    For SIGTERM, `exit_code_of` the KeyboardInterrupt returns 143, for SIGHUP 129. An event loop is interrupted between
+    two of its callbacks, not inside of one: what one writes is whole. A second signal ends the program at once.
     """
     from asyncio import get_running_loop
 
@@ -110,7 +117,7 @@ def interrupted_by_signals(grace_seconds: float | None = None) -> Iterator[None]
     deadline = Deadline(GRACE_SECONDS if grace_seconds is None else grace_seconds, kept="what was finished is kept")
 
     def interrupt(number: int) -> None:
-        interruption = _TerminatedError() if number == signal.SIGTERM else KeyboardInterrupt()
+        interruption = KeyboardInterrupt() if number == signal.SIGINT else _SignalError(number)
         deadline.begin(signal.Signals(number).name, exit_code_of(interruption))
         try:
             get_running_loop().call_soon_threadsafe(_raise, interruption)

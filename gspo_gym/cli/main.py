@@ -63,7 +63,7 @@ def command_parser(chosen: str | None = None) -> Parser:
         prog="gspo-gym", description="Train language-model agents on multi-turn text environments with GSPO."
     )
     parser.add_argument("--version", action=_Version, nargs=0, help="print the version, and exit")
-    shells = ("bash", "zsh")
+    shells = ("bash", "zsh", "fish")
     completion = "print a completion script for a shell, and exit: see README.md"
     parser.add_argument("--print-completion", action=_Completion, choices=shells, help=completion)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")

@@ -89,7 +89,8 @@ class Run:
         """Return recorded episodes.
 
         Args:
-            step: of this training step; None: of the last one that has any.
+            step: of this training step; None: of the last one that has any, or in a run without one of its last
+                evaluation.
             evaluation: of the evaluation after this step, in place of training episodes.
             failed: True: only those without success or with an error; False: only the others; None: all.
 
@@ -97,7 +98,7 @@ class Run:
             RecordError: nothing is recorded of that step, or the file is damaged.
         """
         name = f"eval_{evaluation:06d}" if evaluation is not None else "step_" if step is None else f"step_{step:06d}"
-        paths = episode_paths(self.folder, name)
+        paths = episode_paths(self.folder, name) or (episode_paths(self.folder, "eval_") if name == "step_" else [])
         if not paths:
             names = ", ".join(path.name.partition(".")[0] for path in episode_paths(self.folder))
             raise RecordError(f"{self.folder}: has no episodes {name!r}; it has {names or 'none'}")

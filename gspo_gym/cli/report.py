@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import json
 import textwrap
-import tomllib
 import webbrowser
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,7 +22,6 @@ from gspo_gym.base.files import flat_items, replace_file
 from gspo_gym.cli.command_line import add_run
 from gspo_gym.config.run_config import RunConfig
 from gspo_gym.config.words import section_model
-from gspo_gym.errors import ConfigError
 from gspo_gym.rollout.episode_files import episode_paths
 from gspo_gym.rollout.ledger import Disposition, Terminal, read_ledger
 from gspo_gym.run.doctor import causes, checks, checks_play
@@ -211,15 +209,9 @@ def read_run(folder: Path) -> RunView:
     """Read what the checks need from a run's folder; a line that a run in progress has half written is left out.
 
     Raises:
-        ConfigError: the folder holds no run.
-        RecordError: a file is damaged.
+        RecordError: the folder holds no run, or a file is damaged.
     """
-    try:
-        config = tomllib.loads((folder / "config.toml").read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ConfigError(f"{folder}: expected the folder of a run, and found no config.toml in it") from None
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{folder / 'config.toml'}: cannot be read as TOML: {error}") from error
+    config = read_config(folder)
     entries = read_ledger(folder / "ledger.jsonl") if (folder / "ledger.jsonl").exists() else ()
     ends = [entry for entry in entries if isinstance(entry, Terminal)]
     failed = [end for end in ends if end.outcome.is_infrastructure_failure and end.disposition is not Disposition.KEPT]

@@ -31,7 +31,9 @@ _SIGNS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
 _MAX_SHOWN = 60  # characters of a wrong value
 _PASSED_ON = ("env_config", "policy_config")  # to environments and apps, which may take any text
 # Names and values that a key would have; the prefixes are those of OpenAI, Groq, Hugging Face, xAI, GitHub and W&B.
-_SECRET = re.compile(r"(^|_)(api_?keys?|secret(_key)?|password|passwd|(access|auth|bearer|hf|hub|wandb)_?token)$", re.I)
+_SECRET = re.compile(
+    r"(^|_)(api_?keys?|secret(_key)?|password|passwd|(access|auth|bearer|hf|hub|wandb)_?token)$|^token$", re.I
+)
 _SECRET_VALUE = re.compile(r"(sk|gsk|hf|xai|ghp|wandb)[-_][A-Za-z0-9_-]{16,}|AIza[A-Za-z0-9_-]{20,}")
 _VARIABLES = {
     "openai": "OPENAI_API_KEY",
@@ -233,11 +235,11 @@ def find_secrets(values: Mapping[str, Any], prefix: str = "") -> Iterator[Proble
         key = f"{prefix}{name}"
         if isinstance(value, Mapping):
             yield from find_secrets(value, f"{key}.")
-        elif isinstance(value, list | tuple) and any(isinstance(entry, Mapping) for entry in value):
-            # Entries are named by their number, as pydantic names them.
-            yield from find_secrets(dict(enumerate(value)), f"{key}.")  # type: ignore[arg-type]
         elif value not in (None, "") and (text := secret_problem(key, value)) is not None:
             yield Problem(key, text)
+        elif isinstance(value, list | tuple):
+            # Entries are named by their number, as pydantic names them.
+            yield from find_secrets(dict(enumerate(value)), f"{key}.")  # type: ignore[arg-type]
 
 
 def find_nul(values: Mapping[str, Any], prefix: str = "") -> Iterator[Problem]:
@@ -288,8 +290,9 @@ def secret_problem(key: str, value: Any) -> str | None:
     'OPENAI_API_KEY'
     """
     *above, name = key.lower().split(".")
-    is_value = isinstance(value, str) and _SECRET_VALUE.fullmatch(value) is not None
-    if not _SECRET.search(name) and not is_value:
+    # Of a text, its words: a note may name a key among others.
+    is_value = isinstance(value, str) and any(map(_SECRET_VALUE.fullmatch, value.split()))
+    if not _SECRET.search(re.sub(r"\W+", "_", name)) and not is_value:
         return None
     # The key's own name says most, then the nearest table.
     hints = [variable for hint, variable in _VARIABLES.items() if hint in name]

@@ -277,7 +277,11 @@ async def warm_up(
     report = training.result()
     progress.note(
         f"warm-up: {len(demonstrations)} demonstrations, loss per token "
-        f"{report.epoch_losses[0]:.3f} in the first pass, {report.epoch_losses[-1]:.3f} in the last"
+        + (
+            f"{report.epoch_losses[0]:.3f} in the first pass, {report.epoch_losses[-1]:.3f} in the last"
+            if len(report.epoch_losses) > 1
+            else f"{report.epoch_losses[0]:.3f} in the one pass"
+        )
     )
     return report
 

@@ -116,8 +116,11 @@ class Judging:
         first = next((event["data"] for event in read_events(folder) if event["kind"] == "judge_gold"), None)
         if self._gold is not None and first is not None:
             self._gold.go_on_from(DriftCheck(**{name: value for name, value in first.items() if name != "of_step"}))
-        # Every judgement records the total so far, so the largest is that of the earlier processes.
-        spent = max((judged.spent for judged in read_judgements(path)), key=lambda c: c.num_calls, default=JudgeCost())
+        # Every judgement records the total so far, so the largest is that of the earlier processes. What was asked for
+        # episodes that are played again was spent as well.
+        paths = [path, *folder.glob(f"discarded/*/{JUDGEMENTS_FILE}")]
+        judgements = (judged for each in paths for judged in read_judgements(each))
+        spent = max((judged.spent for judged in judgements), key=lambda c: c.num_calls, default=JudgeCost())
         self._budget.spent = self._budget.spent + spent
         self._told = self._budget.spent
 

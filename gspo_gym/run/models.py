@@ -77,7 +77,7 @@ class Model:
             about |= {"layout": layout_of(folder), "adapter_base": adapter_base(folder)}
         if self.run is not None:
             manifest = read_manifest(folder)
-            about |= {"run": str(self.run), "run_id": manifest.run, "base": self.config["model"].get("base")}
+            about |= {"run": str(self.run), "run_id": manifest.run, "base": self.config.get("model", {}).get("base")}
             about["bytes"] = sum(entry["bytes"] for entry in manifest.files.values())
         evaluation = None if self.evaluation is None else without_rows(self.evaluation)
         return about | {"evaluation": evaluation}

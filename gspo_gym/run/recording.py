@@ -33,8 +33,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from gspo_gym.base.files import append_line, cut_torn_line, make_folder, replace_file, sync
+from gspo_gym.base.files import append_line, cut_torn_line, make_folder, replace_file, sync, whole_lines
 from gspo_gym.errors import ConfigError, RecordError, nearest_name
+from gspo_gym.judge.records import JUDGEMENTS_FILE
 from gspo_gym.judge.records import METRICS as JUDGE_METRICS
 from gspo_gym.learning.health import METRICS as LEARNING_METRICS
 from gspo_gym.remote.apps.metrics import METRICS as APP_METRICS
@@ -226,7 +227,7 @@ class RunRecorder:
         """
         if not (folder / "config.toml").exists():
             raise ConfigError(f"{folder}: there is no run to resume (no config.toml)")
-        for name in ("metrics.jsonl", "events.jsonl", LEDGER_FILE):
+        for name in ("metrics.jsonl", "events.jsonl", LEDGER_FILE, JUDGEMENTS_FILE):
             cut_torn_line(folder / name)
         # Before lines move away; where lines were lost, a reader may have seen later numbers than are there.
         seq = max(last_seq(folder), saved_seq or 0)
@@ -235,6 +236,7 @@ class RunRecorder:
             step,
             metrics=read_metrics(folder),
             events=read_events(folder),
+            judgements=[json.loads(line) for line in whole_lines(folder / JUDGEMENTS_FILE)],
             saved_seq=saved_seq,
             episode_files=[path for path in episode_paths(folder) if _step_of(path) > step],
             token_files=[token_path(folder, each) for each in token_steps(folder) if each > step],
@@ -406,6 +408,7 @@ def discard_later(
     *,
     metrics: Sequence[Line],
     events: Sequence[Line],
+    judgements: Sequence[Line],
     saved_seq: int | None,
     episode_files: Sequence[Path],
     token_files: Sequence[Path],
@@ -418,10 +421,11 @@ def discard_later(
     Args:
         folder: of the run.
         step: of the checkpoint.
-        metrics, events: the lines of the run.
+        metrics, events, judgements: the lines of the run.
         saved_seq: the `seq` of the last event before the checkpoint was taken; None: not known.
         episode_files, token_files: those of later steps.
-        is_played_again: returns whether a trajectory id is played again, so that its ledger entries move, too.
+        is_played_again: returns whether a trajectory id is played again, so that its ledger entries and judgements
+            move, too.
 
     Returns:
         The number of each kind of record that moved, as JSON values; {} if nothing did.
@@ -432,9 +436,10 @@ def discard_later(
     entries = read_ledger(path) if path.exists() else ()
     later_entries = [entry for entry in entries if is_played_again(entry.trajectory_id)]
     kept_entries = [entry for entry in entries if not is_played_again(entry.trajectory_id)]
+    later_judgements = [line for line in judgements if _is_judged_again(line, step, is_played_again)]
     ends = close_lost(kept_entries)
     data = {}
-    if later_metrics or later_events or later_entries or episode_files or token_files:
+    if later_metrics or later_events or later_entries or later_judgements or episode_files or token_files:
         target = folder / "discarded" / f"resume_{1 + sum(1 for _ in (folder / 'discarded').glob('resume_*')):03d}"
         target.mkdir(parents=True)
         # The copies are complete before an original is cut, so a crash in between duplicates and loses nothing.
@@ -443,6 +448,10 @@ def discard_later(
         _write(target / LEDGER_FILE, [entry_to_json(entry) for entry in later_entries])
         _write(folder / "metrics.jsonl", [line for line in metrics if line["step"] <= step])
         _write(folder / "events.jsonl", kept_events)
+        if later_judgements:
+            _write(target / JUDGEMENTS_FILE, later_judgements)
+            kept_judgements = [line for line in judgements if not _is_judged_again(line, step, is_played_again)]
+            _write(folder / JUDGEMENTS_FILE, kept_judgements)
         for each in (*episode_files, *token_files):
             each.replace(target / each.name)
         data = {
@@ -450,12 +459,20 @@ def discard_later(
             "metrics_lines": len(later_metrics),
             "event_lines": len(later_events),
             "ledger_lines": len(later_entries),
+            "judgement_lines": len(later_judgements),
             "episode_files": len(episode_files),
             "token_files": len(token_files),
         }
     if later_entries or ends:
         _write(path, [entry_to_json(entry) for entry in (*kept_entries, *ends)])
     return data
+
+
+def _is_judged_again(line: Line, step: int, is_played_again: Callable[[str], bool]) -> bool:
+    occasion = line["trajectory_id"].partition("/")[0]
+    if occasion.startswith(("eval_", "warmup")):  # no groups of the training, which is what `is_played_again` knows
+        return _step_of(Path(occasion)) > step
+    return is_played_again(line["trajectory_id"])
 
 
 def _split_events(events: Sequence[Line], step: int, saved_seq: int | None) -> tuple[list[Line], list[Line]]:

@@ -97,17 +97,20 @@ def read_run_id(folder: Path) -> str | None:
     return None if first is None else first["data"].get("run")
 
 
-def read_config(folder: Path) -> dict[str, Any]:
-    """Return a run's config.toml (Any: TOML values).
+def read_config(folder: Path, *sections: str) -> dict[str, Any]:
+    """Return a run's config.toml (Any: TOML values), in which these sections are.
 
     Raises:
-        RecordError: there is none, or it is not TOML.
+        RecordError: there is none, or it is damaged: not TOML, no tables, or without one of the sections.
     """
     path = folder / "config.toml"
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        config = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise RecordError(f"{path}: cannot be read: {error}") from error
+    if wrong := [name for name in (*sections, *config) if not isinstance(config.get(name), dict)]:
+        raise RecordError(f"{path}: is damaged: expected a table [{wrong[0]}], got {config.get(wrong[0])!r}")
+    return config
 
 
 def read_summary(folder: Path) -> dict[str, Any]:

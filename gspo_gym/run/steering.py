@@ -89,8 +89,9 @@ class Steering:
 
     @property
     def exit_code(self) -> int:
-        """Return the program's exit code after a stop: 143 after SIGTERM, else 130 as after Ctrl-C."""
-        return 128 + (signal.SIGTERM if self._stopped_by == signal.SIGTERM.name else signal.SIGINT)
+        """Return the program's exit code after a stop: 128 and the number of its signal, without one that of Ctrl-C."""
+        is_signal = self._stopped_by in signal.Signals.__members__
+        return 128 + (signal.Signals[self._stopped_by] if self._stopped_by and is_signal else signal.SIGINT)
 
     # Requests
 
@@ -218,7 +219,7 @@ class Steering:
 
     @contextlib.contextmanager
     def handling_signals(self) -> Iterator[None]:
-        """Stop at SIGTERM and Ctrl-C within the block, and leave the program when the grace of a stop is over.
+        """Stop at SIGTERM, SIGHUP and Ctrl-C within the block, and leave the program when the grace of a stop is over.
 
         Before `attach`, a signal raises SystemExit (Ctrl-C: KeyboardInterrupt) where the program is: there is nothing
         to save. A second signal ends the program at once.

@@ -203,7 +203,15 @@ def pack_columns(
         "by_trajectory": " ".join(by_trajectory),
     }
     kept |= {"num_tokens": lengths, **steps}
-    return bytes(save({name: np.ascontiguousarray(_narrow(column)) for name, column in kept.items()}, metadata))
+    return _in_order(save({name: np.ascontiguousarray(_narrow(column)) for name, column in kept.items()}, metadata))
+
+
+def _in_order(file: bytes) -> bytes:
+    """Return a safetensors file with the keys of its header sorted: their order is random, and equal runs are equal."""
+    end = 8 + int.from_bytes(file[:8], "little")
+    header = json.dumps(json.loads(file[8:end]), sort_keys=True, separators=(",", ":")).encode()
+    header += b" " * (-len(header) % 8)  # the tensors begin at a multiple of 8 bytes
+    return len(header).to_bytes(8, "little") + header + file[end:]
 
 
 def _is_alike(column: Column, lengths: Column) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import secrets
 import sqlite3
 import threading
@@ -182,6 +183,9 @@ class Store:
         with writing(path):
             try:
                 # isolation_level: sqlite3 begins no transactions by itself, `transaction` does.
+                # Requests of clients are for their server alone; SQLite gives its other files the mode of this one.
+                os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))
+                path.chmod(0o600)
                 self._connection = sqlite3.connect(path, check_same_thread=False, isolation_level=None)
                 self._connection.row_factory = sqlite3.Row
                 self._connection.execute("PRAGMA journal_mode = WAL")

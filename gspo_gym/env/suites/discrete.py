@@ -21,7 +21,7 @@ from gspo_gym.env.core import Info, PolicyFactory, ScriptedPolicy, TextEnv
 from gspo_gym.env.data.rows import named_object, next_seed
 from gspo_gym.env.registry import make
 from gspo_gym.env.rewards import Reward
-from gspo_gym.errors import ConfigError
+from gspo_gym.errors import ConfigError, UnknownNameError, nearest_name
 from gspo_gym.types import Message
 
 # Observations and actions are Any here: they are what the environment's spaces hold.
@@ -227,7 +227,15 @@ def _made(env: Any, env_kwargs: Mapping[str, Any] | None) -> Any:
         if env_kwargs:
             raise ConfigError("DiscreteEnv: env_kwargs go with the id of an environment, not with a function")
         return env()
-    made = make(env, **(env_kwargs or {}))
+    try:
+        made = make(env, **(env_kwargs or {}))
+    except UnknownNameError as error:
+        if ":" in env or env in gymnasium.registry:  # a module, or something in the environment itself
+            raise
+        known = [name for name in gymnasium.registry if "/" not in name]  # Gymnasium's own have no namespace
+        raise UnknownNameError(
+            f"DiscreteEnv: Gymnasium has no environment {env!r}; {nearest_name(env, known)}"
+        ) from error
     if not isinstance(made, gymnasium.Env):
         raise ConfigError(f"DiscreteEnv: expected env to name a gymnasium.Env, got {env!r}, a {type(made).__name__}")
     return made

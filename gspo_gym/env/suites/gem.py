@@ -17,12 +17,12 @@ from gymnasium.error import ResetNeeded
 from gspo_gym.env.core import Info, PolicyFactory, ScriptedPolicy, TextEnv
 from gspo_gym.env.data.rows import next_seed
 from gspo_gym.env.rewards import Reward
+from gspo_gym.env.suites.packages import import_package
 from gspo_gym.env.suites.reasoning_gym import OwnGenerators
 from gspo_gym.errors import (
     ConfigError,
     ContractError,
     EnvError,
-    MissingExtraError,
     UnknownNameError,
     described,
     nearest_name,
@@ -143,10 +143,7 @@ def _last_word(observation: Any) -> str:
 
 
 def _package() -> Any:
-    try:
-        return importlib.import_module("gem")
-    except ImportError as error:
-        raise MissingExtraError("Gem needs the package gem-llm: pip install 'gspo-gym[envs-gem]'") from error
+    return import_package("Gem", "gem-llm", "gem", "gem.envs.registration", extra="envs-gem")
 
 
 def references(game: str) -> dict[str, PolicyFactory]:

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
 from gspo_gym.env.rewards import Reward
-from gspo_gym.errors import ConfigError, ContractError, EnvError, EnvTimeoutError, MissingExtraError, nearest_name
+from gspo_gym.env.suites.packages import missing_package
+from gspo_gym.errors import ConfigError, ContractError, EnvError, EnvTimeoutError, nearest_name
 from gspo_gym.types import is_finite
 
 if TYPE_CHECKING:
@@ -58,7 +59,7 @@ class Socket:
             from websockets.asyncio.client import connect
             from websockets.exceptions import WebSocketException
         except ImportError as error:
-            raise MissingExtraError("OpenEnv needs: pip install 'gspo-gym[envs-openenv]'") from error
+            raise missing_package("OpenEnv", "websockets", extra="envs-openenv", error=error) from error
         try:
             self._connection = await connect(
                 self._url,
@@ -188,7 +189,7 @@ def _ask(http_url: str, headers: Mapping[str, str], timeout_seconds: float) -> S
     try:
         import httpx
     except ImportError as error:
-        raise MissingExtraError("OpenEnv needs: pip install 'gspo-gym[envs-openenv]'") from error
+        raise missing_package("OpenEnv", "httpx", extra="envs-openenv", error=error) from error
     where = f"{http_url}/schema"
     try:
         with httpx.Client(trust_env=False, headers=dict(headers), timeout=timeout_seconds) as client:

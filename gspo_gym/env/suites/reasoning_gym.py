@@ -26,7 +26,8 @@ from gymnasium.error import ResetNeeded
 from gspo_gym.env.core import Info, PolicyFactory, ScriptedPolicy, TextEnv
 from gspo_gym.env.data.rows import content_hash, is_held_out_content, is_held_out_seed, next_seed
 from gspo_gym.env.rewards import Reward
-from gspo_gym.errors import ConfigError, EnvError, MissingExtraError, UnknownNameError, nearest_name
+from gspo_gym.env.suites.packages import import_package
+from gspo_gym.errors import ConfigError, EnvError, UnknownNameError, nearest_name
 from gspo_gym.types import Message
 
 Entry = dict[str, Any]  # "metadata" holds what a generator needs to score an answer
@@ -252,14 +253,8 @@ def others_answer(env: Any, rng: np.random.Generator) -> ScriptedPolicy:
 
 
 def _package() -> Any:
-    try:
-        package = importlib.import_module("reasoning_gym")
-        importlib.import_module("reasoning_gym.utils")
-    except ImportError as error:
-        raise MissingExtraError(
-            "ReasoningGym needs the reasoning-gym package: pip install 'gspo-gym[envs-reasoning-gym]'"
-        ) from error
-    return package
+    modules = ("reasoning_gym", "reasoning_gym.utils")
+    return import_package("ReasoningGym", "reasoning-gym", *modules, extra="envs-reasoning-gym")
 
 
 _MAX_WAIT_SECONDS = 60.0

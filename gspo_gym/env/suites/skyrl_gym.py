@@ -28,11 +28,11 @@ from gspo_gym.env.data.rows import (
     next_seed,
 )
 from gspo_gym.env.rewards import Reward
+from gspo_gym.env.suites.packages import import_package
 from gspo_gym.errors import (
     ConfigError,
     ContractError,
     EnvError,
-    MissingExtraError,
     UnknownNameError,
     described,
     nearest_name,
@@ -182,12 +182,8 @@ def _registered(package: Any, game: str) -> str:  # a "MODULE:CLASS" under that 
 
 
 def _package() -> Any:
-    try:
-        package = importlib.import_module("skyrl_gym")
-        importlib.import_module("skyrl_gym.envs")
-    except ImportError as error:
-        raise MissingExtraError("SkyRLGym needs skyrl-gym: pip install 'gspo-gym[envs-skyrl-gym]'") from error
-    return package
+    modules = ("skyrl_gym", "skyrl_gym.envs", "skyrl_gym.envs.registration")
+    return import_package("SkyRLGym", "skyrl-gym", *modules, extra="envs-skyrl-gym")
 
 
 _FORMS = {"aime": "Answer: {}"}  # form of an answer by id; the others use GSM8K's

@@ -29,8 +29,9 @@ from gspo_gym.env.chat_model import ChatModel, ChatModelSettings
 from gspo_gym.env.core import Info, PolicyFactory, ScriptedPolicy, TextEnv, driven
 from gspo_gym.env.data.rows import next_seed
 from gspo_gym.env.rewards import Reward
+from gspo_gym.env.suites.packages import import_package
 from gspo_gym.env.suites.reasoning_gym import OwnGenerators
-from gspo_gym.errors import ConfigError, ContractError, EnvError, MissingExtraError, UnknownNameError, nearest_name
+from gspo_gym.errors import ConfigError, ContractError, EnvError, UnknownNameError, nearest_name
 from gspo_gym.seeding import child_seed, generator
 from gspo_gym.types import Message, is_finite
 
@@ -394,11 +395,8 @@ def _straightened(entry: tuple[Any, Any, Any]) -> tuple[int, Any, Any]:
 
 
 def _textarena() -> Any:
-    try:
-        with _without_downloads():
-            return importlib.import_module("textarena")
-    except ImportError as error:
-        raise MissingExtraError("TextArena's games need: pip install 'gspo-gym[envs-textarena]'") from error
+    with _without_downloads():
+        return import_package("TextArena", "textarena", "textarena", extra="envs-textarena")
 
 
 def _registry(textarena: Any) -> Mapping[str, Any]:

@@ -30,7 +30,8 @@ from gymnasium.error import ResetNeeded
 from gspo_gym.env.core import Info, TextEnv
 from gspo_gym.env.data.rows import next_seed
 from gspo_gym.env.rewards import Reward
-from gspo_gym.errors import ConfigError, ContractError, EnvError, GymError, MissingExtraError
+from gspo_gym.env.suites.packages import import_package
+from gspo_gym.errors import ConfigError, ContractError, EnvError, GymError
 from gspo_gym.seeding import FIRST_TRAINING_SEED
 from gspo_gym.types import Message, ToolCall, is_finite
 
@@ -426,11 +427,9 @@ def forget_loaded() -> None:
 
 
 def _load(env_id: str, env_args: Mapping[str, Any]) -> Loaded:
-    try:
-        package = importlib.import_module("verifiers")
-        core = importlib.import_module("verifiers.envs.environment")
-    except ImportError as error:
-        raise MissingExtraError("verifiers' environments need: pip install 'gspo-gym[envs-verifiers]'") from error
+    modules = ("verifiers", "verifiers.envs.environment", "verifiers.clients.client")
+    package = import_package("Verifiers", "verifiers", *modules, extra="envs-verifiers")
+    core = importlib.import_module("verifiers.envs.environment")
     try:
         with _loading, _signals_left_alone(core):
             environment = package.load_environment(env_id, **env_args)

@@ -50,7 +50,7 @@ def run_values(folder: Path) -> dict[str, Json]:
     Raises:
         RecordError: a file of the run is damaged.
     """
-    config = read_config(folder)
+    config = read_config(folder, "model")
     events = read_events(folder)
     return {
         "run": read_run(folder).to_dict() | {"label": config["model"].get("label", folder.name)},

@@ -15,7 +15,6 @@ import shlex
 import sys
 import threading
 import time
-import tomllib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -31,6 +30,7 @@ from rich.text import Text
 
 from gspo_gym.rollout.episode_files import episode_paths, read_episodes
 from gspo_gym.rollout.ledger import Disposition, Terminal, read_ledger
+from gspo_gym.run.records import read_config
 from gspo_gym.types import Message, Segment, Trajectory
 
 # Columns: the metrics whose sum is shown, the title and the format.
@@ -271,7 +271,7 @@ def print_run_report(console: Console, folder: Path, summary: Mapping[str, Any])
             if trajectory.task.seed == seed:
                 print_episode(console, title, trajectory)
     minutes, seconds = divmod(round(summary["wall_seconds"]), 60)
-    config = tomllib.loads((folder / "config.toml").read_text(encoding="utf-8"))
+    config = read_config(folder, "training")
     for sentence in (_why_it_stopped(summary, config), _what_was_not_kept(folder)):
         if sentence is not None:
             console.print(sentence, soft_wrap=True, highlight=False, markup=False)
@@ -295,7 +295,7 @@ def print_next_steps(console: Console, folder: Path) -> None:
 def next_steps(folder: Path) -> list[tuple[list[str], str]]:
     """Return useful commands after the run in `folder`, as arguments, each with its purpose."""
     path = folder / "config.toml"
-    config = tomllib.loads(path.read_text(encoding="utf-8"))
+    config = read_config(folder, "rollout", "run")
     python, rollout, seed = str(_relative(Path(sys.executable))), config["rollout"], config["run"]["seed"] + 1
     cli = [python, "-m", "gspo_gym.cli"]
     steps: list[tuple[list[str], str]] = [

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,11 +16,12 @@ import pytest
 
 from gspo_gym.cli.command_line import base_of
 from gspo_gym.cli.main import command_parser, main
-from gspo_gym.errors import UnknownNameError
+from gspo_gym.errors import RecordError, UnknownNameError
 from gspo_gym.policy.checkpoints import CheckpointStore
 from gspo_gym.policy.load import check_base, load_policy, load_tokenizer
 from gspo_gym.run.recording import RunRecorder
 from gspo_gym.run.records import read_run_id
+from gspo_gym.run.report.progress import next_steps
 from tests.unit.run.test_models import Learner
 
 CONFIG = """
@@ -134,3 +136,21 @@ def test_an_evaluation_of_a_name_is_that_of_the_run_of_that_name(run: Path, caps
     assert base_of("quick") == "runs/quick/checkpoints/step_000003"
     assert main(["evaluate", "config.toml", "--model", "quick", "--json", "-"]) == 0
     assert list(json.loads(capsys.readouterr().out)["evaluations"]) == ["quick"]
+
+
+@pytest.mark.parametrize("damage", ["", "model = 3", "[model]\n[[", "[run]\nseed = 1"])
+@pytest.mark.parametrize("line", ["doctor", "report", "verify", "episodes", "models show", "runs show", "runs list"])
+def test_a_damaged_configuration_of_a_run_is_a_sentence(
+    line: str, damage: str, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(home / "runs", tmp_path / "runs")
+    monkeypatch.chdir(tmp_path)
+    Path("runs/quick/config.toml").write_text(damage)
+    assert main([*line.split(), *(["quick"] if line != "runs list" else [])]) in (0, 1, 2)  # an exception is none
+
+
+@pytest.mark.parametrize("damage", ["", "training = 3", "[["])
+def test_the_report_at_the_end_of_a_run_says_what_is_wrong_with_its_configuration(damage: str, tmp_path: Path) -> None:
+    (tmp_path / "config.toml").write_text(damage)
+    with pytest.raises(RecordError, match=r"config\.toml: (cannot be read|is damaged)"):
+        next_steps(tmp_path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -207,6 +208,8 @@ def test_a_rule_is_silent_where_one_of_its_keys_is_wrong_itself(problems: Proble
         ("rollout.env_config.password", "PASSWORD"),
         ("rollout.env_config.deep.hf_token", "HF_TOKEN"),
         ("GROQ_API_KEY", "GROQ_API_KEY"),
+        ("run.tags.token", "TOKEN"),
+        ("run.tags.wandb-api-key", "WANDB_API_KEY"),
     ],
 )
 def test_a_secret_is_refused_without_showing_it(key: str, variable: str, problems: Problems) -> None:
@@ -226,3 +229,14 @@ def test_a_value_that_looks_like_a_key_is_refused_whatever_its_name(problems: Pr
 def test_names_that_only_sound_like_secrets_are_fine(make: Callable[..., Any]) -> None:
     config = make({"rollout.env_config": {"max_tokens": 3, "num_token": 1, "keys": "abc", "secretary": "x"}})
     assert len(config.rollout.env_config) == 4
+
+
+@pytest.mark.parametrize(
+    "value", ["sk-zq81{}", ["fine", "sk-zq81{}"], "my key is sk-zq81{} or so", {"deep": ["hf_zq81{}"]}]
+)
+def test_a_key_is_refused_wherever_it_stands_in_the_tags_of_a_run(value: object, problems: Problems) -> None:
+    secret = json.loads(json.dumps(value).replace("{}", "abcdefghijklmnop"))
+    (line,) = problems({"run.tags": {"note": secret}})
+    assert line.startswith("run.tags.note")
+    assert ": a secret does not belong into a configuration" in line
+    assert "zq81" not in line

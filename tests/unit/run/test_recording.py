@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import math
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from gspo_gym.rollout.episode_files import (
     trajectory_to_json,
 )
 from gspo_gym.rollout.ledger import Dispatched, Disposition, Ledger, Terminal, imbalances, read_ledger
+from gspo_gym.rollout.schedule import is_played_again
 from gspo_gym.run.recording import EVENTS, METRICS, SUMMARY, RunRecorder, missing_records
 from gspo_gym.run.records import read_events, read_metrics, read_run_id, read_summary
 from gspo_gym.types import Outcome, Trajectory
@@ -196,6 +199,7 @@ def test_a_resumed_run_has_every_step_once_and_keeps_what_it_did_again(
         "metrics_lines": 2,
         "event_lines": 0,
         "ledger_lines": 0,
+        "judgement_lines": 0,
         "episode_files": 3,
         "token_files": 2,
     }
@@ -283,6 +287,18 @@ def test_a_resumed_ledger_has_each_attempt_once_and_with_an_end(recorder: RunRec
     assert ends == {"kept": Outcome.TERMINATED, "killed": Outcome.CANCELLED, "again": Outcome.TERMINATED}
     (moved,) = read_ledger(recorder.folder / "discarded" / "resume_001" / "ledger.jsonl")
     assert moved.trajectory_id == "again"
+
+
+def test_judgements_of_episodes_that_are_played_again_move_with_them(recorder: RunRecorder) -> None:
+    path = recorder.folder / "judgements.jsonl"
+    ids = ["warmup/000001/0", "step_000002/000000/0", "eval_000002/000000/0", "step_000003/000000/0", "eval_000003/0/0"]
+    path.write_text("".join(json.dumps({"trajectory_id": each}) + "\n" for each in ids) + '{"trajec')  # torn by a kill
+    again = partial(is_played_again, step=2, num_tasks=4, pending_tasks=())
+    RunRecorder.resume(recorder.folder, 2, is_played_again=again)
+    kept = [json.loads(line)["trajectory_id"] for line in path.read_text().splitlines()]
+    moved = (recorder.folder / "discarded" / "resume_001" / "judgements.jsonl").read_text().splitlines()
+    assert (kept, [json.loads(line)["trajectory_id"] for line in moved]) == (ids[:3], ids[3:])
+    assert read_events(recorder.folder)[-1]["data"]["judgement_lines"] == 2
 
 
 def test_resuming_where_nothing_came_later_discards_nothing(recorder: RunRecorder) -> None:

@@ -26,6 +26,7 @@ import torch
 from fake_vllm import FakeVllm, served
 from parent_of_all import descendants
 
+from gspo_gym.cli.command_line import exit_code_of, interrupted_by_signals
 from gspo_gym.policy.load import load_policy
 from gspo_gym.run.records import read_events
 from gspo_gym.run.registry import read_run
@@ -321,7 +322,7 @@ def _has_default_action(pid: int, number: int) -> bool:
 def test_signals_that_the_program_handles_or_ignores_are_left_to_it() -> None:
     def mine(*_: object) -> None: ...
 
-    wanted = {signal.SIGTERM: mine, signal.SIGINT: signal.SIG_IGN}  # as in the background of a script
+    wanted = {signal.SIGTERM: mine, signal.SIGINT: signal.SIG_IGN, signal.SIGHUP: signal.SIG_IGN}  # as under nohup
     before = {number: signal.signal(number, handler) for number, handler in wanted.items()}
     try:
         with Steering().handling_signals():
@@ -329,3 +330,15 @@ def test_signals_that_the_program_handles_or_ignores_are_left_to_it() -> None:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_hangup_stops_a_run_as_sigterm_does(number: signal.Signals) -> None:
+    steering = Steering()
+    with pytest.raises(SystemExit) as caught, steering.handling_signals():
+        signal.raise_signal(number)
+    assert (caught.value.code, steering.stopped_by) == (128 + number, number.name)
+    assert signal.getsignal(number) == signal.SIG_DFL
+    with pytest.raises(KeyboardInterrupt) as interrupt, interrupted_by_signals():
+        signal.raise_signal(number)
+    assert exit_code_of(interrupt.value) == 128 + number

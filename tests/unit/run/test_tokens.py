@@ -206,6 +206,19 @@ def test_a_file_has_numbers_of_trajectories_once_and_gives_back_every_bit(tmp_pa
             assert tokens.columns(trajectory_id)[name].tobytes() == part.tobytes(), name
 
 
+def test_headers_are_written_in_one_order_so_that_equal_columns_are_equal_files(tmp_path: Path) -> None:
+    """safetensors itself writes the metadata in another order in each file."""
+    columns: dict[str, Any] = {"logprob": np.zeros((1, 2), np.float32), "fate": np.zeros(2, np.uint8)}
+    files = {pack_columns(1, {"s/g/0": 2}, columns, {"grad_norm": np.ones(1)}) for _ in range(8)}
+    (file,) = files
+    end = 8 + int.from_bytes(file[:8], "little")
+    header = json.loads(file[8:end])
+    assert end % 8 == 0
+    assert file[8:end].rstrip(b" ") == json.dumps(header, sort_keys=True, separators=(",", ":")).encode()
+    assert list(header["__metadata__"]) == ["by_trajectory", "schema", "step", "trajectories"]
+    assert tensors.load(file)["grad_norm"].tolist() == [1.0]
+
+
 def test_a_file_of_a_later_version_is_refused_with_its_schema(tmp_path: Path) -> None:
     path = tmp_path / "step_000001.safetensors"
     path.write_bytes(tensors.save({"logprob": np.zeros((1, 1))}, {"schema": "3", "step": "1"}))

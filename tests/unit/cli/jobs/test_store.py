@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import stat
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -76,3 +77,13 @@ def test_a_job_is_as_it_was_after_the_file_is_opened_again(store: Store, tmp_pat
     again = Store(tmp_path / "jobs.sqlite3")
     assert (again.require(job_id), again.events(job_id, after=0, limit=9)) == before
     again.close()
+
+
+def test_what_clients_sent_is_readable_for_the_servers_user_only(store: Store, tmp_path: Path) -> None:
+    queue(store)
+    modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in tmp_path.glob("jobs.sqlite3*")}
+    assert modes == {"jobs.sqlite3": 0o600, "jobs.sqlite3-wal": 0o600, "jobs.sqlite3-shm": 0o600}
+    store.close()
+    (tmp_path / "jobs.sqlite3").chmod(0o644)  # as an earlier version wrote it
+    Store(tmp_path / "jobs.sqlite3").close()
+    assert stat.S_IMODE((tmp_path / "jobs.sqlite3").stat().st_mode) == 0o600
