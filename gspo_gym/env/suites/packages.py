@@ -17,9 +17,10 @@ def import_package(suite: str, package: str, *modules: str, extra: str) -> Any:
         MissingExtraError: see `missing_package`.
     """
     try:
-        return [importlib.import_module(name) for name in modules][0]
+        first, *_ = [importlib.import_module(name) for name in modules]
     except ImportError as error:
         raise missing_package(suite, package, extra=extra, error=error) from error
+    return first
 
 
 def missing_package(suite: str, package: str, *, extra: str, error: Exception) -> MissingExtraError:
