@@ -94,18 +94,19 @@ def refused_after_the_check(mutated: Sequence[Sequence[Change]], policy: Policy)
     return accepted, wrong
 
 
-def test_every_choice_that_the_check_accepts_can_be_built(policy: Policy) -> None:
-    alone = [[change] for change in changes()]
-    assert len(alone) > 120
+@pytest.mark.parametrize("section", [*SECTIONS, "rollout"])
+def test_every_choice_that_the_check_accepts_can_be_built(section: str, policy: Policy) -> None:
+    alone = [[change] for change in changes() if change[0] == section]
+    assert len(alone) >= 6
     accepted, wrong = refused_after_the_check(alone, policy)
-    assert accepted > 50
+    assert accepted > 1
     assert wrong == []
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(6))
 def test_choices_that_the_check_accepts_together_can_be_built_together(seed: int, policy: Policy) -> None:
     generator, table = random.Random(seed), changes()
-    some = [generator.sample(table, generator.choice((2, 2, 3, 4))) for _ in range(80)]
+    some = [generator.sample(table, generator.choice((2, 2, 3, 4))) for _ in range(120)]
     accepted, wrong = refused_after_the_check(some, policy)
-    assert accepted > 10
+    assert accepted > 20
     assert wrong == []
