@@ -209,6 +209,7 @@ _ADAMW_NAMES = ("exp_avg", "exp_avg_sq", "step")
 # bitsandbytes keeps the moments of a small parameter in float32, and those of a larger one as 8-bit codes of the table
 # `qmap`, scaled by `absmax` for every 256 of them.
 _BLOCK = 256
+_EIGHT_BIT_KINDS = ("adamw_8bit", "paged_adamw_8bit")
 _EIGHT_BIT_NAMES = ("state1", "state2", "step")
 _EIGHT_BIT_CODED_NAMES = (*_EIGHT_BIT_NAMES, "qmap1", "qmap2", "absmax1", "absmax2")
 
@@ -305,7 +306,13 @@ def _own_copy(optimizer: Any, parameter: nn.Parameter, name: str, tensor: Tensor
 
 
 def _is_8bit(settings: OptimizerSettings) -> bool:
-    return settings.kind in ("adamw_8bit", "paged_adamw_8bit")
+    return settings.kind in _EIGHT_BIT_KINDS
+
+
+def check_kind(kind: str, device: torch.device) -> None:
+    """Raise a ConfigError for a kind of optimizer that cannot be had here for parameters on the device."""
+    if kind in _EIGHT_BIT_KINDS:
+        _check_bitsandbytes(kind, device)
 
 
 def _check_bitsandbytes(kind: str, device: torch.device) -> None:

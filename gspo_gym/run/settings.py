@@ -40,7 +40,7 @@ class RunSettings(Settings):
     stop_grace_seconds: float = Field(
         default=30.0,
         gt=0,
-        description="from SIGTERM, Ctrl-C or another request to stop until the run ends, its checkpoint saved or not",
+        description="from SIGTERM, SIGHUP, Ctrl-C or another request to stop until the run ends, saved or not",
     )
 
     restore: tuple[Literal["weights", "optimizer", "tasks", "step"], ...] = Field(

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import torch
 
 from gspo_gym.base.leftovers import in_temporary_folder
 from gspo_gym.config.build import trainer as build
@@ -39,6 +40,7 @@ from gspo_gym.config.services import refuse_to_run, refuse_to_train
 from gspo_gym.env.chat_model import ChatModel
 from gspo_gym.env.core import PolicyFactory
 from gspo_gym.errors import ConfigError, GymError
+from gspo_gym.learning.optimizer import check_kind
 from gspo_gym.policy.load import check_base, check_quantization, known_context
 from gspo_gym.policy.options import check_options
 from gspo_gym.rollout.actors import ScriptedActor
@@ -170,6 +172,8 @@ def _checks(config: RunConfig, base: str | None) -> Sequence[Callable[[], object
             device=build.device_of(config), torch_compile=model.torch_compile, liger_kernels=model.liger_kernels
         ),
         lambda: check_quantization(build.device_of(config)) if model.trainer_mode == "qlora" else None,
+        lambda: check_kind(config.optimizer.kind, torch.device(build.device_of(config))),
+        lambda: build.build_plan(config),
         lambda: check_engine(config),
         lambda: check_context(config, *known_context(base or model_name(config))),
         lambda: check_apps(config),

@@ -37,3 +37,27 @@ def test_bash_takes_the_completion_script() -> None:
     done = subprocess.run(["bash", "-c", program], capture_output=True, text=True, check=False)
     assert done.stdout.startswith("doctor\n"), done.stderr
     assert "-F _shtab_gspo_gym gspo-gym" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["trian"], "there is no command 'trian'; did you mean 'train'?"),
+        (["runs", "lst"], "there is no command 'lst'; did you mean 'list'?"),
+        (["zzz"], "there is no command 'zzz'; known: app, cluster, config"),
+    ],
+)
+def test_a_misspelt_command_names_the_nearest(words: list[str], message: str, capsys) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(words)
+    assert caught.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_a_completion_script_is_printed_for_each_shell(shell: str, capsys) -> None:
+    pytest.importorskip("shtab")
+    with pytest.raises(SystemExit) as caught:
+        main(["--print-completion", shell])
+    assert caught.value.code == 0
+    assert "doctor" in capsys.readouterr().out

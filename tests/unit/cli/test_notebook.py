@@ -106,3 +106,17 @@ def test_episodes_are_printed_best_first_and_their_control_characters_do_not_act
     assert main(["episodes", str(folder), "--failed"]) == 0
     assert "5⟨001b⟩[2J" in capsys.readouterr().out
     assert main(["episodes", str(folder), "--task", "Sums-v0#7"]) == 1
+
+
+def test_a_run_that_has_only_evaluations_shows_the_last_one(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As a run does that is in its first step, or was stopped there."""
+    (folder / "episodes" / "step_000001.jsonl.gz").unlink()
+    for step, reward in ((0, 3.0), (5, 4.0)):
+        episodes = [_episode(step, success=True, reward=reward)]
+        write_episodes(folder / "episodes" / f"eval_{step:06d}.jsonl.gz", episodes)
+    assert main(["episodes", str(folder), "--messages"]) == 0
+    shown = capsys.readouterr().out
+    assert "return +4.00" in shown
+    assert "return +3.00" not in shown
+    with pytest.raises(RecordError, match="has no episodes 'step_000009'; it has eval_000000, eval_000005"):
+        gspo_gym.open_run(folder).episodes(step=9)

@@ -233,6 +233,17 @@ def test_warm_up_imitates_one_episode_of_each_of_its_own_training_tasks() -> Non
     ]
 
 
+def test_a_warm_up_of_one_pass_tells_its_loss_once() -> None:
+    told = Told()
+    settings = WarmupSettings(learning_rate=1e-2, num_episodes=1, num_epochs=1, batch_size=1)
+    update = UpdateSettings(learning_rate=1e-2)
+    plan = WarmupPlan("test/Env-v0", run_seed=3, warmup=settings, optimizer=OptimizerSettings(), update=update)
+    policy = load_policy("tiny:qwen3-64", seed=1)
+    report = asyncio.run(warm_up(policy.model, Demonstrations(), plan, told))  # type: ignore[arg-type]
+    (loss,) = report.epoch_losses
+    assert told.notes == [f"warm-up: 1 demonstrations, loss per token {loss:.3f} in the one pass"]
+
+
 def test_the_returns_by_which_groups_were_left_out_are_handed_on() -> None:
     plan = TrainPlan(
         "test/Env-v0", RunSize(1, 1, 2, batch_size=2, group_size=1), loop=LoopSettings(constant_groups="drop")

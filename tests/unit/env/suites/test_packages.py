@@ -1,0 +1,45 @@
+"""A suite whose package cannot be imported says whether it is missing or of another version, and which one works."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gspo_gym.env.registry import make
+from gspo_gym.errors import MissingExtraError, UnknownNameError
+
+# Suite, its arguments, the package, its module, and the versions that pyproject.toml asks for.
+SUITES: list[tuple[str, dict[str, Any], str, str, str]] = [
+    ("Verifiers", {"env_id": "x"}, "verifiers", "verifiers", "verifiers==0.1.14"),
+    ("Gem", {"game": "x"}, "gem-llm", "gem", "gem-llm==0.1.0"),
+    ("ReasoningGym", {"dataset": "x"}, "reasoning-gym", "reasoning_gym", "reasoning-gym>=0.1.23"),
+    ("SkyRLGym", {"game": "x", "rows": []}, "skyrl-gym", "skyrl_gym", "skyrl-gym>=0.4.0"),
+    ("TextArena", {"game": "x"}, "textarena", "textarena", "textarena>=0.7.4"),
+]
+
+
+@pytest.mark.parametrize(("suite", "arguments", "package", "module", "wanted"), SUITES, ids=[row[0] for row in SUITES])
+def test_another_version_is_not_called_missing(
+    suite: str, arguments: dict[str, Any], package: str, module: str, wanted: str, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    if module in sys.modules:
+        pytest.skip(f"{module} is imported already")
+    (tmp_path / f"{module}.py").write_text("raise ImportError('cannot import name of another version')")
+    about = tmp_path / f"{package.replace('-', '_')}-99.4.0.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 99.4.0\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(MissingExtraError) as caught:
+        make(suite, **arguments)
+    message = str(caught.value)
+    assert f"needs {wanted}, and {package} 99.4.0 is installed (cannot import name" in message
+    assert "not installed" not in message
+
+
+def test_discrete_names_gymnasiums_environments() -> None:
+    with pytest.raises(UnknownNameError, match="Gymnasium has no environment 'CartPol-v1'; did you mean 'CartPole-v1'"):
+        make("Discrete", env="CartPol-v1")
