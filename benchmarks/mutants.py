@@ -25,7 +25,7 @@ import time
 import venv
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, closing, suppress
 from dataclasses import asdict, dataclass, field
 from functools import cache
 from pathlib import Path
@@ -215,16 +215,24 @@ class RunResult:
 
 
 class CheckoutCopy:
-    """A copy of a checkout, and the process which runs tests in it; see `copied_checkout`."""
+    """A copy of what git does not ignore in a checkout, which has all that tests see, and the process that runs them.
 
-    def __init__(self, copy: Path, output: Path, expression: str) -> None:
-        self.copy = copy
-        self._output = output
+    Args:
+        root: the checkout.
+        folder: an empty folder for the copy and for what tests write.
+        expression: pytest's `-m`, of the tests that run; empty: all.
+    """
+
+    def __init__(self, root: Path, folder: Path, expression: str = QUICK) -> None:
+        self.copy = folder / "checkout"
+        self._output = folder / "output.txt"
         self._expression = expression
         self._server: subprocess.Popen[str] | None = None
         self._is_closed = False
         self._num_written = 0
         self._started = int(time.time())
+        _copy_repository(root, self.copy)
+        _install(self.copy)
 
     def write(self, path: Path, text: str) -> None:
         """Replace a file of the copy. Its time is new every time, for by time and size Python finds old bytecode."""
@@ -291,22 +299,13 @@ class CheckoutCopy:
                 server.terminate()
 
 
-@contextmanager
-def copied_checkout(root: Path, folder: Path, *, expression: str = QUICK) -> Iterator[CheckoutCopy]:
-    """Copy what git does not ignore to `folder`, as a repository with an installation in `.venv`, to run tests in."""
-    copy = folder / "checkout"
+def _copy_repository(root: Path, copy: Path) -> None:
     copy.mkdir(parents=True)
     git = ["git", "-C", str(copy), "-c", "user.name=mutants", "-c", "user.email=", "-c", "commit.gpgsign=false"]
     of_root = [f"--git-dir={copy / '.git'}", f"--work-tree={root}"]
     committed = ["commit", "--quiet", "--no-verify", "--allow-empty", "--message=copy"]
     for command in (["init", "--quiet"], [*of_root, "add", "--all"], committed, ["reset", "--quiet", "--hard"]):
         subprocess.run([*git, *command], check=True)
-    _install(copy)
-    copied = CheckoutCopy(copy, folder / "output.txt", expression)
-    try:
-        yield copied
-    finally:
-        copied.close()
 
 
 def _install(copy: Path) -> None:
@@ -383,8 +382,8 @@ def run_mutants(
         ExitStack() as servers,  # ended before the threads, which wait for them
     ):
         for i in range(processes):
-            copied = copied_checkout(root, Path(folder) / str(i), expression=effort.expression)
-            copies.put(servers.enter_context(copied))
+            copied = CheckoutCopy(root, Path(folder) / str(i), effort.expression)
+            copies.put(servers.enter_context(closing(copied)))
         pending = {pool.submit(try_in_a_copy, report): report for report in reports}
         try:
             for future in as_completed(list(pending)):

@@ -8,13 +8,14 @@ import signal
 import textwrap
 import threading
 from collections.abc import Mapping
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
 from benchmarks import mutants
 from benchmarks.main import main
-from benchmarks.mutants import TIMED_OUT, Effort, FileReport, choose_files, copied_checkout, find_tests, try_mutants
+from benchmarks.mutants import TIMED_OUT, CheckoutCopy, Effort, FileReport, choose_files, find_tests, try_mutants
 from benchmarks.mutants_server import seconds_without_load
 from benchmarks.mutations import draw_mutants
 
@@ -126,7 +127,7 @@ def test_no_test_file_begins_when_the_seconds_are_spent(tmp_path: Path) -> None:
     root = write_tree(
         tmp_path / "root", {**ANSWER, "tests/test_more.py": "import gspo_gym.answer\ndef test_1(): pass\n"}
     )
-    with copied_checkout(root, tmp_path / "copy", expression="") as copied:
+    with closing(CheckoutCopy(root, tmp_path / "copy", expression="")) as copied:
         ran = []
         for seconds in (60, 1e-9, 0):
             report = FileReport(Path("gspo_gym/answer.py"))
@@ -171,14 +172,14 @@ def test_the_copy_is_a_checkout_as_tests_see_it(tmp_path: Path) -> None:
             """,
         },
     )
-    with copied_checkout(root, tmp_path / "copy") as copied:
+    with closing(CheckoutCopy(root, tmp_path / "copy")) as copied:
         run = copied.run(Path("tests/test_checkout.py"), seconds=60)
         assert run.status == 0, copied.reason(run)
 
 
 def test_tests_that_hang_are_ended_with_every_process_they_started(tmp_path: Path) -> None:
     root = write_tree(tmp_path / "root", FILES)
-    with copied_checkout(root, tmp_path / "copy", expression="") as copied:
+    with closing(CheckoutCopy(root, tmp_path / "copy", expression="")) as copied:
         limit = 8.0
         hanging = copied.run(Path("tests/test_hanging.py"), seconds=limit)
         assert hanging.status == TIMED_OUT
