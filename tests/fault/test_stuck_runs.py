@@ -10,8 +10,7 @@ from typing import Any
 
 import gymnasium
 import pytest
-from forked import forked
-from full_disk import small_disk
+from full_disk import mounted_disk
 
 from gspo_gym.cli.train import run_training
 from gspo_gym.config.run_config import RunConfig
@@ -103,11 +102,8 @@ def test_a_run_that_cannot_go_on_ends_by_name_within_ten_batches(
     assert len(read_metrics(tmp_path / "stuck")) <= 10
 
 
-@forked
 def test_a_disk_that_fills_up_ends_a_run_by_name_and_it_goes_on_when_there_is_room(tmp_path: Path) -> None:
-    with small_disk(tmp_path / "disk", 2**25) as disk:
-        if not disk.is_mounted:
-            pytest.skip("this process may not mount a disk")
+    with mounted_disk(tmp_path / "disk", 2**25) as disk:
         ballast = disk.folder / "ballast"
         config = make_config(disk.folder, num_steps=8, fills=str(ballast))
         with pytest.raises(StorageError, match="No space left on device"):

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import pytest
 from forked import is_forked
 
 
@@ -58,6 +59,16 @@ class SmallDisk:
 
 
 @contextlib.contextmanager
+def mounted_disk(folder: Path, num_bytes: int) -> Iterator[SmallDisk]:
+    """Make a folder a file system of that size until the block ends; skip the test where nothing can be mounted."""
+    folder.mkdir()
+    if not _mount(folder, num_bytes):
+        pytest.skip("this process may not mount a disk")
+    with _unmounting(folder):
+        yield SmallDisk(folder, num_bytes, is_mounted=True)
+
+
+@contextlib.contextmanager
 def small_disk(folder: Path, num_bytes: int, *, may_mount: bool = True) -> Iterator[SmallDisk]:
     """Make a folder a disk of that size until the block ends.
 
@@ -67,21 +78,33 @@ def small_disk(folder: Path, num_bytes: int, *, may_mount: bool = True) -> Itera
     if not is_forked():
         raise RuntimeError("expected a test with the decorator @forked: a limit on files would be pytest's own")
     folder.mkdir()
-    mounting = ["mount", "-t", "tmpfs", "-o", f"size={num_bytes}", "tmpfs", str(folder)]
-    try:
-        is_mounted = may_mount and subprocess.run(mounting, capture_output=True, check=False).returncode == 0
-    except FileNotFoundError:
-        is_mounted = False
+    if may_mount and _mount(folder, num_bytes):
+        with _unmounting(folder):
+            yield SmallDisk(folder, num_bytes, is_mounted=True)
+        return
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    if not is_mounted:
-        _limit_files(num_bytes)
+    _limit_files(num_bytes)
     try:
-        yield SmallDisk(folder, num_bytes, is_mounted)
+        yield SmallDisk(folder, num_bytes, is_mounted=False)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
-        if is_mounted:
-            # Lazily: weights that were loaded from the disk are mapped from it until their model is freed.
-            subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+@contextlib.contextmanager
+def _unmounting(folder: Path) -> Iterator[None]:
+    """Lazily: weights that were loaded from the disk are mapped from it until their model is freed."""
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+def _mount(folder: Path, num_bytes: int) -> bool:
+    command = ["mount", "-t", "tmpfs", "-o", f"size={num_bytes}", "tmpfs", str(folder)]
+    try:
+        return subprocess.run(command, capture_output=True, check=False).returncode == 0
+    except FileNotFoundError:
+        return False
 
 
 def _limit_files(num_bytes: int) -> None:
