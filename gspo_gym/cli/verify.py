@@ -194,7 +194,7 @@ def verify_step(folder: Path, step: int, *, tolerance: float = 1e-5) -> Verifica
 def _verify(
     folder: Path, config: Mapping[str, Any], result: Verification, tolerance: float, *, in_float64: bool
 ) -> Verification:
-    from gspo_gym.config.build.threads import computing_elsewhere, use_faster  # loads torch
+    from gspo_gym.config.build.threads import computing_elsewhere, use_learners_threads  # loads torch
 
     records, metrics = _read_step(folder, config, result.step), _read_metrics(folder, result)
     try:
@@ -203,7 +203,7 @@ def _verify(
             models = _read_models(folder, records, result, in_float64=in_float64)
             if models:
                 longest = max(len(segment) for episode in records.episodes for segment in episode.segments)
-                use_faster(models[0].modules["policy"], (1, longest), num_threads)
+                use_learners_threads(folder, models[0].modules["policy"], (1, longest), num_threads)
             _Comparison(records, models, result, tolerance).follow(metrics, state)
     except _DifferenceError as found:
         (result.difference,) = found.args

@@ -17,23 +17,14 @@ import torch
 
 from gspo_gym.base.loops import Compute, Result
 from gspo_gym.config.build.rollouts import Player
-from gspo_gym.config.build.threads import faster, use_threads
+from gspo_gym.config.build.threads import NumThreads, faster, recorded_threads, use_threads
 from gspo_gym.config.run_config import RunConfig
 from gspo_gym.engine.local.engine import LocalEngine
 from gspo_gym.engine.local.shared_model import SharedModel
 from gspo_gym.run.recording import RunRecorder
-from gspo_gym.run.records import read_events
 from gspo_gym.run.report.progress import Progress
 
 _SAMPLED, _LEARNED = (64, 1), (8, 64)  # rows and tokens of the passes that are timed
-
-
-@dataclass(frozen=True, slots=True)
-class NumThreads:
-    """Torch's threads while the engine samples and while the learner works."""
-
-    sampling: int
-    learning: int
 
 
 async def start_compute(
@@ -56,7 +47,7 @@ async def start_compute(
     compute = local.compute if local is not None and not is_split else _own_thread(model.device, stack)
     if model.device.type != "cpu":
         return compute
-    chosen = None if local is None else _recorded(recorder)  # also those of a machine with more cores
+    chosen = None if local is None else recorded_threads(recorder.folder)  # also those of a machine with more cores
     if local is None or (num_threads == 1 and chosen is None):
         await compute(lambda: use_threads(num_threads))
         if local is not None and is_split:
@@ -104,11 +95,6 @@ class _Switching:
                 use_threads(self.num_threads.sampling)
 
         return await self.compute(switched)
-
-
-def _recorded(recorder: RunRecorder) -> NumThreads | None:
-    found = [event["data"] for event in read_events(recorder.folder) if event["kind"] == "threads"]
-    return NumThreads(**found[-1]) if found and "OMP_NUM_THREADS" not in os.environ else None
 
 
 async def _choose(model: Any, compute: Compute, most: int, *, longest: int, is_split: bool) -> NumThreads:

@@ -3,7 +3,7 @@
 OpenMP keeps workers for every thread that has computed with several. If these are more than the cores, none of them
 spins any more where it waits: measured on two idle cores, an engine that samples 5,000 tokens/s sampled 2,300 after one
 copy of a tensor in a thread that waits for work. So these have them, and the event loop and all threads that start
-later have one. Without engine and learner the main thread has one, too, or (`verify`) the number that is faster.
+later have one. Without engine and learner the main thread has one, too, or (`verify`) the learner's.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,9 +22,24 @@ import torch
 from gspo_gym.engine.base import Engine
 from gspo_gym.engine.local.engine import LocalEngine
 from gspo_gym.engine.local.shared_model import keeps_logits
+from gspo_gym.run.records import read_events
 
 _MAX_ROUNDS, _MAX_SECONDS = 200, 0.4  # of a comparison
 _MIN_GAIN = 0.9  # more threads must take less than that of one's time: they take more of the processor's
+
+
+@dataclass(frozen=True, slots=True)
+class NumThreads:
+    """Torch's threads while the engine samples and while the learner works."""
+
+    sampling: int
+    learning: int
+
+
+def recorded_threads(folder: Path) -> NumThreads | None:
+    """Return the numbers that a run has chosen; None if it has not, or if OMP_NUM_THREADS is set, which decides."""
+    found = [event["data"] for event in read_events(folder) if event["kind"] == "threads"]
+    return NumThreads(**found[-1]) if found and "OMP_NUM_THREADS" not in os.environ else None
 
 
 @contextlib.contextmanager
@@ -54,12 +71,15 @@ def use_threads(number: int) -> None:
     last.join()
 
 
-def use_faster(module: Any, shape: tuple[int, int], most: int) -> None:
-    """Let torch compute with one or `most` threads in this thread, as `faster` says of passes of that shape.
+def use_learners_threads(folder: Path, module: Any, shape: tuple[int, int], most: int) -> None:
+    """Let torch compute in this thread with as many threads as a run's learner, but at most `most`.
 
-    With `most` if OMP_NUM_THREADS is set, which decides wherever torch computes here.
+    If the run has recorded no number, with one or `most`, as `faster` says of passes of that shape.
     """
-    set_threads(most if most == 1 or "OMP_NUM_THREADS" in os.environ else faster(module, shape, most))
+    if (chosen := recorded_threads(folder)) is not None:
+        set_threads(min(chosen.learning, most))
+    else:
+        set_threads(most if most == 1 or "OMP_NUM_THREADS" in os.environ else faster(module, shape, most))
 
 
 @torch.inference_mode()

@@ -14,8 +14,8 @@ from small_quickstart import QUICKSTART
 
 from gspo_gym.config.build import rollouts
 from gspo_gym.config.build import trainer as build
-from gspo_gym.config.build.compute import NumThreads, start_compute
-from gspo_gym.config.build.threads import computing_elsewhere, faster
+from gspo_gym.config.build.compute import start_compute
+from gspo_gym.config.build.threads import NumThreads, computing_elsewhere, faster
 from gspo_gym.config.run_config import load_config
 from gspo_gym.engine.local.engine import LocalEngine
 from gspo_gym.run.recording import RunRecorder

@@ -9,6 +9,7 @@ import argparse
 import asyncio
 import inspect
 import json
+import shutil
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -34,6 +35,7 @@ from gspo_gym.policy import export
 from gspo_gym.remote.apps import check
 from gspo_gym.run import verify as oracle
 from gspo_gym.run.models import Model
+from gspo_gym.run.records import read_events
 from gspo_gym.run.report import checks
 
 TINY = "tiny:qwen3-64"
@@ -158,7 +160,9 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a run with an adapter, which recorded its tokens."""
     folder = tmp_path_factory.mktemp("recorded")
     lora = {"model": {"trainer_mode": "lora"}, "training": {"keep_last": 9}}
-    run_training(make_config(folder, run={"log_tokens_every_n_iters": 1}, **lora))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OMP_NUM_THREADS", "1")  # it records no numbers of its own
+        run_training(make_config(folder, run={"log_tokens_every_n_iters": 1}, **lora))
     return folder / "threads"
 
 
@@ -200,16 +204,25 @@ def test_a_command_without_an_engine_computes_with_one_thread(
     assert torch.get_num_threads() == WANTED
 
 
-def test_verify_computes_with_the_number_that_the_environment_gives(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    forward = oracle.Model.forward
+@pytest.mark.parametrize(("recorded", "is_given", "number"), [(2, False, 2), (9, False, WANTED), (2, True, WANTED)])
+def test_verify_has_the_learners_number_unless_the_environment_gives_one(
+    recorded: int, is_given: bool, number: int, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, forward = tmp_path / "run", oracle.Model.forward
+    shutil.copytree(run, folder)
+    with (folder / "events.jsonl").open("a", encoding="utf-8") as file:
+        event = {"kind": "threads", "data": {"sampling": 1, "learning": recorded}}
+        file.write(json.dumps(read_events(folder)[-1] | event) + "\n")
+    if not is_given:
+        monkeypatch.delenv("OMP_NUM_THREADS")
 
     def looking(*given: Any, **options: Any) -> Any:
         look("verify")
         return forward(*given, **options)
 
     monkeypatch.setattr(oracle.Model, "forward", looking)
-    assert main(["verify", str(run), "--step", "1"]) == 0
-    assert seen["verify"] == {WANTED}
+    assert main(["verify", str(folder), "--step", "1"]) == 0
+    assert seen["verify"] == {number}
 
 
 @pytest.mark.parametrize(("num_replicas", "share"), [(1, 3), (2, 1), (5, 1)])
