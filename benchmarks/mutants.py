@@ -5,11 +5,11 @@ tests of that file run until the first failure, one test file after another. A m
 can be imported, or if the tests take longer than `TIMEOUT_FACTOR` times what they take without it. Those that only a
 time-out ended are counted apart: that proves less than a failure. Times in which no core was free are not counted.
 
-The tests of `gspo_gym/room/name.py` are, in this order: the doctests of the file; `tests/**/test_name.py` and
-`test_name_*.py`; the test files that import or name the module. Of each kind, those in a folder `room` come first, then
-those that import the fewest other modules. The same of the modules that import the module follow, then of those that
-import these, until the processor time for the file is spent: then no further test file begins. Left out are tests that
-need other software, those that the expression for pytest's `-m` leaves out, and test files that fail without a mutant.
+The tests of `gspo_gym/room/name.py` are, in this order: the doctests of the file; the test files in a folder `room` which
+are called `test_name.py` or `test_name_*.py`, then those that import or name the module, the fewest other modules
+first; such test files elsewhere. The same of the modules that import the module follow, then of those that import
+these, until the processor time for the file is spent: then no further test file begins. Left out are tests that need
+other software, those that the expression for pytest's `-m` leaves out, and test files that fail without a mutant.
 """
 
 from __future__ import annotations
@@ -160,7 +160,7 @@ def find_tests(path: Path, root: Path) -> Iterator[Path]:
             is_mirror = any(test in importers or _is_near(module, test) for module in namesakes)
             if is_mirror or test in importers:
                 is_exact = any(test.stem == f"test_{module.stem}" for module in namesakes)
-                ranks.append((not is_mirror, not _is_near(path, test), not is_exact, len(imports[test]), test))
+                ranks.append((not _is_near(path, test), not is_mirror, not is_exact, len(imports[test]), test))
         yield from (test for *_, test in sorted(ranks))
         modules = {file for file in importers - seen if file.parts[0] != "tests"}
         seen |= modules | {test for *_, test in ranks}

@@ -240,6 +240,8 @@ def test_tests_are_found_by_name_and_by_import_narrowest_first(tmp_path: Path) -
             "gspo_gym/room/doc.py": "# >>> 1\n",
             "tests/unit/room/test_pool.py": "from gspo_gym.room import pool\nimport gspo_gym.errors",
             "tests/unit/room/test_pool_limits.py": "import gspo_gym.room.pool",
+            "tests/unit/room/test_importer.py": "import gspo_gym.room.pool, gspo_gym.x, gspo_gym.y, gspo_gym.z",
+            "tests/unit/else/test_pool.py": "import gspo_gym.room.pool, gspo_gym.x",
             "tests/unit/other/test_pool.py": "import gspo_gym.other.pool",
             "tests/unit/test_wide.py": "from gspo_gym.room.pool import A\nimport gspo_gym.x, gspo_gym.y",
             "tests/contract/test_narrow.py": "from gspo_gym.room.pool import A",
@@ -249,6 +251,8 @@ def test_tests_are_found_by_name_and_by_import_narrowest_first(tmp_path: Path) -
     assert [str(test) for test in find_tests(Path("gspo_gym/room/pool.py"), root)] == [
         "tests/unit/room/test_pool.py",
         "tests/unit/room/test_pool_limits.py",
+        "tests/unit/room/test_importer.py",
+        "tests/unit/else/test_pool.py",
         "tests/contract/test_narrow.py",
         "tests/unit/test_wide.py",
     ]
