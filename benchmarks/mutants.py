@@ -5,8 +5,8 @@ tests of that file run until the first failure, one test file after another. A m
 can be imported, or if the tests take longer than `TIMEOUT_FACTOR` times what they take without it. Those that only a
 time-out ended are counted apart: that proves less than a failure. Times in which no core was free are not counted.
 
-The tests of `gspo_gym/room/name.py` are, in this order: the doctests of the file; the test files in a folder `room` which
-are called `test_name.py` or `test_name_*.py`, then those that import or name the module, the fewest other modules
+The tests of `gspo_gym/room/name.py` are, in this order: the doctests of the file; the test files in a folder `room`
+which are called `test_name.py` or `test_name_*.py`, then those that import or name the module, the fewest other modules
 first; such test files elsewhere. The same of the modules that import the module follow, then of those that import
 these, until the processor time for the file is spent: then no further test file begins. Left out are tests that need
 other software, those that the expression for pytest's `-m` leaves out, and test files that fail without a mutant.
@@ -39,6 +39,7 @@ from gspo_gym.seeding import child_seed
 TIMEOUT_FACTOR = 5.0
 _TIMEOUT_FLOOR_SECONDS = 20.0
 _BASELINE_SECONDS = 300.0
+_GRACE_SECONDS = 300.0  # removing the copies takes long on a busy machine
 TIMED_OUT = 124
 _NO_TESTS = 5  # pytest's exit status where it collected none
 _MIN_SAMPLE_LINES = 80
@@ -376,7 +377,7 @@ def run_mutants(
             copies.put(copied)
 
     with (
-        interrupted_by_signals(),
+        interrupted_by_signals(_GRACE_SECONDS),
         tempfile.TemporaryDirectory(prefix="mutants-") as folder,
         ThreadPoolExecutor(processes) as pool,
         ExitStack() as servers,  # ended before the threads, which wait for them
