@@ -336,14 +336,12 @@ class Model:
         modules: of torch (Any: untyped): "policy" and, where the loss and the checkpoint have one, "reference".
 
     Args:
-        num_token_ids: of the tokenizer: of a padded vocabulary, no ids from there on are sampled.
+        num_ids: of the tokenizer: of a padded vocabulary, no ids from there on are sampled but by foreign engines.
     """
 
-    def __init__(
-        self, modules: Mapping[str, Any], moments: dict[str, Any], records: StepRecords, num_token_ids: int
-    ) -> None:
-        self._num_token_ids = num_token_ids
-        self.modules, self._moments = modules, moments  # AdamW's, by "optimizer.exp_avg.NAME", ...
+    def __init__(self, modules: Mapping[str, Any], moments: dict[str, Any], records: StepRecords, num_ids: int) -> None:
+        # The moments are AdamW's, by "optimizer.exp_avg.NAME", ...
+        self.modules, self._moments, self._num_ids = modules, moments, num_ids
         self._config, self._row = records.config, records.units["segment"]
         self._segments = [segment for episode in records.episodes for segment in episode.segments]
         self._position = np.concatenate([np.flatnonzero(segment.action_mask) for segment in self._segments])
@@ -360,9 +358,7 @@ class Model:
             with torch.set_grad_enabled(slopes is not None):
                 raw = self.modules[module](input_ids=ids[None, :-1], use_cache=False).logits[0, position - 1]
                 logits = raw.to(torch.promote_types(raw.dtype, torch.float32)) / self._config["rollout.temperature"]
-                every_id = torch.arange(logits.shape[-1])
-                unknown = (every_id >= self._num_token_ids) & (every_id != ids[position, None])
-                logits = logits.masked_fill(unknown, -torch.inf)
+                logits = logits[:, : max(self._num_ids, 1 + int(ids.max()))]
                 if self._config["training.score_truncated"]:
                     logits = logits.masked_fill(~self._kept(logits.detach(), ids[position, None]), -torch.inf)
                 every = torch.log_softmax(logits, -1)
