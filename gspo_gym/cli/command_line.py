@@ -100,7 +100,7 @@ class _SignalError(KeyboardInterrupt):
 
 def exit_code_of(interrupt: KeyboardInterrupt) -> int:
     """Return the exit status after an interruption: 128 and the number of the signal."""
-    return 128 + (interrupt.args[0] if isinstance(interrupt, _SignalError) else signal.SIGINT)
+    return 128 + int(interrupt.args[0] if isinstance(interrupt, _SignalError) else signal.SIGINT)
 
 
 @contextmanager

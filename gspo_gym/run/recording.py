@@ -430,36 +430,31 @@ def discard_later(
     Returns:
         The number of each kind of record that moved, as JSON values; {} if nothing did.
     """
-    later_metrics = [line for line in metrics if line["step"] > step]
-    kept_events, later_events = _split_events(events, step, saved_seq)
+    records = {
+        "metrics.jsonl": _halves(metrics, lambda line: line["step"] > step),
+        EVENTS_FILE: _split_events(events, step, saved_seq),
+        JUDGEMENTS_FILE: _halves(judgements, lambda line: _is_judged_again(line, step, is_played_again)),
+    }
+    num_later = {name: len(later) for name, (_, later) in records.items()}
     path = folder / LEDGER_FILE
     entries = read_ledger(path) if path.exists() else ()
-    later_entries = [entry for entry in entries if is_played_again(entry.trajectory_id)]
-    kept_entries = [entry for entry in entries if not is_played_again(entry.trajectory_id)]
-    later_judgements = [line for line in judgements if _is_judged_again(line, step, is_played_again)]
+    kept_entries, later_entries = _halves(entries, lambda entry: is_played_again(entry.trajectory_id))
     ends = close_lost(kept_entries)
     data = {}
-    if later_metrics or later_events or later_entries or later_judgements or episode_files or token_files:
+    if any(num_later.values()) or later_entries or episode_files or token_files:
         target = folder / "discarded" / f"resume_{1 + sum(1 for _ in (folder / 'discarded').glob('resume_*')):03d}"
         target.mkdir(parents=True)
         # The copies are complete before an original is cut, so a crash in between duplicates and loses nothing.
-        _write(target / "metrics.jsonl", later_metrics)
-        _write(target / "events.jsonl", later_events)
         _write(target / LEDGER_FILE, [entry_to_json(entry) for entry in later_entries])
-        _write(folder / "metrics.jsonl", [line for line in metrics if line["step"] <= step])
-        _write(folder / "events.jsonl", kept_events)
-        if later_judgements:
-            _write(target / JUDGEMENTS_FILE, later_judgements)
-            kept_judgements = [line for line in judgements if not _is_judged_again(line, step, is_played_again)]
-            _write(folder / JUDGEMENTS_FILE, kept_judgements)
+        _move_lines({name: halves for name, halves in records.items() if any(halves)}, folder, target)
         for each in (*episode_files, *token_files):
             each.replace(target / each.name)
         data = {
             "folder": str(target.relative_to(folder)),
-            "metrics_lines": len(later_metrics),
-            "event_lines": len(later_events),
+            "metrics_lines": num_later["metrics.jsonl"],
+            "event_lines": num_later[EVENTS_FILE],
             "ledger_lines": len(later_entries),
-            "judgement_lines": len(later_judgements),
+            "judgement_lines": num_later[JUDGEMENTS_FILE],
             "episode_files": len(episode_files),
             "token_files": len(token_files),
         }
@@ -473,6 +468,19 @@ def _is_judged_again(line: Line, step: int, is_played_again: Callable[[str], boo
     if occasion.startswith(("eval_", "warmup")):  # no groups of the training, which is what `is_played_again` knows
         return _step_of(Path(occasion)) > step
     return is_played_again(line["trajectory_id"])
+
+
+def _move_lines(records: Mapping[str, tuple[list[Line], list[Line]]], folder: Path, target: Path) -> None:
+    """Write the later lines of each record, the second ones, into `target`, and then cut the record."""
+    for name, (_, later) in records.items():
+        _write(target / name, later)
+    for name, (kept, _) in records.items():
+        _write(folder / name, kept)
+
+
+def _halves(lines: Sequence[Any], is_later: Callable[[Any], bool]) -> tuple[list[Any], list[Any]]:
+    """Return the lines that stay, and the later ones (Any: lines, or entries of a ledger)."""
+    return [line for line in lines if not is_later(line)], [line for line in lines if is_later(line)]
 
 
 def _split_events(events: Sequence[Line], step: int, saved_seq: int | None) -> tuple[list[Line], list[Line]]:
