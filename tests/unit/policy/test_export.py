@@ -189,7 +189,7 @@ def test_every_kind_of_adapter_is_merged_to_its_own_function(kind: str, tmp_path
     bare = plain_logprobs(load_policy("tiny:qwen3-64", seed=3).model, PROMPT, SAMPLED)
     assert np.abs(bare - expected).max() > 1e-2, "an adapter that was left out would be seen"
     export(str(tmp_path / "adapter"), tmp_path / "out", describe=card, is_merged=True)
-    np.testing.assert_allclose(plain_logprobs(plain(tmp_path / "out"), PROMPT, SAMPLED), expected, atol=1e-5)
+    np.testing.assert_allclose(plain_logprobs(plain(tmp_path / "out"), PROMPT, SAMPLED), expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.filterwarnings("ignore:`lora_bias=True` was passed but the targeted layer")
