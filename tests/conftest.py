@@ -40,7 +40,16 @@ from gspo_gym.types import (
 STANDARD_HANDLERS = {signal.SIGTERM: signal.SIG_DFL, signal.SIGINT: signal.default_int_handler}
 
 # What may take more processor seconds than the budget of a quick test, and how many. Keep it short: mark tests `slow`.
-ALLOWED_SECONDS: dict[str, float] = {}
+ALLOWED_SECONDS = {
+    "tests/unit/cli/test_commands.py::test_the_commands_that_compute_import_so": 12.0,  # how a real command starts
+    "tests/unit/run/test_tokens.py::test_a_step_is_verified_from_its_files_by_a_path_that_loads_no_learner": 20.0,
+    "tests/unit/run/test_tokens.py::test_one_altered_number_of_a_token_is_named_with_its_place": 8.0,  # a run to read
+    "tests/unit/run/test_run.py::test_a_killed_and_resumed_run_has_the_records_of_an_undisturbed_one": 10.0,
+    "tests/unit/run/test_run.py::test_runs_of_one_program_leave_no_model_to_it_not_even_to_its_garbage_collector": 8.0,
+    "tests/unit/run/test_run.py::test_a_resumed_run_counts_on_in_its_alarms": 10.0,
+    "tests/unit/run/test_run.py::test_a_resumed_run_ends_with_the_weights_of_an_uninterrupted_one": 8.0,
+    "tests/unit/test_floors.py::test_imports_go_down_only": 8.0,  # all modules are parsed once
+}
 
 
 def pytest_configure(config: pytest.Config) -> None:

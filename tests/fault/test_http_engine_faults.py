@@ -117,8 +117,8 @@ def run_and_check(plan: FaultPlan, num_requests: int, *, timeout_seconds: float)
     assert sum(wait >= 0.25 for wait in run.waits) >= server.faults["429"]
 
 
-def test_200_requests_of_which_a_fifth_fails_give_200_samples() -> None:
-    run_and_check(mixed(FAULT_RATE, seed=1, hanging_weight=0.0), 200, timeout_seconds=60.0)
+def test_300_requests_of_which_a_fifth_fails_give_300_samples() -> None:
+    run_and_check(mixed(FAULT_RATE, seed=1, hanging_weight=0.0), 300, timeout_seconds=60.0)
 
 
 @pytest.mark.nightly

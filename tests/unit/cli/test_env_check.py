@@ -57,7 +57,7 @@ def test_a_healthy_environment_is_status_0_on_one_screen(capsys: pytest.CaptureF
     assert run("GuessNumber", "--num-seeds", "3", "--option", "high=12") == 0
     out = capsys.readouterr().out
     assert out.startswith("gspo_gym/GuessNumber-v0: passed")
-    assert len(out.splitlines()) <= 24
+    assert len(out.splitlines()) <= 24 + 1  # a screen, and the note that leaks were not looked for
 
 
 def test_a_broken_one_is_status_1_and_says_what_is_broken(capsys: pytest.CaptureFixture[str]) -> None:
@@ -122,6 +122,7 @@ def test_drift_alone_is_status_1(tmp_path: Path, capsys: pytest.CaptureFixture[s
         "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
     )
     tokenizer.save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')
     words = ["GuessNumber", "--num-seeds", "2", "--turns", "2", "--model", str(tmp_path)]
     assert run(*words) == 0
     assert run(*words, "--option", "style=verbose") == 1

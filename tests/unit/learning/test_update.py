@@ -16,6 +16,7 @@ from gspo_gym.learning.settings import (
     CorrectionSettings,
     LossSettings,
     OptimizerSettings,
+    ReferenceSettings,
     RewardSettings,
     UpdateSettings,
 )
@@ -342,11 +343,12 @@ def make_lora(make_model):
 
 
 @pytest.mark.parametrize("minibatch_size", [None, 3])
-def test_the_reference_of_an_adapter_is_the_model_without_it(make_lora, make_batch, minibatch_size):
+def test_the_reference_named_base_is_the_model_without_its_adapter(make_lora, make_batch, minibatch_size):
     model = make_lora()
     frozen = {name: p.detach().clone() for name, p in model.named_parameters() if not p.requires_grad}
     trained = {name for name, p in model.named_parameters() if p.requires_grad}
     settings = {"loss": {"kl_coef": 0.01}, "minibatch_size": minibatch_size}
+    settings["reference"] = ReferenceSettings(source="base")
     learner = make_learner(model, update={"learning_rate": 0.02}, **settings)
     first, later = (learner.update(make_batch(k)).metrics for k in range(2))
     if minibatch_size is None:

@@ -94,7 +94,8 @@ def test_a_spent_budget_stops_the_run_which_goes_on_with_more(url: str, tmp_path
     summary = run_training(more, resume=True)
     assert (summary["status"], summary["steps"]) == ("completed", 2)
     lines = read_judgements(cut.run_folder / "judgements.jsonl")
-    assert lines[: len(first)] == first
+    kept = [each for each in first if not each.trajectory_id.startswith("step_000002")]  # which is played again
+    assert lines[: len(kept)] == kept
     assert lines[-1].spent.num_calls > first[-1].spent.num_calls >= num_calls
     # and what it learned is what the run that was not stopped learned
     metrics = [read_metrics(config.run_folder)[-1] for config in (whole, more)]

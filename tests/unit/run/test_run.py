@@ -167,7 +167,7 @@ def test_a_resumed_run_ends_with_the_weights_of_an_uninterrupted_one(tmp_path):
 
 
 def test_a_run_goes_on_from_the_newest_sound_checkpoint_and_keeps_a_damaged_one(tmp_path):
-    whole = record_run(make_config(tmp_path, iterations=4))
+    whole = run_training(make_config(tmp_path, iterations=4))
     folder = tmp_path / "test"
     damaged = folder / "checkpoints" / "step_000004"
     expected = {name: tensor.clone() for name, tensor in weights(tmp_path, 4).items()}  # the file is mapped
@@ -238,8 +238,8 @@ def test_a_run_keeps_its_newest_its_best_and_its_periodic_checkpoints(tmp_path):
 
 
 def test_a_lora_run_resumes_from_its_adapter(tmp_path):
-    # with a KL term every episode has a gradient, also where all earn the same
-    lora = {"model__trainer_mode": "lora", "training__lora": {"r": 4}, "loss__kl_coef": 0.1}
+    # with a bonus for entropy every episode has a gradient, also where all earn the same
+    lora = {"model__trainer_mode": "lora", "training__lora": {"r": 4}, "loss__kl_coef": 0.1, "loss__entropy_coef": 0.1}
     run_training(make_config(tmp_path, iterations=2, **lora))
     folder = tmp_path / "test" / "checkpoints"
     before = load_file(folder / "step_000002" / "adapter_model.safetensors")
@@ -615,8 +615,49 @@ def test_failures_that_follow_the_policys_actions_are_counted_told_of_and_found(
     assert f"{evaluation['num_retries']} failed attempts played again" in said.getvalue()
 
 
-def test_a_resumed_run_counts_on_in_its_alarms_and_maps_no_file_of_a_checkpoint(tmp_path):
+def fussy_config(folder, iterations, env="Fussy", **changes):
+    values = make_config(
+        folder,
+        iterations=iterations,
+        training__checkpoint_every_n_iters=1,
+        rollout__env_name=f"test_run/{env}-v0",
+        rollout__isolation="thread",
+        rollout__max_concurrent_rollouts=1,
+    ).model_dump(exclude_none=True, exclude={"warmup"})
+    return RunConfig.from_dict(values | changes)
+
+
+@pytest.fixture
+def _fussy():
     register("test_run/Fussy-v0", entry_point=Fussy)
+    yield
+    gymnasium.registry.pop("test_run/Fussy-v0")
+
+
+@pytest.mark.usefixtures("_fussy")
+def test_a_resumed_run_counts_on_in_its_alarms(tmp_path):
+    def alarms(name):
+        events = read_events(tmp_path / name / "test")
+        return [(event["step"], event["data"]) for event in events if event["kind"] == "selection"]
+
+    run_training(fussy_config(tmp_path / "whole", 8))
+    selected = alarms("whole")
+    first = selected[0][0]
+    assert len(selected) > 1  # at first, and when there is twice as much
+    run_training(fussy_config(tmp_path / "parts", first))
+    run_training(fussy_config(tmp_path / "parts", 8), resume=True)
+    assert alarms("parts") == selected
+
+
+@pytest.mark.usefixtures("_fussy")
+def test_a_resumed_run_counts_on_the_batches_in_which_engine_and_learner_disagree(tmp_path):
+    wrong = {"correction": {"max_engine_gap": 1e-12}}  # no gap is as small: the third in a row is an error
+    run_training(fussy_config(tmp_path, 2, **wrong))
+    with pytest.raises(EngineMismatchError, match="in 3 batches in a row"):
+        run_training(fussy_config(tmp_path, 4, **wrong), resume=True)
+
+
+def test_a_resumed_run_maps_no_file_of_a_checkpoint(tmp_path):
     mapped = []
 
     class Looking(Fussy):
@@ -626,41 +667,12 @@ def test_a_resumed_run_counts_on_in_its_alarms_and_maps_no_file_of_a_checkpoint(
             return super().reset(seed=seed, options=options)
 
     register("test_run/Looking-v0", entry_point=Looking)
-
-    def config(name, iterations, env="Fussy", **changes):
-        values = make_config(
-            tmp_path / name,
-            iterations=iterations,
-            training__checkpoint_every_n_iters=1,
-            rollout__env_name=f"test_run/{env}-v0",
-            rollout__isolation="thread",
-            rollout__max_concurrent_rollouts=1,
-        ).model_dump(exclude_none=True, exclude={"warmup"})
-        return RunConfig.from_dict(values | changes)
-
-    def alarms(name, kind):
-        told = read_events(tmp_path / name / "test")
-        return [(event["step"], event["data"]) for event in told if event["kind"] == kind]
-
     try:
-        run_training(config("whole", 8))
-        selected = alarms("whole", "selection")
-        first = selected[0][0]
-        assert len(selected) > 1  # at first, and when there is twice as much
-        run_training(config("parts", first))
-        run_training(config("parts", 8), resume=True)
-        assert alarms("parts", "selection") == selected
-        run_training(config("looked", 1, env="Looking"))
+        run_training(fussy_config(tmp_path, 1, env="Looking"))
         mapped.clear()
-        run_training(config("looked", 2, env="Looking"), resume=True)
+        run_training(fussy_config(tmp_path, 2, env="Looking"), resume=True)
         assert mapped == []
-        # No gap is as small as that: the third batch in a row is an error.
-        wrong = {"correction": {"max_engine_gap": 1e-12}}
-        run_training(config("wrong", 2, **wrong))
-        with pytest.raises(EngineMismatchError, match="in 3 batches in a row"):
-            run_training(config("wrong", 4, **wrong), resume=True)
     finally:
-        gymnasium.registry.pop("test_run/Fussy-v0")
         gymnasium.registry.pop("test_run/Looking-v0")
 
 

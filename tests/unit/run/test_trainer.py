@@ -29,7 +29,7 @@ from gspo_gym.chat.renderer import RendererCache
 from gspo_gym.env.rewards import Reward
 from gspo_gym.errors import ConfigError, NonFiniteError, StuckError, UsageError
 from gspo_gym.judge.asking import AskingSettings
-from gspo_gym.judge.base import JudgeError, Judgement, JudgeRequest, Review
+from gspo_gym.judge.base import CriterionScore, JudgeError, Judgement, JudgeRequest, review_of
 from gspo_gym.judge.service.contract import HttpJudge
 from gspo_gym.judge.service.server import create_judge_app
 from gspo_gym.judge.settings import JudgeOptions
@@ -664,13 +664,17 @@ def test_groups_that_teach_something_cannot_be_left_out_as_constant(baseline: An
         make_plan(constant_groups=constant_groups, advantages=AdvantageSettings(baseline=baseline))
 
 
-class Half:
-    """A judge that gives every turn and every episode 0.5."""
+class Generous:
+    """A judge that gives every turn and every episode full marks."""
 
-    name = "half"
+    name = "generous"
 
     async def judge(self, request: JudgeRequest) -> Judgement:
-        return Judgement(self.name, tuple(Review({}, 0.5) for _ in request.trajectory.turns), Review({}, 0.5))
+        event, outcome = (
+            review_of(rubric, {id_: CriterionScore(1.0, "") for id_ in rubric.ids}, "")
+            for rubric in request.rubrics.parts.values()
+        )
+        return Judgement(self.name, (event,) * len(request.trajectory.turns), outcome)
 
     async def close(self) -> None:
         pass
@@ -706,7 +710,7 @@ class Judged(Parts):
 
 
 def test_a_judge_answers_over_http_during_a_long_update(tmp_path: Path) -> None:
-    with BackgroundServer(create_judge_app(Half())) as server:
+    with BackgroundServer(create_judge_app(Generous())) as server:
         parts = Judged(server.url)
         train(tmp_path, make_plan(num_steps=2), parts=parts)
     assert parts.in_time == [True, True]

@@ -472,7 +472,7 @@ BROKEN: list[tuple[Any, str, str]] = [
     (ResetWithoutInfo, "play", "reset(): expected (observation, info), got str"),
     (StepOfFour, "play", "got tuple of length 4"),
     (answering(0, 3), "play", "expected text or a sequence of messages, got int 3"),
-    (answering(1, math.nan), "play", "expected a finite reward, got nan"),
+    (answering(1, math.nan), "play", "expected a finite reward, got float nan"),
     (answering(1, "0.5"), "play", "expected a number or None as the reward, got str '0.5'"),
     (answering(2, 0), "play", "expected terminated as a bool, got int 0"),
     (answering(3, None), "play", "expected truncated as a bool, got NoneType"),

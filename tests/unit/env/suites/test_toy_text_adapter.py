@@ -37,7 +37,7 @@ def test_the_suite_is_covered() -> None:
 
 @pytest.mark.parametrize("game", ["Blackjack", "CliffWalking", "FrozenLake"])
 def test_it_keeps_the_contract(game: str) -> None:
-    report = check_env("ToyText", env_config={"game": game}, seeds=range(4), num_leak_episodes=4)
+    report = check_env("ToyText", env_config={"game": game}, seeds=range(2), num_leak_episodes=2)
     assert report.passed, str(report)
 
 
@@ -166,7 +166,8 @@ def test_saying_nothing_to_the_end_never_pays() -> None:
 
 def test_the_taxi_s_best_return_is_the_nearest_ride() -> None:
     # From the yellow stand to the red one: a pick-up and four squares cost 5, the drop-off earns 20.
-    assert ToyTextEnv("Taxi").reward_range == (-2200.0, 15.0)
+    # At worst each of 200 answers costs 10, and 10 more that are declared for those without an action.
+    assert ToyTextEnv("Taxi").reward_range == (-4000.0, 15.0)
 
 
 def test_options_of_a_game_reach_gymnasium_and_bad_ones_are_refused() -> None:
