@@ -215,7 +215,9 @@ class FakeVllm:
         ids: list[int] = []
         logprobs: list[float] = []
         while len(ids) < params["max_tokens"]:
-            raw = self.logits([*prompt, *ids], model)
+            raw = np.array(self.logits([*prompt, *ids], model))
+            for token, bias in params.get("logit_bias", {}).items():
+                raw[int(token)] += bias
             scaled = raw / params["temperature"] if params["temperature"] else raw
             if 0 < params["top_k"] < len(raw):
                 scaled = np.where(scaled >= np.sort(scaled)[-params["top_k"]], scaled, -np.inf)

@@ -38,6 +38,23 @@ def test_a_seed_decides_the_sample_alone_and_among_others(full_engine: VllmEngin
     assert len(set(together)) == len(seeds)
 
 
+@pytest.mark.parametrize("temperature", [1.0, 0.0])
+def test_ids_that_the_tokenizer_does_not_have_are_never_sampled(
+    full_engine: VllmEngine, policy: Policy, loop_thread: Any, monkeypatch: pytest.MonkeyPatch, temperature: float
+) -> None:
+    num_ids = 100  # as if the others were rows that fill the vocabulary up
+    sampling = SamplingParams(max_tokens=60, stop_token_ids=(), seed=3, temperature=temperature)
+    if temperature:
+        assert max(sampled(loop_thread.run(full_engine.generate([72, 105], sampling)))) >= num_ids
+    monkeypatch.setattr(full_engine, "_padding_ids", range(num_ids, full_engine._vocab_size))
+    completion = loop_thread.run(full_engine.generate([72, 105], sampling))
+    assert max(sampled(completion)) < num_ids
+    with torch.no_grad():
+        logits = policy.model(input_ids=torch.tensor([[72, 105, *sampled(completion)]])).logits[0, 1:-1, :num_ids]
+    expected = logits.double().log_softmax(-1).gather(-1, torch.tensor(sampled(completion))[:, None])[:, 0]
+    np.testing.assert_allclose(completion.logprobs, expected.numpy(), atol=TOLERANCE)
+
+
 def processed(logits: torch.Tensor, seen: list[int], sampling: SamplingParams) -> torch.Tensor:
     """Logprobs of the distribution that `SamplingParams` describe, from the [V] logits of one position."""
     logits = logits.double().clone()

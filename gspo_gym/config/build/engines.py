@@ -141,6 +141,7 @@ def vllm_settings(config: RunConfig, policy: Policy, folder: Path) -> VllmSettin
         model=str(folder),
         max_model_len=vllm.max_model_len or config.rollout.max_model_len,
         dtype=vllm.dtype or config.model.dtype,
+        num_token_ids=_num_token_ids(policy),
         max_num_seqs=config.rollout.max_concurrent_rollouts,
         tensor_parallel_size=placement.tensor_parallel_size,
         data_parallel_size=placement.data_parallel_size,
@@ -332,6 +333,7 @@ async def _connect_vllm(config: RunConfig, policy: Policy, urls: tuple[str, ...]
         settings = VllmHttpSettings(
             url,
             vocab_size=_vocab_size(policy),
+            num_token_ids=_num_token_ids(policy),
             dtype=wanted.dtype or config.model.dtype,
             max_model_len=wanted.max_model_len or config.rollout.max_model_len,
             api_key_env=_API_KEY if os.environ.get(_API_KEY) else None,
@@ -407,6 +409,10 @@ def _stage(config: RunConfig, policy: Policy, folder: Path, kind: UpdateKind) ->
 
 def _vocab_size(policy: Policy) -> int:
     return int(policy.model.get_input_embeddings().weight.shape[0])  # with padded rows
+
+
+def _num_token_ids(policy: Policy) -> int | None:
+    return getattr(policy.model, "num_token_ids", None)  # see `load_policy`
 
 
 def build_weight_sync(config: RunConfig, policy: Policy, engine: Engine, recorder: RunRecorder) -> WeightSync:

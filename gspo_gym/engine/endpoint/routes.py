@@ -70,6 +70,7 @@ class SampleRequest:
         served: the weights that are to sample.
         call_id: the same for all attempts of one call, and of no other call.
         session_id: of the episode, for servers with several copies of the model.
+        padding_ids: those of the model that its tokenizer does not have; vLLM's routes keep them from being sampled.
     """
 
     prompt: Sequence[int]
@@ -78,6 +79,7 @@ class SampleRequest:
     served: Served
     call_id: str
     session_id: str | None = None
+    padding_ids: range = range(0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +157,7 @@ class _TokenRoute(ABC):
         vocab_size: token ids are below it; None: not known.
     """
 
-    request_of: Callable[..., dict[str, Any]]  # makes the body, of prompt, sampling, model, max_tokens and request_id
+    request_of: Callable[..., dict[str, Any]]  # makes the body of a SampleRequest's fields and the request's id
     has_logprobs = True
     says_versions = False
 
@@ -185,7 +187,12 @@ class _TokenRoute(ABC):
     def _body(self, request: SampleRequest, request_id: str) -> dict[str, Any]:
         served = request.served
         body = type(self).request_of(
-            request.prompt, request.sampling, model=served.model, max_tokens=request.max_tokens, request_id=request_id
+            request.prompt,
+            request.sampling,
+            model=served.model,
+            max_tokens=request.max_tokens,
+            request_id=request_id,
+            padding_ids=request.padding_ids,
         )
         return body if served.salt is None else {**body, "cache_salt": served.salt}
 

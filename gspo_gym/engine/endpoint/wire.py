@@ -8,7 +8,7 @@ or logprob must never reach a trainer.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -89,13 +89,19 @@ class EchoedIds:
 
 
 def completions_request(
-    prompt: Sequence[int], sampling: SamplingParams, *, model: str, max_tokens: int, request_id: str
+    prompt: Sequence[int],
+    sampling: SamplingParams,
+    *,
+    model: str,
+    max_tokens: int,
+    request_id: str,
+    padding_ids: Iterable[int] = (),
 ) -> dict[str, Any]:
     """Return the body for `POST /v1/completions`: token ids in, token ids and logprobs out (vLLM and its imitators)."""
     return {
         "model": model,
         "prompt": list(prompt),
-        **sampling_fields(sampling, max_tokens),
+        **sampling_fields(sampling, max_tokens, padding_ids=padding_ids),
         "skip_special_tokens": False,
         "add_special_tokens": False,
         "return_token_ids": True,
@@ -125,13 +131,19 @@ def read_completions_answer(answer: Any) -> WireAnswer:
 
 
 def generate_request(
-    prompt: Sequence[int], sampling: SamplingParams, *, model: str, max_tokens: int, request_id: str
+    prompt: Sequence[int],
+    sampling: SamplingParams,
+    *,
+    model: str,
+    max_tokens: int,
+    request_id: str,
+    padding_ids: Iterable[int] = (),
 ) -> dict[str, Any]:
     """Return the body for `POST /inference/v1/generate`, which works without a tokenizer and tells the versions."""
     return {
         "model": model,
         "token_ids": list(prompt),
-        "sampling_params": {**sampling_fields(sampling, max_tokens), "detokenize": False},
+        "sampling_params": {**sampling_fields(sampling, max_tokens, padding_ids=padding_ids), "detokenize": False},
         "return_token_ids": True,
         "stream": False,
         "request_id": request_id,

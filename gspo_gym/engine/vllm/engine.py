@@ -31,7 +31,7 @@ from gspo_gym.engine.base import (
 from gspo_gym.engine.gate import GatedEngine
 from gspo_gym.engine.vllm.adapters import Adapters, weights_folder
 from gspo_gym.engine.vllm.control import EMPTY_DIGEST
-from gspo_gym.engine.vllm.requests import completion_of, finish_reason_of, sampling_fields, versions_of
+from gspo_gym.engine.vllm.requests import completion_of, finish_reason_of, padding_ids, sampling_fields, versions_of
 from gspo_gym.engine.vllm.server import as_engine_error, commanding
 from gspo_gym.engine.vllm.settings import SessionRanks, VllmSettings, environment
 from gspo_gym.engine.vllm.transfer import WeightTransfer
@@ -67,6 +67,7 @@ class VllmEngine(GatedEngine):
         self._llm = llm
         self._settings = settings
         self._vocab_size = int(llm.model_config.get_vocab_size())
+        self._padding_ids = padding_ids(settings.num_token_ids, self._vocab_size)
         self._version = 0  # of what is loaded; ahead of the gate's from an update to its commit
         self._adapters = Adapters(llm)
         self._transfer = WeightTransfer(llm, settings) if settings.transfer != "files" else None
@@ -151,7 +152,7 @@ class VllmEngine(GatedEngine):
             refuse_schema(sampling, "VllmEngine without VllmSettings.structured_output")
         elif sampling.min_tokens > 0:
             raise ConfigError("SamplingParams.min_tokens: expected 0 with VllmSettings.structured_output, see there")
-        fields = sampling_fields(sampling, max_new)
+        fields = sampling_fields(sampling, max_new, padding_ids=self._padding_ids)
         rank = self._ranks.of(session_id)
         async with self._gate.admit(session_id, deadline_seconds):
             # A task of its own, which `close` can cancel without cancelling the caller.

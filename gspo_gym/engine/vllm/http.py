@@ -39,7 +39,7 @@ from gspo_gym.engine.endpoint.wire import EngineClient, RefusedError, shorten
 from gspo_gym.engine.gate import GatedEngine
 from gspo_gym.engine.vllm.adapters import ServedVersions, new_name, weights_folder
 from gspo_gym.engine.vllm.control import Address, ServerInfo, VllmControl, address_of, client_of
-from gspo_gym.engine.vllm.requests import sampling_fields
+from gspo_gym.engine.vllm.requests import padding_ids, sampling_fields
 from gspo_gym.engine.vllm.worker import WORKER_EXTENSION
 from gspo_gym.errors import ConfigError, EngineError
 from gspo_gym.types import Completion, TokenIds
@@ -55,6 +55,7 @@ class VllmHttpSettings:
     Attributes:
         url: "http://127.0.0.1:8000", or "unix:/absolute/path" of a socket.
         vocab_size: token ids of prompts and samples are below it. A server without a tokenizer dies of a larger one.
+        num_token_ids: ids from there on are not the tokenizer's, and are not to be sampled; None: all are its.
         control_url: for changing its weights, on this machine; None: `url` if that is on this machine.
         model: the name that it serves the model under; None: the only one.
         api_key_env: the environment variable that holds the key, which must then be set; None: no key is sent.
@@ -69,6 +70,7 @@ class VllmHttpSettings:
 
     url: str
     vocab_size: int
+    num_token_ids: int | None = None
     control_url: str | None = None
     model: str | None = None
     api_key_env: str | None = None
@@ -287,6 +289,7 @@ class VllmHttpEngine(GatedEngine):
             served=served,
             call_id=f"{self._name}-{self._num_calls}",
             session_id=session_id,
+            padding_ids=padding_ids(self._settings.num_token_ids, self._settings.vocab_size),
         )
 
         async def attempt(number: int) -> Completion:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -13,6 +13,7 @@ from gspo_gym.types import Completion, FinishReason
 
 # vLLM raises a temperature below 0.01 to 0.01 and only warns, and refuses one above 2 (SamplingParams in 0.32).
 MIN_TEMPERATURE, MAX_TEMPERATURE = 0.01, 2.0
+_NEVER = -100.0  # the least bias that vLLM takes: e^-100 of the distribution, which no float32 logprob shows
 
 
 class Span(Protocol):
@@ -28,11 +29,17 @@ class Span(Protocol):
     def end(self) -> int: ...
 
 
-def sampling_fields(sampling: SamplingParams, max_new: int) -> dict[str, Any]:
+def padding_ids(num_token_ids: int | None, vocab_size: int) -> range:
+    """Return the ids of a model of `vocab_size` rows that its tokenizer does not have; none for None."""
+    return range(vocab_size if num_token_ids is None else num_token_ids, vocab_size)
+
+
+def sampling_fields(sampling: SamplingParams, max_new: int, *, padding_ids: Iterable[int] = ()) -> dict[str, Any]:
     """Return all fields of vLLM's `SamplingParams` that change a distribution or an end: no default of vLLM applies.
 
     `max_new` comes from `num_tokens_to_sample`. Greedy needs no more than temperature 0: vLLM then drops the
-    truncations and reports logprobs of temperature 1.
+    truncations and reports logprobs of temperature 1. `padding_ids` are those of the model that its tokenizer does not
+    have: they are kept out of the distribution, as the learner keeps them out of its own.
 
     Raises:
         ConfigError: a temperature that vLLM would change silently, or refuse.
@@ -43,6 +50,7 @@ def sampling_fields(sampling: SamplingParams, max_new: int) -> dict[str, Any]:
             f"got {sampling.temperature}"
         )
     schema = {} if sampling.json_schema is None else {"structured_outputs": {"json": sampling.json_schema}}
+    bias = dict.fromkeys(padding_ids, _NEVER)
     return {
         # Before the record's values: a parameter that the record gains is then sent as it stands there.
         "presence_penalty": 0.0,
@@ -56,6 +64,7 @@ def sampling_fields(sampling: SamplingParams, max_new: int) -> dict[str, Any]:
         "stop_token_ids": list(sampling.stop_token_ids),
         "ignore_eos": True,  # the only ends are `stop_token_ids`
         "logprobs": 0,  # one for each token, that of the token itself
+        **({"logit_bias": bias} if bias else {}),
         **schema,
     }
 

@@ -37,6 +37,7 @@ class VllmSettings:
         max_model_len: longest prompt plus completion, in tokens.
         dtype: of weights and activations; "auto" is that of the model's files. float32 agrees best with a trainer in
             float32: only there can agreement be held to 1e-4.
+        num_token_ids: ids from there on are not the tokenizer's, and are not sampled; None: all are its.
         max_num_seqs: most requests in work at once; further ones wait.
         tensor_parallel_size: devices that share each layer.
         data_parallel_size: copies of the model, on separate devices; sessions are spread over them.
@@ -64,6 +65,7 @@ class VllmSettings:
     model: str
     max_model_len: int
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    num_token_ids: int | None = None
     max_num_seqs: int = 256
     tensor_parallel_size: int = 1
     data_parallel_size: int = 1

@@ -100,12 +100,15 @@ def raw_prompt(
             raise overflow(f"{len(call.prompt)} characters", max_model_len)
         ids = [int(token_id) for token_id in tokenizer(call.prompt)["input_ids"]]
     else:
-        ids = _checked_ids(call.prompt, len(tokenizer))
+        ids = list(call.prompt)
+        _require_ids(ids, below=2**31, vocab_size=len(tokenizer))
     if not ids:
         raise ConfigError("prompt: expected a text or token ids, got nothing")
     whole = np.array(ids, dtype=np.int32)
     parent, num_known = _longest_beginning(whole, conversations)
     context = whole[num_known:]
+    # What was sampled before may be a row that fills a vocabulary up, and comes back as it is.
+    _require_ids(ids[num_known:], below=len(tokenizer), vocab_size=len(tokenizer))
     # People read the record; ids of any client need not be text.
     new = (Message("user", renderer.decode(context)),) if len(context) else ()
     digest = b",".join(str(token_id).encode() for token_id in ids)
@@ -126,12 +129,10 @@ def _fitting(prompt: Prompt, max_model_len: int) -> Prompt:
     return prompt
 
 
-def _checked_ids(ids: Iterable[Any], vocab_size: int) -> list[int]:  # Any: whatever a client sent
-    listed = list(ids)
-    wrong = [i for i in listed if not isinstance(i, int) or isinstance(i, bool) or not 0 <= i < vocab_size]
+def _require_ids(ids: Sequence[Any], *, below: int, vocab_size: int) -> None:  # Any: whatever a client sent
+    wrong = [i for i in ids if not isinstance(i, int) or isinstance(i, bool) or not 0 <= i < below]
     if wrong:
         raise ConfigError(f"prompt: expected token ids in [0, {vocab_size}), got {wrong[0]!r}")
-    return listed
 
 
 def _longest_beginning(ids: Int32Array, conversations: Conversations) -> tuple[CapturedCall | None, int]:

@@ -102,6 +102,20 @@ def test_handshake_finds_what_our_own_server_can_do(url: str) -> None:
     assert (found.max_model_len, found.logprob_mode) == (128, "processed")
 
 
+def test_ids_that_the_tokenizer_does_not_have_are_never_sampled(url: str) -> None:
+    num_ids = VOCAB_SIZE // 2
+
+    async def sample(engine: VllmHttpEngine) -> Completion:
+        return await engine.generate([1, 2], SamplingParams(max_tokens=100, stop_token_ids=(), seed=1))
+
+    completion = using(url, sample, num_token_ids=num_ids)
+    assert completion.token_ids.max() < num_ids <= using(url, sample).token_ids.max()
+    before = [2, *completion.token_ids[:-1].tolist()]
+    rows = np.array([logits_of(" ", token)[:num_ids] for token in before])  # the distribution over the others
+    expected = rows[np.arange(100), completion.token_ids] - np.logaddexp.reduce(rows, axis=1)
+    np.testing.assert_allclose(completion.logprobs, expected, atol=1e-5)
+
+
 def test_a_sample_is_asked_for_with_every_field_and_answered_with_its_logprobs(fake: FakeVllm, url: str) -> None:
     sampling = SamplingParams(max_tokens=6, stop_token_ids=(3,), seed=2**63 + 5, temperature=0.5)
 

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from seeded_engine import SeededEngine, any_of
 
 from gspo_gym.engine.scripted import ScriptedEngine
+from gspo_gym.errors import ConfigError
 from gspo_gym.policy.load import tiny_tokenizer
 from gspo_gym.remote.gateway.capture import Capture, CapturedCall, ChatCall, CompletionCall, Untrained
 from gspo_gym.remote.gateway.capture_build import CaptureBuild, build_trajectory_parts
@@ -347,6 +348,20 @@ def test_a_raw_prompt_that_ends_with_a_known_answer_adds_nothing_and_of_equal_ca
     assert [len(call.new_messages) for call in capture.calls] == [1, 1, 0]
     # The second call trains the same tokens in a segment of its own.
     assert trained_in(build_trajectory_parts(capture)) == [[0, 2], [1]]
+
+
+def test_a_sampled_id_that_the_tokenizer_does_not_have_comes_back_in_a_raw_prompt_and_no_other_may() -> None:
+    beyond = len(TOKENIZER) + 5  # a row that fills a vocabulary up
+
+    async def talk(session: GatewaySession) -> None:
+        await session.complete(CompletionCall([72, 105]))
+        await session.complete(CompletionCall([72, 105, beyond, 65, 33]))
+        for prompt in ([beyond], [72, 105, beyond, 65, beyond]):
+            with pytest.raises(ConfigError, match=rf"expected token ids in \[0, {len(TOKENIZER)}\), got {beyond}"):
+                await session.complete(CompletionCall(prompt))
+
+    capture = captured(talk, ScriptedEngine([[beyond, 65], [66]]))  # type: ignore[arg-type]
+    assert [(call.parent, call.context_ids.tolist()) for call in capture.calls] == [(None, [72, 105]), (0, [33])]
 
 
 def test_what_the_model_said_elsewhere_is_told_as_context() -> None:
