@@ -48,7 +48,18 @@ ALLOWED_SECONDS = {
     "tests/unit/run/test_run.py::test_runs_of_one_program_leave_no_model_to_it_not_even_to_its_garbage_collector": 8.0,
     "tests/unit/run/test_run.py::test_a_resumed_run_counts_on_in_its_alarms": 10.0,
     "tests/unit/run/test_run.py::test_a_resumed_run_ends_with_the_weights_of_an_uninterrupted_one": 8.0,
-    "tests/unit/test_floors.py::test_imports_go_down_only": 8.0,  # all modules are parsed once
+    "tests/fault/test_http_engine_faults.py::test_300_requests_of_which_a_fifth_fails_give_300_samples": 8.0,
+    "tests/invariance/test_pipeline_equals_synchronous.py::test_a_bound_of_0_is_the_synchronous_run_bit_for_bit": 8.0,
+    "tests/unit/chat/test_parsing.py::test_any_text_is_a_message_or_a_failure_that_keeps_the_text": 8.0,
+    "tests/unit/engine/local/test_engine.py::test_sixty_four_episodes_at_once_sample_what_one_at_a_time_does": 12.0,
+    "tests/unit/env/suites/test_toy_text_adapter.py::test_it_keeps_the_contract": 8.0,
+    "tests/unit/run/report/test_checks.py::test_a_planted_bug_is_the_first_finding": 10.0,  # a run
+    "tests/unit/run/report/test_checks.py::test_a_good_run_has_no_finding": 10.0,
+    "tests/unit/run/test_run.py::test_a_lora_run_resumes_from_its_adapter": 8.0,
+    "tests/unit/run/test_run.py::test_a_stopped_run_is_saved_and_goes_on_to_the_weights_of_an_undisturbed_one": 8.0,
+    "tests/unit/run/test_tokens.py::test_the_tokens_of_a_run_are_those_of_its_episodes_and_sum_to_its_loss": 8.0,
+    "tests/unit/test_floors.py::test_imports_go_down_only": 10.0,  # all modules are parsed once
+    "tests/unit/test_floors.py::test_files_functions_and_classes_are_short_and_shallow": 10.0,
 }
 
 

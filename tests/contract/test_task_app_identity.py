@@ -141,6 +141,7 @@ def policy() -> Policy:
     return build.build_policy(config_of(GUESSING))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ["local", "scripted"])
 def test_an_app_in_another_process_plays_the_same_episodes(
     engine: str, game_and_url: tuple[Game, str], policy: Policy
@@ -160,6 +161,7 @@ def test_an_app_in_another_process_plays_the_same_episodes(
         assert len({turn.parse for turn in turns}) > 1 or game is GUESSING
 
 
+@pytest.mark.slow
 def test_an_evaluation_of_an_app_is_that_of_its_environment_here(
     game_and_url: tuple[Game, str], policy: Policy
 ) -> None:

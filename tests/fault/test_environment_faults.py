@@ -69,6 +69,7 @@ def check(num_episodes: int, **settings: float) -> None:
     assert report.passed
 
 
+@pytest.mark.slow
 def test_forty_episodes_under_every_fault() -> None:
     assert set(expected_attempts(40)) == set(ENDS.items())  # so that none goes untried
     check(40)

@@ -145,6 +145,7 @@ def test_an_answer_that_was_lost_on_the_way_is_given_again() -> None:
     assert set(engine.num_sampled.values()) == {1}
 
 
+@pytest.mark.slow
 def test_an_engine_that_fails_costs_an_attempt_and_no_token() -> None:
     engine = FailingEngine(failing_fraction=0.2)
 

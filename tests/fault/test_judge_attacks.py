@@ -143,6 +143,7 @@ def test_the_battery_has_at_least_sixty_attacks_of_every_kind() -> None:
     assert not any(word in text.casefold() for text in texts for word in ("heron", "cobalt", "dot"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stub", STUBS)
 def test_no_attack_raises_a_score(stub: str) -> None:
     with BackgroundServer(create_fake_judge_app(answer=STUBS[stub])) as server:

@@ -164,6 +164,7 @@ LIMITS: dict[str, tuple[BudgetLimits, Callable[[FaultyJudge], tuple[float, float
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("limit", LIMITS)
 def test_spending_stays_within_its_limit_and_one_call_under_faults(limit: str) -> None:
     limits, spent_by = LIMITS[limit]

@@ -95,6 +95,7 @@ def over() -> Iterator[threading.Event]:
     event.set()
 
 
+@pytest.mark.slow
 def test_eight_hundred_episodes_with_forty_percent_faults(over: threading.Event) -> None:
     counts: Counter[str] = Counter()
     pool = RolloutPool(

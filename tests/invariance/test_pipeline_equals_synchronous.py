@@ -312,6 +312,7 @@ def test_an_engine_that_is_poisoned_behind_the_learners_back_ends_the_run(tmp_pa
     assert not any("engine" in thread.name for thread in threading.enumerate())
 
 
+@pytest.mark.slow
 def test_a_pipelined_run_that_was_stopped_goes_on_with_the_tasks_that_were_in_play(tmp_path: Path) -> None:
     """Stopped after step 2 of 4 with two steps ahead: four of the eight groups so far are in play."""
     config = make_config(tmp_path, max_staleness=2, checkpoint_every_n_iters=2)

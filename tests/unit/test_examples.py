@@ -5,6 +5,7 @@ from pathlib import Path
 
 import programs
 import pytest
+from tiers import slow_but
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = {
@@ -44,7 +45,9 @@ def test_every_example_is_run_here():
     assert set(EXAMPLES) | IMPORTED == {path.name for path in (ROOT / "examples").glob("*.py")}
 
 
-@pytest.mark.parametrize("name", EXAMPLES)
+@pytest.mark.parametrize(
+    "name", slow_but(EXAMPLES, EXAMPLES.keys() - {"credit_comparison.py", "train_from_python.py", "sql_judge.py"})
+)
 def test_example_runs_and_says_what_it_should(name, tmp_path):
     arguments, expected = EXAMPLES[name]
     config_folder = tmp_path / "configs"

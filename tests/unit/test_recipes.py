@@ -70,6 +70,7 @@ def test_recipe_is_valid_as_it_stands(path):
     assert load_config(path).model.label == tomllib.loads(path.read_text())["model"]["label"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 def test_recipe_trains_on_a_tiny_model(path, tmp_path):
     config = shrunk(path, tmp_path)

@@ -13,6 +13,7 @@ from benchmarks.soak import Holding, SoakReport
 from gspo_gym.cli.train import run_training
 
 
+@pytest.mark.slow
 def test_a_run_that_goes_on_after_an_evaluated_step_is_the_undisturbed_one_to_the_last_digit(tmp_path: Path) -> None:
     whole = settings(tmp_path / "whole", num_steps=5)  # of which 0, 4 and 5 are evaluated
     run_training(whole)

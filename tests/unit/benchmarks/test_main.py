@@ -100,6 +100,7 @@ def test_a_page_without_a_browser_to_look_with_is_not_measured(monkeypatch: pyte
         pass
 
 
+@pytest.mark.slow
 def test_the_pipeline_benchmark_trains_and_every_turn_takes_the_same_time_in_every_run() -> None:
     workload = Workload(num_steps=3, num_groups=2, group_size=2, num_turns=2, turn_seconds=0.01, observation_tokens=8)
     latencies = [workload.latency(seed, member, 0) for seed in range(500) for member in range(8)]

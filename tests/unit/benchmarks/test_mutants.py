@@ -73,6 +73,7 @@ def nothing_heavy_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mutants, "PRELOADED", ("pytest",))
 
 
+@pytest.mark.slow
 def test_survivors_are_those_that_the_tests_cannot_notice_and_the_checkout_stays(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -97,6 +98,7 @@ def test_survivors_are_those_that_the_tests_cannot_notice_and_the_checkout_stays
     assert sorted(map(str, noticed)) == ["None"] * 3 + ["tests/test_age.py"] * 4
 
 
+@pytest.mark.slow
 def test_a_test_file_that_fails_without_a_mutant_is_skipped_by_name_and_the_others_go_on(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -123,6 +125,7 @@ def test_a_test_file_that_fails_without_a_mutant_is_skipped_by_name_and_the_othe
     assert printed.count("no test ran") == 1
 
 
+@pytest.mark.slow
 def test_no_test_file_begins_when_the_seconds_are_spent(tmp_path: Path) -> None:
     root = write_tree(
         tmp_path / "root", {**ANSWER, "tests/test_more.py": "import gspo_gym.answer\ndef test_1(): pass\n"}
@@ -177,6 +180,7 @@ def test_the_copy_is_a_checkout_as_tests_see_it(tmp_path: Path) -> None:
         assert run.status == 0, copied.reason(run)
 
 
+@pytest.mark.slow
 def test_tests_that_hang_are_ended_with_every_process_they_started(tmp_path: Path) -> None:
     root = write_tree(tmp_path / "root", FILES)
     with closing(CheckoutCopy(root, tmp_path / "copy", expression="")) as copied:
@@ -189,6 +193,7 @@ def test_tests_that_hang_are_ended_with_every_process_they_started(tmp_path: Pat
             pass
 
 
+@pytest.mark.slow
 def test_mutants_that_only_a_time_out_ends_are_counted_apart(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -310,6 +315,7 @@ def test_a_sample_of_modules_stays_when_another_module_comes(tmp_path: Path) -> 
     assert choose_files([], root, sample=20, seed=3) == [path for path in drawn[1:22] if path != removed]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_an_interrupted_measurement_prints_what_is_known_and_leaves_no_process_and_no_folder(
     tmp_path: Path, number: signal.Signals, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

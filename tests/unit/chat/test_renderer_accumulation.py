@@ -125,7 +125,7 @@ def test_every_prompt_equals_the_full_rendering(
     tools = tool_schemas if family.has_tools else []
     renderer = Renderer(tokenizer, tool_schemas=tools, template_kwargs=dict(family.kwargs))
 
-    @settings(max_examples=60, deadline=None, database=None, derandomize=True)
+    @settings(max_examples=40, deadline=None, database=None, derandomize=True)
     @given(conversations(family), st.data())
     def check(turns: list[list[Message]], data: st.DataObject) -> None:
         history = list(turns[0])

@@ -193,6 +193,7 @@ def test_a_cut_option_moves_no_run_away(tmp_path, capsys):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_every_parser_of_the_project_is_made_without_abbreviations():
     calls = []
     for path in [

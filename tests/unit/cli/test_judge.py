@@ -168,6 +168,7 @@ def test_score_judges_a_run_again_and_leaves_it_alone(
     assert f"written to {run / 'judgements-no.jsonl'}" in out
 
 
+@pytest.mark.slow
 def test_score_and_audit_load_no_torch(tmp_path: Path, run_folder: Any) -> None:
     labels = tmp_path / "labels.jsonl"
     labels.write_text('{"trajectory_id": "e0", "outcome": 1}')

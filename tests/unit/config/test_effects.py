@@ -439,6 +439,7 @@ def test_what_this_version_cannot_do_is_refused(key):
     assert missing_machinery(changed({**more, key: value}).sections)
 
 
+@pytest.mark.slow
 def test_the_test_that_shows_an_effect_speaks_of_the_key():
     """It is there, and its file names the key, or the setting that the key becomes."""
     silent = []

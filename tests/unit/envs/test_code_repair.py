@@ -124,6 +124,7 @@ def test_a_message_without_a_call_costs_the_same() -> None:
     assert (observation, dict(reward.terms)) == ("call a tool", {"error": -0.02})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("text", "said"),
     [
@@ -165,6 +166,7 @@ def test_the_reference_earns_the_top_on_both_sides() -> None:
         assert env.task.name in (HELD_OUT if seed < 2**31 else TRAINING)
 
 
+@pytest.mark.slow
 def test_random_play_is_legal() -> None:
     env = CodeRepair(num_bugs=2)
     for seed in range(4):

@@ -123,6 +123,7 @@ def test_a_task_s_bug_is_found_by_shown_and_by_hidden_tests_and_by_nothing_else(
         assert not {repr(test.call) for test in task.visible} & {repr(test.call) for test in task.hidden}
 
 
+@pytest.mark.slow
 def test_seeds_give_many_different_tasks_of_many_kinds_and_the_same_seed_the_same() -> None:
     tasks = [draw_task(np.random.default_rng(seed), TRAINING, num_bugs=1) for seed in range(150)]
     assert len({task.source for task in tasks}) >= 110  # of some 900 (module, bug); 150 draws by kind repeat some

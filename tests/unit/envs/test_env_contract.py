@@ -12,6 +12,7 @@ from gspo_gym.env.checks.checker import check_env
 from gspo_gym.env.registry import make
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "kwargs"),
     [

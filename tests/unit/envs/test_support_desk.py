@@ -407,10 +407,10 @@ def test_at_level_tiny_the_right_action_changes_the_database_as_the_policy_says(
 @pytest.mark.parametrize(("action", "how"), TINY_PAIRS)
 def test_at_level_tiny_treating_all_alike_is_right_for_one_scenario_of_six_at_most(action: str, how: str) -> None:
     env, solved = SupportDesk(level="tiny"), []
-    for seed in range(300):
+    for seed in range(100):
         env.reset(seed=seed)
         solved.append(returned(env, tiny_moves(env, action, how))[1])
-    assert np.mean(solved) < 0.24  # 1/6 and three standard deviations, 0.022 each
+    assert np.mean(solved) < 0.28  # 1/6 and three standard deviations, 0.037 each
 
 
 def test_at_level_tiny_a_wrong_number_closing_at_once_and_doing_everything_lose() -> None:
@@ -431,6 +431,7 @@ def test_at_level_tiny_an_order_of_somebody_else_is_private() -> None:
     assert env.violations == ["privacy"]
 
 
+@pytest.mark.slow
 def test_at_level_tiny_held_out_sayings_name_other_orders_than_those_of_training() -> None:
     env, sides = SupportDesk(level="tiny"), []
     for first_seed, num_seeds in ((0, 200), (2**31, 700)):

@@ -18,6 +18,7 @@ import torch
 from faulty_server import FaultyServer
 from guessing_endpoint import guessing
 from safetensors.torch import load_file
+from tiers import slow_but
 
 from gspo_gym.cli.train import run_training
 from gspo_gym.config.run_config import RunConfig
@@ -86,7 +87,7 @@ def bases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return {"tiny": f"{TINY}@3", "folder": str(folder / "plain"), "checkpoint": str(checkpoint)}
 
 
-@pytest.mark.parametrize("origin", ["tiny", "folder", "checkpoint"])
+@pytest.mark.parametrize("origin", slow_but(["tiny", "folder", "checkpoint"], {"checkpoint"}))
 @pytest.mark.parametrize(
     ("kind", "dtype", "is_scored_first", "is_copy"),
     # All pairs of the two ways for each kind: two of them in float32, the others in bfloat16.

@@ -481,6 +481,7 @@ http://gateway.example.evil.example/ http://evil.example/?gateway.example http:/
 """.split()  # noqa: SIM905  # a list of them would be a page long
 
 
+@pytest.mark.slow
 def test_forty_spellings_of_a_forbidden_address_make_no_connection() -> None:
     assert len(SPELLINGS) >= 40
     with (

@@ -139,6 +139,7 @@ def test_what_does_not_happen_again_is_the_machines_and_retried(place: str, word
     assert [t.reward for t in group.trajectories] == [0.5 + 0.5]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", PLACES)
 def test_a_hang_before_any_action_and_one_at_every_action_are_the_machines(place: str) -> None:
     for kwargs in ({"hangs_at_reset": True}, {"hangs_always": True}):

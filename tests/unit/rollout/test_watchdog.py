@@ -145,6 +145,7 @@ def guarded(*lines: str) -> list[str]:
     return programs.run(command, capture_output=True, text=True, timeout=120, check=True).stdout.splitlines()
 
 
+@pytest.mark.slow
 def test_an_environment_that_computes_for_long_and_lets_others_run_is_left_alone() -> None:
     """Beats come every 0.2 s, so it is never silent for 0.8 s although it is busy for 3."""
     said = guarded(
@@ -206,6 +207,7 @@ def test_the_busiest_thread_must_be_busy_and_announced() -> None:
     assert holder({}, before, bytes(board), 10.0) is None
 
 
+@pytest.mark.slow
 def test_a_threads_processor_time_is_its_own_in_the_system_and_outside() -> None:
     measured: list[tuple[float, float]] = []
 

@@ -278,6 +278,7 @@ def wait_for(thread: threading.Thread, folder: Path, is_so: Callable[[dict[str, 
     raise AssertionError("the run has ended")
 
 
+@pytest.mark.slow
 def test_a_run_is_changed_while_it_trains_and_keeps_the_changes_when_it_goes_on(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -194,10 +194,12 @@ def test_each_cause_is_found_by_the_first_batch_that_it_touches(cause: str, tmp_
     assert train(tmp_path, make_engine, num_steps=2) == list(range(first, 3))
 
 
+@pytest.mark.slow
 def test_twenty_sound_steps_sound_no_alarm(tmp_path: Path) -> None:
     assert train(tmp_path, lambda policy: LocalEngine(policy.model, max_model_len=128), num_steps=20) == []
 
 
+@pytest.mark.slow
 def test_a_sound_engine_with_a_copy_of_its_own_sounds_no_alarm(tmp_path: Path) -> None:
     def make(policy: Policy) -> LocalEngine:
         return LocalEngine(copy.deepcopy(policy.model), source=policy.model, max_model_len=128)

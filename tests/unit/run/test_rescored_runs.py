@@ -156,6 +156,7 @@ def test_an_evaluation_is_of_the_learners_weights_and_needs_no_endpoint(tmp_path
     assert again.summary()["mean_return"] == summary["final_eval"]["mean_return"]
 
 
+@pytest.mark.slow
 def test_a_resumed_run_ends_with_the_weights_of_an_uninterrupted_one(tmp_path: Path) -> None:
     with FaultyServer(dialect="text", write=ENDPOINT) as server:
         run_training(config(tmp_path / "whole", server.base_url, training__iterations_per_epoch=4))
@@ -170,6 +171,7 @@ def test_a_resumed_run_ends_with_the_weights_of_an_uninterrupted_one(tmp_path: P
     assert [event["step"] for event in events if event["kind"] == "rescored"] == [0, 2]
 
 
+@pytest.mark.slow
 def test_token_ids_are_taken_where_the_endpoint_gives_them_and_its_logprobs_are_not_used(tmp_path: Path) -> None:
     hot = {"rollout__temperature": 0.5, "rollout__max_output_tokens": 1, "training__batch_size": 8}
     runs: dict[str, tuple[list[Trajectory], dict[str, torch.Tensor]]] = {}

@@ -68,6 +68,7 @@ def seeds(folder: Path, step: int) -> list[int]:
     return sorted({episode.task.seed for episode in read_episodes(file)})
 
 
+@pytest.mark.slow
 def test_a_run_that_begins_with_all_of_another_ends_with_its_weights(runs: Path, tmp_path: Path) -> None:
     source = checkpoint(runs, "whole", 2)
     config = make_config(

@@ -217,6 +217,7 @@ def test_a_killed_and_resumed_run_has_the_records_of_an_undisturbed_one(tmp_path
     assert sorted(told, key=itemgetter(1)) == sorted(undisturbed, key=itemgetter(1))
 
 
+@pytest.mark.slow
 def test_a_run_keeps_its_newest_its_best_and_its_periodic_checkpoints(tmp_path):
     """Steps 0, 2, 4, 6, and 8 are evaluated."""
     keys = {

@@ -34,6 +34,7 @@ def config(folder, mode="qlora", base="tiny:qwen3-64", iterations=1):
     )
 
 
+@pytest.mark.slow
 def test_a_4_bit_run_trains_resumes_is_evaluated_and_is_gone_on_with_only_as_such(tmp_path):
     first = run_training(config(tmp_path))
     assert run_training(config(tmp_path, iterations=2), resume=True)["steps"] == 2

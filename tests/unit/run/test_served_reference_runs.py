@@ -105,7 +105,7 @@ def assert_same_run(one: Path, other: Path, steps: int) -> None:
 @pytest.mark.parametrize(
     ("model", "more"),
     [
-        pytest.param({}, {}, id="full"),
+        pytest.param({}, {}, id="full", marks=pytest.mark.slow),
         pytest.param({}, {"update_every_n_iters": 1}, id="moving", marks=pytest.mark.slow),
         pytest.param({"trainer_mode": "lora"}, {}, id="lora", marks=pytest.mark.nightly),
     ],
@@ -157,6 +157,7 @@ def killing_the_server(port: int, metrics_file: Path, after_step: int) -> Iterat
         thread.join()
 
 
+@pytest.mark.slow
 def test_a_server_that_dies_in_the_middle_is_said_and_the_run_resumes(tmp_path: Path) -> None:
     reference = served(update_every_n_iters=1)
     config = make_config(tmp_path / "broken", iterations=30, reference=reference)

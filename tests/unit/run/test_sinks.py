@@ -357,6 +357,7 @@ def wandb_records(path: Path) -> Iterator[Any]:
             parts = b""
 
 
+@pytest.mark.slow
 def test_wandb_itself_keeps_an_offline_run_in_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")

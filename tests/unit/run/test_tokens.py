@@ -730,6 +730,7 @@ def test_tokens_are_also_recorded_of_the_step_after_a_checkpoint(tmp_path: Path)
     recorder.close()
 
 
+@pytest.mark.slow
 def test_float32_rounding_of_a_model_is_no_difference_of_its_logprobs(
     recorded: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -89,6 +89,7 @@ def test_a_jobs_records_become_its_events_in_their_order(place: Place) -> None:
         "queued", "initializing", "training", "succeeded"]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_one_job_runs_at_a_time_and_the_queue_keeps_its_order(place: Place) -> None:
     pipe = place.folder / "pipe"
     os.mkfifo(pipe)
@@ -201,6 +202,7 @@ def test_a_clock_that_is_set_shortens_no_cancelled_jobs_time(place: Place) -> No
     assert place.ended(supervisor, job_id).status == "cancelled"
 
 
+@pytest.mark.slow
 def test_what_a_dead_trainer_left_running_ends_with_the_job(place: Place) -> None:
     job_id = place.queue(ending="crash", child=1_000)
     job = place.ended(place.supervisor(), job_id)
@@ -235,6 +237,7 @@ def test_a_clock_that_is_set_back_changes_no_order_of_a_jobs_events(place: Place
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "line", ['{"schema": 1}', '{"schema": 1, "seq": 2, "step": 0, "kind": [], "time": 0, "data": {}}']
 )

@@ -46,6 +46,7 @@ async def _until_sampling(engine: LocalEngine) -> None:
         await asyncio.sleep(0.001)
 
 
+@pytest.mark.slow
 def test_a_short_request_leaves_a_running_batch_before_the_long_one_ends(model: Any) -> None:
     async def use(engine: LocalEngine) -> None:
         long = asyncio.create_task(engine.generate([1, 2, 3], _sampling(900)))
@@ -138,6 +139,7 @@ def test_the_thread_hears_of_a_cancelled_request_before_the_event_loop_goes_on(m
     _run(model, use)
 
 
+@pytest.mark.slow
 def test_requests_that_were_cancelled_or_ran_out_of_time_are_forgotten_with_their_prompts(model: Any) -> None:
     def num_requests() -> int:
         gc.collect()

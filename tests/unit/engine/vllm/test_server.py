@@ -205,6 +205,7 @@ def test_a_port_that_somebody_listens_on_is_refused(tmp_path: Path) -> None:
             VllmServer(SETTINGS, python=interpreter(tmp_path, "exit 3"), port=port).start()
 
 
+@pytest.mark.slow
 def test_the_command_prints_the_url_and_ends_its_server_at_sigterm(tmp_path: Path) -> None:
     python = interpreter(tmp_path, f'echo $$ > {tmp_path}/server; exec "$PYTHON" "$STUB" "$@"')
     code = (

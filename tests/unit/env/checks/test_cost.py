@@ -241,6 +241,7 @@ class Clock:
         return self.now
 
 
+@pytest.mark.slow
 def test_times_are_told_as_median_99_percent_and_longest() -> None:
     clock = Clock()
     durations = itertools.chain([0.002] * 90, [0.004] * 9, [0.1], itertools.repeat(0.0))

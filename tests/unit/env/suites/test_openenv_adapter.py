@@ -150,6 +150,7 @@ def test_several_calls_and_a_truncated_end_cross_the_wire() -> None:
     assert here.difference_from(there) is None
 
 
+@pytest.mark.slow
 def test_check_env_passes_over_the_wire() -> None:
     """The server in another process: the check counts all that this one holds."""
     with serving_process("GuessNumber", "--protocol", "openenv", "--max-sessions", "64") as url:

@@ -593,6 +593,7 @@ class _KillsUsed(ProcessPool):
         return worker
 
 
+@pytest.mark.slow
 def test_a_worker_that_died_while_it_waited_costs_no_attempt() -> None:
     pool = _KillsUsed()
 

@@ -100,6 +100,7 @@ def test_a_server_that_died_takes_its_workers_along_and_is_started_again(pool: P
     assert status_of(pool.discard(worker, "died")) is None  # nobody is left who could know
 
 
+@pytest.mark.slow
 def test_a_server_that_is_stopped_is_killed_with_its_workers_when_the_next_is_needed(pool: ProcessPool) -> None:
     worker = lease(pool)
     assert pool._server._process is not None

@@ -193,6 +193,7 @@ def test_a_child_with_a_session_of_its_own_is_killed_where_there_are_process_nam
     wait_until(lambda: processes_called("60.25") == [])
 
 
+@pytest.mark.slow
 def test_endless_output_is_kept_up_to_its_limit_only() -> None:
     code = "import sys\nwhile True:\n    sys.stdout.write('o' * 9999)\n    sys.stderr.write('e' * 9999)"
     result = run_python(code, limits=SMALL)

@@ -64,6 +64,7 @@ def spread(means: Mapping[str, float]) -> float:
     return max(means.values()) - min(means.values())
 
 
+@pytest.mark.slow
 def test_shuffled_criteria_shrink_the_bias_fivefold(url: str) -> None:
     fixed = means_by_criterion(url, shuffles=False)
     assert fixed == pytest.approx({"a": 0.5, "b": 0.3, "c": 0.3, "d": 0.3})

@@ -246,6 +246,7 @@ def test_parts_that_are_not_equal_are_refused_by_name() -> None:
         require_even_parts(nn.ModuleDict(layers))
 
 
+@pytest.mark.slow
 def test_an_adapter_is_not_shared_out(tmp_path: Path) -> None:
     adapted = adapt_policy(load_policy("tiny:qwen3-128"), LoraSettings(r=2), seed=0)
     save_policy(adapted, tmp_path)

@@ -18,7 +18,7 @@ from gspo_gym.cli.main import main
 from gspo_gym.cli.report import diagnose, read_run, report_text
 from gspo_gym.cli.train import run_training
 from gspo_gym.config.run_config import RunConfig
-from gspo_gym.errors import ConfigError
+from gspo_gym.errors import RecordError
 from gspo_gym.rollout.ledger import Dispatched, Disposition, Ledger, Terminal
 from gspo_gym.run.doctor import checks
 from gspo_gym.run.doctor import checks_play as play
@@ -675,7 +675,7 @@ def test_a_folder_without_a_run_is_the_callers_mistake(tmp_path, capsys):
     assert main(["doctor", str(tmp_path)]) == 2
     assert "there is no such run" in capsys.readouterr().err
     (tmp_path / "config.toml").write_text("= =")
-    with pytest.raises(ConfigError, match=r"config\.toml: cannot be read as TOML"):
+    with pytest.raises(RecordError, match=r"config\.toml: cannot be read: Invalid statement \(at line 1, column 1\)"):
         read_run(tmp_path)
 
 

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 from gspo_gym_envs.guess_number.env import GuessNumber
+from tiers import slow_but
 
 from gspo_gym.cli.main import main
 from gspo_gym.cli.train import run_training
@@ -333,7 +334,11 @@ BUGS: list[tuple[Callable[[Patch], None], str, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("plant", "check", "changes"), BUGS, ids=[bug[0].__name__ for bug in BUGS])
+@pytest.mark.parametrize(
+    ("plant", "check", "changes"),
+    slow_but(BUGS, {shift_the_mask, keep_old_weights, credit_late, swap_the_clip, play_one_twice}),
+    ids=[bug[0].__name__ for bug in BUGS],
+)
 def test_a_planted_bug_is_the_first_finding(
     runs: Path,
     url: str,
@@ -421,7 +426,7 @@ GOOD: dict[str, tuple[Callable[[Patch], None] | None, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", GOOD)
+@pytest.mark.parametrize("name", slow_but(GOOD, {"gspo, masks", "as with vLLM"}))
 def test_a_good_run_has_no_finding(runs: Path, url: str, monkeypatch: Patch, name: str) -> None:
     plant, changes = GOOD[name]
     given = {**changes, **judged(url)} if "judge" in changes else changes
