@@ -102,6 +102,8 @@ class SkyRLGymEnv(TextEnv):
             # Here wrong answers in the right form, before the right one, earn something too.
             self.reference_is_perfect = game != "gsm8k_multi_turn"
             self.policies = {"reference": right_answer, "random": wrong_answer}  # type: ignore[misc]  # on the instance
+        elif game == "text2sql":
+            self.reward_range = (-1.0, 1.0)  # an answer in another form, and rows that are the right ones
         if reward_range is not None:
             self.reward_range = (float(reward_range[0]), float(reward_range[1]))
         self.inner: Any = None  # skyrl-gym's environment, made for each episode
