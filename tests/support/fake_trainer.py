@@ -66,7 +66,7 @@ class Run:
             name: {"bytes": len(text), "sha256": hashlib.sha256(text.encode()).hexdigest()}
             for name, text in files.items()
         }
-        manifest = {"schema": 1, "step": step, "run": None, "files": entries}
+        manifest = {"schema": 1, "step": step, "run": self.folder.name, "files": entries}
         (folder / "manifest.json").write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
         self.event("checkpoint", step, {"folder": str(folder)})
 
@@ -80,7 +80,7 @@ def _save(base: str, folder: Path) -> None:
     shutil.rmtree(checkpoint)
     (checkpoint / "resume").mkdir(parents=True)
     save_policy(load_policy(base), checkpoint)
-    seal(checkpoint, step=1, origin=Origin())
+    seal(checkpoint, step=1, origin=Origin(run=folder.name))
     (folder / "config.toml").write_text(f'[model]\nbase = "{base}"\n', encoding="utf-8")
 
 

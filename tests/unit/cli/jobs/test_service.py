@@ -165,7 +165,11 @@ def test_a_hosted_file_is_trained_as_it_stands_and_its_model_is_handed_over(
         events = list(client.stream(job["job_id"]))
         asked = {"repo_id": "me/quiz", "key": f"rl:tiny:qwen3-64:{job['job_id']}", "artifact_kind": "lora"}
         status, exported = client.call("POST", "/api/learning/exports/hf", {**asked, "visibility": "private"})
-        assert (status, exported) == (200, {"repo_id": "me/quiz", "repo_url": f"{hub.url}/me/quiz"})
+        assert exported.pop("export_id").startswith("export_")
+        assert (status, exported) == (
+            200,
+            {"status": "succeeded", "repo_id": "me/quiz", "repo_url": f"{hub.url}/me/quiz"},
+        )
         assert {"adapter_config.json", "adapter_model.safetensors", "README.md"} <= set(hub.repos["me/quiz"])
         _, job = client.call("GET", f"/api/rl/jobs/{job['job_id']}")
         said = {"messages": [{"role": "user", "content": "Hi."}], "max_tokens": 5, "temperature": 0, "logprobs": True}
