@@ -35,7 +35,8 @@ class ProcessorTime:
     """Measures each test, lists the dearest, and fails a run in which one is over budget.
 
     Attributes:
-        allowed: tests that may take longer, by node id without parameters, each with its limit in processor seconds.
+        allowed: what may take longer, by node id of a test without parameters, or of a file whose fixtures are dear and
+            count for whichever test comes first; each with its limit in processor seconds.
     """
 
     def __init__(self, allowed: Mapping[str, float]) -> None:
@@ -58,7 +59,8 @@ class ProcessorTime:
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         for seconds in (value for name, value in report.user_properties if name == _PROPERTY):
             self._seconds[report.nodeid] = seconds
-            limit = self.allowed.get(report.nodeid.partition("[")[0], BUDGET_SECONDS)
+            test, file = report.nodeid.partition("[")[0], report.nodeid.partition("::")[0]
+            limit = self.allowed.get(test, self.allowed.get(file, BUDGET_SECONDS))
             if seconds > limit:
                 self._over.append(f"{report.nodeid}: {seconds:.1f} s of processor time, of {limit:g}")
 
