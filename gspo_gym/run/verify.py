@@ -336,7 +336,7 @@ class Model:
         modules: of torch (Any: untyped): "policy" and, where the loss and the checkpoint have one, "reference".
 
     Args:
-        num_ids: of the tokenizer: of a padded vocabulary, no ids from there on are sampled but by foreign engines.
+        num_ids: of the tokenizer: ids from there on, of a padded vocabulary, are likely only where one was sampled.
     """
 
     def __init__(self, modules: Mapping[str, Any], moments: dict[str, Any], records: StepRecords, num_ids: int) -> None:
@@ -358,7 +358,8 @@ class Model:
             with torch.set_grad_enabled(slopes is not None):
                 raw = self.modules[module](input_ids=ids[None, :-1], use_cache=False).logits[0, position - 1]
                 logits = raw.to(torch.promote_types(raw.dtype, torch.float32)) / self._config["rollout.temperature"]
-                logits = logits[:, : max(self._num_ids, 1 + int(ids.max()))]
+                beyond = (torch.arange(logits.shape[-1]) >= self._num_ids).expand_as(logits)
+                logits = logits.masked_fill(beyond.scatter(-1, ids[position, None], value=False), -torch.inf)
                 if self._config["training.score_truncated"]:
                     logits = logits.masked_fill(~self._kept(logits.detach(), ids[position, None]), -torch.inf)
                 every = torch.log_softmax(logits, -1)

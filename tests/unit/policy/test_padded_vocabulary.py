@@ -22,7 +22,8 @@ from gspo_gym.learning.logprobs import LogprobComputer
 from gspo_gym.learning.settings import LoraSettings
 from gspo_gym.policy.load import adapt_policy, load_policy, load_skeleton, save_policy
 from gspo_gym.run.records import read_metrics
-from gspo_gym.types import Sampling
+from gspo_gym.run.verify import Model, StepRecords
+from gspo_gym.types import Outcome, Sampling, Segment, Task, Trajectory
 
 NUM_IDS, NUM_ROWS = 263, 320  # of tiny:qwen3-64's tokenizer, and of the model
 PROMPT = [72, 105]
@@ -102,6 +103,22 @@ def test_an_id_beyond_that_some_engine_sampled_has_a_logprob_beside_the_tokenize
         logits = policy.model(input_ids=torch.tensor([PROMPT]), use_cache=False).logits[0, -1]
         expected = logits[[*range(NUM_IDS), stray]].log_softmax(-1)[-1]
         torch.testing.assert_close(scored(policy.model, [stray])[0], expected, rtol=0, atol=1e-5)
+
+
+def test_the_oracle_takes_a_step_with_such_ids_as_the_learner_does(padded: str) -> None:
+    model, sampled = load_policy(padded).model, [40, NUM_IDS + 5, 7, NUM_ROWS - 1]
+    ids = np.array([*PROMPT, *sampled], dtype=np.int32)
+    is_action = np.arange(len(ids)) >= len(PROMPT)
+    segment = Segment(ids, is_action, 0 * ids, np.where(is_action, 0, -1), np.where(is_action, 0, -1))
+    task = Task("env", 0)
+    episode = Trajectory("task/0", 0, task, 0, (segment,), (), (), Outcome.TERMINATED)
+    config = {"rollout.temperature": 1.0, "training.score_truncated": False}
+    rows = {"segment": np.zeros(len(sampled), dtype=np.int64)}
+    records = StepRecords(config, [episode], {}, rows, rows["segment"])
+    oracle = Model({"policy": model}, {}, records, NUM_IDS)
+    with torch.no_grad():
+        learnt = scored(model, sampled)
+    np.testing.assert_allclose(oracle.forward("policy", np.arange(len(sampled)))[0], learnt, atol=1e-5)
 
 
 def test_a_model_with_as_many_logits_as_ids_is_left_as_it_is() -> None:
