@@ -193,19 +193,25 @@ class _Request(ctypes.Structure):
     ]
 
 
+# The processes of which glibc was asked to read: in their forks it waits for threads that are not there.
+_readers: set[int] = set()
+
+
 @contextlib.contextmanager
 def _exit_pipe() -> Iterator[int]:
     """Give a pipe's end: a byte written there ends this process with that exit status, without the interpreter.
 
     Another process can end this one by a signal only, and all that end it look like a crash to a batch system. So
     glibc is asked to read the byte, as the argument of `_exit`, which it then calls in a thread of its own. -1: it
-    cannot be asked on this system.
+    cannot be asked on this system, or in a fork of a process that has asked it.
     """
     libc = ctypes.CDLL(None)
     is_known = sys.platform == "linux" and ctypes.sizeof(ctypes.c_void_p) == 8
-    if not is_known or not hasattr(libc, "gnu_get_libc_version") or not hasattr(libc, "aio_read"):
+    is_fork = bool(_readers - {os.getpid()})
+    if is_fork or not is_known or not hasattr(libc, "gnu_get_libc_version") or not hasattr(libc, "aio_read"):
         yield -1
         return
+    _readers.add(os.getpid())
     read_end, write_end = os.pipe()
     request = _Request(file=read_end, num_bytes=1)
     request.buffer = ctypes.addressof(request) + _Request.event.offset + _Event.value.offset

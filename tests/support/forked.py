@@ -30,8 +30,8 @@ def is_forked() -> bool:
 def forked(test: Callable[_Parameters, None]) -> Callable[_Parameters, None]:
     """Run the test in a child of this process, and fail or skip here as it does there.
 
-    The fixtures are made and ended here. What the test changes in memory is gone with the child. Not for a test that
-    trains: the threads in which glibc reads for a run's deadline are not in the child.
+    The fixtures are made and ended here. What the test changes in memory is gone with the child, which has no thread of
+    this process.
     """
 
     @functools.wraps(test)
