@@ -56,7 +56,12 @@ class Reward(np.float64):
         if not (success is None or isinstance(success, bool | np.bool_)):
             raise ContractError(f"reward success: expected True, False or None, got {success!r}")
         floats = {name: float(value) for name, value in terms.items()}
-        self = super().__new__(cls, math.fsum(floats.values()))
+        try:
+            self = super().__new__(cls, math.fsum(floats.values()))
+        except OverflowError:
+            raise ContractError(
+                f"reward terms {sorted(floats)}: their sum is too large for a number; scale them"
+            ) from None
         self.terms = floats
         self.events = tuple(events)
         self.success = None if success is None else bool(success)
@@ -76,7 +81,11 @@ class Reward(np.float64):
         missing = sorted(set(scores) - set(weights))
         if missing:
             raise ContractError(f"reward terms {missing} have no weight; weights exist for {sorted(weights)}")
-        return cls({name: scores[name] * weights[name] for name in scores}, events=events, success=success)
+        try:
+            terms = {name: score * weights[name] for name, score in scores.items()}
+        except OverflowError:  # of a whole number that no float holds
+            raise ContractError(f"reward terms: expected finite numbers, got {described(dict(scores))}") from None
+        return cls(terms, events=events, success=success)
 
     # numpy's own methods would return a bare float64.
     def __reduce__(self) -> tuple[Any, ...]:

@@ -13,7 +13,8 @@ import json
 import re
 import types
 import typing
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections import deque
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, overload
 
@@ -166,21 +167,35 @@ def text_of(result: object, *, where: str) -> str:
         except TypeError:
             plain = to_jsonable_python(_in_order(result), inf_nan_mode="constants", fallback=_numbers)
             return json.dumps(plain, ensure_ascii=False)
-    except (TypeError, ValueError, RecursionError) as error:
+    except Exception as error:  # code of the author's, too: a property, a serializer
         raise ContractError(
             f"{where}: expected a result with a text for the model (a string, or something as JSON), got "
             f"{described(result)}: {error}"
         ) from error
 
 
+_SEQUENCES = (list, tuple, deque, Generator)
+
+
 def _in_order(value: Any) -> Any:  # a set of texts has another order in every process
     if isinstance(value, set | frozenset):
         return sorted(map(_in_order, value), key=lambda part: (part if isinstance(part, int) else 0, repr(part)))
-    if dataclasses.is_dataclass(value) and not (isinstance(value, type) or hasattr(value, "__pydantic_serializer__")):
+    if isinstance(value, type):
+        return value
+    if hasattr(value, "__pydantic_serializer__"):
+        fields = value.__pydantic_serializer__.to_python(value, by_alias=True)
+        return _in_order(fields) if _holds_set(fields) else value  # as JSON, it may write itself in another way
+    if dataclasses.is_dataclass(value):
         value = {each.name: getattr(value, each.name) for each in dataclasses.fields(value)}
     if isinstance(value, dict):
         return {key: _in_order(part) for key, part in value.items()}
-    return [_in_order(part) for part in value] if isinstance(value, list | tuple) else value
+    return list(map(_in_order, value)) if isinstance(value, _SEQUENCES) else value
+
+
+def _holds_set(value: Any) -> bool:
+    if isinstance(value, dict):
+        return any(map(_holds_set, value.values()))
+    return isinstance(value, set | frozenset) or (isinstance(value, _SEQUENCES) and any(map(_holds_set, value)))
 
 
 def _numbers(value: Any) -> Any:

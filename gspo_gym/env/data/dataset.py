@@ -198,10 +198,14 @@ RewardFunction = AnyFunction
 _NUMBER = re.compile(
     r"(?P<sign>(?<![\w)])-)?"
     r"(?P<top>(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|(?<!\d)\.\d+)(?:[eE][-+]?\d{1,3}(?!\w))?)"
-    r"(?:/(?P<bottom>\d{1,30})(?!\d|/|\.\d))?(?P<percent>\s?\\?%)?"
+    r"(?:/(?P<bottom>-?\d{1,30})(?!\d|/|\.\d))?(?P<percent>\s?\\?%)?"
 )
+# What stands between thousands beside a comma: "1{,}000", "1\,000", "1,\!000", "1 000".
+_BETWEEN_THOUSANDS = re.compile(r"\{,\}|,?\\[,!;: ]|[ \u00a0\u2009\u202f]")
+_THOUSANDS = re.compile(rf"(?<![\d.])\d{{1,3}}(?:(?:{_BETWEEN_THOUSANDS.pattern})\d{{3}})+(?![\d/])")
+_MIXED = re.compile(r"(?<![\d/.,])(\d{1,15}) (\d{1,15})/(\d{1,15})(?![\d/.])")  # "3 1/2"
 _MAX_EXACT = 100  # characters of a number that is compared as a fraction
-_FRACTION = re.compile(r"(?:(\d{1,15})\s*)?\\frac(?:\s*(\d)\s*(\d)|\s*\{\s*(-?\d{1,15})\s*\}\s*\{\s*(\d{1,15})\s*\})")
+_FRACTION = re.compile(r"(?:(\d{1,15})\s*)?\\frac(?:\s*(\d)\s*(\d)|\s*\{\s*(-?\d{1,15})\s*\}\s*\{\s*(-?\d{1,15})\s*\})")
 _WORDS = re.compile(r"\\(?:text|textrm|mathrm)\s*\{([^{}]*)\}")
 _LETTER = re.compile(r"(?<![\w'])([A-H])(?![\w'])")
 
@@ -224,7 +228,7 @@ def contains(completion: str, answer: Any) -> bool:
 def number(completion: str, answer: Any) -> bool:
     """Return whether the last numbers of completion and answer are equal; the answer may be a whole solution.
 
-    A fraction is one number. Where only one of the two is a percentage, the other may mean its value or its number.
+    A fraction is one number, a mixed one too, and so are groups of three digits with spaces between. Where only one of the two is a percentage, the other may mean its value or its number.
 
     >>> number("so 1,200.0 apples", "40 * 30 = 1200 #### 1200"), number("0.75", "3/4"), number("1/4", "3/4")
     (True, True, False)
@@ -354,15 +358,16 @@ def _is_number(text: str) -> bool:
 
 
 def _simpler(text: str) -> str:
-    """Return a text with the minus of the keyboard, one name for each kind of LaTeX fraction, and those of numbers as
-    a/b.
+    """Return a text with the minus of the keyboard, commas between thousands, one name for each kind of LaTeX fraction,
+    and fractions and mixed numbers as a/b.
     """
-    text = text.replace("\u2212", "-").replace("\\dfrac", "\\frac").replace("\\tfrac", "\\frac")
-    return _FRACTION.sub(_in_a_line, text)
+    text = re.sub(r"\\[cdt]frac", r"\\frac", text.replace("\u2212", "-"))
+    text = _THOUSANDS.sub(lambda match: _BETWEEN_THOUSANDS.sub(",", match[0]), text)
+    text = _FRACTION.sub(lambda match: _in_a_line(match[1], match[2] or match[4], match[3] or match[5]), text)
+    return _MIXED.sub(lambda match: _in_a_line(*match.groups()) if int(match[2]) < int(match[3]) else match[0], text)
 
 
-def _in_a_line(match: re.Match[str]) -> str:
-    whole, top, bottom = match[1], match[2] or match[4], match[3] or match[5]
+def _in_a_line(whole: str | None, top: str, bottom: str) -> str:
     return f"{top}/{bottom}" if whole is None else f"{int(whole) * int(bottom) + int(top)}/{bottom}"
 
 

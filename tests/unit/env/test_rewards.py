@@ -45,6 +45,13 @@ def test_a_term_that_is_no_finite_number_is_named(value: Any) -> None:
         Reward({"a": value})
 
 
+def test_terms_whose_product_or_sum_no_float_holds_are_the_authors_error() -> None:
+    with pytest.raises(ContractError, match=r"reward terms: expected finite numbers, got .*100000"):
+        Reward.weighted({"a": 1.0, "b": 10**400}, {"a": 1.0, "b": 0.5})
+    with pytest.raises(ContractError, match=r"reward terms \['a', 'b'\]: their sum is too large"):
+        Reward({"a": 1e308, "b": 1e308})
+
+
 def test_events_and_success_are_checked() -> None:
     with pytest.raises(ContractError, match="reward events: expected a sequence of names, got 'found'"):
         Reward({}, events="found")

@@ -13,13 +13,15 @@ from __future__ import annotations
 import datetime
 import decimal
 import enum
-from dataclasses import dataclass
+from collections import deque
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal, Optional, TypedDict
 
 import numpy as np
 import pytest
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, field_serializer
+from pydantic.dataclasses import dataclass as pydantic_dataclass
 
 from gspo_gym.env.core import ToolEnv, count_calls
 from gspo_gym.env.tools import Tool, ToolError, require_distinct_names, text_of, tool, tools_of
@@ -346,6 +348,33 @@ class Old(str, enum.Enum):  # noqa: UP042 - str() of which gives its name
     HERE = "here"
 
 
+DOORS = frozenset({"north", "east", "south", "west"})
+IN_ORDER = '{"doors": ["east", "north", "south", "west"]}'
+
+
+class Doors(BaseModel):
+    doors: frozenset[str]
+
+
+@pydantic_dataclass
+class SealedDoors:
+    doors: frozenset[str]
+
+
+class Timed(BaseModel):
+    seconds: datetime.timedelta
+    doors: frozenset[str]
+
+    @field_serializer("seconds")
+    def _as_number(self, value: datetime.timedelta) -> float:
+        return value.total_seconds()
+
+
+@dataclass
+class Unfinished:
+    left: int = field(init=False)
+
+
 def circle() -> list[Any]:
     ends_in_itself: list[Any] = []
     ends_in_itself.append(ends_in_itself)
@@ -369,6 +398,11 @@ def circle() -> list[Any]:
         ([np.arange(3), {np.int64(1): np.float64(2)}], '[[0, 1, 2], {"1": 2.0}]'),
         (Place(1, {"north", "east", "south", "west"}), '{"number": 1, "doors": ["east", "north", "south", "west"]}'),
         ([Amount(items=1)], '[{"items": 1}]'),
+        (Doors(doors=DOORS), IN_ORDER),
+        ([SealedDoors(doors=DOORS)], f"[{IN_ORDER}]"),
+        (deque([DOORS]), '[["east", "north", "south", "west"]]'),
+        ((side for side in [DOORS]), '[["east", "north", "south", "west"]]'),
+        (Timed(seconds=datetime.timedelta(seconds=90), doors=frozenset()), '{"seconds": 90.0, "doors": []}'),
         (Color.RED, '"red"'),
         (Word.HERE, "here"),
         (Old.HERE, "here"),
@@ -385,8 +419,8 @@ def test_a_result_is_text_or_json(result: Any, text: str) -> None:
 
 @pytest.mark.parametrize(
     "result",
-    [object(), ValueError("x"), [len], circle(), {"a": {"b": b"\xff"}}],
-    ids=["object", "error", "function", "circle", "bytes"],
+    [object(), ValueError("x"), [len], circle(), {"a": {"b": b"\xff"}}, Unfinished()],
+    ids=["object", "error", "function", "circle", "bytes", "unset field"],
 )
 def test_a_result_that_is_neither_is_the_authors_error(result: Any) -> None:
     with pytest.raises(ContractError, match=r"^here: expected a result with a text for the model .*, got "):
