@@ -166,7 +166,8 @@ def test_a_hosted_file_is_trained_as_it_stands_and_its_model_is_handed_over(
         events = list(client.stream(job["job_id"]))
         asked = {"repo_id": "me/quiz", "key": f"rl:tiny:qwen3-64:{job['job_id']}", "artifact_kind": "lora"}
         status, exported = client.call("POST", "/api/learning/exports/hf", {**asked, "visibility": "private"})
-        assert (export_id := exported["export_id"]).startswith("export_")
+        export_id = exported["export_id"]
+        assert export_id.startswith("export_")
         while status == 202 and exported["status"] == "running":  # a busy machine takes longer than an answer may
             time.sleep(0.5)
             exported = client.call("GET", f"/api/learning/exports/{export_id}")[1]
