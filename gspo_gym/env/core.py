@@ -170,7 +170,8 @@ class ToolEnv(TextEnv):
         num_turns: actions taken in this episode, including the current one.
         num_calls: calls of this turn so far, including the current one. Text that could not be read as an action counts
             as one failed call.
-        num_failed_calls: those that were answered with an error.
+        num_failed_calls: those that were answered with an error. An `end_turn` that reads it sets the price of a call
+            that could not be read; any other costs at least `price_of_unreadable`.
         reset_seed: seed of this episode's `reset`, or None.
         is_scored: whether a turn without a reward earned 0. Set it to False if a judge scores: such a turn then has no
             reward (None).
@@ -198,7 +199,8 @@ class ToolEnv(TextEnv):
     takes_messages = True
     num_turns: int = 0
     num_calls: int = 0
-    num_failed_calls: int = 0
+    _num_failed_calls: int = 0
+    _prices_failures: bool = False  # whether the hooks of this turn asked for failed calls
     reset_seed: int | None = None
     _own_tools: ClassVar[tuple[Tool, ...]] = ()
     _tools_by_name: Mapping[str, Tool] = {}
@@ -253,6 +255,12 @@ class ToolEnv(TextEnv):
         return tuple(tool.bound_to(self) for tool in self._own_tools)
 
     @property
+    def num_failed_calls(self) -> int:
+        """Return how many calls of this turn were answered with an error."""
+        self._prices_failures = True
+        return self._num_failed_calls
+
+    @property
     def tool_schemas(self) -> tuple[Mapping[str, Any], ...]:
         """Return the schemas of `tools`, in the same order."""
         return tuple(tool.schema for tool in self.tools)
@@ -276,12 +284,13 @@ class ToolEnv(TextEnv):
         return driven(self._play(action), is_async=self._is_async)
 
     def invalid_action(self, error: str) -> Any:
-        """Show `error` and count a turn, which costs `price_of_unreadable`, or what the hooks subtract in it.
+        """Show `error` and count a turn, which costs at least `price_of_unreadable`, with what `end_turn` subtracts.
 
-        For another price, call `add_reward` with a negative one, then `super().invalid_action(error)`.
+        For another price, let `end_turn` charge `num_failed_calls`, or call `add_reward` with a negative one, then
+        `super().invalid_action(error)`.
         """
         self._begin_turn("invalid_action")
-        self.num_calls = self.num_failed_calls = 1
+        self.num_calls = self._num_failed_calls = 1
         return driven(self._play(None, error), is_async=self._is_async)
 
     def close(self) -> None:
@@ -301,7 +310,8 @@ class ToolEnv(TextEnv):
         if self._turn is None:
             raise gymnasium.error.ResetNeeded(f"{type(self).__name__}.{method}: no episode is being played; call reset")
         self.num_turns += 1
-        self.num_calls = self.num_failed_calls = 0
+        self.num_calls = self._num_failed_calls = 0
+        self._prices_failures = False
 
     async def _start(self, options: Mapping[str, Any]) -> Any:
         observation = await self._call(self.start, options)
@@ -315,13 +325,16 @@ class ToolEnv(TextEnv):
 
     async def _play(self, action: Message | str | None, error: str = "") -> Any:  # without an action, only show `error`
         turn = self._open_turn("step")
+        was_charged = math.fsum(turn.terms.values()) < 0  # by an override of `invalid_action`
         try:
             observation = error if action is None else await self._observe(action)
             if not turn.is_last:
                 await self._call(self.end_turn)
-            price = price_of_unreadable(self.reward_range)
-            if action is None and price < 0 and math.fsum(turn.terms.values()) >= 0:
-                self.add_reward(Reward({"unreadable": price}))
+            if action is None:
+                earned, price = math.fsum(turn.terms.values()), price_of_unreadable(self.reward_range)
+                has_own_price = earned < 0 and (was_charged or self._prices_failures)
+                if price < min(0.0, earned) and not has_own_price:
+                    self.add_reward(Reward({"unreadable": price - earned}))
         except BaseException:
             self._turn = None  # the turn was played in part, so the episode cannot go on
             raise
@@ -338,7 +351,7 @@ class ToolEnv(TextEnv):
         except GymError:
             raise  # the author's mistake, such as a NaN reward, is not for the model to read
         except Exception as error:
-            self.num_failed_calls += 1
+            self._num_failed_calls += 1
             kind = "" if isinstance(error, ToolError) else f"{type(error).__name__}: "
             content = f"{CALL_FAILED}{kind}{error}"
         return Message("tool", content, tool_call_id=call.id, name=call.name)

@@ -53,7 +53,7 @@ async def reference_is_best(subject: Subject, findings: Findings) -> None:
 
 async def tricks_do_not_pay(subject: Subject, findings: Findings) -> None:
     """Check that no trick succeeds, that neither tricks nor random play earn the reference's mean return, and that
-    unreadable text earns no more than random play.
+    text that cannot be read earns no more than random play in as many turns.
 
     Without a reference, the bound is the largest return, if finite; without random play, tricks stand for it.
     """
@@ -66,7 +66,13 @@ async def tricks_do_not_pay(subject: Subject, findings: Findings) -> None:
     plays: dict[str, _Play] = {
         name: partial(_play_policy, policy=policy, max_turns=turns) for name, policy in probes(_rubric(subject)).items()
     }
-    plays[_UNREADABLE] = lambda session, seed: play_unreadable(session, _ERROR, seed=seed, max_turns=turns)
+    # As many turns as other play takes: over hundreds, the smallest price is large.
+    others = {
+        run.seed: len(run.answers) for run in subject.runs_of(settings.random) or subject.runs_of(settings.reference)
+    }
+    plays[_UNREADABLE] = lambda session, seed: play_unreadable(
+        session, _ERROR, seed=seed, max_turns=others.get(seed, turns)
+    )
     for player, play in plays.items():
         runs = await _played(subject, findings, player, play)
         if not runs:

@@ -228,8 +228,8 @@ def contains(completion: str, answer: Any) -> bool:
 def number(completion: str, answer: Any) -> bool:
     """Return whether the last numbers of completion and answer are equal; the answer may be a whole solution.
 
-    A fraction is one number, and so are a mixed one ("3 1/2") and groups of three digits with spaces between ("10 000").
-    Where only one of the two is a percentage, the other may mean its value or its number.
+    A fraction is one number, and so are a mixed one ("3 1/2") and groups of three digits with spaces ("10 000"). Where
+    only one of the two is a percentage, the other may mean its value or its number.
 
     >>> number("so 1,200.0 apples", "40 * 30 = 1200 #### 1200"), number("0.75", "3/4"), number("1/4", "3/4")
     (True, True, False)

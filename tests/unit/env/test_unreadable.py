@@ -102,17 +102,29 @@ def test_it_costs_nothing_where_no_turn_can_cost_something_or_none_is_declared(k
     assert rewards_of(env, 2, then_right=True) == [0.0, 0.0, 1.0]
 
 
-def test_a_hook_that_subtracts_something_sets_another_price() -> None:
+def test_who_charges_failed_calls_sets_another_price_and_what_a_turn_costs_anyway_sets_none() -> None:
     class Priced(Tools):
         def end_turn(self) -> None:
             self.add_reward(-0.05 * self.num_failed_calls)
 
+    class Charging(Tools):
+        def invalid_action(self, error: str) -> Any:
+            self.add_reward(-0.25)
+            return super().invalid_action(error)
+
     class Stepping(Tools):
+        per_turn = 0.1
+
         def end_turn(self) -> None:
-            self.add_reward(0.1)
+            self.add_reward(self.per_turn)
+
+    class Slow(Stepping):
+        per_turn = -0.02
 
     assert rewards_of(Priced(), 2, then_right=True) == [-0.05, -0.05, 1.0]
-    assert rewards_of(Stepping(), 1) == [pytest.approx(-0.9)]
+    assert rewards_of(Charging(), 2, then_right=True) == [-0.25, -0.25, 1.0]
+    for kind in (Stepping, Slow):
+        assert rewards_of(kind(), 2) == [pytest.approx(-1.0)] * 2
 
 
 def test_the_range_still_bounds_the_rest_after_an_unreadable_turn() -> None:
@@ -137,6 +149,13 @@ class PaysForUnreadable(Text):
         return error, 0.0, False, False, {}
 
 
+class CostsLittle(Text):
+    """Less than one wrong answer, and more than that over five turns."""
+
+    def invalid_action(self, error: str) -> Any:
+        return error, -0.3, False, False, {}
+
+
 class Undeclared(Text):
     reward_range = (-float("inf"), 1.0)
 
@@ -153,7 +172,19 @@ def test_the_check_plays_it_every_turn_and_refuses_an_environment_in_which_it_pa
     assert problems_of(Text) == {}
     [text] = problems_of(PaysForUnreadable)["tricks"]
     assert text.startswith("expected text that cannot be read to earn no more than other play (-1), got 0")
-    assert "once is enough" in problems_of(RefusesTheSecond)["tricks"][0]
+    [text] = problems_of(CostsLittle)["tricks"]  # a wrong answer takes one turn
+    assert text.startswith("expected text that cannot be read to earn no more than other play (-1), got -0.3")
+
+
+def test_an_environment_that_fails_at_the_second_unreadable_text_is_refused() -> None:
+    class Longer(RefusesTheSecond):  # other play takes two turns
+        turns = 0
+
+        def step(self, action: str) -> Any:
+            self.turns += 1
+            return super().step(action) if self.turns % 2 == 0 else ("Again.", 0.0, False, False, {})
+
+    assert any("once is enough" in text for text in problems_of(Longer)["tricks"])
 
 
 def test_the_check_refuses_an_environment_that_subtracts_without_declaring_it() -> None:
