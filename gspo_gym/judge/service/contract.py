@@ -96,10 +96,11 @@ class ScoreRequest(BaseModel):
 
 
 class WireScore(BaseModel):
-    """One criterion's score."""
+    """One criterion's score, and the weight that it was given, if the judge says so."""
 
     score: Number
     reason: str | None = ""
+    weight: Number | None = None
 
 
 class WireReview(BaseModel):
@@ -108,6 +109,13 @@ class WireReview(BaseModel):
     criteria: dict[str, WireScore] = Field(default={})
     total: Number | None = None
     summary: str | None = None
+
+
+class WireRewards(BaseModel):
+    """The totals under the names of the later form."""
+
+    event_rewards: list[Number] | None = None
+    outcome_reward: Number | None = None
 
 
 class ScoreResponse(BaseModel):
@@ -122,7 +130,7 @@ class ScoreResponse(BaseModel):
     aggregate_score: Number | None = None
     event_rewards: list[Number] | None = None
     outcome_reward: Number | None = None
-    reward_info: Json | None = None
+    reward_info: WireRewards | None = None
 
 
 def score_url(judge_url: str) -> str:
@@ -273,7 +281,8 @@ def _rest(rubric: Rubric) -> Json:  # the criteria have a field of their own
 
 def _read_events(response: ScoreResponse, judge: str, num_turns: int, rubric: Rubric | None) -> tuple[Review, ...]:
     # Clients differ in where they put totals: beside the reviews, under the later form's name, or in them.
-    stated = [totals for totals in (response.event_totals, response.event_rewards) if totals]
+    later = response.reward_info or WireRewards()
+    stated = [totals for totals in (response.event_totals, response.event_rewards, later.event_rewards) if totals]
     # Totals alone, without reviews, are an answer of the contract, too.
     reviews = response.event_reviews or [WireReview() for _ in (stated[0] if stated else ())]
     if {len(reviews), *map(len, stated)} != {num_turns}:
@@ -282,6 +291,9 @@ def _read_events(response: ScoreResponse, judge: str, num_turns: int, rubric: Ru
             f"{judge}: expected a review and a total for each of {num_turns} turns, got {len(reviews)} reviews and "
             f"{numbers}"
         )
+    indices = (response.metadata or {}).get("event_indices")
+    if indices is not None and indices != list(range(num_turns)):
+        raise JudgeError(f"{judge}: expected reviews of the events 0 to {num_turns - 1} in order, got {indices!r:.80}")
     return tuple(
         _read_review(f"{judge}: turn {turn + 1}", review, [*(totals[turn] for totals in stated), review.total], rubric)
         for turn, review in enumerate(reviews)
@@ -290,8 +302,8 @@ def _read_events(response: ScoreResponse, judge: str, num_turns: int, rubric: Ru
 
 def _read_outcome(response: ScoreResponse, judge: str, rubric: Rubric | None) -> Review:
     review = response.outcome_review or WireReview()
-    later = _number_or_none((response.reward_info or {}).get("outcome_reward"))
-    stated = [review.total, response.aggregate_score, response.outcome_reward, later]
+    later = response.reward_info or WireRewards()
+    stated = [review.total, response.aggregate_score, response.outcome_reward, later.outcome_reward]
     return _read_review(f"{judge}: outcome", review, stated, rubric)
 
 
@@ -307,6 +319,7 @@ def _read_review(where: str, review: WireReview, stated: Sequence[float | None],
             raise JudgeError(f"{where}: expected a finite total, got None")
         read = Review(scores, float(totals[0]), summary)
     else:
+        _require_weights(where, review, rubric)
         try:
             read = review_of(rubric, scores, summary)
         except JudgeError as error:
@@ -320,6 +333,13 @@ def _read_review(where: str, review: WireReview, stated: Sequence[float | None],
             source = "the same answer says" if rubric is None or not scores else "its criteria make"
             raise JudgeError(f"{where}: the total {total:g} contradicts the {read.total:g} that {source}")
     return read
+
+
+def _require_weights(where: str, review: WireReview, rubric: Rubric) -> None:
+    weights = {criterion.id: criterion.weight for criterion in rubric.criteria}
+    for id_, score in review.criteria.items():
+        if score.weight is not None and not math.isclose(score.weight, weights.get(id_, score.weight)):
+            raise JudgeError(f"{where}: expected the weight {weights[id_]:g} of {id_!r}, got {score.weight:g}")
 
 
 def _review(review: Review, rubric: Rubric | None) -> Json:

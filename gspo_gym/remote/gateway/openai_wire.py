@@ -28,7 +28,7 @@ _MAX_COUNT = 2**31 - 1
 _DEFAULTS = Sampling()
 _RANGES = {"temperature": (0.0, 2.0), "top_p": (0.0, 1.0)}  # OpenAI's; `Sampling` has those of the others
 # Fields that would change an answer and that nothing here can do, in every API; with the value that asks for nothing,
-# as null does. The second part are names of vLLM and of other servers.
+# as null does. The second part are names of vLLM, SGLang, llama.cpp and text-generation-inference.
 _UNSUPPORTED: Mapping[str, Json] = {
     "audio": None,
     "background": False,
@@ -40,20 +40,48 @@ _UNSUPPORTED: Mapping[str, Json] = {
     "presence_penalty": 0,
     "suffix": "",
     "web_search_options": None,
+    "adapter_id": None,
     "allowed_token_ids": None,
     "bad_words": [],
+    "chat_template": None,
+    "chat_template_kwargs": {},
+    "continue_final_message": False,
+    "custom_logit_processor": None,
+    "documents": [],
+    "dry_multiplier": 0,
+    "dynatemp_range": 0,
+    "ebnf": None,
+    "grammar": None,
     "guided_choice": None,
     "guided_grammar": None,
     "guided_json": None,
     "guided_regex": None,
     "ignore_eos": False,
+    "json_schema": None,
     "length_penalty": 1,
     "logits_processors": None,
+    "lora_path": None,
+    "max_new_tokens": None,
+    "min_new_tokens": 0,
+    "mirostat": 0,
+    "n_predict": None,
+    "no_repeat_ngram_size": 0,
+    "regex": None,
+    "repeat_penalty": 1,
+    "sampling_params": None,
     "stop_token_ids": [],
+    "structural_tag": None,
     "structured_outputs": None,
+    "tfs_z": 1,
     "top_a": 0,
+    "top_n_sigma": -1,
+    "truncate_prompt_tokens": None,
+    "typ_p": 1,
     "typical_p": 1,
     "use_beam_search": False,
+    "vllm_xargs": None,
+    "watermark": False,
+    "xtc_probability": 0,
 }
 
 
@@ -145,7 +173,7 @@ def read_completion_request(body: Mapping[str, Json]) -> CompletionRequest:
     Raises:
         RequestError: as for `read_chat_request`; or several prompts, or an echo.
     """
-    require_supported(body)
+    require_supported(body, {"response_format": {"type": "text"}})
     require_one_choice(body)
     call = CompletionCall(
         prompt=_prompt(body.get("prompt")),

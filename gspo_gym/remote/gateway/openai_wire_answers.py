@@ -28,6 +28,7 @@ from gspo_gym.remote.gateway.openai_wire import (
     read_schema,
     read_tool_choice,
     read_tools,
+    require_one_choice,
     require_supported,
     shown,
     wants_training,
@@ -216,6 +217,7 @@ def read_responses_request(
         RequestError: a needed field is missing or wrong, or asks for something unsupported.
     """
     require_supported(body, _UNSUPPORTED_IN_RESPONSES)
+    require_one_choice(body)
     earlier: tuple[Message, ...] = ()
     if (previous_id := body.get("previous_response_id")) is not None:
         if previous_id not in previous:

@@ -153,7 +153,8 @@ def test_a_message_without_calls_is_answered_by_a_reminder(safe: Safe) -> None:
 
 def test_an_action_that_could_not_be_read_counts_as_a_turn(safe: Safe) -> None:
     observation, reward, terminated, truncated, _ = safe.invalid_action("no JSON")
-    assert (observation, reward.terms, terminated, truncated) == ("no JSON", {"time": -0.125, "unreadable": -0.875}, False, False)
+    terms = {"time": -0.125, "unreadable": -0.875}  # together the worst turn, -1
+    assert (observation, reward.terms, terminated, truncated) == ("no JSON", terms, False, False)
     assert safe.num_turns == 1
 
 

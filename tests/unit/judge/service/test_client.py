@@ -231,6 +231,11 @@ def of_outcome(total: float, **criteria: float) -> Json:
     return changed(outcome_review={"criteria": scores, "total": total})
 
 
+def weighing(weight: float) -> Json:
+    criteria = {"outcome.names": {"score": 0.5, "weight": weight}}
+    return changed(outcome_review={"criteria": criteria, "total": 0.5})
+
+
 # Of what the rubrics say: a binary bird of weight 3 and a count of marks of weight 1; a bounded outcome.
 ALTERED: dict[str, tuple[Json, str]] = {
     "an outcome of 1000": (of_outcome(1000.0, outcome_names=0.5), "contradicts the 0.5 that its criteria make"),
@@ -245,6 +250,13 @@ ALTERED: dict[str, tuple[Json, str]] = {
     "an aggregate beside another outcome": (changed(aggregate_score=0.1), "outcome: the total 0.1 contradicts"),
     "an outcome's reward beside another outcome": (changed(outcome_reward=1.0), "contradicts"),
     "a later reward beside another outcome": (changed(reward_info={"outcome_reward": 1}), "contradicts"),
+    "later rewards of turns beside others": (
+        changed(reward_info={"event_rewards": [0.75, 0.5]}), "turn 2: the total 0.5 contradicts"),
+    "a later reward as text": (changed(reward_info={"outcome_reward": "0.5"}), "not of the contract: reward_info"),
+    "a later reward that is no number": (changed(reward_info={"outcome_reward": True}), "not of the contract: reward_info"),
+    "turns in another order": (changed(metadata={"event_indices": [1, 0]}), "events 0 to 1 in order"),
+    "turns of another episode": (changed(metadata={"event_indices": [5, 9]}), "events 0 to 1 in order"),
+    "another weight": (weighing(2.0), "outcome: expected the weight 1 of 'outcome.names', got 2"),
     "a foreign criterion": (of_outcome(0.5, outcome_names=0.5, quality=1), "'quality' is the id of no criterion"),
     "foreign criteria alone": (of_outcome(1.0, quality=1), "'outcome.names' has no score"),
     "a missing criterion of weight": (without("progress.bird"), "turn 1: criterion 'progress.bird' has no score"),

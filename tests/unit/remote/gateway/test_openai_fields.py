@@ -78,7 +78,7 @@ FIELDS = [
 def without_effect() -> tuple[set[str], set[str]]:
     """The fields that the README says to be without effect: in all APIs, and in the Responses API."""
     page = (Path(__file__).parents[4] / "gspo_gym/remote/README.md").read_text(encoding="utf-8")
-    said = re.search(r"these have no effect: (.*?); of the Responses API also (.*?)\.\sOf\sother", page, re.DOTALL)
+    said = re.search(r"these have no effect: (.*?); of the Responses API also (.*?)\.\sOf\sthe", page, re.DOTALL)
     assert said is not None
     everywhere, in_responses = (set(re.findall(r"`(\w+)`", names)) for names in said.groups())
     return everywhere - {"metadata", "gspo_gym_trained"}, in_responses
@@ -126,6 +126,48 @@ def test_a_field_changes_what_is_read_or_is_refused_or_is_named_as_without_effec
 def test_a_field_that_asks_for_nothing_is_taken(api: str, name: str, nothing: Json) -> None:
     for value in (nothing, None):
         assert READERS[api](BODIES[api] | {name: value}) == READERS[api](BODIES[api])
+
+
+# Of other servers, each with a value that would change the prompt or what is sampled.
+FOREIGN: Mapping[str, Json] = {
+    "chat_template_kwargs": {"enable_thinking": False},  # vLLM, SGLang
+    "continue_final_message": True,
+    "truncate_prompt_tokens": 5,
+    "logits_processors": ["x"],
+    "vllm_xargs": {"a": 1},
+    "regex": "a+",  # SGLang
+    "ebnf": "root ::= x",
+    "min_new_tokens": 4,
+    "no_repeat_ngram_size": 2,
+    "custom_logit_processor": "x",
+    "lora_path": "x",
+    "sampling_params": {"top_k": 1},
+    "repeat_penalty": 1.2,  # llama.cpp
+    "mirostat": 2,
+    "xtc_probability": 0.5,
+    "dry_multiplier": 0.8,
+    "top_n_sigma": 1.0,
+    "tfs_z": 0.5,
+    "grammar": "root ::= x",
+    "json_schema": {"type": "object"},
+    "typical_p": 0.5,  # text-generation-inference
+    "watermark": True,
+    "adapter_id": "x",
+}
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+@pytest.mark.parametrize("api", READERS)
+def test_a_field_of_another_server_that_changes_what_is_sampled_is_refused(api: str, name: str) -> None:
+    with pytest.raises(RequestError, match=f"{name}: not supported here") as refused:
+        READERS[api](BODIES[api] | {name: FOREIGN[name]})
+    assert (refused.value.code, refused.value.param) == ("unsupported_parameter", name)
+
+
+@pytest.mark.parametrize(("api", "name"), [("completions", "response_format"), ("responses", "best_of")])
+def test_a_field_of_one_api_is_refused_in_another(api: str, name: str) -> None:
+    with pytest.raises(RequestError, match=f"{name}: "):
+        READERS[api](BODIES[api] | {name: VALUES[name]})
 
 
 @pytest.mark.parametrize("api", READERS)
