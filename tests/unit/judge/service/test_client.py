@@ -253,7 +253,7 @@ ALTERED: dict[str, tuple[Json, str]] = {
     "later rewards of turns beside others": (
         changed(reward_info={"event_rewards": [0.75, 0.5]}), "turn 2: the total 0.5 contradicts"),
     "a later reward as text": (changed(reward_info={"outcome_reward": "0.5"}), "not of the contract: reward_info"),
-    "a later reward that is no number": (changed(reward_info={"outcome_reward": True}), "not of the contract: reward_info"),
+    "a later reward of true": (changed(reward_info={"outcome_reward": True}), "not of the contract: reward_info"),
     "turns in another order": (changed(metadata={"event_indices": [1, 0]}), "events 0 to 1 in order"),
     "turns of another episode": (changed(metadata={"event_indices": [5, 9]}), "events 0 to 1 in order"),
     "another weight": (weighing(2.0), "outcome: expected the weight 1 of 'outcome.names', got 2"),
