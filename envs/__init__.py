@@ -1,7 +1,7 @@
 """The bundled environments, found through the `gymnasium.envs` entry point.
 
-They use only what a stranger's environment may use: `gspo_gym.env`, `gspo_gym.types` and `gspo_gym.errors`. Nothing
-heavy is imported until an environment is made.
+They use only what a stranger's environment may use: `gspo_gym.env`, the types, errors and seeds, and the ground below
+them (`gspo_gym.base`). Nothing heavy is imported until an environment is made.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ BUNDLED = {
     "gspo_gym/Wordle-v0": "gspo_gym_envs.wordle.env:Wordle",
     "gspo_gym/TicTacToe-v0": "gspo_gym_envs.tic_tac_toe.env:TicTacToe",
     "gspo_gym/Homestead-v0": "gspo_gym_envs.homestead.env:Homestead",
-    "gspo_gym/OpenEnv-v0": "gspo_gym.env.suites.openenv:OpenEnvEnv",  # needs the argument `url`
-    "gspo_gym/NeMoGym-v0": "gspo_gym.env.suites.nemo_gym:NeMoGymEnv",  # needs `url` and `rows`
+    "gspo_gym/OpenEnv-v0": "gspo_gym_envs.suites.openenv:OpenEnvEnv",  # needs the argument `url`
+    "gspo_gym/NeMoGym-v0": "gspo_gym_envs.suites.nemo_gym:NeMoGymEnv",  # needs `url` and `rows`
     # Other projects' suites; each needs the argument that names one of its environments.
-    "gspo_gym/ToyText-v0": "gspo_gym.env.suites.toy_text:ToyTextEnv",
-    "gspo_gym/Discrete-v0": "gspo_gym.env.suites.discrete:DiscreteEnv",
-    "gspo_gym/ReasoningGym-v0": "gspo_gym.env.suites.reasoning_gym:ReasoningGymEnv",
-    "gspo_gym/Gem-v0": "gspo_gym.env.suites.gem:GemEnv",
-    "gspo_gym/SkyRLGym-v0": "gspo_gym.env.suites.skyrl_gym:SkyRLGymEnv",
-    "gspo_gym/TextArena-v0": "gspo_gym.env.suites.textarena:TextArenaEnv",
-    "gspo_gym/Verifiers-v0": "gspo_gym.env.suites.verifiers:VerifiersEnv",
+    "gspo_gym/ToyText-v0": "gspo_gym_envs.suites.toy_text:ToyTextEnv",
+    "gspo_gym/Discrete-v0": "gspo_gym_envs.suites.discrete:DiscreteEnv",
+    "gspo_gym/ReasoningGym-v0": "gspo_gym_envs.suites.reasoning_gym:ReasoningGymEnv",
+    "gspo_gym/Gem-v0": "gspo_gym_envs.suites.gem:GemEnv",
+    "gspo_gym/SkyRLGym-v0": "gspo_gym_envs.suites.skyrl_gym:SkyRLGymEnv",
+    "gspo_gym/TextArena-v0": "gspo_gym_envs.suites.textarena:TextArenaEnv",
+    "gspo_gym/Verifiers-v0": "gspo_gym_envs.suites.verifiers:VerifiersEnv",
 }
 
 

@@ -15,10 +15,11 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from gspo_gym_envs.suites.verifiers import as_message, client_asking, response, schema_of
+
 from gspo_gym.chat.parsing import ParseFailure
 from gspo_gym.chat.renderer import Renderer
 from gspo_gym.engine.base import Engine, SamplingParams
-from gspo_gym.env.suites.verifiers import as_message, client_asking, response, schema_of
 from gspo_gym.errors import ConfigError, ContextOverflowError, GymError, MissingExtraError, nearest_name
 from gspo_gym.seeding import child_seed
 from gspo_gym.types import FinishReason, Message

@@ -54,7 +54,7 @@ ALLOWED_SECONDS = {
     "tests/invariance/test_pipeline_equals_synchronous.py::test_a_bound_of_0_is_the_synchronous_run_bit_for_bit": 8.0,
     "tests/unit/chat/test_parsing.py::test_any_text_is_a_message_or_a_failure_that_keeps_the_text": 8.0,
     "tests/unit/engine/local/test_engine.py::test_sixty_four_episodes_at_once_sample_what_one_at_a_time_does": 12.0,
-    "tests/unit/env/suites/test_toy_text_adapter.py::test_it_keeps_the_contract": 8.0,
+    "tests/unit/envs/suites/test_toy_text_adapter.py::test_it_keeps_the_contract": 8.0,
 }
 
 

@@ -10,11 +10,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
+from gspo_gym_envs.code_repair.sandbox.run import require_confinement
+
 from gspo_gym.env.core import PolicyFactory, ToolEnv
 from gspo_gym.env.data.rows import is_held_out_generator
 from gspo_gym.env.rewards import Reward
 from gspo_gym.env.tools import Tool, ToolError, tool
-from gspo_gym.env.workers.sandbox import require_confinement
 from gspo_gym.errors import ConfigError, UnknownNameError, nearest_name
 
 from .grading import Verdicts, run_own_tests, run_tests
@@ -51,8 +52,8 @@ class CodeRepair(ToolEnv):
         style: "terse" or "verbose" (with instructions).
         wrapper: program and arguments that go before every run, such as a container, with {folder} for the folder.
         python: the interpreter inside the wrapper; None: this one.
-        allow_unconfined: run what the model wrote even where nothing confines it
-            (`gspo_gym.env.workers.confinement`): it can then read the solution, and do all that this user can.
+        allow_unconfined: run what the model wrote even where nothing confines it (`sandbox/confinement.py`): it can
+            then read the solution, and do all that this user can.
 
     Reset options: `module`, to choose the module instead of drawing it; at level tiny `function`.
 

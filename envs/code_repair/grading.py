@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from gspo_gym.env.workers.confinement import interpreter
-from gspo_gym.env.workers.sandbox import SandboxLimits, SandboxResult, run_sandboxed
+from gspo_gym_envs.code_repair.sandbox.confinement import interpreter
+from gspo_gym_envs.code_repair.sandbox.run import SandboxLimits, SandboxResult, run_sandboxed
 
 from .runner import __file__ as _runner_file
 from .syntax import literal
@@ -70,7 +70,7 @@ def run_tests(
     """Run the tests on a module's text; every test that is not answered rightly has failed.
 
     Args:
-        wrapper: put in front of the program, such as a container (`sandbox.py`).
+        wrapper: put in front of the program, such as a container (`sandbox/run.py`).
         python: the interpreter, where the wrapper has another than this one.
         allow_unconfined: run it also where nothing confines it.
 

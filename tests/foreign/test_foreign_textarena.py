@@ -62,7 +62,7 @@ EACH_KIND = (
 def games() -> list[str]:
     """One variant of every game: the plain one, or the first."""
     try:
-        from gspo_gym.env.suites.textarena import games as registered
+        from gspo_gym_envs.suites.textarena import games as registered
 
         variants = registered()
     except ImportError:  # in the other virtual environment nothing here is run

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import gymnasium
-
-from gspo_gym.env.suites.toy_text import GAMES
+from gspo_gym_envs.suites.toy_text import GAMES
 
 
 def test_every_game_of_the_suite_keeps_the_contract(check_into_table):

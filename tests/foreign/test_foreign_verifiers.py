@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from gspo_gym_envs.suites.verifiers import forget_loaded
 from verifiers_client import verifiers_client
 
 from gspo_gym.config.build.episode_collection import collect_episodes
@@ -23,7 +24,6 @@ from gspo_gym.engine.scripted import ScriptedEngine
 from gspo_gym.env.checks.checker import check_env
 from gspo_gym.env.playing import Playthrough, play, replaying
 from gspo_gym.env.registry import make
-from gspo_gym.env.suites.verifiers import forget_loaded
 from gspo_gym.errors import ConfigError, EnvError
 from gspo_gym.policy.load import tiny_tokenizer
 from gspo_gym.policy.tiny import build_tiny

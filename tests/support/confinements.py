@@ -5,10 +5,9 @@ from __future__ import annotations
 import os
 
 import pytest
-
-from gspo_gym.env.workers import confinement as confinement_module
-from gspo_gym.env.workers import sandbox
-from gspo_gym.env.workers.confinement import Confinement
+from gspo_gym_envs.code_repair.sandbox import confinement as confinement_module
+from gspo_gym_envs.code_repair.sandbox import run as sandbox
+from gspo_gym_envs.code_repair.sandbox.confinement import Confinement
 
 MECHANISMS = (
     Confinement("namespaces", is_other_user=True),

@@ -41,7 +41,7 @@ def worker(_: Path) -> str:
 
 
 def sandbox(_: Path) -> str:
-    from gspo_gym.env.workers.sandbox import SandboxLimits, run_python
+    from gspo_gym_envs.code_repair.sandbox.run import SandboxLimits, run_python
 
     arguments = {"limits": SandboxLimits(max_seconds=600.0)}
     threading.Thread(target=run_python, args=("import time; time.sleep(600)",), kwargs=arguments, daemon=True).start()
@@ -59,7 +59,7 @@ def _is_sandboxed(pid: int) -> bool:
 
 def wrapped(_: Path) -> str:
     """A sandbox of another program, which needs a folder."""
-    from gspo_gym.env.workers.sandbox import SandboxLimits, run_python
+    from gspo_gym_envs.code_repair.sandbox.run import SandboxLimits, run_python
 
     arguments = {"wrapper": ["env", "FOLDER={folder}"], "limits": SandboxLimits(max_seconds=600.0)}
     code = "import os, time; print(os.getppid(), file=open('../ready', 'w')); time.sleep(600)"

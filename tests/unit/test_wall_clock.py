@@ -50,9 +50,9 @@ MUST_MISS = {
         "tests/unit/engine/test_gate.py::test_a_deadline_counts_the_waiting_too_and_frees_the_place",
         "tests/unit/engine/vllm/test_commands.py::"
         "test_a_caller_that_gives_up_is_cancelled_and_a_time_limit_of_its_own_is_its_own",
-        "tests/unit/env/suites/test_nemo_gym.py::test_a_server_that_hangs_is_a_timeout",
-        "tests/unit/env/suites/test_own_generators.py::test_whoever_waits_for_a_hanging_episode_is_told_after_a_while",
-        "tests/unit/env/suites/test_verifiers_adapter.py::"
+        "tests/unit/envs/suites/test_nemo_gym.py::test_a_server_that_hangs_is_a_timeout",
+        "tests/unit/envs/suites/test_own_generators.py::test_whoever_waits_for_a_hanging_episode_is_told_after_a_while",
+        "tests/unit/envs/suites/test_verifiers_adapter.py::"
         "test_a_limit_on_turns_is_a_rule_of_the_environment_and_a_timeout_is_not",
         "tests/unit/env/test_tool_env.py::Mixed",
         "tests/unit/env/test_tool_env.py::Slow",
@@ -69,7 +69,7 @@ MUST_MISS = {
         "tests/vllm/test_vllm_transfer_wire.py::test_a_sender_that_waits_for_ever_keeps_nobody",
     ),
     "a program or a run that hangs": (
-        "tests/unit/env/workers/test_sandbox.py::test_closing_the_output_does_not_outlive_the_clock",
+        "tests/unit/envs/test_sandbox.py::test_closing_the_output_does_not_outlive_the_clock",
         "tests/unit/envs/test_code_repair_escapes.py::test_the_limits_hold_under_every_confinement",
         "tests/unit/run/test_stopping.py::test_a_run_that_hangs_leaves_when_its_grace_is_over",
     ),
@@ -80,7 +80,7 @@ MUST_MISS = {
         "test_only_the_pieces_of_a_node_that_is_gone_move_and_where_there_is_no_room_is_said_at_once",
         "tests/unit/engine/endpoint/test_http_engine.py::"
         "test_the_settings_deadline_holds_for_waits_between_attempts_too",
-        "tests/unit/env/suites/test_openenv_adapter.py::test_a_server_that_stays_full_is_an_error_that_says_so",
+        "tests/unit/envs/suites/test_openenv_adapter.py::test_a_server_that_stays_full_is_an_error_that_says_so",
         "tests/unit/run/test_control.py::test_a_request_that_comes_byte_by_byte_is_not_waited_for",
     ),
     "a call that is held: the test looks that it has not ended by then": (

@@ -26,9 +26,9 @@ from pydantic import ValidationError
 from gspo_gym.base.http import read_json
 from gspo_gym.env.blame import failure_code
 from gspo_gym.env.registry import resolve
-from gspo_gym.env.suites.openenv_socket import EXTENSION
 from gspo_gym.env.workers.isolation import isolated_factory
 from gspo_gym.errors import ConfigError, GymError, RecordError, UsageError
+from gspo_gym.remote.apps.contracts import EXTENSION
 from gspo_gym.remote.guard import Guard, failure_status
 from gspo_gym.remote.serve.env_source import description_of
 from gspo_gym.remote.serve.openenv_sessions import CapacityError, Session, Sessions

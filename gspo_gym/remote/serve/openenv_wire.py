@@ -1,7 +1,7 @@
 """OpenEnv's wire format for our environments: actions, observations, tools, errors, and the JSON-RPC side. No I/O.
 
 OpenEnv has one observation object, a reward and `done`. The rest of a step (truncated, success, reward terms, events)
-travels in `metadata`, under the key that `env/suites/openenv.py` reads.
+travels in `metadata`, under the key that `envs/suites/openenv.py` reads.
 
 Over JSON-RPC tools are listed and called as in MCP, with sessions that need no WebSocket. A tool call is a turn of the
 episode, as over the WebSocket, but its reward is seen only there.
@@ -14,8 +14,8 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from gspo_gym.env.suites.openenv_socket import EXTENSION
 from gspo_gym.errors import GymError, UsageError
+from gspo_gym.remote.apps.contracts import EXTENSION
 from gspo_gym.remote.serve.openenv_sessions import CapacityError, Session, Sessions
 from gspo_gym.types import Message, StepResult, ToolCall
 

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import gspo_gym_envs
 import pytest
 
 import gspo_gym
@@ -100,10 +101,10 @@ def test_marked_processes_are_gone_when_they_were_ended() -> None:
 
 def test_every_temporary_folder_of_the_package_goes_with_the_program() -> None:
     # Of the two that make their own: a worker removes its own when its pipe ends, and a probe lasts a second.
-    allowed = {"base/leftovers.py", "env/workers/pool.py", "env/workers/confinement.py"}
-    package = Path(gspo_gym.__file__).parent
+    allowed = {"base/leftovers.py", "env/workers/pool.py", "code_repair/sandbox/confinement.py"}
     made = {
         path.relative_to(package).as_posix()
+        for package in (Path(gspo_gym.__file__).parent, Path(gspo_gym_envs.__file__).parent)
         for path in package.rglob("*.py")
         if re.search(r"tempfile\.(mkdtemp|TemporaryDirectory)\(", path.read_text())
     }

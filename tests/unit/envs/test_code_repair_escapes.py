@@ -14,11 +14,11 @@ import gspo_gym_envs.code_repair
 import pytest
 from gspo_gym_envs.code_repair import grading
 from gspo_gym_envs.code_repair.env import CodeRepair
+from gspo_gym_envs.code_repair.sandbox import run as sandbox
+from gspo_gym_envs.code_repair.sandbox.confinement import Confinement, confinement
+from gspo_gym_envs.code_repair.sandbox.run import SandboxLimits, run_python
 
 from gspo_gym.env.checks.checker import check_env
-from gspo_gym.env.workers import sandbox
-from gspo_gym.env.workers.confinement import Confinement, confinement
-from gspo_gym.env.workers.sandbox import SandboxLimits, run_python
 from gspo_gym.errors import ConfigError, GymError
 from gspo_gym.types import Message, ToolCall
 from tests.support.confinements import MECHANISMS, mechanism, works_here

@@ -22,12 +22,12 @@ from typing import Any
 import fastapi
 import pytest
 from app_process import serving_process
+from gspo_gym_envs.suites.openenv_socket import text_field_of
 from moved_clock import move_clock
 
 from gspo_gym.env.checks.checker import check_env
 from gspo_gym.env.playing import Playthrough, play, replaying
 from gspo_gym.env.registry import make
-from gspo_gym.env.suites.openenv_socket import text_field_of
 from gspo_gym.errors import ConfigError, ContractError, EnvError, EnvTimeoutError
 from gspo_gym.remote.serve.openenv_server import create_openenv_app
 from gspo_gym.remote.serving import BackgroundServer

@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from gspo_gym_envs.suites.packages import import_package
 from gymnasium.error import ResetNeeded
 
 from gspo_gym.env.core import Info, ScriptedPolicy, TextEnv
@@ -28,7 +29,6 @@ from gspo_gym.env.data.rows import (
     next_seed,
 )
 from gspo_gym.env.rewards import Reward
-from gspo_gym.env.suites.packages import import_package
 from gspo_gym.errors import (
     ConfigError,
     ContractError,

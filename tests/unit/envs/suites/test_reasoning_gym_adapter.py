@@ -9,11 +9,11 @@ import random
 import sys
 
 import pytest
+from gspo_gym_envs.suites.reasoning_gym import ReasoningGymEnv
 from gymnasium.error import ResetNeeded
 
 from gspo_gym.env.checks.checker import check_env
 from gspo_gym.env.data.rows import content_hash, is_held_out_content
-from gspo_gym.env.suites.reasoning_gym import ReasoningGymEnv
 from gspo_gym.errors import ConfigError, EnvError, MissingExtraError, UnknownNameError
 
 pytestmark = pytest.mark.usefixtures("fake_suites")

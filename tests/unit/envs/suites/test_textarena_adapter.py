@@ -16,11 +16,11 @@ from threading import Thread
 from typing import Any
 
 import pytest
+from gspo_gym_envs.suites import textarena
+from gspo_gym_envs.suites.textarena import TextArenaEnv
 from gymnasium.error import ResetNeeded
 
 from gspo_gym.env.checks.checker import check_env
-from gspo_gym.env.suites import textarena
-from gspo_gym.env.suites.textarena import TextArenaEnv
 from gspo_gym.errors import ConfigError, ContractError, EnvError, MissingExtraError, UnknownNameError
 from gspo_gym.types import Message
 

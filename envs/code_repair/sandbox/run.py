@@ -29,17 +29,24 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import IO
 
+from gspo_gym_envs.code_repair.sandbox.confinement import (
+    Confinement,
+    confinement,
+    interpreter,
+    open_spec,
+    spec_of,
+    starting,
+)
+
 from gspo_gym.base.leftovers import end_with_us, has_ended, stays, temporary_folder
-from gspo_gym.env.workers.confinement import Confinement, confinement, interpreter, open_spec, spec_of, starting
 from gspo_gym.errors import ConfigError, EnvError, MissingExtraError
 
 try:
     import resource
 except ImportError as _error:
     raise MissingExtraError(
-        "running what a model wrote (gspo_gym.env.workers.sandbox, and CodeRepair with it) needs limits on "
-        "processes, which "
-        "this system does not have: use Linux or macOS, on Windows the Windows Subsystem for Linux. Other environments "
+        "running what a model wrote (CodeRepair, and what else uses its sandbox) needs limits on processes, which this "
+        "system does not have: use Linux or macOS, on Windows the Windows Subsystem for Linux. Other environments "
         "run here"
     ) from _error
 

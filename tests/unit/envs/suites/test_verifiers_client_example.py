@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from gspo_gym_envs.suites.verifiers import forget_loaded
 from verifiers_client import verifiers_client
 
 from gspo_gym.engine.scripted import Failures, ScriptedEngine
 from gspo_gym.env.registry import make
-from gspo_gym.env.suites.verifiers import forget_loaded
 from gspo_gym.errors import MissingExtraError
 from gspo_gym.policy.load import tiny_tokenizer
 from gspo_gym.rollout.adapter import TokenObservationWrapper

@@ -19,6 +19,16 @@ import fastapi
 import httpx
 import numpy as np
 import pytest
+from gspo_gym_envs.suites import textarena
+from gspo_gym_envs.suites import verifiers as verifiers_loading
+from gspo_gym_envs.suites.discrete import DiscreteEnv
+from gspo_gym_envs.suites.gem import GemEnv
+from gspo_gym_envs.suites.nemo_gym import NeMoGymEnv
+from gspo_gym_envs.suites.openenv import OpenEnvEnv
+from gspo_gym_envs.suites.reasoning_gym import ReasoningGymEnv
+from gspo_gym_envs.suites.skyrl_gym import SkyRLGymEnv
+from gspo_gym_envs.suites.textarena import TextArenaEnv
+from gspo_gym_envs.suites.verifiers import VerifiersEnv
 from scripted_model import ScriptedModel, in_turn, text
 
 from envs.code_repair.env import CodeRepair
@@ -32,16 +42,6 @@ from gspo_gym.env.core import TextEnv
 from gspo_gym.env.data.dataset import DatasetEnv
 from gspo_gym.env.data.rows import content_hash, is_held_out_content
 from gspo_gym.env.plain import as_gymnasium
-from gspo_gym.env.suites import textarena
-from gspo_gym.env.suites import verifiers as verifiers_loading
-from gspo_gym.env.suites.discrete import DiscreteEnv
-from gspo_gym.env.suites.gem import GemEnv
-from gspo_gym.env.suites.nemo_gym import NeMoGymEnv
-from gspo_gym.env.suites.openenv import OpenEnvEnv
-from gspo_gym.env.suites.reasoning_gym import ReasoningGymEnv
-from gspo_gym.env.suites.skyrl_gym import SkyRLGymEnv
-from gspo_gym.env.suites.textarena import TextArenaEnv
-from gspo_gym.env.suites.verifiers import VerifiersEnv
 from gspo_gym.env.tasks import TaskSource
 from gspo_gym.env.vector import TextVectorEnv
 from gspo_gym.policy.load import load_tokenizer
@@ -373,14 +373,14 @@ INTERFACES: Mapping[str, str] = {
     "gspo_gym/env/core.py ToolEnv.reset": "CodeRepair",
     "gspo_gym/env/core.py ToolEnv.reset_seed": "CodeRepair",
     "gspo_gym/env/chat_model.py ChatModel.reply": "of sampling, not of a task",
-    "gspo_gym/env/suites/discrete.py DiscreteEnv.reset": "Discrete",
-    "gspo_gym/env/suites/gem.py GemEnv.reset": "Gem",
-    "gspo_gym/env/suites/nemo_gym.py NeMoGymEnv.reset": "NeMoGym",
-    "gspo_gym/env/suites/openenv.py OpenEnvEnv.reset": "OpenEnv client",
-    "gspo_gym/env/suites/reasoning_gym.py ReasoningGymEnv.reset": "ReasoningGym",
-    "gspo_gym/env/suites/skyrl_gym.py SkyRLGymEnv.reset": "SkyRLGym",
-    "gspo_gym/env/suites/textarena.py TextArenaEnv.reset": "TextArena",
-    "gspo_gym/env/suites/verifiers.py VerifiersEnv.reset": "Verifiers",
+    "envs/suites/discrete.py DiscreteEnv.reset": "Discrete",
+    "envs/suites/gem.py GemEnv.reset": "Gem",
+    "envs/suites/nemo_gym.py NeMoGymEnv.reset": "NeMoGym",
+    "envs/suites/openenv.py OpenEnvEnv.reset": "OpenEnv client",
+    "envs/suites/reasoning_gym.py ReasoningGymEnv.reset": "ReasoningGym",
+    "envs/suites/skyrl_gym.py SkyRLGymEnv.reset": "SkyRLGym",
+    "envs/suites/textarena.py TextArenaEnv.reset": "TextArena",
+    "envs/suites/verifiers.py VerifiersEnv.reset": "Verifiers",
     "gspo_gym/rollout/adapter.py TokenObservationWrapper.reset": "TokenObservationWrapper",
     "gspo_gym/rollout/adapter.py TokenObservationWrapper.reset_async": "TokenObservationWrapper",
     "gspo_gym/rollout/evaluation.py bootstrap_mean_interval": "of sampling, not of a task",

@@ -25,12 +25,12 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
+from gspo_gym_envs.suites.packages import import_package
 from gymnasium.error import ResetNeeded
 
 from gspo_gym.env.core import Info, TextEnv
 from gspo_gym.env.data.rows import next_seed
 from gspo_gym.env.rewards import Reward
-from gspo_gym.env.suites.packages import import_package
 from gspo_gym.errors import ConfigError, ContractError, EnvError, GymError
 from gspo_gym.seeding import FIRST_TRAINING_SEED
 from gspo_gym.types import Message, ToolCall, is_finite

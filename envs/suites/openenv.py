@@ -14,13 +14,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from gymnasium.error import ResetNeeded
-
-from gspo_gym.base.settings import read_key
-from gspo_gym.env.blame import failure_of
-from gspo_gym.env.core import TextEnv
-from gspo_gym.env.data.rows import next_seed
-from gspo_gym.env.suites.openenv_socket import (
+from gspo_gym_envs.suites.openenv_socket import (
     EXTENSION,
     FactsCache,
     Socket,
@@ -33,6 +27,12 @@ from gspo_gym.env.suites.openenv_socket import (
     text_field_of,
     tool_result_of,
 )
+from gymnasium.error import ResetNeeded
+
+from gspo_gym.base.settings import read_key
+from gspo_gym.env.blame import failure_of
+from gspo_gym.env.core import TextEnv
+from gspo_gym.env.data.rows import next_seed
 from gspo_gym.errors import ContractError, EnvError
 from gspo_gym.seeding import generator
 from gspo_gym.types import Message, ToolCall

@@ -21,12 +21,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from gspo_gym_envs.suites.packages import import_package
 from gymnasium.error import ResetNeeded
 
 from gspo_gym.env.core import Info, PolicyFactory, ScriptedPolicy, TextEnv
 from gspo_gym.env.data.rows import content_hash, is_held_out_content, is_held_out_seed, next_seed
 from gspo_gym.env.rewards import Reward
-from gspo_gym.env.suites.packages import import_package
 from gspo_gym.errors import ConfigError, EnvError, UnknownNameError, nearest_name
 from gspo_gym.types import Message
 

@@ -12,13 +12,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from gspo_gym_envs.suites.packages import import_package
+from gspo_gym_envs.suites.reasoning_gym import OwnGenerators
 from gymnasium.error import ResetNeeded
 
 from gspo_gym.env.core import Info, PolicyFactory, ScriptedPolicy, TextEnv
 from gspo_gym.env.data.rows import next_seed
 from gspo_gym.env.rewards import Reward
-from gspo_gym.env.suites.packages import import_package
-from gspo_gym.env.suites.reasoning_gym import OwnGenerators
 from gspo_gym.errors import (
     ConfigError,
     ContractError,

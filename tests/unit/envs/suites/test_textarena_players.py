@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from gspo_gym_envs.suites.textarena import RandomMover, scripted_player
 
-from gspo_gym.env.suites.textarena import RandomMover, scripted_player
 from gspo_gym.types import Message
 
 

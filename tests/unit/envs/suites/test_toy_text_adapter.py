@@ -9,10 +9,10 @@ from typing import Any
 import gymnasium
 import numpy as np
 import pytest
+from gspo_gym_envs.suites.toy_text import GAMES, Table, ToyTextEnv, best_moves, value_of_hit, value_of_stick
 
 from gspo_gym.env.checks.checker import check_env
 from gspo_gym.env.registry import make
-from gspo_gym.env.suites.toy_text import GAMES, Table, ToyTextEnv, best_moves, value_of_hit, value_of_stick
 from gspo_gym.errors import ConfigError, UnknownNameError
 
 
@@ -184,7 +184,7 @@ def test_options_of_a_game_reach_gymnasium_and_bad_ones_are_refused() -> None:
 def test_pygame_is_not_needed() -> None:
     code = (
         "import sys; sys.modules['pygame'] = None\n"
-        "from gspo_gym.env.suites.toy_text import GAMES, ToyTextEnv\n"
+        "from gspo_gym_envs.suites.toy_text import GAMES, ToyTextEnv\n"
         "for game in GAMES: print(ToyTextEnv(game).reset(seed=0)[0])"
     )
     run = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, check=False)

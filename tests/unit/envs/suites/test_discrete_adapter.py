@@ -5,12 +5,12 @@ from __future__ import annotations
 import gymnasium
 import numpy as np
 import pytest
+from gspo_gym_envs.suites.discrete import Actions, DiscreteEnv, in_numbers
 from gymnasium.error import ResetNeeded
 from gymnasium.spaces import Box, Dict, Discrete, MultiDiscrete
 
 from gspo_gym.env.checks.checker import check_env
 from gspo_gym.env.registry import make
-from gspo_gym.env.suites.discrete import Actions, DiscreteEnv, in_numbers
 from gspo_gym.errors import ConfigError, UnknownNameError
 
 

@@ -14,11 +14,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from gspo_gym_envs.code_repair.sandbox import confinement as confinement_module
+from gspo_gym_envs.code_repair.sandbox import run as sandbox
+from gspo_gym_envs.code_repair.sandbox.confinement import Confinement
+from gspo_gym_envs.code_repair.sandbox.run import SandboxLimits, run_python
 
-from gspo_gym.env.workers import confinement as confinement_module
-from gspo_gym.env.workers import sandbox
-from gspo_gym.env.workers.confinement import Confinement
-from gspo_gym.env.workers.sandbox import SandboxLimits, run_python
 from tests.support.confinements import mechanism
 
 __all__ = ["mechanism"]  # a fixture

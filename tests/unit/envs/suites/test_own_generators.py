@@ -7,9 +7,9 @@ import threading
 
 import numpy as np
 import pytest
+from gspo_gym_envs.suites import reasoning_gym as own_generators
+from gspo_gym_envs.suites.reasoning_gym import OwnGenerators
 
-from gspo_gym.env.suites import reasoning_gym as own_generators
-from gspo_gym.env.suites.reasoning_gym import OwnGenerators
 from gspo_gym.errors import EnvError
 
 

@@ -23,14 +23,14 @@ from operator import xor
 from typing import Any, Literal
 
 import numpy as np
+from gspo_gym_envs.suites.packages import import_package
+from gspo_gym_envs.suites.reasoning_gym import OwnGenerators
 from gymnasium.error import ResetNeeded
 
 from gspo_gym.env.chat_model import ChatModel, ChatModelSettings
 from gspo_gym.env.core import Info, PolicyFactory, ScriptedPolicy, TextEnv, driven
 from gspo_gym.env.data.rows import next_seed
 from gspo_gym.env.rewards import Reward
-from gspo_gym.env.suites.packages import import_package
-from gspo_gym.env.suites.reasoning_gym import OwnGenerators
 from gspo_gym.errors import ConfigError, ContractError, EnvError, UnknownNameError, nearest_name
 from gspo_gym.seeding import child_seed, generator
 from gspo_gym.types import Message, is_finite

@@ -27,10 +27,10 @@ import fastapi
 import httpx
 import pytest
 from fastapi.responses import JSONResponse, PlainTextResponse
+from gspo_gym_envs.suites.nemo_gym import messages_of, response_of, session_of
 
 from gspo_gym.env.checks.checker import check_env
 from gspo_gym.env.registry import make
-from gspo_gym.env.suites.nemo_gym import messages_of, response_of, session_of
 from gspo_gym.errors import ConfigError, ContractError, EnvError, EnvTimeoutError
 from gspo_gym.remote.serving import BackgroundServer
 from gspo_gym.types import Message, ToolCall

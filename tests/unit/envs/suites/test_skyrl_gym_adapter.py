@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from gspo_gym_envs.suites.skyrl_gym import SkyRLGymEnv
 from gymnasium.error import ResetNeeded
 
 from gspo_gym.env.checks.checker import check_env
-from gspo_gym.env.suites.skyrl_gym import SkyRLGymEnv
 from gspo_gym.errors import ConfigError, ContractError, EnvError, MissingExtraError, UnknownNameError
 
 pytestmark = pytest.mark.usefixtures("fake_suites")

@@ -13,9 +13,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+from gspo_gym_envs.suites.discrete import DiscreteEnv, Succeeded
 
 from gspo_gym.env.core import PolicyFactory, ScriptedPolicy
-from gspo_gym.env.suites.discrete import DiscreteEnv, Succeeded
 from gspo_gym.errors import ConfigError, UnknownNameError, nearest_name
 from gspo_gym.types import Message
 

@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from gspo_gym_envs.code_repair.sandbox.run import SandboxLimits, run_python, run_sandboxed
 
-from gspo_gym.env.workers.sandbox import SandboxLimits, run_python, run_sandboxed
 from gspo_gym.errors import ConfigError, EnvError
 
 SMALL = SandboxLimits(
@@ -283,7 +283,7 @@ def test_many_threads_may_run_programs_at_the_same_time() -> None:
 
 
 def test_programs_die_with_us() -> None:
-    run = "from gspo_gym.env.workers.sandbox import run_sandboxed\nrun_sandboxed(['sleep', '6' + '0.5'], files={})"
+    run = "from gspo_gym_envs.code_repair.sandbox import run\nrun.run_sandboxed(['sleep', '6' + '0.5'], files={})"
     with subprocess.Popen([sys.executable, "-c", run]) as parent:
         wait_until(lambda: processes_called("60.5") != [])
         parent.kill()
@@ -300,7 +300,7 @@ def wait_until(condition: Callable[[], bool]) -> None:
 
 def test_limits_above_our_own_are_lowered_and_the_program_still_runs() -> None:
     lowered = "import resource\nresource.setrlimit(resource.RLIMIT_NOFILE, (40, 40))\n"
-    run = "from gspo_gym.env.workers.sandbox import run_python\nprint(run_python('print(42)'))"
+    run = "from gspo_gym_envs.code_repair.sandbox.run import run_python\nprint(run_python('print(42)'))"
     finished = subprocess.run([sys.executable, "-c", lowered + run], capture_output=True, text=True, check=True)
     assert "exit_code=0, signal=None, stdout='42\\n'" in finished.stdout
 

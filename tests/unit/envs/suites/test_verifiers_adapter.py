@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from gspo_gym_envs.suites import verifiers as verifiers_loading
+from gspo_gym_envs.suites.verifiers import VerifiersEnv
 from gymnasium.error import ResetNeeded
 
 from gspo_gym.env.checks.checker import check_env
 from gspo_gym.env.session import open_session
-from gspo_gym.env.suites import verifiers as verifiers_loading
-from gspo_gym.env.suites.verifiers import VerifiersEnv
 from gspo_gym.errors import ConfigError, ContractError, EnvError, MissingExtraError
 from gspo_gym.types import Message, StepResult, ToolCall
 

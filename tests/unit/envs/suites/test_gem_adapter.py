@@ -10,10 +10,10 @@ import sys
 
 import numpy as np
 import pytest
+from gspo_gym_envs.suites.gem import GemEnv, _tower_moves
 from gymnasium.error import ResetNeeded
 
 from gspo_gym.env.checks.checker import check_env
-from gspo_gym.env.suites.gem import GemEnv, _tower_moves
 from gspo_gym.errors import ContractError, EnvError, MissingExtraError, UnknownNameError
 
 pytestmark = pytest.mark.usefixtures("fake_suites")

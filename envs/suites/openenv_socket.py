@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
+from gspo_gym_envs.suites.packages import missing_package
+
 from gspo_gym.env.rewards import Reward
-from gspo_gym.env.suites.packages import missing_package
 from gspo_gym.errors import ConfigError, ContractError, EnvError, EnvTimeoutError, nearest_name
 from gspo_gym.types import is_finite
 
