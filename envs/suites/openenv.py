@@ -14,7 +14,17 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from gspo_gym_envs.suites.openenv_socket import (
+from gymnasium.error import ResetNeeded
+
+from gspo_gym.base.settings import read_key
+from gspo_gym.env.blame import failure_of
+from gspo_gym.env.core import TextEnv
+from gspo_gym.env.data.rows import next_seed
+from gspo_gym.errors import ContractError, EnvError
+from gspo_gym.seeding import generator
+from gspo_gym.types import Message, ToolCall
+
+from .openenv_socket import (
     EXTENSION,
     FactsCache,
     Socket,
@@ -27,15 +37,6 @@ from gspo_gym_envs.suites.openenv_socket import (
     text_field_of,
     tool_result_of,
 )
-from gymnasium.error import ResetNeeded
-
-from gspo_gym.base.settings import read_key
-from gspo_gym.env.blame import failure_of
-from gspo_gym.env.core import TextEnv
-from gspo_gym.env.data.rows import next_seed
-from gspo_gym.errors import ContractError, EnvError
-from gspo_gym.seeding import generator
-from gspo_gym.types import Message, ToolCall
 
 # Module state: the facts of a server are the same for every environment made of it meanwhile.
 _FACTS = FactsCache()

@@ -13,11 +13,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-from gspo_gym_envs.suites.discrete import DiscreteEnv, Succeeded
 
 from gspo_gym.env.core import PolicyFactory, ScriptedPolicy
 from gspo_gym.errors import ConfigError, UnknownNameError, nearest_name
 from gspo_gym.types import Message
+
+from .discrete import DiscreteEnv, Succeeded
 
 _CARDS = {1: "an ace"}
 _STANDS = ("red", "green", "yellow", "blue")
