@@ -86,7 +86,8 @@ def shape_of(config: RunConfig) -> ModelShape:
     if (shape := named.get(base.rpartition("/")[2].lower())) is not None:
         return shape
     if base.startswith("tiny:"):
-        from gspo_gym.policy.tiny import build_tiny, parse_tiny
+        from gspo_gym.policy.bases import parse_tiny
+        from gspo_gym.policy.tiny import build_tiny
 
         return ModelShape.from_config(build_tiny(parse_tiny(base)[0], 0).config.to_dict())
     path = Path(base or model_name(config)).expanduser() / "config.json"

@@ -10,18 +10,19 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
 from gspo_gym.errors import CheckpointError, ConfigError, UnknownNameError
-from gspo_gym.policy.checkpoints import CheckpointStore
-from gspo_gym.policy.export import SUMS, Weights, adapter_base, layout_of
-from gspo_gym.policy.load import check_base
+from gspo_gym.policy.bases import SMOLLM2, SUMS, TINY_PREFIX, adapter_base, check_base, layout_of
+from gspo_gym.policy.checkpoint_folder import CheckpointFolder
 from gspo_gym.policy.manifest import RetentionSettings, read_manifest, step_of
-from gspo_gym.policy.tiny import TINY_PREFIX
 from gspo_gym.run.records import read_config, read_events, read_run_id
 from gspo_gym.run.registry import find_run, list_runs
+
+if TYPE_CHECKING:
+    from gspo_gym.policy.export import Weights
 
 LATEST, BEST = "latest", "best"
 _HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
@@ -96,7 +97,7 @@ def find_model(name: str, *, runs: Path = Path("runs")) -> Model:
         CheckpointError: the run has no complete checkpoint, or for "best" none that was evaluated, or the checkpoint is
             another step's or another run's.
     """
-    if name.startswith(TINY_PREFIX):
+    if name.startswith(TINY_PREFIX) or name == SMOLLM2:
         check_base(name)
         return Model(name)
     label, at, which = name.rpartition("@")
@@ -153,7 +154,7 @@ def _of_folder(name: str) -> Model:
     if step is not None and folder.absolute().parent.name == "checkpoints" and (run / "config.toml").is_file():
         return _at_step(run, step)
     if (checkpoints := folder / "checkpoints").is_dir():  # what is left of a run whose records are gone
-        return Model(str(CheckpointStore(checkpoints, run_id=read_run_id(folder)).newest()))
+        return Model(str(CheckpointFolder(checkpoints, run_id=read_run_id(folder)).newest()))
     check_base(name)
     return Model(name)
 
@@ -200,10 +201,10 @@ def _best_of(folder: Path) -> int | None:
     return None if best is None else step_of(best)
 
 
-def _store(folder: Path) -> CheckpointStore:
+def _store(folder: Path) -> CheckpointFolder:
     training = Model(str(folder), folder).config.get("training", {})
     retention = RetentionSettings(**{key: training[key] for key in RetentionSettings.model_fields if key in training})
-    return CheckpointStore(folder / "checkpoints", run_id=read_run_id(folder), retention=retention)
+    return CheckpointFolder(folder / "checkpoints", run_id=read_run_id(folder), retention=retention)
 
 
 # The settings that say what was learned, and how; all others are in the run's config.toml.

@@ -12,7 +12,8 @@ from safetensors.torch import load_file, save_file
 
 from gspo_gym.errors import CheckpointError, ConfigError, UnknownNameError
 from gspo_gym.learning.settings import LoraSettings
-from gspo_gym.policy.load import Policy, list_tiny, load_policy, load_tokenizer, save_policy, tiny_tokenizer
+from gspo_gym.policy.bases import list_tiny
+from gspo_gym.policy.load import Policy, load_policy, load_tokenizer, save_policy, tiny_tokenizer
 from gspo_gym.policy.lora import add_lora
 
 TINY = "tiny:qwen3-64"
