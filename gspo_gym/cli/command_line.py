@@ -142,7 +142,7 @@ def package_version() -> str:
 
 
 def add_run(parser: argparse.ArgumentParser, **more: Any) -> None:
-    """Add the arguments that name a run, for `registry.find_run`: `run_name` and `folder`."""
+    """Add the arguments that name a run, for `find_run`: `run_name` and `folder`."""
     text = "a run's folder, its name in --folder, or the start of its id"
     parser.add_argument("run_name", metavar="RUN", help=text, **more)
     parser.add_argument("--folder", type=Path, default=RUNS, help="where runs are (runs)")
@@ -154,7 +154,7 @@ def run_or_path(path: Path) -> Path:
     Raises:
         ConfigError: there is neither.
     """
-    from gspo_gym.run.registry import find_run
+    from gspo_gym.run.folders import find_run
 
     return path if path.exists() else find_run(str(path), RUNS)
 

@@ -20,13 +20,11 @@ from gspo_gym.base.leftovers import in_temporary_folder
 from gspo_gym.base.loops import run_to_end
 from gspo_gym.base.settings import read_key
 from gspo_gym.cli.command_line import base_of, interrupted_by_signals
-from gspo_gym.engine.vllm.server import VllmServer
-from gspo_gym.engine.vllm.settings import VllmSettings
 from gspo_gym.errors import MissingExtraError
-from gspo_gym.types import Sampling
 
 if TYPE_CHECKING:
     from gspo_gym.engine.base import Engine
+    from gspo_gym.engine.vllm.settings import VllmSettings
     from gspo_gym.run.models import Model
 
 
@@ -73,6 +71,7 @@ async def _serve_model(arguments: argparse.Namespace) -> None:
     from gspo_gym.remote.gateway.model_app import Served, create_model_app
     from gspo_gym.remote.serving import LoopServer, bind
     from gspo_gym.run.models import find_model
+    from gspo_gym.types import Sampling
 
     key = read_key(arguments.api_key_env, "--api-key-env")
     # An address that cannot be served on is refused before a model is loaded.
@@ -192,6 +191,8 @@ def serve_engine(arguments: argparse.Namespace) -> int:
         EngineError: it did not start; the message ends with the tail of the log.
         MissingExtraError: vLLM is not installed.
     """
+    from gspo_gym.engine.vllm.server import VllmServer
+
     server = VllmServer(
         replace(settings_of(arguments), model=base_of(arguments.model)),
         host=arguments.host,
@@ -212,6 +213,8 @@ def serve_engine(arguments: argparse.Namespace) -> int:
 
 def settings_of(arguments: argparse.Namespace) -> VllmSettings:
     """Return the engine's settings from the command line."""
+    from gspo_gym.engine.vllm.settings import VllmSettings
+
     return VllmSettings(
         model=arguments.model,
         max_model_len=arguments.max_model_len,

@@ -96,9 +96,7 @@ def load_policy(
     such. `adapt_policy` makes it trainable again.
 
     Args:
-        base: a folder (transformers or PEFT layout), a GGUF file or a folder with one, `smollm2`, `tiny:NAME`,
-            `tiny:NAME@SEED`, or a model id of the hub, `OWNER/NAME` or `OWNER/NAME@REVISION`. A GGUF file's weights are
-            dequantized to float32, in a folder of the user's cache; see `policy/gguf.py`.
+        base: see `policy/bases.py`. Weights of a GGUF file are dequantized, once: see `policy/gguf.py`.
         dtype: float32, bfloat16 or float16; of all parameters but an adapter's and quantized ones.
         device: a torch device string.
         seed: decides a tiny model's weights, unless the name does; nothing else is random.
@@ -111,8 +109,7 @@ def load_policy(
         MissingExtraError: what reads GGUF files, or holds the model `smollm2`, is not installed.
         CheckpointError: the folder is there but holds no model that loads, or is a checkpoint of a run and damaged.
         ConfigError: an unknown dtype; quantized weights where bitsandbytes or its support of the device is missing, or
-            other ones than the adapter was trained on; a model that cannot be shared out over `tp` ranks, or does not
-            have that attention.
+            other ones than the adapter was trained on; a model without that attention, or not for `tp` ranks.
 
     >>> load_policy("tiny:qwen3-64", seed=7).base
     'tiny:qwen3-64@7'

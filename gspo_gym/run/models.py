@@ -18,8 +18,8 @@ from gspo_gym.errors import CheckpointError, ConfigError, UnknownNameError
 from gspo_gym.policy.bases import SMOLLM2, SUMS, TINY_PREFIX, adapter_base, check_base, layout_of
 from gspo_gym.policy.checkpoint_folder import CheckpointFolder
 from gspo_gym.policy.manifest import RetentionSettings, read_manifest, step_of
+from gspo_gym.run.folders import find_run, run_folders
 from gspo_gym.run.records import read_config, read_events, read_run_id
-from gspo_gym.run.registry import find_run, list_runs
 
 if TYPE_CHECKING:
     from gspo_gym.policy.export import Weights
@@ -87,7 +87,7 @@ class Model:
 def find_model(name: str, *, runs: Path = Path("runs")) -> Model:
     """Return the model that `name` means.
 
-    A run (as in `registry.find_run`) and `RUN@latest` mean its newest checkpoint, `RUN@best` the one with the best
+    A run (as in `folders.find_run`) and `RUN@latest` mean its newest checkpoint, `RUN@best` the one with the best
     evaluation (by training.keep_best_metric; the first of equal ones), `RUN@20` that of step 20. A checkpoint's folder
     and any name for `load_policy` mean themselves. A bare word is a run or a folder here, and never looked for on the
     hub.
@@ -122,8 +122,10 @@ def list_models(runs: Path) -> list[tuple[Model, frozenset[str]]]:
         ConfigError: there is no such folder.
         RecordError, CheckpointError: the records of a run are damaged.
     """
+    if not runs.is_dir():
+        raise ConfigError(f"{runs}: there is no such folder")
     listed = []
-    for folder in sorted(run.folder for run in list_runs(runs)):
+    for folder in sorted(run_folders(runs)):
         steps = _store(folder).steps()
         best = _best_of(folder)
         for step in steps:
