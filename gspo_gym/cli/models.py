@@ -12,7 +12,7 @@ import argparse
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from gspo_gym.base.settings import read_key
 from gspo_gym.cli import models_serve
@@ -20,10 +20,7 @@ from gspo_gym.cli.command_line import package_version
 from gspo_gym.errors import UsageError
 from gspo_gym.policy.manifest import verify
 
-if TYPE_CHECKING:
-    pass
-
-_MODEL = "RUN, RUN@best, RUN@STEP, a checkpoint's folder, a hub id, or tiny:NAME"
+_MODEL = "RUN, RUN@best, RUN@STEP, a folder, a GGUF file, a hub id (OWNER/NAME[@REVISION]), smollm2, or tiny:NAME"
 _DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -35,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     listing.add_argument("--json", action="store_true", help="print a JSON list")
     listing.set_defaults(run=list_command)
 
-    show = commands.add_parser("show", help="one model: its files verified, evaluation and lineage")
+    show = commands.add_parser("show", help="one model: size, context, template; of a run also evaluation and lineage")
     _add_model(show)
     show.add_argument("--json", action="store_true", help="print one JSON object")
     show.set_defaults(run=show_command)
@@ -101,33 +98,34 @@ def list_command(arguments: argparse.Namespace) -> int:
 
 
 def show_command(arguments: argparse.Namespace) -> int:
-    """Compare a model's files with its manifest, then print it."""
-    from gspo_gym.policy.export import CARD, Weights, layout_of
-    from gspo_gym.run.models import find_model, model_card
+    """Compare a model's files with its manifest, if it has one; print what is known of the model, and its card."""
+    from gspo_gym.policy.bases import CARD, layout_of
+    from gspo_gym.policy.export import Weights
+    from gspo_gym.policy.facts import facts_of
+    from gspo_gym.run.models import find_model, lineage_in_card, model_card
 
     model = find_model(arguments.model, runs=arguments.folder)
-    about = model.to_json()
+    about, folder = model.to_json(), Path(model.base).expanduser()
     digests: dict[str, str] = {}
     if model.run is not None:
         # Only checkpoints of runs have a manifest.
-        files = verify(Path(model.base)).files
+        files = verify(folder).files
         about["files"] = dict(files)
         names = (name for name in files if name.endswith(".safetensors") and not name.startswith("resume/"))
         digests = {name: files[name]["sha256"] for name in names}
+    lineage = lineage_in_card(folder) if model.run is None else f"run `{model.run}`, checkpoint of step {model.step}"
+    facts = facts_of(model.base)
     if arguments.json:
-        print(json.dumps(about, indent=2))
-        return 0
-    folder = Path(model.base).expanduser()
-    if not folder.is_dir():
-        print(f"{model.base}: no folder here; `models export` loads it")
+        print(json.dumps({**about, **facts.to_json(), "trained_here": lineage}, indent=2))
         return 0
     print(f"{model.name}: {model.base}" + (", every file as its manifest says" if model.run else ""))
-    if (folder / CARD).is_file() and model.run is None:
-        print((folder / CARD).read_text(encoding="utf-8"))
-        return 0
-    weights = Weights(layout_of(folder), None, None, digests)
-    card = model_card(model, weights, version=package_version())
-    print(card.split("---\n", 2)[2].strip())  # without the hub's metadata, which say the same
+    for word, text in (*facts.lines(), ("trained here", lineage or "not by any run that is known of it")):
+        print(f"  {word:<13} {text}")
+    if model.run is not None:
+        card = model_card(model, Weights(layout_of(folder), None, None, digests), version=package_version())
+        print("\n" + card.split("---\n", 2)[2].strip())  # without the hub's metadata, which say the same
+    elif (folder / CARD).is_file():
+        print(f"  {'card':<13} {folder / CARD}")
     return 0
 
 
@@ -181,8 +179,7 @@ RUNS_OWN = ""  # what `--env` without a name means
 def add_chat_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `models chat`, besides the model."""
     parser.add_argument("--system", metavar="TEXT", help="a system prompt")
-    parser.add_argument("--temperature", type=float, help="0 is greedy (default 1, or the run's)")
-    parser.add_argument("--top-p", type=float, help="sample from the fewest tokens of this probability (default 1)")
+    models_serve.add_sampling(parser)
     parser.add_argument("--max-tokens", type=int, help="of one answer (default 512, or the run's in its environment)")
     parser.add_argument("--seed", type=int, help="of the sampling, and the task (default: 0 to play, any to talk)")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], help="of the weights (default: as the run)")

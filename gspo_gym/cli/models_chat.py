@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import secrets
 import sys
 import time
@@ -16,7 +17,7 @@ from gspo_gym.chat.renderer import RendererCache
 from gspo_gym.cli.command_line import env_config_of
 from gspo_gym.cli.env import as_sampled
 from gspo_gym.cli.models import RUNS_OWN
-from gspo_gym.cli.models_serve import running_engine
+from gspo_gym.cli.models_serve import running_engine, sampling_for, with_options
 from gspo_gym.engine.base import Engine, SamplingParams
 from gspo_gym.env.registry import resolve
 from gspo_gym.env.workers.isolation import isolated_factory
@@ -33,7 +34,10 @@ if TYPE_CHECKING:
     from gspo_gym.run.models import Model
 
 _MAX_LEN = 4096  # tokens of a conversation, unless the model reads fewer
-_HELP = "/reset forgets the conversation, /quit ends"
+_OF_THE_RUN = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")  # in [rollout]
+_COMMAND = re.compile(r"/[a-z]+")
+_HELP = "/reset forgets the conversation, /help shows this, /quit ends"
+_HELP_TO_PLAY = "Enter lets the model act, a line of yours acts for it; /help shows this, /quit ends"
 
 Read = Callable[[str], str]
 
@@ -126,7 +130,7 @@ async def _talk(model: Model, arguments: argparse.Namespace, read: Read) -> None
             sampling_seed=secrets.randbelow(2**31) if arguments.seed is None else arguments.seed,
             max_output_tokens=arguments.max_tokens or 512,
             max_model_len=engine.capabilities.max_model_len,
-            sampling=_sampling(arguments),
+            sampling=sampling_for(model, arguments),
             # Limits are for training episodes; a person ends a conversation.
             max_calls=2**31,
             max_captured_tokens=2**40,
@@ -134,11 +138,15 @@ async def _talk(model: Model, arguments: argparse.Namespace, read: Read) -> None
         renderers = RendererCache(tokenizer, template_kwargs=_asked(model).get("chat_template_kwargs"))
         opening = () if arguments.system is None else (Message("system", arguments.system),)
         conversation = _Conversation(engine, renderers, settings, opening)
-        print(f"{model.name}: {_HELP}")
+        help_text = f"{model.name} ({_named(settings.sampling)}): {_HELP}"
+        print(help_text)
         while (said := _read(read, "you> ")) not in (None, "/quit"):
             if said == "/reset":
                 await conversation.reset()
                 print("forgotten")
+                continue
+            if said and _COMMAND.fullmatch(said):
+                print(help_text)
                 continue
             print("model> ", end="", flush=True)
             try:
@@ -161,7 +169,9 @@ async def _play(model: Model, game: _Game, arguments: argparse.Namespace, read: 
             system_prompt=arguments.system or _asked(model).get("system_prompt"),
         )
         try:
-            await _play_episode(wrapper, engine, _sampling(arguments), seed=arguments.seed or 0, read=read)
+            await _play_episode(
+                wrapper, engine, _sampling_to_play(model, arguments), seed=arguments.seed or 0, read=read
+            )
         finally:
             await wrapper.close_async()
 
@@ -177,6 +187,9 @@ async def _play_episode(
         has_input = said is not None  # where the input ends, the model plays on
         if said == "/quit":
             break
+        if said and _COMMAND.fullmatch(said):
+            print(f"{_HELP_TO_PLAY} ({_named(sampling)})")
+            continue
         if said:
             sampled = scripted_completion(as_sampled(wrapper, said))
         else:
@@ -219,9 +232,22 @@ async def _running(model: Model, arguments: argparse.Namespace) -> AsyncIterator
         yield running
 
 
-def _sampling(arguments: argparse.Namespace) -> Sampling:
-    top_p = 1.0 if arguments.top_p is None else arguments.top_p
-    return Sampling(temperature=1.0 if arguments.temperature is None else arguments.temperature, top_p=top_p)
+def _sampling_to_play(model: Model, arguments: argparse.Namespace) -> Sampling:
+    """Return how the model acts: as in its run, or for one of no run as it answers."""
+    if model.run is None:
+        return sampling_for(model, arguments)
+    rollout = model.config.get("rollout", {})
+    return with_options({name: rollout[name] for name in _OF_THE_RUN if name in rollout}, arguments)
+
+
+def _named(sampling: Sampling) -> str:
+    """Return the temperature, and what else is not at its default.
+
+    >>> _named(Sampling(temperature=0.2, top_p=0.9))
+    'temperature 0.2, top_p 0.9'
+    """
+    names = dict.fromkeys(("temperature", *sampling.changed()))
+    return ", ".join(f"{name} {getattr(sampling, name):g}" for name in names)
 
 
 def _asked(model: Model) -> Mapping[str, Any]:

@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import signal
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from gspo_gym.engine.base import Engine
     from gspo_gym.engine.vllm.settings import VllmSettings
     from gspo_gym.run.models import Model
+    from gspo_gym.types import Sampling
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -37,10 +38,42 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     where.add_argument("--name", help="what requests call the model (default: RUN@STEP, or the name as given)")
     where.add_argument("--api-key-env", metavar="NAME", help="environment variable with a key that clients must send")
     parser.add_argument("--max-tokens", type=int, default=1024, help="of answers that ask for no limit (default 1024)")
-    parser.add_argument("--temperature", type=float, default=1.0, help="of requests that name none (default 1)")
+    add_sampling(parser)
     parser.add_argument("--device", default="cpu", help="for the local engine: cpu, cuda, ... (default cpu)")
     add_engine_arguments(parser.add_argument_group("how it runs the model; from the fourth on, with vLLM"))
     parser.set_defaults(run=serve)
+
+
+def add_sampling(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments that `sampling_for` reads."""
+    its_own = "(default: as the model's generation_config says, else 1)"
+    parser.add_argument("--temperature", type=float, metavar="T", help=f"where no request says so; 0: greedy {its_own}")
+    parser.add_argument(
+        "--top-p", type=float, metavar="P", help=f"keep the fewest tokens of this probability {its_own}"
+    )
+
+
+def sampling_for(model: Model, arguments: argparse.Namespace) -> Sampling:
+    """Return how the model answers: as its generation config states, but for what the command line does.
+
+    Raises:
+        ConfigError: a value is out of range.
+    """
+    from gspo_gym.policy.facts import generation_config_of, sampling_of
+
+    return with_options(sampling_of(generation_config_of(model.base)), arguments)
+
+
+def with_options(stated: Mapping[str, Any], arguments: argparse.Namespace) -> Sampling:
+    """Return the stated fields of `Sampling`, but for those of the command line.
+
+    Raises:
+        ConfigError: a value is out of range.
+    """
+    from gspo_gym.types import Sampling
+
+    options = {"temperature": arguments.temperature, "top_p": arguments.top_p}
+    return Sampling(**{**stated, **{name: value for name, value in options.items() if value is not None}})
 
 
 def serve(arguments: argparse.Namespace) -> int:
@@ -71,7 +104,6 @@ async def _serve_model(arguments: argparse.Namespace) -> None:
     from gspo_gym.remote.gateway.model_app import Served, create_model_app
     from gspo_gym.remote.serving import LoopServer, bind
     from gspo_gym.run.models import find_model
-    from gspo_gym.types import Sampling
 
     key = read_key(arguments.api_key_env, "--api-key-env")
     # An address that cannot be served on is refused before a model is loaded.
@@ -79,7 +111,7 @@ async def _serve_model(arguments: argparse.Namespace) -> None:
     model = find_model(arguments.model, runs=arguments.folder)
     async with running_engine(model, arguments) as (engine, tokenizer):
         name = arguments.name or model.name
-        sampling = Sampling(temperature=arguments.temperature)
+        sampling = sampling_for(model, arguments)
         kwargs = model.config.get("rollout", {}).get("policy_config", {}).get("chat_template_kwargs", {})
         served = Served(engine, tokenizer, name, arguments.max_tokens, sampling, kwargs)
         app = create_model_app(served, api_key=key)

@@ -122,7 +122,7 @@ def load_policy(
         check_quantization(device)
     if base.startswith(TINY_PREFIX):
         policy = _load_tiny(base, seed, form)
-    elif (folder := _folder_of(base)) is not None:
+    elif (folder := folder_of(base)) is not None:
         _require_sound(folder)
         policy = _load_folder(folder, form)
         if (name := _name_of_file(base)) is not None:
@@ -153,7 +153,7 @@ def load_skeleton(base: str, *, dtype: str = "float32", attn_implementation: str
     from accelerate import init_empty_weights  # peft needs it, too
 
     check_base(base)
-    folder = _folder_of(base)
+    folder = folder_of(base)
     if folder is not None and is_adapter_folder(folder):
         below = folder / "base"
         name = str(below) if below.is_dir() else below_adapter(folder)
@@ -230,15 +230,18 @@ def load_tokenizer(base: str) -> Any:
     """
     if base.startswith(TINY_PREFIX):
         return tiny_tokenizer(parse_tiny(base)[0])
-    folder = _folder_of(base)
+    folder = folder_of(base)
     if folder is None:
         return _from_hub(base, AutoTokenizer.from_pretrained)
     if is_adapter_folder(folder) and not (folder / "tokenizer_config.json").is_file():
         return load_tokenizer(below_adapter(folder))
     try:
-        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     except (OSError, ValueError, KeyError) as error:
         raise CheckpointError(f"model folder {folder}: its tokenizer cannot be loaded: {error}") from error
+    if (name := _name_of_file(base)) is not None:
+        tokenizer.name_or_path = name
+    return tokenizer
 
 
 def save_policy(policy: Policy, folder: Path) -> None:
@@ -312,8 +315,8 @@ def save_base(policy: Policy, folder: Path) -> None:
         policy.tokenizer.save_pretrained(folder)
 
 
-def _folder_of(base: str) -> Path | None:
-    """Return the folder here that holds the base, a GGUF file's in the cache; None: it is one of the hub."""
+def folder_of(base: str) -> Path | None:
+    """Return the folder here that holds the base, a GGUF file's in the cache; None: it is one of the hub, or tiny."""
     with no_progress_bars():
         folder = converted(base) or Path(base).expanduser()
     return folder if folder.is_dir() else None
@@ -327,12 +330,12 @@ def _name_of_file(base: str) -> str | None:
 
 def _under_name(policy: Policy, name: str) -> Policy:
     # PEFT copies it into adapter_config.json: the cache may be emptied, and another machine has its own.
-    policy.model.name_or_path = name
+    policy.model.name_or_path = policy.tokenizer.name_or_path = name
     return Policy(policy.model, policy.tokenizer, name)
 
 
 def _revision_of(base: str) -> str | None:
-    hub = None if _folder_of(base) is not None else parse_hub_id(base)
+    hub = None if folder_of(base) is not None else parse_hub_id(base)
     return None if hub is None else hub.revision
 
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from gspo_gym.errors import CheckpointError, ConfigError, UnknownNameError
-from gspo_gym.policy.bases import SMOLLM2, SUMS, TINY_PREFIX, adapter_base, check_base, layout_of
+from gspo_gym.policy.bases import CARD, SMOLLM2, SUMS, TINY_PREFIX, adapter_base, check_base, layout_of
 from gspo_gym.policy.checkpoint_folder import CheckpointFolder
 from gspo_gym.policy.manifest import RetentionSettings, read_manifest, step_of
 from gspo_gym.run.folders import find_run, run_folders
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from gspo_gym.policy.export import Weights
 
 LATEST, BEST = "latest", "best"
+_NAMES = f"{SMOLLM2}, {TINY_PREFIX}NAME, or an id of the hub, which is OWNER/NAME"
 _HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 _MERGED = {
     "lora": "A LoRA adapter, merged into its base in float32 and rounded once.",
@@ -110,7 +111,9 @@ def find_model(name: str, *, runs: Path = Path("runs")) -> Model:
             return _of_run(_run_called(label, runs), which)
         # A misspelt run is not looked for on the hub, which may have a model of that name.
         if "/" not in name or get_close_matches(name, [path.name for path in runs.glob("*")]):
-            raise UnknownNameError(f"{error}; a model of the hub is OWNER/NAME") from None
+            raise UnknownNameError(
+                f"{error}; a model is a folder, a GGUF file, {SMOLLM2}, {TINY_PREFIX}NAME, or OWNER/NAME of the hub"
+            ) from None
     check_base(name)
     return Model(name)
 
@@ -240,7 +243,7 @@ def model_card(model: Model, weights: Weights, *, version: str) -> str:
     """
     config = model.config
     base, evaluation = _base(model), model.evaluation
-    tags = ["gspo", "gspo-gym", "reinforcement-learning"]
+    tags = ["gspo-gym"] if model.run is None else ["gspo", "gspo-gym", "reinforcement-learning"]
     about: dict[str, Any] = {  # YAML values
         "library_name": "peft" if weights.layout == "peft" else "transformers",
         "pipeline_tag": "text-generation",
@@ -252,7 +255,7 @@ def model_card(model: Model, weights: Weights, *, version: str) -> str:
     if evaluation is not None:
         about["model-index"] = [{"name": name, "results": [_result(part) for part in _parts(evaluation)]}]
     text = f"---\n{yaml.safe_dump(about, sort_keys=False, allow_unicode=True)}---\n\n# {name}\n\n"
-    text += _opening(base, config, weights)
+    text += _opening(model, base, weights)
     if evaluation is not None:
         text += f"\n## Evaluation\n\n{_evaluation_table(evaluation)}"
         if weights.merged_from is not None or weights.dtype is not None:
@@ -263,15 +266,26 @@ def model_card(model: Model, weights: Weights, *, version: str) -> str:
     return text + "\n## Lineage\n\n" + "".join(f"- {line}\n" for line in _lineage(model, weights, version))
 
 
-def _opening(base: str | None, config: Mapping[str, Any], weights: Weights) -> str:
-    text = f"A language model trained with GSPO by gspo-gym{_on(config)}.\n"
-    if base is not None:
-        kind = "random weights, drawn from its seed" if base.startswith(TINY_PREFIX) else "the base"
-        text += f"It began as `{base}` ({kind}).\n"
+def _opening(model: Model, base: str | None, weights: Weights) -> str:
+    if model.run is None:
+        text = f"The weights of `{model.base}`, written by gspo-gym. No run here trained them.\n"
+    else:
+        text = f"A language model trained with GSPO by gspo-gym{_on(model.config)}.\n"
+        if base is not None:
+            kind = "random weights, drawn from its seed" if base.startswith(TINY_PREFIX) else "the base"
+            text += f"It began as `{base}` ({kind}).\n"
     if weights.merged_from is not None:
         text += f"\n{_MERGED[weights.merged_from]}\n"
     dtype = "as in the checkpoint, byte for byte" if weights.dtype is None else weights.dtype
     return f"{text}\nWeights: {weights.layout} layout, dtype {dtype}.\n"
+
+
+def lineage_in_card(folder: Path) -> str | None:
+    """Return what an exported folder's card says of the run that trained the model; None: it is of no run."""
+    path = folder / CARD
+    text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
+    found = re.search(r"^## Lineage\n\n- (run `.+` \(id \S+\), checkpoint of step \d+)$", text, re.MULTILINE)
+    return None if found is None else found[1]
 
 
 def _on(config: Mapping[str, Any]) -> str:
