@@ -94,7 +94,10 @@ def shape_of(config: RunConfig) -> ModelShape:
     if not path.is_file():
         from huggingface_hub import try_to_load_from_cache
 
-        found = try_to_load_from_cache(base, "config.json") if base.count("/") == 1 else None
+        from gspo_gym.policy.bases import parse_hub_id
+
+        hub = parse_hub_id(model_name(config))
+        found = None if hub is None else try_to_load_from_cache(hub.name, "config.json", revision=hub.revision)
         if not isinstance(found, str):
             raise ConfigError(
                 f"model.base: the sizes of {base or str(path.parent)!r} are not known here: expected a folder with "

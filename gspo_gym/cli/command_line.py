@@ -20,6 +20,7 @@ RUNS = Path("runs")  # where runs are looked for
 # A full, read-only or broken disk: errors that may come without a file name.
 _OF_THE_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EFBIG)
 
+RUNS_OWN = ""  # what `models chat --env` without a name means: the environment of the model's run
 SCRIPTED, ENDPOINT = "scripted:", "openai:"  # begin the names of players that are no model here
 _LISTS = ("overrides", "files")  # arguments of which a command takes any number, before and after options
 

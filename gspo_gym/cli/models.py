@@ -16,7 +16,7 @@ from typing import Any
 
 from gspo_gym.base.settings import read_key
 from gspo_gym.cli import models_serve
-from gspo_gym.cli.command_line import package_version
+from gspo_gym.cli.command_line import RUNS_OWN, package_version
 from gspo_gym.errors import UsageError
 from gspo_gym.policy.manifest import verify
 
@@ -171,9 +171,6 @@ def _score(evaluation: Mapping[str, Any] | None) -> tuple[str, str, str]:
     interval = evaluation.get("success_interval" if name == "success_rate" else "mean_return_interval")
     told = "" if interval is None else f"{interval[0]:.3f} to {interval[1]:.3f}"
     return f"{name.replace('_', ' ')} {evaluation[name]:.3f}", told, str(evaluation["num_episodes"])
-
-
-RUNS_OWN = ""  # what `--env` without a name means
 
 
 def add_chat_arguments(parser: argparse.ArgumentParser) -> None:

@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from gspo_gym.base.loops import run_to_end
 from gspo_gym.chat.renderer import RendererCache
-from gspo_gym.cli.command_line import env_config_of
+from gspo_gym.cli.command_line import RUNS_OWN, env_config_of
 from gspo_gym.cli.env import as_sampled
-from gspo_gym.cli.models import RUNS_OWN
 from gspo_gym.cli.models_serve import running_engine, sampling_for, with_options
 from gspo_gym.engine.base import Engine, SamplingParams
 from gspo_gym.env.registry import resolve

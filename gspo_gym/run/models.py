@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from gspo_gym.errors import CheckpointError, ConfigError, UnknownNameError
-from gspo_gym.policy.bases import CARD, SMOLLM2, SUMS, TINY_PREFIX, adapter_base, check_base, layout_of
+from gspo_gym.policy.bases import CARD, SMOLLM2, SUMS, TINY_PREFIX, adapter_base, check_base, layout_of, parse_hub_id
 from gspo_gym.policy.checkpoint_folder import CheckpointFolder
 from gspo_gym.policy.manifest import RetentionSettings, read_manifest, step_of
 from gspo_gym.run.folders import find_run, run_folders
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from gspo_gym.policy.export import Weights
 
 LATEST, BEST = "latest", "best"
-_NAMES = f"{SMOLLM2}, {TINY_PREFIX}NAME, or an id of the hub, which is OWNER/NAME"
 _HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 _MERGED = {
     "lora": "A LoRA adapter, merged into its base in float32 and rounded once.",
@@ -107,7 +106,8 @@ def find_model(name: str, *, runs: Path = Path("runs")) -> Model:
     except ConfigError as error:
         if Path(name).expanduser().is_dir():
             return _of_folder(name)
-        if at:
+        hub = parse_hub_id(name)
+        if at and (hub is None or _is_a_run(label, runs)):
             return _of_run(_run_called(label, runs), which)
         # A misspelt run is not looked for on the hub, which may have a model of that name.
         if "/" not in name or get_close_matches(name, [path.name for path in runs.glob("*")]):
@@ -143,6 +143,14 @@ def without_rows(evaluation: Mapping[str, Any]) -> dict[str, Any]:
     kept = {key: value for key, value in evaluation.items() if key not in ("rows", "parts")}
     parts = {name: without_rows(part) for name, part in evaluation.get("parts", {}).items()}
     return {**kept, "parts": parts} if parts else kept
+
+
+def _is_a_run(label: str, runs: Path) -> bool:
+    try:
+        find_run(label, runs)
+    except ConfigError:
+        return False
+    return True
 
 
 def _run_called(label: str, runs: Path) -> Path:

@@ -170,7 +170,10 @@ def _checks(config: RunConfig, base: str | None) -> Sequence[Callable[[], object
         lambda: refuse_to_train(config.sections),
         lambda: check_base(base or model_name(config)),
         lambda: check_options(
-            device=build.device_of(config), torch_compile=model.torch_compile, liger_kernels=model.liger_kernels
+            device=build.device_of(config),
+            torch_compile=model.torch_compile,
+            liger_kernels=model.liger_kernels,
+            attn_implementation=model.attn_implementation,
         ),
         lambda: check_quantization(build.device_of(config)) if model.trainer_mode == "qlora" else None,
         lambda: check_kind(config.optimizer.kind, torch.device(build.device_of(config))),
@@ -187,7 +190,7 @@ def _evaluation_checks(config: RunConfig, name: str) -> Sequence[Callable[[], ob
     return (
         lambda: refuse_to_run(config.sections),
         lambda: check_base(find_model(name, runs=runs).base),
-        lambda: check_options(device=build.device_of(config)),
+        lambda: check_options(device=build.device_of(config), attn_implementation=config.model.attn_implementation),
         lambda: check_engine(config),
         lambda: check_context(config, *known_context(find_model(name, runs=runs).base)),
         lambda: check_apps(config),
