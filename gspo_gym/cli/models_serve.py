@@ -224,9 +224,10 @@ def serve_engine(arguments: argparse.Namespace) -> int:
         MissingExtraError: vLLM is not installed.
     """
     from gspo_gym.engine.vllm.server import VllmServer
+    from gspo_gym.policy.load import for_other_programs
 
     server = VllmServer(
-        replace(settings_of(arguments), model=base_of(arguments.model)),
+        replace(settings_of(arguments), model=for_other_programs(base_of(arguments.model))),
         host=arguments.host,
         port=arguments.port,
         uds=arguments.uds,

@@ -24,7 +24,8 @@ import torch
 from gspo_gym.base.files import sync, sync_tree, writing
 from gspo_gym.base.leftovers import remove_folder, temporary_folder
 from gspo_gym.errors import CheckpointError, ConfigError, ServiceError, StorageError, shortened
-from gspo_gym.policy.bases import CARD, SUMS, Layout, layout_of
+from gspo_gym.policy.bases import CARD, SUMS, Layout, adapter_base, layout_of
+from gspo_gym.policy.gguf import converted
 from gspo_gym.policy.load import (
     Policy,
     dequantize,
@@ -114,6 +115,7 @@ def export(
             merged_from = None
             if policy is None:
                 _copy_model(folder, draft)
+                _copy_base(draft)
             else:
                 merged_from = _write(policy, draft, is_merged, dtype)
             digests = file_digests(draft)
@@ -249,6 +251,13 @@ def _copy_model(folder: Path, draft: Path) -> None:
             raise
         # A run that goes on removes the checkpoints that it does not keep.
         raise CheckpointError(f"{folder}: was removed while it was copied; export a newer checkpoint") from error
+
+
+def _copy_base(draft: Path) -> None:
+    """Put the model below an adapter beside it if that is a GGUF file's, whose name other programs do not load."""
+    name = adapter_base(draft)
+    if name is not None and not (draft / "base").is_dir() and (whole := converted(name)) is not None:
+        shutil.copytree(whole, draft / "base")
 
 
 def _publish(draft: Path, target: Path) -> None:

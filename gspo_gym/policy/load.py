@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import huggingface_hub
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -320,6 +321,24 @@ def folder_of(base: str) -> Path | None:
     with no_progress_bars():
         folder = converted(base) or Path(base).expanduser()
     return folder if folder.is_dir() else None
+
+
+def for_other_programs(base: str) -> str:
+    """Return what transformers and vLLM load for a base that only we name: a folder; other bases as they are.
+
+    Raises:
+        CheckpointError, MissingExtraError: see `gguf_of`.
+        UnknownNameError: the hub has no such revision, or cannot be reached.
+    """
+    if (folder := converted(base)) is not None:
+        return str(folder)
+    hub = None if folder_of(base) is not None else parse_hub_id(base)
+    if hub is None or hub.revision is None:
+        return base
+    try:
+        return str(huggingface_hub.snapshot_download(hub.name, revision=hub.revision))
+    except (OSError, ValueError) as error:
+        raise unknown_model(base, error) from error
 
 
 def _name_of_file(base: str) -> str | None:

@@ -106,6 +106,9 @@ def find_model(name: str, *, runs: Path = Path("runs")) -> Model:
     except ConfigError as error:
         if Path(name).expanduser().is_dir():
             return _of_folder(name)
+        if Path(name).expanduser().is_file():
+            check_base(name)
+            return Model(name)
         hub = parse_hub_id(name)
         if at and (hub is None or _is_a_run(label, runs)):
             return _of_run(_run_called(label, runs), which)

@@ -7,13 +7,24 @@ import gguf_files
 import pytest
 import torch
 from gguf_files import llama, write_gguf
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
 
 from gspo_gym.errors import CheckpointError, MissingExtraError
 from gspo_gym.learning.settings import LoraSettings
 from gspo_gym.policy import bases
 from gspo_gym.policy.bases import adapter_base, check_base
+from gspo_gym.policy.export import export
 from gspo_gym.policy.gguf import GgufOrigin, cache_folder, converted, origin_of, publish
-from gspo_gym.policy.load import adapt_policy, load_policy, load_skeleton, load_tokenizer, save_policy
+from gspo_gym.policy.load import (
+    adapt_policy,
+    for_other_programs,
+    load_policy,
+    load_skeleton,
+    load_tokenizer,
+    save_policy,
+)
+from gspo_gym.run.models import find_model
 
 
 @pytest.fixture(autouse=True)
@@ -148,6 +159,34 @@ def test_an_adapter_names_the_file_and_not_the_cache_which_may_be_emptied(file: 
         path.rename(tmp_path / f"gone-{path.name}")
     check_base(str(tmp_path / "adapter"))
     torch.testing.assert_close(logits(load_policy(str(tmp_path / "adapter")).model), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_an_exported_adapter_has_the_model_beside_it_which_peft_alone_can_load(file: Path, tmp_path: Path) -> None:
+    policy = adapt_policy(load_policy(str(file)), LoraSettings(r=2), seed=0)
+    with torch.no_grad():
+        for name, parameter in policy.model.named_parameters():
+            if "lora_B" in name:
+                parameter.fill_(0.01)
+    save_policy(policy, tmp_path / "adapter")
+    assert not (tmp_path / "adapter" / "base").exists()  # nor in any checkpoint of a run
+    export(str(tmp_path / "adapter"), tmp_path / "out", describe=lambda _: "")
+    for path in cache_folder().iterdir():
+        path.rename(tmp_path / f"gone-{path.name}")
+    file.unlink()
+    whole = AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "base", local_files_only=True)
+    found = PeftModel.from_pretrained(whole, tmp_path / "out").eval()
+    torch.testing.assert_close(logits(found), logits(policy.model), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(logits(load_policy(str(tmp_path / "out")).model), logits(policy.model))
+
+
+def test_a_file_is_found_by_its_bare_name_and_other_programs_get_a_folder(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert find_model("small.gguf").base == "small.gguf"
+    loaded = AutoModelForCausalLM.from_pretrained(for_other_programs("small.gguf"), local_files_only=True)
+    torch.testing.assert_close(logits(loaded), logits(llama()), rtol=1e-5, atol=1e-6)
+    assert for_other_programs("someone/a-model") == "someone/a-model"
 
 
 def test_its_skeleton_has_its_shapes(file: Path) -> None:

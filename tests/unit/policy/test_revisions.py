@@ -13,7 +13,15 @@ from gspo_gym.errors import UnknownNameError
 from gspo_gym.learning.settings import LoraSettings
 from gspo_gym.policy.bases import adapter_base, check_base
 from gspo_gym.policy.facts import facts_of
-from gspo_gym.policy.load import Policy, adapt_policy, load_policy, load_skeleton, load_tokenizer, save_policy
+from gspo_gym.policy.load import (
+    Policy,
+    adapt_policy,
+    for_other_programs,
+    load_policy,
+    load_skeleton,
+    load_tokenizer,
+    save_policy,
+)
 from gspo_gym.run.models import find_model
 
 NAME = "someone/a-model"
@@ -49,6 +57,8 @@ def test_a_revision_after_an_at_sign_is_the_one_that_is_loaded(name: str, seed: 
     assert load_skeleton(name).model.config.hidden_size == 64
     assert facts_of(name).num_token_ids == 263
     assert find_model(name).base == name
+    folder = for_other_programs(name)
+    assert folder == name if name == NAME else (Path(folder) / "config.json").is_file()
 
 
 def test_the_config_key_says_the_same() -> None:
