@@ -150,7 +150,8 @@ async def running_engine(model: Model, arguments: argparse.Namespace) -> AsyncIt
                 await local.close()
         return
     from gspo_gym.engine.vllm.engine import VllmEngine
-    from gspo_gym.policy.export import export, layout_of
+    from gspo_gym.policy.bases import layout_of
+    from gspo_gym.policy.export import export
 
     with in_temporary_folder("gspo_gym-serve-") as temporary:
         folder = Path(temporary) / "model"

@@ -23,7 +23,7 @@ from gspo_gym.policy.gguf import GgufOrigin, origin_of
 from gspo_gym.policy.load import folder_of, load_skeleton, load_tokenizer
 from gspo_gym.policy.lora import is_adapter
 
-_USER = {"role": "user", "content": "zq-user"}
+_USER: Wire = {"role": "user", "content": "zq-user"}
 _SYSTEM, _REASONING = "zq-system", "zq-reasoning"
 _TOOL = {"name": "NAME", "arguments": {"KEY": "VALUE"}}
 _SCHEMA = {
@@ -188,7 +188,7 @@ def abilities_of(tokenizer: Any) -> TemplateAbilities:
     except TemplateError as error:
         return TemplateAbilities(refused=str(error))
     template = ChatTemplate(tokenizer)
-    answers = [{"role": "assistant", "content": "zq-answer", key: _REASONING} for key in _REASONING_KEYS]
+    answers: list[Wire] = [{"role": "assistant", "content": "zq-answer", key: _REASONING} for key in _REASONING_KEYS]
     tools = None
     try:
         Renderer(tokenizer, tool_schemas=[_SCHEMA])
@@ -213,7 +213,7 @@ def _call(template: ChatTemplate) -> str | None:
     prompt = template.text([_USER], add_generation_prompt=True)
     for call_id in ("call_0", "zq0000000"):  # Mistral takes nine letters and digits
         call = {"id": call_id, "type": "function", "function": _TOOL}
-        wires = [_USER, {"role": "assistant", "content": "", "tool_calls": [call]}]
+        wires: list[Wire] = [_USER, {"role": "assistant", "content": "", "tool_calls": [call]}]
         if template.accepts(wires):
             return template.text(wires, add_generation_prompt=False).removeprefix(prompt).strip()
     return None
