@@ -26,6 +26,7 @@ from gspo_gym.cluster.placement import GIB, Offer, Part, Resources, assign
 from gspo_gym.config.machines import check, describe, machines_of, parse_nodes
 from gspo_gym.config.run_config import RunConfig, load_config, model_name
 from gspo_gym.errors import ConfigError, PlacementError
+from gspo_gym.policy.bases import gguf_of, parse_hub_id, parse_tiny
 
 _NOT_HERE = ("reference", "offloaded")  # columns that would be empty
 GPU_BYTES, GPUS_OF_A_NODE, EPISODE = 80 * GIB, 8, 8192
@@ -86,14 +87,19 @@ def shape_of(config: RunConfig) -> ModelShape:
     if (shape := named.get(base.rpartition("/")[2].lower())) is not None:
         return shape
     if base.startswith("tiny:"):
-        from gspo_gym.policy.tiny import build_tiny, parse_tiny
+        from gspo_gym.policy.tiny import build_tiny
 
         return ModelShape.from_config(build_tiny(parse_tiny(base)[0], 0).config.to_dict())
     path = Path(base or model_name(config)).expanduser() / "config.json"
+    if gguf_of(base) is not None:
+        from gspo_gym.policy.gguf import converted
+
+        path = (converted(base) or path.parent) / "config.json"
     if not path.is_file():
         from huggingface_hub import try_to_load_from_cache
 
-        found = try_to_load_from_cache(base, "config.json") if base.count("/") == 1 else None
+        hub = parse_hub_id(model_name(config))
+        found = None if hub is None else try_to_load_from_cache(hub.name, "config.json", revision=hub.revision)
         if not isinstance(found, str):
             raise ConfigError(
                 f"model.base: the sizes of {base or str(path.parent)!r} are not known here: expected a folder with "

@@ -20,6 +20,7 @@ RUNS = Path("runs")  # where runs are looked for
 # A full, read-only or broken disk: errors that may come without a file name.
 _OF_THE_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EFBIG)
 
+RUNS_OWN = ""  # what `models chat --env` without a name means: the environment of the model's run
 SCRIPTED, ENDPOINT = "scripted:", "openai:"  # begin the names of players that are no model here
 _LISTS = ("overrides", "files")  # arguments of which a command takes any number, before and after options
 
@@ -142,7 +143,7 @@ def package_version() -> str:
 
 
 def add_run(parser: argparse.ArgumentParser, **more: Any) -> None:
-    """Add the arguments that name a run, for `registry.find_run`: `run_name` and `folder`."""
+    """Add the arguments that name a run, for `find_run`: `run_name` and `folder`."""
     text = "a run's folder, its name in --folder, or the start of its id"
     parser.add_argument("run_name", metavar="RUN", help=text, **more)
     parser.add_argument("--folder", type=Path, default=RUNS, help="where runs are (runs)")
@@ -154,7 +155,7 @@ def run_or_path(path: Path) -> Path:
     Raises:
         ConfigError: there is neither.
     """
-    from gspo_gym.run.registry import find_run
+    from gspo_gym.run.folders import find_run
 
     return path if path.exists() else find_run(str(path), RUNS)
 

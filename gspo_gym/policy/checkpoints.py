@@ -22,18 +22,15 @@ from typing import Any, Protocol
 from gspo_gym.base.files import sync, writing
 from gspo_gym.errors import CheckpointError
 from gspo_gym.learning.saved import UNREADABLE, SavedTensors, state_files
+from gspo_gym.policy.checkpoint_folder import CheckpointFolder
 from gspo_gym.policy.load import Policy, copy_policy
 from gspo_gym.policy.manifest import (
     Manifest,
     Numbers,
     Origin,
     RetentionSettings,
-    is_complete,
     parse_own_json,
-    read_manifest,
-    require_own_name,
     seal,
-    step_of,
     verify,
 )
 
@@ -100,7 +97,7 @@ class Draft:
     evaluation: Numbers | None = None
 
 
-class CheckpointStore:
+class CheckpointStore(CheckpointFolder):
     """The checkpoints of one run; one thread of one process writes at a time.
 
     Args:
@@ -120,10 +117,8 @@ class CheckpointStore:
         retention: RetentionSettings | None = None,
         copy_policy: Callable[[Policy], Callable[[Path], None]] = copy_policy,
     ) -> None:
-        self._folder = folder
-        self._run_id = run_id
+        super().__init__(folder, run_id=run_id, retention=retention)
         self._origin = replace(origin or Origin(), run=run_id)
-        self.retention = retention or RetentionSettings()
         self._copy_policy = copy_policy
 
     def copy(
@@ -182,44 +177,6 @@ class CheckpointStore:
             CheckpointError: as `copy` and `write`.
         """
         return self.write(self.copy(step, policy=policy, learner=learner, trainer_state=trainer_state))
-
-    def best(self) -> Path | None:
-        """Return the folder of the checkpoint with the best evaluation; None: no complete one has an evaluation."""
-        ranked = self.retention.best(self._evaluations())
-        return self._of(ranked[0]) if ranked else None
-
-    def steps(self) -> tuple[int, ...]:
-        """Return the steps of all complete checkpoints, ascending. Complete: all files are there in full size."""
-        return tuple(step for step in self._all_steps() if is_complete(self._of(step)))
-
-    def _all_steps(self) -> list[int]:
-        """Return the steps of all folders that are named as checkpoints are, ascending."""
-        folders = (folder for folder in self._folder.glob("step_*") if folder.is_dir())
-        steps = ((step_of(folder), folder) for folder in folders)
-        return sorted(step for step, folder in steps if step is not None and folder == self._of(step))
-
-    def newest(self) -> Path:
-        """Return the folder of the newest complete checkpoint; loading it verifies the files.
-
-        Raises:
-            CheckpointError: there is none, or it is another step's or another run's.
-        """
-        steps = self.steps()
-        if not steps:
-            raise CheckpointError(f"{self._folder}: there is no complete checkpoint")
-        return self.at(steps[-1])
-
-    def at(self, step: int) -> Path:
-        """Return the folder of a complete checkpoint; loading it verifies the files.
-
-        Raises:
-            CheckpointError: it is another step's or another run's.
-        """
-        folder = self._of(step)
-        manifest = read_manifest(folder)
-        require_own_name(folder, manifest)
-        self._require_of_this_run(folder, manifest)
-        return folder
 
     def load_latest(self) -> Checkpoint:
         """Load the newest sound checkpoint; it names those that were passed over, and why.
@@ -288,13 +245,6 @@ class CheckpointStore:
         except UNREADABLE as error:
             raise CheckpointError(f"{path}: cannot be read: {type(error).__name__}: {error}") from error
 
-    def _require_of_this_run(self, folder: Path, manifest: Manifest) -> None:
-        if self._run_id is not None and manifest.run != self._run_id:
-            raise CheckpointError(
-                f"{folder}: is a checkpoint of another run ({manifest.run}; this one is {self._run_id}). Remove it, or "
-                "go on from it in a run of its own, with model.base"
-            )
-
     def _publish(self, draft: Path, target: Path) -> None:
         replaced = self._folder / f".replaced_{target.name}"
         if target.exists():
@@ -304,16 +254,10 @@ class CheckpointStore:
         sync(self._folder)
         shutil.rmtree(replaced, ignore_errors=True)
 
-    def _evaluations(self) -> dict[int, Numbers | None]:
-        return {step: read_manifest(self._of(step)).evaluation for step in self.steps()}
-
     def _remove_others(self) -> None:
         evaluations = self._evaluations()
         for step in evaluations.keys() - self.retention.kept(evaluations):
             self._remove(self._of(step))
-
-    def _of(self, step: int) -> Path:
-        return self._folder / f"step_{step:06d}"
 
     def _tidy(self) -> None:
         """Remove what crashed saves left."""

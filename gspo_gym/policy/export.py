@@ -11,20 +11,21 @@ A folder is verified, and complete or not there.
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
 from gspo_gym.base.files import sync, sync_tree, writing
 from gspo_gym.base.leftovers import remove_folder, temporary_folder
 from gspo_gym.errors import CheckpointError, ConfigError, ServiceError, StorageError, shortened
+from gspo_gym.policy.bases import CARD, SUMS, Layout, adapter_base, layout_of
+from gspo_gym.policy.gguf import converted
 from gspo_gym.policy.load import (
     Policy,
     dequantize,
@@ -37,10 +38,6 @@ from gspo_gym.policy.lora import ADAPTER, is_adapter, load_lora, untie
 from gspo_gym.policy.manifest import MANIFEST, sha256_of, verify
 from gspo_gym.policy.staging import write_full
 
-Layout = Literal["transformers", "peft"]
-
-CARD = "README.md"
-SUMS = "SHA256SUMS"
 # Largest difference of logits between two ways of computing them, by their size: some hundred roundings of float32, and
 # what the rounding of activations in int8 layers, or a compute dtype of 16 bits, adds up to.
 _ROUNDING = 1e-4
@@ -73,11 +70,6 @@ class Weights:
     dtype: str | None
     merged_from: str | None
     sha256: Mapping[str, str]
-
-
-def layout_of(folder: Path) -> Layout:
-    """Return the layout of a model's folder."""
-    return "peft" if (folder / "adapter_config.json").is_file() else "transformers"
 
 
 def export(
@@ -123,6 +115,7 @@ def export(
             merged_from = None
             if policy is None:
                 _copy_model(folder, draft)
+                _copy_base(draft)
             else:
                 merged_from = _write(policy, draft, is_merged, dtype)
             digests = file_digests(draft)
@@ -260,6 +253,13 @@ def _copy_model(folder: Path, draft: Path) -> None:
         raise CheckpointError(f"{folder}: was removed while it was copied; export a newer checkpoint") from error
 
 
+def _copy_base(draft: Path) -> None:
+    """Put the model below an adapter beside it if that is a GGUF file's, whose name other programs do not load."""
+    name = adapter_base(draft)
+    if name is not None and not (draft / "base").is_dir() and (whole := converted(name)) is not None:
+        shutil.copytree(whole, draft / "base")
+
+
 def _publish(draft: Path, target: Path) -> None:
     """Rename the draft to the target; what is there goes only after the draft has its place."""
     replaced = draft.with_name(draft.name.replace(".draft-", ".replaced-", 1))
@@ -271,12 +271,6 @@ def _publish(draft: Path, target: Path) -> None:
         shutil.rmtree(replaced)
     else:
         replaced.unlink(missing_ok=True)
-
-
-def adapter_base(folder: Path) -> str | None:
-    """Return the name of the base under an adapter; None if the folder holds no adapter."""
-    path = folder / "adapter_config.json"
-    return json.loads(path.read_text(encoding="utf-8"))["base_model_name_or_path"] if path.is_file() else None
 
 
 def push(

@@ -1,4 +1,4 @@
-"""A name becomes a policy: a model and its tokenizer, from the hub, a folder, or built from nothing (`tiny:NAME`).
+"""A name becomes a policy: a model and its tokenizer, from the hub, a folder, a GGUF file, or built from nothing.
 
 Also quantizes frozen weights for QLoRA, fits LoRA adapters, and writes a policy into a folder that `load_policy` reads
 back. Not for resuming a run, which needs the optimizer and the random state too (`checkpoints.py`).
@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import huggingface_hub
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -25,13 +26,25 @@ from transformers.utils import logging as transformers_logging
 
 from gspo_gym.base.files import writing
 from gspo_gym.base.leftovers import in_temporary_folder
-from gspo_gym.errors import CheckpointError, ConfigError, GymError, UnknownNameError, shortened
+from gspo_gym.errors import CheckpointError, ConfigError, GymError, shortened
 from gspo_gym.learning.saved import SavedTensors, copy_tensors, rows_of
 from gspo_gym.learning.settings import LoraSettings
+from gspo_gym.policy.bases import (
+    SMOLLM2,
+    TINY_PREFIX,
+    below_adapter,
+    check_base,
+    gguf_of,
+    is_adapter_folder,
+    parse_hub_id,
+    parse_tiny,
+    unknown_model,
+)
+from gspo_gym.policy.gguf import converted
 from gspo_gym.policy.lora import ADAPTER, adapt_lora, is_adapter, load_lora
 from gspo_gym.policy.manifest import MANIFEST, Manifest, verify
 from gspo_gym.policy.parallel import copy_into, parallel_options, require_even_parts
-from gspo_gym.policy.tiny import TINY_PREFIX, build_tiny, list_tiny, parse_tiny, tiny_skeleton, tiny_tokenizer
+from gspo_gym.policy.tiny import build_tiny, tiny_skeleton, tiny_tokenizer
 
 Quantization = Literal["as_saved", "nf4", "int8"]
 
@@ -65,6 +78,7 @@ class _Form:
     device: str
     quantization: Quantization
     tp: int  # so many of torch's ranks share each layer
+    attention: str | None
 
 
 def load_policy(
@@ -75,6 +89,7 @@ def load_policy(
     seed: int = 0,
     quantization: Quantization = "as_saved",
     tp: int = 1,
+    attn_implementation: str | None = None,
 ) -> Policy:
     """Load the policy that `base` names, in eval mode.
 
@@ -82,18 +97,20 @@ def load_policy(
     such. `adapt_policy` makes it trainable again.
 
     Args:
-        base: a folder (transformers or PEFT layout), `tiny:NAME`, `tiny:NAME@SEED`, or a model id of the hub.
+        base: see `policy/bases.py`. Weights of a GGUF file are dequantized, once: see `policy/gguf.py`.
         dtype: float32, bfloat16 or float16; of all parameters but an adapter's and quantized ones.
         device: a torch device string.
         seed: decides a tiny model's weights, unless the name does; nothing else is random.
         quantization: "nf4" loads the linear layers in 4 bits (QLoRA), "int8" in 8; "as_saved" leaves them as they come.
         tp: ranks of torch's default process group that share each layer, all of them; see `policy/parallel.py`.
+        attn_implementation: as of transformers, which chooses if None: "sdpa", "eager" or "flash_attention_2".
 
     Raises:
         UnknownNameError: there is no such tiny model, folder or hub model.
+        MissingExtraError: what reads GGUF files, or holds the model `smollm2`, is not installed.
         CheckpointError: the folder is there but holds no model that loads, or is a checkpoint of a run and damaged.
         ConfigError: an unknown dtype; quantized weights where bitsandbytes or its support of the device is missing, or
-            other ones than the adapter was trained on; a model that cannot be shared out over `tp` ranks.
+            other ones than the adapter was trained on; a model without that attention, or not for `tp` ranks.
 
     >>> load_policy("tiny:qwen3-64", seed=7).base
     'tiny:qwen3-64@7'
@@ -101,20 +118,23 @@ def load_policy(
     if dtype not in _DTYPES:
         raise ConfigError(f"dtype: expected one of {', '.join(_DTYPES)}, got {dtype!r}")
     check_base(base)
-    form = _Form(_DTYPES[dtype], device, quantization, tp)
+    form = _Form(_DTYPES[dtype], device, quantization, tp, attn_implementation)
     if quantization != "as_saved":
         check_quantization(device)
     if base.startswith(TINY_PREFIX):
         policy = _load_tiny(base, seed, form)
-    elif Path(base).expanduser().is_dir():
-        _require_sound(Path(base).expanduser())
-        policy = _load_folder(Path(base).expanduser(), form)
+    elif (folder := folder_of(base)) is not None:
+        _require_sound(folder)
+        policy = _load_folder(folder, form)
+        if (name := _name_of_file(base)) is not None:
+            policy = _under_name(policy, name)
     else:
         policy = _load_hub(base, form)
     if tp > 1:
         _require_plain(policy)
         require_even_parts(policy.model)
     _note_padding(policy.model, policy.tokenizer)
+    _set_attention(policy, attn_implementation)
     keep_differentiable(policy.model)
     if not is_quantized(policy.model):  # transformers refuses to move them
         policy.model.to(device)
@@ -122,7 +142,7 @@ def load_policy(
     return policy
 
 
-def load_skeleton(base: str, *, dtype: str = "float32") -> Policy:
+def load_skeleton(base: str, *, dtype: str = "float32", attn_implementation: str | None = None) -> Policy:
     """Return the policy that `base` names without its weights, which are of the device "meta" and take no memory.
 
     Buffers that no file holds, such as rotary frequencies, are on the CPU. There is no tokenizer (None). A tiny model
@@ -134,10 +154,11 @@ def load_skeleton(base: str, *, dtype: str = "float32") -> Policy:
     from accelerate import init_empty_weights  # peft needs it, too
 
     check_base(base)
-    folder = Path(base).expanduser()
-    if (folder / "adapter_config.json").is_file():
+    folder = folder_of(base)
+    if folder is not None and is_adapter_folder(folder):
         below = folder / "base"
-        policy = load_skeleton(str(below) if below.is_dir() else _base_name(folder), dtype=dtype)
+        name = str(below) if below.is_dir() else below_adapter(folder)
+        policy = load_skeleton(name, dtype=dtype, attn_implementation=attn_implementation)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "for .*: copying from a non-meta parameter", UserWarning)
             return Policy(load_lora(policy.model, folder, "cpu"), None, str(folder.resolve()))
@@ -145,14 +166,19 @@ def load_skeleton(base: str, *, dtype: str = "float32") -> Policy:
         if base.startswith(TINY_PREFIX):
             model = tiny_skeleton(parse_tiny(base)[0])
         else:
-            options: dict[str, Any] = _OWN_FILES if folder.is_dir() else {}
-            config = AutoConfig.from_pretrained(folder if folder.is_dir() else base, **options)
+            config = (
+                _from_hub(base, AutoConfig.from_pretrained)
+                if folder is None
+                else AutoConfig.from_pretrained(folder, **_OWN_FILES)
+            )
             model = AutoModelForCausalLM.from_config(config)
     model.tie_weights()  # each name has got an empty tensor of its own
     for parameter in model.parameters():
         parameter.data = parameter.data.to(_DTYPES[dtype])
     _note_padding(model, load_tokenizer(base))
-    return Policy(model.eval(), None, base)
+    policy = Policy(model.eval(), None, base)
+    _set_attention(policy, attn_implementation)
+    return policy
 
 
 @torch.no_grad()
@@ -182,46 +208,6 @@ def read_weights(model: Any, folder: Path) -> None:
         copy_into(parameter, whole[name])
 
 
-def check_base(base: str) -> None:
-    """Refuse what cannot be a model: an unknown tiny one, a folder without one, or a text that is no id of the hub.
-
-    Weights are not read, and the hub is not asked.
-
-    Raises:
-        UnknownNameError: there is no such tiny model or folder, and it does not look like one of the hub's ids.
-        CheckpointError: the folder is there but holds no model, or the weights under its adapter are not there.
-    """
-    if base.startswith(TINY_PREFIX):
-        parse_tiny(base)
-        return
-    folder = Path(base).expanduser()
-    if not folder.is_dir():
-        if not _may_be_hub_id(base):
-            raise _unknown_model(base, "it does not look like one of the hub's ids, which are OWNER/NAME")
-        return
-    if (folder / "adapter_config.json").is_file():
-        if not (folder / "base").is_dir():
-            check_base(_base_name(folder))
-        return
-    if not (folder / "config.json").is_file():
-        raise CheckpointError(
-            f"model folder {folder}: expected config.json (transformers) or adapter_config.json (PEFT), found "
-            f"{', '.join(sorted(p.name for p in folder.iterdir())[:8]) or 'nothing'}"
-        )
-
-
-def known_context(base: str) -> tuple[str, int | None]:
-    """Return the name of the model and the most tokens that it reads, where a folder here says so; None elsewhere."""
-    folder = Path(base).expanduser()
-    if (folder / "adapter_config.json").is_file():
-        return known_context(str(folder / "base") if (folder / "base").is_dir() else _base_name(folder))
-    try:
-        said = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("max_position_embeddings")
-    except (OSError, ValueError, AttributeError):
-        return base, None
-    return base, said if isinstance(said, int) else None
-
-
 def adapt_policy(policy: Policy, settings: LoraSettings, seed: int) -> Policy:
     """Return the policy with the trainable LoRA adapter that `settings` describe, a new one or the one it has.
 
@@ -230,7 +216,9 @@ def adapt_policy(policy: Policy, settings: LoraSettings, seed: int) -> Policy:
     Raises:
         ConfigError: the settings do not fit the model or its adapter.
     """
+    revision = policy.model.peft_config[ADAPTER].revision if is_adapter(policy.model) else _revision_of(policy.base)
     model = adapt_lora(policy.model, settings, seed)
+    model.peft_config[ADAPTER].revision = revision  # of the weights below it, which its folder has to name
     model.eval()
     return Policy(model=model, tokenizer=policy.tokenizer, base=policy.base)
 
@@ -243,15 +231,18 @@ def load_tokenizer(base: str) -> Any:
     """
     if base.startswith(TINY_PREFIX):
         return tiny_tokenizer(parse_tiny(base)[0])
-    folder = Path(base).expanduser()
-    if not folder.is_dir():
+    folder = folder_of(base)
+    if folder is None:
         return _from_hub(base, AutoTokenizer.from_pretrained)
-    if (folder / "adapter_config.json").is_file() and not (folder / "tokenizer_config.json").is_file():
-        return load_tokenizer(_base_name(folder))
+    if is_adapter_folder(folder) and not (folder / "tokenizer_config.json").is_file():
+        return load_tokenizer(below_adapter(folder))
     try:
-        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     except (OSError, ValueError, KeyError) as error:
         raise CheckpointError(f"model folder {folder}: its tokenizer cannot be loaded: {error}") from error
+    if (name := _name_of_file(base)) is not None:
+        tokenizer.name_or_path = name
+    return tokenizer
 
 
 def save_policy(policy: Policy, folder: Path) -> None:
@@ -303,7 +294,7 @@ def _save_adapter(policy: Policy, tensors: dict[str, Tensor], folder: Path) -> N
         (folder / _QUANTIZATION_FILE).write_text(
             json.dumps({"base": quantization_of(policy.model)}) + "\n", encoding="utf-8"
         )
-    elif _base_name(folder).startswith(TINY_PREFIX):
+    elif below_adapter(folder).startswith(TINY_PREFIX):
         save_base(policy, folder / "base")
 
 
@@ -323,6 +314,60 @@ def save_base(policy: Policy, folder: Path) -> None:
         with no_progress_bars():
             base.save_pretrained(folder, state_dict=weights)
         policy.tokenizer.save_pretrained(folder)
+
+
+def folder_of(base: str) -> Path | None:
+    """Return the folder here that holds the base, a GGUF file's in the cache; None: it is one of the hub, or tiny."""
+    with no_progress_bars():
+        folder = converted(base) or Path(base).expanduser()
+    return folder if folder.is_dir() else None
+
+
+def for_other_programs(base: str) -> str:
+    """Return what transformers and vLLM load for a base that only we name: a folder; other bases as they are.
+
+    Raises:
+        CheckpointError, MissingExtraError: see `gguf_of`.
+        UnknownNameError: the hub has no such revision, or cannot be reached.
+    """
+    if (folder := converted(base)) is not None:
+        return str(folder)
+    hub = None if folder_of(base) is not None else parse_hub_id(base)
+    if hub is None or hub.revision is None:
+        return base
+    try:
+        return str(huggingface_hub.snapshot_download(hub.name, revision=hub.revision))
+    except (OSError, ValueError) as error:
+        raise unknown_model(base, error) from error
+
+
+def _name_of_file(base: str) -> str | None:
+    """Return a name of the GGUF file that `base` means, for `load_policy` from anywhere; None: it means none."""
+    file = gguf_of(base)
+    return None if file is None else SMOLLM2 if base == SMOLLM2 else str(file)
+
+
+def _under_name(policy: Policy, name: str) -> Policy:
+    # PEFT copies it into adapter_config.json: the cache may be emptied, and another machine has its own.
+    policy.model.name_or_path = policy.tokenizer.name_or_path = name
+    return Policy(policy.model, policy.tokenizer, name)
+
+
+def _revision_of(base: str) -> str | None:
+    hub = None if folder_of(base) is not None else parse_hub_id(base)
+    return None if hub is None else hub.revision
+
+
+def _set_attention(policy: Policy, wanted: str | None) -> None:
+    if wanted is None:
+        return
+    model = policy.model.get_base_model() if is_adapter(policy.model) else policy.model
+    try:
+        model.set_attn_implementation(wanted)
+    except (ImportError, ValueError) as error:
+        raise ConfigError(f"attn_implementation: {policy.base} does not run with {wanted!r}: {error}") from error
+    if (found := model.config._attn_implementation) != wanted:  # of some, transformers only warns
+        raise ConfigError(f"attn_implementation: {type(model).__name__} has {found!r} and no other, got {wanted!r}")
 
 
 def _load_tiny(base: str, seed: int, form: _Form) -> Policy:
@@ -378,7 +423,7 @@ def _require_own_parts(folder: Path, manifest: Manifest) -> None:
 
 def _load_folder(folder: Path, form: _Form) -> Policy:
     try:
-        if (folder / "adapter_config.json").is_file():
+        if is_adapter_folder(folder):
             return _load_adapter(folder, form)
         with no_progress_bars():
             options = _options(form, lambda: AutoConfig.from_pretrained(folder, **_OWN_FILES))
@@ -409,10 +454,11 @@ def _load_adapter(folder: Path, form: _Form) -> Policy:
         quantization = trained_on
     below = folder / "base"
     base = load_policy(
-        str(below) if below.is_dir() else _base_name(folder),
+        str(below) if below.is_dir() else below_adapter(folder),
         dtype=str(form.dtype).removeprefix("torch."),
         device=form.device,
         quantization=quantization,
+        attn_implementation=form.attention,
     )
     model = load_lora(base.model, folder, form.device)
     has_tokenizer = (folder / "tokenizer_config.json").is_file()
@@ -445,31 +491,12 @@ def _require_plain(policy: Policy) -> None:
 def _from_hub(base: str, load: Callable[..., Any], **options: Any) -> Any:
     # Refused at once if it cannot be an id, not after the retries of a dead network.
     check_base(base)
+    hub = parse_hub_id(base)
+    assert hub is not None, base  # or it was refused
     try:
-        return load(base, **options)
+        return load(hub.name, **options, **({} if hub.revision is None else {"revision": hub.revision}))
     except (OSError, ValueError) as error:
-        raise _unknown_model(base, error) from error
-
-
-def _unknown_model(base: str, reason: object) -> UnknownNameError:
-    return UnknownNameError(
-        f"model {base!r}: not a folder here ({Path(base).expanduser().absolute()}), not a tiny model "
-        f"({', '.join(list_tiny())}), and the hub has no such model or cannot be reached: {reason}"
-    )
-
-
-def _may_be_hub_id(base: str) -> bool:
-    # The hub also has models without an owner; one of them must not be loaded in place of a run or a misspelt folder.
-    # `runs/policy` with a folder `runs` here is a misspelt path.
-    owner, _, _ = base.partition("/")
-    return re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", base) is not None and not Path(owner).is_dir()
-
-
-def _base_name(folder: Path) -> str:
-    name = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8")).get("base_model_name_or_path")
-    if not name:
-        raise CheckpointError(f"{folder}/adapter_config.json: expected base_model_name_or_path, got {name!r}")
-    return str(name)
+        raise unknown_model(base, error) from error
 
 
 @contextmanager

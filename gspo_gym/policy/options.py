@@ -22,13 +22,26 @@ _CPU_COMPILERS = ("g++", "clang++")
 _GPU_COMPILERS = ("gcc", "clang")
 
 
-def check_options(*, device: str, torch_compile: bool = False, liger_kernels: bool = False) -> None:
+def check_options(
+    *, device: str, torch_compile: bool = False, liger_kernels: bool = False, attn_implementation: str | None = None
+) -> None:
     """Refuse options that this machine does not support; to be called before anything is downloaded.
 
     Raises:
-        ConfigError: Liger's kernels are not installed or the device is no GPU, or there is no compiler.
+        ConfigError: Liger's or flash attention's kernels are not installed or the device is no GPU, or there is no
+            compiler.
     """
     device_type = torch.device(device).type
+    if attn_implementation == "flash_attention_2":
+        if device_type != "cuda":
+            raise ConfigError(
+                f"attn_implementation: {attn_implementation!r} runs on CUDA only, the model is to be on {device!r}: "
+                'take "sdpa"'
+            )
+        if importlib.util.find_spec("flash_attn") is None:
+            raise ConfigError(
+                f'attn_implementation: {attn_implementation!r} needs flash-attn, which is not installed; take "sdpa"'
+            )
     if liger_kernels:
         if device_type != "cuda":
             raise ConfigError(f"liger_kernels: they run on CUDA only, but the model is to be on {device!r}; set false")

@@ -5,18 +5,15 @@ A training run from nothing then needs no download and fits a laptop. Reached th
 
 from __future__ import annotations
 
-import re
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from gspo_gym.errors import UnknownNameError, nearest_name
+from gspo_gym.policy.bases import TINY_PREFIX, TINY_SHAPES, TinyShape
 from gspo_gym.seeding import child_seed
 
-TINY_PREFIX = "tiny:"
 _MAX_POSITION = 4096
 _ROLES = ("system", "user", "assistant", "tool")
 
@@ -62,77 +59,18 @@ _CHAT_TEMPLATE = """\
 {%- endif %}"""
 
 
-@dataclass(frozen=True, slots=True)
-class TinyShape:
-    """What a tiny model is.
-
-    Attributes:
-        num_experts: 0 for a dense one, otherwise two of them answer each token.
-        has_role_tokens: whether its tokenizer has a token for each role of ChatML, and not one a letter.
-        embedding_std: of the embedding's first weights.
-    """
-
-    hidden_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    num_experts: int = 0
-    has_role_tokens: bool = False
-    embedding_std: float = 0.02
-
-
-_TINY_SHAPES = {
-    "qwen3-64": TinyShape(hidden_size=64, num_layers=2, num_heads=2, num_kv_heads=1),
-    "qwen3-128": TinyShape(hidden_size=128, num_layers=4, num_heads=4, num_kv_heads=2),
-    "qwen3-256": TinyShape(hidden_size=256, num_layers=4, num_heads=4, num_kv_heads=2),
-    "qwen3-moe-64": TinyShape(hidden_size=64, num_layers=2, num_heads=2, num_kv_heads=1, num_experts=4),
-    # The second versions learn in a third of the time: a turn is half as long, and the embedding is not small beside
-    # what the layers add to it. The first ones stay as they are: what was trained from them can be trained again.
-    "qwen3-64-v2": TinyShape(64, num_layers=2, num_heads=2, num_kv_heads=1, has_role_tokens=True, embedding_std=0.1),
-    "qwen3-128-v2": TinyShape(128, num_layers=4, num_heads=4, num_kv_heads=2, has_role_tokens=True, embedding_std=0.07),
-}
-
-
-def list_tiny() -> tuple[str, ...]:
-    """Return the names of models that `load_policy` builds from nothing.
-
-    >>> list_tiny()[0]
-    'tiny:qwen3-128'
-    """
-    return tuple(sorted(TINY_PREFIX + name for name in _TINY_SHAPES))
-
-
-def parse_tiny(base: str) -> tuple[str, int | None]:
-    """Return the shape's name, and the seed or None, in `tiny:NAME@SEED`.
-
-    Raises:
-        UnknownNameError: there is no such tiny model.
-
-    >>> parse_tiny("tiny:qwen3-64@7")
-    ('qwen3-64', 7)
-    """
-    match = re.fullmatch(r"tiny:(?P<name>[^@]*)(?:@(?P<seed>\d+))?", base)
-    if match is None or match["name"] not in _TINY_SHAPES:
-        raise UnknownNameError(
-            f"model {base!r}: there is no tiny model of that name; "
-            + nearest_name(base.partition("@")[0], list_tiny())
-            + " (tiny:NAME@SEED fixes the seed of its weights)"
-        )
-    return match["name"], int(match["seed"]) if match["seed"] else None
-
-
 def build_tiny(name: str, seed: int) -> Any:
     """Build the model of that shape (Any: transformers is untyped), its weights drawn from `seed` alone."""
     with torch.random.fork_rng(devices=[]):  # the constructor draws weights, which are replaced below
         model = tiny_skeleton(name)
-    _initialize(model, seed, embedding_std=_TINY_SHAPES[name].embedding_std)
+    _initialize(model, seed, embedding_std=TINY_SHAPES[name].embedding_std)
     model.name_or_path = f"{TINY_PREFIX}{name}@{seed}"  # PEFT copies it into adapter_config.json as the base to rebuild
     return model
 
 
 def tiny_skeleton(name: str) -> Any:
     """Return the model of that shape, as transformers makes it from the configuration (Any: untyped)."""
-    config_class, model_class, sizes = _tiny_config(_TINY_SHAPES[name], tiny_tokenizer(name))
+    config_class, model_class, sizes = _tiny_config(TINY_SHAPES[name], tiny_tokenizer(name))
     return model_class(config_class(**sizes))
 
 
@@ -153,7 +91,7 @@ def tiny_tokenizer(name: str = "qwen3-64") -> Any:
     backend.add_special_tokens(["<|endoftext|>", "<|im_start|>", "<|im_end|>"])
     tags = ("<tool_call>", "</tool_call>", "<think>", "</think>")
     backend.add_tokens([AddedToken(tag, normalized=False, special=False) for tag in tags])
-    if _TINY_SHAPES[name].has_role_tokens:
+    if TINY_SHAPES[name].has_role_tokens:
         backend.add_tokens([AddedToken(role, normalized=False, special=False, single_word=True) for role in _ROLES])
     return PreTrainedTokenizerFast(
         tokenizer_object=backend,

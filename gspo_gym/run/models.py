@@ -10,18 +10,19 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
 from gspo_gym.errors import CheckpointError, ConfigError, UnknownNameError
-from gspo_gym.policy.checkpoints import CheckpointStore
-from gspo_gym.policy.export import SUMS, Weights, adapter_base, layout_of
-from gspo_gym.policy.load import check_base
+from gspo_gym.policy.bases import CARD, SMOLLM2, SUMS, TINY_PREFIX, adapter_base, check_base, layout_of, parse_hub_id
+from gspo_gym.policy.checkpoint_folder import CheckpointFolder
 from gspo_gym.policy.manifest import RetentionSettings, read_manifest, step_of
-from gspo_gym.policy.tiny import TINY_PREFIX
+from gspo_gym.run.folders import find_run, run_folders
 from gspo_gym.run.records import read_config, read_events, read_run_id
-from gspo_gym.run.registry import find_run, list_runs
+
+if TYPE_CHECKING:
+    from gspo_gym.policy.export import Weights
 
 LATEST, BEST = "latest", "best"
 _HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
@@ -86,7 +87,7 @@ class Model:
 def find_model(name: str, *, runs: Path = Path("runs")) -> Model:
     """Return the model that `name` means.
 
-    A run (as in `registry.find_run`) and `RUN@latest` mean its newest checkpoint, `RUN@best` the one with the best
+    A run (as in `folders.find_run`) and `RUN@latest` mean its newest checkpoint, `RUN@best` the one with the best
     evaluation (by training.keep_best_metric; the first of equal ones), `RUN@20` that of step 20. A checkpoint's folder
     and any name for `load_policy` mean themselves. A bare word is a run or a folder here, and never looked for on the
     hub.
@@ -96,7 +97,7 @@ def find_model(name: str, *, runs: Path = Path("runs")) -> Model:
         CheckpointError: the run has no complete checkpoint, or for "best" none that was evaluated, or the checkpoint is
             another step's or another run's.
     """
-    if name.startswith(TINY_PREFIX):
+    if name.startswith(TINY_PREFIX) or name == SMOLLM2:
         check_base(name)
         return Model(name)
     label, at, which = name.rpartition("@")
@@ -105,11 +106,17 @@ def find_model(name: str, *, runs: Path = Path("runs")) -> Model:
     except ConfigError as error:
         if Path(name).expanduser().is_dir():
             return _of_folder(name)
-        if at:
+        if Path(name).expanduser().is_file():
+            check_base(name)
+            return Model(name)
+        hub = parse_hub_id(name)
+        if at and (hub is None or _is_a_run(label, runs)):
             return _of_run(_run_called(label, runs), which)
         # A misspelt run is not looked for on the hub, which may have a model of that name.
         if "/" not in name or get_close_matches(name, [path.name for path in runs.glob("*")]):
-            raise UnknownNameError(f"{error}; a model of the hub is OWNER/NAME") from None
+            raise UnknownNameError(
+                f"{error}; a model is a folder, a GGUF file, {SMOLLM2}, {TINY_PREFIX}NAME, or OWNER/NAME of the hub"
+            ) from None
     check_base(name)
     return Model(name)
 
@@ -121,8 +128,10 @@ def list_models(runs: Path) -> list[tuple[Model, frozenset[str]]]:
         ConfigError: there is no such folder.
         RecordError, CheckpointError: the records of a run are damaged.
     """
+    if not runs.is_dir():
+        raise ConfigError(f"{runs}: there is no such folder")
     listed = []
-    for folder in sorted(run.folder for run in list_runs(runs)):
+    for folder in sorted(run_folders(runs)):
         steps = _store(folder).steps()
         best = _best_of(folder)
         for step in steps:
@@ -139,6 +148,14 @@ def without_rows(evaluation: Mapping[str, Any]) -> dict[str, Any]:
     return {**kept, "parts": parts} if parts else kept
 
 
+def _is_a_run(label: str, runs: Path) -> bool:
+    try:
+        find_run(label, runs)
+    except ConfigError:
+        return False
+    return True
+
+
 def _run_called(label: str, runs: Path) -> Path:
     try:
         return find_run(label, runs)
@@ -153,7 +170,7 @@ def _of_folder(name: str) -> Model:
     if step is not None and folder.absolute().parent.name == "checkpoints" and (run / "config.toml").is_file():
         return _at_step(run, step)
     if (checkpoints := folder / "checkpoints").is_dir():  # what is left of a run whose records are gone
-        return Model(str(CheckpointStore(checkpoints, run_id=read_run_id(folder)).newest()))
+        return Model(str(CheckpointFolder(checkpoints, run_id=read_run_id(folder)).newest()))
     check_base(name)
     return Model(name)
 
@@ -200,10 +217,10 @@ def _best_of(folder: Path) -> int | None:
     return None if best is None else step_of(best)
 
 
-def _store(folder: Path) -> CheckpointStore:
+def _store(folder: Path) -> CheckpointFolder:
     training = Model(str(folder), folder).config.get("training", {})
     retention = RetentionSettings(**{key: training[key] for key in RetentionSettings.model_fields if key in training})
-    return CheckpointStore(folder / "checkpoints", run_id=read_run_id(folder), retention=retention)
+    return CheckpointFolder(folder / "checkpoints", run_id=read_run_id(folder), retention=retention)
 
 
 # The settings that say what was learned, and how; all others are in the run's config.toml.
@@ -237,7 +254,7 @@ def model_card(model: Model, weights: Weights, *, version: str) -> str:
     """
     config = model.config
     base, evaluation = _base(model), model.evaluation
-    tags = ["gspo", "gspo-gym", "reinforcement-learning"]
+    tags = ["gspo-gym"] if model.run is None else ["gspo", "gspo-gym", "reinforcement-learning"]
     about: dict[str, Any] = {  # YAML values
         "library_name": "peft" if weights.layout == "peft" else "transformers",
         "pipeline_tag": "text-generation",
@@ -249,7 +266,7 @@ def model_card(model: Model, weights: Weights, *, version: str) -> str:
     if evaluation is not None:
         about["model-index"] = [{"name": name, "results": [_result(part) for part in _parts(evaluation)]}]
     text = f"---\n{yaml.safe_dump(about, sort_keys=False, allow_unicode=True)}---\n\n# {name}\n\n"
-    text += _opening(base, config, weights)
+    text += _opening(model, base, weights)
     if evaluation is not None:
         text += f"\n## Evaluation\n\n{_evaluation_table(evaluation)}"
         if weights.merged_from is not None or weights.dtype is not None:
@@ -260,15 +277,26 @@ def model_card(model: Model, weights: Weights, *, version: str) -> str:
     return text + "\n## Lineage\n\n" + "".join(f"- {line}\n" for line in _lineage(model, weights, version))
 
 
-def _opening(base: str | None, config: Mapping[str, Any], weights: Weights) -> str:
-    text = f"A language model trained with GSPO by gspo-gym{_on(config)}.\n"
-    if base is not None:
-        kind = "random weights, drawn from its seed" if base.startswith(TINY_PREFIX) else "the base"
-        text += f"It began as `{base}` ({kind}).\n"
+def _opening(model: Model, base: str | None, weights: Weights) -> str:
+    if model.run is None:
+        text = f"The weights of `{model.base}`, written by gspo-gym. No run here trained them.\n"
+    else:
+        text = f"A language model trained with GSPO by gspo-gym{_on(model.config)}.\n"
+        if base is not None:
+            kind = "random weights, drawn from its seed" if base.startswith(TINY_PREFIX) else "the base"
+            text += f"It began as `{base}` ({kind}).\n"
     if weights.merged_from is not None:
         text += f"\n{_MERGED[weights.merged_from]}\n"
     dtype = "as in the checkpoint, byte for byte" if weights.dtype is None else weights.dtype
     return f"{text}\nWeights: {weights.layout} layout, dtype {dtype}.\n"
+
+
+def lineage_in_card(folder: Path) -> str | None:
+    """Return what an exported folder's card says of the run that trained the model; None: it is of no run."""
+    path = folder / CARD
+    text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
+    found = re.search(r"^## Lineage\n\n- (run `.+` \(id \S+\), checkpoint of step \d+)$", text, re.MULTILINE)
+    return None if found is None else found[1]
 
 
 def _on(config: Mapping[str, Any]) -> str:

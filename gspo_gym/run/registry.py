@@ -18,8 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from gspo_gym.base.files import flat_items, make_folder, writing
-from gspo_gym.errors import ConfigError, GymError, RecordError, StorageError, nearest_name
+from gspo_gym.errors import ConfigError, GymError, RecordError, StorageError
 from gspo_gym.rollout.evaluation import Evaluation, compare
+from gspo_gym.run.folders import run_folders
 from gspo_gym.run.process import (
     LOCK_FILE,
     PROCESS_FILE,
@@ -32,11 +33,10 @@ from gspo_gym.run.process import (
     read_process,
     refusal,
 )
-from gspo_gym.run.records import EVENTS_FILE, RUN_LINE, read_config, read_events, read_run_id
+from gspo_gym.run.records import EVENTS_FILE, RUN_LINE, read_config, read_events
 from gspo_gym.run.report.progress import Progress
 
 RUNNING, PAUSED, ELSEWHERE, CRASHED, DAMAGED = "running", "paused", "elsewhere", "crashed", "damaged"
-_MAX_DEPTH = 3  # of a run below the folder that is listed: searches and batches keep theirs in folders of their own
 _TAIL_BYTES = 64 * 1024
 # Of where a run is, and no setting of it.
 _PLACE = ("run.folder", "model.label")
@@ -97,30 +97,6 @@ def list_runs(folder: Path) -> list[RunInfo]:
     if not folder.is_dir():
         raise ConfigError(f"{folder}: there is no such folder")
     return sorted(map(read_run, run_folders(folder)), key=lambda run: -run.updated)
-
-
-def run_folders(folder: Path) -> list[Path]:
-    """Return the folders of the runs that `list_runs` reads, in no order; none if there is no such folder."""
-    return list(_run_folders(str(folder), _MAX_DEPTH)) if folder.is_dir() else []
-
-
-def find_run(name: str, folder: Path) -> Path:
-    """Return the folder of a run: `name` is its path, its path below `folder`, or the start of its id.
-
-    Raises:
-        ConfigError: there is none, or several have such an id.
-    """
-    for path in (Path(name), folder / name):
-        if _is_run(str(path)):
-            return path
-    paths = run_folders(folder)
-    found = [path for path in paths if len(name) >= 4 and (read_run_id(path) or "").startswith(name)]
-    if len(found) == 1:
-        return found[0]
-    if found:
-        raise ConfigError(f"{name}: is the start of several ids: {', '.join(map(str, found))}")
-    names = [str(path.relative_to(folder)) for path in paths]
-    raise ConfigError(f"{name}: there is no such run, neither here nor in {folder}; {nearest_name(name, names)}")
 
 
 def read_run(folder: Path) -> RunInfo:
@@ -273,20 +249,6 @@ def _compared(first: Evaluation | None, second: Evaluation | None) -> dict[str, 
         return compare(first, second).to_dict()
     except ConfigError as error:
         return str(error)
-
-
-def _is_run(folder: str) -> bool:
-    return os.path.isfile(f"{folder}/config.toml") and os.path.isfile(f"{folder}/{EVENTS_FILE}")
-
-
-def _run_folders(folder: str, depth: int) -> Iterator[Path]:
-    if _is_run(folder):
-        yield Path(folder)
-    elif depth:
-        with os.scandir(folder) as entries:
-            below = [entry.path for entry in entries if not entry.name.startswith(".") and entry.is_dir()]
-        for path in below:
-            yield from _run_folders(path, depth - 1)
 
 
 def _read(path: str, tail: int | None = None) -> bytes:

@@ -41,7 +41,8 @@ from gspo_gym.env.chat_model import ChatModel
 from gspo_gym.env.core import PolicyFactory
 from gspo_gym.errors import ConfigError, GymError
 from gspo_gym.learning.optimizer import check_kind
-from gspo_gym.policy.load import check_base, check_quantization, known_context
+from gspo_gym.policy.bases import check_base, known_context
+from gspo_gym.policy.load import check_quantization
 from gspo_gym.policy.options import check_options
 from gspo_gym.rollout.actors import ScriptedActor
 from gspo_gym.rollout.episode import EpisodeRequest
@@ -169,7 +170,10 @@ def _checks(config: RunConfig, base: str | None) -> Sequence[Callable[[], object
         lambda: refuse_to_train(config.sections),
         lambda: check_base(base or model_name(config)),
         lambda: check_options(
-            device=build.device_of(config), torch_compile=model.torch_compile, liger_kernels=model.liger_kernels
+            device=build.device_of(config),
+            torch_compile=model.torch_compile,
+            liger_kernels=model.liger_kernels,
+            attn_implementation=model.attn_implementation,
         ),
         lambda: check_quantization(build.device_of(config)) if model.trainer_mode == "qlora" else None,
         lambda: check_kind(config.optimizer.kind, torch.device(build.device_of(config))),
@@ -186,7 +190,7 @@ def _evaluation_checks(config: RunConfig, name: str) -> Sequence[Callable[[], ob
     return (
         lambda: refuse_to_run(config.sections),
         lambda: check_base(find_model(name, runs=runs).base),
-        lambda: check_options(device=build.device_of(config)),
+        lambda: check_options(device=build.device_of(config), attn_implementation=config.model.attn_implementation),
         lambda: check_engine(config),
         lambda: check_context(config, *known_context(find_model(name, runs=runs).base)),
         lambda: check_apps(config),

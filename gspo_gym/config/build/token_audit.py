@@ -26,8 +26,8 @@ from gspo_gym.env.core import PolicyFactory
 from gspo_gym.env.playing import spoken_by, tool_calling_policy
 from gspo_gym.env.registry import make, resolve
 from gspo_gym.errors import TemplateError
+from gspo_gym.policy.bases import TINY_PREFIX
 from gspo_gym.policy.load import load_policy, load_tokenizer
-from gspo_gym.policy.tiny import TINY_PREFIX
 from gspo_gym.rollout.actors import Actor, ActRequest, EngineActor, ScriptedActor
 from gspo_gym.rollout.episode import EpisodeRequest, run_episode
 from gspo_gym.rollout.limits import EpisodeLimits

@@ -61,7 +61,12 @@ def build_policy(config: RunConfig, base: str | None = None) -> Policy:
     model, device = config.model, device_of(config)
     if torch.device(device).index is not None:
         torch.cuda.set_device(device)  # kernels that name no GPU use the current one
-    check_options(device=device, torch_compile=model.torch_compile, liger_kernels=model.liger_kernels)
+    check_options(
+        device=device,
+        torch_compile=model.torch_compile,
+        liger_kernels=model.liger_kernels,
+        attn_implementation=model.attn_implementation,
+    )
     seed = child_seed(config.run.seed, "model")
     policy = load_policy(
         base or model_name(config),
@@ -69,6 +74,7 @@ def build_policy(config: RunConfig, base: str | None = None) -> Policy:
         device=device,
         seed=seed,
         quantization=model.quantization if model.trainer_mode == "qlora" else "as_saved",
+        attn_implementation=model.attn_implementation,
     )
     # A checkpoint says by itself that it is quantized: its adapter was trained over those very weights.
     if is_quantized(policy.model) and model.trainer_mode != "qlora":
@@ -85,7 +91,8 @@ def build_skeleton(config: RunConfig, base: str) -> Policy:
     Raises:
         ConfigError: as there.
     """
-    policy = load_skeleton(base, dtype=config.model.dtype)
+    model = config.model
+    policy = load_skeleton(base, dtype=model.dtype, attn_implementation=model.attn_implementation)
     return _to_train(config, policy, child_seed(config.run.seed, "model"), device_of(config))
 
 

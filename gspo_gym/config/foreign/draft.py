@@ -319,6 +319,11 @@ def plain(*ours: str) -> Row:
     return Row(ours, Draft.get)
 
 
+def revision() -> Row:
+    """Return the row of a revision of the model; the main branch is loaded anyway, and a folder has none."""
+    return Row(("model.revision",), lambda draft, theirs: None if draft.get(theirs) == "main" else draft.get(theirs))
+
+
 def choice(values: Mapping[Any, Any], *ours: str, default: Any = None) -> Row:
     """Return the row of a name with a table from names to our values."""
     return Row(ours, lambda draft, theirs: draft.choice(theirs, values), values=values, default=default)

@@ -26,6 +26,7 @@ from gspo_gym.config.foreign.draft import (
     by,
     count,
     label_of,
+    plain,
     switch,
     take_aggregation,
     take_clip,
@@ -339,7 +340,6 @@ WITHOUT_COUNTERPART: Mapping[str, tuple[Any, str]] = {
     "length_penalty": (1.0, "belongs to beam search"),
     "stop_strings": (None, "has no counterpart: a turn ends with the template's stop tokens"),
     "include_stop_str_in_output": (None, "what was sampled is kept whole"),
-    "attn_implementation": (None, "transformers chooses"),
     "additional_target": (None, "an adapter is all that is trained"),
     "autocast_adapter_dtype": (True, "adapters are trained in float32"),
     "adapter_name_or_path": (None, "write model.base = the adapter's folder"),
@@ -364,6 +364,7 @@ ROWS: Mapping[str, Row] = {
         TRAINER_ARGUMENTS["gradient_checkpointing"], beside={"disable_gradient_checkpointing": True}
     ),
     "exp_name": by(_take_label, "model.label"),
+    "attn_implementation": plain("model.attn_implementation"),
     "pretrain": by(_take_model, "model.base"),
     "model_name_or_path": by(_take_model, "model.base"),
     "disable_gradient_checkpointing": by(

@@ -18,6 +18,7 @@ from gspo_gym.config.foreign.draft import (
     by,
     count,
     number,
+    revision,
     take_clip,
     take_single_step_note,
     take_sinks,
@@ -154,7 +155,6 @@ _CONTINUAL = "continual learning belongs to its other trainers"
 _OUTER = "its GSPO trainer ignores this key: num_outer_iterations counts"
 _OBJECTIVE = "has no counterpart: write algorithm.variety, [loss] and [advantages]"
 WITHOUT_COUNTERPART: Mapping[str, tuple[Any, str]] = {
-    "model_revision": (None, "the hub's main revision is loaded: give a folder"),
     "trust_remote_code": (False, "code of a model's folder is never run here"),
     **without(_OUTER, "max_steps_per_episode", num_episodes=1000, num_epochs=1),
     **without(_OBJECTIVE, "objective", "objective_overrides"),
@@ -196,6 +196,7 @@ _EPISODES = "rollout.episodes_per_batch"
 _VLLM: Mapping[str, Any] = {"use_vllm": True}
 _LORA_KEYS = tuple(f"training.lora.{name}" for name in LORA_DEFAULTS)
 ROWS: Mapping[str, Row] = {
+    "model_revision": revision(),
     "model_name": by(_take_name, "model.base", also=("training.lora.target_modules",), default="gpt2"),
     "use_gspo_token": by(
         _take_variety, "algorithm.variety", values={True: "gspo_token", False: "gspo"}, also=("advantages.level",),

@@ -29,6 +29,7 @@ from gspo_gym.config.sections import SIZE_KEYS, PolicyConfigSection, parse_sourc
 from gspo_gym.config.words import Problem, show
 from gspo_gym.judge.blend import RewardBlend
 from gspo_gym.learning.settings import OptimizerSettings, ReferenceSettings, StepRewardSettings
+from gspo_gym.policy.bases import parse_hub_id
 from gspo_gym.run.settings import RunSize
 
 
@@ -135,6 +136,29 @@ def _source_is_another_run(source: str | None, label: str) -> str | None:
     return f"is this run's own model.label {show(label)}: choose another label, or go on with it by --resume"
 
 
+def _revision_is_of_the_hub(revision: str | None, base: str | None) -> str | None:
+    if revision is None:
+        return None
+    if base is None or parse_hub_id(base) is None:
+        return f"{show(revision)} is of a repository of the hub, and model.base = {show(base)} names none: remove it"
+    return f"is said twice: model.base = {show(base)} names one, too" if "@" in base else None
+
+
+def _flash_attention_has_16_bits(attention: str | None, dtype: str) -> str | None:
+    if attention != "flash_attention_2" or dtype != "float32":
+        return None
+    return (
+        f'{show(attention)} computes in 16 bits only: set model.dtype = "bfloat16" (with lora or qlora), or take '
+        '"sdpa", got float32'
+    )
+
+
+def _prefixes_are_shared_with_sdpa(share: bool | str, attention: str | None) -> str | None:
+    if share is not True or attention in (None, "sdpa"):
+        return None
+    return f'true needs model.attn_implementation "sdpa", got {show(attention)}: write false or "auto", or take that'
+
+
 def _adapter_is_asked_for(is_given: bool, trainer_mode: str) -> str | None:
     if not is_given or trainer_mode != "full":
         return None
@@ -197,6 +221,9 @@ _RULES = (
     *(_said_once(theirs, ours) for theirs, ours in POLICY_CONFIG.items()),
     Rule(("model.base", "model.source"), _has_one_origin),
     Rule(("model.source", "model.label"), _source_is_another_run),
+    Rule(("model.revision", "model.base"), _revision_is_of_the_hub),
+    Rule(("model.attn_implementation", "model.dtype"), _flash_attention_has_16_bits),
+    Rule(("training.share_prefixes", "model.attn_implementation"), _prefixes_are_shared_with_sdpa),
     Rule(("training.lora", "model.trainer_mode"), _adapter_is_asked_for),
     Rule(("model.dtype", "model.trainer_mode"), _trained_weights_are_float32),
     acts_with("model.quantization", "nf4", "model.trainer_mode", "qlora"),

@@ -13,16 +13,18 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import huggingface_hub
 import openai
 import programs
 import pytest
 import torch
 from huggingface_hub import ModelCard
 from small_quickstart import QUICKSTART, SMALLER
+from transformers import GenerationConfig
 
 from gspo_gym.cli.main import command_parser, main
 from gspo_gym.cli.models import chat_command
-from gspo_gym.policy.load import load_policy
+from gspo_gym.policy.load import load_policy, save_policy
 
 TINY = "tiny:qwen3-64@3"
 ROOT = Path(__file__).parents[3]
@@ -58,6 +60,34 @@ def test_talking_shows_what_the_model_says_and_reset_forgets(capsys: pytest.Capt
     assert "forgotten" in said
     assert said.count("you> ") == 4
     assert chat(capsys, [*words, "--system", "Be brief."], "Hi.") != said
+
+
+def test_help_is_answered_and_not_said_to_the_model(capsys: pytest.CaptureFixture[str]) -> None:
+    words = [TINY, "--max-tokens", "3"]
+    said = chat(capsys, words, "/help", "/halp", "/quit")
+    assert said.count("/reset forgets the conversation, /help shows this, /quit ends") == 3
+    assert "model> " not in said
+    played = chat(capsys, [*words, "--env", "GuessNumber", "--option", "high=4"], "/help", "/quit")
+    assert "Enter lets the model act, a line of yours acts for it; /help shows this, /quit ends" in played
+    assert "reward" not in played
+
+
+def test_a_conversation_is_sampled_as_the_generation_config_says_and_options_win(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    policy = load_policy(TINY)
+    policy.model.generation_config = GenerationConfig(do_sample=True, temperature=0.25, top_p=0.9)
+    save_policy(policy, tmp_path / "model")
+    words = [str(tmp_path / "model"), "--seed", "1", "--max-tokens", "12"]
+    assert "(temperature 0.25, top_p 0.9)" in chat(capsys, words, "/quit")
+    assert "(temperature 0.75, top_p 0.9)" in chat(capsys, [*words, "--temperature", "0.75"], "/quit")
+    by_config, by_options = (
+        chat(capsys, words, "Hi."),
+        chat(capsys, [TINY, "--seed", "1", "--max-tokens", "12", "--temperature", "0.25", "--top-p", "0.9"], "Hi."),
+    )
+    answers = [said.split("model> ")[1] for said in (by_config, by_options)]
+    assert answers[0] == answers[1]
+    assert answers[0] != chat(capsys, [*words, "--temperature", "1", "--top-p", "1"], "Hi.").split("model> ")[1]
 
 
 def test_a_conversation_that_is_full_says_how_to_go_on(capsys: pytest.CaptureFixture[str]) -> None:
@@ -96,12 +126,16 @@ def test_a_person_may_take_over_any_turn_and_is_told_what_cannot_be_said(capsys:
         (["merge", TINY, "--out", "out"], "has no adapter to merge"),
         (["export", "runs/no-such-run", "--out", "out"], "no-such-run"),
         (["push", "no-such-folder", "me/x"], "expected a folder that `gspo-gym models export`"),
+        (["show", "no-such-model"], "there is no such run, neither here nor in runs"),
+        (["show", "no-such-owner/no-such-model"], "the hub has no such model or cannot be reached"),
+        (["show", "tiny:no-such-shape"], "there is no tiny model of that name"),
     ],
 )
 def test_a_mistake_is_answered_with_a_reason_and_status_2(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], message: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     assert main(["models", *words]) == 2
     assert message in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
@@ -113,9 +147,16 @@ def test_a_model_of_no_run_is_exported_and_shown(capsys: pytest.CaptureFixture[s
     assert f"{TINY}: transformers layout, dtype bfloat16 -> {out}" in capsys.readouterr().out
     assert load_policy(str(out), dtype="bfloat16").base == str(out)
     assert main(["models", "show", str(out), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["layout"] == "transformers"
+    shown = json.loads(capsys.readouterr().out)
+    assert (shown["layout"], shown["dtype"], shown["trained_here"]) == ("transformers", "bfloat16", None)
     assert main(["models", "show", str(out)]) == 0
-    assert "It began as" not in capsys.readouterr().out
+    text = capsys.readouterr().out
+    assert re.search(r"^ +parameters +115,584$", text, re.MULTILINE)
+    assert "trained here  not by any run that is known of it" in text
+    card = (out / "README.md").read_text(encoding="utf-8")
+    assert "trained with GSPO" not in card
+    assert "No run here trained them" in card
+    assert "reinforcement-learning" not in card
     (tmp_path / "runs").mkdir()
     assert main(["models", "list", "--folder", str(tmp_path / "runs")]) == 0
     assert "no run there has a checkpoint" in capsys.readouterr().out

@@ -114,7 +114,7 @@ def test_a_misspelt_run_is_refused_with_the_nearest_one(
 @pytest.mark.parametrize("line", OF_MODELS)
 def test_a_bare_word_is_never_sent_to_the_hub(line: str, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(line.replace("@", "gpt2").split()) == 2
-    assert "a model of the hub is OWNER/NAME" in capsys.readouterr().err
+    assert "or OWNER/NAME of the hub" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("load", [check_base, load_policy, load_tokenizer])

@@ -63,6 +63,7 @@ OTHER = {
     "model.dtype": ("bfloat16", {}),
     "model.device": ("cuda", {}),
     "model.quantization": ("int8", {"model.trainer_mode": "qlora"}),
+    "model.attn_implementation": ("eager", {}),
     "model.gradient_checkpointing": (True, {}),
     "model.torch_compile": (True, {}),
     "model.liger_kernels": (True, {}),
@@ -270,6 +271,7 @@ SHOWN_BY = {
     ),
     # they need a device, an earlier run, or a whole run
     "compute.gpu_type": "tests/unit/config/test_services.py::test_another_gpu_than_the_one_that_is_named_is_an_error",
+    "model.revision": "tests/unit/policy/test_revisions.py::test_a_revision_after_an_at_sign_is_the_one_that_is_loaded",
     "model.source": "tests/unit/config/test_services.py::"
     "test_a_source_is_the_last_checkpoint_of_a_run_or_the_one_that_it_names",
     "rollout.policy_name": "tests/unit/run/test_run_settings.py::test_a_run_records_who_played_and_what_it_was_told",
@@ -389,9 +391,14 @@ def _what_is_built(config, monkeypatch):
         ),
         (sinks, {name: value for name, value in settings.items() if name != "config"}),
         [(name, p.dtype, p.requires_grad, p.double().sum().item()) for name, p in policy.model.named_parameters()],
-        policy.model._options,
+        (policy.model._options, attention_of(policy.model)),
         adapter and [(c.r, c.lora_alpha, c.lora_dropout, sorted(c.target_modules)) for c in adapter.values()],
     )
+
+
+def attention_of(model):
+    """By transformers' name, under an adapter too."""
+    return getattr(model, "get_base_model", lambda: model)().config._attn_implementation
 
 
 def what_the_trainer_reads(plan):

@@ -12,7 +12,8 @@ from safetensors.torch import load_file, save_file
 
 from gspo_gym.errors import CheckpointError, ConfigError, UnknownNameError
 from gspo_gym.learning.settings import LoraSettings
-from gspo_gym.policy.load import Policy, list_tiny, load_policy, load_tokenizer, save_policy, tiny_tokenizer
+from gspo_gym.policy.bases import list_tiny
+from gspo_gym.policy.load import Policy, load_policy, load_skeleton, load_tokenizer, save_policy, tiny_tokenizer
 from gspo_gym.policy.lora import add_lora
 
 TINY = "tiny:qwen3-64"
@@ -235,3 +236,20 @@ def test_a_folder_that_lacks_a_weight_is_refused_and_not_filled_with_random_numb
     save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(CheckpointError, match=r"weights are missing: \['model.layers.1.mlp.up_proj.weight'\]"):
         load_policy(str(tmp_path))
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_the_attention_that_is_asked_for_is_taken_and_computes_the_same(attention: str, tmp_path: Path) -> None:
+    save_policy(load_policy("tiny:qwen3-64", seed=1), tmp_path)
+    ids = torch.arange(40)[None]
+    expected = load_policy("tiny:qwen3-64", seed=1).model(input_ids=ids).logits
+    for base in ("tiny:qwen3-64", str(tmp_path)):
+        model = load_policy(base, seed=1, attn_implementation=attention).model
+        assert model.config._attn_implementation == attention
+        torch.testing.assert_close(model(input_ids=ids).logits, expected, rtol=1e-4, atol=1e-5)
+        assert load_skeleton(base, attn_implementation=attention).model.config._attn_implementation == attention
+
+
+def test_an_attention_that_is_not_there_is_refused() -> None:
+    with pytest.raises(ConfigError, match="attn_implementation: tiny:qwen3-64@0 does not run with 'flash_attention_2'"):
+        load_policy("tiny:qwen3-64", attn_implementation="flash_attention_2")

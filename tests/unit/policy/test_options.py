@@ -145,3 +145,8 @@ def test_ligers_kernels_are_put_into_this_model_and_no_other() -> None:
 def test_a_model_for_which_liger_has_no_kernels_is_refused() -> None:
     with pytest.raises(ConfigError, match="there are none for models of type 'qwen3_moe', only for qwen3"):
         apply_liger(model_of(MOE, is_lora=False))
+
+
+def test_flash_attention_is_refused_on_a_processor() -> None:
+    with pytest.raises(ConfigError, match=r"'flash_attention_2' runs on CUDA only, the model is to be on 'cpu'"):
+        check_options(device="cpu", attn_implementation="flash_attention_2")

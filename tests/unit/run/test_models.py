@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import subprocess
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -184,3 +186,18 @@ def test_the_card_names_the_run_that_this_one_continues_and_what_made_it(runs: P
     lineage = model_card(model, weights, version="1.2").partition("## Lineage")[2]
     for told in (f"(id {run_id})", "step 7 of run abc", "sha256 c0ffee", "revision: f00d-dirty", "torch 2.13"):
         assert told in lineage
+
+
+def test_listing_checkpoints_imports_nothing_that_computes(runs: Path) -> None:
+    heavy = ("torch", "transformers", "peft", "gymnasium", "gspo_gym.rollout.evaluation")
+    program = f"""
+import sys
+from gspo_gym.cli.main import main
+status = main(["models", "list", "--folder", {str(runs)!r}])
+print(*[name for name in {heavy} if name in sys.modules])
+sys.exit(status)
+"""
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    *table, loaded = ended.stdout.splitlines()
+    assert loaded == ""
+    assert sum("quick@" in line for line in table) == 3

@@ -14,9 +14,10 @@ from benchmarks.runs import ENDS, held_runs
 from gspo_gym.cli.main import main
 from gspo_gym.errors import ConfigError, RecordError
 from gspo_gym.rollout.evaluation import Evaluation, EvaluationRow, join
+from gspo_gym.run.folders import find_run
 from gspo_gym.run.process import holding
 from gspo_gym.run.recording import RunRecorder
-from gspo_gym.run.registry import compare_runs, find_run, last_evaluation, list_runs, read_run, remove_run
+from gspo_gym.run.registry import compare_runs, last_evaluation, list_runs, read_run, remove_run
 from gspo_gym.types import Outcome
 
 

@@ -117,7 +117,7 @@ def test_a_folder_without_a_model_is_told_from_one_that_has_it(make: Make, tmp_p
     folder.mkdir()
     (folder / "notes.txt").write_text("nothing")
     (found,) = obstacles(make({"model.base": str(folder)}))
-    assert "expected config.json (transformers) or adapter_config.json (PEFT), found notes.txt" in found
+    assert "expected config.json (transformers), adapter_config.json (PEFT) or a GGUF file, found notes.txt" in found
     (folder / "config.json").write_text(json.dumps({"max_position_embeddings": 256}))
     (found,) = obstacles(make({"model.base": str(folder)}))
     assert found == f"rollout.max_model_len: {folder} reads at most 256 tokens, got 512"

@@ -398,6 +398,16 @@ def test_stateset_example_key_for_key():
         ("stateset", {"mini_batch_size": 50}, "training.batch_size", 50),
         ("stateset", {"beta": 0.01, "use_reference_model": True}, "loss.kl_coef", 0.01),
         ("stateset", {"beta": 0.01}, "loss.kl_coef", None),
+        ("trl", {"model_revision": "v2"}, "model.revision", "v2"),
+        (
+            "trl",
+            {"model_revision": "main"},
+            "model.revision",
+            None,
+        ),  # a folder has none, and the hub's is loaded anyway
+        ("stateset", {"model_revision": "v2"}, "model.revision", "v2"),
+        ("trl", {"attn_implementation": "eager"}, "model.attn_implementation", "eager"),
+        ("roll", {"attn_implementation": "sdpa"}, "model.attn_implementation", "sdpa"),
     ],
 )
 def test_one_key(system, given, key, expected):

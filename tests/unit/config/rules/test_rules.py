@@ -258,6 +258,28 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"training.lora": {"r": 8}},
         'training.lora: has no effect with model.trainer_mode "full": set that to "lora", or remove this',
     ),
+    "revision of a folder": (
+        {"model.base": "models/mine/last", "model.revision": "v2"},
+        'model.revision: "v2" is of a repository of the hub, and model.base = "models/mine/last" names none: remove it',
+    ),
+    "revision of a run": (
+        {"model.base": ..., "model.source": "ft:other", "model.revision": "v2"},
+        'model.revision: "v2" is of a repository of the hub, and model.base = null names none: remove it',
+    ),
+    "revision twice": (
+        {"model.base": "someone/a-model@main", "model.revision": "v2"},
+        'model.revision: is said twice: model.base = "someone/a-model@main" names one, too',
+    ),
+    "flash attention in 32 bits": (
+        {"model.attn_implementation": "flash_attention_2"},
+        'model.attn_implementation: "flash_attention_2" computes in 16 bits only: set model.dtype = "bfloat16" (with '
+        'lora or qlora), or take "sdpa", got float32',
+    ),
+    "prefixes with eager attention": (
+        {"model.attn_implementation": "eager", "training.share_prefixes": True},
+        'training.share_prefixes: true needs model.attn_implementation "sdpa", got "eager": write false or "auto", or '
+        "take that",
+    ),
     "16 bits of a full model": (
         {"model.dtype": "bfloat16"},
         'model.dtype: "bfloat16" weights cannot be trained (steps smaller than 1/256 of a weight round away): '
@@ -650,6 +672,11 @@ ALLOWED: dict[str, dict[str, Any]] = {
     "one token for the end": {"rollout.min_output_tokens": 7},
     "last seed": {"evaluation.seeds": [2**31 - 1], "evaluation.instances": 1},
     "16 bits under an adapter": {**LORA, "model.dtype": "bfloat16"},
+    "flash attention in 16 bits": {
+        **LORA, "model.dtype": "bfloat16", "model.attn_implementation": "flash_attention_2"
+    },
+    "a revision of the hub": {"model.base": "someone/a-model", "model.revision": "refs/pr/3"},
+    "prefixes if they can be, with eager attention": {"model.attn_implementation": "eager"},
     "4 bits": {"model.trainer_mode": "qlora", "training.lora": {"r": 4}},
     "just a narrow clip": {"loss.clip_low": 0.049, "loss.clip_high": 0.049},
     "a wide clip that is meant": {"loss.clip_low": 0.2, "algorithm.acknowledge": ["wide_clip"]},
