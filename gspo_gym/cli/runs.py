@@ -120,7 +120,7 @@ def runs_table(runs: Sequence[RunInfo], folder: Path) -> str:
         (
             str(run.folder.relative_to(folder)) if run.folder != folder else str(folder),
             run.status,
-            run.phase or _NONE,
+            run.doing or _NONE,
             str(run.step),
             _NONE if run.value is None else f"{run.value:.3f} {run.score}",
             _NONE if run.wall_seconds is None else f"{run.wall_seconds:.0f}",
