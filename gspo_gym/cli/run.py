@@ -273,7 +273,7 @@ async def _train(
         if steering.stopped_by is not None:
             recorder.event("stopped", step, {"by": steering.stopped_by})
         recorder.event("finished", step, {"status": status, **error})
-        recorder.summary(summary := {"error": reason, **_summary(status, trainer.state, config)})
+        recorder.summary(summary := {"error": reason, **summary_of(status, trainer.state, config)})
         return summary
 
     steering.deadline.before_leaving = partial(record, "interrupted", None)  # the end of a grace skips the `finally`
@@ -494,7 +494,8 @@ def _flat(config: RunConfig) -> dict[str, Any]:
     return {key: look_up(sections, key) for key in leaf_keys()}
 
 
-def _summary(status: str, state: TrainState, config: RunConfig) -> dict[str, Any]:
+def summary_of(status: str, state: TrainState, config: RunConfig) -> dict[str, Any]:
+    """Return the values of summary.json but for `error`, which says why a run failed."""
     return {
         "status": status,
         "policy_name": config.rollout.policy_name,

@@ -67,7 +67,7 @@ class PlayedRow:
         return cls(values["env_id"], EvaluationRow(**row), values["num_retries"])
 
 
-def _ignore(_: PlayedRow) -> None: ...
+def _ignore(_: PlayedRow, __: Trajectory) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,12 +76,12 @@ class KeptRows:
 
     Attributes:
         found: rows of an earlier attempt; their episodes are not played again.
-        add: receives each further row as soon as its episode is over, in no order; must be quick. Episodes that fail
-            give none and are therefore played again.
+        add: receives each further row and its episode as soon as that is over, in no order; must be quick. Episodes
+            that fail give none and are therefore played again.
     """
 
     found: tuple[PlayedRow, ...] = ()
-    add: Callable[[PlayedRow], None] = _ignore
+    add: Callable[[PlayedRow, Trajectory], None] = _ignore
 
 
 ScoreName = Literal["success_rate", "mean_return"]

@@ -348,7 +348,7 @@ def _evaluation_of(
             episodes.append(trajectory)
             env_return = None if judging is None else judging.env_return(trajectory)  # it is given once
             env_returns[trajectory.trajectory_id] = env_return
-            kept.add(PlayedRow.of(trajectory, env_return))
+            kept.add(PlayedRow.of(trajectory, env_return), trajectory)
 
         pool = build_pool(
             config,

@@ -141,7 +141,7 @@ class RecordedStep:
         """Return the episodes of a group token by token, and the text of each token id in them.
 
         A segment's `texts` are those of tokens which read otherwise in their place than alone, by their position.
-        Without a tokenizer in a checkpoint of the run there are no texts.
+        Without a tokenizer in the run there are no texts.
 
         Raises:
             RecordError: there is no such group.
@@ -511,10 +511,10 @@ def _common(a: np.ndarray[Any, Any], b: np.ndarray[Any, Any]) -> int:
 
 
 def run_tokenizer(folder: Path) -> Any | None:
-    """Return the `tokenizers.Tokenizer` of a run's newest checkpoint (Any: untyped); None: it has none."""
+    """Return the `tokenizers.Tokenizer` of a run's newest checkpoint, or its own (Any: untyped); None: it has none."""
     from tokenizers import Tokenizer
 
-    paths = sorted((folder / "checkpoints").glob("step_*/tokenizer.json"))
+    paths = [*folder.glob("tokenizer.json"), *sorted((folder / "checkpoints").glob("step_*/tokenizer.json"))]
     return Tokenizer.from_file(str(paths[-1])) if paths else None
 
 

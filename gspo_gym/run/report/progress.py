@@ -45,6 +45,7 @@ _COLUMNS = (
 )
 
 _SPEAKER_STYLES = {"system": "dim", "user": "cyan", "assistant": "bold green", "tool": "yellow"}
+_MAX_MESSAGES, _MAX_SAID = 12, 600  # messages, and characters of one, of an episode that is shown shortened
 _BLOCKS = " ▁▂▃▄▅▆▇█"
 
 
@@ -399,19 +400,38 @@ def print_before_after(console: Console, before: Mapping[str, Any], after: Mappi
     console.print(table)
 
 
-def print_episode(console: Console, title: str, trajectory: Trajectory) -> None:
-    """Print an episode as a conversation, with the reward of each turn."""
+def print_episode(console: Console, title: str, trajectory: Trajectory, *, is_shortened: bool = False) -> None:
+    """Print an episode as a conversation, with the reward of each turn; shortened: the ends of it and of its texts."""
     text = Text()
     rewards = iter(trajectory.turns)
-    for message in trajectory.messages:
+    num_hidden = max(len(trajectory.messages) - _MAX_MESSAGES, 0) if is_shortened else 0
+    for number, message in enumerate(trajectory.messages):
+        if 0 <= number - _MAX_MESSAGES // 2 < num_hidden:
+            if number == _MAX_MESSAGES // 2:
+                text.append(f"{'':>9}  ... {num_hidden} messages ...\n", style="dim")
+            if message.role == "assistant":
+                next(rewards, None)
+            continue
+        told = visible(spoken(message))
         text.append(f"{message.role:>9}  ", style="dim")
-        text.append(visible(spoken(message)), style=_SPEAKER_STYLES[message.role])
+        text.append(shortened(told, _MAX_SAID) if is_shortened else told, style=_SPEAKER_STYLES[message.role])
         if message.role == "assistant" and (turn := next(rewards, None)) is not None and turn.reward is not None:
             text.append(f"   [{turn.reward:+.2f}]", style="dim")
         text.append("\n")
     verdict = {True: "success", False: "failure", None: trajectory.outcome.value}[trajectory.success]
     text.append(f"{verdict}, return {trajectory.reward:+.2f}", style="bold")
     console.print(Panel(text, title=f"{title}: {trajectory.task.task_id}", expand=False))
+
+
+def shortened(text: str, limit: int) -> str:
+    """Return the text; of one that is longer than `limit` characters, its two ends.
+
+    >>> shortened("abcdefghijkl", 4)
+    'ab ... 8 characters ... kl'
+    """
+    if len(text) <= limit:
+        return text
+    return f"{text[: limit // 2]} ... {len(text) - limit} characters ... {text[-limit // 2 :]}"
 
 
 # Control characters (but for the line's end), ANSI codes among them, marks of writing direction, and invisible tags.
