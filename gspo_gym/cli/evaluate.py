@@ -166,9 +166,9 @@ def _show(
     from rich.console import Console
 
     console, first = Console(), next(iter(results))
-    console.print(evaluation_table(results))
+    print(evaluation_table(results))
     if comparison is not None:
-        console.print(comparison_table(comparison, first=arguments.against, second=first))
+        print(f"\n{comparison_table(comparison, first=arguments.against, second=first)}")
     if worst is not None:
         print_episode(console, "failed" if worst.success is False else "lowest return", worst, is_shortened=True)
     errors = Counter(row.error for result in results.values() for row in result.rows if row.error is not None)

@@ -25,9 +25,9 @@ from rich.live import Live
 from rich.panel import Panel
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
-from rich.table import Table
 from rich.text import Text
 
+from gspo_gym.base.tables import table
 from gspo_gym.rollout.episode_files import episode_paths, read_episodes
 from gspo_gym.rollout.ledger import Disposition, Terminal, read_ledger
 from gspo_gym.run.process import Phases, minutes_and_seconds
@@ -220,11 +220,7 @@ class LiveProgress:
         doing = Text(self._pace.doing(), style="dim")
         if not self._row:
             return Group(doing)
-        table = Table(box=None, pad_edge=False)
-        for title in self._row:
-            table.add_column(title, justify="left" if title == "step" else "right")
-        table.add_row(*self._row.values())
-        return Group(table, doing)
+        return Group(Text(table(tuple(self._row), [tuple(self._row.values())])), doing)
 
 
 def _cells(metrics: Mapping[str, float]) -> Iterator[tuple[str, str]]:
@@ -391,13 +387,13 @@ def print_curve(console: Console, curve: Sequence[tuple[int, float]], *, label: 
 
 def print_before_after(console: Console, before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
     """Print the first and the last evaluation beside each other; both are summaries as in summary.json."""
-    table = Table(title="held-out evaluation")
-    for name in ("", f"before (step {before['step']})", f"after (step {after['step']})"):
-        table.add_column(name, justify="left" if not name else "right")
-    table.add_row("success rate", _rate(before), _rate(after))
-    table.add_row("mean return", f"{before['mean_return']:.3f}", f"{after['mean_return']:.3f}")
-    table.add_row("episodes", str(before["num_episodes"]), str(after["num_episodes"]))
-    console.print(table)
+    head = ("held-out evaluation", f"before (step {before['step']})", f"after (step {after['step']})")
+    rows = [
+        ("success rate", _rate(before), _rate(after)),
+        ("mean return", f"{before['mean_return']:.3f}", f"{after['mean_return']:.3f}"),
+        ("episodes", str(before["num_episodes"]), str(after["num_episodes"])),
+    ]
+    console.print(f"\n{table(head, rows, width=console.width)}\n", markup=False, highlight=False)
 
 
 def print_episode(console: Console, title: str, trajectory: Trajectory, *, is_shortened: bool = False) -> None:
