@@ -15,5 +15,5 @@ if __name__ == "__main__":
     config = load_config("configs/quickstart.toml", ["evaluation.seeds='0:50'"])
     results = {name: run_evaluation(config, name) for name in (model, "scripted:reference")}
     console = Console()
-    console.print(evaluation_table(results))
-    console.print(comparison_table(compare(*results.values()), first=model, second="scripted:reference"))
+    print(evaluation_table(results))
+    print(comparison_table(compare(*results.values()), first=model, second="scripted:reference"))

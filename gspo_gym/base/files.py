@@ -219,6 +219,7 @@ class PartFile:
         resumes: continue an existing part.
 
     Attributes:
+        out: the wanted file.
         path: of the part.
         num_items: items in it now.
 
@@ -228,7 +229,7 @@ class PartFile:
     """
 
     def __init__(self, out: Path, *, work: str, asked: Mapping[str, Any], resumes: bool) -> None:
-        self.path = out.with_name(f"{out.name}.part")
+        self.out, self.path = out, out.with_name(f"{out.name}.part")
         # The first line holds the arguments, so only the same command can continue it.
         first_line = json.dumps({work: asked}, sort_keys=True)
         if resumes:

@@ -30,7 +30,7 @@ from gspo_gym.errors import MissingExtraError
 from gspo_gym.rollout.adapter import TokenObservationWrapper
 from gspo_gym.rollout.episode_files import require_writable, save_episodes, trajectory_from_json, trajectory_to_json
 from gspo_gym.rollout.watchdog import seconds_until_frozen, watching
-from gspo_gym.run.report.progress import counting, mask_text
+from gspo_gym.run.report.progress import counting, mask_text, shortened
 from gspo_gym.seeding import FIRST_TRAINING_SEED
 from gspo_gym.types import Message, ToolCall, Trajectory
 
@@ -215,7 +215,7 @@ def _show_mask(audit: TokenAudit) -> None:
     console = Console()
     picture = Text()
     for text, is_trained in audit.sample:
-        shown = _shortened(text)
+        shown = shortened(text, _MAX_SHOWN)
         if console.is_terminal:
             picture.append(shown, style="bold green" if is_trained else "dim")
         else:
@@ -223,13 +223,6 @@ def _show_mask(audit: TokenAudit) -> None:
     how = "green" if console.is_terminal else "in [[ ]]"
     console.print(f"sample: {audit.sample_player}; trained on is what is {how}", markup=False, highlight=False)
     console.print(picture, soft_wrap=True)
-
-
-def _shortened(text: str) -> str:
-    if len(text) <= _MAX_SHOWN:
-        return text
-    left_out = len(text) - _MAX_SHOWN
-    return f"{text[: _MAX_SHOWN // 2]} ... {left_out} characters ... {text[-_MAX_SHOWN // 2 :]}"
 
 
 def _add_collect(subparsers: Any) -> None:

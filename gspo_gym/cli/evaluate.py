@@ -12,13 +12,18 @@ import contextlib
 import functools
 import json
 import os
+import shlex
+import shutil
 import sys
-from collections.abc import Sequence
+import time
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gspo_gym.base.files import PartFile, require_writable, write_output
+from gspo_gym.base.files import PartFile, make_folder, require_writable, write_output
 from gspo_gym.base.loops import run_to_end
 from gspo_gym.base.settings import parse_seeds
 from gspo_gym.cli.command_line import (
@@ -35,13 +40,15 @@ from gspo_gym.cli.train import add_task_url
 from gspo_gym.config.build.apps import environment_ids
 from gspo_gym.config.build.judge import build_judging
 from gspo_gym.config.run_config import RunConfig, load_config, model_name
-from gspo_gym.config.sections import with_task_url
+from gspo_gym.config.sections import is_safe_label, with_task_url
 from gspo_gym.config.services import refuse_to_run
 from gspo_gym.env.chat_model import ChatModel
 from gspo_gym.env.registry import resolve
-from gspo_gym.errors import UsageError
+from gspo_gym.errors import ConfigError, UsageError
 from gspo_gym.policy.manifest import MANIFEST
+from gspo_gym.rollout.episode_files import trajectory_from_json, trajectory_to_json
 from gspo_gym.rollout.evaluation import (
+    Comparison,
     Evaluation,
     KeptRows,
     PlayedRow,
@@ -52,11 +59,18 @@ from gspo_gym.rollout.evaluation import (
     in_one_unit,
 )
 from gspo_gym.rollout.watchdog import marker_beside, read_frozen, seconds_until_frozen, watching
-from gspo_gym.run.report.progress import counting
+from gspo_gym.run.process import LOCK_FILE, PROCESS_FILE, holding
+from gspo_gym.run.recording import RunRecorder
+from gspo_gym.run.records import EVENTS_FILE
+from gspo_gym.run.report.progress import counting, print_episode, shortened
+from gspo_gym.run.state import TrainState
 from gspo_gym.seeding import child_seed
+from gspo_gym.types import Trajectory
 
 if TYPE_CHECKING:
     from gspo_gym.env.core import PolicyFactory
+
+_PART = "evaluation"  # of --save: what is over so far is in the file of this name with .part
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -69,7 +83,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seeds", metavar="SEEDS", help='such as "0:100"; without it, those of [evaluation]')
     add_task_url(parser)
     parser.add_argument("--json", metavar="FILE", dest="json_file", help='write all results there; "-" prints them')
-    resume = "go on with what an interrupted evaluation left in FILE.part: only the seeds that are missing are played"
+    save = "keep the episodes there as a run does, for `episodes`, `report` and `view`; with --against, as two runs"
+    parser.add_argument("--save", metavar="FOLDER", type=Path, help=save)
+    resume = "go on with what an interrupted evaluation left in FILE.part or FOLDER: only missing seeds are played"
     parser.add_argument("--resume", action="store_true", help=resume)
     parser.set_defaults(run=run_command)
 
@@ -77,12 +93,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run_command(arguments: argparse.Namespace) -> int:
     """Evaluate every named model; return 0 when all were evaluated.
 
-    With `--json FILE` every row is appended to FILE.part when its episode ends. Ctrl-C and SIGTERM keep that file for
-    `--resume` and return 130 and 143. An environment that holds the interpreter ends the process (`watchdog.py`); the
-    next command with the same FILE runs it in worker processes.
+    With `--json FILE` every row is appended to FILE.part when its episode ends, with `--save FOLDER` also the episode,
+    to a file there. Ctrl-C and SIGTERM keep that file for `--resume` and return 130 and 143. An environment that holds
+    the interpreter ends the process (`watchdog.py`); the next command with the same FILE or FOLDER runs it in worker
+    processes.
     """
-    from rich.console import Console
-
     if arguments.json_file not in (None, "-"):
         require_writable(Path(arguments.json_file))
     overrides = list(arguments.overrides)
@@ -95,11 +110,20 @@ def run_command(arguments: argparse.Namespace) -> int:
         from gspo_gym.config.build import preflight  # noqa: F401  # and all that it needs
     names = [arguments.model or model_name(config)] + ([arguments.against] if arguments.against else [])
     names = list(dict.fromkeys(names))  # --against may name the same model
+    with contextlib.nullcontext() if arguments.save is None else _holding(arguments.save):
+        return _evaluate_and_show(arguments, config, names)
+
+
+def _evaluate_and_show(arguments: argparse.Namespace, config: RunConfig, names: Sequence[str]) -> int:
+    started = time.monotonic()
     part = _part_file(arguments, config, names)
-    marker = None if part is None else marker_beside(Path(arguments.json_file))
+    marker = None if part is None else marker_beside(part.out)
+    worst: dict[str, Trajectory] = {}
     try:
         with interrupted_by_signals(config.run.stop_grace_seconds), _watched(config, marker):
-            results = in_one_unit(_evaluate_all(_unfrozen(config, marker), names, part))
+            results = in_one_unit(
+                _evaluate_all(_unfrozen(config, marker), names, part, worst, arguments.save is not None)
+            )
     except KeyboardInterrupt as interrupt:
         # There is nothing to resume.
         if part is None or part.num_items == 0:
@@ -115,14 +139,14 @@ def run_command(arguments: argparse.Namespace) -> int:
     if arguments.against:
         comparison = compare(results[arguments.against], results[names[0]])
         answer["comparison"] = comparison.to_dict()
+    if arguments.save is not None and part is not None:
+        seconds = time.monotonic() - started
+        _save(arguments.save, config, results, part.read(_episode_of), seconds=seconds)
     if arguments.json_file == "-":
         print(json.dumps(answer, indent=2))
-        return 0
-    console = Console()
-    console.print(evaluation_table(results))
-    if comparison is not None:
-        console.print(comparison_table(comparison, first=arguments.against, second=names[0]))
-    if arguments.json_file is not None:
+    else:
+        _show(arguments, results, comparison, worst.get(names[0]))
+    if arguments.json_file not in (None, "-"):
         write_output(Path(arguments.json_file), json.dumps(answer, indent=2) + "\n")
     if part is not None:
         part.remove()
@@ -130,6 +154,31 @@ def run_command(arguments: argparse.Namespace) -> int:
         # It ended well: the next evaluation is an ordinary one again.
         marker.unlink(missing_ok=True)
     return 0
+
+
+def _show(
+    arguments: argparse.Namespace,
+    results: Mapping[str, Evaluation],
+    comparison: Comparison | None,
+    worst: Trajectory | None,
+) -> None:
+    """Print the results, an episode that did not succeed, and why others could not be scored."""
+    from rich.console import Console
+
+    console, first = Console(), next(iter(results))
+    print(evaluation_table(results))
+    if comparison is not None:
+        print(f"\n{comparison_table(comparison, first=arguments.against, second=first)}")
+    if worst is not None:
+        print_episode(console, "failed" if worst.success is False else "lowest return", worst, is_shortened=True)
+    errors = Counter(row.error for result in results.values() for row in result.rows if row.error is not None)
+    for error, count in errors.most_common(1):
+        told = f"{count} of {errors.total()} failed episodes: {shortened(error, 400)}"
+        console.print(told, soft_wrap=True, markup=False, highlight=False)
+    if arguments.save is not None:
+        for folder in _folders(arguments.save, results):
+            told = f"the episodes are in {folder}: gspo-gym episodes {shlex.quote(str(folder))} --failed"
+            console.print(told, soft_wrap=True, markup=False, highlight=False)
 
 
 def _watched(config: RunConfig, marker: Path | None = None) -> contextlib.AbstractContextManager[None]:
@@ -158,9 +207,12 @@ def _part_file(arguments: argparse.Namespace, config: RunConfig, names: Sequence
         UsageError: `--resume` without such a file.
     """
     out = None if arguments.json_file in (None, "-") else Path(arguments.json_file)
+    if arguments.save is not None:
+        out = arguments.save / _PART
     if out is None or (out.exists() and not out.is_file()):  # a device or a pipe keeps nothing
         if arguments.resume:
-            raise UsageError(f"--resume: expected --json FILE, the file that was wanted, got {arguments.json_file}")
+            expected = "--json FILE, the file that was wanted, or --save FOLDER"
+            raise UsageError(f"--resume: expected {expected}, got --json {arguments.json_file}")
         return None
     asked = {"models": {name: _weights_of(config, name) for name in names}, "config": config.model_dump(mode="json")}
     return PartFile(out, work="evaluation", asked=asked, resumes=arguments.resume)
@@ -177,13 +229,24 @@ def _num_asked(config: RunConfig, names: Sequence[str]) -> int:
     return len(names) * len(config.sources) * len(config.evaluation_seeds)
 
 
-def _evaluate_all(config: RunConfig, names: Sequence[str], part: PartFile | None) -> dict[str, Evaluation]:
-    """Evaluate each model; append each new row to `part`, and do not play rows again that it holds."""
+def _evaluate_all(
+    config: RunConfig,
+    names: Sequence[str],
+    part: PartFile | None,
+    worst: dict[str, Trajectory],
+    keeps_episodes: bool,
+) -> dict[str, Evaluation]:
+    """Evaluate each model; append each new row to `part`, and do not play rows again that it holds.
+
+    `worst` gets of each model the episode that did worst of those without success.
+    """
     from rich.console import Console
 
     found: dict[str, list[PlayedRow]] = {name: [] for name in names}
-    for name, row in [] if part is None else part.read(lambda line: (line.pop("model"), PlayedRow.from_json(line))):
+    for name, row, episode in [] if part is None else part.read(_line_of):
         found[name].append(row)
+        if episode is not None:
+            _note_worst(worst, name, episode)
     num_found = sum(len(rows) for rows in found.values())
     if part is not None and num_found:
         print(f"{num_found} episodes are there already, in {part.path}", file=sys.stderr)
@@ -193,15 +256,103 @@ def _evaluate_all(config: RunConfig, names: Sequence[str], part: PartFile | None
     results = {}
     with counting(Console(stderr=True), _num_asked(config, names), done=num_found) as count:
 
-        def add(name: str, row: PlayedRow) -> None:
+        def add(name: str, row: PlayedRow, episode: Trajectory) -> None:
             if part is not None:
-                part.append({"model": name, **row.to_json()})
+                kept = {"episode": trajectory_to_json(episode, policy_name=name)} if keeps_episodes else {}
+                part.append({"model": name, **row.to_json(), **kept})
+            _note_worst(worst, name, episode)
             count()
 
         for name in names:
             rows = KeptRows(tuple(found[name]), functools.partial(add, name))
             results[name] = _evaluate(config, name, rows)
     return results
+
+
+def _note_worst(worst: dict[str, Trajectory], name: str, episode: Trajectory) -> None:
+    """Keep the episode if it did not succeed and is worse than the one before; a failure is worse than undecided."""
+
+    def rank(each: Trajectory) -> tuple[bool, float, int]:
+        return each.success is not False, each.reward, each.task.seed
+
+    if episode.success is not True and (name not in worst or rank(episode) < rank(worst[name])):
+        worst[name] = episode
+
+
+def _line_of(line: dict[str, Any]) -> tuple[str, PlayedRow, Trajectory | None]:
+    name, episode = line.pop("model"), line.pop("episode", None)
+    return name, PlayedRow.from_json(line), None if episode is None else trajectory_from_json(episode)
+
+
+def _episode_of(line: dict[str, Any]) -> tuple[str, Trajectory]:
+    return line["model"], trajectory_from_json(line["episode"])
+
+
+@contextlib.contextmanager
+def _holding(folder: Path) -> Iterator[None]:
+    """Hold the folder of `--save`; if nothing came into it, remove it.
+
+    Raises:
+        ConfigError: it holds something else than what an interrupted evaluation left, or another process holds it.
+        StorageError: nothing can be written there.
+    """
+    own = {LOCK_FILE, PROCESS_FILE}
+
+    def others() -> set[str]:
+        return {path.name for path in folder.iterdir()} - own
+
+    if folder.is_dir() and (there := others()) and f"{_PART}.part" not in there:
+        what = "holds a run or an evaluation already" if "config.toml" in there else "is not empty"
+        raise ConfigError(f"{folder}: {what}; choose another folder for --save, or remove it")
+    make_folder(folder)
+    try:
+        with holding(folder, lambda text: print(text, file=sys.stderr), has_begun=True):
+            yield
+    finally:
+        if not others():
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _folders(folder: Path, names: Collection[str]) -> list[Path]:
+    """Return the folder of each model's run."""
+    return [folder] if len(names) == 1 else [folder / "model", folder / "against"]
+
+
+def _save(
+    folder: Path,
+    config: RunConfig,
+    results: Mapping[str, Evaluation],
+    played: Sequence[tuple[str, Trajectory]],
+    *,
+    seconds: float,
+) -> None:
+    """Write each evaluation as a run without a step, whose first evaluation it is."""
+    from gspo_gym.cli.run import summary_of
+    from gspo_gym.policy.load import load_tokenizer
+
+    order = {name: number for number, name in enumerate(environment_ids(config))}
+    for target, (name, evaluation) in zip(_folders(folder, results), results.items(), strict=True):
+        for left in ("config.toml", EVENTS_FILE):  # by a process that was killed here
+            (target / left).unlink(missing_ok=True)
+        own = _config_of(target, config, name)
+        recorder = RunRecorder.create(target, own.to_toml(), policy_name=name)
+        episodes = [episode for player, episode in played if player == name]
+        recorder.episodes("eval_000000", sorted(episodes, key=lambda each: (order[each.task.env_id], each.task.seed)))
+        recorder.event("evaluation", 0, evaluation.to_dict())
+        recorder.event("finished", 0, {"status": "completed"})
+        state = replace(TrainState().after_evaluation(evaluation, evaluation.unit), wall_seconds=seconds)
+        recorder.summary({"error": None, **summary_of("completed", state, own)})
+        recorder.close()
+        load_tokenizer(model_name(own)).backend_tokenizer.save(str(target / "tokenizer.json"))
+
+
+def _config_of(folder: Path, config: RunConfig, name: str) -> RunConfig:
+    """Return the settings of a saved evaluation of one player; the model of one that has no tokens counts them."""
+    is_model = not name.startswith((SCRIPTED, ENDPOINT))
+    base = {"base": base_of(name, Path(config.run.folder)), "source": None} if is_model else {}
+    label = {"label": folder.name} if is_safe_label(folder.name) else {}
+    run = config.run.model_copy(update={"folder": str(folder.parent)})
+    return config.model_copy(update={"model": config.model.model_copy(update=base | label), "run": run})
 
 
 def _require_ready(config: RunConfig, names: Sequence[str]) -> None:

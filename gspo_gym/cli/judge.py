@@ -18,6 +18,7 @@ from pydantic import ValidationError
 from gspo_gym.base.files import require_writable, write_output
 from gspo_gym.base.loops import run_to_end
 from gspo_gym.base.settings import read_key
+from gspo_gym.base.tables import table
 from gspo_gym.cli.command_line import run_or_path
 from gspo_gym.config.build.judge import build_judge_variants, build_rubrics
 from gspo_gym.config.run_config import RunConfig, load_config
@@ -90,14 +91,14 @@ def describe_rubric(name: str, rubric: Rubric) -> Iterator[str]:
     yield f"{name}: version {rubric.version}, {rubric.aggregation}, total {_range_of(rubric)}"
     if rubric.goal_text:
         yield f"  goal: {' '.join(rubric.goal_text.split())}"
-    width = max(len("criterion"), *(len(id_) for id_ in rubric.ids))
-    yield f"  {'criterion':<{width}}  {'scale':<16}  {'weight':>6}  {'share':>6}  required"
+    rows = []
     weights = sum(criterion.weight for criterion in rubric.criteria)
     for c in rubric.criteria:
         scale = f"custom {c.minimum:g} to {c.maximum:g}" if c.scale == "custom" else c.scale
-        share = f"{c.weight / weights:6.1%}" if rubric.aggregation in ("weighted_sum", "inherit") else "     -"
+        share = f"{c.weight / weights:.1%}" if rubric.aggregation in ("weighted_sum", "inherit") else "-"
         required = f"at least {c.threshold:g}" if c.required else ""
-        yield f"  {c.id:<{width}}  {scale:<16}  {c.weight:>6g}  {share}  {required}".rstrip()
+        rows.append((c.id, scale, f"{c.weight:g}", share, required))
+    yield from table(("criterion", "scale", "weight", "share", "required"), rows).splitlines()
 
 
 def rubric_notes(rubric: Rubric, *, is_event: bool) -> Iterator[str]:

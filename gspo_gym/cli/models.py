@@ -77,9 +77,7 @@ def _add_export(parser: argparse.ArgumentParser, dtype_help: str) -> None:
 
 def list_command(arguments: argparse.Namespace) -> int:
     """Print all complete checkpoints."""
-    from rich.console import Console
-    from rich.table import Table
-
+    from gspo_gym.base.tables import table
     from gspo_gym.run.models import list_models
 
     found = list_models(arguments.folder)
@@ -89,11 +87,11 @@ def list_command(arguments: argparse.Namespace) -> int:
     if not found:
         print(f"{arguments.folder}: no run there has a checkpoint")
         return 0
-    table = Table("model", "", "base", "score", "95% interval", "episodes")
+    rows = []
     for model, marks in found:
         about = model.to_json()
-        table.add_row(model.name, " ".join(sorted(marks)), str(about["base"] or ""), *_score(about["evaluation"]))
-    Console().print(table)
+        rows.append((model.name, " ".join(sorted(marks)), str(about["base"] or ""), *_score(about["evaluation"])))
+    print(table(("model", "", "base", "score", "95% interval", "episodes"), rows))
     return 0
 
 

@@ -25,6 +25,7 @@ from gspo_gym.run.folders import find_run
 from gspo_gym.run.records import read_events, read_metrics
 from gspo_gym.run.registry import RunInfo, read_run
 from gspo_gym.run.report.progress import mask_text, print_episode
+from gspo_gym.run.report.token_text import TokenTexts
 from gspo_gym.run.tokens import TokenFile, open_tokens
 from gspo_gym.types import Trajectory
 
@@ -161,11 +162,12 @@ def episodes_command(arguments: argparse.Namespace) -> int:
         chosen.sort(key=lambda each: each.reward if each.is_scored else float("-inf"), reverse=True)
     console = Console()
     tokenizer = None if arguments.messages else run_tokenizer(folder)
+    decode = None if tokenizer is None else TokenTexts(tokenizer).decode
     for trajectory in chosen[: arguments.limit or None]:
-        if tokenizer is None:
+        if decode is None:
             print_episode(console, trajectory.trajectory_id, trajectory)
         else:
-            _print_tokens(console, trajectory, tokenizer.decode)
+            _print_tokens(console, trajectory, decode)
     console.print(f"{min(len(chosen), arguments.limit or len(chosen))} of {len(chosen)} episodes", style="dim")
     return 0 if chosen else 1
 

@@ -17,7 +17,7 @@ from rich.console import Console
 
 from gspo_gym.base.files import replace_file
 from gspo_gym.base.loops import run_to_end
-from gspo_gym.cluster.launcher import Seat
+from gspo_gym.cluster.launcher import Fleet, Seat
 from gspo_gym.config.build import trainer as build
 from gspo_gym.config.build.compute import start_compute
 from gspo_gym.config.build.engines import build_weight_sync
@@ -35,6 +35,7 @@ from gspo_gym.errors import CheckpointError, ConfigError, GymError, ServiceError
 from gspo_gym.learning.optimizer import scheduled_rate
 from gspo_gym.learning.update import AnyLearner
 from gspo_gym.policy.checkpoints import Checkpoint, CheckpointStore
+from gspo_gym.policy.load import Policy
 from gspo_gym.policy.manifest import Origin, RetentionSettings, read_manifest
 from gspo_gym.policy.weight_sync import WeightSync
 from gspo_gym.rollout.schedule import is_played_again
@@ -68,7 +69,7 @@ def execute(
     if not resume and not set_aside and (taken := folder_is_taken(config)):
         raise ConfigError(taken)
     begin = _resume if resume else _start
-    with steering.handling_signals(), telling(console) as progress:
+    with steering.handling_signals(), telling(console, steering.phases) as progress:
         try:
             summary = run_to_end(begin(config, seat, progress, steering))
         except StopRequested as stop:
@@ -122,7 +123,7 @@ async def _start(config: RunConfig, seat: Seat | None, progress: Progress, steer
         player = await build_training_player(config, policy, fleet)
         stack.push_async_callback(player.close)
         judging = await _enter_judging(config, player, stack)
-        warmup = await build_warmup(config, player)
+        warmup = await build_warmup(config, player, partial(steering.phases.advance, "warming up"))
         notes = (*await player.start(), *await player.probe_apps(), *await environment_notes(config))
         sinks = build.build_sinks(config)
         name = config.rollout.policy_name
@@ -142,13 +143,10 @@ async def _start(config: RunConfig, seat: Seat | None, progress: Progress, steer
         if warmup is not None:
             pool, plan = warmup
             with steering.phases.during("warming up"):
-                report = await warm_up(policy.model, pool, plan, progress, compute)
+                report = await warm_up(policy.model, pool, plan, progress, compute, steering.phases)
             await weight_sync.publish(0)
             recorder.event("warmup", 0, {"epoch_losses": list(report.epoch_losses), "num_tokens": report.num_tokens})
-        reference = stack.enter_context(serving_reference(config, policy, build.device_of(config), num_threads))
-        tell = partial(_tell_loss, recorder, progress)
-        shared = learning(config, policy, reference, fleet=fleet, num_threads=num_threads, on_restart=tell)
-        learner = stack.enter_context(shared)
+        learner = _enter_learner(config, policy, fleet, num_threads, recorder, progress, steering, stack)
         if restored is not None:
             await _begin_with(restored, learner, weight_sync, recorder, progress)
         parent = None if restored is None else restored.parent
@@ -226,10 +224,7 @@ async def _resume_held(config: RunConfig, seat: Seat | None, progress: Progress,
             config, player, num_threads=num_threads, recorder=recorder, progress=progress, stack=stack
         )
         player = replace(player, compute=compute)
-        reference = stack.enter_context(serving_reference(config, policy, build.device_of(config), num_threads))
-        tell = partial(_tell_loss, recorder, progress)
-        shared = learning(config, policy, reference, fleet=fleet, num_threads=num_threads, on_restart=tell)
-        learner = stack.enter_context(shared)
+        learner = _enter_learner(config, policy, fleet, num_threads, recorder, progress, steering, stack)
         learner.restore(checkpoint.learner_tensors, checkpoint.learner_counters)
         await weight_sync.publish(state.step)
         _tell_who_samples(config, player, recorder, progress, step=state.step)
@@ -278,7 +273,7 @@ async def _train(
         if steering.stopped_by is not None:
             recorder.event("stopped", step, {"by": steering.stopped_by})
         recorder.event("finished", step, {"status": status, **error})
-        recorder.summary(summary := {"error": reason, **_summary(status, trainer.state, config)})
+        recorder.summary(summary := {"error": reason, **summary_of(status, trainer.state, config)})
         return summary
 
     steering.deadline.before_leaving = partial(record, "interrupted", None)  # the end of a grace skips the `finally`
@@ -390,6 +385,31 @@ def _close(recorder: RunRecorder) -> None:
         recorder.close()
 
 
+def _enter_learner(
+    config: RunConfig,
+    policy: Policy,
+    fleet: Fleet,
+    num_threads: int,
+    recorder: RunRecorder,
+    progress: Progress,
+    steering: Steering,
+    stack: contextlib.AsyncExitStack,
+) -> AnyLearner:
+    """Return the learner with its reference, both closed with the stack."""
+    reference = stack.enter_context(serving_reference(config, policy, build.device_of(config), num_threads))
+    return stack.enter_context(
+        learning(
+            config,
+            policy,
+            reference,
+            fleet=fleet,
+            num_threads=num_threads,
+            on_restart=partial(_tell_loss, recorder, progress),
+            phases=steering.phases,
+        )
+    )
+
+
 async def _enter_judging(config: RunConfig, player: Player, stack: contextlib.AsyncExitStack) -> Judging | None:
     """Return the run's judge, closed with the stack; None if it has none."""
     judging = build_judging(config, None if player.apps is None else player.apps.rubric_of)
@@ -474,7 +494,8 @@ def _flat(config: RunConfig) -> dict[str, Any]:
     return {key: look_up(sections, key) for key in leaf_keys()}
 
 
-def _summary(status: str, state: TrainState, config: RunConfig) -> dict[str, Any]:
+def summary_of(status: str, state: TrainState, config: RunConfig) -> dict[str, Any]:
+    """Return the values of summary.json but for `error`, which says why a run failed."""
     return {
         "status": status,
         "policy_name": config.rollout.policy_name,

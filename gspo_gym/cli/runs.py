@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from gspo_gym.base.tables import folded, pairs, table
 from gspo_gym.cli.command_line import add_run
 from gspo_gym.errors import UsageError
 from gspo_gym.run.control import ask, status_of
@@ -26,6 +27,7 @@ from gspo_gym.run.registry import (
     require_removable,
 )
 
+_MAX_HEAD = 50  # characters of the names of runs side by side
 _NONE = "-"
 
 
@@ -68,8 +70,7 @@ def show_command(arguments: argparse.Namespace) -> int:
         return 0
     values |= {"updated": _ago(run.updated), "checkpoints": ", ".join(values["checkpoints"])}
     values["bytes"] = f"{values['bytes'] / 1e6:.1f} MB"
-    width = max(map(len, values))
-    print("\n".join(f"{key:<{width}}  {value}" for key, value in values.items() if value not in (None, "")))
+    print(pairs([(key, str(value)) for key, value in values.items() if value not in (None, "")]))
     return 0
 
 
@@ -114,13 +115,12 @@ def path_command(arguments: argparse.Namespace) -> int:
 
 def runs_table(runs: Sequence[RunInfo], folder: Path) -> str:
     """Return a table of runs as text."""
-    # Plain text: a table of rich takes longer for a thousand lines than reading a thousand runs.
-    rows = [("run", "status", "phase", "step", "score", "seconds", "tokens", "updated", "id")]
-    rows += [
+    head = ("run", "status", "phase", "step", "score", "seconds", "tokens", "updated", "id")
+    rows = [
         (
             str(run.folder.relative_to(folder)) if run.folder != folder else str(folder),
             run.status,
-            run.phase or _NONE,
+            run.doing or _NONE,
             str(run.step),
             _NONE if run.value is None else f"{run.value:.3f} {run.score}",
             _NONE if run.wall_seconds is None else f"{run.wall_seconds:.0f}",
@@ -130,18 +130,22 @@ def runs_table(runs: Sequence[RunInfo], folder: Path) -> str:
         )
         for run in runs
     ]
-    return "\n".join(_aligned(rows))
+    return table(head, rows, optional=("tokens", "seconds", "id"))
 
 
 def _side_by_side(comparison: RunComparison, names: Sequence[str]) -> str:
     runs = comparison.runs
-    rows: list[tuple[str, ...]] = [("", *names), ("status", *(run.status for run in runs))]
+    rows: list[tuple[str, ...]] = [("status", *(run.status for run in runs))]
     shown = ("step", "score", "value", "wall_seconds", "sampled_tokens", "trained_tokens")
     rows += [(key, *(_text(getattr(run, key)) for run in runs)) for key in shown]
     rows += [(key, *map(_text, values)) for key, values in comparison.settings.items()]
-    lines = _aligned(rows)
-    for name, each in zip(names[1:], comparison.evaluations, strict=True):
-        lines.append(f"{name} against {names[0]}: {each if isinstance(each, str) else _paired(each)}")
+    # Long names would leave no room for what is compared.
+    is_short = sum(map(len, names)) <= _MAX_HEAD
+    heads = names if is_short else [f"({number})" for number in range(1, len(names) + 1)]
+    lines = [] if is_short else [part for pair in zip(heads, names, strict=True) for part in folded(" ".join(pair))]
+    lines.append(table(("", *heads), rows))
+    for name, each in zip(heads[1:], comparison.evaluations, strict=True):
+        lines += folded(f"{name} against {heads[0]}: {each if isinstance(each, str) else _paired(each)}")
     return "\n".join(lines)
 
 
@@ -155,11 +159,6 @@ def _paired(values: dict[str, Any]) -> str:
             f"p = {values['success_p_value']:.3g}"
         )
     return text
-
-
-def _aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
 
 
 def _text(value: Any) -> str:
@@ -251,5 +250,4 @@ def _print(reply: dict[str, Any], arguments: argparse.Namespace, sentence: str |
     else:
         flat = {**reply, **reply.pop("settings", {})}
         flat.pop("settings", None)
-        width = max(map(len, flat))
-        print("\n".join(f"{key:<{width}}  {value}" for key, value in flat.items() if value is not None))
+        print(pairs([(key, str(value)) for key, value in flat.items() if value is not None]))

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from gspo_gym.base.files import flat_items
+from gspo_gym.base.tables import folded, table
 from gspo_gym.cli.command_line import add_run
 from gspo_gym.errors import ConfigError, RecordError, UsageError
 from gspo_gym.rollout.episode_files import episode_paths, read_episodes
@@ -582,8 +583,8 @@ def _quantized(path: Path, dtype: Any) -> dict[str, Any]:  # Any: torch's, and t
 
 
 def _text(folder: Path, result: Verification, tolerance: float) -> str:
-    lines = [f"{folder}, step {result.step}", f"{'compared':32}{'numbers':>9}  largest difference"]
-    lines += [f"{name:32}{count:9d}  {gap:.1e}" for name, (count, gap) in result.compared.items()]
+    rows = [(name, str(count), f"{gap:.1e}") for name, (count, gap) in result.compared.items()]
+    lines = [*folded(f"{folder}, step {result.step}"), table(("compared", "numbers", "largest difference"), rows)]
     lines += [f"not recomputed: {each}" for each in result.missing]
     if result.rounding:
         apart = result.rounding / _ALLOWED

@@ -24,7 +24,7 @@ from gspo_gym.cli.command_line import run_or_path
 from gspo_gym.cli.report import described_run
 from gspo_gym.errors import GymError, MissingExtraError
 from gspo_gym.run.folders import run_folders
-from gspo_gym.run.registry import list_runs
+from gspo_gym.run.registry import list_runs, read_run
 
 if TYPE_CHECKING:
     from starlette.requests import Request
@@ -120,6 +120,9 @@ def create_app(folder: Path, token: str, is_stopping: threading.Event) -> App:
         is_readable = number.isdecimal() and len(number) <= _MAX_DIGITS  # Python reads 4,300 digits, and no more
         return asked(request).group(int(number) if is_readable else -1)
 
+    def doing(request: Request) -> dict[str, Json]:  # asked for every few seconds: nothing else is read again
+        return {"doing": read_run(_paths_in(folder)[request.query_params.get("run", "")]).doing}
+
     def changes(_: Request) -> StreamingResponse:
         return StreamingResponse(_changes(folder, is_stopping), media_type="text/event-stream")
 
@@ -134,7 +137,7 @@ def create_app(folder: Path, token: str, is_stopping: threading.Event) -> App:
         answer.set_cookie(_cookie_name(request), given, httponly=True, samesite="strict")
         return answer
 
-    answers = (runs, run, step, group, changes)
+    answers = (runs, run, step, group, doing, changes)
     routes = [Route("/", front), *(Route(f"/{each.__name__}", _guarded(each, token)) for each in answers)]
     return Guard(Starlette(routes=routes), open_paths=())
 

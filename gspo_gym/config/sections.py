@@ -44,6 +44,11 @@ SIZE_KEYS = (
 )
 
 
+def is_safe_label(label: str) -> bool:
+    """Return whether a text may name the folder of a run."""
+    return _SAFE_LABEL.fullmatch(label) is not None
+
+
 class GatewaySection(Settings):
     """[gateway]: where task apps call the model; it runs beside the engine, and only with task apps.
 
@@ -294,7 +299,7 @@ class ModelSection(Settings):
     @field_validator("label")
     @classmethod
     def _is_safe_file_name(cls, label: str) -> str:
-        if not _SAFE_LABEL.fullmatch(label):
+        if not is_safe_label(label):
             raise ValueError(
                 "expected 1 to 64 letters, digits, '.', '_' or '-', a letter or digit first (it names a folder), got "
                 f"{label!r}"

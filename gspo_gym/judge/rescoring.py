@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
+from gspo_gym.base.tables import table
 from gspo_gym.errors import ConfigError, RecordError, UnscoredError
 from gspo_gym.judge.audit.report import agreement
 from gspo_gym.judge.base import (
@@ -129,11 +130,9 @@ def side_by_side(rescored: Sequence[Rescored], *, max_rows: int = 30) -> Iterato
     done = [each for each in rescored if each.after is not None]
     # An episode that was not judged before has no change and comes after those that have.
     rows = sorted(done, key=lambda each: -abs(_change(each) or 0.0))[:max_rows]
-    width = max([len("episode"), *(len(each.trajectory.trajectory_id) for each in rows)])
     heads = ("env", "event then", "now", "outcome then", "now", "return then", "now", "change")
-    yield f"{'episode':<{width}}  " + "  ".join(f"{head:>{_width(head)}}" for head in heads)
-    for each in rows:
-        yield f"{each.trajectory.trajectory_id:<{width}}  " + "  ".join(_cells(each, heads))
+    cells = [(each.trajectory.trajectory_id, *_cells(each, heads)) for each in rows]
+    yield from table(("episode", *heads), cells).splitlines()
     if len(done) > len(rows):
         yield f"... and {len(done) - len(rows)} more, which changed less"
     yield from _summary(rescored)
@@ -175,11 +174,7 @@ def _cells(each: Rescored, heads: Sequence[str]) -> Iterator[str]:
     ]
     for head, value in zip(heads, values, strict=True):
         sign = "+" if head == "change" else ""
-        yield f"{'-' if value is None else format(value, f'{sign}.3f'):>{_width(head)}}"
-
-
-def _width(head: str) -> int:
-    return max(len(head), 7)
+        yield "-" if value is None else format(value, f"{sign}.3f")
 
 
 def _event(judged: JudgedEpisode | None) -> float | None:

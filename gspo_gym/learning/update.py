@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -121,10 +122,10 @@ class Learner:
             update.score_truncated says so, which needs it. None: temperature 1.
         total_steps: optimizer steps of the whole run, for schedules that decay; None: not known.
         seed: of the division into minibatches and of dropout masks. clock: seconds, monotonic.
-        reference_model: a frozen model to use as the reference; None: what reference.source says.
-        reference_policy: a reference elsewhere, in place of both.
+        reference_model, reference_policy: a frozen model as the reference, or one elsewhere; None: reference.source.
         collective: the ranks that train the model together, each with the same arguments, batches and calls (`sink`
             apart); they return the same reports, but for the seconds. None: this process alone.
+        on_step: called after each optimizer step with how many an update has taken, and of how many.
 
     Raises:
         ConfigError: settings that contradict each other or the model.
@@ -150,6 +151,7 @@ class Learner:
         reference_policy: ReferencePolicy | None = None,
         clock: Callable[[], float] = time.perf_counter,
         collective: Collective | None = None,
+        on_step: Callable[[int, int], None] = lambda _done, _total: None,
     ) -> None:
         if update.score_truncated and sampling is None:
             raise ConfigError("update.score_truncated: expected the truncation of the rollouts, got none")
@@ -161,7 +163,7 @@ class Learner:
             _require_no_comparison(self._correction)
         self._reference_settings = reference or ReferenceSettings()
         self._shaper = AdvantageShaper(advantages or AdvantageSettings(), rewards or RewardSettings())
-        self._seed, self._clock, self._num_updates = seed, clock, 0
+        self._seed, self._clock, self._num_updates, self._on_step = seed, clock, 0, on_step
         self._device, self._routers = device_of(model, self._collective), find_routers(model)
         self._optimizer = PolicyOptimizer(
             model,
@@ -184,9 +186,8 @@ class Learner:
             raise ConfigError(_IDLE_REFERENCE)
         self._reference = reference_policy
         if compares and reference_policy is None:
-            self._reference = Reference(
-                model, self._reference_settings, computer=self._computer, make_computer=make, given=reference_model
-            )
+            own = partial(Reference, model, self._reference_settings, computer=self._computer, make_computer=make)
+            self._reference = own(given=reference_model)
 
     def set_learning_rate(self, learning_rate: float) -> None:
         """Change the learning rate (of a schedule: its peak) from the next optimizer step on."""
@@ -212,9 +213,9 @@ class Learner:
         plan = [minibatch if k in first else self._label(minibatch) for k, minibatch in enumerate(plan)]
         plan, shaping_metrics = self._shape(plan)
         labelled_at = self._clock()
-        for epoch, order in enumerate(orders):
-            for number in order:
-                self._step(plan[number], tally, router_load, sink, is_first_epoch=epoch == 0)
+        for done, number in enumerate(itertools.chain(*orders), 1):
+            self._step(plan[number], tally, router_load, sink, is_first_epoch=done <= len(plan))
+            self._on_step(done, len(plan) * len(orders))
         self._num_updates += 1
         every = self._reference_settings.update_every_n_iters
         if self._reference is not None and every and self._num_updates % every == 0:

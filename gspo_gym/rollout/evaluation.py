@@ -12,9 +12,9 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
-from rich.table import Column, Table
 
 from gspo_gym.base.settings import parse_seeds
+from gspo_gym.base.tables import table
 from gspo_gym.errors import ConfigError
 from gspo_gym.rollout.pool import RolloutPool, require_episodes
 from gspo_gym.seeding import generator
@@ -67,7 +67,7 @@ class PlayedRow:
         return cls(values["env_id"], EvaluationRow(**row), values["num_retries"])
 
 
-def _ignore(_: PlayedRow) -> None: ...
+def _ignore(_: PlayedRow, __: Trajectory) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,12 +76,12 @@ class KeptRows:
 
     Attributes:
         found: rows of an earlier attempt; their episodes are not played again.
-        add: receives each further row as soon as its episode is over, in no order; must be quick. Episodes that fail
-            give none and are therefore played again.
+        add: receives each further row and its episode as soon as that is over, in no order; must be quick. Episodes
+            that fail give none and are therefore played again.
     """
 
     found: tuple[PlayedRow, ...] = ()
-    add: Callable[[PlayedRow], None] = _ignore
+    add: Callable[[PlayedRow, Trajectory], None] = _ignore
 
 
 ScoreName = Literal["success_rate", "mean_return"]
@@ -372,23 +372,24 @@ def _row_of(group: TrajectoryGroup, env_return_of: Callable[[Trajectory], float 
     return PlayedRow.of(episode, None if env_return_of is None else env_return_of(episode)).row
 
 
-def evaluation_table(evaluations: Mapping[str, Evaluation]) -> Table:
-    """Return a table for people: one row per named evaluation."""
-    # Names are folded and not cut: two may begin alike.
-    table = Table(Column(overflow="fold"), "success", "95%", "mean return", "95%", "turns", "episodes", "failed")
-    for name, result in evaluations.items():
-        rate = "-" if result.success_rate is None else f"{result.success_rate:.3f}"
-        table.add_row(
+def evaluation_table(evaluations: Mapping[str, Evaluation], *, width: int | None = None) -> str:
+    """Return a table for people: one row per named evaluation. `width` as for `tables.table`."""
+    has_failed = any(result.num_failed for result in evaluations.values())
+    head = ("", "success", "95%", "mean return", "95%", "turns", "episodes", *(["failed"] if has_failed else []))
+    rows = [
+        (
             name,
-            rate,
+            "-" if result.success_rate is None else f"{result.success_rate:.3f}",
             as_text(result.success_interval),
             f"{result.mean_return:.3f}",
             as_text(result.mean_return_interval),
             f"{result.mean_turns:.2f}",
             str(result.num_episodes),
-            str(result.num_failed),
+            *([str(result.num_failed)] if has_failed else []),
         )
-    return table
+        for name, result in evaluations.items()
+    ]
+    return table(head, rows, width=width)
 
 
 _Z_95 = 1.959963984540054  # the 97.5% point of the standard normal distribution
@@ -532,16 +533,19 @@ def _rows_by_task(evaluation: Evaluation) -> dict[tuple[str, int], EvaluationRow
     return {(part.env_id, row.seed): row for part in evaluation.parts or (evaluation,) for row in part.rows}
 
 
-def comparison_table(comparison: Comparison, *, first: str, second: str) -> Table:
+def comparison_table(comparison: Comparison, *, first: str, second: str, width: int | None = None) -> str:
     """Return a table for people: what changed from the evaluation named `first` to that named `second`."""
-    table = Table(Column(f"{second} against {first}", overflow="fold"), "value")
-    table.add_row("pairs of episodes", str(comparison.num_pairs))
-    table.add_row("mean return, difference", f"{comparison.mean_difference:+.3f}")
-    table.add_row("  95% interval", as_text(comparison.difference_interval))
+    rows = [
+        ("pairs of episodes", str(comparison.num_pairs)),
+        ("mean return, difference", f"{comparison.mean_difference:+.3f}"),
+        ("  95% interval", as_text(comparison.difference_interval)),
+    ]
     if comparison.success_p_value is not None:
-        table.add_row(f"only {second} succeeded", str(comparison.num_only_second))
-        table.add_row(f"only {first} succeeded", str(comparison.num_only_first))
-        table.add_row("p-value (McNemar, exact)", f"{comparison.success_p_value:.4g}")
+        rows += [
+            (f"only {second} succeeded", str(comparison.num_only_second)),
+            (f"only {first} succeeded", str(comparison.num_only_first)),
+            ("p-value (McNemar, exact)", f"{comparison.success_p_value:.4g}"),
+        ]
     if comparison.num_unpaired:
-        table.add_row("seeds left out (failed)", str(comparison.num_unpaired))
-    return table
+        rows.append(("seeds left out (failed)", str(comparison.num_unpaired)))
+    return table((f"{second} against {first}", "value"), rows, width=width)

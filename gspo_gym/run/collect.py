@@ -26,6 +26,7 @@ from gspo_gym.policy.weight_sync import require_committed
 from gspo_gym.rollout.pool import GroupRequest, RolloutPool
 from gspo_gym.rollout.schedule import OnDemand, PlayedAhead, Schedule
 from gspo_gym.rollout.summary import Mixture
+from gspo_gym.run.process import Phases
 from gspo_gym.run.report.progress import Progress
 from gspo_gym.run.settings import ConstantGroups, TrainPlan, WarmupSettings
 from gspo_gym.run.state import TrainState
@@ -236,21 +237,30 @@ class WarmupPlan:
 
 
 async def warm_up(
-    model: Any, pool: RolloutPool, plan: WarmupPlan, progress: Progress, compute: Compute = in_another_thread
+    model: Any,
+    pool: RolloutPool,
+    plan: WarmupPlan,
+    progress: Progress,
+    compute: Compute = in_another_thread,
+    phases: Phases | None = None,
 ) -> SupervisedReport:
     """Play the demonstrations with the pool's scripted actor, and train `model` in place on them with `compute`.
 
-    The tasks are training tasks of a seed derived for the warm-up, so no evaluation task is seen. Any: transformers and
-    peft are untyped.
+    The tasks are training tasks of a seed derived for the warm-up, so no evaluation task is seen. `phases` are told how
+    far it is. Any: transformers and peft are untyped.
 
     Raises:
         RolloutError: no demonstration could be played; the scripted policy's error is in the message.
         NonFiniteError: too many steps in a row had a NaN or infinite loss or gradient.
     """
+    phases = phases or Phases()
+    phases.enter("warming up", total=plan.warmup.num_episodes, unit="demonstrations")
     demonstrations = await play_demonstrations(pool, plan)
+    phases.enter("warming up")
     stopping = threading.Event()
 
-    def end_if_stopping(_: SupervisedStep) -> None:
+    def end_if_stopping(taken: SupervisedStep) -> None:
+        phases.count(taken.step + 1, taken.num_total_steps, "batches")
         if stopping.is_set():
             raise InterruptedError("the warm-up was stopped")
 

@@ -212,8 +212,8 @@ class ControlServer:
     def _status(self, *, with_content: bool) -> Reply:
         steering = self.steering
         status = "stopping" if steering.stopped_by is not None else "paused" if steering.is_paused else "running"
-        reply: Reply = {"status": status, "phase": steering.phases.now, "pid": os.getpid()}
-        reply["folder"] = str(self.folder.resolve())
+        reply: Reply = {"status": status, "phase": steering.phases.now, "doing": str(steering.phases)}
+        reply |= {"pid": os.getpid(), "folder": str(self.folder.resolve())}
         if self._trainer is not None and self._settings is not None:
             state = self._trainer.state
             score = None if state.final_eval is None else state.final_eval["score"]

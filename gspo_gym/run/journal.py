@@ -88,9 +88,9 @@ class Journal:
             selection=state.selection if self._selection is None else self._selection.evidence,
         )
 
-    def started(self) -> None:
-        """Begin to show progress."""
-        self._progress.started(self.plan.size.num_iterations)
+    def started(self, step: int) -> None:
+        """Begin to show progress; so many steps were taken in an earlier part of the run."""
+        self._progress.started(self.plan.size.num_iterations, step)
 
     def finished(self) -> None:
         """End the display of progress, however the run ended."""

@@ -40,9 +40,12 @@ PROCESS_FILE = "process.json"
 MOUNTS = Path("/proc/self/mountinfo")
 # Learning includes publishing the weights; saving, only what the run waits for; waiting is that of a paused run.
 PHASES = ("starting", "warming up", "collecting", "learning", "evaluating", "saving", "waiting", "ending")
-_PHASE_BYTES = max(map(len, PHASES))
+_PHASE_BYTES = 64  # in the lock's file
+_WORDS = {"starting": "getting ready", "collecting": "playing"}  # for people, where it is not the name
 
 _BEAT_SECONDS, _SILENT_BEATS = 10.0, 18  # longer than the interpreter is held by anything but a defect
+_WRITE_SECONDS = 1.0  # between two writes of counts
+_PHASE = re.compile(f"({'|'.join(PHASES)})(?: ([0-9]+) ([0-9]+) ?([a-z]*))?")
 # File systems of one kernel: a process of another machine can no longer write there.
 _LOCAL = frozenset(("bcachefs", "btrfs", "ext2", "ext3", "ext4", "f2fs", "overlay", "ramfs", "tmpfs", "xfs", "zfs"))
 # Those whose locks all machines see, with the option that says so: nfs(5), mount.lustre(8), ceph(8).
@@ -125,47 +128,130 @@ def holder_of(folder: Path, *, mounts: Path = MOUNTS) -> ProcessInfo | None:
     return info if is_unknown else None
 
 
-class Phases:
-    """What a run's process is doing: one of PHASES, told in the lock's file to those that read the folder.
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """What a run's process is doing.
 
     Attributes:
-        now: the present phase.
+        name: one of PHASES.
+        done, total: of what is counted; `total` None: nothing is.
+        unit: of both; "" where the name says enough.
     """
 
-    def __init__(self, folder: Path | None = None) -> None:
-        self._path = None if folder is None else folder / LOCK_FILE
-        self.now = PHASES[0]
+    name: str
+    done: int = 0
+    total: int | None = None
+    unit: str = ""
 
-    def enter(self, name: str) -> None:
+    def __str__(self) -> str:
+        """Return it for people.
+
+        >>> str(Phase("collecting", 40, 96)), str(Phase("learning", 3, 4, "batches"))
+        ('playing 40 of 96', 'learning 3 of 4 batches')
+        """
+        word = _WORDS.get(self.name, self.name)
+        if self.total is None:
+            return word
+        # More than were planned: those that replace groups which teach nothing.
+        count = f"{self.done} of {self.total}" if self.done <= self.total else str(self.done)
+        return f"{word} {count} {self.unit}".rstrip()
+
+
+class Phases:
+    """The present phase, told in the lock's file to those that read the folder. `clock` is in monotonic seconds.
+
+    Attributes:
+        phase: the present one.
+    """
+
+    def __init__(self, folder: Path | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+        self._path = None if folder is None else folder / LOCK_FILE
+        self._clock = clock
+        self._began = self._written = clock()
+        self.phase = Phase(PHASES[0])
+
+    @property
+    def now(self) -> str:
+        """Return the name of the present phase."""
+        return self.phase.name
+
+    def enter(self, name: str, *, total: int | None = None, unit: str = "") -> None:
+        """Begin a phase in which `total` things are counted, by `count` or `advance`; None: nothing is."""
         assert name in PHASES
-        self.now = name
-        if self._path is None:
-            return
-        with contextlib.suppress(OSError):  # a full disk, or a folder without a lock
-            descriptor = os.open(self._path, os.O_WRONLY)
-            try:
-                os.write(descriptor, name.ljust(_PHASE_BYTES).encode())  # at once, over the one before
-            finally:
-                os.close(descriptor)
+        self._set(Phase(name, 0, total, unit))
+
+    def advance(self, name: str) -> None:
+        """Count one more in the phase of this name; in another phase do nothing."""
+        phase = self.phase
+        if phase.name == name and phase.total is not None:
+            self._count(dataclasses.replace(phase, done=phase.done + 1))
+
+    def count(self, done: int, total: int, unit: str = "") -> None:
+        """Say how much of the present phase is done."""
+        self._count(Phase(self.now, done, total, unit))
+
+    def __str__(self) -> str:
+        """Return the phase for people, with the time that is left of it at its present pace."""
+        phase = self.phase
+        if not phase.total or not 0 < phase.done <= phase.total:
+            return str(phase)
+        left = (self._clock() - self._began) / phase.done * (phase.total - phase.done)
+        return f"{phase}, {minutes_and_seconds(left)} left"
 
     @contextlib.contextmanager
     def during(self, name: str) -> Iterator[None]:
         """Be in another phase within the block."""
-        before = self.now
+        before = self.phase
         self.enter(name)
         try:
             yield
         finally:
-            self.enter(before)
+            self._set(before)
+
+    def _count(self, phase: Phase) -> None:
+        # Episodes may end by the thousand: those that read the folder see a number that is a second old.
+        if self._clock() - self._written < _WRITE_SECONDS:
+            self.phase = phase
+        else:
+            self._write(phase)
+
+    def _set(self, phase: Phase) -> None:
+        self._began = self._clock()
+        self._write(phase)
+
+    def _write(self, phase: Phase) -> None:
+        self.phase, self._written = phase, self._clock()
+        if self._path is None:
+            return
+        text = phase.name if phase.total is None else f"{phase.name} {phase.done} {phase.total} {phase.unit}"
+        with contextlib.suppress(OSError):  # a full disk, or a folder without a lock
+            descriptor = os.open(self._path, os.O_WRONLY)
+            try:
+                os.write(descriptor, text.ljust(_PHASE_BYTES).encode())  # at once, over the one before
+            finally:
+                os.close(descriptor)
 
 
-def read_phase(folder: Path) -> str | None:
+def minutes_and_seconds(seconds: float) -> str:
+    """Return a duration as text.
+
+    >>> minutes_and_seconds(75.9)
+    '1:15'
+    """
+    return f"{int(seconds) // 60}:{int(seconds) % 60:02d}"
+
+
+def read_phase(folder: Path) -> Phase | None:
     """Return the phase of the process that holds the folder; None: it tells none."""
     try:
-        told = (folder / LOCK_FILE).read_text(encoding="utf-8", errors="replace").strip()
+        text = (folder / LOCK_FILE).read_text(encoding="utf-8", errors="replace").strip()
     except OSError:
         return None
-    return told if told in PHASES else None
+    match = _PHASE.fullmatch(text)
+    if match is None:
+        return None
+    done, total, unit = match.groups()[1:]
+    return Phase(match[1]) if total is None else Phase(match[1], int(done), int(total), unit)
 
 
 def refusal(folder: Path, holder: ProcessInfo, *, is_alive: bool = False) -> str:

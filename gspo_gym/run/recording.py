@@ -8,6 +8,7 @@
         tokens/*.safetensors what the learner saw of every sampled token of a step, see `run/tokens.py`
         summary.json        the results
         checkpoints/        see `checkpoints.py`
+        tokenizer.json      of a saved evaluation, which has no checkpoint
         ledger.jsonl        every training attempt that was started, and how it ended, see `rollout/ledger.py`
         judgements.jsonl    if a judge scores: its answers, and the parts of each reward
         process.json        the process that runs it, or did last, see `process.py`

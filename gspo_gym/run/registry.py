@@ -60,6 +60,7 @@ class RunInfo:
         wall_seconds, sampled_tokens, trained_tokens: None until the run has ended.
         error: why it failed, or cannot be read; None if neither.
         phase: what the process that holds the folder is doing, one of `process.PHASES`; None: none holds it.
+        doing: the phase for people, with how much of it is done.
     """
 
     folder: Path
@@ -77,6 +78,7 @@ class RunInfo:
     trained_tokens: int | None = None
     error: str | None = None
     phase: str | None = None
+    doing: str | None = None
 
     @property
     def is_held(self) -> bool:
@@ -116,6 +118,7 @@ def _read_run(folder: Path) -> RunInfo:
     ended = last["data"] if last.get("kind") == "finished" else {}
     process = holder if holder is not None else read_process(folder)
     summary = _summary_of(folder, last) if ended and holder is None else {}
+    phase = None if holder is None else read_phase(folder)
     events = b"" if summary else _read(path)  # all of them only for what a summary does not say
     evaluation = summary.get("final_eval") or _last_evaluation(events)
     score = evaluation.get("score")
@@ -134,7 +137,8 @@ def _read_run(folder: Path) -> RunInfo:
         sampled_tokens=_number(summary.get("sampled_tokens")),
         trained_tokens=_number(summary.get("trained_tokens")),
         error=ended.get("error") if holder is None else None,
-        phase=None if holder is None else read_phase(folder),
+        phase=None if phase is None else phase.name,
+        doing=None if phase is None else str(phase),
     )
 
 

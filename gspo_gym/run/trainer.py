@@ -104,7 +104,7 @@ class Trainer:
             StopRequested: a stop was asked for; the run is saved and can go on.
         """
         self._steering.attach()
-        self._journal.started()
+        self._journal.started(self.state.step)
         try:
             await self._saver.begin(self.state)  # a kill during the first evaluation must not lose the warm-up
             await self._evaluate_if_due()  # also one that an earlier part of the run was stopped in

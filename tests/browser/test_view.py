@@ -41,15 +41,24 @@ def test_without_the_token_and_under_another_name_nothing_is_told(url: str, runs
     base, _, token = url.partition("/?token=")
     cookies = {f"gspo_gym_{httpx.URL(base).port}": token}
     group = "/group?run=small&name=step_000001&number={}"
-    for path in ("/", "/runs", "/run?run=small", "/step?run=small&name=step_000001", group.format(0), "/changes"):
+    asked = (
+        "/runs",
+        "/run?run=small",
+        "/step?run=small&name=step_000001",
+        group.format(0),
+        "/doing?run=small",
+        "/changes",
+    )
+    for path in ("/", *asked):
         assert httpx.get(base + path).status_code == 403
         assert httpx.get(base + path, headers={"Host": "evil.example"}, cookies=cookies).status_code == 403
     assert httpx.get(f"{base}/?token=wrong", follow_redirects=True).status_code == 403
-    asked = httpx.get(f"{base}/runs", cookies=cookies).json()
-    assert [(run["name"], run["status"]) for run in asked] == [("small", "completed"), ("turns", "completed")]
+    told = httpx.get(f"{base}/runs", cookies=cookies).json()
+    assert [(run["name"], run["status"]) for run in told] == [("small", "completed"), ("turns", "completed")]
     for path in (
         "/run?run=../small",
         "/run?run=other",
+        "/doing?run=other",
         "/step?run=small&name=../config",
         "/step?run=small&name=step_000009",
         group.format(8),  # 32 episodes, 4 a group: 0 to 7

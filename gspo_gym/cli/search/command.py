@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any
 from gspo_gym.base.files import make_folder, replace_file, writing
 from gspo_gym.base.leftovers import end_with_us, has_ended
 from gspo_gym.base.loops import run_to_end
+from gspo_gym.base.tables import table
 from gspo_gym.cli.search.study import (
     Metric,
     SearchSettings,
@@ -67,7 +68,7 @@ def run_command(arguments: argparse.Namespace) -> int:
     settings = load_search(arguments.search)
     console = Console()
     leaderboard = run_search(settings, resume=arguments.resume, console=console)
-    console.print(_table(leaderboard))
+    print(_table(leaderboard))
     if leaderboard["best"] is None:
         console.print(f"no trial came to its end; the logs are in {settings.search_folder / 'trials'}")
         return 1
@@ -264,18 +265,16 @@ def _open_folder(settings: SearchSettings, *, resume: bool) -> Path:
     return base
 
 
-def _table(leaderboard: dict[str, Any]) -> Any:
-    from rich.table import Table
-
+def _table(leaderboard: dict[str, Any]) -> str:
     keys = list(leaderboard["trials"][0]["parameters"]) if leaderboard["trials"] else []
     names = [key.rpartition(".")[2] for key in keys]
     headers = names if len(set(names)) == len(names) else keys  # short ones fit a terminal
-    table = Table("trial", leaderboard["metric"], "state", "seconds", *headers)
+    rows = []
     for row in leaderboard["trials"]:
         score = "-" if row["score"] is None else f"{row['score']:.3f}"
         values = [_short(row["parameters"].get(key)) for key in keys]
-        table.add_row(str(row["trial"]), score, row["state"], str(row["seconds"] or "-"), *values)
-    return table
+        rows.append((str(row["trial"]), score, row["state"], str(row["seconds"] or "-"), *values))
+    return table(("trial", leaderboard["metric"], "state", "seconds", *headers), rows)
 
 
 def _short(value: Any) -> str:

@@ -27,7 +27,6 @@ import importlib
 import itertools
 import json
 import math
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -39,6 +38,7 @@ from pydantic import Field, ValidationError, field_validator, model_validator
 from gspo_gym.base.files import flat_items, read_file
 from gspo_gym.base.settings import Settings
 from gspo_gym.config.run_config import load_config
+from gspo_gym.config.sections import is_safe_label
 from gspo_gym.config.words import find_problems
 from gspo_gym.errors import ConfigError, MissingExtraError
 from gspo_gym.seeding import child_seed
@@ -205,7 +205,6 @@ def _pruner(settings: PrunerSection) -> optuna.pruners.BasePruner:
     return made
 
 
-_SAFE_LABEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _GIVEN_BY_THE_SEARCH = ("run.folder", "model.label")
 _FREE_ON_RESUME = ("num_trials", "max_parallel", "trial_timeout_seconds")
 
@@ -248,7 +247,7 @@ class SearchSection(Settings):
     @field_validator("label")
     @classmethod
     def _is_safe_file_name(cls, label: str) -> str:
-        if not _SAFE_LABEL.fullmatch(label):
+        if not is_safe_label(label):
             raise ValueError(f"expected 1 to 64 letters, digits, '.', '_' or '-' (it names a folder), got {label!r}")
         return label
 

@@ -41,6 +41,7 @@ from gspo_gym.learning.update import AnyLearner, Learner
 from gspo_gym.policy.checkpoints import CheckpointStore
 from gspo_gym.policy.load import Policy
 from gspo_gym.policy.parallel import copy_into, host_store, join_group
+from gspo_gym.run.process import Phases
 
 _ROLE = "learner"
 _END_SECONDS = 5.0
@@ -140,6 +141,7 @@ def learning(
     fleet: Fleet,
     num_threads: int,
     on_restart: Callable[[int, str], None],
+    phases: Phases | None = None,
 ) -> Iterator[AnyLearner]:
     """Yield the learner of the configuration: of this process, or on ranks that this process starts and ends.
 
@@ -149,9 +151,10 @@ def learning(
         fleet: of `launching`.
         num_threads: of torch, of all ranks.
         on_restart: see `LearnerOnRanks`.
+        phases: told of the optimizer steps that this process takes.
     """
     if num_ranks(config) == 1:
-        yield build_learner(config, policy, reference)
+        yield build_learner(config, policy, reference, phases=phases)
         return
     assert config.topology is not None
     checkpoints = CheckpointStore(config.run_folder / "checkpoints")

@@ -256,15 +256,17 @@ def build_evaluate(
     *,
     rows: KeptRows | None = None,
     concurrency: Callable[[], int] | None = None,
+    on_over: Callable[[], None] = lambda: None,
 ) -> Evaluate:
     """Return a function that evaluates the player's present weights on the configured seeds.
 
     Every call samples with the same seeds. `rows` holds rows that were played before and receives new ones: for one
     call only.
-    `concurrency` returns the present rollout.max_concurrent_rollouts; None: the config's.
+    `concurrency` returns the present rollout.max_concurrent_rollouts; None: the config's. `on_over` is called when an
+    episode is over, also for one that failed.
     """
     play = build_play(config, player, mode="eval")
-    return _evaluation_of(config, play, keep=keep, judging=judging, rows=rows, concurrency=concurrency)
+    return _evaluation_of(config, play, keep=keep, judging=judging, rows=rows, concurrency=concurrency, on_over=on_over)
 
 
 async def build_scripted_evaluate(
@@ -330,6 +332,7 @@ def _evaluation_of(
     judging: Judging | None = None,
     rows: KeptRows | None = None,
     concurrency: Callable[[], int] | None = None,
+    on_over: Callable[[], None] = lambda: None,
 ) -> Evaluate:
     kept = rows or KeptRows()
 
@@ -338,12 +341,14 @@ def _evaluation_of(
         env_returns: dict[str, float | None] = {}
 
         def over(trajectory: Trajectory, what: Disposition) -> None:
+            if what is not Disposition.RETRIED:
+                on_over()
             if what is not Disposition.KEPT:
                 return
             episodes.append(trajectory)
             env_return = None if judging is None else judging.env_return(trajectory)  # it is given once
             env_returns[trajectory.trajectory_id] = env_return
-            kept.add(PlayedRow.of(trajectory, env_return))
+            kept.add(PlayedRow.of(trajectory, env_return), trajectory)
 
         pool = build_pool(
             config,
@@ -397,10 +402,13 @@ async def check_warmup(config: RunConfig) -> tuple[str, PolicyFactory] | None:
     return env_id, await _scripted_policy(config, config.sources[0], config.warmup.policy)
 
 
-async def build_warmup(config: RunConfig, player: Player) -> tuple[RolloutPool, WarmupPlan] | None:
+async def build_warmup(
+    config: RunConfig, player: Player, on_over: Callable[[], None] = lambda: None
+) -> tuple[RolloutPool, WarmupPlan] | None:
     """Return the pool that plays demonstrations and the plan of the warm-up; None without a [warmup] section.
 
-    Demonstrations are of the main environment, and are played here even if a task app plays the episodes.
+    Demonstrations are of the main environment, and are played here even if a task app plays the episodes. `on_over` is
+    called at the end of each.
 
     Raises:
         UnknownNameError: the environment has no scripted policy of that name.
@@ -410,6 +418,12 @@ async def build_warmup(config: RunConfig, player: Player) -> tuple[RolloutPool, 
     if played_by is None or config.warmup is None:
         return None
     env_id, make_policy = played_by
-    pool = build_pool(config, local_play(config, player.renderers, ScriptedActor(make_policy)), seed_name="warmup")
+
+    def on_episode(_: Trajectory, what: Disposition) -> None:
+        if what is not Disposition.RETRIED:
+            on_over()
+
+    play = local_play(config, player.renderers, ScriptedActor(make_policy))
+    pool = build_pool(config, play, seed_name="warmup", on_episode=on_episode)
     update = UpdateSettings.of(config.training)
     return pool, WarmupPlan(env_id, config.run.seed, config.warmup, config.optimizer, update)

@@ -19,6 +19,7 @@ from functools import partial
 from typing import Any, Literal, get_args
 
 from gspo_gym.base.loops import run_to_end
+from gspo_gym.base.tables import table
 from gspo_gym.chat.renderer import Renderer, RendererCache
 from gspo_gym.config.build.threads import compute_in, computing_elsewhere
 from gspo_gym.engine.local.engine import LocalEngine
@@ -133,14 +134,12 @@ class TokenAudit:
 
     def __str__(self) -> str:
         head = f"tokens of {self.env_id} with {self.model}: {'passed' if self.passed else 'FAILED'}"
-        lines = [head, f"  {'':28}{'turns':>6}{'extend':>8}{'new':>5}{'same':>6}{'respelt':>9}{'drift':>7}"]
-        lines[1] += f"{'trained':>9}{'masked':>8}"
+        heads = ("", "turns", "extend", "new", "same", "respelt", "drift", "trained", "masked")
+        rows = []
         for audit in self.players:
             counts = [audit.count(what) for what in ("extends", "new segment", "same", "respelt", "drift")]
-            widths = zip((8, 5, 6, 9, 7), counts, strict=True)
-            cells = "".join(f"{count:>{width}}" for width, count in widths)
-            tokens = f"{audit.num_trained:>9}{audit.num_untrained:>8}"
-            lines.append(f"  {audit.player:28}{len(audit.turns):>6}{cells}{tokens}")
+            rows.append((audit.player, *map(str, (len(audit.turns), *counts, audit.num_trained, audit.num_untrained))))
+        lines = [head, table(heads, rows)]
         for reason, (count, first) in self.broken_seams.items():
             lines.append(f"  new segments, {count} of them, first at {first}: {reason}")
         lines += [f"  FAIL {failure}" for failure in self.failures[:_SHOWN]]

@@ -32,7 +32,8 @@ from gspo_gym.policy.lora import is_adapter
 from gspo_gym.policy.options import check_options, prepare_for_training
 from gspo_gym.policy.weight_sync import WeightSync
 from gspo_gym.rollout.evaluation import Evaluation
-from gspo_gym.rollout.ledger import Ledger
+from gspo_gym.rollout.ledger import Disposition, Ledger
+from gspo_gym.rollout.pool import OnEpisode, RolloutPool
 from gspo_gym.rollout.selection import AttemptWatch, SelectionAlarm
 from gspo_gym.run.collect import Collector
 from gspo_gym.run.journal import Journal, MoreMetrics
@@ -46,7 +47,7 @@ from gspo_gym.run.state import Saver, TrainState
 from gspo_gym.run.steering import Steering
 from gspo_gym.run.trainer import Evaluate, ForgetEnded, Trainer, WhileLearning
 from gspo_gym.seeding import child_seed
-from gspo_gym.types import TrajectoryGroup
+from gspo_gym.types import Trajectory, TrajectoryGroup
 
 
 def build_policy(config: RunConfig, base: str | None = None) -> Policy:
@@ -160,11 +161,14 @@ def build_learner(
     policy: Policy,
     reference: ReferencePolicy | None = None,
     collective: Collective | None = None,
+    phases: Phases | None = None,
 ) -> Learner:
     """Return the learner of [loss], [advantages], [rewards], [correction], [reference], [optimizer] and [training].
 
     `reference` is at a server; None: it is in this process, if any term needs one. `collective`: see `Learner`.
+    `phases` are told of its optimizer steps.
     """
+    phases = phases or Phases()
     return Learner(
         policy.model,
         optimizer=config.optimizer,
@@ -181,6 +185,7 @@ def build_learner(
         seed=child_seed(config.run.seed, "learner"),
         reference_policy=reference,
         collective=collective,
+        on_step=partial(phases.count, unit="batches"),
     )
 
 
@@ -248,8 +253,8 @@ def build_trainer(
     if judging is not None:
         judging.record_into(recorder.folder, tell_recorder(recorder, progress), step=0 if state is None else state.step)
     plan, phases = build_plan(config), Phases() if steering is None else steering.phases
-    pool = build_training_pool(config, player, Ledger(recorder.folder / LEDGER_FILE), judging, attempts)
-    evaluate = build_evaluate(config, player, recorder.episodes, judging, concurrency=lambda: pool.concurrency)
+    ledger = Ledger(recorder.folder / LEDGER_FILE)
+    pool = build_training_pool(config, player, ledger, judging, _counting(phases, attempts))
     return Trainer(
         plan,
         collector=Collector(
@@ -261,7 +266,7 @@ def build_trainer(
         ),
         learner=learner,
         publish=weight_sync.after_step,
-        evaluate=_evaluating(phases, evaluate),
+        evaluate=_evaluating(config, player, recorder, judging, phases, pool),
         saver=_build_saver(plan, checkpoints, player.policy, learner, recorder, state if is_saved else None, phases),
         journal=Journal(
             plan,
@@ -273,7 +278,7 @@ def build_trainer(
             more_metrics=_more_metrics(player, attempts, selection, judging, recorder=recorder, progress=progress),
         ),
         state=state,
-        forget_ended=_collecting(phases, player.engine),
+        forget_ended=_collecting(phases, player.engine, plan),
         compute=player.compute,
         while_learning=_learning(phases, build_while_learning(config, player.engine)),
         steering=steering,
@@ -306,17 +311,46 @@ def _build_saver(
     return Saver(copy_checkpoint, plan.loop, on_event=recorder.event, saved=saved, phases=phases)
 
 
-def _collecting(phases: Phases, engine: Engine) -> ForgetEnded:
+def _counting(phases: Phases, attempts: OnEpisode) -> OnEpisode:
+    def over(trajectory: Trajectory, disposition: Disposition) -> None:
+        attempts(trajectory, disposition)
+        if disposition is not Disposition.RETRIED:
+            phases.advance("collecting")
+
+    return over
+
+
+def _collecting(phases: Phases, engine: Engine, plan: TrainPlan) -> ForgetEnded:
+    # Of episodes that are played ahead, some are over before a step waits for them.
+    num_episodes = None if plan.loop.max_staleness else plan.size.groups_per_iteration * plan.size.group_size
+
     async def forget_ended() -> None:
-        phases.enter("collecting")  # what follows it, unless it is an evaluation, which says so
+        phases.enter("collecting", total=num_episodes)  # what follows it, unless it is an evaluation, which says so
         await engine.forget_ended()
 
     return forget_ended
 
 
-def _evaluating(phases: Phases, evaluate: Evaluate) -> Evaluate:
+def _evaluating(
+    config: RunConfig,
+    player: Player,
+    recorder: RunRecorder,
+    judging: Judging | None,
+    phases: Phases,
+    training_pool: RolloutPool,
+) -> Evaluate:
+    evaluate = build_evaluate(
+        config,
+        player,
+        recorder.episodes,
+        judging,
+        concurrency=lambda: training_pool.concurrency,
+        on_over=partial(phases.advance, "evaluating"),
+    )
+    num_episodes = len(config.sources) * len(config.evaluation_seeds)
+
     async def run(label: str) -> Evaluation:
-        phases.enter("evaluating")
+        phases.enter("evaluating", total=num_episodes)
         return await evaluate(label)
 
     return run

@@ -14,6 +14,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from gspo_gym.base.tables import table
 from gspo_gym.errors import ConfigError
 from gspo_gym.judge.base import JudgeCost
 from gspo_gym.seeding import generator
@@ -307,14 +308,20 @@ def _agreement_lines(report: AuditReport) -> Iterator[str]:
     shown = {name: row for name, row in rows.items() if row is not None}
     if not shown:
         return
-    width = max(map(len, [*shown, "agreement"]))
-    heads = "  ".join(f"{head:>6}" for head in ("judge", "gold", "equal", "error", "kappa", "corr."))
-    yield f"{'agreement':<{width}}  {'n':>5}  {heads}"
-    for name, row in shown.items():
-        yield (
-            f"{name:<{width}}  {row.num:>5}  {row.judge_mean:>6.3f}  {row.gold_mean:>6.3f}  {row.equal_fraction:>6.1%}"
-            f"  {row.mean_absolute_error:>6.3f}  {_number(row.kappa)}  {_number(row.correlation)}"
+    rows = [
+        (
+            name,
+            str(row.num),
+            f"{row.judge_mean:.3f}",
+            f"{row.gold_mean:.3f}",
+            f"{row.equal_fraction:.1%}",
+            f"{row.mean_absolute_error:.3f}",
+            _number(row.kappa),
+            _number(row.correlation),
         )
+        for name, row in shown.items()
+    ]
+    yield from table(("agreement", "n", "judge", "gold", "equal", "error", "kappa", "corr."), rows).splitlines()
 
 
 def _bias_lines(report: AuditReport) -> Iterator[str]:
@@ -355,4 +362,4 @@ def _attack_lines(attacks: AttackReport) -> Iterator[str]:
 
 
 def _number(value: float | None) -> str:
-    return "     -" if value is None else f"{value:>6.3f}"
+    return "-" if value is None else f"{value:.3f}"

@@ -18,7 +18,7 @@ import itertools
 import json
 import zlib
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from importlib.resources import files
 from pathlib import Path
@@ -34,6 +34,7 @@ from gspo_gym.rollout.episode_files import episode_paths, read_episodes
 from gspo_gym.run.recording import METRICS
 from gspo_gym.run.records import read_config, read_events, read_metrics
 from gspo_gym.run.registry import read_run
+from gspo_gym.run.report.token_text import TokenTexts
 from gspo_gym.run.tokens import TokenFile, open_tokens, token_path
 from gspo_gym.types import SAMPLING_NAMES, Trajectory
 
@@ -139,6 +140,9 @@ class RecordedStep:
     def group(self, number: int) -> dict[str, Json]:
         """Return the episodes of a group token by token, and the text of each token id in them.
 
+        A segment's `texts` are those of tokens which read otherwise in their place than alone, by their position.
+        Without a tokenizer in the run there are no texts.
+
         Raises:
             RecordError: there is no such group.
         """
@@ -149,8 +153,15 @@ class RecordedStep:
             _turns(each, self._judgement_of(each), leaves) | _columns(each, self._tokens)
             for each, leaves in zip(members, _divergences(members), strict=True)
         ]
-        used = {i for episode in episodes for segment in episode["segments"] for i in segment["ids"]}
-        return {"episodes": episodes, "vocabulary": _texts(self._folder, used)}
+        vocabulary: dict[int, str] = {}
+        if (tokenizer := run_tokenizer(self._folder)) is not None:
+            texts = TokenTexts(tokenizer)
+            for segment in (segment for episode in episodes for segment in episode["segments"]):
+                vocabulary |= {i: texts.alone(i) for i in segment["ids"]}
+                # Of tokens that hold parts of characters: what they are beside their neighbours.
+                read = zip(segment["ids"], texts.in_sequence(segment["ids"]), strict=True)
+                segment["texts"] = {at: text for at, (i, text) in enumerate(read) if text != vocabulary[i]}
+        return {"episodes": episodes, "vocabulary": vocabulary}
 
     def _update(self, columns: Mapping[str, Column], num_steps: float | None) -> dict[str, Json]:
         """Return what the shares of the loss are divided by, counted over all episodes: the page may show fewer.
@@ -499,21 +510,11 @@ def _common(a: np.ndarray[Any, Any], b: np.ndarray[Any, Any]) -> int:
     return int(differ[0]) if len(differ) else size
 
 
-def _texts(folder: Path, ids: Iterable[int]) -> dict[int, str]:
-    """Return the text of each token id; none without a tokenizer in a checkpoint of the run."""
-    tokenizer = run_tokenizer(folder)
-    if tokenizer is None:
-        return {}
-    texts = {i: tokenizer.decode([i], skip_special_tokens=False) for i in sorted(ids)}
-    # A part of a character has no text of its own: its name in the vocabulary says which bytes it is.
-    return {i: tokenizer.id_to_token(i) or text if "\ufffd" in text else text for i, text in texts.items()}
-
-
 def run_tokenizer(folder: Path) -> Any | None:
-    """Return the `tokenizers.Tokenizer` of a run's newest checkpoint (Any: untyped); None: it has none."""
+    """Return the `tokenizers.Tokenizer` of a run's newest checkpoint, or its own (Any: untyped); None: it has none."""
     from tokenizers import Tokenizer
 
-    paths = sorted((folder / "checkpoints").glob("step_*/tokenizer.json"))
+    paths = [*folder.glob("tokenizer.json"), *sorted((folder / "checkpoints").glob("step_*/tokenizer.json"))]
     return Tokenizer.from_file(str(paths[-1])) if paths else None
 
 

@@ -20,16 +20,17 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from rich.console import Console
+from rich.console import Console, Group
 from rich.live import Live
 from rich.panel import Panel
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
-from rich.table import Table
 from rich.text import Text
 
+from gspo_gym.base.tables import table
 from gspo_gym.rollout.episode_files import episode_paths, read_episodes
 from gspo_gym.rollout.ledger import Disposition, Terminal, read_ledger
+from gspo_gym.run.process import Phases, minutes_and_seconds
 from gspo_gym.run.records import read_config
 from gspo_gym.types import Message, Segment, Trajectory
 
@@ -44,14 +45,15 @@ _COLUMNS = (
 )
 
 _SPEAKER_STYLES = {"system": "dim", "user": "cyan", "assistant": "bold green", "tool": "yellow"}
+_MAX_MESSAGES, _MAX_SAID = 12, 600  # messages, and characters of one, of an episode that is shown shortened
 _BLOCKS = " ▁▂▃▄▅▆▇█"
 
 
 class Progress(Protocol):
     """Receiver of a run's progress."""
 
-    def started(self, num_steps: int) -> None:
-        """Begin a run of this many steps."""
+    def started(self, num_steps: int, step: int = 0) -> None:
+        """Begin a run of this many steps, of which an earlier part of it took the first `step`."""
         ...
 
     def note(self, text: str) -> None:
@@ -75,7 +77,8 @@ class QuietProgress:
         seconds: longest time between two lines, while `alive`.
         wait: waits so many seconds for the end of the run; returns whether it has come.
         clock: monotonic seconds.
-        doing: text of the lines until the first step.
+        phases: of the run; they are in the lines.
+        doing: returns the text of the lines in place of the run's phase.
     """
 
     def __init__(
@@ -85,7 +88,8 @@ class QuietProgress:
         seconds: float = 30.0,
         wait: Callable[[float], bool] | None = None,
         clock: Callable[[], float] = time.monotonic,
-        doing: str = "getting ready",
+        phases: Phases | None = None,
+        doing: Callable[[], str] | None = None,
     ) -> None:
         self._write = write
         self._seconds = seconds
@@ -94,8 +98,8 @@ class QuietProgress:
         self._clock = clock
         self._lock = threading.Lock()  # the thread of `alive` writes too
         self._began = self._last = clock()
-        self._doing = doing
-        self._pace = _Pace(clock)
+        self._pace = _Pace(clock, phases or Phases())
+        self._doing = doing or self._pace.doing
 
     @contextlib.contextmanager
     def alive(self) -> Iterator[None]:
@@ -109,23 +113,21 @@ class QuietProgress:
             self._end.set()
             thread.join()
 
-    def started(self, num_steps: int) -> None:
-        self._pace.num_steps = num_steps
-        self._doing = f"at step 1/{num_steps}"
+    def started(self, num_steps: int, step: int = 0) -> None:
+        self._pace.begin(num_steps, step)
         self._say(f"training for {num_steps} steps")
 
     def note(self, text: str) -> None:
         self._say(text)
 
     def stepped(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Keep the text of this step, and write it if a line is due."""
+        """Write the step's metrics, if a line is due."""
+        self._pace.stepped(step)
         numbers = ", ".join(f"{title} {text}" for title, text in _cells(metrics) if text != "-")
-        left = self._pace.left_after(step)
-        self.doing(f"step {step}/{self._pace.num_steps}: {numbers}, left {left}")
+        self.say_if_due(f"step {step}/{self._pace.num_steps}: {numbers}, left {self._pace.left}")
 
-    def doing(self, text: str, *, seconds: float | None = None) -> None:
-        """Set the text of the next line; write it now if none was written for `seconds`, or the usual time for None."""
-        self._doing = text
+    def say_if_due(self, text: str, *, seconds: float | None = None) -> None:
+        """Write the text if nothing was written for `seconds`, or the usual time for None."""
         if self._is_due(self._seconds if seconds is None else seconds):
             self._say(text)
 
@@ -135,7 +137,7 @@ class QuietProgress:
     def _beat(self) -> None:
         while not self._wait(max(self._seconds - (self._clock() - self._last), 0.0)):
             if self._is_due(self._seconds):
-                self._say(f"{self._doing} ({self._clock() - self._began:.0f} s since the start)")
+                self._say(f"{self._doing()} ({self._clock() - self._began:.0f} s since the start)")
 
     def _is_due(self, seconds: float) -> bool:
         return self._clock() - self._last >= seconds
@@ -147,56 +149,78 @@ class QuietProgress:
 
 
 class _Pace:
-    """Estimate of the remaining time."""
+    """How far a run is: its steps, the phase of the present one, and an estimate of the remaining time."""
 
-    def __init__(self, clock: Callable[[], float]) -> None:
+    def __init__(self, clock: Callable[[], float], phases: Phases) -> None:
         self._clock = clock
-        self.num_steps = 0
+        self._phases = phases
+        self.num_steps: int | None = None  # None: training has not begun
+        self.step = 0  # that has ended
+        self.left = "-"
         self._first: tuple[int, float] | None = None
 
-    def left_after(self, step: int) -> str:
-        """Return the remaining minutes and seconds, or "-" after the first step."""
-        now = self._clock()
+    def begin(self, num_steps: int, step: int) -> None:
+        self.num_steps, self.step = num_steps, step
+
+    def stepped(self, step: int) -> None:
+        now, self.step = self._clock(), step
         if self._first is None:
             self._first = (step, now)
-            return "-"
+            return
         # The first step also pays for start-up, so the pace is measured from its end.
         first_step, first_time = self._first
-        seconds = (now - first_time) / max(step - first_step, 1) * (self.num_steps - step)
-        return f"{int(seconds) // 60}:{int(seconds) % 60:02d}"
+        seconds = (now - first_time) / max(step - first_step, 1) * ((self.num_steps or step) - step)
+        self.left = minutes_and_seconds(seconds)
+
+    def doing(self) -> str:
+        """Return the phase with its place among the steps, such as "step 2/9: playing 40 of 96, 0:20 left"."""
+        if self.num_steps is None:
+            return str(self._phases)
+        if self._phases.now in ("collecting", "learning"):
+            place = f"step {min(self.step + 1, self.num_steps)}"
+        else:
+            place = f"after step {self.step}" if self.step else "before step 1"
+        run = "" if self.left == "-" else f"; the run: {self.left} left"
+        return f"{place}/{self.num_steps}: {self._phases}{run}"
 
 
 class LiveProgress:
-    """One line for the latest step, redrawn in place; `clock` is in monotonic seconds."""
+    """The latest step and the present phase, redrawn in place; `clock` is in monotonic seconds."""
 
-    def __init__(self, console: Console, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, console: Console, clock: Callable[[], float] = time.monotonic, phases: Phases | None = None
+    ) -> None:
         self._console = console
-        self._live = Live(console=console, refresh_per_second=4, transient=True)
-        self._pace = _Pace(clock)
+        self._pace = _Pace(clock, phases or Phases())
+        self._row: dict[str, str] = {}
+        self._live = Live(console=console, refresh_per_second=4, transient=True, get_renderable=self.shown)
 
-    def started(self, num_steps: int) -> None:
-        self._pace.num_steps = num_steps
-        self._live.start()
+    @contextlib.contextmanager
+    def alive(self) -> Iterator[None]:
+        """Redraw during the block, but not after `finished`."""
+        with self._live:
+            yield
+
+    def started(self, num_steps: int, step: int = 0) -> None:
+        self._pace.begin(num_steps, step)
 
     def note(self, text: str) -> None:
         self._console.print(text, markup=False, highlight=False)
 
     def stepped(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._live.update(self.table(step, metrics))
+        self._pace.stepped(step)
+        place = f"{step}/{self._pace.num_steps}"
+        self._row = {"step": place, **dict(_cells(metrics)), "left": self._pace.left}
 
     def finished(self) -> None:
         self._live.stop()
 
-    def table(self, step: int, metrics: Mapping[str, float]) -> Table:
-        table = Table(box=None, pad_edge=False)
-        row = [f"{step}/{self._pace.num_steps}"]
-        table.add_column("step")
-        for title, text in _cells(metrics):
-            table.add_column(title, justify="right")
-            row.append(text)
-        table.add_column("left", justify="right")
-        table.add_row(*row, self._pace.left_after(step))
-        return table
+    def shown(self) -> Group:
+        """Return what is drawn now."""
+        doing = Text(self._pace.doing(), style="dim")
+        if not self._row:
+            return Group(doing)
+        return Group(Text(table(tuple(self._row), [tuple(self._row.values())])), doing)
 
 
 def _cells(metrics: Mapping[str, float]) -> Iterator[tuple[str, str]]:
@@ -207,16 +231,17 @@ def _cells(metrics: Mapping[str, float]) -> Iterator[tuple[str, str]]:
 
 
 @contextlib.contextmanager
-def telling(console: Console | None) -> Iterator[Progress]:
+def telling(console: Console | None, phases: Phases | None = None) -> Iterator[Progress]:
     """Yield a progress on a console: live in a terminal, in lines elsewhere, silent for None."""
     if console is None:
         yield QuietProgress(lambda _: None)
-    elif console.is_terminal:
-        yield LiveProgress(console)
+        return
+    if console.is_terminal:
+        progress: LiveProgress | QuietProgress = LiveProgress(console, phases=phases)
     else:
-        lines = QuietProgress(_printing_to(console))
-        with lines.alive():
-            yield lines
+        progress = QuietProgress(_printing_to(console), phases=phases)
+    with progress.alive():
+        yield progress
 
 
 @contextlib.contextmanager
@@ -240,19 +265,22 @@ def counting(
             task = bar.add_task("", total=total, completed=done)
             yield lambda: bar.advance(task)
         return
-    lines = QuietProgress(_printing_to(console), wait=wait, clock=clock, doing=_over(done, total))
+    num_new, began = 0, clock()
+
+    def text() -> str:
+        num_left = total - done - num_new
+        left = minutes_and_seconds((clock() - began) / num_new * num_left) if num_new else None
+        return f"{done + num_new} of {total} episodes are over" + ("" if left is None else f", {left} left")
+
+    lines = QuietProgress(_printing_to(console), wait=wait, clock=clock, doing=text)
 
     def count() -> None:
-        nonlocal done
-        done += 1
-        lines.doing(_over(done, total), seconds=seconds)
+        nonlocal num_new
+        num_new += 1
+        lines.say_if_due(text(), seconds=seconds)
 
     with lines.alive():
         yield count
-
-
-def _over(done: int, total: int) -> str:
-    return f"{done} of {total} episodes are over"
 
 
 def _printing_to(console: Console) -> Callable[[str], None]:
@@ -359,28 +387,47 @@ def print_curve(console: Console, curve: Sequence[tuple[int, float]], *, label: 
 
 def print_before_after(console: Console, before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
     """Print the first and the last evaluation beside each other; both are summaries as in summary.json."""
-    table = Table(title="held-out evaluation")
-    for name in ("", f"before (step {before['step']})", f"after (step {after['step']})"):
-        table.add_column(name, justify="left" if not name else "right")
-    table.add_row("success rate", _rate(before), _rate(after))
-    table.add_row("mean return", f"{before['mean_return']:.3f}", f"{after['mean_return']:.3f}")
-    table.add_row("episodes", str(before["num_episodes"]), str(after["num_episodes"]))
-    console.print(table)
+    head = ("held-out evaluation", f"before (step {before['step']})", f"after (step {after['step']})")
+    rows = [
+        ("success rate", _rate(before), _rate(after)),
+        ("mean return", f"{before['mean_return']:.3f}", f"{after['mean_return']:.3f}"),
+        ("episodes", str(before["num_episodes"]), str(after["num_episodes"])),
+    ]
+    console.print(f"\n{table(head, rows, width=console.width)}\n", markup=False, highlight=False)
 
 
-def print_episode(console: Console, title: str, trajectory: Trajectory) -> None:
-    """Print an episode as a conversation, with the reward of each turn."""
+def print_episode(console: Console, title: str, trajectory: Trajectory, *, is_shortened: bool = False) -> None:
+    """Print an episode as a conversation, with the reward of each turn; shortened: the ends of it and of its texts."""
     text = Text()
     rewards = iter(trajectory.turns)
-    for message in trajectory.messages:
+    num_hidden = max(len(trajectory.messages) - _MAX_MESSAGES, 0) if is_shortened else 0
+    for number, message in enumerate(trajectory.messages):
+        if 0 <= number - _MAX_MESSAGES // 2 < num_hidden:
+            if number == _MAX_MESSAGES // 2:
+                text.append(f"{'':>9}  ... {num_hidden} messages ...\n", style="dim")
+            if message.role == "assistant":
+                next(rewards, None)
+            continue
+        told = visible(spoken(message))
         text.append(f"{message.role:>9}  ", style="dim")
-        text.append(visible(spoken(message)), style=_SPEAKER_STYLES[message.role])
+        text.append(shortened(told, _MAX_SAID) if is_shortened else told, style=_SPEAKER_STYLES[message.role])
         if message.role == "assistant" and (turn := next(rewards, None)) is not None and turn.reward is not None:
             text.append(f"   [{turn.reward:+.2f}]", style="dim")
         text.append("\n")
     verdict = {True: "success", False: "failure", None: trajectory.outcome.value}[trajectory.success]
     text.append(f"{verdict}, return {trajectory.reward:+.2f}", style="bold")
     console.print(Panel(text, title=f"{title}: {trajectory.task.task_id}", expand=False))
+
+
+def shortened(text: str, limit: int) -> str:
+    """Return the text; of one that is longer than `limit` characters, its two ends.
+
+    >>> shortened("abcdefghijkl", 4)
+    'ab ... 8 characters ... kl'
+    """
+    if len(text) <= limit:
+        return text
+    return f"{text[: limit // 2]} ... {len(text) - limit} characters ... {text[-limit // 2 :]}"
 
 
 # Control characters (but for the line's end), ANSI codes among them, marks of writing direction, and invisible tags.

@@ -27,7 +27,7 @@ def test_check_shows_what_a_bundled_rubric_will_do(capsys: pytest.CaptureFixture
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == f"VALID: {ROOT / 'envs' / 'support_desk' / 'rubric.yaml'}"
     assert lines[1] == "event: version v1, weighted_sum, total 0 to 1"
-    assert "  progress.step   binary               0.5   50.0%  at least 0.5" in lines
+    assert "progress.step   binary     0.5  50.0%  at least 0.5" in lines
     assert lines[-1] == "STRICT: yes"
     assert not any(line.startswith("note:") for line in lines)
 

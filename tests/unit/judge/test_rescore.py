@@ -179,7 +179,10 @@ def test_episodes_are_chosen_by_the_beginning_of_their_files_name(tmp_path: Path
         stored_episodes(tmp_path, "step_9")
 
 
-def test_the_table_shows_then_and_now_and_the_greatest_change_first(tmp_path: Path) -> None:
+def test_the_table_shows_then_and_now_and_the_greatest_change_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "120")
     record_run(tmp_path, judge=finds("x"))
     lines = list(side_by_side(again(tmp_path, finds("y")), max_rows=2))
     assert " ".join(lines[0].split()) == "episode env event then now outcome then now return then now change"

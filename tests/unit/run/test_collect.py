@@ -19,6 +19,7 @@ from gspo_gym.policy.load import load_policy
 from gspo_gym.rollout.pool import GroupRequest
 from gspo_gym.rollout.schedule import OnDemand
 from gspo_gym.run.collect import Collected, Collector, WarmupPlan, batch_metrics, collect_groups, warm_up
+from gspo_gym.run.process import Phases
 from gspo_gym.run.settings import ConstantGroups, LoopSettings, RunSize, TrainPlan, WarmupSettings
 from gspo_gym.seeding import child_seed, training_seed
 from gspo_gym.types import (
@@ -216,7 +217,9 @@ def test_warm_up_imitates_one_episode_of_each_of_its_own_training_tasks() -> Non
         optimizer=OptimizerSettings(),
         update=UpdateSettings(learning_rate=1e-2),
     )
-    report = asyncio.run(warm_up(policy.model, pool, plan, told))  # type: ignore[arg-type]
+    phases = Phases()
+    report = asyncio.run(warm_up(policy.model, pool, plan, told, phases=phases))  # type: ignore[arg-type]
+    assert str(phases) == "warming up 5 of 5 batches, 0:00 left"
     assert [(request.group_id, request.size) for request in pool.requests] == [
         ("warmup/000000", 1),
         ("warmup/000001", 1),

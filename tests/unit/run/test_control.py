@@ -32,7 +32,7 @@ from gspo_gym.env.core import TextEnv
 from gspo_gym.env.registry import register
 from gspo_gym.errors import ConfigError, UsageError
 from gspo_gym.run.control import SOCKET_FILE, ControlServer, ask, status_of
-from gspo_gym.run.process import holding, read_phase
+from gspo_gym.run.process import holding
 from gspo_gym.run.recording import RunRecorder
 from gspo_gym.run.records import read_events, read_metrics, read_summary
 from gspo_gym.run.registry import read_run
@@ -332,25 +332,32 @@ def test_a_run_is_changed_while_it_trains_and_keeps_the_changes_when_it_goes_on(
 
 
 class Looking(TextEnv):
-    """Notes at each reset what the run in FOLDER says that it is doing."""
+    """Notes at each reset what the run in FOLDER says that it is doing, and each text of it for people once."""
 
-    folder, seen = Path(), list[str | None]()
+    folder, seen, told = Path(), list[str | None](), dict[str | None, None]()
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
         super().reset(seed=seed)
-        self.seen.append(read_run(self.folder).phase)
+        self.look()
         return "Say something.", {}
+
+    @classmethod
+    def look(cls) -> None:
+        run = read_run(cls.folder)
+        cls.seen.append(run.phase)
+        cls.told[run.doing] = None
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
         return "", float(sum(map(ord, action)) % 2), True, False, {}
 
 
-def test_a_run_says_in_its_folder_what_it_is_doing(tmp_path: Path) -> None:
+def test_a_run_says_in_its_folder_what_it_is_doing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     register("test_control/Looking-v0", entry_point=Looking)
+    monkeypatch.setattr("gspo_gym.run.process._WRITE_SECONDS", 0.0)  # each count is written
     values = config_of(tmp_path, iterations_per_epoch=2).model_dump(exclude_none=True)
-    values["rollout"] |= {"env_name": "test_control/Looking-v0", "isolation": "thread"}
+    values["rollout"] |= {"env_name": "test_control/Looking-v0", "isolation": "thread", "max_concurrent_rollouts": 1}
     Looking.folder = tmp_path / "test"
-    hook = register_optimizer_step_post_hook(lambda *_: Looking.seen.append(read_run(Looking.folder).phase))
+    hook = register_optimizer_step_post_hook(lambda *_: Looking.look())
     try:
         run_training(RunConfig.from_dict(values))
     finally:
@@ -358,7 +365,12 @@ def test_a_run_says_in_its_folder_what_it_is_doing(tmp_path: Path) -> None:
         gymnasium.registry.pop("test_control/Looking-v0")
     step = ["collecting", "learning"]
     assert [phase for phase, _ in itertools.groupby(Looking.seen)] == ["evaluating", *step, *step, "evaluating"]
-    assert read_run(Looking.folder).phase is None
+    # Of four evaluation episodes, eight of a batch and two optimizer steps, as each is begun: those before are over.
+    evaluated, played = (
+        [f"{word} {done} of {num}" for done in range(num)] for word, num in (("evaluating", 4), ("playing", 8))
+    )
+    assert list(Looking.told) == [*evaluated, *played, "learning", "learning 1 of 2 batches"]
+    assert (read_run(Looking.folder).phase, read_run(Looking.folder).doing) == (None, None)
 
 
 @pytest.mark.slow
@@ -420,7 +432,7 @@ def test_a_run_that_warms_up_says_so_and_a_stop_ends_it_there(tmp_path: Path, wa
     with programs.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
         try:
             while process.poll() is None and (
-                read_phase(folder) != "warming up" or not (folder / SOCKET_FILE).exists()
+                read_run(folder).phase != "warming up" or not (folder / SOCKET_FILE).exists()
             ):
                 time.sleep(0.01)
             assert status_of(folder)["phase"] == read_run(folder).phase == "warming up"

@@ -229,9 +229,14 @@ class EpisodesView {
       strip, review ? element("div", {}, `judge ${number(review.total, 4)} ${visible(review.summary)}`, this.criteria(review)) : null);
   }
 
+  // Parts of a character are read together: the first of them has all of it, and the others say that they belong to it.
+  textAt(episode, segment, position) {
+    const { ids, texts } = episode.segments[segment];
+    return (texts?.[position] ?? this.step.vocabulary[ids[position]] ?? `⟨${ids[position]}⟩`) || "‿";
+  }
+
   span(episode, segment, position, token = null) {
-    const id = episode.segments[segment].ids[position];
-    const text = this.step.vocabulary[id] ?? `⟨${id}⟩`;
+    const text = this.textAt(episode, segment, position);
     const leaves = episode.diverges && episode.diverges[0] === segment && episode.diverges[1] === position;
     const kind = token ? `sampled${token.fate && token.fate !== "trained" ? " masked" : ""}` : "environment";
     const made = element("span", { class: `token ${kind}${leaves ? " leaves" : ""}` }, visible(text).replaceAll("\n", "↵\n"));
@@ -252,9 +257,13 @@ class EpisodesView {
   tell(episode, token, span) {
     this.main.querySelectorAll(".chosen").forEach((each) => each.classList.remove("chosen"));
     span.classList.add("chosen");
-    const text = this.step.vocabulary[token.id] ?? "";
+    const { texts } = episode.segments[token.segment];
+    let first = token.position;
+    while (texts?.[first] === "") first -= 1;
+    const text = this.textAt(episode, token.segment, first);
+    const alone = this.step.vocabulary[token.id] ?? text;
     this.detail.replaceChildren(element("h3", {}, `Token ${token.segment}:${token.position}`),
-      element("pre", { class: "message" }, visible(text)),
+      element("pre", { class: "message" }, visible(text === alone ? text : `${alone} in ${text}`)),
       facts(TOKEN_NUMBERS.map(([name, key]) => [name, this.cell(key, token[key])])),
       element("p", {}, element("a", { href: hashOf({ view: "episodes", step: this.step.name, episode: episode.id, token: `${token.segment}:${token.position}` }) }, "Link to this token")));
   }

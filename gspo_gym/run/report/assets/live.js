@@ -36,6 +36,14 @@ class LiveSource {
     events.onmessage = ({ data }) => onchange(JSON.parse(data));
     // The browser tries again by itself: the page says so, and asks for what it missed meanwhile.
     events.onerror = () => { page.isLost = true; tellStatus(); };
+    setInterval(async () => {
+      const name = this.name;
+      if (page.isLost || !page.runs[0].run.phase) return; // no process is at work on it
+      const { doing } = await this.ask("doing", { run: name }).catch(() => ({}));
+      if (doing === undefined || name !== this.name) return;
+      page.runs[0].run.doing = doing;
+      tellStatus();
+    }, 5000);
     events.onopen = () => { const wasLost = page.isLost; page.isLost = false; if (wasLost) onchange(); };
   }
 }

@@ -120,7 +120,7 @@ async function showEpisodes(main, place) {
 
 function tellStatus() {
   const { run } = page.runs[0];
-  document.getElementById("status").textContent = `${run.status}, step ${run.step}${page.isLost ? " (not connected)" : ""}`;
+  document.getElementById("status").textContent = `${run.status}${run.doing ? `, ${run.doing}` : ""}, step ${run.step}${page.isLost ? " (not connected)" : ""}`;
 }
 
 async function show() {

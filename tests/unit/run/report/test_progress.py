@@ -10,6 +10,7 @@ from rich.console import Console
 
 from gspo_gym.rollout.evaluation import Evaluation, EvaluationRow, evaluation_table, join
 from gspo_gym.rollout.ledger import Dispatched, Disposition, Ledger, Terminal
+from gspo_gym.run.process import Phases
 from gspo_gym.run.report.progress import (
     LiveProgress,
     QuietProgress,
@@ -120,6 +121,64 @@ def test_a_line_says_the_latest_step_and_is_written_when_none_was_for_thirty_sec
     assert lines == ["training for 10 steps", "step 4/10: success 25%, left 0:48", "an evaluation"]
 
 
+def test_a_line_names_the_phase_with_what_is_done_of_it_and_the_time_that_is_left():
+    now, lines = [0.0], []
+    phases = Phases(clock=lambda: now[0])
+    progress = QuietProgress(lines.append, clock=lambda: now[0], phases=phases)
+
+    def beat(at):
+        now[0] = at
+        ends = iter([False, True])
+        progress._wait = lambda _: next(ends)
+        progress._beat()
+
+    phases.enter("warming up", total=96, unit="demonstrations")
+    for _ in range(40):
+        phases.advance("warming up")
+        phases.advance("collecting")  # of another phase: it does not count
+    beat(40.0)  # 40 in 40 s: the other 56 take 56 s
+    phases.enter("warming up")
+    phases.count(3, 12, "batches")
+    beat(70.0)  # 3 in 30 s: 9 take 90 s
+    progress.started(3)
+    phases.enter("evaluating", total=64)
+    for _ in range(12):
+        phases.advance("evaluating")
+    beat(100.0)  # 12 in 30 s: 52 take 130 s
+    phases.enter("collecting", total=96)
+    beat(130.0)  # none is over: it may take any time
+    phases.enter("learning")
+    phases.count(3, 4, "batches")
+    beat(190.0)  # 3 in 60 s: 20 s
+    progress.stepped(1, {})
+    now[0] = 240.0
+    progress.stepped(2, {"rollout/success_rate": 0.25})
+    phases.enter("saving")
+    beat(280.0)
+    assert lines == [
+        "warming up 40 of 96 demonstrations, 0:56 left (40 s since the start)",
+        "warming up 3 of 12 batches, 1:30 left (70 s since the start)",
+        "training for 3 steps",
+        "before step 1/3: evaluating 12 of 64, 2:10 left (100 s since the start)",
+        "step 1/3: playing 0 of 96 (130 s since the start)",
+        "step 1/3: learning 3 of 4 batches, 0:20 left (190 s since the start)",
+        "step 2/3: success 25%, left 0:50",  # one step in 50 s, and one is left
+        "after step 2/3: saving; the run: 0:50 left (280 s since the start)",
+    ]
+
+
+def test_a_resumed_run_says_at_which_step_it_is():
+    now, lines = [0.0], []
+    progress = QuietProgress(lines.append, clock=lambda: now[0], wait=lambda _: now[0] > 40.0)
+    progress.started(9, 4)
+    phases = progress._pace._phases
+    phases.enter("collecting", total=8)
+    now[0] = 30.0
+    progress._write = lambda text: (lines.append(text), now.__setitem__(0, 50.0))
+    progress._beat()
+    assert lines == ["training for 9 steps", "step 5/9: playing 0 of 8 (30 s since the start)"]
+
+
 def test_lines_come_from_a_thread_while_the_run_holds_up_its_own():
     written = threading.Event()
     progress = QuietProgress(lambda text: written.set(), seconds=0.0)
@@ -136,7 +195,8 @@ def test_a_log_has_a_line_of_the_episodes_that_are_over_at_most_every_five_secon
             now[0] = 1.5 * second
             count()
     # They end at 1.5, 3, 4.5, 6 (the first from 5 on; 7 are over then), 7.5, 9 and 10.5, not 5 s after 6.
-    assert text.getvalue() == "7 of 10 episodes are over\n"
+    # 4 new ones in 6 s: the last 3 take 4.5.
+    assert text.getvalue() == "7 of 10 episodes are over, 0:04 left\n"
 
 
 def test_a_log_has_a_line_every_thirty_seconds_in_which_no_episode_ends():
@@ -216,20 +276,35 @@ def test_models_whose_names_begin_alike_are_told_apart_at_80_columns():
     assert all(name in shown for name in names)
 
 
+def drawn(progress):
+    out = console()
+    out.print(progress.shown())
+    return [line.rstrip() for line in out.export_text().splitlines()]
+
+
 def test_live_progress_tells_the_time_left_from_the_pace_after_the_first_step():
     now = [100.0]
-    out = console(is_terminal=True)
-    progress = LiveProgress(out, clock=lambda: now[0])
+    phases = Phases(clock=lambda: now[0])
+    progress = LiveProgress(console(is_terminal=True), clock=lambda: now[0], phases=phases)
+    assert drawn(progress) == ["getting ready"]  # before there is a step
     progress.started(11)
     progress.stepped(1, {})
     now[0] = 106.0
     metrics = {"rollout/success_rate": 0.25, "clip/low_fraction": 0.1, "clip/high_fraction": 0.05}
-    table = progress.table(4, metrics)
-    progress.finished()
-    cells = {column.header: next(iter(column.cells)) for column in table.columns}
+    progress.stepped(4, metrics)
+    phases.enter("collecting", total=4)
+    now[0] = 109.0
+    phases.advance("collecting")
+    heads, cells, doing = drawn(progress)
     # 3 steps in 6 seconds, 7 steps left: 14 seconds
-    assert cells["left"] == "0:14"
-    assert cells["step"] == "4/11"
-    assert cells["success"] == "25%"
-    assert cells["clipped"] == "15.0%"
-    assert cells["reward"] == "-"
+    assert dict(zip(heads.split(), cells.split(), strict=True)) == {
+        "step": "4/11",
+        "reward": "-",
+        "success": "25%",
+        "ratio": "-",
+        "clipped": "15.0%",
+        "entropy": "-",
+        "tok/s": "-",
+        "left": "0:14",
+    }
+    assert doing == "step 5/11: playing 1 of 4, 0:09 left; the run: 0:14 left"  # one in 3 s
