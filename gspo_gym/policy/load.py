@@ -1,6 +1,7 @@
 """A name becomes a policy: a model and its tokenizer, from the hub, a folder, a GGUF file, or built from nothing.
 
-Also fits LoRA adapters, and writes a policy into a folder that `load_policy` reads back. Not for resuming a run, which needs the optimizer and the random state too (`checkpoints.py`).
+Also fits LoRA adapters, and writes a policy into a folder that `load_policy` reads back. Not for resuming a run, which
+needs the optimizer and the random state too (`checkpoints.py`).
 """
 
 from __future__ import annotations
