@@ -27,7 +27,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from gspo_gym.errors import ConfigError
 from gspo_gym.learning.collective import Work
-from gspo_gym.policy.load import is_quantized
+from gspo_gym.policy.quantization import is_quantized
 
 
 class Ranks:

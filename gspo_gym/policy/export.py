@@ -26,16 +26,10 @@ from gspo_gym.base.leftovers import remove_folder, temporary_folder
 from gspo_gym.errors import CheckpointError, ConfigError, ServiceError, StorageError, shortened
 from gspo_gym.policy.bases import CARD, SUMS, Layout, adapter_base, layout_of
 from gspo_gym.policy.gguf import converted
-from gspo_gym.policy.load import (
-    Policy,
-    dequantize,
-    is_quantized,
-    load_policy,
-    quantization_of,
-    save_policy,
-)
+from gspo_gym.policy.load import Policy, load_policy, save_policy
 from gspo_gym.policy.lora import ADAPTER, is_adapter, load_lora, untie
 from gspo_gym.policy.manifest import MANIFEST, sha256_of, verify
+from gspo_gym.policy.quantization import dequantize, is_quantized, quantization_of
 from gspo_gym.policy.staging import write_full
 
 # Largest difference of logits between two ways of computing them, by their size: some hundred roundings of float32, and

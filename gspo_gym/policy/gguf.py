@@ -129,7 +129,7 @@ def _digest(file: Path, _size: int, _changed_ns: int) -> str:
 
 
 def _convert(file: Path, digest: str, folder: Path, sampling: dict[str, Any]) -> None:
-    _log.warning("%s: is converted to float32 once, into %s", file.name, folder.parent)
+    _log.warning("%s: its weights are dequantized to float32 once, into a folder in %s", file.name, folder.parent)
     try:
         options = {"gguf_file": file.name, "local_files_only": True}
         tokenizer = AutoTokenizer.from_pretrained(file.parent, **options)

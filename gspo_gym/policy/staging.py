@@ -29,9 +29,10 @@ from gspo_gym.base.files import writing
 from gspo_gym.base.leftovers import remove_folder, temporary_folder
 from gspo_gym.engine.base import TensorMeta, TensorSource, UpdateKind, WeightUpdate, tensor_digest
 from gspo_gym.errors import ConfigError, EngineError, StorageError, UsageError
-from gspo_gym.policy.load import Policy, is_quantized, no_progress_bars
+from gspo_gym.policy.load import Policy, no_progress_bars
 from gspo_gym.policy.lora import ADAPTER, is_adapter, require_deltas
 from gspo_gym.policy.manifest import sha256_of
+from gspo_gym.policy.quantization import is_quantized
 
 MANIFEST = "manifest.json"
 _MEMORY = Path("/dev/shm")

@@ -42,8 +42,8 @@ from gspo_gym.env.core import PolicyFactory
 from gspo_gym.errors import ConfigError, GymError
 from gspo_gym.learning.optimizer import check_kind
 from gspo_gym.policy.bases import check_base, known_context
-from gspo_gym.policy.load import check_quantization
 from gspo_gym.policy.options import check_options
+from gspo_gym.policy.quantization import check_quantization
 from gspo_gym.rollout.actors import ScriptedActor
 from gspo_gym.rollout.episode import EpisodeRequest
 from gspo_gym.run.models import find_model

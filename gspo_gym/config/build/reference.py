@@ -16,8 +16,9 @@ from gspo_gym.config.run_config import RunConfig
 from gspo_gym.config.services import names_of, place
 from gspo_gym.errors import ConfigError
 from gspo_gym.learning.update import scored_sampling
-from gspo_gym.policy.load import Policy, is_quantized, save_policy
+from gspo_gym.policy.load import Policy, save_policy
 from gspo_gym.policy.parallel import parallel_options
+from gspo_gym.policy.quantization import is_quantized
 from gspo_gym.policy.reference.client import ReferenceClient, ReferenceProcess, ServedReference
 from gspo_gym.policy.reference.wire import ScoringSettings
 

@@ -27,9 +27,10 @@ from gspo_gym.learning.reference import ReferencePolicy
 from gspo_gym.learning.settings import UpdateSettings
 from gspo_gym.learning.update import AnyLearner, Learner
 from gspo_gym.policy.checkpoints import CheckpointStore
-from gspo_gym.policy.load import Policy, adapt_policy, is_quantized, load_policy, load_skeleton
+from gspo_gym.policy.load import Policy, adapt_policy, load_policy, load_skeleton
 from gspo_gym.policy.lora import is_adapter
 from gspo_gym.policy.options import check_options, prepare_for_training
+from gspo_gym.policy.quantization import is_quantized
 from gspo_gym.policy.weight_sync import WeightSync
 from gspo_gym.rollout.evaluation import Evaluation
 from gspo_gym.rollout.ledger import Disposition, Ledger

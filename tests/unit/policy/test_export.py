@@ -32,7 +32,8 @@ from gspo_gym.learning.saved import copy_state
 from gspo_gym.learning.settings import LoraSettings
 from gspo_gym.policy.checkpoints import CheckpointStore
 from gspo_gym.policy.export import Weights, export, require_sums
-from gspo_gym.policy.load import Policy, Quantization, adapt_policy, load_policy
+from gspo_gym.policy.load import Policy, adapt_policy, load_policy
+from gspo_gym.policy.quantization import Quantization
 
 PROMPT, SAMPLED = list(range(40, 60)), [72, 105, 10, 200, 33, 7, 91, 120]
 # transformers' loader imports torch's compiler, which uses deprecated parts of torch.

@@ -15,8 +15,9 @@ from gspo_gym.engine.local.engine import LocalEngine
 from gspo_gym.errors import ConfigError
 from gspo_gym.learning.logprobs import LogprobComputer
 from gspo_gym.learning.settings import LoraSettings
-from gspo_gym.policy.load import Policy, adapt_policy, is_quantized, load_policy, quantization_of, save_policy
+from gspo_gym.policy.load import Policy, adapt_policy, load_policy, save_policy
 from gspo_gym.policy.options import prepare_for_training
+from gspo_gym.policy.quantization import is_quantized, quantization_of
 
 TINY = "tiny:qwen3-64"
 # transformers' loader imports torch's compiler, which uses deprecated parts of torch.

@@ -7,7 +7,7 @@ from gspo_gym.cli.train import run_training
 from gspo_gym.config.build.trainer import build_policy
 from gspo_gym.config.run_config import RunConfig
 from gspo_gym.errors import ConfigError
-from gspo_gym.policy.load import is_quantized
+from gspo_gym.policy.quantization import is_quantized
 
 
 def config(folder, mode="qlora", base="tiny:qwen3-64", iterations=1):

@@ -404,7 +404,7 @@ def test_stateset_example_key_for_key():
             {"model_revision": "main"},
             "model.revision",
             None,
-        ),  # a folder has none, and the hub's is loaded anyway
+        ),  # it is loaded anyway
         ("stateset", {"model_revision": "v2"}, "model.revision", "v2"),
         ("trl", {"attn_implementation": "eager"}, "model.attn_implementation", "eager"),
         ("roll", {"attn_implementation": "sdpa"}, "model.attn_implementation", "sdpa"),
