@@ -308,7 +308,7 @@ def _agreement_lines(report: AuditReport) -> Iterator[str]:
     shown = {name: row for name, row in rows.items() if row is not None}
     if not shown:
         return
-    rows = [
+    cells = [
         (
             name,
             str(row.num),
@@ -321,7 +321,7 @@ def _agreement_lines(report: AuditReport) -> Iterator[str]:
         )
         for name, row in shown.items()
     ]
-    yield from table(("agreement", "n", "judge", "gold", "equal", "error", "kappa", "corr."), rows).splitlines()
+    yield from table(("agreement", "n", "judge", "gold", "equal", "error", "kappa", "corr."), cells).splitlines()
 
 
 def _bias_lines(report: AuditReport) -> Iterator[str]:
