@@ -19,6 +19,8 @@ from gspo_gym.chat.template import ChatTemplate, Escapes, TextCodec, mark, probe
 from gspo_gym.errors import TemplateError
 from gspo_gym.types import Message, ParseStatus, TokenIds, ToolCall
 
+# Attribute of a tokenizer: the ids at which its model ends an answer, as the model's configuration files say.
+MODEL_STOPS = "model_stops"
 # Stand for a tool's name and an argument, to be found in a rendered call.
 _ANY_TOOL, _ARGUMENT = mark(9_000_010), mark(9_000_011)
 _CALL_NAME = re.compile(rf'\s*"{_ANY_TOOL}"')
@@ -54,7 +56,8 @@ class Renderer:
             template.
 
     Attributes:
-        stop_token_ids: tokens that end a turn: the template's closers, then the tokenizer's eos.
+        stop_token_ids: tokens that end a turn: the template's closers, the tokenizer's eos, then the model's (see
+            `MODEL_STOPS`).
         extends: every turn only appends, whether a user or a tool speaks next.
         extends_over_tools: turns append at least while tools answer; the template may rewrite when a user speaks.
         opens_reasoning: the prompt ends inside a reasoning block, where the answer starts.
@@ -74,9 +77,7 @@ class Renderer:
         self._codec = TextCodec(tokenizer)
         self._facts = probe(self._template, self._codec)
         self._seams = Seams(self._template, self._facts)
-        stops = [self._codec.added[closer] for closer in self._facts.closers]
-        eos = tokenizer.eos_token_id
-        self.stop_token_ids: tuple[int, ...] = tuple(dict.fromkeys([*stops, *([] if eos is None else [eos])]))
+        self.stop_token_ids = _stop_token_ids(tokenizer, self._codec, self._facts.closers)
         self.opens_reasoning = self._facts.opens_reasoning
         self.extends_over_tools = self._extends_over(_TOOL_TURNS)
         self.extends = self._extends_over(_USER_TURNS) and (self.extends_over_tools or not tool_schemas)
@@ -219,6 +220,14 @@ class Renderer:
             except TemplateError:  # what the template cannot render does not count
                 continue
         return bool(verdicts) and all(verdicts)
+
+
+def _stop_token_ids(tokenizer: Any, codec: TextCodec, closers: Sequence[str]) -> tuple[int, ...]:
+    added = set(codec.added.values())
+    # Model configs have defaults that may be ids of ordinary text in this vocabulary.
+    of_model = [token for token in getattr(tokenizer, MODEL_STOPS, ()) if token in added]
+    eos = [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]
+    return tuple(dict.fromkeys([*(codec.added[closer] for closer in closers), *eos, *of_model]))
 
 
 def _require_said(said: Mapping[str, Any], text: str, name: str) -> None:

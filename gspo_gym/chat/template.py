@@ -10,6 +10,7 @@ the text of a special token, as in an attempt to forge a turn, that text becomes
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -96,6 +97,12 @@ class ChatTemplate:
             raise TemplateError(
                 f"{self.name} refuses messages[{index}] (role {wires[index]['role']}): {_first_line(error)}"
             ) from error
+
+    def with_arguments(self, arguments: Mapping[str, Any]) -> ChatTemplate:
+        """Return the same template with further arguments."""
+        other = copy.copy(self)
+        other._kwargs = {**self._kwargs, **arguments}
+        return other
 
     def accepts(self, wires: Sequence[Wire]) -> bool:
         """Return whether the template renders the messages at all."""
@@ -309,12 +316,24 @@ def _probe_calls(template: ChatTemplate, codec: TextCodec, closer: str) -> _Call
         return _Calls((closer,), str(error))
     if answered.count(_RESULT) != 1:
         return _Calls((closer,), f"{template.name} shows the result of a tool {answered.count(_RESULT)} times")
-    tail = text[text.index(_ARGUMENT) + len(_ARGUMENT) :]
-    other = None if closer in tail else codec.find_special(tail)
-    closers = (closer,) if other is None else (closer, other.group())
+    closers = [closer, *_call_closers(template, codec, called, closer)]
     twice = _call(call_id)
     twice["tool_calls"] += _call(mark(1))["tool_calls"]
-    return _Calls(closers, None, None if template.accepts([user, twice]) else 1)
+    return _Calls(tuple(dict.fromkeys(closers)), None, None if template.accepts([user, twice]) else 1)
+
+
+def _call_closers(template: ChatTemplate, codec: TextCodec, called: Sequence[Wire], closer: str) -> list[str]:
+    """Return the tokens that end a turn with a call where `closer` does not, also a call of a built-in tool."""
+    templates = [template]
+    if _BUILTIN_TOOLS in template.source:  # Llama 3.1 ends them by a token of its own, and at times others, too
+        templates.append(template.with_arguments({_BUILTIN_TOOLS: [_PROBE_TOOL]}))
+    closers = []
+    for variant in templates:
+        _, _, tail = variant.text(called, add_generation_prompt=False).rpartition(_ARGUMENT)
+        # The last special token: those before it end the argument or the call (Gemma 4's quote), and not the turn.
+        if closer not in tail and (tokens := codec.special_in(tail)):
+            closers.append(tokens[-1])
+    return closers
 
 
 def _check_tools(template: ChatTemplate, user: Wire, calls: _Calls) -> None:
@@ -329,6 +348,7 @@ def _check_tools(template: ChatTemplate, user: Wire, calls: _Calls) -> None:
 
 
 _PROBE_TOOL = "probe_tool"
+_BUILTIN_TOOLS = "builtin_tools"  # argument of Llama's templates
 
 
 def _call(call_id: str) -> Wire:
@@ -469,6 +489,10 @@ class TextCodec:
     def find_special(self, text: str) -> re.Match[str] | None:
         """Return the first special token in the text."""
         return self._any_special.search(text)
+
+    def special_in(self, text: str) -> list[str]:
+        """Return the special tokens in the text, in order."""
+        return self._any_special.findall(text)
 
     def find_added(self, text: str) -> re.Match[str] | None:
         """Return the first added token in the text, special or not."""

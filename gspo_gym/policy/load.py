@@ -31,6 +31,7 @@ from gspo_gym.learning.settings import LoraSettings
 from gspo_gym.policy.lora import ADAPTER, adapt_lora, is_adapter, load_lora
 from gspo_gym.policy.manifest import MANIFEST, Manifest, verify
 from gspo_gym.policy.parallel import copy_into, parallel_options, require_even_parts
+from gspo_gym.policy.stops import note_stops, stops_of_files, stops_of_model
 from gspo_gym.policy.tiny import TINY_PREFIX, build_tiny, list_tiny, parse_tiny, tiny_skeleton, tiny_tokenizer
 
 Quantization = Literal["as_saved", "nf4", "int8"]
@@ -50,7 +51,8 @@ class Policy:
 
     Attributes:
         model: a transformers `PreTrainedModel` or a `PeftModel` around one. Any, because both packages are untyped.
-        tokenizer: a transformers tokenizer with a chat template. Any for the same reason.
+        tokenizer: a transformers tokenizer with a chat template, on which the model's stops are noted
+            (`policy/stops.py`). Any for the same reason.
         base: what it was loaded from, in a form that `load_policy` takes; a tiny model's names its seed.
     """
 
@@ -115,6 +117,7 @@ def load_policy(
         _require_plain(policy)
         require_even_parts(policy.model)
     _note_padding(policy.model, policy.tokenizer)
+    note_stops(policy.tokenizer, stops_of_model(policy.model))
     keep_differentiable(policy.model)
     if not is_quantized(policy.model):  # transformers refuses to move them
         policy.model.to(device)
@@ -212,9 +215,8 @@ def check_base(base: str) -> None:
 
 def known_context(base: str) -> tuple[str, int | None]:
     """Return the name of the model and the most tokens that it reads, where a folder here says so; None elsewhere."""
+    base = _model_of(base)
     folder = Path(base).expanduser()
-    if (folder / "adapter_config.json").is_file():
-        return known_context(str(folder / "base") if (folder / "base").is_dir() else _base_name(folder))
     try:
         said = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("max_position_embeddings")
     except (OSError, ValueError, AttributeError):
@@ -238,20 +240,37 @@ def adapt_policy(policy: Policy, settings: LoraSettings, seed: int) -> Policy:
 def load_tokenizer(base: str) -> Any:
     """Load the tokenizer of the policy that `base` names, without the model (Any: transformers is untyped).
 
+    The ids at which the model stops are noted on it, as by `load_policy`; see `policy/stops.py`.
+
     Raises:
         UnknownNameError, CheckpointError: as `load_policy`.
     """
+    tokenizer = _read_tokenizer(base)
+    if not (model := _model_of(base)).startswith(TINY_PREFIX):  # whose only stop is the tokenizer's eos
+        note_stops(tokenizer, stops_of_files(model))
+    return tokenizer
+
+
+def _read_tokenizer(base: str) -> Any:
     if base.startswith(TINY_PREFIX):
         return tiny_tokenizer(parse_tiny(base)[0])
     folder = Path(base).expanduser()
     if not folder.is_dir():
         return _from_hub(base, AutoTokenizer.from_pretrained)
     if (folder / "adapter_config.json").is_file() and not (folder / "tokenizer_config.json").is_file():
-        return load_tokenizer(_base_name(folder))
+        return _read_tokenizer(_base_name(folder))
     try:
         return AutoTokenizer.from_pretrained(folder, local_files_only=True)
     except (OSError, ValueError, KeyError) as error:
         raise CheckpointError(f"model folder {folder}: its tokenizer cannot be loaded: {error}") from error
+
+
+def _model_of(base: str) -> str:
+    """Return what names the whole model: `base` itself, or what is below the adapter in that folder."""
+    folder = Path(base).expanduser()
+    if not (folder / "adapter_config.json").is_file():
+        return base
+    return _model_of(str(folder / "base") if (folder / "base").is_dir() else _base_name(folder))
 
 
 def save_policy(policy: Policy, folder: Path) -> None:

@@ -338,3 +338,36 @@ def test_an_action_that_the_template_cannot_say_is_refused(build_tokenizer: Buil
         Renderer(build_tokenizer("deepseek_r1")).action_ids(Message("assistant", "7"))
     with pytest.raises(TemplateError, match="expected an assistant message, got role user"):
         llama.action_ids(USER)
+
+
+def test_what_ends_the_call_of_a_built_in_tool_stops_besides_what_ends_a_turn(build_tokenizer: Build) -> None:
+    tokenizer = build_tokenizer("llama31")
+    assert tokenizer.convert_ids_to_tokens(list(Renderer(tokenizer).stop_token_ids)) == ["<|eot_id|>", "<|eom_id|>"]
+
+
+# As Gemma 4's template writes calls: a quote is a special token, and the call's turn ends with the opening of a result.
+GEMMA4 = (
+    "{% for m in messages %}{% if m.role == 'tool' %}response:{{ m.name }}{value:<|\"|>{{ m.content }}<|\"|>}"
+    "<tool_response|>{% else %}{% if loop.index0 == 0 or messages[loop.index0 - 1].role != 'tool' %}"
+    "<|turn>{{ 'model' if m.role == 'assistant' else m.role }}\n{% endif %}{{ m.content }}"
+    "{% for call in m.tool_calls or [] %}<|tool_call>call:{{ call.function.name }}"
+    '{% raw %}{{% endraw %}{% for key, value in call.function.arguments | dictsort %}{{ key }}:<|"|>{{ value }}<|"|>'
+    "{% endfor %}}<tool_call|>{% endfor %}{{ '<|tool_response>' if m.tool_calls else '<turn|>\n' }}{% endif %}"
+    "{% endfor %}{% if add_generation_prompt and messages[-1].role != 'tool' %}<|turn>model\n{% endif %}"
+)
+
+
+def test_a_quote_in_a_call_is_not_what_ends_its_turn(build_tokenizer: Build) -> None:
+    tokenizer = copy.deepcopy(build_tokenizer("chatml"))
+    special = ["<|turn>", "<turn|>", "<|tool_call>", "<tool_call|>", '<|"|>', "<|tool_response>", "<tool_response|>"]
+    tokenizer.add_special_tokens({"additional_special_tokens": special})
+    tokenizer.chat_template, tokenizer.eos_token = GEMMA4, "<turn|>"
+    renderer = Renderer(tokenizer)
+    assert tokenizer.convert_ids_to_tokens(list(renderer.stop_token_ids)) == ["<turn|>", "<|tool_response>"]
+    calling = Message("assistant", "", (ToolCall("call_0", "guess", {"way": "in"}),))
+    said = tokenizer.decode(renderer.action_ids(calling))
+    assert said == '<|tool_call>call:guess{way:<|"|>in<|"|>}<tool_call|><|tool_response>'
+    result = Message("tool", "ok", tool_call_id="call_0", name="guess")
+    step = renderer.continue_from([USER, calling], [result], closed=True)
+    assert not step.is_new_segment
+    assert tokenizer.decode(step.token_ids) == 'response:guess{value:<|"|>ok<|"|>}<tool_response|>'
