@@ -189,7 +189,7 @@ def _first_line(error: BaseException) -> str:
     return (str(error) or type(error).__name__).splitlines()[0]
 
 
-_EMPTY_REASONING = re.compile(rf"\s*{REASONING_OPEN}\s*{REASONING_CLOSE}\s*")
+EMPTY_REASONING = re.compile(rf"\A\s*{REASONING_OPEN}\s*{REASONING_CLOSE}\s*")
 _SEARCH_METHODS = frozenset(
     {"split", "rsplit", "partition", "rpartition", "startswith", "endswith", "replace", "find", "rfind", "index",
      "count", "removeprefix", "removesuffix"}
@@ -270,7 +270,7 @@ def probe(template: ChatTemplate, codec: TextCodec) -> TemplateFacts:
     return TemplateFacts(
         style=style,
         closers=calls.closers,
-        empty_reasoning=head if _EMPTY_REASONING.fullmatch(head) else "",
+        empty_reasoning=head if EMPTY_REASONING.fullmatch(head) else "",
         opens_reasoning=last.rfind(REASONING_OPEN) > last.rfind(REASONING_CLOSE),
         renders_calls=calls.error is None,
         max_tool_calls=calls.max_tool_calls,
