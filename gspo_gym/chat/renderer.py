@@ -7,20 +7,27 @@ a new segment begins; seams.py decides that.
 
 from __future__ import annotations
 
+import dataclasses
+import datetime
 import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-from gspo_gym.chat.parsing import ParseFailure, parse_action
-from gspo_gym.chat.seams import Seams
-from gspo_gym.chat.template import ChatTemplate, Escapes, TextCodec, mark, probe
+from gspo_gym.chat.parsing import REASONING_CLOSE, REASONING_OPEN, ParseFailure, parse_action
+from gspo_gym.chat.plain import PlainWords, ToolsIn, has_system_role, tools_text
+from gspo_gym.chat.seams import Seam, Seams
+from gspo_gym.chat.template import EMPTY_REASONING, ChatTemplate, Escapes, TextCodec, ToolsNotShownError, mark, probe
 from gspo_gym.errors import TemplateError
 from gspo_gym.types import Message, ParseStatus, TokenIds, ToolCall
 
-# Stand for a tool's name and an argument, to be found in a rendered call.
-_ANY_TOOL, _ARGUMENT = mark(9_000_010), mark(9_000_011)
+# Attribute of a tokenizer: the ids at which its model ends an answer, as the model's configuration files say.
+MODEL_STOPS = "model_stops"
+# Stand for a tool's name, an argument and reasoning, to be found in a rendered answer.
+_ANY_TOOL, _ARGUMENT, _REASONING = mark(9_000_010), mark(9_000_011), mark(9_000_012)
+_HELLO = {"role": "user", "content": "Hello"}
 _CALL_NAME = re.compile(rf'\s*"{_ANY_TOOL}"')
 _CALL_ARGUMENTS = re.compile(rf'\s*\{{\s*"key"\s*:\s*"{_ARGUMENT}"')
 
@@ -52,9 +59,13 @@ class Renderer:
         tool_schemas: the environment's tools as OpenAI function schemas.
         template_kwargs: passed to the template, such as {"enable_thinking": False}; "chat_template" replaces the
             template.
+        tools_in: where the model is shown the tools; see `plain.py`.
+        date: that the template shows as today's; None: the day on which it is rendered.
 
     Attributes:
-        stop_token_ids: tokens that end a turn: the template's closers, then the tokenizer's eos.
+        notice: says that the tools stand in the system message although nobody asked for that; None if they do not.
+        stop_token_ids: tokens that end a turn: the template's closers, the tokenizer's eos, then the model's (see
+            `MODEL_STOPS`).
         extends: every turn only appends, whether a user or a tool speaks next.
         extends_over_tools: turns append at least while tools answer; the template may rewrite when a user speaks.
         opens_reasoning: the prompt ends inside a reasoning block, where the answer starts.
@@ -69,14 +80,32 @@ class Renderer:
         *,
         tool_schemas: Sequence[Mapping[str, Any]] = (),
         template_kwargs: Mapping[str, Any] | None = None,
+        tools_in: ToolsIn = "auto",
+        date: datetime.date | None = None,
     ) -> None:
-        self._template = ChatTemplate(tokenizer, tool_schemas=tool_schemas, template_kwargs=template_kwargs)
+        make = partial(ChatTemplate, tokenizer, template_kwargs=template_kwargs, date=date)
         self._codec = TextCodec(tokenizer)
-        self._facts = probe(self._template, self._codec)
+        self._has_tools = bool(tool_schemas)
+        self.notice: str | None = None
+        shown = () if tools_in == "system_message" else tool_schemas
+        try:
+            self._template = make(tool_schemas=shown)
+            self._facts = probe(self._template, self._codec)
+        except ToolsNotShownError:
+            if tools_in == "template":
+                raise
+            shown, self._template = (), make()
+            self.notice = (
+                f"{self._template.name} does not show tools, their calls and results: the system message says what "
+                "tools there are, and calls are read as <tool_call>{...}</tool_call>"
+            )
+            self._facts = probe(self._template, self._codec)
+        self._words = PlainWords(
+            tools=tools_text(tool_schemas) if tool_schemas and not shown else None,
+            has_system_role=has_system_role(self._template, self._facts.style),
+        )
         self._seams = Seams(self._template, self._facts)
-        stops = [self._codec.added[closer] for closer in self._facts.closers]
-        eos = tokenizer.eos_token_id
-        self.stop_token_ids: tuple[int, ...] = tuple(dict.fromkeys([*stops, *([] if eos is None else [eos])]))
+        self.stop_token_ids = _stop_token_ids(tokenizer, self._codec, self._facts.closers)
         self.opens_reasoning = self._facts.opens_reasoning
         self.extends_over_tools = self._extends_over(_TOOL_TURNS)
         self.extends = self._extends_over(_USER_TURNS) and (self.extends_over_tools or not tool_schemas)
@@ -108,7 +137,7 @@ class Renderer:
         if not new_messages:
             raise TemplateError("continue_from: expected at least one new message, got none; the episode is over")
         escapes = self._codec.escapes()
-        seam = self._seams.find(history, new_messages, escapes)
+        seam = self._find_seam(history, new_messages, escapes)
         if seam is None:
             return Continuation(self.start([*history, *new_messages]), is_new_segment=True)
         # They are the ids of the whole text, because they begin after a special token, across which nothing merges.
@@ -118,10 +147,14 @@ class Renderer:
         closing = [*self._codec.encode(seam.unclosed, after=seam.stop), self._codec.added[seam.stop]]
         return Continuation(closing + after_stop, is_new_segment=False)
 
+    def _find_seam(self, history: Sequence[Message], new: Sequence[Message], escapes: Escapes) -> Seam | None:
+        return self._seams.find(self._words.beginning(history), self._words.further(new), escapes)
+
     def action_ids(self, message: Message) -> list[int]:
         """Return the tokens that a model would sample for `message`, with the stop token, in the template's spelling.
 
-        A template that trims contents trims here too.
+        A template that trims contents trims here too. If the prompt opens a reasoning block, a message without one
+        closes it empty.
 
         Raises:
             TemplateError: the template would drop a part of it, such as text beside tool calls in Llama 3.1.
@@ -155,13 +188,13 @@ class Renderer:
 
     def _said(self, message: Message, escapes: Escapes) -> tuple[str, str]:
         """Return an answer's text as the template writes it, and the stop token that closes it."""
-        user = {"role": "user", "content": "Hello"}
-        said = self._seams.wires([message], escapes, first_index=1)[0]
-        prompt = self._template.text([user], add_generation_prompt=True)
-        # Some templates put an empty reasoning block before a last answer that had none. Followed by a user message,
-        # the answer stands as it was said.
-        is_decorated = message.reasoning_content is None and bool(self._facts.empty_reasoning)
-        text = self._template.text([user, said, user] if is_decorated else [user, said], add_generation_prompt=False)
+        prompt = self._template.text([_HELLO], add_generation_prompt=True)
+        (message,) = self._words.further([message])
+        if self.opens_reasoning and message.reasoning_content is None:
+            message = dataclasses.replace(message, reasoning_content="")  # the model cannot leave out what is open
+        text = self._answered(message, escapes)
+        if not text.startswith(prompt) and self.opens_reasoning:
+            text = self._in_opened_block(message, prompt, escapes)
         if not text.startswith(prompt):
             raise TemplateError(
                 f"{self._template.name} shows an answer in another form than its generation prompt opens "
@@ -172,12 +205,39 @@ class Renderer:
         if not stops:
             raise TemplateError(f"{self._template.name} does not close this answer: {text[-40:]!r}")
         at, stop = min(stops)
-        _require_said(said, text[:at], self._template.name)
+        _require_said(message, escapes, text[:at], self._template.name)
         return text[:at], stop
+
+    def _answered(self, message: Message, escapes: Escapes) -> str:
+        """Return a conversation of a greeting and this answer as the template writes it."""
+        said = self._seams.wires([message], escapes, first_index=1)[0]
+        # Some templates put an empty reasoning block before a last answer that had none. Followed by a user message,
+        # the answer stands as it was said.
+        is_decorated = message.reasoning_content is None and bool(self._facts.empty_reasoning)
+        return self._template.text(
+            [_HELLO, said, _HELLO] if is_decorated else [_HELLO, said], add_generation_prompt=False
+        )
+
+    def _in_opened_block(self, message: Message, prompt: str, escapes: Escapes) -> str:
+        """Return `_answered` with the reasoning that the prompt opened, where the template shows it in another form.
+
+        An empty block is closed as the template closes one with a text (Nemotron 3 writes an empty one differently); a
+        template that drops reasoning (DeepSeek R1) is taken at its word for the answer, behind a block in R1's form.
+        """
+        text = self._answered(dataclasses.replace(message, reasoning_content=_REASONING), escapes)
+        if not message.reasoning_content and text.startswith(prompt) and text.count(_REASONING) == 1:
+            return text.replace(_REASONING, "")
+        text = self._answered(dataclasses.replace(message, reasoning_content=None), escapes)
+        opening = prompt[: prompt.rindex(REASONING_OPEN)]
+        if not text.startswith(opening):
+            return text
+        answer = EMPTY_REASONING.sub("", text[len(opening) :], count=1)
+        return f"{prompt}{escapes(message.reasoning_content or '')}\n{REASONING_CLOSE}\n\n{answer}"
 
     def full(self, messages: Sequence[Message], *, add_generation_prompt: bool) -> list[int]:
         """Return the ids of the whole conversation, rendered from nothing; raises as `start`."""
         escapes = self._codec.escapes()
+        messages = self._words.beginning(messages)
         wires = self._seams.wires(messages, escapes)
         text = self._template.text(wires, add_generation_prompt=add_generation_prompt)
         self._seams.require_shown(messages)
@@ -197,11 +257,11 @@ class Renderer:
         """Return `parse_action` of the text for this template and its tools."""
         parsed = parse_action(
             text,
-            has_tools=bool(self._template.tools),
+            has_tools=self._has_tools,
             is_truncated=is_truncated,
             starts_in_reasoning=self.opens_reasoning,
         )
-        most = self._facts.max_tool_calls
+        most = self._facts.max_tool_calls if self._words.tools is None else None
         if isinstance(parsed, Message) and most is not None and len(parsed.tool_calls) > most:
             error = f"expected at most {most} tool call in one answer, got {len(parsed.tool_calls)}"
             return ParseFailure(ParseStatus.BAD_TOOL_CALL, error, text)
@@ -214,18 +274,26 @@ class Renderer:
             try:
                 for answer, end in zip(answers, [*answers[1:], len(messages)], strict=True):
                     self.action_ids(messages[answer])
-                    seam = self._seams.find(messages[: answer + 1], messages[answer + 1 : end], self._codec.escapes())
+                    seam = self._find_seam(messages[: answer + 1], messages[answer + 1 : end], self._codec.escapes())
                     verdicts.append(seam is not None)
             except TemplateError:  # what the template cannot render does not count
                 continue
         return bool(verdicts) and all(verdicts)
 
 
-def _require_said(said: Mapping[str, Any], text: str, name: str) -> None:
-    parts = {"content": said["content"], "reasoning": said.get("reasoning_content", "")}
-    parts |= {f"call of {call['function']['name']}": call["function"]["name"] for call in said.get("tool_calls", ())}
+def _stop_token_ids(tokenizer: Any, codec: TextCodec, closers: Sequence[str]) -> tuple[int, ...]:
+    added = set(codec.added.values())
+    # Model configs have defaults that may be ids of ordinary text in this vocabulary.
+    of_model = [token for token in getattr(tokenizer, MODEL_STOPS, ()) if token in added]
+    eos = [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]
+    return tuple(dict.fromkeys([*(codec.added[closer] for closer in closers), *eos, *of_model]))
+
+
+def _require_said(message: Message, escapes: Escapes, text: str, name: str) -> None:
+    parts = {"content": message.content, "reasoning": message.reasoning_content or ""}
+    parts |= {f"call of {call.name}": call.name for call in message.tool_calls}
     for part, words in parts.items():
-        if words.strip() not in text:
+        if escapes(words).strip() not in text:
             raise TemplateError(
                 f"{name} drops the {part} of this assistant message, so a model would not say it: {words!r}"
             )
@@ -276,17 +344,26 @@ def with_system_prompt(messages: tuple[Message, ...], prompt: str | None) -> tup
 class RendererCache:
     """One renderer per set of tools: probing a template is slow, and the episodes of an environment share it.
 
-    `system_prompt` is the beginning of every conversation, before the environment's messages.
+    `system_prompt` is the beginning of every conversation, before the environment's messages. The other settings are
+    those of `Renderer`.
     """
 
     _MAX_KEPT = 64  # tools may differ from task to task, so old renderers are dropped
 
     def __init__(
-        self, tokenizer: Any, *, template_kwargs: Mapping[str, Any] | None = None, system_prompt: str | None = None
+        self,
+        tokenizer: Any,
+        *,
+        template_kwargs: Mapping[str, Any] | None = None,
+        system_prompt: str | None = None,
+        tools_in: ToolsIn = "auto",
+        date: datetime.date | None = None,
     ) -> None:
         self.tokenizer = tokenizer
         self.system_prompt = system_prompt
         self._template_kwargs = dict(template_kwargs or {})
+        self._tools_in = tools_in
+        self._date = date
         self._renderers: dict[str, Renderer] = {}
 
     def for_tools(self, tool_schemas: Sequence[Mapping[str, Any]]) -> Renderer:
@@ -296,6 +373,10 @@ class RendererCache:
             if len(self._renderers) >= self._MAX_KEPT:
                 del self._renderers[next(iter(self._renderers))]
             self._renderers[key] = Renderer(
-                self.tokenizer, tool_schemas=tool_schemas, template_kwargs=self._template_kwargs
+                self.tokenizer,
+                tool_schemas=tool_schemas,
+                template_kwargs=self._template_kwargs,
+                tools_in=self._tools_in,
+                date=self._date,
             )
         return self._renderers[key]

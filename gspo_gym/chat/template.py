@@ -1,8 +1,7 @@
 """A tokenizer's chat template as a function from messages to text, facts about it from rendering marked texts, and
 rendered text to token ids and back, with special tokens only where the template put them.
 
-The only file that calls `apply_chat_template`. A template's source is read only for the literals that it looks for
-inside texts, because a message with one of them may be treated differently from any marked text, and for comparisons.
+The only file that calls `apply_chat_template`. What no rendering can show is read off the source (source.py).
 
 Text without special tokens is tokenised exactly as by `tokenizer(text, add_special_tokens=False)`. If a message holds
 the text of a special token, as in an attempt to forge a turn, that text becomes ordinary tokens.
@@ -10,6 +9,8 @@ the text of a special token, as in an attempt to forge a turn, that text becomes
 
 from __future__ import annotations
 
+import copy
+import datetime
 import hashlib
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -17,10 +18,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import jinja2
-from jinja2 import nodes
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from gspo_gym.chat.parsing import REASONING_CLOSE, REASONING_OPEN
+from gspo_gym.chat.source import NOW, compares_messages, searched_literals
 from gspo_gym.errors import TemplateError
 from gspo_gym.types import Message
 
@@ -55,6 +55,8 @@ class WireStyle:
 class ChatTemplate:
     """Messages to text, by the tokenizer's template with fixed tools and template arguments.
 
+    `date` is what the template shows as today's; None: the day on which it is rendered.
+
     Raises:
         TemplateError: the tokenizer has no template, or an argument is reserved for the renderer.
     """
@@ -65,6 +67,7 @@ class ChatTemplate:
         *,
         tool_schemas: Sequence[Mapping[str, Any]] = (),
         template_kwargs: Mapping[str, Any] | None = None,
+        date: datetime.date | None = None,
     ) -> None:
         kwargs = dict(template_kwargs or {})
         self.name = f"the chat template of {getattr(tokenizer, 'name_or_path', '') or 'this tokenizer'}"
@@ -79,7 +82,8 @@ class ChatTemplate:
                 f'tokenizer.chat_template, or pass template_kwargs={{"chat_template": ...}}'
             ) from error
         self._tokenizer = tokenizer
-        self._kwargs = kwargs
+        # Given as an argument, it goes over transformers' function, which reads the clock.
+        self._kwargs = kwargs if date is None else {NOW: _clock_at(date), **kwargs}
 
     def text(self, wires: Sequence[Wire], *, add_generation_prompt: bool, with_tools: bool = True) -> str:
         """Return the conversation as text, with or without the opening of an assistant turn at its end.
@@ -97,10 +101,16 @@ class ChatTemplate:
                 f"{self.name} refuses messages[{index}] (role {wires[index]['role']}): {_first_line(error)}"
             ) from error
 
-    def accepts(self, wires: Sequence[Wire]) -> bool:
+    def with_arguments(self, arguments: Mapping[str, Any]) -> ChatTemplate:
+        """Return the same template with further arguments."""
+        other = copy.copy(self)
+        other._kwargs = {**self._kwargs, **arguments}
+        return other
+
+    def accepts(self, wires: Sequence[Wire], *, with_tools: bool = True) -> bool:
         """Return whether the template renders the messages at all."""
         try:
-            self._apply(wires, False, True)
+            self._apply(wires, False, with_tools)
         except _TEMPLATE_FAILURES:
             return False
         return True
@@ -161,6 +171,11 @@ def to_wire(message: Message, index: int, style: WireStyle, escape: Callable[[st
     return wire
 
 
+def _clock_at(date: datetime.date) -> Callable[[str], str]:
+    midnight = datetime.datetime.combine(date, datetime.time())
+    return midnight.strftime
+
+
 def plain_json(value: Any, escape: Callable[[str], str] = str) -> Any:
     """Return mappings and sequences as dict and list, which `tojson` can write."""
     if isinstance(value, str):
@@ -182,11 +197,7 @@ def _first_line(error: BaseException) -> str:
     return (str(error) or type(error).__name__).splitlines()[0]
 
 
-_EMPTY_REASONING = re.compile(rf"\s*{REASONING_OPEN}\s*{REASONING_CLOSE}\s*")
-_SEARCH_METHODS = frozenset(
-    {"split", "rsplit", "partition", "rpartition", "startswith", "endswith", "replace", "find", "rfind", "index",
-     "count", "removeprefix", "removesuffix"}
-)  # fmt: skip
+EMPTY_REASONING = re.compile(rf"\A\s*{REASONING_OPEN}\s*{REASONING_CLOSE}\s*")
 
 
 def mark(number: int) -> str:
@@ -231,6 +242,7 @@ def probe(template: ChatTemplate, codec: TextCodec) -> TemplateFacts:
             its tools.
     """
     user = {"role": "user", "content": _USER}
+    _require_tools_taken(template, user)
     prompt = template.text([user], add_generation_prompt=True)
     answer = template.text([user, {"role": "assistant", "content": _ANSWER}], add_generation_prompt=False)
     for text, who in ((_USER, "a user message"), (_ANSWER, "an assistant message")):
@@ -263,7 +275,7 @@ def probe(template: ChatTemplate, codec: TextCodec) -> TemplateFacts:
     return TemplateFacts(
         style=style,
         closers=calls.closers,
-        empty_reasoning=head if _EMPTY_REASONING.fullmatch(head) else "",
+        empty_reasoning=head if EMPTY_REASONING.fullmatch(head) else "",
         opens_reasoning=last.rfind(REASONING_OPEN) > last.rfind(REASONING_CLOSE),
         renders_calls=calls.error is None,
         max_tool_calls=calls.max_tool_calls,
@@ -309,91 +321,60 @@ def _probe_calls(template: ChatTemplate, codec: TextCodec, closer: str) -> _Call
         return _Calls((closer,), str(error))
     if answered.count(_RESULT) != 1:
         return _Calls((closer,), f"{template.name} shows the result of a tool {answered.count(_RESULT)} times")
-    tail = text[text.index(_ARGUMENT) + len(_ARGUMENT) :]
-    other = None if closer in tail else codec.find_special(tail)
-    closers = (closer,) if other is None else (closer, other.group())
+    closers = [closer, *_call_closers(template, codec, called, closer)]
     twice = _call(call_id)
     twice["tool_calls"] += _call(mark(1))["tool_calls"]
-    return _Calls(closers, None, None if template.accepts([user, twice]) else 1)
+    return _Calls(tuple(dict.fromkeys(closers)), None, None if template.accepts([user, twice]) else 1)
+
+
+def _call_closers(template: ChatTemplate, codec: TextCodec, called: Sequence[Wire], closer: str) -> list[str]:
+    """Return the tokens that end a turn with a call where `closer` does not, also a call of a built-in tool."""
+    templates = [template]
+    if _BUILTIN_TOOLS in template.source:  # Llama 3.1 ends them by a token of its own, and at times others, too
+        templates.append(template.with_arguments({_BUILTIN_TOOLS: [_PROBE_TOOL]}))
+    closers = []
+    for variant in templates:
+        _, _, tail = variant.text(called, add_generation_prompt=False).rpartition(_ARGUMENT)
+        # The last special token: those before it end the argument or the call (Gemma 4's quote), and not the turn.
+        if closer not in tail and (tokens := codec.special_in(tail)):
+            closers.append(tokens[-1])
+    return closers
+
+
+class ToolsNotShownError(TemplateError):
+    """The template does not show tools to the model, or not what becomes of them."""
+
+
+def _require_tools_taken(template: ChatTemplate, user: Wire) -> None:
+    if template.tools and not template.accepts([user]) and template.accepts([user], with_tools=False):
+        raise ToolsNotShownError(
+            f"{template.name} refuses tools; use another one, or put them into the system message "
+            '(rollout.tools_in = "system_message")'
+        )
 
 
 def _check_tools(template: ChatTemplate, user: Wire, calls: _Calls) -> None:
     with_tools = template.text([user], add_generation_prompt=True)
     if with_tools == template.text([user], add_generation_prompt=True, with_tools=False):
-        raise TemplateError(
+        raise ToolsNotShownError(
             f"{template.name} does not show tools to the model: it renders the same with and without tool_schemas. Use "
-            "a template with tool support, or describe the tools in a system message and give no schemas"
+            'a template with tool support, or put them into the system message (rollout.tools_in = "system_message")'
         )
     if calls.error is not None:
-        raise TemplateError(f"{calls.error}; an environment with tools needs calls and results shown once each")
+        raise ToolsNotShownError(
+            f"{calls.error}; an environment with tools needs calls and results shown once each, or "
+            'rollout.tools_in = "system_message"'
+        )
 
 
 _PROBE_TOOL = "probe_tool"
+_BUILTIN_TOOLS = "builtin_tools"  # argument of Llama's templates
 
 
 def _call(call_id: str) -> Wire:
     function = {"name": _PROBE_TOOL, "arguments": {"key": _ARGUMENT}}
     call = {"id": call_id, "type": "function", "function": function}
     return {"role": "assistant", "content": "", "tool_calls": [call]}
-
-
-def searched_literals(source: str) -> re.Pattern[str]:
-    r"""Return a pattern of the literals that a template looks for in messages, as by `'</think>' in content`.
-
-    Line breaks and spaces are left out: their effect shows on marked texts.
-
-    >>> searched_literals("{% if '</think>' in m.content %}{{ m.content.split('\n') }}{% endif %}").pattern
-    '</think>'
-    """
-    tree = _parse(source)
-    inside: set[str] = set()
-    whole: set[str] = set()
-    for compare in tree.find_all(nodes.Compare):
-        operands = [compare.expr, *(operand.expr for operand in compare.ops)]
-        if any(operand.op in ("in", "notin") for operand in compare.ops):
-            inside |= _constants(compare.expr)
-        elif not any(map(_reads_role, operands)):
-            whole |= {text for operand in operands if isinstance(operand, nodes.Const) for text in _constants(operand)}
-    for call in tree.find_all(nodes.Call):
-        if isinstance(call.node, nodes.Getattr) and call.node.attr in _SEARCH_METHODS:
-            inside |= {text for argument in call.args for text in _constants(argument)}
-    for used in tree.find_all(nodes.Filter):
-        if used.name == "replace":
-            inside |= {text for argument in used.args for text in _constants(argument)}
-    patterns = sorted(re.escape(text) for text in inside if text.strip())
-    patterns += sorted(rf"\A{re.escape(text)}\Z" for text in whole if text.strip())
-    return re.compile("|".join(patterns) or r"(?!)")
-
-
-def compares_messages(source: str) -> bool:
-    """Return whether the template compares two values from the conversation.
-
-    >>> compares_messages("{% if message == messages[-1] %}{% endif %}{% if message.role == 'user' %}{% endif %}")
-    True
-    """
-    values = (nodes.Name, nodes.Getattr, nodes.Getitem)
-    return any(
-        isinstance(compare.expr, values) and isinstance(operand.expr, values) and operand.op in ("eq", "ne")
-        for compare in _parse(source).find_all(nodes.Compare)
-        for operand in compare.ops
-    )
-
-
-def _parse(source: str) -> nodes.Template:
-    environment = ImmutableSandboxedEnvironment(extensions=["jinja2.ext.loopcontrols"])
-    # transformers' own tag around assistant text; it does not change what is rendered.
-    return environment.parse(re.sub(r"\{%-?\s*(?:end)?generation\s*-?%\}", "", source))
-
-
-def _reads_role(node: nodes.Expr) -> bool:
-    if isinstance(node, nodes.Getattr):
-        return node.attr == "role"
-    return isinstance(node, nodes.Getitem) and isinstance(node.arg, nodes.Const) and node.arg.value == "role"
-
-
-def _constants(node: Any) -> set[str]:
-    values = [node] if isinstance(node, nodes.Const) else list(node.find_all(nodes.Const))
-    return {value.value for value in values if isinstance(value.value, str)}
 
 
 _MAX_REMEMBERED = 4096  # texts
@@ -469,6 +450,10 @@ class TextCodec:
     def find_special(self, text: str) -> re.Match[str] | None:
         """Return the first special token in the text."""
         return self._any_special.search(text)
+
+    def special_in(self, text: str) -> list[str]:
+        """Return the special tokens in the text, in order."""
+        return self._any_special.findall(text)
 
     def find_added(self, text: str) -> re.Match[str] | None:
         """Return the first added token in the text, special or not."""

@@ -17,7 +17,7 @@ import shutil
 import sys
 import time
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
@@ -265,7 +265,7 @@ def _evaluate_all(
 
         for name in names:
             rows = KeptRows(tuple(found[name]), functools.partial(add, name))
-            results[name] = _evaluate(config, name, rows)
+            results[name] = _evaluate(config, name, rows, tell=functools.partial(print, file=sys.stderr))
     return results
 
 
@@ -386,18 +386,20 @@ def run_evaluation(config: RunConfig, model: str | None = None, *, rows: KeptRow
     return _evaluate(config, name, rows)
 
 
-def _evaluate(config: RunConfig, model: str, rows: KeptRows) -> Evaluation:
-    """Evaluate after the checks have passed."""
+def _evaluate(
+    config: RunConfig, model: str, rows: KeptRows, *, tell: Callable[[str], None] = lambda _: None
+) -> Evaluation:
+    """Evaluate after the checks have passed; `tell` is given lines about the environments here."""
     if whole := _whole(config, rows.found):
         return whole
     name = base_of(model, Path(config.run.folder))
     with _watched(config):
         if name.startswith((SCRIPTED, ENDPOINT)):
             return run_to_end(_play_without_engine(config, name, rows))
-        return run_to_end(_play_with_engine(config, name, rows))
+        return run_to_end(_play_with_engine(config, name, rows, tell))
 
 
-async def _play_with_engine(config: RunConfig, name: str, rows: KeptRows) -> Evaluation:
+async def _play_with_engine(config: RunConfig, name: str, rows: KeptRows, tell: Callable[[str], None]) -> Evaluation:
     from gspo_gym.config.build import rollouts
     from gspo_gym.config.build.threads import compute_in, computing_elsewhere
     from gspo_gym.config.build.trainer import device_of
@@ -422,18 +424,22 @@ async def _play_with_engine(config: RunConfig, name: str, rows: KeptRows) -> Eva
         if judging is not None:
             stack.push_async_callback(judging.close)
         await player.start()
+        for note in await rollouts.environment_notes(config, player.renderers):
+            tell(note)
         return await rollouts.build_evaluate(config, player, judging=judging, rows=rows)(name)
 
 
 async def _play_without_engine(config: RunConfig, name: str, rows: KeptRows) -> Evaluation:
     """Evaluate a player that takes messages: a scripted policy, or a model behind a chat route."""
     from gspo_gym.config.build import rollouts
+    from gspo_gym.config.build.conversations import build_renderers, use_template
     from gspo_gym.config.build.episode_collection import chat_policy, endpoint_settings
     from gspo_gym.policy.load import load_tokenizer
 
     refuse_to_run(config.sections)
     tokenizer = load_tokenizer(model_name(config))  # counts tokens for the limits
-    renderers = rollouts.build_renderers(config, tokenizer)
+    use_template(config, tokenizer)
+    renderers = build_renderers(config, tokenizer)
     async with contextlib.AsyncExitStack() as stack:
         judging = build_judging(config)
         if judging is not None:

@@ -50,6 +50,7 @@ from gspo_gym.policy.quantization import (
     quantization_of,
     quantization_options,
 )
+from gspo_gym.policy.stops import note_stops, stops_of_files, stops_of_model
 from gspo_gym.policy.tiny import build_tiny, tiny_skeleton, tiny_tokenizer
 
 _QUANTIZATION_FILE = "quantization.json"  # beside an adapter: the form of the weights below it
@@ -67,7 +68,8 @@ class Policy:
 
     Attributes:
         model: a transformers `PreTrainedModel` or a `PeftModel` around one. Any, because both packages are untyped.
-        tokenizer: a transformers tokenizer with a chat template. Any for the same reason.
+        tokenizer: a transformers tokenizer with a chat template, on which the model's stops are noted
+            (`policy/stops.py`). Any for the same reason.
         base: what it was loaded from, in a form that `load_policy` takes; a tiny model's names its seed.
     """
 
@@ -138,6 +140,7 @@ def load_policy(
         _require_plain(policy)
         require_even_parts(policy.model)
     _note_padding(policy.model, policy.tokenizer)
+    note_stops(policy.tokenizer, stops_of_model(policy.model))
     _set_attention(policy, attn_implementation)
     keep_differentiable(policy.model)
     if not is_quantized(policy.model):  # transformers refuses to move them
@@ -230,16 +233,25 @@ def adapt_policy(policy: Policy, settings: LoraSettings, seed: int) -> Policy:
 def load_tokenizer(base: str) -> Any:
     """Load the tokenizer of the policy that `base` names, without the model (Any: transformers is untyped).
 
+    The ids at which the model stops are noted on it, as by `load_policy`; see `policy/stops.py`.
+
     Raises:
         UnknownNameError, CheckpointError: as `load_policy`.
     """
+    tokenizer = _read_tokenizer(base)
+    if not (model := _model_of(base)).startswith(TINY_PREFIX):  # whose only stop is the tokenizer's eos
+        note_stops(tokenizer, stops_of_files(str(folder_of(model) or model)))
+    return tokenizer
+
+
+def _read_tokenizer(base: str) -> Any:
     if base.startswith(TINY_PREFIX):
         return tiny_tokenizer(parse_tiny(base)[0])
     folder = folder_of(base)
     if folder is None:
         return _from_hub(base, AutoTokenizer.from_pretrained)
     if is_adapter_folder(folder) and not (folder / "tokenizer_config.json").is_file():
-        return load_tokenizer(below_adapter(folder))
+        return _read_tokenizer(below_adapter(folder))
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     except (OSError, ValueError, KeyError) as error:
@@ -247,6 +259,14 @@ def load_tokenizer(base: str) -> Any:
     if (name := _name_of_file(base)) is not None:
         tokenizer.name_or_path = name
     return tokenizer
+
+
+def _model_of(base: str) -> str:
+    """Return what names the whole model: `base` itself, or what is below the adapter in that folder."""
+    folder = Path(base).expanduser()
+    if not is_adapter_folder(folder):
+        return base
+    return _model_of(str(folder / "base") if (folder / "base").is_dir() else below_adapter(folder))
 
 
 def save_policy(policy: Policy, folder: Path) -> None:

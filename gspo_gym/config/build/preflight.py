@@ -18,13 +18,13 @@ import torch
 from gspo_gym.base.leftovers import in_temporary_folder
 from gspo_gym.config.build import trainer as build
 from gspo_gym.config.build.apps import check_apps, environment_ids
+from gspo_gym.config.build.conversations import build_renderers, read_template
 from gspo_gym.config.build.engines import check_context, check_engine
 from gspo_gym.config.build.episode_collection import ENDPOINT, SCRIPTED, endpoint_settings
 from gspo_gym.config.build.judge import build_judging
 from gspo_gym.config.build.reference import serving_reference
 from gspo_gym.config.build.rollouts import (
     Player,
-    build_renderers,
     build_scripted_evaluate,
     build_training_player,
     build_warmup,
@@ -39,17 +39,17 @@ from gspo_gym.config.sections import TaskSource
 from gspo_gym.config.services import refuse_to_run, refuse_to_train
 from gspo_gym.env.chat_model import ChatModel
 from gspo_gym.env.core import PolicyFactory
-from gspo_gym.errors import ConfigError, GymError
+from gspo_gym.errors import ConfigError, GymError, TemplateError
 from gspo_gym.learning.optimizer import check_kind
 from gspo_gym.policy.bases import check_base, known_context
 from gspo_gym.policy.options import check_options
 from gspo_gym.policy.quantization import check_quantization
-from gspo_gym.rollout.actors import ScriptedActor
+from gspo_gym.rollout.actors import ActRequest, ScriptedActor
 from gspo_gym.rollout.episode import EpisodeRequest
 from gspo_gym.run.models import find_model
 from gspo_gym.run.sinks import check_sinks
 from gspo_gym.seeding import FIRST_TRAINING_SEED, child_seed
-from gspo_gym.types import Message, Task, Trajectory
+from gspo_gym.types import Completion, Message, Task, Trajectory
 
 
 async def find_obstacles(config: RunConfig, *, base: str | None = None) -> list[GymError]:
@@ -71,7 +71,11 @@ async def find_evaluation_obstacles(config: RunConfig, name: str) -> list[GymErr
     is_scripted, is_endpoint = name.startswith(SCRIPTED), name.startswith(ENDPOINT)
     if not is_scripted and not is_endpoint:
         return _without_repeats(await _failures(config, _evaluation_checks(config, name)))
-    checks = (lambda: refuse_to_run(config.sections), lambda: check_base(model_name(config)))
+    checks = (
+        lambda: refuse_to_run(config.sections),
+        lambda: check_base(model_name(config)),
+        lambda: read_template(config),
+    )
     obstacles = await _failures(config, checks)
     with _collecting(obstacles):
         renderers = build_renderers(config, None)  # no tokenizer: nothing is rendered
@@ -153,15 +157,20 @@ async def rehearse(config: RunConfig) -> Rehearsal:
             if judging is not None:
                 stack.push_async_callback(judging.close)
             await build_warmup(config, player)
-            notes = (*await player.start(), *await player.probe_apps(), *await environment_notes(config))
+            notes = (
+                *await player.start(),
+                *await player.probe_apps(),
+                *await environment_notes(config, player.renderers),
+            )
             reference = stack.enter_context(serving_reference(config, policy, build.device_of(config), num_threads))
             build.build_learner(config, policy, reference)
-            episodes = [
+            played = [
                 await _play_scripted(config, player, source, env_id)
                 for env_id, source in zip(environment_ids(config), config.sources, strict=True)
                 if source.task_url is None
             ]
-    return Rehearsal(notes, tuple(episodes))
+    episodes = tuple(one for one in played if isinstance(one, Trajectory))
+    return Rehearsal((*notes, *(one for one in played if isinstance(one, str))), episodes)
 
 
 def _checks(config: RunConfig, base: str | None) -> Sequence[Callable[[], object]]:
@@ -169,6 +178,7 @@ def _checks(config: RunConfig, base: str | None) -> Sequence[Callable[[], object
     return (
         lambda: refuse_to_train(config.sections),
         lambda: check_base(base or model_name(config)),
+        lambda: read_template(config),
         lambda: check_options(
             device=build.device_of(config),
             torch_compile=model.torch_compile,
@@ -190,6 +200,7 @@ def _evaluation_checks(config: RunConfig, name: str) -> Sequence[Callable[[], ob
     return (
         lambda: refuse_to_run(config.sections),
         lambda: check_base(find_model(name, runs=runs).base),
+        lambda: read_template(config),
         lambda: check_options(device=build.device_of(config), attn_implementation=config.model.attn_implementation),
         lambda: check_engine(config),
         lambda: check_context(config, *known_context(find_model(name, runs=runs).base)),
@@ -197,20 +208,40 @@ def _evaluation_checks(config: RunConfig, name: str) -> Sequence[Callable[[], ob
     )
 
 
-async def _play_scripted(config: RunConfig, player: Player, source: TaskSource, env_id: str) -> Trajectory:
+async def _play_scripted(config: RunConfig, player: Player, source: TaskSource, env_id: str) -> Trajectory | str:
+    """Return a scripted episode, or a line that says why this model's template has no words for it.
+
+    Training needs none, as the model speaks for itself; what a warm-up needs, `build_warmup` has checked.
+    """
     async with looking_at_source(config, source) as env:
         # An environment without policies of its own is at least reset, answered once and closed.
         policies = getattr(env, "policies", None) or {"greeting": _greets}
         make_policy: PolicyFactory = next(iter(policies.values()))
-    play = local_play(config, player.renderers, ScriptedActor(make_policy), source=source)
+    actor = _Speaker(make_policy)
+    play = local_play(config, player.renderers, actor, source=source)
     task = Task(env_id, FIRST_TRAINING_SEED)
     trajectory = await play(EpisodeRequest("rehearsal", task, child_seed(config.run.seed, "rehearsal")))
+    if trajectory.error is not None and actor.unsayable is not None:
+        return f"{source.env_name}: no scripted episode was played: {actor.unsayable}"
     if trajectory.error is not None:
         raise ConfigError(
             f"{source.key}: a scripted episode of {source.env_name} ended as {trajectory.outcome.value}: "
             f"{trajectory.error}"
         )
     return trajectory
+
+
+class _Speaker(ScriptedActor):
+    """Scripted actor that keeps the template's refusal of a message in `unsayable`."""
+
+    unsayable: TemplateError | None = None
+
+    async def __call__(self, request: ActRequest) -> Completion:
+        try:
+            return await super().__call__(request)
+        except TemplateError as error:
+            self.unsayable = error
+            raise
 
 
 def _greets(env: object, generator: np.random.Generator) -> Callable[[Sequence[Message]], str]:

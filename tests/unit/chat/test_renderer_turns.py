@@ -334,7 +334,73 @@ def test_an_action_that_the_template_cannot_say_is_refused(build_tokenizer: Buil
     llama = Renderer(build_tokenizer("llama31"), tool_schemas=tool_schemas)
     with pytest.raises(TemplateError, match=r"drops the content of this assistant message.*'Let me see.'"):
         llama.action_ids(Message("assistant", "Let me see.", tool_calls=(CALL,)))
+    loud = copy.deepcopy(build_tokenizer("chatml"))
+    loud.chat_template = loud.chat_template.replace("<|im_start|>assistant\\n", "<|im_start|>assistant\\nAnswer: ")
     with pytest.raises(TemplateError, match="another form than its generation prompt opens"):
-        Renderer(build_tokenizer("deepseek_r1")).action_ids(Message("assistant", "7"))
+        Renderer(loud).action_ids(Message("assistant", "7"))
     with pytest.raises(TemplateError, match="expected an assistant message, got role user"):
         llama.action_ids(USER)
+
+
+# As Nemotron 3's template opens, shows and shortens reasoning.
+NEMOTRON3 = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}{% if m.reasoning_content %}"
+    "<think>\n{{ m.reasoning_content }}\n</think>\n{% else %}<think></think>{% endif %}{% endif %}"
+    "{{ m.content }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "empty", "closing"),
+    [
+        ("deepseek_r1", "\n</think>\n\n", "\n</think>\n\n"),  # drops reasoning, so its form is R1's own
+        ("nemotron3", "\n</think>\n", "\n</think>\n"),  # an empty block as one with a text, and not <think></think>
+    ],
+)
+def test_an_answer_without_reasoning_closes_the_block_that_the_prompt_opened(
+    build_tokenizer: Build, template: str, empty: str, closing: str
+) -> None:
+    tokenizer = build_tokenizer("qwen3" if template == "nemotron3" else template)
+    if template == "nemotron3":
+        tokenizer = copy.deepcopy(tokenizer)
+        tokenizer.chat_template = NEMOTRON3
+    renderer = Renderer(tokenizer)
+    for reasoning, block in ((None, empty), ("", empty), ("Hm <|im_end|>", f"Hm <|im_end|>{closing}")):
+        ids = renderer.action_ids(Message("assistant", "Seven.", reasoning_content=reasoning))
+        assert renderer.decode(ids) == f"{block}Seven."
+        assert ids.index(renderer.stop_token_ids[0]) == len(ids) - 1
+        parsed = renderer.parse(renderer.decode(ids), is_truncated=False)
+        assert parsed == Message("assistant", "Seven.", reasoning_content=reasoning or "")
+
+
+def test_what_ends_the_call_of_a_built_in_tool_stops_besides_what_ends_a_turn(build_tokenizer: Build) -> None:
+    tokenizer = build_tokenizer("llama31")
+    assert tokenizer.convert_ids_to_tokens(list(Renderer(tokenizer).stop_token_ids)) == ["<|eot_id|>", "<|eom_id|>"]
+
+
+# As Gemma 4's template writes calls: a quote is a special token, and the call's turn ends with the opening of a result.
+GEMMA4 = (
+    "{% for m in messages %}{% if m.role == 'tool' %}response:{{ m.name }}{value:<|\"|>{{ m.content }}<|\"|>}"
+    "<tool_response|>{% else %}{% if loop.index0 == 0 or messages[loop.index0 - 1].role != 'tool' %}"
+    "<|turn>{{ 'model' if m.role == 'assistant' else m.role }}\n{% endif %}{{ m.content }}"
+    "{% for call in m.tool_calls or [] %}<|tool_call>call:{{ call.function.name }}"
+    '{% raw %}{{% endraw %}{% for key, value in call.function.arguments | dictsort %}{{ key }}:<|"|>{{ value }}<|"|>'
+    "{% endfor %}}<tool_call|>{% endfor %}{{ '<|tool_response>' if m.tool_calls else '<turn|>\n' }}{% endif %}"
+    "{% endfor %}{% if add_generation_prompt and messages[-1].role != 'tool' %}<|turn>model\n{% endif %}"
+)
+
+
+def test_a_quote_in_a_call_is_not_what_ends_its_turn(build_tokenizer: Build) -> None:
+    tokenizer = copy.deepcopy(build_tokenizer("chatml"))
+    special = ["<|turn>", "<turn|>", "<|tool_call>", "<tool_call|>", '<|"|>', "<|tool_response>", "<tool_response|>"]
+    tokenizer.add_special_tokens({"additional_special_tokens": special})
+    tokenizer.chat_template, tokenizer.eos_token = GEMMA4, "<turn|>"
+    renderer = Renderer(tokenizer)
+    assert tokenizer.convert_ids_to_tokens(list(renderer.stop_token_ids)) == ["<turn|>", "<|tool_response>"]
+    calling = Message("assistant", "", (ToolCall("call_0", "guess", {"way": "in"}),))
+    said = tokenizer.decode(renderer.action_ids(calling))
+    assert said == '<|tool_call>call:guess{way:<|"|>in<|"|>}<tool_call|><|tool_response>'
+    result = Message("tool", "ok", tool_call_id="call_0", name="guess")
+    step = renderer.continue_from([USER, calling], [result], closed=True)
+    assert not step.is_new_segment
+    assert tokenizer.decode(step.token_ids) == 'response:guess{value:<|"|>ok<|"|>}<tool_response|>'
