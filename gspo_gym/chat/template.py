@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,9 +22,9 @@ import jinja2
 from jinja2 import nodes
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from gspo_gym.chat.parsing import REASONING_CLOSE, REASONING_OPEN
+from gspo_gym.chat.formats import THINK_TAGS, all_reasoning_tags
 from gspo_gym.errors import TemplateError
-from gspo_gym.types import Message
+from gspo_gym.types import Message, ToolCall
 
 Wire = dict[str, Any]  # a message for a template, JSON-like
 
@@ -41,14 +42,18 @@ class WireStyle:
     """The form in which a template wants its messages, found by probing.
 
     Attributes:
-        knows_reasoning: it renders `reasoning_content`. If not, the block is put into the content, as the model wrote
-            it.
+        reasoning_key: key of a message under which it renders reasoning; None if under none. The block is then put
+            into the content, as the model wrote it.
+        reasoning_tags: texts before and after reasoning.
+        arguments_are_text: it wants the arguments of a call as JSON text (DeepSeek V3).
         needs_nine_character_ids: it refuses ids of tool calls that are not nine letters and digits (Mistral).
         answer_opening: plain text that opens an assistant turn, or None if a special token does. Other messages may not
             contain it, because its tokens would look like the template's.
     """
 
-    knows_reasoning: bool = True
+    reasoning_key: str | None = "reasoning_content"
+    reasoning_tags: tuple[str, str] = THINK_TAGS
+    arguments_are_text: bool = False
     needs_nine_character_ids: bool = False
     answer_opening: str | None = None
 
@@ -81,6 +86,11 @@ class ChatTemplate:
             ) from error
         self._tokenizer = tokenizer
         self._kwargs = kwargs
+        self._turn_ends = ("", "")
+
+    def end_turns_by(self, answer: str, calls: str) -> None:
+        """Put the opening of the next turn behind a last answer, or one with calls: it ends the answer (GLM 4)."""
+        self._turn_ends = (answer, calls)
 
     def text(self, wires: Sequence[Wire], *, add_generation_prompt: bool, with_tools: bool = True) -> str:
         """Return the conversation as text, with or without the opening of an assistant turn at its end.
@@ -122,6 +132,8 @@ class ChatTemplate:
             **self._kwargs,
         )
         assert isinstance(text, str)
+        if not add_generation_prompt and wires[-1]["role"] == "assistant":
+            text += self._turn_ends[bool(wires[-1].get("tool_calls"))]
         return text
 
     def _first_refused(self, wires: Sequence[Wire], add_generation_prompt: bool, with_tools: bool) -> int:
@@ -148,16 +160,17 @@ def to_wire(message: Message, index: int, style: WireStyle, escape: Callable[[st
         )
     wire: Wire = {"role": message.role, "content": escape(message.content)}
     if (reasoning := message.reasoning_content) is not None:
-        if style.knows_reasoning:
-            wire["reasoning_content"] = escape(reasoning)
+        if style.reasoning_key is not None:
+            wire[style.reasoning_key] = escape(reasoning)
         else:
-            wire["content"] = f"{REASONING_OPEN}\n{escape(reasoning)}\n{REASONING_CLOSE}\n\n{wire['content']}"
+            opening, closing = style.reasoning_tags
+            wire["content"] = f"{opening}\n{escape(reasoning)}\n{closing}\n\n{wire['content']}"
     if message.tool_calls:
         wire["tool_calls"] = [
             {
                 "id": escape(_call_id(call.id, style)),
                 "type": "function",
-                "function": {"name": escape(call.name), "arguments": plain_json(call.arguments, escape)},
+                "function": {"name": escape(call.name), "arguments": _arguments(call, style, escape)},
             }
             for call in message.tool_calls
         ]
@@ -179,6 +192,11 @@ def plain_json(value: Any, escape: Callable[[str], str] = str) -> Any:
     return value
 
 
+def _arguments(call: ToolCall, style: WireStyle, escape: Callable[[str], str]) -> Any:
+    arguments = plain_json(call.arguments, escape)
+    return json.dumps(arguments, ensure_ascii=False) if style.arguments_are_text else arguments
+
+
 def _call_id(call_id: str, style: WireStyle) -> str:
     if not style.needs_nine_character_ids or _NINE_ALPHANUMERICS.fullmatch(call_id):
         return call_id
@@ -189,7 +207,8 @@ def _first_line(error: BaseException) -> str:
     return (str(error) or type(error).__name__).splitlines()[0]
 
 
-_EMPTY_REASONING = re.compile(rf"\s*{REASONING_OPEN}\s*{REASONING_CLOSE}\s*")
+_EMPTY_REASONING = re.compile(r"\s*<think>\s*</think>\s*")
+_REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")  # the last is gpt-oss's
 _SEARCH_METHODS = frozenset(
     {"split", "rsplit", "partition", "rpartition", "startswith", "endswith", "replace", "find", "rfind", "index",
      "count", "removeprefix", "removesuffix"}
@@ -245,25 +264,27 @@ def probe(template: ChatTemplate, codec: TextCodec) -> TemplateFacts:
             raise TemplateError(f"{template.name} shows the content of {who} {answer.count(text)} times, expected once")
     head = _check_generation_prompt(template, user, prompt, answer)
     tail = answer[answer.index(_ANSWER) + len(_ANSWER) :]
+    between = answer[answer.index(_USER) + len(_USER) : answer.index(_ANSWER)]
+    if not tail.strip():
+        tail = _end_turns_by_the_next(template, codec, user, between)
     closer = codec.find_special(tail) or codec.find_added(tail)
     if closer is None:
         raise TemplateError(
             f"{template.name} closes an assistant turn with {tail!r}, which holds no special token of this tokenizer: "
             "the model could not end its turn. Add the token (tokenizer.add_special_tokens) or use another template"
         )
-    between = answer[answer.index(_USER) + len(_USER) : answer.index(_ANSWER)]
+    tags = next((pair for pair in all_reasoning_tags() if pair[1] and pair[1] in template.source), THINK_TAGS)
+    arguments_are_text = _wants_arguments_as_text(template, user)
     style = WireStyle(
-        knows_reasoning=_REASONING
-        in template.text(
-            [user, {"role": "assistant", "content": _ANSWER, "reasoning_content": _REASONING}],
-            add_generation_prompt=False,
-        ),
-        needs_nine_character_ids=not template.accepts([user, _call("call_0")])
-        and template.accepts([user, _call(mark(0))]),
+        reasoning_key=next((key for key in _REASONING_KEYS if _shows_reasoning(template, user, key)), None),
+        reasoning_tags=tags,
+        arguments_are_text=arguments_are_text,
+        needs_nine_character_ids=not template.accepts([user, _call("call_0", arguments_are_text)])
+        and template.accepts([user, _call(mark(0), arguments_are_text)]),
         answer_opening=(between.strip() or None) if codec.find_added(between) is None else None,
     )
-    codec.guard({found for found in codec.added if found in between + tail} - {REASONING_OPEN, REASONING_CLOSE})
-    calls = _probe_calls(template, codec, closer.group())
+    codec.guard({found for found in codec.added if found in between + tail} - set(tags))
+    calls = _probe_calls(template, codec, closer.group(), style)
     if template.tools:
         _check_tools(template, user, calls)
     last = prompt[prompt.index(_USER) :]
@@ -271,12 +292,36 @@ def probe(template: ChatTemplate, codec: TextCodec) -> TemplateFacts:
         style=style,
         closers=calls.closers,
         empty_reasoning=head if _EMPTY_REASONING.fullmatch(head) else "",
-        opens_reasoning=last.rfind(REASONING_OPEN) > last.rfind(REASONING_CLOSE),
+        opens_reasoning=last.rfind(tags[0]) > last.rfind(tags[1]),
         renders_calls=calls.error is None,
         max_tool_calls=calls.max_tool_calls,
         literals=searched_literals(template.source),
         compares_messages=compares_messages(template.source),
     )
+
+
+def _end_turns_by_the_next(template: ChatTemplate, codec: TextCodec, user: Wire, own_opening: str) -> str:
+    """Let the special tokens that open the next turns end answers, if the template closes none; return that of a user.
+
+    GLM 4 ends an answer by sampling <|user|> and a call by sampling <|observation|>, which open the next message. A
+    token that also opens the model's turn (`own_opening`) ends none.
+    """
+    said = {"role": "assistant", "content": _ANSWER}
+    called = [user, _call("call_0")]
+    result = {"role": "tool", "content": _RESULT, "tool_call_id": "call_0", "name": _PROBE_TOOL}
+    openings = []
+    for before, after in (([user, said], user), (called, result)):
+        conversation = [*before, after]
+        if not (template.accepts(before) and template.accepts(conversation)):
+            openings.append("")
+            continue
+        text = template.text(before, add_generation_prompt=False)
+        whole = template.text(conversation, add_generation_prompt=False)
+        found = codec.find_special(whole[len(text) :].lstrip()) if whole.startswith(text) else None
+        is_end = found is not None and found.start() == 0 and found.group() not in own_opening
+        openings.append(found.group() if found is not None and is_end else "")
+    template.end_turns_by(openings[0], openings[1] or openings[0])
+    return openings[0]
 
 
 def _check_generation_prompt(template: ChatTemplate, user: Wire, prompt: str, answer: str) -> str:
@@ -300,10 +345,28 @@ class _Calls:
     max_tool_calls: int | None = None
 
 
-def _probe_calls(template: ChatTemplate, codec: TextCodec, closer: str) -> _Calls:
+def _shows_reasoning(template: ChatTemplate, user: Wire, key: str) -> bool:
+    answers = [{"role": "assistant", "content": _ANSWER, key: _REASONING}, {**_call("call_0"), key: _REASONING}]
+    conversations = [[user, answer] for answer in answers]  # some show it beside calls alone (Gemma 4)
+    return any(
+        _REASONING in template.text(conversation, add_generation_prompt=False)
+        for conversation in conversations
+        if template.accepts(conversation)
+    )
+
+
+def _wants_arguments_as_text(template: ChatTemplate, user: Wire) -> bool:
+    ids = ("call_0", mark(0))
+    return not any(template.accepts([user, _call(call_id)]) for call_id in ids) and any(
+        template.accepts([user, _call(call_id, as_text=True)]) for call_id in ids
+    )
+
+
+def _probe_calls(template: ChatTemplate, codec: TextCodec, closer: str, style: WireStyle) -> _Calls:
     user = {"role": "user", "content": _USER}
-    call_id = "call_0" if template.accepts([user, _call("call_0")]) else mark(0)
-    called = [user, _call(call_id)]
+    call_id = mark(0) if style.needs_nine_character_ids else "call_0"
+    as_text = style.arguments_are_text
+    called = [user, _call(call_id, as_text)]
     try:
         text = template.text(called, add_generation_prompt=False)
         if text.count(_ARGUMENT) != 1:
@@ -317,9 +380,11 @@ def _probe_calls(template: ChatTemplate, codec: TextCodec, closer: str) -> _Call
     if answered.count(_RESULT) != 1:
         return _Calls((closer,), f"{template.name} shows the result of a tool {answered.count(_RESULT)} times")
     closers = [closer, *_call_closers(template, codec, called, closer)]
-    twice = _call(call_id)
-    twice["tool_calls"] += _call(mark(1))["tool_calls"]
-    return _Calls(tuple(dict.fromkeys(closers)), None, None if template.accepts([user, twice]) else 1)
+    twice = _call(call_id, as_text)
+    twice["tool_calls"] += _call(mark(1), as_text)["tool_calls"]
+    both = template.accepts([user, twice]) and template.text([user, twice], add_generation_prompt=False)
+    shows_both = bool(both) and both.count(_ARGUMENT) == 2  # gpt-oss shows the first alone
+    return _Calls(tuple(dict.fromkeys(closers)), None, None if shows_both else 1)
 
 
 def _call_closers(template: ChatTemplate, codec: TextCodec, called: Sequence[Wire], closer: str) -> list[str]:
@@ -351,8 +416,9 @@ _PROBE_TOOL = "probe_tool"
 _BUILTIN_TOOLS = "builtin_tools"  # argument of Llama's templates
 
 
-def _call(call_id: str) -> Wire:
-    function = {"name": _PROBE_TOOL, "arguments": {"key": _ARGUMENT}}
+def _call(call_id: str, as_text: bool = False) -> Wire:
+    arguments = {"key": _ARGUMENT}
+    function = {"name": _PROBE_TOOL, "arguments": json.dumps(arguments) if as_text else arguments}
     call = {"id": call_id, "type": "function", "function": function}
     return {"role": "assistant", "content": "", "tool_calls": [call]}
 
