@@ -138,14 +138,14 @@ class _Reader:
         kinds = [("reasoning", form.reasoning), ("content", form.content)]
         blocks = [(kind, pattern) for kind, patterns in kinds for pattern in patterns]
         blocks += [("call", pattern) for pattern in form.calls] if has_tools else []
-        for kind, pattern in blocks:
-            if _comes_next(cursor, _texts_before_field(pattern)):
-                return kind, pattern
+        found = next((block for block in blocks if _comes_next(cursor, _texts_before_field(block[1]))), None)
+        if found is not None:
+            return found
         beginnings = list(dict.fromkeys(" ".join(_texts_before_field(pattern)) for _, pattern in blocks))
         expected = f"answer: expected one of {', '.join(beginnings)}, got {quote(cursor.rest)}"
         if any(beginning.replace(" ", "").startswith("".join(cursor.rest.split())) for beginning in beginnings):
             cursor.end_early(f"answer: cut off before one of {', '.join(beginnings)}", expected)
-        cursor.fail(expected)
+        raise cursor.fault(expected)
 
     def _split_reasoning(self, *, starts_inside: bool) -> tuple[str | None, str]:
         text = self._text

@@ -159,7 +159,7 @@ def _answers(tool_schemas: Sequence[Mapping[str, Any]], max_tool_calls: int | No
 
 
 def _own_calls(tool_schemas: Sequence[Mapping[str, Any]]) -> list[ToolCall]:
-    """Return a call of each of the environment's tools, whose names and parameters a format must also be able to hold."""
+    """Return a call of each of the environment's tools: a format must be able to hold their names and parameters."""
     tools = list(parameters_of(tool_schemas).items())[:_MAX_TOOLS]
     return [
         ToolCall("call_0", tool, {key: _value_of(schema) for key, schema in schemas.items()}) for tool, schemas in tools

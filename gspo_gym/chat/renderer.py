@@ -253,7 +253,7 @@ def _stop_token_ids(tokenizer: Any, codec: TextCodec, closers: Sequence[str]) ->
 
 
 def _call_start(text: str, form: Format, *, is_named: bool) -> int | None:
-    """Return where the arguments begin in a written call of `_ARGUMENT`, or the name if not `is_named`; None: nowhere."""
+    """Return where a written call's arguments begin, or if not `is_named`, its name; None if nowhere."""
     pattern = _CALL_ARGUMENTS if is_named else _CALL_NAME
     has_object = any(isinstance(piece, Field) and piece.name in ("call", "calls") for piece in pieces(form.calls[0]))
     if has_object or (is_named and form.arguments is Arguments.JSON):

@@ -1,6 +1,7 @@
 """Values inside sampled text: JSON, literals of other formats, and raw texts typed by a tool's schema.
 
-A cursor walks over the text once. What does not fit is a `BadTextError`; nothing is repaired or skipped but white space.
+A cursor walks over the text once. What does not fit is a `BadTextError`; nothing is repaired, or skipped but white
+space.
 """
 
 from __future__ import annotations
@@ -43,14 +44,12 @@ class Cursor:
 
     Args:
         is_truncated: `max_tokens` ran out, so text that ends too early was cut off and is not malformed.
-        fault: status of malformed text.
     """
 
-    def __init__(self, text: str, *, is_truncated: bool, fault: ParseStatus = ParseStatus.BAD_TOOL_CALL) -> None:
+    def __init__(self, text: str, *, is_truncated: bool) -> None:
         self.text = text
         self.position = 0
         self.is_truncated = is_truncated
-        self._fault = fault
 
     @property
     def rest(self) -> str:
@@ -97,7 +96,11 @@ class Cursor:
 
     def fail(self, error: str) -> NoReturn:
         """Raise the error of malformed text."""
-        raise BadTextError(self._fault, error)
+        raise self.fault(error)
+
+    def fault(self, error: str) -> BadTextError:
+        """Return the error of malformed text."""
+        return BadTextError(ParseStatus.BAD_TOOL_CALL, error)
 
     def _after_space(self) -> int:
         at = self.position
@@ -203,7 +206,7 @@ def typed(cursor: Cursor, text: str, schema: Any, where: str) -> Any:
         return value
     if allowed is None or "string" in allowed:
         return text
-    cursor.fail(f"{where}: expected {' or '.join(sorted(allowed))}, got {quote(text)}")
+    raise cursor.fault(f"{where}: expected {' or '.join(sorted(allowed))}, got {quote(text)}")
 
 
 def quote(text: str) -> str:

@@ -59,5 +59,7 @@ def test_a_template_with_another_format_of_calls_says_so(build_tokenizer: Any, t
     tokenizer = build_tokenizer("qwen25")
     template = tokenizer.chat_template.replace("tool_call.arguments | tojson", "tool_call.arguments.items() | list")
     assert template != tokenizer.chat_template
-    with pytest.raises(TemplateError, match="writes a call in no format that can be read back. The nearest is hermes"):
+    with pytest.raises(
+        TemplateError, match=r"writes a call in no format that can be read back\. The nearest is hermes"
+    ):
         Renderer(tokenizer, tool_schemas=tool_schemas, template_kwargs={"chat_template": template})

@@ -59,7 +59,8 @@ def test_an_answer_must_be_shown_further_back_as_it_was_shown_last(
 
 def test_what_stands_between_reasoning_and_answer_must_stay(build_tokenizer: Build) -> None:
     shown = (
-        "{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{{ '\n' if loop.last else '\n\n' }}{% endif %}"
+        "{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{{ '\n' if loop.last else '\n\n' }}"
+        "{% endif %}"
         "{{ m.content }}<|im_end|>"
     )
     renderer = Renderer(build_tokenizer("chatml"), template_kwargs={"chat_template": of_answers(shown)})
