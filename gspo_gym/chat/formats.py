@@ -285,8 +285,7 @@ FORMATS: tuple[Format, ...] = (
         name_key="tool_name",
         id_key="tool_call_id",
     ),
-    Format("phi4-mini", "Phi-4-mini", calls=("<|tool_call|>{calls}<|/tool_call|>",)),
-    Format("granite3", "Granite 3", calls=("<|tool_call|>{calls}",)),
+    Format("functionary", "Functionary 3.1", calls=("<function={name}>{arguments}</function>",)),
     Format("nemotron-nano", "Nemotron Nano 2, Llama Nemotron", calls=("<TOOLCALL>{calls}</TOOLCALL>",)),
     Format(
         "olmo3",

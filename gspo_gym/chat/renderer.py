@@ -7,6 +7,7 @@ a new segment begins; seams.py decides that.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -17,14 +18,15 @@ from gspo_gym.chat.formats import Arguments, Field, Format, first_text, pieces
 from gspo_gym.chat.parsing import ParseFailure, parameters_of, parse_action
 from gspo_gym.chat.proof import Proof, prove
 from gspo_gym.chat.seams import Seams
-from gspo_gym.chat.template import ChatTemplate, Escapes, TextCodec, mark, probe
+from gspo_gym.chat.template import EMPTY_REASONING, ChatTemplate, Escapes, TextCodec, mark, probe
 from gspo_gym.errors import TemplateError
 from gspo_gym.types import Message, ParseStatus, TokenIds, ToolCall
 
 # Attribute of a tokenizer: the ids at which its model ends an answer, as the model's configuration files say.
 MODEL_STOPS = "model_stops"
-# Stand for a tool's name and an argument, to be found in a rendered call.
-_ANY_TOOL, _ARGUMENT = mark(9_000_010), mark(9_000_011)
+# Stand for a tool's name, an argument and reasoning, to be found in a rendered answer.
+_ANY_TOOL, _ARGUMENT, _REASONING = mark(9_000_010), mark(9_000_011), mark(9_000_012)
+_HELLO = {"role": "user", "content": "Hello"}
 _CALL_NAME = re.compile(rf'\s*"{_ANY_TOOL}"')
 _CALL_ARGUMENTS = re.compile(rf'\s*\{{\s*"key"\s*:\s*"{_ARGUMENT}"')
 
@@ -137,7 +139,8 @@ class Renderer:
     def action_ids(self, message: Message) -> list[int]:
         """Return the tokens that a model would sample for `message`, with the stop token, in the template's spelling.
 
-        A template that trims contents trims here too.
+        A template that trims contents trims here too. If the prompt opens a reasoning block, a message without one
+        closes it empty.
 
         Raises:
             TemplateError: the template would drop a part of it, such as text beside tool calls in Llama 3.1.
@@ -176,13 +179,12 @@ class Renderer:
 
     def _said(self, message: Message, escapes: Escapes) -> tuple[str, str]:
         """Return an answer's text as the template writes it, and the stop token that closes it."""
-        user = {"role": "user", "content": "Hello"}
-        said = self._seams.wires([message], escapes, first_index=1)[0]
-        prompt = self._template.text([user], add_generation_prompt=True)
-        # Some templates put an empty reasoning block before a last answer that had none. Followed by a user message,
-        # the answer stands as it was said.
-        is_decorated = message.reasoning_content is None and bool(self._facts.empty_reasoning)
-        text = self._template.text([user, said, user] if is_decorated else [user, said], add_generation_prompt=False)
+        prompt = self._template.text([_HELLO], add_generation_prompt=True)
+        if self.opens_reasoning and message.reasoning_content is None:
+            message = dataclasses.replace(message, reasoning_content="")  # the model cannot leave out what is open
+        text = self._answered(message, escapes)
+        if not text.startswith(prompt) and self.opens_reasoning:
+            text = self._in_opened_block(message, prompt, escapes)
         if not text.startswith(prompt):
             raise TemplateError(
                 f"{self._template.name} shows an answer in another form than its generation prompt opens "
@@ -193,8 +195,35 @@ class Renderer:
         if not stops:
             raise TemplateError(f"{self._template.name} does not close this answer: {text[-40:]!r}")
         at, stop = min(stops)
-        _require_said(said, text[:at], self._template.name, self._facts.style.reasoning_key or "")
+        _require_said(message, escapes, text[:at], self._template.name)
         return text[:at], stop
+
+    def _answered(self, message: Message, escapes: Escapes) -> str:
+        """Return a conversation of a greeting and this answer as the template writes it."""
+        said = self._seams.wires([message], escapes, first_index=1)[0]
+        # Some templates put an empty reasoning block before a last answer that had none. Followed by a user message,
+        # the answer stands as it was said.
+        is_decorated = message.reasoning_content is None and bool(self._facts.empty_reasoning)
+        return self._template.text(
+            [_HELLO, said, _HELLO] if is_decorated else [_HELLO, said], add_generation_prompt=False
+        )
+
+    def _in_opened_block(self, message: Message, prompt: str, escapes: Escapes) -> str:
+        """Return `_answered` with the reasoning that the prompt opened, where the template shows it in another form.
+
+        An empty block is closed as the template closes one with a text (Nemotron 3 writes an empty one differently); a
+        template that drops reasoning (DeepSeek R1) is taken at its word for the answer, behind a block in R1's form.
+        """
+        text = self._answered(dataclasses.replace(message, reasoning_content=_REASONING), escapes)
+        if not message.reasoning_content and text.startswith(prompt) and text.count(_REASONING) == 1:
+            return text.replace(_REASONING, "")
+        text = self._answered(dataclasses.replace(message, reasoning_content=None), escapes)
+        tag, closing = self._facts.style.reasoning_tags
+        opening = prompt[: prompt.rindex(tag)]
+        if not text.startswith(opening):
+            return text
+        answer = EMPTY_REASONING.sub("", text[len(opening) :], count=1)
+        return f"{prompt}{escapes(message.reasoning_content or '')}\n{closing}\n\n{answer}"
 
     def full(self, messages: Sequence[Message], *, add_generation_prompt: bool) -> list[int]:
         """Return the ids of the whole conversation, rendered from nothing; raises as `start`."""
@@ -269,11 +298,11 @@ def _call_start(text: str, form: Format, *, is_named: bool) -> int | None:
     return len(stripped) if stripped.endswith(">") else start  # else the white space ends the name
 
 
-def _require_said(said: Mapping[str, Any], text: str, name: str, reasoning_key: str) -> None:
-    parts = {"content": said["content"], "reasoning": said.get(reasoning_key, "")}
-    parts |= {f"call of {call['function']['name']}": call["function"]["name"] for call in said.get("tool_calls", ())}
+def _require_said(message: Message, escapes: Escapes, text: str, name: str) -> None:
+    parts = {"content": message.content, "reasoning": message.reasoning_content or ""}
+    parts |= {f"call of {call.name}": call.name for call in message.tool_calls}
     for part, words in parts.items():
-        if words.strip() not in text:
+        if escapes(words).strip() not in text:
             raise TemplateError(
                 f"{name} drops the {part} of this assistant message, so a model would not say it: {words!r}"
             )

@@ -114,10 +114,10 @@ class ChatTemplate:
         other._kwargs = {**self._kwargs, **arguments}
         return other
 
-    def accepts(self, wires: Sequence[Wire]) -> bool:
+    def accepts(self, wires: Sequence[Wire], *, with_tools: bool = True) -> bool:
         """Return whether the template renders the messages at all."""
         try:
-            self._apply(wires, False, True)
+            self._apply(wires, False, with_tools)
         except _TEMPLATE_FAILURES:
             return False
         return True
@@ -207,7 +207,7 @@ def _first_line(error: BaseException) -> str:
     return (str(error) or type(error).__name__).splitlines()[0]
 
 
-_EMPTY_REASONING = re.compile(r"\s*<think>\s*</think>\s*")
+EMPTY_REASONING = re.compile(r"\A\s*<think>\s*</think>\s*")
 _REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")  # the last is gpt-oss's
 _SEARCH_METHODS = frozenset(
     {"split", "rsplit", "partition", "rpartition", "startswith", "endswith", "replace", "find", "rfind", "index",
@@ -291,7 +291,7 @@ def probe(template: ChatTemplate, codec: TextCodec) -> TemplateFacts:
     return TemplateFacts(
         style=style,
         closers=calls.closers,
-        empty_reasoning=head if _EMPTY_REASONING.fullmatch(head) else "",
+        empty_reasoning=head if EMPTY_REASONING.fullmatch(head) else "",
         opens_reasoning=last.rfind(tags[0]) > last.rfind(tags[1]),
         renders_calls=calls.error is None,
         max_tool_calls=calls.max_tool_calls,
@@ -403,7 +403,8 @@ def _call_closers(template: ChatTemplate, codec: TextCodec, called: Sequence[Wir
 
 def _check_tools(template: ChatTemplate, user: Wire, calls: _Calls) -> None:
     with_tools = template.text([user], add_generation_prompt=True)
-    if with_tools == template.text([user], add_generation_prompt=True, with_tools=False):
+    needs_tools = not template.accepts([user], with_tools=False)  # Hermes 3
+    if not needs_tools and with_tools == template.text([user], add_generation_prompt=True, with_tools=False):
         raise TemplateError(
             f"{template.name} does not show tools to the model: it renders the same with and without tool_schemas. Use "
             "a template with tool support, or describe the tools in a system message and give no schemas"

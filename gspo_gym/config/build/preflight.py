@@ -39,16 +39,16 @@ from gspo_gym.config.sections import TaskSource
 from gspo_gym.config.services import refuse_to_run, refuse_to_train
 from gspo_gym.env.chat_model import ChatModel
 from gspo_gym.env.core import PolicyFactory
-from gspo_gym.errors import ConfigError, GymError
+from gspo_gym.errors import ConfigError, GymError, TemplateError
 from gspo_gym.learning.optimizer import check_kind
 from gspo_gym.policy.load import check_base, check_quantization, known_context
 from gspo_gym.policy.options import check_options
-from gspo_gym.rollout.actors import ScriptedActor
+from gspo_gym.rollout.actors import ActRequest, ScriptedActor
 from gspo_gym.rollout.episode import EpisodeRequest
 from gspo_gym.run.models import find_model
 from gspo_gym.run.sinks import check_sinks
 from gspo_gym.seeding import FIRST_TRAINING_SEED, child_seed
-from gspo_gym.types import Message, Task, Trajectory
+from gspo_gym.types import Completion, Message, Task, Trajectory
 
 
 async def find_obstacles(config: RunConfig, *, base: str | None = None) -> list[GymError]:
@@ -155,12 +155,13 @@ async def rehearse(config: RunConfig) -> Rehearsal:
             notes = (*await player.start(), *await player.probe_apps(), *await environment_notes(config))
             reference = stack.enter_context(serving_reference(config, policy, build.device_of(config), num_threads))
             build.build_learner(config, policy, reference)
-            episodes = [
+            played = [
                 await _play_scripted(config, player, source, env_id)
                 for env_id, source in zip(environment_ids(config), config.sources, strict=True)
                 if source.task_url is None
             ]
-    return Rehearsal(notes, tuple(episodes))
+    episodes = tuple(one for one in played if isinstance(one, Trajectory))
+    return Rehearsal((*notes, *(one for one in played if isinstance(one, str))), episodes)
 
 
 def _checks(config: RunConfig, base: str | None) -> Sequence[Callable[[], object]]:
@@ -193,20 +194,40 @@ def _evaluation_checks(config: RunConfig, name: str) -> Sequence[Callable[[], ob
     )
 
 
-async def _play_scripted(config: RunConfig, player: Player, source: TaskSource, env_id: str) -> Trajectory:
+async def _play_scripted(config: RunConfig, player: Player, source: TaskSource, env_id: str) -> Trajectory | str:
+    """Return a scripted episode, or a line that says why this model's template has no words for it.
+
+    Training needs none, as the model speaks for itself; what a warm-up needs, `build_warmup` has checked.
+    """
     async with looking_at_source(config, source) as env:
         # An environment without policies of its own is at least reset, answered once and closed.
         policies = getattr(env, "policies", None) or {"greeting": _greets}
         make_policy: PolicyFactory = next(iter(policies.values()))
-    play = local_play(config, player.renderers, ScriptedActor(make_policy), source=source)
+    actor = _Speaker(make_policy)
+    play = local_play(config, player.renderers, actor, source=source)
     task = Task(env_id, FIRST_TRAINING_SEED)
     trajectory = await play(EpisodeRequest("rehearsal", task, child_seed(config.run.seed, "rehearsal")))
+    if trajectory.error is not None and actor.unsayable is not None:
+        return f"{source.env_name}: no scripted episode was played: {actor.unsayable}"
     if trajectory.error is not None:
         raise ConfigError(
             f"{source.key}: a scripted episode of {source.env_name} ended as {trajectory.outcome.value}: "
             f"{trajectory.error}"
         )
     return trajectory
+
+
+class _Speaker(ScriptedActor):
+    """Scripted actor that keeps the template's refusal of a message in `unsayable`."""
+
+    unsayable: TemplateError | None = None
+
+    async def __call__(self, request: ActRequest) -> Completion:
+        try:
+            return await super().__call__(request)
+        except TemplateError as error:
+            self.unsayable = error
+            raise
 
 
 def _greets(env: object, generator: np.random.Generator) -> Callable[[Sequence[Message]], str]:

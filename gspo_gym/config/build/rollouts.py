@@ -21,7 +21,7 @@ from gspo_gym.env.registry import resolve
 from gspo_gym.env.session import looking_at
 from gspo_gym.env.workers.isolation import IsolatedFactory, isolated_factory
 from gspo_gym.env.workers.limits import WorkerLimits
-from gspo_gym.errors import ConfigError, GymError, UnknownNameError
+from gspo_gym.errors import ConfigError, GymError, TemplateError, UnknownNameError
 from gspo_gym.learning.settings import UpdateSettings
 from gspo_gym.policy.load import Policy
 from gspo_gym.rollout.actors import Actor, EngineActor, ScriptedActor, policy_of
@@ -36,7 +36,7 @@ from gspo_gym.run.collect import WarmupPlan
 from gspo_gym.run.judging import Judging
 from gspo_gym.run.trainer import Evaluate
 from gspo_gym.seeding import child_seed
-from gspo_gym.types import Trajectory
+from gspo_gym.types import Message, ToolCall, Trajectory
 
 if TYPE_CHECKING:
     from gspo_gym.config.build.app_players import AppPlayers
@@ -404,12 +404,31 @@ async def build_warmup(config: RunConfig, player: Player) -> tuple[RolloutPool, 
 
     Raises:
         UnknownNameError: the environment has no scripted policy of that name.
-        ConfigError: there is no such environment here.
+        ConfigError: there is no such environment here, or the chat template cannot say what a demonstration says.
     """
     played_by = await check_warmup(config)
     if played_by is None or config.warmup is None:
         return None
     env_id, make_policy = played_by
+    await _require_sayable(config, player.renderers)
     pool = build_pool(config, local_play(config, player.renderers, ScriptedActor(make_policy)), seed_name="warmup")
     update = UpdateSettings.of(config.training)
     return pool, WarmupPlan(env_id, config.run.seed, config.warmup, config.optimizer, update)
+
+
+async def _require_sayable(config: RunConfig, renderers: RendererCache) -> None:
+    """Refuse demonstrations, before one is played, if the template cannot say an answer (a call if there are tools).
+
+    Raises:
+        ConfigError: says why not.
+    """
+    async with looking_at_source(config, config.sources[0]) as env:
+        schemas = tuple(getattr(env, "tool_schemas", ()))
+    call = tuple(ToolCall("call_0", schema["function"]["name"], {"key": "value"}) for schema in schemas[:1])
+    try:
+        renderers.for_tools(schemas).action_ids(Message("assistant", "" if call else "Seven.", call))
+    except TemplateError as error:
+        raise ConfigError(
+            f"warmup.policy: this model cannot say what the demonstrations do: {error}. Remove [warmup], or give "
+            "another template (model.chat_template)"
+        ) from error

@@ -339,10 +339,43 @@ def test_an_action_that_the_template_cannot_say_is_refused(build_tokenizer: Buil
     llama = Renderer(build_tokenizer("llama31"), tool_schemas=tool_schemas)
     with pytest.raises(TemplateError, match=r"drops the content of this assistant message.*'Let me see.'"):
         llama.action_ids(Message("assistant", "Let me see.", tool_calls=(CALL,)))
+    loud = copy.deepcopy(build_tokenizer("chatml"))
+    loud.chat_template = loud.chat_template.replace("<|im_start|>assistant\\n", "<|im_start|>assistant\\nAnswer: ")
     with pytest.raises(TemplateError, match="another form than its generation prompt opens"):
-        Renderer(build_tokenizer("deepseek_r1")).action_ids(Message("assistant", "7"))
+        Renderer(loud).action_ids(Message("assistant", "7"))
     with pytest.raises(TemplateError, match="expected an assistant message, got role user"):
         llama.action_ids(USER)
+
+
+# As Nemotron 3's template opens, shows and shortens reasoning.
+NEMOTRON3 = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}{% if m.reasoning_content %}"
+    "<think>\n{{ m.reasoning_content }}\n</think>\n{% else %}<think></think>{% endif %}{% endif %}"
+    "{{ m.content }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "empty", "closing"),
+    [
+        ("deepseek_r1", "\n</think>\n\n", "\n</think>\n\n"),  # drops reasoning, so its form is R1's own
+        ("nemotron3", "\n</think>\n", "\n</think>\n"),  # an empty block as one with a text, and not <think></think>
+    ],
+)
+def test_an_answer_without_reasoning_closes_the_block_that_the_prompt_opened(
+    build_tokenizer: Build, template: str, empty: str, closing: str
+) -> None:
+    tokenizer = build_tokenizer("qwen3" if template == "nemotron3" else template)
+    if template == "nemotron3":
+        tokenizer = copy.deepcopy(tokenizer)
+        tokenizer.chat_template = NEMOTRON3
+    renderer = Renderer(tokenizer)
+    for reasoning, block in ((None, empty), ("", empty), ("Hm <|im_end|>", f"Hm <|im_end|>{closing}")):
+        ids = renderer.action_ids(Message("assistant", "Seven.", reasoning_content=reasoning))
+        assert renderer.decode(ids) == f"{block}Seven."
+        assert ids.index(renderer.stop_token_ids[0]) == len(ids) - 1
+        parsed = renderer.parse(renderer.decode(ids), is_truncated=False)
+        assert parsed == Message("assistant", "Seven.", reasoning_content=reasoning or "")
 
 
 def test_what_ends_the_call_of_a_built_in_tool_stops_besides_what_ends_a_turn(build_tokenizer: Build) -> None:
