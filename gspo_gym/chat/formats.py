@@ -201,7 +201,7 @@ FORMATS: tuple[Format, ...] = (
     ),
     Format(
         "llama3",
-        "Llama 3.1, 3.2 and 3.3",
+        "Llama 3.1 to 3.3, Llama 4 with a template of JSON",
         calls=("{call}", "<|python_tag|>{call}"),
         # An answer that is one JSON object with a name and arguments is a call; other JSON is an answer.
         begins=r'<\|python_tag\|>|\{(?=.*"name")(?=.*"(?:parameters|arguments)")',
@@ -281,7 +281,7 @@ FORMATS: tuple[Format, ...] = (
         "Command R7B, Command A",
         calls=("<|START_ACTION|>{calls}<|END_ACTION|>",),
         reasoning=("<|START_THINKING|>{text}<|END_THINKING|>",),
-        content=("<|START_RESPONSE|>{text}<|END_RESPONSE|>",),
+        content=("<|START_RESPONSE|>{text}",),  # <|END_RESPONSE|> is what ends the turn
         name_key="tool_name",
         id_key="tool_call_id",
     ),
@@ -296,7 +296,7 @@ FORMATS: tuple[Format, ...] = (
     ),
     Format(
         "pythonic",
-        "Llama 4, Gemma 3 and Llama 3.2 with a template of calls",
+        "Llama 3.2, Llama 4 and Gemma 3 with a template of Python calls",
         calls=("{name}({arguments})",),
         section=("[", "]"),
         separator=",",

@@ -214,9 +214,10 @@ class _Reader:
             self._read_call()
             if form.separator and cursor.take(form.separator):
                 continue
-            if not closing or cursor.is_at(str(closing[0])) or form.separator:
+            # Calls without a tag follow each other (Llama 4); those with one may have text between them.
+            another = first_text(form.calls[0]) or ("{" if form.begins else "")
+            if form.separator or not (closing or form.begins) or (closing and cursor.is_at(str(closing[0]))):
                 break
-            another = first_text(form.calls[0])
             if another and not cursor.is_at(another):
                 break
         for piece in closing:

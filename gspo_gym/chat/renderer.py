@@ -147,13 +147,11 @@ class Renderer:
         """
         if message.role != "assistant":
             raise TemplateError(f"action_ids: expected an assistant message, got role {message.role}")
-        if (
-            message.content
-            and message.tool_calls
-            and self._proof is not None
-            and not self._proof.keeps_text_beside_calls
-        ):
-            raise TemplateError(f"{self._template.name} writes a text beside tool calls as reasoning; give it as that")
+        if message.content and message.tool_calls and self._proof and not self._proof.keeps_text_beside_calls:
+            raise TemplateError(
+                f"{self._template.name} does not write a text beside tool calls so that it could be read back; leave "
+                "it out, or give it as reasoning"
+            )
         escapes = self._codec.escapes()
         text, stop = self._said(message, escapes)
         return [*self._codec.encode(text, escapes, after=stop), self._codec.added[stop]]

@@ -35,6 +35,8 @@ _RESERVED = frozenset(
 # Exceptions of a template: Jinja's own (which `raise_exception` raises) and Python's.
 _TEMPLATE_FAILURES = (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError)
 _NINE_ALPHANUMERICS = re.compile(r"[A-Za-z0-9]{9}")
+_LAST_NUMBER = re.compile(r"[0-9]{1,9}\Z")
+_MARK = re.compile(r"zq\d{7}")  # of `mark`
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +49,7 @@ class WireStyle:
         reasoning_tags: texts before and after reasoning.
         arguments_are_text: it wants the arguments of a call as JSON text (DeepSeek V3).
         needs_nine_character_ids: it refuses ids of tool calls that are not nine letters and digits (Mistral).
+        names_in_ids: it shows the id of a call in place of the tool's name, as functions.NAME:NUMBER (Kimi K2).
         answer_opening: plain text that opens an assistant turn, or None if a special token does. Other messages may not
             contain it, because its tokens would look like the template's.
     """
@@ -55,6 +58,7 @@ class WireStyle:
     reasoning_tags: tuple[str, str] = THINK_TAGS
     arguments_are_text: bool = False
     needs_nine_character_ids: bool = False
+    names_in_ids: bool = False
     answer_opening: str | None = None
 
 
@@ -168,14 +172,14 @@ def to_wire(message: Message, index: int, style: WireStyle, escape: Callable[[st
     if message.tool_calls:
         wire["tool_calls"] = [
             {
-                "id": escape(_call_id(call.id, style)),
+                "id": escape(_call_id(call.id, style, call.name)),
                 "type": "function",
                 "function": {"name": escape(call.name), "arguments": _arguments(call, style, escape)},
             }
             for call in message.tool_calls
         ]
     if message.tool_call_id is not None:
-        wire["tool_call_id"] = escape(_call_id(message.tool_call_id, style))
+        wire["tool_call_id"] = escape(_call_id(message.tool_call_id, style, message.name))
     if message.name is not None:
         wire["name"] = escape(message.name)
     return wire
@@ -197,7 +201,15 @@ def _arguments(call: ToolCall, style: WireStyle, escape: Callable[[str], str]) -
     return json.dumps(arguments, ensure_ascii=False) if style.arguments_are_text else arguments
 
 
-def _call_id(call_id: str, style: WireStyle) -> str:
+def _call_id(call_id: str, style: WireStyle, tool: str | None) -> str:
+    if (
+        style.names_in_ids
+        and tool is not None
+        and not call_id.startswith("functions.")
+        and not _MARK.fullmatch(call_id)
+    ):
+        number = _LAST_NUMBER.search(call_id)
+        return f"functions.{tool}:{int(number.group()) if number else 0}"
     if not style.needs_nine_character_ids or _NINE_ALPHANUMERICS.fullmatch(call_id):
         return call_id
     return hashlib.sha256(call_id.encode()).hexdigest()[:9]
@@ -281,6 +293,7 @@ def probe(template: ChatTemplate, codec: TextCodec) -> TemplateFacts:
         arguments_are_text=arguments_are_text,
         needs_nine_character_ids=not template.accepts([user, _call("call_0", arguments_are_text)])
         and template.accepts([user, _call(mark(0), arguments_are_text)]),
+        names_in_ids=_shows_names_in_ids(template, user, arguments_are_text),
         answer_opening=(between.strip() or None) if codec.find_added(between) is None else None,
     )
     codec.guard({found for found in codec.added if found in between + tail} - set(tags))
@@ -360,6 +373,14 @@ def _wants_arguments_as_text(template: ChatTemplate, user: Wire) -> bool:
     return not any(template.accepts([user, _call(call_id)]) for call_id in ids) and any(
         template.accepts([user, _call(call_id, as_text=True)]) for call_id in ids
     )
+
+
+def _shows_names_in_ids(template: ChatTemplate, user: Wire, as_text: bool) -> bool:
+    called = [[user, _call(call_id, as_text)] for call_id in ("call_0", f"functions.{_PROBE_TOOL}:0")]
+    if not all(map(template.accepts, called)):
+        return False
+    unnamed, named = (template.text(conversation, add_generation_prompt=False) for conversation in called)
+    return _PROBE_TOOL not in unnamed and _PROBE_TOOL in named
 
 
 def _probe_calls(template: ChatTemplate, codec: TextCodec, closer: str, style: WireStyle) -> _Calls:
