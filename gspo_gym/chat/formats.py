@@ -105,10 +105,10 @@ class Format:
         return last[0] if last and isinstance(last[0], str) else ""
 
     @property
-    def longest_tag(self) -> int:
-        """The number of characters of the longest text that a pattern of reasoning or content holds."""
+    def tags(self) -> tuple[str, ...]:
+        """The texts around reasoning and content, of which an answer that still grows may hold a part."""
         patterns = (*self.reasoning, *self.content, self.between)
-        return max(len(piece) for pattern in patterns for piece in pieces(pattern) if isinstance(piece, str))
+        return tuple(piece for pattern in patterns for piece in pieces(pattern) if isinstance(piece, str))
 
 
 @functools.cache

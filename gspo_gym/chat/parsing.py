@@ -216,7 +216,10 @@ class _Reader:
                 continue
             # Calls without a tag follow each other (Llama 4); those with one may have text between them.
             another = first_text(form.calls[0]) or ("{" if form.begins else "")
-            if form.separator or not (closing or form.begins) or (closing and cursor.is_at(str(closing[0]))):
+            if form.separator or not (closing or form.begins):
+                break
+            # Also a part of what closes, which is cut off, and is no further call.
+            if closing and (cursor.is_at(str(closing[0])) or str(closing[0]).startswith(cursor.rest)):
                 break
             if another and not cursor.is_at(another):
                 break

@@ -80,7 +80,8 @@ class ChatFamily:
 def _deepseek(name: str, form: str, call: str, **more: str) -> ChatFamily:
     return ChatFamily(
         name, form, call, turn="<｜User｜>", answer="<｜Assistant｜>", end="<｜end▁of▁sentence｜>",
-        system="<｜System｜>", result="<｜tool▁output▁begin｜>", reasoning="<think>{{ m.reasoning_content }}</think>", **more
+        system="<｜System｜>", result="<｜tool▁output▁begin｜>", reasoning="<think>{{ m.reasoning_content }}</think>",
+        **more,
     )  # fmt: skip
 
 
