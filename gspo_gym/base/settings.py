@@ -7,6 +7,7 @@ by the environment variable that holds it and so stands in no file, argument or 
 from __future__ import annotations
 
 import copy
+import datetime
 import ipaddress
 import os
 import re
@@ -14,7 +15,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Annotated, Any, Self, overload
 
-from pydantic import AfterValidator, BaseModel, ConfigDict
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict
 
 from gspo_gym.base.files import as_toml_holds_it
 from gspo_gym.errors import ConfigError
@@ -79,6 +80,18 @@ def checked_url(url: str) -> str:
 Url = Annotated[str, AfterValidator(checked_url)]
 # As config.toml beside a run will hold it: what TOML cannot hold is an error at once, not at the end of the start.
 TomlTable = Annotated[dict[str, Any], AfterValidator(as_toml_holds_it)]
+
+
+def _day(value: Any) -> Any:  # Any: pydantic hands over whatever it was given
+    # TOML and YAML read a date without quotes as one.
+    return value.isoformat() if type(value) is datetime.date else value
+
+
+def _checked_day(day: str) -> str:
+    return datetime.date.fromisoformat(day).isoformat()
+
+
+Day = Annotated[str, BeforeValidator(_day), AfterValidator(_checked_day)]
 
 _MAX_NUM_SEEDS = 1_000_000  # more is a typing error, which would fill the memory
 

@@ -18,6 +18,7 @@ was cut off from a wrong one.
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 import functools
 import re
@@ -312,6 +313,13 @@ THINK_TAGS = reasoning_tags(_THINK)
 def all_reasoning_tags() -> list[tuple[str, str]]:
     """Return the texts before and after reasoning of all formats, each pair once."""
     return list(dict.fromkeys(reasoning_tags(pattern) for form in FORMATS for pattern in form.reasoning))
+
+
+def plain_formats() -> tuple[Format, ...]:
+    """Return the formats of answers whose calls are written as plain text in Hermes's form (plain.py)."""
+    hermes = format_named("hermes")
+    reasonings = dict.fromkeys(form.reasoning for form in FORMATS if not form.is_framed)
+    return tuple(dataclasses.replace(hermes, reasoning=reasoning) for reasoning in reasonings)
 
 
 def format_named(name: str) -> Format:

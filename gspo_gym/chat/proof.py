@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from gspo_gym.chat.formats import FORMATS, Format
+from gspo_gym.chat.formats import Format
 from gspo_gym.chat.formats import reasoning_tags as tags_of
 from gspo_gym.chat.parsing import ParseFailure, parameters_of, parse_action
 from gspo_gym.chat.values import quote
@@ -78,6 +78,7 @@ def prove(
     write: Callable[[Message], str],
     *,
     name: str,
+    formats: Sequence[Format],
     tool_schemas: Sequence[Mapping[str, Any]],
     max_tool_calls: int | None,
     starts_in_reasoning: bool,
@@ -89,6 +90,7 @@ def prove(
         write: returns the text that the model would have to sample for a message; a TemplateError if the template
             cannot show it.
         name: of the template, for errors.
+        formats: those that may be it; the first of several.
         starts_in_reasoning: the prompt opens reasoning. The template need not write a text then: many drop reasoning
             from answers (DeepSeek R1).
         reasoning_tags: those in the template, which decide where its answers fit several formats.
@@ -103,7 +105,7 @@ def prove(
             raise TemplateError(refusals[kind])
     schemas = parameters_of([*tool_schemas, _SCHEMA])
     nearest: tuple[tuple[int, bool], str] = ((-1, False), "")
-    for form in sorted(FORMATS, key=lambda form: reasoning_tags not in map(tags_of, form.reasoning)):
+    for form in sorted(formats, key=lambda form: reasoning_tags not in map(tags_of, form.reasoning)):
         keeps_text = True
         for number, sample in enumerate(samples):
             parsed = parse_action(
@@ -205,7 +207,9 @@ def _first_difference(wanted: str, found: str) -> str:
 
 
 def _explain(name: str, form: Format, sample: _Sample, fault: str) -> str:
-    advice = "another chat template" + (", or an environment without tools" if sample.message.tool_calls else "")
+    advice = "another chat template (model.chat_template)"
+    if sample.message.tool_calls:
+        advice += ', or put the tools into the system message (rollout.tools_in = "system_message")'
     return (
         f"{name} writes {sample.kind} in no format that can be read back. The nearest is {form.name} "
         f"({form.models}), but of {quote(sample.text)}: {fault}. Use {advice}"

@@ -8,17 +8,20 @@ a new segment begins; seams.py decides that.
 from __future__ import annotations
 
 import dataclasses
+import datetime
 import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-from gspo_gym.chat.formats import Arguments, Field, Format, first_text, pieces
+from gspo_gym.chat.formats import FORMATS, Arguments, Field, Format, first_text, pieces, plain_formats
 from gspo_gym.chat.parsing import ParseFailure, parameters_of, parse_action
+from gspo_gym.chat.plain import PlainWords, ToolsIn, has_system_role, tools_text
 from gspo_gym.chat.proof import Proof, prove
-from gspo_gym.chat.seams import Seams
-from gspo_gym.chat.template import EMPTY_REASONING, ChatTemplate, Escapes, TextCodec, mark, probe
+from gspo_gym.chat.seams import Seam, Seams
+from gspo_gym.chat.template import EMPTY_REASONING, ChatTemplate, Escapes, TextCodec, ToolsNotShownError, mark, probe
 from gspo_gym.errors import TemplateError
 from gspo_gym.types import Message, ParseStatus, TokenIds, ToolCall
 
@@ -58,8 +61,11 @@ class Renderer:
         tool_schemas: the environment's tools as OpenAI function schemas.
         template_kwargs: passed to the template, such as {"enable_thinking": False}; "chat_template" replaces the
             template.
+        tools_in: where the model is shown the tools; see `plain.py`.
+        date: that the template shows as today's; None: the day on which it is rendered.
 
     Attributes:
+        notice: says that the tools stand in the system message although nobody asked for that; None if they do not.
         stop_token_ids: tokens that end a turn: the template's closers, the tokenizer's eos, then the model's (see
             `MODEL_STOPS`).
         extends: every turn only appends, whether a user or a tool speaks next.
@@ -78,20 +84,42 @@ class Renderer:
         *,
         tool_schemas: Sequence[Mapping[str, Any]] = (),
         template_kwargs: Mapping[str, Any] | None = None,
+        tools_in: ToolsIn = "auto",
+        date: datetime.date | None = None,
     ) -> None:
-        self._template = ChatTemplate(tokenizer, tool_schemas=tool_schemas, template_kwargs=template_kwargs)
+        make = partial(ChatTemplate, tokenizer, template_kwargs=template_kwargs, date=date)
         self._codec = TextCodec(tokenizer)
-        self._facts = probe(self._template, self._codec)
+        self._has_tools = bool(tool_schemas)
+        self.notice: str | None = None
+        shown = () if tools_in == "system_message" else tool_schemas
+        try:
+            self._template = make(tool_schemas=shown)
+            self._facts = probe(self._template, self._codec)
+        except ToolsNotShownError:
+            if tools_in == "template":
+                raise
+            shown, self._template = (), make()
+            self.notice = (
+                f"{self._template.name} does not show tools, their calls and results: the system message says what "
+                "tools there are, and calls are read as <tool_call>{...}</tool_call>"
+            )
+            self._facts = probe(self._template, self._codec)
+        self._words = PlainWords(
+            tools=tools_text(tool_schemas) if tool_schemas and not shown else None,
+            has_system_role=has_system_role(self._template),
+        )
         self._seams = Seams(self._template, self._facts)
         self.stop_token_ids = _stop_token_ids(tokenizer, self._codec, self._facts.closers)
         self.opens_reasoning = self._facts.opens_reasoning
         self._parameters = parameters_of(tool_schemas)
+        self._max_tool_calls = self._facts.max_tool_calls if self._words.tools is None else None
         self._proof: Proof | None = None
         self._proof = prove(
             lambda message: self.decode(self.action_ids(message)),
             name=self._template.name,
-            tool_schemas=self._template.tools,
-            max_tool_calls=self._facts.max_tool_calls,
+            formats=FORMATS if self._words.tools is None else plain_formats(),
+            tool_schemas=tool_schemas,
+            max_tool_calls=self._max_tool_calls,
             starts_in_reasoning=self.opens_reasoning,
             reasoning_tags=self._facts.style.reasoning_tags,
         )
@@ -126,7 +154,7 @@ class Renderer:
         if not new_messages:
             raise TemplateError("continue_from: expected at least one new message, got none; the episode is over")
         escapes = self._codec.escapes()
-        seam = self._seams.find(history, new_messages, escapes)
+        seam = self._find_seam(history, new_messages, escapes)
         if seam is None:
             return Continuation(self.start([*history, *new_messages]), is_new_segment=True)
         # They are the ids of the whole text, because they begin after a special token, across which nothing merges.
@@ -135,6 +163,9 @@ class Renderer:
             return Continuation(after_stop, is_new_segment=False)
         closing = [*self._codec.encode(seam.unclosed, after=seam.stop), self._codec.added[seam.stop]]
         return Continuation(closing + after_stop, is_new_segment=False)
+
+    def _find_seam(self, history: Sequence[Message], new: Sequence[Message], escapes: Escapes) -> Seam | None:
+        return self._seams.find(self._words.beginning(history), self._words.further(new), escapes)
 
     def action_ids(self, message: Message) -> list[int]:
         """Return the tokens that a model would sample for `message`, with the stop token, in the template's spelling.
@@ -178,6 +209,7 @@ class Renderer:
     def _said(self, message: Message, escapes: Escapes) -> tuple[str, str]:
         """Return an answer's text as the template writes it, and the stop token that closes it."""
         prompt = self._template.text([_HELLO], add_generation_prompt=True)
+        (message,) = self._words.further([message])
         if self.opens_reasoning and message.reasoning_content is None:
             message = dataclasses.replace(message, reasoning_content="")  # the model cannot leave out what is open
         text = self._answered(message, escapes)
@@ -226,6 +258,7 @@ class Renderer:
     def full(self, messages: Sequence[Message], *, add_generation_prompt: bool) -> list[int]:
         """Return the ids of the whole conversation, rendered from nothing; raises as `start`."""
         escapes = self._codec.escapes()
+        messages = self._words.beginning(messages)
         wires = self._seams.wires(messages, escapes)
         text = self._template.text(wires, add_generation_prompt=add_generation_prompt)
         self._seams.require_shown(messages)
@@ -246,12 +279,12 @@ class Renderer:
         parsed = parse_action(
             text,
             self.format,
-            has_tools=bool(self._template.tools),
+            has_tools=self._has_tools,
             is_truncated=is_truncated,
             starts_in_reasoning=self.opens_reasoning,
             parameters=self._parameters,
         )
-        most = self._facts.max_tool_calls
+        most = self._max_tool_calls
         if isinstance(parsed, Message) and most is not None and len(parsed.tool_calls) > most:
             error = f"expected at most {most} tool call in one answer, got {len(parsed.tool_calls)}"
             return ParseFailure(ParseStatus.BAD_TOOL_CALL, error, text)
@@ -264,7 +297,7 @@ class Renderer:
             try:
                 for answer, end in zip(answers, [*answers[1:], len(messages)], strict=True):
                     self.action_ids(messages[answer])
-                    seam = self._seams.find(messages[: answer + 1], messages[answer + 1 : end], self._codec.escapes())
+                    seam = self._find_seam(messages[: answer + 1], messages[answer + 1 : end], self._codec.escapes())
                     verdicts.append(seam is not None)
             except TemplateError:  # what the template cannot render does not count
                 continue
@@ -351,17 +384,26 @@ def with_system_prompt(messages: tuple[Message, ...], prompt: str | None) -> tup
 class RendererCache:
     """One renderer per set of tools: probing a template is slow, and the episodes of an environment share it.
 
-    `system_prompt` is the beginning of every conversation, before the environment's messages.
+    `system_prompt` is the beginning of every conversation, before the environment's messages. The other settings are
+    those of `Renderer`.
     """
 
     _MAX_KEPT = 64  # tools may differ from task to task, so old renderers are dropped
 
     def __init__(
-        self, tokenizer: Any, *, template_kwargs: Mapping[str, Any] | None = None, system_prompt: str | None = None
+        self,
+        tokenizer: Any,
+        *,
+        template_kwargs: Mapping[str, Any] | None = None,
+        system_prompt: str | None = None,
+        tools_in: ToolsIn = "auto",
+        date: datetime.date | None = None,
     ) -> None:
         self.tokenizer = tokenizer
         self.system_prompt = system_prompt
         self._template_kwargs = dict(template_kwargs or {})
+        self._tools_in = tools_in
+        self._date = date
         self._renderers: dict[str, Renderer] = {}
 
     def for_tools(self, tool_schemas: Sequence[Mapping[str, Any]]) -> Renderer:
@@ -371,6 +413,10 @@ class RendererCache:
             if len(self._renderers) >= self._MAX_KEPT:
                 del self._renderers[next(iter(self._renderers))]
             self._renderers[key] = Renderer(
-                self.tokenizer, tool_schemas=tool_schemas, template_kwargs=self._template_kwargs
+                self.tokenizer,
+                tool_schemas=tool_schemas,
+                template_kwargs=self._template_kwargs,
+                tools_in=self._tools_in,
+                date=self._date,
             )
         return self._renderers[key]

@@ -11,6 +11,7 @@ the text of a special token, as in an attempt to forge a turn, that text becomes
 from __future__ import annotations
 
 import copy
+import datetime
 import hashlib
 import json
 import re
@@ -34,6 +35,7 @@ _RESERVED = frozenset(
 )  # fmt: skip
 # Exceptions of a template: Jinja's own (which `raise_exception` raises) and Python's.
 _TEMPLATE_FAILURES = (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError)
+NOW = "strftime_now"  # function of templates for the present time
 _NINE_ALPHANUMERICS = re.compile(r"[A-Za-z0-9]{9}")
 _LAST_NUMBER = re.compile(r"[0-9]{1,9}\Z")
 _MARK = re.compile(r"zq\d{7}")  # of `mark`
@@ -65,6 +67,8 @@ class WireStyle:
 class ChatTemplate:
     """Messages to text, by the tokenizer's template with fixed tools and template arguments.
 
+    `date` is what the template shows as today's; None: the day on which it is rendered.
+
     Raises:
         TemplateError: the tokenizer has no template, or an argument is reserved for the renderer.
     """
@@ -75,6 +79,7 @@ class ChatTemplate:
         *,
         tool_schemas: Sequence[Mapping[str, Any]] = (),
         template_kwargs: Mapping[str, Any] | None = None,
+        date: datetime.date | None = None,
     ) -> None:
         kwargs = dict(template_kwargs or {})
         self.name = f"the chat template of {getattr(tokenizer, 'name_or_path', '') or 'this tokenizer'}"
@@ -89,7 +94,8 @@ class ChatTemplate:
                 f'tokenizer.chat_template, or pass template_kwargs={{"chat_template": ...}}'
             ) from error
         self._tokenizer = tokenizer
-        self._kwargs = kwargs
+        # Given as an argument, it goes over transformers' function, which reads the clock.
+        self._kwargs = kwargs if date is None else {NOW: _clock_at(date), **kwargs}
         self._turn_ends = ("", "")
 
     def end_turns_by(self, answer: str, calls: str) -> None:
@@ -183,6 +189,11 @@ def to_wire(message: Message, index: int, style: WireStyle, escape: Callable[[st
     if message.name is not None:
         wire["name"] = escape(message.name)
     return wire
+
+
+def _clock_at(date: datetime.date) -> Callable[[str], str]:
+    midnight = datetime.datetime.combine(date, datetime.time())
+    return midnight.strftime
 
 
 def plain_json(value: Any, escape: Callable[[str], str] = str) -> Any:
@@ -422,16 +433,23 @@ def _call_closers(template: ChatTemplate, codec: TextCodec, called: Sequence[Wir
     return closers
 
 
+class ToolsNotShownError(TemplateError):
+    """The template does not show tools to the model, or not what becomes of them."""
+
+
 def _check_tools(template: ChatTemplate, user: Wire, calls: _Calls) -> None:
     with_tools = template.text([user], add_generation_prompt=True)
     needs_tools = not template.accepts([user], with_tools=False)  # Hermes 3
     if not needs_tools and with_tools == template.text([user], add_generation_prompt=True, with_tools=False):
-        raise TemplateError(
+        raise ToolsNotShownError(
             f"{template.name} does not show tools to the model: it renders the same with and without tool_schemas. Use "
-            "a template with tool support, or describe the tools in a system message and give no schemas"
+            'a template with tool support, or put them into the system message (rollout.tools_in = "system_message")'
         )
     if calls.error is not None:
-        raise TemplateError(f"{calls.error}; an environment with tools needs calls and results shown once each")
+        raise ToolsNotShownError(
+            f"{calls.error}; an environment with tools needs calls and results shown once each, or "
+            'rollout.tools_in = "system_message"'
+        )
 
 
 _PROBE_TOOL = "probe_tool"
@@ -485,6 +503,14 @@ def compares_messages(source: str) -> bool:
         for compare in _parse(source).find_all(nodes.Compare)
         for operand in compare.ops
     )
+
+
+def require_syntax(source: str) -> None:
+    """Raise a TemplateError with the line if a template is no Jinja."""
+    try:
+        _parse(source)
+    except jinja2.TemplateSyntaxError as error:
+        raise TemplateError(f"line {error.lineno}: {_first_line(error)}") from error
 
 
 def _parse(source: str) -> nodes.Template:

@@ -276,12 +276,14 @@ async def _play_with_engine(config: RunConfig, name: str, rows: KeptRows) -> Eva
 async def _play_without_engine(config: RunConfig, name: str, rows: KeptRows) -> Evaluation:
     """Evaluate a player that takes messages: a scripted policy, or a model behind a chat route."""
     from gspo_gym.config.build import rollouts
+    from gspo_gym.config.build.conversations import build_renderers, use_template
     from gspo_gym.config.build.episode_collection import chat_policy, endpoint_settings
     from gspo_gym.policy.load import load_tokenizer
 
     refuse_to_run(config.sections)
     tokenizer = load_tokenizer(model_name(config))  # counts tokens for the limits
-    renderers = rollouts.build_renderers(config, tokenizer)
+    use_template(config, tokenizer)
+    renderers = build_renderers(config, tokenizer)
     async with contextlib.AsyncExitStack() as stack:
         judging = build_judging(config)
         if judging is not None:

@@ -28,6 +28,7 @@ from gspo_gym.cli.env import as_sampled
 from gspo_gym.cli.models_serve import running_engine
 from gspo_gym.engine.base import Engine, SamplingParams
 from gspo_gym.env.registry import resolve
+from gspo_gym.env.session import EnvSession
 from gspo_gym.env.workers.isolation import isolated_factory
 from gspo_gym.errors import ContextOverflowError, RecordError, TemplateError, UsageError
 from gspo_gym.policy.manifest import verify
@@ -311,7 +312,7 @@ async def _talk(model: Model, arguments: argparse.Namespace, read: Read) -> None
             max_calls=2**31,
             max_captured_tokens=2**40,
         )
-        renderers = RendererCache(tokenizer, template_kwargs=_asked(model).get("chat_template_kwargs"))
+        renderers = _renderers(model, tokenizer)
         opening = () if arguments.system is None else (Message("system", arguments.system),)
         conversation = _Conversation(engine, renderers, settings, opening)
         print(f"{model.name}: {_HELP}")
@@ -330,14 +331,16 @@ async def _talk(model: Model, arguments: argparse.Namespace, read: Read) -> None
 
 async def _play(model: Model, game: _Game, arguments: argparse.Namespace, read: Read) -> None:
     async with _running(model, arguments) as (engine, tokenizer):
+        env_id = resolve(game.name)
+        session = EnvSession(isolated_factory(env_id, game.config)(), env_id=env_id)
         wrapper = TokenObservationWrapper(
-            isolated_factory(resolve(game.name), game.config)(),
+            session,
             tokenizer,
             game.max_turns,
             tokenizer.pad_token_id or 0,
             engine.capabilities.max_model_len,
             arguments.max_tokens or model.config.get("rollout", {}).get("max_output_tokens", 512),
-            env_id=resolve(game.name),
+            renderer=_renderers(model, tokenizer).for_tools(session.tool_schemas),
             system_prompt=arguments.system or _asked(model).get("system_prompt"),
         )
         try:
@@ -402,6 +405,15 @@ async def _running(model: Model, arguments: argparse.Namespace) -> AsyncIterator
 def _sampling(arguments: argparse.Namespace) -> Sampling:
     top_p = 1.0 if arguments.top_p is None else arguments.top_p
     return Sampling(temperature=1.0 if arguments.temperature is None else arguments.temperature, top_p=top_p)
+
+
+def _renderers(model: Model, tokenizer: Any) -> RendererCache:
+    """Return the renderers of messages (Any: transformers), set as in the run that trained the model."""
+    return RendererCache(
+        tokenizer,
+        template_kwargs=_asked(model).get("chat_template_kwargs"),
+        tools_in=model.config.get("rollout", {}).get("tools_in", "auto"),
+    )
 
 
 def _asked(model: Model) -> Mapping[str, Any]:

@@ -81,8 +81,10 @@ async def _serve_model(arguments: argparse.Namespace) -> None:
     async with running_engine(model, arguments) as (engine, tokenizer):
         name = arguments.name or model.name
         sampling = Sampling(temperature=arguments.temperature)
-        kwargs = model.config.get("rollout", {}).get("policy_config", {}).get("chat_template_kwargs", {})
-        served = Served(engine, tokenizer, name, arguments.max_tokens, sampling, kwargs)
+        rollout = model.config.get("rollout", {})
+        kwargs = rollout.get("policy_config", {}).get("chat_template_kwargs", {})
+        tools_in = rollout.get("tools_in", "auto")
+        served = Served(engine, tokenizer, name, arguments.max_tokens, sampling, kwargs, tools_in)
         app = create_model_app(served, api_key=key)
         server = LoopServer(app, host=arguments.host, port=arguments.port, has_key=key is not None)
         await server.start()

@@ -20,6 +20,12 @@ from gspo_gym.base.loops import run_to_end
 from gspo_gym.cluster.launcher import Seat
 from gspo_gym.config.build import trainer as build
 from gspo_gym.config.build.compute import start_compute
+from gspo_gym.config.build.conversations import (
+    record_template,
+    require_same_template,
+    with_fixed_date,
+    with_recorded_date,
+)
 from gspo_gym.config.build.engines import build_weight_sync
 from gspo_gym.config.build.judge import build_judging
 from gspo_gym.config.build.live import LiveSettings, Restored, find_restored, when_it_may_change
@@ -35,6 +41,7 @@ from gspo_gym.errors import CheckpointError, ConfigError, GymError, ServiceError
 from gspo_gym.learning.optimizer import scheduled_rate
 from gspo_gym.learning.update import AnyLearner
 from gspo_gym.policy.checkpoints import Checkpoint, CheckpointStore
+from gspo_gym.policy.load import Policy
 from gspo_gym.policy.manifest import Origin, RetentionSettings, read_manifest
 from gspo_gym.policy.weight_sync import WeightSync
 from gspo_gym.rollout.schedule import is_played_again
@@ -119,14 +126,16 @@ async def _start(config: RunConfig, seat: Seat | None, progress: Progress, steer
         fleet = stack.enter_context(launching(config, seat, steering.fail))
         num_threads = stack.enter_context(computing_elsewhere(build.device_of(config)))
         policy = build.build_policy(config, base)
+        config = _with_date(config, policy, progress)
         player = await build_training_player(config, policy, fleet)
         stack.push_async_callback(player.close)
         judging = await _enter_judging(config, player, stack)
         warmup = await build_warmup(config, player)
-        notes = (*await player.start(), *await player.probe_apps(), *await environment_notes(config))
+        notes = (*await player.start(), *await player.probe_apps(), *await environment_notes(config, player.renderers))
         sinks = build.build_sinks(config)
         name = config.rollout.policy_name
         recorder = RunRecorder.create(config.run_folder, config.to_toml(), policy_name=name, sinks=sinks)
+        record_template(config)
         stack.callback(_close, recorder)
         control = _enter_control(recorder, progress, steering, stack)
         weight_sync = build_weight_sync(config, policy, player.engine, recorder)
@@ -159,6 +168,15 @@ async def _start(config: RunConfig, seat: Seat | None, progress: Progress, steer
         )
 
 
+def _with_date(config: RunConfig, policy: Policy, progress: Progress) -> RunConfig:
+    """Return the configuration with the date that the policy's template shows, if it shows one, and say so."""
+    dated = with_fixed_date(config, policy.tokenizer)
+    if dated is not config:
+        date = dated.model.template_date
+        progress.note(f"the chat template shows today's date, which is {date} for the whole run (model.template_date)")
+    return dated
+
+
 async def _begin_with(
     restored: Restored, learner: AnyLearner, weight_sync: WeightSync, recorder: RunRecorder, progress: Progress
 ) -> None:
@@ -185,7 +203,9 @@ async def _resume_held(config: RunConfig, seat: Seat | None, progress: Progress,
     # Refuse before the model is loaded.
     _require_named_run(config.run_folder, checkpoint.folder)
     num_optimizer_steps = int(checkpoint.learner_counters.get("optimizer.num_attempts", 0))
+    config = with_recorded_date(config)
     began = _require_same_run(config, num_optimizer_steps=num_optimizer_steps)
+    require_same_template(config)
     state = TrainState.from_dict(checkpoint.trainer_state)
     await require_ready(config, base=str(checkpoint.model_folder))
     async with contextlib.AsyncExitStack() as stack:
@@ -195,7 +215,7 @@ async def _resume_held(config: RunConfig, seat: Seat | None, progress: Progress,
         player = await build_training_player(config, policy, fleet)
         stack.push_async_callback(player.close)
         judging = await _enter_judging(config, player, stack)
-        for line in (*await player.start(), *await environment_notes(config)):
+        for line in (*await player.start(), *await environment_notes(config, player.renderers)):
             progress.note(line)
         sinks = build.build_sinks(config, resume_step=state.step)
         name = config.rollout.policy_name

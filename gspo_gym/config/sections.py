@@ -18,7 +18,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from gspo_gym.base.files import as_toml_holds_it
-from gspo_gym.base.settings import Settings, TomlTable, Url, checked_url, same
+from gspo_gym.base.settings import Day, Settings, TomlTable, Url, checked_url, same
 from gspo_gym.env.workers.limits import IsolationSettings
 from gspo_gym.errors import ConfigError
 from gspo_gym.learning.settings import LoraSettings, StepRewardSettings, UpdateSettings
@@ -257,6 +257,16 @@ class ModelSection(Settings):
             '"ft:LABEL:step_000100", that one (rl:, peft:, fft: and qft: are the same)'
         ),
     )
+    chat_template: str | None = Field(
+        default=None,
+        min_length=1,
+        description="a file with a Jinja template in place of the model's; goes into the run's folder and checkpoints",
+    )
+    template_date: Day | None = Field(
+        default=None,
+        description="YYYY-MM-DD that a template shows as today's; absent: the day on which the run begins, as its "
+        "config.toml then says",
+    )
     trainer_mode: Literal["full", "lora", "qlora"] = Field(
         default="full",
         description="train all weights, or a low-rank adapter ([training.lora]) on frozen or on frozen quantized ones",
@@ -328,6 +338,11 @@ class RolloutSection(Settings):
     env_variables: tuple[str, ...] = same(IsolationSettings, "env_variables")
     policy_name: str = Field(default="policy", min_length=1, description="recorded with every episode")
     policy_config: PolicyConfigSection | None = Field(default=None, description="[rollout.policy_config]")
+    tools_in: Literal["auto", "template", "system_message"] = Field(
+        default="auto",
+        description="where the model reads what tools there are: in the chat template's own form, or, for any "
+        "template, in the system message, with calls in Hermes' format; auto: in the template, if it shows them",
+    )
     engine: Literal["local", "vllm", "http"] = Field(
         default="local", description="what generates; local: transformers; http: servers whose weights never change"
     )

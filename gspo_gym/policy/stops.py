@@ -46,7 +46,7 @@ def _read(base: str, name: str) -> dict[str, Any]:
     try:
         path = folder / name if folder.is_dir() else cached_file(base, name, **options)
         values = {} if path is None else json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return values if isinstance(values, dict) else {}
 

@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 
 from gspo_gym.base.settings import is_loopback
 from gspo_gym.config.build.apps import app_step_rewards, environment_ids, own_key
+from gspo_gym.config.build.conversations import template_date
 from gspo_gym.config.rules.judge import APP_KEYS_SAID_FOR_EACH_ROLLOUT
 from gspo_gym.config.run_config import RunConfig
 from gspo_gym.config.sections import GatewaySection, TaskSource
@@ -189,6 +190,8 @@ class AppPlayers:
             self._engine,
             self._tokenizer,
             template_kwargs=None if asked is None else asked.chat_template_kwargs,
+            tools_in=self._config.rollout.tools_in,
+            date=template_date(self._config),
             max_sessions=_SESSIONS_PER_ROLLOUT * self._config.rollout.max_concurrent_rollouts,
         )
         app = create_gateway_app(self._gateway, model=_MODEL)

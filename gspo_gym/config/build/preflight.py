@@ -18,13 +18,13 @@ import torch
 from gspo_gym.base.leftovers import in_temporary_folder
 from gspo_gym.config.build import trainer as build
 from gspo_gym.config.build.apps import check_apps, environment_ids
+from gspo_gym.config.build.conversations import build_renderers, read_template
 from gspo_gym.config.build.engines import check_context, check_engine
 from gspo_gym.config.build.episode_collection import ENDPOINT, SCRIPTED, endpoint_settings
 from gspo_gym.config.build.judge import build_judging
 from gspo_gym.config.build.reference import serving_reference
 from gspo_gym.config.build.rollouts import (
     Player,
-    build_renderers,
     build_scripted_evaluate,
     build_training_player,
     build_warmup,
@@ -70,7 +70,11 @@ async def find_evaluation_obstacles(config: RunConfig, name: str) -> list[GymErr
     is_scripted, is_endpoint = name.startswith(SCRIPTED), name.startswith(ENDPOINT)
     if not is_scripted and not is_endpoint:
         return _without_repeats(await _failures(config, _evaluation_checks(config, name)))
-    checks = (lambda: refuse_to_run(config.sections), lambda: check_base(model_name(config)))
+    checks = (
+        lambda: refuse_to_run(config.sections),
+        lambda: check_base(model_name(config)),
+        lambda: read_template(config),
+    )
     obstacles = await _failures(config, checks)
     with _collecting(obstacles):
         renderers = build_renderers(config, None)  # no tokenizer: nothing is rendered
@@ -152,7 +156,11 @@ async def rehearse(config: RunConfig) -> Rehearsal:
             if judging is not None:
                 stack.push_async_callback(judging.close)
             await build_warmup(config, player)
-            notes = (*await player.start(), *await player.probe_apps(), *await environment_notes(config))
+            notes = (
+                *await player.start(),
+                *await player.probe_apps(),
+                *await environment_notes(config, player.renderers),
+            )
             reference = stack.enter_context(serving_reference(config, policy, build.device_of(config), num_threads))
             build.build_learner(config, policy, reference)
             played = [
@@ -169,6 +177,7 @@ def _checks(config: RunConfig, base: str | None) -> Sequence[Callable[[], object
     return (
         lambda: refuse_to_train(config.sections),
         lambda: check_base(base or model_name(config)),
+        lambda: read_template(config),
         lambda: check_options(
             device=build.device_of(config), torch_compile=model.torch_compile, liger_kernels=model.liger_kernels
         ),
@@ -187,6 +196,7 @@ def _evaluation_checks(config: RunConfig, name: str) -> Sequence[Callable[[], ob
     return (
         lambda: refuse_to_run(config.sections),
         lambda: check_base(find_model(name, runs=runs).base),
+        lambda: read_template(config),
         lambda: check_options(device=build.device_of(config)),
         lambda: check_engine(config),
         lambda: check_context(config, *known_context(find_model(name, runs=runs).base)),

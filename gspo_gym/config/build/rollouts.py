@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -11,6 +11,7 @@ from gspo_gym.base.loops import Compute, in_another_thread
 from gspo_gym.chat.renderer import RendererCache
 from gspo_gym.cluster.launcher import Fleet
 from gspo_gym.config.build.apps import check_gateway, environment_ids
+from gspo_gym.config.build.conversations import build_renderers, use_template
 from gspo_gym.config.build.engines import build_endpoint, build_engine
 from gspo_gym.config.run_config import RunConfig
 from gspo_gym.config.sections import TaskSource
@@ -91,13 +92,14 @@ class Player:
 async def build_player(config: RunConfig, policy: Policy, fleet: Fleet | None = None) -> Player:
     """Return a player with the policy's weights in the engine of [rollout]; the caller starts and closes it.
 
-    `fleet`: see `build_engine`.
+    The policy's tokenizer is given the template of model.chat_template. `fleet`: see `build_engine`.
 
     Raises:
         ConfigError: this version, this machine or this model cannot do what the config asks for.
         MissingExtraError, EngineError: see `build_engine`.
     """
     refuse_to_run(config.sections)
+    use_template(config, policy.tokenizer)
     engine = await build_engine(config, policy, fleet)
     # The gateway's packages are of an extra, so runs without apps do not import them.
     has_apps = any(source.task_url is not None for source in config.sources)
@@ -128,16 +130,6 @@ async def build_training_player(config: RunConfig, policy: Policy, fleet: Fleet 
         raise
 
 
-def build_renderers(config: RunConfig, tokenizer: Any) -> RendererCache:
-    """Return the renderers of messages, with [rollout.policy_config]'s template arguments (Any: transformers)."""
-    asked = config.rollout.policy_config
-    return RendererCache(
-        tokenizer,
-        template_kwargs=None if asked is None else asked.chat_template_kwargs,
-        system_prompt=None if asked is None else asked.system_prompt,
-    )
-
-
 def build_environment(config: RunConfig, source: TaskSource | None = None) -> IsolatedFactory:
     """Return a factory of a source's environments, each in a thread or a worker process.
 
@@ -159,18 +151,23 @@ def build_environment(config: RunConfig, source: TaskSource | None = None) -> Is
     )
 
 
-async def environment_notes(config: RunConfig) -> tuple[str, ...]:
-    """Return a line about each environment here that runs the model's code, with its confinement.
+async def environment_notes(config: RunConfig, renderers: RendererCache) -> tuple[str, ...]:
+    """Return lines about the environments here: what confines the model's code, and where it reads of its tools.
 
     Raises:
         EnvError: an environment cannot be made, for example because nothing confines such code here.
+        TemplateError: the template cannot show an environment's tools.
     """
     notes = []
-    # What confines code is known only to a live environment.
+    # Both are known only to a live environment.
     for source in config.sources:
-        if source.task_url is None and (factory := build_environment(config, source)).runs_code:
-            async with looking_at(factory) as env:
+        if source.task_url is not None:
+            continue
+        async with looking_at(factory := build_environment(config, source)) as env:
+            if factory.runs_code:
                 notes.append(f"{source.env_name}: code that the model wrote is {env.confinement}")
+            notice = renderers.for_tools(_tools_of(env)).notice
+            notes += [] if notice is None else [f"{source.env_name}: {notice}"]
     return tuple(notes)
 
 
@@ -416,6 +413,11 @@ async def build_warmup(config: RunConfig, player: Player) -> tuple[RolloutPool, 
     return pool, WarmupPlan(env_id, config.run.seed, config.warmup, config.optimizer, update)
 
 
+def _tools_of(env: Any) -> tuple[Mapping[str, Any], ...]:
+    # As `EnvSession` reads them.
+    return tuple(getattr(getattr(env, "unwrapped", env), "tool_schemas", ()))
+
+
 async def _require_sayable(config: RunConfig, renderers: RendererCache) -> None:
     """Refuse demonstrations, before one is played, if the template cannot say an answer (a call if there are tools).
 
@@ -423,7 +425,7 @@ async def _require_sayable(config: RunConfig, renderers: RendererCache) -> None:
         ConfigError: says why not.
     """
     async with looking_at_source(config, config.sources[0]) as env:
-        schemas = tuple(getattr(env, "tool_schemas", ()))
+        schemas = _tools_of(env)
     call = tuple(ToolCall("call_0", schema["function"]["name"], {"key": "value"}) for schema in schemas[:1])
     try:
         renderers.for_tools(schemas).action_ids(Message("assistant", "" if call else "Seven.", call))

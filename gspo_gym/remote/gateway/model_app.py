@@ -15,6 +15,7 @@ from typing import Any
 
 from starlette.requests import ClientDisconnect, Request
 
+from gspo_gym.chat.plain import ToolsIn
 from gspo_gym.chat.renderer import Renderer, RendererCache
 from gspo_gym.engine.base import Engine
 from gspo_gym.errors import UnknownNameError
@@ -72,6 +73,7 @@ class Served:
         max_output_tokens: of an answer that asks for no limit.
         sampling: of requests that do not say otherwise.
         template_kwargs: for the chat template.
+        tools_in: where the model reads what tools there are; see `Renderer`.
     """
 
     engine: Engine
@@ -80,6 +82,7 @@ class Served:
     max_output_tokens: int
     sampling: Sampling
     template_kwargs: Mapping[str, Json]
+    tools_in: ToolsIn = "auto"
 
 
 def create_model_app(served: Served, *, api_key: str | None = None) -> Guard:
@@ -98,7 +101,9 @@ class ModelApp:
     def __init__(self, served: Served, *, now: Callable[[], float] = time.time) -> None:
         self._served = served
         self._now = now
-        self._renderers = RendererCache(served.tokenizer, template_kwargs=served.template_kwargs)
+        self._renderers = RendererCache(
+            served.tokenizer, template_kwargs=served.template_kwargs, tools_in=served.tools_in
+        )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle one request, or the server's start and end."""

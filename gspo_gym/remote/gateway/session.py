@@ -8,6 +8,7 @@ engine by the ids given to agents. No HTTP here (`app.py`).
 from __future__ import annotations
 
 import contextlib
+import datetime
 import hashlib
 import itertools
 import json
@@ -19,6 +20,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
+from gspo_gym.chat.plain import ToolsIn
 from gspo_gym.chat.renderer import Renderer, RendererCache
 from gspo_gym.engine.base import Capabilities, Engine, SamplingParams
 from gspo_gym.errors import ConfigError, EngineError, UnknownNameError
@@ -410,6 +412,7 @@ class Gateway:
         engine: answers the calls.
         tokenizer: a transformers tokenizer with a chat template.
         template_kwargs: for the chat template, unless a session has some.
+        tools_in, date: see `Renderer`.
         max_sessions: open at once.
         clock: seconds, monotonic.
     """
@@ -420,12 +423,15 @@ class Gateway:
         tokenizer: Any,
         *,
         template_kwargs: Mapping[str, Any] | None = None,
+        tools_in: ToolsIn = "auto",
+        date: datetime.date | None = None,
         max_sessions: int = 4096,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.engine = engine
         self._tokenizer = tokenizer
         self._template_kwargs = dict(template_kwargs or {})
+        self._tools_in, self._date = tools_in, date
         self._max_sessions = max_sessions
         self._clock = clock
         self._renderers: dict[str, RendererCache] = {}  # by the template's arguments, as JSON
@@ -486,5 +492,7 @@ class Gateway:
         kwargs = self._template_kwargs if template_kwargs is None else dict(template_kwargs)
         key = json.dumps(kwargs, sort_keys=True)
         if key not in self._renderers:
-            self._renderers[key] = RendererCache(self._tokenizer, template_kwargs=kwargs)
+            self._renderers[key] = RendererCache(
+                self._tokenizer, template_kwargs=kwargs, tools_in=self._tools_in, date=self._date
+            )
         return self._renderers[key]

@@ -29,6 +29,7 @@ _MISTRAL_SPECIAL = [
 # family: (named tokens, special tokens, added tokens that are not special), as the models' own tokenizers have them
 FAMILIES: dict[str, tuple[dict[str, str], list[str], list[str]]] = {
     "chatml": (_QWEN, _QWEN_SPECIAL, []),
+    "smollm2": (_QWEN, _QWEN_SPECIAL, []),
     "qwen25": (_QWEN, _QWEN_SPECIAL, _QWEN_ADDED[:2]),
     "qwen3": (_QWEN, _QWEN_SPECIAL, _QWEN_ADDED),
     "llama3": (_LLAMA, _LLAMA_SPECIAL, []),
