@@ -47,7 +47,14 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("command", ["config check --deep FILE", "env check SqlAnalyst --model MODEL", "train FILE"])
+@pytest.mark.parametrize(
+    "command",
+    [
+        "config check --deep FILE",
+        "env check SqlAnalyst --model MODEL --num-seeds 1 --max-turns 2 --turns 1",
+        "train FILE",
+    ],
+)
 def test_every_door_refuses_a_template_that_cannot_be_read(
     model: Path, command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
