@@ -11,7 +11,7 @@ from gspo_gym.chat.renderer import Renderer
 from gspo_gym.errors import TemplateError
 from gspo_gym.types import Message, ToolCall
 
-# Without quotes and braces: trl's response templates misread them in LFM2 and refuse them in Llama 3.
+# Without quotes, which trl's response template of LFM2 misreads.
 CALL = (ToolCall("call_0", "look", {"text": "the red one, 5th é 🙂"}),)
 ANSWERS = (
     Message("assistant", "", tool_calls=CALL),
@@ -43,7 +43,9 @@ def test_transformers_reads_of_an_answer_what_we_read(path):
             continue
         ours = renderer.parse(renderer.decode(ids), is_truncated=False)
         assert isinstance(ours, Message)
-        theirs = tokenizer.parse_response(ids[:-1], prefix=prompt, tools=list(TOOLS))
+        # GLM ends an answer with the token that opens the next turn, which transformers takes for text.
+        said = ids[:-1] if path.stem == "glm4moe" else ids
+        theirs = tokenizer.parse_response(said, prefix=prompt, tools=list(TOOLS))
         assert [call["function"] for call in theirs.get("tool_calls", [])] == [
             {"name": call.name, "arguments": call.arguments} for call in ours.tool_calls
         ]
