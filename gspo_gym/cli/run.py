@@ -205,7 +205,6 @@ async def _resume_held(config: RunConfig, seat: Seat | None, progress: Progress,
     num_optimizer_steps = int(checkpoint.learner_counters.get("optimizer.num_attempts", 0))
     config = with_recorded_date(config)
     began = _require_same_run(config, num_optimizer_steps=num_optimizer_steps)
-    require_same_template(config)
     state = TrainState.from_dict(checkpoint.trainer_state)
     await require_ready(config, base=str(checkpoint.model_folder))
     async with contextlib.AsyncExitStack() as stack:
@@ -469,6 +468,7 @@ def _require_same_run(config: RunConfig, *, num_optimizer_steps: int) -> RunConf
         changes = "; ".join(f"{key}: {began.get(key)!r} became {now.get(key)!r}" for key in refused)
         raise ConfigError(f"{path}: a resumed run must go on as it began, but {changes}. Start another run instead")
     _require_same_rates(earlier, config, num_optimizer_steps)
+    require_same_template(config)
     return earlier
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from gspo_gym.base.files import replace_file
 from gspo_gym.chat.renderer import RendererCache
-from gspo_gym.chat.template import NOW, require_syntax
+from gspo_gym.chat.source import NOW, require_syntax
 from gspo_gym.config.run_config import RunConfig, load_config
 from gspo_gym.errors import ConfigError, TemplateError
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from gspo_gym.chat.template import compares_messages, searched_literals
+from gspo_gym.chat.source import compares_messages, searched_literals
 
 TEMPLATES = Path(__file__).parent / "templates"
 

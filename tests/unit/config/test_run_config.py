@@ -79,6 +79,7 @@ def test_a_minimal_file_has_these_defaults(file: Path) -> None:
             "env_config": {},
             "mixture": [],
             "isolation": "auto",
+            "tools_in": "auto",
             "env_memory_limit_mb": 8192,
             "env_variables": [],
             "policy_name": "policy",
