@@ -129,7 +129,7 @@ class _Reader:
                 break
             if form.between:
                 for piece in pieces(form.between):
-                    cursor.expect(piece, "answer", after=f"the {kind}")
+                    cursor.expect(str(piece), "answer", after=f"the {kind}")
         thoughts = "\n".join(reasoning).strip("\n") if reasoning else None
         return Message("assistant", "\n".join(contents), tool_calls=tuple(self._calls), reasoning_content=thoughts)
 

@@ -150,7 +150,10 @@ def _answers(tool_schemas: Sequence[Mapping[str, Any]], max_tool_calls: int | No
     if not tool_schemas:
         return answers
     whole = ToolCall("call_0", _TOOL, _ARGUMENTS)
-    calls = {"a call": (whole,), "a call without arguments": (ToolCall("call_0", _TOOL, {}),)}
+    calls: dict[str, tuple[ToolCall, ...]] = {
+        "a call": (whole,),
+        "a call without arguments": (ToolCall("call_0", _TOOL, {}),),
+    }
     if max_tool_calls is None:
         calls["a call and another"] = (whole, ToolCall("call_1", _TOOL, {"empty": ""}))
     calls |= {f"a call of {call.name}": (call,) for call in _own_calls(tool_schemas)}

@@ -16,12 +16,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from gspo_gym.chat.encoding import Escapes, TextCodec
 from gspo_gym.chat.formats import FORMATS, Arguments, Field, Format, first_text, pieces, plain_formats
 from gspo_gym.chat.parsing import ParseFailure, parameters_of, parse_action
 from gspo_gym.chat.plain import PlainWords, ToolsIn, has_system_role, tools_text
 from gspo_gym.chat.proof import Proof, prove
 from gspo_gym.chat.seams import Seam, Seams
-from gspo_gym.chat.template import EMPTY_REASONING, ChatTemplate, Escapes, TextCodec, ToolsNotShownError, mark, probe
+from gspo_gym.chat.template import EMPTY_REASONING, ChatTemplate, ToolsNotShownError, mark, probe
 from gspo_gym.errors import TemplateError
 from gspo_gym.types import Message, ParseStatus, TokenIds, ToolCall
 

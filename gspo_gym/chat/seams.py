@@ -21,7 +21,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from gspo_gym.chat.template import ChatTemplate, Escapes, TemplateFacts, Wire, mark, to_wire
+from gspo_gym.chat.encoding import Escapes
+from gspo_gym.chat.template import ChatTemplate, TemplateFacts, Wire, mark, to_wire
 from gspo_gym.errors import TemplateError
 from gspo_gym.types import Message, ToolCall
 

@@ -51,7 +51,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     "command",
     [
         "config check --deep FILE",
-        "env check SqlAnalyst --model MODEL --num-seeds 1 --max-turns 2 --turns 1",
+        "env check SqlAnalyst --model MODEL --num-seeds 2 --max-turns 2 --turns 1",
         "train FILE",
     ],
 )
