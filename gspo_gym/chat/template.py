@@ -270,6 +270,7 @@ def probe(template: ChatTemplate, codec: TextCodec) -> TemplateFacts:
             its tools.
     """
     user = {"role": "user", "content": _USER}
+    _require_tools_taken(template, user)
     prompt = template.text([user], add_generation_prompt=True)
     answer = template.text([user, {"role": "assistant", "content": _ANSWER}], add_generation_prompt=False)
     for text, who in ((_USER, "a user message"), (_ANSWER, "an assistant message")):
@@ -425,6 +426,14 @@ def _call_closers(template: ChatTemplate, codec: TextCodec, called: Sequence[Wir
 
 class ToolsNotShownError(TemplateError):
     """The template does not show tools to the model, or not what becomes of them."""
+
+
+def _require_tools_taken(template: ChatTemplate, user: Wire) -> None:
+    if template.tools and not template.accepts([user]) and template.accepts([user], with_tools=False):
+        raise ToolsNotShownError(
+            f"{template.name} refuses tools; use another one, or put them into the system message "
+            '(rollout.tools_in = "system_message")'
+        )
 
 
 def _check_tools(template: ChatTemplate, user: Wire, calls: _Calls) -> None:

@@ -194,6 +194,7 @@ async def _resume(config: RunConfig, seat: Seat | None, progress: Progress, stee
     with contextlib.ExitStack() as stack:
         if (config.run_folder / "config.toml").exists():  # else there is no run to hold
             stack.enter_context(holding(config.run_folder, progress.note, has_begun=True))
+            config = with_recorded_date(config)
         return await _resume_held(config, seat, progress, steering)
 
 
@@ -203,7 +204,6 @@ async def _resume_held(config: RunConfig, seat: Seat | None, progress: Progress,
     # Refuse before the model is loaded.
     _require_named_run(config.run_folder, checkpoint.folder)
     num_optimizer_steps = int(checkpoint.learner_counters.get("optimizer.num_attempts", 0))
-    config = with_recorded_date(config)
     began = _require_same_run(config, num_optimizer_steps=num_optimizer_steps)
     state = TrainState.from_dict(checkpoint.trainer_state)
     await require_ready(config, base=str(checkpoint.model_folder))

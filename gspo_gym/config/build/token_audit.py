@@ -11,6 +11,7 @@ measurement; `check_context` finds only faults and may be a gate, as in `gspo-gy
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -162,9 +163,11 @@ def audit_tokens(env: str, model: str, *, num_turns: int, env_config: Mapping[st
     env_id, config = resolve(env), dict(env_config or {})
     probe = make(env_id, **config)
     # Several environments keep their policies behind wrappers, hence `unwrapped`.
-    policies: Mapping[str, PolicyFactory] = getattr(getattr(probe, "unwrapped", probe), "policies", {})
+    bare = getattr(probe, "unwrapped", probe)
+    policies: Mapping[str, PolicyFactory] = getattr(bare, "policies", {})
+    schemas = tuple(getattr(bare, "tool_schemas", ()))
     probe.close()
-    return run_to_end(_audit(_Table(env_id, config, model, num_turns), policies))
+    return run_to_end(_audit(_Table(env_id, config, model, num_turns), policies, schemas))
 
 
 @dataclass(slots=True)
@@ -186,7 +189,9 @@ class _Table:
         )
 
 
-async def _audit(table: _Table, policies: Mapping[str, PolicyFactory]) -> TokenAudit:
+async def _audit(
+    table: _Table, policies: Mapping[str, PolicyFactory], schemas: tuple[Mapping[str, Any], ...]
+) -> TokenAudit:
     audits: list[PlayerAudit] = []
     # Larger models would take minutes: hand-written players need only the template.
     if table.model.startswith(TINY_PREFIX):
@@ -203,6 +208,8 @@ async def _audit(table: _Table, policies: Mapping[str, PolicyFactory]) -> TokenA
                 await engine.close()
     else:
         renderers = RendererCache(load_tokenizer(table.model))
+    with contextlib.suppress(TemplateError):  # each player fails by it
+        table.notes += [notice for notice in (renderers.for_tools(schemas).notice,) if notice is not None]
     players = {**policies, "arbitrary actions": tool_calling_policy}
     for name, factory in players.items():
         audits.append(await _play(table, name, ScriptedActor(factory), renderers, table.limits))

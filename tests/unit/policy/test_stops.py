@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -78,6 +79,19 @@ def test_a_folder_without_these_files_or_with_damaged_ones_has_the_tokenizers_eo
     for damaged in ("[" * 200_000, "[1]", ""):
         (tmp_path / "generation_config.json").write_text(damaged)
         assert Renderer(load_tokenizer(str(tmp_path))).stop_token_ids == (END,)
+
+
+def test_a_name_of_the_hub_is_enough(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # As the hub's cache has a model of which no weights were ever loaded.
+    revision = "0" * 40
+    snapshot = tmp_path / "models--owner--name" / "snapshots" / revision
+    load_tokenizer(str(folder)).save_pretrained(snapshot)
+    for name in ("config.json", "generation_config.json"):
+        shutil.copy(folder / name, snapshot)
+    (tmp_path / "models--owner--name" / "refs").mkdir()
+    (tmp_path / "models--owner--name" / "refs" / "main").write_text(revision)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    assert Renderer(load_tokenizer("owner/name")).stop_token_ids == (END, END_OF_TEXT)
 
 
 class Say:

@@ -110,13 +110,23 @@ def test_a_template_that_shortens_the_past_is_drift(save_tokenizer: SaveTokenize
 
 
 def test_a_template_that_cannot_be_rendered_is_a_failure(save_tokenizer: SaveTokenizer) -> None:
-    template = "{% if tools %}{{ raise_exception('no tools here') }}{% endif %}" + PLAIN
+    template = "{% if messages[0].role == 'user' %}{{ raise_exception('no users here') }}{% endif %}" + PLAIN
     audit = audit_tokens("SqlAnalyst", save_tokenizer(template), num_turns=2)
     assert not audit.passed
     assert audit.failures[0].startswith("reference, seed 0: TemplateError: ")
-    assert "no tools here" in audit.failures[0]
+    assert "no users here" in audit.failures[0]
     assert audit.sample == ()
     assert audit.as_json()["passed"] is False
+
+
+def test_a_template_that_takes_no_tools_is_audited_with_them_in_the_system_message(
+    save_tokenizer: SaveTokenizer,
+) -> None:
+    template = "{% if tools %}{{ raise_exception('no tools here') }}{% endif %}" + PLAIN
+    audit = audit_tokens("SqlAnalyst", save_tokenizer(template), num_turns=2)
+    assert audit.passed
+    (note,) = audit.notes
+    assert note.endswith("calls are read as <tool_call>{...}</tool_call>")
 
 
 def test_the_audit_for_machines_has_the_numbers_of_the_table(save_tokenizer: SaveTokenizer) -> None:

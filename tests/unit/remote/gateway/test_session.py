@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import datetime
 import json
 import re
 from collections.abc import Awaitable, Callable
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 from seeded_engine import SeededEngine, any_of
 
+from gspo_gym.chat.plain import ToolsIn
 from gspo_gym.engine.base import Capabilities
 from gspo_gym.engine.scripted import ScriptedEngine
 from gspo_gym.errors import (
@@ -547,3 +549,25 @@ def test_a_session_may_have_template_arguments_of_its_own() -> None:
 def test_settings_that_make_no_sense_are_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=next(iter(wrong))):
         on(says("one"), **wrong)
+
+
+def test_tools_and_the_date_reach_a_template_that_shows_no_tools() -> None:
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = "{{ strftime_now('%Y-%m-%d') + '\n' }}" + (
+        Path(__file__).parents[2] / "chat/templates/chatml.jinja"
+    ).read_text(encoding="utf-8")
+    said = '<tool_call>\n{"name": "look", "arguments": {"at": "it"}}\n</tool_call>'
+    day = datetime.date(2001, 2, 3)
+
+    async def talk(tools_in: ToolsIn) -> tuple[str, CapturedCall]:
+        engine = says(said)
+        gateway = Gateway(engine, tokenizer, tools_in=tools_in, date=day)
+        session = gateway.open_session(GatewaySessionSettings("g/0", 5, max_output_tokens=99, max_model_len=2000))
+        call = await ask(session, user("Hi"), tools=TOOLS)
+        return tokenizer.decode(list(engine.calls[0].prompt_token_ids)), call
+
+    prompt, call = drive(lambda: talk("auto"))
+    assert prompt.startswith("2001-02-03\n<|im_start|>system\n# Tools\n")
+    assert [(each.name, each.arguments) for each in call.answer.tool_calls] == [("look", {"at": "it"})]
+    with pytest.raises(TemplateError, match="does not show tools"):
+        drive(lambda: talk("template"))
