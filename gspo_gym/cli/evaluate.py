@@ -270,6 +270,7 @@ async def _play_with_engine(config: RunConfig, name: str, rows: KeptRows) -> Eva
         if judging is not None:
             stack.push_async_callback(judging.close)
         await player.start()
+        await rollouts.environment_notes(config, player.renderers)  # refuses a template that cannot be read
         return await rollouts.build_evaluate(config, player, judging=judging, rows=rows)(name)
 
 

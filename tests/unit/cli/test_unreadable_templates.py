@@ -53,6 +53,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "config check --deep FILE",
         "env check SqlAnalyst --model MODEL --num-seeds 2 --max-turns 2 --turns 1",
         "train FILE",
+        "evaluate FILE",
     ],
 )
 def test_every_door_refuses_a_template_that_cannot_be_read(
