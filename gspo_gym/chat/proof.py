@@ -18,7 +18,7 @@ from typing import Any
 from gspo_gym.chat.formats import Format
 from gspo_gym.chat.formats import reasoning_tags as tags_of
 from gspo_gym.chat.parsing import ParseFailure, parameters_of, parse_action
-from gspo_gym.chat.values import quote
+from gspo_gym.chat.values import allowed_types, quote
 from gspo_gym.errors import TemplateError
 from gspo_gym.types import Message, ToolCall
 
@@ -40,6 +40,7 @@ _ARGUMENTS: Mapping[str, Any] = {
     "none": None,
 }
 _TYPES = {str: "string", int: "integer", float: "number", bool: "boolean", dict: "object", list: "array"}
+_VALUES = {"integer": 7, "number": 0.5, "boolean": True, "array": [], "object": {}, "null": None, "string": _AWKWARD}
 _TOOL = "probe_tool"
 _SCHEMA: Mapping[str, Any] = {
     "name": _TOOL,
@@ -173,14 +174,12 @@ def _own_calls(tool_schemas: Sequence[Mapping[str, Any]]) -> list[ToolCall]:
 
 
 def _value_of(schema: Any) -> Any:
-    """Return some value of a JSON schema; null if it is not plain which."""
-    if not isinstance(schema, Mapping):
-        return None
-    if isinstance(schema.get("enum"), list) and schema["enum"]:
-        return schema["enum"][0]
-    named = schema.get("type")
-    values = {"string": "a 'b' \"c\"\nd", "integer": 7, "number": 0.5, "boolean": True, "array": [], "object": {}}
-    return values.get(named) if isinstance(named, str) else None
+    """Return some value that a JSON schema allows; null if it allows anything, or says it in another way."""
+    if isinstance(schema, Mapping) and isinstance(schema.get("enum"), list) and schema["enum"]:
+        return next((value for value in schema["enum"] if not isinstance(value, str)), schema["enum"][0])
+    allowed = allowed_types(schema) or {"null"}
+    # A text comes last: where other types are allowed, one that spells them comes back as them.
+    return next((value for name, value in _VALUES.items() if name in allowed), None)
 
 
 def _difference(said: Message, parsed: Message | ParseFailure) -> str | None:

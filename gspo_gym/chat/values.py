@@ -194,14 +194,17 @@ def read_pairs(
 def typed(cursor: Cursor, text: str, schema: Any, where: str) -> Any:
     """Return the value that a raw text stands for under the JSON schema of its parameter.
 
-    A parameter that may only be a text is that text. For one of another type, the text is JSON, in which constants may
-    also be spelled as in Python. A parameter that may be both, or whose type is unknown, is the JSON if the text is
+    A parameter that may only be a text is that text, and so is a text that is one of the values listed (`enum`). For
+    one of another type, the text is JSON, in which constants may also be spelled as in Python. A parameter that may be both, or whose type is unknown, is the JSON if the text is
     JSON of an allowed type, else the text: such a parameter cannot be the text "5" where 5 is allowed.
     """
-    allowed = _allowed_types(schema)
+    allowed = allowed_types(schema)
     if allowed == {"string"}:
         return text
     value = _json_or_nothing(text)
+    choices = [json.dumps(choice) for choice in _choices_of(schema)]
+    if choices and (value is _NOTHING or json.dumps(value) not in choices) and json.dumps(text) in choices:
+        return text
     if value is not _NOTHING and (allowed is None or any(_TYPES[name](value) for name in allowed if name in _TYPES)):
         return value
     if allowed is None or "string" in allowed:
@@ -275,7 +278,7 @@ def _expected(piece: str, after: str, rest: str) -> str:
     return f"expected {piece}{f' after {after}' if after else ''}, got {quote(rest)}"
 
 
-def _allowed_types(schema: Any) -> set[str] | None:
+def allowed_types(schema: Any) -> set[str] | None:
     """Return the names of the JSON types that a schema allows; None if it does not say."""
     if not isinstance(schema, Mapping):
         return None
@@ -283,14 +286,23 @@ def _allowed_types(schema: Any) -> set[str] | None:
         return {str(name) for name in ([named] if isinstance(named, str) else named)}
     for key in ("anyOf", "oneOf"):
         if isinstance(branches := schema.get(key), list):
-            allowed = [_allowed_types(branch) for branch in branches]
+            allowed = [allowed_types(branch) for branch in branches]
             known = [types for types in allowed if types is not None]
             return set().union(*known) if known and len(known) == len(allowed) else None
-    if "const" in schema or isinstance(schema.get("enum"), list):
-        values = [schema["const"]] if "const" in schema else schema["enum"]
+    if values := _choices_of(schema):
         names = [name for value in values for name in ["string", *_TYPES] if _is_of(value, name)]
         return set(names) or None
     return None
+
+
+def _choices_of(schema: Any) -> list[Any]:
+    """Return the values that a schema lists; none if it lists none."""
+    if not isinstance(schema, Mapping):
+        return []
+    if "const" in schema:
+        return [schema["const"]]
+    listed = schema.get("enum")
+    return listed if isinstance(listed, list) else []
 
 
 def _is_of(value: Any, name: str) -> bool:

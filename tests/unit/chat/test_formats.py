@@ -22,6 +22,7 @@ SCHEMAS: Mapping[str, Mapping[str, Any]] = {
         "maybe": {"type": ["string", "null"]},
         "either": {"anyOf": [{"type": "integer"}, {"type": "string"}]},
         "choice": {"enum": ["1", "2"]},
+        "mixed": {"enum": ["1", 2, None]},
     }
 }
 # One call of each format, as its models write it: look(text="7", count=7) with reasoning before it.
@@ -134,6 +135,9 @@ def test_a_call_without_the_tools_name_is_no_call(form: Format) -> None:
         ("either", "5", 5),
         ("either", "five", "five"),
         ("choice", "2", "2"),
+        ("mixed", "1", "1"),
+        ("mixed", "2", 2),
+        ("mixed", "null", None),
         ("unknown", "5", 5),
         ("unknown", "five", "five"),
         ("unknown", '"five"', "five"),

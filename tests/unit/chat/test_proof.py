@@ -84,3 +84,41 @@ def test_a_template_whose_calls_cannot_be_read_exactly_is_refused_by_name(family
         renderer_of(family)
     assert family.refusal in str(refused.value)
     assert renderer_of(family, ()).decode([]) == ""  # text alone is exact
+
+
+SCHEMAS: tuple[dict[str, Any], ...] = (
+    {},
+    {"type": "string"},
+    {"type": ["integer", "string"]},
+    {"type": ["string", "null"]},
+    {"anyOf": [{"type": "integer"}, {"type": "string"}]},
+    {"anyOf": [{"$ref": "#/$defs/x"}, {"type": "null"}]},
+    {"oneOf": [{"type": "array"}, {"type": "object"}]},
+    {"$ref": "#/$defs/x"},
+    {"enum": ["1", 2, None]},
+    {"enum": [2, "2"]},
+    {"type": "string", "enum": ["true"]},
+    {"const": "x"},
+    {"description": "anything"},
+)
+
+
+@pytest.mark.parametrize("family", WITH_TOOLS, ids=lambda family: family.name)
+def test_tools_of_any_schema_are_taken(family: ChatFamily) -> None:
+    properties = {f"p{number}": schema for number, schema in enumerate(SCHEMAS)}
+    functions: list[dict[str, Any]] = [
+        {"name": "all-of_them", "description": "All.", "parameters": {"type": "object", "properties": properties}},
+        {"name": "nothing", "description": "None.", "parameters": {"type": "object", "properties": {}}},
+        {"name": "bare", "description": "Bare."},
+    ]
+    renderer = renderer_of(family, [{"type": "function", "function": function} for function in functions])
+    assert renderer.format.name == family.format
+
+
+def test_a_parameter_whose_name_breaks_the_format_is_refused_by_name() -> None:
+    parameters = {"type": "object", "properties": {"a>\nb": {"type": "string"}}}
+    tools = [{"type": "function", "function": {"name": "odd", "description": "Odd.", "parameters": parameters}}]
+    family = {family.name: family for family in FAMILIES}
+    with pytest.raises(TemplateError, match="writes a call of odd in no format that can be read back"):
+        renderer_of(family["qwen 3.5"], tools)
+    assert renderer_of(family["hermes 3"], tools).format.name == "hermes"  # JSON holds any name
