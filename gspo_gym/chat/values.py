@@ -195,8 +195,9 @@ def typed(cursor: Cursor, text: str, schema: Any, where: str) -> Any:
     """Return the value that a raw text stands for under the JSON schema of its parameter.
 
     A parameter that may only be a text is that text, and so is a text that is one of the values listed (`enum`). For
-    one of another type, the text is JSON, in which constants may also be spelled as in Python. A parameter that may be both, or whose type is unknown, is the JSON if the text is
-    JSON of an allowed type, else the text: such a parameter cannot be the text "5" where 5 is allowed.
+    one of another type, the text is JSON, in which constants may also be spelled as in Python. A parameter that may be
+    both, or whose type is unknown, is the JSON if the text is JSON of an allowed type, else the text: such a parameter
+    cannot be the text "5" where 5 is allowed.
     """
     allowed = allowed_types(schema)
     if allowed == {"string"}:
