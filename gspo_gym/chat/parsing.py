@@ -10,7 +10,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 from gspo_gym.chat.formats import Arguments, Field, Format, Pieces, first_text, pieces, reasoning_tags
 from gspo_gym.chat.values import (
@@ -125,7 +125,7 @@ class _Reader:
                     self._read_fields(pieces(pattern), kind)["text"]
                 )
             is_last = kind != "reasoning" or not form.between
-            if not cursor.rest and is_last:
+            if cursor.is_done and is_last:
                 break
             if form.between:
                 for piece in pieces(form.between):
@@ -170,7 +170,7 @@ class _Reader:
                 self._fail_reasoning(f"expected one reasoning block, found another {tag}")
         return reasoning.strip("\n"), answer.lstrip("\n")
 
-    def _fail_reasoning(self, error: str) -> None:
+    def _fail_reasoning(self, error: str) -> NoReturn:
         raise BadTextError(ParseStatus.BAD_REASONING, error)
 
     def _split_calls(self, answer: str) -> str:
@@ -200,7 +200,7 @@ class _Reader:
         if not is_cut_off and re.match(form.begins, body, re.DOTALL) is None:
             return answer
         self._read_section()
-        if cursor.rest:
+        if not cursor.is_done:
             cursor.fail(f"tool call: expected nothing after the {_last_thing(form)}, got {quote(cursor.rest)}")
         return ""
 
@@ -286,7 +286,7 @@ class _Reader:
             found = re.compile(r"[^\s<]*").match(cursor.text, cursor.position)
             assert found is not None
             word, cursor.position = found.group(), found.end()
-            if not cursor.rest:
+            if cursor.is_done:
                 cursor.end_early(f"{where}: cut off inside the {what}", f"{where}: expected more after the {what}")
         if not word or any(letter.isspace() for letter in word):
             cursor.fail(f"{where}: expected the {what}, a word, got {quote(word)}")

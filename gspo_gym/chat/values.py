@@ -56,6 +56,11 @@ class Cursor:
         """The text from here on, without leading white space."""
         return self.text[self._after_space() :]
 
+    @property
+    def is_done(self) -> bool:
+        """Whether nothing but white space is left."""
+        return self._after_space() == len(self.text)
+
     def skip_space(self) -> None:
         self.position = self._after_space()
 
@@ -139,7 +144,7 @@ def read_literal(cursor: Cursor, where: str, *, quote_token: str = "", levels: i
     """
     if levels == 0:
         cursor.fail(f"{where}: nested more than {_MAX_NESTING} levels deep")
-    if not cursor.rest:
+    if cursor.is_done:
         cursor.end_early(f"{where}: cut off before a value", f"{where}: expected a value, but the answer ended")
     if cursor.take("["):
         return _read_items(
@@ -154,7 +159,7 @@ def read_literal(cursor: Cursor, where: str, *, quote_token: str = "", levels: i
     if word is None:
         _fail_at(cursor, where, "a value", quote_token)
     cursor.position = word.end()
-    if cursor.is_truncated and not cursor.rest:  # the rest of the word may be missing
+    if cursor.is_truncated and cursor.is_done:  # the rest of the word may be missing
         cursor.end_early(f"{where}: cut off inside a value", "")
     if word.group() in _CONSTANTS:
         return _CONSTANTS[word.group()]
@@ -326,7 +331,7 @@ def read_whole_json(text: str) -> Any:
     """Return the JSON value that a text is; raises a BadTextError if it is not just that."""
     cursor = Cursor(text, is_truncated=False)
     value = read_json(cursor, "value")
-    if cursor.rest:
+    if not cursor.is_done:
         cursor.fail(f"expected nothing after the value, got {quote(cursor.rest)}")
     return value
 

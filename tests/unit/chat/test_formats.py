@@ -6,8 +6,10 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 
-from gspo_gym.chat.formats import FORMATS, Format, format_named
+from gspo_gym.chat.formats import FORMATS, Format, format_named, pieces
 from gspo_gym.chat.parsing import ParseFailure, parse_action
 from gspo_gym.types import Message, ParseStatus, ToolCall
 
@@ -239,3 +241,51 @@ def test_a_string_may_hold_what_closes_a_call_where_the_format_quotes_it() -> No
     escaped = said.replace("\\", "\\\\").replace("'", "\\'")
     parsed = read("lfm2", f"<|tool_call_start|>[look(text='{escaped}')]<|tool_call_end|>")
     assert parsed == Message("assistant", "", tool_calls=(ToolCall("call_0", "look", {"text": said}),))
+
+
+def texts_of(form: Format) -> st.SearchStrategy[str]:
+    """Texts of parts of a format, in any order."""
+    patterns = (*form.calls, *form.reasoning, *form.content, form.between, *form.section, form.parameter, form.quote)
+    parts = [piece for pattern in patterns for piece in pieces(pattern) if isinstance(piece, str)]
+    others = [
+        "look",
+        "text",
+        "count",
+        "=",
+        ":",
+        ",",
+        "(",
+        ")",
+        "{",
+        "}",
+        "[",
+        "]",
+        '"',
+        "'",
+        "\\",
+        "\n",
+        " ",
+        "7",
+        "true",
+        "e9",
+    ]
+    whole = WRITTEN[form.name]
+    cut = st.integers(0, len(whole)).map(lambda length: whole[:length])
+    return st.lists(st.one_of(st.sampled_from(parts + others), cut), max_size=10).map("".join)
+
+
+@settings(max_examples=300, deadline=None, database=None, derandomize=True)
+@given(st.sampled_from(FORMATS).flatmap(lambda form: st.tuples(st.just(form.name), texts_of(form))), st.booleans())
+@example(("lfm2", "<|tool_call_start|>[look(names=" + "[" * 100_000), False)
+@example(("gemma4", "<|tool_call>call:look{table:" + "{a:" * 100_000), True)
+@example(("qwen-xml", "<tool_call><function=look><parameter=table>" + "[" * 100_000 + "</parameter>"), False)
+def test_any_text_is_a_message_or_a_failure_that_keeps_the_text(said: tuple[str, str], truncated: bool) -> None:
+    name, text = said
+    parsed = read(name, text, truncated=truncated)
+    if isinstance(parsed, ParseFailure):
+        assert parsed.text == text
+        assert parsed.error
+        assert len(parsed.error) < 500
+        assert (parsed.status is ParseStatus.TRUNCATED) <= truncated
+    else:
+        assert parsed.tool_calls or parsed.content.strip() in text
