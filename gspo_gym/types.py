@@ -244,7 +244,7 @@ class ParseStatus(enum.Enum):
 
     OK = "ok"
     TRUNCATED = "truncated"  # cut off by max_tokens inside a block that had to be closed
-    BAD_TOOL_CALL = "bad_tool_call"  # a tool call that is not valid JSON of the expected shape
+    BAD_TOOL_CALL = "bad_tool_call"  # a tool call, or a block of an answer, that is not of the template's format
     BAD_REASONING = "bad_reasoning"  # an unclosed or repeated reasoning block
 
 

@@ -16,10 +16,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from gspo_gym.chat.parsing import REASONING_CLOSE, REASONING_OPEN, ParseFailure, parse_action
+from gspo_gym.chat.encoding import Escapes, TextCodec
+from gspo_gym.chat.formats import FORMATS, Arguments, Field, Format, first_text, pieces, plain_formats
+from gspo_gym.chat.parsing import ParseFailure, parameters_of, parse_action
 from gspo_gym.chat.plain import PlainWords, ToolsIn, has_system_role, tools_text
+from gspo_gym.chat.proof import Proof, prove
 from gspo_gym.chat.seams import Seam, Seams
-from gspo_gym.chat.template import EMPTY_REASONING, ChatTemplate, Escapes, TextCodec, ToolsNotShownError, mark, probe
+from gspo_gym.chat.template import EMPTY_REASONING, ChatTemplate, ToolsNotShownError, mark, probe
 from gspo_gym.errors import TemplateError
 from gspo_gym.types import Message, ParseStatus, TokenIds, ToolCall
 
@@ -69,9 +72,11 @@ class Renderer:
         extends: every turn only appends, whether a user or a tool speaks next.
         extends_over_tools: turns append at least while tools answer; the template may rewrite when a user speaks.
         opens_reasoning: the prompt ends inside a reasoning block, where the answer starts.
+        format: how the template writes reasoning and calls, proved by reading awkward answers back (proof.py).
 
     Raises:
-        TemplateError: the template cannot be rendered exactly; says which part, and what to do.
+        TemplateError: the template cannot be rendered exactly, or what it writes cannot be read back; says which part,
+            and what to do.
     """
 
     def __init__(
@@ -107,6 +112,19 @@ class Renderer:
         self._seams = Seams(self._template, self._facts)
         self.stop_token_ids = _stop_token_ids(tokenizer, self._codec, self._facts.closers)
         self.opens_reasoning = self._facts.opens_reasoning
+        self._parameters = parameters_of(tool_schemas)
+        self._max_tool_calls = self._facts.max_tool_calls if self._words.tools is None else None
+        self._proof: Proof | None = None
+        self._proof = prove(
+            lambda message: self.decode(self.action_ids(message)),
+            name=self._template.name,
+            formats=FORMATS if self._words.tools is None else plain_formats(),
+            tool_schemas=tool_schemas,
+            max_tool_calls=self._max_tool_calls,
+            starts_in_reasoning=self.opens_reasoning,
+            reasoning_tags=self._facts.style.reasoning_tags,
+        )
+        self.format = self._proof.format
         self.extends_over_tools = self._extends_over(_TOOL_TURNS)
         self.extends = self._extends_over(_USER_TURNS) and (self.extends_over_tools or not tool_schemas)
 
@@ -161,6 +179,11 @@ class Renderer:
         """
         if message.role != "assistant":
             raise TemplateError(f"action_ids: expected an assistant message, got role {message.role}")
+        if message.content and message.tool_calls and self._proof and not self._proof.keeps_text_beside_calls:
+            raise TemplateError(
+                f"{self._template.name} does not write a text beside tool calls so that it could be read back; leave "
+                "it out, or give it as reasoning"
+            )
         escapes = self._codec.escapes()
         text, stop = self._said(message, escapes)
         return [*self._codec.encode(text, escapes, after=stop), self._codec.added[stop]]
@@ -168,23 +191,21 @@ class Renderer:
     def call_opening(self, name: str | None) -> list[int]:
         """Return the beginning of an answer that calls the tool `name`, or any tool if None, to force a call.
 
-        It ends after the key "arguments" (for any tool, "name"). If the prompt opens a reasoning block, it is closed
-        first.
+        It ends where the arguments begin, or for any tool, its name. If the prompt opens a reasoning block, it is
+        closed first.
 
         Raises:
-            TemplateError: the template does not write calls as JSON objects, or shows no calls.
+            TemplateError: the template shows no calls.
         """
         escapes = self._codec.escapes()
         said = ToolCall("call_0", _ANY_TOOL if name is None else name, {"key": _ARGUMENT})
         reasoning = "" if self.opens_reasoning else None
         text, stop = self._said(Message("assistant", "", (said,), reasoning_content=reasoning), escapes)
-        found = _CALL_NAME.search(text) if name is None else _CALL_ARGUMENTS.search(text)
-        if found is None:
-            raise TemplateError(
-                f"{self._template.name} does not write tool calls as JSON, so none can be begun: {text!r}"
-            )
-        # The white space after the key is left out: the model samples it in one token with what follows.
-        return self._codec.encode(text[: found.start()], escapes, after=stop)
+        end = _call_start(text, self.format, is_named=name is not None)
+        if end is None:
+            raise TemplateError(f"{self._template.name} shows no tool call that could be begun: {text!r}")
+        # White space at the end is left out: the model samples it in one token with what follows.
+        return self._codec.encode(text[:end], escapes, after=stop)
 
     def _said(self, message: Message, escapes: Escapes) -> tuple[str, str]:
         """Return an answer's text as the template writes it, and the stop token that closes it."""
@@ -228,11 +249,12 @@ class Renderer:
         if not message.reasoning_content and text.startswith(prompt) and text.count(_REASONING) == 1:
             return text.replace(_REASONING, "")
         text = self._answered(dataclasses.replace(message, reasoning_content=None), escapes)
-        opening = prompt[: prompt.rindex(REASONING_OPEN)]
+        tag, closing = self._facts.style.reasoning_tags
+        opening = prompt[: prompt.rindex(tag)]
         if not text.startswith(opening):
             return text
         answer = EMPTY_REASONING.sub("", text[len(opening) :], count=1)
-        return f"{prompt}{escapes(message.reasoning_content or '')}\n{REASONING_CLOSE}\n\n{answer}"
+        return f"{prompt}{escapes(message.reasoning_content or '')}\n{closing}\n\n{answer}"
 
     def full(self, messages: Sequence[Message], *, add_generation_prompt: bool) -> list[int]:
         """Return the ids of the whole conversation, rendered from nothing; raises as `start`."""
@@ -257,11 +279,13 @@ class Renderer:
         """Return `parse_action` of the text for this template and its tools."""
         parsed = parse_action(
             text,
+            self.format,
             has_tools=self._has_tools,
             is_truncated=is_truncated,
             starts_in_reasoning=self.opens_reasoning,
+            parameters=self._parameters,
         )
-        most = self._facts.max_tool_calls if self._words.tools is None else None
+        most = self._max_tool_calls
         if isinstance(parsed, Message) and most is not None and len(parsed.tool_calls) > most:
             error = f"expected at most {most} tool call in one answer, got {len(parsed.tool_calls)}"
             return ParseFailure(ParseStatus.BAD_TOOL_CALL, error, text)
@@ -287,6 +311,23 @@ def _stop_token_ids(tokenizer: Any, codec: TextCodec, closers: Sequence[str]) ->
     of_model = [token for token in getattr(tokenizer, MODEL_STOPS, ()) if token in added]
     eos = [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]
     return tuple(dict.fromkeys([*(codec.added[closer] for closer in closers), *eos, *of_model]))
+
+
+def _call_start(text: str, form: Format, *, is_named: bool) -> int | None:
+    """Return where a written call's arguments begin, or if not `is_named`, its name; None if nowhere."""
+    pattern = _CALL_ARGUMENTS if is_named else _CALL_NAME
+    has_object = any(isinstance(piece, Field) and piece.name in ("call", "calls") for piece in pieces(form.calls[0]))
+    if has_object or (is_named and form.arguments is Arguments.JSON):
+        found = pattern.search(text)
+        return None if found is None else found.start()
+    if not is_named:
+        return text.find(_ANY_TOOL) if _ANY_TOOL in text else None
+    first = first_text(form.parameter) or "key"
+    start = text.rfind(first, 0, text.find(_ARGUMENT))
+    if start < 0:
+        return None
+    stripped = text[:start].rstrip()
+    return len(stripped) if stripped.endswith(">") else start  # else the white space ends the name
 
 
 def _require_said(message: Message, escapes: Escapes, text: str, name: str) -> None:

@@ -21,8 +21,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from gspo_gym.chat.parsing import REASONING_CLOSE
-from gspo_gym.chat.template import ChatTemplate, Escapes, TemplateFacts, Wire, mark, to_wire
+from gspo_gym.chat.encoding import Escapes
+from gspo_gym.chat.template import ChatTemplate, TemplateFacts, Wire, mark, to_wire
 from gspo_gym.errors import TemplateError
 from gspo_gym.types import Message, ToolCall
 
@@ -262,7 +262,9 @@ class Seams:
         head = said.head if last.reasoning_content is not None else said.head.removeprefix(self._facts.empty_reasoning)
         if (head, said.body, said.ending, said.stop) != (kept.head, kept.body, kept.ending, kept.stop):
             return None
-        if last.reasoning_content == "" and REASONING_CLOSE not in kept.head:  # an empty block has no mark
+        if (
+            last.reasoning_content == "" and self._facts.style.reasoning_tags[1] not in kept.head
+        ):  # an empty block has no mark
             return None
         return kept
 

@@ -1,10 +1,6 @@
-"""A tokenizer's chat template as a function from messages to text, facts about it from rendering marked texts, and
-rendered text to token ids and back, with special tokens only where the template put them.
+"""A tokenizer's chat template as a function from messages to text, and facts about it from rendering marked texts.
 
 The only file that calls `apply_chat_template`. What no rendering can show is read off the source (source.py).
-
-Text without special tokens is tokenised exactly as by `tokenizer(text, add_special_tokens=False)`. If a message holds
-the text of a special token, as in an attempt to forge a turn, that text becomes ordinary tokens.
 """
 
 from __future__ import annotations
@@ -12,17 +8,19 @@ from __future__ import annotations
 import copy
 import datetime
 import hashlib
+import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jinja2
 
-from gspo_gym.chat.parsing import REASONING_CLOSE, REASONING_OPEN
+from gspo_gym.chat.encoding import TextCodec
+from gspo_gym.chat.formats import THINK_TAGS, all_reasoning_tags
 from gspo_gym.chat.source import NOW, compares_messages, searched_literals
 from gspo_gym.errors import TemplateError
-from gspo_gym.types import Message
+from gspo_gym.types import Message, ToolCall
 
 Wire = dict[str, Any]  # a message for a template, JSON-like
 
@@ -33,6 +31,8 @@ _RESERVED = frozenset(
 # Exceptions of a template: Jinja's own (which `raise_exception` raises) and Python's.
 _TEMPLATE_FAILURES = (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError)
 _NINE_ALPHANUMERICS = re.compile(r"[A-Za-z0-9]{9}")
+_LAST_NUMBER = re.compile(r"[0-9]{1,9}\Z")
+_MARK = re.compile(r"zq\d{7}")  # of `mark`
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,15 +40,21 @@ class WireStyle:
     """The form in which a template wants its messages, found by probing.
 
     Attributes:
-        knows_reasoning: it renders `reasoning_content`. If not, the block is put into the content, as the model wrote
-            it.
+        reasoning_key: key of a message under which it renders reasoning; None if under none. The block is then put
+            into the content, as the model wrote it.
+        reasoning_tags: texts before and after reasoning.
+        arguments_are_text: it wants the arguments of a call as JSON text (DeepSeek V3).
         needs_nine_character_ids: it refuses ids of tool calls that are not nine letters and digits (Mistral).
+        names_in_ids: it shows the id of a call in place of the tool's name, as functions.NAME:NUMBER (Kimi K2).
         answer_opening: plain text that opens an assistant turn, or None if a special token does. Other messages may not
             contain it, because its tokens would look like the template's.
     """
 
-    knows_reasoning: bool = True
+    reasoning_key: str | None = "reasoning_content"
+    reasoning_tags: tuple[str, str] = THINK_TAGS
+    arguments_are_text: bool = False
     needs_nine_character_ids: bool = False
+    names_in_ids: bool = False
     answer_opening: str | None = None
 
 
@@ -84,6 +90,11 @@ class ChatTemplate:
         self._tokenizer = tokenizer
         # Given as an argument, it goes over transformers' function, which reads the clock.
         self._kwargs = kwargs if date is None else {NOW: _clock_at(date), **kwargs}
+        self._turn_ends = ("", "")
+
+    def end_turns_by(self, answer: str, calls: str) -> None:
+        """Put the opening of the next turn behind a last answer, or one with calls: it ends the answer (GLM 4)."""
+        self._turn_ends = (answer, calls)
 
     def text(self, wires: Sequence[Wire], *, add_generation_prompt: bool, with_tools: bool = True) -> str:
         """Return the conversation as text, with or without the opening of an assistant turn at its end.
@@ -125,6 +136,8 @@ class ChatTemplate:
             **self._kwargs,
         )
         assert isinstance(text, str)
+        if not add_generation_prompt and wires[-1]["role"] == "assistant":
+            text += self._turn_ends[bool(wires[-1].get("tool_calls"))]
         return text
 
     def _first_refused(self, wires: Sequence[Wire], add_generation_prompt: bool, with_tools: bool) -> int:
@@ -151,21 +164,22 @@ def to_wire(message: Message, index: int, style: WireStyle, escape: Callable[[st
         )
     wire: Wire = {"role": message.role, "content": escape(message.content)}
     if (reasoning := message.reasoning_content) is not None:
-        if style.knows_reasoning:
-            wire["reasoning_content"] = escape(reasoning)
+        if style.reasoning_key is not None:
+            wire[style.reasoning_key] = escape(reasoning)
         else:
-            wire["content"] = f"{REASONING_OPEN}\n{escape(reasoning)}\n{REASONING_CLOSE}\n\n{wire['content']}"
+            opening, closing = style.reasoning_tags
+            wire["content"] = f"{opening}\n{escape(reasoning)}\n{closing}\n\n{wire['content']}"
     if message.tool_calls:
         wire["tool_calls"] = [
             {
-                "id": escape(_call_id(call.id, style)),
+                "id": escape(_call_id(call.id, style, call.name)),
                 "type": "function",
-                "function": {"name": escape(call.name), "arguments": plain_json(call.arguments, escape)},
+                "function": {"name": escape(call.name), "arguments": _arguments(call, style, escape)},
             }
             for call in message.tool_calls
         ]
     if message.tool_call_id is not None:
-        wire["tool_call_id"] = escape(_call_id(message.tool_call_id, style))
+        wire["tool_call_id"] = escape(_call_id(message.tool_call_id, style, message.name))
     if message.name is not None:
         wire["name"] = escape(message.name)
     return wire
@@ -187,7 +201,20 @@ def plain_json(value: Any, escape: Callable[[str], str] = str) -> Any:
     return value
 
 
-def _call_id(call_id: str, style: WireStyle) -> str:
+def _arguments(call: ToolCall, style: WireStyle, escape: Callable[[str], str]) -> Any:
+    arguments = plain_json(call.arguments, escape)
+    return json.dumps(arguments, ensure_ascii=False) if style.arguments_are_text else arguments
+
+
+def _call_id(call_id: str, style: WireStyle, tool: str | None) -> str:
+    if (
+        style.names_in_ids
+        and tool is not None
+        and not call_id.startswith("functions.")
+        and not _MARK.fullmatch(call_id)
+    ):
+        number = _LAST_NUMBER.search(call_id)
+        return f"functions.{tool}:{int(number.group()) if number else 0}"
     if not style.needs_nine_character_ids or _NINE_ALPHANUMERICS.fullmatch(call_id):
         return call_id
     return hashlib.sha256(call_id.encode()).hexdigest()[:9]
@@ -197,7 +224,8 @@ def _first_line(error: BaseException) -> str:
     return (str(error) or type(error).__name__).splitlines()[0]
 
 
-EMPTY_REASONING = re.compile(rf"\A\s*{REASONING_OPEN}\s*{REASONING_CLOSE}\s*")
+EMPTY_REASONING = re.compile(r"\A\s*<think>\s*</think>\s*")
+_REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")  # the last is gpt-oss's
 
 
 def mark(number: int) -> str:
@@ -250,25 +278,28 @@ def probe(template: ChatTemplate, codec: TextCodec) -> TemplateFacts:
             raise TemplateError(f"{template.name} shows the content of {who} {answer.count(text)} times, expected once")
     head = _check_generation_prompt(template, user, prompt, answer)
     tail = answer[answer.index(_ANSWER) + len(_ANSWER) :]
+    between = answer[answer.index(_USER) + len(_USER) : answer.index(_ANSWER)]
+    if not tail.strip():
+        tail = _end_turns_by_the_next(template, codec, user, between)
     closer = codec.find_special(tail) or codec.find_added(tail)
     if closer is None:
         raise TemplateError(
             f"{template.name} closes an assistant turn with {tail!r}, which holds no special token of this tokenizer: "
             "the model could not end its turn. Add the token (tokenizer.add_special_tokens) or use another template"
         )
-    between = answer[answer.index(_USER) + len(_USER) : answer.index(_ANSWER)]
+    tags = next((pair for pair in all_reasoning_tags() if pair[1] and pair[1] in template.source), THINK_TAGS)
+    arguments_are_text = _wants_arguments_as_text(template, user)
     style = WireStyle(
-        knows_reasoning=_REASONING
-        in template.text(
-            [user, {"role": "assistant", "content": _ANSWER, "reasoning_content": _REASONING}],
-            add_generation_prompt=False,
-        ),
-        needs_nine_character_ids=not template.accepts([user, _call("call_0")])
-        and template.accepts([user, _call(mark(0))]),
+        reasoning_key=next((key for key in _REASONING_KEYS if _shows_reasoning(template, user, key)), None),
+        reasoning_tags=tags,
+        arguments_are_text=arguments_are_text,
+        needs_nine_character_ids=not template.accepts([user, _call("call_0", arguments_are_text)])
+        and template.accepts([user, _call(mark(0), arguments_are_text)]),
+        names_in_ids=_shows_names_in_ids(template, user, arguments_are_text),
         answer_opening=(between.strip() or None) if codec.find_added(between) is None else None,
     )
-    codec.guard({found for found in codec.added if found in between + tail} - {REASONING_OPEN, REASONING_CLOSE})
-    calls = _probe_calls(template, codec, closer.group())
+    codec.guard({found for found in codec.added if found in between + tail} - set(tags))
+    calls = _probe_calls(template, codec, closer.group(), style)
     if template.tools:
         _check_tools(template, user, calls)
     last = prompt[prompt.index(_USER) :]
@@ -276,12 +307,36 @@ def probe(template: ChatTemplate, codec: TextCodec) -> TemplateFacts:
         style=style,
         closers=calls.closers,
         empty_reasoning=head if EMPTY_REASONING.fullmatch(head) else "",
-        opens_reasoning=last.rfind(REASONING_OPEN) > last.rfind(REASONING_CLOSE),
+        opens_reasoning=last.rfind(tags[0]) > last.rfind(tags[1]),
         renders_calls=calls.error is None,
         max_tool_calls=calls.max_tool_calls,
         literals=searched_literals(template.source),
         compares_messages=compares_messages(template.source),
     )
+
+
+def _end_turns_by_the_next(template: ChatTemplate, codec: TextCodec, user: Wire, own_opening: str) -> str:
+    """Let the special tokens that open the next turns end answers, if the template closes none; return that of a user.
+
+    GLM 4 ends an answer by sampling <|user|> and a call by sampling <|observation|>, which open the next message. A
+    token that also opens the model's turn (`own_opening`) ends none.
+    """
+    said = {"role": "assistant", "content": _ANSWER}
+    called = [user, _call("call_0")]
+    result = {"role": "tool", "content": _RESULT, "tool_call_id": "call_0", "name": _PROBE_TOOL}
+    openings = []
+    for before, after in (([user, said], user), (called, result)):
+        conversation = [*before, after]
+        if not (template.accepts(before) and template.accepts(conversation)):
+            openings.append("")
+            continue
+        text = template.text(before, add_generation_prompt=False)
+        whole = template.text(conversation, add_generation_prompt=False)
+        found = codec.find_special(whole[len(text) :].lstrip()) if whole.startswith(text) else None
+        is_end = found is not None and found.start() == 0 and found.group() not in own_opening
+        openings.append(found.group() if found is not None and is_end else "")
+    template.end_turns_by(openings[0], openings[1] or openings[0])
+    return openings[0]
 
 
 def _check_generation_prompt(template: ChatTemplate, user: Wire, prompt: str, answer: str) -> str:
@@ -305,10 +360,36 @@ class _Calls:
     max_tool_calls: int | None = None
 
 
-def _probe_calls(template: ChatTemplate, codec: TextCodec, closer: str) -> _Calls:
+def _shows_reasoning(template: ChatTemplate, user: Wire, key: str) -> bool:
+    answers = [{"role": "assistant", "content": _ANSWER, key: _REASONING}, {**_call("call_0"), key: _REASONING}]
+    conversations = [[user, answer] for answer in answers]  # some show it beside calls alone (Gemma 4)
+    return any(
+        _REASONING in template.text(conversation, add_generation_prompt=False)
+        for conversation in conversations
+        if template.accepts(conversation)
+    )
+
+
+def _wants_arguments_as_text(template: ChatTemplate, user: Wire) -> bool:
+    ids = ("call_0", mark(0))
+    return not any(template.accepts([user, _call(call_id)]) for call_id in ids) and any(
+        template.accepts([user, _call(call_id, as_text=True)]) for call_id in ids
+    )
+
+
+def _shows_names_in_ids(template: ChatTemplate, user: Wire, as_text: bool) -> bool:
+    called = [[user, _call(call_id, as_text)] for call_id in ("call_0", f"functions.{_PROBE_TOOL}:0")]
+    if not all(map(template.accepts, called)):
+        return False
+    unnamed, named = (template.text(conversation, add_generation_prompt=False) for conversation in called)
+    return _PROBE_TOOL not in unnamed and _PROBE_TOOL in named
+
+
+def _probe_calls(template: ChatTemplate, codec: TextCodec, closer: str, style: WireStyle) -> _Calls:
     user = {"role": "user", "content": _USER}
-    call_id = "call_0" if template.accepts([user, _call("call_0")]) else mark(0)
-    called = [user, _call(call_id)]
+    call_id = mark(0) if style.needs_nine_character_ids else "call_0"
+    as_text = style.arguments_are_text
+    called = [user, _call(call_id, as_text)]
     try:
         text = template.text(called, add_generation_prompt=False)
         if text.count(_ARGUMENT) != 1:
@@ -322,9 +403,11 @@ def _probe_calls(template: ChatTemplate, codec: TextCodec, closer: str) -> _Call
     if answered.count(_RESULT) != 1:
         return _Calls((closer,), f"{template.name} shows the result of a tool {answered.count(_RESULT)} times")
     closers = [closer, *_call_closers(template, codec, called, closer)]
-    twice = _call(call_id)
-    twice["tool_calls"] += _call(mark(1))["tool_calls"]
-    return _Calls(tuple(dict.fromkeys(closers)), None, None if template.accepts([user, twice]) else 1)
+    twice = _call(call_id, as_text)
+    twice["tool_calls"] += _call(mark(1), as_text)["tool_calls"]
+    both = template.text([user, twice], add_generation_prompt=False) if template.accepts([user, twice]) else ""
+    shows_both = both.count(_ARGUMENT) == 2  # gpt-oss shows the first alone
+    return _Calls(tuple(dict.fromkeys(closers)), None, None if shows_both else 1)
 
 
 def _call_closers(template: ChatTemplate, codec: TextCodec, called: Sequence[Wire], closer: str) -> list[str]:
@@ -355,7 +438,8 @@ def _require_tools_taken(template: ChatTemplate, user: Wire) -> None:
 
 def _check_tools(template: ChatTemplate, user: Wire, calls: _Calls) -> None:
     with_tools = template.text([user], add_generation_prompt=True)
-    if with_tools == template.text([user], add_generation_prompt=True, with_tools=False):
+    needs_tools = not template.accepts([user], with_tools=False)  # Hermes 3
+    if not needs_tools and with_tools == template.text([user], add_generation_prompt=True, with_tools=False):
         raise ToolsNotShownError(
             f"{template.name} does not show tools to the model: it renders the same with and without tool_schemas. Use "
             'a template with tool support, or put them into the system message (rollout.tools_in = "system_message")'
@@ -371,186 +455,8 @@ _PROBE_TOOL = "probe_tool"
 _BUILTIN_TOOLS = "builtin_tools"  # argument of Llama's templates
 
 
-def _call(call_id: str) -> Wire:
-    function = {"name": _PROBE_TOOL, "arguments": {"key": _ARGUMENT}}
+def _call(call_id: str, as_text: bool = False) -> Wire:
+    arguments = {"key": _ARGUMENT}
+    function = {"name": _PROBE_TOOL, "arguments": json.dumps(arguments) if as_text else arguments}
     call = {"id": call_id, "type": "function", "function": function}
     return {"role": "assistant", "content": "", "tool_calls": [call]}
-
-
-_MAX_REMEMBERED = 4096  # texts
-_MAX_REMEMBERED_CHARACTERS = 2048  # of each, which bounds the memory to 8 million characters
-_MARKER = re.compile(r"zx\d{7}")  # stands for a special token's text until the rest is tokenised
-
-
-class Escapes:
-    """The special-token texts in the messages of one rendering, each replaced by a marker. Grows; not shared."""
-
-    def __init__(self, pattern: re.Pattern[str]) -> None:
-        self._pattern = pattern
-        self._markers: dict[str, str] = {}
-
-    @property
-    def originals(self) -> list[str]:  # in the order of their markers' numbers
-        return list(self._markers)
-
-    def __call__(self, text: str) -> str:
-        """Return the text with markers in place of special tokens, and of texts that look like markers.
-
-        Raises:
-            TemplateError: the text is not Unicode, so no tokenizer can read it.
-        """
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise TemplateError(
-                f"a message holds half of a surrogate pair at character {error.start}; remove it"
-            ) from error
-        return self._pattern.sub(self._keep, text)
-
-    def _keep(self, match: re.Match[str]) -> str:
-        # Equal texts get equal markers, because a template may compare messages.
-        return self._markers.setdefault(match.group(), f"zx{len(self._markers):07d}")
-
-
-class TextCodec:
-    """Encoder and decoder for one transformers tokenizer.
-
-    Attributes:
-        added: id by text of every token added to the vocabulary, special or not.
-        special: texts of the special ones.
-    """
-
-    def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
-        added = tokenizer.added_tokens_decoder
-        self.added: dict[str, int] = {token.content: token_id for token_id, token in added.items()}
-        self.special = frozenset(token.content for token in added.values() if token.special)
-        self._any_special = _alternation(self.special)
-        self._any_added = _alternation(self.added)
-        # A special token that eats no spaces, put before a text that does not begin the sequence.
-        self._anchor = min((t.content for t in added.values() if t.special and not (t.lstrip or t.rstrip)), default="")
-        self._guarded: frozenset[str] = self.special
-        self._escaped = _escape_pattern(self._guarded)
-        self._plain_ids: dict[str, list[int]] = {}
-        self._encoded: dict[str, tuple[int, ...]] = {}
-        self._anchor_texts: dict[int, str] = {}
-        normalizes = getattr(getattr(tokenizer, "backend_tokenizer", None), "normalizer", None) is not None
-        # A normaliser may find a token in text that does not spell it, such as full-width brackets.
-        self._finds_respelled = normalizes and any(token.normalized for token in added.values())
-
-    def guard(self, texts: Iterable[str]) -> None:
-        """Treat these added tokens like special ones inside messages."""
-        self._guarded = self.special | frozenset(texts)
-        self._encoded.clear()  # `_require_spelled_out` depends on the guarded tokens
-        self._escaped = _escape_pattern(self._guarded)
-
-    def escapes(self) -> Escapes:
-        return Escapes(self._escaped)
-
-    def find_special(self, text: str) -> re.Match[str] | None:
-        """Return the first special token in the text."""
-        return self._any_special.search(text)
-
-    def special_in(self, text: str) -> list[str]:
-        """Return the special tokens in the text, in order."""
-        return self._any_special.findall(text)
-
-    def find_added(self, text: str) -> re.Match[str] | None:
-        """Return the first added token in the text, special or not."""
-        return self._any_added.search(text)
-
-    def encode(self, text: str, escapes: Escapes | None = None, *, after: str = "") -> list[int]:
-        """Return the ids of rendered text.
-
-        Args:
-            escapes: meaning of the markers in the text; None if nothing was escaped.
-            after: special token before the text, not part of the result. Sentencepiece tokenizers treat the start of a
-                string differently, but not the text after a special token.
-        """
-        originals = [] if escapes is None else escapes.originals
-        if not originals:
-            return self._encode_behind(after, text)
-        # The message was rendered with a marker in place of each special token's text, whose ids are inserted after
-        # tokenisation: only merges across its edges are lost.
-        ids: list[int] = []
-        position = 0
-        for marker in _MARKER.finditer(text):
-            ids += self._encode_behind(self._anchor if position else after, text[position : marker.start()])
-            ids += self._encode_as_plain(originals[int(marker.group()[2:])])
-            position = marker.end()
-        return ids + self._encode_behind(self._anchor if position else after, text[position:])
-
-    def decode(self, token_ids: Sequence[int], *, after: int) -> str:
-        """Return the text of ids that follow the special token `after`; special tokens are kept."""
-        if (anchor := self._anchor_texts.get(after)) is None:
-            anchor = self._anchor_texts[after] = self._decode([after])
-        return self._decode([after, *token_ids]).removeprefix(anchor)
-
-    def _decode(self, token_ids: list[int]) -> str:
-        text: str = self._tokenizer.decode(token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        return text
-
-    def _encode_behind(self, anchor: str, text: str) -> list[int]:
-        if not text:
-            return []
-        if not anchor:
-            return self._encode(text)
-        ids = self._encode(anchor + text)
-        return ids[1:] if ids[0] == self.added.get(anchor) else self._encode(text)
-
-    def _encode(self, text: str) -> list[int]:
-        # Environments repeat themselves, and the episodes of a group read the same. Besides the time of encoding,
-        # the cache saves waits: the tokenizer releases the GIL, and gets it back late from an engine that decodes in
-        # another thread.
-        if (known := self._encoded.get(text)) is not None:
-            return list(known)
-        ids = self._encode_anew(text)
-        if len(text) <= _MAX_REMEMBERED_CHARACTERS:
-            if len(self._encoded) >= _MAX_REMEMBERED:
-                del self._encoded[next(iter(self._encoded))]
-            self._encoded[text] = tuple(ids)
-        return ids
-
-    def _encode_anew(self, text: str) -> list[int]:
-        encoded = self._tokenizer(text, add_special_tokens=False, split_special_tokens=False, verbose=False)
-        ids: list[int] = encoded["input_ids"]
-        if self._finds_respelled:
-            self._require_spelled_out(text, ids)
-        return ids
-
-    def _require_spelled_out(self, text: str, ids: list[int]) -> None:
-        forbidden = {self.added[token]: token for token in self._guarded}
-        for token_id, token in forbidden.items():
-            if ids.count(token_id) > text.count(token):
-                raise TemplateError(
-                    f"a message contains another spelling of {token!r} that this tokenizer normalises to it"
-                )
-
-    def _encode_as_plain(self, text: str) -> list[int]:
-        if text not in self._plain_ids:
-            self._plain_ids[text] = self._find_plain(text)
-        return self._plain_ids[text]
-
-    def _find_plain(self, text: str) -> list[int]:
-        if _MARKER.fullmatch(text):
-            return self._encode_behind(self._anchor, text)
-        # Tokenised in two halves. `split_special_tokens=True` would do it in one, but is a switch on the shared
-        # tokenizer: another thread would tokenise a template with its special tokens taken apart.
-        forbidden = {self.added[token] for token in self._guarded}
-        for cut in range(1, len(text)):
-            ids = self._encode_behind(self._anchor, text[:cut]) + self._encode_behind(self._anchor, text[cut:])
-            if not forbidden.intersection(ids):
-                return ids
-        raise TemplateError(
-            f"a message contains {text!r}, which this tokenizer can only read as its special token; remove it"
-        )
-
-
-def _escape_pattern(guarded: Iterable[str]) -> re.Pattern[str]:
-    return re.compile(f"{_alternation(guarded).pattern}|{_MARKER.pattern}")
-
-
-def _alternation(texts: Iterable[str]) -> re.Pattern[str]:
-    # The longest first: of two tokens that begin alike, the longer is meant. No texts: a pattern that matches nothing.
-    ordered = sorted((text for text in texts if text), key=lambda text: (-len(text), text))
-    return re.compile("|".join(map(re.escape, ordered)) or r"(?!)")

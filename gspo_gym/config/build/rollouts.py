@@ -436,13 +436,14 @@ async def _require_sayable(config: RunConfig, renderers: RendererCache) -> None:
     """Refuse demonstrations, before one is played, if the template cannot say an answer (a call if there are tools).
 
     Raises:
-        ConfigError: says why not.
+        ConfigError: says why not. TemplateError: what the template writes cannot be read back.
     """
     async with looking_at_source(config, config.sources[0]) as env:
         schemas = _tools_of(env)
+    renderer = renderers.for_tools(schemas)  # refuses a template that cannot be read, with or without a warm-up
     call = tuple(ToolCall("call_0", schema["function"]["name"], {"key": "value"}) for schema in schemas[:1])
     try:
-        renderers.for_tools(schemas).action_ids(Message("assistant", "" if call else "Seven.", call))
+        renderer.action_ids(Message("assistant", "" if call else "Seven.", call))
     except TemplateError as error:
         raise ConfigError(
             f"warmup.policy: this model cannot say what the demonstrations do: {error}. Remove [warmup], or give "

@@ -18,7 +18,6 @@ from gspo_gym.seeding import child_seed
 from gspo_gym.types import Completion, FinishReason, Message, TokenIds
 
 _SLICE = 16  # tokens: a few times a second even on a slow processor, and little beside a prompt
-_LONGEST_TAG = len("</tool_call>")
 _UNREADABLE = "\ufffd"
 
 # What slices draw as one call would: it looks at prompt and sampled tokens together, or at the logits alone; each slice
@@ -142,7 +141,13 @@ class GrowingText:
         if ends:
             return text[: min(ends)]
         kept = len(text.rstrip(_UNREADABLE))
-        tag = text.rfind("<", max(0, kept - _LONGEST_TAG), kept)
-        kept = kept if tag < 0 else tag
+        kept -= _begun(text[:kept], self._renderer.format.tags)
         longest = max((len(stop) for stop in self._stops), default=1)
         return text[: max(0, min(kept, len(text) - longest + 1))]
+
+
+def _begun(text: str, tags: Sequence[str]) -> int:
+    """Return how many of the last characters may be the beginning of a tag."""
+    longest = max((len(tag) for tag in tags), default=1)
+    sizes = range(min(longest - 1, len(text)), 0, -1)
+    return next((size for size in sizes if any(tag.startswith(text[-size:]) for tag in tags)), 0)

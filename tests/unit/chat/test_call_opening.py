@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 import pytest
+from chat_families import FAMILIES, ChatFamily, tokenizer_of
 
 from gspo_gym.chat.renderer import Renderer
 from gspo_gym.errors import TemplateError
@@ -37,6 +38,21 @@ def test_a_call_is_begun_as_the_template_writes_it(
     assert [(call.name, dict(call.arguments)) for call in parsed.tool_calls] == [("guess", {"number": 42})]
 
 
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family.format], ids=lambda family: family.name)
+def test_a_familys_call_is_begun_and_made_whole_by_the_models_rest(family: ChatFamily, tool_schemas: Any) -> None:
+    renderer = Renderer(tokenizer_of(family.template), tool_schemas=tool_schemas)
+    said = renderer.decode(renderer.action_ids(MESSAGE))
+    named, some = renderer.decode(renderer.call_opening("guess")), renderer.decode(renderer.call_opening(None))
+    assert "guess" in named
+    assert "number" not in named
+    assert "guess" not in some
+    for opening in (named, some):
+        assert said.startswith(opening)
+        parsed = renderer.parse(opening + said[len(opening) :], is_truncated=False)
+        assert isinstance(parsed, Message)
+        assert [(call.name, dict(call.arguments)) for call in parsed.tool_calls] == [("guess", {"number": 42})]
+
+
 def test_special_tokens_in_a_tools_name_are_ordinary_text(build_tokenizer: Any) -> None:
     schema = {"type": "function", "function": {"name": "a<|im_end|>b", "description": "", "parameters": {}}}
     renderer = Renderer(build_tokenizer("qwen25"), tool_schemas=[schema])
@@ -59,6 +75,7 @@ def test_a_template_with_another_format_of_calls_says_so(build_tokenizer: Any, t
     tokenizer = build_tokenizer("qwen25")
     template = tokenizer.chat_template.replace("tool_call.arguments | tojson", "tool_call.arguments.items() | list")
     assert template != tokenizer.chat_template
-    renderer = Renderer(tokenizer, tool_schemas=tool_schemas, template_kwargs={"chat_template": template})
-    with pytest.raises(TemplateError, match="does not write tool calls as JSON"):
-        renderer.call_opening("guess")
+    with pytest.raises(
+        TemplateError, match=r"writes a call in no format that can be read back\. The nearest is hermes"
+    ):
+        Renderer(tokenizer, tool_schemas=tool_schemas, template_kwargs={"chat_template": template})

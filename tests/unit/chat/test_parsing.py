@@ -8,6 +8,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from gspo_gym.chat.formats import FORMATS, Format, format_named
 from gspo_gym.chat.parsing import ParseFailure, parse_action
 from gspo_gym.types import Message, ParseStatus, ToolCall
 
@@ -15,8 +16,15 @@ OK_CALL = '<tool_call>\n{"name": "guess", "arguments": {"number": 7}}\n</tool_ca
 GUESS = ToolCall("call_0", "guess", {"number": 7})
 
 
+HERMES = format_named("hermes")
+
+
 def parse(text: str, *, truncated: bool = False) -> Message | ParseFailure:
-    return parse_action(text, has_tools=True, is_truncated=truncated)
+    """Read a text by the format whose call it begins with."""
+    openings = {"[TOOL_CALLS]": "mistral-list", "<|python_tag|>": "llama3", '{"': "llama3", "{": "llama3"}
+    name = next((name for opening, name in openings.items() if opening in text.partition('"arguments"')[0]), "hermes")
+    form = HERMES if "<tool_call>" in text else format_named(name)
+    return parse_action(text, form, has_tools=True, is_truncated=truncated)
 
 
 @pytest.mark.parametrize(
@@ -34,7 +42,7 @@ def parse(text: str, *, truncated: bool = False) -> Message | ParseFailure:
 )
 def test_reasoning_is_told_from_the_answer(text: str, reasoning: str | None, content: str) -> None:
     expected = Message("assistant", content, reasoning_content=reasoning)
-    assert parse_action(text, has_tools=False, is_truncated=False) == expected
+    assert parse_action(text, HERMES, has_tools=False, is_truncated=False) == expected
     assert parse(text) == expected
 
 
@@ -43,7 +51,7 @@ def test_reasoning_is_told_from_the_answer(text: str, reasoning: str | None, con
     [("hm\n</think>\n\n7", "hm", "7"), ("\n</think>\n\n7", "", "7"), ("<think>\nhm\n</think>\n\n7", "hm", "7")],
 )
 def test_an_answer_may_start_inside_the_block_that_the_prompt_opened(text: str, reasoning: str, content: str) -> None:
-    parsed = parse_action(text, has_tools=False, is_truncated=False, starts_in_reasoning=True)
+    parsed = parse_action(text, HERMES, has_tools=False, is_truncated=False, starts_in_reasoning=True)
     assert parsed == Message("assistant", content, reasoning_content=reasoning)
 
 
@@ -61,20 +69,20 @@ def test_an_answer_may_start_inside_the_block_that_the_prompt_opened(text: str, 
 def test_reasoning_that_is_no_single_closed_block_at_the_start_is_a_failure(
     text: str, truncated: bool, status: ParseStatus
 ) -> None:
-    parsed = parse_action(text, has_tools=False, is_truncated=truncated)
+    parsed = parse_action(text, HERMES, has_tools=False, is_truncated=truncated)
     assert isinstance(parsed, ParseFailure)
     assert (parsed.status, parsed.text) == (status, text)
 
 
 def test_unfinished_reasoning_that_the_prompt_opened_is_truncated() -> None:
-    parsed = parse_action("still thin", has_tools=False, is_truncated=True, starts_in_reasoning=True)
+    parsed = parse_action("still thin", HERMES, has_tools=False, is_truncated=True, starts_in_reasoning=True)
     assert isinstance(parsed, ParseFailure)
     assert parsed.status is ParseStatus.TRUNCATED
 
 
 def test_without_tools_a_call_is_ordinary_text() -> None:
     for text in (OK_CALL, '{"name": "guess", "arguments": {}}', "[TOOL_CALLS] []", "<tool_call>"):
-        assert parse_action(text, has_tools=False, is_truncated=False) == Message("assistant", text)
+        assert parse_action(text, HERMES, has_tools=False, is_truncated=False) == Message("assistant", text)
 
 
 @pytest.mark.parametrize(
@@ -146,9 +154,9 @@ def test_json_that_is_no_call_is_an_answer(text: str) -> None:
         ('<tool_call>{"name": "a", "arguments": {"x": ' + "7" * 5000 + "}}</tool_call>", "not usable JSON"),
         ('<tool_call>{"name": "a", "arguments": ' + "[" * 40 + "]" * 40 + "}</tool_call>", "more than 32 levels"),
         ("<tool_call>" + "[" * 200_000, "tool call 1: not usable JSON: nested too deeply"),
-        ('{"name": "guess", "parameters": {"number": 7}', "tool call: not valid JSON"),
+        ('{"name": "guess", "parameters": {"number": 7}', "tool call 1: not valid JSON"),
         ('{"name": "guess", "parameters": {}} I hope', "expected nothing after the JSON object, got 'I hope'"),
-        ("<|python_tag|>print(7)", "tool call: not valid JSON"),
+        ("<|python_tag|>print(7)", "tool call 1: not valid JSON"),
         ("[TOOL_CALLS] 7", "expected a list of objects"),
         ("[TOOL_CALLS] []", "expected a list of objects"),
         ('[TOOL_CALLS] [{"name": "a", "arguments": {}}] so', "expected nothing after the list, got 'so'"),
@@ -187,10 +195,17 @@ PIECES = st.sampled_from(
 
 
 @settings(max_examples=300, deadline=None, database=None, derandomize=True)
-@given(st.lists(st.one_of(PIECES, st.text(max_size=3)), max_size=12).map("".join), st.booleans(), st.booleans())
-@example("[" * 100_000, True, False)
-def test_any_text_is_a_message_or_a_failure_that_keeps_the_text(text: str, truncated: bool, inside: bool) -> None:
-    parsed = parse_action(text, has_tools=True, is_truncated=truncated, starts_in_reasoning=inside)
+@given(
+    st.lists(st.one_of(PIECES, st.text(max_size=3)), max_size=12).map("".join),
+    st.sampled_from(FORMATS),
+    st.booleans(),
+    st.booleans(),
+)
+@example("[" * 100_000, HERMES, True, False)
+def test_any_text_is_a_message_or_a_failure_that_keeps_the_text(
+    text: str, form: Format, truncated: bool, inside: bool
+) -> None:
+    parsed = parse_action(text, form, has_tools=True, is_truncated=truncated, starts_in_reasoning=inside)
     if isinstance(parsed, ParseFailure):
         assert parsed.text == text
         assert parsed.error

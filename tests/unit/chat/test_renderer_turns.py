@@ -229,7 +229,12 @@ def test_a_prompt_that_opens_the_reasoning_is_told_to_the_parser(build_tokenizer
 def test_more_calls_than_the_template_can_show_are_a_failure_of_the_answer(
     build_tokenizer: Build, tool_schemas: Schemas
 ) -> None:
-    renderer = Renderer(build_tokenizer("llama31"), tool_schemas=tool_schemas)
+    tokenizer = build_tokenizer("qwen25")
+    one = "{%- for tool_call in message.tool_calls %}"
+    template = tokenizer.chat_template.replace(
+        one, "{% if message.tool_calls | length > 1 %}{{ raise_exception('one at a time') }}{% endif %}" + one
+    )
+    renderer = Renderer(tokenizer, tool_schemas=tool_schemas, template_kwargs={"chat_template": template})
     call = '<tool_call>{"name": "guess", "arguments": {"number": 7}}</tool_call>'
     assert isinstance(renderer.parse(call, is_truncated=False), Message)
     parsed = renderer.parse(call * 2, is_truncated=False)

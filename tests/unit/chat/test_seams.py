@@ -57,9 +57,10 @@ def test_an_answer_must_be_shown_further_back_as_it_was_shown_last(
     assert tokenizer.decode(step.token_ids if step.is_new_segment else tokens + step.token_ids) == expected
 
 
-def test_the_words_between_reasoning_and_answer_must_stay(build_tokenizer: Build) -> None:
+def test_what_stands_between_reasoning_and_answer_must_stay(build_tokenizer: Build) -> None:
     shown = (
-        "{% if m.reasoning_content %}{{ m.reasoning_content }}{{ ' so ' if loop.last else ' thus ' }}{% endif %}"
+        "{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{{ '\n' if loop.last else '\n\n' }}"
+        "{% endif %}"
         "{{ m.content }}<|im_end|>"
     )
     renderer = Renderer(build_tokenizer("chatml"), template_kwargs={"chat_template": of_answers(shown)})

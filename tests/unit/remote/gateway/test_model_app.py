@@ -12,8 +12,10 @@ import numpy as np
 import openai
 import pytest
 from agreement import plain_logprobs
+from chat_families import FAMILIES, tokenizer_of
 from served_gateway import LOOK, RENDERER, TOKENIZER, Said, ids_of, run, until, user
 
+from gspo_gym.chat.renderer import Renderer
 from gspo_gym.engine.base import Engine, SamplingParams
 from gspo_gym.engine.local.engine import LocalEngine
 from gspo_gym.engine.scripted import ScriptedEngine
@@ -117,6 +119,15 @@ def test_an_answer_ends_at_a_stop_string_which_is_no_part_of_it() -> None:
             assert whole.choices[0].finish_reason == "stop"
 
     run(test)
+
+
+@pytest.mark.parametrize("name", ["gpt-oss", "gemma 4", "muse", "mistral nemo", "seed oss"])
+def test_a_familys_headers_and_tags_are_never_shown_as_its_answer_grows(name: str) -> None:
+    renderer = Renderer(tokenizer_of(next(family for family in FAMILIES if family.name == name).template))
+    ids = renderer.action_ids(Message("assistant", "Seven, a < b [c].", reasoning_content="hm"))[:-1]
+    growing = GrowingText(renderer)
+    pieces = [growing.grow(ids[:count]) for count in range(1, len(ids) + 1)]
+    assert ["".join(each).strip("\n") for each in zip(*pieces, strict=True)] == ["hm", "Seven, a < b [c]."]
 
 
 @pytest.mark.parametrize(

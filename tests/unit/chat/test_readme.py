@@ -1,0 +1,15 @@
+"""The page of the room has the tables that `template_tables.py` makes, but for trl's, which `make foreign` compares."""
+
+from __future__ import annotations
+
+from template_tables import README, counts, families_table, formats_table, section
+
+
+def test_the_page_lists_every_format() -> None:
+    assert section("The formats") == formats_table()
+
+
+def test_the_page_says_what_becomes_of_each_family() -> None:
+    table = families_table()
+    assert section("Reduced templates") == table
+    assert counts(table) in README.read_text(encoding="utf-8")
