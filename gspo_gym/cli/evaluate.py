@@ -424,7 +424,7 @@ async def _play_with_engine(config: RunConfig, name: str, rows: KeptRows, tell: 
         if judging is not None:
             stack.push_async_callback(judging.close)
         await player.start()
-        for note in await rollouts.environment_notes(config, player.renderers):  # refuses a template that cannot be read
+        for note in await rollouts.environment_notes(config, player.renderers):  # refuses what cannot be read back
             tell(note)
         return await rollouts.build_evaluate(config, player, judging=judging, rows=rows)(name)
 
