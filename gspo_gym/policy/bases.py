@@ -214,11 +214,18 @@ def below_adapter(folder: Path) -> str:
     return f"{name}@{revision}" if revision and parse_hub_id(f"{name}@{revision}") else str(name)
 
 
+def whole_model_of(base: str) -> str:
+    """Return what names the whole model: `base` itself, or what is below the adapter in that folder."""
+    folder = Path(base).expanduser()
+    if not is_adapter_folder(folder):
+        return base
+    return whole_model_of(str(folder / "base") if (folder / "base").is_dir() else below_adapter(folder))
+
+
 def known_context(base: str) -> tuple[str, int | None]:
     """Return the name of the model and the most tokens that it reads, where a folder here says so; None elsewhere."""
+    base = whole_model_of(base)
     folder = Path(base).expanduser()
-    if (folder / "adapter_config.json").is_file():
-        return known_context(str(folder / "base") if (folder / "base").is_dir() else below_adapter(folder))
     try:
         length = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("max_position_embeddings")
     except (OSError, ValueError, AttributeError):

@@ -18,7 +18,7 @@ from transformers.utils.hub import cached_file
 from gspo_gym.chat.renderer import Renderer
 from gspo_gym.chat.template import ChatTemplate, Wire
 from gspo_gym.errors import TemplateError
-from gspo_gym.policy.bases import CARD, TINY_PREFIX, below_adapter, check_base, is_adapter_folder, parse_hub_id
+from gspo_gym.policy.bases import CARD, TINY_PREFIX, check_base, parse_hub_id, whole_model_of
 from gspo_gym.policy.gguf import GgufOrigin, origin_of
 from gspo_gym.policy.load import folder_of, load_skeleton, load_tokenizer
 from gspo_gym.policy.lora import is_adapter
@@ -217,14 +217,6 @@ def _call(template: ChatTemplate) -> str | None:
         if template.accepts(wires):
             return template.text(wires, add_generation_prompt=False).removeprefix(prompt).strip()
     return None
-
-
-def whole_model_of(base: str) -> str:
-    """Return what names the whole model: `base` itself, or what is below the adapter in that folder."""
-    folder = Path(base).expanduser()
-    if not is_adapter_folder(folder):
-        return base
-    return whole_model_of(str(folder / "base") if (folder / "base").is_dir() else below_adapter(folder))
 
 
 def _file(base: str, name: str) -> Path | None:

@@ -20,7 +20,7 @@ from gspo_gym.policy.export import Weights, export
 from gspo_gym.policy.load import Policy, load_policy
 from gspo_gym.policy.manifest import Origin
 from gspo_gym.rollout.evaluation import EvaluationRow, PlayedRow, evaluation_of_rows
-from gspo_gym.run.models import find_model, list_models, model_card
+from gspo_gym.run.models import find_model, lineage_in_card, list_models, model_card
 from gspo_gym.run.recording import RunRecorder
 from gspo_gym.types import Outcome
 
@@ -201,3 +201,19 @@ sys.exit(status)
     *table, loaded = ended.stdout.splitlines()
     assert loaded == ""
     assert sum("quick@" in line for line in table) == 3
+
+
+def test_only_the_lineage_in_a_card_says_that_a_run_trained_the_model(runs: Path, tmp_path: Path) -> None:
+    model = find_model("quick@6", runs=runs)
+    run_id = (runs / "quick" / "config.toml").read_text().split()[2]
+    out = tmp_path / "of a run"
+    export(model.base, out, describe=lambda weights: model_card(model, weights, version="1"))
+    assert lineage_in_card(out) == f"run `quick` (id {run_id}), checkpoint of step 6"
+    other = tmp_path / "of no run"
+    foreign = find_model("tiny:qwen3-64@3")
+    export(foreign.base, other, describe=lambda weights: model_card(foreign, weights, version="1"))
+    assert lineage_in_card(other) is None
+    (other / "README.md").write_text("# A model\n\nTrained with GSPO by gspo-gym, it says. run `quick`\n")
+    assert lineage_in_card(other) is None
+    (other / "README.md").unlink()
+    assert lineage_in_card(other) is None
