@@ -66,16 +66,17 @@ class HttpAnswer:
     def text(self) -> str:
         return self.content.decode(errors="replace")
 
-    async def json(self) -> Any:
-        """Return the parsed body.
+    async def json(self, *, has_unique_keys: bool = False) -> Any:
+        """Return the parsed body; with `has_unique_keys`, which takes longer, a key may not stand there twice.
 
         Raises:
             ValueError: it is not complete JSON, or nested too deeply.
         """
+        read = functools.partial(json.loads, object_pairs_hook=unique_keys if has_unique_keys else None)
         try:
             if len(self.content) < _INLINE_BYTES:
-                return json.loads(self.content)
-            return await asyncio.to_thread(json.loads, self.content)
+                return read(self.content)
+            return await asyncio.to_thread(read, self.content)
         except RecursionError as error:
             raise ValueError(str(error)) from error
 
@@ -99,6 +100,7 @@ class HttpClient:
         max_connect_seconds: limit of connecting; None for the limit of the request.
         max_answer_bytes: limit of one answer; None for no limit.
         accepts_compression: if not, a compressed answer is a failure, and never unpacked.
+        has_unique_keys: an answer in which a key stands twice is broken JSON.
 
     Raises:
         MissingExtraError: httpx is not installed.
@@ -121,6 +123,7 @@ class HttpClient:
         max_connect_seconds: float | None = None,
         max_answer_bytes: int | None = None,
         accepts_compression: bool = True,
+        has_unique_keys: bool = False,
     ) -> None:
         try:
             import httpx
@@ -132,6 +135,7 @@ class HttpClient:
         self._timeout_seconds = timeout_seconds
         self._max_answer_bytes = max_answer_bytes
         self._accepts_compression = accepts_compression
+        self._has_unique_keys = has_unique_keys
         limits = httpx.Limits(
             max_connections=max_connections,
             max_keepalive_connections=None if reuses_connections else 0,
@@ -262,7 +266,7 @@ class HttpClient:
         if "json" not in answer.headers.get("content-type", ""):
             return answer.text
         try:
-            return await answer.json()
+            return await answer.json(has_unique_keys=self._has_unique_keys)
         except ValueError as error:
             raise self.failure(f"{answer.where}: the answer is not complete JSON: {error}", kind="json") from error
 
@@ -393,6 +397,15 @@ def refuse_strange_json(body: bytes | bytearray) -> None:
     """
     if _is_suspect(body):  # and only such a body is read twice
         read_json(bytes(body))
+
+
+def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return an object of JSON; a ValueError if a key stands there twice, of which Python's json keeps the last."""
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"{next(name for name in names if names.count(name) > 1)!r} stands there twice")
+    return values
 
 
 def refuse_constant(name: str) -> NoReturn:

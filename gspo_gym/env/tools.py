@@ -14,7 +14,7 @@ import re
 import types
 import typing
 from collections import deque
-from collections.abc import Callable, Collection, Generator, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, overload
 
@@ -165,7 +165,7 @@ def text_of(result: object, *, where: str) -> str:
         try:
             return json.dumps(result, ensure_ascii=False)
         except TypeError:
-            plain = to_jsonable_python(_in_order(result), inf_nan_mode="constants", fallback=_numbers)
+            plain = to_jsonable_python(_in_order(result), inf_nan_mode="constants", fallback=_plain)
             return json.dumps(plain, ensure_ascii=False)
     except Exception as error:  # code of the author's, too: a property, a serializer
         raise ContractError(
@@ -174,33 +174,48 @@ def text_of(result: object, *, where: str) -> str:
         ) from error
 
 
-_SEQUENCES = (list, tuple, deque, Generator)
+_SEQUENCES = (list, tuple, deque)
 
 
 def _in_order(value: Any) -> Any:  # a set of texts has another order in every process
     if isinstance(value, set | frozenset):
-        return sorted(map(_in_order, value), key=lambda part: (part if isinstance(part, int) else 0, repr(part)))
+        return _sorted(map(_in_order, value))
     if isinstance(value, type):
         return value
-    if hasattr(value, "__pydantic_serializer__"):
-        fields = value.__pydantic_serializer__.to_python(value, by_alias=True)
-        return _in_order(fields) if _holds_set(fields) else value  # as JSON, it may write itself in another way
+    if hasattr(value, "__pydantic_serializer__"):  # which may write itself as JSON in its own way
+        plain = to_jsonable_python(value, inf_nan_mode="constants", fallback=_plain)
+        return _ordered_as(plain, value.__pydantic_serializer__.to_python(value, by_alias=True))
     if dataclasses.is_dataclass(value):
         value = {each.name: getattr(value, each.name) for each in dataclasses.fields(value)}
     if isinstance(value, dict):
         return {key: _in_order(part) for key, part in value.items()}
-    return list(map(_in_order, value)) if isinstance(value, _SEQUENCES) else value
+    if isinstance(value, np.ndarray) and value.dtype == object:
+        return _in_order(value.tolist())
+    return list(map(_in_order, value)) if isinstance(value, (*_SEQUENCES, Iterator)) else value
 
 
-def _holds_set(value: Any) -> bool:
-    if isinstance(value, dict):
-        return any(map(_holds_set, value.values()))
-    return isinstance(value, set | frozenset) or (isinstance(value, _SEQUENCES) and any(map(_holds_set, value)))
+def _ordered_as(plain: Any, value: Any) -> Any:
+    """Return JSON with the lists in order that stand for sets in `value`, of which it was made in the same order."""
+    if isinstance(plain, list) and isinstance(value, set | frozenset) and len(plain) == len(value):
+        return _sorted(map(_ordered_as, plain, value))
+    if isinstance(plain, list) and isinstance(value, _SEQUENCES) and len(plain) == len(value):
+        return list(map(_ordered_as, plain, value))
+    if isinstance(plain, dict) and isinstance(value, dict) and len(plain) == len(value):
+        return dict(zip(plain, map(_ordered_as, plain.values(), value.values()), strict=True))
+    return plain
 
 
-def _numbers(value: Any) -> Any:
-    if isinstance(value, np.generic | np.ndarray):
-        return value.tolist()
+def _sorted(parts: Iterable[Any]) -> list[Any]:
+    return sorted(parts, key=lambda part: (part if isinstance(part, int) else 0, repr(part)))
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, np.ndarray):
+        return _in_order(value.tolist())
+    if isinstance(value, Iterator):
+        return _in_order(value)
     raise TypeError(f"{type(value).__name__} has no JSON form")
 
 

@@ -139,8 +139,7 @@ def load_policy(
     if tp > 1:
         _require_plain(policy)
         require_even_parts(policy.model)
-    _note_padding(policy.model, policy.tokenizer)
-    note_stops(policy.tokenizer, stops_of_model(policy.model))
+    _note_ids(policy.model, policy.tokenizer)
     _set_attention(policy, attn_implementation)
     keep_differentiable(policy.model)
     if not is_quantized(policy.model):  # transformers refuses to move them
@@ -182,7 +181,7 @@ def load_skeleton(base: str, *, dtype: str = "float32", attn_implementation: str
     model.tie_weights()  # each name has got an empty tensor of its own
     for parameter in model.parameters():
         parameter.data = parameter.data.to(_DTYPES[dtype])
-    _note_padding(model, load_tokenizer(base))
+    _note_ids(model, load_tokenizer(base))
     policy = Policy(model.eval(), None, base)
     _set_attention(policy, attn_implementation)
     return policy
@@ -414,7 +413,8 @@ def _load_tiny(base: str, seed: int, form: _Form) -> Policy:
     return policy
 
 
-def _note_padding(model: Any, tokenizer: Any) -> None:
+def _note_ids(model: Any, tokenizer: Any) -> None:  # which ids are the tokenizer's, and at which the model stops
+    note_stops(tokenizer, stops_of_model(model))
     base = model.get_base_model() if is_adapter(model) else model
     head = base.get_output_embeddings()
     num_token_ids = 1 + max(tokenizer.get_vocab().values())

@@ -399,8 +399,7 @@ class Model:
             keys = [f"optimizer.{what}.{name}" for what in ("exp_avg", "exp_avg_sq", "step")]
             mean, square, count = (self._moments.get(key, 0 * gradient) for key in keys)
             mean, square = beta1 * mean + (1 - beta1) * gradient, beta2 * square + (1 - beta2) * gradient**2
-            count = count.max() + 1
-            self._moments |= zip(keys, (mean, square, count), strict=True)
+            self._moments |= zip(keys, (mean, square, count := count.max() + 1), strict=True)
             if parameter.dim() >= 2:  # not norms, not biases
                 parameter.data -= rate * decay * parameter.data
             root = (square / (1 - beta2**count)).sqrt() + self._config["optimizer.eps"]

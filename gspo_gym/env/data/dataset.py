@@ -202,11 +202,16 @@ _NUMBER = re.compile(
 )
 # What stands between thousands beside a comma: "1{,}000", "1\,000", "1,\!000", "1 000".
 _BETWEEN_THOUSANDS = re.compile(r"\{,\}|,?\\[,!;: ]|[ \u00a0\u2009\u202f]")
-_THOUSANDS = re.compile(rf"(?<![\d.])\d{{1,3}}(?:(?:{_BETWEEN_THOUSANDS.pattern})\d{{3}})+(?![\d/])")
-_MIXED = re.compile(r"(?<![\d/.,])(\d{1,15}) (\d{1,15})/(\d{1,15})(?![\d/.])")  # "3 1/2"
+_THOUSANDS = re.compile(rf"(?<![\d.])\d{{1,3}}(?:(?:{_BETWEEN_THOUSANDS.pattern})\d{{3}})+(?!\d)")
+_MIXED = re.compile(r"(?<![\d/.,])(\d{1,15}) ([1-9]\d{0,14})/(\d{1,15})(?![\d/.])")  # "3 1/2"
 _MAX_EXACT = 100  # characters of a number that is compared as a fraction
-_FRACTION = re.compile(r"(?:(\d{1,15})\s*)?\\frac(?:\s*(\d)\s*(\d)|\s*\{\s*(-?\d{1,15})\s*\}\s*\{\s*(-?\d{1,15})\s*\})")
+_FRACTION = re.compile(
+    r"(?:(\d{1,15})\s*)?\\frac(?:\s*(\d)\s*(\d)|\s*\{\s*(-?[\d,]{1,20}(?:\.\d{1,15})?)\s*\}\s*\{\s*(-?\d{1,15})\s*\})"
+)
 _WORDS = re.compile(r"\\(?:text|textrm|mathrm)\s*\{([^{}]*)\}")
+# Around a number: "\text{about }5", "5\,\text{cm}^2".
+_BEFORE = re.compile(rf"^\s*{_WORDS.pattern}\s*")
+_UNIT = re.compile(rf"(?:\\[,;: ]|~|\s)*{_WORDS.pattern}(?:\^(?:\d|\{{-?\d+\}}))?\s*$")
 _LETTER = re.compile(r"(?<![\w'])([A-H])(?![\w'])")
 
 
@@ -261,7 +266,7 @@ def boxed(completion: str, answer: Any) -> bool:
     right = text if right is None else right
     if _bare(said) == _bare(right):
         return True
-    said, right = _WORDS.sub("", said), _WORDS.sub("", right)  # units
+    said, right = (_BEFORE.sub("", _UNIT.sub("", part)) for part in (said, right))
     return _is_number(said) and _is_number(right) and number(said, right)
 
 
@@ -363,13 +368,14 @@ def _simpler(text: str) -> str:
     and fractions and mixed numbers as a/b.
     """
     text = re.sub(r"\\[cdt]frac", r"\\frac", text.replace("\u2212", "-"))
+    text = _MIXED.sub(lambda match: _in_a_line(*match.groups()) if int(match[2]) < int(match[3]) else match[0], text)
     text = _THOUSANDS.sub(lambda match: _BETWEEN_THOUSANDS.sub(",", match[0]), text)
-    text = _FRACTION.sub(lambda match: _in_a_line(match[1], match[2] or match[4], match[3] or match[5]), text)
-    return _MIXED.sub(lambda match: _in_a_line(*match.groups()) if int(match[2]) < int(match[3]) else match[0], text)
+    return _FRACTION.sub(lambda match: _in_a_line(match[1], match[2] or match[4], match[3] or match[5]), text)
 
 
 def _in_a_line(whole: str | None, top: str, bottom: str) -> str:
-    return f"{top}/{bottom}" if whole is None else f"{int(whole) * int(bottom) + int(top)}/{bottom}"
+    is_mixed = whole is not None and top.isdigit()
+    return f"{int(whole or 0) * int(bottom) + int(top)}/{bottom}" if is_mixed else f"{top}/{bottom}"
 
 
 def _last_boxed(text: str) -> str | None:  # with balanced braces; None also if it is not closed

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from gspo_gym.base.http import refuse_constant
+from gspo_gym.base.http import refuse_constant, unique_keys
 from gspo_gym.base.retries import AttemptError
 from gspo_gym.errors import shortened
 from gspo_gym.judge.base import CriterionScore
@@ -282,12 +282,4 @@ def _criterion_schema(criterion: Criterion) -> dict[str, Any]:
     return _object({"reason": {"type": "string"}, "score": score})
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    values = dict(pairs)  # JSON's reader would keep the last of two scores
-    if len(values) < len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f"{next(name for name in names if names.count(name) > 1)!r} stands there twice")
-    return values
-
-
-_DECODER = json.JSONDecoder(object_pairs_hook=_unique, parse_constant=refuse_constant)
+_DECODER = json.JSONDecoder(object_pairs_hook=unique_keys, parse_constant=refuse_constant)

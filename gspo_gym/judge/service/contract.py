@@ -53,6 +53,8 @@ Json = dict[str, Any]
 # Two totals that differ by less are one: services round them, most to two decimals.
 _ROUNDING, _RELATIVE_ROUNDING = 0.005 + 1e-9, 1e-6
 
+_MAX_COST = 1e12  # tokens, calls or dollars of one answer
+
 Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]  # a JSON number: no text, no boolean, no infinity
 
 
@@ -109,6 +111,7 @@ class WireReview(BaseModel):
     criteria: dict[str, WireScore] = Field(default={})
     total: Number | None = None
     summary: str | None = None
+    event_index: int | None = None
 
 
 class WireRewards(BaseModel):
@@ -291,8 +294,9 @@ def _read_events(response: ScoreResponse, judge: str, num_turns: int, rubric: Ru
             f"{judge}: expected a review and a total for each of {num_turns} turns, got {len(reviews)} reviews and "
             f"{numbers}"
         )
-    indices = (response.metadata or {}).get("event_indices")
-    if indices is not None and indices != list(range(num_turns)):
+    numbered = [turn if review.event_index is None else review.event_index for turn, review in enumerate(reviews)]
+    indices = (response.metadata or {}).get("event_indices") or numbered
+    if not indices == numbered == list(range(num_turns)):
         raise JudgeError(f"{judge}: expected reviews of the events 0 to {num_turns - 1} in order, got {indices!r:.80}")
     return tuple(
         _read_review(f"{judge}: turn {turn + 1}", review, [*(totals[turn] for totals in stated), review.total], rubric)
@@ -364,9 +368,9 @@ def _texts(value: Any) -> tuple[str, ...]:
 def _cost(value: Any) -> JudgeCost:
     if not isinstance(value, Mapping):  # a foreign judge
         return JudgeCost(num_calls=1)
-    # max: a negative cost would give back a part of the budget.
+    # A negative cost would give back a part of the budget, and two of 1e308 are no number.
     num_calls, read, written, usd = (
-        max(0.0, _number_or_none(value.get(name)) or 0.0)
+        min(max(0.0, _number_or_none(value.get(name)) or 0.0), _MAX_COST)
         for name in ("num_calls", "input_tokens", "output_tokens", "usd")
     )
     return JudgeCost(int(num_calls), int(read), int(written), usd)
@@ -418,7 +422,7 @@ class HttpJudge:
         self._cache = cache
         variable = options.api_key_env or (_JUDGE_KEY if os.environ.get(_JUDGE_KEY) else None)
         key = read_key(variable, "the judge's api_key_env")
-        client = HttpClient(self._url, api_key=key, timeout_seconds=asking.timeout_seconds)
+        client = HttpClient(self._url, api_key=key, timeout_seconds=asking.timeout_seconds, has_unique_keys=True)
         self._asking = Asking(client, asking, budget=budget, clock=clock, sleep=sleep)
 
     @property

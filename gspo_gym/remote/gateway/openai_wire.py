@@ -28,7 +28,7 @@ _MAX_COUNT = 2**31 - 1
 _DEFAULTS = Sampling()
 _RANGES = {"temperature": (0.0, 2.0), "top_p": (0.0, 1.0)}  # OpenAI's; `Sampling` has those of the others
 # Fields that would change an answer and that nothing here can do, in every API; with the value that asks for nothing,
-# as null does. The second part are names of vLLM, SGLang, llama.cpp and text-generation-inference.
+# as null does. The second part are names of vLLM, SGLang, llama.cpp, Ollama and others.
 _UNSUPPORTED: Mapping[str, Json] = {
     "audio": None,
     "background": False,
@@ -41,17 +41,23 @@ _UNSUPPORTED: Mapping[str, Json] = {
     "suffix": "",
     "web_search_options": None,
     "adapter_id": None,
+    "add_generation_prompt": True,
     "allowed_token_ids": None,
     "bad_words": [],
     "chat_template": None,
     "chat_template_kwargs": {},
     "continue_final_message": False,
     "custom_logit_processor": None,
+    "do_sample": True,
     "documents": [],
     "dry_multiplier": 0,
     "dynatemp_range": 0,
     "ebnf": None,
+    "epsilon_cutoff": 0,
+    "eta_cutoff": 0,
+    "format": None,
     "grammar": None,
+    "guidance_scale": 1,
     "guided_choice": None,
     "guided_grammar": None,
     "guided_json": None,
@@ -65,10 +71,16 @@ _UNSUPPORTED: Mapping[str, Json] = {
     "min_new_tokens": 0,
     "mirostat": 0,
     "n_predict": None,
+    "negative_prompt": None,
     "no_repeat_ngram_size": 0,
+    "num_predict": None,
+    "options": {},
+    "penalty_alpha": 0,
     "regex": None,
     "repeat_penalty": 1,
     "sampling_params": None,
+    "sampling_seed": None,
+    "smoothing_factor": 0,
     "stop_token_ids": [],
     "structural_tag": None,
     "structured_outputs": None,
@@ -148,7 +160,7 @@ def read_chat_request(
     Raises:
         RequestError: a needed field is missing or wrong, or asks for something unsupported.
     """
-    require_supported(body)
+    require_supported(body, {"best_of": 1})
     if max_choices == 1:
         require_one_choice(body)
     elif (read_count(body, "n") or 1) > max_choices:

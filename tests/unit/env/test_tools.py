@@ -20,7 +20,7 @@ from typing import Annotated, Any, Literal, Optional, TypedDict
 
 import numpy as np
 import pytest
-from pydantic import BaseModel, Field, field_serializer
+from pydantic import BaseModel, ConfigDict, Field, field_serializer
 from pydantic.dataclasses import dataclass as pydantic_dataclass
 
 from gspo_gym.env.core import ToolEnv, count_calls
@@ -370,6 +370,20 @@ class Timed(BaseModel):
         return value.total_seconds()
 
 
+class Dated(BaseModel):
+    model_config = ConfigDict(ser_json_bytes="base64")
+    at: datetime.date
+    raw: bytes
+    doors: frozenset[str]
+
+    @field_serializer("at", when_used="json")
+    def _year(self, value: datetime.date) -> int:
+        return value.year
+
+
+DATED = '{"at": 2020, "raw": "_w==", "doors": ["east", "north", "south", "west"]}'
+
+
 @dataclass
 class Unfinished:
     left: int = field(init=False)
@@ -402,6 +416,10 @@ def circle() -> list[Any]:
         ([SealedDoors(doors=DOORS)], f"[{IN_ORDER}]"),
         (deque([DOORS]), '[["east", "north", "south", "west"]]'),
         ((side for side in [DOORS]), '[["east", "north", "south", "west"]]'),
+        (map(set, [DOORS]), '[["east", "north", "south", "west"]]'),
+        ({"at": iter([DOORS])}, '{"at": [["east", "north", "south", "west"]]}'),
+        (np.array([DOORS, 1], dtype=object), '[["east", "north", "south", "west"], 1]'),
+        (Dated(at=datetime.date(2020, 5, 6), raw=b"\xff", doors=DOORS), DATED),
         (Timed(seconds=datetime.timedelta(seconds=90), doors=frozenset()), '{"seconds": 90.0, "doors": []}'),
         (Color.RED, '"red"'),
         (Word.HERE, "here"),

@@ -256,6 +256,8 @@ ALTERED: dict[str, tuple[Json, str]] = {
     "a later reward of true": (changed(reward_info={"outcome_reward": True}), "not of the contract: reward_info"),
     "turns in another order": (changed(metadata={"event_indices": [1, 0]}), "events 0 to 1 in order"),
     "turns of another episode": (changed(metadata={"event_indices": [5, 9]}), "events 0 to 1 in order"),
+    "reviews that number themselves otherwise": (
+        changed(event_reviews=[turn_review(1, 0, 0.75) | {"event_index": 1}, turn_review(0, 1, 0.25)]), "in order"),
     "another weight": (weighing(2.0), "outcome: expected the weight 1 of 'outcome.names', got 2"),
     "a foreign criterion": (of_outcome(0.5, outcome_names=0.5, quality=1), "'quality' is the id of no criterion"),
     "foreign criteria alone": (of_outcome(1.0, quality=1), "'outcome.names' has no score"),

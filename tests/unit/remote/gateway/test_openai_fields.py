@@ -153,6 +153,13 @@ FOREIGN: Mapping[str, Json] = {
     "typical_p": 0.5,  # text-generation-inference
     "watermark": True,
     "adapter_id": "x",
+    "do_sample": False,
+    "add_generation_prompt": False,
+    "guidance_scale": 1.5,
+    "sampling_seed": 3,
+    "options": {"num_predict": 3},  # Ollama
+    "num_predict": 3,
+    "format": "json",
 }
 
 
@@ -164,7 +171,9 @@ def test_a_field_of_another_server_that_changes_what_is_sampled_is_refused(api: 
     assert (refused.value.code, refused.value.param) == ("unsupported_parameter", name)
 
 
-@pytest.mark.parametrize(("api", "name"), [("completions", "response_format"), ("responses", "best_of")])
+@pytest.mark.parametrize(
+    ("api", "name"), [("completions", "response_format"), ("responses", "best_of"), ("chat", "best_of")]
+)
 def test_a_field_of_one_api_is_refused_in_another(api: str, name: str) -> None:
     with pytest.raises(RequestError, match=f"{name}: "):
         READERS[api](BODIES[api] | {name: VALUES[name]})
