@@ -11,7 +11,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from gspo_gym.chat.template import ChatTemplate, mark, plain_json
+from gspo_gym.chat.template import ChatTemplate, WireStyle, mark, plain_json, to_wire
 from gspo_gym.errors import TemplateError
 from gspo_gym.types import Message, ToolCall
 
@@ -38,14 +38,20 @@ def tools_text(schemas: Sequence[Mapping[str, Any]]) -> str:
     )
 
 
-def has_system_role(template: ChatTemplate) -> bool:
-    """Return whether a template shows a system message before the user's."""
-    messages = [{"role": "system", "content": _SYSTEM}, {"role": "user", "content": _USER}]
+def has_system_role(template: ChatTemplate, style: WireStyle) -> bool:
+    """Return whether a template shows a system message, with tools also after a result (Mistral drops it there)."""
+    call = ToolCall("call_0", "probe_tool", {"key": "value"})
+    told = (Message("system", _SYSTEM), Message("user", _USER))
+    answered = (Message("assistant", "", (call,)), Message("tool", "7", tool_call_id="call_0", name="probe_tool"))
+    conversations = [told, (*told, *answered)] if template.tools else [told]
     try:
-        text = template.text(messages, add_generation_prompt=True)
+        texts = [
+            template.text([to_wire(m, i, style) for i, m in enumerate(messages)], add_generation_prompt=True)
+            for messages in conversations
+        ]
     except TemplateError:
         return False
-    return text.count(_SYSTEM) == text.count(_USER) == 1
+    return all(text.count(_SYSTEM) == text.count(_USER) == 1 for text in texts)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

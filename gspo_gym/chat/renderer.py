@@ -107,7 +107,7 @@ class Renderer:
             self._facts = probe(self._template, self._codec)
         self._words = PlainWords(
             tools=tools_text(tool_schemas) if tool_schemas and not shown else None,
-            has_system_role=has_system_role(self._template),
+            has_system_role=has_system_role(self._template, self._facts.style),
         )
         self._seams = Seams(self._template, self._facts)
         self.stop_token_ids = _stop_token_ids(tokenizer, self._codec, self._facts.closers)

@@ -13,7 +13,7 @@ import functools
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -200,7 +200,7 @@ def _evaluate_all(config: RunConfig, names: Sequence[str], part: PartFile | None
 
         for name in names:
             rows = KeptRows(tuple(found[name]), functools.partial(add, name))
-            results[name] = _evaluate(config, name, rows)
+            results[name] = _evaluate(config, name, rows, tell=functools.partial(print, file=sys.stderr))
     return results
 
 
@@ -235,18 +235,20 @@ def run_evaluation(config: RunConfig, model: str | None = None, *, rows: KeptRow
     return _evaluate(config, name, rows)
 
 
-def _evaluate(config: RunConfig, model: str, rows: KeptRows) -> Evaluation:
-    """Evaluate after the checks have passed."""
+def _evaluate(
+    config: RunConfig, model: str, rows: KeptRows, *, tell: Callable[[str], None] = lambda _: None
+) -> Evaluation:
+    """Evaluate after the checks have passed; `tell` is given lines about the environments here."""
     if whole := _whole(config, rows.found):
         return whole
     name = base_of(model, Path(config.run.folder))
     with _watched(config):
         if name.startswith((SCRIPTED, ENDPOINT)):
             return run_to_end(_play_without_engine(config, name, rows))
-        return run_to_end(_play_with_engine(config, name, rows))
+        return run_to_end(_play_with_engine(config, name, rows, tell))
 
 
-async def _play_with_engine(config: RunConfig, name: str, rows: KeptRows) -> Evaluation:
+async def _play_with_engine(config: RunConfig, name: str, rows: KeptRows, tell: Callable[[str], None]) -> Evaluation:
     from gspo_gym.config.build import rollouts
     from gspo_gym.config.build.threads import compute_in, computing_elsewhere
     from gspo_gym.config.build.trainer import device_of
@@ -270,7 +272,8 @@ async def _play_with_engine(config: RunConfig, name: str, rows: KeptRows) -> Eva
         if judging is not None:
             stack.push_async_callback(judging.close)
         await player.start()
-        await rollouts.environment_notes(config, player.renderers)  # refuses a template that cannot be read
+        for note in await rollouts.environment_notes(config, player.renderers):
+            tell(note)
         return await rollouts.build_evaluate(config, player, judging=judging, rows=rows)(name)
 
 

@@ -128,9 +128,12 @@ async def _models_serve(engine: ScriptedEngine, tokenizer: Any) -> str:
     server = LoopServer(create_model_app(served), host="127.0.0.1", port=0)
     await server.start()
     http = openai.DefaultAsyncHttpxClient(trust_env=False)
-    async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="any", http_client=http) as client:
-        answer = await client.chat.completions.create(model="model", messages=[{"role": "user", "content": "Say yes."}])
-    await server.stop()
+    messages: Any = [{"role": "user", "content": "Say yes."}]
+    try:
+        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="any", http_client=http) as client:
+            answer = await client.chat.completions.create(model="model", messages=messages)
+    finally:
+        await server.stop()
     assert answer.choices[0].finish_reason == "stop"
     return answer.choices[0].message.content or ""
 

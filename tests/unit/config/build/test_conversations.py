@@ -15,6 +15,7 @@ from rich.console import Console
 from transformers.utils import chat_template_utils
 
 from gspo_gym.cli.evaluate import run_evaluation
+from gspo_gym.cli.main import main
 from gspo_gym.cli.train import run_training
 from gspo_gym.config.build import conversations
 from gspo_gym.config.build.conversations import with_fixed_date
@@ -213,8 +214,8 @@ def test_demonstrations_that_a_template_cannot_say_are_refused_before_the_first_
     run_training(without)
 
 
-def test_an_environment_with_tools_is_trained_on_with_a_template_that_knows_none(
-    configured: Callable[..., RunConfig],
+def test_an_environment_with_tools_is_played_with_a_template_that_knows_none_and_every_door_says_so(
+    configured: Callable[..., RunConfig], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     changes = {"rollout.env_name": "SqlAnalyst", "rollout.max_model_len": 4096, "rollout.max_output_tokens": 200}
     config = configured(CHATML, **changes)
@@ -223,5 +224,9 @@ def test_an_environment_with_tools_is_trained_on_with_a_template_that_knows_none
     assert note.startswith("SqlAnalyst: the chat template of ")
     assert note.endswith("calls are read as <tool_call>{...}</tool_call>")
     assert [played.turns[-1].parse for played in seen.episodes] == [ParseStatus.OK]
+    file = tmp_path / "run.toml"
+    file.write_text(config.to_toml())
+    assert main(["evaluate", str(file)]) == 0
+    assert note in capsys.readouterr().err.splitlines()
     with pytest.raises(TemplateError, match=r'does not show tools.*"system_message"'):
         asyncio.run(rehearse(configured(CHATML, **changes, rollout__tools_in="template")))
