@@ -120,6 +120,17 @@ class TextCodec:
             anchor = self._anchor_texts[after] = self._decode([after])
         return self._decode([after, *token_ids]).removeprefix(anchor)
 
+    def spellable(self, text: str) -> str:
+        """Return the text without the characters that get lost in tokens, or are tokens of the template."""
+        return text if self._is_spellable(text) else "".join(filter(self._is_spellable, text))
+
+    def _is_spellable(self, text: str) -> bool:
+        if self._any_added.search(text) is not None:
+            return False
+        ids = self._encode_behind(self._anchor, text)
+        shown = self.decode(ids, after=self.added[self._anchor]) if self._anchor else self._decode(ids)
+        return shown == text
+
     def _decode(self, token_ids: list[int]) -> str:
         text: str = self._tokenizer.decode(token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
         return text

@@ -18,6 +18,7 @@ from typing import Any
 from gspo_gym.chat.formats import Format
 from gspo_gym.chat.formats import reasoning_tags as tags_of
 from gspo_gym.chat.parsing import ParseFailure, parameters_of, parse_action
+from gspo_gym.chat.template import plain_json
 from gspo_gym.chat.values import allowed_types, quote
 from gspo_gym.errors import TemplateError
 from gspo_gym.types import Message, ToolCall
@@ -77,6 +78,7 @@ class _Sample:
 
 def prove(
     write: Callable[[Message], str],
+    spell: Callable[[str], str],
     *,
     name: str,
     formats: Sequence[Format],
@@ -90,6 +92,7 @@ def prove(
     Args:
         write: returns the text that the model would have to sample for a message; a TemplateError if the template
             cannot show it.
+        spell: returns what the tokenizer can spell of a text; a small vocabulary is no fault of the template.
         name: of the template, for errors.
         formats: those that may be it; the first of several.
         starts_in_reasoning: the prompt opens reasoning. The template need not write a text then: many drop reasoning
@@ -100,7 +103,8 @@ def prove(
         TemplateError: no format reads all of it, or the template can write no text or no call; names the format that
             comes nearest, what the template wrote, and what was read.
     """
-    samples, refusals = _write_samples(write, tool_schemas, max_tool_calls)
+    answers = [(kind, _spelled(message, spell)) for kind, message in _answers(tool_schemas, max_tool_calls)]
+    samples, refusals = _write_samples(write, answers)
     for kind, is_needed in (("a text", not starts_in_reasoning), ("a call", bool(tool_schemas))):
         if is_needed and not any(kind in sample.kind for sample in samples):
             raise TemplateError(refusals[kind])
@@ -131,13 +135,19 @@ def prove(
     raise TemplateError(nearest[1])
 
 
+def _spelled(message: Message, spell: Callable[[str], str]) -> Message:
+    calls = [replace(call, arguments=plain_json(call.arguments, spell)) for call in message.tool_calls]
+    reasoning = message.reasoning_content and spell(message.reasoning_content)
+    return replace(message, content=spell(message.content), tool_calls=tuple(calls), reasoning_content=reasoning)
+
+
 def _write_samples(
-    write: Callable[[Message], str], tool_schemas: Sequence[Mapping[str, Any]], max_tool_calls: int | None
+    write: Callable[[Message], str], answers: Sequence[tuple[str, Message]]
 ) -> tuple[list[_Sample], dict[str, str]]:
     """Return the answers that the template can write, and by kind why it cannot write others."""
     samples: list[_Sample] = []
     refusals: dict[str, str] = {}
-    for kind, message in _answers(tool_schemas, max_tool_calls):
+    for kind, message in answers:
         try:
             samples.append(_Sample(kind, message, write(message)))
         except TemplateError as error:

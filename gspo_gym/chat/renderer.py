@@ -117,6 +117,7 @@ class Renderer:
         self._proof: Proof | None = None
         self._proof = prove(
             lambda message: self.decode(self.action_ids(message)),
+            self._codec.spellable,
             name=self._template.name,
             formats=FORMATS if self._words.tools is None else plain_formats(),
             tool_schemas=tool_schemas,
