@@ -48,7 +48,7 @@ class CodeRepair(ToolEnv):
             earns the difference, one that passes fewer pays it, and the end pays all of it back.
         solved_reward: for submitting a module that passes every test, > 0; also the top return.
         error_penalty: subtracted in a turn with a failed call or without any, >= 0.
-        style: "terse" or "verbose" (with instructions).
+        style: "verbose" (with instructions) or "terse".
         wrapper: program and arguments that go before every run, such as a container, with {folder} for the folder.
         python: the interpreter inside the wrapper; None: this one.
         allow_unconfined: run what the model wrote even where nothing confines it
@@ -78,7 +78,7 @@ class CodeRepair(ToolEnv):
         progress_weight: float = 0.3,
         solved_reward: float = 1.0,
         error_penalty: float = 0.02,
-        style: Style = "terse",
+        style: Style = "verbose",
         wrapper: Sequence[str] = (),
         python: str | None = None,
         allow_unconfined: bool = False,

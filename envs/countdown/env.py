@@ -45,14 +45,14 @@ class Countdown(TextEnv):
         closer_reward: for how near the nearest number at hand is to the target, >= 0 (see `README.md`: it is a
             potential, and what it pays adds up to this at most).
         illegal_penalty: subtracted for an illegal answer, >= 0.
-        style: "terse" (a few bytes, for byte-level models) or "verbose" (sentences).
+        style: "verbose" (sentences) or "terse" (a few bytes, for byte-level models).
 
     Attributes (read by the scripted policies):
         pool: the numbers that are left, in rising order. target: what is to be made.
 
     Reset options: `numbers` and `target`, together, to choose the task instead of drawing it; it must be solvable.
 
-    >>> env = Countdown()
+    >>> env = Countdown(style="terse")
     >>> env.reset(options={"numbers": [2, 7, 8], "target": 42})[0]
     'Make 42: 2 7 8. 6 turns.'
     >>> env.step("8-2")[0]
@@ -74,7 +74,7 @@ class Countdown(TextEnv):
         reached_reward: float = 0.8,
         closer_reward: float = 0.2,
         illegal_penalty: float = 0.05,
-        style: Style = "terse",
+        style: Style = "verbose",
     ) -> None:
         if not (3 <= num_numbers <= _MAX_NUMBERS and max_number >= 5):
             raise ConfigError(

@@ -38,11 +38,11 @@ class GuessNumber(TextEnv):
         found_reward: for finding the number, > 0; also the top return.
         inconsistent_penalty: subtracted for a guess that earlier hints have ruled out, >= 0.
         illegal_penalty: subtracted for an illegal answer, >= 0.
-        style: "terse" (a few bytes, for byte-level models) or "verbose" (sentences).
+        style: "verbose" (sentences) or "terse" (a few bytes, for byte-level models).
 
     Reset options: `number`, to choose the hidden number instead of drawing it.
 
-    >>> env = GuessNumber()
+    >>> env = GuessNumber(style="terse")
     >>> env.reset(options={"number": 6})[0]
     'Guess 1-8. 4 tries.'
     >>> env.step("4")[0]
@@ -62,7 +62,7 @@ class GuessNumber(TextEnv):
         found_reward: float = 1.0,
         inconsistent_penalty: float = 0.1,
         illegal_penalty: float = 0.1,
-        style: Style = "terse",
+        style: Style = "verbose",
     ) -> None:
         if not 0 <= low <= high:
             raise ConfigError(f"GuessNumber: expected 0 <= low <= high, got low={low}, high={high}")

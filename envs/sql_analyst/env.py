@@ -42,7 +42,7 @@ class SqlAnalyst(ToolEnv):
         progress_reward: for the first query that reads every table the answer depends on, >= 0.
         error_penalty: subtracted in a turn with a failed call or without any, >= 0.
         max_errors: such turns, the last of which ends the episode, at least 1; None: they do not end it.
-        style: "terse" (the question alone) or "verbose" (with instructions).
+        style: "verbose" (with instructions) or "terse" (the question alone).
 
     Attributes (read by the scripted policies):
         question: with its gold SQL. tables: of the database, by name. needed_tables: those that the gold SQL reads.
@@ -67,7 +67,7 @@ class SqlAnalyst(ToolEnv):
         progress_reward: float = 0.1,
         error_penalty: float = 0.05,
         max_errors: int | None = None,
-        style: Style = "terse",
+        style: Style = "verbose",
     ) -> None:
         if level not in LEVELS:
             raise UnknownNameError(f"SqlAnalyst: unknown level {level!r}; {nearest_name(level, LEVELS)}")

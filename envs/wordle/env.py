@@ -42,14 +42,14 @@ class Wordle(TextEnv):
         information_reward: for what the marks say, >= 0 (see `README.md`: it adds up to this at most).
         inconsistent_penalty: subtracted for a guess that earlier marks have ruled out, >= 0.
         illegal_penalty: subtracted for an illegal answer, >= 0.
-        style: "terse" (a few bytes, for byte-level models) or "verbose" (sentences).
+        style: "verbose" (sentences) or "terse" (a few bytes, for byte-level models).
 
     Attributes (read by the scripted policies):
         words: the list. heard: the guesses of this episode and their marks.
 
     Reset options: `word`, to choose the hidden word instead of drawing it.
 
-    >>> env = Wordle()
+    >>> env = Wordle(style="terse")
     >>> env.reset(options={"word": "these"})[0]
     '5 letters. 6 tries.'
     >>> env.step("geese")[0]
@@ -74,7 +74,7 @@ class Wordle(TextEnv):
         information_reward: float = 0.2,
         inconsistent_penalty: float = 0.05,
         illegal_penalty: float = 0.05,
-        style: Style = "terse",
+        style: Style = "verbose",
     ) -> None:
         if max_guesses < 1:
             raise ConfigError(f"Wordle: expected max_guesses >= 1, got {max_guesses}")

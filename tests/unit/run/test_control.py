@@ -237,6 +237,7 @@ def config_of(folder: Path, **training: Any) -> RunConfig:
             "model": {"base": "tiny:qwen3-64", "label": "test"},
             "rollout": {
                 "env_name": "GuessNumber",
+                "env_config": {"style": "terse"},
                 "max_turns": 1,
                 "max_output_tokens": 3,
                 "max_model_len": 256,
@@ -348,7 +349,7 @@ class Looking(TextEnv):
 def test_a_run_says_in_its_folder_what_it_is_doing(tmp_path: Path) -> None:
     register("test_control/Looking-v0", entry_point=Looking)
     values = config_of(tmp_path, iterations_per_epoch=2).model_dump(exclude_none=True)
-    values["rollout"] |= {"env_name": "test_control/Looking-v0", "isolation": "thread"}
+    values["rollout"] |= {"env_name": "test_control/Looking-v0", "env_config": {}, "isolation": "thread"}
     Looking.folder = tmp_path / "test"
     hook = register_optimizer_step_post_hook(lambda *_: Looking.seen.append(read_run(Looking.folder).phase))
     try:

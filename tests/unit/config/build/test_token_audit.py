@@ -97,9 +97,9 @@ def test_tool_turns_extend_where_reasoning_is_kept_until_a_user_speaks(save_toke
 
 def test_a_template_that_shortens_the_past_is_drift(save_tokenizer: SaveTokenizer) -> None:
     folder = save_tokenizer(SHORTENING)
-    terse = audit_tokens("GuessNumber", folder, num_turns=4)
+    terse = audit_tokens("GuessNumber", folder, num_turns=4, env_config={"style": "terse"})
     assert terse.passed, str(terse)  # "Guess 1-8. 4 tries." is too short to be shortened
-    verbose = audit_tokens("GuessNumber", folder, num_turns=4, env_config={"style": "verbose"})
+    verbose = audit_tokens("GuessNumber", folder, num_turns=4)
     assert not verbose.passed
     reference = player_of(verbose, "reference")
     assert [turn.rendering for turn in reference.turns[:2]] == ["same", "drift"]
