@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
-from gspo_gym.env.core import PolicyFactory, ToolEnv
+from gspo_gym.env.core import PolicyFactory, SmallTask, ToolEnv
 from gspo_gym.env.data.rows import is_held_out_generator
 from gspo_gym.env.rewards import Reward
 from gspo_gym.env.tools import Tool, ToolError, tool
@@ -65,6 +65,11 @@ class CodeRepair(ToolEnv):
         "random": random_change,
         "right_kind": right_kind,
     }
+    small_task: ClassVar[SmallTask | None] = SmallTask(
+        {"level": "tiny", "tools": ["fix"], "max_steps": 1, "error_penalty": 0.1},
+        policy="right_kind",
+        style={"style": "terse"},
+    )
     isolation = "process"  # it reads what comes out of a sandbox
     confinement = "run in a sandbox"
 

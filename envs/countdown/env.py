@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Literal
 
 from gymnasium.error import ResetNeeded
 
-from gspo_gym.env.core import Info, PolicyFactory, TextEnv
+from gspo_gym.env.core import Info, PolicyFactory, SmallTask, TextEnv
 from gspo_gym.env.rewards import Reward
 from gspo_gym.env.tasks import TaskSource
 from gspo_gym.errors import ConfigError
@@ -62,6 +62,10 @@ class Countdown(TextEnv):
     isolation = "thread"
     any_thread = True
     policies: ClassVar[Mapping[str, PolicyFactory]] = {"reference": search, "random": random_steps}
+    small_task: ClassVar[SmallTask | None] = SmallTask(
+        {"num_numbers": 3, "max_number": 8, "min_target": 10, "max_target": 30, "max_turns": 3},
+        style={"style": "terse"},
+    )
 
     def __init__(
         self,

@@ -13,7 +13,7 @@ import gymnasium
 from gymnasium.envs.toy_text.frozen_lake import MAPS, FrozenLakeEnv, generate_random_map
 from gymnasium.error import ResetNeeded
 
-from gspo_gym.env.core import Info, PolicyFactory, TextEnv
+from gspo_gym.env.core import Info, PolicyFactory, SmallTask, TextEnv
 from gspo_gym.env.data.rows import next_seed
 from gspo_gym.env.rewards import Reward
 from gspo_gym.errors import ConfigError, UnknownNameError, nearest_name
@@ -63,6 +63,7 @@ class FrozenLake(TextEnv):
     """
 
     policies: ClassVar[Mapping[str, PolicyFactory]] = {"reference": best_play, "random": random_moves}
+    small_task: ClassVar[SmallTask | None] = SmallTask({"map": "random", "size": 3}, style={"style": "terse"})
     isolation = "thread"
     any_thread = True
 

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Literal
 
 from gymnasium.error import ResetNeeded
 
-from gspo_gym.env.core import Info, PolicyFactory, TextEnv
+from gspo_gym.env.core import Info, PolicyFactory, SmallTask, TextEnv
 from gspo_gym.env.rewards import Reward
 from gspo_gym.errors import ConfigError
 
@@ -50,6 +50,10 @@ class GuessNumber(TextEnv):
     """
 
     policies: ClassVar[Mapping[str, PolicyFactory]] = {"reference": binary_search, "random": random_guess}
+    small_task: ClassVar[SmallTask | None] = SmallTask(
+        {"low": 1, "high": 8, "max_guesses": 4, "inconsistent_penalty": 0.2, "illegal_penalty": 0.4},
+        style={"style": "terse"},
+    )
     isolation = "thread"
     any_thread = True
 

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 from gymnasium.error import ResetNeeded
 
-from gspo_gym.env.core import Info, PolicyFactory, TextEnv
+from gspo_gym.env.core import Info, PolicyFactory, SmallTask, TextEnv
 from gspo_gym.env.rewards import Achievements, Reward
 from gspo_gym.errors import ConfigError
 
@@ -55,6 +55,9 @@ class Homestead(TextEnv):
     isolation = "thread"
     any_thread = True
     policies: ClassVar[Mapping[str, PolicyFactory]] = {"reference": planner, "random": random_actions}
+    small_task: ClassVar[SmallTask | None] = SmallTask(
+        {"size": 12, "max_turns": 6, "max_actions": 4}, style={"style": "terse"}
+    )
 
     def __init__(
         self,

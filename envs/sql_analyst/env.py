@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
-from gspo_gym.env.core import PolicyFactory, ToolEnv
+from gspo_gym.env.core import PolicyFactory, SmallTask, ToolEnv
 from gspo_gym.env.rewards import Reward
 from gspo_gym.env.tools import Tool, ToolError, tool
 from gspo_gym.errors import ConfigError, UnknownNameError, nearest_name
@@ -53,6 +53,18 @@ class SqlAnalyst(ToolEnv):
         "random": random_aggregate,
         "needed_table": aggregate_of_needed_table,
     }
+    small_task: ClassVar[SmallTask | None] = SmallTask(
+        {
+            "level": "tiny",
+            "tools": ["query", "answer"],
+            "max_steps": 2,
+            "max_errors": 1,
+            "progress_reward": 0.3,
+            "correct_reward": 0.7,
+        },
+        policy="needed_table",
+        style={"style": "terse"},
+    )
     isolation = "process"  # it runs what a model wrote
 
     def __init__(

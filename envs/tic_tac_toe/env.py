@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Literal
 
 from gymnasium.error import ResetNeeded
 
-from gspo_gym.env.core import Info, PolicyFactory, TextEnv
+from gspo_gym.env.core import Info, PolicyFactory, SmallTask, TextEnv
 from gspo_gym.env.rewards import Reward
 from gspo_gym.errors import ConfigError, UnknownNameError, nearest_name
 
@@ -66,6 +66,7 @@ class TicTacToe(TextEnv):
         "minimax": perfect_play,
         "random": random_moves,
     }
+    small_task: ClassVar[SmallTask | None] = SmallTask(style={"style": "terse"})
 
     def __init__(
         self,

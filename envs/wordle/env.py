@@ -6,6 +6,7 @@ marks guesses, `words.py` holds the list.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal
@@ -13,7 +14,7 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 from gymnasium.error import ResetNeeded
 
-from gspo_gym.env.core import Info, PolicyFactory, TextEnv
+from gspo_gym.env.core import Info, PolicyFactory, SmallTask, TextEnv
 from gspo_gym.env.rewards import Reward
 from gspo_gym.errors import ConfigError
 
@@ -63,6 +64,19 @@ class Wordle(TextEnv):
         "random": random_words,
         "kept_letters": kept_letters,
     }
+    small_task: ClassVar[SmallTask | None] = SmallTask(
+        {
+            "max_guesses": 6,
+            "allowed": "any",
+            "found_reward": 0.6,
+            "information_reward": 0.4,
+            "inconsistent_penalty": 0.2,
+            "illegal_penalty": 0.4,
+            "words": ["".join(letters) for letters in itertools.product("abcde", repeat=3)],
+        },
+        policy="kept_letters",
+        style={"style": "terse"},
+    )
 
     def __init__(
         self,
