@@ -30,6 +30,8 @@ _LEVELS = get_args(Level)
 _TASKS = (*SCENARIOS, "mixed")
 _MAX_TEXT = 200  # characters of an address or a day
 
+_SMALL = SmallTask({"level": "tiny", "max_steps": 2, "max_errors": 1, "violation_penalty": 0}, policy="apprentice")
+
 
 class SupportDesk(ToolEnv):
     """One customer with one case. A message without a call is heard by the customer; `close_case` ends the episode.
@@ -57,9 +59,7 @@ class SupportDesk(ToolEnv):
         "random": random_clerk,
         "apprentice": apprentice,
     }
-    small_task: ClassVar[SmallTask | None] = SmallTask(
-        {"level": "tiny", "max_steps": 2, "max_errors": 1, "violation_penalty": 0}, policy="apprentice"
-    )
+    small_task = _SMALL
     isolation = "thread"
     case: Case
     price_cents: int = 0
