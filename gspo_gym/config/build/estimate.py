@@ -23,7 +23,7 @@ import torch
 from gspo_gym.base.loops import Compute
 from gspo_gym.cluster.memory import BYTES, ModelShape, rank_memory
 from gspo_gym.config.build.apps import environment_ids
-from gspo_gym.config.build.rollouts import Player, local_play, looking_at_source
+from gspo_gym.config.build.rollouts import Player, build_environment, local_play, looking_at_source
 from gspo_gym.config.machines import learning_of
 from gspo_gym.config.run_config import RunConfig
 from gspo_gym.engine.base import SamplingParams
@@ -39,7 +39,7 @@ from gspo_gym.rollout.episode import EpisodeRequest
 from gspo_gym.seeding import FIRST_TRAINING_SEED, child_seed
 from gspo_gym.types import Task, Trajectory
 
-_MAX_PLAYED = 32  # episodes
+_MAX_PLAYED, _MAX_IN_PROCESSES = 32, 8  # episodes; those of worker processes take longer
 _NUM_DECODED = 8  # tokens of a request of the probe
 _MOST_REQUESTS = 64  # at once
 _PROBE_SECONDS, _NUM_REPEATED = 0.5, 5  # of each part, if it is short
@@ -153,8 +153,10 @@ async def _episodes(config: RunConfig, player: Player) -> tuple[list[Trajectory]
     name = config.warmup.policy if config.warmup is not None else next(filter(policies.get, others), "")
     policy = policies.get(name, _says_nothing)
     play = local_play(config, player.renderers, ScriptedActor(policy), source=source)
+    has_processes = build_environment(config, source).decision.isolation == "process"
+    most = _MAX_IN_PROCESSES if has_processes else _MAX_PLAYED
     began, played = time.thread_time(), []
-    for index, seed in enumerate(_seeds(config)):
+    for index, seed in enumerate(_seeds(config, most)):
         sampling_seed = child_seed(config.run.seed, "estimate", index)
         played.append(await play(EpisodeRequest(f"estimate/{index}", Task(env_id, seed), sampling_seed)))
     seconds = time.thread_time() - began
@@ -182,11 +184,11 @@ async def _episodes(config: RunConfig, player: Player) -> tuple[list[Trajectory]
     )
 
 
-def _seeds(config: RunConfig) -> list[int]:
+def _seeds(config: RunConfig, most: int) -> list[int]:
     """Return the seeds of a mini-batch's tasks: of a group, it has as many episodes as of all groups of a step."""
     size, rows = config.size.episodes_per_iteration, config.training.batch_size or config.size.episodes_per_iteration
     mates = max(1, round(rows * config.training.group_size / size))
-    return [FIRST_TRAINING_SEED + index // mates for index in range(min(rows, _MAX_PLAYED))]
+    return [FIRST_TRAINING_SEED + index // mates for index in range(min(rows, most))]
 
 
 def _says_nothing(_env: Any, _generator: Any) -> Callable[[Sequence[Any]], str]:
