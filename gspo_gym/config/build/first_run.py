@@ -119,7 +119,8 @@ def first_run(env_name: str, *, model: str, label: str, options: Mapping[str, An
     facts = facts_of(model)
     gpu_bytes = torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else None
     env_id = resolve(env_name)
-    small, policies = SmallTask(), dict[str, PolicyFactory]()
+    small = SmallTask()
+    policies: Mapping[str, PolicyFactory] = {}
     can_be_made = True
     notes = [] if facts.is_here else [f"{model} is not on this machine yet: lengths are counted in bytes"]
     try:

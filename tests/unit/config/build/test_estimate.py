@@ -22,20 +22,15 @@ from gspo_gym.engine.base import SamplingParams
 
 QUICKSTART = Path(__file__).parents[4] / "configs" / "quickstart.toml"
 FACTOR = 1.5  # within which an estimate is right
-# Short and long answers, one turn and many, an adapter, rows of a thousand tokens, and no warm-up.
+# Short and long answers, few turns and many, several passes over a batch, rows of a thousand tokens.
 SHAPES: dict[str, tuple[str, ...]] = {
     "quickstart": (),
-    "frozen_lake": ("training.batch_size=64",),
-    "sql_analyst": ("model.base=tiny:qwen3-128-v2", "model.trainer_mode=lora"),
-    "homestead": ("training.update_epochs=2",),
-    "code_repair": ("rollout.episodes_per_batch=96",),
+    "frozen_lake": (),
+    "tic_tac_toe": ("training.update_epochs=2", "warmup.num_epochs=4"),
+    "countdown": ("warmup.num_epochs=2",),
+    "homestead": ("warmup.num_epochs=4",),
 }
-_FEWER = (
-    "training.iterations_per_epoch=3",
-    "evaluation.seeds=0:4",
-    "evaluation.every_n_iters=3",
-    "warmup.num_epochs=2",
-)
+_FEWER = ("training.iterations_per_epoch=3", "evaluation.seeds=0:4", "evaluation.every_n_iters=3")
 _RUN = """
 import sys
 from gspo_gym.cli.train import run_training
