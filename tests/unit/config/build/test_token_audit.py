@@ -60,7 +60,7 @@ def test_a_tiny_model_plays_for_itself_and_its_own_spelling_is_no_drift() -> Non
 
 
 def test_tokens_are_counted_by_whether_they_are_trained_on(save_tokenizer: SaveTokenizer) -> None:
-    config = {"low": 5, "high": 5, "max_guesses": 1}
+    config = {"low": 5, "high": 5, "max_guesses": 1, "style": "terse"}
     audit = audit_tokens("GuessNumber", save_tokenizer(PLAIN), num_turns=1, env_config=config)
     assert audit.passed, str(audit)
     reference = player_of(audit, "reference")
