@@ -33,6 +33,7 @@ def main() -> None:
             "model": {"base": "tiny:qwen3-64", "label": "gold-judge"},
             "rollout": {
                 "env_name": "GuessNumber",
+                "env_config": {"style": "terse"},
                 "max_turns": 4,
                 "max_output_tokens": 3,
                 "max_model_len": 256,

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Literal
 
 from gspo_gym_envs.code_repair.sandbox.run import require_confinement
 
-from gspo_gym.env.core import PolicyFactory, ToolEnv
+from gspo_gym.env.core import PolicyFactory, SmallTask, ToolEnv
 from gspo_gym.env.data.rows import is_held_out_generator
 from gspo_gym.env.rewards import Reward
 from gspo_gym.env.tools import Tool, ToolError, tool
@@ -49,7 +49,7 @@ class CodeRepair(ToolEnv):
             earns the difference, one that passes fewer pays it, and the end pays all of it back.
         solved_reward: for submitting a module that passes every test, > 0; also the top return.
         error_penalty: subtracted in a turn with a failed call or without any, >= 0.
-        style: "terse" or "verbose" (with instructions).
+        style: "verbose" (with instructions) or "terse".
         wrapper: program and arguments that go before every run, such as a container, with {folder} for the folder.
         python: the interpreter inside the wrapper; None: this one.
         allow_unconfined: run what the model wrote even where nothing confines it (`sandbox/confinement.py`): it can
@@ -66,6 +66,11 @@ class CodeRepair(ToolEnv):
         "random": random_change,
         "right_kind": right_kind,
     }
+    small_task: ClassVar[SmallTask | None] = SmallTask(
+        {"level": "tiny", "tools": ["fix"], "max_steps": 1, "error_penalty": 0.1},
+        policy="right_kind",
+        style={"style": "terse"},
+    )
     isolation = "process"  # it reads what comes out of a sandbox
     confinement = "run in a sandbox"
 
@@ -79,7 +84,7 @@ class CodeRepair(ToolEnv):
         progress_weight: float = 0.3,
         solved_reward: float = 1.0,
         error_penalty: float = 0.02,
-        style: Style = "terse",
+        style: Style = "verbose",
         wrapper: Sequence[str] = (),
         python: str | None = None,
         allow_unconfined: bool = False,

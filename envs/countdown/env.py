@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Literal
 
 from gymnasium.error import ResetNeeded
 
-from gspo_gym.env.core import Info, PolicyFactory, TextEnv
+from gspo_gym.env.core import Info, PolicyFactory, SmallTask, TextEnv
 from gspo_gym.env.rewards import Reward
 from gspo_gym.env.tasks import TaskSource
 from gspo_gym.errors import ConfigError
@@ -45,14 +45,14 @@ class Countdown(TextEnv):
         closer_reward: for how near the nearest number at hand is to the target, >= 0 (see `README.md`: it is a
             potential, and what it pays adds up to this at most).
         illegal_penalty: subtracted for an illegal answer, >= 0.
-        style: "terse" (a few bytes, for byte-level models) or "verbose" (sentences).
+        style: "verbose" (sentences) or "terse" (a few bytes, for byte-level models).
 
     Attributes (read by the scripted policies):
         pool: the numbers that are left, in rising order. target: what is to be made.
 
     Reset options: `numbers` and `target`, together, to choose the task instead of drawing it; it must be solvable.
 
-    >>> env = Countdown()
+    >>> env = Countdown(style="terse")
     >>> env.reset(options={"numbers": [2, 7, 8], "target": 42})[0]
     'Make 42: 2 7 8. 6 turns.'
     >>> env.step("8-2")[0]
@@ -62,6 +62,10 @@ class Countdown(TextEnv):
     isolation = "thread"
     any_thread = True
     policies: ClassVar[Mapping[str, PolicyFactory]] = {"reference": search, "random": random_steps}
+    small_task: ClassVar[SmallTask | None] = SmallTask(
+        {"num_numbers": 3, "max_number": 8, "min_target": 10, "max_target": 30, "max_turns": 3},
+        style={"style": "terse"},
+    )
 
     def __init__(
         self,
@@ -74,7 +78,7 @@ class Countdown(TextEnv):
         reached_reward: float = 0.8,
         closer_reward: float = 0.2,
         illegal_penalty: float = 0.05,
-        style: Style = "terse",
+        style: Style = "verbose",
     ) -> None:
         if not (3 <= num_numbers <= _MAX_NUMBERS and max_number >= 5):
             raise ConfigError(

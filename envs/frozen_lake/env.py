@@ -13,7 +13,7 @@ import gymnasium
 from gymnasium.envs.toy_text.frozen_lake import MAPS, FrozenLakeEnv, generate_random_map
 from gymnasium.error import ResetNeeded
 
-from gspo_gym.env.core import Info, PolicyFactory, TextEnv
+from gspo_gym.env.core import Info, PolicyFactory, SmallTask, TextEnv
 from gspo_gym.env.data.rows import next_seed
 from gspo_gym.env.rewards import Reward
 from gspo_gym.errors import ConfigError, UnknownNameError, nearest_name
@@ -48,13 +48,13 @@ class FrozenLake(TextEnv):
         progress_reward: scale of the potential that pays for coming nearer, >= 0 and < goal_reward (see `README.md`:
             it adds nothing to an episode that terminates).
         illegal_penalty: subtracted for an illegal answer, >= 0.
-        style: "terse" (a few bytes beside the map) or "verbose" (sentences).
+        style: "verbose" (sentences) or "terse" (a few bytes beside the map).
 
     Attributes (read by the scripted policies):
         lake: the rows of the map. cell: where the agent stands, row * num_columns + column.
         steps_left: steps before truncation. transitions: Gymnasium's transition table `P`.
 
-    >>> env = FrozenLake(map=["SF", "HG"])
+    >>> env = FrozenLake(style="terse", map=["SF", "HG"])
     >>> print(env.reset(seed=0)[0])
     A to G, not H.
     AF
@@ -63,6 +63,7 @@ class FrozenLake(TextEnv):
     """
 
     policies: ClassVar[Mapping[str, PolicyFactory]] = {"reference": best_play, "random": random_moves}
+    small_task: ClassVar[SmallTask | None] = SmallTask({"map": "random", "size": 3}, style={"style": "terse"})
     isolation = "thread"
     any_thread = True
 
@@ -76,7 +77,7 @@ class FrozenLake(TextEnv):
         goal_reward: float = 1.0,
         progress_reward: float = 0.25,
         illegal_penalty: float = 0.05,
-        style: Style = "terse",
+        style: Style = "verbose",
     ) -> None:
         if not (0 <= progress_reward < goal_reward and illegal_penalty >= 0):
             raise ConfigError(

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Literal
 
 from gymnasium.error import ResetNeeded
 
-from gspo_gym.env.core import Info, PolicyFactory, TextEnv
+from gspo_gym.env.core import Info, PolicyFactory, SmallTask, TextEnv
 from gspo_gym.env.rewards import Reward
 from gspo_gym.errors import ConfigError
 
@@ -38,11 +38,11 @@ class GuessNumber(TextEnv):
         found_reward: for finding the number, > 0; also the top return.
         inconsistent_penalty: subtracted for a guess that earlier hints have ruled out, >= 0.
         illegal_penalty: subtracted for an illegal answer, >= 0.
-        style: "terse" (a few bytes, for byte-level models) or "verbose" (sentences).
+        style: "verbose" (sentences) or "terse" (a few bytes, for byte-level models).
 
     Reset options: `number`, to choose the hidden number instead of drawing it.
 
-    >>> env = GuessNumber()
+    >>> env = GuessNumber(style="terse")
     >>> env.reset(options={"number": 6})[0]
     'Guess 1-8. 4 tries.'
     >>> env.step("4")[0]
@@ -50,6 +50,10 @@ class GuessNumber(TextEnv):
     """
 
     policies: ClassVar[Mapping[str, PolicyFactory]] = {"reference": binary_search, "random": random_guess}
+    small_task: ClassVar[SmallTask | None] = SmallTask(
+        {"low": 1, "high": 8, "max_guesses": 4, "inconsistent_penalty": 0.2, "illegal_penalty": 0.4},
+        style={"style": "terse"},
+    )
     isolation = "thread"
     any_thread = True
 
@@ -62,7 +66,7 @@ class GuessNumber(TextEnv):
         found_reward: float = 1.0,
         inconsistent_penalty: float = 0.1,
         illegal_penalty: float = 0.1,
-        style: Style = "terse",
+        style: Style = "verbose",
     ) -> None:
         if not 0 <= low <= high:
             raise ConfigError(f"GuessNumber: expected 0 <= low <= high, got low={low}, high={high}")

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 from gymnasium.error import ResetNeeded
 
-from gspo_gym.env.core import Info, PolicyFactory, TextEnv
+from gspo_gym.env.core import Info, PolicyFactory, SmallTask, TextEnv
 from gspo_gym.env.rewards import Achievements, Reward
 from gspo_gym.errors import ConfigError
 
@@ -42,12 +42,12 @@ class Homestead(TextEnv):
         max_actions: actions an answer may have, at least 1.
         achievements_reward: for all achievements together, > 0; each earns an equal share, the first time only.
         illegal_penalty: subtracted for an illegal answer, >= 0.
-        style: "terse" (map and numbers; the rules are to be found out) or "verbose" (the rules in sentences too).
+        style: "verbose" (the rules in sentences too) or "terse" (map and numbers; the rules are to be found out).
 
     Attributes (read by the scripted policies):
         world: the land and all on it. achievements: what was achieved so far.
 
-    >>> env = Homestead()
+    >>> env = Homestead(style="terse")
     >>> print(env.reset(seed=0)[0].splitlines()[-1])
     H9 F9 W9 E9 day
     """
@@ -55,6 +55,9 @@ class Homestead(TextEnv):
     isolation = "thread"
     any_thread = True
     policies: ClassVar[Mapping[str, PolicyFactory]] = {"reference": planner, "random": random_actions}
+    small_task: ClassVar[SmallTask | None] = SmallTask(
+        {"size": 12, "max_turns": 6, "max_actions": 4}, style={"style": "terse"}
+    )
 
     def __init__(
         self,
@@ -64,7 +67,7 @@ class Homestead(TextEnv):
         max_actions: int = 8,
         achievements_reward: float = 1.0,
         illegal_penalty: float = 0.01,
-        style: Style = "terse",
+        style: Style = "verbose",
     ) -> None:
         if not _MIN_SIZE <= size <= _MAX_SIZE:
             raise ConfigError(f"Homestead: expected size from {_MIN_SIZE} to {_MAX_SIZE}, got {size}")

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
-from gspo_gym.env.core import PolicyFactory, ToolEnv
+from gspo_gym.env.core import PolicyFactory, SmallTask, ToolEnv
 from gspo_gym.env.rewards import Reward
 from gspo_gym.env.tools import Tool, ToolError, tool
 from gspo_gym.errors import ConfigError, UnknownNameError, nearest_name
@@ -42,7 +42,7 @@ class SqlAnalyst(ToolEnv):
         progress_reward: for the first query that reads every table the answer depends on, >= 0.
         error_penalty: subtracted in a turn with a failed call or without any, >= 0.
         max_errors: such turns, the last of which ends the episode, at least 1; None: they do not end it.
-        style: "terse" (the question alone) or "verbose" (with instructions).
+        style: "verbose" (with instructions) or "terse" (the question alone).
 
     Attributes (read by the scripted policies):
         question: with its gold SQL. tables: of the database, by name. needed_tables: those that the gold SQL reads.
@@ -53,6 +53,18 @@ class SqlAnalyst(ToolEnv):
         "random": random_aggregate,
         "needed_table": aggregate_of_needed_table,
     }
+    small_task: ClassVar[SmallTask | None] = SmallTask(
+        {
+            "level": "tiny",
+            "tools": ["query", "answer"],
+            "max_steps": 2,
+            "max_errors": 1,
+            "progress_reward": 0.3,
+            "correct_reward": 0.7,
+        },
+        policy="needed_table",
+        style={"style": "terse"},
+    )
     isolation = "process"  # it runs what a model wrote
 
     def __init__(
@@ -67,7 +79,7 @@ class SqlAnalyst(ToolEnv):
         progress_reward: float = 0.1,
         error_penalty: float = 0.05,
         max_errors: int | None = None,
-        style: Style = "terse",
+        style: Style = "verbose",
     ) -> None:
         if level not in LEVELS:
             raise UnknownNameError(f"SqlAnalyst: unknown level {level!r}; {nearest_name(level, LEVELS)}")

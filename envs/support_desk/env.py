@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar, Literal, get_args
 
 from gspo_gym.env.chat_model import ChatModelSettings
-from gspo_gym.env.core import PolicyFactory, ToolEnv
+from gspo_gym.env.core import PolicyFactory, SmallTask, ToolEnv
 from gspo_gym.env.data.rows import is_held_out_generator
 from gspo_gym.env.rewards import Reward
 from gspo_gym.env.tools import Tool, ToolError, tool
@@ -29,6 +29,8 @@ Level = Literal["full", "tiny"]
 _LEVELS = get_args(Level)
 _TASKS = (*SCENARIOS, "mixed")
 _MAX_TEXT = 200  # characters of an address or a day
+
+_SMALL = SmallTask({"level": "tiny", "max_steps": 2, "max_errors": 1, "violation_penalty": 0}, policy="apprentice")
 
 
 class SupportDesk(ToolEnv):
@@ -57,6 +59,7 @@ class SupportDesk(ToolEnv):
         "random": random_clerk,
         "apprentice": apprentice,
     }
+    small_task = _SMALL
     isolation = "thread"
     case: Case
     price_cents: int = 0

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Literal
 
 from gymnasium.error import ResetNeeded
 
-from gspo_gym.env.core import Info, PolicyFactory, TextEnv
+from gspo_gym.env.core import Info, PolicyFactory, SmallTask, TextEnv
 from gspo_gym.env.rewards import Reward
 from gspo_gym.errors import ConfigError, UnknownNameError, nearest_name
 
@@ -43,7 +43,7 @@ class TicTacToe(TextEnv):
         blunder_penalty: subtracted for a move that gives away a result which was certain, >= 0; only against "minimax"
             and "self" (elsewhere a gamble can be right).
         illegal_penalty: subtracted for an illegal answer, >= 0.
-        style: "terse" (a few bytes beside the board) or "verbose" (sentences).
+        style: "verbose" (sentences) or "terse" (a few bytes beside the board).
 
     Attributes (read by the scripted policies):
         board: see `board.py`. side: the side that the model moves next. answerer: the opponent as a function, None with
@@ -51,7 +51,7 @@ class TicTacToe(TextEnv):
 
     Reset options: `first`, "agent" or "opponent", to choose who begins instead of drawing it.
 
-    >>> env = TicTacToe(first="agent")
+    >>> env = TicTacToe(style="terse", first="agent")
     >>> print(env.reset(seed=0)[0])
     You X.
     123
@@ -66,6 +66,7 @@ class TicTacToe(TextEnv):
         "minimax": perfect_play,
         "random": random_moves,
     }
+    small_task: ClassVar[SmallTask | None] = SmallTask(style={"style": "terse"})
 
     def __init__(
         self,
@@ -77,7 +78,7 @@ class TicTacToe(TextEnv):
         draw_reward: float = 0.5,
         blunder_penalty: float = 0.1,
         illegal_penalty: float = 0.1,
-        style: Style = "terse",
+        style: Style = "verbose",
     ) -> None:
         if isinstance(opponent, str) and opponent not in _OPPONENTS:
             raise UnknownNameError(f"TicTacToe: unknown opponent {opponent!r}; {nearest_name(opponent, _OPPONENTS)}")

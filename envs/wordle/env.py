@@ -6,6 +6,7 @@ marks guesses, `words.py` holds the list.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal
@@ -13,7 +14,7 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 from gymnasium.error import ResetNeeded
 
-from gspo_gym.env.core import Info, PolicyFactory, TextEnv
+from gspo_gym.env.core import Info, PolicyFactory, SmallTask, TextEnv
 from gspo_gym.env.rewards import Reward
 from gspo_gym.errors import ConfigError
 
@@ -42,14 +43,14 @@ class Wordle(TextEnv):
         information_reward: for what the marks say, >= 0 (see `README.md`: it adds up to this at most).
         inconsistent_penalty: subtracted for a guess that earlier marks have ruled out, >= 0.
         illegal_penalty: subtracted for an illegal answer, >= 0.
-        style: "terse" (a few bytes, for byte-level models) or "verbose" (sentences).
+        style: "verbose" (sentences) or "terse" (a few bytes, for byte-level models).
 
     Attributes (read by the scripted policies):
         words: the list. heard: the guesses of this episode and their marks.
 
     Reset options: `word`, to choose the hidden word instead of drawing it.
 
-    >>> env = Wordle()
+    >>> env = Wordle(style="terse")
     >>> env.reset(options={"word": "these"})[0]
     '5 letters. 6 tries.'
     >>> env.step("geese")[0]
@@ -63,6 +64,19 @@ class Wordle(TextEnv):
         "random": random_words,
         "kept_letters": kept_letters,
     }
+    small_task: ClassVar[SmallTask | None] = SmallTask(
+        {
+            "max_guesses": 6,
+            "allowed": "any",
+            "found_reward": 0.6,
+            "information_reward": 0.4,
+            "inconsistent_penalty": 0.2,
+            "illegal_penalty": 0.4,
+            "words": ["".join(letters) for letters in itertools.product("abcde", repeat=3)],
+        },
+        policy="kept_letters",
+        style={"style": "terse"},
+    )
 
     def __init__(
         self,
@@ -74,7 +88,7 @@ class Wordle(TextEnv):
         information_reward: float = 0.2,
         inconsistent_penalty: float = 0.05,
         illegal_penalty: float = 0.05,
-        style: Style = "terse",
+        style: Style = "verbose",
     ) -> None:
         if max_guesses < 1:
             raise ConfigError(f"Wordle: expected max_guesses >= 1, got {max_guesses}")

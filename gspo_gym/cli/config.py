@@ -12,6 +12,7 @@ from typing import Any
 
 from gspo_gym.base.files import read_file, write_output
 from gspo_gym.base.loops import run_to_end
+from gspo_gym.cli.command_line import env_config_of
 from gspo_gym.config.foreign.draft import Draft, Translation, label_of
 from gspo_gym.config.reference import new_config, parameters, reference, resolved
 from gspo_gym.config.run_config import RunConfig, load_config, load_sections
@@ -19,6 +20,7 @@ from gspo_gym.config.services import missing_machinery
 from gspo_gym.config.words import SYSTEMS
 from gspo_gym.errors import ConfigError
 
+_TINY = "tiny:qwen3-64-v2"
 _FILE_HELP = "a TOML, YAML or JSON file; configs/ holds examples"
 # What a run needs and another system's file need not hold; the first four have an option of the command.
 _PLACEHOLDERS = {
@@ -36,7 +38,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     new = commands.add_parser("new", help="write a commented configuration to begin with")
     new.add_argument("file", nargs="?", type=Path, help="a .toml file that is not there yet; without it, print it")
     new.add_argument("--env", default="GuessNumber", metavar="NAME", help="the environment (default: GuessNumber)")
-    new.add_argument("--model", default="tiny:qwen3-64", metavar="BASE", help="model.base (default: tiny:qwen3-64)")
+    new.add_argument("--model", default=_TINY, metavar="BASE", help=f"model.base (default: {_TINY})")
+    new.add_argument(
+        "--option",
+        action="append",
+        default=[],
+        metavar="KEY=JSON",
+        help="an argument of the environment; may be given often",
+    )
     new.add_argument("--label", metavar="LABEL", help="the run's name; without it, the file's")
     new.set_defaults(run=new_file)
     check = commands.add_parser("check", help="say everything that is wrong with a file, or what it will do")
@@ -62,15 +71,17 @@ def new_file(arguments: argparse.Namespace) -> int:
     import re
     import shlex
 
-    from gspo_gym.env.registry import resolve  # which loads gymnasium: checking a file needs none
+    # Which loads gymnasium and torch: checking a file needs neither.
+    from gspo_gym.config.build.first_run import first_run
 
     path: Path | None = arguments.file
     if path is not None and (path.suffix != ".toml" or path.exists()):
         reason = "there is such a file already" if path.exists() else "expected a file that ends in .toml"
         raise ConfigError(f"{path}: {reason}; choose another name")
-    resolve(arguments.env)  # a file for an environment that is not there would be of no use
     label = arguments.label or re.sub(r"[^\w.-]+", "-", path.stem if path is not None else "my-run")
-    text = new_config(arguments.env, model=arguments.model, label=label)
+    options = env_config_of(arguments.option)
+    settings = first_run(arguments.env, model=arguments.model, label=label, options=options)
+    text = new_config(settings.sections, settings.notes)
     RunConfig.from_dict(tomllib.loads(text), source="config new")  # raises before an invalid file is written
     if path is None:
         print(text, end="")
@@ -122,7 +133,7 @@ def _print_plan(config: RunConfig) -> None:
 
 
 def _rehearse(config: RunConfig) -> None:
-    """Build everything and play one scripted episode of each environment; print a line for each."""
+    """Build everything and play one scripted episode of each environment; print a line for each, and the estimate."""
     from gspo_gym.config.build.preflight import rehearse
 
     seen = run_to_end(rehearse(config))
@@ -133,6 +144,8 @@ def _rehearse(config: RunConfig) -> None:
             f"played: {played.task.env_id}, a scripted episode of {len(played.turns)} turns, {played.outcome.value}, "
             f"return {sum(turn.reward or 0.0 for turn in played.turns):g}"
         )
+    if seen.estimate is not None:
+        print(f"estimate: {seen.estimate}")
 
 
 def show_config(arguments: argparse.Namespace) -> int:

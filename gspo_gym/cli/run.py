@@ -27,6 +27,7 @@ from gspo_gym.config.build.conversations import (
     with_recorded_date,
 )
 from gspo_gym.config.build.engines import build_weight_sync
+from gspo_gym.config.build.estimate import estimate_step
 from gspo_gym.config.build.judge import build_judging
 from gspo_gym.config.build.live import LiveSettings, Restored, find_restored, when_it_may_change
 from gspo_gym.config.build.preflight import require_ready
@@ -74,7 +75,7 @@ def execute(
     steering = Steering(config.run.stop_grace_seconds, Phases(config.run_folder))
     if not resume and not set_aside and (taken := folder_is_taken(config)):
         raise ConfigError(taken)
-    begin = _resume if resume else _start
+    begin = _resume if resume else partial(_start, estimates=console is not None)
     with steering.handling_signals(), telling(console, steering.phases) as progress:
         try:
             summary = run_to_end(begin(config, seat, progress, steering))
@@ -115,8 +116,13 @@ def folder_is_taken(config: RunConfig) -> str | None:
     return f"{folder} already holds a run: {go_on}, move it away first (--set-aside), or choose another model.label"
 
 
-async def _start(config: RunConfig, seat: Seat | None, progress: Progress, steering: Steering) -> dict[str, Any]:
-    """Run from the beginning; a failure before the first evaluation leaves everything as it was."""
+async def _start(
+    config: RunConfig, seat: Seat | None, progress: Progress, steering: Steering, *, estimates: bool
+) -> dict[str, Any]:
+    """Run from the beginning; a failure before the first evaluation leaves everything as it was.
+
+    `estimates`: whether a line says what a step takes, which costs a second.
+    """
     async with contextlib.AsyncExitStack() as stack:
         begin = stack.enter_context(folder_of_a_new_run(config.run_folder, progress))
         restored = find_restored(config)
@@ -148,6 +154,8 @@ async def _start(config: RunConfig, seat: Seat | None, progress: Progress, steer
         player = replace(player, compute=compute)
         _tell_who_samples(config, player, recorder, progress, step=0)
         await weight_sync.attest()
+        if estimates and (estimate := await estimate_step(config, player, compute)) is not None:
+            progress.note(f"estimate: {estimate}")
         if warmup is not None:
             pool, plan = warmup
             with steering.phases.during("warming up"):

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import re
 import textwrap
-import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from pydantic import BaseModel
@@ -122,7 +121,7 @@ HOSTED = {
 }  # fmt: skip
 # Written out, key by key; the others are named in a line each.
 _WHOLE = ("run", "algorithm", "model", "rollout", "training", "loss", "advantages", "rewards", "evaluation", "warmup")
-_OPTIONAL = ("rewards", "warmup")  # of these: commented out as a whole
+_OPTIONAL = ("rewards", "warmup")  # of these: commented out as a whole where no key is given
 _WIDTH = 100
 _PARAMETERS = """\
 # Every parameter of the other trainers
@@ -268,49 +267,34 @@ def _line(key: str, value: Any, info: FieldInfo, is_given: bool) -> str:
     return f"{key} = {inline(value)}{origin}"
 
 
-def new_config(env_name: str, *, model: str, label: str) -> str:
-    """Return the text of a configuration that trains `model` on the environment; it loads unchanged.
+def new_config(given: Mapping[str, Mapping[str, Any]], notes: Sequence[str] = ()) -> str:
+    """Return a configuration of the keys in `given` as commented TOML, with their sections' other keys as comments.
 
-    Numbers are for a small model and short answers: a first run ends within minutes.
+    `given` has flat sections (Any: JSON); `notes` are sentences for the head of the file. It loads unchanged.
     """
-    is_tiny = model.startswith("tiny:")
-    given: dict[str, dict[str, Any]] = {
-        "run": {"seed": 0, "log_tokens_every_n_iters": 10},  # a run that is begun here can be looked at and verified
-        "algorithm": {"variety": "gspo_token"},
-        "model": {"base": model, "label": label},
-        "rollout": {
-            "env_name": env_name,
-            "max_turns": 8,
-            "max_output_tokens": 64 if is_tiny else 512,
-            "max_model_len": 2048 if is_tiny else 8192,
-            "episodes_per_batch": 64,
-        },
-        "training": {
-            "iterations_per_epoch": 100,
-            "group_size": 8,
-            "batch_size": 16,
-            # A tiny model has random weights, which learn nothing at the rate of a pretrained one.
-            "learning_rate": 1e-3 if is_tiny else 1e-6,
-        },
-        "evaluation": {"instances": 100},
-    }
     lines = [
-        f"# Training on {env_name}. Lines that begin with '#' and a key hold its default; configs/README.md",
-        "# (`gspo-gym config reference`) has every key, and `gspo-gym config check FILE` says what is wrong.",
+        f"# Training on {given['rollout']['env_name']}. Lines that begin with '#' and a key hold its default;",
+        "# configs/README.md (`gspo-gym config reference`) has every key. `gspo-gym config check FILE` says what is",
+        "# wrong, and with --deep how long a step takes.",
+        *(
+            line
+            for note in notes
+            for line in textwrap.wrap(f"Note: {note}.", _WIDTH, initial_indent="# ", subsequent_indent="#   ")
+        ),
         "",
     ]
     others = []
     for name, section in sections_of(RunConfig):
-        if name in _WHOLE:
+        if name in _WHOLE or name in given:
             lines += _section(name, section, given.get(name, {}))
         else:
             others.append(f"# [{name}] {_summary(section)}")
     return "\n".join([*lines, "# Further sections:", *others, ""])
 
 
-def _section(name: str, section: type[BaseModel], given: dict[str, Any]) -> Iterator[str]:
+def _section(name: str, section: type[BaseModel], given: Mapping[str, Any]) -> Iterator[str]:
     yield f"# {_summary(section)}"
-    yield f"# [{name}]" if name in _OPTIONAL else f"[{name}]"
+    yield f"# [{name}]" if name in _OPTIONAL and not given else f"[{name}]"
     for key, info in section.model_fields.items():
         if section_model(info.annotation) is None:
             yield from _comment(info)
@@ -368,7 +352,18 @@ def hosted_statement(key: str) -> str:
     """Return the table's sentence about a key of the hosted trainer: it is ours, and which value of it cannot run."""
     if key not in TRIED:
         return "taken as is"
-    sections: dict[str, Any] = tomllib.loads(new_config("GuessNumber", model="tiny:qwen3-64", label="tried"))
+    sections: dict[str, Any] = {
+        "model": {"base": "tiny:qwen3-64", "label": "tried"},
+        "rollout": {
+            "env_name": "GuessNumber",
+            "episodes_per_batch": 64,
+            "max_turns": 8,
+            "max_output_tokens": 64,
+            "max_model_len": 2048,
+        },
+        "training": {"iterations_per_epoch": 100, "group_size": 8, "batch_size": 16, "learning_rate": 1e-3},
+        "evaluation": {"instances": 100},
+    }
     for name, table in TRIED[key].items():
         sections[name] = {**sections.get(name, {}), **table}
     try:

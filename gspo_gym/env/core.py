@@ -66,6 +66,21 @@ class Conversation(gymnasium.Space[Any]):
         return "Conversation()"
 
 
+@dataclass(frozen=True, slots=True)
+class SmallTask:
+    """A task of an environment that a small model learns within minutes, with which a first run begins.
+
+    Attributes:
+        options: arguments of the constructor.
+        policy: name of the hand-written player that a warm-up imitates.
+        style: arguments besides, for a model of random weights that reads bytes.
+    """
+
+    options: Mapping[str, Any] = field(default_factory=dict)  # Any: JSON
+    policy: str = "random"
+    style: Mapping[str, Any] = field(default_factory=dict)
+
+
 class TextEnv(gymnasium.Env[Any, Any]):
     """An environment that talks: override `reset` and `step`, plain or as `async def`.
 
@@ -95,6 +110,7 @@ class TextEnv(gymnasium.Env[Any, Any]):
         max_action_seconds: limit of answering one action; a slower one ends the episode at the lowest return, like
             `errors.ActionLimitError`. None leaves the run's limit for any call.
         takes_messages: whether `step` gets the `Message` with its tool calls or only its text.
+        small_task: with which `gspo-gym config new` begins on a processor; None: the constructor's defaults.
     """
 
     observation_space: gymnasium.Space[Any] = Conversation()
@@ -108,6 +124,7 @@ class TextEnv(gymnasium.Env[Any, Any]):
     confinement: str | None = None
     max_action_seconds: float | None = None
     takes_messages: bool = False
+    small_task: ClassVar[SmallTask | None] = None
 
     @property
     def tool_schemas(self) -> tuple[Mapping[str, Any], ...]:

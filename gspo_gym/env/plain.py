@@ -61,7 +61,7 @@ def as_gymnasium(env: str | Callable[[], Any] | Any, **kwargs: Any) -> PlainEnv:
         ConfigError: arguments without a name.
         EnvError, ContractError: the environment cannot be made, or is none.
 
-    >>> with as_gymnasium("GuessNumber") as env:
+    >>> with as_gymnasium("GuessNumber", style="terse") as env:
     ...     env.reset(options={"number": 6})[0]
     ...     env.step("4")[:3]
     'Guess 1-8. 4 tries.'

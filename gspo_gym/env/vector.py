@@ -52,7 +52,7 @@ def make_vec(
         UnknownNameError: no environment of that name.
         ConfigError: an argument is out of range.
 
-    >>> envs = make_vec("GuessNumber", 2, low=1, high=4)
+    >>> envs = make_vec("GuessNumber", 2, low=1, high=4, style="terse")
     >>> envs.reset(seed=0)[0]
     ('Guess 1-4. 4 tries.', 'Guess 1-4. 4 tries.')
     >>> envs.step(["2", "0"])[0]

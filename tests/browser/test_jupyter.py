@@ -16,7 +16,8 @@ CELLS = """
     from gspo_gym.cli.authoring import make_card
     config = gspo_gym.RunConfig.from_dict({
         "model": {"base": "tiny:qwen3-64", "label": "note"},
-        "rollout": {"env_name": "GuessNumber", "max_turns": 2, "max_output_tokens": 2, "max_model_len": 256,
+        "rollout": {"env_name": "GuessNumber", "env_config": {"style": "terse"},
+                    "max_turns": 2, "max_output_tokens": 2, "max_model_len": 256,
                     "episodes_per_batch": 4},
         "training": {"iterations_per_epoch": 1, "group_size": 2, "batch_size": 2, "learning_rate": 1e-3},
         "evaluation": {"seeds": "0:2"},

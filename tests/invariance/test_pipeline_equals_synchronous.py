@@ -56,6 +56,7 @@ BASE = {
     "model": {"base": "tiny:qwen3-64", "label": "test"},
     "rollout": {
         "env_name": "GuessNumber",
+        "env_config": {"style": "terse"},
         "max_turns": 3,
         "max_output_tokens": 3,
         "max_model_len": 256,

@@ -16,6 +16,7 @@ MINIMAL: dict[str, Any] = {
     "model": {"base": "tiny:qwen3-64", "label": "quickstart"},
     "rollout": {
         "env_name": "GuessNumber",
+        "env_config": {"style": "terse"},
         "max_turns": 8,
         "max_output_tokens": 8,
         "max_model_len": 512,

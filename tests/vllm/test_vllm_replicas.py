@@ -32,6 +32,7 @@ def configure(folder: Path, **topology: int) -> RunConfig:
             "model": {"base": "tiny:qwen3-64", "label": "two"},
             "rollout": {
                 "env_name": "GuessNumber",
+                "env_config": {"style": "terse"},
                 "max_turns": 4,
                 "max_output_tokens": 3,
                 "max_model_len": 256,

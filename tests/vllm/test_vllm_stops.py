@@ -30,6 +30,7 @@ base = "tiny:qwen3-64"
 label = "stopped"
 [rollout]
 env_name = "GuessNumber"
+env_config = {{ style = "terse" }}
 engine = "vllm"
 max_turns = 4
 max_output_tokens = 3

@@ -25,7 +25,7 @@ def config(folder: Path, model: dict[str, Any], **more: Any) -> RunConfig:
             "model": model,
             "rollout": {
                 "env_name": "GuessNumber",
-                "env_config": {"low": 1, "high": 8, "max_guesses": 4},
+                "env_config": {"style": "terse", "low": 1, "high": 8, "max_guesses": 4},
                 "max_turns": 4,
                 "max_output_tokens": 3,
                 "max_model_len": 256,

@@ -16,11 +16,13 @@ import numpy as np
 import torch
 
 from gspo_gym.base.leftovers import in_temporary_folder
+from gspo_gym.base.loops import Result
 from gspo_gym.config.build import trainer as build
 from gspo_gym.config.build.apps import check_apps, environment_ids
 from gspo_gym.config.build.conversations import build_renderers, read_template
 from gspo_gym.config.build.engines import check_context, check_engine
 from gspo_gym.config.build.episode_collection import ENDPOINT, SCRIPTED, endpoint_settings
+from gspo_gym.config.build.estimate import Estimate, estimate_step
 from gspo_gym.config.build.judge import build_judging
 from gspo_gym.config.build.reference import serving_reference
 from gspo_gym.config.build.rollouts import (
@@ -33,10 +35,11 @@ from gspo_gym.config.build.rollouts import (
     local_play,
     looking_at_source,
 )
-from gspo_gym.config.build.threads import computing_elsewhere
+from gspo_gym.config.build.threads import compute_in, computing_elsewhere
 from gspo_gym.config.run_config import RunConfig, model_name
 from gspo_gym.config.sections import TaskSource
 from gspo_gym.config.services import refuse_to_run, refuse_to_train
+from gspo_gym.engine.local.engine import LocalEngine
 from gspo_gym.env.chat_model import ChatModel
 from gspo_gym.env.core import PolicyFactory
 from gspo_gym.errors import ConfigError, GymError, TemplateError
@@ -130,10 +133,14 @@ def _raise_all(obstacles: Sequence[GymError]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Rehearsal:
-    """Result of a rehearsal: lines about apps and environments, and a scripted episode of each environment here."""
+    """Result of a rehearsal: lines about apps and environments, and a scripted episode of each environment here.
+
+    `estimate`: of a step; None where a task app plays, or several processes share the work.
+    """
 
     notes: tuple[str, ...]
     episodes: tuple[Trajectory, ...]
+    estimate: Estimate | None
 
 
 async def rehearse(config: RunConfig) -> Rehearsal:
@@ -162,6 +169,9 @@ async def rehearse(config: RunConfig) -> Rehearsal:
                 *await player.probe_apps(),
                 *await environment_notes(config, player.renderers),
             )
+            await compute_in(player.engine, policy.model, num_threads)
+            compute = player.engine.compute if isinstance(player.engine, LocalEngine) else _here
+            estimate = await estimate_step(config, player, compute)
             reference = stack.enter_context(serving_reference(config, policy, build.device_of(config), num_threads))
             build.build_learner(config, policy, reference)
             played = [
@@ -170,7 +180,11 @@ async def rehearse(config: RunConfig) -> Rehearsal:
                 if source.task_url is None
             ]
     episodes = tuple(one for one in played if isinstance(one, Trajectory))
-    return Rehearsal((*notes, *(one for one in played if isinstance(one, str))), episodes)
+    return Rehearsal((*notes, *(one for one in played if isinstance(one, str))), episodes, estimate)
+
+
+async def _here(work: Callable[[], Result], /) -> Result:
+    return work()
 
 
 def _checks(config: RunConfig, base: str | None) -> Sequence[Callable[[], object]]:

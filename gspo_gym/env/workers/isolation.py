@@ -109,7 +109,7 @@ def isolated_factory(
         UnknownNameError: no environment of that name.
         ConfigError: `isolation` is something else, or the constructor takes no such argument.
 
-    >>> isolated_factory("GuessNumber", {"high": 4}, "thread")().reset(seed=0)[0]
+    >>> isolated_factory("GuessNumber", {"high": 4, "style": "terse"}, "thread")().reset(seed=0)[0]
     'Guess 1-4. 4 tries.'
     """
     if isolation not in _CHOICES:

@@ -39,7 +39,8 @@ def config(folder: Path, *, iterations: int = 1) -> RunConfig:
         {
             "run": {"folder": str(folder)},
             "model": {"base": "tiny:qwen3-64", "label": "note"},
-            "rollout": {"env_name": "GuessNumber", "max_turns": 4, "max_output_tokens": 3, "max_model_len": 256,
+            "rollout": {"env_name": "GuessNumber", "env_config": {"style": "terse"},
+                        "max_turns": 4, "max_output_tokens": 3, "max_model_len": 256,
                         "episodes_per_batch": 8},
             "training": {"iterations_per_epoch": iterations, "group_size": 4, "batch_size": 4, "learning_rate": 1e-3,
                          "checkpoint_every_n_iters": 1},

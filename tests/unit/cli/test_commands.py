@@ -124,7 +124,8 @@ def test_every_bundled_environment_can_be_played(name, capsys):
 
 
 def test_playing_shows_answers_rewards_and_what_would_be_trained_on(capsys):
-    out = play(["GuessNumber", "--seed", "0", "--mask", "--option", "low=3", "--option", "high=3"], ["3"], capsys)
+    options = ["--option", "low=3", "--option", "high=3", "--option", "style=terse"]
+    out = play(["GuessNumber", "--seed", "0", "--mask", *options], ["3"], capsys)
     assert "Guess 3-3. 4 tries." in out
     assert "correct" in out
     assert "terminated, return +1.000" in out

@@ -124,8 +124,8 @@ def test_drift_alone_is_status_1(tmp_path: Path, capsys: pytest.CaptureFixture[s
     tokenizer.save_pretrained(tmp_path)
     (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')
     words = ["GuessNumber", "--num-seeds", "2", "--turns", "2", "--model", str(tmp_path)]
-    assert run(*words) == 0
-    assert run(*words, "--option", "style=verbose") == 1
+    assert run(*words, "--option", "style=terse") == 0
+    assert run(*words) == 1
     out = capsys.readouterr().out
     assert "gspo_gym/GuessNumber-v0: passed" in out
     assert "FAIL reference, seed 0, turn 1: another text" in out

@@ -30,7 +30,7 @@ base = "tiny:qwen3-64"
 label = "other"
 [rollout]
 env_name = "GuessNumber"
-env_config = { low = 1, high = 4 }
+env_config = { style = "terse", low = 1, high = 4 }
 max_turns = 1
 max_output_tokens = 2
 max_model_len = 256

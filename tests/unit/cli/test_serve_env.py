@@ -121,7 +121,8 @@ def test_both_protocols_are_spoken_on_one_port() -> None:
             await socket.send(json.dumps({"type": "reset", "data": {"seed": 0}}))
             return json.loads(await socket.recv())["data"]["observation"]["text"]
 
-    with BackgroundServer(served_app(ServedEnv("GuessNumber", protocol="all", isolation="thread"))) as server:
+    served = ServedEnv("GuessNumber", config={"style": "terse"}, protocol="all", isolation="thread")
+    with BackgroundServer(served_app(served)) as server:
         assert (
             httpx.get(f"{server.url}/info", trust_env=False, timeout=60).json()["service"]["task"]["id"]
             == "GuessNumber"
@@ -133,7 +134,8 @@ def test_both_protocols_are_spoken_on_one_port() -> None:
 
 
 def test_pages_that_describe_the_server_are_not_served() -> None:
-    with BackgroundServer(served_app(ServedEnv("GuessNumber", protocol="all", isolation="thread"))) as server:
+    served = ServedEnv("GuessNumber", config={"style": "terse"}, protocol="all", isolation="thread")
+    with BackgroundServer(served_app(served)) as server:
         for path in ("/docs", "/redoc", "/openapi.json", "/debug/env"):
             assert httpx.get(server.url + path, trust_env=False, timeout=60).status_code == 404
 

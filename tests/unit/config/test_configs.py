@@ -8,7 +8,7 @@ import pytest
 
 from gspo_gym.config.build import rollouts
 from gspo_gym.config.build import trainer as build
-from gspo_gym.config.reference import new_config
+from gspo_gym.config.build.first_run import first_run
 from gspo_gym.config.run_config import RunConfig, load_config
 
 ROOT = Path(__file__).parents[3]
@@ -70,7 +70,6 @@ def test_a_config_that_one_begins_with_records_what_the_learner_saw(path):
 
 
 def test_nothing_is_recorded_of_tokens_unless_a_config_says_so():
-    text = new_config("GuessNumber", model="tiny:qwen3-64", label="test")
-    values = tomllib.loads(text)
+    values = first_run("GuessNumber", model="tiny:qwen3-64", label="test").sections
     assert values["run"].pop("log_tokens_every_n_iters") == 10
     assert RunConfig.from_dict(values).run.log_tokens_every_n_iters == 0

@@ -33,6 +33,7 @@ BASE = {
     "model": {"base": "tiny:qwen3-64", "label": "effects", "trainer_mode": "lora"},
     "rollout": {
         "env_name": "GuessNumber",
+        "env_config": {"style": "terse"},
         "max_turns": 4,
         "max_output_tokens": 3,
         "max_model_len": 256,

@@ -76,7 +76,7 @@ def test_a_minimal_file_has_these_defaults(file: Path) -> None:
         },
         "rollout": {
             "env_name": "GuessNumber",
-            "env_config": {},
+            "env_config": {"style": "terse"},
             "mixture": [],
             "isolation": "auto",
             "tools_in": "auto",
@@ -411,7 +411,7 @@ def test_the_command_line_goes_over_the_file_in_order(file: Path) -> None:
         ],
     )
     assert (loaded.run.seed, loaded.model.base, loaded.model.label) == (2, "Qwen/Qwen3-0.6B", "7")
-    assert loaded.rollout.env_config == {"size": 4, "name": "a=b", "flags": [True, 1.5]}
+    assert loaded.rollout.env_config == {"style": "terse", "size": 4, "name": "a=b", "flags": [True, 1.5]}
     assert loaded.evaluation_seeds == tuple(range(50))
     assert loaded.training.learning_rate == 1e-4
     assert loaded.warmup is not None

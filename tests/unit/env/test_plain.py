@@ -81,9 +81,16 @@ def test_it_plays_as_the_environment_does_in_a_session() -> None:
     """The reference halves the range; each answer and reward is the session's."""
     reference = make("GuessNumber").unwrapped.policies["reference"]
     run = asyncio.run(
-        play(lambda: make("GuessNumber"), reference, seed=11, name="it", max_turns=9, step_timeout_seconds=5)
+        play(
+            lambda: make("GuessNumber", style="terse"),
+            reference,
+            seed=11,
+            name="it",
+            max_turns=9,
+            step_timeout_seconds=5,
+        )
     )
-    with as_gymnasium("GuessNumber") as env:
+    with as_gymnasium("GuessNumber", style="terse") as env:
         observation, info = env.reset(seed=11)
         assert observation == run.opening[0].content
         assert info["messages"] == [{"role": "user", "content": observation}]
@@ -100,7 +107,7 @@ def test_gymnasiums_wrappers_and_vector_environments_take_it() -> None:
     """One step is the limit, and no number is found in it; "x" is illegal and costs 0.1."""
 
     def one() -> gymnasium.Env[Any, Any]:
-        return RecordEpisodeStatistics(TimeLimit(as_gymnasium("GuessNumber", low=1, high=1000), 1))
+        return RecordEpisodeStatistics(TimeLimit(as_gymnasium("GuessNumber", style="terse", low=1, high=1000), 1))
 
     envs = gymnasium.vector.SyncVectorEnv([one] * 3)
     try:
@@ -163,7 +170,7 @@ def test_tool_calls_are_read_strictly(text: str, read: Any) -> None:
 
 
 def test_a_text_environment_gets_a_call_as_the_text_that_it_is() -> None:
-    with as_gymnasium("GuessNumber") as env:
+    with as_gymnasium("GuessNumber", style="terse") as env:
         env.reset(seed=0)
         assert env.step('{"name": "add"}')[0] == "not a number 1-8"
 
@@ -192,7 +199,7 @@ def test_closing_leaves_no_thread_and_may_be_repeated() -> None:
         return sum(thread.name == "gspo-gym-plain" for thread in threading.enumerate())
 
     before = loops()
-    env = as_gymnasium("GuessNumber")
+    env = as_gymnasium("GuessNumber", style="terse")
     assert loops() == before + 1
     env.close()
     env.close()
@@ -202,7 +209,7 @@ def test_closing_leaves_no_thread_and_may_be_repeated() -> None:
 
 
 def test_an_instance_or_a_wrapper_is_taken_as_it_is() -> None:
-    inner = make("GuessNumber", high=3)
+    inner = make("GuessNumber", style="terse", high=3)
     with as_gymnasium(inner) as env:
         assert isinstance(env, PlainEnv)
         assert env.session.env is inner.unwrapped

@@ -75,10 +75,10 @@ def vector(num_envs: int = 3, mode: AutoresetMode = AutoresetMode.NEXT_STEP, **k
 def test_every_environment_plays_the_episode_that_it_would_play_alone() -> None:
     numbers = []
     for seed in (7, 8, 9):
-        env = make("GuessNumber")
+        env = make("GuessNumber", style="terse")
         env.reset(seed=seed)
         numbers.append(env._number)
-    envs = make_vec("GuessNumber", 3)
+    envs = make_vec("GuessNumber", 3, style="terse")
     assert envs.reset(seed=7)[0] == ("Guess 1-8. 4 tries.",) * 3
     observations, rewards, terminations, truncations, infos = envs.step([str(number) for number in numbers])
     envs.close()

@@ -34,7 +34,7 @@ def turn(env: CodeRepair, name: str, **arguments: object) -> tuple[str, dict[str
 
 
 def lists(seed: int = 0, **kwargs: object) -> CodeRepair:
-    env = CodeRepair(**kwargs)
+    env = CodeRepair(style="terse", **kwargs)
     env.reset(seed=seed, options={"module": "lists"})
     return env
 
@@ -63,7 +63,7 @@ def test_a_repair_in_other_words_than_the_original_s_is_right() -> None:
 
 
 def test_the_opening_counts_the_failing_tests_and_they_are_those_shown() -> None:
-    env = CodeRepair()
+    env = CodeRepair(style="terse")
     said = env.reset(seed=4)[0]
     failing = len(env.task.visible) - env.task.num_passing
     assert said == f"{env.path}: {failing} of 8 tests fail. Repair it."
@@ -157,7 +157,7 @@ def test_values_of_other_types_are_wrong() -> None:
 
 
 def test_the_reference_earns_the_top_on_both_sides() -> None:
-    env = CodeRepair()
+    env = CodeRepair(style="terse")
     for seed in (0, 1, 2, 3, 2**31, 2**31 + 1, 2**31 + 2, 2**31 + 3):
         messages, rewards = play(env, "reference", seed)
         assert sum(rewards) == pytest.approx(1.0)
@@ -168,7 +168,7 @@ def test_the_reference_earns_the_top_on_both_sides() -> None:
 
 @pytest.mark.slow
 def test_random_play_is_legal() -> None:
-    env = CodeRepair(num_bugs=2)
+    env = CodeRepair(style="terse", num_bugs=2)
     for seed in range(4):
         messages, rewards = play(env, "random", seed)
         assert not any(message.content.startswith("error") for message in messages)
@@ -191,6 +191,6 @@ def test_impossible_settings_are_refused(kwargs: dict[str, object], error: type[
 
 def test_unknown_options_and_modules_are_refused() -> None:
     with pytest.raises(ConfigError, match="unknown options \\['modul'\\]; known: module"):
-        CodeRepair().reset(seed=0, options={"modul": "x"})
+        CodeRepair(style="terse").reset(seed=0, options={"modul": "x"})
     with pytest.raises(UnknownNameError, match="did you mean 'roman'"):
-        CodeRepair().reset(seed=0, options={"module": "romans"})
+        CodeRepair(style="terse").reset(seed=0, options={"module": "romans"})

@@ -22,7 +22,7 @@ def call(env: CodeRepair, name: str, **arguments: object) -> tuple[str, float, b
 
 
 def roman(seed: int = 3) -> CodeRepair:
-    env = CodeRepair(error_penalty=0.0)
+    env = CodeRepair(style="terse", error_penalty=0.0)
     env.reset(seed=seed, options={"module": "roman"})
     return env
 
@@ -188,7 +188,7 @@ def test_hard_coding_the_shown_tests_passes_them_and_earns_nothing() -> None:
 
 @pytest.mark.parametrize("seed", range(6))
 def test_hard_coding_loses_whatever_the_seed(seed: int) -> None:
-    env = CodeRepair(error_penalty=0.0)
+    env = CodeRepair(style="terse", error_penalty=0.0)
     env.reset(seed=seed, options={"module": "roman"})
     assert earned_by(env, hard_coded(env)) == (0.0, False)
 

@@ -241,7 +241,7 @@ def test_an_escape_gets_nothing_changes_nothing_and_earns_nothing(
         told = {"TRAINER": os.getpid(), "OUTSIDE": outside, "SOLUTION": SOLUTION, "PORT": server.getsockname()[1]}
         for word, value in (*told.items(), ("ABSTRACT", abstract)):
             text = text.replace(f"@{word}@", str(value))
-        env = CodeRepair(error_penalty=0.0)
+        env = CodeRepair(style="terse", error_penalty=0.0)
         env.reset(seed=3, options={"module": "roman"})
         call(env, "write_file", path="roman.py", text=text)
         said, reward, _ = call(env, "run_tests")
@@ -260,7 +260,7 @@ def test_an_escape_gets_nothing_changes_nothing_and_earns_nothing(
 
 def test_the_working_module_passes_under_every_confinement(mechanism: Confinement) -> None:
     del mechanism
-    env = CodeRepair(error_penalty=0.0)
+    env = CodeRepair(style="terse", error_penalty=0.0)
     env.reset(seed=3, options={"module": "roman"})
     call(env, "write_file", path="roman.py", text=env.task.solution)
     assert call(env, "submit")[1:] == (1.0, True)
@@ -278,15 +278,15 @@ def test_the_limits_hold_under_every_confinement(mechanism: Confinement) -> None
 def test_without_any_confinement_it_refuses_unless_it_is_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sandbox, "confinement", lambda: Confinement("none", reasons=("landlock: not in this kernel",)))
     with pytest.raises(ConfigError, match="allow_unconfined = true"):
-        CodeRepair()
+        CodeRepair(style="terse")
     with pytest.raises(ConfigError, match="allow_unconfined"):
         run_python("print(1)")
-    env = CodeRepair(allow_unconfined=True)
+    env = CodeRepair(style="terse", allow_unconfined=True)
     assert env.confinement.startswith("NOT CONFINED: it reads and writes every file of this user")
     env.reset(seed=3, options={"module": "roman"})
     assert "tests pass" in call(env, "run_tests")[0]
     with pytest.raises(ConfigError, match="expected allow_unconfined to be true or false, got 'yes'"):
-        CodeRepair(allow_unconfined="yes")  # type: ignore[arg-type]
+        CodeRepair(style="terse", allow_unconfined="yes")  # type: ignore[arg-type]
 
 
 def test_the_check_says_how_code_of_the_model_is_confined() -> None:

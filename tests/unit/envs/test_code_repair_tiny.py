@@ -42,7 +42,7 @@ TWO_TOOLS = ("replace", "submit")
 
 
 def tiny(function: str = "difference", seed: int = 0, **kwargs: object) -> CodeRepair:
-    env = CodeRepair(level="tiny", **kwargs)
+    env = CodeRepair(style="terse", level="tiny", **kwargs)
     env.reset(seed=seed, options={"function": function})
     return env
 
@@ -66,7 +66,7 @@ def test_the_right_operator_earns_everything_and_each_other_one_nothing(function
 
 
 def test_the_file_and_its_failing_test_are_shown_at_once() -> None:
-    env = CodeRepair(level="tiny")
+    env = CodeRepair(style="terse", level="tiny")
     assert env.reset(seed=1)[0] == "f.py:\ndef below(p, v):\n    return p + v\nfails below(1, 1) -> False"
     assert [each.name for each in env.tools] == ["fix"]
     assert turn(env, "fix", new="<") == ("all tests pass", {"solved": 1.0}, True)
@@ -144,7 +144,7 @@ def test_returning_what_the_shown_test_expects_earns_nothing(seed: int) -> None:
 
 @pytest.mark.parametrize("operator", ["+", "==", "max"])
 def test_the_same_repair_for_every_task_earns_as_little_as_random_play(operator: str) -> None:
-    env = CodeRepair(level="tiny")
+    env = CodeRepair(style="terse", level="tiny")
     solved = 0
     for seed in range(120):
         env.reset(seed=seed)
@@ -163,7 +163,7 @@ def test_the_same_repair_for_every_task_earns_as_little_as_random_play(operator:
 def test_the_player_of_the_right_kind_tries_every_other_operator_of_its_kind(
     functions: tuple[str, ...], kind: set[str]
 ) -> None:
-    env, rng = CodeRepair(level="tiny"), np.random.default_rng(0)
+    env, rng = CodeRepair(style="terse", level="tiny"), np.random.default_rng(0)
     for function in functions:
         env.reset(seed=FIRST_TRAINING_SEED, options={"function": function})
         [call] = {env.policies["right_kind"](env, rng)([]).tool_calls[0].name for _ in range(3)}
@@ -178,7 +178,7 @@ def test_held_out_bugs_are_never_seen_in_training_but_their_operators_are() -> N
         seen = {wrong for name in family.operators for wrong in wrong_operators(name, is_held_out=False)}
         held_out = {wrong for name in family.operators for wrong in wrong_operators(name, is_held_out=True)}
         assert seen == held_out == set(family.operators.values())
-    env = CodeRepair(level="tiny")
+    env = CodeRepair(style="terse", level="tiny")
     sides: list[set[tuple[str, str]]] = []
     for first in (0, FIRST_TRAINING_SEED):
         sides.append(set())
@@ -194,7 +194,7 @@ def test_held_out_bugs_are_never_seen_in_training_but_their_operators_are() -> N
 def test_the_reference_earns_the_top_and_random_play_is_legal(seed: int, tools: tuple[str, ...] | None) -> None:
     num_turns = 2 if tools else 1
     for policy, top in (("reference", 1.0), ("random", None), ("right_kind", None)):
-        env = CodeRepair(level="tiny", tools=tools)
+        env = CodeRepair(style="terse", level="tiny", tools=tools)
         messages = [Message("user", env.reset(seed=seed)[0])]
         player = env.policies[policy](env, np.random.default_rng((seed, 1)))
         total = 0.0
@@ -217,7 +217,7 @@ DIGESTS = {
 
 @pytest.mark.parametrize("num_bugs", DIGESTS)
 def test_the_full_level_is_what_it_was_before_there_were_levels(num_bugs: int) -> None:
-    env = CodeRepair(num_bugs=num_bugs)
+    env = CodeRepair(style="terse", num_bugs=num_bugs)
     digest = hashlib.sha256()
     for seed in (*range(4), *range(FIRST_TRAINING_SEED, FIRST_TRAINING_SEED + 4)):
         said, task = env.reset(seed=seed)[0], env.task
@@ -245,6 +245,6 @@ def test_impossible_settings_are_refused(kwargs: dict[str, object], error: type[
 
 def test_options_of_the_other_level_are_refused() -> None:
     with pytest.raises(ConfigError, match="unknown options \\['module'\\]; known: function"):
-        CodeRepair(level="tiny").reset(seed=0, options={"module": "roman"})
+        CodeRepair(style="terse", level="tiny").reset(seed=0, options={"module": "roman"})
     with pytest.raises(UnknownNameError, match="did you mean 'sum'"):
-        CodeRepair(level="tiny").reset(seed=0, options={"function": "sums"})
+        CodeRepair(style="terse", level="tiny").reset(seed=0, options={"function": "sums"})

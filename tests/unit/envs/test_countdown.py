@@ -54,14 +54,14 @@ def python_value(text: str) -> Fraction | None:
 def test_a_won_episode_reads_exactly_so() -> None:
     # At the start 8 is nearest to 59, so D = 51; after 7*8 it is 56, d = 3; closer = 0.2 * (1 - 3/51).
     near = 0.2 * (1 - 3 / 51)
-    assert answers(Countdown(), "7*8", "56+3") == [
+    assert answers(Countdown(style="terse"), "7*8", "56+3") == [
         ("56. Left 2 3 56.", {"closer": pytest.approx(near)}, False),
         ("reached", {"reached": 0.8, "closer": pytest.approx(0.2 - near)}, True),
     ]
 
 
 def test_a_lost_episode_is_terminated_and_shows_one_way() -> None:
-    env = Countdown(max_turns=3)
+    env = Countdown(style="terse", max_turns=3)
     assert answers(env, "2*3", "6/4", "x")[-1] == ("lost: 8*7, 56+3", {"illegal": -0.05}, True)
 
 
@@ -80,7 +80,7 @@ def test_a_verbose_episode_reads_exactly_so() -> None:
 
 
 def test_a_whole_expression_wins_in_one_turn_with_the_top_return() -> None:
-    [(text, terms, terminated)] = answers(Countdown(), "(7 * 8) + 3")
+    [(text, terms, terminated)] = answers(Countdown(style="terse"), "(7 * 8) + 3")
     assert (text, terminated, sum(terms.values())) == ("reached", True, pytest.approx(1.0))
 
 
@@ -114,13 +114,13 @@ def test_a_whole_expression_wins_in_one_turn_with_the_top_return() -> None:
     ],
 )
 def test_everything_else_is_illegal_says_why_and_changes_nothing(action: str, error: str) -> None:
-    env = Countdown()
+    env = Countdown(style="terse")
     assert answers(env, action) == [(f"{error}. Left 2 3 7 8.", {"illegal": -0.05}, False)]
     assert env.pool == (2, 3, 7, 8)
 
 
 def test_what_was_used_is_gone_and_undo_brings_it_back() -> None:
-    heard = answers(Countdown(), "7+8", "7+2", "undo", "7+2", "undo", "undo")
+    heard = answers(Countdown(style="terse"), "7+8", "7+2", "undo", "7+2", "undo", "undo")
     assert [text for text, *_ in heard] == [
         "15. Left 2 3 15.",
         "there is no 7. Left 2 3 15.",
@@ -133,7 +133,7 @@ def test_what_was_used_is_gone_and_undo_brings_it_back() -> None:
 
 
 def test_going_back_and_forth_earns_nothing_together() -> None:
-    heard = answers(Countdown(max_turns=10), *["7*8", "undo"] * 4)
+    heard = answers(Countdown(style="terse", max_turns=10), *["7*8", "undo"] * 4)
     assert sum(value for _, terms, _ in heard for value in terms.values()) == pytest.approx(0.0, abs=1e-12)
 
 
@@ -201,7 +201,7 @@ def test_every_drawn_task_can_be_solved_and_lies_in_its_ranges() -> None:
 
 def test_ranges_without_tasks_are_refused() -> None:
     with pytest.raises(ConfigError, match="found none in 10000"):
-        Countdown(min_target=10**8, max_target=10**8).reset(seed=0)
+        Countdown(style="terse", min_target=10**8, max_target=10**8).reset(seed=0)
 
 
 def tasks_of(env: Countdown, seeds: range) -> set[Task]:
@@ -213,7 +213,9 @@ def tasks_of(env: Countdown, seeds: range) -> set[Task]:
 
 
 def test_training_meets_no_task_of_the_evaluation() -> None:
-    env = Countdown(num_numbers=3, max_number=5, max_target=20)  # few enough tasks that both sides come back to theirs
+    env = Countdown(
+        style="terse", num_numbers=3, max_number=5, max_target=20
+    )  # few enough tasks that both sides come back to theirs
     held_out, train = tasks_of(env, range(300)), tasks_of(env, range(2**31, 2**31 + 300))
     assert len(held_out) >= 5
     assert len(train) >= 20
@@ -221,7 +223,7 @@ def test_training_meets_no_task_of_the_evaluation() -> None:
 
 
 def test_the_reference_earns_the_top_and_random_play_does_not() -> None:
-    env = Countdown()
+    env = Countdown(style="terse")
     returns: dict[str, list[float]] = {"reference": [], "random": []}
     for name, seed in itertools.product(returns, range(60)):
         env.reset(seed=seed)
@@ -238,14 +240,14 @@ def test_the_reference_earns_the_top_and_random_play_does_not() -> None:
 
 
 def test_the_lowest_return_is_that_of_illegal_answers_only() -> None:
-    env = Countdown()
+    env = Countdown(style="terse")
     heard = answers(env, *["x"] * 6)
     assert heard[-1][2]
     assert sum(terms["illegal"] for _, terms, _ in heard) == pytest.approx(env.reward_range[0])
 
 
 def test_an_answer_that_could_not_be_read_uses_up_a_turn() -> None:
-    env = Countdown(max_turns=3)
+    env = Countdown(style="terse", max_turns=3)
     env.reset(seed=0, options=TASK)
     text, reward, terminated, _, _ = env.invalid_action("unclosed <think>")
     assert (text, dict(reward.terms), terminated) == ("unclosed <think>. Left 2 3 7 8.", {"illegal": -0.05}, False)
@@ -277,11 +279,11 @@ def test_impossible_settings_are_refused_with_the_value(kwargs: dict[str, object
 )
 def test_wrong_reset_options_are_refused(options: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        Countdown().reset(seed=0, options=options)
+        Countdown(style="terse").reset(seed=0, options=options)
 
 
 def test_stepping_outside_an_episode_is_an_error() -> None:
-    env = Countdown()
+    env = Countdown(style="terse")
     with pytest.raises(ResetNeeded):
         env.step("7*8")
     answers(env, "(7*8)+3")

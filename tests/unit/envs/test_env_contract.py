@@ -34,7 +34,7 @@ def test_the_contract_is_kept(name: str, kwargs: dict[str, Any]) -> None:
 
 
 def test_the_score_command_prints_what_the_players_earn(capsys: pytest.CaptureFixture[str]) -> None:
-    main(["GuessNumber", "--episodes", "3", "high=1", "max_guesses=2"])
+    main(["GuessNumber", "--episodes", "3", "high=1", "max_guesses=2", "style=terse"])
     # One number: both players say "1" (1 byte) to "Guess 1-1. 2 tries." (19) and hear "correct" (7).
     assert [line.split() for line in capsys.readouterr().out.splitlines()[1:]] == [
         ["reference", "1.000", "1.000", "1.00", "19.0", "7.0", "1.0"],

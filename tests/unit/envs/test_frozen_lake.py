@@ -43,12 +43,12 @@ def play(env: FrozenLake, policy: str, seed: int) -> tuple[float, int, Reward]:
 
 
 def test_the_first_observation_is_the_map_with_the_agent_and_its_legal_moves() -> None:
-    assert FrozenLake().reset(seed=0)[0] == "A to G, not H.\nAFFF\nFHFH\nFFFH\nHFFG\nd/r"
+    assert FrozenLake(style="terse").reset(seed=0)[0] == "A to G, not H.\nAFFF\nFHFH\nFFFH\nHFFG\nd/r"
 
 
 def test_a_won_episode_reads_exactly_so() -> None:
     # Four moves, so each step is worth 0.25 / 4 = 0.0625, and the last gives back the 0.1875 advanced until then.
-    assert answers(FrozenLake(map=CORRIDOR), "r", "Right", " R\n", "r") == [
+    assert answers(FrozenLake(style="terse", map=CORRIDOR), "r", "Right", " R\n", "r") == [
         ("SAFFG\nl/r", {"progress": 0.0625}, False, False),
         ("SFAFG\nl/r", {"progress": 0.0625}, False, False),
         ("SFFAG\nl/r", {"progress": 0.0625}, False, False),
@@ -57,7 +57,7 @@ def test_a_won_episode_reads_exactly_so() -> None:
 
 
 def test_falling_takes_the_advance_back_and_ends_the_episode() -> None:
-    assert answers(FrozenLake(map=["SFG", "FHF"]), "r", "d") == [
+    assert answers(FrozenLake(style="terse", map=["SFG", "FHF"]), "r", "d") == [
         ("SAG\nFHF\nl/d/r", {"progress": 0.125}, False, False),
         ("hole", {"progress": -0.125}, True, False),
     ]
@@ -65,7 +65,7 @@ def test_falling_takes_the_advance_back_and_ends_the_episode() -> None:
 
 @pytest.mark.parametrize("text", ["", "x", "righ", "right!", "go right", "2", "r r", "u", "l"])
 def test_anything_but_a_move_on_the_lake_is_illegal_and_costs_a_step(text: str) -> None:
-    env = FrozenLake(max_steps=6)
+    env = FrozenLake(style="terse", max_steps=6)
     assert answers(env, text) == [
         ("illegal\nAFFF\nFHFH\nFFFH\nHFFG\nd/r", {"illegal": -0.05}, False, False),
     ]
@@ -73,7 +73,7 @@ def test_anything_but_a_move_on_the_lake_is_illegal_and_costs_a_step(text: str) 
 
 
 def test_an_answer_that_could_not_be_read_costs_a_step_too() -> None:
-    env = FrozenLake(map=CORRIDOR, max_steps=4)
+    env = FrozenLake(style="terse", map=CORRIDOR, max_steps=4)
     env.reset(seed=0)
     text, reward, terminated, truncated, _ = env.invalid_action("unclosed <think>")
     assert (text, dict(reward.terms)) == ("unclosed <think>\nAFFFG\nr", {"illegal": -0.05})
@@ -81,13 +81,13 @@ def test_an_answer_that_could_not_be_read_costs_a_step_too() -> None:
 
 
 def test_running_out_of_steps_is_a_truncation_that_keeps_the_advance() -> None:
-    heard = answers(FrozenLake(map=CORRIDOR, max_steps=4), "r", "r", "l", "r")
+    heard = answers(FrozenLake(style="terse", map=CORRIDOR, max_steps=4), "r", "r", "l", "r")
     assert heard[-1] == ("SFAFG\nl/r", {"progress": 0.0625}, False, True)
     assert sum(value for _, terms, _, _ in heard for value in terms.values()) == 0.125  # two of four moves done: 0.25/2
 
 
 def test_reaching_the_goal_on_the_last_step_is_no_truncation() -> None:
-    assert answers(FrozenLake(map=CORRIDOR, max_steps=4), "r", "r", "r", "r")[-1][2:] == (True, False)
+    assert answers(FrozenLake(style="terse", map=CORRIDOR, max_steps=4), "r", "r", "r", "r")[-1][2:] == (True, False)
 
 
 def test_a_verbose_episode_reads_exactly_so() -> None:
@@ -102,21 +102,21 @@ def test_a_verbose_episode_reads_exactly_so() -> None:
 
 @pytest.mark.parametrize("name", ["4x4", "8x8"])
 def test_named_maps_are_gymnasium_s(name: str) -> None:
-    env = FrozenLake(map=name)
+    env = FrozenLake(style="terse", map=name)
     env.reset(seed=0)
     assert list(env.lake) == MAPS[name]
 
 
 @pytest.mark.parametrize("size", [2, 4, 8])
 def test_random_maps_are_gymnasium_s_for_the_episode_s_seed(size: int) -> None:
-    env = FrozenLake(map="random", size=size)
+    env = FrozenLake(style="terse", map="random", size=size)
     for seed in range(50):
         env.reset(seed=seed)
         assert list(env.lake) == generate_random_map(size=size, seed=seed)
 
 
 def test_an_unseeded_reset_goes_on_to_another_map() -> None:
-    env, again = FrozenLake(map="random"), FrozenLake(map="random")
+    env, again = FrozenLake(style="terse", map="random"), FrozenLake(style="terse", map="random")
     maps = []
     for lake in (env, again):
         lake.reset(seed=5)
@@ -128,7 +128,7 @@ def test_an_unseeded_reset_goes_on_to_another_map() -> None:
 
 
 def test_slippery_ice_follows_gymnasium_s_transition_table() -> None:
-    env = FrozenLake(is_slippery=True)
+    env = FrozenLake(style="terse", is_slippery=True)
     counts = {0: 0, 1: 0, 4: 0}
     for seed in range(1500):
         env.reset(seed=seed)
@@ -140,14 +140,14 @@ def test_slippery_ice_follows_gymnasium_s_transition_table() -> None:
 
 
 def test_the_ice_does_not_repeat_the_draws_that_made_the_map() -> None:
-    env = FrozenLake(map="random", is_slippery=True)
+    env = FrozenLake(style="terse", map="random", is_slippery=True)
     env.reset(seed=11)
     slips = env._inner.np_random.random(4)
     assert not np.isin(slips, np.random.default_rng(11).random(64)).any()
 
 
 def test_pushing_against_the_edge_is_legal_only_on_slippery_ice() -> None:
-    env = FrozenLake(is_slippery=True, max_steps=9)
+    env = FrozenLake(style="terse", is_slippery=True, max_steps=9)
     assert env.reset(seed=0)[0].endswith("\nl/d/r/u")
     assert "illegal" not in env.step("l")[1].terms
 
@@ -179,7 +179,7 @@ def test_distances_are_the_step_counts_of_gymnasium_s_own_dynamics() -> None:
 
 
 def test_every_path_to_the_goal_returns_exactly_the_top() -> None:
-    env = FrozenLake(map=["SF", "FG"], max_steps=6)
+    env = FrozenLake(style="terse", map=["SF", "FG"], max_steps=6)
     won = set()
     for moves in itertools.product("ldru", repeat=6):
         env.reset(seed=0)
@@ -198,14 +198,14 @@ def test_every_path_to_the_goal_returns_exactly_the_top() -> None:
 
 
 def test_walking_to_and_fro_earns_nothing() -> None:
-    env = FrozenLake(map="8x8")
+    env = FrozenLake(style="terse", map="8x8")
     heard = answers(env, *["r", "l"] * 32)
     assert heard[-1][3]
     assert sum(value for _, terms, _, _ in heard for value in terms.values()) == 0.0
 
 
 def test_reference_earns_the_top_by_a_shortest_path_on_200_random_maps_and_random_play_does_not() -> None:
-    env = FrozenLake(map="random")
+    env = FrozenLake(style="terse", map="random")
     random_wins = 0
     for seed in range(200):
         total, turns, last = play(env, "reference", seed)
@@ -216,7 +216,7 @@ def test_reference_earns_the_top_by_a_shortest_path_on_200_random_maps_and_rando
 
 
 def test_on_slippery_ice_the_reference_reaches_the_optimum() -> None:
-    env = FrozenLake(is_slippery=True, max_steps=100)
+    env = FrozenLake(style="terse", is_slippery=True, max_steps=100)
     env.reset(seed=0)
     table = env.transitions
     # The optimum by an independent implementation: the transition tensor, iterated 100 times.
@@ -241,7 +241,7 @@ def test_on_slippery_ice_the_reference_reaches_the_optimum() -> None:
 
 @pytest.mark.parametrize("kwargs", [{}, {"map": "random"}, {"map": "random", "size": 3, "is_slippery": True}])
 def test_a_thousand_random_episodes_stay_in_the_stated_range(kwargs: dict[str, object]) -> None:
-    env = FrozenLake(**kwargs)
+    env = FrozenLake(style="terse", **kwargs)
     low, high = env.reward_range
     rng = np.random.default_rng(0)
     words = ["l", "d", "r", "u", "left", "DOWN", "", "x"]
@@ -256,7 +256,7 @@ def test_a_thousand_random_episodes_stay_in_the_stated_range(kwargs: dict[str, o
 
 
 def test_the_lowest_return_is_that_of_illegal_answers_only() -> None:
-    env = FrozenLake()
+    env = FrozenLake(style="terse")
     heard = answers(env, *["x"] * 16)
     assert heard[-1][3]
     total = sum(value for _, terms, _, _ in heard for value in terms.values())
@@ -289,11 +289,11 @@ def test_impossible_settings_are_refused_with_the_value(
 
 def test_reset_options_are_refused() -> None:
     with pytest.raises(ConfigError, match="expected no options, got \\['map'\\]"):
-        FrozenLake().reset(seed=0, options={"map": "8x8"})
+        FrozenLake(style="terse").reset(seed=0, options={"map": "8x8"})
 
 
 def test_stepping_outside_an_episode_is_an_error() -> None:
-    env = FrozenLake(map=CORRIDOR)
+    env = FrozenLake(style="terse", map=CORRIDOR)
     with pytest.raises(ResetNeeded):
         env.step("r")
     answers(env, "r", "r", "r", "r")
@@ -308,7 +308,7 @@ def test_gymnasium_s_checker_accepts_it() -> None:
 def test_pygame_is_not_needed() -> None:
     code = (
         "import sys; sys.modules['pygame'] = None; from gspo_gym_envs.frozen_lake.env import FrozenLake; "
-        "print(FrozenLake().reset(seed=0)[0])"
+        "print(FrozenLake(style='terse').reset(seed=0)[0])"
     )
     run = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, check=True)
     assert run.stdout.startswith("A to G")

@@ -46,7 +46,7 @@ def play(env: GuessNumber, policy: str, seed: int) -> tuple[list[str], float, bo
 
 
 def test_a_won_episode_reads_exactly_so() -> None:
-    env = GuessNumber()
+    env = GuessNumber(style="terse")
     assert env.reset(seed=0, options={"number": 6})[0] == "Guess 1-8. 4 tries."
     assert answers(env, 6, "4", "7", "6") == [
         ("higher", {}, False, False),
@@ -56,7 +56,7 @@ def test_a_won_episode_reads_exactly_so() -> None:
 
 
 def test_a_lost_episode_is_terminated_by_its_own_rule_and_names_the_number() -> None:
-    assert answers(GuessNumber(), 6, "8", "8", "five", "5") == [
+    assert answers(GuessNumber(style="terse"), 6, "8", "8", "five", "5") == [
         ("lower", {}, False, False),
         ("lower", {"inconsistent": -0.1}, False, False),
         ("not a number 1-8", {"illegal": -0.1}, False, False),
@@ -79,16 +79,16 @@ def test_a_verbose_episode_reads_exactly_so() -> None:
 
 @pytest.mark.parametrize("text", ["6", " 6\n", "+6", "06"])
 def test_an_integer_alone_is_a_guess(text: str) -> None:
-    assert answers(GuessNumber(), 6, text) == [("correct", {"found": 1.0}, True, False)]
+    assert answers(GuessNumber(style="terse"), 6, text) == [("correct", {"found": 1.0}, True, False)]
 
 
 @pytest.mark.parametrize("text", ["", "6.", "6.0", "six", "my guess: 6", "6 7", "٦", "6_0", "0", "9", "-6", "6" * 5000])
 def test_anything_else_is_illegal_and_costs_a_try(text: str) -> None:
-    assert answers(GuessNumber(), 6, text) == [("not a number 1-8", {"illegal": -0.1}, False, False)]
+    assert answers(GuessNumber(style="terse"), 6, text) == [("not a number 1-8", {"illegal": -0.1}, False, False)]
 
 
 def test_an_answer_that_could_not_be_read_costs_a_try_too() -> None:
-    env = GuessNumber(max_guesses=2)
+    env = GuessNumber(style="terse", max_guesses=2)
     env.reset(seed=0, options={"number": 6})
     text, reward, terminated, _, _ = env.invalid_action("unclosed <think>")
     assert (text, dict(reward.terms), terminated) == ("unclosed <think>", {"illegal": -0.1}, False)
@@ -97,7 +97,7 @@ def test_an_answer_that_could_not_be_read_costs_a_try_too() -> None:
 
 
 def test_the_number_is_uniform_and_the_same_for_the_same_seed() -> None:
-    first, second = GuessNumber(), GuessNumber()
+    first, second = GuessNumber(style="terse"), GuessNumber(style="terse")
     counts = np.zeros(9, int)
     for seed in range(4000):
         first.reset(seed=seed)
@@ -114,7 +114,7 @@ def success_probability(n: int, k: int, allowed: str) -> Fraction:
 
     "all": the whole range; "consistent": what the hints so far leave.
     """
-    env = GuessNumber(low=1, high=n, max_guesses=k)
+    env = GuessNumber(style="terse", low=1, high=n, max_guesses=k)
     total = Fraction(0)
     for number in range(1, n + 1):
         for guesses in itertools.product(range(1, n + 1), repeat=k):
@@ -171,7 +171,7 @@ def test_the_readme_states_the_exact_probabilities_of_the_default() -> None:
 
 @pytest.mark.parametrize(("n", "k"), [(8, 4), (7, 3), (1, 1), (100, 7), (127, 7)])
 def test_the_reference_wins_for_every_number_when_two_to_the_k_exceeds_n(n: int, k: int) -> None:
-    env = GuessNumber(low=1, high=n, max_guesses=k)
+    env = GuessNumber(style="terse", low=1, high=n, max_guesses=k)
     assert 2**k > n
     returns = {play_number(env, number) for number in range(1, n + 1)}
     assert returns == {1.0}
@@ -190,7 +190,7 @@ def play_number(env: GuessNumber, number: int) -> float:
 
 
 def test_with_8_numbers_and_3_tries_binary_search_finds_exactly_7() -> None:
-    env = GuessNumber(max_guesses=3)
+    env = GuessNumber(style="terse", max_guesses=3)
     assert sum(play_number(env, number) for number in range(1, 9)) == 7.0
 
 
@@ -204,7 +204,7 @@ def test_the_reference_needs_nothing_but_the_conversation() -> None:
 
 
 def test_reference_earns_the_top_on_200_seeds_and_blind_guessing_does_not() -> None:
-    env = GuessNumber()
+    env = GuessNumber(style="terse")
     top = env.reward_range[1]
     assert [play(env, "reference", seed)[1:] for seed in range(200)] == [(top, True)] * 200
     wins = sum(play(env, "random", seed)[2] is True for seed in range(200))
@@ -225,7 +225,7 @@ def test_reference_earns_the_top_on_200_seeds_and_blind_guessing_does_not() -> N
     ],
 )
 def test_every_mistake_on_the_way_takes_a_tenth_off_a_win(guesses: str, expected: float) -> None:
-    heard = answers(GuessNumber(), 6, *guesses.split())
+    heard = answers(GuessNumber(style="terse"), 6, *guesses.split())
     total = sum(value for _, terms, _, _ in heard for value in terms.values())
     assert total == pytest.approx(expected, abs=1e-12)  # four decimal tenths: rounding below 1e-15
 
@@ -235,13 +235,13 @@ def test_every_mistake_on_the_way_takes_a_tenth_off_a_win(guesses: str, expected
     [({}, ["x"] * 4), ({"inconsistent_penalty": 0.5}, ["8"] * 4), ({"low": 1, "high": 1}, ["x"] * 4)],
 )
 def test_the_reward_range_is_attained_from_below(kwargs: dict[str, float], worst: list[str]) -> None:
-    env = GuessNumber(**kwargs)
+    env = GuessNumber(style="terse", **kwargs)
     total = sum(value for _, terms, _, _ in answers(env, 1, *worst) for value in terms.values())
     assert total == pytest.approx(env.reward_range[0], abs=1e-12)  # four decimal fractions: rounding below 1e-15
 
 
 def test_a_thousand_random_episodes_stay_in_the_stated_range() -> None:
-    env = GuessNumber()
+    env = GuessNumber(style="terse")
     rng = np.random.default_rng(0)
     words = [*map(str, range(-1, 11)), "", "x", "4.", "higher"]
     low, high = env.reward_range
@@ -257,7 +257,7 @@ def test_a_thousand_random_episodes_stay_in_the_stated_range() -> None:
 
 
 def test_reset_options_choose_the_number_without_moving_the_generator() -> None:
-    chosen, drawn = GuessNumber(), GuessNumber()
+    chosen, drawn = GuessNumber(style="terse"), GuessNumber(style="terse")
     chosen.reset(seed=3, options={"number": 2})
     drawn.reset(seed=3)
     assert chosen._number == 2
@@ -285,7 +285,7 @@ def test_impossible_settings_are_refused_with_the_value(kwargs: dict[str, object
 )
 def test_wrong_reset_options_are_refused(options: dict[str, int], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        GuessNumber().reset(seed=0, options=options)
+        GuessNumber(style="terse").reset(seed=0, options=options)
 
 
 def test_gymnasium_s_checker_accepts_it() -> None:
@@ -293,7 +293,7 @@ def test_gymnasium_s_checker_accepts_it() -> None:
 
 
 def test_stepping_outside_an_episode_is_an_error() -> None:
-    env = GuessNumber()
+    env = GuessNumber(style="terse")
     with pytest.raises(ResetNeeded):
         env.step("4")
     answers(env, 6, "6")

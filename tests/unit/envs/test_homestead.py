@@ -26,7 +26,7 @@ def land(rows: list[str], **kwargs: object) -> World:
 
 def on(rows: list[str], **kwargs: object) -> Homestead:
     """The environment with an episode on a land of ours."""
-    env = Homestead(**kwargs)
+    env = Homestead(style="terse", **kwargs)
     env.reset(seed=0)
     env.world = land(rows)
     return env
@@ -144,7 +144,7 @@ def test_death_terminates_and_is_no_success() -> None:
 
 
 def test_the_turn_limit_truncates() -> None:
-    env = Homestead(max_turns=2)
+    env = Homestead(style="terse", max_turns=2)
     env.reset(seed=0)
     assert env.step("wait")[2:4] == (False, False)
     text, reward, terminated, truncated, _ = env.step("wait")
@@ -163,7 +163,7 @@ def test_the_last_achievement_terminates_at_once() -> None:
 
 @pytest.mark.parametrize("kwargs", [{}, {"size": 12}])
 def test_the_reference_achieves_everything(kwargs: dict[str, int]) -> None:
-    env = Homestead(**kwargs)
+    env = Homestead(style="terse", **kwargs)
     seeds = (*range(3), 609, 1425, 2**31)  # in 609 and 1425 careless building cuts off the stone, or the crop
     for seed in seeds:
         total, reward, text = play(env, "reference", seed)
@@ -171,21 +171,21 @@ def test_the_reference_achieves_everything(kwargs: dict[str, int]) -> None:
 
 
 def test_random_play_achieves_a_few() -> None:
-    env = Homestead()
+    env = Homestead(style="terse")
     returns = [play(env, "random", seed)[0] for seed in range(20)]
     assert 0.05 < np.mean(returns) < 0.4  # one to eight of twenty; more would make the game trivial
     assert min(returns) >= env.reward_range[0]
 
 
 def test_illegal_answers_only_are_the_lowest_return() -> None:
-    env = Homestead(max_turns=5)
+    env = Homestead(style="terse", max_turns=5)
     env.reset(seed=0)
     rewards = [float(env.step("")[1]) for _ in range(5)]
     assert sum(rewards) == pytest.approx(env.reward_range[0])
 
 
 def test_seeds_are_lands_and_the_same_seed_is_the_same_land() -> None:
-    env, other = Homestead(), Homestead()
+    env, other = Homestead(style="terse"), Homestead(style="terse")
     lands = set()
     for seed in range(20):
         assert env.reset(seed=seed)[0] == other.reset(seed=seed)[0]
@@ -195,7 +195,7 @@ def test_seeds_are_lands_and_the_same_seed_is_the_same_land() -> None:
 
 
 def test_chance_within_an_episode_follows_from_the_seed() -> None:
-    env, other = Homestead(), Homestead()
+    env, other = Homestead(style="terse"), Homestead(style="terse")
     for one in (env, other):
         one.reset(seed=3)
     answers = [[one.step(",".join(["wait"] * 8))[0] for _ in range(12)] for one in (env, other)]  # 96 steps, a night
@@ -232,11 +232,11 @@ def test_impossible_settings_are_refused_with_the_value(kwargs: dict[str, object
 
 def test_reset_options_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"expected no options, got \['land'\]"):
-        Homestead().reset(seed=0, options={"land": 1})
+        Homestead(style="terse").reset(seed=0, options={"land": 1})
 
 
 def test_stepping_outside_an_episode_is_an_error() -> None:
-    env = Homestead(max_turns=1)
+    env = Homestead(style="terse", max_turns=1)
     with pytest.raises(ResetNeeded):
         env.step("wait")
     env.reset(seed=0)

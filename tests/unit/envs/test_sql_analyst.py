@@ -46,7 +46,7 @@ def turn(env: SqlAnalyst, action: Message | str) -> tuple[list[str], dict[str, f
 
 def zoo(question: str, **kwargs: object) -> SqlAnalyst:
     """An environment of level tiny at the first seed that asks the question."""
-    env = SqlAnalyst(level="tiny", **kwargs)
+    env = SqlAnalyst(style="terse", level="tiny", **kwargs)
     for seed in range(10_000):
         if env.reset(seed=seed)[0] == question:
             return env
@@ -94,7 +94,7 @@ def test_a_right_guess_without_looking_earns_less_than_the_top() -> None:
 
 
 def test_the_first_observation_is_the_question_and_verbose_adds_instructions() -> None:
-    terse, verbose = SqlAnalyst(level="easy"), SqlAnalyst(level="easy", style="verbose", max_steps=5)
+    terse, verbose = SqlAnalyst(style="terse", level="easy"), SqlAnalyst(level="easy", style="verbose", max_steps=5)
     assert verbose.reset(seed=3)[0] == (
         "Answer the question below from the database. Look at it with the tools; then call `answer` once, with the "
         f"bare value, or several values separated by commas. You have 5 turns.\n{terse.reset(seed=3)[0]}"
@@ -182,7 +182,7 @@ def test_answering_in_the_last_turn_is_no_truncation() -> None:
 
 
 def test_a_result_is_shown_as_lines_of_cells_and_cut_at_the_row_limit() -> None:
-    env = SqlAnalyst(level="easy", max_rows=10)
+    env = SqlAnalyst(style="terse", level="easy", max_rows=10)
     env.reset(seed=0)
     endless = "WITH RECURSIVE c(x) AS (SELECT 1 UNION ALL SELECT x + 1 FROM c)"
     assert turn(env, query(f"{endless} SELECT x FROM c"))[0] == [
@@ -221,7 +221,7 @@ LEVELS = ["tiny", "easy", "medium", "hard", "mixed"]
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_reference_earns_exactly_the_top_on_200_seeds(level: str) -> None:
-    env = SqlAnalyst(level=level)
+    env = SqlAnalyst(style="terse", level=level)
     for seed in range(200):
         _, rewards, truncated = play(env, "reference", seed)
         assert sum(rewards) == env.reward_range[1] == 1.0
@@ -231,7 +231,7 @@ def test_reference_earns_exactly_the_top_on_200_seeds(level: str) -> None:
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_random_play_is_legal_and_far_from_the_top(level: str) -> None:
-    env = SqlAnalyst(level=level)
+    env = SqlAnalyst(style="terse", level=level)
     wins = 0
     for seed in range(200):
         messages, rewards, _ = play(env, "random", seed)
@@ -243,7 +243,7 @@ def test_random_play_is_legal_and_far_from_the_top(level: str) -> None:
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_the_player_of_the_needed_table_reads_one_that_the_question_needs(level: str) -> None:
-    env = SqlAnalyst(level=level)
+    env = SqlAnalyst(style="terse", level=level)
     for seed in range(40):
         messages, _, _ = play(env, "needed_table", seed)
         table = str(messages[1].tool_calls[0].arguments["sql"]).split()[-1]
@@ -252,14 +252,14 @@ def test_the_player_of_the_needed_table_reads_one_that_the_question_needs(level:
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_the_same_seed_gives_the_same_episode(level: str) -> None:
-    first, second = SqlAnalyst(level=level), SqlAnalyst(level=level)
+    first, second = SqlAnalyst(style="terse", level=level), SqlAnalyst(style="terse", level=level)
     second.reset(seed=77)
     for seed in range(10):
         assert play(first, "reference", seed)[0] == play(second, "reference", seed)[0]
 
 
 def test_a_thousand_random_episodes_stay_in_the_stated_range() -> None:
-    env = SqlAnalyst(level="tiny", max_steps=4)
+    env = SqlAnalyst(style="terse", level="tiny", max_steps=4)
     low, high = env.reward_range
     rng = np.random.default_rng(0)
     seen = set()
@@ -284,7 +284,7 @@ def test_a_thousand_random_episodes_stay_in_the_stated_range() -> None:
 
 
 def test_the_tools_offered_can_be_fewer_and_the_players_keep_to_them() -> None:
-    env = SqlAnalyst(level="tiny", tools=["query", "answer"])
+    env = SqlAnalyst(style="terse", level="tiny", tools=["query", "answer"])
     for policy in ("reference", "random"):
         messages, rewards, _ = play(env, policy, 0)
         assert len(rewards) == 2
@@ -295,7 +295,7 @@ def test_the_tools_offered_can_be_fewer_and_the_players_keep_to_them() -> None:
 
 
 def test_the_last_error_that_is_allowed_ends_the_episode() -> None:
-    env = SqlAnalyst(level="tiny", max_errors=2)
+    env = SqlAnalyst(style="terse", level="tiny", max_errors=2)
     for seed in (0, 1):  # errors are counted anew in each episode
         env.reset(seed=seed)
         assert turn(env, Message("assistant", "7"))[1:] == ({"error": -0.05}, False, False)
@@ -306,7 +306,7 @@ def test_the_last_error_that_is_allowed_ends_the_episode() -> None:
 
 
 def test_the_tools_take_few_bytes_of_a_prompt() -> None:
-    schemas = [tool.schema for tool in SqlAnalyst().tools]
+    schemas = [tool.schema for tool in SqlAnalyst(style="terse").tools]
     assert [schema["function"]["name"] for schema in schemas] == ["list_tables", "describe", "query", "answer"]
     assert len(json.dumps(schemas)) < 800
     assert all(len(schema["function"]["description"]) <= 24 for schema in schemas)
@@ -325,7 +325,7 @@ def test_the_gold_answer_is_read_from_the_database_when_it_is_graded() -> None:
 
 
 def test_closing_twice_and_playing_again_is_fine() -> None:
-    env = SqlAnalyst(level="tiny")
+    env = SqlAnalyst(style="terse", level="tiny")
     env.close()
     env.reset(seed=0)
     env.close()
@@ -335,7 +335,7 @@ def test_closing_twice_and_playing_again_is_fine() -> None:
 
 
 def test_stepping_outside_an_episode_is_an_error() -> None:
-    env = SqlAnalyst(level="tiny")
+    env = SqlAnalyst(style="terse", level="tiny")
     with pytest.raises(ResetNeeded):
         env.step(answer("7"))
     play(env, "reference", 0)
@@ -366,7 +366,7 @@ def test_impossible_settings_are_refused_with_the_value(
 
 def test_reset_options_are_refused() -> None:
     with pytest.raises(ConfigError, match="expected no options, got \\['level'\\]"):
-        SqlAnalyst().reset(seed=0, options={"level": "tiny"})
+        SqlAnalyst(style="terse").reset(seed=0, options={"level": "tiny"})
 
 
 def test_gymnasium_s_checker_accepts_it() -> None:

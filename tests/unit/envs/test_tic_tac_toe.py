@@ -140,13 +140,13 @@ def test_an_opponent_of_ones_own_is_shown_the_board_and_its_side() -> None:
         seen.append((board, side))
         return first_free(board, side)
 
-    env = TicTacToe(opponent=opponent, first="agent")
+    env = TicTacToe(style="terse", opponent=opponent, first="agent")
     assert answers(env, "5")[0][0] == "O23\n4X6\n789"
     assert seen == [("    X    ", "O")]
 
 
 def test_an_opponent_that_takes_a_cell_that_is_not_free_is_an_error() -> None:
-    env = TicTacToe(opponent=lambda board, side: 4, first="agent")
+    env = TicTacToe(style="terse", opponent=lambda board, side: 4, first="agent")
     env.reset(seed=0)
     with pytest.raises(ContractError, match=r"expected one of the free cells .* got 4"):
         env.step("5")
@@ -156,7 +156,7 @@ def test_an_opponent_that_takes_a_cell_that_is_not_free_is_an_error() -> None:
 
 
 def test_a_won_episode_reads_exactly_so() -> None:
-    env = TicTacToe(opponent=first_free, first="agent")
+    env = TicTacToe(style="terse", opponent=first_free, first="agent")
     assert env.reset(seed=0)[0] == "You X.\n123\n456\n789"
     assert answers(env, "5", "4", "6") == [
         ("O23\n4X6\n789", {}, False, None),
@@ -166,7 +166,7 @@ def test_a_won_episode_reads_exactly_so() -> None:
 
 
 def test_a_lost_episode_earns_nothing_and_an_illegal_answer_costs() -> None:
-    env = TicTacToe(opponent=first_free, first="opponent")
+    env = TicTacToe(style="terse", opponent=first_free, first="opponent")
     assert env.reset(seed=0)[0] == "You X.\nO23\n456\n789"
     assert answers(env, "1", "9", "8") == [
         ("taken\nO23\n456\n789", {"illegal": -0.1}, False, None),
@@ -188,20 +188,23 @@ def test_a_draw_is_a_success_against_the_perfect_opponent_only() -> None:
     def opponent(board: str, side: str) -> int:
         return best_cells(board, side)[0]
 
-    for env, is_success in ((TicTacToe(opponent="minimax"), True), (TicTacToe(opponent=opponent), False)):
+    for env, is_success in (
+        (TicTacToe(style="terse", opponent="minimax"), True),
+        (TicTacToe(style="terse", opponent=opponent), False),
+    ):
         said, total, success = play(env, "minimax", seed=1)
         assert (said[-1], total, success) == ("draw", 0.5, is_success)
 
 
 @pytest.mark.parametrize("text", ["", "0", "10", "x", "5.", "٥", "5 6", "123456789" * 500])
 def test_anything_but_a_digit_is_illegal(text: str) -> None:
-    env = TicTacToe(opponent=first_free, first="agent")
+    env = TicTacToe(style="terse", opponent=first_free, first="agent")
     [(heard, terms, _, _)] = answers(env, text)
     assert (heard, terms) == ("not 1-9\n123\n456\n789", {"illegal": -0.1})
 
 
 def test_the_third_illegal_answer_forfeits_the_game() -> None:
-    assert answers(TicTacToe(first="agent"), "x", "", "0") == [
+    assert answers(TicTacToe(style="terse", first="agent"), "x", "", "0") == [
         ("not 1-9\n123\n456\n789", {"illegal": -0.1}, False, None),
         ("not 1-9\n123\n456\n789", {"illegal": -0.1}, False, None),
         ("forfeit", {"illegal": -0.1}, True, False),
@@ -209,7 +212,7 @@ def test_the_third_illegal_answer_forfeits_the_game() -> None:
 
 
 def test_who_begins_is_drawn_evenly_or_chosen() -> None:
-    env = TicTacToe()
+    env = TicTacToe(style="terse")
     num_first = sum(env.reset(seed=seed)[0] == "You X.\n123\n456\n789" for seed in range(400))
     assert abs(num_first - 200) < 50  # Binomial(400, 1/2): standard deviation 10; five deviations
     for seed in range(5):
@@ -221,7 +224,7 @@ def test_who_begins_is_drawn_evenly_or_chosen() -> None:
 
 
 def test_playing_both_sides_the_side_to_move_is_told_and_each_blunder_is_charged_to_its_move() -> None:
-    env = TicTacToe(opponent="self")
+    env = TicTacToe(style="terse", opponent="self")
     assert env.reset(seed=0)[0] == "X to move\n123\n456\n789"
     heard = answers(env, "1", "2")
     # 2 answers a corner with an edge: lost (X takes the middle and makes two threats), so it is a blunder of O's.
@@ -230,7 +233,7 @@ def test_playing_both_sides_the_side_to_move_is_told_and_each_blunder_is_charged
 
 
 def test_playing_both_sides_a_win_earns_nothing_and_a_draw_does() -> None:
-    env = TicTacToe(opponent="self")
+    env = TicTacToe(style="terse", opponent="self")
     *_, (text, terms, terminated, success) = answers(env, "1", "2", "5", "3", "9")
     assert (text, terms, terminated, success) == ("X won", {}, True, False)
     said, total, success = play(env, "reference", seed=0)
@@ -238,7 +241,7 @@ def test_playing_both_sides_a_win_earns_nothing_and_a_draw_does() -> None:
 
 
 def test_one_side_losing_on_purpose_earns_less_than_a_draw() -> None:
-    heard = answers(TicTacToe(opponent="self"), "1", "4", "2", "5", "3")
+    heard = answers(TicTacToe(style="terse", opponent="self"), "1", "4", "2", "5", "3")
     assert heard[-1][0] == "X won"
     assert sum(value for _, terms, *_ in heard for value in terms.values()) < 0
 
@@ -258,7 +261,7 @@ def most_blunders(board: str, side: str, blunderer: str | None) -> int:
     ("opponent", "expected"), [("random", (-0.3, 1.0)), ("minimax", (-0.4, 0.5)), ("self", (-1.0, 0.5))]
 )
 def test_the_reward_range_follows_from_the_opponent(opponent: str, expected: tuple[float, float]) -> None:
-    assert TicTacToe(opponent=opponent).reward_range == pytest.approx(expected)
+    assert TicTacToe(style="terse", opponent=opponent).reward_range == pytest.approx(expected)
 
 
 def test_a_perfect_opponent_leaves_one_blunder_and_both_sides_make_seven_at_most() -> None:
@@ -269,7 +272,7 @@ def test_a_perfect_opponent_leaves_one_blunder_and_both_sides_make_seven_at_most
 
 @pytest.mark.parametrize("opponent", ["random", "minimax", "self"])
 def test_the_reference_earns_the_top_and_random_play_stays_in_range(opponent: str) -> None:
-    env = TicTacToe(opponent=opponent)
+    env = TicTacToe(style="terse", opponent=opponent)
     low, high = env.reward_range
     assert {play(env, "reference", seed)[1:] for seed in range(50)} == {(high, True)}
     returns = [play(env, "random", seed)[1] for seed in range(200)]
@@ -278,12 +281,12 @@ def test_the_reference_earns_the_top_and_random_play_stays_in_range(opponent: st
 
 
 def test_perfect_play_never_loses_to_the_random_opponent() -> None:
-    endings = Counter(play(TicTacToe(), "minimax", seed)[0][-1] for seed in range(200))
+    endings = Counter(play(TicTacToe(style="terse"), "minimax", seed)[0][-1] for seed in range(200))
     assert set(endings) == {"won", "draw"}
 
 
 def test_an_answer_that_could_not_be_read_is_illegal() -> None:
-    env = TicTacToe(first="agent")
+    env = TicTacToe(style="terse", first="agent")
     env.reset(seed=0)
     text, reward, terminated, _, _ = env.invalid_action("unclosed <think>")
     assert (text, dict(reward.terms), terminated) == ("unclosed <think>\n123\n456\n789", {"illegal": -0.1}, False)
@@ -308,11 +311,11 @@ def test_impossible_settings_are_refused(kwargs: dict[str, object], error: type[
 @pytest.mark.parametrize("options", [{"frst": "agent"}, {"first": "me"}, {"first": "agent", "x": 1}])
 def test_wrong_reset_options_are_refused(options: dict[str, object]) -> None:
     with pytest.raises(ConfigError, match="expected the option first"):
-        TicTacToe().reset(seed=0, options=options)
+        TicTacToe(style="terse").reset(seed=0, options=options)
 
 
 def test_stepping_outside_an_episode_is_an_error() -> None:
-    env = TicTacToe()
+    env = TicTacToe(style="terse")
     with pytest.raises(ResetNeeded):
         env.step("5")
     answers(env, "x", "x", "x")

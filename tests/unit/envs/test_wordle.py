@@ -67,7 +67,7 @@ def test_a_won_episode_reads_exactly_so() -> None:
     # Of the six words, light leaves night, right and sight; light again rules nothing out and contradicts its own mark;
     # these tells the three apart as far as sight or not, because only sight has its s.
     share = math.log(6 / 3) / math.log(6)
-    assert answers(Wordle(words=WORDS), "sight", "light", "LIGHT ", "these", "sight") == [
+    assert answers(Wordle(style="terse", words=WORDS), "sight", "light", "LIGHT ", "these", "sight") == [
         ("light .gggg", {"information": pytest.approx(0.2 * share)}, False),
         ("light .gggg", {"information": 0.0, "inconsistent": -0.05}, False),
         ("these yy.y.", {"information": pytest.approx(0.2 * (1 - share)), "inconsistent": -0.05}, False),
@@ -76,7 +76,7 @@ def test_a_won_episode_reads_exactly_so() -> None:
 
 
 def test_a_lost_episode_is_terminated_and_names_the_word() -> None:
-    heard = answers(Wordle(max_guesses=3), "these", "hello", "sixes", "four")
+    heard = answers(Wordle(style="terse", max_guesses=3), "these", "hello", "sixes", "four")
     assert [text for text, *_ in heard] == ["hello yy...", "not in the list", "lost: these"]
     assert heard[1:] == [
         ("not in the list", {"illegal": -0.05}, False),
@@ -100,17 +100,17 @@ def test_a_verbose_episode_reads_exactly_so() -> None:
     "text", ["", "thes", "theses", "the se", "these those", "th3se", "thèse", "ｔｈｅｓｅ", "these." * 900]
 )
 def test_anything_but_five_letters_is_illegal(text: str) -> None:
-    assert answers(Wordle(), "these", text) == [("not 5 letters", {"illegal": -0.05}, False)]
+    assert answers(Wordle(style="terse"), "these", text) == [("not 5 letters", {"illegal": -0.05}, False)]
 
 
 def test_any_letters_may_be_guessed_if_that_is_allowed() -> None:
-    [(text, terms, _)] = answers(Wordle(allowed="any"), "these", "xyzse")
+    [(text, terms, _)] = answers(Wordle(style="terse", allowed="any"), "these", "xyzse")
     assert text == "xyzse ...gg"
     assert "illegal" not in terms
 
 
 def test_the_information_of_a_won_episode_adds_up_to_its_weight() -> None:
-    env = Wordle(found_reward=0.5, information_reward=0.25)
+    env = Wordle(style="terse", found_reward=0.5, information_reward=0.25)
     heard = answers(env, "wound", "crane", "stand", "bound", "found", "pound", "wound")
     assert heard[-1][0] == "found"
     assert sum(terms.get("information", 0.0) for _, terms, _ in heard) == pytest.approx(0.25)
@@ -125,7 +125,7 @@ def test_the_bundled_list_is_clean() -> None:
 
 
 def test_the_sides_share_no_word_and_seeds_go_through_each() -> None:
-    env = Wordle()
+    env = Wordle(style="terse")
 
     def hidden(seeds: range) -> list[str]:
         found = []
@@ -162,7 +162,7 @@ def test_information_is_the_entropy_of_the_marks() -> None:
 
 
 def test_the_reference_earns_the_top_and_random_guesses_do_not() -> None:
-    env = Wordle()
+    env = Wordle(style="terse")
     for name, seed in itertools.product(("reference", "random"), range(40)):
         env.reset(seed=seed)
         player = env.policies[name](env, np.random.default_rng((seed, 1)))
@@ -174,7 +174,9 @@ def test_the_reference_earns_the_top_and_random_guesses_do_not() -> None:
 
 
 def test_the_player_who_keeps_letters_keeps_those_in_place_and_varies_the_others() -> None:
-    env = Wordle(words=["".join(letters) for letters in itertools.product("abc", repeat=3)], max_guesses=20)
+    env = Wordle(
+        style="terse", words=["".join(letters) for letters in itertools.product("abc", repeat=3)], max_guesses=20
+    )
     after: set[str] = set()
     for seed in range(60):
         env.reset(seed=seed, options={"word": "abc"})
@@ -187,7 +189,7 @@ def test_the_player_who_keeps_letters_keeps_those_in_place_and_varies_the_others
 
 
 def test_an_answer_that_could_not_be_read_costs_a_try() -> None:
-    env = Wordle(max_guesses=2)
+    env = Wordle(style="terse", max_guesses=2)
     env.reset(seed=0, options={"word": "these"})
     text, reward, terminated, _, _ = env.invalid_action("unclosed <think>")
     assert (text, dict(reward.terms), terminated) == ("unclosed <think>", {"illegal": -0.05}, False)
@@ -216,11 +218,11 @@ def test_impossible_settings_are_refused_with_the_value(kwargs: dict[str, object
 )
 def test_wrong_reset_options_are_refused(options: dict[str, str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        Wordle().reset(seed=0, options=options)
+        Wordle(style="terse").reset(seed=0, options=options)
 
 
 def test_stepping_outside_an_episode_is_an_error() -> None:
-    env = Wordle()
+    env = Wordle(style="terse")
     with pytest.raises(ResetNeeded):
         env.step("these")
     answers(env, "these", "these")

@@ -134,7 +134,8 @@ def test_a_run_on_such_a_model_loses_no_attempt_and_is_verified(padded: str, tmp
         {
             "run": {"folder": str(tmp_path), "log_tokens_every_n_iters": 1},
             "model": {"base": padded, "label": "padded"},
-            "rollout": {"env_name": "GuessNumber", "max_turns": 2, "max_output_tokens": 8, "max_model_len": 256,
+            "rollout": {"env_name": "GuessNumber", "env_config": {"style": "terse"},
+                        "max_turns": 2, "max_output_tokens": 8, "max_model_len": 256,
                         "episodes_per_batch": 8},
             "training": {"iterations_per_epoch": 2, "group_size": 4, "batch_size": 8, "learning_rate": 1e-2,
                          "checkpoint_every_n_iters": 1},

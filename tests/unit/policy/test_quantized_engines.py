@@ -144,7 +144,8 @@ def config(folder: Path, kind: str, **changes: Any) -> RunConfig:
     values: dict[str, dict[str, Any]] = {
         "run": {"folder": str(folder)},
         "model": {"base": TINY, "label": "q", "trainer_mode": "qlora", "quantization": kind},
-        "rollout": {"env_name": "GuessNumber", "max_turns": 3, "max_output_tokens": 3, "max_model_len": 192,
+        "rollout": {"env_name": "GuessNumber", "env_config": {"style": "terse"},
+                    "max_turns": 3, "max_output_tokens": 3, "max_model_len": 192,
                     "episodes_per_batch": 8},
         "training": {"iterations_per_epoch": 2, "group_size": 4, "batch_size": 8, "learning_rate": 1e-2,
                      "lora": {"r": 2}},
@@ -177,7 +178,11 @@ class Sum(TextEnv):
 def test_a_run_plays_and_trains_on_quantized_weights_with_the_local_engine(
     kind: str, max_staleness: int, tmp_path: Path
 ) -> None:
-    changes: dict[str, Any] = {"rollout__env_name": "test_quantized/Sum-v0", "rollout__isolation": "thread"}
+    changes: dict[str, Any] = {
+        "rollout__env_name": "test_quantized/Sum-v0",
+        "rollout__env_config": {},
+        "rollout__isolation": "thread",
+    }
     if max_staleness:
         changes |= {"training__max_staleness": max_staleness, "correction__old_logprobs": "rollout"}
     register("test_quantized/Sum-v0", entry_point=Sum)

@@ -26,6 +26,7 @@ def config(**rollout: Any) -> RunConfig:
             "model": {"base": "tiny:qwen3-64", "label": "isolated"},
             "rollout": {
                 "env_name": "GuessNumber",
+                "env_config": {"style": "terse"},
                 "max_turns": 4,
                 "max_output_tokens": 8,
                 "max_model_len": 256,

@@ -254,6 +254,7 @@ def settings(folder: Path, **training: Any) -> RunConfig:
             "model": {"base": "tiny:qwen3-64", "label": "frozen"},
             "rollout": {
                 "env_name": "GuessNumber",
+                "env_config": {"style": "terse"},
                 "isolation": "thread",
                 "max_turns": 2,
                 "max_output_tokens": 4,

@@ -237,6 +237,7 @@ def config_of(folder: Path, **training: Any) -> RunConfig:
             "model": {"base": "tiny:qwen3-64", "label": "test"},
             "rollout": {
                 "env_name": "GuessNumber",
+                "env_config": {"style": "terse"},
                 "max_turns": 1,
                 "max_output_tokens": 3,
                 "max_model_len": 256,
@@ -355,7 +356,8 @@ def test_a_run_says_in_its_folder_what_it_is_doing(tmp_path: Path, monkeypatch: 
     register("test_control/Looking-v0", entry_point=Looking)
     monkeypatch.setattr("gspo_gym.run.process._WRITE_SECONDS", 0.0)  # each count is written
     values = config_of(tmp_path, iterations_per_epoch=2).model_dump(exclude_none=True)
-    values["rollout"] |= {"env_name": "test_control/Looking-v0", "isolation": "thread", "max_concurrent_rollouts": 1}
+    rollout = {"env_name": "test_control/Looking-v0", "env_config": {}, "isolation": "thread"}
+    values["rollout"] |= rollout | {"max_concurrent_rollouts": 1}
     Looking.folder = tmp_path / "test"
     hook = register_optimizer_step_post_hook(lambda *_: Looking.look())
     try:

@@ -34,7 +34,7 @@ label = "quick"
 dtype = "float32"
 [rollout]
 env_name = "GuessNumber"
-env_config = { low = 1, high = 4 }
+env_config = { style = "terse", low = 1, high = 4 }
 [training]
 learning_rate = 0.002
 keep_best_metric = "mean_return"
@@ -168,7 +168,7 @@ def test_the_card_tells_the_lineage_and_the_digests(runs: Path) -> None:
     assert f"run `quick` (id {run_id}), checkpoint of step 4" in text
     assert text.count(digest) == 2  # in the checkpoint, and here: a full model is copied
     assert "| `training.learning_rate` | 0.002 |" in text
-    assert "on `GuessNumber` with low = 1, high = 4." in text
+    assert "on `GuessNumber` with style = 'terse', low = 1, high = 4." in text
     never = find_model("quick@8", runs=runs)
     export(never.base, runs / "never", describe=lambda weights: model_card(never, weights, version="1.2"))
     card = ModelCard.load(runs / "never" / "README.md")

@@ -22,6 +22,7 @@ def make_config(folder: Path, label: str, **more: Any) -> RunConfig:
             "model": model,
             "rollout": {
                 "env_name": "GuessNumber",
+                "env_config": {"style": "terse"},
                 "max_turns": 2,
                 "max_output_tokens": 3,
                 "max_model_len": 256,

@@ -30,6 +30,7 @@ def make_config(folder: Path, *, iterations: int, label: str, **changes: Any) ->
         "model": {"base": "tiny:qwen3-64", "label": label},
         "rollout": {
             "env_name": "GuessNumber",
+            "env_config": {"style": "terse"},
             "max_turns": 4,
             "max_output_tokens": 3,
             "max_model_len": 256,

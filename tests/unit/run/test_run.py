@@ -67,6 +67,7 @@ def make_config(folder, *, iterations=2, **changes):
         "model": {"base": "tiny:qwen3-64", "label": "test"},
         "rollout": {
             "env_name": "GuessNumber",
+            "env_config": {"style": "terse"},
             "max_turns": 4,
             "max_output_tokens": 3,
             "max_model_len": 256,
@@ -142,7 +143,9 @@ def test_runs_of_one_program_leave_no_model_to_it_not_even_to_its_garbage_collec
             (True, 2, contextlib.nullcontext()),
             ("stopped", 3, pytest.raises(SystemExit)),
         ):
-            config = make_config(tmp_path, iterations=iterations, rollout__env_name="test_run/Counting-v0")
+            config = make_config(
+                tmp_path, iterations=iterations, rollout__env_name="test_run/Counting-v0", rollout__env_config={}
+            )
             values = config.model_dump(exclude_none=True, exclude={"warmup"})
             values["rollout"] |= {"isolation": "thread", "max_concurrent_rollouts": 1}
             with ends:
@@ -428,7 +431,7 @@ def test_a_run_that_is_begun_twice_at_once_is_begun_once(tmp_path):
     register("test_run/Doubled-v0", entry_point=Doubled)
     try:
         values = config.model_dump(exclude_none=True, exclude={"warmup"})
-        values["rollout"] |= {"env_name": "test_run/Doubled-v0", "isolation": "thread"}
+        values["rollout"] |= {"env_name": "test_run/Doubled-v0", "env_config": {}, "isolation": "thread"}
         assert run_training(RunConfig.from_dict(values))["status"] == "completed"
     finally:
         gymnasium.registry.pop("test_run/Doubled-v0")
@@ -439,7 +442,7 @@ def test_a_run_that_is_begun_twice_at_once_is_begun_once(tmp_path):
 
 def test_of_two_processes_that_resume_a_run_at_once_one_goes_on(tmp_path):
     values = make_config(tmp_path, iterations=2).model_dump(exclude_none=True, exclude={"warmup"})
-    values["rollout"] |= {"env_name": "test_run/Doubled-v0", "isolation": "thread"}
+    values["rollout"] |= {"env_name": "test_run/Doubled-v0", "env_config": {}, "isolation": "thread"}
     refused = []
 
     def resume_another():
@@ -489,7 +492,7 @@ def test_a_start_that_sigterm_ends_leaves_nothing(tmp_path):
     Doubled.begin_another = end_this_process
     register("test_run/Doubled-v0", entry_point=Doubled)
     values = make_config(tmp_path / "runs").model_dump(exclude_none=True, exclude={"warmup"})
-    values["rollout"] |= {"env_name": "test_run/Doubled-v0", "isolation": "thread"}
+    values["rollout"] |= {"env_name": "test_run/Doubled-v0", "env_config": {}, "isolation": "thread"}
     config = RunConfig.from_dict(values)
     try:
         with pytest.raises(SystemExit) as ended:
@@ -525,7 +528,7 @@ class Stopping(TextEnv):
 def test_a_stopped_run_is_saved_and_goes_on_to_the_weights_of_an_undisturbed_one(tmp_path, number, name, evaluation):
     def config(label):
         values = make_config(tmp_path / label, iterations=3).model_dump(exclude_none=True, exclude={"warmup"})
-        values["rollout"] |= {"env_name": "test_run/Stopping-v0", "isolation": "thread"}
+        values["rollout"] |= {"env_name": "test_run/Stopping-v0", "env_config": {}, "isolation": "thread"}
         values["evaluation"]["seeds"] = evaluation
         return RunConfig.from_dict(values)
 
@@ -597,7 +600,13 @@ class Fussy(TextEnv):
 def test_failures_that_follow_the_policys_actions_are_counted_told_of_and_found(tmp_path):
     register("test_run/Fussy-v0", entry_point=Fussy)
     try:
-        config = make_config(tmp_path, iterations=4, rollout__env_name="test_run/Fussy-v0", rollout__isolation="thread")
+        config = make_config(
+            tmp_path,
+            iterations=4,
+            rollout__env_name="test_run/Fussy-v0",
+            rollout__env_config={},
+            rollout__isolation="thread",
+        )
         said = io.StringIO()
         values = config.model_dump(exclude_none=True, exclude={"warmup"})
         run_training(RunConfig.from_dict(values), console=Console(file=said, width=200))
@@ -622,6 +631,7 @@ def fussy_config(folder, iterations, env="Fussy", **changes):
         iterations=iterations,
         training__checkpoint_every_n_iters=1,
         rollout__env_name=f"test_run/{env}-v0",
+        rollout__env_config={},
         rollout__isolation="thread",
         rollout__max_concurrent_rollouts=1,
     ).model_dump(exclude_none=True, exclude={"warmup"})

@@ -17,6 +17,7 @@ def config(folder, mode="qlora", base="tiny:qwen3-64", iterations=1):
             "model": {"base": base, "label": "four-bits", "trainer_mode": mode},
             "rollout": {
                 "env_name": "GuessNumber",
+                "env_config": {"style": "terse"},
                 "max_turns": 2,
                 "max_output_tokens": 3,
                 "max_model_len": 192,

@@ -15,6 +15,7 @@ def test_a_run_records_who_played_and_what_it_was_told(tmp_path):
             "model": {"base": "tiny:qwen3-64", "label": "told"},
             "rollout": {
                 "env_name": "GuessNumber",
+                "env_config": {"style": "terse"},
                 "policy_name": "guesser-2",
                 "policy_config": {"system_prompt": "Play well."},
                 "max_turns": 4,

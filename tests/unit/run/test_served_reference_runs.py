@@ -48,6 +48,7 @@ def make_config(folder: Path, *, iterations: int = 2, reference: dict[str, Any],
             "model": {"base": "tiny:qwen3-64", "label": "test", **model},
             "rollout": {
                 "env_name": "GuessNumber",
+                "env_config": {"style": "terse"},
                 "max_turns": 3,
                 "max_output_tokens": 3,
                 "max_model_len": 256,

@@ -87,6 +87,7 @@ evaluation.seeds = "0:4"
 tracking.report_to = ["wandb"]
 [rollout]
 env_name = "GuessNumber"
+env_config = {{ style = "terse" }}
 max_turns = 1
 max_output_tokens = 3
 max_model_len = 256
@@ -161,7 +162,12 @@ def test_a_run_that_hangs_leaves_when_its_grace_is_over(
 def test_a_run_whose_environment_hangs_leaves_a_checkpoint(
     tmp_path: Path, start_hanging_run: Callable[..., subprocess.Popen[str]], isolation: str
 ) -> None:
-    overrides = ("rollout.env_name=hanging:Hanging", f"rollout.isolation={isolation}", "tracking.report_to=[]")
+    overrides = (
+        "rollout.env_name=hanging:Hanging",
+        "rollout.env_config={}",
+        f"rollout.isolation={isolation}",
+        "tracking.report_to=[]",
+    )
     process = start_hanging_run(5.0, *overrides)
     process.terminate()
     process.communicate(timeout=60)
@@ -176,7 +182,9 @@ def test_a_run_whose_environment_hangs_leaves_a_checkpoint(
 def test_a_run_whose_environment_holds_the_interpreter_leaves_soon_after_its_grace(
     tmp_path: Path, start_hanging_run: Callable[..., subprocess.Popen[str]]
 ) -> None:
-    process = start_hanging_run(1.0, "rollout.env_name=hanging:Frozen", "rollout.isolation=thread", *QUIET)
+    process = start_hanging_run(
+        1.0, "rollout.env_name=hanging:Frozen", "rollout.env_config={}", "rollout.isolation=thread", *QUIET
+    )
     children = descendants(process.pid)
     assert children
     process.terminate()
@@ -197,7 +205,9 @@ def test_a_run_whose_environment_holds_the_interpreter_leaves_soon_after_its_gra
 def test_a_second_signal_ends_a_run_whose_environment_holds_the_interpreter(
     start_hanging_run: Callable[..., subprocess.Popen[str]],
 ) -> None:
-    process = start_hanging_run(3600.0, "rollout.env_name=hanging:Frozen", "rollout.isolation=thread", *QUIET)
+    process = start_hanging_run(
+        3600.0, "rollout.env_name=hanging:Frozen", "rollout.env_config={}", "rollout.isolation=thread", *QUIET
+    )
     while process.poll() is None:  # they count as two when half a second is between them
         process.send_signal(signal.SIGINT)
         time.sleep(0.3)

@@ -73,7 +73,7 @@ def config_of(folder: Path, changes: dict[str, Any]) -> RunConfig:
         "model": {"base": "tiny:qwen3-64", "label": "test"},
         "rollout": {
             "env_name": "GuessNumber",
-            "env_config": {"low": 1, "high": 4, "max_guesses": 3},
+            "env_config": {"style": "terse", "low": 1, "high": 4, "max_guesses": 3},
             "max_turns": 3,
             "max_output_tokens": 3,
             "max_model_len": 256,

@@ -26,6 +26,7 @@ label = "base"
 
 [rollout]
 env_name = "GuessNumber"
+env_config = { style = "terse" }
 max_turns = 4
 max_output_tokens = 3
 max_model_len = 256

@@ -72,7 +72,8 @@ def free_port() -> int:
 def policy() -> Policy:
     return build.build_policy(RunConfig.from_dict({
         "model": {"base": "tiny:qwen3-64", "label": "apps"},
-        "rollout": {"env_name": "GuessNumber", "max_turns": 1, "max_output_tokens": 1, "max_model_len": 64,
+        "rollout": {"env_name": "GuessNumber", "env_config": {"style": "terse"},
+                    "max_turns": 1, "max_output_tokens": 1, "max_model_len": 64,
                     "episodes_per_batch": 8},
         "training": {"iterations_per_epoch": 1, "group_size": 4, "batch_size": 8, "learning_rate": 1e-3},
         "evaluation": {"seeds": "0:4"},
@@ -121,7 +122,7 @@ def test_an_environment_has_one_name_wherever_it_is_played(make: Make) -> None:
 
 def test_environments_that_a_run_has_twice_are_numbered(make: Make) -> None:
     entries = [
-        {"env_name": "GuessNumber", "share": 0.1, "task_url": "http://a"},
+        {"env_name": "GuessNumber", "env_config": {"style": "terse"}, "share": 0.1, "task_url": "http://a"},
         {"env_name": "bank", "share": 0.1, "task_url": "http://a"},
         {"env_name": "GuessNumber-v0", "share": 0.1, "env_config": {"high": 9}},
         {"env_name": "bank", "share": 0.1, "task_url": "http://b"},
@@ -392,7 +393,7 @@ def test_a_mixed_run_trains_and_evaluates_on_every_environment(make: Make, tmp_p
             "evaluation": {"seeds": "0:3", "every_n_iters": 3},
             "rollout.mixture": [
                 {"env_name": "quiz", "share": 0.25, "task_url": quiz_url},
-                {"env_name": "GuessNumber", "share": 0.25, "task_url": own_url},
+                {"env_name": "GuessNumber", "env_config": {"style": "terse"}, "share": 0.25, "task_url": own_url},
             ],
         }
         config = make(changes)

@@ -24,7 +24,8 @@ from gspo_gym.policy.load import Policy, load_policy
 BASE: dict[str, dict[str, Any]] = {
     "algorithm": {},
     "model": {"base": "tiny:qwen3-64", "label": "x"},
-    "rollout": {"env_name": "GuessNumber", "max_turns": 2, "max_output_tokens": 4, "max_model_len": 512,
+    "rollout": {"env_name": "GuessNumber", "env_config": {"style": "terse"},
+                "max_turns": 2, "max_output_tokens": 4, "max_model_len": 512,
                 "episodes_per_batch": 8},
     "training": {"iterations_per_epoch": 4, "learning_rate": 1e-3, "group_size": 4, "batch_size": 4},
     "evaluation": {"seeds": "0:4"},

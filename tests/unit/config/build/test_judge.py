@@ -37,7 +37,8 @@ RUBRIC = {
 }  # fmt: skip
 BASE: dict[str, Any] = {
     "model": {"base": "tiny:qwen3-64", "label": "judged"},
-    "rollout": {"env_name": "GuessNumber", "max_turns": 4, "max_output_tokens": 3, "max_model_len": 256,
+    "rollout": {"env_name": "GuessNumber", "env_config": {"style": "terse"},
+                "max_turns": 4, "max_output_tokens": 3, "max_model_len": 256,
                 "episodes_per_batch": 8},
     "training": {"iterations_per_epoch": 2, "group_size": 4, "batch_size": 8, "learning_rate": 1e-3},
     "evaluation": {"seeds": "0:4"},

@@ -169,7 +169,8 @@ def test_a_deep_check_builds_everything_and_plays_an_episode(
     path = file({"loss.kl_coef": 0.1, "warmup": {"num_episodes": 8, "learning_rate": 1e-3}})
     before = {child.name for child in tmp_path.iterdir()}
     assert main(["config", "check", "--deep", path]) == 0
-    played = capsys.readouterr().out.splitlines()[-1]
+    played, estimate = capsys.readouterr().out.splitlines()[-2:]
+    assert estimate.startswith("estimate: a step: about ")
     assert played.startswith("played: gspo_gym/GuessNumber-v0, a scripted episode of ")
     assert played.endswith(" turns, terminated, return 1"), "its reference finds every number"
     assert {child.name for child in tmp_path.iterdir()} == before, "no run's folder is made"
@@ -185,7 +186,8 @@ def test_a_deep_check_finds_an_environment_that_fails_when_it_is_played(make: Ma
             raise KeyError("the second turn")
 
     register("test_preflight/Broken-v0", Broken)
-    config = make({"rollout.env_name": "test_preflight/Broken-v0", "rollout.isolation": "thread"})
+    changes = {"rollout.env_name": "test_preflight/Broken-v0", "rollout.env_config": {}, "rollout.isolation": "thread"}
+    config = make(changes)
     assert obstacles(config) == []
     with pytest.raises(GymError, match=r"a scripted episode of test_preflight/Broken-v0 ended as env_error.*KeyError"):
         asyncio.run(rehearse(config))

@@ -60,7 +60,7 @@ def test_a_tiny_model_plays_for_itself_and_its_own_spelling_is_no_drift() -> Non
 
 
 def test_tokens_are_counted_by_whether_they_are_trained_on(save_tokenizer: SaveTokenizer) -> None:
-    config = {"low": 5, "high": 5, "max_guesses": 1}
+    config = {"low": 5, "high": 5, "max_guesses": 1, "style": "terse"}
     audit = audit_tokens("GuessNumber", save_tokenizer(PLAIN), num_turns=1, env_config=config)
     assert audit.passed, str(audit)
     reference = player_of(audit, "reference")
@@ -97,9 +97,9 @@ def test_tool_turns_extend_where_reasoning_is_kept_until_a_user_speaks(save_toke
 
 def test_a_template_that_shortens_the_past_is_drift(save_tokenizer: SaveTokenizer) -> None:
     folder = save_tokenizer(SHORTENING)
-    terse = audit_tokens("GuessNumber", folder, num_turns=4)
+    terse = audit_tokens("GuessNumber", folder, num_turns=4, env_config={"style": "terse"})
     assert terse.passed, str(terse)  # "Guess 1-8. 4 tries." is too short to be shortened
-    verbose = audit_tokens("GuessNumber", folder, num_turns=4, env_config={"style": "verbose"})
+    verbose = audit_tokens("GuessNumber", folder, num_turns=4)
     assert not verbose.passed
     reference = player_of(verbose, "reference")
     assert [turn.rendering for turn in reference.turns[:2]] == ["same", "drift"]

@@ -260,11 +260,14 @@ def frozen_lake(first: int | None) -> Sides:
     """The map is that of the drawn seed; before it two numbers were drawn, of which one is the ice's."""
 
     def maps(seed: int) -> Any:
-        env = FrozenLake(map="random", size=8)
+        env = FrozenLake(style="terse", map="random", size=8)
         env.reset(seed=seed)
         return env.lake
 
-    env, rng = FrozenLake(map="random", size=8), np.random.default_rng(FIRST + 99 if first is None else first)
+    env, rng = (
+        FrozenLake(style="terse", map="random", size=8),
+        np.random.default_rng(FIRST + 99 if first is None else first),
+    )
     if first is None:
         env.np_random = np.random.default_rng(FIRST + 99)
     else:
@@ -281,13 +284,13 @@ def frozen_lake(first: int | None) -> Sides:
 
 
 def wordle(first: int | None) -> Sides:
-    env = Wordle()
+    env = Wordle(style="terse")
     held_out = {env.words.tasks.task(seed) for seed in range(1000)}
     return reset_often(env, first, lambda env, _answer: env._hidden in held_out)
 
 
 def code_repair(first: int | None) -> Sides:
-    return reset_often(CodeRepair(), first, lambda env, _answer: env.task.name in HELD_OUT)
+    return reset_often(CodeRepair(style="terse"), first, lambda env, _answer: env.task.name in HELD_OUT)
 
 
 def customer(env: SupportDesk) -> str:

@@ -45,7 +45,7 @@ from gspo_gym.types import Message
 
 @pytest.fixture(scope="module")
 def guess() -> Iterator[str]:
-    with BackgroundServer(create_openenv_app("GuessNumber")) as server:
+    with BackgroundServer(create_openenv_app("GuessNumber", config={"style": "terse"})) as server:
         yield server.url
 
 

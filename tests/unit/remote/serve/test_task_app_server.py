@@ -128,6 +128,8 @@ def stage() -> Iterator[Make]:
         ) -> Stage:
             model = say if isinstance(say, ScriptedModel) else ScriptedModel(say)
             clock = clock or ServersClock()
+            if env == "GuessNumber":
+                settings["config"] = {"style": "terse"} | settings.get("config", {})
             clock.app = create_task_app(env, isolation="thread", **settings)
             app = stack.enter_context(BackgroundServer(clock))
             return Stage(app.url, model, stack.enter_context(BackgroundServer(model)).url, clock)

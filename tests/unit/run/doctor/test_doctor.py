@@ -687,6 +687,7 @@ def test_a_run_of_one_step_a_batch_is_told_that_its_ratio_is_1(tmp_path, capsys)
             "model": {"base": "tiny:qwen3-64", "label": "single"},
             "rollout": {
                 "env_name": "GuessNumber",
+                "env_config": {"style": "terse"},
                 "max_turns": 4,
                 "max_output_tokens": 3,
                 "max_model_len": 256,

@@ -58,7 +58,14 @@ def config_of(folder: Path, label: str, changes: dict[str, Any]) -> RunConfig:
         "model": {"label": label, **({"base": "tiny:qwen3-64"} if label == "base" else {"source": "ft:base"})},
         "rollout": {
             "env_name": "GuessNumber",
-            "env_config": {"low": 1, "high": 6, "max_guesses": 4, "inconsistent_penalty": 0.2, "illegal_penalty": 0.4},
+            "env_config": {
+                "style": "terse",
+                "low": 1,
+                "high": 6,
+                "max_guesses": 4,
+                "inconsistent_penalty": 0.2,
+                "illegal_penalty": 0.4,
+            },
             "max_turns": 4,
             "max_output_tokens": 3,
             "max_model_len": 256,

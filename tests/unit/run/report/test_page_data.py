@@ -18,7 +18,13 @@ def test_settings_that_differ_from_their_defaults_are_told_with_them_and_no_othe
     config = RunConfig.from_dict(
         {
             "model": {"base": "tiny:qwen3-64", "label": "test"},
-            "rollout": {"env_name": "GuessNumber", "max_turns": 1, "max_output_tokens": 3, "max_model_len": 256}
+            "rollout": {
+                "env_name": "GuessNumber",
+                "env_config": {"style": "terse"},
+                "max_turns": 1,
+                "max_output_tokens": 3,
+                "max_model_len": 256,
+            }
             | {"episodes_per_batch": 8},
             "training": {"iterations_per_epoch": 1, "learning_rate": 1e-3, "batch_size": 4, "group_size": 4},
             "evaluation": {"seeds": "0:2"},
