@@ -9,8 +9,7 @@ from __future__ import annotations
 import gymnasium
 from gymnasium.envs.registration import register
 
-BUNDLED = {
-    "gspo_gym/Dataset-v0": "gspo_gym.env.data.dataset:DatasetEnv",  # rows of the user's; needs the argument `rows`
+OWN = {
     "gspo_gym/GuessNumber-v0": "gspo_gym_envs.guess_number.env:GuessNumber",
     "gspo_gym/FrozenLake-v0": "gspo_gym_envs.frozen_lake.env:FrozenLake",
     "gspo_gym/SqlAnalyst-v0": "gspo_gym_envs.sql_analyst.env:SqlAnalyst",
@@ -20,9 +19,11 @@ BUNDLED = {
     "gspo_gym/Wordle-v0": "gspo_gym_envs.wordle.env:Wordle",
     "gspo_gym/TicTacToe-v0": "gspo_gym_envs.tic_tac_toe.env:TicTacToe",
     "gspo_gym/Homestead-v0": "gspo_gym_envs.homestead.env:Homestead",
+}
+# Other projects' environments; each needs an argument that names one of them, or a URL.
+SUITES = {
     "gspo_gym/OpenEnv-v0": "gspo_gym_envs.suites.openenv:OpenEnvEnv",  # needs the argument `url`
     "gspo_gym/NeMoGym-v0": "gspo_gym_envs.suites.nemo_gym:NeMoGymEnv",  # needs `url` and `rows`
-    # Other projects' suites; each needs the argument that names one of its environments.
     "gspo_gym/ToyText-v0": "gspo_gym_envs.suites.toy_text:ToyTextEnv",
     "gspo_gym/Discrete-v0": "gspo_gym_envs.suites.discrete:DiscreteEnv",
     "gspo_gym/ReasoningGym-v0": "gspo_gym_envs.suites.reasoning_gym:ReasoningGymEnv",
@@ -30,6 +31,11 @@ BUNDLED = {
     "gspo_gym/SkyRLGym-v0": "gspo_gym_envs.suites.skyrl_gym:SkyRLGymEnv",
     "gspo_gym/TextArena-v0": "gspo_gym_envs.suites.textarena:TextArenaEnv",
     "gspo_gym/Verifiers-v0": "gspo_gym_envs.suites.verifiers:VerifiersEnv",
+}
+BUNDLED = {
+    "gspo_gym/Dataset-v0": "gspo_gym.env.data.dataset:DatasetEnv",  # rows of the user's; needs the argument `rows`
+    **OWN,
+    **SUITES,
 }
 
 

@@ -50,8 +50,7 @@ class SupportDesk(ToolEnv):
         error_penalty: subtracted in a turn with a failed call, >= 0.
         max_errors: such turns, the last of which ends the episode, at least 1; None: they do not end it.
 
-    Attributes (read by the scripted policies):
-        case: with what is right. price_cents: of the article that it is about. violations: the rules broken so far.
+    Attributes: case, with what is right; price_cents, of its article; violations, the rules broken so far.
     """
 
     policies: ClassVar[Mapping[str, PolicyFactory]] = {

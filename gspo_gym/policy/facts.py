@@ -45,7 +45,8 @@ class TemplateAbilities:
     Attributes:
         refused: why no conversation can be rendered with it; None: it can.
         has_system_role: a system message is shown.
-        tools: why environments with tools cannot be played; None: they can.
+        tools: why it cannot show tools, which then stand in the system message (`rollout.tools_in`); None: it can.
+        format: the name of the format in which it writes calls (chat/README.md); None: it shows no tools.
         call: how it writes a call of NAME with the argument KEY = VALUE; None: not at all.
         shows_reasoning: reasoning in an earlier answer is shown.
         opens_reasoning: the model's turn begins inside a reasoning block.
@@ -54,6 +55,7 @@ class TemplateAbilities:
     refused: str | None
     has_system_role: bool = False
     tools: str | None = None
+    format: str | None = None
     call: str | None = None
     shows_reasoning: bool = False
     opens_reasoning: bool = False
@@ -121,7 +123,8 @@ class ModelFacts:
             yield "chat template", template.refused
             return
         yield "system role", "yes" if template.has_system_role else "no"
-        yield "tools", "yes" if template.tools is None else f"no: {template.tools.partition('. ')[0]}"
+        in_system = f"in the system message, because {(template.tools or '').partition('. ')[0]}"
+        yield "tools", f"as {template.format}" if template.tools is None else in_system
         if template.call is not None:
             yield "a call", template.call.replace("\n", "\\n")
         shown = "shown in earlier answers" if template.shows_reasoning else "not shown"
@@ -189,15 +192,16 @@ def abilities_of(tokenizer: Any) -> TemplateAbilities:
         return TemplateAbilities(refused=str(error))
     template = ChatTemplate(tokenizer)
     answers: list[Wire] = [{"role": "assistant", "content": "zq-answer", key: _REASONING} for key in _REASONING_KEYS]
-    tools = None
+    tools = form = None
     try:
-        Renderer(tokenizer, tool_schemas=[_SCHEMA])
+        form = Renderer(tokenizer, tool_schemas=[_SCHEMA], tools_in="template").format.name
     except TemplateError as error:
         tools = str(error)
     return TemplateAbilities(
         refused=None,
         has_system_role=_shows(template, _SYSTEM, [{"role": "system", "content": _SYSTEM}, _USER]),
         tools=tools,
+        format=form,
         call=_call(ChatTemplate(tokenizer, tool_schemas=[_SCHEMA])) if tools is None else None,
         shows_reasoning=any(_shows(template, _REASONING, [_USER, answer]) for answer in answers),
         opens_reasoning=renderer.opens_reasoning,

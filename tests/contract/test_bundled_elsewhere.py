@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from gspo_gym_envs import BUNDLED
+from gspo_gym_envs import OWN
 from gymnasium.utils.env_checker import check_env
 
 from gspo_gym.config.build.episode_collection import collect_episodes
@@ -25,7 +25,7 @@ from gspo_gym.remote.serve.openenv_server import create_openenv_app
 from gspo_gym.remote.serving import BackgroundServer
 from gspo_gym.types import Message
 
-OURS = [name for name, home in BUNDLED.items() if home.startswith("gspo_gym_envs.")]  # not adapters and data sets
+OURS = list(OWN)  # not adapters and data sets
 SEEDS = (0, 1)
 MOST_TURNS = 100
 

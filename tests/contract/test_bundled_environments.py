@@ -6,21 +6,13 @@ import inspect
 from pathlib import Path
 from typing import Any
 
-import gymnasium
 import pytest
+from gspo_gym_envs import OWN
 from tiers import slow_but
 
 from gspo_gym.env.checks.checker import CHECKS, CheckReport, check_env
 from gspo_gym.env.checks.subject import Problem
-from gspo_gym.env.registry import list_environments, make
-
-
-def is_bundled(env_id: str) -> bool:
-    """Registered by us, and its own code: adapters and data sets live elsewhere and need something of the user's."""
-    creator = gymnasium.registry[env_id].entry_point
-    where = creator if isinstance(creator, str) else getattr(creator, "__module__", "")
-    return env_id.startswith("gspo_gym/") and where.startswith("gspo_gym_envs.")
-
+from gspo_gym.env.registry import make
 
 # What there must be at least; whatever else is bundled is checked alike.
 LEAST = (
@@ -28,18 +20,15 @@ LEAST = (
     "Wordle",
 )  # fmt: skip
 FEWER: dict[str, Any] = {"gspo_gym/CodeRepair-v0": {"seeds": range(4), "num_leak_episodes": 8}}  # programs are run
-BUNDLED = [env_id for env_id in list_environments() if is_bundled(env_id)]
 
 
 def test_the_bundled_environments_are_found() -> None:
-    assert {f"gspo_gym/{name}-v0" for name in LEAST} <= set(BUNDLED)
+    assert {f"gspo_gym/{name}-v0" for name in LEAST} <= set(OWN)
     folders = Path(inspect.getfile(make("GuessNumber").unwrapped.__class__)).parents[1].glob("*/env.py")
-    assert len(BUNDLED) >= len(list(folders))  # none is there and not registered
+    assert len(OWN) >= len(list(folders))  # none is there and not registered
 
 
-@pytest.mark.parametrize(
-    "env_id", slow_but(BUNDLED, set(BUNDLED) - {"gspo_gym/Homestead-v0", "gspo_gym/CodeRepair-v0"})
-)
+@pytest.mark.parametrize("env_id", slow_but(OWN, set(OWN) - {"gspo_gym/Homestead-v0", "gspo_gym/CodeRepair-v0"}))
 def test_it_keeps_the_contract_without_a_weakness_to_note_on_one_screen(env_id: str) -> None:
     report = check_env(env_id, **FEWER.get(env_id, {}))
     assert report.passed, str(report)
@@ -48,7 +37,7 @@ def test_it_keeps_the_contract_without_a_weakness_to_note_on_one_screen(env_id: 
     assert len(str(report).splitlines()) <= 26
 
 
-@pytest.mark.parametrize("env_id", BUNDLED)
+@pytest.mark.parametrize("env_id", OWN)
 def test_it_brings_a_reference_a_random_player_a_range_and_a_readme(env_id: str) -> None:
     env = make(env_id)
     assert {"reference", "random"} <= set(env.unwrapped.policies)

@@ -13,7 +13,7 @@ from typing import Any
 
 import httpx
 import pytest
-from gspo_gym_envs import BUNDLED
+from gspo_gym_envs import OWN
 from scripted_model import ScriptedModel, in_turn
 
 from gspo_gym.base.messages import message_to_wire
@@ -24,7 +24,7 @@ from gspo_gym.remote.serve.openenv_server import create_openenv_app
 from gspo_gym.remote.serve.task_app_server import create_task_app
 from gspo_gym.remote.serving import BackgroundServer
 
-OURS = [name for name, home in BUNDLED.items() if home.startswith("gspo_gym_envs.")]  # not adapters and data sets
+OURS = list(OWN)  # not adapters and data sets
 SEEDS = (0, 1)
 
 

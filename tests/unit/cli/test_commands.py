@@ -13,7 +13,7 @@ from pathlib import Path
 
 import gymnasium
 import pytest
-from gspo_gym_envs import BUNDLED
+from gspo_gym_envs import OWN
 
 from gspo_gym.cli import env as env_commands
 from gspo_gym.cli.command_line import parse_and_run
@@ -115,7 +115,7 @@ def play(arguments, typed, capsys):
     return capsys.readouterr().out
 
 
-@pytest.mark.parametrize("name", [name for name, home in BUNDLED.items() if home.startswith("gspo_gym_envs.")])
+@pytest.mark.parametrize("name", OWN)
 def test_every_bundled_environment_can_be_played(name, capsys):
     out = play([name, "--seed", "1", "--max-turns", "2", "--mask"], ["x", "y", "z"], capsys)
     assert "reward" in out
