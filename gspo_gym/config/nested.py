@@ -254,19 +254,22 @@ def apply_override(values: dict[str, Any], text: str) -> tuple[str, Problem | No
         flat.written[target] = name
     if flat.problems:
         return key, flat.problems[0]
-    targets = [target for target in flat.written if look_up(flat.values, target, _ABSENT) is not _ABSENT] or [key]
+    targets = [target for target in flat.written if _has(flat.values, target)] or [key]
     for target in targets:
         entry = look_up(flat.values, target)
-        if isinstance(entry, dict) and target != key and look_up(values, target, _ABSENT) is not _ABSENT:
+        if isinstance(entry, dict) and target != key and _has(values, target):
             continue  # the section itself, whose keys follow
         if (problem := _set(values, target, entry)) is not None:
             return targets[-1], problem
-    for name, others in _REPLACED.items():
-        if look_up(flat.values, name, _ABSENT) is not _ABSENT:
-            for other in others:
-                if look_up(flat.values, other, _ABSENT) is _ABSENT:  # of the file, which would contradict it
-                    _remove(values, other)
+    replaced = {other for name, others in _REPLACED.items() if _has(flat.values, name) for other in others}
+    for other in replaced:  # of the file, which would contradict it
+        if not _has(flat.values, other):
+            _remove(values, other)
     return targets[-1], None
+
+
+def _has(values: dict[str, Any], key: str) -> bool:
+    return look_up(values, key, _ABSENT) is not _ABSENT
 
 
 def _remove(values: dict[str, Any], key: str) -> None:
