@@ -143,7 +143,8 @@ def _last_word(observation: Any) -> str:
 
 
 def _package() -> Any:
-    return import_package("Gem", "gem-llm", "gem", "gem.envs.registration", extra="envs-gem")
+    modules = ("gem:make", "gem.envs.registration:ENV_REGISTRY")
+    return import_package("Gem", "gem-llm", *modules, extra="envs-gem")
 
 
 def references(game: str) -> dict[str, PolicyFactory]:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import importlib
 import json
 import random
 import threading
@@ -76,7 +75,7 @@ class _Source:
         """Return the settings with the parts of "composite", mappings in a config file, as the package's records."""
         settings = dict(self.settings)
         if self.name == "composite" and "datasets" in settings:
-            spec = importlib.import_module("reasoning_gym.composite").DatasetSpec
+            spec = _imported("reasoning_gym.composite:DatasetSpec").DatasetSpec
             settings["datasets"] = [
                 spec(**{"weight": 1.0, "config": {}, **part}) if isinstance(part, Mapping) else part
                 for part in settings["datasets"]
@@ -253,7 +252,11 @@ def others_answer(env: Any, rng: np.random.Generator) -> ScriptedPolicy:
 
 
 def _package() -> Any:
-    modules = ("reasoning_gym", "reasoning_gym.utils")
+    names = ("create_dataset", "factory.DATASETS", "utils.SYSTEM_PROMPTS", "utils.extract_answer")
+    return _imported("reasoning_gym", "reasoning_gym.utils", *[f"reasoning_gym:{name}" for name in names])
+
+
+def _imported(*modules: str) -> Any:
     return import_package("ReasoningGym", "reasoning-gym", *modules, extra="envs-reasoning-gym")
 
 

@@ -184,7 +184,7 @@ def _registered(package: Any, game: str) -> str:  # a "MODULE:CLASS" under that 
 
 
 def _package() -> Any:
-    modules = ("skyrl_gym", "skyrl_gym.envs", "skyrl_gym.envs.registration")
+    modules = ("skyrl_gym:make", "skyrl_gym:register", "skyrl_gym.envs", "skyrl_gym.envs.registration:registry")
     return import_package("SkyRLGym", "skyrl-gym", *modules, extra="envs-skyrl-gym")
 
 

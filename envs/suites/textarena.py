@@ -396,7 +396,8 @@ def _straightened(entry: tuple[Any, Any, Any]) -> tuple[int, Any, Any]:
 
 def _textarena() -> Any:
     with _without_downloads():
-        return import_package("TextArena", "textarena", "textarena", extra="envs-textarena")
+        names = ("textarena:make", "textarena:SinglePlayerState", "textarena:envs.registration.ENV_REGISTRY")
+        return import_package("TextArena", "textarena", *names, extra="envs-textarena")
 
 
 def _registry(textarena: Any) -> Mapping[str, Any]:

@@ -427,7 +427,9 @@ def forget_loaded() -> None:
 
 
 def _load(env_id: str, env_args: Mapping[str, Any]) -> Loaded:
-    modules = ("verifiers", "verifiers.envs.environment", "verifiers.clients.client")
+    names = ("load_environment", "types.Response", "types.ResponseMessage", "types.ToolCall")
+    others = ("verifiers.envs.environment:signal", "verifiers.clients.client:Client")
+    modules = [*(f"verifiers:{name}" for name in names), *others]
     package = import_package("Verifiers", "verifiers", *modules, extra="envs-verifiers")
     core = importlib.import_module("verifiers.envs.environment")
     try:

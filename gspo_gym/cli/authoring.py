@@ -300,7 +300,7 @@ def make_card(
 async def _make_card(env_id: str, config: dict[str, Any], seeds: Sequence[int], max_turns: int) -> EnvironmentCard:
     factory = partial(make, env_id, **config)
     # Only to read its declarations: the episodes below are played on other instances.
-    async with looking_at(factory) as made:
+    async with looking_at(factory, env_id) as made:
         env = getattr(made, "unwrapped", made)
         policies: Mapping[str, PolicyFactory] = getattr(env, "policies", {})
         card = partial(

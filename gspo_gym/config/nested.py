@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -66,8 +66,20 @@ _ONLY_REWARDS: Mapping[str, tuple[str, ...]] = {
     "rubric_rewards_only": ("event", "outcome"),
 }
 
-# What the hosted trainer's client writes into a file that does not say it: it yields to the flat form's own key.
-_INSERTED: Mapping[str, str] = {"reference.placement": "none"}
+# What the hosted trainer's client writes into every file that does not say it: as good as an absent key.
+INSERTED: Mapping[str, str] = {"reference.placement": "none"}
+
+# Keys that say the same thing as another one, or belong to it: a text of the command line with the first replaces them.
+_REPLACED: Mapping[str, Sequence[str]] = {
+    **{f"rollout.policy_config.{theirs}": (f"rollout.{ours}",) for theirs, ours in POLICY_CONFIG.items()},
+    **{f"rollout.{ours}": (f"rollout.policy_config.{theirs}",) for theirs, ours in POLICY_CONFIG.items()},
+    "model.base": ("model.source",),
+    "model.source": ("model.base", "model.revision"),
+    "optimizer.num_warmup_steps": ("optimizer.warmup_fraction",),
+    "optimizer.warmup_fraction": ("optimizer.num_warmup_steps",),
+    "judge.options.rubric_id": ("judge.options.rubric_file",),
+    "judge.options.rubric_file": ("judge.options.rubric_id",),
+}
 
 _MAX_DEPTH = 64  # as of the bodies that servers take
 
@@ -80,11 +92,13 @@ class Flat:
         values: as read (hence Any), without the tables of the nested form.
         written: for each key or section that was elsewhere, how it was written.
         problems: what was wrong with the nested form itself.
+        inserted: for each key that only has the value that the hosted trainer's client inserts, how it was written.
     """
 
     values: dict[str, Any]
     written: dict[str, str] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
+    inserted: dict[str, str] = field(default_factory=dict)
 
     def name(self, key: str) -> str:
         return self.written.get(key, key)
@@ -129,6 +143,8 @@ def _move_table(flat: Flat, table: str, moves: Mapping[str, str]) -> None:
         else:  # reported here, because the flat form, which the models check, no longer has the key
             text = explain(f"{table}.{key}", value) or f"unknown key; {nearest_name(str(key), moves)}"
             flat.problems.append(Problem(f"{table}.{key}", text))
+    if not holder and entries and all(moves.get(key) in flat.inserted for key in entries):
+        del flat.values[above]  # a section that is there for what was inserted
 
 
 def _take_smaller_semaphore(flat: Flat) -> None:
@@ -183,7 +199,10 @@ def _keep_section(flat: Flat, table: str, entries: Mapping[str, Any]) -> None:
 
 
 def _put(flat: Flat, key: str, value: Any, *, written: str) -> None:
-    """Set a key of the flat form (Any: as read), unless it has a value."""
+    """Set a key of the flat form (Any: as read), unless it has a value, or this is one that says nothing."""
+    if value == INSERTED.get(key):
+        flat.inserted[key] = written
+        return
     *above, name = key.split(".")
     table = flat.values
     for part in above:
@@ -191,8 +210,6 @@ def _put(flat: Flat, key: str, value: Any, *, written: str) -> None:
         if not isinstance(table, dict):
             return  # the flat form's own table is none, which is reported there
     if name in table and table[name] != value:
-        if value == _INSERTED.get(key):
-            return
         flat.problems.append(Problem(written, f"is {key} in the flat form, which is given, too: remove one of them"))
         return
     table[name] = value
@@ -232,21 +249,27 @@ def apply_override(values: dict[str, Any], text: str) -> tuple[str, Problem | No
     for part in reversed(key.split(".")):
         nested = {part: nested}
     flat = flatten(nested)  # alone, to find where a key of the nested form goes
+    for target, name in flat.inserted.items():  # no client inserts it here
+        _set(flat.values, target, INSERTED[target])
+        flat.written[target] = name
     if flat.problems:
         return key, flat.problems[0]
-    targets = [target for target in flat.written if look_up(flat.values, target, _ABSENT) is not _ABSENT] or [key]
+    targets = [target for target in flat.written if _has(flat.values, target)] or [key]
     for target in targets:
         entry = look_up(flat.values, target)
-        if isinstance(entry, dict) and target != key and look_up(values, target, _ABSENT) is not _ABSENT:
+        if isinstance(entry, dict) and target != key and _has(values, target):
             continue  # the section itself, whose keys follow
         if (problem := _set(values, target, entry)) is not None:
             return targets[-1], problem
-    for theirs, ours in POLICY_CONFIG.items():
-        names = (f"rollout.policy_config.{theirs}", f"rollout.{ours}")
-        given = [name for name in names if look_up(flat.values, name, _ABSENT) is not _ABSENT]
-        if len(given) == 1:  # a file's other name for it would contradict it
-            _remove(values, names[names[0] == given[0]])
+    replaced = {other for name, others in _REPLACED.items() if _has(flat.values, name) for other in others}
+    for other in replaced:  # of the file, which would contradict it
+        if not _has(flat.values, other):
+            _remove(values, other)
     return targets[-1], None
+
+
+def _has(values: dict[str, Any], key: str) -> bool:
+    return look_up(values, key, _ABSENT) is not _ABSENT
 
 
 def _remove(values: dict[str, Any], key: str) -> None:

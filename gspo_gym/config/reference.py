@@ -56,8 +56,10 @@ Defaults that follow from other keys:
 
 A key that would have no effect beside the others is an error, and so is a departure from the papers that
 `algorithm.acknowledge` does not name. What the hosted trainer's files cannot say otherwise is a notice: keys of step
-rewards and of a reference that the mode does not need, and numbers that another one bounds. Choices are read whatever
-their case. Keys of `[rollout.policy_config]` that are not listed here are a task app's own and are sent to it.
+rewards and of a reference that the mode does not need, and numbers that another one bounds; and so is
+`compute.topology.reference_placement` = "none" beside a KL term, which its client inserts: it counts as absent.
+Choices are read whatever their case. Keys of `[rollout.policy_config]` that are not listed here are a task app's own
+and are sent to it.
 """
 
 # Units of keys whose description does not begin with one.

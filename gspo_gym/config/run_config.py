@@ -8,18 +8,18 @@ and contradictions are found before anything heavy loads, and all are reported a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, Self
 
 import tomli_w
-from pydantic import BaseModel, ValidationError, model_validator
+from pydantic import BaseModel, PrivateAttr, ValidationError, model_validator
 
 from gspo_gym.base.files import read_file
 from gspo_gym.base.settings import Settings, parse_seeds
-from gspo_gym.config.nested import STEP_REWARDS, Flat, apply_override, flatten
+from gspo_gym.config.nested import INSERTED, STEP_REWARDS, Flat, apply_override, flatten
 from gspo_gym.config.rules.objective import OTHER_KEYS, with_derived_defaults
 from gspo_gym.config.rules.rules import find_contradictions, find_notices
 from gspo_gym.config.sections import (
@@ -47,7 +47,9 @@ from gspo_gym.config.words import (
     find_nul,
     find_problems,
     find_secrets,
+    look_up,
     section_model,
+    show,
     with_known_spelling,
 )
 from gspo_gym.errors import ConfigError
@@ -97,15 +99,21 @@ class RunConfig(Settings):
     warmup: WarmupSettings | None = None
     tracking: TrackingSection
     judge: JudgeSettings | None = None
+    _of_the_file: tuple[Problem, ...] = PrivateAttr(())  # notices of how it is written, which is no setting
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, RunConfig) and dict(self) == dict(other)
 
     @classmethod
-    def from_dict(cls, values: Mapping[str, Any], *, source: str = "configuration") -> RunConfig:
-        """Return the configuration of these sections (Any: unchecked); errors name `source` as their origin.
+    def from_dict(cls, values: Mapping[str, Any] | Flat, *, source: str = "configuration") -> RunConfig:
+        """Return the configuration of these sections (Any: unchecked), flat already or not.
+
+        Errors name `source` as their origin.
 
         Raises:
             ConfigError: lists everything that is wrong.
         """
-        return _check(flatten(values), lambda _: source, ())
+        return _check(values if isinstance(values, Flat) else flatten(values), lambda _: source, ())
 
     def to_toml(self) -> str:
         """Return every key with the value that is used, as TOML that reads back to an equal RunConfig."""
@@ -146,7 +154,7 @@ class RunConfig(Settings):
     @property
     def notices(self) -> tuple[Problem, ...]:
         """Return the keys that have no effect, or another effect than they seem to."""
-        return tuple(find_notices(_valid_values(RunConfig, self.model_dump(), frozenset())))
+        return (*self._of_the_file, *find_notices(_valid_values(RunConfig, self.model_dump(), frozenset())))
 
     @property
     def has_reference(self) -> bool:
@@ -274,7 +282,16 @@ def _check(flat: Flat, source_of: Callable[[str], str], known: Sequence[Problem]
         lines = [f"{source_of(p.key)}: {flat.name(p.key)}: {p.text}" for p in problems]
         listed = f"{len(lines)} problems in the configuration:\n  " + "\n  ".join(lines)
         raise ConfigError(lines[0] if len(lines) == 1 else listed)
+    config._of_the_file = tuple(_inserted(flat, config))
     return config
+
+
+def _inserted(flat: Flat, config: RunConfig) -> Iterator[Problem]:
+    for key, written in flat.inserted.items():
+        used = look_up(config.model_dump(), key)
+        if look_up(flat.values, key) is None and used != INSERTED[key]:
+            text = f"{show(INSERTED[key])}, which a client inserts, counts as absent: {key} is {show(used)}"
+            yield Problem(written, text)
 
 
 def _required_sections() -> list[str]:

@@ -433,7 +433,8 @@ OTHERS: Mapping[str, Mapping[str, Row]] = {
 }  # fmt: skip
 # Names without a counterpart that are ours in another section, or nearly ours.
 _NEARLY_OURS = (
-    "device", "entropy_coef", "num_episodes", "num_epochs", "reference", "reward", "rewards", "validation",
+    "batch_size", "device", "entropy_coef", "gradient_accumulation_steps", "num_episodes", "num_epochs", "reference",
+    "reward", "rewards", "seed", "validation",
 )  # fmt: skip
 
 

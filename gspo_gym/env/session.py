@@ -224,19 +224,19 @@ class EnvSession:
                 returned = await self._returned_by(call, announcement=f"{self.env_id}\n{method}()")
         except TimeoutError as error:
             if not watchdog.expired():
-                self._raise_failure(method, error)
+                _raise_failure(self.env_id, method, error)
             self._left, self._has_missed_deadline = method, True
             raise late(f"{self.env_id}: {method}() did not answer within {seconds:g} seconds") from None
         except asyncio.CancelledError as error:
             task = asyncio.current_task()
             if task is None or not task.cancelling():  # not our cancellation, but the environment's
-                self._raise_failure(method, error)
+                _raise_failure(self.env_id, method, error)
             self._left = method
             raise
         except Exception as error:
-            self._raise_failure(method, error)
+            _raise_failure(self.env_id, method, error)
         if returned.error is not None:
-            self._raise_failure(method, returned.error)
+            _raise_failure(self.env_id, method, returned.error)
         return returned.value
 
     def _deadline_of(self, method: str) -> tuple[float | None, type[EnvError]]:
@@ -281,13 +281,6 @@ class EnvSession:
             self._cancelled = task
             raise
         return task.result()
-
-    def _raise_failure(self, method: str, error: BaseException) -> NoReturn:
-        if isinstance(error, ContractError | EnvError):
-            raise error  # an adapter of a foreign environment has said what went wrong, and why
-        if isinstance(error, MemoryError):
-            raise EnvDiedError(f"{self.env_id}: {method}() raised MemoryError: {error}") from error
-        raise EnvError(f"{self.env_id}: {method}() raised {type(error).__name__}: {error}{place_of(error)}") from error
 
     def _require_keywords(self, given: Mapping[str, Any]) -> None:
         try:
@@ -435,18 +428,40 @@ def _close_if_possible(made: list[Any]) -> None:
 
 
 @contextlib.asynccontextmanager
-async def looking_at(factory: Callable[[], Any]) -> AsyncIterator[Any]:
-    """Yield a fresh environment to read its declarations, and close it; without playing, no session is needed."""
+async def looking_at(factory: Callable[[], Any], env_id: str) -> AsyncIterator[Any]:
+    """Yield a fresh environment to read its declarations, and close it; without playing, no session is needed.
+
+    Raises:
+        EnvError: its `close` raised, unless the caller did.
+    """
     try:
         env = factory()
     except EnvDiedError:  # its process was killed, perhaps for memory that others took
         env = factory()
     try:
         yield env
-    finally:
+    except BaseException:
+        with contextlib.suppress(GymError):
+            await _close_unplayed(env, env_id)
+        raise
+    await _close_unplayed(env, env_id)
+
+
+async def _close_unplayed(env: Any, env_id: str) -> None:
+    try:
         closed = env.close() if callable(getattr(env, "close", None)) else None
         if inspect.isawaitable(closed):
             await closed
+    except (Exception, SystemExit) as error:
+        _raise_failure(env_id, "close", error)
+
+
+def _raise_failure(env_id: str, method: str, error: BaseException) -> NoReturn:
+    if isinstance(error, ContractError | EnvError):
+        raise error  # an adapter of a foreign environment has said what went wrong, and why
+    if isinstance(error, MemoryError):
+        raise EnvDiedError(f"{env_id}: {method}() raised MemoryError: {error}") from error
+    raise EnvError(f"{env_id}: {method}() raised {type(error).__name__}: {error}{place_of(error)}") from error
 
 
 _KEYS = ("role", "content", "tool_calls", "tool_call_id", "name", "reasoning_content")

@@ -161,10 +161,7 @@ def stateset_agents() -> dict[str, Any]:
 
 def test_every_default_of_stateset_is_the_packages(stateset_agents: dict[str, Any]) -> None:
     known = stateset.STATESET
-    ours = {key: default for key, (default, _) in known.without_counterpart.items()} | {
-        **known.ignored,
-        **known.defaults,
-    }
+    ours = {key: default for key, (default, _) in known.without_counterpart.items()} | known.defaults
     assert {key: stateset_agents[key] for key in ours} == ours
 
 
@@ -203,6 +200,12 @@ def test_a_default_beside_any_other_key_is_as_good_as_silence(
         if (one.values, one.left_out) != (both.values, both.left_out)
     ]
     assert differing == []
+
+
+def test_every_key_that_statesets_trainer_says_it_ignores_is_left_out() -> None:
+    from stateset_agents.training import gspo_config
+
+    assert set(gspo_config._GSPO_IGNORED_FIELDS) <= set(stateset.WITHOUT_COUNTERPART)
 
 
 def test_stateset_samples_as_its_entry_point_makes_the_agent_sample() -> None:

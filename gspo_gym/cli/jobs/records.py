@@ -25,7 +25,7 @@ from typing import Any, Protocol
 
 from gspo_gym.base.leftovers import end_with_us, has_ended, in_temporary_folder
 from gspo_gym.cli.jobs.store import Event, Job, Status, Store
-from gspo_gym.config.nested import apply_override, flatten
+from gspo_gym.config.nested import Flat, apply_override, flatten
 from gspo_gym.config.run_config import RunConfig
 from gspo_gym.config.services import missing_machinery
 from gspo_gym.errors import CheckpointError, ConfigError, GymError, RecordError, ServiceError
@@ -351,9 +351,10 @@ class Asked:
     base: str
 
     def config_of(self, job_id: str) -> str:
-        """Return the run's configuration as TOML, with a folder named after the job."""
+        """Return the run's configuration as TOML, with a folder named after the job, below its notices as comments."""
         model = self.config.model.model_copy(update={"label": job_id})
-        return self.config.model_copy(update={"model": model}).to_toml()
+        notices = [f"# {notice.key}: {notice.text}\n" for notice in self.config.notices]
+        return "".join(notices) + self.config.model_copy(update={"model": model}).to_toml()
 
 
 @dataclass(frozen=True, slots=True)
@@ -386,7 +387,8 @@ def parse_request(body: Mapping[str, Any], *, runs: Path, machine: Machine) -> A
     data = body.get("data", body)  # the client's library sends its keys without "data" around them
     if not isinstance(data, Mapping):
         raise ConfigError("data: expected an object with the key config")
-    values = _sections_in(data.get("config"))
+    flat = _sections_in(data.get("config"))
+    values = flat.values
     if url := _text_in(data, "endpoint_base_url"):
         _section(values, "services")["task_url"] = url
     model = _section(values, "model")
@@ -406,7 +408,7 @@ def parse_request(body: Mapping[str, Any], *, runs: Path, machine: Machine) -> A
     # Only to pass the check: the job's id is not known yet.
     model["label"] = _PLACEHOLDER
     _section(values, "run")["folder"] = str(runs.absolute())
-    config = RunConfig.from_dict(values, source="data.config")
+    config = RunConfig.from_dict(flat, source="data.config")
     if missing := missing_machinery(config.sections):
         raise ConfigError("; ".join(missing))
     return Asked(config, config.model.base or str(config.model.source))
@@ -423,8 +425,8 @@ def _make_local(values: dict[str, Any]) -> None:
         values.pop(name, None)
 
 
-def _sections_in(value: Any) -> dict[str, Any]:
-    """Return the sections of a configuration, given as an object or TOML text, in the flat form."""
+def _sections_in(value: Any) -> Flat:
+    """Return the flat form of a configuration, given as an object or TOML text."""
     if isinstance(value, str):
         try:
             value = tomllib.loads(value)
@@ -435,7 +437,7 @@ def _sections_in(value: Any) -> dict[str, Any]:
     flat = flatten(value)
     if flat.problems:
         raise ConfigError("; ".join(f"data.config: {problem.key}: {problem.text}" for problem in flat.problems))
-    return flat.values
+    return flat
 
 
 def _section(values: dict[str, Any], name: str) -> dict[str, Any]:

@@ -154,7 +154,7 @@ async def _play(
     name = policy if isinstance(policy, str) else getattr(policy, "__name__", "policy")
     make_policy = policy
     # One is made to be looked at: its tools for the record, and its scripted policies.
-    async with looking_at(factory) as sample:
+    async with looking_at(factory, env_id) as sample:
         tools = tuple(getattr(getattr(sample, "unwrapped", sample), "tool_schemas", ()))
         if isinstance(policy, str) and policy.startswith(SCRIPTED):
             make_policy = policy_of(sample, policy.removeprefix(SCRIPTED))

@@ -163,7 +163,7 @@ async def environment_notes(config: RunConfig, renderers: RendererCache) -> tupl
     for source in config.sources:
         if source.task_url is not None:
             continue
-        async with looking_at(factory := build_environment(config, source)) as env:
+        async with looking_at(factory := build_environment(config, source), source.env_name) as env:
             if factory.runs_code:
                 notes.append(f"{source.env_name}: code that the model wrote is {env.confinement}")
             notice = renderers.for_tools(_tools_of(env)).notice
@@ -300,12 +300,12 @@ async def looking_at_source(config: RunConfig, source: TaskSource) -> AsyncItera
     """Make one environment of a source (Any: authors need not subclass anything) to read from; close it afterwards.
 
     Raises:
-        GymError: it cannot be made; a ConfigError if its constructor raised.
+        GymError: it cannot be made or closed; a ConfigError if its constructor raised.
     """
     # `looking_at` closes it, also where the caller raises.
     async with contextlib.AsyncExitStack() as stack:
         try:
-            env = await stack.enter_async_context(looking_at(build_environment(config, source)))
+            env = await stack.enter_async_context(looking_at(build_environment(config, source), source.env_name))
         except GymError:
             raise
         except Exception as error:  # an author's constructor may raise anything

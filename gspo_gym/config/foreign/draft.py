@@ -61,15 +61,12 @@ class System:
         rows: its keys.
         without_counterpart: their other keys: default, and the reason why no key here answers to it.
         flatten: takes nested tables apart.
-        ignored: keys of `rows` that it ignores, with their defaults. Such a default says nothing; another value acts
-            here, which is noted.
     """
 
     name: str
     rows: Mapping[str, Row]
     without_counterpart: Mapping[str, tuple[Any, str]] = field(default_factory=dict)
     flatten: Callable[[Mapping[str, Any]], dict[str, Any]] = dict
-    ignored: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def defaults(self) -> dict[str, Any]:
@@ -78,9 +75,7 @@ class System:
 
     def draft(self, values: Mapping[str, Any], *, model: str | None = None) -> Draft:
         """Return the draft of a file as read, in which nothing is translated yet; `model` goes over the file's."""
-        flat = self.flatten(values)
-        given = {key: value for key, value in flat.items() if key not in self.ignored or value != self.ignored[key]}
-        return Draft(self.name, given, self.defaults, model)
+        return Draft(self.name, self.flatten(values), self.defaults, model)
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,8 +128,6 @@ class Draft:
                     self.set(ours, part)
         for theirs, (default, why) in system.without_counterpart.items():
             self.leave_out(theirs, why, default=default)
-        if acting := [theirs for theirs in system.ignored if self.given.get(theirs) is not None]:
-            self.note(f"{', '.join(acting)}: without effect in {system.name}; here it acts")
 
     def get(self, theirs: str) -> Any:
         """Return their value, or the default of their system if the file has none or None."""

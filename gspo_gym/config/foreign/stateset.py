@@ -68,18 +68,19 @@ def _take_tracking(draft: Draft) -> None:
 
 
 def _take_batches(draft: Draft) -> None:
-    group, prompts = draft.require_count("num_generations"), draft.require_count("generations_per_iteration")
-    episodes = group * prompts
-    step = draft.first_count("mini_batch_size", "batch_size", "per_device_train_batch_size")
-    accumulated = draft.first_count("gradient_accumulation_steps")
-    draft.set("training.group_size", group)
+    episodes = draft.require_count("num_generations") * draft.require_count("generations_per_iteration")
+    draft.set("training.group_size", draft.require_count("num_generations"))
     draft.set("rollout.episodes_per_batch", episodes)
     updates = draft.require_count("num_iterations")
     draft.set("training.update_epochs", updates)
-    draft.set("training.batch_size", step or episodes)
-    draft.set("training.gradient_accumulation_steps", accumulated if step else None)
-    steps = max(1, episodes // ((step or episodes) * ((accumulated if step else None) or 1)))
-    take_single_step_note(draft, num_steps=steps * updates)
+    draft.set("training.batch_size", episodes)  # its trainer takes no smaller batches
+    take_single_step_note(draft, num_steps=updates)
+
+
+def _take_rate(draft: Draft) -> None:
+    draft.set("training.learning_rate", draft.require_number("learning_rate"))
+    draft.set("optimizer.schedule", "cosine")  # the only one of its trainer
+    draft.set("optimizer.min_lr_fraction", 0.0)
 
 
 def _take_model(draft: Draft) -> None:
@@ -145,14 +146,10 @@ def _take_lengths(draft: Draft) -> None:
     draft.note(f"max_prompt_length = {prompt}: a longer prompt is not cut here; it counts towards max_model_len")
 
 
-# Fields that the GSPO trainer never reads although keys of ours do what they say.
-IGNORED: Mapping[str, Any] = {
-    "mini_batch_size": 1, "batch_size": None, "per_device_train_batch_size": 1, "gradient_accumulation_steps": 4,
-    "lr_scheduler_type": "cosine", "reward_clip": 10.0, "logging_steps": 10, "seed": 42,
-}  # fmt: skip
-_OTHER_TRAINERS = "belongs to its other trainers: its GSPO trainer ignores this key"
+_IGNORED = "its GSPO trainer ignores this key"
+_OTHER_TRAINERS = f"belongs to its other trainers: {_IGNORED}"
 _CONTINUAL = "continual learning belongs to its other trainers"
-_OUTER = "its GSPO trainer ignores this key: num_outer_iterations counts"
+_OUTER = f"{_IGNORED}: num_outer_iterations counts"
 _OBJECTIVE = "has no counterpart: write algorithm.variety, [loss] and [advantages]"
 WITHOUT_COUNTERPART: Mapping[str, tuple[Any, str]] = {
     "trust_remote_code": (False, "code of a model's folder is never run here"),
@@ -166,6 +163,15 @@ WITHOUT_COUNTERPART: Mapping[str, tuple[Any, str]] = {
         old_logprobs_source="recompute", allow_sequence_fallback=False, allow_missing_sampler_logprobs=False,
         zero_signal_patience=5, disable_dropout=False,
     ),
+    **without(
+        f"{_IGNORED}: each of its steps is over the full batch; write training.batch_size",
+        "batch_size", mini_batch_size=1, per_device_train_batch_size=1,
+    ),
+    "gradient_accumulation_steps": (4, f"{_IGNORED}: each of its steps is over the full batch"),
+    "lr_scheduler_type": ("cosine", f"{_IGNORED}: its schedule is a cosine to 0; write optimizer.schedule"),
+    "reward_clip": (10.0, f"{_IGNORED}: it clips no rewards; write rewards.clip"),
+    "logging_steps": (10, f"{_IGNORED}; write training.log_interval"),
+    "seed": (42, f"{_IGNORED}: it seeds nothing; write run.seed"),
     "entropy_coef": (0.01, f"{_OTHER_TRAINERS}; write loss.entropy_coef"),
     "save_total_limit": (3, f"{_OTHER_TRAINERS}; write training.keep_last"),
     **without(f"{_OTHER_TRAINERS}; write [evaluation]", eval_steps=50, eval_num_generations=4),
@@ -205,8 +211,13 @@ ROWS: Mapping[str, Row] = {
     "clip_range_left": by(_take_variety, "loss.clip_low", default=3e-4),
     "clip_range_right": by(_take_variety, "loss.clip_high", default=4e-4),
     **with_defaults(
-        TRAINER_ARGUMENTS, learning_rate=5e-6, adam_beta1=0.9, adam_beta2=0.99, weight_decay=0.01, max_grad_norm=1.0,
-        warmup_ratio=0.1, lr_scheduler_type="cosine", gradient_checkpointing=True, save_steps=100,
+        {key: row for key, row in TRAINER_ARGUMENTS.items() if key not in WITHOUT_COUNTERPART},
+        adam_beta1=0.9, adam_beta2=0.99, weight_decay=0.01, max_grad_norm=1.0, warmup_ratio=0.1,
+        gradient_checkpointing=True, save_steps=100,
+    ),
+    "learning_rate": by(
+        _take_rate, "training.learning_rate", default=5e-6,
+        note="its schedule is always a cosine to 0: optimizer.schedule and min_lr_fraction",
     ),
     "output_dir": replace(REPORTING["output_dir"], default="./outputs"),
     "report_to": by(_take_tracking, "tracking.report_to", note="wandb asks for wandb_project", default="wandb"),
@@ -217,12 +228,6 @@ ROWS: Mapping[str, Row] = {
     "num_generations": by(_take_batches, "training.group_size", also=(_EPISODES, "training.batch_size"), default=4),
     "generations_per_iteration": by(
         _take_batches, _EPISODES, also=("training.batch_size",), note=OF_BATCHES, default=100
-    ),
-    "mini_batch_size": by(_take_batches, "training.batch_size"),
-    "batch_size": by(_take_batches, "training.batch_size"),
-    "per_device_train_batch_size": by(_take_batches, "training.batch_size"),
-    "gradient_accumulation_steps": by(
-        _take_batches, "training.gradient_accumulation_steps", beside={"mini_batch_size": 50}
     ),
     "num_iterations": by(_take_batches, "training.update_epochs", default=1),
     "num_outer_iterations": count("training.iterations_per_epoch", default=1),
@@ -274,7 +279,5 @@ ROWS: Mapping[str, Row] = {
         _take_kl, "loss.kl_coef", beside={"beta": 0.01},
         advice={True: "loss.kl_coef = beta", False: "nothing: loss.kl_coef is 0 by default"}, default=False,
     ),
-    "reward_clip": number("rewards.clip"),
 }  # fmt: skip
-_NOTED = {key: replace(ROWS[key], note="ignored there") for key in IGNORED}
-STATESET = System("stateset-agents", {**ROWS, **_NOTED}, WITHOUT_COUNTERPART, ignored=IGNORED)
+STATESET = System("stateset-agents", ROWS, WITHOUT_COUNTERPART)

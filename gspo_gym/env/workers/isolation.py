@@ -173,7 +173,7 @@ async def _try_out(factory: IsolatedFactory) -> tuple[Isolation | None, tuple[st
     seconds = max(factory.start_timeout_seconds, FIRST_LOAD_SECONDS)
     # Loading its packages may draw from a generator too, once per process and before any seed, which affects no
     # episode.
-    async with looking_at(lambda: factory.make_in_process(seconds)):
+    async with looking_at(lambda: factory.make_in_process(seconds), _name_of(factory.env)):
         pass
     session = await open_session(
         lambda: factory.make_in_process(seconds), env_id=_name_of(factory.env), step_timeout_seconds=seconds

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -169,6 +171,82 @@ def test_the_reference_that_the_hosted_client_writes_in_yields_to_the_files_own(
         ConfigError, match=r"compute\.topology\.reference_placement: is reference\.placement in the flat"
     ):
         RunConfig.from_dict(contradiction)
+
+
+@pytest.mark.parametrize("term", ["loss.kl_coef", "rewards.kl_coef", "advantages.kl_shaping_coef"])
+def test_the_reference_that_the_hosted_client_writes_in_counts_as_absent_beside_a_kl_term(
+    term: str, changed: Callable[[dict[str, Any]], dict[str, Any]], tmp_path: Path
+) -> None:
+    section, _, _ = term.partition(".")
+    silent = changed({term: 0.1})
+    sent = silent | {"compute": {"topology": {"reference_placement": "none"}}}
+    config, path = RunConfig.from_dict(sent), tmp_path / "run.toml"
+    assert config == RunConfig.from_dict(silent)
+    assert config.reference.placement == "shared"  # as a KL term sets it
+    own = {notice.key: notice.text for notice in config.notices}
+    assert own.pop("compute.topology.reference_placement").endswith('counts as absent: reference.placement is "shared"')
+    assert own == {notice.key: notice.text for notice in RunConfig.from_dict(silent).notices}
+    path.write_text(tomli_w.dumps(sent | {section: {}}), encoding="utf-8")
+    assert load_config(path).reference.placement == "none"
+    assert load_config(path, [f"{term}=0.1"]) == config
+    refused = 'expected "shared" or "dedicated"'
+    with pytest.raises(ConfigError, match=refused):  # no client wrote these
+        load_config(path, [f"{term}=0.1", "compute.topology.reference_placement=none"])
+    with pytest.raises(ConfigError, match=refused):
+        RunConfig.from_dict(sent | {"reference": {"placement": "none"}})
+
+
+RUBRIC = {"enabled": True, "reward_blend": {"env": 0.5, "outcome": 0.5}}
+OPTIONS = {"outcome": True, "provider": "groq", "model": "m"}
+
+
+@pytest.mark.parametrize(
+    ("section", "in_file", "override", "expected"),
+    [
+        ("model", {"source": "ft:earlier"}, "model.base=tiny:qwen3-64", {"base": "tiny:qwen3-64", "source": None}),
+        ("model", {"source": "ft:earlier"}, "policy.model_name=m", {"base": "m", "source": None}),
+        ("model", {"base": "m"}, "model.source=ft:earlier", {"base": None, "source": "ft:earlier"}),
+        (
+            "model", {"base": "o/m", "revision": "v2"}, "policy.source=ft:earlier",
+            {"base": None, "source": "ft:earlier", "revision": None},
+        ),
+        (
+            "optimizer", {"warmup_fraction": 0.1}, "optimizer.num_warmup_steps=3",
+            {"warmup_fraction": None, "num_warmup_steps": 3},
+        ),
+        (
+            "optimizer", {"num_warmup_steps": 3}, "optimizer.warmup_fraction=0.1",
+            {"warmup_fraction": 0.1, "num_warmup_steps": 0},
+        ),
+        (
+            "judge", RUBRIC | {"options": OPTIONS | {"rubric_id": "a/b@v1"}}, "judge.options.rubric_file=rubric.toml",
+            {"options.rubric_id": None, "options.rubric_file": "rubric.toml"},
+        ),
+        (
+            "judge", RUBRIC | {"options": OPTIONS | {"rubric_file": "rubric.toml"}}, "judge.options.rubric_id=a/b@v1",
+            {"options.rubric_id": "a/b@v1", "options.rubric_file": None},
+        ),
+    ],
+)  # fmt: skip
+def test_a_text_of_the_command_line_goes_over_what_else_the_file_says_of_the_same_thing(
+    section: str, in_file: dict[str, Any], override: str, expected: dict[str, Any], tmp_path: Path,
+    changed: Callable[[dict[str, Any]], dict[str, Any]],
+) -> None:  # fmt: skip
+    path = tmp_path / "run.toml"
+    values = changed({})
+    values[section] = ({"label": "later"} if section == "model" else {}) | in_file
+    path.write_text(tomli_w.dumps(values), encoding="utf-8")
+    config = load_config(path, [override])
+    assert {key: attrgetter(f"{section}.{key}")(config) for key in expected} == expected
+
+
+def test_a_file_itself_still_names_one_origin_of_the_model(
+    changed: Callable[[dict[str, Any]], dict[str, Any]], tmp_path: Path
+) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text(tomli_w.dumps(changed({"model.source": "ft:earlier"})), encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"contradicts model\.source"):
+        load_config(path, ["rollout.max_turns=3"])
 
 
 @pytest.mark.parametrize("theirs", POLICY_CONFIG)

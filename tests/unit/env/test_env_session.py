@@ -27,7 +27,7 @@ from moved_clock import Hang, move_clock
 
 from gspo_gym.env.core import TextEnv, ToolEnv
 from gspo_gym.env.rewards import Reward
-from gspo_gym.env.session import EnvSession, open_session
+from gspo_gym.env.session import EnvSession, looking_at, open_session
 from gspo_gym.env.tools import tool
 from gspo_gym.env.workers.channel import refusal_in
 from gspo_gym.env.workers.threads import OwnThread, QuickCalls
@@ -388,6 +388,24 @@ def test_a_hang_is_a_timeout_and_stalls_nobody_else() -> None:
     run(play)
     assert env.num_closed == 0  # it hangs, and no other thread may touch it
     over.set()
+
+
+@pytest.mark.parametrize("kind", [Echo, AsyncEcho])
+def test_an_environment_that_is_only_looked_at_fails_in_close_as_one_that_is_played(kind: type[Echo]) -> None:
+    def fail(method: str) -> None:
+        raise OSError(f"no {method}")
+
+    async def look(error: Exception | None) -> None:
+        async with looking_at(lambda: kind(fail), "Echo-v0"):
+            if error is not None:
+                raise error
+
+    with pytest.raises(
+        EnvError, match=r"^Echo-v0: close\(\) raised OSError: no close \(.*test_env_session.py:\d+, in fail"
+    ):
+        asyncio.run(look(None))
+    with pytest.raises(LookupError, match="of the caller"):  # which came first
+        asyncio.run(look(LookupError("of the caller")))
 
 
 def test_a_plain_close_follows_the_hanging_call_in_the_same_thread(hang: Hang) -> None:

@@ -373,6 +373,19 @@ def test_a_file_is_taken_as_the_hosted_client_sends_it(client: Client) -> None:
     assert resolved["reference"]["placement"] == "dedicated"
 
 
+def test_what_the_hosted_client_writes_in_is_no_contradiction_to_a_kl_term(tmp_path: Path) -> None:
+    body = body_of({})
+    config = body["data"]["config"]
+    config.pop("reference", None)
+    config["loss"] = {**config.get("loss", {}), "kl_coef": 0.1}
+    config["compute"]["topology"] = {"reference_placement": "none"}
+    machine = Machine(is_local=True, overrides=["rollout.max_output_tokens=8"])
+    asked = parse_request(body, runs=tmp_path, machine=machine)
+    resolved = asked.config_of("job_1")
+    assert tomllib.loads(resolved)["reference"]["placement"] == "shared"
+    assert '# compute.topology.reference_placement: "none", which a client inserts, counts as absent' in resolved
+
+
 def test_the_services_own_limit_goes_over_the_files_other_name_for_it(tmp_path: Path) -> None:
     body = body_of({})
     body["data"]["config"]["rollout"]["policy_config"] = {"max_tokens": 4096, "temperature": 0.5}

@@ -20,7 +20,7 @@ from gspo_gym.config.build.preflight import find_obstacles, rehearse
 from gspo_gym.config.run_config import RunConfig
 from gspo_gym.env.core import TextEnv
 from gspo_gym.env.registry import register
-from gspo_gym.errors import GymError
+from gspo_gym.errors import EnvError, GymError
 from gspo_gym.remote.serving import BackgroundServer
 from gspo_gym.types import Outcome
 
@@ -191,6 +191,32 @@ def test_a_deep_check_finds_an_environment_that_fails_when_it_is_played(make: Ma
     assert obstacles(config) == []
     with pytest.raises(GymError, match=r"a scripted episode of test_preflight/Broken-v0 ended as env_error.*KeyError"):
         asyncio.run(rehearse(config))
+
+
+@pytest.mark.parametrize("isolation", ["thread", "auto"])
+def test_an_environment_that_cannot_be_closed_before_it_is_played_is_named(isolation: str, make: Make) -> None:
+    class Unclosable(TextEnv):
+        isolation = "thread"
+        connection: Any = None
+
+        def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[str, dict[str, Any]]:
+            super().reset(seed=seed)
+            return "Say hello.", {}
+
+        def step(self, action: Any) -> tuple[str, float, bool, bool, dict[str, Any]]:
+            return "", 1.0, True, False, {}
+
+        def close(self) -> None:
+            self.connection.close()
+
+    name = f"test_preflight/Unclosable{isolation}-v0"
+    register(name, Unclosable)
+    config = make({"rollout.env_name": name, "rollout.isolation": isolation})
+    said = f"{name}: close() raised AttributeError: 'NoneType' object has no attribute 'close' ("
+    (found,) = obstacles(config)
+    assert found.startswith(said)
+    with pytest.raises(EnvError, match=re.escape(said)):
+        run_training(config)
 
 
 def test_a_deep_check_asks_the_apps_whether_they_can_be_used(make: Make) -> None:

@@ -90,14 +90,34 @@ def test_a_file_that_spells_every_default_out_is_the_silent_one(system):
     """tests/foreign has the same with the defaults of the installed packages; ROLL is not in the package registry."""
     known = SYSTEMS[system]
     without_counterpart = {key: default for key, (default, _) in known.without_counterpart.items()}
-    spelled = translate(system, {**without_counterpart, **known.ignored, **known.defaults})
+    spelled = translate(system, {**without_counterpart, **known.defaults})
     assert spelled.values == translate(system, {}).values
     assert spelled.left_out == ()
 
 
-def test_a_key_that_their_trainer_ignores_acts_here_and_is_named():
-    translation = translate("stateset", {"mini_batch_size": 50, "seed": 7, "gradient_accumulation_steps": 4})
-    assert said(translation, "mini_batch_size, seed: without effect in stateset-agents; here it acts")
+@pytest.mark.parametrize(
+    ("key", "value", "reason"),
+    [
+        ("mini_batch_size", 8, "full batch"),  # the first four: `_GSPO_IGNORED_FIELDS` of 0.69.0
+        ("gradient_accumulation_steps", 2, "full batch"),
+        ("lr_scheduler_type", "linear", "cosine"),
+        ("reward_clip", 5.0, "clips no rewards"),
+        ("batch_size", 8, "full batch"),
+        ("per_device_train_batch_size", 8, "full batch"),
+        ("seed", 7, "seeds nothing"),
+        ("logging_steps", 3, "ignores this key"),
+    ],
+)
+def test_a_key_that_their_trainer_ignores_is_left_out_and_changes_nothing(key, value, reason):
+    translation = translate("stateset", {key: value})
+    (line,) = translation.left_out
+    assert line.startswith(f"{key} = {value!r}: its GSPO trainer ignores this key")
+    assert reason in line
+    assert translation.values == translate("stateset", {}).values
+    assert translation.values["training"]["batch_size"] == 100 * 4  # prompts x episodes of each, in one step
+    optimizer = translation.values["optimizer"]
+    assert (optimizer["schedule"], optimizer["min_lr_fraction"]) == ("cosine", 0.0)
+    assert "rewards" not in translation.values
 
 
 @pytest.mark.parametrize("system", sorted(EXAMPLES))
@@ -379,9 +399,6 @@ def test_stateset_example_key_for_key():
         ("stateset", {"use_8bit": True}, "model.quantization", "int8"),
         ("stateset", {"use_lora": False}, "model.trainer_mode", "full"),
         ("stateset", {"lora_target_modules": "q_proj"}, "training.lora.target_modules", ["q_proj"]),  # not its letters
-        ("stateset", {"reward_clip": 5.0}, "rewards.clip", 5.0),
-        ("stateset", {"reward_clip": 10.0}, "rewards.clip", None),  # the default of a key that its trainer ignores
-        ("stateset", {"batch_size": 8}, "training.batch_size", 8),
         ("stateset", {"wandb_run_name": "a"}, "tracking.run_name", "a"),
         ("stateset", {"report_to": "wandb"}, "tracking.report_to", None),  # logs nothing without wandb_project
         ("stateset", {"rescore_old_log_probs": False}, "correction.old_logprobs", "rollout"),
@@ -395,7 +412,6 @@ def test_stateset_example_key_for_key():
         ("stateset", {"use_lora": False}, "model.dtype", None),  # weights that are trained stay float32
         ("stateset", {}, "model.base", "openai-community/gpt2"),
         ("stateset", {"model_name": "mistral"}, "training.lora.target_modules", ["q_proj", "v_proj"]),
-        ("stateset", {"mini_batch_size": 50}, "training.batch_size", 50),
         ("stateset", {"beta": 0.01, "use_reference_model": True}, "loss.kl_coef", 0.01),
         ("stateset", {"beta": 0.01}, "loss.kl_coef", None),
         ("trl", {"model_revision": "v2"}, "model.revision", "v2"),

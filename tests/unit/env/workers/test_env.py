@@ -353,7 +353,7 @@ def test_an_environment_whose_process_is_killed_while_it_is_looked_at_is_made_on
     pool = ProcessPool()  # without workers that wait: one of those that dies is replaced, which is no attempt
 
     async def look(word: str) -> str:
-        async with looking_at(lambda: ProcessEnv(subject.Subject, {"word": word}, pool=pool)) as env:
+        async with looking_at(lambda: ProcessEnv(subject.Subject, {"word": word}, pool=pool), "Subject") as env:
             return type(env).__name__
 
     assert asyncio.run(look(f"once {tmp_path / 'killed'}")) == "ProcessEnv"
