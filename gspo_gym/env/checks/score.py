@@ -53,7 +53,7 @@ async def reference_is_best(subject: Subject, findings: Findings) -> None:
 
 async def tricks_do_not_pay(subject: Subject, findings: Findings) -> None:
     """Check that no trick succeeds, that neither tricks nor random play earn the reference's mean return, and that
-    text that cannot be read earns no more than random play in as many turns.
+    text that cannot be read earns no more than random play, in as many turns unless the environment ends it.
 
     Without a reference, the bound is the largest return, if finite; without random play, tricks stand for it.
     """
@@ -66,18 +66,12 @@ async def tricks_do_not_pay(subject: Subject, findings: Findings) -> None:
     plays: dict[str, _Play] = {
         name: partial(_play_policy, policy=policy, max_turns=turns) for name, policy in probes(_rubric(subject)).items()
     }
-    # As many turns as other play takes: over hundreds, the smallest price is large.
-    others = {
-        run.seed: len(run.answers) for run in subject.runs_of(settings.random) or subject.runs_of(settings.reference)
-    }
-    plays[_UNREADABLE] = lambda session, seed: play_unreadable(
-        session, _ERROR, seed=seed, max_turns=others.get(seed, turns)
-    )
+    plays[_UNREADABLE] = lambda session, seed: play_unreadable(session, _ERROR, seed=seed, max_turns=turns)
     for player, play in plays.items():
         runs = await _played(subject, findings, player, play)
         if not runs:
             continue
-        returns[player] = mean_return(runs)
+        returns[player] = mean_return(_as_long_as_others(subject, runs) if player == _UNREADABLE else runs)
         for run in runs:
             if run.success and subject.reference_is_perfect:  # else a win may be luck, and only the mean counts
                 findings.fail(f"seed {run.seed}: expected {player} to fail, it succeeded")
@@ -101,6 +95,13 @@ async def tricks_do_not_pay(subject: Subject, findings: Findings) -> None:
 
 
 _Play = Callable[[EnvSession, int], Awaitable[Playthrough]]  # one episode of a seed in an open session
+
+
+def _as_long_as_others(subject: Subject, runs: Sequence[Playthrough]) -> list[Playthrough]:
+    """Cut episodes that the environment does not end to the turns of other play: over hundreds, any price is large."""
+    others = subject.runs_of(subject.settings.random) or subject.runs_of(subject.settings.reference)
+    turns = {run.seed: len(run.answers) for run in others}
+    return [run if run.is_over else replace(run, answers=run.answers[: turns.get(run.seed)]) for run in runs]
 
 
 async def _play_policy(session: EnvSession, seed: int, *, policy: PolicyFactory, max_turns: int) -> Playthrough:

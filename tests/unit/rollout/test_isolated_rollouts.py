@@ -72,8 +72,8 @@ def test_scripted_players_play_the_same_episodes_in_a_process_as_in_a_thread(pla
         pool, _plan = asyncio.run(rollouts.build_warmup(settings, player))
         groups = asyncio.run(pool.collect([GroupRequest(f"g{k}", Task("GuessNumber", k), 2) for k in range(4)]))
         played[isolation] = [(t.messages, t.reward, t.success) for group in groups for t in group.trajectories]
-        # Eight episodes, and an instance whose policies are looked at; none in a thread.
-        assert num_workers_leased() - leased == (9 if isolation == "process" else 0)
+        # Eight episodes, and an instance whose policies and one whose tools are looked at; none in a thread.
+        assert num_workers_leased() - leased == (10 if isolation == "process" else 0)
     assert len(played["thread"]) == 8
     assert played["process"] == played["thread"]
 
