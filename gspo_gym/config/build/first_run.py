@@ -182,7 +182,7 @@ def _is_downloaded(base: str) -> bool:
 
 async def _look_at(env_id: str, options: Mapping[str, Any]) -> tuple[SmallTask, Mapping[str, PolicyFactory]]:
     try:
-        async with looking_at(isolated_factory(env_id, options, "thread")) as env:
+        async with looking_at(isolated_factory(env_id, options, "thread"), env_id) as env:
             return getattr(env, "small_task", None) or SmallTask(), getattr(env, "policies", None) or {}
     except GymError:
         raise
