@@ -49,6 +49,7 @@ ALLOWED_SECONDS = {
     "tests/unit/test_examples.py": 10.0,
     "tests/unit/test_floors.py": 10.0,  # all modules are parsed once
     "tests/unit/env/workers/test_env.py": 10.0,  # servers of workers
+    "tests/unit/cli/test_main.py::test_bash_takes_the_completion_script": 8.0,  # all commands' arguments are read
     "tests/unit/cli/test_commands.py::test_the_commands_that_compute_import_so": 12.0,  # how a real command starts
     "tests/fault/test_http_engine_faults.py::test_300_requests_of_which_a_fifth_fails_give_300_samples": 8.0,
     "tests/invariance/test_pipeline_equals_synchronous.py::test_a_bound_of_0_is_the_synchronous_run_bit_for_bit": 8.0,

@@ -12,7 +12,7 @@ EXAMPLES = {
     "write_environment.py": ((), "passed"),
     "tools.py": ((), "passed"),
     # found 1.0 + speed 0.1 x (4 turns - 2 used)
-    "custom_reward.py": ((), "6 -> 'correct', reward +1.20"),
+    "custom_reward.py": ((), "6 -> 'Correct.', reward +1.20"),
     "dataset_gym.py": (("2",), "training questions: mean reward"),
     "evaluate_model.py": ((), "scripted:reference against scripted:random"),
     "train_from_python.py": (("2",), "final_eval mean return"),

@@ -210,8 +210,9 @@ _FRACTION = re.compile(
 )
 _WORDS = re.compile(r"\\(?:text|textrm|mathrm)\s*\{([^{}]*)\}")
 # Around a number: "\text{about }5", "5\,\text{cm}^2".
-_BEFORE = re.compile(rf"^\s*{_WORDS.pattern}\s*")
-_UNIT = re.compile(rf"(?:\\[,;: ]|~|\s)*{_WORDS.pattern}(?:\^(?:\d|\{{-?\d+\}}))?\s*$")
+_UNIT_WORDS = _WORDS.pattern.replace("[^{}]", r"[^{}\d]")
+_BEFORE = re.compile(rf"^\s*{_UNIT_WORDS}\s*")
+_UNIT = re.compile(rf"(?:\\[,;: ]|~|\s)*{_UNIT_WORDS}(?:\^(?:\d|\{{-?\d+\}}))?\s*$")
 _LETTER = re.compile(r"(?<![\w'])([A-H])(?![\w'])")
 
 

@@ -328,7 +328,7 @@ def test_proxies_of_the_environment_are_not_used(monkeypatch: pytest.MonkeyPatch
 
 def test_a_key_is_sent_with_everything_and_must_be_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SOME_KEY", "s3cret")
-    with BackgroundServer(create_openenv_app("GuessNumber", api_key="s3cret")) as server:
+    with BackgroundServer(create_openenv_app("GuessNumber", config={"style": "terse"}, api_key="s3cret")) as server:
         first = episode(make("OpenEnv", url=server.url, api_key_env="SOME_KEY"))[0]
         assert first[0] == [{"role": "user", "content": "Guess 1-8. 4 tries."}]
         with pytest.raises(ConfigError, match="expected a key in the variable OTHER_KEY"):

@@ -48,7 +48,7 @@ class Game:
     sampling_seed: int = 11
 
     def make_env(self, task: Task) -> Any:
-        return make(task.env_id)
+        return make(task.env_id, style="terse")  # texts for the contexts below
 
 
 async def in_process(game: Game) -> Trajectory:
