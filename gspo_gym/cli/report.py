@@ -101,7 +101,7 @@ def page_of(
 
     runs = [described_run(folder), *(run_values(other) for other in others)]
     if status is not None:
-        runs[0]["run"]["status"] = status
+        runs[0]["run"] |= {"status": status, "doing": None}  # the run itself asks, at its end
     shown: list[dict[str, Json]] = []
     left = max_episodes
     for name in _default_steps(folder) if steps is None else steps:

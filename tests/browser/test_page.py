@@ -16,6 +16,7 @@ import pytest
 from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Browser, Page
 from tokenizers import Tokenizer
+from tokenizers.decoders import Fuse
 from tokenizers.models import WordLevel
 
 from gspo_gym.cli.report import page_of
@@ -312,6 +313,7 @@ def test_forty_hostile_episodes_are_shown_as_text(page: Page, run: Path, tmp_pat
     episodes = [_hostile(i, text) for i, text in enumerate(texts)]
     write_episodes(tmp_path / "episodes" / "step_000001.jsonl.gz", episodes)
     tokenizer = Tokenizer(WordLevel({text: i for i, text in enumerate(texts)}, unk_token="NaN"))
+    tokenizer.decoder = Fuse()  # or it puts spaces between tokens
     (tmp_path / "checkpoints" / "step_000001").mkdir(parents=True)
     tokenizer.save(str(tmp_path / "checkpoints" / "step_000001" / "tokenizer.json"))
     if not has_numbers:
