@@ -60,10 +60,8 @@ from gspo_gym.rollout.evaluation import (
 )
 from gspo_gym.rollout.watchdog import marker_beside, read_frozen, seconds_until_frozen, watching
 from gspo_gym.run.process import LOCK_FILE, PROCESS_FILE, holding
-from gspo_gym.run.recording import RunRecorder
 from gspo_gym.run.records import EVENTS_FILE
 from gspo_gym.run.report.progress import counting, print_episode, shortened
-from gspo_gym.run.state import TrainState
 from gspo_gym.seeding import child_seed
 from gspo_gym.types import Trajectory
 
@@ -327,8 +325,10 @@ def _save(
     seconds: float,
 ) -> None:
     """Write each evaluation as a run without a step, whose first evaluation it is."""
-    from gspo_gym.cli.run import summary_of
+    from gspo_gym.cli.run import summary_of  # here and not above: these load torch
     from gspo_gym.policy.load import load_tokenizer
+    from gspo_gym.run.recording import RunRecorder
+    from gspo_gym.run.state import TrainState
 
     order = {name: number for number, name in enumerate(environment_ids(config))}
     for target, (name, evaluation) in zip(_folders(folder, results), results.items(), strict=True):

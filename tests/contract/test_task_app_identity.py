@@ -44,7 +44,7 @@ class Game:
 
 GUESSING = Game(
     "GuessNumber",
-    {"low": 1, "high": 8, "max_guesses": 4, "inconsistent_penalty": 0.2, "illegal_penalty": 0.4},
+    {"style": "terse", "low": 1, "high": 8, "max_guesses": 4, "inconsistent_penalty": 0.2, "illegal_penalty": 0.4},
     {"max_turns": 4, "max_output_tokens": 3, "max_model_len": 256},
     ("1", "2", "4", "5", "8", "x", "99"),  # three tokens cut "99" short of its stop token
 )

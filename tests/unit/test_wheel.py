@@ -48,7 +48,7 @@ def test_an_installed_wheel_finds_its_environments_and_commands(tmp_path):
     python = home / "bin" / "python"
     used = subprocess.run([python, "-c", USE], cwd=tmp_path, capture_output=True, text=True)
     assert used.returncode == 0, used.stderr
-    assert used.stdout == "correct\n"
+    assert used.stdout == "Correct.\n"
     helped = subprocess.run([python, "-m", "gspo_gym.cli", "env", "list"], cwd=tmp_path, capture_output=True, text=True)
     assert "gspo_gym/SqlAnalyst-v0" in helped.stdout, helped.stderr
     judged = [python, "-m", "gspo_gym.cli", "judge", "check", "support_desk/bundle@v1"]

@@ -32,7 +32,7 @@ from gspo_gym.env.core import TextEnv
 from gspo_gym.env.registry import register
 from gspo_gym.errors import ConfigError, UsageError
 from gspo_gym.run.control import SOCKET_FILE, ControlServer, ask, status_of
-from gspo_gym.run.process import holding
+from gspo_gym.run.process import holding, read_phase
 from gspo_gym.run.recording import RunRecorder
 from gspo_gym.run.records import read_events, read_metrics, read_summary
 from gspo_gym.run.registry import read_run
@@ -433,11 +433,11 @@ def test_a_run_that_warms_up_says_so_and_a_stop_ends_it_there(tmp_path: Path, wa
     command = [sys.executable, "-m", "gspo_gym.cli", "train", str(path)]
     with programs.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
         try:
-            while process.poll() is None and (
-                read_run(folder).phase != "warming up" or not (folder / SOCKET_FILE).exists()
+            while process.poll() is None and not (
+                (phase := read_phase(folder)) and phase.name == "warming up" and (folder / SOCKET_FILE).exists()
             ):
                 time.sleep(0.01)
-            assert status_of(folder)["phase"] == read_run(folder).phase == "warming up"
+            assert status_of(folder)["phase"] == "warming up"
             if way == "socket":
                 assert ask(folder, {"command": "stop"})["changed"]
             else:
