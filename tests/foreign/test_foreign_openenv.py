@@ -155,7 +155,7 @@ def test_the_packages_client_plays_our_text_environment(foreign_table: Any) -> N
             assert (await client.reset(seed=4)).observation["text"] == "Guess 1-8. 4 tries."
 
     def check() -> None:
-        with BackgroundServer(create_openenv_app("GuessNumber")) as server:
+        with BackgroundServer(create_openenv_app("GuessNumber", config={"style": "terse"})) as server:
             asyncio.run(episode(server.url))
 
     row(foreign_table, "our GuessNumber, by GenericEnvClient", check)
