@@ -13,15 +13,15 @@ from typing import Any
 
 import yaml
 from transformers import GenerationConfig
-from transformers.utils.hub import cached_file
 
 from gspo_gym.chat.renderer import Renderer
 from gspo_gym.chat.template import ChatTemplate, Wire
 from gspo_gym.errors import TemplateError
-from gspo_gym.policy.bases import CARD, TINY_PREFIX, check_base, parse_hub_id, whole_model_of
+from gspo_gym.policy.bases import CARD, TINY_PREFIX, check_base, whole_model_of
 from gspo_gym.policy.gguf import GgufOrigin, origin_of
 from gspo_gym.policy.load import folder_of, load_skeleton, load_tokenizer
 from gspo_gym.policy.lora import is_adapter
+from gspo_gym.policy.stops import eos_ids, hub_file
 
 _USER: Wire = {"role": "user", "content": "zq-user"}
 _SYSTEM, _REASONING = "zq-system", "zq-reasoning"
@@ -155,7 +155,7 @@ def facts_of(base: str) -> ModelFacts:
         context=getattr(config, "max_position_embeddings", None),
         num_token_ids=num_token_ids,
         num_rows=inner.get_input_embeddings().weight.shape[0],
-        eos_token_ids=_ids(tokenizer.eos_token_id, generation.eos_token_id, config.eos_token_id),
+        eos_token_ids=eos_ids([tokenizer.eos_token_id, generation.eos_token_id, config.eos_token_id]),
         sampling=sampling_of(generation),
         template=abilities_of(tokenizer),
         license=_license(base) or _license(whole),
@@ -230,19 +230,7 @@ def _file(base: str, name: str) -> Path | None:
         return None
     if (folder := folder_of(base)) is not None:
         return folder / name if (folder / name).is_file() else None
-    hub = parse_hub_id(base)
-    assert hub is not None, base  # or it was refused
-    # With these, what fails is None.
-    quiet = dict.fromkeys(("missing_entries", "connection_errors", "gated_repo"), False)
-    options = {f"_raise_exceptions_for_{what}": value for what, value in quiet.items()}
-    path = cached_file(hub.name, name, revision=hub.revision, **options)
-    return None if path is None else Path(path)
-
-
-def _ids(*stated: Any) -> tuple[int, ...]:
-    # A configuration has one id, a list of them, or null.
-    lists = [value if isinstance(value, list | tuple) else [value] for value in stated]
-    return tuple(dict.fromkeys(token_id for ids in lists for token_id in ids if token_id is not None))
+    return hub_file(base, name)
 
 
 def _license(base: str) -> str | None:

@@ -37,6 +37,7 @@ from gspo_gym.policy.bases import (
     parse_hub_id,
     parse_tiny,
     unknown_model,
+    whole_model_of,
 )
 from gspo_gym.policy.gguf import converted
 from gspo_gym.policy.lora import ADAPTER, adapt_lora, is_adapter, load_lora
@@ -238,7 +239,7 @@ def load_tokenizer(base: str) -> Any:
         UnknownNameError, CheckpointError: as `load_policy`.
     """
     tokenizer = _read_tokenizer(base)
-    if not (model := _model_of(base)).startswith(TINY_PREFIX):  # whose only stop is the tokenizer's eos
+    if not (model := whole_model_of(base)).startswith(TINY_PREFIX):  # whose only stop is the tokenizer's eos
         note_stops(tokenizer, stops_of_files(str(folder_of(model) or model)))
     return tokenizer
 
@@ -258,14 +259,6 @@ def _read_tokenizer(base: str) -> Any:
     if (name := _name_of_file(base)) is not None:
         tokenizer.name_or_path = name
     return tokenizer
-
-
-def _model_of(base: str) -> str:
-    """Return what names the whole model: `base` itself, or what is below the adapter in that folder."""
-    folder = Path(base).expanduser()
-    if not is_adapter_folder(folder):
-        return base
-    return _model_of(str(folder / "base") if (folder / "base").is_dir() else below_adapter(folder))
 
 
 def save_policy(policy: Policy, folder: Path) -> None:

@@ -7,7 +7,7 @@ note, so that whatever samples for messages stops there, too.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ def stops_of_model(model: Any) -> tuple[int, ...]:
     """Return the eos ids of a loaded model (Any: untyped), with those of its generation config first."""
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     configs = (getattr(base, "generation_config", None), getattr(base, "config", None))
-    return _without_repeats(getattr(config, "eos_token_id", None) for config in configs)
+    return eos_ids(getattr(config, "eos_token_id", None) for config in configs)
 
 
 def stops_of_files(base: str) -> tuple[int, ...]:
@@ -36,26 +36,35 @@ def stops_of_files(base: str) -> tuple[int, ...]:
 
     Those that cannot be read say none: what needs them says why when it loads the model.
     """
-    return _without_repeats(_read(base, name).get("eos_token_id") for name in _FILES)
+    return eos_ids(_read(base, name).get("eos_token_id") for name in _FILES)
 
 
-def _read(base: str, name: str) -> dict[str, Any]:
-    folder, hub = Path(base).expanduser(), parse_hub_id(base)
+def hub_file(base: str, name: str) -> Path | None:
+    """Return a file of a model of the hub, downloaded; None: it has none, or cannot be reached, or is no such model."""
+    if (hub := parse_hub_id(base)) is None:
+        return None
     # With these the hub is asked once, and what fails is None.
     quiet = dict.fromkeys(("missing_entries", "connection_errors", "gated_repo"), False)
     options = {f"_raise_exceptions_for_{what}": value for what, value in quiet.items()}
+    path = cached_file(hub.name, name, revision=hub.revision, **options)
+    return None if path is None else Path(path)
+
+
+def eos_ids(stated: Iterable[Any]) -> tuple[int, ...]:
+    """Return the ids that configurations state, each once: one has an id, a list of them, or null.
+
+    >>> eos_ids([7, [3, 7], None])
+    (7, 3)
+    """
+    lists = [value if isinstance(value, list | tuple) else [value] for value in stated]
+    return tuple(dict.fromkeys(token for ids in lists for token in ids if type(token) is int))
+
+
+def _read(base: str, name: str) -> dict[str, Any]:
+    folder = Path(base).expanduser()
     try:
-        if folder.is_dir():
-            path: str | Path | None = folder / name
-        else:
-            path = None if hub is None else cached_file(hub.name, name, revision=hub.revision, **options)
-        values = {} if path is None else json.loads(Path(path).read_text(encoding="utf-8"))
+        path = folder / name if folder.is_dir() else hub_file(base, name)
+        values = {} if path is None else json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
         return {}
     return values if isinstance(values, dict) else {}
-
-
-def _without_repeats(values: Iterator[Any]) -> tuple[int, ...]:
-    # A configuration has one id, a list of them, or null.
-    lists = [value if isinstance(value, list | tuple) else [value] for value in values]
-    return tuple(dict.fromkeys(token for ids in lists for token in ids if type(token) is int))
