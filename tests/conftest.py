@@ -56,6 +56,9 @@ ALLOWED_SECONDS = {
     "tests/unit/chat/test_parsing.py::test_any_text_is_a_message_or_a_failure_that_keeps_the_text": 8.0,
     "tests/unit/engine/local/test_engine.py::test_sixty_four_episodes_at_once_sample_what_one_at_a_time_does": 12.0,
     "tests/unit/envs/suites/test_toy_text_adapter.py::test_it_keeps_the_contract": 8.0,
+    "tests/fault/test_gateway_retries.py::test_many_rollouts_whose_clients_time_out_commit_one_turn_for_each_call": 6.0,
+    "tests/fault/test_gateway_faults.py::test_an_answer_that_was_lost_on_the_way_is_given_again": 6.0,
+    "tests/fault/test_request_fuzz.py::test_every_server_of_the_project_is_in_the_list_of_those_that_are_flooded": 6.0,
 }
 
 
