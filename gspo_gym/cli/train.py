@@ -45,7 +45,9 @@ def add_task_url(parser: argparse.ArgumentParser) -> None:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `train`."""
-    parser.add_argument("config", help="a TOML file; configs/ holds examples")
+    parser.add_argument(
+        "config", help="a TOML, YAML or JSON file, or the name of one that the package holds (quickstart)"
+    )
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="over what the file says")
     add_task_url(parser)
     parser.add_argument(

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from importlib.resources import files
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, Self
@@ -52,7 +53,7 @@ from gspo_gym.config.words import (
     show,
     with_known_spelling,
 )
-from gspo_gym.errors import ConfigError
+from gspo_gym.errors import ConfigError, nearest_name
 from gspo_gym.judge.settings import JudgeSettings
 from gspo_gym.learning.settings import (
     AdvantageSettings,
@@ -206,15 +207,34 @@ class RunConfig(Settings):
         return self
 
 
+def config_file(name: str | Path) -> Path:
+    """Return the file that `name` means: its path, or `quickstart` for the quickstart.toml that the package holds.
+
+    Raises:
+        ConfigError: it has no suffix, and neither a file nor a configuration of the package has this name.
+    """
+    path = Path(name)
+    if path.suffix or path.exists():
+        return path
+    held = {file.stem: file for file in Path(str(files("gspo_gym_configs"))).glob("*.toml")}
+    if str(name) not in held:
+        raise ConfigError(
+            f"{name}: there is no such file, and the package holds no configuration of that name; "
+            f"{nearest_name(str(name), held)}"
+        )
+    return held[str(name)]
+
+
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     """Read a TOML, YAML or JSON file, with `section.key=value` texts going over it in order.
 
-    A value is TOML (`7`, `true`, `[1, 2]`, `"text"`); anything else is taken as text: names and paths need no quotes.
+    `path` may name a configuration that the package holds (`config_file`). A value is TOML (`7`, `true`, `[1, 2]`,
+    `"text"`); anything else is taken as text: names and paths need no quotes.
 
     Raises:
         ConfigError: there is no such file, it is not of that format, or its content is wrong: then everything that is.
     """
-    flat, overridden, problems = _read(Path(path), overrides)
+    flat, overridden, problems = _read(config_file(path), overrides)
 
     def source_of(key: str) -> str:
         # A key of a table that was given, or a table with a key that was given.
@@ -230,7 +250,7 @@ def load_sections(path: str | Path, overrides: Sequence[str] = ()) -> dict[str, 
     Raises:
         ConfigError: there is no such file, or its format is wrong.
     """
-    return _read(Path(path), overrides)[0].values
+    return _read(config_file(path), overrides)[0].values
 
 
 # Returns the file with the overrides applied, the keys that these set, and the problems with them.

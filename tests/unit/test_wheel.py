@@ -51,6 +51,9 @@ def test_an_installed_wheel_finds_its_environments_and_commands(tmp_path):
     assert used.stdout == "Correct.\n"
     helped = subprocess.run([python, "-m", "gspo_gym.cli", "env", "list"], cwd=tmp_path, capture_output=True, text=True)
     assert "gspo_gym/SqlAnalyst-v0" in helped.stdout, helped.stderr
+    named = [python, "-m", "gspo_gym.cli", "config", "check", "quickstart"]
+    checked = subprocess.run(named, cwd=tmp_path, capture_output=True, text=True)
+    assert checked.stdout.startswith("VALID: quickstart"), checked.stderr
     judged = [python, "-m", "gspo_gym.cli", "judge", "check", "support_desk/bundle@v1"]
     checked = subprocess.run(judged, cwd=tmp_path, capture_output=True, text=True)
     assert checked.stdout.startswith("VALID: "), checked.stderr

