@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
-import math
 import signal
 from collections.abc import Mapping
 from dataclasses import replace
@@ -20,44 +19,34 @@ from gspo_gym.base.loops import run_to_end
 from gspo_gym.cluster.launcher import Fleet, Seat
 from gspo_gym.config.build import trainer as build
 from gspo_gym.config.build.compute import start_compute
-from gspo_gym.config.build.conversations import (
-    record_template,
-    require_same_template,
-    with_fixed_date,
-    with_recorded_date,
-)
+from gspo_gym.config.build.continuation import Restored, changed_settings, find_restored, require_named_run
+from gspo_gym.config.build.conversations import record_template, with_fixed_date, with_recorded_date
 from gspo_gym.config.build.engines import build_weight_sync
 from gspo_gym.config.build.estimate import estimate_step
 from gspo_gym.config.build.judge import build_judging
-from gspo_gym.config.build.live import LiveSettings, Restored, find_restored, when_it_may_change
 from gspo_gym.config.build.preflight import require_ready
 from gspo_gym.config.build.processes import launching, learning
 from gspo_gym.config.build.reference import serving_reference
 from gspo_gym.config.build.rollouts import Player, build_training_player, build_warmup, environment_notes
 from gspo_gym.config.build.threads import computing_elsewhere
-from gspo_gym.config.reference import leaf_keys
 from gspo_gym.config.run_config import RunConfig, load_config
-from gspo_gym.config.words import look_up
-from gspo_gym.errors import CheckpointError, ConfigError, GymError, ServiceError
-from gspo_gym.learning.optimizer import scheduled_rate
+from gspo_gym.errors import ConfigError, GymError, ServiceError
 from gspo_gym.learning.update import AnyLearner
 from gspo_gym.policy.checkpoints import Checkpoint, CheckpointStore
 from gspo_gym.policy.load import Policy
-from gspo_gym.policy.manifest import Origin, RetentionSettings, read_manifest
+from gspo_gym.policy.manifest import Origin, RetentionSettings
 from gspo_gym.policy.weight_sync import WeightSync
 from gspo_gym.rollout.schedule import is_played_again
 from gspo_gym.rollout.watchdog import MARKER, TRAINING_ADVICE, read_frozen, seconds_until_frozen, watching
 from gspo_gym.run.collect import warm_up
-from gspo_gym.run.control import ControlServer
 from gspo_gym.run.judging import Judging
 from gspo_gym.run.process import Phases, holder_of, holding, refusal
 from gspo_gym.run.recording import RunRecorder, missing_records
-from gspo_gym.run.records import read_events, read_run_id, read_summary
+from gspo_gym.run.records import read_run_id, read_summary
 from gspo_gym.run.registry import folder_of_a_new_run, is_left_by_a_start
 from gspo_gym.run.report.progress import Progress, telling
 from gspo_gym.run.state import TrainState
 from gspo_gym.run.steering import Steering, StopRequested
-from gspo_gym.run.trainer import Trainer
 
 _NO_GRADIENT = (
     "NOTHING WAS LEARNED: in {} steps the optimizer took no step with a gradient, so that the weights are those of the "
@@ -125,6 +114,7 @@ async def _start(
     """
     async with contextlib.AsyncExitStack() as stack:
         begin = stack.enter_context(folder_of_a_new_run(config.run_folder, progress))
+        stack.enter_context(steering.heeding_files(config.run_folder))
         restored = find_restored(config)
         base, state = (None, None) if restored is None else (restored.base, restored.state)
         for notice in await require_ready(config, base=base):
@@ -143,7 +133,6 @@ async def _start(
         recorder = RunRecorder.create(config.run_folder, config.to_toml(), policy_name=name, sinks=sinks)
         record_template(config)
         stack.callback(_close, recorder)
-        control = _enter_control(recorder, progress, steering, stack)
         weight_sync = build_weight_sync(config, policy, player.engine, recorder)
         stack.callback(weight_sync.close)
         for line in notes:
@@ -169,7 +158,7 @@ async def _start(
         steering.attach()  # from here on, a stop saves what there is
         begin()
         return await _train(
-            config, player, learner, recorder, progress, state, weight_sync, judging, control, parent, is_saved=False
+            config, player, learner, recorder, progress, state, weight_sync, judging, steering, parent, is_saved=False
         )
 
 
@@ -199,6 +188,7 @@ async def _resume(config: RunConfig, seat: Seat | None, progress: Progress, stee
     with contextlib.ExitStack() as stack:
         if (config.run_folder / "config.toml").exists():  # else there is no run to hold
             stack.enter_context(holding(config.run_folder, progress.note, has_begun=True))
+            stack.enter_context(steering.heeding_files(config.run_folder))
             config = with_recorded_date(config)
         return await _resume_held(config, seat, progress, steering)
 
@@ -207,9 +197,10 @@ async def _resume_held(config: RunConfig, seat: Seat | None, progress: Progress,
     checkpoints = _checkpoints(config)
     checkpoint = checkpoints.load_latest()
     # Refuse before the model is loaded.
-    _require_named_run(config.run_folder, checkpoint.folder)
+    require_named_run(config.run_folder, checkpoint.folder)
     num_optimizer_steps = int(checkpoint.learner_counters.get("optimizer.num_attempts", 0))
-    began = _require_same_run(config, num_optimizer_steps=num_optimizer_steps)
+    began = load_config(config.run_folder / "config.toml")
+    changes = changed_settings(began, config, num_optimizer_steps=num_optimizer_steps)
     state = TrainState.from_dict(checkpoint.trainer_state)
     await require_ready(config, base=str(checkpoint.model_folder))
     async with contextlib.AsyncExitStack() as stack:
@@ -242,7 +233,10 @@ async def _resume_held(config: RunConfig, seat: Seat | None, progress: Progress,
                 f"{recorder.folder}: records before the checkpoint are gone: {missing['num_events']} events, and "
                 f"metrics of {len(missing['metrics_steps'])} steps. The training itself goes on exactly"
             )
-        control = _enter_control(recorder, progress, steering, stack)
+        if changes:
+            recorder.event("changed", state.step, changes)
+        for key, (before, now) in changes.items():
+            progress.note(f"{key} = {now}, and {before} when the run began")
         _set_damaged_aside(checkpoints, checkpoint, recorder, progress)
         weight_sync = build_weight_sync(config, policy, player.engine, recorder)
         stack.callback(weight_sync.close)
@@ -257,7 +251,7 @@ async def _resume_held(config: RunConfig, seat: Seat | None, progress: Progress,
         progress.note(f"resumed from {checkpoint.folder} after step {state.step}")
         _tell_what_froze(config, recorder, progress, step=state.step)
         return await _train(
-            config, player, learner, recorder, progress, state, weight_sync, judging, control, checkpoint.origin.parent
+            config, player, learner, recorder, progress, state, weight_sync, judging, steering, checkpoint.origin.parent
         )
 
 
@@ -270,13 +264,12 @@ async def _train(
     state: TrainState | None,
     weight_sync: WeightSync,
     judging: Judging | None,
-    control: ControlServer,
+    steering: Steering,
     parent: Mapping[str, Any] | None,
     *,
     is_saved: bool = True,
 ) -> dict[str, Any]:
     """Train and write summary.json, also when the run fails: its status then names the failure."""
-    steering = control.steering
     checkpoints = _checkpoints(config, Origin.of_this_process(config.to_toml(), parent=parent))
     trainer = build.build_trainer(
         config,
@@ -291,7 +284,6 @@ async def _train(
         steering=steering,
         is_saved=is_saved,
     )
-    _let_change(config, control, trainer, learner, checkpoints, judging, recorder, progress)
     status, reason = "completed", None
 
     def record(status: str, reason: str | None) -> dict[str, Any]:
@@ -316,7 +308,7 @@ async def _train(
         status = "interrupted" if reason is None else "failed"
         raise
     finally:
-        steering.cancel_requests()
+        steering.ended()
         summary = record(status, reason)
         steering.deadline.before_leaving = lambda: None  # it is told; only closing may hang now
     return summary
@@ -326,46 +318,6 @@ def _failure(error: BaseException, steering: Steering) -> str | None:
     """Return why a training failed; None if it was stopped."""
     is_stopped = isinstance(error, StopRequested | asyncio.CancelledError | KeyboardInterrupt | SystemExit)
     return steering.failure or (None if is_stopped else f"{type(error).__name__}: {error}")
-
-
-def _enter_control(
-    recorder: RunRecorder, progress: Progress, steering: Steering, stack: contextlib.AsyncExitStack
-) -> ControlServer:
-    """Return the run's control socket, closed with the stack; note it if the folder cannot hold one."""
-    control = ControlServer(recorder.folder, steering, recorder)
-    stack.callback(control.close)
-    try:
-        control.start()
-    except OSError as error:
-        progress.note(f"no control socket: {error.strerror or error}; `gspo-gym run` cannot steer this run")
-    return control
-
-
-def _let_change(
-    config: RunConfig,
-    control: ControlServer,
-    trainer: Trainer,
-    learner: AnyLearner,
-    checkpoints: CheckpointStore,
-    judging: Judging | None,
-    recorder: RunRecorder,
-    progress: Progress,
-) -> None:
-    """Make the run's settings changeable over its socket, and apply the changes of its earlier processes again."""
-    settings = LiveSettings(
-        config,
-        trainer=trainer,
-        learner=learner,
-        checkpoints=checkpoints,
-        judging=judging,
-        steering=control.steering,
-        recorder=recorder,
-    )
-    folder = recorder.folder
-    for sentence in settings.restore(read_events(folder, after=0), load_config(folder / "config.toml")):
-        progress.note(sentence)
-    control.steering.apply = settings.apply
-    control.attach(trainer, settings)
 
 
 def _tell_who_samples(
@@ -463,62 +415,6 @@ def _set_damaged_aside(
             "checkpoint_damaged", checkpoint.step, {"folder": folder.name, "moved_to": moved.name, "reason": reason}
         )
         progress.note(f"passed over a checkpoint, which is {moved} now: {reason}")
-
-
-def _require_named_run(folder: Path, checkpoint: Path) -> None:
-    """Refuse to resume if the checkpoint names its run and the folder does not.
-
-    Raises:
-        CheckpointError: says what to restore.
-    """
-    run = read_manifest(checkpoint).run
-    # Checkpoints of earlier versions name no run.
-    if run is not None and read_run_id(folder) is None:
-        raise CheckpointError(
-            f"{checkpoint}: is of the run {run}, and {folder} does not say which run it holds: restore its "
-            "config.toml, whose first line is the run's id, or its events.jsonl"
-        )
-
-
-def _require_same_run(config: RunConfig, *, num_optimizer_steps: int) -> RunConfig:
-    """Return the settings with which the run began; refuse to go on under others, but for those that may change.
-
-    Raises:
-        ConfigError: names the keys that differ, or the schedule of the learning rate, which would jump after
-            `num_optimizer_steps`.
-    """
-    path = config.run_folder / "config.toml"
-    earlier = load_config(path)
-    began, now = _flat(earlier), _flat(config)
-    differing = [key for key in sorted(began.keys() | now.keys()) if began.get(key) != now.get(key)]
-    if refused := [key for key in differing if not when_it_may_change(key).on_resume]:
-        changes = "; ".join(f"{key}: {began.get(key)!r} became {now.get(key)!r}" for key in refused)
-        raise ConfigError(f"{path}: a resumed run must go on as it began, but {changes}. Start another run instead")
-    _require_same_rates(earlier, config, num_optimizer_steps)
-    require_same_template(config)
-    return earlier
-
-
-def _require_same_rates(began: RunConfig, now: RunConfig, num_taken: int) -> None:
-    totals = began.size.num_optimizer_steps, now.size.num_optimizer_steps
-    for step in range(max(0, num_taken - 1), min(totals)):
-        was, will_be = (
-            scheduled_rate(step, peak=now.training.learning_rate, settings=now.optimizer, total_steps=total)
-            for total in totals
-        )
-        if not math.isclose(was, will_be, rel_tol=1e-9):
-            raise ConfigError(
-                f"training.iterations_per_epoch, training.num_epochs: {began.size.num_iterations} iterations became "
-                f"{now.size.num_iterations}, and with optimizer.schedule = {now.optimizer.schedule!r} the learning "
-                f"rate would jump: optimizer step {step + 1} takes {was:g} in the run as it began, and would take "
-                f"{will_be:g}. Resume with as many iterations as it began with, or begin another run from its "
-                "checkpoint (model.base)"
-            )
-
-
-def _flat(config: RunConfig) -> dict[str, Any]:
-    sections = config.model_dump(exclude_none=True)
-    return {key: look_up(sections, key) for key in leaf_keys()}
 
 
 def summary_of(status: str, state: TrainState, config: RunConfig) -> dict[str, Any]:

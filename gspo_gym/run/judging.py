@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from gspo_gym.judge.asking import BudgetLimits, JudgeBudget, PausingJudge
+from gspo_gym.judge.asking import JudgeBudget, PausingJudge
 from gspo_gym.judge.base import Judge, JudgeCost
 from gspo_gym.judge.blend import EnvRewards, RewardBlend, env_rewards
 from gspo_gym.judge.gold import DriftCheck, GoldWatch
@@ -89,14 +89,6 @@ class Judging:
     def watch(self, gold: GoldWatch) -> None:
         """Compare the judge with gold from now on."""
         self._gold = gold
-
-    def set_limits(self, scoring: ScoringLimits, budget: BudgetLimits, *, stops_on_drift: bool) -> None:
-        """Change what waits for scores, what they may cost, and whether a drift of the judge ends the run."""
-        for each in (self.for_training, self.for_evaluation):
-            each.set_limits(scoring)
-        self._budget.limits = budget
-        if self._gold is not None:
-            self._gold.stops = stops_on_drift
 
     def close_too(self, other: Closable) -> None:
         """Close another object, such as a gold judge or a cache, when this is closed."""

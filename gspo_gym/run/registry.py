@@ -36,7 +36,7 @@ from gspo_gym.run.process import (
 from gspo_gym.run.records import EVENTS_FILE, RUN_LINE, read_config, read_events
 from gspo_gym.run.report.progress import Progress
 
-RUNNING, PAUSED, ELSEWHERE, CRASHED, DAMAGED = "running", "paused", "elsewhere", "crashed", "damaged"
+RUNNING, ELSEWHERE, CRASHED, DAMAGED = "running", "elsewhere", "crashed", "damaged"
 _TAIL_BYTES = 64 * 1024
 # Of where a run is, and no setting of it.
 _PLACE = ("run.folder", "model.label")
@@ -47,9 +47,8 @@ class RunInfo:
     """A run as its folder shows it.
 
     Attributes:
-        status: while a process holds the folder, "running", "paused" or "elsewhere" (a process of another machine,
-            which
-            this one cannot see, has not recorded its end); else how the last process ended: "completed", "interrupted",
+        status: while a process holds the folder, "running" or "elsewhere" (a process of another machine, which this
+            one cannot see, has not recorded its end); else how the last process ended: "completed", "interrupted",
             "failed", or "crashed" if it recorded no end. "damaged": its records cannot be read.
         run: the id; None in a folder of an early version.
         attempt: number of the process that holds the folder, or held it last.
@@ -83,7 +82,7 @@ class RunInfo:
     @property
     def is_held(self) -> bool:
         """Return whether a process may be at work on the run."""
-        return self.status in (RUNNING, PAUSED, ELSEWHERE)
+        return self.status in (RUNNING, ELSEWHERE)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the attributes as JSON values."""
@@ -124,7 +123,7 @@ def _read_run(folder: Path) -> RunInfo:
     score = evaluation.get("score")
     return RunInfo(
         folder=folder,
-        status=str(ended.get("status", CRASHED)) if holder is None else _live_status(folder, holder, events),
+        status=str(ended.get("status", CRASHED)) if holder is None else _live_status(folder, holder),
         run=_run_id(folder),
         attempt=1 if process is None else process.attempt,
         pid=None if process is None else process.pid,
@@ -296,11 +295,8 @@ def _last_evaluation(events: bytes) -> dict[str, Any]:
     return dict(_json(events[start:stop]).get("data", {}))
 
 
-def _live_status(folder: Path, holder: ProcessInfo, events: bytes) -> str:
-    if holder.is_elsewhere and not is_locked(folder):
-        return ELSEWHERE
-    last = {kind: events.rfind(f'"kind": "{kind}"'.encode()) for kind in ("paused", "continued", "resumed")}
-    return PAUSED if last["paused"] > max(last["continued"], last["resumed"]) else RUNNING
+def _live_status(folder: Path, holder: ProcessInfo) -> str:
+    return ELSEWHERE if holder.is_elsewhere and not is_locked(folder) else RUNNING
 
 
 def _summary_of(folder: Path, finished: Mapping[str, Any]) -> dict[str, Any]:

@@ -275,7 +275,7 @@ def short(code: str) -> list[str]:
         ("nodes.settle_seconds, began = 0.5, now()", "settle_seconds = 0.5"),
         ("deadline: float = 0.5", "deadline = 0.5"),
         ("patch.setattr(serving, '_HEAD_SECONDS', 0.3)", "timeout = 0.3"),
-        ("patch.setattr('gspo_gym.run.control._READ_SECONDS', 0.3)", "timeout = 0.3"),
+        ("patch.setattr('gspo_gym.run.steering._JOIN_SECONDS', 0.3)", "timeout = 0.3"),
         ("ended.wait(0.1)", "timeout = 0.1"),
         ("thread.join(timeout=0.1)", "timeout = 0.1"),
         ("async with asyncio.timeout(0.1): ...", "timeout = 0.1"),

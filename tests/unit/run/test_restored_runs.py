@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from gspo_gym.cli.train import run_training
 from gspo_gym.config.build import trainer as build
-from gspo_gym.config.build.live import Restored, find_restored
+from gspo_gym.config.build.continuation import Restored, find_restored
 from gspo_gym.config.run_config import RunConfig
 from gspo_gym.errors import CheckpointError, ConfigError
 from gspo_gym.policy.checkpoints import Checkpoint
