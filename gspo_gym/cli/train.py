@@ -75,7 +75,7 @@ def run_command(arguments: argparse.Namespace) -> int:
         raise UsageError("train: --json is for --detach; a run's numbers are in its metrics.jsonl")
     console = Console()
     with importing():
-        from gspo_gym.cli import run  # noqa: F401  # what `run_training` needs
+        from gspo_gym.config.build import run  # noqa: F401  # what `run_training` needs
     summary = run_training(config, resume=arguments.resume, set_aside=arguments.set_aside, console=console)
 
     print_run_report(console, config.run_folder, summary)
@@ -104,8 +104,9 @@ def run_training(
         RolloutError, StuckError, NonFiniteError, EngineError: the run cannot go on; its folder holds all up to then.
     """
     seat = take_seat(os.environ)
-    from gspo_gym.cli.run import execute  # imports torch
+    from gspo_gym.cli.report import page_of  # these import torch
     from gspo_gym.config.build.processes import require_seats
+    from gspo_gym.config.build.run import Orders, execute
 
     require_seats(config, seat)
     if seat is not None and seat.rank:
@@ -113,7 +114,11 @@ def run_training(
         raise SystemExit
     if seat is not None and seat.attempt and not resume:
         resume = "auto"  # who started the run, has started it again
-    return execute(config, seat, resume=resume, set_aside=set_aside, console=console)
+
+    def page(folder: Path, status: str) -> str:
+        return page_of(folder, status=status).html
+
+    return execute(config, Orders(resume, set_aside, console, seat, page))
 
 
 def _detach(arguments: argparse.Namespace, config: RunConfig) -> int:

@@ -377,7 +377,7 @@ def _dump(values: Mapping[str, Any], *, indent: int | None = None) -> str:
 LEDGER_FILE = "ledger.jsonl"
 
 
-_INTERVAL = "training.log_interval"  # between lines of metrics.jsonl
+INTERVAL = "training.log_interval"  # between lines of metrics.jsonl
 
 
 def missing_records(folder: Path, step: int, saved_seq: int | None, *, has_all_metrics: bool) -> dict[str, Any]:
@@ -387,7 +387,7 @@ def missing_records(folder: Path, step: int, saved_seq: int | None, *, has_all_m
     """
     events = read_events(folder, after=0)
     steps: list[int] = []
-    if has_all_metrics and not any(e["kind"] == "changed" and _INTERVAL in e["data"] for e in events):
+    if has_all_metrics and not any(e["kind"] == "changed" and INTERVAL in e["data"] for e in events):
         recorded = {line["step"] for line in read_metrics(folder)}
         first = 1 + max((event["step"] for event in events if event["kind"] == "restored"), default=0)
         steps = [each for each in range(first, step + 1) if each not in recorded]

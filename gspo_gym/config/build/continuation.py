@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,21 +13,23 @@ from gspo_gym.config.run_config import RunConfig, load_config
 from gspo_gym.config.words import look_up
 from gspo_gym.errors import CheckpointError, ConfigError
 from gspo_gym.learning.optimizer import scheduled_rate
-from gspo_gym.learning.update import AnyLearner
-from gspo_gym.policy.checkpoints import Checkpoint, CheckpointStore, load_checkpoint
+from gspo_gym.policy.checkpoints import CheckpointStore, load_checkpoint
 from gspo_gym.policy.manifest import read_manifest
 from gspo_gym.run.records import read_run_id
+from gspo_gym.run.registry import PLACE
+from gspo_gym.run.session import Start
 from gspo_gym.run.state import TrainState
 
-# Keys that may differ from those with which a resumed run began, or sections if the name ends with a dot.
+# Keys that may differ from those with which a resumed run began, or sections if the name ends with a dot; besides, a
+# run may be moved.
 CHANGEABLE = frozenset(
     (
         "compute.", "evaluation.every_n_iters", "gateway.", "judge.gold.on_drift", "judge.max_unscored",
         "judge.options.api_key_env", "judge.options.base_url", "judge.options.cache", "judge.options.max_attempts",
         "judge.options.max_calls", "judge.options.max_concurrency", "judge.options.max_cost_usd", "judge.timeout_s",
-        "model.device", "model.label", "reference.health_interval_ms", "reference.health_max_wait_s",
+        "model.device", "reference.health_interval_ms", "reference.health_max_wait_s",
         "reference.placement", "reference.port", "reference.tp", "rollout.max_concurrent_rollouts",
-        "rollout.policy_name", "run.folder", "run.log_episodes_every_n_iters", "run.log_tokens_every_n_iters",
+        "rollout.policy_name", "run.log_episodes_every_n_iters", "run.log_tokens_every_n_iters",
         "run.stop_grace_seconds", "run.tags", "services.judge_url", "services.task_url", "topology.", "tracking.",
         "training.checkpoint_every_n_iters", "training.iterations_per_epoch", "training.keep_best",
         "training.keep_best_direction", "training.keep_best_metric", "training.keep_every", "training.keep_last",
@@ -45,7 +45,7 @@ def may_change(key: str) -> bool:
     return key in CHANGEABLE or f"{key.partition('.')[0]}." in CHANGEABLE
 
 
-def require_named_run(folder: Path, checkpoint: Path) -> None:
+def _require_named_run(folder: Path, checkpoint: Path) -> None:
     """Refuse to resume if the checkpoint names its run and the folder does not.
 
     Raises:
@@ -73,7 +73,7 @@ def changed_settings(began: RunConfig, now: RunConfig, *, num_optimizer_steps: i
     changes = {
         key: [before.get(key), after.get(key)]
         for key in sorted(before.keys() | after.keys())
-        if before.get(key) != after.get(key)
+        if before.get(key) != after.get(key) and key not in PLACE
     }
     if refused := [f"{key}: {was!r} became {value!r}" for key, (was, value) in changes.items() if not may_change(key)]:
         raise ConfigError(
@@ -107,56 +107,22 @@ def _flat(config: RunConfig) -> dict[str, Any]:
     return {key: look_up(sections, key) for key in leaf_keys()}
 
 
-@dataclass(frozen=True, slots=True)
-class Restored:
-    """Parts of a checkpoint that a new run begins with.
+def find_resumed(config: RunConfig, checkpoints: CheckpointStore) -> Start:
+    """Return what a run goes on from: its newest sound checkpoint.
 
-    Attributes:
-        parts: as in run.restore.
-        checkpoint: of the other run.
-        state: the new run's first.
+    Raises:
+        CheckpointError: there is none, or it is another run's.
+        ConfigError: the settings differ from the run's beyond what may change.
     """
-
-    parts: tuple[str, ...]
-    checkpoint: Checkpoint
-    state: TrainState
-
-    @property
-    def base(self) -> str | None:
-        """Return the model to load in place of the configuration's, or None."""
-        return str(self.checkpoint.model_folder) if "weights" in self.parts else None
-
-    @property
-    def parent(self) -> Mapping[str, Any]:
-        """Return the other run's identity, for the new run's checkpoints."""
-        return {"run": self.checkpoint.origin.run, "step": self.checkpoint.step}
-
-    def restore(self, learner: AnyLearner) -> None:
-        """Load the checkpoint's parts into the learner.
-
-        Raises:
-            ConfigError: the optimizer is of another kind, or of other parameters.
-        """
-        try:
-            learner.restore_parts(
-                self.checkpoint.learner_tensors,
-                self.checkpoint.learner_counters,
-                with_optimizer="optimizer" in self.parts,
-                with_step="step" in self.parts,
-            )
-        except CheckpointError as error:
-            raise ConfigError(
-                f'run.restore: the "optimizer" of {self.checkpoint.folder} does not fit this run: {error}'
-            ) from error
-
-    def sentences(self) -> list[str]:
-        """Return sentences about it for a person."""
-        parts = ", ".join(self.parts)
-        passed_over = [f"passed over a checkpoint: {reason}" for reason in self.checkpoint.damaged.values()]
-        return [*passed_over, f"begins with {parts} of {self.checkpoint.folder}"]
+    checkpoint = checkpoints.load_latest()
+    _require_named_run(config.run_folder, checkpoint.folder)
+    began = load_config(config.run_folder / "config.toml")
+    num_taken = int(checkpoint.learner_counters.get("optimizer.num_attempts", 0))
+    changes = changed_settings(began, config, num_optimizer_steps=num_taken)
+    return Start(checkpoint, state=TrainState.from_dict(checkpoint.trainer_state), changes=changes)
 
 
-def find_restored(config: RunConfig) -> Restored | None:
+def find_restored(config: RunConfig) -> Start | None:
     """Return the parts of another run that a new run begins with, or None.
 
     Raises:
@@ -185,7 +151,7 @@ def find_restored(config: RunConfig) -> Restored | None:
                 'nothing is left to train: raise training.num_epochs, or leave "step" out'
             )
         state = dataclasses.replace(state, step=theirs.step)
-    return Restored(parts, checkpoint, state)
+    return Start(checkpoint, parts, state)
 
 
 def _require_same_tasks(config: RunConfig, path: Path) -> None:

@@ -35,7 +35,7 @@ from gspo_gym.env.registry import register
 from gspo_gym.errors import ConfigError, StorageError
 from gspo_gym.run.process import LOCK_FILE, PROCESS_FILE, Phases, ProcessInfo, Pulse, holding, read_phase, read_process
 from gspo_gym.run.recording import RunRecorder
-from gspo_gym.run.records import read_metrics, read_summary
+from gspo_gym.run.records import read_events, read_metrics, read_summary
 from gspo_gym.run.registry import read_run
 from gspo_gym.run.steering import Steering, request
 
@@ -287,10 +287,10 @@ class Looking(TextEnv):
 
 
 def test_a_run_says_in_its_folder_what_it_is_doing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    register("test_control/Looking-v0", entry_point=Looking)
+    register("test_requests/Looking-v0", entry_point=Looking)
     monkeypatch.setattr("gspo_gym.run.process._WRITE_SECONDS", 0.0)  # each count is written
     values = config_of(tmp_path, iterations_per_epoch=2).model_dump(exclude_none=True)
-    rollout = {"env_name": "test_control/Looking-v0", "env_config": {}, "isolation": "thread"}
+    rollout = {"env_name": "test_requests/Looking-v0", "env_config": {}, "isolation": "thread"}
     values["rollout"] |= rollout | {"max_concurrent_rollouts": 1}
     Looking.folder = tmp_path / "test"
     hook = register_optimizer_step_post_hook(lambda *_: Looking.look())
@@ -298,7 +298,7 @@ def test_a_run_says_in_its_folder_what_it_is_doing(tmp_path: Path, monkeypatch: 
         run_training(RunConfig.from_dict(values))
     finally:
         hook.remove()
-        gymnasium.registry.pop("test_control/Looking-v0")
+        gymnasium.registry.pop("test_requests/Looking-v0")
     step = ["collecting", "learning"]
     assert [phase for phase, _ in itertools.groupby(Looking.seen)] == ["evaluating", *step, *step, "evaluating"]
     # Of four evaluation episodes, eight of a batch and two optimizer steps, as each is begun: those before are over.
@@ -368,6 +368,8 @@ def test_a_detached_training_is_told_of_when_it_has_begun_and_its_error_if_it_do
         time.sleep(0.01)
     request(folder, "stop")
     os.waitpid(again["pid"], 0)
-    rates = {row["step"]: row["optim/learning_rate"] for row in read_metrics(folder)}
-    assert (rates[step], rates[step + 1]) == (0.001, 0.002)
+    assert [row["step"] for row in read_metrics(folder)] == list(range(1, read_summary(folder)["steps"] + 1))
+    assert [event["data"] for event in read_events(folder) if event["kind"] == "changed"] == [
+        {"training.learning_rate": [0.001, 0.002]}
+    ]
     assert list(tmp_path.glob(".*.log")) == list(folder.glob("*.request")) == []

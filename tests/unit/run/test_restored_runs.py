@@ -12,13 +12,14 @@ from safetensors.torch import load_file
 
 from gspo_gym.cli.train import run_training
 from gspo_gym.config.build import trainer as build
-from gspo_gym.config.build.continuation import Restored, find_restored
+from gspo_gym.config.build.continuation import find_restored
 from gspo_gym.config.run_config import RunConfig
 from gspo_gym.errors import CheckpointError, ConfigError
 from gspo_gym.policy.checkpoints import Checkpoint
 from gspo_gym.policy.manifest import read_manifest
 from gspo_gym.rollout.episode_files import read_episodes
 from gspo_gym.run.records import read_events, read_metrics, read_run_id
+from gspo_gym.run.session import Start
 
 ALL = ("weights", "optimizer", "tasks", "step")
 
@@ -110,7 +111,7 @@ def test_weights_alone_begin_at_step_0_with_the_first_tasks_and_a_fresh_optimize
     assert load_file(checkpoint(tmp_path, "fork", 0) / "resume" / "learner.safetensors") == {}
 
 
-def restored(runs: Path, *parts: str) -> Restored:
+def restored(runs: Path, *parts: str) -> Start:
     found = find_restored(
         make_config(runs, iterations=9, label="new", run__restore=parts, run__restore_from=str(runs / "whole"))
     )
