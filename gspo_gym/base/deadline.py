@@ -40,15 +40,15 @@ class Deadline:
 
     Args:
         seconds: from `begin` until the program leaves, whatever it is doing.
-        kept: told then: what of its work is kept.
+        outcome: said then: what has become of its work.
 
     Attributes:
         before_leaving: called in another thread when the time is over, just before the program leaves.
     """
 
-    def __init__(self, seconds: float, *, kept: str) -> None:
+    def __init__(self, seconds: float, *, outcome: str) -> None:
         self.seconds = seconds
-        self._kept = kept
+        self._outcome = outcome
         self.before_leaving: Callable[[], object] = lambda: None
         self._by, self._exit_code = "", 128 + signal.SIGTERM
         # SimpleQueue.put may be called in a signal handler, also one that interrupts another put.
@@ -134,7 +134,7 @@ class Deadline:
         seconds = self._times.get()
         if seconds is None:
             return  # the block has ended
-        told = f"not done after run.stop_grace_seconds = {seconds:g}; {self._kept}"
+        told = f"not done after run.stop_grace_seconds = {seconds:g}; {self._outcome}"
         with contextlib.suppress(queue.Empty):
             began = time.monotonic()
             if self._times.get(timeout=seconds) is None:

@@ -61,7 +61,7 @@ def list_command(arguments: argparse.Namespace) -> int:
 
 def show_command(arguments: argparse.Namespace) -> int:
     """Print a run's facts, checkpoints and size."""
-    run = read_run(_found(arguments.run_name, arguments))
+    run = read_run(_folder_of(arguments.run_name, arguments))
     values = run.to_dict() | {
         "checkpoints": checkpoint_names(run.folder),
         "bytes": sum(path.stat().st_size for path in run.folder.rglob("*") if path.is_file()),
@@ -84,7 +84,7 @@ def compare_command(arguments: argparse.Namespace) -> int:
     """Print runs side by side."""
     if len(arguments.run_name) < 2:
         raise UsageError("runs compare: expected two runs or more")
-    comparison = compare_runs([_found(name, arguments) for name in arguments.run_name])
+    comparison = compare_runs([_folder_of(name, arguments) for name in arguments.run_name])
     print(json.dumps(comparison.to_dict()) if arguments.json else _side_by_side(comparison, arguments.run_name))
     return 0
 
@@ -92,7 +92,9 @@ def compare_command(arguments: argparse.Namespace) -> int:
 def remove_command(arguments: argparse.Namespace) -> int:
     """Remove runs after confirmation; return 1 if it was refused."""
     # A run that is named twice is one.
-    folders = list({path.resolve(): path for path in (_found(name, arguments) for name in arguments.run_name)}.values())
+    folders = list(
+        {path.resolve(): path for path in (_folder_of(name, arguments) for name in arguments.run_name)}.values()
+    )
     for folder in folders:
         # All are checked before the first is removed.
         require_removable(folder, also=folders)
@@ -114,7 +116,7 @@ def remove_command(arguments: argparse.Namespace) -> int:
 
 def path_command(arguments: argparse.Namespace) -> int:
     """Print a run's folder."""
-    path = _found(arguments.run_name, arguments).resolve()
+    path = _folder_of(arguments.run_name, arguments).resolve()
     print(json.dumps({"path": str(path)}) if arguments.json else path)
     return 0
 
@@ -182,7 +184,7 @@ def _ago(moment: float) -> str:
     return f"{seconds:.0f} s ago"
 
 
-def _found(name: str, arguments: argparse.Namespace) -> Path:
+def _folder_of(name: str, arguments: argparse.Namespace) -> Path:
     return find_run(name, arguments.folder)
 
 
@@ -211,7 +213,7 @@ def add_control_arguments(parser: argparse.ArgumentParser) -> None:
 
 def status_command(arguments: argparse.Namespace) -> int:
     """Print a run's facts and, on request only, text of its episodes."""
-    values = status_of(_found(arguments.run_name, arguments), with_content=arguments.content)
+    values = status_of(_folder_of(arguments.run_name, arguments), with_content=arguments.content)
     _print(values, arguments, pairs([(key, str(value)) for key, value in values.items() if value is not None]))
     return 0
 
@@ -239,7 +241,7 @@ def status_of(folder: Path, *, with_content: bool = False) -> dict[str, Any]:
 
 def checkpoint_command(arguments: argparse.Namespace) -> int:
     """Have a run save a checkpoint, and print where it is."""
-    folder = _found(arguments.run_name, arguments)
+    folder = _folder_of(arguments.run_name, arguments)
     before = checkpoint_names(folder)
     request(folder, "checkpoint")
     newest = max(checkpoint_names(folder))
@@ -250,7 +252,7 @@ def checkpoint_command(arguments: argparse.Namespace) -> int:
 
 def stop_command(arguments: argparse.Namespace) -> int:
     """Have a run stop; return when it has begun to."""
-    folder = _found(arguments.run_name, arguments)
+    folder = _folder_of(arguments.run_name, arguments)
     request(folder, "stop")
     _print({"folder": str(folder)}, arguments, f"{folder}: it saves a checkpoint and ends")
     return 0

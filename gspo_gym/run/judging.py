@@ -63,8 +63,8 @@ class Judging:
     ) -> None:
         self.judge = PausingJudge(judge, on_event=self.tell)
         self._budget = budget or JudgeBudget()
-        self._told = self._budget.spent
-        self._told_pause_seconds = 0.0
+        self._reported_cost = self._budget.spent
+        self._reported_pause_seconds = 0.0
         self._gold: GoldWatch | None = None
         self._others: list[Closable] = []
         self._write: JudgementRecorder | None = None
@@ -114,24 +114,24 @@ class Judging:
         judgements = (judged for each in paths for judged in read_judgements(each))
         spent = max((judged.spent for judged in judgements), key=lambda c: c.num_calls, default=JudgeCost())
         self._budget.spent = self._budget.spent + spent
-        self._told = self._budget.spent
+        self._reported_cost = self._budget.spent
 
     def after_step(self, step: int) -> dict[str, float]:
         """Return the metrics since the previous step; begin a comparison with gold if one is due."""
         self._step = step
         self._evaluation.drain()  # an evaluation's numbers are its own
-        spent, told = self._budget.spent, self._told
+        spent, reported = self._budget.spent, self._reported_cost
         pause_seconds = self.judge.pause_seconds
         metrics = {
             **self._training.drain(),
-            "judge/calls": float(spent.num_calls - told.num_calls),
-            "judge/input_tokens": float(spent.input_tokens - told.input_tokens),
-            "judge/output_tokens": float(spent.output_tokens - told.output_tokens),
-            "judge/cost_usd": spent.usd - told.usd,
-            "judge/pause_seconds": pause_seconds - self._told_pause_seconds,
+            "judge/calls": float(spent.num_calls - reported.num_calls),
+            "judge/input_tokens": float(spent.input_tokens - reported.input_tokens),
+            "judge/output_tokens": float(spent.output_tokens - reported.output_tokens),
+            "judge/cost_usd": spent.usd - reported.usd,
+            "judge/pause_seconds": pause_seconds - self._reported_pause_seconds,
             **({} if self._gold is None else self._gold.after_step(step)),
         }
-        self._told, self._told_pause_seconds = spent, pause_seconds
+        self._reported_cost, self._reported_pause_seconds = spent, pause_seconds
         return metrics
 
     def tell(self, kind: str, data: Mapping[str, Any]) -> None:

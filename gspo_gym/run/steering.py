@@ -63,7 +63,7 @@ class Steering:
 
     def __init__(self, grace_seconds: float = GRACE_SECONDS, phases: Phases | None = None) -> None:
         self.phases = phases or Phases()
-        self.deadline = Deadline(grace_seconds, kept="the last checkpoint stands")
+        self.deadline = Deadline(grace_seconds, outcome="the last checkpoint stands")
         self.failure: str | None = None
         self._folder: Path | None = None  # whose request files are heeded
         self._stopped_by: str | None = None

@@ -32,7 +32,6 @@ from gspo_gym.policy.manifest import Origin, RetentionSettings
 from gspo_gym.policy.weight_sync import WeightSync
 from gspo_gym.rollout.pool import RolloutPool
 from gspo_gym.rollout.schedule import is_played_again
-from gspo_gym.run import session as sessions
 from gspo_gym.run.collect import WarmupPlan, warm_up
 from gspo_gym.run.judging import Judging
 from gspo_gym.run.process import Phases, holding
@@ -40,7 +39,15 @@ from gspo_gym.run.recording import RunRecorder
 from gspo_gym.run.records import read_run_id
 from gspo_gym.run.registry import folder_of_a_new_run, has_checkpoint, why_taken
 from gspo_gym.run.report.progress import Progress
-from gspo_gym.run.session import Session, Start
+from gspo_gym.run.session import (
+    Session,
+    Start,
+    close_recorder,
+    record_lost_ranks,
+    record_resumption,
+    run_until_stopped,
+    train_to_end,
+)
 from gspo_gym.run.steering import Steering
 
 
@@ -73,7 +80,7 @@ def execute(config: RunConfig, orders: Orders) -> dict[str, Any]:
     if not orders.resume and not orders.set_aside and (reason := why_taken(folder)):
         raise ConfigError(reason)
     steering = Steering(config.run.stop_grace_seconds, Phases(folder))
-    return sessions.run_until_stopped(partial(_run, config, orders), steering, orders.console)
+    return run_until_stopped(partial(_run, config, orders), steering, orders.console)
 
 
 async def _run(config: RunConfig, orders: Orders, session: Session) -> dict[str, Any]:
@@ -123,12 +130,12 @@ async def _train(
     players = await _build_players(config, orders, session, start)
     config, player = players.config, players.player
     recorder = _build_recorder(config, start)
-    session.stack.callback(sessions.close_recorder, recorder, orders.page)
+    session.stack.callback(close_recorder, recorder, orders.page)
     for line in players.notes:
         progress.note(line)
     if start.is_resumed:
         interval = config.training.log_interval
-        sessions.record_resumption(start, recorder, progress, _checkpoints(config), log_interval=interval)
+        record_resumption(start, recorder, progress, _checkpoints(config), log_interval=interval)
     weight_sync = build_weight_sync(config, players.policy, player.engine, recorder)
     session.stack.callback(weight_sync.close)
     compute = await start_compute(
@@ -161,7 +168,7 @@ async def _train(
         steering=session.steering,
         is_saved=start.is_resumed,
     )
-    return await sessions.train_to_end(
+    return await train_to_end(
         trainer,
         recorder,
         session,
@@ -244,7 +251,7 @@ def _enter_learner(players: _Players, recorder: RunRecorder, session: Session) -
             reference,
             fleet=players.fleet,
             num_threads=num_threads,
-            on_restart=partial(sessions.record_lost_ranks, recorder, session.progress),
+            on_restart=partial(record_lost_ranks, recorder, session.progress),
             phases=session.steering.phases,
         )
     )
