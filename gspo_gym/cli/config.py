@@ -19,7 +19,6 @@ from gspo_gym.config.run_config import RunConfig, load_config, load_sections
 from gspo_gym.config.services import missing_machinery
 from gspo_gym.config.words import SYSTEMS
 from gspo_gym.errors import ConfigError
-from gspo_gym.run.registry import why_taken
 
 _TINY = "tiny:qwen3-64-v2"
 _FILE_HELP = "a TOML, YAML or JSON file; configs/ holds examples"
@@ -109,8 +108,11 @@ def check_config(arguments: argparse.Namespace) -> int:
     _print_plan(config)
     for obstacle in obstacles:
         print(f"cannot run: {obstacle}")
-    if not arguments.elsewhere and (reason := why_taken(config.run_folder)):
-        print(f"note: {reason}")
+    if not arguments.elsewhere:
+        from gspo_gym.run.registry import why_taken  # loads gymnasium
+
+        if reason := why_taken(config.run_folder):
+            print(f"note: {reason}")
     if arguments.deep and not obstacles:
         _rehearse(config)
     return 1 if obstacles else 0

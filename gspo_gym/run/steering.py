@@ -262,10 +262,11 @@ def request(folder: Path, kind: Literal["stop", "checkpoint"]) -> None:
             with writing(path):
                 path.touch()  # empty: complete at once, also for a full disk
         except StorageError as error:
-            raise StorageError(f"{error}. SIGTERM stops it, too: {holder}") from error
+            raise StorageError(f"{error}. SIGTERM stops a run, too: {holder}") from error
         while path.exists():
             present = holder_of(folder)
-            if present is None or not is_same_process(holder, present):
+            has_ended = present is None or not is_same_process(holder, present)
+            if has_ended and path.exists():  # looked at again: it may have been taken just before the end
                 raise ConfigError(f"{folder}: the run ended before it was done")
             if not pulse.is_felt():
                 raise ConfigError(f"{folder}: {holder} shows no life; the request is withdrawn. SIGTERM may end it")

@@ -171,7 +171,7 @@ def test_a_folder_that_takes_no_file_is_named_with_another_way_to_stop(
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(Path, "touch", refuse)
-    with pytest.raises(StorageError, match=rf"No space left .* SIGTERM stops it, too: process {os.getpid()} on"):
+    with pytest.raises(StorageError, match=rf"No space left .* SIGTERM stops a run, too: process {os.getpid()} on"):
         request(folder, "stop")
 
 

@@ -18,7 +18,9 @@ from gspo_gym.errors import CheckpointError, ConfigError
 from gspo_gym.policy.checkpoints import Checkpoint
 from gspo_gym.policy.manifest import read_manifest
 from gspo_gym.rollout.episode_files import read_episodes
+from gspo_gym.run.recording import RunRecorder
 from gspo_gym.run.records import read_events, read_metrics, read_run_id
+from gspo_gym.run.report.progress import QuietProgress
 from gspo_gym.run.session import Start
 
 ALL = ("weights", "optimizer", "tasks", "step")
@@ -173,7 +175,7 @@ def test_an_optimizer_of_other_parameters_is_refused(runs: Path) -> None:
         found.restore(learner)
 
 
-def test_a_damaged_newest_checkpoint_is_passed_over_and_left_where_it_is(runs: Path) -> None:
+def test_a_damaged_newest_checkpoint_is_passed_over_and_left_where_it_is(runs: Path, tmp_path: Path) -> None:
     newest = checkpoint(runs, "whole", 4) / "resume" / "state.json"
     kept = newest.read_text()
     newest.write_text(kept.replace("4", "5", 1))
@@ -182,7 +184,9 @@ def test_a_damaged_newest_checkpoint_is_passed_over_and_left_where_it_is(runs: P
     finally:
         newest.write_text(kept)
     assert found.state.step == 2
-    assert "state.json: is damaged" in found.sentences()[0]
+    notes: list[str] = []
+    found.record(RunRecorder.create(tmp_path / "new", ""), QuietProgress(notes.append))
+    assert "state.json: is damaged" in notes[0]
     assert isinstance(found.checkpoint, Checkpoint)
     assert json.loads(kept)["trainer"]["step"] == 4
     assert dataclasses.asdict(found.state)["num_tasks"] == 0
