@@ -28,8 +28,8 @@ from rich.console import Console
 from rich.table import Table
 from safetensors.torch import load_file, save_file
 
-from gspo_gym.cli import run as _loads_all_that_a_run_needs  # noqa: F401  # before the forks, which are quick then
 from gspo_gym.cli.train import run_training
+from gspo_gym.config.build import run as _loads_all_that_a_run_needs  # noqa: F401  # before the forks, which are quick then
 from gspo_gym.config.run_config import RunConfig
 from gspo_gym.rollout.episode_files import episode_paths, read_episodes
 from gspo_gym.rollout.ledger import Dispatched, entry_to_json, imbalances, read_ledger

@@ -34,7 +34,6 @@ ENDS = {
     "is killed, and its pid is another process's": "crashed",
     "is killed on another machine with the same disk": "crashed",
     "runs on another machine with the same disk": "running",
-    "is paused": "paused",
     "runs": "running",
 }
 _NUM_LISTED = 1000
@@ -85,7 +84,7 @@ def held_runs(folder: Path, count: int) -> Iterator[dict[Path, str]]:
                 "folder": str(run),
                 "events": _events_of(end),
                 "is_killed": "killed" in end,
-                "ends": ENDS[end] not in ("paused", "running"),
+                "ends": ENDS[end] != "running",
             }
             holders.stdin.write(json.dumps(task) + "\n")
             holders.stdin.flush()
@@ -162,9 +161,7 @@ def _events_of(end: str) -> list[dict[str, object]]:
         return [_event("finished", 59, {"status": status}, seq=8)]
     if "after a resume" in end:
         return [_event("finished", 59, {"status": "completed"}, seq=8), _event("resumed", 59, {}, seq=9)]
-    if status == "paused":
-        return [_event("paused", 59, {}, seq=8)]
-    return [_event("paused", 50, {}, seq=8), _event("continued", 50, {}, seq=9)]
+    return []
 
 
 def _event(kind: str, step: int, data: dict[str, object], *, seq: int) -> dict[str, object]:

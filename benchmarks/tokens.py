@@ -107,8 +107,8 @@ def measure(config: RunConfig, *, repeats: int) -> TokenCosts:
     built = build_batch(played, plan.advantages, rewards=plan.rewards, step_rewards=plan.step_rewards)
     assert built.batch is not None, "the quickstart's episodes differ in what they earn"
     policy = build_policy(config, str(folder / "checkpoints" / f"step_{step:06d}"))
-    learner = build_learner(config, policy)
-    learner.set_learning_rate(0.0)
+    still = config.training.model_copy(update={"learning_rate": 1e-30})  # every update is of the same weights
+    learner = build_learner(config.model_copy(update={"training": still}), policy)
     recorder = RunRecorder(folder, last_step=step)
     update: list[float] = []
     recorded: list[float] = []

@@ -40,33 +40,19 @@ class Deadline:
 
     Args:
         seconds: from `begin` until the program leaves, whatever it is doing.
-        kept: told then: what of its work is kept.
+        outcome: said then: what has become of its work.
 
     Attributes:
         before_leaving: called in another thread when the time is over, just before the program leaves.
     """
 
-    def __init__(self, seconds: float, *, kept: str) -> None:
-        self._seconds = seconds
-        self._kept = kept
-        self._outside: subprocess.Popen[bytes] | None = None
+    def __init__(self, seconds: float, *, outcome: str) -> None:
+        self.seconds = seconds
+        self._outcome = outcome
         self.before_leaving: Callable[[], object] = lambda: None
         self._by, self._exit_code = "", 128 + signal.SIGTERM
         # SimpleQueue.put may be called in a signal handler, also one that interrupts another put.
         self._times: queue.SimpleQueue[float | None] = queue.SimpleQueue()
-
-    @property
-    def seconds(self) -> float:
-        """The grace, which may be set until the time runs."""
-        return self._seconds
-
-    @seconds.setter
-    def seconds(self, value: float) -> None:
-        self._seconds = value
-        if self._outside is not None:
-            assert self._outside.stdin is not None
-            with contextlib.suppress(OSError):  # something killed it: then only the thread is left
-                self._outside.stdin.write(f"{value}\n".encode())
 
     def begin(self, by: str, exit_code: int) -> None:
         """Let the time run from now on; `by` names what asked for the stop."""
@@ -124,7 +110,7 @@ class Deadline:
                 return
             with _exit_pipe() as leave:
                 arguments = (os.getpid(), read_end, leave, self.seconds, *numbers)
-                self._outside = process = subprocess.Popen(
+                process = subprocess.Popen(
                     [sys.executable, "-I", "-S", __file__, *map(str, map(float, arguments))],
                     pass_fds=(read_end, leave) if leave >= 0 else (read_end,),
                     bufsize=0,
@@ -136,7 +122,6 @@ class Deadline:
                 try:
                     yield
                 finally:
-                    self._outside = None
                     process.kill()  # not asked to end: it may be about to end this process, which is alive
                     process.communicate()
         finally:
@@ -149,7 +134,7 @@ class Deadline:
         seconds = self._times.get()
         if seconds is None:
             return  # the block has ended
-        told = f"not done after run.stop_grace_seconds = {seconds:g}; {self._kept}"
+        told = f"not done after run.stop_grace_seconds = {seconds:g}; {self._outcome}"
         with contextlib.suppress(queue.Empty):
             began = time.monotonic()
             if self._times.get(timeout=seconds) is None:
@@ -242,11 +227,7 @@ def main() -> None:
         if not ready:
             break
         if 0 in ready:
-            if not (lines := os.read(0, select.PIPE_BUF).split()):
-                return  # the program has ended
-            seconds = float(lines[-1])
-        if signals not in ready:
-            continue
+            return  # the program has ended, and this end of the pipe with it
         if not (data := os.read(signals, select.PIPE_BUF)):
             return  # the program has ended
         came += [(time.monotonic(), number) for number in data if number in numbers]

@@ -115,7 +115,7 @@ def interrupted_by_signals(grace_seconds: float | None = None) -> Iterator[None]
 
     from gspo_gym.base.deadline import GRACE_SECONDS, Deadline
 
-    deadline = Deadline(GRACE_SECONDS if grace_seconds is None else grace_seconds, kept="what was finished is kept")
+    deadline = Deadline(GRACE_SECONDS if grace_seconds is None else grace_seconds, outcome="what was finished is kept")
 
     def interrupt(number: int) -> None:
         interruption = KeyboardInterrupt() if number == signal.SIGINT else _SignalError(number)

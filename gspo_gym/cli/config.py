@@ -109,10 +109,10 @@ def check_config(arguments: argparse.Namespace) -> int:
     for obstacle in obstacles:
         print(f"cannot run: {obstacle}")
     if not arguments.elsewhere:
-        from gspo_gym.cli.run import folder_is_taken
+        from gspo_gym.run.registry import why_taken  # loads gymnasium
 
-        if taken := folder_is_taken(config):
-            print(f"note: {taken}")
+        if reason := why_taken(config.run_folder):
+            print(f"note: {reason}")
     if arguments.deep and not obstacles:
         _rehearse(config)
     return 1 if obstacles else 0

@@ -325,9 +325,9 @@ def _save(
     seconds: float,
 ) -> None:
     """Write each evaluation as a run without a step, whose first evaluation it is."""
-    from gspo_gym.cli.run import summary_of  # here and not above: these load torch
-    from gspo_gym.policy.load import load_tokenizer
+    from gspo_gym.policy.load import load_tokenizer  # here and not above: these load torch
     from gspo_gym.run.recording import RunRecorder
+    from gspo_gym.run.session import summary_of
     from gspo_gym.run.state import TrainState
 
     order = {name: number for number, name in enumerate(environment_ids(config))}
@@ -341,7 +341,8 @@ def _save(
         recorder.event("evaluation", 0, evaluation.to_dict())
         recorder.event("finished", 0, {"status": "completed"})
         state = replace(TrainState().after_evaluation(evaluation, evaluation.unit), wall_seconds=seconds)
-        recorder.summary({"error": None, **summary_of("completed", state, own)})
+        summary = summary_of("completed", state, policy_name=name, rescored=own.rollout.rescore)
+        recorder.summary({"error": None, **summary})
         recorder.close()
         load_tokenizer(model_name(own)).backend_tokenizer.save(str(target / "tokenizer.json"))
 

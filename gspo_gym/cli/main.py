@@ -20,7 +20,7 @@ _COMMANDS = {
     "report": ("gspo_gym.cli.report", "write a page that shows a run, its curves, and its episodes token by token"),
     "view": ("gspo_gym.cli.view", "show runs in the browser as they go on"),
     "episodes": ("gspo_gym.cli.notebook", "print episodes of a run, with the sampled tokens in colour"),
-    "run": ("gspo_gym.cli.runs:add_control_arguments", "say what a run does now; pause, stop or change it"),
+    "run": ("gspo_gym.cli.runs:add_control_arguments", "say what a run does now; have it save a checkpoint, or stop"),
     "runs": ("gspo_gym.cli.runs", "list, show, compare and remove runs"),
     "search": ("gspo_gym.cli.search.command", "try many values of some keys, and keep the best"),
     "config": ("gspo_gym.cli.config", "check, show and translate configurations"),

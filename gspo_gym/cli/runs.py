@@ -1,5 +1,5 @@
-"""`gspo-gym runs list | show | compare | rm | path`: the runs in a folder. `gspo-gym run status | pause | resume |
-checkpoint | stop | set`: steer a run in progress.
+"""`gspo-gym runs list | show | compare | rm | path`: the runs in a folder; `gspo-gym run status | checkpoint | stop`:
+one in progress.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 from gspo_gym.base.tables import folded, pairs, table
 from gspo_gym.cli.command_line import add_run
 from gspo_gym.errors import UsageError
-from gspo_gym.run.control import ask, status_of
+from gspo_gym.rollout.episode_files import episode_paths, read_episodes
 from gspo_gym.run.folders import find_run
 from gspo_gym.run.registry import (
     RunComparison,
@@ -26,6 +26,7 @@ from gspo_gym.run.registry import (
     remove_run,
     require_removable,
 )
+from gspo_gym.run.steering import request
 
 _MAX_HEAD = 50  # characters of the names of runs side by side
 _NONE = "-"
@@ -60,9 +61,9 @@ def list_command(arguments: argparse.Namespace) -> int:
 
 def show_command(arguments: argparse.Namespace) -> int:
     """Print a run's facts, checkpoints and size."""
-    run = read_run(_found(arguments.run_name, arguments))
+    run = read_run(_folder_of(arguments.run_name, arguments))
     values = run.to_dict() | {
-        "checkpoints": sorted(path.name for path in (run.folder / "checkpoints").glob("step_*")),
+        "checkpoints": checkpoint_names(run.folder),
         "bytes": sum(path.stat().st_size for path in run.folder.rglob("*") if path.is_file()),
     }
     if arguments.json:
@@ -74,11 +75,16 @@ def show_command(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def checkpoint_names(folder: Path) -> list[str]:
+    """Return the names of a run's checkpoints, the oldest first."""
+    return sorted(path.name for path in (folder / "checkpoints").glob("step_*"))
+
+
 def compare_command(arguments: argparse.Namespace) -> int:
     """Print runs side by side."""
     if len(arguments.run_name) < 2:
         raise UsageError("runs compare: expected two runs or more")
-    comparison = compare_runs([_found(name, arguments) for name in arguments.run_name])
+    comparison = compare_runs([_folder_of(name, arguments) for name in arguments.run_name])
     print(json.dumps(comparison.to_dict()) if arguments.json else _side_by_side(comparison, arguments.run_name))
     return 0
 
@@ -86,7 +92,9 @@ def compare_command(arguments: argparse.Namespace) -> int:
 def remove_command(arguments: argparse.Namespace) -> int:
     """Remove runs after confirmation; return 1 if it was refused."""
     # A run that is named twice is one.
-    folders = list({path.resolve(): path for path in (_found(name, arguments) for name in arguments.run_name)}.values())
+    folders = list(
+        {path.resolve(): path for path in (_folder_of(name, arguments) for name in arguments.run_name)}.values()
+    )
     for folder in folders:
         # All are checked before the first is removed.
         require_removable(folder, also=folders)
@@ -108,7 +116,7 @@ def remove_command(arguments: argparse.Namespace) -> int:
 
 def path_command(arguments: argparse.Namespace) -> int:
     """Print a run's folder."""
-    path = _found(arguments.run_name, arguments).resolve()
+    path = _folder_of(arguments.run_name, arguments).resolve()
     print(json.dumps({"path": str(path)}) if arguments.json else path)
     return 0
 
@@ -176,7 +184,7 @@ def _ago(moment: float) -> str:
     return f"{seconds:.0f} s ago"
 
 
-def _found(name: str, arguments: argparse.Namespace) -> Path:
+def _folder_of(name: str, arguments: argparse.Namespace) -> Path:
     return find_run(name, arguments.folder)
 
 
@@ -187,67 +195,81 @@ def _add(commands: Any, name: str, run: Callable[[argparse.Namespace], int], tex
     return parser
 
 
-_SENTENCES = {
-    "pause": ("it waits after the present step", "it was paused already"),
-    "resume": ("it goes on", "it was not paused"),
-    "stop": ("it saves a checkpoint and ends", "it was stopping already"),
-}
-
-
 def add_control_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the commands of `run`."""
     commands = parser.add_subparsers(dest="control_command", required=True, metavar="COMMAND")
-    texts = {
-        "status": "say what a run does now, and the settings that can change",
-        "pause": "let a run wait after its present step",
-        "resume": "let a paused run go on",
-        "checkpoint": "save a checkpoint after the present step, and wait for it",
-        "stop": "let a run save a checkpoint and end",
-        "set": "change settings of a run from its next step on",
-    }
-    for name, text in texts.items():
-        command = commands.add_parser(name, help=text, description=text)
-        add_run(command)
-        command.add_argument("--json", action="store_true", help="print JSON")
-        command.set_defaults(run=control_command)
-        if name == "status":
-            command.add_argument("--content", action="store_true", help="also the text of the newest recorded episode")
-        if name == "set":
-            command.add_argument("overrides", nargs="+", metavar="section.key=value", help="what to change")
+    status = _add(commands, "status", status_command, "say what a run does now")
+    add_run(status)
+    status.add_argument("--content", action="store_true", help="also the text of the newest recorded episode")
+    text = "save a checkpoint after the present step, and wait for it"
+    add_run(_add(commands, "checkpoint", checkpoint_command, text))
+    add_run(_add(commands, "stop", stop_command, "let a run save a checkpoint and end"))
+    for name in _RETIRED:
+        retired = commands.add_parser(name)  # without help, it is not listed
+        retired.add_argument("words", nargs=argparse.REMAINDER)
+        retired.add_argument("--json", action="store_true")
+        retired.set_defaults(run=retired_command)
 
 
-def control_command(arguments: argparse.Namespace) -> int:
-    """Send the command to the run and print its answer."""
-    command, folder = arguments.control_command, find_run(arguments.run_name, arguments.folder)
-    if command == "status":
-        _print(status_of(folder, with_content=arguments.content), arguments)
-    elif command == "set":
-        for key, value in map(_split, arguments.overrides):
-            reply = ask(folder, {"command": "set", "key": key, "value": value})
-            told = f"{key} = {reply['new']}"
-            _print(reply, arguments, f"{told}, was {reply['old']}" if reply["changed"] else f"{told} already")
-    elif command == "checkpoint":
-        reply = ask(folder, {"command": "checkpoint"})
-        _print(reply, arguments, f"{folder / 'checkpoints' / str(reply['checkpoint'])}")
-    else:
-        reply = ask(folder, {"command": command})
-        _print(reply, arguments, f"{folder}: {_SENTENCES[command][0 if reply['changed'] else 1]}")
+def status_command(arguments: argparse.Namespace) -> int:
+    """Print a run's facts and, on request only, text of its episodes."""
+    values = status_of(_folder_of(arguments.run_name, arguments), with_content=arguments.content)
+    _print(values, arguments, pairs([(key, str(value)) for key, value in values.items() if value is not None]))
     return 0
 
 
-def _split(text: str) -> tuple[str, str]:
-    key, equals, value = text.partition("=")
-    if not equals:
-        raise UsageError(f"run set: expected section.key=value, got {text!r}")
-    return key.strip(), value.strip()
+def status_of(folder: Path, *, with_content: bool = False) -> dict[str, Any]:
+    """Return a run's facts from its folder, as JSON values.
+
+    Text of episodes and errors, which a model or an environment wrote and which could be meant to steer an agent that
+    reads it, is there only `with_content`.
+
+    Raises:
+        RecordError: with content: an episode of the run cannot be read.
+    """
+    values = read_run(folder).to_dict()
+    if not with_content:
+        return {key: value for key, value in values.items() if key != "error"}
+    paths = sorted(episode_paths(folder), key=lambda path: path.stat().st_mtime)
+    episodes = read_episodes(paths[-1]) if paths else []
+    episode = None
+    if episodes:
+        messages = [message.to_dict() for message in episodes[-1].messages]
+        episode = {"trajectory_id": episodes[-1].trajectory_id, "messages": messages}
+    return values | {"episode": episode}
 
 
-def _print(reply: dict[str, Any], arguments: argparse.Namespace, sentence: str | None = None) -> None:
-    if arguments.json:
-        print(json.dumps(reply))
-    elif sentence is not None:
-        print(sentence)
-    else:
-        flat = {**reply, **reply.pop("settings", {})}
-        flat.pop("settings", None)
-        print(pairs([(key, str(value)) for key, value in flat.items() if value is not None]))
+def checkpoint_command(arguments: argparse.Namespace) -> int:
+    """Have a run save a checkpoint, and print where it is."""
+    folder = _folder_of(arguments.run_name, arguments)
+    before = checkpoint_names(folder)
+    request(folder, "checkpoint")
+    newest = max(checkpoint_names(folder))
+    reply = {"changed": newest not in before, "checkpoint": newest}
+    _print(reply, arguments, str(folder / "checkpoints" / newest))
+    return 0
+
+
+def stop_command(arguments: argparse.Namespace) -> int:
+    """Have a run stop; return when it has begun to."""
+    folder = _folder_of(arguments.run_name, arguments)
+    request(folder, "stop")
+    _print({"folder": str(folder)}, arguments, f"{folder}: it saves a checkpoint and ends")
+    return 0
+
+
+_GO_ON = "stop it (`gspo-gym run stop RUN`) and go on with `gspo-gym train CONFIG.toml --resume"
+_RETIRED = {
+    "pause": f"a run does not wait: {_GO_ON}`",
+    "resume": f"a run does not wait: {_GO_ON}`",
+    "set": f"a run that goes on keeps its settings: {_GO_ON} section.key=value`",
+}
+
+
+def retired_command(arguments: argparse.Namespace) -> int:
+    """Refuse a command that went, and say what to do instead."""
+    raise UsageError(f"run {arguments.control_command}: {_RETIRED[arguments.control_command]}")
+
+
+def _print(reply: dict[str, Any], arguments: argparse.Namespace, sentence: str) -> None:
+    print(json.dumps(reply) if arguments.json else sentence)

@@ -22,9 +22,8 @@ from gspo_gym.cluster.launcher import sit_down, take_seat
 from gspo_gym.config.run_config import RunConfig, load_config
 from gspo_gym.config.sections import with_task_url
 from gspo_gym.errors import ConfigError, UsageError
-from gspo_gym.run.control import SOCKET_FILE, ask
 from gspo_gym.run.process import read_process
-from gspo_gym.run.records import read_run_id
+from gspo_gym.run.records import EVENTS_FILE, read_run_id
 from gspo_gym.run.report.progress import print_run_report
 
 if TYPE_CHECKING:
@@ -61,7 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--set-aside", action="store_true", help="move an earlier run of the same label to LABEL.1, LABEL.2, ... first"
     )
     parser.add_argument(
-        "--detach", action="store_true", help="train in the background; return when `gspo-gym run` can steer it"
+        "--detach", action="store_true", help="train in the background; return when the run has its folder"
     )
     parser.add_argument("--json", action="store_true", help="with --detach: print one JSON line")
     parser.set_defaults(run=run_command)
@@ -78,7 +77,7 @@ def run_command(arguments: argparse.Namespace) -> int:
         raise UsageError("train: --json is for --detach; a run's numbers are in its metrics.jsonl")
     console = Console()
     with importing():
-        from gspo_gym.cli import run  # noqa: F401  # what `run_training` needs
+        from gspo_gym.config.build import run  # noqa: F401  # what `run_training` needs
     summary = run_training(config, resume=arguments.resume, set_aside=arguments.set_aside, console=console)
 
     print_run_report(console, config.run_folder, summary)
@@ -107,8 +106,9 @@ def run_training(
         RolloutError, StuckError, NonFiniteError, EngineError: the run cannot go on; its folder holds all up to then.
     """
     seat = take_seat(os.environ)
-    from gspo_gym.cli.run import execute  # imports torch
+    from gspo_gym.cli.report import page_of  # these import torch
     from gspo_gym.config.build.processes import require_seats
+    from gspo_gym.config.build.run import Orders, execute
 
     require_seats(config, seat)
     if seat is not None and seat.rank:
@@ -116,7 +116,11 @@ def run_training(
         raise SystemExit
     if seat is not None and seat.attempt and not resume:
         resume = "auto"  # who started the run, has started it again
-    return execute(config, seat, resume=resume, set_aside=set_aside, console=console)
+
+    def page(folder: Path, status: str) -> str:
+        return page_of(folder, status=status).html
+
+    return execute(config, Orders(resume, set_aside, console, seat, page))
 
 
 def _detach(arguments: argparse.Namespace, config: RunConfig) -> int:
@@ -140,18 +144,19 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def start_detached(arguments: Sequence[str], config: RunConfig) -> dict[str, Any]:
-    """Run `gspo-gym train` with the arguments in a new session; return once its control socket answers.
+    """Run `gspo-gym train` with the arguments in a new session; return once the run records events.
 
     Its output goes to a file in the run's folder. Ctrl-C during the wait ends it.
 
     Returns:
-        JSON values: the run's id, folder, pid, socket and log, and its exit status if it has ended already.
+        JSON values: the run's id, folder, pid and log, and its exit status if it has ended already.
 
     Raises:
-        ConfigError: it failed before its socket answered; the message holds the last lines of its output.
+        ConfigError: it failed before it recorded anything; the message holds the last lines of its output.
     """
     folder = config.run_folder
     make_folder(folder.parent)
+    before = _state_of_events(folder)
     # Beside the run's folder: the training refuses a folder that is not empty.
     draft = folder.with_name(f".{folder.name}.{time.time_ns()}.log")
     with writing(draft), draft.open("wb") as output:
@@ -163,7 +168,7 @@ def start_detached(arguments: Sequence[str], config: RunConfig) -> dict[str, Any
             start_new_session=True,  # the end of this terminal does not end it
         )
     try:
-        while process.poll() is None and not _answers(folder, process.pid):
+        while process.poll() is None and not _has_begun(folder, process.pid, before):
             time.sleep(_LOOK_SECONDS)
     except BaseException:
         process.terminate()
@@ -187,14 +192,21 @@ def start_detached(arguments: Sequence[str], config: RunConfig) -> dict[str, Any
         "run": read_run_id(folder),
         "folder": str(folder.resolve()),
         "pid": process.pid,
-        "socket": str(folder.resolve() / SOCKET_FILE),
         "log": str(log.resolve()),
         "exit_status": exit_status,
     }
 
 
-def _answers(folder: Path, pid: int) -> bool:
+def _has_begun(folder: Path, pid: int, before: tuple[int, int] | None) -> bool:
+    """Return whether the process has recorded an event of the run, which it does after all that it may refuse."""
+    holder = read_process(folder)
+    return holder is not None and holder.pid == pid and _state_of_events(folder) not in (None, before)
+
+
+def _state_of_events(folder: Path) -> tuple[int, int] | None:
+    """Return the identity and size of the file of a run's events; None: there is none."""
     try:
-        return bool(ask(folder, {"command": "status"})["pid"] == pid)
-    except (ConfigError, UsageError):
-        return False
+        status = (folder / EVENTS_FILE).stat()
+    except OSError:
+        return None
+    return status.st_ino, status.st_size

@@ -79,12 +79,10 @@ class _Learned:
     Attributes:
         number: of updates before it.
         file: holds it.
-        learning_rate: that was set when it was learned; None: the configuration's.
     """
 
     number: int
     file: Path
-    learning_rate: float | None
 
 
 class LearnerOnRanks:
@@ -123,7 +121,6 @@ class LearnerOnRanks:
         self._lock = threading.Lock()
         self._started: Started | None = None
         self._counters: dict[str, int | float] = {}
-        self._learning_rate: float | None = None
         self._log: list[_Learned] = []  # those that the newest checkpoint may not hold
         self._beginning: list[Mapping[str, Any]] = []  # what was restored, until a checkpoint holds it
         self._is_as_begun = True  # nothing has come back yet
@@ -141,10 +138,6 @@ class LearnerOnRanks:
         except BaseException:
             self.close()
             raise
-
-    def set_learning_rate(self, learning_rate: float) -> None:
-        """Change the learning rate (of a schedule: its peak) from the next update on."""
-        self._learning_rate = learning_rate
 
     def update(self, batch: TrainBatch, sink: TokenSink | None = None) -> UpdateReport:
         """Train on a batch; see `Learner.update`. The model of this process has the new weights afterwards.
@@ -284,7 +277,7 @@ class LearnerOnRanks:
                 self._learn(entry, None, keeps=False)
 
     def _learn(self, entry: _Learned, table: TokenTable | None, *, keeps: bool) -> UpdateReport:
-        order = {"do": "update", "rate": entry.learning_rate, "keeps": keeps, "tokens": table is not None}
+        order = {"do": "update", "keeps": keeps, "tokens": table is not None}
         answer, bodies = self._ask(order, [entry.file.read_bytes()], 1)
         parameters, columns = dict(_trained(self._model)), {}
         for body in bodies:
@@ -333,7 +326,7 @@ class LearnerOnRanks:
         number = int(self._counters[_UPDATES])
         file = self._folder / f"batch_{number:06d}.safetensors"
         _write_batch(batch, file)
-        return _Learned(number, file, self._learning_rate)
+        return _Learned(number, file)
 
     def _forget_saved(self) -> None:
         num_saved = self._num_saved()
@@ -425,8 +418,6 @@ def follow(rank: Rank, build: Callable[[Any], tuple[nn.Module, Callable[[], Lear
 def _update(
     order: Mapping[str, Any], body: bytes, model: nn.Module, learner: Learner
 ) -> tuple[dict[str, Any], list[tuple[str, Tensor]]]:
-    if order["rate"] is not None:
-        learner.set_learning_rate(order["rate"])
     table = TokenTable() if order["tokens"] else None
     report = learner.update(TrainBatch(**load(body)), table)
     given: list[tuple[str, Tensor]] = []

@@ -62,10 +62,6 @@ class PolicyOptimizer:
         others = [p for p in self._parameters.values() if p.dim() < 2]
         self._adamw = build_adamw(matrices, others, settings, learning_rate=learning_rate)
 
-    def set_learning_rate(self, learning_rate: float) -> None:
-        """Change the peak of the schedule from the next step on."""
-        self._peak = learning_rate
-
     def zero_grad(self) -> None:
         self._adamw.zero_grad(set_to_none=True)
 

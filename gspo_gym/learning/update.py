@@ -59,8 +59,6 @@ class UpdateReport:
 class AnyLearner(Protocol):
     """The methods of `Learner`, whose work may be done in other processes."""
 
-    def set_learning_rate(self, learning_rate: float) -> None: ...
-
     def update(self, batch: TrainBatch, sink: TokenSink | None = None) -> UpdateReport: ...
 
     def copy_state(self) -> Callable[[Path], None]: ...
@@ -188,10 +186,6 @@ class Learner:
         if compares and reference_policy is None:
             own = partial(Reference, model, self._reference_settings, computer=self._computer, make_computer=make)
             self._reference = own(given=reference_model)
-
-    def set_learning_rate(self, learning_rate: float) -> None:
-        """Change the learning rate (of a schedule: its peak) from the next optimizer step on."""
-        self._optimizer.set_learning_rate(learning_rate)
 
     def update(self, batch: TrainBatch, sink: TokenSink | None = None) -> UpdateReport:
         """Train on a batch: `update_epochs` passes of one optimizer step per minibatch.

@@ -22,7 +22,7 @@ class CheckpointFolder:
     Args:
         folder: need not be there.
         run_id: of the run; checkpoints name it, and those of another run are refused. None: any are read.
-        retention: says which is the best; may change at any time.
+        retention: says which is the best.
     """
 
     def __init__(self, folder: Path, *, run_id: str | None = None, retention: RetentionSettings | None = None) -> None:

@@ -104,7 +104,7 @@ class CheckpointStore(CheckpointFolder):
         folder: made when the first one is saved.
         run_id: of the run; checkpoints name it, and those of another run are refused. None: any are read.
         origin: what else checkpoints say of where they come from.
-        retention: others are removed after a newer one is complete; may change at any time.
+        retention: others are removed after a newer one is complete.
         copy_policy: copies a policy, and returns what writes the copy into a folder.
     """
 

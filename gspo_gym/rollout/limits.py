@@ -116,10 +116,6 @@ class Scoring:
         self._score = score
         self._room = Slots(self.limits.max_unscored)
 
-    def set_limits(self, limits: ScoringLimits) -> None:
-        """Change the limits; episodes that wait for their score do not count any more."""
-        self.limits, self._room = limits, Slots(limits.max_unscored)
-
     async def wait_for_room(self) -> asyncio.Semaphore:
         """Return the room in which one more episode may wait for its score, when there is some; `score` must follow."""
         room = self._room.of_this_loop()

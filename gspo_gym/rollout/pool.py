@@ -93,15 +93,6 @@ class RolloutPool:
         self._scoring = scoring
         self._slots = Slots(pool_limits.max_concurrent_rollouts)
 
-    @property
-    def concurrency(self) -> int:
-        """The most episodes that are in flight at once."""
-        return self._slots.count
-
-    def set_concurrency(self, max_concurrent_rollouts: int) -> None:
-        """Change how many episodes are in flight at once; those that are already do not count any more."""
-        self._slots = Slots(max_concurrent_rollouts)
-
     async def collect(self, requests: Sequence[GroupRequest]) -> tuple[TrajectoryGroup, ...]:
         """Play all groups at once; one group per request, in their order, its trajectories in the order of members.
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from gspo_gym.judge.asking import BudgetLimits, JudgeBudget, PausingJudge
+from gspo_gym.judge.asking import JudgeBudget, PausingJudge
 from gspo_gym.judge.base import Judge, JudgeCost
 from gspo_gym.judge.blend import EnvRewards, RewardBlend, env_rewards
 from gspo_gym.judge.gold import DriftCheck, GoldWatch
@@ -63,8 +63,8 @@ class Judging:
     ) -> None:
         self.judge = PausingJudge(judge, on_event=self.tell)
         self._budget = budget or JudgeBudget()
-        self._told = self._budget.spent
-        self._told_pause_seconds = 0.0
+        self._reported_cost = self._budget.spent
+        self._reported_pause_seconds = 0.0
         self._gold: GoldWatch | None = None
         self._others: list[Closable] = []
         self._write: JudgementRecorder | None = None
@@ -90,14 +90,6 @@ class Judging:
         """Compare the judge with gold from now on."""
         self._gold = gold
 
-    def set_limits(self, scoring: ScoringLimits, budget: BudgetLimits, *, stops_on_drift: bool) -> None:
-        """Change what waits for scores, what they may cost, and whether a drift of the judge ends the run."""
-        for each in (self.for_training, self.for_evaluation):
-            each.set_limits(scoring)
-        self._budget.limits = budget
-        if self._gold is not None:
-            self._gold.stops = stops_on_drift
-
     def close_too(self, other: Closable) -> None:
         """Close another object, such as a gold judge or a cache, when this is closed."""
         self._others.append(other)
@@ -122,24 +114,24 @@ class Judging:
         judgements = (judged for each in paths for judged in read_judgements(each))
         spent = max((judged.spent for judged in judgements), key=lambda c: c.num_calls, default=JudgeCost())
         self._budget.spent = self._budget.spent + spent
-        self._told = self._budget.spent
+        self._reported_cost = self._budget.spent
 
     def after_step(self, step: int) -> dict[str, float]:
         """Return the metrics since the previous step; begin a comparison with gold if one is due."""
         self._step = step
         self._evaluation.drain()  # an evaluation's numbers are its own
-        spent, told = self._budget.spent, self._told
+        spent, reported = self._budget.spent, self._reported_cost
         pause_seconds = self.judge.pause_seconds
         metrics = {
             **self._training.drain(),
-            "judge/calls": float(spent.num_calls - told.num_calls),
-            "judge/input_tokens": float(spent.input_tokens - told.input_tokens),
-            "judge/output_tokens": float(spent.output_tokens - told.output_tokens),
-            "judge/cost_usd": spent.usd - told.usd,
-            "judge/pause_seconds": pause_seconds - self._told_pause_seconds,
+            "judge/calls": float(spent.num_calls - reported.num_calls),
+            "judge/input_tokens": float(spent.input_tokens - reported.input_tokens),
+            "judge/output_tokens": float(spent.output_tokens - reported.output_tokens),
+            "judge/cost_usd": spent.usd - reported.usd,
+            "judge/pause_seconds": pause_seconds - self._reported_pause_seconds,
             **({} if self._gold is None else self._gold.after_step(step)),
         }
-        self._told, self._told_pause_seconds = spent, pause_seconds
+        self._reported_cost, self._reported_pause_seconds = spent, pause_seconds
         return metrics
 
     def tell(self, kind: str, data: Mapping[str, Any]) -> None:

@@ -9,7 +9,8 @@ system whose locks stay on one machine. So the process also touches the lock's f
 it by its own clock, since those of machines differ, and takes the folder over after 180 seconds without a touch. A
 process that was only suspended leaves without saving at its next touch, where it finds its place taken.
 
-Commands that only read a run, or write other files there, take no lock.
+Commands that only read a run, or write other files there, take no lock. Files `*.request` are for the process that
+holds the folder (`run/steering.py`); a new one removes those for the one before.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import contextlib
 import dataclasses
 import importlib
 import json
+import math
 import os
 import platform
 import re
@@ -30,7 +32,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from gspo_gym.base.files import replace_file, take_lock, writing
 from gspo_gym.errors import ConfigError, StorageError
@@ -38,8 +40,8 @@ from gspo_gym.errors import ConfigError, StorageError
 LOCK_FILE = ".lock"
 PROCESS_FILE = "process.json"
 MOUNTS = Path("/proc/self/mountinfo")
-# Learning includes publishing the weights; saving, only what the run waits for; waiting is that of a paused run.
-PHASES = ("starting", "warming up", "collecting", "learning", "evaluating", "saving", "waiting", "ending")
+# Learning includes publishing the weights; saving, only what the run waits for.
+PHASES = ("starting", "warming up", "collecting", "learning", "evaluating", "saving", "ending")
 _PHASE_BYTES = 64  # in the lock's file
 _WORDS = {"starting": "getting ready", "collecting": "playing"}  # for people, where it is not the name
 
@@ -297,7 +299,11 @@ def holding(
             file_system=_file_system_of(folder, mounts)[0],
             beat_seconds=beat_seconds if _can_beat(folder / LOCK_FILE) else None,
         )
+        left = request_files(folder)  # before process.json names this process: later ones are for it
         _write(folder, info)
+        for path in left:
+            with contextlib.suppress(OSError):
+                path.unlink(missing_ok=True)
         Phases(folder).enter(PHASES[0])
 
         def begin() -> None:
@@ -313,7 +319,7 @@ def holding(
 
 
 def _record_end(folder: Path, info: ProcessInfo) -> None:
-    if (now := read_process(folder)) is not None and not _is_same(now, info):
+    if (now := read_process(folder)) is not None and not is_same_process(now, info):
         return
     # Not said where a failed start removed the folder, or the disk is full: the lock says the same.
     with contextlib.suppress(StorageError):
@@ -332,14 +338,37 @@ def _beating(folder: Path, info: ProcessInfo) -> Iterator[None]:
         beating.join(_JOIN_SECONDS)
 
 
-def _is_same(one: ProcessInfo, other: ProcessInfo) -> bool:
+def is_same_process(one: ProcessInfo, other: ProcessInfo) -> bool:
+    """Return whether both are records of one process, which may have written more meanwhile."""
     return (one.pid, one.started) == (other.pid, other.started)
+
+
+def request_files(folder: Path, kind: Literal["stop", "checkpoint", ""] = "") -> list[Path]:
+    """Return the files of requests to the process that holds a run's folder, of one kind or of all."""
+    return list(folder.glob(f"{kind}*.request"))
+
+
+class Pulse:
+    """Signs of life of the process that holds a run's folder, by the clock of this machine (monotonic seconds)."""
+
+    def __init__(self, folder: Path, holder: ProcessInfo, clock: Callable[[], float] = time.monotonic) -> None:
+        self._path = folder / LOCK_FILE
+        self._seconds = math.inf if holder.beat_seconds is None else _SILENT_BEATS * holder.beat_seconds
+        self._clock = clock
+        self._touched, self._since = _touched(self._path), clock()
+
+    def is_felt(self) -> bool:
+        """Return False if the process has not touched its lock for a long time, though it should."""
+        touched, now = _touched(self._path), self._clock()
+        if touched != self._touched:
+            self._touched, self._since = touched, now
+        return now - self._since < self._seconds
 
 
 def _beat(folder: Path, info: ProcessInfo, ended: threading.Event) -> None:
     """Touch the lock's file until the process `info` has ended; leave the program if another took its place."""
     while not ended.wait(info.beat_seconds or _BEAT_SECONDS):
-        if (now := read_process(folder)) is not None and not _is_same(now, info):
+        if (now := read_process(folder)) is not None and not is_same_process(now, info):
             print(f"{folder} was taken over by {now}; left without saving", file=sys.stderr, flush=True)
             os._exit(1)  # not a stop, which would save a checkpoint among the other's
         with contextlib.suppress(OSError):  # a full or vanished disk, which whatever writes there reports

@@ -111,10 +111,8 @@ EVENTS: Mapping[str, str] = MappingProxyType(
         "judge_drift": "the judge and gold have drifted apart; data: of which step, reason",
         "selection": "environment failures depend on the policy's actions, so that retries select; data: the reason",
         "uncommitted": "episodes with weights that were never committed were left out; data: how many",
-        "changed": "a setting has another value from the next step on; data: key, old, new, by what",
-        "paused": "the run waits before its next step; data: by what",
-        "continued": "a paused run goes on; data: by what",
-        "stopped": "a stop was asked for; data: by what (SIGTERM, SIGINT, or what the control socket was told)",
+        "changed": "a resumed run goes on with other settings than it began with; data: key -> [then, now]",
+        "stopped": "a stop was asked for; data: by what (a signal, or a request and its author)",
         "finished": "the run ended; data: its status, and why it failed",
         "sink_failed": "a sink of [tracking] raised and gets nothing more; data: which, and its error",
         "nonfinite_metrics": "metrics that were NaN or infinite, and so are null in their line; data: name -> value",
@@ -170,7 +168,7 @@ class RunRecorder:
         self._last_step = last_step
         self.last_seq = last_seq
         self.status = "interrupted"  # until a summary says more
-        self._lock = threading.Lock()  # a checkpoint is written, and a command obeyed, in another thread
+        self._lock = threading.Lock()  # a checkpoint is written in another thread
         self._sinks = list(sinks)
         self._clock = clock
 
@@ -379,7 +377,7 @@ def _dump(values: Mapping[str, Any], *, indent: int | None = None) -> str:
 LEDGER_FILE = "ledger.jsonl"
 
 
-_INTERVAL = "training.log_interval"  # between lines of metrics.jsonl
+INTERVAL = "training.log_interval"  # between lines of metrics.jsonl
 
 
 def missing_records(folder: Path, step: int, saved_seq: int | None, *, has_all_metrics: bool) -> dict[str, Any]:
@@ -389,7 +387,7 @@ def missing_records(folder: Path, step: int, saved_seq: int | None, *, has_all_m
     """
     events = read_events(folder, after=0)
     steps: list[int] = []
-    if has_all_metrics and not any(e["kind"] == "changed" and e["data"]["key"] == _INTERVAL for e in events):
+    if has_all_metrics and not any(e["kind"] == "changed" and INTERVAL in e["data"] for e in events):
         recorded = {line["step"] for line in read_metrics(folder)}
         first = 1 + max((event["step"] for event in events if event["kind"] == "restored"), default=0)
         steps = [each for each in range(first, step + 1) if each not in recorded]

@@ -19,6 +19,7 @@ from typing import Any
 
 from gspo_gym.base.files import flat_items, make_folder, writing
 from gspo_gym.errors import ConfigError, GymError, RecordError, StorageError
+from gspo_gym.policy.checkpoint_folder import CheckpointFolder
 from gspo_gym.rollout.evaluation import Evaluation, compare
 from gspo_gym.run.folders import run_folders
 from gspo_gym.run.process import (
@@ -33,13 +34,13 @@ from gspo_gym.run.process import (
     read_process,
     refusal,
 )
-from gspo_gym.run.records import EVENTS_FILE, RUN_LINE, read_config, read_events
+from gspo_gym.run.records import EVENTS_FILE, RUN_LINE, read_config, read_events, read_summary
 from gspo_gym.run.report.progress import Progress
 
-RUNNING, PAUSED, ELSEWHERE, CRASHED, DAMAGED = "running", "paused", "elsewhere", "crashed", "damaged"
+RUNNING, ELSEWHERE, CRASHED, DAMAGED = "running", "elsewhere", "crashed", "damaged"
 _TAIL_BYTES = 64 * 1024
 # Of where a run is, and no setting of it.
-_PLACE = ("run.folder", "model.label")
+PLACE = ("run.folder", "model.label")
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,9 +48,8 @@ class RunInfo:
     """A run as its folder shows it.
 
     Attributes:
-        status: while a process holds the folder, "running", "paused" or "elsewhere" (a process of another machine,
-            which
-            this one cannot see, has not recorded its end); else how the last process ended: "completed", "interrupted",
+        status: while a process holds the folder, "running" or "elsewhere" (a process of another machine, which this
+            one cannot see, has not recorded its end); else how the last process ended: "completed", "interrupted",
             "failed", or "crashed" if it recorded no end. "damaged": its records cannot be read.
         run: the id; None in a folder of an early version.
         attempt: number of the process that holds the folder, or held it last.
@@ -83,7 +83,7 @@ class RunInfo:
     @property
     def is_held(self) -> bool:
         """Return whether a process may be at work on the run."""
-        return self.status in (RUNNING, PAUSED, ELSEWHERE)
+        return self.status in (RUNNING, ELSEWHERE)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the attributes as JSON values."""
@@ -124,7 +124,7 @@ def _read_run(folder: Path) -> RunInfo:
     score = evaluation.get("score")
     return RunInfo(
         folder=folder,
-        status=str(ended.get("status", CRASHED)) if holder is None else _live_status(folder, holder, events),
+        status=str(ended.get("status", CRASHED)) if holder is None else _live_status(folder, holder),
         run=_run_id(folder),
         attempt=1 if process is None else process.attempt,
         pid=None if process is None else process.pid,
@@ -223,7 +223,7 @@ def compare_runs(folders: Sequence[Path]) -> RunComparison:
         RecordError: a config or an event cannot be read.
     """
     tables = [dict(flat_items(read_config(folder))) for folder in folders]
-    keys = sorted({key for table in tables for key in table if key not in _PLACE})
+    keys = sorted({key for table in tables for key in table if key not in PLACE})
     values = {key: tuple(table.get(key) for table in tables) for key in keys}
     evaluations = [last_evaluation(folder) for folder in folders]
     return RunComparison(
@@ -296,11 +296,8 @@ def _last_evaluation(events: bytes) -> dict[str, Any]:
     return dict(_json(events[start:stop]).get("data", {}))
 
 
-def _live_status(folder: Path, holder: ProcessInfo, events: bytes) -> str:
-    if holder.is_elsewhere and not is_locked(folder):
-        return ELSEWHERE
-    last = {kind: events.rfind(f'"kind": "{kind}"'.encode()) for kind in ("paused", "continued", "resumed")}
-    return PAUSED if last["paused"] > max(last["continued"], last["resumed"]) else RUNNING
+def _live_status(folder: Path, holder: ProcessInfo) -> str:
+    return ELSEWHERE if holder.is_elsewhere and not is_locked(folder) else RUNNING
 
 
 def _summary_of(folder: Path, finished: Mapping[str, Any]) -> dict[str, Any]:
@@ -326,6 +323,37 @@ def _changed(folder: Path) -> float:
         return (folder / EVENTS_FILE).stat().st_mtime
     except OSError:
         return 0.0
+
+
+def has_checkpoint(folder: Path) -> bool:
+    """Return whether a run's folder has a checkpoint to go on from."""
+    # A kill while a checkpoint was being replaced leaves the older one under another name until it is loaded.
+    return bool(_checkpoint_steps(folder)) or any((folder / "checkpoints").glob(".replaced_*"))
+
+
+def why_taken(folder: Path) -> str | None:
+    """Return a sentence about the run that is in the folder already, or None if a new one may begin there."""
+    if not folder.exists() or not any(folder.iterdir()):
+        return None
+    if (holder := holder_of(folder)) is not None:
+        return refusal(folder, holder)
+    if is_left_by_a_start(folder) or _failed_without_a_step(folder):
+        return None
+    go_on = "go on with it (--resume)" if _checkpoint_steps(folder) else "it has no checkpoint to go on from"
+    return f"{folder} already holds a run: {go_on}, move it away first (--set-aside), or choose another model.label"
+
+
+def _failed_without_a_step(folder: Path) -> bool:
+    """Return whether the folder's run ended with nothing to go on from; another run may then take its place."""
+    steps = _checkpoint_steps(folder)
+    if not (folder / "summary.json").exists() or any(steps):
+        return False
+    # What failed before the first step fails again, as a rule; what was stopped there can go on.
+    return read_summary(folder)["status"] in (("failed",) if steps else ("failed", "interrupted"))
+
+
+def _checkpoint_steps(folder: Path) -> tuple[int, ...]:
+    return CheckpointFolder(folder / "checkpoints").steps()
 
 
 @contextlib.contextmanager

@@ -216,24 +216,14 @@ class Saver:
         self._phases = phases or Phases()
         self._clock = clock
         self._settings = settings
-        self._set_deadline()
+        minutes = settings.must_save_by
+        self._deadline = None if minutes is None else 60 * minutes  # None, too, once it was heeded
         self._writing: asyncio.Task[Path | CheckpointError] | None = None
         self._copied: TrainState | None = None  # what is being written, or was last
         self._saved = saved  # what the newest complete checkpoint holds
         self._num_failures = 0  # in a row
         self._step_began = clock()
         self._longest_step = self._longest_write = 0.0
-
-    def change(self, settings: LoopSettings) -> None:
-        """Save as these settings say from now on; a deadline that was heeded is heeded again if they move it."""
-        moves = settings.must_save_by != self._settings.must_save_by
-        self._settings = settings
-        if moves:
-            self._set_deadline()
-
-    def _set_deadline(self) -> None:
-        minutes = self._settings.must_save_by
-        self._deadline = None if minutes is None else 60 * minutes  # None, too, once it was heeded
 
     async def after_step(self, state: TrainState) -> None:
         """Begin to save the state if that is due; return when its tensors are copied.

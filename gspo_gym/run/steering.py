@@ -1,29 +1,41 @@
-"""Requests to a running training from outside its loop: stop, pause, save a checkpoint, change a setting.
+"""Requests to a running training from outside its loop: to stop, or to save a checkpoint.
 
-Signals, the control socket and other threads make requests; the trainer handles them between steps. A stop also ends
-the collection of episodes or an evaluation and drops the results. If the program has not ended when the grace of a stop
-is over, it exits all the same, and the last checkpoint stands.
+A signal, or a file in the run's folder, is a request:
+
+    stop*.request        stop as at SIGTERM: save a checkpoint and end
+    checkpoint*.request  save a checkpoint before the next step
+
+`touch RUN/stop.request` is enough, also on another machine that shares the folder. The run removes the file of a stop
+when it begins to stop, and that of a checkpoint when a checkpoint is complete; `request` writes a file and waits for
+that. A process that begins removes files for the one before (`run/process.py`).
+
+A stop also ends the collection of episodes or an evaluation and drops the results. If the program has not ended when
+the grace of a stop is over, it exits all the same, and the last checkpoint stands.
 """
 
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
 import contextlib
+import importlib
 import signal
 import threading
-from collections import deque
+import time
+import uuid
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from pathlib import Path
+from typing import Any, Literal, TypeVar
 
 from gspo_gym.base.deadline import GRACE_SECONDS, Deadline
+from gspo_gym.base.files import writing
 from gspo_gym.base.loops import retrieve_exception, wait_until_ended
-from gspo_gym.errors import UsageError
-from gspo_gym.run.process import Phases
+from gspo_gym.errors import ConfigError, StorageError
+from gspo_gym.run.process import Phases, Pulse, holder_of, is_same_process, read_phase, read_process, request_files
 
 Result = TypeVar("Result")
-Done = concurrent.futures.Future[None]
+
+_LOOK_SECONDS = 0.2  # between two looks for a file: by the run for a stop, by a command for the end of its request
+_JOIN_SECONDS = 1.0  # the thread may hang on a disk that does
 
 
 class StopRequested(Exception):  # noqa: N818  # not an error
@@ -34,47 +46,30 @@ class StopRequested(Exception):  # noqa: N818  # not an error
         self.by = by
 
 
-@dataclass(frozen=True, slots=True)
-class Change:
-    """A new value for a setting; `by` names the user or program that asked for it."""
-
-    key: str
-    value: Any  # Any: as the section's record validates it
-    by: str
-
-
 class Steering:
     """Requests to one training.
 
-    `stop`, `pause`, `resume`, `request_checkpoint` and `set` may be called from any thread, from the event loop, and
-    from a signal handler: they take no lock and only note the request. The futures that some return are done when the
-    trainer has handled the request; in an event loop, await `asyncio.wrap_future(future)`. `cancel_requests` cancels
-    those that are still open when the training ends.
+    `stop` may be called from any thread, from the event loop, and from a signal handler: it takes no lock and only
+    notes the request.
 
     Args:
         grace_seconds: of a stop.
-        phases: told of a wait; None: nothing is told.
+        phases: told that the training ends; None: nothing is told.
 
     Attributes:
         deadline: of a stop: from the first request until the program exits, in any state.
-        apply: applies a change, in the event loop, between two steps; the default refuses. Its exception becomes that
-            of the request.
         failure: the reason of `fail`; None before it.
     """
 
     def __init__(self, grace_seconds: float = GRACE_SECONDS, phases: Phases | None = None) -> None:
         self.phases = phases or Phases()
-        self.deadline = Deadline(grace_seconds, kept="the last checkpoint stands")
-        self.apply: Callable[[Change], None] = _refuse
+        self.deadline = Deadline(grace_seconds, outcome="the last checkpoint stands")
         self.failure: str | None = None
+        self._folder: Path | None = None  # whose request files are heeded
         self._stopped_by: str | None = None
-        self._is_paused = False
-        self._pauses: deque[Done] = deque()
-        self._checkpoints: deque[Done] = deque()
-        self._changes: deque[tuple[Change, Done]] = deque()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._has_trained = False
-        self._woken, self._stopping = asyncio.Event(), asyncio.Event()
+        self._stopping = asyncio.Event()
         self._dropped: set[asyncio.Future[Any]] = set()
         self._hears_sigterm = False
 
@@ -84,10 +79,6 @@ class Steering:
         return self._stopped_by
 
     @property
-    def is_paused(self) -> bool:
-        return self._is_paused
-
-    @property
     def exit_code(self) -> int:
         """Return the program's exit code after a stop: 128 and the number of its signal, without one that of Ctrl-C."""
         is_signal = self._stopped_by in signal.Signals.__members__
@@ -95,12 +86,14 @@ class Steering:
 
     # Requests
 
-    def stop(self, by: str) -> None:
-        """Ask the training to save a checkpoint and end; further calls do nothing."""
-        if self._stopped_by is None:
+    def stop(self, by: str) -> bool:
+        """Ask the training to save a checkpoint and end; return whether this is the first request to do so."""
+        is_first = self._stopped_by is None
+        if is_first:
             self._stopped_by = by
             self.deadline.begin(by, self.exit_code)
             self._wake()
+        return is_first
 
     def fail(self, reason: str) -> None:
         """Have the training save what it can and end with an error; what it needs is gone.
@@ -111,62 +104,50 @@ class Steering:
             self.failure = reason
             self.stop(reason)
 
-    def interrupt_start(self) -> None:
-        """After a stop before `attach`, end the start at once as SIGTERM does, if signals are handled here."""
-        if self._stopped_by is not None and not self._has_trained and self._hears_sigterm:
+    @contextlib.contextmanager
+    def heeding_files(self, folder: Path) -> Iterator[None]:
+        """Heed the request files of a run's folder, which this process holds, within the block."""
+        self._folder, ended = folder, threading.Event()
+        watching = threading.Thread(target=self._watch, args=(folder, ended), name="gspo-gym-requests", daemon=True)
+        watching.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            watching.join(_JOIN_SECONDS)
+            self._folder = None
+
+    def _watch(self, folder: Path, ended: threading.Event) -> None:
+        while not ended.wait(_LOOK_SECONDS):
+            for path in request_files(folder, "stop"):
+                author = _owner_of(path)
+                with contextlib.suppress(OSError):  # a disk that can only be read: the stop holds all the same
+                    path.unlink(missing_ok=True)
+                # Only of the first: a second signal would end the program as it stands.
+                if self.stop(f"a request of {author}"):
+                    self._interrupt_start()
+
+    def _interrupt_start(self) -> None:
+        """Before `attach`, end the start at once as SIGTERM does, if signals are handled here."""
+        if not self._has_trained and self._hears_sigterm:
             signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
-
-    def pause(self) -> Done:
-        """Ask the training to wait before its next step; done when it waits."""
-        done = Done()
-        self._is_paused = True
-        self._pauses.append(done)
-        self._wake()
-        return done
-
-    def resume(self) -> None:
-        """Let a paused training go on."""
-        self._is_paused = False
-        self._wake()
-
-    def request_checkpoint(self) -> Done:
-        """Ask for a checkpoint before the next step; done when it is complete."""
-        done = Done()
-        self._checkpoints.append(done)
-        self._wake()
-        return done
-
-    def set(self, key: str, value: Any, by: str) -> Done:
-        """Ask for a new value of a setting from the next step on; done when it holds (Any: the setting's type)."""
-        done = Done()
-        self._changes.append((Change(key, value, by), done))
-        self._wake()
-        return done
 
     # The trainer's side
 
     def attach(self) -> None:
-        """Wake up the running event loop for requests from now on."""
+        """Wake up the running event loop for a stop from now on."""
         self._loop, self._has_trained = asyncio.get_running_loop(), True
         self._wake()
 
     async def between_steps(self, save: Callable[[], Awaitable[None]]) -> None:
-        """Apply requested changes and save requested checkpoints; wait while the training is paused.
+        """Save a checkpoint if one was asked for; `save` calls `saved`.
 
         Raises:
             StopRequested: a stop was asked for.
         """
-        while True:
-            self._woken.clear()  # before the look, for a request that comes after it
-            self._apply_changes()
-            await self._save_for_requests(save)
-            self._raise_if_stopped()
-            while self._pauses:
-                _tell(self._pauses.popleft())
-            if not self._is_paused:
-                return
-            with self.phases.during("waiting"):
-                await self._woken.wait()
+        if self._folder is not None and request_files(self._folder, "checkpoint"):
+            await save()
+        self._raise_if_stopped()
 
     async def unless_stopped(self, work: Coroutine[Any, Any, Result]) -> Result:
         """Return the result of `work`; drop the work when a stop is asked for.
@@ -198,9 +179,14 @@ class Steering:
         raise AssertionError("woken without a stop")
 
     def saved(self) -> None:
-        """Note that the checkpoint of a stop is complete, which shortens the remaining grace."""
+        """Note that a checkpoint of the present state is complete, which is the end of all requests for one.
+
+        After a stop it shortens the remaining grace: nothing more can be lost, so what hangs is not waited for.
+        """
+        for path in () if self._folder is None else request_files(self._folder, "checkpoint"):
+            with contextlib.suppress(OSError):
+                path.unlink(missing_ok=True)
         if self._stopped_by is not None:
-            # Nothing more can be lost, so what hangs is not waited for until the grace is over.
             self.deadline.saved()
 
     async def dropped_work_ended(self) -> None:
@@ -208,12 +194,10 @@ class Steering:
         await wait_until_ended(self._dropped)
         self._dropped.clear()  # their errors hold frames, and these the models
 
-    def cancel_requests(self) -> None:
-        """Cancel the open requests, because the training has ended."""
+    def ended(self) -> None:
+        """Note that the training has ended: a request changes nothing any more."""
         self.phases.enter("ending")
-        self._loop, self.apply = None, _refuse  # it would keep the trainer, which has this object, and two models
-        for done in (*self._pauses, *self._checkpoints, *(done for _, done in self._changes)):
-            done.cancel()
+        self._loop = None
 
     # Signals and the deadline
 
@@ -246,7 +230,6 @@ class Steering:
                 self._loop.call_soon_threadsafe(self._look)
 
     def _look(self) -> None:
-        self._woken.set()
         if self._stopped_by is not None:
             self._stopping.set()
 
@@ -254,29 +237,51 @@ class Steering:
         if self._stopped_by is not None:
             raise StopRequested(self._stopped_by)
 
-    def _apply_changes(self) -> None:
-        while self._changes:
-            change, done = self._changes.popleft()
-            try:
-                self.apply(change)
-            except Exception as error:
-                _tell(done, error)
-            else:
-                _tell(done)
 
-    async def _save_for_requests(self, save: Callable[[], Awaitable[None]]) -> None:
-        if self._checkpoints:
-            asked, self._checkpoints = self._checkpoints, deque()
-            await save()
-            for done in asked:
-                _tell(done)
+def request(folder: Path, kind: Literal["stop", "checkpoint"]) -> None:
+    """Ask the process at work on a run, and wait until it has begun to stop, or until a checkpoint is complete.
+
+    Nothing is left in the folder if this raises, also at Ctrl-C.
+
+    Raises:
+        ConfigError: no process is at work on the run, it ended or shows no life before it did what was asked for, or it
+            is still starting and has nothing to save.
+        StorageError: nothing can be written into the folder.
+    """
+    holder = holder_of(folder)
+    if holder is None:
+        raise ConfigError(f"{folder}: no process is at work on it, so that nothing can be asked of it")
+    if holder.pid is None:
+        raise ConfigError(f"{folder}: another process is beginning a run there; ask again in a moment")
+    phase = read_phase(folder)
+    if kind == "checkpoint" and phase is not None and phase.name in ("starting", "warming up"):
+        raise ConfigError(f"{folder}: the run is still starting; it saves a checkpoint by itself before its first step")
+    path, pulse = folder / f"{kind}.{uuid.uuid4().hex}.request", Pulse(folder, holder)
+    try:
+        try:
+            with writing(path):
+                path.touch()  # empty: complete at once, also for a full disk
+        except StorageError as error:
+            raise StorageError(f"{error}. SIGTERM stops a run, too: {holder}") from error
+        while path.exists():
+            present = holder_of(folder)
+            has_ended = present is None or not is_same_process(holder, present)
+            if has_ended and path.exists():  # looked at again: it may have been taken just before the end
+                raise ConfigError(f"{folder}: the run ended before it was done")
+            if not pulse.is_felt():
+                raise ConfigError(f"{folder}: {holder} shows no life; the request is withdrawn. SIGTERM may end it")
+            time.sleep(_LOOK_SECONDS)
+    finally:
+        with contextlib.suppress(OSError):
+            path.unlink(missing_ok=True)
+    last = read_process(folder)
+    if last is not None and not is_same_process(holder, last):
+        raise ConfigError(f"{folder}: {last} took the run over meanwhile; `gspo-gym run status` says what it does")
 
 
-def _refuse(change: Change) -> None:
-    raise UsageError(f"{change.key}: nothing applies changes to this training")
-
-
-def _tell(done: Done, error: Exception | None = None) -> None:
-    """Answer a request, unless the caller has given it up."""
-    if done.set_running_or_notify_cancel():
-        done.set_result(None) if error is None else done.set_exception(error)
+def _owner_of(path: Path) -> str:
+    """Return the name of the user that wrote a file; "someone" if the system does not tell."""
+    try:
+        return str(importlib.import_module("pwd").getpwuid(path.stat().st_uid).pw_name)
+    except (ImportError, KeyError, OSError):
+        return "someone"

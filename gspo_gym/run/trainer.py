@@ -112,15 +112,14 @@ class Trainer:
             while self.state.step < self.plan.size.num_iterations and not self.state.has_reached(
                 self.plan.loop.stop_at_success_rate
             ):
-                await self._steering.between_steps(lambda: self._saver.finish(self.state))
+                await self._steering.between_steps(self._save)
                 await self._run_step()
                 await self._evaluate_if_due()
                 await self._saver.after_step(self.state)
                 self._require_something_to_learn()
-            await self._saver.finish(self.state)  # also the last evaluation
+            await self._save()  # also the last evaluation
         except (JudgeError, StopRequested, StuckError):  # raised between updates: the weights are those of `state`
-            await self._saver.finish(self.state)
-            self._steering.saved()
+            await self._save()
             raise
         finally:
             self._journal.finished()
@@ -129,11 +128,9 @@ class Trainer:
             await self._steering.dropped_work_ended()
         return self.state
 
-    def replan(self, plan: TrainPlan, *, max_concurrent_rollouts: int) -> None:
-        """Go on under another plan, which may differ in duration, intervals and concurrency only. Not during a step."""
-        self.plan = self._journal.plan = self._collector.plan = plan
-        self._saver.change(plan.loop)
-        self._collector.pool.set_concurrency(max_concurrent_rollouts)
+    async def _save(self) -> None:
+        await self._saver.finish(self.state)
+        self._steering.saved()
 
     async def _run_step(self) -> None:
         """Collect a batch of episodes, score it, update the weights on it, and publish them."""

@@ -81,7 +81,6 @@ MUST_MISS = {
         "tests/unit/engine/endpoint/test_http_engine.py::"
         "test_the_settings_deadline_holds_for_waits_between_attempts_too",
         "tests/unit/envs/suites/test_openenv_adapter.py::test_a_server_that_stays_full_is_an_error_that_says_so",
-        "tests/unit/run/test_control.py::test_a_request_that_comes_byte_by_byte_is_not_waited_for",
     ),
     "a call that is held: the test looks that it has not ended by then": (
         "tests/support/engine_contract_life.py::a_call_that_is_kept_over_an_update_goes_on_and_its_versions_never_fall",
@@ -275,7 +274,7 @@ def short(code: str) -> list[str]:
         ("nodes.settle_seconds, began = 0.5, now()", "settle_seconds = 0.5"),
         ("deadline: float = 0.5", "deadline = 0.5"),
         ("patch.setattr(serving, '_HEAD_SECONDS', 0.3)", "timeout = 0.3"),
-        ("patch.setattr('gspo_gym.run.control._READ_SECONDS', 0.3)", "timeout = 0.3"),
+        ("patch.setattr('gspo_gym.run.steering._JOIN_SECONDS', 0.3)", "timeout = 0.3"),
         ("ended.wait(0.1)", "timeout = 0.1"),
         ("thread.join(timeout=0.1)", "timeout = 0.1"),
         ("async with asyncio.timeout(0.1): ...", "timeout = 0.1"),

@@ -213,12 +213,6 @@ def tell_recorder(recorder: RunRecorder, progress: Progress) -> OnEventOfStep:
     return tell
 
 
-def budget_limits(section: JudgeSettings) -> BudgetLimits:
-    """Return what the judge may cost."""
-    options = section.options or JudgeOptions()
-    return BudgetLimits(max_calls=options.max_calls, max_usd=options.max_cost_usd)
-
-
 class _Parts:
     """The objects that a configuration's judges share: the budget, the cache and the limits of asking."""
 
@@ -229,7 +223,7 @@ class _Parts:
         self.seed = child_seed(config.run.seed, "judge")
         self.judge_url = None if config.services is None else config.services.judge_url
         self.policy_name = config.rollout.policy_name
-        self.budget = JudgeBudget(budget_limits(section))
+        self.budget = JudgeBudget(BudgetLimits(max_calls=options.max_calls, max_usd=options.max_cost_usd))
         self.cache = JudgementCache(None if options.cache is None else Path(options.cache))
         self.asking = AskingSettings(
             max_concurrency=options.max_concurrency or _DEFAULT_CONCURRENCY,

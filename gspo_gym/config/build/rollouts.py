@@ -252,18 +252,15 @@ def build_evaluate(
     judging: Judging | None = None,
     *,
     rows: KeptRows | None = None,
-    concurrency: Callable[[], int] | None = None,
     on_over: Callable[[], None] = lambda: None,
 ) -> Evaluate:
     """Return a function that evaluates the player's present weights on the configured seeds.
 
     Every call samples with the same seeds. `rows` holds rows that were played before and receives new ones: for one
-    call only.
-    `concurrency` returns the present rollout.max_concurrent_rollouts; None: the config's. `on_over` is called when an
-    episode is over, also for one that failed.
+    call only. `on_over` is called when an episode is over, also for one that failed.
     """
     play = build_play(config, player, mode="eval")
-    return _evaluation_of(config, play, keep=keep, judging=judging, rows=rows, concurrency=concurrency, on_over=on_over)
+    return _evaluation_of(config, play, keep=keep, judging=judging, rows=rows, on_over=on_over)
 
 
 async def build_scripted_evaluate(
@@ -328,7 +325,6 @@ def _evaluation_of(
     keep: Keep | None = None,
     judging: Judging | None = None,
     rows: KeptRows | None = None,
-    concurrency: Callable[[], int] | None = None,
     on_over: Callable[[], None] = lambda: None,
 ) -> Evaluate:
     kept = rows or KeptRows()
@@ -354,8 +350,6 @@ def _evaluation_of(
             on_episode=over,
             scoring=None if judging is None else judging.for_evaluation,
         )
-        if concurrency is not None:
-            pool.set_concurrency(concurrency())
         names = environment_ids(config)
         results = [
             await evaluate(

@@ -34,7 +34,7 @@ from gspo_gym.policy.quantization import is_quantized
 from gspo_gym.policy.weight_sync import WeightSync
 from gspo_gym.rollout.evaluation import Evaluation
 from gspo_gym.rollout.ledger import Disposition, Ledger
-from gspo_gym.rollout.pool import OnEpisode, RolloutPool
+from gspo_gym.rollout.pool import OnEpisode
 from gspo_gym.rollout.selection import AttemptWatch, SelectionAlarm
 from gspo_gym.run.collect import Collector
 from gspo_gym.run.journal import Journal, MoreMetrics
@@ -267,7 +267,7 @@ def build_trainer(
         ),
         learner=learner,
         publish=weight_sync.after_step,
-        evaluate=_evaluating(config, player, recorder, judging, phases, pool),
+        evaluate=_evaluating(config, player, recorder, judging, phases),
         saver=_build_saver(plan, checkpoints, player.policy, learner, recorder, state if is_saved else None, phases),
         journal=Journal(
             plan,
@@ -338,16 +338,9 @@ def _evaluating(
     recorder: RunRecorder,
     judging: Judging | None,
     phases: Phases,
-    training_pool: RolloutPool,
 ) -> Evaluate:
-    evaluate = build_evaluate(
-        config,
-        player,
-        recorder.episodes,
-        judging,
-        concurrency=lambda: training_pool.concurrency,
-        on_over=partial(phases.advance, "evaluating"),
-    )
+    on_over = partial(phases.advance, "evaluating")
+    evaluate = build_evaluate(config, player, recorder.episodes, judging, on_over=on_over)
     num_episodes = len(config.sources) * len(config.evaluation_seeds)
 
     async def run(label: str) -> Evaluation:

@@ -11,7 +11,7 @@ import os
 from gspo_gym.base.deadline import Deadline
 
 def work():
-    with Deadline(30.0, kept="nothing").handling_signals(print):
+    with Deadline(30.0, outcome="nothing").handling_signals(print):
         pass
 
 work()

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-import gspo_gym.cli.run
 import gspo_gym.config.build.preflight
+import gspo_gym.config.build.run
 import gspo_gym.run.report.checks  # noqa: F401  # these three load torch, before a test is timed
 from gspo_gym.cli.main import main
 from gspo_gym.cli.notebook import open_run

@@ -45,10 +45,9 @@ seeds = "0:2"
 """
 # Every command that takes a run, and every one that takes a model; @ is the name.
 OF_RUNS = [
-    "doctor @", "verify @", "report @", "report quick --beside @", "episodes @", "run status @", "run pause @",
-    "run resume @", "run checkpoint @", "run stop @", "run set @ training.learning_rate=0.1", "runs show @",
-    "runs compare quick @", "runs rm --yes @", "runs path @", "judge score @", "judge audit @ --gold labels.jsonl",
-    "view --no-open @",
+    "doctor @", "verify @", "report @", "report quick --beside @", "episodes @", "run status @", "run checkpoint @",
+    "run stop @", "runs show @", "runs compare quick @", "runs rm --yes @", "runs path @", "judge score @",
+    "judge audit @ --gold labels.jsonl", "view --no-open @",
 ]  # fmt: skip
 OF_MODELS = [
     "evaluate config.toml --model @", "evaluate config.toml --model tiny:qwen3-64 --against @", "models show @",

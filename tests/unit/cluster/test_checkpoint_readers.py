@@ -23,7 +23,7 @@ from gspo_gym.cli.jobs.records import checkpoints_of, model_files_of
 from gspo_gym.cli.main import main
 from gspo_gym.cli.train import run_training
 from gspo_gym.cli.verify import verify_step
-from gspo_gym.config.build.live import find_restored
+from gspo_gym.config.build.continuation import find_restored
 from gspo_gym.config.build.trainer import build_learner, build_policy
 from gspo_gym.config.run_config import RunConfig, load_config, model_name
 from gspo_gym.learning.saved import SavedTensors, copy_state

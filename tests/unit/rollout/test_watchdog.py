@@ -24,7 +24,7 @@ import pytest
 from gspo_gym_envs.code_repair.env import CodeRepair
 from gspo_gym_envs.sql_analyst.env import SqlAnalyst
 
-from gspo_gym.cli.run import execute
+from gspo_gym.cli.train import run_training
 from gspo_gym.config.build import rollouts
 from gspo_gym.config.run_config import RunConfig
 from gspo_gym.env.workers.announcements import SLOT_BYTES, Board
@@ -276,14 +276,14 @@ def settings(folder: Path, **training: Any) -> RunConfig:
 
 def test_the_next_start_moves_the_environment_into_worker_processes_and_says_so(tmp_path: Path) -> None:
     config = settings(tmp_path)
-    execute(config, None, resume=False, set_aside=False, console=None)
+    run_training(config)
     assert rollouts.build_environment(config).decision.isolation == "thread"
     marker = {"env_ids": ["gspo_gym/GuessNumber-v0"], "call": "step()", "seconds": 61.0}
     (config.run_folder / "frozen.json").write_text(json.dumps(marker))
     env = rollouts.build_environment(config)()
     assert isinstance(env, ProcessEnv)
     asyncio.run(env.close())
-    execute(settings(tmp_path, num_epochs=2), None, resume=True, set_aside=False, console=None)
+    run_training(settings(tmp_path, num_epochs=2), resume=True)
     events = [json.loads(line) for line in (config.run_folder / "events.jsonl").read_text().splitlines()]
     told = [event["data"] for event in events if event["kind"] == "frozen"]
     assert told == [{"env_ids": ["gspo_gym/GuessNumber-v0"], "seconds": 61.0}]

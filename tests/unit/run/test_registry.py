@@ -42,7 +42,7 @@ def test_the_status_is_right_however_the_process_left_the_run(tmp_path: Path) ->
     with held_runs(tmp_path, 2 * len(ENDS)) as expected:
         assert {run.folder: run.status for run in list_runs(tmp_path)} == expected
         held = [run.folder for run in list_runs(tmp_path) if run.is_held]
-        assert len(held) == 6
+        assert len(held) == 4
         for folder in held:
             with pytest.raises(ConfigError, match="already holds a run: process"):
                 remove_run(folder)

@@ -12,13 +12,16 @@ from safetensors.torch import load_file
 
 from gspo_gym.cli.train import run_training
 from gspo_gym.config.build import trainer as build
-from gspo_gym.config.build.live import Restored, find_restored
+from gspo_gym.config.build.continuation import find_restored
 from gspo_gym.config.run_config import RunConfig
 from gspo_gym.errors import CheckpointError, ConfigError
 from gspo_gym.policy.checkpoints import Checkpoint
 from gspo_gym.policy.manifest import read_manifest
 from gspo_gym.rollout.episode_files import read_episodes
+from gspo_gym.run.recording import RunRecorder
 from gspo_gym.run.records import read_events, read_metrics, read_run_id
+from gspo_gym.run.report.progress import QuietProgress
+from gspo_gym.run.session import Start
 
 ALL = ("weights", "optimizer", "tasks", "step")
 
@@ -110,7 +113,7 @@ def test_weights_alone_begin_at_step_0_with_the_first_tasks_and_a_fresh_optimize
     assert load_file(checkpoint(tmp_path, "fork", 0) / "resume" / "learner.safetensors") == {}
 
 
-def restored(runs: Path, *parts: str) -> Restored:
+def restored(runs: Path, *parts: str) -> Start:
     found = find_restored(
         make_config(runs, iterations=9, label="new", run__restore=parts, run__restore_from=str(runs / "whole"))
     )
@@ -172,7 +175,7 @@ def test_an_optimizer_of_other_parameters_is_refused(runs: Path) -> None:
         found.restore(learner)
 
 
-def test_a_damaged_newest_checkpoint_is_passed_over_and_left_where_it_is(runs: Path) -> None:
+def test_a_damaged_newest_checkpoint_is_passed_over_and_left_where_it_is(runs: Path, tmp_path: Path) -> None:
     newest = checkpoint(runs, "whole", 4) / "resume" / "state.json"
     kept = newest.read_text()
     newest.write_text(kept.replace("4", "5", 1))
@@ -181,7 +184,9 @@ def test_a_damaged_newest_checkpoint_is_passed_over_and_left_where_it_is(runs: P
     finally:
         newest.write_text(kept)
     assert found.state.step == 2
-    assert "state.json: is damaged" in found.sentences()[0]
+    notes: list[str] = []
+    found.record(RunRecorder.create(tmp_path / "new", ""), QuietProgress(notes.append))
+    assert "state.json: is damaged" in notes[0]
     assert isinstance(found.checkpoint, Checkpoint)
     assert json.loads(kept)["trainer"]["step"] == 4
     assert dataclasses.asdict(found.state)["num_tasks"] == 0

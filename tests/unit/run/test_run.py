@@ -9,6 +9,7 @@ Pinned here:
 
 import contextlib
 import gc
+import getpass
 import hashlib
 import io
 import itertools
@@ -35,6 +36,8 @@ from safetensors.torch import load_file
 from gspo_gym.base.files import take_lock, whole_lines
 from gspo_gym.cli.report import diagnose, read_run
 from gspo_gym.cli.train import main, run_training
+from gspo_gym.config.build.continuation import CHANGEABLE
+from gspo_gym.config.reference import leaf_keys
 from gspo_gym.config.run_config import RunConfig
 from gspo_gym.env.core import TextEnv
 from gspo_gym.env.registry import register
@@ -214,7 +217,8 @@ def test_a_killed_and_resumed_run_has_the_records_of_an_undisturbed_one(tmp_path
     assert [line["step"] for line in read_metrics(parts)] == list(range(1, total + 1))
     assert imbalances(read_ledger(parts / "ledger.jsonl")) == []
     assert Counter(read_ledger(parts / "ledger.jsonl")) == Counter(read_ledger(whole / "ledger.jsonl"))
-    told = [(event["kind"], event["step"]) for event in read_events(parts) if event["kind"] != "resumed"]
+    of_the_resumption = ("resumed", "changed")  # it began with more iterations
+    told = [(event["kind"], event["step"]) for event in read_events(parts) if event["kind"] not in of_the_resumption]
     undisturbed = [(event["kind"], event["step"]) for event in read_events(whole)]
     # a checkpoint is complete some time after its step, while the next ones are taken
     assert sorted(told, key=itemgetter(1)) == sorted(undisturbed, key=itemgetter(1))
@@ -274,6 +278,12 @@ def test_a_resumed_run_must_be_the_same_run(tmp_path):
     (tmp_path / "test" / "events.jsonl").unlink()
     with pytest.raises(CheckpointError, match="does not say which run it holds"):
         run_training(make_config(tmp_path, iterations=4), resume=True)
+
+
+def test_what_may_change_are_keys_of_the_configuration():
+    assert [key for key in CHANGEABLE if key not in leaf_keys() and not key.endswith(".")] == []
+    sections = {key.partition(".")[0] for key in leaf_keys()}
+    assert [key for key in CHANGEABLE if key.endswith(".") and key[:-1] not in sections] == []
 
 
 def test_resuming_nothing_says_so(tmp_path):
@@ -523,7 +533,13 @@ class Stopping(TextEnv):
 
 
 @pytest.mark.parametrize(
-    ("number", "name", "evaluation"), [(signal.SIGTERM, "SIGTERM", "0:40"), (signal.SIGINT, "SIGINT", "0:4")]
+    ("number", "name", "evaluation"),
+    [
+        (signal.SIGTERM, "SIGTERM", "0:40"),
+        (signal.SIGINT, "SIGINT", "0:4"),
+        (None, f"a request of {getpass.getuser()}", "0:40"),
+        (None, f"a request of {getpass.getuser()}", "0:4"),
+    ],
 )
 def test_a_stopped_run_is_saved_and_goes_on_to_the_weights_of_an_undisturbed_one(tmp_path, number, name, evaluation):
     def config(label):
@@ -532,12 +548,21 @@ def test_a_stopped_run_is_saved_and_goes_on_to_the_weights_of_an_undisturbed_one
         values["evaluation"]["seeds"] = evaluation
         return RunConfig.from_dict(values)
 
+    def stop():
+        if number is not None:
+            signal_this_process(number)
+            return
+        request = tmp_path / "parts" / "test" / "stop.request"
+        request.touch()
+        while request.exists():
+            time.sleep(0.001)
+
     standard = {signal.SIGTERM: signal.SIG_DFL, signal.SIGINT: signal.default_int_handler}
     register("test_run/Stopping-v0", entry_point=Stopping)
     try:
         run_training(config("whole"))
         Stopping.num_episodes = 0
-        Stopping.at_number = (20, lambda: signal_this_process(number))
+        Stopping.at_number = (20, stop)
         with pytest.raises((SystemExit, KeyboardInterrupt)) as ended:
             run_training(config("parts"))
         assert {each: signal.getsignal(each) for each in standard} == standard
@@ -552,6 +577,32 @@ def test_a_stopped_run_is_saved_and_goes_on_to_the_weights_of_an_undisturbed_one
     assert (ended.type, ended.value.args) == ((SystemExit, (143,)) if name == "SIGTERM" else (KeyboardInterrupt, ()))
     expected, actual = weights(tmp_path / "whole", 3), weights(tmp_path / "parts", 3)
     assert all(expected[name].equal(actual[name]) for name in expected)  # bit for bit
+
+
+def test_a_resumed_run_takes_the_settings_that_may_change_and_records_them(tmp_path):
+    def config(iterations, **training):
+        values = make_config(tmp_path, iterations=iterations).model_dump(exclude_none=True, exclude={"warmup"})
+        values["rollout"] |= {"env_name": "test_run/Stopping-v0", "env_config": {}, "isolation": "thread"}
+        values["training"] |= training
+        return RunConfig.from_dict(values)
+
+    console = Console(file=io.StringIO(), width=200)
+    register("test_run/Stopping-v0", entry_point=Stopping)
+    try:
+        run_training(config(2))
+        run_training(config(3, learning_rate=5e-4, keep_last=4), resume=True, console=console)
+    finally:
+        gymnasium.registry.pop("test_run/Stopping-v0")
+    (event,) = [event for event in read_events(tmp_path / "test") if event["kind"] == "changed"]
+    assert event["step"] == 2
+    assert event["data"] == {
+        "training.iterations_per_epoch": [2, 3],
+        "training.keep_last": [2, 4],
+        "training.learning_rate": [1e-3, 5e-4],
+    }
+    assert "training.learning_rate = 0.0005, and 0.001 when the run began" in console.file.getvalue()
+    rates = [row["optim/learning_rate"] for row in read_metrics(tmp_path / "test")]
+    assert rates == [1e-3, 1e-3, 5e-4]
 
 
 def test_a_run_in_a_folder_that_cannot_be_written_is_refused_at_once(tmp_path):

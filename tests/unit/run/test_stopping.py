@@ -236,30 +236,6 @@ def test_a_run_whose_judge_does_not_answer_is_saved_at_once(
     assert (folder / "checkpoints" / "step_000000" / "manifest.json").exists()
 
 
-FROZEN = """
-import re
-from gspo_gym.base.deadline import Deadline
-
-deadline = Deadline(3600.0, kept="")
-with deadline.handling_signals(lambda number: None):
-    deadline.seconds = 0.5
-    print("frozen", flush=True)
-    re.match("(a+)+b", "a" * 64)
-"""
-
-
-@pytest.mark.slow
-def test_a_grace_that_was_changed_holds_where_the_interpreter_is_held() -> None:
-    with programs.Popen([sys.executable, "-c", FROZEN], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
-        try:
-            assert process.stdout is not None
-            process.stdout.readline()
-            process.terminate()
-            assert process.wait(timeout=60) == 143
-        finally:
-            process.kill()
-
-
 class VllmWithAModel(FakeVllm):
     """Samples from the weights that it is given, as the run's canary demands."""
 

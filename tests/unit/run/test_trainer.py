@@ -27,7 +27,7 @@ from judged_episodes import request
 
 from gspo_gym.chat.renderer import RendererCache
 from gspo_gym.env.rewards import Reward
-from gspo_gym.errors import ConfigError, NonFiniteError, StuckError, UsageError
+from gspo_gym.errors import ConfigError, NonFiniteError, StuckError
 from gspo_gym.judge.asking import AskingSettings
 from gspo_gym.judge.base import CriterionScore, JudgeError, Judgement, JudgeRequest, review_of
 from gspo_gym.judge.service.contract import HttpJudge
@@ -50,7 +50,7 @@ from gspo_gym.run.records import read_events, read_metrics
 from gspo_gym.run.report.progress import QuietProgress
 from gspo_gym.run.settings import EvaluationSettings, LoopSettings, RunSettings, RunSize, TrainPlan
 from gspo_gym.run.state import Saver, TrainState
-from gspo_gym.run.steering import Change, Steering, StopRequested
+from gspo_gym.run.steering import Steering, StopRequested
 from gspo_gym.run.trainer import Trainer
 from gspo_gym.seeding import generator, training_seed
 from gspo_gym.types import Completion, FinishReason, Outcome, Task
@@ -493,15 +493,6 @@ def test_a_run_in_which_every_episode_succeeds_is_not_stuck(tmp_path: Path) -> N
     assert (state.step, state.idle_steps) == (12, 0)
 
 
-def test_another_plan_is_followed_from_the_next_step_on(tmp_path: Path) -> None:
-    plan = make_plan(num_steps=3, evaluate_every=3, checkpoint_every_n_iters=1, log_episodes_every_n_iters=3)
-    parts = Parts(at={"eval_000000": lambda: parts.trainer.replan(plan, max_concurrent_rollouts=1)})
-    _, state = train(tmp_path, make_plan(), parts=parts)
-    assert state.step == 3
-    assert parts.evaluations == ["eval_000000", "eval_000003"]
-    assert [saved.step for saved in parts.saved] == [0, 0, 1, 2, 3]
-
-
 def test_refilling_gives_up_after_ten_rounds_unless_told_otherwise(tmp_path: Path) -> None:
     train(tmp_path, make_plan(constant_groups="refill", groups_per_batch=1, num_steps=1), same_for=1)
     assert read_metrics(tmp_path)[0]["batch/refilled_groups"] == 10
@@ -767,38 +758,16 @@ def test_a_stop_at_any_moment_leaves_a_checkpoint_that_goes_on_as_if_nothing_had
         assert contents(parts) + contents(rest) == contents(whole)
 
 
-def test_a_paused_training_saves_and_takes_changes_and_goes_on_where_it_was(tmp_path: Path) -> None:
-    steering = Steering()
-    parts = Parts(at={"publish 1": lambda: threading.Thread(target=control).start()})
-    told: list[Any] = []
-    steering.apply = lambda change: told.append((change, parts.version))
-    paused = steering.pause  # taken before the thread starts
-
-    def control() -> None:
-        paused().result(timeout=30)
-        told.append(("paused", parts.version, [state.step for state in parts.saved]))
-        steering.request_checkpoint().result(timeout=30)
-        told.append(("saved", [state.step for state in parts.saved]))
-        steering.set("training.learning_rate", 0.5, by="a test").result(timeout=30)
-        assert steering.is_paused
-        steering.resume()
-
-    _, state = train(tmp_path, make_plan(), parts=parts, steering=steering)
-    step = told[0][1]
-    assert told == [
-        ("paused", step, [0, 0] if step < 2 else [0, 0, 2]),
-        ("saved", [0, 0, step] if step < 3 else [0, 0, 2, 3]),
-        (Change("training.learning_rate", 0.5, "a test"), step),
-    ]
-    assert state.step == 4
-
-
-def test_a_change_that_is_refused_is_told_of_and_what_comes_too_late_is_cancelled(tmp_path: Path) -> None:
-    steering = Steering()
-    refused, answers = steering.set("run.seed", 1, by="a test"), []
-    parts = Parts(at={"eval_000004": lambda: answers.append(steering.request_checkpoint())})
-    train(tmp_path, make_plan(), parts=parts, steering=steering)
-    with pytest.raises(UsageError, match="seed: nothing applies changes"):
-        refused.result(timeout=0)
-    steering.cancel_requests()
-    assert answers[0].cancelled()
+@pytest.mark.parametrize(
+    ("occasion", "steps"), [("update 1", [0, 0, 1, 2, 4]), ("eval_000002", [0, 0, 2, 4]), ("eval_000004", [0, 0, 2, 4])]
+)
+def test_requests_for_a_checkpoint_are_met_by_the_next_one_of_the_present_state(
+    tmp_path: Path, occasion: str, steps: list[int]
+) -> None:
+    """Two at once; after the second step and after the last a checkpoint is due all the same."""
+    steering, names = Steering(), ("checkpoint.request", "checkpoint.other.request")
+    parts = Parts(at={occasion: lambda: [(tmp_path / name).touch() for name in names]})
+    with steering.heeding_files(tmp_path):
+        train(tmp_path, make_plan(), parts=parts, steering=steering)
+    assert [state.step for state in parts.saved] == steps
+    assert list(tmp_path.glob("*.request")) == []
