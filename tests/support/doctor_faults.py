@@ -1,7 +1,7 @@
 """Faults planted, one at a time, in an otherwise good run, and the recorded runs that have them.
 
 `python tests/support/doctor_faults.py [NAME ...]` plays the runs of `FAULTS` (a quickstart of 40 small steps, about ten
-seconds each) and writes what the doctor reads of them to tests/unit/run/doctor/data/NAME.json. Every fixture says which
+seconds each) and writes what the doctor reads of them to tests/unit/diagnosis/data/NAME.json. Every fixture says which
 command-line overrides made it; `good` is the run without a fault, `good_seed_1` the same under another run seed.
 """
 
@@ -17,14 +17,14 @@ from typing import Any
 
 from small_quickstart import GENTLE
 
-from gspo_gym.cli.report import read_run
 from gspo_gym.cli.train import run_training
 from gspo_gym.config.run_config import load_config
+from gspo_gym.diagnosis.view import RunView
 from gspo_gym.errors import GymError
-from gspo_gym.run.doctor.checks import RunView
+from gspo_gym.run.records import read_view
 
 ROOT = Path(__file__).parents[2]
-FOLDER = ROOT / "tests" / "unit" / "run" / "doctor" / "data"
+FOLDER = ROOT / "tests" / "unit" / "diagnosis" / "data"
 
 BASE = (
     "training.iterations_per_epoch=32",
@@ -111,7 +111,7 @@ def play(overrides: tuple[str, ...], folder: Path) -> RunView:
         run_training(config)
     except GymError as error:
         print(f"  ended with {type(error).__name__}: {error}", file=sys.stderr)
-    return read_run(folder / "run")
+    return read_view(folder / "run")
 
 
 def to_json(run: RunView, overrides: tuple[str, ...]) -> dict[str, Any]:

@@ -13,23 +13,23 @@ import numpy as np
 import pytest
 
 from gspo_gym.chat.renderer import RendererCache
+from gspo_gym.diagnosis.selection import (
+    ERROR_RATE,
+    NUM_STEPS,
+    AttemptCounts,
+    AttemptWatch,
+    SelectionAlarm,
+    SelectionEvidence,
+    _p_of,
+    _tested,
+)
 from gspo_gym.policy.load import tiny_tokenizer
 from gspo_gym.rollout.actors import ScriptedActor
 from gspo_gym.rollout.episode import episode_player
 from gspo_gym.rollout.ledger import Disposition
 from gspo_gym.rollout.limits import EpisodeLimits, PoolLimits
 from gspo_gym.rollout.pool import GroupRequest, RolloutPool
-from gspo_gym.rollout.selection import (
-    ERROR_RATE,
-    NUM_STEPS,
-    AttemptCounts,
-    AttemptWatch,
-    PlayedReturns,
-    SelectionAlarm,
-    SelectionEvidence,
-    _p_of,
-    _tested,
-)
+from gspo_gym.rollout.summary import PlayedReturns
 from gspo_gym.run.state import TrainState
 from gspo_gym.seeding import generator
 from gspo_gym.types import FinishReason, Outcome, Segment, Task, Trajectory, Turn

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 from doctor_faults import BASE, FAULTS, FOLDER, GOOD, ROOT, Fault, load, play
 
-from gspo_gym.cli.report import diagnose
-from gspo_gym.run.doctor import causes, checks, checks_play
-from gspo_gym.run.doctor.checks import Finding, RunView
+from gspo_gym.diagnosis import learning as causes
+from gspo_gym.diagnosis.findings import CHECKS, CONSEQUENCES, diagnose, findings_of
+from gspo_gym.diagnosis.view import RunView
 
 
 def is_found(run: RunView, fault: Fault) -> bool:
@@ -66,7 +66,7 @@ def test_a_learning_rate_that_explodes_is_never_told_to_rise() -> None:
 def test_a_cause_hides_what_follows_from_it_and_nothing_else() -> None:
     recorded = load("lr_1")
     silent = {finding.check for finding in diagnose(recorded)}
-    assert not silent & causes.CONSEQUENCES
+    assert not silent & CONSEQUENCES
     run = RunView(
         config=recorded.config,
         metrics=recorded.metrics,
@@ -77,8 +77,8 @@ def test_a_cause_hides_what_follows_from_it_and_nothing_else() -> None:
 
 
 def test_every_consequence_and_cause_is_a_check() -> None:
-    names = {check.__name__ for check in (*checks.CHECKS, *checks_play.CHECKS)}
-    assert names >= causes.CONSEQUENCES
+    names = {check.__name__ for check in CHECKS}
+    assert names >= CONSEQUENCES
     assert {fault.cause for fault in FAULTS.values()} <= names | {check.__name__ for check in causes.CAUSES}
 
 
@@ -111,7 +111,6 @@ THRESHOLDS: list[tuple[Any, dict[str, float], dict[str, Any], dict[str, Any]]] =
     (causes.sampling_is_greedy, ALIKE, {"rollout.temperature": 0.25}, {"rollout.temperature": 0.15}),
     (causes.sampling_is_uniform, {"policy/entropy": 2.9}, {"rollout.temperature": 5.0}, {"policy/entropy": 3.1}),
     (causes.sampling_is_uniform, {"policy/entropy": 5.0}, {"rollout.temperature": 2.0}, {"rollout.temperature": 2.1}),
-    (causes.no_step_taken, {"optim/num_steps": 1, "batch/masked_fraction": 1.0}, {}, {"optim/num_steps": 0}),
     # 0.01 x 0.49 x 40 = 0.196 of log(weight), and 0.204
     (causes.weights_decay, {"optim/num_steps": 1}, SHRINKING, {"optimizer.weight_decay": 0.51}),
     (
@@ -138,8 +137,7 @@ def test_each_cause_is_silent_below_its_threshold_and_speaks_above(
     assert check(steps(metrics, settings)) is None
     changed_metrics = {name: value for name, value in change.items() if "/" in name}
     changed_settings = {key: value for key, value in change.items() if "/" not in key}
-    finding = check(steps(metrics | changed_metrics, settings | changed_settings))
-    assert isinstance(finding, Finding)
+    (finding,) = findings_of(check, steps(metrics | changed_metrics, settings | changed_settings))
     assert (finding.check, finding.severity) == (check.__name__, "serious")
 
 

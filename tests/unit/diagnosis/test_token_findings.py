@@ -22,6 +22,8 @@ from tiers import slow_but
 from gspo_gym.cli.main import main
 from gspo_gym.cli.train import run_training
 from gspo_gym.config.run_config import RunConfig
+from gspo_gym.diagnosis.tokens import page_findings, rewards_follow_the_turn_before, terms_are_others
+from gspo_gym.diagnosis.view import Finding, StepView
 from gspo_gym.engine.local.shared_model import SharedModel
 from gspo_gym.judge import records as scorer
 from gspo_gym.judge.service.fake_server import create_fake_judge_app
@@ -35,9 +37,6 @@ from gspo_gym.remote.serving import BackgroundServer
 from gspo_gym.rollout import episode, pool, record
 from gspo_gym.rollout.actors import EngineActor
 from gspo_gym.run import collect
-from gspo_gym.run.doctor.checks import Finding
-from gspo_gym.run.report.checks import page_findings, rewards_follow_the_turn_before, shares_are_not_the_loss
-from gspo_gym.run.report.page_data import StepView
 from gspo_gym.run.tokens import open_tokens, pack_columns, token_path
 from gspo_gym.types import Completion, Outcome, Sampling, StepResult, Trajectory
 
@@ -336,7 +335,7 @@ BUGS: list[tuple[Callable[[Patch], None], str, dict[str, Any]]] = [
     (count_turns_for_episodes, "denominators_are_others", {}),
     (swap_the_clip, "clip_sides_are_swapped", {}),
     (mix_judgements_up, "judgement_is_anothers", {"judge": {}}),
-    (take_the_engines_logprobs, "old_logprobs_are_the_engines", {}),
+    (take_the_engines_logprobs, "old_logprobs_are_others", {}),
     (play_one_twice, "episodes_are_duplicated", {}),
 ]
 
@@ -493,7 +492,7 @@ def test_a_loss_whose_terms_cancel_is_compared_by_their_sizes(loss: float, is_wr
     """Terms of +200 and -200 in float32 sum to 0 within 1e-5 of 400: 0.004."""
     update = {"shares": 0.0, "share_sizes": 400.0}
     view = StepView({"rules": {}}, {"name": "step_000001", "step": 1, "groups": [], "update": update, "loss": loss})
-    assert (shares_are_not_the_loss(view) is not None) == is_wrong
+    assert (terms_are_others(view) is not None) == is_wrong
 
 
 @pytest.mark.parametrize("number", [np.nan, np.inf, -np.inf])
@@ -506,7 +505,7 @@ def test_a_share_that_is_no_number_is_named_and_the_page_is_written(runs: Path, 
     sizes = {name: stop - start for name, (start, stop) in tokens.spans.items()}
     token_path(folder, 1).write_bytes(pack_columns(1, sizes, columns, {}))
     (found,) = found_in(folder)
-    assert found.check == "shares_are_others"
+    assert found.check == "terms_are_others"
     assert "its share of the loss is nan" in found.evidence  # a page has null for what is not finite
 
 
