@@ -163,8 +163,9 @@ def _honest(messages: Any) -> str:
 _count = itertools.count()
 
 
-def _silent_at_times(messages: Any) -> str:
-    return "I cannot say." if next(_count) % 4 == 0 else _honest(messages)
+def _silent_about_4(messages: Any) -> str:
+    prompt = read_prompt(messages)
+    return "I cannot say." if "4" in prompt.said_in("outcome") else _honest(messages)
 
 
 def _down_at_times(messages: Any) -> str:
@@ -181,6 +182,7 @@ JUDGED = (
     "evaluation.seeds=0:4",
     "evaluation.every_n_iters=10",
     "judge.enabled=true",
+    "judge.reward_blend={ env = 0.5, outcome = 0.5 }",
     'judge.options.provider="local"',
     'judge.options.model="fake-judge"',
     "judge.options.outcome=true",
@@ -264,7 +266,11 @@ FAULTS: Mapping[str, Fault] = {
         "failures_follow_actions", "rollout.env_name", plant=refuse_digits(ConnectionError), is_alone=False
     ),
     "judge_is_silent": _fault(
-        "judge_leaves_unscored", "judge.options.max_output_tokens", *JUDGED, plant=_judged(_silent_at_times)
+        "judge_leaves_unscored",
+        "judge.options.max_output_tokens",
+        *JUDGED,
+        plant=_judged(_silent_about_4),
+        is_alone=False,
     ),
     "judge_is_away": _fault("judge_was_down", "judge.options.max_concurrency", *JUDGED, plant=_judged(_down_at_times)),
     "judge_is_attacked": _fault("judge_is_played", "judge.gold", *JUDGED, plant=attack_the_judge),

@@ -452,7 +452,7 @@ def cut_weights(ratio: torch.Tensor, advantage: torch.Tensor, settings: Any) -> 
 
 def test_a_surrogate_that_is_added_to_the_learner_alone_is_right_on_the_page(runs: Path, monkeypatch: Patch) -> None:
     config = config_of(runs, "another_surrogate", {"loss": {"kl_coef": 0.0}})
-    monkeypatch.setattr(losses, "_surrogate", cut_weights)
+    monkeypatch.setitem(losses.SURROGATES, "clip", cut_weights)
     run_training(config)
     assert found_in(config.run_folder) == []
     monkeypatch.undo()
