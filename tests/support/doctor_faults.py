@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from gspo_gym_envs.guess_number.env import GuessNumber
 from small_quickstart import GENTLE
 
@@ -119,6 +120,33 @@ def lose_steps(patch: pytest.MonkeyPatch) -> None:
         return dataclasses.replace(output, loss=output.loss * float("inf")) if next(count) % 9 == 8 else output
 
     patch.setattr(update, "policy_loss", infinite)
+
+
+def change_weights(change: Callable[[str, torch.Tensor], torch.Tensor]) -> Plant:
+    """Return a plant: after 20 updates the weights are changed, each by its name."""
+
+    def plant(patch: pytest.MonkeyPatch) -> None:
+        learn, count = update.Learner.update, itertools.count(1)
+
+        def changes(self: Any, *args: Any, **more: Any) -> Any:
+            metrics = learn(self, *args, **more)
+            if next(count) == 20:
+                with torch.no_grad():
+                    for name, parameter in self._model.named_parameters():
+                        parameter.copy_(change(name, parameter))
+            return metrics
+
+        patch.setattr(update.Learner, "update", changes)
+
+    return plant
+
+
+def _spoilt(name: str, weights: torch.Tensor) -> torch.Tensor:
+    return weights + 0.5 * weights.std() * torch.randn(weights.shape, generator=torch.Generator().manual_seed(1))
+
+
+def _sharpened(name: str, weights: torch.Tensor) -> torch.Tensor:
+    return 20 * weights if name.endswith("norm.weight") and "layers" not in name else weights
 
 
 def make_engine_noisy(patch: pytest.MonkeyPatch) -> None:
@@ -247,6 +275,12 @@ FAULTS: Mapping[str, Fault] = {
         "training.checkpoint_every_n_iters",
         "warmup.num_episodes=32",
         "warmup.num_epochs=1",
+    ),
+    "weights_are_spoilt": _fault(
+        "evaluation_fell", "training.learning_rate", plant=change_weights(_spoilt), is_alone=False
+    ),
+    "weights_are_sharpened": _fault(
+        "entropy_collapsed", "loss.entropy_coef", plant=change_weights(_sharpened), is_alone=False
     ),
     "top_p_0.7": _fault("engine_differs_from_learner", "correction.level", "rollout.top_p=0.7", _MEANT, is_alone=False),
     "losses_are_infinite": _fault("steps_not_finite", "training.learning_rate", plant=lose_steps),

@@ -6,6 +6,7 @@ their means) unless a test is about a change.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -23,9 +24,10 @@ from gspo_gym.diagnosis.findings import CHECKS, consequences, diagnose, findings
 from gspo_gym.diagnosis.view import Check, Finding, RunView
 from gspo_gym.errors import RecordError
 from gspo_gym.rollout.ledger import Dispatched, Disposition, Ledger, Terminal
+from gspo_gym.rollout.summary import rollout_metrics
 from gspo_gym.run.recording import EVENTS, METRICS, RunRecorder
 from gspo_gym.run.records import read_view
-from gspo_gym.types import Outcome
+from gspo_gym.types import Message, Outcome, ParseStatus, ToolCall, TrajectoryGroup
 
 ROOT = Path(__file__).parents[3]
 
@@ -331,6 +333,16 @@ def test_alarms_are_events_and_differ_in_name():
     assert len({finding.check for finding in ALARMS.values()} | {check.__name__ for check in CHECKS}) == len(
         ALARMS
     ) + len(CHECKS)
+
+
+def test_answers_that_do_not_parse_and_a_tool_that_fails_are_found_in_episodes_that_have_them(rich_trajectory):
+    call = Message("assistant", "", (ToolCall("call_0", "look", {}),))
+    messages = (call, Message("tool", "error: KeyError: 'door'", tool_call_id="call_0"))
+    turns = tuple(dataclasses.replace(turn, parse=ParseStatus.MALFORMED) for turn in rich_trajectory.turns)
+    episode = dataclasses.replace(rich_trajectory, messages=messages, turns=turns)
+    metrics = rollout_metrics([TrajectoryGroup(episode.task, (episode,), 1, ())], seconds=1.0)
+    found = {finding.check for finding in diagnose(a_run(metrics))}
+    assert {"answers_do_not_parse", "tools_fail"} <= found
 
 
 def test_logprobs_that_disagree_say_more_than_their_mean():
