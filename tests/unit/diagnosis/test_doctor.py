@@ -338,7 +338,7 @@ def test_alarms_are_events_and_differ_in_name():
 def test_answers_that_do_not_parse_and_a_tool_that_fails_are_found_in_episodes_that_have_them(rich_trajectory):
     call = Message("assistant", "", (ToolCall("call_0", "look", {}),))
     messages = (call, Message("tool", "error: KeyError: 'door'", tool_call_id="call_0"))
-    turns = tuple(dataclasses.replace(turn, parse=ParseStatus.MALFORMED) for turn in rich_trajectory.turns)
+    turns = tuple(dataclasses.replace(turn, parse=ParseStatus.BAD_TOOL_CALL) for turn in rich_trajectory.turns)
     episode = dataclasses.replace(rich_trajectory, messages=messages, turns=turns)
     metrics = rollout_metrics([TrajectoryGroup(episode.task, (episode,), 1, ())], seconds=1.0)
     found = {finding.check for finding in diagnose(a_run(metrics))}
