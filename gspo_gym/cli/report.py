@@ -122,12 +122,12 @@ def _checked(run: Mapping[str, Json], steps: Sequence[Mapping[str, Json]], findi
         return "no episodes are recorded: nothing was checked"
     if unknown := unknown_settings(run):
         return f"{num_episodes} episodes: this version does not know {', '.join(unknown)}: not checked"
-    told = f"{num_episodes} episodes checked: " + ("WRONG DATA" if findings else "their numbers agree")
+    result = f"{num_episodes} episodes checked: " + ("WRONG DATA" if findings else "their numbers agree")
     if all(step["update"] is None for step in steps):
-        return f"{told}; no tokens are recorded: only episodes were checked"
+        return f"{result}; no tokens are recorded: only episodes were checked"
     # Evaluations have none to record.
     bare = [step["name"] for step in steps if step["update"] is None and step["name"].startswith("step_")]
-    return told + (f"; no tokens are recorded of {', '.join(bare)}: only episodes were checked there" if bare else "")
+    return result + (f"; no tokens are recorded of {', '.join(bare)}: only episodes were checked there" if bare else "")
 
 
 def described_run(folder: Path) -> dict[str, Json]:
@@ -147,8 +147,8 @@ def changed_settings(folder: Path) -> list[tuple[str, Json, Json]]:
         RecordError: config.toml cannot be read.
     """
     usual = dict(_defaults(RunConfig))
-    given = [(key, value) for key, value in flat_items(read_config(folder)) if key not in _NO_SETTINGS]
-    return [(key, value, usual.get(key)) for key, value in given if key not in usual or usual[key] != value]
+    settings = [(key, value) for key, value in flat_items(read_config(folder)) if key not in _NO_SETTINGS]
+    return [(key, value, usual.get(key)) for key, value in settings if key not in usual or usual[key] != value]
 
 
 def _defaults(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, Json]]:
@@ -210,8 +210,8 @@ def report_text(folder: Path, run: RunView, findings: Sequence[Finding]) -> str:
         head = f"{folder}: {run.num_steps} steps, and nothing is wrong."
     else:
         counts: Counter[str] = Counter(finding.severity for finding in findings)
-        told = ", ".join(f"{counts[severity]} {severity}" for severity in ORDER if counts[severity])
-        head = f"{folder}: {run.num_steps} steps; findings: {told}."
+        counted = ", ".join(f"{counts[severity]} {severity}" for severity in ORDER if counts[severity])
+        head = f"{folder}: {run.num_steps} steps; findings: {counted}."
     return "\n\n".join([head, *(paragraph(run, finding) for finding in findings)])
 
 

@@ -181,7 +181,7 @@ def steps_too_large(run: RunView) -> Finding | None:
     if not exploded:
         return None
     line, rate = exploded[0], run.number("training.learning_rate")
-    until = [each.get("batch/constant_group_fraction", 0.0) for each in lines if each["step"] <= line["step"]]
+    until = [earlier.get("batch/constant_group_fraction", 0.0) for earlier in lines if earlier["step"] <= line["step"]]
     if statistics.fmean(until) >= _GREEDY_GROUPS:
         return None  # hardly anything was learned before: one episode alone moved the policy
     # The length of a step of Adam is linear in its rate.

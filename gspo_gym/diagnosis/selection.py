@@ -128,14 +128,14 @@ class AttemptWatch:
         counts, self._step = self._step, AttemptCounts()
         if not counts.attempts:
             return {}
-        seen = self.evidence
+        before = self.evidence
         # Each step is compared with itself: over the run, both failures and the length of episodes change.
         self.evidence = AttemptEvidence(
-            excess=seen.excess + counts.excess,
-            variance=seen.variance + counts.variance,
-            failed_after_action=seen.failed_after_action + counts.failed_after_action,
-            told=seen.told,
-            recent=(*seen.recent, counts)[-NUM_STEPS:],
+            excess=before.excess + counts.excess,
+            variance=before.variance + counts.variance,
+            failed_after_action=before.failed_after_action + counts.failed_after_action,
+            told=before.told,
+            recent=(*before.recent, counts)[-NUM_STEPS:],
         )
         return {
             "rollout/attempts": float(counts.attempts),
@@ -147,14 +147,14 @@ class AttemptWatch:
 
     def alarm(self) -> str | None:
         """Return what the steps so far show, in a sentence, at first and whenever there is twice as much; else None."""
-        seen = self.evidence
-        failed, standard_error = seen.failed_after_action, math.sqrt(seen.variance)
-        if seen.excess <= MAX_STANDARD_ERRORS * standard_error or failed < 2 * seen.told:
+        before = self.evidence
+        failed, standard_error = before.failed_after_action, math.sqrt(before.variance)
+        if before.excess <= MAX_STANDARD_ERRORS * standard_error or failed < 2 * before.told:
             return None
-        self.evidence = replace(seen, told=failed)
+        self.evidence = replace(before, told=failed)
         return (
-            f"{failed} attempts failed in the environment after an action of the policy, {seen.excess:.0f} more than "
-            f"if calls failed whatever the policy did ({seen.excess / standard_error:.1f} standard errors)"
+            f"{failed} attempts failed in the environment after an action of the policy, {before.excess:.0f} more than "
+            f"if calls failed whatever the policy did ({before.excess / standard_error:.1f} standard errors)"
         )
 
     def app_alarm(self) -> str | None:
@@ -286,10 +286,10 @@ def _sums_of_subsets(
 
 
 def _p_of(steps: Sequence[_Tested]) -> float:
-    seen = abs(sum(step.statistic for step in steps))
+    statistic = abs(sum(step.statistic for step in steps))
     drawn = np.abs(np.sum([step.drawn for step in steps], axis=0))
     rounding = _ROUNDING * sum(step.scale for step in steps)
-    return float((1 + np.count_nonzero(drawn >= seen - rounding)) / (1 + _NUM_DRAWS))
+    return float((1 + np.count_nonzero(drawn >= statistic - rounding)) / (1 + _NUM_DRAWS))
 
 
 def _selection(steps: Sequence[PlayedReturns], p: float) -> Selection:

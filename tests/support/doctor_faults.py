@@ -83,32 +83,32 @@ def _fault(cause: str, key: str, *overrides: str, plant: Plant | None = None, is
     return Fault(overrides, cause, key, plant, is_alone)
 
 
-def break_down(patch: pytest.MonkeyPatch) -> None:
-    """Every ninth step raises, whatever the action."""
-    step, count = GuessNumber.step, itertools.count()
-
-    def breaks(self: Any, action: str) -> Any:
-        if next(count) % 9 == 8:
-            raise ConnectionError("the number server is gone")
-        return step(self, action)
-
-    patch.setattr(GuessNumber, "step", breaks)
-
-
-def refuse_digits(error: type[Exception]) -> Plant:
-    """Return a plant: steps raise at the digits 3 to 5."""
+def break_down(error: type[Exception]) -> Plant:
+    """Return a plant: every ninth step raises, whatever the action."""
 
     def plant(patch: pytest.MonkeyPatch) -> None:
-        step = GuessNumber.step
+        step, count = GuessNumber.step, itertools.count()
 
-        def refuses(self: Any, action: str) -> Any:
-            if set(action) & set("345"):
-                raise error(f"{action} is too much for the server")
+        def breaks(self: Any, action: str) -> Any:
+            if next(count) % 9 == 8:
+                raise error("the number server is gone")
             return step(self, action)
 
-        patch.setattr(GuessNumber, "step", refuses)
+        patch.setattr(GuessNumber, "step", breaks)
 
     return plant
+
+
+def refuse_digits(patch: pytest.MonkeyPatch) -> None:
+    """Steps raise at the digits 3 to 5."""
+    step = GuessNumber.step
+
+    def refuses(self: Any, action: str) -> Any:
+        if set(action) & set("345"):
+            raise ConnectionError(f"the number server does not know {action}")
+        return step(self, action)
+
+    patch.setattr(GuessNumber, "step", refuses)
 
 
 def lose_steps(patch: pytest.MonkeyPatch) -> None:
@@ -122,15 +122,15 @@ def lose_steps(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(update, "policy_loss", infinite)
 
 
-def change_weights(change: Callable[[str, torch.Tensor], torch.Tensor]) -> Plant:
-    """Return a plant: after 20 updates the weights are changed, each by its name."""
+def change_weights(change: Callable[[str, torch.Tensor], torch.Tensor], *, after: int) -> Plant:
+    """Return a plant: after so many updates the weights are changed, each by its name."""
 
     def plant(patch: pytest.MonkeyPatch) -> None:
         learn, count = update.Learner.update, itertools.count(1)
 
         def changes(self: Any, *args: Any, **more: Any) -> Any:
             metrics = learn(self, *args, **more)
-            if next(count) == 20:
+            if next(count) == after:
                 with torch.no_grad():
                     for name, parameter in self._model.named_parameters():
                         parameter.copy_(change(name, parameter))
@@ -142,7 +142,7 @@ def change_weights(change: Callable[[str, torch.Tensor], torch.Tensor]) -> Plant
 
 
 def _spoilt(name: str, weights: torch.Tensor) -> torch.Tensor:
-    return weights + 0.5 * weights.std() * torch.randn(weights.shape, generator=torch.Generator().manual_seed(1))
+    return weights + weights.std() * torch.randn(weights.shape, generator=torch.Generator().manual_seed(1))
 
 
 def _sharpened(name: str, weights: torch.Tensor) -> torch.Tensor:
@@ -277,10 +277,10 @@ FAULTS: Mapping[str, Fault] = {
         "warmup.num_epochs=1",
     ),
     "weights_are_spoilt": _fault(
-        "evaluation_fell", "training.learning_rate", plant=change_weights(_spoilt), is_alone=False
+        "evaluation_fell", "training.learning_rate", plant=change_weights(_spoilt, after=31), is_alone=False
     ),
     "weights_are_sharpened": _fault(
-        "entropy_collapsed", "loss.entropy_coef", plant=change_weights(_sharpened), is_alone=False
+        "entropy_collapsed", "loss.entropy_coef", plant=change_weights(_sharpened, after=20), is_alone=False
     ),
     "top_p_0.7": _fault("engine_differs_from_learner", "correction.level", "rollout.top_p=0.7", _MEANT, is_alone=False),
     "losses_are_infinite": _fault("steps_not_finite", "training.learning_rate", plant=lose_steps),
@@ -294,11 +294,9 @@ FAULTS: Mapping[str, Fault] = {
         plant=make_engine_noisy,
         is_alone=False,
     ),
-    "environment_breaks": _fault("infrastructure_fails", "rollout.env_name", plant=break_down),
-    "actions_exceed": _fault("actions_exceed_limits", "rollout.env_name", plant=refuse_digits(ActionLimitError)),
-    "environment_refuses": _fault(
-        "failures_follow_actions", "rollout.env_name", plant=refuse_digits(ConnectionError), is_alone=False
-    ),
+    "environment_breaks": _fault("infrastructure_fails", "rollout.env_name", plant=break_down(ConnectionError)),
+    "actions_exceed": _fault("actions_exceed_limits", "rollout.env_name", plant=break_down(ActionLimitError)),
+    "environment_refuses": _fault("failures_follow_actions", "rollout.env_name", plant=refuse_digits, is_alone=False),
     "judge_is_silent": _fault(
         "judge_leaves_unscored",
         "judge.options.max_output_tokens",
