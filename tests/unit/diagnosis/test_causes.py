@@ -34,6 +34,7 @@ def test_a_planted_fault_is_found_and_comes_first(name: str) -> None:
 # Planted in other tests, where no small run has them: the finding is the alarm's own text.
 ELSEWHERE = {
     "logprobs_disagree": "tests/unit/run/test_engine_disagreement.py",
+    "failures_follow_actions": "tests/unit/run/test_run.py",
     "apps_lose_attempts": "tests/fault/test_kept_against_played.py",
     "returns_are_selected": "tests/unit/config/build/test_apps.py",
     "judge_drifted": "tests/unit/judge/test_gold.py",
