@@ -286,8 +286,6 @@ FAULTS: Mapping[str, Fault] = {
     "actions_exceed": _fault(
         "actions_exceed_limits", "rollout.env_name", plant=break_down(ActionLimitError), is_alone=False
     ),
-        "actions_exceed_limits", "rollout.env_name", plant=break_down(ActionLimitError), is_alone=False
-    ),
     "judge_is_silent": _fault(
         "judge_leaves_unscored",
         "judge.options.max_output_tokens",
