@@ -1,7 +1,7 @@
 """`gspo-gym report RUN`: one HTML file that shows a run, its curves, and its episodes token by token. `gspo-gym doctor
 RUN`: name a run's problems, and the keys to change.
 
-Both only read the files in the run's folder, which may belong to a run in progress. The checks are in `run/doctor`.
+Both only read the files in the run's folder, which may belong to a run in progress. The findings are in `diagnosis/`.
 """
 
 from __future__ import annotations
@@ -22,14 +22,12 @@ from gspo_gym.base.files import flat_items, replace_file
 from gspo_gym.cli.command_line import add_run
 from gspo_gym.config.run_config import RunConfig
 from gspo_gym.config.words import section_model
+from gspo_gym.diagnosis.findings import ORDER, diagnose
+from gspo_gym.diagnosis.view import Finding, RunView
 from gspo_gym.rollout.episode_files import episode_paths
-from gspo_gym.rollout.ledger import Disposition, Terminal, read_ledger
-from gspo_gym.run.doctor import causes, checks, checks_play
-from gspo_gym.run.doctor.checks import Finding, RunView
 from gspo_gym.run.folders import find_run
-from gspo_gym.run.records import read_config, read_events, read_metrics, read_summary
+from gspo_gym.run.records import read_config, read_view
 from gspo_gym.run.tokens import token_steps
-from gspo_gym.types import Outcome
 
 Json = Any  # the values of json.loads
 # Of where a run is, and of what is known of it elsewhere on the page.
@@ -57,7 +55,7 @@ def run_command(arguments: argparse.Namespace) -> int:
     replace_file(path, page.html)
     print(f"{path} ({path.stat().st_size / 1000:.0f} kB)")
     print(page.checked)
-    run = read_run(folder)
+    run = read_view(folder)
     for finding in page.findings:
         print(f"\n{paragraph(run, finding)}")
     if arguments.open:
@@ -96,7 +94,7 @@ def page_of(
         RecordError: a file of a run is damaged, or a step has no episodes.
     """
     from gspo_gym.config.build.threads import computing_elsewhere
-    from gspo_gym.run.report.checks import page_findings  # loads torch, which `doctor` does without
+    from gspo_gym.diagnosis.tokens import page_findings  # loads torch, which `doctor` does without
     from gspo_gym.run.report.page_data import run_values, saved_page, step_values
 
     runs = [described_run(folder), *(run_values(other) for other in others)]
@@ -117,26 +115,26 @@ def page_of(
 
 
 def _checked(run: Mapping[str, Json], steps: Sequence[Mapping[str, Json]], findings: Sequence[Finding]) -> str:
-    from gspo_gym.run.report.checks import unknown_settings
+    from gspo_gym.diagnosis.tokens import unknown_settings
 
     num_episodes = sum(len(group["episodes"]) for step in steps for group in step["groups"])
     if not num_episodes:
         return "no episodes are recorded: nothing was checked"
     if unknown := unknown_settings(run):
         return f"{num_episodes} episodes: this version does not know {', '.join(unknown)}: not checked"
-    told = f"{num_episodes} episodes checked: " + ("WRONG DATA" if findings else "their numbers agree")
+    result = f"{num_episodes} episodes checked: " + ("WRONG DATA" if findings else "their numbers agree")
     if all(step["update"] is None for step in steps):
-        return f"{told}; no tokens are recorded: only episodes were checked"
+        return f"{result}; no tokens are recorded: only episodes were checked"
     # Evaluations have none to record.
     bare = [step["name"] for step in steps if step["update"] is None and step["name"].startswith("step_")]
-    return told + (f"; no tokens are recorded of {', '.join(bare)}: only episodes were checked there" if bare else "")
+    return result + (f"; no tokens are recorded of {', '.join(bare)}: only episodes were checked there" if bare else "")
 
 
 def described_run(folder: Path) -> dict[str, Json]:
     """Return `run_values` with what the doctor says and the settings that differ from their defaults."""
     from gspo_gym.run.report.page_data import run_values
 
-    findings = [asdict(finding) for finding in diagnose(read_run(folder))]
+    findings = [asdict(finding) for finding in diagnose(read_view(folder))]
     # The live page loads episodes when they are looked at: checking all would delay its first picture.
     checked = "whether the episodes' numbers agree is not checked here, but by gspo-gym report"
     return run_values(folder) | {"findings": findings, "checked": checked, "settings": changed_settings(folder)}
@@ -149,8 +147,8 @@ def changed_settings(folder: Path) -> list[tuple[str, Json, Json]]:
         RecordError: config.toml cannot be read.
     """
     usual = dict(_defaults(RunConfig))
-    given = [(key, value) for key, value in flat_items(read_config(folder)) if key not in _NO_SETTINGS]
-    return [(key, value, usual.get(key)) for key, value in given if key not in usual or usual[key] != value]
+    settings = [(key, value) for key, value in flat_items(read_config(folder)) if key not in _NO_SETTINGS]
+    return [(key, value, usual.get(key)) for key, value in settings if key not in usual or usual[key] != value]
 
 
 def _defaults(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, Json]]:
@@ -180,7 +178,6 @@ def _default_steps(folder: Path) -> list[str]:
     return list(dict.fromkeys([*with_tokens[-1:], *with_tokens[:1], *evaluations[-1:]]))
 
 
-_ORDER = ("serious", "warning", "note")
 _WIDTH = 110
 
 
@@ -194,7 +191,7 @@ def add_doctor_arguments(parser: argparse.ArgumentParser) -> None:
 def doctor_command(arguments: argparse.Namespace) -> int:
     """Print the findings; return 0 if none is serious, else 1."""
     folder = find_run(arguments.run_name, arguments.folder)
-    run = read_run(folder)
+    run = read_view(folder)
     findings = diagnose(run)
     is_healthy = all(finding.severity != "serious" for finding in findings)
     if arguments.json:
@@ -205,45 +202,6 @@ def doctor_command(arguments: argparse.Namespace) -> int:
     return 0 if is_healthy else 1
 
 
-def read_run(folder: Path) -> RunView:
-    """Read what the checks need from a run's folder; a line that a run in progress has half written is left out.
-
-    Raises:
-        RecordError: the folder holds no run, or a file is damaged.
-    """
-    config = read_config(folder)
-    entries = read_ledger(folder / "ledger.jsonl") if (folder / "ledger.jsonl").exists() else ()
-    ends = [entry for entry in entries if isinstance(entry, Terminal)]
-    failed = [end for end in ends if end.outcome.is_infrastructure_failure and end.disposition is not Disposition.KEPT]
-    # `actions_exceed_limits` quotes the reason of action limits, which are no failures.
-    explained = [*failed, *(end for end in ends if end.outcome is Outcome.ACTION_LIMIT)]
-    reasons = {
-        outcome: Counter(end.reason for end in explained if end.outcome.value == outcome and end.reason).most_common(1)
-        for outcome in {end.outcome.value for end in explained}
-    }
-    return RunView(
-        config=config,
-        metrics=read_metrics(folder),
-        events=read_events(folder),
-        status=read_summary(folder)["status"] if (folder / "summary.json").exists() else None,
-        outcomes=Counter(end.outcome.value for end in ends),
-        reasons={outcome: common[0][0] for outcome, common in reasons.items() if common and common[0][0]},
-    )
-
-
-def diagnose(run: RunView) -> list[Finding]:
-    """Return the findings, worst first; leave out those that follow from another finding."""
-    # In the order from sampling to the step: a broken link shows symptoms in all later ones.
-    cause = next((found for check in causes.CAUSES if isinstance(found := check(run), Finding)), None)
-    findings = [] if cause is None else [cause]
-    for check in (*checks_play.CHECKS, *checks.CHECKS):
-        found = check(run)
-        findings += found if isinstance(found, list) else [found] if found is not None else []
-    hidden = causes.consequences(findings)
-    kept = [finding for finding in findings if finding.check not in hidden]
-    return sorted(kept, key=lambda finding: _ORDER.index(finding.severity))
-
-
 def report_text(folder: Path, run: RunView, findings: Sequence[Finding]) -> str:
     """Format the findings for people."""
     if not run.metrics:
@@ -252,8 +210,8 @@ def report_text(folder: Path, run: RunView, findings: Sequence[Finding]) -> str:
         head = f"{folder}: {run.num_steps} steps, and nothing is wrong."
     else:
         counts: Counter[str] = Counter(finding.severity for finding in findings)
-        told = ", ".join(f"{counts[severity]} {severity}" for severity in _ORDER if counts[severity])
-        head = f"{folder}: {run.num_steps} steps; findings: {told}."
+        counted = ", ".join(f"{counts[severity]} {severity}" for severity in ORDER if counts[severity])
+        head = f"{folder}: {run.num_steps} steps; findings: {counted}."
     return "\n\n".join([head, *(paragraph(run, finding) for finding in findings)])
 
 

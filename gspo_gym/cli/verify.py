@@ -1,6 +1,6 @@
 """`gspo-gym verify RUN --step N`: recompute a training step from the run's files, and name the first difference.
 
-Here files are read, numbers compared and printed; `run/verify.py` computes them. Neither has code of the learner:
+Here files are read, numbers compared and printed; `diagnosis/oracle.py` computes them. Neither has code of the learner:
 transformers loads the model.
 """
 
@@ -19,11 +19,7 @@ import numpy as np
 from gspo_gym.base.files import flat_items
 from gspo_gym.base.tables import folded, table
 from gspo_gym.cli.command_line import add_run
-from gspo_gym.errors import ConfigError, RecordError, UsageError
-from gspo_gym.rollout.episode_files import episode_paths, read_episodes
-from gspo_gym.run.folders import find_run
-from gspo_gym.run.records import read_config, read_events, read_metrics
-from gspo_gym.run.verify import (
+from gspo_gym.diagnosis.oracle import (
     SKIPPED,
     Bools,
     Floats,
@@ -36,6 +32,10 @@ from gspo_gym.run.verify import (
     terms_of,
     units_of_loss,
 )
+from gspo_gym.errors import ConfigError, RecordError, UsageError
+from gspo_gym.rollout.episode_files import episode_paths, read_episodes
+from gspo_gym.run.folders import find_run
+from gspo_gym.run.records import read_config, read_events, read_metrics
 from gspo_gym.types import Trajectory
 
 # The keys of the objective, and their values; None: any. Others, which a later version may add, are refused by name.

@@ -34,6 +34,7 @@ never by the width of the padding.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -116,6 +117,23 @@ class LossOutput:
     tokens: TokenTerms
 
 
+def clip(ratio: Tensor, advantage: Tensor, settings: LossSettings) -> Tensor:
+    """Return [A] min(r A, clip(r) A) of each token (PPO, arXiv 1707.06347, eq. 7)."""
+    return torch.minimum(ratio * advantage, ratio.clamp(1 - settings.clip_low, 1 + settings.clip_high) * advantage)
+
+
+def dual_clip(ratio: Tensor, advantage: Tensor, settings: LossSettings) -> Tensor:
+    """Return `clip`, where in the first product r counts as at most dual_clip (TRL: delta)."""
+    # For a negative advantage that is max(min(r A, clip(r) A), c A) (arXiv 1912.09729), a bound on what a token can
+    # cost; for a positive one it changes nothing, because c lies above the clip range.
+    free = ratio.clamp(max=settings.dual_clip)
+    return torch.minimum(free * advantage, ratio.clamp(1 - settings.clip_low, 1 + settings.clip_high) * advantage)
+
+
+# By `LossSettings.surrogate`: [A] differentiable ratios and [A] advantages -> [A] to be maximised.
+SURROGATES: dict[str, Callable[[Tensor, Tensor, LossSettings], Tensor]] = {"clip": clip, "dual_clip": dual_clip}
+
+
 def policy_loss(
     logprobs: Tensor,
     old_logprobs: Tensor,
@@ -166,15 +184,16 @@ def policy_loss(
     unit_ratios, unit_of_token = _unit_ratios(tokens, settings)
     # The value is s, the gradient the token's own (eq. 14): per-token advantages reach their tokens.
     ratio = unit_ratios[unit_of_token] * torch.exp(tokens.now - tokens.now.detach())
-    policy_A = -(weight * tokens.correction * _surrogate(ratio, tokens.advantage, settings))
+    surrogate = SURROGATES[settings.surrogate](ratio, tokens.advantage, settings)
+    policy_A = -(weight * tokens.correction * surrogate)
     kl_A = _weighted_kl(tokens, weight, ratio, settings)
     entropy_A = _weighted_entropy(tokens, weight, settings)
     policy_term, kl_term = policy_A.sum(), settings.kl_coef * kl_A.sum()
     entropy_term = -settings.entropy_coef * entropy_A.sum()  # a bonus, for the loss is minimised
-    clip = _clips(tokens, ratio.detach(), settings)
+    clips = _clips(tokens, ratio.detach(), settings)
     share = (policy_A + settings.kl_coef * kl_A - settings.entropy_coef * entropy_A).detach()
-    stats = _stats(tokens, unit_ratios, clip, (policy_term, kl_term, entropy_term))
-    return LossOutput(policy_term + kl_term + entropy_term, stats, TokenTerms(ratio.detach(), clip, share))
+    stats = _stats(tokens, unit_ratios, clips, (policy_term, kl_term, entropy_term))
+    return LossOutput(policy_term + kl_term + entropy_term, stats, TokenTerms(ratio.detach(), clips, share))
 
 
 def count_denominators(
@@ -305,15 +324,6 @@ def _unit_ratios(tokens: _Tokens, settings: LossSettings) -> tuple[Tensor, Tenso
             keys = tokens.trajectory
     units = Pools.by(keys)
     return units.mean(tokens.log_ratio).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp(), units.of_token
-
-
-def _surrogate(ratio: Tensor, advantage: Tensor, settings: LossSettings) -> Tensor:
-    """Return [A] min(r A, clip(r) A), where in the first r counts as at most dual_clip (TRL: delta)."""
-    # For a negative advantage that is max(min(r A, clip(r) A), c A) (arXiv 1912.09729), a bound on what a token can
-    # cost; for a positive one it changes nothing, because c lies above the clip range.
-    clipped = ratio.clamp(1 - settings.clip_low, 1 + settings.clip_high)
-    free = ratio if settings.dual_clip is None else ratio.clamp(max=settings.dual_clip)
-    return torch.minimum(free * advantage, clipped * advantage)
 
 
 def _weighted_kl(tokens: _Tokens, weight: Tensor, ratio: Tensor, settings: LossSettings) -> Tensor:

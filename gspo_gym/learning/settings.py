@@ -94,6 +94,11 @@ class LossSettings(Settings):
         default=0.0, ge=0, description="weight of the entropy bonus (nats, aggregated as the loss is)"
     )
 
+    @property
+    def surrogate(self) -> str:
+        """Return the name of the policy term, in `SURROGATES` of `losses.py`."""
+        return "clip" if self.dual_clip is None else "dual_clip"
+
     @model_validator(mode="after")
     def _norm_length_belongs(self) -> LossSettings:
         needs = self.aggregation in ("seq-mean-token-sum-norm", "dr_grpo")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from fractions import Fraction
 from types import MappingProxyType
 
@@ -174,3 +175,28 @@ def play_by_environment(players: Mapping[str, PlayEpisode]) -> PlayEpisode:
         return await players[env_id](request)
 
     return play
+
+
+@dataclass(frozen=True, slots=True)
+class PlayedReturns:
+    """The returns that apps stated for the finished attempts at a step's episodes.
+
+    Attributes:
+        kept: of those that are in the step's groups.
+        lost: of the others: dropped, dropped with their group, or played again.
+    """
+
+    kept: tuple[float, ...] = ()
+    lost: tuple[float, ...] = ()
+
+    @property
+    def mean_played(self) -> float | None:
+        return _mean((*self.kept, *self.lost))
+
+    @property
+    def mean_kept(self) -> float | None:
+        return _mean(self.kept)
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return math.fsum(values) / len(values) if values else None

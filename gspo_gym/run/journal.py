@@ -9,14 +9,14 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from gspo_gym.diagnosis.alarms import MismatchAlarm, note_of
+from gspo_gym.diagnosis.selection import AttemptWatch, SelectionAlarm
 from gspo_gym.errors import StorageError
 from gspo_gym.learning.batching import BuiltBatch
-from gspo_gym.learning.correction import MismatchAlarm
 from gspo_gym.learning.tokens import TokenTable
 from gspo_gym.policy.weight_sync import versions_of
 from gspo_gym.rollout.evaluation import Evaluation, ScoreUnit
 from gspo_gym.rollout.schedule import staleness_metrics
-from gspo_gym.rollout.selection import AttemptWatch, SelectionAlarm
 from gspo_gym.rollout.summary import rollout_metrics, source_metrics
 from gspo_gym.run.collect import Collected, batch_metrics
 from gspo_gym.run.recording import RunRecorder
@@ -114,7 +114,7 @@ class Journal:
         reason = self._alarm.check(learned, sampled_under=sampled_under, version=step - 1)
         if reason is not None:
             self._recorder.event("mismatch", step, {"reason": reason})
-            self._progress.note(f"step {step}: {reason}")
+            self._progress.note(note_of("mismatch", step, reason))
 
     def metrics(
         self,

@@ -35,6 +35,7 @@ from types import MappingProxyType
 from typing import Any
 
 from gspo_gym.base.files import append_line, cut_torn_line, make_folder, replace_file, sync, whole_lines
+from gspo_gym.diagnosis.selection import METRICS as SELECTION_METRICS
 from gspo_gym.errors import ConfigError, RecordError, nearest_name
 from gspo_gym.judge.records import JUDGEMENTS_FILE
 from gspo_gym.judge.records import METRICS as JUDGE_METRICS
@@ -42,7 +43,6 @@ from gspo_gym.learning.health import METRICS as LEARNING_METRICS
 from gspo_gym.remote.apps.metrics import METRICS as APP_METRICS
 from gspo_gym.rollout.episode_files import SCHEMA_VERSION, episode_paths, write_episodes
 from gspo_gym.rollout.ledger import close_lost, entry_to_json, read_ledger
-from gspo_gym.rollout.selection import METRICS as SELECTION_METRICS
 from gspo_gym.rollout.summary import METRICS as ROLLOUT_METRICS
 from gspo_gym.rollout.summary import SOURCE_PREFIX, TERM_PREFIX, TOOL_PREFIX
 from gspo_gym.run.records import EVENTS_FILE, RUN_LINE, last_seq, read_events, read_metrics
@@ -99,7 +99,7 @@ EVENTS: Mapping[str, str] = MappingProxyType(
         "refill_failed": "no episode of a round of replacement groups could be used; data: the most frequent reasons",
         "mismatch": "a batch's logprobs of the engine are not the learner's; data: the reason",
         "return_selection": "kept episodes of task apps return something else than all that were played, beyond "
-        "chance; data: how many, both means, p",
+        "chance; data: the reason, how many, both means, p",
         "attempts_lost": "task apps lose more attempts after an answer of the policy than they may; data: the reason",
         "staging_failed": "new weights could not be written and are written again; data: version, reason",
         "update_failed": "an engine failed an update and is replaced; data: version, reason",

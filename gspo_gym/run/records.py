@@ -9,11 +9,15 @@ from __future__ import annotations
 
 import json
 import tomllib
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from gspo_gym.diagnosis.view import RunView
 from gspo_gym.errors import RecordError
 from gspo_gym.rollout.episode_files import SCHEMA_VERSION
+from gspo_gym.rollout.ledger import Disposition, Terminal, read_ledger
+from gspo_gym.types import Outcome
 
 RUN_LINE = "# run "  # and the id, as the first line of config.toml
 EVENTS_FILE = "events.jsonl"
@@ -125,6 +129,30 @@ def read_summary(folder: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise RecordError(f"{path}: cannot be read: {error}") from error
     return summary
+
+
+def read_view(folder: Path) -> RunView:
+    """Return what findings are functions of; a line that a run in progress has half written is left out.
+
+    Raises:
+        RecordError: the folder holds no run, or a file is damaged.
+    """
+    config, ledger = read_config(folder), folder / "ledger.jsonl"
+    ends = [entry for entry in (read_ledger(ledger) if ledger.exists() else ()) if isinstance(entry, Terminal)]
+    reasons: dict[str, Counter[str]] = {}
+    for end in ends:
+        is_failure = end.outcome.is_infrastructure_failure and end.disposition is not Disposition.KEPT
+        # `actions_exceed_limits` quotes the reason of action limits, which are no failures.
+        if end.reason and (is_failure or end.outcome is Outcome.ACTION_LIMIT):
+            reasons.setdefault(end.outcome.value, Counter())[end.reason] += 1
+    return RunView(
+        config=config,
+        metrics=read_metrics(folder),
+        events=read_events(folder),
+        status=read_summary(folder)["status"] if (folder / "summary.json").exists() else None,
+        outcomes=Counter(end.outcome.value for end in ends),
+        reasons={outcome: counts.most_common(1)[0][0] for outcome, counts in reasons.items()},
+    )
 
 
 def _numbered(lines: list[Event], after: int = 0) -> list[Event]:

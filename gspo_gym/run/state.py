@@ -15,11 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from gspo_gym.base.loops import wait_until_ended
+from gspo_gym.diagnosis.selection import AttemptCounts, AttemptEvidence, SelectionEvidence
 from gspo_gym.errors import CheckpointError
 from gspo_gym.learning.advantages import RunningReturns
 from gspo_gym.policy.manifest import EVALUATION_NUMBERS
 from gspo_gym.rollout.evaluation import Evaluation, ScoreUnit, restated
-from gspo_gym.rollout.selection import AttemptCounts, AttemptEvidence, PlayedReturns, SelectionEvidence
+from gspo_gym.rollout.summary import PlayedReturns
 from gspo_gym.run.process import Phases
 from gspo_gym.run.settings import LoopSettings
 

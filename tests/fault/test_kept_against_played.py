@@ -22,6 +22,7 @@ from fake_task_app import FakeTaskApp
 from seeded_engine import SeededEngine, any_of
 from served_gateway import LOOK, SETTINGS, TOKENIZER, run, served, user
 
+from gspo_gym.diagnosis.selection import AttemptWatch, SelectionAlarm
 from gspo_gym.learning.batching import build_batch
 from gspo_gym.learning.settings import AdvantageSettings
 from gspo_gym.remote.apps.client import TaskAppClient
@@ -30,7 +31,6 @@ from gspo_gym.remote.apps.metrics import take_returns
 from gspo_gym.remote.serving import BackgroundServer
 from gspo_gym.rollout.limits import PoolLimits
 from gspo_gym.rollout.pool import GroupRequest, RolloutPool
-from gspo_gym.rollout.selection import AttemptWatch, SelectionAlarm
 from gspo_gym.types import Task, TrajectoryGroup
 
 Json = dict[str, Any]

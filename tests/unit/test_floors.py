@@ -34,14 +34,15 @@ FLOORS = {
     "policy": 4,
     "judge": 5,
     "remote": 6,
-    "run": 7,
-    "cluster": 7,
-    "config": 8,
-    "config.build": 9,
-    "cli": 10,
-    "train": 11,
-    "evaluate": 11,
-    "": 11,  # the public names
+    "diagnosis": 7,
+    "run": 8,
+    "cluster": 8,
+    "config": 9,
+    "config.build": 10,
+    "cli": 11,
+    "train": 12,
+    "evaluate": 12,
+    "": 12,  # the public names
 }
 # Beyond the floors: what a unit must not import from outside, or from lower floors.
 HEAVY = ("torch", "transformers", "peft", "tokenizers", "safetensors", "vllm", "ray", "fastapi")
@@ -54,6 +55,11 @@ FORBIDDEN = {
     "judge": ("gspo_gym.learning", *(name for name in HEAVY if name != "fastapi")),  # it serves, too
     "rollout": ("gspo_gym.learning", *HEAVY),
     "remote": ("gspo_gym.learning", *(name for name in HEAVY if name != "fastapi")),  # it serves
+    "diagnosis": (
+        *(f"gspo_gym.engine.{kind}" for kind in ("local", "scripted", "vllm", "endpoint")),
+        "transformers",
+        "peft",
+    ),
     "run": (
         "gspo_gym.engine.local",
         "gspo_gym.engine.scripted",
@@ -409,12 +415,12 @@ def test_an_import_that_goes_up_is_found_also_inside_functions_and_under_type_ch
         },
     )
     assert floor_violations(bad, FLOORS) == [
-        "gspo_gym.base.settings (floor 2): imports gspo_gym.config (floor 8)",
-        "gspo_gym.config (floor 8): imports gspo_gym.config.build.trainer (floor 9)",
-        "gspo_gym.run.trainer (floor 7): imports gspo_gym (floor 11)",
+        "gspo_gym.base.settings (floor 2): imports gspo_gym.config (floor 9)",
+        "gspo_gym.config (floor 9): imports gspo_gym.config.build.trainer (floor 10)",
+        "gspo_gym.run.trainer (floor 8): imports gspo_gym (floor 12)",
         "gspo_gym.seeding (floor 0): imports gspo_gym.errors (floor 0)",
         "gspo_gym.surprise: has no floor; give it one in FLOORS",
-        "gspo_gym.types (floor 1): imports gspo_gym.run.trainer (floor 7)",
+        "gspo_gym.types (floor 1): imports gspo_gym.run.trainer (floor 8)",
     ]
 
 

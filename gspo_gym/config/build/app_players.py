@@ -30,7 +30,7 @@ from gspo_gym.remote.gateway.session import Gateway, GatewaySessionSettings
 from gspo_gym.remote.serving import LoopServer
 from gspo_gym.rollout.episode import EpisodeRequest, PlayEpisode
 from gspo_gym.rollout.limits import EpisodeLimits
-from gspo_gym.rollout.selection import PlayedReturns
+from gspo_gym.rollout.summary import PlayedReturns
 from gspo_gym.seeding import child_seed
 from gspo_gym.types import Sampling, Task, Trajectory, TrajectoryGroup
 

@@ -26,6 +26,7 @@ from gspo_gym.cluster.placement import Part, Resources
 from gspo_gym.config.run_config import RunConfig
 from gspo_gym.config.sections import WeightSyncSection
 from gspo_gym.config.services import OWN_GPU, SHARED_GPU, VllmSection, has_replicas, num_replicas, place
+from gspo_gym.diagnosis.alarms import MismatchAlarm, differ_on_purpose
 from gspo_gym.engine.base import Engine, PauseMode, UpdateKind, WeightUpdate, require_sleeping
 from gspo_gym.engine.endpoint.http import HttpEngine, HttpSettings
 from gspo_gym.engine.local.engine import LocalEngine
@@ -37,7 +38,6 @@ from gspo_gym.engine.vllm.engine import VllmEngine
 from gspo_gym.engine.vllm.http import VllmHttpEngine, VllmHttpSettings
 from gspo_gym.engine.vllm.settings import Transfer, VllmSettings
 from gspo_gym.errors import ConfigError, MissingExtraError
-from gspo_gym.learning.correction import MismatchAlarm
 from gspo_gym.learning.logprobs import LogprobComputer
 from gspo_gym.policy.attestation import TOLERANCES, Canary, Score, canary_prompts
 from gspo_gym.policy.checkpoints import CheckpointStore
@@ -516,15 +516,15 @@ def build_alarm(config: RunConfig, *, num_in_a_row: int = 0) -> MismatchAlarm | 
 
     `num_in_a_row` batches were wrong when an earlier part of the run stopped.
     """
-    # They do where other weights sample, where the engine truncates or reshapes a distribution that the learner scores
-    # whole, and where an adapter's dropout acts while the learner scores.
-    if config.rollout.rescore:
-        return None
-    rollout, lora, max_gap = config.rollout, config.training.lora, config.correction.max_engine_gap
-    sampling = rollout.sampling
-    has_dropout = lora is not None and lora.dropout > 0
-    if max_gap is None and (
-        sampling.is_reshaped or has_dropout or (sampling.is_truncated and not config.training.score_truncated)
+    rollout, training, max_gap = config.rollout, config.training, config.correction.max_engine_gap
+    if rollout.rescore or (
+        max_gap is None
+        and differ_on_purpose(
+            rollout.sampling,
+            is_rescored=rollout.rescore,
+            is_cut_when_scored=training.score_truncated,
+            dropout=0.0 if training.lora is None else training.lora.dropout,
+        )
     ):
         return None
     is_half = set(_dtypes(config)) != {"float32"}

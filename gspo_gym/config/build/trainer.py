@@ -20,6 +20,8 @@ from gspo_gym.config.build.judge import rewards_of_turns, tell_recorder
 from gspo_gym.config.build.rollouts import Player, build_evaluate, build_training_pool
 from gspo_gym.config.run_config import RunConfig, model_name
 from gspo_gym.config.services import place, refuse_to_train, require_gpus
+from gspo_gym.diagnosis.alarms import note_of
+from gspo_gym.diagnosis.selection import AttemptWatch, SelectionAlarm
 from gspo_gym.engine.base import Engine
 from gspo_gym.errors import ConfigError
 from gspo_gym.learning.collective import Collective
@@ -35,7 +37,6 @@ from gspo_gym.policy.weight_sync import WeightSync
 from gspo_gym.rollout.evaluation import Evaluation
 from gspo_gym.rollout.ledger import Disposition, Ledger
 from gspo_gym.rollout.pool import OnEpisode
-from gspo_gym.rollout.selection import AttemptWatch, SelectionAlarm
 from gspo_gym.run.collect import Collector
 from gspo_gym.run.journal import Journal, MoreMetrics
 from gspo_gym.run.judging import Judging
@@ -370,21 +371,21 @@ def _more_metrics(
     progress: Progress,
 ) -> MoreMetrics:
 
+    def sound(kind: str, step: int, reason: str | None, **data: float | None) -> None:
+        if reason is not None:
+            recorder.event(kind, step, {"reason": reason, **data})
+            progress.note(note_of(kind, step, reason))
+
     def more_metrics(step: int, groups: Sequence[TrajectoryGroup]) -> Mapping[str, float]:
         # Episodes that failed or were given up may differ from those that are kept: this is watched every step.
         of_apps: Mapping[str, float] = {}
         of_attempts = attempts.metrics()
-        if (reason := attempts.alarm()) is not None:
-            recorder.event("selection", step, {"reason": reason})
-            progress.note(f"step {step}: {reason}")
+        sound("selection", step, attempts.alarm())
         if player.apps is not None:
-            if (reason := attempts.app_alarm()) is not None:
-                recorder.event("attempts_lost", step, {"reason": reason})
-                progress.note(f"step {step}: {reason}")
+            sound("attempts_lost", step, attempts.app_alarm())
             of_apps, returns = player.apps.after_step(groups)
-            if (found := selection.check(returns)) is not None:
-                recorder.event("return_selection", step, asdict(found))
-                progress.note(f"step {step}: {found.sentence()}")
+            if (parted := selection.check(returns)) is not None:
+                sound("return_selection", step, parted.sentence(), **asdict(parted))
         return {**of_attempts, **of_apps, **({} if judging is None else judging.after_step(step))}
 
     return more_metrics

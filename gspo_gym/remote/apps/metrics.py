@@ -7,7 +7,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from gspo_gym.remote.gateway.capture import Untrained
-from gspo_gym.rollout.selection import PlayedReturns
+from gspo_gym.rollout.summary import PlayedReturns
 from gspo_gym.types import TrajectoryGroup
 
 if TYPE_CHECKING:

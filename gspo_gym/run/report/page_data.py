@@ -14,12 +14,10 @@ from __future__ import annotations
 import base64
 import hashlib
 import html
-import itertools
 import json
 import zlib
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from functools import cached_property
 from importlib.resources import files
 from pathlib import Path
 from string import Template
@@ -41,7 +39,6 @@ from gspo_gym.types import SAMPLING_NAMES, Trajectory
 Json = Any  # the values of json.loads
 # A curve has at most this many points on the page: more than a screen has columns.
 MAX_POINTS = 2000
-Array = Any  # numpy's; in `StepView` [A], over the sampled tokens of a step
 _MAX_EVENT_CHARS = 300
 
 
@@ -217,86 +214,6 @@ class RecordedStep:
         }
 
 
-class StepView:
-    """The data of one step on a page, as arrays; from `step_values`.
-
-    Attributes:
-        run, values: as on the page.
-        rules: the settings that numbers follow from.
-        step: its number. is_training: it is no evaluation.
-        episodes: of all groups.
-        episode, segment, turn: [A] the place of each sampled token; turn -1: it is in no turn's action.
-    """
-
-    def __init__(self, run: Mapping[str, Json], values: Mapping[str, Json]) -> None:
-        self.run, self.values = run, values
-        self.rules: Mapping[str, Json] = run["rules"]
-        self.step, self.is_training = int(values["step"]), values["name"].startswith("step_")
-        self.episodes: list[Mapping[str, Json]] = [each for group in values["groups"] for each in group["episodes"]]
-        places = [np.zeros((3, 0), np.int64)]
-        for number, episode in enumerate(self.episodes):
-            for index, part in enumerate(episode["segments"]):
-                turns = np.full(len(part["ids"]), -1)
-                for k in (k for k, turn in enumerate(episode["turns"]) if turn["segment"] == index):
-                    turns[slice(*episode["turns"][k]["action"])] = k
-                own = turns[np.array(part["sampled"], np.int64)]
-                places.append(np.stack([np.full(len(own), number), np.full(len(own), index), own]))
-        self.episode, self.segment, self.turn = np.concatenate(places, axis=1)
-
-    def column(self, name: str, number: int | None = None) -> Array:
-        """Return [A] float64 a column of all episodes, or one of a pass; NaN where it is not known."""
-        parts = [np.zeros(0)]
-        for episode, length in zip(self.episodes, np.bincount(self.episode, minlength=len(self.episodes)), strict=True):
-            known = (
-                episode["columns"] if number is None else [*episode["passes"], {}][min(number, len(episode["passes"]))]
-            )
-            parts.append(np.array(known.get(name, [np.nan] * length), np.float64))
-        return np.concatenate(parts)
-
-    def optimizer_step(self, number: int) -> Array:
-        """Return [A] the optimizer step that counts each token in a pass; -1: none."""
-        steps = [[*each.get("optimizer_steps", []), *[-1] * (number + 1)][number] for each in self.episodes]
-        return np.array(steps, np.int64)[self.episode]
-
-    @cached_property
-    def before_update(self) -> Array:
-        """Return [A] the learner's logprobs before the first optimizer step; NaN where later ones are known only."""
-        return np.where(self.optimizer_step(0) == 0, self.column("logprob", 0), np.nan)
-
-    @property
-    def takes_the_engines(self) -> bool:
-        return bool(self.rules["correction"].get("old_logprobs") == "rollout")
-
-    @property
-    def num_passes(self) -> int:
-        return max((len(each["passes"]) for each in self.episodes), default=0)
-
-    @property
-    def is_half(self) -> bool:
-        return bool(set(self.rules["dtypes"]) - {"float32"})
-
-    def contexts(self) -> Array:
-        """Return [A] a hash of all that the policy had read of the segment before it sampled the token."""
-        hashes: list[int] = []
-        for part in (part for episode in self.episodes for part in episode["segments"]):
-            read = list(itertools.accumulate(part["ids"], lambda before, i: hash((before, i)), initial=0))
-            hashes += [read[position] for position in part["sampled"]]
-        return np.array(hashes, np.int64)
-
-    def groups(self) -> dict[str, list[int]]:
-        """Return the numbers of the episodes by their group, whose name their ids begin with."""
-        groups = defaultdict(list)
-        for number, episode in enumerate(self.episodes):
-            groups[episode["id"].rpartition("/")[0]].append(number)
-        return groups
-
-    def first(self, tokens: Array) -> tuple[int, str]:
-        """Return the first of [A] chosen tokens, and where it is, for people."""
-        token = int(np.flatnonzero(tokens)[0])
-        episode = self.episodes[self.episode[token]]
-        return token, f"{self.values['name']}, episode {episode['id']}, turn {self.turn[token]}"
-
-
 def _is_disputed(trajectory: Trajectory, judged: JudgedEpisode | None) -> bool:
     """Return whether the judge gave more than half of its scale to a failure, or not more to a success."""
     if judged is None or judged.judgement.outcome_review is None:
@@ -341,7 +258,7 @@ def _about(config: Mapping[str, Json]) -> dict[str, str]:
 
 
 def _rules(config: Mapping[str, Json]) -> dict[str, Json]:
-    """Return the settings that the numbers of tokens follow from; see `checks`."""
+    """Return the settings that the numbers of tokens follow from; see `diagnosis/tokens.py`."""
     rollout = config.get("rollout", {})
     return {name: config.get(name, {}) for name in ("loss", "advantages", "rewards", "correction", "training")} | {
         "rollout": {

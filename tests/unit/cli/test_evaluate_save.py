@@ -10,7 +10,7 @@ import pytest
 
 import gspo_gym.config.build.preflight
 import gspo_gym.config.build.run
-import gspo_gym.run.report.checks  # noqa: F401  # these three load torch, before a test is timed
+import gspo_gym.diagnosis.tokens  # noqa: F401  # these three load torch, before a test is timed
 from gspo_gym.cli.main import main
 from gspo_gym.cli.notebook import open_run
 from gspo_gym.run.report.page_data import RecordedStep

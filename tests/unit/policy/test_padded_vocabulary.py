@@ -16,13 +16,13 @@ import torch
 from gspo_gym.cli.train import run_training
 from gspo_gym.cli.verify import verify_step
 from gspo_gym.config.run_config import RunConfig
+from gspo_gym.diagnosis.oracle import Model, StepRecords
 from gspo_gym.engine.base import SamplingParams
 from gspo_gym.engine.local.engine import LocalEngine
 from gspo_gym.learning.logprobs import LogprobComputer
 from gspo_gym.learning.settings import LoraSettings
 from gspo_gym.policy.load import adapt_policy, load_policy, load_skeleton, save_policy
 from gspo_gym.run.records import read_metrics
-from gspo_gym.run.verify import Model, StepRecords
 from gspo_gym.types import Outcome, Sampling, Segment, Task, Trajectory
 
 NUM_IDS, NUM_ROWS = 263, 320  # of tiny:qwen3-64's tokenizer, and of the model

@@ -19,11 +19,11 @@ import pytest
 import torch
 
 from gspo_gym.chat.renderer import RendererCache
+from gspo_gym.diagnosis.alarms import MismatchAlarm
 from gspo_gym.engine.base import SamplingParams
 from gspo_gym.engine.local.engine import LocalEngine
 from gspo_gym.env.rewards import Reward
 from gspo_gym.errors import EngineMismatchError
-from gspo_gym.learning.correction import MismatchAlarm
 from gspo_gym.learning.settings import (
     LoraSettings,
     LossSettings,

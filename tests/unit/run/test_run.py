@@ -34,11 +34,11 @@ from rich.console import Console
 from safetensors.torch import load_file
 
 from gspo_gym.base.files import take_lock, whole_lines
-from gspo_gym.cli.report import diagnose, read_run
 from gspo_gym.cli.train import main, run_training
 from gspo_gym.config.build.continuation import CHANGEABLE
 from gspo_gym.config.reference import leaf_keys
 from gspo_gym.config.run_config import RunConfig
+from gspo_gym.diagnosis.findings import diagnose
 from gspo_gym.env.core import TextEnv
 from gspo_gym.env.registry import register
 from gspo_gym.errors import (
@@ -53,7 +53,7 @@ from gspo_gym.policy.manifest import read_manifest
 from gspo_gym.rollout.episode_files import read_episodes
 from gspo_gym.rollout.ledger import Terminal, imbalances, read_ledger
 from gspo_gym.run.recording import RunRecorder
-from gspo_gym.run.records import read_events, read_metrics, read_run_id
+from gspo_gym.run.records import read_events, read_metrics, read_run_id, read_view
 from gspo_gym.types import Outcome
 
 
@@ -671,7 +671,7 @@ def test_failures_that_follow_the_policys_actions_are_counted_told_of_and_found(
     assert sum(line["rollout/env_failed_after_action"] * line["rollout/attempts"] for line in lines) == failed > 0
     assert "selection" in [event["kind"] for event in read_events(folder)]
     assert "attempts failed in the environment after an action of the policy" in said.getvalue()
-    assert "failures_follow_actions" in [finding.check for finding in diagnose(read_run(folder))]
+    assert "failures_follow_actions" in [finding.check for finding in diagnose(read_view(folder))]
     evaluation = next(event["data"] for event in read_events(folder) if event["kind"] == "evaluation")
     assert f"{evaluation['num_retries']} failed attempts played again" in said.getvalue()
 

@@ -31,13 +31,13 @@ from gspo_gym.cli.train import run_training
 from gspo_gym.cli.verify import Difference, verify_step
 from gspo_gym.config.build.trainer import build_plan
 from gspo_gym.config.run_config import RunConfig
+from gspo_gym.diagnosis import oracle
 from gspo_gym.errors import ConfigError, RecordError
 from gspo_gym.learning.advantages import RunningReturns
 from gspo_gym.learning.batching import BatchCounts, BuiltBatch
 from gspo_gym.learning.tokens import Fate, TokenTable
 from gspo_gym.policy.load import load_policy, save_policy
 from gspo_gym.rollout.episode_files import read_episodes
-from gspo_gym.run import verify
 from gspo_gym.run.collect import Collected
 from gspo_gym.run.journal import Journal
 from gspo_gym.run.recording import RunRecorder, read_events, read_metrics
@@ -304,7 +304,7 @@ def num_lines_of_code(path: Path) -> int:
 
 
 def test_the_second_path_can_be_read_in_one_file_and_shares_no_code_with_the_learner() -> None:
-    path, reader = (Path(str(module.__file__)) for module in (verify, cli_verify))
+    path, reader = (Path(str(module.__file__)) for module in (oracle, cli_verify))
     assert num_lines_of_code(path) <= 300
     assert {name for name in imports_of(path) if "gspo_gym" in name} == {"gspo_gym.types"}
     third_party = {"numpy", "numpy.typing", "torch"}
@@ -638,13 +638,13 @@ def test_rewards_of_decisions_are_those_counted_by_hand(options: dict[str, Any],
     names = {"kind": "training.event_rewards_kind"}
     config = {names.get(key, f"training.step_rewards_{key}"): value for key, value in options.items()}
     config["training.step_rewards_mode"] = "decision_stepwise"
-    assert verify._rewards(config, episode_with(*PLAYED)) == pytest.approx(expected)
+    assert oracle._rewards(config, episode_with(*PLAYED)) == pytest.approx(expected)
     cut = episode_with(*PLAYED, outcome=Outcome.ACTION_LIMIT)
-    assert sum(verify._rewards(config, cut)) == pytest.approx(0.0), "it pays no more than nothing"
-    assert verify._rewards(config, cut)[:2] == pytest.approx(expected[:2])
+    assert sum(oracle._rewards(config, cut)) == pytest.approx(0.0), "it pays no more than nothing"
+    assert oracle._rewards(config, cut)[:2] == pytest.approx(expected[:2])
     silent = dataclasses.replace(episode_with(*PLAYED), reports_events=False)
-    assert verify._rewards(config, silent) == [0.0, 0.0, 2.0]
-    assert verify._rewards(config | {"judge.enabled": True}, episode_with(*PLAYED)) == [2.0, 0.0, 0.0]
+    assert oracle._rewards(config, silent) == [0.0, 0.0, 2.0]
+    assert oracle._rewards(config | {"judge.enabled": True}, episode_with(*PLAYED)) == [2.0, 0.0, 0.0]
 
 
 @pytest.mark.slow
@@ -748,10 +748,10 @@ def test_float32_rounding_of_a_model_is_no_difference_of_its_logprobs(
 @pytest.mark.parametrize(("loss", "is_wrong"), [(0.0035, False), (0.0055, True)])
 def test_a_recorded_loss_is_compared_by_the_sizes_of_terms_that_cancel(loss: float, is_wrong: bool) -> None:
     """Terms of +200 and -200 in float32 sum to 0 within 1e-5 of 400: 0.004."""
-    records = verify.StepRecords({}, [], {}, {}, np.zeros(0, np.int64))
+    records = oracle.StepRecords({}, [], {}, {}, np.zeros(0, np.int64))
     taken = {"loss/total": np.array([200.0, -200.0]), "unit": np.ones(2), "clip": np.zeros(2)}
     taken |= {"drift": np.zeros(2), "H": np.zeros(2)}
-    number, size = verify.metrics_of(records, taken, np.ones(1))["loss/total"]
+    number, size = oracle.metrics_of(records, taken, np.ones(1))["loss/total"]
     assert (number, size) == (0.0, 400.0)
     assert (abs(loss - number) / size > 1e-5) == is_wrong
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from gspo_gym.remote.apps.episodes import AppCounters
 from gspo_gym.remote.apps.metrics import AppMetrics, return_metrics, take_returns
-from gspo_gym.rollout.selection import PlayedReturns
+from gspo_gym.rollout.summary import PlayedReturns
 from gspo_gym.run.recording import METRICS
 from gspo_gym.types import DroppedEpisode, Outcome, Task, Trajectory, TrajectoryGroup
 

@@ -1,8 +1,8 @@
-"""Checks of a page's data: whether the numbers of a step's episodes and tokens can belong together.
+"""Findings in a page's data: whether the numbers of a step's episodes and tokens can belong together.
 
-The doctor reads how a run went; this reads what was recorded of single tokens, and finds bugs in what made them: each
-number follows from others on the page, by the learner's own functions. `page_findings` reads nothing but the page's
-data. `gspo-gym verify` is sharper and independent: it computes the model again, without code of the learner.
+The other findings say how a run went; these look at what was recorded of single tokens, and find bugs in what made
+them: each number follows from others on the page, by the learner's own functions. `page_findings` reads nothing but the
+page's data. `gspo-gym verify` is sharper and independent: it computes the model again, without code of the learner.
 """
 
 from __future__ import annotations
@@ -11,25 +11,20 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
 from pydantic import ValidationError
 
+from gspo_gym.diagnosis.alarms import MAX_GAP_FLOAT32, differ_on_purpose, disagreement
+from gspo_gym.diagnosis.view import Array, Finding, Json, StepView
 from gspo_gym.learning.advantages import batch_advantages
 from gspo_gym.learning.credit import returns_of
 from gspo_gym.learning.losses import Denominators, policy_loss
 from gspo_gym.learning.settings import AdvantageSettings, LossSettings, RewardSettings, StepRewardSettings
 from gspo_gym.learning.tokens import Clip, Fate
-from gspo_gym.run.doctor.checks import Finding
-from gspo_gym.run.report.page_data import Array, StepView
 from gspo_gym.types import FinishReason, Outcome, Sampling, Segment, Task, Trajectory, Turn
 
-Json = Any  # the values of json.loads
-
-# Nats, between two computations of a logprob under the same weights; see `correction.MismatchAlarm`.
-_MAX_GAP, _MAX_KL_16_BITS = 1e-4, 0.01
 # Of a single token in 16 bits, in nats; old logprobs are computed as the present ones are, and differ by less.
 _MAX_GAP_16_BITS, _MAX_OLD_GAP_16_BITS = 0.1, 0.02
 # Nats: a logprob nearer to 0 fits to any computation. Fewer tokens, turns or pairs show nothing.
@@ -40,8 +35,10 @@ _EXPLAINED, _MIN_SLOPE = 0.9, 1e-3
 _FITTING_TURNS = 0.25
 # Nats: two episodes agree by chance with exp(-20) = 2e-9.
 _IMPOSSIBLE = -20.0
-# Of a share of the loss, and of the largest one: float32 in another order. Nats: a ratio so near to a bound is at it.
-_RELATIVE, _ABSOLUTE, _AT_A_BOUND = 3e-5, 2e-6, 3e-6
+# Of a ratio. Of a share of the loss, and of the largest one: float32 in another order.
+_RATIO, _RELATIVE, _ABSOLUTE = 1e-5, 3e-5, 2e-6
+# Nats: a ratio so near to a bound is at it.
+_AT_A_BOUND = 3e-6
 
 _VERIFY = "no setting does this: `gspo-gym verify` says where the numbers part from a second computation"
 # Problem, key and suggestion of each finding; no key: no setting is at fault.
@@ -77,12 +74,11 @@ _TEXTS: Mapping[str, tuple[str, str, str]] = {
         "vllm.dtype",
         'give both one dtype, or correct for it with correction.level = "token"',
     ),
-    "old_logprobs_are_the_engines": (
-        "The old logprobs are those of the engine, which computes in another precision than the learner.",
+    "old_logprobs_are_others": (
+        "The old logprobs are not the old policy's, so that ratios begin elsewhere than at 1.",
         "correction.old_logprobs",
-        'the learner has to score the batch itself, as "recompute" says: else ratios begin elsewhere than at 1',
+        'with "recompute" the learner has to score the batch itself before the update, and nothing else may',
     ),
-    "old_logprobs_are_others": ("Old logprobs are not the old policy's.", "correction.old_logprobs", _VERIFY),
     "judgement_is_anothers": (
         "The judge's score in an episode's reward is not the score of that episode.",
         "judge.reward_blend",
@@ -95,17 +91,19 @@ _TEXTS: Mapping[str, tuple[str, str, str]] = {
     ),
     "advantage_is_a_siblings": ("Episodes have the advantage of another of their group.", "", _VERIFY),
     "advantages_are_others": ("Advantages do not follow from the rewards.", "advantages.baseline", _VERIFY),
-    "ratios_are_others": ("Ratios do not follow from the logprobs of their units.", "loss.unit", _VERIFY),
     "clip_sides_are_swapped": ("The two sides of the clip are swapped.", "loss.clip_low", _VERIFY),
-    "clips_are_others": ("Tokens are clipped, or not, where the settings say otherwise.", "loss.clip_low", _VERIFY),
     "denominators_are_others": (
         "The shares of the loss are divided by something else than loss.aggregation says.",
         "loss.aggregation",
         "look for a count of rows, turns or tokens, or of a micro-batch, where the optimizer step's is meant",
     ),
-    "shares_are_others": ("Shares of the loss do not follow from ratio, advantage and KL.", "loss.kl_coef", _VERIFY),
-    "shares_are_not_the_loss": ("The shares of the tokens do not sum to the loss.", "loss.aggregation", _VERIFY),
+    "terms_are_others": (
+        "Ratios, clips or shares of the loss do not follow from logprobs, advantages and [loss].",
+        "",
+        _VERIFY,
+    ),
 }
+_Clue = tuple[str, str]  # the name in `_TEXTS` and the evidence
 
 
 def page_findings(run: Mapping[str, Json], steps: Sequence[Mapping[str, Json]]) -> list[Finding]:
@@ -115,14 +113,16 @@ def page_findings(run: Mapping[str, Json], steps: Sequence[Mapping[str, Json]]) 
         run: `page_data.run_values`.
         steps: `page_data.step_values`, of training steps and of others.
     """
-    known = [] if unknown_settings(run) else steps
-    views = sorted((StepView(run, step) for step in known), key=lambda view: view.step)
-    with np.errstate(all="ignore"):  # a damaged number is named, not warned of
-        found = [next((told for view in views if (told := check(view)) is not None), None) for check in CHECKS]
+    readable = [] if unknown_settings(run) else steps
+    views = sorted((StepView(run, step) for step in readable), key=lambda view: view.step)
     findings: dict[str, Finding] = {}
-    for name, evidence in filter(None, found):
-        problem, key, suggestion = _TEXTS[name]
-        findings.setdefault(name, Finding("serious", name, problem, evidence, key, suggestion))
+    with np.errstate(all="ignore"):  # a damaged number is named, not warned of
+        for check in CHECKS:
+            clue = next((clue for view in views if (clue := check(view)) is not None), None)
+            if clue is not None:
+                name, evidence = clue
+                problem, key, suggestion = _TEXTS[name]
+                findings.setdefault(name, Finding("serious", problem, evidence, key, suggestion, name))
     return list(findings.values())
 
 
@@ -133,23 +133,20 @@ def unknown_settings(run: Mapping[str, Json]) -> list[str]:
         try:
             settings(**run["rules"][name])
         except ValidationError as error:
-            unknown += [".".join(map(str, (name, *each["loc"]))) for each in error.errors()]
+            unknown += [".".join(map(str, (name, *problem["loc"]))) for problem in error.errors()]
     return unknown
 
 
-_Told = tuple[str, str]  # the name in `_TEXTS` and the evidence
-
-
-def episodes_are_duplicated(view: StepView) -> _Told | None:
+def episodes_are_duplicated(view: StepView) -> _Clue | None:
     """Find two episodes with the same sampled tokens and logprobs that chance does not make alike."""
     logprobs = view.column("rollout_logprob")
-    seen: dict[Json, int] = {}
+    first_with: dict[Json, int] = {}
     for number, episode in enumerate(view.episodes if view.is_training else ()):
         ids = tuple(tuple(part["ids"]) for part in episode["segments"])
-        other = seen.setdefault((episode["task"], ids), number)
+        other = first_with.setdefault((episode["task"], ids), number)
         own, others = logprobs[view.episode == number], logprobs[view.episode == other]
-        if other == number or not own.any() or np.abs(own - others).max() > _MAX_GAP:  # no engine's logprobs: all 0
-            continue
+        if other == number or not own.any() or np.abs(own - others).max() > MAX_GAP_FLOAT32:
+            continue  # an engine without logprobs has 0 for all
         first = view.episodes[other]
         if own.sum() < _IMPOSSIBLE or any(episode[name] == first[name] for name in ("seed", "seconds")):
             return "episodes_are_duplicated", (
@@ -160,7 +157,7 @@ def episodes_are_duplicated(view: StepView) -> _Told | None:
     return None
 
 
-def failed_episode_counts(view: StepView) -> _Told | None:
+def failed_episode_counts(view: StepView) -> _Clue | None:
     """Find an episode that failed and has an advantage all the same."""
     advantage = view.column("advantage")
     for number, episode in enumerate(view.episodes):
@@ -173,7 +170,7 @@ def failed_episode_counts(view: StepView) -> _Told | None:
     return None
 
 
-def mask_is_not_the_actions(view: StepView) -> _Told | None:
+def mask_is_not_the_actions(view: StepView) -> _Clue | None:
     """Find sampled tokens that are not those of the turns' actions."""
     for episode in view.episodes:
         for number, part in enumerate(episode["segments"]):
@@ -191,7 +188,7 @@ def mask_is_not_the_actions(view: StepView) -> _Told | None:
     return None
 
 
-def versions_are_impossible(view: StepView) -> _Told | None:
+def versions_are_impossible(view: StepView) -> _Clue | None:
     """Find tokens of weights that were not there yet, or that are older than training.max_staleness allows."""
     versions, allowed = view.column("weight_version"), view.rules["training"].get("max_staleness", 0)
     trained = view.is_training & (view.column("fate") <= Fate.OVERLONG) & (versions >= 0)
@@ -207,14 +204,14 @@ def versions_are_impossible(view: StepView) -> _Told | None:
 
 @dataclass(frozen=True, slots=True)
 class _Gap:
-    """Logprobs [A] of engine and learner that are too far apart where both are `known`; `seen` says how far."""
+    """Logprobs [A] of engine and learner that are too far apart where both `are_known`; `evidence` says how far."""
 
     view: StepView
     engine: Array
     learner: Array
-    known: Array
+    are_known: Array
     limit: float
-    seen: str
+    evidence: str
 
     @property
     def fits(self) -> Array:
@@ -222,69 +219,70 @@ class _Gap:
 
     @property
     def informative(self) -> Array:
-        return self.known & (np.abs(self.learner) > _INFORMATIVE)
+        return self.are_known & (np.abs(self.learner) > _INFORMATIVE)
 
 
-def engine_is_not_the_learner(view: StepView) -> _Told | None:
+def engine_is_not_the_learner(view: StepView) -> _Clue | None:
     """Find logprobs of the engine that are not the learner's under the same weights, and say what makes them so."""
-    limit = view.rules["correction"].get("max_engine_gap")
+    max_gap = view.rules["correction"].get("max_engine_gap")
     engine = view.column("rollout_logprob")
     learner = view.before_update if view.takes_the_engines else view.column("old_logprob")
-    known = np.isfinite(learner) & (engine != 0) & (view.column("weight_version") == view.step - 1)
-    gap = np.where(known, engine - learner, 0.0)
-    if not view.is_training or not known.any() or (limit is None and _differ_on_purpose(view)):
+    are_known = np.isfinite(learner) & (engine != 0) & (view.column("weight_version") == view.step - 1)
+    gap = np.where(are_known, engine - learner, 0.0)
+    if not view.is_training or not are_known.any() or (max_gap is None and _differ_on_purpose(view)):
         return None
-    is_mean_judged = limit is None and view.is_half
-    limit = limit or (_MAX_GAP_16_BITS if is_mean_judged else _MAX_GAP)
-    kl = float(np.mean(np.expm1(-gap[known]) + gap[known]))
-    if kl <= _MAX_KL_16_BITS if is_mean_judged else np.abs(gap).max() <= limit:
+    kl = float(np.mean(np.expm1(-gap[are_known]) + gap[are_known]))
+    if disagreement(float(np.abs(gap).max()), kl, max_gap=max_gap, has_16_bits=view.is_half) is None:
         return None
     token, place = view.first(np.abs(gap) == np.abs(gap).max())
-    seen = (
+    evidence = (
         f"{place}: the engine's logprob is {engine[token]:.4f}, the learner's {learner[token]:.4f}; in the mean of "
-        f"{known.sum()} tokens they are {np.abs(gap[known]).mean():.2g} nats apart"
+        f"{are_known.sum()} tokens they are {np.abs(gap[are_known]).mean():.2g} nats apart"
     )
-    apart = _Gap(view, engine, learner, known, limit, seen)
-    explained = (explain(apart) for explain in (_shift, _other_tokens, _temperature, _missed_update))
-    return next((told for told in explained if told is not None), None) or ("precisions_differ", seen)
+    limit = max_gap or (_MAX_GAP_16_BITS if view.is_half else MAX_GAP_FLOAT32)
+    apart = _Gap(view, engine, learner, are_known, limit, evidence)
+    clues = (explain(apart) for explain in (_shift, _other_tokens, _temperature, _missed_update))
+    return next((clue for clue in clues if clue is not None), ("precisions_differ", evidence))
 
 
 def _differ_on_purpose(view: StepView) -> bool:
-    """Return whether settings make the two logprobs those of different distributions; as `build_alarm` has it."""
-    training, given = view.rules["training"], dict(view.rules["rollout"])
-    rescores, min_tokens = given.pop("rescore", False), given.pop("min_output_tokens", 0)
-    sampling = Sampling(**given, min_tokens=min_tokens)
-    is_cut = sampling.is_truncated and not training.get("score_truncated", False)
-    return bool(rescores or sampling.is_reshaped or is_cut or training.get("lora", {}).get("dropout", 0) > 0)
+    rollout, training = dict(view.rules["rollout"]), view.rules["training"]
+    is_rescored, min_tokens = rollout.pop("rescore", False), rollout.pop("min_output_tokens", 0)
+    return differ_on_purpose(
+        Sampling(**rollout, min_tokens=min_tokens),
+        is_rescored=is_rescored,
+        is_cut_when_scored=training.get("score_truncated", False),
+        dropout=training.get("lora", {}).get("dropout", 0.0),
+    )
 
 
-def _shift(gap: _Gap) -> _Told | None:
+def _shift(gap: _Gap) -> _Clue | None:
     here, there = slice(None, -1), slice(1, None)
-    view, informative = gap.view, gap.known & (np.abs(gap.engine) > _INFORMATIVE)
+    view, informative = gap.view, gap.are_known & (np.abs(gap.engine) > _INFORMATIVE)
     neighbours = (view.episode[here] == view.episode[there]) & (view.turn[here] == view.turn[there])
     for way, mine, other in ((1, here, there), (-1, there, here)):
-        chosen = neighbours & gap.known[mine] & informative[other]
+        chosen = neighbours & gap.are_known[mine] & informative[other]
         fits = (np.abs(gap.engine[other] - gap.learner[mine]) <= gap.limit)[chosen]
         if len(fits) >= _MIN_COUNT and fits.mean() > 0.8 and gap.fits[mine][chosen].mean() < 0.5:
-            told = f"{fits.mean():.0%} of the learner's logprobs are the engine's of the token {way:+d} from theirs"
-            return "mask_is_shifted", f"{gap.seen}; {told}"
+            how = f"{fits.mean():.0%} of the learner's logprobs are the engine's of the token {way:+d} from theirs"
+            return "mask_is_shifted", f"{gap.evidence}; {how}"
     return None
 
 
-def _other_tokens(gap: _Gap) -> _Told | None:
+def _other_tokens(gap: _Gap) -> _Clue | None:
     keys = np.stack([gap.view.episode, gap.view.turn])[:, gap.informative]
     turns, of_token = np.unique(keys, axis=1, return_inverse=True)
     misfits = np.bincount(of_token, ~gap.fits[gap.informative], minlength=turns.shape[1])
     if not len(misfits) or np.mean(misfits == 0) < _FITTING_TURNS:
         return None
-    told = f"in {(misfits == 0).sum()} of {len(misfits)} turns the two agree to {gap.limit:g}"
-    return "tokens_are_not_the_sampled_ones", f"{gap.seen}; {told}"
+    how = f"in {(misfits == 0).sum()} of {len(misfits)} turns the two agree to {gap.limit:g}"
+    return "tokens_are_not_the_sampled_ones", f"{gap.evidence}; {how}"
 
 
-def _temperature(gap: _Gap) -> _Told | None:
+def _temperature(gap: _Gap) -> _Clue | None:
     # After the same text, logprobs at two temperatures differ by (T_learner / T_engine - 1) * logprob and a constant.
-    _, of_token = np.unique(gap.view.contexts()[gap.known], return_inverse=True)
-    values = gap.learner[gap.known], (gap.engine - gap.learner)[gap.known]
+    _, of_token = np.unique(gap.view.contexts()[gap.are_known], return_inverse=True)
+    values = gap.learner[gap.are_known], (gap.engine - gap.learner)[gap.are_known]
     x, y = (v - (np.bincount(of_token, v) / np.bincount(of_token))[of_token] for v in values)
     if (np.abs(x) > _INFORMATIVE).sum() < _MIN_COUNT or not y.any():
         return None
@@ -293,44 +291,43 @@ def _temperature(gap: _Gap) -> _Told | None:
     if explained < _EXPLAINED or abs(slope) < _MIN_SLOPE:
         return None
     return "temperatures_differ", (
-        f"{gap.seen}; a temperature of the engine that is {1 / (1 + slope):.3g} times the learner's explains "
+        f"{gap.evidence}; a temperature of the engine that is {1 / (1 + slope):.3g} times the learner's explains "
         f"{explained:.1%} of how these differ between tokens after the same text (rollout.temperature is "
         f"{gap.view.rules['rollout'].get('temperature', 1.0):g})"
     )
 
 
-def _missed_update(gap: _Gap) -> _Told | None:
+def _missed_update(gap: _Gap) -> _Clue | None:
     # Before the first update there was nothing that an engine could have missed.
     curves = gap.view.run["metrics"]
     gaps = zip(curves["step"], curves["values"].get("kl/rollout_max_gap", []), strict=False)
     step, value = next(((s, v) for s, v in gaps if v is not None), (gap.view.step, 0.0))
     if step >= gap.view.step or value > gap.limit:
         return None
-    return "weights_are_stale", f"{gap.seen}; in step {step} the largest gap was {value:.1g} (kl/rollout_max_gap)"
+    return "weights_are_stale", f"{gap.evidence}; in step {step} the largest gap was {value:.1g} (kl/rollout_max_gap)"
 
 
-def old_logprobs_are_not_the_learners(view: StepView) -> _Told | None:
+def old_logprobs_are_not_the_learners(view: StepView) -> _Clue | None:
     """Find old logprobs that are not those of the first pass, before any optimizer step, though they are recomputed."""
     old, engine = view.column("old_logprob"), view.column("rollout_logprob")
-    known = np.isfinite(old - view.before_update)
-    gap = np.where(known, np.abs(old - view.before_update), 0.0)
-    if view.takes_the_engines or gap.max(initial=0.0) <= (_MAX_OLD_GAP_16_BITS if view.is_half else _MAX_GAP):
+    are_known = np.isfinite(old - view.before_update)
+    gap = np.where(are_known, np.abs(old - view.before_update), 0.0)
+    if view.takes_the_engines or gap.max(initial=0.0) <= (_MAX_OLD_GAP_16_BITS if view.is_half else MAX_GAP_FLOAT32):
         return None
     token, place = view.first(gap == gap.max())
-    copied = float(np.mean(old[known] == engine[known]))
-    seen = (
+    return "old_logprobs_are_others", (
         f"{place}: the old logprob is {old[token]:.4f}, and the first optimizer step began with "
-        f"{view.before_update[token]:.4f}; {copied:.0%} of the old ones are bit by bit the engine's"
+        f"{view.before_update[token]:.4f}; {np.mean(old[are_known] == engine[are_known]):.0%} of the old ones are bit "
+        "by bit the engine's"
     )
-    return "old_logprobs_are_the_engines" if copied > 0.95 else "old_logprobs_are_others", seen
 
 
-def judgement_is_anothers(view: StepView) -> _Told | None:
+def judgement_is_anothers(view: StepView) -> _Clue | None:
     """Find an episode whose judge's terms are not the weighted totals of its judgement."""
     judged = [episode for episode in view.episodes if episode["judge"] is not None]
     for episode in judged:
         terms = [turn["terms"] for turn in episode["turns"]]
-        own = [(each.get("judge_event", 0.0), each.get("judge_outcome", 0.0)) for each in terms]
+        own = [(of_turn.get("judge_event", 0.0), of_turn.get("judge_outcome", 0.0)) for of_turn in terms]
         worth = _worth(episode["judge"], len(own))
         if np.allclose(own, worth, rtol=1e-5, atol=1e-5):
             continue
@@ -345,16 +342,16 @@ def judgement_is_anothers(view: StepView) -> _Told | None:
 
 def _worth(judge: Mapping[str, Json], num_turns: int) -> list[tuple[float, float]]:
     """Return the two terms of each turn that `blend` makes of a judgement; NaN where it is of other turns."""
-    weights, events = judge["blend"], [each["total"] for each in judge["events"]]
+    weights, events = judge["blend"], [review["total"] for review in judge["events"]]
     events = events if len(events) == num_turns else [np.nan] * num_turns
     outcomes = [0.0] * (num_turns - 1) + [0.0 if judge["outcome"] is None else judge["outcome"]["total"]]
     terms = zip(events, outcomes, strict=True)
     return [(weights["event"] * e if weights["event"] else 0.0, weights["outcome"] * o) for e, o in terms]
 
 
-def rewards_follow_the_turn_before(view: StepView) -> _Told | None:
+def rewards_follow_the_turn_before(view: StepView) -> _Clue | None:
     """Find rewards that follow from the action of the turn before: siblings that part in a turn earn alike in it."""
-    between = sum(bool(turn["reward"]) for each in view.episodes for turn in each["turns"][:-1])
+    between = sum(bool(turn["reward"]) for episode in view.episodes for turn in episode["turns"][:-1])
     pairs: list[tuple[bool, ...]] = []  # do they earn differently in the turn, in the next; does any sibling in it?
     for group in view.groups().values():
         earned = {number: [turn["reward"] or 0.0 for turn in view.episodes[number]["turns"]] for number in group}
@@ -362,8 +359,8 @@ def rewards_follow_the_turn_before(view: StepView) -> _Told | None:
             k = _parting_turn(view.episodes[one], view.episodes[other])
             if k is not None and k + 1 < min(len(earned[one]), len(earned[other])):
                 differs = (earned[one][i] != earned[other][i] for i in (k, k + 1))
-                pairs.append((*differs, len({each[k] for each in earned.values() if k + 1 < len(each)}) > 1))
-    now, following, able = (sum(each[i] for each in pairs) for i in range(3))
+                pairs.append((*differs, len({own[k] for own in earned.values() if k + 1 < len(own)}) > 1))
+    now, following, able = (sum(pair[i] for pair in pairs) for i in range(3))
     # With rewards at the end only, parting earns nothing at once either; nor in turns of thoughts, at a constant cost.
     if now or min(len(pairs), between, 2 * able) < _MIN_COUNT or following < 0.2 * len(pairs):
         return None
@@ -388,27 +385,27 @@ def _parting_turn(one: Mapping[str, Json], other: Mapping[str, Json]) -> int | N
     return None
 
 
-def advantages_are_others(view: StepView) -> _Told | None:
+def advantages_are_others(view: StepView) -> _Clue | None:
     """Find advantages that do not follow from the rewards of the group."""
-    settings, given = AdvantageSettings(**view.rules["advantages"]), view.column("advantage")
+    settings, recorded = AdvantageSettings(**view.rules["advantages"]), view.column("advantage")
     is_shaped = settings.whiten != "none" or settings.kl_shaping_coef + view.rules["rewards"].get("kl_coef", 0) > 0
     is_shaped |= bool({settings.baseline, settings.scale} & {"batch", "running"})
     training = view.rules["training"]
     mode = "off" if training.get("step_rewards_enabled") is False else training.get("step_rewards_mode", "env_sparse")
     if is_shaped or mode == "decision_stepwise":  # they follow from more than the page shows
         return None
-    is_known = np.bincount(view.episode, np.isfinite(given), minlength=len(view.episodes)) > 0
+    is_known = np.bincount(view.episode, np.isfinite(recorded), minlength=len(view.episodes)) > 0
     uncommitted = set(view.episode[view.column("fate") == Fate.UNCOMMITTED].tolist())
     for group in view.groups().values():
         rows = [n for n in group if view.episodes[n]["return"] is not None and n not in uncommitted]
         if not all(is_known[n] for n in rows):
             continue  # its episodes were compared, and some or all left out
         own = _advantages(view, rows, settings, mode)
-        wrong = [n for n in rows if not _has(view, given, n, own[n])]
+        wrong = [n for n in rows if not _has(view, recorded, n, own[n])]
         if wrong:
             late = [_advantages(view, rows, settings, mode, late=way) for way in ("lost", "kept")]
-            is_late = any(all(_has(view, given, n, way[n]) for n in rows) for way in late)
-            return _wrong_advantages(view, given, wrong, own, is_late=is_late)
+            is_late = any(all(_has(view, recorded, n, way[n]) for n in rows) for way in late)
+            return _wrong_advantages(view, recorded, wrong, own, is_late=is_late)
     return None
 
 
@@ -431,9 +428,9 @@ def _trajectory(episode: Mapping[str, Json], late: str | None) -> Trajectory:
     """
     rewards = [turn["reward"] for turn in episode["turns"]]
     if late is not None:
-        lost = rewards[-1] if late == "kept" else None
+        last = rewards[-1] if late == "kept" else None
         rewards = [0.0, *rewards[:-1]]
-        rewards[-1] = (rewards[-1] or 0.0) + (lost or 0.0)
+        rewards[-1] = (rewards[-1] or 0.0) + (last or 0.0)
     turns = tuple(
         Turn(k, 0, (0, 0), (0, 1), FinishReason(turn["finish"]), reward=reward)
         for k, (turn, reward) in enumerate(zip(episode["turns"], rewards, strict=True))
@@ -450,40 +447,40 @@ def _of_tokens(view: StepView, episode: int, advantages: Array) -> tuple[Array, 
     return tokens, advantages[np.minimum(view.turn[tokens], len(advantages) - 1)]
 
 
-def _has(view: StepView, given: Array, episode: int, advantages: Array) -> bool:
+def _has(view: StepView, recorded: Array, episode: int, advantages: Array) -> bool:
     tokens, expected = _of_tokens(view, episode, advantages)
-    return np.allclose(given[tokens], expected, rtol=1e-4, atol=1e-4)
+    return np.allclose(recorded[tokens], expected, rtol=1e-4, atol=1e-4)
 
 
 def _wrong_advantages(
-    view: StepView, given: Array, wrong: Sequence[int], own: Mapping[int, Array], *, is_late: bool
-) -> _Told:
+    view: StepView, recorded: Array, wrong: Sequence[int], own: Mapping[int, Array], *, is_late: bool
+) -> _Clue:
     tokens, expected = _of_tokens(view, wrong[0], own[wrong[0]])
-    worst = int(np.abs(given[tokens] - expected).argmax())
-    token, place = view.first(np.arange(len(given)) == tokens[worst])
-    seen = f"{place}: the advantage is {given[token]:.4g}, and the group's rewards make it {expected[worst]:.4g}"
+    worst = int(np.abs(recorded[tokens] - expected).argmax())
+    token, place = view.first(np.arange(len(recorded)) == tokens[worst])
+    evidence = f"{place}: the advantage is {recorded[token]:.4g}, and the group's rewards make it {expected[worst]:.4g}"
     if is_late:
-        return "rewards_come_late", f"{seen}; with each reward one turn later, all of the group's are right"
-    like = {n: [m for m in own if m != n and _has(view, given, n, own[m])] for n in wrong}
-    if 2 * (num_like := sum(map(bool, like.values()))) > len(wrong):
-        return "advantage_is_a_siblings", f"{seen}; {num_like} of {len(own)} in the group have a sibling's"
-    return "advantages_are_others", f"{seen} ({len(wrong)} of {len(own)} episodes of the group are wrong)"
+        return "rewards_come_late", f"{evidence}; with each reward one turn later, all of the group's are right"
+    num_like = sum(any(m != n and _has(view, recorded, n, own[m]) for m in own) for n in wrong)
+    if 2 * num_like > len(wrong):
+        return "advantage_is_a_siblings", f"{evidence}; {num_like} of {len(own)} in the group have a sibling's"
+    return "advantages_are_others", f"{evidence} ({len(wrong)} of {len(own)} episodes of the group are wrong)"
 
 
 def _loss(view: StepView, number: int, settings: LossSettings, *, shift: float = 0.0) -> dict[str, Array]:
     """Return [A] ratio, clip and share by the learner's loss of a pass's logprobs plus `shift`; NaN: not known."""
-    update, step, given = view.values["update"], view.optimizer_step(number), view.column("share", number)
+    update, step, recorded = view.values["update"], view.optimizer_step(number), view.column("share", number)
     columns = {name: view.column(name) for name in ("old_logprob", "advantage", "ref_logprob")}
     columns |= {name: view.column(name, number) for name in ("logprob", "entropy", "correction")}
     columns["correction"] = np.nan_to_num(columns["correction"], nan=1.0)  # a run without a correction has none
-    known = np.isfinite(columns["logprob"] - columns["old_logprob"]) & (step >= 0) & (view.turn >= 0)
+    are_known = np.isfinite(columns["logprob"] - columns["old_logprob"]) & (step >= 0) & (view.turn >= 0)
     terms = {name: np.full(len(step), np.nan) for name in ("ratio", "clip", "share")}
-    for k in np.unique(step[known]).tolist():
-        at = np.flatnonzero(known & (step == k))
+    for k in np.unique(step[are_known]).tolist():
+        at = np.flatnonzero(are_known & (step == k))
         laid, mask, trajectory = _rows(view, at)
         episodes, turns, tokens = (update[name][k] for name in ("episodes", "turns", "tokens"))
         tensors = {name: laid(column) for name, column in columns.items()}
-        found = policy_loss(
+        of_tokens = policy_loss(
             tensors["logprob"] + shift,
             tensors["old_logprob"],
             action_mask=mask,
@@ -497,8 +494,8 @@ def _loss(view: StepView, number: int, settings: LossSettings, *, shift: float =
             correction=tensors["correction"],
         ).tokens
         for name, term in terms.items():
-            term[at] = getattr(found, name).numpy()
-    was_taken = np.isin(step, step[given != 0])  # a step that was skipped leaves 0
+            term[at] = getattr(of_tokens, name).numpy()
+    was_taken = np.isin(step, step[recorded != 0])  # a step that was skipped leaves 0
     terms["share"] = np.where(was_taken, terms["share"] / (update["num_steps"] or np.nan), np.nan)
     return terms
 
@@ -518,71 +515,60 @@ def _rows(view: StepView, at: Array) -> tuple[Callable[[Array], torch.Tensor], t
     return laid, mask, torch.from_numpy(keys[0])
 
 
-def ratios_are_others(view: StepView) -> _Told | None:
-    """Find an importance ratio that is not the one that the learner's loss makes of the logprobs of its unit."""
-    settings = LossSettings(**view.rules["loss"])
-    for number in range(view.num_passes if view.values.get("update") else 0):
-        given, expected = view.column("ratio", number), _loss(view, number, settings)["ratio"]
-        known = np.isfinite(expected)
-        wrong = known & ~(np.abs(given - expected) <= 1e-5 * np.maximum(1, expected))
-        if wrong.any():
-            token, place = view.first(wrong)
-            return "ratios_are_others", (
-                f"{place}: the ratio is {given[token]:.6f}, and the logprobs of its {settings.unit} make it "
-                f"{expected[token]:.6f} ({wrong.sum()} of {known.sum()} tokens)"
-            )
-    return None
-
-
-def shares_are_others(view: StepView) -> _Told | None:
-    """Find a token whose clip, or whose share of the loss, is not what the learner's loss makes of its columns."""
+def terms_are_others(view: StepView) -> _Clue | None:
+    """Find a token whose ratio, clip or share is not what the learner's loss makes of its columns, or their sum."""
     update, settings = view.values.get("update"), LossSettings(**view.rules["loss"])
-    if update is None or not update["num_steps"]:
-        return None
-    swapped = settings.model_copy(update={"clip_low": settings.clip_high, "clip_high": settings.clip_low})
-    for number in range(view.num_passes):
-        given, clips = view.column("share", number), view.column("clip", number)
+    for number in range(view.num_passes if update else 0):
+        ratio, clip, share = (view.column(name, number) for name in ("ratio", "clip", "share"))
         # Float32 decides at a bound: either side of it is right.
         near = [_loss(view, number, settings, shift=shift) for shift in (0.0, -_AT_A_BOUND, _AT_A_BOUND)]
-        expected = near[0]["share"]
-        wrong = np.logical_and.reduce([_differ(given, each["share"]) for each in near])
-        unlike = np.logical_and.reduce([np.isfinite(each["clip"]) & (each["clip"] != clips) for each in near])
-        if not (wrong.any() or unlike.any()):
+        expected = near[0]
+        far = ~(np.abs(ratio - expected["ratio"]) <= _RATIO * np.maximum(1, expected["ratio"]))
+        is_elsewhere = np.isfinite(expected["ratio"]) & far
+        is_unlike = np.logical_and.reduce([np.isfinite(terms["clip"]) & (terms["clip"] != clip) for terms in near])
+        is_unlike &= bool(update and update["num_steps"])
+        is_other = np.logical_and.reduce([_differ(share, terms["share"]) for terms in near])
+        if not (is_elsewhere | is_unlike | is_other).any():
             continue
-        factors = [(given / expected)[wrong & (view.episode == n)] for n in set(view.episode[wrong].tolist())]
-        if not _differ(given, _loss(view, number, swapped)["share"]).any():
+        name, how = "terms_are_others", ""
+        swapped = settings.model_copy(update={"clip_low": settings.clip_high, "clip_high": settings.clip_low})
+        factors = [(share / expected["share"])[is_other & (view.episode == n)] for n in set(view.episode[is_other])]
+        if not is_elsewhere.any() and not _differ(share, _loss(view, number, swapped)["share"]).any():
             name, how = "clip_sides_are_swapped", "; with the two swapped, all tokens are right"
-        elif unlike.any():
-            name, how = "clips_are_others", ""
-        else:  # the terms of an episode's tokens are divided by the same number
-            is_scaled = all(np.ptp(each) < 1e-3 for each in factors)
-            name, how = "denominators_are_others" if is_scaled else "shares_are_others", ""
-        token, place = view.first(unlike if unlike.any() else wrong)
+        elif not (is_elsewhere | is_unlike).any() and all(np.ptp(factor) < 1e-3 for factor in factors):
+            name = "denominators_are_others"  # the terms of an episode's tokens are divided by the same number
+        first = next(wrong for wrong in (is_elsewhere, is_unlike, is_other) if wrong.any())
+        token, place = view.first(first)
         return name, (
-            f"{place}: ratio {view.column('ratio', number)[token]:.5f}, clip {Clip(int(clips[token])).name.lower()!r}; "
-            f"its share of the loss is {given[token]:.4g}, {given[token] / (expected[token] or np.nan):.4g} times that "
-            f"of the settings ({(unlike | wrong).sum()} of {len(given)} tokens){how}"
+            f"{place}: ratio {ratio[token]:.6f}, by its {settings.unit}'s logprobs {expected['ratio'][token]:.6f}; "
+            f"clip {Clip(int(clip[token])).name.lower()!r}; its share of the loss is {share[token]:.4g}, "
+            f"{share[token] / (expected['share'][token] or np.nan):.4g} times that of the settings "
+            f"({(is_elsewhere | is_unlike | is_other).sum()} of {len(share)} tokens){how}"
         )
-    return None
+    return _wrong_sum(view)
 
 
-def _differ(given: Array, expected: Array) -> Array:
-    largest = np.abs(given[np.isfinite(given)]).max(initial=0.0)
+def _differ(recorded: Array, expected: Array) -> Array:
+    largest = np.abs(recorded[np.isfinite(recorded)]).max(initial=0.0)
     # An estimate of KL near 0 is rounding alone: 1e-7 of a token's term.
-    allowed = _RELATIVE * np.maximum(np.abs(expected), np.abs(given)) + _ABSOLUTE * largest + 1e-7 / (len(given) + 1)
-    return np.isfinite(expected) & ~(np.abs(given - expected) < allowed)
+    allowed = _RELATIVE * np.maximum(np.abs(expected), np.abs(recorded)) + _ABSOLUTE * largest
+    return np.isfinite(expected) & ~(np.abs(recorded - expected) < allowed + 1e-7 / (len(recorded) + 1))
 
 
-def shares_are_not_the_loss(view: StepView) -> _Told | None:
+def _wrong_sum(view: StepView) -> _Clue | None:
     """Find a loss that is not the sum of its tokens' shares, to the rounding of their sizes: terms may cancel."""
-    sums, loss = view.values["update"] or {"shares": None}, view.values["loss"]
+    sums: Json = view.values.get("update") or {"shares": None}
+    loss: Json = view.values.get("loss")
     if None in (sums["shares"], loss) or abs(sums["shares"] - loss) <= 1e-5 * max(1.0, abs(loss), sums["share_sizes"]):
         return None
-    return "shares_are_not_the_loss", f"{view.values['name']}: {sums['shares']:.6g}, and loss/total is {loss:.6g}"
+    return (
+        "terms_are_others",
+        f"{view.values['name']}: all shares sum to {sums['shares']:.6g}, loss/total is {loss:.6g}",
+    )
 
 
 # From sampling to the loss: what breaks a link shows in those after it, too.
-CHECKS: tuple[Callable[[StepView], _Told | None], ...] = (
+CHECKS: tuple[Callable[[StepView], _Clue | None], ...] = (
     episodes_are_duplicated,
     failed_episode_counts,
     mask_is_not_the_actions,
@@ -592,7 +578,5 @@ CHECKS: tuple[Callable[[StepView], _Told | None], ...] = (
     judgement_is_anothers,
     rewards_follow_the_turn_before,
     advantages_are_others,
-    ratios_are_others,
-    shares_are_others,
-    shares_are_not_the_loss,
+    terms_are_others,
 )

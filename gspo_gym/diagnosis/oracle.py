@@ -16,7 +16,7 @@ The weights move by AdamW (arXiv 1711.05101, algorithm 2). `cli/verify.py` reads
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -34,6 +34,13 @@ TRAINED, LEFT_OUT, SKIPPED, NO_GRADIENT, OVERLONG, FILTERED, CONSTANT, UNCOMMITT
 _LOW, _HIGH, _DUAL = 1, 2, 3  # bounds of the clip
 _EDGE = 1e-6  # a ratio so near a bound may lie on either side of it
 _MAX_LOG_RATIO = 20.0
+# The policy term by the name of its surrogate: ratios, advantages and the bounds low, high and dual.
+SURROGATES: Mapping[str, Callable[[Floats, Floats, tuple[float, float, float]], Floats]] = {
+    "clip": lambda s, gain, bounds: np.where(gain < 0, np.maximum(s, bounds[0]), np.minimum(s, bounds[1])) * gain,
+    "dual_clip": lambda s, gain, bounds: (
+        np.where(gain < 0, np.minimum(np.maximum(s, bounds[0]), bounds[2]), np.minimum(s, bounds[1])) * gain
+    ),
+}
 _SHAPING = ("advantages.whiten", "advantages.kl_shaping_coef", "rewards.kl_coef")  # under which 0 may get an advantage
 
 
@@ -272,7 +279,8 @@ def terms_of(
     clip = np.where(is_near, seen["clip"], clip)
     terms = {"ratio": s, "correction": w, "clip": clip, "drift": drift, "H": seen["entropy"]}
     terms["fate"] = np.where(w > 0, TRAINED, LEFT_OUT)
-    terms["loss/policy"] = -w * np.minimum(np.minimum(s, dual) * gain, s.clip(low, high) * gain)
+    surrogate = "clip" if config.get("loss.dual_clip") is None else "dual_clip"
+    terms["loss/policy"] = -w * SURROGATES[surrogate](s, gain, (low, high, dual))
     terms["slope"] = np.where(clip == 0, -w * s * gain, 0.0)
     terms["loss/kl"] = np.zeros(len(at))
     if config["loss.kl_coef"] > 0:

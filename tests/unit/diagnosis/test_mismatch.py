@@ -5,11 +5,9 @@ from __future__ import annotations
 import math
 
 import pytest
-import torch
-from torch import nn
 
+from gspo_gym.diagnosis.alarms import MismatchAlarm
 from gspo_gym.errors import EngineMismatchError
-from gspo_gym.learning.correction import MismatchAlarm, has_16_bits
 
 
 def metrics(gap: float, kl: float = 0.0) -> dict[str, float]:
@@ -51,10 +49,3 @@ def test_the_third_alarm_in_a_row_is_an_error_and_a_sound_batch_ends_the_row() -
         alarm.check(metrics(gap), sampled_under={0}, version=0)
     with pytest.raises(EngineMismatchError, match=r"in 3 batches in a row a logprob .* correction\.max_engine_gap"):
         alarm.check(metrics(1.0), sampled_under={0}, version=0)
-
-
-def test_16_bits_anywhere_count() -> None:
-    """A LoRA has float32 weights of its own on a 16-bit base."""
-    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    assert not has_16_bits(model)
-    assert has_16_bits(nn.Sequential(model[0], nn.Linear(2, 2, dtype=torch.bfloat16)))

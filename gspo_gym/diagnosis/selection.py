@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gspo_gym.rollout.ledger import Disposition
+from gspo_gym.rollout.summary import PlayedReturns
 from gspo_gym.seeding import generator
 from gspo_gym.types import Outcome, Trajectory
 
@@ -127,14 +128,14 @@ class AttemptWatch:
         counts, self._step = self._step, AttemptCounts()
         if not counts.attempts:
             return {}
-        seen = self.evidence
+        before = self.evidence
         # Each step is compared with itself: over the run, both failures and the length of episodes change.
         self.evidence = AttemptEvidence(
-            excess=seen.excess + counts.excess,
-            variance=seen.variance + counts.variance,
-            failed_after_action=seen.failed_after_action + counts.failed_after_action,
-            told=seen.told,
-            recent=(*seen.recent, counts)[-NUM_STEPS:],
+            excess=before.excess + counts.excess,
+            variance=before.variance + counts.variance,
+            failed_after_action=before.failed_after_action + counts.failed_after_action,
+            told=before.told,
+            recent=(*before.recent, counts)[-NUM_STEPS:],
         )
         return {
             "rollout/attempts": float(counts.attempts),
@@ -146,16 +147,14 @@ class AttemptWatch:
 
     def alarm(self) -> str | None:
         """Return what the steps so far show, in a sentence, at first and whenever there is twice as much; else None."""
-        seen = self.evidence
-        failed, standard_error = seen.failed_after_action, math.sqrt(seen.variance)
-        if seen.excess <= MAX_STANDARD_ERRORS * standard_error or failed < 2 * seen.told:
+        before = self.evidence
+        failed, standard_error = before.failed_after_action, math.sqrt(before.variance)
+        if before.excess <= MAX_STANDARD_ERRORS * standard_error or failed < 2 * before.told:
             return None
-        self.evidence = replace(seen, told=failed)
+        self.evidence = replace(before, told=failed)
         return (
-            f"{failed} attempts failed in the environment after an action of the policy, {seen.excess:.0f} more than "
-            f"if calls failed whatever the policy did ({seen.excess / standard_error:.1f} standard errors). If an "
-            "action is the cause, a retry keeps only episodes that did not do it: let the environment answer it with a "
-            "text and a reward, or raise ActionLimitError"
+            f"{failed} attempts failed in the environment after an action of the policy, {before.excess:.0f} more than "
+            f"if calls failed whatever the policy did ({before.excess / standard_error:.1f} standard errors)"
         )
 
     def app_alarm(self) -> str | None:
@@ -170,9 +169,7 @@ class AttemptWatch:
         self.evidence = replace(self.evidence, recent=())
         return (
             f"{lost} of {attempts} attempts ({lost / attempts:.0%}; the bound is {MAX_LOST_FRACTION:.0%}) were lost "
-            "after the policy had answered, because the app failed, aborted or gave no result in time. If it does so "
-            "at what the policy says, only episodes without that are learned from, and no return shows it: let the app "
-            "answer 200 with the return of such an episode; its log, and ledger.jsonl's reasons, say where it fails"
+            "after the policy had answered, because the app failed, aborted or gave no result in time"
         )
 
 
@@ -180,27 +177,6 @@ ERROR_RATE = 5e-4  # of each of the two tests of a step
 _NUM_DRAWS = 1999  # the smallest p is 1 / (1999 + 1) = ERROR_RATE
 _MAX_DRAWN = 1_000_000  # random numbers held at once
 _ROUNDING = 1e-9  # of the sum of sizes: draws that give the same sum in another order are equal
-
-
-@dataclass(frozen=True, slots=True)
-class PlayedReturns:
-    """The returns that apps stated for the finished attempts at a step's episodes.
-
-    Attributes:
-        kept: of those that are in the step's groups.
-        lost: of the others: dropped, dropped with their group, or played again.
-    """
-
-    kept: tuple[float, ...] = ()
-    lost: tuple[float, ...] = ()
-
-    @property
-    def mean_played(self) -> float | None:
-        return _mean((*self.kept, *self.lost))
-
-    @property
-    def mean_kept(self) -> float | None:
-        return _mean(self.kept)
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,8 +195,7 @@ class Selection:
         kept = "none of them is kept" if self.mean_kept is None else f"the mean of those kept is {self.mean_kept:.4g}"
         return (
             f"task apps finished {self.num_played} attempts with a mean return of {self.mean_played:.4g}, {kept} "
-            f"({self.num_kept}; p <= {self.p:.2g} over {self.num_steps} steps): what is dropped or played again "
-            "depends on its outcome, and the policy is trained on the rest; ledger.jsonl has the reasons"
+            f"({self.num_kept}; p <= {self.p:.2g} over {self.num_steps} steps)"
         )
 
 
@@ -311,10 +286,10 @@ def _sums_of_subsets(
 
 
 def _p_of(steps: Sequence[_Tested]) -> float:
-    seen = abs(sum(step.statistic for step in steps))
+    statistic = abs(sum(step.statistic for step in steps))
     drawn = np.abs(np.sum([step.drawn for step in steps], axis=0))
     rounding = _ROUNDING * sum(step.scale for step in steps)
-    return float((1 + np.count_nonzero(drawn >= seen - rounding)) / (1 + _NUM_DRAWS))
+    return float((1 + np.count_nonzero(drawn >= statistic - rounding)) / (1 + _NUM_DRAWS))
 
 
 def _selection(steps: Sequence[PlayedReturns], p: float) -> Selection:
@@ -324,7 +299,3 @@ def _selection(steps: Sequence[PlayedReturns], p: float) -> Selection:
     mean_played = together.mean_played
     assert mean_played is not None  # a step that was tested has attempts
     return Selection(len(steps), len(kept) + len(lost), len(kept), mean_played, together.mean_kept, p)
-
-
-def _mean(values: Sequence[float]) -> float | None:
-    return math.fsum(values) / len(values) if values else None

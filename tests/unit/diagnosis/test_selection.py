@@ -13,23 +13,23 @@ import numpy as np
 import pytest
 
 from gspo_gym.chat.renderer import RendererCache
+from gspo_gym.diagnosis.selection import (
+    ERROR_RATE,
+    NUM_STEPS,
+    AttemptCounts,
+    AttemptWatch,
+    SelectionAlarm,
+    SelectionEvidence,
+    _p_of,
+    _tested,
+)
 from gspo_gym.policy.load import tiny_tokenizer
 from gspo_gym.rollout.actors import ScriptedActor
 from gspo_gym.rollout.episode import episode_player
 from gspo_gym.rollout.ledger import Disposition
 from gspo_gym.rollout.limits import EpisodeLimits, PoolLimits
 from gspo_gym.rollout.pool import GroupRequest, RolloutPool
-from gspo_gym.rollout.selection import (
-    ERROR_RATE,
-    NUM_STEPS,
-    AttemptCounts,
-    AttemptWatch,
-    PlayedReturns,
-    SelectionAlarm,
-    SelectionEvidence,
-    _p_of,
-    _tested,
-)
+from gspo_gym.rollout.summary import PlayedReturns
 from gspo_gym.run.state import TrainState
 from gspo_gym.seeding import generator
 from gspo_gym.types import FinishReason, Outcome, Segment, Task, Trajectory, Turn
@@ -152,8 +152,7 @@ def test_an_alarm_is_one_of_more_than_four_standard_errors_and_comes_again_at_tw
     watch = AttemptWatch()
     assert told(watch, num_good=13, num_failed=13) == (
         "13 attempts failed in the environment after an action of the policy, 6 more than if calls failed whatever the "
-        f"policy did ({math.sqrt(51 / 3):.1f} standard errors). If an action is the cause, a retry keeps only episodes "
-        "that did not do it: let the environment answer it with a text and a reward, or raise ActionLimitError"
+        f"policy did ({math.sqrt(51 / 3):.1f} standard errors)"
     )
     assert told(watch, num_good=12, num_failed=12) is None  # 25 failures
     again = told(watch, num_good=1, num_failed=1)

@@ -22,6 +22,9 @@ from tiers import slow_but
 from gspo_gym.cli.main import main
 from gspo_gym.cli.train import run_training
 from gspo_gym.config.run_config import RunConfig
+from gspo_gym.diagnosis import tokens
+from gspo_gym.diagnosis.tokens import page_findings, rewards_follow_the_turn_before, terms_are_others
+from gspo_gym.diagnosis.view import Finding, StepView
 from gspo_gym.engine.local.shared_model import SharedModel
 from gspo_gym.judge import records as scorer
 from gspo_gym.judge.service.fake_server import create_fake_judge_app
@@ -35,9 +38,6 @@ from gspo_gym.remote.serving import BackgroundServer
 from gspo_gym.rollout import episode, pool, record
 from gspo_gym.rollout.actors import EngineActor
 from gspo_gym.run import collect
-from gspo_gym.run.doctor.checks import Finding
-from gspo_gym.run.report.checks import page_findings, rewards_follow_the_turn_before, shares_are_not_the_loss
-from gspo_gym.run.report.page_data import StepView
 from gspo_gym.run.tokens import open_tokens, pack_columns, token_path
 from gspo_gym.types import Completion, Outcome, Sampling, StepResult, Trajectory
 
@@ -323,6 +323,46 @@ def play_one_twice(patch: Patch) -> None:
     patch.setattr(pool.RolloutPool, "_assemble", assemble)
 
 
+def add_noise(patch: Patch) -> None:
+    """An engine with other kernels: its logprobs are off by some 1e-3 nats."""
+
+    async def act(self: Any, request: Any) -> Completion:
+        sampled = await right(self, request)
+        noise = np.random.default_rng(request.sampling_seed).normal(0, 1e-3, len(sampled.logprobs))
+        return dataclasses.replace(sampled, logprobs=np.minimum(sampled.logprobs + noise, 0).astype(np.float32))
+
+    right = EngineActor.__call__
+    patch.setattr(EngineActor, "__call__", act)
+
+
+def stamp_old_versions(patch: Patch) -> None:
+    """The engine says that the weights before the newest ones sampled."""
+
+    async def act(self: Any, request: Any) -> Completion:
+        sampled = await right(self, request)
+        return dataclasses.replace(sampled, weight_version=np.maximum(sampled.weight_version - 1, 0))
+
+    right = EngineActor.__call__
+    patch.setattr(EngineActor, "__call__", act)
+
+
+def double_the_advantages(patch: Patch) -> None:
+    def batch_advantages(*given: Any, **more: Any) -> Any:
+        result = right(*given, **more)
+        return dataclasses.replace(result, values=tuple(2 * value for value in result.values))
+
+    right = batching.batch_advantages
+    patch.setattr(batching, "batch_advantages", batch_advantages)
+
+
+def take_ratios_of_tokens(patch: Patch) -> None:
+    def policy_loss(*given: Any, settings: Any, **more: Any) -> Any:
+        return right(*given, settings=settings.model_copy(update={"unit": "token"}), **more)
+
+    right = losses.policy_loss
+    patch.setattr(update, "policy_loss", policy_loss)
+
+
 BUGS: list[tuple[Callable[[Patch], None], str, dict[str, Any]]] = [
     (shift_the_mask, "mask_is_shifted", {}),
     (shift_the_record, "mask_is_shifted", {}),
@@ -336,9 +376,17 @@ BUGS: list[tuple[Callable[[Patch], None], str, dict[str, Any]]] = [
     (count_turns_for_episodes, "denominators_are_others", {}),
     (swap_the_clip, "clip_sides_are_swapped", {}),
     (mix_judgements_up, "judgement_is_anothers", {"judge": {}}),
-    (take_the_engines_logprobs, "old_logprobs_are_the_engines", {}),
+    (take_the_engines_logprobs, "old_logprobs_are_others", {}),
     (play_one_twice, "episodes_are_duplicated", {}),
+    (add_noise, "precisions_differ", {}),
+    (stamp_old_versions, "weights_are_stale", {}),
+    (double_the_advantages, "advantages_are_others", {}),
+    (take_ratios_of_tokens, "terms_are_others", {}),
 ]
+
+
+def test_every_finding_in_recorded_tokens_has_a_planted_bug() -> None:
+    assert {check for _, check, _ in BUGS} == set(tokens._TEXTS)
 
 
 @pytest.mark.parametrize(
@@ -364,18 +412,6 @@ def test_a_planted_bug_is_the_first_finding(
     printed = capsys.readouterr().out
     assert "episodes checked: WRONG DATA\n\nSERIOUS  " in printed
     assert first.problem in " ".join(printed.split())
-
-
-def add_noise(patch: Patch) -> None:
-    """An engine with other kernels: its logprobs are off by some 1e-3 nats."""
-
-    async def act(self: Any, request: Any) -> Completion:
-        sampled = await right(self, request)
-        noise = np.random.default_rng(request.sampling_seed).normal(0, 1e-3, len(sampled.logprobs))
-        return dataclasses.replace(sampled, logprobs=np.minimum(sampled.logprobs + noise, 0).astype(np.float32))
-
-    right = EngineActor.__call__
-    patch.setattr(EngineActor, "__call__", act)
 
 
 GOOD: dict[str, tuple[Callable[[Patch], None] | None, dict[str, Any]]] = {
@@ -453,7 +489,7 @@ def cut_weights(ratio: torch.Tensor, advantage: torch.Tensor, settings: Any) -> 
 
 def test_a_surrogate_that_is_added_to_the_learner_alone_is_right_on_the_page(runs: Path, monkeypatch: Patch) -> None:
     config = config_of(runs, "another_surrogate", {"loss": {"kl_coef": 0.0}})
-    monkeypatch.setattr(losses, "_surrogate", cut_weights)
+    monkeypatch.setitem(losses.SURROGATES, "clip", cut_weights)
     run_training(config)
     assert found_in(config.run_folder) == []
     monkeypatch.undo()
@@ -492,21 +528,22 @@ def test_rewards_are_late_only_where_siblings_part_in_a_turn_that_can_earn(is_la
 def test_a_loss_whose_terms_cancel_is_compared_by_their_sizes(loss: float, is_wrong: bool) -> None:
     """Terms of +200 and -200 in float32 sum to 0 within 1e-5 of 400: 0.004."""
     update = {"shares": 0.0, "share_sizes": 400.0}
-    view = StepView({"rules": {}}, {"name": "step_000001", "step": 1, "groups": [], "update": update, "loss": loss})
-    assert (shares_are_not_the_loss(view) is not None) == is_wrong
+    values = {"name": "step_000001", "step": 1, "groups": [], "update": update, "loss": loss}
+    view = StepView({"rules": {"loss": {}}}, values)
+    assert (terms_are_others(view) is not None) == is_wrong
 
 
 @pytest.mark.parametrize("number", [np.nan, np.inf, -np.inf])
 def test_a_share_that_is_no_number_is_named_and_the_page_is_written(runs: Path, tmp_path: Path, number: float) -> None:
     folder = tmp_path / "run"
     shutil.copytree(runs / "base", folder)
-    tokens = open_tokens(folder, 1)
-    columns = tokens.columns()
+    recorded = open_tokens(folder, 1)
+    columns = recorded.columns()
     columns["share"][0, np.flatnonzero(columns["fate"] == Fate.TRAINED)[-1]] = number
-    sizes = {name: stop - start for name, (start, stop) in tokens.spans.items()}
+    sizes = {name: stop - start for name, (start, stop) in recorded.spans.items()}
     token_path(folder, 1).write_bytes(pack_columns(1, sizes, columns, {}))
     (found,) = found_in(folder)
-    assert found.check == "shares_are_others"
+    assert found.check == "terms_are_others"
     assert "its share of the loss is nan" in found.evidence  # a page has null for what is not finite
 
 

@@ -16,10 +16,11 @@ import pytest
 import torch
 
 from gspo_gym.cli.verify import _KNOWN
+from gspo_gym.diagnosis import oracle
+from gspo_gym.diagnosis.oracle import StepRecords, terms_of, units_of_loss
 from gspo_gym.learning import losses
 from gspo_gym.learning.losses import count_denominators, policy_loss
 from gspo_gym.learning.settings import LossSettings
-from gspo_gym.run.verify import StepRecords, terms_of, units_of_loss
 
 # Beside the choices: wide enough that all bounds bind and none binds everywhere.
 NUMBERS: dict[str, Any] = {"clip_low": 0.2, "clip_high": 0.3, "dual_clip": 1.4, "kl_coef": 0.1, "kl_clamp": 0.9}
@@ -36,7 +37,9 @@ def choices_of(name: str) -> list[Any]:
     annotation = LossSettings.model_fields[name].annotation
     if typing.get_origin(annotation) is Literal:
         return list(typing.get_args(annotation))
-    return [False, True] if annotation is bool else [NUMBERS[name]]
+    if annotation is bool:
+        return [False, True]
+    return [NUMBERS[name], None] if name == "dual_clip" else [NUMBERS[name]]
 
 
 def every_pair_of_choices() -> list[LossSettings]:
@@ -121,6 +124,12 @@ def differences(every: Sequence[LossSettings]) -> list[tuple[str, LossSettings]]
     return found
 
 
+def test_the_oracle_has_a_line_for_every_surrogate() -> None:
+    assert set(oracle.SURROGATES) == set(losses.SURROGATES)
+    chosen = {settings.surrogate for settings in every_pair_of_choices()}
+    assert chosen == set(losses.SURROGATES), "a surrogate that no setting chooses is compared with nothing"
+
+
 def test_the_oracle_knows_every_key_and_every_choice_of_the_loss() -> None:
     assert {f"loss.{name}" for name in LossSettings.model_fields} <= set(_KNOWN)
     for name, field in LossSettings.model_fields.items():
@@ -138,5 +147,5 @@ def test_a_surrogate_of_the_learner_alone_is_found(monkeypatch: pytest.MonkeyPat
     def without_clip(ratio: torch.Tensor, advantage: torch.Tensor, settings: LossSettings) -> torch.Tensor:
         return ratio * advantage
 
-    monkeypatch.setattr(losses, "_surrogate", without_clip)
+    monkeypatch.setitem(losses.SURROGATES, "dual_clip", without_clip)
     assert {name for name, _ in differences(every_pair_of_choices()[:1])} == {"share", "slope"}

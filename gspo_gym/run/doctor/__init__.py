@@ -1,1 +1,0 @@
-"""Checks that say in sentences where a run fails, and which key to change."""
