@@ -133,7 +133,8 @@ async def _start(
         num_threads = stack.enter_context(computing_elsewhere(build.device_of(config)))
         policy = build.build_policy(config, base)
         config = _with_date(config, policy, progress)
-        player = await build_training_player(config, policy, fleet)
+        with steering.phases.during("starting the engine"):
+            player = await build_training_player(config, policy, fleet)
         stack.push_async_callback(player.close)
         judging = await _enter_judging(config, player, stack)
         warmup = await build_warmup(config, player, partial(steering.phases.advance, "warming up"))
@@ -216,7 +217,8 @@ async def _resume_held(config: RunConfig, seat: Seat | None, progress: Progress,
         fleet = stack.enter_context(launching(config, seat, steering.fail))
         num_threads = stack.enter_context(computing_elsewhere(build.device_of(config)))
         policy = build.build_policy(config, str(checkpoint.model_folder))
-        player = await build_training_player(config, policy, fleet)
+        with steering.phases.during("starting the engine"):
+            player = await build_training_player(config, policy, fleet)
         stack.push_async_callback(player.close)
         judging = await _enter_judging(config, player, stack)
         for line in (*await player.start(), *await environment_notes(config, player.renderers)):

@@ -39,7 +39,17 @@ LOCK_FILE = ".lock"
 PROCESS_FILE = "process.json"
 MOUNTS = Path("/proc/self/mountinfo")
 # Learning includes publishing the weights; saving, only what the run waits for; waiting is that of a paused run.
-PHASES = ("starting", "warming up", "collecting", "learning", "evaluating", "saving", "waiting", "ending")
+PHASES = (
+    "starting",
+    "starting the engine",
+    "warming up",
+    "collecting",
+    "learning",
+    "evaluating",
+    "saving",
+    "waiting",
+    "ending",
+)
 _PHASE_BYTES = 64  # in the lock's file
 _WORDS = {"starting": "getting ready", "collecting": "playing"}  # for people, where it is not the name
 
