@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
+from benchmarks.batches import run_batches
 from benchmarks.chaos import Layout, run_chaos
 from benchmarks.checkpoints import run_checkpoints
 from benchmarks.cluster import run_cluster
@@ -27,7 +28,7 @@ from benchmarks.head import run_head
 from benchmarks.isolation import run_isolation
 from benchmarks.mutants import QUICK, Effort, choose_files, inside, run_mutants
 from benchmarks.page import run_page
-from benchmarks.peers import PEER, SPEED, choose, peer_is_installed, run_peers, run_threads
+from benchmarks.peers import PEER, SPEED, choose, peer_is_installed, run_peers, run_real, run_threads
 from benchmarks.pipeline import Workload, run_pipeline
 from benchmarks.pool import run_pool
 from benchmarks.prefixes import run_prefixes
@@ -39,6 +40,7 @@ from benchmarks.tokens import run_tokens
 from benchmarks.weights import run_weights
 from gspo_gym.cli.command_line import Parser, parse_and_run
 from gspo_gym.errors import UsageError
+from gspo_gym.policy.bases import SMOLLM2
 
 Arguments = argparse.Namespace
 
@@ -49,7 +51,15 @@ def _gateway(a: Arguments) -> int:
     return run_gateway(repeats=a.repeats)
 
 
+def _engines(a: Arguments) -> tuple[int, list[Value]]:
+    if a.model == SMOLLM2:
+        return 0, run_batches(a.model, num_episodes=a.episodes or 96, repeats=a.repeats)
+    return 0, run_engines(a.model, dtype=a.dtype, num_episodes=a.episodes or 64, repeats=a.repeats)
+
+
 def _peers(a: Arguments) -> tuple[int, list[Value]]:
+    if a.model == SMOLLM2:
+        return _shown(run_real(a.model, rounds=a.repeats, threads=a.threads, with_peer=not a.alone), a)
     return _shown(run_peers(choose(a.files, learn=a.learn), rounds=a.repeats, threads=a.threads), a)
 
 
@@ -99,10 +109,7 @@ PRINTED: Mapping[str, Callable[[Arguments], int]] = {
 }
 # Benchmarks that print, and return an exit status and what can be kept.
 KEPT: Mapping[str, Callable[[Arguments], tuple[int, list[Value]]]] = {
-    "engines": lambda a: (
-        0,
-        run_engines(a.model, dtype=a.dtype, num_episodes=a.episodes or 64, repeats=a.repeats),
-    ),
+    "engines": _engines,
     "decode": lambda a: (0, run_decode(a.model, repeats=a.repeats)),
     "cluster": lambda a: (0, run_cluster(a.model, repeats=a.repeats, threads=a.threads)),
     "compile": lambda a: (0, run_compile(a.model, a.files, repeats=a.repeats)),
@@ -140,7 +147,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--model",
         default="tiny:qwen3-256",
-        help="hub id, folder or tiny:NAME; of prefixes and compile also wide, a larger one (default: %(default)s)",
+        help="hub id, folder or tiny:NAME; of prefixes and compile also wide, a larger one; of engines and peers also "
+        "smollm2, the instruct model (default: %(default)s)",
     )
     parser.add_argument("--dtype", default="float32", help="default: %(default)s")
     parser.add_argument(
@@ -170,6 +178,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=2,
         help="chaos: processes that sample; 1: the driver does (default: %(default)s)",
     )
+    parser.add_argument("--alone", action="store_true", help="peers of smollm2: without TRL")
     parser.add_argument("--learn", action="store_true", help="peers: time to learn two games, which takes long")
     parser.add_argument(
         "--keep",

@@ -24,6 +24,7 @@ class Job:
         num_steps: batches that are timed; one before them is not.
         text_length: of each of the environment's texts in "talk".
         goal: mean reward of a batch at which to stop; None: after num_steps.
+        lora_rank: of an adapter on all linear layers; 0: all weights are trained.
     """
 
     game: str
@@ -35,6 +36,7 @@ class Job:
     text_length: int = 24
     goal: float | None = None
     seed: int = 0
+    lora_rank: int = 0
 
     def to_json(self) -> str:
         """Return the job as an argument of a process."""

@@ -182,8 +182,12 @@ class WeightSyncSection(Settings):
 
     enable: bool = Field(default=True, description="whether the engine gets new weights at all: it must")
     targets: tuple[Literal["policy"], ...] = Field(default=("policy",), description="whose weights are sent")
-    mode: Literal["direct", "full"] = Field(
-        default="direct", description="an adapter alone where the engine takes adapters, or always all weights, merged"
+    mode: Literal["auto", "direct", "full"] = Field(
+        default="auto",
+        description="direct: an adapter alone where the engine takes adapters; full: always all weights, an adapter "
+        "merged; auto: full where all weights are handed over (transfer, or processes that sample) and for vLLM on a "
+        "processor, whose kernels for adapters are slow there (8 times the seconds of a batch with a model of 135M "
+        "weights), else direct",
     )
     direct: bool = Field(
         default=True, description="through memory (the learner's own, or /dev/shm), not through the run's folder"

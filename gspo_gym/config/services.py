@@ -178,6 +178,14 @@ class VllmSection(Settings):
     kv_cache_gib: float | None = Field(
         default=None, gt=0, description="GiB for keys and values; absent: what is left of that, or 1 on a processor"
     )
+    block_size: int | None = Field(
+        default=None,
+        gt=0,
+        multiple_of=16,
+        description="tokens of a block of keys and values, and the least that a turn finds again of the one before it: "
+        "only whole blocks are kept; on a processor a multiple of 32, which its kernels take; absent: 32 there, where "
+        "vLLM's own 128 is longer than a short episode, else vLLM's own",
+    )
     enforce_eager: bool | None = Field(
         default=None, description="neither compile nor capture CUDA graphs; absent: only on a processor"
     )
@@ -269,10 +277,10 @@ def _missing_of_replicas(topology: TopologySection, sections: Mapping[str, Any])
     who, found = f"topology.gpus_for_vllm = {topology.gpus_for_vllm} processes", []
     if mode == "qlora" and sections["rollout"].engine == "local":  # with vLLM nothing can be quantized
         found.append(f'model.trainer_mode = "qlora": {who} cannot be given quantized weights; use "lora"')
-    if mode == "lora" and sections["rollout"].engine == "vllm" and (sync is None or sync.mode == "direct"):
+    if mode == "lora" and sections["rollout"].engine == "vllm" and sync is not None and sync.mode == "direct":
         found.append(
             f'training.weight_sync.mode = "direct": {who} with vLLM take whole weights, one at a time, and no adapter; '
-            'set "full", which merges it'
+            'set "auto" or "full", which merges it'
         )
     if sync is not None and sync.transfer != "files":
         found.append(

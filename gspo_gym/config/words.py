@@ -27,7 +27,7 @@ from gspo_gym.errors import nearest_name, shortened
 
 _NOUNS = {int: "an integer", float: "a number", str: "a string", bool: "true or false"}
 _PLURALS = {int: "integers", float: "numbers", str: "strings"}
-_SIGNS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
+_SIGNS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<=", "multiple_of": "a multiple of"}
 _MAX_SHOWN = 60  # characters of a wrong value
 _PASSED_ON = ("env_config", "policy_config")  # to environments and apps, which may take any text
 # Names and values that a key would have; the prefixes are those of OpenAI, Groq, Hugging Face, xAI, GitHub and W&B.

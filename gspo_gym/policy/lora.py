@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from gspo_gym.errors import ConfigError, nearest_name
+from gspo_gym.learning.adapters import quicken_adapters
 from gspo_gym.learning.settings import LoraSettings
 from gspo_gym.seeding import child_seed
 
@@ -93,6 +94,7 @@ def add_lora(model: Any, settings: LoraSettings, seed: int) -> Any:
             f"lora.target_modules: PEFT cannot tell {differing[0]!r} (and {len(differing) - 1} more) from others of "
             "its name in this model; name fewer modules"
         )
+    quicken_adapters(adapted)
     return adapted
 
 
@@ -104,7 +106,9 @@ def load_lora(base: Any, folder: Path, device: str) -> Any:
         # For experts adapted as two matrices that are fused today, PEFT doubles the rank, and then says that it did
         # not, because it looks for them among modules only.
         warnings.filterwarnings("ignore", r"The following (rank|alpha)_pattern keys did not match", RuntimeWarning)
-        return PeftModel.from_pretrained(base, folder, adapter_name=ADAPTER, is_trainable=True, torch_device=device)
+        model = PeftModel.from_pretrained(base, folder, adapter_name=ADAPTER, is_trainable=True, torch_device=device)
+    quicken_adapters(model)
+    return model
 
 
 def adapt_lora(model: Any, settings: LoraSettings, seed: int) -> Any:

@@ -259,18 +259,24 @@ def versions_of(trajectory: Trajectory) -> frozenset[int]:
 
 
 def choose_kind(
-    engine: Engine, *, is_adapter: bool, mode: Literal["direct", "full"], direct: bool, is_handed_over: bool = False
+    engine: Engine,
+    *,
+    is_adapter: bool,
+    mode: Literal["auto", "direct", "full"],
+    direct: bool,
+    is_handed_over: bool = False,
 ) -> UpdateKind:
     """Choose the way by which weights reach this engine with the least copying that the settings allow.
 
-    `direct` allows to share memory. Of staged weights, mode "direct" sends the adapter alone if the policy is one, and
-    "full" sends all weights, an adapter merged into them. `is_handed_over` is for engines that were started for that.
+    `direct` allows to share memory. Of staged weights, mode "full" sends all, an adapter merged into them, and the
+    others send the adapter alone if the policy is one and the engine takes adapters. `is_handed_over` is for engines
+    that were started for that.
 
     Raises:
         ConfigError: the engine has none of these ways.
     """
     wanted: list[UpdateKind] = ["shared"] if direct else []
-    wanted += ["adapter"] if is_adapter and mode == "direct" else []
+    wanted += ["adapter"] if is_adapter and mode != "full" else []
     wanted = ["transfer"] if is_handed_over else [*wanted, "full"]
     for kind in wanted:
         if kind in engine.capabilities.update_kinds:

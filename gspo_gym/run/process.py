@@ -41,7 +41,16 @@ LOCK_FILE = ".lock"
 PROCESS_FILE = "process.json"
 MOUNTS = Path("/proc/self/mountinfo")
 # Learning includes publishing the weights; saving, only what the run waits for.
-PHASES = ("starting", "warming up", "collecting", "learning", "evaluating", "saving", "ending")
+PHASES = (
+    "starting",
+    "starting the engine",
+    "warming up",
+    "collecting",
+    "learning",
+    "evaluating",
+    "saving",
+    "ending",
+)
 _PHASE_BYTES = 64  # in the lock's file
 _WORDS = {"starting": "getting ready", "collecting": "playing"}  # for people, where it is not the name
 

@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import gguf
+import numpy as np
+import peft
 import pytest
 import torch
+from agreement import nudge, plain_logprobs
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
 from gspo_gym.cli.main import main
 from gspo_gym.learning.settings import LoraSettings
 from gspo_gym.policy.bases import adapter_base, gguf_of
+from gspo_gym.policy.export import export
 from gspo_gym.policy.facts import facts_of
 from gspo_gym.policy.gguf import cache_folder
 from gspo_gym.policy.load import Policy, adapt_policy, load_policy, save_policy
@@ -72,3 +79,34 @@ def test_it_is_converted_once_and_an_adapter_names_it_and_not_the_cache(policy: 
     assert load_policy(str(tmp_path / "adapter")).tokenizer.eos_token == "<|im_end|>"
     assert list(cache_folder().iterdir()) == [folder]
     assert (folder / "model.safetensors").stat().st_mtime_ns == changed
+
+
+def test_an_adapter_of_it_and_the_merged_model_load_elsewhere_with_equal_logprobs(tmp_path: Path) -> None:
+    """The adapter by peft on what `smollm2` was converted to; merged in float32, and in bfloat16, rounded once."""
+    adapted = adapt_policy(load_policy("smollm2"), LoraSettings(r=4, alpha=8, target_modules="all-linear"), seed=0)
+    nudge(adapted.model, 7, scale=0.01)
+    save_policy(adapted, tmp_path / "checkpoint")
+    write = partial(export, str(tmp_path / "checkpoint"), describe=lambda _: "")
+    write(tmp_path / "adapter")
+    write(tmp_path / "merged", is_merged=True)
+    write(tmp_path / "half", is_merged=True, dtype="bfloat16")
+
+    ids = adapted.tokenizer("The capital of France is Paris, and the capital of Spain is Madrid.")["input_ids"]
+    expected = plain_logprobs(adapted.model, ids[:4], ids[4:])
+    with adapted.model.disable_adapter():
+        assert abs(plain_logprobs(adapted.model, ids[:4], ids[4:]) - expected).max() > 1e-2  # the base would be seen
+
+    (folder,) = cache_folder().iterdir()
+    load = partial(AutoModelForCausalLM.from_pretrained, dtype=torch.float32)
+    theirs = peft.PeftModel.from_pretrained(load(folder), tmp_path / "adapter")
+    np.testing.assert_allclose(plain_logprobs(theirs, ids[:4], ids[4:]), expected, rtol=1e-5, atol=1e-5)
+    merged = load(tmp_path / "merged")
+    np.testing.assert_allclose(plain_logprobs(merged, ids[:4], ids[4:]), expected, rtol=1e-5, atol=1e-5)
+
+    # By equation 3 of arXiv 2106.09685: W + alpha / r * B A.
+    layer = theirs.base_model.model.model.layers[11].mlp.down_proj
+    delta = 8 / 4 * layer.lora_B.default.weight @ layer.lora_A.default.weight
+    whole = merged.model.layers[11].mlp.down_proj.weight
+    torch.testing.assert_close(whole, layer.base_layer.weight + delta, rtol=1e-6, atol=1e-6)
+    half = load_file(tmp_path / "half" / "model.safetensors")["model.layers.11.mlp.down_proj.weight"]
+    assert torch.equal(half, whole.detach().to(torch.bfloat16))

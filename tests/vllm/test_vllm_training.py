@@ -80,8 +80,11 @@ def played(run: RunConfig) -> list[list[int]]:
 
 
 @pytest.mark.nightly
-def test_two_steps_with_adapters_on_vllm_in_this_process_agree_with_the_learner(folder: Path) -> None:
-    require_sound(config(folder, {"source": "player", "label": "lora", "trainer_mode": "lora"}, vllm=VLLM))
+@pytest.mark.parametrize("mode", ["auto", "direct"])  # merged here, and as adapters
+def test_two_steps_of_an_adapter_on_vllm_in_this_process_agree_with_the_learner(mode: str, folder: Path) -> None:
+    training = {**TRAINING, "weight_sync": {"mode": mode}}
+    model = {"source": "player", "label": f"lora-{mode}", "trainer_mode": "lora"}
+    require_sound(config(folder, model, vllm=VLLM, training=training))
 
 
 def test_a_runs_own_lines_are_not_buried_in_vllms_log(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:

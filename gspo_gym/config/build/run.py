@@ -190,7 +190,8 @@ async def _build_players(config: RunConfig, orders: Orders, session: Session, st
     if not start.is_resumed and (dated := with_fixed_date(config, policy.tokenizer)) is not config:
         config, date = dated, dated.model.template_date
         progress.note(f"the chat template shows today's date, which is {date} for the whole run (model.template_date)")
-    player = await build_training_player(config, policy, fleet)
+    with session.steering.phases.during("starting the engine"):
+        player = await build_training_player(config, policy, fleet)
     stack.push_async_callback(player.close)
     judging = build_judging(config, None if player.apps is None else player.apps.rubric_of)
     if judging is not None:

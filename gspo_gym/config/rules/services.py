@@ -252,9 +252,19 @@ def _something_is_in_flight(in_flight: str | None, max_staleness: int) -> str | 
     )
 
 
+_SHARED = "it shares the learner's weights"
+
+
 def _of_sent_weights(key: str, default: Any) -> Rule:
-    advice = f"it shares the learner's weights; set {show(default)}"
+    advice = f"{_SHARED}; set {show(default)}"
     return no_effect(key, default, "rollout.engine", lambda engine: engine != "local", advice)
+
+
+def _mode_acts(mode: str | None, engine: str) -> str | None:
+    if mode != "full" or engine == "vllm":
+        return None  # "direct" is what the hosted trainer's files say, and changes as little elsewhere as "auto"
+    reason = _SHARED if engine == "local" else "it gets no weights"
+    return f'has no effect with rollout.engine = {show(engine)}: {reason}; set "auto", or remove this'
 
 
 def _stale_weights_are_allowed(max_staleness: int, interval: int, engine: str, *sampling: Any) -> str | None:
@@ -301,7 +311,7 @@ def _sinks_are_different(report_to: tuple[str, ...] | None) -> str | None:
     return f"names a sink twice: {show(list(report_to))}"
 
 
-_SYNC, _SENT = "training.weight_sync", ("mode", "direct", "verify_every_k")
+_SYNC, _SENT = "training.weight_sync", ("direct", "verify_every_k")
 _REPLICAS = ("topology.type", "topology.gpus_for_vllm", "topology.tensor_parallel", "vllm.data_parallel_size")
 _GPUS = (
     "topology.type",
@@ -407,7 +417,8 @@ SERVICE_RULES = (
         ),
         _sync_meets,
     ),
-    *(_of_sent_weights(f"{_SYNC}.{name}", default_of(WeightSyncSection, name)) for name in ("mode", "direct")),
+    Rule((f"{_SYNC}.mode", "rollout.engine"), _mode_acts),
+    _of_sent_weights(f"{_SYNC}.direct", default_of(WeightSyncSection, "direct")),
     Rule(("tracking.report_to",), _sinks_are_different),
     *(
         no_effect(
@@ -446,11 +457,11 @@ def _weights_are_whole(transfer: str | None, trainer_mode: str, mode: str | None
         return None
     if trainer_mode == "qlora":
         return f'{show(transfer)} hands over whole models, and quantized weights cannot be: set "files"'
-    if mode == "full":
+    if mode != "direct":
         return None
     return (
         f"{show(transfer)} hands over whole models, but training.weight_sync.mode {show(mode)} sends an adapter alone: "
-        'set that to "full", which merges it, or this to "files"'
+        'set that to "auto" or "full", which merge it, or this to "files"'
     )
 
 

@@ -7,11 +7,23 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from benchmarks.main import main
 from benchmarks.peer_games import GAMES, SYMBOLS, Job
-from benchmarks.peer_ours import make_config
-from benchmarks.peers import SPEED, Case, choose, cost, game_policy, measure, parse_answer, peer_python, run_threads
+from benchmarks.peer_ours import CountedComputer, floor_seconds, make_config
+from benchmarks.peers import (
+    SPEED,
+    Case,
+    choose,
+    cost,
+    game_policy,
+    measure,
+    parse_answer,
+    peer_python,
+    run_real,
+    run_threads,
+)
 from gspo_gym.errors import MissingExtraError, ServiceError, UnknownNameError, UsageError
 
 
@@ -53,6 +65,57 @@ def test_our_side_with_several_threads_is_compared_with_one(monkeypatch: pytest.
     assert (games.ours, games.peer, games.goal) == ((6.0,), (9.0,), 1.4)
     with pytest.raises(UsageError, match="expected --threads 2 or more, got 1"):
         run_threads(rounds=1, threads=1)
+
+
+def test_a_real_models_learning_stands_beside_its_floor_and_an_adapter_beside_all_weights(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def side(playing: float, learning: float) -> Any:
+        def run(job: Job, _: Path, __: int) -> Mapping[str, Any]:
+            factor = 0.5 if job.lora_rank else 1.0
+            return {"playing": [playing], "learning": [factor * learning], "floor": factor * 8.0}
+
+        return run
+
+    monkeypatch.setattr(
+        "benchmarks.peers.all_sides", lambda *, with_peer: {"ours": side(2.0, 10.0), "peer": side(7.0, 25.0)}
+    )
+    monkeypatch.setattr("benchmarks.peers.load_policy", lambda _: game_policy())
+    values = {value.name: value for value in run_real("smollm2", rounds=1, threads=1)}
+    assert [name for name, value in values.items() if value.goal is not None] == [
+        "sampling, all weights",
+        "learning, all weights, beside its floor",
+        "sampling, an adapter",
+        "learning, an adapter, beside its floor",
+        "a step, an adapter beside all weights",
+    ]
+    assert values["sampling, an adapter"].ratios == (3.5,)  # 7 / 2
+    assert values["learning, all weights"].ratios == (2.5,)  # 25 / 10
+    assert values["learning, all weights, beside its floor"].ratios == (0.8,)  # 8 / 10
+    assert values["learning, an adapter, beside its floor"].ratios == (0.8,)  # 4 / 5
+    assert values["a step, an adapter beside all weights"].ratios == (12 / 7,)  # 2 + 10 beside 2 + 5
+
+
+def test_the_floor_counts_products_of_all_weights_with_every_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    policy = game_policy()
+    num_weights = sum(p.numel() for p in policy.model.parameters())
+    monkeypatch.setattr("benchmarks.peer_ours.load_policy", lambda _: policy)
+    monkeypatch.setattr("benchmarks.peer_ours.matmul_flops", lambda: 1e9)
+    assert floor_seconds("m", num_tokens=100, is_lora=False) == pytest.approx(6 * num_weights * 100 / 1e9)
+    assert floor_seconds("m", num_tokens=100, is_lora=True) == pytest.approx(4 * num_weights * 100 / 1e9)
+
+
+def test_tokens_that_rows_share_are_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(CountedComputer, "num_tokens", 0)
+    computer = CountedComputer(game_policy().model, share_prefixes="auto")
+    ids = torch.tensor([[1, 2, 3, 4, 5, 6], [1, 2, 3, 4, 7, 8]])
+    mask = torch.ones_like(ids, dtype=torch.bool)
+    actions = mask & (torch.arange(6) >= 4)
+    with torch.no_grad():
+        computer.compute(ids, mask, actions)
+    assert CountedComputer.num_tokens == 0
+    computer.compute(ids, mask, actions)
+    assert CountedComputer.num_tokens == 6  # 4 that both share, and one more of each: the last predicts nothing
 
 
 def test_an_answer_is_the_last_line_whatever_stands_before_it() -> None:

@@ -251,6 +251,7 @@ SHOWN_BY = {
             "gpu_memory_utilization",
             "sleep_while_learning",
             "kv_cache_gib",
+            "block_size",
             "enforce_eager",
             "structured_output",
         )
@@ -281,7 +282,7 @@ SHOWN_BY = {
     "rollout.policy_name": "tests/unit/run/test_run_settings.py::test_a_run_records_who_played_and_what_it_was_told",
     # they need an engine that is sent its weights
     "training.weight_sync_interval": SYNC + "test_weights_are_sent_every_interval_iterations",
-    "training.weight_sync.mode": SYNC + "test_mode_decides_whether_an_adapter_is_sent_alone",
+    "training.weight_sync.mode": ENGINES + "test_an_adapter_is_merged_for_vllm_on_a_processor_unless_mode_is_direct",
     "training.weight_sync.direct": SYNC + "test_direct_goes_through_memory_and_otherwise_through_the_runs_folder",
     "training.weight_sync.in_flight": "tests/unit/cluster/test_replicas.py::"
     "test_calls_in_flight_at_an_update_end_before_it_or_go_on_under_the_new_weights",

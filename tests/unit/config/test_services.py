@@ -88,7 +88,12 @@ def test_everything_that_is_missing_is_listed_at_once(make: Make) -> None:
             'model.trainer_mode = "qlora": vLLM would sample',
         ),
         (
-            {**TWO_SAMPLE, "rollout.engine": "vllm", "model.trainer_mode": "lora"},
+            {
+                **TWO_SAMPLE,
+                "rollout.engine": "vllm",
+                "model.trainer_mode": "lora",
+                "training.weight_sync": {"mode": "direct"},
+            },
             'training.weight_sync.mode = "direct": topology.gpus_for_vllm = 2 processes with vLLM take whole weights',
         ),
         (

@@ -20,8 +20,10 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections import Counter
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from operator import itemgetter
 from pathlib import Path
 
@@ -45,6 +47,7 @@ from gspo_gym.errors import (
     CheckpointError,
     ConfigError,
     EngineMismatchError,
+    GymError,
     RolloutError,
     StorageError,
     UnknownNameError,
@@ -52,6 +55,7 @@ from gspo_gym.errors import (
 from gspo_gym.policy.manifest import read_manifest
 from gspo_gym.rollout.episode_files import read_episodes
 from gspo_gym.rollout.ledger import Terminal, imbalances, read_ledger
+from gspo_gym.run.process import Phase, read_phase
 from gspo_gym.run.recording import RunRecorder
 from gspo_gym.run.records import read_events, read_metrics, read_run_id, read_view
 from gspo_gym.types import Outcome
@@ -784,3 +788,27 @@ def test_every_started_episode_of_a_run_has_one_end(tmp_path):
     assert len(started) == 8
     assert sorted(started) == sorted(ended)
     assert len(set(started)) == 8
+
+
+def test_a_run_says_that_its_engine_starts(tmp_path):
+    """Seen by the server that it connects to, which then refuses."""
+    config = make_config(tmp_path)
+    seen = []
+
+    class Server(BaseHTTPRequestHandler):
+        def do_GET(self):
+            seen.append(read_phase(config.run_folder))
+            self.send_error(404)
+
+        def log_message(self, *_):
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Server) as server:
+        threading.Thread(target=server.serve_forever).start()
+        values = config.model_dump(exclude_unset=True)
+        values["rollout"]["engine"] = "vllm"
+        values["services"] = {"engine_urls": [f"http://127.0.0.1:{server.server_port}"]}
+        with pytest.raises(GymError):
+            run_training(RunConfig.from_dict(values))
+        server.shutdown()
+    assert Phase("starting the engine") in seen

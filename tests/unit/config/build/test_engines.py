@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from gspo_gym.policy.load import Policy, save_base
 
 Make = Callable[[dict[str, Any]], RunConfig]
 LORA = {"model.trainer_mode": "lora", "training.lora": {"r": 12}}
+HANDED_OVER = {"training.weight_sync": {"transfer": "shared_memory"}}
 
 
 def settings_of(config: RunConfig, folder: Path = Path("weights")) -> VllmSettings:
@@ -64,7 +66,7 @@ def test_vllm_on_a_processor_runs_as_the_learner_does_in_a_gibibyte(make: Make) 
 
 def on_gpus(config: RunConfig) -> VllmSettings:
     """As if the policy were on a GPU, of which the settings ask for nothing else."""
-    policy = build.load_policy("tiny:qwen3-64")
+    policy = build.build_policy(config.model_copy(update={"compute": None}))
     policy.model.to("meta")
     return build_engines.vllm_settings(config, policy, Path("weights"))
 
@@ -95,6 +97,7 @@ def test_vllm_that_is_to_sleep_can_give_memory_back_on_a_gpu_and_waits_on_a_proc
         ("dtype", "bfloat16", "dtype"),
         ("gpu_memory_utilization", 0.7, "gpu_memory_utilization"),
         ("kv_cache_gib", 0.5, "kv_cache_gib"),
+        ("block_size", 64, "block_size"),
         ("enforce_eager", False, "enforce_eager"),
         ("structured_output", True, "structured_output"),
     ],
@@ -118,10 +121,38 @@ def test_vllm_of_a_cluster_has_the_sizes_of_its_servers_and_is_handed_weights_by
     assert settings_of(in_this_process).data_parallel_size == 4
 
 
-def test_vllm_is_started_for_adapters_of_the_next_rank_that_it_knows_unless_they_are_merged(make: Make) -> None:
-    assert settings_of(make({"vllm": {}, **LORA})).max_lora_rank == 16
-    assert settings_of(make({"vllm": {}, **LORA, "training.weight_sync": {"mode": "full"}})).max_lora_rank == 0
-    assert settings_of(make({"vllm": {}})).max_lora_rank == 0
+def test_vllm_is_started_for_adapters_of_the_next_rank_that_it_knows(make: Make) -> None:
+    direct = {"training.weight_sync": {"mode": "direct"}}
+    assert settings_of(make({"vllm": {}, **LORA, **direct})).max_lora_rank == 16
+    assert settings_of(make({"vllm": {}, **direct})).max_lora_rank == 0  # there is none
+
+
+def test_an_adapter_is_merged_for_vllm_on_a_processor_unless_mode_is_direct(make: Make) -> None:
+    def ranks(**sync: str) -> tuple[int, int]:
+        config = make({"vllm": {}, **LORA, "training.weight_sync": sync})
+        return settings_of(config).max_lora_rank, on_gpus(config).max_lora_rank
+
+    assert ranks() == ranks(mode="auto") == (0, 16)
+    assert ranks(mode="direct") == (16, 16)
+    assert ranks(mode="full") == (0, 0)
+    # A GPU's vLLM that is handed whole models has no place for an adapter either.
+    assert on_gpus(make({"vllm": {}, **LORA, **HANDED_OVER})).max_lora_rank == 0
+
+
+def test_blocks_on_a_processor_are_multiples_of_those_of_its_kernels(make: Make) -> None:
+    config = make({"vllm": {"block_size": 48}})
+    assert on_gpus(config).block_size == 48
+    with pytest.raises(ConfigError, match=r"vllm\.block_size: expected a multiple of 32 on a processor, got 48"):
+        settings_of(config)
+
+
+def test_vllm_on_a_processor_has_the_smallest_blocks_and_elsewhere_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = VllmSettings(model="weights", max_model_len=512)
+    assert settings.engine_args()["block_size"] == 32
+    assert replace(settings, block_size=64).engine_args()["block_size"] == 64
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    assert "block_size" not in settings.engine_args()
+    assert replace(settings, block_size=16).engine_args()["block_size"] == 16
 
 
 def test_weights_can_be_handed_to_vllm_as_far_as_the_machine_can_do_that(make: Make) -> None:

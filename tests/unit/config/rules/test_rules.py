@@ -506,7 +506,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "rare weights": ({"training.weight_sync_interval": 2}, f"training.weight_sync_interval: {NOT_SHARED.format(1)}"),
     "full transfer": (
         {"training.weight_sync": {"mode": "full"}},
-        f"training.weight_sync.mode: {NOT_SHARED.format(chr(34) + 'direct' + chr(34))}",
+        f"training.weight_sync.mode: {NOT_SHARED.format(chr(34) + 'auto' + chr(34))}",
     ),
     "transfer by file": (
         {"training.weight_sync": {"direct": False}},
@@ -553,7 +553,9 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {**RESCORED, "training.weight_sync_interval": 2}, NO_WEIGHTS.format("weight_sync_interval", 1),
     ),
     "full transfer to an endpoint": (
-        {**RESCORED, "training.weight_sync": {"mode": "full"}}, NO_WEIGHTS.format("weight_sync.mode", '"direct"'),
+        {**RESCORED, "training.weight_sync": {"mode": "full"}},
+        'training.weight_sync.mode: has no effect with rollout.engine = "http": it gets no weights; set "auto", or '
+        "remove this",
     ),
     "transfer by file to an endpoint": (
         {**RESCORED, "training.weight_sync": {"direct": False}}, NO_WEIGHTS.format("weight_sync.direct", "true"),
@@ -591,9 +593,9 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         '"files"',
     ),
     "tensors of an adapter": (
-        {"vllm": {}, **LORA, **HANDED_OVER},
+        {"vllm": {}, **LORA, "training.weight_sync": {"transfer": "shared_memory", "mode": "direct"}},
         'training.weight_sync.transfer: "shared_memory" hands over whole models, but training.weight_sync.mode '
-        '"direct" sends an adapter alone: set that to "full", which merges it, or this to "files"',
+        '"direct" sends an adapter alone: set that to "auto" or "full", which merge it, or this to "files"',
     ),
     "tensors of a version that is gone": (
         {"vllm": {}, **STALE, **HANDED_OVER},
@@ -734,6 +736,7 @@ ALLOWED: dict[str, dict[str, Any]] = {
     "stale samples with a weight": {"training.max_staleness": 2, "correction.level": "trajectory"},
     "tensors": {"vllm": {}, **HANDED_OVER},
     "merged tensors": {"vllm": {}, **LORA, "training.weight_sync": {"transfer": "shared_memory", "mode": "full"}},
+    "tensors of an adapter, which auto merges": {"vllm": {}, **LORA, **HANDED_OVER},
     "tensors on one GPU": {"vllm": {}, "training.weight_sync": {"transfer": "ipc"}},
     "tensors to other GPUs": {**SPLIT, "training.weight_sync": {"transfer": "nccl"}},
     "files of an adapter": {"vllm": {}, **LORA, **STALE, "training.weight_sync": {"transfer": "files"}},
