@@ -15,7 +15,7 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from gspo_gym.config.foreign.draft import Row
+from gspo_gym.config.foreign.reader import Row, in_words
 from gspo_gym.config.nested import nested_names
 from gspo_gym.config.run_config import RunConfig
 from gspo_gym.config.services import missing_machinery
@@ -324,9 +324,9 @@ def _summary(section: type[BaseModel]) -> str:
 def parameters() -> str:
     """Return the text of configs/recipes/PARAMETERS.md."""
     tables = {"The hosted trainer": {key: hosted_statement(key) for key in hosted_keys()}}
-    for system in SYSTEMS.values():
-        tables[system.name] = {key: statement(row) for key, row in system.rows.items()}
-        tables[system.name] |= {key: f"left out: {why}" for key, (_, why) in system.without_counterpart.items()}
+    for system in [table for newest in SYSTEMS.values() for table in newest.tables]:
+        tables[system.source] = {key: statement(row) for key, row in system.rows.items()}
+        tables[system.source] |= {key: f"left out: {why}" for key, (_, why) in system.without_counterpart.items()}
     tables["Names that only an error knows"] = {
         f"{key} ({origin})": statement(row) for origin, rows in OTHERS.items() for key, row in rows.items()
     }
@@ -342,12 +342,12 @@ def statement(row: Row) -> str:
     """Return what the page says of a key: ours, the values that have another name, what it acts with, what changes."""
     said = [", ".join(f"`{key}`" for key in row.ours)] if row.ours else []
     meant = {value: row.assigned(value) for value, ours in row.values.items() if ours != value}
-    said += [f"{show(value)}: {', '.join(show(part) for part in ours.values())}" for value, ours in meant.items()]
-    if row.beside:
-        said.append("acts with " + ", ".join(f"{key} = {show(value)}" for key, value in row.beside.items()))
+    said += [f"{show(value)}: {', '.join(map(show, ours.values()))}" for value, ours in meant.items() if ours]
+    if row.when:
+        said.append(f"acts with {in_words(row.when)}")
     if row.also:
         said.append(f"also changes {', '.join(f'`{key}`' for key in row.also)}")
-    return "; ".join([*said, row.note] if row.note else said)
+    return "; ".join([*said, row.remark] if row.remark else said)
 
 
 def hosted_statement(key: str) -> str:

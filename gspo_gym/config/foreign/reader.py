@@ -1,0 +1,432 @@
+"""The reader of other trainers' configuration files: a table of keys for each, NAME.toml, and rules in NAME.py.
+
+The tables say which version they were read from, and a row for every key of it. Translations, the hints about unknown
+keys (`words.py`) and configs/recipes/PARAMETERS.md are made from the rows. Rules are functions for keys that depend on
+each other; they run after the rows, and may change what these have set. `shared.toml` has rows of several systems.
+
+A `Draft` records the keys that were read, the defaults of the other system that decided something, and changes of
+meaning; it reports the keys that were not read. A default that is spelled out is the same as silence.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+import tomllib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from gspo_gym.config.foreign import readings
+from gspo_gym.errors import ConfigError, nearest_name
+from gspo_gym.learning.settings import LENGTH_WEIGHTED, WIDE_CLIP
+
+_MAX_SHOWN = 200  # characters of a value that is left out
+_SECRET = re.compile(r"(key|token|secret|passw\w*)$", re.I)
+_TRUNCATION = ("top_p", "top_k", "min_p", "repetition_penalty")  # rows that set these leave values without effect out
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A key of another trainer, and its meaning here.
+
+    Attributes:
+        ours: our keys that together say the same; none: `note` says why.
+        read: the type of the value that each of `ours` takes, a name in `readings.TYPES`.
+        rule: the function that reads this key and others; with neither a rule nor `ours`, the row is a remark only.
+        values: the value of `ours` for a foreign value; a list holds one for each of `ours`, and "" sets nothing.
+        is_open: other values than `values` are of the other system, too, and are left out.
+        off: values that change nothing here.
+        when: foreign keys without which it has no effect, each with a value with which it has: a text is the only such
+            value; true, a number or a list stands for any that is not empty, and false for those that are.
+        advice: the text of a hint for a foreign value, or for all values, if `ours` = value would be wrong.
+        also: our keys that change with it besides.
+        note: the change of meaning, or the reason why there is no counterpart; translations say it, too.
+        hint: the same, for the page and for hints only.
+        default: its value if a file has none; None: a missing key changes nothing here.
+    """
+
+    ours: tuple[str, ...] = ()
+    read: str = "any"
+    rule: str = ""
+    values: Mapping[Any, Any] = field(default_factory=dict)
+    is_open: bool = False
+    off: tuple[Any, ...] = ()
+    when: Mapping[str, Any] = field(default_factory=dict)
+    advice: Mapping[Any, str] | str = field(default_factory=dict)
+    also: tuple[str, ...] = ()
+    note: str = ""
+    hint: str = ""
+    default: Any = None
+
+    @property
+    def remark(self) -> str:
+        """Return the text of the page and of hints."""
+        return self.hint or self.note
+
+    def assigned(self, value: Any) -> dict[str, Any]:
+        """Return our keys with their values for one of `values`."""
+        return self.distributed(self.values[value])
+
+    def distributed(self, value: Any) -> dict[str, Any]:
+        """Return our keys with the parts of a value; a list holds one for each if there are several."""
+        parts = value if isinstance(value, list) and len(self.ours) > 1 else [value] * len(self.ours)
+        return {key: part for key, part in zip(self.ours, parts, strict=True) if part not in (None, "")}
+
+
+Rule = Callable[["Draft"], None]
+
+
+@dataclass(frozen=True, slots=True)
+class System:
+    """Another trainer, as far as its settings are understood.
+
+    Attributes:
+        name: for messages.
+        source: the version that was read.
+        rows: its keys.
+        without_counterpart: their other keys: default, and the reason why no key here answers to it.
+        rules: see `Row.rule`; all of them run.
+        flatten: takes nested tables apart, and reports what it loses to the draft.
+        interpolates: whether its files hold `${...}`, which OmegaConf resolves.
+        earlier: the table of an earlier version with files of another shape.
+        is_own_file: whether a file has this version's shape.
+    """
+
+    name: str
+    source: str
+    rows: Mapping[str, Row]
+    without_counterpart: Mapping[str, tuple[Any, str]]
+    rules: tuple[Rule, ...] = ()
+    flatten: Callable[[Draft, Mapping[str, Any]], dict[str, Any]] = lambda _, values: dict(values)
+    interpolates: bool = False
+    earlier: System | None = None
+    is_own_file: Callable[[Mapping[str, Any]], bool] = lambda _: True
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        """Return the defaults of keys that decide something here."""
+        return {key: row.default for key, row in self.rows.items() if row.default is not None}
+
+    @property
+    def tables(self) -> tuple[System, ...]:
+        """Return this version and the earlier ones."""
+        return (self, *(self.earlier.tables if self.earlier is not None else ()))
+
+    def draft(self, values: Mapping[str, Any], *, model: str | None = None, devices: int = 1) -> Draft:
+        """Return the draft of a file as read; `model` and `devices` count where it has none.
+
+        Raises:
+            ConfigError: a value has the wrong type, or the other system itself would refuse it.
+        """
+        system = next((table for table in self.tables if table.is_own_file(values)), None)
+        if system is None:
+            versions = " or ".join(table.source for table in self.tables)
+            raise ConfigError(f"{self.name}: expected a file of {versions}, got one of neither: {', '.join(values)}")
+        draft = Draft(system.name, {}, system.defaults, system=system, model=model, devices=devices)
+        draft.given = system.flatten(draft, readings.resolved(values) if system.interpolates else values)
+        draft.take()
+        return draft
+
+
+@dataclass(frozen=True, slots=True)
+class Translation:
+    """Our sections, and remarks for the reader.
+
+    Attributes:
+        values: sections as `RunConfig.from_dict` takes them.
+        notes: the version that was read, changes of meaning, and foreign defaults that decided something.
+        left_out: foreign keys with no counterpart here, each with the reason.
+    """
+
+    values: dict[str, Any]
+    notes: tuple[str, ...]
+    left_out: tuple[str, ...]
+
+
+@dataclass
+class Draft(readings.Reading):
+    """The translation of a file in progress: its keys are read, ours are set, changes of meaning are noted.
+
+    Attributes:
+        system: whose file it is; None: of a part of a file.
+        model: the model for a file that names none.
+        devices: how many each have the sizes that the file gives per device.
+    """
+
+    system: System | None = None
+    model: str | None = None
+    devices: int = 1
+    _ours: dict[str, Any] = field(default_factory=dict)
+    _notes: list[str] = field(default_factory=list)
+    _left_out: list[str] = field(default_factory=list)
+
+    def get(self, theirs: str) -> Any:
+        """Return their value or its default; a key that this version lacks is not read."""
+        if self.system is not None and theirs not in self.system.rows and theirs not in self.system.without_counterpart:
+            return None
+        return super().get(theirs)
+
+    def take(self) -> None:
+        """Read every key that the system has, and set ours."""
+        assert self.system is not None, "only whole files are taken"
+        for theirs, row in self.system.rows.items():
+            if not row.rule:
+                self._take_row(theirs, row)
+        for rule in self.system.rules:
+            rule(self)
+        for theirs, row in self.system.rows.items():
+            value = self.get(theirs)
+            if self.is_default(theirs) or value in row.off or self.is_left_out(theirs):
+                continue
+            if missing := self.missing(row):
+                self.note(
+                    f"{theirs} = {readings.shown(value)} has no effect there: it acts with {in_words(missing)} only"
+                )
+            elif row.note:
+                self.note(f"{theirs} = {readings.shown(value)}: {row.note}")
+        for theirs, (default, why) in self.system.without_counterpart.items():
+            self.leave_out(theirs, why, default=default)
+
+    def _take_row(self, theirs: str, row: Row) -> None:
+        value = self.typed(theirs, row)
+        if not self.missing(row):
+            for ours, part in row.distributed(value).items():
+                self.set(ours, part)
+
+    def typed(self, theirs: str, row: Row) -> Any:
+        """Return the value of ours for their value; None changes nothing."""
+        if not row.values:
+            value = readings.TYPES[row.read](self, theirs)
+            return None if value in row.off else value
+        if all(isinstance(value, bool) for value in row.values):
+            return row.values.get(self.flag(theirs))
+        value = self.get(theirs)
+        if row.is_open and isinstance(value, str) and value not in row.values:
+            self.leave_out(theirs, f"expected one of {', '.join(row.values)}")
+            return None
+        return self.choice(theirs, row.values)
+
+    def missing(self, row: Row) -> dict[str, Any]:
+        """Return what a row acts with and the file lacks."""
+        values = {theirs: (self.get(theirs), example) for theirs, example in row.when.items()}
+        return {
+            theirs: example
+            for theirs, (value, example) in values.items()
+            if (value != example if isinstance(example, str) else bool(value) is not bool(example))
+        }
+
+    def source_of(self, ours: str) -> str | None:
+        """Return the key of the file that names our key, other than by its system's default."""
+        assert self.system is not None, "a part names nothing"
+        keys = [key for key, row in self.system.rows.items() if ours in row.ours]
+        return next((key for key in keys if not self.is_default(key)), None)
+
+    def values(self, theirs: str) -> Mapping[Any, Any]:
+        """Return the values of a row: ours for theirs."""
+        assert self.system is not None, "a part has no rows"
+        return self.system.rows[theirs].values
+
+    def set(self, ours: str, value: Any) -> None:
+        """Give our key a value in place of its old one; None changes nothing."""
+        if value is not None:
+            self._ours[ours] = value
+
+    def fill(self, ours: str, value: Any) -> bool:
+        """Give our key a value unless it has one; return whether it had none."""
+        is_missing = ours not in self._ours
+        if is_missing:
+            self._ours[ours] = value
+        return is_missing
+
+    def drop(self, *ours: str) -> None:
+        """Take our keys back that rows have set."""
+        for key in ours:
+            self._ours.pop(key, None)
+
+    def note(self, text: str) -> None:
+        """Add a remark about a change of meaning."""
+        self._notes.append(text)
+
+    def is_left_out(self, theirs: str) -> bool:
+        """Return whether the key was reported already."""
+        return any(line.startswith(f"{theirs} = ") for line in self._left_out)
+
+    def leave_out(self, theirs: str, why: str, *, default: Any = None) -> None:
+        """Report a key without a counterpart, unless it is absent, has its default or switches off what is off."""
+        self.read.add(theirs)
+        value = self.given.get(theirs)
+        changes_nothing = self.is_default(theirs) or readings.same(value, default) or (value is False and not default)
+        if not changes_nothing and not self.is_left_out(theirs):
+            self.report(theirs, value, why)
+
+    def report(self, theirs: str, value: Any, why: str) -> None:
+        """Add a key with this value to those that are left out."""
+        self._left_out.append(f"{theirs} = {readings.shown(value, name=theirs)}: {why}")
+
+    def leave_out_part(self, theirs: str, part: str, value: Any, why: str) -> None:
+        """Report a key of their table that has no counterpart here."""
+        self.report(f"{theirs}.{part}", value, why)
+
+    def part(self, theirs: str, **defaults: Any) -> readings.Reading:
+        """Return their table for reading, empty if it is absent; the caller reports the keys that it does not read."""
+        return readings.Reading(f"{self.name}: {theirs}", self.table(theirs) or {}, defaults)
+
+    def finish(self) -> Translation:
+        """Return the sections; keys that were not read are left out, with the name that was probably meant."""
+        assert self.system is not None, "only whole files are finished"
+        for theirs, value in self.given.items():
+            if theirs not in self.read:
+                near = nearest_name(theirs, sorted(self.read))
+                self.report(theirs, value, f"not a key that is known of {self.name}; {near}")
+        self._acknowledge()
+        # These would be missed: the file does not show them, and our defaults differ.
+        decided = [f"{key} = {self.defaults[key]!r}" for key in self.defaults if self.given.get(key) is None]
+        if decided:
+            self._notes.append(f"defaults of {self.name}, since the file is silent: {', '.join(decided)}")
+        version = (
+            f"read as {self.system.source} means it: a key of another version that this one lacks is left out by name, "
+            "and a default that another version has changed is this one's"
+        )
+        return Translation(_as_sections(self._ours), (version, *dict.fromkeys(self._notes)), tuple(self._left_out))
+
+    def _acknowledge(self) -> None:
+        """Name the departures from the paper that these settings make on purpose."""
+        ours = self._ours
+        is_sequence = ours.get("algorithm.variety", "gspo") != "grpo"
+        low, high = ours.get("loss.clip_low", 0.0), ours.get("loss.clip_high", 0.0)
+        aggregation = ours.get("loss.aggregation")
+        cut = [name for name in _TRUNCATION if f"rollout.{name}" in ours]
+        departures = {
+            "wide_clip": (
+                is_sequence and max(low, high) >= WIDE_CLIP,
+                "a sequence ratio stays within about 1e-3 of 1, so that a clip of "
+                f"{low:g} / {high:g} never acts; the paper's is 3e-4 / 4e-4",
+            ),
+            "length_weighting": (
+                is_sequence and aggregation in LENGTH_WEIGHTED,
+                f"aggregation {aggregation!r} with a sequence ratio weighs an episode by its length; the paper's is "
+                "'seq-mean-token-mean', in which each weighs one",
+            ),
+            "truncated_sampling": (
+                bool(cut),
+                f"{', '.join(cut)}: rollouts come from a changed distribution, which {self.name} does not score under; "
+                "training.score_truncated = true does, for top_p, top_k and min_p",
+            ),
+        }
+        if names := [name for name, (is_made, _) in departures.items() if is_made]:
+            self.set("algorithm.acknowledge", names)
+            self._notes += [departures[name][1] for name in names]
+        step = ours.get("training.batch_size", 1) * ours.get("training.gradient_accumulation_steps", 1)
+        episodes = ours.get("rollout.episodes_per_batch", step)
+        if max(1, episodes // step) * ours.get("training.update_epochs", 1) == 1:
+            self.note(
+                "each batch is used for one optimizer step, so that the ratio is 1 and no clip acts; lower "
+                "training.batch_size (the paper takes 4 steps a batch)"
+            )
+
+
+def in_words(conditions: Mapping[str, Any]) -> str:
+    """Return what a row acts with.
+
+    >>> in_words({"use_vllm": True, "vllm_mode": "server", "beta": 0.04})
+    "use_vllm, vllm_mode = 'server' and beta"
+    """
+    words = [
+        f"{key} = {value!r}" if isinstance(value, str) or value is False else key for key, value in conditions.items()
+    ]
+    return " and ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
+
+
+def _as_sections(ours: Mapping[str, Any]) -> dict[str, Any]:
+    sections: dict[str, Any] = {}
+    for key, value in ours.items():
+        *path, name = key.split(".")
+        table = sections
+        for part in path:
+            table = table.setdefault(part, {})
+        table[name] = value
+    return sections
+
+
+@functools.cache
+def _table(stem: str) -> dict[str, Any]:
+    return tomllib.loads((Path(__file__).parent / f"{stem}.toml").read_text(encoding="utf-8"))
+
+
+def read_system(stem: str, *rules: Rule, version: str | None = None, **more: Any) -> System:
+    """Return the system of a table, with the functions that its rows name; `more` are fields of the system.
+
+    A table has `name`, `source`, `defaults` (tables of keys and values), `shared` (keys of shared.toml that it has,
+    too), `keys` (rows) and `without` (a reason, and its keys: names, and tables of names with defaults). What stands
+    under `versions` is of one version.
+    """
+    table = _table(stem)
+    parts = [table] if version is None else [table, table["versions"][version]]
+    defaults = {key: value for part in parts for group in part.get("defaults", ()) for key, value in group.items()}
+    entries = {key: _table("shared")["keys"][key] for part in parts for key in part.get("shared", ())}
+    entries |= {key: entry for part in parts for key, entry in part.get("keys", {}).items()}
+    rows = {key: _row(entry, defaults.pop(key, None)) for key, entry in entries.items()}
+    assert not defaults, f"{stem}.toml: defaults of keys without a row: {defaults}"
+    without: dict[str, tuple[Any, str]] = {}
+    for reason in [reason for part in parts for reason in part.get("without", ())]:
+        for key in reason["keys"]:
+            without |= (
+                {key: (None, reason["why"])}
+                if isinstance(key, str)
+                else {k: (v, reason["why"]) for k, v in key.items()}
+            )
+    source = parts[-1].get("source", table["name"])
+    named = {row.rule for row in rows.values() if row.rule}
+    rules = (*(rule for rule in (betas, warmup) if rule.__name__ in named), *rules)
+    assert named == {rule.__name__ for rule in rules}, f"{stem}: its rows name the rules {sorted(named)}"
+    return System(name=table["name"], source=source, rows=rows, without_counterpart=without, rules=rules, **more)
+
+
+def _row(entry: Mapping[str, Any], default: Any) -> Row:
+    given: dict[str, Any] = {**entry, "default": default}
+    for name in ("ours", "also", "off"):
+        if name in given:
+            given[name] = (given[name],) if isinstance(given[name], str) else tuple(given[name])
+    for name in ("values", "advice"):
+        if isinstance(given.get(name), Mapping):  # TOML's keys are texts
+            given[name] = {{"true": True, "false": False}.get(key, key): value for key, value in given[name].items()}
+    assert set(given) <= {one.name for one in fields(Row)}, f"no such fields: {sorted(given)}"
+    return Row(**given)
+
+
+def betas(draft: Draft) -> None:
+    """Set AdamW's moments; a missing one has transformers' default."""
+    beta1, beta2 = draft.number("adam_beta1"), draft.number("adam_beta2")
+    if beta1 is not None or beta2 is not None:
+        draft.set("optimizer.betas", [0.9 if beta1 is None else beta1, 0.999 if beta2 is None else beta2])
+
+
+def warmup(draft: Draft) -> None:
+    """Set the warm-up of the learning rate."""
+    fraction, steps = draft.number("warmup_ratio"), draft.number("warmup_steps")
+    if steps is not None and 0 < steps < 1:  # transformers 5 reads a number below 1 as a ratio
+        fraction, steps = steps, None
+    if steps:
+        draft.set("optimizer.num_warmup_steps", draft.count("warmup_steps"))
+    elif fraction:
+        draft.set("optimizer.warmup_fraction", fraction)
+
+
+def sinks(draft: Draft, names: Sequence[str]) -> list[str]:
+    """Return the names of sinks that are here, too; the others are noted."""
+    for name in names:
+        if name not in ("none", "wandb", "tensorboard"):
+            draft.note(f"report_to: {name!r} has no sink here; metrics are always in metrics.jsonl")
+    return [name for name in names if name in ("wandb", "tensorboard")]
+
+
+def keep(draft: Draft, theirs: str, *, keeps_best: bool = False) -> None:
+    """Set which checkpoints are kept, from their largest number, which may include the best one."""
+    limit = draft.count(theirs)
+    if limit is not None and limit > 0:
+        draft.set("training.keep_last", max(1, limit - keeps_best))
+        draft.set("training.keep_best", int(keeps_best))
+    elif limit is not None:
+        draft.note(f"{theirs} = {limit}: all checkpoints stay there; training.keep_every = 1 keeps all here")
