@@ -74,31 +74,12 @@ def model(draft: Draft) -> None:
     draft.set("model.dtype", dtype if dtype in ("float32", "bfloat16") else None)
     for key, value in options.items():
         if key not in ("dtype", "torch_dtype") or (dtype not in ("", "float32", "bfloat16")):
-            draft.leave_out_part("model_config", key, value, "belongs to transformers' from_pretrained")
-    draft.set("model.trainer_mode", "lora")
-    quantization = draft.get("quantization")
-    if isinstance(quantization, Mapping):
-        known = ("int8" if quantization.get("load_in_8bit") else "nf4") if set(quantization) & _IN_BITS else ""
-        for key in set(quantization) - _IN_BITS:
-            draft.leave_out_part(
-                "quantization", key, quantization[key], "4-bit weights are NF4 with nested quantization here"
-            )
-    else:
-        known = "".join(str(quantization or "none").split()).lower()
-    if known in ("int8", *_FOUR_BITS):
-        draft.set("model.trainer_mode", "qlora")
-        draft.set("model.quantization", "int8" if known == "int8" else "nf4")
-    elif known != "none":
-        draft.leave_out("quantization", f"expected one of int8, {', '.join(_FOUR_BITS)}")
-
-
-_FOUR_BITS = ("nf4", "4bit", "4-bit", "bnb-4bit", "bnb_4bit")
-_IN_BITS = {"load_in_8bit", "load_in_4bit"}
+            draft.report(f"model_config.{key}", value, "belongs to transformers' from_pretrained")
 
 
 def batches(draft: Draft) -> None:
     """Set how many episodes a batch and an optimizer step have."""
-    size, micro = draft.require_count("batch_size"), draft.first_count("micro_batch_size_per_gpu")
+    size, micro = draft.require_count("batch_size"), draft.positive("micro_batch_size_per_gpu")
     group = draft.require_count("group_size")
     draft.set("training.group_size", group)
     if not _is_new(draft):
@@ -111,7 +92,7 @@ def batches(draft: Draft) -> None:
         draft.set("rollout.episodes_per_batch", step if prompts is None else prompts * group)
         return
     gpus = draft.require_count("training.training_gpus_per_agent")
-    groups, step = draft.count("training.rollout_batch_size"), draft.first_count("mini_batch_size") or micro
+    groups, step = draft.count("training.rollout_batch_size"), draft.positive("mini_batch_size") or micro
     episodes = ((groups or 1) if draft.get("training.rollout_mode") == "async" else size) * group
     draft.set("rollout.episodes_per_batch", episodes)
     draft.set("training.batch_size", episodes if step is None else step * max(gpus, draft.devices))
@@ -188,6 +169,7 @@ def adapter(draft: Draft) -> None:
     elif modules is not None:
         lora = {**INIT_HP_LORA, **{key: value for key, value in from_table.items() if value is not None}}
         lora["target_modules"] = [modules] if isinstance(modules, str) else modules
+    draft.fill("model.trainer_mode", "lora")
     draft.set("training.lora.r", lora["r"])
     draft.set("training.lora.alpha", draft.as_number("lora_alpha", lora["lora_alpha"]))
     draft.set("training.lora.dropout", draft.as_number("lora_dropout", lora["lora_dropout"]))
@@ -195,7 +177,7 @@ def adapter(draft: Draft) -> None:
     draft.set("training.lora.target_modules", [named] if isinstance(named, str) and named != "all-linear" else named)
     for key, value in lora.items():
         if key not in PEFT_LORA and value not in (None, False, "none", "CAUSAL_LM", [], {}):
-            draft.leave_out_part("lora_config", key, value, "has no counterpart")
+            draft.report(f"lora_config.{key}", value, "has no counterpart")
     draft.note("dropout has the same masks in the old and the present pass here; there it is off in one of them")
     is_separate = draft.flag("use_separate_reference_adapter")
     if draft.number("beta"):  # without a KL term, reference.source would have no effect
@@ -215,7 +197,7 @@ def vllm(draft: Draft) -> None:
     draft.set("vllm.dtype", settings.get("dtype"))
     for key, value in settings.items():
         if key not in VLLM and key != "dtype" and value is not None:
-            draft.leave_out_part("vllm_config", key, value, "has no counterpart")
+            draft.report(f"vllm_config.{key}", value, "has no counterpart")
     if is_new:
         _correction(draft)
 
@@ -256,8 +238,8 @@ def schedule(draft: Draft) -> None:
     draft.set("optimizer.min_lr_fraction", options.number("min_lr_ratio") or 0.0)
     draft.set("optimizer.warmup_fraction", options.number("warmup_proportion") or None)
     draft.note("cosine_lr_schedule_config has a length of its own there; here the cosine ends with the run")
-    for key in set(options.given) - options.read - {"num_epochs", "num_steps"}:
-        draft.leave_out_part("cosine_lr_schedule_config", key, options.given[key], "has no counterpart")
+    options.read.update(("num_epochs", "num_steps"))
+    draft.report_rest("cosine_lr_schedule_config", options, "has no counterpart")
 
 
 def lengths(draft: Draft) -> None:

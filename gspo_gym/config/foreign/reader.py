@@ -11,7 +11,6 @@ meaning; it reports the keys that were not read. A default that is spelled out i
 from __future__ import annotations
 
 import functools
-import re
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -22,8 +21,6 @@ from gspo_gym.config.foreign import readings
 from gspo_gym.errors import ConfigError, nearest_name
 from gspo_gym.learning.settings import LENGTH_WEIGHTED, WIDE_CLIP
 
-_MAX_SHOWN = 200  # characters of a value that is left out
-_SECRET = re.compile(r"(key|token|secret|passw\w*)$", re.I)
 _TRUNCATION = ("top_p", "top_k", "min_p", "repetition_penalty")  # rows that set these leave values without effect out
 
 
@@ -124,7 +121,7 @@ class System:
         if system is None:
             versions = " or ".join(table.source for table in self.tables)
             raise ConfigError(f"{self.name}: expected a file of {versions}, got one of neither: {', '.join(values)}")
-        draft = Draft(system.name, {}, system.defaults, system=system, model=model, devices=devices)
+        draft = Draft(name=system.name, given={}, defaults=system.defaults, system=system, model=model, devices=devices)
         draft.given = system.flatten(draft, readings.resolved(values) if system.interpolates else values)
         draft.take()
         return draft
@@ -145,17 +142,17 @@ class Translation:
     left_out: tuple[str, ...]
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Draft(readings.Reading):
     """The translation of a file in progress: its keys are read, ours are set, changes of meaning are noted.
 
     Attributes:
-        system: whose file it is; None: of a part of a file.
+        system: whose file it is.
         model: the model for a file that names none.
         devices: how many each have the sizes that the file gives per device.
     """
 
-    system: System | None = None
+    system: System
     model: str | None = None
     devices: int = 1
     _ours: dict[str, Any] = field(default_factory=dict)
@@ -164,16 +161,16 @@ class Draft(readings.Reading):
 
     def get(self, theirs: str) -> Any:
         """Return their value or its default; a key that this version lacks is not read."""
-        if self.system is not None and theirs not in self.system.rows and theirs not in self.system.without_counterpart:
-            return None
-        return super().get(theirs)
+        is_known = theirs in self.system.rows or theirs in self.system.without_counterpart
+        return super().get(theirs) if is_known else None
 
     def take(self) -> None:
         """Read every key that the system has, and set ours."""
-        assert self.system is not None, "only whole files are taken"
         for theirs, row in self.system.rows.items():
-            if not row.rule:
-                self._take_row(theirs, row)
+            value = None if row.rule else self._typed(theirs, row)
+            if not row.rule and not self.missing(row):
+                for ours, part in row.distributed(value).items():
+                    self.set(ours, part)
         for rule in self.system.rules:
             rule(self)
         for theirs, row in self.system.rows.items():
@@ -189,13 +186,7 @@ class Draft(readings.Reading):
         for theirs, (default, why) in self.system.without_counterpart.items():
             self.leave_out(theirs, why, default=default)
 
-    def _take_row(self, theirs: str, row: Row) -> None:
-        value = self.typed(theirs, row)
-        if not self.missing(row):
-            for ours, part in row.distributed(value).items():
-                self.set(ours, part)
-
-    def typed(self, theirs: str, row: Row) -> Any:
+    def _typed(self, theirs: str, row: Row) -> Any:
         """Return the value of ours for their value; None changes nothing."""
         if not row.values:
             value = readings.TYPES[row.read](self, theirs)
@@ -203,29 +194,26 @@ class Draft(readings.Reading):
         if all(isinstance(value, bool) for value in row.values):
             return row.values.get(self.flag(theirs))
         value = self.get(theirs)
-        if row.is_open and isinstance(value, str) and value not in row.values:
+        if row.is_open and value is not None and (not isinstance(value, str) or value not in row.values):
             self.leave_out(theirs, f"expected one of {', '.join(row.values)}")
             return None
         return self.choice(theirs, row.values)
 
     def missing(self, row: Row) -> dict[str, Any]:
         """Return what a row acts with and the file lacks."""
-        values = {theirs: (self.get(theirs), example) for theirs, example in row.when.items()}
-        return {
-            theirs: example
-            for theirs, (value, example) in values.items()
-            if (value != example if isinstance(example, str) else bool(value) is not bool(example))
-        }
+
+        def is_there(value: Any, example: Any) -> bool:
+            return value == example if isinstance(example, str) else bool(value) is bool(example)
+
+        return {key: example for key, example in row.when.items() if not is_there(self.get(key), example)}
 
     def source_of(self, ours: str) -> str | None:
         """Return the key of the file that names our key, other than by its system's default."""
-        assert self.system is not None, "a part names nothing"
         keys = [key for key, row in self.system.rows.items() if ours in row.ours]
         return next((key for key in keys if not self.is_default(key)), None)
 
     def values(self, theirs: str) -> Mapping[Any, Any]:
         """Return the values of a row: ours for theirs."""
-        assert self.system is not None, "a part has no rows"
         return self.system.rows[theirs].values
 
     def set(self, ours: str, value: Any) -> None:
@@ -239,11 +227,6 @@ class Draft(readings.Reading):
         if is_missing:
             self._ours[ours] = value
         return is_missing
-
-    def drop(self, *ours: str) -> None:
-        """Take our keys back that rows have set."""
-        for key in ours:
-            self._ours.pop(key, None)
 
     def note(self, text: str) -> None:
         """Add a remark about a change of meaning."""
@@ -265,17 +248,17 @@ class Draft(readings.Reading):
         """Add a key with this value to those that are left out."""
         self._left_out.append(f"{theirs} = {readings.shown(value, name=theirs)}: {why}")
 
-    def leave_out_part(self, theirs: str, part: str, value: Any, why: str) -> None:
-        """Report a key of their table that has no counterpart here."""
-        self.report(f"{theirs}.{part}", value, why)
+    def report_rest(self, theirs: str, part: readings.Reading, why: str) -> None:
+        """Report the keys of their table that were not read."""
+        for key in [key for key in part.given if key not in part.read]:
+            self.report(f"{theirs}.{key}", part.given[key], why)
 
     def part(self, theirs: str, **defaults: Any) -> readings.Reading:
-        """Return their table for reading, empty if it is absent; the caller reports the keys that it does not read."""
+        """Return their table for reading, empty if it is absent."""
         return readings.Reading(f"{self.name}: {theirs}", self.table(theirs) or {}, defaults)
 
     def finish(self) -> Translation:
         """Return the sections; keys that were not read are left out, with the name that was probably meant."""
-        assert self.system is not None, "only whole files are finished"
         for theirs, value in self.given.items():
             if theirs not in self.read:
                 near = nearest_name(theirs, sorted(self.read))
@@ -333,9 +316,8 @@ def in_words(conditions: Mapping[str, Any]) -> str:
     >>> in_words({"use_vllm": True, "vllm_mode": "server", "beta": 0.04})
     "use_vllm, vllm_mode = 'server' and beta"
     """
-    words = [
-        f"{key} = {value!r}" if isinstance(value, str) or value is False else key for key, value in conditions.items()
-    ]
+    is_said = (str, bool)
+    words = [key if v is True or not isinstance(v, is_said) else f"{key} = {v!r}" for key, v in conditions.items()]
     return " and ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
 
 
@@ -359,7 +341,7 @@ def read_system(stem: str, *rules: Rule, version: str | None = None, **more: Any
     """Return the system of a table, with the functions that its rows name; `more` are fields of the system.
 
     A table has `name`, `source`, `defaults` (tables of keys and values), `shared` (keys of shared.toml that it has,
-    too), `keys` (rows) and `without` (a reason, and its keys: names, and tables of names with defaults). What stands
+    too), `keys` (rows) and `without` (reasons with their keys: names, and tables of names with defaults). What stands
     under `versions` is of one version.
     """
     table = _table(stem)
@@ -370,18 +352,14 @@ def read_system(stem: str, *rules: Rule, version: str | None = None, **more: Any
     rows = {key: _row(entry, defaults.pop(key, None)) for key, entry in entries.items()}
     assert not defaults, f"{stem}.toml: defaults of keys without a row: {defaults}"
     without: dict[str, tuple[Any, str]] = {}
-    for reason in [reason for part in parts for reason in part.get("without", ())]:
-        for key in reason["keys"]:
-            without |= (
-                {key: (None, reason["why"])}
-                if isinstance(key, str)
-                else {k: (v, reason["why"]) for k, v in key.items()}
-            )
+    for why, keys in [item for part in parts for item in part.get("without", {}).items()]:
+        for group in [{key: None} if isinstance(key, str) else key for key in keys]:
+            without |= {key: (default, why) for key, default in group.items()}
     source = parts[-1].get("source", table["name"])
     named = {row.rule for row in rows.values() if row.rule}
-    rules = (*(rule for rule in (betas, warmup) if rule.__name__ in named), *rules)
-    assert named == {rule.__name__ for rule in rules}, f"{stem}: its rows name the rules {sorted(named)}"
-    return System(name=table["name"], source=source, rows=rows, without_counterpart=without, rules=rules, **more)
+    acting = tuple(rule for rule in (betas, warmup, *rules) if rule.__name__ in named)
+    assert len(named) == len(acting), f"{stem}.toml names other rules than {stem}.py has: {sorted(named)}"
+    return System(name=table["name"], source=source, rows=rows, without_counterpart=without, rules=acting, **more)
 
 
 def _row(entry: Mapping[str, Any], default: Any) -> Row:

@@ -76,12 +76,12 @@ class Reading:
             raise self.error(theirs, "a whole number", value)
         return None if value is None else int(value)
 
-    def first_count(self, *theirs: str) -> int | None:
-        """Return the first whole number, at least 1, that several keys have; all of them count as read."""
-        values = [(key, value) for key in theirs if (value := self.count(key)) is not None]
-        if wrong := [(key, value) for key, value in values if value < 1]:
-            raise self.error(wrong[0][0], "at least 1", wrong[0][1])
-        return values[0][1] if values else None
+    def positive(self, theirs: str) -> int | None:
+        """Return their whole number, at least 1."""
+        value = self.count(theirs)
+        if value is not None and value < 1:
+            raise self.error(theirs, "at least 1", value)
+        return value
 
     def require_number(self, theirs: str) -> float:
         """Return the number of a key that `defaults` holds."""
@@ -91,7 +91,7 @@ class Reading:
 
     def require_count(self, theirs: str) -> int:
         """Return the whole number, at least 1, of a key that `defaults` holds."""
-        value = self.first_count(theirs)
+        value = self.positive(theirs)
         assert value is not None, f"{theirs} needs a default"
         return value
 

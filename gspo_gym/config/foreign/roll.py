@@ -73,12 +73,11 @@ def model(draft: Draft) -> None:
     draft.set("model.base", next((name for name in map(draft.get, ("pretrain", "model_name_or_path")) if name), None))
     is_disabled, wanted = draft.flag("disable_gradient_checkpointing"), draft.flag("gradient_checkpointing")
     draft.set("model.gradient_checkpointing", None if is_disabled and not wanted else True)
-    rank, alpha, modules = draft.first_count("lora_rank"), draft.number("lora_alpha"), draft.get("lora_target")
+    rank, alpha, modules = draft.positive("lora_rank"), draft.number("lora_alpha"), draft.get("lora_target")
     dtype = draft.choice("dtype", _DTYPES)
     if modules is None:
         if dtype is not None:
             draft.note(f"dtype = {draft.get('dtype')!r}: weights that are trained stay float32 here")
-        draft.drop("training.lora.dropout")
         return
     if isinstance(modules, str) and any(sign in modules for sign in "*$|("):
         raise ConfigError(f"ROLL: lora_target: a pattern has no counterpart: name the modules, got {modules!r}")
@@ -99,9 +98,7 @@ def batches(draft: Draft) -> None:
     if _is_agentic(draft):
         manager = draft.part("train_env_manager", group_size=1)
         group, episodes = manager.require_count("group_size"), size
-        for part in set(manager.given) - manager.read:
-            why = "actor_infer has its own" if part == "generating_args" else "belongs to its launcher"
-            draft.leave_out_part("train_env_manager", part, manager.given[part], why)
+        draft.report_rest("train_env_manager", manager, "belongs to its launcher")
     micro, devices = draft.require_count("per_device_train_batch_size"), _devices(draft)
     draft.set("training.group_size", group)
     draft.set("rollout.episodes_per_batch", episodes)
@@ -193,11 +190,10 @@ def _agentic_statistics(draft: Draft, *_: str) -> tuple[str, str]:
     # Without a key of its own, an episode's group is all that shares its task; "tags" are environments.
     group = "batch" if part.get("grouping") in ("batch", "tags") else "group"
     if part.get("method") == "asym_clip":
-        draft.leave_out_part("reward_normalization", "method", "asym_clip", "its clip from -1 to 3 is not here")
+        draft.report("reward_normalization.method", "asym_clip", "its clip from -1 to 3 is not here")
     baseline = part.choice("norm_mean_type", _STATISTICS) or (group if subtracts else "none")
     scale = part.choice("norm_std_type", _STATISTICS) or (group if divides else "none")
-    for key in set(part.given) - part.read:
-        draft.leave_out_part("reward_normalization", key, part.given[key], "has no counterpart")
+    draft.report_rest("reward_normalization", part, "has no counterpart")
     return baseline, scale
 
 
@@ -228,8 +224,8 @@ def token_kl(draft: Draft) -> None:
 
 def _total_length(draft: Draft) -> int:
     """Return sequence_length, which wins in ROLL, or the sum of the two parts."""
-    parts = draft.require_count("prompt_length") + (draft.first_count("response_length") or _RESPONSE)
-    return draft.first_count("sequence_length") or parts
+    parts = draft.require_count("prompt_length") + (draft.positive("response_length") or _RESPONSE)
+    return draft.positive("sequence_length") or parts
 
 
 def lengths(draft: Draft) -> None:
@@ -239,7 +235,7 @@ def lengths(draft: Draft) -> None:
         draft.require_count("prompt_length"),
         draft.require_count("max_new_tokens"),
     )
-    if draft.first_count("sequence_length", "response_length") is None:
+    if draft.get("sequence_length") is None and draft.get("response_length") is None:
         draft.note(
             f"rollout.max_output_tokens = {_RESPONSE} is a placeholder: ROLL refuses a file with neither "
             "response_length nor sequence_length"

@@ -34,6 +34,7 @@ def batches(draft: Draft) -> None:
 def adapter(draft: Draft) -> None:
     """Set the model, and the adapter that is trained."""
     name = draft.get("model_name")
+    draft.flag("use_reference_model")  # which says whether beta acts
     draft.set("model.base", "openai-community/gpt2" if name == "gpt2" else name)  # its whole name on the hub
     r, alpha, dropout = draft.count("lora_r"), draft.number("lora_alpha"), draft.number("lora_dropout")
     modules = draft.names("lora_target_modules")
@@ -67,11 +68,6 @@ def _modules_of(model: str) -> list[str]:
     return ["q_proj", "k_proj", "v_proj", "o_proj"] if "llama" in name or "qwen" in name else ["q_proj", "v_proj"]
 
 
-def reference(draft: Draft) -> None:
-    """Read whether beta has an effect."""
-    draft.flag("use_reference_model")
-
-
 def lengths(draft: Draft) -> None:
     """Set the lengths of an answer and of an episode."""
     prompt, completion = draft.require_count("max_prompt_length"), draft.require_count("max_completion_length")
@@ -81,4 +77,4 @@ def lengths(draft: Draft) -> None:
         draft.set("rollout.max_model_len", draft.count("vllm_max_model_len"))
 
 
-STATESET = read_system("stateset", tracking, batches, adapter, reference, lengths)
+STATESET = read_system("stateset", tracking, batches, adapter, lengths)

@@ -7,21 +7,12 @@ import math
 from gspo_gym.config.foreign.reader import Draft, keep, read_system, sinks
 
 _OTHER_SURROGATES = {"cispo": "dapo", "vespo": "dapo", "sapo": "grpo"}  # loss types, and their aggregation
-_DTYPES = {"float32": "float32", "bfloat16": "bfloat16", "float16": "float16", "auto": None}
 _NO_BOUND = 1e6  # a ratio that no episode reaches
 
 
 def tracking(draft: Draft) -> None:
     """Set the sinks of metrics."""
     draft.set("tracking.report_to", sinks(draft, draft.names("report_to")) or None)
-
-
-def dtype(draft: Draft) -> None:
-    """Set the dtype of an adapter's base."""
-    key = "torch_dtype" if draft.is_default("dtype") and not draft.is_default("torch_dtype") else "dtype"
-    chosen = draft.choice(key, _DTYPES)
-    if draft.flag("use_peft") and chosen != "float32":
-        draft.set("model.dtype", chosen)
 
 
 def batches(draft: Draft) -> None:
@@ -125,8 +116,7 @@ def schedule(draft: Draft) -> None:
     options, rate = draft.part("lr_scheduler_kwargs"), draft.require_number("learning_rate")
     floor, least = options.number("min_lr_rate"), options.number("min_lr")
     draft.set("optimizer.min_lr_fraction", least / rate if floor is None and least is not None and rate else floor)
-    for key in set(options.given) - options.read:
-        draft.leave_out_part("lr_scheduler_kwargs", key, options.given[key], "has no counterpart")
+    draft.report_rest("lr_scheduler_kwargs", options, "has no counterpart")
 
 
 def checkpoints(draft: Draft) -> None:
@@ -162,5 +152,5 @@ def _best(draft: Draft) -> None:
 
 
 TRL = read_system(
-    "trl", tracking, dtype, batches, objective, lengths, server, correction, schedule, checkpoints,
+    "trl", tracking, batches, objective, lengths, server, correction, schedule, checkpoints,
 )  # fmt: skip
