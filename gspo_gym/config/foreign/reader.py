@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import tomllib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -69,7 +69,7 @@ class Row:
     def distributed(self, value: Any) -> dict[str, Any]:
         """Return our keys with the parts of a value; a list holds one for each if there are several."""
         parts = value if isinstance(value, list) and len(self.ours) > 1 else [value] * len(self.ours)
-        return {key: part for key, part in zip(self.ours, parts, strict=True) if part not in (None, "")}
+        return {key: part for key, part in zip(self.ours, parts, strict=True) if part not in (None, "", [])}
 
 
 Rule = Callable[["Draft"], None]
@@ -314,11 +314,13 @@ def in_words(conditions: Mapping[str, Any]) -> str:
     """Return what a row acts with.
 
     >>> in_words({"use_vllm": True, "vllm_mode": "server", "beta": 0.04})
-    "use_vllm, vllm_mode = 'server' and beta"
+    "use_vllm and vllm_mode = 'server' and beta"
     """
     is_said = (str, bool)
-    words = [key if v is True or not isinstance(v, is_said) else f"{key} = {v!r}" for key, v in conditions.items()]
-    return " and ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
+    return " and ".join(
+        key if value is True or not isinstance(value, is_said) else f"{key} = {value!r}"
+        for key, value in conditions.items()
+    )
 
 
 def _as_sections(ours: Mapping[str, Any]) -> dict[str, Any]:
@@ -357,7 +359,7 @@ def read_system(stem: str, *rules: Rule, version: str | None = None, **more: Any
             without |= {key: (default, why) for key, default in group.items()}
     source = parts[-1].get("source", table["name"])
     named = {row.rule for row in rows.values() if row.rule}
-    acting = tuple(rule for rule in (betas, warmup, *rules) if rule.__name__ in named)
+    acting = tuple(rule for rule in (*_SHARED_RULES, *rules) if rule.__name__ in named)
     assert len(named) == len(acting), f"{stem}.toml names other rules than {stem}.py has: {sorted(named)}"
     return System(name=table["name"], source=source, rows=rows, without_counterpart=without, rules=acting, **more)
 
@@ -392,19 +394,27 @@ def warmup(draft: Draft) -> None:
         draft.set("optimizer.warmup_fraction", fraction)
 
 
-def sinks(draft: Draft, names: Sequence[str]) -> list[str]:
-    """Return the names of sinks that are here, too; the others are noted."""
+def tracking(draft: Draft) -> None:
+    """Set the sinks of metrics among theirs; the others are noted."""
+    names = draft.names("report_to")
+    if "wandb" in names and "wandb_project" in draft.system.rows and draft.get("wandb_project") is None:
+        draft.note("report_to = 'wandb' logs nothing without wandb_project, there as here")
+        names.remove("wandb")
     for name in names:
         if name not in ("none", "wandb", "tensorboard"):
             draft.note(f"report_to: {name!r} has no sink here; metrics are always in metrics.jsonl")
-    return [name for name in names if name in ("wandb", "tensorboard")]
+    draft.set("tracking.report_to", [name for name in names if name in ("wandb", "tensorboard")] or None)
 
 
-def keep(draft: Draft, theirs: str, *, keeps_best: bool = False) -> None:
+def keep(draft: Draft) -> None:
     """Set which checkpoints are kept, from their largest number, which may include the best one."""
-    limit = draft.count(theirs)
+    theirs = "save_total_limit" if "save_total_limit" in draft.system.rows else "max_ckpt_to_keep"
+    limit, keeps_best = draft.count(theirs), draft.flag("load_best_model_at_end")
     if limit is not None and limit > 0:
         draft.set("training.keep_last", max(1, limit - keeps_best))
         draft.set("training.keep_best", int(keeps_best))
     elif limit is not None:
         draft.note(f"{theirs} = {limit}: all checkpoints stay there; training.keep_every = 1 keeps all here")
+
+
+_SHARED_RULES: tuple[Rule, ...] = (betas, warmup, tracking, keep)

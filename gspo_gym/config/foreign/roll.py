@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from gspo_gym.config.foreign.reader import Draft, keep, read_system
+from gspo_gym.config.foreign.reader import Draft, read_system
 from gspo_gym.errors import ConfigError
 
 _DTYPES = {"fp32": None, "bf16": "bfloat16", "fp16": "float16"}
@@ -158,6 +158,9 @@ def rewards(draft: Draft) -> None:
     draft.set("advantages.scale", scale)
     if baseline == "none" and scale == "none":
         draft.note("no group baseline: that is what its settings say; only whitening centres returns then")
+    if draft.flag("add_token_level_kl"):
+        draft.leave_out("kl_penalty", "the penalty is log(old / reference) here", default="kl")
+    draft.flag("use_kl_loss")
     limit = draft.number("advantage_clip")
     draft.set("advantages.clip", limit)
     _reward_clip(draft, is_normalised=baseline != "none" or scale != "none", limit=limit)
@@ -215,13 +218,6 @@ def _reward_clip(draft: Draft, *, is_normalised: bool, limit: float | None) -> N
         draft.note(f"reward_clip = {clip:g} cuts normalised rewards there, which are advantages here: advantages.clip")
 
 
-def token_kl(draft: Draft) -> None:
-    """Report a penalty that is another than ours."""
-    draft.flag("use_kl_loss")
-    if draft.flag("add_token_level_kl"):
-        draft.leave_out("kl_penalty", "the penalty is log(old / reference) here", default="kl")
-
-
 def _total_length(draft: Draft) -> int:
     """Return sequence_length, which wins in ROLL, or the sum of the two parts."""
     parts = draft.require_count("prompt_length") + (draft.positive("response_length") or _RESPONSE)
@@ -247,11 +243,4 @@ def lengths(draft: Draft) -> None:
     draft.set("rollout.max_model_len", total)
 
 
-def checkpoints(draft: Draft) -> None:
-    """Set which checkpoints are kept."""
-    keep(draft, "max_ckpt_to_keep")
-
-
-ROLL = read_system(
-    "roll", model, batches, objective, rewards, token_kl, lengths, checkpoints, flatten=_flatten, interpolates=True
-)
+ROLL = read_system("roll", model, batches, objective, rewards, lengths, flatten=_flatten, interpolates=True)

@@ -2,20 +2,7 @@
 
 from __future__ import annotations
 
-from gspo_gym.config.foreign.reader import Draft, read_system, sinks
-
-
-def tracking(draft: Draft) -> None:
-    """Set where metrics go, and the run's name there."""
-    names, project = draft.names("report_to"), draft.get("wandb_project")
-    if project is None and "wandb" in names:
-        draft.note("report_to = 'wandb' logs nothing without wandb_project, there as here")
-        names.remove("wandb")
-    draft.set("tracking.report_to", sinks(draft, names) or None)
-    draft.set("tracking.wandb_project", project)
-    draft.set("tracking.wandb_tags", draft.names("wandb_tags") or None)
-    name, of_wandb = draft.get("run_name"), draft.get("wandb_run_name")
-    draft.set("tracking.run_name", of_wandb if name is None else name)
+from gspo_gym.config.foreign.reader import Draft, read_system
 
 
 def batches(draft: Draft) -> None:
@@ -77,4 +64,4 @@ def lengths(draft: Draft) -> None:
         draft.set("rollout.max_model_len", draft.count("vllm_max_model_len"))
 
 
-STATESET = read_system("stateset", tracking, batches, adapter, lengths)
+STATESET = read_system("stateset", batches, adapter, lengths)

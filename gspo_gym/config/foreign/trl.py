@@ -4,15 +4,10 @@ from __future__ import annotations
 
 import math
 
-from gspo_gym.config.foreign.reader import Draft, keep, read_system, sinks
+from gspo_gym.config.foreign.reader import Draft, read_system
 
 _OTHER_SURROGATES = {"cispo": "dapo", "vespo": "dapo", "sapo": "grpo"}  # loss types, and their aggregation
 _NO_BOUND = 1e6  # a ratio that no episode reaches
-
-
-def tracking(draft: Draft) -> None:
-    """Set the sinks of metrics."""
-    draft.set("tracking.report_to", sinks(draft, draft.names("report_to")) or None)
 
 
 def batches(draft: Draft) -> None:
@@ -135,13 +130,9 @@ def checkpoints(draft: Draft) -> None:
         draft.leave_out("save_steps", "a fraction of all steps: write training.checkpoint_every_n_iters")
     else:
         draft.set("training.checkpoint_every_n_iters", draft.count("save_steps"))
-    if keeps_best := draft.flag("load_best_model_at_end"):
-        draft.set("training.keep_best", 1)
-        _best(draft)
-    keep(draft, "save_total_limit", keeps_best=keeps_best)
-
-
-def _best(draft: Draft) -> None:
+    if not draft.flag("load_best_model_at_end"):
+        return
+    draft.set("training.keep_best", 1)
     metric, metrics = draft.get("metric_for_best_model"), draft.values("metric_for_best_model")
     if isinstance(metric, str) and metric in metrics:
         draft.set("training.keep_best_metric", metrics[metric])
@@ -152,5 +143,5 @@ def _best(draft: Draft) -> None:
 
 
 TRL = read_system(
-    "trl", tracking, batches, objective, lengths, server, correction, schedule, checkpoints,
+    "trl", batches, objective, lengths, server, correction, schedule, checkpoints,
 )  # fmt: skip
