@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -89,7 +90,9 @@ def batches(draft: Draft) -> None:
             )
         step, prompts = micro or size, draft.count("data_batch_size_per_gpu")
         draft.set("training.batch_size", step)
-        draft.set("rollout.episodes_per_batch", step if prompts is None else prompts * group)
+        draft.set("rollout.episodes_per_batch", math.lcm(step, group) if prompts is None else prompts * group)
+        if prompts is None:
+            draft.note("rollout.episodes_per_batch is a placeholder: data_batch_size_per_gpu is of its environment")
         return
     gpus = draft.require_count("training.training_gpus_per_agent")
     groups, step = draft.count("training.rollout_batch_size"), draft.positive("mini_batch_size") or micro
@@ -107,7 +110,10 @@ def objective(draft: Draft) -> None:
     elif name not in ("GSPO", "GRPO"):
         raise ConfigError(f"AgileRL: {key}: expected GSPO, GRPO or CISPO, got {draft.get(key)!r}")
     level = draft.choice("importance_sampling_level", {n: n for n in ("token", "turn", "trajectory")}) or "token"
-    level = "trajectory" if name == "GSPO" else level
+    if name == "GSPO":
+        if draft.get("importance_sampling_level") not in (None, "trajectory"):
+            draft.note(f"importance_sampling_level = {level!r} has no effect there: GSPO's is 'trajectory'")
+        level = "trajectory"
     draft.get("loss_type")  # of the class that `name` names
     draft.set("algorithm.variety", {"token": "grpo", "turn": "gspo_token", "trajectory": "gspo"}[level])
     draft.set("loss.unit", "turn" if level == "turn" else None)
@@ -133,8 +139,8 @@ def _clip(draft: Draft) -> None:
         bounds = sorted(draft.as_number("clip_coef", bound) for bound in clip)
         if len(bounds) != 2 or not 0 < bounds[0] < 1 < bounds[1]:
             raise ConfigError(f"AgileRL: clip_coef: expected a number or two bounds around 1, got {clip!r}")
-        draft.set("loss.clip_low", 1 - bounds[0])
-        draft.set("loss.clip_high", bounds[1] - 1)
+        draft.set("loss.clip_low", round(1 - bounds[0], 12))
+        draft.set("loss.clip_high", round(bounds[1] - 1, 12))
         draft.note(f"clip_coef = {clip!r} are the ratio's bounds there, and distances from 1 here")
     else:
         draft.set("loss.clip_low", draft.require_number("clip_coef"))
@@ -169,6 +175,8 @@ def adapter(draft: Draft) -> None:
     elif modules is not None:
         lora = {**INIT_HP_LORA, **{key: value for key, value in from_table.items() if value is not None}}
         lora["target_modules"] = [modules] if isinstance(modules, str) else modules
+    elif from_table != dict.fromkeys(from_table):
+        draft.note("lora_r, lora_alpha and lora_dropout act with target modules only, there")
     draft.fill("model.trainer_mode", "lora")
     draft.set("training.lora.r", lora["r"])
     draft.set("training.lora.alpha", draft.as_number("lora_alpha", lora["lora_alpha"]))

@@ -122,7 +122,10 @@ class System:
             versions = " or ".join(table.source for table in self.tables)
             raise ConfigError(f"{self.name}: expected a file of {versions}, got one of neither: {', '.join(values)}")
         draft = Draft(name=system.name, given={}, defaults=system.defaults, system=system, model=model, devices=devices)
-        draft.given = system.flatten(draft, readings.resolved(values) if system.interpolates else values)
+        if system.interpolates:
+            draft.read |= readings.variables(values)
+            values = readings.resolved(values)
+        draft.given = system.flatten(draft, values)
         draft.take()
         return draft
 
@@ -263,6 +266,7 @@ class Draft(readings.Reading):
             if theirs not in self.read:
                 near = nearest_name(theirs, sorted(self.read))
                 self.report(theirs, value, f"not a key that is known of {self.name}; {near}")
+        self._fit()
         self._acknowledge()
         # These would be missed: the file does not show them, and our defaults differ.
         decided = [f"{key} = {self.defaults[key]!r}" for key in self.defaults if self.given.get(key) is None]
@@ -273,6 +277,21 @@ class Draft(readings.Reading):
             "and a default that another version has changed is this one's"
         )
         return Translation(_as_sections(self._ours), (version, *dict.fromkeys(self._notes)), tuple(self._left_out))
+
+    def _fit(self) -> None:
+        """Replace what they have and no policy here does, each with a line."""
+        if self._ours.get("model.dtype") == "float16":
+            self._ours["model.dtype"] = "bfloat16"
+            self.note("float16: the base of an adapter is in bfloat16 here, the only type of 16 bits")
+        theirs, key = self.source_of("model.attn_implementation"), "model.attn_implementation"
+        if theirs and self._ours.get(key) == "flash_attention_2" and "model.dtype" not in self._ours:
+            self.report(
+                theirs, self._ours.pop(key), "computes in 16 bits only, and weights that are trained stay float32"
+            )
+        if "tracking.report_to" not in self._ours:
+            for key in ("tracking.run_name", "tracking.wandb_project", "tracking.wandb_tags"):
+                if self._ours.pop(key, None) is not None:
+                    self.note(f"{self.source_of(key)} has no effect without metrics that go to a sink: report_to")
 
     def _acknowledge(self) -> None:
         """Name the departures from the paper that these settings make on purpose."""

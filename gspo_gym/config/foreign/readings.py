@@ -187,6 +187,11 @@ def _without_secrets(value: Any, name: str) -> Any:
     return "***" if isinstance(value, str) and value and _SECRET.search(name) else value
 
 
+def variables(values: Mapping[str, Any]) -> set[str]:
+    """Return the keys at a file's top that its `${...}` refer to, which may be there for no other purpose."""
+    return set(re.findall(r"\$\{(\w+)", repr(values)))
+
+
 def resolved(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return a file's tables with what its `${...}` stand for, as OmegaConf resolves them.
 

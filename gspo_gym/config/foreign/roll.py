@@ -100,6 +100,8 @@ def batches(draft: Draft) -> None:
         group, episodes = manager.require_count("group_size"), size
         draft.report_rest("train_env_manager", manager, "belongs to its launcher")
     micro, devices = draft.require_count("per_device_train_batch_size"), _devices(draft)
+    if draft.get("eval_steps") == 0:
+        draft.report("eval_steps", 0, "evaluations are always made, every evaluation.every_n_iters")
     draft.set("training.group_size", group)
     draft.set("rollout.episodes_per_batch", episodes)
     draft.set("training.batch_size", micro * devices)
@@ -119,9 +121,10 @@ def _devices(draft: Draft) -> int:
         mapping = [device for devices in found for device in devices] or re.findall(r"\d+", mapping)
     if not isinstance(mapping, list) or not mapping:
         return draft.devices
-    strategy = _table(_table(worker, "strategy_args"), "strategy_config") if worker.get("strategy_args") else {}
+    strategy = _table(worker, "strategy_args").get("strategy_config")
     shares = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
-    shared = [strategy.get(name, 1) for name in shares] + [draft.given.get("ulysses_size") or 1]
+    shared = [strategy.get(name, 1) for name in shares] if isinstance(strategy, Mapping) else []
+    shared.append(draft.given.get("ulysses_size") or 1)
     return max(1, len(mapping) // math.prod(size for size in shared if isinstance(size, int)))
 
 

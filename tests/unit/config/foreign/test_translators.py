@@ -398,7 +398,8 @@ def test_stateset_example_key_for_key():
         ("stateset", {"use_8bit": True}, "model.quantization", "int8"),
         ("stateset", {"use_lora": False}, "model.trainer_mode", "full"),
         ("stateset", {"lora_target_modules": "q_proj"}, "training.lora.target_modules", ["q_proj"]),  # not its letters
-        ("stateset", {"wandb_run_name": "a"}, "tracking.run_name", "a"),
+        ("stateset", {"wandb_run_name": "a", "wandb_project": "p"}, "tracking.run_name", "a"),
+        ("stateset", {"wandb_run_name": "a"}, "tracking.run_name", None),  # without a project it logs nothing
         ("stateset", {"report_to": "wandb"}, "tracking.report_to", None),  # logs nothing without wandb_project
         ("stateset", {"rescore_old_log_probs": False}, "correction.old_logprobs", "rollout"),
         ("stateset", {"use_vllm": True}, "vllm.gpu_memory_utilization", 0.85),
@@ -407,7 +408,7 @@ def test_stateset_example_key_for_key():
         ("stateset", {"use_vllm": True, "vllm_max_model_len": 2048}, "rollout.max_model_len", 2048),
         ("stateset", {}, "model.dtype", "bfloat16"),
         ("stateset", {"bf16": False}, "model.dtype", None),
-        ("stateset", {"fp16": True}, "model.dtype", "float16"),
+        ("stateset", {"fp16": True}, "model.dtype", "bfloat16"),  # the only one of 16 bits here
         ("stateset", {"use_lora": False}, "model.dtype", None),  # weights that are trained stay float32
         ("stateset", {}, "model.base", "openai-community/gpt2"),
         ("stateset", {"model_name": "mistral"}, "training.lora.target_modules", ["q_proj", "v_proj"]),
