@@ -280,9 +280,6 @@ class Draft(readings.Reading):
 
     def _fit(self) -> None:
         """Replace what they have and no policy here does, each with a line."""
-        if self._ours.get("model.dtype") == "float16":
-            self._ours["model.dtype"] = "bfloat16"
-            self.note("float16: the base of an adapter is in bfloat16 here, the only type of 16 bits")
         theirs, key = self.source_of("model.attn_implementation"), "model.attn_implementation"
         if theirs and self._ours.get(key) == "flash_attention_2" and "model.dtype" not in self._ours:
             self.report(

@@ -10,7 +10,7 @@ from typing import Any
 from gspo_gym.config.foreign.reader import Draft, read_system
 from gspo_gym.errors import ConfigError
 
-_DTYPES = {"fp32": None, "bf16": "bfloat16", "fp16": "float16"}
+_DTYPES = {"fp32": None, "bf16": "bfloat16", "fp16": "bfloat16"}
 _METHODS = {  # of the agentic pipeline: (the mean is subtracted, the std divides)
     "identity": (False, False),
     "mean": (True, False),

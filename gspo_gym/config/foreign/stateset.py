@@ -25,14 +25,16 @@ def adapter(draft: Draft) -> None:
     draft.set("model.base", "openai-community/gpt2" if name == "gpt2" else name)  # its whole name on the hub
     r, alpha, dropout = draft.count("lora_r"), draft.number("lora_alpha"), draft.number("lora_dropout")
     modules = draft.names("lora_target_modules")
-    in_halves = {"float16": draft.flag("fp16"), "bfloat16": draft.flag("bf16")}
-    dtype = next((name for name, is_on in in_halves.items() if is_on), None)
+    is_float16, is_bfloat16 = draft.flag("fp16"), draft.flag("bf16")
+    dtype = "bfloat16" if is_float16 or is_bfloat16 else None
     in_8_bits, is_quantized = draft.flag("use_8bit"), draft.flag("use_4bit") or draft.flag("use_8bit")
     if not draft.flag("use_lora") and not is_quantized:
         draft.set("model.trainer_mode", "full")
         if dtype is not None:
-            draft.note(f"{dtype} weights are trained there; weights that are trained stay float32 here")
+            draft.note("weights of 16 bits are trained there; weights that are trained stay float32 here")
         return
+    if is_float16:
+        draft.note("fp16 = True: the base of an adapter is in bfloat16 here, the only type of 16 bits")
     if not draft.flag("use_lora"):
         draft.note(
             "use_lora = False: quantized weights cannot be trained, so that an adapter is; there nothing would be"
