@@ -85,17 +85,19 @@ def batches(draft: Draft) -> None:
     draft.set("training.group_size", group)
     if not _is_new(draft):
         if micro is not None:
-            draft.note(
-                f"micro_batch_size_per_gpu = {micro} takes batch_size's place there (without DeepSpeed), as here"
-            )
+            draft.note(f"micro_batch_size_per_gpu = {micro} takes the place of batch_size = {size} there, as here")
         step, prompts = micro or size, draft.count("data_batch_size_per_gpu")
         draft.set("training.batch_size", step)
         draft.set("rollout.episodes_per_batch", math.lcm(step, group) if prompts is None else prompts * group)
         if prompts is None:
             draft.note("rollout.episodes_per_batch is a placeholder: data_batch_size_per_gpu is of its environment")
         return
-    gpus = draft.require_count("training.training_gpus_per_agent")
-    groups, step = draft.count("training.rollout_batch_size"), draft.positive("mini_batch_size") or micro
+    gpus, mini = draft.require_count("training.training_gpus_per_agent"), draft.positive("mini_batch_size")
+    if micro is not None and mini is not None:
+        draft.note(
+            f"micro_batch_size_per_gpu = {micro} bounds memory there; here training.max_tokens_per_microbatch does"
+        )
+    groups, step = draft.count("training.rollout_batch_size"), mini or micro
     episodes = ((groups or 1) if draft.get("training.rollout_mode") == "async" else size) * group
     draft.set("rollout.episodes_per_batch", episodes)
     draft.set("training.batch_size", episodes if step is None else step * max(gpus, draft.devices))
@@ -245,8 +247,9 @@ def schedule(draft: Draft) -> None:
     draft.set("optimizer.schedule", "cosine")
     draft.set("optimizer.min_lr_fraction", options.number("min_lr_ratio") or 0.0)
     draft.set("optimizer.warmup_fraction", options.number("warmup_proportion") or None)
-    draft.note("cosine_lr_schedule_config has a length of its own there; here the cosine ends with the run")
-    options.read.update(("num_epochs", "num_steps"))
+    for key in [key for key in ("num_epochs", "num_steps") if key in options.given]:
+        length = options.count(key)
+        draft.note(f"cosine_lr_schedule_config.{key} = {length} is its length there; here the cosine ends with the run")
     draft.report_rest("cosine_lr_schedule_config", options, "has no counterpart")
 
 

@@ -287,8 +287,8 @@ class Draft(readings.Reading):
             )
         if "tracking.report_to" not in self._ours:
             for key in ("tracking.run_name", "tracking.wandb_project", "tracking.wandb_tags"):
-                if self._ours.pop(key, None) is not None:
-                    self.note(f"{self.source_of(key)} has no effect without metrics that go to a sink: report_to")
+                if (value := self._ours.pop(key, None)) is not None:
+                    self.note(f"{self.source_of(key)} = {value!r} has no effect without a sink of metrics: report_to")
 
     def _acknowledge(self) -> None:
         """Name the departures from the paper that these settings make on purpose."""
