@@ -266,7 +266,7 @@ def _complete(draft: Draft, wanted: Wanted) -> None:
     """Set what the options ask for, then fill the rest with placeholders."""
     draft.set("rollout.env_name", wanted.env)
     label = None if wanted.label is None else label_of(wanted.label)
-    for ours, value in (("model.base", wanted.model), ("model.label", label)):
+    for ours, value in {"model.base": wanted.model, "model.label": label}.items():
         theirs = draft.source_of(ours)
         if theirs is None:
             draft.set(ours, value)
@@ -274,8 +274,8 @@ def _complete(draft: Draft, wanted: Wanted) -> None:
             draft.note(f"{value!r} of the command line is not used: the file has {theirs} = {draft.get(theirs)!r}")
     draft.set("training.iterations_per_epoch", wanted.iterations)
     draft.set("rollout.max_turns", wanted.max_turns)
-    for ours, value in _PLACEHOLDERS.items():
-        if draft.fill(ours, value):
-            draft.note(f"{ours} = {value!r} is a placeholder: the file does not say")
+    for ours, placeholder in _PLACEHOLDERS.items():
+        if draft.fill(ours, placeholder):
+            draft.note(f"{ours} = {placeholder!r} is a placeholder: the file does not say")
     draft.fill("model.label", f"from-{label_of(draft.name.lower())}")
     draft.fill("evaluation.seeds", "0:100")

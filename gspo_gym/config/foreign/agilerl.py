@@ -86,17 +86,15 @@ def batches(draft: Draft) -> None:
     if not _is_new(draft):
         if micro is not None:
             draft.note(f"micro_batch_size_per_gpu = {micro} takes the place of batch_size = {size} there, as here")
-        step, prompts = micro or size, draft.count("data_batch_size_per_gpu")
-        draft.set("training.batch_size", step)
-        draft.set("rollout.episodes_per_batch", math.lcm(step, group) if prompts is None else prompts * group)
+        prompts = draft.count("data_batch_size_per_gpu")
+        draft.set("training.batch_size", micro or size)
+        draft.set("rollout.episodes_per_batch", (prompts or 0) * group or math.lcm(micro or size, group))
         if prompts is None:
             draft.note("rollout.episodes_per_batch is a placeholder: data_batch_size_per_gpu is of its environment")
         return
     gpus, mini = draft.require_count("training.training_gpus_per_agent"), draft.positive("mini_batch_size")
     if micro is not None and mini is not None:
-        draft.note(
-            f"micro_batch_size_per_gpu = {micro} bounds memory there; here training.max_tokens_per_microbatch does"
-        )
+        draft.note(f"micro_batch_size_per_gpu = {micro}: training.max_tokens_per_microbatch bounds memory here")
     groups, step = draft.count("training.rollout_batch_size"), mini or micro
     episodes = ((groups or 1) if draft.get("training.rollout_mode") == "async" else size) * group
     draft.set("rollout.episodes_per_batch", episodes)
@@ -116,7 +114,7 @@ def objective(draft: Draft) -> None:
         if draft.get("importance_sampling_level") not in (None, "trajectory"):
             draft.note(f"importance_sampling_level = {level!r} has no effect there: GSPO's is 'trajectory'")
         level = "trajectory"
-    draft.get("loss_type")  # of the class that `name` names
+    draft.get("loss_type")  # which the class decides
     draft.set("algorithm.variety", {"token": "grpo", "turn": "gspo_token", "trajectory": "gspo"}[level])
     draft.set("loss.unit", "turn" if level == "turn" else None)
     _clip(draft)

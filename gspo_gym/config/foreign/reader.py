@@ -358,9 +358,9 @@ def _table(stem: str) -> dict[str, Any]:
 def read_system(stem: str, *rules: Rule, version: str | None = None, **more: Any) -> System:
     """Return the system of a table, with the functions that its rows name; `more` are fields of the system.
 
-    A table has `name`, `source`, `defaults` (tables of keys and values), `shared` (keys of shared.toml that it has,
-    too), `keys` (rows) and `without` (reasons with their keys: names, and tables of names with defaults). What stands
-    under `versions` is of one version.
+    A table has `name`, `source`, `defaults`, `shared` (keys of shared.toml that it has, too), `keys` (rows, of which a
+    later one replaces what an earlier one has set) and `without` (reasons with their keys). What stands under
+    `versions` is of one version.
     """
     table = _table(stem)
     parts = [table] if version is None else [table, table["versions"][version]]

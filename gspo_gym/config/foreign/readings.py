@@ -136,18 +136,17 @@ class Reading:
         value = self.get(theirs)
         return list(PEFT_MODULES) if value is None else value if value == "all-linear" else self.names(theirs)
 
-    def label(self, theirs: str) -> str | None:
-        """Return a run's label made of their path or name."""
-        value = self.get(theirs)
-        return None if value is None else label_of(str(value))
+
+def _label(reading: Reading, theirs: str) -> str | None:
+    value = reading.get(theirs)
+    return None if value is None else label_of(str(value))
 
 
 # The types of values that rows name.
 TYPES: Mapping[str, Callable[[Reading, str], Any]] = {
-    name: getattr(Reading, method)
-    for name, method in {"any": "get"}.items()
-    | {(n, n) for n in ("number", "count", "names", "table", "modules", "label")}
-}
+    "any": Reading.get, "number": Reading.number, "count": Reading.count, "names": Reading.names,
+    "table": Reading.table, "modules": Reading.modules, "label": _label,
+}  # fmt: skip
 
 
 def label_of(text: str) -> str:
@@ -200,6 +199,8 @@ def resolved(values: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         ConfigError: OmegaConf cannot read it.
     """
+    if "${" not in repr(values):
+        return dict(values)
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 

@@ -11,12 +11,7 @@ from gspo_gym.config.foreign.reader import Draft, read_system
 from gspo_gym.errors import ConfigError
 
 _DTYPES = {"fp32": None, "bf16": "bfloat16", "fp16": "bfloat16"}
-_METHODS = {  # of the agentic pipeline: (the mean is subtracted, the std divides)
-    "identity": (False, False),
-    "mean": (True, False),
-    "mean_std": (True, True),
-    "asym_clip": (True, True),
-}
+_METHODS = {"identity": "", "mean": "mean", "mean_std": "mean and std", "asym_clip": "mean and std"}  # what is taken
 _STATISTICS = {name: name for name in ("batch", "group", "running")}
 # Tables of workers with settings that have a counterpart, and what ROLL overwrites in them with the pipeline's own.
 _NESTED = {"actor_train": ("training_args", "model_args"), "actor_infer": ("generating_args",)}
@@ -188,17 +183,15 @@ def _agentic_statistics(draft: Draft, *_: str) -> tuple[str, str]:
     part = draft.part("reward_normalization", method="identity")
     for key in ("norm_mean_type", "norm_std_type"):
         draft.leave_out(key, "reward_normalization decides in the agentic pipeline")
-    subtracts, divides = part.choice("method", _METHODS)
-    if (subtracts or divides) and part.get("grouping") is None:
-        draft.note(
-            "reward_normalization.grouping: 'state' without a word in the version that was read, 'batch' in later ones"
-        )
+    taken = part.choice("method", _METHODS)
+    if taken and part.get("grouping") is None:
+        draft.note("reward_normalization.grouping is 'state' by default in this version, and 'batch' in later ones")
     # Without a key of its own, an episode's group is all that shares its task; "tags" are environments.
     group = "batch" if part.get("grouping") in ("batch", "tags") else "group"
     if part.get("method") == "asym_clip":
         draft.report("reward_normalization.method", "asym_clip", "its clip from -1 to 3 is not here")
-    baseline = part.choice("norm_mean_type", _STATISTICS) or (group if subtracts else "none")
-    scale = part.choice("norm_std_type", _STATISTICS) or (group if divides else "none")
+    baseline = part.choice("norm_mean_type", _STATISTICS) or (group if "mean" in taken else "none")
+    scale = part.choice("norm_std_type", _STATISTICS) or (group if "std" in taken else "none")
     draft.report_rest("reward_normalization", part, "has no counterpart")
     return baseline, scale
 
@@ -213,9 +206,8 @@ def _reward_clip(draft: Draft, *, is_normalised: bool, limit: float | None) -> N
     if not is_normalised:
         draft.set("rewards.clip", clip)
     elif draft.flag("whiten_advantages"):
-        draft.leave_out(
-            "reward_clip", "cuts normalised rewards before they are whitened; advantages are cut after that here"
-        )
+        why = "cuts normalised rewards before they are whitened; advantages are cut after that here"
+        draft.leave_out("reward_clip", why)
     else:  # in ROLL, a normalised reward is the advantage
         draft.set("advantages.clip", clip if limit is None else min(clip, limit))
         draft.note(f"reward_clip = {clip:g} cuts normalised rewards there, which are advantages here: advantages.clip")
