@@ -6,14 +6,15 @@ import argparse
 import sys
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from gspo_gym.base.files import read_file, write_output
 from gspo_gym.base.loops import run_to_end
 from gspo_gym.cli.command_line import env_config_of
-from gspo_gym.config.foreign.draft import Draft, Translation, label_of
+from gspo_gym.config.foreign.reader import Draft, Translation
+from gspo_gym.config.foreign.readings import label_of
 from gspo_gym.config.reference import new_config, parameters, reference, resolved
 from gspo_gym.config.run_config import RunConfig, load_config, load_sections
 from gspo_gym.config.services import missing_machinery
@@ -174,13 +175,20 @@ def _add_file(parser: argparse.ArgumentParser) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """Settings from the command line, where the other system's file has none; None: a placeholder, with a note."""
+    """Settings from the command line; None: what the file says, or a placeholder, with a note.
+
+    Attributes:
+        model, label: where the file names none.
+        env, iterations, max_turns: over the file's.
+        devices: of the other trainer, where the file has sizes per device and not their number.
+    """
 
     env: str | None = None
     model: str | None = None
     label: str | None = None
     iterations: int | None = None
     max_turns: int | None = None
+    devices: int = 1
 
 
 def translate(system: str, values: Mapping[str, Any], wanted: Wanted | None = None) -> Translation:
@@ -189,14 +197,13 @@ def translate(system: str, values: Mapping[str, Any], wanted: Wanted | None = No
     Args:
         system: a key of `SYSTEMS`.
         values: the file as read (Any: unchecked).
-        wanted: settings that the file does not hold.
+        wanted: settings of the command line.
 
     Raises:
         ConfigError: a value has the wrong type, or the other system itself would refuse it.
     """
     chosen, wanted = SYSTEMS[system], wanted or Wanted()
-    draft = chosen.draft(values, model=wanted.model)
-    draft.take(chosen)
+    draft = chosen.draft(values, model=wanted.model, devices=wanted.devices)
     _complete(draft, wanted)
     return draft.finish()
 
@@ -211,13 +218,20 @@ def _add_translators(commands: Any) -> None:
         parser.add_argument("--label", help="the run's name, where the file has none")
         parser.add_argument("--iterations", type=int, help="batches of episodes per epoch")
         parser.add_argument("--max-turns", type=int, help="turns per episode (default: 1, or what the file says)")
+        parser.add_argument(
+            "--devices",
+            type=int,
+            default=1,
+            metavar="N",
+            help="that shared its sizes per device, where the file does not say",
+        )
         parser.add_argument("--output", type=Path, help="write the TOML here and not to the standard output")
         parser.set_defaults(run=_translate_file, system=key)
 
 
 def _translate_file(arguments: argparse.Namespace) -> int:
     """Write the TOML; return 0 if everything was translated, 1 if keys were left out or the result is not valid yet."""
-    wanted = Wanted(arguments.env, arguments.model, arguments.label, arguments.iterations, arguments.max_turns)
+    wanted = Wanted(**{field.name: getattr(arguments, field.name) for field in fields(Wanted)})
     translation = translate(arguments.system, read_file(arguments.file), wanted)
     text = to_toml(translation, source=f"{SYSTEMS[arguments.system].name}, {arguments.file}")
     if arguments.output is None:
@@ -251,12 +265,17 @@ def _as_comments(title: str, texts: Sequence[str]) -> list[str]:
 def _complete(draft: Draft, wanted: Wanted) -> None:
     """Set what the options ask for, then fill the rest with placeholders."""
     draft.set("rollout.env_name", wanted.env)
-    draft.set("model.base", wanted.model)
-    draft.set("model.label", None if wanted.label is None else label_of(wanted.label))
+    label = None if wanted.label is None else label_of(wanted.label)
+    for ours, value in {"model.base": wanted.model, "model.label": label}.items():
+        theirs = draft.source_of(ours)
+        if theirs is None:
+            draft.set(ours, value)
+        elif value is not None:
+            draft.note(f"{value!r} of the command line is not used: the file has {theirs} = {draft.get(theirs)!r}")
     draft.set("training.iterations_per_epoch", wanted.iterations)
     draft.set("rollout.max_turns", wanted.max_turns)
-    for ours, value in _PLACEHOLDERS.items():
-        if draft.fill(ours, value):
-            draft.note(f"{ours} = {value!r} is a placeholder: the file does not say")
-    draft.fill("model.label", f"from-{label_of(draft.system.lower())}")
+    for ours, placeholder in _PLACEHOLDERS.items():
+        if draft.fill(ours, placeholder):
+            draft.note(f"{ours} = {placeholder!r} is a placeholder: the file does not say")
+    draft.fill("model.label", f"from-{label_of(draft.name.lower())}")
     draft.fill("evaluation.seeds", "0:100")

@@ -19,7 +19,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
 from gspo_gym.config.foreign.agilerl import AGILERL
-from gspo_gym.config.foreign.draft import Row, System
+from gspo_gym.config.foreign.reader import Row, System
 from gspo_gym.config.foreign.roll import ROLL
 from gspo_gym.config.foreign.stateset import STATESET
 from gspo_gym.config.foreign.trl import TRL
@@ -274,13 +274,13 @@ def explain(key: str, value: Any) -> str | None:
     elif value is False and True in (*row.values, *row.advice):
         instead = "nothing: it is off"
     elif not row.ours:
-        is_advice = "write " in row.note or row.note.endswith("remove it")
-        return f"{name} is of {origin}: {row.note}" + ("" if is_advice else ": remove it")
+        is_advice = "write " in row.remark or row.remark.endswith("remove it")
+        return f"{name} is of {origin}: {row.remark}" + ("" if is_advice else ": remove it")
     elif row.values or row.advice or isinstance(value, Mapping | list | tuple):
         instead = " and ".join(row.ours)
     else:
         instead = ", ".join(f"{ours} = {show(value)}" for ours in row.ours)
-    return f"{name} is what {origin} calls it: write {instead}" + (f" ({row.note})" if row.note else "")
+    return f"{name} is what {origin} calls it: write {instead}" + (f" ({row.remark})" if row.remark else "")
 
 
 def secret_problem(key: str, value: Any) -> str | None:
@@ -440,12 +440,13 @@ _NEARLY_OURS = (
 
 def _hints() -> Iterator[tuple[str, tuple[str, Row]]]:
     named = list(OTHERS.items())
-    for system in SYSTEMS.values():
+    for system in [table for newest in SYSTEMS.values() for table in newest.tables]:
         reasons = {key: Row(note=why) for key, (_, why) in system.without_counterpart.items()}
         named.append((system.name, {**system.rows, **reasons}))
     for origin, rows in reversed(named):  # the last wins in the dict: of a name in several systems, the first
         for key, row in rows.items():
-            if key not in _NEARLY_OURS and key not in {ours.rpartition(".")[2] for ours in row.ours}:
+            # A dotted key is of a section that has our names, too.
+            if "." not in key and key not in _NEARLY_OURS and key not in {ours.rpartition(".")[2] for ours in row.ours}:
                 yield key, (origin, row)
 
 

@@ -13,9 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from foreign_files import file_with
 
 from gspo_gym.cli.config import Wanted, translate
 from gspo_gym.config.foreign import agilerl, stateset
+from gspo_gym.config.foreign.reader import System
 from gspo_gym.config.foreign.trl import TRL
 from gspo_gym.config.run_config import RunConfig
 
@@ -42,7 +44,7 @@ def trl() -> dict[str, Any]:
 
 def test_the_packages_are_those_whose_source_was_read() -> None:
     assert {name: version(name) for name in ("trl", "agilerl", "stateset-agents")} == {
-        "trl": "1.16.0", "agilerl": "2.7.0", "stateset-agents": "0.69.0",
+        "trl": "1.16.0", "agilerl": "2.58.0", "stateset-agents": "0.69.0",
     }  # fmt: skip
 
 
@@ -117,18 +119,46 @@ def file_of(package: str, path: str) -> Path:
     return Path(str(distribution(package).locate_file(path)))
 
 
-def test_every_default_of_agilerl_is_the_constructors() -> None:
+@pytest.fixture(scope="module")
+def manifest() -> dict[str, Any]:
+    """Every field of a GSPO manifest with its default, under the names of our table."""
+    from agilerl.arena.models.algorithms import GSPOSpec
+    from agilerl.arena.models.env import LLMEnvSpec
+    from agilerl.arena.models.training import TrainingSpec
+
+    keys = {"mutation": None, "replay_buffer": None, "name": "GSPO"}
+    for prefix, spec in (("", GSPOSpec), ("training.", TrainingSpec), ("environment.", LLMEnvSpec)):
+        for name, field in spec.model_fields.items():
+            if not field.is_required():
+                keys[prefix + name] = field.get_default(call_default_factory=True)
+    return keys
+
+
+def test_every_default_of_agilerl_is_the_manifests_and_the_constructors(manifest: dict[str, Any]) -> None:
     own = signature_of(file_of("agilerl", "agilerl/algorithms/grpo.py"), "GRPO")
-    assert {key: own[key] for key in agilerl.AGILERL.defaults} == agilerl.AGILERL.defaults
-    ours = {key: default for key, (default, _) in agilerl.AGILERL.without_counterpart.items() if key in own}
-    assert {key: own[key] for key in ours} == ours
-    spelled = {key: value for key, value in own.items() if key != "loss_type"}  # GSPO is that class with its own
-    silent, all_given = translate("agilerl", {}, WANTED), translate("agilerl", spelled, WANTED)
-    assert all_given.values == silent.values
-    assert all_given.left_out == ()
+    table = agilerl.AGILERL
+    defaults = {key: default for key, (default, _) in table.without_counterpart.items()} | table.defaults
+    for source in (manifest, own):
+        theirs = {key: list(value) if isinstance(value, tuple) else value for key, value in source.items()}
+        shared = [
+            key for key in defaults if key in theirs and not key.startswith("environment.e")
+        ]  # which is given here
+        assert len(shared) > 30
+        assert {key: theirs[key] for key in shared} == {key: defaults[key] for key in shared}
 
 
-def test_an_adapter_without_a_word_is_agilerls_own_and_with_one_it_is_pefts() -> None:
+def test_every_key_of_an_agilerl_manifest_is_known_and_its_defaults_change_nothing(manifest: dict[str, Any]) -> None:
+    table = agilerl.AGILERL
+    silent, spelled = (
+        translate("agilerl", file_with(table, {}), WANTED),
+        translate("agilerl", file_with(table, manifest), WANTED),
+    )
+    assert len(manifest) > 150
+    assert spelled.values == silent.values
+    assert spelled.left_out == ()
+
+
+def test_an_adapter_without_a_word_is_agilerls_own() -> None:
     base = ast.parse(file_of("agilerl", "agilerl/algorithms/core/base.py").read_text(encoding="utf-8"))
     (call,) = [
         {word.arg: ast.literal_eval(word.value) for word in node.keywords}
@@ -136,17 +166,20 @@ def test_an_adapter_without_a_word_is_agilerls_own_and_with_one_it_is_pefts() ->
         if isinstance(node, ast.Call) and ast.unparse(node.func) == "LoraConfig" and node.keywords[0].arg == "r"
     ]
     assert {key: call[key] for key in agilerl.OWN_LORA} == agilerl.OWN_LORA
-    theirs = fields_of("peft:LoraConfig")
-    assert {key: theirs[key] for key in agilerl.PEFT_LORA} == agilerl.PEFT_LORA
-    text = file_of("agilerl", "agilerl/utils/utils.py").read_text(encoding="utf-8")
-    of_table = {"r": "LORA_R", "lora_alpha": "LORA_ALPHA", "lora_dropout": "LORA_DROPOUT"}
-    assert all(f'INIT_HP.get("{name}", {agilerl.INIT_HP_LORA[key]})' in text for key, name in of_table.items())
+    from agilerl.arena.models.networks import LoraConfigDict, default_colocated_vllm_config
+
+    theirs = LoraConfigDict().model_dump()
+    assert {key: theirs["lora_r" if key == "r" else key] for key in agilerl.OWN_LORA} == agilerl.OWN_LORA
+    vllm = default_colocated_vllm_config().model_dump()
+    assert {key: vllm[key] or 1 for key in agilerl.COLOCATED_VLLM} == agilerl.COLOCATED_VLLM
+    of_peft = fields_of("peft:LoraConfig")
+    assert {key: of_peft[key] for key in agilerl.PEFT_LORA} == agilerl.PEFT_LORA
 
 
 def test_what_peft_adapts_of_most_models_is_what_the_translation_writes() -> None:
     from peft.utils.constants import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as MODULES
 
-    from gspo_gym.config.foreign.draft import PEFT_MODULES
+    from gspo_gym.config.foreign.readings import PEFT_MODULES
 
     for model in ("qwen2", "qwen3", "llama", "mistral", "gemma2"):
         assert tuple(MODULES[model]) == PEFT_MODULES, model
@@ -181,31 +214,29 @@ def other_values(default: Any) -> list[Any]:
     return [default / 2 or 0.5] if isinstance(default, float) else []
 
 
-@pytest.mark.parametrize("system", ["trl", "agilerl", "stateset"])
+@pytest.mark.parametrize("table", [TRL, agilerl.AGILERL, stateset.STATESET], ids=lambda table: table.source)
 def test_a_default_beside_any_other_key_is_as_good_as_silence(
-    system: str, trl: dict[str, Any], stateset_agents: dict[str, Any]
+    table: System, trl: dict[str, Any], stateset_agents: dict[str, Any], manifest: dict[str, Any]
 ) -> None:
     """An object of theirs with one setting of one's own, all its fields written down, is a file with that one key."""
-    own = signature_of(file_of("agilerl", "agilerl/algorithms/grpo.py"), "GRPO")
-    own.pop("loss_type")  # GSPO is that class with its own
-    theirs = {"trl": trl, "agilerl": own, "stateset": stateset_agents}[system]
-    silent = [translate(system, {key: value}) for key, default in theirs.items() for value in other_values(default)]
-    spelled = [
-        translate(system, {**theirs, key: value}) for key, default in theirs.items() for value in other_values(default)
-    ]
-    assert len(silent) > 25
-    differing = [
-        (one.values, one.left_out, both.values, both.left_out)
-        for one, both in zip(silent, spelled, strict=True)
-        if (one.values, one.left_out) != (both.values, both.left_out)
-    ]
+    command, theirs = {
+        "TRL": ("trl", trl), "AgileRL": ("agilerl", manifest), "stateset-agents": ("stateset", stateset_agents)
+    }[table.name]  # fmt: skip
+    pairs = [(key, value) for key, default in theirs.items() for value in other_values(default)]
+    assert len(pairs) > 25
+    differing = []
+    for key, value in pairs:
+        silent = translate(command, file_with(table, {key: value}))
+        spelled = translate(command, file_with(table, {**theirs, key: value}))
+        if (silent.values, silent.left_out) != (spelled.values, spelled.left_out):
+            differing.append((key, silent.values, silent.left_out, spelled.values, spelled.left_out))
     assert differing == []
 
 
 def test_every_key_that_statesets_trainer_says_it_ignores_is_left_out() -> None:
     from stateset_agents.training import gspo_config
 
-    assert set(gspo_config._GSPO_IGNORED_FIELDS) <= set(stateset.WITHOUT_COUNTERPART)
+    assert set(gspo_config._GSPO_IGNORED_FIELDS) <= set(stateset.STATESET.without_counterpart)
 
 
 def test_stateset_samples_as_its_entry_point_makes_the_agent_sample() -> None:

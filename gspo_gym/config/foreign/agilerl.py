@@ -1,278 +1,267 @@
-"""AgileRL's GSPO (read in 2.7.0): its constructor's arguments, or a file with INIT_HP and MUTATION_PARAMS tables."""
+"""Rules of AgileRL's keys that depend on each other, and the shapes of its files; agilerl.toml has the other keys."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from gspo_gym.config.foreign.draft import (
-    OF_BATCHES,
-    POLICY,
-    Draft,
-    Row,
-    System,
-    by,
-    choice,
-    count,
-    number,
-    switch,
-    take_clip,
-    take_single_step_note,
-    with_defaults,
-    without,
-)
+from gspo_gym.config.foreign.reader import Draft, read_system
+from gspo_gym.config.foreign.readings import PEFT_MODULES, same
 from gspo_gym.errors import ConfigError
 
+_SECTIONS = ("algorithm", "environment", "training", "network")  # of a manifest; the first and the last have no prefix
 # The adapter without lora_config; what peft 0.21 takes for keys that one lacks; the adapter of an INIT_HP table.
 OWN_LORA = {"r": 16, "lora_alpha": 32, "lora_dropout": 0.05, "target_modules": "all-linear"}
 PEFT_LORA = {"r": 8, "lora_alpha": 8, "lora_dropout": 0.0, "target_modules": None}
 INIT_HP_LORA = {"r": 16, "lora_alpha": 64, "lora_dropout": 0.0}
-# The defaults of VLLMConfig.
+# The defaults of VLLMConfig, and what a manifest without one has.
 VLLM = {"tensor_parallel_size": 1, "gpu_memory_utilization": 0.3, "sleep_mode": False}
+COLOCATED_VLLM = {"tensor_parallel_size": 1, "gpu_memory_utilization": 0.9, "sleep_mode": True}
+_NO_BOUND = 1e6  # nats that no estimate reaches
 
 
-def flatten(values: Mapping[str, Any]) -> dict[str, Any]:
+def is_manifest(values: Mapping[str, Any]) -> bool:
+    """Return whether a file has the sections of 2.58.0."""
+    return "algorithm" in values
+
+
+def flatten_manifest(_: Draft, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keys of a manifest's sections, those of `environment` and `training` with their section's name."""
+    flat = {key: value for key, value in values.items() if key not in _SECTIONS}
+    for section in _SECTIONS:
+        table = values.get(section) or {}
+        if not isinstance(table, Mapping):
+            raise ConfigError(f"AgileRL: {section}: expected a table, got {table!r}")
+        prefix = "" if section in ("algorithm", "network") else f"{section}."
+        for key, value in table.items():
+            if flat.setdefault(f"{prefix}{key}", value) != value:  # AgileRL refuses that
+                raise ConfigError(f"AgileRL: {section}.{key} = {value!r} disagrees with another section")
+    return flat
+
+
+def is_flat(values: Mapping[str, Any]) -> bool:
+    """Return whether a file is of 2.7.0: INIT_HP, or keys of the constructor; an empty one is its defaults."""
+    known = {*AGILERL_2_7.rows, *AGILERL_2_7.without_counterpart}
+    return not values or "INIT_HP" in values or any(str(key) in known for key in values)
+
+
+def flatten_init_hp(_: Draft, values: Mapping[str, Any]) -> dict[str, Any]:
     """Return INIT_HP in small letters, or the file as it is; MUTATION_PARAMS stay one value."""
     if "INIT_HP" not in values:
         return {str(key): value for key, value in values.items()}
     table = values["INIT_HP"]
     if not isinstance(table, Mapping):
         raise ConfigError(f"AgileRL: INIT_HP: expected a table, got {table!r}")
-    flat = {str(key).lower(): value for key, value in table.items()}
-    flat |= {"mutation_params": values["MUTATION_PARAMS"]} if "MUTATION_PARAMS" in values else {}
-    return flat
+    others = {key: value for key, value in values.items() if key not in ("INIT_HP", "MUTATION_PARAMS")}
+    mutation = {"mutation_params": values["MUTATION_PARAMS"]} if "MUTATION_PARAMS" in values else {}
+    return {str(key).lower(): value for key, value in table.items()} | mutation | others
 
 
-def _take_model(draft: Draft) -> None:
+def _is_new(draft: Draft) -> bool:
+    return "name" in draft.defaults
+
+
+def model(draft: Draft) -> None:
+    """Set the model where it is none of the rows' texts, its dtype and its quantization."""
     network = draft.get("actor_network")
-    named = network if isinstance(network, str) else None
-    draft.set("model.base", draft.first("model_name", "pretrained_model_name_or_path") or named)
-    if named is None:
+    if isinstance(network, str):
+        draft.fill("model.base", network)
+    else:
         draft.leave_out("actor_network", "a model in memory cannot be in a file: give model.base, or --model")
-    draft.set("algorithm.variety", "gspo")
-    if draft.get("algo") not in (None, "GSPO"):
-        draft.note(f"algo = {draft.get('algo')!r}: translated as GSPO")
-    draft.note("top_p and top_k are on by default there, and its ratio is computed under the whole softmax")
+    draft.set("model.torch_compile", None if draft.get("torch_compiler") is None else True)
+    options = draft.table("model_config") or {}
+    dtype = str(options.get("dtype") or options.get("torch_dtype") or "").removeprefix("torch.")
+    draft.set("model.dtype", dtype if dtype in ("float32", "bfloat16") else None)
+    for key, value in options.items():
+        if key not in ("dtype", "torch_dtype") or (dtype not in ("", "float32", "bfloat16")):
+            draft.report(f"model_config.{key}", value, "belongs to transformers' from_pretrained")
 
 
-def _take_batches(draft: Draft) -> None:
-    size, micro = draft.require_count("batch_size"), draft.first_count("micro_batch_size_per_gpu")
-    group, updates = draft.require_count("group_size"), draft.require_count("update_epochs")
-    if micro is not None:
-        draft.note(f"micro_batch_size_per_gpu = {micro} takes batch_size's place there (without DeepSpeed), as here")
-    step = micro or size
-    episodes = draft.count("data_batch_size_per_gpu")
-    total = step if episodes is None else episodes * group
+def batches(draft: Draft) -> None:
+    """Set how many episodes a batch and an optimizer step have."""
+    size, micro = draft.require_count("batch_size"), draft.positive("micro_batch_size_per_gpu")
+    group = draft.require_count("group_size")
     draft.set("training.group_size", group)
-    draft.set("training.batch_size", step)
-    draft.set("training.update_epochs", updates)
-    draft.set("rollout.episodes_per_batch", total)
-    take_single_step_note(draft, num_steps=max(1, total // step) * updates)
+    if not _is_new(draft):
+        if micro is not None:
+            draft.note(f"micro_batch_size_per_gpu = {micro} takes the place of batch_size = {size} there, as here")
+        prompts = draft.count("data_batch_size_per_gpu")
+        draft.set("training.batch_size", micro or size)
+        draft.set("rollout.episodes_per_batch", (prompts or 0) * group or math.lcm(micro or size, group))
+        if prompts is None:
+            draft.note("rollout.episodes_per_batch is a placeholder: data_batch_size_per_gpu is of its environment")
+        return
+    gpus, mini = draft.require_count("training.training_gpus_per_agent"), draft.positive("mini_batch_size")
+    if micro is not None and mini is not None:
+        draft.note(f"micro_batch_size_per_gpu = {micro}: training.max_tokens_per_microbatch bounds memory here")
+    groups, step = draft.count("training.rollout_batch_size"), mini or micro
+    episodes = ((groups or 1) if draft.get("training.rollout_mode") == "async" else size) * group
+    draft.set("rollout.episodes_per_batch", episodes)
+    draft.set("training.batch_size", episodes if step is None else step * max(gpus, draft.devices))
 
 
-def _take_objective(draft: Draft) -> None:
+def objective(draft: Draft) -> None:
+    """Set the ratio, its clip, and the term that holds the policy near the reference."""
+    key = "name" if _is_new(draft) else "algo"
+    name = str(draft.get(key) or "GSPO").upper()
+    if name == "CISPO":
+        draft.leave_out(key, "its surrogate is not here; the clipped one of PPO takes its place")
+    elif name not in ("GSPO", "GRPO"):
+        raise ConfigError(f"AgileRL: {key}: expected GSPO, GRPO or CISPO, got {draft.get(key)!r}")
+    level = draft.choice("importance_sampling_level", {n: n for n in ("token", "turn", "trajectory")}) or "token"
+    if name == "GSPO":
+        if draft.get("importance_sampling_level") not in (None, "trajectory"):
+            draft.note(f"importance_sampling_level = {level!r} has no effect there: GSPO's is 'trajectory'")
+        level = "trajectory"
+    draft.get("loss_type")  # which the class decides
+    draft.set("algorithm.variety", {"token": "grpo", "turn": "gspo_token", "trajectory": "gspo"}[level])
+    draft.set("loss.unit", "turn" if level == "turn" else None)
+    _clip(draft)
+    beta, is_shaped = draft.require_number("beta"), draft.flag("use_kl_advantage_shaping")
+    clamp, is_weighted = draft.number("kl_clamp"), draft.flag("use_bias_correction_kl")
+    if is_shaped:
+        draft.set("advantages.kl_shaping_coef", beta or None)
+    elif beta:
+        draft.set("loss.kl_coef", beta)
+        draft.set("loss.kl_importance_weighted", True if is_weighted else None)
+        if not draft.is_default("kl_clamp") or draft.is_null("kl_clamp"):
+            draft.set("loss.kl_clamp", _NO_BOUND if draft.is_null("kl_clamp") else clamp)
+        if not _is_new(draft):
+            draft.note(
+                f"beta = {beta:g}: its estimate of the KL is reversed there (up to 2.9.1); ours is the right way round"
+            )
+
+
+def _clip(draft: Draft) -> None:
     clip = draft.get("clip_coef")
     if isinstance(clip, Sequence) and not isinstance(clip, str):
         bounds = sorted(draft.as_number("clip_coef", bound) for bound in clip)
         if len(bounds) != 2 or not 0 < bounds[0] < 1 < bounds[1]:
             raise ConfigError(f"AgileRL: clip_coef: expected a number or two bounds around 1, got {clip!r}")
-        low, high = 1 - bounds[0], bounds[1] - 1
+        draft.set("loss.clip_low", round(1 - bounds[0], 12))
+        draft.set("loss.clip_high", round(bounds[1] - 1, 12))
         draft.note(f"clip_coef = {clip!r} are the ratio's bounds there, and distances from 1 here")
     else:
-        low = high = draft.require_number("clip_coef")
-    take_clip(draft, low, high, is_sequence=True)
-    beta = draft.require_number("beta")
-    if draft.flag("use_kl_advantage_shaping"):
-        draft.set("advantages.kl_shaping_coef", beta or None)
-        draft.note("use_kl_advantage_shaping: the shaped advantage reaches its own token here; there it averages out")
-    elif beta:
-        draft.set("loss.kl_coef", beta)
-        draft.note(
-            f"beta = {beta:g}: its estimate of the KL is reversed there (up to 2.9.1); ours is the right way round"
-        )
-    if draft.get("torch_compiler") is not None:
-        draft.set("model.torch_compile", True)
+        draft.set("loss.clip_low", draft.require_number("clip_coef"))
+        draft.set("loss.clip_high", draft.require_number("clip_coef"))
 
 
-def _take_advantages(draft: Draft) -> None:
+def advantages(draft: Draft) -> None:
+    """Set whose return is subtracted, and what happens to advantages."""
     draft.set("advantages.baseline", "group")
     limit = draft.get("adv_clip_range")
     if limit and isinstance(limit, Sequence) and not isinstance(limit, str):
         limit = max(abs(draft.as_number("adv_clip_range", bound)) for bound in limit)
         draft.note(f"adv_clip_range: cut to +-{limit:g}, the larger of the two")
     draft.set("advantages.clip", None if limit is None else draft.as_number("adv_clip_range", limit))
-    eps = draft.number("adv_filter_eps")
     if draft.flag("filter_zero_adv"):
-        draft.set("advantages.filter_eps", eps or 0.0)
+        draft.fill("advantages.filter_eps", 0.0)
+    granularity = draft.choice("advantage_granularity", {name: name for name in ("auto", "trajectory", "turn")})
+    turns = draft.count("environment.max_turns") or 1
+    if granularity == "turn" or (granularity == "auto" and turns > 1):
+        draft.set("advantages.level", "turn")
+        draft.note("a turn's advantage is of its own reward there, and of the rewards from it on here")
 
 
-def _take_model_config(draft: Draft) -> None:
-    """Take the dtype among the arguments of transformers' from_pretrained; no other has a key here."""
-    options = draft.table("model_config") or {}
-    dtype = str(options.get("dtype") or options.get("torch_dtype") or "").removeprefix("torch.")
-    draft.set("model.dtype", dtype if dtype in ("float32", "bfloat16") else None)
-    for key, value in options.items():
-        if key not in ("dtype", "torch_dtype") or (dtype not in ("", "float32", "bfloat16")):
-            draft.leave_out_part("model_config", key, value, "belongs to transformers' from_pretrained")
-
-
-def _take_lora(draft: Draft) -> None:
-    given = draft.table("lora_config")
-    from_table = {
-        key: draft.get(name)
-        for key, name in (("r", "lora_r"), ("lora_alpha", "lora_alpha"), ("lora_dropout", "lora_dropout"))
-    }
-    modules = draft.first("lora_target_modules", "target_modules")
+def adapter(draft: Draft) -> None:
+    """Set the adapter, which all of its trainers have, and the reference."""
+    given, modules = draft.table("lora_config"), draft.get("lora_target_modules") or draft.get("target_modules")
+    from_table = {key: draft.get("lora_" + key.removeprefix("lora_")) for key in INIT_HP_LORA}
+    lora: dict[str, Any] = dict(OWN_LORA)
     if given is not None:
-        lora = {**PEFT_LORA, **given}
+        base = OWN_LORA if _is_new(draft) else PEFT_LORA
+        lora = {**base, **{"r" if key == "lora_r" else key: value for key, value in given.items()}}
     elif modules is not None:
-        named = [modules] if isinstance(modules, str) else modules
         lora = {**INIT_HP_LORA, **{key: value for key, value in from_table.items() if value is not None}}
-        lora["target_modules"] = named
-    else:
-        lora = OWN_LORA
-        for name in ("lora_r", "lora_alpha", "lora_dropout"):
-            draft.leave_out(name, "acts with LORA_TARGET_MODULES only, there")
-    draft.set("model.trainer_mode", "lora")
+        lora["target_modules"] = [modules] if isinstance(modules, str) else modules
+    elif from_table != dict.fromkeys(from_table):
+        draft.note("lora_r, lora_alpha and lora_dropout act with target modules only, there")
+    draft.fill("model.trainer_mode", "lora")
     draft.set("training.lora.r", lora["r"])
     draft.set("training.lora.alpha", draft.as_number("lora_alpha", lora["lora_alpha"]))
     draft.set("training.lora.dropout", draft.as_number("lora_dropout", lora["lora_dropout"]))
-    draft.set_modules(lora["target_modules"])
+    named = list(PEFT_MODULES) if lora["target_modules"] is None else lora["target_modules"]
+    draft.set("training.lora.target_modules", [named] if isinstance(named, str) and named != "all-linear" else named)
     for key, value in lora.items():
         if key not in PEFT_LORA and value not in (None, False, "none", "CAUSAL_LM", [], {}):
-            draft.leave_out_part("lora_config", key, value, "has no counterpart")
+            draft.report(f"lora_config.{key}", value, "has no counterpart")
     draft.note("dropout has the same masks in the old and the present pass here; there it is off in one of them")
-    uses_reference = bool(draft.number("beta"))  # without a KL term, reference.source would have no effect
-    if uses_reference:
-        draft.set("reference.source", "adapter" if draft.get("use_separate_reference_adapter") is True else "base")
+    is_separate = draft.flag("use_separate_reference_adapter")
+    if draft.number("beta"):  # without a KL term, reference.source would have no effect
+        draft.set("reference.source", "adapter" if is_separate else "base")
 
 
-def _take_vllm(draft: Draft) -> None:
-    options = draft.table("vllm_config")
-    if not draft.flag("use_vllm"):
-        draft.leave_out("vllm_config", "acts with use_vllm only")
+def vllm(draft: Draft) -> None:
+    """Set the engine, and the correction for logprobs that are not quite the trainer's."""
+    is_new, options = _is_new(draft), draft.table("vllm_config")
+    if not is_new and not draft.flag("use_vllm"):
         return
-    vllm = {**VLLM, **(options or {})}
+    settings = {**(COLOCATED_VLLM if is_new and options is None else VLLM), **(options or {})}
     draft.set("rollout.engine", "vllm")
-    draft.set("vllm.tensor_parallel_size", vllm["tensor_parallel_size"])
-    draft.set("vllm.gpu_memory_utilization", vllm["gpu_memory_utilization"])
-    draft.set("vllm.sleep_while_learning", vllm["sleep_mode"] or None)
-    draft.set("vllm.dtype", vllm.get("dtype"))
-    for key, value in vllm.items():
+    draft.set("vllm.tensor_parallel_size", settings["tensor_parallel_size"])
+    draft.set("vllm.gpu_memory_utilization", settings["gpu_memory_utilization"])
+    draft.set("vllm.sleep_while_learning", settings["sleep_mode"] or None)
+    draft.set("vllm.dtype", settings.get("dtype"))
+    for key, value in settings.items():
         if key not in VLLM and key != "dtype" and value is not None:
-            draft.leave_out_part("vllm_config", key, value, "has no counterpart")
+            draft.report(f"vllm_config.{key}", value, "has no counterpart")
+    if is_new:
+        _correction(draft)
 
 
-def _take_schedule(draft: Draft) -> None:
-    schedule = draft.table("cosine_lr_schedule_config")
-    if schedule is None:
+def _correction(draft: Draft) -> None:
+    is_async = draft.choice("training.rollout_mode", {"colocated": False, "async": True})
+    source = draft.choice("old_logprobs_source", {"trainer": "trainer", "rollout": "rollout"})
+    corrects, cap = (
+        draft.flag("vllm_importance_sampling_correction"),
+        draft.require_number("vllm_importance_sampling_cap"),
+    )
+    threshold, bounds = draft.number("off_policy_sequence_mask_threshold"), draft.get("off_policy_token_mask_bounds")
+    if is_async:
+        draft.leave_out(
+            "training.rollout_mode", "write training.max_staleness: episodes are played while the learner works"
+        )
+    if (source or ("rollout" if is_async else "trainer")) == "rollout":
+        draft.set("correction.old_logprobs", "rollout")
+    elif corrects and not is_async:
+        draft.set("correction.level", "token")
+        draft.set("correction.mode", "truncate")
+        draft.set("correction.high", cap)
+    if not draft.is_null("off_policy_sequence_mask_threshold"):
+        draft.set("correction.off_policy_threshold", threshold)
+    if not draft.is_null("off_policy_token_mask_bounds"):
+        why = "tokens whose ratio to the present policy is outside stay in the loss here"
+        draft.leave_out("off_policy_token_mask_bounds", why)
+        if same(bounds, [0.5, 5.0]):
+            draft.note(f"off_policy_token_mask_bounds = {bounds!r}, which is on by default there: {why}")
+
+
+def schedule(draft: Draft) -> None:
+    """Set the schedule of the learning rate."""
+    options = draft.part("cosine_lr_schedule_config", **({"min_lr_ratio": 0.1} if _is_new(draft) else {}))
+    if not options.given:
         return
     draft.set("optimizer.schedule", "cosine")
-    draft.set("optimizer.min_lr_fraction", 0.0)
-    draft.set("optimizer.warmup_fraction", schedule.get("warmup_proportion") or None)
-    draft.note("cosine_lr_schedule_config.num_epochs counts optimizer steps there; here the cosine ends with the run")
+    draft.set("optimizer.min_lr_fraction", options.number("min_lr_ratio") or 0.0)
+    draft.set("optimizer.warmup_fraction", options.number("warmup_proportion") or None)
+    for key in [key for key in ("num_epochs", "num_steps") if key in options.given]:
+        length = options.count(key)
+        draft.note(f"cosine_lr_schedule_config.{key} = {length} is its length there; here the cosine ends with the run")
+    draft.report_rest("cosine_lr_schedule_config", options, "has no counterpart")
 
 
-def _take_lengths(draft: Draft) -> None:
-    output, length = draft.count("max_output_tokens"), draft.count("max_model_len")
-    if output is None and length is None:
-        raise ConfigError("AgileRL: expected max_output_tokens or max_model_len, got neither")
+def lengths(draft: Draft) -> None:
+    """Set the lengths of an answer and of an episode."""
+    output, length = draft.count("max_output_tokens"), draft.count("max_context_length") or draft.count("max_model_len")
+    draft.get("max_model_len")
     total = length or output or 0
     draft.set("rollout.max_model_len", total)
     draft.set("rollout.max_output_tokens", min(output or total, total - 1))  # a prompt needs room
-    turns = draft.count("max_steps")
-    if turns is not None:
-        draft.note(f"max_steps = {turns} counts turns or prompts there; --iterations sets the length of the run here")
 
 
-_PADDING = "padding is by mask here, whatever the id"
-_POPULATION = "a population is a search here: `gspo-gym search`"
-# Most of these are always on here, or mean nothing for text.
-WITHOUT_COUNTERPART: Mapping[str, tuple[Any, str]] = {
-    "cast_logprobs_to_fp32": (True, "logprobs are always computed in float32"),
-    "use_fused_linear_logprobs": (False, "logprobs are always computed in chunks (training.logits_memory_mib)"),
-    "calc_position_embeddings": (True, "rows are padded on the right, so that positions need no correction"),
-    "reduce_memory_peak": (False, "deprecated and without effect there, too"),
-    "pad_token_id": (None, f"{_PADDING}: an end-of-turn token is trained on even if it pads"),
-    "pad_token": (None, _PADDING),
-    **without("internal", clone=False, wrap=True),
-    "index": (0, "internal: the member's number in a population"),
-    "accelerator": (None, "distributed training is not in this version"),
-    "hf_generate_chunk_size": (None, "rollout.max_concurrent_rollouts bounds what is generated at once"),
-    "use_memory_efficient_params": (
-        True, "write vllm.sleep_while_learning, which frees the GPU while the learner works",
-    ),
-    "device": ("cpu", "ignored there; model.device chooses here"),
-    **without(_POPULATION, "hp_config", "pop_size", "tournament_size", "elitism", "mutation_params"),
-}  # fmt: skip
-_LORA_KEYS = ("training.lora.r", "training.lora.alpha", "training.lora.dropout", "training.lora.target_modules")
-ROWS: Mapping[str, Row] = {
-    "model_name": by(_take_model, "model.base"),
-    "pretrained_model_name_or_path": by(_take_model, "model.base"),
-    "actor_network": by(_take_model, "model.base", note="a model in memory cannot be in a file"),
-    "model_config": by(_take_model_config, "model.dtype", advice="write model.dtype", note="other keys are left out"),
-    "algo": by(_take_model, note="always translated as GSPO"),
-    "lr": number("training.learning_rate", default=5e-7),
-    "max_grad_norm": number("optimizer.max_grad_norm", default=0.1),
-    "seed": count("run.seed", default=42),
-    "batch_size": by(_take_batches, "training.batch_size", also=("rollout.episodes_per_batch",), default=16),
-    "micro_batch_size_per_gpu": by(
-        _take_batches, "training.batch_size", also=("rollout.episodes_per_batch",),
-        note="memory is bounded by training.max_tokens_per_microbatch, and the update stays the same",
-    ),
-    "data_batch_size_per_gpu": by(_take_batches, "rollout.episodes_per_batch", note=OF_BATCHES),
-    "group_size": by(_take_batches, "training.group_size", default=8),
-    "update_epochs": by(_take_batches, "training.update_epochs", default=1),
-    "clip_coef": by(
-        _take_objective, "loss.clip_low", "loss.clip_high",
-        note="two numbers are the ratio's bounds there, distances here", default=0.2,
-    ),
-    "beta": by(_take_objective, "loss.kl_coef", note="k3 the right way round", default=0.001),
-    "use_kl_advantage_shaping": by(
-        _take_objective, "advantages.kl_shaping_coef", also=("loss.kl_coef",),
-        advice={True: "advantages.kl_shaping_coef = beta",
-                False: "nothing: advantages.kl_shaping_coef is 0 by default"}, default=False,
-    ),
-    "torch_compiler": by(_take_objective, "model.torch_compile", advice="write model.torch_compile = true"),
-    "use_liger_loss": switch("model.liger_kernels", True, default=False),
-    "gradient_checkpointing": switch("model.gradient_checkpointing", True, default=True),
-    "adv_norm": choice({"mean_std": "group", "mean_only": "none"}, "advantages.scale", default="mean_std"),
-    "whiten_advantages": switch("advantages.whiten", "trajectories", default=False),
-    "adv_clip_range": by(_take_advantages, "advantages.clip"),
-    "filter_zero_adv": by(
-        _take_advantages, "advantages.filter_eps", default=False,
-        advice={True: "advantages.filter_eps = adv_filter_eps"},
-    ),
-    "adv_filter_eps": by(_take_advantages, "advantages.filter_eps", beside={"filter_zero_adv": True}, default=0.0),
-    "lora_config": by(_take_lora, *_LORA_KEYS, advice="write [training.lora]"),
-    "lora_target_modules": by(_take_lora, "training.lora.target_modules", also=_LORA_KEYS[1:3]),
-    "target_modules": by(_take_lora, "training.lora.target_modules", also=_LORA_KEYS[1:3]),
-    **{
-        f"lora_{name}": by(_take_lora, f"training.lora.{name}", beside={"lora_target_modules": ["q_proj"]})
-        for name in ("r", "alpha", "dropout")
-    },
-    "use_separate_reference_adapter": by(
-        _take_lora, "reference.source",
-        advice={True: 'reference.source = "adapter"', False: 'reference.source = "base"'}, default=True,
-    ),
-    "use_vllm": by(
-        _take_vllm, "rollout.engine", values={True: "vllm"},
-        also=("vllm.tensor_parallel_size", "vllm.gpu_memory_utilization"), default=False,
-    ),
-    "vllm_config": by(
-        _take_vllm, "vllm.tensor_parallel_size", "vllm.gpu_memory_utilization", "vllm.sleep_while_learning",
-        "vllm.dtype", beside={"use_vllm": True}, advice="write [vllm]",
-    ),
-    "cosine_lr_schedule_config": by(
-        _take_schedule, "optimizer.schedule", "optimizer.min_lr_fraction", "optimizer.warmup_fraction",
-        advice='write optimizer.schedule = "cosine" and optimizer.warmup_fraction = warmup_proportion',
-    ),
-    **with_defaults(POLICY, temperature=0.9, repetition_penalty=1.0, top_p=0.95, top_k=50, min_p=0.0),
-    "max_output_tokens": by(_take_lengths, "rollout.max_output_tokens"),
-    "max_model_len": by(_take_lengths, "rollout.max_model_len", also=("rollout.max_output_tokens",), default=1024),
-    "max_steps": by(_take_lengths, note="counts turns or prompts there; --iterations sets the length of the run"),
-    "min_output_tokens": count("rollout.min_output_tokens"),
-    "max_turns": count("rollout.max_turns"),
-    "evaluation_interval": count("evaluation.every_n_iters"),
-}  # fmt: skip
-AGILERL = System("AgileRL", ROWS, WITHOUT_COUNTERPART, flatten)
+_RULES = (model, batches, objective, advantages, adapter, vllm, schedule, lengths)
+AGILERL_2_7 = read_system("agilerl", *_RULES, version="2.7.0", flatten=flatten_init_hp, is_own_file=is_flat)
+AGILERL = read_system(
+    "agilerl", *_RULES, version="2.58.0", flatten=flatten_manifest, is_own_file=is_manifest, earlier=AGILERL_2_7
+)

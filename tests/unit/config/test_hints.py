@@ -25,10 +25,10 @@ def test_every_key_that_is_recommended_exists() -> None:
             *row.ours,
             *row.also,
             *([row.advice] if isinstance(row.advice, str) else row.advice.values()),
-            row.note,
+            row.remark,
         ]
         named = [key for text in texts for key in re.findall(r"\b[a-z]+\.[a-z_]+(?:\.[a-z_]+)*(?= =|\b)", text)]
-        assert row.ours or row.advice or row.note, name
+        assert row.ours or row.advice or row.remark, name
         assert [key for key in named if key not in {*SECTIONS, *KEYS, "metrics.jsonl"}] == [], name
 
 

@@ -11,6 +11,7 @@ from gspo_gym.errors import ConfigError
 
 BASE = "roll/configs/base_config.py@0a6a47e5afdc97749b353425b54f45296d9df3ff"
 RLVR = "roll/pipeline/rlvr/rlvr_config.py@2f732c04305e3c76c74cad5c698dc7165ad1aa46"
+AGENT = "roll/pipeline/agentic/agentic_config.py@51e53586d87babf0bf02716eb6b77f4ee3de2e97"
 MODEL = "roll/configs/model_args.py@1d3b9ae2143882388f6b2dc1e60f021526ecf7ea"
 # As a copy of ROLL's main holds them, jangyicheng/SE-ROLLGUI:
 TRAINING = "roll/configs/training_args.py@ed0657e2d4b67e46651f04670152ba023f94eeeb"
@@ -37,6 +38,7 @@ READ = [
     ("loss_agg_mode", "seq-mean-token-mean", BASE, {"loss.aggregation": "seq-mean-token-mean"}),
     ("importance_sampling", "token", RLVR, {"loss.unit": "token", "algorithm.variety": "grpo"}),
     ("num_return_sequences_in_group", 1, RLVR, {"training.group_size": 1}),
+    ("step_reward_gamma", 0.95, AGENT, {"advantages.discount": None}),  # adv_estimator is no step_reinforce
     ("learning_rate", 5e-5, TRAINING, {"training.learning_rate": 5e-5}),
     ("lr_scheduler_type", "linear", TRAINING, {"optimizer.schedule": "linear", "optimizer.min_lr_fraction": 0.0}),
     ("weight_decay", 0.0, TRAINING, {"optimizer.weight_decay": 0.0}),

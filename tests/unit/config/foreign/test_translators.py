@@ -1,10 +1,10 @@
 """Other trainers' settings as ours: the five documents' own examples, key for key, and every departure said aloud."""
 
 import pytest
+from foreign_files import IDS, TABLES, file_with
 
 from gspo_gym.cli.config import Wanted, translate
 from gspo_gym.config.run_config import RunConfig
-from gspo_gym.config.words import SYSTEMS
 from gspo_gym.errors import ConfigError
 
 # Unsloth's page, as printed there.
@@ -85,13 +85,12 @@ def said(translation, *words):
     return any(all(word in note for word in words) for note in translation.notes)
 
 
-@pytest.mark.parametrize("system", sorted(SYSTEMS))
-def test_a_file_that_spells_every_default_out_is_the_silent_one(system):
+@pytest.mark.parametrize(("system", "known"), TABLES, ids=IDS)
+def test_a_file_that_spells_every_default_out_is_the_silent_one(system, known):
     """tests/foreign has the same with the defaults of the installed packages; ROLL is not in the package registry."""
-    known = SYSTEMS[system]
     without_counterpart = {key: default for key, (default, _) in known.without_counterpart.items()}
-    spelled = translate(system, {**without_counterpart, **known.defaults})
-    assert spelled.values == translate(system, {}).values
+    spelled = translate(system, file_with(known, {**without_counterpart, **known.defaults}))
+    assert spelled.values == translate(system, file_with(known, {})).values
     assert spelled.left_out == ()
 
 
@@ -399,7 +398,8 @@ def test_stateset_example_key_for_key():
         ("stateset", {"use_8bit": True}, "model.quantization", "int8"),
         ("stateset", {"use_lora": False}, "model.trainer_mode", "full"),
         ("stateset", {"lora_target_modules": "q_proj"}, "training.lora.target_modules", ["q_proj"]),  # not its letters
-        ("stateset", {"wandb_run_name": "a"}, "tracking.run_name", "a"),
+        ("stateset", {"wandb_run_name": "a", "wandb_project": "p"}, "tracking.run_name", "a"),
+        ("stateset", {"wandb_run_name": "a"}, "tracking.run_name", None),  # without a project it logs nothing
         ("stateset", {"report_to": "wandb"}, "tracking.report_to", None),  # logs nothing without wandb_project
         ("stateset", {"rescore_old_log_probs": False}, "correction.old_logprobs", "rollout"),
         ("stateset", {"use_vllm": True}, "vllm.gpu_memory_utilization", 0.85),
@@ -408,7 +408,7 @@ def test_stateset_example_key_for_key():
         ("stateset", {"use_vllm": True, "vllm_max_model_len": 2048}, "rollout.max_model_len", 2048),
         ("stateset", {}, "model.dtype", "bfloat16"),
         ("stateset", {"bf16": False}, "model.dtype", None),
-        ("stateset", {"fp16": True}, "model.dtype", "float16"),
+        ("stateset", {"fp16": True}, "model.dtype", "bfloat16"),  # the only one of 16 bits here
         ("stateset", {"use_lora": False}, "model.dtype", None),  # weights that are trained stay float32
         ("stateset", {}, "model.base", "openai-community/gpt2"),
         ("stateset", {"model_name": "mistral"}, "training.lora.target_modules", ["q_proj", "v_proj"]),
@@ -496,25 +496,19 @@ def test_a_value_that_makes_no_sense_is_an_error(system, given, message):
         ("agilerl", {"device": "cuda"}, "model.device chooses here"),
         ("agilerl", {"hp_config": {"lr": [1e-6, 1e-4]}}, "gspo-gym search"),
         ("agilerl", {"cast_logprobs_to_fp32": False}, "always computed in float32"),
-        ("trl", {"vllm_gpu_memory_utilization": 0.5}, "acts with use_vllm only"),
         ("trl", {"loss_type": "cispo"}, "its surrogate is not here"),
         ("trl", {"use_dora": True}, "has no counterpart"),
         ("trl", {"save_steps": 0.1}, "a fraction of all steps"),
         ("trl", {"save_strategy": "best"}, "every training.checkpoint_every_n_iters"),
-        ("trl", {"greater_is_better": True}, "acts with load_best_model_at_end only"),
         ("trl", {"dataset_name": "trl-lib/math"}, "an environment takes the data set's place"),
         ("trl", {"use_adaptive_entropy": True}, "loss.entropy_coef is constant"),
-        ("trl", {"vllm_importance_sampling_mode": "token_mask"}, "acts with use_vllm only"),
         ("trl", {"top_entropy_quantile": 0.2}, "has no counterpart"),
         ("roll", {"num_gpus_per_node": 8}, "belongs to its launcher"),
-        ("agilerl", {"vllm_config": {"tensor_parallel_size": 2}}, "acts with use_vllm only"),
         ("agilerl", {"actor_network": {"a": "model"}}, "a model in memory cannot be in a file"),
         ("trl", {"shuffle_dataset": False}, "tasks are drawn by seed"),  # a switch that is on by default
         ("roll", {"episode_reward_weight": 0}, "belongs to GiGPO"),  # 0 is no switch
-        ("stateset", {"beta": 0.01}, "acts with use_reference_model only, there"),
         ("stateset", {"entropy_coef": 0.1}, "its GSPO trainer ignores this key; write loss.entropy_coef"),
         ("stateset", {"objective": "dapo"}, "write algorithm.variety"),
-        ("stateset", {"vllm_tensor_parallel_size": 2}, "acts with use_vllm only"),
     ],
 )
 def test_what_has_no_counterpart_is_left_out_aloud(system, given, reason):
@@ -522,6 +516,32 @@ def test_what_has_no_counterpart_is_left_out_aloud(system, given, reason):
     (line,) = translate(system, given).left_out
     assert line.startswith(f"{key} = {value!r}: ")
     assert reason in line
+
+
+@pytest.mark.parametrize(
+    ("system", "given", "needed"),
+    [
+        ("trl", {"vllm_gpu_memory_utilization": 0.5}, "use_vllm"),
+        ("trl", {"vllm_importance_sampling_mode": "token_mask"}, "use_vllm"),
+        ("trl", {"use_vllm": False, "vllm_server_port": 8001}, "use_vllm and vllm_mode = 'server'"),
+        ("trl", {"greater_is_better": True}, "load_best_model_at_end and metric_for_best_model = 'eval_reward'"),
+        ("trl", {"lora_r": 8}, "use_peft"),
+        ("trl", {"ref_model_sync_steps": 64}, "sync_ref_model"),
+        ("roll", {"pg_clip_low": 0.1}, "use_pg_clip_range"),
+        ("roll", {"kl_loss_coef": 0.01}, "use_kl_loss"),
+        ("roll", {"lora_rank": 4}, "lora_target"),
+        ("agilerl", {"adv_filter_eps": 0.1}, "filter_zero_adv"),
+        ("agilerl", {"vllm_config": {"tensor_parallel_size": 2}}, "use_vllm"),
+        ("stateset", {"beta": 0.01}, "use_reference_model"),
+        ("stateset", {"vllm_tensor_parallel_size": 2}, "use_vllm"),
+    ],
+)
+def test_a_key_without_what_it_acts_with_changes_nothing_and_is_noted(system, given, needed):
+    """Nothing is lost, so that it is not left out; but its reader did not know that it has no effect there."""
+    translation, (key, value) = translate(system, given), list(given.items())[-1]
+    assert f"{key} = {value!r} has no effect there: it acts with {needed} only" in translation.notes
+    assert translation.left_out == ()
+    assert translation.values == translate(system, {}).values
 
 
 @pytest.mark.parametrize(
