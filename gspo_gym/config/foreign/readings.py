@@ -25,31 +25,31 @@ class Reading:
 
     Attributes:
         name: of the system, and of the table in its file, for messages.
-        given: the table.
+        entries: the table.
         defaults: values of keys that it lacks.
         read: keys that were read.
     """
 
     name: str
-    given: Mapping[str, Any]
+    entries: Mapping[str, Any]
     defaults: Mapping[str, Any]
     read: set[str] = field(default_factory=set)
 
     def get(self, theirs: str) -> Any:
         """Return their value, or the default of their system if the file has none or None."""
         self.read.add(theirs)
-        value = self.given.get(theirs)
+        value = self.entries.get(theirs)
         # YAML's null is a key that is not set.
         return self.defaults.get(theirs) if value is None else value
 
     def is_default(self, theirs: str) -> bool:
         """Return whether the file is silent about a key, or spells its default out."""
-        return self.given.get(theirs) is None or same(self.given[theirs], self.defaults.get(theirs))
+        return self.entries.get(theirs) is None or same(self.entries[theirs], self.defaults.get(theirs))
 
     def is_null(self, theirs: str) -> bool:
         """Return whether the file gives their key the value None, which may mean another thing than an absent key."""
         self.read.add(theirs)
-        return theirs in self.given and self.given[theirs] is None
+        return theirs in self.entries and self.entries[theirs] is None
 
     def error(self, theirs: str, expected: str, value: Any) -> ConfigError:
         """Return the error of a value of the wrong type."""
