@@ -120,13 +120,15 @@ class System:
         system = next((table for table in self.tables if table.is_own_file(values)), None)
         if system is None:
             versions = " or ".join(table.source for table in self.tables)
-            raise ConfigError(f"{self.name}: expected a file of {versions}, got one of neither: {', '.join(values)}")
+            raise ConfigError(
+                f"{self.name}: expected a file of {versions}, got one of neither: {', '.join(map(str, values))}"
+            )
         options: dict[str, Any] = {"model": model, "devices": devices, "defaults": system.defaults}
         draft = Draft(name=system.name, entries={}, system=system, **options)
         if system.interpolates:
             draft.read |= readings.variables(values)
             values = readings.resolved(values)
-        draft.entries = system.flatten(draft, values)
+        draft.entries = {str(key): value for key, value in system.flatten(draft, values).items()}
         draft.take()
         return draft
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -65,7 +66,9 @@ class Reading:
         try:
             if isinstance(value, bool) or not isinstance(value, int | float | str):
                 raise TypeError
-            return float(value)
+            if math.isfinite(number := float(value)):
+                return number
+            raise ValueError
         except (TypeError, ValueError):
             raise self.error(theirs, "a number", value) from None
 
@@ -137,15 +140,11 @@ class Reading:
         return list(PEFT_MODULES) if value is None else value if value == "all-linear" else self.names(theirs)
 
 
-def _label(reading: Reading, theirs: str) -> str | None:
-    value = reading.get(theirs)
-    return None if value is None else label_of(str(value))
-
-
 # The types of values that rows name.
 TYPES: Mapping[str, Callable[[Reading, str], Any]] = {
     "any": Reading.get, "number": Reading.number, "count": Reading.count, "names": Reading.names,
-    "table": Reading.table, "modules": Reading.modules, "label": _label,
+    "table": Reading.table, "modules": Reading.modules,
+    "label": lambda reading, theirs: None if reading.get(theirs) is None else label_of(str(reading.get(theirs))),
 }  # fmt: skip
 
 

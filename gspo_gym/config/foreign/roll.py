@@ -121,7 +121,7 @@ def _devices(draft: Draft) -> int:
     shares = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
     shared = [strategy.get(name, 1) for name in shares] if isinstance(strategy, Mapping) else []
     shared.append(draft.entries.get("ulysses_size") or 1)
-    return max(1, len(mapping) // math.prod(size for size in shared if isinstance(size, int)))
+    return max(1, len(mapping) // math.prod(size for size in shared if isinstance(size, int) and size > 0))
 
 
 def objective(draft: Draft) -> None:
