@@ -114,7 +114,6 @@ def objective(draft: Draft) -> None:
         if draft.get("importance_sampling_level") not in (None, "trajectory"):
             draft.note(f"importance_sampling_level = {level!r} has no effect there: GSPO's is 'trajectory'")
         level = "trajectory"
-    draft.get("loss_type")  # which the class decides
     draft.set("algorithm.variety", {"token": "grpo", "turn": "gspo_token", "trajectory": "gspo"}[level])
     draft.set("loss.unit", "turn" if level == "turn" else None)
     _clip(draft)
