@@ -1,1 +1,1 @@
-"""Translate settings files of other trainers into ours, and report every change of meaning; see `draft.py`."""
+"""Other trainers' keys and what they mean here: tables, read by `reader.py`, and rules where these interact."""

@@ -114,7 +114,6 @@ def objective(draft: Draft) -> None:
         if draft.get("importance_sampling_level") not in (None, "trajectory"):
             draft.note(f"importance_sampling_level = {level!r} has no effect there: GSPO's is 'trajectory'")
         level = "trajectory"
-    draft.get("loss_type")  # which the class decides
     draft.set("algorithm.variety", {"token": "grpo", "turn": "gspo_token", "trajectory": "gspo"}[level])
     draft.set("loss.unit", "turn" if level == "turn" else None)
     _clip(draft)
@@ -166,12 +165,12 @@ def advantages(draft: Draft) -> None:
 
 def adapter(draft: Draft) -> None:
     """Set the adapter, which all of its trainers have, and the reference."""
-    given, modules = draft.table("lora_config"), draft.get("lora_target_modules") or draft.get("target_modules")
+    options, modules = draft.table("lora_config"), draft.get("lora_target_modules") or draft.get("target_modules")
     from_table = {key: draft.get("lora_" + key.removeprefix("lora_")) for key in INIT_HP_LORA}
     lora: dict[str, Any] = dict(OWN_LORA)
-    if given is not None:
+    if options is not None:
         base = OWN_LORA if _is_new(draft) else PEFT_LORA
-        lora = {**base, **{"r" if key == "lora_r" else key: value for key, value in given.items()}}
+        lora = {**base, **{"r" if key == "lora_r" else key: value for key, value in options.items()}}
     elif modules is not None:
         lora = {**INIT_HP_LORA, **{key: value for key, value in from_table.items() if value is not None}}
         lora["target_modules"] = [modules] if isinstance(modules, str) else modules
@@ -181,8 +180,8 @@ def adapter(draft: Draft) -> None:
     draft.set("training.lora.r", lora["r"])
     draft.set("training.lora.alpha", draft.as_number("lora_alpha", lora["lora_alpha"]))
     draft.set("training.lora.dropout", draft.as_number("lora_dropout", lora["lora_dropout"]))
-    named = list(PEFT_MODULES) if lora["target_modules"] is None else lora["target_modules"]
-    draft.set("training.lora.target_modules", [named] if isinstance(named, str) and named != "all-linear" else named)
+    names = list(PEFT_MODULES) if lora["target_modules"] is None else lora["target_modules"]
+    draft.set("training.lora.target_modules", [names] if isinstance(names, str) and names != "all-linear" else names)
     for key, value in lora.items():
         if key not in PEFT_LORA and value not in (None, False, "none", "CAUSAL_LM", [], {}):
             draft.report(f"lora_config.{key}", value, "has no counterpart")
@@ -240,12 +239,12 @@ def _correction(draft: Draft) -> None:
 def schedule(draft: Draft) -> None:
     """Set the schedule of the learning rate."""
     options = draft.part("cosine_lr_schedule_config", **({"min_lr_ratio": 0.1} if _is_new(draft) else {}))
-    if not options.given:
+    if not options.entries:
         return
     draft.set("optimizer.schedule", "cosine")
     draft.set("optimizer.min_lr_fraction", options.number("min_lr_ratio") or 0.0)
     draft.set("optimizer.warmup_fraction", options.number("warmup_proportion") or None)
-    for key in [key for key in ("num_epochs", "num_steps") if key in options.given]:
+    for key in [key for key in ("num_epochs", "num_steps") if key in options.entries]:
         length = options.count(key)
         draft.note(f"cosine_lr_schedule_config.{key} = {length} is its length there; here the cosine ends with the run")
     draft.report_rest("cosine_lr_schedule_config", options, "has no counterpart")

@@ -120,12 +120,15 @@ class System:
         system = next((table for table in self.tables if table.is_own_file(values)), None)
         if system is None:
             versions = " or ".join(table.source for table in self.tables)
-            raise ConfigError(f"{self.name}: expected a file of {versions}, got one of neither: {', '.join(values)}")
-        draft = Draft(name=system.name, given={}, defaults=system.defaults, system=system, model=model, devices=devices)
+            raise ConfigError(
+                f"{self.name}: expected a file of {versions}, got one of neither: {', '.join(map(str, values))}"
+            )
+        options: dict[str, Any] = {"model": model, "devices": devices, "defaults": system.defaults}
+        draft = Draft(name=system.name, entries={}, system=system, **options)
         if system.interpolates:
             draft.read |= readings.variables(values)
             values = readings.resolved(values)
-        draft.given = system.flatten(draft, values)
+        draft.entries = {str(key): value for key, value in system.flatten(draft, values).items()}
         draft.take()
         return draft
 
@@ -242,7 +245,7 @@ class Draft(readings.Reading):
     def leave_out(self, theirs: str, why: str, *, default: Any = None) -> None:
         """Report a key without a counterpart, unless it is absent, has its default or switches off what is off."""
         self.read.add(theirs)
-        value = self.given.get(theirs)
+        value = self.entries.get(theirs)
         changes_nothing = self.is_default(theirs) or readings.same(value, default) or (value is False and not default)
         if not changes_nothing and not self.is_left_out(theirs):
             self.report(theirs, value, why)
@@ -253,8 +256,8 @@ class Draft(readings.Reading):
 
     def report_rest(self, theirs: str, part: readings.Reading, why: str) -> None:
         """Report the keys of their table that were not read."""
-        for key in [key for key in part.given if key not in part.read]:
-            self.report(f"{theirs}.{key}", part.given[key], why)
+        for key in [key for key in part.entries if key not in part.read]:
+            self.report(f"{theirs}.{key}", part.entries[key], why)
 
     def part(self, theirs: str, **defaults: Any) -> readings.Reading:
         """Return their table for reading, empty if it is absent."""
@@ -262,14 +265,14 @@ class Draft(readings.Reading):
 
     def finish(self) -> Translation:
         """Return the sections; keys that were not read are left out, with the name that was probably meant."""
-        for theirs, value in self.given.items():
-            if theirs not in self.read:
+        for theirs, value in self.entries.items():
+            if theirs not in self.read and value is not None:
                 near = nearest_name(theirs, sorted(self.read))
                 self.report(theirs, value, f"not a key that is known of {self.name}; {near}")
         self._fit()
         self._acknowledge()
         # These would be missed: the file does not show them, and our defaults differ.
-        decided = [f"{key} = {self.defaults[key]!r}" for key in self.defaults if self.given.get(key) is None]
+        decided = [f"{key} = {self.defaults[key]!r}" for key in self.defaults if self.entries.get(key) is None]
         if decided:
             self._notes.append(f"defaults of {self.name}, since the file is silent: {', '.join(decided)}")
         version = (
@@ -374,22 +377,22 @@ def read_system(stem: str, *rules: Rule, version: str | None = None, **more: Any
         for group in [{key: None} if isinstance(key, str) else key for key in keys]:
             without |= {key: (default, why) for key, default in group.items()}
     source = parts[-1].get("source", table["name"])
-    named = {row.rule for row in rows.values() if row.rule}
-    acting = tuple(rule for rule in (*_SHARED_RULES, *rules) if rule.__name__ in named)
-    assert len(named) == len(acting), f"{stem}.toml names other rules than {stem}.py has: {sorted(named)}"
-    return System(name=table["name"], source=source, rows=rows, without_counterpart=without, rules=acting, **more)
+    rule_names = {row.rule for row in rows.values() if row.rule}
+    row_rules = tuple(rule for rule in (*_SHARED_RULES, *rules) if rule.__name__ in rule_names)
+    assert len(rule_names) == len(row_rules), f"{stem}.toml names other rules than {stem}.py has: {sorted(rule_names)}"
+    return System(name=table["name"], source=source, rows=rows, without_counterpart=without, rules=row_rules, **more)
 
 
 def _row(entry: Mapping[str, Any], default: Any) -> Row:
-    given: dict[str, Any] = {**entry, "default": default}
+    row: dict[str, Any] = {**entry, "default": default}
     for name in ("ours", "also", "off"):
-        if name in given:
-            given[name] = (given[name],) if isinstance(given[name], str) else tuple(given[name])
+        if name in row:
+            row[name] = (row[name],) if isinstance(row[name], str) else tuple(row[name])
     for name in ("values", "advice"):
-        if isinstance(given.get(name), Mapping):  # TOML's keys are texts
-            given[name] = {{"true": True, "false": False}.get(key, key): value for key, value in given[name].items()}
-    assert set(given) <= {one.name for one in fields(Row)}, f"no such fields: {sorted(given)}"
-    return Row(**given)
+        if isinstance(row.get(name), Mapping):  # TOML's keys are texts
+            row[name] = {{"true": True, "false": False}.get(key, key): value for key, value in row[name].items()}
+    assert set(row) <= {one.name for one in fields(Row)}, f"no such fields: {sorted(row)}"
+    return Row(**row)
 
 
 def betas(draft: Draft) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -25,31 +26,31 @@ class Reading:
 
     Attributes:
         name: of the system, and of the table in its file, for messages.
-        given: the table.
+        entries: the table.
         defaults: values of keys that it lacks.
         read: keys that were read.
     """
 
     name: str
-    given: Mapping[str, Any]
+    entries: Mapping[str, Any]
     defaults: Mapping[str, Any]
     read: set[str] = field(default_factory=set)
 
     def get(self, theirs: str) -> Any:
         """Return their value, or the default of their system if the file has none or None."""
         self.read.add(theirs)
-        value = self.given.get(theirs)
+        value = self.entries.get(theirs)
         # YAML's null is a key that is not set.
         return self.defaults.get(theirs) if value is None else value
 
     def is_default(self, theirs: str) -> bool:
         """Return whether the file is silent about a key, or spells its default out."""
-        return self.given.get(theirs) is None or same(self.given[theirs], self.defaults.get(theirs))
+        return self.entries.get(theirs) is None or same(self.entries[theirs], self.defaults.get(theirs))
 
     def is_null(self, theirs: str) -> bool:
         """Return whether the file gives their key the value None, which may mean another thing than an absent key."""
         self.read.add(theirs)
-        return theirs in self.given and self.given[theirs] is None
+        return theirs in self.entries and self.entries[theirs] is None
 
     def error(self, theirs: str, expected: str, value: Any) -> ConfigError:
         """Return the error of a value of the wrong type."""
@@ -65,7 +66,9 @@ class Reading:
         try:
             if isinstance(value, bool) or not isinstance(value, int | float | str):
                 raise TypeError
-            return float(value)
+            if math.isfinite(number := float(value)):
+                return number
+            raise ValueError
         except (TypeError, ValueError):
             raise self.error(theirs, "a number", value) from None
 
@@ -137,15 +140,11 @@ class Reading:
         return list(PEFT_MODULES) if value is None else value if value == "all-linear" else self.names(theirs)
 
 
-def _label(reading: Reading, theirs: str) -> str | None:
-    value = reading.get(theirs)
-    return None if value is None else label_of(str(value))
-
-
 # The types of values that rows name.
 TYPES: Mapping[str, Callable[[Reading, str], Any]] = {
     "any": Reading.get, "number": Reading.number, "count": Reading.count, "names": Reading.names,
-    "table": Reading.table, "modules": Reading.modules, "label": _label,
+    "table": Reading.table, "modules": Reading.modules,
+    "label": lambda reading, theirs: None if reading.get(theirs) is None else label_of(str(reading.get(theirs))),
 }  # fmt: skip
 
 

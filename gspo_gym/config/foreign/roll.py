@@ -11,7 +11,8 @@ from gspo_gym.config.foreign.reader import Draft, read_system
 from gspo_gym.errors import ConfigError
 
 _DTYPES = {"fp32": None, "bf16": "bfloat16", "fp16": "bfloat16"}
-_METHODS = {"identity": "", "mean": "mean", "mean_std": "mean and std", "asym_clip": "mean and std"}  # what is taken
+# The statistics that a method of the agentic pipeline takes.
+_METHODS = {"identity": "", "mean": "mean", "mean_std": "mean and std", "asym_clip": "mean and std"}
 _STATISTICS = {name: name for name in ("batch", "group", "running")}
 # Tables of workers with settings that have a counterpart, and what ROLL overwrites in them with the pipeline's own.
 _NESTED = {"actor_train": ("training_args", "model_args"), "actor_infer": ("generating_args",)}
@@ -25,15 +26,15 @@ _RESPONSE = 1024  # tokens of an answer, as a placeholder
 def _flatten(draft: Draft, values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the flat keys with those of the actor's tables, which go over them; the rest of a table stays one."""
     flat = {key: value for key, value in values.items() if key not in _NESTED}
-    given = {name: _table(values, name) for name in (*_NESTED, "train_env_manager")}
-    sampling = given["train_env_manager"].get("generating_args")
-    if sampling and not given["actor_infer"].get("generating_args"):  # else those of actor_infer count there
-        given["actor_infer"] = {**given["actor_infer"], "generating_args": sampling}
+    workers = {name: _table(values, name) for name in (*_NESTED, "train_env_manager")}
+    sampling = workers["train_env_manager"].get("generating_args")
+    if sampling and not workers["actor_infer"].get("generating_args"):  # else those of actor_infer count there
+        workers["actor_infer"] = {**workers["actor_infer"], "generating_args": sampling}
         flat["train_env_manager"] = {k: v for k, v in flat["train_env_manager"].items() if k != "generating_args"}
     for worker, tables in _NESTED.items():
         for table in tables:
-            _merge(draft, flat, f"{worker}.{table}", _table(given[worker], table, of=f"{worker}."))
-        if rest := {key: value for key, value in given[worker].items() if key not in tables}:
+            _merge(draft, flat, f"{worker}.{table}", _table(workers[worker], table, of=f"{worker}."))
+        if rest := {key: value for key, value in workers[worker].items() if key not in tables}:
             flat[worker] = rest
     for key in [key for key, value in flat.items() if isinstance(value, str) and "${" in value]:
         draft.report(key, flat.pop(key), "what it stands for is not in this file")
@@ -60,14 +61,14 @@ def _table(values: Mapping[str, Any], key: str, *, of: str = "") -> Mapping[str,
 
 
 def _is_agentic(draft: Draft) -> bool:
-    return any(draft.given.get(key) is not None for key in _AGENTIC)
+    return any(draft.entries.get(key) is not None for key in _AGENTIC)
 
 
 def model(draft: Draft) -> None:
     """Set the base, its dtype, and the adapter that lora_target asks for."""
     draft.set("model.base", next((name for name in map(draft.get, ("pretrain", "model_name_or_path")) if name), None))
-    is_disabled, wanted = draft.flag("disable_gradient_checkpointing"), draft.flag("gradient_checkpointing")
-    draft.set("model.gradient_checkpointing", None if is_disabled and not wanted else True)
+    is_disabled, is_enabled = draft.flag("disable_gradient_checkpointing"), draft.flag("gradient_checkpointing")
+    draft.set("model.gradient_checkpointing", None if is_disabled and not is_enabled else True)
     rank, alpha, modules = draft.positive("lora_rank"), draft.number("lora_alpha"), draft.get("lora_target")
     dtype = draft.choice("dtype", _DTYPES)
     if modules is None:
@@ -109,7 +110,7 @@ def batches(draft: Draft) -> None:
 
 def _devices(draft: Draft) -> int:
     """Return how many devices hold other episodes than the others."""
-    worker = _table(draft.given, "actor_train")
+    worker = _table(draft.entries, "actor_train")
     mapping = worker.get("device_mapping")
     if isinstance(mapping, str):
         found = [range(int(first), int(end)) for first, end in _RANGE.findall(mapping)]
@@ -119,8 +120,8 @@ def _devices(draft: Draft) -> int:
     strategy = _table(worker, "strategy_args").get("strategy_config")
     shares = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
     shared = [strategy.get(name, 1) for name in shares] if isinstance(strategy, Mapping) else []
-    shared.append(draft.given.get("ulysses_size") or 1)
-    return max(1, len(mapping) // math.prod(size for size in shared if isinstance(size, int)))
+    shared.append(draft.entries.get("ulysses_size") or 1)
+    return max(1, len(mapping) // math.prod(size for size in shared if isinstance(size, int) and size > 0))
 
 
 def objective(draft: Draft) -> None:
@@ -183,15 +184,15 @@ def _agentic_statistics(draft: Draft, *_: str) -> tuple[str, str]:
     part = draft.part("reward_normalization", method="identity")
     for key in ("norm_mean_type", "norm_std_type"):
         draft.leave_out(key, "reward_normalization decides in the agentic pipeline")
-    taken = part.choice("method", _METHODS)
-    if taken and part.get("grouping") is None:
+    statistics = part.choice("method", _METHODS)
+    if statistics and part.get("grouping") is None:
         draft.note("reward_normalization.grouping is 'state' by default in this version, and 'batch' in later ones")
     # Without a key of its own, an episode's group is all that shares its task; "tags" are environments.
     group = "batch" if part.get("grouping") in ("batch", "tags") else "group"
     if part.get("method") == "asym_clip":
         draft.report("reward_normalization.method", "asym_clip", "its clip from -1 to 3 is not here")
-    baseline = part.choice("norm_mean_type", _STATISTICS) or (group if "mean" in taken else "none")
-    scale = part.choice("norm_std_type", _STATISTICS) or (group if "std" in taken else "none")
+    baseline = part.choice("norm_mean_type", _STATISTICS) or (group if "mean" in statistics else "none")
+    scale = part.choice("norm_std_type", _STATISTICS) or (group if "std" in statistics else "none")
     draft.report_rest("reward_normalization", part, "has no counterpart")
     return baseline, scale
 

@@ -12,9 +12,13 @@ _NO_BOUND = 1e6  # a ratio that no episode reaches
 
 def batches(draft: Draft) -> None:
     """Set how many episodes a batch has, how they are learned from, and how long the run is."""
-    micro, accumulated = (
-        draft.require_count("per_device_train_batch_size") * draft.devices,
+    size, accumulated = (
+        draft.require_count("per_device_train_batch_size"),
         draft.require_count("gradient_accumulation_steps"),
+    )
+    micro = size * draft.devices
+    draft.note(
+        f"per_device_train_batch_size = {size} is of each device there, of which {draft.devices} count: --devices"
     )
     generation, micro_per_batch = draft.count("generation_batch_size"), draft.count("steps_per_generation")
     episodes = generation or micro * (micro_per_batch or accumulated)
@@ -100,10 +104,7 @@ def correction(draft: Draft) -> None:
     else:
         draft.leave_out("vllm_importance_sampling_clip_min", "a ratio that is truncated has no lower bound here")
     if level == "trajectory":
-        draft.note(
-            "vllm_importance_sampling_mode: a sequence's weight is the exp of a sum there and the geometric mean "
-            "here (the product leaves out nearly every long episode)"
-        )
+        draft.note(f"{mode} weights of a sequence are the product of its tokens' there, and their geometric mean here")
 
 
 def schedule(draft: Draft) -> None:

@@ -472,6 +472,8 @@ def test_their_defaults_that_decided_are_listed():
         ("trl", {"gradient_checkpointing": "yes"}, "TRL: gradient_checkpointing: expected true or false, got 'yes'"),
         ("roll", {"actor_train": {"training_args": 3}}, "ROLL: actor_train.training_args: expected a table, got 3"),
         ("agilerl", {"clip_coef": [1.1, 1.2]}, "AgileRL: clip_coef: expected a number or two bounds around 1"),
+        ("trl", {"num_train_epochs": float("inf")}, "TRL: num_train_epochs: expected a number, got inf"),
+        ("agilerl", {1: 2}, "AgileRL: expected a file of AgileRL 2.58.0 or AgileRL 2.7.0, got one of neither: 1"),
         # of a wrong type: these ended with a traceback
         ("trl", {"loss_type": ["grpo"]}, "TRL: loss_type: expected one of 'grpo', "),
         ("trl", {"report_to": 3}, "TRL: report_to: expected a list of names, got 3"),
