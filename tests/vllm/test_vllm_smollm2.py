@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 from agreement import nudge, play_many, publish, worst_gap
-from test_vllm_training import VLLM, config
 
 from gspo_gym.cli.train import run_training
+from gspo_gym.config.run_config import RunConfig
 from gspo_gym.engine.base import WeightUpdate
 from gspo_gym.learning.settings import LoraSettings
 from gspo_gym.policy.export import export
@@ -58,21 +58,45 @@ def test_its_exported_adapter_and_its_merged_model_have_the_learners_logprobs(
 
 
 def test_ten_steps_agree_with_the_learner_and_raise_the_score(tmp_path: Path) -> None:
-    run = config(
-        tmp_path,
-        {"base": "smollm2", "label": "smollm2", "trainer_mode": "lora"},
-        vllm=VLLM,
-        algorithm={"variety": "gspo_token"},
-        loss={"clip_low": 3e-2, "clip_high": 4e-2, "entropy_coef": 0.01},
-        advantages={"level": "turn"},
-        training={
-            "iterations_per_epoch": 10,
-            "group_size": 8,
-            "batch_size": 16,
-            "learning_rate": 3e-4,
-            "lora": {"r": 16, "alpha": 32, "target_modules": "all-linear"},
-        },
-        warmup={"policy": "random", "num_episodes": 96, "num_epochs": 1, "learning_rate": 1e-3, "batch_size": 16},
+    run = RunConfig.from_dict(
+        {
+            "run": {"folder": str(tmp_path)},
+            "algorithm": {"variety": "gspo_token"},
+            "model": {"base": "smollm2", "label": "smollm2", "trainer_mode": "lora"},
+            "rollout": {
+                "env_name": "GuessNumber",
+                "env_config": {
+                    "style": "terse",
+                    "low": 1,
+                    "high": 8,
+                    "max_guesses": 4,
+                    "inconsistent_penalty": 0.2,
+                    "illegal_penalty": 0.4,
+                },
+                "max_turns": 4,
+                "max_output_tokens": 4,
+                "max_model_len": 256,
+                "episodes_per_batch": 32,
+            },
+            "training": {
+                "iterations_per_epoch": 10,
+                "group_size": 8,
+                "batch_size": 16,
+                "learning_rate": 3e-4,
+                "lora": {"r": 16, "alpha": 32, "target_modules": "all-linear"},
+            },
+            "loss": {"clip_low": 3e-2, "clip_high": 4e-2, "entropy_coef": 0.01},
+            "advantages": {"level": "turn"},
+            "evaluation": {"seeds": "0:4"},
+            "warmup": {
+                "policy": "random",
+                "num_episodes": 96,
+                "num_epochs": 1,
+                "learning_rate": 1e-3,
+                "batch_size": 16,
+            },
+            "vllm": {"max_model_len": 256},
+        }
     )
     summary = run_training(run)
     assert (summary["status"], summary["steps"]) == ("completed", 10)
