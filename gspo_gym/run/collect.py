@@ -241,6 +241,7 @@ async def warm_up(
     pool: RolloutPool,
     plan: WarmupPlan,
     progress: Progress,
+    *,
     compute: Compute = in_another_thread,
     phases: Phases | None = None,
 ) -> SupervisedReport:

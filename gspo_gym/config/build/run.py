@@ -235,8 +235,9 @@ async def _warm_up(players: _Players, recorder: RunRecorder, weight_sync: Weight
         return
     phases = session.steering.phases
     pool, plan = players.warmup
+    model, compute = players.policy.model, players.player.compute
     with phases.during("warming up"):
-        report = await warm_up(players.policy.model, pool, plan, session.progress, players.player.compute, phases)
+        report = await warm_up(model, pool, plan, session.progress, compute=compute, phases=phases)
     await weight_sync.publish(0)
     recorder.event("warmup", 0, {"epoch_losses": list(report.epoch_losses), "num_tokens": report.num_tokens})
 

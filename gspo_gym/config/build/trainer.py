@@ -45,7 +45,7 @@ from gspo_gym.run.recording import LEDGER_FILE, RunRecorder
 from gspo_gym.run.report.progress import Progress
 from gspo_gym.run.settings import LoopSettings, TrainPlan
 from gspo_gym.run.sinks import Sink, open_sinks
-from gspo_gym.run.state import Saver, TrainState
+from gspo_gym.run.state import CopyCheckpoint, Saver, TrainState
 from gspo_gym.run.steering import Steering
 from gspo_gym.run.trainer import Evaluate, ForgetEnded, Trainer, WhileLearning
 from gspo_gym.seeding import child_seed
@@ -255,7 +255,7 @@ def build_trainer(
     if judging is not None:
         judging.record_into(recorder.folder, tell_recorder(recorder, progress), step=0 if state is None else state.step)
     plan, phases = build_plan(config), Phases() if steering is None else steering.phases
-    ledger = Ledger(recorder.folder / LEDGER_FILE)
+    copy, ledger = _copying(checkpoints, player.policy, learner, recorder), Ledger(recorder.folder / LEDGER_FILE)
     pool = build_training_pool(config, player, ledger, judging, _counting(phases, attempts))
     return Trainer(
         plan,
@@ -269,7 +269,7 @@ def build_trainer(
         learner=learner,
         publish=weight_sync.after_step,
         evaluate=_evaluating(config, player, recorder, judging, phases),
-        saver=_build_saver(plan, checkpoints, player.policy, learner, recorder, state if is_saved else None, phases),
+        saver=Saver(copy, plan.loop, on_event=recorder.event, saved=state if is_saved else None, phases=phases),
         journal=Journal(
             plan,
             recorder,
@@ -295,22 +295,16 @@ def _require_versions(config: RunConfig, engine: Engine) -> None:
         )
 
 
-def _build_saver(
-    plan: TrainPlan,
-    checkpoints: CheckpointStore,
-    policy: Policy,
-    learner: AnyLearner,
-    recorder: RunRecorder,
-    saved: TrainState | None,
-    phases: Phases,
-) -> Saver:
+def _copying(
+    checkpoints: CheckpointStore, policy: Policy, learner: AnyLearner, recorder: RunRecorder
+) -> CopyCheckpoint:
     def copy_checkpoint(state: TrainState) -> Callable[[], Path]:
         taken = replace(state, last_seq=recorder.last_seq).to_dict()
         numbers = state.evaluation_numbers()
         draft = checkpoints.copy(state.step, policy=policy, learner=learner, trainer_state=taken, evaluation=numbers)
         return partial(checkpoints.write, draft)
 
-    return Saver(copy_checkpoint, plan.loop, on_event=recorder.event, saved=saved, phases=phases)
+    return copy_checkpoint
 
 
 def _counting(phases: Phases, attempts: OnEpisode) -> OnEpisode:
