@@ -126,17 +126,6 @@ def spoil_the_weights(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(update.Learner, "update", spoils)
 
 
-def punish_entropy(patch: pytest.MonkeyPatch) -> None:
-    """The bonus for entropy has the wrong sign."""
-    policy_loss = update.policy_loss
-
-    def punishes(*args: Any, settings: Any, **more: Any) -> Any:
-        wrong = settings.model_copy(update={"entropy_coef": -settings.entropy_coef})
-        return policy_loss(*args, settings=wrong, **more)
-
-    patch.setattr(update, "policy_loss", punishes)
-
-
 def make_engine_noisy(patch: pytest.MonkeyPatch) -> None:
     """The engine has other kernels: its logprobs are off by some 2e-3 nats."""
     act = EngineActor.__call__
@@ -265,9 +254,6 @@ FAULTS: Mapping[str, Fault] = {
         "warmup.num_epochs=1",
     ),
     "weights_are_spoilt": _fault("evaluation_fell", "training.learning_rate", plant=spoil_the_weights, is_alone=False),
-    "entropy_is_punished": _fault(
-        "entropy_collapsed", "loss.entropy_coef", "loss.entropy_coef=0.2", plant=punish_entropy, is_alone=False
-    ),
     "top_p_0.7": _fault("engine_differs_from_learner", "correction.level", "rollout.top_p=0.7", _MEANT, is_alone=False),
     "losses_are_infinite": _fault("steps_not_finite", "training.learning_rate", plant=lose_steps),
     "noisy_engine": _fault(
