@@ -37,7 +37,7 @@ _CHAIN = (
     "steps_not_finite",
 )
 _TRENDS = frozenset(
-    {"evaluation_does_not_improve", "evaluation_fell", "reward_does_not_rise", "entropy_collapsed"}
+    {"evaluation_does_not_improve", "evaluation_fell", "reward_does_not_rise"}
     | {"gradient_always_clipped", "ratio_is_constant"}
 )
 

@@ -45,8 +45,6 @@ _MAX_SHARE_OF_ATTAINABLE = 0.9
 _MAX_NOISE_CLIP_FRACTION = 0.1
 # Of the clip range: scoring twice may differ by this much before the clip acts on the difference.
 _MAX_NOISE_SHARE_OF_CLIP = 0.5
-# Of the entropy at the beginning: with less, a batch of a few hundred episodes hardly tries anything new.
-_MIN_ENTROPY_SHARE = 0.1
 # Of the steps: if the gradient is nearly always clipped, its length carries no information any more.
 _MAX_CLIPPED_GRADIENT_FRACTION = 0.9
 # Of the optimizer steps: one in twenty lost is no accident.
@@ -343,21 +341,6 @@ def _ratio_range(run: RunView) -> str:
     return "" if q05 is None or q95 is None else f"; nine ratios of ten lie between {q05.mean:.4f} and {q95.mean:.4f}"
 
 
-def entropy_collapsed(run: RunView) -> Finding | None:
-    """Find a policy that stopped exploring before it was good."""
-    early, recent = run.early("policy/entropy"), run.recent("policy/entropy")
-    if early is None or recent is None or run.is_succeeding or recent.mean >= _MIN_ENTROPY_SHARE * early.mean:
-        return None
-    return Finding(
-        "serious",
-        "The policy has stopped exploring before it became good: it samples nearly the same tokens every time.",
-        f"policy/entropy fell from {early.mean:.2g} nats in {early.steps} to {recent.mean:.2g} in {recent.steps}",
-        "loss.entropy_coef",
-        f"set it to {2 * run.number('loss.entropy_coef') or 0.01:g}, start again from an earlier checkpoint, and if "
-        f"that is not enough lower training.learning_rate to {run.number('training.learning_rate') / 2:.2g}",
-    )
-
-
 def gradient_always_clipped(run: RunView) -> Finding | None:
     """Find gradients that are clipped in nearly every step."""
     limit, norms = run.setting("optimizer.max_grad_norm"), run.recent("optim/grad_norm")
@@ -475,7 +458,6 @@ OTHERS: tuple[Check, ...] = (
     ratio_is_constant,
     noise_reaches_the_clip,
     clips_too_much,
-    entropy_collapsed,
     gradient_always_clipped,
     steps_not_finite,
     far_from_the_reference,

@@ -34,12 +34,9 @@ TRAINED, LEFT_OUT, SKIPPED, NO_GRADIENT, OVERLONG, FILTERED, CONSTANT, UNCOMMITT
 _LOW, _HIGH, _DUAL = 1, 2, 3  # bounds of the clip
 _EDGE = 1e-6  # a ratio so near a bound may lie on either side of it
 _MAX_LOG_RATIO = 20.0
-# The policy term by the name of its surrogate: ratios, advantages and the bounds low, high and dual.
-SURROGATES: Mapping[str, Callable[[Floats, Floats, tuple[float, float, float]], Floats]] = {
-    "clip": lambda s, gain, bounds: np.where(gain < 0, np.maximum(s, bounds[0]), np.minimum(s, bounds[1])) * gain,
-    "dual_clip": lambda s, gain, bounds: (
-        np.where(gain < 0, np.minimum(np.maximum(s, bounds[0]), bounds[2]), np.minimum(s, bounds[1])) * gain
-    ),
+SURROGATES: Mapping[str, Callable[[Floats, Floats, tuple[float, float, float]], Floats]] = {  # of s, A; low, high, dual
+    "clip": lambda s, gain, ends: np.where(gain < 0, s.clip(ends[0]), s.clip(None, ends[1])) * gain,
+    "dual_clip": lambda s, gain, ends: np.where(gain < 0, s.clip(ends[0], ends[2]), s.clip(None, ends[1])) * gain,
 }
 _SHAPING = ("advantages.whiten", "advantages.kl_shaping_coef", "rewards.kl_coef")  # under which 0 may get an advantage
 

@@ -184,8 +184,7 @@ def policy_loss(
     unit_ratios, unit_of_token = _unit_ratios(tokens, settings)
     # The value is s, the gradient the token's own (eq. 14): per-token advantages reach their tokens.
     ratio = unit_ratios[unit_of_token] * torch.exp(tokens.now - tokens.now.detach())
-    surrogate = SURROGATES[settings.surrogate](ratio, tokens.advantage, settings)
-    policy_A = -(weight * tokens.correction * surrogate)
+    policy_A = -(weight * tokens.correction * SURROGATES[settings.surrogate](ratio, tokens.advantage, settings))
     kl_A = _weighted_kl(tokens, weight, ratio, settings)
     entropy_A = _weighted_entropy(tokens, weight, settings)
     policy_term, kl_term = policy_A.sum(), settings.kl_coef * kl_A.sum()

@@ -22,7 +22,7 @@ Loss = Callable[..., Any]
 CLIP = "ratio.clamp(1 - settings.clip_low, 1 + settings.clip_high)"
 LOG_RATIO = "return self.now.detach() - self.old"
 OWN_GRADIENT = "torch.exp(tokens.now - tokens.now.detach())"
-POLICY = "weight * tokens.correction * surrogate"
+POLICY = "weight * tokens.correction * SURROGATES"
 TERMS = "policy_term + kl_term + entropy_term"
 EPISODE_MEAN = "N * trajectories.num_tokens[trajectories.of_token]"
 TURN_MEAN = "M * turns.num_tokens[turns.of_token]"
@@ -125,17 +125,17 @@ MUTATIONS: list[tuple[str, str, str, float | None]] = [
     ("entropy without gradient", ENTROPY, "return weight * tokens.entropy.detach()", None),
     ("entropy summed, not aggregated", ENTROPY, "return tokens.entropy", None),
     # correction
-    ("correction left out", POLICY, "weight * surrogate", None),
+    ("correction left out", POLICY, "weight * SURROGATES", None),
     ("correction applied to KL", "return weight * estimate", "return weight * tokens.correction * estimate", None),
     ("correction applied to entropy", ENTROPY, "return weight * tokens.correction * tokens.entropy", None),
-    ("correction normalised", POLICY, "weight * (tokens.correction / tokens.correction.mean()) * surrogate", None),
+    ("correction normalised", POLICY, "weight * (tokens.correction / tokens.correction.mean()) * SURROGATES", None),
     (
         "correction inside of the clip",
         "[settings.surrogate](ratio, tokens",
         "[settings.surrogate](ratio * tokens.correction, tokens",
         None,
     ),
-    ("correction as a mask only", POLICY, "weight * (tokens.correction > 0) * surrogate", None),
+    ("correction as a mask only", POLICY, "weight * (tokens.correction > 0) * SURROGATES", None),
     # statistics
     ("lower clip counted whatever the sign", "settings.clip_low) & loses", "settings.clip_low)", None),
     ("upper clip counted whatever the sign", "settings.clip_high) & gains", "settings.clip_high)", None),

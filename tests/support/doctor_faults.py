@@ -110,31 +110,20 @@ def lose_steps(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(update, "policy_loss", infinite)
 
 
-def change_weights(change: Callable[[str, torch.Tensor], torch.Tensor], *, after: int) -> Plant:
-    """Return a plant: after so many updates the weights are changed, each by its name."""
+def spoil_the_weights(patch: pytest.MonkeyPatch) -> None:
+    """The last update adds noise to the weights, as large as they are."""
+    learn, count = update.Learner.update, itertools.count(1)
+    generator = torch.Generator().manual_seed(1)
 
-    def plant(patch: pytest.MonkeyPatch) -> None:
-        learn, count = update.Learner.update, itertools.count(1)
+    def spoils(self: Any, *args: Any, **more: Any) -> Any:
+        report = learn(self, *args, **more)
+        if next(count) == 32:
+            with torch.no_grad():
+                for weights in self._model.parameters():
+                    weights.add_(weights.std() * torch.randn(weights.shape, generator=generator))
+        return report
 
-        def changes(self: Any, *args: Any, **more: Any) -> Any:
-            metrics = learn(self, *args, **more)
-            if next(count) == after:
-                with torch.no_grad():
-                    for name, parameter in self._model.named_parameters():
-                        parameter.copy_(change(name, parameter))
-            return metrics
-
-        patch.setattr(update.Learner, "update", changes)
-
-    return plant
-
-
-def _spoilt(name: str, weights: torch.Tensor) -> torch.Tensor:
-    return weights + weights.std() * torch.randn(weights.shape, generator=torch.Generator().manual_seed(1))
-
-
-def _sharpened(name: str, weights: torch.Tensor) -> torch.Tensor:
-    return 4 * weights if name.endswith("norm.weight") and "layers" not in name else weights
+    patch.setattr(update.Learner, "update", spoils)
 
 
 def make_engine_noisy(patch: pytest.MonkeyPatch) -> None:
@@ -195,7 +184,7 @@ JUDGED = (
     "training.iterations_per_epoch=10",
     "training.checkpoint_every_n_iters=10",
     "rollout.episodes_per_batch=16",
-    "evaluation.seeds=0:4",
+    'evaluation.seeds="0:4"',
     "evaluation.every_n_iters=10",
     "judge.enabled=true",
     "judge.reward_blend={ env = 0.5, outcome = 0.5 }",
@@ -257,19 +246,14 @@ FAULTS: Mapping[str, Fault] = {
         "far_from_the_reference", "loss.kl_coef", "loss.kl_coef=1e-4", "training.learning_rate=1e-2"
     ),
     "lr_1e-6": _fault("reward_does_not_rise", "training.learning_rate", "training.learning_rate=1e-6"),
-    "four_seeds": _fault("evaluation_does_not_improve", "evaluation.seeds", "evaluation.seeds=0:4"),
+    "four_seeds": _fault("evaluation_does_not_improve", "evaluation.seeds", 'evaluation.seeds="0:4"'),
     "no_warmup": _fault(
         "run_failed",
         "training.checkpoint_every_n_iters",
         "warmup.num_episodes=32",
         "warmup.num_epochs=1",
     ),
-    "weights_are_spoilt": _fault(
-        "evaluation_fell", "training.learning_rate", plant=change_weights(_spoilt, after=32), is_alone=False
-    ),
-    "weights_are_sharpened": _fault(
-        "entropy_collapsed", "loss.entropy_coef", plant=change_weights(_sharpened, after=20), is_alone=False
-    ),
+    "weights_are_spoilt": _fault("evaluation_fell", "training.learning_rate", plant=spoil_the_weights, is_alone=False),
     "top_p_0.7": _fault("engine_differs_from_learner", "correction.level", "rollout.top_p=0.7", _MEANT, is_alone=False),
     "losses_are_infinite": _fault("steps_not_finite", "training.learning_rate", plant=lose_steps),
     "noisy_engine": _fault(

@@ -112,13 +112,6 @@ CASES: list[tuple[Check, tuple[dict[str, Any], dict[str, Any]], tuple[dict[str, 
         "warning",
         "loss.clip_low",
     ),
-    (
-        learning.entropy_collapsed,
-        ({"policy/entropy": quarters(1.0, 0.11), "rollout/success_rate": 0.5}, {}),
-        ({"policy/entropy": quarters(1.0, 0.09), "rollout/success_rate": 0.5}, {}),
-        "serious",
-        "loss.entropy_coef",
-    ),
     (  # of the last ten norms, eight or nine are above 1
         learning.gradient_always_clipped,
         ({"optim/grad_norm": [2.0] * 30 + [2.0] * 8 + [0.5] * 2}, {}),
@@ -370,12 +363,6 @@ def test_a_clip_that_binds_too_often_is_widened_and_the_ratios_are_shown():
     assert "widen it to 0.009, and loss.clip_high to 0.012" in finding.suggestion  # 3 x 3e-3, 3 x 4e-3
 
 
-def test_an_entropy_that_falls_because_the_task_is_learned_is_fine():
-    entropy = {"policy/entropy": quarters(1.0, 0.01)}
-    assert learning.entropy_collapsed(a_run({**entropy, "rollout/success_rate": 0.91})) is None
-    assert learning.entropy_collapsed(a_run({**entropy, "rollout/success_rate": 0.89})) is not None
-
-
 def test_values_that_were_not_finite_are_left_out_of_a_window():
     run = RunView(config={}, metrics=[{"step": 1, "loss/total": None}, {"step": 2, "loss/total": 3.0}])
     window = run.all("loss/total")
@@ -429,9 +416,6 @@ def test_what_an_endpoints_episodes_earn_is_not_taken_for_the_policys():
     assert playing.reward_does_not_rise(RunView(config=CONFIG, metrics=flat)) is not None
     rescored = RunView(config=configured({"rollout.rescore": True}), metrics=flat)
     assert playing.reward_does_not_rise(rescored) is None
-    collapse = {"policy/entropy": quarters(1.0, 0.01), "rollout/success_rate": 0.95}
-    assert learning.entropy_collapsed(a_run(collapse)) is None  # the task is learned
-    assert learning.entropy_collapsed(a_run(collapse, {"rollout.rescore": True})) is not None  # but not by the policy
 
 
 def evaluations(*scores: tuple[float, float, float], name: str = "success") -> list[dict[str, Any]]:

@@ -29,6 +29,7 @@ from gspo_gym.config.build.threads import faster, use_threads
 from gspo_gym.config.build.token_audit import audit_tokens
 from gspo_gym.config.run_config import RunConfig, load_config
 from gspo_gym.diagnosis import oracle
+from gspo_gym.diagnosis import tokens as checks
 from gspo_gym.engine.base import SamplingParams
 from gspo_gym.engine.local.batch import Batch
 from gspo_gym.env.core import Info, TextEnv
@@ -36,7 +37,6 @@ from gspo_gym.policy import export
 from gspo_gym.remote.apps import check
 from gspo_gym.run.models import Model
 from gspo_gym.run.records import read_events
-from gspo_gym.run.report import checks
 
 TINY = "tiny:qwen3-64"
 WANTED = 3
