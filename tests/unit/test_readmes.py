@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from gspo_gym.cli.main import command_parser
+from gspo_gym.cli.runs import retired_command
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted(
@@ -24,9 +25,11 @@ def slug(heading: str) -> str:
 
 
 def commands() -> set[tuple[str, ...]]:
-    """Every command that takes no further command, as words: ("env", "check"), ("train",), ..."""
+    """Every command that takes no further command and was not retired, as words: ("env", "check"), ("train",), ..."""
 
     def leaves(parser: argparse.ArgumentParser, words: tuple[str, ...]) -> set[tuple[str, ...]]:
+        if parser.get_default("run") is retired_command:
+            return set()
         parts = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
         if not parts:
             return {words}
