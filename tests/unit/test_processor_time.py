@@ -38,6 +38,15 @@ def test_a_test_over_its_limit_fails_the_run_by_more_than_the_noise(name: str, l
     assert run_of({name: limit * 1.26}).exitstatus == pytest.ExitCode.TESTS_FAILED
 
 
+def test_what_is_allowed_more_is_there(request: pytest.FixtureRequest) -> None:
+    plugin = next(each for each in request.config.pluginmanager.get_plugins() if isinstance(each, ProcessorTime))
+    for name in plugin.allowed:
+        file, _, test = name.partition("::")
+        path = request.config.rootpath / file
+        assert path.is_file(), name
+        assert not test or f"def {test}(" in path.read_text(encoding="utf-8"), name
+
+
 def test_a_machine_of_half_the_pace_has_twice_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
     # The loop is timed three times: 0.064, 0.064 and 0.9 s, of which the median is twice the 0.032 of the limits.
     readings = iter([0.0, 0.064, 1.0, 1.064, 2.0, 2.9])
