@@ -10,6 +10,7 @@ import gc
 import inspect
 import os
 import threading
+import warnings
 from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
@@ -118,7 +119,9 @@ def test_all_kinds_of_tensors_arrive_in_chunks_which_are_gone_when_they_were_loa
         "start", "192 bytes: matrix, half, number, nothing", "65 bytes: transposed, byte", "finish"
     ]  # fmt: skip
     assert not any(os.path.exists(path) for path in receiver.paths)
-    gc.collect()  # and what the worker holds of them stays
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ResourceWarning)  # of what earlier tests of the session left to the collector
+        gc.collect()  # and what the worker holds of them stays
     assert receiver.tensors.keys() == MANY.tensors.keys()
     for name, tensor in MANY.tensors.items():
         assert torch.equal(receiver.tensors[name], tensor)
