@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import statistics
 import tempfile
 import time
 from collections.abc import Sequence
@@ -26,13 +27,11 @@ from gspo_gym.config.build.engines import build_weight_sync
 from gspo_gym.config.build.rollouts import Player, build_training_player, build_training_pool
 from gspo_gym.config.build.threads import compute_in, computing_elsewhere
 from gspo_gym.config.build.trainer import build_policy
-from gspo_gym.config.run_config import RunConfig
+from gspo_gym.config.run_config import RunConfig, load_config
 from gspo_gym.policy.weight_sync import WeightSync
 from gspo_gym.rollout.pool import GroupRequest
 from gspo_gym.run.recording import RunRecorder
 from gspo_gym.types import Task
-
-_GROUP_SIZE = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,50 +45,29 @@ class Side:
 
 
 def make_config(model: str, engine: str, folder: Path, *, num_episodes: int = 96, **vllm: Any) -> RunConfig:
-    """Return the configuration; `vllm`: keys of its section (Any: of many types)."""
-    sections: dict[str, Any] = {
-        "run": {"folder": str(folder)},
-        "algorithm": {"variety": "gspo_token"},
-        "model": {"base": model, "trainer_mode": "lora", "label": engine},
-        "rollout": {
-            "env_name": "GuessNumber",
-            "env_config": {
-                "style": "terse",
-                "low": 1,
-                "high": 8,
-                "max_guesses": 4,
-                "inconsistent_penalty": 0.2,
-                "illegal_penalty": 0.4,
-            },
-            "engine": engine,
-            "max_turns": 4,
-            "max_output_tokens": 4,
-            "max_model_len": 256,
-            "episodes_per_batch": num_episodes,
-            "max_concurrent_rollouts": num_episodes,
-        },
-        "training": {
-            "iterations_per_epoch": 1,
-            "group_size": _GROUP_SIZE,
-            "batch_size": num_episodes // 4,
-            "learning_rate": 3e-4,
-            "lora": {"r": 16, "alpha": 32, "target_modules": "all-linear"},
-        },
-        "evaluation": {"seeds": "0:4"},
+    """Return the configuration, that of configs/smollm2_guess.toml; `vllm`: keys of its section (Any: as TOML's)."""
+    overrides = {
+        "run.folder": folder,
+        "model.base": model,
+        "model.label": engine,
+        "rollout.engine": engine,
+        "rollout.episodes_per_batch": num_episodes,
+        "rollout.max_concurrent_rollouts": num_episodes,
+        "training.batch_size": num_episodes // 4,
+        **{f"vllm.{key}": value for key, value in ({"max_model_len": 256, **vllm} if engine == "vllm" else {}).items()},
     }
-    if engine == "vllm":
-        sections["vllm"] = {"max_model_len": 256, **vllm}
-    return RunConfig.from_dict(sections)
+    return load_config("smollm2_guess", [f"{key}={value}" for key, value in overrides.items()])
 
 
 async def play(side: Side, step: int) -> int:
     """Play a batch under new weights; return the number of sampled tokens."""
     config = side.config
     pool = build_training_pool(config, side.player)
-    num_groups = config.rollout.episodes_per_batch // _GROUP_SIZE
+    group_size = config.training.group_size
+    num_groups = config.rollout.episodes_per_batch // group_size
     env_id = config.rollout.env_name
     seeds = range(step * num_groups, (step + 1) * num_groups)
-    groups = await pool.play_groups([GroupRequest(f"seed{seed}", Task(env_id, seed), _GROUP_SIZE) for seed in seeds])
+    groups = await pool.play_groups([GroupRequest(f"seed{seed}", Task(env_id, seed), group_size) for seed in seeds])
     return sum(trajectory.num_actions for group in groups for trajectory in group.trajectories)
 
 
@@ -137,7 +115,7 @@ def run_batches(model: str, *, num_episodes: int, repeats: int) -> list[Value]:
         measured = asyncio.run(measure(configs, repeats=repeats))
     values = {name: Value(f"{num_episodes} guessing games, {model}", rounds) for name, (rounds, _) in measured.items()}
     table = Table("engine", "sampled tokens", "seconds", "times the local engine's")
-    medians = {name: sorted(value.ours)[len(value.ours) // 2] for name, value in values.items()}
+    medians = {name: statistics.median(value.ours) for name, value in values.items()}
     for name, seconds in medians.items():
         table.add_row(name, f"{measured[name][1]:,}", f"{seconds:.2f}", f"{seconds / medians['local']:.2f}")
     Console().print(f"{num_episodes} episodes of GuessNumber with {model} and an adapter; median of {repeats}", table)

@@ -20,7 +20,8 @@ from gspo_gym.cli.train import run_training
 from gspo_gym.config.run_config import RunConfig, load_config
 from gspo_gym.env.core import Info, TextEnv
 from gspo_gym.learning import update
-from gspo_gym.learning.logprobs import LogprobComputer, TokenLogprobs
+from gspo_gym.learning.logprobs import LogprobComputer
+from gspo_gym.learning.prefixes import Trie
 from gspo_gym.policy.load import load_policy
 from gspo_gym.run.records import read_metrics
 
@@ -98,14 +99,17 @@ class CountedComputer(LogprobComputer):
 
     num_tokens = 0
 
-    def compute(
-        self, token_ids: torch.Tensor, attention_mask: torch.Tensor, action_mask: torch.Tensor
-    ) -> TokenLogprobs:
-        if torch.is_grad_enabled():
-            trie = self.prefixes.shared(token_ids[:, :-1], attention_mask[:, 1:])
-            num_tokens = int(attention_mask[:, 1:].sum()) if trie is None else trie.num_tokens
-            CountedComputer.num_tokens += num_tokens
-        return super().compute(token_ids, attention_mask, action_mask)
+    def __init__(self, *args: Any, **options: Any) -> None:  # Any: as they are
+        super().__init__(*args, **options)
+        shared = self.prefixes.shared
+
+        def count(token_ids: torch.Tensor, attention_mask: torch.Tensor) -> Trie | None:
+            trie = shared(token_ids, attention_mask)
+            if torch.is_grad_enabled():
+                CountedComputer.num_tokens += int(attention_mask.sum()) if trie is None else trie.num_tokens
+            return trie
+
+        self.prefixes.shared = count  # type: ignore[method-assign]  # not asked twice: this is timed
 
 
 def matmul_flops(seconds: float = 2.0) -> float:

@@ -186,8 +186,7 @@ class WeightSyncSection(Settings):
         default="auto",
         description="direct: an adapter alone where the engine takes adapters; full: always all weights, an adapter "
         "merged; auto: full where all weights are handed over (transfer, or processes that sample) and for vLLM on a "
-        "processor, whose kernels for adapters are slow there (8 times the seconds of a batch with a model of 135M "
-        "weights), else direct",
+        "processor, whose kernels for adapters are slow there, else direct",
     )
     direct: bool = Field(
         default=True, description="through memory (the learner's own, or /dev/shm), not through the run's folder"

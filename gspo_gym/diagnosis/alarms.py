@@ -109,14 +109,13 @@ def note_of(kind: str, step: int, reason: str) -> str:
     return f"step {step}: {reason}; {ALARMS[kind].key}: {ALARMS[kind].suggestion}"
 
 
-def differ_on_purpose(sampling: Sampling, *, is_rescored: bool, is_cut_when_scored: bool, dropout: float) -> bool:
+def differ_on_purpose(sampling: Sampling, *, is_cut_when_scored: bool, dropout: float) -> bool:
     """Return whether settings make the engine's logprobs and the learner's those of different distributions.
 
-    They do where other weights sample, where the engine truncates or reshapes a distribution that the learner scores
-    whole, and where an adapter's `dropout` acts while the learner scores. `is_cut_when_scored`: the learner truncates,
-    too.
+    They do where the engine truncates or reshapes a distribution that the learner scores whole, and where an adapter's
+    `dropout` acts while the learner scores. `is_cut_when_scored`: the learner truncates, too.
     """
-    return is_rescored or sampling.is_reshaped or dropout > 0 or (sampling.is_truncated and not is_cut_when_scored)
+    return sampling.is_reshaped or dropout > 0 or (sampling.is_truncated and not is_cut_when_scored)
 
 
 def disagreement(gap: float, kl: float, *, max_gap: float | None, has_16_bits: bool) -> str | None:

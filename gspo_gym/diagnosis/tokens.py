@@ -248,9 +248,8 @@ def engine_is_not_the_learner(view: StepView) -> _Clue | None:
 def _differ_on_purpose(view: StepView) -> bool:
     rollout, training = dict(view.rules["rollout"]), view.rules["training"]
     is_rescored, min_tokens = rollout.pop("rescore", False), rollout.pop("min_output_tokens", 0)
-    return differ_on_purpose(
+    return is_rescored or differ_on_purpose(
         Sampling(**rollout, min_tokens=min_tokens),
-        is_rescored=is_rescored,
         is_cut_when_scored=training.get("score_truncated", False),
         dropout=training.get("lora", {}).get("dropout", 0.0),
     )

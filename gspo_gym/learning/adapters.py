@@ -1,8 +1,7 @@
 """A linear layer with a LoRA adapter in fewer passes over memory, for a model that learns or samples on a processor.
 
-peft multiplies, scales and adds one after another, and autograd keeps what each of them leaves; for layers of a few
-hundred inputs that takes a third as long as the frozen product. Here the adapter's product is added while it is
-computed. Results differ from peft's by rounding. N = tokens, R = rank.
+peft multiplies, scales and adds one after another, and autograd keeps what each of them leaves. Here the adapter's
+product is added while it is computed. Results differ from peft's by rounding. N = tokens, R = rank.
 """
 
 from __future__ import annotations

@@ -51,6 +51,7 @@ PHASES = (
     "saving",
     "ending",
 )
+BEFORE_TRAINING = PHASES[:3]  # there is nothing to save
 _PHASE_BYTES = 64  # in the lock's file
 _WORDS = {"starting": "getting ready", "collecting": "playing"}  # for people, where it is not the name
 

@@ -30,7 +30,16 @@ from gspo_gym.base.deadline import GRACE_SECONDS, Deadline
 from gspo_gym.base.files import writing
 from gspo_gym.base.loops import retrieve_exception, wait_until_ended
 from gspo_gym.errors import ConfigError, StorageError
-from gspo_gym.run.process import Phases, Pulse, holder_of, is_same_process, read_phase, read_process, request_files
+from gspo_gym.run.process import (
+    BEFORE_TRAINING,
+    Phases,
+    Pulse,
+    holder_of,
+    is_same_process,
+    read_phase,
+    read_process,
+    request_files,
+)
 
 Result = TypeVar("Result")
 
@@ -254,7 +263,7 @@ def request(folder: Path, kind: Literal["stop", "checkpoint"]) -> None:
     if holder.pid is None:
         raise ConfigError(f"{folder}: another process is beginning a run there; ask again in a moment")
     phase = read_phase(folder)
-    if kind == "checkpoint" and phase is not None and phase.name in ("starting", "warming up"):
+    if kind == "checkpoint" and phase is not None and phase.name in BEFORE_TRAINING:
         raise ConfigError(f"{folder}: the run is still starting; it saves a checkpoint by itself before its first step")
     path, pulse = folder / f"{kind}.{uuid.uuid4().hex}.request", Pulse(folder, holder)
     try:

@@ -532,7 +532,6 @@ def build_alarm(config: RunConfig, *, num_in_a_row: int = 0) -> MismatchAlarm | 
         max_gap is None
         and differ_on_purpose(
             rollout.sampling,
-            is_rescored=rollout.rescore,
             is_cut_when_scored=training.score_truncated,
             dropout=0.0 if training.lora is None else training.lora.dropout,
         )

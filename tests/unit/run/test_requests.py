@@ -111,7 +111,7 @@ def test_where_no_process_is_at_work_nothing_is_left(tmp_path: Path, kind: Any) 
 
 
 def test_a_run_that_starts_saves_no_checkpoint_for_a_request(folder: Path) -> None:
-    for phase in ("starting", "warming up"):
+    for phase in ("starting", "starting the engine", "warming up"):
         Phases(folder).enter(phase)
         with pytest.raises(ConfigError, match="still starting; it saves a checkpoint by itself"):
             request(folder, "checkpoint")
