@@ -549,12 +549,11 @@ def _load(checkpoint: Path, dtype: str, *, is_adapted: bool) -> Any:  # Any: tra
     import torch
     from transformers import AutoModelForCausalLM
 
-    folder, adapter = str(checkpoint), checkpoint / "adapter_config.json"
+    from gspo_gym.policy.bases import whole_model_of
+    from gspo_gym.policy.load import for_other_programs  # names of `smollm2`, GGUF files and revisions
+
+    adapter, folder = checkpoint / "adapter_config.json", for_other_programs(whole_model_of(str(checkpoint)))
     loaded = torch.float32 if dtype == "float64" else getattr(torch, dtype)  # what float64 holds comes from float32
-    if adapter.exists():
-        own = checkpoint / "base"  # of a tiny model, which is nowhere else
-        told = json.loads(adapter.read_text(encoding="utf-8"))["base_model_name_or_path"]
-        folder = str(own) if own.is_dir() else told
     try:
         options = _quantized(checkpoint / "quantization.json", loaded)
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=loaded, local_files_only=True, **options)
