@@ -24,7 +24,7 @@ from gspo_gym.errors import ConfigError, EngineError
 from gspo_gym.types import Int32Array
 
 _MAX_READ_TOKENS = 4096  # prompt tokens in one step; longer prompts are read in several
-_MIN_SHARED_TOKENS = 16  # below this, copying another sequence's keys costs as much as computing them
+_SHARED_TOKENS = 4, 16  # fewest for a large model and for a small one: see `_min_shared_tokens`
 
 
 @dataclass(slots=True)
@@ -44,6 +44,7 @@ class Batcher(Batch):
         super().__init__(model.shared, max_batch_size=max_batch_size)
         self._model = model
         self._cache = SlotCache(max_slots=max_batch_size, max_len=max_model_len)
+        self._min_shared = _min_shared_tokens(model.shared.module)
         self._reading: dict[int, int] = {}  # slots with unread texts -> tokens read so far
         self._texts: dict[int, Int32Array] = {}  # to read: the prompt, and after an update what was sampled before, too
         self._decoding: Int64Array = np.zeros(0, np.int64)  # slots that sample, ascending
@@ -64,18 +65,18 @@ class Batcher(Batch):
         while self._waiting:
             request = self._waiting.popleft()
             own = self._slots.kept_slot(request.session_id)
-            shared = 0 if own is None else self._cache.common_prefix(own, request.prompt)
-            source = own
-            if own is None or shared < _MIN_SHARED_TOKENS:  # the session has nothing to give: perhaps others have
-                source, shared = self._cache.longest_prefix(request.prompt)
-                if self._is_soon_shared(request.prompt, shared + _MIN_SHARED_TOKENS):
-                    postponed.append(request)
-                    continue
+            num_own = 0 if own is None else self._cache.common_prefix(own, request.prompt)
+            # A conversation that went the same way holds its answers, too: the episodes of a group often do.
+            source, shared = self._cache.longest_prefix(request.prompt, num_own)
+            if self._is_soon_shared(request.prompt, max(shared, num_own) + self._min_shared):
+                postponed.append(request)
+                continue
             slot = self._slots.acquire(request.session_id)
             if slot is None:
                 self._waiting.appendleft(request)
                 break
-            self._join(request, slot, source, shared)
+            in_place = num_own if slot == own else shared if slot == source else 0
+            self._join(request, slot, in_place, source, shared)
         self._waiting.extendleft(reversed(postponed))
 
     def _is_soon_shared(self, prompt: Int32Array, length: int) -> bool:
@@ -84,25 +85,25 @@ class Batcher(Batch):
         beginning = prompt[:length].tobytes()
         return any(self._requests[slot].prompt_bytes.startswith(beginning) for slot in self._reading)
 
-    def _join(self, request: Request, slot: int, source: int | None, shared: int) -> None:
-        shared = min(shared, len(request.prompt) - 1)  # the last prompt token is always run: its logits are needed
+    def _join(self, request: Request, slot: int, in_place: int, source: int, shared: int) -> None:
+        """Let a request begin in a slot that has `in_place` leading tokens of its prompt; `source` has `shared`."""
+        last = len(request.prompt) - 1  # is always run: its logits are needed
+        in_place, shared = min(in_place, last), min(shared, last)
         self._cache.reserve(slot + 1, len(request.prompt) + request.max_new)
-        if source == slot:
-            self.counters.num_kept_tokens += shared
-            self._cache.lengths[slot] = shared
-        elif source is not None and shared >= _MIN_SHARED_TOKENS:
-            self.counters.num_copied_tokens += shared
-            self._cache.copy_prefix(source, slot, shared)
-        else:
-            shared = self._cache.lengths[slot] = 0
+        self.counters.num_kept_tokens += in_place
+        self._cache.lengths[slot] = in_place
+        if shared - in_place >= self._min_shared:
+            self.counters.num_copied_tokens += shared - in_place
+            self._cache.copy_prefix(source, slot, shared, in_place)
+        num_read = int(self._cache.lengths[slot])
         self._requests[slot] = request
         self._texts[slot] = request.prompt
         self._rows.start(slot, request.sampling, request.max_new, request.prompt)
-        if shared == len(request.prompt) - 1:
+        if num_read == len(request.prompt) - 1:
             self._rows.next_token[slot] = request.prompt[-1]  # its last token is fed as a sampled one would be
             self._decoding = np.sort(np.append(self._decoding, slot))
         else:
-            self._reading[slot] = shared
+            self._reading[slot] = num_read
 
     def _advance(self) -> NextLogits | None:
         plan = self._plan()
@@ -179,6 +180,18 @@ class Batcher(Batch):
             self._reading.pop(slot, None)
             self._texts.pop(slot, None)
         self._decoding = self._decoding[~np.isin(self._decoding, slots)]
+
+
+def _min_shared_tokens(module: Any) -> int:  # Any: transformers is untyped
+    """Return from how many tokens on copying another sequence's keys costs less than computing them.
+
+    A copy costs some calls a layer, a token two operations a weight: by these counts, and not by a measurement, so that
+    a run that goes on copies the same. Measured: 16 tokens of a model of two layers and 3e5 weights; at 1e8, one.
+    """
+    few, many = _SHARED_TOKENS
+    num_layers = module.config.get_text_config().num_hidden_layers
+    num_weights = sum(parameter.numel() for parameter in module.parameters())
+    return min(max(round(4e6 * num_layers / max(num_weights, 1)), few), many)
 
 
 _SUPPORTED_LAYERS = {"full_attention", "sliding_attention"}

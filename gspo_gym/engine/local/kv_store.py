@@ -84,8 +84,8 @@ class KeyValueStore(ABC):
         """Grow to that many slots and tokens; positions that were never written are zero."""
 
     @abstractmethod
-    def copy_prefix(self, source: int, target: int, length: int) -> None:
-        """Overwrite the first `length` tokens (or some more) of one slot with another's."""
+    def copy_prefix(self, source: int, target: int, length: int, start: int = 0) -> None:
+        """Overwrite the tokens from `start` to `length` (or some more around them) of one slot with another's."""
 
     def wipe(self, slot: int) -> None:
         """Zero a slot."""
@@ -183,9 +183,9 @@ class PlainStore(KeyValueStore):
     def resize(self, num_slots: int, num_tokens: int) -> None:
         self._keys, self._values = (self._resized(old, num_slots, num_tokens) for old in (self._keys, self._values))
 
-    def copy_prefix(self, source: int, target: int, length: int) -> None:
+    def copy_prefix(self, source: int, target: int, length: int, start: int = 0) -> None:
         for stored in (self._keys, self._values):
-            stored[target, :, :length] = stored[source, :, :length]
+            stored[target, :, start:length] = stored[source, :, start:length]
 
     @staticmethod
     def _resized(old: torch.Tensor, num_slots: int, num_tokens: int) -> torch.Tensor:
@@ -302,10 +302,10 @@ class BlockStore(KeyValueStore):
             new[: old.shape[0], :, : old.shape[2]] = old
             setattr(self, name, new)
 
-    def copy_prefix(self, source: int, target: int, length: int) -> None:
-        num_blocks = -(-length // BLOCK)
+    def copy_prefix(self, source: int, target: int, length: int, start: int = 0) -> None:
+        blocks = slice(start // BLOCK, -(-length // BLOCK))
         for stored in (self._keys, self._values):
-            stored[target, :, :num_blocks] = stored[source, :, :num_blocks]
+            stored[target, :, blocks] = stored[source, :, blocks]
 
 
 def _untouched_zeros(*shape: int) -> torch.Tensor:
@@ -401,22 +401,28 @@ class SlotCache:
         length = min(int(self.lengths[slot]), len(prompt))
         return first_difference(self.tokens[slot, :length], prompt[:length])
 
-    def longest_prefix(self, prompt: Int32Array) -> tuple[int, int]:
-        """Return the slot that holds most leading tokens of `prompt`, and how many; (0, 0) if none holds any."""
-        width = min(len(prompt), self.tokens.shape[1], int(self.lengths.max(initial=0)))
-        if width == 0:
-            return 0, 0
-        differs = self.tokens[: self._num_slots, :width] != prompt[:width]
-        equal = np.where(differs.any(axis=1), differs.argmax(axis=1), width)
-        equal = np.minimum(equal, self.lengths[: self._num_slots])
-        best = int(equal.argmax())
-        return best, int(equal[best])
+    def longest_prefix(self, prompt: Int32Array, known: int = 0) -> tuple[int, int]:
+        """Return the slot that holds most leading tokens of `prompt`, and how many; (0, 0) if none holds any.
 
-    def copy_prefix(self, source: int, target: int, length: int) -> None:
-        """Make the first `length` tokens of `target` those of `source`, with their keys and values."""
-        self.tokens[target, :length] = self.tokens[source, :length]
+        `known` tokens of it are held elsewhere: slots that differ in the next one are passed over.
+        """
+        width = min(len(prompt), int(self.lengths.max(initial=0)))
+        if width <= known:
+            return 0, 0
+        rows = np.flatnonzero((self.lengths > known) & (self.tokens[:, known] == prompt[known]))
+        if len(rows) == 0:
+            return 0, 0
+        differs = self.tokens[rows, :width] != prompt[:width]
+        equal = np.where(differs.any(axis=1), differs.argmax(axis=1), width)
+        equal = np.minimum(equal, self.lengths[rows])
+        best = int(equal.argmax())
+        return int(rows[best]), int(equal[best])
+
+    def copy_prefix(self, source: int, target: int, length: int, start: int = 0) -> None:
+        """Make the first `length` tokens of `target`, which has `start` of them, those of `source`."""
+        self.tokens[target, start:length] = self.tokens[source, start:length]
         for store in self._layers.values():
-            store.copy_prefix(source, target, length)
+            store.copy_prefix(source, target, length, start)
         self.lengths[target] = length
 
     def wipe(self, slot: int) -> None:
