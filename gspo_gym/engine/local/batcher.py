@@ -189,8 +189,8 @@ def _min_shared_tokens(module: Any) -> int:  # Any: transformers is untyped
     a run that goes on copies the same. Measured: 16 tokens of a model of two layers and 3e5 weights; at 1e8, one.
     """
     few, many = _SHARED_TOKENS
-    num_layers = module.config.get_text_config().num_hidden_layers
-    num_weights = sum(parameter.numel() for parameter in module.parameters())
+    num_layers: int = module.config.get_text_config().num_hidden_layers
+    num_weights: int = sum(parameter.numel() for parameter in module.parameters())
     return min(max(round(4e6 * num_layers / max(num_weights, 1)), few), many)
 
 
