@@ -276,15 +276,31 @@ class TrainPlan:
     mixture: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        loop, baseline = self.loop, self.advantages.baseline
-        if loop.num_ahead < 0:
-            raise ConfigError(
-                f"max_staleness: expected at least weight_sync_interval - 1 = {loop.weight_sync_interval - 1}, which "
-                f"samples are behind before their update, got {loop.max_staleness}"
-            )
-        if loop.constant_groups != "keep" and baseline not in ("group", "leave_one_out"):
-            raise ConfigError(
-                f"constant_groups: {loop.constant_groups!r} leaves out groups whose episodes all earned the same, but "
-                f"with baseline {baseline!r} they do have advantages; compare within the group "
-                "(baseline 'group' or 'leave_one_out') or keep them"
-            )
+        for key, problem in (
+            ("max_staleness", staleness_problem(self.loop)),
+            ("constant_groups", constant_groups_problem(self.loop.constant_groups, self.advantages.baseline)),
+        ):
+            if problem is not None:
+                raise ConfigError(f"training.{key}: {problem}")
+
+
+def staleness_problem(loop: LoopSettings) -> str | None:
+    """Return why samples would be older than they may be from the start; None if they would not."""
+    # A run that samples k iterations under old weights must allow samples of that age.
+    if loop.num_ahead >= 0:
+        return None
+    return (
+        f"expected at least training.weight_sync_interval - 1 = {loop.weight_sync_interval - 1}, which samples lie "
+        f"behind before new weights are sent, got {loop.max_staleness}"
+    )
+
+
+def constant_groups_problem(constant_groups: ConstantGroups, baseline: str) -> str | None:
+    """Return why groups of equal rewards cannot be left out under this baseline; None if they can, or stay."""
+    # Only a baseline of siblings makes equal rewards advantages of 0.
+    if constant_groups == "keep" or baseline in ("group", "leave_one_out"):
+        return None
+    return (
+        f'"{constant_groups}" leaves out groups that teach nothing, but with advantages.baseline "{baseline}" they do: '
+        'set "keep"'
+    )

@@ -626,7 +626,7 @@ def test_a_cancelled_run_ends_after_the_update_that_its_thread_is_making(tmp_pat
 
 def test_a_bound_that_is_missed_from_the_start_is_refused() -> None:
     make_plan(max_staleness=2, weight_sync_interval=3)
-    with pytest.raises(ConfigError, match=r"max_staleness: expected at least weight_sync_interval - 1 = 2, .* got 1"):
+    with pytest.raises(ConfigError, match=r"max_staleness: expected at least .*weight_sync_interval - 1 = 2, .* got 1"):
         make_plan(max_staleness=1, weight_sync_interval=3)
 
 
@@ -651,7 +651,7 @@ def test_metrics_are_written_every_so_many_steps_and_after_the_last(tmp_path: Pa
 @pytest.mark.parametrize("baseline", ["batch", "running", "none"])
 @pytest.mark.parametrize("constant_groups", ["drop", "refill"])
 def test_groups_that_teach_something_cannot_be_left_out_as_constant(baseline: Any, constant_groups: Any) -> None:
-    with pytest.raises(ConfigError, match=f"constant_groups: '{constant_groups}'"):
+    with pytest.raises(ConfigError, match=f'constant_groups: "{constant_groups}"'):
         make_plan(constant_groups=constant_groups, advantages=AdvantageSettings(baseline=baseline))
 
 
