@@ -46,6 +46,7 @@ from gspo_gym.learning.settings import (
     ReferenceSettings,
     RewardSettings,
     StepRewardSettings,
+    idle_step_rewards,
 )
 from gspo_gym.rollout.limits import EpisodeLimits, LimitSettings
 from gspo_gym.run.settings import EvaluationSettings, RunSettings, RunSize, WarmupSettings
@@ -133,18 +134,20 @@ class RunRecord(Settings):
         return limits.model_copy(update={"max_turns": max_turns})
 
     @property
+    def step_rewards_mode(self) -> str:
+        """Return how turns earn rewards; the switch goes over the mode, as in the hosted trainer."""
+        if self.training.step_rewards_enabled is False:
+            return "off"
+        return self.training.step_rewards_mode or str(StepRewardSettings.model_fields["mode"].default)
+
+    @property
     def step_reward_settings(self) -> StepRewardSettings:
         """Return how turns earn rewards; keys that are absent, or of another mode, have their defaults."""
-        training = self.training
         # Keys of another mode stand in the hosted trainer's files, and may have values that this one refuses.
-        mode = "off" if training.step_rewards_enabled is False else training.step_rewards_mode
-        read = ["mode"]
-        if mode == "decision_stepwise":
-            is_per_achievement = training.step_rewards_strategy == "per_achievement"
-            read += ["strategy", "indicator_lambda", "beta"]
-            read += ["weights", "k_limits"] if is_per_achievement else ["kind"]
-        given = {name: getattr(training, STEP_REWARDS[name]) for name in read} | {"mode": mode}
-        return StepRewardSettings(**{name: value for name, value in given.items() if value is not None})
+        idle = idle_step_rewards(self.step_rewards_mode, self.training.step_rewards_strategy)
+        values = {name: getattr(self.training, key) for name, key in STEP_REWARDS.items() if name not in idle}
+        values["mode"] = self.step_rewards_mode
+        return StepRewardSettings(**{name: value for name, value in values.items() if value is not None})
 
     # Of a section that may be left out, as if it were there and empty.
     @property

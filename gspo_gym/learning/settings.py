@@ -475,19 +475,20 @@ class StepRewardSettings(Settings):
 
     @model_validator(mode="after")
     def _nothing_is_ignored(self) -> StepRewardSettings:
-        if self.mode != "decision_stepwise":
-            names = ("kind", "strategy", "indicator_lambda", "beta", "weights", "k_limits")
-            self._require_defaults(names, f"mode {self.mode!r} looks at no events (decision_stepwise does)")
-        elif self.strategy == "per_achievement":
-            self._require_defaults(("kind",), "strategy 'per_achievement' limits repeats by k_limits (<= 0: no limit)")
-        else:
-            self._require_defaults(("weights", "k_limits"), "only strategy 'per_achievement' reads it")
+        for name, reason in idle_step_rewards(self.mode, self.strategy).items():
+            if getattr(self, name) != type(self).model_fields[name].default:
+                raise ValueError(f"{name}: has no effect, because {reason}; remove it")
         return self
 
-    def _require_defaults(self, names: Sequence[str], reason: str) -> None:
-        fields = type(self).model_fields
-        if ignored := [name for name in names if getattr(self, name) != fields[name].default]:
-            raise ValueError(f"{ignored[0]}: has no effect, because {reason}; remove it")
+
+def idle_step_rewards(mode: str, strategy: str | None) -> dict[str, str]:
+    """Return the fields of `StepRewardSettings` that this mode and strategy do not read, each with the reason."""
+    if mode != "decision_stepwise":
+        names = [name for name in StepRewardSettings.model_fields if name != "mode"]
+        return dict.fromkeys(names, f'mode "{mode}" looks at no events ("decision_stepwise" does)')
+    if strategy == "per_achievement":
+        return {"kind": 'strategy "per_achievement" limits repeats by k_limits (<= 0: no limit)'}
+    return dict.fromkeys(("weights", "k_limits"), 'only strategy "per_achievement" reads it')
 
 
 class AdvantageSettings(Settings):

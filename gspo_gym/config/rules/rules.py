@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from gspo_gym.base.settings import parse_seeds
-from gspo_gym.config.nested import POLICY_CONFIG
+from gspo_gym.config.nested import POLICY_CONFIG, STEP_REWARDS
 from gspo_gym.config.record import (
     Rule,
     RunRecord,
@@ -30,7 +30,7 @@ from gspo_gym.config.rules.services import SERVICE_RULES
 from gspo_gym.config.sections import PolicyConfigSection, parse_source
 from gspo_gym.config.words import Problem, show
 from gspo_gym.judge.blend import RewardBlend
-from gspo_gym.learning.settings import StepRewardSettings
+from gspo_gym.learning.settings import StepRewardSettings, idle_step_rewards
 from gspo_gym.policy.bases import parse_hub_id
 
 
@@ -238,19 +238,15 @@ def _switch_wins(c: RunRecord) -> str | None:
     return f"false switches step rewards off, so that training.step_rewards_mode = {show(mode)} has no effect"
 
 
-def _is_of_decisions(key: str, default: Any) -> Rule:
+def _is_read(name: str, key: str) -> Rule:
     # A notice and no error: the hosted trainer's files have these keys with every mode.
     def check(c: RunRecord) -> str | None:
-        value, mode = value_at(c, key), c.training.step_rewards_mode
-        used = "off" if c.training.step_rewards_enabled is False else mode or _STEP_REWARDS_MODE
-        if value is None or value == default or used == "decision_stepwise":
-            return None
-        return f'has no effect with step rewards {show(used)}, only with "decision_stepwise"'
+        value, mode = getattr(c.training, key), c.step_rewards_mode
+        reason = idle_step_rewards(mode, c.training.step_rewards_strategy).get(name)
+        is_default = mode == "decision_stepwise" and value == StepRewardSettings.model_fields[name].default
+        return None if reason is None or not value or is_default else f"has no effect, because {reason}"
 
-    return Rule(key, check)
-
-
-_STEP_REWARDS_MODE = StepRewardSettings.model_fields["mode"].default
+    return Rule(f"training.{key}", check)
 
 
 @rule("training.step_rewards_mode")
@@ -259,7 +255,7 @@ def _both_score_steps(c: RunRecord) -> str | None:
     # The app's own shape of this table is not known here: only its mode is compared, if there is one.
     if not isinstance(theirs, Mapping) or not isinstance(theirs.get("mode"), str):
         return None
-    ours = "off" if c.training.step_rewards_enabled is False else c.training.step_rewards_mode or "off"
+    ours = c.step_rewards_mode
     used = theirs["mode"].lower() if theirs.get("enabled", True) is not False else "off"
     if used == ours:
         return None
@@ -373,21 +369,7 @@ def _truncation_is_scored(c: RunRecord) -> str | None:
 
 NOTICES = (
     *(one for one in rules_in(globals()) if one not in CONTRADICTIONS),
-    _is_of_decisions("training.step_rewards_beta", 0.0),
-    _is_of_decisions("training.step_rewards_indicator_lambda", 0.0),
-    _is_of_decisions("training.step_rewards_strategy", None),
-    _is_of_decisions("training.event_rewards_kind", None),
-    *(
-        acts_with(f"training.{name}", "training.step_rewards_strategy", "per_achievement")
-        for name in ("step_rewards_weights", "step_rewards_k_limits")
-    ),
-    no_effect(
-        "training.event_rewards_kind",
-        "training.step_rewards_strategy",
-        lambda strategy: strategy != "per_achievement",
-        "each event has its limit in step_rewards_k_limits; choose another strategy",
-        default="unique",
-    ),
+    *(_is_read(name, key) for name, key in STEP_REWARDS.items()),
     *(
         acts_with(f"reference.{name}", "reference.placement", "dedicated")
         for name in ("port", "tp", "health_max_wait_s", "health_interval_ms")
