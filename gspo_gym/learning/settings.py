@@ -321,7 +321,7 @@ class UpdateSettings(Settings):
     logits_memory_mib: float = Field(
         default=DEFAULT_LOGITS_BYTES / 2**20,
         gt=0,
-        description="memory of the logits that exist at once, with what is made of them",
+        description="MiB for the logits that exist at once, with what is made of them",
     )
     share_prefixes: bool | Literal["auto"] = Field(
         default="auto",

@@ -105,8 +105,8 @@ class LoopSettings(Settings):
     must_save_by: float | None = Field(
         default=None,
         gt=0,
-        description="a checkpoint is complete this long after the process began, however long the next iteration "
-        "takes, for machines that are taken away then; absent: only those of checkpoint_every_n_iters",
+        description="minutes; a checkpoint is complete this long after the process began, however long the next "
+        "iteration takes, for machines that are taken away then; absent: only those of checkpoint_every_n_iters",
     )
     stop_at_success_rate: float | None = Field(
         default=None,

@@ -36,14 +36,8 @@ def with_derived_defaults(values: Mapping[str, Any], sections: Iterable[str]) ->
     filled: dict[str, Any] = {name: {} for name in sections}
     # Copies, because the defaults are written into them: what the file said is still needed, to mark the defaults.
     filled |= {name: dict(value) if isinstance(value, Mapping) else value for name, value in values.items()}
-    # The variety comes first: it sets the level, which sets the baseline, which sets the scale.
-    _follow_variety(filled)
-    _follow_level(filled)
-    _follow_trainer_mode(filled)
-    _follow_policy_config(filled)
-    _follow_vllm(filled)
-    _follow_topology(filled)
-    _follow_kl_terms(filled)
+    for follow in DERIVED:
+        follow(filled)
     return filled
 
 
@@ -55,6 +49,7 @@ def _set_default(values: dict[str, Any], key: str, value: Any) -> None:
 
 
 def _follow_variety(values: dict[str, Any]) -> None:
+    """`algorithm.variety` sets `loss.unit` and `advantages.level`, and with "grpo" the clip range, 0.2 and 0.27."""
     variety = look_up(values, "algorithm.variety") or "gspo"
     # A wrong variety is reported later; until then it sets nothing.
     for key, allowed in VARIETIES.get(variety, {}).items() if isinstance(variety, str) else ():
@@ -65,17 +60,24 @@ def _follow_variety(values: dict[str, Any]) -> None:
 
 
 def _follow_level(values: dict[str, Any]) -> None:
+    """`advantages.level = "turn"` sets the baseline to "leave_one_out"; a baseline of batch, running or none sets the
+    scale.
+    """
     # The rules must see it, too: they read a file's values before there is a record.
     if isinstance(advantages := values.get("advantages"), dict):
         values["advantages"] = with_following_defaults(advantages)
 
 
 def _follow_trainer_mode(values: dict[str, Any]) -> None:
+    """An adapter's `model.trainer_mode` brings `[training.lora]` along."""
     if look_up(values, "model.trainer_mode") in ("lora", "qlora"):
         _set_default(values, "training.lora", {})  # an adapter has settings, even if the file names none of them
 
 
 def _follow_policy_config(values: dict[str, Any]) -> None:
+    """`rollout.policy_config` sets the keys of [rollout] that it has other names for, and its top_p or top_k sets
+    `training.score_truncated`, unless `algorithm.acknowledge` names "truncated_sampling".
+    """
     policy_config = look_up(values, "rollout.policy_config")
     for theirs, ours in POLICY_CONFIG.items() if isinstance(policy_config, Mapping) else ():
         if policy_config.get(theirs) is not None:
@@ -93,6 +95,9 @@ def _listed(values: Mapping[str, Any], key: str) -> tuple[Any, ...]:
 
 
 def _follow_vllm(values: dict[str, Any]) -> None:
+    """A `[vllm]` section sets `rollout.engine` to "vllm", `rollout.max_model_len` to its own (8192 if it has none), and
+    lets a turn fill that.
+    """
     # As in vLLM, a turn may fill all that is left of the context.
     vllm, topology = values.get("vllm"), values.get("topology")
     if vllm is not None or topology is not None:
@@ -105,6 +110,7 @@ def _follow_vllm(values: dict[str, Any]) -> None:
 
 
 def _follow_topology(values: dict[str, Any]) -> None:
+    """`[topology]` sets `rollout.engine` to "vllm", and the two parallel sizes of `[vllm]`."""
     # The GPUs that generate are shared out to copies of the model of `tensor_parallel` GPUs each: all in one server,
     # or in a cluster in as many servers as there are, each of vllm.data_parallel_size copies.
     topology = values.get("topology")
@@ -119,9 +125,25 @@ def _follow_topology(values: dict[str, Any]) -> None:
 
 
 def _follow_kl_terms(values: dict[str, Any]) -> None:
+    """A KL term (`loss.kl_coef`, `rewards.kl_coef`, `advantages.kl_shaping_coef`) sets `reference.placement` to
+    "shared".
+    """
     weights = [look_up(values, key) for key in KL_TERMS]
     if any(isinstance(weight, int | float) and weight > 0 for weight in weights):
         _set_default(values, "reference.placement", "shared")
+
+
+# In their order: the variety sets the level, which sets the baseline, which sets the scale. What each says of itself
+# stands in configs/README.md.
+DERIVED = (
+    _follow_variety,
+    _follow_level,
+    _follow_trainer_mode,
+    _follow_policy_config,
+    _follow_vllm,
+    _follow_topology,
+    _follow_kl_terms,
+)
 
 
 @rule("loss.unit")
