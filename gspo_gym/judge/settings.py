@@ -221,7 +221,6 @@ class JudgeSettings(Settings):
     )
     timeout_s: float | None = Field(default=None, gt=0, description="seconds a call may take; absent: 30")
     on_unscored: Literal["refill", "drop"] = same(ScoringLimits, "on_unscored")
-    max_unscored: int = same(ScoringLimits, "max_unscored")
     panel: tuple[PanelEntry, ...] = Field(
         default=(), description="several judges, whose scores are aggregated: tables [[judge.panel]]"
     )

@@ -119,10 +119,9 @@ class LoopSettings(Settings):
         default="keep",
         description=(
             "groups whose episodes all earned the same, and so teach nothing: they stay in the denominators, or leave "
-            "the batch, or are replaced by groups of fresh tasks (arXiv 2503.14476, section 3.2)"
+            "the batch, or are replaced by groups of fresh tasks in at most ten rounds (arXiv 2503.14476, section 3.2)"
         ),
     )
-    max_refill_rounds: int = Field(default=10, gt=0, description="with refill: rounds of fresh groups per iteration")
     max_idle_iters: int = Field(
         default=10,
         gt=0,

@@ -273,7 +273,6 @@ def _constant_groups_are_worthless(c: RunRecord) -> str | None:
 
 
 _REWARDS_ACT = (
-    acts_with("training.max_refill_rounds", "training.constant_groups", "refill"),
     acts_with("rewards.overlong_penalty", "rewards.overlong", "penalize"),
     no_effect("rewards.kl_horizon", "rewards.kl_target", lambda target: target is not None, "set that"),
 )

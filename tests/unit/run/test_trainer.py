@@ -454,7 +454,7 @@ def test_what_is_trained_on_does_not_depend_on_concurrency(tmp_path: Path) -> No
 
 
 def test_a_step_that_teaches_nothing_takes_no_update_and_the_run_goes_on(tmp_path: Path) -> None:
-    plan = make_plan(constant_groups="refill", max_refill_rounds=2)
+    plan = make_plan(constant_groups="refill")
     parts, state = train(tmp_path, plan, same_for=1)
     assert parts.batches == []
     assert parts.versions == [1, 2, 3, 4]  # the weights are the same and carry the step's number
@@ -463,11 +463,11 @@ def test_a_step_that_teaches_nothing_takes_no_update_and_the_run_goes_on(tmp_pat
     assert (state.step, state.num_episodes, state.trained_tokens) == (4, 0, 0)
     assert state.sampled_tokens > 0
     events = [(e["step"], e["data"]) for e in read_events(tmp_path) if e["kind"] == "no_update"]
-    assert events == [(step, {"num_groups": 12}) for step in (1, 2, 3, 4)]  # 4 and two rounds of 4
+    assert events == [(step, {"num_groups": 44}) for step in (1, 2, 3, 4)]  # 4 and ten rounds of 4
     for line in read_metrics(tmp_path):
         assert line["batch/constant_group_fraction"] == 1.0
-        assert line["batch/dropped_constant_groups"] == 12.0
-        assert line["batch/refilled_groups"] == 8.0
+        assert line["batch/dropped_constant_groups"] == 44.0
+        assert line["batch/refilled_groups"] == 40.0
         assert "batch/mean_return" not in line
 
 
