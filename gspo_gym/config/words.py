@@ -381,6 +381,13 @@ OTHERS: Mapping[str, Mapping[str, Row]] = {
             advice="remove it, or write training.logits_memory_mib, the memory of the logits in MiB",
         ),
     },
+    "an earlier version": {
+        "normalize_std": _SWITCH_SCALE,
+        "max_refill_rounds": Row(note="groups are refilled in at most ten rounds: remove it"),
+        "min_group_fraction": Row(note="a group that keeps less than 3/4 of its episodes is dropped: remove it"),
+        "action_limit_return": Row(note="the environment's reward_range says the lowest return: remove it"),
+        "max_unscored": Row(note="at most 256 episodes wait for their score: remove it"),
+    },
     "the paper": {"G": _renamed("training.group_size")},
     "others": {
         "gradient_accumulation": _renamed("training.gradient_accumulation_steps"),
@@ -411,7 +418,6 @@ OTHERS: Mapping[str, Mapping[str, Row]] = {
         "num_gradient_updates": _renamed("training.update_epochs"),
         "objective": _renamed("algorithm.variety"),
     },
-    "an earlier version": {"normalize_std": _SWITCH_SCALE},
     "the hosted trainer": {
         "smoke": Row(note="settings of its smoke command: remove it"),
         **dict.fromkeys(("supports_vision", "max_images_per_message", "limit_mm_per_prompt"), _IMAGES),

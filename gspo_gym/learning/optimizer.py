@@ -189,16 +189,14 @@ def scheduled_rate(step: int, *, peak: float, settings: OptimizerSettings, total
 
 def check_schedule(settings: OptimizerSettings, total_steps: int | None) -> None:
     """Raise a ConfigError for a decay or a warm-up fraction without `total_steps`, or a decay without a step."""
-    num_warmup_steps = settings.warmup_steps(total_steps)
-    if settings.schedule == "constant":
-        return
     if total_steps is None:
-        raise ConfigError(f"schedule {settings.schedule!r} needs total_steps, the number of optimizer steps of the run")
-    if total_steps <= num_warmup_steps:
-        raise ConfigError(
-            f"schedule {settings.schedule!r}: expected total_steps > the steps of warm-up, got {total_steps} <= "
-            f"{num_warmup_steps}"
-        )
+        settings.warmup_steps(total_steps)  # refuses a fraction of it
+        if settings.schedule != "constant":
+            raise ConfigError(
+                f"schedule {settings.schedule!r} needs total_steps, the number of optimizer steps of the run"
+            )
+    elif (problem := settings.decay_problem(total_steps)) is not None:
+        raise ConfigError(f"optimizer.schedule: {problem}")
 
 
 _ADAMW_NAMES = ("exp_avg", "exp_avg_sq", "step")

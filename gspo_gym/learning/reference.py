@@ -152,13 +152,10 @@ def _source(model: nn.Module, settings: ReferenceSettings) -> str:
     source = settings.source
     if source == "auto":
         source = "adapter" if has_adapter else "copy"  # where the run starts: an adapter may have been trained before
-    if source in ("base", "adapter") and not has_adapter:
-        raise ConfigError(
-            f"reference.source: {source!r} needs a LoRA adapter, but all weights are trained; use 'copy' (or 'auto')"
-        )
-    if source == "base" and settings.update_every_n_iters:
-        raise ConfigError(
-            f"reference.update_every_n_iters: {settings.update_every_n_iters} would make the reference the present "
-            "policy, but source 'base' is the model without its adapter, which never changes; use 'adapter', or 0"
-        )
+    for key, problem in (
+        ("source", settings.source_problem(has_adapter=has_adapter)),
+        ("update_every_n_iters", settings.update_problem()),
+    ):
+        if problem is not None:
+            raise ConfigError(f"reference.{key}: {problem}")
     return source

@@ -33,6 +33,7 @@ from gspo_gym.learning.optimizer import PolicyOptimizer
 from gspo_gym.learning.reference import Reference, ReferencePolicy, check_same_reference
 from gspo_gym.learning.saved import SavedTensors, copy_state
 from gspo_gym.learning.settings import (
+    SAMPLER_KEYS,
     AdvantageSettings,
     CorrectionSettings,
     LossSettings,
@@ -410,11 +411,9 @@ def _require_torch_optimizer(settings: OptimizerSettings, collective: Collective
 
 
 def _require_no_comparison(correction: CorrectionSettings) -> None:
-    if correction.reads_rollout_logprobs:
-        raise ConfigError(
-            "correction: the sampler's logprobs are not looked at where its samples are rescored; leave old_logprobs, "
-            f"level and off_policy_threshold at their defaults, got {correction}"
-        )
+    for name in SAMPLER_KEYS:
+        if (problem := correction.rescored_problem(name)) is not None:
+            raise ConfigError(f"correction.{name}: {problem}")
 
 
 def _sharing(update: UpdateSettings, routers: Routers, collective: Collective) -> bool | Literal["auto"]:

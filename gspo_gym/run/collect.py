@@ -118,7 +118,6 @@ class Collector:
             self._schedule.take,
             num_groups=plan.size.groups_per_iteration,
             constant_groups=plan.loop.constant_groups,
-            max_refill_rounds=plan.loop.max_refill_rounds,
             is_informative=is_informative,
         )
         kept, num_uncommitted = collected.kept, 0
@@ -163,13 +162,16 @@ def _make_schedule(
     )
 
 
+_MAX_REFILL_ROUNDS = 10  # of fresh groups for a step, as in DAPO's recipe (verl: max_num_gen_batches)
+
+
 async def collect_groups(
     take: Callable[[int], Awaitable[Sequence[TrajectoryGroup]]],
     *,
     num_groups: int,
     constant_groups: ConstantGroups,
-    max_refill_rounds: int,
     is_informative: Callable[[TrajectoryGroup], bool],
+    max_refill_rounds: int = _MAX_REFILL_ROUNDS,
 ) -> Collected:
     """Take `num_groups` groups and keep them all, or the informative ones.
 

@@ -142,7 +142,7 @@ def build_rubrics(config: RunConfig, task_rubric: TaskRubric | None = None) -> R
     section = config.judge or JudgeSettings()
     options = section.options or JudgeOptions()
     judge_url = None if config.services is None else config.services.judge_url
-    is_asked_elsewhere = judge_kind(section.type, judge_url, options.python, section.panel) == "synth"
+    is_asked_elsewhere = judge_kind(section, judge_url) == "synth"
     # Then what is laid over the rubric is sent with the id, and laid over it there.
     is_known_elsewhere = is_asked_elsewhere and options.rubric_id is not None
 
@@ -237,7 +237,7 @@ class _Parts:
         """Return the judge used in training; a panel if it has several members or samples."""
         options, section = self.options, self.section
         # The members differ, or the samples of one member.
-        kind = judge_kind(section.type, self.judge_url, options.python, section.panel)
+        kind = judge_kind(section, self.judge_url)
         if kind == "synth":
             return self._http_judge(cached=cached)
         members: Sequence[JudgeModelSettings] = section.panel or (options,)

@@ -195,7 +195,7 @@ def test_token_ids_are_taken_where_the_endpoint_gives_them_and_its_logprobs_are_
 def test_a_learner_that_rescores_refuses_to_look_at_the_samplers_logprobs() -> None:
     policy = build.load_policy("tiny:qwen3-64")
     for correction in ({"old_logprobs": "rollout"}, {"level": "token"}, {"off_policy_threshold": 0.1}):
-        with pytest.raises(ConfigError, match="the sampler's logprobs are not looked at"):
+        with pytest.raises(ConfigError, match=r"looks at the sampler's logprobs, which rollout\.rescore"):
             Learner(
                 policy.model,
                 optimizer=OptimizerSettings(),

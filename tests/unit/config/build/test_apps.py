@@ -346,7 +346,7 @@ def test_the_gateway_listens_and_is_told_of_where_the_section_says(make: Make, p
 
 
 def test_a_rollout_that_calls_too_often_is_refused_and_is_no_episode(make: Make, policy: Policy) -> None:
-    changes = {**SMALL, "limits.max_attempts": 1, "limits.min_group_fraction": 0.1}
+    changes = {**SMALL, "limits.max_attempts": 1}
     with serving(quiz(num_turns=2)) as few, serving(quiz(num_turns=3)) as many:
         entry = {"env_name": "long", "share": 0.5, "task_url": many}
         services = {"services.task_url": few, "rollout.mixture": [entry], "gateway": {"max_calls": 2}}

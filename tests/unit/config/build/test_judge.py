@@ -68,7 +68,6 @@ OTHER: dict[str, tuple[Any, dict[str, Any]]] = {
     "judge.enabled": (False, {"judge.reward_blend": {"env": 1.0}}),
     "judge.timeout_s": (7.0, {}),
     "judge.on_unscored": ("drop", {}),
-    "judge.max_unscored": (3, {}),
     "judge.panel": ([*MEMBERS, MEMBERS[0]], PANEL),
     "judge.reward_blend.env": (0.5, {}),
     "judge.reward_blend.event": (0.5, {}),

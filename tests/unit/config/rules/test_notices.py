@@ -12,7 +12,7 @@ from gspo_gym.config.run_config import RunConfig
 Make = Callable[[dict[str, Any]], RunConfig]
 
 DECISIONS = {"training.step_rewards_mode": "decision_stepwise"}
-NO_DECISIONS = 'has no effect with step rewards "env_sparse", only with "decision_stepwise"'
+NO_DECISIONS = 'has no effect, because mode "env_sparse" looks at no events ("decision_stepwise" does)'
 WARMUP = {"warmup": {"num_episodes": 4, "learning_rate": 1e-3}}
 APP = {"services.task_url": "http://a"}
 
@@ -44,8 +44,8 @@ NOTICED: dict[str, tuple[dict[str, Any], list[str]]] = {
     "beta without events": ({"training.step_rewards_beta": 0.1}, [f"training.step_rewards_beta: {NO_DECISIONS}"]),
     "lambda of rewards that are off": (
         {"training.step_rewards_enabled": False, "training.step_rewards_indicator_lambda": 0.1},
-        ['training.step_rewards_indicator_lambda: has no effect with step rewards "off", only with '
-         '"decision_stepwise"'],
+        ['training.step_rewards_indicator_lambda: has no effect, because mode "off" looks at no '
+         'events ("decision_stepwise" does)'],
     ),
     "strategy without events": (
         {"training.step_rewards_strategy": "consistent"}, [f"training.step_rewards_strategy: {NO_DECISIONS}"],
@@ -55,18 +55,16 @@ NOTICED: dict[str, tuple[dict[str, Any], list[str]]] = {
     ),
     "kind beside limits": (
         {**DECISIONS, "training.event_rewards_kind": "absolute", "training.step_rewards_strategy": "per_achievement"},
-        ['training.event_rewards_kind: has no effect with training.step_rewards_strategy = "per_achievement": each '
-         "event has its limit in step_rewards_k_limits; choose another strategy, or remove this"],
+        ['training.event_rewards_kind: has no effect, because strategy "per_achievement" limits repeats by k_limits '
+         "(<= 0: no limit)"],
     ),
     "weights of another strategy": (
         {**DECISIONS, "training.step_rewards_weights": {"a": 2.0}},
-        ["training.step_rewards_weights: has no effect with training.step_rewards_strategy = null: set that to "
-         '"per_achievement", or remove this'],
+        ['training.step_rewards_weights: has no effect, because only strategy "per_achievement" reads it'],
     ),
     "limits of another strategy": (
         {**DECISIONS, "training.step_rewards_strategy": "consistent", "training.step_rewards_k_limits": {"a": 2}},
-        ['training.step_rewards_k_limits: has no effect with training.step_rewards_strategy = "consistent": set that '
-         'to "per_achievement", or remove this'],
+        ['training.step_rewards_k_limits: has no effect, because only strategy "per_achievement" reads it'],
     ),
     "step rewards that the app is asked for and nobody learns from": (
         {**APP, "training.step_rewards_mode": "off",

@@ -161,11 +161,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         'training.constant_groups: "drop" leaves out groups that teach nothing, but with advantages.baseline "batch" '
         'they do: set "keep"',
     ),
-    "refill rounds without refill": (
-        {"training.max_refill_rounds": 4, "training.constant_groups": "drop"},
-        'training.max_refill_rounds: has no effect with training.constant_groups = "drop": set that to "refill", or '
-        "remove this",
-    ),
     "penalty that is not applied": (
         {"rewards.overlong_penalty": 0.5, "rewards.overlong": "mask"},
         'rewards.overlong_penalty: has no effect with rewards.overlong = "mask": set that to "penalize", or remove '
@@ -698,7 +693,7 @@ ALLOWED: dict[str, dict[str, Any]] = {
     },
     "group of one without baseline": {"training.group_size": 1, "advantages.baseline": "none"},
     "group of one against the batch": {"training.group_size": 1, "advantages.baseline": "batch"},
-    "dynamic sampling": {"training.constant_groups": "refill", "training.max_refill_rounds": 2},
+    "dynamic sampling": {"training.constant_groups": "refill"},
     "penalised": {"rewards.overlong": "penalize", "rewards.overlong_penalty": 0.5},
     "adaptive beta": {"rewards.kl_coef": 0.1, "rewards.kl_target": 0.1, "rewards.kl_horizon": 10},
     "switched off": {"training.step_rewards_enabled": False, "training.step_rewards_mode": "off"},

@@ -438,7 +438,7 @@ def test_providers_have_their_url_their_key_and_their_word_for_the_longest_answe
 
 
 def test_a_local_model_needs_an_address() -> None:
-    with pytest.raises(ConfigError, match="needs one, such as"):
+    with pytest.raises(ConfigError, match="needs base_url, such as"):
         ModelJudge(model_settings("m"))
 
 
