@@ -2,7 +2,7 @@
 
 `check` describes a rubric, `score` rejudges stored episodes, `audit` measures how reliable a judge is. `serve` offers a
 judging model or a function under the hosted trainer's judge contract. `fake` serves an OpenAI-compatible endpoint with
-verdicts by a fixed rule (`judge/service/fake_server.py`), to rehearse a configuration without cost.
+verdicts by a fixed rule (`judge/server.py`), to rehearse a configuration without cost.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from gspo_gym.config.run_config import RunConfig, load_config
 from gspo_gym.config.words import find_problems
 from gspo_gym.errors import ConfigError, MissingExtraError
 from gspo_gym.judge.asking import AskingSettings, BudgetLimits, JudgeBudget, JudgementCache
-from gspo_gym.judge.audit.audit import AuditSettings, JudgeAudit, attacks
+from gspo_gym.judge.attacks import attacks
+from gspo_gym.judge.audit import AuditReport, AuditSettings, JudgeAudit
 from gspo_gym.judge.gold import Label, labelled_episodes, read_labels
 from gspo_gym.judge.model.judge import ModelJudge
 from gspo_gym.judge.panel import PythonJudge
@@ -36,7 +37,6 @@ from gspo_gym.judge.rubric_files import find_rubrics, load_rubrics, read_rubrics
 from gspo_gym.judge.settings import JudgeOptions, ModelJudgeSettings
 
 if TYPE_CHECKING:
-    from gspo_gym.judge.audit.report import AuditReport
     from gspo_gym.judge.base import Judge, Rubrics
     from gspo_gym.judge.blend import RewardBlend
     from gspo_gym.remote.guard import App
@@ -325,7 +325,7 @@ def serve(arguments: argparse.Namespace) -> int:
         MissingExtraError: FastAPI, uvicorn or openai is not installed.
     """
     try:
-        from gspo_gym.judge.service.server import create_judge_app
+        from gspo_gym.judge.server import create_judge_app
     except ImportError as error:
         raise MissingExtraError("serving a judge needs: pip install 'gspo-gym[serve,openai]'") from error
     folders = tuple(arguments.rubric_folder)
@@ -348,7 +348,7 @@ def serve_fake(arguments: argparse.Namespace) -> int:
         ConfigError: the address or the key. MissingExtraError: FastAPI or uvicorn is not installed.
     """
     try:
-        from gspo_gym.judge.service.fake_server import create_fake_judge_app
+        from gspo_gym.judge.server import create_fake_judge_app
     except ImportError as error:
         raise MissingExtraError("serving a judge needs: pip install 'gspo-gym[serve]'") from error
     return _serve(create_fake_judge_app(), arguments, what="a fake judging model that follows a rule", path="/v1")

@@ -19,7 +19,6 @@ file (or id), the configuration's overrides, the task's own rubric.
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 import json
 import re
@@ -35,7 +34,7 @@ from gspo_gym.base.files import read_file
 from gspo_gym.base.settings import Settings
 from gspo_gym.errors import ConfigError, UnknownNameError, nearest_name, shortened
 from gspo_gym.judge.base import Rubrics
-from gspo_gym.judge.rubric import Aggregate, Aggregation, Criterion, Rubric, Scale
+from gspo_gym.judge.rubric import Aggregation, Criterion, Rubric, Scale
 
 _PARTS = ("event", "outcome")
 _SUFFIXES = (".yaml", ".yml", ".toml", ".json")
@@ -181,26 +180,6 @@ def parse_task_rubrics(values: Mapping[str, Any], *, where: str) -> RubricsPatch
         if value is not None and value != []  # which apps send for a part that is not judged
     }
     return RubricsPatch(**parts)
-
-
-def load_aggregate(name: str) -> Aggregate:
-    """Import the function "module:function" that totals scores by id (aggregation "custom").
-
-    Raises:
-        ConfigError: there is no such module or function.
-    """
-    # Only for names from the operator's own configuration: importing a module runs it.
-    module_name, colon, function_name = name.partition(":")
-    if not colon or not function_name.isidentifier():
-        raise ConfigError(f"aggregate: expected module:function, got {name!r}")
-    try:
-        function = getattr(importlib.import_module(module_name), function_name)
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(f"aggregate {name!r}: {error}") from error
-    if not callable(function):
-        raise ConfigError(f"aggregate {name!r}: expected a function, got {type(function).__name__}")
-    aggregate: Aggregate = function
-    return aggregate
 
 
 def bundled_rubric_ids() -> list[str]:

@@ -29,7 +29,7 @@ from gspo_gym.judge.base import (
     JudgeRequest,
 )
 from gspo_gym.judge.model.judge import ModelJudge
-from gspo_gym.judge.service.fake_server import completion, honest_verdict, read_prompt
+from gspo_gym.judge.server import completion, honest_verdict, read_prompt
 
 CONCURRENCY = 16
 RETRIES = RetrySettings(max_attempts=4, budget_fraction=0.6, budget_reserve=64)
