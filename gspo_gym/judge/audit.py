@@ -440,7 +440,7 @@ def flip_rate(repeats: Sequence[Sequence[float]]) -> float | None:
     0.3333333333333333
     """
     pairs = [list(itertools.combinations(scores, 2)) for scores in repeats if len(scores) > 1]
-    return _mean([sum(abs(a - b) > _EQUAL for a, b in each) / len(each) for each in pairs])
+    return _mean([sum(abs(a - b) > _EQUAL for a, b in some) / len(some) for some in pairs])
 
 
 def _arrays(judge: Sequence[float], gold: Sequence[float]) -> tuple[Floats, Floats]:

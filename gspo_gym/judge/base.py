@@ -72,9 +72,9 @@ class Rubrics:
         """
         if not weights:
             return self
-        known = [track for rubric in self.parts.values() for track in rubric.tracks]
-        if unknown := sorted(set(weights) - set(known)):
-            raise ConfigError(f"no criterion is of the track {unknown[0]!r}; {nearest_name(unknown[0], set(known))}")
+        tracks = [track for rubric in self.parts.values() for track in rubric.tracks]
+        if unknown := sorted(set(weights) - set(tracks)):
+            raise ConfigError(f"no criterion is of the track {unknown[0]!r}; {nearest_name(unknown[0], set(tracks))}")
 
         def weighed(rubric: Rubric) -> Rubric:
             return replace(rubric, track_weights={track: weights.get(track, 1.0) for track in rubric.tracks})
@@ -257,12 +257,12 @@ def load_function(name: str, *, of: str) -> Callable[..., Any]:  # what is calla
     if not module or not function:
         raise ConfigError(f'{of}: expected a function as "module:function", got {name!r}')
     try:
-        found: Callable[..., Any] = getattr(importlib.import_module(module), function)
+        value: Callable[..., Any] = getattr(importlib.import_module(module), function)
     except (ImportError, AttributeError) as error:
         raise ConfigError(f"{of}: there is no {name}: {error}") from error
-    if not callable(found):
-        raise ConfigError(f"{of}: {name} is no function, but {type(found).__name__}")
-    return found
+    if not callable(value):
+        raise ConfigError(f"{of}: {name} is no function, but {type(value).__name__}")
+    return value
 
 
 def _named(part: str, change: Callable[[Argument], Rubric], argument: Argument) -> Rubric:

@@ -78,7 +78,7 @@ def read_labels(path: Path) -> list[Label]:
     except FileNotFoundError:
         raise ConfigError(f"{path}: there is no such file; expected a label a line, as JSON") from None
     labels: list[Label] = []
-    known: dict[tuple[str, int | None], int] = {}
+    numbers: dict[tuple[str, int | None], int] = {}
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
@@ -86,7 +86,7 @@ def read_labels(path: Path) -> list[Label]:
             label = _label(json.loads(line))
         except ValueError as error:  # RecordError included
             raise RecordError(f"{path}:{number}: {error}") from error
-        first = known.setdefault((label.trajectory_id, label.attempt), number)
+        first = numbers.setdefault((label.trajectory_id, label.attempt), number)
         if first != number:
             raise RecordError(f"{path}:{number}: {label.trajectory_id} was labelled in line {first} already")
         labels.append(label)
@@ -144,7 +144,7 @@ def _label(values: Any) -> Label:
         raise RecordError(f"events: expected a list with an entry for each turn, got {events!r}")
     outcome = _marks(values.get("outcome"), "outcome")
     marks = tuple(_marks(event, f"events[{index}]") for index, event in enumerate(events))
-    if outcome is None and all(each is None for each in marks):
+    if outcome is None and not any(mark is not None for mark in marks):
         raise RecordError("expected a label for the outcome or for a turn, got none")
     return Label(trajectory_id, attempt, outcome, marks)
 

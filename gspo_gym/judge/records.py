@@ -138,18 +138,18 @@ def read_judgements(path: Path) -> list[JudgedEpisode]:
     Raises:
         RecordError: a line other than a torn last one is not a judgement; names file and line.
     """
-    found = []
+    judgements = []
     for number, line in enumerate(whole_lines(path), start=1):
         try:
-            found.append(judged_from_json(json.loads(line)))
+            judgements.append(judged_from_json(json.loads(line)))
         except (ValueError, AttributeError) as error:  # RecordError included
             raise RecordError(f"{path}:{number}: {error}") from error
-    return found
+    return judgements
 
 
 def latest_judgements(judged: Iterable[JudgedEpisode]) -> dict[tuple[str, int], JudgedEpisode]:
     """Return the last judgement, the one that counts, by trajectory id and attempt."""
-    return {(each.trajectory_id, each.attempt): each for each in judged}
+    return {(line.trajectory_id, line.attempt): line for line in judged}
 
 
 # The rubrics of a task; a task app may have its own for every one. Raises JudgeError if they cannot be had.

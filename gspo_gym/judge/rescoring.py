@@ -103,7 +103,6 @@ async def rescore(
         JudgeDownError, JudgeStoppedError: the judge cannot go on.
         RecordError: an episode's rewards are blended already, and its original rewards are not known.
     """
-    known = before or {}
     for part, weight in (("event", weights.event), ("outcome", weights.outcome)):
         if weight > 0 and part not in rubrics.parts:
             raise ConfigError(
@@ -112,7 +111,7 @@ async def rescore(
             )
 
     async def one(trajectory: Trajectory) -> Rescored:
-        old = known.get((trajectory.trajectory_id, trajectory.attempt))
+        old = (before or {}).get((trajectory.trajectory_id, trajectory.attempt))
         played = _as_played(trajectory, old)
         try:
             judgement = await judge.judge(JudgeRequest(played, rubrics, task_app=played.task.env_id))
@@ -132,11 +131,11 @@ async def rescore(
 
 def side_by_side(rescored: Sequence[Rescored], *, max_rows: int = 30) -> Iterator[str]:
     """Yield lines: the episodes whose return changed most, then means, agreement and cost."""
-    done = [each for each in rescored if each.after is not None]
+    done = [episode for episode in rescored if episode.after is not None]
     # An episode that was not judged before has no change and comes after those that have one.
-    rows = sorted(done, key=lambda each: -abs(each.change or 0.0))[:max_rows]
+    rows = sorted(done, key=lambda episode: -abs(episode.change or 0.0))[:max_rows]
     heads = ("env", "event then", "now", "outcome then", "now", "return then", "now", "change")
-    cells = [(each.trajectory.trajectory_id, *_cells(each)) for each in rows]
+    cells = [(episode.trajectory.trajectory_id, *_cells(episode)) for episode in rows]
     yield from table(("episode", *heads), cells).splitlines()
     if len(done) > len(rows):
         yield f"... and {len(done) - len(rows)} more, which changed less"
@@ -157,28 +156,28 @@ def _as_played(trajectory: Trajectory, judged: JudgedEpisode | None) -> Trajecto
     return replace(trajectory, turns=turns)
 
 
-def _cells(each: Rescored) -> Iterator[str]:
-    then, now = each.before, each.after
+def _cells(episode: Rescored) -> Iterator[str]:
+    then, now = episode.before, episode.after
     values = [getattr(now, "env_return", None)]
     for part in ("event_total", "outcome_total", "episode_return"):
         values += [getattr(then, part, None), getattr(now, part, None)]
     yield from ("-" if value is None else f"{value:.3f}" for value in values)
-    yield "-" if each.change is None else f"{each.change:+.3f}"
+    yield "-" if episode.change is None else f"{episode.change:+.3f}"
 
 
 def _summary(rescored: Sequence[Rescored]) -> Iterator[str]:
     for part in ("event", "outcome"):
         total = f"{part}_total"
-        pairs = [(getattr(each.before, total, None), getattr(each.after, total, None)) for each in rescored]
+        pairs = [(getattr(row.before, total, None), getattr(row.after, total, None)) for row in rescored]
         both = [(then, now) for then, now in pairs if then is not None and now is not None]
         if both:
-            row = agreement([now for _, now in both], [then for then, _ in both])
-            numbers = {"kappa": row.kappa, "correlation": row.correlation}
-            more = [f", {key} {value:.3f}" for key, value in numbers.items() if value is not None]
-            means = f"mean {row.gold_mean:.3f} then, {row.judge_mean:.3f} now"
-            yield f"{part}: {means}, {row.equal_fraction:.1%} equal{''.join(more)}"
-    after = [each.after for each in rescored if each.after is not None]
+            numbers = agreement([now for _, now in both], [then for then, _ in both])
+            measures = {"kappa": numbers.kappa, "correlation": numbers.correlation}
+            more = [f", {key} {value:.3f}" for key, value in measures.items() if value is not None]
+            means = f"mean {numbers.gold_mean:.3f} then, {numbers.judge_mean:.3f} now"
+            yield f"{part}: {means}, {numbers.equal_fraction:.1%} equal{''.join(more)}"
+    after = [row.after for row in rescored if row.after is not None]
     cost = sum((judged.judgement.cost for judged in after), JudgeCost())
     yield f"{len(after)} of {len(rescored)} episodes scored; {cost}"
-    for reason, count in Counter(each.reason for each in rescored if each.after is None).most_common():
+    for reason, count in Counter(row.reason for row in rescored if row.after is None).most_common():
         yield f"  unscored {count}: {reason}"

@@ -235,7 +235,7 @@ _FAILED = ("error", "timeout", "cancelled")  # outcomes of a call without an ans
 def _read_trace(events: Sequence[Json]) -> tuple[list[Message], list[int]]:
     messages: list[Message] = []
     indices: list[int] = []
-    known: list[Message] = []  # the conversation as the last call has it, its answer included
+    history: list[Message] = []  # the conversation as the last call has it, its answer included
     for index, event in enumerate(events):
         where = f"trace.event_history[{index}]"
         records = event.get("call_records")
@@ -248,13 +248,13 @@ def _read_trace(events: Sequence[Json]) -> tuple[list[Message], list[int]]:
                 continue
             inputs = _inputs(record, inside)
             # The history grows from call to call: only what is new is shown.
-            pairs = zip(map(_key, inputs), map(_key, known), strict=False)
+            pairs = zip(map(_key, inputs), map(_key, history), strict=False)
             num_shared = len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)))
             messages.extend(map(as_context, inputs[num_shared:]))
             messages.append(output)
             indices.append(index)
             messages.extend(_tool_results(record))
-            known = [*inputs, output]
+            history = [*inputs, output]
         if not records:
             states = [{key: event[key]} for key in ("actions", "system_state_after") if event.get(key)]
             messages.extend(Message("user", json.dumps(state, ensure_ascii=False, default=str)) for state in states)
@@ -326,12 +326,10 @@ def _inputs(record: Json, where: str) -> list[Message]:
 
 def _list_of(value: Any, key: str, where: str) -> list[Any]:
     """Return a list of objects; an empty one for null or a missing key."""
-    found = value.get(key) if isinstance(value, Mapping) else None
-    if found is None:
-        return []
-    if not isinstance(found, list) or not all(isinstance(item, Mapping) for item in found):
+    items = [] if value.get(key) is None else value[key]
+    if not isinstance(items, list) or not all(isinstance(item, Mapping) for item in items):
         raise RecordError(f"{where}.{key}: expected a list of objects")
-    return found
+    return items
 
 
 def _text(value: Any, where: str) -> str:
@@ -399,10 +397,10 @@ Answer = Callable[[Sequence[Mapping[str, str]]], str]  # the messages of a reque
 def read_prompt(messages: Sequence[Mapping[str, str]]) -> ReadPrompt:
     """Read a prompt by its fences; a ValueError if it is not one of `prompt.py`."""
     rules, data = messages[0]["content"], messages[-1]["content"]
-    found = _NONCE.search(rules)
-    if found is None:
+    match = _NONCE.search(rules)
+    if match is None:
         raise ValueError("expected a prompt of this project's judge, found no nonce in it")
-    fence = f"{found[1]} {found[2]}"
+    fence = f"{match[1]} {match[2]}"
     pieces: list[tuple[str, str]] = []
     label, lines = None, list[str]()
     for line in data.split("\n"):
@@ -413,7 +411,7 @@ def read_prompt(messages: Sequence[Mapping[str, str]]) -> ReadPrompt:
             label = line.removeprefix(f"{fence} ")
         elif label is not None:
             lines.append(line)
-    return ReadPrompt(found[2], _read_parts(rules), pieces)
+    return ReadPrompt(match[2], _read_parts(rules), pieces)
 
 
 def score_by_words(criterion: AskedCriterion, text: str) -> float:

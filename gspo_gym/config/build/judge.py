@@ -5,7 +5,8 @@ No judge is asked here. Missing rubrics, functions and keys are errors before a 
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -85,13 +86,10 @@ class JudgeVariants:
     repeats: tuple[Judge, ...]
     in_given_order: Judge
 
-    async def close(self) -> None:
-        for judge in (self.judge, *self.repeats, self.in_given_order):
-            await judge.close()
 
-
-def build_judge_variants(config: RunConfig, *, num_repeats: int = 0) -> JudgeVariants:
-    """Return the judges of [judge], enabled or not, for commands that judge stored episodes.
+@contextlib.asynccontextmanager
+async def judge_variants(config: RunConfig, *, num_repeats: int = 0) -> AsyncIterator[JudgeVariants]:
+    """Yield the judges of [judge], enabled or not, for commands that judge stored episodes; close them afterwards.
 
     Raises:
         ConfigError, MissingExtraError: as `build_judging`; or there is no [judge].
@@ -99,14 +97,14 @@ def build_judge_variants(config: RunConfig, *, num_repeats: int = 0) -> JudgeVar
     if config.judge is None:
         raise ConfigError("there is no [judge] in the configuration, so nobody to ask; add it with its options")
     parts = _Parts(config, config.judge)
-    per_judge = (config.judge.options or JudgeOptions()).samples  # repeats are numbered after these
-    return JudgeVariants(
-        judge=parts.judge(cached=True),
-        repeats=tuple(
-            parts.judge(cached=False, first_sample=per_judge * (number + 1)) for number in range(num_repeats)
-        ),
-        in_given_order=parts.judge(cached=False, shuffles_criteria=False),
-    )
+    per_judge = parts.options.samples  # repeats are numbered after these
+    repeats = [parts.judge(cached=False, first_sample=per_judge * (number + 1)) for number in range(num_repeats)]
+    judge, in_given_order = parts.judge(cached=True), parts.judge(cached=False, shuffles_criteria=False)
+    try:
+        yield JudgeVariants(judge, tuple(repeats), in_given_order)
+    finally:
+        for one in (judge, *repeats, in_given_order):
+            await one.close()
 
 
 def rewards_of_turns(config: RunConfig) -> StepRewardSettings:
@@ -147,12 +145,12 @@ def build_rubrics(config: RunConfig, task_rubric: TaskRubric | None = None) -> R
         )
         return _of_options(rubrics, options, may_be_absent=is_asked_elsewhere)
 
-    known = load(None)
+    of_configuration = load(None)
 
     async def rubrics_of(task: Task) -> Rubrics:
         try:
             own = None if task_rubric is None else await task_rubric(task)
-            return known if own is None else load(own)
+            return of_configuration if own is None else load(own)
         except (ServiceError, ConfigError) as error:
             # A task without its rubric cannot be scored: its episode is treated as after any failed judgement.
             raise JudgeError(f"the rubric of task {task.task_id} itself: {error}") from error

@@ -21,7 +21,7 @@ from typing import Any
 
 from gspo_gym.base.http import HttpClient, RefusedError
 from gspo_gym.base.messages import RefusedFields, refused_fields, without
-from gspo_gym.base.retries import AttemptError, RetryCounters, Sleep
+from gspo_gym.base.retries import AttemptError, Sleep
 from gspo_gym.errors import ServiceError
 from gspo_gym.judge.asking import Asking, Clock, Json, JudgeBudget, JudgementCache, digest_of
 from gspo_gym.judge.base import (
@@ -85,11 +85,6 @@ class ModelJudge:
     @property
     def name(self) -> str:
         return self.settings.name
-
-    @property
-    def retry_counters(self) -> RetryCounters:
-        """Return the number of questions, attempts and failures by kind."""
-        return self._model.counters
 
     async def judge(self, request: JudgeRequest) -> Judgement:
         async with self._open_episodes:
@@ -243,10 +238,6 @@ class ChatJudgeModel:
         client = HttpClient(model.url, api_key=model.read_key(), timeout_seconds=settings.asking.timeout_seconds)
         self._asking = Asking(client, settings.asking, budget=budget, clock=clock, sleep=sleep)
         self._fields = RefusedFields(settings.name, {_SCHEMA} if model.structured_output == "text" else ())
-
-    @property
-    def counters(self) -> RetryCounters:
-        return self._asking.counters
 
     async def ask(self, question: Question, *, nonce_of: Callable[[int], str], seed: int) -> tuple[Verdict, JudgeCost]:
         """Return the verdict and the cost of all attempts.

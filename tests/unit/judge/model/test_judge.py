@@ -1,6 +1,6 @@
 """A judging model over real HTTP: what is asked, what becomes of answers, and that equal episodes stay equal.
 
-The model is the fake one, whose rule is stated in `fake_server.py`, so every expected score is arithmetic.
+The model is the fake one, whose rule is stated in `gspo_gym/judge/server.py`, so every expected score is arithmetic.
 """
 
 from __future__ import annotations
