@@ -11,8 +11,6 @@ from pathlib import Path
 
 from gspo_gym.base.files import make_folder, take_lock, writing
 from gspo_gym.base.settings import read_key
-from gspo_gym.cli.jobs.records import Machine
-from gspo_gym.cli.jobs.store import Store
 from gspo_gym.errors import ConfigError, MissingExtraError, StorageError
 from gspo_gym.remote.apps.client import AppKeys
 
@@ -94,6 +92,8 @@ def run_service(arguments: argparse.Namespace) -> int:
     try:
         from gspo_gym.cli.jobs.app import create_jobs_app
         from gspo_gym.cli.jobs.inference import Inference
+        from gspo_gym.cli.jobs.records import Machine
+        from gspo_gym.cli.jobs.store import Store
         from gspo_gym.cli.jobs.supervisor import JobsService, Supervisor, SupervisorSettings
         from gspo_gym.remote.guard import Guard
         from gspo_gym.remote.serving import bind, server_for, url_of

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import os
@@ -14,8 +15,8 @@ from typing import Any
 import pytest
 from served_jobs import FAKE_TRAINER, body_of
 
-from gspo_gym.cli.jobs.records import Machine, parse_request
-from gspo_gym.cli.jobs.store import Job, NewJob, Store
+from gspo_gym.cli.jobs.records import Machine, parse_request, toml_of
+from gspo_gym.cli.jobs.store import Job, Store
 from gspo_gym.cli.jobs.supervisor import Supervisor, SupervisorSettings
 
 
@@ -28,11 +29,10 @@ class Place:
         self.supervisors: list[Supervisor] = []
 
     def queue(self, **script: Any) -> str:
-        asked = parse_request(
-            body_of({"starts": str(self.starts_file), **script}), runs=self.folder / "runs", machine=Machine()
-        )
-        new = NewJob({"data": {}}, "", asked.config_of, asked.base)
-        return self.store.create(new, max_queued=9)[0].job_id
+        body = body_of({"starts": str(self.starts_file), **script})
+        config = parse_request(body, runs=self.folder / "runs", machine=Machine())
+        config_of = functools.partial(toml_of, config)
+        return self.store.create({"data": {}}, base=str(config.model.base), config_of=config_of, max_queued=9)[0].job_id
 
     def supervisor(self, **settings: Any) -> Supervisor:
         """Another one, as after a restart of the service."""
@@ -85,7 +85,7 @@ def test_a_jobs_records_become_its_events_in_their_order(place: Place) -> None:
         "rl.train.completed",
         "rl.job.completed",
     ]
-    assert [event.phase for event in place.store.timeline(job_id)] == [
+    assert [event.phase for event in place.store.events(job_id, only_phases=True)] == [
         "queued", "initializing", "training", "succeeded"]  # fmt: skip
 
 
