@@ -210,20 +210,15 @@ def judgement_from_wire(value: Any, request: JudgeRequest, parts: Collection[str
 def judgement_to_wire(judgement: Judgement, request: JudgeRequest, *, event_indices: Sequence[int]) -> Json:
     """Return the body of an answer; `event_indices` gives the request's event of each turn."""
     rubrics = request.rubrics
+    metadata = asdict(replace(judgement, event_reviews=(), outcome_review=None))
+    del metadata["event_reviews"], metadata["outcome_review"]
     return {
         "status": "ok",
         "event_reviews": [_review(review, rubrics.event) for review in judgement.event_reviews],
         "outcome_review": judgement.outcome_review and _review(judgement.outcome_review, rubrics.outcome),
         "event_totals": list(judgement.event_totals),
         "details": {},
-        "metadata": {
-            "judge": judgement.judge,
-            "flags": list(judgement.flags),
-            "cuts": list(judgement.cuts),
-            "event_indices": list(event_indices),
-            "disagreement": judgement.disagreement,
-            "cost": asdict(judgement.cost),
-        },
+        "metadata": {**metadata, "event_indices": list(event_indices)},
     }
 
 
@@ -287,8 +282,7 @@ def _read_events(response: ScoreResponse, judge: str, num_turns: int, rubric: Ru
 
 
 def _read_outcome(response: ScoreResponse, judge: str, rubric: Rubric | None) -> Review:
-    review = response.outcome_review or WireReview()
-    later = response.reward_info or WireRewards()
+    review, later = response.outcome_review or WireReview(), response.reward_info or WireRewards()
     stated = [review.total, response.aggregate_score, response.outcome_reward, later.outcome_reward]
     return _read_review(f"{judge}: outcome", review, stated, rubric)
 

@@ -96,8 +96,10 @@ _LINE = TypeAdapter(JudgedEpisode)
 
 def judged_to_json(judged: JudgedEpisode) -> dict[str, Any]:
     """Return a line's JSON object. The parts before weights are for people; they follow from the reviews."""
-    shown = {"env_return": judged.env_return, "event_total": judged.event_total, "outcome_total": judged.outcome_total}
-    return {"schema": JUDGEMENTS_SCHEMA, **asdict(judged), "blend": judged.blend.model_dump(), **shown}
+    values = {**asdict(judged), "blend": judged.blend.model_dump()}
+    judgement = values.pop("judgement")
+    totals = {name: getattr(judged, name) for name in ("env_return", "event_total", "outcome_total")}
+    return {"schema": JUDGEMENTS_SCHEMA, **values, **totals, "judgement": judgement}
 
 
 def judged_from_json(values: Mapping[str, Any]) -> JudgedEpisode:

@@ -463,7 +463,7 @@ class ModelRoutes:
         if not (isinstance(repo, str) and _REPO.fullmatch(repo) and isinstance(key, str)):
             raise RefusalError(422, "invalid_request", "expected repo_id as OWNER/NAME, and key: a model's id or path")
         is_merged = body.get("artifact_kind") not in (None, "lora")
-        job = await asyncio.to_thread(self.service.trained_by, key)
+        job, _ = await asyncio.to_thread(self.service.model, key)
         folder = self.service.supervisor.run_folder(job.job_id)
         export_id = self.exports.begin(Export(folder, repo, body.get("visibility") != "public", is_merged))
         task = self.exports.task(export_id)

@@ -43,26 +43,8 @@ from gspo_gym.run.process import start_of
 
 # The shell writes its process id, then becomes the trainer, which keeps that id.
 _START = 'echo $$ >"$1.tmp" && mv "$1.tmp" "$1" && shift && exec "$@"'
+_POLL_SECONDS = 0.2  # between two looks at the children
 _LOG = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class SupervisorSettings:
-    """Settings for running jobs.
-
-    Attributes:
-        command: that trains, before CONFIG.toml and --resume. environ: of the children.
-        max_running: at once. retries: of a job after its process died or failed, each from its last checkpoint.
-        stop_seconds: from a cancel until the process is killed.
-        poll_seconds: between two looks at the children.
-    """
-
-    command: Sequence[str]
-    environ: Mapping[str, str]
-    max_running: int = 1
-    retries: int = 0
-    stop_seconds: float = 60.0
-    poll_seconds: float = 0.2
 
 
 class Supervisor:
@@ -70,12 +52,26 @@ class Supervisor:
 
     Args:
         store: of the jobs. folder: of the service.
+        command: that trains, before CONFIG.toml and --resume. environ: of the children.
+        max_running: at once. retries: of a job after its process died or failed, each from its last checkpoint.
+        stop_seconds: from a cancel until the process is killed.
     """
 
     def __init__(
-        self, store: Store, folder: Path, settings: SupervisorSettings, *, clock: Callable[[], float] = time.time
+        self,
+        store: Store,
+        folder: Path,
+        command: Sequence[str],
+        environ: Mapping[str, str],
+        *,
+        max_running: int = 1,
+        retries: int = 0,
+        stop_seconds: float = 60.0,
+        clock: Callable[[], float] = time.time,
     ) -> None:
-        self._store, self._folder, self._settings, self._clock = store, folder, settings, clock
+        self._store, self._folder, self._clock = store, folder, clock
+        self._command, self._environ = command, dict(environ)
+        self._max_running, self._retries, self._stop_seconds = max_running, retries, stop_seconds
         self._children: dict[str, subprocess.Popen[bytes]] = {}
         self._followers: dict[str, Follower] = {}
         self._failures: dict[str, str] = {}  # of the last look at a job
@@ -112,14 +108,14 @@ class Supervisor:
                 self.look()
             except Exception:  # the service goes on, and looks again
                 _LOG.exception("jobs: a look at the children failed")
-            self._woken.wait(self._settings.poll_seconds)
+            self._woken.wait(_POLL_SECONDS)
             self._woken.clear()
 
     def look(self) -> None:
         """Take in what running jobs recorded, conclude those that have ended, and start as many as may run."""
         for job in self._store.jobs(ACTIVE):
             self._try(self._watch, job)
-        num_free = self._settings.max_running - len(self._store.jobs(ACTIVE))
+        num_free = self._max_running - len(self._store.jobs(ACTIVE))
         for job in self._store.jobs(("queued",))[: max(0, num_free)]:
             self._try(self._begin, job)
 
@@ -200,14 +196,14 @@ class Supervisor:
                 if not has_checkpoint:
                     job = self._begin_anew(job)
                 resume = ["--resume"] if has_checkpoint else []
-                command = [*self._settings.command, str(folder / "config.toml"), *resume]
+                command = [*self._command, str(folder / "config.toml"), *resume]
                 with (folder / "log.txt").open("ab") as log:
                     child = subprocess.Popen(
                         ["/bin/sh", "-c", _START, "sh", str(folder / f"pid.{job.attempt}"), *command],
                         stdin=subprocess.DEVNULL,
                         stdout=log,
                         stderr=subprocess.STDOUT,
-                        env=dict(self._settings.environ),
+                        env=self._environ,
                         pass_fds=(lock,),
                         start_new_session=True,  # else Ctrl-C would reach it, too
                     )
@@ -236,7 +232,7 @@ class Supervisor:
                 os.kill(job.pid, signal.SIGTERM)
             self._store.update(job.job_id, signalled_at=self._clock())
             self._signalled[job.job_id] = time.monotonic()
-        elif time.monotonic() - self._signalled.setdefault(job.job_id, time.monotonic()) > self._settings.stop_seconds:
+        elif time.monotonic() - self._signalled.setdefault(job.job_id, time.monotonic()) > self._stop_seconds:
             _kill_group(job.pid)
 
     def _conclude(self, job: Job) -> None:
@@ -278,7 +274,7 @@ class Supervisor:
         return f"the job's process {how}" + (f": {line}" if line else ", and left no word in its log")
 
     def _is_last_attempt(self, job: Job) -> bool:
-        return job.attempt > self._settings.retries or job.cancelled_at is not None
+        return job.attempt > self._retries or job.cancelled_at is not None
 
     def _is_locked(self, job: Job) -> bool:
         # One an attempt: a process that an earlier attempt left behind may hold that one's.
@@ -349,27 +345,19 @@ class JobsService:
         models = [(job, checkpoints_of(self.supervisor.run_folder(job.job_id))) for job in jobs]
         return [(job, checkpoints) for job, checkpoints in models if checkpoints]
 
-    def trained_by(self, key: str) -> Job:
-        """Return the job that trained a model, by the job's id, the model's id, or the path of its weights.
+    def model(self, key: str) -> tuple[Job, list[Json]]:
+        """Return the job that trained a model, and the job's checkpoints, by the model's id or the path of its weights.
 
         Raises:
             RefusalError: 404, there is no such model.
         """
-        for job, checkpoints in self.models():
-            if key in (job.job_id, model_id_of(job), *(checkpoint["path"] for checkpoint in checkpoints)):
-                return job
-        raise RefusalError(404, "unknown_model", "there is no model of that id or path: see /api/learning/models")
-
-    def model(self, model_id: str) -> tuple[Job, list[Json]]:
-        """Return the job that trained a model, and the job's checkpoints.
-
-        Raises:
-            RefusalError: 404, there is no such model.
-        """
-        # As clients write it: PREFIX:BASE:JOB, where the base may hold colons, or the job alone.
-        with contextlib.suppress(RefusalError):
-            job = self.job(model_id.rpartition(":")[2])
-            if checkpoints := checkpoints_of(self.supervisor.run_folder(job.job_id)):
+        # As clients write an id: PREFIX:BASE:JOB, where the base may hold colons, or the job alone.
+        job = self.store.job(key.rpartition(":")[2])
+        checkpoints = [] if job is None else checkpoints_of(self.supervisor.run_folder(job.job_id))
+        if job is not None and checkpoints:
+            return job, checkpoints
+        for job, checkpoints in self.models() if Path(key).is_absolute() else ():
+            if key in [checkpoint["path"] for checkpoint in checkpoints]:
                 return job, checkpoints
         raise RefusalError(404, "unknown_model", "there is no model of that id: see /api/learning/models")
 
