@@ -12,7 +12,7 @@ import contextlib
 import signal
 import sys
 from collections.abc import AsyncIterator, Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -204,7 +204,12 @@ def add_engine_arguments(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument("--kv-cache-gib", type=float, help="for keys and values; to be set on a CPU")
     group.add_argument("--enforce-eager", action="store_true", help="no compilation; what a CPU needs")
-    group.add_argument("--no-prefix-caching", action="store_true", help="compute a turn's earlier tokens again")
+    group.add_argument(
+        "--no-prefix-caching",
+        dest="enable_prefix_caching",
+        action="store_false",
+        help="compute a turn's earlier tokens again",
+    )
     group.add_argument(
         "--structured-output",
         action="store_true",
@@ -251,19 +256,5 @@ def settings_of(arguments: argparse.Namespace) -> VllmSettings:
     """Return the engine's settings from the command line."""
     from gspo_gym.engine.vllm.settings import VllmSettings
 
-    return VllmSettings(
-        model=arguments.model,
-        max_model_len=arguments.max_model_len,
-        dtype=arguments.dtype,
-        max_num_seqs=arguments.max_num_seqs,
-        tensor_parallel_size=arguments.tensor_parallel_size,
-        data_parallel_size=arguments.data_parallel_size,
-        device_ids=arguments.device_ids,
-        gpu_memory_utilization=arguments.gpu_memory_utilization,
-        kv_cache_gib=arguments.kv_cache_gib,
-        enforce_eager=arguments.enforce_eager,
-        max_lora_rank=arguments.max_lora_rank,
-        max_loras=arguments.max_loras,
-        enable_prefix_caching=not arguments.no_prefix_caching,
-        structured_output=arguments.structured_output,
-    )
+    names = {field.name for field in fields(VllmSettings)} & set(vars(arguments))
+    return VllmSettings(**{name: getattr(arguments, name) for name in names})

@@ -9,7 +9,7 @@ import html
 import importlib
 import sys
 import webbrowser
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from gspo_gym.run.registry import RunInfo, read_run
 from gspo_gym.run.report.progress import mask_text, print_episode
 from gspo_gym.run.report.token_text import TokenTexts
 from gspo_gym.run.tokens import TokenFile, open_tokens
-from gspo_gym.types import Trajectory
+from gspo_gym.types import Trajectory, Turn
 
 
 def open_run(run: str | Path, *, folder: str | Path = "runs") -> Run:
@@ -104,10 +104,8 @@ class Run:
         if not paths:
             names = ", ".join(path.name.partition(".")[0] for path in episode_paths(self.folder))
             raise RecordError(f"{self.folder}: has no episodes {name!r}; it has {names or 'none'}")
-        found = read_episodes(paths[-1])
-        if failed is None:
-            return found
-        return [each for each in found if (each.success is False or each.error is not None) == failed]
+        episodes = read_episodes(paths[-1])
+        return [e for e in episodes if failed is None or (e.success is False or e.error is not None) == failed]
 
     def tokens(self, step: int) -> TokenFile:
         """Return what the learner saw of every sampled token of a step.
@@ -154,12 +152,11 @@ def episodes_command(arguments: argparse.Namespace) -> int:
     from gspo_gym.run.report.page_data import run_tokenizer  # loads torch, which `open_run` does without
 
     folder = find_run(arguments.run_name, arguments.folder)
-    found = Run(folder).episodes(
-        step=arguments.step, evaluation=arguments.evaluation, failed=True if arguments.failed else None
-    )
-    chosen = [each for each in found if arguments.task is None or arguments.task in each.task.task_id]
+    failed = True if arguments.failed else None
+    episodes = Run(folder).episodes(step=arguments.step, evaluation=arguments.evaluation, failed=failed)
+    chosen = [episode for episode in episodes if (arguments.task or "") in episode.task.task_id]
     if arguments.best:
-        chosen.sort(key=lambda each: each.reward if each.is_scored else float("-inf"), reverse=True)
+        chosen.sort(key=lambda episode: episode.reward if episode.is_scored else float("-inf"), reverse=True)
     console = Console()
     tokenizer = None if arguments.messages else run_tokenizer(folder)
     decode = None if tokenizer is None else TokenTexts(tokenizer).decode
@@ -178,16 +175,16 @@ def _print_tokens(console: Console, trajectory: Trajectory, decode: Callable[...
         if number:
             console.print(Text(f"segment {number}", style="dim"))
         console.print(mask_text(segment, decode), soft_wrap=True)
-    console.print(Text("  ".join(_rewards(trajectory)), style="dim"))
+    console.print(Text("  ".join(filter(None, map(_reward_text, trajectory.turns))), style="dim"))
     if trajectory.error is not None:
         console.print(Text(trajectory.error, style="red"))
     verdict = {True: "success", False: "no success", None: trajectory.outcome.value}[trajectory.success]
-    told = f"{verdict}, return {trajectory.reward:+.2f}" if trajectory.is_scored else f"{verdict}, not scored"
-    console.print(Text(f"{told}\n", style="bold"))
+    score = f"return {trajectory.reward:+.2f}" if trajectory.is_scored else "not scored"
+    console.print(Text(f"{verdict}, {score}\n", style="bold"))
 
 
-def _rewards(trajectory: Trajectory) -> Iterator[str]:
-    for turn in trajectory.turns:
-        terms = "".join(f" {name} {value:+.2f}" for name, value in turn.reward_terms.items())
-        if turn.reward is not None:
-            yield f"turn {turn.index}: {turn.reward:+.2f}{terms and f' ({terms.strip()})'}"
+def _reward_text(turn: Turn) -> str:
+    if turn.reward is None:
+        return ""
+    terms = " ".join(f"{name} {value:+.2f}" for name, value in turn.reward_terms.items())
+    return f"turn {turn.index}: {turn.reward:+.2f}{terms and f' ({terms})'}"

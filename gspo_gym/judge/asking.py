@@ -11,7 +11,6 @@ import asyncio
 import contextlib
 import hashlib
 import json
-import math
 import os
 import tempfile
 import time
@@ -23,7 +22,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from gspo_gym.base.http import HttpClient, call_headers
-from gspo_gym.base.retries import AttemptError, CircuitBreaker, Retries, RetryCounters, RetrySettings, Sleep
+from gspo_gym.base.retries import AttemptError, CircuitBreaker, Retries, RetrySettings, Sleep
 from gspo_gym.errors import ConfigError
 from gspo_gym.judge.base import (
     Judge,
@@ -94,10 +93,6 @@ class Asking:
         )
         self._places = asyncio.Semaphore(settings.max_concurrency)
         self._num_in_flight = 0
-
-    @property
-    def counters(self) -> RetryCounters:
-        return self._retries.counters
 
     @property
     def is_down(self) -> bool:
@@ -291,11 +286,10 @@ class BudgetLimits:
     """Limits of a whole run. None: no limit. Repeated requests count, and money as far as prices are known."""
 
     max_calls: int | None = None
-    max_tokens: int | None = None
     max_usd: float | None = None
 
     def __post_init__(self) -> None:
-        limits = (self.max_calls, self.max_tokens, self.max_usd)
+        limits = (self.max_calls, self.max_usd)
         if any(limit is not None and not limit >= 0 for limit in limits):  # NaN, too, is none
             raise ConfigError(f"BudgetLimits: expected limits >= 0 or none, got {limits}")
 
@@ -306,11 +300,6 @@ class Prices:
 
     usd_per_million_input_tokens: float = 0.0
     usd_per_million_output_tokens: float = 0.0
-
-    def __post_init__(self) -> None:
-        prices = (self.usd_per_million_input_tokens, self.usd_per_million_output_tokens)
-        if not all(math.isfinite(price) and price >= 0 for price in prices):
-            raise ConfigError(f"Prices: expected numbers >= 0, got {prices}")
 
     def cost_of(self, input_tokens: int, output_tokens: int) -> JudgeCost:
         read, written = self.usd_per_million_input_tokens, self.usd_per_million_output_tokens
@@ -370,8 +359,6 @@ class JudgeBudget:
         limits = self.limits
         if limits.max_calls is not None and cost.num_calls >= limits.max_calls:
             return f"max_calls = {limits.max_calls}, spent {self.spent.num_calls}"
-        if limits.max_tokens is not None and cost.input_tokens + cost.output_tokens >= limits.max_tokens:
-            return f"max_tokens = {limits.max_tokens}, spent {self.spent.input_tokens + self.spent.output_tokens}"
         if limits.max_usd is not None and cost.usd >= limits.max_usd:
             return f"max_usd = {limits.max_usd:g}, spent {self.spent.usd:.4f}"
         return None
@@ -395,21 +382,10 @@ def digest_of(value: Json) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True, allow_nan=False).encode()).hexdigest()
 
 
-@dataclass(slots=True)
-class CacheCounters:
-    """Counts so far: `num_corrupt` files failed their digest, `num_unwritten` could not be written."""
-
-    num_hits: int = 0
-    num_misses: int = 0
-    num_corrupt: int = 0
-    num_unwritten: int = 0
-
-
 class JudgementCache:
     """Answers by key; without a folder, in memory alone. Use it in one event loop; processes may share a folder."""
 
     def __init__(self, folder: Path | None = None) -> None:
-        self.counters = CacheCounters()
         self._folder = folder
         self._memory: OrderedDict[str, Json] = OrderedDict()
         self._being_asked: dict[str, asyncio.Task[Json]] = {}
@@ -420,7 +396,6 @@ class JudgementCache:
         An error of `ask` is raised to all callers, and nothing is kept.
         """
         if key in self._memory:
-            self.counters.num_hits += 1
             self._memory.move_to_end(key)
             return self._memory[key]
         # Equal questions at the same time are asked once: equal episodes get equal scores even from a judge that would
@@ -430,8 +405,6 @@ class JudgementCache:
             task = asyncio.ensure_future(self._read_or_ask(key, ask))
             self._being_asked[key] = task
             task.add_done_callback(lambda done: self._end(key, done))
-        else:
-            self.counters.num_hits += 1
         return await asyncio.shield(task)  # a cancelled caller must not end the question of the others
 
     async def close(self) -> None:
@@ -442,15 +415,13 @@ class JudgementCache:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _read_or_ask(self, key: str, ask: Callable[[], Awaitable[Json]]) -> Json:
-        found = None if self._folder is None else await asyncio.to_thread(self._read, key)
-        if found is None:
-            self.counters.num_misses += 1
+        stored = None if self._folder is None else await asyncio.to_thread(self._read, key)
+        if stored is None:
             answer = await ask()
             if self._folder is not None:
                 await asyncio.to_thread(self._write, key, answer)
         else:
-            self.counters.num_hits += 1
-            answer = found[0]
+            answer = stored[0]
         self._memory[key] = answer
         if len(self._memory) > _MAX_IN_MEMORY:
             self._memory.popitem(last=False)
@@ -466,27 +437,18 @@ class JudgementCache:
         return self._folder / key[:2] / f"{key}.json"
 
     def _read(self, key: str) -> tuple[Json] | None:
-        try:
-            text = self._path(key).read_text(encoding="utf-8")
-        except FileNotFoundError:
-            return None
-        except (OSError, ValueError):
-            self.counters.num_corrupt += 1
-            return None
-        with contextlib.suppress(ValueError, TypeError, KeyError, RecursionError):
-            entry = json.loads(text)
+        """Return the answer in the key's file; None for a missing, torn or changed one."""
+        with contextlib.suppress(OSError, ValueError, TypeError, KeyError, RecursionError):
+            entry = json.loads(self._path(key).read_text(encoding="utf-8"))
             if entry["key"] == key and entry["digest"] == digest_of(entry["answer"]):
                 return (entry["answer"],)
-        self.counters.num_corrupt += 1
         return None
 
     def _write(self, key: str, answer: Json) -> None:
         path = self._path(key)
         entry = json.dumps({"key": key, "digest": digest_of(answer), "answer": answer})
-        try:
+        with contextlib.suppress(OSError):  # a full disk costs no score
             path.parent.mkdir(parents=True, exist_ok=True)
             with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".tmp", delete=False) as draft:
                 draft.write(entry)
             os.replace(draft.name, path)  # not synced: the digest finds what a power cut tears
-        except OSError:  # a full disk costs no score
-            self.counters.num_unwritten += 1

@@ -42,8 +42,7 @@ from gspo_gym.env.tools import tool
 from gspo_gym.judge.model.prompt import Question, build_messages
 from gspo_gym.judge.model.transcript import Piece, Transcript
 from gspo_gym.judge.rubric import Criterion
-from gspo_gym.judge.service.fake_server import create_fake_judge_app
-from gspo_gym.judge.service.server import create_judge_app
+from gspo_gym.judge.server import create_fake_judge_app, create_judge_app
 from gspo_gym.policy.reference.server import ReferenceModel, make_server
 from gspo_gym.policy.reference.wire import TOKEN_HEADER, ScoringSettings
 from gspo_gym.policy.tiny import tiny_tokenizer
@@ -406,8 +405,7 @@ SOURCES: dict[str, tuple[str, ...]] = {
     "gspo_gym/remote/guard.py": ("gateway", "OpenEnv"),
     "gspo_gym/remote/gateway/app.py": ("gateway",),
     "gspo_gym/remote/gateway/model_app.py": ("model",),
-    "gspo_gym/judge/service/server.py": ("judge",),
-    "gspo_gym/judge/service/fake_server.py": ("fake judge",),
+    "gspo_gym/judge/server.py": ("judge", "fake judge"),
     "gspo_gym/policy/reference/server.py": ("reference",),
     "gspo_gym/cli/jobs/app.py": ("jobs",),
     "gspo_gym/cli/jobs/inference.py": ("jobs",),

@@ -38,14 +38,10 @@ Warmth = Literal["not_started", "warming", "warmed", "failed"]
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
-    """A model to be served.
+class ModelToServe:
+    """A model to be served: its name for `gspo-gym models serve`, and the one that its answers have."""
 
-    Attributes:
-        model: for `gspo-gym models serve`. name: that its answers have.
-    """
-
-    model: str
+    source: str
     name: str
 
 
@@ -58,7 +54,7 @@ class _Child:
         is_lost: a connection to it failed.
     """
 
-    wanted: Wanted
+    model: ModelToServe
     process: asyncio.subprocess.Process
     client: httpx.AsyncClient
     draining: asyncio.Task[None]
@@ -86,7 +82,9 @@ class Inference:
         self._num_requests = 0
         self._warming: dict[str, asyncio.Task[None]] = {}  # by the model's name
 
-    async def answer(self, wanted: Wanted, path: str, body: Mapping[str, Any], request: Request) -> StreamingResponse:
+    async def answer(
+        self, model: ModelToServe, path: str, body: Mapping[str, Any], request: Request
+    ) -> StreamingResponse:
         """Have the model answer the body (JSON values) at `path`, below /v1; the model is started if it is not there.
 
         Raises:
@@ -96,55 +94,52 @@ class Inference:
 
         self._check_room()
         try:
-            try:
-                return await self._ask(wanted, path, body, request)
-            except httpx.ConnectError:  # it had died before, and is started again
-                return await self._ask(wanted, path, body, request)
+            with contextlib.suppress(httpx.ConnectError):  # it had died before, and is started again
+                return await self._ask(model, path, body, request)
+            return await self._ask(model, path, body, request)
         except httpx.TransportError as error:
-            raise RefusalError(424, "model_failed", f"{wanted.name}: {self._reason(error)}") from error
+            raise RefusalError(424, "model_failed", f"{model.name}: {self._reason(error)}") from error
 
-    async def _ask(self, wanted: Wanted, path: str, body: Mapping[str, Any], request: Request) -> _Passed:
+    async def _ask(self, model: ModelToServe, path: str, body: Mapping[str, Any], request: Request) -> _Passed:
         import httpx
 
         async with contextlib.AsyncExitStack() as stack:
             self._num_requests += 1
             stack.callback(self._leave)
-            child = await stack.enter_async_context(self._serving(wanted))
-            asked = child.client.build_request("POST", f"/{path}", json={**body, "model": wanted.name})
+            child = await stack.enter_async_context(self._serving(model))
+            call = child.client.build_request("POST", f"/{path}", json={**body, "model": model.name})
             try:
-                sent = await _unless_gone(child.client.send(asked, stream=True), request)
+                answer = await _unless_gone(child.client.send(call, stream=True), request)
             except httpx.TransportError:
                 child.is_lost = True
                 raise
-            stack.push_async_callback(sent.aclose)
+            stack.push_async_callback(answer.aclose)
             # From here on the response closes all of that, after its last byte.
-            return _Passed(sent, stack.pop_all())
+            return _Passed(answer, stack.pop_all())
 
-    def warm(self, wanted: Wanted) -> Literal["warming", "already_warming", "already_warmed"]:
+    def warm(self, model: ModelToServe) -> Literal["warming", "already_warming", "already_warmed"]:
         """Begin to start the model, if it is not there.
 
         Raises:
             RefusalError: 503, too many requests wait.
         """
-        warmth, _ = self.warmth(wanted)
-        if warmth == "warmed":
-            return "already_warmed"
-        if warmth == "warming":
-            return "already_warming"
+        warmth, _ = self.warmth(model)
+        if warmth in ("warmed", "warming"):
+            return "already_warmed" if warmth == "warmed" else "already_warming"
         self._check_room()
-        task = asyncio.create_task(self._warm(wanted))
+        task = asyncio.create_task(self._warm(model))
         self._num_requests += 1
         task.add_done_callback(lambda _: self._leave())  # also of a task that is cancelled before it runs
         # Those that have ended are forgotten; the others are told of, and `close` cancels them.
         self._warming = {name: other for name, other in self._warming.items() if not other.done()}
-        self._warming[wanted.name] = task
+        self._warming[model.name] = task
         return "warming"
 
-    def warmth(self, wanted: Wanted) -> tuple[Warmth, str | None]:
+    def warmth(self, model: ModelToServe) -> tuple[Warmth, str | None]:
         """Return whether the model is there, and why its start failed."""
-        if self._child is not None and self._child.wanted == wanted and self._child.lives:
+        if self._child is not None and self._child.model == model and self._child.lives:
             return "warmed", None
-        task = self._warming.get(wanted.name)
+        task = self._warming.get(model.name)
         if task is None:
             return "not_started", None
         if not task.done():
@@ -162,8 +157,8 @@ class Inference:
         async with self._turn:
             await self._end()
 
-    async def _warm(self, wanted: Wanted) -> None:
-        async with self._serving(wanted):
+    async def _warm(self, model: ModelToServe) -> None:
+        async with self._serving(model):
             pass
 
     def _check_room(self) -> None:
@@ -175,15 +170,15 @@ class Inference:
         self._num_requests -= 1
 
     @contextlib.asynccontextmanager
-    async def _serving(self, wanted: Wanted) -> AsyncIterator[_Child]:
+    async def _serving(self, model: ModelToServe) -> AsyncIterator[_Child]:
         """Yield the running model, which is not replaced within the block."""
         async with self._turn:
             child = self._child
-            if child is None or child.wanted != wanted or not child.lives:
+            if child is None or child.model != model or not child.lives:
                 if child is not None and child.lives:
                     await child.is_idle.wait()
                 await self._end()
-                child = self._child = await self._start(wanted)
+                child = self._child = await self._start(model)
             child.num_requests += 1
             child.is_idle.clear()
         try:
@@ -193,15 +188,15 @@ class Inference:
             if not child.num_requests:
                 child.is_idle.set()
 
-    async def _start(self, wanted: Wanted) -> _Child:
+    async def _start(self, model: ModelToServe) -> _Child:
         import httpx
 
         key = secrets.token_urlsafe(32)
-        options = ["--name", wanted.name, "--port", "0", "--api-key-env", _KEY]
+        options = ["--name", model.name, "--port", "0", "--api-key-env", _KEY]
         try:
             with self._log.open("wb") as log:
                 process = await asyncio.create_subprocess_exec(
-                    *(*self._command, wanted.model, *options),
+                    *(*self._command, model.source, *options),
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.PIPE,
                     stderr=log,
@@ -209,7 +204,7 @@ class Inference:
                     start_new_session=True,  # else Ctrl-C would reach it before the service has ended its requests
                 )
         except OSError as error:
-            raise RefusalError(424, "model_failed", f"{wanted.name}: cannot be started: {error}") from error
+            raise RefusalError(424, "model_failed", f"{model.name}: cannot be started: {error}") from error
         end_with_us(process.pid, is_group=True)
         try:
             async with asyncio.timeout(_START_SECONDS):
@@ -218,7 +213,7 @@ class Inference:
             await _stop(process)
             if not isinstance(error, (ServiceError, TimeoutError)):
                 raise
-            raise RefusalError(424, "model_failed", f"{wanted.name}: {self._reason(error)}") from error
+            raise RefusalError(424, "model_failed", f"{model.name}: {self._reason(error)}") from error
         client = httpx.AsyncClient(
             base_url=f"{url}/v1",
             headers={"authorization": f"Bearer {key}"},
@@ -227,7 +222,7 @@ class Inference:
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),
             trust_env=False,
         )
-        child = _Child(wanted, process, client, asyncio.create_task(_drain(process)))
+        child = _Child(model, process, client, asyncio.create_task(_drain(process)))
         child.is_idle.set()
         return child
 
@@ -245,8 +240,8 @@ class Inference:
 async def _url_of(process: asyncio.subprocess.Process) -> str:
     assert process.stdout is not None
     async for line in process.stdout:
-        if (found := _SERVING.fullmatch(line)) is not None:
-            return found[1].decode()
+        if (match := _SERVING.fullmatch(line)) is not None:
+            return match[1].decode()
     raise ServiceError("the model's process ended before it served")
 
 
@@ -290,8 +285,8 @@ async def _unless_gone(work: Awaitable[httpx.Response], request: Request) -> htt
 class _Passed(StreamingResponse):
     """The child's answer, part by part as it comes; closes the connection to it at the end, however that comes."""
 
-    def __init__(self, sent: httpx.Response, stack: contextlib.AsyncExitStack) -> None:
-        super().__init__(sent.aiter_bytes(), sent.status_code, media_type=sent.headers.get("content-type"))
+    def __init__(self, answer: httpx.Response, stack: contextlib.AsyncExitStack) -> None:
+        super().__init__(answer.aiter_bytes(), answer.status_code, media_type=answer.headers.get("content-type"))
         self._stack: Callable[[], Awaitable[None]] = stack.aclose
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -42,24 +42,10 @@ _TYPES: Mapping[str, tuple[str, Status | None]] = {
 }
 _ENDS = {"completed": "rl.train.completed", "failed": "rl.train.failed"}
 _INTERRUPTED = "rl.train.interrupted"
-_WARNINGS = frozenset(
-    {
-        "attempts_lost",
-        "frozen",
-        "judge_drift",
-        "judge_gold_failed",
-        "judge_paused",
-        "mismatch",
-        "nonfinite_metrics",
-        "refill_failed",
-        "return_selection",
-        "selection",
-        "sink_failed",
-        "staging_failed",
-        "tokens_failed",
-        "uncommitted",
-        "update_failed",
-    }
+_WARNINGS = (
+    *("attempts_lost", "frozen", "judge_drift", "judge_gold_failed", "judge_paused", "mismatch", "nonfinite_metrics"),
+    *("refill_failed", "return_selection", "selection", "sink_failed", "staging_failed", "tokens_failed"),
+    *("uncommitted", "update_failed"),
 )
 # Our metric -> the name under which clients of the hosted trainer know it.
 _ALIASES = {
@@ -70,6 +56,8 @@ _ALIASES = {
 _SHOWN = ("loss/total", "batch/mean_return", "time/step_seconds")  # in the event of a step; /metrics has all
 _MAX_LOG_BYTES = 8_192  # from the end of the log, in which the last error is looked for
 _CHUNK_BYTES = 1 << 20
+
+Json = dict[str, Any]
 _EXPORT_SECONDS = 3_600.0
 
 
@@ -90,24 +78,24 @@ class Follower:
             RecordError: a line is damaged.
         """
         with _as_records(self._folder):
-            found = self._found(job, is_last_attempt=is_last_attempt)
-        if not found:
+            events = self._new_events(job, is_last_attempt=is_last_attempt)
+        if not events:
             return
         with self._store.transaction():
-            recorded = self._store.record(self._job_id, found)
+            recorded = self._store.record(self._job_id, events)
             self._store.update(self._job_id, run_seq=self._events.after)
             for event in recorded:
                 if event.type in (_INTERRUPTED, *_ENDS.values()):
                     self._store.update(self._job_id, outcome=event.data["status"], error=event.data.get("error"))
 
-    def _found(self, job: Job, *, is_last_attempt: bool) -> list[Event]:
-        # Two files, one order: of the later look at the metrics, only what is older than something else that was found
+    def _new_events(self, job: Job, *, is_last_attempt: bool) -> list[Event]:
+        # Two files, one order: of the later look at the metrics, only what is older than something else that was read
         # is taken, since the events beside the rest may not be written yet.
         steps = [*self._waiting, *map(_step_of, self._metrics.read())]
-        events = []
-        for line in self._events.read():
-            source = f"event {self._first_attempt}.{line['seq']}"
-            events.append(_event_of(line, source, job, is_last_attempt=is_last_attempt))
+        events = [
+            _event_of(line, f"event {self._first_attempt}.{line['seq']}", job, is_last_attempt=is_last_attempt)
+            for line in self._events.read()
+        ]
         newest = max(map(_time_of, (*steps, *events)), default=0.0)
         later = list(map(_step_of, self._metrics.read()))
         steps += [event for event in later if _time_of(event) <= newest]
@@ -155,7 +143,7 @@ def _event_of(line: Mapping[str, Any], source: str, job: Job, *, is_last_attempt
     return Event(type_name, f"{kind} (step {step})", data, level, phase, when, source)
 
 
-def _plan_of(job: Job) -> dict[str, Any]:
+def _plan_of(job: Job) -> Json:
     """Return the size of the run under the hosted trainer's names."""
     training = tomllib.loads(job.config).get("training", {})
     return {
@@ -167,7 +155,7 @@ def _plan_of(job: Job) -> dict[str, Any]:
     }
 
 
-def points_of(folder: Path, *, after_step: int, limit: int) -> list[dict[str, Any]]:
+def points_of(folder: Path, *, after_step: int, limit: int) -> list[Json]:
     """Return the numbers of the steps above `after_step`, each under our name and, if it has one, the hosted name.
 
     Returns at least one whole step, and further ones while there are at most `limit` points.
@@ -175,7 +163,7 @@ def points_of(folder: Path, *, after_step: int, limit: int) -> list[dict[str, An
     Raises:
         RecordError: a line of the records is damaged.
     """
-    steps: dict[int, list[dict[str, Any]]] = {}
+    steps: dict[int, list[Json]] = {}
     with _as_records(folder):
         for line in read_metrics(folder):
             values = {key: value for key, value in line.items() if key not in ("schema", "step", "time")}
@@ -183,7 +171,7 @@ def points_of(folder: Path, *, after_step: int, limit: int) -> list[dict[str, An
         for event in read_events(folder):
             if event["kind"] == "evaluation":
                 steps.setdefault(event["step"], []).extend(_points(evaluation_numbers(event["data"]), event, "eval"))
-    points: list[dict[str, Any]] = []
+    points: list[Json] = []
     # Steps are never divided, because a client goes on after the last step that it has seen.
     for step in sorted(step for step in steps if step > after_step):
         if points and len(points) + len(steps[step]) > limit:
@@ -192,19 +180,13 @@ def points_of(folder: Path, *, after_step: int, limit: int) -> list[dict[str, An
     return points
 
 
-def _points(values: Mapping[str, float | None], line: Mapping[str, Any], phase: str) -> Iterator[dict[str, Any]]:
+def _points(values: Mapping[str, float | None], line: Mapping[str, Any], phase: str) -> Iterator[Json]:
     for name, value in values.items():
-        for each in (name, _ALIASES.get(name)):
-            if each is not None and value is not None:
-                yield {
-                    "name": each,
-                    "value": value,
-                    "step": line["step"],
-                    "epoch": None,
-                    "phase": phase,
-                    "data": {},
-                    "created_at": timestamp(line["time"]),
-                }
+        for alias in (name, _ALIASES.get(name)):
+            if alias is not None and value is not None:
+                when = timestamp(line["time"])
+                point: Json = {"name": alias, "value": value, "step": line["step"], "phase": phase, "created_at": when}
+                yield {**point, "epoch": None, "data": {}}
 
 
 def last_error(log: Path) -> str | None:
@@ -217,8 +199,7 @@ def last_error(log: Path) -> str | None:
         return None
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     errors = [line for line in lines if line.partition(":")[0].endswith(("Error", "Exception", "Interrupt"))]
-    found = errors or lines
-    return found[-1] if found else None
+    return (errors or lines)[-1] if lines else None
 
 
 def model_id_of(job: Job) -> str:
@@ -226,10 +207,11 @@ def model_id_of(job: Job) -> str:
     return f"rl:{job.base}:{job.job_id}"
 
 
-def checkpoints_of(folder: Path) -> list[dict[str, Any]]:
+def checkpoints_of(folder: Path) -> list[Json]:
     """Return the step and folder of each complete checkpoint of a run, in the order of steps."""
-    found = [path for path in (folder / "checkpoints").glob("step_*") if is_complete(path)]
-    return [{"step": step_of(path), "path": str(path)} for path in sorted(found, key=lambda path: step_of(path) or 0)]
+    complete = [path for path in (folder / "checkpoints").glob("step_*") if is_complete(path)]
+    paths = sorted(complete, key=lambda path: step_of(path) or 0)
+    return [{"step": step_of(path), "path": str(path)} for path in paths]
 
 
 def model_files_of(checkpoint: Path) -> list[str]:
@@ -245,7 +227,7 @@ def model_files_of(checkpoint: Path) -> list[str]:
     return names
 
 
-def results_of(job: Job, folder: Path) -> dict[str, Any] | None:
+def results_of(job: Job, folder: Path) -> Json | None:
     """Return an ended job's results; None before its end."""
     if not job.has_ended:
         return None
@@ -336,25 +318,13 @@ async def _models(words: Sequence[str], scratch: Path) -> str:
 
 
 _TRAINED = re.compile(r"(?:[^:]+:.*:)?(job_[0-9a-f]{24})(:step_\d+)?")  # the id of a model that a job trained
-_PLACEHOLDER = "job_of_the_service"
 
 
-@dataclass(frozen=True, slots=True)
-class Asked:
-    """The content of a request.
-
-    Attributes:
-        config: of the run; the job's id replaces its label. base: the model, as the request named it.
-    """
-
-    config: RunConfig
-    base: str
-
-    def config_of(self, job_id: str) -> str:
-        """Return the run's configuration as TOML, with a folder named after the job, below its notices as comments."""
-        model = self.config.model.model_copy(update={"label": job_id})
-        notices = [f"# {notice.key}: {notice.text}\n" for notice in self.config.notices]
-        return "".join(notices) + self.config.model_copy(update={"model": model}).to_toml()
+def toml_of(config: RunConfig, job_id: str) -> str:
+    """Return a run's configuration as TOML, with a folder named after the job, below its notices as comments."""
+    model = config.model.model_copy(update={"label": job_id})
+    notices = [f"# {notice.key}: {notice.text}\n" for notice in config.notices]
+    return "".join(notices) + config.model_copy(update={"model": model}).to_toml()
 
 
 @dataclass(frozen=True, slots=True)
@@ -370,8 +340,8 @@ class Machine:
     overrides: Sequence[str] = ()
 
 
-def parse_request(body: Mapping[str, Any], *, runs: Path, machine: Machine) -> Asked:
-    """Parse a body {"data": {"config", "endpoint_base_url", "model"}, ...} (Any: JSON).
+def parse_request(body: Mapping[str, Any], *, runs: Path, machine: Machine) -> RunConfig:
+    """Return the run's configuration in a body {"data": {"config", "endpoint_base_url", "model"}, ...} (Any: JSON).
 
     The URL and the model beside the configuration replace those in it, as in the hosted trainer; the machine's
     overrides replace both. The run goes into `runs`, under the job's id.
@@ -393,9 +363,9 @@ def parse_request(body: Mapping[str, Any], *, runs: Path, machine: Machine) -> A
         _section(values, "services")["task_url"] = url
     model = _section(values, "model")
     if name := _text_in(data, "model") or _text_in(data, "base_model"):
-        is_trained = _TRAINED.fullmatch(name) is not None
-        model.pop("source" if not is_trained else "base", None)
-        model["source" if is_trained else "base"] = name
+        model.pop("base", None)
+        model.pop("source", None)
+        model["source" if _TRAINED.fullmatch(name) else "base"] = name
     source = model.get("source")
     if isinstance(source, str) and (trained := _TRAINED.fullmatch(source)):
         model["source"] = f"rl:{trained[1]}{trained[2] or ''}"
@@ -405,19 +375,17 @@ def parse_request(body: Mapping[str, Any], *, runs: Path, machine: Machine) -> A
         _, problem = apply_override(values, override)
         if problem is not None:
             raise ConfigError(f"{problem.key}: {problem.text}")
-    # Only to pass the check: the job's id is not known yet.
-    model["label"] = _PLACEHOLDER
+    model["label"] = "job_of_the_service"  # only to pass the check: the job's id is not known yet
     _section(values, "run")["folder"] = str(runs.absolute())
     config = RunConfig.from_dict(flat, source="data.config")
     if missing := missing_machinery(config.sections):
         raise ConfigError("; ".join(missing))
-    return Asked(config, config.model.base or str(config.model.source))
+    return config
 
 
-def _make_local(values: dict[str, Any]) -> None:
+def _make_local(values: Json) -> None:
     """Remove settings of the hosted trainer's GPUs and servers; keep the longest context."""
-    vllm = _section(values, "vllm")
-    rollout = _section(values, "rollout")
+    vllm, rollout = _section(values, "vllm"), _section(values, "rollout")
     rollout["engine"] = "local"
     if "max_model_len" in vllm:
         rollout.setdefault("max_model_len", vllm["max_model_len"])
@@ -440,7 +408,7 @@ def _sections_in(value: Any) -> Flat:
     return flat
 
 
-def _section(values: dict[str, Any], name: str) -> dict[str, Any]:
+def _section(values: Json, name: str) -> Json:
     section = values.setdefault(name, {})
     if not isinstance(section, dict):
         raise ConfigError(f"data.config: {name}: expected a table")

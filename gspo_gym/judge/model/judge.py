@@ -15,14 +15,13 @@ import hashlib
 import hmac
 import secrets
 import time
-from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 from gspo_gym.base.http import HttpClient, RefusedError
 from gspo_gym.base.messages import RefusedFields, refused_fields, without
-from gspo_gym.base.retries import AttemptError, RetryCounters, Sleep
+from gspo_gym.base.retries import AttemptError, Sleep
 from gspo_gym.errors import ServiceError
 from gspo_gym.judge.asking import Asking, Clock, Json, JudgeBudget, JudgementCache, digest_of
 from gspo_gym.judge.base import (
@@ -58,17 +57,6 @@ from gspo_gym.seeding import child_seed, generator
 _MAX_PARTS_OF_A_CALL = 24  # turns in one call: longer answers are cut off, and models lose the thread
 
 
-@dataclass(slots=True)
-class JudgeCounters:
-    """Counts of episodes so far; `num_by_rule` counts reviews without a call, `flags` signs by kind."""
-
-    num_judged: int = 0
-    num_unscored: int = 0
-    num_flagged: int = 0
-    num_by_rule: int = 0
-    flags: Counter[str] = field(default_factory=Counter)
-
-
 class ModelJudge:
     """Scores episodes by asking a model. Use it within one event loop, and close it.
 
@@ -88,7 +76,6 @@ class ModelJudge:
         sleep: Sleep = asyncio.sleep,
     ) -> None:
         self.settings = settings
-        self.counters = JudgeCounters()
         self._cache = cache
         self._model = ChatJudgeModel(settings, budget=budget, clock=clock, sleep=sleep)
         self._secret = secrets.token_bytes(32)  # of the nonces, which no text inside an episode may know
@@ -99,22 +86,9 @@ class ModelJudge:
     def name(self) -> str:
         return self.settings.name
 
-    @property
-    def retry_counters(self) -> RetryCounters:
-        """Return the number of questions, attempts and failures by kind."""
-        return self._model.counters
-
     async def judge(self, request: JudgeRequest) -> Judgement:
-        try:
-            async with self._open_episodes:
-                judgement = await self._judge(request)
-        except JudgeError:
-            self.counters.num_unscored += 1
-            raise
-        self.counters.num_judged += 1
-        self.counters.num_flagged += bool(judgement.flags)
-        self.counters.flags.update(flag.partition(": ")[2] for flag in judgement.flags)
-        return judgement
+        async with self._open_episodes:
+            return await self._judge(request)
 
     async def close(self) -> None:
         """Close the connections; the cache belongs to the caller."""
@@ -133,7 +107,6 @@ class ModelJudge:
             summaries |= dict.fromkeys(about, verdict.summary)
 
         def review(part: str, rubric: Rubric) -> Review:
-            self.counters.num_by_rule += part not in scores
             return review_of(rubric, scores.get(part), summaries.get(part, "" if part in scores else BY_RULE))
 
         event, outcome = request.rubrics.event, request.rubrics.outcome
@@ -265,10 +238,6 @@ class ChatJudgeModel:
         client = HttpClient(model.url, api_key=model.read_key(), timeout_seconds=settings.asking.timeout_seconds)
         self._asking = Asking(client, settings.asking, budget=budget, clock=clock, sleep=sleep)
         self._fields = RefusedFields(settings.name, {_SCHEMA} if model.structured_output == "text" else ())
-
-    @property
-    def counters(self) -> RetryCounters:
-        return self._asking.counters
 
     async def ask(self, question: Question, *, nonce_of: Callable[[int], str], seed: int) -> tuple[Verdict, JudgeCost]:
         """Return the verdict and the cost of all attempts.

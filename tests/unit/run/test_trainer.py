@@ -30,8 +30,8 @@ from gspo_gym.env.rewards import Reward
 from gspo_gym.errors import ConfigError, NonFiniteError, StuckError
 from gspo_gym.judge.asking import AskingSettings
 from gspo_gym.judge.base import CriterionScore, JudgeError, Judgement, JudgeRequest, review_of
-from gspo_gym.judge.service.contract import HttpJudge
-from gspo_gym.judge.service.server import create_judge_app
+from gspo_gym.judge.http import HttpJudge
+from gspo_gym.judge.server import create_judge_app
 from gspo_gym.judge.settings import JudgeOptions
 from gspo_gym.learning.batching import TrainBatch
 from gspo_gym.learning.settings import AdvantageSettings, RewardSettings, StepRewardSettings

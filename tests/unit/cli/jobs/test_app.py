@@ -17,7 +17,7 @@ from forked import forked
 from full_disk import small_disk
 from served_jobs import HOSTED, Client, IdleJobs, body_of
 
-from gspo_gym.cli.jobs.records import Machine, parse_request
+from gspo_gym.cli.jobs.records import Machine, parse_request, toml_of
 from gspo_gym.cli.jobs.store import Event
 from gspo_gym.config.run_config import RunConfig
 from gspo_gym.errors import ServiceError
@@ -380,8 +380,7 @@ def test_what_the_hosted_client_writes_in_is_no_contradiction_to_a_kl_term(tmp_p
     config["loss"] = {**config.get("loss", {}), "kl_coef": 0.1}
     config["compute"]["topology"] = {"reference_placement": "none"}
     machine = Machine(is_local=True, overrides=["rollout.max_output_tokens=8"])
-    asked = parse_request(body, runs=tmp_path, machine=machine)
-    resolved = asked.config_of("job_1")
+    resolved = toml_of(parse_request(body, runs=tmp_path, machine=machine), "job_1")
     assert tomllib.loads(resolved)["reference"]["placement"] == "shared"
     assert '# compute.topology.reference_placement: "none", which a client inserts, counts as absent' in resolved
 
@@ -390,12 +389,12 @@ def test_the_services_own_limit_goes_over_the_files_other_name_for_it(tmp_path: 
     body = body_of({})
     body["data"]["config"]["rollout"]["policy_config"] = {"max_tokens": 4096, "temperature": 0.5}
     machine = Machine(is_local=True, overrides=["rollout.max_output_tokens=256"])
-    config = parse_request(body, runs=tmp_path, machine=machine).config
+    config = parse_request(body, runs=tmp_path, machine=machine)
     assert (config.rollout.max_output_tokens, config.rollout.temperature) == (256, 0.5)
 
 
 def test_a_machine_without_gpus_trains_what_was_written_for_some(tmp_path: Path) -> None:
     machine = Machine(is_local=True, overrides=["rollout.max_output_tokens=8"])
-    config = parse_request(body_of({}), runs=tmp_path, machine=machine).config
+    config = parse_request(body_of({}), runs=tmp_path, machine=machine)
     assert (config.compute, config.topology, config.vllm, config.rollout.engine) == (None, None, None, "local")
     assert (config.rollout.max_model_len, config.rollout.max_output_tokens) == (8_192, 8)
