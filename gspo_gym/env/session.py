@@ -25,7 +25,7 @@ from gspo_gym.base.loops import retrieve_exception
 from gspo_gym.base.messages import message_from_wire, require_encodable, text_of_part
 from gspo_gym.env.core import price_of_unreadable
 from gspo_gym.env.rewards import Reward
-from gspo_gym.env.workers.announcements import announced, announcing
+from gspo_gym.env.watchdog import AnnouncedSteps, announced
 from gspo_gym.env.workers.threads import OwnThread, QuickCalls, Returned
 from gspo_gym.errors import (
     ActionLimitError,
@@ -247,10 +247,10 @@ class EnvSession:
 
     async def _returned_by(self, call: Callable[[], Any], *, announcement: str) -> Returned:
         if inspect.iscoroutinefunction(call):
-            return await self._in_own_task(announcing(call(), announcement))
+            return await self._in_own_task(AnnouncedSteps(call(), announcement))
         returned = await self._in_thread(partial(_announced, announcement, call))
         if inspect.isawaitable(returned.value):
-            return await self._in_own_task(announcing(returned.value, announcement))
+            return await self._in_own_task(AnnouncedSteps(returned.value, announcement))
         return returned
 
     async def _in_thread(self, call: Callable[[], Any]) -> Returned:
@@ -319,8 +319,8 @@ def _without_plain_wrappers(env: Any) -> Any:
     return env
 
 
-def _announced(told: str, call: Callable[[], Any]) -> Any:
-    with announced(told):
+def _announced(text: str, call: Callable[[], Any]) -> Any:
+    with announced(text):
         return call()
 
 
