@@ -68,7 +68,7 @@ _SIGNS: Mapping[str, tuple[str, ...]] = {
     "replica": ("gspo_gym.config.build.processes replica",),
     "raylet": ("raylet/raylet ",),
     "head of Ray": ("gcs/gcs_server ",),
-    "environment server": ("gspo_gym.env.workers.server",),
+    "environment server": ("gspo_gym.env.workers.host",),
 }
 # What Ray started is an actor, which Ray names; they are told apart by the files that they print into.
 _ACTOR, _PRINTS_INTO = "ray::Process", {"rank": "/learner_ranks.log", "replica": "/replica_"}

@@ -5,7 +5,7 @@ that ends when the program is gone, however it went, and then ends the processes
 PR_SET_PDEATHSIG, which watches one thread, a pipe does not mistake the end of the thread that started a process for the
 end of the program; unlike a thread in each child, it needs no interpreter lock there.
 
-What ends by itself reads such a pipe, too: environment workers (`env/workers/server.py`), which are registered for the
+What ends by itself reads such a pipe, too: environment workers (`env/workers/host.py`), which are registered for the
 case that something has stopped them, and the watchdog, which is not.
 """
 

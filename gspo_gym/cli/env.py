@@ -25,11 +25,11 @@ from gspo_gym.cli.command_line import add_environment, base_of, env_config_of, e
 from gspo_gym.env.checks.checker import check_env
 from gspo_gym.env.registry import list_environments as registered
 from gspo_gym.env.registry import resolve
+from gspo_gym.env.watchdog import seconds_until_frozen, watching
 from gspo_gym.env.workers.isolation import isolated_factory
 from gspo_gym.errors import MissingExtraError
 from gspo_gym.rollout.adapter import TokenObservationWrapper
 from gspo_gym.rollout.episode_files import require_writable, save_episodes, trajectory_from_json, trajectory_to_json
-from gspo_gym.rollout.watchdog import seconds_until_frozen, watching
 from gspo_gym.run.report.progress import counting, mask_text, shortened
 from gspo_gym.seeding import FIRST_TRAINING_SEED
 from gspo_gym.types import Message, ToolCall, Trajectory

@@ -44,6 +44,7 @@ from gspo_gym.config.sections import is_safe_label, with_task_url
 from gspo_gym.config.services import refuse_to_run
 from gspo_gym.env.chat_model import ChatModel
 from gspo_gym.env.registry import resolve
+from gspo_gym.env.watchdog import marker_beside, read_frozen, seconds_until_frozen, watching
 from gspo_gym.errors import ConfigError, UsageError
 from gspo_gym.policy.manifest import MANIFEST
 from gspo_gym.rollout.episode_files import trajectory_from_json, trajectory_to_json
@@ -58,7 +59,6 @@ from gspo_gym.rollout.evaluation import (
     evaluation_table,
     in_one_unit,
 )
-from gspo_gym.rollout.watchdog import marker_beside, read_frozen, seconds_until_frozen, watching
 from gspo_gym.run.process import LOCK_FILE, PROCESS_FILE, holding
 from gspo_gym.run.records import EVENTS_FILE
 from gspo_gym.run.report.progress import counting, print_episode, shortened

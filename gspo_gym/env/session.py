@@ -25,8 +25,7 @@ from gspo_gym.base.loops import retrieve_exception
 from gspo_gym.base.messages import message_from_wire, require_encodable, text_of_part
 from gspo_gym.env.core import price_of_unreadable
 from gspo_gym.env.rewards import Reward
-from gspo_gym.env.workers.announcements import announced, announcing
-from gspo_gym.env.workers.loading import Making
+from gspo_gym.env.watchdog import AnnouncedSteps, announced
 from gspo_gym.env.workers.threads import OwnThread, QuickCalls, Returned
 from gspo_gym.errors import (
     ActionLimitError,
@@ -248,10 +247,10 @@ class EnvSession:
 
     async def _returned_by(self, call: Callable[[], Any], *, announcement: str) -> Returned:
         if inspect.iscoroutinefunction(call):
-            return await self._in_own_task(announcing(call(), announcement))
+            return await self._in_own_task(AnnouncedSteps(call(), announcement))
         returned = await self._in_thread(partial(_announced, announcement, call))
         if inspect.isawaitable(returned.value):
-            return await self._in_own_task(announcing(returned.value, announcement))
+            return await self._in_own_task(AnnouncedSteps(returned.value, announcement))
         return returned
 
     async def _in_thread(self, call: Callable[[], Any]) -> Returned:
@@ -320,8 +319,8 @@ def _without_plain_wrappers(env: Any) -> Any:
     return env
 
 
-def _announced(told: str, call: Callable[[], Any]) -> Any:
-    with announced(told):
+def _announced(text: str, call: Callable[[], Any]) -> Any:
+    with announced(text):
         return call()
 
 
@@ -347,29 +346,36 @@ async def open_session(
     A slow constructor therefore blocks no other environment, and what it ties to its thread (an sqlite3 connection)
     works in the methods. If cancelled, it waits until the environment is made, and closes it.
 
-    `step_timeout_seconds` is also the limit of making it, without loads for many environments (`loading.py`).
+    `step_timeout_seconds` is also the limit of making it, unless `factory.seconds_to_make` grants more for loading.
     Raises:
         EnvError, EnvTimeoutError: `factory` raised, or did not return in time.
         ContractError: what it made is no environment.
     """
-    making = Making(step_timeout_seconds)
+    making = asyncio.timeout(_seconds_to_make(factory, step_timeout_seconds))
     opening = asyncio.create_task(
         _open_session(factory, env_id, step_timeout_seconds, making, checks_returns=checks_returns, quick=quick)
     )
     try:
         return await asyncio.shield(opening)
     except asyncio.CancelledError:
-        making.give_up()
+        if step_timeout_seconds is not None:
+            with contextlib.suppress(RuntimeError):  # it has expired, or the environment is made
+                making.reschedule(asyncio.get_running_loop().time() + step_timeout_seconds)
         with contextlib.suppress(GymError):  # the caller has left
             await (await opening).close()
         raise
+
+
+def _seconds_to_make(factory: Callable[[], Any], step_timeout_seconds: float | None) -> float | None:
+    grants = getattr(factory, "seconds_to_make", None)  # of an `IsolatedFactory`, which knows how long loading takes
+    return step_timeout_seconds if grants is None or step_timeout_seconds is None else grants(step_timeout_seconds)
 
 
 async def _open_session(
     factory: Callable[[], Any],
     env_id: str,
     step_timeout_seconds: float | None,
-    making: Making,
+    making: asyncio.Timeout,
     *,
     checks_returns: bool,
     quick: QuickCalls | None,
@@ -378,24 +384,23 @@ async def _open_session(
     made: list[Any] = []
 
     def make() -> None:
-        made.append(making.run(factory))
+        made.append(factory())
 
+    limit = _seconds_to_make(factory, step_timeout_seconds)
     try:
-        async with making.timeout:
+        async with making:
             # Quick calls of that name say that its environments may change threads.
             if quick is not None and quick.is_quick(env_id) and quick.allows(step_timeout_seconds):
                 returned = await quick.call(thread, f"{env_id}()", make)
             else:
                 returned = await thread.call_async(make, timeout_seconds=None)
     except TimeoutError:
-        making.give_up()
         # Closes an environment that comes late.
         if quick is not None and thread.num_shared:
             quick.post(thread, env_id, lambda: _close_if_possible(made))
         else:
             thread.abandon(lambda: _close_if_possible(made))
-        text = f"{env_id}: making the environment took longer than {step_timeout_seconds:g} seconds"
-        raise EnvTimeoutError(text) from None
+        raise EnvTimeoutError(f"{env_id}: making the environment took longer than {limit:g} seconds") from None
     if returned.error is not None:
         thread.release()
         if isinstance(returned.error, EnvError):
@@ -416,7 +421,7 @@ async def _open_session(
         return session
     with contextlib.suppress(GymError):  # unlike others of its name it may not change threads, and has
         await session.close()
-    again = Making(step_timeout_seconds)
+    again = asyncio.timeout(_seconds_to_make(factory, step_timeout_seconds))
     return await _open_session(factory, env_id, step_timeout_seconds, again, checks_returns=checks_returns, quick=None)
 
 

@@ -22,7 +22,7 @@ from fastapi import Request
 from fastapi.responses import JSONResponse
 
 from gspo_gym.base.http import refuse_strange_json, require_utf8
-from gspo_gym.env.workers.channel import refusal_in
+from gspo_gym.env.workers.wire import refusal_in
 from gspo_gym.errors import ConfigError, GymError, RecordError
 
 # What ASGI passes: Any, as the protocol has it.

@@ -9,7 +9,7 @@ Before each turn, in this order; the first that binds decides the outcome:
 
 During a turn: at most min(max_output_tokens, max_model_len - prompt) tokens are sampled, and the environment has
 `step_timeout_seconds` to be made, and for each reset, step and close: Outcome.ENV_TIMEOUT. Loading what
-all environments share has another limit (`env/workers/loading.py`). Where a limit was exceeded because of the action
+all environments share has another limit (`env/workers/isolation.py`). Where a limit was exceeded because of the action
 (`env/blame.py` says when), the outcome is ACTION_LIMIT, and the episode is scored.
 """
 

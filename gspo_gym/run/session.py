@@ -19,10 +19,10 @@ from rich.console import Console
 
 from gspo_gym.base.files import replace_file
 from gspo_gym.base.loops import run_to_end
+from gspo_gym.env.watchdog import MARKER, TRAINING_ADVICE, read_frozen, seconds_until_frozen, watching
 from gspo_gym.errors import CheckpointError, ConfigError, GymError, ServiceError
 from gspo_gym.learning.update import AnyLearner
 from gspo_gym.policy.checkpoints import Checkpoint, CheckpointStore
-from gspo_gym.rollout.watchdog import MARKER, TRAINING_ADVICE, read_frozen, seconds_until_frozen, watching
 from gspo_gym.run.judging import Judging
 from gspo_gym.run.recording import INTERVAL, RunRecorder, missing_records
 from gspo_gym.run.report.progress import Progress, telling

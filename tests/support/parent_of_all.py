@@ -72,7 +72,7 @@ def wrapped(_: Path) -> str:
 
 
 def watchdog(folder: Path) -> str:
-    from gspo_gym.rollout.watchdog import watching
+    from gspo_gym.env.watchdog import watching
 
     before = descendants()
     watch = watching(folder / "marker", 600.0, advice="")

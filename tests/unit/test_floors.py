@@ -343,7 +343,7 @@ def test_nothing_is_pickled_and_nobody_touches_global_random_state(
 ) -> None:
     allowed = [
         "gspo_gym.env.checks.play: imports random",  # reads it, to see that an environment leaves it alone
-        "gspo_gym.env.workers.server: imports random.seed",  # in worker processes, which play one episode at a time
+        "gspo_gym.env.workers.worker: imports random.seed",  # in worker processes, which play one episode at a time
         "gspo_gym_envs.suites.reasoning_gym: imports random",  # gives a foreign suite generators of its own
     ]
     assert [problem for module in (house | envs).values() for problem in unsafe_code(module)] == allowed

@@ -23,6 +23,7 @@ from gspo_gym.env.chat_model import ChatModel, ChatModelSettings
 from gspo_gym.env.core import PolicyFactory, ScriptedPolicy
 from gspo_gym.env.registry import resolve
 from gspo_gym.env.session import looking_at
+from gspo_gym.env.watchdog import marker_beside, read_frozen, seconds_until_frozen, watching
 from gspo_gym.env.workers.isolation import isolated_factory
 from gspo_gym.errors import ConfigError, RolloutError
 from gspo_gym.policy.load import load_policy, load_tokenizer
@@ -31,7 +32,6 @@ from gspo_gym.rollout.episode import episode_player
 from gspo_gym.rollout.ledger import Disposition
 from gspo_gym.rollout.limits import EpisodeLimits, PoolLimits
 from gspo_gym.rollout.pool import GroupRequest, RolloutPool, require_episodes
-from gspo_gym.rollout.watchdog import marker_beside, read_frozen, seconds_until_frozen, watching
 from gspo_gym.types import DroppedEpisode, Message, Sampling, Task, Trajectory, TrajectoryGroup
 
 SCRIPTED, ENDPOINT = "scripted:", "openai:"

@@ -20,6 +20,7 @@ from gspo_gym.engine.base import Engine
 from gspo_gym.env.core import PolicyFactory
 from gspo_gym.env.registry import resolve
 from gspo_gym.env.session import looking_at
+from gspo_gym.env.watchdog import MARKER, read_frozen
 from gspo_gym.env.workers.isolation import IsolatedFactory, isolated_factory
 from gspo_gym.env.workers.limits import WorkerLimits
 from gspo_gym.errors import ConfigError, GymError, TemplateError, UnknownNameError
@@ -32,7 +33,6 @@ from gspo_gym.rollout.ledger import Disposition, Ledger
 from gspo_gym.rollout.limits import EpisodeLimits, PoolLimits, Scoring
 from gspo_gym.rollout.pool import OnEpisode, RolloutPool
 from gspo_gym.rollout.summary import play_by_environment
-from gspo_gym.rollout.watchdog import MARKER, read_frozen
 from gspo_gym.run.collect import WarmupPlan
 from gspo_gym.run.judging import Judging
 from gspo_gym.run.trainer import Evaluate

@@ -22,7 +22,7 @@ from pydantic import Field, field_validator
 
 from gspo_gym.base.messages import message_to_wire
 from gspo_gym.base.settings import Settings
-from gspo_gym.env.workers.channel import json_safe
+from gspo_gym.env.workers.wire import json_safe
 from gspo_gym.remote.apps.contracts import EXTENSION, EpisodeDetails, RolloutRequest, StepDetails
 from gspo_gym.remote.serve.agent_loop import Decision, PlayedEpisode, PlayedRollout
 from gspo_gym.types import Message

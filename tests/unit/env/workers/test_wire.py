@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gspo_gym.env.workers.channel import (
+from gspo_gym.env.workers.wire import (
     json_safe,
     message_from_json,
     message_to_json,

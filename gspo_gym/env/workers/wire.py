@@ -1,20 +1,14 @@
-"""The connection to a worker process, and the JSON form of what passes over it.
+"""The JSON form of what passes between the program and a worker process.
 
-A frame is four bytes of length and one JSON value. JSON and not pickle: an environment must not be able to run code in
-the program. Decoding is strict. Records pass unchanged, floats to the last bit; only `info`, which is for people, is
-made fit for JSON.
+JSON and not pickle: an environment must not be able to run code in the program. Decoding is strict. Records pass
+unchanged, floats to the last bit; only `info`, which is for people, is made fit for JSON.
 """
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import json
 import math
-import socket
-import struct
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -25,123 +19,24 @@ from gspo_gym.types import Message, StepResult, ToolCall
 MAX_REQUEST_BYTES = 64 * 2**20  # a player that runs in the worker is sent the whole conversation
 MAX_ANSWER_BYTES = 4 * 2**20  # an observation; a million tokens of context are about as long
 
-_HEADER = struct.Struct("!I")
-_CHUNK_BYTES = 256 * 1024
-_LOOK_SECONDS = 1.0  # between two looks at a limit that may have moved
+Json = Any  # dict with text keys, list, str, int, float, bool or None
 
 
-class ChannelClosedError(Exception):
-    """The other end is gone."""
-
-
-class Channel:
-    """One end of a connection, for one exchange at a time; a received value longer than `max_bytes` is not read."""
-
-    def __init__(self, connection: socket.socket, *, max_bytes: int) -> None:
-        connection.setblocking(False)
-        self._socket = connection
-        self._max_bytes = max_bytes
-
-    @property
-    def is_silent(self) -> bool:
-        """Return whether neither data nor the end of the connection has come unasked."""
-        try:
-            self._socket.recv(1, socket.MSG_PEEK)
-        except BlockingIOError:
-            return True
-        except OSError:
-            return False
-        return False
-
-    async def send(self, frame: bytes) -> None:
-        """Send what `frame_of` made; a ChannelClosedError if the other end is gone."""
-        try:
-            await asyncio.get_running_loop().sock_sendall(self._socket, frame)
-        except ConnectionError as error:
-            raise ChannelClosedError from error
-
-    async def receive(self) -> Any:
-        """Return the next JSON value.
-
-        Raises:
-            ChannelClosedError: the other end is gone.
-            ContractError: the value is too long or no JSON; the connection cannot be used any more.
-        """
-        loop = asyncio.get_running_loop()
-        incoming = _Incoming(self._max_bytes)
-        while not incoming.is_complete:
-            try:
-                incoming.add(await loop.sock_recv(self._socket, _CHUNK_BYTES))
-            except ConnectionError as error:
-                raise ChannelClosedError from error
-        return incoming.value()
-
-    def exchange(self, frame: bytes, *, max_seconds: Callable[[], float]) -> Any:
-        """Send and receive without an event loop, blocking; a TimeoutError, or what `send` and `receive` raise.
-
-        `max_seconds` is the limit for the whole exchange, asked again while it waits.
-        """
-        started = time.monotonic()
-        incoming = _Incoming(self._max_bytes)
-        try:
-            self._socket.settimeout(max_seconds())
-            self._socket.sendall(frame)
-            while not incoming.is_complete:
-                left = started + max_seconds() - time.monotonic()
-                if left <= 0:
-                    raise TimeoutError
-                self._socket.settimeout(min(left, _LOOK_SECONDS))
-                with contextlib.suppress(TimeoutError):
-                    incoming.add(self._socket.recv(_CHUNK_BYTES))
-        except ConnectionError as error:
-            raise ChannelClosedError from error
-        finally:
-            self._socket.setblocking(False)
-        return incoming.value()
-
-    def close(self) -> None:
-        """Close the connection; again does nothing."""
-        self._socket.close()
-
-
-def frame_of(value: Any, *, max_bytes: int, where: str) -> bytes:
+def encode(value: Json, *, max_bytes: int, where: str) -> bytes:
     """Return a JSON value as it is sent; a ContractError that starts with `where` if it is longer than allowed."""
     payload = json.dumps(value).encode("ascii")  # escaped, because lone surrogates cannot be encoded as UTF-8
     if len(payload) > max_bytes:
         raise ContractError(f"{where} of {len(payload):,} bytes, at most {max_bytes:,} are passed on")
-    return _HEADER.pack(len(payload)) + payload
+    return payload
 
 
-class _Incoming:
-    """A value that is being received."""
+def decode(payload: bytes) -> Json:
+    """Return the JSON value that `encode` wrote; a ContractError for anything else."""
+    try:
+        return json.loads(payload)
+    except (ValueError, RecursionError) as error:
+        raise ContractError(f"a worker process sent no JSON: {error}") from error
 
-    def __init__(self, max_bytes: int) -> None:
-        self._max_bytes = max_bytes
-        self._data = bytearray()
-        self._length: int | None = None
-
-    @property
-    def is_complete(self) -> bool:
-        return self._length is not None and len(self._data) >= self._length
-
-    def add(self, chunk: bytes) -> None:
-        if not chunk:
-            raise ChannelClosedError
-        self._data += chunk
-        if self._length is None and len(self._data) >= _HEADER.size:
-            (self._length,) = _HEADER.unpack_from(self._data)
-            del self._data[: _HEADER.size]
-        if self._length is not None and max(self._length, len(self._data)) > self._max_bytes:
-            raise ContractError(f"a worker process sent {self._length:,} bytes, at most {self._max_bytes:,} are read")
-
-    def value(self) -> Any:
-        try:
-            return json.loads(self._data)
-        except (ValueError, RecursionError) as error:
-            raise ContractError(f"a worker process sent no JSON: {error}") from error
-
-
-Json = Any  # dict with text keys, list, str, int, float, bool or None
 
 REFUSALS: tuple[type[Exception], ...] = (ValueError, TypeError, LookupError)
 _MAX_CAUSE_CHARS = 2_000
@@ -311,7 +206,7 @@ def _typed(fields: Mapping[str, Json], name: str, types: tuple[type, ...], where
     value = fields.get(name)
     # bool is a subclass of int, but True is not accepted as a number.
     if not isinstance(value, types) or (isinstance(value, bool) and bool not in types):
-        expected = " or ".join("null" if each is type(None) else each.__name__ for each in types)
+        expected = " or ".join("null" if kind is type(None) else kind.__name__ for kind in types)
         raise ContractError(f"{where}: expected {name} as {expected}, got {described(value)}")
     return value
 
