@@ -77,7 +77,6 @@ class RayLauncher:
 
     counts_cores = True
     settle_seconds = 30.0
-    can_restart = True
 
     def __init__(
         self,

@@ -125,7 +125,7 @@ def _one_node_is_split(kind: str | None, nodes: int | None) -> str | None:
 
 def _launcher_reaches_nodes(launcher: str | None, kind: str | None, nodes: int | None) -> str | None:
     if launcher == "local" and nodes is not None and nodes > 1:
-        return f'"local" starts processes on this machine, but compute.nodes = {nodes}: set "ray" or "env"'
+        return f'"local" starts processes on this machine, but compute.nodes = {nodes}: set "ray"'
     if launcher == "ray" and kind != "cluster":
         return f'"ray" is for topology.type = "cluster", got {show(kind)}'
     return None

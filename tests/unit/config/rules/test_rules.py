@@ -349,7 +349,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
             "compute": {"gpu_count": 0, "nodes": 2},
             "topology": {**TWO_LEARN["topology"], "launcher": "local"},
         },
-        'topology.launcher: "local" starts processes on this machine, but compute.nodes = 2: set "ray" or "env"',
+        'topology.launcher: "local" starts processes on this machine, but compute.nodes = 2: set "ray"',
     ),
     "one process shares no rows": (
         {**COLOCATED, "learner.sequence_parallel": 2},
