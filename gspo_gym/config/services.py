@@ -226,6 +226,8 @@ def missing_machinery(sections: Mapping[str, Any]) -> list[str]:
         found.append(
             'reference.placement = "dedicated": quantized weights cannot be handed to a scoring server; set "shared"'
         )
+    if sections["reference"].placement == "dedicated" and (num := sections["reference"].tp) > 1:
+        found.append(f"reference.tp = {num}: one process scores the reference; set 1, and topology.gpus_for_ref to 1")
     return found
 
 

@@ -204,7 +204,7 @@ class ReferenceSettings(Settings):
     port: int = Field(
         default=8002, gt=0, lt=65536, description="dedicated only: of the scoring server, on the loopback interface"
     )
-    tp: int = Field(default=1, gt=0, description="dedicated only: processes that share each of its layers, a GPU each")
+    tp: int = Field(default=1, gt=0, description="dedicated only: GPUs that score; more than 1 is refused")
     health_max_wait_s: float = Field(default=180.0, gt=0, description="dedicated only: seconds it has to come up")
     health_interval_ms: int = Field(default=300, gt=0, description="dedicated only: milliseconds between its checks")
 

@@ -87,7 +87,7 @@ def reference(folder: Path) -> str:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    arguments = ["--model", "tiny:qwen3-128@5", "--port", str(port), "--tp", "2", "--num-threads", "2"]
+    arguments = ["--model", "tiny:qwen3-128@5", "--port", str(port), "--num-threads", "1"]
     process = ReferenceProcess(arguments, log=folder / "log")
     _KEPT.append(process)
     client = ReferenceClient(f"http://127.0.0.1:{port}")

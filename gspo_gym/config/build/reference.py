@@ -17,7 +17,6 @@ from gspo_gym.config.services import names_of, place
 from gspo_gym.errors import ConfigError
 from gspo_gym.learning.update import scored_sampling
 from gspo_gym.policy.load import Policy, save_policy
-from gspo_gym.policy.parallel import parallel_options
 from gspo_gym.policy.quantization import is_quantized
 from gspo_gym.policy.reference.client import ReferenceClient, ReferenceProcess, ServedReference
 from gspo_gym.policy.reference.wire import ScoringSettings
@@ -34,8 +33,7 @@ def serving_reference(
 
     Raises:
         ServiceError: the server cannot be reached or does not come up.
-        ConfigError: it serves a model with another vocabulary, the policy's weights are quantized, or reference.tp
-            processes cannot share its layers.
+        ConfigError: it serves a model with another vocabulary, or the policy's weights are quantized.
     """
     if config.reference.placement != "dedicated" or not config.has_reference:
         yield None
@@ -66,8 +64,6 @@ def _own_server(
 ) -> Iterator[ReferenceClient]:
     model = folder / "model"
     process: ReferenceProcess | None = None
-    if config.reference.tp > 1:
-        parallel_options(policy.model.config, config.reference.tp)  # refuses before anything is written
     try:
         _save(policy, model)
         process = ReferenceProcess(
@@ -76,7 +72,6 @@ def _own_server(
                 port=config.reference.port,
                 dtype=config.model.dtype,
                 device=torch.device(device).type,  # the first of those that it sees
-                tp=config.reference.tp,
                 num_threads=num_threads,  # it decides in which order sums are taken
             ),
             log=config.run_folder / "reference_server.log",

@@ -194,15 +194,6 @@ def _served_reference_is_used(url: str | None, placement: str) -> str | None:
     return f'has no effect with reference.placement {show(placement)}: set that to "dedicated", or remove this'
 
 
-def _served_adapter_is_whole(tp: int, placement: str, trainer_mode: str) -> str | None:
-    if tp == 1 or placement != "dedicated" or trainer_mode == "full":
-        return None
-    return (
-        f"{tp} processes cannot share a model with an adapter: set 1, or reference.placement to "
-        '"shared", where a frozen adapter is all that it takes'
-    )
-
-
 def _served_reference_stays(update_every_n_iters: int, url: str | None) -> str | None:
     if update_every_n_iters == 0 or url is None:
         return None
@@ -392,7 +383,6 @@ SERVICE_RULES = (
         ("reference.placement", "topology.gpus_for_ref", "reference.tp", "services.reference_url"), _reference_has_gpus
     ),
     Rule(("services.reference_url", "reference.placement"), _served_reference_is_used),
-    Rule(("reference.tp", "reference.placement", "model.trainer_mode"), _served_adapter_is_whole),
     Rule(("reference.update_every_n_iters", "services.reference_url"), _served_reference_stays),
     *(
         _of_own_server(f"reference.{name}", default_of(ReferenceSettings, name), "services.reference_url")

@@ -1,8 +1,7 @@
 """`python -m gspo_gym.policy.reference.server --model FOLDER`: a frozen policy in a process, which scores tokens.
 
 It answers on the loopback interface only: other machines need a tunnel. Runs with reference.placement = "dedicated"
-start it; for [services] reference_url it is started by hand. The protocol is in `policy/reference/wire.py`. With --tp,
-other processes share the model with this one: `policy/reference/ranks.py`.
+start it; for [services] reference_url it is started by hand. The protocol is in `policy/reference/wire.py`.
 """
 
 from __future__ import annotations
@@ -22,13 +21,15 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load, save
 from torch import Tensor
 
 from gspo_gym.base.http import read_json
-from gspo_gym.errors import GymError
-from gspo_gym.policy.reference.ranks import FrozenModel, OtherRanks, start_ranks
+from gspo_gym.errors import GymError, RecordError
+from gspo_gym.learning.logprobs import LogprobComputer
+from gspo_gym.policy.load import load_policy
+from gspo_gym.policy.lora import moving_parameters
 from gspo_gym.policy.reference.wire import MAX_BODY_BYTES, TOKEN_HEADER, TOKEN_VARIABLE, ScoringSettings, check_inputs
 
 
@@ -37,43 +38,63 @@ class ReferenceModel:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._ranks = OtherRanks()
-        self._model: FrozenModel | None = None
+        self._info: Mapping[str, Any] = {"status": "loading"}  # Any: JSON values
 
-    def load(self, base: str, *, dtype: str, device: str, ranks: OtherRanks | None = None) -> None:
-        """Load what `models.load_policy` takes, shared out over `ranks`; None: in this process alone."""
-        self._ranks = self._ranks if ranks is None else ranks
-        order = {"do": "load", "base": base, "dtype": dtype, "device": device}
-        with self._ranks.together(order, is_timed=False):
-            model = FrozenModel(base, dtype=dtype, device=device, tp=self._ranks.size)
-        self._model = model
+    def load(self, base: str, *, dtype: str, device: str) -> None:
+        """Load what `models.load_policy` takes, and raise as it does."""
+        policy = load_policy(base, dtype=dtype, device=device)
+        self._moving = moving_parameters(policy.model)
+        self._model = policy.model.requires_grad_(False)
+        self._computers: dict[ScoringSettings, LogprobComputer] = {}
+        self._info = {
+            "status": "ready",
+            "model": policy.base,
+            "pid": os.getpid(),
+            "dtype": dtype,
+            "vocab_size": policy.model.get_input_embeddings().weight.shape[0],
+            "num_parameters": sum(parameter.numel() for parameter in policy.model.parameters()),
+            "version": 0,
+        }
 
     def info(self) -> Mapping[str, Any]:
         """Return the answer of `/health` (Any: JSON)."""
-        return {"status": "loading"} if self._model is None else {**self._model.info, "pids": self._ranks.pids}
+        return self._info
 
+    @torch.no_grad()
     def score(self, tensors: Mapping[str, Tensor], settings: ScoringSettings) -> Tensor:
         """Return [B, T] logprobs, on the processor.
 
         Raises:
             RecordError, ConfigError: the request cannot be scored.
         """
-        assert self._model is not None
-        check_inputs(tensors, self._model.info["vocab_size"])
-        order = {"do": "score", "settings": settings.to_query()}
-        with self._lock, self._ranks.together(order, tensors):
-            return self._model.score(tensors, settings)
+        check_inputs(tensors, self._info["vocab_size"])
+        device = next(self._model.parameters()).device
+        inputs = {name: tensor.to(device) for name, tensor in tensors.items()}
+        with self._lock:
+            if settings not in self._computers:
+                self._computers[settings] = LogprobComputer(
+                    self._model, sampling=settings.sampling, logits_bytes=settings.logits_bytes
+                )
+            return self._computers[settings].compute(**inputs).logprobs.cpu()
 
+    @torch.no_grad()
     def replace(self, file: Path, version: int) -> None:
-        """Take other parameters, from a safetensors file that names them as the model does.
+        """Take other parameters, of an adapter if the model has one, from a safetensors file with the model's names.
 
         Raises:
             RecordError: the file holds others, or cannot be read.
         """
-        assert self._model is not None
-        order = {"do": "replace", "file": str(file), "version": version}
-        with self._lock, self._ranks.together(order):
-            self._model.replace(file, version)
+        own = self._moving
+        try:
+            with self._lock, safe_open(file, framework="pt") as tensors:
+                shapes = {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
+                if shapes != {name: tuple(parameter.shape) for name, parameter in own.items()}:
+                    raise RecordError(f"/load: {file} holds other parameters than the model's {len(own)}")
+                for name, parameter in own.items():
+                    parameter.copy_(tensors.get_tensor(name))
+        except (OSError, SafetensorError) as error:
+            raise RecordError(f"/load: {file} cannot be read: {error}") from error
+        self._info = {**self._info, "version": version}
 
 
 def make_server(port: int, model: ReferenceModel, token: str | None) -> ThreadingHTTPServer:
@@ -157,9 +178,8 @@ class _Handler(BaseHTTPRequestHandler):
 def main(argv: Sequence[str] | None = None) -> int:
     """Serve until stopped; 1 if the port is taken or the model cannot be loaded."""
     arguments = _parser().parse_args(argv)
-    # Ranks share the processor's cores.
-    num_threads = (arguments.num_threads or torch.get_num_threads()) // arguments.tp or 1
-    torch.set_num_threads(num_threads)
+    if arguments.num_threads:
+        torch.set_num_threads(arguments.num_threads)
     model = ReferenceModel()
     if arguments.ends_with_stdin:
         threading.Thread(target=_end_with_stdin, daemon=True).start()  # also while the model is loaded
@@ -172,23 +192,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     threading.Thread(target=server.serve_forever, daemon=True).start()
     try:
-        model.load(
-            arguments.model, dtype=arguments.dtype, device=arguments.device, ranks=_ranks(arguments, num_threads)
-        )
+        model.load(arguments.model, dtype=arguments.dtype, device=arguments.device)
     except GymError as error:
         print(f"reference server: {error}", file=sys.stderr)
         return 1
     print(f"reference server: {arguments.model} at http://127.0.0.1:{server.server_port}", flush=True)
     threading.Event().wait()  # the other threads serve
     return 0
-
-
-def _ranks(arguments: argparse.Namespace, num_threads: int) -> OtherRanks | None:
-    if arguments.tp == 1:
-        return None
-    return start_ranks(
-        arguments.tp, device=arguments.device, num_threads=num_threads, max_seconds=arguments.max_request_s
-    )
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -198,20 +208,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--model", required=True, help="a folder, tiny:NAME@SEED, or a model id of the hub")
     parser.add_argument("--port", type=int, default=8002)
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16"))
-    parser.add_argument("--device", default="cpu", help="a torch device; cpu or cuda with --tp")
-    parser.add_argument(
-        "--tp", type=_at_least_one, default=1, help="processes that share each layer, each on a GPU if on any"
-    )
-    parser.add_argument("--num-threads", type=int, default=0, help="of torch, of all processes; 0: its own choice")
-    parser.add_argument("--max-request-s", type=float, default=300.0, help="with --tp: then a process hangs; seconds")
+    parser.add_argument("--device", default="cpu", help="a torch device")
+    parser.add_argument("--num-threads", type=int, default=0, help="of torch; 0: its own choice")
     parser.add_argument("--ends-with-stdin", action="store_true", help="exit when the standard input is closed")
     return parser
-
-
-def _at_least_one(text: str) -> int:
-    if (number := int(text)) < 1:
-        raise argparse.ArgumentTypeError(f"expected at least 1, got {text}")
-    return number
 
 
 def _end_with_stdin() -> None:

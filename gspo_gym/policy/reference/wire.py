@@ -3,7 +3,7 @@
     GET  /health     {"status": "loading"}, with 503, or "ready" and what the model is
     POST /score?temperature=...    token_ids [B, T] int64, attention_mask and action_mask [B, T] bool
                                    -> logprobs [B, T], as `learning.logprobs` gives them without shared prefixes, bit
-                                   for bit; if several processes share the model, but for the order of sums
+                                   for bit
     POST /load       {"file": ..., "version": ...}: other parameters, for servers that belong to a run
 
 The tensors travel padded as they are, because the shape of a batch decides how kernels round.

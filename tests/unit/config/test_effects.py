@@ -295,9 +295,7 @@ SHOWN_BY = {
         ("reference.placement", "reference.port"),
         "tests/unit/run/test_served_reference_runs.py::test_a_served_reference_trains_to_the_same_weights",
     ),
-    "reference.tp": (
-        "tests/unit/config/build/test_reference.py::test_a_model_that_tp_processes_cannot_share_is_refused_at_once"
-    ),
+    "reference.tp": "tests/unit/config/test_services.py::test_each_of_them_alone_is_refused_before_anything_is_built",
     **dict.fromkeys(
         ("reference.health_max_wait_s", "reference.health_interval_ms"),
         "tests/unit/config/build/test_reference.py::test_health_is_asked_at_the_interval_until_the_wait_is_over",

@@ -470,11 +470,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {**DEDICATED, "compute": {"gpu_count": 3}, "topology": TOPOLOGY},
         'reference.placement: "dedicated" needs topology.gpus_for_ref = reference.tp = 1, got 0',
     ),
-    "an adapter that processes cannot share": (
-        {**LORA, **DISTANT, "services": {}, "reference": {"placement": "dedicated", "tp": 2}},
-        "reference.tp: 2 processes cannot share a model with an adapter: set 1, or reference.placement to "
-        '"shared", where a frozen adapter is all that it takes',
-    ),
     "a GPU for no reference": (
         {**DEDICATED, "reference": {"placement": "shared"}},
         'reference.placement: expected "dedicated" with topology.gpus_for_ref = 1, got "shared"',
