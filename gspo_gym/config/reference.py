@@ -151,6 +151,7 @@ TRIED: Mapping[str, Mapping[str, Any]] = {
     },
     "model.trainer_mode": {"model": _QLORA, "rollout": {"engine": "vllm"}},
     "reference.placement": {"model": _QLORA, "loss": {"kl_coef": 0.1}, "reference": {"placement": "dedicated"}},
+    "reference.tp": {"loss": {"kl_coef": 0.1}, "reference": {"placement": "dedicated", "tp": 2}},
     "training.weight_sync.enable": {"training": {"weight_sync": {"enable": False}}},
     "training.weight_sync.targets": {"training": {"weight_sync": {"targets": ["policy", "reference"]}}},
 }

@@ -188,7 +188,7 @@ class ReferenceSettings(Settings):
     """[reference]: the frozen policy that KL terms compare with."""
 
     placement: Literal["none", "shared", "dedicated"] = Field(
-        default="none", description="shared: in this process; dedicated: a scoring server of its own"
+        default="none", description="shared: in this process; dedicated: in a process of its own, which Ray starts"
     )
     source: Literal["auto", "base", "adapter", "copy"] = Field(
         default="auto",
@@ -202,11 +202,13 @@ class ReferenceSettings(Settings):
         default=0, ge=0, description="iterations after which the reference becomes the present policy; 0: never"
     )
     port: int = Field(
-        default=8002, gt=0, lt=65536, description="dedicated only: of the scoring server, on the loopback interface"
+        default=8002, gt=0, lt=65536, description="of the hosted trainer's scoring server; here Ray carries the tokens"
     )
     tp: int = Field(default=1, gt=0, description="dedicated only: GPUs that score; more than 1 is refused")
     health_max_wait_s: float = Field(default=180.0, gt=0, description="dedicated only: seconds it has to come up")
-    health_interval_ms: int = Field(default=300, gt=0, description="dedicated only: milliseconds between its checks")
+    health_interval_ms: int = Field(
+        default=300, gt=0, description="of the hosted trainer's checks of it; here nothing is asked again"
+    )
 
 
 class OptimizerSettings(Settings):

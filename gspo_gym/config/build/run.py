@@ -20,7 +20,7 @@ from gspo_gym.config.build.estimate import estimate_step
 from gspo_gym.config.build.judge import build_judging
 from gspo_gym.config.build.preflight import require_ready
 from gspo_gym.config.build.processes import launching, learning
-from gspo_gym.config.build.reference import serving_reference
+from gspo_gym.config.build.reference import dedicated_reference
 from gspo_gym.config.build.rollouts import Player, build_training_player, build_warmup, environment_notes
 from gspo_gym.config.build.threads import computing_elsewhere
 from gspo_gym.config.run_config import RunConfig
@@ -243,7 +243,7 @@ async def _warm_up(players: _Players, recorder: RunRecorder, weight_sync: Weight
 def _enter_learner(players: _Players, recorder: RunRecorder, session: Session) -> AnyLearner:
     """Return the learner with its reference, both closed with the session."""
     config, policy, num_threads = players.config, players.policy, players.num_threads
-    reference = session.stack.enter_context(serving_reference(config, policy, build.device_of(config), num_threads))
+    reference = session.stack.enter_context(dedicated_reference(config, policy, build.device_of(config), num_threads))
     return session.stack.enter_context(
         learning(
             config,

@@ -270,17 +270,16 @@ def _reference_is_asked(placement: str, *weights: float) -> str | None:
 
 
 def _reference_is_the_start(
-    source: str, url: str | None, has_warmup: bool, base: str | None, model_source: str | None, *weights: float
+    source: str, has_warmup: bool, base: str | None, model_source: str | None, *weights: float
 ) -> str | None:
-    if not any(weight > 0 for weight in weights) or (source != "base" and url is None):
+    if not any(weight > 0 for weight in weights) or source != "base":
         return None
     # A new adapter changes nothing, and then the base is the start.
     is_adapter = base is not None and (Path(base).expanduser() / "adapter_config.json").is_file()
     if not (has_warmup or is_adapter or model_source is not None):
         return None
     trained = "[warmup]" if has_warmup else "model.base" if is_adapter else "model.source"
-    what = show(source) if url is None else f"the model at services.reference_url = {show(url)}"
-    return f'{what} is not where this run starts, because of {trained}: the first KL is not 0, as with "auto"'
+    return f'{show(source)} is not where this run starts, because of {trained}: the first KL is not 0, as with "auto"'
 
 
 def _shorter_turns_count(max_turns: int | None, most: int) -> str | None:
@@ -384,7 +383,7 @@ NOTICE_RULES: Sequence[Rule] = (
     Rule(("training.step_rewards_mode", "training.step_rewards_enabled", "rollout.env_config"), _both_score_steps),
     Rule(("reference.placement", *KL_TERMS), _reference_is_asked),
     Rule(
-        ("reference.source", "services.reference_url", "warmup", "model.base", "model.source", *KL_TERMS),
+        ("reference.source", "warmup", "model.base", "model.source", *KL_TERMS),
         _reference_is_the_start,
     ),
     *(

@@ -10,7 +10,7 @@ from gspo_gym.config.rules.objective import Rule, acts_with, default_of, no_effe
 from gspo_gym.config.sections import WeightSyncSection
 from gspo_gym.config.services import LearnerSection, TopologySection, VllmSection
 from gspo_gym.config.words import show
-from gspo_gym.learning.settings import CorrectionSettings, ReferenceSettings
+from gspo_gym.learning.settings import CorrectionSettings
 
 
 def _gpus_add_up(
@@ -176,28 +176,14 @@ def _lengths_agree(max_model_len: int | None, rollout_len: int) -> str | None:
     return f"expected at least rollout.max_model_len = {rollout_len}, which episodes may need, got {max_model_len}"
 
 
-def _reference_has_gpus(placement: str, for_ref: int | None, tp: int, url: str | None) -> str | None:
+def _reference_has_gpus(placement: str, for_ref: int | None, tp: int) -> str | None:
     if for_ref is None:
         return None
-    if url is not None:
-        return f"topology.gpus_for_ref = {for_ref} has no use: services.reference_url has its own" if for_ref else None
     if placement == "dedicated" and for_ref != tp:
         return f'"dedicated" needs topology.gpus_for_ref = reference.tp = {tp}, got {for_ref}'
     if placement != "dedicated" and for_ref > 0:
         return f'expected "dedicated" with topology.gpus_for_ref = {for_ref}, got {show(placement)}'
     return None
-
-
-def _served_reference_is_used(url: str | None, placement: str) -> str | None:
-    if url is None or placement == "dedicated":
-        return None
-    return f'has no effect with reference.placement {show(placement)}: set that to "dedicated", or remove this'
-
-
-def _served_reference_stays(update_every_n_iters: int, url: str | None) -> str | None:
-    if update_every_n_iters == 0 or url is None:
-        return None
-    return "cannot move the reference at services.reference_url, which is not this run's: set 0, or remove the URL"
 
 
 def _of_own_server(key: str, default: Any, urls: str) -> Rule:
@@ -379,15 +365,7 @@ SERVICE_RULES = (
         lambda steps: steps == 0,
         "episodes are played while the learner works; set 0",
     ),
-    Rule(
-        ("reference.placement", "topology.gpus_for_ref", "reference.tp", "services.reference_url"), _reference_has_gpus
-    ),
-    Rule(("services.reference_url", "reference.placement"), _served_reference_is_used),
-    Rule(("reference.update_every_n_iters", "services.reference_url"), _served_reference_stays),
-    *(
-        _of_own_server(f"reference.{name}", default_of(ReferenceSettings, name), "services.reference_url")
-        for name in ("port", "tp")
-    ),
+    Rule(("reference.placement", "topology.gpus_for_ref", "reference.tp"), _reference_has_gpus),
     _of_weights_on_their_way("training.weight_sync_interval", 1),
     _of_weights_on_their_way(f"{_SYNC}.verify_every_k", default_of(WeightSyncSection, "verify_every_k")),
     Rule((f"{_SYNC}.in_flight", "training.max_staleness"), _something_is_in_flight),

@@ -44,8 +44,8 @@ def test_the_table_has_every_key_with_type_default_meaning_and_source() -> None:
         "step or close of it | ours |",
         "| `iterations_per_epoch` | an integer, > 0 | required |  | batches of episodes per epoch | the hosted trainer "
         "|",
-        "| `health_interval_ms` | an integer, > 0 | `300` | milliseconds | dedicated only: milliseconds between its "
-        "checks | the hosted trainer |",
+        "| `health_interval_ms` | an integer, > 0 | `300` | milliseconds | of the hosted trainer's checks of it; here "
+        "nothing is asked again | the hosted trainer |",
     ],
 )  # fmt: skip
 def test_a_row_says_all_of_a_key(row: str) -> None:
