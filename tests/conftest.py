@@ -41,7 +41,6 @@ STANDARD_HANDLERS = {signal.SIGTERM: signal.SIG_DFL, signal.SIGINT: signal.defau
 
 # What may take more processor seconds than the budget of a quick test, and how many. Keep it short: mark tests `slow`.
 ALLOWED_SECONDS = {
-    "tests/unit/policy/reference/test_ranks.py": 20.0,  # a server of two ranks
     "tests/unit/diagnosis/test_token_findings.py": 12.0,  # runs to plant bugs in
     "tests/unit/run/test_run.py": 12.0,  # each its own runs
     "tests/unit/run/test_tokens.py": 20.0,  # a run to read

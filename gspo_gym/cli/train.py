@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from gspo_gym.base.files import make_folder, writing
 from gspo_gym.cli.command_line import Parser, importing, parse_and_run
-from gspo_gym.cluster.launcher import sit_down, take_seat
 from gspo_gym.config.run_config import RunConfig, load_config
 from gspo_gym.config.sections import with_task_url
 from gspo_gym.errors import ConfigError, UsageError
@@ -105,22 +104,13 @@ def run_training(
         ConfigError: this machine, model or environment cannot do what the config asks for, or the folder is taken.
         RolloutError, StuckError, NonFiniteError, EngineError: the run cannot go on; its folder holds all up to then.
     """
-    seat = take_seat(os.environ)
     from gspo_gym.cli.report import page_of  # these import torch
-    from gspo_gym.config.build.processes import require_seats
     from gspo_gym.config.build.run import Orders, execute
-
-    require_seats(config, seat)
-    if seat is not None and seat.rank:
-        sit_down(seat)
-        raise SystemExit
-    if seat is not None and seat.attempt and not resume:
-        resume = "auto"  # who started the run, has started it again
 
     def page(folder: Path, status: str) -> str:
         return page_of(folder, status=status).html
 
-    return execute(config, Orders(resume, set_aside, console, seat, page))
+    return execute(config, Orders(resume, set_aside, console, page))
 
 
 def _detach(arguments: argparse.Namespace, config: RunConfig) -> int:

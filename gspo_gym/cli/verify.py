@@ -500,9 +500,7 @@ def _read_models(folder: Path, records: StepRecords, result: Verification, *, in
     dtypes = (dtype, "float32") if dtype != "float32" else ("float32", "float64") if in_float64 else ("float32",)
     models = [_read_model(checkpoint, records, dtype) for dtype in dtypes]
     if _uses_reference(config) and "reference" not in models[0].modules:
-        url = config.get("services.reference_url")
-        why = f"services.reference_url = {url!r} has its weights" if url else f"{checkpoint} has no weights of one"
-        result.missing.append(f"logprobs of the reference: {why}")
+        result.missing.append(f"logprobs of the reference: {checkpoint} has no weights of one")
     return models
 
 
@@ -518,7 +516,7 @@ def _read_model(checkpoint: Path, records: StepRecords, dtype: str) -> Model:
     saved = {name: v.to(trained) for name, v in _learner_tensors(checkpoint / "resume").items()}
     modules = {"policy": _load(checkpoint, dtype, is_adapted=True)}
     held = {name.removeprefix("reference."): v for name, v in saved.items() if name.startswith("reference.")}
-    is_base = records.config["model.trainer_mode"] != "full" and not records.config.get("services.reference_url")
+    is_base = records.config["model.trainer_mode"] != "full"
     if _uses_reference(records.config) and (held or is_base):
         modules["reference"] = _load(checkpoint, dtype, is_adapted=bool(held))  # nothing held: without the adapter
         for name, parameter in modules["reference"].named_parameters():

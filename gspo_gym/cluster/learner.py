@@ -51,11 +51,11 @@ class RecoverySettings:
 
     Attributes:
         group_timeout_seconds: for an answer of the ranks; then one hangs.
-        max_restarts: in a row, without a batch that was learned; None: what has started this process starts all again.
+        max_restarts: in a row, without a batch that was learned.
     """
 
     group_timeout_seconds: float
-    max_restarts: int | None
+    max_restarts: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,8 +235,6 @@ class LearnerOnRanks:
             self._started.ranks.close()
         self._started = None
         self._num_restarts += 1
-        if self._settings.max_restarts is None:
-            raise ServiceError(f"the learner's ranks were lost: {error}") from error
         if self._num_restarts > self._settings.max_restarts:
             raise ServiceError(
                 f"the learner's ranks were lost {self._num_restarts} times in a row, and "

@@ -21,12 +21,13 @@ import os
 import queue
 import re
 import secrets
+import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -77,7 +78,6 @@ class RayLauncher:
 
     counts_cores = True
     settle_seconds = 30.0
-    can_restart = True
 
     def __init__(
         self,
@@ -327,7 +327,7 @@ class Joined:
         try:
             result = self._result_of(order)
         except Exception as error:  # of Ray, which has many kinds
-            refusal = _reason(error)
+            refusal = reason_of(error)
         self._rank.send({"number": order["number"], "result": result, "refusal": refusal})
 
     def _result_of(self, order: Mapping[str, Any]) -> Any:
@@ -343,7 +343,7 @@ class Joined:
                 try:
                     self._ray.get(self._actors[order["actor"]][1])
                 except Exception as error:
-                    return f"has ended: {_reason(error)}"
+                    return f"has ended: {reason_of(error)}"
                 return "has ended"
             case "kill":
                 self._ray.kill(self._actors[order["actor"]][0], no_restart=True)
@@ -367,7 +367,7 @@ class Joined:
                     self._end("Ray has given up the node of this process")
                 self._ray.put(bytes(_PROBE_BYTES))
             except Exception as error:
-                self._end(f"Ray does not answer: {_reason(error)}")
+                self._end(f"Ray does not answer: {reason_of(error)}")
             self._answered = time.monotonic()
             time.sleep(silence_seconds / 5)
 
@@ -439,11 +439,54 @@ class Process:
         become(Program(module, arguments, None if log is None else Path(log)), environment)
 
 
-def _reason(error: Exception) -> str:
+def reason_of(error: Exception) -> str:
+    """Return what an error of Ray's says, on one line."""
     words = " ".join(str(error).split())
     # Before it says why the actor is gone, Ray says whose it was, and after that what some common causes are.
     said = words.rpartition("Worker exit detail: ")[2].partition(" Some common causes")[0]
     return f"{type(error).__name__}: {shortened(said, _SHOWN)}"
+
+
+@contextlib.contextmanager
+def joined(address: str | None, *, num_cores: int = 1) -> Iterator[Any]:
+    """Yield Ray's module (Any: untyped here), while this process has joined the Ray at an address.
+
+    None: it is started here, on loopback, and ended. Ray ends this process when its head or the raylet here is gone.
+
+    Raises:
+        MissingExtraError: Ray is not installed. ServiceError: it does not start, or nothing answers there.
+    """
+    require_ray()
+    with contextlib.ExitStack() as stack:
+        variables = {"RAY_USAGE_STATS_ENABLED": "0"}
+        if address is None:
+            folder = temporary_folder("gspo_ray_")
+            stack.callback(remove_folder, folder)
+            own = stack.enter_context(contextlib.closing(_OwnRay(folder, num_cores)))
+            address, variables = own.address, own.variables
+        stack.callback(os.environ.update, {name: os.environ[name] for name in variables if name in os.environ})
+        for name, value in variables.items():
+            stack.callback(os.environ.pop, name, None)
+            os.environ[name] = value
+        ray: Any = importlib.import_module("ray")
+        # It keeps the token of the Ray that this process joined before.
+        importlib.import_module("ray._raylet").AuthenticationTokenLoader.instance().reset_cache()
+        handler = signal.getsignal(signal.SIGTERM)
+        try:
+            ray.init(address=address, log_to_driver=False, logging_level="ERROR")
+        except (RuntimeError, ConnectionError, ray.exceptions.RayError) as error:
+            raise ServiceError(f"no Ray answers at {address}: {reason_of(error)}") from error
+        finally:
+            if threading.current_thread() is threading.main_thread():
+                signal.signal(signal.SIGTERM, handler)  # Ray's own would end the run without a checkpoint
+        stack.callback(ray.shutdown)
+        yield ray
+
+
+def require_ray() -> None:
+    """Raise a MissingExtraError if Ray is not installed."""
+    if importlib.util.find_spec("ray") is None:
+        raise MissingExtraError("several processes need Ray: pip install 'gspo-gym[ray]'")
 
 
 class _OwnRay:

@@ -1,6 +1,6 @@
 """What a configuration demands of machines, and whether it fits: on paper, for any number of GPUs.
 
-Roles of parts: "learner" is a rank on one GPU, "replica" a vLLM server, "reference" the scoring server; with colocated
+Roles of parts: "learner" is a rank on one GPU, "replica" a vLLM server, "reference" a dedicated one; with colocated
 GPUs "learner and replica" is a copy of the model that samples and the ranks on its GPUs. Without GPUs each is a process
 that takes memory of its node, and processes share the cores.
 """

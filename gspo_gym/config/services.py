@@ -3,10 +3,10 @@
 All of it is read and checked: a file of the hosted trainer gets every answer at once. `missing_machinery` lists what
 this version cannot run; `refuse_to_run` is called before anything is built.
 
-`place` allots GPUs to the learner, to vLLM in this process and to the reference server. It touches no device. Numbers
+`place` allots GPUs to the learner, to vLLM in this process and to a dedicated reference. It touches no device. Numbers
 count the GPUs that this process sees, from 0; CUDA_VISIBLE_DEVICES makes them differ from the machine's.
 
-| what is given                                        | learner     | vLLM        | reference server     |
+| what is given                                        | learner     | vLLM        | dedicated reference  |
 | ---------------------------------------------------- | ----------- | ----------- | -------------------- |
 | compute.gpu_count = 0, or a machine without GPUs     | processor   | processor   | processor            |
 | no [topology]: vLLM, if it is there, takes tp x dp   | 0           | 0 .. tp*dp-1| 0                    |
@@ -51,9 +51,6 @@ class ServicesSection(Settings):
     )
     engine_model: str | None = Field(
         default=None, min_length=1, description='their model\'s name, with rollout.engine "http"; absent: model.base'
-    )
-    reference_url: Url | None = Field(
-        default=None, description='base URL of a scoring server; with reference.placement "dedicated"'
     )
 
     @field_validator("engine_urls")
@@ -106,11 +103,10 @@ class TopologySection(Settings):
         description="for an update by several learner processes, or for a process that samples to take new weights; "
         "then one of them hangs",
     )
-    launcher: Literal["auto", "local", "ray", "env"] = Field(
+    launcher: Literal["auto", "local", "ray"] = Field(
         default="auto",
-        description="what starts the processes that learn and sample: this one (local), Ray, or what has started this "
-        "one (env: torchrun or srun, of whose tasks each learns); auto: env under torchrun or in a step of srun with "
-        "several tasks, else for a cluster ray where compute.nodes > 1 or Ray's address is given, else local",
+        description="what starts the processes that learn and sample: this one (local) or Ray; auto: for a cluster "
+        "ray where compute.nodes > 1 or Ray's address is given, else local",
     )
     ray_address: str | None = Field(
         default=None,
@@ -213,7 +209,7 @@ class TrackingSection(Settings):
 
 def missing_machinery(sections: Mapping[str, Any]) -> list[str]:
     """Return a sentence for each setting of a valid configuration that this version cannot run."""
-    services, compute = sections["services"], sections["compute"]
+    compute = sections["compute"]
     found = []
     if compute is not None:
         found += [*_missing_split(compute.gpu_count, sections), *_cannot_start_yet(sections, compute)]
@@ -222,11 +218,12 @@ def missing_machinery(sections: Mapping[str, Any]) -> list[str]:
         found.append(
             'model.trainer_mode = "qlora": vLLM would sample from other weights than the quantized; use "lora"'
         )
-    has_reference = services is not None and services.reference_url is not None
-    if is_quantized and sections["reference"].placement == "dedicated" and not has_reference:
+    if is_quantized and sections["reference"].placement == "dedicated":
         found.append(
-            'reference.placement = "dedicated": quantized weights cannot be handed to a scoring server; set "shared"'
+            'reference.placement = "dedicated": quantized weights cannot be handed to another process; set "shared"'
         )
+    if sections["reference"].placement == "dedicated" and (num := sections["reference"].tp) > 1:
+        found.append(f"reference.tp = {num}: one process scores the reference; set 1, and topology.gpus_for_ref to 1")
     return found
 
 
@@ -371,7 +368,7 @@ class Placement:
     Attributes:
         learner: the learner's GPU.
         vllm: the GPUs of vLLM in this process, in the order in which its ranks take them.
-        reference: the GPUs of the reference server that this run starts.
+        reference: the GPUs of a dedicated reference.
         is_split: the learner and vLLM share none.
         tensor_parallel_size, data_parallel_size: of vLLM in this process; their product is its number of GPUs.
     """

@@ -1,19 +1,21 @@
 """What a learner asks of the processes that train one model together, and the case of a single process.
 
-Every rank is given the same batches and plans the same micro-batches; each computes some of them, and logprobs of
-sampled tokens are exchanged. Implementations for several ranks are in `cluster/sharding.py`; nothing here loads
+Every rank is given the same batches and plans the same micro-batches; each computes some of them, and what they find is
+gathered. Implementations for several ranks are in `cluster/sharding.py`; nothing here loads
 torch.distributed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Protocol, TypeVar
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 Part = TypeVar("Part")
+Record = TypeVar("Record")
 
 Work = Callable[[], tuple[Tensor, ...]]
 
@@ -112,28 +114,61 @@ def place_of(collective: Collective) -> dict[str, int]:
     return {"rank": collective.rank * size + rank, "num_ranks": collective.world_size * size}
 
 
-def rounds_of(parts: Sequence[Part], collective: Collective) -> list[Sequence[Part]]:
-    """Return the parts in rounds: each rank computes one of a round's."""
-    return [parts[start : start + collective.world_size] for start in range(0, len(parts), collective.world_size)]
+def own_of(parts: Sequence[Part], collective: Collective) -> list[tuple[Part, bool]]:
+    """Return the parts that this rank computes, as many as every rank does, and whether each counts.
+
+    Where there are fewer, a rank repeats another's, because the collectives need all; what it finds does not count.
+    """
+    rank, size = collective.rank, collective.world_size
+    rounds = [parts[start : start + size] for start in range(0, len(parts), size)]
+    return [(together[rank % len(together)], rank < len(together)) for together in rounds]
 
 
-def own_of(together: Sequence[Part], collective: Collective) -> Part:
-    """Return the part that this rank computes of a round."""
-    # In a short round, ranks without a part repeat another's, because the collectives in it need all; what they find is
-    # multiplied by 0.
-    return together[collective.rank % len(together)]
+def gather(own: Sequence[Record], num_parts: int, collective: Collective, device: torch.device) -> list[Record]:
+    """Return what all ranks have found in their parts (`own_of`), one record for each part, in the parts' order.
+
+    A record is a dataclass of tensors [], [n] or [m, n], numbers, None and such dataclasses, of one form for all parts.
+    Every rank gets the same bits.
+    """
+    if collective.world_size == 1 or not own:
+        return list(own)
+    leaves = [leaf for record in own for leaf in _leaves(record)]
+    none = torch.zeros(0, dtype=torch.float64, device=device)  # which holds all other numbers, too
+    shapes_RK2 = _of_all(none.new_tensor([[*leaf.shape, 1, 1][:2] for leaf in leaves]).view(-1, 2), collective).long()
+    sizes_RK = shapes_RK2.prod(-1)
+    values = torch.cat([none, *(leaf.reshape(-1).to(none) for leaf in leaves)])
+    padding = values.new_zeros(int(sizes_RK.sum(1).max()) - len(values))
+    rows = _of_all(torch.cat([values, padding]), collective)
+    of_ranks = []
+    for row, sizes, shapes in zip(rows, sizes_RK.tolist(), shapes_RK2.tolist(), strict=True):
+        numbers = zip(row[: sum(sizes)].split(sizes), shapes, strict=True)
+        of_ranks.append([_filled(record, numbers) for record in own])
+    return [record for together in zip(*of_ranks, strict=True) for record in together][:num_parts]
 
 
-def exchange(collective: Collective, masks: Sequence[Tensor], values: Sequence[Tensor]) -> list[Sequence[Tensor]]:
-    """Return values [B, T] for every part of a round, given its parts' action masks and the values of this rank's."""
-    if collective.world_size == 1 or not values:
-        return [values for _ in masks]
-    own = torch.stack([value[own_of(masks, collective)] for value in values])
-    sizes = [int(mask.sum()) for mask in masks]
-    # Others add 0 to this rank's numbers, which changes none of them.
-    sent = [own if k == collective.rank else own.new_zeros(len(own), size) for k, size in enumerate(sizes)]
-    received = torch.split(collective.sum(torch.cat(sent, dim=1)), sizes, dim=1)
-    return [
-        [row.new_zeros(mask.shape).masked_scatter(mask, row) for row in rows]
-        for mask, rows in zip(masks, received, strict=True)
-    ]
+def _of_all(values: Tensor, collective: Collective) -> Tensor:
+    """Return [R, ...] of all ranks. Others add 0 to a rank's numbers, which changes none of them."""
+    rows = values.new_zeros(collective.world_size, *values.shape)
+    rows[collective.rank] = values
+    return collective.sum(rows)
+
+
+def _leaves(record: object) -> Iterator[Tensor]:
+    if dataclasses.is_dataclass(record):
+        for field in dataclasses.fields(record):
+            yield from _leaves(getattr(record, field.name))
+    elif record is not None:
+        yield torch.as_tensor(record)
+
+
+def _filled(form: Any, numbers: Iterator[tuple[Tensor, list[int]]]) -> Any:  # Any: a record, or a part of one
+    """Return a record of this form with other numbers."""
+    if dataclasses.is_dataclass(form):
+        names = [field.name for field in dataclasses.fields(form)]
+        return dataclasses.replace(form, **{name: _filled(getattr(form, name), numbers) for name in names})  # type: ignore[type-var]
+    if form is None:
+        return None
+    values, shape = next(numbers)
+    if not isinstance(form, Tensor):
+        return type(form)(values)
+    return values.reshape(shape[: form.ndim]).to(form)

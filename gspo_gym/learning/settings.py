@@ -200,7 +200,7 @@ class ReferenceSettings(Settings):
     """[reference]: the frozen policy that KL terms compare with."""
 
     placement: Literal["none", "shared", "dedicated"] = Field(
-        default="none", description="shared: in this process; dedicated: a scoring server of its own"
+        default="none", description="shared: in this process; dedicated: in a process of its own, which Ray starts"
     )
     source: Literal["auto", "base", "adapter", "copy"] = Field(
         default="auto",
@@ -214,11 +214,13 @@ class ReferenceSettings(Settings):
         default=0, ge=0, description="iterations after which the reference becomes the present policy; 0: never"
     )
     port: int = Field(
-        default=8002, gt=0, lt=65536, description="dedicated only: of the scoring server, on the loopback interface"
+        default=8002, gt=0, lt=65536, description="of the hosted trainer's scoring server; here Ray carries the tokens"
     )
-    tp: int = Field(default=1, gt=0, description="dedicated only: processes that share each of its layers, a GPU each")
+    tp: int = Field(default=1, gt=0, description="dedicated only: GPUs that score; more than 1 is refused")
     health_max_wait_s: float = Field(default=180.0, gt=0, description="dedicated only: seconds it has to come up")
-    health_interval_ms: int = Field(default=300, gt=0, description="dedicated only: milliseconds between its checks")
+    health_interval_ms: int = Field(
+        default=300, gt=0, description="of the hosted trainer's checks of it; here nothing is asked again"
+    )
 
     def source_problem(self, *, has_adapter: bool) -> str | None:
         """Return why the source cannot be had of a model with or without an adapter; None if it can."""

@@ -24,7 +24,7 @@ from gspo_gym.learning.batching import (
     split_minibatches,
     to_device,
 )
-from gspo_gym.learning.collective import Collective, OneProcess, device_of, exchange, own_of, place_of, rounds_of
+from gspo_gym.learning.collective import Collective, OneProcess, Record, device_of, gather, own_of, place_of
 from gspo_gym.learning.correction import correct
 from gspo_gym.learning.health import EngineGap, PartFacts, Tally, batch_metrics
 from gspo_gym.learning.logprobs import LogprobComputer
@@ -44,7 +44,7 @@ from gspo_gym.learning.settings import (
 )
 from gspo_gym.learning.shaping import AdvantageShaper
 from gspo_gym.learning.supervised import RouterLoad, Routers, find_routers
-from gspo_gym.learning.tokens import IgnoreTokens, TokenSink
+from gspo_gym.learning.tokens import IgnoreTokens, TokenSink, TokenTerms
 from gspo_gym.types import Sampling
 
 
@@ -80,10 +80,35 @@ class AnyLearner(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """A micro-batch, on the learner's device, and the seed of the dropout masks it is computed under every time."""
+    """A micro-batch, on the learner's device.
+
+    Attributes:
+        dropout_seed: of the dropout masks that it is computed under every time.
+        weight: of its loss; 0 where another process has the same part.
+    """
 
     batch: TrainBatch
     dropout_seed: int
+    weight: float = 1.0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Labels:
+    """Logprobs [B, T] that an update compares with; None: the engine's stand for the old ones; no reference."""
+
+    old: Tensor | None
+    ref: Tensor | None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Pass:
+    """What a forward and backward pass of a micro-batch found; `logprobs` and `entropy` are [B, T]; all detached."""
+
+    labels: _Labels
+    logprobs: Tensor
+    entropy: Tensor
+    terms: TokenTerms
+    facts: PartFacts
 
 
 @dataclass(frozen=True, slots=True)
@@ -309,34 +334,38 @@ class Learner:
         generator = seeding.generator(self._seed, "order", self._num_updates, epoch)
         return [int(number) for number in generator.permutation(num_minibatches)]
 
-    def _exchange(self, together: Sequence[_Part], values: Sequence[Tensor]) -> list[Sequence[Tensor]]:
-        return exchange(self._collective, [part.batch.action_mask for part in together], values)
+    def _own(self, parts: Sequence[_Part]) -> list[_Part]:
+        return [
+            part if counts else dataclasses.replace(part, weight=0.0)
+            for part, counts in own_of(parts, self._collective)
+        ]
+
+    def _gather(self, own: Sequence[Record], parts: Sequence[_Part]) -> list[Record]:
+        return gather(own, len(parts), self._collective, self._device)
 
     def _label(self, minibatch: _Minibatch) -> _Minibatch:
-        parts = []
-        for together in rounds_of(minibatch.parts, self._collective):
-            own, values = own_of(together, self._collective), []
-            batch = own.batch
-            if self._recomputes_old:
-                with torch.no_grad(), self._computer.adapter_dropout(own.dropout_seed):
-                    values += [
-                        self._computer.compute(batch.token_ids, batch.attention_mask, batch.action_mask).logprobs
-                    ]
-            values += self._reference_logprobs(batch)
-            for part, found in zip(together, self._exchange(together, values), strict=True):
-                old = found[0] if self._recomputes_old else None
-                ref = None if self._reference is None else found[-1]
-                parts.append(_Part(_labelled(part.batch, old, ref), part.dropout_seed))
+        labels = self._gather([self._labels(part) for part in self._own(minibatch.parts)], minibatch.parts)
+        parts = [
+            dataclasses.replace(part, batch=_labelled(part.batch, its_labels))
+            for part, its_labels in zip(minibatch.parts, labels, strict=True)
+        ]
         return dataclasses.replace(minibatch, parts=tuple(parts))
 
-    def _reference_logprobs(self, batch: TrainBatch) -> list[Tensor]:
-        return [] if self._reference is None else [self._reference.logprobs(batch)]
+    def _labels(self, part: _Part) -> _Labels:
+        batch, old = part.batch, None
+        if self._recomputes_old:
+            with torch.no_grad(), self._computer.adapter_dropout(part.dropout_seed):
+                old = self._computer.compute(batch.token_ids, batch.attention_mask, batch.action_mask).logprobs
+        return _Labels(old, self._reference_logprobs(batch))
+
+    def _reference_logprobs(self, batch: TrainBatch) -> Tensor | None:
+        return None if self._reference is None else self._reference.logprobs(batch)
 
     def _shape(self, plan: Sequence[_Minibatch]) -> tuple[list[_Minibatch], Mapping[str, float]]:
         shaped = self._shaper.shape([part.batch for minibatch in plan for part in minibatch.parts])
         batches = iter(shaped.parts)
         return [
-            dataclasses.replace(m, parts=tuple(_Part(next(batches), part.dropout_seed) for part in m.parts))
+            dataclasses.replace(m, parts=tuple(dataclasses.replace(part, batch=next(batches)) for part in m.parts))
             for m in plan
         ], shaped.metrics
 
@@ -351,52 +380,38 @@ class Learner:
         # ones as long as no step was taken.
         knows_gap = not self._rescores and (is_first_epoch if self._recomputes_old else tally.num_steps == 0)
         self._optimizer.zero_grad()
-        facts = [
-            fact
-            for together in rounds_of(minibatch.parts, self._collective)
-            for fact in self._backward(together, minibatch.denominators, router_load, sink, with_gap=knows_gap)
+        own = [
+            self._backward(part, minibatch.denominators, router_load, with_gap=knows_gap)
+            for part in self._own(minibatch.parts)
         ]
+        passes = self._gather(own, minibatch.parts)
+        facts = [one.facts for one in passes]
+        # Of all parts: every process decides the same about the step.
         loss = sum(float(fact.loss.policy_loss + fact.loss.kl_loss + fact.loss.entropy_loss) for fact in facts)
         report = self._optimizer.step(loss)
         tally.add_step(facts, report)
+        for part, one in zip(minibatch.parts, passes, strict=True):
+            weights = None if one.facts.correction is None else one.facts.correction.weights
+            sink.seen(_labelled(part.batch, one.labels), one.logprobs, one.entropy, one.terms, weights)
         sink.stepped(minibatch.batch, report)
 
-    def _backward(
-        self,
-        together: Sequence[_Part],
-        denominators: Denominators,
-        router_load: RouterLoad,
-        sink: TokenSink,
-        *,
-        with_gap: bool,
-    ) -> list[PartFacts]:
-        """Add the gradients of this rank's micro-batch, labelled before or not; return the facts of the whole round."""
-        own, rank = own_of(together, self._collective), self._collective.rank
-        batch = own.batch
-        ref = [] if isinstance(batch, LabelledBatch) else self._reference_logprobs(batch)
-        facts = []
-        with self._computer.adapter_dropout(own.dropout_seed):
-            with router_load.watching(batch.attention_mask[:, :-1] & (rank < len(together))):
+    def _backward(self, part: _Part, denominators: Denominators, router_load: RouterLoad, *, with_gap: bool) -> _Pass:
+        """Add the gradients of a micro-batch, labelled before or not."""
+        batch = part.batch
+        ref = None if isinstance(batch, LabelledBatch) else self._reference_logprobs(batch)
+        with self._computer.adapter_dropout(part.dropout_seed):
+            with router_load.watching(batch.attention_mask[:, :-1] & bool(part.weight)):
                 computed = self._computer.compute(batch.token_ids, batch.attention_mask, batch.action_mask)
-            loss = computed.logprobs.sum() * 0  # where none of the parts is this rank's
-            values = [computed.logprobs.detach(), computed.entropy.detach(), *ref]
-            every = self._exchange(together, values)
-            for k, (part, (now, entropy, *refs)) in enumerate(zip(together, every, strict=True)):
-                batch = part.batch
-                if not isinstance(batch, LabelledBatch):
-                    batch = _labelled(batch, now if self._recomputes_old else None, refs[0] if refs else None)
-                correction = correct(batch, now, self._correction)
-                # Every rank computes the losses of all: each decides the same about a step, and reports the same.
-                scored = (computed.logprobs, computed.entropy) if k == rank else (now, entropy)
-                weights = None if correction is None else correction.weights
-                output = _loss(batch, *scored, weights, self._loss, denominators)
-                loss = output.loss if k == rank else loss
-                sink.seen(batch, now, entropy, output.tokens, weights)
-                old = batch.old_logprobs if self._recomputes_old else now
-                gap = EngineGap.of(batch, old, self._loss.unit) if with_gap else None
-                facts.append(PartFacts(output.stats, correction, gap))
-            torch.autograd.backward(loss)
-        return facts
+            now, entropy = computed.logprobs.detach(), computed.entropy.detach()
+            if not isinstance(batch, LabelledBatch):
+                batch = _labelled(batch, _Labels(now if self._recomputes_old else None, ref))
+            correction = correct(batch, now, self._correction)
+            weights = None if correction is None else correction.weights
+            output = _loss(batch, computed.logprobs, computed.entropy, weights, self._loss, denominators)
+            torch.autograd.backward(output.loss * part.weight)
+        gap = EngineGap.of(batch, batch.old_logprobs if self._recomputes_old else now, self._loss.unit)
+        facts = PartFacts(output.stats, correction, gap if with_gap else None)
+        return _Pass(_Labels(batch.old_logprobs, batch.ref_logprobs), now, entropy, output.tokens, facts)
 
     @property
     def _recomputes_old(self) -> bool:
@@ -466,10 +481,10 @@ def _loss(
     )
 
 
-def _labelled(part: TrainBatch, old_logprobs: Tensor | None, ref_logprobs: Tensor | None) -> LabelledBatch:
-    old_logprobs = part.rollout_logprobs if old_logprobs is None else old_logprobs  # the engine's stand for them
+def _labelled(part: TrainBatch, labels: _Labels) -> LabelledBatch:
+    old = part.rollout_logprobs if labels.old is None else labels.old
     fields = {field.name: getattr(part, field.name) for field in dataclasses.fields(TrainBatch)}
-    return LabelledBatch(**fields, old_logprobs=old_logprobs, ref_logprobs=ref_logprobs)
+    return LabelledBatch(**fields, old_logprobs=old, ref_logprobs=labels.ref)
 
 
 def _trainable(batch: TrainBatch, *, with_advantage: bool) -> list[int]:

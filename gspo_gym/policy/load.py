@@ -42,7 +42,7 @@ from gspo_gym.policy.bases import (
 from gspo_gym.policy.gguf import converted
 from gspo_gym.policy.lora import ADAPTER, adapt_lora, is_adapter, load_lora
 from gspo_gym.policy.manifest import MANIFEST, Manifest, verify
-from gspo_gym.policy.parallel import copy_into, parallel_options, require_even_parts
+from gspo_gym.policy.parallel import copy_into
 from gspo_gym.policy.quantization import (
     Quantization,
     check_quantization,
@@ -84,7 +84,6 @@ class _Form:
     dtype: torch.dtype
     device: str
     quantization: Quantization
-    tp: int  # so many of torch's ranks share each layer
     attention: str | None
 
 
@@ -95,7 +94,6 @@ def load_policy(
     device: str = "cpu",
     seed: int = 0,
     quantization: Quantization = "as_saved",
-    tp: int = 1,
     attn_implementation: str | None = None,
 ) -> Policy:
     """Load the policy that `base` names, in eval mode.
@@ -109,7 +107,6 @@ def load_policy(
         device: a torch device string.
         seed: decides a tiny model's weights, unless the name does; nothing else is random.
         quantization: "nf4" loads the linear layers in 4 bits (QLoRA), "int8" in 8; "as_saved" leaves them as they come.
-        tp: ranks of torch's default process group that share each layer, all of them; see `policy/parallel.py`.
         attn_implementation: as of transformers, which chooses if None: "sdpa", "eager" or "flash_attention_2".
 
     Raises:
@@ -117,7 +114,7 @@ def load_policy(
         MissingExtraError: what reads GGUF files, or holds the model `smollm2`, is not installed.
         CheckpointError: the folder is there but holds no model that loads, or is a checkpoint of a run and damaged.
         ConfigError: an unknown dtype; quantized weights where bitsandbytes or its support of the device is missing, or
-            other ones than the adapter was trained on; a model without that attention, or not for `tp` ranks.
+            other ones than the adapter was trained on; a model without that attention.
 
     >>> load_policy("tiny:qwen3-64", seed=7).base
     'tiny:qwen3-64@7'
@@ -125,7 +122,7 @@ def load_policy(
     if dtype not in _DTYPES:
         raise ConfigError(f"dtype: expected one of {', '.join(_DTYPES)}, got {dtype!r}")
     check_base(base)
-    form = _Form(_DTYPES[dtype], device, quantization, tp, attn_implementation)
+    form = _Form(_DTYPES[dtype], device, quantization, attn_implementation)
     if quantization != "as_saved":
         check_quantization(device)
     if base.startswith(TINY_PREFIX):
@@ -137,9 +134,6 @@ def load_policy(
             policy = _under_name(policy, name)
     else:
         policy = _load_hub(base, form)
-    if tp > 1:
-        _require_plain(policy)
-        require_even_parts(policy.model)
     _note_ids(policy.model, policy.tokenizer)
     _set_attention(policy, attn_implementation)
     keep_differentiable(policy.model)
@@ -396,11 +390,6 @@ def _load_tiny(base: str, seed: int, form: _Form) -> Policy:
             quantized = _load_folder(Path(folder), form).model
         quantized.name_or_path = policy.base
         return Policy(model=quantized, tokenizer=policy.tokenizer, base=policy.base)
-    if form.tp > 1:
-        options = _options(form, lambda: model.config)
-        with no_progress_bars():
-            shared = type(model).from_pretrained(None, config=model.config, state_dict=model.state_dict(), **options)
-        return Policy(model=shared, tokenizer=policy.tokenizer, base=policy.base)
     for parameter in model.parameters():  # and not the buffers: rotary frequencies need float32
         parameter.data = parameter.data.to(form.dtype)
     return policy
@@ -443,7 +432,7 @@ def _load_folder(folder: Path, form: _Form) -> Policy:
         if is_adapter_folder(folder):
             return _load_adapter(folder, form)
         with no_progress_bars():
-            options = _options(form, lambda: AutoConfig.from_pretrained(folder, **_OWN_FILES))
+            options = _options(form)
             model, report = AutoModelForCausalLM.from_pretrained(
                 folder, output_loading_info=True, **_OWN_FILES, **options
             )
@@ -485,24 +474,16 @@ def _load_adapter(folder: Path, form: _Form) -> Policy:
 
 def _load_hub(base: str, form: _Form) -> Policy:
     tokenizer = _from_hub(base, AutoTokenizer.from_pretrained)
-    options = _options(form, lambda: _from_hub(base, AutoConfig.from_pretrained))
+    options = _options(form)
     model = _from_hub(base, AutoModelForCausalLM.from_pretrained, **options)
     return Policy(model=model, tokenizer=tokenizer, base=base)
 
 
-def _options(form: _Form, read_config: Callable[[], Any]) -> dict[str, Any]:
+def _options(form: _Form) -> dict[str, Any]:
     quantized = (
         {} if form.quantization == "as_saved" else quantization_options(form.quantization, form.dtype, form.device)
     )
-    shared = {} if form.tp == 1 else parallel_options(read_config(), form.tp)
-    return {"dtype": form.dtype, **quantized, **shared}
-
-
-def _require_plain(policy: Policy) -> None:
-    if is_adapter(policy.model) or is_quantized(policy.model):
-        raise ConfigError(
-            f"{policy.base}: an adapter or quantized weights cannot be shared out over ranks: set tp to 1"
-        )
+    return {"dtype": form.dtype, **quantized}
 
 
 def _from_hub(base: str, load: Callable[..., Any], **options: Any) -> Any:

@@ -27,12 +27,10 @@ from urllib.parse import quote
 import fake_vllm
 import pytest
 import served_jobs
-import torch
 import websockets.sync.client
 from nightly_seed import FIRST_SEED
 from request_fuzz import Good, Spoilt, spoilt_requests, spoilt_text, status_of
 from rule_judge import RuleJudge
-from safetensors.torch import save
 from scripted_model import ScriptedModel, calls, text
 from served_gateway import LOOK, SETTINGS, replying, user
 
@@ -43,8 +41,6 @@ from gspo_gym.judge.model.prompt import Question, build_messages
 from gspo_gym.judge.model.transcript import Piece, Transcript
 from gspo_gym.judge.rubric import Criterion
 from gspo_gym.judge.server import create_fake_judge_app, create_judge_app
-from gspo_gym.policy.reference.server import ReferenceModel, make_server
-from gspo_gym.policy.reference.wire import TOKEN_HEADER, ScoringSettings
 from gspo_gym.policy.tiny import tiny_tokenizer
 from gspo_gym.remote.gateway.app import create_gateway_app, rollout_url
 from gspo_gym.remote.gateway.model_app import Served, create_model_app
@@ -247,32 +243,6 @@ def fake_judge() -> Iterator[tuple[str, list[Good]]]:
 
 
 @contextlib.contextmanager
-def reference() -> Iterator[tuple[str, list[Good]]]:
-    model = ReferenceModel()
-    model.load("tiny:qwen3-64@5", dtype="float32", device="cpu")
-    server = make_server(0, model, "token")
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-    thread.start()
-    mask = torch.ones(2, 6, dtype=torch.bool)
-    tensors = save({"token_ids": torch.full((2, 6), 5), "attention_mask": mask, "action_mask": mask.clone()})
-    query = "temperature=1.0&logits_bytes=64&min_p=0.0&top_k=0&top_p=1.0"
-    assert ScoringSettings.from_query(query).sampling.temperature == 1.0
-    try:
-        yield (
-            f"http://127.0.0.1:{server.server_port}",
-            [
-                Good(f"/score?{query}", tensors, headers={"content-type": "application/octet-stream"}),
-                Good("/load", {"file": "/nowhere/weights", "version": 3}, headers={TOKEN_HEADER: "token"}),
-                Good("/health", method="GET"),
-            ],
-        )
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
-
-
-@contextlib.contextmanager
 def jobs() -> Iterator[tuple[str, list[Good]]]:
     key = {"x-api-key": served_jobs.KEY}
     with tempfile.TemporaryDirectory() as folder:
@@ -389,7 +359,6 @@ SERVERS: dict[str, Server] = {
     "both protocols on one port": both_protocols,
     "judge": judge,
     "fake judge": fake_judge,
-    "reference": reference,
     "fake vLLM": vllm,
     "jobs": jobs,
     "view": view,
@@ -406,7 +375,6 @@ SOURCES: dict[str, tuple[str, ...]] = {
     "gspo_gym/remote/gateway/app.py": ("gateway",),
     "gspo_gym/remote/gateway/model_app.py": ("model",),
     "gspo_gym/judge/server.py": ("judge", "fake judge"),
-    "gspo_gym/policy/reference/server.py": ("reference",),
     "gspo_gym/cli/jobs/app.py": ("jobs",),
     "gspo_gym/cli/jobs/inference.py": ("jobs",),
     "gspo_gym/cli/view.py": ("view",),

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -79,20 +78,6 @@ def watchdog(folder: Path) -> str:
     watch.__enter__()
     _KEPT.append(watch)
     return " ".join(map(str, descendants() - before))
-
-
-def reference(folder: Path) -> str:
-    from gspo_gym.policy.reference.client import ReferenceClient, ReferenceProcess
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    arguments = ["--model", "tiny:qwen3-128@5", "--port", str(port), "--tp", "2", "--num-threads", "2"]
-    process = ReferenceProcess(arguments, log=folder / "log")
-    _KEPT.append(process)
-    client = ReferenceClient(f"http://127.0.0.1:{port}")
-    client.wait_until_healthy(max_wait_seconds=120, interval_seconds=0.05, require_alive=process.require_alive)
-    return f"{process.pid}"
 
 
 def vllm(folder: Path) -> str:
@@ -190,7 +175,7 @@ def _filled(folder: str | Path) -> str:
 
 KINDS: Mapping[str, Callable[[Path], str]] = {
     each.__name__: each
-    for each in (worker, sandbox, wrapped, watchdog, reference, vllm, trial, starting, temporary, staged, exported)
+    for each in (worker, sandbox, wrapped, watchdog, vllm, trial, starting, temporary, staged, exported)
 }
 _KEPT: list[object] = []
 

@@ -24,7 +24,7 @@ from gspo_gym.config.build.engines import check_context, check_engine
 from gspo_gym.config.build.episode_collection import ENDPOINT, SCRIPTED, endpoint_settings
 from gspo_gym.config.build.estimate import Estimate, estimate_step
 from gspo_gym.config.build.judge import build_judging
-from gspo_gym.config.build.reference import serving_reference
+from gspo_gym.config.build.reference import check_reference, dedicated_reference
 from gspo_gym.config.build.rollouts import (
     Player,
     build_scripted_evaluate,
@@ -172,7 +172,7 @@ async def rehearse(config: RunConfig) -> Rehearsal:
             await compute_in(player.engine, policy.model, num_threads)
             compute = player.engine.compute if isinstance(player.engine, LocalEngine) else _here
             estimate = await estimate_step(config, player, compute)
-            reference = stack.enter_context(serving_reference(config, policy, build.device_of(config), num_threads))
+            reference = stack.enter_context(dedicated_reference(config, policy, build.device_of(config), num_threads))
             build.build_learner(config, policy, reference)
             played = [
                 await _play_scripted(config, player, source, env_id)
@@ -191,6 +191,7 @@ def _checks(config: RunConfig, base: str | None) -> Sequence[Callable[[], object
     model = config.model
     return (
         lambda: refuse_to_train(config.sections),
+        lambda: check_reference(config),
         lambda: check_base(base or model_name(config)),
         lambda: read_template(config),
         lambda: check_options(

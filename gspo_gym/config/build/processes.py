@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -21,7 +20,7 @@ from torch import Tensor, nn
 
 from gspo_gym.base.leftovers import temporary_folder
 from gspo_gym.base.ranks import JOIN_SECONDS, Patience, Rank, Ranks
-from gspo_gym.cluster.launcher import EnvLauncher, Fleet, Launcher, LocalLauncher, Program, Seat
+from gspo_gym.cluster.launcher import Fleet, Launcher, LocalLauncher, Program
 from gspo_gym.cluster.learner import LearnerOnRanks, RecoverySettings, Started, follow
 from gspo_gym.cluster.placement import Part, Resources
 from gspo_gym.cluster.ray import RayLauncher
@@ -30,12 +29,11 @@ from gspo_gym.config.build.engines import REPLICA, held_tensors, sampling_parts,
 from gspo_gym.config.build.threads import compute_in
 from gspo_gym.config.build.trainer import build_learner, build_policy, build_skeleton, device_of
 from gspo_gym.config.run_config import RunConfig
-from gspo_gym.config.services import TopologySection
 from gspo_gym.engine.base import Engine
 from gspo_gym.engine.local.engine import LocalEngine
 from gspo_gym.engine.replicas.process import serve
 from gspo_gym.engine.vllm.settings import allowed_cores
-from gspo_gym.errors import CheckpointError, ConfigError, PlacementError
+from gspo_gym.errors import CheckpointError, PlacementError
 from gspo_gym.learning.reference import ReferencePolicy
 from gspo_gym.learning.update import AnyLearner, Learner
 from gspo_gym.policy.checkpoints import CheckpointStore
@@ -44,7 +42,6 @@ from gspo_gym.policy.parallel import copy_into, host_store, join_group
 from gspo_gym.run.process import Phases
 
 _ROLE = "learner"
-_END_SECONDS = 5.0
 FOLDER = "learner"  # of the run's folder, while ranks learn: their batches; and their log
 
 
@@ -54,13 +51,10 @@ def num_ranks(config: RunConfig) -> int:
 
 
 @contextlib.contextmanager
-def launching(
-    config: RunConfig, seat: Seat | None = None, on_end: Callable[[str], object] = lambda _: None
-) -> Iterator[Fleet]:
+def launching(config: RunConfig, on_end: Callable[[str], object] = lambda _: None) -> Iterator[Fleet]:
     """Yield the places of the processes that the run starts on nodes, and what starts them; it ends them.
 
     Args:
-        seat: of this process, if torchrun or srun has started it; see `require_seats`.
         on_end: told, in any thread, why nothing can be started any more, and what to do.
 
     Raises:
@@ -68,7 +62,7 @@ def launching(
     """
     parts = _parts(config)
     num_nodes = 1 if config.compute is None else config.compute.nodes
-    with contextlib.closing(_launcher(config, parts, seat, num_nodes, on_end)) as launcher:
+    with contextlib.closing(_launcher(config, parts, num_nodes, on_end)) as launcher:
         yield Fleet(launcher, parts, num_nodes=num_nodes if launcher.counts_cores else 1)
 
 
@@ -77,14 +71,10 @@ def _parts(config: RunConfig) -> list[Part]:
     return learners + sampling_parts(config)
 
 
-def _launcher(
-    config: RunConfig, parts: Sequence[Part], seat: Seat | None, num_nodes: int, on_end: Callable[[str], object]
-) -> Launcher:
+def _launcher(config: RunConfig, parts: Sequence[Part], num_nodes: int, on_end: Callable[[str], object]) -> Launcher:
     topology = config.topology
     if topology is None or not parts:
         return LocalLauncher()
-    if seat is not None and seat.size > 1:
-        return EnvLauncher(seat, _ROLE, num_nodes=num_nodes)
     address = topology.ray_address or os.environ.get("RAY_ADDRESS") or None
     is_wanted = topology.type == "cluster" and (address is not None or num_nodes > 1)
     if topology.launcher != "ray" and (topology.launcher == "local" or not is_wanted):
@@ -92,44 +82,11 @@ def _launcher(
     if address is None and num_nodes > 1:
         raise PlacementError(
             f"compute.nodes = {num_nodes}: 1 there, this machine, where Ray would be started; start Ray on all of "
-            "them and name its head in topology.ray_address or RAY_ADDRESS, or start this by torchrun or srun"
+            "them, and name its head in topology.ray_address or RAY_ADDRESS"
         )
     # One that is started for this run has room for it: its processes share the cores.
     num_cores = sum(part.count for part in parts)
     return RayLauncher(address, num_cores=num_cores, silence_seconds=topology.heartbeat_seconds, on_end=on_end)
-
-
-def require_seats(config: RunConfig, seat: Seat | None) -> None:
-    """Refuse a number of started processes that is not that of the learner's.
-
-    Raises:
-        ConfigError: names both numbers, or says that nothing has started this process.
-    """
-    wanted = num_ranks(config)
-    launcher = "auto" if config.topology is None else config.topology.launcher
-    if seat is None:
-        if launcher == "env":
-            raise ConfigError(
-                'topology.launcher = "env": expected RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT of torchrun, or '
-                "SLURM_PROCID and SLURM_NTASKS of a step of srun with several tasks; they are not set"
-            )
-        return
-    if launcher in ("local", "ray"):
-        raise ConfigError(
-            f'topology.launcher = "{launcher}", but {seat.source} = {seat.size}: set "env" or "auto", or unset it'
-        )
-    if seat.size != wanted:
-        raise ConfigError(
-            f"{seat.source} = {seat.size}, but topology.gpus_for_training = {wanted}: each process that was started is "
-            "one of the learner's; set both to the same number"
-        )
-    usual = TopologySection.model_fields["max_restarts"].default
-    if config.topology is not None and config.topology.max_restarts != usual:
-        raise ConfigError(
-            f"topology.max_restarts = {config.topology.max_restarts}: what has started the {seat.size} processes "
-            f"({seat.source}) starts all of them again; leave it out, and use torchrun --max-restarts or sbatch "
-            "--requeue"
-        )
 
 
 @contextlib.contextmanager
@@ -164,9 +121,7 @@ def learning(
         newest=lambda: checkpoints.load_newest_sound() if checkpoints.steps() else None,
         num_saved=partial(_num_saved, checkpoints),
         folder=config.run_folder / FOLDER,
-        settings=RecoverySettings(
-            config.topology.group_timeout_seconds, config.topology.max_restarts if fleet.launcher.can_restart else None
-        ),
+        settings=RecoverySettings(config.topology.group_timeout_seconds, config.topology.max_restarts),
         on_restart=on_restart,
     )
     try:
@@ -194,7 +149,6 @@ def _start(config: RunConfig, fleet: Fleet, base: str, num_threads: int, checkpo
         starts,
         host=host,
         patience=Patience(silence=config.topology.heartbeat_seconds),
-        on_loss=(lambda _: None) if fleet.launcher.can_restart else _end_soon,
         log=log,
     )
     order = {
@@ -206,14 +160,6 @@ def _start(config: RunConfig, fleet: Fleet, base: str, num_threads: int, checkpo
         "num_threads": num_threads,
     }
     return Started(ranks, order, kept=store)
-
-
-def _end_soon(reason: str) -> None:
-    """End this process, also while it samples: what has started it, starts all again."""
-    print(f"the learner's ranks were lost: {reason}", file=sys.stderr, flush=True)
-    ending = threading.Timer(_END_SECONDS, os._exit, [1])  # which gives the run the time to say so in its records
-    ending.daemon = True
-    ending.start()
 
 
 def main(role: str) -> NoReturn:

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from rich.console import Console
 
-from gspo_gym.cluster.launcher import Fleet, Seat
+from gspo_gym.cluster.launcher import Fleet
 from gspo_gym.config.build import trainer as build
 from gspo_gym.config.build.compute import start_compute
 from gspo_gym.config.build.continuation import find_restored, find_resumed
@@ -20,7 +20,7 @@ from gspo_gym.config.build.estimate import estimate_step
 from gspo_gym.config.build.judge import build_judging
 from gspo_gym.config.build.preflight import require_ready
 from gspo_gym.config.build.processes import launching, learning
-from gspo_gym.config.build.reference import serving_reference
+from gspo_gym.config.build.reference import dedicated_reference
 from gspo_gym.config.build.rollouts import Player, build_training_player, build_warmup, environment_notes
 from gspo_gym.config.build.threads import computing_elsewhere
 from gspo_gym.config.run_config import RunConfig
@@ -59,14 +59,12 @@ class Orders:
         resume: go on from the newest checkpoint; "auto": begin where there is none.
         set_aside: move an earlier run of the same folder away.
         console: where progress is printed, with an estimate of a step that costs a second; None: nowhere.
-        seat: of this process, if torchrun or srun has started it.
         page: returns the page of a run's folder, with a status, as HTML.
     """
 
     resume: bool | Literal["auto"]
     set_aside: bool
     console: Console | None
-    seat: Seat | None
     page: Callable[[Path, str], str]
 
 
@@ -127,7 +125,7 @@ async def _train(
 ) -> dict[str, Any]:
     """Build all that trains, call `begin` when there is something to keep, and train."""
     progress = session.progress
-    players = await _build_players(config, orders, session, start)
+    players = await _build_players(config, session, start)
     config, player = players.config, players.player
     recorder = _build_recorder(config, start)
     session.stack.callback(close_recorder, recorder, orders.page)
@@ -178,13 +176,13 @@ async def _train(
     )
 
 
-async def _build_players(config: RunConfig, orders: Orders, session: Session, start: Start) -> _Players:
+async def _build_players(config: RunConfig, session: Session, start: Start) -> _Players:
     """Build and start what plays and scores, closed with the session."""
     stack, progress = session.stack, session.progress
     notices = await require_ready(config, base=start.base)
     for line in () if start.is_resumed else notices:
         progress.note(line)
-    fleet = stack.enter_context(launching(config, orders.seat, session.steering.fail))
+    fleet = stack.enter_context(launching(config, session.steering.fail))
     num_threads = stack.enter_context(computing_elsewhere(build.device_of(config)))
     policy = build.build_policy(config, start.base)
     if not start.is_resumed and (dated := with_fixed_date(config, policy.tokenizer)) is not config:
@@ -245,7 +243,7 @@ async def _warm_up(players: _Players, recorder: RunRecorder, weight_sync: Weight
 def _enter_learner(players: _Players, recorder: RunRecorder, session: Session) -> AnyLearner:
     """Return the learner with its reference, both closed with the session."""
     config, policy, num_threads = players.config, players.policy, players.num_threads
-    reference = session.stack.enter_context(serving_reference(config, policy, build.device_of(config), num_threads))
+    reference = session.stack.enter_context(dedicated_reference(config, policy, build.device_of(config), num_threads))
     return session.stack.enter_context(
         learning(
             config,

@@ -167,7 +167,7 @@ def build_learner(
 ) -> Learner:
     """Return the learner of [loss], [advantages], [rewards], [correction], [reference], [optimizer] and [training].
 
-    `reference` is at a server; None: it is in this process, if any term needs one. `collective`: see `Learner`.
+    `reference` is in another process; None: it is in this one, if any term needs one. `collective`: see `Learner`.
     `phases` are told of its optimizer steps.
     """
     phases = phases or Phases()

@@ -272,16 +272,15 @@ def _reference_is_compared_with(c: RunRecord) -> str | None:
 
 @rule("reference.source")
 def _reference_is_the_start(c: RunRecord) -> str | None:
-    source, url, base = c.reference.source, c.endpoints.reference_url, c.model.base
-    if not c.has_reference or (source != "base" and url is None):
+    source, base = c.reference.source, c.model.base
+    if not c.has_reference or source != "base":
         return None
     # A new adapter changes nothing, and then the base is the start.
     is_adapter = base is not None and (Path(base).expanduser() / "adapter_config.json").is_file()
     if c.warmup is None and not is_adapter and c.model.source is None:
         return None
     trained = "[warmup]" if c.warmup is not None else "model.base" if is_adapter else "model.source"
-    what = show(source) if url is None else f"the model at services.reference_url = {show(url)}"
-    return f'{what} is not where this run starts, because of {trained}: the first KL is not 0, as with "auto"'
+    return f'{show(source)} is not where this run starts, because of {trained}: the first KL is not 0, as with "auto"'
 
 
 @rule("training.max_turns")

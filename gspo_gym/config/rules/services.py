@@ -113,7 +113,7 @@ def _offloads_from_gpus(c: RunRecord) -> str | None:
 def _launcher_reaches_nodes(c: RunRecord) -> str | None:
     launcher, kind = (None, None) if c.topology is None else (c.topology.launcher, c.topology.type)
     if launcher == "local" and c.compute is not None and c.compute.nodes > 1:
-        return f'"local" starts processes on this machine, but compute.nodes = {c.compute.nodes}: set "ray" or "env"'
+        return f'"local" starts processes on this machine, but compute.nodes = {c.compute.nodes}: set "ray"'
     if launcher == "ray" and kind != "cluster":
         return f'"ray" is for topology.type = "cluster", got {show(kind)}'
     return None
@@ -196,39 +196,11 @@ def _reference_has_gpus(c: RunRecord) -> str | None:
     if c.topology is None:
         return None
     num = c.topology.gpus_for_ref
-    if c.endpoints.reference_url is not None:
-        return f"topology.gpus_for_ref = {num} has no use: services.reference_url has its own" if num else None
     if placement == "dedicated" and num != tp:
         return f'"dedicated" needs topology.gpus_for_ref = reference.tp = {tp}, got {num}'
     if placement != "dedicated" and num > 0:
         return f'expected "dedicated" with topology.gpus_for_ref = {num}, got {show(placement)}'
     return None
-
-
-@rule("services.reference_url")
-def _served_reference_is_used(c: RunRecord) -> str | None:
-    placement = c.reference.placement
-    if c.endpoints.reference_url is None or placement == "dedicated":
-        return None
-    return f'has no effect with reference.placement {show(placement)}: set that to "dedicated", or remove this'
-
-
-@rule("reference.tp")
-def _served_adapter_is_whole(c: RunRecord) -> str | None:
-    tp = c.reference.tp
-    if tp == 1 or c.reference.placement != "dedicated" or c.model.trainer_mode == "full":
-        return None
-    return (
-        f"{tp} processes cannot share a model with an adapter: set 1, or reference.placement to "
-        '"shared", where a frozen adapter is all that it takes'
-    )
-
-
-@rule("reference.update_every_n_iters")
-def _served_reference_stays(c: RunRecord) -> str | None:
-    if c.reference.update_every_n_iters == 0 or c.endpoints.reference_url is None:
-        return None
-    return "cannot move the reference at services.reference_url, which is not this run's: set 0, or remove the URL"
 
 
 def _of_processes(key: str) -> Rule:
@@ -453,7 +425,6 @@ SERVICE_RULES = (
         for name in VllmSection.model_fields
         if name not in ("max_model_len", "dtype")
     ),
-    *(_of_own_server(f"reference.{name}", "services.reference_url") for name in ("port", "tp")),
     _sleeps_beside(
         "topology.type", lambda kind: kind in (None, "colocated"), "vLLM has GPUs of its own there; set false"
     ),

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import signal
-import socket
 import time
 from pathlib import Path
 from typing import Any
@@ -13,11 +11,11 @@ from typing import Any
 import pytest
 
 from gspo_gym.base.ranks import Ranks, RanksLostError, Start, address_towards
-from gspo_gym.cluster.launcher import EnvLauncher, Fleet, LocalLauncher, Program, Seat, take_seat
+from gspo_gym.cluster.launcher import Fleet, LocalLauncher, Program
 from gspo_gym.cluster.placement import Offer, Part, Place, Resources
 from gspo_gym.config.build import processes
 from gspo_gym.config.run_config import load_config
-from gspo_gym.errors import ConfigError, PlacementError
+from gspo_gym.errors import PlacementError
 from tests.support.small_quickstart import QUICKSTART
 
 ECHO = Program("tests.support.echo_rank")
@@ -155,7 +153,7 @@ def test_the_launcher_is_the_one_that_the_section_and_the_environment_name(
     class Chosen:
         """Stands for Ray, which is not installed here; `tests/cluster` has it."""
 
-        counts_cores, can_restart, host = True, True, "127.0.0.1"
+        counts_cores, host = True, "127.0.0.1"
 
         def __init__(self, given: str | None, *, num_cores: int, silence_seconds: float, on_end: object) -> None:
             wanted = "127.0.0.1:1" if address or "ray_address" in str(overrides) else None
@@ -182,7 +180,7 @@ def test_the_launcher_is_the_one_that_the_section_and_the_environment_name(
 class Nodes:
     """A launcher whose nodes come and go; it gives cores away only when it is told to."""
 
-    host, counts_cores, settle_seconds, can_restart = "127.0.0.1", True, 0.5, True
+    host, counts_cores, settle_seconds = "127.0.0.1", True, 0.5
 
     def __init__(self, **cores: int) -> None:
         self.cores, self.taken = cores, dict.fromkeys(cores, 0)
@@ -223,86 +221,3 @@ def test_only_the_pieces_of_a_node_that_is_gone_move_and_where_there_is_no_room_
     assert time.monotonic() - began >= 0.5
     nodes.taken["d"] = 0
     assert fleet.starts("learner", program) == [("learner", 0, "d"), ("learner", 1, "d")]
-
-
-TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500", "LOCAL_RANK": "1"}
-SRUN = {"SLURM_STEP_ID": "0", "SLURM_PROCID": "1", "SLURM_NTASKS": "2"}
-
-
-@pytest.mark.parametrize(
-    ("environment", "expected"),
-    [
-        ({"PATH": "/bin"}, None),
-        (TORCHRUN, Seat(1, 2, "127.0.0.1", 29500, has_store=False, attempt=0, source="WORLD_SIZE")),
-        (
-            {**TORCHRUN, "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "3"},
-            Seat(1, 2, "127.0.0.1", 29500, has_store=True, attempt=3, source="WORLD_SIZE"),
-        ),
-        (
-            {**SRUN, "MASTER_ADDR": "node1", "MASTER_PORT": "29500", "SLURM_RESTART_COUNT": "1"},
-            Seat(1, 2, "node1", 29500, has_store=False, attempt=1, source="SLURM_NTASKS"),
-        ),
-        ({**SRUN, "SLURM_NTASKS": "1"}, None),  # such as in `srun --pty bash`
-        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "2"}, None),  # a batch script itself
-        (SRUN, "SLURM_NTASKS = 2, but MASTER_ADDR and MASTER_PORT are not set.* unset SLURM_NTASKS"),
-        ({**TORCHRUN, "RANK": "first", "MASTER_PORT": ""}, "^RANK = 'first', MASTER_PORT = '': expected a number"),
-        ({**SRUN, "SLURM_NTASKS": "two", "MASTER_ADDR": "h", "MASTER_PORT": "1"}, "^SLURM_NTASKS = 'two': expected"),
-    ],
-)
-def test_the_usual_variables_give_a_process_its_seat_and_are_gone_then(
-    environment: dict[str, str], expected: Seat | str | None
-) -> None:
-    given = dict(environment)
-    if isinstance(expected, str):
-        with pytest.raises(ConfigError, match=expected):
-            take_seat(given)
-        return
-    assert take_seat(given) == expected
-    assert not any(name in given for name in (*TORCHRUN, "TORCHELASTIC_RESTART_COUNT")) or expected is None
-    assert {name for name in environment if name.startswith("SLURM")} <= given.keys()
-
-
-def test_the_number_of_started_processes_is_that_of_the_learner_or_both_are_named() -> None:
-    seat = take_seat(dict(TORCHRUN))
-    processes.require_seats(load_config(QUICKSTART, ON_RANKS), seat)
-    processes.require_seats(load_config(QUICKSTART), None)
-    for overrides, message in (
-        (["topology.max_restarts=5"], r"^topology\.max_restarts = 5: what has started the 2 processes.*--max-restarts"),
-        (["topology.gpus_for_training=3"], r"WORLD_SIZE = 2, but topology\.gpus_for_training = 3"),
-        (
-            ["topology.launcher=local"],
-            'topology.launcher = "local", but WORLD_SIZE = 2: set "env" or "auto", or unset it',
-        ),
-    ):
-        with pytest.raises(ConfigError, match=message):
-            processes.require_seats(load_config(QUICKSTART, [*ON_RANKS, *overrides]), seat)
-    with pytest.raises(ConfigError, match=r"WORLD_SIZE = 2, but topology\.gpus_for_training = 1"):
-        processes.require_seats(load_config(QUICKSTART), seat)
-    with pytest.raises(ConfigError, match=r'topology\.launcher = "env": expected RANK, WORLD_SIZE'):
-        processes.require_seats(load_config(QUICKSTART, [*ON_RANKS, "topology.launcher=env"]), None)
-
-
-def _seat(size: int) -> Seat:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        return Seat(0, size, "127.0.0.1", free.getsockname()[1], has_store=False, attempt=0, source="WORLD_SIZE")
-
-
-def test_processes_that_were_started_on_fewer_machines_than_compute_nodes_are_refused() -> None:
-    with pytest.raises(
-        PlacementError, match=r"^compute\.nodes = 2: the 1 processes \(WORLD_SIZE\) are on 1: 127\.0\.0\.1; "
-    ):
-        EnvLauncher(_seat(1), "learner", num_nodes=2)
-
-
-def test_a_signal_is_handled_while_the_others_are_waited_for() -> None:
-    def stop(*_: object) -> None:
-        raise SystemExit(143)
-
-    before = signal.signal(signal.SIGALRM, stop)
-    signal.setitimer(signal.ITIMER_REAL, 0.5)
-    try:
-        with pytest.raises(SystemExit):
-            EnvLauncher(_seat(2), "learner")
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)

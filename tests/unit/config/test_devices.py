@@ -131,10 +131,10 @@ def test_more_gpus_than_there_are_and_one_of_another_type_are_refused(
 def test_the_reference_sees_its_own_gpus_only(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     config = make({**split(4, gpus_for_vllm=2, gpus_for_ref=1), **dedicated()})
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "8,6,4,2")
-    assert build_reference._gpus(config) == ("2",)
+    assert build_reference._gpus(config, "cuda") == ("2",)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
-    assert build_reference._gpus(config) == ("3",)
-    assert build_reference._gpus(make({"compute": {"gpu_count": 1}, **dedicated()})) is None
+    assert build_reference._gpus(config, "cuda") == ("3",)
+    assert build_reference._gpus(make({"compute": {"gpu_count": 1}, **dedicated()}), "cuda") == ("0",)
     shared = {**split(2, gpus_for_vllm=1, gpus_for_ref=1), **dedicated(), "topology.type": "colocated"}
-    assert build_reference._gpus(make(shared)) == ("1",)
-    assert build_reference._gpus(make({**shared, "compute.gpu_count": 0})) is None  # processes take no GPU
+    assert build_reference._gpus(make(shared), "cuda:1") == ("1",)
+    assert build_reference._gpus(make({**shared, "compute.gpu_count": 0}), "cpu") is None  # processes take no GPU

@@ -287,17 +287,13 @@ SHOWN_BY = {
     "training.weight_sync.verify_every_k": SYNC + "test_checksums_are_compared_every_kth_update_and_by_default_never",
     "correction.max_engine_gap": SYNC + "test_a_given_gap_is_the_alarms_limit",
     # they need a server
-    "services.reference_url": "tests/unit/config/build/test_reference.py::test_a_server_that_runs_already_is_used",
+    "reference.placement": "tests/cluster/test_reference.py::test_a_dedicated_reference_trains_to_the_same_weights",
+    "reference.tp": "tests/unit/config/test_services.py::test_each_of_them_alone_is_refused_before_anything_is_built",
+    "reference.health_max_wait_s": "tests/unit/config/build/test_reference.py::test_it_has_so_long_to_come_up",
+    # names of the hosted trainer's server, which are read and change nothing
     **dict.fromkeys(
-        ("reference.placement", "reference.port"),
-        "tests/unit/run/test_served_reference_runs.py::test_a_served_reference_trains_to_the_same_weights",
-    ),
-    "reference.tp": (
-        "tests/unit/config/build/test_reference.py::test_a_model_that_tp_processes_cannot_share_is_refused_at_once"
-    ),
-    **dict.fromkeys(
-        ("reference.health_max_wait_s", "reference.health_interval_ms"),
-        "tests/unit/config/build/test_reference.py::test_health_is_asked_at_the_interval_until_the_wait_is_over",
+        ("reference.port", "reference.health_interval_ms"),
+        "tests/unit/config/build/test_reference.py::test_it_has_so_long_to_come_up",
     ),
     # they need a judge
     **{

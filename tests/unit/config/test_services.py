@@ -53,6 +53,7 @@ def test_everything_that_is_missing_is_listed_at_once(make: Make) -> None:
         "the configuration is valid, but asks for what this version does not have. Remove these to train in this "
         "process:",
         "  topology.gpus_for_training = 2: training takes one GPU",
+        "  reference.tp = 2: one process scores the reference; set 1, and topology.gpus_for_ref to 1",
     ]
 
 
@@ -74,6 +75,10 @@ def test_everything_that_is_missing_is_listed_at_once(make: Make) -> None:
                 "loss.kl_coef": 0.1,
             },
             'reference.placement = "dedicated": topology.gpus_for_training = 2 processes hold the reference themselves',
+        ),
+        (
+            {"loss.kl_coef": 0.1, "reference": {"placement": "dedicated", "tp": 2}},
+            "reference.tp = 2: one process scores the reference; set 1, and topology.gpus_for_ref to 1",
         ),
         (
             {**TWO_SAMPLE, "topology": {**TWO_SAMPLE["topology"], "tensor_parallel": 2}},
@@ -158,7 +163,6 @@ def test_each_of_them_alone_is_refused_before_anything_is_built(
         {"judge": EVERYTHING["judge"], "services": {"judge_url": "http://localhost:8002"}},
         {"loss.kl_coef": 0.1},
         {"loss.kl_coef": 0.1, "reference.placement": "dedicated"},
-        {"loss.kl_coef": 0.1, "reference": {"placement": "dedicated", "tp": 2}},
     ],
 )
 def test_what_this_version_has_is_not_refused(changes: dict[str, Any], make: Make) -> None:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import copy
 import math
+from dataclasses import dataclass
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
 from gspo_gym.errors import ConfigError, NonFiniteError
+from gspo_gym.learning.collective import gather, own_of
 from gspo_gym.learning.settings import (
     AdvantageSettings,
     CorrectionSettings,
@@ -19,6 +22,7 @@ from gspo_gym.learning.settings import (
     RewardSettings,
     UpdateSettings,
 )
+from gspo_gym.learning.tokens import TokenTable
 from gspo_gym.learning.update import Learner
 from tests.support.thread_ranks import largest_difference, on_threads, weights_of
 
@@ -85,6 +89,81 @@ def test_ranks_learn_and_report_what_one_process_does(make_model, make_batch, na
     for found, wanted in zip(reports, expected, strict=True):
         del found["batch/padding_fraction"], wanted["batch/padding_fraction"]  # of other micro-batches
         assert found == pytest.approx(wanted, rel=1e-6, abs=1e-6)
+
+
+def test_every_rank_shows_its_sink_what_one_process_does(make_model, make_batch):
+    """Labelled parts and, with one epoch, unlabelled ones; three ranks, of which one repeats a part at times."""
+    case = {
+        "loss": {"kl_coef": 0.1},
+        "reference": ReferenceSettings(),
+        "update": {"max_tokens_per_microbatch": 40},
+        "minibatch_size": 7,
+    }
+
+    def columns(model, collective=None):
+        table = TokenTable()
+        learner = make_learner(model, case, collective)
+        if collective is not None:
+            collective.sums_gradients_of(model)
+        learner.update(make_batch(0), table)
+        return table.columns()
+
+    pristine = make_model(dtype=torch.float64)
+    expected = columns(copy.deepcopy(pristine))
+    for own in on_threads(3, lambda collective: columns(copy.deepcopy(pristine), collective)):
+        assert own.keys() == expected.keys()
+        for name, column in expected.items():
+            np.testing.assert_allclose(own[name], column, rtol=1e-5, atol=1e-6, err_msg=name)
+
+
+@dataclass(frozen=True, slots=True)
+class Inner:
+    weights: torch.Tensor
+    num: int
+
+
+@dataclass(frozen=True, slots=True)
+class Outer:
+    inner: Inner | None
+    ratios: torch.Tensor
+    nothing: None
+    loss: torch.Tensor
+
+
+def test_records_of_other_sizes_are_gathered_in_the_order_of_the_parts():
+    """Five parts on two ranks: rank 0 has 0, 2 and 4, rank 1 has 1 and 3, and repeats 4."""
+
+    def record(k):
+        inner = Inner(torch.full((k, 2), 1 / 3 + k, dtype=torch.float32), k)
+        return Outer(inner, torch.arange(k, dtype=torch.uint8), None, torch.tensor(math.nan if k == 3 else k / 7))
+
+    def rank(collective):
+        own = own_of(range(5), collective)
+        records = [record(k if counts else 100) for k, counts in own]
+        return own, gather(records, 5, collective, torch.device("cpu"))
+
+    (first, records), (second, others) = on_threads(2, rank)
+    assert first == [(0, True), (2, True), (4, True)]
+    assert second == [(1, True), (3, True), (4, False)]
+    for each in (records, others):
+        assert [one.inner.num for one in each] == [0, 1, 2, 3, 4]
+        for k, one in enumerate(each):
+            expected = record(k)
+            assert one.nothing is None
+            assert one.ratios.dtype == torch.uint8
+            assert one.ratios.equal(expected.ratios)
+            assert one.inner.weights.dtype == torch.float32
+            assert one.inner.weights.equal(expected.inner.weights)
+            assert torch.equal(one.loss, expected.loss) or (k == 3 and one.loss.isnan())
+
+
+@dataclass(frozen=True, slots=True)
+class Empty:
+    nothing: None = None
+
+
+def test_records_without_a_number_are_gathered():
+    assert on_threads(2, lambda c: gather([Empty()], 2, c, torch.device("cpu"))) == [[Empty(), Empty()]] * 2
 
 
 def test_a_loss_that_is_not_finite_on_one_rank_is_skipped_on_all(make_model, make_batch):

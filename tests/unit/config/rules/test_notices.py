@@ -31,11 +31,6 @@ NOTICED: dict[str, tuple[dict[str, Any], list[str]]] = {
         ['reference.source: "base" is not where this run starts, because of [warmup]: the first KL is not 0, as with '
          '"auto"'],
     ),
-    "a reference elsewhere after a warm-up": (
-        {**WARMUP, "rewards.kl_coef": 0.1, "reference.placement": "dedicated", "services.reference_url": "http://r"},
-        ['reference.source: the model at services.reference_url = "http://r" is not where this run starts, because of '
-         '[warmup]: the first KL is not 0, as with "auto"'],
-    ),
     "step rewards switched off": (
         {"training.step_rewards_enabled": False, **DECISIONS},
         ["training.step_rewards_enabled: false switches step rewards off, so that training.step_rewards_mode = "

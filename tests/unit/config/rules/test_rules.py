@@ -38,8 +38,6 @@ DEDICATED = {
     "reference": {"placement": "dedicated"},
     "loss": {"kl_coef": 0.1},
 }
-REFERENCE_URL = {"reference_url": "http://localhost:8003"}
-DISTANT = {"loss": {"kl_coef": 0.1}, "reference": {"placement": "dedicated"}, "services": REFERENCE_URL}
 STALE = {"training.max_staleness": 1, "correction.old_logprobs": "rollout"}
 HANDED_OVER = {"training.weight_sync": {"transfer": "shared_memory"}}
 ENDPOINT = {"engine_urls": ["http://localhost:8000"]}
@@ -344,7 +342,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
             "compute": {"gpu_count": 0, "nodes": 2},
             "topology": {**TWO_LEARN["topology"], "launcher": "local"},
         },
-        'topology.launcher: "local" starts processes on this machine, but compute.nodes = 2: set "ray" or "env"',
+        'topology.launcher: "local" starts processes on this machine, but compute.nodes = 2: set "ray"',
     ),
     "one process shares no rows": (
         {**COLOCATED, "learner.sequence_parallel": 2},
@@ -465,37 +463,13 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {**DEDICATED, "compute": {"gpu_count": 3}, "topology": TOPOLOGY},
         'reference.placement: "dedicated" needs topology.gpus_for_ref = reference.tp = 1, got 0',
     ),
-    "an adapter that processes cannot share": (
-        {**LORA, **DISTANT, "services": {}, "reference": {"placement": "dedicated", "tp": 2}},
-        "reference.tp: 2 processes cannot share a model with an adapter: set 1, or reference.placement to "
-        '"shared", where a frozen adapter is all that it takes',
-    ),
     "a GPU for no reference": (
         {**DEDICATED, "reference": {"placement": "shared"}},
         'reference.placement: expected "dedicated" with topology.gpus_for_ref = 1, got "shared"',
     ),
-    "a reference that nobody asks": (
-        {"loss.kl_coef": 0.1, "services": REFERENCE_URL},
-        'services.reference_url: has no effect with reference.placement "shared": set that to "dedicated", or remove '
-        "this",
-    ),
-    "the port of another's reference": (
-        {**DISTANT, "reference": {"placement": "dedicated", "port": 9000}},
-        'reference.port: has no effect with services.reference_url = "http://localhost:8003": such a server was told '
-        "by who started it, or remove this",
-    ),
-    "another's reference that is to move": (
-        {**DISTANT, "reference": {"placement": "dedicated", "update_every_n_iters": 2}},
-        "reference.update_every_n_iters: cannot move the reference at services.reference_url, which is not this run's: "
-        "set 0, or remove the URL",
-    ),
     "more GPUs than the reference's processes": (
         {**DEDICATED, "compute": {"gpu_count": 5}, "topology": {**TOPOLOGY, "gpus_for_ref": 2}},
         'reference.placement: "dedicated" needs topology.gpus_for_ref = reference.tp = 1, got 2',
-    ),
-    "GPUs for another's reference": (
-        {**DEDICATED, "services": REFERENCE_URL},
-        "reference.placement: topology.gpus_for_ref = 1 has no use: services.reference_url has its own",
     ),
     # weights that are shared
     "rare weights": ({"training.weight_sync_interval": 2}, f"training.weight_sync_interval: {NOT_SHARED.format(1)}"),
@@ -716,7 +690,6 @@ ALLOWED: dict[str, dict[str, Any]] = {
         "topology": {"type": "colocated", "gpus_for_vllm": 8, "gpus_for_training": 4, "gpus_for_ref": 1},
     },
     "reference of its own": DEDICATED,
-    "reference that runs already": DISTANT,
     "one GPU": {"compute": {"gpu_count": 1, "gpu_type": "H200"}, "model.device": "cuda"},
     "no GPU": {"compute": {"gpu_count": 0}, "model.device": "cpu"},
     "sent weights": {

@@ -1,1 +1,0 @@
-"""A frozen model in a separate process, which scores token ids for the KL term."""
