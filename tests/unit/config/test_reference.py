@@ -42,8 +42,8 @@ def test_the_table_has_every_key_with_type_default_and_meaning() -> None:
         "| `step_timeout_seconds` | a number, > 0 | `30.0` | to make the environment, and for each reset, step or "
         "close of it |",
         "| `iterations_per_epoch` | an integer, > 0 | required | batches of episodes per epoch |",
-        "| `health_interval_ms` | an integer, > 0 | `300` | of the hosted trainer's checks of it; here nothing is asked "
-        "again |",
+        "| `health_interval_ms` | an integer, > 0 | `300` | of the hosted trainer's checks of it; here nothing is asked"
+        " again |",
     ],
 )  # fmt: skip
 def test_a_row_says_all_of_a_key(row: str) -> None:
