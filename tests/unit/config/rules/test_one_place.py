@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ast
 import inspect
-import textwrap
+import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -29,13 +29,28 @@ LEAVES = {key.rpartition(".")[2] for key in leaf_keys()}
 
 
 def keys_of_rules() -> dict[str, frozenset[str]]:
-    """The names of keys that each rule reads, by the name of its function."""
-    keys: dict[str, frozenset[str]] = {}
-    for rule in CONTRADICTIONS:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(rule.check)))
-        names = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
-        keys[f"{rule.key}: {rule.check.__name__}"] = frozenset(names & LEAVES)
-    return keys
+    """The names of keys that each rule reads, by its key and number."""
+    return {
+        f"{rule.key}: rule {number}": frozenset(names_in(rule.check) & LEAVES)
+        for number, rule in enumerate(CONTRADICTIONS)
+    }
+
+
+def names_in(function: Callable[..., Any]) -> set[str]:
+    """The attributes that a function reads, and those that it calls of its own module or was given."""
+    names = {name for code in codes(function.__code__) for name in code.co_names}
+    parts = [cell.cell_contents for cell in function.__closure__ or ()]
+    parts += [function.__globals__[name] for name in names if name in function.__globals__]
+    names |= {part.rpartition(".")[2] for part in parts if isinstance(part, str)}
+    own = [part for part in parts if inspect.isfunction(part) and part.__module__.startswith("gspo_gym.config.rules")]
+    return names.union(*map(names_in, own))
+
+
+def codes(code: types.CodeType) -> Iterator[types.CodeType]:
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from codes(constant)
 
 
 def refusals(tree: ast.AST) -> Iterator[tuple[int, frozenset[str]]]:
