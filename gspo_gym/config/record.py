@@ -178,7 +178,7 @@ class RunRecord(Settings):
     @property
     def has_app(self) -> bool:
         """Return whether a task app plays a part of the episodes."""
-        return any(source.task_url is not None for source in self.sources)
+        return self.endpoints.task_url is not None or any(entry.task_url for entry in self.rollout.mixture)
 
 
 @dataclass(frozen=True, slots=True)

@@ -86,14 +86,15 @@ def stated_twice(tree: ast.AST, rules: dict[str, frozenset[str]]) -> list[tuple[
 
 
 def test_no_room_refuses_what_a_rule_refuses() -> None:
-    rules, found = keys_of_rules(), []
+    rules, places = keys_of_rules(), []
     reported = {rule.key.rpartition(".")[2] for rule in CONTRADICTIONS}
     for path in (ROOT / "types.py", *(path for room in ROOMS for path in sorted((ROOT / room).rglob("*.py")))):
         text = path.read_text(encoding="utf-8")
         if any(key in text for key in reported) and ("raise ConfigError" in text or "raise ValueError" in text):
-            repeated = stated_twice(ast.parse(text), rules)
-            found += [f"{path.relative_to(ROOT)}:{line}: {rule}" for line, rule in repeated]
-    assert found == []
+            places += [
+                f"{path.relative_to(ROOT)}:{line}: {rule}" for line, rule in stated_twice(ast.parse(text), rules)
+            ]
+    assert places == []
 
 
 RULE = {"training.constant_groups: a rule": frozenset({"constant_groups", "baseline"})}
