@@ -178,7 +178,7 @@ class RunRecord(Settings):
     @property
     def has_app(self) -> bool:
         """Return whether a task app plays a part of the episodes."""
-        return any(source.task_url is not None for source in self.sources)
+        return self.endpoints.task_url is not None or any(entry.task_url for entry in self.rollout.mixture)
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,20 +204,35 @@ def rules_in(module: Mapping[str, Any]) -> tuple[Rule, ...]:
     return tuple(value for value in module.values() if isinstance(value, Rule))
 
 
-def no_effect(key: str, other: str, acts: Callable[[Any], bool], advice: str, *, default: Any = Ellipsis) -> Rule:
-    """Return the rule that `key` keeps its default unless `acts` is true of the other key's value.
+def idle(
+    key: str,
+    acts: Callable[[RunRecord], bool],
+    problem: str | Callable[[RunRecord], str],
+    *,
+    default: Any = Ellipsis,
+) -> Rule:
+    """Return the rule that `key` keeps its default unless it acts: a key without effect is considered a mistake.
 
-    A key without effect is considered a mistake. `default`: where a key that is left out is None, what that means.
+    `default`: where a key that is left out is None, what that means (Any: of any field).
     """
     default = default_of(key) if default is Ellipsis else default
 
     def check(c: RunRecord) -> str | None:
-        value, other_value = value_at(c, key), value_at(c, other)
-        if value is None or value == default or acts(other_value):
+        if value_at(c, key) in (None, default) or acts(c):
             return None
-        return f"has no effect with {other} = {show(other_value)}: {advice}, or remove this"
+        return problem if isinstance(problem, str) else problem(c)
 
     return Rule(key, check)
+
+
+def no_effect(key: str, other: str, acts: Callable[[Any], bool], advice: str, *, default: Any = Ellipsis) -> Rule:
+    """Return the rule that `key` keeps its default unless `acts` is true of the other key's value."""
+    return idle(
+        key,
+        lambda c: acts(value_at(c, other)),
+        lambda c: f"has no effect with {other} = {show(value_at(c, other))}: {advice}, or remove this",
+        default=default,
+    )
 
 
 def acts_with(key: str, other: str, value: str, *, default: Any = Ellipsis) -> Rule:

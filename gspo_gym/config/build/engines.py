@@ -24,7 +24,6 @@ from gspo_gym.base.leftovers import remove_folder, temporary_folder
 from gspo_gym.cluster.launcher import Fleet, LocalLauncher, Program
 from gspo_gym.cluster.placement import Part, Resources
 from gspo_gym.config.run_config import RunConfig
-from gspo_gym.config.sections import WeightSyncSection
 from gspo_gym.config.services import OWN_GPU, SHARED_GPU, VllmSection, has_replicas, num_replicas, place
 from gspo_gym.diagnosis.alarms import MismatchAlarm, differ_on_purpose
 from gspo_gym.engine.base import Engine, PauseMode, UpdateKind, WeightUpdate, require_sleeping
@@ -70,7 +69,7 @@ async def build_engine(config: RunConfig, policy: Policy, fleet: Fleet | None = 
     """
     check_context(config, policy.base, getattr(policy.model.config, "max_position_embeddings", None))
     check_engine(config)
-    urls = () if config.services is None else config.services.engine_urls
+    urls = config.endpoints.engine_urls
     # With rescore it is the local one: what the endpoint's samples teach is seen by playing the policy itself.
     if config.rollout.engine == "http" and not config.rollout.rescore:
         return await build_endpoint(config, policy)
@@ -109,7 +108,7 @@ def check_engine(config: RunConfig) -> None:
     Raises:
         MissingExtraError: vLLM or httpx is missing.
     """
-    engine, urls = config.rollout.engine, () if config.services is None else config.services.engine_urls
+    engine, urls = config.rollout.engine, config.endpoints.engine_urls
     # Servers at engine_urls need no vLLM here.
     if engine == "vllm" and not urls and importlib.util.find_spec("vllm") is None:
         raise MissingExtraError(
@@ -127,7 +126,7 @@ async def build_endpoint(config: RunConfig, policy: Policy) -> Engine:
     Raises:
         ConfigError, MissingExtraError, EngineError: see `build_engine`.
     """
-    urls = () if config.services is None else config.services.engine_urls
+    urls = config.endpoints.engine_urls
     return await _connect([_openai_endpoint(config, policy, url) for url in urls])
 
 
@@ -190,7 +189,7 @@ def sends_adapters(config: RunConfig, policy: Policy) -> bool:
     """Return whether vLLM in this process takes LoRA adapters as they are, not merged into the base."""
     if not is_adapter(policy.model):
         return False
-    sync = config.training.weight_sync or WeightSyncSection()
+    sync = config.weight_sync
     if sync.mode != "auto":
         return sync.mode == "direct"
     # On a processor vLLM's products with an adapter take several times as long as those with the merged weights.
@@ -199,7 +198,7 @@ def sends_adapters(config: RunConfig, policy: Policy) -> bool:
 
 
 def _transfer(config: RunConfig, policy: Policy) -> Transfer:
-    asked = "files" if config.training.weight_sync is None else config.training.weight_sync.transfer
+    asked = config.weight_sync.transfer
     if has_replicas(config.sections):  # what arrives in a replica's process goes on to vLLM's
         asked = "shared_memory"
     if asked in ("ipc", "nccl") and policy.model.device.type != "cuda":
@@ -366,7 +365,7 @@ async def _connect_vllm(config: RunConfig, policy: Policy, urls: tuple[str, ...]
 
 
 def _openai_endpoint(config: RunConfig, policy: Policy, url: str) -> MakeEngine:
-    named = None if config.services is None else config.services.engine_model
+    named = config.endpoints.engine_model
     settings = HttpSettings(
         url if url.endswith("/v1") else f"{url}/v1",  # as the openai package wants it
         named or config.model.base or policy.base,
@@ -434,7 +433,7 @@ def build_weight_sync(config: RunConfig, policy: Policy, engine: Engine, recorde
     Raises:
         ConfigError: the settings allow no way in which the engine takes new weights.
     """
-    asked, max_staleness = config.training.weight_sync or WeightSyncSection(), config.training.max_staleness
+    asked, max_staleness = config.weight_sync, config.training.max_staleness
     kind = choose_kind(
         engine,
         is_adapter=is_adapter(policy.model),
@@ -473,7 +472,7 @@ def build_weight_sync(config: RunConfig, policy: Policy, engine: Engine, recorde
 
 
 def _pause_mode(config: RunConfig, engine: Engine) -> PauseMode:
-    asked, modes = config.training.weight_sync or WeightSyncSection(), engine.capabilities.pause_modes
+    asked, modes = config.weight_sync, engine.capabilities.pause_modes
     if asked.in_flight is None:
         # With vLLM's long requests every update would wait for the longest.
         can_keep = config.training.max_staleness > 0 and "keep" in modes
@@ -549,7 +548,7 @@ def _staging(config: RunConfig, policy: Policy, kind: UpdateKind) -> Staging | H
     # Each version that a request in flight may have, and the next one.
     keep = config.training.max_staleness + 2
     num_bytes = (keep + 1) * num_weight_bytes(policy.model)  # the oldest goes one commit later
-    in_memory = (config.training.weight_sync or WeightSyncSection()).direct
+    in_memory = config.weight_sync.direct
     root = staging_root(config.run_folder, in_memory=in_memory, num_bytes=num_bytes)
     return Staging(policy, root, keep=keep, dtype=_dtypes(config)[1])
 

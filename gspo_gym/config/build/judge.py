@@ -129,9 +129,9 @@ def build_rubrics(config: RunConfig, task_rubric: TaskRubric | None = None) -> R
     Raises:
         ConfigError, UnknownNameError: a rubric is missing or not valid.
     """
-    section = config.judge or JudgeSettings()
+    section = config.judging
     options = section.options or JudgeOptions()
-    judge_url = None if config.services is None else config.services.judge_url
+    judge_url = config.endpoints.judge_url
     is_asked_elsewhere = judge_kind(section, judge_url) == "synth"
     # Then what is laid over the rubric is sent with the id, and laid over it there.
     is_known_elsewhere = is_asked_elsewhere and options.rubric_id is not None
@@ -211,7 +211,7 @@ class _Parts:
         self.section = section
         self.options = options
         self.seed = child_seed(config.run.seed, "judge")
-        self.judge_url = None if config.services is None else config.services.judge_url
+        self.judge_url = config.endpoints.judge_url
         self.policy_name = config.rollout.policy_name
         self.budget = JudgeBudget(BudgetLimits(max_calls=options.max_calls, max_usd=options.max_cost_usd))
         self.cache = JudgementCache(None if options.cache is None else Path(options.cache))

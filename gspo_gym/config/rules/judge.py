@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 
-from gspo_gym.config.record import Rule, RunRecord, default_of, no_effect, rule, rules_in, value_at
+from gspo_gym.config.record import Rule, RunRecord, default_of, idle, no_effect, rule, rules_in, value_at
 from gspo_gym.config.sections import PolicyConfigSection
 from gspo_gym.config.words import show
 from gspo_gym.errors import nearest_name
@@ -130,13 +130,6 @@ def _type_agrees(c: RunRecord) -> str | None:
     return None
 
 
-@rule("services.judge_url")
-def _url_is_used(c: RunRecord) -> str | None:
-    if c.endpoints.judge_url is None or not c.judging.panel:
-        return None
-    return "has no effect beside [[judge.panel]], whose members are models and functions: remove one"
-
-
 def _model_key_is_used(name: str) -> Rule:
     """Return the rule that a key about the judging model needs a judge that is a model."""
     key = f"judge.options.{name}"
@@ -154,26 +147,6 @@ def _model_key_is_used(name: str) -> Rule:
             "panel": "the members of [[judge.panel]] have their own",
         }[kind]
         return f"has no effect: {why}; remove this"
-
-    return Rule(key, check)
-
-
-@rule("judge.options.python")
-def _python_is_alone(c: RunRecord) -> str | None:
-    if _options(c).python is None or not (c.endpoints.judge_url or c.judging.panel or c.judging.type == "synth"):
-        return None
-    return "has no effect beside services.judge_url or [[judge.panel]]: remove one of them"
-
-
-def _needs_a_model(name: str, advice: str) -> Rule:
-    key = f"judge.options.{name}"
-
-    def check(c: RunRecord) -> str | None:
-        panel = c.judging.panel
-        is_used = any(judge.python is None for judge in panel) if panel else _kind(c) == "model"
-        if value_at(c, key) in (None, default_of(key)) or is_used:
-            return None
-        return f"has no effect: {advice}; remove this"
 
     return Rule(key, check)
 
@@ -279,14 +252,34 @@ def _weights_are_of_tracks(c: RunRecord) -> str | None:
     )
 
 
+def _asks_a_model(c: RunRecord) -> bool:
+    panel = c.judging.panel
+    return any(judge.python is None for judge in panel) if panel else _kind(c) == "model"
+
+
 JUDGE_RULES = (
     *rules_in(globals()),
     *map(_is_judged, ("event", "outcome")),
     *map(_needs_a_rubric_here, ("rubric_aggregate", "rubric_folder")),
     *map(_model_key_is_used, _MODEL_KEYS),
-    _needs_a_model("mode", "only a model is asked turn by turn"),
-    _needs_a_model("max_transcript_chars", "only for a model an episode is written out"),
-    _needs_a_model("samples", "only models are asked for several samples"),
+    *(
+        idle(f"judge.options.{name}", _asks_a_model, f"has no effect: {advice}; remove this")
+        for name, advice in (
+            ("mode", "only a model is asked turn by turn"),
+            ("max_transcript_chars", "only for a model an episode is written out"),
+            ("samples", "only models are asked for several samples"),
+        )
+    ),
+    idle(
+        "services.judge_url",
+        lambda c: not c.judging.panel,
+        "has no effect beside [[judge.panel]], whose members are models and functions: remove one",
+    ),
+    idle(
+        "judge.options.python",
+        lambda c: not (c.endpoints.judge_url or c.judging.panel or c.judging.type == "synth"),
+        "has no effect beside services.judge_url or [[judge.panel]]: remove one of them",
+    ),
     no_effect(
         "judge.gold.num_episodes",
         "judge.gold.labels",
@@ -329,13 +322,6 @@ def _keys_are_of_apps(c: RunRecord) -> str | None:
     return None
 
 
-@rule("gateway")
-def _gateway_has_an_app(c: RunRecord) -> str | None:
-    if c.gateway is None or c.has_app:
-        return None
-    return "has no effect without a task app: give services.task_url, or remove this section"
-
-
 @rule("vllm.structured_output")
 def _schemas_come_from_an_app(c: RunRecord) -> str | None:
     if c.vllm is None or not c.vllm.structured_output:
@@ -362,18 +348,24 @@ def _is_any_address(host: str) -> bool:
         return False
 
 
-def _of_environments_here(key: str) -> Rule:
+def _is_played_here(c: RunRecord) -> bool:
     # Demonstrations of [warmup] are made here, even if apps play all episodes.
-    def check(c: RunRecord) -> str | None:
-        is_played_here = c.warmup is not None or any(source.task_url is None for source in c.sources)
-        if is_played_here or value_at(c, key) == default_of(key):
-            return None
-        return f"has no effect where task apps play all episodes: set {show(default_of(key))}"
-
-    return Rule(key, check)
+    return c.warmup is not None or any(source.task_url is None for source in c.sources)
 
 
 APP_RULES = (
     *(one for one in rules_in(globals()) if one not in JUDGE_RULES),
-    *map(_of_environments_here, ("rollout.isolation", "rollout.env_memory_limit_mb", "rollout.env_variables")),
+    idle(
+        "gateway",
+        lambda c: c.has_app,
+        "has no effect without a task app: give services.task_url, or remove this section",
+    ),
+    *(
+        idle(
+            f"rollout.{name}",
+            _is_played_here,
+            f"has no effect where task apps play all episodes: set {show(default_of(f'rollout.{name}'))}",
+        )
+        for name in ("isolation", "env_memory_limit_mb", "env_variables")
+    ),
 )

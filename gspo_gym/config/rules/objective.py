@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from gspo_gym.config.nested import POLICY_CONFIG
-from gspo_gym.config.record import Rule, RunRecord, acts_with, no_effect, rule, rules_in, value_at
+from gspo_gym.config.record import Rule, RunRecord, acts_with, idle, no_effect, rule, rules_in, value_at
 from gspo_gym.config.words import look_up, show
 from gspo_gym.learning.settings import LENGTH_WEIGHTED, SAMPLER_KEYS, WIDE_CLIP, with_following_defaults
 from gspo_gym.run.settings import constant_groups_problem, staleness_problem
@@ -248,13 +248,6 @@ def _nothing_else_is_acknowledged(c: RunRecord) -> str | None:
     return None
 
 
-@rule("training.score_truncated")
-def _truncation_is_there(c: RunRecord) -> str | None:
-    if not c.training.score_truncated or _is_truncated(c):
-        return None
-    return "has no effect without rollout.top_p, rollout.top_k or rollout.min_p: remove it"
-
-
 @rule("training.group_size")
 def _baseline_has_siblings(c: RunRecord) -> str | None:
     baseline, scale = c.advantages.baseline, c.advantages.scale
@@ -273,6 +266,11 @@ def _constant_groups_are_worthless(c: RunRecord) -> str | None:
 
 
 _REWARDS_ACT = (
+    idle(
+        "training.score_truncated",
+        _is_truncated,
+        "has no effect without rollout.top_p, rollout.top_k or rollout.min_p: remove it",
+    ),
     acts_with("rewards.overlong_penalty", "rewards.overlong", "penalize"),
     no_effect("rewards.kl_horizon", "rewards.kl_target", lambda target: target is not None, "set that"),
 )

@@ -18,6 +18,7 @@ from gspo_gym.config.record import (
     RunRecord,
     acts_with,
     default_of,
+    idle,
     no_effect,
     problems_of,
     rule,
@@ -179,14 +180,6 @@ def _prefixes_are_shared_with_sdpa(c: RunRecord) -> str | None:
     return f'true needs model.attn_implementation "sdpa", got {show(attention)}: write false or "auto", or take that'
 
 
-@rule("training.lora")
-def _adapter_is_trained(c: RunRecord) -> str | None:
-    mode = c.model.trainer_mode
-    if c.training.lora is None or mode != "full":
-        return None
-    return f'has no effect with model.trainer_mode {show(mode)}: set that to "lora", or remove this'
-
-
 @rule("model.dtype")
 def _trained_weights_are_float32(c: RunRecord) -> str | None:
     if c.model.dtype == "float32" or c.model.trainer_mode != "full":
@@ -213,6 +206,13 @@ CONTRADICTIONS = (
     *rules_in(globals()),
     *(_is_said_once(theirs, ours) for theirs, ours in POLICY_CONFIG.items()),
     acts_with("model.quantization", "model.trainer_mode", "qlora"),
+    idle(
+        "training.lora",
+        lambda c: c.model.trainer_mode != "full",
+        lambda c: (
+            f'has no effect with model.trainer_mode {show(c.model.trainer_mode)}: set that to "lora", or remove this'
+        ),
+    ),
     no_effect(
         "optimizer.min_lr_fraction",
         "optimizer.schedule",
@@ -262,14 +262,6 @@ def _both_score_steps(c: RunRecord) -> str | None:
     return f"{show(ours)} is what is learned from, and rollout.env_config.step_rewards asks for {show(used)}"
 
 
-@rule("reference.placement")
-def _reference_is_compared_with(c: RunRecord) -> str | None:
-    place = c.reference.placement
-    if place == "none" or c.has_reference:
-        return None
-    return f"{show(place)} has no effect without a KL term ({', '.join(KL_TERMS)}): nothing is loaded or started"
-
-
 @rule("reference.source")
 def _reference_is_the_start(c: RunRecord) -> str | None:
     source, base = c.reference.source, c.model.base
@@ -306,13 +298,6 @@ def _seeds_count(c: RunRecord) -> str | None:
         return None
     played = f"the first {instances} are played" if instances < num else f"each of these {num} is played once"
     return f"{instances}, but evaluation.seeds has {num} seeds: {played}"
-
-
-@rule("services.judge_url")
-def _judge_is_on(c: RunRecord) -> str | None:
-    if c.endpoints.judge_url is None or c.judge is not None:
-        return None
-    return "is not asked without [judge] and enabled = true there"
 
 
 def _weighs_a_judge(name: str) -> Rule:
@@ -374,4 +359,17 @@ NOTICES = (
         for name in ("port", "tp", "health_max_wait_s", "health_interval_ms")
     ),
     *map(_weighs_a_judge, RewardBlend.model_fields),
+    idle(
+        "reference.placement",
+        lambda c: c.has_reference,
+        lambda c: (
+            f"{show(c.reference.placement)} has no effect without a KL term ({', '.join(KL_TERMS)}): nothing is "
+            "loaded or started"
+        ),
+    ),
+    idle(
+        "services.judge_url",
+        lambda c: c.judge is not None,
+        "is not asked without [judge] and enabled = true there",
+    ),
 )

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from gspo_gym.config.record import Rule, RunRecord, acts_with, default_of, no_effect, rule, rules_in, value_at
+from gspo_gym.config.record import RunRecord, acts_with, default_of, idle, no_effect, rule, rules_in
 from gspo_gym.config.services import LearnerSection, VllmSection, num_gpus_of_both
 from gspo_gym.config.words import show
 
@@ -95,20 +93,6 @@ def _rows_drop_out_whole(c: RunRecord) -> str | None:
     return f"processes with parts of a row would drop out others: set 1, or training.lora.dropout = {dropout} to 0"
 
 
-@rule("learner.sequence_parallel")
-def _layers_are_not_compiled(c: RunRecord) -> str | None:
-    if c.learner.sequence_parallel == 1 or not c.model.torch_compile:
-        return None
-    return "layers that exchange tokens are not compiled: set 1, or model.torch_compile to false"
-
-
-@rule("learner.cpu_offload")
-def _offloads_from_gpus(c: RunRecord) -> str | None:
-    if not c.learner.cpu_offload or c.gpu_count != 0:
-        return None
-    return "with compute.gpu_count = 0 all of it is in the processor's memory already: set false, or have GPUs"
-
-
 @rule("topology.launcher")
 def _launcher_reaches_nodes(c: RunRecord) -> str | None:
     launcher, kind = (None, None) if c.topology is None else (c.topology.launcher, c.topology.type)
@@ -119,25 +103,11 @@ def _launcher_reaches_nodes(c: RunRecord) -> str | None:
     return None
 
 
-@rule("topology")
-def _split_gpus_are_used(c: RunRecord) -> str | None:
-    if c.topology is None or not c.endpoints.engine_urls:
-        return None
-    return "splits GPUs with vLLM in this process, but services.engine_urls names servers: remove one of them"
-
-
 @rule("topology.type")
 def _one_node_is_split(c: RunRecord) -> str | None:
     if c.topology is None or c.topology.type != "single_node_split" or c.compute is None or c.compute.nodes == 1:
         return None
     return f'{show(c.topology.type)} splits one machine\'s GPUs, but compute.nodes = {c.compute.nodes}: set "cluster"'
-
-
-@rule("compute.gpu_type")
-def _type_is_of_a_gpu(c: RunRecord) -> str | None:
-    if c.compute is None or c.compute.gpu_type is None or c.compute.gpu_count != 0:
-        return None
-    return "has no effect with compute.gpu_count = 0: remove one of them"
 
 
 @rule("model.device")
@@ -149,21 +119,13 @@ def _device_is_there(c: RunRecord) -> str | None:
     return None
 
 
-@rule("vllm")
-def _vllm_is_the_engine(c: RunRecord) -> str | None:
-    return None if c.vllm is None else _is_of_vllm(c)
-
-
-@rule("topology")
-def _engine_has_places(c: RunRecord) -> str | None:
+def _has_places(c: RunRecord) -> bool:
     # A cluster may have copies of the local engine, for machines without vLLM.
-    is_cluster = c.topology is not None and c.topology.type == "cluster" and c.rollout.engine == "local"
-    return None if c.topology is None or is_cluster else _is_of_vllm(c)
+    is_cluster = c.topology is not None and c.topology.type == "cluster"
+    return c.rollout.engine == "vllm" or (is_cluster and c.rollout.engine == "local")
 
 
-def _is_of_vllm(c: RunRecord) -> str | None:
-    if c.rollout.engine == "vllm":
-        return None
+def _not_of_vllm(c: RunRecord) -> str:
     return f'has no effect with rollout.engine {show(c.rollout.engine)}: set that to "vllm", or remove this section'
 
 
@@ -173,14 +135,6 @@ def _lengths_agree(c: RunRecord) -> str | None:
     if most is None or num <= most:
         return None
     return f"expected at least rollout.max_model_len = {num}, which episodes may need, got {most}"
-
-
-@rule("services.engine_urls")
-def _urls_are_used(c: RunRecord) -> str | None:
-    if not c.endpoints.engine_urls or c.rollout.engine != "local":
-        return None
-    # A server has its own weights; the local engine has the learner's.
-    return 'has no effect with rollout.engine "local": set that to "vllm" or "http", or remove this'
 
 
 @rule("rollout.engine")
@@ -201,41 +155,6 @@ def _reference_has_gpus(c: RunRecord) -> str | None:
     if placement != "dedicated" and num > 0:
         return f'expected "dedicated" with topology.gpus_for_ref = {num}, got {show(placement)}'
     return None
-
-
-def _of_processes(key: str) -> Rule:
-    def check(c: RunRecord) -> str | None:
-        if c.topology is None or value_at(c, key) in (None, default_of(key)):
-            return None
-        if c.topology.gpus_for_training > 1 or c.has_replicas:
-            return None
-        return (
-            "has no effect with topology.gpus_for_training = 1: one process learns, and nothing waits for it; have "
-            "more, or remove this"
-        )
-
-    return Rule(key, check)
-
-
-def _of_weights_on_their_way(key: str) -> Rule:
-    def check(c: RunRecord) -> str | None:
-        if value_at(c, key) in (None, default_of(key)) or c.rollout.engine != "local" or c.has_replicas:
-            return None
-        return (
-            f'has no effect with rollout.engine = "local": it shares the learner\'s weights; set '
-            f"{show(default_of(key))}, or remove this"
-        )
-
-    return Rule(key, check)
-
-
-@rule("training.weight_sync.in_flight")
-def _something_is_in_flight(c: RunRecord) -> str | None:
-    if c.weight_sync.in_flight is None or c.training.max_staleness > 0:
-        return None
-    return (
-        "has no effect with training.max_staleness = 0: no call is in flight at an update; raise that, or remove this"
-    )
 
 
 @rule("training.weight_sync.mode")
@@ -324,14 +243,6 @@ def _weights_stay(c: RunRecord) -> str | None:
     )
 
 
-@rule("training.weight_sync.direct")
-def _direct_is_of_files(c: RunRecord) -> str | None:
-    transfer = c.weight_sync.transfer
-    if transfer == "files" or c.weight_sync.direct:
-        return None
-    return f"has no effect with {_TRANSFER} {show(transfer)}, which writes no files: set true, or remove this"
-
-
 @rule(_TRANSFER)
 def _gpus_are_reached(c: RunRecord) -> str | None:
     transfer, has_own_gpus = c.weight_sync.transfer, c.topology is not None and c.topology.type != "colocated"
@@ -349,54 +260,11 @@ def _gpus_are_reached(c: RunRecord) -> str | None:
     return None
 
 
-# Training on the samples of an endpoint (rollout.rescore): the learner's own logprobs take the place of the sampler's,
-# which are zeros if the endpoint gives text only. So nothing may read the sampler's.
-@rule("rollout.rescore")
-def _samples_are_an_endpoints(c: RunRecord) -> str | None:
-    if not c.rollout.rescore or c.rollout.engine == "http":
-        return None
-    return (
-        f"has no effect with rollout.engine {show(c.rollout.engine)}, which samples from the learner's own weights: "
-        'set that to "http", or remove this'
-    )
+def _has_processes(c: RunRecord) -> bool:
+    return c.topology is None or c.topology.gpus_for_training > 1 or c.has_replicas
 
 
-@rule("rollout.rescore")
-def _no_app_plays(c: RunRecord) -> str | None:
-    # A gateway asks one engine, and with rescore training and evaluation have one each.
-    if not c.rollout.rescore or not c.has_app:
-        return None
-    return "true trains on environments that are played here, not by task apps: remove services.task_url, or this"
-
-
-@rule("training.max_staleness")
-def _nothing_is_played_ahead(c: RunRecord) -> str | None:
-    age = c.training.max_staleness
-    if not c.rollout.rescore or age == 0:
-        return None
-    return f"expected 0 with rollout.rescore = true, got {age}: the weights that sample have no version to be behind"
-
-
-def _needs_no_weights(key: str) -> Rule:
-    def check(c: RunRecord) -> str | None:
-        if c.rollout.engine != "http" or value_at(c, key) in (None, default_of(key)):
-            return None
-        return (
-            f'has no effect with rollout.engine "http", which gets no weights: set {show(default_of(key))}, or remove '
-            "this"
-        )
-
-    return Rule(key, check)
-
-
-def _of_own_server(key: str, urls: str) -> Rule:
-    # These were chosen when the server was started: here they would change nothing.
-    return no_effect(key, urls, lambda urls: not urls, "such a server was told by who started it")
-
-
-def _sleeps_beside(other: str, acts: Any, advice: str) -> Rule:
-    return no_effect("vllm.sleep_while_learning", other, acts, advice)
-
+_VLLM_OF_A_SERVER = [f"vllm.{name}" for name in VllmSection.model_fields if name not in ("max_model_len", "dtype")]
 
 SERVICE_RULES = (
     *rules_in(globals()),
@@ -417,22 +285,43 @@ SERVICE_RULES = (
     ),
     acts_with("topology.ray_address", "topology.type", "cluster"),
     *(
-        _of_processes(f"topology.{name}")
+        idle(
+            f"topology.{name}",
+            _has_processes,
+            "has no effect with topology.gpus_for_training = 1: one process learns, and nothing waits for it; have "
+            "more, or remove this",
+        )
         for name in ("heartbeat_seconds", "group_timeout_seconds", "launcher", "ray_address", "max_restarts")
     ),
     *(
-        _of_own_server(f"vllm.{name}", "services.engine_urls")
-        for name in VllmSection.model_fields
-        if name not in ("max_model_len", "dtype")
+        # These were chosen when the server was started: here they would change nothing.
+        no_effect(key, "services.engine_urls", lambda urls: not urls, "such a server was told by who started it")
+        for key in _VLLM_OF_A_SERVER
     ),
-    _sleeps_beside(
-        "topology.type", lambda kind: kind in (None, "colocated"), "vLLM has GPUs of its own there; set false"
+    *(
+        no_effect("vllm.sleep_while_learning", other, acts, advice)
+        for other, acts, advice in (
+            (
+                "topology.type",
+                lambda kind: kind in (None, "colocated"),
+                "vLLM has GPUs of its own there; set false",
+            ),
+            (
+                "training.max_staleness",
+                lambda steps: steps == 0,
+                "episodes are played while the learner works; set 0",
+            ),
+        )
     ),
-    _sleeps_beside(
-        "training.max_staleness", lambda steps: steps == 0, "episodes are played while the learner works; set 0"
+    *(
+        idle(
+            key,
+            lambda c: c.rollout.engine != "local" or c.has_replicas,
+            'has no effect with rollout.engine = "local": it shares the learner\'s weights; set '
+            f"{show(default_of(key))}, or remove this",
+        )
+        for key in ("training.weight_sync_interval", "training.weight_sync.verify_every_k")
     ),
-    _of_weights_on_their_way("training.weight_sync_interval"),
-    _of_weights_on_their_way("training.weight_sync.verify_every_k"),
     no_effect(
         "training.weight_sync.direct",
         "rollout.engine",
@@ -445,7 +334,76 @@ SERVICE_RULES = (
     ),
     acts_with("services.engine_model", "rollout.engine", "http"),
     *(
-        _needs_no_weights(f"training.{name}")
+        idle(
+            f"training.{name}",
+            lambda c: c.rollout.engine != "http",
+            'has no effect with rollout.engine "http", which gets no weights: set '
+            f"{show(default_of(f'training.{name}'))}, or remove this",
+        )
         for name in ("weight_sync_interval", "weight_sync.direct", "weight_sync.verify_every_k")
+    ),
+    idle(
+        "training.weight_sync.in_flight",
+        lambda c: c.training.max_staleness > 0,
+        "has no effect with training.max_staleness = 0: no call is in flight at an update; raise that, or remove this",
+    ),
+    idle(
+        "training.weight_sync.direct",
+        lambda c: c.weight_sync.transfer == "files",
+        lambda c: (
+            f"has no effect with {_TRANSFER} {show(c.weight_sync.transfer)}, which writes no files: set true, or "
+            "remove this"
+        ),
+    ),
+    idle(
+        "learner.sequence_parallel",
+        lambda c: not c.model.torch_compile,
+        "layers that exchange tokens are not compiled: set 1, or model.torch_compile to false",
+    ),
+    idle(
+        "learner.cpu_offload",
+        lambda c: c.gpu_count != 0,
+        "with compute.gpu_count = 0 all of it is in the processor's memory already: set false, or have GPUs",
+    ),
+    idle(
+        "compute.gpu_type",
+        lambda c: c.gpu_count != 0,
+        "has no effect with compute.gpu_count = 0: remove one of them",
+    ),
+    idle(
+        "topology",
+        lambda c: not c.endpoints.engine_urls,
+        "splits GPUs with vLLM in this process, but services.engine_urls names servers: remove one of them",
+    ),
+    idle("vllm", lambda c: c.rollout.engine == "vllm", _not_of_vllm),
+    idle("topology", _has_places, _not_of_vllm),
+    idle(
+        "services.engine_urls",
+        lambda c: c.rollout.engine != "local",  # a server has its own weights, the local engine the learner's
+        'has no effect with rollout.engine "local": set that to "vllm" or "http", or remove this',
+    ),
+    # Training on the samples of an endpoint: the learner's own logprobs take the place of the sampler's, which are
+    # zeros if the endpoint gives text only. So nothing may read the sampler's.
+    idle(
+        "rollout.rescore",
+        lambda c: c.rollout.engine == "http",
+        lambda c: (
+            f"has no effect with rollout.engine {show(c.rollout.engine)}, which samples from the learner's own "
+            'weights: set that to "http", or remove this'
+        ),
+    ),
+    # A gateway asks one engine, and with rescore training and evaluation have one each.
+    idle(
+        "rollout.rescore",
+        lambda c: not c.has_app,
+        "true trains on environments that are played here, not by task apps: remove services.task_url, or this",
+    ),
+    idle(
+        "training.max_staleness",
+        lambda c: not c.rollout.rescore,
+        lambda c: (
+            f"expected 0 with rollout.rescore = true, got {c.training.max_staleness}: the weights that sample have "
+            "no version to be behind"
+        ),
     ),
 )

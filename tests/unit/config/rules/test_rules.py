@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 
+from gspo_gym.config.record import Rule, RunRecord, partial_record, problems_of
 from gspo_gym.config.run_config import RunConfig
+from gspo_gym.config.words import Problem
 
 Problems = Callable[[dict[str, Any]], list[str]]
 Make = Callable[[dict[str, Any]], RunConfig]
@@ -725,3 +727,11 @@ def test_just_inside_every_contradiction_is_fine(name: str, make: Make) -> None:
 def test_two_rules_may_speak_about_one_file(problems: Problems) -> None:
     lines = problems({"loss.unit": "token", "training.batch_size": 24})
     assert [line.split(":")[0] for line in lines] == ["training.batch_size", "loss.unit"]
+
+
+def test_a_rule_waits_for_a_value_that_is_wrong_by_itself_and_for_nothing_else(make: Make) -> None:
+    record = partial_record(RunRecord, make({}).model_dump(), frozenset({"loss.unit"}))
+    assert problems_of([Rule("loss.unit", lambda c: c.loss.unit)], record) == []
+    assert problems_of([Rule("loss.unit", lambda c: c.model.label)], record) == [Problem("loss.unit", "quickstart")]
+    with pytest.raises(AttributeError, match="no attribute 'units'"):
+        problems_of([Rule("loss.unit", lambda c: c.loss.units)], record)  # type: ignore[attr-defined]
