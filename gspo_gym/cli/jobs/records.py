@@ -21,7 +21,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from gspo_gym.base.leftovers import end_with_us, has_ended, in_temporary_folder
 from gspo_gym.cli.jobs.store import Event, Job, Status, Store
@@ -269,14 +269,18 @@ def tar_of(folder: Path, names: Sequence[str], prefix: str) -> Iterator[bytes]:
     yield bytes(2 * tarfile.BLOCKSIZE)
 
 
-class Push(Protocol):
-    """Exports a run's newest model and pushes it to the hub; returns the repository's URL."""
+@dataclass(frozen=True, slots=True)
+class Export:
+    """A push of the newest model in a run's folder to the hub."""
 
-    async def __call__(self, run_folder: Path, repo: str, *, is_private: bool, is_merged: bool) -> str: ...
+    folder: Path
+    repo: str
+    is_private: bool
+    is_merged: bool
 
 
-async def push(run_folder: Path, repo: str, *, is_private: bool, is_merged: bool) -> str:
-    """Export a run's newest model and push it to the hub; return the repository's URL.
+async def push(export: Export) -> str:
+    """Export the model and push it to the hub; return the repository's URL.
 
     HF_TOKEN and HF_ENDPOINT are those of the service's environment.
 
@@ -286,9 +290,9 @@ async def push(run_folder: Path, repo: str, *, is_private: bool, is_merged: bool
     # In other processes, because the service must not load a model.
     with in_temporary_folder("gspo-gym-export-") as folder:
         scratch = Path(folder)
-        verb = "merge" if is_merged else "export"
-        await _models([verb, str(run_folder), "--out", str(scratch / "model")], scratch)
-        return await _models(["push", str(scratch / "model"), repo, *(["--private"] if is_private else [])], scratch)
+        verb, private = "merge" if export.is_merged else "export", ["--private"] if export.is_private else []
+        await _models([verb, str(export.folder), "--out", str(scratch / "model")], scratch)
+        return await _models(["push", str(scratch / "model"), export.repo, *private], scratch)
 
 
 async def _models(words: Sequence[str], scratch: Path) -> str:
