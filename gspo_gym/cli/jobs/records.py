@@ -12,12 +12,14 @@ import contextlib
 import hashlib
 import heapq
 import json
+import os
 import re
+import signal
 import subprocess
 import sys
 import tarfile
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -298,27 +300,46 @@ async def push(export: Export) -> str:
 async def _models(words: Sequence[str], scratch: Path) -> str:
     """Run `gspo-gym models`; return the last line of its output. Cancelling this kills it."""
     log = scratch / "log.txt"
-    with log.open("wb") as errors:
-        process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "gspo_gym.cli", "models", *words),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=errors,
-        )
-    end_with_us(process.pid)
-    try:
-        async with asyncio.timeout(_EXPORT_SECONDS):
-            output, _ = await process.communicate()
-    except TimeoutError:
-        raise ServiceError(f"gspo-gym models {words[0]} did not end in {_EXPORT_SECONDS:g} s") from None
-    finally:
-        if process.returncode is None:
-            process.kill()
-            await process.wait()
-        has_ended(process.pid)
+    async with running([sys.executable, "-m", "gspo_gym.cli", "models", *words], log) as process:
+        try:
+            async with asyncio.timeout(_EXPORT_SECONDS):
+                output, _ = await process.communicate()
+        except TimeoutError:
+            raise ServiceError(f"gspo-gym models {words[0]} did not end in {_EXPORT_SECONDS:g} s") from None
     if process.returncode:
         raise ServiceError(last_error(log) or f"gspo-gym models {words[0]} ended with status {process.returncode}")
     return (output.decode().strip().splitlines() or [""])[-1]
+
+
+@contextlib.asynccontextmanager
+async def running(
+    command: Sequence[str], log: Path, environ: Mapping[str, str] | None = None, *, stop_seconds: float = 0.0
+) -> AsyncIterator[asyncio.subprocess.Process]:
+    """Run a program with its errors in `log`, in a group that ends with the block, or with this process.
+
+    It is told by SIGTERM, and killed after `stop_seconds`, with what it has left behind.
+    """
+    with log.open("wb") as errors:
+        process = await asyncio.create_subprocess_exec(
+            *command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            env=environ,
+            start_new_session=True,  # else Ctrl-C would reach it before the service has ended its requests
+        )
+    end_with_us(process.pid, is_group=True)
+    try:
+        yield process
+    finally:
+        if process.returncode is None:
+            process.terminate()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(process.wait(), stop_seconds)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        await process.wait()
+        has_ended(process.pid, is_group=True)
 
 
 _TRAINED = re.compile(r"(?:[^:]+:.*:)?(job_[0-9a-f]{24})(:step_\d+)?")  # the id of a model that a job trained
