@@ -151,8 +151,8 @@ class PythonJudge:
         Raises:
             JudgeError: the function raised, took too long, or returned something else.
         """
-        flags = suspicions(request.trajectory)
         whole = read_transcript(request.trajectory, show_reasoning=self._show_reasoning)
+        flags = suspicions(request.trajectory)
         if all(whole.is_empty_turn(turn) for turn in range(whole.num_turns)):
             event, outcome = request.rubrics.event, request.rubrics.outcome
             events = (review_of(event, None, BY_RULE),) * whole.num_turns if event else ()

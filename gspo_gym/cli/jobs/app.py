@@ -13,8 +13,7 @@ import json
 import re
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from datetime import datetime
 from functools import partial
 from pathlib import Path
@@ -26,7 +25,7 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 
 from gspo_gym.cli.jobs.inference import ModelToServe
 from gspo_gym.cli.jobs.records import (
-    Push,
+    Export,
     model_files_of,
     model_id_of,
     parse_request,
@@ -330,29 +329,19 @@ _MAX_EXPORTS = 64  # at once, of which all but one wait
 _MAX_REMEMBERED_EXPORTS = 256
 
 
-@dataclass(frozen=True, slots=True)
-class Export:
-    """A push of a run's model to the hub."""
-
-    folder: Path
-    repo: str
-    is_private: bool
-    is_merged: bool
-
-
 class Exports:
     """The exports of this service's life, oldest first; they outlive the requests for them.
 
     One works at a time, for each loads a model.
     """
 
-    def __init__(self, push: Push) -> None:
+    def __init__(self, push: Callable[[Export], Awaitable[str]]) -> None:
         self._push = push
         self._tasks: dict[str, tuple[Export, asyncio.Task[str]]] = {}
         self._lock = asyncio.Lock()
 
-    def begin(self, export: Export) -> str:
-        """Begin an export; return its id, or that of the same one if it is under way already.
+    def begin(self, export: Export) -> tuple[str, asyncio.Task[str]]:
+        """Begin an export; return its id and its work, or those of the same one if it is under way already.
 
         Raises:
             RefusalError: 429, too many are waiting.
@@ -362,16 +351,13 @@ class Exports:
             del self._tasks[export_id]
         for export_id, (other, task) in self._tasks.items():
             if other == export and not task.done():
-                return export_id
+                return export_id, task
         if (num_open := sum(not task.done() for _, task in self._tasks.values())) >= _MAX_EXPORTS:
             raise RefusalError(429, "queue_full", f"{num_open} exports are waiting, as many as may")
         export_id = f"export_{secrets.token_hex(12)}"
-        self._tasks[export_id] = (export, asyncio.create_task(self._work(export)))
-        return export_id
-
-    def task(self, export_id: str) -> asyncio.Task[str]:
-        """Return the work of an export that was begun here."""
-        return self._tasks[export_id][1]
+        task = asyncio.create_task(self._work(export))
+        self._tasks[export_id] = (export, task)
+        return export_id, task
 
     def to_wire(self, export_id: str) -> Json:
         """Return an export's state.
@@ -399,9 +385,7 @@ class Exports:
 
     async def _work(self, export: Export) -> str:
         async with self._lock:
-            return await self._push(
-                export.folder, export.repo, is_private=export.is_private, is_merged=export.is_merged
-            )
+            return await self._push(export)
 
 
 class ModelRoutes:
@@ -465,8 +449,8 @@ class ModelRoutes:
         is_merged = body.get("artifact_kind") not in (None, "lora")
         job, _ = await asyncio.to_thread(self.service.model, key)
         folder = self.service.supervisor.run_folder(job.job_id)
-        export_id = self.exports.begin(Export(folder, repo, body.get("visibility") != "public", is_merged))
-        task = self.exports.task(export_id)
+        is_private = body.get("visibility") != "public"
+        export_id, task = self.exports.begin(Export(folder, repo, is_private, is_merged))
         # `wait` and no `wait_for`: the export goes on where its request is answered.
         await self._unless_stopping(asyncio.wait({task}, timeout=self.service.export_answer_seconds))
         if task.done():

@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import re
 import secrets
-import subprocess
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,8 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from fastapi import Request
 from fastapi.responses import StreamingResponse
 
-from gspo_gym.base.leftovers import end_with_us, has_ended
-from gspo_gym.cli.jobs.records import last_error
+from gspo_gym.cli.jobs.records import last_error, running
 from gspo_gym.errors import ServiceError
 from gspo_gym.remote.guard import Receive, RefusalError, Scope, Send, until_gone
 
@@ -50,6 +47,7 @@ class _Child:
     """The process that serves a model.
 
     Attributes:
+        stack: ends the process and the client.
         num_requests: that it is answering. is_idle: set while there are none.
         is_lost: a connection to it failed.
     """
@@ -58,6 +56,7 @@ class _Child:
     process: asyncio.subprocess.Process
     client: httpx.AsyncClient
     draining: asyncio.Task[None]
+    stack: contextlib.AsyncExitStack
     num_requests: int = 0
     is_lost: bool = False
     is_idle: asyncio.Event = field(default_factory=asyncio.Event)
@@ -193,44 +192,37 @@ class Inference:
 
         key = secrets.token_urlsafe(32)
         options = ["--name", model.name, "--port", "0", "--api-key-env", _KEY]
-        try:
-            with self._log.open("wb") as log:
-                process = await asyncio.create_subprocess_exec(
-                    *(*self._command, model.source, *options),
-                    stdin=subprocess.DEVNULL,
-                    stdout=subprocess.PIPE,
-                    stderr=log,
-                    env={**self._environ, _KEY: key},
-                    start_new_session=True,  # else Ctrl-C would reach it before the service has ended its requests
-                )
-        except OSError as error:
-            raise RefusalError(424, "model_failed", f"{model.name}: cannot be started: {error}") from error
-        end_with_us(process.pid, is_group=True)
-        try:
-            async with asyncio.timeout(_START_SECONDS):
-                url = await _url_of(process)
-        except BaseException as error:
-            await _stop(process)
-            if not isinstance(error, (ServiceError, TimeoutError)):
-                raise
-            raise RefusalError(424, "model_failed", f"{model.name}: {self._reason(error)}") from error
-        client = httpx.AsyncClient(
-            base_url=f"{url}/v1",
-            headers={"authorization": f"Bearer {key}"},
-            timeout=None,  # a client that has enough hangs up
-            # Kept ones would be of a process that may have died.
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),
-            trust_env=False,
-        )
-        child = _Child(model, process, client, asyncio.create_task(_drain(process)))
+        command, environ = [*self._command, model.source, *options], {**self._environ, _KEY: key}
+        async with contextlib.AsyncExitStack() as stack:
+            try:
+                starting = running(command, self._log, environ, stop_seconds=_STOP_SECONDS)
+                process = await stack.enter_async_context(starting)
+            except OSError as error:
+                raise RefusalError(424, "model_failed", f"{model.name}: cannot be started: {error}") from error
+            try:
+                async with asyncio.timeout(_START_SECONDS):
+                    url = await _url_of(process)
+            except (ServiceError, TimeoutError) as error:
+                await stack.aclose()  # then its log is whole
+                raise RefusalError(424, "model_failed", f"{model.name}: {self._reason(error)}") from error
+            draining = asyncio.create_task(_drain(process))
+            client = httpx.AsyncClient(
+                base_url=f"{url}/v1",
+                headers={"authorization": f"Bearer {key}"},
+                timeout=None,  # a client that has enough hangs up
+                # Kept ones would be of a process that may have died.
+                limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),
+                trust_env=False,
+            )
+            await stack.enter_async_context(client)
+            child = _Child(model, process, client, draining, stack.pop_all())
         child.is_idle.set()
         return child
 
     async def _end(self) -> None:
         child, self._child = self._child, None
         if child is not None:
-            await child.client.aclose()
-            await _stop(child.process)
+            await child.stack.aclose()
             await child.draining
 
     def _reason(self, error: BaseException) -> str:
@@ -250,18 +242,6 @@ async def _drain(process: asyncio.subprocess.Process) -> None:
     assert process.stdout is not None
     while await process.stdout.read(65_536):
         pass
-
-
-async def _stop(process: asyncio.subprocess.Process) -> None:
-    """End the process and its group, first by SIGTERM."""
-    if process.returncode is None:
-        process.terminate()
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(process.wait(), _STOP_SECONDS)
-    with contextlib.suppress(ProcessLookupError):  # also what it has left behind
-        os.killpg(process.pid, 9)
-    await process.wait()
-    has_ended(process.pid, is_group=True)
 
 
 async def _unless_gone(work: Awaitable[httpx.Response], request: Request) -> httpx.Response:

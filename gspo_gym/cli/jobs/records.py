@@ -12,16 +12,18 @@ import contextlib
 import hashlib
 import heapq
 import json
+import os
 import re
+import signal
 import subprocess
 import sys
 import tarfile
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from gspo_gym.base.leftovers import end_with_us, has_ended, in_temporary_folder
 from gspo_gym.cli.jobs.store import Event, Job, Status, Store
@@ -269,14 +271,18 @@ def tar_of(folder: Path, names: Sequence[str], prefix: str) -> Iterator[bytes]:
     yield bytes(2 * tarfile.BLOCKSIZE)
 
 
-class Push(Protocol):
-    """Exports a run's newest model and pushes it to the hub; returns the repository's URL."""
+@dataclass(frozen=True, slots=True)
+class Export:
+    """A push of the newest model in a run's folder to the hub."""
 
-    async def __call__(self, run_folder: Path, repo: str, *, is_private: bool, is_merged: bool) -> str: ...
+    folder: Path
+    repo: str
+    is_private: bool
+    is_merged: bool
 
 
-async def push(run_folder: Path, repo: str, *, is_private: bool, is_merged: bool) -> str:
-    """Export a run's newest model and push it to the hub; return the repository's URL.
+async def push(export: Export) -> str:
+    """Export the model and push it to the hub; return the repository's URL.
 
     HF_TOKEN and HF_ENDPOINT are those of the service's environment.
 
@@ -286,35 +292,54 @@ async def push(run_folder: Path, repo: str, *, is_private: bool, is_merged: bool
     # In other processes, because the service must not load a model.
     with in_temporary_folder("gspo-gym-export-") as folder:
         scratch = Path(folder)
-        verb = "merge" if is_merged else "export"
-        await _models([verb, str(run_folder), "--out", str(scratch / "model")], scratch)
-        return await _models(["push", str(scratch / "model"), repo, *(["--private"] if is_private else [])], scratch)
+        verb, private = "merge" if export.is_merged else "export", ["--private"] if export.is_private else []
+        await _models([verb, str(export.folder), "--out", str(scratch / "model")], scratch)
+        return await _models(["push", str(scratch / "model"), export.repo, *private], scratch)
 
 
 async def _models(words: Sequence[str], scratch: Path) -> str:
     """Run `gspo-gym models`; return the last line of its output. Cancelling this kills it."""
     log = scratch / "log.txt"
-    with log.open("wb") as errors:
-        process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "gspo_gym.cli", "models", *words),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=errors,
-        )
-    end_with_us(process.pid)
-    try:
-        async with asyncio.timeout(_EXPORT_SECONDS):
-            output, _ = await process.communicate()
-    except TimeoutError:
-        raise ServiceError(f"gspo-gym models {words[0]} did not end in {_EXPORT_SECONDS:g} s") from None
-    finally:
-        if process.returncode is None:
-            process.kill()
-            await process.wait()
-        has_ended(process.pid)
+    async with running([sys.executable, "-m", "gspo_gym.cli", "models", *words], log) as process:
+        try:
+            async with asyncio.timeout(_EXPORT_SECONDS):
+                output, _ = await process.communicate()
+        except TimeoutError:
+            raise ServiceError(f"gspo-gym models {words[0]} did not end in {_EXPORT_SECONDS:g} s") from None
     if process.returncode:
         raise ServiceError(last_error(log) or f"gspo-gym models {words[0]} ended with status {process.returncode}")
     return (output.decode().strip().splitlines() or [""])[-1]
+
+
+@contextlib.asynccontextmanager
+async def running(
+    command: Sequence[str], log: Path, environ: Mapping[str, str] | None = None, *, stop_seconds: float = 0.0
+) -> AsyncIterator[asyncio.subprocess.Process]:
+    """Run a program with its errors in `log`, in a group that ends with the block, or with this process.
+
+    It is told by SIGTERM, and killed after `stop_seconds`, with what it has left behind.
+    """
+    with log.open("wb") as errors:
+        process = await asyncio.create_subprocess_exec(
+            *command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            env=environ,
+            start_new_session=True,  # else Ctrl-C would reach it before the service has ended its requests
+        )
+    end_with_us(process.pid, is_group=True)
+    try:
+        yield process
+    finally:
+        if process.returncode is None:
+            process.terminate()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(process.wait(), stop_seconds)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        await process.wait()
+        has_ended(process.pid, is_group=True)
 
 
 _TRAINED = re.compile(r"(?:[^:]+:.*:)?(job_[0-9a-f]{24})(:step_\d+)?")  # the id of a model that a job trained

@@ -24,7 +24,7 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,7 @@ from fastapi import Request
 from gspo_gym.base.files import make_folder, replace_file, take_lock, writing
 from gspo_gym.base.http import read_json
 from gspo_gym.cli.jobs.inference import Inference
-from gspo_gym.cli.jobs.records import Follower, Machine, Push, checkpoints_of, last_error, model_id_of, push
+from gspo_gym.cli.jobs.records import Export, Follower, Machine, checkpoints_of, last_error, model_id_of, push
 from gspo_gym.cli.jobs.store import ACTIVE, Event, Job, Store
 from gspo_gym.errors import GymError, RecordError, StorageError
 from gspo_gym.remote.apps.client import AppKeys
@@ -325,7 +325,7 @@ class JobsService:
     app_keys: AppKeys | None = None
     machine: Machine = field(default_factory=Machine)
     is_stopping: Callable[[], bool] = lambda: False
-    push: Push = push
+    push: Callable[[Export], Awaitable[str]] = push
     export_answer_seconds: float = 20.0
 
     def job(self, job_id: str) -> Job:
