@@ -20,8 +20,8 @@ from typing import Any
 import numpy as np
 
 from gspo_gym import errors
+from gspo_gym.base.messages import message_from_wire
 from gspo_gym.env.core import Isolation
-from gspo_gym.env.rewards import Reward
 from gspo_gym.env.workers.limits import LIMIT_SIGNAL, WorkerLimits
 from gspo_gym.env.workers.pool import POOL, ProcessPool, WorkerEndedError, WorkerProcess
 from gspo_gym.env.workers.target import ProcessTarget, target_of
@@ -29,22 +29,19 @@ from gspo_gym.env.workers.threads import OwnThread
 from gspo_gym.env.workers.wire import (
     MAX_REQUEST_BYTES,
     Json,
+    Step,
     cause_from_json,
     encode,
-    message_from_json,
     message_to_json,
-    messages_to_json,
     require_json,
-    step_result_from_json,
-    tool_schemas_from_json,
+    step_from_json,
 )
 from gspo_gym.errors import ActionLimitError, EnvDiedError, EnvError, EnvTimeoutError, GymError, UsageError
-from gspo_gym.types import Message, StepResult
+from gspo_gym.types import Message
 
 _log = logging.getLogger(__name__)
 
 Reset = tuple[Sequence[Message], Mapping[str, Any]]
-Step = tuple[Sequence[Message], float | None, bool, bool, Mapping[str, Any]]
 
 
 class ProcessEnv:
@@ -99,7 +96,7 @@ class ProcessEnv:
         declared = self._open(target, start_timeout_seconds)
         low, high = declared["reward_range"]
         self.takes_messages: bool = declared["takes_messages"]
-        self.tool_schemas = tool_schemas_from_json(declared["tool_schemas"], where=f"{self.env_id}: tool_schemas")
+        self.tool_schemas: tuple[Mapping[str, Any], ...] = tuple(declared["tool_schemas"])
         self.reward_range: tuple[float, float] = (low, high)
         self.policies = {name: _RemotePolicy(name) for name in declared["policies"]}
         self.declared_isolation: Isolation | None = declared["isolation"]
@@ -116,16 +113,16 @@ class ProcessEnv:
     async def reset(self, *, seed: int, options: Mapping[str, Any] | None = None) -> Reset:
         """Start an episode and return (messages, info). The methods raise what `EnvSession` raises."""
         checked = None if options is None else require_json(dict(options), where=f"{self.env_id}: options of reset()")
-        result = self._result("reset", await self._ask("reset", {"seed": int(seed), "options": checked}))
-        return result.messages, result.info
+        messages, _, _, _, info = await self._step("reset", {"seed": int(seed), "options": checked})
+        return messages, info
 
     async def step(self, action: Message | str) -> Step:
         message = Message("assistant", action) if isinstance(action, str) else action
-        return _as_step(self._result("step", await self._ask("step", {"action": message_to_json(message)})))
+        return await self._step("step", {"action": message_to_json(message)})
 
     async def invalid_action(self, error: str) -> Step:
         """Return the answer to text that could not be read as an action."""
-        return _as_step(self._result("invalid_action", await self._ask("invalid_action", {"error": error})))
+        return await self._step("invalid_action", {"error": error})
 
     async def close(self) -> None:
         """Close the environment and return its process to the pool, or end one that leaked; again does nothing."""
@@ -236,8 +233,8 @@ class ProcessEnv:
         kind = getattr(errors, str(answer["error"]), EnvError)
         raise kind(answer["text"]) from cause_from_json(answer["cause"])
 
-    def _result(self, method: str, answer: Json) -> StepResult:
-        return step_result_from_json(answer, where=f"{self.env_id}: {method}()")
+    async def _step(self, method: str, request: Mapping[str, Json]) -> Step:
+        return step_from_json(await self._ask(method, request), where=f"{self.env_id}: {method}()")
 
     def _next_player(self) -> int:
         self._num_players += 1
@@ -245,7 +242,7 @@ class ProcessEnv:
 
     async def _say(self, request: Mapping[str, Json]) -> Message | str:
         reply = await self._ask("say", request)
-        return reply if isinstance(reply, str) else message_from_json(reply, where=f"{self.env_id}: the player")
+        return reply if isinstance(reply, str) else message_from_wire(reply, where=f"{self.env_id}: the player")
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,16 +258,9 @@ class _RemotePolicy:
         player = {"player": env._next_player(), "policy": self.name, "generator": state}
 
         async def say(messages: Sequence[Message]) -> Message | str:
-            return await env._say({**player, "messages": messages_to_json(messages)})
+            return await env._say({**player, "messages": [message_to_json(message) for message in messages]})
 
         return say
-
-
-def _as_step(result: StepResult) -> Step:
-    reward: float | None = result.reward
-    if reward is not None and (result.reward_terms or result.events or result.success is not None):
-        reward = Reward(result.reward_terms, events=result.events, success=result.success)
-    return result.messages, reward, result.terminated, result.truncated, result.info
 
 
 def _death(status: int | None) -> str:

@@ -1,7 +1,7 @@
 """The JSON form of what passes between the program and a worker process.
 
-JSON and not pickle: an environment must not be able to run code in the program. Decoding is strict. Records pass
-unchanged, floats to the last bit; only `info`, which is for people, is made fit for JSON.
+JSON and not pickle: an environment must not be able to run code in the program. Results pass unchanged, floats to the
+last bit, and are checked as those of any environment; only `info`, which is for people, is made fit for JSON.
 """
 
 from __future__ import annotations
@@ -13,13 +13,16 @@ from typing import Any
 
 import numpy as np
 
-from gspo_gym.errors import ContractError, GymError, RecordError, described
-from gspo_gym.types import Message, StepResult, ToolCall
+from gspo_gym.env.rewards import Reward
+from gspo_gym.env.session import as_messages
+from gspo_gym.errors import ContractError, GymError, described
+from gspo_gym.types import Message, StepResult
 
 MAX_REQUEST_BYTES = 64 * 2**20  # a player that runs in the worker is sent the whole conversation
 MAX_ANSWER_BYTES = 4 * 2**20  # an observation; a million tokens of context are about as long
 
 Json = Any  # dict with text keys, list, str, int, float, bool or None
+Step = tuple[Sequence[Message], float | None, bool, bool, Mapping[str, Any]]
 
 
 def encode(value: Json, *, max_bytes: int, where: str) -> bytes:
@@ -41,9 +44,6 @@ def decode(payload: bytes) -> Json:
 REFUSALS: tuple[type[Exception], ...] = (ValueError, TypeError, LookupError)
 _MAX_CAUSE_CHARS = 2_000
 _MAX_DEPTH = 20  # of nested values in info; deeper ones become text
-_TEXT = (str,)
-_TEXT_OR_NOTHING = (str, type(None))
-_NUMBER_OR_NOTHING = (int, float, type(None))
 
 
 def message_to_json(message: Message) -> dict[str, Json]:
@@ -54,42 +54,10 @@ def message_to_json(message: Message) -> dict[str, Json]:
     return wire
 
 
-def message_from_json(value: Json, *, where: str) -> Message:
-    """Return the message that `message_to_json` wrote; a ContractError that starts with `where` for another form.
-    >>> message_from_json({"role": "user", "content": "Hi."}, where="here").content
-    'Hi.'
-    """
-    optional = ("tool_calls", "tool_call_id", "name", "reasoning_content")
-    fields = _object(value, ("role", "content"), optional, where)
-    calls = _list(fields.get("tool_calls", []), f"{where}: tool_calls")
-    try:
-        return Message(
-            _typed(fields, "role", _TEXT, where),
-            _typed(fields, "content", _TEXT, where),
-            tuple(_call_from_json(call, f"{where}: tool call {index}") for index, call in enumerate(calls)),
-            tool_call_id=_typed(fields, "tool_call_id", _TEXT_OR_NOTHING, where),
-            name=_typed(fields, "name", _TEXT_OR_NOTHING, where),
-            reasoning_content=_typed(fields, "reasoning_content", _TEXT_OR_NOTHING, where),
-        )
-    except RecordError as error:
-        raise ContractError(f"{where}: {error}") from error
-
-
-def messages_to_json(messages: Sequence[Message]) -> list[Json]:
-    """Return `message_to_json` of each message."""
-    return [message_to_json(message) for message in messages]
-
-
-def messages_from_json(value: Json, *, where: str) -> tuple[Message, ...]:
-    """Return the messages that `messages_to_json` wrote; a ContractError for another form."""
-    items = _list(value, where)
-    return tuple(message_from_json(item, where=f"{where}: message {index}") for index, item in enumerate(items))
-
-
-def step_result_to_json(result: StepResult) -> dict[str, Json]:
+def result_to_json(result: StepResult) -> dict[str, Json]:
     """Return all fields of a result; `info` passes through `json_safe`."""
     return {
-        "messages": messages_to_json(result.messages),
+        "messages": [message_to_json(message) for message in result.messages],
         "reward": result.reward,
         "reward_terms": dict(result.reward_terms),
         "terminated": result.terminated,
@@ -100,38 +68,20 @@ def step_result_to_json(result: StepResult) -> dict[str, Json]:
     }
 
 
-def step_result_from_json(value: Json, *, where: str) -> StepResult:
-    """Return the result that `step_result_to_json` wrote; a ContractError for another form."""
-    names = ("messages", "reward", "reward_terms", "terminated", "truncated", "success", "events", "info")
-    fields = _object(value, names, (), where)
-    terms = _mapping(fields["reward_terms"], f"{where}: reward_terms")
-    events = _list(fields["events"], f"{where}: events")
-    reward = _typed(fields, "reward", _NUMBER_OR_NOTHING, where)
+def step_from_json(value: Json, *, where: str) -> Step:
+    """Return what `result_to_json` wrote as a `step` returns it, for a session to check.
+
+    Raises:
+        ContractError: it has another form. Starts with `where`.
+    """
     try:
-        return StepResult(
-            messages_from_json(fields["messages"], where=where),
-            reward=None if reward is None else float(reward),
-            reward_terms={name: float(_typed(terms, name, (int, float), where)) for name in terms},
-            terminated=_typed(fields, "terminated", (bool,), where),
-            truncated=_typed(fields, "truncated", (bool,), where),
-            success=_typed(fields, "success", (bool, type(None)), where),
-            events=tuple(_typed({"event": event}, "event", _TEXT, where) for event in events),
-            info=_mapping(fields["info"], f"{where}: info"),
-        )
-    except RecordError as error:
-        raise ContractError(f"{where}: {error}") from error
-
-
-def tool_schemas_to_json(schemas: Sequence[Mapping[str, Any]], *, where: str) -> list[Json]:
-    """Return OpenAI function schemas unchanged; a ContractError if one is no JSON object."""
-    return [
-        require_json(dict(schema), where=f"{where}: schema of tool {index}") for index, schema in enumerate(schemas)
-    ]
-
-
-def tool_schemas_from_json(value: Json, *, where: str) -> tuple[Mapping[str, Any], ...]:
-    """Return the schemas that `tool_schemas_to_json` wrote; a ContractError for another form."""
-    return tuple(_mapping(schema, f"{where}: schema of tool {i}") for i, schema in enumerate(_list(value, where)))
+        reward, terms, events, success = (value[name] for name in ("reward", "reward_terms", "events", "success"))
+        if reward is not None and (terms or events or success is not None):
+            reward = Reward(terms, events=events, success=success)
+        messages = as_messages(value["messages"], where=where)
+        return messages, reward, value["terminated"], value["truncated"], value["info"]
+    except (TypeError, LookupError, AttributeError) as error:
+        raise ContractError(f"{where}: expected a result, got {described(value)}") from error
 
 
 def require_json(value: Any, *, where: str) -> Json:
@@ -172,43 +122,6 @@ def json_safe(value: Any, depth: int = 0) -> Json:
     if depth < _MAX_DEPTH and isinstance(value, list | tuple):
         return [json_safe(item, depth + 1) for item in value]
     return described(value) if depth >= _MAX_DEPTH else repr(value)
-
-
-def _call_from_json(value: Json, where: str) -> ToolCall:
-    fields = _object(value, ("id", "type", "function"), (), where)
-    function = _object(fields["function"], ("name", "arguments"), (), where)
-    arguments = _mapping(function["arguments"], f"{where}: arguments")
-    return ToolCall(_typed(fields, "id", _TEXT, where), _typed(function, "name", _TEXT, where), arguments)
-
-
-def _object(value: Json, required: Sequence[str], optional: Sequence[str], where: str) -> Mapping[str, Json]:
-    fields = _mapping(value, where)
-    missing = [name for name in required if name not in fields]
-    unknown = [name for name in fields if name not in (*required, *optional)]
-    if missing or unknown:
-        raise ContractError(f"{where}: expected the keys {list(required)}, missing {missing}, unknown {unknown}")
-    return fields
-
-
-def _mapping(value: Json, where: str) -> dict[str, Json]:
-    if not isinstance(value, dict):
-        raise ContractError(f"{where}: expected an object, got {described(value)}")
-    return value
-
-
-def _list(value: Json, where: str) -> list[Json]:
-    if not isinstance(value, list):
-        raise ContractError(f"{where}: expected a list, got {described(value)}")
-    return value
-
-
-def _typed(fields: Mapping[str, Json], name: str, types: tuple[type, ...], where: str) -> Any:
-    value = fields.get(name)
-    # bool is a subclass of int, but True is not accepted as a number.
-    if not isinstance(value, types) or (isinstance(value, bool) and bool not in types):
-        expected = " or ".join("null" if kind is type(None) else kind.__name__ for kind in types)
-        raise ContractError(f"{where}: expected {name} as {expected}, got {described(value)}")
-    return value
 
 
 def refusal_in(error: BaseException | None) -> BaseException | None:

@@ -23,6 +23,7 @@ from typing import Any
 
 import numpy as np
 
+from gspo_gym.base.messages import message_from_wire, messages_from_wire
 from gspo_gym.env.checks.play import GENERATOR, global_state
 from gspo_gym.env.core import ScriptedPolicy
 from gspo_gym.env.playing import spoken_by
@@ -35,11 +36,9 @@ from gspo_gym.env.workers.wire import (
     cause_to_json,
     decode,
     encode,
-    message_from_json,
     message_to_json,
-    messages_from_json,
-    step_result_to_json,
-    tool_schemas_to_json,
+    require_json,
+    result_to_json,
 )
 from gspo_gym.errors import ContractError, GymError, UnknownNameError, UsageError, nearest_name
 from gspo_gym.seeding import child_seed
@@ -183,14 +182,14 @@ class _Worker:  # at most one environment, its players, and what the process hel
             self._seed_generators(request["seed"])
             result = await self._session.reset(request["seed"], request["options"])
         elif method == "step":
-            result = await self._session.step(message_from_json(request["action"], where=f"{self.name}: step()"))
+            result = await self._session.step(message_from_wire(request["action"], where=f"{self.name}: step()"))
         elif method == "invalid_action":
             result = await self._session.invalid_action(request["error"])
         elif method == "say":
             return await self._say(self._session, request)
         else:
             raise UsageError(f"{self.name}: a worker does not know the method {method!r}")
-        return step_result_to_json(result)
+        return result_to_json(result)
 
     async def _open(self, request: Request) -> Any:
         if self._session is not None:
@@ -208,7 +207,9 @@ class _Worker:  # at most one environment, its players, and what the process hel
         self._before = self._before or _possessions()
         env = self._session.env
         return {
-            "tool_schemas": tool_schemas_to_json(self._session.tool_schemas, where=f"{self.name}: tool_schemas"),
+            "tool_schemas": require_json(
+                list(map(dict, self._session.tool_schemas)), where=f"{self.name}: tool_schemas"
+            ),
             "takes_messages": bool(getattr(env, "takes_messages", False)),
             "reward_range": [float(bound) for bound in getattr(env, "reward_range", (-np.inf, np.inf))],
             "policies": list(getattr(env, "policies", {})),
@@ -238,7 +239,7 @@ class _Worker:  # at most one environment, its players, and what the process hel
             if name not in policies:
                 raise UnknownNameError(f"{self.name} has no policy {name!r}; {nearest_name(name, policies)}")
             player = self._players[request["player"]] = policies[name](session.env, _generator(request["generator"]))
-        reply = await spoken_by(player, messages_from_json(request["messages"], where=f"{self.name}: the player"))
+        reply = await spoken_by(player, messages_from_wire(request["messages"], where=f"{self.name}: the player"))
         if not isinstance(reply, str | Message):
             raise ContractError(f"{self.name}: expected a player to say text or a Message, got {type(reply).__name__}")
         return reply if isinstance(reply, str) else message_to_json(reply)
