@@ -51,7 +51,7 @@ _ACTOR_SECONDS = 120.0  # to start one: an interpreter that imports Ray, on a ma
 _RAY_SECONDS = 120.0  # for a try to start Ray, and to join it, for which Ray itself waits without end
 _LEAVE_SECONDS = 10.0
 _NUM_TRIES = 5  # Ray gives its own agents 15 seconds to start, and gives up if a busy machine takes longer
-_STORE_BYTES = 80 * 2**20  # Ray's least: nothing of ours travels through its store of objects
+_STORE_BYTES = 80 * 2**20  # Ray's least; what does not fit into its store of objects, it writes to the disk
 _PROBE_BYTES = 200_000  # an object that Ray keeps in its raylet, not in the process
 _LOOK_SECONDS = 0.1
 _SHOWN = 300  # characters of Ray's reasons
@@ -87,13 +87,7 @@ class RayLauncher:
         silence_seconds: float = 30.0,
         on_end: Callable[[str], object] = lambda _: None,
     ) -> None:
-        # Ray takes others, too: of its dashboard, where a job is submitted, or "local", where it starts another Ray.
-        if address is not None and not _ADDRESS.fullmatch(address):
-            raise ConfigError(
-                f"topology.ray_address (or RAY_ADDRESS): expected HOST:PORT of Ray's head, got {address!r}"
-            )
-        if importlib.util.find_spec("ray") is None:
-            raise MissingExtraError("topology.launcher = \"ray\" needs: pip install 'gspo-gym[ray]'")
+        require_ray(address)
         self._given, self._num_cores = address, num_cores
         self._silence_seconds, self._on_end = silence_seconds, on_end
         self._lock = threading.Lock()
@@ -454,9 +448,9 @@ def joined(address: str | None, *, num_cores: int = 1) -> Iterator[Any]:
     None: it is started here, on loopback, and ended. Ray ends this process when its head or the raylet here is gone.
 
     Raises:
-        MissingExtraError: Ray is not installed. ServiceError: it does not start, or nothing answers there.
+        ConfigError, MissingExtraError: see `require_ray`. ServiceError: it does not start, or nothing answers there.
     """
-    require_ray()
+    require_ray(address)
     with contextlib.ExitStack() as stack:
         variables = {"RAY_USAGE_STATS_ENABLED": "0"}
         if address is None:
@@ -483,8 +477,15 @@ def joined(address: str | None, *, num_cores: int = 1) -> Iterator[Any]:
         yield ray
 
 
-def require_ray() -> None:
-    """Raise a MissingExtraError if Ray is not installed."""
+def require_ray(address: str | None = None) -> None:
+    """Refuse what is no address of a head, and a machine on which Ray is not installed.
+
+    Raises:
+        ConfigError: Ray takes other addresses, too: of its dashboard, or "local", where it starts another Ray.
+        MissingExtraError: it is not installed.
+    """
+    if address is not None and not _ADDRESS.fullmatch(address):
+        raise ConfigError(f"topology.ray_address (or RAY_ADDRESS): expected HOST:PORT of Ray's head, got {address!r}")
     if importlib.util.find_spec("ray") is None:
         raise MissingExtraError("several processes need Ray: pip install 'gspo-gym[ray]'")
 

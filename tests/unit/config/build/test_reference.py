@@ -14,7 +14,7 @@ import pytest
 from gspo_gym.config.build import reference as build
 from gspo_gym.config.build.reference import check_reference, dedicated_reference
 from gspo_gym.config.run_config import RunConfig
-from gspo_gym.errors import MissingExtraError
+from gspo_gym.errors import ConfigError, MissingExtraError
 from gspo_gym.policy.load import load_policy
 from tests.support.local_ray import LocalRay
 from tests.support.reference_runs import make_config
@@ -71,3 +71,15 @@ def test_it_has_so_long_to_come_up(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         assert not (tmp_path / "test/reference").exists(), "the actor has read it"
     assert joined_at == ["127.0.0.1:7"]
     assert ray.timeouts == [11.0]
+
+
+def test_what_is_no_address_of_a_head_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "http://127.0.0.1:8265")
+    expected = (
+        r"^topology\.ray_address \(or RAY_ADDRESS\): expected HOST:PORT of Ray's head, got 'http://127\.0\.0\.1:8265'$"
+    )
+    with (
+        pytest.raises(ConfigError, match=expected),
+        dedicated_reference(config_of(tmp_path, "dedicated"), load_policy("tiny:qwen3-64"), "cpu"),
+    ):
+        pass
