@@ -8,7 +8,7 @@ from typing import Any
 from gspo_gym.config.rules.judge import has_app
 from gspo_gym.config.rules.objective import Rule, acts_with, default_of, no_effect
 from gspo_gym.config.sections import WeightSyncSection
-from gspo_gym.config.services import LearnerSection, TopologySection, VllmSection
+from gspo_gym.config.services import LearnerSection, TopologySection
 from gspo_gym.config.words import show
 from gspo_gym.learning.settings import CorrectionSettings, ReferenceSettings
 
@@ -111,12 +111,6 @@ def _offloads_from_gpus(cpu_offload: bool, gpu_count: int | None) -> str | None:
     return "with compute.gpu_count = 0 all of it is in the processor's memory already: set false, or have GPUs"
 
 
-def _split_gpus_are_used(has_topology: bool, urls: tuple[str, ...] | None) -> str | None:
-    if not has_topology or not urls:
-        return None
-    return "splits GPUs with vLLM in this process, but services.engine_urls names servers: remove one of them"
-
-
 def _one_node_is_split(kind: str | None, nodes: int | None) -> str | None:
     if kind != "single_node_split" or nodes is None or nodes == 1:
         return None
@@ -158,10 +152,11 @@ def _engine_has_places(is_given: bool, engine: str, kind: str | None) -> str | N
 
 
 def _urls_are_used(urls: tuple[str, ...] | None, engine: str) -> str | None:
-    if not urls or engine != "local":
+    if not urls or engine == "http":
         return None
-    # A server has its own weights; the local engine has the learner's.
-    return 'has no effect with rollout.engine "local": set that to "vllm" or "http", or remove this'
+    # An endpoint has weights of its own; these engines have the learner's.
+    sampler = "this process starts vLLM" if engine == "vllm" else "the learner's weights sample"
+    return f'has no effect with rollout.engine {show(engine)}: {sampler}. Remove this, or set that to "http"'
 
 
 def _http_has_urls(engine: str, urls: tuple[str, ...] | None) -> str | None:
@@ -360,7 +355,6 @@ SERVICE_RULES = (
         _of_processes(f"topology.{name}")
         for name in ("heartbeat_seconds", "group_timeout_seconds", "launcher", "ray_address", "max_restarts")
     ),
-    Rule(("topology", "services.engine_urls"), _split_gpus_are_used),
     Rule(("topology.type", "compute.nodes"), _one_node_is_split),
     Rule(("compute.gpu_type", "compute.gpu_count"), _type_is_of_a_gpu),
     Rule(("model.device", "compute.gpu_count"), _device_is_there),
@@ -369,11 +363,6 @@ SERVICE_RULES = (
     Rule(("vllm.max_model_len", "rollout.max_model_len"), _lengths_agree),
     Rule(("services.engine_urls", "rollout.engine"), _urls_are_used),
     Rule(("rollout.engine", "services.engine_urls"), _http_has_urls),
-    *(
-        _of_own_server(f"vllm.{name}", default_of(VllmSection, name), "services.engine_urls")
-        for name in VllmSection.model_fields
-        if name not in ("max_model_len", "dtype")
-    ),
     no_effect(
         "vllm.sleep_while_learning",
         False,
@@ -441,14 +430,9 @@ def _is_files(transfer: str | None) -> bool:
     return transfer is None or transfer == "files"
 
 
-def _vllm_is_here(transfer: str | None, engine: str, urls: tuple[str, ...] | None) -> str | None:
-    if _is_files(transfer) or (engine == "vllm" and not urls):
+def _vllm_is_here(transfer: str | None, engine: str) -> str | None:
+    if _is_files(transfer) or engine == "vllm":
         return None
-    if urls:
-        return (
-            f"{show(transfer)} hands weights to vLLM in this process, not to servers at services.engine_urls, which "
-            'read files: set "files", or remove the URLs'
-        )
     return f'has no effect with rollout.engine {show(engine)}: set that to "vllm", or remove this'
 
 
@@ -500,7 +484,7 @@ def _gpus_are_reached(
 
 
 TRANSFER_RULES = (
-    Rule((_KEY, "rollout.engine", "services.engine_urls"), _vllm_is_here),
+    Rule((_KEY, "rollout.engine"), _vllm_is_here),
     Rule((_KEY, "model.trainer_mode", "training.weight_sync.mode"), _weights_are_whole),
     Rule((_KEY, "training.max_staleness"), _weights_stay),
     Rule(("training.weight_sync.direct", _KEY), _direct_is_of_files),
