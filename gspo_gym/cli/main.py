@@ -27,7 +27,6 @@ _COMMANDS = {
     "cluster": ("gspo_gym.cli.cluster", "say where a run stands on many GPUs and what it takes there, on paper"),
     "jobs": ("gspo_gym.cli.jobs.command", "serve training as jobs, to clients of the hosted trainer"),
     "models": ("gspo_gym.cli.models", "export, push, serve and talk with what runs have trained"),
-    "serve": ("gspo_gym.cli.models_serve:add_serve_arguments", "serve a model to training runs"),
     "env": ("gspo_gym.cli.env", "list, check and play environments"),
     "app": ("gspo_gym.cli.app", "check task apps before training on them"),
     "judge": ("gspo_gym.cli.judge", "check rubrics; serve, audit and use judges"),

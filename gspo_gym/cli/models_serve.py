@@ -1,8 +1,4 @@
-"""`gspo-gym models serve MODEL` and `gspo-gym serve --engine vllm MODEL`: serve a model until SIGTERM or Ctrl-C.
-
-The first is for people and programs: OpenAI's protocol, with the local engine or vLLM. The second is vLLM's own server,
-set up for training: a run that names its URL samples from it by token ids and changes its weights.
-"""
+"""`gspo-gym models serve MODEL`: serve a model in OpenAI's protocol until SIGTERM or Ctrl-C."""
 
 from __future__ import annotations
 
@@ -10,7 +6,6 @@ import argparse
 import asyncio
 import contextlib
 import signal
-import sys
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import fields, replace
 from pathlib import Path
@@ -19,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 from gspo_gym.base.leftovers import in_temporary_folder
 from gspo_gym.base.loops import run_to_end
 from gspo_gym.base.settings import read_key
-from gspo_gym.cli.command_line import base_of, interrupted_by_signals
 from gspo_gym.errors import MissingExtraError
 
 if TYPE_CHECKING:
@@ -171,22 +165,6 @@ async def running_engine(model: Model, arguments: argparse.Namespace) -> AsyncIt
             await engine.close()
 
 
-def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of `serve`."""
-    parser.add_argument("model", metavar="MODEL", help="a run, a folder in transformers layout, or an id of the hub")
-    parser.add_argument("--engine", choices=["vllm"], default="vllm", help="what serves it (default vllm)")
-    where = parser.add_argument_group("where it listens; other machines never reach it")
-    where.add_argument("--host", default="127.0.0.1", help="a loopback address (default 127.0.0.1)")
-    where.add_argument("--port", type=int, default=8000, help="0 takes any that is free (default 8000)")
-    where.add_argument("--uds", metavar="PATH", help="a Unix socket instead of a port")
-    where.add_argument("--name", default="policy", help="what requests call the model (default policy)")
-    where.add_argument("--api-key-env", metavar="NAME", help="environment variable with the key for samples")
-    where.add_argument("--start-seconds", type=float, default=900.0, help="it must answer within (default 900)")
-    where.add_argument("--log", type=Path, metavar="FILE", help="for its output (default: shown if it fails)")
-    add_engine_arguments(parser.add_argument_group("how it runs the model"))
-    parser.set_defaults(run=serve_engine)
-
-
 def add_engine_arguments(group: argparse._ArgumentGroup) -> None:
     """Add the arguments that `settings_of` reads, except the model."""
     group.add_argument("--max-model-len", type=int, default=4096, help="longest prompt + completion (default 4096)")
@@ -215,41 +193,10 @@ def add_engine_arguments(group: argparse._ArgumentGroup) -> None:
         action="store_true",
         help="with the model's tokenizer: chat routes and JSON schemas, for a judge or task apps",
     )
-    group.add_argument("--max-lora-rank", type=int, default=0, help="> 0: weights arrive as LoRA adapters (default 0)")
-    group.add_argument("--max-loras", type=int, default=2, help="adapters in work at once (default 2)")
 
 
 def _numbers(text: str) -> tuple[int, ...]:
     return tuple(int(part) for part in text.split(","))
-
-
-def serve_engine(arguments: argparse.Namespace) -> int:
-    """Serve until told to stop; print the URL once clients may connect. Return 1 if the server ended unasked.
-
-    Raises:
-        ConfigError: other machines could reach it, or a size is wrong.
-        EngineError: it did not start; the message ends with the tail of the log.
-        MissingExtraError: vLLM is not installed.
-    """
-    from gspo_gym.engine.vllm.server import VllmServer
-    from gspo_gym.policy.load import for_other_programs
-
-    server = VllmServer(
-        replace(settings_of(arguments), model=for_other_programs(base_of(arguments.model))),
-        host=arguments.host,
-        port=arguments.port,
-        uds=arguments.uds,
-        name=arguments.name,
-        api_key_env=arguments.api_key_env,
-        log=arguments.log,
-        start_seconds=arguments.start_seconds,
-    )
-    with interrupted_by_signals(), server:
-        print(f"serving {arguments.model} with vLLM at {server.url}", flush=True)
-        # SIGTERM and Ctrl-C raise here: wait() returns only if vLLM ended unasked.
-        status = server.wait()
-        print(f"vLLM ended with status {status}. Its log:\n{server.log_tail()}", file=sys.stderr)
-    return 1
 
 
 def settings_of(arguments: argparse.Namespace) -> VllmSettings:

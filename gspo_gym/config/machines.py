@@ -182,9 +182,8 @@ def _has_gpus(config: RunConfig, machines: Machines) -> bool:
 
 
 def _samples_here(config: RunConfig) -> bool:
-    has_servers = bool(config.endpoints.engine_urls)
     is_cluster = config.topology is not None and config.topology.type == "cluster"
-    return not has_servers and (config.rollout.engine == "vllm" or is_cluster)
+    return config.rollout.engine == "vllm" or is_cluster
 
 
 def _sizes(config: RunConfig) -> tuple[int, int, int]:

@@ -47,7 +47,7 @@ class ServicesSection(Settings):
         default=None, description="base URL of the HTTP judge, which judge.type synth asks (key: JUDGE_API_KEY)"
     )
     engine_urls: tuple[str, ...] = Field(
-        default=(), description='base URLs of servers that generate, alike; with rollout.engine "vllm" or "http"'
+        default=(), description='base URLs of endpoints that generate, alike; with rollout.engine "http"'
     )
     engine_model: str | None = Field(
         default=None, min_length=1, description='their model\'s name, with rollout.engine "http"; absent: model.base'
@@ -162,7 +162,7 @@ class VllmSection(Settings):
         description="tokens; rollout.max_model_len if that is absent; absent: that, and 8192 without either",
     )
     dtype: Literal["float32", "bfloat16", "float16"] | None = Field(
-        default=None, description="in which vLLM computes, a server of it, too; absent: model.dtype"
+        default=None, description="in which vLLM computes; absent: model.dtype"
     )
     gpu_memory_utilization: float | None = Field(
         default=None,
@@ -308,12 +308,10 @@ def has_replicas(sections: Mapping[str, Any]) -> bool:
 
 
 def _missing_split(gpu_count: int, sections: Mapping[str, Any]) -> list[str]:
-    topology, services, vllm = sections["topology"], sections["services"], sections["vllm"]
+    topology, vllm = sections["topology"], sections["vllm"]
     if topology is not None or gpu_count < 2:
         return []
-    # A server of others has GPUs of its own, which compute.gpu_count does not count.
-    is_vllm_here = vllm is not None and not (services is not None and services.engine_urls)
-    if is_vllm_here and vllm.tensor_parallel_size * vllm.data_parallel_size == gpu_count:
+    if vllm is not None and vllm.tensor_parallel_size * vllm.data_parallel_size == gpu_count:
         return []
     return [
         f"compute.gpu_count = {gpu_count}: training takes 0 GPUs or 1; split them by [topology], or let vLLM in this "

@@ -334,7 +334,7 @@ def folder_of(base: str) -> Path | None:
 
 
 def for_other_programs(base: str) -> str:
-    """Return what transformers and vLLM load for a base that only we name: a folder; other bases as they are.
+    """Return what transformers loads for a base that only we name: a folder; other bases as they are.
 
     Raises:
         CheckpointError, MissingExtraError: see `gguf_of`.

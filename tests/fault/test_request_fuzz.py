@@ -24,7 +24,6 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-import fake_vllm
 import pytest
 import served_jobs
 import websockets.sync.client
@@ -313,26 +312,6 @@ def write_small_run(folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def vllm() -> Iterator[tuple[str, list[Good]]]:
-    sampling = {"seed": 1, "max_tokens": 4, "temperature": 1.0, "top_k": 0, "stop_token_ids": [3]}
-    with fake_vllm.served(fake_vllm.FakeVllm(max_lora_rank=8)) as stage:
-        yield (
-            stage.url,
-            [
-                Good("/inference/v1/generate", {"model": "policy", "token_ids": [1, 2], "sampling_params": sampling}),
-                Good("/v1/completions", {"model": "policy", "prompt": [1, 2], **sampling}),
-                Good("/v1/load_lora_adapter", {"lora_name": "a", "lora_path": "/a", "load_inplace": False}),
-                Good("/v1/unload_lora_adapter", {"lora_name": "a"}),
-                Good("/collective_rpc", {"kwargs": {"weights_path": "/w"}}),
-                Good("/update_weight_version", {"new_version": "3"}),
-                Good("/weight_checker", {"action": "checksum"}),
-                Good("/pause?mode=keep"),
-                Good("/server_info?config_format=json", method="GET"),
-            ],
-        )
-
-
-@contextlib.contextmanager
 def example_app() -> Iterator[tuple[str, list[Good]]]:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
@@ -359,7 +338,6 @@ SERVERS: dict[str, Server] = {
     "both protocols on one port": both_protocols,
     "judge": judge,
     "fake judge": fake_judge,
-    "fake vLLM": vllm,
     "jobs": jobs,
     "view": view,
     "example of a task app": example_app,

@@ -65,7 +65,6 @@ MUST_MISS = {
         "test_an_environment_that_is_as_slow_without_the_actions_aborts_the_rollout",
         "tests/vllm/test_vllm_engine.py::test_aborted_cancelled_and_late_calls_free_what_they_held",
         "tests/vllm/test_vllm_openai.py::test_a_call_that_is_out_of_time_is_given_up_and_the_server_goes_on",
-        "tests/vllm/test_vllm_server.py::test_an_abort_a_deadline_and_a_cancelled_call_free_the_server",
         "tests/vllm/test_vllm_transfer_wire.py::test_a_sender_that_waits_for_ever_keeps_nobody",
     ),
     "a program or a run that hangs": (

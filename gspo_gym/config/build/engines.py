@@ -1,4 +1,4 @@
-"""The engine of a configuration: transformers on the learner's weights, vLLM in this process, or servers that run.
+"""The engine of a configuration: transformers on the learner's weights, vLLM in this process, or endpoints.
 
 Also the path of new weights into it: the weight sync, the canary that attests them, and the alarm on engine mismatch.
 """
@@ -34,7 +34,6 @@ from gspo_gym.engine.replicas.rebuildable import MakeEngine, RebuildableEngine
 from gspo_gym.engine.replicas.replica_set import RouterSettings
 from gspo_gym.engine.replicas.router import RoutedEngine
 from gspo_gym.engine.vllm.engine import VllmEngine
-from gspo_gym.engine.vllm.http import VllmHttpEngine, VllmHttpSettings
 from gspo_gym.engine.vllm.settings import PROCESSOR_BLOCK, Transfer, VllmSettings
 from gspo_gym.errors import ConfigError, MissingExtraError
 from gspo_gym.learning.logprobs import LogprobComputer
@@ -63,18 +62,15 @@ async def build_engine(config: RunConfig, policy: Policy, fleet: Fleet | None = 
     `fleet` has the places of the processes that sample (`sampling_parts`); None: they are all on this machine.
 
     Raises:
-        ConfigError: the model, the servers or this machine cannot do what the config asks for.
+        ConfigError: the model, the endpoints or this machine cannot do what the config asks for.
         MissingExtraError: vLLM or httpx is not installed.
         EngineError: it did not start, or nothing answers at services.engine_urls.
     """
     check_context(config, policy.base, getattr(policy.model.config, "max_position_embeddings", None))
     check_engine(config)
-    urls = config.endpoints.engine_urls
     # With rescore it is the local one: what the endpoint's samples teach is seen by playing the policy itself.
     if config.rollout.engine == "http" and not config.rollout.rescore:
         return await build_endpoint(config, policy)
-    if config.rollout.engine == "vllm" and urls:
-        return await _connect_vllm(config, policy, urls)
     if has_replicas(config.sections):
         return await _start_replicas(config, policy, fleet or Fleet(LocalLauncher(), sampling_parts(config)))
     if config.rollout.engine == "vllm":
@@ -108,14 +104,11 @@ def check_engine(config: RunConfig) -> None:
     Raises:
         MissingExtraError: vLLM or httpx is missing.
     """
-    engine, urls = config.rollout.engine, config.endpoints.engine_urls
-    # Servers at engine_urls need no vLLM here.
-    if engine == "vllm" and not urls and importlib.util.find_spec("vllm") is None:
+    engine = config.rollout.engine
+    if engine == "vllm" and importlib.util.find_spec("vllm") is None:
         raise MissingExtraError(
             'rollout.engine = "vllm": vLLM is not installed; pip install \'gspo-gym[vllm]\', or set "local"'
         )
-    if engine == "vllm" and urls and importlib.util.find_spec("httpx") is None:
-        raise MissingExtraError("services.engine_urls: an engine behind a vLLM server needs: pip install httpx")
     if engine == "http" and importlib.util.find_spec("httpx") is None:
         raise MissingExtraError("rollout.engine = \"http\": httpx is not installed; pip install 'gspo-gym[openai]'")
 
@@ -227,7 +220,7 @@ async def _start_vllm(config: RunConfig, policy: Policy) -> Engine:
             settings = vllm_settings(config, policy, staged.folder or folder)
         engine = RebuildableEngine(await start(), start, on_close=lambda: remove_folder(folder))
         if sends_adapters(config, policy):
-            await _give_weights(config, policy, engine)
+            await _give_adapter(config, policy, engine)
         return engine
     except BaseException:
         remove_folder(folder)
@@ -335,35 +328,6 @@ def held_tensors(model: Any) -> NamedTensors:
     return [*model.named_parameters(), *((name, tensor) for name, tensor in model.named_buffers() if name in saved)]
 
 
-async def _connect_vllm(config: RunConfig, policy: Policy, urls: tuple[str, ...]) -> Engine:
-    # The servers may have been started with other weights than the policy's, so they are given these at once.
-    wanted = config.vllm or VllmSection()
-
-    def connect(url: str) -> MakeEngine:
-        settings = VllmHttpSettings(
-            url,
-            vocab_size=_vocab_size(policy),
-            num_token_ids=_num_token_ids(policy),
-            dtype=wanted.dtype or config.model.dtype,
-            max_model_len=wanted.max_model_len or config.rollout.max_model_len,
-            api_key_env=_API_KEY if os.environ.get(_API_KEY) else None,
-            seed=config.run.seed,
-        )
-
-        async def start() -> Engine:
-            return await VllmHttpEngine.start(settings)
-
-        return start
-
-    engine = await _connect([connect(url) for url in urls])
-    try:
-        await _give_weights(config, policy, engine)
-    except BaseException:
-        await engine.close()
-        raise
-    return engine
-
-
 def _openai_endpoint(config: RunConfig, policy: Policy, url: str) -> MakeEngine:
     named = config.endpoints.engine_model
     settings = HttpSettings(
@@ -394,17 +358,10 @@ async def _connect(starts: list[MakeEngine]) -> Engine:
     return engines[0] if len(engines) == 1 else RoutedEngine(engines)
 
 
-async def _give_weights(config: RunConfig, policy: Policy, engine: Engine) -> None:
-    kinds = engine.capabilities.update_kinds
-    if not {"full", "adapter"} & set(kinds):
-        raise ConfigError(
-            "services.engine_urls: these servers do not let their weights be changed from here, so that they would "
-            "sample from others than the policy's; start them with `gspo-gym serve --engine vllm`, or evaluate what "
-            'they serve with rollout.engine = "http"'
-        )
+async def _give_adapter(config: RunConfig, policy: Policy, engine: Engine) -> None:
     folder = Path(temporary_folder("gspo_gym-start-"))
     try:
-        update = await asyncio.to_thread(_stage, config, policy, folder, "full" if "full" in kinds else "adapter")
+        update = await asyncio.to_thread(_stage, config, policy, folder, "adapter")
         await engine.pause("wait")
         await engine.apply_weights(update)
         await engine.resume(0)

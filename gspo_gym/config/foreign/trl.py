@@ -78,15 +78,6 @@ def lengths(draft: Draft) -> None:
     draft.set("rollout.max_turns", None if turns is None else turns + 1)
 
 
-def server(draft: Draft) -> None:
-    """Set the address of a vLLM that runs elsewhere."""
-    host, port, url = draft.get("vllm_server_host"), draft.count("vllm_server_port"), draft.get("vllm_server_base_url")
-    if draft.flag("use_vllm") and draft.get("vllm_mode") == "server":
-        host = "127.0.0.1" if host == "0.0.0.0" else host  # every address is none to call
-        draft.set("services.engine_urls", [url or f"http://{host}:{port}"])
-        draft.note("vllm_mode = 'server': start it with `gspo-gym serve --engine vllm`, which takes our weights")
-
-
 def correction(draft: Draft) -> None:
     """Set the correction for a sampler with logprobs that are not quite the trainer's."""
     level, mode = draft.choice("vllm_importance_sampling_mode", draft.values("vllm_importance_sampling_mode"))
@@ -144,5 +135,5 @@ def checkpoints(draft: Draft) -> None:
 
 
 TRL = read_system(
-    "trl", batches, objective, lengths, server, correction, schedule, checkpoints,
+    "trl", batches, objective, lengths, correction, schedule, checkpoints,
 )  # fmt: skip

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from gspo_gym.config.record import RunRecord, acts_with, default_of, idle, no_effect, rule, rules_in
-from gspo_gym.config.services import LearnerSection, VllmSection, num_gpus_of_both
+from gspo_gym.config.services import LearnerSection, num_gpus_of_both
 from gspo_gym.config.words import show
 
 
@@ -205,14 +205,9 @@ _TRANSFER = "training.weight_sync.transfer"
 
 @rule(_TRANSFER)
 def _vllm_is_here(c: RunRecord) -> str | None:
-    transfer, engine, urls = c.weight_sync.transfer, c.rollout.engine, c.endpoints.engine_urls
-    if transfer == "files" or (engine == "vllm" and not urls):
+    transfer, engine = c.weight_sync.transfer, c.rollout.engine
+    if transfer == "files" or engine == "vllm":
         return None
-    if urls:
-        return (
-            f"{show(transfer)} hands weights to vLLM in this process, not to servers at services.engine_urls, which "
-            'read files: set "files", or remove the URLs'
-        )
     return f'has no effect with rollout.engine {show(engine)}: set that to "vllm", or remove this'
 
 
@@ -264,7 +259,12 @@ def _has_processes(c: RunRecord) -> bool:
     return c.topology is None or c.topology.gpus_for_training > 1 or c.has_replicas
 
 
-_VLLM_OF_A_SERVER = [f"vllm.{name}" for name in VllmSection.model_fields if name not in ("max_model_len", "dtype")]
+def _has_no_endpoint(c: RunRecord) -> str:
+    # An endpoint has weights of its own; the other engines have the learner's.
+    engine = c.rollout.engine
+    sampler = "this process starts vLLM" if engine == "vllm" else "the learner's weights sample"
+    return f'has no effect with rollout.engine {show(engine)}: {sampler}. Remove this, or set that to "http"'
+
 
 SERVICE_RULES = (
     *rules_in(globals()),
@@ -292,11 +292,6 @@ SERVICE_RULES = (
             "more, or remove this",
         )
         for name in ("heartbeat_seconds", "group_timeout_seconds", "launcher", "ray_address", "max_restarts")
-    ),
-    *(
-        # These were chosen when the server was started: here they would change nothing.
-        no_effect(key, "services.engine_urls", lambda urls: not urls, "such a server was told by who started it")
-        for key in _VLLM_OF_A_SERVER
     ),
     *(
         no_effect("vllm.sleep_while_learning", other, acts, advice)
@@ -370,18 +365,9 @@ SERVICE_RULES = (
         lambda c: c.gpu_count != 0,
         "has no effect with compute.gpu_count = 0: remove one of them",
     ),
-    idle(
-        "topology",
-        lambda c: not c.endpoints.engine_urls,
-        "splits GPUs with vLLM in this process, but services.engine_urls names servers: remove one of them",
-    ),
     idle("vllm", lambda c: c.rollout.engine == "vllm", _not_of_vllm),
     idle("topology", _has_places, _not_of_vllm),
-    idle(
-        "services.engine_urls",
-        lambda c: c.rollout.engine != "local",  # a server has its own weights, the local engine the learner's
-        'has no effect with rollout.engine "local": set that to "vllm" or "http", or remove this',
-    ),
+    idle("services.engine_urls", lambda c: c.rollout.engine == "http", _has_no_endpoint),
     # Training on the samples of an endpoint: the learner's own logprobs take the place of the sampler's, which are
     # zeros if the endpoint gives text only. So nothing may read the sampler's.
     idle(

@@ -2,7 +2,7 @@
 
 A few short requests at the start find out whether the endpoint takes token ids and obeys seeds, and the distribution of
 its logprobs: its claims are not believed. With exact token ids and logprobs its samples can be trained on; with text
-only they are good for evaluation. `engine/vllm/http.py` is for vLLM servers with weights that this process changes.
+only they are good for evaluation.
 """
 
 from __future__ import annotations
@@ -29,12 +29,10 @@ from gspo_gym.engine.base import (
     token_list,
 )
 from gspo_gym.engine.endpoint.routes import (
-    UNKNOWN_VERSION,
     CompletionsRoute,
     Route,
     SampleChecks,
     SampleRequest,
-    Served,
     SglangRoute,
     TextRoute,
     Tokenizer,
@@ -87,15 +85,14 @@ async def model_length(client: EngineClient, model: str) -> int | None:
     return lengths[0] if len(lengths) == 1 and type(lengths[0]) is int and lengths[0] > 1 else None
 
 
-async def why_not(route: Route, served: Served, call_id: str, attempt: int) -> str | None:
+async def why_not(route: Route, settings: HttpSettings, call_id: str, attempt: int) -> str | None:
     """Return why the endpoint cannot be used by this route; None if it can.
 
     Raises:
         EngineAttemptError: there is no answer.
     """
     try:
-        request = SampleRequest(prompt=_PROMPT, sampling=_PLAIN, max_tokens=_LENGTH, served=served, call_id=call_id)
-        await route.sample(request, attempt)
+        await route.sample(_request(settings, _PROMPT, _PLAIN, _LENGTH, call_id), attempt)
     except (RefusedError, AnswerError) as error:
         return f"{route.name}: {error}"
     return None
@@ -360,15 +357,8 @@ class HttpEngine(GatedEngine):
 
     async def _sample(self, prompt: Sequence[int], sampling: SamplingParams, max_tokens: int) -> Completion:
         self._num_calls += 1
-        request = SampleRequest(
-            prompt=prompt,
-            sampling=sampling,
-            max_tokens=max_tokens,
-            served=_served(self._settings),
-            call_id=f"{self._name}-{self._num_calls}",
-        )
-        sampled = await self._retries.run(partial(self.route.sample, request))
-        return sampled.completion
+        request = _request(self._settings, prompt, sampling, max_tokens, f"{self._name}-{self._num_calls}")
+        return await self._retries.run(partial(self.route.sample, request))
 
     async def _probe(self) -> None:
         async def ask(prompt: Sequence[int], sampling: SamplingParams) -> Completion:
@@ -408,15 +398,24 @@ async def _find_route(
         routes.append(TextRoute(client, _COMPLETIONS, tokenizer=tokenizer))
     reasons = [] if tokenizer is not None else ["text: needs the tokenizer of the prompts, got none"]
     for route in routes:
-        reason = await retries.run(partial(why_not, route, _served(settings), uuid.uuid4().hex))
+        reason = await retries.run(partial(why_not, route, settings, uuid.uuid4().hex))
         if reason is None:
             return route
         reasons.append(reason)
     raise EngineError(f"{settings.base_url}: cannot sample from {settings.model}:\n  " + "\n  ".join(reasons))
 
 
-def _served(settings: HttpSettings) -> Served:
-    return Served(version=UNKNOWN_VERSION, model=settings.model, salt=settings.cache_salt)
+def _request(
+    settings: HttpSettings, prompt: Sequence[int], sampling: SamplingParams, max_tokens: int, call_id: str
+) -> SampleRequest:
+    return SampleRequest(
+        prompt=prompt,
+        sampling=sampling,
+        max_tokens=max_tokens,
+        model=settings.model,
+        call_id=call_id,
+        cache_salt=settings.cache_salt,
+    )
 
 
 def _require_untruncated(sampling: SamplingParams) -> None:

@@ -66,7 +66,6 @@ OWN_TRIES: Mapping[str, tuple[Any, ...]] = {
     "max_prompt_length": (100,),
     "prompt_length": (100,),
     "vllm_importance_sampling_correction": (False,),
-    "vllm_mode": ("server",),
     "dtype": ("bfloat16", "fp16", "bf16", "fp32"),
     "torch_dtype": ("bfloat16",),
     "train_env_manager": ({"group_size": 8},),

@@ -386,10 +386,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"compute": {"gpu_count": 3}, "vllm": {"tensor_parallel_size": 2, "data_parallel_size": 2}},
         "vllm: 2 x 2 devices (tensor_parallel_size x data_parallel_size) are more than compute.gpu_count = 3",
     ),
-    "a split with servers": (
-        {"compute": {"gpu_count": 2}, "topology": ONE_EACH, "services": {"engine_urls": ["http://localhost:8000"]}},
-        "topology: splits GPUs with vLLM in this process, but services.engine_urls names servers: remove one of them",
-    ),
     "sleep of an engine with GPUs of its own": (
         {"compute": {"gpu_count": 2}, "topology": ONE_EACH, "vllm": {"sleep_while_learning": True}},
         "vllm.sleep_while_learning: has no effect with topology.type = \"single_node_split\": vLLM has GPUs of its own "
@@ -399,11 +395,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {**STALE, "vllm": {"sleep_while_learning": True}},
         "vllm.sleep_while_learning: has no effect with training.max_staleness = 1: episodes are played while the "
         "learner works; set 0, or remove this",
-    ),
-    "sleep of a server": (
-        {"vllm": {"sleep_while_learning": True}, "services": {"engine_urls": ["http://localhost:8000"]}},
-        'vllm.sleep_while_learning: has no effect with services.engine_urls = ["http://localhost:8000"]: such a server '
-        "was told by who started it, or remove this",
     ),
     "one node of two": (
         {**SPLIT, "compute": {"gpu_count": 3, "nodes": 2}},
@@ -444,18 +435,19 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"compute": {"gpu_count": 3}, "topology": TOPOLOGY, "rollout.engine": "local"},
         'topology: has no effect with rollout.engine "local": set that to "vllm", or remove this section',
     ),
-    "servers and the local engine": (
+    "endpoints and the local engine": (
         {"services": {"engine_urls": ["http://localhost:8000"]}},
-        'services.engine_urls: has no effect with rollout.engine "local": set that to "vllm" or "http", or remove this',
+        'services.engine_urls: has no effect with rollout.engine "local": the learner\'s weights sample. Remove this, '
+        'or set that to "http"',
+    ),
+    "endpoints and vLLM": (
+        {"vllm": {"max_model_len": 512}, "services": {"engine_urls": ["http://localhost:8000"]}},
+        'services.engine_urls: has no effect with rollout.engine "vllm": this process starts vLLM. Remove this, or set '
+        'that to "http"',
     ),
     "an endpoint without a URL": (
         {"rollout.engine": "http"},
         'rollout.engine: "http" needs services.engine_urls: name the endpoint, such as ["http://localhost:8000"]',
-    ),
-    "settings of a server that runs": (
-        {"vllm": {"kv_cache_gib": 2.0}, "services": {"engine_urls": ["http://localhost:8000"]}},
-        'vllm.kv_cache_gib: has no effect with services.engine_urls = ["http://localhost:8000"]: such a server was '
-        "told by who started it, or remove this",
     ),
     "an episode longer than the server's": (
         {"vllm": {"max_model_len": 256}},
@@ -552,11 +544,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "tensors for an engine that shares them": (
         {"training.weight_sync": {"transfer": "shared_memory"}},
         'training.weight_sync.transfer: has no effect with rollout.engine "local": set that to "vllm", or remove this',
-    ),
-    "tensors for a server": (
-        {"vllm": {}, "services": {"engine_urls": ["http://localhost:8001"]}, **HANDED_OVER},
-        'training.weight_sync.transfer: "shared_memory" hands weights to vLLM in this process, not to servers at '
-        'services.engine_urls, which read files: set "files", or remove the URLs',
     ),
     "tensors in 4 bits": (
         {"vllm": {}, "model.trainer_mode": "qlora", "training.lora": {"r": 4}, **HANDED_OVER},
