@@ -384,7 +384,7 @@ def test_every_server_of_the_project_is_in_the_list_of_those_that_are_flooded() 
     files = [path for folder in ("gspo_gym", "envs", "examples") for path in (ROOT / folder).rglob("*.py")]
     found = {str(path.relative_to(ROOT)) for path in files if makes_a_server(ast.parse(path.read_text("utf-8")))}
     assert found == set(SOURCES), "add a server to SERVERS, and the file that makes it to SOURCES"
-    assert {name for names in SOURCES.values() for name in names} | {"fake vLLM"} == set(SERVERS)
+    assert {name for names in SOURCES.values() for name in names} == set(SERVERS)
 
 
 def _post(url: str, good: Good) -> Any:
@@ -474,7 +474,7 @@ CONTENT_TYPES = (
 NO_TEXTS = (b"\xff", b'{"a": "\xa2"}', b'"\xed\xa0\x80"', b"\xff\xfe{\x00}\x00")
 
 
-@pytest.mark.parametrize("name", [name for name in SERVERS if name not in (*SLOW, "fake vLLM")])
+@pytest.mark.parametrize("name", [name for name in SERVERS if name not in SLOW])
 def test_a_body_that_is_no_text_is_refused_whatever_its_content_type_says(
     name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
