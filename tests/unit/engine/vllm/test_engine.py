@@ -40,7 +40,7 @@ def engine_of(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., 
                 await use(engine, policy)
             finally:
                 await engine.close()
-            with pytest.raises(EngineError, match="closed|poisoned"):
+            with pytest.raises(EngineError, match=r"closed|poisoned"):
                 await engine.generate(PROMPT, SHORT)
 
         asyncio.run(main())
