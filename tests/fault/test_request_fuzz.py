@@ -508,7 +508,7 @@ CONTENT_TYPES = (
 NO_TEXTS = (b"\xff", b'{"a": "\xa2"}', b'"\xed\xa0\x80"', b"\xff\xfe{\x00}\x00")
 
 
-@pytest.mark.parametrize("name", [name for name in SERVERS if name not in (*SLOW, "fake vLLM")])
+@pytest.mark.parametrize("name", [name for name in SERVERS if name not in SLOW])
 def test_a_body_that_is_no_text_is_refused_whatever_its_content_type_says(
     name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
