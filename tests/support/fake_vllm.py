@@ -1,7 +1,7 @@
 """vLLM without vLLM: the part of its interface that `VllmEngine` uses, on a forward pass of transformers.
 
-A program imports a copy of this file that is named `vllm.py`. `AsyncLLM.collective_rpc`, by which new weights are read,
-may be replaced to fail or to hang.
+A test puts it into `sys.modules` under the names of `MODULES`; a program imports a copy that is named `vllm.py`.
+`AsyncLLM.collective_rpc`, by which new weights are read, may be replaced to fail or to hang.
 """
 
 from __future__ import annotations
@@ -90,8 +90,9 @@ class AsyncLLM:
         self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
 
 
-# The modules that the names above are imported from.
-for _name in ("inputs", "sampling_params", "v1.engine.async_llm"):
-    sys.modules[f"vllm.{_name}"] = sys.modules[__name__]
 RequestOutputKind = SimpleNamespace(FINAL_ONLY=None)
 StructuredOutputsParams = dict
+# The modules that the names above are imported from.
+MODULES = ("vllm", "vllm.inputs", "vllm.sampling_params", "vllm.v1.engine.async_llm")
+if __name__ == "vllm":
+    sys.modules |= dict.fromkeys(MODULES, sys.modules[__name__])
