@@ -57,6 +57,7 @@ MUST_MISS = {
         "tests/unit/env/test_tool_env.py::Mixed",
         "tests/unit/env/test_tool_env.py::Slow",
         "tests/unit/env/workers/test_env.py::test_a_constructor_that_dies_or_hangs_is_the_episodes_failure",
+        "tests/unit/env/workers/test_pool.py::test_a_worker_that_is_killed_in_an_exchange_says_how_it_ended",
         "tests/unit/env/workers/test_threads.py::test_a_stuck_thread_is_not_reused_and_makes_its_last_call",
         "tests/unit/judge/service/test_server.py::test_a_function_that_gives_no_score_leaves_the_episode_unscored",
         "tests/unit/remote/apps/test_client.py::test_the_deadline_holds_until_the_last_byte",
