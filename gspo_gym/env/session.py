@@ -26,6 +26,7 @@ from gspo_gym.base.messages import message_from_wire, require_encodable, text_of
 from gspo_gym.env.core import price_of_unreadable
 from gspo_gym.env.rewards import Reward
 from gspo_gym.env.watchdog import AnnouncedSteps, announced
+from gspo_gym.env.workers.making import Making
 from gspo_gym.env.workers.threads import OwnThread, QuickCalls, Returned
 from gspo_gym.errors import (
     ActionLimitError,
@@ -346,36 +347,29 @@ async def open_session(
     A slow constructor therefore blocks no other environment, and what it ties to its thread (an sqlite3 connection)
     works in the methods. If cancelled, it waits until the environment is made, and closes it.
 
-    `step_timeout_seconds` is also the limit of making it, unless `factory.seconds_to_make` grants more for loading.
+    `step_timeout_seconds` is also the limit of making it, unless `factory` allows more (`workers/making.py`).
     Raises:
         EnvError, EnvTimeoutError: `factory` raised, or did not return in time.
         ContractError: what it made is no environment.
     """
-    making = asyncio.timeout(_seconds_to_make(factory, step_timeout_seconds))
+    making = Making(step_timeout_seconds)
     opening = asyncio.create_task(
         _open_session(factory, env_id, step_timeout_seconds, making, checks_returns=checks_returns, quick=quick)
     )
     try:
         return await asyncio.shield(opening)
     except asyncio.CancelledError:
-        if step_timeout_seconds is not None:
-            with contextlib.suppress(RuntimeError):  # it has expired, or the environment is made
-                making.reschedule(asyncio.get_running_loop().time() + step_timeout_seconds)
+        making.give_up()
         with contextlib.suppress(GymError):  # the caller has left
             await (await opening).close()
         raise
-
-
-def _seconds_to_make(factory: Callable[[], Any], step_timeout_seconds: float | None) -> float | None:
-    grants = getattr(factory, "seconds_to_make", None)  # of an `IsolatedFactory`, which knows how long loading takes
-    return step_timeout_seconds if grants is None or step_timeout_seconds is None else grants(step_timeout_seconds)
 
 
 async def _open_session(
     factory: Callable[[], Any],
     env_id: str,
     step_timeout_seconds: float | None,
-    making: asyncio.Timeout,
+    making: Making,
     *,
     checks_returns: bool,
     quick: QuickCalls | None,
@@ -384,11 +378,10 @@ async def _open_session(
     made: list[Any] = []
 
     def make() -> None:
-        made.append(factory())
+        made.append(making.run(factory))
 
-    limit = _seconds_to_make(factory, step_timeout_seconds)
     try:
-        async with making:
+        async with making.timeout:
             # Quick calls of that name say that its environments may change threads.
             if quick is not None and quick.is_quick(env_id) and quick.allows(step_timeout_seconds):
                 returned = await quick.call(thread, f"{env_id}()", make)
@@ -400,7 +393,7 @@ async def _open_session(
             quick.post(thread, env_id, lambda: _close_if_possible(made))
         else:
             thread.abandon(lambda: _close_if_possible(made))
-        raise EnvTimeoutError(f"{env_id}: making the environment took longer than {limit:g} seconds") from None
+        raise EnvTimeoutError(f"{env_id}: making the environment took longer than {making.seconds:g} seconds") from None
     if returned.error is not None:
         thread.release()
         if isinstance(returned.error, EnvError):
@@ -421,7 +414,7 @@ async def _open_session(
         return session
     with contextlib.suppress(GymError):  # unlike others of its name it may not change threads, and has
         await session.close()
-    again = asyncio.timeout(_seconds_to_make(factory, step_timeout_seconds))
+    again = Making(step_timeout_seconds)
     return await _open_session(factory, env_id, step_timeout_seconds, again, checks_returns=checks_returns, quick=None)
 
 

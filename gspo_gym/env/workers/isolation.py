@@ -26,6 +26,7 @@ from gspo_gym.env.registry import make, require_known_arguments, resolve
 from gspo_gym.env.session import looking_at, open_session
 from gspo_gym.env.workers.env import ProcessEnv
 from gspo_gym.env.workers.limits import WorkerLimits
+from gspo_gym.env.workers.making import allow_to_make
 from gspo_gym.env.workers.pool import is_supported
 from gspo_gym.env.workers.target import target_of
 from gspo_gym.env.workers.threads import OwnThread
@@ -65,6 +66,7 @@ class IsolatedFactory:
 
     def __call__(self) -> Any:
         seconds, started = 0.0, time.monotonic()
+        allow_to_make(self.seconds_to_make(0.0))
         try:
             if self.decision.isolation == "process":
                 env = self.make_in_process(self.seconds_to_make(self.start_timeout_seconds))

@@ -213,7 +213,7 @@ def test_sixteen_workers_that_import_a_slow_module_at_once_are_each_given_the_ti
 
     async def play() -> int:
         opened = await asyncio.gather(
-            *(open_session(factory, env_id="Slow", step_timeout_seconds=2.0) for _ in range(16)),
+            *(open_session(lambda: factory(), env_id="Slow", step_timeout_seconds=2.0) for _ in range(16)),
             return_exceptions=True,
         )
         sessions = [session for session in opened if isinstance(session, EnvSession)]
@@ -252,7 +252,7 @@ def test_what_the_first_in_a_thread_loads_for_all_is_charged_to_none(
     factory = isolated_factory(__import__("slow_in_thread").Slow)
 
     async def play() -> None:
-        opened = (open_session(factory, env_id="Slow", step_timeout_seconds=1.5) for _ in range(4))
+        opened = (open_session(lambda: factory(), env_id="Slow", step_timeout_seconds=1.5) for _ in range(4))
         for session in await asyncio.gather(*opened):
             await session.close()
 
