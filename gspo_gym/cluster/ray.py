@@ -435,6 +435,8 @@ class Process:
 
 def reason_of(error: Exception) -> str:
     """Return what an error of Ray's says, on one line."""
+    if isinstance(cause := getattr(error, "cause", None), Exception):  # what an actor's method has raised
+        error = cause
     words = " ".join(str(error).split())
     # Before it says why the actor is gone, Ray says whose it was, and after that what some common causes are.
     said = words.rpartition("Worker exit detail: ")[2].partition(" Some common causes")[0]

@@ -10,6 +10,14 @@ class RayError(Exception):
     """The base of Ray's errors."""
 
 
+class RayTaskError(RayError):
+    """A method of an actor has raised `cause`; its text is a stack."""
+
+    def __init__(self, cause: Exception) -> None:
+        super().__init__("ray::Actor.method() (pid=1)\n  File somewhere")
+        self.cause = cause
+
+
 class GetTimeoutError(RayError):
     """A result did not come in time."""
 

@@ -15,7 +15,7 @@ from gspo_gym.learning.logprobs import LogprobComputer
 from gspo_gym.learning.settings import LoraSettings
 from gspo_gym.policy.load import Policy, adapt_policy, load_policy, save_policy
 from gspo_gym.types import Sampling
-from tests.support.local_ray import GetTimeoutError, LocalRay, RayError
+from tests.support.local_ray import GetTimeoutError, LocalRay, RayError, RayTaskError
 
 PLAIN = Sampling(temperature=1.0)
 
@@ -107,6 +107,7 @@ def test_it_follows_the_policy_when_it_is_told_to_and_is_given_back_what_it_was(
     [
         (GetTimeoutError("x"), r"actor did not answer score within 600 seconds$"),
         (RayError("Worker exit detail: it was killed Some common causes"), "could not score: RayError: it was killed$"),
+        (RayTaskError(ValueError("no such token")), "could not score: ValueError: no such token$"),
     ],
 )
 def test_an_actor_that_hangs_or_is_lost_is_an_error_that_says_so(
