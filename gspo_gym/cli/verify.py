@@ -1,7 +1,6 @@
 """`gspo-gym verify RUN --step N`: recompute a training step from the run's files, and name the first difference.
 
-Here files are read, numbers compared and printed; `diagnosis/oracle.py` computes them. Neither has code of the learner:
-transformers loads the model.
+Files are read and compared here; `diagnosis/oracle.py` computes. Neither has code of the learner: transformers loads.
 """
 
 from __future__ import annotations
@@ -183,7 +182,8 @@ def verify_step(folder: Path, step: int, *, tolerance: float = 1e-5) -> Verifica
     config = dict(flat_items(read_config(folder)))
     sections = {key.partition(".")[0] for key in _KNOWN} - {"algorithm", "training"}
     strange = [key for key in config if key.partition(".")[0] in sections and key not in _KNOWN]
-    if strange := [*strange, *_others(config, {key: values for key, values in _KNOWN.items() if values is not None})]:
+    strange += [f"{key} = {config.get(key)!r}" for key, v in _KNOWN.items() if v and config.get(key) not in v]
+    if strange:
         raise ConfigError(f"{folder}: verify does not know {', '.join(strange)}")
     result = _verify(folder, config, Verification(step), tolerance, in_float64=False)
     found = result.difference
@@ -211,17 +211,12 @@ def _verify(
     return result
 
 
-def _others(config: Mapping[str, Any], known: Mapping[str, tuple[Any, ...]]) -> list[str]:
-    return [f"{key} = {config.get(key)!r}" for key, values in known.items() if config.get(key) not in values]
-
-
 class _Comparison:
     """Compares recorded with recomputed numbers, in order, and raises for the first difference.
 
     Each number is recomputed from recorded ones that were compared before. The first of `models` computes in float32,
-    as the learner's: many layers add up its rounding, and where a gradient is nearly 0, it decides AdamW's step. A
-    second one in float64, which takes the same steps, says by how much. Of 16 bits it is one in float32. Without any,
-    the weights are not known.
+    as the learner's: many layers add up its rounding, and where a gradient is near 0, it decides AdamW's step. A second
+    one in float64 (of 16 bits in float32), which takes the same steps, says by how much. None: weights are not known.
     """
 
     def __init__(self, records: StepRecords, models: Sequence[Model], result: Verification, tolerance: float) -> None:
@@ -409,8 +404,7 @@ def _read_step(folder: Path, config: Mapping[str, Any], step: int, *, needs_toke
     if not path.exists():
         if any((event["kind"], event["step"]) == ("uncommitted", step) for event in read_events(folder)):
             raise RecordError(f"{folder}: no tokens of step {step} are recorded, and some were of uncommitted weights")
-        size = {name: sum(counts) for name in ("fate", "old_logprob", "ref_logprob")}
-        columns = {name: np.zeros(length) for name, length in size.items()}
+        columns = {name: np.zeros(sum(counts)) for name in ("fate", "old_logprob", "ref_logprob")}
         return StepRecords(config, episodes, columns | {"optimizer_step": np.zeros((1, len(ids)))}, **_arrays(episodes))
     told, columns = _read_tokens(path)
     if told != dict(zip(ids, counts, strict=True)):
@@ -547,10 +541,7 @@ def _load(checkpoint: Path, dtype: str, *, is_adapted: bool) -> Any:  # Any: tra
     import torch
     from transformers import AutoModelForCausalLM
 
-    from gspo_gym.policy.bases import whole_model_of
-    from gspo_gym.policy.load import for_other_programs  # names of `smollm2`, GGUF files and revisions
-
-    adapter, folder = checkpoint / "adapter_config.json", for_other_programs(whole_model_of(str(checkpoint)))
+    adapter, folder = checkpoint / "adapter_config.json", _whole_model(checkpoint)
     loaded = torch.float32 if dtype == "float64" else getattr(torch, dtype)  # what float64 holds comes from float32
     try:
         options = _quantized(checkpoint / "quantization.json", loaded)
@@ -565,6 +556,17 @@ def _load(checkpoint: Path, dtype: str, *, is_adapted: bool) -> Any:  # Any: tra
     from peft import PeftModel
 
     return PeftModel.from_pretrained(model, checkpoint, is_trainable=True).eval()
+
+
+def _whole_model(checkpoint: Path) -> str:
+    if not (checkpoint / "adapter_config.json").exists():
+        return str(checkpoint)
+    if (checkpoint / "base").is_dir():  # of a tiny model, which is nowhere else
+        return str(checkpoint / "base")
+    from gspo_gym.policy.bases import below_adapter
+    from gspo_gym.policy.load import for_other_programs  # of names that only we know: smollm2, GGUF files, revisions
+
+    return for_other_programs(below_adapter(checkpoint))
 
 
 def _quantized(path: Path, dtype: Any) -> dict[str, Any]:  # Any: torch's, and transformers is untyped

@@ -2,10 +2,8 @@
 
 Ray says what its nodes have free, and starts an actor where it is told to. It schedules nothing and starts nothing
 again (`max_restarts=0`): a lost process is ours to see. An actor runs its program and nothing else.
-
-Ray is joined where it runs already, or started on this machine, for this run. One that is started here listens on
-loopback, asks for a token of its own, and ends with this program, with its folder, however that ends. It is started
-again when it is lost. Written against Ray 2.60; names of GPUs are Ray's choice within a node, and were never tried.
+Ray is joined where it runs already, or started here, for this run: it then listens on loopback, asks for a token of its
+own, ends with this program, and starts again when it is lost. Written against Ray 2.60; names of GPUs were not tried.
 
 Ray ends a process that has joined it when its raylet or its head is gone. So another process joins it for this one:
 `python -m gspo_gym.cluster.ray`, a rank of one (`base/ranks.py`), which ends when Ray does not answer.

@@ -326,7 +326,7 @@ def test_the_second_path_can_be_read_in_one_file_and_shares_no_code_with_the_lea
     assert not [name for name in imports_of(reader) if "learning" in name]
     of_policy = [node for node in ast.walk(ast.parse(reader.read_text())) if isinstance(node, ast.ImportFrom)]
     names = {alias.name for node in of_policy if "policy" in (node.module or "") for alias in node.names}
-    assert names == {"whole_model_of", "for_other_programs"}, "a base's folder is looked up; transformers loads it"
+    assert names == {"below_adapter", "for_other_programs"}, "a base's folder is looked up; transformers loads it"
     attributes = {node.attr for node in ast.walk(ast.parse(reader.read_text())) if isinstance(node, ast.Attribute)}
     computes = {"exp", "log", "log_softmax", "sqrt", "mean", "std", "clip", "backward", "bincount", "grad"}
     assert not attributes & computes, "the equations stand in the path, and not beside the reading of files"
