@@ -516,7 +516,7 @@ def test_the_commands_serve_a_judge_before_the_fake_model(tmp_path: Path) -> Non
     [
         (["serve"], "expected --model or --python, one of them"),
         (["serve", "--python", "a:b", "--model", "m"], "one of them"),
-        (["serve", "--model", "m"], 'provider "local" needs one'),
+        (["serve", "--model", "m"], 'provider: "local" needs base_url'),
         (["serve", "--model", "m", "--provider", "groq"], "GROQ_API_KEY"),
         (["fake", "--host", "0.0.0.0"], "give a key"),
         (["fake", "--api-key-env", "NOT_SET_HERE"], "NOT_SET_HERE, it is not set"),
