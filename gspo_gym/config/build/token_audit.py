@@ -138,7 +138,7 @@ class TokenAudit:
         heads = ("", "turns", "extend", "new", "same", "respelt", "drift", "trained", "masked")
         rows = []
         for audit in self.players:
-            counts = [audit.count(what) for what in ("extends", "new segment", "same", "respelt", "drift")]
+            counts = [audit.count(kind) for kind in ("extends", "new segment", "same", "respelt", "drift")]
             rows.append((audit.player, *map(str, (len(audit.turns), *counts, audit.num_trained, audit.num_untrained))))
         lines = [head, table(heads, rows)]
         for reason, (count, first) in self.broken_seams.items():
@@ -235,8 +235,8 @@ def _thinking(factory: PolicyFactory) -> PolicyFactory:
         player = factory(env, rng)
 
         async def play(messages: Sequence[Message]) -> Message:
-            said = await spoken_by(player, messages)
-            message = Message("assistant", said) if isinstance(said, str) else said
+            content = await spoken_by(player, messages)
+            message = Message("assistant", content) if isinstance(content, str) else content
             return replace(message, reasoning_content=_REASONING)
 
         return play
@@ -289,22 +289,22 @@ def _make(config: Mapping[str, Any], task: Task) -> Any:
     return make(task.env_id, **config)
 
 
-def _audit_turns(table: _Table, player: str, trajectory: Trajectory, asked: Sequence[ActRequest]) -> list[TurnAudit]:
+def _audit_turns(table: _Table, player: str, trajectory: Trajectory, requests: Sequence[ActRequest]) -> list[TurnAudit]:
     audits = []
     # An episode that failed has prompts without a finished turn.
-    for turn, request in zip(trajectory.turns, asked, strict=False):
+    for turn, request in zip(trajectory.turns, requests, strict=False):
         segment = trajectory.segments[turn.segment]
         length = turn.action_span[0]
-        given = request.prompt_token_ids.tolist()
+        prompt = request.prompt_token_ids.tolist()
         where = f"{player}, seed {trajectory.task.seed}, turn {turn.index}"
-        if given != segment.token_ids[:length].tolist():
+        if prompt != segment.token_ids[:length].tolist():
             table.failures.append(f"{where}: the player was given other tokens than the record says")
         seam: Seam = "start" if turn.index == 0 else "extends"
         reason = ""
         if turn.index > 0 and turn.segment != trajectory.turns[turn.index - 1].segment:
             seam = "new segment"
             reason = _why(request, trajectory.segments[turn.segment - 1].token_ids.tolist())
-        rendering, difference = _compare(request.renderer, given, segment.action_mask[:length].tolist(), request)
+        rendering, difference = _compare(request.renderer, prompt, segment.action_mask[:length].tolist(), request)
         if rendering == "drift":
             table.failures.append(f"{where}: {difference}")
         audits.append(TurnAudit(player, trajectory.task.seed, turn.index, seam, reason, rendering, difference))
@@ -312,13 +312,13 @@ def _audit_turns(table: _Table, player: str, trajectory: Trajectory, asked: Sequ
 
 
 def _compare(
-    renderer: Renderer, given: list[int], is_sampled: list[bool], request: ActRequest
+    renderer: Renderer, prompt: list[int], is_sampled: list[bool], request: ActRequest
 ) -> tuple[Rendering, str]:
-    drift = check_drift(renderer, given, request.messages)
+    drift = check_drift(renderer, prompt, request.messages)
     if drift.matches:
         return "same", ""
     # The template may spell the model's own answer in other tokens: only the rest must be the same.
-    context = check_context(renderer, given, is_sampled, request.messages)
+    context = check_context(renderer, prompt, is_sampled, request.messages)
     return ("respelt", str(drift)) if context.matches else ("drift", str(context))
 
 
@@ -327,7 +327,7 @@ def _why(request: ActRequest, before: list[int]) -> str:
     renderer, after = request.renderer, request.prompt_token_ids.tolist()
     text = renderer.decode(after)
     thoughts = [message.reasoning_content for message in request.messages if message.reasoning_content]
-    if any(thought not in text for thought in thoughts):
+    if any(reasoning not in text for reasoning in thoughts):
         return "the template drops the reasoning of earlier turns"
     pairs = zip(before, after, strict=False)
     position = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(before), len(after)))
@@ -421,33 +421,35 @@ def check_context(
     """
     actual = [int(token) for token in prompt]
     expected = renderer.start(messages)
-    said: list[int] = []
-    start = done = 0  # everything before is matched in `actual` and `expected`
+    answer: list[int] = []
+    start = num_matched = 0  # everything before is matched in `actual` and `expected`
     for is_answer, flags in itertools.groupby(is_sampled):
         stop = start + len(list(flags))
         piece = actual[start:stop]
         if is_answer:  # which may be spelt differently: white space in JSON, blank edges, a word in other pieces
-            said = piece
+            answer = piece
         else:
-            at = _position(expected, piece, done, is_first=start == 0, is_last=stop == len(actual))
+            at = _position(expected, piece, num_matched, is_first=start == 0, is_last=stop == len(actual))
             # As many stop tokens in the gap as in the answer: else a whole turn could hide in it.
-            if at is None or _num_stops(renderer, expected[done:at]) != _num_stops(renderer, said):
-                shown = expected[max(0, done - _NUM_AROUND) : done + len(piece) + _NUM_AROUND]
-                return DriftReport(start, False, expected=renderer.decode(shown), actual=renderer.decode(piece))
-            done = at + len(piece)
+            if at is None or _num_stops(renderer, expected[num_matched:at]) != _num_stops(renderer, answer):
+                expected_piece = expected[max(0, num_matched - _NUM_AROUND) : num_matched + len(piece) + _NUM_AROUND]
+                return DriftReport(
+                    start, False, expected=renderer.decode(expected_piece), actual=renderer.decode(piece)
+                )
+            num_matched = at + len(piece)
         start = stop
-    if done < len(expected):
-        rest = renderer.decode(expected[done:])
-        return DriftReport(len(actual), False, expected=rest, actual="")
+    if num_matched < len(expected):
+        text_after = renderer.decode(expected[num_matched:])
+        return DriftReport(len(actual), False, expected=text_after, actual="")
     return DriftReport(None, same_text=True)
 
 
-def _position(expected: list[int], piece: list[int], done: int, *, is_first: bool, is_last: bool) -> int | None:
+def _position(expected: list[int], piece: list[int], num_matched: int, *, is_first: bool, is_last: bool) -> int | None:
     if is_first or is_last:  # the only place where it can be
         places = [0 if is_first else len(expected) - len(piece)]
     else:
-        places = [i for i in range(done, len(expected)) if expected[i] == piece[0]]
-    return next((i for i in places if i >= done and expected[i : i + len(piece)] == piece), None)
+        places = [i for i in range(num_matched, len(expected)) if expected[i] == piece[0]]
+    return next((i for i in places if i >= num_matched and expected[i : i + len(piece)] == piece), None)
 
 
 def _num_stops(renderer: Renderer, token_ids: Sequence[int]) -> int:

@@ -272,9 +272,9 @@ class Draft(readings.Reading):
         self._fit()
         self._acknowledge()
         # These would be missed: the file does not show them, and our defaults differ.
-        decided = [f"{key} = {self.defaults[key]!r}" for key in self.defaults if self.entries.get(key) is None]
-        if decided:
-            self._notes.append(f"defaults of {self.name}, since the file is silent: {', '.join(decided)}")
+        default_lines = [f"{key} = {self.defaults[key]!r}" for key in self.defaults if self.entries.get(key) is None]
+        if default_lines:
+            self._notes.append(f"defaults of {self.name}, since the file is silent: {', '.join(default_lines)}")
         version = (
             f"read as {self.system.source} means it: a key of another version that this one lacks is left out by name, "
             "and a default that another version has changed is this one's"
@@ -391,7 +391,7 @@ def _row(entry: Mapping[str, Any], default: Any) -> Row:
     for name in ("values", "advice"):
         if isinstance(row.get(name), Mapping):  # TOML's keys are texts
             row[name] = {{"true": True, "false": False}.get(key, key): value for key, value in row[name].items()}
-    assert set(row) <= {one.name for one in fields(Row)}, f"no such fields: {sorted(row)}"
+    assert set(row) <= {field.name for field in fields(Row)}, f"no such fields: {sorted(row)}"
     return Row(**row)
 
 
