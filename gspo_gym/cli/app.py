@@ -58,8 +58,8 @@ def check_app_command(arguments: argparse.Namespace) -> int:
         raise MissingExtraError("a task app is checked with: pip install 'gspo-gym[apps]'") from error
     is_ok = not any(report.problems for report in reports)
     if arguments.json:
-        told = {"url": arguments.url, "ok": is_ok, "probes": [report.to_json() for report in reports]}
-        print(json.dumps(told, indent=2))
+        summary = {"url": arguments.url, "ok": is_ok, "probes": [report.to_json() for report in reports]}
+        print(json.dumps(summary, indent=2))
     else:
         for report in reports:
             print("\n".join(_lines(report)))
@@ -119,11 +119,11 @@ def _keys(variable: str | None) -> AppKeys:
 def _lines(report: ProbeReport) -> list[str]:
     """Return the report's lines about each probe."""
     state = "PROBLEM" if report.problems else "ok"
-    told = "no return" if report.episode_return is None else f"return {report.episode_return:g}"
+    return_text = "no return" if report.episode_return is None else f"return {report.episode_return:g}"
     rewards = ", ".join(f"{count} {kind}" for kind, count in report.step_rewards.items() if count) or "none"
-    calls = ", ".join(f"{count} {what}" for what, count in report.calls.items()) or "none counted"
+    calls = ", ".join(f"{count} {call_kind}" for call_kind, count in report.calls.items()) or "none counted"
     return [
-        f"{report.name}: {state}: {report.outcome}, {told}",
+        f"{report.name}: {state}: {report.outcome}, {return_text}",
         f"  {report.asked}",
         f"  {report.num_decisions} decisions, {report.num_turns} turns; step rewards: {rewards}; calls: {calls}; "
         f"{report.num_trained_tokens} of {report.num_sampled_tokens} sampled tokens are trained on",

@@ -190,9 +190,9 @@ async def _play_episode(
             print(f"{_HELP_TO_PLAY} ({_named(sampling)})")
             continue
         by_person = scripted_completion(as_sampled(wrapper, line)) if line else None
-        sampled = by_person or await _sample(wrapper, engine, sampling, seed)
+        completion = by_person or await _sample(wrapper, engine, sampling, seed)
         try:
-            _, reward, _, _, info = await wrapper.step_async(sampled)
+            _, reward, _, _, info = await wrapper.step_async(completion)
         except RecordError as error:  # of what a person typed: the turn is still open
             print(error)
             continue
@@ -213,11 +213,11 @@ async def _sample(wrapper: TokenObservationWrapper, engine: Engine, sampling: Sa
         seed=child_seed(seed, "turn", wrapper.num_turns),
     )
     print("model> ", end="", flush=True)
-    sliced = SlicedEngine(engine, grown=lambda ids: _show(text.grow(ids)))
-    sampled = await sliced.generate(wrapper.prompt, params, session_id="play")
-    whole = wrapper.renderer.decode(sampled.token_ids)
-    print(whole.removeprefix(text.content) if not text.reasoning else f"\n{whole}")
-    return sampled
+    sliced_engine = SlicedEngine(engine, grown=lambda ids: _show(text.grow(ids)))
+    completion = await sliced_engine.generate(wrapper.prompt, params, session_id="play")
+    full_text = wrapper.renderer.decode(completion.token_ids)
+    print(full_text.removeprefix(text.content) if not text.reasoning else f"\n{full_text}")
+    return completion
 
 
 @asynccontextmanager

@@ -67,13 +67,13 @@ class EventReader:
         lines = self._lines.read()
         if self._lines.is_from_the_start:
             self._last_in_file = 0
-        found = {event["seq"]: event for event in _numbered(lines, after=self._last_in_file)}
-        self._last_in_file = max(found, default=self._last_in_file)
-        new = {seq: event for seq, event in found.items() if seq > self.after}
+        events_by_seq = {event["seq"]: event for event in _numbered(lines, after=self._last_in_file)}
+        self._last_in_file = max(events_by_seq, default=self._last_in_file)
+        new = {seq: event for seq, event in events_by_seq.items() if seq > self.after}
         # Only a resumed run leaves a gap, and it has copied the missing lines before it takes them away here.
         if new and len(new) < max(new) - self.after:
-            moved = {event["seq"]: event for event in _discarded(self._folder)}
-            new |= {seq: event for seq, event in moved.items() if self.after < seq < max(new)}
+            discarded_events = {event["seq"]: event for event in _discarded(self._folder)}
+            new |= {seq: event for seq, event in discarded_events.items() if self.after < seq < max(new)}
         self.after = max(new, default=self.after)
         return [new[seq] for seq in sorted(new)]
 
@@ -197,8 +197,10 @@ class LineReader:
             except ValueError as error:
                 raise RecordError(f"{self.path}:{number}: not JSON: {error}") from error
             if not isinstance(line, dict) or line.get("schema") != SCHEMA_VERSION:
-                shown = text[:60].decode(errors="replace")
-                raise RecordError(f"{self.path}:{number}: expected an object of schema {SCHEMA_VERSION}, got {shown!r}")
+                excerpt = text[:60].decode(errors="replace")
+                raise RecordError(
+                    f"{self.path}:{number}: expected an object of schema {SCHEMA_VERSION}, got {excerpt!r}"
+                )
             lines.append(line)
             self._last = text
         self._offset += len(data)

@@ -116,18 +116,18 @@ class Steering:
     @contextlib.contextmanager
     def heeding_files(self, folder: Path) -> Iterator[None]:
         """Heed the request files of a run's folder, which this process holds, within the block."""
-        self._folder, ended = folder, threading.Event()
-        watching = threading.Thread(target=self._watch, args=(folder, ended), name="gspo-gym-requests", daemon=True)
+        self._folder, end_event = folder, threading.Event()
+        watching = threading.Thread(target=self._watch, args=(folder, end_event), name="gspo-gym-requests", daemon=True)
         watching.start()
         try:
             yield
         finally:
-            ended.set()
+            end_event.set()
             watching.join(_JOIN_SECONDS)
             self._folder = None
 
-    def _watch(self, folder: Path, ended: threading.Event) -> None:
-        while not ended.wait(_LOOK_SECONDS):
+    def _watch(self, folder: Path, end_event: threading.Event) -> None:
+        while not end_event.wait(_LOOK_SECONDS):
             for path in request_files(folder, "stop"):
                 author = _owner_of(path)
                 with contextlib.suppress(OSError):  # a disk that can only be read: the stop holds all the same

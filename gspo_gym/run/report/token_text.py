@@ -13,8 +13,8 @@ _LOOSE_BYTES = re.compile("[\udc80-\udcff]+")
 def _byte_letters() -> dict[str, int]:
     """Return the byte of each letter with which byte-level vocabularies spell bytes (GPT-2's `bytes_to_unicode`)."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+    unprintable_bytes = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(unprintable_bytes)}
 
 
 _BYTE_LETTERS = _byte_letters()
@@ -62,11 +62,11 @@ class TokenTexts:
 
     def _piece(self, token_id: int) -> str | bytes:
         """Return the token's text, or its bytes if they are not whole characters."""
-        if (known := self._pieces.get(token_id)) is None:
+        if (piece := self._pieces.get(token_id)) is None:
             text = self._decode([self._anchor, token_id]).removeprefix(self._anchor_text)
-            known = self._bytes_of(token_id) if "\ufffd" in text else None
-            known = self._pieces[token_id] = text if known is None else known
-        return known
+            piece = self._bytes_of(token_id) if "\ufffd" in text else None
+            piece = self._pieces[token_id] = text if piece is None else piece
+        return piece
 
     def _bytes_of(self, token_id: int) -> bytes | None:
         name = self._tokenizer.id_to_token(token_id) or ""
