@@ -438,7 +438,7 @@ def _read_tokens(path: Path) -> tuple[dict[str, int], dict[str, Floats]]:
 
     try:
         with safe_open(path, framework="np") as file:
-            columns = {each: file.get_tensor(each).astype(np.float64) for each in file.keys()}  # noqa: SIM118
+            columns = {text: file.get_tensor(text).astype(np.float64) for text in file.keys()}  # noqa: SIM118
             metadata = file.metadata()
         names = json.loads(metadata["trajectories"])
         if metadata["schema"] == "1":
@@ -446,7 +446,7 @@ def _read_tokens(path: Path) -> tuple[dict[str, int], dict[str, Floats]]:
         counts = columns.pop("num_tokens").astype(np.int64)
         for name in metadata["by_trajectory"].split():
             columns[name] = np.repeat(columns[name], counts, axis=-1)
-        ids = [before + after for before, each in names for after in each]
+        ids = [before + after for before, text in names for after in text]
         return dict(zip(ids, counts.tolist(), strict=True)), columns
     except (OSError, SafetensorError, KeyError, ValueError, TypeError) as error:
         raise RecordError(f"{path}: no file of tokens: {error}") from error

@@ -365,13 +365,7 @@ def _evaluation_of(
         # Episodes end in any order; files of two evaluations should be comparable line by line.
         if keep is not None:
             order = {name: number for number, name in enumerate(names)}
-            keep(
-                label,
-                sorted(
-                    episodes,
-                    key=lambda t: (order[t.task.env_id], t.task.seed),
-                ),
-            )
+            keep(label, sorted(episodes, key=lambda t: (order[t.task.env_id], t.task.seed)))
         return join(results)
 
     return run

@@ -79,9 +79,11 @@ def build_messages(question: Question, nonce: str) -> list[dict[str, str]]:
     fence = f"{'`' * num_ticks} {nonce}"
     sections = [_RULES.replace("{fence}", fence), *_criteria(question), _answer_form(question, nonce)]
     data = "\n".join(_fenced(piece, fence) for piece in pieces)  # joined once: no text is searched for placeholders
-    asked = ", ".join(question.parts)
+    part_names = ", ".join(question.parts)
     # Repeated after the data, where a model reads it last.
-    reminder = f"That is the whole episode. Now answer with your JSON object under {verdict_key(nonce)} for: {asked}."
+    reminder = (
+        f"That is the whole episode. Now answer with your JSON object under {verdict_key(nonce)} for: {part_names}."
+    )
     return [
         {"role": "system", "content": "\n\n".join(sections)},
         {"role": "user", "content": f"The episode, {question.transcript.num_turns} turns:\n{data}\n\n{reminder}"},
@@ -196,8 +198,8 @@ def parse_verdict(text: str, *, nonce: str, parts: Parts) -> Verdict:
         VerdictError: there is none, more than one, or it is not complete or not on its scales.
     """
     body = _find(text, verdict_key(nonce))
-    expected = {*parts, "summary"}
-    _require_keys("verdict", body, expected)
+    keys = {*parts, "summary"}
+    _require_keys("verdict", body, keys)
     summary = body["summary"]
     if not isinstance(summary, str):
         _fail("summary", "a text", summary)
@@ -212,13 +214,13 @@ def _find(text: str, key: str) -> dict[str, Any]:
         if before is None:
             continue
         try:
-            whole, stop = _DECODER.raw_decode(text, before.end())
+            answer, stop = _DECODER.raw_decode(text, before.end())
         except (ValueError, RecursionError) as error:  # json's own, and those of the hooks below
             reason = f"the verdict is not JSON: {error}: {_shown(text[before.end() :])}"
             continue
         if _AFTER.fullmatch(text, stop) is not None:
-            _require_keys("answer", whole, {key})
-            return _as_object("verdict", whole[key])
+            _require_keys("answer", answer, {key})
+            return _as_object("verdict", answer[key])
     raise VerdictError(reason)
 
 
@@ -252,8 +254,8 @@ def _as_object(where: str, value: object) -> dict[str, Any]:
     return value
 
 
-def _require_keys(where: str, value: Mapping[str, Any], expected: set[str]) -> None:
-    missing, unknown = sorted(expected - set(value)), sorted(set(value) - expected)
+def _require_keys(where: str, value: Mapping[str, Any], keys: set[str]) -> None:
+    missing, unknown = sorted(keys - set(value)), sorted(set(value) - keys)
     if missing or unknown:
         raise VerdictError(f"{where}: missing {missing or 'nothing'}, not asked for {_shown(unknown or 'nothing')}")
 
