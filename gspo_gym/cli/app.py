@@ -53,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def check_app_command(arguments: argparse.Namespace) -> int:
     """Play the probes and print their results; return 1 if there is a problem."""
     try:
-        reports = run_to_end(_checked(arguments))
+        reports = run_to_end(_probe_reports(arguments))
     except ImportError as error:
         raise MissingExtraError("a task app is checked with: pip install 'gspo-gym[apps]'") from error
     is_ok = not any(report.problems for report in reports)
@@ -67,7 +67,7 @@ def check_app_command(arguments: argparse.Namespace) -> int:
     return 0 if is_ok else 1
 
 
-async def _checked(arguments: argparse.Namespace) -> tuple[ProbeReport, ...]:
+async def _probe_reports(arguments: argparse.Namespace) -> tuple[ProbeReport, ...]:
     from dataclasses import replace
 
     from gspo_gym.config.build.threads import computing_elsewhere

@@ -372,7 +372,7 @@ def _play_sections(records: Sequence[PlayerRecord]) -> list[str]:
         if record.failures:
             sections.append(f"{len(record.failures)} episodes of {record.player} failed; {record.failures[0]}")
         if record.returns:
-            sections.append(f"Returns of {record.player}:\n\n{_fenced(histogram(record.returns))}")
+            sections.append(f"Returns of {record.player}:\n\n{_fence(histogram(record.returns))}")
     return sections
 
 
@@ -401,10 +401,10 @@ def _transcript(run: Playthrough) -> str:
         messages += [action, *answer.messages]
     outcome = f"return {run.episode_return:g}" if run.episode_return is not None else "not scored"
     turns = "1 turn" if len(run.answers) == 1 else f"{len(run.answers)} turns"
-    return _fenced("\n".join(map(_spoken, messages))) + f"\n\n{outcome}, {turns}."
+    return _fence("\n".join(map(_message_text, messages))) + f"\n\n{outcome}, {turns}."
 
 
-def _spoken(message: Message) -> str:
+def _message_text(message: Message) -> str:
     calls = [f"{call.name}({json.dumps(dict(call.arguments), ensure_ascii=False)})" for call in message.tool_calls]
     text = "\n".join([message.content] * bool(message.content) + calls)
     if len(text) > _MAX_CHARACTERS:
@@ -432,7 +432,7 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "\n".join([lines[0], rule, *lines[1:]])
 
 
-def _fenced(text: str) -> str:
+def _fence(text: str) -> str:
     """Return text as a code block with a fence longer than any inside it."""
     # A transcript may hold code blocks.
     longest = max((len(run) for run in re.findall(r"`+", text)), default=0)

@@ -120,7 +120,7 @@ def _evaluate_and_show(arguments: argparse.Namespace, config: RunConfig, names: 
     marker = None if part is None else marker_beside(part.out)
     worst: dict[str, Trajectory] = {}
     try:
-        with interrupted_by_signals(config.run.stop_grace_seconds), _watched(config, marker):
+        with interrupted_by_signals(config.run.stop_grace_seconds), _watch(config, marker):
             results = in_one_unit(
                 _evaluate_all(_unfrozen(config, marker), names, part, worst, arguments.save is not None)
             )
@@ -181,7 +181,7 @@ def _show(
             console.print(line, soft_wrap=True, markup=False, highlight=False)
 
 
-def _watched(config: RunConfig, marker: Path | None = None) -> contextlib.AbstractContextManager[None]:
+def _watch(config: RunConfig, marker: Path | None = None) -> contextlib.AbstractContextManager[None]:
     """Return the context that ends this process if an environment holds the interpreter."""
     resume_advice = "Set rollout.isolation to process, where a deadline ends what hangs."
     if marker is not None:
@@ -251,7 +251,7 @@ def _evaluate_all(
     if part is not None and num_found:
         print(f"{num_found} episodes are there already, in {part.path}", file=sys.stderr)
     # A model with all its rows needs no weights or endpoint any more.
-    missing = [name for name in names if _whole(config, rows_by_model[name]) is None]
+    missing = [name for name in names if _complete_evaluation(config, rows_by_model[name]) is None]
     _require_ready(config, missing)
     results = {}
     with counting(Console(stderr=True), _num_asked(config, names), done=num_found) as count:
@@ -367,7 +367,7 @@ def _require_ready(config: RunConfig, names: Sequence[str]) -> None:
     run_to_end(require_ready_to_evaluate(config, names))
 
 
-def _whole(config: RunConfig, rows: Sequence[PlayedRow]) -> Evaluation | None:
+def _complete_evaluation(config: RunConfig, rows: Sequence[PlayedRow]) -> Evaluation | None:
     """Return the evaluation if all its rows were found, else None."""
     return evaluation_of_rows(environment_ids(config), config.evaluation_seeds, rows) if rows else None
 
@@ -387,7 +387,7 @@ def run_evaluation(config: RunConfig, model: str | None = None, *, rows: KeptRow
     """
     rows = rows or KeptRows()
     name = model or model_name(config)
-    if _whole(config, rows.found) is None:
+    if _complete_evaluation(config, rows.found) is None:
         _require_ready(config, [name])
     return _evaluate(config, name, rows)
 
@@ -396,10 +396,10 @@ def _evaluate(
     config: RunConfig, model: str, rows: KeptRows, *, tell: Callable[[str], None] = lambda _: None
 ) -> Evaluation:
     """Evaluate after the checks have passed; `tell` is given lines about the environments here."""
-    if evaluation := _whole(config, rows.found):
+    if evaluation := _complete_evaluation(config, rows.found):
         return evaluation
     name = base_of(model, Path(config.run.folder))
-    with _watched(config):
+    with _watch(config):
         if name.startswith((SCRIPTED, ENDPOINT)):
             return run_to_end(_play_without_engine(config, name, rows))
         return run_to_end(_play_with_engine(config, name, rows, tell))

@@ -95,8 +95,8 @@ def describe_rubric(name: str, rubric: Rubric) -> Iterator[str]:
     for c in rubric.criteria:
         scale = f"custom {c.minimum:g} to {c.maximum:g}" if c.scale == "custom" else c.scale
         share = f"{c.weight / weights:.1%}" if rubric.aggregation in ("weighted_sum", "inherit") else "-"
-        required = f"at least {c.threshold:g}" if c.required else ""
-        rows.append((c.id, scale, f"{c.weight:g}", share, required))
+        threshold_text = f"at least {c.threshold:g}" if c.required else ""
+        rows.append((c.id, scale, f"{c.weight:g}", share, threshold_text))
     yield from table(("criterion", "scale", "weight", "share", "required"), rows).splitlines()
 
 

@@ -110,11 +110,11 @@ def page_of(
     with computing_elsewhere("cpu"):
         findings = page_findings(runs[0], step_pages)
     runs[0]["findings"] = [*map(asdict, findings), *runs[0]["findings"]]
-    runs[0]["checked"] = _checked(runs[0], step_pages, findings)
+    runs[0]["checked"] = _check_text(runs[0], step_pages, findings)
     return Page(saved_page(runs, step_pages), runs[0]["checked"], findings)
 
 
-def _checked(run: Mapping[str, Json], steps: Sequence[Mapping[str, Json]], findings: Sequence[Finding]) -> str:
+def _check_text(run: Mapping[str, Json], steps: Sequence[Mapping[str, Json]], findings: Sequence[Finding]) -> str:
     from gspo_gym.diagnosis.tokens import unknown_settings
 
     num_episodes = sum(len(group["episodes"]) for step in steps for group in step["groups"])

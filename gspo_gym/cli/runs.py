@@ -155,11 +155,11 @@ def _side_by_side(comparison: RunComparison, names: Sequence[str]) -> str:
     lines = [] if is_short else [part for pair in zip(heads, names, strict=True) for part in folded(" ".join(pair))]
     lines.append(table(("", *heads), rows))
     for name, result in zip(heads[1:], comparison.evaluations, strict=True):
-        lines += folded(f"{name} against {heads[0]}: {result if isinstance(result, str) else _paired(result)}")
+        lines += folded(f"{name} against {heads[0]}: {result if isinstance(result, str) else _difference_text(result)}")
     return "\n".join(lines)
 
 
-def _paired(values: dict[str, Any]) -> str:
+def _difference_text(values: dict[str, Any]) -> str:
     interval = values["difference_interval"]
     within = "" if interval is None else f" (95% {interval[0]:+.3f} to {interval[1]:+.3f})"
     text = f"mean return {values['mean_difference']:+.3f}{within} over {values['num_pairs']} pairs of episodes"

@@ -233,7 +233,7 @@ class _Comparison:
         """Compare everything; without `metrics`, all but these. `state` is that before the step."""
         records, columns, every = self._records, self._columns, np.arange(len(self._owner))
         for name, array in (("rollout_logprob", "rollout_logprobs"), ("weight_version", "weight_version")):
-            self._compare(name, columns[name], _sampled(records.episodes, array), every)
+            self._compare(name, columns[name], _token_values(records.episodes, array), every)
         for episode in records.episodes:
             for turn in (turn for turn in episode.turns if turn.reward is not None and turn.reward_terms):
                 terms, name = sum(turn.reward_terms.values()), episode.trajectory_id
@@ -464,13 +464,13 @@ def _arrays(episodes: Sequence[Trajectory]) -> dict[str, Any]:
     segments = [segment for episode in episodes for segment in episode.segments]
     lengths = [int(segment.action_mask.sum()) for segment in segments]
     owners = [i for i, episode in enumerate(episodes) for _ in episode.segments]
-    turn, trajectory = _sampled(episodes, "turn_index").astype(np.int64), np.repeat(owners, lengths)
+    turn, trajectory = _token_values(episodes, "turn_index").astype(np.int64), np.repeat(owners, lengths)
     units = {"trajectory": trajectory, "segment": np.repeat(np.arange(len(segments)), lengths)}
     units |= {"turn": trajectory * (turn.max(initial=0) + 1) + turn, "token": np.arange(len(turn))}
     return {"units": units, "turn": turn}
 
 
-def _sampled(episodes: Sequence[Trajectory], name: str) -> Floats:
+def _token_values(episodes: Sequence[Trajectory], name: str) -> Floats:
     """Return [A] an array of the segments, of sampled tokens."""
     segments = [segment for episode in episodes for segment in episode.segments]
     parts = [getattr(segment, name)[segment.action_mask].astype(np.float64) for segment in segments]
@@ -571,7 +571,7 @@ def _load(checkpoint: Path, dtype: str, *, is_adapted: bool) -> Any:  # Any: tra
     adapter, folder = checkpoint / "adapter_config.json", _whole_model(checkpoint)
     load_dtype = torch.float32 if dtype == "float64" else getattr(torch, dtype)  # what float64 holds comes from float32
     try:
-        options = _quantized(checkpoint / "quantization.json", load_dtype)
+        options = _quantization_options(checkpoint / "quantization.json", load_dtype)
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=load_dtype, local_files_only=True, **options)
     except (OSError, ValueError) as error:
         raise RecordError(f"{folder}: transformers cannot load it: {error}") from error
@@ -596,7 +596,7 @@ def _whole_model(checkpoint: Path) -> str:
     return for_other_programs(below_adapter(checkpoint))
 
 
-def _quantized(path: Path, dtype: Any) -> dict[str, Any]:  # Any: torch's, and transformers is untyped
+def _quantization_options(path: Path, dtype: Any) -> dict[str, Any]:  # Any: torch's, and transformers is untyped
     """Return options that quantize weights below an adapter as `path` says; {} without it (QLoRA, arXiv 2305.14314)."""
     if not path.exists():
         return {}

@@ -132,17 +132,17 @@ def create_app(folder: Path, token: str, is_stopping: threading.Event) -> App:
     async def front(request: Request) -> Response:
         request_token = request.query_params.get("token")
         if request_token is None:
-            return await _guarded(page, token)(request)
+            return await _guard(page, token)(request)
         answer = RedirectResponse("/")  # the token does not stay in the address, nor in the browser's history
         answer.set_cookie(_cookie_name(request), request_token, httponly=True, samesite="strict")
         return answer
 
     answers = (runs, run, step, group, doing, changes)
-    routes = [Route("/", front), *(Route(f"/{handler.__name__}", _guarded(handler, token)) for handler in answers)]
+    routes = [Route("/", front), *(Route(f"/{handler.__name__}", _guard(handler, token)) for handler in answers)]
     return Guard(Starlette(routes=routes), open_paths=())
 
 
-def _guarded(answer: Callable[[Request], Any], token: str) -> Callable[[Request], Awaitable[Response]]:
+def _guard(answer: Callable[[Request], Any], token: str) -> Callable[[Request], Awaitable[Response]]:
     """Return the route of a function of a request, which runs in a thread: it reads files."""
     from starlette.concurrency import run_in_threadpool
     from starlette.responses import JSONResponse, PlainTextResponse

@@ -179,11 +179,11 @@ def _check(flat: Flat, source_of: Callable[[str], str], earlier: Sequence[Proble
         lines = [f"{source_of(p.key)}: {flat.name(p.key)}: {p.text}" for p in problems]
         problem_list = f"{len(lines)} problems in the configuration:\n  " + "\n  ".join(lines)
         raise ConfigError(lines[0] if len(lines) == 1 else problem_list)
-    config._of_the_file = tuple(_inserted(flat, config))
+    config._of_the_file = tuple(_find_inserted(flat, config))
     return config
 
 
-def _inserted(flat: Flat, config: RunConfig) -> Iterator[Problem]:
+def _find_inserted(flat: Flat, config: RunConfig) -> Iterator[Problem]:
     for key, nested_key in flat.inserted.items():
         value = look_up(config.model_dump(), key)
         if look_up(flat.values, key) is None and value != INSERTED[key]:

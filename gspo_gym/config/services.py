@@ -444,6 +444,6 @@ def names_of(gpus: Iterable[int], environment: Mapping[str, str]) -> tuple[str, 
             break
         visible.append(name)
     # By the number that this process sees, because CUDA would count a name twice or read on after an empty one.
-    wanted = tuple(gpus)
-    require_gpus(1 + max(wanted, default=-1), len(visible), environment, "topology")
-    return tuple(visible[gpu] for gpu in wanted)
+    gpu_ids = tuple(gpus)
+    require_gpus(1 + max(gpu_ids, default=-1), len(visible), environment, "topology")
+    return tuple(visible[gpu] for gpu in gpu_ids)

@@ -108,7 +108,7 @@ def with_known_spelling(values: Mapping[str, Any], model: type[BaseModel]) -> di
         elif names := _names_of(info.annotation):
             is_list = isinstance(value, list | tuple)  # of names, such as algorithm.acknowledge
             corrected_values[key] = (
-                type(value)(_spelled(element, names) for element in value) if is_list else _spelled(value, names)
+                type(value)(_spell(element, names) for element in value) if is_list else _spell(value, names)
             )
     return corrected_values
 
@@ -119,7 +119,7 @@ def _names_of(annotation: Any) -> dict[str, str]:
     return {low: name for part in get_args(annotation) for low, name in _names_of(part).items()}
 
 
-def _spelled(value: Any, names: Mapping[str, str]) -> Any:
+def _spell(value: Any, names: Mapping[str, str]) -> Any:
     return names.get(value.strip().lower(), value) if isinstance(value, str) else value
 
 

@@ -109,7 +109,9 @@ def batch_of(records: StepRecords, state: State) -> Batch:
     is_kept &= np.abs(table).max(1) > (-1 if eps is None else eps)
     is_masked = _are_overlong(records) & (config["rewards.overlong"] == "mask")
     fates = np.where(is_kept, np.where(is_masked, OVERLONG, NO_GRADIENT), fates)
-    shaped_advantages, state = _shaped(records, advantages, np.flatnonzero((fates == NO_GRADIENT)[owner]), state)
+    shaped_advantages, state = _shape_advantages(
+        records, advantages, np.flatnonzero((fates == NO_GRADIENT)[owner]), state
+    )
     has_slope = np.bincount(owner, shaped_advantages.astype(np.float32) != 0, minlength=num_episodes) > 0
     has_slope |= config["loss.kl_coef"] > 0 or config["loss.entropy_coef"] > 0
     if any(config[key] not in (0, "none") for key in _SHAPING):  # then it is seen if another of its minibatch has one
@@ -118,7 +120,7 @@ def batch_of(records: StepRecords, state: State) -> Batch:
     return Batch(np.where(is_trained[owner], shaped_advantages, advantages), fates, is_kept, is_trained, state)
 
 
-def _shaped(records: StepRecords, values: Floats, at: Indices, state: State) -> tuple[Floats, State]:
+def _shape_advantages(records: StepRecords, values: Floats, at: Indices, state: State) -> tuple[Floats, State]:
     """Return the advantages with KL to the reference, whitening and clip for the tokens `at`, and the next beta."""
     config, every, values = records.config, values, values[at]
     pool, sizes = _pools(records.units["trajectory"][at])
@@ -368,7 +370,7 @@ class Model:
                 beyond = (torch.arange(logits.shape[-1]) >= self._num_ids).expand_as(logits)
                 logits = logits.masked_fill(beyond.scatter(-1, ids[position, None], value=False), -torch.inf)
                 if self._config["training.score_truncated"]:
-                    logits = logits.masked_fill(~self._kept(logits.detach(), ids[position, None]), -torch.inf)
+                    logits = logits.masked_fill(~self._kept_tokens(logits.detach(), ids[position, None]), -torch.inf)
                 every = torch.log_softmax(logits, -1)
                 entropy = -(every.exp() * every.masked_fill(every.isneginf(), 0.0)).sum(-1)
                 pair = every.gather(-1, ids[position, None])[:, 0], entropy
@@ -377,7 +379,8 @@ class Model:
             scores[:, here] = torch.stack(pair).detach().numpy()
         return scores
 
-    def _kept(self, logits: Any, ids: Any) -> Any:  # [n, V] bool: what min_p, top_k and top_p leave, and `ids` [n, 1]
+    def _kept_tokens(self, logits: Any, ids: Any) -> Any:
+        # [n, V] bool: what min_p, top_k and top_p leave, and `ids` [n, 1]
         config, order = self._config, logits.argsort(dim=-1, descending=True, stable=True)
         sorted_logprobs = logits.gather(-1, order).log_softmax(-1)
         mask = sorted_logprobs.exp() >= config["rollout.min_p"] * sorted_logprobs[:, :1].exp()

@@ -263,9 +263,9 @@ def _shift(gap: _Gap) -> _Clue | None:
     here, there = slice(None, -1), slice(1, None)
     view, informative = gap.view, gap.are_known & (np.abs(gap.engine) > _INFORMATIVE)
     neighbours = (view.episode[here] == view.episode[there]) & (view.turn[here] == view.turn[there])
-    for way, mine, paired in ((1, here, there), (-1, there, here)):
-        rows_to_test = neighbours & gap.are_known[mine] & informative[paired]
-        fits = (np.abs(gap.engine[paired] - gap.learner[mine]) <= gap.limit)[rows_to_test]
+    for way, mine, partner in ((1, here, there), (-1, there, here)):
+        rows_to_test = neighbours & gap.are_known[mine] & informative[partner]
+        fits = (np.abs(gap.engine[partner] - gap.learner[mine]) <= gap.limit)[rows_to_test]
         if len(fits) >= _MIN_COUNT and fits.mean() > 0.8 and gap.fits[mine][rows_to_test].mean() < 0.5:
             how = f"{fits.mean():.0%} of the learner's logprobs are the engine's of the token {way:+d} from theirs"
             return "mask_is_shifted", f"{gap.evidence}; {how}"

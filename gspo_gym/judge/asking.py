@@ -330,8 +330,8 @@ class JudgeBudget:
         self.limits = limits or BudgetLimits()
         self.spent = spent or JudgeCost()
         self._under_way = JudgeCost()
-        self._ended = asyncio.Event()
-        self._ended.set()
+        self._end_event = asyncio.Event()
+        self._end_event.set()
 
     @contextlib.asynccontextmanager
     async def call(self, most: JudgeCost) -> AsyncIterator[Reservation]:
@@ -342,12 +342,12 @@ class JudgeBudget:
         """
         # A call is let through while the cost so far, plus the most that the calls under way can still cost, is below
         # every limit: the whole is at most the limit plus one call, however many are under way.
-        while (limit_text := self._reached(self.spent + self._under_way)) is not None:
-            if self._reached(self.spent) is not None or self._under_way.num_calls == 0:
+        while (limit_text := self._limit_text(self.spent + self._under_way)) is not None:
+            if self._limit_text(self.spent) is not None or self._under_way.num_calls == 0:
                 raise JudgeBudgetError(f"judging has reached its limit: {limit_text}; raise it to go on")
-            if self._ended.is_set():
-                self._ended = asyncio.Event()  # a fresh one belongs to the loop that waits
-            await self._ended.wait()
+            if self._end_event.is_set():
+                self._end_event = asyncio.Event()  # a fresh one belongs to the loop that waits
+            await self._end_event.wait()
         self._under_way = self._under_way + most
         reservation = Reservation(most)
         try:
@@ -355,9 +355,9 @@ class JudgeBudget:
         finally:
             self._under_way = _less(self._under_way, most)
             self.spent = self.spent + reservation.cost
-            self._ended.set()
+            self._end_event.set()
 
-    def _reached(self, cost: JudgeCost) -> str | None:
+    def _limit_text(self, cost: JudgeCost) -> str | None:
         limits = self.limits
         if limits.max_calls is not None and cost.num_calls >= limits.max_calls:
             return f"max_calls = {limits.max_calls}, spent {self.spent.num_calls}"

@@ -163,7 +163,7 @@ class JudgeAudit:
         for order in orders:
             rubrics_in_order = Rubrics(**{part: rubric.in_order(order)})
             answers = await self._ask(self.in_given_order or self.judge, compared_episodes, rubrics_in_order)
-            scores.append([_normalised(answer, part, rubric) for answer in answers])
+            scores.append([_normalise(answer, part, rubric) for answer in answers])
         complete = [list(rows) for rows in zip(*scores, strict=True) if None not in rows]
         if not complete:
             return None, None
@@ -247,7 +247,7 @@ def _marks(judgement: Judgement) -> dict[tuple[int, str], float]:
     return marks | {(turn, ""): review.total for turn, review in reviews.items() if not review.criteria}
 
 
-def _normalised(answer: Answer, part: Part, rubric: Rubric) -> list[float] | None:
+def _normalise(answer: Answer, part: Part, rubric: Rubric) -> list[float] | None:
     """Return the criteria's scores in [0, 1], for turns their mean; None if one was not scored."""
     if isinstance(answer, JudgeError):
         return None

@@ -62,7 +62,7 @@ class Rubrics:
         """
         if not tracks:
             return self
-        return Rubrics(**{name: _named(name, rubric.only_tracks, tracks) for name, rubric in self.parts.items()})
+        return Rubrics(**{name: _change_part(name, rubric.only_tracks, tracks) for name, rubric in self.parts.items()})
 
     def with_track_weights(self, weights: Mapping[str, float]) -> Rubrics:
         """Return both parts with these weights of their tracks, 1 for tracks that are not named.
@@ -79,7 +79,7 @@ class Rubrics:
         def reweight(rubric: Rubric) -> Rubric:
             return replace(rubric, track_weights={track: weights.get(track, 1.0) for track in rubric.tracks})
 
-        return Rubrics(**{name: _named(name, reweight, rubric) for name, rubric in self.parts.items()})
+        return Rubrics(**{name: _change_part(name, reweight, rubric) for name, rubric in self.parts.items()})
 
     def with_aggregate(self, aggregate: Aggregate) -> Rubrics:
         """Return the rubrics with this function in every part with aggregation "custom".
@@ -265,7 +265,7 @@ def load_function(name: str, *, of: str) -> Callable[..., Any]:  # what is calla
     return value
 
 
-def _named(part: str, change: Callable[[Argument], Rubric], argument: Argument) -> Rubric:
+def _change_part(part: str, change: Callable[[Argument], Rubric], argument: Argument) -> Rubric:
     try:
         return change(argument)
     except ConfigError as error:

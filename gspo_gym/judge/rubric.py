@@ -211,9 +211,9 @@ class Rubric:
         """
         self._require_complete(scores)
         if not any(c.required and scores[c.id] < c.threshold for c in self.criteria):
-            return self._aggregated(scores)
+            return self._aggregate_scores(scores)
         # A failed rubric must not be worth more than the worst that passes: below 0, that is the lowest total.
-        return 0.0 if self.aggregation == "custom" else min(0.0, self._aggregated(self.lowest_scores))
+        return 0.0 if self.aggregation == "custom" else min(0.0, self._aggregate_scores(self.lowest_scores))
 
     def only_tracks(self, tracks: Iterable[str]) -> Rubric:
         """Return the rubric with the criteria of these tracks alone; a ConfigError if none is left."""
@@ -248,7 +248,7 @@ class Rubric:
         if problems:
             raise UnscoredError("; ".join(problems))
 
-    def _aggregated(self, scores: Mapping[str, float]) -> float:
+    def _aggregate_scores(self, scores: Mapping[str, float]) -> float:
         if self.aggregation == "custom":
             return self._custom_total(scores)
         if self.track_weights:

@@ -66,7 +66,7 @@ class Judging:
         self._reported_cost = self._budget.spent
         self._reported_pause_seconds = 0.0
         self._gold: GoldWatch | None = None
-        self._others: list[Closable] = []
+        self._closables: list[Closable] = []
         self._write: JudgementRecorder | None = None
         self._on_event: OnEventOfStep | None = None
         self._step = 0
@@ -92,7 +92,7 @@ class Judging:
 
     def close_too(self, other: Closable) -> None:
         """Close another object, such as a gold judge or a cache, when this is closed."""
-        self._others.append(other)
+        self._closables.append(other)
 
     def record_into(self, folder: Path, on_event: OnEventOfStep, *, step: int = 0) -> None:
         """Write judgements into a run's folder, which is at `step`, and report events.
@@ -148,7 +148,7 @@ class Judging:
         """Cancel the comparison and close the connections; closing twice is fine."""
         if self._gold is not None:
             await self._gold.close()
-        for closable in (self.judge, *self._others):
+        for closable in (self.judge, *self._closables):
             await closable.close()
 
     def _may_score(self) -> None:

@@ -367,13 +367,13 @@ class Pulse:
         self._path = folder / LOCK_FILE
         self._seconds = math.inf if holder.beat_seconds is None else _SILENT_BEATS * holder.beat_seconds
         self._clock = clock
-        self._touched, self._since = _touched(self._path), clock()
+        self._last_touch, self._since = _touch_time(self._path), clock()
 
     def is_felt(self) -> bool:
         """Return False if the process has not touched its lock for a long time, though it should."""
-        touch_time, now = _touched(self._path), self._clock()
-        if touch_time != self._touched:
-            self._touched, self._since = touch_time, now
+        touch_time, now = _touch_time(self._path), self._clock()
+        if touch_time != self._last_touch:
+            self._last_touch, self._since = touch_time, now
         return now - self._since < self._seconds
 
 
@@ -419,13 +419,13 @@ def _wait_for_death(folder: Path, last: ProcessInfo, note: Callable[[str], None]
         raise ConfigError(refusal(folder, last))
     seconds = _SILENT_BEATS * last.beat_seconds
     note(f"{last} recorded no end; its place is taken unless it shows in {seconds:g} seconds that it lives")
-    last_touch, deadline = _touched(path), time.monotonic() + seconds
+    last_touch, deadline = _touch_time(path), time.monotonic() + seconds
     while time.monotonic() < deadline:
         time.sleep(last.beat_seconds / 4)
         now = read_process(folder)
         if now is not None and now != last:  # it ended, or another start was first
             return _wait_for_death(folder, now, note, mounts) if now.is_elsewhere else _wait_for_lock(path)
-        if _touched(path) != last_touch:
+        if _touch_time(path) != last_touch:
             raise ConfigError(refusal(folder, last, is_alive=True))
         # A file server keeps the lock of a machine that died, some for a minute and a half.
         if sees_locks and (lock := _try_lock(path)) is not None:
@@ -438,13 +438,13 @@ def _wait_for_death(folder: Path, last: ProcessInfo, note: Callable[[str], None]
 def _can_beat(path: Path) -> bool:
     with contextlib.suppress(OSError):
         os.utime(path, ns=(0, 0))
-        before = _touched(path)
+        before = _touch_time(path)
         os.utime(path)
-        return before == 0 != _touched(path)
+        return before == 0 != _touch_time(path)
     return False
 
 
-def _touched(path: Path) -> int | None:
+def _touch_time(path: Path) -> int | None:
     with writing(path), contextlib.suppress(FileNotFoundError), path.open("rb") as file:
         return os.fstat(file.fileno()).st_mtime_ns  # opened, because NFS asks the server then
     return None

@@ -107,7 +107,7 @@ def read_run(folder: Path) -> RunInfo:
         return _read_run(folder)
     # One damaged record must not hide all other runs of a list.
     except (ArithmeticError, AttributeError, LookupError, StorageError, TypeError, ValueError) as error:
-        return RunInfo(folder, DAMAGED, updated=_changed(folder), error=f"its records cannot be read: {error!r}")
+        return RunInfo(folder, DAMAGED, updated=_change_time(folder), error=f"its records cannot be read: {error!r}")
 
 
 def _read_run(folder: Path) -> RunInfo:
@@ -129,7 +129,7 @@ def _read_run(folder: Path) -> RunInfo:
         attempt=1 if process is None else process.attempt,
         pid=None if process is None else process.pid,
         host=None if process is None else process.host or None,
-        updated=_changed(folder),
+        updated=_change_time(folder),
         step=int(summary["steps"] if summary else _last_step(folder)),
         score=score,
         value=None if score is None else _number(evaluation.get(score)),
@@ -235,7 +235,7 @@ def compare_runs(folders: Sequence[Path]) -> RunComparison:
         settings={
             key: run_values for key, run_values in values.items() if any(value != run_values[0] for value in run_values)
         },
-        evaluations=tuple(_compared(evaluations[0], evaluation) for evaluation in evaluations[1:]),
+        evaluations=tuple(_compare(evaluations[0], evaluation) for evaluation in evaluations[1:]),
     )
 
 
@@ -252,7 +252,7 @@ def last_evaluation(folder: Path) -> Evaluation | None:
         raise RecordError(f"{folder}: its last evaluation has no known form: {error!r}") from error
 
 
-def _compared(first: Evaluation | None, second: Evaluation | None) -> dict[str, Any] | str:
+def _compare(first: Evaluation | None, second: Evaluation | None) -> dict[str, Any] | str:
     if first is None or second is None:
         return "a run without an evaluation"
     try:
@@ -327,7 +327,7 @@ def _run_id(folder: Path) -> str | None:
     return line.removeprefix(RUN_LINE) if line.startswith(RUN_LINE) else None
 
 
-def _changed(folder: Path) -> float:
+def _change_time(folder: Path) -> float:
     try:
         return (folder / EVENTS_FILE).stat().st_mtime
     except OSError:

@@ -176,8 +176,8 @@ def pack_tokens(step: int, collected: Collected, built: BuiltBatch, table: Token
     steps = np.full((len(columns["optimizer_step"]), len(trajectories)), UNSEEN["optimizer_step"], np.int32)
     steps[:, lengths > 0] = columns["optimizer_step"][:, starts[lengths > 0]]  # those of a trajectory agree
     columns["optimizer_step"] = steps
-    columns["rollout_logprob"] = _sampled(trajectories, "rollout_logprobs", np.float32)
-    columns["weight_version"] = _sampled(trajectories, "weight_version", np.int32)
+    columns["rollout_logprob"] = _token_values(trajectories, "rollout_logprobs", np.float32)
+    columns["weight_version"] = _token_values(trajectories, "weight_version", np.int32)
     for name, value in _OPTIONAL.items():
         column = columns[name]
         if bool((np.isnan(column) | (column == value)).all()):
@@ -268,7 +268,7 @@ def _fates_outside(collected: Collected) -> dict[str, Fate]:
     return fates | {attempt.trajectory_id: Fate.UNCOMMITTED for group in collected.kept for attempt in group.dropped}
 
 
-def _sampled(trajectories: Sequence[Trajectory], name: str, dtype: type[np.generic]) -> Column:
+def _token_values(trajectories: Sequence[Trajectory], name: str, dtype: type[np.generic]) -> Column:
     """Return [A] an array of the segments, of sampled tokens."""
     segments = [segment for trajectory in trajectories for segment in trajectory.segments]
     return np.concatenate([np.zeros(0, dtype), *(getattr(each, name)[each.action_mask] for each in segments)])

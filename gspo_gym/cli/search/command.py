@@ -125,7 +125,7 @@ class _Search:
         self._settings, self._study, self._base, self._console = settings, study, base, console
         self._command, self._poll_seconds = command, poll_seconds
         self._folder = settings.search_folder
-        self._reported: set[tuple[int, int]] = set()  # (trial, iteration)
+        self._seen_evaluations: set[tuple[int, int]] = set()  # (trial, iteration)
 
     async def run(self) -> None:
         """Run until no trial is left; an unexpected error in one worker stops the others and their runs."""
@@ -184,8 +184,8 @@ class _Search:
         # All are reported, because the pruner counts them; at iteration 0 the values have had no effect yet.
         is_behind = False
         for iteration, value in evaluations:
-            if iteration > 0 and (trial.number, iteration) not in self._reported:
-                self._reported.add((trial.number, iteration))
+            if iteration > 0 and (trial.number, iteration) not in self._seen_evaluations:
+                self._seen_evaluations.add((trial.number, iteration))
                 trial.report(value, iteration)
                 is_behind |= trial.should_prune()
         return is_behind
@@ -324,8 +324,8 @@ def read_evaluations(run_folder: Path, metric: Metric, *, is_over: bool = False)
 
 def _ends_without_success(evaluation: Mapping[str, Any]) -> bool:
     """Return whether an environment ended an episode by itself without declaring success or failure."""
-    terminated = Outcome.TERMINATED.value
-    return any(row["outcome"] == terminated and row["success"] is None for row in evaluation.get("rows", ()))
+    outcome = Outcome.TERMINATED.value
+    return any(row["outcome"] == outcome and row["success"] is None for row in evaluation.get("rows", ()))
 
 
 async def run_trial(

@@ -142,7 +142,7 @@ class SearchStudy:
     def _enqueue_next_of_grid(self) -> None:
         """Queue the first combination that no trial has tried."""
         ranges = self._settings.parameters
-        axes = [[_stored(ranges[key], value) for value in ranges[key].all_values() or ()] for key in ranges]
+        axes = [[_optuna_value(ranges[key], value) for value in ranges[key].all_values() or ()] for key in ranges]
         tried_params = [dict(trial.system_attrs.get("fixed_params", {})) | trial.params for trial in self.trials()]
         for combination in itertools.product(*axes):
             params = dict(zip(ranges, combination, strict=True))
@@ -151,7 +151,7 @@ class SearchStudy:
                 return
 
 
-def _stored(values: ParameterRange, value: Any) -> Any:
+def _optuna_value(values: ParameterRange, value: Any) -> Any:
     """Return a value as Optuna holds it; a choice is held as JSON."""
     # Optuna takes only scalar choices; ours may be lists or tables.
     return json.dumps(value) if values.choices is not None else value
@@ -401,7 +401,9 @@ def load_search(path: str | Path) -> SearchSettings:
         problems += [] if problems else _contradictions(settings)
     if settings is None or problems:
         raise ConfigError(
-            f"{path}: {problems[0]}" if len(problems) == 1 else f"{path}: {len(problems)} problems:" + _listed(problems)
+            f"{path}: {problems[0]}"
+            if len(problems) == 1
+            else f"{path}: {len(problems)} problems:" + _problem_list(problems)
         )
     return settings
 
@@ -511,5 +513,5 @@ def _as_tuples(value: Any) -> Any:
     return tuple(_as_tuples(entry) for entry in value) if isinstance(value, list) else value
 
 
-def _listed(problems: Sequence[str]) -> str:
+def _problem_list(problems: Sequence[str]) -> str:
     return "".join(f"\n  {problem}" for problem in problems)

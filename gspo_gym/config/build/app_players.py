@@ -60,7 +60,7 @@ class AppPlayers:
         self._gateway: Gateway | None = None
         self._server: LoopServer | None = None
         self._clients: dict[tuple[str, str | None], TaskAppClient] = {}  # by URL and the variable of the key
-        self._trained: list[AppEpisodes] = []  # whose counters are a step's metrics; evaluations are left out
+        self._training_episodes: list[AppEpisodes] = []  # whose counters are a step's metrics; evaluations are left out
         self._rubrics: dict[tuple[str, int], Mapping[str, Any] | None] = {}
         self._metrics = AppMetrics()  # of the last step, because the counters only grow
 
@@ -101,7 +101,7 @@ class AppPlayers:
         problems: tuple[str, ...] = ()
         for number in range(_NUM_PROBES):
             # Two, because an app may fail once for a reason that passes; the second decides.
-            report = await self._probed(source, number)
+            report = await self._probe_once(source, number)
             subject = f"task app {source.task_url}: probe rollout"
             if not is_result(report):
                 return [f"{subject} failed, which training would try again: {report.error}"]
@@ -114,7 +114,7 @@ class AppPlayers:
             "gspo-gym app check says more)"
         )
 
-    async def _probed(self, source: TaskSource, number: int) -> ProbeReport:
+    async def _probe_once(self, source: TaskSource, number: int) -> ProbeReport:
         config = self._config
         answers: list[AppRollout] = []
         episodes = self._episodes_of(
@@ -152,7 +152,7 @@ class AppPlayers:
             nonlocal episodes
             if episodes is None:
                 episodes = self._episodes_of(source, sampling=sampling, limits=limits, mode=mode)
-                self._trained += [episodes] if mode == "rl" else []
+                self._training_episodes += [episodes] if mode == "rl" else []
             return await episodes.play(request)
 
         return play
@@ -182,7 +182,7 @@ class AppPlayers:
 
     def after_step(self, step_groups: Sequence[TrajectoryGroup]) -> tuple[dict[str, float], PlayedReturns]:
         """Return metrics of the calls since the last step and of the step's episodes, and these episodes' returns."""
-        counters = [episodes.counters for episodes in self._trained]
+        counters = [episodes.counters for episodes in self._training_episodes]
         returns = take_returns(counters, step_groups)
         return {**self._metrics.since_last(counters), **return_metrics(returns)}, returns
 

@@ -213,7 +213,9 @@ async def _sampling_seconds(
         while not seconds or (len(seconds) < _NUM_REPEATED and sum(seconds) < _PROBE_SECONDS / 4):
             indices = [len(seconds) * requests + k for k in range(requests)]
             began = clock()
-            await asyncio.gather(*(engine.generate(_other(prompts[k % len(prompts)], k), params) for k in indices))
+            await asyncio.gather(
+                *(engine.generate(_changed_prompt(prompts[k % len(prompts)], k), params) for k in indices)
+            )
             seconds.append(clock() - began)
         return min(seconds)
 
@@ -236,7 +238,7 @@ async def _sampling_seconds(
     return decoding + new * prompt_seconds + shape.episodes * shape.play_seconds
 
 
-def _other(prompt: Any, index: int) -> Any:
+def _changed_prompt(prompt: Any, index: int) -> Any:
     """Return a prompt of the same length that begins otherwise: the engine reads an equal beginning once only."""
     other_prompt = prompt.copy()
     other_prompt[: len(other_prompt) // 2] = other_prompt[index % len(other_prompt)]

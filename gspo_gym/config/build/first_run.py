@@ -246,7 +246,7 @@ async def _play(env_id: str, config: Mapping[str, Any], tokenizer: Any, policy: 
     for index in range(_NUM_PLAYED):
         request = EpisodeRequest(str(index), Task(env_id, FIRST_TRAINING_SEED + index), sampling_seed=index)
         trajectory = await run_episode(
-            request, make_env=partial(_made, dict(config)), act=actor, renderers=renderers, limits=limits
+            request, make_env=partial(_make_env, dict(config)), act=actor, renderers=renderers, limits=limits
         )
         if trajectory.error is not None or not trajectory.turns:
             raise ConfigError(trajectory.error or "an episode had no turn")
@@ -254,7 +254,7 @@ async def _play(env_id: str, config: Mapping[str, Any], tokenizer: Any, policy: 
     return episodes
 
 
-def _made(config: Mapping[str, Any], task: Task) -> Any:
+def _make_env(config: Mapping[str, Any], task: Task) -> Any:
     return make(task.env_id, **config)
 
 
@@ -266,7 +266,9 @@ def _sections(facts: ModelFacts, lengths: Lengths, gpu_bytes: int | None, teache
     length = 64 * math.ceil((1.125 * beside + num_answers * output) / 64)  # other seeds have longer texts
     length = min(length, _MAX_CONTEXT, facts.context or _MAX_CONTEXT)
     clip = next((clip[1:] for clip in _CLIPS if lengths.sampled <= clip[0]), None)
-    policy_sections = _random_weights(lengths, length) if facts.is_tiny else _pretrained(facts, lengths, gpu_bytes)
+    policy_sections = (
+        _random_weights(lengths, length) if facts.is_tiny else _pretrained_sections(facts, lengths, gpu_bytes)
+    )
     sections: Sections = {
         "run": {"seed": 0, "log_tokens_every_n_iters": 10},  # a run that is begun here can be looked at and verified
         "algorithm": {"variety": "gspo_token"},
@@ -316,7 +318,7 @@ def _random_weights(lengths: Lengths, length: int) -> Sections:
     }
 
 
-def _pretrained(facts: ModelFacts, lengths: Lengths, gpu_bytes: int | None) -> Sections:
+def _pretrained_sections(facts: ModelFacts, lengths: Lengths, gpu_bytes: int | None) -> Sections:
     """Return what learned with SmolLM2-135M-Instruct and LoRA; without an adapter, the rate of full training."""
     has_adapter, is_long = facts.learns_by_adapter(gpu_bytes), lengths.sampled > _CLIPS[1][0]
     episodes = 32 if is_long and gpu_bytes is None else 96

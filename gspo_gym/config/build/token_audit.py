@@ -249,10 +249,10 @@ class _Witness:
 
     def __init__(self, actor: Actor) -> None:
         self._actor = actor
-        self.asked: list[ActRequest] = []
+        self.requests: list[ActRequest] = []
 
     async def __call__(self, request: ActRequest) -> Completion:
-        self.asked.append(request)
+        self.requests.append(request)
         return await self._actor(request)
 
     async def end_session(self, session_id: str) -> None:
@@ -270,7 +270,7 @@ async def _play(
         trajectory = await run_episode(
             request, make_env=partial(_make, table.config), act=witness, renderers=renderers, limits=limits
         )
-        turns += _audit_turns(table, player, trajectory, witness.asked)
+        turns += _audit_turns(table, player, trajectory, witness.requests)
         num_trained += sum(int(segment.action_mask.sum()) for segment in trajectory.segments)
         num_tokens += sum(map(len, trajectory.segments))
         if trajectory.segments:
@@ -386,22 +386,22 @@ def check_drift(renderer: Renderer, tokens: Sequence[int], messages: Sequence[Me
     """
     actual = [int(token) for token in tokens]
     if messages and messages[-1].role == "assistant":
-        expected = renderer.start(messages[:-1]) + renderer.action_ids(messages[-1])
+        rendered_ids = renderer.start(messages[:-1]) + renderer.action_ids(messages[-1])
         # Stop tokens are not compared: any of them closes an answer, and a cut-off answer has none.
-        actual, expected = (
-            ids[:-1] if ids[-1:] and ids[-1] in renderer.stop_token_ids else ids for ids in (actual, expected)
+        actual, rendered_ids = (
+            ids[:-1] if ids[-1:] and ids[-1] in renderer.stop_token_ids else ids for ids in (actual, rendered_ids)
         )
     else:
-        expected = renderer.start(messages)
-    if actual == expected:
+        rendered_ids = renderer.start(messages)
+    if actual == rendered_ids:
         return DriftReport(None, same_text=True)
-    pairs = zip(actual, expected, strict=False)
-    position = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(actual), len(expected)))
+    pairs = zip(actual, rendered_ids, strict=False)
+    position = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(actual), len(rendered_ids)))
     around = slice(max(0, position - _NUM_AROUND), position + _NUM_AROUND)
     return DriftReport(
         position,
-        same_text=renderer.decode(actual) == renderer.decode(expected),
-        expected=renderer.decode(expected[around]),
+        same_text=renderer.decode(actual) == renderer.decode(rendered_ids),
+        expected=renderer.decode(rendered_ids[around]),
         actual=renderer.decode(actual[around]),
     )
 
@@ -420,36 +420,40 @@ def check_context(
         messages: the conversation in the prompt, ending with the message to be answered.
     """
     actual = [int(token) for token in prompt]
-    expected = renderer.start(messages)
+    rendered_ids = renderer.start(messages)
     answer: list[int] = []
-    start = num_matched = 0  # everything before is matched in `actual` and `expected`
+    start = num_matched = 0  # everything before is matched in `actual` and `rendered_ids`
     for is_answer, flags in itertools.groupby(is_sampled):
         stop = start + len(list(flags))
         piece = actual[start:stop]
         if is_answer:  # which may be spelt differently: white space in JSON, blank edges, a word in other pieces
             answer = piece
         else:
-            at = _position(expected, piece, num_matched, is_first=start == 0, is_last=stop == len(actual))
+            at = _position(rendered_ids, piece, num_matched, is_first=start == 0, is_last=stop == len(actual))
             # As many stop tokens in the gap as in the answer: else a whole turn could hide in it.
-            if at is None or _num_stops(renderer, expected[num_matched:at]) != _num_stops(renderer, answer):
-                expected_piece = expected[max(0, num_matched - _NUM_AROUND) : num_matched + len(piece) + _NUM_AROUND]
+            if at is None or _num_stops(renderer, rendered_ids[num_matched:at]) != _num_stops(renderer, answer):
+                expected_piece = rendered_ids[
+                    max(0, num_matched - _NUM_AROUND) : num_matched + len(piece) + _NUM_AROUND
+                ]
                 return DriftReport(
                     start, False, expected=renderer.decode(expected_piece), actual=renderer.decode(piece)
                 )
             num_matched = at + len(piece)
         start = stop
-    if num_matched < len(expected):
-        text_after = renderer.decode(expected[num_matched:])
+    if num_matched < len(rendered_ids):
+        text_after = renderer.decode(rendered_ids[num_matched:])
         return DriftReport(len(actual), False, expected=text_after, actual="")
     return DriftReport(None, same_text=True)
 
 
-def _position(expected: list[int], piece: list[int], num_matched: int, *, is_first: bool, is_last: bool) -> int | None:
+def _position(
+    rendered_ids: list[int], piece: list[int], num_matched: int, *, is_first: bool, is_last: bool
+) -> int | None:
     if is_first or is_last:  # the only place where it can be
-        places = [0 if is_first else len(expected) - len(piece)]
+        places = [0 if is_first else len(rendered_ids) - len(piece)]
     else:
-        places = [i for i in range(num_matched, len(expected)) if expected[i] == piece[0]]
-    return next((i for i in places if i >= num_matched and expected[i : i + len(piece)] == piece), None)
+        places = [i for i in range(num_matched, len(rendered_ids)) if rendered_ids[i] == piece[0]]
+    return next((i for i in places if i >= num_matched and rendered_ids[i : i + len(piece)] == piece), None)
 
 
 def _num_stops(renderer: Renderer, token_ids: Sequence[int]) -> int:

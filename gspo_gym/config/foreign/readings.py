@@ -217,16 +217,16 @@ def resolved(values: Mapping[str, Any]) -> dict[str, Any]:
             return {key: fill(config, key, part) for key, part in raw.items()}
         return [fill(config, number, part) for number, part in enumerate(raw)]
 
-    escaped_values = _escaped(values)
+    escaped_values = _escape(values)
     try:
         return dict(resolve_parts(OmegaConf.create(escaped_values), escaped_values))
     except OmegaConfBaseException as error:
         raise ConfigError(f"OmegaConf cannot read the file: {str(error).splitlines()[0]}") from None
 
 
-def _escaped(value: Any) -> Any:
+def _escape(value: Any) -> Any:
     if isinstance(value, Mapping):
-        return {key: _escaped(part) for key, part in value.items()}
+        return {key: _escape(part) for key, part in value.items()}
     if isinstance(value, list):
-        return [_escaped(part) for part in value]
+        return [_escape(part) for part in value]
     return value.replace("${", "\\${") if isinstance(value, str) and _RESOLVER.search(value) else value

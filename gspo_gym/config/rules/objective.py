@@ -83,13 +83,13 @@ def _follow_policy_config(values: dict[str, Any]) -> None:
         if policy_config.get(theirs) is not None:
             _set_default(values, f"rollout.{ours}", policy_config[theirs])
     # The hosted trainer's files set top_p: scoring under it keeps them unbiased without another key.
-    if isinstance(policy_config, Mapping) and "truncated_sampling" not in _listed(values, "algorithm.acknowledge"):
+    if isinstance(policy_config, Mapping) and "truncated_sampling" not in _list_at(values, "algorithm.acknowledge"):
         top_p, top_k = policy_config.get("top_p"), policy_config.get("top_k")
         if top_p not in (None, 1) or top_k not in (None, 0):
             _set_default(values, "training.score_truncated", True)
 
 
-def _listed(values: Mapping[str, Any], key: str) -> tuple[Any, ...]:
+def _list_at(values: Mapping[str, Any], key: str) -> tuple[Any, ...]:
     value = look_up(values, key)
     return tuple(value) if isinstance(value, list | tuple) else ()
 

@@ -345,10 +345,10 @@ def _images_are_refused(c: RunRecord) -> str | None:
 @rule("training.score_truncated")
 def _truncation_is_scored(c: RunRecord) -> str | None:
     values = {name: value_at(c, f"rollout.policy_config.{name}") for name in ("top_p", "top_k")}
-    cut = ", ".join(f"{name} = {value}" for name, value in values.items() if value is not None)
-    if not c.training.score_truncated or not cut:
+    truncation = ", ".join(f"{name} = {value}" for name, value in values.items() if value is not None)
+    if not c.training.score_truncated or not truncation:
         return None
-    return f"true: the learner scores under the same truncation as rollout.policy_config ({cut})"
+    return f"true: the learner scores under the same truncation as rollout.policy_config ({truncation})"
 
 
 NOTICES = (

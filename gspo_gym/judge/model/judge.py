@@ -124,7 +124,7 @@ class ModelJudge:
     async def _answer(self, question: Question, rubrics: Rubrics) -> tuple[Verdict, JudgeCost]:
         key = self._key(question, rubrics)
         seed = child_seed(self.settings.seed, "judge", key)
-        shuffled_question = _shuffled(question, seed) if self.settings.shuffles_criteria else question
+        shuffled_question = _shuffle(question, seed) if self.settings.shuffles_criteria else question
         costs: list[JudgeCost] = []  # of what is asked now; an answer from the cache costs nothing
 
         def nonce_of(num_answers: int) -> str:
@@ -196,7 +196,7 @@ def _cuts_of(questions: Sequence[Question]) -> tuple[str, ...]:
     return tuple(f"{', '.join(question.parts)}: {cut}" for question in questions for cut in question.transcript.cuts)
 
 
-def _shuffled(question: Question, seed: int) -> Question:
+def _shuffle(question: Question, seed: int) -> Question:
 
     def shuffle(criteria: Sequence[Criterion], name: str) -> tuple[Criterion, ...]:
         order = generator(seed, "criteria", name).permutation(len(criteria))

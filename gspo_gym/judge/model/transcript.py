@@ -204,7 +204,7 @@ def compacted(transcript: Transcript, judged: Collection[int], max_chars: int) -
         limits |= {index: limit for index, length in lengths.items() if length > limit + _NOTE_CHARS}
         # From the whole texts each time: what is cut twice would hold two marks, and its count would be wrong.
         pieces = tuple(
-            _shortened(piece, limits[index]) if index in limits else piece
+            _shorten(piece, limits[index]) if index in limits else piece
             for index, piece in enumerate(full_transcript.pieces)
         )
         transcript = replace(full_transcript, pieces=pieces)
@@ -248,7 +248,7 @@ def _piece(writer: Writer, turn: int, text: str) -> Piece:
     return Piece(writer, turn, visible_text, is_empty=is_empty, num_chars=len(visible_text))
 
 
-def _shortened(piece: Piece, limit: int) -> Piece:
+def _shorten(piece: Piece, limit: int) -> Piece:
     head = 2 * limit // 3
     left_out = len(piece.text) - limit
     end = piece.text[len(piece.text) - (limit - head) :]

@@ -98,7 +98,7 @@ class RecordedStep:
         self._step = int(name.rpartition("_")[2]) if name[-1].isdigit() else 0
         is_recorded = name.startswith("step_") and token_path(folder, self._step).exists()
         self._tokens = open_tokens(folder, self._step) if is_recorded else None
-        self._judged = latest_judgements(read_judgements(folder / JUDGEMENTS_FILE))
+        self._judgements = latest_judgements(read_judgements(folder / JUDGEMENTS_FILE))
         groups: dict[str, list[Trajectory]] = defaultdict(list)
         for trajectory in read_episodes(paths[0]):
             groups[trajectory.task.task_id].append(trajectory)
@@ -186,7 +186,7 @@ class RecordedStep:
         }
 
     def _judgement_of(self, trajectory: Trajectory) -> JudgedEpisode | None:
-        return self._judged.get((trajectory.trajectory_id, trajectory.attempt))
+        return self._judgements.get((trajectory.trajectory_id, trajectory.attempt))
 
     def _outline_of(self, trajectory: Trajectory, columns: Mapping[str, Column] | None) -> dict[str, Json]:
         start, stop = (0, 0) if self._tokens is None else self._tokens.spans.get(trajectory.trajectory_id, (0, 0))

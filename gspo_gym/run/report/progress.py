@@ -490,10 +490,11 @@ def _evaluation_episodes(folder: Path, step: int) -> list[Trajectory]:
 def _most_improved(first: Sequence[Trajectory], last: Sequence[Trajectory]) -> int:
     """Return the seed with the largest gain; among equals, the one with the longest last episode."""
     before = {trajectory.task.seed: trajectory.reward for trajectory in first}
-    replayed = [trajectory for trajectory in last if trajectory.task.seed in before]
+    episodes_of_both = [trajectory for trajectory in last if trajectory.task.seed in before]
     # The longest episode among equals shows most.
     best = max(
-        replayed, key=lambda trajectory: (trajectory.reward - before[trajectory.task.seed], len(trajectory.turns))
+        episodes_of_both,
+        key=lambda trajectory: (trajectory.reward - before[trajectory.task.seed], len(trajectory.turns)),
     )
     return best.task.seed
 

@@ -37,7 +37,7 @@ class TokenTexts:
     def alone(self, token_id: int) -> str:
         """Return the text of a token by itself; bytes that are no whole character are written as ⟨F0 9F⟩."""
         piece = self._piece(token_id)
-        return piece if isinstance(piece, str) else _joined([piece])[0]
+        return piece if isinstance(piece, str) else _join([piece])[0]
 
     def in_sequence(self, token_ids: Sequence[int]) -> list[str]:
         """Return the text of each token; the whole of a character is in the text of the token that begins it.
@@ -51,9 +51,9 @@ class TokenTexts:
             if isinstance(piece, bytes):
                 parts.append(piece)
             else:
-                texts += [*_joined(parts), piece]
+                texts += [*_join(parts), piece]
                 parts = []
-        return texts + _joined(parts)
+        return texts + _join(parts)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         """Return the text of tokens that follow others; special tokens are always kept."""
@@ -79,7 +79,7 @@ class TokenTexts:
         return text
 
 
-def _joined(parts: Sequence[bytes]) -> list[str]:
+def _join(parts: Sequence[bytes]) -> list[str]:
     """Return the text of each part of a sequence of bytes."""
     owners = [number for number, part in enumerate(parts) for _ in part]  # of each byte
     texts, at = [""] * len(parts), 0
