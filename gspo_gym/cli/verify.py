@@ -186,14 +186,8 @@ def verify_step(folder: Path, step: int, *, tolerance: float = 1e-5) -> Verifica
     if strange:
         raise ConfigError(f"{folder}: verify does not know {', '.join(strange)}")
     result = _verify(folder, config, Verification(step), tolerance, in_float64=False)
-    difference = result.difference
-    if difference is not None and difference.quantity in (
-        "old_logprob",
-        "ref_logprob",
-        "logprob",
-        "entropy",
-        "grad_norm",
-    ):
+    first = result.difference
+    if first is not None and first.quantity in ("old_logprob", "ref_logprob", "logprob", "entropy", "grad_norm"):
         result = _verify(folder, config, Verification(step), tolerance, in_float64=True)
     return result
 
@@ -255,18 +249,14 @@ class _Comparison:
             expected_updates = np.where(is_seen, np.maximum(updates, 0), np.where(is_counted, updates, -1))
             self._compare("optimizer_step", updates, expected_updates, every, epoch=epoch)
         fates, step_terms, norms = self._follow_updates(is_seen, int(is_counted.sum()), batch.fates[self._owner])
-        unseen_tokens = np.flatnonzero(~is_seen)
+        unseen_at = np.flatnonzero(~is_seen)
         for name, value in (("logprob", np.nan), ("entropy", np.nan), ("ratio", np.nan), ("clip", 0.0), ("share", 0.0)):
             for epoch, column in enumerate(columns[name]):
-                self._compare(
-                    name, column[unseen_tokens], np.full(len(unseen_tokens), value), unseen_tokens, epoch=epoch
-                )
+                self._compare(name, column[unseen_at], np.full(len(unseen_at), value), unseen_at, epoch=epoch)
         self._compare("fate", columns["fate"], fates, every)
         if step_terms and metrics is not None:
-            joined_terms = {
-                name: np.concatenate([update_terms[name] for update_terms in step_terms], -1) for name in step_terms[0]
-            }
-            for name, (number, size) in metrics_of(records, joined_terms, norms).items():
+            all_terms = {name: np.concatenate([part[name] for part in step_terms], -1) for name in step_terms[0]}
+            for name, (number, size) in metrics_of(records, all_terms, norms).items():
                 self._compare(name, metrics.get(name, np.nan), number, unit=size)
 
     def _follow_updates(
@@ -288,19 +278,17 @@ class _Comparison:
             epoch = int(epochs[0])
             place: dict[str, Any] = {"update": update, "epoch": epoch}
             at = np.flatnonzero((updates[epoch] == update) & is_seen)
-            seen_columns = {
-                name: column[epoch][at] for name, column in self._columns.items() if column.shape == updates.shape
-            }
+            rows = {name: column[epoch][at] for name, column in self._columns.items() if column.shape == updates.shape}
             unit = units_of_loss(self._records, updates[epoch] == update, num_batch_tokens)[at]
-            terms = terms_of(self._records, at, seen_columns, unit, max(int(are_taken.sum()), 1))
+            terms = terms_of(self._records, at, rows, unit, max(int(are_taken.sum()), 1))
             if self._models:
                 model_values = self._first([model.forward("policy", at, terms["slopes"]) for model in self._models])
                 for name, values in zip(("logprob", "entropy"), model_values, strict=True):
-                    self._compare(name, seen_columns[name], values, at, slack=self._result.rounding, **place)
-            recorded_columns = {"correction": np.ones(len(at))} | seen_columns
+                    self._compare(name, rows[name], values, at, slack=self._result.rounding, **place)
+            full_rows = {"correction": np.ones(len(at))} | rows
             for name in ("ratio", "correction", "clip"):
-                self._compare(name, recorded_columns[name], terms[name], at, **place)
-            self._compare("share", seen_columns["share"], is_taken * terms["share"], at, terms["unit"], **place)
+                self._compare(name, full_rows[name], terms[name], at, **place)
+            self._compare("share", rows["share"], is_taken * terms["share"], at, terms["unit"], **place)
             fates[at] = np.minimum(fates[at], terms["fate"] if is_taken else SKIPPED)
             if is_taken:
                 step_terms.append(terms)
@@ -326,23 +314,18 @@ class _Comparison:
     def _compare(
         self,
         quantity: str,
-        recorded_values: Any,
-        recomputed_values: Any,
+        recorded: Any,
+        recomputed: Any,
         at: Indices | None = None,
         unit: Any = 1.0,
         slack: float = 0.0,
         **place: Any,
     ) -> None:  # Any: numbers, or arrays of them
         """Compare numbers of the tokens `at`; up to `unit` a difference counts by it, and `slack` is allowed more."""
-        recorded_values, recomputed_values = (
-            np.atleast_1d(recorded_values).astype(float),
-            np.atleast_1d(recomputed_values).astype(float),
-        )
-        same = (recorded_values == recomputed_values) | (np.isnan(recorded_values) & np.isnan(recomputed_values))
+        recorded, recomputed = np.atleast_1d(recorded).astype(float), np.atleast_1d(recomputed).astype(float)
+        same = (recorded == recomputed) | (np.isnan(recorded) & np.isnan(recomputed))
         with np.errstate(invalid="ignore"):
-            gap = np.where(
-                same, 0.0, np.abs(recorded_values - recomputed_values) / np.maximum(unit, np.abs(recomputed_values))
-            )
+            gap = np.where(same, 0.0, np.abs(recorded - recomputed) / np.maximum(unit, np.abs(recomputed)))
         gap = np.where(np.isnan(gap), np.inf, gap)
         count, largest = self._result.compared.get(quantity, (0, 0.0))
         self._result.compared[quantity] = count + len(gap), max(largest, float(gap.max(initial=0.0)))
@@ -352,8 +335,8 @@ class _Comparison:
                 i = int(self._owner[token])
                 place |= {"episode": self._records.episodes[i].trajectory_id, "turn": int(self._records.turn[token])}
                 place["token"] = token - int(np.flatnonzero(self._owner == i)[0])
-            value_pair = float(recorded_values[k]), float(recomputed_values[k])
-            raise _DifferenceError(Difference(self._result.step, quantity, *value_pair, **place))
+            pair = float(recorded[k]), float(recomputed[k])
+            raise _DifferenceError(Difference(self._result.step, quantity, *pair, **place))
 
 
 def _checkpoint(folder: Path, step: int) -> Path:  # the weights before the step
@@ -385,11 +368,8 @@ def _state_before(folder: Path, config: Mapping[str, Any], result: Verification)
         first, checkpoint = steps[0], _checkpoint(folder, steps[0])
         _compare_digests(folder, checkpoint, result)
         try:
-            saved_state = json.loads((checkpoint / "resume" / "state.json").read_text(encoding="utf-8"))
-            running, beta = (
-                saved_state["trainer"]["running"],
-                saved_state["counters"].get("shaping.kl_coef", state.kl_coef),
-            )
+            values = json.loads((checkpoint / "resume" / "state.json").read_text(encoding="utf-8"))
+            running, beta = values["trainer"]["running"], values["counters"].get("shaping.kl_coef", state.kl_coef)
             names = ("count", "mean", "squared_deviations", "magnitude")
             state = State(*(float(running[name]) for name in names))._replace(kl_coef=float(beta))
         except (OSError, ValueError, KeyError, TypeError) as error:
@@ -438,7 +418,7 @@ def _read_tokens(path: Path) -> tuple[dict[str, int], dict[str, Floats]]:
 
     try:
         with safe_open(path, framework="np") as file:
-            columns = {text: file.get_tensor(text).astype(np.float64) for text in file.keys()}  # noqa: SIM118
+            columns = {each: file.get_tensor(each).astype(np.float64) for each in file.keys()}  # noqa: SIM118
             metadata = file.metadata()
         names = json.loads(metadata["trajectories"])
         if metadata["schema"] == "1":
@@ -446,7 +426,7 @@ def _read_tokens(path: Path) -> tuple[dict[str, int], dict[str, Floats]]:
         counts = columns.pop("num_tokens").astype(np.int64)
         for name in metadata["by_trajectory"].split():
             columns[name] = np.repeat(columns[name], counts, axis=-1)
-        ids = [before + after for before, text in names for after in text]
+        ids = [before + after for before, each in names for after in each]
         return dict(zip(ids, counts.tolist(), strict=True)), columns
     except (OSError, SafetensorError, KeyError, ValueError, TypeError) as error:
         raise RecordError(f"{path}: no file of tokens: {error}") from error
@@ -482,11 +462,11 @@ def _compare_digests(folder: Path, checkpoint: Path, result: Verification) -> No
         files = json.loads((checkpoint / "manifest.json").read_text(encoding="utf-8"))["files"]
     except (ValueError, KeyError, TypeError) as error:
         raise RecordError(f"{checkpoint / 'manifest.json'}: is damaged: {error!r}") from error
-    for name, manifest_entry in files.items():
+    for name, entry in files.items():
         digest = hashlib.sha256((checkpoint / name).read_bytes()).hexdigest()
-        if digest != manifest_entry["sha256"]:
+        if digest != entry["sha256"]:
             where = f"SHA-256 of {(checkpoint / name).relative_to(folder)}"
-            raise _DifferenceError(Difference(result.step, where, manifest_entry["sha256"], digest))
+            raise _DifferenceError(Difference(result.step, where, entry["sha256"], digest))
     result.compared["SHA-256 of the checkpoint's files"] = len(files), 0.0
 
 
@@ -526,19 +506,15 @@ def _read_model(checkpoint: Path, records: StepRecords, dtype: str) -> Model:
     import torch
     from transformers import AutoTokenizer
 
-    # Also the dtype of an adapter on weights of 16 bits.
-    trained_dtype = torch.float64 if dtype == "float64" else torch.float32
+    trained_dtype = torch.float64 if dtype == "float64" else torch.float32  # that of an adapter on 16-bit weights
     tensors = {name: v.to(trained_dtype) for name, v in _learner_tensors(checkpoint / "resume").items()}
     modules = {"policy": _load(checkpoint, dtype, is_adapted=True)}
-    reference_tensors = {
-        name.removeprefix("reference."): v for name, v in tensors.items() if name.startswith("reference.")
-    }
+    own_tensors = {name.removeprefix("reference."): v for name, v in tensors.items() if name.startswith("reference.")}
     is_base = records.config["model.trainer_mode"] != "full"
-    if _uses_reference(records.config) and (reference_tensors or is_base):
-        # Without tensors of its own, the reference is the base without its adapter.
-        modules["reference"] = _load(checkpoint, dtype, is_adapted=bool(reference_tensors))
+    if _uses_reference(records.config) and (own_tensors or is_base):
+        modules["reference"] = _load(checkpoint, dtype, is_adapted=bool(own_tensors))  # none: without the adapter
         for name, parameter in modules["reference"].named_parameters():
-            parameter.data = reference_tensors.get(name, parameter.data)
+            parameter.data = own_tensors.get(name, parameter.data)
     if dtype == "float64":
         modules = {name: module.double() for name, module in modules.items()}
     moments = {name: v for name, v in tensors.items() if name.startswith("optimizer.")}
@@ -557,11 +533,8 @@ def _learner_tensors(folder: Path) -> dict[str, Any]:  # Any: torch is loaded wh
             first_rows = json.loads((file.metadata() or {}).get("first_rows", "{}"))
             for name in file.keys():  # noqa: SIM118 - a file of safetensors is no mapping
                 pieces.setdefault(name, []).append((first_rows.get(name, 0), file.get_tensor(name)))
-    rows_by_name = {
-        name: [rows for _, rows in sorted(row_pieces, key=lambda piece: piece[0])]
-        for name, row_pieces in pieces.items()
-    }
-    return {name: rows[0] if len(rows) == 1 else torch.cat(rows) for name, rows in rows_by_name.items()}
+    by_name = {name: [rows for _, rows in sorted(parts, key=lambda piece: piece[0])] for name, parts in pieces.items()}
+    return {name: rows[0] if len(rows) == 1 else torch.cat(rows) for name, rows in by_name.items()}
 
 
 def _load(checkpoint: Path, dtype: str, *, is_adapted: bool) -> Any:  # Any: transformers and peft are untyped
@@ -615,16 +588,11 @@ def _text(folder: Path, result: Verification, tolerance: float) -> str:
     if result.rounding:
         apart = result.rounding / _ALLOWED
         lines += [f"rounding: two precisions are {apart:.1e} apart, {_ALLOWED} times that is allowed"]
-    difference = result.difference
-    if difference is None:
+    first = result.difference
+    if first is None:
         return "\n".join([*lines, f"{'what was compared' if result.missing else 'all'} agrees to {tolerance:g}"])
-    places = {
-        "step": difference.step,
-        "optimizer step": difference.update,
-        "epoch": difference.epoch,
-        "episode": difference.episode,
-    }
-    places |= {"turn": difference.turn, "token": difference.token}
+    places = {"step": first.step, "optimizer step": first.update, "epoch": first.epoch, "episode": first.episode}
+    places |= {"turn": first.turn, "token": first.token}
     place = ", ".join(f"{name} {value}" for name, value in places.items() if value is not None)
-    lines += [f"first difference: {difference.quantity}", f"  at: {place}"]
-    return "\n".join([*lines, f"  recorded {difference.recorded}, recomputed {difference.recomputed}"])
+    lines += [f"first difference: {first.quantity}", f"  at: {place}"]
+    return "\n".join([*lines, f"  recorded {first.recorded}, recomputed {first.recomputed}"])
