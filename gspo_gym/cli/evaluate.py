@@ -75,10 +75,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `evaluate`."""
     parser.add_argument("config", help="the TOML file that names the environment and its limits")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="over what the file says")
-    model_help = (
-        "a run, a folder, an id of the hub (OWNER/NAME), scripted:NAME of the environment, or openai:MODEL[@URL]"
-    )
-    parser.add_argument("--model", metavar="BASE", help=f"{model_help}; without it, model.base of the config")
+    usage = "a run, a folder, an id of the hub (OWNER/NAME), scripted:NAME of the environment, or openai:MODEL[@URL]"
+    parser.add_argument("--model", metavar="BASE", help=f"{usage}; without it, model.base of the config")
     parser.add_argument("--against", metavar="BASE", help="a second model on the same seeds, compared pair by pair")
     parser.add_argument("--seeds", metavar="SEEDS", help='such as "0:100"; without it, those of [evaluation]')
     add_task_url(parser)
@@ -339,10 +337,7 @@ def _save(
         own = _config_of(target, config, name)
         recorder = RunRecorder.create(target, own.to_toml(), policy_name=name)
         episodes = [episode for player, episode in named_episodes if player == name]
-        recorder.episodes(
-            "eval_000000",
-            sorted(episodes, key=lambda trajectory: (order[trajectory.task.env_id], trajectory.task.seed)),
-        )
+        recorder.episodes("eval_000000", sorted(episodes, key=lambda t: (order[t.task.env_id], t.task.seed)))
         recorder.event("evaluation", 0, evaluation.to_dict())
         recorder.event("finished", 0, {"status": "completed"})
         state = replace(TrainState().after_evaluation(evaluation, evaluation.unit), wall_seconds=seconds)

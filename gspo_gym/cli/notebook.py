@@ -136,11 +136,9 @@ class Run:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `episodes`."""
     add_run(parser)
-    step_group = parser.add_mutually_exclusive_group()
-    step_group.add_argument(
-        "--step", type=int, metavar="N", help="of this training step (default: the last that has any)"
-    )
-    step_group.add_argument("--evaluation", type=int, metavar="N", help="of the evaluation after this step")
+    group = parser.add_mutually_exclusive_group()
+    group.add_argument("--step", type=int, metavar="N", help="of this training step (default: the last that has any)")
+    group.add_argument("--evaluation", type=int, metavar="N", help="of the evaluation after this step")
     parser.add_argument("--task", metavar="TEXT", help="only tasks whose id holds this: a seed, or an environment")
     parser.add_argument("--failed", action="store_true", help="only those without success, or with an error")
     parser.add_argument("--best", action="store_true", help="the highest returns first")

@@ -261,10 +261,8 @@ def apply_override(values: dict[str, Any], text: str) -> tuple[str, Problem | No
             continue  # the section itself, whose keys follow
         if (problem := _set(values, target, entry)) is not None:
             return targets[-1], problem
-    keys_to_remove = {
-        old_key for name, old_keys in _REPLACED.items() if _has(flat.values, name) for old_key in old_keys
-    }
-    for old_key in keys_to_remove:  # of the file, which would contradict it
+    obsolete = {old_key for name, names in _REPLACED.items() if _has(flat.values, name) for old_key in names}
+    for old_key in obsolete:  # of the file, which would contradict it
         if not _has(flat.values, old_key):
             _remove(values, old_key)
     return targets[-1], None

@@ -289,10 +289,7 @@ def partial_record(model: type[_Model], values: Mapping[str, Any], wrong: frozen
         if section is not None and isinstance(value, Mapping):
             value = partial_record(section, value, wrong, f"{key}.")
         elif entry is not None:
-            value = tuple(
-                partial_record(entry, entry_values, frozenset()) if isinstance(entry_values, Mapping) else entry_values
-                for entry_values in value
-            )
+            value = tuple(partial_record(entry, row, frozenset()) if isinstance(row, Mapping) else row for row in value)
         known_values[name] = value
     record = model.model_construct(**known_values)
     for name in model.model_fields:

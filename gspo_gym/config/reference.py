@@ -236,16 +236,14 @@ def parameters() -> str:
 
 def statement(row: Row) -> str:
     """Return what the page says of a key: ours, the values that have another name, what it acts with, what changes."""
-    statements = [", ".join(f"`{key}`" for key in row.ours)] if row.ours else []
-    assignments = {value: row.assigned(value) for value, ours in row.values.items() if ours != value}
-    statements += [
-        f"{show(value)}: {', '.join(map(show, ours.values()))}" for value, ours in assignments.items() if ours
-    ]
+    lines = [", ".join(f"`{key}`" for key in row.ours)] if row.ours else []
+    moves = {value: row.assigned(value) for value, ours in row.values.items() if ours != value}
+    lines += [f"{show(value)}: {', '.join(map(show, ours.values()))}" for value, ours in moves.items() if ours]
     if row.when:
-        statements.append(f"acts with {in_words(row.when)}")
+        lines.append(f"acts with {in_words(row.when)}")
     if row.also:
-        statements.append(f"also changes {', '.join(f'`{key}`' for key in row.also)}")
-    return "; ".join([*statements, row.remark] if row.remark else statements)
+        lines.append(f"also changes {', '.join(f'`{key}`' for key in row.also)}")
+    return "; ".join([*lines, row.remark] if row.remark else lines)
 
 
 def _rows_of(title: str, rows: Mapping[str, str]) -> Iterator[str]:

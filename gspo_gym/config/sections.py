@@ -151,13 +151,8 @@ def task_sources(
     env_name: str, env_config: Mapping[str, Any], task_url: str | None, mixture: tuple[MixtureEntry, ...]
 ) -> tuple[TaskSource, ...]:
     """Return all sources of a configuration, that of rollout.env_name first; their shares are 1 in sum."""
-    mixture_sources = tuple(
-        TaskSource(**dict(entry), key=f"rollout.mixture.{number}") for number, entry in enumerate(mixture)
-    )
-    return (
-        TaskSource(env_name, env_config, task_url, 1 - sum(source.share for source in mixture_sources)),
-        *mixture_sources,
-    )
+    extra = tuple(TaskSource(**dict(entry), key=f"rollout.mixture.{number}") for number, entry in enumerate(mixture))
+    return (TaskSource(env_name, env_config, task_url, 1 - sum(source.share for source in extra)), *extra)
 
 
 def with_task_url(overrides: Sequence[str], given: str | None, environment: Mapping[str, str]) -> list[str]:

@@ -210,23 +210,21 @@ class TrackingSection(Settings):
 def missing_machinery(sections: Mapping[str, Any]) -> list[str]:
     """Return a sentence for each setting of a valid configuration that this version cannot run."""
     compute = sections["compute"]
-    problems = []
+    faults = []
     if compute is not None:
-        problems += [*_missing_split(compute.gpu_count, sections), *_cannot_start_yet(sections, compute)]
+        faults += [*_missing_split(compute.gpu_count, sections), *_cannot_start_yet(sections, compute)]
     is_quantized = sections["model"].trainer_mode == "qlora"
     if is_quantized and sections["rollout"].engine == "vllm":
-        problems.append(
+        faults.append(
             'model.trainer_mode = "qlora": vLLM would sample from other weights than the quantized; use "lora"'
         )
     if is_quantized and sections["reference"].placement == "dedicated":
-        problems.append(
+        faults.append(
             'reference.placement = "dedicated": quantized weights cannot be handed to another process; set "shared"'
         )
     if sections["reference"].placement == "dedicated" and (num := sections["reference"].tp) > 1:
-        problems.append(
-            f"reference.tp = {num}: one process scores the reference; set 1, and topology.gpus_for_ref to 1"
-        )
-    return problems
+        faults.append(f"reference.tp = {num}: one process scores the reference; set 1, and topology.gpus_for_ref to 1")
+    return faults
 
 
 def _cannot_start_yet(sections: Mapping[str, Any], compute: ComputeSection) -> list[str]:

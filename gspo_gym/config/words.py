@@ -92,25 +92,21 @@ def look_up(values: Any, key: str, default: Any = None) -> Any:
 def with_known_spelling(values: Mapping[str, Any], model: type[BaseModel]) -> dict[str, Any]:
     """Return `values` with the names of a `Literal` spelled as there, in any case."""
     # The hosted trainer's files write some names in capitals. Other texts, such as paths, stay as they are.
-    corrected_values = dict(values)
+    result = dict(values)
     for key, value in values.items():
         info = model.model_fields.get(key)
         if info is None:
             continue
         section, entry = section_model(info.annotation), entry_model(info.annotation)
         if section is not None and isinstance(value, Mapping):
-            corrected_values[key] = with_known_spelling(value, section)
+            result[key] = with_known_spelling(value, section)
         elif entry is not None and isinstance(value, list | tuple):
-            entries = [
-                with_known_spelling(element, entry) if isinstance(element, Mapping) else element for element in value
-            ]
-            corrected_values[key] = type(value)(entries)
+            entries = [with_known_spelling(item, entry) if isinstance(item, Mapping) else item for item in value]
+            result[key] = type(value)(entries)
         elif names := _names_of(info.annotation):
             is_list = isinstance(value, list | tuple)  # of names, such as algorithm.acknowledge
-            corrected_values[key] = (
-                type(value)(_spell(element, names) for element in value) if is_list else _spell(value, names)
-            )
-    return corrected_values
+            result[key] = type(value)(_spell(item, names) for item in value) if is_list else _spell(value, names)
+    return result
 
 
 def _names_of(annotation: Any) -> dict[str, str]:
@@ -337,13 +333,11 @@ def _unknown(key: str, parent: type[BaseModel], root: type[BaseModel]) -> str:
     *above, name = key.split(".")
     everywhere = [(field, f"{section}.{field}") for section, model in sections_of(root) for field in model.model_fields]
     # A key of another section beats a similar one of this section: it was spelled right.
-    candidate = name if name in dict(everywhere) else ""
-    if not candidate and above and not difflib.get_close_matches(name, parent.model_fields):
-        candidate = next(iter(difflib.get_close_matches(name, dict(everywhere))), "")
-    if candidate:
-        return (
-            f"unknown key; did you mean {' or '.join(repr(full) for field, full in everywhere if field == candidate)}?"
-        )
+    guess = name if name in dict(everywhere) else ""
+    if not guess and above and not difflib.get_close_matches(name, parent.model_fields):
+        guess = next(iter(difflib.get_close_matches(name, dict(everywhere))), "")
+    if guess:
+        return f"unknown key; did you mean {' or '.join(repr(full) for field, full in everywhere if field == guess)}?"
     return f"unknown {'key' if above else 'section'}; {nearest_name(name, parent.model_fields)}"
 
 

@@ -311,17 +311,15 @@ def infrastructure_fails(run: RunView) -> list[Finding]:
 
 def judge_was_down(run: RunView) -> Finding | None:
     """Find a run that waited for the judge during a large part of its time."""
-    pause_seconds, steps = run.all("judge/pause_seconds"), run.all("time/step_seconds")
-    fraction = (
-        0.0 if pause_seconds is None or steps is None else sum(pause_seconds.values) / max(sum(steps.values), 1e-9)
-    )
-    if pause_seconds is None or steps is None or fraction <= _MAX_PAUSED:
+    pauses, steps = run.all("judge/pause_seconds"), run.all("time/step_seconds")
+    fraction = 0.0 if pauses is None or steps is None else sum(pauses.values) / max(sum(steps.values), 1e-9)
+    if pauses is None or steps is None or fraction <= _MAX_PAUSED:
         return None
     reasons = run.events_of("judge_paused")
     return Finding(
         "serious" if fraction > _SERIOUS_PAUSED else "warning",
         "The run stood still for a good part of its time, because the judge did not answer.",
-        f"{sum(pause_seconds.values):.0f} seconds of {sum(steps.values):.0f} in {pause_seconds.steps}"
+        f"{sum(pauses.values):.0f} seconds of {sum(steps.values):.0f} in {pauses.steps}"
         + (f"; the last reason: {reasons[-1]['data']['reason']}" if reasons else ""),
         "judge.options.max_concurrency",
         "lower it if the judge breaks down under the load; else see to the judge, or name another",
@@ -347,10 +345,8 @@ def judge_leaves_unscored(run: RunView) -> Finding | None:
 
 def judge_is_played(run: RunView) -> Finding | None:
     """Find text of episodes that looks like an attack on the judge."""
-    flags, judged_counts = run.recent("judge/flags"), run.recent("judge/num_judged")
-    fraction = (
-        0.0 if flags is None or judged_counts is None else sum(flags.values) / max(sum(judged_counts.values), 1.0)
-    )
+    flags, counts = run.recent("judge/flags"), run.recent("judge/num_judged")
+    fraction = 0.0 if flags is None or counts is None else sum(flags.values) / max(sum(counts.values), 1.0)
     if flags is None or fraction <= _MAX_FLAGGED:
         return None
     return Finding(

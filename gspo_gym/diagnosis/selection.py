@@ -192,11 +192,9 @@ class Selection:
 
     def sentence(self) -> str:
         """Return the finding in a sentence, for people."""
-        kept_text = (
-            "none of them is kept" if self.mean_kept is None else f"the mean of those kept is {self.mean_kept:.4g}"
-        )
+        mean = "none of them is kept" if self.mean_kept is None else f"the mean of those kept is {self.mean_kept:.4g}"
         return (
-            f"task apps finished {self.num_played} attempts with a mean return of {self.mean_played:.4g}, {kept_text} "
+            f"task apps finished {self.num_played} attempts with a mean return of {self.mean_played:.4g}, {mean} "
             f"({self.num_kept}; p <= {self.p:.2g} over {self.num_steps} steps)"
         )
 

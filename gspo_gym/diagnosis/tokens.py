@@ -175,19 +175,15 @@ def mask_is_not_the_actions(view: StepView) -> _Clue | None:
     for episode in view.episodes:
         for number, part in enumerate(episode["segments"]):
             spans = [set(range(*turn["action"])) for turn in episode["turns"] if turn["segment"] == number]
-            actions, sampled_positions = set().union(*spans), set(part["sampled"])
+            actions, mask_at = set().union(*spans), set(part["sampled"])
             # A whole turn may be left out: an app can take part in an episode without being trained on.
-            if sampled_positions <= actions and all(
-                span <= sampled_positions or not span & sampled_positions for span in spans
-            ):
+            if mask_at <= actions and all(span <= mask_at or not span & mask_at for span in spans):
                 continue
-            shift = next(
-                (d for d in (-1, 1, -2, 2) if {position + d for position in actions} == sampled_positions), None
-            )
+            shift = next((d for d in (-1, 1, -2, 2) if {position + d for position in actions} == mask_at), None)
             how = "is elsewhere" if shift is None else f"is theirs, shifted by {shift:+d}"
             return "mask_is_shifted", (
                 f"{view.values['name']}, episode {episode['id']}: {len(actions)} tokens are the actions of its turns, "
-                f"and the mask of {len(sampled_positions)} tokens {how}"
+                f"and the mask of {len(mask_at)} tokens {how}"
             )
     return None
 
@@ -327,18 +323,14 @@ def old_logprobs_are_not_the_learners(view: StepView) -> _Clue | None:
 
 def judgement_is_anothers(view: StepView) -> _Clue | None:
     """Find an episode whose judge's terms are not the weighted totals of its judgement."""
-    judged_episodes = [episode for episode in view.episodes if episode["judge"] is not None]
-    for episode in judged_episodes:
+    episodes = [episode for episode in view.episodes if episode["judge"] is not None]
+    for episode in episodes:
         terms = [turn["terms"] for turn in episode["turns"]]
         own = [(of_turn.get("judge_event", 0.0), of_turn.get("judge_outcome", 0.0)) for of_turn in terms]
         worth = _worth(episode["judge"], len(own))
         if np.allclose(own, worth, rtol=1e-5, atol=1e-5):
             continue
-        like = [
-            judged_episode["id"]
-            for judged_episode in judged_episodes
-            if np.allclose(own, _worth(judged_episode["judge"], len(own)), atol=1e-5)
-        ]
+        like = [twin["id"] for twin in episodes if np.allclose(own, _worth(twin["judge"], len(own)), atol=1e-5)]
         return "judgement_is_anothers", (
             f"{view.values['name']}: the rewards of episode {episode['id']} have {np.sum(own):.4g} from the judge, its "
             f"judgement is worth {np.sum(worth):.4g}"
@@ -394,25 +386,25 @@ def _parting_turn(first: Mapping[str, Json], second: Mapping[str, Json]) -> int 
 
 def advantages_are_others(view: StepView) -> _Clue | None:
     """Find advantages that do not follow from the rewards of the group."""
-    settings, recorded_advantages = AdvantageSettings(**view.rules["advantages"]), view.column("advantage")
+    settings, column = AdvantageSettings(**view.rules["advantages"]), view.column("advantage")
     is_shaped = settings.whiten != "none" or settings.kl_shaping_coef + view.rules["rewards"].get("kl_coef", 0) > 0
     is_shaped |= bool({settings.baseline, settings.scale} & {"batch", "running"})
     training = view.rules["training"]
     mode = "off" if training.get("step_rewards_enabled") is False else training.get("step_rewards_mode", "env_sparse")
     if is_shaped or mode == "decision_stepwise":  # they follow from more than the page shows
         return None
-    is_known = np.bincount(view.episode, np.isfinite(recorded_advantages), minlength=len(view.episodes)) > 0
+    is_known = np.bincount(view.episode, np.isfinite(column), minlength=len(view.episodes)) > 0
     uncommitted_episodes = set(view.episode[view.column("fate") == Fate.UNCOMMITTED].tolist())
     for group in view.groups().values():
         rows = [n for n in group if view.episodes[n]["return"] is not None and n not in uncommitted_episodes]
         if not all(is_known[n] for n in rows):
             continue  # its episodes were compared, and some or all left out
         own = _advantages(view, rows, settings, mode)
-        wrong = [n for n in rows if not _has(view, recorded_advantages, n, own[n])]
+        wrong = [n for n in rows if not _has(view, column, n, own[n])]
         if wrong:
             late = [_advantages(view, rows, settings, mode, late=way) for way in ("lost", "kept")]
-            is_late = any(all(_has(view, recorded_advantages, n, way[n]) for n in rows) for way in late)
-            return _wrong_advantages(view, recorded_advantages, wrong, own, is_late=is_late)
+            is_late = any(all(_has(view, column, n, way[n]) for n in rows) for way in late)
+            return _wrong_advantages(view, column, wrong, own, is_late=is_late)
     return None
 
 
@@ -460,18 +452,15 @@ def _has(view: StepView, recorded_advantages: Array, episode: int, advantages: A
 
 
 def _wrong_advantages(
-    view: StepView, recorded_advantages: Array, wrong: Sequence[int], own: Mapping[int, Array], *, is_late: bool
+    view: StepView, column: Array, wrong: Sequence[int], own: Mapping[int, Array], *, is_late: bool
 ) -> _Clue:
-    tokens, own_advantages = _of_tokens(view, wrong[0], own[wrong[0]])
-    worst = int(np.abs(recorded_advantages[tokens] - own_advantages).argmax())
-    token, place = view.first(np.arange(len(recorded_advantages)) == tokens[worst])
-    evidence = (
-        f"{place}: the advantage is {recorded_advantages[token]:.4g}, and the group's rewards make it "
-        f"{own_advantages[worst]:.4g}"
-    )
+    tokens, values = _of_tokens(view, wrong[0], own[wrong[0]])
+    worst = int(np.abs(column[tokens] - values).argmax())
+    token, place = view.first(np.arange(len(column)) == tokens[worst])
+    evidence = f"{place}: the advantage is {column[token]:.4g}, and the group's rewards make it {values[worst]:.4g}"
     if is_late:
         return "rewards_come_late", f"{evidence}; with each reward one turn later, all of the group's are right"
-    num_like = sum(any(m != n and _has(view, recorded_advantages, n, own[m]) for m in own) for n in wrong)
+    num_like = sum(any(m != n and _has(view, column, n, own[m]) for m in own) for n in wrong)
     if 2 * num_like > len(wrong):
         return "advantage_is_a_siblings", f"{evidence}; {num_like} of {len(own)} in the group have a sibling's"
     return "advantages_are_others", f"{evidence} ({len(wrong)} of {len(own)} episodes of the group are wrong)"
@@ -558,13 +547,11 @@ def terms_are_others(view: StepView) -> _Clue | None:
     return _wrong_sum(view)
 
 
-def _differ(recorded_values: Array, own_values: Array) -> Array:
-    largest = np.abs(recorded_values[np.isfinite(recorded_values)]).max(initial=0.0)
+def _differ(values: Array, targets: Array) -> Array:
+    largest = np.abs(values[np.isfinite(values)]).max(initial=0.0)
     # An estimate of KL near 0 is rounding alone: 1e-7 of a token's term.
-    tolerance = _RELATIVE * np.maximum(np.abs(own_values), np.abs(recorded_values)) + _ABSOLUTE * largest
-    return np.isfinite(own_values) & ~(
-        np.abs(recorded_values - own_values) < tolerance + 1e-7 / (len(recorded_values) + 1)
-    )
+    tolerance = _RELATIVE * np.maximum(np.abs(targets), np.abs(values)) + _ABSOLUTE * largest
+    return np.isfinite(targets) & ~(np.abs(values - targets) < tolerance + 1e-7 / (len(values) + 1))
 
 
 def _wrong_sum(view: StepView) -> _Clue | None:

@@ -113,10 +113,7 @@ class JudgeAudit:
         flips, deviation = _compare_repeats([first, *again]) if again else (None, None)
         part, position = await self._find_position_bias([trajectory for trajectory, *_ in triples])
         pairs = _pairs_by_name(triples, self.rubrics)
-        rows = {
-            name: agreement([p.judge for p in pairs_of_part], [p.gold for p in pairs_of_part])
-            for name, pairs_of_part in pairs.items()
-        }
+        rows = {name: agreement([p.judge for p in group], [p.gold for p in group]) for name, group in pairs.items()}
         totals = pairs.get("outcome") or pairs.get("event") or []
         judge_totals, gold = [pair.judge for pair in totals], [pair.gold for pair in totals]
         return AuditReport(
@@ -178,10 +175,8 @@ class JudgeAudit:
         gains: list[tuple[str, float]] = []
         num_flagged = 0
         for name, attack in self.attacks.items():
-            attacked_episodes = [attack(trajectory) for trajectory, _ in worst]
-            for (_, total), answer in zip(
-                worst, await self._ask(self.judge, attacked_episodes, self.rubrics), strict=True
-            ):
+            attacks = [attack(trajectory) for trajectory, _ in worst]
+            for (_, total), answer in zip(worst, await self._ask(self.judge, attacks, self.rubrics), strict=True):
                 if isinstance(answer, Judgement):
                     gains.append((name, _total(answer) - total))
                     num_flagged += bool(answer.flags)

@@ -87,12 +87,9 @@ def unjudged(trajectory: Trajectory, weights: RewardBlend, rewards: EnvRewards =
     Raises:
         ConfigError: the weight makes the return larger than a float can be.
     """
-    weighted_rewards = [None if reward is None else weights.env * reward for reward in rewards(trajectory)]
-    _finite_sum((reward for reward in weighted_rewards if reward is not None), trajectory, weights)
-    turns = [
-        dataclasses.replace(t, reward=r, reward_terms={})
-        for t, r in zip(trajectory.turns, weighted_rewards, strict=True)
-    ]
+    values = [None if reward is None else weights.env * reward for reward in rewards(trajectory)]
+    _finite_sum((reward for reward in values if reward is not None), trajectory, weights)
+    turns = [dataclasses.replace(t, reward=r, reward_terms={}) for t, r in zip(trajectory.turns, values, strict=True)]
     if turns[-1].reward is None:  # the episode counts as scored
         turns[-1] = dataclasses.replace(turns[-1], reward=0.0)
     return dataclasses.replace(trajectory, turns=tuple(turns))

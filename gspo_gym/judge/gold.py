@@ -108,14 +108,12 @@ def labelled_episodes(trajectories: Sequence[Trajectory], labels: Sequence[Label
     pairs = []
     for label in labels:
         fitting = [t for t in by_id.get(label.trajectory_id, []) if label.attempt in (None, t.attempt)]
-        episode_name = (
-            label.trajectory_id if label.attempt is None else f"{label.trajectory_id}, attempt {label.attempt}"
-        )
+        name = label.trajectory_id if label.attempt is None else f"{label.trajectory_id}, attempt {label.attempt}"
         if len(fitting) != 1:
-            raise ConfigError(f"label of {episode_name}: expected one such episode, got {len(fitting)}")
+            raise ConfigError(f"label of {name}: expected one such episode, got {len(fitting)}")
         if label.events and len(label.events) != len(fitting[0].turns):
             raise ConfigError(
-                f"label of {episode_name}: expected an event for each of its {len(fitting[0].turns)} turns (null where "
+                f"label of {name}: expected an event for each of its {len(fitting[0].turns)} turns (null where "
                 f"it is not labelled), got {len(label.events)}"
             )
         pairs.append((fitting[0], label))
@@ -391,12 +389,10 @@ def scores_to_compare(judgement: Judgement, label: Label, rubrics: Rubrics, weig
     scores = [(event_weight, total, _gold_total(marks, rubrics.event)) for total, marks in totals]
     if judgement.outcome_review is not None:
         scores.append((outcome_weight, judgement.outcome_total, _gold_total(label.outcome, rubrics.outcome)))
-    weighted_totals = [
-        (weight * total, weight * gold) for weight, total, gold in scores if weight > 0 and gold is not None
-    ]
-    if not weighted_totals:
+    terms = [(weight * total, weight * gold) for weight, total, gold in scores if weight > 0 and gold is not None]
+    if not terms:
         return None
-    return sum(judge for judge, _ in weighted_totals), sum(gold for _, gold in weighted_totals)
+    return sum(judge for judge, _ in terms), sum(gold for _, gold in terms)
 
 
 def _gold_total(marks: Marks | None, rubric: Rubric | None) -> float | None:

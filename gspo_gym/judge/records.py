@@ -227,19 +227,17 @@ class EpisodeScorer:
         if trajectory.outcome is Outcome.ACTION_LIMIT:  # it is scored, and no judge may find it worth more
             return unjudged(trajectory, self._weights, self._rewards)
         try:
-            blended_episode, judgement = await self._ask(trajectory)
+            result, judgement = await self._ask(trajectory)
         except UnscoredError:
             self._tally.num_unscored += 1
             raise
-        judged_episode = JudgedEpisode.of(
-            trajectory, judgement, self._rewards(trajectory), self._weights, blended_episode.reward
-        )
+        record = JudgedEpisode.of(trajectory, judgement, self._rewards(trajectory), self._weights, result.reward)
         self._tally.judgements.append(judgement)
-        if (env_return := judged_episode.env_return) is not None:
+        if (env_return := record.env_return) is not None:
             self._tally.env_returns.append(env_return)
         for receive in self._on_judged:
-            receive(trajectory, judged_episode)
-        return blended_episode
+            receive(trajectory, record)
+        return result
 
     def drain(self) -> dict[str, float]:
         """Return those of METRICS that are about scores, since the last call."""

@@ -166,10 +166,8 @@ class Rubric:
         if repeated_ids := sorted(id_ for id_, count in Counter(self.ids).items() if count > 1):
             raise ConfigError(f"rubric: {repeated_ids[0]!r} is the id of several criteria; give each one its own")
         if self.aggregation not in get_args(Aggregation):
-            aggregations = get_args(Aggregation)
-            raise ConfigError(
-                f"rubric: aggregation {self.aggregation!r}; {nearest_name(self.aggregation, aggregations)}"
-            )
+            names = get_args(Aggregation)
+            raise ConfigError(f"rubric: aggregation {self.aggregation!r}; {nearest_name(self.aggregation, names)}")
         if self.aggregate is not None and self.aggregation != "custom":
             raise ConfigError(
                 f'rubric: a function aggregates only where aggregation is "custom", got {self.aggregation!r}'
@@ -220,10 +218,8 @@ class Rubric:
         track_names = set(tracks)
         criteria = tuple(criterion for criterion in self.criteria if criterion.track in track_names)
         if not criteria:
-            track_list = ", ".join(sorted(track_names))
-            raise ConfigError(
-                f"rubric: no criterion is of the tracks {track_list}; its tracks: {', '.join(self.tracks)}"
-            )
+            listing = ", ".join(sorted(track_names))
+            raise ConfigError(f"rubric: no criterion is of the tracks {listing}; its tracks: {', '.join(self.tracks)}")
         weights = {track: weight for track, weight in self.track_weights.items() if track in track_names}
         return replace(self, criteria=criteria, track_weights=weights)
 
@@ -261,12 +257,8 @@ class Rubric:
         by_track: dict[str, list[tuple[float, float]]] = {}
         for c in self.criteria:
             by_track.setdefault(c.track, []).append((c.weight, c.normalised(scores[c.id])))
-        weighted_totals = [(self.track_weights.get(track, 1.0), _mean(pairs)) for track, pairs in by_track.items()]
-        return (
-            float(sum(v * score for v, score in weighted_totals))
-            if self.aggregation == "sum"
-            else _mean(weighted_totals)
-        )
+        terms = [(self.track_weights.get(track, 1.0), _mean(pairs)) for track, pairs in by_track.items()]
+        return float(sum(v * score for v, score in terms)) if self.aggregation == "sum" else _mean(terms)
 
     def _custom_total(self, scores: Mapping[str, float]) -> float:
         if self.aggregate is None:

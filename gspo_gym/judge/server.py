@@ -197,13 +197,11 @@ def _read_steps(events: Sequence[Json]) -> tuple[list[Message], list[int]]:
 
 
 def _observation(event: Json, where: str) -> Iterable[Message]:
-    observation = event.get("observation", event.get("obs"))
-    if isinstance(observation, Mapping) and isinstance(observation.get("messages"), list):
-        yield from map(as_context, messages_from_wire(observation["messages"], where=f"{where}.observation.messages"))
-    elif observation not in (None, "", {}):
-        yield Message(
-            "user", observation if isinstance(observation, str) else json.dumps(observation, ensure_ascii=False)
-        )
+    content = event.get("observation", event.get("obs"))
+    if isinstance(content, Mapping) and isinstance(content.get("messages"), list):
+        yield from map(as_context, messages_from_wire(content["messages"], where=f"{where}.observation.messages"))
+    elif content not in (None, "", {}):
+        yield Message("user", content if isinstance(content, str) else json.dumps(content, ensure_ascii=False))
 
 
 def _policys_message(event: Json, info: Json, where: str, *, calls_tools: bool) -> Message | None:

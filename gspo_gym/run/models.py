@@ -187,10 +187,8 @@ def _step_called(step_name: str, folder: Path, steps: Sequence[int]) -> int:
 
 
 def _at_step(folder: Path, step: int) -> Model:
-    evaluations = (
-        event["data"] for event in read_events(folder) if (event["kind"], event["step"]) == ("evaluation", step)
-    )
-    *_, last = (None, *evaluations)  # of an evaluation that was made again after a resume, the last
+    rows = (event["data"] for event in read_events(folder) if (event["kind"], event["step"]) == ("evaluation", step))
+    *_, last = (None, *rows)  # of an evaluation that was made again after a resume, the last
     return Model(str(folder / "checkpoints" / f"step_{step:06d}"), folder, step, last)
 
 

@@ -197,10 +197,8 @@ class LineReader:
             except ValueError as error:
                 raise RecordError(f"{self.path}:{number}: not JSON: {error}") from error
             if not isinstance(line, dict) or line.get("schema") != SCHEMA_VERSION:
-                excerpt = text[:60].decode(errors="replace")
-                raise RecordError(
-                    f"{self.path}:{number}: expected an object of schema {SCHEMA_VERSION}, got {excerpt!r}"
-                )
+                start = text[:60].decode(errors="replace")
+                raise RecordError(f"{self.path}:{number}: expected an object of schema {SCHEMA_VERSION}, got {start!r}")
             lines.append(line)
             self._last = text
         self._offset += len(data)

@@ -232,9 +232,7 @@ def compare_runs(folders: Sequence[Path]) -> RunComparison:
     evaluations = [last_evaluation(folder) for folder in folders]
     return RunComparison(
         runs=tuple(read_run(folder) for folder in folders),
-        settings={
-            key: run_values for key, run_values in values.items() if any(value != run_values[0] for value in run_values)
-        },
+        settings={key: row for key, row in values.items() if any(value != row[0] for value in row)},
         evaluations=tuple(_compare(evaluations[0], evaluation) for evaluation in evaluations[1:]),
     )
 
@@ -306,14 +304,11 @@ def _live_status(folder: Path, holder: ProcessInfo) -> str:
     return ELSEWHERE if holder.is_elsewhere and not is_locked(folder) else RUNNING
 
 
-def _summary_of(folder: Path, finish_event: Mapping[str, Any]) -> dict[str, Any]:
+def _summary_of(folder: Path, event: Mapping[str, Any]) -> dict[str, Any]:
     """Return summary.json if it belongs to this end of the run, else {}."""
     summary = _json(_read(f"{folder}/summary.json"))
     # The summary of an earlier end may still be there.
-    is_same = (summary.get("status"), summary.get("steps")) == (
-        finish_event["data"].get("status"),
-        finish_event["step"],
-    )
+    is_same = (summary.get("status"), summary.get("steps")) == (event["data"].get("status"), event["step"])
     return summary if is_same else {}
 
 

@@ -76,12 +76,8 @@ class TrainState:
         if success_rate is None or latest is None or rate is None:
             return False
         # Environments without a notion of success are not in the rate.
-        names_with_success = () if self.score_unit is None else self.score_unit.success_of
-        parts = [
-            part
-            for name, part in latest.get("parts", {}).items()
-            if not names_with_success or name in names_with_success
-        ] or [latest]
+        names = () if self.score_unit is None else self.score_unit.success_of
+        parts = [part for name, part in latest.get("parts", {}).items() if not names or name in names] or [latest]
         num_scored = sum(part["num_episodes"] for part in parts)
         num_failed = sum(part.get("num_failed", 0) for part in parts)
         return bool(rate * num_scored >= success_rate * (num_scored + num_failed))

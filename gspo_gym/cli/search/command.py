@@ -309,16 +309,12 @@ def read_evaluations(run_folder: Path, metric: Metric, *, is_over: bool = False)
     Raises:
         ConfigError: the environment declares no success, and the metric is a success rate.
     """
-    final_or_best, _, name = metric.partition("_")
+    choice, _, name = metric.partition("_")
     events = [event for event in read_events(run_folder) if event["kind"] == "evaluation"]
     # Undecided: every episode was cut off first. Such an evaluation counts as 0, unless a finished run has no other.
-    evaluations_without_success = [event["data"] for event in events if event["data"][name] is None]
-    if any(map(_ends_without_success, evaluations_without_success)) or (
-        is_over and events and len(evaluations_without_success) == len(events)
-    ):
-        raise ConfigError(
-            f"search.metric: {metric}: the environment declares no success; use {final_or_best}_mean_return"
-        )
+    no_success = [event["data"] for event in events if event["data"][name] is None]
+    if any(map(_ends_without_success, no_success)) or (is_over and events and len(no_success) == len(events)):
+        raise ConfigError(f"search.metric: {metric}: the environment declares no success; use {choice}_mean_return")
     return [(int(event["step"]), float(event["data"][name] or 0.0)) for event in events]
 
 

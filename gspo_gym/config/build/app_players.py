@@ -123,10 +123,8 @@ class AppPlayers:
         task = Task(source.env_name, config.evaluation_seeds[0])
         sampling_seed = child_seed(config.run.seed, "app probe", number)
         trajectory = await episodes.play(EpisodeRequest(f"probe/{number}", task, sampling_seed))
-        player_name = "the policy, as in training"
-        return report_of(
-            f"probe {number}", player_name, trajectory, episodes.counters, answers[-1] if answers else None
-        )
+        player = "the policy, as in training"
+        return report_of(f"probe {number}", player, trajectory, episodes.counters, answers[-1] if answers else None)
 
     async def close(self) -> None:
         """Close the gateway and the clients; closing twice is fine."""

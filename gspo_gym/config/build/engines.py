@@ -324,11 +324,8 @@ def _base_now(config: RunConfig, base: str) -> str:
 
 def held_tensors(model: Any) -> NamedTensors:
     """Return the parameters and saved buffers of a model (Any: untyped), whose weights need not be its files' ones."""
-    saved_names = model.state_dict().keys()
-    return [
-        *model.named_parameters(),
-        *((name, tensor) for name, tensor in model.named_buffers() if name in saved_names),
-    ]
+    keys = model.state_dict().keys()
+    return [*model.named_parameters(), *((name, tensor) for name, tensor in model.named_buffers() if name in keys)]
 
 
 def _openai_endpoint(config: RunConfig, policy: Policy, url: str) -> MakeEngine:

@@ -311,11 +311,8 @@ def num_nodes(sequences: Sequence[Any]) -> int:
     """
     sorted_sequences = sorted([int(token) for token in sequence] for sequence in sequences)
     num_shared = sum(
-        next(
-            (k for k, (a, b) in enumerate(zip(sequence_before, sequence_after, strict=False)) if a != b),
-            min(len(sequence_before), len(sequence_after)),
-        )
-        for sequence_before, sequence_after in itertools.pairwise(sorted_sequences)
+        next((k for k, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), min(len(first), len(second)))
+        for first, second in itertools.pairwise(sorted_sequences)
     )
     return sum(map(len, sorted_sequences)) - num_shared
 

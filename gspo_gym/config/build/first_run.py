@@ -200,17 +200,15 @@ async def _measure(
 ) -> Lengths:
     """Play the teacher, the reference, and answers that are not legal, which make the longest episodes."""
     names = dict.fromkeys(name for name in (teacher, "reference") if name in policies)
-    episodes_by_policy = {
-        name: await _play(env_id, config, tokenizer, policies[name]) for name in names if name is not None
-    }
+    by_policy = {name: await _play(env_id, config, tokenizer, policies[name]) for name in names if name is not None}
     lost = list(await _play(env_id, config, tokenizer, lambda _env, _generator: lambda _messages: "?"))
     if teacher is not None:
         # A hand-written player that reads its own answers cannot go on from such ones.
         with contextlib.suppress(ConfigError):
             lost += await _play(env_id, config, tokenizer, _clumsy(policies[teacher]))
-    legal = [trajectory for episodes in episodes_by_policy.values() for trajectory in episodes]
+    legal = [trajectory for episodes in by_policy.values() for trajectory in episodes]
     spans = [turn.action_span for trajectory in legal for turn in trajectory.turns]
-    examples = episodes_by_policy[teacher] if teacher is not None else lost
+    examples = by_policy[teacher] if teacher is not None else lost
     segments = [
         (int((~segment.action_mask).sum()), sum(turn.segment == index for turn in trajectory.turns))
         for trajectory in [*legal, *lost]

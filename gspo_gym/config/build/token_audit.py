@@ -386,22 +386,22 @@ def check_drift(renderer: Renderer, tokens: Sequence[int], messages: Sequence[Me
     """
     actual = [int(token) for token in tokens]
     if messages and messages[-1].role == "assistant":
-        rendered_ids = renderer.start(messages[:-1]) + renderer.action_ids(messages[-1])
+        fresh_ids = renderer.start(messages[:-1]) + renderer.action_ids(messages[-1])
         # Stop tokens are not compared: any of them closes an answer, and a cut-off answer has none.
-        actual, rendered_ids = (
-            ids[:-1] if ids[-1:] and ids[-1] in renderer.stop_token_ids else ids for ids in (actual, rendered_ids)
+        actual, fresh_ids = (
+            ids[:-1] if ids[-1:] and ids[-1] in renderer.stop_token_ids else ids for ids in (actual, fresh_ids)
         )
     else:
-        rendered_ids = renderer.start(messages)
-    if actual == rendered_ids:
+        fresh_ids = renderer.start(messages)
+    if actual == fresh_ids:
         return DriftReport(None, same_text=True)
-    pairs = zip(actual, rendered_ids, strict=False)
-    position = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(actual), len(rendered_ids)))
+    pairs = zip(actual, fresh_ids, strict=False)
+    position = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(actual), len(fresh_ids)))
     around = slice(max(0, position - _NUM_AROUND), position + _NUM_AROUND)
     return DriftReport(
         position,
-        same_text=renderer.decode(actual) == renderer.decode(rendered_ids),
-        expected=renderer.decode(rendered_ids[around]),
+        same_text=renderer.decode(actual) == renderer.decode(fresh_ids),
+        expected=renderer.decode(fresh_ids[around]),
         actual=renderer.decode(actual[around]),
     )
 
@@ -420,40 +420,34 @@ def check_context(
         messages: the conversation in the prompt, ending with the message to be answered.
     """
     actual = [int(token) for token in prompt]
-    rendered_ids = renderer.start(messages)
+    fresh_ids = renderer.start(messages)
     answer: list[int] = []
-    start = num_matched = 0  # everything before is matched in `actual` and `rendered_ids`
+    start = end = 0  # everything before is matched in `actual` and `fresh_ids`
     for is_answer, flags in itertools.groupby(is_sampled):
         stop = start + len(list(flags))
         piece = actual[start:stop]
         if is_answer:  # which may be spelt differently: white space in JSON, blank edges, a word in other pieces
             answer = piece
         else:
-            at = _position(rendered_ids, piece, num_matched, is_first=start == 0, is_last=stop == len(actual))
+            at = _position(fresh_ids, piece, end, is_first=start == 0, is_last=stop == len(actual))
             # As many stop tokens in the gap as in the answer: else a whole turn could hide in it.
-            if at is None or _num_stops(renderer, rendered_ids[num_matched:at]) != _num_stops(renderer, answer):
-                expected_piece = rendered_ids[
-                    max(0, num_matched - _NUM_AROUND) : num_matched + len(piece) + _NUM_AROUND
-                ]
-                return DriftReport(
-                    start, False, expected=renderer.decode(expected_piece), actual=renderer.decode(piece)
-                )
-            num_matched = at + len(piece)
+            if at is None or _num_stops(renderer, fresh_ids[end:at]) != _num_stops(renderer, answer):
+                around = fresh_ids[max(0, end - _NUM_AROUND) : end + len(piece) + _NUM_AROUND]
+                return DriftReport(start, False, expected=renderer.decode(around), actual=renderer.decode(piece))
+            end = at + len(piece)
         start = stop
-    if num_matched < len(rendered_ids):
-        text_after = renderer.decode(rendered_ids[num_matched:])
+    if end < len(fresh_ids):
+        text_after = renderer.decode(fresh_ids[end:])
         return DriftReport(len(actual), False, expected=text_after, actual="")
     return DriftReport(None, same_text=True)
 
 
-def _position(
-    rendered_ids: list[int], piece: list[int], num_matched: int, *, is_first: bool, is_last: bool
-) -> int | None:
+def _position(fresh_ids: list[int], piece: list[int], end: int, *, is_first: bool, is_last: bool) -> int | None:
     if is_first or is_last:  # the only place where it can be
-        places = [0 if is_first else len(rendered_ids) - len(piece)]
+        places = [0 if is_first else len(fresh_ids) - len(piece)]
     else:
-        places = [i for i in range(num_matched, len(rendered_ids)) if rendered_ids[i] == piece[0]]
-    return next((i for i in places if i >= num_matched and rendered_ids[i : i + len(piece)] == piece), None)
+        places = [i for i in range(end, len(fresh_ids)) if fresh_ids[i] == piece[0]]
+    return next((i for i in places if i >= end and fresh_ids[i : i + len(piece)] == piece), None)
 
 
 def _num_stops(renderer: Renderer, token_ids: Sequence[int]) -> int:

@@ -299,11 +299,9 @@ def _copying(
     checkpoints: CheckpointStore, policy: Policy, learner: AnyLearner, recorder: RunRecorder
 ) -> CopyCheckpoint:
     def copy_checkpoint(state: TrainState) -> Callable[[], Path]:
-        state_dict = replace(state, last_seq=recorder.last_seq).to_dict()
+        values = replace(state, last_seq=recorder.last_seq).to_dict()
         numbers = state.evaluation_numbers()
-        draft = checkpoints.copy(
-            state.step, policy=policy, learner=learner, trainer_state=state_dict, evaluation=numbers
-        )
+        draft = checkpoints.copy(state.step, policy=policy, learner=learner, trainer_state=values, evaluation=numbers)
         return partial(checkpoints.write, draft)
 
     return copy_checkpoint

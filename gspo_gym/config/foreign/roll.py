@@ -119,11 +119,9 @@ def _devices(draft: Draft) -> int:
         return draft.devices
     strategy = _table(worker, "strategy_args").get("strategy_config")
     shares = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
-    model_parallel_sizes = [strategy.get(name, 1) for name in shares] if isinstance(strategy, Mapping) else []
-    model_parallel_sizes.append(draft.entries.get("ulysses_size") or 1)
-    return max(
-        1, len(mapping) // math.prod(size for size in model_parallel_sizes if isinstance(size, int) and size > 0)
-    )
+    sizes = [strategy.get(name, 1) for name in shares] if isinstance(strategy, Mapping) else []
+    sizes.append(draft.entries.get("ulysses_size") or 1)
+    return max(1, len(mapping) // math.prod(size for size in sizes if isinstance(size, int) and size > 0))
 
 
 def objective(draft: Draft) -> None:

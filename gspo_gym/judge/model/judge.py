@@ -174,12 +174,8 @@ def plan(whole: Transcript, rubrics: Rubrics, settings: ReadingSettings) -> list
     fits = whole.num_chars <= limit and len(nonempty_turns) <= _MAX_PARTS_OF_A_CALL
     if not event or settings.mode == "episode" or (settings.mode == "auto" and fits):
         turns = nonempty_turns if event else ()
-        turns_to_judge = range(whole.num_turns) if outcome else turns
-        return (
-            [Question(compacted(whole, turns_to_judge, limit), turns, event, outcome, goals)]
-            if turns or outcome
-            else []
-        )
+        focus = range(whole.num_turns) if outcome else turns
+        return [Question(compacted(whole, focus, limit), turns, event, outcome, goals)] if turns or outcome else []
     questions = [
         Question(compacted(whole.until(turn), {turn}, limit), (turn,), event, (), {"turns": goals["turns"]})
         for turn in nonempty_turns
@@ -320,14 +316,9 @@ class ChatJudgeModel:
         usage = answer.get("usage") if isinstance(answer, Mapping) else None
         if not isinstance(usage, Mapping):
             return None
-        num_input_tokens, num_output_tokens = usage.get("prompt_tokens"), usage.get("completion_tokens")
-        if (
-            type(num_input_tokens) is int
-            and type(num_output_tokens) is int
-            and num_input_tokens >= 0
-            and num_output_tokens >= 0
-        ):
-            return self._settings.prices.cost_of(num_input_tokens, num_output_tokens)
+        num_in, num_out = usage.get("prompt_tokens"), usage.get("completion_tokens")
+        if type(num_in) is int and type(num_out) is int and num_in >= 0 and num_out >= 0:
+            return self._settings.prices.cost_of(num_in, num_out)
         return None
 
 

@@ -79,11 +79,9 @@ def build_messages(question: Question, nonce: str) -> list[dict[str, str]]:
     fence = f"{'`' * num_ticks} {nonce}"
     sections = [_RULES.replace("{fence}", fence), *_criteria(question), _answer_form(question, nonce)]
     data = "\n".join(_fence(piece, fence) for piece in pieces)  # joined once: no text is searched for placeholders
-    part_names = ", ".join(question.parts)
+    parts = ", ".join(question.parts)
     # Repeated after the data, where a model reads it last.
-    reminder = (
-        f"That is the whole episode. Now answer with your JSON object under {verdict_key(nonce)} for: {part_names}."
-    )
+    reminder = f"That is the whole episode. Now answer with your JSON object under {verdict_key(nonce)} for: {parts}."
     return [
         {"role": "system", "content": "\n\n".join(sections)},
         {"role": "user", "content": f"The episode, {question.transcript.num_turns} turns:\n{data}\n\n{reminder}"},

@@ -131,10 +131,8 @@ class Transcript:
         """Return what was left out of the words of the policy and of the environment; () if nothing was."""
         policy = [piece for piece in self.pieces if piece.is_by_policy]
         environment = [piece for piece in self.pieces if not piece.is_by_policy]
-        pieces_by_writer = (("the policy", policy), ("the environment", environment))
-        return tuple(
-            _cut_of(writer, pieces) for writer, pieces in pieces_by_writer if any(p.num_left_out for p in pieces)
-        )
+        writers = (("the policy", policy), ("the environment", environment))
+        return tuple(_cut_of(writer, pieces) for writer, pieces in writers if any(p.num_left_out for p in pieces))
 
     def until(self, turn: int) -> Transcript:
         """Return the pieces up to a turn and the environment's answer to it: what came later must not judge it."""

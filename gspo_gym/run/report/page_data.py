@@ -305,9 +305,7 @@ def _event(event: Mapping[str, Json]) -> dict[str, Json]:
     return {key: event[key] for key in ("seq", "time", "step", "kind")} | {"text": data_text[:_MAX_EVENT_CHARS]}
 
 
-def _turns(
-    trajectory: Trajectory, judged_episode: JudgedEpisode | None, leaves: tuple[int, int] | None
-) -> dict[str, Json]:
+def _turns(trajectory: Trajectory, record: JudgedEpisode | None, leaves: tuple[int, int] | None) -> dict[str, Json]:
     return {
         "messages": [message.to_dict() for message in trajectory.messages],
         "turns": [
@@ -328,7 +326,7 @@ def _turns(
             for segment in trajectory.segments
         ],
         "diverges": leaves,
-        "judge": None if judged_episode is None else _judgement(judged_episode),
+        "judge": None if record is None else _judgement(record),
     }
 
 
@@ -412,10 +410,8 @@ def _divergences(group: Sequence[Trajectory]) -> list[tuple[int, int] | None]:
 
     That is the length of the longest prefix that it shares with any sibling.
     """
-    no_tokens = np.zeros(0, np.int32)
-    tokens = [
-        np.concatenate([no_tokens, *(segment.token_ids for segment in trajectory.segments)]) for trajectory in group
-    ]
+    empty = np.zeros(0, np.int32)
+    tokens = [np.concatenate([empty, *(segment.token_ids for segment in t.segments)]) for t in group]
     leaves: list[tuple[int, int] | None] = []
     for i, mine in enumerate(tokens):
         shared_lengths = [_common(mine, theirs) for j, theirs in enumerate(tokens) if j != i]

@@ -413,11 +413,9 @@ def print_episode(console: Console, title: str, trajectory: Trajectory, *, is_sh
             if message.role == "assistant":
                 next(rewards, None)
             continue
-        message_text = visible(spoken(message))
+        line = visible(spoken(message))
         text.append(f"{message.role:>9}  ", style="dim")
-        text.append(
-            shortened(message_text, _MAX_SAID) if is_shortened else message_text, style=_SPEAKER_STYLES[message.role]
-        )
+        text.append(shortened(line, _MAX_SAID) if is_shortened else line, style=_SPEAKER_STYLES[message.role])
         if message.role == "assistant" and (turn := next(rewards, None)) is not None and turn.reward is not None:
             text.append(f"   [{turn.reward:+.2f}]", style="dim")
         text.append("\n")
@@ -490,10 +488,10 @@ def _evaluation_episodes(folder: Path, step: int) -> list[Trajectory]:
 def _most_improved(first: Sequence[Trajectory], last: Sequence[Trajectory]) -> int:
     """Return the seed with the largest gain; among equals, the one with the longest last episode."""
     before = {trajectory.task.seed: trajectory.reward for trajectory in first}
-    episodes_of_both = [trajectory for trajectory in last if trajectory.task.seed in before]
+    comparable = [trajectory for trajectory in last if trajectory.task.seed in before]
     # The longest episode among equals shows most.
     best = max(
-        episodes_of_both,
+        comparable,
         key=lambda trajectory: (trajectory.reward - before[trajectory.task.seed], len(trajectory.turns)),
     )
     return best.task.seed
