@@ -123,8 +123,8 @@ def new_environment(name: str, *, kind: str = "text", folder: Path = Path()) -> 
     templates |= {name: name for name in ("train.toml", "pyproject.toml")}
     texts: dict[Path, str] = {}
     for path, name in templates.items():
-        own, shared = (_TEMPLATES / folder / f"{name}.template" for folder in (kind, "any"))
-        template = (own if own.is_file() else shared).read_text(encoding="utf-8")
+        own, shared_template = (_TEMPLATES / folder / f"{name}.template" for folder in (kind, "any"))
+        template = (own if own.is_file() else shared_template).read_text(encoding="utf-8")
         texts[Path(path)] = Template(template).substitute(words)
     # After all texts are there: an error leaves no half-written project.
     for target, text in texts.items():
@@ -259,8 +259,8 @@ def make_card(
 async def _make_card(env_id: str, config: dict[str, Any], seeds: Sequence[int], max_turns: int) -> EnvironmentCard:
     factory = partial(make, env_id, **config)
     # Only to read its declarations: the episodes below are played on other instances.
-    async with looking_at(factory, env_id) as made:
-        env = getattr(made, "unwrapped", made)
+    async with looking_at(factory, env_id) as wrapper:
+        env = getattr(wrapper, "unwrapped", wrapper)
         policies: Mapping[str, PolicyFactory] = getattr(env, "policies", {})
         low, high = getattr(env, "reward_range", (-math.inf, math.inf))
         card = partial(
@@ -337,8 +337,8 @@ def card_as_markdown(card: EnvironmentCard) -> str:
 def _reward_sections(card: EnvironmentCard) -> list[str]:
     low, high = card.reward_range
     values = [value for record in card.records for value in record.returns]
-    none = "none: only a judge can score it"
-    range_seen = f"between {min(values):g} and {max(values):g} over these episodes" if values else none
+    no_reward_text = "none: only a judge can score it"
+    range_seen = f"between {min(values):g} and {max(values):g} over these episodes" if values else no_reward_text
     players = [record.player for record in card.records]
     sections = ["## Rewards", f"Return of an episode: declared from {low:g} to {high:g}; {range_seen}."]
     for title, tables in (
@@ -372,7 +372,7 @@ def _play_sections(records: Sequence[PlayerRecord]) -> list[str]:
         if record.failures:
             sections.append(f"{len(record.failures)} episodes of {record.player} failed; {record.failures[0]}")
         if record.returns:
-            sections.append(f"Returns of {record.player}:\n\n{_fenced(histogram(record.returns))}")
+            sections.append(f"Returns of {record.player}:\n\n{_fence(histogram(record.returns))}")
     return sections
 
 
@@ -401,10 +401,10 @@ def _transcript(run: Playthrough) -> str:
         messages += [action, *answer.messages]
     outcome = f"return {run.episode_return:g}" if run.episode_return is not None else "not scored"
     turns = "1 turn" if len(run.answers) == 1 else f"{len(run.answers)} turns"
-    return _fenced("\n".join(map(_spoken, messages))) + f"\n\n{outcome}, {turns}."
+    return _fence("\n".join(map(_message_text, messages))) + f"\n\n{outcome}, {turns}."
 
 
-def _spoken(message: Message) -> str:
+def _message_text(message: Message) -> str:
     calls = [f"{call.name}({json.dumps(dict(call.arguments), ensure_ascii=False)})" for call in message.tool_calls]
     text = "\n".join([message.content] * bool(message.content) + calls)
     if len(text) > _MAX_CHARACTERS:
@@ -432,7 +432,7 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "\n".join([lines[0], rule, *lines[1:]])
 
 
-def _fenced(text: str) -> str:
+def _fence(text: str) -> str:
     """Return text as a code block with a fence longer than any inside it."""
     # A transcript may hold code blocks.
     longest = max((len(run) for run in re.findall(r"`+", text)), default=0)

@@ -76,8 +76,8 @@ def check_rubric(arguments: argparse.Namespace) -> int:
             print(f"note: {name}: {note}")
     if not arguments.task_app and len(parts) == 1:
         (name,) = parts
-        other = "outcome" if name == "event" else "event"
-        print(f"note: there is no {other} part, so judge.reward_blend.{other} must be 0")
+        other_part = "outcome" if name == "event" else "event"
+        print(f"note: there is no {other_part} part, so judge.reward_blend.{other_part} must be 0")
     if not arguments.strict:
         return 0
     problems = [f"{name}: {problem}" for name, rubric in parts.items() for problem in strict_problems(rubric)]
@@ -95,16 +95,16 @@ def describe_rubric(name: str, rubric: Rubric) -> Iterator[str]:
     for c in rubric.criteria:
         scale = f"custom {c.minimum:g} to {c.maximum:g}" if c.scale == "custom" else c.scale
         share = f"{c.weight / weights:.1%}" if rubric.aggregation in ("weighted_sum", "inherit") else "-"
-        required = f"at least {c.threshold:g}" if c.required else ""
-        rows.append((c.id, scale, f"{c.weight:g}", share, required))
+        threshold_text = f"at least {c.threshold:g}" if c.required else ""
+        rows.append((c.id, scale, f"{c.weight:g}", share, threshold_text))
     yield from table(("criterion", "scale", "weight", "share", "required"), rows).splitlines()
 
 
 def rubric_notes(rubric: Rubric, *, is_event: bool) -> Iterator[str]:
     """Yield a sentence for each setting that is allowed but perhaps not intended."""
-    graded = [c.id for c in rubric.criteria if c.scale in ("bounded", "custom")]
-    if graded:
-        yield f"judges agree with themselves better on yes or no: split into binary criteria {', '.join(graded)}"
+    graded_ids = [c.id for c in rubric.criteria if c.scale in ("bounded", "custom")]
+    if graded_ids:
+        yield f"judges agree with themselves better on yes or no: split into binary criteria {', '.join(graded_ids)}"
     counts = [c.id for c in rubric.criteria if c.scale == "count"]
     if counts and rubric.aggregation != "custom":
         yield f"a count has no upper end, so neither has the total: {', '.join(counts)}"
@@ -166,10 +166,10 @@ def score_run(arguments: argparse.Namespace) -> int:
         async with judge_variants(config) as judges:
             return await rescore(judges.judge, rubrics, episodes, weights, before=before, on_judged=write)
 
-    rescored = run_to_end(rejudge())
-    print("\n".join(side_by_side(rescored, max_rows=arguments.rows)))
+    rescored_episodes = run_to_end(rejudge())
+    print("\n".join(side_by_side(rescored_episodes, max_rows=arguments.rows)))
     print(f"written to {path}")
-    return 0 if all(episode.after is not None for episode in rescored) else 1
+    return 0 if all(episode.after is not None for episode in rescored_episodes) else 1
 
 
 def _load_judge_config(source: Path, arguments: argparse.Namespace) -> RunConfig:
@@ -230,9 +230,9 @@ def audit_episodes(arguments: argparse.Namespace) -> int:
     if arguments.json is not None:
         require_writable(arguments.json)
     source, labels = run_or_path(arguments.episodes), read_labels(arguments.gold)
-    labelled = labelled_episodes(stored_episodes(source), labels)
+    labelled_pairs = labelled_episodes(stored_episodes(source), labels)
     config = _load_judge_config(source, arguments)
-    rubrics = _load_judge_rubrics(config, arguments, [trajectory for trajectory, _ in labelled])
+    rubrics = _load_judge_rubrics(config, arguments, [trajectory for trajectory, _ in labelled_pairs])
     settings = AuditSettings(
         num_repeats=arguments.repeats,
         num_position_episodes=arguments.position_episodes,
@@ -244,7 +244,7 @@ def audit_episodes(arguments: argparse.Namespace) -> int:
         async with judge_variants(config, num_repeats=settings.num_repeats) as judges:
             return await JudgeAudit(
                 judges.judge, rubrics, settings, judges.repeats, judges.in_given_order, attacks(rubrics)
-            ).run(labelled)
+            ).run(labelled_pairs)
 
     report = run_to_end(audit())
     print(report)
@@ -309,7 +309,7 @@ def serve(arguments: argparse.Namespace) -> int:
         return read_rubrics(find_rubrics(name, folders))
 
     app = create_judge_app(judge, default=default, find_rubrics=find)
-    return _serve(app, arguments, what=f"the judge {judge.name}", path="/judge/v1/score")
+    return _serve(app, arguments, subject=f"the judge {judge.name}", path="/judge/v1/score")
 
 
 def serve_fake(arguments: argparse.Namespace) -> int:
@@ -322,7 +322,7 @@ def serve_fake(arguments: argparse.Namespace) -> int:
         from gspo_gym.judge.server import create_fake_judge_app
     except ImportError as error:
         raise MissingExtraError("serving a judge needs: pip install 'gspo-gym[serve]'") from error
-    return _serve(create_fake_judge_app(), arguments, what="a fake judging model that follows a rule", path="/v1")
+    return _serve(create_fake_judge_app(), arguments, subject="a fake judging model that follows a rule", path="/v1")
 
 
 def _judge(arguments: argparse.Namespace) -> Judge:
@@ -343,13 +343,13 @@ def _judge(arguments: argparse.Namespace) -> Judge:
     return ModelJudge(settings, cache=JudgementCache(arguments.cache), budget=budget)
 
 
-def _serve(app: App, arguments: argparse.Namespace, *, what: str, path: str) -> int:
+def _serve(app: App, arguments: argparse.Namespace, *, subject: str, path: str) -> int:
     from gspo_gym.remote.guard import Guard
     from gspo_gym.remote.serving import bind, server_for, url_of
 
     key = read_key(arguments.api_key_env, "--api-key-env")
-    bound = bind(arguments.host, arguments.port, has_key=key is not None)
-    bound.listen()  # a client that reads the line below may connect at once, and waits until the server answers
-    print(f"serving {what} at {url_of(bound)}{path}", flush=True)
-    server_for(Guard(app, api_key=key, max_body_bytes=_MAX_BODY_BYTES)).run(sockets=[bound])
+    server_socket = bind(arguments.host, arguments.port, has_key=key is not None)
+    server_socket.listen()  # a client that reads the line below may connect at once, and waits until the server answers
+    print(f"serving {subject} at {url_of(server_socket)}{path}", flush=True)
+    server_for(Guard(app, api_key=key, max_body_bytes=_MAX_BODY_BYTES)).run(sockets=[server_socket])
     return 0

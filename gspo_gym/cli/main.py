@@ -39,8 +39,8 @@ class _Version(argparse.Action):
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
         from importlib.metadata import version as version_of
 
-        others = ", ".join(f"{name} {version_of(name)}" for name in ("torch", "transformers"))
-        print(f"gspo-gym {package_version()} (Python {platform.python_version()}, {others})")
+        versions = ", ".join(f"{name} {version_of(name)}" for name in ("torch", "transformers"))
+        print(f"gspo-gym {package_version()} (Python {platform.python_version()}, {versions})")
         parser.exit()
 
 
@@ -80,5 +80,5 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.path.insert(0, os.getcwd())  # as `python -m` does, so that MODULE:NAME finds modules of the present folder
     words = sys.argv[1:] if argv is None else list(argv)
     completes = any(word.startswith("--print-completion") for word in words)  # which takes the parsers of all commands
-    chosen = next((word for word in words if not word.startswith("-")), "")
-    return parse_and_run(command_parser(None if completes else chosen), argv)
+    command_name = next((word for word in words if not word.startswith("-")), "")
+    return parse_and_run(command_parser(None if completes else command_name), argv)

@@ -140,9 +140,9 @@ def export_command(arguments: argparse.Namespace) -> int:
             load_dtype=model.dtype,
             force=arguments.force,
         )
-    what = "merged, " if weights.merged_from else ""
+    merge_text = "merged, " if weights.merged_from else ""
     dtype = weights.dtype or "as in the checkpoint"
-    print(f"{model.name}: {what}{weights.layout} layout, dtype {dtype} -> {arguments.out}")
+    print(f"{model.name}: {merge_text}{weights.layout} layout, dtype {dtype} -> {arguments.out}")
     return 0
 
 

@@ -135,7 +135,7 @@ async def _talk(model: Model, arguments: argparse.Namespace, read: Read) -> None
         renderers = _renderers(model, tokenizer)
         opening = () if arguments.system is None else (Message("system", arguments.system),)
         conversation = _Conversation(engine, renderers, settings, opening)
-        help_text = f"{model.name} ({_named(settings.sampling)}): {_HELP}"
+        help_text = f"{model.name} ({_sampling_text(settings.sampling)}): {_HELP}"
         print(help_text)
         while (line := _read(read, "you> ")) not in (None, "/quit"):
             if line == "/reset":
@@ -187,12 +187,12 @@ async def _play_episode(
         if line == "/quit":
             break
         if line and _COMMAND.fullmatch(line):
-            print(f"{_HELP_TO_PLAY} ({_named(sampling)})")
+            print(f"{_HELP_TO_PLAY} ({_sampling_text(sampling)})")
             continue
         by_person = scripted_completion(as_sampled(wrapper, line)) if line else None
-        sampled = by_person or await _sample(wrapper, engine, sampling, seed)
+        completion = by_person or await _sample(wrapper, engine, sampling, seed)
         try:
-            _, reward, _, _, info = await wrapper.step_async(sampled)
+            _, reward, _, _, info = await wrapper.step_async(completion)
         except RecordError as error:  # of what a person typed: the turn is still open
             print(error)
             continue
@@ -213,11 +213,11 @@ async def _sample(wrapper: TokenObservationWrapper, engine: Engine, sampling: Sa
         seed=child_seed(seed, "turn", wrapper.num_turns),
     )
     print("model> ", end="", flush=True)
-    sliced = SlicedEngine(engine, grown=lambda ids: _show(text.grow(ids)))
-    sampled = await sliced.generate(wrapper.prompt, params, session_id="play")
-    whole = wrapper.renderer.decode(sampled.token_ids)
-    print(whole.removeprefix(text.content) if not text.reasoning else f"\n{whole}")
-    return sampled
+    sliced_engine = SlicedEngine(engine, grown=lambda ids: _show(text.grow(ids)))
+    completion = await sliced_engine.generate(wrapper.prompt, params, session_id="play")
+    full_text = wrapper.renderer.decode(completion.token_ids)
+    print(full_text.removeprefix(text.content) if not text.reasoning else f"\n{full_text}")
+    return completion
 
 
 @asynccontextmanager
@@ -237,10 +237,10 @@ def _sampling_to_play(model: Model, arguments: argparse.Namespace) -> Sampling:
     return with_options({name: rollout[name] for name in _OF_THE_RUN if name in rollout}, arguments)
 
 
-def _named(sampling: Sampling) -> str:
+def _sampling_text(sampling: Sampling) -> str:
     """Return the temperature, and what else is not at its default.
 
-    >>> _named(Sampling(temperature=0.2, top_p=0.9))
+    >>> _sampling_text(Sampling(temperature=0.2, top_p=0.9))
     'temperature 0.2, top_p 0.9'
     """
     names = dict.fromkeys(("temperature", *sampling.changed()))

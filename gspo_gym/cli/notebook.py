@@ -136,9 +136,9 @@ class Run:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `episodes`."""
     add_run(parser)
-    which = parser.add_mutually_exclusive_group()
-    which.add_argument("--step", type=int, metavar="N", help="of this training step (default: the last that has any)")
-    which.add_argument("--evaluation", type=int, metavar="N", help="of the evaluation after this step")
+    group = parser.add_mutually_exclusive_group()
+    group.add_argument("--step", type=int, metavar="N", help="of this training step (default: the last that has any)")
+    group.add_argument("--evaluation", type=int, metavar="N", help="of the evaluation after this step")
     parser.add_argument("--task", metavar="TEXT", help="only tasks whose id holds this: a seed, or an environment")
     parser.add_argument("--failed", action="store_true", help="only those without success, or with an error")
     parser.add_argument("--best", action="store_true", help="the highest returns first")
@@ -152,21 +152,21 @@ def episodes_command(arguments: argparse.Namespace) -> int:
     from gspo_gym.run.report.page_data import run_tokenizer  # loads torch, which `open_run` does without
 
     folder = find_run(arguments.run_name, arguments.folder)
-    failed = True if arguments.failed else None
-    episodes = Run(folder).episodes(step=arguments.step, evaluation=arguments.evaluation, failed=failed)
-    chosen = [episode for episode in episodes if (arguments.task or "") in episode.task.task_id]
+    only_failed = True if arguments.failed else None
+    episodes = Run(folder).episodes(step=arguments.step, evaluation=arguments.evaluation, failed=only_failed)
+    matches = [episode for episode in episodes if (arguments.task or "") in episode.task.task_id]
     if arguments.best:
-        chosen.sort(key=lambda episode: episode.reward if episode.is_scored else float("-inf"), reverse=True)
+        matches.sort(key=lambda episode: episode.reward if episode.is_scored else float("-inf"), reverse=True)
     console = Console()
     tokenizer = None if arguments.messages else run_tokenizer(folder)
     decode = None if tokenizer is None else TokenTexts(tokenizer).decode
-    for trajectory in chosen[: arguments.limit or None]:
+    for trajectory in matches[: arguments.limit or None]:
         if decode is None:
             print_episode(console, trajectory.trajectory_id, trajectory)
         else:
             _print_tokens(console, trajectory, decode)
-    console.print(f"{min(len(chosen), arguments.limit or len(chosen))} of {len(chosen)} episodes", style="dim")
-    return 0 if chosen else 1
+    console.print(f"{min(len(matches), arguments.limit or len(matches))} of {len(matches)} episodes", style="dim")
+    return 0 if matches else 1
 
 
 def _print_tokens(console: Console, trajectory: Trajectory, decode: Callable[..., str]) -> None:

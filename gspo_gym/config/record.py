@@ -237,7 +237,7 @@ def no_effect(key: str, other: str, acts: Callable[[Any], bool], advice: str, *,
 
 def acts_with(key: str, other: str, value: str, *, default: Any = Ellipsis) -> Rule:
     """Return the rule that `key` keeps its default unless the other key has this value."""
-    return no_effect(key, other, lambda used: used == value, f"set that to {show(value)}", default=default)
+    return no_effect(key, other, lambda current: current == value, f"set that to {show(value)}", default=default)
 
 
 def value_at(record: BaseModel, key: str) -> Any:
@@ -262,15 +262,15 @@ def default_of(key: str) -> Any:
 def problems_of(rules: Iterable[Rule], record: RunRecord) -> list[Problem]:
     """Return what the rules find; a rule that reads what `partial_record` left out finds nothing."""
     problems = []
-    for one in rules:
+    for rule in rules:
         try:
-            text = one.check(record)
+            text = rule.check(record)
         except AttributeError as error:
             if isinstance(error.obj, BaseModel) and error.name in type(error.obj).model_fields:
                 continue
             raise
         if text is not None:
-            problems.append(Problem(one.key, text))
+            problems.append(Problem(rule.key, text))
     return problems
 
 
@@ -279,7 +279,7 @@ def partial_record(model: type[_Model], values: Mapping[str, Any], wrong: frozen
 
     `wrong` are the dotted keys of the others. So all problems of a file are reported at once.
     """
-    given = {}
+    known_values = {}
     for name, value in values.items():
         key, info = f"{prefix}{name}", model.model_fields.get(name)
         section = None if info is None else section_model(info.annotation)
@@ -289,9 +289,9 @@ def partial_record(model: type[_Model], values: Mapping[str, Any], wrong: frozen
         if section is not None and isinstance(value, Mapping):
             value = partial_record(section, value, wrong, f"{key}.")
         elif entry is not None:
-            value = tuple(partial_record(entry, one, frozenset()) if isinstance(one, Mapping) else one for one in value)
-        given[name] = value
-    record = model.model_construct(**given)
+            value = tuple(partial_record(entry, row, frozenset()) if isinstance(row, Mapping) else row for row in value)
+        known_values[name] = value
+    record = model.model_construct(**known_values)
     for name in model.model_fields:
         if f"{prefix}{name}" in wrong:
             record.__dict__.pop(name, None)  # its default

@@ -94,8 +94,8 @@ def entries_of(model: type[BaseModel] = RunConfig) -> Iterator[tuple[str, type[B
 def reference() -> str:
     """Return the text of configs/README.md."""
     optional = {name for name, info in RunConfig.model_fields.items() if not info.is_required()}
-    derived = (" ".join((follow.__doc__ or "").split()) for follow in DERIVED)
-    parts = [_INTRODUCTION.format(derived="\n".join(f"- {text}" for text in derived))]
+    sentences = (" ".join((follow.__doc__ or "").split()) for follow in DERIVED)
+    parts = [_INTRODUCTION.format(derived="\n".join(f"- {text}" for text in sentences))]
     for name, section in sections_of(RunConfig):
         parts.append(_part(f"[{name}]", section, is_optional=name in optional or "." in name))
         # Lists of tables follow their section.
@@ -133,8 +133,8 @@ def _nested_form() -> Iterator[str]:
     yield from ("## The nested form", "")
     yield "The hosted trainer's files have this form, too. A file may mix the two; errors name keys as written."
     yield from ("", "| nested | flat |", "|---|---|")
-    for nested, flat in nested_names().items():
-        yield f"| `{nested}` | `{flat}` |"
+    for nested_key, flat in nested_names().items():
+        yield f"| `{nested_key}` | `{flat}` |"
     yield ""
 
 
@@ -186,22 +186,22 @@ def new_config(given: Mapping[str, Mapping[str, Any]], notes: Sequence[str] = ()
         ),
         "",
     ]
-    others = []
+    section_lines = []
     for name, section in sections_of(RunConfig):
         if name in _WHOLE or name in given:
             lines += _section(name, section, given.get(name, {}))
         else:
-            others.append(f"# [{name}] {_summary(section)}")
-    return "\n".join([*lines, "# Further sections:", *others, ""])
+            section_lines.append(f"# [{name}] {_summary(section)}")
+    return "\n".join([*lines, "# Further sections:", *section_lines, ""])
 
 
-def _section(name: str, section: type[BaseModel], given: Mapping[str, Any]) -> Iterator[str]:
+def _section(name: str, section: type[BaseModel], values: Mapping[str, Any]) -> Iterator[str]:
     yield f"# {_summary(section)}"
-    yield f"# [{name}]" if name in _OPTIONAL and not given else f"[{name}]"
+    yield f"# [{name}]" if name in _OPTIONAL and not values else f"[{name}]"
     for key, info in section.model_fields.items():
         if section_model(info.annotation) is None:
             yield from _comment(info)
-            yield f"{key} = {inline(given[key])}" if key in given else _absent_line(key, info)
+            yield f"{key} = {inline(values[key])}" if key in values else _absent_line(key, info)
     yield ""
 
 
@@ -236,21 +236,21 @@ def parameters() -> str:
 
 def statement(row: Row) -> str:
     """Return what the page says of a key: ours, the values that have another name, what it acts with, what changes."""
-    said = [", ".join(f"`{key}`" for key in row.ours)] if row.ours else []
-    meant = {value: row.assigned(value) for value, ours in row.values.items() if ours != value}
-    said += [f"{show(value)}: {', '.join(map(show, ours.values()))}" for value, ours in meant.items() if ours]
+    lines = [", ".join(f"`{key}`" for key in row.ours)] if row.ours else []
+    moves = {value: row.assigned(value) for value, ours in row.values.items() if ours != value}
+    lines += [f"{show(value)}: {', '.join(map(show, ours.values()))}" for value, ours in moves.items() if ours]
     if row.when:
-        said.append(f"acts with {in_words(row.when)}")
+        lines.append(f"acts with {in_words(row.when)}")
     if row.also:
-        said.append(f"also changes {', '.join(f'`{key}`' for key in row.also)}")
-    return "; ".join([*said, row.remark] if row.remark else said)
+        lines.append(f"also changes {', '.join(f'`{key}`' for key in row.also)}")
+    return "; ".join([*lines, row.remark] if row.remark else lines)
 
 
 def _rows_of(title: str, rows: Mapping[str, str]) -> Iterator[str]:
     # Keys of one meaning and one table share a row.
     keys: dict[tuple[str, str], list[str]] = {}
-    for key, said in rows.items():
-        keys.setdefault((said, key.rpartition(".")[0]), []).append(key)
+    for key, statement_text in rows.items():
+        keys.setdefault((statement_text, key.rpartition(".")[0]), []).append(key)
     yield from (f"## {title}: {len(rows)}", "", "| parameter | here |", "|---|---|")
-    yield from (f"| {', '.join(named)} | {said} |" for (said, _), named in keys.items())
+    yield from (f"| {', '.join(shared_keys)} | {statement_text} |" for (statement_text, _), shared_keys in keys.items())
     yield ""

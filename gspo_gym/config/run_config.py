@@ -93,13 +93,13 @@ def config_file(name: str | Path) -> Path:
     path = Path(name)
     if path.suffix or path.exists():
         return path
-    held = {file.stem: file for file in Path(str(files("gspo_gym_configs"))).glob("*.toml")}
-    if str(name) not in held:
+    files_by_name = {file.stem: file for file in Path(str(files("gspo_gym_configs"))).glob("*.toml")}
+    if str(name) not in files_by_name:
         raise ConfigError(
             f"{name}: there is no such file, and the package holds no configuration of that name; "
-            f"{nearest_name(str(name), held)}"
+            f"{nearest_name(str(name), files_by_name)}"
         )
-    return held[str(name)]
+    return files_by_name[str(name)]
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
@@ -143,11 +143,11 @@ def model_name(config: RunConfig) -> str:
     label, step = parse_source(config.model.source or "")
     folder = Path(config.run.folder) / label / "checkpoints"
     # A checkpoint without a manifest was not finished.
-    found = sorted(path.name for path in folder.glob("step_*") if (path / "manifest.json").is_file())
-    if not found or (step is not None and step not in found):
-        there = f"the checkpoints there are {', '.join(found)}" if found else "there is none"
+    step_folders = sorted(path.name for path in folder.glob("step_*") if (path / "manifest.json").is_file())
+    if not step_folders or (step is not None and step not in step_folders):
+        there = f"the checkpoints there are {', '.join(step_folders)}" if step_folders else "there is none"
         raise ConfigError(f"model.source: {config.model.source!r}: expected a checkpoint in {folder}; {there}")
-    return str(folder / (step or found[-1]))
+    return str(folder / (step or step_folders[-1]))
 
 
 def _read(path: Path, overrides: Sequence[str]) -> tuple[Flat, list[str], list[Problem]]:
@@ -161,34 +161,34 @@ def _read(path: Path, overrides: Sequence[str]) -> tuple[Flat, list[str], list[P
     return flat, overridden, problems
 
 
-def _check(flat: Flat, source_of: Callable[[str], str], known: Sequence[Problem]) -> RunConfig:
+def _check(flat: Flat, source_of: Callable[[str], str], earlier: Sequence[Problem]) -> RunConfig:
     flat.values = with_known_spelling(flat.values, RunConfig)
-    filled = {
+    flat_values = {
         name: _as_tuples(section) for name, section in with_derived_defaults(flat.values, _required_sections()).items()
     }
-    problems = [*known, *flat.problems, *find_secrets(flat.values), *find_nul(flat.values)]
+    problems = [*earlier, *flat.problems, *find_secrets(flat.values), *find_nul(flat.values)]
     config = None
     try:
-        config = RunConfig.model_validate(filled)
+        config = RunConfig.model_validate(flat_values)
     except ValidationError as error:
         secret = {problem.key for problem in problems}  # these are not repeated: pydantic's sentences show values
         problems += [p for p in find_problems(error, RunConfig, flat.values) if p.key not in secret]
         wrong = frozenset(field_of(problem.key) for problem in problems)
-        problems += find_contradictions(partial_record(RunRecord, filled, wrong))
+        problems += find_contradictions(partial_record(RunRecord, flat_values, wrong))
     if config is None or problems:
         lines = [f"{source_of(p.key)}: {flat.name(p.key)}: {p.text}" for p in problems]
-        listed = f"{len(lines)} problems in the configuration:\n  " + "\n  ".join(lines)
-        raise ConfigError(lines[0] if len(lines) == 1 else listed)
-    config._of_the_file = tuple(_inserted(flat, config))
+        problem_list = f"{len(lines)} problems in the configuration:\n  " + "\n  ".join(lines)
+        raise ConfigError(lines[0] if len(lines) == 1 else problem_list)
+    config._of_the_file = tuple(_find_inserted(flat, config))
     return config
 
 
-def _inserted(flat: Flat, config: RunConfig) -> Iterator[Problem]:
-    for key, written in flat.inserted.items():
-        used = look_up(config.model_dump(), key)
-        if look_up(flat.values, key) is None and used != INSERTED[key]:
-            text = f"{show(INSERTED[key])}, which a client inserts, counts as absent: {key} is {show(used)}"
-            yield Problem(written, text)
+def _find_inserted(flat: Flat, config: RunConfig) -> Iterator[Problem]:
+    for key, nested_key in flat.inserted.items():
+        value = look_up(config.model_dump(), key)
+        if look_up(flat.values, key) is None and value != INSERTED[key]:
+            text = f"{show(INSERTED[key])}, which a client inserts, counts as absent: {key} is {show(value)}"
+            yield Problem(nested_key, text)
 
 
 def _required_sections() -> list[str]:

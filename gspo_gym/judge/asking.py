@@ -264,20 +264,20 @@ class PausingJudge:
         """Hold the other callers until the block ends."""
         pause = self._pause = _Pause(asyncio.Event(), self._clock())
         self._on_event("judge_paused", {"judge": self.name, "reason": str(reason)})
-        answered = True
+        has_answer = True
         try:
             yield
         except JudgeError:  # an answer, too, although not a score
             raise
         except BaseException:  # cancelled: the next caller asks instead
-            answered = False
+            has_answer = False
             raise
         finally:
             seconds = self._clock() - pause.started
             self._past_seconds += seconds
             self._pause = None
             pause.over.set()
-            if answered:
+            if has_answer:
                 self._on_event("judge_resumed", {"judge": self.name, "seconds": round(seconds, 3)})
 
 
@@ -302,8 +302,10 @@ class Prices:
     usd_per_million_output_tokens: float = 0.0
 
     def cost_of(self, input_tokens: int, output_tokens: int) -> JudgeCost:
-        read, written = self.usd_per_million_input_tokens, self.usd_per_million_output_tokens
-        return JudgeCost(1, input_tokens, output_tokens, (read * input_tokens + written * output_tokens) / 1e6)
+        input_price, output_price = self.usd_per_million_input_tokens, self.usd_per_million_output_tokens
+        return JudgeCost(
+            1, input_tokens, output_tokens, (input_price * input_tokens + output_price * output_tokens) / 1e6
+        )
 
 
 class Reservation:
@@ -328,8 +330,8 @@ class JudgeBudget:
         self.limits = limits or BudgetLimits()
         self.spent = spent or JudgeCost()
         self._under_way = JudgeCost()
-        self._ended = asyncio.Event()
-        self._ended.set()
+        self._end_event = asyncio.Event()
+        self._end_event.set()
 
     @contextlib.asynccontextmanager
     async def call(self, most: JudgeCost) -> AsyncIterator[Reservation]:
@@ -340,12 +342,12 @@ class JudgeBudget:
         """
         # A call is let through while the cost so far, plus the most that the calls under way can still cost, is below
         # every limit: the whole is at most the limit plus one call, however many are under way.
-        while (reached := self._reached(self.spent + self._under_way)) is not None:
-            if self._reached(self.spent) is not None or self._under_way.num_calls == 0:
-                raise JudgeBudgetError(f"judging has reached its limit: {reached}; raise it to go on")
-            if self._ended.is_set():
-                self._ended = asyncio.Event()  # a fresh one belongs to the loop that waits
-            await self._ended.wait()
+        while (limit_text := self._limit_text(self.spent + self._under_way)) is not None:
+            if self._limit_text(self.spent) is not None or self._under_way.num_calls == 0:
+                raise JudgeBudgetError(f"judging has reached its limit: {limit_text}; raise it to go on")
+            if self._end_event.is_set():
+                self._end_event = asyncio.Event()  # a fresh one belongs to the loop that waits
+            await self._end_event.wait()
         self._under_way = self._under_way + most
         reservation = Reservation(most)
         try:
@@ -353,9 +355,9 @@ class JudgeBudget:
         finally:
             self._under_way = _less(self._under_way, most)
             self.spent = self.spent + reservation.cost
-            self._ended.set()
+            self._end_event.set()
 
-    def _reached(self, cost: JudgeCost) -> str | None:
+    def _limit_text(self, cost: JudgeCost) -> str | None:
         limits = self.limits
         if limits.max_calls is not None and cost.num_calls >= limits.max_calls:
             return f"max_calls = {limits.max_calls}, spent {self.spent.num_calls}"
@@ -404,7 +406,7 @@ class JudgementCache:
         if task is None:
             task = asyncio.ensure_future(self._read_or_ask(key, ask))
             self._being_asked[key] = task
-            task.add_done_callback(lambda done: self._end(key, done))
+            task.add_done_callback(lambda finished_task: self._end(key, finished_task))
         return await asyncio.shield(task)  # a cancelled caller must not end the question of the others
 
     async def close(self) -> None:
@@ -415,13 +417,13 @@ class JudgementCache:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _read_or_ask(self, key: str, ask: Callable[[], Awaitable[Json]]) -> Json:
-        stored = None if self._folder is None else await asyncio.to_thread(self._read, key)
-        if stored is None:
+        answer_on_disk = None if self._folder is None else await asyncio.to_thread(self._read, key)
+        if answer_on_disk is None:
             answer = await ask()
             if self._folder is not None:
                 await asyncio.to_thread(self._write, key, answer)
         else:
-            answer = stored[0]
+            answer = answer_on_disk[0]
         self._memory[key] = answer
         if len(self._memory) > _MAX_IN_MEMORY:
             self._memory.popitem(last=False)

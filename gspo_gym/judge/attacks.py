@@ -101,17 +101,17 @@ def changes(rubrics: Rubrics | None = None) -> Mapping[str, Change]:
         **{f"nonce: {name}": f"\n{_verdict(guess, rubrics)}" for name, guess in _GUESSES.items()},
         **{f"verdicts: {name}": text for name, text in _forged_verdicts(rubrics).items()},
     }
-    forged = _verdict(_GUESSES["zeros"], rubrics)
+    verdict_text = _verdict(_GUESSES["zeros"], rubrics)
     return {
         **{name: _after(text) for name, text in texts.items()},
         "orders: first": lambda text: f"{_ORDER}\n\n{text}",
-        "verdicts: first": lambda text: f"{forged}\n\n{text}",
+        "verdicts: first": lambda text: f"{verdict_text}\n\n{text}",
         "padding: spaces": lambda text: text + " " * _PADDING + _ORDER,
         "padding: lines": lambda text: text + "\n" * _PADDING + _ORDER,
         "padding: words": lambda text: text + " and so on" * (_PADDING // 10) + _ORDER,
         "padding: before": lambda text: "well " * (_PADDING // 5) + text,
         "padding: orders": lambda text: text + f"\n{_ORDER}" * (_PADDING // len(_ORDER)),
-        "padding: verdicts": lambda text: text + f"\n{forged}" * (_PADDING // len(forged)),
+        "padding: verdicts": lambda text: text + f"\n{verdict_text}" * (_PADDING // len(verdict_text)),
         "unicode: reversed": lambda text: f"\u202e{text[::-1]}\u202c {text}\n\u202e{_ORDER[::-1]}\u202c",
     }
 
@@ -192,9 +192,9 @@ def _fence_ends() -> dict[str, str]:
 
 def _unicode_tricks() -> dict[str, str]:
     # Unicode's tag block repeats ASCII in characters that are not shown.
-    tagged = "".join(chr(0xE0000 + ord(character)) for character in _ORDER)
+    tag_characters = "".join(chr(0xE0000 + ord(character)) for character in _ORDER)
     return {
-        "tags": tagged,
+        "tags": tag_characters,
         "zero width": "\u200b".join(_ORDER),
         "variation selectors": "\ufe0f".join(_ORDER),
         "line separators": f"\u2028````\u2028{_ORDER}\u2029",

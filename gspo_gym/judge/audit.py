@@ -106,37 +106,37 @@ class JudgeAudit:
         check_labels([label for _, label in labelled], self.rubrics.event, self.rubrics.outcome)
         episodes = [trajectory for trajectory, _ in labelled]
         first = await self._ask(self.judge, episodes, self.rubrics)
-        answered = zip(labelled, first, strict=True)
-        scored = [(*labelled, answer) for labelled, answer in answered if isinstance(answer, Judgement)]
+        answer_pairs = zip(labelled, first, strict=True)
+        triples = [(*labelled, answer) for labelled, answer in answer_pairs if isinstance(answer, Judgement)]
         repeats = tuple(self.repeats) or (self.judge,) * self.settings.num_repeats
         again = [await self._ask(judge, episodes, self.rubrics) for judge in repeats]
         flips, deviation = _compare_repeats([first, *again]) if again else (None, None)
-        part, position = await self._find_position_bias([trajectory for trajectory, *_ in scored])
-        pairs = _pairs_by_name(scored, self.rubrics)
-        rows = {name: agreement([p.judge for p in some], [p.gold for p in some]) for name, some in pairs.items()}
+        part, position = await self._find_position_bias([trajectory for trajectory, *_ in triples])
+        pairs = _pairs_by_name(triples, self.rubrics)
+        rows = {name: agreement([p.judge for p in group], [p.gold for p in group]) for name, group in pairs.items()}
         totals = pairs.get("outcome") or pairs.get("event") or []
-        judged, gold = [pair.judge for pair in totals], [pair.gold for pair in totals]
+        judge_totals, gold = [pair.judge for pair in totals], [pair.gold for pair in totals]
         return AuditReport(
             judge=self.judge.name,
             num_episodes=len(first),
-            num_unscored=len(first) - len(scored),
+            num_unscored=len(first) - len(triples),
             unscored=dict(Counter(str(answer) for answer in first if isinstance(answer, JudgeError)).most_common()),
-            flagged_fraction=_mean([float(bool(judgement.flags)) for *_, judgement in scored]),
+            flagged_fraction=_mean([float(bool(judgement.flags)) for *_, judgement in triples]),
             outcome=rows.pop("outcome", None),
             events=rows.pop("event", None),
             criteria=dict(sorted(rows.items())),
-            calibration=calibration(judged, gold) if judged else None,
-            length=length_bias(judged, gold, [pair.num_chars for pair in totals]) if judged else None,
+            calibration=calibration(judge_totals, gold) if judge_totals else None,
+            length=length_bias(judge_totals, gold, [pair.num_chars for pair in totals]) if judge_totals else None,
             position=position,
             position_part=part,
             flip_rate=flips,
             repeat_deviation=deviation,
-            attacks=await self._attack([(trajectory, _total(judgement)) for trajectory, _, judgement in scored]),
+            attacks=await self._attack([(trajectory, _total(judgement)) for trajectory, _, judgement in triples]),
             cost=self.cost,
         )
 
     async def _ask(self, judge: Judge, episodes: Sequence[Trajectory], rubrics: Rubrics) -> list[Answer]:
-        async def one(trajectory: Trajectory) -> Answer:
+        async def ask_about(trajectory: Trajectory) -> Answer:
             try:
                 return await judge.judge(JudgeRequest(trajectory, rubrics, task_app=trajectory.task.env_id))
             except (JudgeDownError, JudgeStoppedError):
@@ -144,23 +144,23 @@ class JudgeAudit:
             except JudgeError as error:
                 return error  # about one episode: an answer, too
 
-        answers = await all_or_none([one(trajectory) for trajectory in episodes])
+        answers = await all_or_none([ask_about(trajectory) for trajectory in episodes])
         self.cost = sum((answer.cost for answer in answers if isinstance(answer, Judgement)), self.cost)
         return answers
 
     async def _find_position_bias(self, episodes: Sequence[Trajectory]) -> tuple[Part | None, PositionBias | None]:
         """Measure the position bias in a rubric with several criteria, preferably the outcome's."""
-        chosen = episodes[: self.settings.num_position_episodes]
+        compared_episodes = episodes[: self.settings.num_position_episodes]
         parts: list[tuple[Part, Rubric | None]] = [("outcome", self.rubrics.outcome), ("event", self.rubrics.event)]
         part, rubric = next(((p, r) for p, r in parts if r is not None and len(r.criteria) > 1), (None, None))
-        if part is None or rubric is None or not chosen:
+        if part is None or rubric is None or not compared_episodes:
             return None, None
         orders = balanced_orders(rubric.ids, self.settings.seed)
         scores = []  # by order, episode: the criteria's normalised scores in the rubric's order, or None
         for order in orders:
-            reordered = Rubrics(**{part: rubric.in_order(order)})
-            answers = await self._ask(self.in_given_order or self.judge, chosen, reordered)
-            scores.append([_normalised(answer, part, rubric) for answer in answers])
+            rubrics_in_order = Rubrics(**{part: rubric.in_order(order)})
+            answers = await self._ask(self.in_given_order or self.judge, compared_episodes, rubrics_in_order)
+            scores.append([_normalise(answer, part, rubric) for answer in answers])
         complete = [list(rows) for rows in zip(*scores, strict=True) if None not in rows]
         if not complete:
             return None, None
@@ -175,20 +175,20 @@ class JudgeAudit:
         gains: list[tuple[str, float]] = []
         num_flagged = 0
         for name, attack in self.attacks.items():
-            attacked = [attack(trajectory) for trajectory, _ in worst]
-            for (_, total), answer in zip(worst, await self._ask(self.judge, attacked, self.rubrics), strict=True):
+            attacks = [attack(trajectory) for trajectory, _ in worst]
+            for (_, total), answer in zip(worst, await self._ask(self.judge, attacks, self.rubrics), strict=True):
                 if isinstance(answer, Judgement):
                     gains.append((name, _total(answer) - total))
                     num_flagged += bool(answer.flags)
-        raised = sorted(((name, gain) for name, gain in gains if gain > _RAISED), key=lambda item: item[1])
+        gains_found = sorted(((name, gain) for name, gain in gains if gain > _RAISED), key=lambda item: item[1])
         return AttackReport(
             num_attempts=len(gains),
             num_unscored=len(worst) * len(self.attacks) - len(gains),
-            num_raised=len(raised),
+            num_raised=len(gains_found),
             mean_gain=_mean([gain for _, gain in gains]) or 0.0,
             max_gain=max((gain for _, gain in gains), default=0.0),
             # Of each name the last, which is the highest.
-            raised_by=dict(sorted(dict(raised).items(), key=lambda item: -item[1])),
+            raised_by=dict(sorted(dict(gains_found).items(), key=lambda item: -item[1])),
             flagged_fraction=num_flagged / max(len(gains), 1),
         )
 
@@ -197,7 +197,7 @@ def _total(judgement: Judgement) -> float:
     return judgement.event_total if judgement.outcome_review is None else judgement.outcome_total
 
 
-def _pairs_by_name(scored: Sequence[Scored], rubrics: Rubrics) -> Mapping[str, list[Pair]]:
+def _pairs_by_name(triples: Sequence[Scored], rubrics: Rubrics) -> Mapping[str, list[Pair]]:
     """Return what judge and labels both score: "outcome", "event", and criteria such as "outcome: process.tone"."""
     pairs: dict[str, list[Pair]] = defaultdict(list)
 
@@ -209,7 +209,7 @@ def _pairs_by_name(scored: Sequence[Scored], rubrics: Rubrics) -> Mapping[str, l
             for id_ in set(marks) & set(review.criteria):
                 pairs[f"{part}: {id_}"].append(Pair(review.criteria[id_].score, marks[id_], num_chars))
 
-    for trajectory, label, judgement in scored:
+    for trajectory, label, judgement in triples:
         num_chars = Counter[int]()  # by turn
         for piece in read_transcript(trajectory).pieces:
             num_chars[piece.turn] += piece.num_chars if piece.is_by_policy else 0
@@ -226,9 +226,9 @@ def _compare_repeats(answers: Sequence[Sequence[Answer]]) -> tuple[float | None,
     for of_episode in zip(*answers, strict=True):
         judgements = [answer for answer in of_episode if isinstance(answer, Judgement)]
         if len(judgements) > 1:
-            first, *others = map(_marks, judgements)
-            shared = [key for key in first if all(key in marks for marks in others)]
-            repeats += [[marks[key] for marks in (first, *others)] for key in shared]
+            first, *more_marks = map(_marks, judgements)
+            common_keys = [key for key in first if all(key in marks for marks in more_marks)]
+            repeats += [[marks[key] for marks in (first, *more_marks)] for key in common_keys]
             deviations.append(float(np.std([_total(judgement) for judgement in judgements])))
     return flip_rate(repeats), _mean(deviations)
 
@@ -242,7 +242,7 @@ def _marks(judgement: Judgement) -> dict[tuple[int, str], float]:
     return marks | {(turn, ""): review.total for turn, review in reviews.items() if not review.criteria}
 
 
-def _normalised(answer: Answer, part: Part, rubric: Rubric) -> list[float] | None:
+def _normalise(answer: Answer, part: Part, rubric: Rubric) -> list[float] | None:
     """Return the criteria's scores in [0, 1], for turns their mean; None if one was not scored."""
     if isinstance(answer, JudgeError):
         return None
@@ -383,8 +383,8 @@ def length_bias(judge: Sequence[float], gold: Sequence[float], num_chars: Sequen
 
 def balanced_orders(ids: Sequence[str], seed: int) -> tuple[tuple[str, ...], ...]:
     """Return the rotations of a drawn order: as many orders as ids, with each id once at each place."""
-    drawn = [ids[int(index)] for index in generator(seed, "orders").permutation(len(ids))]
-    return tuple(tuple(drawn[shift:] + drawn[:shift]) for shift in range(len(drawn)))
+    drawn_order = [ids[int(index)] for index in generator(seed, "orders").permutation(len(ids))]
+    return tuple(tuple(drawn_order[shift:] + drawn_order[:shift]) for shift in range(len(drawn_order)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -420,12 +420,12 @@ def position_bias(scores: Floats, places: NDArray[np.int64]) -> PositionBias:
     # Every criterion stands at every place: the mean at a place holds all episodes and criteria alike, and differences
     # of such means are due to the place alone (and chance).
     effects = np.array([scores[:, places == place].mean() for place in range(num_criteria)]) - scores.mean()
-    moved = scores - scores.mean(axis=1, keepdims=True)  # [E, K, K]: what each order does to each score
-    alternating = moved[np.arange(num_episodes), np.arange(num_episodes) % num_orders]  # [E, K]
+    deviations = scores - scores.mean(axis=1, keepdims=True)  # [E, K, K]: what each order does to each score
+    alternating = deviations[np.arange(num_episodes), np.arange(num_episodes) % num_orders]  # [E, K]
     return PositionBias(
         effects=tuple(float(effect) for effect in effects),
         spread=float(np.ptp(effects)),
-        fixed_order_bias=float(np.abs(moved.mean(axis=0)).max()),
+        fixed_order_bias=float(np.abs(deviations.mean(axis=0)).max()),
         permuted_bias=float(np.abs(alternating.mean(axis=0)).max()),
         num_episodes=num_episodes,
     )
@@ -440,7 +440,7 @@ def flip_rate(repeats: Sequence[Sequence[float]]) -> float | None:
     0.3333333333333333
     """
     pairs = [list(itertools.combinations(scores, 2)) for scores in repeats if len(scores) > 1]
-    return _mean([sum(abs(a - b) > _EQUAL for a, b in some) / len(some) for some in pairs])
+    return _mean([sum(abs(a - b) > _EQUAL for a, b in marks) / len(marks) for marks in pairs])
 
 
 def _arrays(judge: Sequence[float], gold: Sequence[float]) -> tuple[Floats, Floats]:
@@ -509,8 +509,8 @@ class AuditReport:
 
 
 def _lines(report: AuditReport) -> Iterator[str]:
-    scored = report.num_episodes - report.num_unscored
-    yield f"audit of {report.judge}: {scored} of {report.num_episodes} labelled episodes scored"
+    num_scored = report.num_episodes - report.num_unscored
+    yield f"audit of {report.judge}: {num_scored} of {report.num_episodes} labelled episodes scored"
     for reason, count in report.unscored.items():
         yield f"  unscored {count}: {reason}"
     yield from _agreement_lines(report)

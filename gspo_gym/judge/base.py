@@ -51,8 +51,8 @@ class Rubrics:
 
     @property
     def parts(self) -> dict[str, Rubric]:
-        named = {"event": self.event, "outcome": self.outcome}
-        return {name: rubric for name, rubric in named.items() if rubric is not None}
+        rubrics_by_part = {"event": self.event, "outcome": self.outcome}
+        return {name: rubric for name, rubric in rubrics_by_part.items() if rubric is not None}
 
     def only_tracks(self, tracks: Collection[str]) -> Rubrics:
         """Return the criteria of these tracks alone; all if `tracks` is empty.
@@ -62,7 +62,7 @@ class Rubrics:
         """
         if not tracks:
             return self
-        return Rubrics(**{name: _named(name, rubric.only_tracks, tracks) for name, rubric in self.parts.items()})
+        return Rubrics(**{name: _change_part(name, rubric.only_tracks, tracks) for name, rubric in self.parts.items()})
 
     def with_track_weights(self, weights: Mapping[str, float]) -> Rubrics:
         """Return both parts with these weights of their tracks, 1 for tracks that are not named.
@@ -76,10 +76,10 @@ class Rubrics:
         if unknown := sorted(set(weights) - set(tracks)):
             raise ConfigError(f"no criterion is of the track {unknown[0]!r}; {nearest_name(unknown[0], set(tracks))}")
 
-        def weighed(rubric: Rubric) -> Rubric:
+        def reweight(rubric: Rubric) -> Rubric:
             return replace(rubric, track_weights={track: weights.get(track, 1.0) for track in rubric.tracks})
 
-        return Rubrics(**{name: _named(name, weighed, rubric) for name, rubric in self.parts.items()})
+        return Rubrics(**{name: _change_part(name, reweight, rubric) for name, rubric in self.parts.items()})
 
     def with_aggregate(self, aggregate: Aggregate) -> Rubrics:
         """Return the rubrics with this function in every part with aggregation "custom".
@@ -265,7 +265,7 @@ def load_function(name: str, *, of: str) -> Callable[..., Any]:  # what is calla
     return value
 
 
-def _named(part: str, change: Callable[[Argument], Rubric], argument: Argument) -> Rubric:
+def _change_part(part: str, change: Callable[[Argument], Rubric], argument: Argument) -> Rubric:
     try:
         return change(argument)
     except ConfigError as error:

@@ -108,13 +108,13 @@ def labelled_episodes(trajectories: Sequence[Trajectory], labels: Sequence[Label
     pairs = []
     for label in labels:
         fitting = [t for t in by_id.get(label.trajectory_id, []) if label.attempt in (None, t.attempt)]
-        which = label.trajectory_id if label.attempt is None else f"{label.trajectory_id}, attempt {label.attempt}"
+        name = label.trajectory_id if label.attempt is None else f"{label.trajectory_id}, attempt {label.attempt}"
         if len(fitting) != 1:
-            raise ConfigError(f"label of {which}: expected one such episode, got {len(fitting)}")
+            raise ConfigError(f"label of {name}: expected one such episode, got {len(fitting)}")
         if label.events and len(label.events) != len(fitting[0].turns):
             raise ConfigError(
-                f"label of {which}: expected an event for each of its {len(fitting[0].turns)} turns (null where it is "
-                f"not labelled), got {len(label.events)}"
+                f"label of {name}: expected an event for each of its {len(fitting[0].turns)} turns (null where "
+                f"it is not labelled), got {len(label.events)}"
             )
         pairs.append((fitting[0], label))
     return pairs
@@ -215,15 +215,15 @@ def drift(first: DriftCheck, now: DriftCheck, max_gap_change: float) -> str | No
     # Both limits: few episodes alone must not raise the alarm.
     if abs(change) <= max_gap_change or abs(change) <= _STANDARD_ERRORS * error:
         return None
-    moved = f"the judge's mean score went from {first.judge_mean:.3f} to {now.judge_mean:.3f}, gold's from "
-    moved += f"{first.gold_mean:.3f} to {now.gold_mean:.3f}"
+    means_text = f"the judge's mean score went from {first.judge_mean:.3f} to {now.judge_mean:.3f}, gold's from "
+    means_text += f"{first.gold_mean:.3f} to {now.gold_mean:.3f}"
     certainty = f"their gap changed by {change:+.3f} (standard error {error:.3f}, allowed {max_gap_change:g})"
     meaning = (
         "the policy may be exploiting the judge: read its best-scored episodes, and tighten the rubric"
         if change > 0
         else "the judge has become harsher than gold: see whether its model or its prompt changed"
     )
-    return f"{moved}; {certainty}; {meaning}"
+    return f"{means_text}; {certainty}; {meaning}"
 
 
 # The step, and what was judged since the last comparison began -> the comparison. Raises JudgeError.
@@ -334,14 +334,14 @@ class GoldWatch:
 def against_judge(gold: Judge, rubrics_of: RubricsOf, weights: RewardBlend, num_episodes: int, seed: int) -> Compare:
     """Compare with a better judge, which scores `num_episodes` of the step, drawn by `seed`, by the same rubrics."""
 
-    def scores(judged: JudgedEpisode, better: Judgement, rubrics: Rubrics) -> Scores | None:
+    def scores(judged_episode: JudgedEpisode, better: Judgement, rubrics: Rubrics) -> Scores | None:
         outcome = None if better.outcome_review is None else better.outcome_total
-        label = Label(judged.trajectory_id, outcome=outcome, events=better.event_totals)
-        return scores_to_compare(judged.judgement, label, rubrics, weights)
+        label = Label(judged_episode.trajectory_id, outcome=outcome, events=better.event_totals)
+        return scores_to_compare(judged_episode.judgement, label, rubrics, weights)
 
     async def compare(step: int, recent: Sequence[Judged]) -> DriftCheck:
-        drawn = sorted(generator(seed, "gold", step).permutation(len(recent))[:num_episodes].tolist())
-        return await _compared(gold, rubrics_of, [recent[index] for index in drawn], scores)
+        indices = sorted(generator(seed, "gold", step).permutation(len(recent))[:num_episodes].tolist())
+        return await _compared(gold, rubrics_of, [recent[index] for index in indices], scores)
 
     return compare
 
@@ -366,15 +366,15 @@ async def _compared(
     episodes: Sequence[tuple[Trajectory, Other]],
     scores: Callable[[Other, Judgement, Rubrics], Scores | None],
 ) -> DriftCheck:
-    async def one(trajectory: Trajectory, other: Other) -> Scores | None:
+    async def compare_one(trajectory: Trajectory, other_scores: Other) -> Scores | None:
         try:
             rubrics = await rubrics_of(trajectory.task)
             judgement = await judge.judge(JudgeRequest(trajectory, rubrics, task_app=trajectory.task.env_id))
         except JudgeError:  # no score of this episode
             return None
-        return scores(other, judgement, rubrics)
+        return scores(other_scores, judgement, rubrics)
 
-    pairs = await asyncio.gather(*(one(*episode) for episode in episodes))
+    pairs = await asyncio.gather(*(compare_one(*episode) for episode in episodes))
     return compare_with_gold([pair for pair in pairs if pair is not None])
 
 
@@ -389,10 +389,10 @@ def scores_to_compare(judgement: Judgement, label: Label, rubrics: Rubrics, weig
     scores = [(event_weight, total, _gold_total(marks, rubrics.event)) for total, marks in totals]
     if judgement.outcome_review is not None:
         scores.append((outcome_weight, judgement.outcome_total, _gold_total(label.outcome, rubrics.outcome)))
-    weighed = [(weight * total, weight * gold) for weight, total, gold in scores if weight > 0 and gold is not None]
-    if not weighed:
+    terms = [(weight * total, weight * gold) for weight, total, gold in scores if weight > 0 and gold is not None]
+    if not terms:
         return None
-    return sum(judge for judge, _ in weighed), sum(gold for _, gold in weighed)
+    return sum(judge for judge, _ in terms), sum(gold for _, gold in terms)
 
 
 def _gold_total(marks: Marks | None, rubric: Rubric | None) -> float | None:

@@ -262,57 +262,59 @@ def _events(trajectory: Trajectory, *, show_reasoning: bool) -> list[Json]:
 def _read_events(response: ScoreResponse, judge: str, num_turns: int, rubric: Rubric | None) -> tuple[Review, ...]:
     # Clients differ in where they put totals: beside the reviews, under the later form's name, or in them.
     later = response.reward_info or WireRewards()
-    stated = [totals for totals in (response.event_totals, response.event_rewards, later.event_rewards) if totals]
+    totals_given = [totals for totals in (response.event_totals, response.event_rewards, later.event_rewards) if totals]
     # Totals alone, without reviews, are an answer of the contract, too.
-    reviews = response.event_reviews or [WireReview() for _ in (stated[0] if stated else ())]
-    if {len(reviews), *map(len, stated)} != {num_turns}:
-        numbers = ", ".join(f"{len(totals)} totals" for totals in stated) or "no totals"
+    reviews = response.event_reviews or [WireReview() for _ in (totals_given[0] if totals_given else ())]
+    if {len(reviews), *map(len, totals_given)} != {num_turns}:
+        numbers = ", ".join(f"{len(totals)} totals" for totals in totals_given) or "no totals"
         raise JudgeError(
             f"{judge}: expected a review and a total for each of {num_turns} turns, got {len(reviews)} reviews and "
             f"{numbers}"
         )
-    numbered = [turn if review.event_index is None else review.event_index for turn, review in enumerate(reviews)]
-    indices = (response.metadata or {}).get("event_indices") or numbered
-    if not indices == numbered == list(range(num_turns)):
+    turn_numbers = [turn if review.event_index is None else review.event_index for turn, review in enumerate(reviews)]
+    indices = (response.metadata or {}).get("event_indices") or turn_numbers
+    if not indices == turn_numbers == list(range(num_turns)):
         raise JudgeError(f"{judge}: expected reviews of the events 0 to {num_turns - 1} in order, got {indices!r:.80}")
     return tuple(
-        _read_review(f"{judge}: turn {turn + 1}", review, [*(totals[turn] for totals in stated), review.total], rubric)
+        _read_review(
+            f"{judge}: turn {turn + 1}", review, [*(totals[turn] for totals in totals_given), review.total], rubric
+        )
         for turn, review in enumerate(reviews)
     )
 
 
 def _read_outcome(response: ScoreResponse, judge: str, rubric: Rubric | None) -> Review:
     review, later = response.outcome_review or WireReview(), response.reward_info or WireRewards()
-    stated = [review.total, response.aggregate_score, response.outcome_reward, later.outcome_reward]
-    return _read_review(f"{judge}: outcome", review, stated, rubric)
+    totals_given = [review.total, response.aggregate_score, response.outcome_reward, later.outcome_reward]
+    return _read_review(f"{judge}: outcome", review, totals_given, rubric)
 
 
-def _read_review(where: str, review: WireReview, stated: Sequence[float | None], rubric: Rubric | None) -> Review:
-    """Return a review with the total of the rubric, or without rubric or scores with the first that is `stated`."""
-    totals = [total for total in stated if total is not None]
+def _read_review(where: str, review: WireReview, totals_given: Sequence[float | None], rubric: Rubric | None) -> Review:
+    """Return a review with the total of the rubric, or without rubric or scores with the first of `totals_given`."""
+    totals = [total for total in totals_given if total is not None]
     if not all(map(is_finite, totals)):
         raise JudgeError(f"{where}: expected finite totals, got {totals}")
     scores = {id_: CriterionScore(score.score, score.reason or "") for id_, score in review.criteria.items()}
-    read, source = None, "the same answer says"
+    read_review, source = None, "the same answer says"
     if rubric is not None and scores:
         for criterion in rubric.criteria:
             weight = review.criteria[criterion.id].weight if criterion.id in review.criteria else None
             if weight is not None and not math.isclose(weight, criterion.weight):
-                expected = f"expected the weight {criterion.weight:g} of {criterion.id!r}"
-                raise JudgeError(f"{where}: {expected}, got {weight:g}")
+                expectation = f"expected the weight {criterion.weight:g} of {criterion.id!r}"
+                raise JudgeError(f"{where}: {expectation}, got {weight:g}")
         try:
-            read, source = review_of(rubric, scores, review.summary or ""), "its criteria make"
+            read_review, source = review_of(rubric, scores, review.summary or ""), "its criteria make"
         except JudgeError as error:
             raise JudgeError(f"{where}: {error}") from error
         if rubric.aggregation == "custom":  # a service cannot know the function that makes the total
-            return read
+            return read_review
     if not totals:
         raise JudgeError(f"{where}: expected a finite total, got None")
-    read = read or Review(scores, float(totals[0]), review.summary or "")
+    read_review = read_review or Review(scores, float(totals[0]), review.summary or "")
     for total in totals:
-        if not math.isclose(total, read.total, abs_tol=_ROUNDING, rel_tol=_RELATIVE_ROUNDING):
-            raise JudgeError(f"{where}: the total {total:g} contradicts the {read.total:g} that {source}")
-    return read
+        if not math.isclose(total, read_review.total, abs_tol=_ROUNDING, rel_tol=_RELATIVE_ROUNDING):
+            raise JudgeError(f"{where}: the total {total:g} contradicts the {read_review.total:g} that {source}")
+    return read_review
 
 
 def _review(review: Review, rubric: Rubric | None) -> Json:
@@ -333,11 +335,11 @@ def _cost(value: Any) -> JudgeCost:
     if not isinstance(value, Mapping):  # a foreign judge
         return JudgeCost(num_calls=1)
     # A negative cost would give back a part of the budget, and two of 1e308 are no number.
-    num_calls, read, written, usd = (
+    num_calls, num_input_tokens, num_output_tokens, usd = (
         min(max(0.0, _number_or_none(value.get(name)) or 0.0), _MAX_COST)
         for name in ("num_calls", "input_tokens", "output_tokens", "usd")
     )
-    return JudgeCost(int(num_calls), int(read), int(written), usd)
+    return JudgeCost(int(num_calls), int(num_input_tokens), int(num_output_tokens), usd)
 
 
 def _number_or_none(value: Any) -> float | None:
@@ -397,15 +399,15 @@ class HttpJudge:
     async def judge(self, request: JudgeRequest) -> Judgement:
         # All of it is sent with every call, because the judge behind the URL reads no file of ours.
         settings = self._options
-        named: Json = {"provider": settings.provider, "model": settings.model, "rubric_id": settings.rubric_id}
-        named["timeout_s"] = self._timeout_seconds
+        options: Json = {"provider": settings.provider, "model": settings.model, "rubric_id": settings.rubric_id}
+        options["timeout_s"] = self._timeout_seconds
         if settings.rubric_id is not None or not request.rubrics.parts:
-            named |= {"rubric_overrides": settings.rubric_overrides or None, "tracks": list(settings.tracks) or None}
-            named |= {"weights": settings.weights or None}
+            options |= {"rubric_overrides": settings.rubric_overrides or None, "tracks": list(settings.tracks) or None}
+            options |= {"weights": settings.weights or None}
         body = request_to_wire(
             request,
             self._parts,
-            options={name: value for name, value in named.items() if value is not None},
+            options={name: value for name, value in options.items() if value is not None},
             policy_name=self._policy_name,
             show_reasoning=settings.show_reasoning,
         )

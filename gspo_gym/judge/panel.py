@@ -106,9 +106,9 @@ class PanelJudge:
 
     def _review(self, reviews: Sequence[Review]) -> Review:
         """Aggregate reviews of one turn or of the outcome; criteria that a member left out are dropped, totals not."""
-        shared = [id_ for id_ in reviews[0].criteria if all(id_ in review.criteria for review in reviews)]
+        common_ids = [id_ for id_ in reviews[0].criteria if all(id_ in review.criteria for review in reviews)]
         criteria = {}
-        for id_ in shared:
+        for id_ in common_ids:
             scores = [review.criteria[id_] for review in reviews]
             reasons = " | ".join(score.reason for score in scores)
             criteria[id_] = CriterionScore(self._aggregate([score.score for score in scores]), reasons)
@@ -151,11 +151,11 @@ class PythonJudge:
         Raises:
             JudgeError: the function raised, took too long, or returned something else.
         """
-        whole = read_transcript(request.trajectory, show_reasoning=self._show_reasoning)
+        transcript = read_transcript(request.trajectory, show_reasoning=self._show_reasoning)
         flags = suspicions(request.trajectory)
-        if all(whole.is_empty_turn(turn) for turn in range(whole.num_turns)):
+        if all(transcript.is_empty_turn(turn) for turn in range(transcript.num_turns)):
             event, outcome = request.rubrics.event, request.rubrics.outcome
-            events = (review_of(event, None, BY_RULE),) * whole.num_turns if event else ()
+            events = (review_of(event, None, BY_RULE),) * transcript.num_turns if event else ()
             return Judgement(self.name, events, review_of(outcome, None, BY_RULE) if outcome else None, flags)
         payload = self._payload(request)
         try:
@@ -184,12 +184,12 @@ class PythonJudge:
             return await self._function(payload)
         thread = OwnThread()  # a daemon, because the function may never end
         try:
-            returned = await thread.call_async(lambda: self._function(payload), timeout_seconds=None)
+            result = await thread.call_async(lambda: self._function(payload), timeout_seconds=None)
         except asyncio.CancelledError:
             thread.abandon()
             raise
         thread.release()
-        answer = returned.unwrap()
+        answer = result.unwrap()
         return await answer if inspect.isawaitable(answer) else answer
 
     def _payload(self, request: JudgeRequest) -> Json:

@@ -107,7 +107,7 @@ def judged_from_json(values: Mapping[str, Any]) -> JudgedEpisode:
     if values.get("schema") != JUDGEMENTS_SCHEMA:
         raise RecordError(f"expected schema {JUDGEMENTS_SCHEMA}, got {values.get('schema')!r}")
     try:
-        judged = _LINE.validate_python(values)
+        episode = _LINE.validate_python(values)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         raise RecordError(f"not a judged episode: {'.'.join(map(str, first['loc']))}: {first['msg']}") from error
@@ -116,7 +116,7 @@ def judged_from_json(values: Mapping[str, Any]) -> JudgedEpisode:
     missing |= {f.name for f in fields(Judgement)} - {"cuts", *values["judgement"]}
     if missing:
         raise RecordError(f"not a judged episode: {min(missing)} is missing")
-    return judged
+    return episode
 
 
 class JudgementRecorder:
@@ -227,17 +227,17 @@ class EpisodeScorer:
         if trajectory.outcome is Outcome.ACTION_LIMIT:  # it is scored, and no judge may find it worth more
             return unjudged(trajectory, self._weights, self._rewards)
         try:
-            scored, judgement = await self._ask(trajectory)
+            result, judgement = await self._ask(trajectory)
         except UnscoredError:
             self._tally.num_unscored += 1
             raise
-        judged = JudgedEpisode.of(trajectory, judgement, self._rewards(trajectory), self._weights, scored.reward)
+        record = JudgedEpisode.of(trajectory, judgement, self._rewards(trajectory), self._weights, result.reward)
         self._tally.judgements.append(judgement)
-        if (env_return := judged.env_return) is not None:
+        if (env_return := record.env_return) is not None:
             self._tally.env_returns.append(env_return)
         for receive in self._on_judged:
-            receive(trajectory, judged)
-        return scored
+            receive(trajectory, record)
+        return result
 
     def drain(self) -> dict[str, float]:
         """Return those of METRICS that are about scores, since the last call."""

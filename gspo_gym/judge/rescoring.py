@@ -110,49 +110,49 @@ async def rescore(
                 "or add the part"
             )
 
-    async def one(trajectory: Trajectory) -> Rescored:
+    async def rescore_one(trajectory: Trajectory) -> Rescored:
         old = (before or {}).get((trajectory.trajectory_id, trajectory.attempt))
-        played = _as_played(trajectory, old)
+        episode = _as_played(trajectory, old)
         try:
-            judgement = await judge.judge(JudgeRequest(played, rubrics, task_app=played.task.env_id))
-            reward = blend(played, judgement, weights).reward
+            judgement = await judge.judge(JudgeRequest(episode, rubrics, task_app=episode.task.env_id))
+            reward = blend(episode, judgement, weights).reward
         # These are about the judge and not about this episode: the next one would fail alike.
         except (JudgeDownError, JudgeStoppedError):
             raise
         except (JudgeError, UnscoredError) as error:
             return Rescored(trajectory, old, None, str(error))
-        after = JudgedEpisode.of(played, judgement, env_rewards(played), weights, reward)
+        after = JudgedEpisode.of(episode, judgement, env_rewards(episode), weights, reward)
         if on_judged is not None:
             on_judged(after)
         return Rescored(trajectory, old, after)
 
-    return await all_or_none([one(trajectory) for trajectory in episodes])
+    return await all_or_none([rescore_one(trajectory) for trajectory in episodes])
 
 
 def side_by_side(rescored: Sequence[Rescored], *, max_rows: int = 30) -> Iterator[str]:
     """Yield lines: the episodes whose return changed most, then means, agreement and cost."""
-    done = [episode for episode in rescored if episode.after is not None]
+    scored_episodes = [episode for episode in rescored if episode.after is not None]
     # An episode that was not judged before has no change and comes after those that have one.
-    rows = sorted(done, key=lambda episode: -abs(episode.change or 0.0))[:max_rows]
+    rows = sorted(scored_episodes, key=lambda episode: -abs(episode.change or 0.0))[:max_rows]
     heads = ("env", "event then", "now", "outcome then", "now", "return then", "now", "change")
     cells = [(episode.trajectory.trajectory_id, *_cells(episode)) for episode in rows]
     yield from table(("episode", *heads), cells).splitlines()
-    if len(done) > len(rows):
-        yield f"... and {len(done) - len(rows)} more, which changed less"
+    if len(scored_episodes) > len(rows):
+        yield f"... and {len(scored_episodes) - len(rows)} more, which changed less"
     yield from _summary(rescored)
 
 
-def _as_played(trajectory: Trajectory, judged: JudgedEpisode | None) -> Trajectory:
+def _as_played(trajectory: Trajectory, judged_episode: JudgedEpisode | None) -> Trajectory:
     """Return the episode with the environment's own rewards, which a blended one has only in its judgement."""
-    if judged is None:
+    if judged_episode is None:
         return trajectory
-    if len(judged.env_rewards) != len(trajectory.turns):
+    if len(judged_episode.env_rewards) != len(trajectory.turns):
         raise RecordError(
             f"{trajectory.trajectory_id}: expected a reward for each of {len(trajectory.turns)} turns in "
-            f"{JUDGEMENTS_FILE}, got {len(judged.env_rewards)}"
+            f"{JUDGEMENTS_FILE}, got {len(judged_episode.env_rewards)}"
         )
-    rewarded = zip(trajectory.turns, judged.env_rewards, strict=True)
-    turns = tuple(replace(turn, reward=reward, reward_terms={}) for turn, reward in rewarded)
+    pairs = zip(trajectory.turns, judged_episode.env_rewards, strict=True)
+    turns = tuple(replace(turn, reward=reward, reward_terms={}) for turn, reward in pairs)
     return replace(trajectory, turns=turns)
 
 
@@ -169,15 +169,15 @@ def _summary(rescored: Sequence[Rescored]) -> Iterator[str]:
     for part in ("event", "outcome"):
         total = f"{part}_total"
         pairs = [(getattr(row.before, total, None), getattr(row.after, total, None)) for row in rescored]
-        both = [(then, now) for then, now in pairs if then is not None and now is not None]
-        if both:
-            numbers = agreement([now for _, now in both], [then for then, _ in both])
+        complete_pairs = [(then, now) for then, now in pairs if then is not None and now is not None]
+        if complete_pairs:
+            numbers = agreement([now for _, now in complete_pairs], [then for then, _ in complete_pairs])
             measures = {"kappa": numbers.kappa, "correlation": numbers.correlation}
             more = [f", {key} {value:.3f}" for key, value in measures.items() if value is not None]
             means = f"mean {numbers.gold_mean:.3f} then, {numbers.judge_mean:.3f} now"
             yield f"{part}: {means}, {numbers.equal_fraction:.1%} equal{''.join(more)}"
     after = [row.after for row in rescored if row.after is not None]
-    cost = sum((judged.judgement.cost for judged in after), JudgeCost())
+    cost = sum((judged_episode.judgement.cost for judged_episode in after), JudgeCost())
     yield f"{len(after)} of {len(rescored)} episodes scored; {cost}"
     for reason, count in Counter(row.reason for row in rescored if row.after is None).most_common():
         yield f"  unscored {count}: {reason}"

@@ -165,8 +165,8 @@ def parse_rubrics(values: Mapping[str, Any], *, where: str) -> RubricsPatch:
     """
     unknown = sorted(set(values) - set(_PARTS))
     if unknown or not values:
-        got = f"{unknown[0]!r}; {nearest_name(unknown[0], _PARTS)}" if unknown else "nothing"
-        raise ConfigError(f"{where}: expected the parts event and outcome, or one of them, got {got}")
+        actual = f"{unknown[0]!r}; {nearest_name(unknown[0], _PARTS)}" if unknown else "nothing"
+        raise ConfigError(f"{where}: expected the parts event and outcome, or one of them, got {actual}")
     return {part: _parse_part(values[part], where=f"{where}: {part}") for part in _PARTS if part in values}
 
 
@@ -175,10 +175,10 @@ def parse_task_rubrics(values: Mapping[str, Any], *, where: str) -> RubricsPatch
 
     Unknown keys are left out; known ones must be as in a file.
     """
-    named = {"event": values.get("events", values.get("event")), "outcome": values.get("outcome")}
+    values_by_part = {"event": values.get("events", values.get("event")), "outcome": values.get("outcome")}
     return {
         part: _parse_part(_known_keys(value), where=f"{where}: {part}")
-        for part, value in named.items()
+        for part, value in values_by_part.items()
         if value is not None and value != []  # which apps send for a part that is not judged
     }
 
@@ -242,8 +242,8 @@ def _parse_rubric(value: Any, *, where: str) -> RubricPatch:
         raise ConfigError("\n  ".join([f"{where}: {len(problems)} problems:", *problems])) from None
     # Rubric checks this as well, but merging goes by id and would lose all but the last of them.
     counts = Counter(criterion.id for criterion in patch.criteria)
-    if repeated := sorted(id_ for id_, count in counts.items() if count > 1):
-        raise ConfigError(f"{where}: {repeated[0]!r} is the id of several criteria; give each one its own")
+    if repeated_ids := sorted(id_ for id_, count in counts.items() if count > 1):
+        raise ConfigError(f"{where}: {repeated_ids[0]!r} is the id of several criteria; give each one its own")
     return patch
 
 
@@ -254,11 +254,11 @@ def _problem(detail: Any) -> str:
         return f"{place}: there is no such key; {nearest_name(str(detail['loc'][-1]), table.model_fields)}"
     if detail["type"] == "missing":
         return f"{place}: required, but not given"
-    shown = shortened(json.dumps(detail["input"], default=str, ensure_ascii=False), 60)
-    expected = detail["msg"].removeprefix("Input should be ")
+    input_text = shortened(json.dumps(detail["input"], default=str, ensure_ascii=False), 60)
+    expectation = detail["msg"].removeprefix("Input should be ")
     if detail["type"] in ("model_type", "dict_type"):
-        expected = "a table"
-    return f"{place + ': ' if place else ''}expected {expected}, got {shown}"
+        expectation = "a table"
+    return f"{place + ': ' if place else ''}expected {expectation}, got {input_text}"
 
 
 def _known_keys(value: Any) -> Any:

@@ -119,8 +119,8 @@ def _rubrics_of(body: ScoreRequest, default: RubricsPatch | None, find_rubrics: 
         sources.append(default)
     if options.rubric_overrides:
         sources.append(parse_task_rubrics(options.rubric_overrides, where="options.rubric_overrides"))
-    merged = merge_rubrics(*sources)
-    rubrics = Rubrics(merged.event if options.event else None, merged.outcome if options.outcome else None)
+    patch = merge_rubrics(*sources)
+    rubrics = Rubrics(patch.event if options.event else None, patch.outcome if options.outcome else None)
     if rubrics.event is None and rubrics.outcome is None:
         raise ConfigError(
             "rubric: expected criteria for events or for the outcome, whichever options ask for, got none; send "
@@ -197,11 +197,11 @@ def _read_steps(events: Sequence[Json]) -> tuple[list[Message], list[int]]:
 
 
 def _observation(event: Json, where: str) -> Iterable[Message]:
-    shown = event.get("observation", event.get("obs"))
-    if isinstance(shown, Mapping) and isinstance(shown.get("messages"), list):
-        yield from map(as_context, messages_from_wire(shown["messages"], where=f"{where}.observation.messages"))
-    elif shown not in (None, "", {}):
-        yield Message("user", shown if isinstance(shown, str) else json.dumps(shown, ensure_ascii=False))
+    content = event.get("observation", event.get("obs"))
+    if isinstance(content, Mapping) and isinstance(content.get("messages"), list):
+        yield from map(as_context, messages_from_wire(content["messages"], where=f"{where}.observation.messages"))
+    elif content not in (None, "", {}):
+        yield Message("user", content if isinstance(content, str) else json.dumps(content, ensure_ascii=False))
 
 
 def _policys_message(event: Json, info: Json, where: str, *, calls_tools: bool) -> Message | None:

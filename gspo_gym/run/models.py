@@ -100,7 +100,7 @@ def find_model(name: str, *, runs: Path = Path("runs")) -> Model:
     if name.startswith(TINY_PREFIX) or name == SMOLLM2:
         check_base(name)
         return Model(name)
-    label, at, which = name.rpartition("@")
+    label, at, step_name = name.rpartition("@")
     try:
         return _of_run(find_run(name, runs), LATEST)
     except ConfigError as error:
@@ -111,7 +111,7 @@ def find_model(name: str, *, runs: Path = Path("runs")) -> Model:
         hub = parse_hub_id(name)
         try:
             if at:
-                return _of_run(find_run(label, runs), which)
+                return _of_run(find_run(label, runs), step_name)
         except ConfigError as error:
             if hub is None:
                 raise UnknownNameError(str(error)) from None
@@ -133,13 +133,13 @@ def list_models(runs: Path) -> list[tuple[Model, frozenset[str]]]:
     """
     if not runs.is_dir():
         raise ConfigError(f"{runs}: there is no such folder")
-    listed = []
+    models = []
     for folder in sorted(run_folders(runs)):
         steps, best = _store(folder).steps(), _best_of(folder)
         for step in steps:
             marks = {LATEST: step == steps[-1], BEST: step == best}
-            listed.append((_at_step(folder, step), frozenset(mark for mark, holds in marks.items() if holds)))
-    return listed
+            models.append((_at_step(folder, step), frozenset(mark for mark, holds in marks.items() if holds)))
+    return models
 
 
 def without_rows(evaluation: Mapping[str, Any]) -> dict[str, Any]:
@@ -161,34 +161,34 @@ def _of_folder(name: str) -> Model:
     return Model(name)
 
 
-def _of_run(folder: Path, which: str) -> Model:
+def _of_run(folder: Path, step_name: str) -> Model:
     store = _store(folder)
-    step = _step_called(which, folder, store.steps())
+    step = _step_called(step_name, folder, store.steps())
     store.at(step)  # the run's own, or an error
     return _at_step(folder, step)
 
 
-def _step_called(which: str, folder: Path, steps: Sequence[int]) -> int:
+def _step_called(step_name: str, folder: Path, steps: Sequence[int]) -> int:
     if not steps:
         raise CheckpointError(f"{folder}: there is no complete checkpoint yet")
-    if which == LATEST:
+    if step_name == LATEST:
         return steps[-1]
-    if which == BEST and (best := _best_of(folder)) is not None:
+    if step_name == BEST and (best := _best_of(folder)) is not None:
         return best
-    if which == BEST:
+    if step_name == BEST:
         raise CheckpointError(
             f"{folder}: none of its checkpoints (steps {list(steps)}) was evaluated; take @{steps[-1]}"
         )
-    if not which.isdecimal() or int(which) not in steps:
+    if not step_name.isdecimal() or int(step_name) not in steps:
         raise UnknownNameError(
-            f"{folder}@{which}: expected {LATEST}, {BEST} or a step with a checkpoint, which are {list(steps)}"
+            f"{folder}@{step_name}: expected {LATEST}, {BEST} or a step with a checkpoint, which are {list(steps)}"
         )
-    return int(which)
+    return int(step_name)
 
 
 def _at_step(folder: Path, step: int) -> Model:
-    made = (event["data"] for event in read_events(folder) if (event["kind"], event["step"]) == ("evaluation", step))
-    *_, last = (None, *made)  # of an evaluation that was made again after a resume, the last
+    rows = (event["data"] for event in read_events(folder) if (event["kind"], event["step"]) == ("evaluation", step))
+    *_, last = (None, *rows)  # of an evaluation that was made again after a resume, the last
     return Model(str(folder / "checkpoints" / f"step_{step:06d}"), folder, step, last)
 
 
@@ -270,8 +270,8 @@ def lineage_in_card(folder: Path) -> str | None:
 
 def _on(config: Mapping[str, Any]) -> str:
     rollout = config.get("rollout", {})
-    others = [source["env_name"] for source in rollout.get("mixture", []) if "env_name" in source]
-    names = [name for name in (rollout.get("env_name"), *others) if name]
+    mixture_names = [source["env_name"] for source in rollout.get("mixture", []) if "env_name" in source]
+    names = [name for name in (rollout.get("env_name"), *mixture_names) if name]
     if not names:
         return ""
     options = ", ".join(f"{key} = {value!r}" for key, value in rollout.get("env_config", {}).items())
@@ -317,8 +317,8 @@ def _evaluation_table(evaluation: Mapping[str, Any]) -> str:
             where = f"{part['num_episodes']} episodes, seeds {_ranges(part['seeds'])}"
             rows.append(f"| {part['env_id']} | {name} | {value:.6g} | {ends} | {where} |\n")
     head = "| environment | measure | value | 95% interval | of |\n|---|---|---|---|---|\n"
-    failed = evaluation.get("num_failed")
-    note = f"\n{failed} episodes failed for reasons of the machine and are left out.\n" if failed else ""
+    num_failed = evaluation.get("num_failed")
+    note = f"\n{num_failed} episodes failed for reasons of the machine and are left out.\n" if num_failed else ""
     return head + "".join(rows) + note
 
 

@@ -253,10 +253,10 @@ def record_resumption(
     for key, (before, now) in start.changes.items():
         progress.note(f"{key} = {now}, and {before} when the run began")
     for unsound, reason in start.checkpoint.damaged.items():
-        moved = checkpoints.set_aside(unsound)
-        data = {"folder": unsound.name, "moved_to": moved.name, "reason": reason}
+        aside_folder = checkpoints.set_aside(unsound)
+        data = {"folder": unsound.name, "moved_to": aside_folder.name, "reason": reason}
         recorder.event("checkpoint_damaged", start.checkpoint.step, data)
-        progress.note(f"passed over a checkpoint, which is {moved} now: {reason}")
+        progress.note(f"passed over a checkpoint, which is {aside_folder} now: {reason}")
     frozen = read_frozen(folder / MARKER)
     if frozen.env_ids:
         recorder.event("frozen", step, {"env_ids": list(frozen.env_ids), "seconds": frozen.seconds})

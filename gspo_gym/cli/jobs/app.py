@@ -85,18 +85,18 @@ class _Routes:
     def table(self) -> Iterator[tuple[str, list[str], Callable[..., Any]]]:
         """Yield the method, paths and handler of every route; the first that fits a path answers."""
         lists = [f"/api/{kind}/jobs" for kind in ("rl", "learning", "orchestration")]
-        one = [f"{path}/{{job_id}}" for path in lists]
+        job_paths = [f"{path}/{{job_id}}" for path in lists]
         yield "GET", ["/", "/health"], self.health
         yield "POST", ["/api/rl/verify_task_app"], self.verify_task_app
         yield "POST", ["/api/rl/jobs"], self.create
         yield "GET", [*lists, "/api/jobs"], self.list_jobs
-        yield "GET", [*one, *(f"{path}/status" for path in one)], self.status
-        yield "POST", [f"{path}/start" for path in one], self.status  # of an older flow: a job starts by itself
-        yield "POST", [f"{path}/cancel" for path in one], self.cancel
-        streams = [f"{path}{tail}" for path in one for tail in ("/stream", "/events/stream")]
+        yield "GET", [*job_paths, *(f"{path}/status" for path in job_paths)], self.status
+        yield "POST", [f"{path}/start" for path in job_paths], self.status  # of an older flow: a job starts by itself
+        yield "POST", [f"{path}/cancel" for path in job_paths], self.cancel
+        streams = [f"{path}{tail}" for path in job_paths for tail in ("/stream", "/events/stream")]
         yield "GET", [*streams, "/rl/jobs/{job_id}/stream"], self.stream
         for handler in (self.events, self.metrics, self.timeline, self.config):
-            yield "GET", [f"{path}/{handler.__name__}" for path in one], handler
+            yield "GET", [f"{path}/{handler.__name__}" for path in job_paths], handler
         yield "GET", ["/api/jobs/{job_id}/runs"], self.runs
 
     def health(self) -> Json:
@@ -169,8 +169,8 @@ class _Routes:
         """Return a job's last process."""
         job = self.service.job(job_id)
         run = {"run_id": f"{job.job_id}.{job.attempt}", "run_number": job.attempt, "engine": "gspo-gym"}
-        started, ended = _when(job.started_at), _when(job.finished_at)
-        run |= {"status": job.status, "created_at": started, "started_at": started, "ended_at": ended}
+        started_at, ended_at = _when(job.started_at), _when(job.finished_at)
+        run |= {"status": job.status, "created_at": started_at, "started_at": started_at, "ended_at": ended_at}
         return {"runs": [run] if job.attempt else []}
 
     def cancel(self, job_id: str) -> Json:
@@ -346,11 +346,11 @@ class Exports:
         Raises:
             RefusalError: 429, too many are waiting.
         """
-        ended = [export_id for export_id, (_, task) in self._tasks.items() if task.done()]
-        for export_id in ended[:-_MAX_REMEMBERED_EXPORTS]:
+        finished_ids = [export_id for export_id, (_, task) in self._tasks.items() if task.done()]
+        for export_id in finished_ids[:-_MAX_REMEMBERED_EXPORTS]:
             del self._tasks[export_id]
-        for export_id, (other, task) in self._tasks.items():
-            if other == export and not task.done():
+        for export_id, (other_export, task) in self._tasks.items():
+            if other_export == export and not task.done():
                 return export_id, task
         if (num_open := sum(not task.done() for _, task in self._tasks.values())) >= _MAX_EXPORTS:
             raise RefusalError(429, "queue_full", f"{num_open} exports are waiting, as many as may")
@@ -515,11 +515,11 @@ class ModelRoutes:
                 409, "job_runs", f"{job.job_id} is still {job.status}: its model can be asked at its end"
             )
         folder = self.service.supervisor.run_folder(job.job_id)
-        which = match[2] or match[3] or "latest"
-        if which == "best":
+        step_text = match[2] or match[3] or "latest"
+        if step_text == "best":
             return ModelToServe(f"{folder}@best", f"{model_id_of(job)}@best")
         steps = [checkpoint["step"] for checkpoint in checkpoints]
-        step = steps[-1] if which == "latest" else int(which)
+        step = steps[-1] if step_text == "latest" else int(step_text)
         if step not in steps:
             raise RefusalError(404, "unknown_model", f"{job.job_id} has no checkpoint of step {step}, only of {steps}")
         return ModelToServe(f"{folder}@{step}", f"{model_id_of(job)}:step_{step:06d}")

@@ -106,7 +106,7 @@ def run_service(arguments: argparse.Namespace) -> int:
     lock = take_lock(folder / ".lock")
     if lock is None:
         raise ConfigError(f"{folder}: another service has these jobs; stop it, or give --folder")
-    bound = bind(arguments.host, arguments.port, has_key=True)
+    server_socket = bind(arguments.host, arguments.port, has_key=True)
     key = _key_of(folder, arguments.api_key_env)
     environ = {name: value for name, value in os.environ.items() if name != arguments.api_key_env}
     store = Store(folder / "jobs.sqlite3")
@@ -131,9 +131,9 @@ def run_service(arguments: argparse.Namespace) -> int:
     )
     # No open path: whoever asks whether the service is well has the key, too.
     server = server_for(Guard(create_jobs_app(service), api_key=key, open_paths=()))
-    bound.listen()  # a client that reads the line below may connect at once, and waits until the server answers
-    print(f"serving jobs in {folder} at {url_of(bound)}", flush=True)
-    server.run(sockets=[bound])
+    server_socket.listen()  # a client that reads the line below may connect at once, and waits until the server answers
+    print(f"serving jobs in {folder} at {url_of(server_socket)}", flush=True)
+    server.run(sockets=[server_socket])
     return 0
 
 

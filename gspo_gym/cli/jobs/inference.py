@@ -130,7 +130,7 @@ class Inference:
         self._num_requests += 1
         task.add_done_callback(lambda _: self._leave())  # also of a task that is cancelled before it runs
         # Those that have ended are forgotten; the others are told of, and `close` cancels them.
-        self._warming = {name: other for name, other in self._warming.items() if not other.done()}
+        self._warming = {name: warm_up for name, warm_up in self._warming.items() if not warm_up.done()}
         self._warming[model.name] = task
         return "warming"
 

@@ -84,9 +84,9 @@ class Follower:
         if not events:
             return
         with self._store.transaction():
-            recorded = self._store.record(self._job_id, events)
+            new_events = self._store.record(self._job_id, events)
             self._store.update(self._job_id, run_seq=self._events.after)
-            for event in recorded:
+            for event in new_events:
                 if event.type in (_INTERRUPTED, *_ENDS.values()):
                     self._store.update(self._job_id, outcome=event.data["status"], error=event.data.get("error"))
 
@@ -392,8 +392,8 @@ def parse_request(body: Mapping[str, Any], *, runs: Path, machine: Machine) -> R
         model.pop("source", None)
         model["source" if _TRAINED.fullmatch(name) else "base"] = name
     source = model.get("source")
-    if isinstance(source, str) and (trained := _TRAINED.fullmatch(source)):
-        model["source"] = f"rl:{trained[1]}{trained[2] or ''}"
+    if isinstance(source, str) and (match := _TRAINED.fullmatch(source)):
+        model["source"] = f"rl:{match[1]}{match[2] or ''}"
     if machine.is_local:
         _make_local(values)
     for override in machine.overrides:

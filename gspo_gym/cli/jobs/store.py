@@ -239,7 +239,7 @@ class Store:
 
         The last phase among them becomes the job's status.
         """
-        recorded: list[Event] = []
+        new_events: list[Event] = []
         with self.transaction():
             (last,) = self._connection.execute("SELECT MAX(seq) FROM events WHERE job_id = ?", (job_id,)).fetchone()
             seq = last or 0
@@ -247,26 +247,26 @@ class Store:
                 row = (event.source, event.type, event.level, event.message, event.phase, json.dumps(event.data))
                 when = self._clock() if event.created_at is None else event.created_at
                 # By UNIQUE (job_id, source), an event that was taken in before is ignored.
-                added = self._connection.execute(
+                cursor = self._connection.execute(
                     "INSERT OR IGNORE INTO events "
                     "(job_id, seq, source, type, level, message, phase, data, created_at) "
                     "VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
                     (job_id, seq + 1, *row, when),
                 )
-                if added.rowcount:
+                if cursor.rowcount:
                     seq += 1
-                    recorded.append(event)
-            phases = [event.phase for event in recorded if event.phase is not None]
+                    new_events.append(event)
+            phases = [event.phase for event in new_events if event.phase is not None]
             if phases:
                 self.update(job_id, status=phases[-1])
-        return recorded
+        return new_events
 
     def events(self, job_id: str, *, after: int = 0, limit: int = -1, only_phases: bool = False) -> list[Event]:
         """Return at most `limit` events (-1: all) with numbers above `after`, or only those that changed the status."""
-        which = "AND phase IS NOT NULL" if only_phases else ""
+        phase_filter = "AND phase IS NOT NULL" if only_phases else ""
         with self._reading():
             rows = self._connection.execute(
-                f"SELECT * FROM events WHERE job_id = ? AND seq > ? {which} ORDER BY seq LIMIT ?",
+                f"SELECT * FROM events WHERE job_id = ? AND seq > ? {phase_filter} ORDER BY seq LIMIT ?",
                 (job_id, after, limit),
             )
             values = [{**dict(row), "data": json.loads(row["data"])} for row in rows]

@@ -76,8 +76,8 @@ class Supervisor:
         self._followers: dict[str, Follower] = {}
         self._failures: dict[str, str] = {}  # of the last look at a job
         # When a cancelled job's process was told, by the monotonic clock; after a restart, when it was seen.
-        self._signalled: dict[str, float] = {}
-        self._woken, self._is_stopping = threading.Event(), False
+        self._signal_times: dict[str, float] = {}
+        self._wake_event, self._is_stopping = threading.Event(), False
         self._thread = threading.Thread(target=self._run, daemon=True, name="gspo-gym-jobs")
 
     def run_folder(self, job_id: str) -> Path:
@@ -100,7 +100,7 @@ class Supervisor:
 
     def wake(self) -> None:
         """Look at the queue now."""
-        self._woken.set()
+        self._wake_event.set()
 
     def _run(self) -> None:
         while not self._is_stopping:
@@ -108,8 +108,8 @@ class Supervisor:
                 self.look()
             except Exception:  # the service goes on, and looks again
                 _LOG.exception("jobs: a look at the children failed")
-            self._woken.wait(_POLL_SECONDS)
-            self._woken.clear()
+            self._wake_event.wait(_POLL_SECONDS)
+            self._wake_event.clear()
 
     def look(self) -> None:
         """Take in what running jobs recorded, conclude those that have ended, and start as many as may run."""
@@ -231,8 +231,8 @@ class Supervisor:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(job.pid, signal.SIGTERM)
             self._store.update(job.job_id, signalled_at=self._clock())
-            self._signalled[job.job_id] = time.monotonic()
-        elif time.monotonic() - self._signalled.setdefault(job.job_id, time.monotonic()) > self._stop_seconds:
+            self._signal_times[job.job_id] = time.monotonic()
+        elif time.monotonic() - self._signal_times.setdefault(job.job_id, time.monotonic()) > self._stop_seconds:
             _kill_group(job.pid)
 
     def _conclude(self, job: Job) -> None:
@@ -257,7 +257,7 @@ class Supervisor:
         else:
             self._fail(job, self._reason(job, code))
         # After the store has the attempt's end: on a full disk it is concluded again.
-        for by_job in (self._children, self._followers, self._signalled):
+        for by_job in (self._children, self._followers, self._signal_times):
             by_job.pop(job.job_id, None)
         if is_retried:
             self._spawn(job)

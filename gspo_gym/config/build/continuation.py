@@ -75,9 +75,9 @@ def changed_settings(began: RunConfig, now: RunConfig, *, num_optimizer_steps: i
         for key in sorted(before.keys() | after.keys())
         if before.get(key) != after.get(key) and key not in PLACE
     }
-    if refused := [f"{key}: {was!r} became {value!r}" for key, (was, value) in changes.items() if not may_change(key)]:
+    if refusals := [f"{key}: {was!r} became {value!r}" for key, (was, value) in changes.items() if not may_change(key)]:
         raise ConfigError(
-            f"{now.run_folder / 'config.toml'}: a resumed run must go on as it began, but {'; '.join(refused)}. Start "
+            f"{now.run_folder / 'config.toml'}: a resumed run must go on as it began, but {'; '.join(refusals)}. Start "
             "another run instead"
         )
     _require_same_schedule(began, now, num_optimizer_steps)

@@ -90,10 +90,10 @@ def check_context(config: RunConfig, base: str, longest: int | None) -> None:
     Raises:
         ConfigError: names the key.
     """
-    asked = {"rollout.max_model_len": config.rollout.max_model_len}
+    lengths = {"rollout.max_model_len": config.rollout.max_model_len}
     if config.vllm is not None and config.vllm.max_model_len is not None:
-        asked["vllm.max_model_len"] = config.vllm.max_model_len
-    for key, length in asked.items():
+        lengths["vllm.max_model_len"] = config.vllm.max_model_len
+    for key, length in lengths.items():
         if longest is not None and length > longest:
             raise ConfigError(f"{key}: {base} reads at most {longest} tokens, got {length}")
 
@@ -148,7 +148,7 @@ def vllm_settings(config: RunConfig, policy: Policy, folder: Path) -> VllmSettin
         block_size=vllm.block_size,
         enforce_eager=on_processor if vllm.enforce_eager is None else vllm.enforce_eager,
         seed=config.run.seed,
-        max_lora_rank=next((known for known in _LORA_RANKS if known >= rank), rank) if rank else 0,
+        max_lora_rank=next((size for size in _LORA_RANKS if size >= rank), rank) if rank else 0,
         max_loras=config.training.max_staleness + 2,
         enable_sleep_mode=vllm.sleep_while_learning and not on_processor,  # where there is no memory to give back
         structured_output=vllm.structured_output,
@@ -191,17 +191,17 @@ def sends_adapters(config: RunConfig, policy: Policy) -> bool:
 
 
 def _transfer(config: RunConfig, policy: Policy) -> Transfer:
-    asked = config.weight_sync.transfer
+    transfer = config.weight_sync.transfer
     if has_replicas(config.sections):  # what arrives in a replica's process goes on to vLLM's
-        asked = "shared_memory"
-    if asked in ("ipc", "nccl") and policy.model.device.type != "cuda":
+        transfer = "shared_memory"
+    if transfer in ("ipc", "nccl") and policy.model.device.type != "cuda":
         raise ConfigError(
-            f'training.weight_sync.transfer: "{asked}" is from GPU to GPU, but the policy is on the '
+            f'training.weight_sync.transfer: "{transfer}" is from GPU to GPU, but the policy is on the '
             f'{policy.model.device.type}; set "shared_memory" or "files"'
         )
-    if asked == "shared_memory" and not hasattr(os, "memfd_create"):
+    if transfer == "shared_memory" and not hasattr(os, "memfd_create"):
         raise ConfigError('training.weight_sync.transfer: "shared_memory" needs Linux; set "files"')
-    return asked
+    return transfer
 
 
 async def _start_vllm(config: RunConfig, policy: Policy) -> Engine:
@@ -216,8 +216,8 @@ async def _start_vllm(config: RunConfig, policy: Policy) -> Engine:
             # The base alone: the adapter follows as the first update.
             settings = vllm_settings(config, policy, folder / "base")
         else:
-            staged = await asyncio.to_thread(_stage, config, policy, folder, "full")
-            settings = vllm_settings(config, policy, staged.folder or folder)
+            checkpoint = await asyncio.to_thread(_stage, config, policy, folder, "full")
+            settings = vllm_settings(config, policy, checkpoint.folder or folder)
         engine = RebuildableEngine(await start(), start, on_close=lambda: remove_folder(folder))
         if sends_adapters(config, policy):
             await _give_adapter(config, policy, engine)
@@ -234,8 +234,8 @@ async def start_vllm_here(config: RunConfig, policy: Policy, folder: Path) -> En
         MissingExtraError: vLLM is not installed. EngineError: it did not start.
     """
     shutil.rmtree(folder, ignore_errors=True)  # of the process in whose place this one was started
-    staged = await asyncio.to_thread(_stage, config, policy, folder, "full")
-    return await VllmEngine.start(vllm_settings(config, policy, staged.folder or folder))
+    checkpoint = await asyncio.to_thread(_stage, config, policy, folder, "full")
+    return await VllmEngine.start(vllm_settings(config, policy, checkpoint.folder or folder))
 
 
 def sampling_parts(config: RunConfig) -> list[Part]:
@@ -272,8 +272,8 @@ async def _start_replicas(config: RunConfig, policy: Policy, fleet: Fleet) -> En
         try:
             engines = await asyncio.gather(*starts)
         except BaseException:
-            for each in starts:
-                each.cancel()  # ends what it began; one that is up must be closed
+            for task in starts:
+                task.cancel()  # ends what it began; one that is up must be closed
             for result in await asyncio.gather(*starts, return_exceptions=True):
                 if isinstance(result, ProcessEngine):
                     await result.close()
@@ -324,15 +324,15 @@ def _base_now(config: RunConfig, base: str) -> str:
 
 def held_tensors(model: Any) -> NamedTensors:
     """Return the parameters and saved buffers of a model (Any: untyped), whose weights need not be its files' ones."""
-    saved = model.state_dict().keys()
-    return [*model.named_parameters(), *((name, tensor) for name, tensor in model.named_buffers() if name in saved)]
+    keys = model.state_dict().keys()
+    return [*model.named_parameters(), *((name, tensor) for name, tensor in model.named_buffers() if name in keys)]
 
 
 def _openai_endpoint(config: RunConfig, policy: Policy, url: str) -> MakeEngine:
-    named = config.endpoints.engine_model
+    engine_model = config.endpoints.engine_model
     settings = HttpSettings(
         url if url.endswith("/v1") else f"{url}/v1",  # as the openai package wants it
-        named or config.model.base or policy.base,
+        engine_model or config.model.base or policy.base,
         api_key_env=_API_KEY if os.environ.get(_API_KEY) else None,
         max_model_len=config.rollout.max_model_len,
         vocab_size=_vocab_size(policy),
@@ -390,13 +390,13 @@ def build_weight_sync(config: RunConfig, policy: Policy, engine: Engine, recorde
     Raises:
         ConfigError: the settings allow no way in which the engine takes new weights.
     """
-    asked, max_staleness = config.weight_sync, config.training.max_staleness
+    sync_section, max_staleness = config.weight_sync, config.training.max_staleness
     kind = choose_kind(
         engine,
         is_adapter=is_adapter(policy.model),
-        mode=asked.mode,
-        direct=asked.direct,
-        is_handed_over=asked.transfer != "files" or has_replicas(config.sections),
+        mode=sync_section.mode,
+        direct=sync_section.direct,
+        is_handed_over=sync_section.transfer != "files" or has_replicas(config.sections),
     )
     canary = build_canary(config, policy) if kind != "shared" or max_staleness > 0 else None
     rebuildable = engine if isinstance(engine, RebuildableEngine) else None
@@ -406,18 +406,18 @@ def build_weight_sync(config: RunConfig, policy: Policy, engine: Engine, recorde
         kind=kind,
         staging=_staging(config, policy, kind),
         canary=canary,
-        verify_every_k=asked.verify_every_k,
+        verify_every_k=sync_section.verify_every_k,
         interval=config.training.weight_sync_interval,
         on_event=lambda name, values: recorder.event(name, values["version"], values),
     )
     if has_replicas(config.sections):
         weight_sync.begin()  # others are started with a folder, which stays
 
-    def watch(routed: Engine) -> None:
-        if isinstance(routed, RoutedEngine):
+    def watch(engine_of_calls: Engine) -> None:
+        if isinstance(engine_of_calls, RoutedEngine):
             if canary is not None:
-                routed.attest = canary.check  # of each replica, where a call would reach one of them
-            routed.set_rebuild(partial(_rebuild, weight_sync))
+                engine_of_calls.attest = canary.check  # of each replica, where a call would reach one of them
+            engine_of_calls.set_rebuild(partial(_rebuild, weight_sync))
 
     watch(engine if rebuildable is None else rebuildable.engine)
     if rebuildable is not None:
@@ -429,17 +429,17 @@ def build_weight_sync(config: RunConfig, policy: Policy, engine: Engine, recorde
 
 
 def _pause_mode(config: RunConfig, engine: Engine) -> PauseMode:
-    asked, modes = config.weight_sync, engine.capabilities.pause_modes
-    if asked.in_flight is None:
+    sync_section, modes = config.weight_sync, engine.capabilities.pause_modes
+    if sync_section.in_flight is None:
         # With vLLM's long requests every update would wait for the longest.
         can_keep = config.training.max_staleness > 0 and "keep" in modes
         return "keep" if can_keep and config.rollout.engine == "vllm" else "wait"
-    if asked.in_flight not in modes:
+    if sync_section.in_flight not in modes:
         raise ConfigError(
-            f'training.weight_sync.in_flight: this engine cannot "{asked.in_flight}" calls in flight; it can '
+            f'training.weight_sync.in_flight: this engine cannot "{sync_section.in_flight}" calls in flight; it can '
             f"{' or '.join(modes)}"
         )
-    return asked.in_flight
+    return sync_section.in_flight
 
 
 async def _rebuild(weight_sync: WeightSync, replica: Engine) -> None:

@@ -103,8 +103,8 @@ async def judge_variants(config: RunConfig, *, num_repeats: int = 0) -> AsyncIte
     try:
         yield JudgeVariants(judge, tuple(repeats), in_given_order)
     finally:
-        for one in (judge, *repeats, in_given_order):
-            await one.close()
+        for variant in (judge, *repeats, in_given_order):
+            await variant.close()
 
 
 def rewards_of_turns(config: RunConfig) -> StepRewardSettings:
@@ -172,16 +172,16 @@ def _of_options(rubrics: Rubrics, options: JudgeOptions, *, may_be_absent: bool)
                 f"judge.options.{part}: true, but the rubric has no part {part!r}; add one, for example under "
                 f"judge.options.rubric_overrides.{part}, or set false"
             )
-    judged = Rubrics(
+    own_rubrics = Rubrics(
         event=rubrics.event if options.event else None, outcome=rubrics.outcome if options.outcome else None
     )
     if options.rubric_aggregate is not None:
-        judged = judged.with_aggregate(load_function(options.rubric_aggregate, of="aggregate"))
-    judged.require_totals()
+        own_rubrics = own_rubrics.with_aggregate(load_function(options.rubric_aggregate, of="aggregate"))
+    own_rubrics.require_totals()
     # A judge behind a URL may have a rubric of its own, and nothing to check is known here.
-    if may_be_absent and not judged.parts:
-        return judged
-    return judged.only_tracks(options.tracks).with_track_weights(options.weights)
+    if may_be_absent and not own_rubrics.parts:
+        return own_rubrics
+    return own_rubrics.only_tracks(options.tracks).with_track_weights(options.weights)
 
 
 _NOTES = {
@@ -267,10 +267,10 @@ class _Parts:
 def _watch(judging: Judging, parts: _Parts, gold: GoldSettings, rubrics_of: RubricsOf) -> None:
     weights = parts.section.blend
     if gold.episodes is not None and gold.labels is not None:
-        labelled = labelled_episodes(read_episodes(Path(gold.episodes)), read_labels(Path(gold.labels)))
+        gold_episodes = labelled_episodes(read_episodes(Path(gold.episodes)), read_labels(Path(gold.labels)))
         # Not cached: a stored answer would hide a drift.
         judge = parts.judge(cached=False)
-        compare = against_labels(judge, rubrics_of, weights, labelled)
+        compare = against_labels(judge, rubrics_of, weights, gold_episodes)
     else:
         judge = parts.one_judge(gold, cached=True)
         compare = against_judge(judge, rubrics_of, weights, gold.num_episodes, parts.seed)

@@ -12,7 +12,7 @@ _NO_BOUND = 1e6  # a ratio that no episode reaches
 
 def batches(draft: Draft) -> None:
     """Set how many episodes a batch has, how they are learned from, and how long the run is."""
-    size, accumulated = (
+    size, accumulation_steps = (
         draft.require_count("per_device_train_batch_size"),
         draft.require_count("gradient_accumulation_steps"),
     )
@@ -21,13 +21,13 @@ def batches(draft: Draft) -> None:
         f"per_device_train_batch_size = {size} is of each device there, of which {draft.devices} count: --devices"
     )
     generation, micro_per_batch = draft.count("generation_batch_size"), draft.count("steps_per_generation")
-    episodes = generation or micro * (micro_per_batch or accumulated)
+    episodes = generation or micro * (micro_per_batch or accumulation_steps)
     updates = draft.require_count("num_iterations")
     draft.set("training.batch_size", micro)
-    draft.set("training.gradient_accumulation_steps", accumulated)
+    draft.set("training.gradient_accumulation_steps", accumulation_steps)
     draft.set("training.update_epochs", updates)
     draft.set("rollout.episodes_per_batch", episodes)
-    steps = max(1, episodes // (micro * accumulated)) * updates
+    steps = max(1, episodes // (micro * accumulation_steps)) * updates
     max_steps, epochs = draft.count("max_steps"), draft.require_number("num_train_epochs")
     if max_steps is not None and max_steps > 0:
         draft.set("training.iterations_per_epoch", math.ceil(max_steps / steps))

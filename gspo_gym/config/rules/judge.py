@@ -243,12 +243,12 @@ def _aggregates_several(c: RunRecord) -> str | None:
 @rule("judge.options.weights")
 def _weights_are_of_tracks(c: RunRecord) -> str | None:
     options = _options(c)
-    others = sorted(set(options.weights) - set(options.tracks))
-    if not options.tracks or not others:
+    other_tracks = sorted(set(options.weights) - set(options.tracks))
+    if not options.tracks or not other_tracks:
         return None
     return (
-        f"{show(others[0])} is not in judge.options.tracks = {show(list(options.tracks))}, so that its weight has no "
-        "effect"
+        f"{show(other_tracks[0])} is not in judge.options.tracks = {show(list(options.tracks))}, so that its weight "
+        "has no effect"
     )
 
 
@@ -299,10 +299,10 @@ APP_KEYS_SAID_FOR_EACH_ROLLOUT = ("model", "inference_url", "trace_correlation_i
 
 @rule("rollout.policy_config")
 def _other_keys_have_a_reader(c: RunRecord) -> str | None:
-    others = {} if c.rollout.policy_config is None else c.rollout.policy_config.others
-    if not others or c.has_app:
+    unknown_keys = {} if c.rollout.policy_config is None else c.rollout.policy_config.others
+    if not unknown_keys or c.has_app:
         return None
-    name = next(iter(others))
+    name = next(iter(unknown_keys))
     return f"{name}: unknown key; {nearest_name(name, PolicyConfigSection.model_fields)} (only a task app has others)"
 
 

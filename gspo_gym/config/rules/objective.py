@@ -33,12 +33,12 @@ def with_derived_defaults(values: Mapping[str, Any], sections: Iterable[str]) ->
 
     Values of a wrong type stay as they are, and are reported later.
     """
-    filled: dict[str, Any] = {name: {} for name in sections}
+    flat_values: dict[str, Any] = {name: {} for name in sections}
     # Copies, because the defaults are written into them: what the file said is still needed, to mark the defaults.
-    filled |= {name: dict(value) if isinstance(value, Mapping) else value for name, value in values.items()}
+    flat_values |= {name: dict(value) if isinstance(value, Mapping) else value for name, value in values.items()}
     for follow in DERIVED:
-        follow(filled)
-    return filled
+        follow(flat_values)
+    return flat_values
 
 
 def _set_default(values: dict[str, Any], key: str, value: Any) -> None:
@@ -52,8 +52,8 @@ def _follow_variety(values: dict[str, Any]) -> None:
     """`algorithm.variety` sets `loss.unit` and `advantages.level`, and with "grpo" the clip range, 0.2 and 0.27."""
     variety = look_up(values, "algorithm.variety") or "gspo"
     # A wrong variety is reported later; until then it sets nothing.
-    for key, allowed in VARIETIES.get(variety, {}).items() if isinstance(variety, str) else ():
-        _set_default(values, key, allowed[0])
+    for key, choices in VARIETIES.get(variety, {}).items() if isinstance(variety, str) else ():
+        _set_default(values, key, choices[0])
     if variety == "grpo":
         for name, clip in _GRPO_CLIPS.items():
             _set_default(values, f"loss.{name}", clip)
@@ -83,13 +83,13 @@ def _follow_policy_config(values: dict[str, Any]) -> None:
         if policy_config.get(theirs) is not None:
             _set_default(values, f"rollout.{ours}", policy_config[theirs])
     # The hosted trainer's files set top_p: scoring under it keeps them unbiased without another key.
-    if isinstance(policy_config, Mapping) and "truncated_sampling" not in _listed(values, "algorithm.acknowledge"):
+    if isinstance(policy_config, Mapping) and "truncated_sampling" not in _list_at(values, "algorithm.acknowledge"):
         top_p, top_k = policy_config.get("top_p"), policy_config.get("top_k")
         if top_p not in (None, 1) or top_k not in (None, 0):
             _set_default(values, "training.score_truncated", True)
 
 
-def _listed(values: Mapping[str, Any], key: str) -> tuple[Any, ...]:
+def _list_at(values: Mapping[str, Any], key: str) -> tuple[Any, ...]:
     value = look_up(values, key)
     return tuple(value) if isinstance(value, list | tuple) else ()
 
@@ -157,13 +157,13 @@ def _level_fits_variety(c: RunRecord) -> str | None:
 
 
 def _fits_variety(key: str, value: str, variety: str) -> str | None:
-    allowed = VARIETIES[variety][key]
-    if value in allowed:
+    choices = VARIETIES[variety][key]
+    if value in choices:
         return None
-    others = [show(name) for name, keys in VARIETIES.items() if value in keys[key]]
+    other_varieties = [show(name) for name, keys in VARIETIES.items() if value in keys[key]]
     return (
-        f"algorithm.variety {show(variety)} takes {' or '.join(map(show, allowed))}, got {show(value)}, which belongs "
-        f"to variety {' or '.join(others)}"
+        f"algorithm.variety {show(variety)} takes {' or '.join(map(show, choices))}, got {show(value)}, which belongs "
+        f"to variety {' or '.join(other_varieties)}"
     )
 
 
@@ -223,12 +223,14 @@ def _sampling_is_scored(c: RunRecord) -> str | None:
         return None
     penalty = c.rollout.repetition_penalty
     neutral = {"repetition_penalty": 1} if c.training.score_truncated else _NEUTRAL
-    used = [f"rollout.{name} = {value_at(c.rollout, name):g}" for name in neutral]
-    used = [text for text, (name, off) in zip(used, neutral.items(), strict=True) if value_at(c.rollout, name) != off]
+    settings = [f"rollout.{name} = {value_at(c.rollout, name):g}" for name in neutral]
+    settings = [
+        text for text, (name, off) in zip(settings, neutral.items(), strict=True) if value_at(c.rollout, name) != off
+    ]
     remedy = "training.score_truncated = true scores under top_p, top_k and min_p; " if penalty == 1 else ""
     return (
-        f"{', '.join(used)}: rollouts would come from another distribution than the one that is scored. {remedy}if the "
-        'bias is meant, add "truncated_sampling" here'
+        f"{', '.join(settings)}: rollouts would come from another distribution than the one that is scored. {remedy}if "
+        'the bias is meant, add "truncated_sampling" here'
     )
 
 
@@ -307,9 +309,9 @@ def _stale_weights_are_allowed(c: RunRecord) -> str | None:
 @rule("reference.placement")
 def _reference_fits_terms(c: RunRecord) -> str | None:
     weights = {key: value_at(c, key) for key in KL_TERMS}
-    used = [f"{key} = {weight:g}" for key, weight in weights.items() if weight > 0]
-    if c.reference.placement == "none" and used:
-        return f'expected "shared" or "dedicated", because {", ".join(used)} compares with a reference, got "none"'
+    terms = [f"{key} = {weight:g}" for key, weight in weights.items() if weight > 0]
+    if c.reference.placement == "none" and terms:
+        return f'expected "shared" or "dedicated", because {", ".join(terms)} compares with a reference, got "none"'
     return None
 
 

@@ -80,13 +80,13 @@ def _batch_splits_evenly(c: RunRecord) -> str | None:
 def _accumulated_batches_split_evenly(c: RunRecord) -> str | None:
     if c.training.gradient_accumulation_steps is None:
         return None
-    size, episodes, accumulated = c.training.batch_size, c.size.episodes_per_iteration, c.size.num_accumulated
+    size, episodes, num_accumulated = c.training.batch_size, c.size.episodes_per_iteration, c.size.num_accumulated
     # A batch that does not split into minibatches is reported at training.batch_size.
-    if episodes % size != 0 or episodes % (size * accumulated) == 0:
+    if episodes % size != 0 or episodes % (size * num_accumulated) == 0:
         return None
     return (
         f"expected a divisor of the iteration's {episodes // size} batches of training.batch_size = {size}, got "
-        f"{accumulated}"
+        f"{num_accumulated}"
     )
 
 
@@ -256,10 +256,10 @@ def _both_score_steps(c: RunRecord) -> str | None:
     if not isinstance(theirs, Mapping) or not isinstance(theirs.get("mode"), str):
         return None
     ours = c.step_rewards_mode
-    used = theirs["mode"].lower() if theirs.get("enabled", True) is not False else "off"
-    if used == ours:
+    their_mode = theirs["mode"].lower() if theirs.get("enabled", True) is not False else "off"
+    if their_mode == ours:
         return None
-    return f"{show(ours)} is what is learned from, and rollout.env_config.step_rewards asks for {show(used)}"
+    return f"{show(ours)} is what is learned from, and rollout.env_config.step_rewards asks for {show(their_mode)}"
 
 
 @rule("reference.source")
@@ -271,8 +271,8 @@ def _reference_is_the_start(c: RunRecord) -> str | None:
     is_adapter = base is not None and (Path(base).expanduser() / "adapter_config.json").is_file()
     if c.warmup is None and not is_adapter and c.model.source is None:
         return None
-    trained = "[warmup]" if c.warmup is not None else "model.base" if is_adapter else "model.source"
-    return f'{show(source)} is not where this run starts, because of {trained}: the first KL is not 0, as with "auto"'
+    cause = "[warmup]" if c.warmup is not None else "model.base" if is_adapter else "model.source"
+    return f'{show(source)} is not where this run starts, because of {cause}: the first KL is not 0, as with "auto"'
 
 
 @rule("training.max_turns")
@@ -285,10 +285,10 @@ def _shorter_turns_count(c: RunRecord) -> str | None:
 
 @rule("training.gradient_accumulation_steps")
 def _cap_counts(c: RunRecord) -> str | None:
-    accumulated, most = c.training.gradient_accumulation_steps, c.training.max_accumulated_minibatch
-    if accumulated is None or most is None or accumulated <= most:
+    num_steps, most = c.training.gradient_accumulation_steps, c.training.max_accumulated_minibatch
+    if num_steps is None or most is None or num_steps <= most:
         return None
-    return f"{accumulated} is cut to training.max_accumulated_minibatch = {most}"
+    return f"{num_steps} is cut to training.max_accumulated_minibatch = {most}"
 
 
 @rule("evaluation.instances")
@@ -296,8 +296,8 @@ def _seeds_count(c: RunRecord) -> str | None:
     instances, seeds = c.evaluation.instances, c.evaluation.seeds
     if instances is None or seeds is None or (num := len(parse_seeds(seeds))) == instances:
         return None
-    played = f"the first {instances} are played" if instances < num else f"each of these {num} is played once"
-    return f"{instances}, but evaluation.seeds has {num} seeds: {played}"
+    consequence = f"the first {instances} are played" if instances < num else f"each of these {num} is played once"
+    return f"{instances}, but evaluation.seeds has {num} seeds: {consequence}"
 
 
 def _weighs_a_judge(name: str) -> Rule:
@@ -320,8 +320,8 @@ def _app_keys(c: RunRecord) -> Mapping[str, Any]:
 def _own_keys_are_spelled_right(c: RunRecord) -> str | None:
     ours = [name for name in PolicyConfigSection.model_fields if name not in ("top_p", "top_k")]
     for name in _app_keys(c):
-        if meant := difflib.get_close_matches(name, ours, n=1, cutoff=0.8):
-            return f"{name} is sent to the task app and nothing here reads it; did you mean {meant[0]!r}?"
+        if matches := difflib.get_close_matches(name, ours, n=1, cutoff=0.8):
+            return f"{name} is sent to the task app and nothing here reads it; did you mean {matches[0]!r}?"
     return None
 
 
@@ -345,10 +345,10 @@ def _images_are_refused(c: RunRecord) -> str | None:
 @rule("training.score_truncated")
 def _truncation_is_scored(c: RunRecord) -> str | None:
     values = {name: value_at(c, f"rollout.policy_config.{name}") for name in ("top_p", "top_k")}
-    cut = ", ".join(f"{name} = {value}" for name, value in values.items() if value is not None)
-    if not c.training.score_truncated or not cut:
+    truncation = ", ".join(f"{name} = {value}" for name, value in values.items() if value is not None)
+    if not c.training.score_truncated or not truncation:
         return None
-    return f"true: the learner scores under the same truncation as rollout.policy_config ({cut})"
+    return f"true: the learner scores under the same truncation as rollout.policy_config ({truncation})"
 
 
 NOTICES = (

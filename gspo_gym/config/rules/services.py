@@ -14,14 +14,14 @@ def _gpus_add_up(c: RunRecord) -> str | None:
         return None
     if gpu_count is None:
         return "splits GPUs, but there is no compute.gpu_count: give it"
-    both, for_ref = num_gpus_of_both(topology), topology.gpus_for_ref
-    total = both + for_ref
+    num_shared, for_ref = num_gpus_of_both(topology), topology.gpus_for_ref
+    total = num_shared + for_ref
     if gpu_count in (0, total):  # without GPUs these count processes
         return None
     if topology.type == "colocated":
         return (
             f"expected compute.gpu_count = {gpu_count}, got the larger of gpus_for_vllm and gpus_for_training, which "
-            f"are the same GPUs, and gpus_for_ref: {both} + {for_ref} = {total}"
+            f"are the same GPUs, and gpus_for_ref: {num_shared} + {for_ref} = {total}"
         )
     return (
         f"expected a sum of compute.gpu_count = {gpu_count}, got gpus_for_vllm + gpus_for_training + gpus_for_ref = "
