@@ -161,13 +161,13 @@ class PlainEnv(gymnasium.Env[str, str]):
         read = read_tool_calls(text)
         if read is None:
             return Message("assistant", text)
-        said, calls = read
+        content, calls = read
         named = [
             ToolCall(f"call_{self._num_calls + index}", name, arguments)
             for index, (name, arguments) in enumerate(calls)
         ]
         self._num_calls += len(named)
-        return Message("assistant", said, tuple(named))
+        return Message("assistant", content, tuple(named))
 
 
 def read_tool_calls(text: str) -> tuple[str, list[tuple[str, Mapping[str, Any]]]] | None:
@@ -189,10 +189,10 @@ def read_tool_calls(text: str) -> tuple[str, list[tuple[str, Mapping[str, Any]]]
                 f'expected {{"name": ..., "arguments": {{...}}}} in a tool call, got {block.strip()!r:.80}'
             )
         calls.append(call)
-    said = _TOOL_CALL.sub("", text).strip()
-    if "<tool_call>" in said:
+    content = _TOOL_CALL.sub("", text).strip()
+    if "<tool_call>" in content:
         raise ValueError("expected </tool_call> after a tool call")
-    return said, calls
+    return content, calls
 
 
 def _as_call(text: str) -> tuple[str, Mapping[str, Any]] | None:

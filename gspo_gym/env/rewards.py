@@ -144,10 +144,10 @@ class RewardTerms:
             dict(zip(named, map(float, functions.values()), strict=True))
         )
 
-    def score(self, *, events: Sequence[str] = (), success: bool | None = None, **given: Any) -> Reward | None:
+    def score(self, *, events: Sequence[str] = (), success: bool | None = None, **inputs: Any) -> Reward | None:
         """Return the reward of a turn, or None if a term is not scored. `events` and `success` are as in `Reward`.
 
-        `given` is what the functions look at (action, task, state, messages, ...), beside `events` and `success`;
+        `inputs` is what the functions look at (action, task, state, messages, ...), beside `events` and `success`;
         parameters with a default may be left out.
 
         Raises:
@@ -158,34 +158,34 @@ class RewardTerms:
         asynchronous = [name for name, function in self._functions.items() if function.is_async]
         if asynchronous:
             raise UsageError(f"RewardTerms.score: {asynchronous} are async; await score_async instead")
-        return self._weighted({**given, "events": events, "success": success}, {})
+        return self._weighted({**inputs, "events": events, "success": success}, {})
 
     async def score_async(
-        self, *, events: Sequence[str] = (), success: bool | None = None, **given: Any
+        self, *, events: Sequence[str] = (), success: bool | None = None, **inputs: Any
     ) -> Reward | None:
         """Return the reward like `score`, awaiting async terms one after another."""
-        given = {**given, "events": events, "success": success}
-        awaited: dict[str, Any] = {}
+        inputs = {**inputs, "events": events, "success": success}
+        async_scores: dict[str, Any] = {}
         for name, function in self._functions.items():
             if function.is_async:
                 with _naming(name):
-                    awaited[name] = await function(given)
-        return self._weighted(given, awaited)
+                    async_scores[name] = await function(inputs)
+        return self._weighted(inputs, async_scores)
 
-    def _weighted(self, given: Mapping[str, Any], awaited: Mapping[str, Any]) -> Reward | None:
+    def _weighted(self, inputs: Mapping[str, Any], async_scores: Mapping[str, Any]) -> Reward | None:
         scores: dict[str, float] = {}
         for name, function in self._functions.items():
             with _naming(name):
-                scored = awaited[name] if function.is_async else function(given)
-            if scored is None:
+                score = async_scores[name] if function.is_async else function(inputs)
+            if score is None:
                 return None
-            if not isinstance(scored, int | float | np.number | np.bool_) or not is_finite(scored):
+            if not isinstance(score, int | float | np.number | np.bool_) or not is_finite(score):
                 raise ContractError(
                     f"reward term {name!r}: expected a finite number, a bool or None (not scored), "
-                    f"got {described(scored)}"
+                    f"got {described(score)}"
                 )
-            scores[name] = float(scored)
-        return Reward.weighted(scores, self.weights, events=given["events"], success=given["success"])
+            scores[name] = float(score)
+        return Reward.weighted(scores, self.weights, events=inputs["events"], success=inputs["success"])
 
 
 @contextmanager
@@ -280,9 +280,9 @@ class KeywordFunction:
             is_async=inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__),
         )
 
-    def __call__(self, given: Mapping[str, Any]) -> Any:
+    def __call__(self, inputs: Mapping[str, Any]) -> Any:
         """Return the function's answer, or an awaitable of it; a ContractError if a required name is not given."""
-        for name in sorted(self.required - given.keys()):
-            raise ContractError(f"{self.where} takes {name!r}, which is not given; {nearest_name(name, given)}")
-        wanted = given.keys() if self.optional is None else self.required | self.optional
-        return self.function(**{name: value for name, value in given.items() if name in wanted})
+        for name in sorted(self.required - inputs.keys()):
+            raise ContractError(f"{self.where} takes {name!r}, which is not given; {nearest_name(name, inputs)}")
+        input_names = inputs.keys() if self.optional is None else self.required | self.optional
+        return self.function(**{name: value for name, value in inputs.items() if name in input_names})

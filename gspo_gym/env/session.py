@@ -124,12 +124,12 @@ class EnvSession:
             EnvError, EnvTimeoutError: it raised, or did not answer in time.
             ContractError: the answer is not (observation, info), or `reset` does not take its arguments.
         """
-        given: dict[str, Any] = {"seed": seed}
+        keywords: dict[str, Any] = {"seed": seed}
         if options:
-            given["options"] = dict(options)
-        self._require_keywords(given)
+            keywords["options"] = dict(options)
+        self._require_keywords(keywords)
         self._episode_return = self._unreadable_return = 0.0
-        answer = await self._call("reset", partial(self._outer.reset, **given))
+        answer = await self._call("reset", partial(self._outer.reset, **keywords))
         return as_reset_result(answer, where=f"{self.env_id}: reset()")
 
     async def step(self, action: Message) -> StepResult:
@@ -141,8 +141,8 @@ class EnvSession:
             ContractError: the answer is not (observation, reward, terminated, truncated, info), or a part is wrong; or
                 with this reward the episode's return overflows or leaves the declared `reward_range`.
         """
-        given = action if self._takes_messages else action.content
-        answer = await self._call("step", partial(self._outer.step, given))
+        argument = action if self._takes_messages else action.content
+        answer = await self._call("step", partial(self._outer.step, argument))
         return self._added(as_step_result(answer, where=f"{self.env_id}: step()"), "step")
 
     async def invalid_action(self, error: str) -> StepResult:
@@ -282,19 +282,21 @@ class EnvSession:
             raise
         return task.result()
 
-    def _require_keywords(self, given: Mapping[str, Any]) -> None:
+    def _require_keywords(self, keywords: Mapping[str, Any]) -> None:
         try:
             parameters = inspect.signature(self._outer.reset).parameters.values()
         except (TypeError, ValueError):  # written in C: the call itself will raise
             return
         if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
             return
-        known = {parameter.name for parameter in parameters if parameter.kind is not parameter.POSITIONAL_ONLY}
-        for name in given:
-            if name not in known:
+        parameter_names = {
+            parameter.name for parameter in parameters if parameter.kind is not parameter.POSITIONAL_ONLY
+        }
+        for name in keywords:
+            if name not in parameter_names:
                 raise ContractError(
                     f"{self.env_id}: expected reset(*, seed=None, options=None), got a reset that takes no {name!r} "
-                    f"but {sorted(known) or 'nothing'}"
+                    f"but {sorted(parameter_names) or 'nothing'}"
                 )
 
 

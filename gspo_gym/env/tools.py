@@ -186,7 +186,7 @@ def _in_order(value: Any) -> Any:  # a set of texts has another order in every p
         plain = to_jsonable_python(value, inf_nan_mode="constants", fallback=_plain)
         return _ordered_as(plain, value.__pydantic_serializer__.to_python(value, by_alias=True))
     if dataclasses.is_dataclass(value):
-        value = {each.name: getattr(value, each.name) for each in dataclasses.fields(value)}
+        value = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
     if isinstance(value, dict):
         return {key: _in_order(part) for key, part in value.items()}
     if isinstance(value, np.ndarray) and value.dtype == object:
@@ -222,10 +222,10 @@ def _plain(value: Any) -> Any:
 def require_distinct_names(tools: Iterable[Tool]) -> dict[str, Tool]:
     """Return the tools by name; a ContractError if two share one."""
     by_name: dict[str, Tool] = {}
-    for each in tools:
-        if each.name in by_name:
-            raise ContractError(f"two tools are named {each.name!r}")
-        by_name[each.name] = each
+    for tool in tools:
+        if tool.name in by_name:
+            raise ContractError(f"two tools are named {tool.name!r}")
+        by_name[tool.name] = tool
     return by_name
 
 
@@ -237,9 +237,9 @@ def _build(function: Callable[..., Any], *, skip: int, names: Mapping[str, Any])
         raise ContractError(f"{where}: expected a name of 1 to 64 ASCII letters, digits, _ and -, got {name!r}")
     documented = parse_docstring(function.__doc__)
     parameters = list(inspect.signature(function).parameters.values())[skip:]
-    known = {parameter.name for parameter in parameters}
-    for stranger in sorted(set(documented.parameters) - known):
-        raise ContractError(f"{where}: its docstring describes {stranger!r}; {nearest_name(stranger, known)}")
+    parameter_names = {parameter.name for parameter in parameters}
+    for stranger in sorted(set(documented.parameters) - parameter_names):
+        raise ContractError(f"{where}: its docstring describes {stranger!r}; {nearest_name(stranger, parameter_names)}")
     types_by_name = _annotations(function, parameters, names, where)
     properties = {
         parameter.name: _property(parameter, types_by_name[parameter.name], documented.parameters, where)
@@ -343,7 +343,7 @@ def _model_schema(model: type[BaseModel], where: str) -> dict[str, Any]:
 
     def inlined(part: Any, inside: tuple[str, ...] = ()) -> Any:
         if isinstance(part, list):
-            return [inlined(each, inside) for each in part]
+            return [inlined(element, inside) for element in part]
         if not isinstance(part, dict):
             return part
         name = str(part.get("$ref", "")).rpartition("/")[2]
@@ -351,10 +351,10 @@ def _model_schema(model: type[BaseModel], where: str) -> dict[str, Any]:
             raise ContractError(f"{where}: expected a model that does not contain itself, got {model.__name__}")
         if name:
             return {**inlined(definitions[name], (*inside, name)), **{k: v for k, v in part.items() if k != "$ref"}}
-        kept = {key: value for key, value in part.items() if key != "title" or not isinstance(value, str)}
-        if "properties" in kept:  # its keys are field names, and one may be "title"
-            kept["properties"] = {key: inlined(value, inside) for key, value in part["properties"].items()}
-        return {key: value if key == "properties" else inlined(value, inside) for key, value in kept.items()}
+        without_titles = {key: value for key, value in part.items() if key != "title" or not isinstance(value, str)}
+        if "properties" in without_titles:  # its keys are field names, and one may be "title"
+            without_titles["properties"] = {key: inlined(value, inside) for key, value in part["properties"].items()}
+        return {key: value if key == "properties" else inlined(value, inside) for key, value in without_titles.items()}
 
     flat: dict[str, Any] = inlined(schema)
     return flat
@@ -375,15 +375,15 @@ def _checked(adapter: TypeAdapter[Any], value: Any) -> Any:
     except (TypeError, ValueError, RecursionError):
         raise ToolError(f"expected a JSON value, got {shortened(repr(value))}") from None
     try:
-        checked = adapter.validate_json(text, strict=True)
+        parsed_value = adapter.validate_json(text, strict=True)
     except ValidationError as error:
         fields = _fields(adapter.json_schema())
         wrong = [_explained(detail, fields) for detail in error.errors(include_url=False, include_context=False)]
         raise ToolError(" or ".join(dict.fromkeys(wrong)) + f", got {shortened(repr(value))}") from None
-    said = adapter.dump_python(checked, mode="json", exclude_unset=True, by_alias=True)
-    if not _agree(said, value):  # pydantic accepts true for Literal[1]
+    dumped_value = adapter.dump_python(parsed_value, mode="json", exclude_unset=True, by_alias=True)
+    if not _agree(dumped_value, value):  # pydantic accepts true for Literal[1]
         raise ToolError(f"expected no boolean for a number and no number for a boolean, got {shortened(repr(value))}")
-    return checked
+    return parsed_value
 
 
 def _agree(a: object, b: object) -> bool:  # of equal JSON values, also on which are booleans

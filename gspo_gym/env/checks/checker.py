@@ -323,8 +323,8 @@ class CheckReport:
         lines = [f"{self.name}: {'passed' if self.passed else 'FAILED'}"]
         for name, (promise, _) in CHECKS.items():
             lines.append(f"  {self.state_of(name):<4} {name}: {promise}")
-            found: list[Problem | Fact] = [*self.problems, *self.facts]
-            lines += [f"         {each.text}" for each in found if each.check == name]
+            findings: list[Problem | Fact] = [*self.problems, *self.facts]
+            lines += [f"         {finding.text}" for finding in findings if finding.check == name]
         return "\n".join([*lines, *(f"  note: {note}" for note in self.notes)])
 
 

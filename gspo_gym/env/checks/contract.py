@@ -79,10 +79,12 @@ async def speaks(subject: Subject, findings: Findings) -> None:
         if run.opening[-1].role == "assistant":
             findings.fail(f"{where}: expected reset to end with something to answer, got an assistant message last")
         for turn, (action, answer) in enumerate(zip(run.actions, run.answers, strict=True)):
-            asked = [call.id for call in action.tool_calls]
-            answered = [message.tool_call_id for message in answer.messages if message.role == "tool"]
-            if asked != answered:
-                findings.fail(f"{where}, turn {turn}: expected tool messages for the calls {asked}, got {answered}")
+            call_ids = [call.id for call in action.tool_calls]
+            answered_ids = [message.tool_call_id for message in answer.messages if message.role == "tool"]
+            if call_ids != answered_ids:
+                findings.fail(
+                    f"{where}, turn {turn}: expected tool messages for the calls {call_ids}, got {answered_ids}"
+                )
             if any(message.role == "assistant" for message in answer.messages):
                 findings.fail(f"{where}, turn {turn}: expected no assistant message from the environment, got one")
 
@@ -91,9 +93,11 @@ def _tools_answer(subject: Subject, findings: Findings) -> None:
     answers: dict[tuple[str, bool], list[str]] = {}  # by tool, and whether a hand-written player called it
     for (player, _), run in subject.runs.items():
         for action, answer in zip(run.actions, run.answers, strict=True):
-            told = {message.tool_call_id: message.content for message in answer.messages if message.role == "tool"}
+            content_by_id = {
+                message.tool_call_id: message.content for message in answer.messages if message.role == "tool"
+            }
             for call in action.tool_calls:
-                answers.setdefault((call.name, player != PROBE), []).append(told.get(call.id, ""))
+                answers.setdefault((call.name, player != PROBE), []).append(content_by_id.get(call.id, ""))
     not_seen_to_work = []
     # A hand-written player knows the task, so any failure counts. Arbitrary arguments may be refused, but not raise.
     for (name, is_written), texts in sorted(answers.items()):

@@ -154,10 +154,10 @@ async def _count_tasks(subject: Subject, findings: Findings) -> None:
 
 async def resets(subject: Subject, findings: Findings) -> None:
     """Check that a played and reset instance plays like a fresh one."""
-    wanted = [run for run in subject.runs.values() if run.seed in subject.seeds[:2]]
+    first_runs = [run for run in subject.runs.values() if run.seed in subject.seeds[:2]]
     session = await subject.open()
     try:
-        for run in [*wanted, *wanted[:1]]:
+        for run in [*first_runs, *first_runs[:1]]:
             again = await play_in(session, replaying(run.actions), seed=run.seed, max_turns=len(run.actions))
             if (difference := run.difference_from(again)) is not None:
                 findings.fail(f"seed {run.seed}: a fresh instance and one that was reset differ: {difference}")

@@ -88,8 +88,8 @@ async def tricks_do_not_pay(subject: Subject, findings: Findings) -> None:
             f"expected text that cannot be read to earn no more than other play ({chance:g}), got {unreadable:g}: a "
             "policy would learn to be unreadable; declare reward_range, or let invalid_action cost more"
         )
-    told = "mean return: " + ", ".join(f"{player} {mean:.3g}" for player, mean in returns.items())
-    for line in textwrap.wrap(told, _WIDTH):
+    summary = "mean return: " + ", ".join(f"{player} {mean:.3g}" for player, mean in returns.items())
+    for line in textwrap.wrap(summary, _WIDTH):
         findings.tell(line)
     findings.measurements["mean_returns"] = returns
 
@@ -172,12 +172,12 @@ def saying(text: _Text) -> PolicyFactory:
 
     def policy(env: Any, rng: np.random.Generator) -> ScriptedPolicy:
         def play(messages: Sequence[Message]) -> Message:
-            said = text(env, messages)
+            reply_text = text(env, messages)
             calls = [
-                ToolCall(f"call_{index}", schema["name"], arguments_for(schema, rng, text=said))
+                ToolCall(f"call_{index}", schema["name"], arguments_for(schema, rng, text=reply_text))
                 for index, schema in enumerate(schemas_of(env))
             ]
-            return Message("assistant", said, tuple(calls))
+            return Message("assistant", reply_text, tuple(calls))
 
         return play
 
@@ -237,11 +237,11 @@ def places(opening: Sequence[Message], info: Mapping[str, Any]) -> dict[str, str
     >>> places([Message("user", "Add 1 and 2.")], {"sum": 3})["info['sum']"]
     '3'
     """
-    found = dict(_leaves("info", info))
-    for name, text in list(found.items()):
-        found.update(_parts(name, text))
-    found.update(_parts("the first observation", "\n".join(message.content for message in opening)))
-    return {name: text for name, text in found.items() if text}
+    text_by_place = dict(_leaves("info", info))
+    for name, text in list(text_by_place.items()):
+        text_by_place.update(_parts(name, text))
+    text_by_place.update(_parts("the first observation", "\n".join(message.content for message in opening)))
+    return {name: text for name, text in text_by_place.items() if text}
 
 
 def _leaves(name: str, value: Any) -> Iterator[tuple[str, str]]:
@@ -278,17 +278,17 @@ def _suspects(tasks: Sequence[_Task]) -> list[str]:
     # Places that every task has, with texts that vary and that the reference says. Values of info are suspected even if
     # it does not say them. Places with the same texts count once.
     common = [name for name in tasks[0].places if all(name in task.places for task in tasks)]
-    seen: set[tuple[str, ...]] = set()
-    found = []
+    seen_texts: set[tuple[str, ...]] = set()
+    suspects = []
     for name in common:
         texts = tuple(task.places[name] for task in tasks)
-        if len(set(texts)) == 1 or texts in seen:
+        if len(set(texts)) == 1 or texts in seen_texts:
             continue
         if _is_info(name) or all(_says(task.reference, task.places[name]) for task in tasks):
-            seen.add(texts)
-            found.append(name)
+            seen_texts.add(texts)
+            suspects.append(name)
     # Only _MAX_PLACES are played, and info is the likeliest.
-    return sorted(found, key=lambda name: not _is_info(name))
+    return sorted(suspects, key=lambda name: not _is_info(name))
 
 
 def _is_info(name: str) -> bool:
@@ -298,26 +298,28 @@ def _is_info(name: str) -> bool:
 def _says(reference: Playthrough | None, text: str) -> bool:
     if reference is None:
         return True
-    said = (
+    parts = (
         part
         for action in reference.actions
         for part in (action.content, *(str(value) for call in action.tool_calls for value in call.arguments.values()))
     )
-    return any(_as_word(text).search(part) for part in said)
+    return any(_as_word(text).search(part) for part in parts)
 
 
 def _forms(task: _Task, place: str) -> list[Message | None]:  # alone (None), and as the reference says this task's
-    said = [] if task.reference is None else list(task.reference.actions)
-    forms = [_form(action, task.places[place], task.choices) for action in said]
-    return [None, *[form for form in forms if form not in said][-1:]]
+    actions = [] if task.reference is None else list(task.reference.actions)
+    forms = [_form(action, task.places[place], task.choices) for action in actions]
+    return [None, *[form for form in forms if form not in actions][-1:]]
 
 
 def _form(action: Message, text: str, choices: frozenset[tuple[str, str]]) -> Message:
     calls = []
     for call in action.tool_calls:
-        given = call.arguments.items()
+        argument_items = call.arguments.items()
         # An argument with listed choices hides nothing, so its value stays.
-        calls.append(replace(call, arguments={n: v if (call.name, n) in choices else _gap(v, text) for n, v in given}))
+        calls.append(
+            replace(call, arguments={n: v if (call.name, n) in choices else _gap(v, text) for n, v in argument_items})
+        )
     content = _as_word(text).sub(lambda _: _GAP, action.content)
     return replace(action, content=content, tool_calls=tuple(calls))
 

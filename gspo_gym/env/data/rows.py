@@ -170,8 +170,8 @@ def read_rows(source: RowSource) -> list[Row]:
     if path.suffix in _SUFFIXES:
         return _from_file(path)
     if _NAME_IN_MODULE.fullmatch(text):
-        found = named_object(text, "rows")
-        return _from_iterable(found() if callable(found) else found, text)
+        rows_object = named_object(text, "rows")
+        return _from_iterable(rows_object() if callable(rows_object) else rows_object, text)
     raise ConfigError(f"rows: expected {_FORMS}; got {text!r}, which is no file or folder here")
 
 
@@ -182,16 +182,16 @@ def named_object(name: str, what: str) -> Any:
     """
     module_name, _, path = name.partition(":")
     try:
-        found: Any = importlib.import_module(module_name)
+        value: Any = importlib.import_module(module_name)
     except ImportError as error:
         raise UnknownNameError(f"{what} {name!r}: cannot import {module_name!r}: {error}") from error
     for part in path.split("."):
-        if not hasattr(found, part):
-            near = difflib.get_close_matches(part, dir(found), n=1)  # a module has too many names to list all
+        if not hasattr(value, part):
+            near = difflib.get_close_matches(part, dir(value), n=1)  # a module has too many names to list all
             hint = f"; did you mean {near[0]!r}?" if near else ""
             raise UnknownNameError(f"{what} {name!r}: {module_name} has no {part!r}{hint}")
-        found = getattr(found, part)
-    return found
+        value = getattr(value, part)
+    return value
 
 
 def _from_iterable(rows: Any, name: str) -> list[Row]:
@@ -410,22 +410,24 @@ def load_questions(
 def _load(
     rows: RowSource, held_out: RowSource | None, reading: Reading, held_out_fraction: float, split_seed: int
 ) -> Questions:
-    asked, too_long = _checked(rows, reading, split_seed)
+    questions, too_long = _checked(rows, reading, split_seed)
     if held_out is None:
-        train, kept = split_by_content(asked, held_out_fraction)
-        advice = f"; {len(asked)} rows were split by held_out_fraction {held_out_fraction:g}: change it or split_seed"
+        train, held_out_questions = split_by_content(questions, held_out_fraction)
+        advice = (
+            f"; {len(questions)} rows were split by held_out_fraction {held_out_fraction:g}: change it or split_seed"
+        )
         in_both = 0
     else:
-        kept, also_too_long = _checked(held_out, reading, split_seed)
+        held_out_questions, also_too_long = _checked(held_out, reading, split_seed)
         too_long += also_too_long
-        train = without(asked, kept)
-        in_both, advice = len(asked) - len(train), ""
-    for name, side in (("training", train), ("held-out", kept)):
+        train = without(questions, held_out_questions)
+        in_both, advice = len(questions) - len(train), ""
+    for name, side in (("training", train), ("held-out", held_out_questions)):
         if not side:
             raise ConfigError(
                 f"rows: expected a {name} row, got none ({too_long} too long, {in_both} in both sets){advice}"
             )
-    return Questions(in_order(train), in_order(kept), too_long, in_both)
+    return Questions(in_order(train), in_order(held_out_questions), too_long, in_both)
 
 
 _loading = threading.Lock()
@@ -474,10 +476,12 @@ def _checked(source: RowSource, reading: Reading, split_seed: int) -> tuple[list
     return entries, num_too_long
 
 
-def _renamed(row: Row, renamed: Iterable[tuple[str, str]]) -> Row:
-    names = {old: new for new, old in renamed if old in row.values}
-    kept = {name: value for name, value in row.values.items() if name not in names and name not in names.values()}
-    return Row(kept | {new: row.values[old] for old, new in names.items()}, row.where)
+def _renamed(row: Row, name_pairs: Iterable[tuple[str, str]]) -> Row:
+    names = {old: new for new, old in name_pairs if old in row.values}
+    other_values = {
+        name: value for name, value in row.values.items() if name not in names and name not in names.values()
+    }
+    return Row(other_values | {new: row.values[old] for old, new in names.items()}, row.where)
 
 
 def _problem(row: Row, columns: Iterable[str]) -> str | None:

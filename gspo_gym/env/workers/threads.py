@@ -271,7 +271,7 @@ class QuickCalls:
         self._clock = clock
         self._patience_seconds = patience_seconds
         self._mean_seconds: dict[str, float] = {}
-        self._asked: list[_Call] = []
+        self._next_calls: list[_Call] = []
         self._round: _Round | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -310,34 +310,34 @@ class QuickCalls:
     def _ask(self, call: _Call) -> None:
         loop = call.future.get_loop()
         if loop is not self._loop:  # the old one is closed, with all that waited
-            self._loop, self._asked, self._round = loop, [], None
-        if not self._asked and self._round is None:
+            self._loop, self._next_calls, self._round = loop, [], None
+        if not self._next_calls and self._round is None:
             loop.call_soon(self._begin)  # after all that can run now, whose calls come along
         call.owner.num_shared += 1
-        self._asked.append(call)
+        self._next_calls.append(call)
 
     def _begin(self) -> None:
-        loop, asked = asyncio.get_running_loop(), self._asked
-        self._asked = []
+        loop, calls = asyncio.get_running_loop(), self._next_calls
+        self._next_calls = []
         try:
-            begun = self._round = _Round(asked, self._pool.lease())
+            new_round = self._round = _Round(calls, self._pool.lease())
         except RuntimeError as error:  # no thread can be started
-            self._fail(asked, error)
+            self._fail(calls, error)
             return
-        loop.call_later(self._patience_seconds, self._look, begun)
+        loop.call_later(self._patience_seconds, self._look, new_round)
 
         def tell(_: Returned) -> None:
             with contextlib.suppress(RuntimeError):  # the loop was closed, so nothing waits
-                loop.call_soon_threadsafe(self._end, begun)
+                loop.call_soon_threadsafe(self._end, new_round)
 
-        begun.worker.submit(begun.run, tell)
+        new_round.worker.submit(new_round.run, tell)
 
     def _end(self, ended: _Round) -> None:
         self._settle(ended.take_ended())
         if ended is self._round:  # it was not given up
             self._round = None
             self._pool.give_back(ended.worker)
-            if self._asked:
+            if self._next_calls:
                 self._begin()
 
     def _look(self, seen: _Round) -> None:
@@ -354,8 +354,8 @@ class QuickCalls:
         stuck.seconds = seconds  # at least: it may never return, and must not be quick until then
         self._note(stuck)
         self._settle(seen.take_ended())
-        moved = [*waiting, *self._asked]
-        self._round, self._asked = None, []
+        moved = [*waiting, *self._next_calls]
+        self._round, self._next_calls = None, []
         for call in moved:
             try:
                 self._move(call)
