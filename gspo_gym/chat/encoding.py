@@ -147,8 +147,8 @@ class TextCodec:
         # Environments repeat themselves, and the episodes of a group read the same. Besides the time of encoding,
         # the cache saves waits: the tokenizer releases the GIL, and gets it back late from an engine that decodes in
         # another thread.
-        if (known := self._encoded.get(text)) is not None:
-            return list(known)
+        if (cached_ids := self._encoded.get(text)) is not None:
+            return list(cached_ids)
         ids = self._encode_anew(text)
         if len(text) <= _MAX_REMEMBERED_CHARACTERS:
             if len(self._encoded) >= _MAX_REMEMBERED:

@@ -138,9 +138,9 @@ class _Reader:
         kinds = [("reasoning", form.reasoning), ("content", form.content)]
         blocks = [(kind, pattern) for kind, patterns in kinds for pattern in patterns]
         blocks += [("call", pattern) for pattern in form.calls] if has_tools else []
-        found = next((block for block in blocks if _comes_next(cursor, _texts_before_field(block[1]))), None)
-        if found is not None:
-            return found
+        next_block = next((block for block in blocks if _comes_next(cursor, _texts_before_field(block[1]))), None)
+        if next_block is not None:
+            return next_block
         beginnings = list(dict.fromkeys(" ".join(_texts_before_field(pattern)) for _, pattern in blocks))
         expected = f"answer: expected one of {', '.join(beginnings)}, got {quote(cursor.rest)}"
         if any(beginning.replace(" ", "").startswith("".join(cursor.rest.split())) for beginning in beginnings):
@@ -151,21 +151,21 @@ class _Reader:
         text = self._text
         tags = [reasoning_tags(pattern) for pattern in self._form.reasoning]
         stripped = text.lstrip()
-        begun = next((pair for pair in tags if stripped.startswith(pair[0])), tags[0] if starts_inside else None)
-        if begun is None:
+        tag_pair = next((pair for pair in tags if stripped.startswith(pair[0])), tags[0] if starts_inside else None)
+        if tag_pair is None:
             for tag in (tag for pair in tags for tag in pair):
                 if tag in text:
                     self._fail_reasoning(f"expected a reasoning block only at the start of the answer, found {tag}")
             return None, text
-        opening, closing = begun
+        opening, closing = tag_pair
         inside = stripped.removeprefix(opening) if stripped.startswith(opening) else text
-        reasoning, found, answer = inside.partition(closing)
-        if not found:
+        reasoning, closing_tag, answer = inside.partition(closing)
+        if not closing_tag:
             error = f"expected the reasoning block to be closed by {closing}, but the answer ended"
             if self._cursor.is_truncated:
                 raise BadTextError(ParseStatus.TRUNCATED, error)
             self._fail_reasoning(error)
-        for tag in begun:
+        for tag in tag_pair:
             if tag in reasoning or tag in answer:
                 self._fail_reasoning(f"expected one reasoning block, found another {tag}")
         return reasoning.strip("\n"), answer.lstrip("\n")
@@ -191,7 +191,7 @@ class _Reader:
             return answer
         if not form.closing and texts[-1].strip():
             cursor.fail(f"tool calls: expected nothing after the {_last_thing(form)}, got {quote(texts[-1].strip())}")
-        return "\n".join(kept for text in texts if (kept := text.strip("\n")).strip())
+        return "\n".join(body for text in texts if (body := text.strip("\n")).strip())
 
     def _read_whole_call(self, answer: str) -> str:
         form, cursor = self._form, self._cursor
@@ -283,9 +283,9 @@ class _Reader:
             word = cursor.find(following, where, f"the {what}").strip()
         else:
             cursor.skip_space()
-            found = re.compile(r"[^\s<]*").match(cursor.text, cursor.position)
-            assert found is not None
-            word, cursor.position = found.group(), found.end()
+            match = re.compile(r"[^\s<]*").match(cursor.text, cursor.position)
+            assert match is not None
+            word, cursor.position = match.group(), match.end()
             if cursor.is_done:
                 cursor.end_early(f"{where}: cut off inside the {what}", f"{where}: expected more after the {what}")
         if not word or any(letter.isspace() for letter in word):
@@ -387,6 +387,6 @@ def _texts_before_field(pattern: str) -> list[str]:
 
 def _comes_next(cursor: Cursor, texts: Sequence[str]) -> bool:
     start = cursor.position
-    found = all(cursor.take(text) for text in texts)
+    is_next = all(cursor.take(text) for text in texts)
     cursor.position = start
-    return found
+    return is_next

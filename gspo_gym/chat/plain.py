@@ -41,9 +41,12 @@ def tools_text(schemas: Sequence[Mapping[str, Any]]) -> str:
 def has_system_role(template: ChatTemplate, style: WireStyle) -> bool:
     """Return whether a template shows a system message, with tools also after a result (Mistral drops it there)."""
     call = ToolCall("call_0", "probe_tool", {"key": "value"})
-    told = (Message("system", _SYSTEM), Message("user", _USER))
-    answered = (Message("assistant", "", (call,)), Message("tool", "7", tool_call_id="call_0", name="probe_tool"))
-    conversations = [told, (*told, *answered)] if template.tools else [told]
+    opening = (Message("system", _SYSTEM), Message("user", _USER))
+    call_and_result = (
+        Message("assistant", "", (call,)),
+        Message("tool", "7", tool_call_id="call_0", name="probe_tool"),
+    )
+    conversations = [opening, (*opening, *call_and_result)] if template.tools else [opening]
     try:
         texts = [
             template.text([to_wire(m, i, style) for i, m in enumerate(messages)], add_generation_prompt=True)
@@ -71,8 +74,8 @@ class PlainWords:
         """Return a conversation, or its first messages, in this form."""
         if self.tools is not None:
             is_told = bool(messages) and messages[0].role == "system"
-            told = f"{messages[0].content}\n\n{self.tools}" if is_told else self.tools
-            messages = [Message("system", told), *messages[is_told:]]
+            system_text = f"{messages[0].content}\n\n{self.tools}" if is_told else self.tools
+            messages = [Message("system", system_text), *messages[is_told:]]
         return self.further(messages)
 
     def further(self, messages: Sequence[Message]) -> Sequence[Message]:

@@ -128,7 +128,9 @@ def prove(
                 keeps_text = False
                 continue
             is_call = isinstance(parsed, ParseFailure) or bool(parsed.tool_calls)
-            nearest = max(nearest, ((number, is_call), _explain(name, form, sample, fault)), key=lambda found: found[0])
+            nearest = max(
+                nearest, ((number, is_call), _explain(name, form, sample, fault)), key=lambda candidate: candidate[0]
+            )
             break
         else:
             return Proof(form, keeps_text)
@@ -192,18 +194,18 @@ def _value_of(schema: Any) -> Any:
     return next((value for name, value in _VALUES.items() if name in allowed), None)
 
 
-def _difference(said: Message, parsed: Message | ParseFailure) -> str | None:
+def _difference(message: Message, parsed: Message | ParseFailure) -> str | None:
     """Return what was read of an answer if it is not what was said, else None."""
     if isinstance(parsed, ParseFailure):
         return parsed.error
     parts = {
-        "the text": (said.content.strip(), parsed.content.strip()),
-        "the reasoning": (said.reasoning_content or "", parsed.reasoning_content or ""),
-        "the calls": (_calls_of(said), _calls_of(parsed)),
+        "the text": (message.content.strip(), parsed.content.strip()),
+        "the reasoning": (message.reasoning_content or "", parsed.reasoning_content or ""),
+        "the calls": (_calls_of(message), _calls_of(parsed)),
     }
-    for part, (wanted, found) in parts.items():
-        if wanted != found:
-            return f"{part} {_first_difference(wanted, found)}"
+    for part, (original, read_text) in parts.items():
+        if original != read_text:
+            return f"{part} {_first_difference(original, read_text)}"
     return None
 
 
@@ -212,10 +214,13 @@ def _calls_of(message: Message) -> str:
     return json.dumps([[call.name, call.arguments] for call in message.tool_calls], sort_keys=True, ensure_ascii=False)
 
 
-def _first_difference(wanted: str, found: str) -> str:
-    at = next((i for i, (a, b) in enumerate(zip(wanted, found, strict=False)) if a != b), min(len(wanted), len(found)))
+def _first_difference(original: str, read_text: str) -> str:
+    at = next(
+        (i for i, (a, b) in enumerate(zip(original, read_text, strict=False)) if a != b),
+        min(len(original), len(read_text)),
+    )
     start = max(0, at - 15)
-    return f"came back as {quote(found[start:])} instead of {quote(wanted[start:])}"
+    return f"came back as {quote(read_text[start:])} instead of {quote(original[start:])}"
 
 
 def _explain(name: str, form: Format, sample: _Sample, fault: str) -> str:

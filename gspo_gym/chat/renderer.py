@@ -186,7 +186,7 @@ class Renderer:
                 "it out, or give it as reasoning"
             )
         escapes = self._codec.escapes()
-        text, stop = self._said(message, escapes)
+        text, stop = self._answer_and_stop(message, escapes)
         return [*self._codec.encode(text, escapes, after=stop), self._codec.added[stop]]
 
     def call_opening(self, name: str | None) -> list[int]:
@@ -199,22 +199,22 @@ class Renderer:
             TemplateError: the template shows no calls.
         """
         escapes = self._codec.escapes()
-        said = ToolCall("call_0", _ANY_TOOL if name is None else name, {"key": _ARGUMENT})
+        call = ToolCall("call_0", _ANY_TOOL if name is None else name, {"key": _ARGUMENT})
         reasoning = "" if self.opens_reasoning else None
-        text, stop = self._said(Message("assistant", "", (said,), reasoning_content=reasoning), escapes)
+        text, stop = self._answer_and_stop(Message("assistant", "", (call,), reasoning_content=reasoning), escapes)
         end = _call_start(text, self.format, is_named=name is not None)
         if end is None:
             raise TemplateError(f"{self._template.name} shows no tool call that could be begun: {text!r}")
         # White space at the end is left out: the model samples it in one token with what follows.
         return self._codec.encode(text[:end], escapes, after=stop)
 
-    def _said(self, message: Message, escapes: Escapes) -> tuple[str, str]:
+    def _answer_and_stop(self, message: Message, escapes: Escapes) -> tuple[str, str]:
         """Return an answer's text as the template writes it, and the stop token that closes it."""
         prompt = self._template.text([_HELLO], add_generation_prompt=True)
         (message,) = self._words.further([message])
         if self.opens_reasoning and message.reasoning_content is None:
             message = dataclasses.replace(message, reasoning_content="")  # the model cannot leave out what is open
-        text = self._answered(message, escapes)
+        text = self._conversation_text(message, escapes)
         if not text.startswith(prompt) and self.opens_reasoning:
             text = self._in_opened_block(message, prompt, escapes)
         if not text.startswith(prompt):
@@ -230,14 +230,14 @@ class Renderer:
         _require_said(message, escapes, text[:at], self._template.name)
         return text[:at], stop
 
-    def _answered(self, message: Message, escapes: Escapes) -> str:
+    def _conversation_text(self, message: Message, escapes: Escapes) -> str:
         """Return a conversation of a greeting and this answer as the template writes it."""
-        said = self._seams.wires([message], escapes, first_index=1)[0]
+        answer_wire = self._seams.wires([message], escapes, first_index=1)[0]
         # Some templates put an empty reasoning block before a last answer that had none. Followed by a user message,
         # the answer stands as it was said.
         is_decorated = message.reasoning_content is None and bool(self._facts.empty_reasoning)
         return self._template.text(
-            [_HELLO, said, _HELLO] if is_decorated else [_HELLO, said], add_generation_prompt=False
+            [_HELLO, answer_wire, _HELLO] if is_decorated else [_HELLO, answer_wire], add_generation_prompt=False
         )
 
     def _in_opened_block(self, message: Message, prompt: str, escapes: Escapes) -> str:
@@ -246,10 +246,10 @@ class Renderer:
         An empty block is closed as the template closes one with a text (Nemotron 3 writes an empty one differently); a
         template that drops reasoning (DeepSeek R1) is taken at its word for the answer, behind a block in R1's form.
         """
-        text = self._answered(dataclasses.replace(message, reasoning_content=_REASONING), escapes)
+        text = self._conversation_text(dataclasses.replace(message, reasoning_content=_REASONING), escapes)
         if not message.reasoning_content and text.startswith(prompt) and text.count(_REASONING) == 1:
             return text.replace(_REASONING, "")
-        text = self._answered(dataclasses.replace(message, reasoning_content=None), escapes)
+        text = self._conversation_text(dataclasses.replace(message, reasoning_content=None), escapes)
         tag, closing = self._facts.style.reasoning_tags
         opening = prompt[: prompt.rindex(tag)]
         if not text.startswith(opening):
@@ -319,8 +319,8 @@ def _call_start(text: str, form: Format, *, is_named: bool) -> int | None:
     pattern = _CALL_ARGUMENTS if is_named else _CALL_NAME
     has_object = any(isinstance(piece, Field) and piece.name in ("call", "calls") for piece in pieces(form.calls[0]))
     if has_object or (is_named and form.arguments is Arguments.JSON):
-        found = pattern.search(text)
-        return None if found is None else found.start()
+        match = pattern.search(text)
+        return None if match is None else match.start()
     if not is_named:
         return text.find(_ANY_TOOL) if _ANY_TOOL in text else None
     first = first_text(form.parameter) or "key"

@@ -298,7 +298,7 @@ def probe(template: ChatTemplate, codec: TextCodec) -> TemplateFacts:
         names_in_ids=_shows_names_in_ids(template, user, arguments_are_text),
         answer_opening=(between.strip() or None) if codec.find_added(between) is None else None,
     )
-    codec.guard({found for found in codec.added if found in between + tail} - set(tags))
+    codec.guard({token for token in codec.added if token in between + tail} - set(tags))
     calls = _probe_calls(template, codec, closer.group(), style)
     if template.tools:
         _check_tools(template, user, calls)
@@ -321,20 +321,20 @@ def _end_turns_by_the_next(template: ChatTemplate, codec: TextCodec, user: Wire,
     GLM 4 ends an answer by sampling <|user|> and a call by sampling <|observation|>, which open the next message. A
     token that also opens the model's turn (`own_opening`) ends none.
     """
-    said = {"role": "assistant", "content": _ANSWER}
-    called = [user, _call("call_0")]
+    answer = {"role": "assistant", "content": _ANSWER}
+    call_conversation = [user, _call("call_0")]
     result = {"role": "tool", "content": _RESULT, "tool_call_id": "call_0", "name": _PROBE_TOOL}
     openings = []
-    for before, after in (([user, said], user), (called, result)):
+    for before, after in (([user, answer], user), (call_conversation, result)):
         conversation = [*before, after]
         if not (template.accepts(before) and template.accepts(conversation)):
             openings.append("")
             continue
         text = template.text(before, add_generation_prompt=False)
         whole = template.text(conversation, add_generation_prompt=False)
-        found = codec.find_special(whole[len(text) :].lstrip()) if whole.startswith(text) else None
-        is_end = found is not None and found.start() == 0 and found.group() not in own_opening
-        openings.append(found.group() if found is not None and is_end else "")
+        opening_match = codec.find_special(whole[len(text) :].lstrip()) if whole.startswith(text) else None
+        is_end = opening_match is not None and opening_match.start() == 0 and opening_match.group() not in own_opening
+        openings.append(opening_match.group() if opening_match is not None and is_end else "")
     template.end_turns_by(openings[0], openings[1] or openings[0])
     return openings[0]
 

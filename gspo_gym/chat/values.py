@@ -251,7 +251,7 @@ def _read_text(cursor: Cursor, where: str, quote_token: str) -> str | None:
         cursor.end_early(f"{where}: cut off inside a text", f"{where}: expected {mark} at the end of a text")
     cursor.position = body.end()
     # As JSON, which has all escapes of Python's that templates and models write, but that of the single quote.
-    written = re.sub(r"\\(.)|\"", lambda found: _as_json(found), body.group(1), flags=re.DOTALL)
+    written = re.sub(r"\\(.)|\"", lambda match: _as_json(match), body.group(1), flags=re.DOTALL)
     try:
         text = json.loads(f'"{written}"', strict=False)
         text.encode()
@@ -260,10 +260,10 @@ def _read_text(cursor: Cursor, where: str, quote_token: str) -> str | None:
     return str(text)
 
 
-def _as_json(found: re.Match[str]) -> str:
-    if found.group() == '"':
+def _as_json(match: re.Match[str]) -> str:
+    if match.group() == '"':
         return '\\"'
-    return "'" if found.group(1) == "'" else found.group()
+    return "'" if match.group(1) == "'" else match.group()
 
 
 def _fail_at(cursor: Cursor, where: str, what: str, quote_token: str) -> NoReturn:
@@ -288,13 +288,13 @@ def allowed_types(schema: Any) -> set[str] | None:
     """Return the names of the JSON types that a schema allows; None if it does not say."""
     if not isinstance(schema, Mapping):
         return None
-    if (named := schema.get("type")) is not None:
-        return {str(name) for name in ([named] if isinstance(named, str) else named)}
+    if (type_value := schema.get("type")) is not None:
+        return {str(name) for name in ([type_value] if isinstance(type_value, str) else type_value)}
     for key in ("anyOf", "oneOf"):
         if isinstance(branches := schema.get(key), list):
-            allowed = [allowed_types(branch) for branch in branches]
-            known = [types for types in allowed if types is not None]
-            return set().union(*known) if known and len(known) == len(allowed) else None
+            branch_types = [allowed_types(branch) for branch in branches]
+            type_sets = [types for types in branch_types if types is not None]
+            return set().union(*type_sets) if type_sets and len(type_sets) == len(branch_types) else None
     if values := _choices_of(schema):
         names = [name for value in values for name in ["string", *_TYPES] if _is_of(value, name)]
         return set(names) or None
