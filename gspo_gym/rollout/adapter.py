@@ -296,8 +296,8 @@ class TokenObservationWrapper:
         else:
             is_closed = episode.turns[-1].finish_reason is FinishReason.STOP
             continuation = self.renderer.continue_from(history, result.messages, closed=is_closed)
-            kept = 0 if continuation.is_new_segment else episode.length
-            if kept + len(continuation.token_ids) >= self._max_model_len:
+            num_kept = 0 if continuation.is_new_segment else episode.length
+            if num_kept + len(continuation.token_ids) >= self._max_model_len:
                 episode.outcome = Outcome.CONTEXT_OVERFLOW
             else:
                 episode.open_turn(continuation.token_ids, is_new_segment=continuation.is_new_segment)
@@ -316,8 +316,8 @@ class TokenObservationWrapper:
 def _require_range(name: str, value: int, low: int, high: int | None = None) -> None:
     is_integer = isinstance(value, int | np.integer) and not isinstance(value, bool)  # True is an int
     if not is_integer or value < low or (high is not None and value > high):
-        wanted = f"at least {low}" if high is None else f"{low} to {high}"
-        raise ConfigError(f"TokenObservationWrapper.{name}: expected an integer, {wanted}, got {value!r}")
+        range_text = f"at least {low}" if high is None else f"{low} to {high}"
+        raise ConfigError(f"TokenObservationWrapper.{name}: expected an integer, {range_text}, got {value!r}")
 
 
 def _size(prompt: Sequence[int] | None, messages: Sequence[Message]) -> str:

@@ -182,7 +182,9 @@ def trajectory_to_json(trajectory: Trajectory, *, policy_name: str = "policy") -
         "trajectory_id": trajectory.trajectory_id,
         "attempt": trajectory.attempt,
         "policy_name": policy_name,
-        "knows_weights": all((each.weight_version[each.action_mask] >= 0).all() for each in trajectory.segments),
+        "knows_weights": all(
+            (one_segment.weight_version[one_segment.action_mask] >= 0).all() for one_segment in trajectory.segments
+        ),
         "task": {"env_id": task.env_id, "seed": task.seed, "options": dict(task.options)},
         "sampling_seed": trajectory.sampling_seed,
         "outcome": trajectory.outcome.value,
@@ -263,13 +265,13 @@ def read_episode(path: Path, trajectory_id: str) -> Trajectory:
         RecordError: as `read_episodes`, or the file has no such trajectory.
     """
     if is_gzip(path):
-        found = find_line(path, trajectory_id)
+        numbered_line = find_line(path, trajectory_id)
     else:
         key = json.dumps({"trajectory_id": trajectory_id})[1:-1]
-        found = next(((number, line) for number, line in enumerate(_lines(path), start=1) if key in line), None)
-    if found is None:
+        numbered_line = next(((number, line) for number, line in enumerate(_lines(path), start=1) if key in line), None)
+    if numbered_line is None:
         raise RecordError(f"{path}: has no episode {trajectory_id!r}")
-    return _parsed(path, *found)
+    return _parsed(path, *numbered_line)
 
 
 def episode_paths(folder: Path, prefix: str = "") -> list[Path]:

@@ -165,8 +165,8 @@ class Evaluation:
     @property
     def mean_env_return(self) -> float | None:
         """Mean of the environment's own returns, over the episodes that have one beside a judge's; None if none has."""
-        given = [row.env_return for row in self.scored_rows if row.env_return is not None]
-        return sum(given) / len(given) if given else None
+        env_returns = [row.env_return for row in self.scored_rows if row.env_return is not None]
+        return sum(env_returns) / len(env_returns) if env_returns else None
 
     @property
     def mean_return_interval(self) -> Interval | None:
@@ -305,28 +305,30 @@ async def evaluate(
     """
     checked = parse_seeds(seeds)
     num_before = pool.num_retries
-    known = {played.row.seed: played for played in found if played.env_id == env_id and played.row.seed in checked}
-    missing = [Task(env_id, seed, dict(options or {})) for seed in checked if seed not in known]
+    played_by_seed = {
+        played.row.seed: played for played in found if played.env_id == env_id and played.row.seed in checked
+    }
+    missing = [Task(env_id, seed, dict(options or {})) for seed in checked if seed not in played_by_seed]
     # The ledger takes an episode's name only once: one pool evaluates repeatedly under other labels.
     groups = await pool.run_tasks(missing, label=label)
-    if not known:  # else there is an earlier result, and all that is missing may have failed
+    if not played_by_seed:  # else there is an earlier result, and all that is missing may have failed
         require_episodes(groups)
-    rows = {played.row.seed: played.row for played in known.values()}
+    rows = {played.row.seed: played.row for played in played_by_seed.values()}
     rows |= {group.task.seed: _row_of(group, env_return_of) for group in groups}
-    num_retries = pool.num_retries - num_before + sum(played.num_retries for played in known.values())
+    num_retries = pool.num_retries - num_before + sum(played.num_retries for played in played_by_seed.values())
     return Evaluation(env_id, tuple(rows[seed] for seed in checked), num_retries=num_retries)
 
 
 def evaluation_of_rows(env_ids: Sequence[str], seeds: Sequence[int], found: Sequence[PlayedRow]) -> Evaluation | None:
     """Return an evaluation made of rows that are there already; None if one is missing."""
-    known = {(played.env_id, played.row.seed): played for played in found}
-    if not all((env_id, seed) in known for env_id in env_ids for seed in seeds):
+    played_by_key = {(played.env_id, played.row.seed): played for played in found}
+    if not all((env_id, seed) in played_by_key for env_id in env_ids for seed in seeds):
         return None
     parts = []
     for env_id in env_ids:
-        played = [known[env_id, seed] for seed in seeds]
-        num_retries = sum(each.num_retries for each in played)
-        parts.append(Evaluation(env_id, tuple(each.row for each in played), num_retries=num_retries))
+        played = [played_by_key[env_id, seed] for seed in seeds]
+        num_retries = sum(played_row.num_retries for played_row in played)
+        parts.append(Evaluation(env_id, tuple(played_row.row for played_row in played), num_retries=num_retries))
     return join(parts)
 
 
@@ -339,20 +341,22 @@ def in_one_unit(evaluations: Mapping[str, Evaluation]) -> dict[str, Evaluation]:
 
 def restated(summary: Mapping[str, Any], unit: ScoreUnit) -> dict[str, Any]:
     """Return the summary of an evaluation that was made before its run had a unit, measured in that (Any: JSON)."""
-    given: Mapping[str, Mapping[str, Any]] = summary.get("parts", {})
+    parts_by_env: Mapping[str, Mapping[str, Any]] = summary.get("parts", {})
     parts = {
         env_id: restated(part, unit if env_id in unit.success_of else ScoreUnit("mean_return"))
-        for env_id, part in given.items()
+        for env_id, part in parts_by_env.items()
     }
-    changed = {**summary, "score": unit.name, **({"parts": parts} if parts else {})}
+    new_summary = {**summary, "score": unit.name, **({"parts": parts} if parts else {})}
     if unit.name == "success_rate":
-        counted = [parts[env_id] for env_id in unit.success_of] if parts else [changed]
-        num_episodes = sum(part["num_episodes"] for part in counted)
+        counted_parts = [parts[env_id] for env_id in unit.success_of] if parts else [new_summary]
+        num_episodes = sum(part["num_episodes"] for part in counted_parts)
         # Cut off undecided is no success; the rate is a share of whole episodes, so that rounding finds their number.
-        num_successes = sum(round((part["success_rate"] or 0.0) * part["num_episodes"]) for part in counted)
-        changed["success_rate"] = num_successes / num_episodes if num_episodes else 0.0
-        changed["success_interval"] = as_list(wilson_interval(num_successes, num_episodes)) if num_episodes else None
-    return changed
+        num_successes = sum(round((part["success_rate"] or 0.0) * part["num_episodes"]) for part in counted_parts)
+        new_summary["success_rate"] = num_successes / num_episodes if num_episodes else 0.0
+        new_summary["success_interval"] = (
+            as_list(wilson_interval(num_successes, num_episodes)) if num_episodes else None
+        )
+    return new_summary
 
 
 def join(parts: Sequence[Evaluation]) -> Evaluation:

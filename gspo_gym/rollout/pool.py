@@ -207,21 +207,21 @@ class RolloutPool:
 
     def _assemble(self, request: GroupRequest, finished: dict[str, _Finished]) -> TrajectoryGroup:
         members = [finished[_trajectory_id(request, member)] for member in range(request.size)]
-        num_good = sum(done.reason is None for done in members)
+        num_good = sum(result.reason is None for result in members)
         # At least two where two were asked for: one alone has nothing to be compared with. A hair below the product,
         # because 0.07 * 100 comes out a little above 7.
         needed = max(math.ceil(self._pool_limits.min_group_fraction * request.size - 1e-9), min(2, request.size))
-        kept, dropped = [], []
-        for done in members:
-            reason = done.reason
+        trajectories, dropped = [], []
+        for result in members:
+            reason = result.reason
             if reason is None and num_good < needed:
                 reason = f"its group has {num_good} usable episodes of {request.size} and needs {needed}"
             if reason is None:
-                kept.append(done.trajectory)
+                trajectories.append(result.trajectory)
             else:
-                dropped.append(DroppedEpisode(done.trajectory.trajectory_id, done.trajectory.outcome, reason))
-            self._settle(done.trajectory, Disposition.KEPT if reason is None else Disposition.DROPPED, reason)
-        return TrajectoryGroup(request.task, tuple(kept), request.size, tuple(dropped))
+                dropped.append(DroppedEpisode(result.trajectory.trajectory_id, result.trajectory.outcome, reason))
+            self._settle(result.trajectory, Disposition.KEPT if reason is None else Disposition.DROPPED, reason)
+        return TrajectoryGroup(request.task, tuple(trajectories), request.size, tuple(dropped))
 
     def _settle(self, trajectory: Trajectory, disposition: Disposition, reason: str | None) -> None:
         if reason is None and trajectory.outcome is Outcome.ACTION_LIMIT:
@@ -254,11 +254,11 @@ def _is_lost(trajectory: Trajectory) -> bool:
     session has answered all that was asked of it.
     """
     error = trajectory.error or ""
-    said = error.removeprefix("while closing: ")
+    cause = error.removeprefix("while closing: ")
     if trajectory.outcome is Outcome.ENV_ERROR:
-        return not trajectory.turns or said.startswith(f"{EnvDiedError.__name__}: ")
+        return not trajectory.turns or cause.startswith(f"{EnvDiedError.__name__}: ")
     if trajectory.outcome is Outcome.ENGINE_ERROR:
-        return said != error or said.startswith(f"{EngineLostError.__name__}: ")
+        return cause != error or cause.startswith(f"{EngineLostError.__name__}: ")
     return trajectory.outcome is Outcome.ENV_TIMEOUT
 
 

@@ -89,7 +89,9 @@ class OnDemand:
         numbers = range(self._num_tasks, self._num_tasks + count)
         self._num_tasks = numbers.stop
         names = (f"step_{self._step:06d}/group_{number - self._first:04d}" for number in numbers)
-        return await self._collect([self._request(*each) for each in zip(numbers, names, strict=True)])
+        return await self._collect(
+            [self._request(*request_arguments) for request_arguments in zip(numbers, names, strict=True)]
+        )
 
     def finish(self) -> int:
         return 0  # nothing is ever too old
