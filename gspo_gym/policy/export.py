@@ -142,9 +142,11 @@ def require_sums(folder: Path) -> None:
     if not path.is_file():
         raise StorageError(f"{path}: is missing; export the model into a folder first")
     lines = (line.partition("  ") for line in path.read_text(encoding="utf-8").splitlines())
-    listed = {name: digest for digest, _, name in lines}
-    found = {name: digest for name, digest in file_digests(folder).items() if name != SUMS}
-    wrong = sorted(name for name in listed.keys() | found.keys() if listed.get(name) != found.get(name))
+    listed_digests = {name: digest for digest, _, name in lines}
+    digests = {name: digest for name, digest in file_digests(folder).items() if name != SUMS}
+    wrong = sorted(
+        name for name in listed_digests.keys() | digests.keys() if listed_digests.get(name) != digests.get(name)
+    )
     if wrong:
         raise StorageError(f"{folder / wrong[0]}: is missing, changed or not listed in {SUMS}; export the model again")
 
@@ -329,16 +331,18 @@ def _trying(call: Callable[[], Result], doing: str, sleep: Callable[[float], Non
             failure = error
             status = _status_of(error)
             if status is not None and status < 500:
-                told = _ADVICE.get(status, shortened(str(error), 300))
-                raise ServiceError(f"{doing}: the hub answered {status}: {told}") from error
+                explanation = _ADVICE.get(status, shortened(str(error), 300))
+                raise ServiceError(f"{doing}: the hub answered {status}: {explanation}") from error
         except Exception as error:
             if not type(error).__module__.startswith("httpx"):  # httpx or httpx2, by the library's version
                 raise
             failure = error
     status = _status_of(failure)
     reason = shortened(": ".join(str(error) for error in (failure, failure.__cause__) if error is not None), 300)
-    told = f"answered {status}" if status else f"cannot be reached ({reason})"
-    raise ServiceError(f"{doing}: the hub {told}; the export is whole in its folder: push it again later") from failure
+    explanation = f"answered {status}" if status else f"cannot be reached ({reason})"
+    raise ServiceError(
+        f"{doing}: the hub {explanation}; the export is whole in its folder: push it again later"
+    ) from failure
 
 
 def _status_of(error: BaseException | None) -> int | None:

@@ -368,16 +368,20 @@ def _revision_of(base: str) -> str | None:
     return None if hub is None else hub.revision
 
 
-def _set_attention(policy: Policy, wanted: str | None) -> None:
-    if wanted is None:
+def _set_attention(policy: Policy, implementation: str | None) -> None:
+    if implementation is None:
         return
     model = policy.model.get_base_model() if is_adapter(policy.model) else policy.model
     try:
-        model.set_attn_implementation(wanted)
+        model.set_attn_implementation(implementation)
     except (ImportError, ValueError) as error:
-        raise ConfigError(f"attn_implementation: {policy.base} does not run with {wanted!r}: {error}") from error
-    if (found := model.config._attn_implementation) != wanted:  # of some, transformers only warns
-        raise ConfigError(f"attn_implementation: {type(model).__name__} has {found!r} and no other, got {wanted!r}")
+        raise ConfigError(
+            f"attn_implementation: {policy.base} does not run with {implementation!r}: {error}"
+        ) from error
+    if (actual := model.config._attn_implementation) != implementation:  # of some, transformers only warns
+        raise ConfigError(
+            f"attn_implementation: {type(model).__name__} has {actual!r} and no other, got {implementation!r}"
+        )
 
 
 def _load_tiny(base: str, seed: int, form: _Form) -> Policy:

@@ -128,17 +128,17 @@ def adapt_lora(model: Any, settings: LoraSettings, seed: int) -> Any:
     _require_plain_lora(model)
     layout, factors, names = _layout(model), _factors(model), _target_names(model)
     fresh = add_lora(model.unload(), settings, seed)
-    wanted = _layout(fresh)
-    if wanted != layout:
+    new_layout = _layout(fresh)
+    if new_layout != layout:
         if settings.on_mismatch == "error":
             raise ConfigError(
                 f"training.lora: the adapter that model.base names has {_describe(layout)}; expected the same, got "
-                f'{_describe(wanted)}. Set it to the adapter\'s shape, or training.lora.on_mismatch to "merge" (the '
-                "larger rank, the modules of both)"
+                f'{_describe(new_layout)}. Set it to the adapter\'s shape, or training.lora.on_mismatch to "merge" '
+                "(the larger rank, the modules of both)"
             )
         # Both adapters' targets: what one did not adapt begins with B = 0.
         names |= _target_names(fresh)
-        fresh = add_lora(fresh.unload(), _merged(settings, layout, wanted, names), seed)
+        fresh = add_lora(fresh.unload(), _merged(settings, layout, new_layout, names), seed)
     _put(fresh, factors)
     return fresh
 
@@ -205,18 +205,20 @@ def _extras(model: Any) -> list[str]:
 def _find_targets(model: Any, targets: tuple[str, ...] | str) -> _Targets:
     # By full name: PEFT passes over a name that means nothing if another means something.
     layers = {name: module for name, module in model.named_modules() if isinstance(module, (*_LINEAR, nn.Embedding))}
-    owned = {f"{name}.{parameter}" for name in layers for parameter in ("weight", "bias")}
-    fused = {name: p.ndim for name, p in model.named_parameters() if name not in owned and p.ndim in (2, 3)}
+    layer_parameters = {f"{name}.{parameter}" for name in layers for parameter in ("weight", "bias")}
+    fused = {name: p.ndim for name, p in model.named_parameters() if name not in layer_parameters and p.ndim in (2, 3)}
     if isinstance(targets, str):
         # The head is left alone: its delta would have a row for each token.
         head = model.get_output_embeddings()
-        meant = [name for name, layer in layers.items() if isinstance(layer, _LINEAR) and layer is not head]
+        linear_names = [name for name, layer in layers.items() if isinstance(layer, _LINEAR) and layer is not head]
         experts = [name for name, num_axes in fused.items() if num_axes == 3]
-        return _Targets(_short(meant), _short(experts), frozenset([*meant, *experts]))
+        return _Targets(_short(linear_names), _short(experts), frozenset([*linear_names, *experts]))
     for target in targets:
         if not any(_is_called(name, target) for name in (*layers, *fused)):
-            known = sorted({*_short(layers), *_short(fused)})
-            raise ConfigError(f"lora.target_modules: the model has no {target!r}; {nearest_name(target, known)}")
+            possible_names = sorted({*_short(layers), *_short(fused)})
+            raise ConfigError(
+                f"lora.target_modules: the model has no {target!r}; {nearest_name(target, possible_names)}"
+            )
     modules, parameters = (
         tuple(t for t in targets if any(_is_called(n, t) for n in names)) for names in (layers, fused)
     )
@@ -277,7 +279,7 @@ def _put(model: Any, factors: Mapping[str, tuple[Tensor, Tensor]]) -> None:
 
 
 def _merged(
-    settings: LoraSettings, layout: Mapping[str, _Shape], wanted: Mapping[str, _Shape], names: Iterable[str]
+    settings: LoraSettings, layout: Mapping[str, _Shape], new_layout: Mapping[str, _Shape], names: Iterable[str]
 ) -> LoraSettings:
     # One alpha holds for all matrices, so several scales cannot be kept.
     scales = {shape.scale for shape in layout.values()}
@@ -285,7 +287,7 @@ def _merged(
         raise ConfigError(
             f"training.lora.on_mismatch: an adapter with one scale (alpha / r) can be merged, got {sorted(scales)}"
         )
-    rank = max(shape.rank for shape in (*layout.values(), *wanted.values()))
+    rank = max(shape.rank for shape in (*layout.values(), *new_layout.values()))
     return LoraSettings(
         r=rank, alpha=scales.pop() * rank, dropout=settings.dropout, target_modules=tuple(sorted(names))
     )

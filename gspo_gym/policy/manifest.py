@@ -320,9 +320,11 @@ class RetentionSettings(Settings):
         if metric == "score":
             # What a run's scores are may be decided by a later evaluation than its first.
             metric = next((numbers["score"] for numbers in reversed(evaluated.values())), metric)
-        found = {step: numbers.get(metric) for step, numbers in evaluated.items()}
+        value_by_step = {step: numbers.get(metric) for step, numbers in evaluated.items()}
         if self.keep_best_metric == "score" and metric == "success_rate":
-            found = {step: value or 0.0 for step, value in found.items()}  # undecided episodes are no successes
+            value_by_step = {
+                step: value or 0.0 for step, value in value_by_step.items()
+            }  # undecided episodes are no successes
         sign = -1 if self.keep_best_direction == "max" else 1
-        ranked = sorted((sign * value, step) for step, value in found.items() if value is not None)
-        return [step for _, step in ranked]
+        ranking = sorted((sign * value, step) for step, value in value_by_step.items() if value is not None)
+        return [step for _, step in ranking]
