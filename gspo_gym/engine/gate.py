@@ -289,14 +289,14 @@ class GatedEngine(ABC):
     def _close_to_calls(self, mode: PauseMode) -> None:
         # Checked first, because a wrong mode must not leave the engine paused.
         if mode not in (modes := self.capabilities.pause_modes):
-            wanted = " or ".join(map(repr, modes))
-            raise ConfigError(f"{type(self).__name__}.pause: expected mode {wanted}, got {mode!r}")
+            mode_names = " or ".join(map(repr, modes))
+            raise ConfigError(f"{type(self).__name__}.pause: expected mode {mode_names}, got {mode!r}")
         self._gate.pause()
 
     def _require_kind(self, update: WeightUpdate) -> None:
         if update.kind not in (kinds := self.capabilities.update_kinds):
-            wanted = " or ".join(map(repr, kinds)) or "none"
-            raise ConfigError(f"{type(self).__name__}: expected an update of kind {wanted}, got {update.kind!r}")
+            kind_names = " or ".join(map(repr, kinds)) or "none"
+            raise ConfigError(f"{type(self).__name__}: expected an update of kind {kind_names}, got {update.kind!r}")
 
     async def _close_gate(self) -> None:
         self._gate.close()

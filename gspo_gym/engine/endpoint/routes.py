@@ -233,9 +233,11 @@ class TextRoute:
             raise AnswerError(f'answer: expected finish reason "stop" or "length", got {reason!r}')
         ids = self._encode(text)
         usage = answer.get("usage")
-        said = usage.get("completion_tokens") if isinstance(usage, dict) else None
-        if type(said) is int and len(ids) > _MAX_TOKENS_A_TOKEN * max(said, 1):
-            raise AnswerError(f"answer: padded: a text of {len(ids)} tokens, of which the endpoint sampled {said}")
+        num_reported = usage.get("completion_tokens") if isinstance(usage, dict) else None
+        if type(num_reported) is int and len(ids) > _MAX_TOKENS_A_TOKEN * max(num_reported, 1):
+            raise AnswerError(
+                f"answer: padded: a text of {len(ids)} tokens, of which the endpoint sampled {num_reported}"
+            )
         ids = ids[:max_tokens]
         # A stop token needs room: a cut text did not stop.
         has_stopped = reason == "stop" and bool(sampling.stop_token_ids) and len(ids) < max_tokens

@@ -283,31 +283,31 @@ def _only_choice(answer: Any) -> dict[str, Any]:
 
 
 def _member(value: Any, name: str, kind: type[Any]) -> Any:
-    found = value.get(name) if isinstance(value, dict) else None
-    if not isinstance(found, kind):
-        raise AnswerError(f"answer: expected {name} ({kind.__name__}), got {shorten(found)} in {shorten(value)}")
-    return found
+    member = value.get(name) if isinstance(value, dict) else None
+    if not isinstance(member, kind):
+        raise AnswerError(f"answer: expected {name} ({kind.__name__}), got {shorten(member)} in {shorten(value)}")
+    return member
 
 
 def _ids(value: Any, name: str) -> tuple[int, ...]:
     # `type` and not isinstance: true is no token.
-    if not isinstance(value, list) or any(type(each) is not int for each in value):
+    if not isinstance(value, list) or any(type(token_id) is not int for token_id in value):
         raise AnswerError(f"answer: expected {name} as a list of integers, got {shorten(value)}")
     return tuple(value)
 
 
 def _numbers(value: Any, name: str) -> tuple[float, ...]:
-    if not isinstance(value, list) or any(type(each) not in (int, float) for each in value):
+    if not isinstance(value, list) or any(type(number) not in (int, float) for number in value):
         raise AnswerError(f"answer: expected {name} as a list of numbers, got {shorten(value)}")
     try:
-        return tuple(float(each) for each in value)
+        return tuple(float(number) for number in value)
     except OverflowError:  # JSON integers have no end
         raise AnswerError(f"answer: expected {name} as a list of numbers, got {shorten(value)}") from None
 
 
 def _count(value: Any, name: str) -> int | None:
-    found = value.get(name) if isinstance(value, dict) else None
-    return found if type(found) is int else None
+    count = value.get(name) if isinstance(value, dict) else None
+    return count if type(count) is int else None
 
 
 def _text(value: Any) -> str | None:

@@ -76,9 +76,9 @@ class PlainModel:
             EngineError: the model keeps nothing.
         """
         token_ids = torch.from_numpy(tokens).to(self.shared.device, torch.int64)[None]
-        kept = {} if state is None else {state.name: state.cache}
+        cache_argument = {} if state is None else {state.name: state.cache}
         extra = {"logits_to_keep": 1} if self._keeps_logits else {}
-        output = self.shared.module(input_ids=token_ids, use_cache=True, **kept, **extra)
+        output = self.shared.module(input_ids=token_ids, use_cache=True, **cache_argument, **extra)
         name = next((name for name in ALL_CACHE_NAMES if output.get(name) is not None), None)
         if name is None:
             raise EngineError(f"{self.shared.name} returns no cache")
@@ -139,9 +139,9 @@ class PlainModel:
         # Padded on the right, where a causal model never looks, with tokens that are no padding to it.
         ends = np.array([len(sequence) - 1 for sequence in sequences])
         padded = np.stack([np.pad(s, (0, ends.max() + 1 - len(s)), mode="edge") for s in sequences])
-        kept, column = np.unique(ends, return_inverse=True)
+        positions, column = np.unique(ends, return_inverse=True)
         device = self.shared.device
-        logits = self.logits(torch.from_numpy(padded).to(device, torch.int64), torch.from_numpy(kept).to(device))
+        logits = self.logits(torch.from_numpy(padded).to(device, torch.int64), torch.from_numpy(positions).to(device))
         return logits[torch.arange(len(ends), device=device), torch.from_numpy(column).to(device)]
 
     def _groups(self, lengths: list[int]) -> Iterator[list[int]]:

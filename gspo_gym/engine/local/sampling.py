@@ -107,8 +107,10 @@ def _forbid(logits: torch.Tensor, forbidden: ForbiddenTokens) -> torch.Tensor:
 def _penalise(logits: torch.Tensor, repetition: RepetitionPenalty) -> torch.Tensor:
     # Each token once, however often it was said: all its places write the same number.
     penalty = repetition.penalty[:, None]
-    said = logits.gather(-1, repetition.history)
-    return logits.scatter(-1, repetition.history, torch.where(said > 0, said / penalty, said * penalty))
+    history_logits = logits.gather(-1, repetition.history)
+    return logits.scatter(
+        -1, repetition.history, torch.where(history_logits > 0, history_logits / penalty, history_logits * penalty)
+    )
 
 
 def _truncate(scaled: torch.Tensor, rows: RowSampling) -> torch.Tensor:

@@ -145,10 +145,10 @@ class SharedModel:
 
 def _samples_of(parameters: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
     """Return views of a few elements of each parameter, those of one dtype and device together."""
-    found: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
+    views_by_kind: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
     for parameter in parameters:
-        found.setdefault((parameter.dtype, parameter.device), []).extend(_spread(parameter.detach()))
-    return list(found.values())
+        views_by_kind.setdefault((parameter.dtype, parameter.device), []).extend(_spread(parameter.detach()))
+    return list(views_by_kind.values())
 
 
 def _spread(tensor: torch.Tensor) -> list[torch.Tensor]:
@@ -211,7 +211,7 @@ def _int8_state(model: Any) -> list[torch.Tensor]:
     # its weight, and takes them from there. The weight is shared: of two modules only the first would get the scales,
     # and the other multiply by codes up to 127. So each layer takes its own here, before it is copied. That pass also
     # makes its codes the weight's storage, which would look like weights that moved where the two were copied apart.
-    found = []
+    tensors = []
     for module in model.modules():
         if not hasattr(module, "init_8bit_state"):
             continue
@@ -219,8 +219,8 @@ def _int8_state(model: Any) -> list[torch.Tensor]:
             module.init_8bit_state()
         if module.state.CB is not None:
             module.weight.data = module.state.CB
-        found += [tensor for tensor in (module.state.CB, module.state.SCB) if tensor is not None]
-    return found
+        tensors += [tensor for tensor in (module.state.CB, module.state.SCB) if tensor is not None]
+    return tensors
 
 
 def _input_device(model: Any) -> torch.device:

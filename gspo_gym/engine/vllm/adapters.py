@@ -88,10 +88,10 @@ def weights_folder(folder: Path, model_folder: Path | None) -> Path:
         EngineError: names the tensors that are missing, unknown or of another shape.
     """
     staged = folder.resolve()
-    found = _shapes(staged)
-    if not found:
+    shapes = _shapes(staged)
+    if not shapes:
         raise EngineError(f"expected weights (*.safetensors) in {staged}, got none")
-    require_tensors(found, model_folder, where=str(staged))
+    require_tensors(shapes, model_folder, where=str(staged))
     return staged
 
 

@@ -249,10 +249,10 @@ def plain_of(handle: tuple[Any, ...]) -> list[Any]:
     Raises:
         EngineError: it is not a handle that torch 2.13 makes of a vector of bytes.
     """
-    found = {position: handle[position] for position in _CONSTANTS} if len(handle) == _NUM_ARGUMENTS else {}
-    if found != _CONSTANTS:
+    values = {position: handle[position] for position in _CONSTANTS} if len(handle) == _NUM_ARGUMENTS else {}
+    if values != _CONSTANTS:
         raise EngineError(
-            f"expected a CUDA IPC handle of {_NUM_ARGUMENTS} values with {_CONSTANTS}, got {len(handle)} with {found}: "
+            f"expected a CUDA IPC handle of {_NUM_ARGUMENTS} values with {_CONSTANTS}, got {len(handle)} with {values}: "
             'another version of torch; set training.weight_sync.transfer = "files"'
         )
     return [
