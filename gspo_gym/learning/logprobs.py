@@ -141,17 +141,19 @@ class LogprobComputer:
         zeros = torch.zeros(action_mask.shape, dtype=logprobs.dtype, device=logprobs.device)
         return TokenLogprobs(zeros.masked_scatter(action_mask, logprobs), zeros.masked_scatter(action_mask, entropy))
 
-    def _hidden_states(self, token_ids: Tensor, attention_mask: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor | None]:
+    def _hidden_states(
+        self, token_ids: Tensor, attention_mask: Tensor, is_predicted: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
         """Return the hidden states [A, D] of the tokens that are wanted, [B, T], and which of them are this rank's.
 
         None: all are.
         """
         trie = self.prefixes.shared(token_ids, attention_mask)
         if self._sequence is not None:
-            return self._sequence.hidden_states(self._parts.decoder, token_ids, trie, wanted)
+            return self._sequence.hidden_states(self._parts.decoder, token_ids, trie, is_predicted)
         if trie is None:
-            return _hidden_states(self._parts.decoder, token_ids)[wanted], None
-        return trie.hidden_states(self._parts.decoder).index_select(0, trie.places[wanted]), None
+            return _hidden_states(self._parts.decoder, token_ids)[is_predicted], None
+        return trie.hidden_states(self._parts.decoder).index_select(0, trie.places[is_predicted]), None
 
     @contextlib.contextmanager
     def adapter_dropout(self, seed: int) -> Iterator[None]:

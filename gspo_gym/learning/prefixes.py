@@ -229,7 +229,7 @@ class PrefixSharing:
         forward: Callable[[Work], tuple[Tensor, ...]] | None = None,
         device: torch.device | None = None,
     ) -> None:
-        self._wanted, self._has_said = wanted, False
+        self._share_prefixes, self._has_said = wanted, False
         if not wanted:
             return
         device = device or next(decoder.parameters()).device
@@ -242,7 +242,7 @@ class PrefixSharing:
         if wanted != "auto":
             raise ConfigError(f'training.share_prefixes: {message}; write false or "auto"')
         _log.info("training.share_prefixes: off, since %s", message)
-        self._wanted = False
+        self._share_prefixes = False
 
     def pays(self, token_ids: Tensor, attention_mask: Tensor) -> bool:
         """Return whether a batch [B, T] is to be shared, without building its trie."""
@@ -254,7 +254,7 @@ class PrefixSharing:
         return None if overlaps is None else _build(overlaps, token_ids.device)
 
     def _to_share(self, token_ids: Tensor, attention_mask: Tensor) -> _Overlaps | None:
-        if not self._wanted or not bool(attention_mask.any()):
+        if not self._share_prefixes or not bool(attention_mask.any()):
             return None
         overlaps = _overlaps(token_ids, attention_mask)
         factor = token_ids.numel() / overlaps.num_tokens
@@ -263,7 +263,7 @@ class PrefixSharing:
             self._has_said = True
         # By counts and not by time: a run that is resumed must decide the same.
         saves = token_ids.numel() >= _WORTH_IT * overlaps.num_tokens
-        return overlaps if saves or self._wanted is True else None
+        return overlaps if saves or self._share_prefixes is True else None
 
 
 def _prepare(decoder: Any, forward: Callable[[Work], tuple[Tensor, ...]], device: torch.device) -> str | None:

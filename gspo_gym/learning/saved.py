@@ -228,16 +228,16 @@ class SavedTensors(Mapping[str, Tensor]):
         """
         pieces = self._pieces[name]
         try:
-            found = [
+            tensors = [
                 piece.read(max(rows.start, piece.begin), min(rows.stop, piece.end))
                 for piece in pieces
                 if piece.begin < rows.stop and rows.start < piece.end
             ]
         except OSError as error:
             raise CheckpointError(f"{self.folder}: {name} cannot be read: {error}") from error
-        if not found:
+        if not tensors:
             return torch.empty((0, *pieces[0].shape[1:]), dtype=pieces[0].dtype)
-        return found[0] if len(found) == 1 else torch.cat(found)
+        return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
 
     def part_of(self, name: str, like: DTensor) -> DTensor:
         """Return this rank's part of a tensor, which is shared out as `like` is.

@@ -140,12 +140,12 @@ def find_routers(model: nn.Module) -> Routers:
     if num_experts is None or top_k is None:
         return Routers((), 0, 0)
     # Modules named gate or router that map hidden states to a logit an expert.
-    found = [
+    routers = [
         module
         for name, module in model.named_modules()
         if name.rpartition(".")[2] in ("gate", "router") and _experts_of(module) == num_experts
     ]
-    return Routers(tuple(found), int(num_experts), int(top_k))
+    return Routers(tuple(routers), int(num_experts), int(top_k))
 
 
 class RouterLoad:

@@ -189,7 +189,7 @@ class TokenTable:
         The shares of all passes sum to the update's `loss/total`, which is the mean over its optimizer steps.
         """
         passes = self._passes or [self._unseen(PASS_COLUMNS)]
-        stacked = {name: np.stack([each[name] for each in passes]) for name in PASS_COLUMNS}
+        stacked = {name: np.stack([pass_columns[name] for pass_columns in passes]) for name in PASS_COLUMNS}
         num_steps = sum(not report.is_skipped for report in self._reports)
         stacked["share"] /= max(num_steps, 1)  # 0 steps: all shares are 0
         return self._columns | stacked
