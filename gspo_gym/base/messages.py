@@ -84,9 +84,9 @@ class ConversationReader:
         return self._messages
 
 
-def _is_repeated(value: Json, known: Json) -> bool:
+def _is_repeated(value: Json, earlier_value: Json) -> bool:
     # To Python, an argument of true equals one of 1.
-    return bool(value == known) and (not value.get("tool_calls") or repr(value) == repr(known))
+    return bool(value == earlier_value) and (not value.get("tool_calls") or repr(value) == repr(earlier_value))
 
 
 def text_from_wire(content: Json, *, where: str) -> str:
@@ -238,8 +238,8 @@ def without(request: Mapping[str, Any], refused: Collection[str]) -> dict[str, A
     >>> without({"model": "m", "max_tokens": 9, "seed": 1}, {"max_tokens", "seed"})
     {'model': 'm', 'max_completion_tokens': 9}
     """
-    kept = (name for name in request if name not in refused or name in _TOKEN_LIMITS)
-    return {_other_name(name) if name in refused else name: request[name] for name in kept}
+    names = (name for name in request if name not in refused or name in _TOKEN_LIMITS)
+    return {_other_name(name) if name in refused else name: request[name] for name in names}
 
 
 def refused_fields(refusal: str, request: Mapping[str, Any], *, optional: Collection[str]) -> frozenset[str]:

@@ -134,9 +134,9 @@ class Retries:
         settings, counters = self.settings, self.counters
         if num_attempts >= settings.max_attempts:
             return f"{num_attempts} attempts"
-        asked = error.retry_after_seconds
-        if asked is not None and asked > settings.max_retry_after_seconds:
-            return f"it asks to wait {asked:g} seconds, more than max_retry_after_seconds"
+        wait_seconds = error.retry_after_seconds
+        if wait_seconds is not None and wait_seconds > settings.max_retry_after_seconds:
+            return f"it asks to wait {wait_seconds:g} seconds, more than max_retry_after_seconds"
         if counters.num_retries >= settings.budget_reserve + settings.budget_fraction * counters.num_calls:
             return f"the retry budget is spent: {counters.num_retries} retries in {counters.num_calls} calls"
         return None

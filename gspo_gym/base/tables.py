@@ -38,8 +38,8 @@ def table(head: Row, rows: Sequence[Row], *, width: int | None = None, optional:
     limit = shutil.get_terminal_size().columns if width is None else width
     while optional and _widest(_aligned(head, rows)) > limit:
         *optional, last = optional
-        kept = [number for number, name in enumerate(head) if name != last]
-        head, *rows = ([row[number] for number in kept] for row in (head, *rows))
+        column_numbers = [number for number, name in enumerate(head) if name != last]
+        head, *rows = ([row[number] for number in column_numbers] for row in (head, *rows))
     rest = _aligned(head[1:], [row[1:] for row in rows])
     room = limit - _widest(rest) - len(_GAP)  # for the first cells
     if room >= 0:
