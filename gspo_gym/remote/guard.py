@@ -62,10 +62,10 @@ class Keys:
     """
 
     def __init__(self, keys: Iterable[str]) -> None:
-        given = list(keys)
-        if any(not key or not key.isprintable() or "," in key or " " in key for key in given):
+        api_keys = list(keys)
+        if any(not key or not key.isprintable() or "," in key or " " in key for key in api_keys):
             raise ConfigError("an API key: expected printable text without spaces and commas, got one that is not")
-        self._digests = tuple(hashlib.sha256(key.encode()).digest() for key in given)
+        self._digests = tuple(hashlib.sha256(key.encode()).digest() for key in api_keys)
 
     def __bool__(self) -> bool:
         return bool(self._digests)
@@ -81,8 +81,8 @@ class Keys:
         opens = False
         for sent in _keys_in(headers):
             digest = hashlib.sha256(sent).digest()
-            for known in self._digests:
-                opens |= hmac.compare_digest(digest, known)
+            for key_digest in self._digests:
+                opens |= hmac.compare_digest(digest, key_digest)
         return opens
 
 

@@ -104,18 +104,20 @@ def _findings(trajectory: Trajectory, counters: AppCounters, rollout: AppRollout
         problems.append(NO_RETURN)
     # The turns' rewards are what is learned from.
     elif not trajectory.is_scored or abs(trajectory.reward - app_return) > _TOLERANCE * max(1.0, abs(app_return)):
-        told = trajectory.reward if trajectory.is_scored else None
-        problems.append(f"returns do not reconcile: the app says {app_return:g}, and the turns' rewards sum to {told}")
+        reward_sum = trajectory.reward if trajectory.is_scored else None
+        problems.append(
+            f"returns do not reconcile: the app says {app_return:g}, and the turns' rewards sum to {reward_sum}"
+        )
     num_masked = sum(int(segment.action_mask.sum()) for segment in trajectory.segments)
     if num_masked != counters.num_trained_tokens:
         problems.append(f"tokens do not reconcile: {num_masked} in masks, {counters.num_trained_tokens} counted")
-    untrained = {why: count for why, count in counters.calls.items() if why != "trained"}
-    told_calls = ", ".join(f"{count} {why}" for why, count in sorted(untrained.items()))
+    count_by_reason = {why: count for why, count in counters.calls.items() if why != "trained"}
+    told_calls = ", ".join(f"{count} {why}" for why, count in sorted(count_by_reason.items()))
     if counters.num_trained_tokens == 0:
         # With nothing to train on, notices about single calls are of no use.
         problems.append(f"nothing to train on: no token of the model's calls can be trained on ({told_calls})")
         return problems, []
-    notices = [f"calls that are not trained on: {told_calls}"] if untrained else []
+    notices = [f"calls that are not trained on: {told_calls}"] if count_by_reason else []
     notices += list(counters.first_warnings.values())
     return problems, notices
 
@@ -226,8 +228,8 @@ def _called(name: str, arguments: str) -> str:
 
 def _arguments(parameters: str, word: str) -> dict[str, Any]:
     # From the tiny models' template, which lists tools as `name(parameter: type, ...)`.
-    found = re.findall(r"([\w.-]+)(?::\s*([\w\[\]', ]+?))?(?:,\s|$)", parameters)
-    return {name: _VALUES.get(kind, word) for name, kind in found}
+    parameter_types = re.findall(r"([\w.-]+)(?::\s*([\w\[\]', ]+?))?(?:,\s|$)", parameters)
+    return {name: _VALUES.get(kind, word) for name, kind in parameter_types}
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,8 +251,12 @@ def _must_have_no_result(report: ProbeReport) -> ProbeReport:
     # A return without a model would be learned from as if the policy had earned it.
     if report.episode_return is not None:
         return replace(report, problems=("the model was never there, and the episode has a return all the same",))
-    said = report.app_return
-    notices = () if said is None else (f"the app makes up a return of {said:g} without a model; it is not believed",)
+    app_return = report.app_return
+    notices = (
+        ()
+        if app_return is None
+        else (f"the app makes up a return of {app_return:g} without a model; it is not believed",)
+    )
     return replace(report, problems=(), notices=notices)
 
 
@@ -329,15 +335,15 @@ class _Checker:
 
     async def hang_up(self) -> ProbeReport:
         """Leave in the middle of a rollout, and play another one."""
-        asked = "a trainer that hangs up in the middle of a rollout and then asks for another one"
-        again = _Probe("trainer hangs up", "words", asked)
+        description = "a trainer that hangs up in the middle of a rollout and then asks for another one"
+        again = _Probe("trainer hangs up", "words", description)
         leaving = asyncio.ensure_future(self.probe(again))
-        begun = asyncio.ensure_future(self._script.has_begun.wait())
-        await asyncio.wait([leaving, begun], return_when=asyncio.FIRST_COMPLETED)
+        first_call = asyncio.ensure_future(self._script.has_begun.wait())
+        await asyncio.wait([leaving, first_call], return_when=asyncio.FIRST_COMPLETED)
         # Both, because the app may be dead and never call.
-        for task in (leaving, begun):
+        for task in (leaving, first_call):
             task.cancel()
-        await asyncio.gather(leaving, begun, return_exceptions=True)
+        await asyncio.gather(leaving, first_call, return_exceptions=True)
         if (death := await self._death()) is not None:
-            return ProbeReport(again.name, asked, "env_error", death, problems=(death,))
+            return ProbeReport(again.name, description, "env_error", death, problems=(death,))
         return await self.probe(again)

@@ -131,17 +131,17 @@ class TaskAppClient:
         """
         infos: list[TaskInfo] = []
         for start in range(0, len(seeds), _SEEDS_PER_CALL):
-            asked = seeds[start : start + _SEEDS_PER_CALL]
-            path = "/task_info?" + "&".join(f"seed={int(seed)}" for seed in asked)
+            call_seeds = seeds[start : start + _SEEDS_PER_CALL]
+            path = "/task_info?" + "&".join(f"seed={int(seed)}" for seed in call_seeds)
             answer = await self._get_json(path)
             # Asked for one seed, apps answer with the task itself.
-            listed = [answer] if len(asked) == 1 and isinstance(answer, dict) else answer
-            if not isinstance(listed, list) or len(listed) != len(asked):
-                got = f"{len(listed)} tasks" if isinstance(listed, list) else self._shown(answer)
+            task_items = [answer] if len(call_seeds) == 1 and isinstance(answer, dict) else answer
+            if not isinstance(task_items, list) or len(task_items) != len(call_seeds):
+                got = f"{len(task_items)} tasks" if isinstance(task_items, list) else self._shown(answer)
                 raise AppAnswerError(
-                    f"{self.url}/task_info: expected one task for each of {len(asked)} seeds, got {got}"
+                    f"{self.url}/task_info: expected one task for each of {len(call_seeds)} seeds, got {got}"
                 )
-            infos += [self._read(TaskInfo.model_validate, info, "/task_info") for info in listed]
+            infos += [self._read(TaskInfo.model_validate, info, "/task_info") for info in task_items]
         return tuple(infos)
 
     async def done(self) -> None:
@@ -172,16 +172,16 @@ class TaskAppClient:
             raise AppAnswerError(f"{self.url}/rollout: expected a JSON object, got {self._shown(answer)}")
         response = self._read(read_response, answer, "/rollout")
         if isinstance(response, OutcomeResponse):
-            asked, answered = request.trace_correlation_id, response.trace_correlation_id
+            expected_id, answered_id = request.trace_correlation_id, response.trace_correlation_id
         else:
-            asked, answered = request.run_id, response.run_id
+            expected_id, answered_id = request.run_id, response.run_id
         # A proxy or a cache may give the answer to an earlier attempt; its reward would be another episode's.
-        if asked != answered:
+        if expected_id != answered_id:
             raise AppAnswerError(
-                f"{self.url}/rollout: the answer is to another attempt, {answered!r:.80}, and is dropped (asked for "
+                f"{self.url}/rollout: the answer is to another attempt, {answered_id!r:.80}, and is dropped (asked for "
                 f"{request.run_id!r})"
             )
-        return self._read(lambda told: read_rollout(told, request), response, "/rollout")
+        return self._read(lambda valid_response: read_rollout(valid_response, request), response, "/rollout")
 
     async def _get(self, path: str) -> dict[str, Any]:
         answer = await self._get_json(path)

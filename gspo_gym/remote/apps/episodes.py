@@ -94,11 +94,11 @@ class AppEpisodeSettings:
         if ours:
             raise ConfigError(f"rollout.policy_config: {', '.join(ours)} is set for each rollout; leave it out")
         for name in ("temperature", "top_p"):
-            given, sampled = self.policy_config.get(name), getattr(self.session.sampling, name)
-            if given is not None and given != sampled:
+            policy_value, session_value = self.policy_config.get(name), getattr(self.session.sampling, name)
+            if policy_value is not None and policy_value != session_value:
                 raise ConfigError(
-                    f"rollout.policy_config.{name} is {given!r} and the episodes are sampled with {sampled!r}; the "
-                    "learner scores under one, so make them equal or leave it out"
+                    f"rollout.policy_config.{name} is {policy_value!r} and the episodes are sampled with {session_value!r}; "
+                    "the learner scores under one, so make them equal or leave it out"
                 )
 
 
@@ -200,16 +200,20 @@ class AppEpisodes:
         final_messages: tuple[Message, ...] = ()
         try:
             played = await self._play(request)
-            capture, said = played.capture, played.rollout
-            if said is not None and self._on_answer is not None:
-                self._on_answer(said)
-            if said is not None and said.episode_return is not None and not said.aborted:
-                self.counters.note_return(request.trajectory_id, request.attempt, said.episode_return)
+            capture, rollout = played.capture, played.rollout
+            if rollout is not None and self._on_answer is not None:
+                self._on_answer(rollout)
+            if rollout is not None and rollout.episode_return is not None and not rollout.aborted:
+                self.counters.note_return(request.trajectory_id, request.attempt, rollout.episode_return)
             parts = build_trajectory_parts(capture)
             ending = _ending_of(played, parts)
-            if said is not None and ending.error is None:
-                parts = replace(parts, turns=self._scored(parts, said))
-                success, final_messages, reports_events = said.success, said.final_messages, said.reports_events
+            if rollout is not None and ending.error is None:
+                parts = replace(parts, turns=self._scored(parts, rollout))
+                success, final_messages, reports_events = (
+                    rollout.success,
+                    rollout.final_messages,
+                    rollout.reports_events,
+                )
         except EnginePoisonedError:
             raise
         # Any error of reading or building is the rollout's: the run goes on with another attempt.
@@ -343,8 +347,10 @@ def _ending_of(played: _Played, parts: CaptureBuild) -> _Ending:
         return _Ending(_OUR_LIMITS[failed.kind], error)
     cause = _why_made_up(capture, failed, rollout)
     if cause is not None:
-        said = "".join(f"; the app says: {error}" for error in rollout.errors[-1:])
-        text = f"the app answers with a return of {rollout.episode_return}, but its model did not play: {cause}{said}"
+        app_error = "".join(f"; the app says: {error}" for error in rollout.errors[-1:])
+        text = (
+            f"the app answers with a return of {rollout.episode_return}, but its model did not play: {cause}{app_error}"
+        )
         return _Ending(Outcome.ENGINE_ERROR, one_line(text))
     return _Ending(rollout.outcome)
 

@@ -138,9 +138,9 @@ def _read_rollout_response(response: RolloutResponse, request: RolloutRequest) -
             f"several episodes: the app played {max(len(returns), metrics.num_episodes)} in one rollout although "
             f"on_done is {request.on_done!r}; the return is their mean"
         )
-    asked, answered = request.trace_correlation_id, response.trace_correlation_id
+    expected_id, answered_id = request.trace_correlation_id, response.trace_correlation_id
     # The app may have mixed up two rollouts.
-    if None not in (asked, answered) and asked != answered:
+    if None not in (expected_id, answered_id) and expected_id != answered_id:
         warnings.append("correlation ids differ: the app answers with another one than it was given")
     is_ours = EXTENSION in metrics.details  # then a score beside no return is a success of an episode not scored
     sources = [
@@ -181,8 +181,8 @@ def _final_messages(response: RolloutResponse) -> tuple[Message, ...]:
 
 
 def _errors_in(places: Sequence[Mapping[str, Any] | None]) -> tuple[str, ...]:
-    found = ((place or {}).get("error") for place in places)
-    return tuple(error[:_MAX_SHOWN] for error in found if isinstance(error, str) and error)
+    errors = ((place or {}).get("error") for place in places)
+    return tuple(error[:_MAX_SHOWN] for error in errors if isinstance(error, str) and error)
 
 
 def _sum_of(decisions: Sequence[AppDecision], name: str) -> list[tuple[str, float | None]]:

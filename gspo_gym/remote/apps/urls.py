@@ -76,9 +76,9 @@ class PinnedUrl:
         Raises:
             UrlError: the request is to another scheme, host or port than this URL's.
         """
-        asked = (request.url.scheme, request.url.host, request.url.port or _PORTS.get(request.url.scheme))
-        if asked != (self.scheme, self.host, self.port):
-            raise UrlError(f"expected a request to {self.scheme}://{self.host}:{self.port}, got one to {asked}")
+        target = (request.url.scheme, request.url.host, request.url.port or _PORTS.get(request.url.scheme))
+        if target != (self.scheme, self.host, self.port):
+            raise UrlError(f"expected a request to {self.scheme}://{self.host}:{self.port}, got one to {target}")
         # The TLS name stays the host's: the certificate is checked against it, and the address is in no certificate.
         request.extensions = {**request.extensions, "sni_hostname": self.host}
         request.url = request.url.copy_with(host=self.address)
@@ -152,8 +152,8 @@ class UrlPolicy:
         if literal is not None:
             return [literal]
         try:
-            found = await self._resolve(host, port)
-            addresses = [ipaddress.ip_address(text.partition("%")[0]) for text in found]
+            address_texts = await self._resolve(host, port)
+            addresses = [ipaddress.ip_address(text.partition("%")[0]) for text in address_texts]
         except (OSError, ValueError) as error:
             raise UrlError(f"{host}: no address found: {error}") from None
         if not addresses:
@@ -162,8 +162,8 @@ class UrlPolicy:
 
 
 async def _resolve(host: str, port: int) -> list[str]:
-    found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    return [str(address[4][0]) for address in found]
+    address_infos = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    return [str(address[4][0]) for address in address_infos]
 
 
 def _split(url: str) -> SplitResult:

@@ -257,8 +257,8 @@ def _cut_at_stops(
         return completion, whole, False
     # Of the shortest beginning that holds a stop string; longer ones hold it, too.
     count = bisect_left(range(len(ids)), True, key=lambda count: bool(_places(renderer.decode(ids[:count]), stops)))
-    said = renderer.decode(ids[:count])
-    lost = len(said) - min(_places(said, stops))
+    beginning = renderer.decode(ids[:count])
+    lost = len(beginning) - min(_places(beginning, stops))
     cut = Completion(
         token_ids=completion.token_ids[:count],
         logprobs=completion.logprobs[:count],

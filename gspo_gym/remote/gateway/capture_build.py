@@ -220,8 +220,8 @@ def _messages(calls: Mapping[int, CapturedCall], turn_calls: Sequence[int]) -> t
     turns = set(turn_calls)
     for call in (call for index, call in calls.items() if index in needed):
         is_turn = call.index in turns
-        said = [*call.new_messages, *([] if is_turn else [call.answer])]
-        messages += map(_as_context, said) if has_begun else said
+        call_messages = [*call.new_messages, *([] if is_turn else [call.answer])]
+        messages += map(_as_context, call_messages) if has_begun else call_messages
         has_begun = has_begun or is_turn
         messages += [call.answer] if is_turn else []
     return tuple(messages)

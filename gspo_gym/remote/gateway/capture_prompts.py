@@ -67,23 +67,25 @@ def chat_prompt(
     if call.tool_choice is not None and call.json_schema is not None:
         raise ConfigError("response_format: expected none beside a tool that must be called, got a JSON schema")
     # Checked before rendering, which takes long for a text that is far too long.
-    found = conversations.find(call.messages, tools_key)
-    if cannot_fit(found.new, tokenizer, max_model_len):
-        raise overflow(f"{sum(len(message.content) for message in found.new)} characters", max_model_len)
+    conversation = conversations.find(call.messages, tools_key)
+    if cannot_fit(conversation.new, tokenizer, max_model_len):
+        raise overflow(f"{sum(len(message.content) for message in conversation.new)} characters", max_model_len)
     # The prompt begins the call as the template would write it, and the model samples the rest. The opening counts as
     # context, so such an answer can be trained on; it may fail to be a call, which is an error and never repaired.
     opening = renderer.call_opening(forced_tool(call.tool_choice, call.tools)) if call.tool_choice else []
-    if found.parent is None:
-        added, appends = renderer.start(found.new), False
+    if conversation.parent is None:
+        added, appends = renderer.start(conversation.new), False
     else:
         # A sampled stop token ends the turn in the template's words; a cut one must be closed first.
-        is_closed = int(found.parent.completion.token_ids[-1]) in renderer.stop_token_ids
-        continuation = renderer.continue_from(found.known, found.new, closed=is_closed)
+        is_closed = int(conversation.parent.completion.token_ids[-1]) in renderer.stop_token_ids
+        continuation = renderer.continue_from(conversation.known, conversation.new, closed=is_closed)
         added, appends = continuation.token_ids, not continuation.is_new_segment
     whole = context = np.array([*added, *opening], dtype=np.int32)
-    if found.parent is not None and appends:
-        whole = np.concatenate([conversations.tokens_of(found.parent), context])
-    prompt = Prompt(found.parent, appends, found.new, whole, context, opening, found.request_digest)
+    if conversation.parent is not None and appends:
+        whole = np.concatenate([conversations.tokens_of(conversation.parent), context])
+    prompt = Prompt(
+        conversation.parent, appends, conversation.new, whole, context, opening, conversation.request_digest
+    )
     return _fitting(prompt, max_model_len)
 
 
@@ -136,9 +138,11 @@ def _require_ids(ids: Sequence[Any], *, below: int, vocab_size: int) -> None:  #
 
 
 def _longest_beginning(ids: Int32Array, conversations: Conversations) -> tuple[CapturedCall | None, int]:
-    known = [(call, conversations.tokens_of(call)) for call in conversations.raw_calls()]
-    beginnings = [(call, len(tokens)) for call, tokens in known if np.array_equal(ids[: len(tokens)], tokens)]
-    return max(beginnings, key=lambda found: found[1], default=(None, 0))
+    calls_with_tokens = [(call, conversations.tokens_of(call)) for call in conversations.raw_calls()]
+    beginnings = [
+        (call, len(tokens)) for call, tokens in calls_with_tokens if np.array_equal(ids[: len(tokens)], tokens)
+    ]
+    return max(beginnings, key=lambda beginning: beginning[1], default=(None, 0))
 
 
 def forced_tool(tool_choice: str, tools: Sequence[Mapping[str, Any]]) -> str | None:
@@ -159,13 +163,13 @@ def forced_tool(tool_choice: str, tools: Sequence[Mapping[str, Any]]) -> str | N
 
 def call_problem(answer: Message, name: str | None, tools: Sequence[Mapping[str, Any]]) -> str | None:
     """Explain the fault of an answer that had to call the tool `name` (None: any); None if nothing."""
-    wanted = f"a call of {name}" if name is not None else "a call of one of " + ", ".join(tool_names(tools))
-    called = [call.name for call in answer.tool_calls]
-    if not called:
-        return f"expected {wanted}, got a text"
+    expected_call = f"a call of {name}" if name is not None else "a call of one of " + ", ".join(tool_names(tools))
+    called_names = [call.name for call in answer.tool_calls]
+    if not called_names:
+        return f"expected {expected_call}, got a text"
     allowed = tool_names(tools) if name is None else [name]
-    if called[0] not in allowed:
-        return f"expected {wanted}, got a call of {called[0]}"
+    if called_names[0] not in allowed:
+        return f"expected {expected_call}, got a call of {called_names[0]}"
     return None
 
 
@@ -227,8 +231,8 @@ class Conversations:
             candidates = self._by_digest.get(digests[count]) if messages[count - 1].role == "assistant" else None
             if candidates:
                 parent = self._chosen(candidates, messages[count - 1].reasoning_content)
-                known = self.messages_of(parent)
-                return Continued(parent, known, _renamed(messages, known), digests[-1])
+                parent_messages = self.messages_of(parent)
+                return Continued(parent, parent_messages, _renamed(messages, parent_messages), digests[-1])
         return Continued(None, (), tuple(messages), digests[-1])
 
     def raw_calls(self) -> list[CapturedCall]:
@@ -296,12 +300,16 @@ def _key_of(message: Message, places: dict[str, _Place]) -> str:
     if message.role == "assistant":
         calls = [[call.name, _plain(call.arguments)] for call in message.tool_calls]
         # Without reasoning and ids, and trimmed: clients change these.
-        said: list[Any] = [message.role, message.content.strip(), calls]  # Any: JSON
+        identifying_parts: list[Any] = [message.role, message.content.strip(), calls]  # Any: JSON
     elif message.role == "tool":
-        said = [message.role, message.content, places.get(message.tool_call_id or "", message.tool_call_id)]
+        identifying_parts = [
+            message.role,
+            message.content,
+            places.get(message.tool_call_id or "", message.tool_call_id),
+        ]
     else:
-        said = [message.role, message.content, message.name]
-    return _ENCODER.encode(said)
+        identifying_parts = [message.role, message.content, message.name]
+    return _ENCODER.encode(identifying_parts)
 
 
 def _plain(value: Any) -> Any:
@@ -313,11 +321,11 @@ def _plain(value: Any) -> Any:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
-def _renamed(messages: Sequence[Message], known: tuple[Message, ...]) -> tuple[Message, ...]:
+def _renamed(messages: Sequence[Message], parent_messages: tuple[Message, ...]) -> tuple[Message, ...]:
     ids: dict[str, str] = {}
-    for sent, first in zip(messages, known, strict=False):
+    for sent, first in zip(messages, parent_messages, strict=False):
         ids |= {call.id: ours.id for call, ours in zip(sent.tool_calls, first.tool_calls, strict=False)}
     return tuple(
         dataclasses.replace(message, tool_call_id=ids.get(message.tool_call_id or "", message.tool_call_id))
-        for message in messages[len(known) :]
+        for message in messages[len(parent_messages) :]
     )

@@ -200,8 +200,8 @@ def read_completion_request(body: Mapping[str, Json]) -> CompletionRequest:
 
 
 def _options(body: Mapping[str, Json], *, logprobs: bool) -> AnswerOptions:
-    asked = body.get("stream_options")
-    include_usage = isinstance(asked, Mapping) and bool(asked.get("include_usage"))
+    stream_options = body.get("stream_options")
+    include_usage = isinstance(stream_options, Mapping) and bool(stream_options.get("include_usage"))
     return AnswerOptions(bool(body.get("stream")), include_usage, logprobs)
 
 
@@ -365,8 +365,8 @@ def wants_training(body: Mapping[str, Json]) -> bool | None:
         RequestError: it says neither "true" nor "false".
     """
     metadata = body.get("metadata")
-    said = metadata.get(TRAINED_KEY) if isinstance(metadata, Mapping) else None
-    return None if said is None else read_flag(said, name=f"metadata.{TRAINED_KEY}")
+    flag_text = metadata.get(TRAINED_KEY) if isinstance(metadata, Mapping) else None
+    return None if flag_text is None else read_flag(flag_text, name=f"metadata.{TRAINED_KEY}")
 
 
 def read_flag(text: Json, *, name: str) -> bool:

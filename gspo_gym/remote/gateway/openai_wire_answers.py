@@ -146,8 +146,12 @@ def chat_logprobs(call: CapturedCall, decode: Callable[[Sequence[int]], str]) ->
     # One token may be a part of a character, which has no text of its own.
     for token, logprob in zip(call.completion.token_ids.tolist(), call.completion.logprobs.tolist(), strict=True):
         text = decode([token])
-        known = {"token": text, "logprob": logprob, "bytes": None if _UNREADABLE in text else list(text.encode())}
-        content.append({**known, "top_logprobs": [known]})
+        token_fields = {
+            "token": text,
+            "logprob": logprob,
+            "bytes": None if _UNREADABLE in text else list(text.encode()),
+        }
+        content.append({**token_fields, "top_logprobs": [token_fields]})
     return {"content": content, "refusal": None}
 
 
@@ -349,8 +353,8 @@ def _items(call: CapturedCall, response_id: str) -> list[dict[str, Json]]:
     # An empty answer is a message, too.
     if answer.content or not answer.tool_calls:
         text = {"type": "output_text", "text": answer.content, "annotations": [], "logprobs": []}
-        said = {"type": "message", "role": "assistant", "status": status, "content": [text]}
-        items.append({"id": f"msg_{response_id}", **said})
+        message_fields = {"type": "message", "role": "assistant", "status": status, "content": [text]}
+        items.append({"id": f"msg_{response_id}", **message_fields})
     for index, tool_call in enumerate(answer.tool_calls):
         arguments = json.dumps(dict(tool_call.arguments), ensure_ascii=False)
         items.append(

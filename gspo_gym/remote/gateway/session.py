@@ -388,8 +388,10 @@ class GatewaySession:
 
 def _request_key(call: ChatCall | CompletionCall, prompt: Prompt) -> str:
     # Whatever their temperature and length, calls that ask for the same thing have one key.
-    asked = [call.stop] + ([call.tool_choice, call.json_schema] if isinstance(call, ChatCall) else ["completion"])
-    return hashlib.blake2b(prompt.digest + json.dumps(asked).encode(), digest_size=16).hexdigest()
+    request_parts = [call.stop] + (
+        [call.tool_choice, call.json_schema] if isinstance(call, ChatCall) else ["completion"]
+    )
+    return hashlib.blake2b(prompt.digest + json.dumps(request_parts).encode(), digest_size=16).hexdigest()
 
 
 def _untrained(call: ChatCall | CompletionCall, settings: GatewaySessionSettings) -> Untrained | None:

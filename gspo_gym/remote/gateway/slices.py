@@ -131,19 +131,19 @@ class GrowingText:
     def rest(self, message: Message) -> tuple[str, str]:
         """Return what of a message was not returned yet; nothing of a part that does not continue what was."""
         reasoning, content = message.reasoning_content or "", message.content
-        more = reasoning.removeprefix(self.reasoning) if reasoning.startswith(self.reasoning) else ""
-        said = content.removeprefix(self.content) if content.startswith(self.content) else ""
-        self.reasoning, self.content = self.reasoning + more, self.content + said
-        return more, said
+        new_reasoning = reasoning.removeprefix(self.reasoning) if reasoning.startswith(self.reasoning) else ""
+        new_content = content.removeprefix(self.content) if content.startswith(self.content) else ""
+        self.reasoning, self.content = self.reasoning + new_reasoning, self.content + new_content
+        return new_reasoning, new_content
 
     def _settled(self, text: str) -> str:
         ends = [text.find(stop) for stop in self._stops if stop in text]
         if ends:
             return text[: min(ends)]
-        kept = len(text.rstrip(_UNREADABLE))
-        kept -= _begun(text[:kept], self._renderer.format.tags)
+        length = len(text.rstrip(_UNREADABLE))
+        length -= _begun(text[:length], self._renderer.format.tags)
         longest = max((len(stop) for stop in self._stops), default=1)
-        return text[: max(0, min(kept, len(text) - longest + 1))]
+        return text[: max(0, min(length, len(text) - longest + 1))]
 
 
 def _begun(text: str, tags: Sequence[str]) -> int:

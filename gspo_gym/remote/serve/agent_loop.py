@@ -125,10 +125,12 @@ class InferenceClient:
 
         base_url, query = split_inference_url(url.url)
         self._where = f"{url.scheme}://{url.host}:{url.port}"  # without path and query, which open it
-        asked = {name: value for name, value in policy.items() if value is not None}
-        self._fixed: dict[str, Any] = {name: asked[name] for name in (*_OPENAI_SAMPLING, *_LIMITS) if name in asked}
-        if others := {name: asked[name] for name in _OTHER_SAMPLING if name in asked}:
-            self._fixed["extra_body"] = others
+        sampling = {name: value for name, value in policy.items() if value is not None}
+        self._fixed: dict[str, Any] = {
+            name: sampling[name] for name in (*_OPENAI_SAMPLING, *_LIMITS) if name in sampling
+        }
+        if extra_options := {name: sampling[name] for name in _OTHER_SAMPLING if name in sampling}:
+            self._fixed["extra_body"] = extra_options
         self._fixed["model"] = str(policy.get("model") or "policy")
         if with_logprobs:
             self._fixed["logprobs"] = True
@@ -191,13 +193,13 @@ class InferenceClient:
         try:
             wire = answer.model_dump(mode="json")
             choice = wire["choices"][0]
-            said = choice["message"]
+            message_data = choice["message"]
             usage = {name: n for name, n in (wire.get("usage") or {}).items() if isinstance(n, int)}
             extra = wire.get(EXTENSION)
             # Only our gateway answers with the extra field.
             self._is_ours = isinstance(extra, dict)
             return Reply(
-                **_understood(said, extra if isinstance(extra, dict) else {}, self._where),
+                **_understood(message_data, extra if isinstance(extra, dict) else {}, self._where),
                 finish_reason=str(choice.get("finish_reason")),
                 usage=usage,
                 seconds=seconds,
@@ -207,17 +209,17 @@ class InferenceClient:
             raise InferenceError(f"{self._where}: expected a chat completion, got {answer!r:.{_MAX_SHOWN}}") from error
 
 
-def _understood(said: Mapping[str, Any], extra: Mapping[str, Any], where: str) -> dict[str, Any]:
+def _understood(message_data: Mapping[str, Any], extra: Mapping[str, Any], where: str) -> dict[str, Any]:
     if extra.get("error"):
-        text = Message("assistant", str(said.get("content") or ""))
+        text = Message("assistant", str(message_data.get("content") or ""))
         return {"message": text, "error": str(extra["error"]), "parse": str(extra.get("parse", "bad_tool_call"))}
     try:
-        return {"message": message_from_wire({**said, "role": "assistant"}, where=where)}
+        return {"message": message_from_wire({**message_data, "role": "assistant"}, where=where)}
     # The environment answers a text that is not an action, as it would in the trainer's process.
     except RecordError as error:  # an endpoint that passes on arguments that are no JSON
-        if not all(_is_call(call) for call in said.get("tool_calls") or ()):
+        if not all(_is_call(call) for call in message_data.get("tool_calls") or ()):
             raise InferenceError(str(error)) from error
-        text = Message("assistant", str(said.get("content") or ""))
+        text = Message("assistant", str(message_data.get("content") or ""))
         reason = str(error).removeprefix(f"{where}: ")
         return {"message": text, "error": reason, "parse": "bad_tool_call"}
 
@@ -373,7 +375,7 @@ async def _play_episode(
     seen = with_system_prompt(opening, plan.system_prompt)
     conversation = seen
     while True:
-        reply = await _asked(ask, conversation, session.tool_schemas, is_first=not episode.decisions)
+        reply = await _ask_model(ask, conversation, session.tool_schemas, is_first=not episode.decisions)
         if reply is None:
             episode.outcome = Outcome.CONTEXT_OVERFLOW
             return
@@ -448,7 +450,7 @@ def _end_at_limit(episode: PlayedEpisode, session: EnvSession) -> None:
     episode.outcome = Outcome.ACTION_LIMIT
 
 
-async def _asked(
+async def _ask_model(
     ask: Ask, conversation: tuple[Message, ...], tools: tuple[Mapping[str, Any], ...], *, is_first: bool
 ) -> Reply | None:
     try:

@@ -109,9 +109,9 @@ class EnvSource:
             RefusalError: it may not set one, or there is no such argument.
         """
         # What names the task, or is for the trainer, is no argument of the constructor.
-        others = (*_NOT_OF_THE_CONSTRUCTOR, *self._address_keys)
-        asked = {key: value for key, value in config.items() if key not in others}
-        for key, value in asked.items():
+        ignored_keys = (*_NOT_OF_THE_CONSTRUCTOR, *self._address_keys)
+        client_config = {key: value for key, value in config.items() if key not in ignored_keys}
+        for key, value in client_config.items():
             is_repeated = key in self._config and self._config[key] == value
             if not (is_repeated or key in self._client_options or ANY_OPTION in self._client_options):
                 raise RefusalError(
@@ -120,13 +120,13 @@ class EnvSource:
                     f"env.config: {key!r} is not this server's setting, and clients may not set it; serve with it "
                     f"(--option {key}=VALUE), or let clients set it (--client-option {key})",
                 )
-        key = json.dumps(asked, sort_keys=True)
+        key = json.dumps(client_config, sort_keys=True)
         if key not in self._factories:
             # The oldest goes: a client could make any number of them.
             if len(self._factories) >= _MAX_KEPT:
                 del self._factories[next(iter(self._factories))]
             try:
-                self._factories[key] = isolated_factory(self._env, {**self._config, **asked}, self._isolation)
+                self._factories[key] = isolated_factory(self._env, {**self._config, **client_config}, self._isolation)
             except ConfigError as error:
                 raise RefusalError(422, "env_config_unknown", str(error)) from error
         return self._factories[key]

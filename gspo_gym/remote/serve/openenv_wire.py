@@ -251,8 +251,8 @@ async def _call(params: Mapping[str, Any], session: Session, has_tools: bool) ->
     if not has_tools:
         raise _RpcError(_INTERNAL_ERROR, "this environment has no tools")
     try:
-        given = {"type": "call_tool", "tool_name": params.get("name"), "arguments": params.get("arguments") or {}}
-        action = ToolAction.model_validate(given)
+        action_data = {"type": "call_tool", "tool_name": params.get("name"), "arguments": params.get("arguments") or {}}
+        action = ToolAction.model_validate(action_data)
     except ValidationError as error:
         raise _RpcError(_INVALID_PARAMS, f"Invalid params: {validation_errors(error)}") from error
     return call_result(await session.act(lambda turn: message_of(action, turn=turn)))

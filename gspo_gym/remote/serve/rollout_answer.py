@@ -154,8 +154,8 @@ def step_rewards_of(policy_config: Mapping[str, Any], env_config: Mapping[str, A
     Raises:
         pydantic.ValidationError: one is unknown or wrong.
     """
-    given = policy_config.get("step_rewards") or env_config.get("step_rewards") or {}
-    return AppStepRewards.model_validate(given)
+    settings = policy_config.get("step_rewards") or env_config.get("step_rewards") or {}
+    return AppStepRewards.model_validate(settings)
 
 
 Json = dict[str, Any]  # Any: JSON
@@ -185,12 +185,14 @@ class AnswerContext:
 
 def rollout_answer(played: PlayedRollout, context: AnswerContext, *, aborted: bool, created_at: str) -> Json:
     """Return the whole answer, of generation A; `created_at` is when the rollout began."""
-    told = [_Told(episode, context) for episode in played.episodes]
+    wire_episodes = [_Told(episode, context) for episode in played.episodes]
     request = context.request
     answer: Json = {
         "run_id": request.run_id,
-        "trajectories": [one.trajectory for one in told] if request.record.trajectories else [],
-        "metrics": _metrics(played, told, context, aborted=aborted),
+        "trajectories": [wire_episode.trajectory for wire_episode in wire_episodes]
+        if request.record.trajectories
+        else [],
+        "metrics": _metrics(played, wire_episodes, context, aborted=aborted),
         "branches": {},
         "aborted": aborted,
         "ops_executed": played.num_ops,
@@ -200,7 +202,7 @@ def rollout_answer(played: PlayedRollout, context: AnswerContext, *, aborted: bo
     }
     if request.record.return_trace:
         is_compact = request.record.trace_format == "compact"
-        answer["trace"] = (_compact_trace if is_compact else _full_trace)(told, context, created_at)
+        answer["trace"] = (_compact_trace if is_compact else _full_trace)(wire_episodes, context, created_at)
     return answer
 
 
@@ -249,14 +251,14 @@ def _step(decision: Decision, index: int, rewards: DecisionRewards, context: Ans
     details = StepDetails(reward_terms=dict(result.reward_terms), events=list(result.events))
     info: Json = {"meta": meta, EXTENSION: details.model_dump()}
     if context.step_rewards.is_active:
-        counted = rewards.of_decision(result.events)
-        meta["decision_rewards"], info["stepwise"] = counted["decision_rewards"], counted["stepwise"]
+        reward_fields = rewards.of_decision(result.events)
+        meta["decision_rewards"], info["stepwise"] = reward_fields["decision_rewards"], reward_fields["stepwise"]
     if reply.logprobs is not None and context.request.record.logprobs:
         info["logprobs"] = [value if math.isfinite(value) else _MIN_LOGPROB for value in reply.logprobs]
-    said = message_to_wire(reply.message)
+    message_wire = message_to_wire(reply.message)
     return {
         "obs": _observation(decision.seen),
-        "tool_calls": said.get("tool_calls", []),
+        "tool_calls": message_wire.get("tool_calls", []),
         "output": reply.message.content,
         "output_mode": "tool_calls" if reply.message.tool_calls else "text",
         "reward": result.reward,
@@ -271,10 +273,10 @@ def _observation(messages: Sequence[Message]) -> Json:
     return {"messages": [message_to_wire(message) for message in messages], "text": text}
 
 
-def _metrics(played: PlayedRollout, told: Sequence[_Told], context: AnswerContext, *, aborted: bool) -> Json:
+def _metrics(played: PlayedRollout, wire_episodes: Sequence[_Told], context: AnswerContext, *, aborted: bool) -> Json:
     episodes = played.episodes
     returns = [value for episode in episodes if (value := episode.episode_return) is not None]
-    declared = [episode.success for episode in episodes if episode.success is not None]
+    successes = [episode.success for episode in episodes if episode.success is not None]
     terms: Counter[str] = Counter()
     for decision in (one for episode in episodes for one in episode.decisions):
         for name, value in decision.result.reward_terms.items():
@@ -286,18 +288,18 @@ def _metrics(played: PlayedRollout, told: Sequence[_Told], context: AnswerContex
         "achievements": list(dict.fromkeys(_events(episodes))),
         EXTENSION: EpisodeDetails(outcome=None if outcome is None else outcome.value).model_dump(),
     }
-    if declared:
-        details["success"] = all(declared)
-    if context.step_rewards.is_active and told:
-        details["stepwise"] = told[-1].rewards.summary()
+    if successes:
+        details["success"] = all(successes)
+    if context.step_rewards.is_active and wire_episodes:
+        details["stepwise"] = wire_episodes[-1].rewards.summary()
     is_active = context.step_rewards.is_active
     return {
         "episode_returns": returns,
         "mean_return": _mean_return(returns, aborted=aborted),
         "num_steps": played.num_decisions,
         "num_episodes": len(episodes),
-        "outcome_score": sum(declared) / len(declared) if declared else None,
-        "events_score": float(sum(one.rewards.reward_sum for one in told)) if is_active else None,
+        "outcome_score": sum(successes) / len(successes) if successes else None,
+        "events_score": float(sum(one.rewards.reward_sum for one in wire_episodes)) if is_active else None,
         "details": details,
     }
 
@@ -314,9 +316,11 @@ def _events(episodes: Sequence[PlayedEpisode]) -> list[str]:
     return [name for episode in episodes for decision in episode.decisions for name in decision.result.events]
 
 
-def _compact_trace(told: Sequence[_Told], context: AnswerContext, created_at: str) -> Json:
-    decisions = [one for each in told for one in each.episode.decisions]
-    rewards = [step["info"]["meta"].get("decision_rewards") for each in told for step in each.steps]
+def _compact_trace(wire_episodes: Sequence[_Told], context: AnswerContext, created_at: str) -> Json:
+    decisions = [one for wire_episode in wire_episodes for one in wire_episode.episode.decisions]
+    rewards = [
+        step["info"]["meta"].get("decision_rewards") for wire_episode in wire_episodes for step in wire_episode.steps
+    ]
     return {
         "session_id": context.request.run_id,
         "created_at": created_at,
@@ -328,13 +332,13 @@ def _compact_trace(told: Sequence[_Told], context: AnswerContext, created_at: st
     }
 
 
-def _full_trace(told: Sequence[_Told], context: AnswerContext, created_at: str) -> Json:
-    decisions = [one for each in told for one in each.episode.decisions]
+def _full_trace(wire_episodes: Sequence[_Told], context: AnswerContext, created_at: str) -> Json:
+    decisions = [decision for wire_episode in wire_episodes for decision in wire_episode.episode.decisions]
     events: list[Json] = []
     history: list[Message] = []
-    for turn, one in enumerate(decisions, start=1):
-        result, call = one.result, _model_call(one, context)
-        events.append({"event_type": "cais", "turn": turn, **call, "call_records": [_call_record(one, context)]})
+    for turn, decision in enumerate(decisions, start=1):
+        result, call = decision.result, _model_call(decision, context)
+        events.append({"event_type": "cais", "turn": turn, **call, "call_records": [_call_record(decision, context)]})
         events.append(
             {
                 "event_type": "environment",
@@ -342,11 +346,11 @@ def _full_trace(told: Sequence[_Told], context: AnswerContext, created_at: str) 
                 "reward": result.reward,
                 "terminated": result.terminated,
                 "truncated": result.truncated,
-                "system_state_before": _observation(one.seen),
+                "system_state_before": _observation(decision.seen),
                 "system_state_after": _observation(result.messages),
             }
         )
-        history += [*one.seen, one.reply.message]  # once each: `seen` is what was new to the model
+        history += [*decision.seen, decision.reply.message]  # once each: `seen` is what was new to the model
     if decisions:
         history += decisions[-1].result.messages
     turns = range(1, len(decisions) + 1)
@@ -402,16 +406,16 @@ def _model_call(decision: Decision, context: AnswerContext) -> Json:
 
 
 def _call_record(decision: Decision, context: AnswerContext) -> Json:
-    said = message_to_wire(decision.reply.message)
+    message_wire = message_to_wire(decision.reply.message)
     calls = [
         {"name": call["function"]["name"], "arguments_json": call["function"]["arguments"]}
-        for call in said.get("tool_calls", ())
+        for call in message_wire.get("tool_calls", ())
     ]
     sampling = {key: context.request.policy.config.get(key) for key in ("temperature", "top_p", "max_tokens")}
     return {
         "request_params": sampling,
         "input_messages": [message_to_wire(message) for message in decision.seen],
-        "output_messages": [said],
+        "output_messages": [message_wire],
         "output_tool_calls": calls,
         "usage": dict(decision.reply.usage),
         "finish_reason": decision.reply.finish_reason,

@@ -301,9 +301,9 @@ class Runs:
         Raises:
             RefusalError: that run is under way already, or too many are waiting.
         """
-        known = self._runs.get(run_id)
+        earlier_run = self._runs.get(run_id)
         # A client that asks again after a lost answer would play the same attempt twice.
-        if known is not None and known.finished_at is None:
+        if earlier_run is not None and earlier_run.finished_at is None:
             raise RefusalError(409, "run_exists", f"run {run_id!r} is under way; a run id names one attempt")
         if self._num_waiting >= self._max_waiting:
             raise RefusalError(503, "overloaded", f"{self._num_waiting} rollouts are waiting for a place; try again")
@@ -367,11 +367,11 @@ async def until_stopped(
         await asyncio.wait({task, *watching}, timeout=timeout_seconds, return_when=asyncio.FIRST_COMPLETED)
     finally:
         is_done, ended = task.done(), [stop for stop in watching if stop.done()]
-        for each in (task, *watching):
-            each.cancel()
+        for future in (task, *watching):
+            future.cancel()
         await asyncio.gather(task, *watching, return_exceptions=True)  # until the environment is closed
-    for each in (task,) if is_done else ended:
-        each.result()
+    for future in (task,) if is_done else ended:
+        future.result()
     return is_done
 
 
