@@ -252,8 +252,8 @@ def plain_of(handle: tuple[Any, ...]) -> list[Any]:
     values = {position: handle[position] for position in _CONSTANTS} if len(handle) == _NUM_ARGUMENTS else {}
     if values != _CONSTANTS:
         raise EngineError(
-            f"expected a CUDA IPC handle of {_NUM_ARGUMENTS} values with {_CONSTANTS}, got {len(handle)} with {values}: "
-            'another version of torch; set training.weight_sync.transfer = "files"'
+            f"expected a CUDA IPC handle of {_NUM_ARGUMENTS} values with {_CONSTANTS}, got {len(handle)} with {values}"
+            ': another version of torch; set training.weight_sync.transfer = "files"'
         )
     return [
         list(value) if isinstance(value, tuple) else value
