@@ -97,8 +97,8 @@ class AppEpisodeSettings:
             policy_value, session_value = self.policy_config.get(name), getattr(self.session.sampling, name)
             if policy_value is not None and policy_value != session_value:
                 raise ConfigError(
-                    f"rollout.policy_config.{name} is {policy_value!r} and the episodes are sampled with {session_value!r}; "
-                    "the learner scores under one, so make them equal or leave it out"
+                    f"rollout.policy_config.{name} is {policy_value!r} and the episodes are sampled with "
+                    f"{session_value!r}; the learner scores under one, so make them equal or leave it out"
                 )
 
 
