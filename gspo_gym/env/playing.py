@@ -45,8 +45,8 @@ class Playthrough:
     @property
     def success(self) -> bool | None:
         """Return the last declared success."""
-        declared = [answer.success for answer in self.answers if answer.success is not None]
-        return declared[-1] if declared else None
+        declarations = [answer.success for answer in self.answers if answer.success is not None]
+        return declarations[-1] if declarations else None
 
     def difference_from(self, other: Playthrough) -> str | None:
         """Return the first difference in words, or None. `info`, which is for people, is not compared."""
@@ -151,8 +151,8 @@ def arguments_for(schema: Mapping[str, Any], rng: np.random.Generator, *, text: 
     """Return small values for the required arguments of a tool, and `text`, if given, for each string."""
     parameters = schema.get("parameters") or {}
     properties = parameters.get("properties", {})
-    required = sorted(name for name in parameters.get("required", ()) if name in properties)
-    values = {name: _value(properties[name], rng) for name in required}
+    required_names = sorted(name for name in parameters.get("required", ()) if name in properties)
+    values = {name: _value(properties[name], rng) for name in required_names}
     if text is not None:
         values |= {name: text for name, kind in properties.items() if _is_free_text(kind)}
     return values

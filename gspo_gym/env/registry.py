@@ -126,13 +126,13 @@ def list_environments(*, include_gymnasium: bool = False) -> tuple[str, ...]:
 @functools.cache
 def _load_plugins() -> tuple[tuple[str, str], ...]:
     """Run every entry point once; return (name, error) of those that failed, for the errors of failed lookups."""
-    failed = []
+    failures = []
     for plugin in importlib.metadata.entry_points(group=_ENTRY_POINT_GROUP):
         try:
             plugin.load()()
         except Exception as error:  # another package must not break ours
-            failed.append((plugin.name, f"{type(error).__name__}: {error}"))
-    return tuple(failed)
+            failures.append((plugin.name, f"{type(error).__name__}: {error}"))
+    return tuple(failures)
 
 
 def _matches(name: str) -> list[str]:  # with its namespace and version, if given; the newest of a namespace

@@ -129,19 +129,19 @@ class RewardTerms:
     """
 
     def __init__(self, functions: Mapping[AnyFunction, float]) -> None:
-        named: dict[str, KeywordFunction] = {}
+        function_by_name: dict[str, KeywordFunction] = {}
         for function, weight in functions.items():
             name = getattr(function, "__name__", "")
             if not name.isidentifier():
                 raise ConfigError(f"RewardTerms: expected functions with a name (def), got {function!r:.80}")
-            if name in named:
+            if name in function_by_name:
                 raise ConfigError(f"RewardTerms: expected one function of each name, got {name!r} twice")
             if isinstance(weight, bool) or not isinstance(weight, int | float) or not is_finite(weight):
                 raise ConfigError(f"RewardTerms: expected a finite weight for {name!r}, got {described(weight)}")
-            named[name] = KeywordFunction.of(function, f"reward term {name!r}")
-        self._functions = named
+            function_by_name[name] = KeywordFunction.of(function, f"reward term {name!r}")
+        self._functions = function_by_name
         self.weights: Mapping[str, float] = MappingProxyType(
-            dict(zip(named, map(float, functions.values()), strict=True))
+            dict(zip(function_by_name, map(float, functions.values()), strict=True))
         )
 
     def score(self, *, events: Sequence[str] = (), success: bool | None = None, **inputs: Any) -> Reward | None:
@@ -269,13 +269,15 @@ class KeywordFunction:
         for parameter in parameters:
             if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.VAR_POSITIONAL):
                 raise ConfigError(f"{where}: expected parameters to be given by keyword, got {parameter}")
-        named = [parameter for parameter in parameters if parameter.kind is not parameter.VAR_KEYWORD]
-        optional = frozenset(parameter.name for parameter in named if parameter.default is not parameter.empty)
+        keyword_parameters = [parameter for parameter in parameters if parameter.kind is not parameter.VAR_KEYWORD]
+        optional = frozenset(
+            parameter.name for parameter in keyword_parameters if parameter.default is not parameter.empty
+        )
         return cls(
             function=function,
             where=where,
-            required=frozenset(parameter.name for parameter in named) - optional,
-            optional=optional if len(named) == len(parameters) else None,
+            required=frozenset(parameter.name for parameter in keyword_parameters) - optional,
+            optional=optional if len(keyword_parameters) == len(parameters) else None,
             # The second test finds an object with an async __call__.
             is_async=inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__),
         )

@@ -122,16 +122,16 @@ class Tool:
         unknown = [name for name in arguments if name not in self.adapters]
         problems = [f"unknown argument {name!r}, {nearest_name(str(name), self.adapters)}" for name in unknown]
         problems += [f"missing argument {name!r}" for name in self.adapters if name in self.required - set(arguments)]
-        checked: dict[str, Any] = {}
+        values: dict[str, Any] = {}
         for name, adapter in self.adapters.items():
             if name in arguments:
                 try:
-                    checked[name] = _checked(adapter, arguments[name])
+                    values[name] = _checked(adapter, arguments[name])
                 except ToolError as error:
                     problems.append(f"argument {name!r}: {error}")
         if problems:
             raise ToolError(f"{self.name}: " + "; ".join(problems))
-        return checked
+        return values
 
     def bound_to(self, instance: object) -> Tool:
         return dataclasses.replace(self, function=getattr(instance, self.function.__name__))
@@ -143,8 +143,8 @@ def tools_of(cls: type) -> tuple[Tool, ...]:
     namespace: dict[str, Any] = {}
     for base in reversed(cls.__mro__):
         namespace |= vars(base)
-    marked = [inspect.getattr_static(cls, name) for name in names]
-    return tuple(_build(function, skip=1, names=namespace) for function in marked if hasattr(function, _MARK))
+    members = [inspect.getattr_static(cls, name) for name in names]
+    return tuple(_build(function, skip=1, names=namespace) for function in members if hasattr(function, _MARK))
 
 
 def text_of(result: object, *, where: str) -> str:
@@ -235,26 +235,26 @@ def _build(function: Callable[..., Any], *, skip: int, names: Mapping[str, Any])
     where = f"tool {getattr(function, '__qualname__', name)}"
     if not _NAME.fullmatch(name):
         raise ContractError(f"{where}: expected a name of 1 to 64 ASCII letters, digits, _ and -, got {name!r}")
-    documented = parse_docstring(function.__doc__)
+    docstring = parse_docstring(function.__doc__)
     parameters = list(inspect.signature(function).parameters.values())[skip:]
     parameter_names = {parameter.name for parameter in parameters}
-    for stranger in sorted(set(documented.parameters) - parameter_names):
+    for stranger in sorted(set(docstring.parameters) - parameter_names):
         raise ContractError(f"{where}: its docstring describes {stranger!r}; {nearest_name(stranger, parameter_names)}")
     types_by_name = _annotations(function, parameters, names, where)
     properties = {
-        parameter.name: _property(parameter, types_by_name[parameter.name], documented.parameters, where)
+        parameter.name: _property(parameter, types_by_name[parameter.name], docstring.parameters, where)
         for parameter in parameters
     }
-    required = [parameter.name for parameter in parameters if parameter.default is parameter.empty]
+    required_names = [parameter.name for parameter in parameters if parameter.default is parameter.empty]
     mark: _Mark | None = getattr(function, _MARK, None)
     return Tool(
         name=name,
-        description=documented.description,
-        parameters={"type": "object", "properties": properties, "required": required},
+        description=docstring.description,
+        parameters={"type": "object", "properties": properties, "required": required_names},
         function=function,
         time_limit_seconds=mark.time_limit_seconds if mark else None,
         adapters={key: TypeAdapter(value) for key, value in types_by_name.items()},
-        required=frozenset(required),
+        required=frozenset(required_names),
     )
 
 

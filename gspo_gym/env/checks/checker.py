@@ -103,15 +103,15 @@ def can_count_files() -> bool:
 async def _find_in_halves(play: Callable[[], Awaitable[None]], half: int) -> tuple[list[Leak], int]:
     gc.collect()
     marks = [Holdings.now()]
-    grown = []
+    growths = []
     for _ in range(2):
         before = tracemalloc.get_traced_memory()[0]  # read before the next mark, which allocates too
         for _ in range(half):
             await play()
         mark, num_bytes = await _settled(marks[0])
         marks.append(mark)
-        grown.append(num_bytes - before)
-    return _leaks(marks, half), min(grown)
+        growths.append(num_bytes - before)
+    return _leaks(marks, half), min(growths)
 
 
 async def _find_memory(play: Callable[[], Awaitable[None]], half: int) -> list[Leak]:
@@ -122,12 +122,14 @@ async def _find_memory(play: Callable[[], Awaitable[None]], half: int) -> list[L
             await play()
         await _settled(first)
         marks.append(_bytes_by_line())
-    grown = {
+    growth_by_line = {
         line: min(after[line] - before[line] for before, after in pairwise(marks))
         for line in marks[0].keys() | marks[1].keys()
     }
-    growing = sorted((line for line in grown if grown[line] > 0), key=lambda line: (-grown[line], line))
-    num_bytes = sum(grown[line] for line in growing)
+    growing = sorted(
+        (line for line in growth_by_line if growth_by_line[line] > 0), key=lambda line: (-growth_by_line[line], line)
+    )
+    num_bytes = sum(growth_by_line[line] for line in growing)
     if num_bytes < MIN_BYTES * half:
         return []
     return [Leak(_MEMORY, num_bytes / half, tuple(growing[:2]))]
@@ -147,24 +149,24 @@ async def _settled(first: Holdings) -> tuple[Holdings, int]:  # once threads and
     while True:
         gc.collect()
         num_bytes = tracemalloc.get_traced_memory()[0]
-        held = Holdings.now()
-        is_steady = len(held.threads) <= len(first.threads) and len(held.children) <= len(first.children)
+        holdings = Holdings.now()
+        is_steady = len(holdings.threads) <= len(first.threads) and len(holdings.children) <= len(first.children)
         if is_steady or asyncio.get_running_loop().time() >= deadline:
-            return held, num_bytes
-        del held  # its memory would be counted in the next round
+            return holdings, num_bytes
+        del holdings  # its memory would be counted in the next round
         await asyncio.sleep(_POLL_SECONDS)
 
 
 def _leaks(marks: list[Holdings], half: int) -> list[Leak]:
     leaks = []
-    for kind, held in {
+    for kind, snapshots in {
         "files": [mark.files for mark in marks],
         "threads": [mark.threads for mark in marks],
         "child processes": [mark.children for mark in marks],
     }.items():
-        growth = min(len(after) - len(before) for before, after in pairwise(held))
+        growth = min(len(after) - len(before) for before, after in pairwise(snapshots))
         if growth >= max(1, half // 2):
-            new = dict.fromkeys(words for key, words in held[2].items() if key not in held[0])
+            new = dict.fromkeys(words for key, words in snapshots[2].items() if key not in snapshots[0])
             leaks.append(Leak(kind, growth / half, tuple(new)[:2]))
     return leaks
 

@@ -75,12 +75,12 @@ async def tricks_do_not_pay(subject: Subject, findings: Findings) -> None:
         for run in runs:
             if run.success and subject.reference_is_perfect:  # else a win may be luck, and only the mean counts
                 findings.fail(f"seed {run.seed}: expected {player} to fail, it succeeded")
-    best, whose = returns.get(settings.reference, subject.reward_range[1]), "the largest return"
+    best, best_text = returns.get(settings.reference, subject.reward_range[1]), "the largest return"
     if settings.reference in returns:
-        whose = f"{settings.reference!r} on average"
+        best_text = f"{settings.reference!r} on average"
     for player, mean in returns.items():
         if player != settings.reference and mean >= best - TOLERANCE and not _is_unscored(subject):
-            findings.fail(f"expected {player} to earn less than {whose} ({best:g}), got {mean:g}")
+            findings.fail(f"expected {player} to earn less than {best_text} ({best:g}), got {mean:g}")
     ordinary = {player: mean for player, mean in returns.items() if player not in (settings.reference, _UNREADABLE)}
     chance = ordinary.get(settings.random, max(ordinary.values(), default=math.inf))
     if (unreadable := returns.get(_UNREADABLE, -math.inf)) > chance + TOLERANCE and not _is_unscored(subject):
@@ -99,8 +99,8 @@ _Play = Callable[[EnvSession, int], Awaitable[Playthrough]]  # one episode of a 
 
 def _as_long_as_others(subject: Subject, runs: Sequence[Playthrough]) -> list[Playthrough]:
     """Cut episodes that the environment does not end to the turns of other play: over hundreds, any price is large."""
-    others = subject.runs_of(subject.settings.random) or subject.runs_of(subject.settings.reference)
-    turns = {run.seed: len(run.answers) for run in others}
+    ordinary_runs = subject.runs_of(subject.settings.random) or subject.runs_of(subject.settings.reference)
+    turns = {run.seed: len(run.answers) for run in ordinary_runs}
     return [run if run.is_over else replace(run, answers=run.answers[: turns.get(run.seed)]) for run in runs]
 
 
@@ -153,8 +153,8 @@ def probes(rubric: str) -> dict[str, PolicyFactory]:
         "every number to 100": lambda _env, _messages: CANDIDATES,
         "claiming success": lambda _env, _messages: CLAIM,
     }
-    spoken = {name: saying(text) for name, text in texts.items()}
-    return {"an empty answer": _empty, "every tool without arguments": _every_tool, **spoken}
+    text_players = {name: saying(text) for name, text in texts.items()}
+    return {"an empty answer": _empty, "every tool without arguments": _every_tool, **text_players}
 
 
 def _empty(env: Any, rng: np.random.Generator) -> ScriptedPolicy:  # noqa: ARG001 - a PolicyFactory
@@ -222,9 +222,9 @@ async def nothing_shown_is_the_answer(subject: Subject, findings: Findings) -> N
             # A text that wins a few tasks (the letter of a choice, a cell of a board) is luck: ask for ten more.
             further = further or [await _task(subject, seed) for seed in _FURTHER_SEEDS]
             if await _always_wins(subject, further, place, form):
-                shown = ", ".join(repr(task.places[place])[:40] for task in tasks[:3])
+                examples = ", ".join(repr(task.places[place])[:40] for task in tasks[:3])
                 findings.fail(
-                    f"expected {place} to say nothing of the answer; repeating what stands there ({shown}, ...) won "
+                    f"expected {place} to say nothing of the answer; repeating what stands there ({examples}, ...) won "
                     f"all {len(tasks) + len(further)} tasks"
                 )
                 return
@@ -263,9 +263,9 @@ def _parts(name: str, text: str) -> Iterator[tuple[str, str]]:
         if match := _LABEL.match(line):
             yield f"what follows {match[1]!r} in {name}", match[2]
     words = [word.strip(_MARKS) for word in _BETWEEN.split(text)][:_MAX_WORDS]
-    folded = [word.casefold() for word in words]
-    for before, word in zip(folded, words[1:], strict=False):
-        if folded.count(before) == 1:
+    lower_words = [word.casefold() for word in words]
+    for before, word in zip(lower_words, words[1:], strict=False):
+        if lower_words.count(before) == 1:
             yield f"the word after {before!r} in {name}", word
     for kind, parts in (("line", lines), ("word", words)):
         if len(parts) > 1:
@@ -389,8 +389,8 @@ def _repeating(action: Message) -> PolicyFactory:
 
 def _target(subject: Subject) -> float:  # without a reference, which solves its tasks, the largest possible return
     references = [run.episode_return for run in subject.runs_of(subject.settings.reference)]
-    earned = [value for value in references if value is not None]
-    return min(earned, default=subject.reward_range[1])
+    returns = [value for value in references if value is not None]
+    return min(returns, default=subject.reward_range[1])
 
 
 def _can_win(subject: Subject) -> bool:

@@ -162,9 +162,9 @@ class Subject:
     @contextmanager
     def timing(self, method: str, where: str) -> Iterator[None]:
         """Record the duration of the block."""
-        started = self.settings.clock()
+        start = self.settings.clock()
         yield
-        self.calls.append(Call(method, where, self.settings.clock() - started))
+        self.calls.append(Call(method, where, self.settings.clock() - start))
 
     async def _opened(self, factory: Callable[[], Any]) -> EnvSession:
         seconds = self.settings.step_timeout_seconds

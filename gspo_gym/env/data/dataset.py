@@ -127,10 +127,10 @@ class DatasetEnv(TextEnv):
     def step(self, action: str) -> Any:
         """Return Gymnasium's 5-tuple at the end of the episode, or an awaitable of it for an async reward function."""
         row = self._finish("step")
-        answered = self._reward(action, row.values)
+        score = self._reward(action, row.values)
         if self._reward.is_async:
-            return self._awaited(answered)
-        return self._over(self._reward.as_reward(answered, self.reward_range[1]))
+            return self._awaited(score)
+        return self._over(self._reward.as_reward(score, self.reward_range[1]))
 
     def invalid_action(self, error: str) -> Any:
         """End the episode with a wrong answer."""
@@ -159,8 +159,8 @@ class DatasetEnv(TextEnv):
         row, self._row = self._row, None
         return row
 
-    async def _awaited(self, answered: Awaitable[Any]) -> Any:
-        return self._over(self._reward.as_reward(await answered, self.reward_range[1]))
+    async def _awaited(self, score: Awaitable[Any]) -> Any:
+        return self._over(self._reward.as_reward(await score, self.reward_range[1]))
 
     def _over(self, reward: Reward | None) -> tuple[str, Reward | None, bool, bool, dict[str, Any]]:
         return "", reward, True, False, {}
@@ -184,12 +184,12 @@ async def _soon(answer: Any) -> Any:
     return answer
 
 
-def _range(declared: Sequence[float] | None, *, is_graded: bool) -> tuple[float, float]:
-    if declared is None:
+def _range(reward_range: Sequence[float] | None, *, is_graded: bool) -> tuple[float, float]:
+    if reward_range is None:
         return (0.0, 1.0) if is_graded else (-float("inf"), float("inf"))
-    if len(declared) != 2 or not declared[0] < declared[1]:
-        raise ConfigError(f"DatasetEnv: expected reward_range to be (least, most), got {declared!r}")
-    return float(declared[0]), float(declared[1])
+    if len(reward_range) != 2 or not reward_range[0] < reward_range[1]:
+        raise ConfigError(f"DatasetEnv: expected reward_range to be (least, most), got {reward_range!r}")
+    return float(reward_range[0]), float(reward_range[1])
 
 
 RewardFunction = AnyFunction

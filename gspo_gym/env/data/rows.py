@@ -77,9 +77,9 @@ def next_seed(rng: np.random.Generator, *, is_held_out: bool | None = None) -> i
     >>> next_seed(np.random.default_rng(7)) < FIRST_TRAINING_SEED <= next_seed(np.random.default_rng())
     True
     """
-    drawn = int(rng.integers(FIRST_TRAINING_SEED))
+    offset = int(rng.integers(FIRST_TRAINING_SEED))
     side = is_held_out_generator(rng) if is_held_out is None else is_held_out
-    return drawn if side else FIRST_TRAINING_SEED + drawn
+    return offset if side else FIRST_TRAINING_SEED + offset
 
 
 def is_held_out_generator(rng: np.random.Generator) -> bool:
@@ -102,10 +102,10 @@ def checked_fraction(fraction: float | None, default: float, *, has_own_held_out
     """Return the held-out fraction in (0, 1) that was given, or the default; a ConfigError beside a held-out set."""
     if has_own_held_out and fraction is not None:
         raise ConfigError(f"{where}: held_out is a set of its own, so held_out_fraction has no effect; remove it")
-    chosen = default if fraction is None else fraction
-    if not 0 < chosen < 1:
-        raise ConfigError(f"{where}: expected held_out_fraction in (0, 1), got {chosen}")
-    return chosen
+    effective_fraction = default if fraction is None else fraction
+    if not 0 < effective_fraction < 1:
+        raise ConfigError(f"{where}: expected held_out_fraction in (0, 1), got {effective_fraction}")
+    return effective_fraction
 
 
 def split_by_content(entries: Iterable[Entry[T]], held_out_fraction: float) -> tuple[list[Entry[T]], list[Entry[T]]]:
@@ -209,7 +209,7 @@ def _from_file(path: Path) -> list[Row]:
         if not path.is_file():
             raise FileNotFoundError
     except FileNotFoundError:
-        near = [str(other) for other in path.parent.glob("*") if other.suffix in _SUFFIXES]
+        near = [str(sibling) for sibling in path.parent.glob("*") if sibling.suffix in _SUFFIXES]
         raise ConfigError(f"rows: there is no file {path}; {nearest_name(str(path), near)}") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"rows: {path} cannot be read: {error}") from error

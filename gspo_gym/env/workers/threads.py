@@ -74,9 +74,9 @@ class Worker:
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None:
             function, on_returned = job
-            returned = _returned(function)
-            on_returned(returned)
-            del job, function, on_returned, returned  # an idle thread keeps no environment alive
+            outcome = _returned(function)
+            on_returned(outcome)
+            del job, function, on_returned, outcome  # an idle thread keeps no environment alive
 
 
 class WorkerPool:
@@ -184,9 +184,9 @@ class OwnThread:
         return worker
 
 
-def _settle(future: asyncio.Future[Returned], returned: Returned) -> None:
+def _settle(future: asyncio.Future[Returned], outcome: Returned) -> None:
     if not future.done():  # cancelled: the deadline passed, or the episode was stopped
-        future.set_result(returned)
+        future.set_result(outcome)
 
 
 def _ignore(_: Returned) -> None: ...
@@ -217,7 +217,7 @@ class _Round:
         self.worker = worker
         self.present: _Call | None = None
         self._waiting = deque(calls)
-        self._ended: list[_Call] = []
+        self._ended_calls: list[_Call] = []
         self._lock = threading.Lock()
 
     def run(self) -> None:
@@ -228,15 +228,15 @@ class _Round:
     def _next(self) -> _Call | None:
         with self._lock:
             if self.present is not None:
-                self._ended.append(self.present)
+                self._ended_calls.append(self.present)
             self.present = self._waiting.popleft() if self._waiting else None
             return self.present
 
     def take_ended(self) -> list[_Call]:
         """Take the calls that have returned."""
         with self._lock:
-            ended, self._ended = self._ended, []
-            return ended
+            ended_calls, self._ended_calls = self._ended_calls, []
+            return ended_calls
 
     def take_waiting(self, stuck: _Call) -> list[_Call] | None:
         """Take the calls behind `stuck`, or return None if it has ended."""
@@ -332,31 +332,31 @@ class QuickCalls:
 
         new_round.worker.submit(new_round.run, tell)
 
-    def _end(self, ended: _Round) -> None:
-        self._settle(ended.take_ended())
-        if ended is self._round:  # it was not given up
+    def _end(self, call_round: _Round) -> None:
+        self._settle(call_round.take_ended())
+        if call_round is self._round:  # it was not given up
             self._round = None
-            self._pool.give_back(ended.worker)
+            self._pool.give_back(call_round.worker)
             if self._next_calls:
                 self._begin()
 
-    def _look(self, seen: _Round) -> None:
-        if seen is not self._round:
+    def _look(self, call_round: _Round) -> None:
+        if call_round is not self._round:
             return
-        stuck, seconds, waiting = seen.present, 0.0, None
+        stuck, seconds, waiting = call_round.present, 0.0, None
         if stuck is not None:  # on a busy machine, a thread may begin late
             seconds = max(0.0, self._clock() - stuck.started)
-            waiting = seen.take_waiting(stuck) if seconds >= self._patience_seconds else None
+            waiting = call_round.take_waiting(stuck) if seconds >= self._patience_seconds else None
         if stuck is None or waiting is None:
-            asyncio.get_running_loop().call_later(self._patience_seconds - seconds, self._look, seen)
+            asyncio.get_running_loop().call_later(self._patience_seconds - seconds, self._look, call_round)
             return
-        stuck.owner.keep(seen.worker)
+        stuck.owner.keep(call_round.worker)
         stuck.seconds = seconds  # at least: it may never return, and must not be quick until then
         self._note(stuck)
-        self._settle(seen.take_ended())
-        moved = [*waiting, *self._next_calls]
+        self._settle(call_round.take_ended())
+        calls = [*waiting, *self._next_calls]
         self._round, self._next_calls = None, []
-        for call in moved:
+        for call in calls:
             try:
                 self._move(call)
             except RuntimeError as error:  # no thread can be started
