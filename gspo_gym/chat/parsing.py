@@ -142,23 +142,23 @@ class _Reader:
         if next_block is not None:
             return next_block
         beginnings = list(dict.fromkeys(" ".join(_texts_before_field(pattern)) for _, pattern in blocks))
-        expected = f"answer: expected one of {', '.join(beginnings)}, got {quote(cursor.rest)}"
+        fault_text = f"answer: expected one of {', '.join(beginnings)}, got {quote(cursor.rest)}"
         if any(beginning.replace(" ", "").startswith("".join(cursor.rest.split())) for beginning in beginnings):
-            cursor.end_early(f"answer: cut off before one of {', '.join(beginnings)}", expected)
-        raise cursor.fault(expected)
+            cursor.end_early(f"answer: cut off before one of {', '.join(beginnings)}", fault_text)
+        raise cursor.fault(fault_text)
 
     def _split_reasoning(self, *, starts_inside: bool) -> tuple[str | None, str]:
         text = self._text
         tags = [reasoning_tags(pattern) for pattern in self._form.reasoning]
-        stripped = text.lstrip()
-        tag_pair = next((pair for pair in tags if stripped.startswith(pair[0])), tags[0] if starts_inside else None)
+        bare_text = text.lstrip()
+        tag_pair = next((pair for pair in tags if bare_text.startswith(pair[0])), tags[0] if starts_inside else None)
         if tag_pair is None:
             for tag in (tag for pair in tags for tag in pair):
                 if tag in text:
                     self._fail_reasoning(f"expected a reasoning block only at the start of the answer, found {tag}")
             return None, text
         opening, closing = tag_pair
-        inside = stripped.removeprefix(opening) if stripped.startswith(opening) else text
+        inside = bare_text.removeprefix(opening) if bare_text.startswith(opening) else text
         reasoning, closing_tag, answer = inside.partition(closing)
         if not closing_tag:
             error = f"expected the reasoning block to be closed by {closing}, but the answer ended"
@@ -215,13 +215,13 @@ class _Reader:
             if form.separator and cursor.take(form.separator):
                 continue
             # Calls without a tag follow each other (Llama 4); those with one may have text between them.
-            another = first_text(form.calls[0]) or ("{" if form.begins else "")
+            next_start = first_text(form.calls[0]) or ("{" if form.begins else "")
             if form.separator or not (closing or form.begins):
                 break
             # Also a part of what closes, which is cut off, and is no further call.
             if closing and (cursor.is_at(str(closing[0])) or str(closing[0]).startswith(cursor.rest)):
                 break
-            if another and not cursor.is_at(another):
+            if next_start and not cursor.is_at(next_start):
                 break
         for piece in closing:
             cursor.expect(
@@ -277,19 +277,19 @@ class _Reader:
                 return text.removeprefix("\n").removesuffix("\n") if field.is_padded else text
         return self._read_word(field.name, following, where)
 
-    def _read_word(self, what: str, following: str, where: str) -> str:
+    def _read_word(self, kind: str, following: str, where: str) -> str:
         cursor = self._cursor
         if following:
-            word = cursor.find(following, where, f"the {what}").strip()
+            word = cursor.find(following, where, f"the {kind}").strip()
         else:
             cursor.skip_space()
             match = re.compile(r"[^\s<]*").match(cursor.text, cursor.position)
             assert match is not None
             word, cursor.position = match.group(), match.end()
             if cursor.is_done:
-                cursor.end_early(f"{where}: cut off inside the {what}", f"{where}: expected more after the {what}")
+                cursor.end_early(f"{where}: cut off inside the {kind}", f"{where}: expected more after the {kind}")
         if not word or any(letter.isspace() for letter in word):
-            cursor.fail(f"{where}: expected the {what}, a word, got {quote(word)}")
+            cursor.fail(f"{where}: expected the {kind}, a word, got {quote(word)}")
         return word
 
     def _read_text_block(self, following: str) -> str:

@@ -85,15 +85,19 @@ class PlainWords:
         plain: list[Message] = []
         was_changed = False
         for message in messages:
-            changed = self._changed(message)
+            plain_message = self._changed(message)
             # Most templates take one message of a user at a time.
-            if plain and plain[-1].role == changed.role == "user" and (was_changed or changed is not message):
+            if (
+                plain
+                and plain[-1].role == plain_message.role == "user"
+                and (was_changed or plain_message is not message)
+            ):
                 gap = "\n" if message.role == "tool" else "\n\n"
-                plain[-1] = Message("user", f"{plain[-1].content}{gap}{changed.content}")
+                plain[-1] = Message("user", f"{plain[-1].content}{gap}{plain_message.content}")
                 was_changed = True
                 continue
-            plain.append(changed)
-            was_changed = changed is not message
+            plain.append(plain_message)
+            was_changed = plain_message is not message
         return plain
 
     def _changed(self, message: Message) -> Message:

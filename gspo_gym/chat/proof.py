@@ -113,7 +113,7 @@ def prove(
     for form in sorted(formats, key=lambda form: reasoning_tags not in map(tags_of, form.reasoning)):
         keeps_text = True
         for number, sample in enumerate(samples):
-            parsed = parse_action(
+            result = parse_action(
                 sample.text,
                 form,
                 has_tools=bool(tool_schemas),
@@ -121,13 +121,13 @@ def prove(
                 starts_in_reasoning=starts_in_reasoning,
                 parameters=schemas,
             )
-            fault = _difference(sample.message, parsed)
+            fault = _difference(sample.message, result)
             if fault is None:
                 continue
             if sample.message.content and sample.message.tool_calls:
                 keeps_text = False
                 continue
-            is_call = isinstance(parsed, ParseFailure) or bool(parsed.tool_calls)
+            is_call = isinstance(result, ParseFailure) or bool(result.tool_calls)
             nearest = max(
                 nearest, ((number, is_call), _explain(name, form, sample, fault)), key=lambda candidate: candidate[0]
             )
@@ -170,8 +170,8 @@ def _answers(tool_schemas: Sequence[Mapping[str, Any]], max_tool_calls: int | No
     if max_tool_calls is None:
         calls["a call and another"] = (whole, ToolCall("call_1", _TOOL, {"empty": ""}))
     calls |= {f"a call of {call.name}": (call,) for call in _own_calls(tool_schemas)}
-    for kind, those in calls.items():
-        message = Message("assistant", "", tool_calls=those)
+    for kind, kind_calls in calls.items():
+        message = Message("assistant", "", tool_calls=kind_calls)
         answers += [(kind, message), (f"{kind} with reasoning", replace(message, reasoning_content="Hm.\n\nSo."))]
         answers.append((f"{kind} with a text", replace(message, content="I look.\n\nNow.")))
     return answers
@@ -189,19 +189,19 @@ def _value_of(schema: Any) -> Any:
     """Return some value that a JSON schema allows; null if it allows anything, or says it in another way."""
     if isinstance(schema, Mapping) and isinstance(schema.get("enum"), list) and schema["enum"]:
         return next((value for value in schema["enum"] if not isinstance(value, str)), schema["enum"][0])
-    allowed = allowed_types(schema) or {"null"}
+    type_names = allowed_types(schema) or {"null"}
     # A text comes last: where other types are allowed, one that spells them comes back as them.
-    return next((value for name, value in _VALUES.items() if name in allowed), None)
+    return next((value for name, value in _VALUES.items() if name in type_names), None)
 
 
-def _difference(message: Message, parsed: Message | ParseFailure) -> str | None:
+def _difference(message: Message, result: Message | ParseFailure) -> str | None:
     """Return what was read of an answer if it is not what was said, else None."""
-    if isinstance(parsed, ParseFailure):
-        return parsed.error
+    if isinstance(result, ParseFailure):
+        return result.error
     parts = {
-        "the text": (message.content.strip(), parsed.content.strip()),
-        "the reasoning": (message.reasoning_content or "", parsed.reasoning_content or ""),
-        "the calls": (_calls_of(message), _calls_of(parsed)),
+        "the text": (message.content.strip(), result.content.strip()),
+        "the reasoning": (message.reasoning_content or "", result.reasoning_content or ""),
+        "the calls": (_calls_of(message), _calls_of(result)),
     }
     for part, (original, read_text) in parts.items():
         if original != read_text:

@@ -92,21 +92,21 @@ class Renderer:
         self._codec = TextCodec(tokenizer)
         self._has_tools = bool(tool_schemas)
         self.notice: str | None = None
-        shown = () if tools_in == "system_message" else tool_schemas
+        template_tools = () if tools_in == "system_message" else tool_schemas
         try:
-            self._template = make(tool_schemas=shown)
+            self._template = make(tool_schemas=template_tools)
             self._facts = probe(self._template, self._codec)
         except ToolsNotShownError:
             if tools_in == "template":
                 raise
-            shown, self._template = (), make()
+            template_tools, self._template = (), make()
             self.notice = (
                 f"{self._template.name} does not show tools, their calls and results: the system message says what "
                 "tools there are, and calls are read as <tool_call>{...}</tool_call>"
             )
             self._facts = probe(self._template, self._codec)
         self._words = PlainWords(
-            tools=tools_text(tool_schemas) if tool_schemas and not shown else None,
+            tools=tools_text(tool_schemas) if tool_schemas and not template_tools else None,
             has_system_role=has_system_role(self._template, self._facts.style),
         )
         self._seams = Seams(self._template, self._facts)
@@ -278,7 +278,7 @@ class Renderer:
 
     def parse(self, text: str, *, is_truncated: bool) -> Message | ParseFailure:
         """Return `parse_action` of the text for this template and its tools."""
-        parsed = parse_action(
+        result = parse_action(
             text,
             self.format,
             has_tools=self._has_tools,
@@ -287,10 +287,10 @@ class Renderer:
             parameters=self._parameters,
         )
         most = self._max_tool_calls
-        if isinstance(parsed, Message) and most is not None and len(parsed.tool_calls) > most:
-            error = f"expected at most {most} tool call in one answer, got {len(parsed.tool_calls)}"
+        if isinstance(result, Message) and most is not None and len(result.tool_calls) > most:
+            error = f"expected at most {most} tool call in one answer, got {len(result.tool_calls)}"
             return ParseFailure(ParseStatus.BAD_TOOL_CALL, error, text)
-        return parsed
+        return result
 
     def _extends_over(self, turns: Sequence[tuple[Message, ...]]) -> bool:
         verdicts: list[bool] = []
@@ -307,9 +307,9 @@ class Renderer:
 
 
 def _stop_token_ids(tokenizer: Any, codec: TextCodec, closers: Sequence[str]) -> tuple[int, ...]:
-    added = set(codec.added.values())
+    added_ids = set(codec.added.values())
     # Model configs have defaults that may be ids of ordinary text in this vocabulary.
-    of_model = [token for token in getattr(tokenizer, MODEL_STOPS, ()) if token in added]
+    of_model = [token for token in getattr(tokenizer, MODEL_STOPS, ()) if token in added_ids]
     eos = [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]
     return tuple(dict.fromkeys([*(codec.added[closer] for closer in closers), *eos, *of_model]))
 
@@ -327,8 +327,8 @@ def _call_start(text: str, form: Format, *, is_named: bool) -> int | None:
     start = text.rfind(first, 0, text.find(_ARGUMENT))
     if start < 0:
         return None
-    stripped = text[:start].rstrip()
-    return len(stripped) if stripped.endswith(">") else start  # else the white space ends the name
+    before_arguments = text[:start].rstrip()
+    return len(before_arguments) if before_arguments.endswith(">") else start  # else the white space ends the name
 
 
 def _require_said(message: Message, escapes: Escapes, text: str, name: str) -> None:

@@ -114,7 +114,7 @@ class Seams:
         self._facts = facts
         self._closers = re.compile("|".join(map(re.escape, facts.closers)))
         self._plans: dict[_Shape, _Plan | _NoPlan] = {}
-        self._shown: set[_Shape] = set()
+        self._shown_shapes: set[_Shape] = set()
         self._plain_texts: set[str] = set()
 
     def wires(self, messages: Sequence[Message], escapes: Escapes, *, first_index: int = 0) -> list[Wire]:
@@ -149,24 +149,24 @@ class Seams:
     def require_shown(self, messages: Sequence[Message]) -> None:
         """Raise a TemplateError if the template does not show what the model must see; checked once for each shape."""
         shape = tuple(map(_shape_of, messages))
-        if shape in self._shown:
+        if shape in self._shown_shapes:
             return
         name = self._template.name
-        marked = _marked(messages)
-        text = self._template.text(self._marked_wires(marked), add_generation_prompt=False)
-        for index, message in enumerate(marked):
+        marked_messages = _marked(messages)
+        text = self._template.text(self._marked_wires(marked_messages), add_generation_prompt=False)
+        for index, message in enumerate(marked_messages):
             if message.tool_calls and not self._facts.renders_calls:
                 raise TemplateError(
                     f"{name} does not show the tool calls of messages[{index}]; use one with tool support"
                 )
-            shown = text.count(message.content) if message.content else 1
-            if message.role != "assistant" and shown != 1:
+            num_shown = text.count(message.content) if message.content else 1
+            if message.role != "assistant" and num_shown != 1:
                 raise TemplateError(
-                    f"{name} shows the content of messages[{index}] (role {message.role}) {shown} times in a "
+                    f"{name} shows the content of messages[{index}] (role {message.role}) {num_shown} times in a "
                     f"conversation of {len(messages)}, expected once; say it in another message or change the template"
                 )
-        _make_room(self._shown)
-        self._shown.add(shape)
+        _make_room(self._shown_shapes)
+        self._shown_shapes.add(shape)
 
     def _predictable_shapes(self, messages: Sequence[Message]) -> list[_Shape] | None:
         """Return the shapes of messages that the template must treat like marked ones; None if it need not."""
@@ -197,10 +197,10 @@ class Seams:
 
     def _make_plan(self, history: Sequence[Message], new: Sequence[Message]) -> _Plan | _NoPlan:
         self.require_shown([*history, *new])
-        marked = _marked([*history, *new])
-        wires = self._marked_wires(marked)
+        marked_messages = _marked([*history, *new])
+        wires = self._marked_wires(marked_messages)
         count = len(history)
-        turn = self._find_marked(marked[count - 1], wires[: count - 1], wires[count - 1], wires[count:])
+        turn = self._find_marked(marked_messages[count - 1], wires[: count - 1], wires[count - 1], wires[count:])
         if turn is None:
             return _NoPlan.REWRITES
         seam = turn.seam_behind(history[-1])
@@ -248,12 +248,12 @@ class Seams:
     def _find_marked(self, last: Message, prior: list[Wire], wire: Wire, later: list[Wire]) -> _TurnText | None:
         """Return the turn of `last`, with marks for its texts, between the others; None if it was rewritten."""
         prompt = self._template.text(prior, add_generation_prompt=True)
-        closed = self._template.text([*prior, wire], add_generation_prompt=False)
+        closed_text = self._template.text([*prior, wire], add_generation_prompt=False)
         onward = self._template.text([*prior, wire, *later], add_generation_prompt=True)
-        if not (closed.startswith(prompt) and onward.startswith(prompt)):
+        if not (closed_text.startswith(prompt) and onward.startswith(prompt)):
             return None
         marks = _marks_of(last)
-        closed_turn = self._take_apart(closed[len(prompt) :], marks)
+        closed_turn = self._take_apart(closed_text[len(prompt) :], marks)
         continued_turn = self._take_apart(onward[len(prompt) :], marks)
         if closed_turn is None or continued_turn is None:
             return None
@@ -283,12 +283,12 @@ class Seams:
         prior = self.wires(history[:-1], escapes)
         later = self.wires(new, escapes, first_index=len(history))
         last = history[-1]
-        marked = _marked([last], keep_ids=True)[0]
-        turn = self._find_marked(marked, prior, self.wires([marked], escapes)[0], later)
+        marked_message = _marked([last], keep_ids=True)[0]
+        turn = self._find_marked(marked_message, prior, self.wires([marked_message], escapes)[0], later)
         if turn is None:
             return None
         # Arguments stay marked: a template can only write JSON out, and it may repeat the content.
-        half = dataclasses.replace(marked, content=last.content, reasoning_content=last.reasoning_content)
+        half = dataclasses.replace(marked_message, content=last.content, reasoning_content=last.reasoning_content)
         answer_wires = self.wires([half], escapes, first_index=len(history) - 1)
         prompt = self._template.text(prior, add_generation_prompt=True)
         onward = self._template.text([*prior, *answer_wires, *later], add_generation_prompt=True)
@@ -298,7 +298,7 @@ class Seams:
         ]
         for content, reasoning in itertools.product(*forms):
             answer_text = _put_in(
-                turn.answer_text, {marked.content: content, marked.reasoning_content or "": reasoning}
+                turn.answer_text, {marked_message.content: content, marked_message.reasoning_content or "": reasoning}
             )
             if onward == prompt + answer_text + turn.stop + turn.rest:
                 return turn.seam_behind(last)
@@ -316,8 +316,8 @@ class Seams:
         start, end = (min(starts), end) if marks else (stop.start(), stop.start())
         return _TurnText(text[:start], text[start:end], text[end : stop.start()], stop.group(), text[stop.end() :])
 
-    def _marked_wires(self, marked: Sequence[Message]) -> list[Wire]:
-        return [to_wire(message, index, self._facts.style) for index, message in enumerate(marked)]
+    def _marked_wires(self, marked_messages: Sequence[Message]) -> list[Wire]:
+        return [to_wire(message, index, self._facts.style) for index, message in enumerate(marked_messages)]
 
 
 def _shape_of(message: Message) -> _Shape:  # all but texts that a template may decide by
