@@ -271,17 +271,17 @@ class TokenObservationWrapper:
             stop_token_ids=self.renderer.stop_token_ids,
         )
 
-    def _record_action(self, sampled: Completion) -> Message | ParseFailure:
+    def _record_action(self, completion: Completion) -> Message | ParseFailure:
         # Stored before anything can go wrong with the tokens; what they say comes after.
-        is_stopped = sampled.token_ids[-1] in self.renderer.stop_token_ids
-        self._open.append_action(sampled, FinishReason.STOP if is_stopped else FinishReason.LENGTH)
-        text = self.renderer.decode(sampled.token_ids)
-        parsed = self.renderer.parse(text, is_truncated=not is_stopped)
-        if isinstance(parsed, ParseFailure):
-            self._open.append_meaning(Message("assistant", text), parsed.status)
+        is_stopped = completion.token_ids[-1] in self.renderer.stop_token_ids
+        self._open.append_action(completion, FinishReason.STOP if is_stopped else FinishReason.LENGTH)
+        text = self.renderer.decode(completion.token_ids)
+        result = self.renderer.parse(text, is_truncated=not is_stopped)
+        if isinstance(result, ParseFailure):
+            self._open.append_meaning(Message("assistant", text), result.status)
         else:
-            self._open.append_meaning(parsed, ParseStatus.OK)
-        return parsed
+            self._open.append_meaning(result, ParseStatus.OK)
+        return result
 
     def _advance(self, history: Sequence[Message], result: StepResult) -> None:
         """Open the next turn, or end the episode; `history` ends with the action that `result` answers."""
@@ -304,11 +304,11 @@ class TokenObservationWrapper:
                 self._is_turn_open = True
 
     async def _timed(self, call: Coroutine[Any, Any, _Answer]) -> _Answer:
-        started = self._clock()
+        start = self._clock()
         try:
             return await call
         finally:
-            seconds = self._clock() - started
+            seconds = self._clock() - start
             self.env_seconds += seconds
             self.action_seconds += seconds if self._actions else 0.0  # without an action, it was the reset
 
