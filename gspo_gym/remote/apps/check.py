@@ -124,12 +124,12 @@ def _findings(trajectory: Trajectory, counters: AppCounters, rollout: AppRollout
 
 def _kinds_of(rollout: AppRollout | None) -> dict[str, int]:
     rewards = () if rollout is None else rollout.turn_rewards
-    scored = [reward for reward in rewards if reward is not None]
+    scored_rewards = [reward for reward in rewards if reward is not None]
     return {
-        "positive": sum(reward > 0 for reward in scored),
-        "zero": sum(not reward for reward in scored),
-        "negative": sum(reward < 0 for reward in scored),
-        "null": len(rewards) - len(scored),
+        "positive": sum(reward > 0 for reward in scored_rewards),
+        "zero": sum(not reward for reward in scored_rewards),
+        "negative": sum(reward < 0 for reward in scored_rewards),
+        "null": len(rewards) - len(scored_rewards),
     }
 
 
@@ -213,12 +213,12 @@ class Script:
         if not tools:
             return word
         name, parameters = tools[0 if self.mode == "repeats" else number % len(tools)]
-        opened = _OPENED.search(prompt)
-        if opened:
-            named = re.findall(r'"name":\s*"([^"]+)"', prompt)[-1]
-            parameters = dict(tools).get(named, parameters)
+        call_opening = _OPENED.search(prompt)
+        if call_opening:
+            tool_name = re.findall(r'"name":\s*"([^"]+)"', prompt)[-1]
+            parameters = dict(tools).get(tool_name, parameters)
         arguments = json.dumps(_arguments(parameters, word))
-        return f"{arguments}}}\n</tool_call>" if opened else _called(name, arguments)
+        return f"{arguments}}}\n</tool_call>" if call_opening else _called(name, arguments)
 
 
 # As models are trained to write calls, so the app's own parser reads them.

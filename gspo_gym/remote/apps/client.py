@@ -118,10 +118,10 @@ class TaskAppClient:
             AppError: as `health`; AppAnswerError: there is none.
         """
         answer = await self._get("/task_info")
-        described = answer.get("taskset")
-        if not isinstance(described, dict):
+        document = answer.get("taskset")
+        if not isinstance(document, dict):
             raise AppAnswerError(f"{self.url}/task_info: expected an object taskset, got {self._shown(answer)}")
-        return described
+        return document
 
     async def task_info(self, seeds: Sequence[int]) -> tuple[TaskInfo, ...]:
         """Return the tasks of these seeds, in order.
@@ -137,9 +137,9 @@ class TaskAppClient:
             # Asked for one seed, apps answer with the task itself.
             task_items = [answer] if len(call_seeds) == 1 and isinstance(answer, dict) else answer
             if not isinstance(task_items, list) or len(task_items) != len(call_seeds):
-                got = f"{len(task_items)} tasks" if isinstance(task_items, list) else self._shown(answer)
+                got_text = f"{len(task_items)} tasks" if isinstance(task_items, list) else self._shown(answer)
                 raise AppAnswerError(
-                    f"{self.url}/task_info: expected one task for each of {len(call_seeds)} seeds, got {got}"
+                    f"{self.url}/task_info: expected one task for each of {len(call_seeds)} seeds, got {got_text}"
                 )
             infos += [self._read(TaskInfo.model_validate, info, "/task_info") for info in task_items]
         return tuple(infos)
@@ -211,8 +211,8 @@ class TaskAppClient:
         status, where = answer.status, answer.where
         code, message = error_of(value)
         if is_missing_key(status, code) or is_unauthorised(status, code):  # its body may hold keys: not repeated
-            what = self._keys.what_to_set(app_has_no_key=is_missing_key(status, code))
-            return AppUnauthorisedError(f"{where}: HTTP {status}: not authorised: {what}")
+            advice = self._keys.what_to_set(app_has_no_key=is_missing_key(status, code))
+            return AppUnauthorisedError(f"{where}: HTTP {status}: not authorised: {advice}")
         text = f"{where}: HTTP {status}: {self._shown(': '.join(filter(None, (code, message))) or value)}"
         if status == 429 or status >= 500:
             return AppAttemptError(text, kind=str(status), retry_after_seconds=retry_after_seconds(answer.headers))

@@ -199,12 +199,12 @@ def _first_of(
     present = [(name, value) for name, value in sources if value is not None]
     if not present:
         return None, ""
-    (source, first), (other, last) = present[0], present[-1]
+    (source, first), (last_source, last) = present[0], present[-1]
     # Twice: the turns' rewards will be these and, in the last turn, the rest of the return.
     if not math.isfinite(2 * (abs(first) + sum(map(abs, parts)))):
         raise AppAnswerError(f"{source} and the steps' rewards: expected a finite sum of sizes, got {first:g} and more")
-    if other.startswith("the sum") and not _is_close(first, last, parts):
-        warnings.append(f"returns differ: {source} is {first:g} and counts, but {other} is {last:g}")
+    if last_source.startswith("the sum") and not _is_close(first, last, parts):
+        warnings.append(f"returns differ: {source} is {first:g} and counts, but {last_source} is {last:g}")
     return first, source
 
 
@@ -214,13 +214,13 @@ def _is_close(a: float, b: float, parts: Iterable[float]) -> bool:
 
 
 def _outcome_of(steps: Sequence[RolloutStep], details: Mapping[str, Any]) -> Outcome:
-    stated = EpisodeDetails.model_validate(details.get(EXTENSION) or {}).outcome
-    if stated is not None:
-        if stated not in _ENDINGS:
+    outcome_name = EpisodeDetails.model_validate(details.get(EXTENSION) or {}).outcome
+    if outcome_name is not None:
+        if outcome_name not in _ENDINGS:
             raise AppAnswerError(
-                f"metrics.details.{EXTENSION}.outcome: expected one of {list(_ENDINGS)}, got {stated!r}"
+                f"metrics.details.{EXTENSION}.outcome: expected one of {list(_ENDINGS)}, got {outcome_name!r}"
             )
-        return _ENDINGS[stated]
+        return _ENDINGS[outcome_name]
     # Truncated and done: the limit was reached.
     if not steps or (steps[-1].done and not steps[-1].truncated):
         return Outcome.TERMINATED
@@ -228,9 +228,9 @@ def _outcome_of(steps: Sequence[RolloutStep], details: Mapping[str, Any]) -> Out
 
 
 def _decisions_of(steps: Sequence[RolloutStep], warnings: list[str]) -> tuple[AppDecision, ...]:
-    unnamed: list[str] = []
-    single = [_decision_of(step, number, unnamed) for number, step in enumerate(steps)]
-    if unnamed:
+    made_up_names: list[str] = []
+    single = [_decision_of(step, number, made_up_names) for number, step in enumerate(steps)]
+    if made_up_names:
         warnings.append("achievements without names: they are counted, and names were made up for them")
     turns = [_decision_block(step).get("turn") for step in steps]
     # `type` and not isinstance: True is no turn.
@@ -238,18 +238,20 @@ def _decisions_of(steps: Sequence[RolloutStep], warnings: list[str]) -> tuple[Ap
     # Only if every step names its turn, in order, do steps of one turn belong together.
     if len(numbers) < len(turns) or numbers != sorted(numbers):
         return tuple(single)
-    grouped: dict[int, list[AppDecision]] = defaultdict(list)
+    decisions_by_turn: dict[int, list[AppDecision]] = defaultdict(list)
     for number, decision in zip(numbers, single, strict=True):
-        grouped[number].append(decision)
-    return tuple(_merged(decisions) for decisions in grouped.values())
+        decisions_by_turn[number].append(decision)
+    return tuple(_merged(decisions) for decisions in decisions_by_turn.values())
 
 
-def _decision_of(step: RolloutStep, number: int, unnamed: list[str]) -> AppDecision:
+def _decision_of(step: RolloutStep, number: int, made_up_names: list[str]) -> AppDecision:
     details = StepDetails.model_validate((step.info or {}).get(EXTENSION) or {})
     terms = details.reward_terms.values()
     if terms and not _is_close(sum(terms), step.reward or 0.0, terms):
         raise AppAnswerError(f"step {number}: expected reward_terms that sum to the reward, {step.reward}")
-    return AppDecision(step.reward, details.reward_terms, tuple(details.events) or _achievements(step, number, unnamed))
+    return AppDecision(
+        step.reward, details.reward_terms, tuple(details.events) or _achievements(step, number, made_up_names)
+    )
 
 
 def _merged(decisions: Sequence[AppDecision]) -> AppDecision:
@@ -264,11 +266,11 @@ def _merged(decisions: Sequence[AppDecision]) -> AppDecision:
     return AppDecision(sum(rewards) if rewards else None, dict(terms), tuple(events))
 
 
-def _achievements(step: RolloutStep, number: int, unnamed: list[str]) -> tuple[str, ...]:
+def _achievements(step: RolloutStep, number: int, made_up_names: list[str]) -> tuple[str, ...]:
     """Return the names that became true in a step: `decision_rewards.all`, or what stands in for it.
 
-    If there are only counts, names are made up and added to `unnamed`: `unique_delta` new ones, and of those before as
-    many as `ach_delta` is more.
+    If there are only counts, names are made up and added to `made_up_names`: `unique_delta` new ones, and of those
+    before as many as `ach_delta` is more.
     """
     # Both kinds of counting then give the app's numbers.
     block, stepwise = _decision_block(step), _part(step.info, "stepwise")
@@ -281,9 +283,9 @@ def _achievements(step: RolloutStep, number: int, unnamed: list[str]) -> tuple[s
             raise AppAnswerError(f"step {number}: {key}: expected a list of names, got {names!r:.{_MAX_SHOWN}}")
         return tuple(dict.fromkeys(names))
     num_all, num_new = (_count(block, key, number) for key in ("ach_delta", "unique_delta"))
-    again = unnamed[: max(0, num_all - num_new)]
-    new = [f"unnamed {len(unnamed) + k + 1}" for k in range(num_new)]
-    unnamed += new
+    again = made_up_names[: max(0, num_all - num_new)]
+    new = [f"unnamed {len(made_up_names) + k + 1}" for k in range(num_new)]
+    made_up_names += new
     return (*again, *new)
 
 
@@ -345,11 +347,11 @@ def join_rewards(
             )
     if rollout.episode_return is not None:
         decisions[-1] = _with_rest(decisions, rollout.episode_return)
-    joined = (
+    new_turns = (
         replace(turn, reward=decision.reward, reward_terms=decision.reward_terms, events=decision.events)
         for turn, decision in zip(turns, decisions, strict=True)
     )
-    return JoinedTurns(tuple(joined), warning)
+    return JoinedTurns(tuple(new_turns), warning)
 
 
 def _folded(

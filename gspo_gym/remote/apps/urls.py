@@ -103,23 +103,23 @@ class UrlPolicy:
         self._is_public_allowed = is_public_allowed
         self._hosts: set[tuple[str, int | None]] = set()
         self._networks: list[ipaddress.IPv4Network | ipaddress.IPv6Network] = []
-        for allowed in allowed_hosts:
-            self._allow(allowed)
+        for pattern in allowed_hosts:
+            self._allow(pattern)
         self._resolve = resolve or _resolve
 
-    def _allow(self, allowed: str) -> None:
-        if "/" in allowed:
+    def _allow(self, pattern: str) -> None:
+        if "/" in pattern:
             try:
-                self._networks.append(ipaddress.ip_network(allowed))
+                self._networks.append(ipaddress.ip_network(pattern))
             except ValueError:
-                raise ConfigError(f"allowed hosts: expected a network such as 10.0.0.0/8, got {allowed!r}") from None
+                raise ConfigError(f"allowed hosts: expected a network such as 10.0.0.0/8, got {pattern!r}") from None
             return
         # A bare IPv6 address has colons, which otherwise begin a port.
-        is_bare_ipv6 = allowed.count(":") > 1 and "[" not in allowed
+        is_bare_ipv6 = pattern.count(":") > 1 and "[" not in pattern
         try:
-            parts = _split(f"http://[{allowed}]" if is_bare_ipv6 else f"http://{allowed}")
+            parts = _split(f"http://[{pattern}]" if is_bare_ipv6 else f"http://{pattern}")
         except UrlError as error:
-            raise ConfigError(f"allowed hosts: expected a name or an address, got {allowed!r}: {error}") from None
+            raise ConfigError(f"allowed hosts: expected a name or an address, got {pattern!r}: {error}") from None
         self._hosts.add((_host(parts), parts.port))
 
     async def check(self, url: str) -> PinnedUrl:

@@ -74,13 +74,13 @@ def chat_prompt(
     # context, so such an answer can be trained on; it may fail to be a call, which is an error and never repaired.
     opening = renderer.call_opening(forced_tool(call.tool_choice, call.tools)) if call.tool_choice else []
     if conversation.parent is None:
-        added, appends = renderer.start(conversation.new), False
+        added_ids, appends = renderer.start(conversation.new), False
     else:
         # A sampled stop token ends the turn in the template's words; a cut one must be closed first.
         is_closed = int(conversation.parent.completion.token_ids[-1]) in renderer.stop_token_ids
         continuation = renderer.continue_from(conversation.known, conversation.new, closed=is_closed)
-        added, appends = continuation.token_ids, not continuation.is_new_segment
-    whole = context = np.array([*added, *opening], dtype=np.int32)
+        added_ids, appends = continuation.token_ids, not continuation.is_new_segment
+    whole = context = np.array([*added_ids, *opening], dtype=np.int32)
     if conversation.parent is not None and appends:
         whole = np.concatenate([conversations.tokens_of(conversation.parent), context])
     prompt = Prompt(
@@ -167,8 +167,8 @@ def call_problem(answer: Message, name: str | None, tools: Sequence[Mapping[str,
     called_names = [call.name for call in answer.tool_calls]
     if not called_names:
         return f"expected {expected_call}, got a text"
-    allowed = tool_names(tools) if name is None else [name]
-    if called_names[0] not in allowed:
+    allowed_names = tool_names(tools) if name is None else [name]
+    if called_names[0] not in allowed_names:
         return f"expected {expected_call}, got a call of {called_names[0]}"
     return None
 
@@ -242,14 +242,14 @@ class Conversations:
     def messages_of(self, call: CapturedCall) -> tuple[Message, ...]:
         """Return the conversation that a call continued, with what it added and its answer."""
         line = reversed(list(self._line_of(call)))
-        return tuple(message for one in line for message in (*one.new_messages, one.answer))
+        return tuple(message for line_call in line for message in (*line_call.new_messages, line_call.answer))
 
     def tokens_of(self, call: CapturedCall) -> Int32Array:
         """Return the whole prompt of a call and its sampled tokens."""
         parts: list[Int32Array] = []
-        for one in self._line_of(call):
-            parts += (one.completion.token_ids, one.context_ids)
-            if not one.appends:
+        for line_call in self._line_of(call):
+            parts += (line_call.completion.token_ids, line_call.context_ids)
+            if not line_call.appends:
                 break
         return np.concatenate(parts[::-1])
 
@@ -323,8 +323,8 @@ def _plain(value: Any) -> Any:
 
 def _renamed(messages: Sequence[Message], parent_messages: tuple[Message, ...]) -> tuple[Message, ...]:
     ids: dict[str, str] = {}
-    for sent, first in zip(messages, parent_messages, strict=False):
-        ids |= {call.id: ours.id for call, ours in zip(sent.tool_calls, first.tool_calls, strict=False)}
+    for sent_message, first in zip(messages, parent_messages, strict=False):
+        ids |= {call.id: ours.id for call, ours in zip(sent_message.tool_calls, first.tool_calls, strict=False)}
     return tuple(
         dataclasses.replace(message, tool_call_id=ids.get(message.tool_call_id or "", message.tool_call_id))
         for message in messages[len(parent_messages) :]

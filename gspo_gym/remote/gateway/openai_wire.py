@@ -211,9 +211,9 @@ def require_supported(body: Mapping[str, Json], more: Mapping[str, Json] = Mappi
     Raises:
         RequestError: such a field asks for something.
     """
-    for name, nothing in {**_UNSUPPORTED, **more}.items():
+    for name, neutral_value in {**_UNSUPPORTED, **more}.items():
         value = body.get(name)
-        if value is not None and value != nothing:
+        if value is not None and value != neutral_value:
             raise RequestError(
                 f"{name}: not supported here, got {shown(value)}; leave it out",
                 code="unsupported_parameter",
@@ -299,10 +299,12 @@ def read_tool_choice(value: Json, tools: Sequence[Mapping[str, Json]]) -> str | 
         # The chat API nests the name, the Responses API does not.
         function = value.get("function") if isinstance(value.get("function"), Mapping) else value
         name = function.get("name") if isinstance(function, Mapping) else None
-        offered = [tool["function"]["name"] for tool in tools]
-        if isinstance(name, str) and name in offered:
+        offered_names = [tool["function"]["name"] for tool in tools]
+        if isinstance(name, str) and name in offered_names:
             return name
-        raise RequestError(f"tool_choice: expected one of the tools {offered}, got {shown(name)}", param="tool_choice")
+        raise RequestError(
+            f"tool_choice: expected one of the tools {offered_names}, got {shown(name)}", param="tool_choice"
+        )
     raise RequestError(
         f"tool_choice: expected 'none', 'auto', 'required' or a function, got {shown(value)}", param="tool_choice"
     )
@@ -320,8 +322,8 @@ def read_schema(value: Json, *, param: str) -> str | None:
     if kind == "json_object":
         return '{"type": "object"}'
     if kind == "json_schema" and isinstance(value, Mapping):
-        described = value.get("json_schema", value)
-        schema = described.get("schema") if isinstance(described, Mapping) else None
+        definition = value.get("json_schema", value)
+        schema = definition.get("schema") if isinstance(definition, Mapping) else None
         if isinstance(schema, Mapping):
             return json.dumps(schema)
     raise RequestError(

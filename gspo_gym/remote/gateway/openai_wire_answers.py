@@ -131,8 +131,8 @@ def answer_message(call: CapturedCall) -> dict[str, Json]:
 
 def usage_of(call: CapturedCall) -> dict[str, int]:
     """Return the tokens read and sampled."""
-    read, sampled = call.num_prompt_tokens, call.num_sampled_tokens
-    return {"prompt_tokens": read, "completion_tokens": sampled, "total_tokens": read + sampled}
+    num_read, num_sampled = call.num_prompt_tokens, call.num_sampled_tokens
+    return {"prompt_tokens": num_read, "completion_tokens": num_sampled, "total_tokens": num_read + num_sampled}
 
 
 def about(call: CapturedCall) -> dict[str, Json]:
@@ -284,16 +284,16 @@ def response_object(call: CapturedCall, around: Envelope, request: Mapping[str, 
 
 def response_events(response: Mapping[str, Json]) -> bytes:
     """Encode it as server-sent events: begin, each item, end. (This API has no [DONE].)"""
-    begun = {**response, "status": "in_progress", "output": [], "usage": None, "incomplete_details": None}
+    start_response = {**response, "status": "in_progress", "output": [], "usage": None, "incomplete_details": None}
     events: list[dict[str, Json]] = [
-        {"type": "response.created", "response": begun},
-        {"type": "response.in_progress", "response": begun},
+        {"type": "response.created", "response": start_response},
+        {"type": "response.in_progress", "response": start_response},
     ]
     for index, item in enumerate(response["output"]):
         events += _item_events(item, index)
     events.append({"type": f"response.{response['status']}", "response": response})
-    numbered = ({**event, "sequence_number": number} for number, event in enumerate(events))
-    return b"".join(b"event: %s\ndata: %s\n\n" % (e["type"].encode(), json_bytes(e)) for e in numbered)
+    numbered_events = ({**event, "sequence_number": number} for number, event in enumerate(events))
+    return b"".join(b"event: %s\ndata: %s\n\n" % (e["type"].encode(), json_bytes(e)) for e in numbered_events)
 
 
 def _as_chat(value: Json) -> list[Json]:
@@ -378,8 +378,8 @@ def _text_events(item: Mapping[str, Json], index: int) -> Iterator[dict[str, Jso
     part = item["content"][0]
     at = {"item_id": item["id"], "output_index": index, "content_index": 0}
     empty = {**part, "text": ""}
-    begun = {**item, "status": "in_progress", "content": []}
-    yield {"type": "response.output_item.added", "output_index": index, "item": begun}
+    start_item = {**item, "status": "in_progress", "content": []}
+    yield {"type": "response.output_item.added", "output_index": index, "item": start_item}
     yield {"type": "response.content_part.added", **at, "part": empty}
     yield {"type": "response.output_text.delta", **at, "delta": part["text"], "logprobs": []}
     yield {"type": "response.output_text.done", **at, "text": part["text"], "logprobs": []}

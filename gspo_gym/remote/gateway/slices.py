@@ -57,12 +57,12 @@ class SlicedEngine:
     ) -> Completion:
         """Sample one completion; see `Engine.generate`. The deadline is each slice's."""
         prompt, ids, parts = token_list(prompt_token_ids), list[int](), list[Completion]()
-        left = min(sampling.max_tokens, self.capabilities.max_model_len - len(prompt))
+        num_left = min(sampling.max_tokens, self.capabilities.max_model_len - len(prompt))
         # A schema is obeyed from the beginning of a call on, so an answer under one is one call.
         is_whole = sampling.json_schema is not None or not _SLICED_ALIKE.issuperset(sampling.changed())
         size = sampling.max_tokens if is_whole else _SLICE
         while True:
-            count = max(1, min(size, left - len(ids)))  # 1: the engine says why there is no room for one
+            count = max(1, min(size, num_left - len(ids)))  # 1: the engine says why there is no room for one
             own = replace(
                 sampling,
                 max_tokens=count,
@@ -74,7 +74,7 @@ class SlicedEngine:
             )
             parts.append(part)
             ids += part.token_ids.tolist()
-            is_over = part.finish_reason is FinishReason.STOP or len(ids) >= left
+            is_over = part.finish_reason is FinishReason.STOP or len(ids) >= num_left
             is_over = is_over or (self._ends is not None and self._ends(ids))
             if self._grown is not None:
                 self._grown(ids)
@@ -121,11 +121,11 @@ class GrowingText:
     def grow(self, token_ids: Sequence[int]) -> tuple[str, str]:
         """Return what is new of reasoning and content, after all tokens so far."""
         text = self._settled(self._renderer.decode(token_ids))
-        parsed = self._renderer.parse(text, is_truncated=True)
-        if isinstance(parsed, ParseFailure):
+        result = self._renderer.parse(text, is_truncated=True)
+        if isinstance(result, ParseFailure):
             return "", ""
         return self.rest(
-            Message("assistant", "", reasoning_content=parsed.reasoning_content) if self._has_tools else parsed
+            Message("assistant", "", reasoning_content=result.reasoning_content) if self._has_tools else result
         )
 
     def rest(self, message: Message) -> tuple[str, str]:

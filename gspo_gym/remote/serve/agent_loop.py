@@ -126,14 +126,14 @@ class InferenceClient:
         base_url, query = split_inference_url(url.url)
         self._where = f"{url.scheme}://{url.host}:{url.port}"  # without path and query, which open it
         sampling = {name: value for name, value in policy.items() if value is not None}
-        self._fixed: dict[str, Any] = {
+        self._fixed_arguments: dict[str, Any] = {
             name: sampling[name] for name in (*_OPENAI_SAMPLING, *_LIMITS) if name in sampling
         }
         if extra_options := {name: sampling[name] for name in _OTHER_SAMPLING if name in sampling}:
-            self._fixed["extra_body"] = extra_options
-        self._fixed["model"] = str(policy.get("model") or "policy")
+            self._fixed_arguments["extra_body"] = extra_options
+        self._fixed_arguments["model"] = str(policy.get("model") or "policy")
         if with_logprobs:
-            self._fixed["logprobs"] = True
+            self._fixed_arguments["logprobs"] = True
         self._is_ours = False  # whether the gateway answers, which knows what else a message holds
         self._client = openai.AsyncOpenAI(
             base_url=base_url,
@@ -160,17 +160,17 @@ class InferenceClient:
         """
         import openai
 
-        request = {**self._fixed, "messages": [self._to_wire(message) for message in messages]}
+        request = {**self._fixed_arguments, "messages": [self._to_wire(message) for message in messages]}
         if tools:
             request["tools"] = list(tools)
-        started = time.monotonic()
+        start = time.monotonic()
         try:
             answer = await self._client.chat.completions.create(**request)
         except openai.APIStatusError as error:
             raise self._failure(error.status_code, error.body, str(error)) from None
         except (openai.OpenAIError, json.JSONDecodeError) as error:
             raise InferenceError(f"{self._where}: {type(error).__name__}: {str(error)[:_MAX_SHOWN]}") from None
-        return self._read(answer, seconds=time.monotonic() - started)
+        return self._read(answer, seconds=time.monotonic() - start)
 
     async def close(self) -> None:
         await self._client.close()
@@ -293,7 +293,7 @@ class PlayedEpisode:
     @property
     def rewards(self) -> list[float]:
         """Return the rewards of the scored decisions."""
-        return [one.result.reward for one in self.decisions if one.result.reward is not None]
+        return [decision.result.reward for decision in self.decisions if decision.result.reward is not None]
 
     @property
     def episode_return(self) -> float | None:
@@ -303,8 +303,8 @@ class PlayedEpisode:
     @property
     def success(self) -> bool | None:
         """Return the environment's last declaration of success."""
-        declared = [one.result.success for one in self.decisions if one.result.success is not None]
-        return declared[-1] if declared else None
+        declarations = [decision.result.success for decision in self.decisions if decision.result.success is not None]
+        return declarations[-1] if declarations else None
 
 
 @dataclass(slots=True)
@@ -369,19 +369,19 @@ async def end_if_actions_were_slow(played: PlayedRollout, plan: Plan, *, seconds
 
 
 async def _play_episode(
-    episode: PlayedEpisode, played: PlayedRollout, *, session: EnvSession, ask: Ask, plan: Plan
+    episode: PlayedEpisode, rollout: PlayedRollout, *, session: EnvSession, ask: Ask, plan: Plan
 ) -> None:
     opening = (await _of_env("env_reset_failed", session.reset(plan.seed, plan.options or None))).messages
-    seen = with_system_prompt(opening, plan.system_prompt)
-    conversation = seen
+    new_messages = with_system_prompt(opening, plan.system_prompt)
+    conversation = new_messages
     while True:
         reply = await _ask_model(ask, conversation, session.tool_schemas, is_first=not episode.decisions)
         if reply is None:
             episode.outcome = Outcome.CONTEXT_OVERFLOW
             return
-        played.num_ops += 1
+        rollout.num_ops += 1
         # Kept before the step: if that fails, the model's answer is not lost.
-        episode.unanswered = (seen, reply)
+        episode.unanswered = (new_messages, reply)
         try:
             result = await _answered(session, episode, _action_of(reply))
         except GymError as error:
@@ -390,17 +390,17 @@ async def _play_episode(
             if not await is_the_actions_doing(error, _actions_of(episode), retrial):
                 raise PlayError("env_step_failed", str(error)) from error
             _end_at_limit(episode, session)
-            played.num_ops += 1
+            rollout.num_ops += 1
             return
-        played.num_ops += 1
+        rollout.num_ops += 1
         episode.unanswered = None
-        episode.decisions.append(Decision(seen, reply, result))
+        episode.decisions.append(Decision(new_messages, reply, result))
         conversation += (reply.message, *result.messages)
-        seen = result.messages
+        new_messages = result.messages
         if result.done:
             episode.outcome = Outcome.TERMINATED if result.terminated else Outcome.TRUNCATED
             return
-        if played.num_decisions >= plan.max_turns:
+        if rollout.num_decisions >= plan.max_turns:
             episode.outcome = Outcome.MAX_TURNS
             return
 
@@ -410,16 +410,18 @@ def _action_of(reply: Reply) -> Action:
 
 
 async def _answered(session: EnvSession, episode: PlayedEpisode, action: Action) -> StepResult:
-    started = time.monotonic()
+    start = time.monotonic()
     try:
         result: StepResult = await answer_to(session, action)
     finally:
-        episode.action_seconds += time.monotonic() - started
+        episode.action_seconds += time.monotonic() - start
     return result
 
 
 def _actions_of(episode: PlayedEpisode) -> list[Action]:
-    replies = [one.reply for one in episode.decisions] + ([] if episode.unanswered is None else [episode.unanswered[1]])
+    replies = [decision.reply for decision in episode.decisions] + (
+        [] if episode.unanswered is None else [episode.unanswered[1]]
+    )
     return [_action_of(reply) for reply in replies]
 
 
@@ -435,18 +437,20 @@ def _retrial_of(plan: Plan, session: EnvSession, *, max_seconds: float) -> Retri
 
 
 def _end_at_limit(episode: PlayedEpisode, session: EnvSession) -> None:
-    earned = math.fsum(episode.rewards)
-    floor = floor_of(session.env, earned, None)
+    episode_return = math.fsum(episode.rewards)
+    floor = floor_of(session.env, episode_return, None)
     if episode.unanswered is not None:
-        penalty = floor - earned
+        penalty = floor - episode_return
         result = StepResult((), reward=penalty, reward_terms={LIMIT_TERM: penalty}, terminated=True)
         episode.decisions.append(Decision(*episode.unanswered, result))
         episode.unanswered = None
     else:
         last = episode.decisions[-1]
-        penalty = floor - (earned - (last.result.reward or 0.0))
-        ended = replace(last.result, reward=penalty, reward_terms={LIMIT_TERM: penalty}, terminated=True, events=())
-        episode.decisions[-1] = replace(last, result=ended)
+        penalty = floor - (episode_return - (last.result.reward or 0.0))
+        last_result = replace(
+            last.result, reward=penalty, reward_terms={LIMIT_TERM: penalty}, terminated=True, events=()
+        )
+        episode.decisions[-1] = replace(last, result=last_result)
     episode.outcome = Outcome.ACTION_LIMIT
 
 

@@ -87,15 +87,15 @@ class EnvSource:
             raise RefusalError(
                 422, "bad_index", f"env.config.index: expected a number from 0 to 2**31 - 1, got {index!r:.80}"
             )
-        named = seed if index is None else (first or 0) + index
-        if seed is None or named == seed:
-            return named
+        requested_seed = seed if index is None else (first or 0) + index
+        if seed is None or requested_seed == seed:
+            return requested_seed
         # The hosted evaluation command sends the index as the seed, too.
         if index is not None and index != seed:
             raise RefusalError(
                 422, "bad_index", f"env.config.index and env.seed: expected the same task, got {index} and {seed}"
             )
-        return named
+        return requested_seed
 
     def is_called(self, name: str | None) -> bool:
         """Return whether a client means this environment; None means any."""

@@ -170,9 +170,11 @@ async def _read_facts(sessions: Sessions, name: str, description: str) -> Facts:
         schemas = session.tool_schemas
     finally:
         await session.close()
-    reserved = RESERVED_TOOL_NAMES & {schema["function"]["name"] for schema in schemas}
-    if reserved:
-        raise ConfigError(f"{name}: OpenEnv reserves the tool names {sorted(reserved)}; call these tools otherwise")
+    reserved_names = RESERVED_TOOL_NAMES & {schema["function"]["name"] for schema in schemas}
+    if reserved_names:
+        raise ConfigError(
+            f"{name}: OpenEnv reserves the tool names {sorted(reserved_names)}; call these tools otherwise"
+        )
     return Facts(name, description, schemas)
 
 
@@ -362,10 +364,10 @@ class Channel:
 
     async def _serve(self, session: Session) -> None:
         while True:
-            received = await self._websocket.receive()
-            if received["type"] == "websocket.disconnect":
+            event = await self._websocket.receive()
+            if event["type"] == "websocket.disconnect":
                 return
-            frame = await self._answer(received.get("text"), session)
+            frame = await self._answer(event.get("text"), session)
             if frame is None:
                 return
             await self._send(frame)

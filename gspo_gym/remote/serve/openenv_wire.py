@@ -108,10 +108,10 @@ def message_of(action: TextAction | ToolAction, *, turn: int) -> Message:
     calls = list(action.tool_calls)
     if action.tool_name is not None:
         calls = [Call(name=action.tool_name, arguments=action.arguments)]
-    numbered = (
+    tool_calls = (
         ToolCall(call.id or f"call_{turn}_{index}", call.name, call.arguments) for index, call in enumerate(calls)
     )
-    return Message("assistant", action.message, tuple(numbered))
+    return Message("assistant", action.message, tuple(tool_calls))
 
 
 def observation_data(result: StepResult) -> dict[str, Any]:
@@ -179,7 +179,7 @@ def error_frame(code: str, message: str, **more: Any) -> dict[str, Any]:
 
 def validation_errors(error: ValidationError) -> list[dict[str, Any]]:
     """Return pydantic's errors without its links and objects."""
-    return [{"type": one["type"], "loc": list(one["loc"]), "msg": one["msg"]} for one in error.errors()]
+    return [{"type": detail["type"], "loc": list(detail["loc"]), "msg": detail["msg"]} for detail in error.errors()]
 
 
 # JSON-RPC's codes (section 5.1), and the first of those that a server may choose.

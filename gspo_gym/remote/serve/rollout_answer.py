@@ -77,18 +77,18 @@ class DecisionRewards:
 
     def __init__(self, settings: AppStepRewards) -> None:
         self._settings = settings
-        self._seen: dict[str, None] = {}  # in the order in which they were reached first
+        self._seen_names: dict[str, None] = {}  # in the order in which they were reached first
         self._counts: Counter[str] = Counter()
         self._stepwise: list[dict[str, Any]] = []
 
     def of_decision(self, events: Sequence[str]) -> dict[str, Any]:
         """Return `decision_rewards` and `stepwise` of the next decision, which reached these achievements."""
         # Once each: an environment may report an event twice in one step.
-        settings, reached = self._settings, list(dict.fromkeys(events))
-        unique = [name for name in reached if name not in self._seen]
-        self._seen.update(dict.fromkeys(unique))
-        indicator = int(bool(reached))
-        base = float(indicator) if settings.strategy == "consistent" else self._weight_of(reached)
+        settings, achievements = self._settings, list(dict.fromkeys(events))
+        unique = [name for name in achievements if name not in self._seen_names]
+        self._seen_names.update(dict.fromkeys(unique))
+        indicator = int(bool(achievements))
+        base = float(indicator) if settings.strategy == "consistent" else self._weight_of(achievements)
         stepwise = {
             "decision_index": len(self._stepwise),
             "indicator": indicator,
@@ -99,48 +99,48 @@ class DecisionRewards:
             "base_reward": base,
         }
         self._stepwise.append(stepwise)
-        counted = {"turn": len(self._stepwise), "ach_delta": len(reached), "unique_delta": len(unique)}
-        return {"decision_rewards": {**counted, "all": reached, "unique": unique}, "stepwise": stepwise}
+        counts = {"turn": len(self._stepwise), "ach_delta": len(achievements), "unique_delta": len(unique)}
+        return {"decision_rewards": {**counts, "all": achievements, "unique": unique}, "stepwise": stepwise}
 
     def samples(self) -> list[dict[str, Any]]:
         return [
             {
-                "decision_index": one["decision_index"],
-                "indicator": one["indicator"],
-                "r_i": one["reward"],
-                "base": one["base_reward"],
-                "strategy": one["strategy"],
+                "decision_index": stepwise["decision_index"],
+                "indicator": stepwise["indicator"],
+                "r_i": stepwise["reward"],
+                "base": stepwise["base_reward"],
+                "strategy": stepwise["strategy"],
             }
-            for one in self._stepwise
+            for stepwise in self._stepwise
         ]
 
     def summary(self) -> dict[str, Any]:
         """Return `metrics.details.stepwise`."""
         settings = self._settings
         return {
-            "indicator_sum": sum(one["indicator"] for one in self._stepwise),
+            "indicator_sum": sum(stepwise["indicator"] for stepwise in self._stepwise),
             "reward_sum": self.reward_sum,
             "resource_reward": 0.0,
-            "new_achievements_total": sum(len(one["new_achievements"]) for one in self._stepwise),
+            "new_achievements_total": sum(len(stepwise["new_achievements"]) for stepwise in self._stepwise),
             "mode": settings.mode,
             "strategy": settings.strategy,
             "indicator_lambda": settings.indicator_lambda,
             "step_beta": settings.step_beta,
             "weights": dict(settings.weights),
             "k_limits": dict(settings.k_limits),
-            "unique_achievements_total": len(self._seen),
-            "unique_achievements": list(self._seen),
-            "final_achievements": list(self._seen),
+            "unique_achievements_total": len(self._seen_names),
+            "unique_achievements": list(self._seen_names),
+            "final_achievements": list(self._seen_names),
         }
 
     @property
     def reward_sum(self) -> float:
         """Return the reward of all decisions so far."""
-        return float(sum(one["reward"] for one in self._stepwise))
+        return float(sum(stepwise["reward"] for stepwise in self._stepwise))
 
-    def _weight_of(self, reached: Sequence[str]) -> float:
+    def _weight_of(self, achievements: Sequence[str]) -> float:
         value = 0.0
-        for name in reached:
+        for name in achievements:
             limit = self._settings.k_limits.get(name, 1)
             if limit <= 0 or self._counts[name] < limit:
                 value += self._settings.weights.get(name, 1.0)
@@ -212,7 +212,7 @@ class _Told:
     def __init__(self, episode: PlayedEpisode, context: AnswerContext) -> None:
         self.episode = episode
         self.rewards = DecisionRewards(context.step_rewards)
-        self.steps = [_step(one, index, self.rewards, context) for index, one in enumerate(episode.decisions)]
+        self.steps = [_step(decision, index, self.rewards, context) for index, decision in enumerate(episode.decisions)]
         self.trajectory: Json = {
             "env_id": context.env_id,
             "policy_id": context.policy_id,
@@ -241,7 +241,7 @@ class _Told:
 
     def _samples(self) -> list[Json]:
         actions = [[call["function"]["name"] for call in step["tool_calls"]] for step in self.steps]
-        return [{**one, "actions": names} for one, names in zip(self.rewards.samples(), actions, strict=True)]
+        return [{**sample, "actions": names} for sample, names in zip(self.rewards.samples(), actions, strict=True)]
 
 
 def _step(decision: Decision, index: int, rewards: DecisionRewards, context: AnswerContext) -> Json:
@@ -273,8 +273,8 @@ def _observation(messages: Sequence[Message]) -> Json:
     return {"messages": [message_to_wire(message) for message in messages], "text": text}
 
 
-def _metrics(played: PlayedRollout, wire_episodes: Sequence[_Told], context: AnswerContext, *, aborted: bool) -> Json:
-    episodes = played.episodes
+def _metrics(rollout: PlayedRollout, wire_episodes: Sequence[_Told], context: AnswerContext, *, aborted: bool) -> Json:
+    episodes = rollout.episodes
     returns = [value for episode in episodes if (value := episode.episode_return) is not None]
     successes = [episode.success for episode in episodes if episode.success is not None]
     terms: Counter[str] = Counter()
@@ -296,7 +296,7 @@ def _metrics(played: PlayedRollout, wire_episodes: Sequence[_Told], context: Ans
     return {
         "episode_returns": returns,
         "mean_return": _mean_return(returns, aborted=aborted),
-        "num_steps": played.num_decisions,
+        "num_steps": rollout.num_decisions,
         "num_episodes": len(episodes),
         "outcome_score": sum(successes) / len(successes) if successes else None,
         "events_score": float(sum(one.rewards.reward_sum for one in wire_episodes)) if is_active else None,
@@ -370,12 +370,12 @@ def _history(messages: Sequence[Message], context: AnswerContext, created_at: st
     wires = [message_to_wire(message) for message in messages]
     if context.request.record.trace_format == "full":
         return wires
-    begun = datetime.fromisoformat(created_at).timestamp()
+    began_at = datetime.fromisoformat(created_at).timestamp()
     return [
         {
             "content": {"text": message.content, "json_payload": _more_than_text(wire)},
             "message_type": "tool_result" if message.role == "tool" else message.role,
-            "time_record": {"event_time": begun, "message_time": number},
+            "time_record": {"event_time": began_at, "message_time": number},
             "metadata": {},
         }
         for number, (message, wire) in enumerate(zip(messages, wires, strict=True))
