@@ -176,10 +176,12 @@ def _write(policy: Policy, draft: Path, is_merged: bool, dtype: str | None) -> s
         write_full(policy, draft, dtype=getattr(torch, dtype))
     # Rounded as they were written, so that what is read back must agree to float32's precision whatever the dtype.
     for parameter in policy.model.parameters():
-        rounded = parameter.data if dtype is None else parameter.data.to(getattr(torch, dtype))
-        parameter.data = rounded.float()
-    written, expected = (_logits(model, token_ids) for model in (load_policy(str(draft)).model, policy.model))
-    _require_same(written, expected, "the model as it was written", _ROUNDING)
+        rounded_data = parameter.data if dtype is None else parameter.data.to(getattr(torch, dtype))
+        parameter.data = rounded_data.float()
+    written_logits, policy_logits = (
+        _logits(model, token_ids) for model in (load_policy(str(draft)).model, policy.model)
+    )
+    _require_same(written_logits, policy_logits, "the model as it was written", _ROUNDING)
     return kind
 
 
@@ -189,9 +191,9 @@ def _merged(policy: Policy, token_ids: torch.Tensor) -> Policy:
     Raises:
         ConfigError: the adapter's kind cannot be merged, or PEFT merges it into another function.
     """
-    model, expected, tolerance = policy.model, None, _ROUNDING
+    model, own_logits, tolerance = policy.model, None, _ROUNDING
     if is_quantized(model):
-        expected, tolerance = _logits(model, token_ids), _QUANTIZED_ROUNDING
+        own_logits, tolerance = _logits(model, token_ids), _QUANTIZED_ROUNDING
         base = model.unload()
         dequantize(base)
         model = load_lora(base, Path(policy.base), "cpu")  # its layers fit the plain weights
@@ -199,26 +201,26 @@ def _merged(policy: Policy, token_ids: torch.Tensor) -> Policy:
     # Weights of 16 bits go to float32 before the adapter is added, or the sum would be rounded twice.
     for parameter in model.parameters():
         parameter.data = parameter.data.float()
-    expected = _logits(model, token_ids) if expected is None else expected
+    own_logits = _logits(model, token_ids) if own_logits is None else own_logits
     kind = model.peft_config[ADAPTER].peft_type.value
     untie(model)
     try:
-        merged = model.merge_and_unload()
+        merged_model = model.merge_and_unload()
     except (NotImplementedError, AttributeError, RuntimeError, ValueError) as error:
         raise ConfigError(f"{policy.base}: PEFT cannot merge this adapter ({kind}): {error}") from error
-    _require_same(_logits(merged, token_ids), expected, f"the merged model (adapter: {kind})", tolerance)
-    return Policy(merged, policy.tokenizer, policy.base)
+    _require_same(_logits(merged_model, token_ids), own_logits, f"the merged model (adapter: {kind})", tolerance)
+    return Policy(merged_model, policy.tokenizer, policy.base)
 
 
 def _probe_of(model: Any) -> torch.Tensor:
     """Return token ids [1, T] from the whole vocabulary, and those that the adapter has weights of their own for."""
     spread = torch.linspace(0, model.get_input_embeddings().weight.shape[0] - 1, 64).long().tolist()
     config = model.peft_config[ADAPTER] if is_adapter(model) else None
-    chosen: list[int] = []
+    special_ids: list[int] = []
     for tokens in (getattr(config, name, None) or () for name in ("trainable_token_indices", "token_indices")):
         for of_layer in tokens.values() if isinstance(tokens, dict) else [tokens]:
-            chosen += of_layer[:64]
-    return torch.tensor([[*spread, *chosen]])
+            special_ids += of_layer[:64]
+    return torch.tensor([[*spread, *special_ids]])
 
 
 @torch.no_grad()
@@ -227,12 +229,12 @@ def _logits(model: Any, token_ids: torch.Tensor) -> torch.Tensor:
     return logits.float()
 
 
-def _require_same(logits: torch.Tensor, expected: torch.Tensor, what: str, tolerance: float) -> None:
+def _require_same(logits: torch.Tensor, expected: torch.Tensor, subject: str, tolerance: float) -> None:
     gap = float((logits - expected).norm() / expected.norm())
     if not gap <= tolerance:  # also where it is NaN
         raise ConfigError(
-            f"{what} is another function than the one that was to be exported: its logits differ by {gap:.2g} of their "
-            f"size, expected at most {tolerance:.2g}; nothing was written"
+            f"{subject} is another function than the one that was to be exported: its logits differ by {gap:.2g} of "
+            f"their size, expected at most {tolerance:.2g}; nothing was written"
         )
 
 
@@ -258,15 +260,15 @@ def _copy_base(draft: Path) -> None:
 
 def _publish(draft: Path, target: Path) -> None:
     """Rename the draft to the target; what is there goes only after the draft has its place."""
-    replaced = draft.with_name(draft.name.replace(".draft-", ".replaced-", 1))
+    old_folder = draft.with_name(draft.name.replace(".draft-", ".replaced-", 1))
     if target.exists():
-        target.rename(replaced)
+        target.rename(old_folder)
     draft.rename(target)
     sync(target.parent)
-    if replaced.is_dir():
-        shutil.rmtree(replaced)
+    if old_folder.is_dir():
+        shutil.rmtree(old_folder)
     else:
-        replaced.unlink(missing_ok=True)
+        old_folder.unlink(missing_ok=True)
 
 
 def push(

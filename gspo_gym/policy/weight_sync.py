@@ -291,15 +291,15 @@ def choose_kind(
 
 
 def _without_uncommitted(group: TrajectoryGroup, is_committed: Callable[[int], bool]) -> TrajectoryGroup:
-    trajectories, dropped = [], list(group.dropped)
+    trajectories, dropped_episodes = [], list(group.dropped)
     for trajectory in group.trajectories:
         unknown = sorted(version for version in versions_of(trajectory) if not is_committed(version))
         if unknown:
             reason = f"sampled under weights that were never committed: version {unknown[0]}"
-            dropped.append(DroppedEpisode(trajectory.trajectory_id, trajectory.outcome, reason))
+            dropped_episodes.append(DroppedEpisode(trajectory.trajectory_id, trajectory.outcome, reason))
         else:
             trajectories.append(trajectory)
-    return replace(group, trajectories=tuple(trajectories), dropped=tuple(dropped))
+    return replace(group, trajectories=tuple(trajectories), dropped=tuple(dropped_episodes))
 
 
 def _require_able(
