@@ -106,10 +106,10 @@ class SampleChecks:
         # A gateway that knows the call answers a later attempt with the sample of an earlier one.
         self._ids.require(answered_id, request.call_id)
         if not self._is_rescored:  # logprobs that will be replaced may be anything
-            written = None
+            decoded_text = None
             if self._tokenizer is not None and answer.text is not None:
-                written = self._tokenizer.decode(list(answer.token_ids), skip_special_tokens=False)
-            require_sampled(answer, request.sampling, written)
+                decoded_text = self._tokenizer.decode(list(answer.token_ids), skip_special_tokens=False)
+            require_sampled(answer, request.sampling, decoded_text)
 
 
 class _TokenRoute(ABC):

@@ -202,11 +202,15 @@ def to_completion(
             request does not explain.
     """
     if answer.prompt_token_ids is not None and answer.prompt_token_ids != tuple(prompt):
-        got = answer.prompt_token_ids
+        echoed_ids = answer.prompt_token_ids
         # Where they part helps to find the cause: at 0 it is another conversation, later a token that was put in.
-        at = next((i for i, (x, y) in enumerate(zip(got, prompt, strict=False)) if x != y), min(len(got), len(prompt)))
+        at = next(
+            (i for i, (x, y) in enumerate(zip(echoed_ids, prompt, strict=False)) if x != y),
+            min(len(echoed_ids), len(prompt)),
+        )
         raise AnswerError(
-            f"answer: to another prompt: {len(got)} tokens instead of {len(prompt)}, different from token {at} on"
+            f"answer: to another prompt: {len(echoed_ids)} tokens instead of {len(prompt)}, "
+            f"different from token {at} on"
         )
     ids, logprobs = answer.token_ids, answer.logprobs
     if len(ids) != len(logprobs):

@@ -100,7 +100,7 @@ class Batch(ABC):
         if request in self._waiting:
             self._waiting.remove(request)
         # The slot stays with its session: the next turn may extend what was read.
-        for slot in [slot for slot, other in self._requests.items() if other is request]:
+        for slot in [slot for slot, slot_request in self._requests.items() if slot_request is request]:
             self._leave(np.array([slot]))
 
     def end_session(self, session_id: str) -> None:
@@ -175,23 +175,23 @@ class Batch(ABC):
     def _sample(self, due: NextLogits) -> list[Finished]:
         slots = due.slots
         logits = self.shared.without_padding(due.logits)
-        sampled = sample(logits, self._rows.sampling(slots, self.shared.device))
-        token_ids, logprobs = sampled.token_ids.cpu().numpy(), sampled.logprobs.cpu().numpy()
+        samples = sample(logits, self._rows.sampling(slots, self.shared.device))
+        token_ids, logprobs = samples.token_ids.cpu().numpy(), samples.logprobs.cpu().numpy()
         done = self._rows.append(slots, token_ids, logprobs)
         # Logits that are NaN or infinite give such a logprob.
-        broken = ~np.isfinite(logprobs)
+        is_broken = ~np.isfinite(logprobs)
         self.counters.num_sampled_tokens += len(slots)
-        if not (done | broken).any():  # the usual step: nothing is done, so no Python work per request
+        if not (done | is_broken).any():  # the usual step: nothing is done, so no Python work per request
             return []
-        finished = []
-        for slot in slots[broken].tolist():
+        results = []
+        for slot in slots[is_broken].tolist():
             error = EngineError(f"the model's logits are not finite (weights of version {self.weight_version})")
-            finished.append(Finished(self._requests[slot], error))
+            results.append(Finished(self._requests[slot], error))
             self._forget(slot)
-        for slot in slots[done & ~broken].tolist():
-            finished.append(Finished(self._requests[slot], self._rows.completion(slot, self.weight_version)))
-        self._leave(slots[done | broken])
-        return finished
+        for slot in slots[done & ~is_broken].tolist():
+            results.append(Finished(self._requests[slot], self._rows.completion(slot, self.weight_version)))
+        self._leave(slots[done | is_broken])
+        return results
 
     def _leave(self, slots: Int64Array) -> None:
         """Take requests out of the batch; their slots stay with their sessions."""
@@ -260,7 +260,9 @@ class SlotTable:
         slot = self._kept_slots.pop(session_id, None)
         if slot is not None:
             self._free.add(slot)
-        self._session_of = {slot: other for slot, other in self._session_of.items() if other != session_id}
+        self._session_of = {
+            slot: slot_session for slot, slot_session in self._session_of.items() if slot_session != session_id
+        }
 
     def forget_sessions(self) -> None:
         """Free the slots of all waiting sessions."""

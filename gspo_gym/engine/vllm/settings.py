@@ -221,12 +221,12 @@ def allowed_cores() -> list[int]:
 @contextlib.contextmanager
 def environment(variables: Mapping[str, str]) -> Iterator[None]:
     """Let children started within inherit these variables; those that are set already stay as they are."""
-    added = {name: value for name, value in variables.items() if name not in os.environ}
-    os.environ.update(added)
+    new_variables = {name: value for name, value in variables.items() if name not in os.environ}
+    os.environ.update(new_variables)
     try:
         yield
     finally:
-        for name in added:
+        for name in new_variables:
             os.environ.pop(name, None)
 
 

@@ -212,8 +212,8 @@ def _write(file: int, offset: int, tensor: Tensor) -> None:
     # Written and not mapped: the kernel then need not clear memory that is about to be filled.
     rest = tensor.cpu().contiguous().flatten().view(torch.uint8).numpy().data
     while rest:  # a call writes 2 GiB at most
-        written = os.pwrite(file, rest, offset)
-        rest, offset = rest[written:], offset + written
+        num_written = os.pwrite(file, rest, offset)
+        rest, offset = rest[num_written:], offset + num_written
 
 
 def _mapped(chunk: Chunk) -> Tensor:
