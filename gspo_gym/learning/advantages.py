@@ -162,8 +162,8 @@ def _rounding(magnitudes: NDArray[np.float64], means: NDArray[np.float64]) -> ND
     # order 1, or the remainder of terms of order 1. Where rewards of 1e6 cancel, their rounding is left: so also up to
     # 1e-6 of what is summed and not left in the mean. What all episodes share counts only with the rounding of float64:
     # 1e6 + 0.5 is more than 1e6.
-    cancelled = magnitudes - np.abs(means)
-    return np.maximum(_CONSTANT_TOLERANCE * np.maximum(1.0, cancelled), _SUM_TOLERANCE * magnitudes)
+    cancelled_part = magnitudes - np.abs(means)
+    return np.maximum(_CONSTANT_TOLERANCE * np.maximum(1.0, cancelled_part), _SUM_TOLERANCE * magnitudes)
 
 
 def _compare(
@@ -172,8 +172,10 @@ def _compare(
     """Return [n, K] advantages of a group's values; entries past an episode's end are not used."""
     advantages = values
     if settings.baseline == "leave_one_out":
-        others = (values.sum(axis=0) - values) / max(len(values) - 1, 1)  # alone, nothing varies and nothing is used
-        advantages = np.where(spreads["group"].varies, values - others, 0.0)
+        other_means = (values.sum(axis=0) - values) / max(
+            len(values) - 1, 1
+        )  # alone, nothing varies and nothing is used
+        advantages = np.where(spreads["group"].varies, values - other_means, 0.0)
     elif settings.baseline != "none":
         spread = spreads[settings.baseline]
         advantages = np.where(spread.varies, values - spread.mean, 0.0)
@@ -204,8 +206,8 @@ def _magnitudes(returns: Sequence[Returns], level: str) -> NDArray[np.float64]:
 
 
 def _updated(running: RunningReturns, returns: Sequence[Returns], level: str) -> RunningReturns:
-    seen = [np.array([r.episode_return]) if level == "trajectory" else r.to_go for r in returns]
-    return running.updated(np.concatenate(seen), magnitude=max(r.reward_magnitude for r in returns))
+    return_arrays = [np.array([r.episode_return]) if level == "trajectory" else r.to_go for r in returns]
+    return running.updated(np.concatenate(return_arrays), magnitude=max(r.reward_magnitude for r in returns))
 
 
 def _per_turn(row: NDArray[np.float64], num_turns: int) -> Float32Array:

@@ -90,8 +90,11 @@ class TrainBatch(TokenBatch):
             raise RecordError("TrainBatch.advantages: expected finite values")
         if bool(self.advantages[~self.action_mask].any()):
             raise RecordError("TrainBatch.advantages: expected 0 where action_mask is False")
-        masked, others = self.trajectory_index[self.is_masked], self.trajectory_index[~self.is_masked]
-        if bool(torch.isin(masked, others).any()):
+        masked_trajectories, other_trajectories = (
+            self.trajectory_index[self.is_masked],
+            self.trajectory_index[~self.is_masked],
+        )
+        if bool(torch.isin(masked_trajectories, other_trajectories).any()):
             raise RecordError("TrainBatch.is_masked: expected all rows of a trajectory to agree")
 
 
@@ -311,11 +314,11 @@ def _spread(advantages: Sequence[Float32Array], turn_index: Tensor, trajectory_i
     spread = np.zeros(turn_index.shape, np.float32)
     turns = turn_index.numpy()
     for row, trajectory in enumerate(trajectory_index.tolist()):
-        sampled = turns[row] >= 0
+        is_sampled = turns[row] >= 0
         values = advantages[trajectory]
         if turns[row].max() >= len(values):
             raise RecordError(f"a token names turn {turns[row].max()}, but its trajectory has {len(values)} turns")
-        spread[row, sampled] = values[turns[row, sampled]]
+        spread[row, is_sampled] = values[turns[row, is_sampled]]
     return torch.from_numpy(spread)
 
 

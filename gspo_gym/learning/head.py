@@ -164,10 +164,10 @@ class _LinearHead(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, logprob_grads: Tensor, entropy_grads: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, targets, entropy, saved_chunk = ctx.saved_tensors
-        chunked: ChunkedHead = ctx.chunked
-        scale = chunked.head.multiplier / chunked.sampling.temperature
+        chunked_head: ChunkedHead = ctx.chunked
+        scale = chunked_head.head.multiplier / chunked_head.sampling.temperature
         logprob_grads, entropy_grads = logprob_grads * scale, entropy_grads * scale
-        buffers = _Buffers(min(ctx.size, len(targets)), hidden, weight, bias, chunked, result=saved_chunk)
+        buffers = _Buffers(min(ctx.size, len(targets)), hidden, weight, bias, chunked_head, result=saved_chunk)
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         grad_hidden = torch.empty_like(hidden) if needs_hidden else None
         # Summed over chunks in float32: each addition in bf16 would lose the gradient's 3rd digit.
@@ -178,7 +178,7 @@ class _LinearHead(torch.autograd.Function):
             torch.exp(log_softmax, out=grads)
             # d logprob / d logits = [is the target] - p;  d entropy / d logits = -p (log p + entropy)
             by_logprob = logprob_grads[part, None]
-            if chunked.entropy_has_gradient:
+            if chunked_head.entropy_has_gradient:
                 grads.mul_((log_softmax + entropy[part, None]).mul_(entropy_grads[part, None]).add_(by_logprob))
             else:
                 grads.mul_(by_logprob)
@@ -217,12 +217,12 @@ class _Buffers:
         hidden: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        chunked: ChunkedHead,
+        chunked_head: ChunkedHead,
         *,
         result: Tensor | None = None,
     ) -> None:
         self._hidden, self._weight, self._bias = hidden, weight, bias
-        self._multiplier, self._temperature = chunked.head.multiplier, chunked.sampling.temperature
+        self._multiplier, self._temperature = chunked_head.head.multiplier, chunked_head.sampling.temperature
         self.scratch = hidden.new_empty(num_tokens, weight.shape[0], dtype=_working_dtype(hidden))
         self.result = torch.empty_like(self.scratch) if result is None else result
         is_narrow = hidden.dtype != self.scratch.dtype

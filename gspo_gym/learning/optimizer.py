@@ -59,8 +59,8 @@ class PolicyOptimizer:
         self._num_attempts = 0
         self._num_nonfinite_in_a_row = 0
         matrices = [p for p in self._parameters.values() if p.dim() >= 2]
-        others = [p for p in self._parameters.values() if p.dim() < 2]
-        self._adamw = build_adamw(matrices, others, settings, learning_rate=learning_rate)
+        vectors = [p for p in self._parameters.values() if p.dim() < 2]
+        self._adamw = build_adamw(matrices, vectors, settings, learning_rate=learning_rate)
 
     def zero_grad(self) -> None:
         self._adamw.zero_grad(set_to_none=True)

@@ -58,13 +58,13 @@ UNREADABLE = (
 def copy_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return copies in the processor's memory. Two names of one tensor (tied weights) share a copy."""
     copies: dict[tuple[object, ...], Tensor] = {}
-    copied = {}
+    copy_by_name = {}
     for name, tensor in tensors.items():
         place = (tensor.device, tensor.data_ptr() or name, tensor.shape, tensor.stride(), tensor.dtype)
         if place not in copies:
             copies[place] = tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
-        copied[name] = copies[place]
-    return copied
+        copy_by_name[name] = copies[place]
+    return copy_by_name
 
 
 def copy_state(tensors: Mapping[str, Tensor], *, rank: int = 0, num_ranks: int = 1) -> Callable[[Path], None]:
@@ -72,11 +72,11 @@ def copy_state(tensors: Mapping[str, Tensor], *, rank: int = 0, num_ranks: int =
 
     That raises a StorageError where the disk refuses; it returns when the file is on the disk.
     """
-    shared = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, DTensor)}
-    own = {name: tensor for name, tensor in tensors.items() if name not in shared} if rank == 0 else {}
-    first_rows = {name: rows_of(tensor).start for name, tensor in shared.items()}
+    dtensors = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, DTensor)}
+    own = {name: tensor for name, tensor in tensors.items() if name not in dtensors} if rank == 0 else {}
+    first_rows = {name: rows_of(tensor).start for name, tensor in dtensors.items()}
     # A copy: on a CPU a part is a view of the live tensor.
-    copies = copy_tensors({**own, **{name: tensor.to_local() for name, tensor in shared.items()}})
+    copies = copy_tensors({**own, **{name: tensor.to_local() for name, tensor in dtensors.items()}})
     file = _WHOLE if num_ranks == 1 else _part_file(rank, num_ranks)
     metadata = {} if num_ranks == 1 else {_FIRST_ROWS: json.dumps(first_rows)}
     return lambda folder: _write(folder / file, copies, metadata)
@@ -108,8 +108,8 @@ def _write(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str
     # Not by safetensors, which makes bytes of all tensors first: as much memory again, and meanwhile no other thread
     # runs, not even the one that gives signs of life. Wide numbers come first, so that all are aligned.
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
-    offset, ordered = 0, sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
-    for name in ordered:
+    offset, names = 0, sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
+    for name in names:
         tensor, begin = tensors[name], offset
         offset += tensor.numel() * tensor.element_size()
         header[name] = {
@@ -122,7 +122,7 @@ def _write(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str
     with writing(path):
         with path.open("wb") as file:
             file.write(len(text).to_bytes(8, "little") + text)
-            for tensor in (tensors[name] for name in ordered if tensors[name].numel()):
+            for tensor in (tensors[name] for name in names if tensors[name].numel()):
                 content: Any = tensor.reshape(-1).view(torch.uint8).numpy()  # Any: no buffer, by numpy's types
                 file.write(content)
         sync(path)

@@ -114,8 +114,8 @@ class SequenceSharing:
         return torch.where(rows, own, self._group.sum(own.detach().clone()))  # others add 0, which changes nothing
 
     def _own(self, tokens: Tensor, size: int, *, filled_with: int = 0) -> Tensor:
-        padded = nn.functional.pad(tokens, (0, size * self._group.size - tokens.shape[1]), value=filled_with)
-        return padded[:, size * self._group.rank : size * (self._group.rank + 1)]
+        padded_tokens = nn.functional.pad(tokens, (0, size * self._group.size - tokens.shape[1]), value=filled_with)
+        return padded_tokens[:, size * self._group.rank : size * (self._group.rank + 1)]
 
 
 def sequence_attention(
