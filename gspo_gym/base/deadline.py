@@ -222,8 +222,8 @@ def main() -> None:
         signal.signal(number, signal.SIG_IGN)
     came: list[tuple[float, int]] = []
     while True:
-        left = None if not came else max(0.0, _end_of(came, seconds + MARGIN_SECONDS) - time.monotonic())
-        ready = select.select([signals, 0], [], [], left)[0]
+        seconds_left = None if not came else max(0.0, _end_of(came, seconds + MARGIN_SECONDS) - time.monotonic())
+        ready = select.select([signals, 0], [], [], seconds_left)[0]
         if not ready:
             break
         if 0 in ready:

@@ -385,8 +385,8 @@ def read_file(path: Path) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError) as error:  # unreadable, not of that format, or nested too deeply
         raise ConfigError(f"{path}: cannot be read as {kind}: {error}") from error
     if not isinstance(document, dict):
-        shown = shortened(json.dumps(document, default=str, ensure_ascii=False), 60)
-        raise ConfigError(f"{path}: expected a table of sections, got {shown}")
+        document_text = shortened(json.dumps(document, default=str, ensure_ascii=False), 60)
+        raise ConfigError(f"{path}: expected a table of sections, got {document_text}")
     return document
 
 
@@ -488,8 +488,8 @@ def find_line(path: Path, name: str) -> tuple[int, str] | None:
 def _member(names: list[str], text: bytes) -> bytes:
     packer = zlib.compressobj(level=6, wbits=-zlib.MAX_WBITS)
     body = packer.compress(text) + packer.flush()
-    listed = zlib.compress(json.dumps(names).encode())
-    extra = _EXTRA.pack(_ID, 4 + len(listed), len(body)) + listed
+    packed_names = zlib.compress(json.dumps(names).encode())
+    extra = _EXTRA.pack(_ID, 4 + len(packed_names), len(body)) + packed_names
     header = _HEADER.pack(MAGIC, _DEFLATE, _HAS_EXTRA, 0, 0, _UNKNOWN_SYSTEM, len(extra))
     return header + extra + body + _TRAILER.pack(zlib.crc32(text), len(text) & 0xFFFFFFFF)
 

@@ -228,19 +228,19 @@ def main() -> None:
     """Read what is registered until the program is gone; then end and remove what is left."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    registered: dict[bytes, None] = {}
+    entries: dict[bytes, None] = {}
     rest = b""
     while data := os.read(0, 65536):
         *lines, rest = (rest + data).split(b"\0")
         for line in lines:
             if line.startswith(b"+"):
-                registered[line[1:]] = None
+                entries[line[1:]] = None
             else:
-                registered.pop(line[1:], None)
-    processes = [int(line[1:]) for line in registered if line.startswith(b"p")]
-    processes += _marked([f"{_MARK}=".encode() + line[1:] for line in registered if line.startswith(b"m")])
+                entries.pop(line[1:], None)
+    processes = [int(line[1:]) for line in entries if line.startswith(b"p")]
+    processes += _marked([f"{_MARK}=".encode() + line[1:] for line in entries if line.startswith(b"m")])
     _end(processes)
-    for line in registered:
+    for line in entries:
         if line.startswith(b"f"):
             shutil.rmtree(line[1:], ignore_errors=True)
             with contextlib.suppress(OSError):
