@@ -158,7 +158,7 @@ class RewardTerms:
         asynchronous = [name for name, function in self._functions.items() if function.is_async]
         if asynchronous:
             raise UsageError(f"RewardTerms.score: {asynchronous} are async; await score_async instead")
-        return self._weighted({**inputs, "events": events, "success": success}, {})
+        return self._weigh({**inputs, "events": events, "success": success}, {})
 
     async def score_async(
         self, *, events: Sequence[str] = (), success: bool | None = None, **inputs: Any
@@ -170,9 +170,9 @@ class RewardTerms:
             if function.is_async:
                 with _naming(name):
                     async_scores[name] = await function(inputs)
-        return self._weighted(inputs, async_scores)
+        return self._weigh(inputs, async_scores)
 
-    def _weighted(self, inputs: Mapping[str, Any], async_scores: Mapping[str, Any]) -> Reward | None:
+    def _weigh(self, inputs: Mapping[str, Any], async_scores: Mapping[str, Any]) -> Reward | None:
         scores: dict[str, float] = {}
         for name, function in self._functions.items():
             with _naming(name):
@@ -219,23 +219,23 @@ class Achievements:
             raise ContractError(f"Achievements: expected a collection of names, got {names!r:.80}")
         if len(set(self.names)) < len(self.names):
             raise ContractError(f"Achievements: expected each name once, got {list(self.names)}")
-        self._unlocked: dict[str, None] = {}  # dicts as ordered sets
+        self._unlocked_names: dict[str, None] = {}  # dicts as ordered sets
         self._of_turn: dict[str, None] = {}
 
     @property
     def unlocked(self) -> tuple[str, ...]:
         """Return the achievements of this episode, each once, in the order of first reaching them."""
-        return tuple(self._unlocked)
+        return tuple(self._unlocked_names)
 
     def reset(self) -> None:
-        self._unlocked, self._of_turn = {}, {}
+        self._unlocked_names, self._of_turn = {}, {}
 
     def unlock(self, name: str) -> bool:
         """Note that `name` was achieved in this turn; return whether it is new in this episode."""
         if name not in self.names:
             raise ContractError(f"there is no achievement {name!r}; {nearest_name(name, self.names)}")
-        is_new = name not in self._unlocked
-        self._unlocked[name] = self._of_turn[name] = None
+        is_new = name not in self._unlocked_names
+        self._unlocked_names[name] = self._of_turn[name] = None
         return is_new
 
     def turn_events(self) -> tuple[str, ...]:

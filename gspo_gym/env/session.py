@@ -143,7 +143,7 @@ class EnvSession:
         """
         argument = action if self._takes_messages else action.content
         answer = await self._call("step", partial(self._outer.step, argument))
-        return self._added(as_step_result(answer, where=f"{self.env_id}: step()"), "step")
+        return self._add_to_return(as_step_result(answer, where=f"{self.env_id}: step()"), "step")
 
     async def invalid_action(self, error: str) -> StepResult:
         """Return the answer to text that could not be parsed; without such a method, that of `TextEnv`."""
@@ -156,7 +156,7 @@ class EnvSession:
             answer = await self._call("invalid_action", partial(method, error))
             result = as_step_result(answer, where=f"{self.env_id}: invalid_action()")
         self._unreadable_return += min(0.0, result.reward or 0.0)
-        return self._added(result, "invalid_action")
+        return self._add_to_return(result, "invalid_action")
 
     async def close(self) -> None:
         """Close the environment, if it can be closed, and give the thread back; again does nothing.
@@ -186,7 +186,7 @@ class EnvSession:
             else:
                 self._thread.release()
 
-    def _added(self, result: StepResult, method: str) -> StepResult:
+    def _add_to_return(self, result: StepResult, method: str) -> StepResult:
         if result.reward is None or not self._checks_returns:
             return result
         self._episode_return += result.reward
@@ -251,7 +251,7 @@ class EnvSession:
     async def _returned_by(self, call: Callable[[], Any], *, announcement: str) -> Returned:
         if inspect.iscoroutinefunction(call):
             return await self._in_own_task(AnnouncedSteps(call(), announcement))
-        outcome = await self._in_thread(partial(_announced, announcement, call))
+        outcome = await self._in_thread(partial(_announce_and_call, announcement, call))
         if inspect.isawaitable(outcome.value):
             return await self._in_own_task(AnnouncedSteps(outcome.value, announcement))
         return outcome
@@ -274,7 +274,7 @@ class EnvSession:
 
     async def _in_own_task(self, awaitable: Awaitable[Any]) -> Returned:
         # A cancellation is passed on without waiting for it to take effect.
-        task = asyncio.ensure_future(_contained(awaitable))
+        task = asyncio.ensure_future(_contain(awaitable))
         try:
             await asyncio.wait({task})
         except asyncio.CancelledError:
@@ -324,12 +324,12 @@ def _without_plain_wrappers(env: Any) -> Any:
     return env
 
 
-def _announced(text: str, call: Callable[[], Any]) -> Any:
+def _announce_and_call(text: str, call: Callable[[], Any]) -> Any:
     with announced(text):
         return call()
 
 
-async def _contained(awaitable: Awaitable[Any]) -> Returned:
+async def _contain(awaitable: Awaitable[Any]) -> Returned:
     # SystemExit and GeneratorExit that leave a task would end the event loop. So would KeyboardInterrupt, but in the
     # loop's thread that may be the user's second Ctrl-C.
     try:
@@ -521,7 +521,7 @@ def as_messages(observation: object, *, where: str) -> tuple[Message, ...]:
     'Hi.'
     """
     if isinstance(observation, str):
-        return (_checked(Message("user", str(observation)), where),)
+        return (_check_message(Message("user", str(observation)), where),)
     if isinstance(observation, Message | Mapping):
         raise ContractError(f"{where}: expected text or a sequence of messages, got one message; put it into a list")
     if not isinstance(observation, Sequence) or isinstance(observation, bytes | bytearray):
@@ -531,7 +531,7 @@ def as_messages(observation: object, *, where: str) -> tuple[Message, ...]:
 
 def _as_message(item: object, where: str) -> Message:
     if isinstance(item, Message):
-        return _checked(item, where)
+        return _check_message(item, where)
     if not isinstance(item, Mapping):
         raise ContractError(f"{where}: expected a Message or a mapping with role and content, got {described(item)}")
     try:
@@ -546,12 +546,12 @@ def _as_message(item: object, where: str) -> Message:
         # the OpenAI API allows null only beside calls
         if item.get("content") is None and not item.get("tool_calls"):
             raise RecordError(f"{where}: expected content as text or a list of text parts, got NoneType None")
-        return _checked(message_from_wire(item, where=where), where)
+        return _check_message(message_from_wire(item, where=where), where)
     except RecordError as error:
         raise ContractError(str(error)) from error
 
 
-def _checked(message: Message, where: str) -> Message:
+def _check_message(message: Message, where: str) -> Message:
     if message.role == "tool" and not message.tool_call_id:
         raise ContractError(f"{where}: expected a tool message to name its call in tool_call_id, got none")
     try:

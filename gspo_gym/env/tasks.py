@@ -123,12 +123,12 @@ class TaskSource(Generic[T]):
             seed = next_seed(rng)
         if seed < 0:
             raise UsageError(f"TaskSource.task: expected a seed >= 0, got {seed}")
-        return copy.deepcopy(self._read().of_seed(seed) if self._draw is None else self._drawn(self._draw, seed))
+        return copy.deepcopy(self._read().of_seed(seed) if self._draw is None else self._draw_task(self._draw, seed))
 
     def __deepcopy__(self, memo: Any) -> TaskSource[T]:
         return self  # immutable, so copies of an environment share it
 
-    def _drawn(self, draw: Draw[T], seed: int) -> T:
+    def _draw_task(self, draw: Draw[T], seed: int) -> T:
         rng = generator(seed, "task", self._split_seed)
         wants_held_out = is_held_out_seed(seed)
         for _ in range(_MAX_DRAWS):

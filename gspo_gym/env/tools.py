@@ -126,7 +126,7 @@ class Tool:
         for name, adapter in self.adapters.items():
             if name in arguments:
                 try:
-                    values[name] = _checked(adapter, arguments[name])
+                    values[name] = _validate(adapter, arguments[name])
                 except ToolError as error:
                     problems.append(f"argument {name!r}: {error}")
         if problems:
@@ -179,7 +179,7 @@ _SEQUENCES = (list, tuple, deque)
 
 def _in_order(value: Any) -> Any:  # a set of texts has another order in every process
     if isinstance(value, set | frozenset):
-        return _sorted(map(_in_order, value))
+        return _sort_parts(map(_in_order, value))
     if isinstance(value, type):
         return value
     if hasattr(value, "__pydantic_serializer__"):  # which may write itself as JSON in its own way
@@ -197,7 +197,7 @@ def _in_order(value: Any) -> Any:  # a set of texts has another order in every p
 def _ordered_as(plain: Any, value: Any) -> Any:
     """Return JSON with the lists in order that stand for sets in `value`, of which it was made in the same order."""
     if isinstance(plain, list) and isinstance(value, set | frozenset) and len(plain) == len(value):
-        return _sorted(map(_ordered_as, plain, value))
+        return _sort_parts(map(_ordered_as, plain, value))
     if isinstance(plain, list) and isinstance(value, _SEQUENCES) and len(plain) == len(value):
         return list(map(_ordered_as, plain, value))
     if isinstance(plain, dict) and isinstance(value, dict) and len(plain) == len(value):
@@ -205,7 +205,7 @@ def _ordered_as(plain: Any, value: Any) -> Any:
     return plain
 
 
-def _sorted(parts: Iterable[Any]) -> list[Any]:
+def _sort_parts(parts: Iterable[Any]) -> list[Any]:
     return sorted(parts, key=lambda part: (part if isinstance(part, int) else 0, repr(part)))
 
 
@@ -270,11 +270,11 @@ def _annotations(
             )
         if parameter.annotation is parameter.empty:
             raise ContractError(f"{place}: expected a type annotation, got none; supported are {_SUPPORTED}")
-        hints[parameter.name] = _resolved(parameter.annotation, function, names, place)
+        hints[parameter.name] = _resolve_annotation(parameter.annotation, function, names, place)
     return hints
 
 
-def _resolved(annotation: Any, function: Callable[..., Any], names: Mapping[str, Any], place: str) -> Any:
+def _resolve_annotation(annotation: Any, function: Callable[..., Any], names: Mapping[str, Any], place: str) -> Any:
     # The function's module comes before the class body, where a tool may be called `list`.
     holder = types.SimpleNamespace(__annotations__={"annotation": annotation})
     module = getattr(inspect.unwrap(function), "__globals__", {})
@@ -368,7 +368,7 @@ def _choice(values: list[Any], where: str) -> dict[str, Any]:
     return {"enum": values} | ({"type": kinds.pop()} if len(kinds) == 1 else {})
 
 
-def _checked(adapter: TypeAdapter[Any], value: Any) -> Any:
+def _validate(adapter: TypeAdapter[Any], value: Any) -> Any:
     # Checked as JSON, where an enum is given by its value.
     try:
         text = json.dumps(value, allow_nan=False)
@@ -378,7 +378,7 @@ def _checked(adapter: TypeAdapter[Any], value: Any) -> Any:
         parsed_value = adapter.validate_json(text, strict=True)
     except ValidationError as error:
         fields = _fields(adapter.json_schema())
-        wrong = [_explained(detail, fields) for detail in error.errors(include_url=False, include_context=False)]
+        wrong = [_explain(detail, fields) for detail in error.errors(include_url=False, include_context=False)]
         raise ToolError(" or ".join(dict.fromkeys(wrong)) + f", got {shortened(repr(value))}") from None
     dumped_value = adapter.dump_python(parsed_value, mode="json", exclude_unset=True, by_alias=True)
     if not _agree(dumped_value, value):  # pydantic accepts true for Literal[1]
@@ -402,7 +402,7 @@ def _fields(schema: Any) -> set[str]:  # of all models in a schema
     return set(schema.get("properties", ())).union(*map(_fields, schema.values()))
 
 
-def _explained(detail: Any, fields: Collection[str]) -> str:
+def _explain(detail: Any, fields: Collection[str]) -> str:
     message = str(detail["msg"]).replace("Input should be", "expected", 1)
     # A location also names the alternatives of a union, which would tell the model nothing.
     path = "".join(f"[{part!r}]" for part in detail["loc"] if isinstance(part, int) or part in fields)
@@ -447,7 +447,7 @@ def parse_docstring(text: str | None) -> Docstring:
         if _ARGS.match(lines[start]):
             parameters |= _google_entries(lines[start + 1 : stop])
         elif (field := _REST_FIELD.match(lines[start])) and field[1] == "param" and field[2].strip():
-            parameters[field[2].split()[-1]] = _joined([field[3], *lines[start + 1 : stop]])
+            parameters[field[2].split()[-1]] = _join_lines([field[3], *lines[start + 1 : stop]])
     return Docstring(_paragraphs(lines[: stops[0]]), parameters)
 
 
@@ -467,17 +467,17 @@ def _google_entries(lines: list[str]) -> dict[str, str]:
             continue
         current = [entry[2]]
         texts |= dict.fromkeys(re.split(r"\s*,\s*", entry[1]), current)
-    return {name: _joined(text) for name, text in texts.items()}
+    return {name: _join_lines(text) for name, text in texts.items()}
 
 
 def _indentation(line: str) -> int:
     return len(line) - len(line.lstrip())
 
 
-def _joined(lines: list[str]) -> str:
+def _join_lines(lines: list[str]) -> str:
     return " ".join(line.strip() for line in lines if line.strip())
 
 
 def _paragraphs(lines: list[str]) -> str:
     blocks = re.split(r"\n\s*\n", "\n".join(lines).strip())
-    return "\n".join(_joined(block.splitlines()) for block in blocks)
+    return "\n".join(_join_lines(block.splitlines()) for block in blocks)

@@ -129,11 +129,11 @@ class AnnouncedSteps:
     def __init__(self, awaitable: Awaitable[Any], text: str) -> None:
         self._awaitable, self._text = awaitable, text
 
-    async def _awaited(self) -> Any:
+    async def _await_inner(self) -> Any:
         return await self._awaitable
 
     def __await__(self) -> Generator[Any, Any, Any]:
-        steps, reply, error = self._awaited(), None, None
+        steps, reply, error = self._await_inner(), None, None
         while True:
             try:
                 with announced(self._text):

@@ -108,7 +108,7 @@ async def _find_in_halves(play: Callable[[], Awaitable[None]], half: int) -> tup
         before = tracemalloc.get_traced_memory()[0]  # read before the next mark, which allocates too
         for _ in range(half):
             await play()
-        mark, num_bytes = await _settled(marks[0])
+        mark, num_bytes = await _steady_holdings(marks[0])
         marks.append(mark)
         growths.append(num_bytes - before)
     return _leaks(marks, half), min(growths)
@@ -120,7 +120,7 @@ async def _find_memory(play: Callable[[], Awaitable[None]], half: int) -> list[L
     for _ in range(2):
         for _ in range(half):
             await play()
-        await _settled(first)
+        await _steady_holdings(first)
         marks.append(_bytes_by_line())
     growth_by_line = {
         line: min(after[line] - before[line] for before, after in pairwise(marks))
@@ -144,7 +144,9 @@ def _bytes_by_line() -> Counter[str]:
     return Counter({f"{frame.filename}:{frame.lineno}": size for frame, size in frames})
 
 
-async def _settled(first: Holdings) -> tuple[Holdings, int]:  # once threads and processes that are ending have ended
+async def _steady_holdings(
+    first: Holdings,
+) -> tuple[Holdings, int]:  # once threads and processes that are ending have ended
     deadline = asyncio.get_running_loop().time() + _GRACE_SECONDS
     while True:
         gc.collect()
@@ -373,7 +375,7 @@ def check_env(
     settings = CheckSettings(
         tuple(seeds), max_turns, step_timeout_seconds, reference, random, max_step_seconds, num_leak_episodes, clock
     )
-    subject = _subject(*_named(env, dict(env_config or {})), settings)
+    subject = _subject(*_env_and_config(env, dict(env_config or {})), settings)
     thread = OwnThread()  # asyncio.run needs a thread without a running loop, and the caller's may have one
     try:
         report: CheckReport = thread.call(lambda: asyncio.run(_run(subject)), timeout_seconds=None).unwrap()
@@ -382,7 +384,9 @@ def check_env(
     return report
 
 
-def _named(env: str | Callable[..., Any], config: dict[str, Any]) -> tuple[str | Callable[..., Any], dict[str, Any]]:
+def _env_and_config(
+    env: str | Callable[..., Any], config: dict[str, Any]
+) -> tuple[str | Callable[..., Any], dict[str, Any]]:
     # A worker process imports its environment by name; a partial has none, but the function it wraps does.
     if isinstance(env, partial) and env.func is make and len(env.args) == 1:
         return env.args[0], {**env.keywords, **config}

@@ -68,7 +68,7 @@ async def tricks_do_not_pay(subject: Subject, findings: Findings) -> None:
     }
     plays[_UNREADABLE] = lambda session, seed: play_unreadable(session, _ERROR, seed=seed, max_turns=turns)
     for player, play in plays.items():
-        runs = await _played(subject, findings, player, play)
+        runs = await _play_seeds(subject, findings, player, play)
         if not runs:
             continue
         returns[player] = mean_return(_as_long_as_others(subject, runs) if player == _UNREADABLE else runs)
@@ -108,7 +108,7 @@ async def _play_policy(session: EnvSession, seed: int, *, policy: PolicyFactory,
     return await play_in(session, policy, seed=seed, max_turns=max_turns)
 
 
-async def _played(subject: Subject, findings: Findings, player: str, play: _Play) -> list[Playthrough]:
+async def _play_seeds(subject: Subject, findings: Findings, player: str, play: _Play) -> list[Playthrough]:
     runs = []
     for seed in subject.seeds:
         try:
@@ -330,7 +330,7 @@ def _gap(value: Any, text: str) -> Any:
     return _NUMBER_GAP if isinstance(value, int) and not isinstance(value, bool) else _GAP
 
 
-def _filled(form: Message, text: str) -> Message:
+def _fill_gaps(form: Message, text: str) -> Message:
     is_number = re.fullmatch(r"-?\d{1,18}", text) is not None
     values = {_GAP: text, _NUMBER_GAP: int(text) if is_number else text}
     calls = [
@@ -368,7 +368,7 @@ async def _always_wins(subject: Subject, tasks: Sequence[_Task], place: str, for
 
 
 async def _wins(subject: Subject, task: _Task, text: str, form: Message | None) -> bool:
-    policy = saying(lambda _env, _messages: text) if form is None else _repeating(_filled(form, text))
+    policy = saying(lambda _env, _messages: text) if form is None else _repeating(_fill_gaps(form, text))
     try:
         session = await subject.open()
         try:

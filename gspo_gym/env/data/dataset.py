@@ -129,7 +129,7 @@ class DatasetEnv(TextEnv):
         row = self._finish("step")
         score = self._reward(action, row.values)
         if self._reward.is_async:
-            return self._awaited(score)
+            return self._await_score(score)
         return self._over(self._reward.as_reward(score, self.reward_range[1]))
 
     def invalid_action(self, error: str) -> Any:
@@ -159,7 +159,7 @@ class DatasetEnv(TextEnv):
         row, self._row = self._row, None
         return row
 
-    async def _awaited(self, score: Awaitable[Any]) -> Any:
+    async def _await_score(self, score: Awaitable[Any]) -> Any:
         return self._over(self._reward.as_reward(await score, self.reward_range[1]))
 
     def _over(self, reward: Reward | None) -> tuple[str, Reward | None, bool, bool, dict[str, Any]]:

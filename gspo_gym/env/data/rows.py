@@ -221,11 +221,11 @@ def _json_lines(path: Path) -> Iterator[Row]:
     with path.open(encoding=_ENCODING) as lines:
         for number, line in enumerate(lines, start=1):
             if line.strip():
-                yield _row(_parsed(line, f"{path}:{number}"), f"{path}:{number}")
+                yield _row(_parse_json(line, f"{path}:{number}"), f"{path}:{number}")
 
 
 def _json_list(path: Path) -> Iterator[Row]:
-    rows = _parsed(path.read_text(encoding=_ENCODING), str(path))
+    rows = _parse_json(path.read_text(encoding=_ENCODING), str(path))
     if not isinstance(rows, list):
         raise ConfigError(f"{path}: expected a JSON list of objects, got {type(rows).__name__}; one a line is .jsonl")
     yield from (_row(values, f"{path}[{index}]") for index, values in enumerate(rows))
@@ -248,7 +248,7 @@ def _csv_row(values: Mapping[Any, Any], reader: csv.DictReader[str], path: Path)
     return _row(values, where)
 
 
-def _parsed(text: str, where: str) -> Any:
+def _parse_json(text: str, where: str) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -359,7 +359,7 @@ class ConversationTemplate:
         return frozenset(column for _, column in pieces if column is not None)
 
     def messages(self, row: Mapping[str, Any]) -> tuple[Message, ...]:
-        return tuple(Message(role, _filled(content, row)) for role, content in self.templates)
+        return tuple(Message(role, _fill_template(content, row)) for role, content in self.templates)
 
 
 @dataclass(frozen=True)
@@ -410,7 +410,7 @@ def load_questions(
 def _load(
     rows: RowSource, held_out: RowSource | None, reading: Reading, held_out_fraction: float, split_seed: int
 ) -> Questions:
-    questions, too_long = _checked(rows, reading, split_seed)
+    questions, too_long = _read_entries(rows, reading, split_seed)
     if held_out is None:
         train, held_out_questions = split_by_content(questions, held_out_fraction)
         advice = (
@@ -418,7 +418,7 @@ def _load(
         )
         in_both = 0
     else:
-        held_out_questions, also_too_long = _checked(held_out, reading, split_seed)
+        held_out_questions, also_too_long = _read_entries(held_out, reading, split_seed)
         too_long += also_too_long
         train = without(questions, held_out_questions)
         in_both, advice = len(questions) - len(train), ""
@@ -453,14 +453,14 @@ def _stamp(source: str | Path | None) -> tuple[int, int] | None:
     return status.st_mtime_ns, status.st_size
 
 
-def _checked(source: RowSource, reading: Reading, split_seed: int) -> tuple[list[Entry[Row]], int]:
+def _read_entries(source: RowSource, reading: Reading, split_seed: int) -> tuple[list[Entry[Row]], int]:
     """Return the entries of rows that are short enough, and the number of longer ones."""
     entries: list[Entry[Row]] = []
     problems: list[str] = []
     num_too_long = 0
     rows = read_rows(source)
     for index, raw in enumerate(rows):
-        row = _renamed(raw, reading.renamed)
+        row = _rename_columns(raw, reading.renamed)
         problem = _problem(row, reading.columns | reading.conversation.columns)
         if problem is not None:
             problems.append(f"{row.where}: {problem}")
@@ -476,7 +476,7 @@ def _checked(source: RowSource, reading: Reading, split_seed: int) -> tuple[list
     return entries, num_too_long
 
 
-def _renamed(row: Row, name_pairs: Iterable[tuple[str, str]]) -> Row:
+def _rename_columns(row: Row, name_pairs: Iterable[tuple[str, str]]) -> Row:
     names = {old: new for new, old in name_pairs if old in row.values}
     other_values = {
         name: value for name, value in row.values.items() if name not in names and name not in names.values()
@@ -506,7 +506,7 @@ def _pieces(content: str, where: str) -> list[tuple[str, str | None]]:  # litera
     return [(text, name) for text, name, _, _ in pieces]
 
 
-def _filled(content: str, row: Mapping[str, Any]) -> str:
+def _fill_template(content: str, row: Mapping[str, Any]) -> str:
     pieces = _pieces(content, "conversation")
     return "".join(text + ("" if column is None else as_text(row[column])) for text, column in pieces)
 

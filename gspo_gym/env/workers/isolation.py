@@ -147,7 +147,7 @@ def _decide(factory: IsolatedFactory) -> Decision:
         target = target_of(factory.env, factory.kwargs)
     except ConfigError as error:
         return Decision("thread", str(error))
-    return _tried(json.dumps(target.to_json(), sort_keys=True), factory)
+    return _decide_by_trial(json.dumps(target.to_json(), sort_keys=True), factory)
 
 
 # Module state: of this program, what is loaded stays loaded, and what a trial has shown stays true.
@@ -156,7 +156,7 @@ _DECISIONS: dict[str, Decision] = {}
 _ONE_TRIAL = threading.Lock()
 
 
-def _tried(key: str, factory: IsolatedFactory) -> Decision:  # made and logged once
+def _decide_by_trial(key: str, factory: IsolatedFactory) -> Decision:  # made and logged once
     if key in _DECISIONS:
         return _DECISIONS[key]
     with _ONE_TRIAL:

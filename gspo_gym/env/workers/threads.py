@@ -49,7 +49,7 @@ class Returned:
         return self.value
 
 
-def _returned(function: Callable[[], Any]) -> Returned:
+def _outcome_of(function: Callable[[], Any]) -> Returned:
     try:
         return Returned(function(), None)
     except BaseException as error:  # SystemExit too: the environment failed, the thread goes on
@@ -74,7 +74,7 @@ class Worker:
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None:
             function, on_returned = job
-            outcome = _returned(function)
+            outcome = _outcome_of(function)
             on_returned(outcome)
             del job, function, on_returned, outcome  # an idle thread keeps no environment alive
 
@@ -206,7 +206,7 @@ class _Call:
 
     def make(self) -> None:
         self.started = self.clock()
-        self.returned = _returned(self.function)
+        self.returned = _outcome_of(self.function)
         self.seconds = self.clock() - self.started
 
 
