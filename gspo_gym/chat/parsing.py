@@ -323,10 +323,10 @@ class _Reader:
             key, text = fields["key"], fields["value"]
             if key in arguments:
                 cursor.fail(f"{where}: the parameter {key} is given twice")
-            arguments[key] = self._typed(key, text, fields.get("is_string"), schemas.get(key), where)
+            arguments[key] = self._value_of_type(key, text, fields.get("is_string"), schemas.get(key), where)
         return arguments
 
-    def _typed(self, key: str, text: str, is_string: str | None, schema: Any, where: str) -> Any:
+    def _value_of_type(self, key: str, text: str, is_string: str | None, schema: Any, where: str) -> Any:
         if is_string is None:
             return typed(self._cursor, text, schema, f"{where}: parameter {key}")
         if is_string not in ("true", "false"):

@@ -85,7 +85,7 @@ class PlainWords:
         plain: list[Message] = []
         was_changed = False
         for message in messages:
-            plain_message = self._changed(message)
+            plain_message = self._plain_form(message)
             # Most templates take one message of a user at a time.
             if (
                 plain
@@ -100,7 +100,7 @@ class PlainWords:
             was_changed = plain_message is not message
         return plain
 
-    def _changed(self, message: Message) -> Message:
+    def _plain_form(self, message: Message) -> Message:
         if message.role == "system" and not self.has_system_role:
             return Message("user", message.content)
         if self.tools is None:
@@ -109,12 +109,12 @@ class PlainWords:
             return Message("user", f"<tool_response>\n{message.content}\n</tool_response>")
         if message.tool_calls:
             parts = [message.content] if message.content else []
-            content = "\n".join([*parts, *map(_called, message.tool_calls)])
+            content = "\n".join([*parts, *map(_call_text, message.tool_calls)])
             return Message("assistant", content, reasoning_content=message.reasoning_content)
         return message
 
 
-def _called(call: ToolCall) -> str:
+def _call_text(call: ToolCall) -> str:
     return f"{_CALL_OPEN}\n{_json({'name': call.name, 'arguments': plain_json(call.arguments)})}\n{_CALL_CLOSE}"
 
 

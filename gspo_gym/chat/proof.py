@@ -103,7 +103,7 @@ def prove(
         TemplateError: no format reads all of it, or the template can write no text or no call; names the format that
             comes nearest, what the template wrote, and what was read.
     """
-    answers = [(kind, _spelled(message, spell)) for kind, message in _answers(tool_schemas, max_tool_calls)]
+    answers = [(kind, _spell_message(message, spell)) for kind, message in _answers(tool_schemas, max_tool_calls)]
     samples, refusals = _write_samples(write, answers)
     for kind, is_needed in (("a text", not starts_in_reasoning), ("a call", bool(tool_schemas))):
         if is_needed and not any(kind in sample.kind for sample in samples):
@@ -137,7 +137,7 @@ def prove(
     raise TemplateError(nearest[1])
 
 
-def _spelled(message: Message, spell: Callable[[str], str]) -> Message:
+def _spell_message(message: Message, spell: Callable[[str], str]) -> Message:
     calls = [replace(call, arguments=plain_json(call.arguments, spell)) for call in message.tool_calls]
     reasoning = message.reasoning_content and spell(message.reasoning_content)
     return replace(message, content=spell(message.content), tool_calls=tuple(calls), reasoning_content=reasoning)

@@ -152,7 +152,7 @@ class Seams:
         if shape in self._shown_shapes:
             return
         name = self._template.name
-        marked_messages = _marked(messages)
+        marked_messages = _mark_texts(messages)
         text = self._template.text(self._marked_wires(marked_messages), add_generation_prompt=False)
         for index, message in enumerate(marked_messages):
             if message.tool_calls and not self._facts.renders_calls:
@@ -197,7 +197,7 @@ class Seams:
 
     def _make_plan(self, history: Sequence[Message], new: Sequence[Message]) -> _Plan | _NoPlan:
         self.require_shown([*history, *new])
-        marked_messages = _marked([*history, *new])
+        marked_messages = _mark_texts([*history, *new])
         wires = self._marked_wires(marked_messages)
         count = len(history)
         turn = self._find_marked(marked_messages[count - 1], wires[: count - 1], wires[count - 1], wires[count:])
@@ -283,7 +283,7 @@ class Seams:
         prior = self.wires(history[:-1], escapes)
         later = self.wires(new, escapes, first_index=len(history))
         last = history[-1]
-        marked_message = _marked([last], keep_ids=True)[0]
+        marked_message = _mark_texts([last], keep_ids=True)[0]
         turn = self._find_marked(marked_message, prior, self.wires([marked_message], escapes)[0], later)
         if turn is None:
             return None
@@ -334,7 +334,7 @@ def _shape_of(message: Message) -> _Shape:  # all but texts that a template may 
     )
 
 
-def _marked(messages: Sequence[Message], *, keep_ids: bool = False) -> list[Message]:
+def _mark_texts(messages: Sequence[Message], *, keep_ids: bool = False) -> list[Message]:
     """Return the conversation with a mark for every non-empty text; an id has the same mark everywhere."""
     numbers = itertools.count()
     ids: dict[str, str] = {}

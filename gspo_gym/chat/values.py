@@ -80,15 +80,15 @@ class Cursor:
         if self.take(piece):
             return
         if any(possible.startswith(self.rest) for possible in (piece, instead) if possible):
-            self.end_early(f"{where}: cut off before {piece}", f"{where}: {_expected(piece, after, '')}")
-        self.fail(f"{where}: {_expected(piece, after, self.rest)}")
+            self.end_early(f"{where}: cut off before {piece}", f"{where}: {_expectation(piece, after, '')}")
+        self.fail(f"{where}: {_expectation(piece, after, self.rest)}")
 
     def find(self, piece: str, where: str, what: str) -> str:
         """Return the text up to `piece`, which must come, and move to it."""
         end = self.text.find(piece, self.position)
         if end < 0:
             self.end_early(
-                f"{where}: cut off inside {what}", f"{where}: {_expected(piece, what, self.text[self.position :])}"
+                f"{where}: cut off inside {what}", f"{where}: {_expectation(piece, what, self.text[self.position :])}"
             )
         start, self.position = self.position, end
         return self.text[start:end]
@@ -284,7 +284,7 @@ def _to_number(cursor: Cursor, where: str, literal: str) -> Any:
         cursor.fail(f"{where}: {error}")
 
 
-def _expected(piece: str, after: str, rest: str) -> str:
+def _expectation(piece: str, after: str, rest: str) -> str:
     return f"expected {piece}{f' after {after}' if after else ''}, got {quote(rest)}"
 
 
