@@ -170,7 +170,7 @@ class TokenObservationWrapper:
             seed = next_seed(self._generator)
         else:
             self._generator, self._last_seed = None, seed
-        result = await self._timed(self.session.reset(seed, options))
+        result = await self._time_call(self.session.reset(seed, options))
         messages = with_system_prompt(result.messages, self._system_prompt)
         self._open.messages.extend(messages)
         # Ten megabytes of text would hold up every other episode while they are encoded, to be refused afterwards.
@@ -203,7 +203,7 @@ class TokenObservationWrapper:
         self._is_turn_open = False  # before the environment is asked: if it fails, the turn must not be played again
         action = self._record_action(sampled)
         self._actions.append(action.error if isinstance(action, ParseFailure) else action)  # kept for a retrial
-        result: StepResult = await self._timed(answer_to(self.session, self._actions[-1]))
+        result: StepResult = await self._time_call(answer_to(self.session, self._actions[-1]))
         history = self.messages
         self._open.append_answer(result)
         self._advance(history, result)
@@ -303,7 +303,7 @@ class TokenObservationWrapper:
                 episode.open_turn(continuation.token_ids, is_new_segment=continuation.is_new_segment)
                 self._is_turn_open = True
 
-    async def _timed(self, call: Coroutine[Any, Any, _Answer]) -> _Answer:
+    async def _time_call(self, call: Coroutine[Any, Any, _Answer]) -> _Answer:
         start = self._clock()
         try:
             return await call

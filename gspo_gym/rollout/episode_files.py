@@ -255,7 +255,7 @@ def read_episodes(path: Path) -> list[Trajectory]:
     Raises:
         RecordError: the file is damaged, or a line is not an episode; names file and line.
     """
-    return [_parsed(path, number, line) for number, line in enumerate(_lines(path), start=1)]
+    return [_parse_line(path, number, line) for number, line in enumerate(_lines(path), start=1)]
 
 
 def read_episode(path: Path, trajectory_id: str) -> Trajectory:
@@ -271,7 +271,7 @@ def read_episode(path: Path, trajectory_id: str) -> Trajectory:
         numbered_line = next(((number, line) for number, line in enumerate(_lines(path), start=1) if key in line), None)
     if numbered_line is None:
         raise RecordError(f"{path}: has no episode {trajectory_id!r}")
-    return _parsed(path, *numbered_line)
+    return _parse_line(path, *numbered_line)
 
 
 def episode_paths(folder: Path, prefix: str = "") -> list[Path]:
@@ -291,7 +291,7 @@ def _lines(path: Path) -> list[str]:
         raise RecordError(f"{path}: is damaged: {error}") from error
 
 
-def _parsed(path: Path, number: int, line: str) -> Trajectory:
+def _parse_line(path: Path, number: int, line: str) -> Trajectory:
     try:
         return trajectory_from_json(json.loads(line))
     except ValueError as error:  # RecordError included

@@ -250,10 +250,10 @@ class PlayedAhead:
 
     def _end(self, group: _Begun) -> None:
         self._ending.add(group.playing)
-        group.playing.add_done_callback(self._ended)
+        group.playing.add_done_callback(self._note_end)
         group.playing.cancel()
 
-    def _ended(self, playing: asyncio.Task[_Played]) -> None:
+    def _note_end(self, playing: asyncio.Task[_Played]) -> None:
         # The exception of a group that was given up is kept for the next `take`, which would otherwise miss it. An
         # engine's error ends the groups that are trained on, too, and is raised by them.
         self._ending.discard(playing)
