@@ -218,11 +218,11 @@ class Script:
             tool_name = re.findall(r'"name":\s*"([^"]+)"', prompt)[-1]
             parameters = dict(tools).get(tool_name, parameters)
         arguments = json.dumps(_arguments(parameters, word))
-        return f"{arguments}}}\n</tool_call>" if call_opening else _called(name, arguments)
+        return f"{arguments}}}\n</tool_call>" if call_opening else _call_text(name, arguments)
 
 
 # As models are trained to write calls, so the app's own parser reads them.
-def _called(name: str, arguments: str) -> str:
+def _call_text(name: str, arguments: str) -> str:
     return f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>'
 
 

@@ -208,7 +208,7 @@ class AppEpisodes:
             parts = build_trajectory_parts(capture)
             ending = _ending_of(attempt, parts)
             if rollout is not None and ending.error is None:
-                parts = replace(parts, turns=self._scored(parts, rollout))
+                parts = replace(parts, turns=self._score_turns(parts, rollout))
                 success, final_messages, reports_events = (
                     rollout.success,
                     rollout.final_messages,
@@ -302,7 +302,7 @@ class AppEpisodes:
             trace_correlation_id=session_id,
         )
 
-    def _scored(self, parts: CaptureBuild, rollout: AppRollout) -> tuple[Turn, ...]:
+    def _score_turns(self, parts: CaptureBuild, rollout: AppRollout) -> tuple[Turn, ...]:
         joined_turns = join_rewards(parts.turns, rollout, parts.decision_turns)
         warnings = [*rollout.warnings, *([joined_turns.warning] if joined_turns.warning else [])]
         if "step_rewards" in self.settings.env_config and self.settings.mode == "rl" and not rollout.reports_events:
@@ -331,7 +331,7 @@ def _ending_of(attempt: _Played, parts: CaptureBuild) -> _Ending:
     poisoned_call = next((failed_call for failed_call in capture.failed if failed_call.kind == "poisoned"), None)
     if poisoned_call is not None:
         raise EnginePoisonedError(poisoned_call.error)
-    failed_call = _unanswered(capture)
+    failed_call = _last_unanswered_call(capture)
     # The agent went on, or its turns before count all the same.
     if failed_call is not None and failed_call.kind in _REFUSALS and parts.turns:
         failed_call = None
@@ -379,7 +379,7 @@ def _failure_of(error: AppError | None, failed_call: FailedCall | None) -> _Endi
     return _Ending(Outcome.ENGINE_ERROR if is_engine else Outcome.ENV_ERROR, one_line(text))
 
 
-def _unanswered(capture: Capture) -> FailedCall | None:
+def _last_unanswered_call(capture: Capture) -> FailedCall | None:
     answered_keys = {call.request_key for call in capture.calls if call.is_delivered}
     lost_calls = [
         FailedCall(call.index, "cancelled", "its answer reached nobody")

@@ -241,7 +241,7 @@ def _decisions_of(steps: Sequence[RolloutStep], warnings: list[str]) -> tuple[Ap
     decisions_by_turn: dict[int, list[AppDecision]] = defaultdict(list)
     for number, decision in zip(numbers, single, strict=True):
         decisions_by_turn[number].append(decision)
-    return tuple(_merged(decisions) for decisions in decisions_by_turn.values())
+    return tuple(_merge(decisions) for decisions in decisions_by_turn.values())
 
 
 def _decision_of(step: RolloutStep, number: int, made_up_names: list[str]) -> AppDecision:
@@ -254,7 +254,7 @@ def _decision_of(step: RolloutStep, number: int, made_up_names: list[str]) -> Ap
     )
 
 
-def _merged(decisions: Sequence[AppDecision]) -> AppDecision:
+def _merge(decisions: Sequence[AppDecision]) -> AppDecision:
     if len(decisions) == 1:
         return decisions[0]
     rewards = [decision.reward for decision in decisions if decision.reward is not None]
@@ -335,7 +335,7 @@ def join_rewards(
     if len(rollout.decisions) == len(turns):
         decisions = list(rollout.decisions)
     elif decision_turns is not None and len(rollout.decisions) == len(decision_turns):
-        decisions = _folded(rollout.decisions, decision_turns, len(turns))
+        decisions = _fold_into_turns(rollout.decisions, decision_turns, len(turns))
     else:
         events = dict.fromkeys(event for decision in rollout.decisions for event in decision.events)
         decisions = [*[AppDecision()] * (len(turns) - 1), AppDecision(rollout.episode_return, {}, tuple(events))]
@@ -354,7 +354,7 @@ def join_rewards(
     return JoinedTurns(tuple(new_turns), warning)
 
 
-def _folded(
+def _fold_into_turns(
     decisions: Sequence[AppDecision], decision_turns: Sequence[int | None], num_turns: int
 ) -> list[AppDecision]:
     of_turn: list[list[AppDecision]] = [[] for _ in range(num_turns)]
@@ -362,7 +362,7 @@ def _folded(
     for decision, turn in zip(decisions, decision_turns, strict=True):
         latest = latest if turn is None else turn
         of_turn[latest].append(decision)
-    return [_merged(together) for together in of_turn]
+    return [_merge(together) for together in of_turn]
 
 
 def _with_rest(decisions: Sequence[AppDecision], episode_return: float) -> AppDecision:

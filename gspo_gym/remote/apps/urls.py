@@ -48,7 +48,7 @@ def operator_url(url: str) -> str:
     except UrlError as error:
         raise ConfigError(str(error)) from None
     if parts.query or parts.fragment or "?" in url or "#" in url:
-        raise ConfigError(f"expected a base URL without a query or a fragment, got {_shown(url)}")
+        raise ConfigError(f"expected a base URL without a query or a fragment, got {_show_url(url)}")
     return url.rstrip("/")
 
 
@@ -132,15 +132,15 @@ class UrlPolicy:
         host, port = _host(parts), parts.port or _PORTS[parts.scheme]
         is_allowed = (host, None) in self._hosts or (host, port) in self._hosts
         if not (is_allowed or self._is_public_allowed or self._networks):  # a name that is not looked up tells nobody
-            raise UrlError(f"{_shown(url)} is not called: {host} is not among the allowed hosts")
+            raise UrlError(f"{_show_url(url)} is not called: {host} is not among the allowed hosts")
         addresses = await self._addresses(host, port)
         # All of them, because a name may have a public and a private address, and the caller's library would choose.
         for address in addresses:
             is_public = self._is_public_allowed and _is_public(address)
             if not (is_allowed or is_public or self._is_in_network(address)):
                 raise UrlError(
-                    f"{_shown(url)} is not called: {host} is {address}, which is not a public address; if it is meant, "
-                    "name it among the allowed hosts"
+                    f"{_show_url(url)} is not called: {host} is {address}, which is not a public address; "
+                    "if it is meant, name it among the allowed hosts"
                 )
         return PinnedUrl(url, parts.scheme, host, port, str(addresses[0]))
 
@@ -169,14 +169,14 @@ async def _resolve(host: str, port: int) -> list[str]:
 def _split(url: str) -> SplitResult:
     # What urlsplit would drop or read otherwise than the library that connects.
     if not isinstance(url, str) or any(c <= " " or c == "\\" or c >= "\x7f" for c in url):
-        raise UrlError(f"expected a URL of printable ASCII without spaces or backslashes, got {_shown(url)}")
+        raise UrlError(f"expected a URL of printable ASCII without spaces or backslashes, got {_show_url(url)}")
     try:
         parts = urlsplit(url)
         _ = parts.port  # raises on what is no port
     except ValueError as error:
-        raise UrlError(f"expected a URL, got {_shown(url)}: {error}") from None
+        raise UrlError(f"expected a URL, got {_show_url(url)}: {error}") from None
     if parts.scheme not in _PORTS or not parts.hostname:
-        raise UrlError(f"expected a URL that begins with http:// or https:// and a host, got {_shown(url)}")
+        raise UrlError(f"expected a URL that begins with http:// or https:// and a host, got {_show_url(url)}")
     if "@" in parts.netloc:
         raise UrlError(f"expected a URL without a user or a password, got one for host {parts.hostname}")
     host = _host(parts)
@@ -207,7 +207,7 @@ def _is_public(address: IPAddress) -> bool:
     return address.is_global and not address.is_multicast
 
 
-def _shown(url: object) -> str:
+def _show_url(url: object) -> str:
     # The query may hold a secret.
     text = repr(url.split("?", 1)[0] if isinstance(url, str) else url)
     return shortened(text, 120)

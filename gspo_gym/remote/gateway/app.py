@@ -187,7 +187,7 @@ class GatewayApp:
 
     async def _chat(self, session: GatewaySession, body: Mapping[str, Json], is_trained: bool | None) -> Reply:
         request = read_chat_request(body, reader=self._state_of(session).reader)
-        call = await session.chat(_marked(request.call, is_trained))
+        call = await session.chat(_mark_trained(request.call, is_trained))
         logprobs = chat_logprobs(call, session.renderer_of(call).decode) if request.options.logprobs else None
         around = self._envelope("chatcmpl", session, call.index)
         if request.options.stream:
@@ -197,7 +197,7 @@ class GatewayApp:
 
     async def _complete(self, session: GatewaySession, body: Mapping[str, Json], is_trained: bool | None) -> Reply:
         request = read_completion_request(body)
-        call = await session.complete(_marked(request.call, is_trained))
+        call = await session.complete(_mark_trained(request.call, is_trained))
         logprobs = text_logprobs(call, session.renderer_of(call).decode) if request.options.logprobs else None
         around = self._envelope("cmpl", session, call.index)
         if request.options.stream:
@@ -209,7 +209,7 @@ class GatewayApp:
         # `previous_response_id` continues what the gateway said itself, so each answer is kept.
         conversations = self._state_of(session).conversations
         request = read_responses_request(body, previous=conversations)
-        call = await session.chat(_marked(request.call, is_trained))
+        call = await session.chat(_mark_trained(request.call, is_trained))
         around = self._envelope("resp", session, call.index)
         conversations[around.answer_id] = (*request.conversation, call.answer)
         response = response_object(call, around, body)
@@ -229,7 +229,7 @@ _APIS: Mapping[str, _Api] = {
 }
 
 
-def _marked(call: Any, is_trained: bool | None) -> Any:  # Any: either of the two calls, which comes back
+def _mark_trained(call: Any, is_trained: bool | None) -> Any:  # Any: either of the two calls, which comes back
     return call if is_trained is None else dataclasses.replace(call, is_trained=is_trained)
 
 

@@ -214,7 +214,7 @@ class Conversations:
             return
         # As its answer will stand in a later request; tool calls have no places before it.
         key = _key_of(call.answer, {})
-        self._by_digest.setdefault(_extended(request_digest, key), []).append(call.index)
+        self._by_digest.setdefault(_extend_digest(request_digest, key), []).append(call.index)
 
     def find(self, messages: Sequence[Message], tools_key: str) -> Continued:
         """Return the longest known conversation that `messages` begins with, if something follows it.
@@ -230,9 +230,9 @@ class Conversations:
         for count in range(len(messages) - 1, 0, -1):
             candidates = self._by_digest.get(digests[count]) if messages[count - 1].role == "assistant" else None
             if candidates:
-                parent = self._chosen(candidates, messages[count - 1].reasoning_content)
+                parent = self._choose_parent(candidates, messages[count - 1].reasoning_content)
                 parent_messages = self.messages_of(parent)
-                return Continued(parent, parent_messages, _renamed(messages, parent_messages), digests[-1])
+                return Continued(parent, parent_messages, _restore_call_ids(messages, parent_messages), digests[-1])
         return Continued(None, (), tuple(messages), digests[-1])
 
     def raw_calls(self) -> list[CapturedCall]:
@@ -259,7 +259,7 @@ class Conversations:
             yield line
             line = None if line.parent is None else self._calls[line.parent]
 
-    def _chosen(self, candidates: Sequence[int], reasoning: str | None) -> CapturedCall:
+    def _choose_parent(self, candidates: Sequence[int], reasoning: str | None) -> CapturedCall:
         # The same reasoning, if the caller repeats any: several answers may have the same words.
         calls = [self._calls[index] for index in candidates]
         same = [call for call in calls if call.answer.reasoning_content == reasoning] if reasoning is not None else []
@@ -272,7 +272,7 @@ class _Digested:
     def __init__(self, tools_key: str) -> None:
         self._tools_key, self._messages = tools_key, list[Message]()
         # The tools count: another set of tools begins another conversation.
-        self._digests = [_extended(b"", tools_key)]
+        self._digests = [_extend_digest(b"", tools_key)]
         self._places: dict[str, _Place] = {}
 
     def begins(self, messages: Sequence[Message], tools_key: str) -> bool:
@@ -286,13 +286,13 @@ class _Digested:
     def extended_by(self, messages: Sequence[Message]) -> list[bytes]:
         """Return the digests of a request that begins with these messages, and keep what it adds."""
         for number, message in enumerate(messages[len(self._messages) :], len(self._messages)):
-            self._digests.append(_extended(self._digests[-1], _key_of(message, self._places)))
+            self._digests.append(_extend_digest(self._digests[-1], _key_of(message, self._places)))
             self._places |= {call.id: (number, within) for within, call in enumerate(message.tool_calls)}
             self._messages.append(message)
         return self._digests
 
 
-def _extended(digest: bytes, key: str) -> bytes:
+def _extend_digest(digest: bytes, key: str) -> bytes:
     return hashlib.sha256(digest + key.encode(errors="surrogatepass")).digest()
 
 
@@ -321,7 +321,7 @@ def _plain(value: Any) -> Any:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
-def _renamed(messages: Sequence[Message], parent_messages: tuple[Message, ...]) -> tuple[Message, ...]:
+def _restore_call_ids(messages: Sequence[Message], parent_messages: tuple[Message, ...]) -> tuple[Message, ...]:
     ids: dict[str, str] = {}
     for sent_message, first in zip(messages, parent_messages, strict=False):
         ids |= {call.id: ours.id for call, ours in zip(sent_message.tool_calls, first.tool_calls, strict=False)}

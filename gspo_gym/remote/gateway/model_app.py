@@ -179,7 +179,7 @@ class ModelApp:
                 chat_completion(call, around, logprobs=choice.logprobs(call))
                 for choice, call in zip(choices, calls, strict=True)
             ]
-            return json_reply(_joined(answers))
+            return json_reply(_join_answers(answers))
         queue: asyncio.Queue[list[Chunk]] = asyncio.Queue()
 
         async def tell(choice: _Choice) -> CapturedCall:
@@ -351,7 +351,7 @@ def _seed(body: Mapping[str, Json]) -> int:
     return seed
 
 
-def _joined(answers: Sequence[Chunk]) -> Chunk:
+def _join_answers(answers: Sequence[Chunk]) -> Chunk:
     """Return several answers as one object with as many choices; the prompt was read once."""
     first = answers[0]
     num_sampled = sum(answer["usage"]["completion_tokens"] for answer in answers)

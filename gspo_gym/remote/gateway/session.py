@@ -377,7 +377,7 @@ class GatewaySession:
             completion=answer.completion,
             tools_key=tools_key,
             request_key=_request_key(call, prompt),
-            untrained=_untrained(call, self.settings),
+            untrained=_reason_not_to_train(call, self.settings),
             is_trained=call.is_trained,
             num_begun=self._num_begun,
         )
@@ -394,7 +394,7 @@ def _request_key(call: ChatCall | CompletionCall, prompt: Prompt) -> str:
     return hashlib.blake2b(prompt.digest + json.dumps(request_parts).encode(), digest_size=16).hexdigest()
 
 
-def _untrained(call: ChatCall | CompletionCall, settings: GatewaySessionSettings) -> Untrained | None:
+def _reason_not_to_train(call: ChatCall | CompletionCall, settings: GatewaySessionSettings) -> Untrained | None:
     if call.is_trained is False:
         return Untrained.UNTRAINED_BY_REQUEST
     if isinstance(call, ChatCall) and call.json_schema is not None:

@@ -120,7 +120,7 @@ class GrowingText:
 
     def grow(self, token_ids: Sequence[int]) -> tuple[str, str]:
         """Return what is new of reasoning and content, after all tokens so far."""
-        text = self._settled(self._renderer.decode(token_ids))
+        text = self._settled_text(self._renderer.decode(token_ids))
         result = self._renderer.parse(text, is_truncated=True)
         if isinstance(result, ParseFailure):
             return "", ""
@@ -136,17 +136,17 @@ class GrowingText:
         self.reasoning, self.content = self.reasoning + new_reasoning, self.content + new_content
         return new_reasoning, new_content
 
-    def _settled(self, text: str) -> str:
+    def _settled_text(self, text: str) -> str:
         ends = [text.find(stop) for stop in self._stops if stop in text]
         if ends:
             return text[: min(ends)]
         length = len(text.rstrip(_UNREADABLE))
-        length -= _begun(text[:length], self._renderer.format.tags)
+        length -= _num_begun(text[:length], self._renderer.format.tags)
         longest = max((len(stop) for stop in self._stops), default=1)
         return text[: max(0, min(length, len(text) - longest + 1))]
 
 
-def _begun(text: str, tags: Sequence[str]) -> int:
+def _num_begun(text: str, tags: Sequence[str]) -> int:
     """Return how many of the last characters may be the beginning of a tag."""
     longest = max((len(tag) for tag in tags), default=1)
     sizes = range(min(longest - 1, len(text)), 0, -1)

@@ -199,7 +199,7 @@ class InferenceClient:
             # Only our gateway answers with the extra field.
             self._is_ours = isinstance(extra, dict)
             return Reply(
-                **_understood(message_data, extra if isinstance(extra, dict) else {}, self._where),
+                **_read_message(message_data, extra if isinstance(extra, dict) else {}, self._where),
                 finish_reason=str(choice.get("finish_reason")),
                 usage=usage,
                 seconds=seconds,
@@ -209,7 +209,7 @@ class InferenceClient:
             raise InferenceError(f"{self._where}: expected a chat completion, got {answer!r:.{_MAX_SHOWN}}") from error
 
 
-def _understood(message_data: Mapping[str, Any], extra: Mapping[str, Any], where: str) -> dict[str, Any]:
+def _read_message(message_data: Mapping[str, Any], extra: Mapping[str, Any], where: str) -> dict[str, Any]:
     if extra.get("error"):
         text = Message("assistant", str(message_data.get("content") or ""))
         return {"message": text, "error": str(extra["error"]), "parse": str(extra.get("parse", "bad_tool_call"))}
@@ -383,7 +383,7 @@ async def _play_episode(
         # Kept before the step: if that fails, the model's answer is not lost.
         episode.unanswered = (new_messages, reply)
         try:
-            result = await _answered(session, episode, _action_of(reply))
+            result = await _time_answer(session, episode, _action_of(reply))
         except GymError as error:
             retrial = _retrial_of(plan, session, max_seconds=_MAX_REPLAY_SECONDS)
             # Another environment is asked: a broken one would fail for any action.
@@ -409,7 +409,7 @@ def _action_of(reply: Reply) -> Action:
     return reply.message if reply.error is None else reply.error
 
 
-async def _answered(session: EnvSession, episode: PlayedEpisode, action: Action) -> StepResult:
+async def _time_answer(session: EnvSession, episode: PlayedEpisode, action: Action) -> StepResult:
     start = time.monotonic()
     try:
         result: StepResult = await answer_to(session, action)

@@ -239,11 +239,11 @@ async def _result(
         case "tools/list":
             return {"tools": mcp_tools(tool_schemas)}
         case "tools/call":
-            return await _call(request.params, _named(request.params, sessions, session), bool(tool_schemas))
+            return await _call(request.params, _session_of(request.params, sessions, session), bool(tool_schemas))
         case "openenv/session/create":
-            return {"session_id": (session or await _created(sessions)).id}
+            return {"session_id": (session or await _create_session(sessions)).id}
         case "openenv/session/close":
-            return await _closed(_named(request.params, sessions, None), sessions)
+            return await _close_session(_session_of(request.params, sessions, None), sessions)
     raise _RpcError(_METHOD_NOT_FOUND, f"Method not found: {request.method}")
 
 
@@ -258,7 +258,7 @@ async def _call(params: Mapping[str, Any], session: Session, has_tools: bool) ->
     return call_result(await session.act(lambda turn: message_of(action, turn=turn)))
 
 
-def _named(params: Mapping[str, Any], sessions: Sessions, session: Session | None) -> Session:
+def _session_of(params: Mapping[str, Any], sessions: Sessions, session: Session | None) -> Session:
     if session is not None:
         return session
     session_id = params.get("session_id")
@@ -270,7 +270,7 @@ def _named(params: Mapping[str, Any], sessions: Sessions, session: Session | Non
         raise _RpcError(_INVALID_PARAMS, f"Unknown session_id: {session_id}") from error
 
 
-async def _created(sessions: Sessions) -> Session:
+async def _create_session(sessions: Sessions) -> Session:
     try:
         return await sessions.create()
     except CapacityError as error:
@@ -278,7 +278,7 @@ async def _created(sessions: Sessions) -> Session:
         raise _RpcError(_SERVER_ERROR, str(error), counts) from error
 
 
-async def _closed(session: Session, sessions: Sessions) -> dict[str, Any]:
+async def _close_session(session: Session, sessions: Sessions) -> dict[str, Any]:
     if session.is_attached:  # its WebSocket closes it, which may be in the middle of a call
         session.is_closing = True
         return {"session_id": session.id, "closed": False, "closing": True}

@@ -125,12 +125,12 @@ class Rollouts:
                 max_retries=self._inference.max_retries,
             )
             try:
-                session = await self._opened(factory)
+                session = await self._open_session(factory)
                 await _play_and_close(rollout, session, model, plan)
             finally:
                 await model.close()
 
-    async def _opened(self, factory: Any) -> EnvSession:
+    async def _open_session(self, factory: Any) -> EnvSession:
         try:
             return await open_session(factory, env_id=self._source.env_id, step_timeout_seconds=self._step_timeout)
         except GymError as error:

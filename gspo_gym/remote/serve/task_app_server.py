@@ -345,7 +345,7 @@ async def task_info(request: fastapi.Request) -> JSONResponse:
 @_ROUTER.post("/rollout")
 async def rollout(request: fastapi.Request, asked: RolloutRequest) -> JSONResponse:
     """Play a rollout."""
-    return JSONResponse(await _app(request).rollouts.answer(asked, client_left=_disconnected(request)))
+    return JSONResponse(await _app(request).rollouts.answer(asked, client_left=_wait_for_disconnect(request)))
 
 
 @_ROUTER.post("/run/abort")
@@ -368,7 +368,7 @@ async def done(request: fastapi.Request) -> dict[str, Any]:
     return {"ok": True, "service": _app(request).facts.name}
 
 
-async def _disconnected(request: fastapi.Request) -> None:
+async def _wait_for_disconnect(request: fastapi.Request) -> None:
     """Return when the client has gone."""
     while True:
         message = await request.receive()
