@@ -169,7 +169,7 @@ def _write(policy: Policy, draft: Path, is_merged: bool, dtype: str | None) -> s
     token_ids = _probe_of(policy.model)
     if is_merged:
         kind = quantization_of(policy.model) if is_quantized(policy.model) else "lora"
-        policy = _merged(policy, token_ids)
+        policy = _merge_adapter(policy, token_ids)
     if dtype is None:
         save_policy(policy, draft)
     else:
@@ -185,7 +185,7 @@ def _write(policy: Policy, draft: Path, is_merged: bool, dtype: str | None) -> s
     return kind
 
 
-def _merged(policy: Policy, token_ids: torch.Tensor) -> Policy:
+def _merge_adapter(policy: Policy, token_ids: torch.Tensor) -> Policy:
     """Return the policy with its adapter merged into its weights, in float32; quantized ones are dequantized.
 
     Raises:

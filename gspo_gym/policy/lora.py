@@ -138,7 +138,7 @@ def adapt_lora(model: Any, settings: LoraSettings, seed: int) -> Any:
             )
         # Both adapters' targets: what one did not adapt begins with B = 0.
         names |= _target_names(fresh)
-        fresh = add_lora(fresh.unload(), _merged(settings, layout, new_layout, names), seed)
+        fresh = add_lora(fresh.unload(), _merge_settings(settings, layout, new_layout, names), seed)
     _put(fresh, factors)
     return fresh
 
@@ -280,7 +280,7 @@ def _put(model: Any, factors: Mapping[str, tuple[Tensor, Tensor]]) -> None:
             b[:, : old_b.shape[1]] = old_b
 
 
-def _merged(
+def _merge_settings(
     settings: LoraSettings, layout: Mapping[str, _Shape], new_layout: Mapping[str, _Shape], names: Iterable[str]
 ) -> LoraSettings:
     # One alpha holds for all matrices, so several scales cannot be kept.

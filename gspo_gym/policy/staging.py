@@ -250,18 +250,18 @@ class TrainedTensors:
 
     def metadata(self) -> Sequence[TensorMeta]:
         """Describe the tensors, in the order of iteration."""
-        return [TensorMeta(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in self._trained()]
+        return [TensorMeta(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in self._trained_tensors()]
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         _require_same(self._present(), self._fingerprint)
-        yield from self._trained()
+        yield from self._trained_tensors()
         _require_same(self._present(), self._fingerprint)
 
-    def _trained(self) -> Iterator[tuple[str, Tensor]]:
+    def _trained_tensors(self) -> Iterator[tuple[str, Tensor]]:
         return ((name, p.detach()) for name, p in self._model.named_parameters() if p.requires_grad)
 
     def _present(self) -> list[int]:
-        return _fingerprint(tensor for _, tensor in self._trained())
+        return _fingerprint(tensor for _, tensor in self._trained_tensors())
 
 
 def _require_same(fingerprint: Sequence[int], expected: Sequence[int]) -> None:
