@@ -183,14 +183,16 @@ class PlainStore(KeyValueStore):
         return output.reshape(num_rows, num_heads, -1)
 
     def resize(self, num_slots: int, num_tokens: int) -> None:
-        self._keys, self._values = (self._resized(old, num_slots, num_tokens) for old in (self._keys, self._values))
+        self._keys, self._values = (
+            self._copy_resized(old, num_slots, num_tokens) for old in (self._keys, self._values)
+        )
 
     def copy_prefix(self, source: int, target: int, length: int, start: int = 0) -> None:
         for tensor in (self._keys, self._values):
             tensor[target, :, start:length] = tensor[source, :, start:length]
 
     @staticmethod
-    def _resized(old: torch.Tensor, num_slots: int, num_tokens: int) -> torch.Tensor:
+    def _copy_resized(old: torch.Tensor, num_slots: int, num_tokens: int) -> torch.Tensor:
         new = old.new_zeros(num_slots, old.shape[1], num_tokens, old.shape[3])
         new[: old.shape[0], :, : old.shape[2]] = old
         return new
@@ -374,8 +376,8 @@ class SlotCache:
         assert num_tokens <= self.max_len
         if num_slots <= self._num_slots and num_tokens <= self._num_tokens:
             return
-        self._num_slots = _doubled(self._num_slots, num_slots, self.max_slots)
-        self._num_tokens = _doubled(self._num_tokens, num_tokens, self.max_len)
+        self._num_slots = _double_until(self._num_slots, num_slots, self.max_slots)
+        self._num_tokens = _double_until(self._num_tokens, num_tokens, self.max_len)
         tokens = np.zeros((self.max_slots, self._num_tokens), np.int32)
         tokens[:, : self.tokens.shape[1]] = self.tokens
         self.tokens = tokens
@@ -442,7 +444,7 @@ class SlotCache:
         return sum(store.num_bytes() for store in self._layers.values())
 
 
-def _doubled(size: int, min_size: int, limit: int) -> int:
+def _double_until(size: int, min_size: int, limit: int) -> int:
     while size < min_size:
         size *= 2
     return min(size, limit)

@@ -118,7 +118,7 @@ class SharedModel:
         trace in the weights. It takes milliseconds.
         """
         inner = inner_model(self._source)
-        shared_tensors = (*inner.parameters(), *inner.buffers(), *_offloaded(inner), *_int8_state(inner))
+        shared_tensors = (*inner.parameters(), *inner.buffers(), *_offloaded_maps(inner), *_int8_state(inner))
         # Deepcopy takes what its memo holds instead of copying it.
         self.module = copy.deepcopy(inner, {id(t): t for t in shared_tensors})
         self.module.eval()
@@ -200,7 +200,7 @@ def check_length(model: Any, max_model_len: int) -> None:
             )
 
 
-def _offloaded(model: Any) -> list[Any]:
+def _offloaded_maps(model: Any) -> list[Any]:
     # Accelerate's store of weights that are on no device is shared like the weights.
     maps = (getattr(getattr(module, "_hf_hook", None), "weights_map", None) for module in model.modules())
     return [weights_map for weights_map in maps if weights_map is not None]

@@ -116,7 +116,7 @@ class SharedMemoryTrainer(TrainerWeightTransferEngine):  # type: ignore[misc]  #
         self.client.start_weight_update()
         tensors = iter(self.source)
         for metas in plan_chunks(self.source.metadata(), self._chunk_bytes):
-            with _written(metas, tensors) as chunk:
+            with _write_chunk(metas, tensors) as chunk:
                 self.client.update_weights(asdict(chunk))
         if (extra := next(tensors, None)) is not None:
             raise EngineError(f"the source gave {extra[0]!r} after all that its metadata has")
@@ -147,7 +147,7 @@ class SharedMemoryEngine(WeightTransferEngine):  # type: ignore[misc]  # vLLM is
     def receive_weights(self, update_info: Chunk) -> None:
         """Map a chunk and load it; a layer that is not complete yet keeps its part of the mapping."""
         with disable_mtp_completeness_check():
-            self.model.load_weights(update_info.tensors(_mapped(update_info)))
+            self.model.load_weights(update_info.tensors(_map_chunk(update_info)))
 
     def finish_weight_update(self) -> None:
         """Complete the weights that are not complete, and the copies that vLLM computes with."""
@@ -182,7 +182,7 @@ def _layout(metas: Sequence[TensorMeta]) -> tuple[list[int], int]:
 
 
 @contextmanager
-def _written(metas: Sequence[TensorMeta], tensors: Iterator[tuple[str, Tensor]]) -> Iterator[Chunk]:
+def _write_chunk(metas: Sequence[TensorMeta], tensors: Iterator[tuple[str, Tensor]]) -> Iterator[Chunk]:
     # In memory that other processes can open by its path until this ends.
     offsets, end = _layout(metas)
     num_bytes = max(end, 1)  # nothing cannot be mapped
@@ -216,7 +216,7 @@ def _write(file: int, offset: int, tensor: Tensor) -> None:
         rest, offset = rest[num_written:], offset + num_written
 
 
-def _mapped(chunk: Chunk) -> Tensor:
+def _map_chunk(chunk: Chunk) -> Tensor:
     # Copy on access: writes stay in this process, and torch wants memory that can be written.
     with open(chunk.path, "rb") as file:
         return torch.frombuffer(mmap.mmap(file.fileno(), chunk.num_bytes, access=mmap.ACCESS_COPY), dtype=torch.uint8)
