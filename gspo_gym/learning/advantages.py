@@ -102,7 +102,7 @@ def batch_advantages(
     returns = [r for group in groups for r in group]
     values, magnitudes = _table(returns, settings.level), _magnitudes(returns, settings.level)
     # Updated first and used then, as ROLL does.
-    so_far = _updated(running or RunningReturns(), returns, settings.level)
+    so_far = _update_running(running or RunningReturns(), returns, settings.level)
     spreads = {"batch": _Spread.of(values, magnitudes), "running": _Spread.of_running(so_far, values.shape[1])}
     advantages: list[Float32Array] = []
     constant_groups: list[bool] = []
@@ -205,7 +205,7 @@ def _magnitudes(returns: Sequence[Returns], level: str) -> NDArray[np.float64]:
     return np.cumsum(steps[:, ::-1], axis=1)[:, ::-1]
 
 
-def _updated(running: RunningReturns, returns: Sequence[Returns], level: str) -> RunningReturns:
+def _update_running(running: RunningReturns, returns: Sequence[Returns], level: str) -> RunningReturns:
     return_arrays = [np.array([r.episode_return]) if level == "trajectory" else r.to_go for r in returns]
     return running.updated(np.concatenate(return_arrays), magnitude=max(r.reward_magnitude for r in returns))
 

@@ -264,22 +264,22 @@ class PartsOfTensors(Mapping[str, Tensor]):
     """
 
     def __init__(self, saved: SavedTensors, model: nn.Module) -> None:
-        self._saved, self._parameters = saved, dict[str, Tensor](model.named_parameters())
+        self._saved_tensors, self._parameters = saved, dict[str, Tensor](model.named_parameters())
 
     def __getitem__(self, name: str) -> Tensor:
         rest = name
         while rest not in self._parameters and rest:
             rest = rest.partition(".")[2]
         like: Tensor | None = self._parameters.get(rest)
-        if isinstance(like, DTensor) and self._saved.shape(name):
-            return self._saved.part_of(name, like)
-        return self._saved[name]
+        if isinstance(like, DTensor) and self._saved_tensors.shape(name):
+            return self._saved_tensors.part_of(name, like)
+        return self._saved_tensors[name]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._saved)
+        return iter(self._saved_tensors)
 
     def __len__(self) -> int:
-        return len(self._saved)
+        return len(self._saved_tensors)
 
 
 def _read_header(path: Path) -> Iterator[tuple[str, _Piece]]:
