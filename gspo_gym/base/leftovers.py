@@ -200,7 +200,7 @@ class MarkedProcesses:
         mark = f"{_MARK}={self._mark}".encode()
         deadline = time.monotonic() + grace_seconds + _GONE_SECONDS
         # Again, for those that were being started.
-        while (running := [pid for pid in _marked([mark]) if _is_alive(pid)]) and time.monotonic() < deadline:
+        while (running := [pid for pid in _marked_pids([mark]) if _is_alive(pid)]) and time.monotonic() < deadline:
             _end(running, grace_seconds)
         _KEEPER.tell("-", "m", self._mark)
 
@@ -238,7 +238,7 @@ def main() -> None:
             else:
                 entries.pop(line[1:], None)
     processes = [int(line[1:]) for line in entries if line.startswith(b"p")]
-    processes += _marked([f"{_MARK}=".encode() + line[1:] for line in entries if line.startswith(b"m")])
+    processes += _marked_pids([f"{_MARK}=".encode() + line[1:] for line in entries if line.startswith(b"m")])
     _end(processes)
     for line in entries:
         if line.startswith(b"f"):
@@ -247,7 +247,7 @@ def main() -> None:
                 os.unlink(line[1:])
 
 
-def _marked(marks: list[bytes]) -> list[int]:
+def _marked_pids(marks: list[bytes]) -> list[int]:
     """Return the processes that began with one of these variables, and theirs: a title may hide the variables."""
     pids: list[int] = []
     for name in os.listdir("/proc") if marks and os.path.isdir("/proc") else []:
