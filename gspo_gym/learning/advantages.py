@@ -172,9 +172,8 @@ def _compare(
     """Return [n, K] advantages of a group's values; entries past an episode's end are not used."""
     advantages = values
     if settings.baseline == "leave_one_out":
-        other_means = (values.sum(axis=0) - values) / max(
-            len(values) - 1, 1
-        )  # alone, nothing varies and nothing is used
+        # Alone, nothing varies and nothing is used.
+        other_means = (values.sum(axis=0) - values) / max(len(values) - 1, 1)
         advantages = np.where(spreads["group"].varies, values - other_means, 0.0)
     elif settings.baseline != "none":
         spread = spreads[settings.baseline]

@@ -175,9 +175,8 @@ def _prepare(decoder: Any, sharing: SequenceSharing, forward: Callable[[Work], t
         (rows,) = forward(lambda: (decoder(input_ids=token_ids, use_cache=False).last_hidden_state.flatten(0, 1),))
         decoder.config._attn_implementation = SEQUENCE_ATTENTION
         own_states, is_own = forward(lambda: tuple(sharing.hidden_states(decoder, token_ids, None, every_token)))
-        return not bool(
-            group.sum(rows.new_tensor(float(not are_close(own_states, rows[is_own]))))
-        )  # the same on every rank
+        # The same on every rank.
+        return not bool(group.sum(rows.new_tensor(float(not are_close(own_states, rows[is_own])))))
 
     return try_attention(decoder, is_same, failures=(ConfigError, TypeError))
 

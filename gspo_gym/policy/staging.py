@@ -310,10 +310,9 @@ def _deltas(base: Any) -> Iterator[tuple[str, Callable[[], Tensor]]]:
 
 
 def _names_once(model: Any) -> Iterator[str]:
-    # One name for tied weights, such as head and embeddings.
-    seen_places = (
-        set()
-    )  # in the model's order embeddings come first: transformers and vLLM expect this name of tied weights
+    # One name for tied weights, such as head and embeddings. In the model's order embeddings come first: transformers
+    # and vLLM expect this name of tied weights.
+    seen_places = set()
     for name, tensor in _base_weights(model):
         place = (tensor.data_ptr(), tensor.shape, tensor.stride())
         if tensor.numel() == 0 or place not in seen_places:

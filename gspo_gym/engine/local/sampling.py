@@ -129,9 +129,8 @@ def _keep_largest(scaled_logits: torch.Tensor, top_k: torch.Tensor) -> torch.Ten
 
 def _keep_mass(scaled_logits: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
     constant_logits = scaled_logits.detach()
-    log_total = constant_logits.logsumexp(
-        -1, keepdim=True
-    )  # of the whole row, so that both ways below give the same mass
+    # Of the whole row, so that both ways below give the same mass.
+    log_total = constant_logits.logsumexp(-1, keepdim=True)
     num_ranks = min(_FIRST_RANKS, scaled_logits.shape[-1])
     largest = constant_logits.topk(num_ranks, dim=-1).values
     limit, mass = _num_within(largest, log_total, top_p)

@@ -144,9 +144,8 @@ def _bytes_by_line() -> Counter[str]:
     return Counter({f"{frame.filename}:{frame.lineno}": size for frame, size in frames})
 
 
-async def _steady_holdings(
-    first: Holdings,
-) -> tuple[Holdings, int]:  # once threads and processes that are ending have ended
+async def _steady_holdings(first: Holdings) -> tuple[Holdings, int]:
+    # Once threads and processes that are ending have ended.
     deadline = asyncio.get_running_loop().time() + _GRACE_SECONDS
     while True:
         gc.collect()
