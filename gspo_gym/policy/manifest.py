@@ -322,9 +322,8 @@ class RetentionSettings(Settings):
             metric = next((numbers["score"] for numbers in reversed(numbers_by_step.values())), metric)
         value_by_step = {step: numbers.get(metric) for step, numbers in numbers_by_step.items()}
         if self.keep_best_metric == "score" and metric == "success_rate":
-            value_by_step = {
-                step: value or 0.0 for step, value in value_by_step.items()
-            }  # undecided episodes are no successes
+            # Undecided episodes are no successes.
+            value_by_step = {step: value or 0.0 for step, value in value_by_step.items()}
         sign = -1 if self.keep_best_direction == "max" else 1
         ranking = sorted((sign * value, step) for step, value in value_by_step.items() if value is not None)
         return [step for _, step in ranking]
