@@ -241,7 +241,7 @@ class Renderer:
         )
 
     def _in_opened_block(self, message: Message, prompt: str, escapes: Escapes) -> str:
-        """Return `_conversation_text` with the reasoning that the prompt opened, if the template has another form of it.
+        """Return `_conversation_text` with the reasoning that the prompt opened, if the template has another form.
 
         An empty block is closed as the template closes one with a text (Nemotron 3 writes an empty one differently); a
         template that drops reasoning (DeepSeek R1) is taken at its word for the answer, behind a block in R1's form.

@@ -236,7 +236,7 @@ def _arguments(parameters: str, word: str) -> dict[str, Any]:
 class _Probe:
     name: str
     mode: str
-    asked: str
+    description: str
     judge: Callable[[ProbeReport], ProbeReport] = lambda report: report
 
 
@@ -318,7 +318,9 @@ class _Checker:
         task = Task(self._settings.env_name, self._settings.seed)
         name = f"app-check/{probe.mode.replace(' ', '-')}"
         trajectory = await episodes.play(EpisodeRequest(name, task, sampling_seed=0))
-        report = report_of(probe.name, probe.asked, trajectory, episodes.counters, answers[-1] if answers else None)
+        report = report_of(
+            probe.name, probe.description, trajectory, episodes.counters, answers[-1] if answers else None
+        )
         if is_result(report):
             return probe.judge(report)
         if (death := await self._death()) is not None:
