@@ -125,14 +125,14 @@ async def _answer_all(
     session: EnvSession, actions: Sequence[Action], again: _Again, clock: Callable[[], float]
 ) -> None:
     for index, action in enumerate(actions):
-        started = clock()
+        start = clock()
         try:
             result = await answer_to(session, action)
         except (EnvTimeoutError, EnvDiedError, ActionLimitError):
             again.failed_at = index
             return
         finally:
-            again.action_seconds += clock() - started
+            again.action_seconds += clock() - start
         again.num_answered += 1
         if result.done:
             return

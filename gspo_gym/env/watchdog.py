@@ -129,11 +129,11 @@ class AnnouncedSteps:
     def __init__(self, awaitable: Awaitable[Any], text: str) -> None:
         self._awaitable, self._text = awaitable, text
 
-    async def _awaited(self) -> Any:
+    async def _await_inner(self) -> Any:
         return await self._awaitable
 
     def __await__(self) -> Generator[Any, Any, Any]:
-        steps, reply, error = self._awaited(), None, None
+        steps, reply, error = self._await_inner(), None, None
         while True:
             try:
                 with announced(self._text):
@@ -226,15 +226,15 @@ def main() -> None:
     marker, limit, advice = sys.argv[4], float(sys.argv[5]), sys.argv[6]
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # those are the program's, which tells us by hanging up
-    last, spent = time.monotonic(), cpu_seconds(pid)
+    last, cpu_at_beat = time.monotonic(), cpu_seconds(pid)
     while True:
         if select.select([beats], [], [], limit)[0]:
             if not os.read(beats, select.PIPE_BUF):
                 return
-            last, spent = time.monotonic(), cpu_seconds(pid)
+            last, cpu_at_beat = time.monotonic(), cpu_seconds(pid)
             continue
         silence = time.monotonic() - last
-        name = holder(cpu_seconds(pid), spent, os.pread(board, os.fstat(board).st_size, 0), silence)
+        name = holder(cpu_seconds(pid), cpu_at_beat, os.pread(board, os.fstat(board).st_size, 0), silence)
         if name is not None:
             end(pid, name, silence, marker=marker, advice=advice)
             return
@@ -254,9 +254,9 @@ def cpu_seconds(pid: int) -> dict[int, float]:
 
 def holder(now: dict[int, float], before: dict[int, float], board: bytes, silence: float) -> str | None:
     """Return what the busiest thread runs, if it has computed at all and announces an environment."""
-    spent = {thread: seconds - before.get(thread, 0.0) for thread, seconds in now.items()}
-    busiest = max(spent, key=lambda thread: spent[thread], default=None)
-    if busiest is None or spent[busiest] < _SHARE * silence:
+    cpu_by_thread = {thread: seconds - before.get(thread, 0.0) for thread, seconds in now.items()}
+    busiest = max(cpu_by_thread, key=lambda thread: cpu_by_thread[thread], default=None)
+    if busiest is None or cpu_by_thread[busiest] < _SHARE * silence:
         return None
     for start in range(0, len(board), SLOT_BYTES):
         thread, length = _HEADER.unpack_from(board, start)

@@ -59,8 +59,8 @@ class PolicyOptimizer:
         self._num_attempts = 0
         self._num_nonfinite_in_a_row = 0
         matrices = [p for p in self._parameters.values() if p.dim() >= 2]
-        others = [p for p in self._parameters.values() if p.dim() < 2]
-        self._adamw = build_adamw(matrices, others, settings, learning_rate=learning_rate)
+        vectors = [p for p in self._parameters.values() if p.dim() < 2]
+        self._adamw = build_adamw(matrices, vectors, settings, learning_rate=learning_rate)
 
     def zero_grad(self) -> None:
         self._adamw.zero_grad(set_to_none=True)
@@ -127,10 +127,10 @@ class PolicyOptimizer:
         # All is checked before anything is set: a refused state leaves the optimizer as it was.
         states: dict[nn.Parameter, dict[str, Tensor]] = {}
         for name, parameter in self._parameters.items():
-            found = {key: own[f"optimizer.{key}.{name}"] for key in names if f"optimizer.{key}.{name}" in own}
-            if found:
-                check_state(name, parameter, found, self._settings)
-                states[parameter] = found
+            state = {key: own[f"optimizer.{key}.{name}"] for key in names if f"optimizer.{key}.{name}" in own}
+            if state:
+                check_state(name, parameter, state, self._settings)
+                states[parameter] = state
         try:
             num_attempts = int(counters["optimizer.num_attempts"])
             num_nonfinite_in_a_row = int(counters["optimizer.num_nonfinite_in_a_row"])

@@ -305,8 +305,8 @@ class OptimizerSettings(Settings):
 
     def at_constant_rate(self) -> OptimizerSettings:
         """Return the same optimizer with neither warm-up nor decay of the learning rate."""
-        scheduled = {"num_warmup_steps", "warmup_fraction", "schedule", "min_lr_fraction"}
-        return OptimizerSettings(**self.model_dump(exclude=scheduled))
+        schedule_fields = {"num_warmup_steps", "warmup_fraction", "schedule", "min_lr_fraction"}
+        return OptimizerSettings(**self.model_dump(exclude=schedule_fields))
 
 
 DEFAULT_LOGITS_BYTES = 512 << 20
@@ -559,9 +559,9 @@ class AdvantageSettings(Settings):
 
 def with_following_defaults(advantages: Mapping[str, Any]) -> dict[str, Any]:
     """Return values of [advantages] (Any: unchecked) with the baseline that follows from the level, and its scale."""
-    filled = dict(advantages)
-    if filled.get("level") == "turn" and filled.get("baseline") is None:
-        filled["baseline"] = "leave_one_out"
-    if filled.get("baseline") in ("batch", "running", "none") and filled.get("scale") is None:
-        filled["scale"] = filled["baseline"]
-    return filled
+    values = dict(advantages)
+    if values.get("level") == "turn" and values.get("baseline") is None:
+        values["baseline"] = "leave_one_out"
+    if values.get("baseline") in ("batch", "running", "none") and values.get("scale") is None:
+        values["scale"] = values["baseline"]
+    return values

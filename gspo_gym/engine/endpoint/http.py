@@ -79,8 +79,8 @@ async def model_length(client: EngineClient, model: str) -> int | None:
         answer = await client.get_object("/models")
     except RefusedError:  # it may be an endpoint without the route
         return None
-    listed = answer.get("data")
-    cards = [card for card in listed if isinstance(card, dict)] if isinstance(listed, list) else []
+    entries = answer.get("data")
+    cards = [card for card in entries if isinstance(card, dict)] if isinstance(entries, list) else []
     lengths = [card.get("max_model_len") for card in cards if card.get("id") == model]
     return lengths[0] if len(lengths) == 1 and type(lengths[0]) is int and lengths[0] > 1 else None
 
@@ -101,8 +101,8 @@ async def why_not(route: Route, settings: HttpSettings, call_id: str, attempt: i
 async def obeys_seeds(ask: Ask) -> bool:
     """Return whether equal seeds sample equal tokens and different seeds different tokens."""
     hot = replace(_PLAIN, temperature=2.0)  # peaked distributions give equal tokens for different seeds
-    first, again, other = [await ask(_PROMPT, replace(hot, seed=seed)) for seed in (1, 1, 2)]
-    return _same(first, again) and not _same(first, other)
+    first, again, third = [await ask(_PROMPT, replace(hot, seed=seed)) for seed in (1, 1, 2)]
+    return _same(first, again) and not _same(first, third)
 
 
 async def find_logprob_facts(ask: Ask) -> LogprobFacts:
@@ -136,11 +136,11 @@ async def find_logprob_facts(ask: Ask) -> LogprobFacts:
 
 
 async def _temperature_halves_differences(ask: Ask) -> bool:
-    one = replace(_PLAIN, max_tokens=1, top_k=2)
+    sampling = replace(_PLAIN, max_tokens=1, top_k=2)
     num_seen = 0
     for number in range(_NUM_PAIRS):
         prompt = (*_PROMPT, *range(21, 21 + number))
-        at_1, at_2 = [abs(_logit(await ask(prompt, replace(one, temperature=t)))) for t in (1.0, 2.0)]
+        at_1, at_2 = [abs(_logit(await ask(prompt, replace(sampling, temperature=t)))) for t in (1.0, 2.0)]
         if _MIN_DIFFERENCE <= at_1 <= _MAX_DIFFERENCE:
             num_seen += 1
             if abs(2 * at_2 - at_1) > max(0.02, 0.1 * at_1):

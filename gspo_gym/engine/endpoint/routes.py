@@ -106,10 +106,10 @@ class SampleChecks:
         # A gateway that knows the call answers a later attempt with the sample of an earlier one.
         self._ids.require(answered_id, request.call_id)
         if not self._is_rescored:  # logprobs that will be replaced may be anything
-            written = None
+            decoded_text = None
             if self._tokenizer is not None and answer.text is not None:
-                written = self._tokenizer.decode(list(answer.token_ids), skip_special_tokens=False)
-            require_sampled(answer, request.sampling, written)
+                decoded_text = self._tokenizer.decode(list(answer.token_ids), skip_special_tokens=False)
+            require_sampled(answer, request.sampling, decoded_text)
 
 
 class _TokenRoute(ABC):
@@ -233,9 +233,11 @@ class TextRoute:
             raise AnswerError(f'answer: expected finish reason "stop" or "length", got {reason!r}')
         ids = self._encode(text)
         usage = answer.get("usage")
-        said = usage.get("completion_tokens") if isinstance(usage, dict) else None
-        if type(said) is int and len(ids) > _MAX_TOKENS_A_TOKEN * max(said, 1):
-            raise AnswerError(f"answer: padded: a text of {len(ids)} tokens, of which the endpoint sampled {said}")
+        num_reported = usage.get("completion_tokens") if isinstance(usage, dict) else None
+        if type(num_reported) is int and len(ids) > _MAX_TOKENS_A_TOKEN * max(num_reported, 1):
+            raise AnswerError(
+                f"answer: padded: a text of {len(ids)} tokens, of which the endpoint sampled {num_reported}"
+            )
         ids = ids[:max_tokens]
         # A stop token needs room: a cut text did not stop.
         has_stopped = reason == "stop" and bool(sampling.stop_token_ids) and len(ids) < max_tokens

@@ -202,11 +202,15 @@ def to_completion(
             request does not explain.
     """
     if answer.prompt_token_ids is not None and answer.prompt_token_ids != tuple(prompt):
-        got = answer.prompt_token_ids
+        echoed_ids = answer.prompt_token_ids
         # Where they part helps to find the cause: at 0 it is another conversation, later a token that was put in.
-        at = next((i for i, (x, y) in enumerate(zip(got, prompt, strict=False)) if x != y), min(len(got), len(prompt)))
+        at = next(
+            (i for i, (x, y) in enumerate(zip(echoed_ids, prompt, strict=False)) if x != y),
+            min(len(echoed_ids), len(prompt)),
+        )
         raise AnswerError(
-            f"answer: to another prompt: {len(got)} tokens instead of {len(prompt)}, different from token {at} on"
+            f"answer: to another prompt: {len(echoed_ids)} tokens instead of {len(prompt)}, "
+            f"different from token {at} on"
         )
     ids, logprobs = answer.token_ids, answer.logprobs
     if len(ids) != len(logprobs):
@@ -283,31 +287,31 @@ def _only_choice(answer: Any) -> dict[str, Any]:
 
 
 def _member(value: Any, name: str, kind: type[Any]) -> Any:
-    found = value.get(name) if isinstance(value, dict) else None
-    if not isinstance(found, kind):
-        raise AnswerError(f"answer: expected {name} ({kind.__name__}), got {shorten(found)} in {shorten(value)}")
-    return found
+    member = value.get(name) if isinstance(value, dict) else None
+    if not isinstance(member, kind):
+        raise AnswerError(f"answer: expected {name} ({kind.__name__}), got {shorten(member)} in {shorten(value)}")
+    return member
 
 
 def _ids(value: Any, name: str) -> tuple[int, ...]:
     # `type` and not isinstance: true is no token.
-    if not isinstance(value, list) or any(type(each) is not int for each in value):
+    if not isinstance(value, list) or any(type(token_id) is not int for token_id in value):
         raise AnswerError(f"answer: expected {name} as a list of integers, got {shorten(value)}")
     return tuple(value)
 
 
 def _numbers(value: Any, name: str) -> tuple[float, ...]:
-    if not isinstance(value, list) or any(type(each) not in (int, float) for each in value):
+    if not isinstance(value, list) or any(type(number) not in (int, float) for number in value):
         raise AnswerError(f"answer: expected {name} as a list of numbers, got {shorten(value)}")
     try:
-        return tuple(float(each) for each in value)
+        return tuple(float(number) for number in value)
     except OverflowError:  # JSON integers have no end
         raise AnswerError(f"answer: expected {name} as a list of numbers, got {shorten(value)}") from None
 
 
 def _count(value: Any, name: str) -> int | None:
-    found = value.get(name) if isinstance(value, dict) else None
-    return found if type(found) is int else None
+    count = value.get(name) if isinstance(value, dict) else None
+    return count if type(count) is int else None
 
 
 def _text(value: Any) -> str | None:

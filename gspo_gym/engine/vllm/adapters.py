@@ -30,7 +30,7 @@ class Adapters:
         """`llm` is vLLM's `AsyncLLM` (Any: untyped)."""
         self.current: Any = None
         self._llm = llm
-        self._loaded: list[Any] = []
+        self._loaded_requests: list[Any] = []
         self._in_flight: Counter[int] = Counter()
         self._next_id = 1
 
@@ -50,7 +50,7 @@ class Adapters:
         self._next_id += 1
         if not await self._llm.add_lora(request):
             raise EngineError(f"vLLM did not load the adapter of version {update.version} from {folder}")
-        self._loaded.append(request)
+        self._loaded_requests.append(request)
         self.current = request
         await self._remove_unused()
 
@@ -69,12 +69,18 @@ class Adapters:
             await self._remove_unused()
 
     async def _remove_unused(self) -> None:
-        unused = [one for one in self._loaded if one is not self.current and not self._in_flight[one.lora_int_id]]
-        self._loaded = [one for one in self._loaded if one not in unused]
-        for request in unused:
+        unused_requests = [
+            loaded_request
+            for loaded_request in self._loaded_requests
+            if loaded_request is not self.current and not self._in_flight[loaded_request.lora_int_id]
+        ]
+        self._loaded_requests = [
+            loaded_request for loaded_request in self._loaded_requests if loaded_request not in unused_requests
+        ]
+        for request in unused_requests:
             del self._in_flight[request.lora_int_id]
         async with commanding(self._llm, "remove_lora"):
-            for request in unused:
+            for request in unused_requests:
                 await self._llm.remove_lora(request.lora_int_id)
 
 
@@ -87,12 +93,12 @@ def weights_folder(folder: Path, model_folder: Path | None) -> Path:
     Raises:
         EngineError: names the tensors that are missing, unknown or of another shape.
     """
-    staged = folder.resolve()
-    found = _shapes(staged)
-    if not found:
-        raise EngineError(f"expected weights (*.safetensors) in {staged}, got none")
-    require_tensors(found, model_folder, where=str(staged))
-    return staged
+    path = folder.resolve()
+    shapes = _shapes(path)
+    if not shapes:
+        raise EngineError(f"expected weights (*.safetensors) in {path}, got none")
+    require_tensors(shapes, model_folder, where=str(path))
+    return path
 
 
 def require_tensors(shapes: Mapping[str, tuple[int, ...]], model_folder: Path | None, *, where: str) -> None:
@@ -117,11 +123,11 @@ def adapter_folder(folder: Path) -> Path:
     Raises:
         EngineError: there is none.
     """
-    staged = folder.resolve()
-    missing = [name for name in ADAPTER_FILES if not (staged / name).is_file()]
+    path = folder.resolve()
+    missing = [name for name in ADAPTER_FILES if not (path / name).is_file()]
     if missing:
-        raise EngineError(f"expected an adapter (PEFT layout) in {staged}, got no {missing[0]}")
-    return staged
+        raise EngineError(f"expected an adapter (PEFT layout) in {path}, got no {missing[0]}")
+    return path
 
 
 def _shapes(folder: Path) -> dict[str, tuple[int, ...]]:

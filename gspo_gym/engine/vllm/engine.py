@@ -329,10 +329,10 @@ class VllmEngine(GatedEngine):
             raise EngineError("vLLM kept blocks of its prefix cache that were computed under earlier weights")
 
     async def _digests(self) -> dict[str, str]:
-        found: dict[str, str] = {}
+        digests: dict[str, str] = {}
         for worker in await self._llm.compute_weight_checksums():
-            found |= {name: digest for name, digest in worker.items() if digest != _EMPTY_DIGEST}
-        return found
+            digests |= {name: digest for name, digest in worker.items() if digest != _EMPTY_DIGEST}
+        return digests
 
 
 async def _ask(llm: Any, prompt: list[int], fields: dict[str, Any], *, request_id: str, salt: str, **where: Any) -> Any:

@@ -93,15 +93,15 @@ class ProcessEnv:
         self.changed_generators: tuple[str, ...] = ()
         self._worker: WorkerProcess | None = None
         self._thread = OwnThread()
-        declared = self._open(target, start_timeout_seconds)
-        low, high = declared["reward_range"]
-        self.takes_messages: bool = declared["takes_messages"]
-        self.tool_schemas: tuple[Mapping[str, Any], ...] = tuple(declared["tool_schemas"])
+        declaration = self._open(target, start_timeout_seconds)
+        low, high = declaration["reward_range"]
+        self.takes_messages: bool = declaration["takes_messages"]
+        self.tool_schemas: tuple[Mapping[str, Any], ...] = tuple(declaration["tool_schemas"])
         self.reward_range: tuple[float, float] = (low, high)
-        self.policies = {name: _RemotePolicy(name) for name in declared["policies"]}
-        self.declared_isolation: Isolation | None = declared["isolation"]
-        self.confinement: str | None = declared["confinement"]
-        self.max_action_seconds: float | None = declared["max_action_seconds"]
+        self.policies = {name: _RemotePolicy(name) for name in declaration["policies"]}
+        self.declared_isolation: Isolation | None = declaration["isolation"]
+        self.confinement: str | None = declaration["confinement"]
+        self.max_action_seconds: float | None = declaration["max_action_seconds"]
 
     @property
     def pid(self) -> int:
@@ -112,8 +112,10 @@ class ProcessEnv:
 
     async def reset(self, *, seed: int, options: Mapping[str, Any] | None = None) -> Reset:
         """Start an episode and return (messages, info). The methods raise what `EnvSession` raises."""
-        checked = None if options is None else require_json(dict(options), where=f"{self.env_id}: options of reset()")
-        messages, _, _, _, info = await self._step("reset", {"seed": int(seed), "options": checked})
+        json_options = (
+            None if options is None else require_json(dict(options), where=f"{self.env_id}: options of reset()")
+        )
+        messages, _, _, _, info = await self._step("reset", {"seed": int(seed), "options": json_options})
         return messages, info
 
     async def step(self, action: Message | str) -> Step:
@@ -195,8 +197,8 @@ class ProcessEnv:
             self._let_go()
             self._pool.discard(worker, count_as)
 
-    def _put_away(self, worker: WorkerProcess, grown: Mapping[str, int]) -> None:
-        reason = self._limits.reason_to_replace(grown)
+    def _put_away(self, worker: WorkerProcess, growth: Mapping[str, int]) -> None:
+        reason = self._limits.reason_to_replace(growth)
         if reason is not None:
             _log.info("%s: a worker process is replaced: it %s", self.env_id, reason)
             self._end("replaced")
@@ -213,13 +215,13 @@ class ProcessEnv:
         where = f"{self.env_id}: {method}(): a request"
         payload = encode({"method": method, **request}, max_bytes=MAX_REQUEST_BYTES, where=where)
         try:
-            returned = await self._thread.call_async(partial(worker.exchange, payload), timeout_seconds=None)
+            outcome = await self._thread.call_async(partial(worker.exchange, payload), timeout_seconds=None)
         except BaseException:  # cancelled: the deadline passed, or the episode was stopped
             self._thread.abandon()
             self._end("killed")
             raise
         try:
-            return self._read(returned.unwrap())
+            return self._read(outcome.unwrap())
         except WorkerEndedError as error:
             self._end("died")
             status = error.status

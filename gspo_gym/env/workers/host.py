@@ -78,7 +78,7 @@ def _serve(requests: socket.socket) -> None:
         for worker in [handles[handle] for handle in handles if handle in ready]:
             worker.reap()
             workers.remove(worker)
-            _kill_orphans({other.pid for other in workers})
+            _kill_orphans({survivor.pid for survivor in workers})
         if requests in ready:
             request, descriptors, _, _ = socket.recv_fds(requests, 64, 2)
             is_open = bool(request)

@@ -65,14 +65,14 @@ class IsolatedFactory:
     start_timeout_seconds: float = 60.0
 
     def __call__(self) -> Any:
-        seconds, started = 0.0, time.monotonic()
+        seconds, start = 0.0, time.monotonic()
         allow_to_make(self.seconds_to_make(0.0))
         try:
             if self.decision.isolation == "process":
                 env = self.make_in_process(self.seconds_to_make(self.start_timeout_seconds))
             else:
                 env = make(self.env, **self.kwargs) if isinstance(self.env, str) else self.env(**self.kwargs)
-            seconds = time.monotonic() - started
+            seconds = time.monotonic() - start
         finally:
             _SLOWEST_SECONDS[self._kind] = max(seconds, _SLOWEST_SECONDS.get(self._kind, 0.0))
         return env
@@ -138,16 +138,16 @@ def isolated_factory(
 def _decide(factory: IsolatedFactory) -> Decision:
     if factory.isolation != "auto":
         return Decision(factory.isolation, "as asked for")
-    declared = getattr(_creator_of(factory.env), "isolation", None)
-    if declared is not None:
-        return Decision(declared, "it says so")
+    isolation = getattr(_creator_of(factory.env), "isolation", None)
+    if isolation is not None:
+        return Decision(isolation, "it says so")
     if not is_supported():
         return Decision("thread", "worker processes need Linux")
     try:
         target = target_of(factory.env, factory.kwargs)
     except ConfigError as error:
         return Decision("thread", str(error))
-    return _tried(json.dumps(target.to_json(), sort_keys=True), factory)
+    return _decide_by_trial(json.dumps(target.to_json(), sort_keys=True), factory)
 
 
 # Module state: of this program, what is loaded stays loaded, and what a trial has shown stays true.
@@ -156,7 +156,7 @@ _DECISIONS: dict[str, Decision] = {}
 _ONE_TRIAL = threading.Lock()
 
 
-def _tried(key: str, factory: IsolatedFactory) -> Decision:  # made and logged once
+def _decide_by_trial(key: str, factory: IsolatedFactory) -> Decision:  # made and logged once
     if key in _DECISIONS:
         return _DECISIONS[key]
     with _ONE_TRIAL:
@@ -170,17 +170,17 @@ def _tried(key: str, factory: IsolatedFactory) -> Decision:  # made and logged o
 def _after_trial(factory: IsolatedFactory) -> Decision:
     thread = OwnThread()  # asyncio.run needs a thread without a running loop, and the caller's may have one
     try:
-        declared, changed = thread.call(lambda: asyncio.run(_try_out(factory)), timeout_seconds=None).unwrap()
+        isolation, generators = thread.call(lambda: asyncio.run(_try_out(factory)), timeout_seconds=None).unwrap()
     except GymError as error:  # not raised here: the environment's episodes will fail with it
         decision = Decision("thread", f"it could not be tried in a worker process: {error}")
         _log.warning("%s: runs in threads: %s", _name_of(factory.env), decision.reason)
         return decision
     finally:
         thread.release()
-    if declared is not None:
-        return Decision(declared, "it says so")
-    if changed:
-        return Decision("process", f"it uses the generator of {', '.join(changed)}, which a process shares")
+    if isolation is not None:
+        return Decision(isolation, "it says so")
+    if generators:
+        return Decision("process", f"it uses the generator of {', '.join(generators)}, which a process shares")
     return Decision("thread", "it was tried, and leaves alone what a process shares")
 
 
@@ -195,11 +195,11 @@ async def _try_out(factory: IsolatedFactory) -> tuple[Isolation | None, tuple[st
     )
     env = session.env
     try:
-        shown = await session.reset(0)
+        first_result = await session.reset(0)
         players = [env.policies[name] for name in ("random", "reference") if name in env.policies]
         action: Message | str = "0"  # arbitrary, without a player
         if players:
-            action = await spoken_by(players[0](env, np.random.default_rng(0)), shown.messages)
+            action = await spoken_by(players[0](env, np.random.default_rng(0)), first_result.messages)
         await session.step(Message("assistant", action) if isinstance(action, str) else action)
     finally:
         await session.close()

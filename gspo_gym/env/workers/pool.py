@@ -209,7 +209,7 @@ class ProcessPool:
 
     def forget(self) -> None:
         """Begin anew without ending the workers; after a fork they are the parent's."""
-        for worker in (*self._idle, *self._used):
+        for worker in (*self._idle, *self._workers_in_use):
             worker.drop()
         self.host.drop()
         self._begin()
@@ -220,7 +220,7 @@ class ProcessPool:
         self._most_used = 0
         self._lock, self._forking = threading.Lock(), threading.Lock()
         self._idle: list[WorkerProcess] = []  # longest idle first
-        self._used: set[WorkerProcess] = set()
+        self._workers_in_use: set[WorkerProcess] = set()
 
     @property
     def num_idle(self) -> int:
@@ -238,7 +238,7 @@ class ProcessPool:
 
     def give_back(self, worker: WorkerProcess) -> None:  # which has nothing open
         with self._lock:
-            self._used.discard(worker)
+            self._workers_in_use.discard(worker)
             self._idle.append(worker)
             too_many = self._idle.pop(0) if len(self._idle) > self._most_used else None
         if too_many is not None:
@@ -247,7 +247,7 @@ class ProcessPool:
     def discard(self, worker: WorkerProcess, count_as: str) -> None:
         """Have a worker ended."""
         with self._lock:
-            self._used.discard(worker)
+            self._workers_in_use.discard(worker)
         self.counts[count_as] += 1
         worker.kill()
 
@@ -255,7 +255,7 @@ class ProcessPool:
         """End all workers and the host; the pool can be used again."""
         with self._lock:
             self._idle.clear()
-            self._used.clear()
+            self._workers_in_use.clear()
         self.host.close()
 
     def _start(self, kind: tuple[Any, ...], memory_limit_mb: int) -> WorkerProcess:
@@ -283,8 +283,8 @@ class ProcessPool:
         return None
 
     def _use(self, worker: WorkerProcess) -> None:
-        self._used.add(worker)
-        self._most_used = max(self._most_used, len(self._used))
+        self._workers_in_use.add(worker)
+        self._most_used = max(self._most_used, len(self._workers_in_use))
 
 
 def is_supported() -> bool:

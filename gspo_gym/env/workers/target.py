@@ -95,8 +95,8 @@ def target_of(env: str | Callable[..., Any], kwargs: Mapping[str, Any]) -> Proce
         entry_point = spec.entry_point
     else:
         entry_point, main_path = entry_point_of(spec.entry_point)
-    registered = _as_json(spec.kwargs, f"registered arguments of {spec.id}")
-    return ProcessTarget(spec.id, entry_point, main_path, {**registered, **arguments}, True, spec.max_episode_steps)
+    spec_arguments = _as_json(spec.kwargs, f"registered arguments of {spec.id}")
+    return ProcessTarget(spec.id, entry_point, main_path, {**spec_arguments, **arguments}, True, spec.max_episode_steps)
 
 
 def entry_point_of(creator: Any) -> tuple[str, str | None]:
@@ -133,9 +133,9 @@ def _main_module(path: str) -> types.ModuleType:  # run once in this process
     return module
 
 
-def _as_json(kwargs: Mapping[str, Any], what: str) -> dict[str, Any]:
+def _as_json(kwargs: Mapping[str, Any], where: str) -> dict[str, Any]:
     try:
-        checked: dict[str, Any] = require_json(dict(kwargs), where=what)
+        json_arguments: dict[str, Any] = require_json(dict(kwargs), where=where)
     except ContractError as error:
         raise ConfigError(f'{error}; a worker process is given JSON only: set isolation to "thread"') from error
-    return checked
+    return json_arguments

@@ -129,11 +129,11 @@ def refusal_in(error: BaseException | None) -> BaseException | None:
 
     None if there is none. A ContractError does not count, although it is a ValueError: it blames the environment.
     """
-    seen: set[int] = set()  # a chain of causes may be a circle
-    while error is not None and id(error) not in seen:
+    seen_ids: set[int] = set()  # a chain of causes may be a circle
+    while error is not None and id(error) not in seen_ids:
         if isinstance(error, REFUSALS) and not isinstance(error, ContractError):
             return error
-        seen.add(id(error))
+        seen_ids.add(id(error))
         error = error.__cause__
     return None
 

@@ -80,9 +80,9 @@ def _give_up_what_was_inherited(connection: Connection, host: int) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != host:  # it died before prctl
         os._exit(1)
-    nothing = os.open(os.devnull, os.O_RDWR)
+    null_file = os.open(os.devnull, os.O_RDWR)
     for descriptor in (0, 1, 2):
-        os.dup2(nothing, descriptor)
+        os.dup2(null_file, descriptor)
     for name in os.listdir("/proc/self/fd"):
         if int(name) > 2 and int(name) != connection.fileno():
             with contextlib.suppress(OSError):  # the descriptor of the listing is closed already
@@ -169,7 +169,7 @@ class _Worker:  # at most one environment, its players, and what the process hel
         self._players: dict[int, ScriptedPolicy] = {}
         self._before: Mapping[str, int] = {}
         self._generators: Mapping[str, Any] = {}
-        self._changed: set[str] = set()
+        self._changed_names: set[str] = set()
 
     async def answer(self, method: str, request: Request) -> Any:
         if method == "open":
@@ -225,11 +225,11 @@ class _Worker:  # at most one environment, its players, and what the process hel
         if session is not None:
             await session.close()
         self._note_changed_generators()
-        changed, self._changed = sorted(self._changed), set()
+        changed_names, self._changed_names = sorted(self._changed_names), set()
         del session
         gc.collect()
-        grown = {name: count - self._before.get(name, 0) for name, count in _possessions().items()}
-        return {"grown": grown, "changed_generators": changed}
+        growth = {name: count - self._before.get(name, 0) for name, count in _possessions().items()}
+        return {"grown": growth, "changed_generators": changed_names}
 
     async def _say(self, session: EnvSession, request: Request) -> Any:
         # The environment's own players run here, beside the hidden state.
@@ -258,7 +258,7 @@ class _Worker:  # at most one environment, its players, and what the process hel
 
     def _note_changed_generators(self) -> None:
         now = _generators()
-        self._changed |= {name for name, state in self._generators.items() if now.get(name) != state}
+        self._changed_names |= {name for name, state in self._generators.items() if now.get(name) != state}
         self._generators = now
 
 
