@@ -249,14 +249,14 @@ def steps_too_small(run: RunView) -> Finding | None:
 def training_is_not_evaluation(run: RunView) -> Finding | None:
     """Find training returns above the last evaluation, if evaluations sample at a higher temperature."""
     here, there = run.setting("rollout.temperature", 1.0), run.setting("evaluation.temperature", 1.0)
-    rewards, evaluations = run.recent("rollout/reward_mean"), run.events_of("evaluation")
+    reward, evaluations = run.recent("rollout/reward_mean"), run.events_of("evaluation")
     interval = evaluations[-1]["data"].get("mean_return_interval") if evaluations else None
-    if rewards is None or interval is None or there <= max(here, _FLAT_TEMPERATURE) or rewards.mean <= interval[1]:
+    if reward is None or interval is None or there <= max(here, _FLAT_TEMPERATURE) or reward.mean <= interval[1]:
         return None
     return Finding(
         "serious",
         "The evaluation samples otherwise than training, and scores another policy than the one that learns.",
-        f"training episodes earn {rewards.mean:.3f} in {rewards.steps}, the last evaluation "
+        f"training episodes earn {reward.mean:.3f} in {reward.steps}, the last evaluation "
         f"{interval[0]:.3f} to {interval[1]:.3f}; evaluation.temperature is {there:g}, rollout.temperature {here:g}",
         "evaluation.temperature",
         f"set it to {here:g}, or to 0 (greedy)",

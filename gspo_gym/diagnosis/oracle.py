@@ -109,15 +109,13 @@ def batch_of(records: StepRecords, state: State) -> Batch:
     is_kept &= np.abs(table).max(1) > (-1 if eps is None else eps)
     is_masked = _are_overlong(records) & (config["rewards.overlong"] == "mask")
     fates = np.where(is_kept, np.where(is_masked, OVERLONG, NO_GRADIENT), fates)
-    shaped_advantages, state = _shape_advantages(
-        records, advantages, np.flatnonzero((fates == NO_GRADIENT)[owner]), state
-    )
-    has_slope = np.bincount(owner, shaped_advantages.astype(np.float32) != 0, minlength=num_episodes) > 0
+    shaped, state = _shape_advantages(records, advantages, np.flatnonzero((fates == NO_GRADIENT)[owner]), state)
+    has_slope = np.bincount(owner, shaped.astype(np.float32) != 0, minlength=num_episodes) > 0
     has_slope |= config["loss.kl_coef"] > 0 or config["loss.entropy_coef"] > 0
     if any(config[key] not in (0, "none") for key in _SHAPING):  # then it is seen if another of its minibatch has one
         has_slope |= records.columns["optimizer_step"].max(0) >= 0
     is_trained = (fates == NO_GRADIENT) & has_slope
-    return Batch(np.where(is_trained[owner], shaped_advantages, advantages), fates, is_kept, is_trained, state)
+    return Batch(np.where(is_trained[owner], shaped, advantages), fates, is_kept, is_trained, state)
 
 
 def _shape_advantages(records: StepRecords, values: Floats, at: Indices, state: State) -> tuple[Floats, State]:
@@ -161,15 +159,13 @@ def _rewards(config: Mapping[str, Any], episode: Trajectory) -> list[float]:  # 
     step_rewards = []
     for t, turn in enumerate(episode.turns):
         events, is_new = set(turn.events), any(not event_counts[name] for name in turn.events)
-        counted_events = [
-            name for name in events if not event_counts[name] or config.get("training.event_rewards_kind") == "absolute"
-        ]
+        counted = [e for e in events if not event_counts[e] or config.get("training.event_rewards_kind") == "absolute"]
         if strategy == "per_achievement":
             limits = {name: config.get(f"training.step_rewards_k_limits.{name}", 1) for name in events}
             credited_events = [name for name in events if limits[name] <= 0 or event_counts[name] < limits[name]]
             base = sum(config.get(f"training.step_rewards_weights.{name}", 1.0) for name in credited_events)
         else:
-            base = bool(counted_events) if strategy == "consistent" else len(counted_events) + factor * is_new
+            base = bool(counted) if strategy == "consistent" else len(counted) + factor * is_new
         step_rewards.append((factor or 1.0 if strategy else 1.0) * base + bonus * (len(rewards) - t) * is_new)
         event_counts.update(events)
     if episode.outcome is Outcome.ACTION_LIMIT:
