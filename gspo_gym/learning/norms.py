@@ -83,7 +83,7 @@ def _is_same(module: Any) -> bool:
         return False
     if "forward" in vars(module) or not _is_quick(weight):
         return False
-    x = torch.linspace(-2, 3, 2 * len(weight), dtype=weight.dtype).view(2, -1)
+    x = torch.linspace(-2, 3, 2 * len(weight), dtype=weight.dtype, device=weight.device).view(2, -1)
     return torch.equal(type(module).forward(module, x), _forward(module, x))  # without its hooks
 
 
