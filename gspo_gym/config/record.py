@@ -94,8 +94,7 @@ class RunRecord(Settings):
     def sources(self) -> tuple[TaskSource, ...]:
         """Return the environments and task apps that play the episodes, the main one first."""
         rollout = self.rollout
-        url = None if self.services is None else self.services.task_url
-        return task_sources(rollout.env_name, rollout.env_config, url, rollout.mixture)
+        return task_sources(rollout.env_name, rollout.env_config, self.endpoints.task_url, rollout.mixture)
 
     @property
     def size(self) -> RunSize:

@@ -169,11 +169,6 @@ class CorrectionSettings(Settings):
         ),
     )
 
-    @property
-    def reads_rollout_logprobs(self) -> bool:
-        """Whether the loss depends on the engine's logprobs."""
-        return self.old_logprobs == "rollout" or self.level != "none" or self.off_policy_threshold is not None
-
     def rescored_problem(self, name: str) -> str | None:
         """Return why a key of `SAMPLER_KEYS` cannot be obeyed where the learner's logprobs stand for the sampler's."""
         default = type(self).model_fields[name].default

@@ -409,8 +409,8 @@ class Learner:
             weights = None if correction is None else correction.weights
             output = _loss(batch, computed.logprobs, computed.entropy, weights, self._loss, denominators)
             torch.autograd.backward(output.loss * part.weight)
-        gap = EngineGap.of(batch, batch.old_logprobs if self._recomputes_old else now, self._loss.unit)
-        facts = PartFacts(output.stats, correction, gap if with_gap else None)
+        own = batch.old_logprobs if self._recomputes_old else now
+        facts = PartFacts(output.stats, correction, EngineGap.of(batch, own, self._loss.unit) if with_gap else None)
         return _Pass(_Labels(batch.old_logprobs, batch.ref_logprobs), now, entropy, output.tokens, facts)
 
     @property

@@ -30,7 +30,7 @@ class Adapters:
         """`llm` is vLLM's `AsyncLLM` (Any: untyped)."""
         self.current: Any = None
         self._llm = llm
-        self._loaded_requests: list[Any] = []
+        self._loaded: list[Any] = []
         self._in_flight: Counter[int] = Counter()
         self._next_id = 1
 
@@ -50,7 +50,7 @@ class Adapters:
         self._next_id += 1
         if not await self._llm.add_lora(request):
             raise EngineError(f"vLLM did not load the adapter of version {update.version} from {folder}")
-        self._loaded_requests.append(request)
+        self._loaded.append(request)
         self.current = request
         await self._remove_unused()
 
@@ -69,18 +69,13 @@ class Adapters:
             await self._remove_unused()
 
     async def _remove_unused(self) -> None:
-        unused_requests = [
-            loaded_request
-            for loaded_request in self._loaded_requests
-            if loaded_request is not self.current and not self._in_flight[loaded_request.lora_int_id]
-        ]
-        self._loaded_requests = [
-            loaded_request for loaded_request in self._loaded_requests if loaded_request not in unused_requests
-        ]
-        for request in unused_requests:
+        adapters = self._loaded
+        unused = [one for one in adapters if one is not self.current and not self._in_flight[one.lora_int_id]]
+        self._loaded = [one for one in adapters if one not in unused]
+        for request in unused:
             del self._in_flight[request.lora_int_id]
         async with commanding(self._llm, "remove_lora"):
-            for request in unused_requests:
+            for request in unused:
                 await self._llm.remove_lora(request.lora_int_id)
 
 

@@ -10,6 +10,7 @@ from pydantic import ValidationError
 
 from gspo_gym.base.settings import Settings
 from gspo_gym.learning.settings import (
+    SAMPLER_KEYS,
     AdvantageSettings,
     CorrectionSettings,
     LoraSettings,
@@ -133,14 +134,16 @@ def test_adapted_modules_are_all_or_named(given: Any, resolved: Any) -> None:
     ("values", "reads"),
     [
         ({}, False),
-        ({"max_engine_gap": 0.1}, False),
+        ({"mode": "mask", "low": 0.1}, False),
+        ({"max_engine_gap": 0.1}, True),
         ({"old_logprobs": "rollout"}, True),
         ({"level": "turn"}, True),
         ({"off_policy_threshold": 0.1}, True),
     ],
 )
-def test_the_loss_depends_on_the_engines_logprobs_where_a_setting_uses_them(values: Any, reads: bool) -> None:
-    assert CorrectionSettings(**values).reads_rollout_logprobs is reads
+def test_a_key_that_looks_at_the_samplers_logprobs_cannot_be_obeyed_without_them(values: Any, reads: bool) -> None:
+    settings = CorrectionSettings(**values)
+    assert any(settings.rescored_problem(name) for name in SAMPLER_KEYS) is reads
 
 
 def test_defaults_follow_the_level_and_the_baseline() -> None:
