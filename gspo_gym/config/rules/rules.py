@@ -354,9 +354,10 @@ def _truncation_is_scored(c: RunRecord) -> str | None:
 NOTICES = (
     *(one for one in rules_in(globals()) if one not in CONTRADICTIONS),
     *(_is_read(name, key) for name, key in STEP_REWARDS.items()),
+    *(acts_with(f"reference.{name}", "reference.placement", "dedicated") for name in ("tp", "health_max_wait_s")),
     *(
-        acts_with(f"reference.{name}", "reference.placement", "dedicated")
-        for name in ("port", "tp", "health_max_wait_s", "health_interval_ms")
+        idle(f"reference.{name}", lambda _: False, "has no effect: Ray reaches the reference, and says if it is lost")
+        for name in ("port", "health_interval_ms")  # of the hosted trainer's scoring server
     ),
     *map(_weighs_a_judge, RewardBlend.model_fields),
     idle(

@@ -22,9 +22,16 @@ NOTICED: dict[str, tuple[dict[str, Any], list[str]]] = {
         ['reference.placement: "dedicated" has no effect without a KL term (loss.kl_coef, rewards.kl_coef, '
          "advantages.kl_shaping_coef): nothing is loaded or started"],
     ),
-    "port of a shared reference": (
-        {"loss.kl_coef": 0.1, "reference.port": 9000},
-        ['reference.port: has no effect with reference.placement = "shared": set that to "dedicated", or remove this'],
+    "patience with a shared reference": (
+        {"loss.kl_coef": 0.1, "reference.health_max_wait_s": 9},
+        ['reference.health_max_wait_s: has no effect with reference.placement = "shared": set that to "dedicated", or '
+         "remove this"],
+    ),
+    "the hosted trainer's scoring server": (
+        {"loss.kl_coef": 0.1, "reference.placement": "dedicated", "reference.port": 9000,
+         "reference.health_interval_ms": 50},
+        ["reference.port: has no effect: Ray reaches the reference, and says if it is lost",
+         "reference.health_interval_ms: has no effect: Ray reaches the reference, and says if it is lost"],
     ),
     "the base as the reference after a warm-up": (
         {"model.trainer_mode": "lora", "loss.kl_coef": 0.1, "reference.source": "base", **WARMUP},
@@ -139,7 +146,8 @@ QUIET: dict[str, dict[str, Any]] = {
         "training.event_rewards_kind": "absolute",
         "rollout.env_config": {"step_rewards": {"enabled": True, "mode": "decision_stepwise"}},
     },
-    "a reference that is asked": {"loss.kl_coef": 0.1, "reference.placement": "dedicated", "reference.port": 9000},
+    "a reference that is asked": {"loss.kl_coef": 0.1, "reference.placement": "dedicated",
+                                 "reference.health_max_wait_s": 9},
     "a base under a new adapter": {
         "model.trainer_mode": "lora", "loss.kl_coef": 0.1, "reference.source": "base",
     },
