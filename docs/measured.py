@@ -23,7 +23,9 @@ def page() -> str:
     lines = [INTRODUCTION]
     for topic, group in groupby(rows, key=lambda row: row["topic"]):
         lines += [f"## {topic}", "", "| what | result | command | machine, date |", "|---|---|---|---|"]
-        lines += [f"| {row['what']} | {row['result']} | {row['command']} | {row['machine']}, {row['date']} |" for row in group]
+        lines += [
+            f"| {row['what']} | {row['result']} | {row['command']} | {row['machine']}, {row['date']} |" for row in group
+        ]
         lines.append("")
     return "\n".join(lines)
 

@@ -1,4 +1,4 @@
-"""The pages, README.md of any folder and those in docs/: every link leads somewhere, every command exists, and every command is on a page."""
+"""The pages (each README.md, and docs/): links lead somewhere, commands exist, and every command is on a page."""
 
 import argparse
 import re
@@ -83,5 +83,5 @@ def test_the_first_page_is_short() -> None:
 
 
 def test_the_page_of_measurements_is_made_of_its_lines() -> None:
-    module = runpy.run_path(str(ROOT / "docs" / "measured.py"))
-    assert (ROOT / "docs" / "measured.md").read_text(encoding="utf-8") == module["page"](), "run python docs/measured.py"
+    page = runpy.run_path(str(ROOT / "docs" / "measured.py"))["page"]()
+    assert (ROOT / "docs" / "measured.md").read_text(encoding="utf-8") == page, "run python docs/measured.py"
