@@ -1,5 +1,6 @@
 """An extension of griffe: examples at the end of a docstring, which stand without a heading, are a section."""
 
+import inspect
 import textwrap
 from typing import Any
 
@@ -11,7 +12,7 @@ class Doctests(griffe.Extension):
 
     def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
         if obj.docstring is not None:
-            text, prompt, examples = obj.docstring.value.partition("\n\n>>> ")
+            text, prompt, examples = inspect.cleandoc(obj.docstring.value).partition("\n\n>>> ")
             if prompt:
                 section = textwrap.indent((prompt + examples).strip("\n"), "    ")
                 obj.docstring.value = f"{text}\n\nExamples:\n{section}"
