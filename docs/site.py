@@ -7,6 +7,7 @@ leads there, and one to any other file to the repository.
 import importlib
 import posixpath
 import re
+import tomllib
 from pathlib import Path
 
 from mkdocs.config.defaults import MkDocsConfig
@@ -27,6 +28,13 @@ FIGURES = {
     f"figures/{path.name}": path for path in sorted((ROOT / "examples" / "figures").iterdir()) if path.suffix != ".md"
 }
 LINK = re.compile(r"(?<=\]\()(?!https?:|mailto:|#)([^)#\s]+)(#[^)\s]*)?(?=\))")
+
+
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    """Take the repository's address from where it stands."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    config.repo_url = project["urls"]["Repository"]
+    return config
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
@@ -56,7 +64,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
             return posixpath.relpath(pages[target], posixpath.dirname(uri) or ".") + (link[2] or "")
         if not (ROOT / target).exists():
             return link[0]  # mkdocs says that it leads nowhere
-        return f"{config.repo_url}/blob/main/{target}{link[2] or ''}" if config.repo_url else link[0]
+        return f"{config.repo_url}/blob/main/{target}{link[2] or ''}"
 
     return LINK.sub(lead, markdown)
 
