@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import setuptools
+import yaml
 from markdown_it import MarkdownIt
 
 from gspo_gym.base.files import packaged_file
@@ -57,6 +58,37 @@ def test_every_link_of_the_long_description_leads_to_a_file_of_the_repository(ar
 def test_the_address_of_the_repository_stands_in_one_place():
     done = subprocess.run(["git", "grep", "-lF", ADDRESS], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["pyproject.toml"]
+
+
+def test_a_citation_names_the_version_of_the_package():
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert (citation["version"], citation["license"]) == (PROJECT["version"], PROJECT["license"])
+
+
+def test_the_public_ci_tests_the_versions_of_python_that_the_package_names():
+    jobs = {path.stem: yaml.safe_load(path.read_text())["jobs"] for path in (ROOT / ".github/workflows").glob("*.yml")}
+    versions = jobs["test"]["test"]["strategy"]["matrix"]["python"]
+    named = [line.rpartition(" ")[2] for line in PROJECT["classifiers"] if "Python :: 3." in line]
+    assert versions == named
+    assert PROJECT["requires-python"] == f">={versions[0]}"
+    steps = [step.get("run", "") for parts in jobs.values() for job in parts.values() for step in job["steps"]]
+    targets = (
+        re.findall(r"^make (\w+)$", "\n".join(steps), re.MULTILINE)
+        + jobs["nightly"]["more"]["strategy"]["matrix"]["target"]
+    )
+    assert set(targets) == {"test", "more", "nightly"}
+    assert all(f"\n{target}: " in (ROOT / "Makefile").read_text() for target in targets)
+    paths = re.findall(r"\b(?:tests|configs)/[\w/]+\.\w+", "\n".join(steps))
+    assert len(paths) == 5
+    assert all((ROOT / path).exists() for path in paths)
+    (install,) = re.findall(r"pip install gymnasium .*", "\n".join(steps))
+    assert f"\n{install}\n" in (ROOT / "README.md").read_text()
+
+
+@pytest.mark.parametrize("page", ["SECURITY.md", "RELEASING.md", "CODE_OF_CONDUCT.md", "CONTRIBUTING.md"])
+def test_the_links_of_a_page_beside_readme_lead_somewhere(page):
+    links = [target for _, target in targets((ROOT / page).read_text()) if "://" not in target]
+    assert [target for target in links if not (ROOT / target).exists()] == []
 
 
 def test_every_folder_with_files_of_the_package_is_a_package(arguments):
