@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-import sysconfig
 import tarfile
 import venv
 from pathlib import Path
@@ -48,7 +47,7 @@ def test_an_installed_wheel_finds_its_environments_and_commands(tmp_path):
     site = next((home / "lib").glob("python*/site-packages"))
     subprocess.run([*pip, "install", "--no-deps", "--target", site, wheel], check=True)
     # The dependencies are those of this environment; its own editable install of the checkout is not followed.
-    (site / "dependencies.pth").write_text(sysconfig.get_paths()["purelib"] + "\n")
+    (site / "dependencies.pth").write_text("".join(f"{path}\n" for path in sys.path if path.endswith("site-packages")))
     python = home / "bin" / "python"
     used = subprocess.run([python, "-c", USE], cwd=tmp_path, capture_output=True, text=True)
     assert used.returncode == 0, used.stderr
