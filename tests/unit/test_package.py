@@ -159,3 +159,9 @@ def test_an_author_of_environments_needs_what_readme_installs_without_torch(tmp_
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stderr == "MissingExtraError: train needs torch: pip install gspo-gym\n"
+
+
+def test_the_changelog_is_short_until_there_is_a_release():
+    text = (ROOT / "CHANGELOG.md").read_text()
+    assert f"## {PROJECT['version']}" in text
+    assert PROJECT["version"] != "0.1.0" or len(text.splitlines()) <= 40
