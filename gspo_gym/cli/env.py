@@ -23,8 +23,8 @@ from gspo_gym.base.settings import is_loopback, parse_seeds, read_key
 from gspo_gym.cli import authoring
 from gspo_gym.cli.command_line import add_environment, base_of, env_config_of, exit_code_of, interrupted_by_signals
 from gspo_gym.env.checks.checker import check_env
+from gspo_gym.env.registry import entry_of, resolve
 from gspo_gym.env.registry import list_environments as registered
-from gspo_gym.env.registry import resolve
 from gspo_gym.env.watchdog import seconds_until_frozen, watching
 from gspo_gym.env.workers.isolation import isolated_factory
 from gspo_gym.errors import MissingExtraError
@@ -70,9 +70,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def list_environments(arguments: argparse.Namespace) -> int:
-    """Print one line per environment."""
-    for env_id in registered(include_gymnasium=arguments.all):
-        print(env_id)
+    """Print one line per environment: its id, what it is, and for a suite whether its extra is installed."""
+    entries = [entry_of(env_id) for env_id in registered(include_gymnasium=arguments.all)]
+    width = max(len(entry.env_id) for entry in entries)
+    for entry in entries:
+        extra = "" if entry.extra is None else f" [{entry.extra}: installed]"
+        if entry.missing:
+            extra = f" [pip install 'gspo-gym[{entry.extra}]']"
+        print(f"{entry.env_id:{width}}  {entry.summary}{extra}".rstrip())
     return 0
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from gspo_gym.errors import ConfigError, nearest_name
+from gspo_gym.policy.bases import SMOLLM2
 from gspo_gym.run.records import EVENTS_FILE, read_run_id
 
 _MAX_DEPTH = 3  # of a run below the folder that is listed: searches and batches keep theirs in folders of their own
@@ -34,6 +35,15 @@ def find_run(name: str, folder: Path) -> Path:
         raise ConfigError(f"{name}: is the start of several ids: {', '.join(map(str, matches))}")
     names = [str(path.relative_to(folder)) for path in paths]
     raise ConfigError(f"{name}: there is no such run, neither here nor in {folder}; {nearest_name(name, names)}")
+
+
+def run_name(folder: Path, runs: Path = Path("runs")) -> str:
+    """Return the shortest name under which commands find the run in `folder`: its path below `runs`, or its path."""
+    try:
+        name = str(folder.resolve().relative_to(runs.resolve()))
+    except ValueError:
+        return str(folder)
+    return str(folder) if name in (".", SMOLLM2) or _is_run(name) else name  # what these names mean comes first
 
 
 def _is_run(folder: str) -> bool:

