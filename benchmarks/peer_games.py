@@ -24,7 +24,6 @@ class Job:
         num_steps: batches that are timed; one before them is not.
         text_length: of each of the environment's texts in "talk".
         goal: mean reward of a batch at which to stop; None: after num_steps.
-        lora_rank: of an adapter on all linear layers; 0: all weights are trained.
     """
 
     game: str
@@ -36,7 +35,6 @@ class Job:
     text_length: int = 24
     goal: float | None = None
     seed: int = 0
-    lora_rank: int = 0
 
     def to_json(self) -> str:
         """Return the job as an argument of a process."""
@@ -69,24 +67,6 @@ class Talk:
         return "b" * self._job.text_length, earned, self._turn == self._job.num_turns
 
 
-class Guess:
-    """A number from 1 to 8 in `num_turns` guesses, answered by higher or lower; 1 if it is found."""
-
-    def __init__(self, job: Job) -> None:
-        self._left, self._number = job.num_turns, 0
-
-    def reset(self, seed: int) -> str:
-        self._number = random.Random(seed).randint(1, 8)
-        return "?"
-
-    def step(self, said: str) -> tuple[str, float, bool]:
-        self._left -= 1
-        if said == str(self._number):
-            return "!", 1.0, True
-        answer = "!" if len(said) != 1 or said not in "12345678" else ">" if int(said) < self._number else "<"
-        return answer, 0.0, self._left == 0
-
-
 class Recall:
     """Each turn shows one of 4 letters, and the answer is the first one that was shown; the part of right answers."""
 
@@ -102,8 +82,8 @@ class Recall:
         return self._letters[self._turn], (said == self._letters[0]) / self._num_turns, self._turn == self._num_turns
 
 
-GAMES = {"talk": Talk, "guess": Guess, "recall": Recall}
-SYMBOLS = "12345678<>!?abcd"  # every text of "guess" and "recall"
+GAMES = {"talk": Talk, "recall": Recall}
+SYMBOLS = "12345678<>!?abcd"  # of the texts, those of "recall" among them
 
 
 class Goal:

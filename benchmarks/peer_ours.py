@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -19,10 +18,6 @@ from benchmarks.peer_games import GAMES, Goal, Job, report
 from gspo_gym.cli.train import run_training
 from gspo_gym.config.run_config import RunConfig, load_config
 from gspo_gym.env.core import Info, TextEnv
-from gspo_gym.learning import update
-from gspo_gym.learning.logprobs import LogprobComputer
-from gspo_gym.learning.prefixes import Trie
-from gspo_gym.policy.load import load_policy
 from gspo_gym.run.records import read_metrics
 
 _goals: dict[str, Goal] = {}  # of this process: all episodes of a run count towards one
@@ -86,66 +81,22 @@ def make_config(job: Job, model: str, folder: Path) -> RunConfig:
         sections["advantages"] = {"level": "turn"}
         sections["training"]["update_epochs"] = 3
         sections["loss"]["entropy_coef"] = 0.02
-    if job.lora_rank:
-        sections["model"]["trainer_mode"] = "lora"
-        sections["training"]["lora"] = {"r": job.lora_rank, "alpha": 2 * job.lora_rank, "target_modules": "all-linear"}
     path = folder / "job.json"
     path.write_text(json.dumps(sections), encoding="utf-8")
     return load_config(path)
 
 
-class CountedComputer(LogprobComputer):
-    """Counts the tokens of all passes with gradients, each one that several rows share once."""
-
-    num_tokens = 0
-
-    def __init__(self, *args: Any, **options: Any) -> None:  # Any: as they are
-        super().__init__(*args, **options)
-        shared = self.prefixes.shared
-
-        def count(token_ids: torch.Tensor, attention_mask: torch.Tensor) -> Trie | None:
-            trie = shared(token_ids, attention_mask)
-            if torch.is_grad_enabled():
-                CountedComputer.num_tokens += int(attention_mask.sum()) if trie is None else trie.num_tokens
-            return trie
-
-        self.prefixes.shared = count  # type: ignore[method-assign]  # not asked twice: this is timed
-
-
-def matmul_flops(seconds: float = 2.0) -> float:
-    """Return the most operations a second of products of matrices in float32, with the present threads."""
-    left, right = torch.randn(1024, 1024), torch.randn(1024, 1024)
-    best, began = 0.0, time.perf_counter()
-    while time.perf_counter() - began < seconds:
-        start = time.perf_counter()
-        torch.mm(left, right)
-        best = max(best, 2 * 1024**3 / (time.perf_counter() - start))
-    return best
-
-
-def floor_seconds(model: str, *, num_tokens: float, is_lora: bool) -> float:
-    """Return the seconds of learning from so many tokens if all were products at the machine's best.
-
-    A weight costs a token two operations forward, two for the gradient of its input, and two more for its own.
-    """
-    num_weights = sum(p.numel() for p in load_policy(model).model.parameters())
-    return (4 if is_lora else 6) * num_weights * num_tokens / matmul_flops()
-
-
 def main() -> None:
-    """Run the job and print the seconds of playing and learning of each step, and the floor of learning."""
+    """Run the job and print the seconds of playing and learning of each step."""
     job, model = Job(**json.loads(sys.argv[1])), sys.argv[2]
     torch.set_num_threads(int(sys.argv[3]))
-    update.LogprobComputer = CountedComputer  # type: ignore[misc]
     with tempfile.TemporaryDirectory(prefix="gspo_gym-benchmark-") as folder:
         config = make_config(job, model, Path(folder))
         run_training(config)
         lines = read_metrics(config.run_folder)
-    num_tokens = CountedComputer.num_tokens / len(lines)
     playing = [line["time/rollout_seconds"] for line in lines[1:]]
     learning = [line["time/step_seconds"] - line["time/rollout_seconds"] for line in lines[1:]]
-    floor = floor_seconds(model, num_tokens=num_tokens, is_lora=job.lora_rank > 0)
-    report({"playing": playing, "learning": learning, "tokens": num_tokens, "floor": floor})
+    report({"playing": playing, "learning": learning})
 
 
 if __name__ == "__main__":

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from datasets import Dataset
-from peft import LoraConfig
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import GRPOConfig, GRPOTrainer
 
@@ -112,10 +111,6 @@ def _config(job: Job, folder: str) -> GRPOConfig:
     )
 
 
-def _adapter(rank: int) -> LoraConfig:
-    return LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type="CAUSAL_LM")
-
-
 def main() -> None:
     """Run the job and print the seconds of playing and learning of each step."""
     job, folder = Job(**json.loads(sys.argv[1])), sys.argv[2]
@@ -130,7 +125,6 @@ def main() -> None:
             train_dataset=Dataset.from_dict({"prompt": [str(seed) for seed in range(20_000)]}),
             processing_class=tokenizer,
             rollout_func=rollout,
-            peft_config=_adapter(job.lora_rank) if job.lora_rank else None,
         )
         trainer.train()
     begun = [*rollout.begun, time.perf_counter()]

@@ -3,14 +3,10 @@
 `make peers` installs TRL into .venv-peers. Each side runs in a process with the same number of threads; the sides take
 turns, and a round is a pair. Batches are of 8 groups of 8 episodes: "sampling" has 3 turns of 32 sampled tokens, "tiny"
 4 turns of 2, "learner" one turn of 128 after a prompt of as many. With `--learn`: seconds of GSPO, 4 updates a batch,
-from random weights until a batch earns 0.90 on average; a number of 1..8 in 4 guesses, a letter recalled over 3 turns.
+from random weights until a batch earns 0.90 on average on a letter recalled over 3 turns.
 Rate, clips and batches are then those of both sides. Ours learns as the quickstart does, with an advantage per turn,
 three passes over a batch and a bonus for entropy, without which one of three run seeds stood still; the peer, which
 knows no turns, makes one pass: with three it took longer on two tuning seeds.
-With `--model smollm2`: 32 episodes of 3 turns of 16 tokens with that model, all of its weights and an adapter; beside
-learning stands its floor, 6 products of all weights with each token that is left after sharing (4 with an adapter) at
-the best rate of products that this run measured.
-`python -m benchmarks threads` has our side in both places, with several of torch's threads and with one.
 """
 
 from __future__ import annotations
@@ -32,12 +28,11 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from benchmarks.peer_games import SYMBOLS, Job
 from benchmarks.record import Value
-from gspo_gym.errors import MissingExtraError, ServiceError, UnknownNameError, UsageError, nearest_name
+from gspo_gym.errors import MissingExtraError, ServiceError, UnknownNameError, nearest_name
 from gspo_gym.policy.load import Policy, load_policy, save_policy
 
 PEER = "TRL 1.16.0"
 LIMIT_SECONDS = 900.0  # of a process
-FLOOR_GOAL = 0.85  # of learning's seconds with a real model
 _ROOT = Path(__file__).parent.parent
 
 # Runs a job on a model's folder with a number of threads and returns the side's answer (Any: JSON).
@@ -53,23 +48,18 @@ class Case:
         costs: of each value's name, the parts of an answer that are added; each is a number or one a step.
         goals: of the values with one: so many times less than the peer's cost.
         model: for `load_policy`, or "game": a model of the games' few symbols.
-        learning: the value that is put beside its floor; "": none.
     """
 
     job: Job
     costs: Mapping[str, tuple[str, ...]]
     goals: Mapping[str, float]
     model: str = "tiny:qwen3-256"
-    learning: str = ""
 
 
 SPEED = {
     "sampling": Case(
         Job("talk", num_turns=3, num_tokens=32),
-        {
-            "sampling 64 x 3 turns x 32": ("playing",),
-            "learning on these": ("learning",),
-        },
+        {"sampling 64 x 3 turns x 32": ("playing",), "learning on these": ("learning",)},
         {"sampling 64 x 3 turns x 32": 2.2},
     ),
     "tiny": Case(
@@ -84,51 +74,14 @@ SPEED = {
         {"learning, groups of 8 that share half": 1.6},
     ),
 }
-THREADS = {  # goals: of two threads
-    "sampling": Case(
-        SPEED["sampling"].job,
-        {
-            "sampling 64 x 3 turns x 32": ("playing",),
-            "the whole step": ("playing", "learning"),
-        },
-        {"sampling 64 x 3 turns x 32": 1.5, "the whole step": 1.7},
-    ),
-    "games": Case(
-        Job("guess", num_turns=4, num_tokens=2, num_episodes=192, minibatch=48, num_steps=4),
-        {"a step of 192 games, as the quickstart's": ("playing", "learning")},
-        {"a step of 192 games, as the quickstart's": 1.4},
-        model="game",
-    ),
-}
 LEARN = {
-    name: Case(
-        Job(name, num_turns=turns, num_tokens=2, minibatch=16, goal=0.9),
-        {f"to 0.90 on {words}": ("seconds",)},
-        {f"to 0.90 on {words}": 2.5},
+    "recall": Case(
+        Job("recall", num_turns=3, num_tokens=2, minibatch=16, goal=0.9),
+        {"to 0.90 on recall": ("seconds",)},
+        {"to 0.90 on recall": 2.5},
         model="game",
     )
-    for name, turns, words in (("guess", 4, "guess 1..8"), ("recall", 3, "recall"))
 }
-
-
-LORA_RANK = 16
-
-
-def real_cases(model: str) -> dict[str, Case]:
-    """Return the cases of a real model."""
-    job = Job("talk", num_turns=3, num_tokens=16, num_episodes=32, minibatch=16, num_steps=1, text_length=60)
-    jobs = {"all weights": job, "an adapter": replace(job, lora_rank=LORA_RANK)}
-    parts = {"sampling": ("playing",), "learning": ("learning",), "a step": ("playing", "learning")}
-    return {
-        trained: Case(
-            job,
-            {f"{what}, {trained}": names for what, names in parts.items()},
-            {f"sampling, {trained}": 3.0},
-            model=model,
-            learning=f"learning, {trained}",
-        )
-        for trained, job in jobs.items()
-    }
 
 
 def peer_is_installed(root: Path = _ROOT) -> bool:
@@ -201,7 +154,6 @@ def measure(
     rounds: int,
     threads: int,
     models: Mapping[str, Path],
-    peer_name: str = PEER,
 ) -> list[Value]:
     """Return the costs of all cases; in every other round the peer comes first."""
     values: list[Value] = []
@@ -213,10 +165,7 @@ def measure(
                 answers[name].append(sides[name](job, models[case.model], threads))
         for name, parts in case.costs.items():
             ours, peer = (tuple(cost(a, parts) for a in answers.get(side, ())) for side in ("ours", "peer"))
-            values.append(Value(name, ours, peer, peer_name if peer else "", goal=case.goals.get(name)))
-            if name == case.learning:
-                floor = tuple(cost(answer, ("floor",)) for answer in answers["ours"])
-                values.append(Value(f"{name}, beside its floor", ours, floor, "the floor", goal=FLOOR_GOAL))
+            values.append(Value(name, ours, peer, PEER if peer else "", goal=case.goals.get(name)))
     return values
 
 
@@ -245,43 +194,13 @@ def run_peers(cases: Mapping[str, Case], *, rounds: int, threads: int, with_peer
     Raises:
         MissingExtraError: the peer is wanted and is not installed. ServiceError: a side failed.
     """
-    return _measure_all(cases, all_sides(with_peer=with_peer), rounds=rounds, threads=threads)
-
-
-def run_real(model: str, *, rounds: int, threads: int, with_peer: bool = True) -> list[Value]:
-    """Return the costs of both sides with a real model, of learning's floor, and of an adapter beside all weights.
-
-    Raises:
-        MissingExtraError: the peer is wanted and is not installed. ServiceError: a side failed.
-    """
-    values = run_peers(real_cases(model), rounds=rounds, threads=threads, with_peer=with_peer)
-    steps = {value.name: value.ours for value in values}
-    adapter, whole = steps["a step, an adapter"], steps["a step, all weights"]
-    return [*values, Value("a step, an adapter beside all weights", adapter, whole, "all weights", goal=1.0)]
-
-
-def run_threads(*, rounds: int, threads: int) -> list[Value]:
-    """Return the costs of our side with so many threads and with one.
-
-    Raises:
-        UsageError: there is only one to compare. ServiceError: a side failed.
-    """
-    if threads < 2:
-        raise UsageError(f"threads compares with one of torch's threads: expected --threads 2 or more, got {threads}")
-    ours = all_sides(with_peer=False)["ours"]
-    sides = {"ours": ours, "peer": lambda job, model, _: ours(job, model, 1)}
-    return _measure_all(THREADS, sides, rounds=rounds, threads=threads, peer_name="one thread")
-
-
-def _measure_all(
-    cases: Mapping[str, Case], sides: Mapping[str, Side], *, rounds: int, threads: int, peer_name: str = PEER
-) -> list[Value]:
+    sides = all_sides(with_peer=with_peer)
     with tempfile.TemporaryDirectory(prefix="gspo_gym-benchmark-") as name:
         folders: dict[str, Path] = {}
         for model in {case.model for case in cases.values()}:
             folders[model] = Path(name) / model.replace(":", "-")
             save_policy(game_policy() if model == "game" else load_policy(model), folders[model])
-        return measure(cases, sides, rounds=rounds, threads=threads, models=folders, peer_name=peer_name)
+        return measure(cases, sides, rounds=rounds, threads=threads, models=folders)
 
 
 def game_policy(seed: int = 0) -> Policy:

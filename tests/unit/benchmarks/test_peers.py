@@ -7,11 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from benchmarks.main import main
 from benchmarks.peer_games import GAMES, SYMBOLS, Job
-from benchmarks.peer_ours import CountedComputer, floor_seconds, make_config
+from benchmarks.peer_ours import make_config
 from benchmarks.peers import (
     SPEED,
     Case,
@@ -21,10 +20,8 @@ from benchmarks.peers import (
     measure,
     parse_answer,
     peer_python,
-    run_real,
-    run_threads,
 )
-from gspo_gym.errors import MissingExtraError, ServiceError, UnknownNameError, UsageError
+from gspo_gym.errors import MissingExtraError, ServiceError, UnknownNameError
 
 
 def test_both_sides_do_the_same_job_in_turns_and_costs_are_medians_of_steps() -> None:
@@ -47,75 +44,6 @@ def test_both_sides_do_the_same_job_in_turns_and_costs_are_medians_of_steps() ->
     assert (step.ours, step.peer, step.goal) == ((10.0, 10.0), (10.0, 10.0), 1.6)
     (alone, _) = measure({"case": case}, {"ours": sides["ours"]}, rounds=1, threads=1, models={"m": Path("weights")})
     assert (alone.peer, alone.peer_name, alone.ratios) == ((), "", ())
-
-
-def test_our_side_with_several_threads_is_compared_with_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[tuple[str, int]] = []
-
-    def ours(job: Job, _: Path, threads: int) -> Mapping[str, Any]:
-        asked.append((job.game, threads))
-        return {"playing": [6.0 / threads], "learning": [3.0]}
-
-    monkeypatch.setattr("benchmarks.peers.all_sides", lambda *, with_peer: {"ours": ours})
-    sampling, step, games = run_threads(rounds=1, threads=2)
-    assert asked == [("talk", 2), ("talk", 1), ("guess", 2), ("guess", 1)]
-    # 6 / 2 beside 6 seconds of playing, with 3 of learning either way
-    assert (sampling.ours, sampling.peer, sampling.goal, sampling.peer_name) == ((3.0,), (6.0,), 1.5, "one thread")
-    assert (step.ours, step.peer, step.goal) == ((6.0,), (9.0,), 1.7)
-    assert (games.ours, games.peer, games.goal) == ((6.0,), (9.0,), 1.4)
-    with pytest.raises(UsageError, match="expected --threads 2 or more, got 1"):
-        run_threads(rounds=1, threads=1)
-
-
-def test_a_real_models_learning_stands_beside_its_floor_and_an_adapter_beside_all_weights(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def side(playing: float, learning: float) -> Any:
-        def run(job: Job, _: Path, __: int) -> Mapping[str, Any]:
-            factor = 0.5 if job.lora_rank else 1.0
-            return {"playing": [playing], "learning": [factor * learning], "floor": factor * 8.0}
-
-        return run
-
-    monkeypatch.setattr(
-        "benchmarks.peers.all_sides", lambda *, with_peer: {"ours": side(2.0, 10.0), "peer": side(7.0, 25.0)}
-    )
-    monkeypatch.setattr("benchmarks.peers.load_policy", lambda _: game_policy())
-    values = {value.name: value for value in run_real("smollm2", rounds=1, threads=1)}
-    assert [name for name, value in values.items() if value.goal is not None] == [
-        "sampling, all weights",
-        "learning, all weights, beside its floor",
-        "sampling, an adapter",
-        "learning, an adapter, beside its floor",
-        "a step, an adapter beside all weights",
-    ]
-    assert values["sampling, an adapter"].ratios == (3.5,)  # 7 / 2
-    assert values["learning, all weights"].ratios == (2.5,)  # 25 / 10
-    assert values["learning, all weights, beside its floor"].ratios == (0.8,)  # 8 / 10
-    assert values["learning, an adapter, beside its floor"].ratios == (0.8,)  # 4 / 5
-    assert values["a step, an adapter beside all weights"].ratios == (12 / 7,)  # 2 + 10 beside 2 + 5
-
-
-def test_the_floor_counts_products_of_all_weights_with_every_token(monkeypatch: pytest.MonkeyPatch) -> None:
-    policy = game_policy()
-    num_weights = sum(p.numel() for p in policy.model.parameters())
-    monkeypatch.setattr("benchmarks.peer_ours.load_policy", lambda _: policy)
-    monkeypatch.setattr("benchmarks.peer_ours.matmul_flops", lambda: 1e9)
-    assert floor_seconds("m", num_tokens=100, is_lora=False) == pytest.approx(6 * num_weights * 100 / 1e9)
-    assert floor_seconds("m", num_tokens=100, is_lora=True) == pytest.approx(4 * num_weights * 100 / 1e9)
-
-
-def test_tokens_that_rows_share_are_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(CountedComputer, "num_tokens", 0)
-    computer = CountedComputer(game_policy().model, share_prefixes="auto")
-    ids = torch.tensor([[1, 2, 3, 4, 5, 6], [1, 2, 3, 4, 7, 8]])
-    mask = torch.ones_like(ids, dtype=torch.bool)
-    actions = mask & (torch.arange(6) >= 4)
-    with torch.no_grad():
-        computer.compute(ids, mask, actions)
-    assert CountedComputer.num_tokens == 0
-    computer.compute(ids, mask, actions)
-    assert CountedComputer.num_tokens == 6  # 4 that both share, and one more of each: the last predicts nothing
 
 
 def test_an_answer_is_the_last_line_whatever_stands_before_it() -> None:
@@ -144,25 +72,8 @@ def test_shapes_are_chosen_by_name() -> None:
 
 
 def test_numbers_that_are_only_printed_cannot_be_kept(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["runs", "--keep", "kept.jsonl"]) == 2
-    assert "--keep: runs only prints" in capsys.readouterr().err
-
-
-def test_halving_finds_every_number_of_guess_and_wrong_words_use_up_the_tries() -> None:
-    numbers = set()
-    for seed in range(64):
-        game, low, high, earned, is_over = GAMES["guess"](Job("guess", 4, 2)), 1, 8, 0.0, False
-        assert game.reset(seed) == "?"
-        while not is_over:
-            middle = (low + high) // 2
-            text, earned, is_over = game.step(str(middle))
-            low, high = (middle + 1, high) if text == ">" else (low, middle - 1)
-        assert earned == 1.0
-        numbers.add(middle)
-    assert numbers == set(range(1, 9))
-    game = GAMES["guess"](Job("guess", 2, 2))
-    game.reset(0)
-    assert [game.step(said) for said in ("45", "")] == [("!", 0.0, False), ("!", 0.0, True)]
+    assert main(["faults", "--keep", "kept.jsonl"]) == 2
+    assert "--keep: faults only prints" in capsys.readouterr().err
 
 
 def test_recall_pays_for_the_first_letter_in_every_turn() -> None:
@@ -196,7 +107,7 @@ def test_our_sides_configuration_has_the_jobs_numbers(tmp_path: Path) -> None:
     config = make_config(SPEED["sampling"].job, "tiny:qwen3-256", tmp_path)
     assert (config.rollout.max_turns, config.rollout.max_output_tokens, config.rollout.min_output_tokens) == (3, 32, 31)
     assert (config.rollout.episodes_per_batch, config.training.batch_size, config.training.group_size) == (64, 64, 8)
-    learning = make_config(Job("guess", 4, 2, minibatch=16, goal=0.9, seed=3), "tiny:qwen3-64", tmp_path)
+    learning = make_config(Job("recall", 4, 2, minibatch=16, goal=0.9, seed=3), "tiny:qwen3-64", tmp_path)
     assert (learning.training.batch_size, learning.run.seed, learning.rollout.min_output_tokens) == (16, 3, 0)
     chosen = (learning.advantages.level, learning.training.update_epochs, learning.loss.entropy_coef)
     assert chosen == ("turn", 3, 0.02)

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from held_runs import ENDS, held_runs
 
-from benchmarks.runs import ENDS, held_runs
 from gspo_gym.cli.main import main
 from gspo_gym.errors import ConfigError, RecordError
 from gspo_gym.rollout.evaluation import Evaluation, EvaluationRow, join
