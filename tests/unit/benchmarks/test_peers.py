@@ -11,16 +11,7 @@ import pytest
 from benchmarks.main import main
 from benchmarks.peer_games import GAMES, SYMBOLS, Job
 from benchmarks.peer_ours import make_config
-from benchmarks.peers import (
-    SPEED,
-    Case,
-    choose,
-    cost,
-    game_policy,
-    measure,
-    parse_answer,
-    peer_python,
-)
+from benchmarks.peers import SPEED, Case, choose, cost, game_policy, measure, parse_answer, peer_python
 from gspo_gym.errors import MissingExtraError, ServiceError, UnknownNameError
 
 

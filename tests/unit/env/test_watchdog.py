@@ -29,15 +29,7 @@ from gspo_gym.cli.train import run_training
 from gspo_gym.config.build import rollouts
 from gspo_gym.config.run_config import RunConfig
 from gspo_gym.env import watchdog
-from gspo_gym.env.watchdog import (
-    MARKER,
-    SLOT_BYTES,
-    Frozen,
-    cpu_seconds,
-    holder,
-    read_frozen,
-    seconds_until_frozen,
-)
+from gspo_gym.env.watchdog import MARKER, SLOT_BYTES, Frozen, cpu_seconds, holder, read_frozen, seconds_until_frozen
 from gspo_gym.env.workers.env import ProcessEnv
 from gspo_gym.errors import RecordError
 
@@ -156,11 +148,7 @@ def guarded(*lines: str) -> list[str]:
 @pytest.mark.slow
 def test_an_environment_that_computes_for_long_and_lets_others_run_is_left_alone() -> None:
     """Beats come every 0.2 s, so it is never silent for 0.8 s although it is busy for 3."""
-    said = guarded(
-        "with watching(None, 0.8, advice=''), announced('Slow\\nstep()'):",
-        "    spin(3)",
-        "print('over')",
-    )
+    said = guarded("with watching(None, 0.8, advice=''), announced('Slow\\nstep()'):", "    spin(3)", "print('over')")
     assert said == ["over"]
 
 

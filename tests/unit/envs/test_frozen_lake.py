@@ -66,9 +66,7 @@ def test_falling_takes_the_advance_back_and_ends_the_episode() -> None:
 @pytest.mark.parametrize("text", ["", "x", "righ", "right!", "go right", "2", "r r", "u", "l"])
 def test_anything_but_a_move_on_the_lake_is_illegal_and_costs_a_step(text: str) -> None:
     env = FrozenLake(style="terse", max_steps=6)
-    assert answers(env, text) == [
-        ("illegal\nAFFF\nFHFH\nFFFH\nHFFG\nd/r", {"illegal": -0.05}, False, False),
-    ]
+    assert answers(env, text) == [("illegal\nAFFF\nFHFH\nFFFH\nHFFG\nd/r", {"illegal": -0.05}, False, False)]
     assert env.steps_left == 5
 
 

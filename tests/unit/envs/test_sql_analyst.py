@@ -185,9 +185,7 @@ def test_a_result_is_shown_as_lines_of_cells_and_cut_at_the_row_limit() -> None:
     env = SqlAnalyst(style="terse", level="easy", max_rows=10)
     env.reset(seed=0)
     endless = "WITH RECURSIVE c(x) AS (SELECT 1 UNION ALL SELECT x + 1 FROM c)"
-    assert turn(env, query(f"{endless} SELECT x FROM c"))[0] == [
-        "1\n2\n3\n4\n5\n6\n7\n8\n9\n10\n... more rows",
-    ]
+    assert turn(env, query(f"{endless} SELECT x FROM c"))[0] == ["1\n2\n3\n4\n5\n6\n7\n8\n9\n10\n... more rows"]
     assert turn(env, query(f"{endless} SELECT x AS a, x * x AS b FROM c LIMIT 2"))[0] == ["a|b\n1|1\n2|4"]
     [text] = turn(env, query(f"{endless} SELECT printf('%500d', x) FROM c"))[0]
     assert len(text) == 2_000 + len("\n... cut")

@@ -78,10 +78,7 @@ def test_a_won_episode_reads_exactly_so() -> None:
 def test_a_lost_episode_is_terminated_and_names_the_word() -> None:
     heard = answers(Wordle(style="terse", max_guesses=3), "these", "hello", "sixes", "four")
     assert [text for text, *_ in heard] == ["hello yy...", "not in the list", "lost: these"]
-    assert heard[1:] == [
-        ("not in the list", {"illegal": -0.05}, False),
-        ("lost: these", {"illegal": -0.05}, True),
-    ]
+    assert heard[1:] == [("not in the list", {"illegal": -0.05}, False), ("lost: these", {"illegal": -0.05}, True)]
 
 
 def test_a_verbose_episode_reads_exactly_so() -> None:

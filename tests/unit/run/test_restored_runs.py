@@ -147,11 +147,7 @@ def found_config(runs: Path) -> RunConfig:
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
-        (
-            {"run__restore_from": "{runs}/nowhere"},
-            ConfigError,
-            "expected the folder of a run or of a",
-        ),
+        ({"run__restore_from": "{runs}/nowhere"}, ConfigError, "expected the folder of a run or of a"),
         ({"run__restore_from": "{runs}"}, CheckpointError, "manifest.json: is missing"),
         ({"run__seed": 4}, ConfigError, 'run.restore: "tasks" are those of run.seed'),
         ({"rollout__env_name": "FrozenLake"}, ConfigError, 'run.restore: "tasks" are those of run.seed'),
