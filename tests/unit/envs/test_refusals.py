@@ -156,19 +156,23 @@ def test_stepping_outside_an_episode_is_an_error(make: type[TextEnv], kwargs: di
         for method in (env.step, env.invalid_action):
             with pytest.raises(ResetNeeded):
                 await _answer(method("wait"))
-        messages = [Message("user", (await _answer(env.reset(seed=0)))[0])]
+        messages = _heard((await _answer(env.reset(seed=0)))[0])
         player, is_over = env.policies["reference"](env, np.random.default_rng(1)), False
         while not is_over:
             action = player(tuple(messages))
             text, _, terminated, truncated, _ = await _answer(env.step(action))
             said = action if isinstance(action, Message) else Message("assistant", str(action))
-            messages += [said, *([Message("user", text)] if isinstance(text, str) else text)]
+            messages += [said, *_heard(text)]
             is_over = terminated or truncated
         for method in (env.step, env.invalid_action):
             with pytest.raises(ResetNeeded):
                 await _answer(method("wait"))
 
     asyncio.run(play())
+
+
+def _heard(observation: Any) -> list[Message]:
+    return [Message("user", observation)] if isinstance(observation, str) else list(observation)
 
 
 async def _answer(answer: Any) -> Any:
