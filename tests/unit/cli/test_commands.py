@@ -166,11 +166,7 @@ def test_tools_are_called_like_functions_when_playing(capsys):
 @pytest.mark.parametrize("name", ["overrides", "files"])
 @pytest.mark.parametrize(
     "words",
-    [
-        ["config.toml", "a.b=1", "--flag"],
-        ["config.toml", "--flag", "a.b=1"],
-        ["--flag", "config.toml", "a.b=1"],
-    ],
+    [["config.toml", "a.b=1", "--flag"], ["config.toml", "--flag", "a.b=1"], ["--flag", "config.toml", "a.b=1"]],
 )
 def test_a_list_may_stand_before_or_after_an_option(words, name):
     parser = argparse.ArgumentParser()
