@@ -25,7 +25,7 @@ from gspo_gym.run.state import TrainState
 CHANGEABLE = frozenset(
     (
         "compute.", "evaluation.every_n_iters", "gateway.", "judge.gold.on_drift",
-        "judge.options.api_key_env", "judge.options.base_url", "judge.options.cache", "judge.options.max_attempts",
+        "judge.options.api_key_env", "judge.options.base_url", "judge.options.cache",
         "judge.options.max_calls", "judge.options.max_concurrency", "judge.options.max_cost_usd", "judge.timeout_s",
         "model.device", "reference.health_interval_ms", "reference.health_max_wait_s",
         "reference.placement", "reference.port", "reference.tp", "rollout.max_concurrent_rollouts",

@@ -41,6 +41,7 @@ TaskRubric = Callable[[Task], Awaitable[Mapping[str, Any] | None]]
 
 _DEFAULT_TIMEOUT_SECONDS = 30.0
 _DEFAULT_CONCURRENCY = 8
+_MAX_ATTEMPTS = 4  # of a call; with the delays between them they outlast a short failure, and the run pauses after it
 _COOL_DOWN_SECONDS = 1.0  # `PausingJudge` waits longer and longer by itself
 
 
@@ -218,7 +219,7 @@ class _Parts:
         self.asking = AskingSettings(
             max_concurrency=options.max_concurrency or _DEFAULT_CONCURRENCY,
             timeout_seconds=section.timeout_s or _DEFAULT_TIMEOUT_SECONDS,
-            retries=RetrySettings(max_attempts=options.max_attempts, first_delay_seconds=0.5, max_delay_seconds=20.0),
+            retries=RetrySettings(max_attempts=_MAX_ATTEMPTS, first_delay_seconds=0.5, max_delay_seconds=20.0),
             cool_down_seconds=_COOL_DOWN_SECONDS,
             seed=self.seed,
         )
@@ -272,8 +273,9 @@ def _watch(judging: Judging, parts: _Parts, gold: GoldSettings, rubrics_of: Rubr
         judge = parts.judge(cached=False)
         compare = against_labels(judge, rubrics_of, weights, gold_episodes)
     else:
-        judge = parts.one_judge(gold, cached=True)
+        judges = [parts.one_judge(member, cached=True) for member in gold.panel]
+        judge = judges[0] if len(judges) == 1 else PanelJudge(judges, aggregate=parts.options.aggregate)
         compare = against_judge(judge, rubrics_of, weights, gold.num_episodes, parts.seed)
     stops, every = gold.on_drift == "stop", gold.every_n_iters
-    judging.watch(GoldWatch(compare, gold.max_gap_change, every=every, stops=stops, on_event=judging.tell))
+    judging.watch(GoldWatch(compare, every=every, stops=stops, on_event=judging.tell))
     judging.close_too(judge)

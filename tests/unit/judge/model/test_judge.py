@@ -153,11 +153,11 @@ def test_only_what_has_a_rubric_is_judged(url: str, rubrics: Rubrics, parts: int
 def test_the_request_holds_what_the_settings_say_and_the_schema_that_the_parser_asks_for(
     url: str, model: Model
 ) -> None:
-    judge_all(url, request("heron"), max_output_tokens=321, send_temperature=False)
+    judge_all(url, request("heron"), max_output_tokens=321, temperature=0.25)
     (body,) = model.bodies
     assert body["model"] == "stub"
     assert body["max_tokens"] == 321
-    assert "temperature" not in body
+    assert body["temperature"] == 0.25
     assert 0 <= body["seed"] < 2**31
     schema = body["response_format"]["json_schema"]
     assert schema["strict"] is True
