@@ -129,10 +129,9 @@ class JudgeOptions(ReadingSettings, JudgeModelSettings):
     rubric_id: str | None = Field(
         default=None,
         min_length=1,
-        description='instead: its id in rubric_folder, or of a bundled one ("support_desk/bundle@v1"); with type synth '
+        description='instead: the id of a bundled one ("support_desk/bundle@v1"); with type synth '
         "the judge may know more",
     )
-    rubric_folder: str | None = Field(default=None, min_length=1, description="where ids are looked for first")
     rubric_overrides: dict[str, Any] = Field(  # Any: a rubric has its own shape
         default={}, description="over the rubric, or the whole of it: tables `event` and `outcome`"
     )

@@ -32,7 +32,7 @@ CHANGEABLE = frozenset(
         "rollout.policy_name", "run.log_episodes_every_n_iters", "run.log_tokens_every_n_iters",
         "run.stop_grace_seconds", "run.tags", "services.judge_url", "services.task_url", "topology.", "tracking.",
         "training.checkpoint_every_n_iters", "training.iterations_per_epoch", "training.keep_best",
-        "training.keep_best_direction", "training.keep_best_metric", "training.keep_every", "training.keep_last",
+        "training.keep_best_metric", "training.keep_every", "training.keep_last",
         "training.learning_rate", "training.log_interval", "training.max_idle_iters", "training.must_save_by",
         "training.num_epochs", "training.stop_at_success_rate", "vllm.data_parallel_size",
         "vllm.gpu_memory_utilization", "vllm.sleep_while_learning", "vllm.tensor_parallel_size",

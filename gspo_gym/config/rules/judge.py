@@ -258,7 +258,7 @@ def _asks_a_model(c: RunRecord) -> bool:
 JUDGE_RULES = (
     *rules_in(globals()),
     *map(_is_judged, ("event", "outcome")),
-    *map(_needs_a_rubric_here, ("rubric_aggregate", "rubric_folder")),
+    _needs_a_rubric_here("rubric_aggregate"),
     *map(_model_key_is_used, _MODEL_KEYS),
     *(
         idle(f"judge.options.{name}", _asks_a_model, f"has no effect: {advice}; remove this")

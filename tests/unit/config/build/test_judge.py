@@ -92,8 +92,6 @@ OTHER: dict[str, tuple[Any, dict[str, Any]]] = {
     ),
     "judge.options.rubric_id": ("wordle/bundle@v1", {"judge.options.rubric_overrides": None,
                                                      "judge.options.rubric_id": "countdown/bundle@v1"}),
-    "judge.options.rubric_folder": ("FOLDER", {"judge.options.rubric_overrides": None,
-                                               "judge.options.rubric_id": "countdown/bundle@v1"}),
     "judge.options.rubric_overrides": ({**RUBRIC, "outcome": RUBRIC["event"]}, {}),
     "judge.options.rubric_aggregate": ("scripted_judge:lowest", CUSTOM),
     "judge.options.tracks": (["progress"], {}),
@@ -136,8 +134,6 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(ROOT)
     monkeypatch.setenv("A_KEY", "a")
     monkeypatch.setenv("ANOTHER_KEY", "b")
-    (tmp_path / "FOLDER" / "countdown").mkdir(parents=True)
-    (tmp_path / "FOLDER" / "countdown" / "bundle@v1.json").write_text(json.dumps(RUBRIC), encoding="utf-8")
     write_episodes(tmp_path / "EPISODES", [episode([1.0], name="a"), episode([0.0], name="b")])
     write_episodes(tmp_path / "OTHER_EPISODES", [episode([1.0, 1.0], name="a"), episode([0.0], name="b")])
     for name, score in (("LABELS", 1.0), ("OTHER_LABELS", 0.5)):

@@ -21,6 +21,7 @@ from judged_episodes import BOTH, EVENT, OUTCOME, episode, model_settings, reque
 from provider_refusals import gemini_unknown, openai_parameter, openai_value
 
 from gspo_gym.base.retries import RetrySettings
+from gspo_gym.config.build.judge import MAX_ATTEMPTS
 from gspo_gym.errors import ConfigError, UnscoredError
 from gspo_gym.judge.asking import AskingSettings, JudgeBudget, JudgementCache
 from gspo_gym.judge.base import BY_RULE, JudgeDeniedError, JudgeError, Judgement, JudgeRequest, Rubrics
@@ -29,7 +30,6 @@ from gspo_gym.judge.model.judge import ModelJudge
 from gspo_gym.judge.records import EpisodeScorer
 from gspo_gym.judge.rubric import Criterion, Rubric
 from gspo_gym.judge.server import completion, create_fake_judge_app, honest_verdict, read_prompt
-from gspo_gym.judge.settings import JudgeOptions
 from gspo_gym.remote.serving import BackgroundServer
 from gspo_gym.types import Task
 
@@ -477,8 +477,10 @@ def test_an_episode_that_cannot_be_scored_costs_four_calls_and_no_other_loop_mul
     """Two answers that cannot be read and two 503 share one bound, which is 4 by default."""
     model.change = lambda answer, number: {"choices": []}
     model.fails = lambda number: number % 2 == 0
-    assert JudgeOptions().max_attempts == 4
-    patience = AskingSettings(retries=RetrySettings(max_attempts=4, first_delay_seconds=0.0, max_delay_seconds=0.0))
+    assert MAX_ATTEMPTS == 4
+    patience = AskingSettings(
+        retries=RetrySettings(max_attempts=MAX_ATTEMPTS, first_delay_seconds=0.0, max_delay_seconds=0.0)
+    )
 
     async def rubrics(_: Task) -> Rubrics:
         return BOTH
