@@ -423,17 +423,15 @@ def serve(arguments: argparse.Namespace) -> int:
     """
     try:
         from gspo_gym.remote.serve.task_app_server import served_app
-        from gspo_gym.remote.serving import bind, server_for, url_of
+        from gspo_gym.remote.serving import bind, serve_until_stopped, server_for
     except ImportError as error:
         raise MissingExtraError("serving an environment needs: pip install 'gspo-gym[serve]'") from error
     service = served_of(arguments)
     app = served_app(service)
     server_socket = bind(service.host, arguments.port, has_key=bool(service.api_keys))
-    server_socket.listen()  # a client that reads the line below may connect at once, and waits until the server answers
-    print(f"serving {service.name} {_SPOKEN[service.protocol]} at {url_of(server_socket)}", flush=True)
+    subject = f"{service.name} {_SPOKEN[service.protocol]}"
     with watching(None, seconds_until_frozen(service.limits.step_timeout_seconds), advice=_SERVE_ADVICE):
-        server_for(app).run(sockets=[server_socket])
-    return 0
+        return serve_until_stopped(server_for(app), server_socket, subject=subject)
 
 
 def served_of(arguments: argparse.Namespace) -> ServedEnv:

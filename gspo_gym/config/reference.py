@@ -84,10 +84,15 @@ def leaf_keys() -> list[str]:
 
 
 def entries_of(model: type[BaseModel] = RunConfig) -> Iterator[tuple[str, type[BaseModel]]]:
-    """Yield the lists of tables of a configuration: the dotted name of each, and the settings of an entry."""
+    """Yield the lists of tables of a configuration: the dotted name of each, and the settings of an entry.
+
+    Of several lists of the same tables, the first.
+    """
+    models: set[type[BaseModel]] = set()
     for name, section in sections_of(model):
         for key, info in section.model_fields.items():
-            if (entry := entry_model(info.annotation)) is not None:
+            if (entry := entry_model(info.annotation)) is not None and entry not in models:
+                models.add(entry)
                 yield f"{name}.{key}", entry
 
 

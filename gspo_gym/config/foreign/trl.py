@@ -128,10 +128,8 @@ def checkpoints(draft: Draft) -> None:
     metric, metrics = draft.get("metric_for_best_model"), draft.values("metric_for_best_model")
     if isinstance(metric, str) and metric in metrics:
         draft.set("training.keep_best_metric", metrics[metric])
-        draft.set("training.keep_best_direction", "min" if draft.get("greater_is_better") is False else None)
     else:
         draft.note(f"metric_for_best_model = {metric or 'loss'!r}: the best is that of the best score here")
-        draft.leave_out("greater_is_better", "the best score is the largest")
 
 
 TRL = read_system(

@@ -121,7 +121,6 @@ def test_a_minimal_file_has_these_defaults(file: Path) -> None:
             "keep_last": 2,
             "keep_best": 1,
             "keep_best_metric": "score",
-            "keep_best_direction": "max",
             "constant_groups": "keep",
             "max_idle_iters": 10,
             "max_staleness": 0,

@@ -15,12 +15,13 @@ import numpy as np
 import pytest
 import torch
 
+from gspo_gym.base.settings import Settings
 from gspo_gym.cli.verify import _KNOWN
 from gspo_gym.diagnosis import oracle
 from gspo_gym.diagnosis.oracle import StepRecords, terms_of, units_of_loss
 from gspo_gym.learning import losses
 from gspo_gym.learning.losses import count_denominators, policy_loss
-from gspo_gym.learning.settings import LossSettings
+from gspo_gym.learning.settings import AdvantageSettings, LossSettings
 
 # Beside the choices: wide enough that all bounds bind and none binds everywhere.
 NUMBERS: dict[str, Any] = {"clip_low": 0.2, "clip_high": 0.3, "dual_clip": 1.4, "kl_coef": 0.1, "kl_clamp": 0.9}
@@ -130,11 +131,12 @@ def test_the_oracle_has_a_line_for_every_surrogate() -> None:
     assert chosen == set(losses.SURROGATES), "a surrogate that no setting chooses is compared with nothing"
 
 
-def test_the_oracle_knows_every_key_and_every_choice_of_the_loss() -> None:
-    assert {f"loss.{name}" for name in LossSettings.model_fields} <= set(_KNOWN)
-    for name, field in LossSettings.model_fields.items():
+@pytest.mark.parametrize(("section", "settings"), [("loss", LossSettings), ("advantages", AdvantageSettings)])
+def test_the_oracle_knows_every_key_and_every_choice(section: str, settings: type[Settings]) -> None:
+    assert {f"{section}.{name}" for name in settings.model_fields} <= set(_KNOWN)
+    for name, field in settings.model_fields.items():
         if typing.get_origin(field.annotation) is Literal:
-            assert set(typing.get_args(field.annotation)) == set(_KNOWN[f"loss.{name}"] or ())
+            assert set(typing.get_args(field.annotation)) == set(_KNOWN[f"{section}.{name}"] or ())
 
 
 def test_oracle_and_learner_agree_under_every_choice_of_the_loss() -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from gspo_gym.learning.credit import Returns
 from gspo_gym.learning.settings import AdvantageSettings
 
 ROUNDING = 1e-6  # float32 results of order 1
-BASELINES = ("group", "leave_one_out", "batch", "running", "none")
+BASELINES = get_args(AdvantageSettings.model_fields["baseline"].annotation)
 SCALES = ("group", "batch", "running", "none")
 
 

@@ -233,7 +233,6 @@ def test_a_run_keeps_its_newest_its_best_and_its_periodic_checkpoints(tmp_path):
         "keep_last": 1,
         "keep_best": 1,
         "keep_best_metric": "mean_return",
-        "keep_best_direction": "min",
         "keep_every": 4,
     }
     keys = {f"training__{key}": value for key, value in {**keys, "checkpoint_every_n_iters": 1}.items()}
@@ -241,7 +240,7 @@ def test_a_run_keeps_its_newest_its_best_and_its_periodic_checkpoints(tmp_path):
     run_training(config)
     events = read_events(tmp_path / "test")
     returns = {event["step"]: event["data"]["mean_return"] for event in events if event["kind"] == "evaluation"}
-    best = min(returns, key=lambda step: (returns[step], step))
+    best = max(returns, key=lambda step: (returns[step], -step))
     folders = sorted(path.name for path in (tmp_path / "test" / "checkpoints").iterdir())
     assert folders == [f"step_{step:06d}" for step in sorted({best, 4, 8})]
     assert [event["step"] for event in events if event["kind"] == "checkpoint"] == [0, *range(9)]

@@ -526,7 +526,6 @@ def test_what_has_no_counterpart_is_left_out_aloud(system, given, reason):
         ("trl", {"vllm_gpu_memory_utilization": 0.5}, "use_vllm"),
         ("trl", {"vllm_importance_sampling_mode": "token_mask"}, "use_vllm"),
         ("trl", {"vllm_mode": "server"}, "use_vllm"),
-        ("trl", {"greater_is_better": True}, "load_best_model_at_end and metric_for_best_model = 'eval_reward'"),
         ("trl", {"lora_r": 8}, "use_peft"),
         ("trl", {"ref_model_sync_steps": 64}, "sync_ref_model"),
         ("roll", {"pg_clip_low": 0.1}, "use_pg_clip_range"),

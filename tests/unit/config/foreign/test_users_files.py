@@ -127,7 +127,6 @@ BECOMES: dict[str, tuple[dict[str, Any], set[str]]] = {
             "training.keep_best": 1,
             "training.keep_last": 3 - 1,
             "training.keep_best_metric": "mean_return",
-            "training.keep_best_direction": GONE,
             "evaluation.every_n_iters": 50,
             "training.checkpoint_every_n_iters": 50,
         },
