@@ -19,6 +19,28 @@ WIDE_CLIP = 0.05
 # Aggregations in which a long episode weighs more than a short one.
 LENGTH_WEIGHTED = ("token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm", "bnpo", "dr_grpo", "dapo")
 
+# By surrogate: the keys of [loss] that it reads of these, and the units that it is defined for (absent: all of them).
+SURROGATE_KEYS: Mapping[str, tuple[str, ...]] = {
+    "clip": ("clip_low", "clip_high", "dual_clip"),
+    "cispo": ("clip_high",),
+    "sapo": ("sapo_temperature_pos", "sapo_temperature_neg"),
+    "gmpo": ("clip_low", "clip_high"),
+    "dppo": ("clip_low", "clip_high"),
+    "vespo": (),
+}
+SURROGATE_UNITS: Mapping[str, tuple[str, ...]] = {
+    "gmpo": ("trajectory", "segment", "turn"),
+    "dppo": ("token",),
+    "vespo": ("trajectory",),
+}
+# Clip ranges that follow from a surrogate: of ratios e^-0.4 to e^0.4 (arXiv 2507.20673); of probabilities
+# 0.2 (prime-rl; verl).
+_SURROGATE_CLIPS: Mapping[str, Mapping[str, float]] = {
+    "gmpo": {"clip_low": -math.expm1(-0.4), "clip_high": math.expm1(0.4)},
+    "dppo": {"clip_low": 0.2, "clip_high": 0.2},
+}
+_CISPO_CLIP_HIGH = 4.0  # of a token's ratio: a cap of 5 (arXiv 2510.13786)
+
 LearningRate = Annotated[
     float,
     Field(
@@ -37,6 +59,13 @@ class LossSettings(Settings):
         description=(
             "tokens that share one importance ratio: all sampled tokens of the trajectory (GSPO), of a segment, of a "
             "turn, or one (GRPO)"
+        ),
+    )
+    surrogate: Literal["clip", "cispo", "sapo", "gmpo", "dppo", "vespo"] = Field(
+        default="clip",
+        description=(
+            "what is maximised of ratio and advantage: PPO's clipped minimum (paper), or what the other method of this "
+            "name maximises; `learning/README.md` has formulas and sources"
         ),
     )
     aggregation: Literal[
@@ -61,8 +90,23 @@ class LossSettings(Settings):
         gt=0,
         description="tokens; the constant divisor of seq-mean-token-sum-norm and dr_grpo, which need it",
     )
-    clip_low: float = Field(default=3e-4, gt=0, lt=1, description="ratio floor is 1 - clip_low (paper: 3e-4)")
-    clip_high: float = Field(default=4e-4, gt=0, description="ratio ceiling is 1 + clip_high (paper: 4e-4)")
+    clip_low: float = Field(
+        default=3e-4,
+        gt=0,
+        lt=1,
+        description=(
+            "ratio floor is 1 - clip_low (paper: 3e-4); of each token with surrogate gmpo; with dppo how far its "
+            "probability may fall"
+        ),
+    )
+    clip_high: float = Field(
+        default=4e-4,
+        gt=0,
+        description=(
+            "ratio ceiling is 1 + clip_high (paper: 4e-4); with surrogate cispo the cap of its weight; gmpo and dppo: "
+            "see clip_low"
+        ),
+    )
     dual_clip: float | None = Field(
         default=None,
         gt=1,
@@ -70,6 +114,12 @@ class LossSettings(Settings):
             "for a negative advantage, the ratio counts as at most this, which is more than 1 + clip_high "
             "(arXiv 1912.09729; TRL: delta); absent: off"
         ),
+    )
+    sapo_temperature_pos: float = Field(
+        default=1.0, gt=0, description="tau of surrogate sapo for positive advantages (arXiv 2511.20347: 1.0)"
+    )
+    sapo_temperature_neg: float = Field(
+        default=1.05, gt=0, description="tau for negative advantages; larger: they fade sooner (the same: 1.05)"
     )
     kl_coef: float = Field(
         default=0.0,
@@ -94,10 +144,27 @@ class LossSettings(Settings):
         default=0.0, ge=0, description="weight of the entropy bonus (nats, aggregated as the loss is)"
     )
 
-    @property
-    def surrogate(self) -> str:
-        """Return the name of the policy term, in `SURROGATES` of `losses.py`."""
-        return "clip" if self.dual_clip is None else "dual_clip"
+    @model_validator(mode="before")
+    @classmethod
+    def _clips_follow(cls, values: Any) -> Any:  # Any: pydantic hands over whatever it was given
+        return with_following_clips(values) if isinstance(values, Mapping) else values
+
+    @model_validator(mode="after")
+    def _surrogate_reads_the_keys(self) -> LossSettings:
+        keys = SURROGATE_KEYS[self.surrogate]
+        for name in sorted({name for names in SURROGATE_KEYS.values() for name in names} - set(keys)):
+            if getattr(self, name) != type(self).model_fields[name].default:
+                raise ValueError(f'{name}: has no effect with surrogate "{self.surrogate}"; remove it')
+        return self
+
+    @model_validator(mode="after")
+    def _surrogate_has_a_unit(self) -> LossSettings:
+        units = SURROGATE_UNITS.get(self.surrogate)
+        if units is not None and self.unit not in units:
+            raise ValueError(
+                f'surrogate: "{self.surrogate}" needs unit {" or ".join(map(repr, units))}, got {self.unit!r}'
+            )
+        return self
 
     @model_validator(mode="after")
     def _norm_length_belongs(self) -> LossSettings:
@@ -128,6 +195,15 @@ class LossSettings(Settings):
                     f"{name}: has no effect, because kl_coef is 0 (no such term); remove it or set kl_coef"
                 )
         return self
+
+
+def with_following_clips(loss: Mapping[str, Any]) -> dict[str, Any]:
+    """Return values of [loss] (Any: unchecked) with the clip range that follows from the surrogate."""
+    surrogate = loss.get("surrogate")
+    clips = _SURROGATE_CLIPS.get(surrogate, {}) if isinstance(surrogate, str) else {}
+    if surrogate == "cispo" and loss.get("unit") == "token":
+        clips = {"clip_high": _CISPO_CLIP_HIGH}
+    return {**loss, **{name: clip for name, clip in clips.items() if loss.get(name) is None}}
 
 
 class CorrectionSettings(Settings):
