@@ -61,7 +61,7 @@ _KNOWN: Mapping[str, tuple[Any, ...] | None] = {
     **dict.fromkeys(("correction.low", "correction.high", "correction.off_policy_threshold")),
     "correction.max_engine_gap": None,
     "advantages.baseline": ("group", "leave_one_out", "batch", "running", "none"),
-    "advantages.scale": ("group", "batch", "running", "none"),
+    "advantages.scale": ("group", "batch", "running", "mean", "none"),
     "advantages.whiten": ("none", "tokens", "trajectories"),
     **dict.fromkeys(("advantages.kl_shaping_coef", "rewards.kl_coef", "rewards.kl_target")),
     "training.constant_groups": ("keep", "drop", "refill"),

@@ -220,7 +220,7 @@ def _advantages(config: Mapping[str, Any], values: Floats, parts: Mapping[str, S
     if baseline == "leave_one_out":
         mean = (values.sum(0) - values) / max(len(values) - 1, 1)
     numerators = values if baseline == "none" else np.where(varies, values - mean, 0.0)
-    divisor = 1.0 if scale == "none" else parts[scale][2]
+    divisor = {"none": 1.0, "mean": float(parts["group"][0][0])}.get(scale) or parts.get(scale, parts["group"])[2]
     return numerators / divisor if divisor > 0 else np.zeros_like(numerators)
 
 

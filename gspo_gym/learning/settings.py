@@ -579,11 +579,11 @@ class AdvantageSettings(Settings):
             "of which returns-to-go)"
         ),
     )
-    scale: Literal["group", "batch", "running", "none"] = Field(
+    scale: Literal["group", "batch", "running", "mean", "none"] = Field(
         default="group",
         description=(
-            "what it is divided by: the Bessel-corrected std of the group (paper), the batch, all so far, or 1; with "
-            "baseline batch, running or none the default is the same word"
+            "what it is divided by: the Bessel-corrected std of the group (paper), the batch, all so far, the group's "
+            "mean (MaxRL; returns of 0 and 1), or 1; with baseline batch, running or none the default is the same word"
         ),
     )
     discount: float = Field(
@@ -617,6 +617,15 @@ class AdvantageSettings(Settings):
     @classmethod
     def _defaults_follow(cls, values: Any) -> Any:  # Any: pydantic hands over whatever it was given
         return with_following_defaults(values) if isinstance(values, Mapping) else values
+
+    @model_validator(mode="after")
+    def _mean_is_of_whole_returns(self) -> AdvantageSettings:
+        if self.scale == "mean" and (self.baseline, self.level) != ("group", "trajectory"):
+            raise ValueError(
+                'scale: "mean" (MaxRL) needs baseline "group" at level "trajectory", got '
+                f'"{self.baseline}" at "{self.level}"'
+            )
+        return self
 
     @model_validator(mode="after")
     def _discount_needs_turns(self) -> AdvantageSettings:

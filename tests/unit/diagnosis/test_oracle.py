@@ -159,3 +159,11 @@ def test_a_surrogate_of_the_learner_alone_is_found(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setitem(losses.SURROGATES, "clip", without_clip)
     assert {name for name, _ in differences(every_pair_of_choices()[:1])} == {"share", "slope"}
+
+
+def test_the_oracle_divides_by_a_groups_success_rate_as_the_learner_does() -> None:
+    config = {"advantages.baseline": "group", "advantages.scale": "mean"}
+    for returns, expected in (([1, 0, 0, 0], [3, -1, -1, -1]), ([0, 0], [0, 0]), ([1, 1], [0, 0])):
+        values = np.array(returns, dtype=np.float64)[:, None]
+        spreads = {"group": oracle._spread(values, np.abs(values))}
+        assert oracle._advantages(config, values, spreads)[:, 0].tolist() == expected
