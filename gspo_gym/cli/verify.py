@@ -181,7 +181,7 @@ def verify_step(folder: Path, step: int, *, tolerance: float = 1e-5) -> Verifica
         ConfigError: the run uses what is not known here; names it.
         RecordError: tokens or episodes of the step are not recorded, or a file is damaged.
     """
-    config = {"loss.surrogate": "clip", **flat_items(read_config(folder))}  # files of older runs have no such key
+    config = {"loss.surrogate": "clip"} | dict(flat_items(read_config(folder)))  # files of older runs have no such key
     sections = {key.partition(".")[0] for key in _KNOWN} - {"algorithm", "training"}
     strange = [key for key in config if key.partition(".")[0] in sections and key not in _KNOWN]
     strange += [f"{key} = {config.get(key)!r}" for key, v in _KNOWN.items() if v and config.get(key) not in v]
