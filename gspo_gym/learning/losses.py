@@ -126,17 +126,21 @@ class Ratios:
     """What a surrogate is a function of; [A] each.
 
     Attributes:
-        s: the unit's importance ratio, with the token's own gradient (eq. 14). one: 1 everywhere, with that gradient.
+        s: the unit's importance ratio, with the token's own gradient (eq. 14): per-token advantages reach their tokens.
         log_ratio: the token's own logprobs - old_logprobs, differentiable. units: the tokens that share a ratio.
         is_clipped: a bound takes the token's gradient, see `_clips`.
     """
 
     s: Tensor
-    one: Tensor
     log_ratio: Tensor
     advantage: Tensor
     units: Pools
     is_clipped: Tensor
+
+    @property
+    def one(self) -> Tensor:
+        """Return 1 everywhere, with the token's own gradient, that of its logprob."""
+        return self.s / self.s.detach()
 
 
 def clip(ratios: Ratios, settings: LossSettings) -> Tensor:
@@ -232,11 +236,10 @@ def policy_loss(
 
     Args:
         logprobs: [B, T] float32 or float64, nats, differentiable. The result has its dtype.
-        old_logprobs, ref_logprobs: [B, T], taken as constants. ref_logprobs None: there is no reference.
+        old_logprobs, ref_logprobs, advantages: [B, T], taken as constants. ref_logprobs None: there is no reference.
         action_mask: [B, T] bool; what lies outside, even NaN, reaches no sum and no gradient.
         turn_index: [B, T] integers >= 0 where the mask is True.
         trajectory_index: [B] integers: rows with the same number are one trajectory; all its rows are here.
-        advantages: [B, T], taken as constants.
         denominators: of the optimizer step, not of this call: the losses of micro-batches add up to the step's.
         entropy: [B, T] nats, of the distribution at each token, differentiable; None: not known.
         correction: [B, T] w, finite and >= 0, taken as constants; None: 1 everywhere.
@@ -263,11 +266,9 @@ def policy_loss(
     weight = _token_weights(tokens, settings, denominators)
     units = _units(tokens, settings)
     unit_ratios = units.mean(tokens.log_ratio).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
-    # The value is s, the gradient the token's own (eq. 14): per-token advantages reach their tokens.
-    one = torch.exp(tokens.now - tokens.now.detach())
-    ratio = unit_ratios[units.of_token] * one
+    ratio = unit_ratios[units.of_token] * torch.exp(tokens.now - tokens.now.detach())
     clips = _clips(tokens, ratio.detach(), settings)
-    ratios = Ratios(ratio, one, tokens.now - tokens.old, tokens.advantage, units, clips != Clip.NONE)
+    ratios = Ratios(ratio, tokens.now - tokens.old, tokens.advantage, units, clips != Clip.NONE)
     policy_A = -(weight * tokens.correction * SURROGATES[settings.surrogate](ratios, settings))
     kl_A = _weighted_kl(tokens, weight, ratio, settings)
     entropy_A = _weighted_entropy(tokens, weight, settings)

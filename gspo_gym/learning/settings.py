@@ -10,6 +10,7 @@ from pydantic import Field, field_validator, model_validator
 
 from gspo_gym.base.settings import Settings
 from gspo_gym.errors import ConfigError
+from gspo_gym.learning.surrogate_keys import surrogate_problem, with_following_clips
 
 _ROUNDING = 1e-9  # of a product of a fraction and a number of steps; far above float64's, far below a step
 _Beta = Annotated[float, Field(ge=0, lt=1)]
@@ -18,28 +19,6 @@ _Beta = Annotated[float, Field(ge=0, lt=1)]
 WIDE_CLIP = 0.05
 # Aggregations in which a long episode weighs more than a short one.
 LENGTH_WEIGHTED = ("token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm", "bnpo", "dr_grpo", "dapo")
-
-# By surrogate: the keys of [loss] that it reads of these, and the units that it is defined for (absent: all of them).
-SURROGATE_KEYS: Mapping[str, tuple[str, ...]] = {
-    "clip": ("clip_low", "clip_high", "dual_clip"),
-    "cispo": ("clip_high",),
-    "sapo": ("sapo_temperature_pos", "sapo_temperature_neg"),
-    "gmpo": ("clip_low", "clip_high"),
-    "dppo": ("clip_low", "clip_high"),
-    "vespo": (),
-}
-SURROGATE_UNITS: Mapping[str, tuple[str, ...]] = {
-    "gmpo": ("trajectory", "segment", "turn"),
-    "dppo": ("token",),
-    "vespo": ("trajectory",),
-}
-# Clip ranges that follow from a surrogate: of ratios e^-0.4 to e^0.4 (arXiv 2507.20673); of probabilities
-# 0.2 (prime-rl; verl).
-_SURROGATE_CLIPS: Mapping[str, Mapping[str, float]] = {
-    "gmpo": {"clip_low": -math.expm1(-0.4), "clip_high": math.expm1(0.4)},
-    "dppo": {"clip_low": 0.2, "clip_high": 0.2},
-}
-_CISPO_CLIP_HIGH = 4.0  # of a token's ratio: a cap of 5 (arXiv 2510.13786)
 
 LearningRate = Annotated[
     float,
@@ -91,21 +70,10 @@ class LossSettings(Settings):
         description="tokens; the constant divisor of seq-mean-token-sum-norm and dr_grpo, which need it",
     )
     clip_low: float = Field(
-        default=3e-4,
-        gt=0,
-        lt=1,
-        description=(
-            "ratio floor is 1 - clip_low (paper: 3e-4); of each token with surrogate gmpo; with dppo how far its "
-            "probability may fall"
-        ),
+        default=3e-4, gt=0, lt=1, description="ratio floor is 1 - clip_low (paper: 3e-4); dppo: of probabilities"
     )
     clip_high: float = Field(
-        default=4e-4,
-        gt=0,
-        description=(
-            "ratio ceiling is 1 + clip_high (paper: 4e-4); with surrogate cispo the cap of its weight; gmpo and dppo: "
-            "see clip_low"
-        ),
+        default=4e-4, gt=0, description="ratio ceiling is 1 + clip_high (paper: 4e-4); cispo: cap; dppo: as clip_low"
     )
     dual_clip: float | None = Field(
         default=None,
@@ -150,20 +118,10 @@ class LossSettings(Settings):
         return with_following_clips(values) if isinstance(values, Mapping) else values
 
     @model_validator(mode="after")
-    def _surrogate_reads_the_keys(self) -> LossSettings:
-        keys = SURROGATE_KEYS[self.surrogate]
-        for name in sorted({name for names in SURROGATE_KEYS.values() for name in names} - set(keys)):
-            if getattr(self, name) != type(self).model_fields[name].default:
-                raise ValueError(f'{name}: has no effect with surrogate "{self.surrogate}"; remove it')
-        return self
-
-    @model_validator(mode="after")
-    def _surrogate_has_a_unit(self) -> LossSettings:
-        units = SURROGATE_UNITS.get(self.surrogate)
-        if units is not None and self.unit not in units:
-            raise ValueError(
-                f'surrogate: "{self.surrogate}" needs unit {" or ".join(map(repr, units))}, got {self.unit!r}'
-            )
+    def _surrogate_fits(self) -> LossSettings:
+        changed = [n for n, info in type(self).model_fields.items() if getattr(self, n) != info.default]
+        if problem := surrogate_problem(self.surrogate, self.unit, changed):
+            raise ValueError(problem)
         return self
 
     @model_validator(mode="after")
@@ -195,15 +153,6 @@ class LossSettings(Settings):
                     f"{name}: has no effect, because kl_coef is 0 (no such term); remove it or set kl_coef"
                 )
         return self
-
-
-def with_following_clips(loss: Mapping[str, Any]) -> dict[str, Any]:
-    """Return values of [loss] (Any: unchecked) with the clip range that follows from the surrogate."""
-    surrogate = loss.get("surrogate")
-    clips = _SURROGATE_CLIPS.get(surrogate, {}) if isinstance(surrogate, str) else {}
-    if surrogate == "cispo" and loss.get("unit") == "token":
-        clips = {"clip_high": _CISPO_CLIP_HIGH}
-    return {**loss, **{name: clip for name, clip in clips.items() if loss.get(name) is None}}
 
 
 class CorrectionSettings(Settings):

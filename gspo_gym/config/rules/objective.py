@@ -16,9 +16,9 @@ from gspo_gym.learning.settings import (
     LENGTH_WEIGHTED,
     SAMPLER_KEYS,
     WIDE_CLIP,
-    with_following_clips,
     with_following_defaults,
 )
+from gspo_gym.learning.surrogate_keys import with_following_clips
 from gspo_gym.run.settings import constant_groups_problem, staleness_problem
 
 # Values that `algorithm.variety` allows, the default first; keys that are not listed are free.

@@ -38,8 +38,8 @@ def test_the_table_has_every_key_with_type_default_and_meaning() -> None:
 @pytest.mark.parametrize(
     "row",
     [
-        "| `clip_low` | a number, > 0 and < 1 | `0.0003` | ratio floor is 1 - clip_low (paper: 3e-4); of each token "
-        "with surrogate gmpo; with dppo how far its probability may fall |",
+        "| `clip_low` | a number, > 0 and < 1 | `0.0003` | ratio floor is 1 - clip_low (paper: 3e-4); dppo: of "
+        "probabilities |",
         "| `step_timeout_seconds` | a number, > 0 | `30.0` | to make the environment, and for each reset, step or "
         "close of it |",
         "| `iterations_per_epoch` | an integer, > 0 | required | batches of episodes per epoch |",

@@ -20,7 +20,8 @@ from gspo_gym.diagnosis import oracle
 from gspo_gym.diagnosis.oracle import StepRecords, terms_of, units_of_loss
 from gspo_gym.learning import losses
 from gspo_gym.learning.losses import count_denominators, policy_loss
-from gspo_gym.learning.settings import SURROGATE_KEYS, SURROGATE_UNITS, LossSettings
+from gspo_gym.learning.settings import LossSettings
+from gspo_gym.learning.surrogate_keys import SURROGATE_KEYS, SURROGATE_UNITS
 
 # Beside the choices: wide enough that all bounds bind and none binds everywhere.
 NUMBERS: dict[str, Any] = {"clip_low": 0.2, "clip_high": 0.3, "dual_clip": 1.4, "kl_coef": 0.1, "kl_clamp": 0.9}
