@@ -126,7 +126,7 @@ def test_shapes_are_chosen_by_name() -> None:
 
 def test_numbers_that_are_only_printed_cannot_be_kept(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["gateway", "--keep", "kept.jsonl"]) == 2
-    assert "--keep: runs only prints" in capsys.readouterr().err
+    assert "--keep: gateway only prints" in capsys.readouterr().err
 
 
 def test_halving_finds_every_number_of_guess_and_wrong_words_use_up_the_tries() -> None:

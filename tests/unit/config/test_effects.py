@@ -134,6 +134,9 @@ OTHER = {
     "training.lora.dropout": (0.1, {}),
     "training.lora.target_modules": (["q_proj"], {}),
     "loss.unit": ("turn", {}),
+    "loss.surrogate": ("cispo", {}),
+    "loss.sapo_temperature_pos": (2.0, {"loss.surrogate": "sapo"}),
+    "loss.sapo_temperature_neg": (2.0, {"loss.surrogate": "sapo"}),
     "loss.aggregation": ("turn-mean-token-mean", {}),
     "loss.norm_length": (
         9, {"loss.aggregation": "dr_grpo", "loss.norm_length": 8, "algorithm.acknowledge": ["length_weighting"]}

@@ -51,7 +51,8 @@ def test_every_key_stands_in_a_configuration_an_example_a_translation_or_a_test_
 @pytest.mark.parametrize(
     "row",
     [
-        "| `clip_low` | a number, > 0 and < 1 | `0.0003` | ratio floor is 1 - clip_low (paper: 3e-4) |",
+        "| `clip_low` | a number, > 0 and < 1 | `0.0003` | ratio floor is 1 - clip_low (paper: 3e-4); dppo: of "
+        "probabilities |",
         "| `step_timeout_seconds` | a number, > 0 | `30.0` | to make the environment, and for each reset, step or "
         "close of it |",
         "| `iterations_per_epoch` | an integer, > 0 | required | batches of episodes per epoch |",
