@@ -174,6 +174,17 @@ class VllmSection(Settings):
     kv_cache_gib: float | None = Field(
         default=None, gt=0, description="GiB for keys and values; absent: what is left of that, or 1 on a processor"
     )
+    block_size: int | None = Field(
+        default=None,
+        gt=0,
+        multiple_of=16,
+        description="tokens of a block of keys and values, and the least that a turn finds again of the one before it: "
+        "only whole blocks are kept; on a processor a multiple of 32, which its kernels take; absent: 32 there, where "
+        "vLLM's own 128 is longer than a short episode, else vLLM's own",
+    )
+    enforce_eager: bool | None = Field(
+        default=None, description="neither compile nor capture CUDA graphs; absent: only on a processor"
+    )
     structured_output: bool = Field(
         default=False, description="obey the JSON schemas that task apps ask for; such calls are never trained on"
     )

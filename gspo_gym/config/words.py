@@ -366,8 +366,6 @@ RETIRED: Mapping[str, str] = {
     "judge.options.rubric_folder": "write the file into judge.options.rubric_file: remove it",
     "judge.options.send_temperature": "an endpoint that refuses a temperature is sent none: remove it",
     "training.keep_best_direction": "the largest is the best: remove it",
-    "vllm.block_size": "blocks have the size that fits the device: remove it",
-    "vllm.enforce_eager": "nothing is compiled on a processor, and on a GPU all is: remove it",
 }
 SYSTEMS: Mapping[str, System] = {"trl": TRL, "roll": ROLL, "agilerl": AGILERL, "stateset": STATESET}
 

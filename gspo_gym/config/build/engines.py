@@ -34,7 +34,7 @@ from gspo_gym.engine.replicas.rebuildable import MakeEngine, RebuildableEngine
 from gspo_gym.engine.replicas.replica_set import RouterSettings
 from gspo_gym.engine.replicas.router import RoutedEngine
 from gspo_gym.engine.vllm.engine import VllmEngine
-from gspo_gym.engine.vllm.settings import Transfer, VllmSettings
+from gspo_gym.engine.vllm.settings import PROCESSOR_BLOCK, Transfer, VllmSettings
 from gspo_gym.errors import ConfigError, MissingExtraError
 from gspo_gym.learning.logprobs import LogprobComputer
 from gspo_gym.policy.attestation import TOLERANCES, Canary, Score, canary_prompts
@@ -127,6 +127,10 @@ def vllm_settings(config: RunConfig, policy: Policy, folder: Path) -> VllmSettin
     """Return vLLM's settings for the weights in that folder, from [vllm], [rollout] and [training.weight_sync]."""
     vllm, on_processor = config.vllm or VllmSection(), policy.model.device.type == "cpu"
     placement = place(config.topology, config.vllm)
+    if on_processor and vllm.block_size is not None and vllm.block_size % PROCESSOR_BLOCK:
+        raise ConfigError(
+            f"vllm.block_size: expected a multiple of {PROCESSOR_BLOCK} on a processor, got {vllm.block_size}"
+        )
     rank = policy.model.peft_config[ADAPTER].r if sends_adapters(config, policy) else 0
     # vLLM starts only with ranks of its own list, and reads smaller adapters, too.
     return VllmSettings(
@@ -141,7 +145,8 @@ def vllm_settings(config: RunConfig, policy: Policy, folder: Path) -> VllmSettin
         device_ids=placement.vllm if placement.is_split and not (on_processor or has_replicas(config.sections)) else (),
         gpu_memory_utilization=vllm.gpu_memory_utilization or (OWN_GPU if placement.is_split else SHARED_GPU),
         kv_cache_gib=1.0 if vllm.kv_cache_gib is None and on_processor else vllm.kv_cache_gib,
-        enforce_eager=on_processor,
+        block_size=vllm.block_size,
+        enforce_eager=on_processor if vllm.enforce_eager is None else vllm.enforce_eager,
         seed=config.run.seed,
         max_lora_rank=next((size for size in _LORA_RANKS if size >= rank), rank) if rank else 0,
         max_loras=config.training.max_staleness + 2,

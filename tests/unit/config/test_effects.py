@@ -251,6 +251,8 @@ SHOWN_BY = {
             "gpu_memory_utilization",
             "sleep_while_learning",
             "kv_cache_gib",
+            "block_size",
+            "enforce_eager",
             "structured_output",
         )
     },

@@ -96,6 +96,8 @@ def test_vllm_that_is_to_sleep_can_give_memory_back_on_a_gpu_and_waits_on_a_proc
         ("dtype", "bfloat16", "dtype"),
         ("gpu_memory_utilization", 0.7, "gpu_memory_utilization"),
         ("kv_cache_gib", 0.5, "kv_cache_gib"),
+        ("block_size", 64, "block_size"),
+        ("enforce_eager", False, "enforce_eager"),
         ("structured_output", True, "structured_output"),
     ],
 )
@@ -134,6 +136,13 @@ def test_an_adapter_is_merged_for_vllm_on_a_processor_unless_mode_is_direct(make
     assert ranks(mode="full") == (0, 0)
     # A GPU's vLLM that is handed whole models has no place for an adapter either.
     assert on_gpus(make({"vllm": {}, **LORA, **HANDED_OVER})).max_lora_rank == 0
+
+
+def test_blocks_on_a_processor_are_multiples_of_those_of_its_kernels(make: Make) -> None:
+    config = make({"vllm": {"block_size": 48}})
+    assert on_gpus(config).block_size == 48
+    with pytest.raises(ConfigError, match=r"vllm\.block_size: expected a multiple of 32 on a processor, got 48"):
+        settings_of(config)
 
 
 def test_vllm_on_a_processor_has_the_smallest_blocks_and_elsewhere_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
