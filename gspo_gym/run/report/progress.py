@@ -323,8 +323,8 @@ def print_next_steps(console: Console, folder: Path) -> None:
         console.print(line, highlight=False, soft_wrap=True)
     if str(read_config(folder, "model")["model"].get("base")).startswith(TINY_PREFIX):
         console.print("\n[bold]a real model[/bold]: SmolLM2-135M-Instruct; it says what to install")
-        line = shlex.join([*_program(), "train", "smollm2_guess"])
-        console.print(f"  {line}", highlight=False, soft_wrap=True, markup=False)
+        second_step = shlex.join([*_program(), "train", "smollm2_guess"])
+        console.print(f"  {second_step}", highlight=False, soft_wrap=True, markup=False)
 
 
 def next_steps(folder: Path) -> list[tuple[list[str], str]]:

@@ -130,6 +130,7 @@ def test_a_minimal_file_has_these_defaults(file: Path) -> None:
         },
         "loss": {
             "unit": "trajectory",
+            "surrogate": "clip",
             "aggregation": "seq-mean-token-mean",
             "clip_low": 3e-4,
             "clip_high": 4e-4,
