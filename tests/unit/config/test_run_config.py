@@ -134,6 +134,8 @@ def test_a_minimal_file_has_these_defaults(file: Path) -> None:
             "aggregation": "seq-mean-token-mean",
             "clip_low": 3e-4,
             "clip_high": 4e-4,
+            "sapo_temperature_pos": 1.0,
+            "sapo_temperature_neg": 1.05,
             "kl_coef": 0.0,
             "kl_estimator": "k3",
             "kl_clamp": 10.0,
