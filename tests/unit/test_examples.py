@@ -13,6 +13,7 @@ EXAMPLES = {
     "tools.py": ((), "passed"),
     # found 1.0 + speed 0.1 x (4 turns - 2 used)
     "custom_reward.py": ((), "6 -> 'Correct.', reward +1.20"),
+    "gspo_trainer.py": (("2",), "afterwards: mean return"),
     "dataset_gym.py": (("2",), "training questions: mean reward"),
     "evaluate_model.py": ((), "scripted:reference against scripted:random"),
     "train_from_python.py": (("2",), "final_eval mean return"),
