@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from gspo_gym.errors import ConfigError, nearest_name
-from gspo_gym.policy.bases import SMOLLM2
 from gspo_gym.run.records import EVENTS_FILE, read_run_id
 
 _MAX_DEPTH = 3  # of a run below the folder that is listed: searches and batches keep theirs in folders of their own
@@ -43,7 +42,7 @@ def run_name(folder: Path, runs: Path = Path("runs")) -> str:
         name = str(folder.resolve().relative_to(runs.resolve()))
     except ValueError:
         return str(folder)
-    return str(folder) if name in (".", SMOLLM2) or _is_run(name) else name  # what these names mean comes first
+    return str(folder) if name in (".", "smollm2") or _is_run(name) else name  # what these names mean comes first
 
 
 def _is_run(folder: str) -> bool:
