@@ -35,10 +35,10 @@ def test_settings_that_differ_from_their_defaults_are_told_with_them_and_no_othe
         "judge.enabled",
         "judge.reward_blend.outcome",  # env is 1 by default
         *("judge.options.outcome", "judge.options.provider", "judge.options.model", "judge.options.base_url"),
-        *("judge.options.timeout_s", "judge.options.rubric_id"),
+        *("judge.timeout_s", "judge.options.rubric_id"),
     }
     assert told["judge.reward_blend.outcome"] == (0.5, 0.0)
-    assert told["judge.options.timeout_s"] == (45.0, None)
+    assert told["judge.timeout_s"] == (45.0, None)
     assert told["training.learning_rate"] == (1e-3, None)  # it has no default
     assert "training.update_epochs" not in told
 
