@@ -130,7 +130,7 @@ BECOMES: dict[str, tuple[dict[str, Any], set[str]]] = {
             "evaluation.every_n_iters": 50,
             "training.checkpoint_every_n_iters": 50,
         },
-        {"eval_strategy", "push_to_hub", "hub_model_id"},
+        {"eval_strategy", "greater_is_better", "push_to_hub", "hub_model_id"},
     ),
     "trl/moving_reference.yaml": (
         {
