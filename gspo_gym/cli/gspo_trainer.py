@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import re
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import gymnasium
 from rich.console import Console
 
 from gspo_gym.cli.evaluate import run_evaluation
+from gspo_gym.cli.models import export_model
 from gspo_gym.cli.notebook import Run, open_run
 from gspo_gym.cli.train import run_training
+from gspo_gym.config.foreign.readings import label_of
 from gspo_gym.config.run_config import RunConfig
 from gspo_gym.env.data.dataset import DatasetEnv
 from gspo_gym.env.registry import register
@@ -89,7 +92,7 @@ class GSPOTrainer:
         name = env if isinstance(env, str) else _registered(env)
         overrides = _nested(args or {})
         options = overrides.get("rollout", {}).get("env_config")
-        label = label or re.sub(r"[^\w.-]+", "-", name.rpartition("/")[2].lower())
+        label = label or label_of(name).lower()
         sections = first_run(name, model=model, label=label, options=options).sections
         self.config = RunConfig.from_dict(_merged(_nested(sections), overrides), source="GSPOTrainer")
         self._callbacks, self._set_aside = tuple(callbacks), set_aside
@@ -133,13 +136,7 @@ class GSPOTrainer:
         Raises:
             CheckpointError: nothing was trained yet. StorageError: the folder cannot be written.
         """
-        from gspo_gym.cli.command_line import package_version
-        from gspo_gym.policy.export import export
-        from gspo_gym.run.models import find_model, model_card
-
-        model = find_model(str(self.config.run_folder), runs=Path(self.config.run.folder))
-        describe = partial(model_card, model, version=package_version())
-        export(model.base, Path(folder), describe=describe, load_dtype=model.dtype)
+        export_model(str(self.config.run_folder), Path(folder), runs=Path(self.config.run.folder))
         return Path(folder)
 
     def push_to_hub(self, repo: str, folder: str | Path, *, is_private: bool = True, token: str | None = None) -> str:
@@ -208,7 +205,8 @@ def _registered(make: Callable[..., Any] | None) -> str:
     owner = getattr(make, "__self__", None)
     maker: Any = make if owner is None else type(owner)
     name = re.sub(r"\W", "", getattr(maker, "__name__", type(maker).__name__))
-    env_id = f"{name or 'Env'}-v0"
+    # A version of its own: an earlier trainer's configuration still means its environment.
+    env_id = next(new for n in itertools.count() if (new := f"{name or 'Env'}-v{n}") not in gymnasium.registry)
     register(env_id, entry_point=make)
     return env_id
 

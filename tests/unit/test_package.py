@@ -13,7 +13,7 @@ import yaml
 from markdown_it import MarkdownIt
 
 from gspo_gym.base.files import packaged_file
-from gspo_gym.cli.main import main
+from gspo_gym.cli.main import _LEARNER_PACKAGES, main
 
 ROOT = Path(__file__).parents[2]
 FOR_AUTHORS = ROOT / "docs" / "tutorials" / "first_environment.md"
@@ -154,7 +154,7 @@ def test_an_author_of_environments_needs_what_readme_installs_without_torch(tmp_
     dependency = re.compile(r'^    "([\w-]+)[>=]', re.MULTILINE)
     for_authors = dependency.findall(first.partition("\ndependencies = [")[2])
     for_learners = dependency.findall(learner.partition("\n]\n")[0])
-    assert "torch" in for_learners
+    assert set(_LEARNER_PACKAGES) == set(for_learners)
     assert f"pip install {' '.join(for_authors)}\n" in FOR_AUTHORS.read_text()
     code = WITHOUT_LEARNER.format(names={*for_learners, "accelerate", "huggingface_hub"})
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import gymnasium
 import pytest
 from transformers import AutoModelForCausalLM
 
@@ -50,8 +52,13 @@ class Doubling(TextEnv):
 
 
 @pytest.fixture(autouse=True)
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)  # runs/ is made here
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A folder in which runs/ is made; environments that a test registers go with it."""
+    monkeypatch.chdir(tmp_path)
+    before = set(gymnasium.registry)
+    yield
+    for env_id in set(gymnasium.registry) - before:
+        del gymnasium.registry[env_id]
 
 
 def test_rewards_of_several_functions_are_added_each_under_its_name() -> None:
@@ -60,6 +67,14 @@ def test_rewards_of_several_functions_are_added_each_under_its_name() -> None:
     assert env.reset(seed=0)[0][-1].content == "0+1?"  # the held-out row
     reward = env.step("10")[1]
     assert dict(reward.terms) == {"right": 1.0, "brief": 0.5 / 2 + 0.25}
+
+
+def test_two_trainers_in_one_program_keep_their_rows() -> None:
+    held_out = (ROWS[0], {**ROWS[0], "question": "0 and 1?"})
+    trainers = [GSPOTrainer(train_dataset=ROWS[1:], eval_dataset=[row], reward_funcs=right) for row in held_out]
+    envs = [gspo_gym.make(trainer.config.rollout.env_name) for trainer in trainers]
+    assert [env.reset(seed=0)[0][-1].content for env in envs] == ["0+1?", "0 and 1?"]
+    assert trainers[0].config.run_folder != trainers[1].config.run_folder
 
 
 def test_keys_go_over_the_defaults_nested_and_dotted() -> None:

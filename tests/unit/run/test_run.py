@@ -33,6 +33,7 @@ from own_signals import signal_this_process
 from recorded_run import record_run
 from rich.console import Console
 from safetensors.torch import load_file
+from small_run import small_run
 
 from gspo_gym.base.files import take_lock, whole_lines
 from gspo_gym.cli.train import main, run_training
@@ -66,29 +67,14 @@ def a_stop_may_be_slow(monkeypatch):
 
 
 def make_config(folder, *, iterations=2, **changes):
-    values = {
-        "run": {"folder": str(folder), "stop_grace_seconds": 600.0},
-        "algorithm": {"variety": "gspo_token"},
-        "model": {"base": "tiny:qwen3-64", "label": "test"},
-        "rollout": {
-            "env_name": "GuessNumber",
-            "env_config": {"style": "terse"},
-            "max_turns": 4,
-            "max_output_tokens": 3,
-            "max_model_len": 256,
-            "episodes_per_batch": 8,
-        },
-        "training": {
-            "iterations_per_epoch": iterations,
-            "group_size": 4,
-            "batch_size": 4,
-            "learning_rate": 1e-3,
-            "checkpoint_every_n_iters": 2,
-        },
-        "loss": {},
-        "evaluation": {"seeds": "0:4", "every_n_iters": 2},
-        "warmup": {"num_episodes": 16, "learning_rate": 1e-3},
-    }
+    values = small_run(
+        run={"folder": str(folder), "stop_grace_seconds": 600.0},
+        algorithm={"variety": "gspo_token"},
+        training={"iterations_per_epoch": iterations, "checkpoint_every_n_iters": 2},
+        loss={},
+        evaluation={"every_n_iters": 2},
+        warmup={"num_episodes": 16, "learning_rate": 1e-3},
+    )
     for key, value in changes.items():
         section, name = key.split("__")
         values[section][name] = value
