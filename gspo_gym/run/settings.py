@@ -156,6 +156,12 @@ class EvaluationSettings(Settings):
     seeds: tuple[int, ...] | str | None = Field(
         default=None, description='a list of integers, or text like "0:100" (100 left out) or "1,5,20:25"'
     )
+    samples_per_task: int = Field(
+        default=1,
+        gt=0,
+        description="episodes of each task; above 1 also pass@k (one of k samples succeeds) and pass^k (all do), "
+        "for k = 2, 4, 8 ... (arXiv 2107.03374, eq. 1; 2406.12045)",
+    )
     every_n_iters: int = Field(default=10, gt=0, description="iterations between evaluations")
     temperature: float = Field(
         default=1.0, ge=0, description="divides the logits; 0 is greedy; all other sampling is as in [rollout]"

@@ -317,6 +317,11 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         'set "float32", or model.trainer_mode = "lora", whose own weights are float32',
     ),
     # evaluation and optimizer
+    "samples of greedy play": (
+        {"evaluation.samples_per_task": 4, "evaluation.temperature": 0.0},
+        "evaluation.samples_per_task: expected 1 with evaluation.temperature = 0, which plays the same episode again, "
+        "got 4: raise the temperature, or remove this",
+    ),
     "no evaluation": (
         {"evaluation.instances": ...},
         "evaluation.instances: required, but not given: a number of evaluation tasks (or evaluation.seeds, such as "
@@ -667,6 +672,8 @@ ALLOWED: dict[str, dict[str, Any]] = {
     "one token for the prompt": {"rollout.max_output_tokens": 511},
     "one token for the end": {"rollout.min_output_tokens": 7},
     "last seed": {"evaluation.seeds": [2**31 - 1], "evaluation.instances": 1},
+    "samples at a temperature": {"evaluation.samples_per_task": 4, "evaluation.temperature": 0.1},
+    "a sample of greedy play": {"evaluation.temperature": 0.0},
     "16 bits under an adapter": {**LORA, "model.dtype": "bfloat16"},
     "flash attention in 16 bits": {
         **LORA, "model.dtype": "bfloat16", "model.attn_implementation": "flash_attention_2"
