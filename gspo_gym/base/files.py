@@ -291,13 +291,13 @@ class PartFile:
         require_same_request(self.path, work, arguments, there)
 
 
-def require_same_request(path: Path, work: str, arguments: Any, kept: Any) -> None:
-    """Refuse to go on with results that other arguments (Any: JSON) gave; `kept` are those that `path` holds.
+def require_same_request(path: Path, work: str, arguments: Any, earlier: Any) -> None:
+    """Refuse to go on with results that other arguments (Any: JSON) gave; `earlier` are those in `path`.
 
     Raises:
         ConfigError: names each argument that differs.
     """
-    if differing := list(_differences(json.loads(json.dumps(arguments)), kept)):
+    if differing := list(_differences(json.loads(json.dumps(arguments)), earlier)):
         raise ConfigError(
             f"{path} is of another {work}: {'; '.join(differing)}; repeat that command, or remove the file"
         )

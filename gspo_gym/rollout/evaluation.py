@@ -414,7 +414,7 @@ def evaluation_of_rows(
     env_ids: Sequence[str], seeds: Sequence[int], found: Sequence[PlayedRow], *, samples_per_task: int = 1
 ) -> Evaluation | None:
     """Return an evaluation made of rows that are there already; None if one is missing."""
-    keys, parts = list(product(seeds, range(samples_per_task))), []
+    keys, parts = list(product(seeds, range(samples_per_task))), list[Evaluation]()
     for env_id in env_ids:
         played_by_key = _by_key(found, env_id, keys)
         if len(played_by_key) < len(keys):
