@@ -114,6 +114,7 @@ OTHER = {
     "training.constant_groups": ("drop", {}),
     "training.max_staleness": (1, {"correction.old_logprobs": "rollout"}),
     "training.max_idle_iters": (3, {}),
+    "training.adaptive_tasks": (5, {}),
     "training.step_rewards_enabled": (False, {}),
     "training.step_rewards_mode": ("off", {}),
     "training.step_rewards_beta": (0.1, DECISIONS),

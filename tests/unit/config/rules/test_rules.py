@@ -197,6 +197,16 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         'training.constant_groups: "drop" leaves out groups that teach nothing, but with advantages.baseline "batch" '
         'they do: set "keep"',
     ),
+    "choosing tasks where all of them teach": (
+        {"training.adaptive_tasks": 9, "advantages.baseline": "batch"},
+        "training.adaptive_tasks: chooses tasks of which the episodes of a group do not all earn the same, but with "
+        'advantages.baseline "batch" the others teach, too: set "leave_one_out", or remove this',
+    ),
+    "choosing from no environments": (
+        {"training.adaptive_tasks": 0},
+        "training.adaptive_tasks: 0 chooses from the environments of [[rollout.mixture]], and there is none: give the "
+        "number of training tasks, such as the rows of the data set, or remove this",
+    ),
     "penalty that is not applied": (
         {"rewards.overlong_penalty": 0.5, "rewards.overlong": "mask"},
         'rewards.overlong_penalty: has no effect with rewards.overlong = "mask": set that to "penalize", or remove '
@@ -710,6 +720,10 @@ ALLOWED: dict[str, dict[str, Any]] = {
     "group of one without baseline": {"training.group_size": 1, "advantages.baseline": "none"},
     "group of one against the batch": {"training.group_size": 1, "advantages.baseline": "batch"},
     "dynamic sampling": {"training.constant_groups": "refill"},
+    "choosing from ten tasks": {"training.adaptive_tasks": 10},
+    "choosing from environments": {
+        "training.adaptive_tasks": 0, "rollout.mixture": [{"env_name": "Wordle", "share": 0.5}]
+    },
     "penalised": {"rewards.overlong": "penalize", "rewards.overlong_penalty": 0.5},
     "adaptive beta": {"rewards.kl_coef": 0.1, "rewards.kl_target": 0.1, "rewards.kl_horizon": 10},
     "switched off": {"training.step_rewards_enabled": False, "training.step_rewards_mode": "off"},
