@@ -66,12 +66,12 @@ def test_the_mean_of_what_is_believed_of_a_task_by_hand(outcomes: list[int], mea
 
 
 def test_of_a_thousand_rows_the_hundred_that_teach_get_most_groups() -> None:
-    """At most 8 groups a row are played, where 30 are allowed; uniform draws would get 0.1 of them."""
+    """After one group a row they get 0.6 of the groups, where 30 a row are allowed; uniform draws would get 0.1."""
     tasks = sampler(1000, others={})
     played = [row_of(task) % 10 == 3 for task in play(tasks, range(8000), lambda task: row_of(task) % 10 == 3)]
     shares = [np.mean(played[start : start + 1000]) for start in range(0, 8000, 1000)]
     assert np.mean(played[:200]) < 0.2 < shares[0]  # nothing is known at first
-    assert min(shares[4:]) >= 0.6
+    assert min(shares[1:]) >= 0.6
     # Every eighth group is drawn without regard to it, and 0.1 of those are of rows that teach.
     assert np.mean(played[0::8]) == 0.1
     assert max(shares) <= 7 / 8 + 0.1 / 8 + 1e-3
