@@ -8,7 +8,8 @@ import sys
 from rich.console import Console
 
 from gspo_gym import load_config, run_evaluation
-from gspo_gym.rollout.evaluation import compare, comparison_table, evaluation_table
+from gspo_gym.rollout.comparison import compare, comparison_table
+from gspo_gym.rollout.evaluation import evaluation_table
 
 if __name__ == "__main__":
     model = sys.argv[1] if len(sys.argv) > 1 else "scripted:random"

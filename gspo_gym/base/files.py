@@ -288,10 +288,19 @@ class PartFile:
             raise ConfigError(
                 f"{self.path} is not of a command of this kind ({work}): it begins with {lines[0][:80]!r}; remove it"
             ) from None
-        if differing := list(_differences(arguments, there)):
-            raise ConfigError(
-                f"{self.path} is of another {work}: {'; '.join(differing)}; repeat that command, or remove the file"
-            )
+        require_same_request(self.path, work, arguments, there)
+
+
+def require_same_request(path: Path, work: str, arguments: Any, earlier: Any) -> None:
+    """Refuse to go on with results that other arguments (Any: JSON) gave; `earlier` are those in `path`.
+
+    Raises:
+        ConfigError: names each argument that differs.
+    """
+    if differing := list(_differences(json.loads(json.dumps(arguments)), earlier)):
+        raise ConfigError(
+            f"{path} is of another {work}: {'; '.join(differing)}; repeat that command, or remove the file"
+        )
 
 
 def _differences(expected: Any, got: Any, key: str = "") -> Iterator[str]:

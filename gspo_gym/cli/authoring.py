@@ -36,7 +36,7 @@ from gspo_gym.env.playing import PlayerError, Playthrough, play, schemas_of, too
 from gspo_gym.env.registry import list_environments, make, resolve
 from gspo_gym.env.session import looking_at
 from gspo_gym.errors import ConfigError, GymError, UnknownNameError, nearest_name
-from gspo_gym.rollout.evaluation import Interval, bootstrap_mean_interval, wilson_interval
+from gspo_gym.rollout.statistics import Interval, bootstrap_mean_interval, wilson_interval
 from gspo_gym.types import Message
 
 KINDS = ("text", "tool")

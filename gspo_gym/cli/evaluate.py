@@ -18,12 +18,12 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gspo_gym.base.files import PartFile, make_folder, require_writable, write_output
+from gspo_gym.base.files import PartFile, make_folder, require_same_request, require_writable, write_output
 from gspo_gym.base.loops import run_to_end
 from gspo_gym.base.settings import parse_seeds
 from gspo_gym.cli.command_line import (
@@ -36,6 +36,7 @@ from gspo_gym.cli.command_line import (
     interrupted_by_signals,
     parse_and_run,
 )
+from gspo_gym.cli.suites import read_suite, suite_text
 from gspo_gym.cli.train import add_task_url
 from gspo_gym.config.build.apps import environment_ids
 from gspo_gym.config.build.judge import build_judging
@@ -45,20 +46,20 @@ from gspo_gym.config.services import refuse_to_run
 from gspo_gym.env.chat_model import ChatModel
 from gspo_gym.env.registry import resolve
 from gspo_gym.env.watchdog import marker_beside, read_frozen, seconds_until_frozen, watching
-from gspo_gym.errors import ConfigError, UsageError
+from gspo_gym.errors import ConfigError, RecordError, UsageError
 from gspo_gym.policy.manifest import MANIFEST
+from gspo_gym.rollout.comparison import Comparison, compare, comparison_table
 from gspo_gym.rollout.episode_files import trajectory_from_json, trajectory_to_json
 from gspo_gym.rollout.evaluation import (
-    Comparison,
     Evaluation,
     KeptRows,
     PlayedRow,
-    compare,
-    comparison_table,
     evaluation_of_rows,
     evaluation_table,
     in_one_unit,
+    pass_table,
 )
+from gspo_gym.rollout.pool import member_of
 from gspo_gym.run.folders import run_name
 from gspo_gym.run.process import LOCK_FILE, PROCESS_FILE, holding
 from gspo_gym.run.records import EVENTS_FILE
@@ -69,12 +70,14 @@ from gspo_gym.types import Trajectory
 if TYPE_CHECKING:
     from gspo_gym.env.core import PolicyFactory
 
-_PART = "evaluation"  # of --save: what is over so far is in the file of this name with .part
+# Of --save: what is over so far is in the file of this name with .part, and in the end all of it in the other.
+_PART, _FINISHED = "evaluation", "evaluation.json"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `evaluate`."""
-    parser.add_argument("config", help="the TOML file that names the environment and its limits")
+    config = "the TOML file that names the environment and its limits, or a suite of evaluations with such files"
+    parser.add_argument("config", help=config)
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="over what the file says")
     usage = "a run, a folder, an id of the hub (OWNER/NAME), scripted:NAME of the environment, or openai:MODEL[@URL]"
     parser.add_argument("--model", metavar="BASE", help=f"{usage}; without it, model.base of the config")
@@ -89,8 +92,39 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=run_command)
 
 
+class _StoppedError(Exception):
+    """An evaluation was interrupted, and said how to go on; holds the exit status."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Result:
+    """A finished evaluation of one configuration.
+
+    Attributes:
+        evaluations: by model.
+        comparison: with the model of --against, or None.
+        worst: the episode of the first model that did worst of those without success; None: there is none, or the
+            evaluation was finished before.
+    """
+
+    evaluations: Mapping[str, Evaluation]
+    comparison: Comparison | None
+    worst: Trajectory | None = None
+
+    @classmethod
+    def of(
+        cls, evaluations: Mapping[str, Evaluation], *, against: str | None, worst: Trajectory | None = None
+    ) -> _Result:
+        first = next(iter(evaluations))
+        return cls(evaluations, compare(evaluations[against], evaluations[first]) if against else None, worst)
+
+    def to_dict(self) -> dict[str, Any]:
+        answer: dict[str, Any] = {"evaluations": {name: result.to_dict() for name, result in self.evaluations.items()}}
+        return answer if self.comparison is None else answer | {"comparison": self.comparison.to_dict()}
+
+
 def run_command(arguments: argparse.Namespace) -> int:
-    """Evaluate every named model; return 0 when all were evaluated.
+    """Evaluate every named model, on each configuration of a suite; return 0 when all were evaluated.
 
     With `--json FILE` every row is appended to FILE.part when its episode ends, with `--save FOLDER` also the episode,
     to a file there. Ctrl-C and SIGTERM keep that file for `--resume` and return 130 and 143. An environment that holds
@@ -104,18 +138,99 @@ def run_command(arguments: argparse.Namespace) -> int:
         overrides += [f"evaluation.seeds={json.dumps(arguments.seeds)}"]
         # Else the file's instances would cut the list.
         overrides += [f"evaluation.instances={len(parse_seeds(arguments.seeds))}"]
-    config = load_config(arguments.config, with_task_url(overrides, arguments.task_url, os.environ))
+    overrides = with_task_url(overrides, arguments.task_url, os.environ)
+    suite = read_suite(arguments.config)
+    try:
+        if suite is not None:
+            return _run_suite(arguments, {name: entry.load(overrides) for name, entry in suite.items()})
+        result = _evaluate_config(arguments, load_config(arguments.config, overrides))
+    except _StoppedError as stop:
+        return int(stop.args[0])
+    if arguments.json_file == "-":
+        print(json.dumps(result.to_dict(), indent=2))
+    else:
+        _show(arguments, result)
+    return 0
+
+
+def _run_suite(arguments: argparse.Namespace, configs: Mapping[str, RunConfig]) -> int:
+    """Evaluate on each configuration, in a folder of its name in that of `--save`, and show all of them.
+
+    Raises:
+        UsageError: there is no `--save`.
+        ConfigError: the folder holds something, and `--resume` is not said.
+    """
+    folder: Path | None = arguments.save
+    if folder is None:
+        raise UsageError(f"{arguments.config} names several evaluations: expected --save FOLDER, where each is kept")
+    if not arguments.resume and folder.is_dir() and any(folder.iterdir()):
+        raise ConfigError(f"{folder}: is not empty; go on with what it holds by --resume, or choose another folder")
+    results: dict[str, _Result] = {}
+    for name, config in configs.items():  # else the last of them might be refused after hours
+        if not (folder / name / _FINISHED).exists():
+            _require_ready(config, _models(arguments, config))
+    for name, config in configs.items():
+        print(f"{name}:", file=sys.stderr)
+        own = folder / name
+        has_begun = any((own / file_name).exists() for file_name in (_FINISHED, f"{_PART}.part"))
+        own_arguments = {**vars(arguments), "save": own, "json_file": None, "resume": has_begun}
+        results[name] = _evaluate_config(argparse.Namespace(**own_arguments), config)
+    answer = json.dumps({name: result.to_dict() for name, result in results.items()}, indent=2)
+    if arguments.json_file == "-":
+        print(answer)
+        return 0
+    evaluations = {name: result.evaluations for name, result in results.items()}
+    comparisons = {name: one.comparison for name, one in results.items() if one.comparison is not None}
+    print(suite_text(evaluations, comparisons, against=arguments.against))
+    if arguments.json_file is not None:
+        write_output(Path(arguments.json_file), answer + "\n")
+    return 0
+
+
+def _models(arguments: argparse.Namespace, config: RunConfig) -> list[str]:
+    names = [arguments.model or model_name(config)] + ([arguments.against] if arguments.against else [])
+    return list(dict.fromkeys(names))  # --against may name the same model
+
+
+def _evaluate_config(arguments: argparse.Namespace, config: RunConfig) -> _Result:
+    """Evaluate every named model on one configuration, unless `--resume` names a folder in which that was finished."""
+    names = _models(arguments, config)
+    request = {"models": {name: _weights_of(config, name) for name in names}, "config": config.model_dump(mode="json")}
+    if arguments.save is not None and arguments.resume:
+        finished = _read_finished(arguments.save / _FINISHED, request, against=arguments.against)
+        if finished is not None:
+            _write_answer(arguments, finished)
+            return finished
     with importing():
         from gspo_gym.config.build import preflight  # noqa: F401  # and all that it needs
-    names = [arguments.model or model_name(config)] + ([arguments.against] if arguments.against else [])
-    names = list(dict.fromkeys(names))  # --against may name the same model
     with contextlib.nullcontext() if arguments.save is None else _holding(arguments.save):
-        return _evaluate_and_show(arguments, config, names)
+        return _evaluate_and_keep(arguments, config, names, request)
 
 
-def _evaluate_and_show(arguments: argparse.Namespace, config: RunConfig, names: Sequence[str]) -> int:
+def _read_finished(path: Path, request: Mapping[str, Any], *, against: str | None) -> _Result | None:
+    """Return the result of an evaluation that was finished before; None if there is none.
+
+    Raises:
+        ConfigError: it is of another request. RecordError: it is damaged.
+    """
+    if not path.is_file():
+        return None
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+        kept = values["request"]
+        evaluations = {name: Evaluation.from_dict(one) for name, one in values["evaluations"].items()}
+    except (ValueError, TypeError, KeyError) as error:
+        raise RecordError(f"{path}: {type(error).__name__}: {error}") from error
+    require_same_request(path, _PART, request, kept)
+    print(f"{path}: all episodes are there already", file=sys.stderr)
+    return _Result.of(in_one_unit(evaluations), against=against)
+
+
+def _evaluate_and_keep(
+    arguments: argparse.Namespace, config: RunConfig, names: Sequence[str], request: Mapping[str, Any]
+) -> _Result:
     start_seconds = time.monotonic()
-    part = _part_file(arguments, config, names)
+    part = _part_file(arguments, request)
     marker = None if part is None else marker_beside(part.out)
     worst: dict[str, Trajectory] = {}
     try:
@@ -129,45 +244,40 @@ def _evaluate_and_show(arguments: argparse.Namespace, config: RunConfig, names: 
             raise
         progress_text = f"stopped: {part.num_items} of {_num_asked(config, names)} episodes are in {part.path}"
         print(f"{progress_text}; go on with --resume", file=sys.stderr)
-        return exit_code_of(interrupt)
+        raise _StoppedError(exit_code_of(interrupt)) from None
     finally:
         if part is not None:
             part.remove_if_empty()
-    answer: dict[str, Any] = {"evaluations": {name: result.to_dict() for name, result in results.items()}}
-    comparison = None
-    if arguments.against:
-        comparison = compare(results[arguments.against], results[names[0]])
-        answer["comparison"] = comparison.to_dict()
+    result = _Result.of(results, against=arguments.against, worst=worst.get(names[0]))
     if arguments.save is not None and part is not None:
         seconds = time.monotonic() - start_seconds
         _save(arguments.save, config, results, part.read(_episode_of), seconds=seconds)
-    if arguments.json_file == "-":
-        print(json.dumps(answer, indent=2))
-    else:
-        _show(arguments, results, comparison, worst.get(names[0]))
-    if arguments.json_file not in (None, "-"):
-        write_output(Path(arguments.json_file), json.dumps(answer, indent=2) + "\n")
+        kept = json.dumps({"request": request, **result.to_dict()}, indent=2)
+        write_output(arguments.save / _FINISHED, kept + "\n")
+    _write_answer(arguments, result)
     if part is not None:
         part.remove()
     if marker is not None:
         # It ended well: the next evaluation is an ordinary one again.
         marker.unlink(missing_ok=True)
-    return 0
+    return result
 
 
-def _show(
-    arguments: argparse.Namespace,
-    results: Mapping[str, Evaluation],
-    comparison: Comparison | None,
-    worst: Trajectory | None,
-) -> None:
+def _write_answer(arguments: argparse.Namespace, result: _Result) -> None:
+    if arguments.json_file not in (None, "-"):
+        write_output(Path(arguments.json_file), json.dumps(result.to_dict(), indent=2) + "\n")
+
+
+def _show(arguments: argparse.Namespace, result: _Result) -> None:
     """Print the results, an episode that did not succeed, and why others could not be scored."""
     from rich.console import Console
 
-    console, first = Console(), next(iter(results))
+    console, results, worst = Console(), result.evaluations, result.worst
     print(evaluation_table(results))
-    if comparison is not None:
-        print(f"\n{comparison_table(comparison, first=arguments.against, second=first)}")
+    if rates := pass_table(results):
+        print(f"\n{rates}")
+    if result.comparison is not None:
+        print(f"\n{comparison_table(result.comparison, first=arguments.against, second=next(iter(results)))}")
     if worst is not None:
         print_episode(console, "failed" if worst.success is False else "lowest return", worst, is_shortened=True)
     errors = Counter(row.error for result in results.values() for row in result.rows if row.error is not None)
@@ -199,7 +309,7 @@ def _unfrozen(config: RunConfig, marker: Path | None) -> RunConfig:
     return config.model_copy(update={"rollout": config.rollout.model_copy(update={"isolation": "process"})})
 
 
-def _part_file(arguments: argparse.Namespace, config: RunConfig, names: Sequence[str]) -> PartFile | None:
+def _part_file(arguments: argparse.Namespace, request: Mapping[str, Any]) -> PartFile | None:
     """Open the file of rows played so far; return None if there is no `--json` file.
 
     Raises:
@@ -213,8 +323,7 @@ def _part_file(arguments: argparse.Namespace, config: RunConfig, names: Sequence
             options = "--json FILE, the file that was wanted, or --save FOLDER"
             raise UsageError(f"--resume: expected {options}, got --json {arguments.json_file}")
         return None
-    request = {"models": {name: _weights_of(config, name) for name in names}, "config": config.model_dump(mode="json")}
-    return PartFile(out, work="evaluation", asked=request, resumes=arguments.resume)
+    return PartFile(out, work=_PART, asked=request, resumes=arguments.resume)
 
 
 def _weights_of(config: RunConfig, name: str) -> str:
@@ -225,7 +334,8 @@ def _weights_of(config: RunConfig, name: str) -> str:
 
 
 def _num_asked(config: RunConfig, names: Sequence[str]) -> int:
-    return len(names) * len(config.sources) * len(config.evaluation_seeds)
+    num_samples = config.evaluation.samples_per_task
+    return len(names) * len(config.sources) * len(config.evaluation_seeds) * num_samples
 
 
 def _evaluate_all(
@@ -338,7 +448,8 @@ def _save(
         own = _config_of(target, config, name)
         recorder = RunRecorder.create(target, own.to_toml(), policy_name=name)
         episodes = [episode for player, episode in named_episodes if player == name]
-        recorder.episodes("eval_000000", sorted(episodes, key=lambda t: (order[t.task.env_id], t.task.seed)))
+        episodes.sort(key=lambda t: (order[t.task.env_id], t.task.seed, member_of(t.trajectory_id)))
+        recorder.episodes("eval_000000", episodes)
         recorder.event("evaluation", 0, evaluation.to_dict())
         recorder.event("finished", 0, {"status": "completed"})
         state = replace(TrainState().after_evaluation(evaluation, evaluation.unit), wall_seconds=seconds)
@@ -365,7 +476,10 @@ def _require_ready(config: RunConfig, names: Sequence[str]) -> None:
 
 def _complete_evaluation(config: RunConfig, rows: Sequence[PlayedRow]) -> Evaluation | None:
     """Return the evaluation if all its rows were found, else None."""
-    return evaluation_of_rows(environment_ids(config), config.evaluation_seeds, rows) if rows else None
+    if not rows:
+        return None
+    num_samples = config.evaluation.samples_per_task
+    return evaluation_of_rows(environment_ids(config), config.evaluation_seeds, rows, samples_per_task=num_samples)
 
 
 def run_evaluation(config: RunConfig, model: str | None = None, *, rows: KeptRows | None = None) -> Evaluation:

@@ -147,7 +147,10 @@ def evaluation_does_not_improve(run: RunView) -> Finding | None:
 
 def reward_does_not_rise(run: RunView) -> Finding | None:
     """Find training returns that do not rise."""
-    reward = run.all("rollout/reward_mean")
+    # Tasks that are chosen for being neither too easy nor too hard are never mastered: only the uniform slice rises.
+    is_adaptive = run.all("rollout/uniform_reward_mean") is not None
+    name = "rollout/uniform_reward_mean" if is_adaptive else "rollout/reward_mean"
+    reward = run.all(name)
     if reward is None or len(reward.values) < _MIN_STEPS_FOR_A_TREND or run.is_succeeding or run.is_rescored:
         return None
     # Thirds: means at both ends of the run, with enough steps each for a standard error.
@@ -161,7 +164,7 @@ def reward_does_not_rise(run: RunView) -> Finding | None:
     return Finding(
         "serious",
         f"The return of training episodes has {'fallen' if has_fallen else 'not risen'}.",
-        f"rollout/reward_mean was {statistics.fmean(first):.3f} in the first third of {reward.steps} and "
+        f"{name} was {statistics.fmean(first):.3f} in the first third of {reward.steps} and "
         f"{statistics.fmean(last):.3f} in the last: a gain of {gain:+.3f} with a standard error of {error:.3f}",
         "training.learning_rate",
         _other_rate(run, has_fallen),

@@ -1,32 +1,39 @@
-"""Seeded evaluation: one episode per seed. The same seeds are the same tasks for ever, to be compared pair by pair.
+"""Seeded evaluation: samples of each seed's task. The same seeds are the same tasks for ever, to be compared in pairs.
 
-An episode that failed for infrastructure reasons is counted, never scored 0. Intervals and tests are closed forms and
-seeded resampling, without scipy.
+An episode that failed for infrastructure reasons is counted, never scored 0. Intervals and tests are those of
+`statistics.py`.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import product
 from typing import Any, Literal
-
-import numpy as np
 
 from gspo_gym.base.settings import parse_seeds
 from gspo_gym.base.tables import table
-from gspo_gym.errors import ConfigError
-from gspo_gym.rollout.pool import RolloutPool, require_episodes
-from gspo_gym.seeding import generator
+from gspo_gym.rollout.pool import RolloutPool, member_of, require_episodes
+from gspo_gym.rollout.statistics import (
+    Interval,
+    as_list,
+    as_text,
+    bootstrap_mean_interval,
+    pass_at_k,
+    pass_hat_k,
+    share_interval,
+    wilson_interval,
+)
 from gspo_gym.types import Outcome, Task, Trajectory, TrajectoryGroup
 
 
 @dataclass(frozen=True, slots=True)
 class EvaluationRow:
-    """The episode of one seed. `episode_return` is None if it failed, and `error` then says why.
+    """One episode of a seed. `episode_return` is None if it failed, and `error` then says why.
 
     `success` is what the environment declared last; None if it never did. `env_return` is the environment's own return
-    where `episode_return` is blended with a judge's scores; None without a judge, or if it gave none.
+    where `episode_return` is blended with a judge's scores; None without a judge, or if it gave none. `sample` is the
+    episode's number among those of its seed, from 0.
     """
 
     seed: int
@@ -36,6 +43,7 @@ class EvaluationRow:
     outcome: Outcome
     error: str | None = None
     env_return: float | None = None
+    sample: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,9 +56,15 @@ class PlayedRow:
 
     @classmethod
     def of(cls, episode: Trajectory, env_return: float | None) -> PlayedRow:
-        task, num_turns = episode.task, len(episode.turns)
+        task = episode.task
         row = EvaluationRow(
-            task.seed, episode.reward, episode.success, num_turns, episode.outcome, env_return=env_return
+            task.seed,
+            episode.reward,
+            episode.success,
+            len(episode.turns),
+            episode.outcome,
+            env_return=env_return,
+            sample=member_of(episode.trajectory_id),
         )
         return cls(task.env_id, row, episode.attempt)
 
@@ -115,9 +129,54 @@ class ScoreUnit:
         return cls("success_rate", declaring) if declaring else cls("mean_return")
 
 
+Samples = tuple[EvaluationRow, ...]  # the scored episodes of one task
+
+
+def task_success(task: Samples) -> float:
+    """Return the share of a task's samples that succeeded; one without a declared success did not."""
+    return sum(row.success is True for row in task) / len(task)
+
+
+def task_return(task: Samples) -> float:
+    """Return the mean return of a task's samples."""
+    return sum(row.episode_return for row in task if row.episode_return is not None) / len(task)
+
+
+@dataclass(frozen=True, slots=True)
+class PassRate:
+    """Means over tasks of the estimates of `pass_at_k` and `pass_hat_k`, with their 95% intervals.
+
+    `num_tasks` tasks have at least `k` scored samples; others are left out.
+    """
+
+    k: int
+    num_tasks: int
+    pass_at: float
+    pass_at_interval: Interval
+    pass_hat: float
+    pass_hat_interval: Interval
+
+    @classmethod
+    def of(cls, tasks: Sequence[Samples], k: int) -> PassRate:
+        """Return the rates of tasks of which at least one has k samples."""
+        counts = [(len(task), sum(row.success is True for row in task)) for task in tasks if len(task) >= k]
+        num_samples, num_tasks = [n for n, _ in counts], len(counts)
+        at, hat = ([estimate(n, c, k) for n, c in counts] for estimate in (pass_at_k, pass_hat_k))
+        at_interval, hat_interval = (share_interval(shares, num_samples, is_weighted=False) for shares in (at, hat))
+        return cls(k, num_tasks, sum(at) / num_tasks, at_interval, sum(hat) / num_tasks, hat_interval)
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON values, the intervals as [low, high]."""
+        intervals = {
+            "pass_at_interval": as_list(self.pass_at_interval),
+            "pass_hat_interval": as_list(self.pass_hat_interval),
+        }
+        return asdict(self) | intervals
+
+
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """Episodes of one environment over given seeds, in the order of the seeds.
+    """Episodes of one environment over given seeds, in the order of the seeds and their samples.
 
     Every mean is over the episodes that did not fail (`num_episodes` of them). An episode in which the environment
     declared neither success nor failure (it was cut off first) is not a success; but if it declared nothing in any
@@ -145,6 +204,16 @@ class Evaluation:
         return tuple(row for row in self.rows if row.episode_return is not None)
 
     @property
+    def tasks(self) -> tuple[Samples, ...]:
+        """The episodes that count, task by task; a task without any is left out."""
+        if self.parts:
+            return tuple(task for part in self.parts for task in part.tasks)
+        rows_by_seed: dict[int, list[EvaluationRow]] = {}
+        for row in self.scored_rows:
+            rows_by_seed.setdefault(row.seed, []).append(row)
+        return tuple(map(tuple, rows_by_seed.values()))
+
+    @property
     def num_episodes(self) -> int:
         return len(self.scored_rows)
 
@@ -170,8 +239,9 @@ class Evaluation:
 
     @property
     def mean_return_interval(self) -> Interval | None:
-        """95% percentile bootstrap interval of the mean return; None for a single episode."""
-        return bootstrap_mean_interval(self.returns)
+        """95% percentile bootstrap interval of the mean return, over tasks; None for a single task."""
+        means = [task_return(task) for task in self.tasks]
+        return bootstrap_mean_interval(means, weights=[len(task) for task in self.tasks])
 
     @property
     def num_successes(self) -> int | None:
@@ -196,19 +266,32 @@ class Evaluation:
 
     @property
     def success_interval(self) -> Interval | None:
-        """95% Wilson interval of the success rate."""
-        num_successes = self.num_successes
-        return None if num_successes is None else wilson_interval(num_successes, len(self._rows_with_success))
+        """95% interval of the success rate: Wilson's, of several samples a task as `share_interval` has it."""
+        tasks = self._tasks_with_success
+        shares = [task_success(task) for task in tasks]
+        return share_interval(shares, [len(task) for task in tasks]) if tasks else None
 
     @property
-    def _rows_with_success(self) -> tuple[EvaluationRow, ...]:  # of environments that have a notion of success
+    def pass_rates(self) -> tuple[PassRate, ...]:
+        """pass@k and pass^k for k = 2, 4, 8, ... and the samples of a task; () for one, or without success."""
+        tasks = self._tasks_with_success
+        most = max(map(len, tasks), default=0)
+        powers = [2**i for i in range(1, most.bit_length()) if 2**i < most]
+        return tuple(PassRate.of(tasks, k) for k in (*powers, *([most] if most > 1 else [])))
+
+    @property
+    def _rows_with_success(self) -> tuple[EvaluationRow, ...]:
+        return tuple(row for task in self._tasks_with_success for row in task)
+
+    @property
+    def _tasks_with_success(self) -> tuple[Samples, ...]:  # of environments that have a notion of success
         env_ids = () if self.unit is None else self.unit.success_of
         if self.parts:
             counted_parts = [part for part in self.parts if not env_ids or part.env_id in env_ids]
-            return tuple(row for part in counted_parts for row in part._rows_with_success)
+            return tuple(task for part in counted_parts for task in part._tasks_with_success)
         # Cut off before anything was declared is no success where the environment declares such a thing at all.
         is_declared = self.env_id in env_ids or any(row.success is not None for row in self.scored_rows)
-        return self.scored_rows if is_declared else ()
+        return self.tasks if is_declared else ()
 
     @property
     def mean_turns(self) -> float:
@@ -241,6 +324,7 @@ class Evaluation:
             **({} if self.mean_env_return is None else {"mean_env_return": self.mean_env_return}),
             "success_rate": self.success_rate,
             "success_interval": as_list(self.success_interval),
+            **({"pass_rates": [rate.to_dict() for rate in self.pass_rates]} if self.pass_rates else {}),
             "num_episodes": self.num_episodes,
             "num_failed": self.num_failed,
             "seeds": list(self.seeds),
@@ -252,6 +336,9 @@ class Evaluation:
         parts = [f"mean return {self.mean_return:.3f}", f"{self.mean_turns:.2f} turns", f"{self.num_episodes} episodes"]
         if self.success_rate is not None:
             parts.insert(0, f"success {self.success_rate:.3f} (95% {as_text(self.success_interval)})")
+        if rates := self.pass_rates:
+            k, most = rates[-1].k, rates[-1]
+            parts.insert(1, f"pass@{k} {most.pass_at:.3f}, pass^{k} {most.pass_hat:.3f}")
         if self.mean_env_return is not None:
             parts.insert(-2, f"of it without the judge {self.mean_env_return:.3f}")
         if self.num_failed:
@@ -268,7 +355,7 @@ class Evaluation:
         return cls(values["env_id"], tuple(rows), parts, num_retries=values.get("num_retries", 0))
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON values: the summary, more about it, and one row a seed. Intervals are [low, high] or None."""
+        """JSON values: the summary, more about it, and one row an episode. Intervals are [low, high] or None."""
         return {
             "env_id": self.env_id,
             **self.summary(),
@@ -285,53 +372,64 @@ async def evaluate(
     env_id: str,
     seeds: str | Sequence[int],
     *,
+    samples_per_task: int = 1,
     label: str = "evaluation",
     options: Mapping[str, Any] | None = None,
     env_return_of: Callable[[Trajectory], float | None] | None = None,
     found: Sequence[PlayedRow] = (),
 ) -> Evaluation:
-    """Play one episode per seed.
+    """Play so many episodes per seed.
 
     Args:
         seeds: which tasks; see `settings.parse_seeds`.
+        samples_per_task: episodes of each; the first is the same however many follow.
         label: names the occasion in the ledger; it changes no result.
         options: given to every `reset`.
         env_return_of: returns what the environment gave an episode with rewards that are blended with a judge's scores.
-        found: rows that an earlier attempt left; their episodes are not played again. Those of other environments or
-            seeds are left out.
+        found: rows that an earlier attempt left; their episodes are not played again. Those of other environments,
+            seeds or samples are left out.
 
     Raises:
         ConfigError: no seeds, or one twice. RolloutError: no episode could be scored.
     """
-    all_seeds = parse_seeds(seeds)
+    keys = list(product(parse_seeds(seeds), range(samples_per_task)))
     num_before = pool.num_retries
-    played_by_seed = {
-        played_row.row.seed: played_row
-        for played_row in found
-        if played_row.env_id == env_id and played_row.row.seed in all_seeds
-    }
-    missing = [Task(env_id, seed, dict(options or {})) for seed in all_seeds if seed not in played_by_seed]
+    played_by_key = _by_key(found, env_id, keys)
+    missing = [key for key in keys if key not in played_by_key]
     # The ledger takes an episode's name only once: one pool evaluates repeatedly under other labels.
-    groups = await pool.run_tasks(missing, label=label)
-    if not played_by_seed:  # else there is an earlier result, and all that is missing may have failed
+    groups = await pool.run_tasks(
+        [Task(env_id, seed, dict(options or {})) for seed, _ in missing],
+        samples=[sample for _, sample in missing],
+        label=label,
+    )
+    if not played_by_key:  # else there is an earlier result, and all that is missing may have failed
         require_episodes(groups)
-    rows = {played_row.row.seed: played_row.row for played_row in played_by_seed.values()}
-    rows |= {group.task.seed: _row_of(group, env_return_of) for group in groups}
-    num_retries = pool.num_retries - num_before + sum(played_row.num_retries for played_row in played_by_seed.values())
-    return Evaluation(env_id, tuple(rows[seed] for seed in all_seeds), num_retries=num_retries)
+    rows = {key: played_row.row for key, played_row in played_by_key.items()}
+    rows |= {key: _row_of(group, env_return_of) for key, group in zip(missing, groups, strict=True)}
+    num_retries = pool.num_retries - num_before + sum(played_row.num_retries for played_row in played_by_key.values())
+    return Evaluation(env_id, tuple(rows[key] for key in keys), num_retries=num_retries)
 
 
-def evaluation_of_rows(env_ids: Sequence[str], seeds: Sequence[int], found: Sequence[PlayedRow]) -> Evaluation | None:
+def evaluation_of_rows(
+    env_ids: Sequence[str], seeds: Sequence[int], found: Sequence[PlayedRow], *, samples_per_task: int = 1
+) -> Evaluation | None:
     """Return an evaluation made of rows that are there already; None if one is missing."""
-    played_by_key = {(played.env_id, played.row.seed): played for played in found}
-    if not all((env_id, seed) in played_by_key for env_id in env_ids for seed in seeds):
-        return None
-    parts = []
+    keys, parts = list(product(seeds, range(samples_per_task))), list[Evaluation]()
     for env_id in env_ids:
-        played = [played_by_key[env_id, seed] for seed in seeds]
-        num_retries = sum(played_row.num_retries for played_row in played)
-        parts.append(Evaluation(env_id, tuple(played_row.row for played_row in played), num_retries=num_retries))
+        played_by_key = _by_key(found, env_id, keys)
+        if len(played_by_key) < len(keys):
+            return None
+        num_retries = sum(played_row.num_retries for played_row in played_by_key.values())
+        parts.append(Evaluation(env_id, tuple(played_by_key[key].row for key in keys), num_retries=num_retries))
     return join(parts)
+
+
+def _by_key(
+    found: Sequence[PlayedRow], env_id: str, keys: Sequence[tuple[int, int]]
+) -> dict[tuple[int, int], PlayedRow]:
+    """Return the rows of one environment with one of these seeds and samples."""
+    rows = {(played.row.seed, played.row.sample): played for played in found if played.env_id == env_id}
+    return {key: rows[key] for key in keys if key in rows}
 
 
 def in_one_unit(evaluations: Mapping[str, Evaluation]) -> dict[str, Evaluation]:
@@ -355,9 +453,10 @@ def restated(summary: Mapping[str, Any], unit: ScoreUnit) -> dict[str, Any]:
         # Cut off undecided is no success; the rate is a share of whole episodes, so that rounding finds their number.
         num_successes = sum(round((part["success_rate"] or 0.0) * part["num_episodes"]) for part in counted_parts)
         new_summary["success_rate"] = num_successes / num_episodes if num_episodes else 0.0
-        new_summary["success_interval"] = (
-            as_list(wilson_interval(num_successes, num_episodes)) if num_episodes else None
-        )
+        # The samples of each task are not in a summary: that there are as many trials as tasks is safe.
+        num_trials = min(num_episodes, sum(len(part["seeds"]) for part in counted_parts))
+        interval = wilson_interval(num_successes * num_trials / num_episodes, num_trials) if num_episodes else None
+        new_summary["success_interval"] = as_list(interval)
     return new_summary
 
 
@@ -372,8 +471,9 @@ def join(parts: Sequence[Evaluation]) -> Evaluation:
 
 def _row_of(group: TrajectoryGroup, env_return_of: Callable[[Trajectory], float | None] | None = None) -> EvaluationRow:
     if group.dropped:
-        dropped_episode = group.dropped[0]
-        return EvaluationRow(group.task.seed, None, None, 0, dropped_episode.outcome, dropped_episode.reason)
+        lost = group.dropped[0]
+        sample = member_of(lost.trajectory_id)
+        return EvaluationRow(group.task.seed, None, None, 0, lost.outcome, lost.reason, sample=sample)
     episode = group.trajectories[0]
     return PlayedRow.of(episode, None if env_return_of is None else env_return_of(episode)).row
 
@@ -398,160 +498,19 @@ def evaluation_table(evaluations: Mapping[str, Evaluation], *, width: int | None
     return table(head, rows, width=width)
 
 
-_Z_95 = 1.959963984540054  # the 97.5% point of the standard normal distribution
-_NUM_RESAMPLES = 10_000
-_MAX_RESAMPLED_NUMBERS = 2_000_000  # held at once, so that 100,000 episodes do not need gigabytes
-
-
-@dataclass(frozen=True, slots=True)
-class Interval:
-    """A 95% interval."""
-
-    low: float
-    high: float
-
-
-def wilson_interval(num_successes: int, num_trials: int) -> Interval:
-    """Return the 95% score interval of a success probability (Wilson 1927, without continuity correction).
-
-    With p = num_successes / num_trials, n = num_trials and z = 1.96: centre (p + z^2/2n) / (1 + z^2/n), half width
-    z sqrt(p (1 - p)/n + z^2/4n^2) / (1 + z^2/n). Unlike p +- z sqrt(p (1 - p)/n) it keeps its coverage near 0 and 1.
-
-    >>> interval = wilson_interval(0, 10)
-    >>> interval.low, round(interval.high, 4)
-    (0.0, 0.2775)
-    """
-    if num_trials < 1 or not 0 <= num_successes <= num_trials:
-        raise ConfigError(f"wilson_interval: expected 0 <= successes <= trials >= 1, got {num_successes}/{num_trials}")
-    n, p, z2 = num_trials, num_successes / num_trials, _Z_95**2
-    centre = (p + z2 / (2 * n)) / (1 + z2 / n)
-    half = _Z_95 * math.sqrt(p * (1 - p) / n + z2 / (4 * n * n)) / (1 + z2 / n)
-    # At the ends the exact bounds are 0 and 1; the subtraction only rounds to them.
-    low = 0.0 if num_successes == 0 else centre - half
-    high = 1.0 if num_successes == n else centre + half
-    return Interval(low, high)
-
-
-def bootstrap_mean_interval(values: Sequence[float], *, seed: int = 0) -> Interval | None:
-    """Return the 95% percentile bootstrap interval of the mean (Efron 1979), 10,000 resamples, seeded.
-
-    None for fewer than 2 values, from which no spread can be seen. If all values are equal the interval is that value,
-    which says nothing about values that were not drawn.
-    """
-    # And not Student's t: returns are often two-valued or skewed.
-    if len(values) < 2:
-        return None
-    sample = np.asarray(values, dtype=np.float64)
-    rng = generator(seed, "bootstrap")
-    block = max(1, _MAX_RESAMPLED_NUMBERS // len(sample))
-    means = np.concatenate(
-        [
-            sample[rng.integers(len(sample), size=(min(block, _NUM_RESAMPLES - done), len(sample)))].mean(axis=1)
-            for done in range(0, _NUM_RESAMPLES, block)
-        ]
-    )
-    low, high = np.quantile(means, [0.025, 0.975])
-    return Interval(float(low), float(high))
-
-
-def mcnemar_exact_p(num_only_first: int, num_only_second: int) -> float:
-    """Return the two-sided p-value of McNemar's exact test: are successes of one side more frequent on the same tasks?
-
-    Only pairs that differ count. Under the null hypothesis each of the n = num_only_first + num_only_second goes either
-    way with probability 1/2 (the sign test), so p = min(1, 2 P[Binomial(n, 1/2) <= min of the two]); 1 if no pair
-    differs.
-
-    >>> mcnemar_exact_p(0, 5)  # 2 / 2**5
-    0.0625
-    """
-    n = num_only_first + num_only_second
-    tail: int = sum(math.comb(n, k) for k in range(min(num_only_first, num_only_second) + 1))
-    p: float = 2 * tail / 2**n  # integers divide exactly, however large
-    return min(1.0, p)
-
-
-def as_list(interval: Interval | None) -> list[float] | None:
-    """Return an interval as JSON values."""
-    return None if interval is None else [interval.low, interval.high]
-
-
-def as_text(interval: Interval | None) -> str:
-    """Return an interval for a table for people."""
-    return "-" if interval is None else f"{interval.low:.3f} to {interval.high:.3f}"
-
-
-@dataclass(frozen=True, slots=True)
-class Comparison:
-    """Two evaluations of the same seeds, pair by pair; differences are second minus first.
-
-    Attributes:
-        num_pairs: seeds that both could score; everything below is about these.
-        difference_interval: 95% percentile bootstrap interval of it over pairs; None for a single pair.
-        num_only_first, num_only_second: seeds on which only that side succeeded; None without a notion of success.
-        success_p_value: McNemar's exact test, two-sided; None without a notion of success.
-    """
-
-    num_pairs: int
-    num_unpaired: int
-    mean_difference: float
-    difference_interval: Interval | None
-    num_only_first: int | None
-    num_only_second: int | None
-    success_p_value: float | None
-
-    def to_dict(self) -> dict[str, Any]:
-        """JSON values, the interval as [low, high] or None."""
-        return asdict(self) | {"difference_interval": as_list(self.difference_interval)}
-
-
-def compare(first: Evaluation, second: Evaluation) -> Comparison:
-    """Compare two evaluations; a ConfigError for different environments or seeds, or no scored seed in common."""
-    if first.env_id != second.env_id:
-        raise ConfigError(f"compare: evaluations of different environments, {first.env_id} and {second.env_id}")
-    first_rows, second_rows = _rows_by_task(first), _rows_by_task(second)
-    differing = {seed for _, seed in first_rows.keys() ^ second_rows.keys()}
-    if differing:
-        raise ConfigError(f"compare: evaluations of different seeds; only one side has {sorted(differing)[:5]}")
-    pairs: list[tuple[EvaluationRow, EvaluationRow]] = []
-    differences: list[float] = []
-    for task, a in first_rows.items():
-        b = second_rows[task]
-        if a.episode_return is not None and b.episode_return is not None:
-            pairs.append((a, b))
-            differences.append(b.episode_return - a.episode_return)
-    if not pairs:
-        raise ConfigError("compare: no seed was scored in both evaluations")
-    has_success = any(row.success is not None for pair in pairs for row in pair)
-    only_first = sum(a.success is True and b.success is not True for a, b in pairs)
-    only_second = sum(b.success is True and a.success is not True for a, b in pairs)
-    return Comparison(
-        num_pairs=len(pairs),
-        num_unpaired=len(first.rows) - len(pairs),
-        mean_difference=sum(differences) / len(pairs),
-        difference_interval=bootstrap_mean_interval(differences),
-        num_only_first=only_first if has_success else None,
-        num_only_second=only_second if has_success else None,
-        success_p_value=mcnemar_exact_p(only_first, only_second) if has_success else None,
-    )
-
-
-def _rows_by_task(evaluation: Evaluation) -> dict[tuple[str, int], EvaluationRow]:
-    return {(part.env_id, row.seed): row for part in evaluation.parts or (evaluation,) for row in part.rows}
-
-
-def comparison_table(comparison: Comparison, *, first: str, second: str, width: int | None = None) -> str:
-    """Return a table for people: what changed from the evaluation named `first` to that named `second`."""
+def pass_table(evaluations: Mapping[str, Evaluation], *, width: int | None = None) -> str:
+    """Return a table for people: the pass rates of each named evaluation; "" if none has several samples a task."""
     rows = [
-        ("pairs of episodes", str(comparison.num_pairs)),
-        ("mean return, difference", f"{comparison.mean_difference:+.3f}"),
-        ("  95% interval", as_text(comparison.difference_interval)),
+        (
+            name,
+            str(rate.k),
+            f"{rate.pass_at:.3f}",
+            as_text(rate.pass_at_interval),
+            f"{rate.pass_hat:.3f}",
+            as_text(rate.pass_hat_interval),
+            str(rate.num_tasks),
+        )
+        for name, result in evaluations.items()
+        for rate in result.pass_rates
     ]
-    if comparison.success_p_value is not None:
-        rows += [
-            (f"only {second} succeeded", str(comparison.num_only_second)),
-            (f"only {first} succeeded", str(comparison.num_only_first)),
-            ("p-value (McNemar, exact)", f"{comparison.success_p_value:.4g}"),
-        ]
-    if comparison.num_unpaired:
-        rows.append(("seeds left out (failed)", str(comparison.num_unpaired)))
-    return table((f"{second} against {first}", "value"), rows, width=width)
+    return table(("", "k", "pass@k", "95%", "pass^k", "95%", "tasks"), rows, width=width) if rows else ""

@@ -26,17 +26,24 @@ class GroupRequest:
     """`size` episodes of one task.
 
     `group_id` names the group in the run, and with it its episodes. `seed_name` is what the sampling seeds derive from
-    (with the run seed, the member and the attempt); None means the group id.
+    (with the run seed, the member and the attempt); None means the group id. Members count from `first_member`: parts
+    of a group can be asked for one by one.
     """
 
     group_id: str
     task: Task
     size: int
     seed_name: str | None = None
+    first_member: int = 0
 
     def __post_init__(self) -> None:
         if self.size < 1:
             raise ConfigError(f"GroupRequest {self.group_id}: size: expected at least 1, got {self.size}")
+
+    @property
+    def members(self) -> range:
+        """Return the numbers of the group's episodes."""
+        return range(self.first_member, self.first_member + self.size)
 
 
 # Called with every finished attempt and what became of it; a KEPT one may still be dropped with its group.
@@ -119,10 +126,11 @@ class RolloutPool:
 
     async def play_groups(self, requests: Sequence[GroupRequest]) -> tuple[TrajectoryGroup, ...]:
         """Play all groups at once, as `collect`, but also "all of them were dropped" is an answer."""
-        duplicates = [name for name, count in Counter(r.group_id for r in requests).items() if count > 1]
+        names = Counter((request.group_id, member) for request in requests for member in request.members)
+        duplicates = [name for (name, _), count in names.items() if count > 1]
         if duplicates:
             raise ConfigError(f"collect: group ids must be unique, but {duplicates[0]!r} occurs more than once")
-        members = [(request, member) for request in requests for member in range(request.size)]
+        members = [(request, member) for request in requests for member in request.members]
         results_by_id: dict[str, _Finished] = {}
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -135,14 +143,21 @@ class RolloutPool:
             raise _first_cause(error) from None
         return tuple(self._assemble(request, results_by_id) for request in requests)
 
-    async def run_tasks(self, tasks: Sequence[Task], *, label: str) -> tuple[TrajectoryGroup, ...]:
+    async def run_tasks(
+        self, tasks: Sequence[Task], *, label: str, samples: Sequence[int] | None = None
+    ) -> tuple[TrajectoryGroup, ...]:
         """Play one episode of each task, for evaluation: one group of size 1 per task, in their order.
 
-        `label` names the occasion: the same tasks can be played again under another one.
+        `label` names the occasion: the same tasks can be played again under another one. `samples` number the episodes
+        of tasks that are named several times; None: each is the first of its task.
         """
         # The label does not enter the sampling seeds: a task is sampled with the same seed on every occasion.
+        numbered = zip(tasks, samples or [0] * len(tasks), strict=True)
         return await self.play_groups(
-            [GroupRequest(f"{label}/{task.task_id}", task, size=1, seed_name=task.task_id) for task in tasks]
+            [
+                GroupRequest(f"{label}/{task.task_id}", task, size=1, seed_name=task.task_id, first_member=sample)
+                for task, sample in numbered
+            ]
         )
 
     async def _play_member(self, request: GroupRequest, member: int, results_by_id: dict[str, _Finished]) -> None:
@@ -208,7 +223,7 @@ class RolloutPool:
         return done.trajectory.outcome.is_infrastructure_failure
 
     def _assemble(self, request: GroupRequest, results_by_id: dict[str, _Finished]) -> TrajectoryGroup:
-        members = [results_by_id[_trajectory_id(request, member)] for member in range(request.size)]
+        members = [results_by_id[_trajectory_id(request, member)] for member in request.members]
         num_good = sum(result.reason is None for result in members)
         # At least two where two were asked for: one alone has nothing to be compared with. A hair below the product,
         # because 0.07 * 100 comes out a little above 7.
@@ -264,6 +279,11 @@ def _is_lost(trajectory: Trajectory) -> bool:
     if trajectory.outcome is Outcome.ENGINE_ERROR:
         return cause != error or cause.startswith(f"{EngineLostError.__name__}: ")
     return trajectory.outcome is Outcome.ENV_TIMEOUT
+
+
+def member_of(trajectory_id: str) -> int:
+    """Return the number of an episode in its group, from the id that a pool gave it."""
+    return int(trajectory_id.rpartition("/")[2])
 
 
 def _trajectory_id(request: GroupRequest, member: int) -> str:

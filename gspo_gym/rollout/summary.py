@@ -18,6 +18,8 @@ METRICS: Mapping[str, str] = MappingProxyType(
     {
         "rollout/reward_mean": "mean return over kept episodes",
         "rollout/reward_std": "population standard deviation of the return over kept episodes",
+        "rollout/uniform_reward_mean": "mean return over kept episodes of the groups whose tasks were not chosen by "
+        "training.adaptive_tasks, every eighth; absent without it, and where a step has none",
         "rollout/success_rate": "share of kept episodes that achieved the task, over environments that say so; absent "
         "where none does",
         "rollout/num_episodes": "kept episodes",
@@ -87,6 +89,12 @@ def rollout_metrics(
     return metrics | _tool_failures(episodes)
 
 
+def uniform_metrics(groups: Sequence[TrajectoryGroup]) -> dict[str, float]:
+    """Return the mean return of the groups whose tasks were not chosen by what they teach; {} for none."""
+    returns = [episode.reward for group in groups for episode in group.trajectories]
+    return {"rollout/uniform_reward_mean": sum(returns) / len(returns)} if returns else {}
+
+
 def source_metrics(groups: Sequence[TrajectoryGroup], *, success_of: Collection[str] = ()) -> dict[str, float]:
     """Return the main metrics of each environment by itself; only its losses where no episode was kept."""
     by_env: defaultdict[str, list[TrajectoryGroup]] = defaultdict(list)
@@ -149,6 +157,11 @@ class Mixture:
         self._shares = {env_id: 1 - sum(shares.values()), **shares}
         self._counts: Counter[str] = Counter()
         self._env_ids: list[str] = []
+
+    @property
+    def env_ids(self) -> tuple[str, ...]:
+        """Return the environments, the main one first."""
+        return tuple(self._shares)
 
     def env_of(self, number: int) -> str:
         """Return the environment of the group with that number, from 0."""

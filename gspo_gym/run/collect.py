@@ -24,7 +24,8 @@ from gspo_gym.learning.settings import OptimizerSettings, UpdateSettings
 from gspo_gym.learning.supervised import SupervisedReport, SupervisedStep, supervised_epochs
 from gspo_gym.policy.weight_sync import require_committed
 from gspo_gym.rollout.pool import GroupRequest, RolloutPool
-from gspo_gym.rollout.schedule import OnDemand, PlayedAhead, Schedule
+from gspo_gym.rollout.sampler import TaskCounts, TaskSampler, is_uniform
+from gspo_gym.rollout.schedule import MakeRequest, OnDemand, PlayedAhead, Schedule
 from gspo_gym.rollout.summary import Mixture
 from gspo_gym.run.process import Phases
 from gspo_gym.run.report.progress import Progress
@@ -47,6 +48,8 @@ class Collected:
         num_uncommitted: episodes left out, because the weights that sampled them were never committed.
         num_late: episodes given up as too old.
         returns: by trajectory id, where choosing the groups needed them.
+        uniform: the groups of `groups` whose tasks were drawn without regard to what was counted; () without an
+            adaptive sampler.
     """
 
     groups: tuple[TrajectoryGroup, ...]
@@ -57,6 +60,7 @@ class Collected:
     num_uncommitted: int = 0
     num_late: int = 0
     returns: Mapping[str, Returns] = field(default_factory=dict)
+    uniform: tuple[TrajectoryGroup, ...] = ()
 
 
 class Collector:
@@ -82,7 +86,15 @@ class Collector:
         self.plan = plan
         self._is_committed = is_committed
         self.pool = pool
-        self._schedule = _make_schedule(plan, pool, state or TrainState(), weight_version)
+        state = state or TrainState()
+        mixture, num_tasks = Mixture(plan.env_id, plan.mixture), plan.loop.adaptive_tasks
+        self._sampler = TaskSampler(plan.run.seed, mixture, num_tasks, state.task_counts)
+        self._numbers: dict[str, int] = {}  # of the groups that are asked for, by their names
+        self._schedule = _make_schedule(plan, pool, self._request, state, weight_version)
+
+    def _request(self, number: int, name: str) -> GroupRequest:
+        self._numbers[name] = number
+        return GroupRequest(name, self._sampler.task(number), size=self.plan.size.group_size)
 
     @property
     def num_tasks(self) -> int:
@@ -93,6 +105,11 @@ class Collector:
     def pending_tasks(self) -> tuple[int, ...]:
         """Return `Schedule.pending_tasks`."""
         return self._schedule.pending_tasks
+
+    @property
+    def task_counts(self) -> TaskCounts:
+        """Return what the choice of tasks goes by after the last step."""
+        return self._sampler.counts
 
     async def collect(self, step: int) -> Collected:
         """Return the groups of a step; if episodes are played ahead, ask for those of coming steps.
@@ -124,13 +141,30 @@ class Collector:
         if self._is_committed is not None:
             commit_check = require_committed(kept_groups, self._is_committed)
             kept_groups, num_uncommitted = commit_check.groups, commit_check.num_dropped
+        uniform = self._count_tasks(collection.groups, is_informative)
         return dataclasses.replace(
             collection,
             kept=kept_groups,
             num_uncommitted=num_uncommitted,
             num_late=self._schedule.finish(),  # asks for coming steps' groups, to be played while the learner works
             returns=returns,
+            uniform=uniform,
         )
+
+    def _count_tasks(
+        self, groups: Sequence[TrajectoryGroup], is_informative: Callable[[TrajectoryGroup], bool]
+    ) -> tuple[TrajectoryGroup, ...]:
+        """Count the groups of a step for the choice of coming tasks; return those that were chosen without it."""
+        group_by_number = {
+            self._numbers[group.trajectories[0].trajectory_id.rpartition("/")[0]]: group
+            for group in groups
+            if group.trajectories and self._sampler.is_adaptive
+        }
+        pending = self._schedule.pending_tasks
+        self._numbers = {name: number for name, number in self._numbers.items() if number in pending}
+        outcomes = {number: is_informative(group) for number, group in group_by_number.items()}
+        self._sampler.after_step(outcomes, pending)
+        return tuple(group for number, group in group_by_number.items() if is_uniform(number))
 
     async def close(self) -> None:
         """End the episodes in progress."""
@@ -138,15 +172,9 @@ class Collector:
 
 
 def _make_schedule(
-    plan: TrainPlan, pool: RolloutPool, state: TrainState, weight_version: Callable[[], int]
+    plan: TrainPlan, pool: RolloutPool, request: MakeRequest, state: TrainState, weight_version: Callable[[], int]
 ) -> Schedule:
     """Return the source of groups: the only difference between synchronous and pipelined training."""
-    mixture = Mixture(plan.env_id, plan.mixture)
-
-    def request(number: int, name: str) -> GroupRequest:
-        task = Task(mixture.env_of(number), training_seed(plan.run.seed, number))
-        return GroupRequest(name, task, size=plan.size.group_size)
-
     if plan.loop.max_staleness == 0:
         return OnDemand(pool.collect, request, num_tasks=state.num_tasks)
     return PlayedAhead(

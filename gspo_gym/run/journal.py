@@ -17,7 +17,7 @@ from gspo_gym.learning.tokens import TokenTable
 from gspo_gym.policy.weight_sync import versions_of
 from gspo_gym.rollout.evaluation import Evaluation, ScoreUnit
 from gspo_gym.rollout.schedule import staleness_metrics
-from gspo_gym.rollout.summary import rollout_metrics, source_metrics
+from gspo_gym.rollout.summary import rollout_metrics, source_metrics, uniform_metrics
 from gspo_gym.run.collect import Collected, batch_metrics
 from gspo_gym.run.recording import RunRecorder
 from gspo_gym.run.report.progress import Progress
@@ -142,6 +142,7 @@ class Journal:
             **(staleness_metrics(groups, version=step - 1, num_dropped=collected.num_late) if is_ahead else {}),
             **learned,
             **batch_metrics(collected, built),
+            **uniform_metrics(collected.uniform),
             **({} if self._more_metrics is None else self._more_metrics(step, groups)),
             "time/rollout_seconds": times.collected - times.started,
             "time/update_seconds": times.finished - times.collected,

@@ -294,6 +294,9 @@ def _numbers(evaluation: Mapping[str, Any]) -> Iterator[tuple[str, float, list[f
     for name, interval in (("success_rate", "success_interval"), ("mean_return", "mean_return_interval")):
         if evaluation.get(name) is not None:
             yield name, evaluation[name], evaluation.get(interval)
+    for rate in evaluation.get("pass_rates", ()):
+        yield f"pass@{rate['k']}", rate["pass_at"], rate["pass_at_interval"]
+        yield f"pass^{rate['k']}", rate["pass_hat"], rate["pass_hat_interval"]
 
 
 def _result(evaluation: Mapping[str, Any]) -> dict[str, Any]:

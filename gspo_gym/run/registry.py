@@ -20,7 +20,8 @@ from typing import Any
 from gspo_gym.base.files import flat_items, make_folder, writing
 from gspo_gym.errors import ConfigError, GymError, RecordError, StorageError
 from gspo_gym.policy.checkpoint_folder import CheckpointFolder
-from gspo_gym.rollout.evaluation import Evaluation, compare
+from gspo_gym.rollout.comparison import compare
+from gspo_gym.rollout.evaluation import Evaluation
 from gspo_gym.run.folders import run_folders
 from gspo_gym.run.process import (
     LOCK_FILE,

@@ -122,6 +122,13 @@ class LoopSettings(Settings):
             "the batch, or are replaced by groups of fresh tasks in at most ten rounds (arXiv 2503.14476, section 3.2)"
         ),
     )
+    adaptive_tasks: int | None = Field(
+        default=None,
+        ge=0,
+        description="how many tasks of each environment, such as the rows of a data set, groups choose from, "
+        "those more often whose episodes lately did not all earn the same (rollout/sampler.py); 0: the environments of "
+        "[[rollout.mixture]] are chosen from, such as a game at several sizes; absent: every task in turn",
+    )
     max_idle_iters: int = Field(
         default=10,
         gt=0,
@@ -155,6 +162,12 @@ class EvaluationSettings(Settings):
     )
     seeds: tuple[int, ...] | str | None = Field(
         default=None, description='a list of integers, or text like "0:100" (100 left out) or "1,5,20:25"'
+    )
+    samples_per_task: int = Field(
+        default=1,
+        gt=0,
+        description="episodes of each task; above 1 also pass@k (one of k samples succeeds) and pass^k (all do), "
+        "for k = 2, 4, 8 ... (arXiv 2107.03374, eq. 1; 2406.12045)",
     )
     every_n_iters: int = Field(default=10, gt=0, description="iterations between evaluations")
     temperature: float = Field(
@@ -260,7 +273,8 @@ class TrainPlan:
         mixture: further environments, and the fraction of groups of each; the rest plays `env_id`.
 
     Raises:
-        ConfigError: constant groups are to be left out although they teach something, or samples would be older than
+        ConfigError: constant groups are to be left out, or tasks chosen by whether their groups are constant, although
+            constant groups teach something; there is nothing to choose from; or samples would be older than
             they may be from the start.
     """
 
@@ -275,9 +289,11 @@ class TrainPlan:
     mixture: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        adaptive = self.loop.adaptive_tasks, self.advantages.baseline
         for key, problem in (
             ("max_staleness", staleness_problem(self.loop)),
             ("constant_groups", constant_groups_problem(self.loop.constant_groups, self.advantages.baseline)),
+            ("adaptive_tasks", adaptive_tasks_problem(*adaptive, has_mixture=bool(self.mixture))),
         ):
             if problem is not None:
                 raise ConfigError(f"training.{key}: {problem}")
@@ -303,3 +319,20 @@ def constant_groups_problem(constant_groups: ConstantGroups, baseline: str) -> s
         f'"{constant_groups}" leaves out groups that teach nothing, but with advantages.baseline "{baseline}" they do: '
         'set "keep"'
     )
+
+
+def adaptive_tasks_problem(num_tasks: int | None, baseline: str, *, has_mixture: bool) -> str | None:
+    """Return why tasks cannot be chosen by whether their groups are informative; None if they can, or are not."""
+    if num_tasks is None:
+        return None
+    if baseline not in ("group", "leave_one_out"):
+        return (
+            "chooses tasks of which the episodes of a group do not all earn the same, but with advantages.baseline "
+            f'"{baseline}" the others teach, too: set "leave_one_out", or remove this'
+        )
+    if num_tasks == 0 and not has_mixture:
+        return (
+            "0 chooses from the environments of [[rollout.mixture]], and there is none: give the number of training "
+            "tasks, such as the rows of the data set, or remove this"
+        )
+    return None

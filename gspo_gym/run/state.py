@@ -20,6 +20,7 @@ from gspo_gym.errors import CheckpointError
 from gspo_gym.learning.advantages import RunningReturns
 from gspo_gym.policy.manifest import EVALUATION_NUMBERS
 from gspo_gym.rollout.evaluation import Evaluation, ScoreUnit, restated
+from gspo_gym.rollout.sampler import TaskCounts
 from gspo_gym.rollout.summary import PlayedReturns
 from gspo_gym.run.process import Phases
 from gspo_gym.run.settings import LoopSettings
@@ -37,7 +38,7 @@ class TrainState:
     the optimizer had a gradient to go by, and `idle_steps` those, in a row up to now, which taught nothing. `last_seq`
     is that of the run's events when the checkpoint was taken; None: an earlier version took it. `num_mismatches` counts
     the steps, in a row up to now, in which engine and learner disagreed; `attempts` is the evidence of failed ones, and
-    `selection` that of task apps' returns.
+    `selection` that of task apps' returns. `task_counts` is what the choice of tasks goes by.
     """
 
     step: int = 0
@@ -60,6 +61,7 @@ class TrainState:
     num_mismatches: int = 0
     attempts: AttemptEvidence = field(default_factory=AttemptEvidence)
     selection: SelectionEvidence = field(default_factory=SelectionEvidence)
+    task_counts: TaskCounts = field(default_factory=TaskCounts)
 
     @property
     def last_evaluated(self) -> int | None:
@@ -119,6 +121,7 @@ class TrainState:
         selection["recent"] = tuple(
             PlayedReturns(tuple(step["kept"]), tuple(step["lost"])) for step in selection.get("recent", ())
         )
+        task_counts = TaskCounts.from_json(values.get("task_counts", {}))
         return cls(
             **{
                 **values,
@@ -127,6 +130,7 @@ class TrainState:
                 "pending_tasks": pending,
                 "attempts": AttemptEvidence(**attempts),
                 "selection": SelectionEvidence(**selection),
+                "task_counts": task_counts,
                 "undecided": tuple(values.get("undecided", ())),
                 "score_unit": None if unit is None else ScoreUnit(unit["name"], tuple(unit["success_of"])),
             }

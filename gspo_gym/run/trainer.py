@@ -194,6 +194,7 @@ class Trainer:
             step=step,
             num_tasks=self._collector.num_tasks,
             pending_tasks=self._collector.pending_tasks,
+            task_counts=self._collector.task_counts,
             num_episodes=state.num_episodes + built_batch.counts.num_trajectories,
             sampled_tokens=state.sampled_tokens + int(metrics["rollout/sampled_tokens"]),
             trained_tokens=state.trained_tokens + int(metrics.get("batch/trained_tokens", 0)),

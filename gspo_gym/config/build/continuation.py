@@ -143,7 +143,9 @@ def find_restored(config: RunConfig) -> Start | None:
         state = dataclasses.replace(state, running=theirs.running)
     if "tasks" in parts:
         _require_same_tasks(config, checkpoint.folder.parents[1] / "config.toml")
-        state = dataclasses.replace(state, num_tasks=theirs.num_tasks, pending_tasks=theirs.pending_tasks)
+        state = dataclasses.replace(
+            state, num_tasks=theirs.num_tasks, pending_tasks=theirs.pending_tasks, task_counts=theirs.task_counts
+        )
     if "step" in parts:
         if theirs.step >= config.size.num_iterations:
             raise ConfigError(
@@ -158,7 +160,7 @@ def _require_same_tasks(config: RunConfig, path: Path) -> None:
     """Refuse to continue another run's task numbers if the numbers mean other tasks here.
 
     Raises:
-        ConfigError: its configuration, if it is there, has another seed or other environments.
+        ConfigError: its configuration, if it is there, has another seed, other environments or another choice of tasks.
     """
     if not path.is_file():
         return
@@ -167,4 +169,10 @@ def _require_same_tasks(config: RunConfig, path: Path) -> None:
         raise ConfigError(
             f'run.restore: "tasks" are those of run.seed and [rollout]; expected them as in {path} (seed '
             f'{theirs.run.seed}, {theirs.rollout.env_name}), or leave "tasks" out'
+        )
+    num_tasks, their_num = config.training.adaptive_tasks, theirs.training.adaptive_tasks
+    if num_tasks != their_num:
+        raise ConfigError(
+            f'run.restore: "tasks" are chosen by training.adaptive_tasks = {their_num} in {path}, and by {num_tasks} '
+            'here: take that, or leave "tasks" out'
         )

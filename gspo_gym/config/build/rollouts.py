@@ -31,7 +31,7 @@ from gspo_gym.rollout.episode import PlayEpisode, episode_player
 from gspo_gym.rollout.evaluation import Evaluation, KeptRows, PlayedRow, evaluate, join
 from gspo_gym.rollout.ledger import Disposition, Ledger
 from gspo_gym.rollout.limits import EpisodeLimits, PoolLimits, Scoring
-from gspo_gym.rollout.pool import OnEpisode, RolloutPool
+from gspo_gym.rollout.pool import OnEpisode, RolloutPool, member_of
 from gspo_gym.rollout.summary import play_by_environment
 from gspo_gym.run.collect import WarmupPlan
 from gspo_gym.run.judging import Judging
@@ -356,6 +356,7 @@ def _evaluation_of(
                 pool,
                 name,
                 config.evaluation_seeds,
+                samples_per_task=config.evaluation.samples_per_task,
                 label=label,
                 env_return_of=lambda episode: env_returns[episode.trajectory_id],
                 found=kept_rows.found,
@@ -365,7 +366,7 @@ def _evaluation_of(
         # Episodes end in any order; files of two evaluations should be comparable line by line.
         if keep is not None:
             order = {name: number for number, name in enumerate(names)}
-            keep(label, sorted(episodes, key=lambda t: (order[t.task.env_id], t.task.seed)))
+            keep(label, sorted(episodes, key=lambda t: (order[t.task.env_id], t.task.seed, member_of(t.trajectory_id))))
         return join(results)
 
     return run

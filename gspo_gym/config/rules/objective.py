@@ -19,7 +19,7 @@ from gspo_gym.learning.settings import (
     with_following_defaults,
 )
 from gspo_gym.learning.surrogate_keys import with_following_clips
-from gspo_gym.run.settings import constant_groups_problem, staleness_problem
+from gspo_gym.run.settings import adaptive_tasks_problem, constant_groups_problem, staleness_problem
 
 # Values that `algorithm.variety` allows, the default first; keys that are not listed are free.
 VARIETIES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
@@ -313,6 +313,12 @@ def _baseline_has_siblings(c: RunRecord) -> str | None:
 @rule("training.constant_groups")
 def _constant_groups_are_worthless(c: RunRecord) -> str | None:
     return constant_groups_problem(c.training.constant_groups, c.advantages.baseline)
+
+
+@rule("training.adaptive_tasks")
+def _tasks_are_chosen_by_what_teaches(c: RunRecord) -> str | None:
+    has_mixture = bool(c.rollout.mixture)
+    return adaptive_tasks_problem(c.training.adaptive_tasks, c.advantages.baseline, has_mixture=has_mixture)
 
 
 _REWARDS_ACT = (

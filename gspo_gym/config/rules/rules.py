@@ -197,6 +197,16 @@ def _evaluation_has_seeds(c: RunRecord) -> str | None:
     return None
 
 
+@rule("evaluation.samples_per_task")
+def _samples_of_a_task_differ(c: RunRecord) -> str | None:
+    if c.evaluation.samples_per_task == 1 or c.evaluation.temperature > 0:
+        return None
+    return (
+        "expected 1 with evaluation.temperature = 0, which plays the same episode again, got "
+        f"{c.evaluation.samples_per_task}: raise the temperature, or remove this"
+    )
+
+
 @rule("optimizer.schedule")
 def _decay_has_room(c: RunRecord) -> str | None:
     return c.optimizer.decay_problem(c.size.num_optimizer_steps)

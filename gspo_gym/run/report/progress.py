@@ -483,8 +483,12 @@ def _program() -> list[str]:
 
 
 def _evaluation_episodes(folder: Path, step: int) -> list[Trajectory]:
+    """Return the first episode of each task."""
     (path,) = episode_paths(folder, f"eval_{step:06d}")
-    return read_episodes(path)
+    first_samples: dict[str, Trajectory] = {}
+    for episode in read_episodes(path):
+        first_samples.setdefault(episode.task.task_id, episode)
+    return list(first_samples.values())
 
 
 def _most_improved(first: Sequence[Trajectory], last: Sequence[Trajectory]) -> int:

@@ -54,7 +54,15 @@ def test_a_saved_evaluation_is_a_run_that_episodes_report_and_runs_open(capsys: 
     told = capsys.readouterr().out
     assert "failed: gspo_gym/GuessNumber-v0#" in told
     assert told.splitlines()[-1] == "the episodes are in kept/here: gspo-gym episodes kept/here --failed"
-    there = ["config.toml", "episodes", "events.jsonl", "process.json", "summary.json", "tokenizer.json"]
+    there = [
+        "config.toml",
+        "episodes",
+        "evaluation.json",
+        "events.jsonl",
+        "process.json",
+        "summary.json",
+        "tokenizer.json",
+    ]
     assert sorted(path.name for path in Path("kept/here").iterdir() if path.name != ".lock") == there
     rows = json.loads(Path("r.json").read_text())["evaluations"]["tiny:qwen3-64"]["rows"]
     run = open_run("kept/here")
@@ -86,9 +94,10 @@ def test_a_folder_that_holds_something_is_refused_before_anything_is_played(caps
     assert evaluate("--model", "scripted:random", "--save", "once") == 0
     capsys.readouterr()
     for folder, why in (("once", "holds a run or an evaluation already"), ("notes", "is not empty")):
-        for more in ([], ["--resume"]):
-            assert evaluate("--model", "scripted:random", "--save", folder, *more) == 2
-            assert f"{folder}: {why}" in capsys.readouterr().err
+        assert evaluate("--model", "scripted:random", "--save", folder) == 2
+        assert f"{folder}: {why}" in capsys.readouterr().err
+    assert evaluate("--model", "scripted:random", "--save", "notes", "--resume") == 2
+    assert "notes: is not empty" in capsys.readouterr().err
     assert [path.name for path in Path("notes").iterdir()] == ["mine.txt"]
 
 
@@ -120,3 +129,122 @@ def test_an_interrupted_one_goes_on_with_the_episodes_that_it_has(capsys: Any, m
     assert sorted(seen) == list(range(6))  # none was played twice
     assert [each.task.seed for each in open_run("part").episodes()] == list(range(6))
     assert not Path("part/evaluation.part").exists()
+
+
+def interrupt_after(monkeypatch: pytest.MonkeyPatch, number: int) -> list[tuple[int, int]]:
+    """Interrupt when the episode of that number is kept; return the list of seeds and samples that are."""
+    from gspo_gym.base import files
+
+    append, seen = files.PartFile.append, list[tuple[int, int]]()
+
+    def interrupted(self: Any, item: Any) -> None:
+        append(self, item)
+        seen.append((item["seed"], item["sample"]))
+        if len(seen) == number:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(files.PartFile, "append", interrupted)
+    return seen
+
+
+def test_a_finished_evaluation_is_shown_again_and_not_played_again(
+    capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = ["--model", "scripted:random", "--against", "scripted:reference", "--save", "once"]
+    assert evaluate(*command, "--json", "first.json") == 0
+    tables = capsys.readouterr().out.partition("p-value")[0]
+    seen = interrupt_after(monkeypatch, 1)
+    assert evaluate(*command, "--json", "second.json", "--resume") == 0
+    done = capsys.readouterr()
+    assert done.err.startswith("once/evaluation.json: all episodes are there already\n")
+    assert done.out.partition("p-value")[0] == tables
+    assert seen == []
+    assert json.loads(Path("first.json").read_text()) == json.loads(Path("second.json").read_text())
+    assert evaluate(*command, "--seeds", "0:3", "--resume") == 2
+    assert "once/evaluation.json is of another evaluation: config.evaluation.instances: expected 3" in (
+        capsys.readouterr().err
+    )
+    Path("once/evaluation.json").write_text("{}")
+    assert evaluate(*command, "--resume") == 2
+    assert "once/evaluation.json: KeyError" in capsys.readouterr().err
+
+
+SUITE = """
+[evaluations.three]
+config = "c.toml"
+[evaluations.eight]
+config = "c.toml"
+rollout = { env_config = { high = 8 }, max_turns = 2, max_concurrent_rollouts = 1 }
+evaluation = { seeds = "0:2", samples_per_task = 4 }
+"""
+
+
+def test_a_suite_goes_on_where_it_was_interrupted_and_is_one_table(
+    capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Six episodes of each of two players in the first evaluation, eight in the second; the fifteenth is of that."""
+    Path("suite.toml").write_text(SUITE)
+    suite = ["evaluate", "suite.toml", "--model", "scripted:random", "--against", "scripted:reference"]
+    assert main(suite) == 2
+    assert "suite.toml names several evaluations: expected --save FOLDER" in capsys.readouterr().err
+    seen = interrupt_after(monkeypatch, 15)
+    command = [*suite, "--save", "board", "--json", "board.json"]
+    assert main(command) == 130
+    assert "3 of 16 episodes are in board/eight/evaluation.part; go on with --resume" in capsys.readouterr().err
+    assert main(command) == 2
+    assert "board: is not empty; go on with what it holds by --resume" in capsys.readouterr().err
+
+    assert main([*command, "--resume"]) == 0
+    assert len(seen) == 12 + 16
+    assert sorted(seen[12:]) == sorted(2 * [(seed, sample) for seed in range(2) for sample in range(4)])
+    done = capsys.readouterr()
+    assert "board/three/evaluation.json: all episodes are there already" in done.err
+    for name in ("three: scripted:random", "eight: scripted:reference", "against scripted:reference", "pass^k"):
+        assert name in done.out
+    board = json.loads(Path("board.json").read_text())
+    reference = {name: board[name]["evaluations"]["scripted:reference"] for name in board}
+    assert [len(reference[name]["rows"]) for name in ("three", "eight")] == [6, 8]
+    assert [rate["k"] for rate in reference["eight"]["pass_rates"]] == [2, 4]
+    assert board["three"]["comparison"]["num_pairs"] == 6
+    assert board["eight"]["comparison"]["num_pairs"] == 2
+    assert [each.task.seed for each in open_run("board/eight/model").episodes()] == [0] * 4 + [1] * 4
+
+    assert main([*command, "--resume"]) == 0
+    assert len(seen) == 12 + 16
+    assert capsys.readouterr().out == done.out
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("evaluations = 3", "expected tables [evaluations.NAME] and nothing else, got ['evaluations']"),
+        (f'{SUITE}\n[model]\nlabel = "x"', "and nothing else, got ['evaluations', 'model']"),
+        ('[evaluations."a b"]\nconfig = "c.toml"', "evaluations.a b: expected a name of at most 64 letters"),
+        (
+            "[evaluations.a]\nseeds = 3",
+            'evaluations.a: expected config = "FILE", the configuration',
+        ),
+        (SUITE.replace("high = 8", "hihg = 8"), "hihg"),
+        (SUITE.replace("max_turns", "max_turn"), "rollout.max_turn"),
+    ],
+)
+def test_a_suite_that_makes_no_sense_is_refused_before_anything_is_played(text: str, message: str, capsys: Any) -> None:
+    Path("suite.toml").write_text(text)
+    assert main(["evaluate", "suite.toml", "--model", "scripted:random", "--save", "board"]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_suite_finds_configurations_beside_it_and_in_the_package(tmp_path: Path) -> None:
+    from gspo_gym.cli.suites import read_suite
+
+    (tmp_path / "deep").mkdir()
+    (tmp_path / "deep" / "own.toml").write_text(CONFIG)
+    text = '[evaluations.a]\nconfig = "own.toml"\n[evaluations.b]\nconfig = "quickstart"\nrollout.max_turns = 2\n'
+    (tmp_path / "deep" / "suite.toml").write_text(text)
+    suite = read_suite(str(tmp_path / "deep" / "suite.toml"))
+    assert suite is not None
+    configs = {name: entry.load(["evaluation.seeds=0:3"]) for name, entry in suite.items()}
+    assert {name: config.model.label for name, config in configs.items()} == {"a": "words", "b": "quickstart"}
+    assert configs["b"].rollout.max_turns == 2
+    assert {config.evaluation.seeds for config in configs.values()} == {"0:3"}
+    assert read_suite("c.toml") is None

@@ -27,7 +27,8 @@ from gspo_gym.judge.base import Rubrics
 from gspo_gym.judge.blend import RewardBlend
 from gspo_gym.judge.rescoring import rescore, side_by_side
 from gspo_gym.judge.rubric import Criterion, Rubric
-from gspo_gym.rollout.evaluation import Evaluation, EvaluationRow, compare, comparison_table, evaluation_table
+from gspo_gym.rollout.comparison import compare, comparison_table
+from gspo_gym.rollout.evaluation import Evaluation, EvaluationRow, evaluation_table
 from gspo_gym.run.report.progress import print_before_after
 from gspo_gym.types import Outcome
 

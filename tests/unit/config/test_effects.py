@@ -114,6 +114,7 @@ OTHER = {
     "training.constant_groups": ("drop", {}),
     "training.max_staleness": (1, {"correction.old_logprobs": "rollout"}),
     "training.max_idle_iters": (3, {}),
+    "training.adaptive_tasks": (5, {}),
     "training.step_rewards_enabled": (False, {}),
     "training.step_rewards_mode": ("off", {}),
     "training.step_rewards_beta": (0.1, DECISIONS),
@@ -203,6 +204,8 @@ APPS = "tests/unit/config/build/test_apps.py::"
 SYNC = "tests/unit/config/build/test_weight_sync_settings.py::"
 SHOWN_BY = {
     "run.tags": "tests/unit/config/test_hosted.py::test_tags_are_kept_with_the_run",
+    "evaluation.samples_per_task": "tests/unit/cli/test_evaluate_save.py::"
+    "test_a_suite_goes_on_where_it_was_interrupted_and_is_one_table",
     "run.stop_grace_seconds": "tests/unit/run/test_stopping.py::test_a_run_that_hangs_leaves_when_its_grace_is_over",
     # one legal value: any other is refused
     "algorithm.type": "tests/unit/config/test_problems.py::test_a_wrong_value_is_named_with_what_was_expected",

@@ -404,6 +404,18 @@ def test_a_flat_reward_is_told_from_a_rising_and_from_a_falling_one():
     assert "lower it to 0.001" in falling.suggestion  # 2e-3 / 2
 
 
+def test_of_tasks_that_are_chosen_the_uniform_slice_must_rise():
+    def check(slope_of_all: float, slope_of_slice: float) -> Finding | None:
+        lines = zip(with_noise(0.2, slope_of_all), with_noise(0.2, slope_of_slice), strict=True)
+        metrics = [line | {"rollout/uniform_reward_mean": own["rollout/reward_mean"]} for line, own in lines]
+        found = playing.reward_does_not_rise(RunView(config=CONFIG, metrics=metrics))
+        assert not isinstance(found, list)
+        return found
+
+    assert check(-0.12 / 27, 0.10 / 27) is None
+    assert "rollout/uniform_reward_mean was" in only(check(0.10 / 27, 0.0)).evidence
+
+
 def test_a_flat_reward_is_no_news_in_a_short_run_or_at_the_top():
     assert playing.reward_does_not_rise(RunView(config=CONFIG, metrics=with_noise(0.2, 0.0, num_steps=29))) is None
     assert playing.reward_does_not_rise(RunView(config=CONFIG, metrics=with_noise(0.2, 0.0, num_steps=30))) is not None

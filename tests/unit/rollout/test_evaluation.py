@@ -23,26 +23,24 @@ from gspo_gym.env.rewards import Reward
 from gspo_gym.errors import ConfigError, RolloutError
 from gspo_gym.policy.load import tiny_tokenizer
 from gspo_gym.rollout.actors import ScriptedActor, policy_of
+from gspo_gym.rollout.comparison import compare, comparison_table
 from gspo_gym.rollout.episode import episode_player
 from gspo_gym.rollout.evaluation import (
     Evaluation,
     EvaluationRow,
-    Interval,
     PlayedRow,
     ScoreUnit,
-    bootstrap_mean_interval,
-    compare,
-    comparison_table,
     evaluate,
     evaluation_of_rows,
     evaluation_table,
     in_one_unit,
     join,
+    pass_table,
     restated,
-    wilson_interval,
 )
 from gspo_gym.rollout.limits import EpisodeLimits, PoolLimits
 from gspo_gym.rollout.pool import RolloutPool
+from gspo_gym.rollout.statistics import Interval, bootstrap_mean_interval, share_interval, wilson_interval
 from gspo_gym.types import Outcome
 
 
@@ -67,16 +65,23 @@ class SilentDice(Dice):
     says_success = False
 
 
-def pool_for(env_type: type[Dice] = Dice, *, max_turns: int = 2) -> RolloutPool:
+def pool_for(
+    env_type: type[Dice] = Dice,
+    *,
+    max_turns: int = 2,
+    policy: Any = lambda env, rng: lambda messages: "go",
+    on_episode: Any = None,
+) -> RolloutPool:
     return RolloutPool(
         play=episode_player(
             make_env=lambda task: env_type(),
-            act=ScriptedActor(lambda env, rng: lambda messages: "go"),
+            act=ScriptedActor(policy),
             renderers=RendererCache(tiny_tokenizer()),
             limits=EpisodeLimits(max_turns=max_turns, max_output_tokens=8, max_model_len=256),
         ),
         pool_limits=PoolLimits(max_attempts=2),
         run_seed=0,
+        on_episode=on_episode,
     )
 
 
@@ -332,9 +337,9 @@ def test_the_tables_say_what_the_records_say() -> None:
     names, values = shown(compared.replace("  95% interval", "95% interval"))
     facts = dict(zip(names, values, strict=True))
     assert facts["mean return, difference"] == "+0.500"
-    assert facts["only after succeeded"] == "1"
+    assert facts["after succeeded more often"] == "1"
     assert facts["p-value (McNemar, exact)"] == "1"
-    assert facts["seeds left out (failed)"] == "1"
+    assert facts["tasks left out (failed)"] == "1"
 
 
 def test_the_score_is_the_success_rate_or_else_the_mean_return() -> None:
@@ -410,3 +415,107 @@ def test_the_summary_holds_the_four_facts_and_the_sentence_says_them() -> None:
 
 def test_intervals_are_records() -> None:
     assert evaluation(row(0, 1.0), row(1, 1.0)).mean_return_interval == Interval(1.0, 1.0)
+
+
+class Digits(Dice):
+    """One turn, worth the digit that was said, and won by more than 4."""
+
+    def step(self, action: str) -> Any:
+        return "", Reward({"digit": float(action)}, success=int(action) > 4), True, False, {}
+
+
+def says_digits(env: Any, rng: Any) -> Any:
+    return lambda messages: str(int(rng.integers(10)))
+
+
+def test_samples_of_a_task_differ_and_the_first_is_the_same_however_many_follow() -> None:
+    one = asyncio.run(evaluate(pool_for(Digits, policy=says_digits), "Dice-v0", range(5)))
+    many = asyncio.run(evaluate(pool_for(Digits, policy=says_digits), "Dice-v0", range(5), samples_per_task=4))
+    assert [(each.seed, each.sample) for each in many.rows] == [(seed, n) for seed in range(5) for n in range(4)]
+    assert many.rows[::4] == one.rows
+    assert len({each.episode_return for each in many.rows}) > 5
+    again = asyncio.run(evaluate(pool_for(Digits, policy=says_digits), "Dice-v0", [3], samples_per_task=2))
+    assert again.rows == many.rows[12:14]
+
+
+def test_only_missing_samples_are_played_again() -> None:
+    found = [PlayedRow("Dice-v0", sampled(3, sample, -7.0), 1) for sample in (0, 2, 9)]
+    episodes: list[str] = []
+    pool = pool_for(Digits, policy=says_digits, on_episode=lambda episode, _: episodes.append(episode.trajectory_id))
+    result = asyncio.run(evaluate(pool, "Dice-v0", [3], samples_per_task=3, found=found))
+    assert episodes == ["evaluation/Dice-v0#3/1"]
+    assert [each.episode_return == -7.0 for each in result.rows] == [True, False, True]
+    assert result.num_retries == 2
+    whole = [*found, PlayedRow("Dice-v0", result.rows[1], 0)]
+    assert evaluation_of_rows(["Dice-v0"], [3], whole, samples_per_task=3) == result
+    assert evaluation_of_rows(["Dice-v0"], [3], found, samples_per_task=3) is None
+
+
+def test_a_sample_that_fails_is_counted_and_the_others_stay() -> None:
+    result = asyncio.run(evaluate(pool_for(Digits, policy=says_digits), "Dice-v0", [13, 2], samples_per_task=2))
+    assert [(each.seed, each.sample, each.error is None) for each in result.rows] == [
+        *((13, 0, False), (13, 1, False), (2, 0, True), (2, 1, True)),
+    ]
+    assert (result.num_episodes, result.num_failed, len(result.tasks)) == (2, 2, 1)
+
+
+def sampled(seed: int, sample: int, episode_return: float | None, success: bool | None = None) -> EvaluationRow:
+    outcome = Outcome.TERMINATED if episode_return is not None else Outcome.ENV_ERROR
+    return EvaluationRow(seed, episode_return, success, 1, outcome, sample=sample)
+
+
+def task(seed: int, successes: str) -> list[EvaluationRow]:
+    """Samples of a task: 1 succeeded, 0 did not, x failed; the return is what success is worth."""
+    signs = enumerate(successes)
+    return [sampled(seed, n, None) if sign == "x" else sampled(seed, n, float(sign), sign == "1") for n, sign in signs]
+
+
+def test_pass_rates_by_hand() -> None:
+    # 1 of 4, 3 of 4. pass@2: 1 - C(3,2)/6 = 1/2 and 1 - 0; pass^2: 0 and C(3,2)/6 = 1/2.
+    result = evaluation(*task(0, "1000"), *task(1, "0111"))
+    assert [(rate.k, rate.num_tasks, rate.pass_at, rate.pass_hat) for rate in result.pass_rates] == [
+        *((2, 2, 3 / 4, 1 / 4), (4, 2, 1.0, 0.0)),
+    ]
+    assert result.success_rate == 1 / 2
+    assert result.success_interval == share_interval([1 / 4, 3 / 4], [4, 4])
+    assert result.pass_rates[0].pass_at_interval == share_interval([1 / 2, 1.0], [4, 4], is_weighted=False)
+    assert result.pass_rates[1].pass_at_interval == wilson_interval(2, 2)
+    assert result.mean_return_interval == bootstrap_mean_interval([1 / 4, 3 / 4])
+    assert result.sentence().startswith("success 0.500 (95% ")
+    assert ", pass@4 1.000, pass^4 0.000, mean return 0.500" in result.sentence()
+    data = json.loads(json.dumps(result.to_dict()))
+    assert [rate["pass_at"] for rate in data["pass_rates"]] == [3 / 4, 1.0]
+    assert Evaluation.from_dict(data) == result
+    shown_rates = shown(pass_table({"a": result, "b": evaluation(row(0, 1.0, True))}, width=200))
+    assert shown_rates[:3] == [["a", "a"], ["2", "4"], ["0.750", "1.000"]]
+    assert pass_table({"b": evaluation(row(0, 1.0, True))}) == ""
+
+
+def test_pass_rates_leave_out_tasks_with_fewer_samples_and_are_of_every_power_of_two() -> None:
+    # Of task 0 three samples count, 1 of them a success: pass@2 = 1 - C(2,2)/C(3,2) = 2/3.
+    result = evaluation(*task(0, "x100"), *task(1, "1111"))
+    rates = [(rate.k, rate.num_tasks, rate.pass_at) for rate in result.pass_rates]
+    assert rates == [(2, 2, (2 / 3 + 1) / 2), (4, 1, 1.0)]
+    assert [rate.k for rate in evaluation(*task(0, "1" * 11)).pass_rates] == [2, 4, 8, 11]
+    assert evaluation(*task(0, "1")).pass_rates == ()
+    assert evaluation(sampled(0, 0, 1.0), sampled(0, 1, 2.0)).pass_rates == ()  # no notion of success
+    both = join([evaluation(*task(0, "10")), evaluation(*task(0, "11"), env_id="Maze-v0")])
+    assert [(rate.k, rate.num_tasks, rate.pass_hat) for rate in both.pass_rates] == [(2, 2, 1 / 2)]
+
+
+def test_a_comparison_of_several_samples_pairs_tasks() -> None:
+    first = evaluation(*task(0, "1000"), *task(1, "0111"), *task(2, "xxxx"), *task(3, "0000"))
+    second = evaluation(*task(0, "1110"), *task(1, "x010"), *task(2, "1111"), *task(3, "0000"))
+    result = compare(first, second)
+    # Tasks 0, 1 and 3: means differ by 3/4 - 1/4, 1/3 - 3/4 and 0; one side is better on the first, one on the second.
+    assert (result.num_pairs, result.num_unpaired) == (3, 1)
+    assert result.mean_difference == pytest.approx((1 / 2 - 5 / 12) / 3)
+    assert (result.num_only_first, result.num_only_second, result.success_p_value) == (1, 1, 1.0)
+
+
+def test_a_restated_evaluation_of_several_samples_has_the_interval_of_its_tasks() -> None:
+    summary = evaluation(*task(0, "1010"), *task(1, "1010")).summary()
+    restated_summary = restated(summary, ScoreUnit("success_rate", ("Dice-v0",)))
+    assert restated_summary["success_rate"] == 1 / 2
+    interval = wilson_interval(1, 2)  # two tasks
+    assert restated_summary["success_interval"] == [interval.low, interval.high]

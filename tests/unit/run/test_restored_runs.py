@@ -138,6 +138,11 @@ def found_config(runs: Path) -> RunConfig:
         ({"run__restore_from": "{runs}"}, CheckpointError, "manifest.json: is missing"),
         ({"run__seed": 4}, ConfigError, 'run.restore: "tasks" are those of run.seed'),
         ({"rollout__env_name": "FrozenLake"}, ConfigError, 'run.restore: "tasks" are those of run.seed'),
+        (
+            {"training__adaptive_tasks": 5},
+            ConfigError,
+            '"tasks" are chosen by training.adaptive_tasks = None',
+        ),
         ({"training__iterations_per_epoch": 4}, ConfigError, "is of step 4 of 4, so that nothing is left to train"),
     ],
 )

@@ -771,3 +771,60 @@ def test_requests_for_a_checkpoint_are_met_by_the_next_one_of_the_present_state(
         train(tmp_path, make_plan(), parts=parts, steering=steering)
     assert [state.step for state in parts.saved] == steps
     assert list(tmp_path.glob("*.request")) == []
+
+
+def test_adaptive_tasks_are_those_that_teach_and_a_slice_of_all_is_logged(tmp_path: Path) -> None:
+    """Of eight tasks, the four with an even seed are constant; of the eight groups of two steps one is uniform."""
+    _, state = train(tmp_path, make_plan(num_steps=24, adaptive_tasks=8))
+    first, seeds = training_seed(0, 0), seeds_of(tmp_path, range(13, 25))
+    assert set(seeds) <= set(range(first, first + 8))
+    assert sum(seed % 2 for seed in seeds) > 0.75 * len(seeds)
+    lines = read_metrics(tmp_path)
+    assert [line["step"] for line in lines if "rollout/uniform_reward_mean" in line] == list(range(1, 25, 2))
+    (uniform,) = {
+        episode.task.seed
+        for episode in read_episodes(tmp_path / "episodes" / "step_000003.jsonl.gz")
+        if episode.trajectory_id.startswith("step_000003/group_0000")
+    }
+    assert uniform == first + 1  # group 8 of the run, the second uniform one
+    assert {choice for choice, _, _ in state.task_counts.counts} == set(range(8))
+    assert all((informative > 0) == ((first + choice) % 2 == 1) for choice, informative, _ in state.task_counts.counts)
+
+
+@pytest.mark.parametrize("changes", [{}, {"constant_groups": "refill"}, {"adaptive_tasks": 0}])
+def test_a_resumed_run_chooses_the_tasks_of_an_uninterrupted_one(tmp_path: Path, changes: dict[str, Any]) -> None:
+    mixture = {"test/Others-v0": 0.5} if changes.get("adaptive_tasks") == 0 else {}
+    plan = make_plan(num_steps=6, mixture=mixture, **{"adaptive_tasks": 8, **changes})
+    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
+    parts, state = train(whole, plan)
+    saved = TrainState.from_dict(json.loads(json.dumps(parts.saved[2].to_dict())))
+    assert (saved, saved.step) == (parts.saved[2], 2)
+    shutil.copytree(whole, resumed)
+    parts_again, state_again = train(resumed, plan, state=saved)
+    assert contents(parts_again) == contents(parts)[2:]
+    assert state_again.task_counts == state.task_counts
+
+
+def test_adaptive_tasks_played_ahead_are_counted_and_those_pending_are_played_again(tmp_path: Path) -> None:
+    plan = make_plan(num_steps=6, max_staleness=1, adaptive_tasks=8)
+    parts, _ = train(tmp_path, plan)
+    saved = parts.saved[2]
+    assert saved.pending_tasks == tuple(number for number, _ in saved.task_counts.in_play)
+    assert sum(num for _, _, num in saved.task_counts.counts) > 0
+    played_again = Collector(plan, SimpleNamespace(play_group=None), saved)  # type: ignore[arg-type]
+    assert played_again.task_counts == saved.task_counts
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"adaptive_tasks": 0}, r"adaptive_tasks: 0 chooses from the environments of \[\[rollout.mixture\]\]"),
+        (
+            {"adaptive_tasks": 5, "advantages": AdvantageSettings(baseline="none")},
+            '"none" the others teach',
+        ),
+    ],
+)
+def test_a_choice_of_tasks_that_means_nothing_is_refused(changes: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        make_plan(**changes)

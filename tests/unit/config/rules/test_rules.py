@@ -197,6 +197,16 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         'training.constant_groups: "drop" leaves out groups that teach nothing, but with advantages.baseline "batch" '
         'they do: set "keep"',
     ),
+    "choosing tasks where all of them teach": (
+        {"training.adaptive_tasks": 9, "advantages.baseline": "batch"},
+        "training.adaptive_tasks: chooses tasks of which the episodes of a group do not all earn the same, but with "
+        'advantages.baseline "batch" the others teach, too: set "leave_one_out", or remove this',
+    ),
+    "choosing from no environments": (
+        {"training.adaptive_tasks": 0},
+        "training.adaptive_tasks: 0 chooses from the environments of [[rollout.mixture]], and there is none: give the "
+        "number of training tasks, such as the rows of the data set, or remove this",
+    ),
     "penalty that is not applied": (
         {"rewards.overlong_penalty": 0.5, "rewards.overlong": "mask"},
         'rewards.overlong_penalty: has no effect with rewards.overlong = "mask": set that to "penalize", or remove '
@@ -317,6 +327,11 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         'set "float32", or model.trainer_mode = "lora", whose own weights are float32',
     ),
     # evaluation and optimizer
+    "samples of greedy play": (
+        {"evaluation.samples_per_task": 4, "evaluation.temperature": 0.0},
+        "evaluation.samples_per_task: expected 1 with evaluation.temperature = 0, which plays the same episode again, "
+        "got 4: raise the temperature, or remove this",
+    ),
     "no evaluation": (
         {"evaluation.instances": ...},
         "evaluation.instances: required, but not given: a number of evaluation tasks (or evaluation.seeds, such as "
@@ -667,6 +682,8 @@ ALLOWED: dict[str, dict[str, Any]] = {
     "one token for the prompt": {"rollout.max_output_tokens": 511},
     "one token for the end": {"rollout.min_output_tokens": 7},
     "last seed": {"evaluation.seeds": [2**31 - 1], "evaluation.instances": 1},
+    "samples at a temperature": {"evaluation.samples_per_task": 4, "evaluation.temperature": 0.1},
+    "a sample of greedy play": {"evaluation.temperature": 0.0},
     "16 bits under an adapter": {**LORA, "model.dtype": "bfloat16"},
     "flash attention in 16 bits": {
         **LORA, "model.dtype": "bfloat16", "model.attn_implementation": "flash_attention_2"
@@ -703,6 +720,10 @@ ALLOWED: dict[str, dict[str, Any]] = {
     "group of one without baseline": {"training.group_size": 1, "advantages.baseline": "none"},
     "group of one against the batch": {"training.group_size": 1, "advantages.baseline": "batch"},
     "dynamic sampling": {"training.constant_groups": "refill"},
+    "choosing from ten tasks": {"training.adaptive_tasks": 10},
+    "choosing from environments": {
+        "training.adaptive_tasks": 0, "rollout.mixture": [{"env_name": "Wordle", "share": 0.5}]
+    },
     "penalised": {"rewards.overlong": "penalize", "rewards.overlong_penalty": 0.5},
     "adaptive beta": {"rewards.kl_coef": 0.1, "rewards.kl_target": 0.1, "rewards.kl_horizon": 10},
     "switched off": {"training.step_rewards_enabled": False, "training.step_rewards_mode": "off"},

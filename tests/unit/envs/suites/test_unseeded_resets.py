@@ -380,7 +380,7 @@ INTERFACES: Mapping[str, str] = {
     "envs/suites/verifiers.py VerifiersEnv.reset": "Verifiers",
     "gspo_gym/rollout/adapter.py TokenObservationWrapper.reset": "TokenObservationWrapper",
     "gspo_gym/rollout/adapter.py TokenObservationWrapper.reset_async": "TokenObservationWrapper",
-    "gspo_gym/rollout/evaluation.py bootstrap_mean_interval": "of sampling, not of a task",
+    "gspo_gym/rollout/statistics.py bootstrap_mean_interval": "of sampling, not of a task",
     "gspo_gym/remote/apps/check.py CheckSettings.seed": "of sampling, not of a task",
     "gspo_gym/remote/apps/contracts.py RolloutEnv.seed": "task app rollout",
     "gspo_gym/remote/serve/env_source.py EnvSource.seed_of": "task app rollout",
