@@ -17,14 +17,17 @@ from gspo_gym.cli.command_line import SCRIPTED, add_environment, base_of, env_co
 from gspo_gym.credit.bench import BenchReport, BenchSettings, measure
 from gspo_gym.credit.forks import Player, ScriptedPlayer, require_replayable
 from gspo_gym.env.registry import resolve
-from gspo_gym.env.session import looking_at, open_session
+from gspo_gym.env.session import EnvSession, looking_at
+from gspo_gym.env.watchdog import seconds_until_frozen, watching
 from gspo_gym.env.workers.isolation import isolated_factory
+from gspo_gym.env.workers.threads import CallersThread
 from gspo_gym.errors import UsageError
 from gspo_gym.rollout.actors import policy_of
 from gspo_gym.run.report.progress import counting
 
 _MIN_CONTINUATIONS = 32
 _STEP_TIMEOUT_SECONDS = 30.0
+_ADVICE = 'The measurement is ended. Set isolation = "process" in the class of {env}: it then runs in worker processes.'
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -74,9 +77,13 @@ def measure_credit(arguments: argparse.Namespace) -> int:
     if arguments.json is not None:
         require_writable(arguments.json)
     env_id, start = resolve(arguments.name), time.monotonic()
-    require_replayable(env_id, env_config=env_config, seeds=seeds, max_turns=arguments.max_turns)
     settings = BenchSettings(arguments.group_size, arguments.continuations, arguments.discount)
-    with counting(Console(stderr=True), len(seeds) * settings.group_size) as count:
+    limit = seconds_until_frozen(_STEP_TIMEOUT_SECONDS)
+    with (
+        watching(None, limit, advice=_ADVICE),
+        counting(Console(stderr=True), len(seeds) * settings.group_size) as count,
+    ):
+        require_replayable(env_id, env_config=env_config, seeds=seeds, max_turns=arguments.max_turns)
 
         def count_group() -> None:
             for _ in range(settings.group_size):
@@ -139,7 +146,7 @@ async def _open_player(arguments: argparse.Namespace, env_id: str) -> AsyncItera
     if name.startswith(SCRIPTED):
         async with looking_at(factory, env_id) as sample:
             policy = policy_of(sample, name.removeprefix(SCRIPTED))
-        session = await open_session(factory, env_id=env_id, step_timeout_seconds=_STEP_TIMEOUT_SECONDS)
+        session = EnvSession(factory(), env_id=env_id, thread=CallersThread())
         try:
             yield ScriptedPlayer(session, policy, max_turns=arguments.max_turns)
         finally:

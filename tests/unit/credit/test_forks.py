@@ -16,6 +16,7 @@ from gspo_gym.credit.bench import report_of
 from gspo_gym.credit.forks import ForkedGroup, ScriptedPlayer, fork_group, truth_of
 from gspo_gym.env.core import TextEnv
 from gspo_gym.env.session import EnvSession
+from gspo_gym.env.workers.threads import CallersThread
 from gspo_gym.errors import ConfigError, ContractError, RolloutError
 
 VALUES = {"0": 0.3, "1": 0.4, "2": 0.6}
@@ -41,7 +42,7 @@ def even(env, rng):
 
 def played(env, policy, seeds, *, group_size=8, num_continuations=32, discount=1.0) -> list[ForkedGroup]:
     async def play():
-        session = EnvSession(env, env_id="test/Env-v0")
+        session = EnvSession(env, env_id="test/Env-v0", thread=CallersThread())
         player = ScriptedPlayer(session, policy, max_turns=5)
         try:
             return [
