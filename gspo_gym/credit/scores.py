@@ -98,7 +98,13 @@ def score(name: str, estimates: Floats, truth: Truth) -> Score:
     agreement = np.sign(estimates[sure]) * np.sign(truth.advantages[sure])
     return Score(
         name,
-        *map(float, (correlation, low, high, slope, np.nanstd(slopes), offset, np.nanstd(offsets))),
+        correlation=float(correlation),
+        low=float(low),
+        high=float(high),
+        slope=float(slope),
+        slope_error=float(np.nanstd(slopes)),
+        offset=float(offset),
+        offset_error=float(np.nanstd(offsets)),
         right_signs=float((1 + agreement).mean() / 2) if sure.any() else math.nan,
     )
 

@@ -232,11 +232,15 @@ def _quieter_level(
     config: Mapping[str, Any], values: Floats, sizes: Floats, groups: Sequence[Sequence[int]], is_turn: Bools
 ) -> Floats:
     """Return the advantages of each group by returns, or by returns-to-go where those of other groups are smaller."""
-    by_level, energies = [], []
+    by_level: list[Floats] = []
+    energies: list[list[float]] = []
     for end in (1, values.shape[1]):
         scaled, raw = (
-            np.broadcast_to(_table({**config, **change}, values[:, :end], sizes[:, :end], groups, None), values.shape)
-            for change in ({}, {"advantages.scale": "none"})
+            np.broadcast_to(
+                _table({**config, "advantages.scale": scale}, values[:, :end], sizes[:, :end], groups, None),
+                values.shape,
+            )
+            for scale in (config["advantages.scale"], "none")
         )
         by_level.append(scaled)
         energies.append([(raw[members] ** 2 * is_turn[members]).sum() for members in groups])
