@@ -50,7 +50,7 @@ _KNOWN: Mapping[str, tuple[Any, ...] | None] = {
     **dict.fromkeys(("loss.norm_length", "loss.clip_low", "loss.clip_high", "loss.dual_clip", "loss.entropy_coef")),
     **dict.fromkeys(("loss.kl_coef", "loss.kl_clamp", "loss.kl_importance_weighted", "loss.sapo_temperature_pos")),
     "loss.kl_estimator": ("k1", "k2", "k3"),
-    "advantages.level": ("trajectory", "turn"),
+    "advantages.level": ("trajectory", "turn", "auto"),
     **dict.fromkeys(("advantages.discount", "advantages.clip", "advantages.filter_eps")),
     "rewards.overlong": ("keep", "mask", "penalize"),
     **dict.fromkeys(("rewards.clip", "rewards.overlong_penalty", "rewards.kl_horizon")),

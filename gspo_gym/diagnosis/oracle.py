@@ -92,15 +92,17 @@ def batch_of(records: StepRecords, state: State) -> Batch:
             fates[members] = CONSTANT
         elif committed_members := [i for i in members if not is_uncommitted[i]]:
             kept_groups.append(committed_members)
-    table, together = np.zeros_like(values), [i for members in kept_groups for i in members]
-    is_turn = np.arange(table.shape[1]) < num_turns[:, None]
-    state, running = _with_returns(state, values[together][is_turn[together]], sizes[together, :1])
-    for members in kept_groups:
-        spreads = {"group": _spread(values[members], sizes[members]), "running": running}
-        spreads["batch"] = _spread(values[together], sizes[together])
-        table[members] = _advantages(config, values[members], spreads)
+    together = [i for members in kept_groups for i in members]
+    is_turn = np.arange(values.shape[1]) < num_turns[:, None]
+    counted = values[:, :1] if config["advantages.level"] == "auto" else values
+    counted = counted[together][is_turn[together, : counted.shape[1]]]
+    state, running = _with_returns(state, counted, sizes[together, :1])
+    if config["advantages.level"] == "auto":
+        table = _quieter_level(config, values, sizes, kept_groups, is_turn)
+    else:
+        table = _table(config, values, sizes, kept_groups, running)
     table[~is_turn] = 0.0
-    advantages = table[owner, records.turn if config["advantages.level"] == "turn" else 0]
+    advantages = table[owner, 0 if config["advantages.level"] == "trajectory" else records.turn]
     eps = config.get("advantages.filter_eps")
     is_kept = np.isin(np.arange(num_episodes), together) & (np.bincount(owner, minlength=num_episodes) > 0)
     is_kept &= np.abs(table).max(1) > (-1 if eps is None else eps)
@@ -181,7 +183,7 @@ def _returns(records: StepRecords, num_turns: Indices) -> tuple[Floats, Floats]:
     for k in reversed(range(rewards.shape[1] - 1)):  # of turn k, what it and those after it earn
         values[:, k] += config["advantages.discount"] * values[:, k + 1]
         sizes[:, k] += sizes[:, k + 1]
-    if config["advantages.level"] != "turn":
+    if config["advantages.level"] == "trajectory":
         values, sizes = values[:, :1], sizes[:, :1]
     limit = config.get("rewards.clip") or np.inf
     return values.clip(-limit, limit), sizes
@@ -212,6 +214,41 @@ def _spread(values: Floats, sizes: Floats) -> Spread:  # of [n, K]
 
 def _rounding(size: Floats, mean: Floats) -> Floats:
     return np.maximum(1e-6 * np.maximum(1.0, size - np.abs(mean)), 2.0**-44 * size)
+
+
+def _table(
+    config: Mapping[str, Any], values: Floats, sizes: Floats, groups: Sequence[Sequence[int]], running: Spread | None
+) -> Floats:
+    """Return the advantages of values [N, K]; 0 for episodes of no group."""
+    table, together = np.zeros_like(values), [i for members in groups for i in members]
+    for members in groups:
+        parts = {"group": _spread(values[members], sizes[members])} | ({"running": running} if running else {})
+        parts["batch"] = _spread(values[together], sizes[together])
+        table[members] = _advantages(config, values[members], parts)
+    return table
+
+
+def _quieter_level(
+    config: Mapping[str, Any], values: Floats, sizes: Floats, groups: Sequence[Sequence[int]], is_turn: Bools
+) -> Floats:
+    """Return the advantages of each group by returns, or by returns-to-go where those of other groups are smaller."""
+    by_level: list[Floats] = []
+    energies: list[list[float]] = []
+    for end in (1, values.shape[1]):
+        scaled, raw = (
+            np.broadcast_to(
+                _table({**config, "advantages.scale": scale}, values[:, :end], sizes[:, :end], groups, None),
+                values.shape,
+            )
+            for scale in (config["advantages.scale"], "none")
+        )
+        by_level.append(scaled)
+        energies.append([(raw[members] ** 2 * is_turn[members]).sum() for members in groups])
+    table, total = np.zeros_like(values), np.sum(energies, axis=1)
+    for members, own in zip(groups, np.transpose(energies), strict=True):
+        whole, turn = total - own
+        table[members] = by_level[int(turn < (1 - 1e-6) * whole)][members]
+    return table
 
 
 def _advantages(config: Mapping[str, Any], values: Floats, parts: Mapping[str, Spread]) -> Floats:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -88,6 +89,11 @@ def batch_advantages(
     scale are chosen independently; at level "turn" they are taken at the same turn k, where an episode that had ended
     counts with the 0 that its future was worth.
 
+    Level "auto" (ours): each group has the level whose advantages, unscaled, have the smaller mean square over the
+    turns of the batch's other groups. With these baselines both levels have the same expected gradient, so that the
+    smaller squares are the smaller noise; a group's own returns do not choose, which would bias it. Where they are
+    alike, and in a batch of one group, it is "trajectory".
+
     Baseline: "group", the mean over the group; "leave_one_out", the mean over the siblings j != i, which depends on
     nothing that episode i did: the expected gradient is that of the returns alone ("group" is (G-1)/G of it);
     "batch", the mean over all episodes of the batch; "running", the mean of every x of the run so far, this batch's
@@ -104,6 +110,8 @@ def batch_advantages(
     Raises:
         RecordError: scale "mean", and a return other than 0 and 1.
     """
+    if settings.level == "auto":
+        return _by_the_quieter_level(groups, settings, running)
     returns = [r for group in groups for r in group]
     if settings.scale == "mean":
         _require_binary(returns)
@@ -126,11 +134,33 @@ def batch_advantages(
 def is_constant(group: Sequence[Returns], settings: AdvantageSettings) -> bool:
     """Return whether a group's episodes did equally well: one or none, or returns that differ by rounding.
 
-    At level "turn" every turn's returns-to-go must be alike.
+    At levels "turn" and "auto" every turn's returns-to-go must be alike.
     """
     if not group:
         return True
-    return not _Spread.of(_table(group, settings.level), _magnitudes(group, settings.level)).varies.any()
+    level = "turn" if settings.level == "auto" else settings.level
+    return not _Spread.of(_table(group, level), _magnitudes(group, level)).varies.any()
+
+
+def _by_the_quieter_level(
+    groups: Sequence[Sequence[Returns]], settings: AdvantageSettings, running: RunningReturns | None
+) -> BatchAdvantages:
+    levels = [settings.model_copy(update={"level": level}) for level in ("trajectory", "turn")]
+    bounds = np.cumsum([0, *map(len, groups)])
+    squares = np.zeros((len(levels), len(groups)))
+    for row, level in zip(squares, levels, strict=True):
+        values = batch_advantages(groups, level.model_copy(update={"scale": "none"}), running).values
+        sums = np.array([np.square(v, dtype=np.float64).sum() for v in values])
+        row += [sums[first:last].sum() for first, last in pairwise(bounds)]
+    per_episode, per_turn = squares.sum(axis=1, keepdims=True) - squares  # of the other groups, over the same turns
+    is_turn = per_turn < (1 - _CONSTANT_TOLERANCE) * per_episode
+    whole, turns = (batch_advantages(groups, level, running) for level in levels)
+    chosen = [turns if choice else whole for choice in is_turn]
+    return BatchAdvantages(
+        tuple(v for c, ends in zip(chosen, pairwise(bounds), strict=True) for v in c.values[slice(*ends)]),
+        tuple(c.constant_groups[number] for number, c in enumerate(chosen)),
+        whole.running,
+    )
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -516,16 +516,19 @@ def idle_step_rewards(mode: str, strategy: str | None) -> dict[str, str]:
 class AdvantageSettings(Settings):
     """Which episodes, turns or tokens did better than others, and by how much."""
 
-    level: Literal["trajectory", "turn"] = Field(
+    level: Literal["trajectory", "turn", "auto"] = Field(
         default="trajectory",
-        description="one advantage per episode from its return (paper), or one per turn from its return-to-go",
+        description=(
+            "one advantage per episode from its return (paper), one per turn from its return-to-go, or auto: of these "
+            "the one with the smaller mean square in the batch's other groups"
+        ),
     )
     baseline: Literal["group", "leave_one_out", "batch", "running", "none"] = Field(
         default="group",
         description=(
             "what is subtracted from a return: the mean of its group (paper), of its siblings, of the batch, of all "
-            "returns so far, or nothing (REINFORCE); at level 'turn' the default is leave_one_out (`advantages.py`: "
-            "of which returns-to-go)"
+            "returns so far, or nothing (REINFORCE); leave_one_out is the default at levels 'turn' and 'auto' "
+            "(`advantages.py`: of which returns-to-go)"
         ),
     )
     scale: Literal["group", "batch", "running", "mean", "none"] = Field(
@@ -536,7 +539,7 @@ class AdvantageSettings(Settings):
         ),
     )
     discount: float = Field(
-        default=1.0, gt=0, le=1, description="per turn, for return-to-go; must stay 1 at level 'trajectory'"
+        default=1.0, gt=0, le=1, description="per turn, for return-to-go; must stay 1 at other levels than 'turn'"
     )
     whiten: Literal["none", "tokens", "trajectories"] = Field(
         default="none",
@@ -568,28 +571,26 @@ class AdvantageSettings(Settings):
         return with_following_defaults(values) if isinstance(values, Mapping) else values
 
     @model_validator(mode="after")
-    def _mean_is_of_whole_returns(self) -> AdvantageSettings:
+    def _fits_the_level(self) -> AdvantageSettings:
         if self.scale == "mean" and (self.baseline, self.level) != ("group", "trajectory"):
             raise ValueError(
                 'scale: "mean" (MaxRL) needs baseline "group" at level "trajectory", got '
                 f'"{self.baseline}" at "{self.level}"'
             )
-        return self
-
-    @model_validator(mode="after")
-    def _discount_needs_turns(self) -> AdvantageSettings:
-        if self.level == "trajectory" and self.discount != 1.0:
+        if self.level != "turn" and self.discount != 1.0:
             raise ValueError(
                 f"discount is used at level 'turn' only (an episode's return is undiscounted), got {self.discount} at "
-                "level 'trajectory'"
+                f"level {self.level!r}"
             )
+        if self.level == "auto" and "running" in (self.baseline, self.scale):
+            raise ValueError('level: "auto" has no "running" baseline or scale, which are of one level; set "group"')
         return self
 
 
 def with_following_defaults(advantages: Mapping[str, Any]) -> dict[str, Any]:
     """Return values of [advantages] (Any: unchecked) with the baseline that follows from the level, and its scale."""
     values = dict(advantages)
-    if values.get("level") == "turn" and values.get("baseline") is None:
+    if values.get("level") in ("turn", "auto") and values.get("baseline") is None:
         values["baseline"] = "leave_one_out"
     if values.get("baseline") in ("batch", "running", "none") and values.get("scale") is None:
         values["scale"] = values["baseline"]

@@ -119,10 +119,23 @@ def scripted_completion(token_ids: Sequence[int]) -> Completion:
 
 
 def policy_of(env_type: Any, name: str) -> PolicyFactory:
-    """Return the hand-written policy `name` of an environment (class or instance), or raise an UnknownNameError."""
+    """Return the hand-written policy `name` of an environment (class or instance), or raise an UnknownNameError.
+
+    "reference+random" is one that plays each turn as one of the two, drawn at random.
+    """
     policies = getattr(env_type, "policies", {})
+    if name not in policies and "+" in name:
+        return _mixture([policy_of(env_type, part) for part in name.split("+")])
     if name not in policies:
         owner = getattr(env_type, "__name__", type(env_type).__name__)
         raise UnknownNameError(f"{owner} has no scripted policy {name!r}; {nearest_name(name, policies)}")
     policy: PolicyFactory = policies[name]
+    return policy
+
+
+def _mixture(policies: Sequence[PolicyFactory]) -> PolicyFactory:
+    def policy(env: Any, rng: np.random.Generator) -> ScriptedPolicy:
+        players = [make(env, rng) for make in policies]
+        return lambda messages: players[int(rng.integers(len(players)))](messages)
+
     return policy

@@ -34,6 +34,7 @@ FLOORS = {
     "rollout": 4,
     "policy": 4,
     "judge": 5,
+    "credit": 5,
     "remote": 6,
     "diagnosis": 7,
     "run": 8,
@@ -55,6 +56,7 @@ FORBIDDEN = {
     "env": HEAVY,
     "judge": ("gspo_gym.learning", *(name for name in HEAVY if name != "fastapi")),  # it serves, too
     "rollout": ("gspo_gym.learning", *HEAVY),
+    "credit": HEAVY,
     "remote": ("gspo_gym.learning", *(name for name in HEAVY if name != "fastapi")),  # it serves
     "diagnosis": (
         *(f"gspo_gym.engine.{kind}" for kind in ("local", "scripted", "vllm", "endpoint")),

@@ -85,3 +85,9 @@ def test_the_first_page_is_short() -> None:
 def test_the_page_of_measurements_is_made_of_its_lines() -> None:
     page = runpy.run_path(str(ROOT / "docs" / "measured.py"))["page"]()
     assert (ROOT / "docs" / "measured.md").read_text(encoding="utf-8") == page, "run python docs/measured.py"
+
+
+def test_the_page_of_credit_is_made_of_its_lines() -> None:
+    script = runpy.run_path(str(ROOT / "docs" / "credit_bench.py"))
+    assert script["PAGE"].read_text(encoding="utf-8") == script["page"](), "run python docs/credit_bench.py"
+    assert script["FIGURE"].is_file()

@@ -86,7 +86,9 @@ class CollectedEpisodes:
 
 
 @dataclass(frozen=True, slots=True)
-class _Player:
+class Player:
+    """What plays: an actor, its tokenizer, and the most tokens that it reads."""
+
     act: Actor
     tokenizer: Any  # transformers is untyped
     longest: int
@@ -158,7 +160,7 @@ async def _play(
         tools = tuple(getattr(getattr(sample, "unwrapped", sample), "tool_schemas", ()))
         if isinstance(policy, str) and policy.startswith(SCRIPTED):
             make_policy = policy_of(sample, policy.removeprefix(SCRIPTED))
-    async with _player(make_policy, settings) as player:
+    async with open_player(make_policy, settings) as player:
         pool = _pool(factory, player, settings, on_episode)
         requests = _requests(env_id, seeds, settings)
         missing = [episode for episode in requests if _id_of(episode) not in earlier]
@@ -178,7 +180,7 @@ async def _play(
 
 def _pool(
     factory: Callable[[], Any],
-    player: _Player,
+    player: Player,
     settings: CollectSettings,
     on_episode: Callable[[Trajectory], None] | None,
 ) -> RolloutPool:
@@ -225,7 +227,8 @@ def _require_episodes(name: str, groups: Sequence[TrajectoryGroup]) -> None:
         raise RolloutError(f"{name} on {groups[0].task.env_id}: {error}") from error
 
 
-def _player(policy: str | PolicyFactory, settings: CollectSettings) -> AbstractAsyncContextManager[_Player]:
+def open_player(policy: str | PolicyFactory, settings: CollectSettings) -> AbstractAsyncContextManager[Player]:
+    """Return a player of a policy as `collect_episodes` takes it, to be entered; "scripted:NAME" is not one."""
     if not isinstance(policy, str):
         return _scripted_player(policy)
     if policy.startswith(ENDPOINT):
@@ -269,14 +272,14 @@ def endpoint_settings(name: str, *, sampling: Sampling, max_tokens: int) -> Chat
 
 @asynccontextmanager
 async def _scripted_player(policy: PolicyFactory) -> Any:
-    yield _Player(ScriptedActor(policy), load_tokenizer(_TEXT_TOKENIZER), 1_000_000)
+    yield Player(ScriptedActor(policy), load_tokenizer(_TEXT_TOKENIZER), 1_000_000)
 
 
 @asynccontextmanager
 async def _endpoint_player(settings: ChatModelSettings) -> Any:
     model = ChatModel(settings)
     try:
-        yield _Player(ScriptedActor(chat_policy(model)), load_tokenizer(_TEXT_TOKENIZER), 1_000_000)
+        yield Player(ScriptedActor(chat_policy(model)), load_tokenizer(_TEXT_TOKENIZER), 1_000_000)
     finally:
         await model.close()
 
@@ -289,6 +292,6 @@ async def _model_player(name: str, settings: CollectSettings) -> Any:
         engine = LocalEngine(policy.model, max_model_len=longest, max_batch_size=settings.max_concurrent)
         try:
             await compute_in(engine, policy.model, num_threads)
-            yield _Player(EngineActor(engine, Sampling(temperature=settings.temperature)), policy.tokenizer, longest)
+            yield Player(EngineActor(engine, Sampling(temperature=settings.temperature)), policy.tokenizer, longest)
         finally:
             await engine.close()

@@ -24,8 +24,8 @@ from gspo_gym.run.settings import adaptive_tasks_problem, constant_groups_proble
 # Values that `algorithm.variety` allows, the default first; keys that are not listed are free.
 VARIETIES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "gspo": {"loss.unit": ("trajectory", "segment"), "advantages.level": ("trajectory",)},
-    "gspo_token": {"loss.unit": ("trajectory", "segment", "turn"), "advantages.level": ("turn", "trajectory")},
-    "grpo": {"loss.unit": ("token",), "advantages.level": ("trajectory", "turn")},
+    "gspo_token": {"loss.unit": ("trajectory", "segment", "turn"), "advantages.level": ("turn", "trajectory", "auto")},
+    "grpo": {"loss.unit": ("token",), "advantages.level": ("trajectory", "turn", "auto")},
 }
 # The clip ranges of GRPO are those that the GSPO paper compares with (section 5.1); GSPO's own are LossSettings'.
 _GRPO_CLIPS = {"clip_low": 0.2, "clip_high": 0.27}
@@ -76,8 +76,8 @@ def _follow_surrogate(values: dict[str, Any]) -> None:
 
 
 def _follow_level(values: dict[str, Any]) -> None:
-    """`advantages.level = "turn"` sets the baseline to "leave_one_out"; a baseline of batch, running or none sets the
-    scale.
+    """`advantages.level` "turn" or "auto" sets the baseline to "leave_one_out"; a baseline of batch, running or none
+    sets the scale.
     """
     # The rules must see it, too: they read a file's values before there is a record.
     if isinstance(advantages := values.get("advantages"), dict):

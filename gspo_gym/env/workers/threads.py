@@ -248,6 +248,18 @@ class _Round:
             return waiting
 
 
+class CallersThread(OwnThread):
+    """No thread: a call is made where it is awaited, which blocks the event loop and has no deadline.
+
+    For programs that play one episode after the other, where two changes of threads cost more than a turn.
+    """
+
+    async def call_async(self, function: Callable[[], Any], *, timeout_seconds: float | None) -> Returned:
+        """Make the call at once; `timeout_seconds` is ignored."""
+        del timeout_seconds
+        return _outcome_of(function)
+
+
 class QuickCalls:
     """One thread for the calls of many owners, as long as they are quick. Use it in one event loop at a time.
 

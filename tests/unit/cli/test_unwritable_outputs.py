@@ -34,12 +34,13 @@ def commands(folder: Path, below_a_file: Path) -> dict[str, list[str]]:
         "collect": ["env", "collect", GUESS, "--policy", "scripted:reference", "--out", str(below_a_file / "e.jsonl")],
         "card": ["env", "card", GUESS, "--markdown", output],
         "check": ["env", "check", GUESS, "--json", output],
+        "credit": ["credit", GUESS, "--json", output],
         "new": ["env", "new", "WordSort", "--folder", str(below_a_file)],
         "judge audit": ["judge", "audit", str(folder), "--gold", str(CONFIG), "--json", output],
     }
 
 
-NAMES = ["train", "evaluate", "search", "collect", "card", "check", "new", "judge audit"]
+NAMES = ["train", "evaluate", "search", "collect", "card", "check", "credit", "new", "judge audit"]
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -143,7 +143,7 @@ OTHER = {
     "loss.kl_clamp": (5.0, KL),
     "loss.kl_importance_weighted": (True, KL),
     "loss.entropy_coef": (0.1, {}),
-    "advantages.level": ("trajectory", {}),
+    "advantages.level": ("auto", {}),
     "advantages.baseline": ("group", {}),
     "advantages.scale": ("none", {}),
     "advantages.discount": (0.9, {}),

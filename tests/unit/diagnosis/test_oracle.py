@@ -20,6 +20,8 @@ from gspo_gym.cli.verify import _KNOWN
 from gspo_gym.diagnosis import oracle
 from gspo_gym.diagnosis.oracle import StepRecords, terms_of, units_of_loss
 from gspo_gym.learning import losses
+from gspo_gym.learning.advantages import batch_advantages
+from gspo_gym.learning.credit import Returns
 from gspo_gym.learning.losses import count_denominators, policy_loss
 from gspo_gym.learning.settings import AdvantageSettings, LossSettings
 from gspo_gym.learning.surrogate_keys import SURROGATE_KEYS, SURROGATE_UNITS
@@ -170,3 +172,29 @@ def test_the_oracle_divides_by_a_groups_success_rate_as_the_learner_does() -> No
         values = np.array(returns, dtype=np.float64)[:, None]
         spreads = {"group": oracle._spread(values, np.abs(values))}
         assert oracle._advantages(config, values, spreads)[:, 0].tolist() == expected
+
+
+@pytest.mark.parametrize("baseline", ["group", "leave_one_out", "batch", "none"])
+@pytest.mark.parametrize("scale", ["group", "batch", "none"])
+def test_oracle_and_learner_choose_the_same_level(baseline: str, scale: str) -> None:
+    settings = AdvantageSettings.model_validate({"level": "auto", "baseline": baseline, "scale": scale})
+    draws, chosen = np.random.default_rng(3), set()
+    for late in (0.0, 3.0, 0.5):  # rewards that fall at any turn, at the end, and between
+        lengths = draws.integers(1, 5, size=(3, 4))
+        rewards = np.zeros((12, 4))
+        for i, n in enumerate(lengths.ravel()):
+            rewards[i, :n] = draws.normal(size=n)
+            rewards[i, n - 1] += late * draws.normal()
+        to_go = rewards[:, ::-1].cumsum(axis=1)[:, ::-1]
+        sizes = np.abs(rewards)[:, ::-1].cumsum(axis=1)[:, ::-1]
+        groups = [list(range(4 * g, 4 * g + 4)) for g in range(3)]
+        is_turn = np.arange(4) < lengths.reshape(-1, 1)
+        config = {"advantages.baseline": baseline, "advantages.scale": scale}
+        table = oracle._quieter_level(config, to_go, sizes, groups, is_turn)
+        returns = [
+            [Returns(to_go[i, 0], to_go[i, : is_turn[i].sum()], sizes[i, 0]) for i in members] for members in groups
+        ]
+        for i, values in enumerate(batch_advantages(returns, settings).values):
+            assert table[i, is_turn[i]] == pytest.approx(values, abs=1e-6)
+            chosen.add(len(set(values.tolist())) > 1)
+    assert chosen == {True, False}, "both levels were chosen"

@@ -219,3 +219,67 @@ def test_a_success_rate_is_of_returns_of_0_and_1(value):
 def test_a_success_rate_is_of_a_group_and_of_whole_episodes(other):
     with pytest.raises(ValueError, match="needs baseline"):
         AdvantageSettings(scale="mean", **other)
+
+
+# --- the level that is chosen -----------------------------------------------------------------------------------------
+
+AUTO = AdvantageSettings(level="auto", scale="none")
+# Leave one out. EARLY: returns 2 and 0, so 2, 2 | -2, -2 by returns, 16 in squares; to go (2, 0) and (0, 0), so
+# 2, 0 | -2, 0, 8 in squares. LATE: returns 1 and 1, so 0 by returns; to go (1, 1) and (1), so 0, 1 | 0, 1 in squares.
+EARLY, EARLY_WHOLE, EARLY_TURNS = [[2.0, 0.0], [0.0, 0.0]], [[2, 2], [-2, -2]], [[2, 0], [-2, 0]]
+LATE, LATE_WHOLE, LATE_TURNS = [[0.0, 1.0], [1.0]], [[0, 0], [0]], [[0, 1], [0]]
+
+
+@pytest.mark.parametrize(
+    ("groups", "expected"),
+    [
+        ([EARLY, EARLY], [EARLY_TURNS, EARLY_TURNS]),
+        ([LATE, LATE], [LATE_WHOLE, LATE_WHOLE]),
+        ([EARLY, LATE], [EARLY_WHOLE, LATE_TURNS]),  # each by the other, and not by itself
+        ([EARLY, LATE, EARLY], [EARLY_TURNS, LATE_TURNS, EARLY_TURNS]),  # 8 + 1 < 16 + 0, and 16 < 32
+        ([EARLY], [EARLY_WHOLE]),  # there is no other
+        ([[[1.0], [0.0]], EARLY], [[[1], [-1]], EARLY_WHOLE]),  # both levels are alike for one turn: 2 is not below 2
+    ],
+)
+def test_a_group_has_the_level_that_is_quieter_in_the_other_groups(groups, expected):
+    assert compare(groups, AUTO) == expected
+
+
+def test_a_chosen_level_has_its_own_scale_and_constant_groups():
+    # of turns: the std of (2, 0) is sqrt(2); of returns: LATE is constant
+    settings = AdvantageSettings(level="auto")
+    assert settings.baseline == "leave_one_out"
+    assert compare([EARLY, EARLY], settings)[0] == [[pytest.approx(math.sqrt(2)), 0], [pytest.approx(-math.sqrt(2)), 0]]
+    constant = [
+        batch_advantages([[earned(*r) for r in g] for g in groups], settings).constant_groups
+        for groups in ([LATE, LATE], [EARLY, LATE])
+    ]
+    assert constant == [(True, True), (False, False)]
+    assert not is_constant([earned(*r) for r in LATE], settings)
+
+
+def test_the_expected_gradient_of_a_chosen_level_is_that_of_the_return():
+    """Exactly, over all pairs of groups of two; a level that its own group chooses has another one."""
+    single = itertools.product(EPISODES, repeat=2)
+    pairs = [(math.prod(p for p, _, _ in group), group) for group in single]
+
+    def gradient(advantages_of):
+        total = np.zeros(2)
+        for (p, group), (q, other) in itertools.product(pairs, repeat=2):
+            for (_, _, slopes), values in zip(group, advantages_of(group, other), strict=True):
+                total += p * q * np.array(slopes).T @ np.array(values) / len(group)
+        return total
+
+    def rewards(group):
+        return [list(r) for _, r, _ in group]
+
+    chosen = gradient(lambda group, other: compare([rewards(group), rewards(other)], AUTO)[0])
+    assert chosen == pytest.approx(TRUE_GRADIENT, abs=ROUNDING)
+    own_choice = gradient(lambda group, _: compare([rewards(group), rewards(group)], AUTO)[0])
+    assert own_choice != pytest.approx(TRUE_GRADIENT, abs=1e-3)
+
+
+@pytest.mark.parametrize("other", [{"baseline": "running"}, {"scale": "running"}, {"discount": 0.9}])
+def test_a_chosen_level_has_no_statistics_or_discount_of_one_level(other):
+    with pytest.raises(ValueError, match="level"):
+        AdvantageSettings(level="auto", **other)
