@@ -62,7 +62,7 @@ def test_a_warmup_fraction_warms_up_for_that_part_of_the_steps():
 
 
 def test_a_warmup_fraction_of_an_unknown_number_of_steps_is_refused():
-    with pytest.raises(ConfigError, match="warmup_steps needs total_steps"):
+    with pytest.raises(ConfigError, match="warmup_steps below 1 needs total_steps"):
         rates(1, None, warmup_steps=0.1)
 
 
