@@ -261,7 +261,7 @@ def configure(folder: Path, num_steps: int, layout: Layout) -> RunConfig:
         values["topology"] |= {"launcher": layout.launcher}
     values["limits"] = {"step_timeout_seconds": _STEP_TIMEOUT_SECONDS}
     values["training"] |= {"checkpoint_every_n_iters": 5}
-    del values["training"]["keep_every"]
+    del values["training"]["keep_last"]
     values["evaluation"] |= {"every_n_iters": 20}
     return RunConfig.from_dict(values)
 

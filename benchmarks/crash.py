@@ -145,7 +145,7 @@ def settings(folder: Path, *, num_steps: int, concurrency: int = 1) -> RunConfig
                 "batch_size": 2,
                 "learning_rate": 1e-3,
                 "checkpoint_every_n_iters": 1,
-                "keep_every": 1,
+                "keep_last": num_steps + 1,
             },
             "loss": {},
             "evaluation": {"seeds": "0:2", "every_n_iters": 4},

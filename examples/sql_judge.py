@@ -40,8 +40,8 @@ def rate(payload: dict[str, Any]) -> dict[str, Any]:
 def main() -> None:
     """Evaluate two hand-written players: blended returns, and the environment's own apart."""
     sections = load_sections("configs/sql_analyst_judged.toml")
-    rubric_file = sections["judge"]["options"]["rubric_file"]
-    sections["judge"]["options"] = {"outcome": True, "python": "sql_judge:rate", "rubric_file": rubric_file}
+    rubric_file = sections["judge"]["options"]["rubric_id"]
+    sections["judge"]["options"] = {"outcome": True, "python": "sql_judge:rate", "rubric_id": rubric_file}
     del sections["judge"]["gold"]  # it is the judge now
     config = RunConfig.from_dict(sections)
     for player in ("scripted:reference", "scripted:random"):

@@ -194,12 +194,11 @@ class RefusedFields:
 
     Args:
         name: of the endpoint, for the log.
-        refused: fields known from the start.
     """
 
-    def __init__(self, name: str, refused: Collection[str] = ()) -> None:
+    def __init__(self, name: str) -> None:
         self._name = name
-        self._refused_fields = frozenset(refused)
+        self._refused_fields: frozenset[str] = frozenset()
 
     async def ask(
         self,

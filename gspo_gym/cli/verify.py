@@ -377,7 +377,7 @@ def _state_before(folder: Path, config: Mapping[str, Any], result: Verification)
             raise RecordError(f"{checkpoint / 'resume' / 'state.json'}: is damaged: {error!r}") from error
     elif config.get("run.restore"):
         raise RecordError(
-            f"{folder}: a restored run's first checkpoint is needed; training.keep_every keeps checkpoints"
+            f"{folder}: a restored run's first checkpoint is needed; a large training.keep_last keeps all"
         )
     for step in range(first, result.step):
         try:

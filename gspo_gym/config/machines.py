@@ -134,7 +134,6 @@ def learning_of(config: RunConfig) -> Learning:
         gradient_checkpointing=model.gradient_checkpointing,
         # A longer row than a micro-batch is one by itself.
         num_tokens=max(training.max_tokens_per_microbatch, config.rollout.max_model_len),
-        logits_bytes=int(training.logits_memory_mib * 2**20),
         keeps_reference=reference.placement == "shared" and is_copy,
         compute_dtype=config.learner.compute_dtype,
         sequence_parallel=config.learner.sequence_parallel,
@@ -178,7 +177,7 @@ def _has_gpus(config: RunConfig, machines: Machines) -> bool:
     if config.compute is not None:
         return config.compute.gpu_count > 0
     # Without [compute] a run takes a GPU if there is one.
-    return config.model.device != "cpu" and any(offer.gpus for offer in machines.offers)
+    return any(offer.gpus for offer in machines.offers)
 
 
 def _samples_here(config: RunConfig) -> bool:

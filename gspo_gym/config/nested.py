@@ -37,8 +37,6 @@ _TABLES: Mapping[str, Mapping[str, str]] = {
         "model_name": "model.base",
         **{name: f"model.{name}" for name in ModelSection.model_fields if name != "base"},
         **{name: f"rollout.{name}" for name in _SAMPLING},
-        # Not rollout.top_p: there the sampling is scored under the truncation that it asks for.
-        **{name: f"rollout.policy_config.{name}" for name in ("top_p", "top_k")},
         "max_tokens": "rollout.max_output_tokens",
         "system_prompt": "rollout.policy_config.system_prompt",
     },
@@ -59,6 +57,7 @@ _KEYS: Mapping[str, str] = {
     "judge.options.timeout_s": "judge.timeout_s",
     "training.weight_sync.weight_sync_interval": "training.weight_sync_interval",
     "tags": "run.tags",
+    **{f"rollout.policy_config.{theirs}": f"rollout.{ours}" for theirs, ours in POLICY_CONFIG.items()},
 }
 # Switches of the hosted trainer, and the parts of the blend that each of them keeps.
 _ONLY_REWARDS: Mapping[str, tuple[str, ...]] = {
@@ -66,19 +65,30 @@ _ONLY_REWARDS: Mapping[str, tuple[str, ...]] = {
     "rubric_rewards_only": ("event", "outcome"),
 }
 
+# Keys of its files with one value here, and why there is no other.
+_ONE_VALUE: Mapping[str, tuple[Any, str]] = {
+    "algorithm.type": ("online", ""),
+    "training.weight_sync.enable": (True, ", without which the policy that samples never learns"),
+    "training.weight_sync.targets": (["policy"], ", which is all that samples"),
+    "reference.tp": (1, ", because one process scores the reference"),
+}
+# Keys of its scoring server, with the values that its files have by default.
+_OF_ITS_SERVER = {"reference.port": 8002, "reference.health_interval_ms": 300}
+_SWITCH = "training.step_rewards_enabled"
+# What the page of all keys says of them.
+HOSTED_ONLY: Mapping[str, str] = {
+    **{key: f"only {show(value)}{reason}" for key, (value, reason) in _ONE_VALUE.items()},
+    **dict.fromkeys(_OF_ITS_SERVER, "a number > 0 without effect: Ray reaches the reference, and says if it is lost"),
+    _SWITCH: 'false sets training.step_rewards_mode to "off"; true demands another mode',
+}
+
 # What the hosted trainer's client writes into every file that does not say it: as good as an absent key.
 INSERTED: Mapping[str, str] = {"reference.placement": "none"}
 
 # Keys that say the same thing as another one, or belong to it: a text of the command line with the first replaces them.
 _REPLACED: Mapping[str, Sequence[str]] = {
-    **{f"rollout.policy_config.{theirs}": (f"rollout.{ours}",) for theirs, ours in POLICY_CONFIG.items()},
-    **{f"rollout.{ours}": (f"rollout.policy_config.{theirs}",) for theirs, ours in POLICY_CONFIG.items()},
     "model.base": ("model.source",),
     "model.source": ("model.base", "model.revision"),
-    "optimizer.num_warmup_steps": ("optimizer.warmup_fraction",),
-    "optimizer.warmup_fraction": ("optimizer.num_warmup_steps",),
-    "judge.options.rubric_id": ("judge.options.rubric_file",),
-    "judge.options.rubric_file": ("judge.options.rubric_id",),
 }
 
 _MAX_DEPTH = 64  # as of the bodies that servers take
@@ -93,12 +103,14 @@ class Flat:
         written: for each key or section that was elsewhere, how it was written.
         problems: what was wrong with the nested form itself.
         inserted: for each key that only has the value that the hosted trainer's client inserts, how it was written.
+        notices: what has no effect of the file's own form.
     """
 
     values: dict[str, Any]
     written: dict[str, str] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
     inserted: dict[str, str] = field(default_factory=dict)
+    notices: list[Problem] = field(default_factory=list)
 
     def name(self, key: str) -> str:
         return self.written.get(key, key)
@@ -180,6 +192,48 @@ def _take_only_rewards(flat: Flat) -> None:
         elif is_on and has_judge and any(blend.get(part) for part in other_parts):
             weights = ", ".join(f"judge.reward_blend.{part} = 0" for part in other_parts)
             flat.problems.append(Problem(key, f"true contradicts [judge.reward_blend]: set {weights}, or remove this"))
+
+
+def take_hosted_only(flat: Flat) -> None:
+    """Check the keys of `HOSTED_ONLY`, and take them out of the values, which are spelled and have all overrides."""
+    for key in HOSTED_ONLY:
+        above, _, name = key.rpartition(".")
+        holder = look_up(flat.values, above)
+        if not isinstance(holder, dict) or name not in holder:
+            continue
+        value = holder.pop(name)
+        if key == _SWITCH:
+            _switch_step_rewards(flat, holder, value)
+        elif key in _OF_ITS_SERVER:
+            if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
+                flat.problems.append(Problem(key, f"expected an integer > 0, got {show(value)}"))
+            elif value != _OF_ITS_SERVER[key]:
+                text = "has no effect: Ray reaches the reference, and says if it is lost"
+                flat.notices.append(Problem(key, text))
+        else:
+            expected, reason = _ONE_VALUE[key]
+            if type(value) is not type(expected) or _lower(value) != expected:
+                flat.problems.append(Problem(key, f"expected {show(expected)}{reason}, got {show(value)}"))
+
+
+def _lower(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_lower(entry) for entry in value]
+    return value.lower() if isinstance(value, str) else value
+
+
+def _switch_step_rewards(flat: Flat, training: dict[str, Any], is_on: Any) -> None:
+    mode = training.get("step_rewards_mode")
+    if not isinstance(is_on, bool):
+        flat.problems.append(Problem(_SWITCH, f"expected true or false, got {show(is_on)}"))
+    elif is_on and mode in (None, "off"):
+        text = 'true demands training.step_rewards_mode "decision_stepwise" or "env_sparse", got '
+        flat.problems.append(Problem(_SWITCH, text + show(mode)))
+    elif not is_on:  # the switch wins, as in the hosted trainer
+        if mode not in (None, "off"):
+            text = f"false switches step rewards off, so that training.step_rewards_mode = {show(mode)} has no effect"
+            flat.notices.append(Problem(_SWITCH, text))
+        training["step_rewards_mode"] = "off"
 
 
 def _keep_section(flat: Flat, table: str, entries: Mapping[str, Any]) -> None:

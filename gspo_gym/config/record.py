@@ -113,6 +113,17 @@ class RunRecord(Settings):
         return replace(self.rollout.sampling, temperature=self.evaluation.temperature)
 
     @property
+    def scores_truncated(self) -> bool:
+        """Return whether the learner scores under the truncation that [rollout] samples with."""
+        return self.rollout.sampling.is_truncated and "truncated_sampling" not in self.algorithm.acknowledge
+
+    @property
+    def scored_sampling(self) -> Sampling:
+        """Return the part of the sampling under which the learner computes logprobs."""
+        sampling = self.rollout.sampling
+        return sampling if self.scores_truncated else Sampling(temperature=sampling.temperature)
+
+    @property
     def has_reference(self) -> bool:
         """Return whether a term compares with a reference policy."""
         return self.loss.kl_coef > 0 or self.rewards.kl_coef > 0 or self.advantages.kl_shaping_coef > 0
@@ -134,9 +145,7 @@ class RunRecord(Settings):
 
     @property
     def step_rewards_mode(self) -> str:
-        """Return how turns earn rewards; the switch goes over the mode, as in the hosted trainer."""
-        if self.training.step_rewards_enabled is False:
-            return "off"
+        """Return how turns earn rewards."""
         return self.training.step_rewards_mode or str(StepRewardSettings.model_fields["mode"].default)
 
     @property

@@ -15,7 +15,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from gspo_gym.config.foreign.reader import Row, in_words
-from gspo_gym.config.nested import nested_names
+from gspo_gym.config.nested import HOSTED_ONLY, nested_names
 from gspo_gym.config.rules.objective import DERIVED
 from gspo_gym.config.run_config import RunConfig
 from gspo_gym.config.words import (
@@ -65,7 +65,7 @@ that each was read from; a test keeps it current, and another one compares every
 `gspo-gym config from-trl FILE` and its siblings translate a whole file and say what changes in meaning. A key under its
 foreign name in a file of ours is an error that names ours.
 
-All keys of the hosted trainer's reference are keys here, under their names; `gspo-gym config check FILE` says which
+All keys of the hosted trainer's reference are read here, under their names; `gspo-gym config check FILE` says which
 values cannot run.
 
 "Left out" means that a translation reports the key, with this reason, unless it has its default.
@@ -140,6 +140,10 @@ def _nested_form() -> Iterator[str]:
     yield from ("", "| nested | flat |", "|---|---|")
     for nested_key, flat in nested_names().items():
         yield f"| `{nested_key}` | `{flat}` |"
+    yield ""
+    yield from ("## Keys of the hosted trainer's files alone", "", "They are checked, and are no setting of a run.", "")
+    yield from ("| key | value |", "|---|---|")
+    yield from (f"| `{key}` | {text} |" for key, text in HOSTED_ONLY.items())
     yield ""
 
 

@@ -17,7 +17,7 @@ import tomli_w
 from pydantic import PrivateAttr, ValidationError, model_validator
 
 from gspo_gym.base.files import packaged_file, read_file
-from gspo_gym.config.nested import INSERTED, Flat, apply_override, flatten
+from gspo_gym.config.nested import INSERTED, Flat, apply_override, flatten, take_hosted_only
 from gspo_gym.config.record import RunRecord, partial_record
 from gspo_gym.config.rules.objective import with_derived_defaults
 from gspo_gym.config.rules.rules import find_contradictions, find_notices
@@ -165,6 +165,7 @@ def _read(path: Path, overrides: Sequence[str]) -> tuple[Flat, list[str], list[P
 
 def _check(flat: Flat, source_of: Callable[[str], str], earlier: Sequence[Problem]) -> RunConfig:
     flat.values = with_known_spelling(flat.values, RunConfig)
+    take_hosted_only(flat)
     flat_values = {
         name: _as_tuples(section) for name, section in with_derived_defaults(flat.values, _required_sections()).items()
     }
@@ -181,7 +182,7 @@ def _check(flat: Flat, source_of: Callable[[str], str], earlier: Sequence[Proble
         lines = [f"{source_of(p.key)}: {flat.name(p.key)}: {p.text}" for p in problems]
         problem_list = f"{len(lines)} problems in the configuration:\n  " + "\n  ".join(lines)
         raise ConfigError(lines[0] if len(lines) == 1 else problem_list)
-    config._of_the_file = tuple(_find_inserted(flat, config))
+    config._of_the_file = (*_find_inserted(flat, config), *flat.notices)
     return config
 
 
@@ -202,4 +203,4 @@ def _as_tuples(value: Any) -> Any:
     # A strict tuple field takes no list, and TOML has nothing else.
     if isinstance(value, dict):
         return {key: _as_tuples(entry) for key, entry in value.items()}
-    return tuple(value) if isinstance(value, list) else value
+    return tuple(map(_as_tuples, value)) if isinstance(value, list) else value

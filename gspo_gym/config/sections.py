@@ -65,11 +65,10 @@ class GatewaySection(Settings):
         default=None,
         description="base URL under which apps reach the gateway (a tunnel, a proxy, a name); absent: host and port",
     )
-    max_calls: int = Field(default=1000, gt=0, description="model calls of one rollout, beyond which they are refused")
 
 
 class PolicyConfigSection(Settings):
-    """[rollout.policy_config]: how the policy is asked; the hosted trainer's names for some of [rollout]'s keys.
+    """[rollout.policy_config]: how the policy is asked.
 
     Other keys are a task app's own, and are sent to it as they stand; without a task app they are errors.
     """
@@ -79,10 +78,6 @@ class PolicyConfigSection(Settings):
     system_prompt: str | None = Field(
         default=None, min_length=1, description="a system message before the environment's first messages"
     )
-    temperature: float | None = Field(default=None, gt=0, description="as rollout.temperature, which it sets")
-    top_p: float | None = Field(default=None, gt=0, le=1, description="as rollout.top_p, which it sets")
-    top_k: int | None = Field(default=None, ge=0, description="as rollout.top_k, which it sets")
-    max_tokens: int | None = Field(default=None, gt=0, description="as rollout.max_output_tokens, which it sets")
     chat_template_kwargs: TomlTable = Field(
         default={}, description="handed to the chat template, for example { enable_thinking = false }"
     )
@@ -180,8 +175,6 @@ def with_task_url(overrides: Sequence[str], given: str | None, environment: Mapp
 class WeightSyncSection(Settings):
     """[training.weight_sync]: how new weights reach the engine. The local engine has the learner's own: no choice."""
 
-    enable: bool = Field(default=True, description="whether the engine gets new weights at all: it must")
-    targets: tuple[Literal["policy"], ...] = Field(default=("policy",), description="whose weights are sent")
     mode: Literal["auto", "direct", "full"] = Field(
         default="auto",
         description="direct: an adapter alone where the engine takes adapters; full: always all weights, an adapter "
@@ -193,11 +186,6 @@ class WeightSyncSection(Settings):
     )
     verify_every_k: int = Field(
         default=0, ge=0, description="updates between checks of files and checksums, besides the canary's; 0: none"
-    )
-    in_flight: Literal["wait", "keep"] | None = Field(
-        default=None,
-        description="with max_staleness above 0, calls in flight at an update end under the old weights first, or go "
-        "on under the new ones, each token with its version; absent: keep with vLLM, wait with the local engine",
     )
     transfer: Literal["files", "ipc", "nccl", "shared_memory"] = Field(
         default="files",
@@ -225,7 +213,6 @@ def show_default(settings: type[BaseModel], name: str) -> str:
 class AlgorithmSection(Settings):
     """[algorithm]: the method. `variety` also supplies defaults to [loss] and [advantages]."""
 
-    type: Literal["online"] = Field(default="online", description="the model learns from its own episodes")
     method: Literal["policy_gradient", "ppo"] = Field(
         default="policy_gradient",
         description=(
@@ -296,9 +283,6 @@ class ModelSection(Settings):
         default=None,
         description="attention of the trained model, by transformers' names; absent: transformers chooses, sdpa for "
         "most. Prefixes are shared with sdpa alone (training.share_prefixes)",
-    )
-    device: Literal["auto", "cpu", "cuda"] = Field(
-        default="auto", description="auto: as compute.gpu_count says; without it, cuda if there is one, else cpu"
     )
     gradient_checkpointing: bool = Field(
         default=False, description="recompute activations in the backward pass: less memory, about a third more time"
@@ -383,7 +367,11 @@ class RolloutSection(Settings):
         default=1.0, gt=0, description="divides the logits; the learner scores under the same (1: the model's own)"
     )
     top_p: float = Field(
-        default=1.0, gt=0, le=1, description="sample from the fewest tokens that have this probability; 1: from all"
+        default=1.0,
+        gt=0,
+        le=1,
+        description="sample from the fewest tokens that have this probability; 1: from all. The learner scores "
+        "under this, top_k and min_p, unless algorithm.acknowledge names truncated_sampling",
     )
     top_k: int = Field(default=0, ge=0, description="sample from this many tokens; 0: from all")
     min_p: float = Field(
@@ -414,9 +402,6 @@ class RolloutSection(Settings):
 class TrainingSection(RetentionSettings, LoopSettings, UpdateSettings, BatchSettings):
     """[training]: how much, and in which portions. An iteration is one batch of episodes and the updates on it."""
 
-    step_rewards_enabled: bool | None = Field(
-        default=None, description="false is step_rewards_mode off; true demands a mode; absent: as the mode says"
-    )
     step_rewards_mode: Literal["off", "decision_stepwise", "env_sparse"] | None = optional(StepRewardSettings, "mode")
     step_rewards_beta: float | None = optional(StepRewardSettings, "beta")
     step_rewards_indicator_lambda: float | None = optional(StepRewardSettings, "indicator_lambda")

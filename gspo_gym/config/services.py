@@ -63,7 +63,7 @@ class ServicesSection(Settings):
 
 
 class ComputeSection(Settings):
-    """[compute]: the machine."""
+    """[compute]: the machine; without the section, a run takes a GPU if there is one."""
 
     gpu_type: str | None = Field(
         default=None, min_length=1, description='part of the device\'s name, such as "H100"; another device is an error'
@@ -182,9 +182,6 @@ class VllmSection(Settings):
         "only whole blocks are kept; on a processor a multiple of 32, which its kernels take; absent: 32 there, where "
         "vLLM's own 128 is longer than a short episode, else vLLM's own",
     )
-    enforce_eager: bool | None = Field(
-        default=None, description="neither compile nor capture CUDA graphs; absent: only on a processor"
-    )
     structured_output: bool = Field(
         default=False, description="obey the JSON schemas that task apps ask for; such calls are never trained on"
     )
@@ -201,10 +198,6 @@ class TrackingSection(Settings):
         default=(), description="sinks (which must be installed); a key for W&B is in WANDB_API_KEY"
     )
     wandb_project: str | None = Field(default=None, min_length=1, description="W&B only; absent: gspo-gym")
-    wandb_tags: tuple[str, ...] = Field(default=(), description="W&B only: tags of the run")
-    run_name: str | None = Field(
-        default=None, min_length=1, description="W&B only: what it calls the run; absent: model.label"
-    )
 
 
 def missing_machinery(sections: Mapping[str, Any]) -> list[str]:
@@ -222,8 +215,6 @@ def missing_machinery(sections: Mapping[str, Any]) -> list[str]:
         faults.append(
             'reference.placement = "dedicated": quantized weights cannot be handed to another process; set "shared"'
         )
-    if sections["reference"].placement == "dedicated" and (num := sections["reference"].tp) > 1:
-        faults.append(f"reference.tp = {num}: one process scores the reference; set 1, and topology.gpus_for_ref to 1")
     return faults
 
 

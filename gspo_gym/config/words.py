@@ -363,9 +363,37 @@ RETIRED: Mapping[str, str] = {
     ),
     "judge.gold.max_gap_change": "a change of the gap that is larger than chance and a tenth alarms: remove it",
     "judge.options.max_attempts": "a call that fails is tried several times, and the run then waits: remove it",
-    "judge.options.rubric_folder": "write the file into judge.options.rubric_file: remove it",
+    "judge.options.rubric_folder": "write the file into judge.options.rubric_id: remove it",
     "judge.options.send_temperature": "an endpoint that refuses a temperature is sent none: remove it",
     "training.keep_best_direction": "the largest is the best: remove it",
+    "training.score_truncated": "it is true unless algorithm.acknowledge names truncated_sampling: remove it",
+    "gateway.max_calls": "a rollout makes at most 1000 calls: remove it",
+    "judge.on_unscored": "an episode without a score is played again: remove it",
+    "judge.options.max_transcript_chars": "a judge reads 60000 characters: remove it",
+    "judge.options.rubric_file": "write the file into judge.options.rubric_id",
+    "judge.options.structured_output": "an endpoint that refuses a schema is asked without: remove it",
+    **dict.fromkeys(
+        (f"judge.options.usd_per_million_{side}_tokens" for side in ("input", "output")),
+        "write judge.options.usd_per_million_tokens = [INPUT, OUTPUT]",
+    ),
+    "limits.max_attempts": "a sample is tried three times: remove it",
+    **dict.fromkeys(
+        ("optimizer.num_warmup_steps", "optimizer.warmup_fraction"),
+        "write optimizer.warmup_steps, in which a number below 1 is a fraction of all steps",
+    ),
+    "model.device": "write compute.gpu_count = 0 for the processor, or 1",
+    "training.keep_best_metric": "the best is that of the best score: remove it",
+    "training.keep_every": "write a larger training.keep_last",
+    **dict.fromkeys(
+        ("training.logits_memory_mib", "training.scoring_chunk_tokens"),
+        "logits take at most 512 MiB at once: remove it",
+    ),
+    "training.max_idle_iters": "a run ends after ten iterations in which nothing was learned: remove it",
+    "training.max_nonfinite_steps": "a run ends after five skipped steps in a row: remove it",
+    "training.weight_sync.in_flight": "vLLM keeps its calls, the local engine waits for them: remove it",
+    "tracking.run_name": "W&B calls a run by model.label: remove it",
+    "tracking.wandb_tags": "run.tags are the tags in W&B: write them there, such as { a = true }",
+    "vllm.enforce_eager": "vLLM compiles on GPUs, and never on a processor: remove it",
 }
 SYSTEMS: Mapping[str, System] = {"trl": TRL, "roll": ROLL, "agilerl": AGILERL, "stateset": STATESET}
 
@@ -388,12 +416,6 @@ OTHERS: Mapping[str, Mapping[str, Row]] = {
         "clip_ratio_high": _renamed("loss.clip_high"),
         "clip_ratio_c": _renamed("loss.dual_clip"),
         "kl_loss_type": Row(("loss.kl_estimator",), values={"low_var_kl": "k3", "kl": "k1", "mse": "k2"}),
-    },
-    "an earlier checkout": {
-        "scoring_chunk_tokens": Row(
-            ("training.logits_memory_mib",),
-            advice="remove it, or write training.logits_memory_mib, the memory of the logits in MiB",
-        ),
     },
     "an earlier version": {
         "normalize_std": _SWITCH_SCALE,
@@ -422,7 +444,7 @@ OTHERS: Mapping[str, Mapping[str, Row]] = {
             ("correction.old_logprobs",),
             values={"trainer": "recompute", "recompute": "recompute", "rollout": "rollout", "sampler": "rollout"},
         ),
-        "warmup_proportion": _renamed("optimizer.warmup_fraction"),
+        "warmup_proportion": _renamed("optimizer.warmup_steps"),
         "merge_lora_configs": Row(
             ("training.lora.on_mismatch",), values={True: "merge"},
             advice={False: "nothing: a mismatch is an error by default"},

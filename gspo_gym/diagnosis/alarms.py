@@ -64,7 +64,7 @@ ALARMS: Mapping[str, Finding] = {
         "serious",
         "The judge's scores no longer mean what they meant: they and gold's have drifted apart.",
         "",
-        "judge.options.rubric_file",
+        "judge.options.rubric_id",
         "tighten the rubric where the best-scored episodes are not good; `gspo-gym judge audit` says how far the judge "
         "can be trusted at all",
         "judge_drifted",

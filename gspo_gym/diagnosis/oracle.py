@@ -143,10 +143,17 @@ def _shape_advantages(records: StepRecords, values: Floats, at: Indices, state: 
     return shaped_values, state
 
 
+def _scores_truncated(config: Mapping[str, Any]) -> bool:
+    is_cut = (
+        config.get("rollout.top_p", 1) < 1 or config.get("rollout.top_k", 0) > 0 or config.get("rollout.min_p", 0) > 0
+    )
+    return is_cut and "truncated_sampling" not in config.get("algorithm.acknowledge", ())
+
+
 def _rewards(config: Mapping[str, Any], episode: Trajectory) -> list[float]:  # of its turns
     rewards = [turn.reward or 0.0 for turn in episode.turns]
     mode, at_end = config.get("training.step_rewards_mode"), [*[0.0] * (len(rewards) - 1), sum(rewards)]
-    if mode == "off" or config.get("training.step_rewards_enabled") is False:
+    if mode == "off":
         return at_end
     if mode != "decision_stepwise" or config.get("judge.enabled"):  # a judge's blend contains them
         return rewards
@@ -466,7 +473,7 @@ class Model:
                 logits = raw.to(torch.promote_types(raw.dtype, torch.float32)) / self._config["rollout.temperature"]
                 beyond = (torch.arange(logits.shape[-1]) >= self._num_ids).expand_as(logits)
                 logits = logits.masked_fill(beyond.scatter(-1, ids[position, None], value=False), -torch.inf)
-                if self._config["training.score_truncated"]:
+                if _scores_truncated(self._config):
                     logits = logits.masked_fill(~self._kept_tokens(logits.detach(), ids[position, None]), -torch.inf)
                 every = torch.log_softmax(logits, -1)
                 entropy = -(every.exp() * every.masked_fill(every.isneginf(), 0.0)).sum(-1)

@@ -44,7 +44,7 @@ _FAILURES_OF_APPS: Mapping[str, tuple[str, str]] = {
     "env_error": ("services.task_url", "look into the app's own log: it turned rollouts away, or failed in them"),
     "engine_error": (
         "gateway.public_url",
-        "the app could not use the model: see whether it reaches the gateway there, and gateway.max_calls",
+        "the app could not use the model: see whether it reaches the gateway there, and makes fewer than 1000 calls",
     ),
 }
 # Metric, limit, what happens, and the key of the limit of ours that does it.

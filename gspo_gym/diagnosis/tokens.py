@@ -250,7 +250,7 @@ def _differ_on_purpose(view: StepView) -> bool:
     is_rescored, min_tokens = rollout.pop("rescore", False), rollout.pop("min_output_tokens", 0)
     return is_rescored or differ_on_purpose(
         Sampling(**rollout, min_tokens=min_tokens),
-        is_cut_when_scored=training.get("score_truncated", False),
+        is_cut_when_scored=view.rules["scores_truncated"],
         dropout=training.get("lora", {}).get("dropout", 0.0),
     )
 
@@ -389,8 +389,7 @@ def advantages_are_others(view: StepView) -> _Clue | None:
     settings, column = AdvantageSettings(**view.rules["advantages"]), view.column("advantage")
     is_shaped = settings.whiten != "none" or settings.kl_shaping_coef + view.rules["rewards"].get("kl_coef", 0) > 0
     is_shaped |= bool({settings.baseline, settings.scale, settings.level} & {"batch", "running", "auto"})
-    training = view.rules["training"]
-    mode = "off" if training.get("step_rewards_enabled") is False else training.get("step_rewards_mode", "env_sparse")
+    mode = view.rules["training"].get("step_rewards_mode", "env_sparse")
     if is_shaped or mode == "decision_stepwise":  # they follow from more than the page shows
         return None
     is_known = np.bincount(view.episode, np.isfinite(column), minlength=len(view.episodes)) > 0

@@ -298,11 +298,11 @@ class BudgetLimits:
 class Prices:
     """US dollars per million tokens; 0 if not known."""
 
-    usd_per_million_input_tokens: float = 0.0
-    usd_per_million_output_tokens: float = 0.0
+    input_usd: float = 0.0
+    output_usd: float = 0.0
 
     def cost_of(self, input_tokens: int, output_tokens: int) -> JudgeCost:
-        input_price, output_price = self.usd_per_million_input_tokens, self.usd_per_million_output_tokens
+        input_price, output_price = self.input_usd, self.output_usd
         return JudgeCost(
             1, input_tokens, output_tokens, (input_price * input_tokens + output_price * output_tokens) / 1e6
         )

@@ -399,9 +399,9 @@ class HttpJudge:
     async def judge(self, request: JudgeRequest) -> Judgement:
         # All of it is sent with every call, because the judge behind the URL reads no file of ours.
         settings = self._options
-        options: Json = {"provider": settings.provider, "model": settings.model, "rubric_id": settings.rubric_id}
+        options: Json = {"provider": settings.provider, "model": settings.model, "rubric_id": settings.known_rubric}
         options["timeout_s"] = self._timeout_seconds
-        if settings.rubric_id is not None or not request.rubrics.parts:
+        if settings.known_rubric is not None or not request.rubrics.parts:
             options |= {"rubric_overrides": settings.rubric_overrides or None, "tracks": list(settings.tracks) or None}
             options |= {"weights": settings.weights or None}
         body = request_to_wire(

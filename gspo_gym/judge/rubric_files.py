@@ -96,6 +96,11 @@ def load_rubrics(
     return merge_rubrics(*sources)
 
 
+def is_rubric_file(name: str) -> bool:
+    """Return whether a name is a path, and no id."""
+    return Path(name).suffix in _SUFFIXES
+
+
 def find_rubrics(name: str, folders: Sequence[Path] = ()) -> Path:
     """Return the file of a path that ends in .yaml, .yml, .toml or .json, or of an id.
 
@@ -106,7 +111,7 @@ def find_rubrics(name: str, folders: Sequence[Path] = ()) -> Path:
         ConfigError: an id of another form, for example with a way out of its folder.
         UnknownNameError: no folder has it.
     """
-    if Path(name).suffix in _SUFFIXES:
+    if is_rubric_file(name):
         return Path(name)
     if not _ID.fullmatch(name):
         raise ConfigError(

@@ -5,18 +5,19 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
-from gspo_gym.base.settings import Settings, checked_url, read_key, same
+from gspo_gym.base.settings import Settings, checked_url, read_key
 from gspo_gym.errors import ConfigError
 from gspo_gym.judge.asking import AskingSettings, Prices
 from gspo_gym.judge.blend import RewardBlend
-from gspo_gym.rollout.limits import ScoringLimits
+from gspo_gym.judge.rubric_files import is_rubric_file
 
 _FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", re.ASCII)
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+Price = Annotated[float, Field(ge=0)]
 # Base URL, the variable that holds the key, and what the API calls the longest answer.
 _PROVIDERS = {
     "openai": ("https://api.openai.com/v1", "OPENAI_API_KEY", "max_completion_tokens"),
@@ -47,16 +48,8 @@ class JudgeModelSettings(Settings):
         default=None, ge=0, description="of the judging model; absent: 0, or its own if it refuses to be told one"
     )
     max_output_tokens: int = Field(default=4096, gt=0, description="tokens that the judging model may write in a call")
-    structured_output: Literal["auto", "schema", "text"] = Field(
-        default="auto",
-        description="schema: the endpoint holds the model to a JSON schema; text: it is only asked to; auto: schema, "
-        "until the endpoint refuses it",
-    )
-    usd_per_million_input_tokens: float | None = Field(
-        default=None, ge=0, description="US dollars a million tokens read; absent: not known"
-    )
-    usd_per_million_output_tokens: float | None = Field(
-        default=None, ge=0, description="US dollars a million tokens written; absent: not known"
+    usd_per_million_tokens: tuple[Price, Price] | None = Field(
+        default=None, description="US dollars a million tokens read, and a million written; absent: not known"
     )
 
     @field_validator("base_url")
@@ -99,7 +92,7 @@ class JudgeModelSettings(Settings):
 
     @property
     def prices(self) -> Prices:
-        return Prices(self.usd_per_million_input_tokens or 0.0, self.usd_per_million_output_tokens or 0.0)
+        return Prices(*(self.usd_per_million_tokens or ()))
 
     def read_key(self) -> str | None:
         """Return the key from the environment; None if no variable is named, a ConfigError if it is not set."""
@@ -114,9 +107,6 @@ class ReadingSettings(Settings):
         description="episode: one call for everything; turn: one for each turn and one for the outcome; auto: one "
         "while it fits",
     )
-    max_transcript_chars: int = Field(
-        default=60_000, gt=0, description="characters of an episode that the judge reads; longer ones are shortened"
-    )
     show_reasoning: bool = Field(default=False, description="whether the judge reads what the policy thought")
 
 
@@ -125,12 +115,11 @@ class JudgeOptions(ReadingSettings, JudgeModelSettings):
 
     event: bool | None = Field(default=None, description="score every turn; absent: not")
     outcome: bool | None = Field(default=None, description="score the episode as a whole; absent: not")
-    rubric_file: str | None = Field(default=None, min_length=1, description="the rubric: a YAML, TOML or JSON file")
     rubric_id: str | None = Field(
         default=None,
         min_length=1,
-        description='instead: the id of a bundled one ("support_desk/bundle@v1"); with type synth '
-        "the judge may know more",
+        description='the rubric: a YAML, TOML or JSON file, or the id of a bundled one ("support_desk/bundle@v1"); '
+        "with type synth the judge may know more ids",
     )
     rubric_overrides: dict[str, Any] = Field(  # Any: a rubric has its own shape
         default={}, description="over the rubric, or the whole of it: tables `event` and `outcome`"
@@ -156,6 +145,16 @@ class JudgeOptions(ReadingSettings, JudgeModelSettings):
         min_length=1,
         description="folder in which judgements are kept for later runs; absent: they are kept in memory",
     )
+
+    @property
+    def rubric_file(self) -> str | None:
+        """Return the file that `rubric_id` names; None if it is an id, or absent."""
+        return self.rubric_id if self.rubric_id is not None and is_rubric_file(self.rubric_id) else None
+
+    @property
+    def known_rubric(self) -> str | None:
+        """Return the id that `rubric_id` is; None if it is a file, or absent."""
+        return None if self.rubric_file else self.rubric_id
 
     @field_validator("rubric_overrides")
     @classmethod
@@ -214,7 +213,6 @@ class JudgeSettings(Settings):
         description="synth: the hosted trainer's judge protocol, at services.judge_url; absent: as the other keys say",
     )
     timeout_s: float | None = Field(default=None, gt=0, description="seconds a call may take; absent: 30")
-    on_unscored: Literal["refill", "drop"] = same(ScoringLimits, "on_unscored")
     panel: tuple[PanelEntry, ...] = Field(
         default=(), description="several judges, whose scores are aggregated: tables [[judge.panel]]"
     )
@@ -227,11 +225,6 @@ class JudgeSettings(Settings):
         """[judge.reward_blend], or its defaults."""
         return self.reward_blend or RewardBlend()
 
-    @property
-    def scoring_limits(self) -> ScoringLimits:
-        """What a pool does about scores that are late or do not come."""
-        return ScoringLimits.of(self)
-
 
 @dataclass(frozen=True, slots=True)
 class ModelJudgeSettings:
@@ -242,6 +235,7 @@ class ModelJudgeSettings:
         reading: what it reads of an episode.
         shuffles_criteria: show criteria in an order that follows from the episode's content, because models prefer the
             first; otherwise in the rubric's.
+        max_transcript_chars: characters of an episode that it reads; longer ones are shortened.
         sample: number of this judge among several samples of the same model; each has other seeds and cache entries.
         seed: of request seeds and of the order of criteria.
     """
@@ -249,6 +243,7 @@ class ModelJudgeSettings:
     model: JudgeModelSettings
     reading: ReadingSettings = field(default_factory=ReadingSettings)
     shuffles_criteria: bool = True
+    max_transcript_chars: int = 60_000
     sample: int = 0
     seed: int = 0
     asking: AskingSettings = field(default_factory=AskingSettings)

@@ -18,6 +18,8 @@ from torch import Tensor, nn
 from gspo_gym.errors import CheckpointError, ConfigError, NonFiniteError
 from gspo_gym.learning.settings import OptimizerSettings
 
+MAX_NONFINITE_STEPS = 5  # in a row that may be skipped for a NaN or infinity before the run stops
+
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
@@ -47,7 +49,6 @@ class PolicyOptimizer:
         *,
         learning_rate: float,
         total_steps: int | None,
-        max_nonfinite_steps: int,
     ) -> None:
         self._parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         _check_trainable(self._parameters)
@@ -55,7 +56,6 @@ class PolicyOptimizer:
         self._settings = settings
         self._peak = learning_rate
         self._total_steps = total_steps
-        self._max_nonfinite_steps = max_nonfinite_steps
         self._num_attempts = 0
         self._num_nonfinite_in_a_row = 0
         matrices = [p for p in self._parameters.values() if p.dim() >= 2]
@@ -71,7 +71,7 @@ class PolicyOptimizer:
         The gradients are gone afterwards.
 
         Raises:
-            NonFiniteError: more than `max_nonfinite_steps` steps in a row had to be skipped.
+            NonFiniteError: more than `MAX_NONFINITE_STEPS` steps in a row had to be skipped.
         """
         rate = scheduled_rate(
             self._num_attempts, peak=self._peak, settings=self._settings, total_steps=self._total_steps
@@ -141,10 +141,10 @@ class PolicyOptimizer:
 
     def _count_nonfinite(self, loss: float, grad_norm: float) -> None:
         self._num_nonfinite_in_a_row += 1
-        if self._num_nonfinite_in_a_row > self._max_nonfinite_steps:
+        if self._num_nonfinite_in_a_row > MAX_NONFINITE_STEPS:
             raise NonFiniteError(
                 f"optimizer step {self._num_attempts}: loss {loss}, gradient norm {grad_norm}; "
-                f"{self._num_nonfinite_in_a_row} steps in a row were skipped, and {self._max_nonfinite_steps} are "
+                f"{self._num_nonfinite_in_a_row} steps in a row were skipped, and {MAX_NONFINITE_STEPS} are "
                 "allowed. Parameters are those of the last finite step; lower the learning rate or the clip range"
             )
 
@@ -167,9 +167,9 @@ def scheduled_rate(step: int, *, peak: float, settings: OptimizerSettings, total
 
     Linear warm-up: step k of `warmup_steps` W takes (k + 1) / W of the peak. Then the peak (constant), or from it a
     straight line (linear) or half a cosine (cosine) to `min_lr_fraction` of it, reached at step `total_steps - 1` and
-    kept after. `total_steps` None means "not known", which a constant schedule with `num_warmup_steps` does not mind.
+    kept after. `total_steps` None means "not known", which a constant schedule with `warmup_steps` does not mind.
 
-    >>> settings = OptimizerSettings(num_warmup_steps=2, schedule="cosine", min_lr_fraction=0.0)
+    >>> settings = OptimizerSettings(warmup_steps=2, schedule="cosine", min_lr_fraction=0.0)
     >>> [round(scheduled_rate(k, peak=1.0, settings=settings, total_steps=5), 3) for k in range(6)]
     [0.5, 1.0, 1.0, 0.5, 0.0, 0.0]
 
@@ -177,7 +177,7 @@ def scheduled_rate(step: int, *, peak: float, settings: OptimizerSettings, total
         ConfigError: as `check_schedule`.
     """
     check_schedule(settings, total_steps)
-    warmup = settings.warmup_steps(total_steps)
+    warmup = settings.num_warmup_steps(total_steps)
     if step < warmup:
         return peak * (step + 1) / warmup  # no step has rate 0
     if settings.schedule == "constant" or total_steps is None:
@@ -190,7 +190,7 @@ def scheduled_rate(step: int, *, peak: float, settings: OptimizerSettings, total
 def check_schedule(settings: OptimizerSettings, total_steps: int | None) -> None:
     """Raise a ConfigError for a decay or a warm-up fraction without `total_steps`, or a decay without a step."""
     if total_steps is None:
-        settings.warmup_steps(total_steps)  # refuses a fraction of it
+        settings.num_warmup_steps(total_steps)  # refuses a fraction of it
         if settings.schedule != "constant":
             raise ConfigError(
                 f"schedule {settings.schedule!r} needs total_steps, the number of optimizer steps of the run"

@@ -233,14 +233,7 @@ class ReferenceSettings(Settings):
     update_every_n_iters: int = Field(
         default=0, ge=0, description="iterations after which the reference becomes the present policy; 0: never"
     )
-    port: int = Field(
-        default=8002, gt=0, lt=65536, description="of the hosted trainer's scoring server; here Ray carries the tokens"
-    )
-    tp: int = Field(default=1, gt=0, description="dedicated only: GPUs that score; more than 1 is refused")
     health_max_wait_s: float = Field(default=180.0, gt=0, description="dedicated only: seconds it has to come up")
-    health_interval_ms: int = Field(
-        default=300, gt=0, description="of the hosted trainer's checks of it; here nothing is asked again"
-    )
 
     def source_problem(self, *, has_adapter: bool) -> str | None:
         """Return why the source cannot be had of a model with or without an adapter; None if it can."""
@@ -274,62 +267,58 @@ class OptimizerSettings(Settings):
         default=0.0, ge=0, description="decoupled, on parameters of two or more dimensions only (not norms, not biases)"
     )
     max_grad_norm: float = Field(default=1.0, gt=0, description="global L2 norm to which gradients are clipped")
-    num_warmup_steps: int = Field(default=0, ge=0, description="optimizer steps of linear warm-up")
-    warmup_fraction: float | None = Field(
-        default=None,
-        gt=0,
-        lt=1,
-        description="of all optimizer steps, rounded up, instead of num_warmup_steps (TRL: warmup_ratio)",
+    warmup_steps: int | float = Field(
+        default=0,
+        ge=0,
+        description="optimizer steps of linear warm-up; a number below 1 is a fraction of all steps, rounded up (TRL: "
+        "warmup_ratio)",
     )
     schedule: Literal["constant", "linear", "cosine"] = Field(
         default="constant", description="of the learning rate after its linear warm-up"
     )
     min_lr_fraction: float = Field(default=0.1, ge=0, le=1, description="of the peak, where the decay ends")
 
-    @model_validator(mode="after")
-    def _warmup_is_said_once(self) -> OptimizerSettings:
-        if self.warmup_fraction is not None and self.num_warmup_steps:
-            raise ValueError(
-                f"warmup_fraction: contradicts optimizer.num_warmup_steps = {self.num_warmup_steps}: give one of "
-                f"them, got {self.warmup_fraction}"
-            )
-        return self
+    @field_validator("warmup_steps")
+    @classmethod
+    def _warmup_is_whole(cls, steps: float) -> float:
+        if steps >= 1 and steps != int(steps):
+            raise ValueError(f"expected whole steps, or a fraction of all steps below 1, got {steps}")
+        return steps
 
-    def warmup_steps(self, total_steps: int | None) -> int:
-        """Return the optimizer steps of linear warm-up: `num_warmup_steps`, or a fraction of all steps, rounded up.
+    def num_warmup_steps(self, total_steps: int | None) -> int:
+        """Return the optimizer steps of linear warm-up: `warmup_steps`, or a fraction of all steps, rounded up.
 
         A product that is whole up to float64's rounding is taken as whole: 0.07 * 100 is 7 steps, although transformers
         makes 8 of its `warmup_ratio`.
 
-        >>> OptimizerSettings(warmup_fraction=0.1).warmup_steps(total_steps=31)
+        >>> OptimizerSettings(warmup_steps=0.1).num_warmup_steps(total_steps=31)
         4
 
         Raises:
             ConfigError: a fraction of an unknown number of steps.
         """
-        if self.warmup_fraction is None:
-            return self.num_warmup_steps
+        if self.warmup_steps >= 1 or self.warmup_steps == 0:
+            return int(self.warmup_steps)
         if total_steps is None:
-            raise ConfigError("warmup_fraction needs total_steps, the number of optimizer steps of the run")
-        return math.ceil(self.warmup_fraction * total_steps - _ROUNDING)
+            raise ConfigError("warmup_steps below 1 needs total_steps, the number of optimizer steps of the run")
+        return math.ceil(self.warmup_steps * total_steps - _ROUNDING)
 
     def decay_problem(self, total_steps: int) -> str | None:
         """Return why a run of so many optimizer steps has no room for the schedule; None if it has."""
-        if self.schedule == "constant" or total_steps > self.warmup_steps(total_steps):
+        if self.schedule == "constant" or total_steps > self.num_warmup_steps(total_steps):
             return None
-        warmup = f"num_warmup_steps = {self.num_warmup_steps}"
-        if self.warmup_fraction is not None:
-            warmup = f"warmup_fraction = {self.warmup_fraction:g}"
-        steps = f"{total_steps} optimizer steps"
-        return f"no step is left for the {self.schedule}: optimizer.{warmup}, and the run has {steps}"
+        return (
+            f"no step is left for the {self.schedule}: optimizer.warmup_steps = {self.warmup_steps:g}, and the run has "
+            f"{total_steps} optimizer steps"
+        )
 
     def at_constant_rate(self) -> OptimizerSettings:
         """Return the same optimizer with neither warm-up nor decay of the learning rate."""
-        schedule_fields = {"num_warmup_steps", "warmup_fraction", "schedule", "min_lr_fraction"}
+        schedule_fields = {"warmup_steps", "schedule", "min_lr_fraction"}
         return OptimizerSettings(**self.model_dump(exclude=schedule_fields))
 
 
-DEFAULT_LOGITS_BYTES = 512 << 20
+DEFAULT_LOGITS_BYTES = 512 << 20  # for the logits that exist at once, with what is made of them
 
 
 class UpdateSettings(Settings):
@@ -340,11 +329,6 @@ class UpdateSettings(Settings):
     max_tokens_per_microbatch: int = Field(
         default=16384, gt=0, description="padded tokens per forward; gradients accumulate over micro-batches"
     )
-    logits_memory_mib: float = Field(
-        default=DEFAULT_LOGITS_BYTES / 2**20,
-        gt=0,
-        description="MiB for the logits that exist at once, with what is made of them",
-    )
     share_prefixes: bool | Literal["auto"] = Field(
         default="auto",
         description=(
@@ -352,20 +336,6 @@ class UpdateSettings(Settings):
             "processor, where that saves a sixth of the tokens"
         ),
     )
-    score_truncated: bool = Field(
-        default=False,
-        description=(
-            "score under the truncated and renormalised distribution that [rollout] samples from, with the sampled "
-            "token always kept; False scores under the whole softmax"
-        ),
-    )
-    max_nonfinite_steps: int = Field(
-        default=5, ge=0, description="steps in a row that may be skipped for a NaN or infinity before the run stops"
-    )
-
-    @property
-    def logits_bytes(self) -> int:
-        return max(1, int(self.logits_memory_mib * 2**20))
 
 
 class SupervisedSettings(Settings):

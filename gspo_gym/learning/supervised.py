@@ -85,9 +85,8 @@ def supervised_epochs(
         optimizer,
         learning_rate=settings.learning_rate,
         total_steps=total_steps,
-        max_nonfinite_steps=update.max_nonfinite_steps,
     )
-    computer = LogprobComputer(model, logits_bytes=update.logits_bytes, share_prefixes=update.share_prefixes)
+    computer = LogprobComputer(model, share_prefixes=update.share_prefixes)
     epoch_losses: list[float] = []
     steps: list[SupervisedStep] = []
     for epoch in range(settings.num_epochs):

@@ -33,6 +33,7 @@ from gspo_gym.learning.optimizer import PolicyOptimizer
 from gspo_gym.learning.reference import Reference, ReferencePolicy, check_same_reference
 from gspo_gym.learning.saved import SavedTensors, copy_state
 from gspo_gym.learning.settings import (
+    DEFAULT_LOGITS_BYTES,
     SAMPLER_KEYS,
     AdvantageSettings,
     CorrectionSettings,
@@ -126,11 +127,6 @@ _IDLE_REFERENCE = (
 )
 
 
-def scored_sampling(sampling: Sampling, update: UpdateSettings) -> Sampling:
-    """Return the part of a way of sampling under which the learner computes logprobs."""
-    return sampling if update.score_truncated else Sampling(temperature=sampling.temperature)
-
-
 class Learner:
     """Learner of a policy by GSPO (`losses`), with its optimizer and, if a KL term asks for one, its reference.
 
@@ -142,9 +138,9 @@ class Learner:
         minibatch_size: most trajectories per optimizer step (the batch is split evenly); None takes the whole batch in
             one step with ratio 1 everywhere: no clip acts (the paper takes 4 steps a batch).
         rescores: other weights sampled; nothing is then compared with `rollout_logprobs`, which may be zeros.
-        sampling: that the rollouts were drawn with; logprobs are of its temperature, and of its truncation if
-            update.score_truncated says so, which needs it. None: temperature 1.
+        sampling: under whose temperature and truncation logprobs are computed; None: temperature 1.
         total_steps: optimizer steps of the whole run, for schedules that decay; None: not known.
+        logits_bytes: see `LogprobComputer`.
         seed: of the division into minibatches and of dropout masks. clock: seconds, monotonic.
         reference_model, reference_policy: a frozen model as the reference, or one elsewhere; None: reference.source.
         collective: the ranks that train the model together, each with the same arguments, batches and calls (`sink`
@@ -174,11 +170,10 @@ class Learner:
         reference_model: nn.Module | None = None,
         reference_policy: ReferencePolicy | None = None,
         clock: Callable[[], float] = time.perf_counter,
+        logits_bytes: int = DEFAULT_LOGITS_BYTES,
         collective: Collective | None = None,
         on_step: Callable[[int, int], None] = lambda _done, _total: None,
     ) -> None:
-        if update.score_truncated and sampling is None:
-            raise ConfigError("update.score_truncated: expected the truncation of the rollouts, got none")
         self._model, self._collective = model, collective or OneProcess()
         _require_torch_optimizer(optimizer, self._collective)
         self._loss, self._settings, self._minibatch_size = loss, update, minibatch_size
@@ -194,12 +189,11 @@ class Learner:
             optimizer,
             learning_rate=update.learning_rate,
             total_steps=total_steps,
-            max_nonfinite_steps=update.max_nonfinite_steps,
         )
         make = partial(
             LogprobComputer,
-            sampling=scored_sampling(sampling or Sampling(), update),
-            logits_bytes=update.logits_bytes,
+            sampling=sampling or Sampling(),
+            logits_bytes=logits_bytes,
             entropy_has_gradient=loss.entropy_coef > 0,
             share_prefixes=_sharing(update, self._routers, self._collective),
             collective=self._collective,

@@ -16,7 +16,7 @@ import subprocess
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path, PurePosixPath
-from typing import Any, Literal, Never
+from typing import Any, Never
 
 from pydantic import Field
 
@@ -288,38 +288,24 @@ class RetentionSettings(Settings):
         ge=0,
         description="checkpoints with the best evaluations that are kept besides, of those whose step was evaluated",
     )
-    keep_best_metric: Literal["score", "success_rate", "mean_return", "mean_env_return"] = Field(
-        default="score",
-        description="the evaluation's number whose largest is the best; score: what the run's scores are",
-    )
-    keep_every: int | None = Field(
-        default=None,
-        gt=0,
-        description="checkpoints after every so many iterations are never removed, which the one before the first is "
-        "not; absent: of none",
-    )
 
     def kept(self, evaluations: Mapping[int, Numbers | None]) -> set[int]:
         """Return the steps whose checkpoints stay, given the evaluation of each step, None where there is none.
 
-        >>> scores = {2: {"mean_return": 0.9}, 4: {"mean_return": 0.5}, 6: None, 8: {"mean_return": 0.7}}
-        >>> sorted(RetentionSettings(keep_last=1, keep_best_metric="mean_return", keep_every=3).kept(scores))
-        [2, 6, 8]
+        >>> scores = {2: {"score": "success_rate", "success_rate": 0.9}, 4: None, 8: {"score": "success_rate"}}
+        >>> sorted(RetentionSettings(keep_last=1).kept(scores))
+        [2, 8]
         """
         steps = sorted(evaluations)
-        # Not 0: it is there for a kill before the first checkpoint, and holds the weights that the run began with.
-        periodic = {step for step in steps if self.keep_every and step and step % self.keep_every == 0}
-        return {*steps[-self.keep_last :], *periodic, *self.best(evaluations)[: self.keep_best]}
+        return {*steps[-self.keep_last :], *self.best(evaluations)[: self.keep_best]}
 
     def best(self, evaluations: Mapping[int, Numbers | None]) -> list[int]:
         """Return the steps that have the metric, the best first; of equal ones the earlier."""
         numbers_by_step = {step: numbers for step, numbers in sorted(evaluations.items()) if numbers is not None}
-        metric = self.keep_best_metric
-        if metric == "score":
-            # What a run's scores are may be decided by a later evaluation than its first.
-            metric = next((numbers["score"] for numbers in reversed(numbers_by_step.values())), metric)
+        # What a run's scores are may be decided by a later evaluation than its first.
+        metric = next((numbers["score"] for numbers in reversed(numbers_by_step.values())), "score")
         value_by_step = {step: numbers.get(metric) for step, numbers in numbers_by_step.items()}
-        if self.keep_best_metric == "score" and metric == "success_rate":
+        if metric == "success_rate":
             # Undecided episodes are no successes.
             value_by_step = {step: value or 0.0 for step, value in value_by_step.items()}
         ranking = sorted((-value, step) for step, value in value_by_step.items() if value is not None)

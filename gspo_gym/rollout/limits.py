@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from typing import Literal
 
 from pydantic import Field
 
@@ -35,16 +34,8 @@ class _TimeLimits(Settings):
     )
 
 
-class _AttemptLimits(Settings):
-    max_attempts: int = Field(
-        default=3,
-        gt=0,
-        description="tries per sample, each in a fresh environment, with a fresh seed unless it was lost by no action",
-    )
-
-
-class LimitSettings(_AttemptLimits, _TimeLimits):
-    """[limits]: when an episode or a group is given up; see `rollout/limits.py` for the order."""
+class LimitSettings(_TimeLimits):
+    """[limits]: when an episode is given up; see `rollout/limits.py` for the order."""
 
 
 class EpisodeLimits(_TimeLimits):
@@ -62,10 +53,15 @@ class EpisodeLimits(_TimeLimits):
     )
 
 
-class PoolLimits(_AttemptLimits):
+class PoolLimits(Settings):
     """Limits of a rollout pool."""
 
     max_concurrent_rollouts: int = Field(default=64, gt=0, description="episodes in flight at once")
+    max_attempts: int = Field(
+        default=3,
+        gt=0,
+        description="tries per sample, each in a fresh environment, with a fresh seed unless it was lost by no action",
+    )
     min_group_fraction: float = Field(
         default=0.75, gt=0, le=1, description="a group that kept fewer of its episodes is dropped whole"
     )
@@ -78,13 +74,6 @@ class ScoringLimits(Settings):
         default=256,
         gt=0,
         description="episodes that are played and wait for their score; while so many do, no further one begins",
-    )
-    on_unscored: Literal["refill", "drop"] = Field(
-        default="refill",
-        description=(
-            "what becomes of an episode that gets no score: another is played in its place, limits.max_attempts at "
-            "most, or it is dropped at once; it never counts as 0"
-        ),
     )
 
 

@@ -219,7 +219,7 @@ class RolloutPool:
 
     def _is_played_again(self, done: _Finished) -> bool:
         if done.is_unscored:
-            return self._scoring is not None and self._scoring.limits.on_unscored == "refill"
+            return self._scoring is not None
         return done.trajectory.outcome.is_infrastructure_failure
 
     def _assemble(self, request: GroupRequest, results_by_id: dict[str, _Finished]) -> TrajectoryGroup:

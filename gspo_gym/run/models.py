@@ -88,7 +88,7 @@ def find_model(name: str, *, runs: Path = Path("runs")) -> Model:
     """Return the model that `name` means.
 
     A run (as in `folders.find_run`) and `RUN@latest` mean its newest checkpoint, `RUN@best` the one with the best
-    evaluation (by training.keep_best_metric; the first of equal ones), `RUN@20` that of step 20. A checkpoint's folder
+    evaluation (the first of equal ones), `RUN@20` that of step 20. A checkpoint's folder
     and any name for `load_policy` mean themselves. A bare word is a run or a folder here, and never looked for on the
     hub.
 

@@ -26,7 +26,7 @@ class RunSettings(Settings):
     seed: int = Field(default=0, ge=0, description="everything random in the run derives from it")
     folder: str = Field(default="runs", min_length=1, description="runs are written into FOLDER/LABEL")
     tags: dict[str, Any] = Field(  # Any: texts, numbers and switches
-        default={}, description="labels of the run: kept in its config.toml, and told to W&B"
+        default={}, description="labels of the run: kept in its config.toml, and tags in W&B"
     )
     log_episodes_every_n_iters: int = Field(
         default=1, ge=0, description="iterations between files of training episodes; 0: only evaluations' are written"
@@ -128,12 +128,6 @@ class LoopSettings(Settings):
         description="how many tasks of each environment, such as the rows of a data set, groups choose from, "
         "those more often whose episodes lately did not all earn the same (rollout/sampler.py); 0: the environments of "
         "[[rollout.mixture]] are chosen from, such as a game at several sizes; absent: every task in turn",
-    )
-    max_idle_iters: int = Field(
-        default=10,
-        gt=0,
-        description="iterations in a row in which all episodes of every group earn the same, and not all succeed, "
-        "before the run ends: it would learn nothing for ever",
     )
     weight_sync_interval: int = Field(
         default=1,

@@ -28,6 +28,8 @@ from gspo_gym.run.steering import Steering, StopRequested
 
 _Result = TypeVar("_Result")
 
+MAX_IDLE_STEPS = 10  # in a row in which no episode had an advantage: such a run would learn nothing for ever
+
 # Makes the learner's present weights the ones that sample, under the given version.
 Publish = Callable[[int], Awaitable[None]]
 # Plays the evaluation's episodes with the present weights; the text names the occasion.
@@ -178,13 +180,13 @@ class Trainer:
         return working.result()
 
     def _require_something_to_learn(self) -> None:
-        """Raise StuckError if training.max_idle_iters steps in a row have taught nothing."""
+        """Raise StuckError if `MAX_IDLE_STEPS` steps in a row have taught nothing."""
         num_idle = self.state.idle_steps
-        if num_idle >= self.plan.loop.max_idle_iters:
+        if num_idle >= MAX_IDLE_STEPS:
             raise StuckError(
                 f"in {num_idle} iterations in a row, up to {self.state.step}, no episode had an advantage: all of a "
                 "group earned the same, and nothing was learned. `gspo-gym doctor` says why; larger groups, a warm-up, "
-                "easier tasks or finer rewards help, and training.max_idle_iters allows more such iterations"
+                "easier tasks or finer rewards help"
             )
 
     def _advance(self, step: int, built_batch: BuiltBatch, metrics: Mapping[str, float], *, seconds: float) -> None:

@@ -1,8 +1,9 @@
 """Every bundled environment plays one and the same episode, wherever it is played.
 
 Compared with the reference's play in this process, where it is asked directly: over our OpenEnv server through our own
-adapter, as a plain Gymnasium environment, in a vector of environments, and in the pool that collects episodes. The
-reference may look at hidden state, which none of these shows, so there its actions are said again.
+adapter, as a rollout of our task app, as a plain Gymnasium environment, in a vector of environments, and in the pool
+that collects episodes. The reference may look at hidden state, which none of these shows, so there its actions are said
+again.
 """
 
 from __future__ import annotations
@@ -12,16 +13,21 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
+import httpx
 import pytest
 from gspo_gym_envs import OWN
 from gymnasium.utils.env_checker import check_env
+from scripted_model import ScriptedModel, in_turn
 
+from gspo_gym.base.messages import message_to_wire
 from gspo_gym.config.build.episode_collection import collect_episodes
 from gspo_gym.env.plain import as_gymnasium
 from gspo_gym.env.playing import Playthrough, play, replaying
 from gspo_gym.env.registry import make
 from gspo_gym.env.vector import make_vec
+from gspo_gym.remote.apps.contracts import RolloutResponse, read_response
 from gspo_gym.remote.serve.openenv_server import create_openenv_app
+from gspo_gym.remote.serve.task_app_server import create_task_app
 from gspo_gym.remote.serving import BackgroundServer
 from gspo_gym.types import Message
 
@@ -101,3 +107,31 @@ def test_collecting_the_reference_collects_its_successes(name: str) -> None:
         assert episode.success is True
         assert episode.reward == run.episode_return
         assert [turn.reward for turn in episode.turns] == [answer.reward for answer in run.answers]
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_its_rollout_is_the_episode_of_this_process(name: str) -> None:
+    """What the model was shown, and each turn's reward, terms and events."""
+    run = here(name, 0)
+    model = ScriptedModel(in_turn(*(message_to_wire(action) for action in run.actions)))
+    with BackgroundServer(model) as endpoint, BackgroundServer(create_task_app(name)) as server:
+        policy = {"inference_url": f"{endpoint.url}/v1?cid=x"}
+        request = {"run_id": "r", "env": {"seed": 0, "env_name": name}, "policy": {"config": policy}, "mode": "rl"}
+        body = {**request, "ops": ["agent", "env"] * 100, "on_done": "terminate"}
+        answer = httpx.post(f"{server.url}/rollout", json=body, trust_env=False, timeout=60)
+    assert answer.status_code == 200, answer.text
+    response = read_response(answer.json())
+    assert isinstance(response, RolloutResponse)
+    steps = response.trajectories[0].steps
+    shown = [run.opening, *(result.messages for result in run.answers[:-1])]
+    assert [step.obs["messages"] for step in steps] == [[message_to_wire(m) for m in seen] for seen in shown]
+    said = [
+        message_to_wire(message) for pair in zip(shown, run.actions, strict=True) for message in (*pair[0], pair[1])
+    ]
+    assert model.asked[-1].body["messages"] == said[:-1]
+    assert model.asked[-1].body.get("tools", []) == list(make(name).unwrapped.tool_schemas)
+    for step, result in zip(steps, run.answers, strict=True):
+        assert (step.reward, step.done, step.truncated) == (result.reward, result.done, result.truncated)
+        details = {"reward_terms": dict(result.reward_terms), "events": list(result.events)}
+        assert (step.info or {})["gspo_gym"] == details
+    assert (response.metrics.mean_return, response.metrics.details["success"]) == (run.episode_return, True)

@@ -109,7 +109,7 @@ class Answers:
 
 
 def ask(url: str, trajectories: Mapping[str, Trajectory]) -> dict[str, Judgement]:
-    settings = model_settings("stub", base_url=f"{url}/v1", structured_output="text")
+    settings = model_settings("stub", base_url=f"{url}/v1")
 
     async def judged() -> dict[str, Judgement]:
         judge = ModelJudge(settings)

@@ -33,7 +33,7 @@ from gspo_gym.judge.server import completion, honest_verdict, read_prompt
 
 CONCURRENCY = 16
 RETRIES = RetrySettings(max_attempts=4, budget_fraction=0.6, budget_reserve=64)
-PRICES = {"usd_per_million_input_tokens": 2.0, "usd_per_million_output_tokens": 8.0}
+PRICES = {"usd_per_million_tokens": (2.0, 8.0)}
 
 Json = dict[str, Any]
 
@@ -108,9 +108,7 @@ async def judge_many(
     asking = AskingSettings(
         max_concurrency=CONCURRENCY, timeout_seconds=timeout_seconds, retries=retries, failures_to_open=50
     )
-    settings = model_settings(
-        "stub", base_url=server.base_url, structured_output="text", max_output_tokens=400, asking=asking, **PRICES
-    )
+    settings = model_settings("stub", base_url=server.base_url, max_output_tokens=400, asking=asking, **PRICES)
 
     async def no_sleep(seconds: float) -> None:
         await asyncio.sleep(0)
@@ -186,7 +184,7 @@ def test_a_judge_that_is_gone_is_down_at_once_for_everybody_and_scores_again_whe
             max_concurrency=4, timeout_seconds=5.0, retries=RetrySettings(max_attempts=4), failures_to_open=6,
             cool_down_seconds=15.0,
         )  # fmt: skip
-        settings = model_settings("stub", base_url=server.base_url, structured_output="text", asking=asking)
+        settings = model_settings("stub", base_url=server.base_url, asking=asking)
 
         async def no_sleep(seconds: float) -> None:
             await asyncio.sleep(0)

@@ -1,7 +1,6 @@
 """The loss against numbers derived by hand.
 
-Every check takes the loss function as an argument, so that `test_gspo_mutations.py` can run it on altered copies of the
-source. Clip ranges are 0.2 below and 0.3 above, chosen so that both bite and differ.
+Clip ranges are 0.2 below and 0.3 above, chosen so that both bite and differ.
 """
 
 from __future__ import annotations

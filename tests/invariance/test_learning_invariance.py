@@ -207,8 +207,8 @@ def learn(
             update_epochs=update_epochs,
             max_tokens_per_microbatch=max_tokens,
             share_prefixes=share_prefixes,
-            logits_memory_mib=chunk * 2 * 4 * 61 / 2**20,
         ),
+        logits_bytes=chunk * 2 * 4 * 61,
         minibatch_size=minibatch_size,
         **options,
     )

@@ -33,6 +33,7 @@ from gspo_gym.learning.logprobs import LogprobComputer
 from gspo_gym.learning.optimizer import StepReport
 from gspo_gym.learning.saved import PartsOfTensors, SavedTensors
 from gspo_gym.learning.settings import (
+    DEFAULT_LOGITS_BYTES,
     AdvantageSettings,
     LoraSettings,
     LossSettings,
@@ -68,6 +69,7 @@ class Case:
     checkpoints_layers: bool = False
     dtype: torch.dtype = torch.float32
     num_updates: int = 12
+    logits_bytes: int = DEFAULT_LOGITS_BYTES
 
 
 # 66 is divided by 2 and 3, 61 by neither. Two epochs, and micro-batches of about two trajectories.
@@ -91,7 +93,6 @@ CASES = {
     ),
 }
 # Whose rows several ranks compute together: attention by rows or over a trie, logits in chunks of some tokens.
-_CHUNKS = {"logits_memory_mib": 0.005}
 _FEWER = 4  # updates: `CASES` show that a difference does not grow
 TOGETHER = {
     # In float64, because AdamW makes a whole step of a gradient that is rounding alone: with other chunks of logits,
@@ -100,7 +101,8 @@ TOGETHER = {
         dtype=torch.float64,
         loss={"kl_coef": 0.1},
         reference={"update_every_n_iters": 3},
-        update={**_ACCUMULATES, **_CHUNKS, "share_prefixes": False},
+        update={**_ACCUMULATES, "share_prefixes": False},
+        logits_bytes=5_000,
         minibatch_size=6,
         checkpoints_layers=True,
         num_updates=_FEWER,
@@ -168,6 +170,7 @@ def build_learner(case: Case, model: Any, collective: Collective | None = None) 
         rewards=RewardSettings(**case.rewards),
         advantages=AdvantageSettings(**case.advantages),
         reference=None if case.reference is None else ReferenceSettings(**case.reference),
+        logits_bytes=case.logits_bytes,
         collective=collective,
     )
 
@@ -272,7 +275,7 @@ def score(case: Case, model: Any, collective: Collective | None = None) -> dict[
     """Return logprobs, entropies and the gradients of a sum of them in which each has a weight of its own."""
     update = UpdateSettings(**{"learning_rate": 1e-3} | dict(case.update))
     computer = LogprobComputer(
-        model, logits_bytes=update.logits_bytes, share_prefixes=update.share_prefixes, collective=collective
+        model, logits_bytes=case.logits_bytes, share_prefixes=update.share_prefixes, collective=collective
     )
     batch = build_batch_of(0)
     found = computer.compute(batch.token_ids, batch.attention_mask, batch.action_mask)

@@ -36,11 +36,12 @@ from gspo_gym.types import Sampling, Task, Trajectory, TrajectoryGroup
 
 _NUM_PROBES = 2
 _SESSIONS_PER_ROLLOUT = 4  # open at once: training, an evaluation beside it, and those that are just closing
+_MAX_CALLS = 1000  # of one rollout: an agent that calls more is in a loop
 _MODEL = "policy"  # what apps call the model; the gateway serves one
 # Keys of rollout.policy_config that are said for each rollout, or are the gateway's to obey.
 _OUR_KEYS = frozenset(
     # `policy_config` goes to the app as it stands, without these.
-    {"temperature", "top_p", "top_k", "max_tokens", "chat_template_kwargs", *APP_KEYS_SAID_FOR_EACH_ROLLOUT}
+    {"chat_template_kwargs", *APP_KEYS_SAID_FOR_EACH_ROLLOUT}
 )
 
 
@@ -224,7 +225,7 @@ class AppPlayers:
             max_output_tokens=limits.max_output_tokens,
             max_model_len=limits.max_model_len,
             sampling=sampling,
-            max_calls=self._section.max_calls,
+            max_calls=_MAX_CALLS,
         )
         settings = AppEpisodeSettings(
             env_name=source.env_name,

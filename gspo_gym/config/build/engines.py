@@ -146,7 +146,7 @@ def vllm_settings(config: RunConfig, policy: Policy, folder: Path) -> VllmSettin
         gpu_memory_utilization=vllm.gpu_memory_utilization or (OWN_GPU if placement.is_split else SHARED_GPU),
         kv_cache_gib=1.0 if vllm.kv_cache_gib is None and on_processor else vllm.kv_cache_gib,
         block_size=vllm.block_size,
-        enforce_eager=on_processor if vllm.enforce_eager is None else vllm.enforce_eager,
+        enforce_eager=on_processor,
         seed=config.run.seed,
         max_lora_rank=next((size for size in _LORA_RANKS if size >= rank), rank) if rank else 0,
         max_loras=config.training.max_staleness + 2,
@@ -429,17 +429,9 @@ def build_weight_sync(config: RunConfig, policy: Policy, engine: Engine, recorde
 
 
 def _pause_mode(config: RunConfig, engine: Engine) -> PauseMode:
-    sync_section, modes = config.weight_sync, engine.capabilities.pause_modes
-    if sync_section.in_flight is None:
-        # With vLLM's long requests every update would wait for the longest.
-        can_keep = config.training.max_staleness > 0 and "keep" in modes
-        return "keep" if can_keep and config.rollout.engine == "vllm" else "wait"
-    if sync_section.in_flight not in modes:
-        raise ConfigError(
-            f'training.weight_sync.in_flight: this engine cannot "{sync_section.in_flight}" calls in flight; it can '
-            f"{' or '.join(modes)}"
-        )
-    return sync_section.in_flight
+    # With vLLM's long requests every update would wait for the longest.
+    can_keep = config.training.max_staleness > 0 and "keep" in engine.capabilities.pause_modes
+    return "keep" if can_keep and config.rollout.engine == "vllm" else "wait"
 
 
 async def _rebuild(weight_sync: WeightSync, replica: Engine) -> None:
@@ -488,7 +480,7 @@ def build_alarm(config: RunConfig, *, num_in_a_row: int = 0) -> MismatchAlarm | 
         max_gap is None
         and differ_on_purpose(
             rollout.sampling,
-            is_cut_when_scored=training.score_truncated,
+            is_cut_when_scored=config.scores_truncated,
             dropout=0.0 if training.lora is None else training.lora.dropout,
         )
     ):

@@ -33,7 +33,6 @@ from gspo_gym.errors import ConfigError
 from gspo_gym.learning.batching import batch_tokens, to_device
 from gspo_gym.learning.logprobs import LogprobComputer
 from gspo_gym.learning.settings import UpdateSettings
-from gspo_gym.learning.update import scored_sampling
 from gspo_gym.rollout.actors import ScriptedActor
 from gspo_gym.rollout.episode import EpisodeRequest
 from gspo_gym.seeding import FIRST_TRAINING_SEED, child_seed
@@ -253,8 +252,7 @@ def _learning_seconds(
     update = UpdateSettings.of(config.training)
     computer = LogprobComputer(
         model,
-        sampling=scored_sampling(config.rollout.sampling, update),
-        logits_bytes=update.logits_bytes,
+        sampling=config.scored_sampling,
         entropy_has_gradient=config.loss.entropy_coef > 0,
         share_prefixes=update.share_prefixes,
     )

@@ -305,7 +305,7 @@ def _random_weights(lengths: Lengths, length: int) -> Sections:
         "loss": {"entropy_coef": 0.02},
         "evaluation": {"seeds": "0:200", "every_n_iters": 10},
         # At its full height the first steps break the form of a call.
-        "optimizer": {"schedule": "linear"} | ({} if is_brief else {"num_warmup_steps": 40}),
+        "optimizer": {"schedule": "linear"} | ({} if is_brief else {"warmup_steps": 40}),
         "warmup": {
             # One pass over at most a million tokens of conversations: minutes on two cores.
             "num_episodes": min(num_taught, max(64, 2**20 // length // 64 * 64)),

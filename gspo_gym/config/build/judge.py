@@ -28,6 +28,7 @@ from gspo_gym.judge.settings import GoldSettings, JudgeModelSettings, JudgeOptio
 from gspo_gym.learning.credit import turn_rewards
 from gspo_gym.learning.settings import StepRewardSettings
 from gspo_gym.rollout.episode_files import read_episodes
+from gspo_gym.rollout.limits import ScoringLimits
 from gspo_gym.run.judging import Judging, OnEventOfStep
 from gspo_gym.seeding import child_seed
 from gspo_gym.types import Task
@@ -63,7 +64,7 @@ def build_judging(config: RunConfig, task_rubric: TaskRubric | None = None) -> J
         parts.judge(cached=True),
         rubrics_of,
         section.blend,
-        limits=section.scoring_limits,
+        limits=ScoringLimits(),
         rewards=_env_rewards(config),
         budget=parts.budget,
     )
@@ -135,11 +136,11 @@ def build_rubrics(config: RunConfig, task_rubric: TaskRubric | None = None) -> R
     judge_url = config.endpoints.judge_url
     is_asked_elsewhere = judge_kind(section, judge_url) == "synth"
     # Then what is laid over the rubric is sent with the id, and laid over it there.
-    is_known_elsewhere = is_asked_elsewhere and options.rubric_id is not None
+    is_known_elsewhere = is_asked_elsewhere and options.known_rubric is not None
 
     def load(own: Mapping[str, Any] | None) -> Rubrics:
         rubrics = load_rubrics(
-            options.rubric_file or (None if is_asked_elsewhere else options.rubric_id),
+            options.rubric_file if is_asked_elsewhere else options.rubric_id,
             overrides=None if is_known_elsewhere else _as_read(options.rubric_overrides) or None,
             task=None if is_known_elsewhere else own,
         )

@@ -15,7 +15,7 @@ from gspo_gym.cluster.reference import RayReference
 from gspo_gym.config.run_config import RunConfig
 from gspo_gym.config.services import names_of, place
 from gspo_gym.errors import ConfigError
-from gspo_gym.learning.update import scored_sampling
+from gspo_gym.learning.settings import DEFAULT_LOGITS_BYTES
 from gspo_gym.policy.load import Policy, save_policy
 from gspo_gym.policy.quantization import is_quantized
 
@@ -60,8 +60,8 @@ def dedicated_reference(
                 max_wait_seconds=config.reference.health_max_wait_s,
                 dtype=config.model.dtype,
                 device=torch.device(device).type,  # the first of those that it sees
-                sampling=scored_sampling(config.rollout.sampling, config.training),
-                logits_bytes=config.training.logits_bytes,
+                sampling=config.scored_sampling,
+                logits_bytes=DEFAULT_LOGITS_BYTES,
                 num_threads=num_threads or torch.get_num_threads(),
                 visible_gpus=_gpus(config, device),
             )

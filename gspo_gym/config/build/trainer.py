@@ -120,20 +120,17 @@ def _to_train(config: RunConfig, policy: Policy, seed: int, device: str) -> Poli
 
 
 def device_of(config: RunConfig) -> str:
-    """Return the learner's torch device, from model.device, [compute] and [topology]; see `config/services.py`.
+    """Return the learner's torch device, from [compute] and [topology]; see `config/services.py`.
 
     Raises:
         ConfigError: the machine has no GPU, too few, or one of another type.
     """
-    compute, device = config.compute, config.model.device
-    # [compute] says it for all: 0 GPUs is the processor, although there may be GPUs.
-    if device == "auto" and compute is not None:
-        device = "cpu" if compute.gpu_count == 0 else "cuda"
-    if device == "auto":
+    if config.compute is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
+    else:  # it says it for all: 0 GPUs is the processor, although there may be GPUs
+        device = "cpu" if config.compute.gpu_count == 0 else "cuda"
     if device == "cuda" and not torch.cuda.is_available():
-        key = "model.device" if config.model.device == "cuda" else "compute.gpu_count"
-        raise ConfigError(f"{key}: expected a CUDA device, and torch sees none here; use the processor (cpu, or 0)")
+        raise ConfigError("compute.gpu_count: expected a CUDA device, and torch sees none here; set 0")
     return _learners_gpu(config) if device == "cuda" else "cpu"
 
 
@@ -182,7 +179,7 @@ def build_learner(
         correction=config.correction,
         rescores=config.rollout.rescore,
         reference=config.reference if config.has_reference else None,
-        sampling=config.rollout.sampling,
+        sampling=config.scored_sampling,
         total_steps=config.size.num_optimizer_steps,
         seed=child_seed(config.run.seed, "learner"),
         reference_policy=reference,
@@ -219,8 +216,8 @@ def build_sinks(config: RunConfig, *, resume_step: int | None = None) -> list[Si
         tracking.report_to,
         folder=config.run_folder,
         project=tracking.wandb_project,
-        tags=tracking.wandb_tags,
-        run_name=tracking.run_name or config.model.label,
+        tags=tuple(name if value is True else f"{name}={value}" for name, value in config.run.tags.items()),
+        run_name=config.model.label,
         config=config.model_dump(mode="json"),
         resume_step=resume_step,
     )

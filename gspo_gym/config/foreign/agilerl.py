@@ -243,7 +243,7 @@ def schedule(draft: Draft) -> None:
         return
     draft.set("optimizer.schedule", "cosine")
     draft.set("optimizer.min_lr_fraction", options.number("min_lr_ratio") or 0.0)
-    draft.set("optimizer.warmup_fraction", options.number("warmup_proportion") or None)
+    draft.set("optimizer.warmup_steps", options.number("warmup_proportion") or None)
     for key in [key for key in ("num_epochs", "num_steps") if key in options.entries]:
         length = options.count(key)
         draft.note(f"cosine_lr_schedule_config.{key} = {length} is its length there; here the cosine ends with the run")

@@ -289,9 +289,9 @@ class Draft(readings.Reading):
                 theirs, self._ours.pop(key), "computes in 16 bits only, and weights that are trained stay float32"
             )
         if "tracking.report_to" not in self._ours:
-            for key in ("tracking.run_name", "tracking.wandb_project", "tracking.wandb_tags"):
-                if (value := self._ours.pop(key, None)) is not None:
-                    self.note(f"{self.source_of(key)} = {value!r} has no effect without a sink of metrics: report_to")
+            key = "tracking.wandb_project"
+            if (value := self._ours.pop(key, None)) is not None:
+                self.note(f"{self.source_of(key)} = {value!r} has no effect without a sink of metrics: report_to")
 
     def _acknowledge(self) -> None:
         """Name the departures from the paper that these settings make on purpose."""
@@ -314,7 +314,7 @@ class Draft(readings.Reading):
             "truncated_sampling": (
                 bool(truncation_names),
                 f"{', '.join(truncation_names)}: rollouts come from a changed distribution, which {self.name} does not "
-                "score under; training.score_truncated = true does, for top_p, top_k and min_p",
+                "score under; without the acknowledgement the learner does, for top_p, top_k and min_p",
             ),
         }
         if names := [name for name, (is_made, _) in departures.items() if is_made]:
@@ -405,12 +405,10 @@ def betas(draft: Draft) -> None:
 def warmup(draft: Draft) -> None:
     """Set the warm-up of the learning rate."""
     fraction, steps = draft.number("warmup_ratio"), draft.number("warmup_steps")
-    if steps is not None and 0 < steps < 1:  # transformers 5 reads a number below 1 as a ratio
-        fraction, steps = steps, None
-    if steps:
-        draft.set("optimizer.num_warmup_steps", draft.count("warmup_steps"))
-    elif fraction:
-        draft.set("optimizer.warmup_fraction", fraction)
+    if steps and steps >= 1:
+        draft.set("optimizer.warmup_steps", draft.count("warmup_steps"))
+    elif steps or fraction:  # transformers 5 reads a number below 1 as a ratio, as here
+        draft.set("optimizer.warmup_steps", steps or fraction)
 
 
 def tracking(draft: Draft) -> None:
@@ -433,7 +431,7 @@ def keep(draft: Draft) -> None:
         draft.set("training.keep_last", max(1, limit - keeps_best))
         draft.set("training.keep_best", int(keeps_best))
     elif limit is not None:
-        draft.note(f"{theirs} = {limit}: all checkpoints stay there; training.keep_every = 1 keeps all here")
+        draft.note(f"{theirs} = {limit}: all checkpoints stay there; a large training.keep_last keeps all here")
 
 
 _SHARED_RULES: tuple[Rule, ...] = (betas, warmup, tracking, keep)

@@ -144,6 +144,7 @@ class Reading:
 TYPES: Mapping[str, Callable[[Reading, str], Any]] = {
     "any": Reading.get, "number": Reading.number, "count": Reading.count, "names": Reading.names,
     "table": Reading.table, "modules": Reading.modules,
+    "labels": lambda reading, theirs: dict.fromkeys(reading.names(theirs) or (), True) or None,
     "label": lambda reading, theirs: None if reading.get(theirs) is None else label_of(str(reading.get(theirs))),
 }  # fmt: skip
 

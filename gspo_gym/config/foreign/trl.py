@@ -137,14 +137,8 @@ def checkpoints(draft: Draft) -> None:
         draft.leave_out("save_steps", "a fraction of all steps: write training.checkpoint_every_n_iters")
     else:
         draft.set("training.checkpoint_every_n_iters", draft.count("save_steps"))
-    if not draft.flag("load_best_model_at_end"):
-        return
-    draft.set("training.keep_best", 1)
-    metric, metrics = draft.get("metric_for_best_model"), draft.values("metric_for_best_model")
-    if isinstance(metric, str) and metric in metrics:
-        draft.set("training.keep_best_metric", metrics[metric])
-    else:
-        draft.note(f"metric_for_best_model = {metric or 'loss'!r}: the best is that of the best score here")
+    if draft.flag("load_best_model_at_end"):
+        draft.set("training.keep_best", 1)
 
 
 TRL = read_system(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 
+from gspo_gym.config.nested import POLICY_CONFIG
 from gspo_gym.config.record import Rule, RunRecord, default_of, idle, no_effect, rule, rules_in, value_at
 from gspo_gym.config.sections import PolicyConfigSection
 from gspo_gym.config.words import show
@@ -82,32 +83,25 @@ def _scores_weigh(c: RunRecord) -> str | None:
 @rule("judge.enabled")
 def _has_a_rubric(c: RunRecord) -> str | None:
     options = _options(c)
-    is_there = options.rubric_file or options.rubric_id or options.rubric_overrides
+    is_there = options.rubric_id or options.rubric_overrides
     # The judge at services.judge_url may have rubrics of its own.
     if not c.judging.enabled or is_there or _kind(c) == "synth":
         return None
     return (
-        "true needs a rubric: judge.options.rubric_file, rubric_id (such as support_desk/bundle@v1) or rubric_overrides"
+        "true needs a rubric: judge.options.rubric_id (a file, or an id such as support_desk/bundle@v1) or "
+        "rubric_overrides"
     )
-
-
-@rule("judge.options.rubric_file")
-def _one_rubric(c: RunRecord) -> str | None:
-    options = _options(c)
-    if options.rubric_file is None or options.rubric_id is None:
-        return None
-    return f"is given, and judge.options.rubric_id = {show(options.rubric_id)}, too: remove one of them"
 
 
 def _needs_a_rubric_here(name: str) -> Rule:
     # The judge at services.judge_url knows the rubric by its id: there is no rubric here to change.
     def check(c: RunRecord) -> str | None:
-        rubric_id = _options(c).rubric_id
+        rubric_id = _options(c).known_rubric
         if not getattr(_options(c), name) or rubric_id is None or _kind(c) != "synth":
             return None
         return (
             f"has no effect on the rubric {show(rubric_id)}, which the judge at services.judge_url knows by its id: "
-            "remove this, or give judge.options.rubric_file in place of rubric_id"
+            "remove this, or give the file as judge.options.rubric_id"
         )
 
     return Rule(f"judge.options.{name}", check)
@@ -201,7 +195,7 @@ def _gold_has_a_rubric(c: RunRecord) -> str | None:
         return None
     if _kind(c) != "synth":
         return None
-    return "a gold judge needs the rubric, which only services.judge_url has: give judge.options.rubric_file"
+    return "a gold judge needs the rubric, which only services.judge_url has: give its file as judge.options.rubric_id"
 
 
 @rule("judge.options.provider")
@@ -212,13 +206,12 @@ def _local_has_url(c: RunRecord) -> str | None:
 
 @rule("judge.options.max_cost_usd")
 def _cost_has_prices(c: RunRecord) -> str | None:
-    names = ("usd_per_million_input_tokens", "usd_per_million_output_tokens")
     # A function costs nothing.
     judges = [judge for judge in c.judging.panel or (_options(c),) if judge.python is None]
-    is_known = all(getattr(judge, name) is not None for judge in judges for name in names)
+    is_known = all(judge.usd_per_million_tokens is not None for judge in judges)
     if _options(c).max_cost_usd is None or is_known:
         return None
-    return f"needs prices: give {' and '.join(names)} of every model, or limit max_calls instead"
+    return "needs prices: give usd_per_million_tokens of every model, or limit max_calls instead"
 
 
 @rule("judge.options.samples")
@@ -264,7 +257,6 @@ JUDGE_RULES = (
         idle(f"judge.options.{name}", _asks_a_model, f"has no effect: {advice}; remove this")
         for name, advice in (
             ("mode", "only a model is asked turn by turn"),
-            ("max_transcript_chars", "only for a model an episode is written out"),
             ("samples", "only models are asked for several samples"),
         )
     ),
@@ -296,8 +288,8 @@ def _other_keys_have_a_reader(c: RunRecord) -> str | None:
     unknown_keys = {} if c.rollout.policy_config is None else c.rollout.policy_config.others
     if not unknown_keys or c.has_app:
         return None
-    name = next(iter(unknown_keys))
-    return f"{name}: unknown key; {nearest_name(name, PolicyConfigSection.model_fields)} (only a task app has others)"
+    name, known_keys = next(iter(unknown_keys)), [*PolicyConfigSection.model_fields, *POLICY_CONFIG]
+    return f"{name}: unknown key; {nearest_name(name, known_keys)} (only a task app has others)"
 
 
 @rule("rollout.mixture")

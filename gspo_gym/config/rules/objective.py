@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from gspo_gym.config.nested import POLICY_CONFIG
-from gspo_gym.config.record import Rule, RunRecord, acts_with, idle, no_effect, rule, rules_in, value_at
+from gspo_gym.config.record import Rule, RunRecord, acts_with, no_effect, rule, rules_in, value_at
 from gspo_gym.config.words import look_up, show
 from gspo_gym.learning.settings import (
     LENGTH_WEIGHTED,
@@ -90,26 +89,6 @@ def _follow_trainer_mode(values: dict[str, Any]) -> None:
         _set_default(values, "training.lora", {})  # an adapter has settings, even if the file names none of them
 
 
-def _follow_policy_config(values: dict[str, Any]) -> None:
-    """`rollout.policy_config` sets the keys of [rollout] that it has other names for, and its top_p or top_k sets
-    `training.score_truncated`, unless `algorithm.acknowledge` names "truncated_sampling".
-    """
-    policy_config = look_up(values, "rollout.policy_config")
-    for theirs, ours in POLICY_CONFIG.items() if isinstance(policy_config, Mapping) else ():
-        if policy_config.get(theirs) is not None:
-            _set_default(values, f"rollout.{ours}", policy_config[theirs])
-    # The hosted trainer's files set top_p: scoring under it keeps them unbiased without another key.
-    if isinstance(policy_config, Mapping) and "truncated_sampling" not in _list_at(values, "algorithm.acknowledge"):
-        top_p, top_k = policy_config.get("top_p"), policy_config.get("top_k")
-        if top_p not in (None, 1) or top_k not in (None, 0):
-            _set_default(values, "training.score_truncated", True)
-
-
-def _list_at(values: Mapping[str, Any], key: str) -> tuple[Any, ...]:
-    value = look_up(values, key)
-    return tuple(value) if isinstance(value, list | tuple) else ()
-
-
 def _follow_vllm(values: dict[str, Any]) -> None:
     """A `[vllm]` section sets `rollout.engine` to "vllm", `rollout.max_model_len` to its own (8192 if it has none), and
     lets a turn fill that.
@@ -156,7 +135,6 @@ DERIVED = (
     _follow_surrogate,
     _follow_level,
     _follow_trainer_mode,
-    _follow_policy_config,
     _follow_vllm,
     _follow_topology,
     _follow_kl_terms,
@@ -193,13 +171,9 @@ def _is_wide(c: RunRecord) -> bool:
     return c.loss.unit != "token" and c.loss.surrogate != "gmpo" and max(c.loss.clip_low, c.loss.clip_high) >= WIDE_CLIP
 
 
-def _is_truncated(c: RunRecord) -> bool:
-    return c.rollout.top_p < 1 or c.rollout.top_k > 0 or c.rollout.min_p > 0
-
-
 def _is_biased(c: RunRecord) -> bool:
     # The penalty depends on all tokens before, and the learner has no way to score under it.
-    return (_is_truncated(c) and not c.training.score_truncated) or c.rollout.repetition_penalty != 1
+    return c.rollout.sampling.is_truncated or c.rollout.repetition_penalty != 1
 
 
 @rule("loss.aggregation")
@@ -267,22 +241,13 @@ def _region_is_around_the_sampler(c: RunRecord) -> str | None:
 
 @rule("algorithm.acknowledge")
 def _sampling_is_scored(c: RunRecord) -> str | None:
-    if not _is_biased(c) or "truncated_sampling" in c.algorithm.acknowledge:
-        return None
     penalty = c.rollout.repetition_penalty
-    neutral = {"repetition_penalty": 1} if c.training.score_truncated else _NEUTRAL
-    settings = [f"rollout.{name} = {value_at(c.rollout, name):g}" for name in neutral]
-    settings = [
-        text for text, (name, off) in zip(settings, neutral.items(), strict=True) if value_at(c.rollout, name) != off
-    ]
-    remedy = "training.score_truncated = true scores under top_p, top_k and min_p; " if penalty == 1 else ""
+    if penalty == 1 or "truncated_sampling" in c.algorithm.acknowledge:
+        return None
     return (
-        f"{', '.join(settings)}: rollouts would come from another distribution than the one that is scored. {remedy}if "
-        'the bias is meant, add "truncated_sampling" here'
+        f"rollout.repetition_penalty = {penalty:g}: rollouts would come from another distribution than the one that is "
+        'scored; if the bias is meant, add "truncated_sampling" here'
     )
-
-
-_NEUTRAL = {"top_p": 1, "top_k": 0, "min_p": 0, "repetition_penalty": 1}
 
 
 @rule("algorithm.acknowledge")
@@ -322,22 +287,9 @@ def _tasks_are_chosen_by_what_teaches(c: RunRecord) -> str | None:
 
 
 _REWARDS_ACT = (
-    idle(
-        "training.score_truncated",
-        _is_truncated,
-        "has no effect without rollout.top_p, rollout.top_k or rollout.min_p: remove it",
-    ),
     acts_with("rewards.overlong_penalty", "rewards.overlong", "penalize"),
     no_effect("rewards.kl_horizon", "rewards.kl_target", lambda target: target is not None, "set that"),
 )
-
-
-@rule("training.step_rewards_enabled")
-def _switch_has_a_mode(c: RunRecord) -> str | None:
-    mode = c.training.step_rewards_mode
-    if c.training.step_rewards_enabled is True and mode in (None, "off"):
-        return f'true demands training.step_rewards_mode "decision_stepwise" or "env_sparse", got {show(mode)}'
-    return None
 
 
 @rule("training.max_staleness")

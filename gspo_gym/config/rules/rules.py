@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from gspo_gym.base.settings import parse_seeds
-from gspo_gym.config.nested import POLICY_CONFIG, STEP_REWARDS
+from gspo_gym.config.nested import STEP_REWARDS
 from gspo_gym.config.record import (
     Rule,
     RunRecord,
@@ -122,17 +122,6 @@ def _output_may_reach_its_minimum(c: RunRecord) -> str | None:
     return f"expected less than rollout.max_output_tokens = {most} (the stop token needs room), got {num}"
 
 
-def _is_said_once(theirs: str, ours: str) -> Rule:
-    def check(c: RunRecord) -> str | None:
-        their_value = value_at(c, f"rollout.policy_config.{theirs}")
-        our_value = value_at(c, f"rollout.{ours}")
-        if their_value is None or their_value == our_value:
-            return None
-        return f"is the same as rollout.{ours}, which is {show(our_value)}: give one of them, got {show(their_value)}"
-
-    return Rule(f"rollout.policy_config.{theirs}", check)
-
-
 @rule("model.base")
 def _has_one_origin(c: RunRecord) -> str | None:
     base, source = c.model.base, c.model.source
@@ -214,7 +203,6 @@ def _decay_has_room(c: RunRecord) -> str | None:
 
 CONTRADICTIONS = (
     *rules_in(globals()),
-    *(_is_said_once(theirs, ours) for theirs, ours in POLICY_CONFIG.items()),
     acts_with("model.quantization", "model.trainer_mode", "qlora"),
     idle(
         "training.lora",
@@ -237,15 +225,6 @@ CONTRADICTIONS = (
 
 
 _VISION = ("use_vision", "image_only_mode")
-
-
-@rule("training.step_rewards_enabled")
-def _switch_wins(c: RunRecord) -> str | None:
-    # The hosted trainer's files have both, and the switch wins there.
-    mode = c.training.step_rewards_mode
-    if c.training.step_rewards_enabled is not False or mode in (None, "off"):
-        return None
-    return f"false switches step rewards off, so that training.step_rewards_mode = {show(mode)} has no effect"
 
 
 def _is_read(name: str, key: str) -> Rule:
@@ -328,7 +307,7 @@ def _app_keys(c: RunRecord) -> Mapping[str, Any]:
 
 @rule("rollout.policy_config")
 def _own_keys_are_spelled_right(c: RunRecord) -> str | None:
-    ours = [name for name in PolicyConfigSection.model_fields if name not in ("top_p", "top_k")]
+    ours = [*PolicyConfigSection.model_fields, "temperature", "max_tokens"]
     for name in _app_keys(c):
         if matches := difflib.get_close_matches(name, ours, n=1, cutoff=0.8):
             return f"{name} is sent to the task app and nothing here reads it; did you mean {matches[0]!r}?"
@@ -352,23 +331,10 @@ def _images_are_refused(c: RunRecord) -> str | None:
     )
 
 
-@rule("training.score_truncated")
-def _truncation_is_scored(c: RunRecord) -> str | None:
-    values = {name: value_at(c, f"rollout.policy_config.{name}") for name in ("top_p", "top_k")}
-    truncation = ", ".join(f"{name} = {value}" for name, value in values.items() if value is not None)
-    if not c.training.score_truncated or not truncation:
-        return None
-    return f"true: the learner scores under the same truncation as rollout.policy_config ({truncation})"
-
-
 NOTICES = (
     *(one for one in rules_in(globals()) if one not in CONTRADICTIONS),
     *(_is_read(name, key) for name, key in STEP_REWARDS.items()),
-    *(acts_with(f"reference.{name}", "reference.placement", "dedicated") for name in ("tp", "health_max_wait_s")),
-    *(
-        idle(f"reference.{name}", lambda _: False, "has no effect: Ray reaches the reference, and says if it is lost")
-        for name in ("port", "health_interval_ms")  # of the hosted trainer's scoring server
-    ),
+    acts_with("reference.health_max_wait_s", "reference.placement", "dedicated"),
     *map(_weighs_a_judge, RewardBlend.model_fields),
     idle(
         "reference.placement",

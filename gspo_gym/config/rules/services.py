@@ -110,15 +110,6 @@ def _one_node_is_split(c: RunRecord) -> str | None:
     return f'{show(c.topology.type)} splits one machine\'s GPUs, but compute.nodes = {c.compute.nodes}: set "cluster"'
 
 
-@rule("model.device")
-def _device_is_there(c: RunRecord) -> str | None:
-    if c.model.device == "cuda" and c.gpu_count == 0:
-        return 'expected "auto" or "cpu" with compute.gpu_count = 0, got "cuda"'
-    if c.model.device == "cpu" and c.gpu_count is not None and c.gpu_count > 0:
-        return f'expected "auto" or "cuda" with compute.gpu_count = {c.gpu_count}, got "cpu"'
-    return None
-
-
 def _has_places(c: RunRecord) -> bool:
     # A cluster may have copies of the local engine, for machines without vLLM.
     is_cluster = c.topology is not None and c.topology.type == "cluster"
@@ -146,12 +137,12 @@ def _http_has_urls(c: RunRecord) -> str | None:
 
 @rule("reference.placement")
 def _reference_has_gpus(c: RunRecord) -> str | None:
-    placement, tp = c.reference.placement, c.reference.tp
+    placement = c.reference.placement
     if c.topology is None:
         return None
     num = c.topology.gpus_for_ref
-    if placement == "dedicated" and num != tp:
-        return f'"dedicated" needs topology.gpus_for_ref = reference.tp = {tp}, got {num}'
+    if placement == "dedicated" and num != 1:
+        return f'"dedicated" needs topology.gpus_for_ref = 1, because one process scores the reference, got {num}'
     if placement != "dedicated" and num > 0:
         return f'expected "dedicated" with topology.gpus_for_ref = {num}, got {show(placement)}'
     return None
@@ -164,19 +155,6 @@ def _mode_acts(c: RunRecord) -> str | None:
         return None  # "direct" is what the hosted trainer's files say, and changes as little elsewhere as "auto"
     reason = "it shares the learner's weights" if engine == "local" else "it gets no weights"
     return f'has no effect with rollout.engine = {show(engine)}: {reason}; set "auto", or remove this'
-
-
-@rule("training.weight_sync.enable")
-def _sync_is_not_off(c: RunRecord) -> str | None:
-    if c.weight_sync.enable:
-        return None
-    return "false would train one policy on the episodes of another, which never learns: set true"
-
-
-@rule("training.weight_sync.targets")
-def _sync_has_a_target(c: RunRecord) -> str | None:
-    targets = c.weight_sync.targets
-    return None if len(targets) == 1 else f'expected ["policy"], which is all that samples, got {show(list(targets))}'
 
 
 @rule("training.weight_sync_interval")
@@ -323,10 +301,7 @@ SERVICE_RULES = (
         lambda engine: engine != "local",
         "it shares the learner's weights; set true",
     ),
-    *(
-        no_effect(f"tracking.{name}", "tracking.report_to", lambda names: "wandb" in names, 'add "wandb" there')
-        for name in ("wandb_project", "wandb_tags", "run_name")
-    ),
+    no_effect("tracking.wandb_project", "tracking.report_to", lambda names: "wandb" in names, 'add "wandb" there'),
     acts_with("services.engine_model", "rollout.engine", "http"),
     *(
         idle(
@@ -336,11 +311,6 @@ SERVICE_RULES = (
             f"{show(default_of(f'training.{name}'))}, or remove this",
         )
         for name in ("weight_sync_interval", "weight_sync.direct", "weight_sync.verify_every_k")
-    ),
-    idle(
-        "training.weight_sync.in_flight",
-        lambda c: c.training.max_staleness > 0,
-        "has no effect with training.max_staleness = 0: no call is in flight at an update; raise that, or remove this",
     ),
     idle(
         "training.weight_sync.direct",

@@ -3,7 +3,7 @@
 The episode becomes questions, each question one verdict (`prompt.py`), each verdict reviews. The order of criteria and
 the request's seed follow from the episode's content, and equal episodes are asked equal questions.
 
-Whether an endpoint holds answers to a JSON schema (`structured_output = "auto"`) and takes a seed and a temperature is
+Whether an endpoint holds answers to a JSON schema and takes a seed and a temperature is
 found out by asking: a field that it refuses, and accepts a request without, is not sent again. Answers are read with
 the same strictness either way.
 """
@@ -51,7 +51,7 @@ from gspo_gym.judge.model.prompt import (
 )
 from gspo_gym.judge.model.transcript import Transcript, compacted, read_transcript, suspicions
 from gspo_gym.judge.rubric import Criterion, Rubric
-from gspo_gym.judge.settings import ModelJudgeSettings, ReadingSettings
+from gspo_gym.judge.settings import ModelJudgeSettings
 from gspo_gym.seeding import child_seed, generator
 
 _MAX_PARTS_OF_A_CALL = 24  # turns in one call: longer answers are cut off, and models lose the thread
@@ -96,7 +96,7 @@ class ModelJudge:
 
     async def _judge(self, request: JudgeRequest) -> Judgement:
         transcript = read_transcript(request.trajectory, show_reasoning=self.settings.reading.show_reasoning)
-        questions = plan(transcript, request.rubrics, self.settings.reading)
+        questions = plan(transcript, request.rubrics, self.settings)
         answers = await all_or_none([self._answer(question, request.rubrics) for question in questions])
         scores: dict[str, Mapping[str, CriterionScore]] = {}
         summaries: dict[str, str] = {}
@@ -156,7 +156,7 @@ class ModelJudge:
         )
 
 
-def plan(whole: Transcript, rubrics: Rubrics, settings: ReadingSettings) -> list[Question]:
+def plan(whole: Transcript, rubrics: Rubrics, settings: ModelJudgeSettings) -> list[Question]:
     """Return the questions about an episode; none about turns, or an episode, without content.
 
     One call asks about everything ("episode"), or one for each turn and one for the outcome ("turn").
@@ -169,10 +169,10 @@ def plan(whole: Transcript, rubrics: Rubrics, settings: ReadingSettings) -> list
     goals = {
         name: rubric.goal_text for name, rubric in (("turns", rubrics.event), ("outcome", rubrics.outcome)) if rubric
     }
-    limit = settings.max_transcript_chars
+    mode, limit = settings.reading.mode, settings.max_transcript_chars
     # "auto" asks once where no judged turn is then read in a shortened context.
     fits = whole.num_chars <= limit and len(nonempty_turns) <= _MAX_PARTS_OF_A_CALL
-    if not event or settings.mode == "episode" or (settings.mode == "auto" and fits):
+    if not event or mode == "episode" or (mode == "auto" and fits):
         turns = nonempty_turns if event else ()
         focus = range(whole.num_turns) if outcome else turns
         return [Question(compacted(whole, focus, limit), turns, event, outcome, goals)] if turns or outcome else []
@@ -239,7 +239,7 @@ class ChatJudgeModel:
         model = settings.model
         client = HttpClient(model.url, api_key=model.read_key(), timeout_seconds=settings.asking.timeout_seconds)
         self._asking = Asking(client, settings.asking, budget=budget, clock=clock, sleep=sleep)
-        self._fields = RefusedFields(settings.name, {_SCHEMA} if model.structured_output == "text" else ())
+        self._fields = RefusedFields(settings.name)
 
     async def ask(self, question: Question, *, nonce_of: Callable[[int], str], seed: int) -> tuple[Verdict, JudgeCost]:
         """Return the verdict and the cost of all attempts.
@@ -303,7 +303,7 @@ class ChatJudgeModel:
         optional = {"seed", "temperature"} if self._settings.temperature is None else {"seed"}
         refused_names = refused_fields(error.answer, request, optional=optional)
         # A refusal that names no field is taken to be about the schema.
-        return refused_names or frozenset({_SCHEMA} if self._settings.structured_output == "auto" else ())
+        return refused_names or frozenset({_SCHEMA})
 
     def _most(self, question: Question) -> JudgeCost:
         messages = build_messages(question, _NO_NONCE)

@@ -267,6 +267,7 @@ def _rules(config: Mapping[str, Json]) -> dict[str, Json]:
         "rollout": {
             name: rollout[name] for name in (*SAMPLING_NAMES, "min_output_tokens", "rescore") if name in rollout
         },
+        "scores_truncated": "truncated_sampling" not in config.get("algorithm", {}).get("acknowledge", ()),
         "dtypes": [table["dtype"] for name in ("model", "vllm") if "dtype" in (table := config.get(name, {}))],
     }
 

@@ -68,7 +68,7 @@ def test_show_prints_a_file_that_reads_back(file: Path, capsys: pytest.CaptureFi
     assert main(["config", "show", str(file), "run.seed=7"]) == 0
     text = capsys.readouterr().out
     assert "seed = 7\n" in text
-    assert "max_attempts = 3  # default\n" in text
+    assert "episode_timeout_seconds = 600.0  # default\n" in text
     shown = tmp_path / "shown.toml"
     shown.write_text(text, encoding="utf-8")
     assert load_config(shown) == load_config(file, ["run.seed=7"])

@@ -24,6 +24,7 @@ from sampling_process import start_process
 
 from gspo_gym.cli.train import run_training
 from gspo_gym.cluster.launcher import Fleet, LocalLauncher
+from gspo_gym.config.build import engines
 from gspo_gym.config.build.engines import _replica_settings, build_engine, build_weight_sync, sampling_parts
 from gspo_gym.config.build.trainer import build_learner, build_policy
 from gspo_gym.config.run_config import RunConfig, load_config
@@ -31,7 +32,7 @@ from gspo_gym.engine.base import Engine, SamplingParams, TensorMeta, WeightUpdat
 from gspo_gym.engine.local.engine import LocalEngine
 from gspo_gym.engine.replicas.rebuildable import RebuildableEngine
 from gspo_gym.engine.replicas.router import RoutedEngine
-from gspo_gym.errors import ConfigError, EngineError, EnginePoisonedError, UnknownNameError
+from gspo_gym.errors import EngineError, EnginePoisonedError, UnknownNameError
 from gspo_gym.policy.checkpoints import CheckpointStore
 from gspo_gym.policy.load import Policy, load_policy
 from gspo_gym.policy.weight_sync import WeightSync
@@ -192,9 +193,10 @@ def test_when_all_are_lost_before_an_update_others_get_its_weights(tmp_path: Pat
 
 @pytest.mark.parametrize("in_flight", ["wait", "keep"])
 def test_calls_in_flight_at_an_update_end_before_it_or_go_on_under_the_new_weights(
-    in_flight: str, tmp_path: Path
+    in_flight: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = configure(tmp_path, *STALE, f"training.weight_sync.in_flight={in_flight}")
+    monkeypatch.setattr(engines, "_pause_mode", lambda config, engine: in_flight)  # vLLM keeps them, these wait
+    config = configure(tmp_path, *STALE)
     policy = build_policy(config)
 
     async def run() -> None:
@@ -226,23 +228,6 @@ def test_a_replica_that_cannot_be_built_says_why_and_nothing_is_left(tmp_path: P
     with pytest.raises(UnknownNameError, match=r"gone': not a folder here"):  # as if it were built in this process
         asyncio.run(build_engine(config, elsewhere))
     assert replicas_here() == []
-
-
-def test_the_local_engine_on_the_learners_weights_cannot_keep_calls(tmp_path: Path) -> None:
-    """The setting is looked up where the engine is known."""
-    more = [*SMALLER, *STALE, "training.weight_sync.in_flight=keep", f"run.folder={tmp_path}"]
-    config = load_config(QUICKSTART, more)
-    policy = build_policy(config)
-    recorder = RunRecorder.create(config.run_folder, config.to_toml())
-
-    async def run() -> None:
-        engine = LocalEngine(policy.model, max_model_len=64)
-        with pytest.raises(ConfigError, match=r'in_flight: this engine cannot "keep" calls in flight; it can wait'):
-            build_weight_sync(config, policy, engine, recorder)
-        await engine.close()
-
-    asyncio.run(run())
-    recorder.close()
 
 
 @pytest.mark.nightly

@@ -106,7 +106,7 @@ def test_a_mixture_is_a_list_of_tables_in_a_file(make: Make, changed: Callable[.
             "withhold: set 0",
         ),
         ({**APP, "gateway": {"port": 65536}}, "gateway.port: expected an integer >= 0 and < 65536, got 65536"),
-        ({**APP, "gateway": {"max_calls": 0}}, "gateway.max_calls: expected an integer > 0, got 0"),
+        ({**APP, "gateway": {"port": -1}}, "gateway.port: expected an integer >= 0 and < 65536, got -1"),
         (
             {**APP, "gateway": {"public_url": "gateway.lan"}},
             "gateway.public_url: expected a URL that begins with http:// or https:// and holds no user or password",
@@ -141,7 +141,7 @@ def test_what_cannot_be_or_does_nothing_is_refused(changes: dict[str, Any], line
     [
         {"rollout.mixture": [LAKE, {**BANK, "share": 0.74}]},
         {**APP, "gateway": {"port": 0}},
-        {"rollout.mixture": [{**BANK, "api_key_env": "BANK_KEY"}], "gateway": {"max_calls": 1}},
+        {"rollout.mixture": [{**BANK, "api_key_env": "BANK_KEY"}], "gateway": {"port": 1}},
         {**APP, "gateway": {"host": "0.0.0.0", "public_url": "https://gateway.example.com"}},
         {**APP, "gateway": {"host": "10.0.0.5"}},
         # environments here are played beside the app, or for the demonstrations

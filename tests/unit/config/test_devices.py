@@ -17,8 +17,8 @@ from gspo_gym.errors import ConfigError
 Make = Callable[[dict[str, Any]], RunConfig]
 
 
-def dedicated(**reference: int) -> dict[str, Any]:
-    return {"reference": {"placement": "dedicated", **reference}, "loss": {"kl_coef": 0.1}}
+def dedicated() -> dict[str, Any]:
+    return {"reference": {"placement": "dedicated"}, "loss": {"kl_coef": 0.1}}
 
 
 def split(gpu_count: int, **topology: int) -> dict[str, Any]:
@@ -40,8 +40,8 @@ PLACES: dict[str, tuple[dict[str, Any], tuple[Any, ...]]] = {
         (0, (0, 1, 2, 3), (4,), 2, 2),
     ),
     "two models on two each, and a reference": (
-        {**split(7, gpus_for_vllm=4, tensor_parallel=2, gpus_for_ref=2), **dedicated(tp=2)},
-        (4, (0, 1, 2, 3), (5, 6), 2, 2),
+        {**split(6, gpus_for_vllm=4, tensor_parallel=2, gpus_for_ref=1), **dedicated()},
+        (4, (0, 1, 2, 3), (5,), 2, 2),
     ),
 }
 

@@ -45,8 +45,7 @@ def test_no_foreign_name_is_also_a_key_of_the_section_that_it_would_stand_in() -
         (
             "training.scoring_chunk_tokens",
             1024,
-            "scoring_chunk_tokens is of an earlier checkout: remove it, or write training.logits_memory_mib, the "
-            "memory of the logits in MiB",
+            "scoring_chunk_tokens is of an earlier version: logits take at most 512 MiB at once: remove it",
         ),
         ("num_generations", 8, "num_generations is what TRL calls it: write training.group_size = 8"),
         ("loss.epsilon", 0.2, "epsilon is what TRL calls it: write loss.clip_low = 0.2, loss.clip_high = 0.2"),
@@ -90,7 +89,7 @@ def test_no_foreign_name_is_also_a_key_of_the_section_that_it_would_stand_in() -
             False,
             'normalize_std is what an earlier version calls it: write advantages.scale = "none"',
         ),
-        ("optimizer.warmup_ratio", 0.1, "warmup_ratio is what TRL calls it: write optimizer.warmup_fraction = 0.1"),
+        ("optimizer.warmup_ratio", 0.1, "warmup_ratio is what TRL calls it: write optimizer.warmup_steps = 0.1"),
         (
             "model.cast_logprobs_to_fp32",
             True,
@@ -159,5 +158,5 @@ def test_following_the_advice_is_always_valid() -> None:
 @pytest.mark.parametrize("value", [[1, 2], {"a": 1}])
 def test_a_value_that_no_key_of_ours_takes_is_not_repeated_as_advice(value: Any) -> None:
     assert explain("training.warmup_ratio", value) == (
-        "warmup_ratio is what TRL calls it: write optimizer.warmup_fraction"
+        "warmup_ratio is what TRL calls it: write optimizer.warmup_steps"
     )

@@ -135,13 +135,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     # by what
     "no rubric": (
         {"judge.options.rubric_id": ...},
-        "judge.enabled: true needs a rubric: judge.options.rubric_file, rubric_id (such as support_desk/bundle@v1) or "
-        "rubric_overrides",
-    ),
-    "two rubrics": (
-        {"judge.options.rubric_file": "mine.yaml"},
-        'judge.options.rubric_file: is given, and judge.options.rubric_id = "support_desk/bundle@v1", too: remove one '
-        "of them",
+        "judge.enabled: true needs a rubric: judge.options.rubric_id (a file, or an id such as support_desk/bundle@v1) "
+        "or rubric_overrides",
     ),
     "weight of a track that is not judged": (
         {"judge.options.tracks": ["process"], "judge.options.weights": {"progress": 0.5}},
@@ -158,21 +153,21 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         'judge.options.aggregate: "median" of one judge and one sample has no effect: remove this',
     ),
     "money without prices": (
-        {"judge.options.max_cost_usd": 5.0, "judge.options.usd_per_million_input_tokens": 0.1},
-        "judge.options.max_cost_usd: needs prices: give usd_per_million_input_tokens and usd_per_million_output_tokens "
-        "of every model, or limit max_calls instead",
+        {"judge.options.max_cost_usd": 5.0},
+        "judge.options.max_cost_usd: needs prices: give usd_per_million_tokens of every model, or limit max_calls "
+        "instead",
     ),
     "money and a member without prices": (
         {
             **PANEL,
             "judge.options.max_cost_usd": 5.0,
             "judge.panel": [
-                {**MEMBER, "usd_per_million_input_tokens": 0.1, "usd_per_million_output_tokens": 0.4},
+                {**MEMBER, "usd_per_million_tokens": [0.1, 0.4]},
                 MEMBER,
             ],
         },
-        "judge.options.max_cost_usd: needs prices: give usd_per_million_input_tokens and usd_per_million_output_tokens "
-        "of every model, or limit max_calls instead",
+        "judge.options.max_cost_usd: needs prices: give usd_per_million_tokens of every model, or limit max_calls "
+        "instead",
     ),
     "turns for a function": (
         {**PYTHON, "judge.options.mode": "turn"},
@@ -193,7 +188,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "gold without the rubric": (
         {**SYNTH, "judge.gold": {"panel": [MEMBER]}},
-        "judge.gold: a gold judge needs the rubric, which only services.judge_url has: give judge.options.rubric_file",
+        "judge.gold: a gold judge needs the rubric, which only services.judge_url has: give its file as "
+        "judge.options.rubric_id",
     ),
     "labels and a judge": (
         {"judge.gold": {"labels": "l", "episodes": "e", "panel": [MEMBER]}},
@@ -215,9 +211,7 @@ OF_A_MODEL: dict[str, Any] = {
     "api_key_env": "KEY",
     "temperature": 0.5,
     "max_output_tokens": 7,
-    "structured_output": "text",
-    "usd_per_million_input_tokens": 0.1,
-    "usd_per_million_output_tokens": 0.4,
+    "usd_per_million_tokens": [0.1, 0.4],
 }
 
 
@@ -236,7 +230,7 @@ def test_no_key_of_a_model_stands_beside_a_function(key: str, problems: Problems
     assert problem.startswith(f"judge.options.{key}: ")
 
 
-@pytest.mark.parametrize(("key", "value"), [("mode", "turn"), ("max_transcript_chars", 9), ("samples", 3)])
+@pytest.mark.parametrize(("key", "value"), [("mode", "turn"), ("samples", 3)])
 def test_what_only_models_are_asked_is_refused_of_a_panel_of_functions(
     key: str, value: Any, problems: Problems
 ) -> None:
@@ -303,8 +297,7 @@ ALLOWED: dict[str, dict[str, Any]] = {
     },
     "samples that differ": {"judge.options.samples": 3, "judge.options.temperature": 0.7,
                             "judge.options.aggregate": "median"},
-    "a budget": {"judge.options.max_cost_usd": 1.0, "judge.options.usd_per_million_input_tokens": 0.1,
-                 "judge.options.usd_per_million_output_tokens": 0.4},
+    "a budget": {"judge.options.max_cost_usd": 1.0, "judge.options.usd_per_million_tokens": [0.1, 0.4]},
     "a gold judge": {"judge.gold": {"panel": [MEMBER]}},
     "several gold judges": {"judge.gold": {"panel": [MEMBER, {"python": "mine:judge"}]}},
     "labelled episodes": {"judge.gold": {"labels": "l", "episodes": "e"}},

@@ -70,11 +70,11 @@ PLACED: dict[str, tuple[dict[str, Any], list[tuple[str, int, int]], dict[str, in
     ),
     "with a reference": (
         {
-            **cluster(8, 1, 4, 2, gpus_for_ref=2),
-            "reference": {"placement": "dedicated", "tp": 2},
+            **cluster(8, 1, 4, 3, gpus_for_ref=1),
+            "reference": {"placement": "dedicated"},
             "loss": {"kl_coef": 0.1},
         },
-        [("learner", 2, 1), ("replica", 4, 1), ("reference", 1, 2)],
+        [("learner", 3, 1), ("replica", 4, 1), ("reference", 1, 1)],
         {"node-0": 8},
     ),
 }
@@ -159,7 +159,7 @@ def test_what_does_not_fit_is_said_with_what_is_missing(
 
 def test_without_compute_a_gpu_is_taken_if_there_is_one(make: Make) -> None:
     assert parts_of(run_check(make({}), "1x1:80GiB")) == [("learner", 1, 1)]
-    assert parts_of(run_check(make({"model.device": "cpu"}), "1x1:80GiB")) == [("learner", 1, 0)]
+    assert parts_of(run_check(make({"compute": {"gpu_count": 0}}), "1x1:80GiB")) == [("learner", 1, 0)]
 
 
 def test_processes_take_memory_of_their_node_and_share_its_cores(make: Make) -> None:
@@ -204,7 +204,7 @@ def test_memory_is_asked_for_what_the_configuration_trains(make: Make) -> None:
     )
     # The base is the reference of an adapter, and no copy is kept. A row of more tokens is a micro-batch by itself.
     changes = {"model.dtype": "bfloat16", "model.gradient_checkpointing": True, "training.lora": {"r": 4}}
-    changes |= {"training.max_tokens_per_microbatch": 64, "training.logits_memory_mib": 2}
+    changes |= {"training.max_tokens_per_microbatch": 64}
     config = make({"loss": {"kl_coef": 0.1}, "model.trainer_mode": "lora", **changes})
     assert learning_of(config) == Learning(
         trained="lora",
@@ -212,7 +212,6 @@ def test_memory_is_asked_for_what_the_configuration_trains(make: Make) -> None:
         lora_rank=4,
         gradient_checkpointing=True,
         num_tokens=config.rollout.max_model_len,
-        logits_bytes=2 << 20,
     )
 
 

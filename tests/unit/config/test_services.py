@@ -23,10 +23,10 @@ Make = Callable[[dict[str, Any]], RunConfig]
 
 EVERYTHING: dict[str, Any] = {
     "services": {"task_url": "http://localhost:8001/", "judge_url": "http://localhost:8002"},
-    "compute": {"gpu_count": 6, "gpu_type": "H100", "nodes": 1},
-    "topology": {"gpus_for_vllm": 2, "gpus_for_training": 2, "gpus_for_ref": 2},
+    "compute": {"gpu_count": 5, "gpu_type": "H100", "nodes": 1},
+    "topology": {"gpus_for_vllm": 2, "gpus_for_training": 2, "gpus_for_ref": 1},
     "vllm": {"max_model_len": 1024},
-    "reference": {"placement": "dedicated", "tp": 2},
+    "reference": {"placement": "dedicated"},
     "loss": {"kl_coef": 0.01},
     "judge": {
         "enabled": True,
@@ -50,7 +50,6 @@ def test_everything_that_is_missing_is_listed_at_once(make: Make) -> None:
         "the configuration is valid, but asks for what this version does not have. Remove these to train in this "
         "process:",
         "  topology.gpus_for_training = 2: training takes one GPU",
-        "  reference.tp = 2: one process scores the reference; set 1, and topology.gpus_for_ref to 1",
     ]
 
 
@@ -72,10 +71,6 @@ def test_everything_that_is_missing_is_listed_at_once(make: Make) -> None:
                 "loss.kl_coef": 0.1,
             },
             'reference.placement = "dedicated": topology.gpus_for_training = 2 processes hold the reference themselves',
-        ),
-        (
-            {"loss.kl_coef": 0.1, "reference": {"placement": "dedicated", "tp": 2}},
-            "reference.tp = 2: one process scores the reference; set 1, and topology.gpus_for_ref to 1",
         ),
         (
             {**TWO_SAMPLE, "topology": {**TWO_SAMPLE["topology"], "tensor_parallel": 2}},
@@ -208,8 +203,6 @@ def test_no_gpu_is_the_processor_although_there_may_be_gpus(make: Make) -> None:
 def test_one_gpu_is_an_error_where_there_is_none(make: Make) -> None:
     with pytest.raises(ConfigError, match=r"compute\.gpu_count: expected a CUDA device, and torch sees none here"):
         build.device_of(make({"compute": {"gpu_count": 1}}))
-    with pytest.raises(ConfigError, match=r"model\.device: expected a CUDA device, and torch sees none here"):
-        build.device_of(make({"model.device": "cuda"}))
 
 
 def test_another_gpu_than_the_one_that_is_named_is_an_error() -> None:

@@ -155,18 +155,6 @@ def test_an_episode_without_a_score_is_played_again_and_then_dropped() -> None:
     pool.ledger.assert_balanced()
 
 
-def test_dropped_at_once_where_that_is_said() -> None:
-    async def score(trajectory: Trajectory) -> Trajectory:
-        if trajectory.trajectory_id.endswith("/1"):
-            raise UnscoredError("refused")
-        return trajectory
-
-    pool = pool_of(score, on_unscored="drop")
-    (group,) = asyncio.run(pool.collect(requests(1)))
-    assert len(group.trajectories) == 3
-    assert pool.ledger.counts() == {"dispatched": 4, "kept": 3, "retried": 0, "dropped": 1}
-
-
 def test_a_failed_episode_is_not_shown_to_the_judge() -> None:
     async def play(request: EpisodeRequest) -> Trajectory:
         outcome = Outcome.ENV_ERROR if request.attempt == 0 else Outcome.TERMINATED

@@ -166,8 +166,9 @@ def test_records_without_a_number_are_gathered():
     assert on_threads(2, lambda c: gather([Empty()], 2, c, torch.device("cpu"))) == [[Empty(), Empty()]] * 2
 
 
-def test_a_loss_that_is_not_finite_on_one_rank_is_skipped_on_all(make_model, make_batch):
-    case = {"update": {"max_nonfinite_steps": 1, "max_tokens_per_microbatch": 40}}
+def test_a_loss_that_is_not_finite_on_one_rank_is_skipped_on_all(make_model, make_batch, monkeypatch):
+    monkeypatch.setattr("gspo_gym.learning.optimizer.MAX_NONFINITE_STEPS", 1)
+    case = {"update": {"max_tokens_per_microbatch": 40}}
 
     def rank(collective):
         model = copy.deepcopy(pristine)

@@ -24,10 +24,8 @@ def settings(**overrides):
     return OptimizerSettings(**({"max_grad_norm": 100.0} | overrides))
 
 
-def optimizer_of(model, settings, *, total_steps=None, max_nonfinite_steps=5):
-    return PolicyOptimizer(
-        model, settings, learning_rate=0.1, total_steps=total_steps, max_nonfinite_steps=max_nonfinite_steps
-    )
+def optimizer_of(model, settings, *, total_steps=None):
+    return PolicyOptimizer(model, settings, learning_rate=0.1, total_steps=total_steps)
 
 
 def give_gradients(model, matrix, bias):
@@ -73,7 +71,7 @@ def test_gradients_are_clipped_by_their_joint_norm_and_the_norm_is_reported_uncl
 
 def test_the_rate_follows_the_schedule_and_a_skipped_step_takes_its_place():
     model = Small()
-    optimizer = optimizer_of(model, settings(num_warmup_steps=4))
+    optimizer = optimizer_of(model, settings(warmup_steps=4))
     rates = []
     for loss in (1.0, float("nan"), 1.0, 1.0):
         give_gradients(model, [[1.0, 1.0], [1.0, 1.0]], [1.0, 1.0])
@@ -108,9 +106,10 @@ def test_a_gradient_norm_that_overflows_is_not_finite():
 
 
 @pytest.mark.parametrize("allowed", [0, 2])
-def test_more_bad_steps_in_a_row_than_allowed_end_the_run(allowed):
+def test_more_bad_steps_in_a_row_than_allowed_end_the_run(allowed, monkeypatch):
+    monkeypatch.setattr("gspo_gym.learning.optimizer.MAX_NONFINITE_STEPS", allowed)
     model = Small()
-    optimizer = optimizer_of(model, settings(), max_nonfinite_steps=allowed)
+    optimizer = optimizer_of(model, settings())
     for _ in range(3):  # a good step in between starts the count anew
         for _ in range(allowed):
             assert optimizer.step(float("nan")).is_skipped
@@ -131,7 +130,7 @@ def run_steps(model, optimizer, numbers):
 
 
 def test_restarting_from_what_was_written_is_bitwise_the_uninterrupted_run():
-    schedule = settings(schedule="cosine", num_warmup_steps=2, weight_decay=0.1)
+    schedule = settings(schedule="cosine", warmup_steps=2, weight_decay=0.1)
     whole, first, second = Small(), Small(), Small()
     run_steps(whole, optimizer_of(whole, schedule, total_steps=9), range(8))
     optimizer = optimizer_of(first, schedule, total_steps=9)

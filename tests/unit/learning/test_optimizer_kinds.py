@@ -33,7 +33,7 @@ class Model(nn.Module):
 def optimizer_of(model, kind, **options):
     settings = {"betas": BETAS, "eps": EPS, "weight_decay": DECAY, "max_grad_norm": 1e9}
     resolved = OptimizerSettings(**(settings | options), kind=kind)
-    return PolicyOptimizer(model, resolved, learning_rate=RATE, total_steps=None, max_nonfinite_steps=5)
+    return PolicyOptimizer(model, resolved, learning_rate=RATE, total_steps=None)
 
 
 def gradient(parameter, k):
@@ -198,7 +198,7 @@ def test_every_kind_follows_the_schedule(kind):
     if kind == "adamw_8bit":
         pytest.importorskip("bitsandbytes")
     model = Model()
-    optimizer = optimizer_of(model, kind, num_warmup_steps=2, weight_decay=0.0)
+    optimizer = optimizer_of(model, kind, warmup_steps=2, weight_decay=0.0)
     before = model.small.detach().clone()
     model.small.grad = torch.ones(4, 6)
     assert math.isclose(optimizer.step(1.0).learning_rate, RATE / 2)

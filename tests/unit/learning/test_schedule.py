@@ -15,13 +15,13 @@ def rates(num, total_steps=None, **settings):
 
 
 def test_warmup_is_linear_and_starts_above_zero():
-    assert rates(6, num_warmup_steps=4) == [0.125, 0.25, 0.375, 0.5, 0.5, 0.5]
+    assert rates(6, warmup_steps=4) == [0.125, 0.25, 0.375, 0.5, 0.5, 0.5]
 
 
 def test_cosine_falls_from_the_peak_to_its_floor_at_the_last_step_and_stays():
     # one step of warm-up, then 5 steps from progress 0 to 1: floor + (1 - floor) (1 + cos(pi p)) / 2, floor 0.1
     expected = [0.5 * (0.1 + 0.45 * (1 + math.cos(math.pi * p))) for p in (0, 0.25, 0.5, 0.75, 1)]
-    actual = rates(8, 6, num_warmup_steps=1, schedule="cosine")
+    actual = rates(8, 6, warmup_steps=1, schedule="cosine")
     assert actual == pytest.approx([0.5, *expected, 0.05, 0.05], abs=1e-12)
 
 
@@ -32,13 +32,13 @@ def test_cosine_of_a_single_step_is_the_peak():
 @pytest.mark.parametrize("total_steps", [None, 3])
 def test_cosine_without_an_end_or_room_is_refused(total_steps):
     with pytest.raises(ConfigError, match=r"total_steps|no step is left for the cosine"):
-        rates(1, total_steps, num_warmup_steps=3, schedule="cosine")
+        rates(1, total_steps, warmup_steps=3, schedule="cosine")
 
 
 def test_linear_falls_by_equal_steps_from_the_peak_to_its_floor_and_stays():
     # one step of warm-up, then 4 steps from progress 0 to 1: floor + (1 - floor) (1 - p), floor 0.25
     expected = [0.5 * (0.25 + 0.75 * (1 - p)) for p in (0, 1 / 3, 2 / 3, 1)]
-    actual = rates(7, 5, num_warmup_steps=1, schedule="linear", min_lr_fraction=0.25)
+    actual = rates(7, 5, warmup_steps=1, schedule="linear", min_lr_fraction=0.25)
     assert actual == pytest.approx([0.5, *expected, 0.125, 0.125], abs=1e-12)
 
 
@@ -52,21 +52,21 @@ def test_a_decay_to_the_peak_itself_is_constant(schedule):
 )
 def test_a_warmup_fraction_is_rounded_up_but_not_for_a_rounding_error(fraction, total, expected):
     # 0.07 * 100 is 7.000000000000001 in float64
-    settings = OptimizerSettings(warmup_fraction=fraction)
-    assert settings.warmup_steps(total) == expected
+    settings = OptimizerSettings(warmup_steps=fraction)
+    assert settings.num_warmup_steps(total) == expected
 
 
 def test_a_warmup_fraction_warms_up_for_that_part_of_the_steps():
     # a quarter of 8 steps is 2
-    assert rates(4, 8, warmup_fraction=0.25) == [0.25, 0.5, 0.5, 0.5]
+    assert rates(4, 8, warmup_steps=0.25) == [0.25, 0.5, 0.5, 0.5]
 
 
 def test_a_warmup_fraction_of_an_unknown_number_of_steps_is_refused():
-    with pytest.raises(ConfigError, match="warmup_fraction needs total_steps"):
-        rates(1, None, warmup_fraction=0.1)
+    with pytest.raises(ConfigError, match="warmup_steps below 1 needs total_steps"):
+        rates(1, None, warmup_steps=0.1)
 
 
 @pytest.mark.parametrize("total_steps", [None, 1])
 def test_a_linear_decay_without_an_end_or_room_is_refused(total_steps):
     with pytest.raises(ConfigError, match=r"schedule 'linear'.*total_steps|no step is left for the linear"):
-        rates(1, total_steps, num_warmup_steps=1, schedule="linear")
+        rates(1, total_steps, warmup_steps=1, schedule="linear")

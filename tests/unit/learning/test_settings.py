@@ -53,8 +53,8 @@ def test_defaults_and_ranges_are_those_of_the_published_table(settings: type[Set
         (LossSettings, {"kl_coef": 0.5, **KL_TERM}),
         (CorrectionSettings, {"level": "token"}),
         (CorrectionSettings, {"old_logprobs": "rollout"}),
-        (OptimizerSettings, {"warmup_fraction": 0.5}),
-        (OptimizerSettings, {"num_warmup_steps": 1}),
+        (OptimizerSettings, {"warmup_steps": 0.5}),
+        (OptimizerSettings, {"warmup_steps": 1}),
         (RewardSettings, {"kl_coef": 0.5, "kl_target": 0.5}),
         (AdvantageSettings, {"level": "turn", "discount": 0.5}),
         (StepRewardSettings, {**DECISIONS, "strategy": "per_achievement", "weights": {"a": 2.0}}),
@@ -83,8 +83,8 @@ def test_settings_that_go_together_are_taken_as_they_are(settings: type[Settings
         (OptimizerSettings, {"betas": (0.9, -0.1)}, "betas"),
         (
             OptimizerSettings,
-            {"warmup_fraction": 0.1, "num_warmup_steps": 3},
-            "warmup_fraction: contradicts optimizer.num_warmup_steps = 3",
+            {"warmup_steps": 1.5},
+            "expected whole steps, or a fraction of all steps below 1, got 1.5",
         ),
         (RewardSettings, {"kl_target": 0.1}, "kl_target: adapts kl_coef, which is 0"),
         (AdvantageSettings, {"discount": 0.5}, "discount is used at level 'turn' only"),
@@ -161,8 +161,3 @@ def test_defaults_follow_the_level_and_the_baseline() -> None:
 def test_what_is_no_table_is_refused_as_what_was_given() -> None:
     with pytest.raises(ValidationError, match="input_value=3"):
         AdvantageSettings.model_validate(3)
-
-
-@pytest.mark.parametrize(("mib", "num_bytes"), [(1.5, 3 * 524_288), (1e-9, 1)])
-def test_the_memory_of_logits_is_given_in_mebibytes_and_never_none(mib: float, num_bytes: int) -> None:
-    assert UpdateSettings(learning_rate=1e-5, logits_memory_mib=mib).logits_bytes == num_bytes

@@ -162,7 +162,8 @@ def from_context(model, batch):
     return {"context": sum(logprobs[:5]) / 5, "action": sum(logprobs[5:]) / 2}
 
 
-def test_non_finite_steps_are_skipped_and_end_the_warm_up_when_too_many(make_model, demonstrations):
+def test_non_finite_steps_are_skipped_and_end_the_warm_up_when_too_many(make_model, demonstrations, monkeypatch):
+    monkeypatch.setattr("gspo_gym.learning.optimizer.MAX_NONFINITE_STEPS", 2)
     model = make_model()
     calls = []
 
@@ -173,7 +174,7 @@ def test_non_finite_steps_are_skipped_and_end_the_warm_up_when_too_many(make_mod
     handle = model.model.norm.register_forward_hook(break_after_the_probe)
     before = [p.detach().clone() for p in model.parameters()]
     with pytest.raises(NonFiniteError, match="3 steps in a row"):
-        imitate(model, demonstrations, settings={"batch_size": 1}, update={"max_nonfinite_steps": 2})
+        imitate(model, demonstrations, settings={"batch_size": 1})
     handle.remove()
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), before, strict=True))
 
@@ -188,7 +189,7 @@ def test_a_skipped_step_is_counted_apart_from_those_taken(make_model, make_traje
 
     model.model.norm.register_forward_hook(break_the_first_step)
     settings = {"num_epochs": 2}
-    update = {"max_nonfinite_steps": 1, "share_prefixes": False}  # whose own probe would call it, too
+    update = {"share_prefixes": False}  # whose own probe would call it, too
     report = imitate(model, [make_trajectory([None])], settings=settings, update=update)
     assert (report.num_steps, report.num_nonfinite_steps, len(report.epoch_losses)) == (1, 1, 2)
 

@@ -199,9 +199,10 @@ def test_a_batch_without_any_advantage_moves_nothing_not_even_by_momentum(
     assert all(math.isfinite(value) for value in report.metrics.values())
 
 
-def test_a_non_finite_gradient_is_skipped_counted_and_then_fatal(make_model, make_batch):
+def test_a_non_finite_gradient_is_skipped_counted_and_then_fatal(make_model, make_batch, monkeypatch):
+    monkeypatch.setattr("gspo_gym.learning.optimizer.MAX_NONFINITE_STEPS", 1)
     model = make_model()
-    learner = make_learner(model, update={"max_nonfinite_steps": 1})
+    learner = make_learner(model)
     learner.update(make_batch())
     handle = model.model.norm.register_forward_hook(lambda module, inputs, output: output * float("nan"))
     before = parameters_of(model) | {name: t.clone() for name, t in learner.tensors().items()}
@@ -216,7 +217,8 @@ def test_a_non_finite_gradient_is_skipped_counted_and_then_fatal(make_model, mak
     assert learner.update(make_batch(3)).num_steps == 1
 
 
-def test_the_error_of_a_non_finite_gradient_says_the_whole_loss(make_model, make_batch):
+def test_the_error_of_a_non_finite_gradient_says_the_whole_loss(make_model, make_batch, monkeypatch):
+    monkeypatch.setattr("gspo_gym.learning.optimizer.MAX_NONFINITE_STEPS", 0)
     model = make_model()
     with torch.no_grad():
         model.lm_head.weight.zero_()  # every token is as likely: the entropy is ln 61
@@ -231,7 +233,6 @@ def test_the_error_of_a_non_finite_gradient_says_the_whole_loss(make_model, make
     learner = make_learner(
         model,
         loss={"entropy_coef": 0.5, "kl_coef": 0.25, "kl_estimator": "k3"},
-        update={"max_nonfinite_steps": 0},
         reference_policy=OneNatAbove(),
     )
     with pytest.raises(NonFiniteError) as error:
@@ -247,7 +248,7 @@ def test_a_restarted_learner_is_bitwise_the_uninterrupted_one(make_model, make_b
         "loss": {"kl_coef": kl_coef},
         "minibatch_size": 4,
         "update": {"update_epochs": 2},
-        "optimizer": {"schedule": "cosine", "num_warmup_steps": 3},
+        "optimizer": {"schedule": "cosine", "warmup_steps": 3},
         "total_steps": 24,
         "seed": 5,
     }

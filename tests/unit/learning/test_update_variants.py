@@ -299,12 +299,9 @@ def test_the_ratio_of_an_adapter_that_drops_out_is_one_until_its_weights_move(ma
     assert max(metrics["ratio/max"] - 1, 1 - metrics["ratio/min"]) <= 1e-5
 
 
-def test_truncated_scoring_needs_to_know_the_truncation(make_model, make_batch):
-    with pytest.raises(ConfigError, match="score_truncated"):
-        make_learner(make_model(), update={"score_truncated": True})
-    sampling = Sampling(top_k=5)
-    whole = make_learner(make_model(), sampling=sampling).update(make_batch()).metrics
-    truncated = make_learner(make_model(), sampling=sampling, update={"score_truncated": True})
+def test_logprobs_are_of_the_truncation_that_the_learner_is_given(make_model, make_batch):
+    whole = make_learner(make_model()).update(make_batch()).metrics
+    truncated = make_learner(make_model(), sampling=Sampling(top_k=5))
     # of six tokens at most: the five likeliest and the sampled one
     assert truncated.update(make_batch()).metrics["policy/entropy"] <= math.log(6) < whole["policy/entropy"]
 

@@ -113,7 +113,7 @@ def test_the_oracle_takes_a_step_with_such_ids_as_the_learner_does(padded: str) 
     segment = Segment(ids, is_action, 0 * ids, np.where(is_action, 0, -1), np.where(is_action, 0, -1))
     task = Task("env", 0)
     episode = Trajectory("task/0", 0, task, 0, (segment,), (), (), Outcome.TERMINATED)
-    config = {"rollout.temperature": 1.0, "training.score_truncated": False}
+    config = {"rollout.temperature": 1.0}
     rows = {"segment": np.zeros(len(sampled), dtype=np.int64)}
     records = StepRecords(config, [episode], {}, rows, rows["segment"])
     oracle = Model({"policy": model}, {}, records, NUM_IDS)

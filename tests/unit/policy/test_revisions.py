@@ -6,6 +6,7 @@ import huggingface_hub
 import pytest
 import torch
 import transformers.utils.hub
+from small_run import small_run
 
 from gspo_gym.config.build.trainer import build_policy
 from gspo_gym.config.run_config import RunConfig
@@ -62,20 +63,7 @@ def test_a_revision_after_an_at_sign_is_the_one_that_is_loaded(name: str, seed: 
 
 
 def test_the_config_key_says_the_same() -> None:
-    config = RunConfig.from_dict(
-        {
-            "model": {"base": NAME, "label": "x", "revision": "v2"},
-            "rollout": {
-                "env_name": "GuessNumber",
-                "episodes_per_batch": 8,
-                "max_turns": 4,
-                "max_output_tokens": 3,
-                "max_model_len": 256,
-            },
-            "training": {"iterations_per_epoch": 1, "group_size": 4, "batch_size": 8, "learning_rate": 1e-3},
-            "evaluation": {"seeds": "0:4"},
-        }
-    )
+    config = RunConfig.from_dict(small_run(model={"base": NAME, "revision": "v2"}))
     assert torch.equal(weight(build_policy(config)), weight(load_policy("tiny:qwen3-64", seed=2)))
 
 

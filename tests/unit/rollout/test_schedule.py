@@ -14,13 +14,13 @@ Pinned here:
 from __future__ import annotations
 
 import asyncio
-import selectors
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
 import pytest
+from virtual_time import VirtualLoop
 
 from gspo_gym.errors import EnginePoisonedError, RolloutError
 from gspo_gym.rollout.pool import GroupRequest
@@ -29,28 +29,6 @@ from gspo_gym.seeding import generator
 from gspo_gym.types import DroppedEpisode, Outcome, Segment, Task, Trajectory, TrajectoryGroup
 
 Result = TypeVar("Result")
-
-
-class Jumping(selectors.SelectSelector):
-    """Instead of waiting for the next timer, it is that time already."""
-
-    now = 0.0
-
-    def select(self, timeout: float | None = None) -> list[Any]:
-        if timeout:
-            self.now += timeout
-        return super().select(0)
-
-
-class VirtualLoop(asyncio.SelectorEventLoop):
-    """An event loop whose clock is its selector's."""
-
-    def __init__(self) -> None:
-        self._jumping = Jumping()
-        super().__init__(self._jumping)
-
-    def time(self) -> float:
-        return self._jumping.now
 
 
 def run(main: Coroutine[Any, Any, Result]) -> Result:

@@ -134,7 +134,7 @@ def test_a_resumed_run_keeps_its_judge(url: str, tmp_path: Path) -> None:
 
 
 def test_a_rubric_that_is_not_there_leaves_nothing_behind(url: str, tmp_path: Path) -> None:
-    config = config_of(tmp_path, url, rubric_overrides={}, rubric_file="none.yaml")
+    config = config_of(tmp_path, url, rubric_overrides={}, rubric_id="none.yaml")
     with pytest.raises(ConfigError, match=r"none\.yaml: there is no such file"):
         run_training(config)
     assert not config.run_folder.exists()

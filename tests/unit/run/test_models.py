@@ -37,7 +37,6 @@ env_name = "GuessNumber"
 env_config = { style = "terse", low = 1, high = 4 }
 [training]
 learning_rate = 0.002
-keep_best_metric = "mean_return"
 """
 
 

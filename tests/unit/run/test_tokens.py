@@ -391,7 +391,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "advantages": {"level": "turn", "discount": 0.9, "clip": 1.0},
         "rewards": {"overlong": "penalize", "clip": 0.5},
         "rollout": {"temperature": 0.8},
-        "optimizer": {"schedule": "cosine", "num_warmup_steps": 1},
+        "optimizer": {"schedule": "cosine", "warmup_steps": 1},
     },
     "a ratio a segment of the engine's logprobs, the batch as baseline, by tokens of the batch": {
         "algorithm": {"acknowledge": ["length_weighting"]},
@@ -550,8 +550,7 @@ SHAPED: dict[str, tuple[dict[str, Any], Callable[[Path], dict[str, Any] | None],
         "advantage",
     ),
     "scored as truncated": (
-        {"rollout": {"top_p": 0.9, "top_k": 40, "min_p": 0.01}, **of_training(score_truncated=True)}
-        | {"loss": {"entropy_coef": 0.01}},
+        {"rollout": {"top_p": 0.9, "top_k": 40, "min_p": 0.01}, "loss": {"entropy_coef": 0.01}},
         lambda folder: plant(folder, "old_logprob", 1e-4),
         "old_logprob",
     ),
@@ -679,10 +678,13 @@ def test_rewards_of_decisions_are_those_counted_by_hand(options: dict[str, Any],
 
 
 @pytest.mark.slow
-def test_steps_that_were_skipped_for_an_infinite_gradient_are_recomputed_as_skipped(tmp_path: Path) -> None:
+def test_steps_that_were_skipped_for_an_infinite_gradient_are_recomputed_as_skipped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A penalty of 1e30 gives gradients with squares that float32 does not hold."""
+    monkeypatch.setattr("gspo_gym.learning.optimizer.MAX_NONFINITE_STEPS", 99)
     game = {"low": 1, "high": 4, "max_guesses": 3, "inconsistent_penalty": 1e30}
-    changes = of_training(max_nonfinite_steps=99) | {"rollout": {"env_config": game}, "advantages": {"scale": "none"}}
+    changes = {"rollout": {"env_config": game}, "advantages": {"scale": "none"}}
     run_training(config_of(tmp_path, changes))
     folder = tmp_path / "test"
     skipped = [bool(np.isnan(step_columns(folder, step)["grad_norm"]).any()) for step in (1, 2)]

@@ -488,7 +488,7 @@ def test_a_run_in_which_every_episode_succeeds_is_not_stuck(tmp_path: Path) -> N
             text, _, *ended = await super().step(action)
             return text, Reward({"letters": 1.0}, success=True), *ended
 
-    plan = make_plan(num_steps=12, max_idle_iters=2)
+    plan = make_plan(num_steps=12)
     _, state = train(tmp_path, plan, same_for=1, make_env=lambda task: Solved(task, 1))
     assert (state.step, state.idle_steps) == (12, 0)
 

@@ -44,14 +44,14 @@ every_n_iters = 1
 """
 
 # Stands in for `python -m gspo_gym.train BASE key=value ...`. Two keys mean something to it: advantages.clip is the
-# success rate that it "learns" in 20 iterations, training.max_nonfinite_steps one of the accidents below.
+# success rate that it "learns" in 20 iterations, training.keep_last one of the accidents below.
 CRASHES, WAITS_IF_BAD, SAYS_NOTHING, WAITS_FOR_ANOTHER, HAS_NO_SUCCESS = range(1, 6)
 TRAINER = """
 import json, os, pathlib, signal, sys, time
 given = dict(text.split("=", 1) for text in sys.argv[2:])
 folder = pathlib.Path(json.loads(given["run.folder"])) / json.loads(given["model.label"])
 folder.mkdir(parents=True)
-goal, accident = float(given["advantages.clip"]), int(given.get("training.max_nonfinite_steps", 0))
+goal, accident = float(given["advantages.clip"]), int(given.get("training.keep_last", 0))
 print("process", os.getpid(), "threads", os.environ.get("OMP_NUM_THREADS"), flush=True)
 if accident == 1:
     sys.exit("out of memory")
@@ -95,7 +95,7 @@ def by_number(board: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def accident(number: int) -> list[str]:
-    return [f"training.max_nonfinite_steps={number}"]
+    return [f"training.keep_last={number}"]
 
 
 GRID = '[sampler]\ntype = "grid"'

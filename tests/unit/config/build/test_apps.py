@@ -17,7 +17,7 @@ from fake_task_app import FakeTaskApp
 
 from gspo_gym.cli.main import main
 from gspo_gym.cli.train import run_training
-from gspo_gym.config.build import rollouts
+from gspo_gym.config.build import app_players, rollouts
 from gspo_gym.config.build import trainer as build
 from gspo_gym.config.build.apps import environment_ids
 from gspo_gym.config.build.judge import build_rubrics
@@ -30,6 +30,7 @@ from gspo_gym.remote.guard import App
 from gspo_gym.remote.serve.task_app_server import ServedEnv, create_task_app, served_app
 from gspo_gym.remote.serving import BackgroundServer
 from gspo_gym.rollout.episode_files import read_episodes
+from gspo_gym.rollout.limits import PoolLimits
 from gspo_gym.rollout.pool import GroupRequest
 from gspo_gym.run.records import read_metrics, read_summary
 from gspo_gym.types import Task, TrajectoryGroup
@@ -345,12 +346,14 @@ def test_the_gateway_listens_and_is_told_of_where_the_section_says(make: Make, p
     assert told == [f"http://127.0.0.1:{port}", f"http://127.0.0.2:{port}", f"http://localhost:{port}"]
 
 
-def test_a_rollout_that_calls_too_often_is_refused_and_is_no_episode(make: Make, policy: Policy) -> None:
-    changes = {**SMALL, "limits.max_attempts": 1}
+def test_a_rollout_that_calls_too_often_is_refused_and_is_no_episode(
+    make: Make, policy: Policy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(app_players, "_MAX_CALLS", 2)
     with serving(quiz(num_turns=2)) as few, serving(quiz(num_turns=3)) as many:
         entry = {"env_name": "long", "share": 0.5, "task_url": many}
-        services = {"services.task_url": few, "rollout.mixture": [entry], "gateway": {"max_calls": 2}}
-        short, long = collect(make({**changes, **services}), policy, Task(GUESS, 0), Task("long", 0))
+        services = {"services.task_url": few, "rollout.mixture": [entry]}
+        short, long = collect(make({**SMALL, **services}), policy, Task(GUESS, 0), Task("long", 0))
     assert len(short.trajectories) == 2
     assert not long.trajectories
     assert all("429" in dropped.reason for dropped in long.dropped), long.dropped
@@ -434,7 +437,7 @@ def test_a_run_goes_on_although_its_app_has_moved(make: Make, tmp_path: Path) ->
         run_training(make({**changes, "services.task_url": url}))
     app = quiz()
     with serving(app) as url:
-        longer = {**changes, "services.task_url": url, "training.iterations_per_epoch": 4, "gateway": {"max_calls": 9}}
+        longer = {**changes, "services.task_url": url, "training.iterations_per_epoch": 4, "gateway": {"port": 0}}
         assert run_training(make(longer), resume=True)["steps"] == 4
     assert app.num_rollouts == 2 * 8 + 3  # the episodes of two steps, and of the last evaluation
 
@@ -551,11 +554,20 @@ def test_a_probe_says_what_may_not_be_meant_and_that_a_failure_is_tried_again(ma
     assert "policy_step_failed" in line
 
 
-def test_a_run_says_that_what_is_kept_is_not_what_was_played(make: Make, tmp_path: Path) -> None:
+class _Patient(PoolLimits):
+    """So many tries that each sample is kept in the end."""
+
+    max_attempts: int = 9
+
+
+def test_a_run_says_that_what_is_kept_is_not_what_was_played(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Every other attempt loses its last call and is worth 1 less: 8 of 16 attempts are kept, the better half."""
+    monkeypatch.setattr(rollouts, "PoolLimits", _Patient)
     app = quiz(fault=lambda number: "made_up_unseen" if number > 3 and number % 2 == 0 else None)
     with serving(app) as url:
-        changes = {**SMALL, "run.folder": str(tmp_path), "limits.max_attempts": 9, "services.task_url": url}
+        changes = {**SMALL, "run.folder": str(tmp_path), "services.task_url": url}
         changes["evaluation"] = {"seeds": "0:3", "every_n_iters": 9}
         for step in (1, 2):  # the alarm counts on after a resume
             config = make({**changes, "training.iterations_per_epoch": step})

@@ -38,10 +38,10 @@ NUMBERS: dict[str, Sequence[Any]] = {
     "dual_clip": (1.0004, 1.3, 3.0), "filter_eps": (0.0,), "gradient_accumulation_steps": (2,), "high": (3.0,),
     "kl_clamp": (5.0,), "kl_coef": (0.01,), "kl_horizon": (100,), "kl_shaping_coef": (0.1,), "kl_target": (0.1,),
     "low": (0.3,), "max_accumulated_minibatch": (2,), "max_staleness": (1, 2),
-    "min_p": (0.1,), "norm_length": (100,), "num_warmup_steps": (1, 8, 9), "off_policy_threshold": (1.0,),
+    "min_p": (0.1,), "norm_length": (100,), "warmup_steps": (1, 8, 9, 0.3, 0.9), "off_policy_threshold": (1.0,),
     "overlong_penalty": (0.5,), "repetition_penalty": (1.1,), "step_rewards_beta": (0.5,), "top_k": (5,),
     "step_rewards_k_limits": ({"a": 2},), "step_rewards_weights": ({"a": 2.0},), "top_p": (0.9,), "update_epochs": (2,),
-    "update_every_n_iters": (2,), "warmup_fraction": (0.3, 0.9), "weight_sync_interval": (2, 3),
+    "update_every_n_iters": (2,), "weight_sync_interval": (2, 3),
 }  # fmt: skip
 Change = tuple[str, str, Any]
 

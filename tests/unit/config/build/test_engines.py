@@ -97,7 +97,6 @@ def test_vllm_that_is_to_sleep_can_give_memory_back_on_a_gpu_and_waits_on_a_proc
         ("gpu_memory_utilization", 0.7, "gpu_memory_utilization"),
         ("kv_cache_gib", 0.5, "kv_cache_gib"),
         ("block_size", 64, "block_size"),
-        ("enforce_eager", False, "enforce_eager"),
         ("structured_output", True, "structured_output"),
     ],
 )

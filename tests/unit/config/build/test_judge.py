@@ -62,14 +62,13 @@ CUSTOM = {
     "judge.options.rubric_overrides": {part: {**table, "aggregation": "custom"} for part, table in RUBRIC.items()},
     "judge.options.rubric_aggregate": "scripted_judge:highest",
 }
-PRICES = {"judge.options.usd_per_million_input_tokens": 1.0, "judge.options.usd_per_million_output_tokens": 4.0}
+PRICES = {"judge.options.usd_per_million_tokens": [1.0, 4.0]}
 
 # Keys with another value, and what else must be said for it to be valid; the comparison is with that alone.
 OTHER: dict[str, tuple[Any, dict[str, Any]]] = {
     "services.judge_url": ("http://127.0.0.1:9/api", SYNTH),
     "judge.enabled": (False, {"judge.reward_blend": {"env": 1.0}}),
     "judge.timeout_s": (7.0, {}),
-    "judge.on_unscored": ("drop", {}),
     "judge.panel": ([*MEMBERS, MEMBERS[0]], PANEL),
     "judge.reward_blend.env": (0.5, {}),
     "judge.reward_blend.event": (0.5, {}),
@@ -81,23 +80,16 @@ OTHER: dict[str, tuple[Any, dict[str, Any]]] = {
     "judge.options.python": ("scripted_judge:say_one", PYTHON),
     "judge.options.temperature": (0.7, {}),
     "judge.options.max_output_tokens": (99, {}),
-    "judge.options.structured_output": ("text", {}),
-    "judge.options.usd_per_million_input_tokens": (2.0, PRICES),
-    "judge.options.usd_per_million_output_tokens": (2.0, PRICES),
+    "judge.options.usd_per_million_tokens": ([2.0, 4.0], PRICES),
     "judge.options.event": (False, {"judge.reward_blend.event": 0.0}),
     "judge.options.outcome": (False, {"judge.reward_blend.outcome": 0.0}),
-    "judge.options.rubric_file": (
-        "envs/wordle/rubric.yaml",
-        {"judge.options.rubric_overrides": None, "judge.options.rubric_file": "envs/countdown/rubric.yaml"},
-    ),
-    "judge.options.rubric_id": ("wordle/bundle@v1", {"judge.options.rubric_overrides": None,
+    "judge.options.rubric_id": ("envs/wordle/rubric.yaml", {"judge.options.rubric_overrides": None,
                                                      "judge.options.rubric_id": "countdown/bundle@v1"}),
     "judge.options.rubric_overrides": ({**RUBRIC, "outcome": RUBRIC["event"]}, {}),
     "judge.options.rubric_aggregate": ("scripted_judge:lowest", CUSTOM),
     "judge.options.tracks": (["progress"], {}),
     "judge.options.weights": ({"progress": 0.5}, {}),
     "judge.options.mode": ("turn", {}),
-    "judge.options.max_transcript_chars": (1000, {}),
     "judge.options.show_reasoning": (True, {}),
     "judge.options.samples": (3, {"judge.options.temperature": 1.0}),
     "judge.options.aggregate": ("median", PANEL),
@@ -291,7 +283,7 @@ def test_without_a_judge_nothing_is_built() -> None:
     [
         ({"judge.options.rubric_overrides": None, "judge.options.rubric_id": "no/such@v1"}, UnknownNameError,
          "no/such@v1"),
-        ({"judge.options.rubric_file": "none.yaml"}, ConfigError, "none.yaml: there is no such file"),
+        ({"judge.options.rubric_id": "none.yaml"}, ConfigError, "none.yaml: there is no such file"),
         ({"judge.options.rubric_overrides": {"outcome": RUBRIC["outcome"]}}, ConfigError,
          r"judge\.options\.event: true, but the rubric has no part 'event'; add one, for example under "
          r"judge\.options\.rubric_overrides\.event, or set false"),

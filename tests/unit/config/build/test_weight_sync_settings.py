@@ -314,7 +314,7 @@ def test_an_engine_that_takes_no_weights_is_refused(tmp_path: Path) -> None:
     [
         ({}, True),
         ({"rollout.top_p": 0.9, "algorithm.acknowledge": ["truncated_sampling"]}, False),
-        ({"rollout.top_p": 0.9, "training.score_truncated": True}, True),
+        ({"rollout.top_p": 0.9}, True),
         ({"training.lora": {"dropout": 0.1}}, False),
         ({"training.lora": {"dropout": 0.1}, "correction.max_engine_gap": 0.5}, True),
     ],

@@ -164,7 +164,7 @@ def test_unsloths_example_key_for_key():
             "eps": 1e-8,
             "weight_decay": 0.1,
             "max_grad_norm": 0.1,
-            "warmup_fraction": 0.1,
+            "warmup_steps": 0.1,
             "schedule": "cosine",
             "min_lr_fraction": 0.0,
         },
@@ -269,10 +269,9 @@ def test_stateset_example_key_for_key():
     }
     assert translation.values["tracking"] == {
         "report_to": ["wandb"],
-        "run_name": "gspo-exp-001",
         "wandb_project": "my-gspo-project",
-        "wandb_tags": ["gspo", "customer-service"],
     }
+    assert translation.values["run"]["tags"] == {"gspo": True, "customer-service": True}
 
 
 @pytest.mark.parametrize(
@@ -291,14 +290,13 @@ def test_stateset_example_key_for_key():
         ("trl", {"steps_per_generation": 4}, "rollout.episodes_per_batch", 32),
         ("trl", {"max_steps": 7, "steps_per_generation": 4}, "training.iterations_per_epoch", 2),  # 4 steps a batch
         ("trl", {"use_liger_kernel": True}, "model.liger_kernels", True),
-        ("trl", {"warmup_steps": 5}, "optimizer.num_warmup_steps", 5),
+        ("trl", {"warmup_steps": 5}, "optimizer.warmup_steps", 5),
         ("trl", {"top_k": -1}, "rollout.top_k", None),
         ("trl", {"save_total_limit": 3}, "training.keep_last", 3),
         ("trl", {"save_total_limit": 3}, "training.keep_best", 0),
         ("trl", {"save_total_limit": 3, "load_best_model_at_end": True}, "training.keep_last", 2),  # and the best
         ("trl", {"save_total_limit": 1, "load_best_model_at_end": True}, "training.keep_last", 1),  # and the best
         ("trl", {"save_total_limit": 0}, "training.keep_last", None),
-        ("trl", {"load_best_model_at_end": True, "metric_for_best_model": "loss"}, "training.keep_best_metric", None),
         ("trl", {"save_steps": 0.1}, "training.checkpoint_every_n_iters", None),
         ("trl", {"save_strategy": "epoch", "save_steps": 7}, "training.checkpoint_every_n_iters", None),
         ("roll", {"max_ckpt_to_keep": 3}, "training.keep_last", 3),
@@ -344,7 +342,7 @@ def test_stateset_example_key_for_key():
         ),
         ("trl", {"chat_template_kwargs": '{"a": 1}'}, "rollout.policy_config.chat_template_kwargs", {"a": 1}),
         ("trl", {"max_tool_calling_iterations": 3}, "rollout.max_turns", 4),
-        ("trl", {"warmup_steps": 0.1}, "optimizer.warmup_fraction", 0.1),  # transformers 5
+        ("trl", {"warmup_steps": 0.1}, "optimizer.warmup_steps", 0.1),  # transformers 5
         ("trl", {"use_vllm": True}, "rollout.engine", "vllm"),
         ("trl", {"use_vllm": True}, "vllm.gpu_memory_utilization", 0.3),
         ("trl", {"use_vllm": True, "vllm_enable_sleep_mode": True}, "vllm.sleep_while_learning", True),
@@ -400,7 +398,7 @@ def test_stateset_example_key_for_key():
         (
             "agilerl",
             {"cosine_lr_schedule_config": {"num_epochs": 10, "warmup_proportion": 0.05}},
-            "optimizer.warmup_fraction",
+            "optimizer.warmup_steps",
             0.05,
         ),
         ("agilerl", {"INIT_HP": {"BATCH_SIZE": 32}}, "training.batch_size", 32),
@@ -409,8 +407,7 @@ def test_stateset_example_key_for_key():
         ("stateset", {"use_8bit": True}, "model.quantization", "int8"),
         ("stateset", {"use_lora": False}, "model.trainer_mode", "full"),
         ("stateset", {"lora_target_modules": "q_proj"}, "training.lora.target_modules", ["q_proj"]),  # not its letters
-        ("stateset", {"wandb_run_name": "a", "wandb_project": "p"}, "tracking.run_name", "a"),
-        ("stateset", {"wandb_run_name": "a"}, "tracking.run_name", None),  # without a project it logs nothing
+        ("stateset", {"wandb_run_name": "a", "wandb_project": "p"}, "model.label", "a"),
         ("stateset", {"report_to": "wandb"}, "tracking.report_to", None),  # logs nothing without wandb_project
         ("stateset", {"rescore_old_log_probs": False}, "correction.old_logprobs", "rollout"),
         ("stateset", {"use_vllm": True}, "vllm.gpu_memory_utilization", 0.85),
@@ -507,7 +504,7 @@ def test_a_value_that_makes_no_sense_is_an_error(system, given, message):
         ("agilerl", {"clone": True}, "internal"),
         ("agilerl", {"wrap": False}, "internal"),
         ("agilerl", {"pad_token_id": 5}, "padding is by mask here"),
-        ("agilerl", {"device": "cuda"}, "model.device chooses here"),
+        ("agilerl", {"device": "cuda"}, "compute.gpu_count chooses here"),
         ("agilerl", {"hp_config": {"lr": [1e-6, 1e-4]}}, "gspo-gym search"),
         ("agilerl", {"cast_logprobs_to_fp32": False}, "always computed in float32"),
         ("trl", {"vespo_k_pos": 3.0}, "a constant of surrogate vespo"),

@@ -38,7 +38,7 @@ BECOMES: dict[str, tuple[dict[str, Any], set[str]]] = {
             "rollout.max_model_len": 512 + 2048,
             "optimizer.schedule": "cosine",
             "optimizer.min_lr_fraction": 0.1,  # min_lr_rate
-            "optimizer.warmup_fraction": 0.1,
+            "optimizer.warmup_steps": 0.1,
             "rollout.policy_config.system_prompt": "Think first, then answer in \\boxed{}.",
             "training.checkpoint_every_n_iters": GONE,
             "tracking.report_to": ["wandb"],
@@ -72,7 +72,7 @@ BECOMES: dict[str, tuple[dict[str, Any], set[str]]] = {
             "training.lora": {"r": 32, "alpha": 64.0, "dropout": 0.0, "target_modules": Q_TO_O},
             "optimizer.kind": "paged_adamw_8bit",
             "optimizer.schedule": "constant",
-            "optimizer.num_warmup_steps": 20,
+            "optimizer.warmup_steps": 20,
             "rollout.episodes_per_batch": 32,
         },
         {"use_rslora"},
@@ -126,11 +126,10 @@ BECOMES: dict[str, tuple[dict[str, Any], set[str]]] = {
         {
             "training.keep_best": 1,
             "training.keep_last": 3 - 1,
-            "training.keep_best_metric": "mean_return",
             "evaluation.every_n_iters": 50,
             "training.checkpoint_every_n_iters": 50,
         },
-        {"eval_strategy", "greater_is_better", "push_to_hub", "hub_model_id"},
+        {"eval_strategy", "greater_is_better", "metric_for_best_model", "push_to_hub", "hub_model_id"},
     ),
     "trl/moving_reference.yaml": (
         {
@@ -174,7 +173,7 @@ BECOMES: dict[str, tuple[dict[str, Any], set[str]]] = {
             "rewards.clip": 10.0,
             "advantages": {"baseline": "none", "scale": "none", "whiten": "tokens", "clip": 2.0},
             "model.base": "Qwen/Qwen2.5-7B",
-            "optimizer.num_warmup_steps": 20,
+            "optimizer.warmup_steps": 20,
         },
         {
             "hydra",
@@ -370,7 +369,7 @@ BECOMES: dict[str, tuple[dict[str, Any], set[str]]] = {
         {
             "optimizer.schedule": "cosine",
             "optimizer.min_lr_fraction": 0.1,  # its default
-            "optimizer.warmup_fraction": 0.05,
+            "optimizer.warmup_steps": 0.05,
             "correction.old_logprobs": "rollout",
             "correction.level": GONE,
             "training.batch_size": 8,
@@ -454,7 +453,7 @@ BECOMES: dict[str, tuple[dict[str, Any], set[str]]] = {
             "training.lora": GONE,
             "optimizer.schedule": "cosine",
             "optimizer.min_lr_fraction": 0.0,
-            "optimizer.warmup_fraction": 0.05,
+            "optimizer.warmup_steps": 0.05,
         },
         set(),
     ),

@@ -116,11 +116,6 @@ NOTICED: dict[str, tuple[dict[str, Any], list[str]]] = {
         ["rollout.policy_config: use_vision = true is sent to the task app; the policy reads text, and calls with "
          "images are refused"],
     ),
-    "a hosted truncation": (
-        {"rollout.policy_config": {"top_p": 0.9, "top_k": 7}},
-        ["training.score_truncated: true: the learner scores under the same truncation as rollout.policy_config "
-         "(top_p = 0.9, top_k = 7)"],
-    ),
 }  # fmt: skip
 
 

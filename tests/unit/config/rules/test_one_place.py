@@ -130,8 +130,8 @@ DIRECT: dict[str, tuple[dict[str, Any], Callable[[], object]]] = {
         lambda: LossSettings(dual_clip=1.01, clip_high=0.01),
     ),
     "a decay without a step": (
-        {"optimizer.schedule": "cosine", "optimizer.num_warmup_steps": 40},
-        lambda: check_schedule(OptimizerSettings(schedule="cosine", num_warmup_steps=40), 40),
+        {"optimizer.schedule": "cosine", "optimizer.warmup_steps": 40},
+        lambda: check_schedule(OptimizerSettings(schedule="cosine", warmup_steps=40), 40),
     ),
 }
 

@@ -31,10 +31,18 @@ EXPERTS = {"num_experts_per_tok": 1, "num_local_experts": 2}
 MAMBA2 = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_chunk_size": 8}
 MIXED = {"layer_types": ["linear_attention", "full_attention"]}
 ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
+WINDOW = {"sliding_window": 8}
+GEMMA = {"head_dim": 8, "query_pre_attn_scalar": 8, **WINDOW}
 
 Make = Callable[[], Any]
 
 PACKED: dict[str, Make] = {
+    "llama": lambda: hf.LlamaForCausalLM(hf.LlamaConfig(**GROUPED)),
+    "qwen2": lambda: hf.Qwen2ForCausalLM(hf.Qwen2Config(**GROUPED)),
+    "mistral, sliding window": lambda: hf.MistralForCausalLM(hf.MistralConfig(**GROUPED, **WINDOW)),
+    "gemma 2, soft cap": lambda: hf.Gemma2ForCausalLM(hf.Gemma2Config(**GROUPED, **GEMMA)),
+    "gemma 3": lambda: hf.Gemma3ForCausalLM(hf.Gemma3TextConfig(**GROUPED, **GEMMA)),
+    "gpt-2": lambda: hf.GPT2LMHeadModel(hf.GPT2Config(**GPT)),
     "gpt-neox": lambda: hf.GPTNeoXForCausalLM(hf.GPTNeoXConfig(**HEADS)),
     "olmo": lambda: hf.OlmoForCausalLM(hf.OlmoConfig(**GROUPED)),
     "opt": lambda: hf.OPTForCausalLM(
@@ -220,3 +228,44 @@ def test_a_model_that_looks_ahead_is_refused_because_it_has_no_policy_to_sample_
     model = _build(lambda: hf.BertLMHeadModel(hf.BertConfig(**HEADS)))
     with pytest.raises(ConfigError, match="BertLMHeadModel depend on later tokens"):
         LocalEngine(model, max_model_len=MAX_LEN)
+
+
+def test_a_model_that_cannot_be_run_packed_says_why_and_is_run_as_it_is(caplog: pytest.LogCaptureFixture) -> None:
+    config = hf.FalconConfig(vocab_size=32, hidden_size=16, num_hidden_layers=1, num_attention_heads=2)
+    engine = LocalEngine(_build(lambda: hf.FalconForCausalLM(config)), max_model_len=16)
+    reason = "FalconForCausalLM does not run through transformers' attention interface"
+    assert (engine.path.name, engine.path.reason, engine.path.caching) == ("general", reason, "turns")
+    assert f"{reason}; it is run in the slower, general way (caching: turns)" in caplog.text
+    asyncio.run(engine.close())
+
+
+def test_a_model_that_runs_in_no_way_is_refused_with_the_reasons_of_both() -> None:
+    config = hf.Qwen3Config(**GROUPED, layer_types=["full_attention", "full_attention"])
+    model = _build(lambda: hf.Qwen3ForCausalLM(config))
+    model.config.layer_types = ["full_attention", "chunked_attention"]
+    with pytest.raises(ConfigError, match=r"KeyError\('chunked_attention'\).*layers of type \['chunked_attention'\]"):
+        LocalEngine(model, max_model_len=16)
+
+
+def test_rotary_embeddings_that_depend_on_the_batch_are_refused_where_they_would() -> None:
+    config = hf.LlamaConfig(**GROUPED, rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0})
+    model = _build(lambda: hf.LlamaForCausalLM(config))
+    model.config.rope_parameters["original_max_position_embeddings"] = 64
+    asyncio.run(LocalEngine(model, max_model_len=64).close())
+    with pytest.raises(ConfigError, match=r"dynamic rotary embedding .* beyond 64 tokens"):
+        LocalEngine(model, max_model_len=65)
+
+
+def test_a_model_that_disagrees_with_itself_through_the_cache_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = _build(PACKED["llama"])
+    mlp = hf.models.llama.modeling_llama.LlamaMLP
+    original = mlp.forward
+
+    def forward_that_depends_on_its_history(self: Any, hidden: torch.Tensor) -> Any:
+        self.num_calls = getattr(self, "num_calls", 0) + 1
+        return original(self, hidden / self.num_calls)
+
+    monkeypatch.setattr(mlp, "forward", forward_that_depends_on_its_history)
+    both = r"depend .* on what it was run on before.*does not give the same logprobs through the engine's cache"
+    with pytest.raises(ConfigError, match=both):
+        LocalEngine(model, max_model_len=16)
