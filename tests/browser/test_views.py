@@ -327,9 +327,9 @@ def test_filters_and_orders_list_the_episodes_that_they_name(page: Page, mixed: 
         assert listed(page) == names, name
     assert sum(expected["version changed inside"]) == 2
 
-    page.get_by_label("Colour").select_option(label="version of the weights")
     mixed_one = next(each for each, _ in episodes if len(versions(each)) > 1)
     go_to(page, mixed_one.trajectory_id)
+    page.get_by_label("Colour").select_option(label="version of the weights")
     own = np.concatenate([segment.weight_version[segment.action_mask] for segment in mixed_one.segments]).tolist()
     seen = page.locator("article > .turn .token.sampled").evaluate_all(
         "(all) => all.map((each) => each.style.background)"

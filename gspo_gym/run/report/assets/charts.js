@@ -102,7 +102,7 @@ function readout(place, steps, series, kinds) {
     const at = plot.cursor.idx;
     place.replaceChildren(element("span", {}, at === null || at === undefined ? "last" : `step ${steps[at]}`), ...series.filter(({ hidden }) => !hidden).map(({ label, tint, values, text }) => {
       const i = at ?? values.findLastIndex((one) => one !== null);
-      const value = element("b", {}, text ? text(i) : number(values[i], 5));
+      const value = element("b", { class: text ? "long" : null }, text ? text(i) : number(values[i], 5));
       value.style.color = `var(${tint})`;
       return element("span", { class: "value" }, page.runs.length > 1 ? `${visible(label, 24)} ` : null, value);
     }), element("span", { class: "event" }, (kinds.get(steps[at])?.names ?? []).join(", ")));

@@ -101,6 +101,11 @@ function signOf(value) {
   return value > 0 ? "positive" : value < 0 ? "negative" : "";
 }
 
+// The text of a message, and the tools that it calls.
+function saidIn({ content, tool_calls: calls = [] }) {
+  return [content, ...calls.map((call) => `${call.function.name}(${JSON.stringify(call.function.arguments)})`)].filter(Boolean).join("\n");
+}
+
 // Messages by turn: what was answered ends one, and what came after the last answer belongs to the last.
 function turnMessages({ messages, turns }) {
   const answers = messages.flatMap(({ role }, i) => (role === "assistant" ? [i] : [])).slice(-turns.length);
@@ -288,7 +293,7 @@ class EpisodesView {
     const rows = group.episodes.map((sibling) => {
       const strip = element("div", { class: isTokens ? "tokens" : "answers" });
       if (isTokens) for (const token of tokensOf(sibling).slice(0, 400)) strip.append(this.span(sibling, token.segment, token.position, token, "↵"));
-      else strip.append(visible(sibling.messages.filter(({ role }) => role === "assistant").map(({ content }) => content).join(" → "), 400));
+      else strip.append(visible(sibling.messages.filter(({ role }) => role === "assistant").map(saidIn).join(" → "), 400));
       return [element("button", { type: "button", onclick: () => this.visit({ episode: sibling.id }) },
         `${markOf(sibling)} ${visible(sibling.id.split("/").at(-1), 30)}`), signed(sibling.return), strip];
     });
@@ -376,9 +381,10 @@ class EpisodesView {
     this.tell(this.current.episode, token, span);
   }
 
-  message({ role, name, content, reasoning_content: reasoning, tool_calls: calls = [] }) {
-    const parts = [reasoning ? `(reasoning) ${reasoning}` : "", content, ...calls.map((call) => `${call.function.name}(${JSON.stringify(call.function.arguments)})`)];
-    return element("div", { class: `message ${role}` }, element("span", { class: "role" }, name ? `${role} ${visible(name, 40)}` : role), visible(parts.filter(Boolean).join("\n"), 20000));
+  message(message) {
+    const { role, name, reasoning_content: reasoning } = message, said = saidIn(message);
+    return element("div", { class: `message ${role}` }, element("span", { class: "role" }, name ? `${role} ${visible(name, 40)}` : role),
+      visible(reasoning ? `(reasoning) ${reasoning}\n${said}` : said, 20000));
   }
 
   move(by) {
