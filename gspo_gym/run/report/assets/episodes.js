@@ -374,7 +374,7 @@ class EpisodesView {
   choose(place) {
     const span = [...this.main.querySelectorAll("article > .turn .token.sampled")].find((each) => each.dataset.place.endsWith(`|${place}`));
     if (!span) return;
-    span.focus({ preventScroll: true });
+    if (document.activeElement === document.body) span.focus({ preventScroll: true }); // else a colour is being chosen
     bring(span, { block: "nearest" });
     const [segment, position] = place.split(":").map(Number);
     const token = tokensOf(this.current.episode).find((each) => each.segment === segment && each.position === position);
