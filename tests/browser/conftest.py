@@ -189,3 +189,9 @@ def until(page: Page, expression: str) -> None:
     while not page.evaluate(expression):
         assert time.monotonic() < deadline, f"not within 30 seconds: {expression}"
         page.wait_for_timeout(20)
+
+
+def unfold(page: Page) -> None:
+    """Open what the page has folded."""
+    page.evaluate("document.querySelectorAll('details').forEach((each) => { each.open = true })")
+    until(page, "[...document.querySelectorAll('details.group')].every((each) => each.querySelector('figure, table'))")

@@ -58,6 +58,7 @@ def test_a_run_is_trained_opened_and_shown_in_a_notebook(page: Page, run: Path, 
     first = frame.locator("article").get_attribute("aria-label")
     frame.locator(".list button").nth(1).click()
     frame.locator(f'article:not([aria-label="{first}"])').wait_for()
+    frame.get_by_role("button", name="Tokens").click()
     frame.locator("article > .turn .token.sampled").first.hover()
     assert "advantage" in frame.locator(".detail").inner_text()
 

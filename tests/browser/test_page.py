@@ -25,7 +25,7 @@ from gspo_gym.learning.tokens import Clip, Fate
 from gspo_gym.rollout.episode_files import read_episodes, write_episodes
 from gspo_gym.run.tokens import open_tokens, pack_columns, token_path
 from gspo_gym.types import FinishReason, Message, Outcome, Segment, Task, Trajectory, Turn
-from tests.browser.conftest import open_page, until
+from tests.browser.conftest import open_page, unfold, until
 
 # Reads what the page shows of every sampled token of the episode that it is at, as a person would by hovering.
 _ALL_TOKENS = """() => [...document.querySelectorAll("article > .turn .token.sampled")].map((span) => {
@@ -34,6 +34,9 @@ _ALL_TOKENS = """() => [...document.querySelectorAll("article > .turn .token.sam
   for (const cell of document.querySelectorAll(".detail [data-name]")) shown[cell.dataset.name] = cell.textContent;
   return shown;
 })"""
+
+
+VIEWS = ("run", "curves", "episodes", "episodes&as=tokens")
 
 
 def _metrics(run: Path, step: int) -> dict[str, Any]:
@@ -59,7 +62,7 @@ def test_ratios_and_shares_of_the_loss_that_the_page_shows_are_those_recomputed_
     assert max(len(episode.segments) for episode in episodes) == 3
     path = tmp_path / "page.html"
     path.write_text(page_of(run, steps=[f"step_{step:06d}"]).html, encoding="utf-8")
-    open_page(page, f"{path.as_uri()}#view=episodes")
+    open_page(page, f"{path.as_uri()}#view=episodes&as=tokens")
 
     metrics = _metrics(run, step)
     assert metrics["loss/kl"] > 0
@@ -77,7 +80,9 @@ def test_ratios_and_shares_of_the_loss_that_the_page_shows_are_those_recomputed_
                 columns[key][number, start:stop] if key in ("logprob", "share") else columns[key][start:stop]
                 for key in ("logprob", "old_logprob", "advantage", "share")
             )
-            page.evaluate("hash => { location.hash = hash }", f"#view=episodes&episode={episode.trajectory_id}")
+            page.evaluate(
+                "hash => { location.hash = hash }", f"#view=episodes&as=tokens&episode={episode.trajectory_id}"
+            )
             page.wait_for_selector(f'article[aria-label="{episode.trajectory_id}"]')
             tokens = page.evaluate(_ALL_TOKENS)
             assert [int(token["id"]) for token in tokens] == [
@@ -157,7 +162,7 @@ def test_the_page_asks_for_nothing_but_itself(page: Page, saved: Path) -> None:
 @pytest.mark.nightly
 def test_firefox_opens_the_page_from_disk_and_shows_the_same_sum(saved: Path, run: Path, tmp_path: Path) -> None:
     script = Path(__file__).with_name("firefox.py")
-    url = f"{saved.as_uri()}#view=episodes&step=step_000004"
+    url = f"{saved.as_uri()}#view=episodes&step=step_000004&as=tokens"
     told = subprocess.run(
         [sys.executable, "-W", "ignore", str(script), url, "#loss-sum", str(tmp_path / "log")],
         stdout=subprocess.PIPE,
@@ -168,7 +173,7 @@ def test_firefox_opens_the_page_from_disk_and_shows_the_same_sum(saved: Path, ru
 
 
 def test_a_link_to_a_token_leads_to_it(page: Page, saved: Path) -> None:
-    open_page(page, f"{saved.as_uri()}#view=episodes&step=step_000004")
+    open_page(page, f"{saved.as_uri()}#view=episodes&step=step_000004&as=tokens")
     first = page.get_attribute("article", "aria-label")
     page.keyboard.press("j")
     page.wait_for_selector(f'article:not([aria-label="{first}"])')
@@ -193,6 +198,8 @@ def test_keys_lead_through_views_steps_episodes_and_tokens(page: Page, saved: Pa
     page.wait_for_selector(f'article:not([aria-label="{first}"])')
     page.keyboard.press("k")
     page.wait_for_selector(f'article[aria-label="{first}"]')
+    page.keyboard.press("t")
+    page.wait_for_selector(".token.sampled")
     page.locator("article > .turn .token.sampled").first.focus()
     place = page.inner_text(".detail h3")
     page.keyboard.press("ArrowRight")
@@ -218,27 +225,29 @@ def test_the_filter_for_clipped_tokens_shows_the_episodes_that_have_some(page: P
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("view", ["run", "curves", "episodes"])
+@pytest.mark.parametrize("view", VIEWS)
 def test_a_screen_reader_can_read_the_page(browser: Browser, saved: Path, view: str, scheme: str) -> None:
     context = browser.new_context(bypass_csp=True, color_scheme=scheme)  # type: ignore[arg-type]  # for axe's script
     page = context.new_page()
     open_page(page, f"{saved.as_uri()}#view={view}")
+    unfold(page)
     found = Axe().run(page)
     context.close()
     serious = [each for each in found.response["violations"] if each["impact"] in ("serious", "critical")]
     assert [(each["id"], [node["html"][:120] for node in each["nodes"][:3]]) for each in serious] == []
 
 
-@pytest.mark.parametrize("view", ["run", "curves", "episodes"])
+@pytest.mark.parametrize("view", VIEWS)
 def test_a_small_screen_needs_no_sideways_scrolling(page: Page, saved: Path, view: str) -> None:
     page.set_viewport_size({"width": 390, "height": 800})
     open_page(page, f"{saved.as_uri()}#view={view}")
+    unfold(page)
     assert page.evaluate("document.documentElement.scrollWidth") <= 390
 
 
 def test_on_a_small_screen_the_numbers_of_a_token_are_in_sight_of_it(page: Page, saved: Path) -> None:
     page.set_viewport_size({"width": 390, "height": 800})
-    open_page(page, f"{saved.as_uri()}#view=episodes")
+    open_page(page, f"{saved.as_uri()}#view=episodes&as=tokens")
     token = page.locator("article > .turn .token.sampled").first
     token.scroll_into_view_if_needed()
     token.click()
@@ -328,8 +337,9 @@ def test_forty_hostile_episodes_are_shown_as_text(page: Page, run: Path, tmp_pat
     for i in range(40):
         page.evaluate("hash => { location.hash = hash }", f"#view=episodes&episode={i}")
         page.wait_for_selector(f'article[aria-label="{i}"]')
-        page.locator("article summary").last.click()
         told = page.locator(".message.user").inner_text()
+        page.keyboard.press("t")
+        page.wait_for_selector(".detail")
         observed, sampled = page.locator("article > .turn .token").all_inner_texts()
         page.locator("article > .turn .token.sampled").hover()
         for shown in (told, observed, sampled, page.locator("article").inner_text(), page.inner_text(".detail")):

@@ -1,6 +1,6 @@
 """Screenshots to look at, in tests/browser/screenshots, which git ignores: no test says whether a page pleases.
 
-README.md shows one of them: `cp tests/browser/screenshots/episodes.png examples/figures/report.png`.
+README.md shows one of them: `cp tests/browser/screenshots/tokens.png examples/figures/report.png`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from tests.browser.conftest import open_page
 
 FOLDER = Path(__file__).parent / "screenshots"
 _TOKEN = "article > .turn .token.sampled"
-DESK, TELEPHONE = {"width": 1280, "height": 860}, {"width": 390, "height": 800}
+DESK, TELEPHONE = {"width": 1366, "height": 860}, {"width": 390, "height": 800}
 
 
 def taken(page: Page, name: str) -> bytes:
@@ -34,14 +34,14 @@ def is_drawn(page: Page) -> bool:
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("size", [DESK, TELEPHONE], ids=["desk", "telephone"])
-@pytest.mark.parametrize("view", ["run", "curves", "episodes"])
+@pytest.mark.parametrize("view", ["run", "curves", "episodes", "tokens"])
 def test_a_screenshot_of_the_saved_page(
     browser: Browser, saved: Path, view: str, size: dict[str, int], scheme: str
 ) -> None:
     page = browser.new_page(viewport=size, color_scheme=scheme)  # type: ignore[arg-type]  # a TypedDict, a Literal
-    open_page(page, f"{saved.as_uri()}#view={view}")
-    if view == "episodes":
-        page.get_by_label("Show").select_option("clipped")
+    place = "episodes&as=tokens" if view == "tokens" else view
+    open_page(page, f"{saved.as_uri()}#view={place}")
+    if view == "tokens":
         page.locator(_TOKEN).nth(1).hover()
     name = view + ("" if scheme == "light" else "_dark") + ("" if size is DESK else "_small")
     assert taken(page, name).startswith(b"\x89PNG")

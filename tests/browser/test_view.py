@@ -12,11 +12,12 @@ import pytest
 from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Browser, Page
 
+from gspo_gym.run.records import read_events
 from tests.browser.conftest import open_page, until, updated
 
 
 def test_a_step_that_lands_is_shown_without_a_reload(page: Page, url: str, runs: Path, run: Path) -> None:
-    open_page(page, url)
+    open_page(page, url + "#view=run")
     assert "token" not in page.url
     assert "numbers agree is not checked here, but by gspo-gym report" in page.inner_text("main")
     page.keyboard.press("3")
@@ -67,16 +68,24 @@ def test_without_the_token_and_under_another_name_nothing_is_told(url: str, runs
         assert httpx.get(base + path, cookies=cookies).status_code == 404
 
 
-def test_runs_stand_in_a_table_and_their_curves_can_be_laid_over_each_other(page: Page, url: str) -> None:
+def test_the_view_opens_with_a_table_of_runs_and_their_curves_can_be_laid_over_each_other(
+    page: Page, url: str, runs: Path
+) -> None:
     assert url.startswith("http://127.0.0.1:")
-    open_page(page, f"{url}#view=runs")
+    open_page(page, url)
+    assert page.text_content("#title") == "Runs"
     rows = [row.locator("td").all_inner_texts() for row in page.locator("tbody tr").all()]
+    evaluations = [
+        [event["data"] for event in read_events(runs / name) if event["kind"] == "evaluation"]
+        for name in ("small", "turns")
+    ]
     assert [row[1:5] for row in rows] == [
-        *(["small", "completed", "4", "success_rate"], ["turns", "completed", "2", "success_rate"])
+        [name, f"{100 * own[-1]['success_rate']:.1f}% success rate", "completed", step]
+        for name, own, step in zip(("small", "turns"), evaluations, ("4", "2"), strict=True)
     ]
     page.get_by_label("curves of turns").check()
     page.keyboard.press("2")
-    until(page, "drawnCharts.length > 10")
+    until(page, "drawnCharts.length > 4")
     labels = "drawnCharts.find((plot) => plot.series.length === 3).series.slice(1).map((series) => series.label)"
     assert page.evaluate(labels) == ["small", "turns"]
     page.keyboard.press("1")
@@ -107,7 +116,7 @@ def test_tokens_are_asked_for_group_by_group_as_they_are_looked_at(page: Page, u
 
 
 def test_the_run_that_is_looked_at_stays_when_another_was_updated_later(page: Page, url: str, runs: Path) -> None:
-    open_page(page, f"{url}#view=episodes")
+    open_page(page, f"{url}#view=episodes&as=tokens")
     page.locator(".list button").nth(1).click()
     page.locator("article > .turn .token.sampled").first.hover()
     link = page.get_attribute(".detail a", "href") or ""
@@ -128,7 +137,7 @@ def test_a_server_that_is_gone_is_told_once_in_every_view(
     browser: Browser, viewer: subprocess.Popen[str], url: str
 ) -> None:
     page = browser.new_page()  # which may log that it cannot connect
-    open_page(page, url)
+    open_page(page, url + "#view=run")
     viewer.send_signal(signal.SIGTERM)
     assert viewer.wait(timeout=30) == 0  # or the signal of the fixture finds it without its handler, while it ends
     page.evaluate("""() => {

@@ -19,6 +19,7 @@ import zlib
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from importlib.resources import files
+from itertools import takewhile
 from pathlib import Path
 from string import Template
 from typing import Any
@@ -40,6 +41,21 @@ Json = Any  # the values of json.loads
 # A curve has at most this many points on the page: more than a screen has columns.
 MAX_POINTS = 2000
 _MAX_EVENT_CHARS = 300
+_MAX_OPENING = 80  # characters of a task that name it
+# What is looked at first, in this order; docs/tutorials/reading_a_run.md says what for.
+KEY_CURVES = (
+    "rollout/reward_mean",
+    "rollout/success_rate",
+    "batch/constant_group_fraction",
+    "ratio/mean",
+    "clip/low_fraction",
+    "clip/high_fraction",
+    "policy/entropy",
+    "kl/rollout_max_gap",
+    "loss/total",
+    "optim/grad_norm",
+    "rollout/tokens_per_turn",
+)
 
 
 def run_values(folder: Path) -> dict[str, Json]:
@@ -131,9 +147,10 @@ class RecordedStep:
                     "task": members[0].task.task_id,
                     "environment": members[0].task.env_id,
                     "options": dict(members[0].task.options),
+                    "opening": opening,
                     "episodes": [self._outline_of(member, columns) for member in members],
                 }
-                for members in self._groups[:num_groups]
+                for members, opening in zip(self._groups[:num_groups], _openings(self._groups), strict=False)
             ],
         }
 
@@ -205,6 +222,7 @@ class RecordedStep:
             "seed": trajectory.sampling_seed,
             "task": trajectory.task.task_id,
             "outcome": trajectory.outcome.value,
+            "num_turns": len(trajectory.turns),
             "success": trajectory.success,
             "return": trajectory.reward if trajectory.is_scored else None,
             "error": trajectory.error,
@@ -215,6 +233,32 @@ class RecordedStep:
             "mixed": len(versions) > 1,
             "disputed": _is_disputed(trajectory, self._judgement_of(trajectory)),
         }
+
+
+def _openings(groups: Sequence[Sequence[Trajectory]]) -> list[str]:
+    """Return the beginning of each group's first message to the policy, as a name of its task.
+
+    Of a long one it begins with the word at which tasks of the same environment begin to differ; "" if they are all the
+    same.
+    """
+    words = [
+        next((message.content.split() for message in members[0].messages if message.role == "user"), [])
+        for members in groups
+    ]
+    words_of_env: dict[str, list[list[str]]] = defaultdict(list)
+    for members, own in zip(groups, words, strict=True):
+        words_of_env[members[0].task.env_id].append(own)
+    num_shared = {
+        env: sum(1 for _ in takewhile(lambda place: len(set(place)) == 1, zip(*texts, strict=False)))
+        for env, texts in words_of_env.items()
+    }
+    openings = []
+    for members, own in zip(groups, words, strict=True):
+        env = members[0].task.env_id
+        is_alike = num_shared[env] == max(map(len, words_of_env[env]))
+        is_short = len(" ".join(own)) <= _MAX_OPENING
+        openings.append("" if is_alike else " ".join(own if is_short else own[num_shared[env] :])[:_MAX_OPENING])
+    return openings
 
 
 def _is_disputed(trajectory: Trajectory, judged_episode: JudgedEpisode | None) -> bool:
@@ -282,6 +326,7 @@ def _metrics(lines: Sequence[Mapping[str, Json]]) -> dict[str, Json]:
         "time": [line["time"] for line in thinned_lines],
         "values": {name: [line.get(name) for line in thinned_lines] for name in names},
         "help": {name: METRICS[name] for name in names if name in METRICS},
+        "key": [name for name in KEY_CURVES if name in names],
         "stride": stride,
     }
 

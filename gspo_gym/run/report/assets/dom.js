@@ -45,9 +45,12 @@ function visible(text, limit = MAX_SHOWN) {
   return cut.replace(CONTROL, (mark) => `⟨${mark.codePointAt(0).toString(16).padStart(4, "0")}⟩`);
 }
 
-function facts(pairs) {
-  return element("dl", { class: "facts" }, pairs.filter(([, value]) => value !== null && value !== undefined && value !== "")
-    .map(([name, value]) => [element("dt", {}, name), element("dd", {}, value instanceof Node ? value : visible(String(value)))]).flat());
+// `inline`: one pair beside the other, as many as a line has room for.
+function facts(pairs, inline = false) {
+  return element("dl", { class: inline ? "facts inline" : "facts" }, pairs.filter(([, value]) => value !== null && value !== undefined && value !== "").map(([name, value]) => {
+    const pair = [element("dt", {}, name), element("dd", {}, value instanceof Node ? value : visible(String(value)))];
+    return inline ? element("div", {}, pair) : pair;
+  }).flat());
 }
 
 function table(heads, rows, numeric = []) {
@@ -59,7 +62,30 @@ function table(heads, rows, numeric = []) {
 }
 
 function chooser(label, values, chosen, onchange) {
-  const select = element("select", { onchange: () => onchange(select.value) },
+  const select = element("select", { name: label, onchange: () => onchange(select.value) },
     values.map(([value, text]) => element("option", { value, selected: value === chosen }, text)));
   return element("label", {}, `${label} `, select);
+}
+
+// Replaces what a place shows. The control that has the focus keeps it: controls are known by their name.
+function render(place, ...children) {
+  const { name, selectionEnd } = document.activeElement ?? {};
+  place.replaceChildren(...children);
+  const again = name ? [...place.querySelectorAll("[name]")].find((each) => each.name === name) : null;
+  again?.focus({ preventScroll: true });
+  if (again?.type === "search") again.setSelectionRange(selectionEnd, selectionEnd);
+}
+
+function searchField(placeholder, value, oninput) {
+  const field = element("input", { type: "search", name: "find", placeholder, value, oninput: () => oninput(field.value) });
+  return element("label", {}, "Find ", field);
+}
+
+const isTouched = matchMedia("(hover: none)").matches;
+
+// Scrolls to it, and again once the turns on the way, which have no size before they are seen, have one.
+function bring(place, options) {
+  const scroll = () => place?.scrollIntoView(options);
+  scroll();
+  requestAnimationFrame(() => requestAnimationFrame(scroll));
 }

@@ -81,31 +81,94 @@ function tint(span, value, key, scale) {
   if (share) span.style.background = `color-mix(in srgb, var(${name}) ${share}%, transparent)`;
 }
 
+// A task by what sets it apart: where its first message begins to differ from those of others, or else its seed.
+function taskName(group) {
+  return group.opening || group.task.replace(/^.*\//, "").replace(/-v\d+#/, " #");
+}
+
+// How an episode ended: whether it succeeded comes first, where its environment says so.
+function outcomeOf({ success, outcome }) {
+  const ended = outcome.replaceAll("_", " ");
+  if (success === null) return ended;
+  return `${success ? "succeeded" : "failed"}${outcome === "terminated" ? "" : `, ${ended}`}`;
+}
+
+function markOf({ success, error }) {
+  return success === true ? "✓" : success === false ? "✗" : error ? "!" : "·";
+}
+
+function signOf(value) {
+  return value > 0 ? "positive" : value < 0 ? "negative" : "";
+}
+
+// The text of a message, and the tools that it calls.
+function saidIn({ content, tool_calls: calls = [] }) {
+  return [content, ...calls.map((call) => `${call.function.name}(${JSON.stringify(call.function.arguments)})`)].filter(Boolean).join("\n");
+}
+
+// Messages by turn: what was answered ends one, and what came after the last answer belongs to the last.
+function turnMessages({ messages, turns }) {
+  const answers = messages.flatMap(({ role }, i) => (role === "assistant" ? [i] : [])).slice(-turns.length);
+  if (!turns.length || answers.length < turns.length) return null;
+  return answers.map((end, i) => messages.slice(i ? answers[i - 1] + 1 : 0, i === turns.length - 1 ? undefined : end + 1));
+}
+
 class EpisodesView {
   constructor(main, place, go) {
-    Object.assign(this, { main, place, go });
-    this.colour = null;
-    this.filter = "all";
-    this.order = "played";
-    this.pass = 0;
+    Object.assign(this, { main, place, go, colour: null, filter: "all", order: "played", wanted: "", pass: 0, seen: 0 });
+  }
+
+  // Another step, episode or token, or the same one as a conversation or as tokens: what it is shown as stays.
+  visit(place) {
+    this.go({ view: "episodes", step: this.step.name, as: this.as === "tokens" && !place.token ? "tokens" : null, ...place });
   }
 
   async show(step, steps) {
     this.step = step;
+    this.steps = steps;
+    this.as = this.place.token || this.place.as === "tokens" ? "tokens" : "conversation";
     this.pass = Math.min(this.pass, step.num_passes - 1);
     this.all = step.groups.flatMap((group) => group.episodes.map((episode) => ({ episode, group })));
-    const key = ORDERS[this.order][1];
-    this.listed = this.all.filter(({ episode }) => FILTERS[this.filter][1](episode, this.pass));
-    if (key) this.listed.sort((a, b) => key(a.episode) - key(b.episode));
+    this.select();
     this.current = this.all.find(({ episode }) => episode.id === this.place.episode) ?? this.listed[0] ?? this.all[0];
     this.colour ??= "advantage" in step.scales[0] ? "advantage" : "logprob";
     this.scale = step.scales[this.pass][this.colour] ?? 1;
     const { current } = this;
     if (current) await this.load(current.group);
     if (current !== this.current || step !== this.step) return; // another was chosen meanwhile, and is shown
-    this.main.replaceChildren(this.bar(steps), this.sum(), element("div", { class: "play" }, this.list(), this.middle(), this.detail = element("aside", { class: "detail", "aria-live": "polite", "aria-label": "Token" })));
-    if (this.place.token) this.choose(this.place.token, false);
-    else this.detail.append(element("p", { class: "quiet" }, "Hover over a sampled token, or press Tab and the arrow keys, to see its numbers."));
+    this.draw();
+  }
+
+  draw() {
+    const top = this.main.querySelector(".list")?.scrollTop ?? 0;
+    this.detail = this.as === "tokens" ? element("aside", { class: "detail", "aria-live": "polite", "aria-label": "Token" }) : null;
+    const article = this.middle();
+    render(this.main, element("div", { class: this.detail ? "play with-detail" : "play" }, this.side(), article, this.detail));
+    const list = this.main.querySelector(".list"), chosen = list.querySelector("[aria-current]");
+    list.scrollTop = top;
+    if (chosen && (chosen.offsetTop < top || chosen.offsetTop + chosen.offsetHeight > top + list.clientHeight)) list.scrollTop = chosen.offsetTop - list.clientHeight / 2;
+    if (this.seen > 0) bring(article.querySelectorAll(".turn")[this.seen]);
+    else if (this.shown !== this.current && article.getBoundingClientRect().top < 0) article.scrollIntoView();
+    [this.seen, this.shown] = [0, this.current];
+    if (this.place.token) this.choose(this.place.token);
+    else this.detail?.append(element("p", { class: "quiet" }, isTouched ? "Tap a sampled token to see its numbers." : "Hover over a sampled token, or press Tab and the arrow keys, to see its numbers."));
+  }
+
+  // From the conversation to the tokens of the same turn, and back.
+  toggle() {
+    if (!this.current) return;
+    this.seen = [...this.main.querySelectorAll(".turn")].findIndex((turn) => turn.getBoundingClientRect().bottom > 80);
+    this.visit({ episode: this.current.episode.id, as: this.as === "tokens" ? null : "tokens" });
+  }
+
+  // The episodes that are listed: every word that is looked for is in what names them.
+  select() {
+    const words = this.wanted.toLowerCase().split(/\s+/), key = ORDERS[this.order][1];
+    this.listed = this.all.filter(({ episode, group }) => {
+      const text = [taskName(group), group.task, JSON.stringify(group.options), outcomeOf(episode), episode.id, episode.error].join(" ").toLowerCase();
+      return FILTERS[this.filter][1](episode, this.pass) && words.every((word) => text.includes(word));
+    });
+    if (key) this.listed.sort((a, b) => key(a.episode) - key(b.episode));
   }
 
   // A saved page has the tokens of all groups, a live one asks for those of a group when it is looked at.
@@ -119,16 +182,28 @@ class EpisodesView {
     readTokens(group.episodes, step.names, this.pass);
   }
 
-  bar(steps) {
-    const again = (name) => (value) => { this[name] = value; this.show(this.step, steps); };
-    const named = (choices) => Object.entries(choices).map(([value, [text]]) => [value, text]);
-    return element("div", { class: "bar", role: "toolbar", "aria-label": "Episodes" },
-      chooser("Step", steps.map((name) => [name, name]), this.step.name, (name) => this.go({ view: "episodes", step: name })),
-      chooser("Show", named(FILTERS), this.filter, again("filter")),
-      chooser("Order", named(ORDERS), this.order, again("order")),
-      chooser("Colour", Object.entries(COLOURS).map(([value, { text }]) => [value, text]), this.colour, again("colour")),
-      this.step.num_passes > 1 ? chooser("Pass", [...Array(this.step.num_passes).keys()].map((i) => [String(i), `${i + 1} of ${this.step.num_passes}`]), String(this.pass), (value) => { this.pass = Number(value); this.show(this.step, steps); }) : null,
-      this.legend());
+  chooser(label, choices, name) {
+    const again = (value) => { this[name] = value; this.show(this.step, this.steps); };
+    return chooser(label, Object.entries(choices).map(([value, choice]) => [value, choice.text ?? choice[0]]), String(this[name]), again);
+  }
+
+  // Which episode: of which step, of what kind, and those that there are. On a small screen a button unfolds it.
+  side() {
+    const fold = element("button", { type: "button", class: "fold", name: "fold", "aria-expanded": "false", onclick: () => {
+      fold.setAttribute("aria-expanded", String(side.classList.toggle("open")));
+    } }, `▾ ${this.step.name}: ${this.all.length} episodes`);
+    const find = searchField("task, outcome, error…", this.wanted, (wanted) => {
+      this.wanted = wanted;
+      this.select();
+      side.querySelector(".list").replaceWith(this.list());
+    });
+    const left = this.step.num_episodes - this.all.length;
+    const side = element("div", { class: "side" }, fold, element("div", { class: "choices" },
+      chooser("Step", this.steps.map((name) => [name, name]), this.step.name, (step) => this.visit({ step })),
+      this.chooser("Show", FILTERS, "filter"), this.chooser("Order", ORDERS, "order"), find),
+    this.list(),
+    left > 0 ? element("p", { class: "quiet" }, `${left} of the step's ${this.step.num_episodes} episodes are not in this file; gspo-gym view shows all.`) : null);
+    return side;
   }
 
   legend() {
@@ -148,11 +223,9 @@ class EpisodesView {
   // The page adds up: what all tokens of the step contribute is the loss that the run recorded.
   sum() {
     const known = this.all.filter(({ episode }) => episode.loss !== null);
-    const left = this.step.num_episodes - this.all.length;
     const sum = known.reduce((total, { episode }) => total + episode.loss, 0);
-    return element("p", { class: "quiet" },
-      known.length ? ["The shares of the loss that are shown here sum to ", element("b", { id: "loss-sum" }, number(sum)), `; loss/total of the step is ${number(this.step.loss)}.`] : "What the learner saw of these tokens is not recorded (run.log_tokens_every_n_iters).",
-      left > 0 ? ` ${left} of the step's ${this.step.num_episodes} episodes are not in this file; gspo-gym view shows all.` : "");
+    return element("p", { class: "quiet sum" },
+      known.length ? ["The shares of the loss that are shown here sum to ", element("b", { id: "loss-sum" }, number(sum)), `; loss/total of the step is ${number(this.step.loss)}.`] : "What the learner saw of these tokens is not recorded (run.log_tokens_every_n_iters).");
   }
 
   list() {
@@ -160,73 +233,95 @@ class EpisodesView {
     let last = null;
     for (const each of this.listed) {
       // Evaluations play a task once: their groups of one have the environment's name once for all.
-      const heading = each.group.episodes.length > 1 ? each.group.task : each.group.environment;
-      if (this.order === "played" && heading !== last) items.push(element("h3", {}, visible(heading, 80)));
-      last = heading;
-      const { episode } = each;
-      const mark = episode.success === true ? "✓" : episode.success === false ? "✗" : episode.error ? "!" : "·";
+      const { episode, group } = each, isSibling = this.order === "played" && group.episodes.length > 1;
+      const heading = isSibling ? taskName(group) : group.environment;
+      if (this.order === "played" && (isSibling ? group !== last : heading !== last)) items.push(element("h3", {}, visible(heading, 80)));
+      last = isSibling ? group : heading;
+      const ended = `${outcomeOf(episode)}, ${episode.num_turns} turn${episode.num_turns === 1 ? "" : "s"}`;
       items.push(element("button", {
-        type: "button", "aria-current": each === this.current ? "true" : null,
-        onclick: () => this.go({ view: "episodes", step: this.step.name, episode: episode.id }),
-      }, element("span", {}, `${mark} ${visible(nameIn(this.step, episode), 60)}`),
-      element("span", { class: episode.return > 0 ? "positive" : episode.return < 0 ? "negative" : "" }, signed(episode.return))));
+        type: "button", "aria-current": each === this.current ? "true" : null, "data-episode": episode.id, title: visible(nameIn(this.step, episode), 60),
+        onclick: () => this.visit({ episode: episode.id }),
+      }, element("span", {}, `${markOf(episode)} `, isSibling ? ended : [visible(taskName(group), 80), element("small", { class: "quiet" }, ended)]),
+      element("span", { class: signOf(episode.return) }, signed(episode.return))));
     }
     if (!items.length) items.push(element("p", { class: "quiet" }, "No episode of this step is like that."));
     return element("nav", { class: "list", "aria-label": `${this.listed.length} episodes` }, items);
   }
 
   middle() {
-    if (!this.current) return element("p", {}, "This step has no episodes.");
+    if (!this.current) return element("article", {}, "This step has no episodes.");
     const { episode, group } = this.current;
-    const reasons = episode.judge?.outcome;
+    const reasons = episode.judge?.outcome, isTokens = this.as === "tokens";
+    const messages = isTokens ? null : turnMessages(episode);
+    const passes = Object.fromEntries([...Array(this.step.num_passes).keys()].map((i) => [i, [`${i + 1} of ${this.step.num_passes}`]]));
     return element("article", { "aria-label": episode.id },
-      element("h2", {}, visible(episode.id, 120)),
+      this.head(episode, group),
       facts([
-        ["task", episode.task], ["outcome", episode.outcome + (episode.success === null ? "" : episode.success ? ", success" : ", no success")],
         ["return", signed(episode.return, 6)], ["error", episode.error], ["attempt", episode.attempt || null],
         ["share of the loss", episode.loss === null ? null : number(episode.loss, 6)], ["seconds", number(episode.seconds, 3)],
-        ["judge", reasons ? `${number(reasons.total, 4)} ${reasons.summary}` : null],
-      ]),
+        ["judge", reasons ? `${number(reasons.total, 4)} ${reasons.summary}` : null], ["episode", episode.id],
+      ], true),
+      isTokens ? element("div", { class: "bar" }, this.chooser("Colour", COLOURS, "colour"),
+        this.step.num_passes > 1 ? this.chooser("Pass", passes, "pass") : null, this.legend()) : null,
+      isTokens ? this.sum() : null,
+      isTokens || messages ? episode.turns.map((turn, i) => this.turn(episode, turn, i, isTokens ? this.strip(episode, turn, i) : messages[i].map((message) => this.message(message))))
+        : episode.messages.map((message) => this.message(message)),
       reasons ? this.criteria(reasons) : null,
-      group.episodes.length > 1 ? this.siblings(group) : null,
-      element("h3", {}, "Turn by turn"),
-      episode.turns.map((turn, i) => this.turn(episode, turn, i)),
-      element("details", {}, element("summary", {}, "As a conversation"), episode.messages.map((message) => this.message(message))));
+      group.episodes.length > 1 ? this.siblings(group) : null);
+  }
+
+  // The name of the episode, the way to those beside it, and to its tokens.
+  head(episode, group) {
+    const button = (name, text, onclick, more) => element("button", { type: "button", name, onclick, ...more }, text);
+    const as = (name, text) => button(name, text, () => { if (this.as !== name) this.toggle(); }, { "aria-pressed": String(this.as === name) });
+    return element("div", { class: "head" },
+      element("h2", {}, `${visible(taskName(group), 120)} `, element("span", { class: signOf(episode.success === null ? 0 : episode.success - 0.5) }, `${markOf(episode)} ${outcomeOf(episode)}`)),
+      element("div", { class: "tools" },
+        button("previous", "‹", () => this.move(-1), { "aria-label": "previous episode" }),
+        element("span", { class: "quiet" }, `${this.listed.indexOf(this.current) + 1 || "–"} of ${this.listed.length}`),
+        button("next", "›", () => this.move(1), { "aria-label": "next episode" }),
+        element("span", { class: "pair" }, as("conversation", "Conversation"), as("tokens", "Tokens"))));
   }
 
   criteria(review) {
     return table(["criterion", "score", "reason"], Object.entries(review.criteria).map(([name, { score, reason }]) => [name, number(score, 4), reason]), [1]);
   }
 
-  // Siblings side by side, each from the token at which it leaves the last of the others.
+  // Siblings side by side: their answers, or their tokens with a bar where each leaves the last of the others.
   siblings(group) {
+    const isTokens = this.as === "tokens";
     const rows = group.episodes.map((sibling) => {
-      const strip = element("div", { class: "tokens" });
-      for (const token of tokensOf(sibling).slice(0, 400)) strip.append(this.span(sibling, token.segment, token.position, token), " ");
-      return [element("button", { type: "button", onclick: () => this.go({ view: "episodes", step: this.step.name, episode: sibling.id }) },
-        visible(sibling.id.split("/").at(-1), 30)), signed(sibling.return), strip];
+      const strip = element("div", { class: isTokens ? "tokens" : "answers" });
+      if (isTokens) for (const token of tokensOf(sibling).slice(0, 400)) strip.append(this.span(sibling, token.segment, token.position, token, "↵"));
+      else strip.append(visible(sibling.messages.filter(({ role }) => role === "assistant").map(saidIn).join(" → "), 400));
+      return [element("button", { type: "button", onclick: () => this.visit({ episode: sibling.id }) },
+        `${markOf(sibling)} ${visible(sibling.id.split("/").at(-1), 30)}`), signed(sibling.return), strip];
     });
     return element("details", { class: "siblings", open: group.episodes.length <= 16 },
-      element("summary", {}, `${group.episodes.length} episodes of this task; a bar marks where each leaves the others`),
-      table(["episode", "return", "sampled tokens"], rows, [1]));
+      element("summary", {}, `${group.episodes.length} episodes of this task${isTokens ? "; a bar marks where each leaves the others" : ""}`),
+      table(["episode", "return", isTokens ? "sampled tokens" : "answers"], rows, [1]));
   }
 
-  turn(episode, turn, i) {
+  strip(episode, turn, i) {
     const segment = episode.segments[turn.segment];
     const sampled = new Map(tokensOf(episode).filter((token) => token.segment === turn.segment).map((token) => [token.position, token]));
     const strip = element("div", { class: "tokens" });
     for (let at = turn.observation[0]; at < turn.action[1]; at++) strip.append(this.span(episode, turn.segment, at, sampled.get(at)));
     // Tokens that the template appends after an action belong to no turn's spans before the next observation.
     if (i === episode.turns.length - 1) for (let at = turn.action[1]; at < segment.ids.length; at++) strip.append(this.span(episode, turn.segment, at));
+    return strip;
+  }
+
+  turn(episode, turn, i, body) {
     const review = episode.judge?.events[i];
     return element("section", { class: "turn", "aria-label": `turn ${i}` },
       element("div", { class: "turn-head" }, element("b", {}, `turn ${i}`),
         element("span", {}, `reward ${signed(turn.reward)}`),
         Object.entries(turn.terms).map(([name, value]) => element("span", {}, `${visible(name, 40)} ${signed(value)}`)),
-        turn.events.map((event) => element("span", { class: "positive" }, visible(event, 60))),
+        turn.events.map((event) => element("span", { class: "positive" }, `⚑ ${visible(event, 60)}`)),
         turn.finish !== "stop" ? element("span", {}, `ended by ${turn.finish}`) : null,
         turn.parse !== "ok" ? element("span", { class: "negative" }, turn.parse) : null),
-      strip, review ? element("div", {}, `judge ${number(review.total, 4)} ${visible(review.summary)}`, this.criteria(review)) : null);
+      body, review ? element("div", {}, `judge ${number(review.total, 4)} ${visible(review.summary)}`, this.criteria(review)) : null);
   }
 
   // Parts of a character are read together: the first of them has all of it, and the others say that they belong to it.
@@ -235,11 +330,14 @@ class EpisodesView {
     return (texts?.[position] ?? this.step.vocabulary[ids[position]] ?? `⟨${ids[position]}⟩`) || "‿";
   }
 
-  span(episode, segment, position, token = null) {
+  span(episode, segment, position, token = null, newline = "↵\n") {
     const text = this.textAt(episode, segment, position);
     const leaves = episode.diverges && episode.diverges[0] === segment && episode.diverges[1] === position;
     const kind = token ? `sampled${token.fate && token.fate !== "trained" ? " masked" : ""}` : "environment";
-    const made = element("span", { class: `token ${kind}${leaves ? " leaves" : ""}` }, visible(text).replaceAll("\n", "↵\n"));
+    const shown = visible(text).replaceAll("\n", newline);
+    // A space is marked by a dot in its place: the line between two tokens is none.
+    const made = element("span", { class: `token ${kind}${leaves ? " leaves" : ""}` },
+      token ? shown.split(/( )/).map((part) => (part === " " ? element("span", { class: "space" }, part) : part)) : shown);
     if (!token) return made;
     const value = COLOURS[this.colour].of(token);
     tint(made, value, this.colour, this.scale);
@@ -250,7 +348,7 @@ class EpisodesView {
     const tell = () => this.tell(episode, token, made);
     made.addEventListener("mouseenter", tell);
     made.addEventListener("focus", tell);
-    made.addEventListener("click", () => this.go({ view: "episodes", step: this.step.name, episode: episode.id, token: `${segment}:${position}` }));
+    made.addEventListener("click", () => this.visit({ episode: episode.id, token: `${segment}:${position}` }));
     return made;
   }
 
@@ -273,26 +371,26 @@ class EpisodesView {
     return element("span", { "data-name": key }, typeof value === "number" ? number(value) : visible(String(value)));
   }
 
-  choose(place, focus = true) {
+  choose(place) {
     const span = [...this.main.querySelectorAll("article > .turn .token.sampled")].find((each) => each.dataset.place.endsWith(`|${place}`));
     if (!span) return;
-    if (focus) span.focus();
-    span.scrollIntoView({ block: "center" });
+    if (document.activeElement === document.body) span.focus({ preventScroll: true }); // else a colour is being chosen
+    bring(span, { block: "nearest" });
     const [segment, position] = place.split(":").map(Number);
     const token = tokensOf(this.current.episode).find((each) => each.segment === segment && each.position === position);
     this.tell(this.current.episode, token, span);
   }
 
   message(message) {
-    const calls = message.tool_calls ? JSON.stringify(message.tool_calls, null, 1) : "";
-    const parts = [message.reasoning_content ? `(reasoning) ${message.reasoning_content}` : "", message.content, calls].filter(Boolean);
-    return element("div", { class: `message ${message.role}` }, element("span", { class: "role" }, message.role), visible(parts.join("\n"), 20000));
+    const { role, name, reasoning_content: reasoning } = message, said = saidIn(message);
+    return element("div", { class: `message ${role}` }, element("span", { class: "role" }, name ? `${role} ${visible(name, 40)}` : role),
+      visible(reasoning ? `(reasoning) ${reasoning}\n${said}` : said, 20000));
   }
 
   move(by) {
     const at = this.listed.indexOf(this.current);
     const next = this.listed[Math.min(this.listed.length - 1, Math.max(0, at + by))];
-    if (next) this.go({ view: "episodes", step: this.step.name, episode: next.episode.id });
+    if (next) this.visit({ episode: next.episode.id });
   }
 
   moveToken(by) {

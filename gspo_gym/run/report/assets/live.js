@@ -50,13 +50,14 @@ class LiveSource {
 
 function showRuns(main, place) {
   const beside = new Set((place.beside ?? "").split(",").filter(Boolean));
-  const box = (name) => element("input", { type: "checkbox", checked: beside.has(name), "aria-label": `curves of ${name}`, onchange: (event) => {
+  const box = (name) => element("input", { type: "checkbox", name, checked: beside.has(name), "aria-label": `curves of ${name}`, onchange: (event) => {
     if (event.target.checked) beside.add(name); else beside.delete(name);
     go({ view: "runs", run: page.source.name, beside: [...beside].join(",") });
   } });
-  main.replaceChildren(element("h2", {}, `${page.source.runs.length} runs`), table(["beside", "run", "status", "step", "score", "value", "updated"],
-    page.source.runs.map((run) => [box(run.name), element("a", { href: hashOf({ view: "run", run: run.name, beside: place.beside }) }, visible(run.name, 80)),
-      run.status, run.step, run.score, number(run.value, 4), new Date(1000 * run.updated).toLocaleString()]), [3, 5]));
+  const link = (run) => element("a", { href: hashOf({ view: "run", run: run.name, beside: place.beside }) }, visible(run.name, 80));
+  render(main, element("p", { class: "quiet" }, "Tick runs to draw their curves beside those of the run you open."),
+    table(["beside", "run", "score", "status", "step", "updated"], page.source.runs.map((run) =>
+      [box(run.name), link(run), run.score && `${scoreText(run.score, run.value)} ${run.score.replaceAll("_", " ")}`, run.status, run.step, `${duration(Date.now() / 1000 - run.updated)} ago`]), [4]));
 }
 
 VIEWS.runs = showRuns;

@@ -2,11 +2,11 @@
 // The page: three views of a run, at a place that the address names, from data in the file or from a live server.
 
 const VIEWS = { run: showRun, curves: showCurves, episodes: showEpisodes };
-const page = { runs: [], steps: new Map(), episodes: null, wanted: "" };
+const page = { runs: [], steps: new Map(), episodes: null, first: "run" };
 
 // "#view=episodes&step=step_000012&episode=step_000012/group_0003/1&token=0:38" is a place that can be sent.
 function placeNow() {
-  return { view: "run", ...Object.fromEntries(new URLSearchParams(location.hash.slice(1))) };
+  return { view: page.first, ...Object.fromEntries(new URLSearchParams(location.hash.slice(1))) };
 }
 
 // A place names its run where there are several: the one that is shown first is another one soon.
@@ -46,8 +46,8 @@ function showRun(main) {
   const run = page.runs[0];
   const scored = run.evaluations.filter((each) => each.value !== null);
   const [first, last] = [scored[0], scored.at(-1)];
-  const shown = (each) => (each.score === "success_rate" ? percent(each.value) : number(each.value, 4));
-  const interval = (each) => (each.low === null ? "" : each.score === "success_rate" ? `${percent(each.low)} to ${percent(each.high)}` : `${number(each.low, 4)} to ${number(each.high, 4)}`);
+  const shown = ({ score, value }) => scoreText(score, value);
+  const interval = ({ score, low, high }) => scoreText(score, low, high);
   forgetCharts();
   const curve = element("div");
   main.replaceChildren(
@@ -93,18 +93,15 @@ function showCurves(main) {
   const draw = () => {
     forgetCharts();
     charts.replaceChildren();
-    const first = element("div", { class: "charts" });
-    charts.append(first);
-    evaluationChart(first, page.runs);
-    metricCharts(charts, page.runs, page.wanted);
+    curveCharts(charts, page.runs);
   };
-  const search = element("input", { type: "search", placeholder: "loss, clip, reward…", value: page.wanted, oninput: () => { page.wanted = search.value; draw(); } });
+  const search = searchField("loss, clip, reward…", chartSettings.wanted, (wanted) => { chartSettings.wanted = wanted; draw(); });
   const smooth = element("input", { type: "range", min: 0, max: 0.98, step: 0.02, value: chartSettings.smooth, oninput: () => { chartSettings.smooth = Number(smooth.value); draw(); } });
   const box = (name) => element("input", { type: "checkbox", checked: chartSettings[name], onchange: (event) => { chartSettings[name] = event.target.checked; draw(); } });
   const { stride } = page.runs[0].metrics;
-  main.replaceChildren(element("div", { class: "bar", role: "toolbar", "aria-label": "Curves" },
-    element("label", {}, "Find ", search), element("label", {}, "Smooth ", smooth), element("label", {}, box("log"), " log scale"),
-    element("label", {}, box("events"), " events"), stride > 1 ? element("span", { class: "quiet" }, `every ${stride}th step`) : null), charts);
+  render(main, element("div", { class: "bar", role: "toolbar", "aria-label": "Curves" },
+    search, element("label", {}, "Smooth ", smooth), element("label", {}, box("log"), " log scale"), eventKinds(page.runs[0].events).size ? element("label", {}, box("events"), " events") : null,
+    element("span", { class: "quiet" }, `${isTouched ? "Tap" : "Point at"} a chart to read all at that step${stride > 1 ? `; every ${stride}th step is drawn` : ""}.`)), charts);
   draw();
 }
 
@@ -119,8 +116,10 @@ async function showEpisodes(main, place) {
 }
 
 function tellStatus() {
-  const { run } = page.runs[0];
-  document.getElementById("status").textContent = `${run.status}${run.doing ? `, ${run.doing}` : ""}, step ${run.step}${page.isLost ? " (not connected)" : ""}`;
+  const { run } = page.runs[0], runs = placeNow().view === "runs" && page.source.runs;
+  document.getElementById("title").textContent = runs ? "Runs" : visible(run.label, 80);
+  const status = runs ? `${runs.length} in this folder` : `${run.status}${run.doing ? `, ${run.doing}` : ""}, step ${run.step}`;
+  document.getElementById("status").textContent = `${status}${page.isLost ? " (not connected)" : ""}`;
 }
 
 async function show() {
@@ -133,7 +132,6 @@ async function show() {
     else link.removeAttribute("aria-current");
   });
   if (page.source.watch && runsOf(place) !== page.asked) await open(place);
-  document.getElementById("title").textContent = visible(page.runs[0].run.label, 80);
   tellStatus();
   await VIEWS[view](document.getElementById("main"), place);
 }
@@ -142,13 +140,13 @@ function onKey(event) {
   if (event.target.matches("input:not([type=checkbox]), select, textarea") || event.ctrlKey || event.metaKey || event.altKey) return;
   const isEpisodes = placeNow().view === "episodes" && page.episodes;
   const steps = page.source.steps();
-  const moveStep = (by) => go({ view: "episodes", step: steps[Math.min(steps.length - 1, Math.max(0, steps.indexOf(page.episodes.step.name) + by))] });
+  const moveStep = (by) => page.episodes.visit({ step: steps[Math.min(steps.length - 1, Math.max(0, steps.indexOf(page.episodes.step.name) + by))] });
   const keys = {
-    "1": () => go({ view: "run" }), "2": () => go({ view: "curves" }), "3": () => go({ view: "episodes" }),
+    "0": () => VIEWS.runs && go({ view: "runs" }), "1": () => go({ view: "run" }), "2": () => go({ view: "curves" }), "3": () => go({ view: "episodes" }),
     "?": () => document.getElementById("help").showModal(),
     ...(isEpisodes && {
       j: () => page.episodes.move(1), k: () => page.episodes.move(-1), n: () => moveStep(1), p: () => moveStep(-1),
-      c: () => { page.episodes.nextColour(); show(); },
+      t: () => page.episodes.toggle(), c: () => { page.episodes.nextColour(); show(); },
       ArrowRight: () => page.episodes.moveToken(1), ArrowLeft: () => page.episodes.moveToken(-1),
     }),
   };
@@ -194,6 +192,7 @@ async function start(source) {
     if (source.watch) setTimeout(() => start(source), 1000);
     return;
   }
+  if (source.runs?.length > 1) page.first = "runs"; // which the live page lists
   window.addEventListener("hashchange", show);
   document.addEventListener("keydown", onKey);
   document.addEventListener("click", onClick);

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -10,8 +11,9 @@ from small_run import small_run
 from gspo_gym.cli.report import changed_settings
 from gspo_gym.config.run_config import RunConfig
 from gspo_gym.rollout.episode_files import write_episodes
-from gspo_gym.run.report.page_data import RecordedStep
-from gspo_gym.types import FinishReason, Outcome, Segment, Task, Trajectory, Turn
+from gspo_gym.run.recording import METRICS
+from gspo_gym.run.report.page_data import KEY_CURVES, RecordedStep
+from gspo_gym.types import FinishReason, Message, Outcome, Segment, Task, Trajectory, Turn
 
 
 def test_settings_that_differ_from_their_defaults_are_told_with_them_and_no_others(tmp_path: Path) -> None:
@@ -73,3 +75,39 @@ def test_an_episode_leaves_its_siblings_at_the_first_token_that_none_of_them_has
     write_episodes(tmp_path / "episodes" / "step_000001.jsonl.gz", episodes)
     whole = RecordedStep(tmp_path, "step_000001").group(0)
     assert [each["diverges"] for each in whole["episodes"]] == [(0, 3), (0, 3), (0, 2), (1, 1), None, None]
+
+
+def test_a_task_is_named_by_the_words_at_which_it_begins_to_differ_from_others(tmp_path: Path) -> None:
+    """A short message names its task whole; where all tasks of an environment begin alike, nothing does."""
+    rules = "These are the rules of the game. " * 5
+    texts = {
+        "long": [
+            f"{rules}Question:\nhow many\n  customers are there? {'x' * 80}",
+            f"{rules}Question: how old are they?",
+        ],
+        "short": ["Guess 1-8.", "Guess 1-6."],
+        "same": ["Begin.", "Begin."],
+        "alone": ["Anything."],
+    }
+    episodes = [
+        replace(
+            played(0, [1, 2]), task=Task(name, seed), trajectory_id=f"{name}/{seed}", messages=(Message("user", text),)
+        )
+        for name, members in texts.items()
+        for seed, text in enumerate(members)
+    ]
+    (tmp_path / "config.toml").write_text("[model]\nlabel = 'test'\n")
+    (tmp_path / "episodes").mkdir()
+    write_episodes(tmp_path / "episodes" / "step_000001.jsonl.gz", episodes)
+    groups = RecordedStep(tmp_path, "step_000001").outline()["groups"]
+    assert [group["opening"] for group in groups] == [
+        f"many customers are there? {'x' * 54}",
+        "old are they?",
+        *("Guess 1-8.", "Guess 1-6."),
+        *("", "", ""),
+    ]
+    assert [group["episodes"][0]["num_turns"] for group in groups] == [1] * 7
+
+
+def test_the_curves_that_are_shown_first_are_metrics_of_a_run() -> None:
+    assert set(KEY_CURVES) <= set(METRICS)
