@@ -8,7 +8,6 @@ and are then compared with the last ones of the same machine.
 from __future__ import annotations
 
 import argparse
-import importlib.util
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -101,7 +100,7 @@ PRINTED: Mapping[str, Callable[[Arguments], int]] = {
     "mutants": _mutants,
     "runs": lambda a: run_runs(a.count or 200),
     "crash": lambda a: run_crash(a.count or 50, a.seed, num_steps=a.steps or 20),
-    "chaos": lambda a: run_chaos(a.count or 40, a.seed, num_steps=a.steps or 60, layout=Layout(a.launcher, a.replicas)),
+    "chaos": lambda a: run_chaos(a.count or 40, a.seed, num_steps=a.steps or 60, layout=Layout(a.replicas)),
     "stops": lambda a: run_stops(a.count or 30, a.seed),
     "soak": lambda a: run_soak(a.steps or 2000),
     "tokens": lambda a: run_tokens(num_steps=a.steps or 20, repeats=max(a.repeats, 30)),
@@ -165,12 +164,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--groups", type=int, default=16, help="pipeline, pool: groups of 8 episodes a step; more make learning longer"
-    )
-    parser.add_argument(
-        "--launcher",
-        choices=["local", "ray"],
-        default="local" if importlib.util.find_spec("ray") is None else "ray",
-        help="chaos: what starts the processes (default: ray where it is installed)",
     )
     parser.add_argument(
         "--replicas",

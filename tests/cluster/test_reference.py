@@ -22,26 +22,15 @@ import pytest
 from safetensors.torch import load_file
 from torch import Tensor
 
-from gspo_gym.base.leftovers import descendants, remove_folder, temporary_folder
+from gspo_gym.base.leftovers import descendants
 from gspo_gym.cli.train import run_training
-from gspo_gym.cluster.ray import _OwnRay, joined
+from gspo_gym.cluster.ray import joined
 from gspo_gym.errors import ServiceError
 from gspo_gym.run.records import read_metrics
 from tests.cluster.test_ray import folders_of_ray, is_running, require_gone
 from tests.support.reference_runs import make_config
 
-
-@pytest.fixture(scope="module", autouse=True)
-def _ray() -> Iterator[None]:
-    """A Ray with two cores, which runs of this file join."""
-    folder = temporary_folder("gspo_ray_")
-    ray = _OwnRay(folder, 2)
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in {**ray.variables, "RAY_ADDRESS": ray.address}.items():
-            patch.setenv(name, value)
-        yield
-    ray.close()
-    remove_folder(folder)
+pytestmark = pytest.mark.usefixtures("own_ray")
 
 
 def dedicated(**more: Any) -> dict[str, Any]:

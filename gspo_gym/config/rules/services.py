@@ -123,14 +123,6 @@ def _one_node_is_split(kind: str | None, nodes: int | None) -> str | None:
     return f'{show(kind)} splits one machine\'s GPUs, but compute.nodes = {nodes}: set "cluster"'
 
 
-def _launcher_reaches_nodes(launcher: str | None, kind: str | None, nodes: int | None) -> str | None:
-    if launcher == "local" and nodes is not None and nodes > 1:
-        return f'"local" starts processes on this machine, but compute.nodes = {nodes}: set "ray"'
-    if launcher == "ray" and kind != "cluster":
-        return f'"ray" is for topology.type = "cluster", got {show(kind)}'
-    return None
-
-
 def _type_is_of_a_gpu(gpu_type: str | None, gpu_count: int | None) -> str | None:
     if gpu_type is None or gpu_count != 0:
         # gpu_count is None without [compute]: then any device is fine.
@@ -324,18 +316,9 @@ SERVICE_RULES = (
     Rule(("learner.sequence_parallel", "training.lora.dropout"), _rows_drop_out_whole),
     Rule(("learner.sequence_parallel", "model.torch_compile"), _layers_are_not_compiled),
     Rule(("learner.cpu_offload", "compute.gpu_count"), _offloads_from_gpus),
-    Rule(("topology.launcher", "topology.type", "compute.nodes"), _launcher_reaches_nodes),
-    no_effect(
-        "topology.ray_address",
-        default_of(TopologySection, "ray_address"),
-        "topology.launcher",
-        lambda launcher: launcher in ("auto", "ray"),
-        'Ray starts nothing there; set "ray"',
-    ),
-    acts_with("topology.ray_address", default_of(TopologySection, "ray_address"), "topology.type", "cluster"),
     *(
         _of_processes(f"topology.{name}")
-        for name in ("heartbeat_seconds", "group_timeout_seconds", "launcher", "ray_address", "max_restarts")
+        for name in ("heartbeat_seconds", "group_timeout_seconds", "ray_address", "max_restarts")
     ),
     Rule(("topology", "services.engine_urls"), _split_gpus_are_used),
     Rule(("topology.type", "compute.nodes"), _one_node_is_split),

@@ -31,7 +31,7 @@ from benchmarks.chaos import (
 @pytest.mark.nightly
 def test_a_run_whose_processes_are_lost_ends_as_an_undisturbed_one() -> None:
     command = [sys.executable, "-m", "benchmarks", "chaos", "--count", "2", "--steps", "4", "--seed", "1"]
-    command += ["--launcher", "local", "--replicas", "1"]
+    command += ["--replicas", "1"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=1500, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "as it should be" in done.stdout
