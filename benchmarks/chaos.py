@@ -68,7 +68,7 @@ _SIGNS: Mapping[str, tuple[str, ...]] = {
     "replica": ("ray::SamplingActor",),
     "raylet": ("raylet/raylet ",),
     "head of Ray": ("gcs/gcs_server ",),
-    "environment server": ("gspo_gym.env.workers.server",),
+    "environment server": ("gspo_gym.env.workers.host",),
 }
 _WORKER = "environment worker"  # a child of an environment server, with the same command line
 _DRIVER = "driver"

@@ -44,7 +44,7 @@ ALLOWED_SECONDS = {
     "tests/unit/diagnosis/test_token_findings.py": 12.0,  # runs to plant bugs in
     "tests/unit/run/test_run.py": 12.0,  # each its own runs
     "tests/unit/run/test_tokens.py": 20.0,  # a run to read
-    "tests/unit/rollout/test_watchdog.py": 10.0,  # programs that compute until they are ended
+    "tests/unit/env/test_watchdog.py": 10.0,  # programs that compute until they are ended
     "tests/unit/test_examples.py": 10.0,
     "tests/unit/test_floors.py": 10.0,  # all modules are parsed once
     "tests/unit/env/workers/test_env.py": 10.0,  # servers of workers

@@ -75,9 +75,9 @@ class Deadline:
         threading.Thread(target=self._leave_in_time, name="gspo-gym-deadline", daemon=True).start()
 
         def handle(number: int, _frame: FrameType | None) -> None:
-            for each in before:
-                if signal.getsignal(each) == handle:
-                    signal.signal(each, signal.SIG_DFL)
+            for handled_signal in before:
+                if signal.getsignal(handled_signal) == handle:
+                    signal.signal(handled_signal, signal.SIG_DFL)
             on_first(number)
 
         before = {}
@@ -134,16 +134,16 @@ class Deadline:
         seconds = self._times.get()
         if seconds is None:
             return  # the block has ended
-        told = f"not done after run.stop_grace_seconds = {seconds:g}; {self._outcome}"
+        ending = f"not done after run.stop_grace_seconds = {seconds:g}; {self._outcome}"
         with contextlib.suppress(queue.Empty):
             began = time.monotonic()
             if self._times.get(timeout=seconds) is None:
                 return  # likewise
-            told = "saved; left without waiting for what hangs"
+            ending = "saved; left without waiting for what hangs"
             self._times.get(timeout=max(0.0, min(_CLOSING_SECONDS, began + seconds - time.monotonic())))
             return
         try:
-            print(f"stopped by {self._by}: {told}", file=sys.stderr, flush=True)
+            print(f"stopped by {self._by}: {ending}", file=sys.stderr, flush=True)
             # In another thread: the disk that it writes to may be what hangs.
             telling = threading.Thread(target=self.before_leaving, daemon=True)
             telling.start()
@@ -222,8 +222,8 @@ def main() -> None:
         signal.signal(number, signal.SIG_IGN)
     came: list[tuple[float, int]] = []
     while True:
-        left = None if not came else max(0.0, _end_of(came, seconds + MARGIN_SECONDS) - time.monotonic())
-        ready = select.select([signals, 0], [], [], left)[0]
+        seconds_left = None if not came else max(0.0, _end_of(came, seconds + MARGIN_SECONDS) - time.monotonic())
+        ready = select.select([signals, 0], [], [], seconds_left)[0]
         if not ready:
             break
         if 0 in ready:

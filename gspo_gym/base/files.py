@@ -59,8 +59,8 @@ def writing(path: Path) -> Iterator[None]:
 def _system_error_in(error: Exception) -> int | None:
     """Return the system's error number in an exception of a library written in Rust, or None."""
     # safetensors and tokenizers raise their own exceptions, with the number in the text.
-    found = _RUST_ERROR.search(str(error))
-    return None if found is None else int(found[1])
+    match = _RUST_ERROR.search(str(error))
+    return None if match is None else int(match[1])
 
 
 def make_folder(path: Path) -> None:
@@ -278,7 +278,7 @@ class PartFile:
         if self.num_items == 0:
             self.remove()
 
-    def _require_same(self, lines: list[str], work: str, asked: Any) -> None:
+    def _require_same(self, lines: list[str], work: str, arguments: Any) -> None:
         if not lines:
             raise ConfigError(f"{self.path}: there is nothing to go on with; leave --resume out")
         try:
@@ -287,7 +287,7 @@ class PartFile:
             raise ConfigError(
                 f"{self.path} is not of a command of this kind ({work}): it begins with {lines[0][:80]!r}; remove it"
             ) from None
-        if differing := list(_differences(asked, there)):
+        if differing := list(_differences(arguments, there)):
             raise ConfigError(
                 f"{self.path} is of another {work}: {'; '.join(differing)}; repeat that command, or remove the file"
             )
@@ -385,8 +385,8 @@ def read_file(path: Path) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError) as error:  # unreadable, not of that format, or nested too deeply
         raise ConfigError(f"{path}: cannot be read as {kind}: {error}") from error
     if not isinstance(document, dict):
-        shown = shortened(json.dumps(document, default=str, ensure_ascii=False), 60)
-        raise ConfigError(f"{path}: expected a table of sections, got {shown}")
+        document_text = shortened(json.dumps(document, default=str, ensure_ascii=False), 60)
+        raise ConfigError(f"{path}: expected a table of sections, got {document_text}")
     return document
 
 
@@ -410,7 +410,7 @@ def flat_items(table: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """
     for name, value in table.items():
         if isinstance(value, Mapping):
-            yield from ((f"{name}.{rest}", found) for rest, found in flat_items(value))
+            yield from ((f"{name}.{rest}", leaf) for rest, leaf in flat_items(value))
         else:
             yield name, value
 
@@ -488,8 +488,8 @@ def find_line(path: Path, name: str) -> tuple[int, str] | None:
 def _member(names: list[str], text: bytes) -> bytes:
     packer = zlib.compressobj(level=6, wbits=-zlib.MAX_WBITS)
     body = packer.compress(text) + packer.flush()
-    listed = zlib.compress(json.dumps(names).encode())
-    extra = _EXTRA.pack(_ID, 4 + len(listed), len(body)) + listed
+    packed_names = zlib.compress(json.dumps(names).encode())
+    extra = _EXTRA.pack(_ID, 4 + len(packed_names), len(body)) + packed_names
     header = _HEADER.pack(MAGIC, _DEFLATE, _HAS_EXTRA, 0, 0, _UNKNOWN_SYSTEM, len(extra))
     return header + extra + body + _TRAILER.pack(zlib.crc32(text), len(text) & 0xFFFFFFFF)
 

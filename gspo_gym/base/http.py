@@ -89,13 +89,10 @@ class HttpClient:
         needs: error text if httpx is not installed.
 
     Args:
-        base_url: such as "http://127.0.0.1:8000/v1"; with `uds`, "http://localhost".
+        base_url: such as "http://127.0.0.1:8000/v1".
         timeout_seconds: limit of one request, to the last byte of the answer.
         api_key: sent as the bearer token; None sends "none", for servers that insist on a key. It appears in no error.
         headers: of every request, instead of the one with the key.
-        uds: path of the server's Unix socket.
-        reuses_connections: keep them open between requests. A connection that the server closes meanwhile fails a
-            request that was never read, which matters where nothing is tried twice.
         max_connections: at the same time; None for no limit.
         max_connect_seconds: limit of connecting; None for the limit of the request.
         max_answer_bytes: limit of one answer; None for no limit.
@@ -117,8 +114,6 @@ class HttpClient:
         timeout_seconds: float,
         api_key: str | None = None,
         headers: Mapping[str, str] | None = None,
-        uds: str | None = None,
-        reuses_connections: bool = True,
         max_connections: int | None = None,
         max_connect_seconds: float | None = None,
         max_answer_bytes: int | None = None,
@@ -130,16 +125,13 @@ class HttpClient:
         except ImportError as error:
             raise MissingExtraError(self.needs) from error
         self.base_url = base_url.rstrip("/")
-        self._name = self.base_url if uds is None else f"unix:{uds}"
         self._api_key = api_key
         self._timeout_seconds = timeout_seconds
         self._max_answer_bytes = max_answer_bytes
         self._accepts_compression = accepts_compression
         self._has_unique_keys = has_unique_keys
         limits = httpx.Limits(
-            max_connections=max_connections,
-            max_keepalive_connections=None if reuses_connections else 0,
-            keepalive_expiry=_KEEP_ALIVE_SECONDS,
+            max_connections=max_connections, max_keepalive_connections=None, keepalive_expiry=_KEEP_ALIVE_SECONDS
         )
         # Plain HTTP verifies nothing, so the slow reading of certificates is skipped.
         verify = _tls() if self.base_url.startswith("https:") else False
@@ -149,7 +141,7 @@ class HttpClient:
                 **({} if accepts_compression else {"accept-encoding": "identity"}),
                 **({"authorization": f"Bearer {api_key or 'none'}"} if headers is None else headers),
             },
-            transport=httpx.AsyncHTTPTransport(uds=uds, limits=limits, retries=0, trust_env=False, verify=verify),
+            transport=httpx.AsyncHTTPTransport(limits=limits, retries=0, trust_env=False, verify=verify),
             timeout=httpx.Timeout(None, connect=max_connect_seconds),  # the rest is under one deadline
             trust_env=False,
             follow_redirects=False,
@@ -214,10 +206,10 @@ class HttpClient:
         """
         import httpx
 
-        url, where = (path, path) if "://" in path else (self.base_url + path, self._name + path)
+        url = path if "://" in path else self.base_url + path
         # Certificates are verified or not by the base URL, so a complete URL may not be of another scheme.
         assert url.partition(":")[0] == self.base_url.partition(":")[0], (url, self.base_url)
-        where = where.partition("?")[0]
+        where = url.partition("?")[0]
         seconds = self._timeout_seconds if timeout_seconds is None else timeout_seconds
         try:
             # httpx's timeout is for each read, so a body that drips would never end.

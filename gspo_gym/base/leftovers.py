@@ -5,7 +5,7 @@ that ends when the program is gone, however it went, and then ends the processes
 PR_SET_PDEATHSIG, which watches one thread, a pipe does not mistake the end of the thread that started a process for the
 end of the program; unlike a thread in each child, it needs no interpreter lock there.
 
-What ends by itself reads such a pipe, too: environment workers (`env/workers/server.py`), which are registered for the
+What ends by itself reads such a pipe, too: environment workers (`env/workers/host.py`), which are registered for the
 case that something has stopped them, and the watchdog, which is not.
 """
 
@@ -128,12 +128,12 @@ def end_with_us(pid: int, *, is_group: bool = False) -> None:
 
 def descendants(pid: int) -> set[int]:
     """Return the processes that a process has started, and theirs; none where there is no /proc."""
-    found: set[int] = set()
+    pids: set[int] = set()
     new = {pid}
     while new:
-        new = {child for parent in new for child in _children(parent)} - found
-        found |= new
-    return found
+        new = {child for parent in new for child in _children(parent)} - pids
+        pids |= new
+    return pids
 
 
 def _children(pid: int) -> list[int]:
@@ -159,15 +159,15 @@ def all_end_with_us() -> Iterator[None]:
     before, is_over = descendants(os.getpid()), threading.Event()
 
     def register() -> None:
-        told: set[int] = set()
+        reported_pids: set[int] = set()
         while not is_over.wait(_LOOK_SECONDS):
             running = descendants(os.getpid()) - before
-            for pid in running - told:
+            for pid in running - reported_pids:
                 end_with_us(pid)
-            for pid in told - running:
+            for pid in reported_pids - running:
                 has_ended(pid)
-            told = running
-        for pid in told:
+            reported_pids = running
+        for pid in reported_pids:
             has_ended(pid)
 
     thread = threading.Thread(target=register, daemon=True)
@@ -198,7 +198,7 @@ class MarkedProcesses:
         mark = f"{_MARK}={self._mark}".encode()
         deadline = time.monotonic() + grace_seconds + _GONE_SECONDS
         # Again, for those that were being started.
-        while (running := [pid for pid in _marked([mark]) if _is_alive(pid)]) and time.monotonic() < deadline:
+        while (running := [pid for pid in _marked_pids([mark]) if _is_alive(pid)]) and time.monotonic() < deadline:
             _end(running, grace_seconds)
         _KEEPER.tell("-", "m", self._mark)
 
@@ -217,36 +217,36 @@ def main() -> None:
     """Read what is registered until the program is gone; then end and remove what is left."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    registered: dict[bytes, None] = {}
+    entries: dict[bytes, None] = {}
     rest = b""
     while data := os.read(0, 65536):
         *lines, rest = (rest + data).split(b"\0")
         for line in lines:
             if line.startswith(b"+"):
-                registered[line[1:]] = None
+                entries[line[1:]] = None
             else:
-                registered.pop(line[1:], None)
-    processes = [int(line[1:]) for line in registered if line.startswith(b"p")]
-    processes += _marked([f"{_MARK}=".encode() + line[1:] for line in registered if line.startswith(b"m")])
+                entries.pop(line[1:], None)
+    processes = [int(line[1:]) for line in entries if line.startswith(b"p")]
+    processes += _marked_pids([f"{_MARK}=".encode() + line[1:] for line in entries if line.startswith(b"m")])
     _end(processes)
-    for line in registered:
+    for line in entries:
         if line.startswith(b"f"):
             shutil.rmtree(line[1:], ignore_errors=True)
             with contextlib.suppress(OSError):
                 os.unlink(line[1:])
 
 
-def _marked(marks: list[bytes]) -> list[int]:
+def _marked_pids(marks: list[bytes]) -> list[int]:
     """Return the processes that began with one of these variables, and theirs: a title may hide the variables."""
-    found: list[int] = []
+    pids: list[int] = []
     for name in os.listdir("/proc") if marks and os.path.isdir("/proc") else []:
         with (
             contextlib.suppress(OSError),
             open(f"/proc/{name}/environ", "rb") as file,
         ):  # it has ended, or is no process
             if not set(marks).isdisjoint(file.read().split(b"\0")):
-                found.append(int(name))
-    return [*{pid for begun in found for pid in (begun, *descendants(begun))}]
+                pids.append(int(name))
+    return [*{pid for parent in pids for pid in (parent, *descendants(parent))}]
 
 
 def _end(processes: list[int], grace_seconds: float = _GRACE_SECONDS) -> None:

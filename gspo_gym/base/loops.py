@@ -45,7 +45,7 @@ def run_to_end(coroutine: Coroutine[Any, Any, Result]) -> Result:
 
 def _run_in_thread(coroutine: Coroutine[Any, Any, Result]) -> Result:
     began: concurrent.futures.Future[Callable[[], object]] = concurrent.futures.Future()
-    ended: concurrent.futures.Future[Result] = concurrent.futures.Future()
+    end: concurrent.futures.Future[Result] = concurrent.futures.Future()
 
     async def play() -> Result:
         loop, task = asyncio.get_running_loop(), asyncio.current_task()
@@ -55,35 +55,35 @@ def _run_in_thread(coroutine: Coroutine[Any, Any, Result]) -> Result:
 
     def work() -> None:
         try:
-            ended.set_result(asyncio.run(play()))
+            end.set_result(asyncio.run(play()))
         except BaseException as error:  # raised in the caller
-            ended.set_exception(error)
+            end.set_exception(error)
 
     thread = threading.Thread(target=contextvars.copy_context().run, args=(work,), name="gspo-gym-loop")
     task = asyncio.current_task()
     num_before = 0 if task is None else task.cancelling()  # read first, so a Ctrl-C right after the start counts
     try:
         thread.start()  # inside the try, because it waits, and may be interrupted after the work has begun
-        _wait_for(ended, task, num_before)
+        _wait_for(end, task, num_before)
     except BaseException:
-        either: list[concurrent.futures.Future[Any]] = [began, ended]
-        concurrent.futures.wait(either, return_when=concurrent.futures.FIRST_COMPLETED)
+        futures: list[concurrent.futures.Future[Any]] = [began, end]
+        concurrent.futures.wait(futures, return_when=concurrent.futures.FIRST_COMPLETED)
         if began.done():
             began.result()()
         thread.join()
         raise
     thread.join()
-    return ended.result()
+    return end.result()
 
 
-def _wait_for(ended: concurrent.futures.Future[Any], task: asyncio.Task[Any] | None, num_before: int) -> None:
+def _wait_for(end: concurrent.futures.Future[Any], task: asyncio.Task[Any] | None, num_before: int) -> None:
     """Return when it has ended; `num_before` cancellations of the caller's task were requested before it began.
 
     Raises:
         asyncio.CancelledError: the caller's task was cancelled, which is how `asyncio.run` passes on the first Ctrl-C.
         KeyboardInterrupt: the caller was interrupted.
     """
-    while not concurrent.futures.wait([ended], timeout=_POLL_SECONDS).done:
+    while not concurrent.futures.wait([end], timeout=_POLL_SECONDS).done:
         if task is not None and task.cancelling() > num_before:
             raise asyncio.CancelledError
 

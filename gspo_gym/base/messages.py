@@ -42,10 +42,12 @@ def message_from_wire(value: Json, *, where: str) -> Message:
     if not isinstance(calls, Sequence) or isinstance(calls, str):
         raise RecordError(f"{where}: expected tool_calls as a list, got {described(calls)}")
     text = "" if content is None else text_from_wire(content, where=where)  # null stands beside tool calls
-    parsed = tuple(tool_call_from_wire(call, where=f"{where}: tool call {index}") for index, call in enumerate(calls))
+    tool_calls = tuple(
+        tool_call_from_wire(call, where=f"{where}: tool call {index}") for index, call in enumerate(calls)
+    )
     rest = {key: _text_or_none(value, key, where) for key in _OTHER_TEXTS if key in value}
     try:
-        return Message(_ROLES.get(role, role) if isinstance(role, str) else "(none)", text, parsed, **rest)  # type: ignore[arg-type]  # it checks
+        return Message(_ROLES.get(role, role) if isinstance(role, str) else "(none)", text, tool_calls, **rest)  # type: ignore[arg-type]  # it checks
     except RecordError as error:
         raise RecordError(f"{where}: {error}") from error
 
@@ -84,9 +86,9 @@ class ConversationReader:
         return self._messages
 
 
-def _is_repeated(value: Json, known: Json) -> bool:
+def _is_repeated(value: Json, earlier_value: Json) -> bool:
     # To Python, an argument of true equals one of 1.
-    return bool(value == known) and (not value.get("tool_calls") or repr(value) == repr(known))
+    return bool(value == earlier_value) and (not value.get("tool_calls") or repr(value) == repr(earlier_value))
 
 
 def text_from_wire(content: Json, *, where: str) -> str:
@@ -197,7 +199,7 @@ class RefusedFields:
 
     def __init__(self, name: str, refused: Collection[str] = ()) -> None:
         self._name = name
-        self._refused = frozenset(refused)
+        self._refused_fields = frozenset(refused)
 
     async def ask(
         self,
@@ -213,22 +215,22 @@ class RefusedFields:
                 refusal.
             refusals: exceptions that are refusals.
         """
-        refused = self._refused
+        refused_fields = self._refused_fields
         while True:
             try:
-                answer = await send(refused)
+                answer = await send(refused_fields)
             except refusals as error:
-                more = is_about(error, refused) - refused
+                more = is_about(error, refused_fields) - refused_fields
                 if not more:
                     raise
-                refused |= more
+                refused_fields |= more
             else:
-                self._remember(refused)
+                self._remember(refused_fields)
                 return answer
 
-    def _remember(self, refused: frozenset[str]) -> None:
-        if new := refused - self._refused:
-            self._refused |= new
+    def _remember(self, refused_fields: frozenset[str]) -> None:
+        if new := refused_fields - self._refused_fields:
+            self._refused_fields |= new
             _log.warning("%s refuses %s and is asked without", self._name, ", ".join(sorted(new)))
 
 
@@ -238,8 +240,8 @@ def without(request: Mapping[str, Any], refused: Collection[str]) -> dict[str, A
     >>> without({"model": "m", "max_tokens": 9, "seed": 1}, {"max_tokens", "seed"})
     {'model': 'm', 'max_completion_tokens': 9}
     """
-    kept = (name for name in request if name not in refused or name in _TOKEN_LIMITS)
-    return {_other_name(name) if name in refused else name: request[name] for name in kept}
+    names = (name for name in request if name not in refused or name in _TOKEN_LIMITS)
+    return {_other_name(name) if name in refused else name: request[name] for name in names}
 
 
 def refused_fields(refusal: str, request: Mapping[str, Any], *, optional: Collection[str]) -> frozenset[str]:

@@ -134,9 +134,9 @@ class Retries:
         settings, counters = self.settings, self.counters
         if num_attempts >= settings.max_attempts:
             return f"{num_attempts} attempts"
-        asked = error.retry_after_seconds
-        if asked is not None and asked > settings.max_retry_after_seconds:
-            return f"it asks to wait {asked:g} seconds, more than max_retry_after_seconds"
+        wait_seconds = error.retry_after_seconds
+        if wait_seconds is not None and wait_seconds > settings.max_retry_after_seconds:
+            return f"it asks to wait {wait_seconds:g} seconds, more than max_retry_after_seconds"
         if counters.num_retries >= settings.budget_reserve + settings.budget_fraction * counters.num_calls:
             return f"the retry budget is spent: {counters.num_retries} retries in {counters.num_calls} calls"
         return None
@@ -144,9 +144,9 @@ class Retries:
     def _delay(self, call: int, number: int, error: AttemptError) -> float:
         settings = self.settings
         longest = min(settings.first_delay_seconds * 2.0**number, settings.max_delay_seconds)
-        drawn = float(generator(self._seed, "retry", call, number).uniform(0.5, 1.0))
+        jitter = float(generator(self._seed, "retry", call, number).uniform(0.5, 1.0))
         # Never earlier than the server asks: 0.5 + drawn is at least 1.
-        return max(drawn * longest, (0.5 + drawn) * (error.retry_after_seconds or 0.0))
+        return max(jitter * longest, (0.5 + jitter) * (error.retry_after_seconds or 0.0))
 
 
 BreakerState = Literal["closed", "open", "half_open"]
@@ -174,13 +174,13 @@ class CircuitBreaker:
         self._failures_to_open = failures_to_open
         self._cool_down_seconds = cool_down_seconds
         self._num_failures = 0  # in a row
-        self._opened: float | None = None
+        self._opened_at: float | None = None
 
     def state(self, now: float) -> BreakerState:
         """Return the state at a time, in seconds of any one monotonic clock."""
-        if self._opened is None:
+        if self._opened_at is None:
             return "closed"
-        return "half_open" if now - self._opened >= self._cool_down_seconds else "open"
+        return "half_open" if now - self._opened_at >= self._cool_down_seconds else "open"
 
     def allows(self, now: float, num_in_flight: int) -> bool:
         """Return whether another call may be made beside those under way."""
@@ -190,11 +190,11 @@ class CircuitBreaker:
     def succeed(self) -> None:
         """Note an answered call, and close."""
         self._num_failures = 0
-        self._opened = None
+        self._opened_at = None
 
     def fail(self, now: float) -> None:
         """Note a failed call."""
         # While open, failures are of earlier calls and change nothing.
         self._num_failures += 1
-        if self.state(now) == "half_open" or (self._opened is None and self._num_failures >= self._failures_to_open):
-            self._opened = now
+        if self.state(now) == "half_open" or (self._opened_at is None and self._num_failures >= self._failures_to_open):
+            self._opened_at = now

@@ -111,8 +111,8 @@ class Settings(BaseModel):
         The first section that has a field gives it.
         """
         # A section of a file may hold settings of several rooms, and a record may need those of several sections.
-        held = {name: getattr(section, name) for section in reversed(sections) for name in type(section).model_fields}
-        return cls(**{name: held[name] for name in cls.model_fields if name in held})
+        values = {name: getattr(section, name) for section in reversed(sections) for name in type(section).model_fields}
+        return cls(**{name: values[name] for name in cls.model_fields if name in values})
 
 
 def same(settings: type[BaseModel], name: str) -> Any:
@@ -130,18 +130,18 @@ def parse_seeds(seeds: str | Sequence[int]) -> tuple[int, ...]:
     (1, 5, 20, 21, 22)
     """
     if isinstance(seeds, str):
-        listed = [seed for part in seeds.split(",") for seed in _parse_part(part)]
+        seed_list = [seed for part in seeds.split(",") for seed in _parse_part(part)]
     else:
-        listed = seeds = list(seeds)
-    wrong = [seed for seed in listed if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0]
+        seed_list = seeds = list(seeds)
+    wrong = [seed for seed in seed_list if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0]
     if wrong:
         raise ConfigError(f"seeds: expected integers >= 0, got {wrong[0]!r} in {seeds!r}")
-    if not listed:
+    if not seed_list:
         raise ConfigError(f"seeds: {seeds!r} names no seed")
-    repeated = [seed for seed, count in Counter(listed).items() if count > 1]
-    if repeated:
-        raise ConfigError(f"seeds: {repeated[0]} occurs more than once in {seeds!r}")
-    return tuple(listed)
+    duplicates = [seed for seed, count in Counter(seed_list).items() if count > 1]
+    if duplicates:
+        raise ConfigError(f"seeds: {duplicates[0]} occurs more than once in {seeds!r}")
+    return tuple(seed_list)
 
 
 def _parse_part(part: str) -> Sequence[int]:

@@ -36,16 +36,16 @@ def table(head: Row, rows: Sequence[Row], *, width: int | None = None, optional:
         the end
     """
     limit = shutil.get_terminal_size().columns if width is None else width
-    while optional and _widest(_aligned(head, rows)) > limit:
+    while optional and _widest(_align(head, rows)) > limit:
         *optional, last = optional
-        kept = [number for number, name in enumerate(head) if name != last]
-        head, *rows = ([row[number] for number in kept] for row in (head, *rows))
-    rest = _aligned(head[1:], [row[1:] for row in rows])
+        column_numbers = [number for number, name in enumerate(head) if name != last]
+        head, *rows = ([row[number] for number in column_numbers] for row in (head, *rows))
+    rest = _align(head[1:], [row[1:] for row in rows])
     room = limit - _widest(rest) - len(_GAP)  # for the first cells
     if room >= 0:
         lines = _beside([row[0] for row in (head, *rows)], rest, room)
     else:
-        lines = [line for row in rows for line in _stacked(head, row, limit)]
+        lines = [line for row in rows for line in _stack_cells(head, row, limit)]
     return "\n".join(part for line in lines for part in folded(line, limit))
 
 
@@ -85,7 +85,7 @@ def folded(text: str, width: int | None = None) -> list[str]:
     return [*lines, text]
 
 
-def _aligned(head: Row, rows: Sequence[Row]) -> list[str]:
+def _align(head: Row, rows: Sequence[Row]) -> list[str]:
     columns = list(zip(*rows, strict=True)) if rows else [()] * len(head)
     widths = [max(map(cell_len, (name, *column)), default=0) for name, column in zip(head, columns, strict=True)]
     ends = [all(map(_NUMBER.fullmatch, column)) for column in columns]  # numbers end below each other
@@ -112,7 +112,7 @@ def _beside(firsts: Row, rest: Row, room: int) -> list[str]:
     return [line for line in lines if line]
 
 
-def _stacked(head: Row, row: Row, limit: int) -> list[str]:
+def _stack_cells(head: Row, row: Row, limit: int) -> list[str]:
     """Return a row of which each cell is on a line, behind its head or below it."""
     lines = [row[0]]
     for name, cell in zip(head[1:], row[1:], strict=True):

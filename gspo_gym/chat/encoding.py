@@ -56,30 +56,32 @@ class TextCodec:
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
-        added = tokenizer.added_tokens_decoder
-        self.added: dict[str, int] = {token.content: token_id for token_id, token in added.items()}
-        self.special = frozenset(token.content for token in added.values() if token.special)
+        token_by_id = tokenizer.added_tokens_decoder
+        self.added: dict[str, int] = {token.content: token_id for token_id, token in token_by_id.items()}
+        self.special = frozenset(token.content for token in token_by_id.values() if token.special)
         self._any_special = _alternation(self.special)
         self._any_added = _alternation(self.added)
         # A special token that eats no spaces, put before a text that does not begin the sequence.
-        self._anchor = min((t.content for t in added.values() if t.special and not (t.lstrip or t.rstrip)), default="")
-        self._guarded: frozenset[str] = self.special
-        self._escaped = _escape_pattern(self._guarded)
+        self._anchor = min(
+            (t.content for t in token_by_id.values() if t.special and not (t.lstrip or t.rstrip)), default=""
+        )
+        self._guarded_texts: frozenset[str] = self.special
+        self._escape_regex = _escape_pattern(self._guarded_texts)
         self._plain_ids: dict[str, list[int]] = {}
-        self._encoded: dict[str, tuple[int, ...]] = {}
+        self._ids_by_text: dict[str, tuple[int, ...]] = {}
         self._anchor_texts: dict[int, str] = {}
         normalizes = getattr(getattr(tokenizer, "backend_tokenizer", None), "normalizer", None) is not None
         # A normaliser may find a token in text that does not spell it, such as full-width brackets.
-        self._finds_respelled = normalizes and any(token.normalized for token in added.values())
+        self._finds_respelled = normalizes and any(token.normalized for token in token_by_id.values())
 
     def guard(self, texts: Iterable[str]) -> None:
         """Treat these added tokens like special ones inside messages."""
-        self._guarded = self.special | frozenset(texts)
-        self._encoded.clear()  # `_require_spelled_out` depends on the guarded tokens
-        self._escaped = _escape_pattern(self._guarded)
+        self._guarded_texts = self.special | frozenset(texts)
+        self._ids_by_text.clear()  # `_require_spelled_out` depends on the guarded tokens
+        self._escape_regex = _escape_pattern(self._guarded_texts)
 
     def escapes(self) -> Escapes:
-        return Escapes(self._escaped)
+        return Escapes(self._escape_regex)
 
     def find_special(self, text: str) -> re.Match[str] | None:
         """Return the first special token in the text."""
@@ -128,8 +130,8 @@ class TextCodec:
         if self._any_added.search(text) is not None:
             return False
         ids = self._encode_behind(self._anchor, text)
-        shown = self.decode(ids, after=self.added[self._anchor]) if self._anchor else self._decode(ids)
-        return shown == text
+        round_trip = self.decode(ids, after=self.added[self._anchor]) if self._anchor else self._decode(ids)
+        return round_trip == text
 
     def _decode(self, token_ids: list[int]) -> str:
         text: str = self._tokenizer.decode(token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
@@ -147,24 +149,24 @@ class TextCodec:
         # Environments repeat themselves, and the episodes of a group read the same. Besides the time of encoding,
         # the cache saves waits: the tokenizer releases the GIL, and gets it back late from an engine that decodes in
         # another thread.
-        if (known := self._encoded.get(text)) is not None:
-            return list(known)
+        if (cached_ids := self._ids_by_text.get(text)) is not None:
+            return list(cached_ids)
         ids = self._encode_anew(text)
         if len(text) <= _MAX_REMEMBERED_CHARACTERS:
-            if len(self._encoded) >= _MAX_REMEMBERED:
-                del self._encoded[next(iter(self._encoded))]
-            self._encoded[text] = tuple(ids)
+            if len(self._ids_by_text) >= _MAX_REMEMBERED:
+                del self._ids_by_text[next(iter(self._ids_by_text))]
+            self._ids_by_text[text] = tuple(ids)
         return ids
 
     def _encode_anew(self, text: str) -> list[int]:
-        encoded = self._tokenizer(text, add_special_tokens=False, split_special_tokens=False, verbose=False)
-        ids: list[int] = encoded["input_ids"]
+        encoding = self._tokenizer(text, add_special_tokens=False, split_special_tokens=False, verbose=False)
+        ids: list[int] = encoding["input_ids"]
         if self._finds_respelled:
             self._require_spelled_out(text, ids)
         return ids
 
     def _require_spelled_out(self, text: str, ids: list[int]) -> None:
-        forbidden = {self.added[token]: token for token in self._guarded}
+        forbidden = {self.added[token]: token for token in self._guarded_texts}
         for token_id, token in forbidden.items():
             if ids.count(token_id) > text.count(token):
                 raise TemplateError(
@@ -181,7 +183,7 @@ class TextCodec:
             return self._encode_behind(self._anchor, text)
         # Tokenised in two halves. `split_special_tokens=True` would do it in one, but is a switch on the shared
         # tokenizer: another thread would tokenise a template with its special tokens taken apart.
-        forbidden = {self.added[token] for token in self._guarded}
+        forbidden = {self.added[token] for token in self._guarded_texts}
         for cut in range(1, len(text)):
             ids = self._encode_behind(self._anchor, text[:cut]) + self._encode_behind(self._anchor, text[cut:])
             if not forbidden.intersection(ids):
@@ -191,11 +193,11 @@ class TextCodec:
         )
 
 
-def _escape_pattern(guarded: Iterable[str]) -> re.Pattern[str]:
-    return re.compile(f"{_alternation(guarded).pattern}|{_MARKER.pattern}")
+def _escape_pattern(texts: Iterable[str]) -> re.Pattern[str]:
+    return re.compile(f"{_alternation(texts).pattern}|{_MARKER.pattern}")
 
 
 def _alternation(texts: Iterable[str]) -> re.Pattern[str]:
     # The longest first: of two tokens that begin alike, the longer is meant. No texts: a pattern that matches nothing.
-    ordered = sorted((text for text in texts if text), key=lambda text: (-len(text), text))
-    return re.compile("|".join(map(re.escape, ordered)) or r"(?!)")
+    longest_first = sorted((text for text in texts if text), key=lambda text: (-len(text), text))
+    return re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")

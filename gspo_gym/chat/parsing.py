@@ -138,34 +138,34 @@ class _Reader:
         kinds = [("reasoning", form.reasoning), ("content", form.content)]
         blocks = [(kind, pattern) for kind, patterns in kinds for pattern in patterns]
         blocks += [("call", pattern) for pattern in form.calls] if has_tools else []
-        found = next((block for block in blocks if _comes_next(cursor, _texts_before_field(block[1]))), None)
-        if found is not None:
-            return found
+        next_block = next((block for block in blocks if _comes_next(cursor, _texts_before_field(block[1]))), None)
+        if next_block is not None:
+            return next_block
         beginnings = list(dict.fromkeys(" ".join(_texts_before_field(pattern)) for _, pattern in blocks))
-        expected = f"answer: expected one of {', '.join(beginnings)}, got {quote(cursor.rest)}"
+        fault_text = f"answer: expected one of {', '.join(beginnings)}, got {quote(cursor.rest)}"
         if any(beginning.replace(" ", "").startswith("".join(cursor.rest.split())) for beginning in beginnings):
-            cursor.end_early(f"answer: cut off before one of {', '.join(beginnings)}", expected)
-        raise cursor.fault(expected)
+            cursor.end_early(f"answer: cut off before one of {', '.join(beginnings)}", fault_text)
+        raise cursor.fault(fault_text)
 
     def _split_reasoning(self, *, starts_inside: bool) -> tuple[str | None, str]:
         text = self._text
         tags = [reasoning_tags(pattern) for pattern in self._form.reasoning]
-        stripped = text.lstrip()
-        begun = next((pair for pair in tags if stripped.startswith(pair[0])), tags[0] if starts_inside else None)
-        if begun is None:
+        bare_text = text.lstrip()
+        tag_pair = next((pair for pair in tags if bare_text.startswith(pair[0])), tags[0] if starts_inside else None)
+        if tag_pair is None:
             for tag in (tag for pair in tags for tag in pair):
                 if tag in text:
                     self._fail_reasoning(f"expected a reasoning block only at the start of the answer, found {tag}")
             return None, text
-        opening, closing = begun
-        inside = stripped.removeprefix(opening) if stripped.startswith(opening) else text
-        reasoning, found, answer = inside.partition(closing)
-        if not found:
+        opening, closing = tag_pair
+        inside = bare_text.removeprefix(opening) if bare_text.startswith(opening) else text
+        reasoning, closing_tag, answer = inside.partition(closing)
+        if not closing_tag:
             error = f"expected the reasoning block to be closed by {closing}, but the answer ended"
             if self._cursor.is_truncated:
                 raise BadTextError(ParseStatus.TRUNCATED, error)
             self._fail_reasoning(error)
-        for tag in begun:
+        for tag in tag_pair:
             if tag in reasoning or tag in answer:
                 self._fail_reasoning(f"expected one reasoning block, found another {tag}")
         return reasoning.strip("\n"), answer.lstrip("\n")
@@ -191,7 +191,7 @@ class _Reader:
             return answer
         if not form.closing and texts[-1].strip():
             cursor.fail(f"tool calls: expected nothing after the {_last_thing(form)}, got {quote(texts[-1].strip())}")
-        return "\n".join(kept for text in texts if (kept := text.strip("\n")).strip())
+        return "\n".join(body for text in texts if (body := text.strip("\n")).strip())
 
     def _read_whole_call(self, answer: str) -> str:
         form, cursor = self._form, self._cursor
@@ -215,13 +215,13 @@ class _Reader:
             if form.separator and cursor.take(form.separator):
                 continue
             # Calls without a tag follow each other (Llama 4); those with one may have text between them.
-            another = first_text(form.calls[0]) or ("{" if form.begins else "")
+            next_start = first_text(form.calls[0]) or ("{" if form.begins else "")
             if form.separator or not (closing or form.begins):
                 break
             # Also a part of what closes, which is cut off, and is no further call.
             if closing and (cursor.is_at(str(closing[0])) or str(closing[0]).startswith(cursor.rest)):
                 break
-            if another and not cursor.is_at(another):
+            if next_start and not cursor.is_at(next_start):
                 break
         for piece in closing:
             cursor.expect(
@@ -277,19 +277,19 @@ class _Reader:
                 return text.removeprefix("\n").removesuffix("\n") if field.is_padded else text
         return self._read_word(field.name, following, where)
 
-    def _read_word(self, what: str, following: str, where: str) -> str:
+    def _read_word(self, kind: str, following: str, where: str) -> str:
         cursor = self._cursor
         if following:
-            word = cursor.find(following, where, f"the {what}").strip()
+            word = cursor.find(following, where, f"the {kind}").strip()
         else:
             cursor.skip_space()
-            found = re.compile(r"[^\s<]*").match(cursor.text, cursor.position)
-            assert found is not None
-            word, cursor.position = found.group(), found.end()
+            match = re.compile(r"[^\s<]*").match(cursor.text, cursor.position)
+            assert match is not None
+            word, cursor.position = match.group(), match.end()
             if cursor.is_done:
-                cursor.end_early(f"{where}: cut off inside the {what}", f"{where}: expected more after the {what}")
+                cursor.end_early(f"{where}: cut off inside the {kind}", f"{where}: expected more after the {kind}")
         if not word or any(letter.isspace() for letter in word):
-            cursor.fail(f"{where}: expected the {what}, a word, got {quote(word)}")
+            cursor.fail(f"{where}: expected the {kind}, a word, got {quote(word)}")
         return word
 
     def _read_text_block(self, following: str) -> str:
@@ -323,10 +323,10 @@ class _Reader:
             key, text = fields["key"], fields["value"]
             if key in arguments:
                 cursor.fail(f"{where}: the parameter {key} is given twice")
-            arguments[key] = self._typed(key, text, fields.get("is_string"), schemas.get(key), where)
+            arguments[key] = self._value_of_type(key, text, fields.get("is_string"), schemas.get(key), where)
         return arguments
 
-    def _typed(self, key: str, text: str, is_string: str | None, schema: Any, where: str) -> Any:
+    def _value_of_type(self, key: str, text: str, is_string: str | None, schema: Any, where: str) -> Any:
         if is_string is None:
             return typed(self._cursor, text, schema, f"{where}: parameter {key}")
         if is_string not in ("true", "false"):
@@ -387,6 +387,6 @@ def _texts_before_field(pattern: str) -> list[str]:
 
 def _comes_next(cursor: Cursor, texts: Sequence[str]) -> bool:
     start = cursor.position
-    found = all(cursor.take(text) for text in texts)
+    is_next = all(cursor.take(text) for text in texts)
     cursor.position = start
-    return found
+    return is_next

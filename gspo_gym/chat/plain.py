@@ -41,9 +41,12 @@ def tools_text(schemas: Sequence[Mapping[str, Any]]) -> str:
 def has_system_role(template: ChatTemplate, style: WireStyle) -> bool:
     """Return whether a template shows a system message, with tools also after a result (Mistral drops it there)."""
     call = ToolCall("call_0", "probe_tool", {"key": "value"})
-    told = (Message("system", _SYSTEM), Message("user", _USER))
-    answered = (Message("assistant", "", (call,)), Message("tool", "7", tool_call_id="call_0", name="probe_tool"))
-    conversations = [told, (*told, *answered)] if template.tools else [told]
+    opening = (Message("system", _SYSTEM), Message("user", _USER))
+    call_and_result = (
+        Message("assistant", "", (call,)),
+        Message("tool", "7", tool_call_id="call_0", name="probe_tool"),
+    )
+    conversations = [opening, (*opening, *call_and_result)] if template.tools else [opening]
     try:
         texts = [
             template.text([to_wire(m, i, style) for i, m in enumerate(messages)], add_generation_prompt=True)
@@ -71,8 +74,8 @@ class PlainWords:
         """Return a conversation, or its first messages, in this form."""
         if self.tools is not None:
             is_told = bool(messages) and messages[0].role == "system"
-            told = f"{messages[0].content}\n\n{self.tools}" if is_told else self.tools
-            messages = [Message("system", told), *messages[is_told:]]
+            system_text = f"{messages[0].content}\n\n{self.tools}" if is_told else self.tools
+            messages = [Message("system", system_text), *messages[is_told:]]
         return self.further(messages)
 
     def further(self, messages: Sequence[Message]) -> Sequence[Message]:
@@ -82,18 +85,22 @@ class PlainWords:
         plain: list[Message] = []
         was_changed = False
         for message in messages:
-            changed = self._changed(message)
+            plain_message = self._plain_form(message)
             # Most templates take one message of a user at a time.
-            if plain and plain[-1].role == changed.role == "user" and (was_changed or changed is not message):
+            if (
+                plain
+                and plain[-1].role == plain_message.role == "user"
+                and (was_changed or plain_message is not message)
+            ):
                 gap = "\n" if message.role == "tool" else "\n\n"
-                plain[-1] = Message("user", f"{plain[-1].content}{gap}{changed.content}")
+                plain[-1] = Message("user", f"{plain[-1].content}{gap}{plain_message.content}")
                 was_changed = True
                 continue
-            plain.append(changed)
-            was_changed = changed is not message
+            plain.append(plain_message)
+            was_changed = plain_message is not message
         return plain
 
-    def _changed(self, message: Message) -> Message:
+    def _plain_form(self, message: Message) -> Message:
         if message.role == "system" and not self.has_system_role:
             return Message("user", message.content)
         if self.tools is None:
@@ -102,12 +109,12 @@ class PlainWords:
             return Message("user", f"<tool_response>\n{message.content}\n</tool_response>")
         if message.tool_calls:
             parts = [message.content] if message.content else []
-            content = "\n".join([*parts, *map(_called, message.tool_calls)])
+            content = "\n".join([*parts, *map(_call_text, message.tool_calls)])
             return Message("assistant", content, reasoning_content=message.reasoning_content)
         return message
 
 
-def _called(call: ToolCall) -> str:
+def _call_text(call: ToolCall) -> str:
     return f"{_CALL_OPEN}\n{_json({'name': call.name, 'arguments': plain_json(call.arguments)})}\n{_CALL_CLOSE}"
 
 

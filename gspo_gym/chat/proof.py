@@ -103,7 +103,7 @@ def prove(
         TemplateError: no format reads all of it, or the template can write no text or no call; names the format that
             comes nearest, what the template wrote, and what was read.
     """
-    answers = [(kind, _spelled(message, spell)) for kind, message in _answers(tool_schemas, max_tool_calls)]
+    answers = [(kind, _spell_message(message, spell)) for kind, message in _answers(tool_schemas, max_tool_calls)]
     samples, refusals = _write_samples(write, answers)
     for kind, is_needed in (("a text", not starts_in_reasoning), ("a call", bool(tool_schemas))):
         if is_needed and not any(kind in sample.kind for sample in samples):
@@ -113,7 +113,7 @@ def prove(
     for form in sorted(formats, key=lambda form: reasoning_tags not in map(tags_of, form.reasoning)):
         keeps_text = True
         for number, sample in enumerate(samples):
-            parsed = parse_action(
+            result = parse_action(
                 sample.text,
                 form,
                 has_tools=bool(tool_schemas),
@@ -121,21 +121,23 @@ def prove(
                 starts_in_reasoning=starts_in_reasoning,
                 parameters=schemas,
             )
-            fault = _difference(sample.message, parsed)
+            fault = _difference(sample.message, result)
             if fault is None:
                 continue
             if sample.message.content and sample.message.tool_calls:
                 keeps_text = False
                 continue
-            is_call = isinstance(parsed, ParseFailure) or bool(parsed.tool_calls)
-            nearest = max(nearest, ((number, is_call), _explain(name, form, sample, fault)), key=lambda found: found[0])
+            is_call = isinstance(result, ParseFailure) or bool(result.tool_calls)
+            nearest = max(
+                nearest, ((number, is_call), _explain(name, form, sample, fault)), key=lambda candidate: candidate[0]
+            )
             break
         else:
             return Proof(form, keeps_text)
     raise TemplateError(nearest[1])
 
 
-def _spelled(message: Message, spell: Callable[[str], str]) -> Message:
+def _spell_message(message: Message, spell: Callable[[str], str]) -> Message:
     calls = [replace(call, arguments=plain_json(call.arguments, spell)) for call in message.tool_calls]
     reasoning = message.reasoning_content and spell(message.reasoning_content)
     return replace(message, content=spell(message.content), tool_calls=tuple(calls), reasoning_content=reasoning)
@@ -168,8 +170,8 @@ def _answers(tool_schemas: Sequence[Mapping[str, Any]], max_tool_calls: int | No
     if max_tool_calls is None:
         calls["a call and another"] = (whole, ToolCall("call_1", _TOOL, {"empty": ""}))
     calls |= {f"a call of {call.name}": (call,) for call in _own_calls(tool_schemas)}
-    for kind, those in calls.items():
-        message = Message("assistant", "", tool_calls=those)
+    for kind, kind_calls in calls.items():
+        message = Message("assistant", "", tool_calls=kind_calls)
         answers += [(kind, message), (f"{kind} with reasoning", replace(message, reasoning_content="Hm.\n\nSo."))]
         answers.append((f"{kind} with a text", replace(message, content="I look.\n\nNow.")))
     return answers
@@ -187,23 +189,23 @@ def _value_of(schema: Any) -> Any:
     """Return some value that a JSON schema allows; null if it allows anything, or says it in another way."""
     if isinstance(schema, Mapping) and isinstance(schema.get("enum"), list) and schema["enum"]:
         return next((value for value in schema["enum"] if not isinstance(value, str)), schema["enum"][0])
-    allowed = allowed_types(schema) or {"null"}
+    type_names = allowed_types(schema) or {"null"}
     # A text comes last: where other types are allowed, one that spells them comes back as them.
-    return next((value for name, value in _VALUES.items() if name in allowed), None)
+    return next((value for name, value in _VALUES.items() if name in type_names), None)
 
 
-def _difference(said: Message, parsed: Message | ParseFailure) -> str | None:
+def _difference(message: Message, result: Message | ParseFailure) -> str | None:
     """Return what was read of an answer if it is not what was said, else None."""
-    if isinstance(parsed, ParseFailure):
-        return parsed.error
+    if isinstance(result, ParseFailure):
+        return result.error
     parts = {
-        "the text": (said.content.strip(), parsed.content.strip()),
-        "the reasoning": (said.reasoning_content or "", parsed.reasoning_content or ""),
-        "the calls": (_calls_of(said), _calls_of(parsed)),
+        "the text": (message.content.strip(), result.content.strip()),
+        "the reasoning": (message.reasoning_content or "", result.reasoning_content or ""),
+        "the calls": (_calls_of(message), _calls_of(result)),
     }
-    for part, (wanted, found) in parts.items():
-        if wanted != found:
-            return f"{part} {_first_difference(wanted, found)}"
+    for part, (original, read_text) in parts.items():
+        if original != read_text:
+            return f"{part} {_first_difference(original, read_text)}"
     return None
 
 
@@ -212,10 +214,13 @@ def _calls_of(message: Message) -> str:
     return json.dumps([[call.name, call.arguments] for call in message.tool_calls], sort_keys=True, ensure_ascii=False)
 
 
-def _first_difference(wanted: str, found: str) -> str:
-    at = next((i for i, (a, b) in enumerate(zip(wanted, found, strict=False)) if a != b), min(len(wanted), len(found)))
+def _first_difference(original: str, read_text: str) -> str:
+    at = next(
+        (i for i, (a, b) in enumerate(zip(original, read_text, strict=False)) if a != b),
+        min(len(original), len(read_text)),
+    )
     start = max(0, at - 15)
-    return f"came back as {quote(found[start:])} instead of {quote(wanted[start:])}"
+    return f"came back as {quote(read_text[start:])} instead of {quote(original[start:])}"
 
 
 def _explain(name: str, form: Format, sample: _Sample, fault: str) -> str:

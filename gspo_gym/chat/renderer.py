@@ -92,21 +92,21 @@ class Renderer:
         self._codec = TextCodec(tokenizer)
         self._has_tools = bool(tool_schemas)
         self.notice: str | None = None
-        shown = () if tools_in == "system_message" else tool_schemas
+        template_tools = () if tools_in == "system_message" else tool_schemas
         try:
-            self._template = make(tool_schemas=shown)
+            self._template = make(tool_schemas=template_tools)
             self._facts = probe(self._template, self._codec)
         except ToolsNotShownError:
             if tools_in == "template":
                 raise
-            shown, self._template = (), make()
+            template_tools, self._template = (), make()
             self.notice = (
                 f"{self._template.name} does not show tools, their calls and results: the system message says what "
                 "tools there are, and calls are read as <tool_call>{...}</tool_call>"
             )
             self._facts = probe(self._template, self._codec)
         self._words = PlainWords(
-            tools=tools_text(tool_schemas) if tool_schemas and not shown else None,
+            tools=tools_text(tool_schemas) if tool_schemas and not template_tools else None,
             has_system_role=has_system_role(self._template, self._facts.style),
         )
         self._seams = Seams(self._template, self._facts)
@@ -186,7 +186,7 @@ class Renderer:
                 "it out, or give it as reasoning"
             )
         escapes = self._codec.escapes()
-        text, stop = self._said(message, escapes)
+        text, stop = self._answer_and_stop(message, escapes)
         return [*self._codec.encode(text, escapes, after=stop), self._codec.added[stop]]
 
     def call_opening(self, name: str | None) -> list[int]:
@@ -199,22 +199,22 @@ class Renderer:
             TemplateError: the template shows no calls.
         """
         escapes = self._codec.escapes()
-        said = ToolCall("call_0", _ANY_TOOL if name is None else name, {"key": _ARGUMENT})
+        call = ToolCall("call_0", _ANY_TOOL if name is None else name, {"key": _ARGUMENT})
         reasoning = "" if self.opens_reasoning else None
-        text, stop = self._said(Message("assistant", "", (said,), reasoning_content=reasoning), escapes)
+        text, stop = self._answer_and_stop(Message("assistant", "", (call,), reasoning_content=reasoning), escapes)
         end = _call_start(text, self.format, is_named=name is not None)
         if end is None:
             raise TemplateError(f"{self._template.name} shows no tool call that could be begun: {text!r}")
         # White space at the end is left out: the model samples it in one token with what follows.
         return self._codec.encode(text[:end], escapes, after=stop)
 
-    def _said(self, message: Message, escapes: Escapes) -> tuple[str, str]:
+    def _answer_and_stop(self, message: Message, escapes: Escapes) -> tuple[str, str]:
         """Return an answer's text as the template writes it, and the stop token that closes it."""
         prompt = self._template.text([_HELLO], add_generation_prompt=True)
         (message,) = self._words.further([message])
         if self.opens_reasoning and message.reasoning_content is None:
             message = dataclasses.replace(message, reasoning_content="")  # the model cannot leave out what is open
-        text = self._answered(message, escapes)
+        text = self._conversation_text(message, escapes)
         if not text.startswith(prompt) and self.opens_reasoning:
             text = self._in_opened_block(message, prompt, escapes)
         if not text.startswith(prompt):
@@ -230,26 +230,26 @@ class Renderer:
         _require_said(message, escapes, text[:at], self._template.name)
         return text[:at], stop
 
-    def _answered(self, message: Message, escapes: Escapes) -> str:
+    def _conversation_text(self, message: Message, escapes: Escapes) -> str:
         """Return a conversation of a greeting and this answer as the template writes it."""
-        said = self._seams.wires([message], escapes, first_index=1)[0]
+        answer_wire = self._seams.wires([message], escapes, first_index=1)[0]
         # Some templates put an empty reasoning block before a last answer that had none. Followed by a user message,
         # the answer stands as it was said.
         is_decorated = message.reasoning_content is None and bool(self._facts.empty_reasoning)
         return self._template.text(
-            [_HELLO, said, _HELLO] if is_decorated else [_HELLO, said], add_generation_prompt=False
+            [_HELLO, answer_wire, _HELLO] if is_decorated else [_HELLO, answer_wire], add_generation_prompt=False
         )
 
     def _in_opened_block(self, message: Message, prompt: str, escapes: Escapes) -> str:
-        """Return `_answered` with the reasoning that the prompt opened, where the template shows it in another form.
+        """Return `_conversation_text` with the reasoning that the prompt opened, if the template has another form.
 
         An empty block is closed as the template closes one with a text (Nemotron 3 writes an empty one differently); a
         template that drops reasoning (DeepSeek R1) is taken at its word for the answer, behind a block in R1's form.
         """
-        text = self._answered(dataclasses.replace(message, reasoning_content=_REASONING), escapes)
+        text = self._conversation_text(dataclasses.replace(message, reasoning_content=_REASONING), escapes)
         if not message.reasoning_content and text.startswith(prompt) and text.count(_REASONING) == 1:
             return text.replace(_REASONING, "")
-        text = self._answered(dataclasses.replace(message, reasoning_content=None), escapes)
+        text = self._conversation_text(dataclasses.replace(message, reasoning_content=None), escapes)
         tag, closing = self._facts.style.reasoning_tags
         opening = prompt[: prompt.rindex(tag)]
         if not text.startswith(opening):
@@ -278,7 +278,7 @@ class Renderer:
 
     def parse(self, text: str, *, is_truncated: bool) -> Message | ParseFailure:
         """Return `parse_action` of the text for this template and its tools."""
-        parsed = parse_action(
+        result = parse_action(
             text,
             self.format,
             has_tools=self._has_tools,
@@ -287,10 +287,10 @@ class Renderer:
             parameters=self._parameters,
         )
         most = self._max_tool_calls
-        if isinstance(parsed, Message) and most is not None and len(parsed.tool_calls) > most:
-            error = f"expected at most {most} tool call in one answer, got {len(parsed.tool_calls)}"
+        if isinstance(result, Message) and most is not None and len(result.tool_calls) > most:
+            error = f"expected at most {most} tool call in one answer, got {len(result.tool_calls)}"
             return ParseFailure(ParseStatus.BAD_TOOL_CALL, error, text)
-        return parsed
+        return result
 
     def _extends_over(self, turns: Sequence[tuple[Message, ...]]) -> bool:
         verdicts: list[bool] = []
@@ -307,9 +307,9 @@ class Renderer:
 
 
 def _stop_token_ids(tokenizer: Any, codec: TextCodec, closers: Sequence[str]) -> tuple[int, ...]:
-    added = set(codec.added.values())
+    added_ids = set(codec.added.values())
     # Model configs have defaults that may be ids of ordinary text in this vocabulary.
-    of_model = [token for token in getattr(tokenizer, MODEL_STOPS, ()) if token in added]
+    of_model = [token for token in getattr(tokenizer, MODEL_STOPS, ()) if token in added_ids]
     eos = [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]
     return tuple(dict.fromkeys([*(codec.added[closer] for closer in closers), *eos, *of_model]))
 
@@ -319,16 +319,16 @@ def _call_start(text: str, form: Format, *, is_named: bool) -> int | None:
     pattern = _CALL_ARGUMENTS if is_named else _CALL_NAME
     has_object = any(isinstance(piece, Field) and piece.name in ("call", "calls") for piece in pieces(form.calls[0]))
     if has_object or (is_named and form.arguments is Arguments.JSON):
-        found = pattern.search(text)
-        return None if found is None else found.start()
+        match = pattern.search(text)
+        return None if match is None else match.start()
     if not is_named:
         return text.find(_ANY_TOOL) if _ANY_TOOL in text else None
     first = first_text(form.parameter) or "key"
     start = text.rfind(first, 0, text.find(_ARGUMENT))
     if start < 0:
         return None
-    stripped = text[:start].rstrip()
-    return len(stripped) if stripped.endswith(">") else start  # else the white space ends the name
+    before_arguments = text[:start].rstrip()
+    return len(before_arguments) if before_arguments.endswith(">") else start  # else the white space ends the name
 
 
 def _require_said(message: Message, escapes: Escapes, text: str, name: str) -> None:

@@ -97,7 +97,7 @@ class _TurnText:
     rest: str
 
     @property
-    def said(self) -> str:
+    def answer_text(self) -> str:
         return self.head + self.body + self.ending
 
     def seam_behind(self, answer: Message) -> Seam:
@@ -114,7 +114,7 @@ class Seams:
         self._facts = facts
         self._closers = re.compile("|".join(map(re.escape, facts.closers)))
         self._plans: dict[_Shape, _Plan | _NoPlan] = {}
-        self._shown: set[_Shape] = set()
+        self._shown_shapes: set[_Shape] = set()
         self._plain_texts: set[str] = set()
 
     def wires(self, messages: Sequence[Message], escapes: Escapes, *, first_index: int = 0) -> list[Wire]:
@@ -149,24 +149,24 @@ class Seams:
     def require_shown(self, messages: Sequence[Message]) -> None:
         """Raise a TemplateError if the template does not show what the model must see; checked once for each shape."""
         shape = tuple(map(_shape_of, messages))
-        if shape in self._shown:
+        if shape in self._shown_shapes:
             return
         name = self._template.name
-        marked = _marked(messages)
-        text = self._template.text(self._marked_wires(marked), add_generation_prompt=False)
-        for index, message in enumerate(marked):
+        marked_messages = _mark_texts(messages)
+        text = self._template.text(self._marked_wires(marked_messages), add_generation_prompt=False)
+        for index, message in enumerate(marked_messages):
             if message.tool_calls and not self._facts.renders_calls:
                 raise TemplateError(
                     f"{name} does not show the tool calls of messages[{index}]; use one with tool support"
                 )
-            shown = text.count(message.content) if message.content else 1
-            if message.role != "assistant" and shown != 1:
+            num_shown = text.count(message.content) if message.content else 1
+            if message.role != "assistant" and num_shown != 1:
                 raise TemplateError(
-                    f"{name} shows the content of messages[{index}] (role {message.role}) {shown} times in a "
+                    f"{name} shows the content of messages[{index}] (role {message.role}) {num_shown} times in a "
                     f"conversation of {len(messages)}, expected once; say it in another message or change the template"
                 )
-        _make_room(self._shown)
-        self._shown.add(shape)
+        _make_room(self._shown_shapes)
+        self._shown_shapes.add(shape)
 
     def _predictable_shapes(self, messages: Sequence[Message]) -> list[_Shape] | None:
         """Return the shapes of messages that the template must treat like marked ones; None if it need not."""
@@ -197,10 +197,10 @@ class Seams:
 
     def _make_plan(self, history: Sequence[Message], new: Sequence[Message]) -> _Plan | _NoPlan:
         self.require_shown([*history, *new])
-        marked = _marked([*history, *new])
-        wires = self._marked_wires(marked)
+        marked_messages = _mark_texts([*history, *new])
+        wires = self._marked_wires(marked_messages)
         count = len(history)
-        turn = self._find_marked(marked[count - 1], wires[: count - 1], wires[count - 1], wires[count:])
+        turn = self._find_marked(marked_messages[count - 1], wires[: count - 1], wires[count - 1], wires[count:])
         if turn is None:
             return _NoPlan.REWRITES
         seam = turn.seam_behind(history[-1])
@@ -211,14 +211,14 @@ class Seams:
             if _MARK.fullmatch(text := wire.get(field, ""))
         }
         pieces = tuple(_MARK.split(seam.rest))
-        found = _MARK.findall(seam.rest)
-        if not all(text in slots for text in found):
+        marks = _MARK.findall(seam.rest)
+        if not all(text in slots for text in marks):
             return _NoPlan.UNREADABLE
-        treated = self._learn_treatments(wires, count, pieces, [(text, slots[text]) for text in found])
-        return _NoPlan.UNREADABLE if treated is None else _Plan(seam.unclosed, seam.stop, pieces, treated)
+        treated_slots = self._learn_treatments(wires, count, pieces, [(text, slots[text]) for text in marks])
+        return _NoPlan.UNREADABLE if treated_slots is None else _Plan(seam.unclosed, seam.stop, pieces, treated_slots)
 
     def _learn_treatments(
-        self, wires: list[Wire], count: int, pieces: tuple[str, ...], found: list[tuple[str, _Slot]]
+        self, wires: list[Wire], count: int, pieces: tuple[str, ...], marked_slots: list[tuple[str, _Slot]]
     ) -> tuple[_Slot, ...] | None:
         """Return the slots with the template's treatment of awkward texts; None if it is unknown."""
         awkward = [
@@ -226,20 +226,20 @@ class Seams:
             for wire in wires[count:]
         ]
         text = self._template.text([*wires[:count], *awkward], add_generation_prompt=True)
-        texts = [_AWKWARD.format(text=mark) if slot.field == "content" else mark for mark, slot in found]
-        plain_rest = "".join(a + b for a, b in zip(pieces, [*(mark for mark, _ in found), ""], strict=True))
+        texts = [_AWKWARD.format(text=mark) if slot.field == "content" else mark for mark, slot in marked_slots]
+        plain_rest = "".join(a + b for a, b in zip(pieces, [*(mark for mark, _ in marked_slots), ""], strict=True))
         plain = self._template.text(wires, add_generation_prompt=True)
         start = len(plain) - len(plain_rest)
         if not text.startswith(plain[:start]):
             return None
         slots: list[_Slot] = []
         position = start + len(pieces[0])
-        for (_, slot), original, piece in zip(found, texts, pieces[1:], strict=True):
+        for (_, slot), original, piece in zip(marked_slots, texts, pieces[1:], strict=True):
             for treatment in _TREATMENTS:
-                treated = treatment(original)
-                if text.startswith(treated + piece, position):
+                treated_text = treatment(original)
+                if text.startswith(treated_text + piece, position):
                     slots.append(dataclasses.replace(slot, treatment=treatment))
-                    position += len(treated + piece)
+                    position += len(treated_text + piece)
                     break
             else:
                 return None
@@ -248,25 +248,34 @@ class Seams:
     def _find_marked(self, last: Message, prior: list[Wire], wire: Wire, later: list[Wire]) -> _TurnText | None:
         """Return the turn of `last`, with marks for its texts, between the others; None if it was rewritten."""
         prompt = self._template.text(prior, add_generation_prompt=True)
-        closed = self._template.text([*prior, wire], add_generation_prompt=False)
+        closed_text = self._template.text([*prior, wire], add_generation_prompt=False)
         onward = self._template.text([*prior, wire, *later], add_generation_prompt=True)
-        if not (closed.startswith(prompt) and onward.startswith(prompt)):
+        if not (closed_text.startswith(prompt) and onward.startswith(prompt)):
             return None
         marks = _marks_of(last)
-        said = self._take_apart(closed[len(prompt) :], marks)
-        kept = self._take_apart(onward[len(prompt) :], marks)
-        if said is None or kept is None:
+        closed_turn = self._take_apart(closed_text[len(prompt) :], marks)
+        continued_turn = self._take_apart(onward[len(prompt) :], marks)
+        if closed_turn is None or continued_turn is None:
             return None
         # An answer without reasoning was sampled without the empty block that some templates put before the last
         # answer.
-        head = said.head if last.reasoning_content is not None else said.head.removeprefix(self._facts.empty_reasoning)
-        if (head, said.body, said.ending, said.stop) != (kept.head, kept.body, kept.ending, kept.stop):
+        head = (
+            closed_turn.head
+            if last.reasoning_content is not None
+            else closed_turn.head.removeprefix(self._facts.empty_reasoning)
+        )
+        if (head, closed_turn.body, closed_turn.ending, closed_turn.stop) != (
+            continued_turn.head,
+            continued_turn.body,
+            continued_turn.ending,
+            continued_turn.stop,
+        ):
             return None
         if (
-            last.reasoning_content == "" and self._facts.style.reasoning_tags[1] not in kept.head
+            last.reasoning_content == "" and self._facts.style.reasoning_tags[1] not in continued_turn.head
         ):  # an empty block has no mark
             return None
-        return kept
+        return continued_turn
 
     def _find_by_rendering(self, history: Sequence[Message], new: Sequence[Message], escapes: Escapes) -> Seam | None:
         # As with marks, but with the real answer in their place.
@@ -274,22 +283,24 @@ class Seams:
         prior = self.wires(history[:-1], escapes)
         later = self.wires(new, escapes, first_index=len(history))
         last = history[-1]
-        marked = _marked([last], keep_ids=True)[0]
-        turn = self._find_marked(marked, prior, self.wires([marked], escapes)[0], later)
+        marked_message = _mark_texts([last], keep_ids=True)[0]
+        turn = self._find_marked(marked_message, prior, self.wires([marked_message], escapes)[0], later)
         if turn is None:
             return None
         # Arguments stay marked: a template can only write JSON out, and it may repeat the content.
-        half = dataclasses.replace(marked, content=last.content, reasoning_content=last.reasoning_content)
-        said = self.wires([half], escapes, first_index=len(history) - 1)
+        half = dataclasses.replace(marked_message, content=last.content, reasoning_content=last.reasoning_content)
+        answer_wires = self.wires([half], escapes, first_index=len(history) - 1)
         prompt = self._template.text(prior, add_generation_prompt=True)
-        onward = self._template.text([*prior, *said, *later], add_generation_prompt=True)
+        onward = self._template.text([*prior, *answer_wires, *later], add_generation_prompt=True)
         forms = [
             dict.fromkeys(treatment(escapes(text)) for treatment in _TREATMENTS)
             for text in (last.content, last.reasoning_content or "")
         ]
         for content, reasoning in itertools.product(*forms):
-            shown = _put_in(turn.said, {marked.content: content, marked.reasoning_content or "": reasoning})
-            if onward == prompt + shown + turn.stop + turn.rest:
+            answer_text = _put_in(
+                turn.answer_text, {marked_message.content: content, marked_message.reasoning_content or "": reasoning}
+            )
+            if onward == prompt + answer_text + turn.stop + turn.rest:
                 return turn.seam_behind(last)
         return None
 
@@ -305,8 +316,8 @@ class Seams:
         start, end = (min(starts), end) if marks else (stop.start(), stop.start())
         return _TurnText(text[:start], text[start:end], text[end : stop.start()], stop.group(), text[stop.end() :])
 
-    def _marked_wires(self, marked: Sequence[Message]) -> list[Wire]:
-        return [to_wire(message, index, self._facts.style) for index, message in enumerate(marked)]
+    def _marked_wires(self, marked_messages: Sequence[Message]) -> list[Wire]:
+        return [to_wire(message, index, self._facts.style) for index, message in enumerate(marked_messages)]
 
 
 def _shape_of(message: Message) -> _Shape:  # all but texts that a template may decide by
@@ -323,7 +334,7 @@ def _shape_of(message: Message) -> _Shape:  # all but texts that a template may 
     )
 
 
-def _marked(messages: Sequence[Message], *, keep_ids: bool = False) -> list[Message]:
+def _mark_texts(messages: Sequence[Message], *, keep_ids: bool = False) -> list[Message]:
     """Return the conversation with a mark for every non-empty text; an id has the same mark everywhere."""
     numbers = itertools.count()
     ids: dict[str, str] = {}
@@ -351,8 +362,8 @@ def _marks_of(message: Message) -> list[str]:
     return [text for text in texts if text] + [call.arguments["key"] for call in message.tool_calls if call.arguments]
 
 
-def _put_in(marked: str, texts: Mapping[str, str]) -> str:
-    return _MARK.sub(lambda found: texts.get(found.group(), found.group()), marked)
+def _put_in(marked_text: str, texts: Mapping[str, str]) -> str:
+    return _MARK.sub(lambda match: texts.get(match.group(), match.group()), marked_text)
 
 
 def _make_room(store: dict[Any, Any] | set[Any]) -> None:  # of what can be computed again

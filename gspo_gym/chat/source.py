@@ -42,9 +42,9 @@ def searched_literals(source: str) -> re.Pattern[str]:
     for call in tree.find_all(nodes.Call):
         if isinstance(call.node, nodes.Getattr) and call.node.attr in _SEARCH_METHODS:
             inside |= {text for argument in call.args for text in _constants(argument)}
-    for used in tree.find_all(nodes.Filter):
-        if used.name == "replace":
-            inside |= {text for argument in used.args for text in _constants(argument)}
+    for filter_node in tree.find_all(nodes.Filter):
+        if filter_node.name == "replace":
+            inside |= {text for argument in filter_node.args for text in _constants(argument)}
     patterns = sorted(re.escape(text) for text in inside if text.strip())
     patterns += sorted(rf"\A{re.escape(text)}\Z" for text in whole if text.strip())
     return re.compile("|".join(patterns) or r"(?!)")

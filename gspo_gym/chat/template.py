@@ -77,8 +77,10 @@ class ChatTemplate:
     ) -> None:
         kwargs = dict(template_kwargs or {})
         self.name = f"the chat template of {getattr(tokenizer, 'name_or_path', '') or 'this tokenizer'}"
-        if taken := sorted(_RESERVED & kwargs.keys()):
-            raise TemplateError(f"template_kwargs: {', '.join(taken)} is set by the renderer itself; remove it")
+        if reserved_names := sorted(_RESERVED & kwargs.keys()):
+            raise TemplateError(
+                f"template_kwargs: {', '.join(reserved_names)} is set by the renderer itself; remove it"
+            )
         self.tools = [plain_json(schema) for schema in tool_schemas]
         try:
             self.source: str = tokenizer.get_chat_template(kwargs.pop("chat_template", None), self.tools or None)
@@ -114,9 +116,9 @@ class ChatTemplate:
 
     def with_arguments(self, arguments: Mapping[str, Any]) -> ChatTemplate:
         """Return the same template with further arguments."""
-        other = copy.copy(self)
-        other._kwargs = {**self._kwargs, **arguments}
-        return other
+        variant = copy.copy(self)
+        variant._kwargs = {**self._kwargs, **arguments}
+        return variant
 
     def accepts(self, wires: Sequence[Wire], *, with_tools: bool = True) -> bool:
         """Return whether the template renders the messages at all."""
@@ -273,9 +275,11 @@ def probe(template: ChatTemplate, codec: TextCodec) -> TemplateFacts:
     _require_tools_taken(template, user)
     prompt = template.text([user], add_generation_prompt=True)
     answer = template.text([user, {"role": "assistant", "content": _ANSWER}], add_generation_prompt=False)
-    for text, who in ((_USER, "a user message"), (_ANSWER, "an assistant message")):
+    for text, message_kind in ((_USER, "a user message"), (_ANSWER, "an assistant message")):
         if answer.count(text) != 1:
-            raise TemplateError(f"{template.name} shows the content of {who} {answer.count(text)} times, expected once")
+            raise TemplateError(
+                f"{template.name} shows the content of {message_kind} {answer.count(text)} times, expected once"
+            )
     head = _check_generation_prompt(template, user, prompt, answer)
     tail = answer[answer.index(_ANSWER) + len(_ANSWER) :]
     between = answer[answer.index(_USER) + len(_USER) : answer.index(_ANSWER)]
@@ -298,7 +302,7 @@ def probe(template: ChatTemplate, codec: TextCodec) -> TemplateFacts:
         names_in_ids=_shows_names_in_ids(template, user, arguments_are_text),
         answer_opening=(between.strip() or None) if codec.find_added(between) is None else None,
     )
-    codec.guard({found for found in codec.added if found in between + tail} - set(tags))
+    codec.guard({token for token in codec.added if token in between + tail} - set(tags))
     calls = _probe_calls(template, codec, closer.group(), style)
     if template.tools:
         _check_tools(template, user, calls)
@@ -321,20 +325,20 @@ def _end_turns_by_the_next(template: ChatTemplate, codec: TextCodec, user: Wire,
     GLM 4 ends an answer by sampling <|user|> and a call by sampling <|observation|>, which open the next message. A
     token that also opens the model's turn (`own_opening`) ends none.
     """
-    said = {"role": "assistant", "content": _ANSWER}
-    called = [user, _call("call_0")]
+    answer = {"role": "assistant", "content": _ANSWER}
+    call_conversation = [user, _call("call_0")]
     result = {"role": "tool", "content": _RESULT, "tool_call_id": "call_0", "name": _PROBE_TOOL}
     openings = []
-    for before, after in (([user, said], user), (called, result)):
+    for before, after in (([user, answer], user), (call_conversation, result)):
         conversation = [*before, after]
         if not (template.accepts(before) and template.accepts(conversation)):
             openings.append("")
             continue
         text = template.text(before, add_generation_prompt=False)
         whole = template.text(conversation, add_generation_prompt=False)
-        found = codec.find_special(whole[len(text) :].lstrip()) if whole.startswith(text) else None
-        is_end = found is not None and found.start() == 0 and found.group() not in own_opening
-        openings.append(found.group() if found is not None and is_end else "")
+        opening_match = codec.find_special(whole[len(text) :].lstrip()) if whole.startswith(text) else None
+        is_end = opening_match is not None and opening_match.start() == 0 and opening_match.group() not in own_opening
+        openings.append(opening_match.group() if opening_match is not None and is_end else "")
     template.end_turns_by(openings[0], openings[1] or openings[0])
     return openings[0]
 
@@ -378,46 +382,50 @@ def _wants_arguments_as_text(template: ChatTemplate, user: Wire) -> bool:
 
 
 def _shows_names_in_ids(template: ChatTemplate, user: Wire, as_text: bool) -> bool:
-    called = [[user, _call(call_id, as_text)] for call_id in ("call_0", f"functions.{_PROBE_TOOL}:0")]
-    if not all(map(template.accepts, called)):
+    conversations = [[user, _call(call_id, as_text)] for call_id in ("call_0", f"functions.{_PROBE_TOOL}:0")]
+    if not all(map(template.accepts, conversations)):
         return False
-    unnamed, named = (template.text(conversation, add_generation_prompt=False) for conversation in called)
-    return _PROBE_TOOL not in unnamed and _PROBE_TOOL in named
+    text_without_name, text_with_name = (
+        template.text(conversation, add_generation_prompt=False) for conversation in conversations
+    )
+    return _PROBE_TOOL not in text_without_name and _PROBE_TOOL in text_with_name
 
 
 def _probe_calls(template: ChatTemplate, codec: TextCodec, closer: str, style: WireStyle) -> _Calls:
     user = {"role": "user", "content": _USER}
     call_id = mark(0) if style.needs_nine_character_ids else "call_0"
     as_text = style.arguments_are_text
-    called = [user, _call(call_id, as_text)]
+    conversation = [user, _call(call_id, as_text)]
     try:
-        text = template.text(called, add_generation_prompt=False)
+        text = template.text(conversation, add_generation_prompt=False)
         if text.count(_ARGUMENT) != 1:
             return _Calls(
                 (closer,), f"{template.name} shows the tool calls of an assistant message {text.count(_ARGUMENT)} times"
             )
         result = {"role": "tool", "content": _RESULT, "tool_call_id": call_id, "name": _PROBE_TOOL}
-        answered = template.text([*called, result], add_generation_prompt=True)
+        text_with_result = template.text([*conversation, result], add_generation_prompt=True)
     except TemplateError as error:
         return _Calls((closer,), str(error))
-    if answered.count(_RESULT) != 1:
-        return _Calls((closer,), f"{template.name} shows the result of a tool {answered.count(_RESULT)} times")
-    closers = [closer, *_call_closers(template, codec, called, closer)]
+    if text_with_result.count(_RESULT) != 1:
+        return _Calls((closer,), f"{template.name} shows the result of a tool {text_with_result.count(_RESULT)} times")
+    closers = [closer, *_call_closers(template, codec, conversation, closer)]
     twice = _call(call_id, as_text)
     twice["tool_calls"] += _call(mark(1), as_text)["tool_calls"]
-    both = template.text([user, twice], add_generation_prompt=False) if template.accepts([user, twice]) else ""
-    shows_both = both.count(_ARGUMENT) == 2  # gpt-oss shows the first alone
+    two_calls_text = (
+        template.text([user, twice], add_generation_prompt=False) if template.accepts([user, twice]) else ""
+    )
+    shows_both = two_calls_text.count(_ARGUMENT) == 2  # gpt-oss shows the first alone
     return _Calls(tuple(dict.fromkeys(closers)), None, None if shows_both else 1)
 
 
-def _call_closers(template: ChatTemplate, codec: TextCodec, called: Sequence[Wire], closer: str) -> list[str]:
+def _call_closers(template: ChatTemplate, codec: TextCodec, conversation: Sequence[Wire], closer: str) -> list[str]:
     """Return the tokens that end a turn with a call where `closer` does not, also a call of a built-in tool."""
     templates = [template]
     if _BUILTIN_TOOLS in template.source:  # Llama 3.1 ends them by a token of its own, and at times others, too
         templates.append(template.with_arguments({_BUILTIN_TOOLS: [_PROBE_TOOL]}))
     closers = []
     for variant in templates:
-        _, _, tail = variant.text(called, add_generation_prompt=False).rpartition(_ARGUMENT)
+        _, _, tail = variant.text(conversation, add_generation_prompt=False).rpartition(_ARGUMENT)
         # The last special token: those before it end the argument or the call (Gemma 4's quote), and not the turn.
         if closer not in tail and (tokens := codec.special_in(tail)):
             closers.append(tokens[-1])

@@ -80,15 +80,15 @@ class Cursor:
         if self.take(piece):
             return
         if any(possible.startswith(self.rest) for possible in (piece, instead) if possible):
-            self.end_early(f"{where}: cut off before {piece}", f"{where}: {_expected(piece, after, '')}")
-        self.fail(f"{where}: {_expected(piece, after, self.rest)}")
+            self.end_early(f"{where}: cut off before {piece}", f"{where}: {_expectation(piece, after, '')}")
+        self.fail(f"{where}: {_expectation(piece, after, self.rest)}")
 
     def find(self, piece: str, where: str, what: str) -> str:
         """Return the text up to `piece`, which must come, and move to it."""
         end = self.text.find(piece, self.position)
         if end < 0:
             self.end_early(
-                f"{where}: cut off inside {what}", f"{where}: {_expected(piece, what, self.text[self.position :])}"
+                f"{where}: cut off inside {what}", f"{where}: {_expectation(piece, what, self.text[self.position :])}"
             )
         start, self.position = self.position, end
         return self.text[start:end]
@@ -204,18 +204,20 @@ def typed(cursor: Cursor, text: str, schema: Any, where: str) -> Any:
     both, or whose type is unknown, is the JSON if the text is JSON of an allowed type, else the text: such a parameter
     cannot be the text "5" where 5 is allowed.
     """
-    allowed = allowed_types(schema)
-    if allowed == {"string"}:
+    type_names = allowed_types(schema)
+    if type_names == {"string"}:
         return text
     value = _json_or_nothing(text)
     choices = [json.dumps(choice) for choice in _choices_of(schema)]
     if choices and (value is _NOTHING or json.dumps(value) not in choices) and json.dumps(text) in choices:
         return text
-    if value is not _NOTHING and (allowed is None or any(_TYPES[name](value) for name in allowed if name in _TYPES)):
+    if value is not _NOTHING and (
+        type_names is None or any(_TYPES[name](value) for name in type_names if name in _TYPES)
+    ):
         return value
-    if allowed is None or "string" in allowed:
+    if type_names is None or "string" in type_names:
         return text
-    raise cursor.fault(f"{where}: expected {' or '.join(sorted(allowed))}, got {quote(text)}")
+    raise cursor.fault(f"{where}: expected {' or '.join(sorted(type_names))}, got {quote(text)}")
 
 
 def quote(text: str) -> str:
@@ -251,26 +253,28 @@ def _read_text(cursor: Cursor, where: str, quote_token: str) -> str | None:
         cursor.end_early(f"{where}: cut off inside a text", f"{where}: expected {mark} at the end of a text")
     cursor.position = body.end()
     # As JSON, which has all escapes of Python's that templates and models write, but that of the single quote.
-    written = re.sub(r"\\(.)|\"", lambda found: _as_json(found), body.group(1), flags=re.DOTALL)
+    json_body = re.sub(r"\\(.)|\"", lambda match: _as_json(match), body.group(1), flags=re.DOTALL)
     try:
-        text = json.loads(f'"{written}"', strict=False)
+        text = json.loads(f'"{json_body}"', strict=False)
         text.encode()
     except ValueError as error:  # a lone surrogate, too
         cursor.fail(f"{where}: not a usable text: {error}")
     return str(text)
 
 
-def _as_json(found: re.Match[str]) -> str:
-    if found.group() == '"':
+def _as_json(match: re.Match[str]) -> str:
+    if match.group() == '"':
         return '\\"'
-    return "'" if found.group(1) == "'" else found.group()
+    return "'" if match.group(1) == "'" else match.group()
 
 
-def _fail_at(cursor: Cursor, where: str, what: str, quote_token: str) -> NoReturn:
+def _fail_at(cursor: Cursor, where: str, description: str, quote_token: str) -> NoReturn:
     rest = cursor.rest
     if quote_token.startswith(rest):  # an empty rest, too
-        cursor.end_early(f"{where}: cut off before {what}", f"{where}: expected {what}, but the answer ended")
-    cursor.fail(f"{where}: expected {what}, got {quote(rest)}")
+        cursor.end_early(
+            f"{where}: cut off before {description}", f"{where}: expected {description}, but the answer ended"
+        )
+    cursor.fail(f"{where}: expected {description}, got {quote(rest)}")
 
 
 def _to_number(cursor: Cursor, where: str, literal: str) -> Any:
@@ -280,7 +284,7 @@ def _to_number(cursor: Cursor, where: str, literal: str) -> Any:
         cursor.fail(f"{where}: {error}")
 
 
-def _expected(piece: str, after: str, rest: str) -> str:
+def _expectation(piece: str, after: str, rest: str) -> str:
     return f"expected {piece}{f' after {after}' if after else ''}, got {quote(rest)}"
 
 
@@ -288,13 +292,13 @@ def allowed_types(schema: Any) -> set[str] | None:
     """Return the names of the JSON types that a schema allows; None if it does not say."""
     if not isinstance(schema, Mapping):
         return None
-    if (named := schema.get("type")) is not None:
-        return {str(name) for name in ([named] if isinstance(named, str) else named)}
+    if (type_value := schema.get("type")) is not None:
+        return {str(name) for name in ([type_value] if isinstance(type_value, str) else type_value)}
     for key in ("anyOf", "oneOf"):
         if isinstance(branches := schema.get(key), list):
-            allowed = [allowed_types(branch) for branch in branches]
-            known = [types for types in allowed if types is not None]
-            return set().union(*known) if known and len(known) == len(allowed) else None
+            branch_types = [allowed_types(branch) for branch in branches]
+            type_sets = [types for types in branch_types if types is not None]
+            return set().union(*type_sets) if type_sets and len(type_sets) == len(branch_types) else None
     if values := _choices_of(schema):
         names = [name for value in values for name in ["string", *_TYPES] if _is_of(value, name)]
         return set(names) or None
@@ -307,8 +311,8 @@ def _choices_of(schema: Any) -> list[Any]:
         return []
     if "const" in schema:
         return [schema["const"]]
-    listed = schema.get("enum")
-    return listed if isinstance(listed, list) else []
+    choices = schema.get("enum")
+    return choices if isinstance(choices, list) else []
 
 
 def _is_of(value: Any, name: str) -> bool:

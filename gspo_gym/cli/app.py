@@ -53,13 +53,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def check_app_command(arguments: argparse.Namespace) -> int:
     """Play the probes and print their results; return 1 if there is a problem."""
     try:
-        reports = run_to_end(_checked(arguments))
+        reports = run_to_end(_probe_reports(arguments))
     except ImportError as error:
         raise MissingExtraError("a task app is checked with: pip install 'gspo-gym[apps]'") from error
     is_ok = not any(report.problems for report in reports)
     if arguments.json:
-        told = {"url": arguments.url, "ok": is_ok, "probes": [report.to_json() for report in reports]}
-        print(json.dumps(told, indent=2))
+        summary = {"url": arguments.url, "ok": is_ok, "probes": [report.to_json() for report in reports]}
+        print(json.dumps(summary, indent=2))
     else:
         for report in reports:
             print("\n".join(_lines(report)))
@@ -67,7 +67,7 @@ def check_app_command(arguments: argparse.Namespace) -> int:
     return 0 if is_ok else 1
 
 
-async def _checked(arguments: argparse.Namespace) -> tuple[ProbeReport, ...]:
+async def _probe_reports(arguments: argparse.Namespace) -> tuple[ProbeReport, ...]:
     from dataclasses import replace
 
     from gspo_gym.config.build.threads import computing_elsewhere
@@ -119,11 +119,11 @@ def _keys(variable: str | None) -> AppKeys:
 def _lines(report: ProbeReport) -> list[str]:
     """Return the report's lines about each probe."""
     state = "PROBLEM" if report.problems else "ok"
-    told = "no return" if report.episode_return is None else f"return {report.episode_return:g}"
+    return_text = "no return" if report.episode_return is None else f"return {report.episode_return:g}"
     rewards = ", ".join(f"{count} {kind}" for kind, count in report.step_rewards.items() if count) or "none"
-    calls = ", ".join(f"{count} {what}" for what, count in report.calls.items()) or "none counted"
+    calls = ", ".join(f"{count} {call_kind}" for call_kind, count in report.calls.items()) or "none counted"
     return [
-        f"{report.name}: {state}: {report.outcome}, {told}",
+        f"{report.name}: {state}: {report.outcome}, {return_text}",
         f"  {report.asked}",
         f"  {report.num_decisions} decisions, {report.num_turns} turns; step rewards: {rewards}; calls: {calls}; "
         f"{report.num_trained_tokens} of {report.num_sampled_tokens} sampled tokens are trained on",

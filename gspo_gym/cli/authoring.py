@@ -76,12 +76,8 @@ def write_new(arguments: argparse.Namespace) -> int:
 
 def print_card(arguments: argparse.Namespace) -> int:
     """Print the card or write it to a file; return 1 if an episode could not be played."""
-    card = make_card(
-        arguments.name,
-        env_config_of(arguments.option),
-        num_seeds=arguments.seeds,
-        max_turns=arguments.max_turns,
-    )
+    options = env_config_of(arguments.option)
+    card = make_card(arguments.name, options, num_seeds=arguments.seeds, max_turns=arguments.max_turns)
     text = card_as_markdown(card)
     if arguments.markdown is None:
         sys.stdout.write(text)
@@ -94,13 +90,7 @@ def print_card(arguments: argparse.Namespace) -> int:
 
 @dataclass(frozen=True, slots=True)
 class NewEnvironment:
-    """The result of `new_environment`.
-
-    Attributes:
-        folder: of the project.
-        files: relative to `folder`, in the order in which to read them.
-        env_id: the environment's id once the project is installed.
-    """
+    """A written project: its folder, its files in the order in which to read them, and its id once it is installed."""
 
     folder: Path
     files: tuple[Path, ...]
@@ -127,34 +117,20 @@ def new_environment(name: str, *, kind: str = "text", folder: Path = Path()) -> 
     project = folder / words["distribution"]
     if project.exists():
         raise ConfigError(f"{project} exists already; choose another name or another --folder")
-    # All texts before the first file: an error leaves no half-written project.
-    texts = {
-        Path(path): Template(_template(kind, template)).substitute(words)
-        for path, template in _files(words["package"]).items()
-    }
-    for path, text in texts.items():
-        make_folder((project / path).parent)
-        write_output(project / path, text)
+    package = words["package"]
+    sources = {f"{package}/{name}": name for name in ("env.py", "tasks.py", "rewards.py", "policies.py", "__init__.py")}
+    templates = {"README.md": "README.md", **sources, f"tests/test_{package}.py": "test_env.py"}
+    templates |= {name: name for name in ("train.toml", "pyproject.toml")}
+    texts: dict[Path, str] = {}
+    for path, name in templates.items():
+        own, shared_template = (_TEMPLATES / folder / f"{name}.template" for folder in (kind, "any"))
+        template = (own if own.is_file() else shared_template).read_text(encoding="utf-8")
+        texts[Path(path)] = Template(template).substitute(words)
+    # After all texts are there: an error leaves no half-written project.
+    for target, text in texts.items():
+        make_folder((project / target).parent)
+        write_output(project / target, text)
     return NewEnvironment(project, tuple(texts), words["env_id"])
-
-
-def _files(package: str) -> Mapping[str, str]:
-    """Return the project's files, each with its template."""
-    sources = ("env.py", "tasks.py", "rewards.py", "policies.py", "__init__.py")
-    return {
-        "README.md": "README.md",
-        **{f"{package}/{source}": source for source in sources},
-        f"tests/test_{package}.py": "test_env.py",
-        "train.toml": "train.toml",
-        "pyproject.toml": "pyproject.toml",
-    }
-
-
-def _template(kind: str, name: str) -> str:
-    """Return the kind's template of this name, or the shared one."""
-    own = _TEMPLATES / kind / f"{name}.template"
-    shared = _TEMPLATES / "any" / f"{name}.template"
-    return (own if own.is_file() else shared).read_text(encoding="utf-8")
 
 
 def _names_of(name: str) -> dict[str, str]:
@@ -171,9 +147,9 @@ def _names_of(name: str) -> dict[str, str]:
         raise ConfigError(
             f"{name!r} means something else in Python or in the files of the package; choose another name"
         )
-    named_alike = [env_id for env_id in list_environments(include_gymnasium=True) if _bare(env_id) == class_name]
-    if named_alike:
-        raise ConfigError(f"there is an environment {named_alike[0]!r} already; choose another name than {name!r}")
+    for env_id in list_environments(include_gymnasium=True):
+        if re.sub(r"-v\d+$", "", env_id.rpartition("/")[2]) == class_name:  # without namespace and version
+            raise ConfigError(f"there is an environment {env_id!r} already; choose another name than {name!r}")
     if importlib.util.find_spec(package) is not None:
         raise ConfigError(f"there is a module {package!r} already, which would be hidden; choose another name")
     return {
@@ -186,11 +162,6 @@ def _names_of(name: str) -> dict[str, str]:
     }
 
 
-def _bare(env_id: str) -> str:
-    """Return an id without namespace and version."""
-    return re.sub(r"-v\d+$", "", env_id.rpartition("/")[2])
-
-
 REFERENCE, RANDOM = "reference", "random"
 _STAND_IN = "arbitrary actions"  # where an environment has no random player
 _TIMEOUT_SECONDS = 60.0
@@ -198,13 +169,7 @@ _TIMEOUT_SECONDS = 60.0
 
 @dataclass(frozen=True)
 class PlayerRecord:
-    """The episodes of one player.
-
-    Attributes:
-        player: its name.
-        runs: the episodes, by seed.
-        failures: what went wrong in the episodes that could not be played.
-    """
+    """The episodes of one player, by seed, and what went wrong in those that could not be played."""
 
     player: str
     runs: tuple[Playthrough, ...]
@@ -223,20 +188,15 @@ class PlayerRecord:
     @property
     def success_rate(self) -> float | None:
         """Return the fraction of all episodes that succeeded, or None if no episode declared success or failure."""
-        count = self._num_successes
-        return None if count is None else count / len(self.runs)
+        if all(run.success is None for run in self.runs):
+            return None
+        return sum(run.success is True for run in self.runs) / len(self.runs)
 
     @property
     def success_interval(self) -> Interval | None:
         """Return the 95% Wilson interval of the success rate."""
-        count = self._num_successes
-        return None if count is None else wilson_interval(count, len(self.runs))
-
-    @property
-    def _num_successes(self) -> int | None:
-        if all(run.success is None for run in self.runs):
-            return None
-        return sum(run.success is True for run in self.runs)
+        rate, num_runs = self.success_rate, len(self.runs)
+        return None if rate is None else wilson_interval(round(rate * num_runs), num_runs)
 
     @property
     def mean_terms(self) -> Mapping[str, float]:
@@ -259,7 +219,6 @@ class EnvironmentCard:
     """The contents of a card.
 
     Attributes:
-        env_id: the full id.
         summary: the first paragraph of the docstring.
         options: the constructor's arguments with the values used here, as Python literals.
         facts: spaces, isolation, limits and the like, by name.
@@ -300,9 +259,10 @@ def make_card(
 async def _make_card(env_id: str, config: dict[str, Any], seeds: Sequence[int], max_turns: int) -> EnvironmentCard:
     factory = partial(make, env_id, **config)
     # Only to read its declarations: the episodes below are played on other instances.
-    async with looking_at(factory, env_id) as made:
-        env = getattr(made, "unwrapped", made)
+    async with looking_at(factory, env_id) as wrapper:
+        env = getattr(wrapper, "unwrapped", wrapper)
         policies: Mapping[str, PolicyFactory] = getattr(env, "policies", {})
+        low, high = getattr(env, "reward_range", (-math.inf, math.inf))
         card = partial(
             EnvironmentCard,
             env_id=env_id,
@@ -310,52 +270,33 @@ async def _make_card(env_id: str, config: dict[str, Any], seeds: Sequence[int], 
             options=_options(type(env), config),
             facts=_facts(env_id, env),
             tools=schemas_of(env),
-            reward_range=_reward_range(env),
+            reward_range=(float(low), float(high)),
         )
     players = {REFERENCE: policies[REFERENCE]} if REFERENCE in policies else {}
     players |= {RANDOM: policies[RANDOM]} if RANDOM in policies else {_STAND_IN: tool_calling_policy}
-    records = [await _play(factory, env_id, player, policy, seeds, max_turns) for player, policy in players.items()]
+    play_one = partial(play, factory, name=env_id, max_turns=max_turns, step_timeout_seconds=_TIMEOUT_SECONDS)
+    records = []
+    for player, policy in players.items():
+        runs: list[Playthrough] = []
+        failures: list[str] = []
+        # One after another: an environment's player may be expensive.
+        for seed in seeds:
+            try:
+                runs.append(await play_one(policy, seed=seed))
+            except (GymError, PlayerError) as error:
+                failures.append(f"seed {seed}: {type(error).__name__}: {error}")
+        records.append(PlayerRecord(player, tuple(runs), tuple(failures)))
     return card(records=tuple(records))
-
-
-async def _play(
-    factory: partial[Any], env_id: str, player: str, policy: PolicyFactory, seeds: Sequence[int], max_turns: int
-) -> PlayerRecord:
-    """Play one episode per seed."""
-    runs: list[Playthrough] = []
-    failures: list[str] = []
-    # One after another: an environment's player may be expensive.
-    for seed in seeds:
-        try:
-            runs.append(
-                await play(
-                    factory,
-                    policy,
-                    seed=seed,
-                    name=env_id,
-                    max_turns=max_turns,
-                    step_timeout_seconds=_TIMEOUT_SECONDS,
-                )
-            )
-        except (GymError, PlayerError) as error:
-            failures.append(f"seed {seed}: {type(error).__name__}: {error}")
-    return PlayerRecord(player, tuple(runs), tuple(failures))
 
 
 def _options(env_class: type, config: Mapping[str, Any]) -> dict[str, str]:
     parameters = inspect.signature(env_class).parameters.values()
     defaults = {
-        p.name: "required" if p.default is p.empty else repr(p.default) for p in parameters if p.kind not in _REST
+        p.name: "required" if p.default is p.empty else repr(p.default)
+        for p in parameters
+        if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
     }
     return defaults | {name: repr(value) for name, value in config.items()}
-
-
-_REST = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-
-
-def _reward_range(env: Any) -> tuple[float, float]:
-    low, high = getattr(env, "reward_range", (-math.inf, math.inf))
-    return float(low), float(high)
 
 
 def _facts(env_id: str, env: Any) -> dict[str, str]:
@@ -395,16 +336,17 @@ def card_as_markdown(card: EnvironmentCard) -> str:
 
 def _reward_sections(card: EnvironmentCard) -> list[str]:
     low, high = card.reward_range
-    seen = [value for record in card.records for value in record.returns]
-    told = f"between {min(seen):g} and {max(seen):g} over these episodes" if seen else "none: only a judge can score it"
+    values = [value for record in card.records for value in record.returns]
+    no_reward_text = "none: only a judge can score it"
+    range_seen = f"between {min(values):g} and {max(values):g} over these episodes" if values else no_reward_text
     players = [record.player for record in card.records]
-    sections = ["## Rewards", f"Return of an episode: declared from {low:g} to {high:g}; {told}."]
-    for title, values in (
+    sections = ["## Rewards", f"Return of an episode: declared from {low:g} to {high:g}; {range_seen}."]
+    for title, tables in (
         ("term, its mean over the episodes", [record.mean_terms for record in card.records]),
         ("event, share of the episodes", [record.event_rates for record in card.records]),
     ):
-        names = sorted({name for by_name in values for name in by_name})
-        rows = [(f"`{name}`", *(f"{by_name.get(name, 0.0):.3g}" for by_name in values)) for name in names]
+        names = sorted({name for by_name in tables for name in by_name})
+        rows = [(f"`{name}`", *(f"{by_name.get(name, 0.0):.3g}" for by_name in tables)) for name in names]
         sections.append(_table((title, *players), rows) if rows else f"No {title.partition(',')[0]} was seen.")
     return sections
 
@@ -430,7 +372,7 @@ def _play_sections(records: Sequence[PlayerRecord]) -> list[str]:
         if record.failures:
             sections.append(f"{len(record.failures)} episodes of {record.player} failed; {record.failures[0]}")
         if record.returns:
-            sections.append(f"Returns of {record.player}:\n\n{_fenced(histogram(record.returns))}")
+            sections.append(f"Returns of {record.player}:\n\n{_fence(histogram(record.returns))}")
     return sections
 
 
@@ -454,15 +396,15 @@ def histogram(values: Sequence[float]) -> str:
 
 
 def _transcript(run: Playthrough) -> str:
-    said = [*run.opening]
+    messages = [*run.opening]
     for action, answer in zip(run.actions, run.answers, strict=True):
-        said += [action, *answer.messages]
+        messages += [action, *answer.messages]
     outcome = f"return {run.episode_return:g}" if run.episode_return is not None else "not scored"
     turns = "1 turn" if len(run.answers) == 1 else f"{len(run.answers)} turns"
-    return _fenced("\n".join(map(_spoken, said))) + f"\n\n{outcome}, {turns}."
+    return _fence("\n".join(map(_message_text, messages))) + f"\n\n{outcome}, {turns}."
 
 
-def _spoken(message: Message) -> str:
+def _message_text(message: Message) -> str:
     calls = [f"{call.name}({json.dumps(dict(call.arguments), ensure_ascii=False)})" for call in message.tool_calls]
     text = "\n".join([message.content] * bool(message.content) + calls)
     if len(text) > _MAX_CHARACTERS:
@@ -472,8 +414,8 @@ def _spoken(message: Message) -> str:
 
 def _tool_line(tool: Mapping[str, Any]) -> str:
     properties = (tool.get("parameters") or {}).get("properties", {})
-    given = ", ".join(f"{name}: {schema.get('type', 'any')}" for name, schema in properties.items())
-    return f"- `{tool['name']}({given})`: {tool.get('description') or 'no description'}"
+    arguments = ", ".join(f"{name}: {schema.get('type', 'any')}" for name, schema in properties.items())
+    return f"- `{tool['name']}({arguments})`: {tool.get('description') or 'no description'}"
 
 
 def _with_interval(value: float | None, interval: Interval | None) -> str:
@@ -490,7 +432,7 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "\n".join([lines[0], rule, *lines[1:]])
 
 
-def _fenced(text: str) -> str:
+def _fence(text: str) -> str:
     """Return text as a code block with a fence longer than any inside it."""
     # A transcript may hold code blocks.
     longest = max((len(run) for run in re.findall(r"`+", text)), default=0)

@@ -83,8 +83,8 @@ def shape_of(config: RunConfig) -> ModelShape:
         ConfigError: they are not known here, or of a kind that is not counted.
     """
     base = config.model.base or ""
-    named = {name.lower(): shape for name, shape in SHAPES.items()}
-    if (shape := named.get(base.rpartition("/")[2].lower())) is not None:
+    shapes_by_name = {name.lower(): shape for name, shape in SHAPES.items()}
+    if (shape := shapes_by_name.get(base.rpartition("/")[2].lower())) is not None:
         return shape
     if base.startswith("tiny:"):
         from gspo_gym.policy.tiny import build_tiny
@@ -99,13 +99,13 @@ def shape_of(config: RunConfig) -> ModelShape:
         from huggingface_hub import try_to_load_from_cache
 
         hub = parse_hub_id(model_name(config))
-        found = None if hub is None else try_to_load_from_cache(hub.name, "config.json", revision=hub.revision)
-        if not isinstance(found, str):
+        cached_path = None if hub is None else try_to_load_from_cache(hub.name, "config.json", revision=hub.revision)
+        if not isinstance(cached_path, str):
             raise ConfigError(
                 f"model.base: the sizes of {base or str(path.parent)!r} are not known here: expected a folder with "
                 f"config.json, a model in the hub's cache, or one of {', '.join(SHAPES)}"
             )
-        path = Path(found)
+        path = Path(cached_path)
     return ModelShape.from_config(json.loads(path.read_text(encoding="utf-8")))
 
 
@@ -125,14 +125,14 @@ def _cases() -> Iterator[tuple[int, str, Literal["full", "lora"]]]:
             yield num_gpus, name, "lora"
 
 
-def _row(num_gpus: int, name: str, trained: Literal["full", "lora"]) -> list[str]:
-    shape, learning, num_ranks = SHAPES[name], _LEARNING[trained], num_gpus // 2
+def _row(num_gpus: int, name: str, method: Literal["full", "lora"]) -> list[str]:
+    shape, learning, num_ranks = SHAPES[name], _LEARNING[method], num_gpus // 2
     memory = rank_memory(shape, learning, num_ranks)
     sizes = [size for kind, size in asdict(memory).items() if kind not in _NOT_HERE]
     total = f"{memory.total / GIB:.1f}" + ("" if memory.total <= USABLE * GPU_BYTES else " (too much)")
     tensor, replica = _smallest(shape)
     num_replicas = (num_gpus - num_ranks) // tensor
-    cells = [str(num_gpus), name, trained, str(num_ranks), *(f"{size / GIB:.1f}" for size in sizes), total]
+    cells = [str(num_gpus), name, method, str(num_ranks), *(f"{size / GIB:.1f}" for size in sizes), total]
     cells += [_fits_from(shape, learning), f"{num_replicas} x {tensor}", f"{replica.num_tokens:,}"]
     return [*cells, _nodes(num_gpus, num_ranks, num_replicas, tensor)]
 

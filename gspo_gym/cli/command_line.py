@@ -54,12 +54,12 @@ def parse_and_run(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -
     for i in range(len(words) - 1, 0, -1):
         if words[i - 1 : i + 1] == ["--resume", "auto"]:
             words[i - 1 : i + 1] = ["--resume=auto"]  # see `train.add_arguments`
-    arguments, rest = parser.parse_known_args(words)
-    if rest:  # words after an option: argparse takes a list of them at once, and that was before it
-        listed = next((name for name in _LISTS if hasattr(arguments, name)), None)
-        if listed is None or any(text.startswith("-") for text in rest):
-            parser.error(f"unrecognized arguments: {' '.join(rest)}")
-        setattr(arguments, listed, [*getattr(arguments, listed), *rest])
+    arguments, unparsed_words = parser.parse_known_args(words)
+    if unparsed_words:  # words after an option: argparse takes a list of them at once, and that was before it
+        list_option = next((name for name in _LISTS if hasattr(arguments, name)), None)
+        if list_option is None or any(text.startswith("-") for text in unparsed_words):
+            parser.error(f"unrecognized arguments: {' '.join(unparsed_words)}")
+        setattr(arguments, list_option, [*getattr(arguments, list_option), *unparsed_words])
     try:
         status: int = arguments.run(arguments)
     except GymError as error:

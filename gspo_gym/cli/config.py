@@ -137,16 +137,16 @@ def _rehearse(config: RunConfig) -> None:
     """Build everything and play one scripted episode of each environment; print a line for each, and the estimate."""
     from gspo_gym.config.build.preflight import rehearse
 
-    seen = run_to_end(rehearse(config))
-    for line in seen.notes:
+    rehearsal = run_to_end(rehearse(config))
+    for line in rehearsal.notes:
         print(f"built: {line}")
-    for played in seen.episodes:
+    for episode in rehearsal.episodes:
         print(
-            f"played: {played.task.env_id}, a scripted episode of {len(played.turns)} turns, {played.outcome.value}, "
-            f"return {sum(turn.reward or 0.0 for turn in played.turns):g}"
+            f"played: {episode.task.env_id}, a scripted episode of {len(episode.turns)} turns, "
+            f"{episode.outcome.value}, return {sum(turn.reward or 0.0 for turn in episode.turns):g}"
         )
-    if seen.estimate is not None:
-        print(f"estimate: {seen.estimate}")
+    if rehearsal.estimate is not None:
+        print(f"estimate: {rehearsal.estimate}")
 
 
 def show_config(arguments: argparse.Namespace) -> int:
@@ -202,8 +202,8 @@ def translate(system: str, values: Mapping[str, Any], wanted: Wanted | None = No
     Raises:
         ConfigError: a value has the wrong type, or the other system itself would refuse it.
     """
-    chosen, wanted = SYSTEMS[system], wanted or Wanted()
-    draft = chosen.draft(values, model=wanted.model, devices=wanted.devices)
+    foreign_system, wanted = SYSTEMS[system], wanted or Wanted()
+    draft = foreign_system.draft(values, model=wanted.model, devices=wanted.devices)
     _complete(draft, wanted)
     return draft.finish()
 
@@ -231,8 +231,8 @@ def _add_translators(commands: Any) -> None:
 
 def _translate_file(arguments: argparse.Namespace) -> int:
     """Write the TOML; return 0 if everything was translated, 1 if keys were left out or the result is not valid yet."""
-    wanted = Wanted(**{field.name: getattr(arguments, field.name) for field in fields(Wanted)})
-    translation = translate(arguments.system, read_file(arguments.file), wanted)
+    options = Wanted(**{field.name: getattr(arguments, field.name) for field in fields(Wanted)})
+    translation = translate(arguments.system, read_file(arguments.file), options)
     text = to_toml(translation, source=f"{SYSTEMS[arguments.system].name}, {arguments.file}")
     if arguments.output is None:
         print(text, end="")
@@ -262,18 +262,18 @@ def _as_comments(title: str, texts: Sequence[str]) -> list[str]:
     return [f"# {title}", *(f"# - {text}" for text in texts)] if texts else []
 
 
-def _complete(draft: Draft, wanted: Wanted) -> None:
+def _complete(draft: Draft, options: Wanted) -> None:
     """Set what the options ask for, then fill the rest with placeholders."""
-    draft.set("rollout.env_name", wanted.env)
-    label = None if wanted.label is None else label_of(wanted.label)
-    for ours, value in {"model.base": wanted.model, "model.label": label}.items():
+    draft.set("rollout.env_name", options.env)
+    label = None if options.label is None else label_of(options.label)
+    for ours, value in {"model.base": options.model, "model.label": label}.items():
         theirs = draft.source_of(ours)
         if theirs is None:
             draft.set(ours, value)
         elif value is not None:
             draft.note(f"{value!r} of the command line is not used: the file has {theirs} = {draft.get(theirs)!r}")
-    draft.set("training.iterations_per_epoch", wanted.iterations)
-    draft.set("rollout.max_turns", wanted.max_turns)
+    draft.set("training.iterations_per_epoch", options.iterations)
+    draft.set("rollout.max_turns", options.max_turns)
     for ours, placeholder in _PLACEHOLDERS.items():
         if draft.fill(ours, placeholder):
             draft.note(f"{ours} = {placeholder!r} is a placeholder: the file does not say")

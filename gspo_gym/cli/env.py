@@ -25,11 +25,11 @@ from gspo_gym.cli.command_line import add_environment, base_of, env_config_of, e
 from gspo_gym.env.checks.checker import check_env
 from gspo_gym.env.registry import list_environments as registered
 from gspo_gym.env.registry import resolve
+from gspo_gym.env.watchdog import seconds_until_frozen, watching
 from gspo_gym.env.workers.isolation import isolated_factory
 from gspo_gym.errors import MissingExtraError
 from gspo_gym.rollout.adapter import TokenObservationWrapper
 from gspo_gym.rollout.episode_files import require_writable, save_episodes, trajectory_from_json, trajectory_to_json
-from gspo_gym.rollout.watchdog import seconds_until_frozen, watching
 from gspo_gym.run.report.progress import counting, mask_text, shortened
 from gspo_gym.seeding import FIRST_TRAINING_SEED
 from gspo_gym.types import Message, ToolCall, Trajectory
@@ -100,10 +100,10 @@ def play_environment(arguments: argparse.Namespace, read: Callable[[str], str] =
         _show_tokens(console, wrapper, tokenizer, tokens=arguments.tokens, mask=arguments.mask)
         while wrapper.outcome is None:
             try:
-                said = read("you> ")
+                line = read("you> ")
             except EOFError:
                 break
-            _, reward, _, _, info = wrapper.step(as_sampled(wrapper, said))
+            _, reward, _, _, info = wrapper.step(as_sampled(wrapper, line))
             _show_messages(console, info["new_messages"])
             console.print(f"[dim]reward {reward}  {dict(wrapper.episode().turns[-1].reward_terms)}[/dim]")
             _show_tokens(console, wrapper, tokenizer, tokens=arguments.tokens, mask=arguments.mask)
@@ -120,10 +120,10 @@ def as_sampled(wrapper: TokenObservationWrapper, said: str) -> list[int]:
     return wrapper.renderer.action_ids(message)
 
 
-def _tool_call(said: str, names: set[str]) -> Any:
+def _tool_call(line: str, names: set[str]) -> Any:
     """Parse `query(sql="SELECT 1")` into a ToolCall; return None unless it calls a known tool with literal keywords."""
     try:
-        node = ast.parse(said.strip(), mode="eval").body
+        node = ast.parse(line.strip(), mode="eval").body
         if (
             not isinstance(node, ast.Call)
             or not isinstance(node.func, ast.Name)
@@ -202,8 +202,8 @@ def check_environment(arguments: argparse.Namespace) -> int:
         print(audit)
         _show_mask(audit)
     if arguments.json is not None:
-        written = {**report.as_json(), "tokens": None if audit is None else audit.as_json()}
-        write_output(arguments.json, json.dumps(written, indent=2) + "\n")
+        report_json = {**report.as_json(), "tokens": None if audit is None else audit.as_json()}
+        write_output(arguments.json, json.dumps(report_json, indent=2) + "\n")
     return 0 if report.passed and (audit is None or audit.passed) else 1
 
 
@@ -215,11 +215,11 @@ def _show_mask(audit: TokenAudit) -> None:
     console = Console()
     picture = Text()
     for text, is_trained in audit.sample:
-        shown = shortened(text, _MAX_SHOWN)
+        span_text = shortened(text, _MAX_SHOWN)
         if console.is_terminal:
-            picture.append(shown, style="bold green" if is_trained else "dim")
+            picture.append(span_text, style="bold green" if is_trained else "dim")
         else:
-            picture.append(f"[[{shown}]]" if is_trained else shown)
+            picture.append(f"[[{span_text}]]" if is_trained else span_text)
     how = "green" if console.is_terminal else "in [[ ]]"
     console.print(f"sample: {audit.sample_player}; trained on is what is {how}", markup=False, highlight=False)
     console.print(picture, soft_wrap=True)
@@ -279,51 +279,51 @@ def collect(arguments: argparse.Namespace) -> int:
         temperature=arguments.temperature,
     )
     policy = base_of(arguments.policy)
-    asked = {"env": arguments.name, "env_config": env_config, "policy": policy, "settings": asdict(settings)}
-    part = PartFile(arguments.out, work="collection", asked=asked, resumes=arguments.resume)
-    found = part.read(trajectory_from_json)
+    request = {"env": arguments.name, "env_config": env_config, "policy": policy, "settings": asdict(settings)}
+    part = PartFile(arguments.out, work="collection", asked=request, resumes=arguments.resume)
+    earlier_episodes = part.read(trajectory_from_json)
     num_asked = len(seeds) * settings.episodes_per_seed
-    if found:
-        print(f"{len(found)} episodes are there already, in {part.path}", file=sys.stderr)
+    if earlier_episodes:
+        print(f"{len(earlier_episodes)} episodes are there already, in {part.path}", file=sys.stderr)
     try:
-        with interrupted_by_signals(), counting(Console(stderr=True), num_asked, done=len(found)) as count:
+        with interrupted_by_signals(), counting(Console(stderr=True), num_asked, done=len(earlier_episodes)) as count:
 
             def keep(trajectory: Trajectory) -> None:
                 part.append(trajectory_to_json(trajectory))
                 count()
 
-            collected = collect_episodes(
+            collection = collect_episodes(
                 arguments.name,
                 policy,
                 seeds=seeds,
                 env_config=env_config,
                 settings=settings,
-                already=found,
+                already=earlier_episodes,
                 on_episode=keep,
                 out=arguments.out,
             )
     except KeyboardInterrupt as interrupt:
-        told = f"stopped: {part.num_items} of {num_asked} episodes are in {part.path}; go on with --resume"
-        print(told, file=sys.stderr)
+        stop_message = f"stopped: {part.num_items} of {num_asked} episodes are in {part.path}; go on with --resume"
+        print(stop_message, file=sys.stderr)
         return exit_code_of(interrupt)
     finally:
         part.remove_if_empty()
     # FILE.part keeps failed episodes, too: --resume must not play them again.
-    kept = [t for t in collected.trajectories if t.success or not arguments.only_successes]
-    save_episodes(arguments.out, kept, policy_name=collected.policy_name, tools=collected.tools)
+    episodes = [t for t in collection.trajectories if t.success or not arguments.only_successes]
+    save_episodes(arguments.out, episodes, policy_name=collection.policy_name, tools=collection.tools)
     # Last: until FILE is complete, FILE.part holds the episodes.
     part.remove()
-    _tell(arguments.out, kept, collected)
-    return 1 if collected.dropped else 0
+    _tell(arguments.out, episodes, collection)
+    return 1 if collection.dropped else 0
 
 
-def _tell(out: Path, kept: Sequence[Trajectory], collected: CollectedEpisodes) -> None:
-    returns = [trajectory.reward for trajectory in kept if trajectory.is_scored]
+def _tell(out: Path, trajectories: Sequence[Trajectory], collection: CollectedEpisodes) -> None:
+    returns = [trajectory.reward for trajectory in trajectories if trajectory.is_scored]
     mean = f", mean return {sum(returns) / len(returns):.3f}" if returns else ""
-    print(f"{len(kept)} episodes of {collected.env_id} by {collected.policy_name}{mean} -> {out}")
-    if left_out := len(collected.trajectories) - len(kept):
+    print(f"{len(trajectories)} episodes of {collection.env_id} by {collection.policy_name}{mean} -> {out}")
+    if left_out := len(collection.trajectories) - len(trajectories):
         print(f"{left_out} without success left out")
-    for reason, count in Counter(dropped.reason for dropped in collected.dropped).most_common():
+    for reason, count in Counter(attempt.reason for attempt in collection.dropped).most_common():
         print(f"{count} could not be played: {reason}", file=sys.stderr)
 
 
@@ -421,13 +421,13 @@ def serve(arguments: argparse.Namespace) -> int:
         from gspo_gym.remote.serving import bind, server_for, url_of
     except ImportError as error:
         raise MissingExtraError("serving an environment needs: pip install 'gspo-gym[serve]'") from error
-    served = served_of(arguments)
-    app = served_app(served)
-    bound = bind(served.host, arguments.port, has_key=bool(served.api_keys))
-    bound.listen()  # a client that reads the line below may connect at once, and waits until the server answers
-    print(f"serving {served.name} {_SPOKEN[served.protocol]} at {url_of(bound)}", flush=True)
-    with watching(None, seconds_until_frozen(served.limits.step_timeout_seconds), advice=_SERVE_ADVICE):
-        server_for(app).run(sockets=[bound])
+    service = served_of(arguments)
+    app = served_app(service)
+    server_socket = bind(service.host, arguments.port, has_key=bool(service.api_keys))
+    server_socket.listen()  # a client that reads the line below may connect at once, and waits until the server answers
+    print(f"serving {service.name} {_SPOKEN[service.protocol]} at {url_of(server_socket)}", flush=True)
+    with watching(None, seconds_until_frozen(service.limits.step_timeout_seconds), advice=_SERVE_ADVICE):
+        server_for(app).run(sockets=[server_socket])
     return 0
 
 

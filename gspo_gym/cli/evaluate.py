@@ -44,6 +44,7 @@ from gspo_gym.config.sections import is_safe_label, with_task_url
 from gspo_gym.config.services import refuse_to_run
 from gspo_gym.env.chat_model import ChatModel
 from gspo_gym.env.registry import resolve
+from gspo_gym.env.watchdog import marker_beside, read_frozen, seconds_until_frozen, watching
 from gspo_gym.errors import ConfigError, UsageError
 from gspo_gym.policy.manifest import MANIFEST
 from gspo_gym.rollout.episode_files import trajectory_from_json, trajectory_to_json
@@ -58,7 +59,6 @@ from gspo_gym.rollout.evaluation import (
     evaluation_table,
     in_one_unit,
 )
-from gspo_gym.rollout.watchdog import marker_beside, read_frozen, seconds_until_frozen, watching
 from gspo_gym.run.process import LOCK_FILE, PROCESS_FILE, holding
 from gspo_gym.run.records import EVENTS_FILE
 from gspo_gym.run.report.progress import counting, print_episode, shortened
@@ -75,8 +75,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `evaluate`."""
     parser.add_argument("config", help="the TOML file that names the environment and its limits")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="over what the file says")
-    who = "a run, a folder, an id of the hub (OWNER/NAME), scripted:NAME of the environment, or openai:MODEL[@URL]"
-    parser.add_argument("--model", metavar="BASE", help=f"{who}; without it, model.base of the config")
+    usage = "a run, a folder, an id of the hub (OWNER/NAME), scripted:NAME of the environment, or openai:MODEL[@URL]"
+    parser.add_argument("--model", metavar="BASE", help=f"{usage}; without it, model.base of the config")
     parser.add_argument("--against", metavar="BASE", help="a second model on the same seeds, compared pair by pair")
     parser.add_argument("--seeds", metavar="SEEDS", help='such as "0:100"; without it, those of [evaluation]')
     add_task_url(parser)
@@ -113,12 +113,12 @@ def run_command(arguments: argparse.Namespace) -> int:
 
 
 def _evaluate_and_show(arguments: argparse.Namespace, config: RunConfig, names: Sequence[str]) -> int:
-    started = time.monotonic()
+    start_seconds = time.monotonic()
     part = _part_file(arguments, config, names)
     marker = None if part is None else marker_beside(part.out)
     worst: dict[str, Trajectory] = {}
     try:
-        with interrupted_by_signals(config.run.stop_grace_seconds), _watched(config, marker):
+        with interrupted_by_signals(config.run.stop_grace_seconds), _watch(config, marker):
             results = in_one_unit(
                 _evaluate_all(_unfrozen(config, marker), names, part, worst, arguments.save is not None)
             )
@@ -126,8 +126,8 @@ def _evaluate_and_show(arguments: argparse.Namespace, config: RunConfig, names: 
         # There is nothing to resume.
         if part is None or part.num_items == 0:
             raise
-        told = f"stopped: {part.num_items} of {_num_asked(config, names)} episodes are in {part.path}"
-        print(f"{told}; go on with --resume", file=sys.stderr)
+        progress_text = f"stopped: {part.num_items} of {_num_asked(config, names)} episodes are in {part.path}"
+        print(f"{progress_text}; go on with --resume", file=sys.stderr)
         return exit_code_of(interrupt)
     finally:
         if part is not None:
@@ -138,7 +138,7 @@ def _evaluate_and_show(arguments: argparse.Namespace, config: RunConfig, names: 
         comparison = compare(results[arguments.against], results[names[0]])
         answer["comparison"] = comparison.to_dict()
     if arguments.save is not None and part is not None:
-        seconds = time.monotonic() - started
+        seconds = time.monotonic() - start_seconds
         _save(arguments.save, config, results, part.read(_episode_of), seconds=seconds)
     if arguments.json_file == "-":
         print(json.dumps(answer, indent=2))
@@ -171,21 +171,21 @@ def _show(
         print_episode(console, "failed" if worst.success is False else "lowest return", worst, is_shortened=True)
     errors = Counter(row.error for result in results.values() for row in result.rows if row.error is not None)
     for error, count in errors.most_common(1):
-        told = f"{count} of {errors.total()} failed episodes: {shortened(error, 400)}"
-        console.print(told, soft_wrap=True, markup=False, highlight=False)
+        line = f"{count} of {errors.total()} failed episodes: {shortened(error, 400)}"
+        console.print(line, soft_wrap=True, markup=False, highlight=False)
     if arguments.save is not None:
         for folder in _folders(arguments.save, results):
-            told = f"the episodes are in {folder}: gspo-gym episodes {shlex.quote(str(folder))} --failed"
-            console.print(told, soft_wrap=True, markup=False, highlight=False)
+            line = f"the episodes are in {folder}: gspo-gym episodes {shlex.quote(str(folder))} --failed"
+            console.print(line, soft_wrap=True, markup=False, highlight=False)
 
 
-def _watched(config: RunConfig, marker: Path | None = None) -> contextlib.AbstractContextManager[None]:
+def _watch(config: RunConfig, marker: Path | None = None) -> contextlib.AbstractContextManager[None]:
     """Return the context that ends this process if an environment holds the interpreter."""
-    kept = "Set rollout.isolation to process, where a deadline ends what hangs."
+    resume_advice = "Set rollout.isolation to process, where a deadline ends what hangs."
     if marker is not None:
-        kept = "What is over is kept: go on with --resume, which runs {env} in worker processes."
+        resume_advice = "What is over is kept: go on with --resume, which runs {env} in worker processes."
     limit = seconds_until_frozen(config.limits.step_timeout_seconds)
-    return watching(marker, limit, advice=f"The evaluation is ended. {kept}")
+    return watching(marker, limit, advice=f"The evaluation is ended. {resume_advice}")
 
 
 def _unfrozen(config: RunConfig, marker: Path | None) -> RunConfig:
@@ -209,11 +209,11 @@ def _part_file(arguments: argparse.Namespace, config: RunConfig, names: Sequence
         out = arguments.save / _PART
     if out is None or (out.exists() and not out.is_file()):  # a device or a pipe keeps nothing
         if arguments.resume:
-            expected = "--json FILE, the file that was wanted, or --save FOLDER"
-            raise UsageError(f"--resume: expected {expected}, got --json {arguments.json_file}")
+            options = "--json FILE, the file that was wanted, or --save FOLDER"
+            raise UsageError(f"--resume: expected {options}, got --json {arguments.json_file}")
         return None
-    asked = {"models": {name: _weights_of(config, name) for name in names}, "config": config.model_dump(mode="json")}
-    return PartFile(out, work="evaluation", asked=asked, resumes=arguments.resume)
+    request = {"models": {name: _weights_of(config, name) for name in names}, "config": config.model_dump(mode="json")}
+    return PartFile(out, work="evaluation", asked=request, resumes=arguments.resume)
 
 
 def _weights_of(config: RunConfig, name: str) -> str:
@@ -240,29 +240,29 @@ def _evaluate_all(
     """
     from rich.console import Console
 
-    found: dict[str, list[PlayedRow]] = {name: [] for name in names}
+    rows_by_model: dict[str, list[PlayedRow]] = {name: [] for name in names}
     for name, row, episode in [] if part is None else part.read(_line_of):
-        found[name].append(row)
+        rows_by_model[name].append(row)
         if episode is not None:
             _note_worst(worst, name, episode)
-    num_found = sum(len(rows) for rows in found.values())
+    num_found = sum(len(rows) for rows in rows_by_model.values())
     if part is not None and num_found:
         print(f"{num_found} episodes are there already, in {part.path}", file=sys.stderr)
     # A model with all its rows needs no weights or endpoint any more.
-    missing = [name for name in names if _whole(config, found[name]) is None]
+    missing = [name for name in names if _complete_evaluation(config, rows_by_model[name]) is None]
     _require_ready(config, missing)
     results = {}
     with counting(Console(stderr=True), _num_asked(config, names), done=num_found) as count:
 
         def add(name: str, row: PlayedRow, episode: Trajectory) -> None:
             if part is not None:
-                kept = {"episode": trajectory_to_json(episode, policy_name=name)} if keeps_episodes else {}
-                part.append({"model": name, **row.to_json(), **kept})
+                episode_entry = {"episode": trajectory_to_json(episode, policy_name=name)} if keeps_episodes else {}
+                part.append({"model": name, **row.to_json(), **episode_entry})
             _note_worst(worst, name, episode)
             count()
 
         for name in names:
-            rows = KeptRows(tuple(found[name]), functools.partial(add, name))
+            rows = KeptRows(tuple(rows_by_model[name]), functools.partial(add, name))
             results[name] = _evaluate(config, name, rows, tell=functools.partial(print, file=sys.stderr))
     return results
 
@@ -270,8 +270,8 @@ def _evaluate_all(
 def _note_worst(worst: dict[str, Trajectory], name: str, episode: Trajectory) -> None:
     """Keep the episode if it did not succeed and is worse than the one before; a failure is worse than undecided."""
 
-    def rank(each: Trajectory) -> tuple[bool, float, int]:
-        return each.success is not False, each.reward, each.task.seed
+    def rank(candidate: Trajectory) -> tuple[bool, float, int]:
+        return candidate.success is not False, candidate.reward, candidate.task.seed
 
     if episode.success is not True and (name not in worst or rank(episode) < rank(worst[name])):
         worst[name] = episode
@@ -296,18 +296,18 @@ def _holding(folder: Path) -> Iterator[None]:
     """
     own = {LOCK_FILE, PROCESS_FILE}
 
-    def others() -> set[str]:
+    def foreign_names() -> set[str]:
         return {path.name for path in folder.iterdir()} - own
 
-    if folder.is_dir() and (there := others()) and f"{_PART}.part" not in there:
-        what = "holds a run or an evaluation already" if "config.toml" in there else "is not empty"
-        raise ConfigError(f"{folder}: {what}; choose another folder for --save, or remove it")
+    if folder.is_dir() and (there := foreign_names()) and f"{_PART}.part" not in there:
+        content = "holds a run or an evaluation already" if "config.toml" in there else "is not empty"
+        raise ConfigError(f"{folder}: {content}; choose another folder for --save, or remove it")
     make_folder(folder)
     try:
         with holding(folder, lambda text: print(text, file=sys.stderr), has_begun=True):
             yield
     finally:
-        if not others():
+        if not foreign_names():
             shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -320,7 +320,7 @@ def _save(
     folder: Path,
     config: RunConfig,
     results: Mapping[str, Evaluation],
-    played: Sequence[tuple[str, Trajectory]],
+    named_episodes: Sequence[tuple[str, Trajectory]],
     *,
     seconds: float,
 ) -> None:
@@ -332,12 +332,12 @@ def _save(
 
     order = {name: number for number, name in enumerate(environment_ids(config))}
     for target, (name, evaluation) in zip(_folders(folder, results), results.items(), strict=True):
-        for left in ("config.toml", EVENTS_FILE):  # by a process that was killed here
-            (target / left).unlink(missing_ok=True)
+        for file_name in ("config.toml", EVENTS_FILE):  # by a process that was killed here
+            (target / file_name).unlink(missing_ok=True)
         own = _config_of(target, config, name)
         recorder = RunRecorder.create(target, own.to_toml(), policy_name=name)
-        episodes = [episode for player, episode in played if player == name]
-        recorder.episodes("eval_000000", sorted(episodes, key=lambda each: (order[each.task.env_id], each.task.seed)))
+        episodes = [episode for player, episode in named_episodes if player == name]
+        recorder.episodes("eval_000000", sorted(episodes, key=lambda t: (order[t.task.env_id], t.task.seed)))
         recorder.event("evaluation", 0, evaluation.to_dict())
         recorder.event("finished", 0, {"status": "completed"})
         state = replace(TrainState().after_evaluation(evaluation, evaluation.unit), wall_seconds=seconds)
@@ -362,9 +362,9 @@ def _require_ready(config: RunConfig, names: Sequence[str]) -> None:
     run_to_end(require_ready_to_evaluate(config, names))
 
 
-def _whole(config: RunConfig, found: Sequence[PlayedRow]) -> Evaluation | None:
+def _complete_evaluation(config: RunConfig, rows: Sequence[PlayedRow]) -> Evaluation | None:
     """Return the evaluation if all its rows were found, else None."""
-    return evaluation_of_rows(environment_ids(config), config.evaluation_seeds, found) if found else None
+    return evaluation_of_rows(environment_ids(config), config.evaluation_seeds, rows) if rows else None
 
 
 def run_evaluation(config: RunConfig, model: str | None = None, *, rows: KeptRows | None = None) -> Evaluation:
@@ -382,7 +382,7 @@ def run_evaluation(config: RunConfig, model: str | None = None, *, rows: KeptRow
     """
     rows = rows or KeptRows()
     name = model or model_name(config)
-    if _whole(config, rows.found) is None:
+    if _complete_evaluation(config, rows.found) is None:
         _require_ready(config, [name])
     return _evaluate(config, name, rows)
 
@@ -391,10 +391,10 @@ def _evaluate(
     config: RunConfig, model: str, rows: KeptRows, *, tell: Callable[[str], None] = lambda _: None
 ) -> Evaluation:
     """Evaluate after the checks have passed; `tell` is given lines about the environments here."""
-    if whole := _whole(config, rows.found):
-        return whole
+    if evaluation := _complete_evaluation(config, rows.found):
+        return evaluation
     name = base_of(model, Path(config.run.folder))
-    with _watched(config):
+    with _watch(config):
         if name.startswith((SCRIPTED, ENDPOINT)):
             return run_to_end(_play_without_engine(config, name, rows))
         return run_to_end(_play_with_engine(config, name, rows, tell))
@@ -445,13 +445,13 @@ async def _play_without_engine(config: RunConfig, name: str, rows: KeptRows) -> 
         judging = build_judging(config)
         if judging is not None:
             stack.push_async_callback(judging.close)
-        who: str | PolicyFactory = name.removeprefix(SCRIPTED)
+        policy: str | PolicyFactory = name.removeprefix(SCRIPTED)
         if not name.startswith(SCRIPTED):
             limit = config.rollout.max_output_tokens
             model = ChatModel(endpoint_settings(name, sampling=config.evaluation_sampling, max_tokens=limit))
             stack.push_async_callback(model.close)
-            who = chat_policy(model)
-        evaluate = await rollouts.build_scripted_evaluate(config, renderers, who, judging, rows=rows)
+            policy = chat_policy(model)
+        evaluate = await rollouts.build_scripted_evaluate(config, renderers, policy, judging, rows=rows)
         return await evaluate(name)
 
 

@@ -2,14 +2,14 @@
 
 `check` describes a rubric, `score` rejudges stored episodes, `audit` measures how reliable a judge is. `serve` offers a
 judging model or a function under the hosted trainer's judge contract. `fake` serves an OpenAI-compatible endpoint with
-verdicts by a fixed rule (`judge/service/fake_server.py`), to rehearse a configuration without cost.
+verdicts by a fixed rule (`judge/server.py`), to rehearse a configuration without cost.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,25 +20,24 @@ from gspo_gym.base.loops import run_to_end
 from gspo_gym.base.settings import read_key
 from gspo_gym.base.tables import table
 from gspo_gym.cli.command_line import run_or_path
-from gspo_gym.config.build.judge import build_judge_variants, build_rubrics
+from gspo_gym.config.build.judge import build_rubrics, judge_variants
 from gspo_gym.config.run_config import RunConfig, load_config
 from gspo_gym.config.words import find_problems
 from gspo_gym.errors import ConfigError, MissingExtraError
 from gspo_gym.judge.asking import AskingSettings, BudgetLimits, JudgeBudget, JudgementCache
-from gspo_gym.judge.audit.audit import AuditSettings, JudgeAudit, attacks
-from gspo_gym.judge.gold import Label, labelled_episodes, read_labels
+from gspo_gym.judge.attacks import attacks
+from gspo_gym.judge.audit import AuditReport, AuditSettings, JudgeAudit
+from gspo_gym.judge.gold import labelled_episodes, read_labels
 from gspo_gym.judge.model.judge import ModelJudge
 from gspo_gym.judge.panel import PythonJudge
-from gspo_gym.judge.records import JudgedEpisode, JudgementRecorder
+from gspo_gym.judge.records import JudgementRecorder
 from gspo_gym.judge.rescoring import Rescored, new_file, rescore, side_by_side, stored_episodes, stored_judgements
 from gspo_gym.judge.rubric import Rubric, strict_problems
 from gspo_gym.judge.rubric_files import find_rubrics, load_rubrics, read_rubrics, read_task_app_rubric
 from gspo_gym.judge.settings import JudgeOptions, ModelJudgeSettings
 
 if TYPE_CHECKING:
-    from gspo_gym.judge.audit.report import AuditReport
     from gspo_gym.judge.base import Judge, Rubrics
-    from gspo_gym.judge.blend import RewardBlend
     from gspo_gym.remote.guard import App
     from gspo_gym.types import Trajectory
 
@@ -77,8 +76,8 @@ def check_rubric(arguments: argparse.Namespace) -> int:
             print(f"note: {name}: {note}")
     if not arguments.task_app and len(parts) == 1:
         (name,) = parts
-        other = "outcome" if name == "event" else "event"
-        print(f"note: there is no {other} part, so judge.reward_blend.{other} must be 0")
+        other_part = "outcome" if name == "event" else "event"
+        print(f"note: there is no {other_part} part, so judge.reward_blend.{other_part} must be 0")
     if not arguments.strict:
         return 0
     problems = [f"{name}: {problem}" for name, rubric in parts.items() for problem in strict_problems(rubric)]
@@ -96,16 +95,16 @@ def describe_rubric(name: str, rubric: Rubric) -> Iterator[str]:
     for c in rubric.criteria:
         scale = f"custom {c.minimum:g} to {c.maximum:g}" if c.scale == "custom" else c.scale
         share = f"{c.weight / weights:.1%}" if rubric.aggregation in ("weighted_sum", "inherit") else "-"
-        required = f"at least {c.threshold:g}" if c.required else ""
-        rows.append((c.id, scale, f"{c.weight:g}", share, required))
+        threshold_text = f"at least {c.threshold:g}" if c.required else ""
+        rows.append((c.id, scale, f"{c.weight:g}", share, threshold_text))
     yield from table(("criterion", "scale", "weight", "share", "required"), rows).splitlines()
 
 
 def rubric_notes(rubric: Rubric, *, is_event: bool) -> Iterator[str]:
     """Yield a sentence for each setting that is allowed but perhaps not intended."""
-    graded = [c.id for c in rubric.criteria if c.scale in ("bounded", "custom")]
-    if graded:
-        yield f"judges agree with themselves better on yes or no: split into binary criteria {', '.join(graded)}"
+    graded_ids = [c.id for c in rubric.criteria if c.scale in ("bounded", "custom")]
+    if graded_ids:
+        yield f"judges agree with themselves better on yes or no: split into binary criteria {', '.join(graded_ids)}"
     counts = [c.id for c in rubric.criteria if c.scale == "count"]
     if counts and rubric.aggregation != "custom":
         yield f"a count has no upper end, so neither has the total: {', '.join(counts)}"
@@ -157,11 +156,20 @@ def score_run(arguments: argparse.Namespace) -> int:
     path = new_file(source, arguments.label)
     config = _load_judge_config(source, arguments)
     rubrics = _load_judge_rubrics(config, arguments, episodes)
-    weights = _parts_only(config, rubrics)
-    rescored = run_to_end(_rejudge(config, rubrics, weights, episodes, source, JudgementRecorder(path)))
-    print("\n".join(side_by_side(rescored, max_rows=arguments.rows)))
+    assert config.judge is not None  # it was enabled
+    # Parts that the rubric does not have weigh nothing.
+    missing = {part: 0.0 for part in ("event", "outcome") if part not in rubrics.parts}
+    weights = config.judge.blend.model_copy(update=missing)
+
+    async def rejudge() -> list[Rescored]:
+        before, write = stored_judgements(source), JudgementRecorder(path)
+        async with judge_variants(config) as judges:
+            return await rescore(judges.judge, rubrics, episodes, weights, before=before, on_judged=write)
+
+    rescored_episodes = run_to_end(rejudge())
+    print("\n".join(side_by_side(rescored_episodes, max_rows=arguments.rows)))
     print(f"written to {path}")
-    return 0 if all(each.after is not None for each in rescored) else 1
+    return 0 if all(episode.after is not None for episode in rescored_episodes) else 1
 
 
 def _load_judge_config(source: Path, arguments: argparse.Namespace) -> RunConfig:
@@ -200,29 +208,6 @@ def _load_judge_rubrics(config: RunConfig, arguments: argparse.Namespace, episod
     return rubrics
 
 
-def _parts_only(config: RunConfig, rubrics: Rubrics) -> RewardBlend:
-    """Return the configuration's blend with weight 0 for parts that the rubric does not have."""
-    assert config.judge is not None  # it was enabled
-    weights = config.judge.blend
-    return weights.model_copy(update={part: 0.0 for part in ("event", "outcome") if part not in rubrics.parts})
-
-
-async def _rejudge(
-    config: RunConfig,
-    rubrics: Rubrics,
-    weights: RewardBlend,
-    episodes: Sequence[Trajectory],
-    source: Path,
-    write: Callable[[JudgedEpisode], None],
-) -> list[Rescored]:
-    judges = build_judge_variants(config)
-    try:
-        before = stored_judgements(source)
-        return await rescore(judges.judge, rubrics, episodes, weights, before=before, on_judged=write)
-    finally:
-        await judges.close()
-
-
 def _add_audit(commands: Any) -> None:
     audit = commands.add_parser("audit", help="compare a judge with gold labels; look for biases; attack it")
     audit.add_argument("episodes", type=Path, metavar="EPISODES", help=_SOURCE)
@@ -245,38 +230,27 @@ def audit_episodes(arguments: argparse.Namespace) -> int:
     if arguments.json is not None:
         require_writable(arguments.json)
     source, labels = run_or_path(arguments.episodes), read_labels(arguments.gold)
-    labelled = labelled_episodes(stored_episodes(source), labels)
+    labelled_pairs = labelled_episodes(stored_episodes(source), labels)
     config = _load_judge_config(source, arguments)
-    rubrics = _load_judge_rubrics(config, arguments, [trajectory for trajectory, _ in labelled])
+    rubrics = _load_judge_rubrics(config, arguments, [trajectory for trajectory, _ in labelled_pairs])
     settings = AuditSettings(
         num_repeats=arguments.repeats,
         num_position_episodes=arguments.position_episodes,
         num_attacked_episodes=arguments.attacked_episodes,
         seed=arguments.seed,
     )
-    report = run_to_end(_audit(config, rubrics, settings, labelled))
+
+    async def audit() -> AuditReport:
+        async with judge_variants(config, num_repeats=settings.num_repeats) as judges:
+            return await JudgeAudit(
+                judges.judge, rubrics, settings, judges.repeats, judges.in_given_order, attacks(rubrics)
+            ).run(labelled_pairs)
+
+    report = run_to_end(audit())
     print(report)
     if arguments.json is not None:
         write_output(arguments.json, json.dumps(report.as_json(), indent=2, allow_nan=False) + "\n")
     return 0 if report.num_unscored == 0 else 1
-
-
-async def _audit(
-    config: RunConfig, rubrics: Rubrics, settings: AuditSettings, labelled: Sequence[tuple[Trajectory, Label]]
-) -> AuditReport:
-    judges = build_judge_variants(config, num_repeats=settings.num_repeats)
-    audit = JudgeAudit(
-        judges.judge,
-        rubrics,
-        settings=settings,
-        repeats=judges.repeats,
-        in_given_order=judges.in_given_order,
-        attacks=attacks(rubrics),
-    )
-    try:
-        return await audit.run(labelled)
-    finally:
-        await judges.close()
 
 
 _MAX_BODY_BYTES = 16_000_000  # a long episode, as JSON
@@ -284,7 +258,9 @@ _MAX_BODY_BYTES = 16_000_000  # a long episode, as JSON
 
 def _add_servers(commands: Any) -> None:
     _add_serve(commands.add_parser("serve", help="a judge over HTTP, for other trainers"))
-    _add_fake(commands.add_parser("fake", help="an OpenAI-compatible model that judges by a rule, for rehearsals"))
+    fake = commands.add_parser("fake", help="an OpenAI-compatible model that judges by a rule, for rehearsals")
+    _add_address(fake, port=9101)
+    fake.set_defaults(run=serve_fake)
 
 
 def _add_serve(parser: argparse.ArgumentParser) -> None:
@@ -306,11 +282,6 @@ def _add_serve(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=serve)
 
 
-def _add_fake(parser: argparse.ArgumentParser) -> None:
-    _add_address(parser, port=9101)
-    parser.set_defaults(run=serve_fake)
-
-
 def _add_address(parser: argparse.ArgumentParser, *, port: int) -> None:
     parser.add_argument("--host", default="127.0.0.1", help="another than loopback needs --api-key-env")
     parser.add_argument("--port", type=int, default=port, help=f"0 takes any that is free (default {port})")
@@ -325,20 +296,20 @@ def serve(arguments: argparse.Namespace) -> int:
         MissingExtraError: FastAPI, uvicorn or openai is not installed.
     """
     try:
-        from gspo_gym.judge.service.server import create_judge_app
+        from gspo_gym.judge.server import create_judge_app
     except ImportError as error:
         raise MissingExtraError("serving a judge needs: pip install 'gspo-gym[serve,openai]'") from error
     folders = tuple(arguments.rubric_folder)
     default = read_rubrics(find_rubrics(arguments.rubric, folders)) if arguments.rubric else None
     judge = _judge(arguments)
 
-    def known(name: str) -> Any:
+    def find(name: str) -> Any:
         if Path(name).suffix:  # a path: only the operator names files
             raise ConfigError(f"options.rubric_id: expected an id, got {name!r}")
         return read_rubrics(find_rubrics(name, folders))
 
-    app = create_judge_app(judge, default=default, find_rubrics=known)
-    return _serve(app, arguments, what=f"the judge {judge.name}", path="/judge/v1/score")
+    app = create_judge_app(judge, default=default, find_rubrics=find)
+    return _serve(app, arguments, subject=f"the judge {judge.name}", path="/judge/v1/score")
 
 
 def serve_fake(arguments: argparse.Namespace) -> int:
@@ -348,40 +319,37 @@ def serve_fake(arguments: argparse.Namespace) -> int:
         ConfigError: the address or the key. MissingExtraError: FastAPI or uvicorn is not installed.
     """
     try:
-        from gspo_gym.judge.service.fake_server import create_fake_judge_app
+        from gspo_gym.judge.server import create_fake_judge_app
     except ImportError as error:
         raise MissingExtraError("serving a judge needs: pip install 'gspo-gym[serve]'") from error
-    return _serve(create_fake_judge_app(), arguments, what="a fake judging model that follows a rule", path="/v1")
+    return _serve(create_fake_judge_app(), arguments, subject="a fake judging model that follows a rule", path="/v1")
 
 
 def _judge(arguments: argparse.Namespace) -> Judge:
     if (arguments.model is None) == (arguments.python is None):
         raise ConfigError("judge serve: expected --model or --python, one of them")
+    limits = {"max_concurrency": arguments.max_concurrency, "timeout_seconds": arguments.timeout_seconds}
     if arguments.python is not None:
-        return PythonJudge(
-            arguments.python, max_concurrency=arguments.max_concurrency, timeout_seconds=arguments.timeout_seconds
-        )
-
-    given = {"model": arguments.model, "provider": arguments.provider, "base_url": arguments.base_url}
-    given |= {"api_key_env": arguments.model_key_env, "mode": arguments.mode}
+        return PythonJudge(arguments.python, **limits)
+    values = {"model": arguments.model, "provider": arguments.provider, "base_url": arguments.base_url}
+    values |= {"api_key_env": arguments.model_key_env, "mode": arguments.mode}
     try:
-        options = JudgeOptions(**given)
+        options = JudgeOptions(**values)
     except ValidationError as error:
-        problems = find_problems(error, JudgeOptions, given)
+        problems = find_problems(error, JudgeOptions, values)
         raise ConfigError("; ".join(f"judge serve: {problem.key}: {problem.text}" for problem in problems)) from error
-    asking = AskingSettings(max_concurrency=arguments.max_concurrency, timeout_seconds=arguments.timeout_seconds)
-    settings = ModelJudgeSettings(options, options, asking=asking)
+    settings = ModelJudgeSettings(options, options, asking=AskingSettings(**limits))
     budget = JudgeBudget(BudgetLimits(max_calls=arguments.max_calls))
     return ModelJudge(settings, cache=JudgementCache(arguments.cache), budget=budget)
 
 
-def _serve(app: App, arguments: argparse.Namespace, *, what: str, path: str) -> int:
+def _serve(app: App, arguments: argparse.Namespace, *, subject: str, path: str) -> int:
     from gspo_gym.remote.guard import Guard
     from gspo_gym.remote.serving import bind, server_for, url_of
 
     key = read_key(arguments.api_key_env, "--api-key-env")
-    bound = bind(arguments.host, arguments.port, has_key=key is not None)
-    bound.listen()  # a client that reads the line below may connect at once, and waits until the server answers
-    print(f"serving {what} at {url_of(bound)}{path}", flush=True)
-    server_for(Guard(app, api_key=key, max_body_bytes=_MAX_BODY_BYTES)).run(sockets=[bound])
+    server_socket = bind(arguments.host, arguments.port, has_key=key is not None)
+    server_socket.listen()  # a client that reads the line below may connect at once, and waits until the server answers
+    print(f"serving {subject} at {url_of(server_socket)}{path}", flush=True)
+    server_for(Guard(app, api_key=key, max_body_bytes=_MAX_BODY_BYTES)).run(sockets=[server_socket])
     return 0

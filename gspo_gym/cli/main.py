@@ -27,7 +27,6 @@ _COMMANDS = {
     "cluster": ("gspo_gym.cli.cluster", "say where a run stands on many GPUs and what it takes there, on paper"),
     "jobs": ("gspo_gym.cli.jobs.command", "serve training as jobs, to clients of the hosted trainer"),
     "models": ("gspo_gym.cli.models", "export, push, serve and talk with what runs have trained"),
-    "serve": ("gspo_gym.cli.models_serve:add_serve_arguments", "serve a model to training runs"),
     "env": ("gspo_gym.cli.env", "list, check and play environments"),
     "app": ("gspo_gym.cli.app", "check task apps before training on them"),
     "judge": ("gspo_gym.cli.judge", "check rubrics; serve, audit and use judges"),
@@ -40,8 +39,8 @@ class _Version(argparse.Action):
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
         from importlib.metadata import version as version_of
 
-        others = ", ".join(f"{name} {version_of(name)}" for name in ("torch", "transformers"))
-        print(f"gspo-gym {package_version()} (Python {platform.python_version()}, {others})")
+        versions = ", ".join(f"{name} {version_of(name)}" for name in ("torch", "transformers"))
+        print(f"gspo-gym {package_version()} (Python {platform.python_version()}, {versions})")
         parser.exit()
 
 
@@ -81,5 +80,5 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.path.insert(0, os.getcwd())  # as `python -m` does, so that MODULE:NAME finds modules of the present folder
     words = sys.argv[1:] if argv is None else list(argv)
     completes = any(word.startswith("--print-completion") for word in words)  # which takes the parsers of all commands
-    chosen = next((word for word in words if not word.startswith("-")), "")
-    return parse_and_run(command_parser(None if completes else chosen), argv)
+    command_name = next((word for word in words if not word.startswith("-")), "")
+    return parse_and_run(command_parser(None if completes else command_name), argv)

@@ -80,18 +80,14 @@ def list_command(arguments: argparse.Namespace) -> int:
     from gspo_gym.base.tables import table
     from gspo_gym.run.models import list_models
 
-    found = list_models(arguments.folder)
+    models = [{**model.to_json(), "marks": sorted(marks)} for model, marks in list_models(arguments.folder)]
+    rows = [(m["name"], " ".join(m["marks"]), str(m["base"] or ""), *_score(m["evaluation"])) for m in models]
     if arguments.json:
-        print(json.dumps([{**model.to_json(), "marks": sorted(marks)} for model, marks in found], indent=2))
-        return 0
-    if not found:
+        print(json.dumps(models, indent=2))
+    elif models:
+        print(table(("model", "", "base", "score", "95% interval", "episodes"), rows))
+    else:
         print(f"{arguments.folder}: no run there has a checkpoint")
-        return 0
-    rows = []
-    for model, marks in found:
-        about = model.to_json()
-        rows.append((model.name, " ".join(sorted(marks)), str(about["base"] or ""), *_score(about["evaluation"])))
-    print(table(("model", "", "base", "score", "95% interval", "episodes"), rows))
     return 0
 
 
@@ -144,9 +140,9 @@ def export_command(arguments: argparse.Namespace) -> int:
             load_dtype=model.dtype,
             force=arguments.force,
         )
-    what = "merged, " if weights.merged_from else ""
+    merge_text = "merged, " if weights.merged_from else ""
     dtype = weights.dtype or "as in the checkpoint"
-    print(f"{model.name}: {what}{weights.layout} layout, dtype {dtype} -> {arguments.out}")
+    print(f"{model.name}: {merge_text}{weights.layout} layout, dtype {dtype} -> {arguments.out}")
     return 0
 
 
@@ -167,8 +163,8 @@ def _score(evaluation: Mapping[str, Any] | None) -> tuple[str, str, str]:
         return "", "", ""
     name = evaluation["score"]
     interval = evaluation.get("success_interval" if name == "success_rate" else "mean_return_interval")
-    told = "" if interval is None else f"{interval[0]:.3f} to {interval[1]:.3f}"
-    return f"{name.replace('_', ' ')} {evaluation[name]:.3f}", told, str(evaluation["num_episodes"])
+    ends = "" if interval is None else f"{interval[0]:.3f} to {interval[1]:.3f}"
+    return f"{name.replace('_', ' ')} {evaluation[name]:.3f}", ends, str(evaluation["num_episodes"])
 
 
 def add_chat_arguments(parser: argparse.ArgumentParser) -> None:

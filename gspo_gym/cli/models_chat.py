@@ -63,14 +63,11 @@ def chat(arguments: argparse.Namespace, read: Read) -> None:
 
 
 def _game(model: Model, arguments: argparse.Namespace) -> _Game:
-    rollout = model.config.get("rollout", {})
-    is_own = arguments.env == RUNS_OWN
-    if is_own and "env_name" not in rollout:
+    own = model.config.get("rollout", {}) if arguments.env == RUNS_OWN else {"env_name": arguments.env}
+    if "env_name" not in own:
         raise UsageError(f"--env: {model.name} is of no run, which would say what it plays: name the environment")
-    options = env_config_of(arguments.option)
-    config = {**rollout.get("env_config", {}), **options} if is_own else options
-    turns = arguments.max_turns or (rollout.get("max_turns", 20) if is_own else 20)
-    return _Game(rollout["env_name"] if is_own else arguments.env, config, turns)
+    config = {**own.get("env_config", {}), **env_config_of(arguments.option)}
+    return _Game(own["env_name"], config, arguments.max_turns or own.get("max_turns", 20))
 
 
 class _Conversation:
@@ -97,8 +94,8 @@ class _Conversation:
             await self._session.abort()
         self._session, self._messages = None, self._opening
 
-    async def answer(self, said: str) -> bool:
-        """Show the model's answer to `said`; return whether it was cut off.
+    async def answer(self, text: str) -> bool:
+        """Show the model's answer to `text`; return whether it was cut off.
 
         Raises:
             ContextOverflowError: there is no room for an answer.
@@ -116,7 +113,7 @@ class _Conversation:
             )
             self._num_begun += 1
         self._text = GrowingText(self._renderers.for_tools(()))
-        messages = (*self._messages, Message("user", said))
+        messages = (*self._messages, Message("user", text))
         call = await self._session.chat(ChatCall(messages))
         _show(self._text.rest(call.answer))
         self._messages = (*messages, call.answer)
@@ -138,19 +135,19 @@ async def _talk(model: Model, arguments: argparse.Namespace, read: Read) -> None
         renderers = _renderers(model, tokenizer)
         opening = () if arguments.system is None else (Message("system", arguments.system),)
         conversation = _Conversation(engine, renderers, settings, opening)
-        help_text = f"{model.name} ({_named(settings.sampling)}): {_HELP}"
+        help_text = f"{model.name} ({_sampling_text(settings.sampling)}): {_HELP}"
         print(help_text)
-        while (said := _read(read, "you> ")) not in (None, "/quit"):
-            if said == "/reset":
+        while (line := _read(read, "you> ")) not in (None, "/quit"):
+            if line == "/reset":
                 await conversation.reset()
                 print("forgotten")
                 continue
-            if said and _COMMAND.fullmatch(said):
+            if line and _COMMAND.fullmatch(line):
                 print(help_text)
                 continue
             print("model> ", end="", flush=True)
             try:
-                is_cut = await conversation.answer(said or "")
+                is_cut = await conversation.answer(line or "")
                 print(" [cut off at --max-tokens]" if is_cut else "")
             except (ContextOverflowError, TemplateError) as error:
                 print(f"\n{type(error).__name__}: {error} (/reset begins anew)")
@@ -168,7 +165,7 @@ async def _play(model: Model, game: _Game, arguments: argparse.Namespace, read: 
             engine.capabilities.max_model_len,
             arguments.max_tokens or model.config.get("rollout", {}).get("max_output_tokens", 512),
             renderer=_renderers(model, tokenizer).for_tools(session.tool_schemas),
-            system_prompt=arguments.system or _asked(model).get("system_prompt"),
+            system_prompt=arguments.system or _policy_config(model).get("system_prompt"),
         )
         try:
             await _play_episode(
@@ -185,19 +182,17 @@ async def _play_episode(
     _show_messages(info["new_messages"])
     has_input = True
     while wrapper.outcome is None:
-        said = _read(read, "Enter: the model acts> ") if has_input else None
-        has_input = said is not None  # where the input ends, the model plays on
-        if said == "/quit":
+        line = _read(read, "Enter: the model acts> ") if has_input else None
+        has_input = line is not None  # where the input ends, the model plays on
+        if line == "/quit":
             break
-        if said and _COMMAND.fullmatch(said):
-            print(f"{_HELP_TO_PLAY} ({_named(sampling)})")
+        if line and _COMMAND.fullmatch(line):
+            print(f"{_HELP_TO_PLAY} ({_sampling_text(sampling)})")
             continue
-        if said:
-            sampled = scripted_completion(as_sampled(wrapper, said))
-        else:
-            sampled = await _sample(wrapper, engine, sampling, seed)
+        by_person = scripted_completion(as_sampled(wrapper, line)) if line else None
+        completion = by_person or await _sample(wrapper, engine, sampling, seed)
         try:
-            _, reward, _, _, info = await wrapper.step_async(sampled)
+            _, reward, _, _, info = await wrapper.step_async(completion)
         except RecordError as error:  # of what a person typed: the turn is still open
             print(error)
             continue
@@ -218,11 +213,11 @@ async def _sample(wrapper: TokenObservationWrapper, engine: Engine, sampling: Sa
         seed=child_seed(seed, "turn", wrapper.num_turns),
     )
     print("model> ", end="", flush=True)
-    sliced = SlicedEngine(engine, grown=lambda ids: _show(text.grow(ids)))
-    sampled = await sliced.generate(wrapper.prompt, params, session_id="play")
-    whole = wrapper.renderer.decode(sampled.token_ids)
-    print(whole.removeprefix(text.content) if not text.reasoning else f"\n{whole}")
-    return sampled
+    sliced_engine = SlicedEngine(engine, grown=lambda ids: _show(text.grow(ids)))
+    completion = await sliced_engine.generate(wrapper.prompt, params, session_id="play")
+    full_text = wrapper.renderer.decode(completion.token_ids)
+    print(full_text.removeprefix(text.content) if not text.reasoning else f"\n{full_text}")
+    return completion
 
 
 @asynccontextmanager
@@ -242,10 +237,10 @@ def _sampling_to_play(model: Model, arguments: argparse.Namespace) -> Sampling:
     return with_options({name: rollout[name] for name in _OF_THE_RUN if name in rollout}, arguments)
 
 
-def _named(sampling: Sampling) -> str:
+def _sampling_text(sampling: Sampling) -> str:
     """Return the temperature, and what else is not at its default.
 
-    >>> _named(Sampling(temperature=0.2, top_p=0.9))
+    >>> _sampling_text(Sampling(temperature=0.2, top_p=0.9))
     'temperature 0.2, top_p 0.9'
     """
     names = dict.fromkeys(("temperature", *sampling.changed()))
@@ -256,28 +251,28 @@ def _renderers(model: Model, tokenizer: Any) -> RendererCache:
     """Return the renderers of messages (Any: transformers), set as in the run that trained the model."""
     return RendererCache(
         tokenizer,
-        template_kwargs=_asked(model).get("chat_template_kwargs"),
+        template_kwargs=_policy_config(model).get("chat_template_kwargs"),
         tools_in=model.config.get("rollout", {}).get("tools_in", "auto"),
     )
 
 
-def _asked(model: Model) -> Mapping[str, Any]:
+def _policy_config(model: Model) -> Mapping[str, Any]:
     """Return the run's [rollout.policy_config] (JSON values)."""
-    asked: Mapping[str, Any] = model.config.get("rollout", {}).get("policy_config", {})
-    return asked
+    values: Mapping[str, Any] = model.config.get("rollout", {}).get("policy_config", {})
+    return values
 
 
 def _read(read: Read, prompt: str) -> str | None:
     """Return a line, or None at the end of the input."""
     try:
-        said = read(prompt).strip()
+        line = read(prompt).strip()
     except EOFError:
         print()
         return None
     if not sys.stdin.isatty():
         # A terminal shows what is typed; behind a pipe it would be missing from the output.
-        print(said)
-    return said
+        print(line)
+    return line
 
 
 def _show(pieces: tuple[str, str]) -> None:

@@ -1,8 +1,4 @@
-"""`gspo-gym models serve MODEL` and `gspo-gym serve --engine vllm MODEL`: serve a model until SIGTERM or Ctrl-C.
-
-The first is for people and programs: OpenAI's protocol, with the local engine or vLLM. The second is vLLM's own server,
-set up for training: a run that names its URL samples from it by token ids and changes its weights.
-"""
+"""`gspo-gym models serve MODEL`: serve a model in OpenAI's protocol until SIGTERM or Ctrl-C."""
 
 from __future__ import annotations
 
@@ -10,16 +6,14 @@ import argparse
 import asyncio
 import contextlib
 import signal
-import sys
 from collections.abc import AsyncIterator, Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gspo_gym.base.leftovers import in_temporary_folder
 from gspo_gym.base.loops import run_to_end
 from gspo_gym.base.settings import read_key
-from gspo_gym.cli.command_line import base_of, interrupted_by_signals
 from gspo_gym.errors import MissingExtraError
 
 if TYPE_CHECKING:
@@ -115,8 +109,8 @@ async def _serve_model(arguments: argparse.Namespace) -> None:
         rollout = model.config.get("rollout", {})
         kwargs = rollout.get("policy_config", {}).get("chat_template_kwargs", {})
         tools_in = rollout.get("tools_in", "auto")
-        served = Served(engine, tokenizer, name, arguments.max_tokens, sampling, kwargs, tools_in)
-        app = create_model_app(served, api_key=key)
+        model_service = Served(engine, tokenizer, name, arguments.max_tokens, sampling, kwargs, tools_in)
+        app = create_model_app(model_service, api_key=key)
         server = LoopServer(app, host=arguments.host, port=arguments.port, has_key=key is not None)
         await server.start()
         print(f"serving {name} at {server.url}/v1", flush=True)
@@ -171,22 +165,6 @@ async def running_engine(model: Model, arguments: argparse.Namespace) -> AsyncIt
             await engine.close()
 
 
-def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of `serve`."""
-    parser.add_argument("model", metavar="MODEL", help="a run, a folder in transformers layout, or an id of the hub")
-    parser.add_argument("--engine", choices=["vllm"], default="vllm", help="what serves it (default vllm)")
-    where = parser.add_argument_group("where it listens; other machines never reach it")
-    where.add_argument("--host", default="127.0.0.1", help="a loopback address (default 127.0.0.1)")
-    where.add_argument("--port", type=int, default=8000, help="0 takes any that is free (default 8000)")
-    where.add_argument("--uds", metavar="PATH", help="a Unix socket instead of a port")
-    where.add_argument("--name", default="policy", help="what requests call the model (default policy)")
-    where.add_argument("--api-key-env", metavar="NAME", help="environment variable with the key for samples")
-    where.add_argument("--start-seconds", type=float, default=900.0, help="it must answer within (default 900)")
-    where.add_argument("--log", type=Path, metavar="FILE", help="for its output (default: shown if it fails)")
-    add_engine_arguments(parser.add_argument_group("how it runs the model"))
-    parser.set_defaults(run=serve_engine)
-
-
 def add_engine_arguments(group: argparse._ArgumentGroup) -> None:
     """Add the arguments that `settings_of` reads, except the model."""
     group.add_argument("--max-model-len", type=int, default=4096, help="longest prompt + completion (default 4096)")
@@ -204,66 +182,26 @@ def add_engine_arguments(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument("--kv-cache-gib", type=float, help="for keys and values; to be set on a CPU")
     group.add_argument("--enforce-eager", action="store_true", help="no compilation; what a CPU needs")
-    group.add_argument("--no-prefix-caching", action="store_true", help="compute a turn's earlier tokens again")
+    group.add_argument(
+        "--no-prefix-caching",
+        dest="enable_prefix_caching",
+        action="store_false",
+        help="compute a turn's earlier tokens again",
+    )
     group.add_argument(
         "--structured-output",
         action="store_true",
         help="with the model's tokenizer: chat routes and JSON schemas, for a judge or task apps",
     )
-    group.add_argument("--max-lora-rank", type=int, default=0, help="> 0: weights arrive as LoRA adapters (default 0)")
-    group.add_argument("--max-loras", type=int, default=2, help="adapters in work at once (default 2)")
 
 
 def _numbers(text: str) -> tuple[int, ...]:
     return tuple(int(part) for part in text.split(","))
 
 
-def serve_engine(arguments: argparse.Namespace) -> int:
-    """Serve until told to stop; print the URL once clients may connect. Return 1 if the server ended unasked.
-
-    Raises:
-        ConfigError: other machines could reach it, or a size is wrong.
-        EngineError: it did not start; the message ends with the tail of the log.
-        MissingExtraError: vLLM is not installed.
-    """
-    from gspo_gym.engine.vllm.server import VllmServer
-    from gspo_gym.policy.load import for_other_programs
-
-    server = VllmServer(
-        replace(settings_of(arguments), model=for_other_programs(base_of(arguments.model))),
-        host=arguments.host,
-        port=arguments.port,
-        uds=arguments.uds,
-        name=arguments.name,
-        api_key_env=arguments.api_key_env,
-        log=arguments.log,
-        start_seconds=arguments.start_seconds,
-    )
-    with interrupted_by_signals(), server:
-        print(f"serving {arguments.model} with vLLM at {server.url}", flush=True)
-        # SIGTERM and Ctrl-C raise here: wait() returns only if vLLM ended unasked.
-        status = server.wait()
-        print(f"vLLM ended with status {status}. Its log:\n{server.log_tail()}", file=sys.stderr)
-    return 1
-
-
 def settings_of(arguments: argparse.Namespace) -> VllmSettings:
     """Return the engine's settings from the command line."""
     from gspo_gym.engine.vllm.settings import VllmSettings
 
-    return VllmSettings(
-        model=arguments.model,
-        max_model_len=arguments.max_model_len,
-        dtype=arguments.dtype,
-        max_num_seqs=arguments.max_num_seqs,
-        tensor_parallel_size=arguments.tensor_parallel_size,
-        data_parallel_size=arguments.data_parallel_size,
-        device_ids=arguments.device_ids,
-        gpu_memory_utilization=arguments.gpu_memory_utilization,
-        kv_cache_gib=arguments.kv_cache_gib,
-        enforce_eager=arguments.enforce_eager,
-        max_lora_rank=arguments.max_lora_rank,
-        max_loras=arguments.max_loras,
-        enable_prefix_caching=not arguments.no_prefix_caching,
-        structured_output=arguments.structured_output,
-    )
+    names = {field.name for field in fields(VllmSettings)} & set(vars(arguments))
+    return VllmSettings(**{name: getattr(arguments, name) for name in names})

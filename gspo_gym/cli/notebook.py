@@ -9,7 +9,7 @@ import html
 import importlib
 import sys
 import webbrowser
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from gspo_gym.run.registry import RunInfo, read_run
 from gspo_gym.run.report.progress import mask_text, print_episode
 from gspo_gym.run.report.token_text import TokenTexts
 from gspo_gym.run.tokens import TokenFile, open_tokens
-from gspo_gym.types import Trajectory
+from gspo_gym.types import Trajectory, Turn
 
 
 def open_run(run: str | Path, *, folder: str | Path = "runs") -> Run:
@@ -104,10 +104,8 @@ class Run:
         if not paths:
             names = ", ".join(path.name.partition(".")[0] for path in episode_paths(self.folder))
             raise RecordError(f"{self.folder}: has no episodes {name!r}; it has {names or 'none'}")
-        found = read_episodes(paths[-1])
-        if failed is None:
-            return found
-        return [each for each in found if (each.success is False or each.error is not None) == failed]
+        episodes = read_episodes(paths[-1])
+        return [e for e in episodes if failed is None or (e.success is False or e.error is not None) == failed]
 
     def tokens(self, step: int) -> TokenFile:
         """Return what the learner saw of every sampled token of a step.
@@ -138,9 +136,9 @@ class Run:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `episodes`."""
     add_run(parser)
-    which = parser.add_mutually_exclusive_group()
-    which.add_argument("--step", type=int, metavar="N", help="of this training step (default: the last that has any)")
-    which.add_argument("--evaluation", type=int, metavar="N", help="of the evaluation after this step")
+    group = parser.add_mutually_exclusive_group()
+    group.add_argument("--step", type=int, metavar="N", help="of this training step (default: the last that has any)")
+    group.add_argument("--evaluation", type=int, metavar="N", help="of the evaluation after this step")
     parser.add_argument("--task", metavar="TEXT", help="only tasks whose id holds this: a seed, or an environment")
     parser.add_argument("--failed", action="store_true", help="only those without success, or with an error")
     parser.add_argument("--best", action="store_true", help="the highest returns first")
@@ -154,22 +152,21 @@ def episodes_command(arguments: argparse.Namespace) -> int:
     from gspo_gym.run.report.page_data import run_tokenizer  # loads torch, which `open_run` does without
 
     folder = find_run(arguments.run_name, arguments.folder)
-    found = Run(folder).episodes(
-        step=arguments.step, evaluation=arguments.evaluation, failed=True if arguments.failed else None
-    )
-    chosen = [each for each in found if arguments.task is None or arguments.task in each.task.task_id]
+    only_failed = True if arguments.failed else None
+    episodes = Run(folder).episodes(step=arguments.step, evaluation=arguments.evaluation, failed=only_failed)
+    matches = [episode for episode in episodes if (arguments.task or "") in episode.task.task_id]
     if arguments.best:
-        chosen.sort(key=lambda each: each.reward if each.is_scored else float("-inf"), reverse=True)
+        matches.sort(key=lambda episode: episode.reward if episode.is_scored else float("-inf"), reverse=True)
     console = Console()
     tokenizer = None if arguments.messages else run_tokenizer(folder)
     decode = None if tokenizer is None else TokenTexts(tokenizer).decode
-    for trajectory in chosen[: arguments.limit or None]:
+    for trajectory in matches[: arguments.limit or None]:
         if decode is None:
             print_episode(console, trajectory.trajectory_id, trajectory)
         else:
             _print_tokens(console, trajectory, decode)
-    console.print(f"{min(len(chosen), arguments.limit or len(chosen))} of {len(chosen)} episodes", style="dim")
-    return 0 if chosen else 1
+    console.print(f"{min(len(matches), arguments.limit or len(matches))} of {len(matches)} episodes", style="dim")
+    return 0 if matches else 1
 
 
 def _print_tokens(console: Console, trajectory: Trajectory, decode: Callable[..., str]) -> None:
@@ -178,16 +175,16 @@ def _print_tokens(console: Console, trajectory: Trajectory, decode: Callable[...
         if number:
             console.print(Text(f"segment {number}", style="dim"))
         console.print(mask_text(segment, decode), soft_wrap=True)
-    console.print(Text("  ".join(_rewards(trajectory)), style="dim"))
+    console.print(Text("  ".join(filter(None, map(_reward_text, trajectory.turns))), style="dim"))
     if trajectory.error is not None:
         console.print(Text(trajectory.error, style="red"))
     verdict = {True: "success", False: "no success", None: trajectory.outcome.value}[trajectory.success]
-    told = f"{verdict}, return {trajectory.reward:+.2f}" if trajectory.is_scored else f"{verdict}, not scored"
-    console.print(Text(f"{told}\n", style="bold"))
+    score = f"return {trajectory.reward:+.2f}" if trajectory.is_scored else "not scored"
+    console.print(Text(f"{verdict}, {score}\n", style="bold"))
 
 
-def _rewards(trajectory: Trajectory) -> Iterator[str]:
-    for turn in trajectory.turns:
-        terms = "".join(f" {name} {value:+.2f}" for name, value in turn.reward_terms.items())
-        if turn.reward is not None:
-            yield f"turn {turn.index}: {turn.reward:+.2f}{terms and f' ({terms.strip()})'}"
+def _reward_text(turn: Turn) -> str:
+    if turn.reward is None:
+        return ""
+    terms = " ".join(f"{name} {value:+.2f}" for name, value in turn.reward_terms.items())
+    return f"turn {turn.index}: {turn.reward:+.2f}{terms and f' ({terms})'}"

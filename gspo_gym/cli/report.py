@@ -48,10 +48,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run_command(arguments: argparse.Namespace) -> int:
     """Write the page; print where it is, and what contradicts itself in its data."""
     folder = find_run(arguments.run_name, arguments.folder)
-    others = [find_run(name, arguments.folder) for name in arguments.beside]
+    other_folders = [find_run(name, arguments.folder) for name in arguments.beside]
     path = arguments.output or folder / "report.html"
     steps = None if arguments.step is None else [f"step_{step:06d}" for step in arguments.step]
-    page = page_of(folder, others=others, steps=steps, max_episodes=arguments.episodes)
+    page = page_of(folder, others=other_folders, steps=steps, max_episodes=arguments.episodes)
     replace_file(path, page.html)
     print(f"{path} ({path.stat().st_size / 1000:.0f} kB)")
     print(page.checked)
@@ -97,24 +97,24 @@ def page_of(
     from gspo_gym.diagnosis.tokens import page_findings  # loads torch, which `doctor` does without
     from gspo_gym.run.report.page_data import run_values, saved_page, step_values
 
-    runs = [described_run(folder), *(run_values(other) for other in others)]
+    runs = [described_run(folder), *(run_values(run_folder) for run_folder in others)]
     if status is not None:
         runs[0]["run"] |= {"status": status, "doing": None}  # the run itself asks, at its end
-    shown: list[dict[str, Json]] = []
-    left = max_episodes
+    step_pages: list[dict[str, Json]] = []
+    max_left = max_episodes
     for name in _default_steps(folder) if steps is None else steps:
-        if left > 0:
-            shown.append(step_values(folder, name, max_episodes=left))
-            left -= sum(len(group["episodes"]) for group in shown[-1]["groups"])
-    shown.sort(key=lambda step: (step["name"].startswith("step_"), step["step"]))
+        if max_left > 0:
+            step_pages.append(step_values(folder, name, max_episodes=max_left))
+            max_left -= sum(len(group["episodes"]) for group in step_pages[-1]["groups"])
+    step_pages.sort(key=lambda step: (step["name"].startswith("step_"), step["step"]))
     with computing_elsewhere("cpu"):
-        findings = page_findings(runs[0], shown)
+        findings = page_findings(runs[0], step_pages)
     runs[0]["findings"] = [*map(asdict, findings), *runs[0]["findings"]]
-    runs[0]["checked"] = _checked(runs[0], shown, findings)
-    return Page(saved_page(runs, shown), runs[0]["checked"], findings)
+    runs[0]["checked"] = _check_text(runs[0], step_pages, findings)
+    return Page(saved_page(runs, step_pages), runs[0]["checked"], findings)
 
 
-def _checked(run: Mapping[str, Json], steps: Sequence[Mapping[str, Json]], findings: Sequence[Finding]) -> str:
+def _check_text(run: Mapping[str, Json], steps: Sequence[Mapping[str, Json]], findings: Sequence[Finding]) -> str:
     from gspo_gym.diagnosis.tokens import unknown_settings
 
     num_episodes = sum(len(group["episodes"]) for step in steps for group in step["groups"])
@@ -136,8 +136,8 @@ def described_run(folder: Path) -> dict[str, Json]:
 
     findings = [asdict(finding) for finding in diagnose(read_view(folder))]
     # The live page loads episodes when they are looked at: checking all would delay its first picture.
-    checked = "whether the episodes' numbers agree is not checked here, but by gspo-gym report"
-    return run_values(folder) | {"findings": findings, "checked": checked, "settings": changed_settings(folder)}
+    check_text = "whether the episodes' numbers agree is not checked here, but by gspo-gym report"
+    return run_values(folder) | {"findings": findings, "checked": check_text, "settings": changed_settings(folder)}
 
 
 def changed_settings(folder: Path) -> list[tuple[str, Json, Json]]:
@@ -172,8 +172,8 @@ def _as_toml(value: Json) -> Json:
 
 def _default_steps(folder: Path) -> list[str]:
     names = [path.name.partition(".")[0] for path in episode_paths(folder)]
-    played = [name for name in names if name.startswith("step_")]
-    with_tokens = [name for step in token_steps(folder) if (name := f"step_{step:06d}") in played] or played
+    step_names = [name for name in names if name.startswith("step_")]
+    with_tokens = [name for step in token_steps(folder) if (name := f"step_{step:06d}") in step_names] or step_names
     evaluations = [name for name in names if name.startswith("eval_")]
     return list(dict.fromkeys([*with_tokens[-1:], *with_tokens[:1], *evaluations[-1:]]))
 
@@ -210,8 +210,8 @@ def report_text(folder: Path, run: RunView, findings: Sequence[Finding]) -> str:
         head = f"{folder}: {run.num_steps} steps, and nothing is wrong."
     else:
         counts: Counter[str] = Counter(finding.severity for finding in findings)
-        counted = ", ".join(f"{counts[severity]} {severity}" for severity in ORDER if counts[severity])
-        head = f"{folder}: {run.num_steps} steps; findings: {counted}."
+        severity_counts = ", ".join(f"{counts[severity]} {severity}" for severity in ORDER if counts[severity])
+        head = f"{folder}: {run.num_steps} steps; findings: {severity_counts}."
     return "\n\n".join([head, *(paragraph(run, finding) for finding in findings)])
 
 
@@ -225,8 +225,8 @@ def paragraph(run: RunView, finding: Finding) -> str:
         if finding.key
         else f"do:   {finding.suggestion}",
     )
-    first, *others = (
+    first, *more_lines = (
         textwrap.fill(line, _WIDTH, initial_indent="" if i == 0 else "  ", subsequent_indent="        ")
         for i, line in enumerate(lines)
     )
-    return "\n".join([first, *others])
+    return "\n".join([first, *more_lines])

@@ -35,17 +35,19 @@ _NONE = "-"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the commands of `runs`."""
     commands = parser.add_subparsers(dest="runs_command", required=True, metavar="COMMAND")
-    listed = _add(commands, "list", list_command, "list the runs in a folder, the last updated first")
-    listed.add_argument("folder", nargs="?", type=Path, default=Path("runs"), help="where to look (runs)")
-    shown = _add(commands, "show", show_command, "say what a run is, how far it came, and whether it lives")
-    add_run(shown)
-    compared = _add(
+    list_parser = _add(commands, "list", list_command, "list the runs in a folder, the last updated first")
+    list_parser.add_argument("folder", nargs="?", type=Path, default=Path("runs"), help="where to look (runs)")
+    show_parser = _add(commands, "show", show_command, "say what a run is, how far it came, and whether it lives")
+    add_run(show_parser)
+    compare_parser = _add(
         commands, "compare", compare_command, "put runs side by side: settings, evaluations, seconds, tokens"
     )
-    add_run(compared, nargs="+")
-    removed = _add(commands, "rm", remove_command, "remove runs with their checkpoints; one that is running is refused")
-    add_run(removed, nargs="+")
-    removed.add_argument("--yes", action="store_true", help="do not ask")
+    add_run(compare_parser, nargs="+")
+    rm_parser = _add(
+        commands, "rm", remove_command, "remove runs with their checkpoints; one that is running is refused"
+    )
+    add_run(rm_parser, nargs="+")
+    rm_parser.add_argument("--yes", action="store_true", help="do not ask")
     add_run(_add(commands, "path", path_command, "print the folder of a run"))
 
 
@@ -144,20 +146,20 @@ def runs_table(runs: Sequence[RunInfo], folder: Path) -> str:
 def _side_by_side(comparison: RunComparison, names: Sequence[str]) -> str:
     runs = comparison.runs
     rows: list[tuple[str, ...]] = [("status", *(run.status for run in runs))]
-    shown = ("step", "score", "value", "wall_seconds", "sampled_tokens", "trained_tokens")
-    rows += [(key, *(_text(getattr(run, key)) for run in runs)) for key in shown]
+    keys = ("step", "score", "value", "wall_seconds", "sampled_tokens", "trained_tokens")
+    rows += [(key, *(_text(getattr(run, key)) for run in runs)) for key in keys]
     rows += [(key, *map(_text, values)) for key, values in comparison.settings.items()]
     # Long names would leave no room for what is compared.
     is_short = sum(map(len, names)) <= _MAX_HEAD
     heads = names if is_short else [f"({number})" for number in range(1, len(names) + 1)]
     lines = [] if is_short else [part for pair in zip(heads, names, strict=True) for part in folded(" ".join(pair))]
     lines.append(table(("", *heads), rows))
-    for name, each in zip(heads[1:], comparison.evaluations, strict=True):
-        lines += folded(f"{name} against {heads[0]}: {each if isinstance(each, str) else _paired(each)}")
+    for name, result in zip(heads[1:], comparison.evaluations, strict=True):
+        lines += folded(f"{name} against {heads[0]}: {result if isinstance(result, str) else _difference_text(result)}")
     return "\n".join(lines)
 
 
-def _paired(values: dict[str, Any]) -> str:
+def _difference_text(values: dict[str, Any]) -> str:
     interval = values["difference_interval"]
     within = "" if interval is None else f" (95% {interval[0]:+.3f} to {interval[1]:+.3f})"
     text = f"mean return {values['mean_difference']:+.3f}{within} over {values['num_pairs']} pairs of episodes"
@@ -205,10 +207,10 @@ def add_control_arguments(parser: argparse.ArgumentParser) -> None:
     add_run(_add(commands, "checkpoint", checkpoint_command, text))
     add_run(_add(commands, "stop", stop_command, "let a run save a checkpoint and end"))
     for name in _RETIRED:
-        retired = commands.add_parser(name)  # without help, it is not listed
-        retired.add_argument("words", nargs=argparse.REMAINDER)
-        retired.add_argument("--json", action="store_true")
-        retired.set_defaults(run=retired_command)
+        retired_parser = commands.add_parser(name)  # without help, it is not listed
+        retired_parser.add_argument("words", nargs=argparse.REMAINDER)
+        retired_parser.add_argument("--json", action="store_true")
+        retired_parser.set_defaults(run=retired_command)
 
 
 def status_command(arguments: argparse.Namespace) -> int:

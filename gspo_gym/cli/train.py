@@ -118,11 +118,11 @@ def _detach(arguments: argparse.Namespace, config: RunConfig) -> int:
     words += {False: [], True: ["--resume"], "auto": ["--resume=auto"]}[arguments.resume]
     words += ["--set-aside"] * arguments.set_aside
     words += [] if arguments.task_url is None else ["--task-url", arguments.task_url]
-    launched = start_detached(words, config)
+    process_info = start_detached(words, config)
     if arguments.json:
-        print(json.dumps(launched))
+        print(json.dumps(process_info))
     else:
-        print(f"{launched['folder']}: process {launched['pid']} trains, and prints to {launched['log']}")
+        print(f"{process_info['folder']}: process {process_info['pid']} trains, and prints to {process_info['log']}")
     return 0
 
 

@@ -1,7 +1,6 @@
 """`gspo-gym verify RUN --step N`: recompute a training step from the run's files, and name the first difference.
 
-Here files are read, numbers compared and printed; `diagnosis/oracle.py` computes them. Neither has code of the learner:
-transformers loads the model.
+Files are read and compared here; `diagnosis/oracle.py` computes. Neither has code of the learner: transformers loads.
 """
 
 from __future__ import annotations
@@ -132,7 +131,7 @@ class Verification:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `verify`."""
     in_part = "; ".join(
-        f"{key} other than {' or '.join(str(each) for each in values if each is not None)}"
+        f"{key} other than {' or '.join(str(value) for value in values if value is not None)}"
         for key, values in _REPLAYED.items()
     )
     parser.epilog = (
@@ -158,12 +157,12 @@ def run_command(arguments: argparse.Namespace) -> int:
     folder = find_run(arguments.run_name, arguments.folder)
     step = arguments.step
     if step is None:
-        whole, in_part = _verifiable(folder)
+        whole_steps, in_part = _verifiable(folder)
         if not in_part:
             raise RecordError(
                 f"{folder}: no step has both tokens and episodes; run.log_tokens_every_n_iters writes them"
             )
-        step = (whole or in_part)[-1]
+        step = (whole_steps or in_part)[-1]
     result = verify_step(folder, step, tolerance=arguments.tolerance)
     if arguments.json:
         values = json.dumps({"run": str(folder), **asdict(result)})
@@ -183,11 +182,12 @@ def verify_step(folder: Path, step: int, *, tolerance: float = 1e-5) -> Verifica
     config = dict(flat_items(read_config(folder)))
     sections = {key.partition(".")[0] for key in _KNOWN} - {"algorithm", "training"}
     strange = [key for key in config if key.partition(".")[0] in sections and key not in _KNOWN]
-    if strange := [*strange, *_others(config, {key: values for key, values in _KNOWN.items() if values is not None})]:
+    strange += [f"{key} = {config.get(key)!r}" for key, v in _KNOWN.items() if v and config.get(key) not in v]
+    if strange:
         raise ConfigError(f"{folder}: verify does not know {', '.join(strange)}")
     result = _verify(folder, config, Verification(step), tolerance, in_float64=False)
-    found = result.difference
-    if found is not None and found.quantity in ("old_logprob", "ref_logprob", "logprob", "entropy", "grad_norm"):
+    first = result.difference
+    if first is not None and first.quantity in ("old_logprob", "ref_logprob", "logprob", "entropy", "grad_norm"):
         result = _verify(folder, config, Verification(step), tolerance, in_float64=True)
     return result
 
@@ -206,22 +206,17 @@ def _verify(
                 longest = max(len(segment) for episode in records.episodes for segment in episode.segments)
                 use_learners_threads(folder, models[0].modules["policy"], (1, longest), num_threads)
             _Comparison(records, models, result, tolerance).follow(metrics, state)
-    except _DifferenceError as found:
-        (result.difference,) = found.args
+    except _DifferenceError as error:
+        (result.difference,) = error.args
     return result
-
-
-def _others(config: Mapping[str, Any], known: Mapping[str, tuple[Any, ...]]) -> list[str]:
-    return [f"{key} = {config.get(key)!r}" for key, values in known.items() if config.get(key) not in values]
 
 
 class _Comparison:
     """Compares recorded with recomputed numbers, in order, and raises for the first difference.
 
     Each number is recomputed from recorded ones that were compared before. The first of `models` computes in float32,
-    as the learner's: many layers add up its rounding, and where a gradient is nearly 0, it decides AdamW's step. A
-    second one in float64, which takes the same steps, says by how much. Of 16 bits it is one in float32. Without any,
-    the weights are not known.
+    as the learner's: many layers add up its rounding, and where a gradient is near 0, it decides AdamW's step. A second
+    one in float64 (of 16 bits in float32), which takes the same steps, says by how much. None: weights are not known.
     """
 
     def __init__(self, records: StepRecords, models: Sequence[Model], result: Verification, tolerance: float) -> None:
@@ -232,7 +227,7 @@ class _Comparison:
         """Compare everything; without `metrics`, all but these. `state` is that before the step."""
         records, columns, every = self._records, self._columns, np.arange(len(self._owner))
         for name, array in (("rollout_logprob", "rollout_logprobs"), ("weight_version", "weight_version")):
-            self._compare(name, columns[name], _sampled(records.episodes, array), every)
+            self._compare(name, columns[name], _token_values(records.episodes, array), every)
         for episode in records.episodes:
             for turn in (turn for turn in episode.turns if turn.reward is not None and turn.reward_terms):
                 terms, name = sum(turn.reward_terms.values()), episode.trajectory_id
@@ -250,18 +245,18 @@ class _Comparison:
         if self._models and "reference" in self._models[0].modules:
             self._compare_scores("ref_logprob", at, "reference")
         self._compare("advantage", columns["advantage"], np.where(is_counted, batch.advantages, np.nan), every)
-        for epoch, counted in enumerate(columns["optimizer_step"][:, self._owner]):
-            wanted = np.where(is_seen, np.maximum(counted, 0), np.where(is_counted, counted, -1))
-            self._compare("optimizer_step", counted, wanted, every, epoch=epoch)
-        fates, taken, norms = self._follow_updates(is_seen, int(is_counted.sum()), batch.fates[self._owner])
-        others = np.flatnonzero(~is_seen)
+        for epoch, updates in enumerate(columns["optimizer_step"][:, self._owner]):
+            expected_updates = np.where(is_seen, np.maximum(updates, 0), np.where(is_counted, updates, -1))
+            self._compare("optimizer_step", updates, expected_updates, every, epoch=epoch)
+        fates, step_terms, norms = self._follow_updates(is_seen, int(is_counted.sum()), batch.fates[self._owner])
+        unseen_at = np.flatnonzero(~is_seen)
         for name, value in (("logprob", np.nan), ("entropy", np.nan), ("ratio", np.nan), ("clip", 0.0), ("share", 0.0)):
             for epoch, column in enumerate(columns[name]):
-                self._compare(name, column[others], np.full(len(others), value), others, epoch=epoch)
+                self._compare(name, column[unseen_at], np.full(len(unseen_at), value), unseen_at, epoch=epoch)
         self._compare("fate", columns["fate"], fates, every)
-        if taken and metrics is not None:
-            joined = {name: np.concatenate([each[name] for each in taken], -1) for name in taken[0]}
-            for name, (number, size) in metrics_of(records, joined, norms).items():
+        if step_terms and metrics is not None:
+            all_terms = {name: np.concatenate([part[name] for part in step_terms], -1) for name in step_terms[0]}
+            for name, (number, size) in metrics_of(records, all_terms, norms).items():
                 self._compare(name, metrics.get(name, np.nan), number, unit=size)
 
     def _follow_updates(
@@ -272,49 +267,49 @@ class _Comparison:
         Return [A] the fates, of which `fates` are those of tokens not in `is_seen`, and the terms and norms of the
         steps that were taken.
         """
-        counted = self._columns["optimizer_step"][:, self._owner]
-        norms = self._columns.get("grad_norm", np.zeros(int(counted.max(initial=-1)) + 1))  # older files have none
+        updates = self._columns["optimizer_step"][:, self._owner]
+        norms = self._columns.get("grad_norm", np.zeros(int(updates.max(initial=-1)) + 1))  # older files have none
         are_taken = ~np.isnan(norms)
-        taken: list[dict[str, Floats]] = []
-        self._compare("number of optimizer steps", counted.max(initial=-1) + 1, len(norms))
+        step_terms: list[dict[str, Floats]] = []
+        self._compare("number of optimizer steps", updates.max(initial=-1) + 1, len(norms))
         for update, is_taken in enumerate(are_taken.tolist()):
-            epochs = np.flatnonzero((counted == update).any(1))
+            epochs = np.flatnonzero((updates == update).any(1))
             self._compare("passes of an optimizer step", len(epochs), 1, update=update)
             epoch = int(epochs[0])
             place: dict[str, Any] = {"update": update, "epoch": epoch}
-            at = np.flatnonzero((counted[epoch] == update) & is_seen)
-            seen = {name: column[epoch][at] for name, column in self._columns.items() if column.shape == counted.shape}
-            unit = units_of_loss(self._records, counted[epoch] == update, num_batch_tokens)[at]
-            terms = terms_of(self._records, at, seen, unit, max(int(are_taken.sum()), 1))
+            at = np.flatnonzero((updates[epoch] == update) & is_seen)
+            rows = {name: column[epoch][at] for name, column in self._columns.items() if column.shape == updates.shape}
+            unit = units_of_loss(self._records, updates[epoch] == update, num_batch_tokens)[at]
+            terms = terms_of(self._records, at, rows, unit, max(int(are_taken.sum()), 1))
             if self._models:
-                found = self._first([model.forward("policy", at, terms["slopes"]) for model in self._models])
-                for name, values in zip(("logprob", "entropy"), found, strict=True):
-                    self._compare(name, seen[name], values, at, slack=self._result.rounding, **place)
-            recorded = {"correction": np.ones(len(at))} | seen
+                model_values = self._first([model.forward("policy", at, terms["slopes"]) for model in self._models])
+                for name, values in zip(("logprob", "entropy"), model_values, strict=True):
+                    self._compare(name, rows[name], values, at, slack=self._result.rounding, **place)
+            full_rows = {"correction": np.ones(len(at))} | rows
             for name in ("ratio", "correction", "clip"):
-                self._compare(name, recorded[name], terms[name], at, **place)
-            self._compare("share", seen["share"], is_taken * terms["share"], at, terms["unit"], **place)
+                self._compare(name, full_rows[name], terms[name], at, **place)
+            self._compare("share", rows["share"], is_taken * terms["share"], at, terms["unit"], **place)
             fates[at] = np.minimum(fates[at], terms["fate"] if is_taken else SKIPPED)
             if is_taken:
-                taken.append(terms)
+                step_terms.append(terms)
             if self._models:
                 norm = self._first([np.array(model.grad_norm()) for model in self._models])
                 norm = norm if is_taken or np.isfinite(norm) else np.array(np.nan)  # so a skipped step is recorded
                 self._compare("grad_norm", norms[update], norm, slack=self._result.rounding, **place)
                 for model in self._models:
                     model.step(self._columns["learning_rate"][update], is_taken=is_taken)
-        return fates, taken, norms[are_taken]
+        return fates, step_terms, norms[are_taken]
 
     def _compare_scores(self, name: str, at: Indices, module: str) -> None:
         scores = self._first([model.forward(module, at)[0] for model in self._models])
         self._compare(name, self._columns[name][at], scores, at, slack=self._result.rounding)
 
-    def _first(self, found: Sequence[Floats]) -> Floats:
+    def _first(self, model_values: Sequence[Floats]) -> Floats:
         """Return the first model's numbers, and note how far the other's are from them."""
-        for other in found[1:]:
-            distance = np.abs(found[0] - other) / np.maximum(1.0, np.abs(found[0]))
+        for values in model_values[1:]:
+            distance = np.abs(model_values[0] - values) / np.maximum(1.0, np.abs(model_values[0]))
             self._result.rounding = max(self._result.rounding, _ALLOWED * float(distance.max(initial=0.0)))
-        return found[0]
+        return model_values[0]
 
     def _compare(
         self,
@@ -340,8 +335,8 @@ class _Comparison:
                 i = int(self._owner[token])
                 place |= {"episode": self._records.episodes[i].trajectory_id, "turn": int(self._records.turn[token])}
                 place["token"] = token - int(np.flatnonzero(self._owner == i)[0])
-            found = float(recorded[k]), float(recomputed[k])
-            raise _DifferenceError(Difference(self._result.step, quantity, *found, **place))
+            pair = float(recorded[k]), float(recomputed[k])
+            raise _DifferenceError(Difference(self._result.step, quantity, *pair, **place))
 
 
 def _checkpoint(folder: Path, step: int) -> Path:  # the weights before the step
@@ -350,8 +345,8 @@ def _checkpoint(folder: Path, step: int) -> Path:  # the weights before the step
 
 def _verifiable(folder: Path) -> tuple[list[int], list[int]]:
     """Return the steps that can be verified whole, and at least in part."""
-    played = {path.name.partition(".")[0] for path in episode_paths(folder, "step_")}
-    in_part = sorted(int(p.stem[5:]) for p in (folder / "tokens").glob("step_*.safetensors") if p.stem in played)
+    episode_stems = {path.name.partition(".")[0] for path in episode_paths(folder, "step_")}
+    in_part = sorted(int(p.stem[5:]) for p in (folder / "tokens").glob("step_*.safetensors") if p.stem in episode_stems)
     return [step for step in in_part if (_checkpoint(folder, step) / "manifest.json").exists()], in_part
 
 
@@ -373,8 +368,8 @@ def _state_before(folder: Path, config: Mapping[str, Any], result: Verification)
         first, checkpoint = steps[0], _checkpoint(folder, steps[0])
         _compare_digests(folder, checkpoint, result)
         try:
-            saved = json.loads((checkpoint / "resume" / "state.json").read_text(encoding="utf-8"))
-            running, beta = saved["trainer"]["running"], saved["counters"].get("shaping.kl_coef", state.kl_coef)
+            values = json.loads((checkpoint / "resume" / "state.json").read_text(encoding="utf-8"))
+            running, beta = values["trainer"]["running"], values["counters"].get("shaping.kl_coef", state.kl_coef)
             names = ("count", "mean", "squared_deviations", "magnitude")
             state = State(*(float(running[name]) for name in names))._replace(kl_coef=float(beta))
         except (OSError, ValueError, KeyError, TypeError) as error:
@@ -409,11 +404,10 @@ def _read_step(folder: Path, config: Mapping[str, Any], step: int, *, needs_toke
     if not path.exists():
         if any((event["kind"], event["step"]) == ("uncommitted", step) for event in read_events(folder)):
             raise RecordError(f"{folder}: no tokens of step {step} are recorded, and some were of uncommitted weights")
-        size = {name: sum(counts) for name in ("fate", "old_logprob", "ref_logprob")}
-        columns = {name: np.zeros(length) for name, length in size.items()}
+        columns = {name: np.zeros(sum(counts)) for name in ("fate", "old_logprob", "ref_logprob")}
         return StepRecords(config, episodes, columns | {"optimizer_step": np.zeros((1, len(ids)))}, **_arrays(episodes))
-    told, columns = _read_tokens(path)
-    if told != dict(zip(ids, counts, strict=True)):
+    num_tokens, columns = _read_tokens(path)
+    if num_tokens != dict(zip(ids, counts, strict=True)):
         raise RecordError(f"{path}: its episodes or their lengths are not those of {paths[0].name}")
     return StepRecords(config, episodes, columns, **_arrays(episodes))
 
@@ -450,13 +444,13 @@ def _arrays(episodes: Sequence[Trajectory]) -> dict[str, Any]:
     segments = [segment for episode in episodes for segment in episode.segments]
     lengths = [int(segment.action_mask.sum()) for segment in segments]
     owners = [i for i, episode in enumerate(episodes) for _ in episode.segments]
-    turn, trajectory = _sampled(episodes, "turn_index").astype(np.int64), np.repeat(owners, lengths)
+    turn, trajectory = _token_values(episodes, "turn_index").astype(np.int64), np.repeat(owners, lengths)
     units = {"trajectory": trajectory, "segment": np.repeat(np.arange(len(segments)), lengths)}
     units |= {"turn": trajectory * (turn.max(initial=0) + 1) + turn, "token": np.arange(len(turn))}
     return {"units": units, "turn": turn}
 
 
-def _sampled(episodes: Sequence[Trajectory], name: str) -> Floats:
+def _token_values(episodes: Sequence[Trajectory], name: str) -> Floats:
     """Return [A] an array of the segments, of sampled tokens."""
     segments = [segment for episode in episodes for segment in episode.segments]
     parts = [getattr(segment, name)[segment.action_mask].astype(np.float64) for segment in segments]
@@ -468,11 +462,11 @@ def _compare_digests(folder: Path, checkpoint: Path, result: Verification) -> No
         files = json.loads((checkpoint / "manifest.json").read_text(encoding="utf-8"))["files"]
     except (ValueError, KeyError, TypeError) as error:
         raise RecordError(f"{checkpoint / 'manifest.json'}: is damaged: {error!r}") from error
-    for name, told in files.items():
+    for name, entry in files.items():
         digest = hashlib.sha256((checkpoint / name).read_bytes()).hexdigest()
-        if digest != told["sha256"]:
+        if digest != entry["sha256"]:
             where = f"SHA-256 of {(checkpoint / name).relative_to(folder)}"
-            raise _DifferenceError(Difference(result.step, where, told["sha256"], digest))
+            raise _DifferenceError(Difference(result.step, where, entry["sha256"], digest))
     result.compared["SHA-256 of the checkpoint's files"] = len(files), 0.0
 
 
@@ -512,18 +506,18 @@ def _read_model(checkpoint: Path, records: StepRecords, dtype: str) -> Model:
     import torch
     from transformers import AutoTokenizer
 
-    trained = torch.float64 if dtype == "float64" else torch.float32  # the dtype of an adapter on weights of 16 bits
-    saved = {name: v.to(trained) for name, v in _learner_tensors(checkpoint / "resume").items()}
+    trained_dtype = torch.float64 if dtype == "float64" else torch.float32  # that of an adapter on 16-bit weights
+    tensors = {name: v.to(trained_dtype) for name, v in _learner_tensors(checkpoint / "resume").items()}
     modules = {"policy": _load(checkpoint, dtype, is_adapted=True)}
-    held = {name.removeprefix("reference."): v for name, v in saved.items() if name.startswith("reference.")}
+    own_tensors = {name.removeprefix("reference."): v for name, v in tensors.items() if name.startswith("reference.")}
     is_base = records.config["model.trainer_mode"] != "full"
-    if _uses_reference(records.config) and (held or is_base):
-        modules["reference"] = _load(checkpoint, dtype, is_adapted=bool(held))  # nothing held: without the adapter
+    if _uses_reference(records.config) and (own_tensors or is_base):
+        modules["reference"] = _load(checkpoint, dtype, is_adapted=bool(own_tensors))  # none: without the adapter
         for name, parameter in modules["reference"].named_parameters():
-            parameter.data = held.get(name, parameter.data)
+            parameter.data = own_tensors.get(name, parameter.data)
     if dtype == "float64":
         modules = {name: module.double() for name, module in modules.items()}
-    moments = {name: v for name, v in saved.items() if name.startswith("optimizer.")}
+    moments = {name: v for name, v in tensors.items() if name.startswith("optimizer.")}
     vocabulary = AutoTokenizer.from_pretrained(checkpoint, local_files_only=True).get_vocab()
     return Model(modules, moments, records, 1 + max(vocabulary.values()))
 
@@ -539,23 +533,19 @@ def _learner_tensors(folder: Path) -> dict[str, Any]:  # Any: torch is loaded wh
             first_rows = json.loads((file.metadata() or {}).get("first_rows", "{}"))
             for name in file.keys():  # noqa: SIM118 - a file of safetensors is no mapping
                 pieces.setdefault(name, []).append((first_rows.get(name, 0), file.get_tensor(name)))
-    ordered = {name: [rows for _, rows in sorted(found, key=lambda piece: piece[0])] for name, found in pieces.items()}
-    return {name: rows[0] if len(rows) == 1 else torch.cat(rows) for name, rows in ordered.items()}
+    by_name = {name: [rows for _, rows in sorted(parts, key=lambda piece: piece[0])] for name, parts in pieces.items()}
+    return {name: rows[0] if len(rows) == 1 else torch.cat(rows) for name, rows in by_name.items()}
 
 
 def _load(checkpoint: Path, dtype: str, *, is_adapted: bool) -> Any:  # Any: transformers and peft are untyped
     import torch
     from transformers import AutoModelForCausalLM
 
-    folder, adapter = str(checkpoint), checkpoint / "adapter_config.json"
-    loaded = torch.float32 if dtype == "float64" else getattr(torch, dtype)  # what float64 holds comes from float32
-    if adapter.exists():
-        own = checkpoint / "base"  # of a tiny model, which is nowhere else
-        told = json.loads(adapter.read_text(encoding="utf-8"))["base_model_name_or_path"]
-        folder = str(own) if own.is_dir() else told
+    adapter, folder = checkpoint / "adapter_config.json", _whole_model(checkpoint)
+    load_dtype = torch.float32 if dtype == "float64" else getattr(torch, dtype)  # what float64 holds comes from float32
     try:
-        options = _quantized(checkpoint / "quantization.json", loaded)
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=loaded, local_files_only=True, **options)
+        options = _quantization_options(checkpoint / "quantization.json", load_dtype)
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=load_dtype, local_files_only=True, **options)
     except (OSError, ValueError) as error:
         raise RecordError(f"{folder}: transformers cannot load it: {error}") from error
     for module in model.modules():  # else bitsandbytes computes in bfloat16 where the processor can
@@ -568,7 +558,18 @@ def _load(checkpoint: Path, dtype: str, *, is_adapted: bool) -> Any:  # Any: tra
     return PeftModel.from_pretrained(model, checkpoint, is_trainable=True).eval()
 
 
-def _quantized(path: Path, dtype: Any) -> dict[str, Any]:  # Any: torch's, and transformers is untyped
+def _whole_model(checkpoint: Path) -> str:
+    if not (checkpoint / "adapter_config.json").exists():
+        return str(checkpoint)
+    if (checkpoint / "base").is_dir():  # of a tiny model, which is nowhere else
+        return str(checkpoint / "base")
+    from gspo_gym.policy.bases import below_adapter
+    from gspo_gym.policy.load import for_other_programs  # of names that only we know: smollm2, GGUF files, revisions
+
+    return for_other_programs(below_adapter(checkpoint))
+
+
+def _quantization_options(path: Path, dtype: Any) -> dict[str, Any]:  # Any: torch's, and transformers is untyped
     """Return options that quantize weights below an adapter as `path` says; {} without it (QLoRA, arXiv 2305.14314)."""
     if not path.exists():
         return {}
@@ -583,15 +584,15 @@ def _quantized(path: Path, dtype: Any) -> dict[str, Any]:  # Any: torch's, and t
 def _text(folder: Path, result: Verification, tolerance: float) -> str:
     rows = [(name, str(count), f"{gap:.1e}") for name, (count, gap) in result.compared.items()]
     lines = [*folded(f"{folder}, step {result.step}"), table(("compared", "numbers", "largest difference"), rows)]
-    lines += [f"not recomputed: {each}" for each in result.missing]
+    lines += [f"not recomputed: {quantity}" for quantity in result.missing]
     if result.rounding:
         apart = result.rounding / _ALLOWED
         lines += [f"rounding: two precisions are {apart:.1e} apart, {_ALLOWED} times that is allowed"]
-    found = result.difference
-    if found is None:
+    first = result.difference
+    if first is None:
         return "\n".join([*lines, f"{'what was compared' if result.missing else 'all'} agrees to {tolerance:g}"])
-    places = {"step": found.step, "optimizer step": found.update, "epoch": found.epoch, "episode": found.episode}
-    places |= {"turn": found.turn, "token": found.token}
+    places = {"step": first.step, "optimizer step": first.update, "epoch": first.epoch, "episode": first.episode}
+    places |= {"turn": first.turn, "token": first.token}
     place = ", ".join(f"{name} {value}" for name, value in places.items() if value is not None)
-    lines += [f"first difference: {found.quantity}", f"  at: {place}"]
-    return "\n".join([*lines, f"  recorded {found.recorded}, recomputed {found.recomputed}"])
+    lines += [f"first difference: {first.quantity}", f"  at: {place}"]
+    return "\n".join([*lines, f"  recorded {first.recorded}, recomputed {first.recomputed}"])

@@ -108,17 +108,17 @@ def create_app(folder: Path, token: str, is_stopping: threading.Event) -> App:
     def read(path: Path, name: str, _: tuple[Json, ...]) -> RecordedStep:
         return RecordedStep(path, name)
 
-    def asked(request: Request) -> RecordedStep:
+    def requested_step(request: Request) -> RecordedStep:
         path = _paths_in(folder)[request.query_params.get("run", "")]
         return read(path, request.query_params.get("name", ""), tuple(_stamps(path)))
 
     def step(request: Request) -> dict[str, Json]:
-        return asked(request).outline()
+        return requested_step(request).outline()
 
     def group(request: Request) -> dict[str, Json]:
         number = request.query_params.get("number", "")
         is_readable = number.isdecimal() and len(number) <= _MAX_DIGITS  # Python reads 4,300 digits, and no more
-        return asked(request).group(int(number) if is_readable else -1)
+        return requested_step(request).group(int(number) if is_readable else -1)
 
     def doing(request: Request) -> dict[str, Json]:  # asked for every few seconds: nothing else is read again
         return {"doing": read_run(_paths_in(folder)[request.query_params.get("run", "")]).doing}
@@ -130,19 +130,19 @@ def create_app(folder: Path, token: str, is_stopping: threading.Event) -> App:
         return HTMLResponse(live_page(folder.name), headers={"Cache-Control": "no-store"})
 
     async def front(request: Request) -> Response:
-        given = request.query_params.get("token")
-        if given is None:
-            return await _guarded(page, token)(request)
+        request_token = request.query_params.get("token")
+        if request_token is None:
+            return await _guard(page, token)(request)
         answer = RedirectResponse("/")  # the token does not stay in the address, nor in the browser's history
-        answer.set_cookie(_cookie_name(request), given, httponly=True, samesite="strict")
+        answer.set_cookie(_cookie_name(request), request_token, httponly=True, samesite="strict")
         return answer
 
     answers = (runs, run, step, group, doing, changes)
-    routes = [Route("/", front), *(Route(f"/{each.__name__}", _guarded(each, token)) for each in answers)]
+    routes = [Route("/", front), *(Route(f"/{handler.__name__}", _guard(handler, token)) for handler in answers)]
     return Guard(Starlette(routes=routes), open_paths=())
 
 
-def _guarded(answer: Callable[[Request], Any], token: str) -> Callable[[Request], Awaitable[Response]]:
+def _guard(answer: Callable[[Request], Any], token: str) -> Callable[[Request], Awaitable[Response]]:
     """Return the route of a function of a request, which runs in a thread: it reads files."""
     from starlette.concurrency import run_in_threadpool
     from starlette.responses import JSONResponse, PlainTextResponse
@@ -177,15 +177,15 @@ def _cookie_name(request: Request) -> str:
 
 async def _changes(folder: Path, is_stopping: threading.Event) -> AsyncIterator[str]:
     """Yield a server-sent event with the names of the runs that have changed, once for each change."""
-    seen: dict[str, list[Json]] = {}
+    last_stamps: dict[str, list[Json]] = {}
     while not is_stopping.is_set():
         now = await asyncio.to_thread(lambda: {name: _stamps(path) for name, path in _paths_in(folder).items()})
-        changed = [name for name, stamps in now.items() if seen.get(name) != stamps]
-        if seen and changed:
-            yield f"data: {json.dumps(changed)}\n\n"
-        elif not seen:
+        changed_names = [name for name, stamps in now.items() if last_stamps.get(name) != stamps]
+        if last_stamps and changed_names:
+            yield f"data: {json.dumps(changed_names)}\n\n"
+        elif not last_stamps:
             yield ": watching\n\n"
-        seen = now
+        last_stamps = now
         await asyncio.sleep(_POLL_SECONDS)
 
 

@@ -106,8 +106,8 @@ def parse_nodes(texts: Sequence[str], default: Machines) -> Machines:
     for amounts in ([o.cores for o in offers], [o.memory_bytes for o in offers], gpu_bytes):
         if any(amounts) and not all(amounts):
             raise ConfigError("--nodes: give a GPU's memory, the cores and the node's memory for all nodes or for none")
-    known = [size for size in gpu_bytes if size is not None]
-    return Machines(tuple(offers), min(known) if known else None)
+    sizes = [size for size in gpu_bytes if size is not None]
+    return Machines(tuple(offers), min(sizes) if sizes else None)
 
 
 def machines_of(config: RunConfig) -> Machines:
@@ -182,18 +182,17 @@ def _has_gpus(config: RunConfig, machines: Machines) -> bool:
 
 
 def _samples_here(config: RunConfig) -> bool:
-    has_servers = config.services is not None and bool(config.services.engine_urls)
     is_cluster = config.topology is not None and config.topology.type == "cluster"
-    return not has_servers and (config.rollout.engine == "vllm" or is_cluster)
+    return config.rollout.engine == "vllm" or is_cluster
 
 
 def _sizes(config: RunConfig) -> tuple[int, int, int]:
     """Return tensor-parallel GPUs of a copy, copies of a server, and servers."""
-    placed = place(config.topology, config.vllm)
+    placement = place(config.topology, config.vllm)
     topology = config.topology
     if topology is None or topology.type != "cluster":
-        return placed.tensor_parallel_size, placed.data_parallel_size, 1
-    return placed.tensor_parallel_size, placed.data_parallel_size, num_servers(topology, config.vllm)
+        return placement.tensor_parallel_size, placement.data_parallel_size, 1
+    return placement.tensor_parallel_size, placement.data_parallel_size, num_servers(topology, config.vllm)
 
 
 def _gpu_parts(config: RunConfig, rank: RankMemory) -> list[Part]:
@@ -207,8 +206,8 @@ def _gpu_parts(config: RunConfig, rank: RankMemory) -> list[Part]:
     elif _samples_here(config):
         # Copies of one server may stand on several nodes here: with one node they cannot.
         num_shared = copies * tensor
-        shared = _part("learner and replica", copies, tensor, tensor * rank.offloaded)
-        parts = [shared, _part("learner", max(0, num_ranks - num_shared), 1, rank.offloaded)]
+        shared_part = _part("learner and replica", copies, tensor, tensor * rank.offloaded)
+        parts = [shared_part, _part("learner", max(0, num_ranks - num_shared), 1, rank.offloaded)]
     else:
         parts = [_part("learner", num_ranks, 1, rank.offloaded)]
     if topology is not None and topology.gpus_for_ref:
@@ -227,29 +226,29 @@ def _process_parts(config: RunConfig, rank: RankMemory, replica: ReplicaMemory |
     # The driver is the learner, or has a whole model beside the learner's ranks; it samples with it where nothing else
     # does, from a copy if episodes are played ahead.
     has_copy = config.training.max_staleness > 0
-    held = 0 if num_ranks == 1 else model_bytes
+    weight_bytes = 0 if num_ranks == 1 else model_bytes
     if replica is not None and config.rollout.engine == "local" and not has_replicas(config.sections):
-        held += replica.cache + has_copy * model_bytes
+        weight_bytes += replica.cache + has_copy * model_bytes
     elif replica is not None:
         tensor, copies, servers = _sizes(config)
         size = tensor * copies * (replica.weights + replica.cache)
         parts.append(Part("replica", servers, Resources(memory_bytes=size)))
     if num_ranks == 1:
-        parts[0] = Part("learner", 1, Resources(memory_bytes=rank.total + held))
+        parts[0] = Part("learner", 1, Resources(memory_bytes=rank.total + weight_bytes))
     else:
-        parts.append(Part("driver", 1, Resources(memory_bytes=held)))
+        parts.append(Part("driver", 1, Resources(memory_bytes=weight_bytes)))
     return parts
 
 
 def _replica(config: RunConfig, shape: ModelShape, gpu_bytes: int | None, has_gpus: bool) -> ReplicaMemory | None:
     vllm, tensor = config.vllm or VllmSection(), _sizes(config)[0]
-    dtype, given = vllm.dtype or config.model.dtype, vllm.kv_cache_gib
-    if given is None and has_gpus:
+    dtype, cache_gib = vllm.dtype or config.model.dtype, vllm.kv_cache_gib
+    if cache_gib is None and has_gpus:
         if gpu_bytes is None:
             return None
         return replica_memory(shape, dtype=dtype, tensor_parallel=tensor, budget=_fraction(config) * gpu_bytes)
     bare = replica_memory(shape, dtype=dtype, tensor_parallel=tensor, budget=0)
-    return replace(bare, cache=int((1 if given is None else given) * GIB))
+    return replace(bare, cache=int((1 if cache_gib is None else cache_gib) * GIB))
 
 
 def _fraction(config: RunConfig) -> float:
@@ -261,29 +260,29 @@ def _fraction(config: RunConfig) -> float:
 def _too_large(
     config: RunConfig, shape: ModelShape, rank: RankMemory, replica: ReplicaMemory | None, gpu_bytes: int
 ) -> list[str]:
-    found, room, others = [], USABLE * gpu_bytes, ""
+    problems, room, deduction = [], USABLE * gpu_bytes, ""
     is_shared = replica is not None and not place(config.topology, config.vllm).is_split
     sleeps = config.vllm is not None and config.vllm.sleep_while_learning
     if is_shared and replica is not None and not sleeps:
-        taken = replica.weights + replica.cache
-        room, others = room - taken, f", of which vLLM on the same GPU takes {_gib(taken)}"
+        replica_bytes = replica.weights + replica.cache
+        room, deduction = room - replica_bytes, f", of which vLLM on the same GPU takes {_gib(replica_bytes)}"
     if rank.total > room:
-        found.append(
+        problems.append(
             f"a learner rank: {_gib(rank.total)} are needed, and {_gib(max(0, room))} of {_gib(gpu_bytes)} are there"
-            f"{others} ({_most(rank)}){_advice(config, shape, room)}"
+            f"{deduction} ({_most(rank)}){_advice(config, shape, room)}"
         )
     length = config.rollout.max_model_len
     if replica is not None and replica.num_tokens < length:
-        what = f"its part of the weights takes {_gib(replica.weights)}"
-        found.append(
-            f"a replica's GPU: {what}, which leaves room for {replica.num_tokens} tokens of "
+        share = f"its part of the weights takes {_gib(replica.weights)}"
+        problems.append(
+            f"a replica's GPU: {share}, which leaves room for {replica.num_tokens} tokens of "
             f"rollout.max_model_len = {length}, at {_gib(replica.token * length)}; raise tensor_parallel"
         )
     if config.topology is not None and config.topology.gpus_for_ref:
-        served = shape.num_parameters * BYTES[config.model.dtype] / config.topology.gpus_for_ref
-        if served > USABLE * gpu_bytes:
-            found.append(f"the reference: {_gib(served)} of weights a GPU, and {_gib(gpu_bytes)} are there")
-    return found
+        reference_bytes = shape.num_parameters * BYTES[config.model.dtype] / config.topology.gpus_for_ref
+        if reference_bytes > USABLE * gpu_bytes:
+            problems.append(f"the reference: {_gib(reference_bytes)} of weights a GPU, and {_gib(gpu_bytes)} are there")
+    return problems
 
 
 def _advice(config: RunConfig, shape: ModelShape, room: float) -> str:
@@ -306,11 +305,13 @@ def describe(paper: Paper, config: RunConfig, machines: Machines) -> list[str]:
     """Return the lines that say where everything stands, what it takes and what does not fit."""
     lines = [_nodes_line(machines)]
     for part in paper.parts:
-        mine = [placed for placed in paper.places if placed.role == part.role]
+        mine = [part_place for part_place in paper.places if part_place.role == part.role]
         lines.append(f"{part.role}: {part.count} x {part.each}{_where(mine)}")
-    each = ", ".join(f"{name} {_gib(size)}" for name, size in asdict(paper.rank).items() if size and name != _OFFLOADED)
+    breakdown = ", ".join(
+        f"{name} {_gib(size)}" for name, size in asdict(paper.rank).items() if size and name != _OFFLOADED
+    )
     beside = f", and {_gib(paper.rank.offloaded)} of its node's memory" if paper.rank.offloaded else ""
-    lines.append(f"a learner rank takes {_gib(paper.rank.total)}: {each}{beside}")
+    lines.append(f"a learner rank takes {_gib(paper.rank.total)}: {breakdown}{beside}")
     if (replica := paper.replica) is not None:
         length = config.rollout.max_model_len
         lines.append(
@@ -335,11 +336,11 @@ def _nodes_line(machines: Machines) -> str:
 
 def _where(places: Sequence[Place]) -> str:
     nodes: dict[str, list[Place]] = {}
-    for placed in places:
-        nodes.setdefault(placed.node, []).append(placed)
+    for part_place in places:
+        nodes.setdefault(part_place.node, []).append(part_place)
     rows = []
     for node, here in nodes.items():
-        gpus = [gpu for placed in here for gpu in placed.gpus]
+        gpus = [gpu for part_place in here for gpu in part_place.gpus]
         rows.append(f"{node} ({_numbers(gpus)})" if gpus else f"{node} (x {len(here)})")
     return " on " + ", ".join(rows) if rows else ""
 

@@ -122,7 +122,7 @@ def flatten(values: Mapping[str, Any]) -> Flat:
         above, _, name = key.rpartition(".")
         holder = look_up(flat.values, above) if above else flat.values
         if isinstance(holder, dict) and name in holder:
-            _put(flat, target, holder.pop(name), written=key)
+            _put(flat, target, holder.pop(name), nested_key=key)
     return flat
 
 
@@ -139,7 +139,7 @@ def _move_table(flat: Flat, table: str, moves: Mapping[str, str]) -> None:
     _keep_section(flat, table, entries)
     for key, value in entries.items():
         if key in moves:
-            _put(flat, moves[key], value, written=f"{table}.{key}")
+            _put(flat, moves[key], value, nested_key=f"{table}.{key}")
         else:  # reported here, because the flat form, which the models check, no longer has the key
             text = explain(f"{table}.{key}", value) or f"unknown key; {nearest_name(str(key), moves)}"
             flat.problems.append(Problem(f"{table}.{key}", text))
@@ -156,9 +156,9 @@ def _take_smaller_semaphore(flat: Flat) -> None:
     rollout = flat.values.setdefault("rollout", {})
     if not isinstance(rollout, dict):
         return  # reported as a wrong section
-    given = rollout.get("max_concurrent_rollouts", limit)
-    if isinstance(given, int) and isinstance(limit, int):
-        limit = min(given, limit)
+    max_concurrent = rollout.get("max_concurrent_rollouts", limit)
+    if isinstance(max_concurrent, int) and isinstance(limit, int):
+        limit = min(max_concurrent, limit)
     rollout["max_concurrent_rollouts"] = limit
     flat.written["rollout.max_concurrent_rollouts"] = "training.async_semaphore_max"
 
@@ -172,13 +172,13 @@ def _take_only_rewards(flat: Flat) -> None:
         key, is_on = f"rollout.{name}", rollout.pop(name)
         blend = look_up(flat.values, "judge.reward_blend") or {"env": 1.0}
         has_judge = look_up(flat.values, "judge.enabled") is True
-        others = [part for part in ("env", "event", "outcome") if part not in alone and isinstance(blend, dict)]
+        other_parts = [part for part in ("env", "event", "outcome") if part not in alone and isinstance(blend, dict)]
         if not isinstance(is_on, bool):
             flat.problems.append(Problem(key, f"expected true or false, got {show(is_on)}"))
         elif is_on and not has_judge and "env" not in alone:
             flat.problems.append(Problem(key, "true needs a judge: set judge.enabled = true, with its options"))
-        elif is_on and has_judge and any(blend.get(part) for part in others):
-            weights = ", ".join(f"judge.reward_blend.{part} = 0" for part in others)
+        elif is_on and has_judge and any(blend.get(part) for part in other_parts):
+            weights = ", ".join(f"judge.reward_blend.{part} = 0" for part in other_parts)
             flat.problems.append(Problem(key, f"true contradicts [judge.reward_blend]: set {weights}, or remove this"))
 
 
@@ -198,10 +198,10 @@ def _keep_section(flat: Flat, table: str, entries: Mapping[str, Any]) -> None:
         flat.written |= {target: f"{table}.{key}" for key, target in _TABLES[table].items()}
 
 
-def _put(flat: Flat, key: str, value: Any, *, written: str) -> None:
+def _put(flat: Flat, key: str, value: Any, *, nested_key: str) -> None:
     """Set a key of the flat form (Any: as read), unless it has a value, or this is one that says nothing."""
     if value == INSERTED.get(key):
-        flat.inserted[key] = written
+        flat.inserted[key] = nested_key
         return
     *above, name = key.split(".")
     table = flat.values
@@ -210,10 +210,10 @@ def _put(flat: Flat, key: str, value: Any, *, written: str) -> None:
         if not isinstance(table, dict):
             return  # the flat form's own table is none, which is reported there
     if name in table and table[name] != value:
-        flat.problems.append(Problem(written, f"is {key} in the flat form, which is given, too: remove one of them"))
+        flat.problems.append(Problem(nested_key, f"is {key} in the flat form, which is given, too: remove one of them"))
         return
     table[name] = value
-    flat.written[key] = written
+    flat.written[key] = nested_key
 
 
 def _copy(value: Any, room: int = _MAX_DEPTH) -> Any:
@@ -245,10 +245,10 @@ def apply_override(values: dict[str, Any], text: str) -> tuple[str, Problem | No
     if match is None:
         return text, Problem(text, "expected section.key=value")
     key, value = match["key"], _parse_value(match["value"].strip())
-    nested: Any = value
+    nested_values: Any = value
     for part in reversed(key.split(".")):
-        nested = {part: nested}
-    flat = flatten(nested)  # alone, to find where a key of the nested form goes
+        nested_values = {part: nested_values}
+    flat = flatten(nested_values)  # alone, to find where a key of the nested form goes
     for target, name in flat.inserted.items():  # no client inserts it here
         _set(flat.values, target, INSERTED[target])
         flat.written[target] = name
@@ -261,10 +261,10 @@ def apply_override(values: dict[str, Any], text: str) -> tuple[str, Problem | No
             continue  # the section itself, whose keys follow
         if (problem := _set(values, target, entry)) is not None:
             return targets[-1], problem
-    replaced = {other for name, others in _REPLACED.items() if _has(flat.values, name) for other in others}
-    for other in replaced:  # of the file, which would contradict it
-        if not _has(flat.values, other):
-            _remove(values, other)
+    obsolete = {old_key for name, names in _REPLACED.items() if _has(flat.values, name) for old_key in names}
+    for old_key in obsolete:  # of the file, which would contradict it
+        if not _has(flat.values, old_key):
+            _remove(values, old_key)
     return targets[-1], None
 
 
@@ -292,8 +292,8 @@ def _set(values: dict[str, Any], key: str, value: Any) -> Problem | None:
 def _parse_value(text: str) -> Any:
     # Names and paths need no quotes on a command line.
     try:
-        parsed = tomllib.loads(f"value = {text}")
+        document = tomllib.loads(f"value = {text}")
     except ValueError:
         return text
     # More keys: the text had a line break and brought TOML of its own, so it is text.
-    return parsed["value"] if list(parsed) == ["value"] else text
+    return document["value"] if list(document) == ["value"] else text

@@ -7,7 +7,6 @@ that of other trainers' keys from their table; tests compare both with the files
 
 from __future__ import annotations
 
-import re
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -17,8 +16,8 @@ from pydantic.fields import FieldInfo
 
 from gspo_gym.config.foreign.reader import Row, in_words
 from gspo_gym.config.nested import nested_names
+from gspo_gym.config.rules.objective import DERIVED
 from gspo_gym.config.run_config import RunConfig
-from gspo_gym.config.services import missing_machinery
 from gspo_gym.config.words import (
     OTHERS,
     SYSTEMS,
@@ -30,7 +29,6 @@ from gspo_gym.config.words import (
     sections_of,
     show,
 )
-from gspo_gym.errors import ConfigError
 
 _INTRODUCTION = """\
 # Configuration
@@ -43,16 +41,9 @@ variables only; a configuration that holds one is refused.
 
 Defaults that follow from other keys:
 
-- `algorithm.variety` sets `loss.unit` and `advantages.level`, and with "grpo" the clip range, 0.2 and 0.27;
-- `advantages.level = "turn"` sets the baseline to "leave_one_out"; a baseline of batch, running or none sets the scale;
-- `rollout.policy_config` sets the keys of [rollout] that it has other names for, and its top_p or top_k sets
-  `training.score_truncated`, unless `algorithm.acknowledge` names "truncated_sampling";
-- a `[vllm]` section sets `rollout.engine` to "vllm", `rollout.max_model_len` to its own (8192 if it has none), and
-  lets a turn fill that;
-- `[topology]` sets `rollout.engine` to "vllm", and the two parallel sizes of `[vllm]`;
-- a KL term (`loss.kl_coef`, `rewards.kl_coef`, `advantages.kl_shaping_coef`) sets `reference.placement` to "shared";
-- an adapter's `model.trainer_mode` brings `[training.lora]` along;
-- `--task-url URL`, and else the environment variable TASK_APP_URL, give `services.task_url`.
+{derived}
+
+`--task-url URL`, and else the environment variable TASK_APP_URL, give `services.task_url`.
 
 A key that would have no effect beside the others is an error, and so is a departure from the papers that
 `algorithm.acknowledge` does not name. What the hosted trainer's files cannot say otherwise is a notice: keys of step
@@ -62,65 +53,6 @@ Choices are read whatever their case. Keys of `[rollout.policy_config]` that are
 and are sent to it.
 """
 
-# Units of keys whose description does not begin with one.
-_UNITS = {
-    "_seconds": "seconds",
-    "_s": "seconds",
-    "_ms": "milliseconds",
-    "_every_n_iters": "iterations",
-    "_interval": "iterations",
-    "keep_every": "iterations",
-    "must_save_by": "minutes",
-    "_staleness": "versions",
-    "_turns": "turns",
-    "_tokens": "tokens",
-    "_tokens_per_microbatch": "tokens",
-    "_model_len": "tokens",
-    "_length": "tokens",
-    "_mib": "MiB",
-    "_episodes": "episodes",
-    "episodes_per_batch": "episodes",
-    "group_size": "episodes",
-    "batch_size": "trajectories",
-    "gpu_count": "GPUs",
-    "gpus_for_vllm": "GPUs",
-    "gpus_for_training": "GPUs",
-    "gpus_for_ref": "GPUs",
-    "_warmup_steps": "optimizer steps",
-    "_nonfinite_steps": "optimizer steps",
-    "clip_low": "ratio",
-    "clip_high": "ratio",
-    "dual_clip": "ratio",
-}
-_BEGINS_WITH_UNIT = re.compile(r"(nats per token|nats|tokens|milliseconds|seconds|iterations|turns|a ratio)\b")
-_CITATION = re.compile(
-    r"arXiv [\d.]+(?:, (?:eq\.|section) [\d.-]+)?|\bROLL\b|\bTRL\b|AgileRL|joschu\.net\S*[^).;,]|paper"
-)
-
-# Sections and keys of the hosted trainer's reference; all others are ours or cite their source.
-HOSTED = {
-    "algorithm": ("type", "method", "variety"),
-    "services": ("task_url", "judge_url"),
-    "compute": ("gpu_type", "gpu_count", "nodes"),
-    "topology": ("type", "gpus_for_vllm", "gpus_for_training", "gpus_for_ref", "tensor_parallel"),
-    "vllm": ("tensor_parallel_size", "max_model_len"),
-    "reference": ("placement", "port", "tp", "health_max_wait_s", "health_interval_ms"),
-    "model": ("base", "source", "trainer_mode", "label"),
-    "rollout": ("env_name", "policy_name", "max_turns", "episodes_per_batch", "max_concurrent_rollouts",
-                "batches_per_step", "ops", "env_config", "policy_config"),
-    "rollout.policy_config": ("temperature", "top_p", "max_tokens"),
-    "evaluation": ("instances", "every_n_iters", "seeds"),
-    "training": ("num_epochs", "iterations_per_epoch", "max_turns", "batch_size", "group_size", "learning_rate",
-                 "gradient_accumulation_steps", "max_accumulated_minibatch", "log_interval", "weight_sync_interval",
-                 "step_rewards_enabled", "step_rewards_mode", "step_rewards_beta", "step_rewards_indicator_lambda",
-                 "step_rewards_strategy", "step_rewards_weights", "step_rewards_k_limits", "event_rewards_kind"),
-    "training.weight_sync": ("enable", "targets", "mode", "direct", "verify_every_k"),
-    "training.lora": ("r", "alpha", "dropout", "target_modules"),
-    "judge": ("enabled", "type", "timeout_s"),
-    "judge.reward_blend": ("env", "event", "outcome"),
-    "judge.options": ("event", "outcome", "provider", "model", "rubric_id", "rubric_overrides", "tracks", "weights",
-                      "max_concurrency"),
-}  # fmt: skip
 # Written out, key by key; the others are named in a line each.
 _WHOLE = ("run", "algorithm", "model", "rollout", "training", "loss", "advantages", "rewards", "evaluation", "warmup")
 _OPTIONAL = ("rewards", "warmup")  # of these: commented out as a whole where no key is given
@@ -133,28 +65,12 @@ that each was read from; a test keeps it current, and another one compares every
 `gspo-gym config from-trl FILE` and its siblings translate a whole file and say what changes in meaning. A key under its
 foreign name in a file of ours is an error that names ours.
 
+All keys of the hosted trainer's reference are keys here, under their names; `gspo-gym config check FILE` says which
+values cannot run.
+
 "Left out" means that a translation reports the key, with this reason, unless it has its default.
 [configs/README.md](../README.md) says what our own keys mean.
 """
-_QLORA = {"trainer_mode": "qlora"}
-# Values of the hosted trainer's keys that cannot run. Tried when the page is made, so no row says what is not refused.
-TRIED: Mapping[str, Mapping[str, Any]] = {
-    "compute.gpu_count": {"compute": {"gpu_count": 2}},
-    "compute.nodes": {"compute": {"gpu_count": 1, "nodes": 2}},
-    "topology.type": {
-        "compute": {"gpu_count": 2},
-        "topology": {"type": "cluster", "gpus_for_vllm": 1, "gpus_for_training": 1},
-    },
-    "topology.gpus_for_training": {
-        "compute": {"gpu_count": 3},
-        "topology": {"gpus_for_vllm": 1, "gpus_for_training": 2},
-    },
-    "model.trainer_mode": {"model": _QLORA, "rollout": {"engine": "vllm"}},
-    "reference.placement": {"model": _QLORA, "loss": {"kl_coef": 0.1}, "reference": {"placement": "dedicated"}},
-    "reference.tp": {"loss": {"kl_coef": 0.1}, "reference": {"placement": "dedicated", "tp": 2}},
-    "training.weight_sync.enable": {"training": {"weight_sync": {"enable": False}}},
-    "training.weight_sync.targets": {"training": {"weight_sync": {"targets": ["policy", "reference"]}}},
-}
 
 
 def leaf_keys() -> list[str]:
@@ -178,28 +94,28 @@ def entries_of(model: type[BaseModel] = RunConfig) -> Iterator[tuple[str, type[B
 def reference() -> str:
     """Return the text of configs/README.md."""
     optional = {name for name, info in RunConfig.model_fields.items() if not info.is_required()}
-    parts = [_INTRODUCTION]
+    sentences = (" ".join((follow.__doc__ or "").split()) for follow in DERIVED)
+    parts = [_INTRODUCTION.format(derived="\n".join(f"- {text}" for text in sentences))]
     for name, section in sections_of(RunConfig):
-        parts.append(_part(f"[{name}]", name, section, is_optional=name in optional or "." in name))
+        parts.append(_part(f"[{name}]", section, is_optional=name in optional or "." in name))
         # Lists of tables follow their section.
         entries = [(key, entry) for key, entry in entries_of(RunConfig) if key.rpartition(".")[0] == name]
-        parts += [_part(f"[[{key}]]", key, entry, is_optional=True) for key, entry in entries]
+        parts += [_part(f"[[{key}]]", entry, is_optional=True) for key, entry in entries]
     return "\n".join([*parts, *_nested_form()])
 
 
-def _part(title: str, name: str, section: type[BaseModel], *, is_optional: bool) -> str:
+def _part(title: str, section: type[BaseModel], *, is_optional: bool) -> str:
     text = " ".join((section.__doc__ or "").split()).split(": ", 1)[-1]
     sentence = f"{text[0].upper()}{text[1:]}" + (" The section may be left out." if is_optional else "")
-    return "\n".join([f"## {title}", "", sentence, "", *_table(name, section), ""])
+    return "\n".join([f"## {title}", "", sentence, "", *_table(section), ""])
 
 
-def _table(name: str, section: type[BaseModel]) -> Iterator[str]:
-    yield "| key | type and range | default | unit | meaning | source |"
-    yield "|---|---|---|---|---|---|"
+def _table(section: type[BaseModel]) -> Iterator[str]:
+    yield "| key | type and range | default | meaning |"
+    yield "|---|---|---|---|"
     for key, info in section.model_fields.items():
         if section_model(info.annotation) is None:
-            meaning, source = info.description, _source(name, key, info)
-            cells = (f"`{key}`", _type(info), _default(info), _unit(key, info), meaning, source)
+            cells = (f"`{key}`", _type(info), _default(info), info.description)
             yield "| " + " | ".join(str(cell).replace("|", r"\|") for cell in cells) + " |"
 
 
@@ -213,29 +129,12 @@ def _default(info: FieldInfo) -> str:
     return "absent" if info.default is None else f"`{inline(info.default)}`"
 
 
-def _unit(key: str, info: FieldInfo) -> str:
-    if match := _BEGINS_WITH_UNIT.match(info.description or ""):
-        return match[0].removeprefix("a ")
-    # The longest ending wins: "_tokens_per_microbatch" is not "_microbatch".
-    ends = [ending for ending in _UNITS if f"_{key}".endswith(ending)]
-    return _UNITS[max(ends, key=len)] if ends and info.annotation is not bool else ""
-
-
-def _source(section: str, key: str, info: FieldInfo) -> str:
-    if key in HOSTED.get(section, ()):
-        return "the hosted trainer"
-    # A description that cites nothing is of a key of ours.
-    cited = dict.fromkeys(_CITATION.findall(info.description or ""))
-    names = ["arXiv 2507.18071" if name == "paper" else name for name in cited]
-    return ", ".join(dict.fromkeys(names)) or "ours"
-
-
 def _nested_form() -> Iterator[str]:
     yield from ("## The nested form", "")
     yield "The hosted trainer's files have this form, too. A file may mix the two; errors name keys as written."
     yield from ("", "| nested | flat |", "|---|---|")
-    for nested, flat in nested_names().items():
-        yield f"| `{nested}` | `{flat}` |"
+    for nested_key, flat in nested_names().items():
+        yield f"| `{nested_key}` | `{flat}` |"
     yield ""
 
 
@@ -287,22 +186,22 @@ def new_config(given: Mapping[str, Mapping[str, Any]], notes: Sequence[str] = ()
         ),
         "",
     ]
-    others = []
+    section_lines = []
     for name, section in sections_of(RunConfig):
         if name in _WHOLE or name in given:
             lines += _section(name, section, given.get(name, {}))
         else:
-            others.append(f"# [{name}] {_summary(section)}")
-    return "\n".join([*lines, "# Further sections:", *others, ""])
+            section_lines.append(f"# [{name}] {_summary(section)}")
+    return "\n".join([*lines, "# Further sections:", *section_lines, ""])
 
 
-def _section(name: str, section: type[BaseModel], given: Mapping[str, Any]) -> Iterator[str]:
+def _section(name: str, section: type[BaseModel], values: Mapping[str, Any]) -> Iterator[str]:
     yield f"# {_summary(section)}"
-    yield f"# [{name}]" if name in _OPTIONAL and not given else f"[{name}]"
+    yield f"# [{name}]" if name in _OPTIONAL and not values else f"[{name}]"
     for key, info in section.model_fields.items():
         if section_model(info.annotation) is None:
             yield from _comment(info)
-            yield f"{key} = {inline(given[key])}" if key in given else _absent_line(key, info)
+            yield f"{key} = {inline(values[key])}" if key in values else _absent_line(key, info)
     yield ""
 
 
@@ -325,7 +224,7 @@ def _summary(section: type[BaseModel]) -> str:
 
 def parameters() -> str:
     """Return the text of configs/recipes/PARAMETERS.md."""
-    tables = {"The hosted trainer": {key: hosted_statement(key) for key in hosted_keys()}}
+    tables: dict[str, dict[str, str]] = {}
     for system in [table for newest in SYSTEMS.values() for table in newest.tables]:
         tables[system.source] = {key: statement(row) for key, row in system.rows.items()}
         tables[system.source] |= {key: f"left out: {why}" for key, (_, why) in system.without_counterpart.items()}
@@ -335,53 +234,23 @@ def parameters() -> str:
     return "\n".join([_PARAMETERS, *(line for title, rows in tables.items() for line in _rows_of(title, rows))])
 
 
-def hosted_keys() -> list[str]:
-    """Return the hosted trainer's keys; all exist here."""
-    return [f"{section}.{key}" for section, keys in HOSTED.items() for key in keys]
-
-
 def statement(row: Row) -> str:
     """Return what the page says of a key: ours, the values that have another name, what it acts with, what changes."""
-    said = [", ".join(f"`{key}`" for key in row.ours)] if row.ours else []
-    meant = {value: row.assigned(value) for value, ours in row.values.items() if ours != value}
-    said += [f"{show(value)}: {', '.join(map(show, ours.values()))}" for value, ours in meant.items() if ours]
+    lines = [", ".join(f"`{key}`" for key in row.ours)] if row.ours else []
+    moves = {value: row.assigned(value) for value, ours in row.values.items() if ours != value}
+    lines += [f"{show(value)}: {', '.join(map(show, ours.values()))}" for value, ours in moves.items() if ours]
     if row.when:
-        said.append(f"acts with {in_words(row.when)}")
+        lines.append(f"acts with {in_words(row.when)}")
     if row.also:
-        said.append(f"also changes {', '.join(f'`{key}`' for key in row.also)}")
-    return "; ".join([*said, row.remark] if row.remark else said)
-
-
-def hosted_statement(key: str) -> str:
-    """Return the table's sentence about a key of the hosted trainer: it is ours, and which value of it cannot run."""
-    if key not in TRIED:
-        return "taken as is"
-    sections: dict[str, Any] = {
-        "model": {"base": "tiny:qwen3-64", "label": "tried"},
-        "rollout": {
-            "env_name": "GuessNumber",
-            "episodes_per_batch": 64,
-            "max_turns": 8,
-            "max_output_tokens": 64,
-            "max_model_len": 2048,
-        },
-        "training": {"iterations_per_epoch": 100, "group_size": 8, "batch_size": 16, "learning_rate": 1e-3},
-        "evaluation": {"instances": 100},
-    }
-    for name, table in TRIED[key].items():
-        sections[name] = {**sections.get(name, {}), **table}
-    try:
-        problems = missing_machinery(RunConfig.from_dict(sections, source="").sections)
-    except ConfigError as error:
-        problems = [str(error).removeprefix(": ")]
-    return "; ".join(["taken as is", *(f"refused: {problem}" for problem in problems)])
+        lines.append(f"also changes {', '.join(f'`{key}`' for key in row.also)}")
+    return "; ".join([*lines, row.remark] if row.remark else lines)
 
 
 def _rows_of(title: str, rows: Mapping[str, str]) -> Iterator[str]:
     # Keys of one meaning and one table share a row.
     keys: dict[tuple[str, str], list[str]] = {}
-    for key, said in rows.items():
-        keys.setdefault((said, key.rpartition(".")[0]), []).append(key)
+    for key, statement_text in rows.items():
+        keys.setdefault((statement_text, key.rpartition(".")[0]), []).append(key)
     yield from (f"## {title}: {len(rows)}", "", "| parameter | here |", "|---|---|")
-    yield from (f"| {', '.join(named)} | {said} |" for (said, _), named in keys.items())
+    yield from (f"| {', '.join(shared_keys)} | {statement_text} |" for (statement_text, _), shared_keys in keys.items())
     yield ""

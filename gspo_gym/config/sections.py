@@ -93,8 +93,8 @@ class PolicyConfigSection(Settings):
     def _others_can_be_recorded(cls, values: Any) -> Any:  # Any: pydantic hands over whatever it was given
         if not isinstance(values, dict):
             return values
-        others = {name: value for name, value in values.items() if name not in cls.model_fields}
-        return {**values, **as_toml_holds_it(others)}
+        extra_values = {name: value for name, value in values.items() if name not in cls.model_fields}
+        return {**values, **as_toml_holds_it(extra_values)}
 
     @property
     def others(self) -> dict[str, Any]:
@@ -151,8 +151,8 @@ def task_sources(
     env_name: str, env_config: Mapping[str, Any], task_url: str | None, mixture: tuple[MixtureEntry, ...]
 ) -> tuple[TaskSource, ...]:
     """Return all sources of a configuration, that of rollout.env_name first; their shares are 1 in sum."""
-    others = tuple(TaskSource(**dict(entry), key=f"rollout.mixture.{number}") for number, entry in enumerate(mixture))
-    return (TaskSource(env_name, env_config, task_url, 1 - sum(source.share for source in others)), *others)
+    extra = tuple(TaskSource(**dict(entry), key=f"rollout.mixture.{number}") for number, entry in enumerate(mixture))
+    return (TaskSource(env_name, env_config, task_url, 1 - sum(source.share for source in extra)), *extra)
 
 
 def with_task_url(overrides: Sequence[str], given: str | None, environment: Mapping[str, str]) -> list[str]:
@@ -400,8 +400,8 @@ class RolloutSection(Settings):
 
     @property
     def sampling(self) -> Sampling:
-        drawn = {name: getattr(self, name) for name in SAMPLING_NAMES if name in type(self).model_fields}
-        return Sampling(**drawn, min_tokens=self.min_output_tokens)
+        parameters = {name: getattr(self, name) for name in SAMPLING_NAMES if name in type(self).model_fields}
+        return Sampling(**parameters, min_tokens=self.min_output_tokens)
 
     @field_validator("ops")
     @classmethod

@@ -47,7 +47,7 @@ class ServicesSection(Settings):
         default=None, description="base URL of the HTTP judge, which judge.type synth asks (key: JUDGE_API_KEY)"
     )
     engine_urls: tuple[str, ...] = Field(
-        default=(), description='base URLs of servers that generate, alike; with rollout.engine "vllm" or "http"'
+        default=(), description='base URLs of endpoints that generate, alike; with rollout.engine "http"'
     )
     engine_model: str | None = Field(
         default=None, min_length=1, description='their model\'s name, with rollout.engine "http"; absent: model.base'
@@ -56,10 +56,10 @@ class ServicesSection(Settings):
     @field_validator("engine_urls")
     @classmethod
     def _are_different_urls(cls, urls: tuple[str, ...]) -> tuple[str, ...]:
-        checked = tuple(checked_url(url) for url in urls)
-        if len(set(checked)) < len(checked):
-            raise ValueError(f"names a server twice: {', '.join(sorted(checked))}")
-        return checked
+        valid_urls = tuple(checked_url(url) for url in urls)
+        if len(set(valid_urls)) < len(valid_urls):
+            raise ValueError(f"names a server twice: {', '.join(sorted(valid_urls))}")
+        return valid_urls
 
 
 class ComputeSection(Settings):
@@ -157,7 +157,7 @@ class VllmSection(Settings):
         description="tokens; rollout.max_model_len if that is absent; absent: that, and 8192 without either",
     )
     dtype: Literal["float32", "bfloat16", "float16"] | None = Field(
-        default=None, description="in which vLLM computes, a server of it, too; absent: model.dtype"
+        default=None, description="in which vLLM computes; absent: model.dtype"
     )
     gpu_memory_utilization: float | None = Field(
         default=None,
@@ -205,81 +205,81 @@ class TrackingSection(Settings):
 def missing_machinery(sections: Mapping[str, Any]) -> list[str]:
     """Return a sentence for each setting of a valid configuration that this version cannot run."""
     compute = sections["compute"]
-    found = []
+    faults = []
     if compute is not None:
-        found += [*_missing_split(compute.gpu_count, sections), *_cannot_start_yet(sections, compute)]
+        faults += [*_missing_split(compute.gpu_count, sections), *_cannot_start_yet(sections, compute)]
     is_quantized = sections["model"].trainer_mode == "qlora"
     if is_quantized and sections["rollout"].engine == "vllm":
-        found.append(
+        faults.append(
             'model.trainer_mode = "qlora": vLLM would sample from other weights than the quantized; use "lora"'
         )
     if is_quantized and sections["reference"].placement == "dedicated":
-        found.append(
+        faults.append(
             'reference.placement = "dedicated": quantized weights cannot be handed to another process; set "shared"'
         )
     if sections["reference"].placement == "dedicated" and (num := sections["reference"].tp) > 1:
-        found.append(f"reference.tp = {num}: one process scores the reference; set 1, and topology.gpus_for_ref to 1")
-    return found
+        faults.append(f"reference.tp = {num}: one process scores the reference; set 1, and topology.gpus_for_ref to 1")
+    return faults
 
 
 def _cannot_start_yet(sections: Mapping[str, Any], compute: ComputeSection) -> list[str]:
     """Return what `gspo-gym train` cannot start of these sections; all of it is checked, and placed on paper."""
     topology: TopologySection | None = sections["topology"]
-    found = []
+    problems = []
     if topology is not None and topology.type == "cluster":
         if compute.gpu_count:
-            found.append(
+            problems.append(
                 f'topology.type = "cluster": training takes it without GPUs, and compute.gpu_count = '
                 f"{compute.gpu_count}"
             )
         elif sections["rollout"].engine == "local" and topology.tensor_parallel > 1:
-            found.append(
+            problems.append(
                 f"topology.tensor_parallel = {topology.tensor_parallel}: the local engine shares no layer out; set 1"
             )
         elif has_replicas(sections):
-            found += _missing_of_replicas(topology, sections)
+            problems += _missing_of_replicas(topology, sections)
     if topology is not None and (num := topology.gpus_for_training) > 1:
         if compute.gpu_count:
-            found.append(f"topology.gpus_for_training = {num}: training takes one GPU")
+            problems.append(f"topology.gpus_for_training = {num}: training takes one GPU")
         elif sections["reference"].placement == "dedicated":
-            found.append(
+            problems.append(
                 f'reference.placement = "dedicated": topology.gpus_for_training = {num} processes hold the reference '
                 'themselves; set "shared"'
             )
         if sections["model"].trainer_mode == "qlora":
-            found.append(
+            problems.append(
                 f'model.trainer_mode = "qlora": topology.gpus_for_training = {num} processes cannot share quantized '
                 'weights; use "lora"'
             )
         if "8bit" in (kind := sections["optimizer"].kind):
-            found.append(
+            problems.append(
                 f'optimizer.kind = "{kind}": topology.gpus_for_training = {num} processes cannot share moments in 8 '
                 'bits; use "adamw"'
             )
     if compute.nodes > 1 and (topology is None or topology.type != "cluster" or topology.gpus_for_training == 1):
-        found.append(
+        problems.append(
             f'compute.nodes = {compute.nodes}: training takes one machine; with topology.type = "cluster" and several '
             "gpus_for_training it takes more"
         )
-    return found
+    return problems
 
 
 def _missing_of_replicas(topology: TopologySection, sections: Mapping[str, Any]) -> list[str]:
     mode, sync = sections["model"].trainer_mode, sections["training"].weight_sync
-    who, found = f"topology.gpus_for_vllm = {topology.gpus_for_vllm} processes", []
+    replicas, problems = f"topology.gpus_for_vllm = {topology.gpus_for_vllm} processes", []
     if mode == "qlora" and sections["rollout"].engine == "local":  # with vLLM nothing can be quantized
-        found.append(f'model.trainer_mode = "qlora": {who} cannot be given quantized weights; use "lora"')
+        problems.append(f'model.trainer_mode = "qlora": {replicas} cannot be given quantized weights; use "lora"')
     if mode == "lora" and sections["rollout"].engine == "vllm" and sync is not None and sync.mode == "direct":
-        found.append(
-            f'training.weight_sync.mode = "direct": {who} with vLLM take whole weights, one at a time, and no adapter; '
-            'set "auto" or "full", which merges it'
+        problems.append(
+            f'training.weight_sync.mode = "direct": {replicas} with vLLM take whole weights, one at a time, and no '
+            'adapter; set "auto" or "full", which merges it'
         )
     if sync is not None and sync.transfer != "files":
-        found.append(
-            f'training.weight_sync.transfer = "{sync.transfer}": {who} are always given weights one at a time, over '
-            "their connections; remove it"
+        problems.append(
+            f'training.weight_sync.transfer = "{sync.transfer}": {replicas} are always given weights one at a time, '
+            "over their connections; remove it"
         )
-    return found
+    return problems
 
 
 def num_servers(topology: TopologySection, vllm: VllmSection | None) -> int:
@@ -303,12 +303,10 @@ def has_replicas(sections: Mapping[str, Any]) -> bool:
 
 
 def _missing_split(gpu_count: int, sections: Mapping[str, Any]) -> list[str]:
-    topology, services, vllm = sections["topology"], sections["services"], sections["vllm"]
+    topology, vllm = sections["topology"], sections["vllm"]
     if topology is not None or gpu_count < 2:
         return []
-    # A server of others has GPUs of its own, which compute.gpu_count does not count.
-    is_vllm_here = vllm is not None and not (services is not None and services.engine_urls)
-    if is_vllm_here and vllm.tensor_parallel_size * vllm.data_parallel_size == gpu_count:
+    if vllm is not None and vllm.tensor_parallel_size * vllm.data_parallel_size == gpu_count:
         return []
     return [
         f"compute.gpu_count = {gpu_count}: training takes 0 GPUs or 1; split them by [topology], or let vLLM in this "
@@ -322,11 +320,11 @@ def refuse_to_run(sections: Mapping[str, Any]) -> None:
     Raises:
         ConfigError: lists everything that is missing.
     """
-    if found := missing_machinery(sections):
-        listed = "\n  ".join(found)
+    if problems := missing_machinery(sections):
+        problem_lines = "\n  ".join(problems)
         raise ConfigError(
             "the configuration is valid, but asks for what this version does not have. Remove these to train in this "
-            f"process:\n  {listed}"
+            f"process:\n  {problem_lines}"
         )
 
 
@@ -414,8 +412,8 @@ def require_gpus(wanted: int, num_visible: int, environment: Mapping[str, str], 
     """
     if num_visible >= wanted:
         return
-    said = environment.get(VISIBLE_GPUS)
-    hides = "" if said is None else f" ({VISIBLE_GPUS} = {said!r})"
+    visible_text = environment.get(VISIBLE_GPUS)
+    hides = "" if visible_text is None else f" ({VISIBLE_GPUS} = {visible_text!r})"
     raise ConfigError(f"{key}: expected {wanted} GPUs, and this process sees {num_visible}{hides}; use fewer")
 
 
@@ -430,15 +428,15 @@ def names_of(gpus: Iterable[int], environment: Mapping[str, str]) -> tuple[str, 
     >>> names_of([1, 2], {})
     ('1', '2')
     """
-    said = environment.get(VISIBLE_GPUS)
-    if said is None:
+    visible_text = environment.get(VISIBLE_GPUS)
+    if visible_text is None:
         return tuple(str(gpu) for gpu in gpus)
     visible: list[str] = []
-    for name in (part.strip() for part in said.split(",")):
+    for name in (part.strip() for part in visible_text.split(",")):
         if name in ("", "-1"):  # CUDA reads no further
             break
         visible.append(name)
     # By the number that this process sees, because CUDA would count a name twice or read on after an empty one.
-    wanted = tuple(gpus)
-    require_gpus(1 + max(wanted, default=-1), len(visible), environment, "topology")
-    return tuple(visible[gpu] for gpu in wanted)
+    gpu_ids = tuple(gpus)
+    require_gpus(1 + max(gpu_ids, default=-1), len(visible), environment, "topology")
+    return tuple(visible[gpu] for gpu in gpu_ids)

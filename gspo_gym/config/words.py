@@ -92,21 +92,21 @@ def look_up(values: Any, key: str, default: Any = None) -> Any:
 def with_known_spelling(values: Mapping[str, Any], model: type[BaseModel]) -> dict[str, Any]:
     """Return `values` with the names of a `Literal` spelled as there, in any case."""
     # The hosted trainer's files write some names in capitals. Other texts, such as paths, stay as they are.
-    spelled = dict(values)
+    result = dict(values)
     for key, value in values.items():
         info = model.model_fields.get(key)
         if info is None:
             continue
         section, entry = section_model(info.annotation), entry_model(info.annotation)
         if section is not None and isinstance(value, Mapping):
-            spelled[key] = with_known_spelling(value, section)
+            result[key] = with_known_spelling(value, section)
         elif entry is not None and isinstance(value, list | tuple):
-            entries = [with_known_spelling(one, entry) if isinstance(one, Mapping) else one for one in value]
-            spelled[key] = type(value)(entries)
+            entries = [with_known_spelling(item, entry) if isinstance(item, Mapping) else item for item in value]
+            result[key] = type(value)(entries)
         elif names := _names_of(info.annotation):
             is_list = isinstance(value, list | tuple)  # of names, such as algorithm.acknowledge
-            spelled[key] = type(value)(_spelled(one, names) for one in value) if is_list else _spelled(value, names)
-    return spelled
+            result[key] = type(value)(_spell(item, names) for item in value) if is_list else _spell(value, names)
+    return result
 
 
 def _names_of(annotation: Any) -> dict[str, str]:
@@ -115,7 +115,7 @@ def _names_of(annotation: Any) -> dict[str, str]:
     return {low: name for part in get_args(annotation) for low, name in _names_of(part).items()}
 
 
-def _spelled(value: Any, names: Mapping[str, str]) -> Any:
+def _spell(value: Any, names: Mapping[str, str]) -> Any:
     return names.get(value.strip().lower(), value) if isinstance(value, str) else value
 
 
@@ -168,16 +168,16 @@ def _noun(annotation: Any) -> str:
     if _is_union(annotation):
         return " or ".join(_noun(part) for part in get_args(annotation) if part is not type(None))
     if get_origin(annotation) is Literal:
-        *others, last = [f'"{value}"' for value in get_args(annotation)]
-        return f"{', '.join(others)} or {last}" if others else last
+        *first_values, last = [f'"{value}"' for value in get_args(annotation)]
+        return f"{', '.join(first_values)} or {last}" if first_values else last
     if get_origin(annotation) is Annotated:
         return _noun(get_args(annotation)[0])
     if get_origin(annotation) is tuple:
-        kind, *rest = get_args(annotation)
+        kind, *item_types = get_args(annotation)
         kind = get_args(kind)[0] if get_origin(kind) is Annotated else kind  # numbers with a range
         if section_model(kind) is not None:
             return "a list of tables"
-        count = "" if rest == [...] else f"{1 + len(rest)} "
+        count = "" if item_types == [...] else f"{1 + len(item_types)} "
         return f"a list of {count}{_PLURALS[kind] if kind in _PLURALS else _noun(kind)}"
     if get_origin(annotation) is dict and get_args(annotation)[1] in _PLURALS:
         return f"a table of {_PLURALS[get_args(annotation)[1]]}"
@@ -220,11 +220,11 @@ def find_problems(error: ValidationError, model: type[BaseModel], values: Mappin
             meaning = f" ({info.description})" if info is not None and info.description else ""
             text = f"required, but not given: expected {describe(info)}{meaning}"
         else:
-            expected = describe(info)
+            expectation = describe(info)
             # The bounds of the whole are in the description; here an entry of a list is out of its own.
             if isinstance(detail["loc"][-1], int) and (bounds := bounds_in_words(detail.get("ctx", {}))):
-                expected += f", each {bounds}"
-            text = f"expected {expected}, got {show(_nearest_value(values, key))}"
+                expectation += f", each {bounds}"
+            text = f"expected {expectation}, got {show(_nearest_value(values, key))}"
         problems.setdefault(key, Problem(key, text))  # of a union, pydantic reports every branch; the first is enough
     return list(problems.values())
 
@@ -313,10 +313,10 @@ def _locate(model: type[BaseModel], location: Sequence[str | int]) -> tuple[str,
         if isinstance(part, int):  # an entry of a list of tables, whose keys come next
             continue
         info = model.model_fields.get(part)
-        nested = None if info is None else section_model(info.annotation) or entry_model(info.annotation)
-        if nested is None or len(parts) == len(location):  # below a field are pydantic's own parts: indices, types
+        inner_model = None if info is None else section_model(info.annotation) or entry_model(info.annotation)
+        if inner_model is None or len(parts) == len(location):  # below a field are pydantic's own parts: indices, types
             break
-        model = nested
+        model = inner_model
     return ".".join(parts), model, info
 
 
@@ -333,11 +333,11 @@ def _unknown(key: str, parent: type[BaseModel], root: type[BaseModel]) -> str:
     *above, name = key.split(".")
     everywhere = [(field, f"{section}.{field}") for section, model in sections_of(root) for field in model.model_fields]
     # A key of another section beats a similar one of this section: it was spelled right.
-    meant = name if name in dict(everywhere) else ""
-    if not meant and above and not difflib.get_close_matches(name, parent.model_fields):
-        meant = next(iter(difflib.get_close_matches(name, dict(everywhere))), "")
-    if meant:
-        return f"unknown key; did you mean {' or '.join(repr(full) for field, full in everywhere if field == meant)}?"
+    guess = name if name in dict(everywhere) else ""
+    if not guess and above and not difflib.get_close_matches(name, parent.model_fields):
+        guess = next(iter(difflib.get_close_matches(name, dict(everywhere))), "")
+    if guess:
+        return f"unknown key; did you mean {' or '.join(repr(full) for field, full in everywhere if field == guess)}?"
     return f"unknown {'key' if above else 'section'}; {nearest_name(name, parent.model_fields)}"
 
 
@@ -381,6 +381,13 @@ OTHERS: Mapping[str, Mapping[str, Row]] = {
             advice="remove it, or write training.logits_memory_mib, the memory of the logits in MiB",
         ),
     },
+    "an earlier version": {
+        "normalize_std": _SWITCH_SCALE,
+        "max_refill_rounds": Row(note="groups are refilled in at most ten rounds: remove it"),
+        "min_group_fraction": Row(note="a group that keeps less than 3/4 of its episodes is dropped: remove it"),
+        "action_limit_return": Row(note="the environment's reward_range says the lowest return: remove it"),
+        "max_unscored": Row(note="at most 256 episodes wait for their score: remove it"),
+    },
     "the paper": {"G": _renamed("training.group_size")},
     "others": {
         "gradient_accumulation": _renamed("training.gradient_accumulation_steps"),
@@ -411,7 +418,6 @@ OTHERS: Mapping[str, Mapping[str, Row]] = {
         "num_gradient_updates": _renamed("training.update_epochs"),
         "objective": _renamed("algorithm.variety"),
     },
-    "an earlier version": {"normalize_std": _SWITCH_SCALE},
     "the hosted trainer": {
         "smoke": Row(note="settings of its smoke command: remove it"),
         **dict.fromkeys(("supports_vision", "max_images_per_message", "limit_mm_per_prompt"), _IMAGES),
@@ -439,11 +445,11 @@ _NEARLY_OURS = (
 
 
 def _hints() -> Iterator[tuple[str, tuple[str, Row]]]:
-    named = list(OTHERS.items())
+    tables = list(OTHERS.items())
     for system in [table for newest in SYSTEMS.values() for table in newest.tables]:
         reasons = {key: Row(note=why) for key, (_, why) in system.without_counterpart.items()}
-        named.append((system.name, {**system.rows, **reasons}))
-    for origin, rows in reversed(named):  # the last wins in the dict: of a name in several systems, the first
+        tables.append((system.name, {**system.rows, **reasons}))
+    for origin, rows in reversed(tables):  # the last wins in the dict: of a name in several systems, the first
         for key, row in rows.items():
             # A dotted key is of a section that has our names, too.
             if "." not in key and key not in _NEARLY_OURS and key not in {ours.rpartition(".")[2] for ours in row.ours}:

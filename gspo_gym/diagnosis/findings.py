@@ -48,9 +48,9 @@ def diagnose(run: RunView) -> list[Finding]:
     cause = next((finding for check in learning.CAUSES for finding in findings_of(check, run)), None)
     findings = [] if cause is None else [cause]
     findings += [finding for check in CHECKS for finding in findings_of(check, run)]
-    hidden = CONSEQUENCES if cause is not None else consequences(findings)
-    shown = [finding for finding in findings if finding is cause or finding.check not in hidden]
-    return sorted(shown, key=lambda finding: ORDER.index(finding.severity))
+    hidden_checks = CONSEQUENCES if cause is not None else consequences(findings)
+    visible_findings = [finding for finding in findings if finding is cause or finding.check not in hidden_checks]
+    return sorted(visible_findings, key=lambda finding: ORDER.index(finding.severity))
 
 
 def findings_of(check: Check, run: RunView) -> Iterator[Finding]:
@@ -62,7 +62,7 @@ def findings_of(check: Check, run: RunView) -> Iterator[Finding]:
 
 def consequences(findings: Sequence[Finding]) -> frozenset[str]:
     """Return the names of checks with findings that follow from others in `findings`, of which none is a cause."""
-    hidden = {"engine_differs_from_learner"} if any(f.check == "logprobs_disagree" for f in findings) else set()
+    hidden_checks = {"engine_differs_from_learner"} if any(f.check == "logprobs_disagree" for f in findings) else set()
     serious = {finding.check for finding in findings if finding.severity == "serious"}
     first = next((i for i, name in enumerate(_CHAIN) if name in serious), None)
-    return frozenset(hidden if first is None else {*hidden, *_TRENDS, *_CHAIN[first + 1 :]})
+    return frozenset(hidden_checks if first is None else {*hidden_checks, *_TRENDS, *_CHAIN[first + 1 :]})

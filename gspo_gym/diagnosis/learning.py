@@ -118,15 +118,15 @@ def returns_are_clipped(run: RunView) -> Finding | None:
 def weights_decay(run: RunView) -> Finding | None:
     """Find weight decay that shrinks the weights faster than they learn."""
     decay, rate = run.number("optimizer.weight_decay"), run.number("training.learning_rate")
-    taken = run.all("optim/num_steps")
-    if taken is None or decay * rate * sum(taken.values) <= _MAX_DECAY:
+    step_counts = run.all("optim/num_steps")
+    if step_counts is None or decay * rate * sum(step_counts.values) <= _MAX_DECAY:
         return None
-    lost = -math.expm1(-decay * rate * sum(taken.values))
+    lost = -math.expm1(-decay * rate * sum(step_counts.values))
     return Finding(
         "serious",
         "Weight decay shrinks the weights faster than training can write into them.",
         f"learning rate {rate:g} times weight decay {decay:g} takes {lost:.0%} of every weight in "
-        f"{sum(taken.values):.0f} steps",
+        f"{sum(step_counts.values):.0f} steps",
         "optimizer.weight_decay",
         "set it to 0, or to 0.1 and less",
     )
@@ -175,10 +175,10 @@ def steps_too_large(run: RunView) -> Finding | None:
     """Find the first step that moved the policy far from the batch."""
     # A metric that was not finite is null in its line.
     lines = [{name: value for name, value in line.items() if value is not None} for line in run.metrics]
-    exploded = [line for line in lines if _has_exploded(line)]
-    if not exploded:
+    exploded_lines = [line for line in lines if _has_exploded(line)]
+    if not exploded_lines:
         return None
-    line, rate = exploded[0], run.number("training.learning_rate")
+    line, rate = exploded_lines[0], run.number("training.learning_rate")
     until = [earlier.get("batch/constant_group_fraction", 0.0) for earlier in lines if earlier["step"] <= line["step"]]
     if statistics.fmean(until) >= _GREEDY_GROUPS:
         return None  # hardly anything was learned before: one episode alone moved the policy
@@ -191,7 +191,8 @@ def steps_too_large(run: RunView) -> Finding | None:
         "The steps are too large: within one batch the policy became another one than the one that played it.",
         f"the ratio exploded in step {line['step']}, from {line.get('ratio/min', 1.0):.2g} to "
         f"{line.get('ratio/max', math.inf):.2g} (log s varies by {line.get('ratio/log_std', 0.0):.2g} nats, KL to the "
-        f"old policy {line.get('kl/old_k3', 0.0):.2g} nats a token), and in {len(exploded)} of {len(lines)} steps",
+        f"old policy {line.get('kl/old_k3', 0.0):.2g} nats a token), "
+        f"and in {len(exploded_lines)} of {len(lines)} steps",
         "training.update_epochs" if has_many_epochs else "training.learning_rate",
         "set it to 1, or to 4 and less"
         if has_many_epochs
@@ -220,15 +221,15 @@ def clip_is_shut(run: RunView) -> Finding | None:
 
 def steps_too_small(run: RunView) -> Finding | None:
     """Find steps that move nothing."""
-    constant, taken = run.all("ratio/is_constant"), run.all("optim/num_steps")
-    if constant is None or taken is None or min(constant.values) < 1 or taken.mean <= 1:
+    constant, step_counts = run.all("ratio/is_constant"), run.all("optim/num_steps")
+    if constant is None or step_counts is None or min(constant.values) < 1 or step_counts.mean <= 1:
         return None
     rate, limit = run.number("training.learning_rate"), run.setting("optimizer.max_grad_norm")
-    norm, clipped = run.all("optim/grad_norm"), run.all("advantage/clipped_fraction")
+    norm, clip_fractions = run.all("optim/grad_norm"), run.all("advantage/clipped_fraction")
     length = math.inf if norm is None else norm.mean
-    if clipped is not None and clipped.mean > 0.9 and length < _LOST_GRADIENT:
+    if clip_fractions is not None and clip_fractions.mean > 0.9 and length < _LOST_GRADIENT:
         key = "advantages.clip"
-        why = f"advantages.clip cuts {clipped.mean:.0%} of the advantages, to {run.setting(key):g}"
+        why = f"advantages.clip cuts {clip_fractions.mean:.0%} of the advantages, to {run.setting(key):g}"
         advice = "leave it out, or set it to 5"
     else:
         key, why = "training.learning_rate", f"a learning rate of {rate:g}"
@@ -239,7 +240,7 @@ def steps_too_small(run: RunView) -> Finding | None:
     return Finding(
         "serious",
         "Steps are taken, and the policy does not move.",
-        f"{taken.mean:.1f} steps a batch leave every ratio at 1 in {constant.steps}; {why}",
+        f"{step_counts.mean:.1f} steps a batch leave every ratio at 1 in {constant.steps}; {why}",
         key,
         advice,
     )
@@ -248,15 +249,15 @@ def steps_too_small(run: RunView) -> Finding | None:
 def training_is_not_evaluation(run: RunView) -> Finding | None:
     """Find training returns above the last evaluation, if evaluations sample at a higher temperature."""
     here, there = run.setting("rollout.temperature", 1.0), run.setting("evaluation.temperature", 1.0)
-    trained, evaluations = run.recent("rollout/reward_mean"), run.events_of("evaluation")
+    reward, evaluations = run.recent("rollout/reward_mean"), run.events_of("evaluation")
     interval = evaluations[-1]["data"].get("mean_return_interval") if evaluations else None
-    if trained is None or interval is None or there <= max(here, _FLAT_TEMPERATURE) or trained.mean <= interval[1]:
+    if reward is None or interval is None or there <= max(here, _FLAT_TEMPERATURE) or reward.mean <= interval[1]:
         return None
     return Finding(
         "serious",
         "The evaluation samples otherwise than training, and scores another policy than the one that learns.",
-        f"training episodes earn {trained.mean:.3f} in {trained.steps}, the last evaluation {interval[0]:.3f} to "
-        f"{interval[1]:.3f}; evaluation.temperature is {there:g}, rollout.temperature {here:g}",
+        f"training episodes earn {reward.mean:.3f} in {reward.steps}, the last evaluation "
+        f"{interval[0]:.3f} to {interval[1]:.3f}; evaluation.temperature is {there:g}, rollout.temperature {here:g}",
         "evaluation.temperature",
         f"set it to {here:g}, or to 0 (greedy)",
     )
@@ -358,16 +359,16 @@ def gradient_always_clipped(run: RunView) -> Finding | None:
 
 def steps_not_finite(run: RunView) -> Finding | None:
     """Find optimizer steps that were skipped for a NaN or infinity."""
-    skipped, taken = run.all("optim/num_nonfinite_steps"), run.all("optim/num_steps")
-    if skipped is None or taken is None or not sum(skipped.values):
+    skipped_steps, taken_steps = run.all("optim/num_nonfinite_steps"), run.all("optim/num_steps")
+    if skipped_steps is None or taken_steps is None or not sum(skipped_steps.values):
         return None
-    num_skipped = round(sum(skipped.values))
-    num_steps = num_skipped + round(sum(taken.values))
+    num_skipped = round(sum(skipped_steps.values))
+    num_steps = num_skipped + round(sum(taken_steps.values))
     fraction = num_skipped / num_steps
     return Finding(
         "serious" if fraction > _MAX_NONFINITE_FRACTION else "warning",
         "Optimizer steps were skipped, because their loss or gradient was not finite.",
-        f"{num_skipped} of {num_steps} steps ({fraction:.1%}) in {skipped.steps}",
+        f"{num_skipped} of {num_steps} steps ({fraction:.1%}) in {skipped_steps.steps}",
         "training.learning_rate",
         f'lower it to {run.number("training.learning_rate") / 2:.2g}, and use model.dtype = "float32"',
     )
@@ -429,14 +430,14 @@ def engine_differs_from_learner(run: RunView) -> Finding | None:
 
 def few_effective_samples(run: RunView) -> Finding | None:
     """Find a correction that leaves a large part of the batch out."""
-    masked, off_policy = run.recent("correction/masked_fraction"), run.recent("correction/off_policy_fraction")
-    fraction = sum(window.mean for window in (masked, off_policy) if window is not None)
-    if masked is None or fraction <= _MAX_CORRECTED_AWAY:
+    masked_fraction, off_policy = run.recent("correction/masked_fraction"), run.recent("correction/off_policy_fraction")
+    fraction = sum(window.mean for window in (masked_fraction, off_policy) if window is not None)
+    if masked_fraction is None or fraction <= _MAX_CORRECTED_AWAY:
         return None
     return Finding(
         "warning",
         "The correction leaves a good part of the batch out of the loss.",
-        f"{fraction:.0%} of the trained tokens in {masked.steps}, more than {_MAX_CORRECTED_AWAY:.0%}",
+        f"{fraction:.0%} of the trained tokens in {masked_fraction.steps}, more than {_MAX_CORRECTED_AWAY:.0%}",
         "correction.mode",
         'set it to "truncate", which keeps them with a smaller weight, or widen correction.low and correction.high',
     )

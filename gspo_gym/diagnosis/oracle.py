@@ -89,16 +89,16 @@ def batch_of(records: StepRecords, state: State) -> Batch:
     groups: dict[str, list[int]] = {}
     for i in np.flatnonzero(num_turns).tolist():
         groups.setdefault(records.episodes[i].trajectory_id.rpartition("/")[0], []).append(i)
-    kept = []
+    kept_groups = []
     for members in groups.values():
         if config["training.constant_groups"] != "keep" and not _spread(values[members], sizes[members])[1].any():
             fates[members] = CONSTANT
-        elif left := [i for i in members if not is_uncommitted[i]]:
-            kept.append(left)
-    table, together = np.zeros_like(values), [i for members in kept for i in members]
+        elif committed_members := [i for i in members if not is_uncommitted[i]]:
+            kept_groups.append(committed_members)
+    table, together = np.zeros_like(values), [i for members in kept_groups for i in members]
     is_turn = np.arange(table.shape[1]) < num_turns[:, None]
     state, running = _with_returns(state, values[together][is_turn[together]], sizes[together, :1])
-    for members in kept:
+    for members in kept_groups:
         spreads = {"group": _spread(values[members], sizes[members]), "running": running}
         spreads["batch"] = _spread(values[together], sizes[together])
         table[members] = _advantages(config, values[members], spreads)
@@ -109,7 +109,7 @@ def batch_of(records: StepRecords, state: State) -> Batch:
     is_kept &= np.abs(table).max(1) > (-1 if eps is None else eps)
     is_masked = _are_overlong(records) & (config["rewards.overlong"] == "mask")
     fates = np.where(is_kept, np.where(is_masked, OVERLONG, NO_GRADIENT), fates)
-    shaped, state = _shaped(records, advantages, np.flatnonzero((fates == NO_GRADIENT)[owner]), state)
+    shaped, state = _shape_advantages(records, advantages, np.flatnonzero((fates == NO_GRADIENT)[owner]), state)
     has_slope = np.bincount(owner, shaped.astype(np.float32) != 0, minlength=num_episodes) > 0
     has_slope |= config["loss.kl_coef"] > 0 or config["loss.entropy_coef"] > 0
     if any(config[key] not in (0, "none") for key in _SHAPING):  # then it is seen if another of its minibatch has one
@@ -118,15 +118,15 @@ def batch_of(records: StepRecords, state: State) -> Batch:
     return Batch(np.where(is_trained[owner], shaped, advantages), fates, is_kept, is_trained, state)
 
 
-def _shaped(records: StepRecords, values: Floats, at: Indices, state: State) -> tuple[Floats, State]:
+def _shape_advantages(records: StepRecords, values: Floats, at: Indices, state: State) -> tuple[Floats, State]:
     """Return the advantages with KL to the reference, whitening and clip for the tokens `at`, and the next beta."""
     config, every, values = records.config, values, values[at]
     pool, sizes = _pools(records.units["trajectory"][at])
     beta, target = state.kl_coef, config.get("rewards.kl_target")
     if (config["rewards.kl_coef"] > 0 or config["advantages.kl_shaping_coef"] > 0) and len(at):
         kl = records.columns["old_logprob"][at] - records.columns["ref_logprob"][at]
-        means, summed = np.bincount(pool, kl) / sizes, kl.cumsum()
-        to_go = summed[sizes.cumsum() - 1][pool] - summed + kl
+        means, sums = np.bincount(pool, kl) / sizes, kl.cumsum()
+        to_go = sums[sizes.cumsum() - 1][pool] - sums + kl
         values = values - beta * to_go + config["advantages.kl_shaping_coef"] * (means[pool] - kl)
         if target is not None:  # arXiv 1909.08593, section 2.2
             surplus = min(max(means.mean() / target - 1, -0.2), 0.2)
@@ -134,14 +134,14 @@ def _shaped(records: StepRecords, values: Floats, at: Indices, state: State) -> 
     whiten = config["advantages.whiten"]
     if whiten != "none" and len(values) > (whiten == "tokens"):
         weights = np.full(len(at), 1 / len(at)) if whiten == "tokens" else 1 / (len(sizes) * sizes[pool])
-        centred = values - weights @ values
-        variance = weights @ centred**2
+        residuals = values - weights @ values
+        variance = weights @ residuals**2
         scale = np.sqrt(variance * len(at) / (len(at) - 1) + 1e-8) if whiten == "tokens" else np.sqrt(variance) + 1e-8
-        values = centred / scale if np.ptp(values) > 1e-6 * np.abs(values).max() else 0 * values
+        values = residuals / scale if np.ptp(values) > 1e-6 * np.abs(values).max() else 0 * values
     limit = config.get("advantages.clip") or np.inf
-    shaped = every.copy()
-    shaped[at] = values.clip(-limit, limit)
-    return shaped, state
+    shaped_values = every.copy()
+    shaped_values[at] = values.clip(-limit, limit)
+    return shaped_values, state
 
 
 def _rewards(config: Mapping[str, Any], episode: Trajectory) -> list[float]:  # of its turns
@@ -155,22 +155,22 @@ def _rewards(config: Mapping[str, Any], episode: Trajectory) -> list[float]:  # 
         return at_end
     names = ("indicator_lambda", "beta", "strategy")
     factor, bonus, strategy = (config.get(f"training.step_rewards_{name}") or 0.0 for name in names)
-    seen: Counter[str] = Counter()
-    earned = []
+    event_counts: Counter[str] = Counter()
+    step_rewards = []
     for t, turn in enumerate(episode.turns):
-        events, is_new = set(turn.events), any(not seen[name] for name in turn.events)
-        counted = [name for name in events if not seen[name] or config.get("training.event_rewards_kind") == "absolute"]
+        events, is_new = set(turn.events), any(not event_counts[name] for name in turn.events)
+        counted = [e for e in events if not event_counts[e] or config.get("training.event_rewards_kind") == "absolute"]
         if strategy == "per_achievement":
             limits = {name: config.get(f"training.step_rewards_k_limits.{name}", 1) for name in events}
-            credited = [name for name in events if limits[name] <= 0 or seen[name] < limits[name]]
-            base = sum(config.get(f"training.step_rewards_weights.{name}", 1.0) for name in credited)
+            credited_events = [name for name in events if limits[name] <= 0 or event_counts[name] < limits[name]]
+            base = sum(config.get(f"training.step_rewards_weights.{name}", 1.0) for name in credited_events)
         else:
             base = bool(counted) if strategy == "consistent" else len(counted) + factor * is_new
-        earned.append((factor or 1.0 if strategy else 1.0) * base + bonus * (len(rewards) - t) * is_new)
-        seen.update(events)
+        step_rewards.append((factor or 1.0 if strategy else 1.0) * base + bonus * (len(rewards) - t) * is_new)
+        event_counts.update(events)
     if episode.outcome is Outcome.ACTION_LIMIT:
-        earned[-1] = min(0.0, sum(rewards)) - sum(earned[:-1])
-    return earned
+        step_rewards[-1] = min(0.0, sum(rewards)) - sum(step_rewards[:-1])
+    return step_rewards
 
 
 def _returns(records: StepRecords, num_turns: Indices) -> tuple[Floats, Floats]:
@@ -203,7 +203,7 @@ def _with_returns(state: State, values: Floats, sizes: Floats) -> tuple[State, S
 
 def _are_overlong(records: StepRecords) -> Bools:  # [N]
     too_long = {Outcome.MAX_TURNS, Outcome.CONTEXT_OVERFLOW, FinishReason.LENGTH}
-    ends = [{each.outcome, *[turn.finish_reason for turn in each.turns[-1:]]} for each in records.episodes]
+    ends = [{episode.outcome, *[turn.finish_reason for turn in episode.turns[-1:]]} for episode in records.episodes]
     return np.array([not too_long.isdisjoint(end) for end in ends], dtype=np.bool_)
 
 
@@ -222,9 +222,9 @@ def _advantages(config: Mapping[str, Any], values: Floats, parts: Mapping[str, S
     mean, varies, _ = parts[baseline if baseline in parts else "group"]
     if baseline == "leave_one_out":
         mean = (values.sum(0) - values) / max(len(values) - 1, 1)
-    compared = values if baseline == "none" else np.where(varies, values - mean, 0.0)
+    numerators = values if baseline == "none" else np.where(varies, values - mean, 0.0)
     divisor = 1.0 if scale == "none" else parts[scale][2]
-    return compared / divisor if divisor > 0 else np.zeros_like(compared)
+    return numerators / divisor if divisor > 0 else np.zeros_like(numerators)
 
 
 def _pools(keys: Indices) -> tuple[Indices, Indices]:
@@ -355,7 +355,7 @@ class Model:
         """Return [2, len(at)] logprobs and entropies, row by row; add up gradients by `slopes` of the loss in both."""
         import torch  # here: `verify --help` needs none
 
-        found = np.zeros((2, len(at)))
+        scores = np.zeros((2, len(at)))
         for row in np.unique(self._row[at]):
             here = np.flatnonzero(self._row[at] == row)
             position = torch.from_numpy(self._position[at[here]])
@@ -366,25 +366,26 @@ class Model:
                 beyond = (torch.arange(logits.shape[-1]) >= self._num_ids).expand_as(logits)
                 logits = logits.masked_fill(beyond.scatter(-1, ids[position, None], value=False), -torch.inf)
                 if self._config["training.score_truncated"]:
-                    logits = logits.masked_fill(~self._kept(logits.detach(), ids[position, None]), -torch.inf)
+                    logits = logits.masked_fill(~self._kept_tokens(logits.detach(), ids[position, None]), -torch.inf)
                 every = torch.log_softmax(logits, -1)
                 entropy = -(every.exp() * every.masked_fill(every.isneginf(), 0.0)).sum(-1)
-                both = every.gather(-1, ids[position, None])[:, 0], entropy
+                pair = every.gather(-1, ids[position, None])[:, 0], entropy
                 if slopes is not None:
-                    torch.autograd.backward(both, [torch.from_numpy(slope[here]).to(logits) for slope in slopes])
-            found[:, here] = torch.stack(both).detach().numpy()
-        return found
+                    torch.autograd.backward(pair, [torch.from_numpy(slope[here]).to(logits) for slope in slopes])
+            scores[:, here] = torch.stack(pair).detach().numpy()
+        return scores
 
-    def _kept(self, logits: Any, ids: Any) -> Any:  # [n, V] bool: what min_p, top_k and top_p leave, and `ids` [n, 1]
+    def _kept_tokens(self, logits: Any, ids: Any) -> Any:
+        # [n, V] bool: what min_p, top_k and top_p leave, and `ids` [n, 1]
         config, order = self._config, logits.argsort(dim=-1, descending=True, stable=True)
-        ranked = logits.gather(-1, order).log_softmax(-1)
-        kept = ranked.exp() >= config["rollout.min_p"] * ranked[:, :1].exp()
+        sorted_logprobs = logits.gather(-1, order).log_softmax(-1)
+        mask = sorted_logprobs.exp() >= config["rollout.min_p"] * sorted_logprobs[:, :1].exp()
         if config["rollout.top_k"] > 0:
-            kept[:, config["rollout.top_k"] :] = False
+            mask[:, config["rollout.top_k"] :] = False
         if config["rollout.top_p"] < 1:
-            mass = ranked.masked_fill(~kept, -float("inf")).softmax(-1)
-            kept &= mass.cumsum(-1) - mass < config["rollout.top_p"]
-        return kept.new_zeros(kept.shape).scatter(-1, order, kept).scatter(-1, ids, value=True)
+            mass = sorted_logprobs.masked_fill(~mask, -float("inf")).softmax(-1)
+            mask &= mass.cumsum(-1) - mass < config["rollout.top_p"]
+        return mask.new_zeros(mask.shape).scatter(-1, order, mask).scatter(-1, ids, value=True)
 
     def grad_norm(self) -> float:
         """Return the L2 norm of all gradients."""
@@ -401,7 +402,7 @@ class Model:
             gradient, parameter.grad = parameter.grad * scale, None
             if not is_taken:
                 continue
-            keys = [f"optimizer.{what}.{name}" for what in ("exp_avg", "exp_avg_sq", "step")]
+            keys = [f"optimizer.{kind}.{name}" for kind in ("exp_avg", "exp_avg_sq", "step")]
             mean, square, count = (self._moments.get(key, 0 * gradient) for key in keys)
             mean, square = beta1 * mean + (1 - beta1) * gradient, beta2 * square + (1 - beta2) * gradient**2
             self._moments |= zip(keys, (mean, square, count := count.max() + 1), strict=True)

@@ -214,13 +214,13 @@ def episodes_are_cut_off(run: RunView) -> list[Finding]:
     return [
         Finding(
             "serious" if fraction.mean >= _NEARLY_ALL else "warning",
-            f"Many {what}, so that their reward says less about how good they were.",
+            f"Many {episodes_text}, so that their reward says less about how good they were.",
             f"{metric} is {fraction.mean:.0%} in {fraction.steps}; more than {limit:.0%} is many",
             key,
             f"raise it from {run.setting(key)} to {2 * (run.setting(key) or 1)}"
             + (', or set rewards.overlong to "mask" or "penalize"' if is_kept else ""),
         )
-        for metric, limit, what, key in _CUTS
+        for metric, limit, episodes_text, key in _CUTS
         if (fraction := run.recent(metric)) is not None and fraction.mean > limit
     ]
 
@@ -311,15 +311,15 @@ def infrastructure_fails(run: RunView) -> list[Finding]:
 
 def judge_was_down(run: RunView) -> Finding | None:
     """Find a run that waited for the judge during a large part of its time."""
-    paused, steps = run.all("judge/pause_seconds"), run.all("time/step_seconds")
-    fraction = 0.0 if paused is None or steps is None else sum(paused.values) / max(sum(steps.values), 1e-9)
-    if paused is None or steps is None or fraction <= _MAX_PAUSED:
+    pauses, steps = run.all("judge/pause_seconds"), run.all("time/step_seconds")
+    fraction = 0.0 if pauses is None or steps is None else sum(pauses.values) / max(sum(steps.values), 1e-9)
+    if pauses is None or steps is None or fraction <= _MAX_PAUSED:
         return None
     reasons = run.events_of("judge_paused")
     return Finding(
         "serious" if fraction > _SERIOUS_PAUSED else "warning",
         "The run stood still for a good part of its time, because the judge did not answer.",
-        f"{sum(paused.values):.0f} seconds of {sum(steps.values):.0f} in {paused.steps}"
+        f"{sum(pauses.values):.0f} seconds of {sum(steps.values):.0f} in {pauses.steps}"
         + (f"; the last reason: {reasons[-1]['data']['reason']}" if reasons else ""),
         "judge.options.max_concurrency",
         "lower it if the judge breaks down under the load; else see to the judge, or name another",
@@ -328,16 +328,16 @@ def judge_was_down(run: RunView) -> Finding | None:
 
 def judge_leaves_unscored(run: RunView) -> Finding | None:
     """Find many episodes without a score."""
-    unscored, judged = run.recent("judge/unscored"), run.recent("judge/num_judged")
-    if unscored is None or judged is None:
+    unscored_counts, judged_counts = run.recent("judge/unscored"), run.recent("judge/num_judged")
+    if unscored_counts is None or judged_counts is None:
         return None
-    fraction = sum(unscored.values) / max(sum(unscored.values) + sum(judged.values), 1.0)
+    fraction = sum(unscored_counts.values) / max(sum(unscored_counts.values) + sum(judged_counts.values), 1.0)
     if fraction <= _MAX_UNSCORED:
         return None
     return Finding(
         "warning",
         "Many episodes get no score, and are played again or dropped.",
-        f"{fraction:.0%} of the episodes in {unscored.steps}",
+        f"{fraction:.0%} of the episodes in {unscored_counts.steps}",
         "judge.options.max_output_tokens",
         "raise it if verdicts are cut off, and judge.timeout_s if they come too late; the ledger has the reasons",
     )
@@ -345,8 +345,8 @@ def judge_leaves_unscored(run: RunView) -> Finding | None:
 
 def judge_is_played(run: RunView) -> Finding | None:
     """Find text of episodes that looks like an attack on the judge."""
-    flags, judged = run.recent("judge/flags"), run.recent("judge/num_judged")
-    fraction = 0.0 if flags is None or judged is None else sum(flags.values) / max(sum(judged.values), 1.0)
+    flags, counts = run.recent("judge/flags"), run.recent("judge/num_judged")
+    fraction = 0.0 if flags is None or counts is None else sum(flags.values) / max(sum(counts.values), 1.0)
     if flags is None or fraction <= _MAX_FLAGGED:
         return None
     return Finding(

@@ -148,13 +148,13 @@ class AttemptWatch:
     def alarm(self) -> str | None:
         """Return what the steps so far show, in a sentence, at first and whenever there is twice as much; else None."""
         before = self.evidence
-        failed, standard_error = before.failed_after_action, math.sqrt(before.variance)
-        if before.excess <= MAX_STANDARD_ERRORS * standard_error or failed < 2 * before.told:
+        num_failed, standard_error = before.failed_after_action, math.sqrt(before.variance)
+        if before.excess <= MAX_STANDARD_ERRORS * standard_error or num_failed < 2 * before.told:
             return None
-        self.evidence = replace(before, told=failed)
+        self.evidence = replace(before, told=num_failed)
         return (
-            f"{failed} attempts failed in the environment after an action of the policy, {before.excess:.0f} more than "
-            f"if calls failed whatever the policy did ({before.excess / standard_error:.1f} standard errors)"
+            f"{num_failed} attempts failed in the environment after an action of the policy, {before.excess:.0f} more "
+            f"than if calls failed whatever the policy did ({before.excess / standard_error:.1f} standard errors)"
         )
 
     def app_alarm(self) -> str | None:
@@ -192,9 +192,9 @@ class Selection:
 
     def sentence(self) -> str:
         """Return the finding in a sentence, for people."""
-        kept = "none of them is kept" if self.mean_kept is None else f"the mean of those kept is {self.mean_kept:.4g}"
+        mean = "none of them is kept" if self.mean_kept is None else f"the mean of those kept is {self.mean_kept:.4g}"
         return (
-            f"task apps finished {self.num_played} attempts with a mean return of {self.mean_played:.4g}, {kept} "
+            f"task apps finished {self.num_played} attempts with a mean return of {self.mean_played:.4g}, {mean} "
             f"({self.num_kept}; p <= {self.p:.2g} over {self.num_steps} steps)"
         )
 
@@ -264,38 +264,38 @@ class _Tested:
 
 
 def _tested(returns: PlayedReturns, random: np.random.Generator) -> _Tested:
-    played = np.array([*returns.lost, *returns.kept], dtype=np.float64)
-    centred = played - played.mean()
+    values = np.array([*returns.lost, *returns.kept], dtype=np.float64)
+    deviations = values - values.mean()
     num_lost = len(returns.lost)
-    num_rows = max(1, _MAX_DRAWN // len(centred))
+    num_rows = max(1, _MAX_DRAWN // len(deviations))
     # Within each step, since the policy changes between them.
-    drawn = [
-        _sums_of_subsets(centred, num_lost, min(num_rows, _NUM_DRAWS - first), random)
+    drawn_sums = [
+        _sums_of_subsets(deviations, num_lost, min(num_rows, _NUM_DRAWS - first), random)
         for first in range(0, _NUM_DRAWS, num_rows)
     ]
-    return _Tested(returns, float(centred[:num_lost].sum()), np.concatenate(drawn), float(np.abs(played).sum()))
+    return _Tested(returns, float(deviations[:num_lost].sum()), np.concatenate(drawn_sums), float(np.abs(values).sum()))
 
 
 def _sums_of_subsets(
     values: NDArray[np.float64], size: int, count: int, random: np.random.Generator
 ) -> NDArray[np.float64]:
     keys = random.random((count, len(values)))  # those with the smallest keys are a random subset
-    chosen = np.argpartition(keys, size - 1, axis=1)[:, :size]
-    sums: NDArray[np.float64] = values[chosen].sum(axis=1)
+    indices = np.argpartition(keys, size - 1, axis=1)[:, :size]
+    sums: NDArray[np.float64] = values[indices].sum(axis=1)
     return sums
 
 
 def _p_of(steps: Sequence[_Tested]) -> float:
     statistic = abs(sum(step.statistic for step in steps))
-    drawn = np.abs(np.sum([step.drawn for step in steps], axis=0))
+    drawn_sums = np.abs(np.sum([step.drawn for step in steps], axis=0))
     rounding = _ROUNDING * sum(step.scale for step in steps)
-    return float((1 + np.count_nonzero(drawn >= statistic - rounding)) / (1 + _NUM_DRAWS))
+    return float((1 + np.count_nonzero(drawn_sums >= statistic - rounding)) / (1 + _NUM_DRAWS))
 
 
 def _selection(steps: Sequence[PlayedReturns], p: float) -> Selection:
-    kept = tuple(value for step in steps for value in step.kept)
+    kept_values = tuple(value for step in steps for value in step.kept)
     lost = tuple(value for step in steps for value in step.lost)
-    together = PlayedReturns(kept, lost)
+    together = PlayedReturns(kept_values, lost)
     mean_played = together.mean_played
     assert mean_played is not None  # a step that was tested has attempts
-    return Selection(len(steps), len(kept) + len(lost), len(kept), mean_played, together.mean_kept, p)
+    return Selection(len(steps), len(kept_values) + len(lost), len(kept_values), mean_played, together.mean_kept, p)

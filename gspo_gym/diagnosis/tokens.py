@@ -143,11 +143,11 @@ def episodes_are_duplicated(view: StepView) -> _Clue | None:
     first_with: dict[Json, int] = {}
     for number, episode in enumerate(view.episodes if view.is_training else ()):
         ids = tuple(tuple(part["ids"]) for part in episode["segments"])
-        other = first_with.setdefault((episode["task"], ids), number)
-        own, others = logprobs[view.episode == number], logprobs[view.episode == other]
-        if other == number or not own.any() or np.abs(own - others).max() > MAX_GAP_FLOAT32:
+        first_number = first_with.setdefault((episode["task"], ids), number)
+        own, first_logprobs = logprobs[view.episode == number], logprobs[view.episode == first_number]
+        if first_number == number or not own.any() or np.abs(own - first_logprobs).max() > MAX_GAP_FLOAT32:
             continue  # an engine without logprobs has 0 for all
-        first = view.episodes[other]
+        first = view.episodes[first_number]
         if own.sum() < _IMPOSSIBLE or any(episode[name] == first[name] for name in ("seed", "seconds")):
             return "episodes_are_duplicated", (
                 f"{view.values['name']}: {first['id']} and {episode['id']} have the same {len(own)} sampled tokens and "
@@ -175,30 +175,30 @@ def mask_is_not_the_actions(view: StepView) -> _Clue | None:
     for episode in view.episodes:
         for number, part in enumerate(episode["segments"]):
             spans = [set(range(*turn["action"])) for turn in episode["turns"] if turn["segment"] == number]
-            actions, sampled = set().union(*spans), set(part["sampled"])
+            actions, mask_at = set().union(*spans), set(part["sampled"])
             # A whole turn may be left out: an app can take part in an episode without being trained on.
-            if sampled <= actions and all(span <= sampled or not span & sampled for span in spans):
+            if mask_at <= actions and all(span <= mask_at or not span & mask_at for span in spans):
                 continue
-            shift = next((d for d in (-1, 1, -2, 2) if {position + d for position in actions} == sampled), None)
+            shift = next((d for d in (-1, 1, -2, 2) if {position + d for position in actions} == mask_at), None)
             how = "is elsewhere" if shift is None else f"is theirs, shifted by {shift:+d}"
             return "mask_is_shifted", (
                 f"{view.values['name']}, episode {episode['id']}: {len(actions)} tokens are the actions of its turns, "
-                f"and the mask of {len(sampled)} tokens {how}"
+                f"and the mask of {len(mask_at)} tokens {how}"
             )
     return None
 
 
 def versions_are_impossible(view: StepView) -> _Clue | None:
     """Find tokens of weights that were not there yet, or that are older than training.max_staleness allows."""
-    versions, allowed = view.column("weight_version"), view.rules["training"].get("max_staleness", 0)
-    trained = view.is_training & (view.column("fate") <= Fate.OVERLONG) & (versions >= 0)
-    wrong = trained & ((versions >= view.step) | (versions < view.step - 1 - allowed))
+    versions, max_staleness = view.column("weight_version"), view.rules["training"].get("max_staleness", 0)
+    is_trained = view.is_training & (view.column("fate") <= Fate.OVERLONG) & (versions >= 0)
+    wrong = is_trained & ((versions >= view.step) | (versions < view.step - 1 - max_staleness))
     if not wrong.any():
         return None
     token, place = view.first(wrong)
     return "weights_are_stale", (
         f"{place}: sampled under version {versions[token]:.0f}, where step {view.step} trains version {view.step - 1} "
-        f"and training.max_staleness allows {allowed} before it ({wrong.sum()} such tokens)"
+        f"and training.max_staleness allows {max_staleness} before it ({wrong.sum()} such tokens)"
     )
 
 
@@ -259,10 +259,10 @@ def _shift(gap: _Gap) -> _Clue | None:
     here, there = slice(None, -1), slice(1, None)
     view, informative = gap.view, gap.are_known & (np.abs(gap.engine) > _INFORMATIVE)
     neighbours = (view.episode[here] == view.episode[there]) & (view.turn[here] == view.turn[there])
-    for way, mine, other in ((1, here, there), (-1, there, here)):
-        chosen = neighbours & gap.are_known[mine] & informative[other]
-        fits = (np.abs(gap.engine[other] - gap.learner[mine]) <= gap.limit)[chosen]
-        if len(fits) >= _MIN_COUNT and fits.mean() > 0.8 and gap.fits[mine][chosen].mean() < 0.5:
+    for way, mine, partner in ((1, here, there), (-1, there, here)):
+        rows_to_test = neighbours & gap.are_known[mine] & informative[partner]
+        fits = (np.abs(gap.engine[partner] - gap.learner[mine]) <= gap.limit)[rows_to_test]
+        if len(fits) >= _MIN_COUNT and fits.mean() > 0.8 and gap.fits[mine][rows_to_test].mean() < 0.5:
             how = f"{fits.mean():.0%} of the learner's logprobs are the engine's of the token {way:+d} from theirs"
             return "mask_is_shifted", f"{gap.evidence}; {how}"
     return None
@@ -286,12 +286,12 @@ def _temperature(gap: _Gap) -> _Clue | None:
     if (np.abs(x) > _INFORMATIVE).sum() < _MIN_COUNT or not y.any():
         return None
     slope = float(x @ y / (x @ x))
-    explained = 1 - float(((y - slope * x) ** 2).sum() / (y @ y))
-    if explained < _EXPLAINED or abs(slope) < _MIN_SLOPE:
+    explained_fraction = 1 - float(((y - slope * x) ** 2).sum() / (y @ y))
+    if explained_fraction < _EXPLAINED or abs(slope) < _MIN_SLOPE:
         return None
     return "temperatures_differ", (
         f"{gap.evidence}; a temperature of the engine that is {1 / (1 + slope):.3g} times the learner's explains "
-        f"{explained:.1%} of how these differ between tokens after the same text (rollout.temperature is "
+        f"{explained_fraction:.1%} of how these differ between tokens after the same text (rollout.temperature is "
         f"{gap.view.rules['rollout'].get('temperature', 1.0):g})"
     )
 
@@ -323,14 +323,14 @@ def old_logprobs_are_not_the_learners(view: StepView) -> _Clue | None:
 
 def judgement_is_anothers(view: StepView) -> _Clue | None:
     """Find an episode whose judge's terms are not the weighted totals of its judgement."""
-    judged = [episode for episode in view.episodes if episode["judge"] is not None]
-    for episode in judged:
+    episodes = [episode for episode in view.episodes if episode["judge"] is not None]
+    for episode in episodes:
         terms = [turn["terms"] for turn in episode["turns"]]
         own = [(of_turn.get("judge_event", 0.0), of_turn.get("judge_outcome", 0.0)) for of_turn in terms]
         worth = _worth(episode["judge"], len(own))
         if np.allclose(own, worth, rtol=1e-5, atol=1e-5):
             continue
-        like = [other["id"] for other in judged if np.allclose(own, _worth(other["judge"], len(own)), atol=1e-5)]
+        like = [twin["id"] for twin in episodes if np.allclose(own, _worth(twin["judge"], len(own)), atol=1e-5)]
         return "judgement_is_anothers", (
             f"{view.values['name']}: the rewards of episode {episode['id']} have {np.sum(own):.4g} from the judge, its "
             f"judgement is worth {np.sum(worth):.4g}"
@@ -353,12 +353,12 @@ def rewards_follow_the_turn_before(view: StepView) -> _Clue | None:
     between = sum(bool(turn["reward"]) for episode in view.episodes for turn in episode["turns"][:-1])
     pairs: list[tuple[bool, ...]] = []  # do they earn differently in the turn, in the next; does any sibling in it?
     for group in view.groups().values():
-        earned = {number: [turn["reward"] or 0.0 for turn in view.episodes[number]["turns"]] for number in group}
-        for one, other in itertools.combinations(group, 2):
-            k = _parting_turn(view.episodes[one], view.episodes[other])
-            if k is not None and k + 1 < min(len(earned[one]), len(earned[other])):
-                differs = (earned[one][i] != earned[other][i] for i in (k, k + 1))
-                pairs.append((*differs, len({own[k] for own in earned.values() if k + 1 < len(own)}) > 1))
+        rewards_of = {number: [turn["reward"] or 0.0 for turn in view.episodes[number]["turns"]] for number in group}
+        for first, second in itertools.combinations(group, 2):
+            k = _parting_turn(view.episodes[first], view.episodes[second])
+            if k is not None and k + 1 < min(len(rewards_of[first]), len(rewards_of[second])):
+                differs = (rewards_of[first][i] != rewards_of[second][i] for i in (k, k + 1))
+                pairs.append((*differs, len({own[k] for own in rewards_of.values() if k + 1 < len(own)}) > 1))
     now, following, able = (sum(pair[i] for pair in pairs) for i in range(3))
     # With rewards at the end only, parting earns nothing at once either; nor in turns of thoughts, at a constant cost.
     if now or min(len(pairs), between, 2 * able) < _MIN_COUNT or following < 0.2 * len(pairs):
@@ -369,42 +369,42 @@ def rewards_follow_the_turn_before(view: StepView) -> _Clue | None:
     )
 
 
-def _parting_turn(one: Mapping[str, Json], other: Mapping[str, Json]) -> int | None:
+def _parting_turn(first: Mapping[str, Json], second: Mapping[str, Json]) -> int | None:
     """Return the first turn in which two episodes have other tokens, if that is in their actions."""
 
     def ids(episode: Mapping[str, Json], k: int, span: str) -> Json:
         turn = episode["turns"][k]
         return episode["segments"][turn["segment"]]["ids"][slice(*turn[span])]
 
-    for k in range(min(len(one["turns"]), len(other["turns"]))):
-        if ids(one, k, "observation") != ids(other, k, "observation"):
+    for k in range(min(len(first["turns"]), len(second["turns"]))):
+        if ids(first, k, "observation") != ids(second, k, "observation"):
             return None
-        if ids(one, k, "action") != ids(other, k, "action"):
+        if ids(first, k, "action") != ids(second, k, "action"):
             return k
     return None
 
 
 def advantages_are_others(view: StepView) -> _Clue | None:
     """Find advantages that do not follow from the rewards of the group."""
-    settings, recorded = AdvantageSettings(**view.rules["advantages"]), view.column("advantage")
+    settings, column = AdvantageSettings(**view.rules["advantages"]), view.column("advantage")
     is_shaped = settings.whiten != "none" or settings.kl_shaping_coef + view.rules["rewards"].get("kl_coef", 0) > 0
     is_shaped |= bool({settings.baseline, settings.scale} & {"batch", "running"})
     training = view.rules["training"]
     mode = "off" if training.get("step_rewards_enabled") is False else training.get("step_rewards_mode", "env_sparse")
     if is_shaped or mode == "decision_stepwise":  # they follow from more than the page shows
         return None
-    is_known = np.bincount(view.episode, np.isfinite(recorded), minlength=len(view.episodes)) > 0
-    uncommitted = set(view.episode[view.column("fate") == Fate.UNCOMMITTED].tolist())
+    is_known = np.bincount(view.episode, np.isfinite(column), minlength=len(view.episodes)) > 0
+    uncommitted_episodes = set(view.episode[view.column("fate") == Fate.UNCOMMITTED].tolist())
     for group in view.groups().values():
-        rows = [n for n in group if view.episodes[n]["return"] is not None and n not in uncommitted]
+        rows = [n for n in group if view.episodes[n]["return"] is not None and n not in uncommitted_episodes]
         if not all(is_known[n] for n in rows):
             continue  # its episodes were compared, and some or all left out
         own = _advantages(view, rows, settings, mode)
-        wrong = [n for n in rows if not _has(view, recorded, n, own[n])]
+        wrong = [n for n in rows if not _has(view, column, n, own[n])]
         if wrong:
             late = [_advantages(view, rows, settings, mode, late=way) for way in ("lost", "kept")]
-            is_late = any(all(_has(view, recorded, n, way[n]) for n in rows) for way in late)
-            return _wrong_advantages(view, recorded, wrong, own, is_late=is_late)
+            is_late = any(all(_has(view, column, n, way[n]) for n in rows) for way in late)
+            return _wrong_advantages(view, column, wrong, own, is_late=is_late)
     return None
 
 
@@ -414,8 +414,8 @@ def _advantages(
     """Return the advantages of a group's episodes, one a turn, from the rewards of their turns."""
     step_rewards, rewards = StepRewardSettings.model_validate({"mode": mode}), RewardSettings(**view.rules["rewards"])
     members = [_trajectory(view.episodes[n], late) for n in rows]
-    earned = partial(returns_of, discount=settings.discount, rewards=rewards, step_rewards=step_rewards)
-    values = batch_advantages([list(map(earned, members))], settings).values
+    returns = partial(returns_of, discount=settings.discount, rewards=rewards, step_rewards=step_rewards)
+    values = batch_advantages([list(map(returns, members))], settings).values
     clip = settings.clip or np.inf
     return {n: v.clip(-clip, clip) for n, v in zip(rows, values, strict=True)}
 
@@ -446,21 +446,21 @@ def _of_tokens(view: StepView, episode: int, advantages: Array) -> tuple[Array, 
     return tokens, advantages[np.minimum(view.turn[tokens], len(advantages) - 1)]
 
 
-def _has(view: StepView, recorded: Array, episode: int, advantages: Array) -> bool:
-    tokens, expected = _of_tokens(view, episode, advantages)
-    return np.allclose(recorded[tokens], expected, rtol=1e-4, atol=1e-4)
+def _has(view: StepView, recorded_advantages: Array, episode: int, advantages: Array) -> bool:
+    tokens, own_advantages = _of_tokens(view, episode, advantages)
+    return np.allclose(recorded_advantages[tokens], own_advantages, rtol=1e-4, atol=1e-4)
 
 
 def _wrong_advantages(
-    view: StepView, recorded: Array, wrong: Sequence[int], own: Mapping[int, Array], *, is_late: bool
+    view: StepView, column: Array, wrong: Sequence[int], own: Mapping[int, Array], *, is_late: bool
 ) -> _Clue:
-    tokens, expected = _of_tokens(view, wrong[0], own[wrong[0]])
-    worst = int(np.abs(recorded[tokens] - expected).argmax())
-    token, place = view.first(np.arange(len(recorded)) == tokens[worst])
-    evidence = f"{place}: the advantage is {recorded[token]:.4g}, and the group's rewards make it {expected[worst]:.4g}"
+    tokens, values = _of_tokens(view, wrong[0], own[wrong[0]])
+    worst = int(np.abs(column[tokens] - values).argmax())
+    token, place = view.first(np.arange(len(column)) == tokens[worst])
+    evidence = f"{place}: the advantage is {column[token]:.4g}, and the group's rewards make it {values[worst]:.4g}"
     if is_late:
         return "rewards_come_late", f"{evidence}; with each reward one turn later, all of the group's are right"
-    num_like = sum(any(m != n and _has(view, recorded, n, own[m]) for m in own) for n in wrong)
+    num_like = sum(any(m != n and _has(view, column, n, own[m]) for m in own) for n in wrong)
     if 2 * num_like > len(wrong):
         return "advantage_is_a_siblings", f"{evidence}; {num_like} of {len(own)} in the group have a sibling's"
     return "advantages_are_others", f"{evidence} ({len(wrong)} of {len(own)} episodes of the group are wrong)"
@@ -468,7 +468,7 @@ def _wrong_advantages(
 
 def _loss(view: StepView, number: int, settings: LossSettings, *, shift: float = 0.0) -> dict[str, Array]:
     """Return [A] ratio, clip and share by the learner's loss of a pass's logprobs plus `shift`; NaN: not known."""
-    update, step, recorded = view.values["update"], view.optimizer_step(number), view.column("share", number)
+    update, step, recorded_share = view.values["update"], view.optimizer_step(number), view.column("share", number)
     columns = {name: view.column(name) for name in ("old_logprob", "advantage", "ref_logprob")}
     columns |= {name: view.column(name, number) for name in ("logprob", "entropy", "correction")}
     columns["correction"] = np.nan_to_num(columns["correction"], nan=1.0)  # a run without a correction has none
@@ -476,14 +476,14 @@ def _loss(view: StepView, number: int, settings: LossSettings, *, shift: float =
     terms = {name: np.full(len(step), np.nan) for name in ("ratio", "clip", "share")}
     for k in np.unique(step[are_known]).tolist():
         at = np.flatnonzero(are_known & (step == k))
-        laid, mask, trajectory = _rows(view, at)
+        lay_out, mask, trajectory = _rows(view, at)
         episodes, turns, tokens = (update[name][k] for name in ("episodes", "turns", "tokens"))
-        tensors = {name: laid(column) for name, column in columns.items()}
+        tensors = {name: lay_out(column) for name, column in columns.items()}
         of_tokens = policy_loss(
             tensors["logprob"] + shift,
             tensors["old_logprob"],
             action_mask=mask,
-            turn_index=laid(view.turn).long(),
+            turn_index=lay_out(view.turn).long(),
             trajectory_index=trajectory,
             advantages=tensors["advantage"],
             settings=settings,
@@ -494,7 +494,7 @@ def _loss(view: StepView, number: int, settings: LossSettings, *, shift: float =
         ).tokens
         for name, term in terms.items():
             term[at] = getattr(of_tokens, name).numpy()
-    was_taken = np.isin(step, step[recorded != 0])  # a step that was skipped leaves 0
+    was_taken = np.isin(step, step[recorded_share != 0])  # a step that was skipped leaves 0
     terms["share"] = np.where(was_taken, terms["share"] / (update["num_steps"] or np.nan), np.nan)
     return terms
 
@@ -506,12 +506,12 @@ def _rows(view: StepView, at: Array) -> tuple[Callable[[Array], torch.Tensor], t
     mask = torch.zeros(len(keys[0]), int(place.max()) + 1, dtype=torch.bool)
     mask[row, place] = True
 
-    def laid(column: Array) -> torch.Tensor:
+    def lay_out(column: Array) -> torch.Tensor:
         table = mask.double()
         table[mask] = torch.from_numpy(column[at].astype(np.float64))
         return table
 
-    return laid, mask, torch.from_numpy(keys[0])
+    return lay_out, mask, torch.from_numpy(keys[0])
 
 
 def terms_are_others(view: StepView) -> _Clue | None:
@@ -521,37 +521,37 @@ def terms_are_others(view: StepView) -> _Clue | None:
         ratio, clip, share = (view.column(name, number) for name in ("ratio", "clip", "share"))
         # Float32 decides at a bound: either side of it is right.
         near = [_loss(view, number, settings, shift=shift) for shift in (0.0, -_AT_A_BOUND, _AT_A_BOUND)]
-        expected = near[0]
-        far = ~(np.abs(ratio - expected["ratio"]) <= _RATIO * np.maximum(1, expected["ratio"]))
-        is_elsewhere = np.isfinite(expected["ratio"]) & far
+        own_terms = near[0]
+        far = ~(np.abs(ratio - own_terms["ratio"]) <= _RATIO * np.maximum(1, own_terms["ratio"]))
+        is_elsewhere = np.isfinite(own_terms["ratio"]) & far
         is_unlike = np.logical_and.reduce([np.isfinite(terms["clip"]) & (terms["clip"] != clip) for terms in near])
         is_unlike &= bool(update and update["num_steps"])
         is_other = np.logical_and.reduce([_differ(share, terms["share"]) for terms in near])
         if not (is_elsewhere | is_unlike | is_other).any():
             continue
         name, how = "terms_are_others", ""
-        swapped = settings.model_copy(update={"clip_low": settings.clip_high, "clip_high": settings.clip_low})
-        factors = [(share / expected["share"])[is_other & (view.episode == n)] for n in set(view.episode[is_other])]
-        if not is_elsewhere.any() and not _differ(share, _loss(view, number, swapped)["share"]).any():
+        swapped_settings = settings.model_copy(update={"clip_low": settings.clip_high, "clip_high": settings.clip_low})
+        factors = [(share / own_terms["share"])[is_other & (view.episode == n)] for n in set(view.episode[is_other])]
+        if not is_elsewhere.any() and not _differ(share, _loss(view, number, swapped_settings)["share"]).any():
             name, how = "clip_sides_are_swapped", "; with the two swapped, all tokens are right"
         elif not (is_elsewhere | is_unlike).any() and all(np.ptp(factor) < 1e-3 for factor in factors):
             name = "denominators_are_others"  # the terms of an episode's tokens are divided by the same number
         first = next(wrong for wrong in (is_elsewhere, is_unlike, is_other) if wrong.any())
         token, place = view.first(first)
         return name, (
-            f"{place}: ratio {ratio[token]:.6f}, by its {settings.unit}'s logprobs {expected['ratio'][token]:.6f}; "
+            f"{place}: ratio {ratio[token]:.6f}, by its {settings.unit}'s logprobs {own_terms['ratio'][token]:.6f}; "
             f"clip {Clip(int(clip[token])).name.lower()!r}; its share of the loss is {share[token]:.4g}, "
-            f"{share[token] / (expected['share'][token] or np.nan):.4g} times that of the settings "
+            f"{share[token] / (own_terms['share'][token] or np.nan):.4g} times that of the settings "
             f"({(is_elsewhere | is_unlike | is_other).sum()} of {len(share)} tokens){how}"
         )
     return _wrong_sum(view)
 
 
-def _differ(recorded: Array, expected: Array) -> Array:
-    largest = np.abs(recorded[np.isfinite(recorded)]).max(initial=0.0)
+def _differ(values: Array, targets: Array) -> Array:
+    largest = np.abs(values[np.isfinite(values)]).max(initial=0.0)
     # An estimate of KL near 0 is rounding alone: 1e-7 of a token's term.
-    allowed = _RELATIVE * np.maximum(np.abs(expected), np.abs(recorded)) + _ABSOLUTE * largest
-    return np.isfinite(expected) & ~(np.abs(recorded - expected) < allowed + 1e-7 / (len(recorded) + 1))
+    tolerance = _RELATIVE * np.maximum(np.abs(targets), np.abs(values)) + _ABSOLUTE * largest
+    return np.isfinite(targets) & ~(np.abs(values - targets) < tolerance + 1e-7 / (len(values) + 1))
 
 
 def _wrong_sum(view: StepView) -> _Clue | None:

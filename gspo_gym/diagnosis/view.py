@@ -134,8 +134,8 @@ class RunView:
     @property
     def error(self) -> str | None:
         """Return the error in the last "finished" event, or None."""
-        ended = self.events_of("finished")
-        return ended[-1]["data"].get("error") if ended else None
+        finish_events = self.events_of("finished")
+        return finish_events[-1]["data"].get("error") if finish_events else None
 
     @property
     def score_name(self) -> str:
@@ -228,8 +228,8 @@ class StepView:
         """Return [A] a hash of all that the policy had read of the segment before it sampled the token."""
         hashes: list[int] = []
         for part in (part for episode in self.episodes for part in episode["segments"]):
-            read = list(itertools.accumulate(part["ids"], lambda before, i: hash((before, i)), initial=0))
-            hashes += [read[position] for position in part["sampled"]]
+            prefix_hashes = list(itertools.accumulate(part["ids"], lambda before, i: hash((before, i)), initial=0))
+            hashes += [prefix_hashes[position] for position in part["sampled"]]
         return np.array(hashes, np.int64)
 
     def groups(self) -> dict[str, list[int]]:

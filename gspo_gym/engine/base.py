@@ -58,8 +58,10 @@ class SamplingParams(Sampling):
         json_schema: str | None = None,
     ) -> SamplingParams:
         """Return the parameters of one completion; it may be shorter than `sampling.min_tokens` if `max_tokens` is."""
-        drawn = sampling.values() | {"min_tokens": min(sampling.min_tokens, max_tokens)}
-        return cls(**drawn, max_tokens=max_tokens, stop_token_ids=stop_token_ids, seed=seed, json_schema=json_schema)
+        sampling_values = sampling.values() | {"min_tokens": min(sampling.min_tokens, max_tokens)}
+        return cls(
+            **sampling_values, max_tokens=max_tokens, stop_token_ids=stop_token_ids, seed=seed, json_schema=json_schema
+        )
 
 
 # The way by which new weights reach an engine: it shares the learner's ("shared"), reads a folder with all of them

@@ -56,8 +56,8 @@ class Deadline:
 
     def has_passed(self) -> bool:
         """Return whether no time is left."""
-        left = self.seconds_left()
-        return left is not None and left < 1e-3  # a loop's timers may fire that much early
+        seconds = self.seconds_left()
+        return seconds is not None and seconds < 1e-3  # a loop's timers may fire that much early
 
 
 class Gate:
@@ -79,8 +79,8 @@ class Gate:
         self._waiting: list[asyncio.Future[None]] = []  # for resume; what poisons or closes cancels them
         self._draining: list[asyncio.Future[None]] = []  # for the last call in flight
         self._sessions: dict[asyncio.Task[object], str | None] = {}  # of the tasks that call, waiting or in flight
-        self._aborted: set[asyncio.Task[object]] = set()
-        self._stopped: set[asyncio.Task[object]] = set()  # in flight when the engine was poisoned or closed
+        self._aborted_tasks: set[asyncio.Task[object]] = set()
+        self._stopped_tasks: set[asyncio.Task[object]] = set()  # in flight when the engine was poisoned or closed
 
     @asynccontextmanager
     async def admit(
@@ -111,23 +111,23 @@ class Gate:
             raise EngineTimeoutError(f"generate: no completion within {deadline_seconds:g} seconds") from error
         except asyncio.CancelledError:
             # A stopped call ends with the engine's reason, an aborted one with its own; others the caller cancelled.
-            if task in self._stopped:
+            if task in self._stopped_tasks:
                 task.uncancel()
                 self.require_open()
-            if task in self._aborted:
+            if task in self._aborted_tasks:
                 task.uncancel()
                 raise EngineError(f"session {session_id}: the call was aborted") from None
             raise
         finally:
             del self._sessions[task]
-            self._aborted.discard(task)
-            self._stopped.discard(task)
+            self._aborted_tasks.discard(task)
+            self._stopped_tasks.discard(task)
 
     def abort(self, session_id: str) -> None:
         """End the session's calls, waiting or in flight, with EngineError."""
         calls = {task for task, session in self._sessions.items() if session == session_id}
-        for task in calls - self._aborted - self._stopped:
-            self._aborted.add(task)
+        for task in calls - self._aborted_tasks - self._stopped_tasks:
+            self._aborted_tasks.add(task)
             task.cancel()
 
     def require_open(self) -> None:
@@ -207,8 +207,8 @@ class Gate:
         )
 
     def _stop(self) -> None:
-        for task in self._sessions.keys() - self._aborted - self._stopped:
-            self._stopped.add(task)
+        for task in self._sessions.keys() - self._aborted_tasks - self._stopped_tasks:
+            self._stopped_tasks.add(task)
             task.cancel()
         _wake(self._draining)  # they wait for calls that end now, and find out why
 
@@ -289,14 +289,14 @@ class GatedEngine(ABC):
     def _close_to_calls(self, mode: PauseMode) -> None:
         # Checked first, because a wrong mode must not leave the engine paused.
         if mode not in (modes := self.capabilities.pause_modes):
-            wanted = " or ".join(map(repr, modes))
-            raise ConfigError(f"{type(self).__name__}.pause: expected mode {wanted}, got {mode!r}")
+            mode_names = " or ".join(map(repr, modes))
+            raise ConfigError(f"{type(self).__name__}.pause: expected mode {mode_names}, got {mode!r}")
         self._gate.pause()
 
     def _require_kind(self, update: WeightUpdate) -> None:
         if update.kind not in (kinds := self.capabilities.update_kinds):
-            wanted = " or ".join(map(repr, kinds)) or "none"
-            raise ConfigError(f"{type(self).__name__}: expected an update of kind {wanted}, got {update.kind!r}")
+            kind_names = " or ".join(map(repr, kinds)) or "none"
+            raise ConfigError(f"{type(self).__name__}: expected an update of kind {kind_names}, got {update.kind!r}")
 
     async def _close_gate(self) -> None:
         self._gate.close()

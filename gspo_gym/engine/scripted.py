@@ -209,9 +209,9 @@ class ScriptedEngine(GatedEngine):
 
 
 def _cut(reply: Sequence[int], stop_token_ids: tuple[int, ...], max_new: int) -> list[int]:
-    kept = []
+    tokens = []
     for token in reply[:max_new]:
-        kept.append(int(token))
+        tokens.append(int(token))
         if token in stop_token_ids:
             break
-    return kept
+    return tokens

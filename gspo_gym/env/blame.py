@@ -14,8 +14,6 @@ The rules, for everything that plays episodes:
 5. A server with a client that waits for the end of such an episode has no time for that. There the actions are at fault
    if a fresh environment of the same task answers an empty action in less than half of their mean time.
 
-So one long wait and many short ones end an episode in the same way: scored at the floor.
-
 So one long wait and many short ones end an episode in the same way: scored at the floor. Ours, because no signal tells
 a query that is too large from a machine that is too small, but a second try does. It costs a failed episode one more
 failure, and successful episodes nothing.
@@ -127,14 +125,14 @@ async def _answer_all(
     session: EnvSession, actions: Sequence[Action], again: _Again, clock: Callable[[], float]
 ) -> None:
     for index, action in enumerate(actions):
-        started = clock()
+        start = clock()
         try:
             result = await answer_to(session, action)
         except (EnvTimeoutError, EnvDiedError, ActionLimitError):
             again.failed_at = index
             return
         finally:
-            again.action_seconds += clock() - started
+            again.action_seconds += clock() - start
         again.num_answered += 1
         if result.done:
             return

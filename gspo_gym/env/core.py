@@ -287,8 +287,13 @@ class ToolEnv(TextEnv):
         super().reset(seed=seed)
         self._turn, self.num_turns, self.reset_seed = None, 0, seed
         self._tools_by_name = require_distinct_names(self.tools)
-        authored = [self.start, self.no_tool_call, self.end_turn, *(t.function for t in self._tools_by_name.values())]
-        self._is_async = any(map(inspect.iscoroutinefunction, authored))
+        hooks_and_tools = [
+            self.start,
+            self.no_tool_call,
+            self.end_turn,
+            *(t.function for t in self._tools_by_name.values()),
+        ]
+        self._is_async = any(map(inspect.iscoroutinefunction, hooks_and_tools))
         return driven(self._start(options or {}), is_async=self._is_async)
 
     def step(self, action: Message | str) -> Any:
@@ -348,10 +353,10 @@ class ToolEnv(TextEnv):
             if not turn.is_last:
                 await self._call(self.end_turn)
             if action is None:
-                earned, price = math.fsum(turn.terms.values()), price_of_unreadable(self.reward_range)
-                has_own_price = earned < 0 and (was_charged or self._prices_failures)
-                if price < min(0.0, earned) and not has_own_price:
-                    self.add_reward(Reward({"unreadable": price - earned}))
+                turn_reward, price = math.fsum(turn.terms.values()), price_of_unreadable(self.reward_range)
+                has_own_price = turn_reward < 0 and (was_charged or self._prices_failures)
+                if price < min(0.0, turn_reward) and not has_own_price:
+                    self.add_reward(Reward({"unreadable": price - turn_reward}))
         except BaseException:
             self._turn = None  # the turn was played in part, so the episode cannot go on
             raise
@@ -413,14 +418,14 @@ class ToolEnv(TextEnv):
         self._thread = self._thread or OwnThread()
         try:
             if self._is_async:
-                returned = await self._thread.call_async(call, timeout_seconds=time_limit_seconds)
+                outcome = await self._thread.call_async(call, timeout_seconds=time_limit_seconds)
             else:
-                returned = self._thread.call(call, timeout_seconds=time_limit_seconds)
+                outcome = self._thread.call(call, timeout_seconds=time_limit_seconds)
         except BaseException as error:  # the limit or a cancellation: the thread is still busy
             given_up.set()
             self._thread.abandon()
             raise (_TimeLimitError() if isinstance(error, TimeoutError) else error) from None
-        return returned.unwrap()
+        return outcome.unwrap()
 
 
 def driven(answer: Coroutine[Any, Any, Any], *, is_async: bool) -> Any:
@@ -454,13 +459,13 @@ def count_calls(messages: Sequence[Message]) -> CallCounts:
     >>> count_calls([call, Message("tool", "error: KeyError: 'x'", tool_call_id="c0")]).failed
     Counter({'look': 1})
     """
-    made: Counter[str] = Counter()
-    failed: Counter[str] = Counter()
+    calls_by_tool: Counter[str] = Counter()
+    failures_by_tool: Counter[str] = Counter()
     names: dict[str, str] = {}
     for message in messages:
         names |= {call.id: call.name for call in message.tool_calls}
         name = names.get(message.tool_call_id or "")
         if message.role == "tool" and name is not None and not message.content.startswith(_UNKNOWN_TOOL):
-            made[name] += 1
-            failed[name] += message.content.startswith(CALL_FAILED)
-    return CallCounts(made, failed)
+            calls_by_tool[name] += 1
+            failures_by_tool[name] += message.content.startswith(CALL_FAILED)
+    return CallCounts(calls_by_tool, failures_by_tool)

@@ -116,8 +116,8 @@ class PlainEnv(gymnasium.Env[str, str]):
         """Start an episode; without a seed, of a task drawn by `splits.next_seed`."""
         super().reset(seed=seed)
         self._num_calls = 0
-        drawn = next_seed(self.np_random)
-        result = self._run(self.session.reset(drawn if seed is None else seed, options))
+        random_seed = next_seed(self.np_random)
+        result = self._run(self.session.reset(random_seed if seed is None else seed, options))
         schemas = [dict(schema) for schema in self.session.tool_schemas]
         return _text(result), {"messages": _messages(result), "tool_schemas": schemas}
 
@@ -161,13 +161,13 @@ class PlainEnv(gymnasium.Env[str, str]):
         read = read_tool_calls(text)
         if read is None:
             return Message("assistant", text)
-        said, calls = read
-        named = [
+        content, calls = read
+        tool_calls = [
             ToolCall(f"call_{self._num_calls + index}", name, arguments)
             for index, (name, arguments) in enumerate(calls)
         ]
-        self._num_calls += len(named)
-        return Message("assistant", said, tuple(named))
+        self._num_calls += len(tool_calls)
+        return Message("assistant", content, tuple(tool_calls))
 
 
 def read_tool_calls(text: str) -> tuple[str, list[tuple[str, Mapping[str, Any]]]] | None:
@@ -189,10 +189,10 @@ def read_tool_calls(text: str) -> tuple[str, list[tuple[str, Mapping[str, Any]]]
                 f'expected {{"name": ..., "arguments": {{...}}}} in a tool call, got {block.strip()!r:.80}'
             )
         calls.append(call)
-    said = _TOOL_CALL.sub("", text).strip()
-    if "<tool_call>" in said:
+    content = _TOOL_CALL.sub("", text).strip()
+    if "<tool_call>" in content:
         raise ValueError("expected </tool_call> after a tool call")
-    return said, calls
+    return content, calls
 
 
 def _as_call(text: str) -> tuple[str, Mapping[str, Any]] | None:
@@ -218,10 +218,10 @@ def _run_loop(loop: asyncio.AbstractEventLoop) -> None:
     asyncio.set_event_loop(loop)
     try:
         loop.run_forever()
-        left: Sequence[asyncio.Task[Any]] = tuple(asyncio.all_tasks(loop))
-        for task in left:
+        tasks: Sequence[asyncio.Task[Any]] = tuple(asyncio.all_tasks(loop))
+        for task in tasks:
             task.cancel()
-        loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
+        loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
         loop.run_until_complete(loop.shutdown_asyncgens())
     finally:
         loop.close()

@@ -45,18 +45,18 @@ class Playthrough:
     @property
     def success(self) -> bool | None:
         """Return the last declared success."""
-        declared = [answer.success for answer in self.answers if answer.success is not None]
-        return declared[-1] if declared else None
+        declarations = [answer.success for answer in self.answers if answer.success is not None]
+        return declarations[-1] if declarations else None
 
     def difference_from(self, other: Playthrough) -> str | None:
         """Return the first difference in words, or None. `info`, which is for people, is not compared."""
         if self.opening != other.opening:
-            return f"reset: expected the observation {_said(self.opening)}, got {_said(other.opening)}"
+            return f"reset: expected the observation {_contents_of(self.opening)}, got {_contents_of(other.opening)}"
         for turn, (mine, theirs) in enumerate(zip(self.answers, other.answers, strict=False)):
             for field in _COMPARED:
                 a, b = getattr(mine, field), getattr(theirs, field)
                 if a != b:
-                    a, b = (_said(a), _said(b)) if field == "messages" else (a, b)
+                    a, b = (_contents_of(a), _contents_of(b)) if field == "messages" else (a, b)
                     return f"turn {turn}: expected {field} {a}, got {b}"
         if len(self.answers) != len(other.answers):
             return f"expected {len(self.answers)} turns, got {len(other.answers)}"
@@ -101,10 +101,10 @@ async def play_in(
     answers: list[StepResult] = []
     while len(answers) < max_turns and not (answers and answers[-1].done):
         try:
-            said = await spoken_by(player, messages)
+            reply = await spoken_by(player, messages)
         except Exception as error:
             raise PlayerError(f"turn {len(answers)}: the player raised {type(error).__name__}: {error}") from error
-        actions.append(Message("assistant", said) if isinstance(said, str) else said)
+        actions.append(Message("assistant", reply) if isinstance(reply, str) else reply)
         with watch("step", len(answers)):
             answers.append(await session.step(actions[-1]))
         messages += [actions[-1], *answers[-1].messages]
@@ -122,8 +122,8 @@ async def play_unreadable(session: EnvSession, error: str, *, seed: int, max_tur
 
 async def spoken_by(player: ScriptedPolicy, messages: Sequence[Message]) -> Message | str:
     """Return the next action of a player, plain or async."""
-    said = player(tuple(messages))
-    return said if isinstance(said, str | Message) else await said
+    reply = player(tuple(messages))
+    return reply if isinstance(reply, str | Message) else await reply
 
 
 def tool_calling_policy(env: Any, rng: np.random.Generator) -> ScriptedPolicy:
@@ -151,8 +151,8 @@ def arguments_for(schema: Mapping[str, Any], rng: np.random.Generator, *, text: 
     """Return small values for the required arguments of a tool, and `text`, if given, for each string."""
     parameters = schema.get("parameters") or {}
     properties = parameters.get("properties", {})
-    required = sorted(name for name in parameters.get("required", ()) if name in properties)
-    values = {name: _value(properties[name], rng) for name in required}
+    required_names = sorted(name for name in parameters.get("required", ()) if name in properties)
+    values = {name: _value(properties[name], rng) for name in required_names}
     if text is not None:
         values |= {name: text for name, kind in properties.items() if _is_free_text(kind)}
     return values
@@ -185,5 +185,5 @@ def replaying(actions: Sequence[Message]) -> PolicyFactory:
     return policy
 
 
-def _said(messages: Sequence[Message]) -> str:
+def _contents_of(messages: Sequence[Message]) -> str:
     return shortened(repr([message.content for message in messages]), 200)

@@ -97,19 +97,21 @@ def resolve(env_id: str) -> str:
         return name
     if colon and callable(creator := getattr(module, name, None)):
         return _id_of(creator, f"{module_name}:{name}")
-    found = _matches(name)
-    if len(found) == 1:
-        return found[0]
-    if found:
-        raise UnknownNameError(f"environment {env_id!r} is in several namespaces: {', '.join(found)}; give the full id")
+    matches = _matches(name)
+    if len(matches) == 1:
+        return matches[0]
+    if matches:
+        raise UnknownNameError(
+            f"environment {env_id!r} is in several namespaces: {', '.join(matches)}; give the full id"
+        )
     hint = "".join(f"; the plugin {plugin} could not be loaded: {error}" for plugin, error in failed_plugins)
     raise UnknownNameError(f"there is no environment {env_id!r}; {_nearest(name)}{hint}")
 
 
 def _id_of(creator: Callable[..., Any], text: str) -> str:
-    known = [spec for spec in gymnasium.registry.values() if spec.entry_point in (creator, text)]
-    if known:
-        return max(known, key=_age).id
+    specs = [spec for spec in gymnasium.registry.values() if spec.entry_point in (creator, text)]
+    if specs:
+        return max(specs, key=_age).id
     register(text, text)
     return text
 
@@ -124,26 +126,26 @@ def list_environments(*, include_gymnasium: bool = False) -> tuple[str, ...]:
 @functools.cache
 def _load_plugins() -> tuple[tuple[str, str], ...]:
     """Run every entry point once; return (name, error) of those that failed, for the errors of failed lookups."""
-    failed = []
+    failures = []
     for plugin in importlib.metadata.entry_points(group=_ENTRY_POINT_GROUP):
         try:
             plugin.load()()
         except Exception as error:  # another package must not break ours
-            failed.append((plugin.name, f"{type(error).__name__}: {error}"))
-    return tuple(failed)
+            failures.append((plugin.name, f"{type(error).__name__}: {error}"))
+    return tuple(failures)
 
 
 def _matches(name: str) -> list[str]:  # with its namespace and version, if given; the newest of a namespace
     try:
-        namespace, wanted, version = parse_env_id(name)
+        namespace, spec_name, version = parse_env_id(name)
     except gymnasium.error.Error:
         return []
     newest: dict[str | None, EnvSpec] = {}
     for spec in gymnasium.registry.values():
-        if spec.name != wanted or namespace not in (None, spec.namespace) or version not in (None, spec.version):
+        if spec.name != spec_name or namespace not in (None, spec.namespace) or version not in (None, spec.version):
             continue
-        known = newest.get(spec.namespace)
-        if known is None or _age(spec) > _age(known):
+        newest_spec = newest.get(spec.namespace)
+        if newest_spec is None or _age(spec) > _age(newest_spec):
             newest[spec.namespace] = spec
     if _NAMESPACE in newest:
         return [newest[_NAMESPACE].id]
@@ -172,10 +174,12 @@ def require_known_arguments(env_id: str, creator: Callable[..., Any], kwargs: Ma
         return
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         return
-    known = {parameter.name for parameter in parameters}
+    parameter_names = {parameter.name for parameter in parameters}
     for name in kwargs:
-        if name not in known:
-            raise ConfigError(f"environment {env_id!r} takes no argument {name!r}; {nearest_name(name, known)}")
+        if name not in parameter_names:
+            raise ConfigError(
+                f"environment {env_id!r} takes no argument {name!r}; {nearest_name(name, parameter_names)}"
+            )
 
 
 def _is_gymnasiums_own(spec: EnvSpec) -> bool:

@@ -129,25 +129,25 @@ class RewardTerms:
     """
 
     def __init__(self, functions: Mapping[AnyFunction, float]) -> None:
-        named: dict[str, KeywordFunction] = {}
+        function_by_name: dict[str, KeywordFunction] = {}
         for function, weight in functions.items():
             name = getattr(function, "__name__", "")
             if not name.isidentifier():
                 raise ConfigError(f"RewardTerms: expected functions with a name (def), got {function!r:.80}")
-            if name in named:
+            if name in function_by_name:
                 raise ConfigError(f"RewardTerms: expected one function of each name, got {name!r} twice")
             if isinstance(weight, bool) or not isinstance(weight, int | float) or not is_finite(weight):
                 raise ConfigError(f"RewardTerms: expected a finite weight for {name!r}, got {described(weight)}")
-            named[name] = KeywordFunction.of(function, f"reward term {name!r}")
-        self._functions = named
+            function_by_name[name] = KeywordFunction.of(function, f"reward term {name!r}")
+        self._functions = function_by_name
         self.weights: Mapping[str, float] = MappingProxyType(
-            dict(zip(named, map(float, functions.values()), strict=True))
+            dict(zip(function_by_name, map(float, functions.values()), strict=True))
         )
 
-    def score(self, *, events: Sequence[str] = (), success: bool | None = None, **given: Any) -> Reward | None:
+    def score(self, *, events: Sequence[str] = (), success: bool | None = None, **inputs: Any) -> Reward | None:
         """Return the reward of a turn, or None if a term is not scored. `events` and `success` are as in `Reward`.
 
-        `given` is what the functions look at (action, task, state, messages, ...), beside `events` and `success`;
+        `inputs` is what the functions look at (action, task, state, messages, ...), beside `events` and `success`;
         parameters with a default may be left out.
 
         Raises:
@@ -158,34 +158,34 @@ class RewardTerms:
         asynchronous = [name for name, function in self._functions.items() if function.is_async]
         if asynchronous:
             raise UsageError(f"RewardTerms.score: {asynchronous} are async; await score_async instead")
-        return self._weighted({**given, "events": events, "success": success}, {})
+        return self._weigh({**inputs, "events": events, "success": success}, {})
 
     async def score_async(
-        self, *, events: Sequence[str] = (), success: bool | None = None, **given: Any
+        self, *, events: Sequence[str] = (), success: bool | None = None, **inputs: Any
     ) -> Reward | None:
         """Return the reward like `score`, awaiting async terms one after another."""
-        given = {**given, "events": events, "success": success}
-        awaited: dict[str, Any] = {}
+        inputs = {**inputs, "events": events, "success": success}
+        async_scores: dict[str, Any] = {}
         for name, function in self._functions.items():
             if function.is_async:
                 with _naming(name):
-                    awaited[name] = await function(given)
-        return self._weighted(given, awaited)
+                    async_scores[name] = await function(inputs)
+        return self._weigh(inputs, async_scores)
 
-    def _weighted(self, given: Mapping[str, Any], awaited: Mapping[str, Any]) -> Reward | None:
+    def _weigh(self, inputs: Mapping[str, Any], async_scores: Mapping[str, Any]) -> Reward | None:
         scores: dict[str, float] = {}
         for name, function in self._functions.items():
             with _naming(name):
-                scored = awaited[name] if function.is_async else function(given)
-            if scored is None:
+                score = async_scores[name] if function.is_async else function(inputs)
+            if score is None:
                 return None
-            if not isinstance(scored, int | float | np.number | np.bool_) or not is_finite(scored):
+            if not isinstance(score, int | float | np.number | np.bool_) or not is_finite(score):
                 raise ContractError(
                     f"reward term {name!r}: expected a finite number, a bool or None (not scored), "
-                    f"got {described(scored)}"
+                    f"got {described(score)}"
                 )
-            scores[name] = float(scored)
-        return Reward.weighted(scores, self.weights, events=given["events"], success=given["success"])
+            scores[name] = float(score)
+        return Reward.weighted(scores, self.weights, events=inputs["events"], success=inputs["success"])
 
 
 @contextmanager
@@ -219,23 +219,23 @@ class Achievements:
             raise ContractError(f"Achievements: expected a collection of names, got {names!r:.80}")
         if len(set(self.names)) < len(self.names):
             raise ContractError(f"Achievements: expected each name once, got {list(self.names)}")
-        self._unlocked: dict[str, None] = {}  # dicts as ordered sets
+        self._unlocked_names: dict[str, None] = {}  # dicts as ordered sets
         self._of_turn: dict[str, None] = {}
 
     @property
     def unlocked(self) -> tuple[str, ...]:
         """Return the achievements of this episode, each once, in the order of first reaching them."""
-        return tuple(self._unlocked)
+        return tuple(self._unlocked_names)
 
     def reset(self) -> None:
-        self._unlocked, self._of_turn = {}, {}
+        self._unlocked_names, self._of_turn = {}, {}
 
     def unlock(self, name: str) -> bool:
         """Note that `name` was achieved in this turn; return whether it is new in this episode."""
         if name not in self.names:
             raise ContractError(f"there is no achievement {name!r}; {nearest_name(name, self.names)}")
-        is_new = name not in self._unlocked
-        self._unlocked[name] = self._of_turn[name] = None
+        is_new = name not in self._unlocked_names
+        self._unlocked_names[name] = self._of_turn[name] = None
         return is_new
 
     def turn_events(self) -> tuple[str, ...]:
@@ -269,20 +269,22 @@ class KeywordFunction:
         for parameter in parameters:
             if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.VAR_POSITIONAL):
                 raise ConfigError(f"{where}: expected parameters to be given by keyword, got {parameter}")
-        named = [parameter for parameter in parameters if parameter.kind is not parameter.VAR_KEYWORD]
-        optional = frozenset(parameter.name for parameter in named if parameter.default is not parameter.empty)
+        keyword_parameters = [parameter for parameter in parameters if parameter.kind is not parameter.VAR_KEYWORD]
+        optional = frozenset(
+            parameter.name for parameter in keyword_parameters if parameter.default is not parameter.empty
+        )
         return cls(
             function=function,
             where=where,
-            required=frozenset(parameter.name for parameter in named) - optional,
-            optional=optional if len(named) == len(parameters) else None,
+            required=frozenset(parameter.name for parameter in keyword_parameters) - optional,
+            optional=optional if len(keyword_parameters) == len(parameters) else None,
             # The second test finds an object with an async __call__.
             is_async=inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__),
         )
 
-    def __call__(self, given: Mapping[str, Any]) -> Any:
+    def __call__(self, inputs: Mapping[str, Any]) -> Any:
         """Return the function's answer, or an awaitable of it; a ContractError if a required name is not given."""
-        for name in sorted(self.required - given.keys()):
-            raise ContractError(f"{self.where} takes {name!r}, which is not given; {nearest_name(name, given)}")
-        wanted = given.keys() if self.optional is None else self.required | self.optional
-        return self.function(**{name: value for name, value in given.items() if name in wanted})
+        for name in sorted(self.required - inputs.keys()):
+            raise ContractError(f"{self.where} takes {name!r}, which is not given; {nearest_name(name, inputs)}")
+        input_names = inputs.keys() if self.optional is None else self.required | self.optional
+        return self.function(**{name: value for name, value in inputs.items() if name in input_names})

@@ -25,8 +25,8 @@ from gspo_gym.base.loops import retrieve_exception
 from gspo_gym.base.messages import message_from_wire, require_encodable, text_of_part
 from gspo_gym.env.core import price_of_unreadable
 from gspo_gym.env.rewards import Reward
-from gspo_gym.env.workers.announcements import announced, announcing
-from gspo_gym.env.workers.loading import Making
+from gspo_gym.env.watchdog import AnnouncedSteps, announced
+from gspo_gym.env.workers.making import Making
 from gspo_gym.env.workers.threads import OwnThread, QuickCalls, Returned
 from gspo_gym.errors import (
     ActionLimitError,
@@ -98,10 +98,10 @@ class EnvSession:
             self._thread.release()  # its calls go to the shared thread
         self._checks_returns = checks_returns
         self._episode_return = self._unreadable_return = 0.0
-        self._left: str | None = None  # the method whose answer was given up
+        self._unanswered_method: str | None = None  # the method whose answer was given up
         self._is_thread_busy = False
         self._has_missed_deadline = False
-        self._cancelled: asyncio.Future[Any] | None = None  # a cancelled async call, which may still be running
+        self._cancelled_call: asyncio.Future[Any] | None = None  # a cancelled async call, which may still be running
         self._is_closed = False
 
     @property
@@ -124,12 +124,12 @@ class EnvSession:
             EnvError, EnvTimeoutError: it raised, or did not answer in time.
             ContractError: the answer is not (observation, info), or `reset` does not take its arguments.
         """
-        given: dict[str, Any] = {"seed": seed}
+        keywords: dict[str, Any] = {"seed": seed}
         if options:
-            given["options"] = dict(options)
-        self._require_keywords(given)
+            keywords["options"] = dict(options)
+        self._require_keywords(keywords)
         self._episode_return = self._unreadable_return = 0.0
-        answer = await self._call("reset", partial(self._outer.reset, **given))
+        answer = await self._call("reset", partial(self._outer.reset, **keywords))
         return as_reset_result(answer, where=f"{self.env_id}: reset()")
 
     async def step(self, action: Message) -> StepResult:
@@ -141,9 +141,9 @@ class EnvSession:
             ContractError: the answer is not (observation, reward, terminated, truncated, info), or a part is wrong; or
                 with this reward the episode's return overflows or leaves the declared `reward_range`.
         """
-        given = action if self._takes_messages else action.content
-        answer = await self._call("step", partial(self._outer.step, given))
-        return self._added(as_step_result(answer, where=f"{self.env_id}: step()"), "step")
+        argument = action if self._takes_messages else action.content
+        answer = await self._call("step", partial(self._outer.step, argument))
+        return self._add_to_return(as_step_result(answer, where=f"{self.env_id}: step()"), "step")
 
     async def invalid_action(self, error: str) -> StepResult:
         """Return the answer to text that could not be parsed; without such a method, that of `TextEnv`."""
@@ -156,7 +156,7 @@ class EnvSession:
             answer = await self._call("invalid_action", partial(method, error))
             result = as_step_result(answer, where=f"{self.env_id}: invalid_action()")
         self._unreadable_return += min(0.0, result.reward or 0.0)
-        return self._added(result, "invalid_action")
+        return self._add_to_return(result, "invalid_action")
 
     async def close(self) -> None:
         """Close the environment, if it can be closed, and give the thread back; again does nothing.
@@ -170,8 +170,8 @@ class EnvSession:
             return
         self._is_closed = True
         close = getattr(self._outer, "close", None)
-        if self._cancelled is not None:  # async code usually stops at once
-            await asyncio.wait({self._cancelled}, timeout=self._timeout)
+        if self._cancelled_call is not None:  # async code usually stops at once
+            await asyncio.wait({self._cancelled_call}, timeout=self._timeout)
         # Without a thread, the late call waits or runs in the shared one, and `close` comes after it there.
         is_stuck = self._has_missed_deadline and self._is_thread_busy and self._thread.has_thread
         if is_stuck and not inspect.iscoroutinefunction(close):
@@ -186,7 +186,7 @@ class EnvSession:
             else:
                 self._thread.release()
 
-    def _added(self, result: StepResult, method: str) -> StepResult:
+    def _add_to_return(self, result: StepResult, method: str) -> StepResult:
         if result.reward is None or not self._checks_returns:
             return result
         self._episode_return += result.reward
@@ -212,8 +212,10 @@ class EnvSession:
     async def _call(self, method: str, call: Callable[[], Any]) -> Any:
         if self._is_closed:
             raise UsageError(f"{self.env_id}: {method}() after close()")
-        if self._left is not None:
-            raise UsageError(f"{self.env_id}: {method}() after {self._left}() was given up; make a new environment")
+        if self._unanswered_method is not None:
+            raise UsageError(
+                f"{self.env_id}: {method}() after {self._unanswered_method}() was given up; make a new environment"
+            )
         return await self._answer_of(method, call)
 
     async def _answer_of(self, method: str, call: Callable[[], Any]) -> Any:
@@ -221,47 +223,47 @@ class EnvSession:
         watchdog = asyncio.timeout(seconds)
         try:
             async with watchdog:
-                returned = await self._returned_by(call, announcement=f"{self.env_id}\n{method}()")
+                outcome = await self._returned_by(call, announcement=f"{self.env_id}\n{method}()")
         except TimeoutError as error:
             if not watchdog.expired():
                 _raise_failure(self.env_id, method, error)
-            self._left, self._has_missed_deadline = method, True
+            self._unanswered_method, self._has_missed_deadline = method, True
             raise late(f"{self.env_id}: {method}() did not answer within {seconds:g} seconds") from None
         except asyncio.CancelledError as error:
             task = asyncio.current_task()
             if task is None or not task.cancelling():  # not our cancellation, but the environment's
                 _raise_failure(self.env_id, method, error)
-            self._left = method
+            self._unanswered_method = method
             raise
         except Exception as error:
             _raise_failure(self.env_id, method, error)
-        if returned.error is not None:
-            _raise_failure(self.env_id, method, returned.error)
-        return returned.value
+        if outcome.error is not None:
+            _raise_failure(self.env_id, method, outcome.error)
+        return outcome.value
 
     def _deadline_of(self, method: str) -> tuple[float | None, type[EnvError]]:
         # The environment's own limit on actions is the action's doing, the caller's is not.
-        declared = self._max_action_seconds if method in _ANSWERS_ACTION else None
-        if declared is not None and (self._timeout is None or declared < self._timeout):
-            return declared, ActionLimitError
+        action_limit = self._max_action_seconds if method in _ANSWERS_ACTION else None
+        if action_limit is not None and (self._timeout is None or action_limit < self._timeout):
+            return action_limit, ActionLimitError
         return self._timeout, EnvTimeoutError
 
     async def _returned_by(self, call: Callable[[], Any], *, announcement: str) -> Returned:
         if inspect.iscoroutinefunction(call):
-            return await self._in_own_task(announcing(call(), announcement))
-        returned = await self._in_thread(partial(_announced, announcement, call))
-        if inspect.isawaitable(returned.value):
-            return await self._in_own_task(announcing(returned.value, announcement))
-        return returned
+            return await self._in_own_task(AnnouncedSteps(call(), announcement))
+        outcome = await self._in_thread(partial(_announce_and_call, announcement, call))
+        if inspect.isawaitable(outcome.value):
+            return await self._in_own_task(AnnouncedSteps(outcome.value, announcement))
+        return outcome
 
     async def _in_thread(self, call: Callable[[], Any]) -> Returned:
         self._is_thread_busy = True
         if self._quick is None:
-            returned = await self._thread.call_async(call, timeout_seconds=None)  # the caller has the deadline
+            outcome = await self._thread.call_async(call, timeout_seconds=None)  # the caller has the deadline
         else:
-            returned = await self._quick.call(self._thread, self.env_id, call)
+            outcome = await self._quick.call(self._thread, self.env_id, call)
         self._is_thread_busy = False
-        return returned
+        return outcome
 
     def _may_share(self, quick: QuickCalls) -> bool:
         if self._max_action_seconds is not None:  # the time of others would count as the action's
@@ -272,29 +274,31 @@ class EnvSession:
 
     async def _in_own_task(self, awaitable: Awaitable[Any]) -> Returned:
         # A cancellation is passed on without waiting for it to take effect.
-        task = asyncio.ensure_future(_contained(awaitable))
+        task = asyncio.ensure_future(_contain(awaitable))
         try:
             await asyncio.wait({task})
         except asyncio.CancelledError:
             task.cancel()
             task.add_done_callback(retrieve_exception)
-            self._cancelled = task
+            self._cancelled_call = task
             raise
         return task.result()
 
-    def _require_keywords(self, given: Mapping[str, Any]) -> None:
+    def _require_keywords(self, keywords: Mapping[str, Any]) -> None:
         try:
             parameters = inspect.signature(self._outer.reset).parameters.values()
         except (TypeError, ValueError):  # written in C: the call itself will raise
             return
         if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
             return
-        known = {parameter.name for parameter in parameters if parameter.kind is not parameter.POSITIONAL_ONLY}
-        for name in given:
-            if name not in known:
+        parameter_names = {
+            parameter.name for parameter in parameters if parameter.kind is not parameter.POSITIONAL_ONLY
+        }
+        for name in keywords:
+            if name not in parameter_names:
                 raise ContractError(
                     f"{self.env_id}: expected reset(*, seed=None, options=None), got a reset that takes no {name!r} "
-                    f"but {sorted(known) or 'nothing'}"
+                    f"but {sorted(parameter_names) or 'nothing'}"
                 )
 
 
@@ -304,13 +308,13 @@ def declared_reward_range(env: Any, *, where: str) -> tuple[float, float]:
     Anything but two numbers in order is a ContractError that starts with `where`.
     """
     # Any other wrapper may change rewards, so its own declaration counts.
-    declared = getattr(_without_plain_wrappers(env), "reward_range", (-math.inf, math.inf))
+    bounds = getattr(_without_plain_wrappers(env), "reward_range", (-math.inf, math.inf))
     try:
-        low, high = map(float, declared)
+        low, high = map(float, bounds)
     except (TypeError, ValueError, OverflowError):
         low, high = math.nan, math.nan
     if not low <= high:
-        raise ContractError(f"{where}: expected reward_range to be (smallest, largest return), got {declared!r}")
+        raise ContractError(f"{where}: expected reward_range to be (smallest, largest return), got {bounds!r}")
     return low, high
 
 
@@ -320,12 +324,12 @@ def _without_plain_wrappers(env: Any) -> Any:
     return env
 
 
-def _announced(told: str, call: Callable[[], Any]) -> Any:
-    with announced(told):
+def _announce_and_call(text: str, call: Callable[[], Any]) -> Any:
+    with announced(text):
         return call()
 
 
-async def _contained(awaitable: Awaitable[Any]) -> Returned:
+async def _contain(awaitable: Awaitable[Any]) -> Returned:
     # SystemExit and GeneratorExit that leave a task would end the event loop. So would KeyboardInterrupt, but in the
     # loop's thread that may be the user's second Ctrl-C.
     try:
@@ -347,7 +351,7 @@ async def open_session(
     A slow constructor therefore blocks no other environment, and what it ties to its thread (an sqlite3 connection)
     works in the methods. If cancelled, it waits until the environment is made, and closes it.
 
-    `step_timeout_seconds` is also the limit of making it, without loads for many environments (`loading.py`).
+    `step_timeout_seconds` is also the limit of making it, unless `factory` allows more (`workers/making.py`).
     Raises:
         EnvError, EnvTimeoutError: `factory` raised, or did not return in time.
         ContractError: what it made is no environment.
@@ -375,37 +379,35 @@ async def _open_session(
     quick: QuickCalls | None,
 ) -> EnvSession:
     thread = OwnThread()
-    made: list[Any] = []
+    envs: list[Any] = []
 
     def make() -> None:
-        made.append(making.run(factory))
+        envs.append(making.run(factory))
 
     try:
         async with making.timeout:
             # Quick calls of that name say that its environments may change threads.
             if quick is not None and quick.is_quick(env_id) and quick.allows(step_timeout_seconds):
-                returned = await quick.call(thread, f"{env_id}()", make)
+                outcome = await quick.call(thread, f"{env_id}()", make)
             else:
-                returned = await thread.call_async(make, timeout_seconds=None)
+                outcome = await thread.call_async(make, timeout_seconds=None)
     except TimeoutError:
-        making.give_up()
         # Closes an environment that comes late.
         if quick is not None and thread.num_shared:
-            quick.post(thread, env_id, lambda: _close_if_possible(made))
+            quick.post(thread, env_id, lambda: _close_if_possible(envs))
         else:
-            thread.abandon(lambda: _close_if_possible(made))
-        text = f"{env_id}: making the environment took longer than {step_timeout_seconds:g} seconds"
-        raise EnvTimeoutError(text) from None
-    if returned.error is not None:
+            thread.abandon(lambda: _close_if_possible(envs))
+        raise EnvTimeoutError(f"{env_id}: making the environment took longer than {making.seconds:g} seconds") from None
+    if outcome.error is not None:
         thread.release()
-        if isinstance(returned.error, EnvError):
-            raise returned.error  # the error of a worker process is complete
-        text = f"{env_id}: making the environment raised {type(returned.error).__name__}: {returned.error}"
-        text += place_of(returned.error)
-        raise EnvError(text) from returned.error
+        if isinstance(outcome.error, EnvError):
+            raise outcome.error  # the error of a worker process is complete
+        text = f"{env_id}: making the environment raised {type(outcome.error).__name__}: {outcome.error}"
+        text += place_of(outcome.error)
+        raise EnvError(text) from outcome.error
     was_made_there = thread.has_thread
     session = EnvSession(
-        made[0],
+        envs[0],
         env_id=env_id,
         step_timeout_seconds=step_timeout_seconds,
         thread=thread,
@@ -420,8 +422,8 @@ async def _open_session(
     return await _open_session(factory, env_id, step_timeout_seconds, again, checks_returns=checks_returns, quick=None)
 
 
-def _close_if_possible(made: list[Any]) -> None:
-    for env in made:
+def _close_if_possible(envs: list[Any]) -> None:
+    for env in envs:
         close = getattr(env, "close", None)
         if callable(close) and not inspect.iscoroutinefunction(close):
             close()
@@ -449,9 +451,9 @@ async def looking_at(factory: Callable[[], Any], env_id: str) -> AsyncIterator[A
 
 async def _close_unplayed(env: Any, env_id: str) -> None:
     try:
-        closed = env.close() if callable(getattr(env, "close", None)) else None
-        if inspect.isawaitable(closed):
-            await closed
+        closing = env.close() if callable(getattr(env, "close", None)) else None
+        if inspect.isawaitable(closing):
+            await closing
     except (Exception, SystemExit) as error:
         _raise_failure(env_id, "close", error)
 
@@ -519,7 +521,7 @@ def as_messages(observation: object, *, where: str) -> tuple[Message, ...]:
     'Hi.'
     """
     if isinstance(observation, str):
-        return (_checked(Message("user", str(observation)), where),)
+        return (_check_message(Message("user", str(observation)), where),)
     if isinstance(observation, Message | Mapping):
         raise ContractError(f"{where}: expected text or a sequence of messages, got one message; put it into a list")
     if not isinstance(observation, Sequence) or isinstance(observation, bytes | bytearray):
@@ -529,7 +531,7 @@ def as_messages(observation: object, *, where: str) -> tuple[Message, ...]:
 
 def _as_message(item: object, where: str) -> Message:
     if isinstance(item, Message):
-        return _checked(item, where)
+        return _check_message(item, where)
     if not isinstance(item, Mapping):
         raise ContractError(f"{where}: expected a Message or a mapping with role and content, got {described(item)}")
     try:
@@ -544,12 +546,12 @@ def _as_message(item: object, where: str) -> Message:
         # the OpenAI API allows null only beside calls
         if item.get("content") is None and not item.get("tool_calls"):
             raise RecordError(f"{where}: expected content as text or a list of text parts, got NoneType None")
-        return _checked(message_from_wire(item, where=where), where)
+        return _check_message(message_from_wire(item, where=where), where)
     except RecordError as error:
         raise ContractError(str(error)) from error
 
 
-def _checked(message: Message, where: str) -> Message:
+def _check_message(message: Message, where: str) -> Message:
     if message.role == "tool" and not message.tool_call_id:
         raise ContractError(f"{where}: expected a tool message to name its call in tool_call_id, got none")
     try:
@@ -589,6 +591,6 @@ def place_of(error: BaseException) -> str:
     # The innermost line outside this library, Python's own and installed packages; if the environment itself is an
     # installed package, the outermost line outside this library.
     foreign = [frame for frame in frames if not frame.filename.startswith(_OURS)]
-    authored = [frame for frame in foreign if not frame.filename.startswith(_INSTALLED)]
-    frame = (authored or foreign[:1] or frames)[-1]
+    author_frames = [frame for frame in foreign if not frame.filename.startswith(_INSTALLED)]
+    frame = (author_frames or foreign[:1] or frames)[-1]
     return f" ({'/'.join(Path(frame.filename).parts[-2:])}:{frame.lineno}, in {frame.name}: {frame.line})"

@@ -99,10 +99,10 @@ class TaskSource(Generic[T]):
         )
         self._split_seed = split_seed
         self._draw: Draw[T] | None = source if callable(source) else None
-        self._listed: Any = None if callable(source) else _kept(source, "source")
+        self._listed: Any = None if callable(source) else _rereadable(source, "source")
         if self._draw is not None and held_out is not None:
             raise ConfigError("TaskSource: held_out goes with a list of tasks; drawn tasks have held_out_fraction")
-        self._listed_held_out: Any = None if held_out is None else _kept(held_out, "held_out")
+        self._listed_held_out: Any = None if held_out is None else _rereadable(held_out, "held_out")
         self._sides: Sides[T] | None = None  # None until the first task is asked for
         self._reading = threading.Lock()
 
@@ -123,12 +123,12 @@ class TaskSource(Generic[T]):
             seed = next_seed(rng)
         if seed < 0:
             raise UsageError(f"TaskSource.task: expected a seed >= 0, got {seed}")
-        return copy.deepcopy(self._read().of_seed(seed) if self._draw is None else self._drawn(self._draw, seed))
+        return copy.deepcopy(self._read().of_seed(seed) if self._draw is None else self._draw_task(self._draw, seed))
 
     def __deepcopy__(self, memo: Any) -> TaskSource[T]:
         return self  # immutable, so copies of an environment share it
 
-    def _drawn(self, draw: Draw[T], seed: int) -> T:
+    def _draw_task(self, draw: Draw[T], seed: int) -> T:
         rng = generator(seed, "task", self._split_seed)
         wants_held_out = is_held_out_seed(seed)
         for _ in range(_MAX_DRAWS):
@@ -164,14 +164,14 @@ class TaskSource(Generic[T]):
                 raise ConfigError(f"TaskSource: expected a {name} task, got none among {len(tasks)}; {advice}")
         return Sides(in_order(train), in_order(held_out))
 
-    def _entries(self, listed: Any, name: str) -> list[Entry[Any]]:
-        if isinstance(listed, str | Path):
-            found = [(row.values, row.where) for row in read_rows(listed)]
+    def _entries(self, source: Any, name: str) -> list[Entry[Any]]:
+        if isinstance(source, str | Path):
+            located_tasks = [(row.values, row.where) for row in read_rows(source)]
         else:
-            found = [(task, f"{name}[{index}]") for index, task in enumerate(listed)]
+            located_tasks = [(task, f"{name}[{index}]") for index, task in enumerate(source)]
         return [
             (content_hash(canonical_json(task, where=where), self._split_seed), index, task)
-            for index, (task, where) in enumerate(found)
+            for index, (task, where) in enumerate(located_tasks)
         ]
 
 
@@ -198,7 +198,7 @@ def _as_json(value: Any) -> Any:
     raise TypeError(f"{type(value).__name__} is not")
 
 
-def _kept(source: Any, name: str) -> Any:  # as a tuple, because an iterator can be read only once
+def _rereadable(source: Any, name: str) -> Any:  # as a tuple, because an iterator can be read only once
     if isinstance(source, str | Path):
         return source
     if isinstance(source, Mapping | bytes) or not isinstance(source, Iterable):

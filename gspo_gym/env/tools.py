@@ -122,16 +122,16 @@ class Tool:
         unknown = [name for name in arguments if name not in self.adapters]
         problems = [f"unknown argument {name!r}, {nearest_name(str(name), self.adapters)}" for name in unknown]
         problems += [f"missing argument {name!r}" for name in self.adapters if name in self.required - set(arguments)]
-        checked: dict[str, Any] = {}
+        values: dict[str, Any] = {}
         for name, adapter in self.adapters.items():
             if name in arguments:
                 try:
-                    checked[name] = _checked(adapter, arguments[name])
+                    values[name] = _validate(adapter, arguments[name])
                 except ToolError as error:
                     problems.append(f"argument {name!r}: {error}")
         if problems:
             raise ToolError(f"{self.name}: " + "; ".join(problems))
-        return checked
+        return values
 
     def bound_to(self, instance: object) -> Tool:
         return dataclasses.replace(self, function=getattr(instance, self.function.__name__))
@@ -143,8 +143,8 @@ def tools_of(cls: type) -> tuple[Tool, ...]:
     namespace: dict[str, Any] = {}
     for base in reversed(cls.__mro__):
         namespace |= vars(base)
-    marked = [inspect.getattr_static(cls, name) for name in names]
-    return tuple(_build(function, skip=1, names=namespace) for function in marked if hasattr(function, _MARK))
+    members = [inspect.getattr_static(cls, name) for name in names]
+    return tuple(_build(function, skip=1, names=namespace) for function in members if hasattr(function, _MARK))
 
 
 def text_of(result: object, *, where: str) -> str:
@@ -179,14 +179,14 @@ _SEQUENCES = (list, tuple, deque)
 
 def _in_order(value: Any) -> Any:  # a set of texts has another order in every process
     if isinstance(value, set | frozenset):
-        return _sorted(map(_in_order, value))
+        return _sort_parts(map(_in_order, value))
     if isinstance(value, type):
         return value
     if hasattr(value, "__pydantic_serializer__"):  # which may write itself as JSON in its own way
         plain = to_jsonable_python(value, inf_nan_mode="constants", fallback=_plain)
         return _ordered_as(plain, value.__pydantic_serializer__.to_python(value, by_alias=True))
     if dataclasses.is_dataclass(value):
-        value = {each.name: getattr(value, each.name) for each in dataclasses.fields(value)}
+        value = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
     if isinstance(value, dict):
         return {key: _in_order(part) for key, part in value.items()}
     if isinstance(value, np.ndarray) and value.dtype == object:
@@ -197,7 +197,7 @@ def _in_order(value: Any) -> Any:  # a set of texts has another order in every p
 def _ordered_as(plain: Any, value: Any) -> Any:
     """Return JSON with the lists in order that stand for sets in `value`, of which it was made in the same order."""
     if isinstance(plain, list) and isinstance(value, set | frozenset) and len(plain) == len(value):
-        return _sorted(map(_ordered_as, plain, value))
+        return _sort_parts(map(_ordered_as, plain, value))
     if isinstance(plain, list) and isinstance(value, _SEQUENCES) and len(plain) == len(value):
         return list(map(_ordered_as, plain, value))
     if isinstance(plain, dict) and isinstance(value, dict) and len(plain) == len(value):
@@ -205,7 +205,7 @@ def _ordered_as(plain: Any, value: Any) -> Any:
     return plain
 
 
-def _sorted(parts: Iterable[Any]) -> list[Any]:
+def _sort_parts(parts: Iterable[Any]) -> list[Any]:
     return sorted(parts, key=lambda part: (part if isinstance(part, int) else 0, repr(part)))
 
 
@@ -222,10 +222,10 @@ def _plain(value: Any) -> Any:
 def require_distinct_names(tools: Iterable[Tool]) -> dict[str, Tool]:
     """Return the tools by name; a ContractError if two share one."""
     by_name: dict[str, Tool] = {}
-    for each in tools:
-        if each.name in by_name:
-            raise ContractError(f"two tools are named {each.name!r}")
-        by_name[each.name] = each
+    for tool in tools:
+        if tool.name in by_name:
+            raise ContractError(f"two tools are named {tool.name!r}")
+        by_name[tool.name] = tool
     return by_name
 
 
@@ -235,26 +235,26 @@ def _build(function: Callable[..., Any], *, skip: int, names: Mapping[str, Any])
     where = f"tool {getattr(function, '__qualname__', name)}"
     if not _NAME.fullmatch(name):
         raise ContractError(f"{where}: expected a name of 1 to 64 ASCII letters, digits, _ and -, got {name!r}")
-    documented = parse_docstring(function.__doc__)
+    docstring = parse_docstring(function.__doc__)
     parameters = list(inspect.signature(function).parameters.values())[skip:]
-    known = {parameter.name for parameter in parameters}
-    for stranger in sorted(set(documented.parameters) - known):
-        raise ContractError(f"{where}: its docstring describes {stranger!r}; {nearest_name(stranger, known)}")
+    parameter_names = {parameter.name for parameter in parameters}
+    for stranger in sorted(set(docstring.parameters) - parameter_names):
+        raise ContractError(f"{where}: its docstring describes {stranger!r}; {nearest_name(stranger, parameter_names)}")
     types_by_name = _annotations(function, parameters, names, where)
     properties = {
-        parameter.name: _property(parameter, types_by_name[parameter.name], documented.parameters, where)
+        parameter.name: _property(parameter, types_by_name[parameter.name], docstring.parameters, where)
         for parameter in parameters
     }
-    required = [parameter.name for parameter in parameters if parameter.default is parameter.empty]
+    required_names = [parameter.name for parameter in parameters if parameter.default is parameter.empty]
     mark: _Mark | None = getattr(function, _MARK, None)
     return Tool(
         name=name,
-        description=documented.description,
-        parameters={"type": "object", "properties": properties, "required": required},
+        description=docstring.description,
+        parameters={"type": "object", "properties": properties, "required": required_names},
         function=function,
         time_limit_seconds=mark.time_limit_seconds if mark else None,
         adapters={key: TypeAdapter(value) for key, value in types_by_name.items()},
-        required=frozenset(required),
+        required=frozenset(required_names),
     )
 
 
@@ -270,11 +270,11 @@ def _annotations(
             )
         if parameter.annotation is parameter.empty:
             raise ContractError(f"{place}: expected a type annotation, got none; supported are {_SUPPORTED}")
-        hints[parameter.name] = _resolved(parameter.annotation, function, names, place)
+        hints[parameter.name] = _resolve_annotation(parameter.annotation, function, names, place)
     return hints
 
 
-def _resolved(annotation: Any, function: Callable[..., Any], names: Mapping[str, Any], place: str) -> Any:
+def _resolve_annotation(annotation: Any, function: Callable[..., Any], names: Mapping[str, Any], place: str) -> Any:
     # The function's module comes before the class body, where a tool may be called `list`.
     holder = types.SimpleNamespace(__annotations__={"annotation": annotation})
     module = getattr(inspect.unwrap(function), "__globals__", {})
@@ -343,7 +343,7 @@ def _model_schema(model: type[BaseModel], where: str) -> dict[str, Any]:
 
     def inlined(part: Any, inside: tuple[str, ...] = ()) -> Any:
         if isinstance(part, list):
-            return [inlined(each, inside) for each in part]
+            return [inlined(element, inside) for element in part]
         if not isinstance(part, dict):
             return part
         name = str(part.get("$ref", "")).rpartition("/")[2]
@@ -351,10 +351,10 @@ def _model_schema(model: type[BaseModel], where: str) -> dict[str, Any]:
             raise ContractError(f"{where}: expected a model that does not contain itself, got {model.__name__}")
         if name:
             return {**inlined(definitions[name], (*inside, name)), **{k: v for k, v in part.items() if k != "$ref"}}
-        kept = {key: value for key, value in part.items() if key != "title" or not isinstance(value, str)}
-        if "properties" in kept:  # its keys are field names, and one may be "title"
-            kept["properties"] = {key: inlined(value, inside) for key, value in part["properties"].items()}
-        return {key: value if key == "properties" else inlined(value, inside) for key, value in kept.items()}
+        without_titles = {key: value for key, value in part.items() if key != "title" or not isinstance(value, str)}
+        if "properties" in without_titles:  # its keys are field names, and one may be "title"
+            without_titles["properties"] = {key: inlined(value, inside) for key, value in part["properties"].items()}
+        return {key: value if key == "properties" else inlined(value, inside) for key, value in without_titles.items()}
 
     flat: dict[str, Any] = inlined(schema)
     return flat
@@ -368,22 +368,22 @@ def _choice(values: list[Any], where: str) -> dict[str, Any]:
     return {"enum": values} | ({"type": kinds.pop()} if len(kinds) == 1 else {})
 
 
-def _checked(adapter: TypeAdapter[Any], value: Any) -> Any:
+def _validate(adapter: TypeAdapter[Any], value: Any) -> Any:
     # Checked as JSON, where an enum is given by its value.
     try:
         text = json.dumps(value, allow_nan=False)
     except (TypeError, ValueError, RecursionError):
         raise ToolError(f"expected a JSON value, got {shortened(repr(value))}") from None
     try:
-        checked = adapter.validate_json(text, strict=True)
+        parsed_value = adapter.validate_json(text, strict=True)
     except ValidationError as error:
         fields = _fields(adapter.json_schema())
-        wrong = [_explained(detail, fields) for detail in error.errors(include_url=False, include_context=False)]
+        wrong = [_explain(detail, fields) for detail in error.errors(include_url=False, include_context=False)]
         raise ToolError(" or ".join(dict.fromkeys(wrong)) + f", got {shortened(repr(value))}") from None
-    said = adapter.dump_python(checked, mode="json", exclude_unset=True, by_alias=True)
-    if not _agree(said, value):  # pydantic accepts true for Literal[1]
+    dumped_value = adapter.dump_python(parsed_value, mode="json", exclude_unset=True, by_alias=True)
+    if not _agree(dumped_value, value):  # pydantic accepts true for Literal[1]
         raise ToolError(f"expected no boolean for a number and no number for a boolean, got {shortened(repr(value))}")
-    return checked
+    return parsed_value
 
 
 def _agree(a: object, b: object) -> bool:  # of equal JSON values, also on which are booleans
@@ -402,7 +402,7 @@ def _fields(schema: Any) -> set[str]:  # of all models in a schema
     return set(schema.get("properties", ())).union(*map(_fields, schema.values()))
 
 
-def _explained(detail: Any, fields: Collection[str]) -> str:
+def _explain(detail: Any, fields: Collection[str]) -> str:
     message = str(detail["msg"]).replace("Input should be", "expected", 1)
     # A location also names the alternatives of a union, which would tell the model nothing.
     path = "".join(f"[{part!r}]" for part in detail["loc"] if isinstance(part, int) or part in fields)
@@ -447,7 +447,7 @@ def parse_docstring(text: str | None) -> Docstring:
         if _ARGS.match(lines[start]):
             parameters |= _google_entries(lines[start + 1 : stop])
         elif (field := _REST_FIELD.match(lines[start])) and field[1] == "param" and field[2].strip():
-            parameters[field[2].split()[-1]] = _joined([field[3], *lines[start + 1 : stop]])
+            parameters[field[2].split()[-1]] = _join_lines([field[3], *lines[start + 1 : stop]])
     return Docstring(_paragraphs(lines[: stops[0]]), parameters)
 
 
@@ -467,17 +467,17 @@ def _google_entries(lines: list[str]) -> dict[str, str]:
             continue
         current = [entry[2]]
         texts |= dict.fromkeys(re.split(r"\s*,\s*", entry[1]), current)
-    return {name: _joined(text) for name, text in texts.items()}
+    return {name: _join_lines(text) for name, text in texts.items()}
 
 
 def _indentation(line: str) -> int:
     return len(line) - len(line.lstrip())
 
 
-def _joined(lines: list[str]) -> str:
+def _join_lines(lines: list[str]) -> str:
     return " ".join(line.strip() for line in lines if line.strip())
 
 
 def _paragraphs(lines: list[str]) -> str:
     blocks = re.split(r"\n\s*\n", "\n".join(lines).strip())
-    return "\n".join(_joined(block.splitlines()) for block in blocks)
+    return "\n".join(_join_lines(block.splitlines()) for block in blocks)

@@ -126,15 +126,15 @@ class TextVectorEnv(VectorEnv[tuple[TextObservation, ...], Sequence[Message | st
         could not be made or reset; the others were reset.
         """
         seeds = self._seeds_from(seed)
-        given = dict(options or {})
-        mask = np.asarray(given.pop("reset_mask", np.ones(self.num_envs, dtype=bool)))
+        reset_options = dict(options or {})
+        mask = np.asarray(reset_options.pop("reset_mask", np.ones(self.num_envs, dtype=bool)))
         if mask.shape != (self.num_envs,) or mask.dtype != np.bool_:
             raise ConfigError(
                 f"{self.env_id}: expected reset_mask [{self.num_envs}] bool, got {mask.dtype} {mask.shape}"
             )
-        chosen = np.flatnonzero(mask).tolist()
-        begun = self._run(_all(self._begin(index, given, seeds[index]) for index in chosen))
-        for index, error in zip(chosen, begun, strict=True):
+        indices = np.flatnonzero(mask).tolist()
+        outcomes = self._run(_all(self._begin(index, reset_options, seeds[index]) for index in indices))
+        for index, error in zip(indices, outcomes, strict=True):
             if isinstance(error, BaseException):
                 raise EnvError(f"{self.env_id}: environment {index} could not be reset: {error}") from error
         return tuple(self._observations), {}

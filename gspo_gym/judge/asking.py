@@ -11,7 +11,6 @@ import asyncio
 import contextlib
 import hashlib
 import json
-import math
 import os
 import tempfile
 import time
@@ -23,7 +22,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from gspo_gym.base.http import HttpClient, call_headers
-from gspo_gym.base.retries import AttemptError, CircuitBreaker, Retries, RetryCounters, RetrySettings, Sleep
+from gspo_gym.base.retries import AttemptError, CircuitBreaker, Retries, RetrySettings, Sleep
 from gspo_gym.errors import ConfigError
 from gspo_gym.judge.base import (
     Judge,
@@ -94,10 +93,6 @@ class Asking:
         )
         self._places = asyncio.Semaphore(settings.max_concurrency)
         self._num_in_flight = 0
-
-    @property
-    def counters(self) -> RetryCounters:
-        return self._retries.counters
 
     @property
     def is_down(self) -> bool:
@@ -269,20 +264,20 @@ class PausingJudge:
         """Hold the other callers until the block ends."""
         pause = self._pause = _Pause(asyncio.Event(), self._clock())
         self._on_event("judge_paused", {"judge": self.name, "reason": str(reason)})
-        answered = True
+        has_answer = True
         try:
             yield
         except JudgeError:  # an answer, too, although not a score
             raise
         except BaseException:  # cancelled: the next caller asks instead
-            answered = False
+            has_answer = False
             raise
         finally:
             seconds = self._clock() - pause.started
             self._past_seconds += seconds
             self._pause = None
             pause.over.set()
-            if answered:
+            if has_answer:
                 self._on_event("judge_resumed", {"judge": self.name, "seconds": round(seconds, 3)})
 
 
@@ -291,11 +286,10 @@ class BudgetLimits:
     """Limits of a whole run. None: no limit. Repeated requests count, and money as far as prices are known."""
 
     max_calls: int | None = None
-    max_tokens: int | None = None
     max_usd: float | None = None
 
     def __post_init__(self) -> None:
-        limits = (self.max_calls, self.max_tokens, self.max_usd)
+        limits = (self.max_calls, self.max_usd)
         if any(limit is not None and not limit >= 0 for limit in limits):  # NaN, too, is none
             raise ConfigError(f"BudgetLimits: expected limits >= 0 or none, got {limits}")
 
@@ -307,14 +301,11 @@ class Prices:
     usd_per_million_input_tokens: float = 0.0
     usd_per_million_output_tokens: float = 0.0
 
-    def __post_init__(self) -> None:
-        prices = (self.usd_per_million_input_tokens, self.usd_per_million_output_tokens)
-        if not all(math.isfinite(price) and price >= 0 for price in prices):
-            raise ConfigError(f"Prices: expected numbers >= 0, got {prices}")
-
     def cost_of(self, input_tokens: int, output_tokens: int) -> JudgeCost:
-        read, written = self.usd_per_million_input_tokens, self.usd_per_million_output_tokens
-        return JudgeCost(1, input_tokens, output_tokens, (read * input_tokens + written * output_tokens) / 1e6)
+        input_price, output_price = self.usd_per_million_input_tokens, self.usd_per_million_output_tokens
+        return JudgeCost(
+            1, input_tokens, output_tokens, (input_price * input_tokens + output_price * output_tokens) / 1e6
+        )
 
 
 class Reservation:
@@ -339,8 +330,8 @@ class JudgeBudget:
         self.limits = limits or BudgetLimits()
         self.spent = spent or JudgeCost()
         self._under_way = JudgeCost()
-        self._ended = asyncio.Event()
-        self._ended.set()
+        self._end_event = asyncio.Event()
+        self._end_event.set()
 
     @contextlib.asynccontextmanager
     async def call(self, most: JudgeCost) -> AsyncIterator[Reservation]:
@@ -351,12 +342,12 @@ class JudgeBudget:
         """
         # A call is let through while the cost so far, plus the most that the calls under way can still cost, is below
         # every limit: the whole is at most the limit plus one call, however many are under way.
-        while (reached := self._reached(self.spent + self._under_way)) is not None:
-            if self._reached(self.spent) is not None or self._under_way.num_calls == 0:
-                raise JudgeBudgetError(f"judging has reached its limit: {reached}; raise it to go on")
-            if self._ended.is_set():
-                self._ended = asyncio.Event()  # a fresh one belongs to the loop that waits
-            await self._ended.wait()
+        while (limit_text := self._limit_text(self.spent + self._under_way)) is not None:
+            if self._limit_text(self.spent) is not None or self._under_way.num_calls == 0:
+                raise JudgeBudgetError(f"judging has reached its limit: {limit_text}; raise it to go on")
+            if self._end_event.is_set():
+                self._end_event = asyncio.Event()  # a fresh one belongs to the loop that waits
+            await self._end_event.wait()
         self._under_way = self._under_way + most
         reservation = Reservation(most)
         try:
@@ -364,14 +355,12 @@ class JudgeBudget:
         finally:
             self._under_way = _less(self._under_way, most)
             self.spent = self.spent + reservation.cost
-            self._ended.set()
+            self._end_event.set()
 
-    def _reached(self, cost: JudgeCost) -> str | None:
+    def _limit_text(self, cost: JudgeCost) -> str | None:
         limits = self.limits
         if limits.max_calls is not None and cost.num_calls >= limits.max_calls:
             return f"max_calls = {limits.max_calls}, spent {self.spent.num_calls}"
-        if limits.max_tokens is not None and cost.input_tokens + cost.output_tokens >= limits.max_tokens:
-            return f"max_tokens = {limits.max_tokens}, spent {self.spent.input_tokens + self.spent.output_tokens}"
         if limits.max_usd is not None and cost.usd >= limits.max_usd:
             return f"max_usd = {limits.max_usd:g}, spent {self.spent.usd:.4f}"
         return None
@@ -395,21 +384,10 @@ def digest_of(value: Json) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True, allow_nan=False).encode()).hexdigest()
 
 
-@dataclass(slots=True)
-class CacheCounters:
-    """Counts so far: `num_corrupt` files failed their digest, `num_unwritten` could not be written."""
-
-    num_hits: int = 0
-    num_misses: int = 0
-    num_corrupt: int = 0
-    num_unwritten: int = 0
-
-
 class JudgementCache:
     """Answers by key; without a folder, in memory alone. Use it in one event loop; processes may share a folder."""
 
     def __init__(self, folder: Path | None = None) -> None:
-        self.counters = CacheCounters()
         self._folder = folder
         self._memory: OrderedDict[str, Json] = OrderedDict()
         self._being_asked: dict[str, asyncio.Task[Json]] = {}
@@ -420,7 +398,6 @@ class JudgementCache:
         An error of `ask` is raised to all callers, and nothing is kept.
         """
         if key in self._memory:
-            self.counters.num_hits += 1
             self._memory.move_to_end(key)
             return self._memory[key]
         # Equal questions at the same time are asked once: equal episodes get equal scores even from a judge that would
@@ -429,9 +406,7 @@ class JudgementCache:
         if task is None:
             task = asyncio.ensure_future(self._read_or_ask(key, ask))
             self._being_asked[key] = task
-            task.add_done_callback(lambda done: self._end(key, done))
-        else:
-            self.counters.num_hits += 1
+            task.add_done_callback(lambda finished_task: self._end(key, finished_task))
         return await asyncio.shield(task)  # a cancelled caller must not end the question of the others
 
     async def close(self) -> None:
@@ -442,15 +417,13 @@ class JudgementCache:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _read_or_ask(self, key: str, ask: Callable[[], Awaitable[Json]]) -> Json:
-        found = None if self._folder is None else await asyncio.to_thread(self._read, key)
-        if found is None:
-            self.counters.num_misses += 1
+        answer_on_disk = None if self._folder is None else await asyncio.to_thread(self._read, key)
+        if answer_on_disk is None:
             answer = await ask()
             if self._folder is not None:
                 await asyncio.to_thread(self._write, key, answer)
         else:
-            self.counters.num_hits += 1
-            answer = found[0]
+            answer = answer_on_disk[0]
         self._memory[key] = answer
         if len(self._memory) > _MAX_IN_MEMORY:
             self._memory.popitem(last=False)
@@ -466,27 +439,18 @@ class JudgementCache:
         return self._folder / key[:2] / f"{key}.json"
 
     def _read(self, key: str) -> tuple[Json] | None:
-        try:
-            text = self._path(key).read_text(encoding="utf-8")
-        except FileNotFoundError:
-            return None
-        except (OSError, ValueError):
-            self.counters.num_corrupt += 1
-            return None
-        with contextlib.suppress(ValueError, TypeError, KeyError, RecursionError):
-            entry = json.loads(text)
+        """Return the answer in the key's file; None for a missing, torn or changed one."""
+        with contextlib.suppress(OSError, ValueError, TypeError, KeyError, RecursionError):
+            entry = json.loads(self._path(key).read_text(encoding="utf-8"))
             if entry["key"] == key and entry["digest"] == digest_of(entry["answer"]):
                 return (entry["answer"],)
-        self.counters.num_corrupt += 1
         return None
 
     def _write(self, key: str, answer: Json) -> None:
         path = self._path(key)
         entry = json.dumps({"key": key, "digest": digest_of(answer), "answer": answer})
-        try:
+        with contextlib.suppress(OSError):  # a full disk costs no score
             path.parent.mkdir(parents=True, exist_ok=True)
             with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".tmp", delete=False) as draft:
                 draft.write(entry)
             os.replace(draft.name, path)  # not synced: the digest finds what a power cut tears
-        except OSError:  # a full disk costs no score
-            self.counters.num_unwritten += 1

@@ -7,8 +7,9 @@ number. `blend.py` decides what scores are worth for training.
 from __future__ import annotations
 
 import asyncio
+import importlib
 from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar
 
 from gspo_gym.errors import ConfigError, ServiceError, UnscoredError, nearest_name
@@ -50,8 +51,8 @@ class Rubrics:
 
     @property
     def parts(self) -> dict[str, Rubric]:
-        named = {"event": self.event, "outcome": self.outcome}
-        return {name: rubric for name, rubric in named.items() if rubric is not None}
+        rubrics_by_part = {"event": self.event, "outcome": self.outcome}
+        return {name: rubric for name, rubric in rubrics_by_part.items() if rubric is not None}
 
     def only_tracks(self, tracks: Collection[str]) -> Rubrics:
         """Return the criteria of these tracks alone; all if `tracks` is empty.
@@ -61,7 +62,7 @@ class Rubrics:
         """
         if not tracks:
             return self
-        return Rubrics(**{name: _named(name, rubric.only_tracks, tracks) for name, rubric in self.parts.items()})
+        return Rubrics(**{name: _change_part(name, rubric.only_tracks, tracks) for name, rubric in self.parts.items()})
 
     def with_track_weights(self, weights: Mapping[str, float]) -> Rubrics:
         """Return both parts with these weights of their tracks, 1 for tracks that are not named.
@@ -71,14 +72,14 @@ class Rubrics:
         """
         if not weights:
             return self
-        known = [track for rubric in self.parts.values() for track in rubric.tracks]
-        if unknown := sorted(set(weights) - set(known)):
-            raise ConfigError(f"no criterion is of the track {unknown[0]!r}; {nearest_name(unknown[0], set(known))}")
+        tracks = [track for rubric in self.parts.values() for track in rubric.tracks]
+        if unknown := sorted(set(weights) - set(tracks)):
+            raise ConfigError(f"no criterion is of the track {unknown[0]!r}; {nearest_name(unknown[0], set(tracks))}")
 
-        def weighed(rubric: Rubric) -> Rubric:
+        def reweight(rubric: Rubric) -> Rubric:
             return replace(rubric, track_weights={track: weights.get(track, 1.0) for track in rubric.tracks})
 
-        return Rubrics(**{name: _named(name, weighed, rubric) for name, rubric in self.parts.items()})
+        return Rubrics(**{name: _change_part(name, reweight, rubric) for name, rubric in self.parts.items()})
 
     def with_aggregate(self, aggregate: Aggregate) -> Rubrics:
         """Return the rubrics with this function in every part with aggregation "custom".
@@ -162,6 +163,10 @@ class JudgeCost:
             self.usd + other.usd,
         )
 
+    def __str__(self) -> str:
+        tokens = f"{self.input_tokens:,} tokens read, {self.output_tokens:,} written"
+        return f"{self.num_calls:,} calls, {tokens}, {self.usd:.4f} USD"
+
 
 @dataclass(frozen=True, slots=True)
 class Judgement:
@@ -208,13 +213,11 @@ class JudgeRequest:
     Attributes:
         trajectory: the episode; its rewards are not shown to the judge.
         task_app: the id of the task app, or of the environment, in which it was played.
-        metadata: JSON for an HTTP judge's request.
     """
 
     trajectory: Trajectory
     rubrics: Rubrics
     task_app: str = ""
-    metadata: Mapping[str, Any] = field(default_factory=dict)
 
 
 class Judge(Protocol):
@@ -247,7 +250,22 @@ async def all_or_none(calls: Sequence[Coroutine[Any, Any, Result]]) -> list[Resu
         raise
 
 
-def _named(part: str, change: Callable[[Argument], Rubric], argument: Argument) -> Rubric:
+def load_function(name: str, *, of: str) -> Callable[..., Any]:  # what is callable here is what the operator says
+    """Import the operator's function "module:function"; a ConfigError, which begins with `of`, if there is none."""
+    # Only for names from the operator's own configuration or command line: importing a module runs it.
+    module, _, function = name.partition(":")
+    if not module or not function:
+        raise ConfigError(f'{of}: expected a function as "module:function", got {name!r}')
+    try:
+        value: Callable[..., Any] = getattr(importlib.import_module(module), function)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"{of}: there is no {name}: {error}") from error
+    if not callable(value):
+        raise ConfigError(f"{of}: {name} is no function, but {type(value).__name__}")
+    return value
+
+
+def _change_part(part: str, change: Callable[[Argument], Rubric], argument: Argument) -> Rubric:
     try:
         return change(argument)
     except ConfigError as error:

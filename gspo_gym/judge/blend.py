@@ -56,11 +56,11 @@ def blend(
     """
     if trajectory.outcome.is_infrastructure_failure or not trajectory.turns:
         raise UnscoredError(f"trajectory {trajectory.trajectory_id}: nothing was played that could be judged")
-    earned = tuple(rewards(trajectory))
-    _require_scores(trajectory, judgement, weights, earned)
-    is_replaced = earned != env_rewards(trajectory)  # then the environment's own terms would not add up
+    own_rewards = tuple(rewards(trajectory))
+    _require_scores(trajectory, judgement, weights, own_rewards)
+    is_replaced = own_rewards != env_rewards(trajectory)  # then the environment's own terms would not add up
     turns: list[Turn] = []
-    for turn, reward in zip(trajectory.turns, earned, strict=True):
+    for turn, reward in zip(trajectory.turns, own_rewards, strict=True):
         parts = {} if reward is None else _env_parts({} if is_replaced else turn.reward_terms, reward, weights.env)
         if clash := sorted({EVENT_TERM, OUTCOME_TERM} & set(turn.reward_terms)):
             raise RecordError(
@@ -87,19 +87,19 @@ def unjudged(trajectory: Trajectory, weights: RewardBlend, rewards: EnvRewards =
     Raises:
         ConfigError: the weight makes the return larger than a float can be.
     """
-    earned = [None if reward is None else weights.env * reward for reward in rewards(trajectory)]
-    _finite_sum((reward for reward in earned if reward is not None), trajectory, weights)
-    turns = [dataclasses.replace(t, reward=r, reward_terms={}) for t, r in zip(trajectory.turns, earned, strict=True)]
+    values = [None if reward is None else weights.env * reward for reward in rewards(trajectory)]
+    _finite_sum((reward for reward in values if reward is not None), trajectory, weights)
+    turns = [dataclasses.replace(t, reward=r, reward_terms={}) for t, r in zip(trajectory.turns, values, strict=True)]
     if turns[-1].reward is None:  # the episode counts as scored
         turns[-1] = dataclasses.replace(turns[-1], reward=0.0)
     return dataclasses.replace(trajectory, turns=tuple(turns))
 
 
 def _require_scores(
-    trajectory: Trajectory, judgement: Judgement, weights: RewardBlend, earned: Sequence[float | None]
+    trajectory: Trajectory, judgement: Judgement, weights: RewardBlend, own_rewards: Sequence[float | None]
 ) -> None:
     name, num_turns = trajectory.trajectory_id, len(trajectory.turns)
-    if weights.env > 0 and all(reward is None for reward in earned):
+    if weights.env > 0 and all(reward is None for reward in own_rewards):
         raise UnscoredError(
             f"trajectory {name}: its environment gave None at every turn, and judge.reward_blend.env is "
             f"{weights.env:g}; set that to 0 where only the judge scores"
@@ -111,10 +111,10 @@ def _require_scores(
         )
     if weights.outcome > 0 and judgement.outcome_review is None:
         raise JudgeError(f"trajectory {name}: expected a review of the outcome from {judgement.judge}, got none")
-    used = list(judgement.event_totals) if weights.event > 0 else []
-    used += [judgement.outcome_total] if weights.outcome > 0 else []
-    if not all(math.isfinite(total) for total in used):
-        raise JudgeError(f"trajectory {name}: expected finite totals from {judgement.judge}, got {used}")
+    totals = list(judgement.event_totals) if weights.event > 0 else []
+    totals += [judgement.outcome_total] if weights.outcome > 0 else []
+    if not all(math.isfinite(total) for total in totals):
+        raise JudgeError(f"trajectory {name}: expected finite totals from {judgement.judge}, got {totals}")
 
 
 def _finite_sum(values: Iterable[float], trajectory: Trajectory, weights: RewardBlend) -> float:
@@ -133,7 +133,7 @@ def _finite_sum(values: Iterable[float], trajectory: Trajectory, weights: Reward
 def _env_parts(terms: Mapping[str, float], reward: float, weight: float) -> dict[str, float]:
     """Return the environment's weighted terms, and the rest of the reward as a term."""
     parts = {name: weight * value for name, value in terms.items()}
-    rest = reward - math.fsum(terms.values())
-    if abs(rest) > 1e-9 * max(1.0, abs(reward)):  # else it is rounding in their sum
-        parts[ENV_TERM] = parts.get(ENV_TERM, 0.0) + weight * rest
+    remainder = reward - math.fsum(terms.values())
+    if abs(remainder) > 1e-9 * max(1.0, abs(reward)):  # else it is rounding in their sum
+        parts[ENV_TERM] = parts.get(ENV_TERM, 0.0) + weight * remainder
     return parts

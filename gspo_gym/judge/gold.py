@@ -20,11 +20,12 @@ import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from gspo_gym.errors import ConfigError, RecordError, UnscoredError
+from gspo_gym.judge.asking import OnEvent
 from gspo_gym.judge.base import Judge, JudgeError, Judgement, JudgeRequest, JudgeStoppedError, Rubrics
 from gspo_gym.judge.blend import RewardBlend
 from gspo_gym.judge.records import JudgedEpisode, RubricsOf
@@ -35,8 +36,9 @@ from gspo_gym.types import Trajectory, is_finite
 Marks = float | Mapping[str, float]  # a total, or scores by criterion
 _FIELDS = ("trajectory_id", "attempt", "outcome", "events")
 _STANDARD_ERRORS = 2.0  # a change of the gap that 19 of 20 unchanged judges do not show
+Scores = tuple[float, float]  # of one episode: the judge's and gold's
+Other = TypeVar("Other")  # what a judgement is compared with
 Judged = tuple[Trajectory, JudgedEpisode]  # an episode as it was before it was blended, and what the judge said
-OnEvent = Callable[[str, Mapping[str, Any]], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +78,7 @@ def read_labels(path: Path) -> list[Label]:
     except FileNotFoundError:
         raise ConfigError(f"{path}: there is no such file; expected a label a line, as JSON") from None
     labels: list[Label] = []
-    known: dict[tuple[str, int | None], int] = {}
+    numbers: dict[tuple[str, int | None], int] = {}
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
@@ -84,7 +86,7 @@ def read_labels(path: Path) -> list[Label]:
             label = _label(json.loads(line))
         except ValueError as error:  # RecordError included
             raise RecordError(f"{path}:{number}: {error}") from error
-        first = known.setdefault((label.trajectory_id, label.attempt), number)
+        first = numbers.setdefault((label.trajectory_id, label.attempt), number)
         if first != number:
             raise RecordError(f"{path}:{number}: {label.trajectory_id} was labelled in line {first} already")
         labels.append(label)
@@ -106,13 +108,13 @@ def labelled_episodes(trajectories: Sequence[Trajectory], labels: Sequence[Label
     pairs = []
     for label in labels:
         fitting = [t for t in by_id.get(label.trajectory_id, []) if label.attempt in (None, t.attempt)]
-        which = label.trajectory_id if label.attempt is None else f"{label.trajectory_id}, attempt {label.attempt}"
+        name = label.trajectory_id if label.attempt is None else f"{label.trajectory_id}, attempt {label.attempt}"
         if len(fitting) != 1:
-            raise ConfigError(f"label of {which}: expected one such episode, got {len(fitting)}")
+            raise ConfigError(f"label of {name}: expected one such episode, got {len(fitting)}")
         if label.events and len(label.events) != len(fitting[0].turns):
             raise ConfigError(
-                f"label of {which}: expected an event for each of its {len(fitting[0].turns)} turns (null where it is "
-                f"not labelled), got {len(label.events)}"
+                f"label of {name}: expected an event for each of its {len(fitting[0].turns)} turns (null where "
+                f"it is not labelled), got {len(label.events)}"
             )
         pairs.append((fitting[0], label))
     return pairs
@@ -121,12 +123,9 @@ def labelled_episodes(trajectories: Sequence[Trajectory], labels: Sequence[Label
 def check_labels(labels: Sequence[Label], event: Rubric | None, outcome: Rubric | None) -> None:
     """Raise a ConfigError for a criterion that is not the rubric's or is missing, before a judge is asked."""
     for label in labels:
-        marked = [(outcome, label.outcome), *((event, marks) for marks in label.events)]
-        for rubric, marks in marked:
-            if rubric is None or not isinstance(marks, Mapping):
-                continue
+        for rubric, marks in [(outcome, label.outcome), *((event, marks) for marks in label.events)]:
             try:
-                rubric.total(marks)
+                _gold_total(marks, rubric)
             except UnscoredError as error:
                 raise ConfigError(f"label of {label.trajectory_id} does not fit the rubric: {error}") from error
 
@@ -145,17 +144,15 @@ def _label(values: Any) -> Label:
         raise RecordError(f"events: expected a list with an entry for each turn, got {events!r}")
     outcome = _marks(values.get("outcome"), "outcome")
     marks = tuple(_marks(event, f"events[{index}]") for index, event in enumerate(events))
-    if outcome is None and all(each is None for each in marks):
+    if outcome is None and not any(mark is not None for mark in marks):
         raise RecordError("expected a label for the outcome or for a turn, got none")
     return Label(trajectory_id, attempt, outcome, marks)
 
 
 def _marks(value: Any, where: str) -> Marks | None:
-    if value is None:
-        return None
     if isinstance(value, Mapping):
         return {id_: _number(score, f"{where}.{id_}") for id_, score in value.items()}
-    return _number(value, where)
+    return None if value is None else _number(value, where)
 
 
 def _number(value: Any, where: str) -> float:
@@ -186,22 +183,16 @@ class DriftCheck:
     correlation: float | None
 
 
-def compare_with_gold(judge_scores: Sequence[float], gold_scores: Sequence[float]) -> DriftCheck:
-    """Compare the judge with gold on these episodes, pair by pair.
+def compare_with_gold(pairs: Sequence[Scores]) -> DriftCheck:
+    """Compare the judge with gold on the same episodes, each a pair of scores; a JudgeError for fewer than two.
 
-    Raises:
-        ConfigError: fewer than two pairs, or unequal numbers.
-
-    >>> check = compare_with_gold([0.5, 0.9], [0.5, 0.7])
+    >>> check = compare_with_gold([(0.5, 0.5), (0.9, 0.7)])
     >>> round(check.gap, 3), round(check.gap_standard_error, 3), round(check.correlation, 3)
     (0.1, 0.1, 1.0)
     """
-    if len(judge_scores) != len(gold_scores) or len(gold_scores) < 2:
-        raise ConfigError(
-            f"drift: expected two pairs of scores at least, got {len(judge_scores)} of the judge and "
-            f"{len(gold_scores)} of gold"
-        )
-    judge, gold = np.asarray(judge_scores, dtype=np.float64), np.asarray(gold_scores, dtype=np.float64)
+    if len(pairs) < 2:
+        raise JudgeError(f"expected two episodes at least that both judge and gold have scored, got {len(pairs)}")
+    judge, gold = np.asarray(pairs, dtype=np.float64).T
     differences = judge - gold
     varies = bool(np.ptp(judge) > 0 and np.ptp(gold) > 0)
     return DriftCheck(
@@ -214,45 +205,28 @@ def compare_with_gold(judge_scores: Sequence[float], gold_scores: Sequence[float
     )
 
 
-class DriftAlarm:
-    """Alarm for a gap (score minus gold over the same episodes) that differs from that of the first check.
+def drift(first: DriftCheck, now: DriftCheck, max_gap_change: float) -> str | None:
+    """Return a sentence about how the gap changed since the first check; None if that does not count.
 
-    Args:
-        max_gap_change: in units of the score.
-        first: the check to compare with, from an earlier part of the run; None: the next one.
+    `max_gap_change` is in units of the score. Judges differ in taste from the start, so only a change says anything.
     """
-
-    def __init__(self, max_gap_change: float, first: DriftCheck | None = None) -> None:
-        if not max_gap_change > 0:
-            raise ConfigError(f"max_gap_change: expected > 0, got {max_gap_change}")
-        self.max_gap_change = max_gap_change
-        self._first = first
-
-    @property
-    def first(self) -> DriftCheck | None:
-        return self._first
-
-    def check(self, now: DriftCheck) -> str | None:
-        """Return a sentence about the change since the first check; None if it does not count."""
-        # Judges differ in taste from the start, and only a change says anything.
-        first = self._first = self._first or now
-        change = now.gap - first.gap
-        error = math.hypot(first.gap_standard_error, now.gap_standard_error)
-        # Both limits: few episodes alone must not raise the alarm.
-        if abs(change) <= self.max_gap_change or abs(change) <= _STANDARD_ERRORS * error:
-            return None
-        moved = f"the judge's mean score went from {first.judge_mean:.3f} to {now.judge_mean:.3f}, gold's from "
-        moved += f"{first.gold_mean:.3f} to {now.gold_mean:.3f}"
-        certainty = f"their gap changed by {change:+.3f} (standard error {error:.3f}, allowed {self.max_gap_change:g})"
-        meaning = (
-            "the policy may be exploiting the judge: read its best-scored episodes, and tighten the rubric"
-            if change > 0
-            else "the judge has become harsher than gold: see whether its model or its prompt changed"
-        )
-        return f"{moved}; {certainty}; {meaning}"
+    change = now.gap - first.gap
+    error = math.hypot(first.gap_standard_error, now.gap_standard_error)
+    # Both limits: few episodes alone must not raise the alarm.
+    if abs(change) <= max_gap_change or abs(change) <= _STANDARD_ERRORS * error:
+        return None
+    means_text = f"the judge's mean score went from {first.judge_mean:.3f} to {now.judge_mean:.3f}, gold's from "
+    means_text += f"{first.gold_mean:.3f} to {now.gold_mean:.3f}"
+    certainty = f"their gap changed by {change:+.3f} (standard error {error:.3f}, allowed {max_gap_change:g})"
+    meaning = (
+        "the policy may be exploiting the judge: read its best-scored episodes, and tighten the rubric"
+        if change > 0
+        else "the judge has become harsher than gold: see whether its model or its prompt changed"
+    )
+    return f"{means_text}; {certainty}; {meaning}"
 
 
-# Compares the judge with gold; is given what was judged since the last comparison began.
+# The step, and what was judged since the last comparison began -> the comparison. Raises JudgeError.
 Compare = Callable[[int, Sequence[Judged]], Awaitable[DriftCheck]]
 
 
@@ -260,29 +234,30 @@ class GoldWatch:
     """Compares after the first step and after every k-th, and raises the alarm. Only the end of the run waits for it.
 
     Args:
+        max_gap_change: how far the gap may move from that of the first comparison.
         every: steps between comparisons; the first one, which measures the initial gap, is made at once.
-        stops: whether an alarm ends the run; may change at any time.
+        stops: whether an alarm ends the run.
         on_event: receives every comparison ("judge_gold"), an alarm ("judge_drift"), and a failed comparison
             ("judge_gold_failed"), with JSON data.
     """
 
-    def __init__(self, compare: Compare, alarm: DriftAlarm, *, every: int, stops: bool, on_event: OnEvent) -> None:
+    def __init__(self, compare: Compare, max_gap_change: float, *, every: int, stops: bool, on_event: OnEvent) -> None:
         self._compare = compare
-        self._alarm = alarm
+        self._max_gap_change = max_gap_change
         self._every = every
-        self.stops = stops
+        self._stops = stops
         self._on_event = on_event
         self._recent: list[Judged] = []
         self._running: asyncio.Task[None] | None = None
+        self._first: DriftCheck | None = None
         self._latest: DriftCheck | None = None
         self._drift: str | None = None
         self._defect: BaseException | None = None
-        self._has_begun = alarm.first is not None
+        self._has_begun = False
 
     def go_on_from(self, first: DriftCheck) -> None:
         """Compare with this, the first comparison of an earlier part of the run."""
-        self._alarm = DriftAlarm(self._alarm.max_gap_change, first)
-        self._has_begun = True
+        self._first, self._has_begun = first, True
 
     def collect(self, trajectory: Trajectory, judged: JudgedEpisode) -> None:
         self._recent.append((trajectory, judged))
@@ -307,7 +282,7 @@ class GoldWatch:
             JudgeStoppedError: a comparison failed by a defect that would fail every later one, too.
         """
         self._require_working()
-        if self.stops and self._drift is not None:
+        if self._stops and self._drift is not None:
             raise JudgeDriftError(f"judge.gold: {self._drift}")
 
     async def finish(self) -> None:
@@ -316,34 +291,30 @@ class GoldWatch:
             await self._running
         self._require_working()
 
-    def _require_working(self) -> None:
-        if self.stops and self._defect is not None:
-            raise JudgeStoppedError(
-                f'judge.gold: on_drift is "stop", but the comparison with gold failed: {self._defect!r}. Mend what it '
-                'says, or set judge.gold.on_drift to "warn"'
-            ) from self._defect
-
     async def close(self) -> None:
         if self._running is not None:
             self._running.cancel()
             await asyncio.gather(self._running, return_exceptions=True)
 
+    def _require_working(self) -> None:
+        if self._stops and self._defect is not None:
+            raise JudgeStoppedError(
+                f'judge.gold: on_drift is "stop", but the comparison with gold failed: {self._defect!r}. Mend what it '
+                'says, or set judge.gold.on_drift to "warn"'
+            ) from self._defect
+
     async def _check(self, step: int, recent: Sequence[Judged]) -> None:
         try:
             await self._compare_and_tell(step, recent)
-        except Exception as error:  # a defect of its own; raised where the run looks, for nothing awaits this task
-            self._fail(error, step)
-        except asyncio.CancelledError as error:
+        # A defect of its own, which is raised where the run looks: nothing awaits this task.
+        except (Exception, asyncio.CancelledError) as defect:
             task = asyncio.current_task()
-            if task is not None and task.cancelling():  # by `close`
+            if task is not None and task.cancelling():  # by `close`, and not of a task of gold's own
                 raise
-            self._fail(error, step)  # gold's own, of a task of its own
+            self._defect = defect
+            self._on_event("judge_gold_failed", {"reason": f"{type(defect).__name__}: {defect}", "of_step": step})
         finally:
             self._running = None
-
-    def _fail(self, defect: BaseException, step: int) -> None:
-        self._defect = defect
-        self._on_event("judge_gold_failed", {"reason": f"{type(defect).__name__}: {defect}", "of_step": step})
 
     async def _compare_and_tell(self, step: int, recent: Sequence[Judged]) -> None:
         try:
@@ -352,104 +323,80 @@ class GoldWatch:
             self._on_event("judge_gold_failed", {"reason": str(error), "of_step": step})
             return
         self._latest = check
-        reason = self._alarm.check(check)
+        self._first = self._first or check
+        reason = drift(self._first, check, self._max_gap_change)
         self._drift = self._drift if reason is None else reason  # before it is told, which may fail
         self._on_event("judge_gold", {"of_step": step, **asdict(check)})
         if reason is not None:
             self._on_event("judge_drift", {"of_step": step, "reason": reason})
 
 
-@dataclass(frozen=True, slots=True)
-class AgainstGoldJudge:
-    """Comparison with a better judge, which scores some of the step's episodes by the same rubrics.
+def against_judge(gold: Judge, rubrics_of: RubricsOf, weights: RewardBlend, num_episodes: int, seed: int) -> Compare:
+    """Compare with a better judge, which scores `num_episodes` of the step, drawn by `seed`, by the same rubrics."""
 
-    `num_episodes` of the step are drawn by `seed`.
-    """
+    def scores(judged_episode: JudgedEpisode, better: Judgement, rubrics: Rubrics) -> Scores | None:
+        outcome = None if better.outcome_review is None else better.outcome_total
+        label = Label(judged_episode.trajectory_id, outcome=outcome, events=better.event_totals)
+        return scores_to_compare(judged_episode.judgement, label, rubrics, weights)
 
-    gold: Judge
-    rubrics_of: RubricsOf
-    weights: RewardBlend
-    num_episodes: int
-    seed: int
+    async def compare(step: int, recent: Sequence[Judged]) -> DriftCheck:
+        indices = sorted(generator(seed, "gold", step).permutation(len(recent))[:num_episodes].tolist())
+        return await _compared(gold, rubrics_of, [recent[index] for index in indices], scores)
 
-    async def __call__(self, step: int, recent: Sequence[Judged]) -> DriftCheck:
-        """Compare over the episodes that gold could score; raises a JudgeError if they are fewer than two."""
-        count = min(self.num_episodes, len(recent))
-        drawn = sorted(generator(self.seed, "gold", step).permutation(len(recent))[:count].tolist())
-        pairs = await asyncio.gather(*(self._pair(*recent[index]) for index in drawn))
-        return _compared([pair for pair in pairs if pair is not None])
+    return compare
 
-    async def _pair(self, trajectory: Trajectory, judged: JudgedEpisode) -> tuple[float, float] | None:
-        asked = await _judgement(self.gold, self.rubrics_of, trajectory)
-        if asked is None:
+
+def against_labels(
+    judge: Judge, rubrics_of: RubricsOf, weights: RewardBlend, labelled: Sequence[tuple[Trajectory, Label]]
+) -> Compare:
+    """Compare with labels: the judge (without a cache, which would hide a change of it) scores their episodes."""
+
+    def scores(label: Label, judgement: Judgement, rubrics: Rubrics) -> Scores | None:
+        return scores_to_compare(judgement, label, rubrics, weights)
+
+    async def compare(_step: int, _recent: Sequence[Judged]) -> DriftCheck:
+        return await _compared(judge, rubrics_of, labelled, scores)
+
+    return compare
+
+
+async def _compared(
+    judge: Judge,
+    rubrics_of: RubricsOf,
+    episodes: Sequence[tuple[Trajectory, Other]],
+    scores: Callable[[Other, Judgement, Rubrics], Scores | None],
+) -> DriftCheck:
+    async def compare_one(trajectory: Trajectory, other_scores: Other) -> Scores | None:
+        try:
+            rubrics = await rubrics_of(trajectory.task)
+            judgement = await judge.judge(JudgeRequest(trajectory, rubrics, task_app=trajectory.task.env_id))
+        except JudgeError:  # no score of this episode
             return None
-        gold = asked[0]
-        outcome = None if gold.outcome_review is None else gold.outcome_total
-        label = Label(trajectory.trajectory_id, outcome=outcome, events=gold.event_totals)
-        return scores_to_compare(judged.judgement, label, asked[1], self.weights)
+        return scores(other_scores, judgement, rubrics)
+
+    pairs = await asyncio.gather(*(compare_one(*episode) for episode in episodes))
+    return compare_with_gold([pair for pair in pairs if pair is not None])
 
 
-@dataclass(frozen=True, slots=True)
-class AgainstLabels:
-    """Comparison with labels: the judge (without a cache, which would hide a change of it) scores their episodes."""
-
-    judge: Judge
-    rubrics_of: RubricsOf
-    weights: RewardBlend
-    labelled: Sequence[tuple[Trajectory, Label]]
-
-    async def __call__(self, step: int, recent: Sequence[Judged]) -> DriftCheck:  # noqa: ARG002
-        """Compare over the episodes that the judge could score; raises a JudgeError if they are fewer than two."""
-        pairs = await asyncio.gather(*(self._pair(*each) for each in self.labelled))
-        return _compared([pair for pair in pairs if pair is not None])
-
-    async def _pair(self, trajectory: Trajectory, label: Label) -> tuple[float, float] | None:
-        asked = await _judgement(self.judge, self.rubrics_of, trajectory)
-        return None if asked is None else scores_to_compare(asked[0], label, asked[1], self.weights)
-
-
-def scores_to_compare(
-    judgement: Judgement, label: Label, rubrics: Rubrics, weights: RewardBlend
-) -> tuple[float, float] | None:
+def scores_to_compare(judgement: Judgement, label: Label, rubrics: Rubrics, weights: RewardBlend) -> Scores | None:
     """Return the judge's score and the label's, over what both have scored; None if that is nothing.
 
     Events and outcome weigh as in the blend; if it weighs neither, each counts once.
     """
     is_weighed = weights.event > 0 or weights.outcome > 0
     event_weight, outcome_weight = (weights.event, weights.outcome) if is_weighed else (1.0, 1.0)
-    found: list[tuple[float, float]] = []
-    if event_weight > 0:
-        marked = zip(judgement.event_totals, label.events, strict=False)
-        pairs = [(total, _gold_total(marks, rubrics.event)) for total, marks in marked]
-        found += [(event_weight * total, event_weight * gold) for total, gold in pairs if gold is not None]
-    if outcome_weight > 0 and judgement.outcome_review is not None:
-        gold = _gold_total(label.outcome, rubrics.outcome)
-        found += [] if gold is None else [(outcome_weight * judgement.outcome_total, outcome_weight * gold)]
-    if not found:
+    totals = zip(judgement.event_totals, label.events, strict=False)
+    scores = [(event_weight, total, _gold_total(marks, rubrics.event)) for total, marks in totals]
+    if judgement.outcome_review is not None:
+        scores.append((outcome_weight, judgement.outcome_total, _gold_total(label.outcome, rubrics.outcome)))
+    terms = [(weight * total, weight * gold) for weight, total, gold in scores if weight > 0 and gold is not None]
+    if not terms:
         return None
-    return sum(judge for judge, _ in found), sum(gold for _, gold in found)
+    return sum(judge for judge, _ in terms), sum(gold for _, gold in terms)
 
 
 def _gold_total(marks: Marks | None, rubric: Rubric | None) -> float | None:
     """Return the label's total; None if not labelled, or labelled by criteria of a rubric that an HTTP judge keeps."""
-    if marks is None:
-        return None
-    if rubric is not None:
-        return total_of(marks, rubric)
-    return None if isinstance(marks, Mapping) else float(marks)
-
-
-async def _judgement(judge: Judge, rubrics_of: RubricsOf, trajectory: Trajectory) -> tuple[Judgement, Rubrics] | None:
-    """Return the judgement and its rubrics; None if the judge has no score for this episode."""
-    task = trajectory.task
-    try:
-        rubrics = await rubrics_of(task)
-        return await judge.judge(JudgeRequest(trajectory, rubrics, task_app=task.env_id)), rubrics
-    except JudgeError:
-        return None
-
-
-def _compared(pairs: Sequence[tuple[float, float]]) -> DriftCheck:
-    if len(pairs) < 2:
-        raise JudgeError(f"expected two episodes at least that both judge and gold have scored, got {len(pairs)}")
-    return compare_with_gold([judge for judge, _ in pairs], [gold for _, gold in pairs])
+    if isinstance(marks, Mapping):
+        return None if rubric is None else rubric.total(marks)
+    return None if marks is None else float(marks)

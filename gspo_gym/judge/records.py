@@ -13,15 +13,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from pydantic import TypeAdapter, ValidationError
+
 from gspo_gym.base.files import append_line, cut_torn_line, whole_lines
 from gspo_gym.errors import RecordError, UnscoredError
 from gspo_gym.judge.base import (
-    CriterionScore,
     Judge,
     JudgeBudgetError,
     JudgeCost,
@@ -29,7 +30,6 @@ from gspo_gym.judge.base import (
     Judgement,
     JudgeRequest,
     JudgeStoppedError,
-    Review,
     Rubrics,
 )
 from gspo_gym.judge.blend import EnvRewards, RewardBlend, blend, env_rewards, unjudged
@@ -70,73 +70,36 @@ class JudgedEpisode:
         reward: float,
     ) -> JudgedEpisode:
         """Return the record of an episode with these rewards of its environment and this blended return."""
-        return cls(
-            trajectory_id=trajectory.trajectory_id,
-            attempt=trajectory.attempt,
-            env_id=trajectory.task.env_id,
-            seed=trajectory.task.seed,
-            judgement=judgement,
-            env_rewards=tuple(rewards),
-            blend=blend,
-            episode_return=reward,
-        )
+        task = trajectory.task
+        names = trajectory.trajectory_id, trajectory.attempt, task.env_id, task.seed
+        return cls(*names, judgement, tuple(rewards), blend, reward)
 
     @property
     def env_return(self) -> float | None:
         """Return the sum of the environment's rewards; None if it gave none."""
-        given = [reward for reward in self.env_rewards if reward is not None]
-        return float(sum(given)) if given else None
+        rewards = [reward for reward in self.env_rewards if reward is not None]
+        return float(sum(rewards)) if rewards else None
+
+    @property
+    def event_total(self) -> float | None:
+        """Return the sum of the turns' totals; None, and not 0, if turns were not judged."""
+        return self.judgement.event_total if self.judgement.event_reviews else None
+
+    @property
+    def outcome_total(self) -> float | None:
+        """Return the outcome's total; None if it was not judged."""
+        return None if self.judgement.outcome_review is None else self.judgement.outcome_total
 
 
-def judgement_to_json(judgement: Judgement) -> dict[str, Any]:
-    """Return the JSON object from which `judgement_from_json` makes an equal judgement."""
-    return {
-        "judge": judgement.judge,
-        "event_reviews": [_review_to_json(review) for review in judgement.event_reviews],
-        "outcome_review": None if judgement.outcome_review is None else _review_to_json(judgement.outcome_review),
-        "flags": list(judgement.flags),
-        "cuts": list(judgement.cuts),
-        "disagreement": judgement.disagreement,
-        "cost": asdict(judgement.cost),
-    }
-
-
-def judgement_from_json(values: Mapping[str, Any]) -> Judgement:
-    """Read a judgement; a RecordError if a field is missing or has the wrong type."""
-    try:
-        outcome = values["outcome_review"]
-        return Judgement(
-            judge=values["judge"],
-            event_reviews=tuple(_review_from_json(review) for review in values["event_reviews"]),
-            outcome_review=None if outcome is None else _review_from_json(outcome),
-            flags=tuple(values["flags"]),
-            cuts=tuple(values.get("cuts", ())),  # files of earlier versions have none
-            disagreement=values["disagreement"],
-            cost=JudgeCost(**values["cost"]),
-        )
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
-        raise RecordError(f"not a judgement: {type(error).__name__}: {error}") from error
+_LINE = TypeAdapter(JudgedEpisode)
 
 
 def judged_to_json(judged: JudgedEpisode) -> dict[str, Any]:
     """Return a line's JSON object. The parts before weights are for people; they follow from the reviews."""
-    judgement = judged.judgement
-    return {
-        "schema": JUDGEMENTS_SCHEMA,
-        "trajectory_id": judged.trajectory_id,
-        "attempt": judged.attempt,
-        "env_id": judged.env_id,
-        "seed": judged.seed,
-        "episode_return": judged.episode_return,
-        "blend": judged.blend.model_dump(),
-        "env_return": judged.env_return,
-        # null and not 0: a part that was not judged has no score.
-        "event_total": judgement.event_total if judgement.event_reviews else None,
-        "outcome_total": None if judgement.outcome_review is None else judgement.outcome_total,
-        "env_rewards": list(judged.env_rewards),
-        "judgement": judgement_to_json(judgement),
-        "spent": asdict(judged.spent),
-    }
+    values = {**asdict(judged), "blend": judged.blend.model_dump()}
+    judgement = values.pop("judgement")
+    totals = {name: getattr(judged, name) for name in ("env_return", "event_total", "outcome_total")}
+    return {"schema": JUDGEMENTS_SCHEMA, **values, **totals, "judgement": judgement}
 
 
 def judged_from_json(values: Mapping[str, Any]) -> JudgedEpisode:
@@ -144,22 +107,16 @@ def judged_from_json(values: Mapping[str, Any]) -> JudgedEpisode:
     if values.get("schema") != JUDGEMENTS_SCHEMA:
         raise RecordError(f"expected schema {JUDGEMENTS_SCHEMA}, got {values.get('schema')!r}")
     try:
-        return JudgedEpisode(
-            trajectory_id=values["trajectory_id"],
-            attempt=values["attempt"],
-            env_id=values["env_id"],
-            seed=values["seed"],
-            judgement=judgement_from_json(values["judgement"]),
-            env_rewards=tuple(values["env_rewards"]),
-            blend=RewardBlend(**values["blend"]),
-            episode_return=values["episode_return"],
-            spent=JudgeCost(**values["spent"]),
-        )
-    # It is a ValueError, too, and says already what is wrong.
-    except RecordError:
-        raise
-    except (KeyError, TypeError, ValueError) as error:
-        raise RecordError(f"not a judged episode: {type(error).__name__}: {error}") from error
+        episode = _LINE.validate_python(values)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        raise RecordError(f"not a judged episode: {'.'.join(map(str, first['loc']))}: {first['msg']}") from error
+    # What has a default in Python has none in a file, but for `cuts`, which files of earlier versions lack.
+    missing = {f.name for f in fields(JudgedEpisode)} - set(values)
+    missing |= {f.name for f in fields(Judgement)} - {"cuts", *values["judgement"]}
+    if missing:
+        raise RecordError(f"not a judged episode: {min(missing)} is missing")
+    return episode
 
 
 class JudgementRecorder:
@@ -183,28 +140,18 @@ def read_judgements(path: Path) -> list[JudgedEpisode]:
     Raises:
         RecordError: a line other than a torn last one is not a judgement; names file and line.
     """
-    found = []
+    judgements = []
     for number, line in enumerate(whole_lines(path), start=1):
         try:
-            found.append(judged_from_json(json.loads(line)))
+            judgements.append(judged_from_json(json.loads(line)))
         except (ValueError, AttributeError) as error:  # RecordError included
             raise RecordError(f"{path}:{number}: {error}") from error
-    return found
+    return judgements
 
 
 def latest_judgements(judged: Iterable[JudgedEpisode]) -> dict[tuple[str, int], JudgedEpisode]:
     """Return the last judgement, the one that counts, by trajectory id and attempt."""
-    return {(each.trajectory_id, each.attempt): each for each in judged}
-
-
-def _review_to_json(review: Review) -> dict[str, Any]:
-    scores = {name: {"score": score.score, "reason": score.reason} for name, score in review.criteria.items()}
-    return {"criteria": scores, "total": review.total, "summary": review.summary}
-
-
-def _review_from_json(values: Mapping[str, Any]) -> Review:
-    scores = {name: CriterionScore(**score) for name, score in values["criteria"].items()}
-    return Review(scores, values["total"], values["summary"])
+    return {(line.trajectory_id, line.attempt): line for line in judged}
 
 
 # The rubrics of a task; a task app may have its own for every one. Raises JudgeError if they cannot be had.
@@ -280,17 +227,17 @@ class EpisodeScorer:
         if trajectory.outcome is Outcome.ACTION_LIMIT:  # it is scored, and no judge may find it worth more
             return unjudged(trajectory, self._weights, self._rewards)
         try:
-            scored, judgement = await self._ask(trajectory)
+            result, judgement = await self._ask(trajectory)
         except UnscoredError:
             self._tally.num_unscored += 1
             raise
-        judged = JudgedEpisode.of(trajectory, judgement, self._rewards(trajectory), self._weights, scored.reward)
+        record = JudgedEpisode.of(trajectory, judgement, self._rewards(trajectory), self._weights, result.reward)
         self._tally.judgements.append(judgement)
-        if (env_return := judged.env_return) is not None:
+        if (env_return := record.env_return) is not None:
             self._tally.env_returns.append(env_return)
         for receive in self._on_judged:
-            receive(trajectory, judged)
-        return scored
+            receive(trajectory, record)
+        return result
 
     def drain(self) -> dict[str, float]:
         """Return those of METRICS that are about scores, since the last call."""

@@ -5,14 +5,14 @@ No model plays and nothing of the run changes: the answers go into another file 
 
 from __future__ import annotations
 
-import dataclasses
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from gspo_gym.base.tables import table
 from gspo_gym.errors import ConfigError, RecordError, UnscoredError
-from gspo_gym.judge.audit.report import agreement
+from gspo_gym.judge.audit import agreement
 from gspo_gym.judge.base import (
     Judge,
     JudgeCost,
@@ -31,19 +31,24 @@ from gspo_gym.types import Trajectory
 Key = tuple[str, int]  # trajectory id and attempt
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Rescored:
     """An episode with its judgements then and now.
 
-    Attributes:
-        before: None if the run's judge did not score it.
-        after: None if it got no score now; then `reason` says why.
+    `before` is None if the run's judge did not score it; `after` is None if it got no score now, and `reason` says why.
     """
 
     trajectory: Trajectory
     before: JudgedEpisode | None
     after: JudgedEpisode | None
     reason: str = ""
+
+    @property
+    def change(self) -> float | None:
+        """Return by how much the return changed; None if one of the judges gave none."""
+        if self.before is None or self.after is None:
+            return None
+        return self.after.episode_return - self.before.episode_return
 
 
 def stored_episodes(source: Path, prefix: str = "") -> list[Trajectory]:
@@ -98,7 +103,6 @@ async def rescore(
         JudgeDownError, JudgeStoppedError: the judge cannot go on.
         RecordError: an episode's rewards are blended already, and its original rewards are not known.
     """
-    known = before or {}
     for part, weight in (("event", weights.event), ("outcome", weights.outcome)):
         if weight > 0 and part not in rubrics.parts:
             raise ConfigError(
@@ -106,99 +110,74 @@ async def rescore(
                 "or add the part"
             )
 
-    async def one(trajectory: Trajectory) -> Rescored:
-        old = known.get((trajectory.trajectory_id, trajectory.attempt))
-        played = _as_played(trajectory, old)
+    async def rescore_one(trajectory: Trajectory) -> Rescored:
+        old = (before or {}).get((trajectory.trajectory_id, trajectory.attempt))
+        episode = _as_played(trajectory, old)
         try:
-            judgement = await judge.judge(JudgeRequest(played, rubrics, task_app=played.task.env_id))
-            reward = blend(played, judgement, weights).reward
+            judgement = await judge.judge(JudgeRequest(episode, rubrics, task_app=episode.task.env_id))
+            reward = blend(episode, judgement, weights).reward
         # These are about the judge and not about this episode: the next one would fail alike.
         except (JudgeDownError, JudgeStoppedError):
             raise
         except (JudgeError, UnscoredError) as error:
             return Rescored(trajectory, old, None, str(error))
-        after = JudgedEpisode.of(played, judgement, env_rewards(played), weights, reward)
+        after = JudgedEpisode.of(episode, judgement, env_rewards(episode), weights, reward)
         if on_judged is not None:
             on_judged(after)
         return Rescored(trajectory, old, after)
 
-    return await all_or_none([one(trajectory) for trajectory in episodes])
+    return await all_or_none([rescore_one(trajectory) for trajectory in episodes])
 
 
 def side_by_side(rescored: Sequence[Rescored], *, max_rows: int = 30) -> Iterator[str]:
     """Yield lines: the episodes whose return changed most, then means, agreement and cost."""
-    done = [each for each in rescored if each.after is not None]
-    # An episode that was not judged before has no change and comes after those that have.
-    rows = sorted(done, key=lambda each: -abs(_change(each) or 0.0))[:max_rows]
+    scored_episodes = [episode for episode in rescored if episode.after is not None]
+    # An episode that was not judged before has no change and comes after those that have one.
+    rows = sorted(scored_episodes, key=lambda episode: -abs(episode.change or 0.0))[:max_rows]
     heads = ("env", "event then", "now", "outcome then", "now", "return then", "now", "change")
-    cells = [(each.trajectory.trajectory_id, *_cells(each, heads)) for each in rows]
+    cells = [(episode.trajectory.trajectory_id, *_cells(episode)) for episode in rows]
     yield from table(("episode", *heads), cells).splitlines()
-    if len(done) > len(rows):
-        yield f"... and {len(done) - len(rows)} more, which changed less"
+    if len(scored_episodes) > len(rows):
+        yield f"... and {len(scored_episodes) - len(rows)} more, which changed less"
     yield from _summary(rescored)
 
 
-def _as_played(trajectory: Trajectory, judged: JudgedEpisode | None) -> Trajectory:
+def _as_played(trajectory: Trajectory, judged_episode: JudgedEpisode | None) -> Trajectory:
     """Return the episode with the environment's own rewards, which a blended one has only in its judgement."""
-    if judged is None:
+    if judged_episode is None:
         return trajectory
-    if len(judged.env_rewards) != len(trajectory.turns):
+    if len(judged_episode.env_rewards) != len(trajectory.turns):
         raise RecordError(
             f"{trajectory.trajectory_id}: expected a reward for each of {len(trajectory.turns)} turns in "
-            f"{JUDGEMENTS_FILE}, got {len(judged.env_rewards)}"
+            f"{JUDGEMENTS_FILE}, got {len(judged_episode.env_rewards)}"
         )
-    turns = (
-        dataclasses.replace(turn, reward=reward, reward_terms={})
-        for turn, reward in zip(trajectory.turns, judged.env_rewards, strict=True)
-    )
-    return dataclasses.replace(trajectory, turns=tuple(turns))
+    pairs = zip(trajectory.turns, judged_episode.env_rewards, strict=True)
+    turns = tuple(replace(turn, reward=reward, reward_terms={}) for turn, reward in pairs)
+    return replace(trajectory, turns=turns)
 
 
-def _change(each: Rescored) -> float | None:
-    if each.before is None or each.after is None:
-        return None
-    return each.after.episode_return - each.before.episode_return
-
-
-def _cells(each: Rescored, heads: Sequence[str]) -> Iterator[str]:
-    then, now = each.before, each.after
-    values = [
-        None if now is None else now.env_return,
-        _event(then),
-        _event(now),
-        _outcome(then),
-        _outcome(now),
-        None if then is None else then.episode_return,
-        None if now is None else now.episode_return,
-        _change(each),
-    ]
-    for head, value in zip(heads, values, strict=True):
-        sign = "+" if head == "change" else ""
-        yield "-" if value is None else format(value, f"{sign}.3f")
-
-
-def _event(judged: JudgedEpisode | None) -> float | None:
-    # Without reviews the total is 0, which is not a score.
-    return judged.judgement.event_total if judged is not None and judged.judgement.event_reviews else None
-
-
-def _outcome(judged: JudgedEpisode | None) -> float | None:
-    return None if judged is None or judged.judgement.outcome_review is None else judged.judgement.outcome_total
+def _cells(episode: Rescored) -> Iterator[str]:
+    then, now = episode.before, episode.after
+    values = [getattr(now, "env_return", None)]
+    for part in ("event_total", "outcome_total", "episode_return"):
+        values += [getattr(then, part, None), getattr(now, part, None)]
+    yield from ("-" if value is None else f"{value:.3f}" for value in values)
+    yield "-" if episode.change is None else f"{episode.change:+.3f}"
 
 
 def _summary(rescored: Sequence[Rescored]) -> Iterator[str]:
-    after = [each.after for each in rescored if each.after is not None]
-    for name, part in (("event", _event), ("outcome", _outcome)):
-        pairs = [(part(each.before), part(each.after)) for each in rescored]
-        both = [(then, now) for then, now in pairs if then is not None and now is not None]
-        if both:
-            found = agreement([now for _, now in both], [then for then, _ in both])
-            numbers = {"kappa": found.kappa, "correlation": found.correlation}
-            told = ", ".join(f"{key} {value:.3f}" for key, value in numbers.items() if value is not None)
-            means = f"mean {found.gold_mean:.3f} then, {found.judge_mean:.3f} now"
-            yield f"{name}: {means}, {found.equal_fraction:.1%} equal" + (f", {told}" if told else "")
-    cost = sum((judged.judgement.cost for judged in after), JudgeCost())
-    tokens = f"{cost.input_tokens:,} tokens read, {cost.output_tokens:,} written, {cost.usd:.4f} USD"
-    yield f"{len(after)} of {len(rescored)} episodes scored; {cost.num_calls:,} calls, {tokens}"
-    for reason, count in Counter(each.reason for each in rescored if each.after is None).most_common():
+    for part in ("event", "outcome"):
+        total = f"{part}_total"
+        pairs = [(getattr(row.before, total, None), getattr(row.after, total, None)) for row in rescored]
+        complete_pairs = [(then, now) for then, now in pairs if then is not None and now is not None]
+        if complete_pairs:
+            numbers = agreement([now for _, now in complete_pairs], [then for then, _ in complete_pairs])
+            measures = {"kappa": numbers.kappa, "correlation": numbers.correlation}
+            more = [f", {key} {value:.3f}" for key, value in measures.items() if value is not None]
+            means = f"mean {numbers.gold_mean:.3f} then, {numbers.judge_mean:.3f} now"
+            yield f"{part}: {means}, {numbers.equal_fraction:.1%} equal{''.join(more)}"
+    after = [row.after for row in rescored if row.after is not None]
+    cost = sum((judged_episode.judgement.cost for judged_episode in after), JudgeCost())
+    yield f"{len(after)} of {len(rescored)} episodes scored; {cost}"
+    for reason, count in Counter(row.reason for row in rescored if row.after is None).most_common():
         yield f"  unscored {count}: {reason}"

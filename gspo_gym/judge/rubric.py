@@ -111,13 +111,13 @@ class Criterion:
     def problem_of(self, score: float) -> str | None:
         """Explain why a score is not on the scale; None if it is."""
         if self.scale == "binary":
-            fits, expected = score in (0, 1), "0 or 1"
+            fits, expectation = score in (0, 1), "0 or 1"
         elif self.scale == "count":
             fits = 0 <= score <= MAX_COUNT and float(score).is_integer()
-            expected = f"a whole number from 0 to {MAX_COUNT:,}"
+            expectation = f"a whole number from 0 to {MAX_COUNT:,}"
         else:
-            fits, expected = self.minimum <= score <= self.maximum, f"{self.minimum:g} to {self.maximum:g}"
-        return None if fits else f"criterion {self.id!r} ({self.scale}): expected {expected}, got {score}"
+            fits, expectation = self.minimum <= score <= self.maximum, f"{self.minimum:g} to {self.maximum:g}"
+        return None if fits else f"criterion {self.id!r} ({self.scale}): expected {expectation}, got {score}"
 
     def normalised(self, score: float) -> float:
         """Return the score in [0, 1]; of a count, `maximum` and more are 1."""
@@ -127,17 +127,17 @@ class Criterion:
 
     def to_dict(self) -> dict[str, Any]:
         """Return JSON as in a rubric file, without defaults; it reads back equal."""
-        written: dict[str, Any] = {
+        values: dict[str, Any] = {
             "id": self.id,
             "description": self.description,
             "weight": self.weight,
             "scale": self.scale,
         }
         if self.required:
-            written |= {"required": True, "threshold": self.threshold}
+            values |= {"required": True, "threshold": self.threshold}
         if (self.minimum, self.maximum) != (0.0, 1.0):
-            written |= {"minimum": self.minimum, "maximum": self.maximum}
-        return written
+            values |= {"minimum": self.minimum, "maximum": self.maximum}
+        return values
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,11 +163,11 @@ class Rubric:
     def __post_init__(self) -> None:
         if not self.criteria:
             raise ConfigError("rubric: expected at least one criterion, got none")
-        if repeated := sorted(id_ for id_, count in Counter(self.ids).items() if count > 1):
-            raise ConfigError(f"rubric: {repeated[0]!r} is the id of several criteria; give each one its own")
+        if repeated_ids := sorted(id_ for id_, count in Counter(self.ids).items() if count > 1):
+            raise ConfigError(f"rubric: {repeated_ids[0]!r} is the id of several criteria; give each one its own")
         if self.aggregation not in get_args(Aggregation):
-            known = get_args(Aggregation)
-            raise ConfigError(f"rubric: aggregation {self.aggregation!r}; {nearest_name(self.aggregation, known)}")
+            names = get_args(Aggregation)
+            raise ConfigError(f"rubric: aggregation {self.aggregation!r}; {nearest_name(self.aggregation, names)}")
         if self.aggregate is not None and self.aggregation != "custom":
             raise ConfigError(
                 f'rubric: a function aggregates only where aggregation is "custom", got {self.aggregation!r}'
@@ -209,18 +209,18 @@ class Rubric:
         """
         self._require_complete(scores)
         if not any(c.required and scores[c.id] < c.threshold for c in self.criteria):
-            return self._aggregated(scores)
+            return self._aggregate_scores(scores)
         # A failed rubric must not be worth more than the worst that passes: below 0, that is the lowest total.
-        return 0.0 if self.aggregation == "custom" else min(0.0, self._aggregated(self.lowest_scores))
+        return 0.0 if self.aggregation == "custom" else min(0.0, self._aggregate_scores(self.lowest_scores))
 
     def only_tracks(self, tracks: Iterable[str]) -> Rubric:
         """Return the rubric with the criteria of these tracks alone; a ConfigError if none is left."""
-        wanted = set(tracks)
-        criteria = tuple(criterion for criterion in self.criteria if criterion.track in wanted)
+        track_names = set(tracks)
+        criteria = tuple(criterion for criterion in self.criteria if criterion.track in track_names)
         if not criteria:
-            named = ", ".join(sorted(wanted))
-            raise ConfigError(f"rubric: no criterion is of the tracks {named}; its tracks: {', '.join(self.tracks)}")
-        weights = {track: weight for track, weight in self.track_weights.items() if track in wanted}
+            listing = ", ".join(sorted(track_names))
+            raise ConfigError(f"rubric: no criterion is of the tracks {listing}; its tracks: {', '.join(self.tracks)}")
+        weights = {track: weight for track, weight in self.track_weights.items() if track in track_names}
         return replace(self, criteria=criteria, track_weights=weights)
 
     def in_order(self, ids: Iterable[str]) -> Rubric:
@@ -232,19 +232,19 @@ class Rubric:
 
     def to_dict(self) -> dict[str, Any]:
         """Return JSON as in a rubric file; it reads back equal, except for `aggregate`."""
-        written: dict[str, Any] = {"version": self.version, "goal_text": self.goal_text}
-        written |= {"aggregation": self.aggregation, "criteria": [c.to_dict() for c in self.criteria]}
-        return written | ({"track_weights": dict(self.track_weights)} if self.track_weights else {})
+        values: dict[str, Any] = {"version": self.version, "goal_text": self.goal_text}
+        values |= {"aggregation": self.aggregation, "criteria": [c.to_dict() for c in self.criteria]}
+        return values | ({"track_weights": dict(self.track_weights)} if self.track_weights else {})
 
     def _require_complete(self, scores: Mapping[str, float]) -> None:
         problems = [f"criterion {id_!r} has no score" for id_ in self.ids if id_ not in scores]
         problems += [f"{id_!r} is the id of no criterion" for id_ in scores if id_ not in self.ids]
-        found = (c.problem_of(scores[c.id]) for c in self.criteria if c.id in scores)
-        problems += [problem for problem in found if problem is not None]
+        score_problems = (c.problem_of(scores[c.id]) for c in self.criteria if c.id in scores)
+        problems += [problem for problem in score_problems if problem is not None]
         if problems:
             raise UnscoredError("; ".join(problems))
 
-    def _aggregated(self, scores: Mapping[str, float]) -> float:
+    def _aggregate_scores(self, scores: Mapping[str, float]) -> float:
         if self.aggregation == "custom":
             return self._custom_total(scores)
         if self.track_weights:
@@ -257,8 +257,8 @@ class Rubric:
         by_track: dict[str, list[tuple[float, float]]] = {}
         for c in self.criteria:
             by_track.setdefault(c.track, []).append((c.weight, c.normalised(scores[c.id])))
-        weighed = [(self.track_weights.get(track, 1.0), _mean(pairs)) for track, pairs in by_track.items()]
-        return float(sum(v * score for v, score in weighed)) if self.aggregation == "sum" else _mean(weighed)
+        terms = [(self.track_weights.get(track, 1.0), _mean(pairs)) for track, pairs in by_track.items()]
+        return float(sum(v * score for v, score in terms)) if self.aggregation == "sum" else _mean(terms)
 
     def _custom_total(self, scores: Mapping[str, float]) -> float:
         if self.aggregate is None:
@@ -288,6 +288,6 @@ def strict_problems(rubric: Rubric) -> list[str]:
     return problems
 
 
-def _mean(weighed: list[tuple[float, float]]) -> float:
+def _mean(weighted_totals: list[tuple[float, float]]) -> float:
     """Return the mean of the second numbers, weighted by the first; at least one weight is above 0."""
-    return math.fsum(w * s for w, s in weighed) / math.fsum(w for w, _ in weighed)
+    return math.fsum(w * s for w, s in weighted_totals) / math.fsum(w for w, _ in weighted_totals)

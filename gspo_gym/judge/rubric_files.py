@@ -19,13 +19,12 @@ file (or id), the configuration's overrides, the task's own rubric.
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 import json
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +34,7 @@ from gspo_gym.base.files import read_file
 from gspo_gym.base.settings import Settings
 from gspo_gym.errors import ConfigError, UnknownNameError, nearest_name, shortened
 from gspo_gym.judge.base import Rubrics
-from gspo_gym.judge.rubric import Aggregate, Aggregation, Criterion, Rubric, Scale
+from gspo_gym.judge.rubric import Aggregation, Criterion, Rubric, Scale
 
 _PARTS = ("event", "outcome")
 _SUFFIXES = (".yaml", ".yml", ".toml", ".json")
@@ -45,8 +44,8 @@ _BUNDLED_ID = re.compile(r"(?P<folder>\w+)/bundle@(?P<version>\w+)", re.ASCII)
 _MAX_BYTES = 1_000_000
 
 
-class _CriterionTable(Settings):
-    """One entry of `criteria`."""
+class CriterionPatch(Settings):
+    """One entry of `criteria`, over a criterion; None keeps the lower one's value, or a `Criterion`'s default."""
 
     id: str
     description: str | None = None
@@ -58,14 +57,17 @@ class _CriterionTable(Settings):
     maximum: float | None = None
 
 
-class _RubricTable(Settings):
-    """One rubric; in a judge's file under `event` or `outcome`."""
+class RubricPatch(Settings):
+    """One rubric, over another; None changes nothing. "inherit" keeps the lower one's aggregation, too."""
 
-    criteria: list[_CriterionTable] = Field(default=[])
+    criteria: list[CriterionPatch] = Field(default=[])
     version: str | None = None
     goal_text: str | None = None
     aggregation: Aggregation | None = None
     track_weights: dict[str, float] | None = None
+
+
+RubricsPatch = Mapping[str, RubricPatch]  # one source's changes, of "event", "outcome" or both
 
 
 def load_rubrics(
@@ -112,12 +114,12 @@ def find_rubrics(name: str, folders: Sequence[Path] = ()) -> Path:
             "support_desk/bundle@v1"
         )
     for folder in folders:
-        found = [path for suffix in _SUFFIXES if (path := folder / f"{name}{suffix}").is_file()]
+        paths = [path for suffix in _SUFFIXES if (path := folder / f"{name}{suffix}").is_file()]
         # The form of an id rules out "..", but a link in the folder may lead out of it.
-        if found and not found[0].resolve().is_relative_to(folder.resolve()):
-            raise ConfigError(f"rubric {name!r}: {found[0]} is a link out of {folder}")
-        if found:
-            return found[0]
+        if paths and not paths[0].resolve().is_relative_to(folder.resolve()):
+            raise ConfigError(f"rubric {name!r}: {paths[0]} is a link out of {folder}")
+        if paths:
+            return paths[0]
     return _find_bundled(name, folders)
 
 
@@ -163,10 +165,9 @@ def parse_rubrics(values: Mapping[str, Any], *, where: str) -> RubricsPatch:
     """
     unknown = sorted(set(values) - set(_PARTS))
     if unknown or not values:
-        got = f"{unknown[0]!r}; {nearest_name(unknown[0], _PARTS)}" if unknown else "nothing"
-        raise ConfigError(f"{where}: expected the parts event and outcome, or one of them, got {got}")
-    parts = {part: _parse_part(values[part], where=f"{where}: {part}") for part in _PARTS if part in values}
-    return RubricsPatch(**parts)
+        actual = f"{unknown[0]!r}; {nearest_name(unknown[0], _PARTS)}" if unknown else "nothing"
+        raise ConfigError(f"{where}: expected the parts event and outcome, or one of them, got {actual}")
+    return {part: _parse_part(values[part], where=f"{where}: {part}") for part in _PARTS if part in values}
 
 
 def parse_task_rubrics(values: Mapping[str, Any], *, where: str) -> RubricsPatch:
@@ -174,33 +175,12 @@ def parse_task_rubrics(values: Mapping[str, Any], *, where: str) -> RubricsPatch
 
     Unknown keys are left out; known ones must be as in a file.
     """
-    named = {"event": values.get("events", values.get("event")), "outcome": values.get("outcome")}
-    parts = {
+    values_by_part = {"event": values.get("events", values.get("event")), "outcome": values.get("outcome")}
+    return {
         part: _parse_part(_known_keys(value), where=f"{where}: {part}")
-        for part, value in named.items()
+        for part, value in values_by_part.items()
         if value is not None and value != []  # which apps send for a part that is not judged
     }
-    return RubricsPatch(**parts)
-
-
-def load_aggregate(name: str) -> Aggregate:
-    """Import the function "module:function" that totals scores by id (aggregation "custom").
-
-    Raises:
-        ConfigError: there is no such module or function.
-    """
-    # Only for names from the operator's own configuration: importing a module runs it.
-    module_name, colon, function_name = name.partition(":")
-    if not colon or not function_name.isidentifier():
-        raise ConfigError(f"aggregate: expected module:function, got {name!r}")
-    try:
-        function = getattr(importlib.import_module(module_name), function_name)
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(f"aggregate {name!r}: {error}") from error
-    if not callable(function):
-        raise ConfigError(f"aggregate {name!r}: expected a function, got {type(function).__name__}")
-    aggregate: Aggregate = function
-    return aggregate
 
 
 def bundled_rubric_ids() -> list[str]:
@@ -221,8 +201,8 @@ def _find_bundled(name: str, folders: Sequence[Path]) -> Path:
             # An id must not silently get another version of the rubric.
             if path.is_file() and _versions(path) == {match["version"]}:
                 return path
-    known = [*bundled_rubric_ids(), *_ids_in(folders)]
-    raise UnknownNameError(f"no rubric has the id {name!r}; {nearest_name(name, known)}")
+    ids = [*bundled_rubric_ids(), *_ids_in(folders)]
+    raise UnknownNameError(f"no rubric has the id {name!r}; {nearest_name(name, ids)}")
 
 
 def _ids_in(folders: Sequence[Path]) -> Iterator[str]:
@@ -239,8 +219,7 @@ def _bundled_folders() -> list[Path]:
 
 
 def _versions(path: Path) -> set[str]:
-    patch = read_rubrics(path)
-    return {str(part.version) for part in (patch.event, patch.outcome) if part is not None}
+    return {str(part.version) for part in read_rubrics(path).values()}
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -255,88 +234,47 @@ def _parse_part(value: Any, *, where: str) -> RubricPatch:
 
 def _parse_rubric(value: Any, *, where: str) -> RubricPatch:
     try:
-        table = _RubricTable.model_validate(value)
+        patch = RubricPatch.model_validate(value)
     except ValidationError as error:
         problems = [_problem(detail) for detail in error.errors(include_url=False)]
         if len(problems) == 1:
             raise ConfigError(f"{where}: {problems[0]}") from None
         raise ConfigError("\n  ".join([f"{where}: {len(problems)} problems:", *problems])) from None
-    fields = {name: getattr(table, name) for name in ("version", "goal_text", "aggregation", "track_weights")}
-    try:
-        return RubricPatch(tuple(CriterionPatch(**criterion.model_dump()) for criterion in table.criteria), **fields)
-    except ConfigError as error:
-        raise ConfigError(f"{where}: {error}") from error
+    # Rubric checks this as well, but merging goes by id and would lose all but the last of them.
+    counts = Counter(criterion.id for criterion in patch.criteria)
+    if repeated_ids := sorted(id_ for id_, count in counts.items() if count > 1):
+        raise ConfigError(f"{where}: {repeated_ids[0]!r} is the id of several criteria; give each one its own")
+    return patch
 
 
 def _problem(detail: Any) -> str:
     place = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in detail["loc"]).lstrip(".")
     if detail["type"] == "extra_forbidden":
-        table = _CriterionTable if len(detail["loc"]) > 1 else _RubricTable
+        table = CriterionPatch if len(detail["loc"]) > 1 else RubricPatch
         return f"{place}: there is no such key; {nearest_name(str(detail['loc'][-1]), table.model_fields)}"
     if detail["type"] == "missing":
         return f"{place}: required, but not given"
-    shown = shortened(json.dumps(detail["input"], default=str, ensure_ascii=False), 60)
-    expected = detail["msg"].removeprefix("Input should be ")
+    input_text = shortened(json.dumps(detail["input"], default=str, ensure_ascii=False), 60)
+    expectation = detail["msg"].removeprefix("Input should be ")
     if detail["type"] in ("model_type", "dict_type"):
-        expected = "a table"
-    return f"{place + ': ' if place else ''}expected {expected}, got {shown}"
+        expectation = "a table"
+    return f"{place + ': ' if place else ''}expected {expectation}, got {input_text}"
 
 
 def _known_keys(value: Any) -> Any:
     # Anything but a table is left for the reader to refuse.
-    if isinstance(value, list):
-        value = {"criteria": value}
-    if not isinstance(value, Mapping):
-        return value
-    known = {key: entry for key, entry in value.items() if key in _RubricTable.model_fields and entry is not None}
-    if isinstance(known.get("criteria"), list):
-        fields = _CriterionTable.model_fields
-        known["criteria"] = [
-            {key: entry for key, entry in each.items() if key in fields and entry is not None}
-            if isinstance(each, Mapping)
-            else each
-            for each in known["criteria"]
-        ]
-    return known
+    table = {"criteria": value} if isinstance(value, list) else value
+    if not isinstance(table, Mapping):
+        return table
+    values = _only(table, RubricPatch)
+    if isinstance(values.get("criteria"), list):
+        criteria = values["criteria"]
+        values["criteria"] = [_only(c, CriterionPatch) if isinstance(c, Mapping) else c for c in criteria]
+    return values
 
 
-@dataclass(frozen=True, slots=True)
-class CriterionPatch:
-    """Changes of one criterion; None keeps the lower one's value, or a `Criterion`'s default."""
-
-    id: str
-    description: str | None = None
-    weight: float = 1.0
-    scale: Scale | None = None
-    required: bool | None = None
-    threshold: float | None = None
-    minimum: float | None = None
-    maximum: float | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class RubricPatch:
-    """Changes of a rubric; None changes nothing. "inherit" keeps the lower one's aggregation, too."""
-
-    criteria: tuple[CriterionPatch, ...] = ()
-    version: str | None = None
-    goal_text: str | None = None
-    aggregation: Aggregation | None = None
-    track_weights: Mapping[str, float] | None = None
-
-    def __post_init__(self) -> None:
-        # Rubric checks this as well, but merging goes by id and would lose all but the last of them.
-        counts = Counter(criterion.id for criterion in self.criteria)
-        if repeated := sorted(id_ for id_, count in counts.items() if count > 1):
-            raise ConfigError(f"{repeated[0]!r} is the id of several criteria; give each one its own")
-
-
-@dataclass(frozen=True, slots=True)
-class RubricsPatch:
-    """One source's changes of the event and the outcome rubric; None: none."""
-
-    event: RubricPatch | None = None
-    outcome: RubricPatch | None = None
+def _only(table: Mapping[str, Any], settings: type[Settings]) -> dict[str, Any]:
+    return {key: value for key, value in table.items() if key in settings.model_fields and value is not None}
 
 
 def merge_rubrics(*sources: RubricsPatch) -> Rubrics:
@@ -345,13 +283,11 @@ def merge_rubrics(*sources: RubricsPatch) -> Rubrics:
     Raises:
         ConfigError: the result is no rubric: a description is missing, a threshold out of range, ...
     """
-    parts: dict[str, Rubric | None] = {"event": None, "outcome": None}
+    parts: dict[str, Rubric] = {}
     for source in sources:
-        for name, patch in (("event", source.event), ("outcome", source.outcome)):
-            if patch is None:
-                continue
+        for name, patch in source.items():
             try:
-                parts[name] = merge_rubric(parts[name], patch)
+                parts[name] = merge_rubric(parts.get(name), patch)
             except ConfigError as error:
                 raise ConfigError(f"{name}: {error}") from error
     return Rubrics(**parts)
@@ -359,51 +295,34 @@ def merge_rubrics(*sources: RubricsPatch) -> Rubrics:
 
 def merge_rubric(base: Rubric | None, patch: RubricPatch) -> Rubric:
     """Apply a patch to a rubric; on None it must be complete (else a ConfigError)."""
-    if base is None:
-        criteria = tuple(_merge_criterion(None, criterion) for criterion in patch.criteria)
-        return Rubric(
-            criteria,
-            version="1" if patch.version is None else patch.version,
-            goal_text=patch.goal_text or "",
-            aggregation=patch.aggregation or "weighted_sum",
-            track_weights=patch.track_weights or {},
-        )
     over = {criterion.id: criterion for criterion in patch.criteria}
-    kept = [_merge_criterion(c, over.pop(c.id)) if c.id in over else c for c in base.criteria]
-    new = [_merge_criterion(None, criterion) for criterion in over.values()]
-    aggregation = patch.aggregation if patch.aggregation not in (None, "inherit") else base.aggregation
-    return Rubric(
-        (*kept, *new),
-        version=base.version if patch.version is None else patch.version,
-        goal_text=base.goal_text if patch.goal_text is None else patch.goal_text,
-        aggregation=aggregation,
-        track_weights=base.track_weights if patch.track_weights is None else patch.track_weights,
-        aggregate=base.aggregate if aggregation == "custom" else None,  # a rubric refuses one that is not called
-    )
+    below = [] if base is None else [_merge_criterion(c, over.pop(c.id)) if c.id in over else c for c in base.criteria]
+    criteria = (*below, *(_merge_criterion(None, criterion) for criterion in over.values()))
+    fields = patch.model_dump(include={"version", "goal_text", "aggregation", "track_weights"}, exclude_none=True)
+    if base is None:
+        return Rubric(criteria, **fields)
+    if fields.get("aggregation") == "inherit":
+        del fields["aggregation"]
+    if fields.get("aggregation", "custom") != "custom":
+        fields["aggregate"] = None  # a rubric refuses one that is not called
+    return replace(base, criteria=criteria, **fields)
 
 
 def _merge_criterion(base: Criterion | None, patch: CriterionPatch) -> Criterion:
+    own = patch.model_dump(exclude_none=True)
     if base is None:
         if patch.description is None:
             raise ConfigError(
                 f"criterion {patch.id!r}: expected a description, because there is no criterion of that id below it"
             )
         base = Criterion(patch.id, patch.description)
-    scale = base.scale if patch.scale is None else patch.scale
+    if not own.setdefault("required", base.required) and patch.threshold is not None:
+        raise ConfigError(f"criterion {patch.id!r}: a threshold is for a required criterion; set required = true, too")
     # Another scale has other ends and another middle: the lower one's say nothing about it.
     fresh = Criterion(base.id, base.description)
-    below = base if scale == base.scale else fresh
-    required = base.required if patch.required is None else patch.required
-    if patch.threshold is not None and not required:
-        raise ConfigError(f"criterion {patch.id!r}: a threshold is for a required criterion; set required = true, too")
-    threshold = below.threshold if patch.threshold is None else patch.threshold
-    return Criterion(
-        base.id,
-        base.description if patch.description is None else patch.description,
-        weight=base.weight * patch.weight,  # 1, the default of a patch, leaves the other
-        scale=scale,
-        required=required,
-        threshold=threshold if required else fresh.threshold,  # required = false takes the lower threshold back
-        minimum=below.minimum if patch.minimum is None else patch.minimum,
-        maximum=below.maximum if patch.maximum is None else patch.maximum,
-    )
+    below = base if own.get("scale", base.scale) == base.scale else fresh
+    ends = {name: getattr(below, name) for name in ("threshold", "minimum", "maximum")}
+    if not own["required"]:  # required = false takes the lower threshold back
+        ends["threshold"] = fresh.threshold
+    # 1, the default of a patch, leaves the other weight.
+    return replace(base, **{**ends, **own, "weight": base.weight * patch.weight})

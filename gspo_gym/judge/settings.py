@@ -84,10 +84,15 @@ class JudgeModelSettings(Settings):
     @property
     def url(self) -> str:
         """Return the base URL; a ConfigError for a local judge without base_url."""
-        url = self.base_url or _PROVIDERS[self.provider or "local"][0]
-        if url is None:
-            raise ConfigError('base_url: provider "local" needs one, such as http://127.0.0.1:8000/v1')
-        return url
+        if (problem := self.url_problem()) is not None:
+            raise ConfigError(f"provider: {problem}")
+        return self.base_url or str(_PROVIDERS[self.provider or "local"][0])
+
+    def url_problem(self) -> str | None:
+        """Return why there is no base URL; None if there is one."""
+        if self.base_url is not None or self.provider not in (None, "local"):
+            return None
+        return '"local" needs base_url, such as "http://127.0.0.1:8000/v1"'
 
     @property
     def max_tokens_field(self) -> str:
@@ -216,7 +221,6 @@ class JudgeSettings(Settings):
     )
     timeout_s: float | None = Field(default=None, gt=0, description="seconds a call may take; absent: 30")
     on_unscored: Literal["refill", "drop"] = same(ScoringLimits, "on_unscored")
-    max_unscored: int = same(ScoringLimits, "max_unscored")
     panel: tuple[PanelEntry, ...] = Field(
         default=(), description="several judges, whose scores are aggregated: tables [[judge.panel]]"
     )

@@ -102,7 +102,7 @@ def batch_advantages(
     returns = [r for group in groups for r in group]
     values, magnitudes = _table(returns, settings.level), _magnitudes(returns, settings.level)
     # Updated first and used then, as ROLL does.
-    so_far = _updated(running or RunningReturns(), returns, settings.level)
+    so_far = _update_running(running or RunningReturns(), returns, settings.level)
     spreads = {"batch": _Spread.of(values, magnitudes), "running": _Spread.of_running(so_far, values.shape[1])}
     advantages: list[Float32Array] = []
     constant_groups: list[bool] = []
@@ -162,8 +162,8 @@ def _rounding(magnitudes: NDArray[np.float64], means: NDArray[np.float64]) -> ND
     # order 1, or the remainder of terms of order 1. Where rewards of 1e6 cancel, their rounding is left: so also up to
     # 1e-6 of what is summed and not left in the mean. What all episodes share counts only with the rounding of float64:
     # 1e6 + 0.5 is more than 1e6.
-    cancelled = magnitudes - np.abs(means)
-    return np.maximum(_CONSTANT_TOLERANCE * np.maximum(1.0, cancelled), _SUM_TOLERANCE * magnitudes)
+    cancelled_part = magnitudes - np.abs(means)
+    return np.maximum(_CONSTANT_TOLERANCE * np.maximum(1.0, cancelled_part), _SUM_TOLERANCE * magnitudes)
 
 
 def _compare(
@@ -172,8 +172,9 @@ def _compare(
     """Return [n, K] advantages of a group's values; entries past an episode's end are not used."""
     advantages = values
     if settings.baseline == "leave_one_out":
-        others = (values.sum(axis=0) - values) / max(len(values) - 1, 1)  # alone, nothing varies and nothing is used
-        advantages = np.where(spreads["group"].varies, values - others, 0.0)
+        # Alone, nothing varies and nothing is used.
+        other_means = (values.sum(axis=0) - values) / max(len(values) - 1, 1)
+        advantages = np.where(spreads["group"].varies, values - other_means, 0.0)
     elif settings.baseline != "none":
         spread = spreads[settings.baseline]
         advantages = np.where(spread.varies, values - spread.mean, 0.0)
@@ -203,9 +204,9 @@ def _magnitudes(returns: Sequence[Returns], level: str) -> NDArray[np.float64]:
     return np.cumsum(steps[:, ::-1], axis=1)[:, ::-1]
 
 
-def _updated(running: RunningReturns, returns: Sequence[Returns], level: str) -> RunningReturns:
-    seen = [np.array([r.episode_return]) if level == "trajectory" else r.to_go for r in returns]
-    return running.updated(np.concatenate(seen), magnitude=max(r.reward_magnitude for r in returns))
+def _update_running(running: RunningReturns, returns: Sequence[Returns], level: str) -> RunningReturns:
+    return_arrays = [np.array([r.episode_return]) if level == "trajectory" else r.to_go for r in returns]
+    return running.updated(np.concatenate(return_arrays), magnitude=max(r.reward_magnitude for r in returns))
 
 
 def _per_turn(row: NDArray[np.float64], num_turns: int) -> Float32Array:

@@ -90,8 +90,11 @@ class TrainBatch(TokenBatch):
             raise RecordError("TrainBatch.advantages: expected finite values")
         if bool(self.advantages[~self.action_mask].any()):
             raise RecordError("TrainBatch.advantages: expected 0 where action_mask is False")
-        masked, others = self.trajectory_index[self.is_masked], self.trajectory_index[~self.is_masked]
-        if bool(torch.isin(masked, others).any()):
+        masked_trajectories, other_trajectories = (
+            self.trajectory_index[self.is_masked],
+            self.trajectory_index[~self.is_masked],
+        )
+        if bool(torch.isin(masked_trajectories, other_trajectories).any()):
             raise RecordError("TrainBatch.is_masked: expected all rows of a trajectory to agree")
 
 
@@ -174,38 +177,38 @@ def build_batch(
     trajectories = [trajectory for group in members for trajectory in group]
     if not trajectories:
         raise RecordError(f"expected at least one trajectory with a turn, got none in {len(groups)} groups")
-    known = known_returns or {}
+    returns_by_id = known_returns or {}
 
-    def earned(trajectory: Trajectory) -> Returns:
-        return known.get(trajectory.trajectory_id) or returns_of(
+    def returns_for(trajectory: Trajectory) -> Returns:
+        return returns_by_id.get(trajectory.trajectory_id) or returns_of(
             trajectory, discount=advantages.discount, rewards=rewards, step_rewards=step_rewards
         )
 
-    returns = [[earned(trajectory) for trajectory in group] for group in members]
+    returns = [[returns_for(trajectory) for trajectory in group] for group in members]
     result = batch_advantages(returns, advantages, running)
-    trained = {i for i, trajectory in enumerate(trajectories) if trajectory.num_actions > 0}
+    with_actions = {i for i, trajectory in enumerate(trajectories) if trajectory.num_actions > 0}
     eps = advantages.filter_eps
-    kept = [i for i, v in enumerate(result.values) if i in trained and (eps is None or np.abs(v).max() > eps)]
+    indices = [i for i, v in enumerate(result.values) if i in with_actions and (eps is None or np.abs(v).max() > eps)]
     overlong = [is_overlong(trajectory) for trajectory in trajectories]
     counts = BatchCounts(
         num_groups=len(members),
         num_constant_groups=sum(result.constant_groups),
-        num_trajectories=len(kept),
+        num_trajectories=len(indices),
         num_skipped=sum(len(group.trajectories) for group in groups) - len(trajectories),
-        num_untrained=len(trajectories) - len(trained),
-        num_filtered=len(trained) - len(kept),
+        num_untrained=len(trajectories) - len(with_actions),
+        num_filtered=len(with_actions) - len(indices),
         num_overlong=sum(overlong),
     )
     mean_return = sum(r.episode_return for group in returns for r in group) / len(trajectories)
-    if not kept:
+    if not indices:
         return BuiltBatch(None, counts, result.running, mean_return)
-    tokens = batch_tokens([trajectories[i] for i in kept])
+    tokens = batch_tokens([trajectories[i] for i in indices])
     batch = TrainBatch(
         **_tensors_of(tokens),
-        advantages=_spread([result.values[i] for i in kept], tokens.turn_index, tokens.trajectory_index),
-        is_masked=torch.tensor([overlong[i] and rewards.overlong == "mask" for i in kept])[tokens.trajectory_index],
+        advantages=_spread([result.values[i] for i in indices], tokens.turn_index, tokens.trajectory_index),
+        is_masked=torch.tensor([overlong[i] and rewards.overlong == "mask" for i in indices])[tokens.trajectory_index],
     )
-    return BuiltBatch(batch, counts, result.running, mean_return, tuple(trajectories[i].trajectory_id for i in kept))
+    return BuiltBatch(batch, counts, result.running, mean_return, tuple(trajectories[i].trajectory_id for i in indices))
 
 
 def batch_tokens(trajectories: Sequence[Trajectory]) -> TokenBatch:
@@ -244,9 +247,9 @@ def batch_tokens(trajectories: Sequence[Trajectory]) -> TokenBatch:
 
 def select_trajectories(batch: AnyBatch, trajectories: Iterable[int]) -> AnyBatch:
     """Return a batch of only these trajectories, renumbered 0.. in the order given, padded no wider than they need."""
-    wanted = list(trajectories)
+    numbers = list(trajectories)
     new_number = torch.full((batch.num_trajectories,), -1, dtype=torch.int64)
-    new_number[wanted] = torch.arange(len(wanted))
+    new_number[numbers] = torch.arange(len(numbers))
     number_of_row = new_number[batch.trajectory_index]
     rows = torch.nonzero(number_of_row >= 0).squeeze(1)
     width = int(batch.attention_mask[rows].sum(1).max())
@@ -311,11 +314,11 @@ def _spread(advantages: Sequence[Float32Array], turn_index: Tensor, trajectory_i
     spread = np.zeros(turn_index.shape, np.float32)
     turns = turn_index.numpy()
     for row, trajectory in enumerate(trajectory_index.tolist()):
-        sampled = turns[row] >= 0
+        is_sampled = turns[row] >= 0
         values = advantages[trajectory]
         if turns[row].max() >= len(values):
             raise RecordError(f"a token names turn {turns[row].max()}, but its trajectory has {len(values)} turns")
-        spread[row, sampled] = values[turns[row, sampled]]
+        spread[row, is_sampled] = values[turns[row, is_sampled]]
     return torch.from_numpy(spread)
 
 

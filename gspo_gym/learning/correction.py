@@ -48,7 +48,7 @@ def correct(batch: LabelledBatch, logprobs: Tensor, settings: CorrectionSettings
     mask = batch.action_mask
     rollout = batch.rollout_logprobs[mask].double()
     weights = torch.ones_like(rollout)
-    truncated = masked = off_policy = torch.zeros_like(rollout, dtype=torch.bool)
+    truncated = is_masked = off_policy = torch.zeros_like(rollout, dtype=torch.bool)
     if settings.level != "none":
         pools = pool_tokens(batch, settings.level)
         # Never the product, which TRL and verl take by default: the exp of a sum over an episode ranges over orders of
@@ -58,16 +58,16 @@ def correct(batch: LabelledBatch, logprobs: Tensor, settings: CorrectionSettings
             truncated = weights > settings.high
             weights = weights.clamp(max=settings.high)
         else:
-            masked = (weights < settings.low) | (weights > settings.high)
+            is_masked = (weights < settings.low) | (weights > settings.high)
     if settings.off_policy_threshold is not None:
         trajectories = pool_tokens(batch, "trajectory")
         drift = trajectories.mean(rollout - logprobs.detach()[mask].double())[trajectories.of_token]
         off_policy = (drift > settings.off_policy_threshold) & (batch.advantages[mask] < 0)
-    weights = weights.masked_fill(masked | off_policy, 0.0).to(logprobs.dtype)
+    weights = weights.masked_fill(is_masked | off_policy, 0.0).to(logprobs.dtype)
     return Correction(
         torch.ones_like(logprobs).masked_scatter(mask, weights),
         num_truncated=int(truncated.sum()),
-        num_masked=int(masked.sum()),
+        num_masked=int(is_masked.sum()),
         num_off_policy=int(off_policy.sum()),
     )
 

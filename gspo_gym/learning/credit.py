@@ -65,16 +65,16 @@ def returns_of(
     if indices != list(range(len(indices))):
         raise RecordError(f"trajectory {trajectory.trajectory_id}: expected turns 0, 1, 2, ..., got {indices}")
     rewards = rewards or RewardSettings()
-    earned = list(turn_rewards(trajectory, step_rewards or StepRewardSettings()))
+    rewards_by_turn = list(turn_rewards(trajectory, step_rewards or StepRewardSettings()))
     if rewards.overlong == "penalize" and is_overlong(trajectory):
-        earned[-1] -= rewards.overlong_penalty
-    episode_return = sum(earned)
-    to_go = np.zeros(len(earned), dtype=np.float64)
+        rewards_by_turn[-1] -= rewards.overlong_penalty
+    episode_return = sum(rewards_by_turn)
+    to_go = np.zeros(len(rewards_by_turn), dtype=np.float64)
     following = 0.0
-    for k in reversed(range(len(earned))):
-        following = earned[k] + discount * following
+    for k in reversed(range(len(rewards_by_turn))):
+        following = rewards_by_turn[k] + discount * following
         to_go[k] = following
-    reward_magnitude = float(sum(abs(reward) for reward in earned))
+    reward_magnitude = float(sum(abs(reward) for reward in rewards_by_turn))
     if not reward_magnitude <= _MAX_MAGNITUDE:
         raise RecordError(
             f"trajectory {trajectory.trajectory_id}: expected rewards whose sizes sum to at most {_MAX_MAGNITUDE:g}, "
@@ -140,20 +140,20 @@ def turn_rewards(trajectory: Trajectory, settings: StepRewardSettings) -> tuple[
 
 
 def _decision_rewards(turns: Collection[Turn], settings: StepRewardSettings) -> tuple[float, ...]:
-    seen: set[str] = set()
+    seen_names: set[str] = set()
     num_credited: Counter[str] = Counter()
     rewards = []
     for t, turn in enumerate(turns):
         names = list(dict.fromkeys(turn.events))  # a name counts once per turn, however often the turn lists it
-        new = [name for name in names if name not in seen]
-        seen.update(new)
-        counted = new if settings.kind == "unique" else names
+        new = [name for name in names if name not in seen_names]
+        seen_names.update(new)
+        counted_names = new if settings.kind == "unique" else names
         if settings.strategy == "per_achievement":
             base = _multiplier(settings) * _credit(names, num_credited, settings)
         elif settings.strategy == "consistent":
-            base = _multiplier(settings) if counted else 0.0
+            base = _multiplier(settings) if counted_names else 0.0
         else:
-            base = len(counted) + (settings.indicator_lambda if new else 0.0)
+            base = len(counted_names) + (settings.indicator_lambda if new else 0.0)
         # The hosted application only records beta, its trainer applies it; here it is applied with every strategy.
         rewards.append(base + (settings.beta * (len(turns) - t) if new else 0.0))
     return tuple(rewards)

@@ -153,8 +153,8 @@ class _LinearHead(torch.autograd.Function):
             logprobs[part] = log_softmax.gather(-1, targets[part, None]).squeeze(-1)
             entropy[part] = -torch.exp(log_softmax, out=scratch).mul_(log_softmax).sum(-1)
         # A single chunk is kept: that is no more than computing it again would hold.
-        kept = buffers.result if 0 < len(targets) <= size and any(ctx.needs_input_grad) else None
-        ctx.save_for_backward(hidden, weight, bias, targets, entropy, kept)
+        saved_chunk = buffers.result if 0 < len(targets) <= size and any(ctx.needs_input_grad) else None
+        ctx.save_for_backward(hidden, weight, bias, targets, entropy, saved_chunk)
         ctx.chunked, ctx.size = chunked, size
         if not chunked.entropy_has_gradient:
             ctx.mark_non_differentiable(entropy)
@@ -163,22 +163,22 @@ class _LinearHead(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, logprob_grads: Tensor, entropy_grads: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, targets, entropy, kept = ctx.saved_tensors
-        chunked: ChunkedHead = ctx.chunked
-        scale = chunked.head.multiplier / chunked.sampling.temperature
+        hidden, weight, bias, targets, entropy, saved_chunk = ctx.saved_tensors
+        chunked_head: ChunkedHead = ctx.chunked
+        scale = chunked_head.head.multiplier / chunked_head.sampling.temperature
         logprob_grads, entropy_grads = logprob_grads * scale, entropy_grads * scale
-        buffers = _Buffers(min(ctx.size, len(targets)), hidden, weight, bias, chunked, result=kept)
+        buffers = _Buffers(min(ctx.size, len(targets)), hidden, weight, bias, chunked_head, result=saved_chunk)
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         grad_hidden = torch.empty_like(hidden) if needs_hidden else None
         # Summed over chunks in float32: each addition in bf16 would lose the gradient's 3rd digit.
         grad_weight = torch.zeros_like(weight, dtype=_working_dtype(weight)) if needs_weight else None
         grad_bias = torch.zeros_like(bias, dtype=_working_dtype(bias)) if needs_bias else None
         for part in _parts(len(targets), ctx.size):
-            log_softmax, grads = buffers.log_softmax(part) if kept is None else (kept, buffers.scratch)
+            log_softmax, grads = buffers.log_softmax(part) if saved_chunk is None else (saved_chunk, buffers.scratch)
             torch.exp(log_softmax, out=grads)
             # d logprob / d logits = [is the target] - p;  d entropy / d logits = -p (log p + entropy)
             by_logprob = logprob_grads[part, None]
-            if chunked.entropy_has_gradient:
+            if chunked_head.entropy_has_gradient:
                 grads.mul_((log_softmax + entropy[part, None]).mul_(entropy_grads[part, None]).add_(by_logprob))
             else:
                 grads.mul_(by_logprob)
@@ -217,12 +217,12 @@ class _Buffers:
         hidden: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        chunked: ChunkedHead,
+        chunked_head: ChunkedHead,
         *,
         result: Tensor | None = None,
     ) -> None:
         self._hidden, self._weight, self._bias = hidden, weight, bias
-        self._multiplier, self._temperature = chunked.head.multiplier, chunked.sampling.temperature
+        self._multiplier, self._temperature = chunked_head.head.multiplier, chunked_head.sampling.temperature
         self.scratch = hidden.new_empty(num_tokens, weight.shape[0], dtype=_working_dtype(hidden))
         self.result = torch.empty_like(self.scratch) if result is None else result
         is_narrow = hidden.dtype != self.scratch.dtype
@@ -267,22 +267,22 @@ def truncate(logits: Tensor, targets: Tensor, sampling: Sampling) -> Tensor:
     """
     # The sampled tokens are kept in any case. The policy that sampled kept them; the present one may have moved, or
     # have rounded otherwise, and a logprob of -inf would say that it never could.
-    kept = _kept(logits.detach(), sampling).scatter(-1, targets[:, None], True)
-    return logits.masked_fill(~kept, float("-inf"))
+    is_kept = _kept_mask(logits.detach(), sampling).scatter(-1, targets[:, None], True)
+    return logits.masked_fill(~is_kept, float("-inf"))
 
 
-def _kept(logits: Tensor, sampling: Sampling) -> Tensor:  # [A, V] bool
-    ordered, order = logits.sort(dim=-1, descending=True, stable=True)  # equal logits are ranked by token id
+def _kept_mask(logits: Tensor, sampling: Sampling) -> Tensor:  # [A, V] bool
+    sorted_logits, order = logits.sort(dim=-1, descending=True, stable=True)  # equal logits are ranked by token id
     rank = torch.arange(logits.shape[-1], device=logits.device)
-    kept = torch.ones_like(ordered, dtype=torch.bool)
+    is_kept = torch.ones_like(sorted_logits, dtype=torch.bool)
     if sampling.min_p > 0:
-        kept = ordered >= ordered[:, :1] + math.log(sampling.min_p)
+        is_kept = sorted_logits >= sorted_logits[:, :1] + math.log(sampling.min_p)
     if sampling.top_k > 0:
-        kept &= rank < sampling.top_k
+        is_kept &= rank < sampling.top_k
     if sampling.top_p < 1:
-        ordered = ordered.masked_fill(~kept, float("-inf"))
+        sorted_logits = sorted_logits.masked_fill(~is_kept, float("-inf"))
         # As the engine computes it: softmax is off by 3e-5 at 150,000 logits in float32, which is a token or two.
-        probs = (ordered - ordered.logsumexp(dim=-1, keepdim=True)).exp_()
+        probs = (sorted_logits - sorted_logits.logsumexp(dim=-1, keepdim=True)).exp_()
         mass_before = probs.cumsum(dim=-1) - probs
-        kept &= (mass_before < sampling.top_p) | (rank == 0)
-    return torch.zeros_like(kept).scatter(-1, order, kept)
+        is_kept &= (mass_before < sampling.top_p) | (rank == 0)
+    return torch.zeros_like(is_kept).scatter(-1, order, is_kept)

@@ -269,13 +269,19 @@ def loss_metrics(steps: Sequence[Sequence[LossStats]]) -> dict[str, float]:
 
 
 def _ratio_metrics(ratios: Tensor) -> dict[str, float]:
-    ordered = ratios.double().sort().values
-    last = len(ordered) - 1
-    metrics = {"ratio/mean": float(ordered.mean()), "ratio/min": float(ordered[0]), "ratio/max": float(ordered[-1])}
-    metrics["ratio/log_std"] = float(ordered.log().std(correction=0))
-    metrics["ratio/is_constant"] = float(torch.allclose(ordered, torch.ones_like(ordered), rtol=0, atol=_ROUNDING))
+    sorted_ratios = ratios.double().sort().values
+    last = len(sorted_ratios) - 1
+    metrics = {
+        "ratio/mean": float(sorted_ratios.mean()),
+        "ratio/min": float(sorted_ratios[0]),
+        "ratio/max": float(sorted_ratios[-1]),
+    }
+    metrics["ratio/log_std"] = float(sorted_ratios.log().std(correction=0))
+    metrics["ratio/is_constant"] = float(
+        torch.allclose(sorted_ratios, torch.ones_like(sorted_ratios), rtol=0, atol=_ROUNDING)
+    )
     # The nearest rank, because torch.quantile refuses more than 16 million values (unit "token").
-    return metrics | {f"ratio/q{q:02d}": float(ordered[math.floor(q / 100 * last + 0.5)]) for q in (5, 50, 95)}
+    return metrics | {f"ratio/q{q:02d}": float(sorted_ratios[math.floor(q / 100 * last + 0.5)]) for q in (5, 50, 95)}
 
 
 def _total(values: Sequence[Tensor]) -> float:

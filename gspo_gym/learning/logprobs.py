@@ -141,17 +141,19 @@ class LogprobComputer:
         zeros = torch.zeros(action_mask.shape, dtype=logprobs.dtype, device=logprobs.device)
         return TokenLogprobs(zeros.masked_scatter(action_mask, logprobs), zeros.masked_scatter(action_mask, entropy))
 
-    def _hidden_states(self, token_ids: Tensor, attention_mask: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor | None]:
+    def _hidden_states(
+        self, token_ids: Tensor, attention_mask: Tensor, is_predicted: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
         """Return the hidden states [A, D] of the tokens that are wanted, [B, T], and which of them are this rank's.
 
         None: all are.
         """
         trie = self.prefixes.shared(token_ids, attention_mask)
         if self._sequence is not None:
-            return self._sequence.hidden_states(self._parts.decoder, token_ids, trie, wanted)
+            return self._sequence.hidden_states(self._parts.decoder, token_ids, trie, is_predicted)
         if trie is None:
-            return _hidden_states(self._parts.decoder, token_ids)[wanted], None
-        return trie.hidden_states(self._parts.decoder).index_select(0, trie.places[wanted]), None
+            return _hidden_states(self._parts.decoder, token_ids)[is_predicted], None
+        return trie.hidden_states(self._parts.decoder).index_select(0, trie.places[is_predicted]), None
 
     @contextlib.contextmanager
     def adapter_dropout(self, seed: int) -> Iterator[None]:
@@ -238,12 +240,14 @@ def _probe(model: Any, parts: _Parts, forward: Callable[[Work], tuple[Tensor, ..
     token_ids = torch.arange(3, 19, device=device).reshape(2, 8) % vocabulary
     attention_mask = torch.ones_like(token_ids)
     attention_mask[1, 5:] = 0
-    captured: list[tuple[Tensor, Tensor]] = []
-    hook = parts.head.module.register_forward_hook(lambda _module, inputs, output: captured.append((inputs[0], output)))
+    head_calls: list[tuple[Tensor, Tensor]] = []
+    hook = parts.head.module.register_forward_hook(
+        lambda _module, inputs, output: head_calls.append((inputs[0], output))
+    )
     _eval_mode(model)
     kind = type(model).__name__
     try:
-        expected = model(input_ids=token_ids, attention_mask=attention_mask, use_cache=False).logits
+        own_logits = model(input_ids=token_ids, attention_mask=attention_mask, use_cache=False).logits
         with torch.enable_grad(), _checkpointing(model):
             (hidden,) = forward(lambda: (_hidden_states(parts.decoder, token_ids),))
             hidden = hidden.detach()
@@ -252,11 +256,11 @@ def _probe(model: Any, parts: _Parts, forward: Callable[[Work], tuple[Tensor, ..
     finally:
         hook.remove()
     valid = attention_mask.bool()
-    if len(captured) != 1 or captured[0][0].shape != hidden.shape or captured[0][1].shape != expected.shape:
+    if len(head_calls) != 1 or head_calls[0][0].shape != hidden.shape or head_calls[0][1].shape != own_logits.shape:
         raise ConfigError(f"{kind}: its logits are not its output head applied once to its decoder's last hidden state")
-    if not bool(torch.isfinite(expected[valid]).all()):
+    if not bool(torch.isfinite(own_logits[valid]).all()):
         raise ConfigError(f"{kind}: its logits are NaN or infinite on a probe of eight tokens; are its weights sound?")
-    head_input, head_output = captured[0]
+    head_input, head_output = head_calls[0]
     # With and without a mask, other attention kernels run: about a hundred roundings per token; in 16 bits some
     # percent, more where a mixture of experts routes a token differently. Looking into the padding is off by order 1.
     gap = (hidden[valid] - head_input[valid]).norm(dim=-1) / head_input[valid].norm(dim=-1)
@@ -266,20 +270,22 @@ def _probe(model: Any, parts: _Parts, forward: Callable[[Work], tuple[Tensor, ..
             "those its output head is given under right padding (it looks into the padding, or drops out in eval "
             "mode); this model cannot be scored"
         )
-    finished = parts.head.finish_logits(head_output)[valid]
-    rounding = torch.finfo(head_output.dtype).eps * expected[valid].abs().max()
-    if bool(((finished - expected[valid]).abs() > 8 * rounding).any()):
+    head_logits = parts.head.finish_logits(head_output)[valid]
+    rounding = torch.finfo(head_output.dtype).eps * own_logits[valid].abs().max()
+    if bool(((head_logits - own_logits[valid]).abs() > 8 * rounding).any()):
         raise ConfigError(
             f"{kind}: it changes its logits after the output head in a way other than the known ones (logit_scale, "
             "logits_scaling, final_logit_softcapping); this model cannot be scored"
         )
-    return int(expected.shape[-1])
+    return int(own_logits.shape[-1])
 
 
 def adapter_dropouts(model: nn.Module) -> list[nn.Dropout]:
     """Return the dropout layers of the model's adapters, which peft puts into `lora_dropout` by adapter."""
-    held = [module.get_submodule("lora_dropout") for module in model.modules() if "lora_dropout" in module._modules]
-    return [layer for layers in held for layer in layers.modules() if isinstance(layer, nn.Dropout)]
+    dropout_dicts = [
+        module.get_submodule("lora_dropout") for module in model.modules() if "lora_dropout" in module._modules
+    ]
+    return [layer for layers in dropout_dicts for layer in layers.modules() if isinstance(layer, nn.Dropout)]
 
 
 @contextlib.contextmanager

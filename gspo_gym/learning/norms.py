@@ -20,7 +20,7 @@ class RmsNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:  # Any: untyped in torch
-        normal, scale = _normalized(x, weight, eps)
+        normal, scale = _normalize(x, weight, eps)
         ctx.save_for_backward(x, weight, scale)
         return normal
 
@@ -57,12 +57,12 @@ def _forward(module: Any, x: Tensor) -> Tensor:  # Any: transformers is untyped
         result: Tensor = type(module).forward(module, x)
         return result
     if not torch.is_grad_enabled():
-        return _normalized(x, module.weight, module.variance_epsilon)[0]
+        return _normalize(x, module.weight, module.variance_epsilon)[0]
     normal: Tensor = RmsNorm.apply(x, module.weight, module.variance_epsilon)  # type: ignore[no-untyped-call]
     return normal
 
 
-def _normalized(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def _normalize(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Return the norm of x [..., D], and 1 / sqrt(mean(x²) + eps) [..., 1]."""
     scale = x.pow(2).sum(-1, keepdim=True).div_(_number(x.shape[-1])).add_(_number(eps)).rsqrt_()
     return (x * scale).mul_(weight), scale
@@ -83,7 +83,7 @@ def _is_same(module: Any) -> bool:
         return False
     if "forward" in vars(module) or not _is_quick(weight):
         return False
-    x = torch.linspace(-2, 3, 2 * len(weight), dtype=weight.dtype).view(2, -1)
+    x = torch.linspace(-2, 3, 2 * len(weight), dtype=weight.dtype, device=weight.device).view(2, -1)
     return torch.equal(type(module).forward(module, x), _forward(module, x))  # without its hooks
 
 

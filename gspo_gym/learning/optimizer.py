@@ -59,8 +59,8 @@ class PolicyOptimizer:
         self._num_attempts = 0
         self._num_nonfinite_in_a_row = 0
         matrices = [p for p in self._parameters.values() if p.dim() >= 2]
-        others = [p for p in self._parameters.values() if p.dim() < 2]
-        self._adamw = build_adamw(matrices, others, settings, learning_rate=learning_rate)
+        vectors = [p for p in self._parameters.values() if p.dim() < 2]
+        self._adamw = build_adamw(matrices, vectors, settings, learning_rate=learning_rate)
 
     def zero_grad(self) -> None:
         self._adamw.zero_grad(set_to_none=True)
@@ -127,10 +127,10 @@ class PolicyOptimizer:
         # All is checked before anything is set: a refused state leaves the optimizer as it was.
         states: dict[nn.Parameter, dict[str, Tensor]] = {}
         for name, parameter in self._parameters.items():
-            found = {key: own[f"optimizer.{key}.{name}"] for key in names if f"optimizer.{key}.{name}" in own}
-            if found:
-                check_state(name, parameter, found, self._settings)
-                states[parameter] = found
+            state = {key: own[f"optimizer.{key}.{name}"] for key in names if f"optimizer.{key}.{name}" in own}
+            if state:
+                check_state(name, parameter, state, self._settings)
+                states[parameter] = state
         try:
             num_attempts = int(counters["optimizer.num_attempts"])
             num_nonfinite_in_a_row = int(counters["optimizer.num_nonfinite_in_a_row"])
@@ -189,16 +189,14 @@ def scheduled_rate(step: int, *, peak: float, settings: OptimizerSettings, total
 
 def check_schedule(settings: OptimizerSettings, total_steps: int | None) -> None:
     """Raise a ConfigError for a decay or a warm-up fraction without `total_steps`, or a decay without a step."""
-    num_warmup_steps = settings.warmup_steps(total_steps)
-    if settings.schedule == "constant":
-        return
     if total_steps is None:
-        raise ConfigError(f"schedule {settings.schedule!r} needs total_steps, the number of optimizer steps of the run")
-    if total_steps <= num_warmup_steps:
-        raise ConfigError(
-            f"schedule {settings.schedule!r}: expected total_steps > the steps of warm-up, got {total_steps} <= "
-            f"{num_warmup_steps}"
-        )
+        settings.warmup_steps(total_steps)  # refuses a fraction of it
+        if settings.schedule != "constant":
+            raise ConfigError(
+                f"schedule {settings.schedule!r} needs total_steps, the number of optimizer steps of the run"
+            )
+    elif (problem := settings.decay_problem(total_steps)) is not None:
+        raise ConfigError(f"optimizer.schedule: {problem}")
 
 
 _ADAMW_NAMES = ("exp_avg", "exp_avg_sq", "step")

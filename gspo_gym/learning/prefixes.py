@@ -111,12 +111,12 @@ def _overlaps(token_ids: Tensor, attention_mask: Tensor) -> _Overlaps:
     rows, lengths = token_ids.cpu().numpy(), attention_mask.sum(1).cpu().numpy()
     # Sorted, a row shares most with the one before it.
     order = sorted(range(len(rows)), key=lambda b: rows[b, : lengths[b]].astype(">u4").tobytes())
-    shared = np.zeros(len(rows), np.int64)
+    num_shared = np.zeros(len(rows), np.int64)
     for before, row in pairwise(order):
         width = min(lengths[before], lengths[row])
         differs = rows[before, :width] != rows[row, :width]
-        shared[row] = differs.argmax() if differs.any() else width
-    return _Overlaps(rows, lengths, order, shared)
+        num_shared[row] = differs.argmax() if differs.any() else width
+    return _Overlaps(rows, lengths, order, num_shared)
 
 
 def build_trie(token_ids: Tensor, attention_mask: Tensor) -> Trie:
@@ -125,22 +125,22 @@ def build_trie(token_ids: Tensor, attention_mask: Tensor) -> Trie:
 
 
 def _build(overlaps: _Overlaps, device: torch.device) -> Trie:
-    rows, lengths, order, shared = overlaps.rows, overlaps.lengths, overlaps.order, overlaps.shared
+    rows, lengths, order, num_shared = overlaps.rows, overlaps.lengths, overlaps.order, overlaps.shared
     places = np.zeros(rows.shape, np.int64)
     num_tokens = 0
     for before, row in zip([order[0], *order], order, strict=False):
-        start, end = shared[row], lengths[row]
+        start, end = num_shared[row], lengths[row]
         places[row, :start] = places[before, :start]
         places[row, start:end] = np.arange(num_tokens, num_tokens + end - start)
         num_tokens += end - start
-    packed, positions = np.zeros((2, num_tokens), np.int64)
+    unique_ids, positions = np.zeros((2, num_tokens), np.int64)
     valid = np.arange(rows.shape[1]) < lengths[:, None]
-    packed[places[valid]] = rows[valid]
+    unique_ids[places[valid]] = rows[valid]
     positions[places[valid]] = np.nonzero(valid)[1]
-    buckets = [_bucket(places, shared, lengths, part, device) for part in _split(lengths - shared, shared)]
+    buckets = [_bucket(places, num_shared, lengths, part, device) for part in _split(lengths - num_shared, num_shared)]
     outputs = torch.cat([bucket.queries[bucket.is_token] for bucket in buckets])
     return Trie(
-        torch.from_numpy(packed)[None].to(device),
+        torch.from_numpy(unique_ids)[None].to(device),
         torch.from_numpy(positions)[None].to(device),
         torch.from_numpy(places).to(device),
         tuple(buckets),
@@ -148,21 +148,21 @@ def _build(overlaps: _Overlaps, device: torch.device) -> Trie:
     )
 
 
-def _split(num_new: np.ndarray, shared: np.ndarray) -> list[list[int]]:
+def _split(num_new: np.ndarray, num_shared: np.ndarray) -> list[list[int]]:
     """Return the rows with new tokens in buckets: those that share nothing apart, and at least half full."""
     parts: list[list[int]] = []
-    for row in sorted(np.flatnonzero(num_new).tolist(), key=lambda b: (shared[b] > 0, -num_new[b])):
+    for row in sorted(np.flatnonzero(num_new).tolist(), key=lambda b: (num_shared[b] > 0, -num_new[b])):
         first = parts[-1][0] if parts else None
-        if first is None or (shared[first] > 0) != (shared[row] > 0) or 2 * num_new[row] < num_new[first]:
+        if first is None or (num_shared[first] > 0) != (num_shared[row] > 0) or 2 * num_new[row] < num_new[first]:
             parts.append([])
         parts[-1].append(row)
     return parts
 
 
 def _bucket(
-    places: np.ndarray, shared: np.ndarray, lengths: np.ndarray, rows: Sequence[int], device: torch.device
+    places: np.ndarray, num_shared: np.ndarray, lengths: np.ndarray, rows: Sequence[int], device: torch.device
 ) -> _Bucket:
-    starts, ends = shared[rows][:, None], lengths[rows][:, None]
+    starts, ends = num_shared[rows][:, None], lengths[rows][:, None]
     new = np.arange((ends - starts).max())
     keys = np.arange(ends.max())
     is_token = new < ends - starts
@@ -229,7 +229,7 @@ class PrefixSharing:
         forward: Callable[[Work], tuple[Tensor, ...]] | None = None,
         device: torch.device | None = None,
     ) -> None:
-        self._wanted, self._has_said = wanted, False
+        self._share_prefixes, self._has_said = wanted, False
         if not wanted:
             return
         device = device or next(decoder.parameters()).device
@@ -242,7 +242,7 @@ class PrefixSharing:
         if wanted != "auto":
             raise ConfigError(f'training.share_prefixes: {message}; write false or "auto"')
         _log.info("training.share_prefixes: off, since %s", message)
-        self._wanted = False
+        self._share_prefixes = False
 
     def pays(self, token_ids: Tensor, attention_mask: Tensor) -> bool:
         """Return whether a batch [B, T] is to be shared, without building its trie."""
@@ -254,7 +254,7 @@ class PrefixSharing:
         return None if overlaps is None else _build(overlaps, token_ids.device)
 
     def _to_share(self, token_ids: Tensor, attention_mask: Tensor) -> _Overlaps | None:
-        if not self._wanted or not bool(attention_mask.any()):
+        if not self._share_prefixes or not bool(attention_mask.any()):
             return None
         overlaps = _overlaps(token_ids, attention_mask)
         factor = token_ids.numel() / overlaps.num_tokens
@@ -263,7 +263,7 @@ class PrefixSharing:
             self._has_said = True
         # By counts and not by time: a run that is resumed must decide the same.
         saves = token_ids.numel() >= _WORTH_IT * overlaps.num_tokens
-        return overlaps if saves or self._wanted is True else None
+        return overlaps if saves or self._share_prefixes is True else None
 
 
 def _prepare(decoder: Any, forward: Callable[[Work], tuple[Tensor, ...]], device: torch.device) -> str | None:
@@ -276,8 +276,8 @@ def _prepare(decoder: Any, forward: Callable[[Work], tuple[Tensor, ...]], device
     def is_same() -> bool:
         (rows,) = forward(lambda: (decoder(input_ids=token_ids, use_cache=False).last_hidden_state,))
         decoder.config._attn_implementation = SHARED_ATTENTION
-        (shared,) = forward(lambda: (trie.hidden_states(decoder)[trie.places],))
-        return are_close(shared, rows)
+        (trie_states,) = forward(lambda: (trie.hidden_states(decoder)[trie.places],))
+        return are_close(trie_states, rows)
 
     return try_attention(decoder, is_same, failures=(ConfigError, TypeError, RuntimeError))
 

@@ -71,12 +71,12 @@ class Reference:
                 f"their defaults, got source {settings.source!r} and update_every_n_iters = "
                 f"{settings.update_every_n_iters}"
             )
-        self._held: dict[str, Tensor] = {}  # the frozen copy, by the name of the model's parameter
+        self._frozen_copy: dict[str, Tensor] = {}  # the frozen copy, by the name of the model's parameter
         if self._swaps:
-            self._held = {name: p.detach().clone() for name, p in self._live().items()}
+            self._frozen_copy = {name: p.detach().clone() for name, p in self._live().items()}
         elif self._source == "copy":
             given = copy.deepcopy(model)
-            self._held = {name: p.detach() for name, p in given.named_parameters()}
+            self._frozen_copy = {name: p.detach() for name, p in given.named_parameters()}
         if given is not None:
             self._computer = make_computer(given)
 
@@ -90,19 +90,19 @@ class Reference:
     def refresh(self) -> None:
         """Make the reference the policy as it is now."""
         live = self._live()
-        for name, held in self._held.items():
-            held.copy_(live[name])
+        for name, tensor in self._frozen_copy.items():
+            tensor.copy_(live[name])
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the frozen copy, named `reference.<parameter>`; empty if the reference is the base or the caller's."""
-        return {f"reference.{name}": held for name, held in self._held.items()}
+        return {f"reference.{name}": tensor for name, tensor in self._frozen_copy.items()}
 
     @torch.no_grad()
     def restore(self, tensors: Mapping[str, Tensor]) -> None:
         """Take back what `tensors()` gave; a CheckpointError for the copy of other parameters."""
         check_same_reference(tensors, self.tensors())
-        for name, held in self._held.items():
-            held.copy_(tensors[f"reference.{name}"])
+        for name, tensor in self._frozen_copy.items():
+            tensor.copy_(tensors[f"reference.{name}"])
 
     @property
     def _swaps(self) -> bool:  # a model that is shared out cannot be copied: a copy of it all takes its place, too
@@ -130,11 +130,11 @@ class Reference:
     def _swap(self) -> None:  # by reference: nothing is copied, and the optimizer's parameters stay the same objects
         for name, parameter in self._live().items():
             if self._is_shared_out:  # torch gathers parameters from memory that it knows, whatever their `data` is
-                trained = parameter.detach().clone()
-                parameter.detach().copy_(self._held[name])
-                self._held[name] = trained
+                policy_values = parameter.detach().clone()
+                parameter.detach().copy_(self._frozen_copy[name])
+                self._frozen_copy[name] = policy_values
                 continue
-            parameter.data, self._held[name] = self._held[name], parameter.data
+            parameter.data, self._frozen_copy[name] = self._frozen_copy[name], parameter.data
 
 
 def check_same_reference(saved: Mapping[str, Tensor], held: Mapping[str, Tensor]) -> None:
@@ -152,13 +152,10 @@ def _source(model: nn.Module, settings: ReferenceSettings) -> str:
     source = settings.source
     if source == "auto":
         source = "adapter" if has_adapter else "copy"  # where the run starts: an adapter may have been trained before
-    if source in ("base", "adapter") and not has_adapter:
-        raise ConfigError(
-            f"reference.source: {source!r} needs a LoRA adapter, but all weights are trained; use 'copy' (or 'auto')"
-        )
-    if source == "base" and settings.update_every_n_iters:
-        raise ConfigError(
-            f"reference.update_every_n_iters: {settings.update_every_n_iters} would make the reference the present "
-            "policy, but source 'base' is the model without its adapter, which never changes; use 'adapter', or 0"
-        )
+    for key, problem in (
+        ("source", settings.source_problem(has_adapter=has_adapter)),
+        ("update_every_n_iters", settings.update_problem()),
+    ):
+        if problem is not None:
+            raise ConfigError(f"reference.{key}: {problem}")
     return source

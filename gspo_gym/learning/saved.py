@@ -58,13 +58,13 @@ UNREADABLE = (
 def copy_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return copies in the processor's memory. Two names of one tensor (tied weights) share a copy."""
     copies: dict[tuple[object, ...], Tensor] = {}
-    copied = {}
+    copy_by_name = {}
     for name, tensor in tensors.items():
         place = (tensor.device, tensor.data_ptr() or name, tensor.shape, tensor.stride(), tensor.dtype)
         if place not in copies:
             copies[place] = tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
-        copied[name] = copies[place]
-    return copied
+        copy_by_name[name] = copies[place]
+    return copy_by_name
 
 
 def copy_state(tensors: Mapping[str, Tensor], *, rank: int = 0, num_ranks: int = 1) -> Callable[[Path], None]:
@@ -72,11 +72,11 @@ def copy_state(tensors: Mapping[str, Tensor], *, rank: int = 0, num_ranks: int =
 
     That raises a StorageError where the disk refuses; it returns when the file is on the disk.
     """
-    shared = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, DTensor)}
-    own = {name: tensor for name, tensor in tensors.items() if name not in shared} if rank == 0 else {}
-    first_rows = {name: rows_of(tensor).start for name, tensor in shared.items()}
+    dtensors = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, DTensor)}
+    own = {name: tensor for name, tensor in tensors.items() if name not in dtensors} if rank == 0 else {}
+    first_rows = {name: rows_of(tensor).start for name, tensor in dtensors.items()}
     # A copy: on a CPU a part is a view of the live tensor.
-    copies = copy_tensors({**own, **{name: tensor.to_local() for name, tensor in shared.items()}})
+    copies = copy_tensors({**own, **{name: tensor.to_local() for name, tensor in dtensors.items()}})
     file = _WHOLE if num_ranks == 1 else _part_file(rank, num_ranks)
     metadata = {} if num_ranks == 1 else {_FIRST_ROWS: json.dumps(first_rows)}
     return lambda folder: _write(folder / file, copies, metadata)
@@ -108,8 +108,8 @@ def _write(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str
     # Not by safetensors, which makes bytes of all tensors first: as much memory again, and meanwhile no other thread
     # runs, not even the one that gives signs of life. Wide numbers come first, so that all are aligned.
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
-    offset, ordered = 0, sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
-    for name in ordered:
+    offset, names = 0, sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
+    for name in names:
         tensor, begin = tensors[name], offset
         offset += tensor.numel() * tensor.element_size()
         header[name] = {
@@ -122,7 +122,7 @@ def _write(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str
     with writing(path):
         with path.open("wb") as file:
             file.write(len(text).to_bytes(8, "little") + text)
-            for tensor in (tensors[name] for name in ordered if tensors[name].numel()):
+            for tensor in (tensors[name] for name in names if tensors[name].numel()):
                 content: Any = tensor.reshape(-1).view(torch.uint8).numpy()  # Any: no buffer, by numpy's types
                 file.write(content)
         sync(path)
@@ -228,16 +228,16 @@ class SavedTensors(Mapping[str, Tensor]):
         """
         pieces = self._pieces[name]
         try:
-            found = [
+            tensors = [
                 piece.read(max(rows.start, piece.begin), min(rows.stop, piece.end))
                 for piece in pieces
                 if piece.begin < rows.stop and rows.start < piece.end
             ]
         except OSError as error:
             raise CheckpointError(f"{self.folder}: {name} cannot be read: {error}") from error
-        if not found:
+        if not tensors:
             return torch.empty((0, *pieces[0].shape[1:]), dtype=pieces[0].dtype)
-        return found[0] if len(found) == 1 else torch.cat(found)
+        return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
 
     def part_of(self, name: str, like: DTensor) -> DTensor:
         """Return this rank's part of a tensor, which is shared out as `like` is.
@@ -264,22 +264,22 @@ class PartsOfTensors(Mapping[str, Tensor]):
     """
 
     def __init__(self, saved: SavedTensors, model: nn.Module) -> None:
-        self._saved, self._parameters = saved, dict[str, Tensor](model.named_parameters())
+        self._saved_tensors, self._parameters = saved, dict[str, Tensor](model.named_parameters())
 
     def __getitem__(self, name: str) -> Tensor:
         rest = name
         while rest not in self._parameters and rest:
             rest = rest.partition(".")[2]
         like: Tensor | None = self._parameters.get(rest)
-        if isinstance(like, DTensor) and self._saved.shape(name):
-            return self._saved.part_of(name, like)
-        return self._saved[name]
+        if isinstance(like, DTensor) and self._saved_tensors.shape(name):
+            return self._saved_tensors.part_of(name, like)
+        return self._saved_tensors[name]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._saved)
+        return iter(self._saved_tensors)
 
     def __len__(self) -> int:
-        return len(self._saved)
+        return len(self._saved_tensors)
 
 
 def _read_header(path: Path) -> Iterator[tuple[str, _Piece]]:

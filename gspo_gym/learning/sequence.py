@@ -114,8 +114,8 @@ class SequenceSharing:
         return torch.where(rows, own, self._group.sum(own.detach().clone()))  # others add 0, which changes nothing
 
     def _own(self, tokens: Tensor, size: int, *, filled_with: int = 0) -> Tensor:
-        padded = nn.functional.pad(tokens, (0, size * self._group.size - tokens.shape[1]), value=filled_with)
-        return padded[:, size * self._group.rank : size * (self._group.rank + 1)]
+        padded_tokens = nn.functional.pad(tokens, (0, size * self._group.size - tokens.shape[1]), value=filled_with)
+        return padded_tokens[:, size * self._group.rank : size * (self._group.rank + 1)]
 
 
 def sequence_attention(
@@ -169,13 +169,14 @@ def _prepare(decoder: Any, sharing: SequenceSharing, forward: Callable[[Work], t
         return f"its {num_heads} heads cannot be shared out evenly"
     device = next(decoder.parameters()).device if group.device is None else group.device
     token_ids = torch.arange(3, 21, device=device).reshape(2, 9) % decoder.get_input_embeddings().weight.shape[0]
-    wanted = torch.ones_like(token_ids, dtype=torch.bool)
+    every_token = torch.ones_like(token_ids, dtype=torch.bool)
 
     def is_same() -> bool:
         (rows,) = forward(lambda: (decoder(input_ids=token_ids, use_cache=False).last_hidden_state.flatten(0, 1),))
         decoder.config._attn_implementation = SEQUENCE_ATTENTION
-        found, is_own = forward(lambda: tuple(sharing.hidden_states(decoder, token_ids, None, wanted)))
-        return not bool(group.sum(rows.new_tensor(float(not are_close(found, rows[is_own])))))  # the same on every rank
+        own_states, is_own = forward(lambda: tuple(sharing.hidden_states(decoder, token_ids, None, every_token)))
+        # The same on every rank.
+        return not bool(group.sum(rows.new_tensor(float(not are_close(own_states, rows[is_own])))))
 
     return try_attention(decoder, is_same, failures=(ConfigError, TypeError))
 

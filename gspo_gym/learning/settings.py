@@ -67,7 +67,7 @@ class LossSettings(Settings):
         default=None,
         gt=1,
         description=(
-            "for a negative advantage, the ratio counts as at most this, which is at least 1 + clip_high "
+            "for a negative advantage, the ratio counts as at most this, which is more than 1 + clip_high "
             "(arXiv 1912.09729; TRL: delta); absent: off"
         ),
     )
@@ -110,10 +110,10 @@ class LossSettings(Settings):
 
     @model_validator(mode="after")
     def _dual_clip_lies_above_the_clip_range(self) -> LossSettings:
-        if self.dual_clip is not None and self.dual_clip < 1 + self.clip_high:
+        if self.dual_clip is not None and self.dual_clip <= 1 + self.clip_high:
             raise ValueError(
-                f"dual_clip: expected at least 1 + clip_high = {1 + self.clip_high}, got {self.dual_clip}, which would "
-                "cut ratios that the clip range allows"
+                f"dual_clip: expected more than 1 + loss.clip_high = {1 + self.clip_high:g}, where the other clip is, "
+                f"got {self.dual_clip:g}"
             )
         return self
 
@@ -169,10 +169,13 @@ class CorrectionSettings(Settings):
         ),
     )
 
-    @property
-    def reads_rollout_logprobs(self) -> bool:
-        """Whether the loss depends on the engine's logprobs."""
-        return self.old_logprobs == "rollout" or self.level != "none" or self.off_policy_threshold is not None
+    def rescored_problem(self, name: str) -> str | None:
+        """Return why a key of `SAMPLER_KEYS` cannot be obeyed where the learner's logprobs stand for the sampler's."""
+        default = type(self).model_fields[name].default
+        if getattr(self, name) == default:
+            return None
+        remedy = "remove this" if default is None else f'set "{default}"'
+        return f"looks at the sampler's logprobs, which rollout.rescore = true replaces by the learner's: {remedy}"
 
     @model_validator(mode="after")
     def _corrects_a_recomputed_ratio(self) -> CorrectionSettings:
@@ -182,6 +185,10 @@ class CorrectionSettings(Settings):
                 "'rollout': set one of them to its default"
             )
         return self
+
+
+# What looks at the sampler's logprobs, of which an endpoint may give none.
+SAMPLER_KEYS = ("old_logprobs", "level", "off_policy_threshold", "max_engine_gap")
 
 
 class ReferenceSettings(Settings):
@@ -209,6 +216,21 @@ class ReferenceSettings(Settings):
     health_interval_ms: int = Field(
         default=300, gt=0, description="of the hosted trainer's checks of it; here nothing is asked again"
     )
+
+    def source_problem(self, *, has_adapter: bool) -> str | None:
+        """Return why the source cannot be had of a model with or without an adapter; None if it can."""
+        if has_adapter or self.source not in ("base", "adapter"):
+            return None
+        return f'"{self.source}" needs an adapter (model.trainer_mode "lora" or "qlora"): set "copy" or "auto"'
+
+    def update_problem(self) -> str | None:
+        """Return why the reference cannot become the present policy; None if it can, or never does."""
+        if self.update_every_n_iters == 0 or self.source != "base":
+            return None
+        return (
+            "cannot move the frozen weights under the adapter, which are this reference: set reference.source to "
+            '"adapter" or "copy"'
+        )
 
 
 class OptimizerSettings(Settings):
@@ -266,10 +288,20 @@ class OptimizerSettings(Settings):
             raise ConfigError("warmup_fraction needs total_steps, the number of optimizer steps of the run")
         return math.ceil(self.warmup_fraction * total_steps - _ROUNDING)
 
+    def decay_problem(self, total_steps: int) -> str | None:
+        """Return why a run of so many optimizer steps has no room for the schedule; None if it has."""
+        if self.schedule == "constant" or total_steps > self.warmup_steps(total_steps):
+            return None
+        warmup = f"num_warmup_steps = {self.num_warmup_steps}"
+        if self.warmup_fraction is not None:
+            warmup = f"warmup_fraction = {self.warmup_fraction:g}"
+        steps = f"{total_steps} optimizer steps"
+        return f"no step is left for the {self.schedule}: optimizer.{warmup}, and the run has {steps}"
+
     def at_constant_rate(self) -> OptimizerSettings:
         """Return the same optimizer with neither warm-up nor decay of the learning rate."""
-        scheduled = {"num_warmup_steps", "warmup_fraction", "schedule", "min_lr_fraction"}
-        return OptimizerSettings(**self.model_dump(exclude=scheduled))
+        schedule_fields = {"num_warmup_steps", "warmup_fraction", "schedule", "min_lr_fraction"}
+        return OptimizerSettings(**self.model_dump(exclude=schedule_fields))
 
 
 DEFAULT_LOGITS_BYTES = 512 << 20
@@ -286,7 +318,7 @@ class UpdateSettings(Settings):
     logits_memory_mib: float = Field(
         default=DEFAULT_LOGITS_BYTES / 2**20,
         gt=0,
-        description="memory of the logits that exist at once, with what is made of them",
+        description="MiB for the logits that exist at once, with what is made of them",
     )
     share_prefixes: bool | Literal["auto"] = Field(
         default="auto",
@@ -440,19 +472,20 @@ class StepRewardSettings(Settings):
 
     @model_validator(mode="after")
     def _nothing_is_ignored(self) -> StepRewardSettings:
-        if self.mode != "decision_stepwise":
-            names = ("kind", "strategy", "indicator_lambda", "beta", "weights", "k_limits")
-            self._require_defaults(names, f"mode {self.mode!r} looks at no events (decision_stepwise does)")
-        elif self.strategy == "per_achievement":
-            self._require_defaults(("kind",), "strategy 'per_achievement' limits repeats by k_limits (<= 0: no limit)")
-        else:
-            self._require_defaults(("weights", "k_limits"), "only strategy 'per_achievement' reads it")
+        for name, reason in idle_step_rewards(self.mode, self.strategy).items():
+            if getattr(self, name) != type(self).model_fields[name].default:
+                raise ValueError(f"{name}: has no effect, because {reason}; remove it")
         return self
 
-    def _require_defaults(self, names: Sequence[str], reason: str) -> None:
-        fields = type(self).model_fields
-        if ignored := [name for name in names if getattr(self, name) != fields[name].default]:
-            raise ValueError(f"{ignored[0]}: has no effect, because {reason}; remove it")
+
+def idle_step_rewards(mode: str, strategy: str | None) -> dict[str, str]:
+    """Return the fields of `StepRewardSettings` that this mode and strategy do not read, each with the reason."""
+    if mode != "decision_stepwise":
+        names = [name for name in StepRewardSettings.model_fields if name != "mode"]
+        return dict.fromkeys(names, f'mode "{mode}" looks at no events ("decision_stepwise" does)')
+    if strategy == "per_achievement":
+        return {"kind": 'strategy "per_achievement" limits repeats by k_limits (<= 0: no limit)'}
+    return dict.fromkeys(("weights", "k_limits"), 'only strategy "per_achievement" reads it')
 
 
 class AdvantageSettings(Settings):
@@ -507,14 +540,7 @@ class AdvantageSettings(Settings):
     @model_validator(mode="before")
     @classmethod
     def _defaults_follow(cls, values: Any) -> Any:  # Any: pydantic hands over whatever it was given
-        if not isinstance(values, Mapping):
-            return values
-        filled = dict(values)
-        if filled.get("level") == "turn":
-            filled.setdefault("baseline", "leave_one_out")
-        if filled.get("baseline") in ("batch", "running", "none"):
-            filled.setdefault("scale", filled["baseline"])
-        return filled
+        return with_following_defaults(values) if isinstance(values, Mapping) else values
 
     @model_validator(mode="after")
     def _discount_needs_turns(self) -> AdvantageSettings:
@@ -524,3 +550,13 @@ class AdvantageSettings(Settings):
                 "level 'trajectory'"
             )
         return self
+
+
+def with_following_defaults(advantages: Mapping[str, Any]) -> dict[str, Any]:
+    """Return values of [advantages] (Any: unchecked) with the baseline that follows from the level, and its scale."""
+    values = dict(advantages)
+    if values.get("level") == "turn" and values.get("baseline") is None:
+        values["baseline"] = "leave_one_out"
+    if values.get("baseline") in ("batch", "running", "none") and values.get("scale") is None:
+        values["scale"] = values["baseline"]
+    return values

@@ -93,8 +93,8 @@ class AdvantageShaper:
     def _with_kl(self, part: TrainBatch, values: Tensor, kl: Tensor) -> Tensor:
         trajectories = pool_tokens(part, "trajectory")
         mean = trajectories.mean(kl)[trajectories.of_token]
-        shaped = values - self._kl_coef * sum_to_go(kl, trajectories.of_token)
-        return shaped + self._advantages.kl_shaping_coef * (mean - kl)
+        shaped_values = values - self._kl_coef * sum_to_go(kl, trajectories.of_token)
+        return shaped_values + self._advantages.kl_shaping_coef * (mean - kl)
 
     def _observe_kl(self, kl_N: Tensor) -> dict[str, float]:
         """Return this batch's metrics, and set the beta for the next (arXiv 1909.08593, section 2.2)."""
@@ -114,10 +114,10 @@ def sum_to_go(values: Tensor, trajectory: Tensor) -> Tensor:
     """Return [A] sums of the trajectory's values from each token on; the tokens of a trajectory are in order."""
     order = torch.argsort(trajectory, stable=True)
     run = values[order]
-    summed = run.cumsum(0)  # over all trajectories: each one's total is taken off below
+    running_sum = run.cumsum(0)  # over all trajectories: each one's total is taken off below
     num_tokens = torch.unique_consecutive(trajectory[order], return_counts=True)[1]
-    total = summed[num_tokens.cumsum(0) - 1].repeat_interleave(num_tokens)
-    return torch.empty_like(values).index_copy(0, order, total - summed + run)
+    total = running_sum[num_tokens.cumsum(0) - 1].repeat_interleave(num_tokens)
+    return torch.empty_like(values).index_copy(0, order, total - running_sum + run)
 
 
 def whiten(values: Sequence[Tensor], weights: Sequence[Tensor], *, is_sample: bool) -> list[Tensor]:
@@ -126,17 +126,17 @@ def whiten(values: Sequence[Tensor], weights: Sequence[Tensor], *, is_sample: bo
     `weights` say how much each value counts. `is_sample` divides by sqrt(var + 1e-8) with Bessel's correction, and
     leaves a single value as it is (ROLL); otherwise the divisor is the population's std + 1e-8 (AgileRL).
     """
-    every, share = torch.cat(list(values)), torch.cat(list(weights))
-    if is_sample and len(every) < 2:
+    all_values, share = torch.cat(list(values)), torch.cat(list(weights))
+    if is_sample and len(all_values) < 2:
         return list(values)
     # Dividing by a std that is rounding alone would blow it up to advantages of order 1.
-    if float(every.max() - every.min()) <= _ROUNDING * float(every.abs().max()):
+    if float(all_values.max() - all_values.min()) <= _ROUNDING * float(all_values.abs().max()):
         return [torch.zeros_like(value) for value in values]
     share = share / share.sum()
-    mean = (share * every).sum()
-    variance = (share * (every - mean) ** 2).sum()
+    mean = (share * all_values).sum()
+    variance = (share * (all_values - mean) ** 2).sum()
     if is_sample:
-        scale = (variance * len(every) / (len(every) - 1) + _EPS).sqrt()
+        scale = (variance * len(all_values) / (len(all_values) - 1) + _EPS).sqrt()
     else:
         scale = variance.sqrt() + _EPS
     return [(value - mean) / scale for value in values]
@@ -155,5 +155,7 @@ def _log_ratios(part: TrainBatch) -> Tensor:
 
 
 def _with_advantages(part: TrainBatch, values: Tensor) -> TrainBatch:
-    shaped = torch.zeros_like(part.advantages).masked_scatter(part.action_mask, values.to(part.advantages.dtype))
-    return dataclasses.replace(part, advantages=shaped)
+    new_advantages = torch.zeros_like(part.advantages).masked_scatter(
+        part.action_mask, values.to(part.advantages.dtype)
+    )
+    return dataclasses.replace(part, advantages=new_advantages)

@@ -92,16 +92,16 @@ def supervised_epochs(
     steps: list[SupervisedStep] = []
     for epoch in range(settings.num_epochs):
         generator = seeding.generator(seed, "supervised", epoch)
-        summed = 0.0
+        loss_sum = 0.0
         for minibatch in split_minibatches(batch, settings.batch_size, generator):
             stepper.zero_grad()
             loss = _backward(model, computer, minibatch, update.max_tokens_per_microbatch)
             report = stepper.step(loss)
             steps.append(SupervisedStep(len(steps), total_steps, epoch, loss, report))
-            summed += loss * minibatch.num_actions
+            loss_sum += loss * minibatch.num_actions
             if on_step is not None:
                 on_step(steps[-1])
-        epoch_losses.append(summed / batch.num_actions)
+        epoch_losses.append(loss_sum / batch.num_actions)
     num_skipped = sum(step.report.is_skipped for step in steps)
     return SupervisedReport(
         tuple(epoch_losses), len(steps) - num_skipped, num_skipped, batch.num_actions * settings.num_epochs
@@ -113,9 +113,9 @@ def _backward(model: nn.Module, computer: LogprobComputer, minibatch: TokenBatch
     total = 0.0
     alike = computer.prefixes.pays(minibatch.token_ids, minibatch.attention_mask)
     for part in split_microbatches(minibatch, max_tokens, keep_alike_together=alike):
-        placed = to_device(part, device)
-        computed = computer.compute(placed.token_ids, placed.attention_mask, placed.action_mask)
-        loss = nll_loss(computed.logprobs, placed.action_mask, num_actions=minibatch.num_actions)
+        microbatch = to_device(part, device)
+        outputs = computer.compute(microbatch.token_ids, microbatch.attention_mask, microbatch.action_mask)
+        loss = nll_loss(outputs.logprobs, microbatch.action_mask, num_actions=minibatch.num_actions)
         torch.autograd.backward(loss)
         total += float(loss.detach())
     return total
@@ -140,12 +140,12 @@ def find_routers(model: nn.Module) -> Routers:
     if num_experts is None or top_k is None:
         return Routers((), 0, 0)
     # Modules named gate or router that map hidden states to a logit an expert.
-    found = [
+    routers = [
         module
         for name, module in model.named_modules()
         if name.rpartition(".")[2] in ("gate", "router") and _experts_of(module) == num_experts
     ]
-    return Routers(tuple(found), int(num_experts), int(top_k))
+    return Routers(tuple(routers), int(num_experts), int(top_k))
 
 
 class RouterLoad:
@@ -196,8 +196,8 @@ class RouterLoad:
         }
 
     def _count(self, module: nn.Module, logits: Tensor) -> None:
-        chosen = logits.topk(self._routers.top_k, dim=-1).indices.reshape(-1)
-        load = torch.bincount(chosen, minlength=self._routers.num_experts)
+        expert_ids = logits.topk(self._routers.top_k, dim=-1).indices.reshape(-1)
+        load = torch.bincount(expert_ids, minlength=self._routers.num_experts)
         entropy = torch.special.entr(logits.softmax(-1)).sum(dtype=torch.float64)
         self._loads[module] = self._loads.get(module, torch.zeros_like(load)) + load
         self._entropies[module] = self._entropies.get(module, torch.zeros_like(entropy)) + entropy

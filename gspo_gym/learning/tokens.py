@@ -189,10 +189,10 @@ class TokenTable:
         The shares of all passes sum to the update's `loss/total`, which is the mean over its optimizer steps.
         """
         passes = self._passes or [self._unseen(PASS_COLUMNS)]
-        stacked = {name: np.stack([each[name] for each in passes]) for name in PASS_COLUMNS}
+        pass_arrays = {name: np.stack([pass_columns[name] for pass_columns in passes]) for name in PASS_COLUMNS}
         num_steps = sum(not report.is_skipped for report in self._reports)
-        stacked["share"] /= max(num_steps, 1)  # 0 steps: all shares are 0
-        return self._columns | stacked
+        pass_arrays["share"] /= max(num_steps, 1)  # 0 steps: all shares are 0
+        return self._columns | pass_arrays
 
     def steps(self) -> dict[str, Column]:
         """Return `STEP_COLUMNS`, [K] float64 each of the K optimizer steps that were attempted."""
@@ -202,11 +202,11 @@ class TokenTable:
 
     def pack(self) -> dict[str, Column]:
         """Return all that the table holds as arrays by name, for `unpack` in another process."""
-        packed = {f"tokens.{name}": column for name, column in self._columns.items()}
+        arrays = {f"tokens.{name}": column for name, column in self._columns.items()}
         for number, columns in enumerate(self._passes):
-            packed |= {f"pass.{number}.{name}": column for name, column in columns.items()}
+            arrays |= {f"pass.{number}.{name}": column for name, column in columns.items()}
         reports = [(report.learning_rate, report.grad_norm, report.is_skipped) for report in self._reports]
-        return packed | {"reports": np.array(reports, np.float64).reshape(-1, 3)}
+        return arrays | {"reports": np.array(reports, np.float64).reshape(-1, 3)}
 
     def unpack(self, packed: Mapping[str, Column], make_report: Callable[[float, float, bool], StepReport]) -> None:
         """Become the table of `pack`."""
@@ -214,7 +214,9 @@ class TokenTable:
         self._num_tokens = len(self._columns["fate"])
         num_passes = sum(name.startswith("pass.") for name in packed) // len(PASS_COLUMNS)
         self._passes = [{name: packed[f"pass.{k}.{name}"] for name in PASS_COLUMNS} for k in range(num_passes)]
-        self._reports = [make_report(float(r), float(norm), bool(skipped)) for r, norm, skipped in packed["reports"]]
+        self._reports = [
+            make_report(float(r), float(norm), bool(is_skipped)) for r, norm, is_skipped in packed["reports"]
+        ]
 
     def _unseen(self, dtypes: Mapping[str, type[np.generic]]) -> dict[str, Column]:
         return {name: np.full(self._num_tokens, UNSEEN[name], dtype) for name, dtype in dtypes.items()}

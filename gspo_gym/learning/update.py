@@ -33,6 +33,7 @@ from gspo_gym.learning.optimizer import PolicyOptimizer
 from gspo_gym.learning.reference import Reference, ReferencePolicy, check_same_reference
 from gspo_gym.learning.saved import SavedTensors, copy_state
 from gspo_gym.learning.settings import (
+    SAMPLER_KEYS,
     AdvantageSettings,
     CorrectionSettings,
     LossSettings,
@@ -408,8 +409,8 @@ class Learner:
             weights = None if correction is None else correction.weights
             output = _loss(batch, computed.logprobs, computed.entropy, weights, self._loss, denominators)
             torch.autograd.backward(output.loss * part.weight)
-        gap = EngineGap.of(batch, batch.old_logprobs if self._recomputes_old else now, self._loss.unit)
-        facts = PartFacts(output.stats, correction, gap if with_gap else None)
+        own = batch.old_logprobs if self._recomputes_old else now
+        facts = PartFacts(output.stats, correction, EngineGap.of(batch, own, self._loss.unit) if with_gap else None)
         return _Pass(_Labels(batch.old_logprobs, batch.ref_logprobs), now, entropy, output.tokens, facts)
 
     @property
@@ -425,11 +426,9 @@ def _require_torch_optimizer(settings: OptimizerSettings, collective: Collective
 
 
 def _require_no_comparison(correction: CorrectionSettings) -> None:
-    if correction.reads_rollout_logprobs:
-        raise ConfigError(
-            "correction: the sampler's logprobs are not looked at where its samples are rescored; leave old_logprobs, "
-            f"level and off_policy_threshold at their defaults, got {correction}"
-        )
+    for name in SAMPLER_KEYS:
+        if (problem := correction.rescored_problem(name)) is not None:
+            raise ConfigError(f"correction.{name}: {problem}")
 
 
 def _sharing(update: UpdateSettings, routers: Routers, collective: Collective) -> bool | Literal["auto"]:

@@ -66,10 +66,10 @@ class Canary:
         num_asked = max(len(self.prompts), engine.capabilities.num_copies)
         with probing():
             answers = await asyncio.gather(*(self._answer(engine, number) for number in range(num_asked)))
-        scored = await asyncio.to_thread(self.score, [tokens for tokens, _ in answers])
+        logprob_rows = await asyncio.to_thread(self.score, [tokens for tokens, _ in answers])
         worst = 0.0
-        for number, ((tokens, sampled), logprobs) in enumerate(zip(answers, scored, strict=True)):
-            for position, logprob in sampled.items():
+        for number, ((tokens, sampled_logprobs), logprobs) in enumerate(zip(answers, logprob_rows, strict=True)):
+            for position, logprob in sampled_logprobs.items():
                 gap = abs(float(logprobs[position - 1]) - logprob)
                 # Not `>`: NaN is beyond every tolerance.
                 if not gap <= self.tolerance:

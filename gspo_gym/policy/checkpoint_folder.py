@@ -32,8 +32,8 @@ class CheckpointFolder:
 
     def best(self) -> Path | None:
         """Return the folder of the checkpoint with the best evaluation; None: no complete one has an evaluation."""
-        ranked = self.retention.best(self._evaluations())
-        return self._of(ranked[0]) if ranked else None
+        ranking = self.retention.best(self._evaluations())
+        return self._of(ranking[0]) if ranking else None
 
     def steps(self) -> tuple[int, ...]:
         """Return the steps of all complete checkpoints, ascending. Complete: all files are there in full size."""

@@ -194,14 +194,14 @@ class CheckpointStore(CheckpointFolder):
         Raises:
             CheckpointError: as there.
         """
-        damaged: dict[Path, str] = {}
+        error_by_folder: dict[Path, str] = {}
         for step in reversed(self._all_steps()):
             try:
-                return replace(self.load(step), damaged=damaged)
+                return replace(self.load(step), damaged=error_by_folder)
             except CheckpointError as error:
-                damaged[self._of(step)] = str(error)
-        if damaged:
-            raise CheckpointError(f"{self._folder}: no checkpoint is sound: {'; '.join(damaged.values())}")
+                error_by_folder[self._of(step)] = str(error)
+        if error_by_folder:
+            raise CheckpointError(f"{self._folder}: no checkpoint is sound: {'; '.join(error_by_folder.values())}")
         raise CheckpointError(
             f"{self._folder}: there is no complete checkpoint; begin again, without --resume: with --set-aside, if a "
             "run is there"
@@ -246,13 +246,13 @@ class CheckpointStore(CheckpointFolder):
             raise CheckpointError(f"{path}: cannot be read: {type(error).__name__}: {error}") from error
 
     def _publish(self, draft: Path, target: Path) -> None:
-        replaced = self._folder / f".replaced_{target.name}"
+        old_folder = self._folder / f".replaced_{target.name}"
         if target.exists():
             # A folder cannot be renamed onto a full one. If killed in between, load_latest() puts it back.
-            target.rename(replaced)
+            target.rename(old_folder)
         draft.rename(target)
         sync(self._folder)
-        shutil.rmtree(replaced, ignore_errors=True)
+        shutil.rmtree(old_folder, ignore_errors=True)
 
     def _remove_others(self) -> None:
         evaluations = self._evaluations()
@@ -266,18 +266,18 @@ class CheckpointStore(CheckpointFolder):
             shutil.rmtree(folder)
 
     def _recover_replaced(self) -> None:
-        for replaced in self._folder.glob(".replaced_*"):
-            target = self._folder / replaced.name.removeprefix(".replaced_")
+        for old_folder in self._folder.glob(".replaced_*"):
+            target = self._folder / old_folder.name.removeprefix(".replaced_")
             if target.exists():
-                shutil.rmtree(replaced)
+                shutil.rmtree(old_folder)
             else:
-                replaced.rename(target)
+                old_folder.rename(target)
 
     def _remove(self, folder: Path) -> None:
         # Renamed first: it stops being a checkpoint before its first file goes.
-        doomed = self._folder / f".tmp_removed_{folder.name}"
-        folder.rename(doomed)
-        shutil.rmtree(doomed)
+        trash = self._folder / f".tmp_removed_{folder.name}"
+        folder.rename(trash)
+        shutil.rmtree(trash)
 
 
 def _check_state(counters: Any, trainer: Any) -> None:

@@ -142,9 +142,11 @@ def require_sums(folder: Path) -> None:
     if not path.is_file():
         raise StorageError(f"{path}: is missing; export the model into a folder first")
     lines = (line.partition("  ") for line in path.read_text(encoding="utf-8").splitlines())
-    listed = {name: digest for digest, _, name in lines}
-    found = {name: digest for name, digest in file_digests(folder).items() if name != SUMS}
-    wrong = sorted(name for name in listed.keys() | found.keys() if listed.get(name) != found.get(name))
+    listed_digests = {name: digest for digest, _, name in lines}
+    digests = {name: digest for name, digest in file_digests(folder).items() if name != SUMS}
+    wrong = sorted(
+        name for name in listed_digests.keys() | digests.keys() if listed_digests.get(name) != digests.get(name)
+    )
     if wrong:
         raise StorageError(f"{folder / wrong[0]}: is missing, changed or not listed in {SUMS}; export the model again")
 
@@ -167,29 +169,31 @@ def _write(policy: Policy, draft: Path, is_merged: bool, dtype: str | None) -> s
     token_ids = _probe_of(policy.model)
     if is_merged:
         kind = quantization_of(policy.model) if is_quantized(policy.model) else "lora"
-        policy = _merged(policy, token_ids)
+        policy = _merge_adapter(policy, token_ids)
     if dtype is None:
         save_policy(policy, draft)
     else:
         write_full(policy, draft, dtype=getattr(torch, dtype))
     # Rounded as they were written, so that what is read back must agree to float32's precision whatever the dtype.
     for parameter in policy.model.parameters():
-        rounded = parameter.data if dtype is None else parameter.data.to(getattr(torch, dtype))
-        parameter.data = rounded.float()
-    written, expected = (_logits(model, token_ids) for model in (load_policy(str(draft)).model, policy.model))
-    _require_same(written, expected, "the model as it was written", _ROUNDING)
+        rounded_data = parameter.data if dtype is None else parameter.data.to(getattr(torch, dtype))
+        parameter.data = rounded_data.float()
+    written_logits, policy_logits = (
+        _logits(model, token_ids) for model in (load_policy(str(draft)).model, policy.model)
+    )
+    _require_same(written_logits, policy_logits, "the model as it was written", _ROUNDING)
     return kind
 
 
-def _merged(policy: Policy, token_ids: torch.Tensor) -> Policy:
+def _merge_adapter(policy: Policy, token_ids: torch.Tensor) -> Policy:
     """Return the policy with its adapter merged into its weights, in float32; quantized ones are dequantized.
 
     Raises:
         ConfigError: the adapter's kind cannot be merged, or PEFT merges it into another function.
     """
-    model, expected, tolerance = policy.model, None, _ROUNDING
+    model, own_logits, tolerance = policy.model, None, _ROUNDING
     if is_quantized(model):
-        expected, tolerance = _logits(model, token_ids), _QUANTIZED_ROUNDING
+        own_logits, tolerance = _logits(model, token_ids), _QUANTIZED_ROUNDING
         base = model.unload()
         dequantize(base)
         model = load_lora(base, Path(policy.base), "cpu")  # its layers fit the plain weights
@@ -197,26 +201,26 @@ def _merged(policy: Policy, token_ids: torch.Tensor) -> Policy:
     # Weights of 16 bits go to float32 before the adapter is added, or the sum would be rounded twice.
     for parameter in model.parameters():
         parameter.data = parameter.data.float()
-    expected = _logits(model, token_ids) if expected is None else expected
+    own_logits = _logits(model, token_ids) if own_logits is None else own_logits
     kind = model.peft_config[ADAPTER].peft_type.value
     untie(model)
     try:
-        merged = model.merge_and_unload()
+        merged_model = model.merge_and_unload()
     except (NotImplementedError, AttributeError, RuntimeError, ValueError) as error:
         raise ConfigError(f"{policy.base}: PEFT cannot merge this adapter ({kind}): {error}") from error
-    _require_same(_logits(merged, token_ids), expected, f"the merged model (adapter: {kind})", tolerance)
-    return Policy(merged, policy.tokenizer, policy.base)
+    _require_same(_logits(merged_model, token_ids), own_logits, f"the merged model (adapter: {kind})", tolerance)
+    return Policy(merged_model, policy.tokenizer, policy.base)
 
 
 def _probe_of(model: Any) -> torch.Tensor:
     """Return token ids [1, T] from the whole vocabulary, and those that the adapter has weights of their own for."""
     spread = torch.linspace(0, model.get_input_embeddings().weight.shape[0] - 1, 64).long().tolist()
     config = model.peft_config[ADAPTER] if is_adapter(model) else None
-    chosen: list[int] = []
+    special_ids: list[int] = []
     for tokens in (getattr(config, name, None) or () for name in ("trainable_token_indices", "token_indices")):
         for of_layer in tokens.values() if isinstance(tokens, dict) else [tokens]:
-            chosen += of_layer[:64]
-    return torch.tensor([[*spread, *chosen]])
+            special_ids += of_layer[:64]
+    return torch.tensor([[*spread, *special_ids]])
 
 
 @torch.no_grad()
@@ -225,12 +229,12 @@ def _logits(model: Any, token_ids: torch.Tensor) -> torch.Tensor:
     return logits.float()
 
 
-def _require_same(logits: torch.Tensor, expected: torch.Tensor, what: str, tolerance: float) -> None:
+def _require_same(logits: torch.Tensor, expected: torch.Tensor, subject: str, tolerance: float) -> None:
     gap = float((logits - expected).norm() / expected.norm())
     if not gap <= tolerance:  # also where it is NaN
         raise ConfigError(
-            f"{what} is another function than the one that was to be exported: its logits differ by {gap:.2g} of their "
-            f"size, expected at most {tolerance:.2g}; nothing was written"
+            f"{subject} is another function than the one that was to be exported: its logits differ by {gap:.2g} of "
+            f"their size, expected at most {tolerance:.2g}; nothing was written"
         )
 
 
@@ -256,15 +260,15 @@ def _copy_base(draft: Path) -> None:
 
 def _publish(draft: Path, target: Path) -> None:
     """Rename the draft to the target; what is there goes only after the draft has its place."""
-    replaced = draft.with_name(draft.name.replace(".draft-", ".replaced-", 1))
+    old_folder = draft.with_name(draft.name.replace(".draft-", ".replaced-", 1))
     if target.exists():
-        target.rename(replaced)
+        target.rename(old_folder)
     draft.rename(target)
     sync(target.parent)
-    if replaced.is_dir():
-        shutil.rmtree(replaced)
+    if old_folder.is_dir():
+        shutil.rmtree(old_folder)
     else:
-        replaced.unlink(missing_ok=True)
+        old_folder.unlink(missing_ok=True)
 
 
 def push(
@@ -329,16 +333,18 @@ def _trying(call: Callable[[], Result], doing: str, sleep: Callable[[float], Non
             failure = error
             status = _status_of(error)
             if status is not None and status < 500:
-                told = _ADVICE.get(status, shortened(str(error), 300))
-                raise ServiceError(f"{doing}: the hub answered {status}: {told}") from error
+                explanation = _ADVICE.get(status, shortened(str(error), 300))
+                raise ServiceError(f"{doing}: the hub answered {status}: {explanation}") from error
         except Exception as error:
             if not type(error).__module__.startswith("httpx"):  # httpx or httpx2, by the library's version
                 raise
             failure = error
     status = _status_of(failure)
     reason = shortened(": ".join(str(error) for error in (failure, failure.__cause__) if error is not None), 300)
-    told = f"answered {status}" if status else f"cannot be reached ({reason})"
-    raise ServiceError(f"{doing}: the hub {told}; the export is whole in its folder: push it again later") from failure
+    explanation = f"answered {status}" if status else f"cannot be reached ({reason})"
+    raise ServiceError(
+        f"{doing}: the hub {explanation}; the export is whole in its folder: push it again later"
+    ) from failure
 
 
 def _status_of(error: BaseException | None) -> int | None:

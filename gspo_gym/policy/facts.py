@@ -102,8 +102,8 @@ class ModelFacts:
         yield "weights", self._weights()
         yield "context", "not stated" if self.context is None else f"{self.context:,} tokens"
         padding = self.num_rows - self.num_token_ids
-        padded = f"; {padding:,} rows more are padding" if padding > 0 else ""
-        yield "vocabulary", f"{self.num_token_ids:,} token ids{padded}"
+        padding_text = f"; {padding:,} rows more are padding" if padding > 0 else ""
+        yield "vocabulary", f"{self.num_token_ids:,} token ids{padding_text}"
         yield "ends at", ", ".join(map(str, self.eos_token_ids)) or "no id is stated"
         sampling = ", ".join(f"{key} {value:g}" for key, value in self.sampling.items())
         yield "samples at", sampling or "temperature 1: nothing is stated"
@@ -127,8 +127,8 @@ class ModelFacts:
         yield "tools", f"as {template.format}" if template.tools is None else in_system
         if template.call is not None:
             yield "a call", template.call.replace("\n", "\\n")
-        shown = "shown in earlier answers" if template.shows_reasoning else "not shown"
-        yield "reasoning", f"{shown}, opened by the prompt" if template.opens_reasoning else shown
+        reasoning_text = "shown in earlier answers" if template.shows_reasoning else "not shown"
+        yield "reasoning", f"{reasoning_text}, opened by the prompt" if template.opens_reasoning else reasoning_text
 
 
 def facts_of(base: str) -> ModelFacts:
@@ -141,7 +141,7 @@ def facts_of(base: str) -> ModelFacts:
     tokenizer = load_tokenizer(base)
     model = load_skeleton(base).model
     inner = model.get_base_model() if is_adapter(model) else model
-    added = sum(p.numel() for p in model.parameters() if p.requires_grad) if is_adapter(model) else None
+    num_added = sum(p.numel() for p in model.parameters() if p.requires_grad) if is_adapter(model) else None
     config = inner.config.get_text_config()
     generation = generation_config_of(base)
     whole = whole_model_of(base)
@@ -150,7 +150,7 @@ def facts_of(base: str) -> ModelFacts:
     return ModelFacts(
         architecture=type(inner).__name__,
         num_parameters=sum(parameter.numel() for parameter in model.parameters()),
-        num_adapter_parameters=added,
+        num_adapter_parameters=num_added,
         dtype=None if inner.config.dtype is None else str(inner.config.dtype).removeprefix("torch."),
         context=getattr(config, "max_position_embeddings", None),
         num_token_ids=num_token_ids,
@@ -179,8 +179,8 @@ def sampling_of(generation: GenerationConfig) -> dict[str, float | int]:
     `do_sample = false` is a temperature of 0; without it, what is stated counts. (transformers samples only if
     `do_sample` is true.)
     """
-    stated = {name: getattr(generation, name, None) for name in _SAMPLING}
-    sampling = {name: value for name, value in stated.items() if value is not None}
+    config_values = {name: getattr(generation, name, None) for name in _SAMPLING}
+    sampling = {name: value for name, value in config_values.items() if value is not None}
     return {**sampling, "temperature": 0.0} if generation.do_sample is False else sampling
 
 

@@ -124,8 +124,8 @@ def _alone(path: Path) -> Iterator[None]:
 
 @functools.cache
 def _digest(file: Path, _size: int, _changed_ns: int) -> str:
-    with file.open("rb") as opened:
-        return hashlib.file_digest(opened, "sha256").hexdigest()
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def _convert(file: Path, digest: str, folder: Path, sampling: dict[str, Any]) -> None:
@@ -160,12 +160,14 @@ def _origin(file: Path, digest: str) -> GgufOrigin:
     import gguf
 
     reader = gguf.GGUFReader(file)
-    stated = {key: reader.fields[key].contents() for key in ("general.name", "general.license") if key in reader.fields}
+    metadata = {
+        key: reader.fields[key].contents() for key in ("general.name", "general.license") if key in reader.fields
+    }
     types = Counter(tensor.tensor_type.name for tensor in reader.tensors if len(tensor.shape) > 1)
     return GgufOrigin(
         file=str(file),
         sha256=digest,
-        name=stated.get("general.name"),
-        license=stated.get("general.license"),
+        name=metadata.get("general.name"),
+        license=metadata.get("general.license"),
         types=[name for name, _ in types.most_common()],
     )

@@ -192,18 +192,21 @@ def read_weights(model: Any, folder: Path) -> None:
     Raises:
         CheckpointError: the folder's policy has other parameters.
     """
-    saved = SavedTensors(folder, sorted(folder.glob("*.safetensors")))
-    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-    names = {name: re.sub(rf"\.{ADAPTER}(?=\.|$)", "", name) if is_adapter(model) else name for name in trained}
-    if all(names[name] in saved and saved.shape(names[name]) == tuple(p.shape) for name, p in trained.items()):
-        for name, parameter in trained.items():
+    saved_tensors = SavedTensors(folder, sorted(folder.glob("*.safetensors")))
+    parameters = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    names = {name: re.sub(rf"\.{ADAPTER}(?=\.|$)", "", name) if is_adapter(model) else name for name in parameters}
+    if all(
+        names[name] in saved_tensors and saved_tensors.shape(names[name]) == tuple(p.shape)
+        for name, p in parameters.items()
+    ):
+        for name, parameter in parameters.items():
             if isinstance(parameter, DTensor):
-                parameter.to_local().copy_(saved.rows(names[name], rows_of(parameter)))
+                parameter.to_local().copy_(saved_tensors.rows(names[name], rows_of(parameter)))
             else:
-                parameter.copy_(saved[names[name]])
+                parameter.copy_(saved_tensors[names[name]])
         return
     whole = dict(load_policy(str(folder)).model.named_parameters())
-    for name, parameter in trained.items():
+    for name, parameter in parameters.items():
         if name not in whole or whole[name].shape != parameter.shape:
             raise CheckpointError(f"model folder {folder}: expected {name} of {list(parameter.shape)}")
         copy_into(parameter, whole[name])
@@ -334,7 +337,7 @@ def folder_of(base: str) -> Path | None:
 
 
 def for_other_programs(base: str) -> str:
-    """Return what transformers and vLLM load for a base that only we name: a folder; other bases as they are.
+    """Return what transformers loads for a base that only we name: a folder; other bases as they are.
 
     Raises:
         CheckpointError, MissingExtraError: see `gguf_of`.
@@ -368,16 +371,20 @@ def _revision_of(base: str) -> str | None:
     return None if hub is None else hub.revision
 
 
-def _set_attention(policy: Policy, wanted: str | None) -> None:
-    if wanted is None:
+def _set_attention(policy: Policy, implementation: str | None) -> None:
+    if implementation is None:
         return
     model = policy.model.get_base_model() if is_adapter(policy.model) else policy.model
     try:
-        model.set_attn_implementation(wanted)
+        model.set_attn_implementation(implementation)
     except (ImportError, ValueError) as error:
-        raise ConfigError(f"attn_implementation: {policy.base} does not run with {wanted!r}: {error}") from error
-    if (found := model.config._attn_implementation) != wanted:  # of some, transformers only warns
-        raise ConfigError(f"attn_implementation: {type(model).__name__} has {found!r} and no other, got {wanted!r}")
+        raise ConfigError(
+            f"attn_implementation: {policy.base} does not run with {implementation!r}: {error}"
+        ) from error
+    if (actual := model.config._attn_implementation) != implementation:  # of some, transformers only warns
+        raise ConfigError(
+            f"attn_implementation: {type(model).__name__} has {actual!r} and no other, got {implementation!r}"
+        )
 
 
 def _load_tiny(base: str, seed: int, form: _Form) -> Policy:
@@ -387,9 +394,9 @@ def _load_tiny(base: str, seed: int, form: _Form) -> Policy:
     if form.quantization != "as_saved":  # transformers quantizes what it reads from files
         with in_temporary_folder("gspo_gym-tiny-") as folder:
             save_policy(policy, Path(folder))
-            quantized = _load_folder(Path(folder), form).model
-        quantized.name_or_path = policy.base
-        return Policy(model=quantized, tokenizer=policy.tokenizer, base=policy.base)
+            quantized_model = _load_folder(Path(folder), form).model
+        quantized_model.name_or_path = policy.base
+        return Policy(model=quantized_model, tokenizer=policy.tokenizer, base=policy.base)
     for parameter in model.parameters():  # and not the buffers: rotary frequencies need float32
         parameter.data = parameter.data.to(form.dtype)
     return policy
@@ -453,8 +460,8 @@ def _load_folder(folder: Path, form: _Form) -> Policy:
 
 def _load_adapter(folder: Path, form: _Form) -> Policy:
     quantization = form.quantization
-    if (saved := folder / _QUANTIZATION_FILE).is_file():
-        trained_on = json.loads(saved.read_text(encoding="utf-8"))["base"]
+    if (quantization_file := folder / _QUANTIZATION_FILE).is_file():
+        trained_on = json.loads(quantization_file.read_text(encoding="utf-8"))["base"]
         if quantization not in ("as_saved", trained_on):
             raise ConfigError(f"{folder}: the adapter was trained on {trained_on} weights, expected {quantization}")
         quantization = trained_on
@@ -480,10 +487,10 @@ def _load_hub(base: str, form: _Form) -> Policy:
 
 
 def _options(form: _Form) -> dict[str, Any]:
-    quantized = (
+    quantization = (
         {} if form.quantization == "as_saved" else quantization_options(form.quantization, form.dtype, form.device)
     )
-    return {"dtype": form.dtype, **quantized}
+    return {"dtype": form.dtype, **quantization}
 
 
 def _from_hub(base: str, load: Callable[..., Any], **options: Any) -> Any:

@@ -85,17 +85,17 @@ def add_lora(model: Any, settings: LoraSettings, seed: int) -> Any:
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(child_seed(seed, "lora"))
         try:
-            adapted = get_peft_model(model, config, adapter_name=ADAPTER)
+            adapted_model = get_peft_model(model, config, adapter_name=ADAPTER)
         except ValueError as error:
             raise ConfigError(f"lora: {error}") from error
     # PEFT adapts every module of a name's ending: more than was meant, if a name occurs twice.
-    if differing := sorted(targets.matrices ^ _layout(adapted).keys()):
+    if differing := sorted(targets.matrices ^ _layout(adapted_model).keys()):
         raise ConfigError(
             f"lora.target_modules: PEFT cannot tell {differing[0]!r} (and {len(differing) - 1} more) from others of "
             "its name in this model; name fewer modules"
         )
-    quicken_adapters(adapted)
-    return adapted
+    quicken_adapters(adapted_model)
+    return adapted_model
 
 
 def load_lora(base: Any, folder: Path, device: str) -> Any:
@@ -128,17 +128,17 @@ def adapt_lora(model: Any, settings: LoraSettings, seed: int) -> Any:
     _require_plain_lora(model)
     layout, factors, names = _layout(model), _factors(model), _target_names(model)
     fresh = add_lora(model.unload(), settings, seed)
-    wanted = _layout(fresh)
-    if wanted != layout:
+    new_layout = _layout(fresh)
+    if new_layout != layout:
         if settings.on_mismatch == "error":
             raise ConfigError(
                 f"training.lora: the adapter that model.base names has {_describe(layout)}; expected the same, got "
-                f'{_describe(wanted)}. Set it to the adapter\'s shape, or training.lora.on_mismatch to "merge" (the '
-                "larger rank, the modules of both)"
+                f'{_describe(new_layout)}. Set it to the adapter\'s shape, or training.lora.on_mismatch to "merge" '
+                "(the larger rank, the modules of both)"
             )
         # Both adapters' targets: what one did not adapt begins with B = 0.
         names |= _target_names(fresh)
-        fresh = add_lora(fresh.unload(), _merged(settings, layout, wanted, names), seed)
+        fresh = add_lora(fresh.unload(), _merge_settings(settings, layout, new_layout, names), seed)
     _put(fresh, factors)
     return fresh
 
@@ -152,10 +152,10 @@ def untie(model: Any) -> None:
     embeddings, head = base.get_input_embeddings(), base.get_output_embeddings()
     if not _is_adapted(embeddings) and not _is_adapted(head):
         return
-    shared = {id(parameter) for parameter in embeddings.parameters()}
+    embedding_ids = {id(parameter) for parameter in embeddings.parameters()}
     for layer in head.modules():
         for name, parameter in layer.named_parameters(recurse=False):
-            if id(parameter) in shared:
+            if id(parameter) in embedding_ids:
                 setattr(layer, name, nn.Parameter(parameter.detach().clone(), requires_grad=False))
     base.config.tie_word_embeddings = base.config.get_text_config().tie_word_embeddings = False
 
@@ -205,22 +205,26 @@ def _extras(model: Any) -> list[str]:
 def _find_targets(model: Any, targets: tuple[str, ...] | str) -> _Targets:
     # By full name: PEFT passes over a name that means nothing if another means something.
     layers = {name: module for name, module in model.named_modules() if isinstance(module, (*_LINEAR, nn.Embedding))}
-    owned = {f"{name}.{parameter}" for name in layers for parameter in ("weight", "bias")}
-    fused = {name: p.ndim for name, p in model.named_parameters() if name not in owned and p.ndim in (2, 3)}
+    layer_parameters = {f"{name}.{parameter}" for name in layers for parameter in ("weight", "bias")}
+    fused_axes = {
+        name: p.ndim for name, p in model.named_parameters() if name not in layer_parameters and p.ndim in (2, 3)
+    }
     if isinstance(targets, str):
         # The head is left alone: its delta would have a row for each token.
         head = model.get_output_embeddings()
-        meant = [name for name, layer in layers.items() if isinstance(layer, _LINEAR) and layer is not head]
-        experts = [name for name, num_axes in fused.items() if num_axes == 3]
-        return _Targets(_short(meant), _short(experts), frozenset([*meant, *experts]))
+        linear_names = [name for name, layer in layers.items() if isinstance(layer, _LINEAR) and layer is not head]
+        experts = [name for name, num_axes in fused_axes.items() if num_axes == 3]
+        return _Targets(_short(linear_names), _short(experts), frozenset([*linear_names, *experts]))
     for target in targets:
-        if not any(_is_called(name, target) for name in (*layers, *fused)):
-            known = sorted({*_short(layers), *_short(fused)})
-            raise ConfigError(f"lora.target_modules: the model has no {target!r}; {nearest_name(target, known)}")
+        if not any(_is_called(name, target) for name in (*layers, *fused_axes)):
+            possible_names = sorted({*_short(layers), *_short(fused_axes)})
+            raise ConfigError(
+                f"lora.target_modules: the model has no {target!r}; {nearest_name(target, possible_names)}"
+            )
     modules, parameters = (
-        tuple(t for t in targets if any(_is_called(n, t) for n in names)) for names in (layers, fused)
+        tuple(t for t in targets if any(_is_called(n, t) for n in names)) for names in (layers, fused_axes)
     )
-    matrices = (name for name in (*layers, *fused) if any(_is_called(name, target) for target in targets))
+    matrices = (name for name in (*layers, *fused_axes) if any(_is_called(name, target) for target in targets))
     return _Targets(modules, parameters, frozenset(matrices))
 
 
@@ -276,8 +280,8 @@ def _put(model: Any, factors: Mapping[str, tuple[Tensor, Tensor]]) -> None:
             b[:, : old_b.shape[1]] = old_b
 
 
-def _merged(
-    settings: LoraSettings, layout: Mapping[str, _Shape], wanted: Mapping[str, _Shape], names: Iterable[str]
+def _merge_settings(
+    settings: LoraSettings, layout: Mapping[str, _Shape], new_layout: Mapping[str, _Shape], names: Iterable[str]
 ) -> LoraSettings:
     # One alpha holds for all matrices, so several scales cannot be kept.
     scales = {shape.scale for shape in layout.values()}
@@ -285,7 +289,7 @@ def _merged(
         raise ConfigError(
             f"training.lora.on_mismatch: an adapter with one scale (alpha / r) can be merged, got {sorted(scales)}"
         )
-    rank = max(shape.rank for shape in (*layout.values(), *wanted.values()))
+    rank = max(shape.rank for shape in (*layout.values(), *new_layout.values()))
     return LoraSettings(
         r=rank, alpha=scales.pop() * rank, dropout=settings.dropout, target_modules=tuple(sorted(names))
     )
@@ -298,9 +302,10 @@ def _require_plain_lora(model: Any) -> None:
     extras += ["bias"] if getattr(config, "bias", "none") != "none" else []
     if not isinstance(config, LoraConfig) or extras or isinstance(config.target_modules, str):
         kind = getattr(config.peft_type, "value", config.peft_type)
-        what = ", ".join(extras) or f"target_modules {config.target_modules!r}"
+        fault = ", ".join(extras) or f"target_modules {config.target_modules!r}"
         raise ConfigError(
-            f"model.base: expected a LoRA adapter that [training.lora] can describe, got one of kind {kind} with {what}"
+            f"model.base: expected a LoRA adapter that [training.lora] can describe, got one of kind {kind} "
+            f"with {fault}"
         )
 
 

@@ -67,10 +67,10 @@ def git_revision(folder: Path) -> str | None:
         return None
     command = ["git", "-C", str(folder), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     try:
-        described = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
+        process = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
     except (OSError, subprocess.SubprocessError):
         return None
-    return described.stdout.strip() or None
+    return process.stdout.strip() or None
 
 
 def _versions() -> dict[str, str]:
@@ -315,14 +315,15 @@ class RetentionSettings(Settings):
 
     def best(self, evaluations: Mapping[int, Numbers | None]) -> list[int]:
         """Return the steps that have the metric, the best first; of equal ones the earlier."""
-        evaluated = {step: numbers for step, numbers in sorted(evaluations.items()) if numbers is not None}
+        numbers_by_step = {step: numbers for step, numbers in sorted(evaluations.items()) if numbers is not None}
         metric = self.keep_best_metric
         if metric == "score":
             # What a run's scores are may be decided by a later evaluation than its first.
-            metric = next((numbers["score"] for numbers in reversed(evaluated.values())), metric)
-        found = {step: numbers.get(metric) for step, numbers in evaluated.items()}
+            metric = next((numbers["score"] for numbers in reversed(numbers_by_step.values())), metric)
+        value_by_step = {step: numbers.get(metric) for step, numbers in numbers_by_step.items()}
         if self.keep_best_metric == "score" and metric == "success_rate":
-            found = {step: value or 0.0 for step, value in found.items()}  # undecided episodes are no successes
+            # Undecided episodes are no successes.
+            value_by_step = {step: value or 0.0 for step, value in value_by_step.items()}
         sign = -1 if self.keep_best_direction == "max" else 1
-        ranked = sorted((sign * value, step) for step, value in found.items() if value is not None)
-        return [step for _, step in ranked]
+        ranking = sorted((sign * value, step) for step, value in value_by_step.items() if value is not None)
+        return [step for _, step in ranking]

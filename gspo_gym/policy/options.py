@@ -109,8 +109,10 @@ def apply_liger(model: Any) -> None:
 
     kind = model.config.model_type
     if kind not in MODEL_TYPE_TO_APPLY_LIGER_FN:
-        known = ", ".join(sorted(MODEL_TYPE_TO_APPLY_LIGER_FN))
-        raise ConfigError(f"liger_kernels: there are none for models of type {kind!r}, only for {known}; set false")
+        model_types = ", ".join(sorted(MODEL_TYPE_TO_APPLY_LIGER_FN))
+        raise ConfigError(
+            f"liger_kernels: there are none for models of type {kind!r}, only for {model_types}; set false"
+        )
     module = sys.modules[type(model).__module__]
     # Liger writes into transformers' module, which other models of the process use, too.
     before = dict(vars(module))

@@ -60,9 +60,9 @@ class Staging:
         self._keep = keep
         self._dtype: torch.dtype | None = None if dtype is None else getattr(torch, dtype)
         self._max_shard_size = max_shard_size
-        self._staged: dict[int, Path] = {}
-        self._expired: list[int] = []
-        self._used: set[Path] = set()
+        self._folder_by_version: dict[int, Path] = {}
+        self._expired_versions: list[int] = []
+        self._used_paths: set[Path] = set()
 
     @property
     def root(self) -> Path:
@@ -79,7 +79,7 @@ class Staging:
         if kind not in ("full", "adapter"):
             raise UsageError(f"Staging.stage: weights of kind {kind!r} are not written into folders")
         target = self._root / f"policy-v{version}"
-        if target in self._used:
+        if target in self._used_paths:
             raise UsageError(f"{target}: was staged before; a path is never written twice")
         draft = self._root / f".draft-{target.name}"
         try:
@@ -96,16 +96,16 @@ class Staging:
             shutil.rmtree(draft, ignore_errors=True)
             reason = str(error).removeprefix(f"{target}: cannot be written: ")
             raise EngineError(f"{target}: version {version} could not be staged: {reason}") from error
-        self._used.add(target)
-        self._staged[version] = target
+        self._used_paths.add(target)
+        self._folder_by_version[version] = target
         return WeightUpdate(version, kind, target, files)
 
     def retire(self, committed: int) -> None:
         """Note that a version is committed: remove what expired at the commit before, and see what expires now."""
-        for version in self._expired:
-            shutil.rmtree(self._staged.pop(version), ignore_errors=True)
-        others = [version for version in sorted(self._staged) if version != committed]
-        self._expired = others[: max(len(others) - (self._keep - 1), 0)]
+        for version in self._expired_versions:
+            shutil.rmtree(self._folder_by_version.pop(version), ignore_errors=True)
+        other_versions = [version for version in sorted(self._folder_by_version) if version != committed]
+        self._expired_versions = other_versions[: max(len(other_versions) - (self._keep - 1), 0)]
 
     def close(self) -> None:
         """Remove everything."""
@@ -205,9 +205,11 @@ class PolicyTensors:
             for name, tensor in _base_weights(model)
             if name in self._names
         }
-        saved = revert_weight_conversion(self._base, plain)
-        self._is_split = saved is not plain
-        self._metadata = tuple(TensorMeta(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in saved.items())
+        saved_tensors = revert_weight_conversion(self._base, plain)
+        self._is_split = saved_tensors is not plain
+        self._metadata = tuple(
+            TensorMeta(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in saved_tensors.items()
+        )
 
     @property
     def device(self) -> torch.device:
@@ -248,18 +250,18 @@ class TrainedTensors:
 
     def metadata(self) -> Sequence[TensorMeta]:
         """Describe the tensors, in the order of iteration."""
-        return [TensorMeta(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in self._trained()]
+        return [TensorMeta(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in self._trained_tensors()]
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         _require_same(self._present(), self._fingerprint)
-        yield from self._trained()
+        yield from self._trained_tensors()
         _require_same(self._present(), self._fingerprint)
 
-    def _trained(self) -> Iterator[tuple[str, Tensor]]:
+    def _trained_tensors(self) -> Iterator[tuple[str, Tensor]]:
         return ((name, p.detach()) for name, p in self._model.named_parameters() if p.requires_grad)
 
     def _present(self) -> list[int]:
-        return _fingerprint(tensor for _, tensor in self._trained())
+        return _fingerprint(tensor for _, tensor in self._trained_tensors())
 
 
 def _require_same(fingerprint: Sequence[int], expected: Sequence[int]) -> None:
@@ -282,8 +284,8 @@ def full_weights(model: Any) -> Iterator[tuple[str, Tensor]]:
             yield name, tensor
         else:
             with torch.no_grad():
-                merged = (tensor + delta()).to(tensor.dtype)
-            yield name, merged
+                merged_tensor = (tensor + delta()).to(tensor.dtype)
+            yield name, merged_tensor
     if deltas:
         raise ConfigError(f"stage: the adapter's {sorted(deltas)[0]!r} is not among the weights of its base")
 
@@ -308,13 +310,14 @@ def _deltas(base: Any) -> Iterator[tuple[str, Callable[[], Tensor]]]:
 
 
 def _names_once(model: Any) -> Iterator[str]:
-    # One name for tied weights, such as head and embeddings.
-    seen = set()  # in the model's order embeddings come first: transformers and vLLM expect this name of tied weights
+    # One name for tied weights, such as head and embeddings. In the model's order embeddings come first: transformers
+    # and vLLM expect this name of tied weights.
+    seen_places = set()
     for name, tensor in _base_weights(model):
         place = (tensor.data_ptr(), tensor.shape, tensor.stride())
-        if tensor.numel() == 0 or place not in seen:
+        if tensor.numel() == 0 or place not in seen_places:
             yield name
-        seen.add(place)
+        seen_places.add(place)
 
 
 def _fingerprint(tensors: Iterable[Tensor]) -> list[int]:

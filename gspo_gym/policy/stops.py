@@ -45,7 +45,7 @@ def hub_file(base: str, name: str) -> Path | None:
         return None
     # With these the hub is asked once, and what fails is None.
     quiet = dict.fromkeys(("missing_entries", "connection_errors", "gated_repo"), False)
-    options = {f"_raise_exceptions_for_{what}": value for what, value in quiet.items()}
+    options = {f"_raise_exceptions_for_{kind}": value for kind, value in quiet.items()}
     path = cached_file(hub.name, name, revision=hub.revision, **options)
     return None if path is None else Path(path)
 

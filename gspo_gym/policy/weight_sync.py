@@ -144,17 +144,17 @@ class WeightSync:
             EngineError: nothing was staged: shared weights may have changed since the commit. Or the weights that were
                 handed over are no longer there.
         """
-        given: WeightUpdate | None = None
-        while given is not self._last or (given is None and self.committed != {0}):
-            given = self._last
-            if given is None or given.kind == "shared":
+        update: WeightUpdate | None = None
+        while update is not self._last or (update is None and self.committed != {0}):
+            update = self._last
+            if update is None or update.kind == "shared":
                 raise EngineError("the last committed weights were shared, not staged: the engine cannot be restored")
             # Files are compared, and no canary: the learner may be ahead by now.
-            await asyncio.to_thread(verify_staged, given)
+            await asyncio.to_thread(verify_staged, update)
             await engine.pause("wait")
-            await engine.apply_weights(given)
-            await engine.resume(given.version)
-            self._tell("engine_restored", {"version": given.version})
+            await engine.apply_weights(update)
+            await engine.resume(update.version)
+            self._tell("engine_restored", {"version": update.version})
 
     def begin(self) -> None:
         """Note that the engines were started with the learner's present weights, for one that dies before an update.
@@ -246,16 +246,18 @@ def require_committed(groups: Sequence[TrajectoryGroup], is_committed: Callable[
 
     The last gate before the learner: it catches engines that break their contract.
     """
-    kept = tuple(_without_uncommitted(group, is_committed) for group in groups)
-    before, after = (sum(len(group.trajectories) for group in some) for some in (groups, kept))
-    assert all(is_committed(version) for group in kept for t in group.trajectories for version in versions_of(t))
-    return Committed(kept, before - after)
+    committed_groups = tuple(_without_uncommitted(group, is_committed) for group in groups)
+    before, after = (sum(len(group.trajectories) for group in some) for some in (groups, committed_groups))
+    assert all(
+        is_committed(version) for group in committed_groups for t in group.trajectories for version in versions_of(t)
+    )
+    return Committed(committed_groups, before - after)
 
 
 def versions_of(trajectory: Trajectory) -> frozenset[int]:
     """Return the versions of the weights that sampled its tokens; -1 stands for an unknown one."""
-    found = [np.unique(segment.weight_version[segment.action_mask]) for segment in trajectory.segments]
-    return frozenset(int(version) for versions in found for version in versions)
+    versions_by_segment = [np.unique(segment.weight_version[segment.action_mask]) for segment in trajectory.segments]
+    return frozenset(int(version) for versions in versions_by_segment for version in versions)
 
 
 def choose_kind(
@@ -275,29 +277,29 @@ def choose_kind(
     Raises:
         ConfigError: the engine has none of these ways.
     """
-    wanted: list[UpdateKind] = ["shared"] if direct else []
-    wanted += ["adapter"] if is_adapter and mode != "full" else []
-    wanted = ["transfer"] if is_handed_over else [*wanted, "full"]
-    for kind in wanted:
+    kinds: list[UpdateKind] = ["shared"] if direct else []
+    kinds += ["adapter"] if is_adapter and mode != "full" else []
+    kinds = ["transfer"] if is_handed_over else [*kinds, "full"]
+    for kind in kinds:
         if kind in engine.capabilities.update_kinds:
             return kind
     raise ConfigError(
-        f"training.weight_sync: expected an engine that takes new weights as one of {', '.join(wanted)}, got one that "
+        f"training.weight_sync: expected an engine that takes new weights as one of {', '.join(kinds)}, got one that "
         f"takes {list(engine.capabilities.update_kinds)}; see mode, direct and transfer there, and whether the engine "
         "was started for adapters"
     )
 
 
 def _without_uncommitted(group: TrajectoryGroup, is_committed: Callable[[int], bool]) -> TrajectoryGroup:
-    kept, dropped = [], list(group.dropped)
+    trajectories, dropped_episodes = [], list(group.dropped)
     for trajectory in group.trajectories:
         unknown = sorted(version for version in versions_of(trajectory) if not is_committed(version))
         if unknown:
             reason = f"sampled under weights that were never committed: version {unknown[0]}"
-            dropped.append(DroppedEpisode(trajectory.trajectory_id, trajectory.outcome, reason))
+            dropped_episodes.append(DroppedEpisode(trajectory.trajectory_id, trajectory.outcome, reason))
         else:
-            kept.append(trajectory)
-    return replace(group, trajectories=tuple(kept), dropped=tuple(dropped))
+            trajectories.append(trajectory)
+    return replace(group, trajectories=tuple(trajectories), dropped=tuple(dropped_episodes))
 
 
 def _require_able(

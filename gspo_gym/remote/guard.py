@@ -22,7 +22,7 @@ from fastapi import Request
 from fastapi.responses import JSONResponse
 
 from gspo_gym.base.http import refuse_strange_json, require_utf8
-from gspo_gym.env.workers.channel import refusal_in
+from gspo_gym.env.workers.wire import refusal_in
 from gspo_gym.errors import ConfigError, GymError, RecordError
 
 # What ASGI passes: Any, as the protocol has it.
@@ -62,10 +62,10 @@ class Keys:
     """
 
     def __init__(self, keys: Iterable[str]) -> None:
-        given = list(keys)
-        if any(not key or not key.isprintable() or "," in key or " " in key for key in given):
+        api_keys = list(keys)
+        if any(not key or not key.isprintable() or "," in key or " " in key for key in api_keys):
             raise ConfigError("an API key: expected printable text without spaces and commas, got one that is not")
-        self._digests = tuple(hashlib.sha256(key.encode()).digest() for key in given)
+        self._digests = tuple(hashlib.sha256(key.encode()).digest() for key in api_keys)
 
     def __bool__(self) -> bool:
         return bool(self._digests)
@@ -79,10 +79,10 @@ class Keys:
         Every key is compared with every key sent, so the time tells nothing about either.
         """
         opens = False
-        for sent in _keys_in(headers):
-            digest = hashlib.sha256(sent).digest()
-            for known in self._digests:
-                opens |= hmac.compare_digest(digest, known)
+        for sent_key in _keys_in(headers):
+            digest = hashlib.sha256(sent_key).digest()
+            for key_digest in self._digests:
+                opens |= hmac.compare_digest(digest, key_digest)
         return opens
 
 
@@ -183,7 +183,10 @@ class Guard:
     async def _body(self, scope: Scope, receive: Receive) -> bytes | None:
         lengths = _values(scope["headers"], b"content-length")
         # isdigit first: int() also takes signs and underscores, and refuses very long numbers.
-        if any(not one.isdigit() or len(one) > 20 or int(one) > self._max_body_bytes for one in lengths):
+        if any(
+            not length_text.isdigit() or len(length_text) > 20 or int(length_text) > self._max_body_bytes
+            for length_text in lengths
+        ):
             raise self._too_long()
         try:
             async with asyncio.timeout(self._body_timeout):
@@ -277,16 +280,16 @@ def _host_name(headers: Headers) -> str:
     return name if colon and port.isdigit() else host
 
 
-async def _refuse(scope: Scope, send: Send, refused: _RefusedError) -> None:
+async def _refuse(scope: Scope, send: Send, refusal: _RefusedError) -> None:
     if scope["type"] == "websocket":
         # Before accept: the client sees a 403.
-        await send({"type": "websocket.close", "code": 1008, "reason": refused.message})
+        await send({"type": "websocket.close", "code": 1008, "reason": refusal.message})
         return
-    error = {"code": refused.code, "message": refused.message}
+    error = {"code": refusal.code, "message": refusal.message}
     content = json.dumps({"detail": {"error": error}, "error": error}).encode()
-    headers = {"content-type": "application/json", "content-length": str(len(content)), **refused.headers}
+    headers = {"content-type": "application/json", "content-length": str(len(content)), **refusal.headers}
     wire = [(name.encode(), value.encode()) for name, value in headers.items()]
-    await send({"type": "http.response.start", "status": refused.status, "headers": wire})
+    await send({"type": "http.response.start", "status": refusal.status, "headers": wire})
     await send({"type": "http.response.body", "body": content})
 
 

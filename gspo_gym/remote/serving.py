@@ -39,14 +39,14 @@ def bind(host: str, port: int, *, has_key: bool) -> socket.socket:
         )
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     # With its protocol named, or asyncio leaves Nagle on for what it accepts: 40 ms now and then for an answer.
-    bound = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        bound.bind((host, port))
+        listener.bind((host, port))
     except OSError as error:
-        bound.close()
+        listener.close()
         raise ConfigError(f"cannot serve on {host}, port {port}: {error}") from error
-    return bound
+    return listener
 
 
 def url_of(bound: socket.socket) -> str:

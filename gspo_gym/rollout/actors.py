@@ -92,8 +92,8 @@ class ScriptedActor:
         if policy is None:
             policy = self._make_policy(request.env, generator(request.sampling_seed, "policy"))
             self._policies[request.session_id] = policy
-        spoken = await spoken_by(policy, request.messages)
-        message = Message("assistant", spoken) if isinstance(spoken, str) else spoken
+        reply = await spoken_by(policy, request.messages)
+        message = Message("assistant", reply) if isinstance(reply, str) else reply
         token_ids = request.renderer.action_ids(message)
         if len(token_ids) > request.max_tokens:  # a demonstration that is cut off would teach to stop in the middle
             raise UsageError(

@@ -170,7 +170,7 @@ class TokenObservationWrapper:
             seed = next_seed(self._generator)
         else:
             self._generator, self._last_seed = None, seed
-        result = await self._timed(self.session.reset(seed, options))
+        result = await self._time_call(self.session.reset(seed, options))
         messages = with_system_prompt(result.messages, self._system_prompt)
         self._open.messages.extend(messages)
         # Ten megabytes of text would hold up every other episode while they are encoded, to be refused afterwards.
@@ -203,7 +203,7 @@ class TokenObservationWrapper:
         self._is_turn_open = False  # before the environment is asked: if it fails, the turn must not be played again
         action = self._record_action(sampled)
         self._actions.append(action.error if isinstance(action, ParseFailure) else action)  # kept for a retrial
-        result: StepResult = await self._timed(answer_to(self.session, self._actions[-1]))
+        result: StepResult = await self._time_call(answer_to(self.session, self._actions[-1]))
         history = self.messages
         self._open.append_answer(result)
         self._advance(history, result)
@@ -271,17 +271,17 @@ class TokenObservationWrapper:
             stop_token_ids=self.renderer.stop_token_ids,
         )
 
-    def _record_action(self, sampled: Completion) -> Message | ParseFailure:
+    def _record_action(self, completion: Completion) -> Message | ParseFailure:
         # Stored before anything can go wrong with the tokens; what they say comes after.
-        is_stopped = sampled.token_ids[-1] in self.renderer.stop_token_ids
-        self._open.append_action(sampled, FinishReason.STOP if is_stopped else FinishReason.LENGTH)
-        text = self.renderer.decode(sampled.token_ids)
-        parsed = self.renderer.parse(text, is_truncated=not is_stopped)
-        if isinstance(parsed, ParseFailure):
-            self._open.append_meaning(Message("assistant", text), parsed.status)
+        is_stopped = completion.token_ids[-1] in self.renderer.stop_token_ids
+        self._open.append_action(completion, FinishReason.STOP if is_stopped else FinishReason.LENGTH)
+        text = self.renderer.decode(completion.token_ids)
+        result = self.renderer.parse(text, is_truncated=not is_stopped)
+        if isinstance(result, ParseFailure):
+            self._open.append_meaning(Message("assistant", text), result.status)
         else:
-            self._open.append_meaning(parsed, ParseStatus.OK)
-        return parsed
+            self._open.append_meaning(result, ParseStatus.OK)
+        return result
 
     def _advance(self, history: Sequence[Message], result: StepResult) -> None:
         """Open the next turn, or end the episode; `history` ends with the action that `result` answers."""
@@ -296,19 +296,19 @@ class TokenObservationWrapper:
         else:
             is_closed = episode.turns[-1].finish_reason is FinishReason.STOP
             continuation = self.renderer.continue_from(history, result.messages, closed=is_closed)
-            kept = 0 if continuation.is_new_segment else episode.length
-            if kept + len(continuation.token_ids) >= self._max_model_len:
+            num_kept = 0 if continuation.is_new_segment else episode.length
+            if num_kept + len(continuation.token_ids) >= self._max_model_len:
                 episode.outcome = Outcome.CONTEXT_OVERFLOW
             else:
                 episode.open_turn(continuation.token_ids, is_new_segment=continuation.is_new_segment)
                 self._is_turn_open = True
 
-    async def _timed(self, call: Coroutine[Any, Any, _Answer]) -> _Answer:
-        started = self._clock()
+    async def _time_call(self, call: Coroutine[Any, Any, _Answer]) -> _Answer:
+        start = self._clock()
         try:
             return await call
         finally:
-            seconds = self._clock() - started
+            seconds = self._clock() - start
             self.env_seconds += seconds
             self.action_seconds += seconds if self._actions else 0.0  # without an action, it was the reset
 
@@ -316,8 +316,8 @@ class TokenObservationWrapper:
 def _require_range(name: str, value: int, low: int, high: int | None = None) -> None:
     is_integer = isinstance(value, int | np.integer) and not isinstance(value, bool)  # True is an int
     if not is_integer or value < low or (high is not None and value > high):
-        wanted = f"at least {low}" if high is None else f"{low} to {high}"
-        raise ConfigError(f"TokenObservationWrapper.{name}: expected an integer, {wanted}, got {value!r}")
+        range_text = f"at least {low}" if high is None else f"{low} to {high}"
+        raise ConfigError(f"TokenObservationWrapper.{name}: expected an integer, {range_text}, got {value!r}")
 
 
 def _size(prompt: Sequence[int] | None, messages: Sequence[Message]) -> str:

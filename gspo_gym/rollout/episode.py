@@ -126,7 +126,7 @@ class _Episode:
     ) -> None:
         self.request = request
         self.started = clock()
-        self._opened: float  # set when there is an environment
+        self._opened_at: float  # set when there is an environment
         self.session: EnvSession | None = None
         self.wrapper: TokenObservationWrapper | None = None
         self.engine_seconds = 0.0
@@ -152,7 +152,7 @@ class _Episode:
         watchdog = asyncio.timeout(seconds)
         try:
             await self._make(make_env)
-            self._opened = self._clock()  # making an environment may load what all share, which has its own limit
+            self._opened_at = self._clock()  # making an environment may load what all share, which has its own limit
             async with watchdog:
                 wrapper = await self._reset(renderers)
                 while wrapper.outcome is None:
@@ -163,14 +163,16 @@ class _Episode:
         except Exception as error:
             _log.debug("episode %s failed", self.request.session_id, exc_info=True)
             is_late = watchdog.expired() or isinstance(error, _EpisodeTimeoutError)
-            played = self.wrapper
-            if played is not None and await self._is_the_actions_doing(error, played, make_env, is_late=is_late):
-                played.end_at_limit(self._limits.action_limit_return)
+            last_wrapper = self.wrapper
+            if last_wrapper is not None and await self._is_the_actions_doing(
+                error, last_wrapper, make_env, is_late=is_late
+            ):
+                last_wrapper.end_at_limit(self._limits.action_limit_return)
                 return Outcome.ACTION_LIMIT, _said_by(error)
             if is_late:
-                assert played is not None, "the deadline begins when the environment is there"
+                assert last_wrapper is not None, "the deadline begins when the environment is there"
                 place = "the engine" if self._culprit is Outcome.ENGINE_ERROR else "the environment"
-                where = f"at last in {place} after {played.num_turns} turns"
+                where = f"at last in {place} after {last_wrapper.num_turns} turns"
                 return Outcome.EPISODE_TIMEOUT, f"the episode took longer than {seconds:g} seconds, {where}"
             return self._outcome_of(error), _said_by(error)
 
@@ -203,7 +205,7 @@ class _Episode:
 
     async def _play_turn(self, wrapper: TokenObservationWrapper) -> None:
         # asyncio's time-out needs a wait to act in, and an instant engine and environment have none.
-        if self._clock() - self._opened >= self._limits.episode_timeout_seconds:
+        if self._clock() - self._opened_at >= self._limits.episode_timeout_seconds:
             raise _EpisodeTimeoutError
         self._culprit = Outcome.ENGINE_ERROR
         completion = await self._ask(wrapper)
@@ -211,7 +213,7 @@ class _Episode:
         await wrapper.step_async(completion)
 
     async def _is_the_actions_doing(
-        self, error: Exception, played: TokenObservationWrapper, make_env: MakeEnv, *, is_late: bool
+        self, error: Exception, wrapper: TokenObservationWrapper, make_env: MakeEnv, *, is_late: bool
     ) -> bool:
         limits, task = self._limits, self.request.task
         retrial = Retrial(
@@ -225,10 +227,10 @@ class _Episode:
         )
         if is_late:
             # Where most of the time went elsewhere, the actions are not the cause.
-            is_slow = played.action_seconds > limits.episode_timeout_seconds / 2
-            return is_slow and await are_the_actions_slow(played.actions, retrial)
-        is_answering = bool(played.actions) and self._culprit is Outcome.ENV_ERROR
-        return is_answering and await is_the_actions_doing(error, played.actions, retrial)
+            is_slow = wrapper.action_seconds > limits.episode_timeout_seconds / 2
+            return is_slow and await are_the_actions_slow(wrapper.actions, retrial)
+        is_answering = bool(wrapper.actions) and self._culprit is Outcome.ENV_ERROR
+        return is_answering and await is_the_actions_doing(error, wrapper.actions, retrial)
 
     async def _ask(self, wrapper: TokenObservationWrapper) -> Completion:
         request = ActRequest(
@@ -241,11 +243,11 @@ class _Episode:
             renderer=wrapper.renderer,
             env=wrapper.session.env,
         )
-        started = self._clock()
+        start = self._clock()
         try:
             return await self._act(request)
         finally:
-            self.engine_seconds += self._clock() - started
+            self.engine_seconds += self._clock() - start
 
     def _outcome_of(self, error: Exception) -> Outcome:
         if isinstance(error, ContextOverflowError) and self._culprit is Outcome.ENV_ERROR:  # an engine's is a failure

@@ -182,7 +182,9 @@ def trajectory_to_json(trajectory: Trajectory, *, policy_name: str = "policy") -
         "trajectory_id": trajectory.trajectory_id,
         "attempt": trajectory.attempt,
         "policy_name": policy_name,
-        "knows_weights": all((each.weight_version[each.action_mask] >= 0).all() for each in trajectory.segments),
+        "knows_weights": all(
+            (one_segment.weight_version[one_segment.action_mask] >= 0).all() for one_segment in trajectory.segments
+        ),
         "task": {"env_id": task.env_id, "seed": task.seed, "options": dict(task.options)},
         "sampling_seed": trajectory.sampling_seed,
         "outcome": trajectory.outcome.value,
@@ -253,7 +255,7 @@ def read_episodes(path: Path) -> list[Trajectory]:
     Raises:
         RecordError: the file is damaged, or a line is not an episode; names file and line.
     """
-    return [_parsed(path, number, line) for number, line in enumerate(_lines(path), start=1)]
+    return [_parse_line(path, number, line) for number, line in enumerate(_lines(path), start=1)]
 
 
 def read_episode(path: Path, trajectory_id: str) -> Trajectory:
@@ -263,13 +265,13 @@ def read_episode(path: Path, trajectory_id: str) -> Trajectory:
         RecordError: as `read_episodes`, or the file has no such trajectory.
     """
     if is_gzip(path):
-        found = find_line(path, trajectory_id)
+        numbered_line = find_line(path, trajectory_id)
     else:
         key = json.dumps({"trajectory_id": trajectory_id})[1:-1]
-        found = next(((number, line) for number, line in enumerate(_lines(path), start=1) if key in line), None)
-    if found is None:
+        numbered_line = next(((number, line) for number, line in enumerate(_lines(path), start=1) if key in line), None)
+    if numbered_line is None:
         raise RecordError(f"{path}: has no episode {trajectory_id!r}")
-    return _parsed(path, *found)
+    return _parse_line(path, *numbered_line)
 
 
 def episode_paths(folder: Path, prefix: str = "") -> list[Path]:
@@ -289,7 +291,7 @@ def _lines(path: Path) -> list[str]:
         raise RecordError(f"{path}: is damaged: {error}") from error
 
 
-def _parsed(path: Path, number: int, line: str) -> Trajectory:
+def _parse_line(path: Path, number: int, line: str) -> Trajectory:
     try:
         return trajectory_from_json(json.loads(line))
     except ValueError as error:  # RecordError included

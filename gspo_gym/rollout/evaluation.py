@@ -165,8 +165,8 @@ class Evaluation:
     @property
     def mean_env_return(self) -> float | None:
         """Mean of the environment's own returns, over the episodes that have one beside a judge's; None if none has."""
-        given = [row.env_return for row in self.scored_rows if row.env_return is not None]
-        return sum(given) / len(given) if given else None
+        env_returns = [row.env_return for row in self.scored_rows if row.env_return is not None]
+        return sum(env_returns) / len(env_returns) if env_returns else None
 
     @property
     def mean_return_interval(self) -> Interval | None:
@@ -202,12 +202,12 @@ class Evaluation:
 
     @property
     def _rows_with_success(self) -> tuple[EvaluationRow, ...]:  # of environments that have a notion of success
-        named = () if self.unit is None else self.unit.success_of
+        env_ids = () if self.unit is None else self.unit.success_of
         if self.parts:
-            counted = [part for part in self.parts if not named or part.env_id in named]
-            return tuple(row for part in counted for row in part._rows_with_success)
+            counted_parts = [part for part in self.parts if not env_ids or part.env_id in env_ids]
+            return tuple(row for part in counted_parts for row in part._rows_with_success)
         # Cut off before anything was declared is no success where the environment declares such a thing at all.
-        is_declared = self.env_id in named or any(row.success is not None for row in self.scored_rows)
+        is_declared = self.env_id in env_ids or any(row.success is not None for row in self.scored_rows)
         return self.scored_rows if is_declared else ()
 
     @property
@@ -303,30 +303,34 @@ async def evaluate(
     Raises:
         ConfigError: no seeds, or one twice. RolloutError: no episode could be scored.
     """
-    checked = parse_seeds(seeds)
+    all_seeds = parse_seeds(seeds)
     num_before = pool.num_retries
-    known = {played.row.seed: played for played in found if played.env_id == env_id and played.row.seed in checked}
-    missing = [Task(env_id, seed, dict(options or {})) for seed in checked if seed not in known]
+    played_by_seed = {
+        played_row.row.seed: played_row
+        for played_row in found
+        if played_row.env_id == env_id and played_row.row.seed in all_seeds
+    }
+    missing = [Task(env_id, seed, dict(options or {})) for seed in all_seeds if seed not in played_by_seed]
     # The ledger takes an episode's name only once: one pool evaluates repeatedly under other labels.
     groups = await pool.run_tasks(missing, label=label)
-    if not known:  # else there is an earlier result, and all that is missing may have failed
+    if not played_by_seed:  # else there is an earlier result, and all that is missing may have failed
         require_episodes(groups)
-    rows = {played.row.seed: played.row for played in known.values()}
+    rows = {played_row.row.seed: played_row.row for played_row in played_by_seed.values()}
     rows |= {group.task.seed: _row_of(group, env_return_of) for group in groups}
-    num_retries = pool.num_retries - num_before + sum(played.num_retries for played in known.values())
-    return Evaluation(env_id, tuple(rows[seed] for seed in checked), num_retries=num_retries)
+    num_retries = pool.num_retries - num_before + sum(played_row.num_retries for played_row in played_by_seed.values())
+    return Evaluation(env_id, tuple(rows[seed] for seed in all_seeds), num_retries=num_retries)
 
 
 def evaluation_of_rows(env_ids: Sequence[str], seeds: Sequence[int], found: Sequence[PlayedRow]) -> Evaluation | None:
     """Return an evaluation made of rows that are there already; None if one is missing."""
-    known = {(played.env_id, played.row.seed): played for played in found}
-    if not all((env_id, seed) in known for env_id in env_ids for seed in seeds):
+    played_by_key = {(played.env_id, played.row.seed): played for played in found}
+    if not all((env_id, seed) in played_by_key for env_id in env_ids for seed in seeds):
         return None
     parts = []
     for env_id in env_ids:
-        played = [known[env_id, seed] for seed in seeds]
-        num_retries = sum(each.num_retries for each in played)
-        parts.append(Evaluation(env_id, tuple(each.row for each in played), num_retries=num_retries))
+        played = [played_by_key[env_id, seed] for seed in seeds]
+        num_retries = sum(played_row.num_retries for played_row in played)
+        parts.append(Evaluation(env_id, tuple(played_row.row for played_row in played), num_retries=num_retries))
     return join(parts)
 
 
@@ -339,20 +343,22 @@ def in_one_unit(evaluations: Mapping[str, Evaluation]) -> dict[str, Evaluation]:
 
 def restated(summary: Mapping[str, Any], unit: ScoreUnit) -> dict[str, Any]:
     """Return the summary of an evaluation that was made before its run had a unit, measured in that (Any: JSON)."""
-    given: Mapping[str, Mapping[str, Any]] = summary.get("parts", {})
+    parts_by_env: Mapping[str, Mapping[str, Any]] = summary.get("parts", {})
     parts = {
         env_id: restated(part, unit if env_id in unit.success_of else ScoreUnit("mean_return"))
-        for env_id, part in given.items()
+        for env_id, part in parts_by_env.items()
     }
-    changed = {**summary, "score": unit.name, **({"parts": parts} if parts else {})}
+    new_summary = {**summary, "score": unit.name, **({"parts": parts} if parts else {})}
     if unit.name == "success_rate":
-        counted = [parts[env_id] for env_id in unit.success_of] if parts else [changed]
-        num_episodes = sum(part["num_episodes"] for part in counted)
+        counted_parts = [parts[env_id] for env_id in unit.success_of] if parts else [new_summary]
+        num_episodes = sum(part["num_episodes"] for part in counted_parts)
         # Cut off undecided is no success; the rate is a share of whole episodes, so that rounding finds their number.
-        num_successes = sum(round((part["success_rate"] or 0.0) * part["num_episodes"]) for part in counted)
-        changed["success_rate"] = num_successes / num_episodes if num_episodes else 0.0
-        changed["success_interval"] = as_list(wilson_interval(num_successes, num_episodes)) if num_episodes else None
-    return changed
+        num_successes = sum(round((part["success_rate"] or 0.0) * part["num_episodes"]) for part in counted_parts)
+        new_summary["success_rate"] = num_successes / num_episodes if num_episodes else 0.0
+        new_summary["success_interval"] = (
+            as_list(wilson_interval(num_successes, num_episodes)) if num_episodes else None
+        )
+    return new_summary
 
 
 def join(parts: Sequence[Evaluation]) -> Evaluation:
@@ -366,8 +372,8 @@ def join(parts: Sequence[Evaluation]) -> Evaluation:
 
 def _row_of(group: TrajectoryGroup, env_return_of: Callable[[Trajectory], float | None] | None = None) -> EvaluationRow:
     if group.dropped:
-        lost = group.dropped[0]
-        return EvaluationRow(group.task.seed, None, None, 0, lost.outcome, lost.reason)
+        dropped_episode = group.dropped[0]
+        return EvaluationRow(group.task.seed, None, None, 0, dropped_episode.outcome, dropped_episode.reason)
     episode = group.trajectories[0]
     return PlayedRow.of(episode, None if env_return_of is None else env_return_of(episode)).row
 
@@ -502,14 +508,14 @@ def compare(first: Evaluation, second: Evaluation) -> Comparison:
     """Compare two evaluations; a ConfigError for different environments or seeds, or no scored seed in common."""
     if first.env_id != second.env_id:
         raise ConfigError(f"compare: evaluations of different environments, {first.env_id} and {second.env_id}")
-    rows, others = _rows_by_task(first), _rows_by_task(second)
-    differing = {seed for _, seed in rows.keys() ^ others.keys()}
+    first_rows, second_rows = _rows_by_task(first), _rows_by_task(second)
+    differing = {seed for _, seed in first_rows.keys() ^ second_rows.keys()}
     if differing:
         raise ConfigError(f"compare: evaluations of different seeds; only one side has {sorted(differing)[:5]}")
     pairs: list[tuple[EvaluationRow, EvaluationRow]] = []
     differences: list[float] = []
-    for task, a in rows.items():
-        b = others[task]
+    for task, a in first_rows.items():
+        b = second_rows[task]
         if a.episode_return is not None and b.episode_return is not None:
             pairs.append((a, b))
             differences.append(b.episode_return - a.episode_return)

@@ -72,9 +72,9 @@ class Ledger:
         self._begin = path.stat().st_size if path is not None and path.exists() else 0
         self._entries: list[Entry] | None = [] if keeps_entries else None
         self._in_flight: dict[_Attempt, None] = {}  # in the order in which they were dispatched
-        self._settled: dict[int, None] = {}  # hashes of the last attempts that ended, the oldest first
+        self._settled_hashes: dict[int, None] = {}  # hashes of the last attempts that ended, the oldest first
         self._num_dispatched = 0
-        self._ended: Counter[Disposition] = Counter()
+        self._num_by_disposition: Counter[Disposition] = Counter()
 
     @property
     def entries(self) -> tuple[Entry, ...]:
@@ -96,7 +96,7 @@ class Ledger:
     def dispatch(self, entry: Dispatched) -> None:
         """Write down that an attempt starts; a RecordError if it is in flight, or ended lately."""
         attempt = (entry.trajectory_id, entry.attempt)
-        if attempt in self._in_flight or hash(attempt) in self._settled:
+        if attempt in self._in_flight or hash(attempt) in self._settled_hashes:
             raise RecordError(f"ledger: attempt {entry.attempt} of {entry.trajectory_id} was dispatched twice")
         self._append(entry)
         self._in_flight[attempt] = None
@@ -106,25 +106,29 @@ class Ledger:
         """Write down how an attempt ended; a RecordError if it was never dispatched, or has ended before."""
         attempt = (entry.trajectory_id, entry.attempt)
         if attempt not in self._in_flight:
-            state = "ended twice" if hash(attempt) in self._settled else "ended without having been dispatched"
+            state = "ended twice" if hash(attempt) in self._settled_hashes else "ended without having been dispatched"
             raise RecordError(f"ledger: attempt {entry.attempt} of {entry.trajectory_id} {state}")
         self._append(entry)  # before it counts: what cannot be written did not happen
         del self._in_flight[attempt]
-        self._ended[entry.disposition] += 1
-        self._settled[hash(attempt)] = None
-        if len(self._settled) > MAX_REMEMBERED:  # memory does not grow with the length of a run
-            del self._settled[next(iter(self._settled))]
+        self._num_by_disposition[entry.disposition] += 1
+        self._settled_hashes[hash(attempt)] = None
+        if len(self._settled_hashes) > MAX_REMEMBERED:  # memory does not grow with the length of a run
+            del self._settled_hashes[next(iter(self._settled_hashes))]
 
     def counts(self) -> dict[str, int]:
         """Return the numbers of attempts dispatched and ended in each disposition, by name."""
-        return {"dispatched": self._num_dispatched} | {kind.value: self._ended[kind] for kind in Disposition}
+        return {"dispatched": self._num_dispatched} | {
+            kind.value: self._num_by_disposition[kind] for kind in Disposition
+        }
 
     def assert_balanced(self) -> None:
         """Raise a RecordError that names the first few attempts without a terminal entry."""
         if self._in_flight:
             first = list(self._in_flight)[:5]
-            shown = "; ".join(f"attempt {attempt} of {name}: dispatched 1, settled 0 times" for name, attempt in first)
-            raise RecordError(f"ledger: {self.num_in_flight} attempts do not balance: {shown}")
+            examples = "; ".join(
+                f"attempt {attempt} of {name}: dispatched 1, settled 0 times" for name, attempt in first
+            )
+            raise RecordError(f"ledger: {self.num_in_flight} attempts do not balance: {examples}")
 
     def _append(self, entry: Entry) -> None:
         if self._path is not None:
@@ -135,15 +139,16 @@ class Ledger:
 
 def imbalances(entries: Iterable[Entry]) -> list[str]:
     """Describe every attempt that was not dispatched once and settled once; empty if the ledger balances."""
-    dispatched: Counter[tuple[str, int]] = Counter()
-    settled: Counter[tuple[str, int]] = Counter()
+    num_dispatched: Counter[tuple[str, int]] = Counter()
+    num_settled: Counter[tuple[str, int]] = Counter()
     for entry in entries:
-        counter = dispatched if isinstance(entry, Dispatched) else settled
+        counter = num_dispatched if isinstance(entry, Dispatched) else num_settled
         counter[entry.trajectory_id, entry.attempt] += 1
     return [
-        f"attempt {attempt} of {name}: dispatched {dispatched[name, attempt]}, settled {settled[name, attempt]} times"
-        for name, attempt in dict.fromkeys([*dispatched, *settled])
-        if (dispatched[name, attempt], settled[name, attempt]) != (1, 1)
+        f"attempt {attempt} of {name}: dispatched {num_dispatched[name, attempt]}, "
+        f"settled {num_settled[name, attempt]} times"
+        for name, attempt in dict.fromkeys([*num_dispatched, *num_settled])
+        if (num_dispatched[name, attempt], num_settled[name, attempt]) != (1, 1)
     ]
 
 

@@ -9,7 +9,7 @@ Before each turn, in this order; the first that binds decides the outcome:
 
 During a turn: at most min(max_output_tokens, max_model_len - prompt) tokens are sampled, and the environment has
 `step_timeout_seconds` to be made, and for each reset, step and close: Outcome.ENV_TIMEOUT. Loading what
-all environments share has another limit (`env/workers/loading.py`). Where a limit was exceeded because of the action
+all environments share has another limit (`env/workers/isolation.py`). Where a limit was exceeded because of the action
 (`env/blame.py` says when), the outcome is ACTION_LIMIT, and the episode is scored.
 """
 
@@ -33,13 +33,6 @@ class _TimeLimits(Settings):
     episode_timeout_seconds: float = Field(
         default=600.0, gt=0, description="for the whole episode, from when its environment was made"
     )
-    action_limit_return: float | None = Field(
-        default=None,
-        description=(
-            "return of an episode that ends because an action exceeded a limit of the environment; unset: the lowest "
-            "of the environment's reward_range, or 1 below what was earned (at most 0) where it states none"
-        ),
-    )
 
 
 class _AttemptLimits(Settings):
@@ -47,9 +40,6 @@ class _AttemptLimits(Settings):
         default=3,
         gt=0,
         description="tries per sample, each in a fresh environment, with a fresh seed unless it was lost by no action",
-    )
-    min_group_fraction: float = Field(
-        default=0.75, gt=0, le=1, description="a group that kept fewer of its episodes is dropped whole"
     )
 
 
@@ -63,12 +53,22 @@ class EpisodeLimits(_TimeLimits):
     max_turns: int = Field(gt=0, description="actions per episode")
     max_output_tokens: int = Field(gt=0, description="sampled tokens per turn, the stop token included")
     max_model_len: int = Field(gt=1, description="prompt plus completion, in tokens")
+    action_limit_return: float | None = Field(
+        default=None,
+        description=(
+            "return of an episode that ends because an action exceeded a limit of the environment; unset: the lowest "
+            "of the environment's reward_range, or 1 below what was earned (at most 0) where it states none"
+        ),
+    )
 
 
 class PoolLimits(_AttemptLimits):
     """Limits of a rollout pool."""
 
     max_concurrent_rollouts: int = Field(default=64, gt=0, description="episodes in flight at once")
+    min_group_fraction: float = Field(
+        default=0.75, gt=0, le=1, description="a group that kept fewer of its episodes is dropped whole"
+    )
 
 
 class ScoringLimits(Settings):

@@ -119,21 +119,21 @@ class RolloutPool:
 
     async def play_groups(self, requests: Sequence[GroupRequest]) -> tuple[TrajectoryGroup, ...]:
         """Play all groups at once, as `collect`, but also "all of them were dropped" is an answer."""
-        repeated = [name for name, count in Counter(r.group_id for r in requests).items() if count > 1]
-        if repeated:
-            raise ConfigError(f"collect: group ids must be unique, but {repeated[0]!r} occurs more than once")
+        duplicates = [name for name, count in Counter(r.group_id for r in requests).items() if count > 1]
+        if duplicates:
+            raise ConfigError(f"collect: group ids must be unique, but {duplicates[0]!r} occurs more than once")
         members = [(request, member) for request in requests for member in range(request.size)]
-        finished: dict[str, _Finished] = {}
+        results_by_id: dict[str, _Finished] = {}
         try:
             async with asyncio.TaskGroup() as tasks:
                 for request, member in members:
-                    tasks.create_task(self._play_member(request, member, finished))
+                    tasks.create_task(self._play_member(request, member, results_by_id))
         except BaseException as error:
             # Finished members wait for their group to be settled, and now there will be none.
-            for done in finished.values():
+            for done in results_by_id.values():
                 self._settle(done.trajectory, Disposition.DROPPED, done.reason or "its collection was stopped")
             raise _first_cause(error) from None
-        return tuple(self._assemble(request, finished) for request in requests)
+        return tuple(self._assemble(request, results_by_id) for request in requests)
 
     async def run_tasks(self, tasks: Sequence[Task], *, label: str) -> tuple[TrajectoryGroup, ...]:
         """Play one episode of each task, for evaluation: one group of size 1 per task, in their order.
@@ -145,7 +145,7 @@ class RolloutPool:
             [GroupRequest(f"{label}/{task.task_id}", task, size=1, seed_name=task.task_id) for task in tasks]
         )
 
-    async def _play_member(self, request: GroupRequest, member: int, finished: dict[str, _Finished]) -> None:
+    async def _play_member(self, request: GroupRequest, member: int, results_by_id: dict[str, _Finished]) -> None:
         last_attempt = self._pool_limits.max_attempts - 1
         seed_name = request.group_id if request.seed_name is None else request.seed_name
         draw = 0
@@ -165,7 +165,7 @@ class RolloutPool:
                 self._settle(trajectory, Disposition.RETRIED, reason)
                 self._report(trajectory, Disposition.RETRIED)
                 continue
-            finished[trajectory.trajectory_id] = done
+            results_by_id[trajectory.trajectory_id] = done
             self._report(trajectory, Disposition.KEPT if reason is None else Disposition.DROPPED)
             return
 
@@ -185,9 +185,11 @@ class RolloutPool:
                 room = await scoring.wait_for_room()
         # Its slot is given up while it waits for a score: another episode plays meanwhile.
         with self._settling(episode):
-            scored, unscored = await scoring.score(trajectory, room)
-            reason = f"not scored: {unscored}" if unscored else _reason_to_drop(scored, keep_unscored=False)
-            return _Finished(scored, reason, is_unscored=unscored is not None)
+            scored_trajectory, score_fault = await scoring.score(trajectory, room)
+            reason = (
+                f"not scored: {score_fault}" if score_fault else _reason_to_drop(scored_trajectory, keep_unscored=False)
+            )
+            return _Finished(scored_trajectory, reason, is_unscored=score_fault is not None)
 
     @contextlib.contextmanager
     def _settling(self, episode: EpisodeRequest) -> Iterator[None]:  # every dispatched attempt must end in the ledger
@@ -205,23 +207,25 @@ class RolloutPool:
             return self._scoring is not None and self._scoring.limits.on_unscored == "refill"
         return done.trajectory.outcome.is_infrastructure_failure
 
-    def _assemble(self, request: GroupRequest, finished: dict[str, _Finished]) -> TrajectoryGroup:
-        members = [finished[_trajectory_id(request, member)] for member in range(request.size)]
-        num_good = sum(done.reason is None for done in members)
+    def _assemble(self, request: GroupRequest, results_by_id: dict[str, _Finished]) -> TrajectoryGroup:
+        members = [results_by_id[_trajectory_id(request, member)] for member in range(request.size)]
+        num_good = sum(result.reason is None for result in members)
         # At least two where two were asked for: one alone has nothing to be compared with. A hair below the product,
         # because 0.07 * 100 comes out a little above 7.
-        needed = max(math.ceil(self._pool_limits.min_group_fraction * request.size - 1e-9), min(2, request.size))
-        kept, dropped = [], []
-        for done in members:
-            reason = done.reason
-            if reason is None and num_good < needed:
-                reason = f"its group has {num_good} usable episodes of {request.size} and needs {needed}"
+        min_good = max(math.ceil(self._pool_limits.min_group_fraction * request.size - 1e-9), min(2, request.size))
+        trajectories, dropped_episodes = [], []
+        for result in members:
+            reason = result.reason
+            if reason is None and num_good < min_good:
+                reason = f"its group has {num_good} usable episodes of {request.size} and needs {min_good}"
             if reason is None:
-                kept.append(done.trajectory)
+                trajectories.append(result.trajectory)
             else:
-                dropped.append(DroppedEpisode(done.trajectory.trajectory_id, done.trajectory.outcome, reason))
-            self._settle(done.trajectory, Disposition.KEPT if reason is None else Disposition.DROPPED, reason)
-        return TrajectoryGroup(request.task, tuple(kept), request.size, tuple(dropped))
+                dropped_episodes.append(
+                    DroppedEpisode(result.trajectory.trajectory_id, result.trajectory.outcome, reason)
+                )
+            self._settle(result.trajectory, Disposition.KEPT if reason is None else Disposition.DROPPED, reason)
+        return TrajectoryGroup(request.task, tuple(trajectories), request.size, tuple(dropped_episodes))
 
     def _settle(self, trajectory: Trajectory, disposition: Disposition, reason: str | None) -> None:
         if reason is None and trajectory.outcome is Outcome.ACTION_LIMIT:
@@ -254,11 +258,11 @@ def _is_lost(trajectory: Trajectory) -> bool:
     session has answered all that was asked of it.
     """
     error = trajectory.error or ""
-    said = error.removeprefix("while closing: ")
+    cause = error.removeprefix("while closing: ")
     if trajectory.outcome is Outcome.ENV_ERROR:
-        return not trajectory.turns or said.startswith(f"{EnvDiedError.__name__}: ")
+        return not trajectory.turns or cause.startswith(f"{EnvDiedError.__name__}: ")
     if trajectory.outcome is Outcome.ENGINE_ERROR:
-        return said != error or said.startswith(f"{EngineLostError.__name__}: ")
+        return cause != error or cause.startswith(f"{EngineLostError.__name__}: ")
     return trajectory.outcome is Outcome.ENV_TIMEOUT
 
 
@@ -280,10 +284,13 @@ def _reason_to_drop(trajectory: Trajectory, *, keep_unscored: bool) -> str | Non
 
 def _describe_total_failure(groups: Sequence[TrajectoryGroup]) -> str:
     reasons = Counter(f"{d.outcome.value}: {d.reason}" for group in groups for d in group.dropped)
-    listed = "".join(f"\n  {count} x {reason}" for reason, count in reasons.most_common(3))
+    reason_lines = "".join(f"\n  {count} x {reason}" for reason, count in reasons.most_common(3))
     num_more = len(reasons) - 3
     rest = f"\n  and {num_more} other reasons" if num_more > 0 else ""
-    return f"all {len(groups)} groups ({reasons.total()} episodes) were dropped. Most frequent reasons:{listed}{rest}"
+    return (
+        f"all {len(groups)} groups ({reasons.total()} episodes) were dropped. "
+        f"Most frequent reasons:{reason_lines}{rest}"
+    )
 
 
 def _first_cause(error: BaseException) -> BaseException:

@@ -117,10 +117,10 @@ class OpenSegment:
         logprobs: Float32Array = np.zeros(self._length, dtype=np.float32)
         turn_index: Int32Array = np.full(self._length, -1, dtype=np.int32)
         versions: Int32Array = np.full(self._length, -1, dtype=np.int32)
-        for start, turn, sampled in self._actions:
-            span = slice(start, start + len(sampled.token_ids))
+        for start, turn, completion in self._actions:
+            span = slice(start, start + len(completion.token_ids))
             mask[span], turn_index[span] = True, turn
-            logprobs[span], versions[span] = sampled.logprobs, sampled.weight_version
+            logprobs[span], versions[span] = completion.logprobs, completion.weight_version
         return Segment(self.token_ids, mask, logprobs, turn_index, versions)
 
 

@@ -89,7 +89,9 @@ class OnDemand:
         numbers = range(self._num_tasks, self._num_tasks + count)
         self._num_tasks = numbers.stop
         names = (f"step_{self._step:06d}/group_{number - self._first:04d}" for number in numbers)
-        return await self._collect([self._request(*each) for each in zip(numbers, names, strict=True)])
+        return await self._collect(
+            [self._request(*request_arguments) for request_arguments in zip(numbers, names, strict=True)]
+        )
 
     def finish(self) -> int:
         return 0  # nothing is ever too old
@@ -156,7 +158,7 @@ class PlayedAhead:
         self._num_ahead = num_ahead
         self._num_tasks = num_tasks
         self._again = deque(sorted(pending_tasks))
-        self._begun: list[_Begun] = []  # not handed out, in the order in which they were begun
+        self._begun_groups: list[_Begun] = []  # not handed out, in the order in which they were begun
         self._ending: set[asyncio.Task[_Played]] = set()  # given up, and closing their environments
         self._step: int  # this and the next are set by `begin`
         self._num_late: int
@@ -168,7 +170,7 @@ class PlayedAhead:
 
     @property
     def pending_tasks(self) -> tuple[int, ...]:
-        return tuple(sorted([*self._again, *(group.number for group in self._begun)]))
+        return tuple(sorted([*self._again, *(group.number for group in self._begun_groups)]))
 
     def begin(self, step: int) -> None:
         self._step, self._num_late = step, 0
@@ -180,40 +182,40 @@ class PlayedAhead:
         # With `num_ahead` 1 it waits for every group, and none is too old; with more it does not wait for a group that
         # a whole batch of later ones has overtaken.
         while len(ready := self._ready()) < count:
-            self._ask_for(count - len(self._begun))
-            still = [group.playing for group in self._begun if not group.playing.done()]
+            self._ask_for(count - len(self._begun_groups))
+            still = [group.playing for group in self._begun_groups if not group.playing.done()]
             await asyncio.wait(still, return_when=asyncio.FIRST_COMPLETED)
-        taken = ready[:count]
-        self._begun = [group for group in self._begun if group not in taken]
-        groups = tuple(group.playing.result().group for group in taken)
+        ready_groups = ready[:count]
+        self._begun_groups = [group for group in self._begun_groups if group not in ready_groups]
+        groups = tuple(group.playing.result().group for group in ready_groups)
         require_episodes(groups)
         return groups
 
     def finish(self) -> int:
         """See `Schedule.finish`; asks for what the coming steps will need."""
-        for group in [g for g in self._begun if self._step - g.version > self._max_staleness]:
+        for group in [g for g in self._begun_groups if self._step - g.version > self._max_staleness]:
             self._give_up(group)  # the next step trains version `step`, which is too far from its own
         num_ahead = min(self._num_ahead, self._num_steps - self._step)
-        self._ask_for(num_ahead * self._groups_per_step - len(self._begun))
+        self._ask_for(num_ahead * self._groups_per_step - len(self._begun_groups))
         return self._num_late
 
     async def close(self) -> None:
         """Cancel the groups in play and wait until their environments are closed."""
-        for group in self._begun:
+        for group in self._begun_groups:
             self._end(group)
-        self._begun.clear()
+        self._begun_groups.clear()
         if self._ending:
             await asyncio.wait(self._ending)
 
     def _ready(self) -> list[_Begun]:
-        finished = [group for group in self._begun if group.playing.done()]
+        done_groups = [group for group in self._begun_groups if group.playing.done()]
         # Giving them up favours short episodes a little, and is the price of not waiting for the longest.
-        late = [group for group in finished if self._age(group) > self._max_staleness]
+        late = [group for group in done_groups if self._age(group) > self._max_staleness]
         for group in late:
             self._give_up(group)
             if group.step == self._step:
                 self._refuse(self._age(group), f"{group.request.group_id} was sampled from")
-        return [group for group in finished if group not in late]
+        return [group for group in done_groups if group not in late]
 
     def _age(self, group: _Begun) -> int:
         return self._step - 1 - group.playing.result().oldest
@@ -227,31 +229,31 @@ class PlayedAhead:
             self._num_tasks = max(self._num_tasks, number + 1)
             request = self._request(number, f"group_{number:06d}")
             playing = asyncio.create_task(self._play_and_date(request, version))
-            self._begun.append(_Begun(number, self._step, version, request, playing))
+            self._begun_groups.append(_Begun(number, self._step, version, request, playing))
 
     async def _play_and_date(self, request: GroupRequest, version: int) -> _Played:
         group = await self._play(request)
         return _Played(group, min([version, *map(oldest_version, group.trajectories)]))
 
-    def _refuse(self, age: int, what: str) -> None:
+    def _refuse(self, age: int, subject: str) -> None:
         raise RolloutError(
-            f"step {self._step}: {what} weights that are {age} versions old, and training.max_staleness is "
+            f"step {self._step}: {subject} weights that are {age} versions old, and training.max_staleness is "
             f"{self._max_staleness}: groups that are begun now would be given up again and again. Raise it, or see why "
             "new weights do not reach the engine"
         )
 
     def _give_up(self, group: _Begun) -> None:
         # Whole: without all its siblings, a sample would be compared with the quick ones alone.
-        self._begun.remove(group)
+        self._begun_groups.remove(group)
         self._num_late += group.request.size
         self._end(group)
 
     def _end(self, group: _Begun) -> None:
         self._ending.add(group.playing)
-        group.playing.add_done_callback(self._ended)
+        group.playing.add_done_callback(self._note_end)
         group.playing.cancel()
 
-    def _ended(self, playing: asyncio.Task[_Played]) -> None:
+    def _note_end(self, playing: asyncio.Task[_Played]) -> None:
         # The exception of a group that was given up is kept for the next `take`, which would otherwise miss it. An
         # engine's error ends the groups that are trained on, too, and is raised by them.
         self._ending.discard(playing)
@@ -274,8 +276,8 @@ def is_played_again(trajectory_id: str, *, step: int, num_tasks: int, pending_ta
 
 def oldest_version(trajectory: Trajectory) -> int:
     """Return the oldest version that sampled a token of the episode; -1 if one is unknown."""
-    sampled = [segment.weight_version[segment.action_mask] for segment in trajectory.segments]
-    return min((int(versions.min()) for versions in sampled if len(versions)), default=-1)
+    versions_by_segment = [segment.weight_version[segment.action_mask] for segment in trajectory.segments]
+    return min((int(versions.min()) for versions in versions_by_segment if len(versions)), default=-1)
 
 
 def staleness_metrics(groups: Sequence[TrajectoryGroup], *, version: int, num_dropped: int) -> dict[str, float]:

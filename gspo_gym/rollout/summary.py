@@ -57,16 +57,16 @@ def rollout_metrics(
     turns = [turn for episode in episodes for turn in episode.turns]
     returns = [episode.reward for episode in episodes]
     mean = sum(returns) / len(returns)
-    sampled = sum(episode.num_actions for episode in episodes)
+    num_sampled = sum(episode.num_actions for episode in episodes)
     metrics = {
         "rollout/reward_mean": mean,
         "rollout/reward_std": (sum((r - mean) ** 2 for r in returns) / len(returns)) ** 0.5,
         "rollout/num_episodes": float(len(episodes)),
         **_losses(groups),
         "rollout/turns_mean": len(turns) / len(episodes),
-        "rollout/tokens_per_turn": sampled / len(turns),
-        "rollout/sampled_tokens": float(sampled),
-        "rollout/sampled_tokens_per_second": sampled / seconds,
+        "rollout/tokens_per_turn": num_sampled / len(turns),
+        "rollout/sampled_tokens": float(num_sampled),
+        "rollout/sampled_tokens_per_second": num_sampled / seconds,
         "rollout/max_turns_fraction": sum(e.outcome is Outcome.MAX_TURNS for e in episodes) / len(episodes),
         "rollout/context_overflow_fraction": sum(e.outcome is Outcome.CONTEXT_OVERFLOW for e in episodes)
         / len(episodes),
@@ -77,8 +77,8 @@ def rollout_metrics(
         / len(episodes),
     }
     declaring = success_of or {episode.task.env_id for episode in episodes if episode.success is not None}
-    if decided := [episode.success is True for episode in episodes if episode.task.env_id in declaring]:
-        metrics["rollout/success_rate"] = sum(decided) / len(decided)
+    if successes := [episode.success is True for episode in episodes if episode.task.env_id in declaring]:
+        metrics["rollout/success_rate"] = sum(successes) / len(successes)
     terms: defaultdict[str, float] = defaultdict(float)
     for turn in turns:
         for name, value in turn.reward_terms.items():
@@ -98,22 +98,22 @@ def source_metrics(groups: Sequence[TrajectoryGroup], *, success_of: Collection[
             values = rollout_metrics(own, seconds=math.inf, success_of={env_id} & set(success_of))
         else:
             values = {"rollout/num_episodes": 0.0, **_losses(own)}
-        named = {name: values[f"rollout/{name}"] for name in _SOURCE_METRICS if f"rollout/{name}" in values}
-        metrics |= {f"{SOURCE_PREFIX}{env_id}/{name}": value for name, value in named.items()}
+        source_values = {name: values[f"rollout/{name}"] for name in _SOURCE_METRICS if f"rollout/{name}" in values}
+        metrics |= {f"{SOURCE_PREFIX}{env_id}/{name}": value for name, value in source_values.items()}
     return metrics
 
 
 def _tool_failures(episodes: Sequence[Trajectory]) -> dict[str, float]:
-    made: Counter[str] = Counter()
-    failed: Counter[str] = Counter()
+    calls_by_tool: Counter[str] = Counter()
+    failures_by_tool: Counter[str] = Counter()
     for episode in episodes:
         counts = count_calls(episode.messages)
-        made += counts.made
-        failed += counts.failed
-    if not made:
+        calls_by_tool += counts.made
+        failures_by_tool += counts.failed
+    if not calls_by_tool:
         return {}
-    by_tool = {TOOL_PREFIX + name: failed[name] / made[name] for name in sorted(made)}
-    return {"tools/failure_fraction": failed.total() / made.total(), **by_tool}
+    by_tool = {TOOL_PREFIX + name: failures_by_tool[name] / calls_by_tool[name] for name in sorted(calls_by_tool)}
+    return {"tools/failure_fraction": failures_by_tool.total() / calls_by_tool.total(), **by_tool}
 
 
 def _losses(groups: Sequence[TrajectoryGroup]) -> dict[str, float]:
@@ -148,19 +148,19 @@ class Mixture:
         shares = {name: Fraction(str(share)) for name, share in others.items()}  # 0.1 is a tenth, so that ties are ties
         self._shares = {env_id: 1 - sum(shares.values()), **shares}
         self._counts: Counter[str] = Counter()
-        self._allotted: list[str] = []
+        self._env_ids: list[str] = []
 
     def env_of(self, number: int) -> str:
         """Return the environment of the group with that number, from 0."""
         # Allotted from the beginning each time a run starts: a resumed run and a pipelined one play what an
         # uninterrupted one plays.
-        while len(self._allotted) <= number:
-            num_groups = len(self._allotted) + 1
+        while len(self._env_ids) <= number:
+            num_groups = len(self._env_ids) + 1
             behind = {name: num_groups * share - self._counts[name] for name, share in self._shares.items()}
-            chosen = max(behind, key=behind.__getitem__)
-            self._counts[chosen] += 1
-            self._allotted.append(chosen)
-        return self._allotted[number]
+            env_id = max(behind, key=behind.__getitem__)
+            self._counts[env_id] += 1
+            self._env_ids.append(env_id)
+        return self._env_ids[number]
 
 
 def play_by_environment(players: Mapping[str, PlayEpisode]) -> PlayEpisode:

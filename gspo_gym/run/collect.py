@@ -114,20 +114,19 @@ class Collector:
             return not is_constant(list(own.values()), plan.advantages)
 
         self._schedule.begin(step)
-        collected = await collect_groups(
+        collection = await collect_groups(
             self._schedule.take,
             num_groups=plan.size.groups_per_iteration,
             constant_groups=plan.loop.constant_groups,
-            max_refill_rounds=plan.loop.max_refill_rounds,
             is_informative=is_informative,
         )
-        kept, num_uncommitted = collected.kept, 0
+        kept_groups, num_uncommitted = collection.kept, 0
         if self._is_committed is not None:
-            checked = require_committed(kept, self._is_committed)
-            kept, num_uncommitted = checked.groups, checked.num_dropped
+            commit_check = require_committed(kept_groups, self._is_committed)
+            kept_groups, num_uncommitted = commit_check.groups, commit_check.num_dropped
         return dataclasses.replace(
-            collected,
-            kept=kept,
+            collection,
+            kept=kept_groups,
             num_uncommitted=num_uncommitted,
             num_late=self._schedule.finish(),  # asks for coming steps' groups, to be played while the learner works
             returns=returns,
@@ -163,13 +162,16 @@ def _make_schedule(
     )
 
 
+_MAX_REFILL_ROUNDS = 10  # of fresh groups for a step, as in DAPO's recipe (verl: max_num_gen_batches)
+
+
 async def collect_groups(
     take: Callable[[int], Awaitable[Sequence[TrajectoryGroup]]],
     *,
     num_groups: int,
     constant_groups: ConstantGroups,
-    max_refill_rounds: int,
     is_informative: Callable[[TrajectoryGroup], bool],
+    max_refill_rounds: int = _MAX_REFILL_ROUNDS,
 ) -> Collected:
     """Take `num_groups` groups and keep them all, or the informative ones.
 
@@ -180,28 +182,28 @@ async def collect_groups(
         RolloutError: no episode of the first round could be used. A later round that fails is entered in `failures`.
     """
     groups: list[TrajectoryGroup] = []
-    kept: list[TrajectoryGroup] = []
+    kept_groups: list[TrajectoryGroup] = []
     failures: list[str] = []
     num_requested = 0
     for refill in range(1 + (max_refill_rounds if constant_groups == "refill" else 0)):
-        num_missing = num_groups - len(kept)
+        num_missing = num_groups - len(kept_groups)
         if not num_missing:
             break
         # The paper oversamples and cuts the surplus; asking for what is missing throws nothing informative away.
         num_requested += num_missing
         try:
-            played = await take(num_missing)
+            new_groups = await take(num_missing)
         except RolloutError as error:
             # Later there is something to train on, and if the environment is down the next step will say so.
             if refill == 0:
                 raise
             failures.append(str(error))
             continue
-        groups += played
-        kept += [group for group in played if constant_groups == "keep" or is_informative(group)]
+        groups += new_groups
+        kept_groups += [group for group in new_groups if constant_groups == "keep" or is_informative(group)]
     num_nonempty = sum(bool(group.trajectories) for group in groups)
-    num_dropped = 0 if constant_groups == "keep" else num_nonempty - len(kept)
-    return Collected(tuple(groups), tuple(kept), num_dropped, num_requested - num_groups, tuple(failures))
+    num_dropped = 0 if constant_groups == "keep" else num_nonempty - len(kept_groups)
+    return Collected(tuple(groups), tuple(kept_groups), num_dropped, num_requested - num_groups, tuple(failures))
 
 
 def batch_metrics(collected: Collected, built: BuiltBatch) -> dict[str, float]:
@@ -260,8 +262,8 @@ async def warm_up(
     phases.enter("warming up")
     stopping = threading.Event()
 
-    def end_if_stopping(taken: SupervisedStep) -> None:
-        phases.count(taken.step + 1, taken.num_total_steps, "batches")
+    def end_if_stopping(supervised_step: SupervisedStep) -> None:
+        phases.count(supervised_step.step + 1, supervised_step.num_total_steps, "batches")
         if stopping.is_set():
             raise InterruptedError("the warm-up was stopped")
 

@@ -27,11 +27,11 @@ def find_run(name: str, folder: Path) -> Path:
         if _is_run(str(path)):
             return path
     paths = run_folders(folder)
-    found = [path for path in paths if len(name) >= 4 and (read_run_id(path) or "").startswith(name)]
-    if len(found) == 1:
-        return found[0]
-    if found:
-        raise ConfigError(f"{name}: is the start of several ids: {', '.join(map(str, found))}")
+    matches = [path for path in paths if len(name) >= 4 and (read_run_id(path) or "").startswith(name)]
+    if len(matches) == 1:
+        return matches[0]
+    if matches:
+        raise ConfigError(f"{name}: is the start of several ids: {', '.join(map(str, matches))}")
     names = [str(path.relative_to(folder)) for path in paths]
     raise ConfigError(f"{name}: there is no such run, neither here nor in {folder}; {nearest_name(name, names)}")
 

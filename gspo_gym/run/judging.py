@@ -66,7 +66,7 @@ class Judging:
         self._reported_cost = self._budget.spent
         self._reported_pause_seconds = 0.0
         self._gold: GoldWatch | None = None
-        self._others: list[Closable] = []
+        self._closables: list[Closable] = []
         self._write: JudgementRecorder | None = None
         self._on_event: OnEventOfStep | None = None
         self._step = 0
@@ -92,7 +92,7 @@ class Judging:
 
     def close_too(self, other: Closable) -> None:
         """Close another object, such as a gold judge or a cache, when this is closed."""
-        self._others.append(other)
+        self._closables.append(other)
 
     def record_into(self, folder: Path, on_event: OnEventOfStep, *, step: int = 0) -> None:
         """Write judgements into a run's folder, which is at `step`, and report events.
@@ -111,27 +111,27 @@ class Judging:
         # Every judgement records the total so far, so the largest is that of the earlier processes. What was asked for
         # episodes that are played again was spent as well.
         paths = [path, *folder.glob(f"discarded/*/{JUDGEMENTS_FILE}")]
-        judgements = (judged for each in paths for judged in read_judgements(each))
-        spent = max((judged.spent for judged in judgements), key=lambda c: c.num_calls, default=JudgeCost())
-        self._budget.spent = self._budget.spent + spent
+        judgements = (episode for judgement_path in paths for episode in read_judgements(judgement_path))
+        cost = max((episode.spent for episode in judgements), key=lambda c: c.num_calls, default=JudgeCost())
+        self._budget.spent = self._budget.spent + cost
         self._reported_cost = self._budget.spent
 
     def after_step(self, step: int) -> dict[str, float]:
         """Return the metrics since the previous step; begin a comparison with gold if one is due."""
         self._step = step
         self._evaluation.drain()  # an evaluation's numbers are its own
-        spent, reported = self._budget.spent, self._reported_cost
+        cost, reported_cost = self._budget.spent, self._reported_cost
         pause_seconds = self.judge.pause_seconds
         metrics = {
             **self._training.drain(),
-            "judge/calls": float(spent.num_calls - reported.num_calls),
-            "judge/input_tokens": float(spent.input_tokens - reported.input_tokens),
-            "judge/output_tokens": float(spent.output_tokens - reported.output_tokens),
-            "judge/cost_usd": spent.usd - reported.usd,
+            "judge/calls": float(cost.num_calls - reported_cost.num_calls),
+            "judge/input_tokens": float(cost.input_tokens - reported_cost.input_tokens),
+            "judge/output_tokens": float(cost.output_tokens - reported_cost.output_tokens),
+            "judge/cost_usd": cost.usd - reported_cost.usd,
             "judge/pause_seconds": pause_seconds - self._reported_pause_seconds,
             **({} if self._gold is None else self._gold.after_step(step)),
         }
-        self._reported_cost, self._reported_pause_seconds = spent, pause_seconds
+        self._reported_cost, self._reported_pause_seconds = cost, pause_seconds
         return metrics
 
     def tell(self, kind: str, data: Mapping[str, Any]) -> None:
@@ -148,20 +148,20 @@ class Judging:
         """Cancel the comparison and close the connections; closing twice is fine."""
         if self._gold is not None:
             await self._gold.close()
-        for each in (self.judge, *self._others):
-            await each.close()
+        for closable in (self.judge, *self._closables):
+            await closable.close()
 
     def _may_score(self) -> None:
         if self._gold is not None:
             self._gold.require_agreement()
 
-    def _record(self, _: Trajectory, judged: JudgedEpisode) -> None:
+    def _record(self, _: Trajectory, judged_episode: JudgedEpisode) -> None:
         if self._write is not None:
-            self._write(dataclasses.replace(judged, spent=self._budget.spent))
+            self._write(dataclasses.replace(judged_episode, spent=self._budget.spent))
 
-    def _collect(self, trajectory: Trajectory, judged: JudgedEpisode) -> None:
+    def _collect(self, trajectory: Trajectory, judged_episode: JudgedEpisode) -> None:
         if self._gold is not None:
-            self._gold.collect(trajectory, judged)
+            self._gold.collect(trajectory, judged_episode)
 
-    def _remember(self, trajectory: Trajectory, judged: JudgedEpisode) -> None:
-        self._env_returns[trajectory.trajectory_id] = judged.env_return
+    def _remember(self, trajectory: Trajectory, judged_episode: JudgedEpisode) -> None:
+        self._env_returns[trajectory.trajectory_id] = judged_episode.env_return

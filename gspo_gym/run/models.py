@@ -100,23 +100,26 @@ def find_model(name: str, *, runs: Path = Path("runs")) -> Model:
     if name.startswith(TINY_PREFIX) or name == SMOLLM2:
         check_base(name)
         return Model(name)
-    label, at, which = name.rpartition("@")
+    label, at, step_name = name.rpartition("@")
     try:
         return _of_run(find_run(name, runs), LATEST)
     except ConfigError as error:
-        if Path(name).expanduser().is_dir():
-            return _of_folder(name)
-        if Path(name).expanduser().is_file():
-            check_base(name)
-            return Model(name)
+        no_run = str(error)
+    if Path(name).expanduser().is_dir():
+        return _of_folder(name)
+    if not Path(name).expanduser().is_file():
         hub = parse_hub_id(name)
-        if at and (hub is None or _is_a_run(label, runs)):
-            return _of_run(_run_called(label, runs), which)
+        try:
+            if at:
+                return _of_run(find_run(label, runs), step_name)
+        except ConfigError as error:
+            if hub is None:
+                raise UnknownNameError(str(error)) from None
         # A misspelt run is not looked for on the hub, which may have a model of that name.
         if "/" not in name or get_close_matches(name, [path.name for path in runs.glob("*")]):
             raise UnknownNameError(
-                f"{error}; a model is a folder, a GGUF file, {SMOLLM2}, {TINY_PREFIX}NAME, or OWNER/NAME of the hub"
-            ) from None
+                f"{no_run}; a model is a folder, a GGUF file, {SMOLLM2}, {TINY_PREFIX}NAME, or OWNER/NAME of the hub"
+            )
     check_base(name)
     return Model(name)
 
@@ -130,37 +133,20 @@ def list_models(runs: Path) -> list[tuple[Model, frozenset[str]]]:
     """
     if not runs.is_dir():
         raise ConfigError(f"{runs}: there is no such folder")
-    listed = []
+    models = []
     for folder in sorted(run_folders(runs)):
-        steps = _store(folder).steps()
-        best = _best_of(folder)
+        steps, best = _store(folder).steps(), _best_of(folder)
         for step in steps:
-            marks = {LATEST} if step == steps[-1] else set()
-            marks |= {BEST} if step == best else set()
-            listed.append((_at_step(folder, step), frozenset(marks)))
-    return listed
+            marks = {LATEST: step == steps[-1], BEST: step == best}
+            models.append((_at_step(folder, step), frozenset(mark for mark, holds in marks.items() if holds)))
+    return models
 
 
 def without_rows(evaluation: Mapping[str, Any]) -> dict[str, Any]:
     """Return an evaluation, and its parts, without single episodes (JSON values, hence Any)."""
-    kept = {key: value for key, value in evaluation.items() if key not in ("rows", "parts")}
+    totals = {key: value for key, value in evaluation.items() if key not in ("rows", "parts")}
     parts = {name: without_rows(part) for name, part in evaluation.get("parts", {}).items()}
-    return {**kept, "parts": parts} if parts else kept
-
-
-def _is_a_run(label: str, runs: Path) -> bool:
-    try:
-        find_run(label, runs)
-    except ConfigError:
-        return False
-    return True
-
-
-def _run_called(label: str, runs: Path) -> Path:
-    try:
-        return find_run(label, runs)
-    except ConfigError as error:
-        raise UnknownNameError(str(error)) from None
+    return {**totals, "parts": parts} if parts else totals
 
 
 def _of_folder(name: str) -> Model:
@@ -175,40 +161,35 @@ def _of_folder(name: str) -> Model:
     return Model(name)
 
 
-def _of_run(folder: Path, which: str) -> Model:
+def _of_run(folder: Path, step_name: str) -> Model:
     store = _store(folder)
-    step = _step_called(which, folder, store.steps())
+    step = _step_called(step_name, folder, store.steps())
     store.at(step)  # the run's own, or an error
     return _at_step(folder, step)
 
 
-def _step_called(which: str, folder: Path, steps: Sequence[int]) -> int:
+def _step_called(step_name: str, folder: Path, steps: Sequence[int]) -> int:
     if not steps:
         raise CheckpointError(f"{folder}: there is no complete checkpoint yet")
-    if which == LATEST:
+    if step_name == LATEST:
         return steps[-1]
-    if which == BEST:
-        best = _best_of(folder)
-        if best is None:
-            raise CheckpointError(
-                f"{folder}: none of its checkpoints (steps {list(steps)}) was evaluated; take @{steps[-1]}"
-            )
+    if step_name == BEST and (best := _best_of(folder)) is not None:
         return best
-    if not which.isdecimal() or int(which) not in steps:
-        raise UnknownNameError(
-            f"{folder}@{which}: expected {LATEST}, {BEST} or a step with a checkpoint, which are {list(steps)}"
+    if step_name == BEST:
+        raise CheckpointError(
+            f"{folder}: none of its checkpoints (steps {list(steps)}) was evaluated; take @{steps[-1]}"
         )
-    return int(which)
-
-
-def _checkpoint(folder: Path, step: int) -> Path:
-    return folder / "checkpoints" / f"step_{step:06d}"
+    if not step_name.isdecimal() or int(step_name) not in steps:
+        raise UnknownNameError(
+            f"{folder}@{step_name}: expected {LATEST}, {BEST} or a step with a checkpoint, which are {list(steps)}"
+        )
+    return int(step_name)
 
 
 def _at_step(folder: Path, step: int) -> Model:
-    made = (event["data"] for event in read_events(folder) if (event["kind"], event["step"]) == ("evaluation", step))
-    *_, last = (None, *made)  # of an evaluation that was made again after a resume, the last
-    return Model(str(_checkpoint(folder, step)), folder, step, last)
+    rows = (event["data"] for event in read_events(folder) if (event["kind"], event["step"]) == ("evaluation", step))
+    *_, last = (None, *rows)  # of an evaluation that was made again after a resume, the last
+    return Model(str(folder / "checkpoints" / f"step_{step:06d}"), folder, step, last)
 
 
 def _best_of(folder: Path) -> int | None:
@@ -225,22 +206,10 @@ def _store(folder: Path) -> CheckpointFolder:
 
 # The settings that say what was learned, and how; all others are in the run's config.toml.
 _SETTINGS = (
-    "algorithm.variety",
-    "loss.unit",
-    "loss.clip_low",
-    "loss.clip_high",
-    "advantages.level",
-    "training.learning_rate",
-    "training.batch_size",
-    "training.group_size",
-    "training.lora",
-    "model.trainer_mode",
-    "model.dtype",
-    "rollout.max_turns",
-    "rollout.max_output_tokens",
-    "rollout.max_model_len",
-    "evaluation.temperature",
-    "run.seed",
+    *("algorithm.variety", "loss.unit", "loss.clip_low", "loss.clip_high", "advantages.level"),
+    *("training.learning_rate", "training.batch_size", "training.group_size", "training.lora"),
+    *("model.trainer_mode", "model.dtype", "rollout.max_turns", "rollout.max_output_tokens", "rollout.max_model_len"),
+    *("evaluation.temperature", "run.seed"),
 )
 
 
@@ -272,7 +241,7 @@ def model_card(model: Model, weights: Weights, *, version: str) -> str:
         if weights.merged_from is not None or weights.dtype is not None:
             text += "\nMeasured in the run, before the weights were merged or rounded as above.\n"
     if config:
-        rows = "".join(f"| `{key}` | {_shown(value)} |\n" for key, value in _settings(config))
+        rows = "".join(f"| `{key}` | {value} |\n" for key, value in _settings(config))
         text += f"\n## Settings\n\n| key | value |\n|---|---|\n{rows}"
     return text + "\n## Lineage\n\n" + "".join(f"- {line}\n" for line in _lineage(model, weights, version))
 
@@ -295,26 +264,24 @@ def lineage_in_card(folder: Path) -> str | None:
     """Return what an exported folder's card says of the run that trained the model; None: it is of no run."""
     path = folder / CARD
     text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
-    found = re.search(r"^## Lineage\n\n- (run `.+` \(id \S+\), checkpoint of step \d+)$", text, re.MULTILINE)
-    return None if found is None else found[1]
+    match = re.search(r"^## Lineage\n\n- (run `.+` \(id \S+\), checkpoint of step \d+)$", text, re.MULTILINE)
+    return None if match is None else match[1]
 
 
 def _on(config: Mapping[str, Any]) -> str:
     rollout = config.get("rollout", {})
-    others = [source["env_name"] for source in rollout.get("mixture", []) if "env_name" in source]
-    names = [name for name in (rollout.get("env_name"), *others) if name]
+    mixture_names = [source["env_name"] for source in rollout.get("mixture", []) if "env_name" in source]
+    names = [name for name in (rollout.get("env_name"), *mixture_names) if name]
     if not names:
         return ""
-    options = rollout.get("env_config", {})
-    told = " with " + ", ".join(f"{key} = {value!r}" for key, value in options.items()) if options else ""
-    return f" on {', '.join(f'`{name}`' for name in names)}{told}"
+    options = ", ".join(f"{key} = {value!r}" for key, value in rollout.get("env_config", {}).items())
+    return f" on {', '.join(f'`{name}`' for name in names)}{options and f' with {options}'}"
 
 
 def _base(model: Model) -> str | None:
-    named = model.config.get("model", {})
-    below: str | None = adapter_base(Path(model.base))
-    base: str | None = named.get("base") or named.get("source")
-    return base or below
+    section = model.config.get("model", {})
+    base: str | None = section.get("base") or section.get("source") or adapter_base(Path(model.base))
+    return base
 
 
 def _parts(evaluation: Mapping[str, Any]) -> list[Mapping[str, Any]]:
@@ -346,12 +313,12 @@ def _evaluation_table(evaluation: Mapping[str, Any]) -> str:
     rows = []
     for part in _parts(evaluation):
         for name, value, interval in _numbers(part):
-            told = "" if interval is None else f"{interval[0]:.6g} to {interval[1]:.6g}"
+            ends = "" if interval is None else f"{interval[0]:.6g} to {interval[1]:.6g}"
             where = f"{part['num_episodes']} episodes, seeds {_ranges(part['seeds'])}"
-            rows.append(f"| {part['env_id']} | {name} | {value:.6g} | {told} | {where} |\n")
+            rows.append(f"| {part['env_id']} | {name} | {value:.6g} | {ends} | {where} |\n")
     head = "| environment | measure | value | 95% interval | of |\n|---|---|---|---|---|\n"
-    failed = evaluation.get("num_failed")
-    note = f"\n{failed} episodes failed for reasons of the machine and are left out.\n" if failed else ""
+    num_failed = evaluation.get("num_failed")
+    note = f"\n{num_failed} episodes failed for reasons of the machine and are left out.\n" if num_failed else ""
     return head + "".join(rows) + note
 
 
@@ -370,17 +337,14 @@ def _ranges(seeds: list[int]) -> str:
     return ",".join(f"{first}:{end}" if end - first > 1 else str(first) for first, end in runs)
 
 
-def _settings(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+def _settings(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     for key in _SETTINGS:
         section, _, name = key.partition(".")
-        if (value := config.get(section, {}).get(name)) is not None:
-            yield key, value
-
-
-def _shown(value: object) -> str:
-    if isinstance(value, Mapping):
-        return ", ".join(f"{key} = {item}" for key, item in value.items())
-    return str(value)
+        value = config.get(section, {}).get(name)
+        if isinstance(value, Mapping):
+            value = ", ".join(f"{key} = {item}" for key, item in value.items())
+        if value is not None:
+            yield key, str(value)
 
 
 def _lineage(model: Model, weights: Weights, version: str) -> Iterator[str]:

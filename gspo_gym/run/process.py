@@ -115,10 +115,12 @@ def read_process(folder: Path) -> ProcessInfo | None:
     """Return the last process that held a run's folder, from process.json; None without a readable file."""
     try:
         values: dict[str, Any] = json.loads((folder / PROCESS_FILE).read_text(encoding="utf-8"))
-        known = {field.name for field in dataclasses.fields(ProcessInfo)}  # a later version may write more
-        info = ProcessInfo(**{name: value for name, value in values.items() if name in known})
-        given = [number for number in (info.pid, info.ended, info.beat_seconds) if number is not None]
-        return info if all(isinstance(number, int | float) for number in (info.attempt, info.started, *given)) else None
+        field_names = {field.name for field in dataclasses.fields(ProcessInfo)}  # a later version may write more
+        info = ProcessInfo(**{name: value for name, value in values.items() if name in field_names})
+        numbers = [number for number in (info.pid, info.ended, info.beat_seconds) if number is not None]
+        return (
+            info if all(isinstance(number, int | float) for number in (info.attempt, info.started, *numbers)) else None
+        )
     except (OSError, ValueError, TypeError, AttributeError):
         return None
 
@@ -207,8 +209,8 @@ class Phases:
         phase = self.phase
         if not phase.total or not 0 < phase.done <= phase.total:
             return str(phase)
-        left = (self._clock() - self._began) / phase.done * (phase.total - phase.done)
-        return f"{phase}, {minutes_and_seconds(left)} left"
+        seconds_left = (self._clock() - self._began) / phase.done * (phase.total - phase.done)
+        return f"{phase}, {minutes_and_seconds(seconds_left)} left"
 
     @contextlib.contextmanager
     def during(self, name: str) -> Iterator[None]:
@@ -262,22 +264,22 @@ def read_phase(folder: Path) -> Phase | None:
     match = _PHASE.fullmatch(text)
     if match is None:
         return None
-    done, total, unit = match.groups()[1:]
-    return Phase(match[1]) if total is None else Phase(match[1], int(done), int(total), unit)
+    num_done, total, unit = match.groups()[1:]
+    return Phase(match[1]) if total is None else Phase(match[1], int(num_done), int(total), unit)
 
 
 def refusal(folder: Path, holder: ProcessInfo, *, is_alive: bool = False) -> str:
     """Return a sentence on why the holder's folder cannot be used; `is_alive`: it has shown that it lives."""
     if holder.pid is None:
         return f"{folder}: another process is beginning a run there; choose another model.label"
-    taken = f"{folder} already holds a run: {holder}"
+    holder_text = f"{folder} already holds a run: {holder}"
     if holder.is_elsewhere and not is_alive:
         finds_out = "" if holder.beat_seconds is None else "`train --resume` finds out. "
         return (
-            f"{taken} did not end it, and this machine cannot see whether that process lives. {finds_out}If it does "
-            f"not, remove {folder / PROCESS_FILE}"
+            f"{holder_text} did not end it, and this machine cannot see whether that process lives. {finds_out}If it "
+            f"does not, remove {folder / PROCESS_FILE}"
         )
-    return f"{taken} is at work on it. Wait for its end, stop it, or choose another model.label"
+    return f"{holder_text} is at work on it. Wait for its end, stop it, or choose another model.label"
 
 
 @contextlib.contextmanager
@@ -309,9 +311,9 @@ def holding(
             file_system=_file_system_of(folder, mounts)[0],
             beat_seconds=beat_seconds if _can_beat(folder / LOCK_FILE) else None,
         )
-        left = request_files(folder)  # before process.json names this process: later ones are for it
+        earlier_requests = request_files(folder)  # before process.json names this process: later ones are for it
         _write(folder, info)
-        for path in left:
+        for path in earlier_requests:
             with contextlib.suppress(OSError):
                 path.unlink(missing_ok=True)
         Phases(folder).enter(PHASES[0])
@@ -338,13 +340,13 @@ def _record_end(folder: Path, info: ProcessInfo) -> None:
 
 @contextlib.contextmanager
 def _beating(folder: Path, info: ProcessInfo) -> Iterator[None]:
-    ended = threading.Event()
-    beating = threading.Thread(target=_beat, args=(folder, info, ended), name="gspo-gym-beat", daemon=True)
+    end_event = threading.Event()
+    beating = threading.Thread(target=_beat, args=(folder, info, end_event), name="gspo-gym-beat", daemon=True)
     beating.start()
     try:
         yield
     finally:
-        ended.set()
+        end_event.set()
         beating.join(_JOIN_SECONDS)
 
 
@@ -365,19 +367,19 @@ class Pulse:
         self._path = folder / LOCK_FILE
         self._seconds = math.inf if holder.beat_seconds is None else _SILENT_BEATS * holder.beat_seconds
         self._clock = clock
-        self._touched, self._since = _touched(self._path), clock()
+        self._last_touch, self._since = _touch_time(self._path), clock()
 
     def is_felt(self) -> bool:
         """Return False if the process has not touched its lock for a long time, though it should."""
-        touched, now = _touched(self._path), self._clock()
-        if touched != self._touched:
-            self._touched, self._since = touched, now
+        touch_time, now = _touch_time(self._path), self._clock()
+        if touch_time != self._last_touch:
+            self._last_touch, self._since = touch_time, now
         return now - self._since < self._seconds
 
 
-def _beat(folder: Path, info: ProcessInfo, ended: threading.Event) -> None:
+def _beat(folder: Path, info: ProcessInfo, end_event: threading.Event) -> None:
     """Touch the lock's file until the process `info` has ended; leave the program if another took its place."""
-    while not ended.wait(info.beat_seconds or _BEAT_SECONDS):
+    while not end_event.wait(info.beat_seconds or _BEAT_SECONDS):
         if (now := read_process(folder)) is not None and not is_same_process(now, info):
             print(f"{folder} was taken over by {now}; left without saving", file=sys.stderr, flush=True)
             os._exit(1)  # not a stop, which would save a checkpoint among the other's
@@ -417,13 +419,13 @@ def _wait_for_death(folder: Path, last: ProcessInfo, note: Callable[[str], None]
         raise ConfigError(refusal(folder, last))
     seconds = _SILENT_BEATS * last.beat_seconds
     note(f"{last} recorded no end; its place is taken unless it shows in {seconds:g} seconds that it lives")
-    seen, deadline = _touched(path), time.monotonic() + seconds
+    last_touch, deadline = _touch_time(path), time.monotonic() + seconds
     while time.monotonic() < deadline:
         time.sleep(last.beat_seconds / 4)
         now = read_process(folder)
         if now is not None and now != last:  # it ended, or another start was first
             return _wait_for_death(folder, now, note, mounts) if now.is_elsewhere else _wait_for_lock(path)
-        if _touched(path) != seen:
+        if _touch_time(path) != last_touch:
             raise ConfigError(refusal(folder, last, is_alive=True))
         # A file server keeps the lock of a machine that died, some for a minute and a half.
         if sees_locks and (lock := _try_lock(path)) is not None:
@@ -436,13 +438,13 @@ def _wait_for_death(folder: Path, last: ProcessInfo, note: Callable[[str], None]
 def _can_beat(path: Path) -> bool:
     with contextlib.suppress(OSError):
         os.utime(path, ns=(0, 0))
-        before = _touched(path)
+        before = _touch_time(path)
         os.utime(path)
-        return before == 0 != _touched(path)
+        return before == 0 != _touch_time(path)
     return False
 
 
-def _touched(path: Path) -> int | None:
+def _touch_time(path: Path) -> int | None:
     with writing(path), contextlib.suppress(FileNotFoundError), path.open("rb") as file:
         return os.fstat(file.fileno()).st_mtime_ns  # opened, because NFS asks the server then
     return None
@@ -459,14 +461,14 @@ def _sees_locks_of(info: ProcessInfo, folder: Path, mounts: Path) -> bool:
 
 def _file_system_of(folder: Path, mounts: Path) -> tuple[str | None, frozenset[str]]:
     """Return the type and options of the file system that holds a folder; None: the system does not tell."""
-    path, found, kind, options = folder.resolve(), Path(), None, ""
+    path, mount_point, kind, options = folder.resolve(), Path(), None, ""
     with contextlib.suppress(OSError, ValueError, IndexError):
         for line in mounts.read_text(encoding="utf-8", errors="surrogateescape").splitlines():
-            about, _, rest = line.partition(" - ")
+            about, _, type_and_options = line.partition(" - ")
             point = Path(re.sub(r"\\([0-7]{3})", lambda code: chr(int(code[1], 8)), about.split(" ")[4]))
             # The last of two at one place lies over the other.
-            if path.is_relative_to(point) and len(point.parts) >= len(found.parts):
-                found, (kind, _, options) = point, rest.split(" ")
+            if path.is_relative_to(point) and len(point.parts) >= len(mount_point.parts):
+                mount_point, (kind, _, options) = point, type_and_options.split(" ")
     return kind, frozenset(["", *options.split(",")])
 
 

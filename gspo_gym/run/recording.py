@@ -238,13 +238,13 @@ class RunRecorder:
             judgements=[json.loads(line) for line in whole_lines(folder / JUDGEMENTS_FILE)],
             saved_seq=saved_seq,
             episode_files=[path for path in episode_paths(folder) if _step_of(path) > step],
-            token_files=[token_path(folder, each) for each in token_steps(folder) if each > step],
+            token_files=[token_path(folder, later_step) for later_step in token_steps(folder) if later_step > step],
             is_played_again=is_played_again,
         )
         recorder = cls(folder, last_step=step, last_seq=seq, policy_name=policy_name, sinks=sinks, clock=clock)
         name = f"step_{step:06d}"
-        told = any(_is_save(event, step) and event["seq"] > (saved_seq or 0) for event in read_events(folder))
-        if not told and (folder / "checkpoints" / name).is_dir():  # killed before it could say so
+        has_save_event = any(_is_save(event, step) and event["seq"] > (saved_seq or 0) for event in read_events(folder))
+        if not has_save_event and (folder / "checkpoints" / name).is_dir():  # killed before it could say so
             recorder.event("checkpoint", step, {"folder": name})
         recorder.event("resumed", step, data)
         return recorder
@@ -294,10 +294,10 @@ class RunRecorder:
         """
         if not _EPISODES_NAME.fullmatch(name):
             raise RecordError(f'episodes: expected a name like "step_000012", got {name!r}')
-        path, played = self.folder / "episodes" / f"{name}.jsonl.gz", tuple(trajectories)
-        write_episodes(path, played, policy_name=self.policy_name)
+        path, episodes = self.folder / "episodes" / f"{name}.jsonl.gz", tuple(trajectories)
+        write_episodes(path, episodes, policy_name=self.policy_name)
         if self._sinks and name.startswith("eval_"):
-            rows = episode_rows(played)
+            rows = episode_rows(episodes)
             for sink in tuple(self._sinks):
                 self._call(sink, partial(sink.episodes, _step_of(path), rows))
 
@@ -388,9 +388,9 @@ def missing_records(folder: Path, step: int, saved_seq: int | None, *, has_all_m
     events = read_events(folder, after=0)
     steps: list[int] = []
     if has_all_metrics and not any(e["kind"] == "changed" and INTERVAL in e["data"] for e in events):
-        recorded = {line["step"] for line in read_metrics(folder)}
+        recorded_steps = {line["step"] for line in read_metrics(folder)}
         first = 1 + max((event["step"] for event in events if event["kind"] == "restored"), default=0)
-        steps = [each for each in range(first, step + 1) if each not in recorded]
+        steps = [number for number in range(first, step + 1) if number not in recorded_steps]
     num_events = len(set(range(1, (saved_seq or 0) + 1)) - {event["seq"] for event in events})
     return {"metrics_steps": steps, "num_events": num_events} if steps or num_events else {}
 
@@ -446,8 +446,8 @@ def discard_later(
         # The copies are complete before an original is cut, so a crash in between duplicates and loses nothing.
         _write(target / LEDGER_FILE, [entry_to_json(entry) for entry in later_entries])
         _move_lines({name: halves for name, halves in records.items() if any(halves)}, folder, target)
-        for each in (*episode_files, *token_files):
-            each.replace(target / each.name)
+        for file in (*episode_files, *token_files):
+            file.replace(target / file.name)
         data = {
             "folder": str(target.relative_to(folder)),
             "metrics_lines": num_later["metrics.jsonl"],
@@ -473,8 +473,8 @@ def _move_lines(records: Mapping[str, tuple[list[Line], list[Line]]], folder: Pa
     """Write the later lines of each record, the second ones, into `target`, and then cut the record."""
     for name, (_, later) in records.items():
         _write(target / name, later)
-    for name, (kept, _) in records.items():
-        _write(folder / name, kept)
+    for name, (kept_lines, _) in records.items():
+        _write(folder / name, kept_lines)
 
 
 def _halves(lines: Sequence[Any], is_later: Callable[[Any], bool]) -> tuple[list[Any], list[Any]]:
@@ -490,12 +490,12 @@ def _split_events(events: Sequence[Line], step: int, saved_seq: int | None) -> t
     else:
         stay = range(1, 1 + saved_seq)
     own = min((seq for seq in saves if seq not in stay), default=None)  # it says that the checkpoint is complete
-    kept: list[Line] = []
+    earlier: list[Line] = []
     later: list[Line] = []
     for event in events:
         is_before = event["seq"] in stay or event["seq"] == own or event["kind"] in _LIFE
-        (kept if event["step"] <= step and is_before else later).append(event)
-    return kept, later
+        (earlier if event["step"] <= step and is_before else later).append(event)
+    return earlier, later
 
 
 def _is_save(event: Line, step: int) -> bool:

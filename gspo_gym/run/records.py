@@ -41,7 +41,7 @@ def read_events(folder: Path, *, after: int | None = None) -> list[Event]:
     """
     if after is not None:
         return EventReader(folder, after=after).read()
-    return _numbered(LineReader(folder / EVENTS_FILE).read())
+    return _number_events(LineReader(folder / EVENTS_FILE).read())
 
 
 class EventReader:
@@ -67,20 +67,20 @@ class EventReader:
         lines = self._lines.read()
         if self._lines.is_from_the_start:
             self._last_in_file = 0
-        found = {event["seq"]: event for event in _numbered(lines, after=self._last_in_file)}
-        self._last_in_file = max(found, default=self._last_in_file)
-        new = {seq: event for seq, event in found.items() if seq > self.after}
+        events_by_seq = {event["seq"]: event for event in _number_events(lines, after=self._last_in_file)}
+        self._last_in_file = max(events_by_seq, default=self._last_in_file)
+        new = {seq: event for seq, event in events_by_seq.items() if seq > self.after}
         # Only a resumed run leaves a gap, and it has copied the missing lines before it takes them away here.
         if new and len(new) < max(new) - self.after:
-            moved = {event["seq"]: event for event in _discarded(self._folder)}
-            new |= {seq: event for seq, event in moved.items() if self.after < seq < max(new)}
+            discarded_events = {event["seq"]: event for event in _discarded_events(self._folder)}
+            new |= {seq: event for seq, event in discarded_events.items() if self.after < seq < max(new)}
         self.after = max(new, default=self.after)
         return [new[seq] for seq in sorted(new)]
 
 
 def last_seq(folder: Path) -> int:
     """Return the highest `seq` that an event of the run ever had, or 0."""
-    return max((event["seq"] for event in (*_discarded(folder), *read_events(folder))), default=0)
+    return max((event["seq"] for event in (*_discarded_events(folder), *read_events(folder))), default=0)
 
 
 def read_run_id(folder: Path) -> str | None:
@@ -155,7 +155,7 @@ def read_view(folder: Path) -> RunView:
     )
 
 
-def _numbered(lines: list[Event], after: int = 0) -> list[Event]:
+def _number_events(lines: list[Event], after: int = 0) -> list[Event]:
     """Return the events with a `seq` each; those of earlier versions have none and are counted."""
     events = []
     for line in lines:
@@ -164,7 +164,7 @@ def _numbered(lines: list[Event], after: int = 0) -> list[Event]:
     return events
 
 
-def _discarded(folder: Path) -> list[Event]:
+def _discarded_events(folder: Path) -> list[Event]:
     """Return the events that resumed runs moved away, except those of earlier versions, without a `seq`."""
     paths = sorted((folder / "discarded").glob(f"resume_*/{EVENTS_FILE}"))
     return [event for path in paths for event in LineReader(path).read() if "seq" in event]
@@ -197,8 +197,8 @@ class LineReader:
             except ValueError as error:
                 raise RecordError(f"{self.path}:{number}: not JSON: {error}") from error
             if not isinstance(line, dict) or line.get("schema") != SCHEMA_VERSION:
-                shown = text[:60].decode(errors="replace")
-                raise RecordError(f"{self.path}:{number}: expected an object of schema {SCHEMA_VERSION}, got {shown!r}")
+                start = text[:60].decode(errors="replace")
+                raise RecordError(f"{self.path}:{number}: expected an object of schema {SCHEMA_VERSION}, got {start!r}")
             lines.append(line)
             self._last = text
         self._offset += len(data)

@@ -107,7 +107,7 @@ def read_run(folder: Path) -> RunInfo:
         return _read_run(folder)
     # One damaged record must not hide all other runs of a list.
     except (ArithmeticError, AttributeError, LookupError, StorageError, TypeError, ValueError) as error:
-        return RunInfo(folder, DAMAGED, updated=_changed(folder), error=f"its records cannot be read: {error!r}")
+        return RunInfo(folder, DAMAGED, updated=_change_time(folder), error=f"its records cannot be read: {error!r}")
 
 
 def _read_run(folder: Path) -> RunInfo:
@@ -115,28 +115,28 @@ def _read_run(folder: Path) -> RunInfo:
     holder = holder_of(folder)
     path = f"{folder}/{EVENTS_FILE}"
     last = _last_line(_read(path, _TAIL_BYTES), but="sink_failed")  # which a sink that cannot close is after the end
-    ended = last["data"] if last.get("kind") == "finished" else {}
+    end_data = last["data"] if last.get("kind") == "finished" else {}
     process = holder if holder is not None else read_process(folder)
-    summary = _summary_of(folder, last) if ended and holder is None else {}
+    summary = _summary_of(folder, last) if end_data and holder is None else {}
     phase = None if holder is None else read_phase(folder)
     events = b"" if summary else _read(path)  # all of them only for what a summary does not say
     evaluation = summary.get("final_eval") or _last_evaluation(events)
     score = evaluation.get("score")
     return RunInfo(
         folder=folder,
-        status=str(ended.get("status", CRASHED)) if holder is None else _live_status(folder, holder),
+        status=str(end_data.get("status", CRASHED)) if holder is None else _live_status(folder, holder),
         run=_run_id(folder),
         attempt=1 if process is None else process.attempt,
         pid=None if process is None else process.pid,
         host=None if process is None else process.host or None,
-        updated=_changed(folder),
+        updated=_change_time(folder),
         step=int(summary["steps"] if summary else _last_step(folder)),
         score=score,
         value=None if score is None else _number(evaluation.get(score)),
         wall_seconds=_number(summary.get("wall_seconds")),
         sampled_tokens=_number(summary.get("sampled_tokens")),
         trained_tokens=_number(summary.get("trained_tokens")),
-        error=ended.get("error") if holder is None else None,
+        error=end_data.get("error") if holder is None else None,
         phase=None if phase is None else phase.name,
         doing=None if phase is None else str(phase),
     )
@@ -156,11 +156,13 @@ def require_removable(folder: Path, *, also: Collection[Path] = ()) -> None:
     holder = holder_of(folder)
     if holder is not None:
         raise ConfigError(refusal(folder, holder))
-    gone = {path.resolve() for path in (folder, *also)}
-    for other in run_folders(folder.resolve().parent):
-        base = None if other.resolve() in gone else _base_of(other)
+    removed_folders = {path.resolve() for path in (folder, *also)}
+    for run_folder in run_folders(folder.resolve().parent):
+        base = None if run_folder.resolve() in removed_folders else _base_of(run_folder)
         if base is not None and folder.resolve() in (base, *base.parents):
-            raise ConfigError(f"{folder}: {other} began from its checkpoint, which it still needs; remove that first")
+            raise ConfigError(
+                f"{folder}: {run_folder} began from its checkpoint, which it still needs; remove that first"
+            )
 
 
 def remove_run(folder: Path, *, also: Collection[Path] = ()) -> None:
@@ -174,16 +176,16 @@ def remove_run(folder: Path, *, also: Collection[Path] = ()) -> None:
     folder = folder.resolve()  # "." has no name
     with locked(folder), writing(folder):
         # Gone at once for everything that looks for runs, also if removing the files is interrupted.
-        doomed = folder.with_name(f".{folder.name}.removed-{os.getpid()}")
-        folder.rename(doomed)
-        shutil.rmtree(doomed)
+        hidden_folder = folder.with_name(f".{folder.name}.removed-{os.getpid()}")
+        folder.rename(hidden_folder)
+        shutil.rmtree(hidden_folder)
 
 
 def _base_of(folder: Path) -> Path | None:
     """Return the folder on this disk from which a run took its model; None without one."""
     try:
-        named = read_config(folder).get("model", {})
-        base, source = named.get("base"), named.get("source")
+        model_section = read_config(folder).get("model", {})
+        base, source = model_section.get("base"), model_section.get("source")
         # As `model.source` names runs: LABEL, or PREFIX:LABEL[:step_N], in the folder of this one.
         label = None if source is None else re.sub(r"^[a-z]+:|:step_\d+$", "", source)
         path = folder.parent / label if label else None if base is None else Path(base).expanduser()
@@ -212,7 +214,9 @@ class RunComparison:
         return {
             "runs": [run.to_dict() for run in self.runs],
             "settings": {key: list(values) for key, values in self.settings.items()},
-            "evaluations": [{"error": each} if isinstance(each, str) else each for each in self.evaluations],
+            "evaluations": [
+                {"error": evaluation} if isinstance(evaluation, str) else evaluation for evaluation in self.evaluations
+            ],
         }
 
 
@@ -228,8 +232,8 @@ def compare_runs(folders: Sequence[Path]) -> RunComparison:
     evaluations = [last_evaluation(folder) for folder in folders]
     return RunComparison(
         runs=tuple(read_run(folder) for folder in folders),
-        settings={key: each for key, each in values.items() if any(value != each[0] for value in each)},
-        evaluations=tuple(_compared(evaluations[0], other) for other in evaluations[1:]),
+        settings={key: row for key, row in values.items() if any(value != row[0] for value in row)},
+        evaluations=tuple(_compare(evaluations[0], evaluation) for evaluation in evaluations[1:]),
     )
 
 
@@ -246,7 +250,7 @@ def last_evaluation(folder: Path) -> Evaluation | None:
         raise RecordError(f"{folder}: its last evaluation has no known form: {error!r}") from error
 
 
-def _compared(first: Evaluation | None, second: Evaluation | None) -> dict[str, Any] | str:
+def _compare(first: Evaluation | None, second: Evaluation | None) -> dict[str, Any] | str:
     if first is None or second is None:
         return "a run without an evaluation"
     try:
@@ -268,10 +272,10 @@ def _read(path: str, tail: int | None = None) -> bytes:
 
 def _last_line(data: bytes, *, but: str = "") -> dict[str, Any]:
     """Return the last whole line that is not of the kind `but`; {} if it is not JSON, or there is none."""
-    whole = data[: data.rfind(b"\n") + 1]
-    start = whole.rfind(b"\n", 0, -1) + 1
-    line = _json(whole[start:])
-    return _last_line(whole[:start], but=but) if but and line.get("kind") == but else line
+    complete_lines = data[: data.rfind(b"\n") + 1]
+    start = complete_lines.rfind(b"\n", 0, -1) + 1
+    line = _json(complete_lines[start:])
+    return _last_line(complete_lines[:start], but=but) if but and line.get("kind") == but else line
 
 
 def _number(value: Any) -> Any:
@@ -289,10 +293,10 @@ def _json(text: bytes) -> dict[str, Any]:
 
 def _last_evaluation(events: bytes) -> dict[str, Any]:
     # Searched as bytes: parsing every event of thousands of runs takes too long.
-    found = events.rfind(b'"kind": "evaluation"')
-    if found < 0:
+    position = events.rfind(b'"kind": "evaluation"')
+    if position < 0:
         return {}
-    start, stop = events.rfind(b"\n", 0, found) + 1, events.find(b"\n", found)
+    start, stop = events.rfind(b"\n", 0, position) + 1, events.find(b"\n", position)
     return dict(_json(events[start:stop]).get("data", {}))
 
 
@@ -300,11 +304,11 @@ def _live_status(folder: Path, holder: ProcessInfo) -> str:
     return ELSEWHERE if holder.is_elsewhere and not is_locked(folder) else RUNNING
 
 
-def _summary_of(folder: Path, finished: Mapping[str, Any]) -> dict[str, Any]:
+def _summary_of(folder: Path, event: Mapping[str, Any]) -> dict[str, Any]:
     """Return summary.json if it belongs to this end of the run, else {}."""
     summary = _json(_read(f"{folder}/summary.json"))
     # The summary of an earlier end may still be there.
-    is_same = (summary.get("status"), summary.get("steps")) == (finished["data"].get("status"), finished["step"])
+    is_same = (summary.get("status"), summary.get("steps")) == (event["data"].get("status"), event["step"])
     return summary if is_same else {}
 
 
@@ -318,7 +322,7 @@ def _run_id(folder: Path) -> str | None:
     return line.removeprefix(RUN_LINE) if line.startswith(RUN_LINE) else None
 
 
-def _changed(folder: Path) -> float:
+def _change_time(folder: Path) -> float:
     try:
         return (folder / EVENTS_FILE).stat().st_mtime
     except OSError:

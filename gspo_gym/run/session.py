@@ -19,10 +19,10 @@ from rich.console import Console
 
 from gspo_gym.base.files import replace_file
 from gspo_gym.base.loops import run_to_end
+from gspo_gym.env.watchdog import MARKER, TRAINING_ADVICE, read_frozen, seconds_until_frozen, watching
 from gspo_gym.errors import CheckpointError, ConfigError, GymError
 from gspo_gym.learning.update import AnyLearner
 from gspo_gym.policy.checkpoints import Checkpoint, CheckpointStore
-from gspo_gym.rollout.watchdog import MARKER, TRAINING_ADVICE, read_frozen, seconds_until_frozen, watching
 from gspo_gym.run.judging import Judging
 from gspo_gym.run.recording import INTERVAL, RunRecorder, missing_records
 from gspo_gym.run.report.progress import Progress, telling
@@ -249,10 +249,10 @@ def record_resumption(
     for key, (before, now) in start.changes.items():
         progress.note(f"{key} = {now}, and {before} when the run began")
     for unsound, reason in start.checkpoint.damaged.items():
-        moved = checkpoints.set_aside(unsound)
-        data = {"folder": unsound.name, "moved_to": moved.name, "reason": reason}
+        aside_folder = checkpoints.set_aside(unsound)
+        data = {"folder": unsound.name, "moved_to": aside_folder.name, "reason": reason}
         recorder.event("checkpoint_damaged", start.checkpoint.step, data)
-        progress.note(f"passed over a checkpoint, which is {moved} now: {reason}")
+        progress.note(f"passed over a checkpoint, which is {aside_folder} now: {reason}")
     frozen = read_frozen(folder / MARKER)
     if frozen.env_ids:
         recorder.event("frozen", step, {"env_ids": list(frozen.env_ids), "seconds": frozen.seconds})

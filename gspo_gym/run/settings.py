@@ -105,8 +105,8 @@ class LoopSettings(Settings):
     must_save_by: float | None = Field(
         default=None,
         gt=0,
-        description="a checkpoint is complete this long after the process began, however long the next iteration "
-        "takes, for machines that are taken away then; absent: only those of checkpoint_every_n_iters",
+        description="minutes; a checkpoint is complete this long after the process began, however long the next "
+        "iteration takes, for machines that are taken away then; absent: only those of checkpoint_every_n_iters",
     )
     stop_at_success_rate: float | None = Field(
         default=None,
@@ -119,10 +119,9 @@ class LoopSettings(Settings):
         default="keep",
         description=(
             "groups whose episodes all earned the same, and so teach nothing: they stay in the denominators, or leave "
-            "the batch, or are replaced by groups of fresh tasks (arXiv 2503.14476, section 3.2)"
+            "the batch, or are replaced by groups of fresh tasks in at most ten rounds (arXiv 2503.14476, section 3.2)"
         ),
     )
-    max_refill_rounds: int = Field(default=10, gt=0, description="with refill: rounds of fresh groups per iteration")
     max_idle_iters: int = Field(
         default=10,
         gt=0,
@@ -276,15 +275,31 @@ class TrainPlan:
     mixture: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        loop, baseline = self.loop, self.advantages.baseline
-        if loop.num_ahead < 0:
-            raise ConfigError(
-                f"max_staleness: expected at least weight_sync_interval - 1 = {loop.weight_sync_interval - 1}, which "
-                f"samples are behind before their update, got {loop.max_staleness}"
-            )
-        if loop.constant_groups != "keep" and baseline not in ("group", "leave_one_out"):
-            raise ConfigError(
-                f"constant_groups: {loop.constant_groups!r} leaves out groups whose episodes all earned the same, but "
-                f"with baseline {baseline!r} they do have advantages; compare within the group "
-                "(baseline 'group' or 'leave_one_out') or keep them"
-            )
+        for key, problem in (
+            ("max_staleness", staleness_problem(self.loop)),
+            ("constant_groups", constant_groups_problem(self.loop.constant_groups, self.advantages.baseline)),
+        ):
+            if problem is not None:
+                raise ConfigError(f"training.{key}: {problem}")
+
+
+def staleness_problem(loop: LoopSettings) -> str | None:
+    """Return why samples would be older than they may be from the start; None if they would not."""
+    # A run that samples k iterations under old weights must allow samples of that age.
+    if loop.num_ahead >= 0:
+        return None
+    return (
+        f"expected at least training.weight_sync_interval - 1 = {loop.weight_sync_interval - 1}, which samples lie "
+        f"behind before new weights are sent, got {loop.max_staleness}"
+    )
+
+
+def constant_groups_problem(constant_groups: ConstantGroups, baseline: str) -> str | None:
+    """Return why groups of equal rewards cannot be left out under this baseline; None if they can, or stay."""
+    # Only a baseline of siblings makes equal rewards advantages of 0.
+    if constant_groups == "keep" or baseline in ("group", "leave_one_out"):
+        return None
+    return (
+        f'"{constant_groups}" leaves out groups that teach nothing, but with advantages.baseline "{baseline}" they do: '
+        'set "keep"'
+    )

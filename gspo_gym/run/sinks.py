@@ -190,12 +190,12 @@ def open_sinks(
     }
     check_sinks(report_to)  # all packages first, so that a missing one leaves nothing behind
     # W&B first: it may refuse, and leaves nothing behind then.
-    with contextlib.ExitStack() as opened:
+    with contextlib.ExitStack() as stack:
         sinks = []
         for name in sorted(report_to, reverse=True):
             sinks.append(makers[name]())
-            opened.callback(sinks[-1].close)
-        opened.pop_all()  # nothing failed: they stay open
+            stack.callback(sinks[-1].close)
+        stack.pop_all()  # nothing failed: they stay open
     return sinks
 
 
@@ -206,9 +206,9 @@ def check_sinks(report_to: Sequence[str]) -> None:
         MissingExtraError: a package is not installed.
         ConfigError: a name is unknown, or W&B has no key.
     """
-    known = ("tensorboard", "wandb")
-    if unknown := [name for name in report_to if name not in known]:
-        raise ConfigError(f"tracking.report_to: {unknown[0]!r} is no sink; {nearest_name(unknown[0], known)}")
+    sink_names = ("tensorboard", "wandb")
+    if unknown := [name for name in report_to if name not in sink_names]:
+        raise ConfigError(f"tracking.report_to: {unknown[0]!r} is no sink; {nearest_name(unknown[0], sink_names)}")
     for name in report_to:
         _require(name, extra=name)
     if "wandb" in report_to and not _has_wandb_key(os.environ):
@@ -246,7 +246,7 @@ def episode_rows(trajectories: Iterable[Trajectory]) -> list[EpisodeRow]:
     """Return the first episodes as rows of EPISODE_COLUMNS, with at most MAX_CHARS of each conversation."""
     rows: list[EpisodeRow] = []
     for trajectory in itertools.islice(trajectories, MAX_EPISODES):
-        said = "\n".join(f"{message.role}: {spoken(message)}" for message in trajectory.messages)
+        conversation = "\n".join(f"{message.role}: {spoken(message)}" for message in trajectory.messages)
         rows.append(
             (
                 trajectory.trajectory_id,
@@ -256,7 +256,7 @@ def episode_rows(trajectories: Iterable[Trajectory]) -> list[EpisodeRow]:
                 trajectory.reward if trajectory.is_scored else None,
                 len(trajectory.turns),
                 trajectory.num_actions,
-                visible(said if len(said) <= MAX_CHARS else f"{said[:MAX_CHARS]}…"),
+                visible(conversation if len(conversation) <= MAX_CHARS else f"{conversation[:MAX_CHARS]}…"),
             )
         )
     return rows

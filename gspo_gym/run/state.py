@@ -76,8 +76,8 @@ class TrainState:
         if success_rate is None or latest is None or rate is None:
             return False
         # Environments without a notion of success are not in the rate.
-        named = () if self.score_unit is None else self.score_unit.success_of
-        parts = [part for name, part in latest.get("parts", {}).items() if not named or name in named] or [latest]
+        names = () if self.score_unit is None else self.score_unit.success_of
+        parts = [part for name, part in latest.get("parts", {}).items() if not names or name in names] or [latest]
         num_scored = sum(part["num_episodes"] for part in parts)
         num_failed = sum(part.get("num_failed", 0) for part in parts)
         return bool(rate * num_scored >= success_rate * (num_scored + num_failed))
@@ -220,8 +220,8 @@ class Saver:
         minutes = settings.must_save_by
         self._deadline = None if minutes is None else 60 * minutes  # None, too, once it was heeded
         self._writing: asyncio.Task[Path | CheckpointError] | None = None
-        self._copied: TrainState | None = None  # what is being written, or was last
-        self._saved = saved  # what the newest complete checkpoint holds
+        self._copied_state: TrainState | None = None  # what is being written, or was last
+        self._saved_state = saved  # what the newest complete checkpoint holds
         self._num_failures = 0  # in a row
         self._step_began = clock()
         self._longest_step = self._longest_write = 0.0
@@ -250,7 +250,7 @@ class Saver:
             CheckpointError: the disk refused several checkpoints in a row.
         """
         await self.wait()
-        while self._saved is not state:
+        while self._saved_state is not state:
             await self.begin(state)
             await self.wait()
 
@@ -284,7 +284,7 @@ class Saver:
             CheckpointError: the disk refused several checkpoints in a row.
         """
         await self.wait()
-        if self._saved is state:
+        if self._saved_state is state:
             return
         with self._phases.during("saving"):
             # The event loop, and episodes that are played ahead, must not wait for the copy: ranks of the
@@ -292,7 +292,7 @@ class Saver:
             copying = asyncio.ensure_future(asyncio.to_thread(self._copy, state))
             await wait_until_ended({copying})
             write = copying.result()
-        self._copied = state
+        self._copied_state = state
         self._writing = asyncio.ensure_future(asyncio.to_thread(self._write, write))
 
     def _write(self, write: Callable[[], Path]) -> Path | CheckpointError:
@@ -305,14 +305,14 @@ class Saver:
             self._longest_write = max(self._longest_write, self._clock() - began)
 
     def _record(self, outcome: Path | CheckpointError) -> None:
-        assert self._copied is not None
+        assert self._copied_state is not None
         self._writing = None
         if isinstance(outcome, Path):
-            self._saved, self._num_failures = self._copied, 0
-            self._on_event("checkpoint", self._copied.step, {"folder": outcome.name})
+            self._saved_state, self._num_failures = self._copied_state, 0
+            self._on_event("checkpoint", self._copied_state.step, {"folder": outcome.name})
             return
         self._num_failures += 1
-        self._on_event("checkpoint_failed", self._copied.step, {"reason": str(outcome)})
+        self._on_event("checkpoint_failed", self._copied_state.step, {"reason": str(outcome)})
         if self._num_failures >= _MAX_FAILURES:
             raise CheckpointError(
                 f"{outcome}; {self._num_failures} checkpoints in a row could not be saved. The last good one is in "

@@ -77,7 +77,7 @@ class Steering:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._has_trained = False
         self._stopping = asyncio.Event()
-        self._dropped: set[asyncio.Future[Any]] = set()
+        self._dropped_futures: set[asyncio.Future[Any]] = set()
         self._hears_sigterm = False
 
     @property
@@ -105,18 +105,18 @@ class Steering:
     @contextlib.contextmanager
     def heeding_files(self, folder: Path) -> Iterator[None]:
         """Heed the request files of a run's folder, which this process holds, within the block."""
-        self._folder, ended = folder, threading.Event()
-        watching = threading.Thread(target=self._watch, args=(folder, ended), name="gspo-gym-requests", daemon=True)
+        self._folder, end_event = folder, threading.Event()
+        watching = threading.Thread(target=self._watch, args=(folder, end_event), name="gspo-gym-requests", daemon=True)
         watching.start()
         try:
             yield
         finally:
-            ended.set()
+            end_event.set()
             watching.join(_JOIN_SECONDS)
             self._folder = None
 
-    def _watch(self, folder: Path, ended: threading.Event) -> None:
-        while not ended.wait(_LOOK_SECONDS):
+    def _watch(self, folder: Path, end_event: threading.Event) -> None:
+        while not end_event.wait(_LOOK_SECONDS):
             for path in request_files(folder, "stop"):
                 author = _owner_of(path)
                 with contextlib.suppress(OSError):  # a disk that can only be read: the stop holds all the same
@@ -172,7 +172,7 @@ class Steering:
         working.cancel()
         working.add_done_callback(retrieve_exception)
         # Not waited for: an environment or a judge that hangs must not delay the checkpoint.
-        self._dropped.add(working)
+        self._dropped_futures.add(working)
         self._raise_if_stopped()
         raise AssertionError("woken without a stop")
 
@@ -189,8 +189,8 @@ class Steering:
 
     async def dropped_work_ended(self) -> None:
         """Wait until all work dropped by `unless_stopped` has ended."""
-        await wait_until_ended(self._dropped)
-        self._dropped.clear()  # their errors hold frames, and these the models
+        await wait_until_ended(self._dropped_futures)
+        self._dropped_futures.clear()  # their errors hold frames, and these the models
 
     def ended(self) -> None:
         """Note that the training has ended: a request changes nothing any more."""

@@ -165,16 +165,19 @@ def pack_tokens(step: int, collected: Collected, built: BuiltBatch, table: Token
     is_in_batch = source >= 0
     fates = _fates_outside(collected)
     fate = [fates.get(trajectory.trajectory_id, Fate.CONSTANT_GROUP) for trajectory in trajectories]
-    seen = table.columns()
-    columns = {name: np.full((*each.shape[:-1], len(source)), UNSEEN[name], each.dtype) for name, each in seen.items()}
+    table_columns = table.columns()
+    columns = {
+        name: np.full((*array.shape[:-1], len(source)), UNSEEN[name], array.dtype)
+        for name, array in table_columns.items()
+    }
     columns["fate"] = np.repeat(np.array(fate, np.uint8), lengths)
-    for name, values in seen.items():
+    for name, values in table_columns.items():
         columns[name][..., is_in_batch] = values[..., source[is_in_batch]]
     steps = np.full((len(columns["optimizer_step"]), len(trajectories)), UNSEEN["optimizer_step"], np.int32)
     steps[:, lengths > 0] = columns["optimizer_step"][:, starts[lengths > 0]]  # those of a trajectory agree
     columns["optimizer_step"] = steps
-    columns["rollout_logprob"] = _sampled(trajectories, "rollout_logprobs", np.float32)
-    columns["weight_version"] = _sampled(trajectories, "weight_version", np.int32)
+    columns["rollout_logprob"] = _token_values(trajectories, "rollout_logprobs", np.float32)
+    columns["weight_version"] = _token_values(trajectories, "weight_version", np.int32)
     for name, value in _OPTIONAL.items():
         column = columns[name]
         if bool((np.isnan(column) | (column == value)).all()):
@@ -195,15 +198,19 @@ def pack_columns(
     lengths = np.array([*num_tokens.values()], np.int32)
     by_trajectory = [name for name in columns if name != _BY_TRAJECTORY and _is_alike(columns[name], lengths)]
     firsts = (np.cumsum(lengths) - lengths).clip(max=max(int(lengths.sum()) - 1, 0))  # of no token: any number
-    kept = {name: column[..., firsts] if name in by_trajectory else column for name, column in columns.items()}
+    packed_columns = {
+        name: column[..., firsts] if name in by_trajectory else column for name, column in columns.items()
+    }
     metadata = {
         "schema": _SCHEMA,
         "step": str(step),
         "trajectories": json.dumps(_names(num_tokens), separators=(",", ":")),
         "by_trajectory": " ".join(by_trajectory),
     }
-    kept |= {"num_tokens": lengths, **steps}
-    return _in_order(save({name: np.ascontiguousarray(_narrow(column)) for name, column in kept.items()}, metadata))
+    packed_columns |= {"num_tokens": lengths, **steps}
+    return _in_order(
+        save({name: np.ascontiguousarray(_narrow(column)) for name, column in packed_columns.items()}, metadata)
+    )
 
 
 def _in_order(file: bytes) -> bytes:
@@ -226,7 +233,7 @@ def _narrow(column: Column) -> Column:
     if column.dtype.kind != "i" or not column.size:
         return column
     low, high = int(column.min()), int(column.max())
-    types = (each for each in (np.int8, np.int16) if np.iinfo(each).min <= low and high <= np.iinfo(each).max)
+    types = (dtype for dtype in (np.int8, np.int16) if np.iinfo(dtype).min <= low and high <= np.iinfo(dtype).max)
     return column.astype(next(types, np.int32))
 
 
@@ -240,7 +247,7 @@ def _lengths(names: Any, counts: Column | None) -> dict[str, int]:  # Any: JSON
     """Return the number of tokens by trajectory id; None: the names are those of schema 1, which come with it."""
     if counts is None:
         return {name: length for name, (_, length) in names.items()}
-    ids = [before + after for before, each in names for after in each]
+    ids = [before + after for before, endings in names for after in endings]
     return dict(zip(ids, counts.tolist(), strict=True))
 
 
@@ -257,11 +264,11 @@ def _numbers_in_batch(trajectories: Sequence[Trajectory], ids: Sequence[str]) ->
 
 def _fates_outside(collected: Collected) -> dict[str, Fate]:
     """Return the fate of trajectories that are not in the batch, by id; others are of constant groups."""
-    kept = {t.trajectory_id: Fate.FILTERED for group in collected.kept for t in group.trajectories}
-    return kept | {each.trajectory_id: Fate.UNCOMMITTED for group in collected.kept for each in group.dropped}
+    fates = {t.trajectory_id: Fate.FILTERED for group in collected.kept for t in group.trajectories}
+    return fates | {attempt.trajectory_id: Fate.UNCOMMITTED for group in collected.kept for attempt in group.dropped}
 
 
-def _sampled(trajectories: Sequence[Trajectory], name: str, dtype: type[np.generic]) -> Column:
+def _token_values(trajectories: Sequence[Trajectory], name: str, dtype: type[np.generic]) -> Column:
     """Return [A] an array of the segments, of sampled tokens."""
     segments = [segment for trajectory in trajectories for segment in trajectory.segments]
     return np.concatenate([np.zeros(0, dtype), *(getattr(each, name)[each.action_mask] for each in segments)])

@@ -134,38 +134,40 @@ class Trainer:
 
     async def _run_step(self) -> None:
         """Collect a batch of episodes, score it, update the weights on it, and publish them."""
-        started, step = self._journal.clock(), self.state.step + 1
+        start_seconds, step = self._journal.clock(), self.state.step + 1
         await self._forget_ended()
-        collected = await self._steering.unless_stopped(self._collector.collect(step))
-        self._journal.collected(step, collected)
+        collection = await self._steering.unless_stopped(self._collector.collect(step))
+        self._journal.collected(step, collection)
         collected_at = self._journal.clock()
         async with self._while_learning():
-            built = await self._block(lambda: self._score(collected))
+            built_batch = await self._block(lambda: self._score(collection))
             tokens = self._journal.token_table(step)
-            learned = await self._block(lambda: self._update(built, tokens))
-        self._journal.learned(step, collected, learned)
+            update_metrics = await self._block(lambda: self._update(built_batch, tokens))
+        self._journal.learned(step, collection, update_metrics)
         # Also without an update: the weights get the number of every step.
         await self._publish(step)
-        times = StepTimes(started, collected_at, self._journal.clock())
-        metrics = self._journal.metrics(step, collected, built, learned, times=times, unit=self.state.score_unit)
-        self._advance(step, built, metrics, seconds=times.finished - started)
-        self._journal.stepped(step, collected, built, metrics, tokens)
+        times = StepTimes(start_seconds, collected_at, self._journal.clock())
+        metrics = self._journal.metrics(
+            step, collection, built_batch, update_metrics, times=times, unit=self.state.score_unit
+        )
+        self._advance(step, built_batch, metrics, seconds=times.finished - start_seconds)
+        self._journal.stepped(step, collection, built_batch, metrics, tokens)
 
-    def _score(self, collected: Collected) -> BuiltBatch:
+    def _score(self, collection: Collected) -> BuiltBatch:
         """Return the collected groups as a batch in which every turn has its advantage."""
         plan = self.plan
         return build_batch(
-            collected.kept,
+            collection.kept,
             plan.advantages,
             rewards=plan.rewards,
             step_rewards=plan.step_rewards,
             running=self.state.running,
-            known_returns=collected.returns,
+            known_returns=collection.returns,
         )
 
-    def _update(self, built: BuiltBatch, tokens: TokenSink | None) -> Mapping[str, float]:
+    def _update(self, built_batch: BuiltBatch, tokens: TokenSink | None) -> Mapping[str, float]:
         """Update the weights; return the update's metrics, or {} if there is nothing to learn from."""
-        return {} if built.batch is None else self._learner.update(built.batch, tokens).metrics
+        return {} if built_batch.batch is None else self._learner.update(built_batch.batch, tokens).metrics
 
     async def _block(self, work: Callable[[], _Result]) -> _Result:
         """Return the result of the learner's work; a cancellation waits for the end of the work."""
@@ -185,22 +187,22 @@ class Trainer:
                 "easier tasks or finer rewards help, and training.max_idle_iters allows more such iterations"
             )
 
-    def _advance(self, step: int, built: BuiltBatch, metrics: Mapping[str, float], *, seconds: float) -> None:
+    def _advance(self, step: int, built_batch: BuiltBatch, metrics: Mapping[str, float], *, seconds: float) -> None:
         state = self.state
-        advanced = dataclasses.replace(
+        next_state = dataclasses.replace(
             state,
             step=step,
             num_tasks=self._collector.num_tasks,
             pending_tasks=self._collector.pending_tasks,
-            num_episodes=state.num_episodes + built.counts.num_trajectories,
+            num_episodes=state.num_episodes + built_batch.counts.num_trajectories,
             sampled_tokens=state.sampled_tokens + int(metrics["rollout/sampled_tokens"]),
             trained_tokens=state.trained_tokens + int(metrics.get("batch/trained_tokens", 0)),
-            idle_steps=state.idle_steps + 1 if _is_idle(built, metrics) else 0,
+            idle_steps=state.idle_steps + 1 if _is_idle(built_batch, metrics) else 0,
             gradient_steps=state.gradient_steps + (metrics.get("optim/grad_norm_max", 0.0) > 0),
             wall_seconds=state.wall_seconds + seconds,
-            running=built.running,
+            running=built_batch.running,
         )
-        self.state = self._journal.with_alarms(advanced)
+        self.state = self._journal.with_alarms(next_state)
 
     async def _evaluate_if_due(self) -> None:
         """Evaluate before the first step, every few steps, and after the last, unless this step has its evaluation."""
@@ -215,22 +217,22 @@ class Trainer:
 
     async def _run_evaluation(self) -> None:
         # Weights change in `_run_step` only, so an evaluation has one version, also while episodes are played ahead.
-        started, before = self._journal.clock(), self.state
+        start_seconds, before = self._journal.clock(), self.state
         await self._forget_ended()
-        played = await self._steering.unless_stopped(self._evaluate(f"eval_{before.step:06d}"))
+        raw_evaluation = await self._steering.unless_stopped(self._evaluate(f"eval_{before.step:06d}"))
         unit = before.score_unit or ScoreUnit.of_first(
-            played, has_success_goal=self.plan.loop.stop_at_success_rate is not None
+            raw_evaluation, has_success_goal=self.plan.loop.stop_at_success_rate is not None
         )
-        evaluation = played if unit is None else played.in_unit(unit)
+        evaluation = raw_evaluation if unit is None else raw_evaluation.in_unit(unit)
         self.state = dataclasses.replace(
             before.after_evaluation(evaluation, unit),
-            wall_seconds=before.wall_seconds + self._journal.clock() - started,
+            wall_seconds=before.wall_seconds + self._journal.clock() - start_seconds,
         )
         self._journal.evaluated(before.step, evaluation, unit, num_undecided=len(before.undecided))
 
 
-def _is_idle(built: BuiltBatch, metrics: Mapping[str, float]) -> bool:
+def _is_idle(built_batch: BuiltBatch, metrics: Mapping[str, float]) -> bool:
     """Return whether a step taught nothing although not every task was done."""
     # If every task was done, there is nothing more to learn, and the run is not stuck.
-    is_informative = built.batch is not None and bool(built.batch.advantages.any())
+    is_informative = built_batch.batch is not None and bool(built_batch.batch.advantages.any())
     return not is_informative and metrics.get("rollout/success_rate") != 1.0

@@ -19,7 +19,7 @@ from benchmarks.page import chromium
 from gspo_gym.cli.report import page_of
 from gspo_gym.cli.train import run_training
 from gspo_gym.config.run_config import load_config
-from gspo_gym.judge.service.fake_server import create_fake_judge_app
+from gspo_gym.judge.server import create_fake_judge_app
 from gspo_gym.policy.load import load_policy, save_policy
 from gspo_gym.remote.serving import BackgroundServer
 

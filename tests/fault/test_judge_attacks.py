@@ -19,11 +19,11 @@ from dataclasses import dataclass
 import pytest
 from judged_episodes import BOTH, episode, model_settings
 
-from gspo_gym.judge.audit.audit import attacks, changes
+from gspo_gym.judge.attacks import attacks, changes
 from gspo_gym.judge.base import Judgement, JudgeRequest
 from gspo_gym.judge.model.judge import ModelJudge
 from gspo_gym.judge.model.prompt import verdict_key
-from gspo_gym.judge.service.fake_server import AskedCriterion, create_fake_judge_app, honest_verdict, read_prompt
+from gspo_gym.judge.server import AskedCriterion, create_fake_judge_app, honest_verdict, read_prompt
 from gspo_gym.remote.serving import BackgroundServer
 from gspo_gym.types import Trajectory
 

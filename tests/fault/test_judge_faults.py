@@ -29,7 +29,7 @@ from gspo_gym.judge.base import (
     JudgeRequest,
 )
 from gspo_gym.judge.model.judge import ModelJudge
-from gspo_gym.judge.service.fake_server import completion, honest_verdict, read_prompt
+from gspo_gym.judge.server import completion, honest_verdict, read_prompt
 
 CONCURRENCY = 16
 RETRIES = RetrySettings(max_attempts=4, budget_fraction=0.6, budget_reserve=64)
@@ -124,7 +124,7 @@ async def judge_many(
             return error
 
     answers = await asyncio.gather(*(ask(number) for number in range(num_episodes)))
-    counters = judge.retry_counters
+    counters = judge._model._asking._retries.counters
     await judge.close()
     assert counters.num_attempts == counters.num_calls + counters.num_retries
     return Run(list(answers), budget, failures=counters.failures)
@@ -159,7 +159,6 @@ def test_of_many_judgements_with_faults_none_is_wrong_and_the_unscored_say_so(nu
 LIMITS: dict[str, tuple[BudgetLimits, Callable[[FaultyJudge], tuple[float, float]]]] = {
     # What the server has done, and how much one call can add to it at most.
     "calls": (BudgetLimits(max_calls=300), lambda server: (server._num_completions, 0)),
-    "tokens": (BudgetLimits(max_tokens=200_000), lambda server: (sum(server.tokens), 4_000)),
     "money": (BudgetLimits(max_usd=0.5), lambda server: ((server.tokens[0] * 2 + server.tokens[1] * 8) / 1e6, 0.01)),
 }
 
@@ -171,7 +170,7 @@ def test_spending_stays_within_its_limit_and_one_call_under_faults(limit: str) -
     with FaultyJudge(mixed(0.25, seed=4, hanging_weight=0.02), spoils=0.07) as server:
         run = asyncio.run(judge_many(server, 600, limits, timeout_seconds=3.0))
         spent, most = spent_by(server)
-    cap = limits.max_calls or limits.max_tokens or limits.max_usd or 0
+    cap = limits.max_calls or limits.max_usd or 0
     print(f"\n{limit}: the server has spent {spent:g} of {cap:g}; {len(run.judged)} scored, booked {run.budget.spent}")
     assert 0.3 * cap < spent <= cap + most
     assert any(isinstance(answer, JudgeBudgetError) for answer in run.answers)

@@ -24,7 +24,6 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-import fake_vllm
 import pytest
 import served_jobs
 import websockets.sync.client
@@ -40,8 +39,7 @@ from gspo_gym.env.tools import tool
 from gspo_gym.judge.model.prompt import Question, build_messages
 from gspo_gym.judge.model.transcript import Piece, Transcript
 from gspo_gym.judge.rubric import Criterion
-from gspo_gym.judge.service.fake_server import create_fake_judge_app
-from gspo_gym.judge.service.server import create_judge_app
+from gspo_gym.judge.server import create_fake_judge_app, create_judge_app
 from gspo_gym.policy.tiny import tiny_tokenizer
 from gspo_gym.remote.gateway.app import create_gateway_app, rollout_url
 from gspo_gym.remote.gateway.model_app import Served, create_model_app
@@ -314,26 +312,6 @@ def write_small_run(folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def vllm() -> Iterator[tuple[str, list[Good]]]:
-    sampling = {"seed": 1, "max_tokens": 4, "temperature": 1.0, "top_k": 0, "stop_token_ids": [3]}
-    with fake_vllm.served(fake_vllm.FakeVllm(max_lora_rank=8)) as stage:
-        yield (
-            stage.url,
-            [
-                Good("/inference/v1/generate", {"model": "policy", "token_ids": [1, 2], "sampling_params": sampling}),
-                Good("/v1/completions", {"model": "policy", "prompt": [1, 2], **sampling}),
-                Good("/v1/load_lora_adapter", {"lora_name": "a", "lora_path": "/a", "load_inplace": False}),
-                Good("/v1/unload_lora_adapter", {"lora_name": "a"}),
-                Good("/collective_rpc", {"kwargs": {"weights_path": "/w"}}),
-                Good("/update_weight_version", {"new_version": "3"}),
-                Good("/weight_checker", {"action": "checksum"}),
-                Good("/pause?mode=keep"),
-                Good("/server_info?config_format=json", method="GET"),
-            ],
-        )
-
-
-@contextlib.contextmanager
 def example_app() -> Iterator[tuple[str, list[Good]]]:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
@@ -360,7 +338,6 @@ SERVERS: dict[str, Server] = {
     "both protocols on one port": both_protocols,
     "judge": judge,
     "fake judge": fake_judge,
-    "fake vLLM": vllm,
     "jobs": jobs,
     "view": view,
     "example of a task app": example_app,
@@ -375,8 +352,7 @@ SOURCES: dict[str, tuple[str, ...]] = {
     "gspo_gym/remote/guard.py": ("gateway", "OpenEnv"),
     "gspo_gym/remote/gateway/app.py": ("gateway",),
     "gspo_gym/remote/gateway/model_app.py": ("model",),
-    "gspo_gym/judge/service/server.py": ("judge",),
-    "gspo_gym/judge/service/fake_server.py": ("fake judge",),
+    "gspo_gym/judge/server.py": ("judge", "fake judge"),
     "gspo_gym/cli/jobs/app.py": ("jobs",),
     "gspo_gym/cli/jobs/inference.py": ("jobs",),
     "gspo_gym/cli/view.py": ("view",),
@@ -408,7 +384,7 @@ def test_every_server_of_the_project_is_in_the_list_of_those_that_are_flooded() 
     files = [path for folder in ("gspo_gym", "envs", "examples") for path in (ROOT / folder).rglob("*.py")]
     found = {str(path.relative_to(ROOT)) for path in files if makes_a_server(ast.parse(path.read_text("utf-8")))}
     assert found == set(SOURCES), "add a server to SERVERS, and the file that makes it to SOURCES"
-    assert {name for names in SOURCES.values() for name in names} | {"fake vLLM"} == set(SERVERS)
+    assert {name for names in SOURCES.values() for name in names} == set(SERVERS)
 
 
 def _post(url: str, good: Good) -> Any:
@@ -498,7 +474,7 @@ CONTENT_TYPES = (
 NO_TEXTS = (b"\xff", b'{"a": "\xa2"}', b'"\xed\xa0\x80"', b"\xff\xfe{\x00}\x00")
 
 
-@pytest.mark.parametrize("name", [name for name in SERVERS if name not in (*SLOW, "fake vLLM")])
+@pytest.mark.parametrize("name", [name for name in SERVERS if name not in SLOW])
 def test_a_body_that_is_no_text_is_refused_whatever_its_content_type_says(
     name: str, caplog: pytest.LogCaptureFixture
 ) -> None:

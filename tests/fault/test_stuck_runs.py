@@ -117,7 +117,7 @@ def test_a_disk_that_fills_up_ends_a_run_by_name_and_it_goes_on_when_there_is_ro
 
 def test_no_part_of_a_run_measures_a_duration_by_a_clock_that_people_set() -> None:
     """A clock that jumps by an hour changes what is written down as the time of day, and nothing else."""
-    writes_it_down = {"rollout/watchdog_process.py", "run/process.py", "run/recording.py"}
+    writes_it_down = {"env/watchdog.py", "run/process.py", "run/recording.py"}
     package = ROOT / "gspo_gym"
     rooms = ("base", "env", "chat", "engine", "learning", "rollout", "policy", "judge", "run", "config")
     found = {

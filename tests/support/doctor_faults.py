@@ -32,7 +32,7 @@ from gspo_gym.diagnosis.findings import diagnose
 from gspo_gym.diagnosis.view import RunView
 from gspo_gym.errors import ActionLimitError, GymError
 from gspo_gym.judge.model import judge
-from gspo_gym.judge.service.fake_server import create_fake_judge_app, honest_verdict, read_prompt
+from gspo_gym.judge.server import create_fake_judge_app, honest_verdict, read_prompt
 from gspo_gym.learning import update
 from gspo_gym.remote.serving import BackgroundServer
 from gspo_gym.rollout.actors import EngineActor

@@ -103,10 +103,12 @@ class FaultyServer:
         retry_after: str = "0.5",
         has_seeds: bool = True,
         write: Callable[[Json], str] | None = None,
+        vocab_size: int = hash_model.VOCAB_SIZE,
     ) -> None:
         """`spoil` changes the JSON of a completion before it is sent. `plan` is of completions only.
 
         `write` is another model in dialect "text": what it makes of a request is the whole text, which then stops.
+        Prompts have token ids below `vocab_size`; those of the model's own are sampled.
         """
         self.plan = plan or FaultPlan()
         self.seen: list[Seen] = []
@@ -120,6 +122,7 @@ class FaultyServer:
         self._retry_after = retry_after
         self._has_seeds = has_seeds
         self._write = write
+        self._vocab_size = vocab_size
         self._num_completions = 0
         self._ready = threading.Event()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()), daemon=True)
@@ -233,7 +236,7 @@ class FaultyServer:
             card: Json = {"id": MODEL, "object": "model"}
             return 200, {"data": [card if self._dialect == "text" else card | {"max_model_len": MAX_MODEL_LEN}]}
         ids = body.get("prompt", body.get("input_ids", []))
-        if isinstance(ids, list) and not all(0 <= token < hash_model.VOCAB_SIZE for token in ids):
+        if isinstance(ids, list) and not all(0 <= token < self._vocab_size for token in ids):
             return 400, {"error": {"message": "a token is not in the vocabulary"}}
         if path == "/v1/completions" and self._dialect == "vllm":
             return 200, self._vllm(body)
@@ -245,7 +248,7 @@ class FaultyServer:
 
     def _sample(self, prompt: list[int], fields: Json, *, seed: str, max_tokens: str) -> hash_model.Sample:
         return hash_model.sample(
-            prompt,
+            [token % hash_model.VOCAB_SIZE for token in prompt],
             seed=fields[seed] if self._has_seeds else len(self.seen),
             max_tokens=fields[max_tokens],
             stop_token_ids=fields["stop_token_ids"],

@@ -71,31 +71,13 @@ def wrapped(_: Path) -> str:
 
 
 def watchdog(folder: Path) -> str:
-    from gspo_gym.rollout.watchdog import watching
+    from gspo_gym.env.watchdog import watching
 
     before = descendants()
     watch = watching(folder / "marker", 600.0, advice="")
     watch.__enter__()
     _KEPT.append(watch)
     return " ".join(map(str, descendants() - before))
-
-
-def vllm(folder: Path) -> str:
-    """A stub in place of vLLM, on a Unix socket, with a child that is deaf to SIGTERM."""
-    from gspo_gym.engine.vllm.server import VllmServer
-    from gspo_gym.engine.vllm.settings import VllmSettings
-
-    stub, child = Path(__file__).with_name("fake_vllm.py"), folder / "child"
-    deaf = "import signal; signal.signal(15, signal.SIG_IGN); signal.pause()"
-    python = folder / "python"
-    python.write_text(
-        f"#!/bin/sh\n{sys.executable} -c '{deaf}' &\necho $! > {child}\nshift 2\nexec {sys.executable} {stub} \"$@\"\n"
-    )
-    python.chmod(0o755)
-    server = VllmServer(VllmSettings(model="policy", max_model_len=512), python=python, uds=str(folder / "vllm.sock"))
-    server.start()
-    _KEPT.append(server)
-    return f"{server.pid} {child.read_text().strip()}"
 
 
 def trial(folder: Path) -> str:
@@ -174,8 +156,7 @@ def _filled(folder: str | Path) -> str:
 
 
 KINDS: Mapping[str, Callable[[Path], str]] = {
-    each.__name__: each
-    for each in (worker, sandbox, wrapped, watchdog, vllm, trial, starting, temporary, staged, exported)
+    each.__name__: each for each in (worker, sandbox, wrapped, watchdog, trial, starting, temporary, staged, exported)
 }
 _KEPT: list[object] = []
 

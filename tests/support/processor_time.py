@@ -16,7 +16,7 @@ from programs import forked_seconds
 
 BUDGET_SECONDS = 3.0
 NUM_LISTED = 20
-_NOISE = 1.25  # two runs of one test on one machine differ by up to so much
+_NOISE = 2.0  # a machine of CI took 3.9 s for what takes 1.1 here: memory, of which `pace` knows nothing
 _PACE_SECONDS = 0.032  # what the loop of `pace` takes on the machine of the limits, a core of an AMD EPYC at rest
 _PROPERTY = "processor_seconds"
 _MARKS_WITHOUT_BUDGET = ("slow", "nightly")

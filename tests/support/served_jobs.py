@@ -22,7 +22,7 @@ from fake_trainer import Run
 from gspo_gym.cli.jobs.app import create_jobs_app
 from gspo_gym.cli.jobs.inference import Inference
 from gspo_gym.cli.jobs.store import Event, Store
-from gspo_gym.cli.jobs.supervisor import JobsService, Supervisor, SupervisorSettings
+from gspo_gym.cli.jobs.supervisor import JobsService, Supervisor
 from gspo_gym.remote.guard import Guard
 
 ROOT = Path(__file__).parents[2]
@@ -111,7 +111,7 @@ class IdleJobs:
         self, folder: Path, *, max_queued: int = 1_000, inference: Sequence[str] = FAKE_MODEL, **settings: Any
     ) -> None:
         self.folder, self.store = folder, Store(folder / "jobs.sqlite3", clock=lambda: self.now or time.time())
-        self.supervisor = Supervisor(self.store, folder, SupervisorSettings(["false"], {}, max_running=0))
+        self.supervisor = Supervisor(self.store, folder, ["false"], {}, max_running=0)
         model = Inference(inference, os.environ, folder / "inference.log")
         service = JobsService(self.store, self.supervisor, folder, model, max_queued=max_queued, **settings)
         self.app = create_jobs_app(service)

@@ -34,8 +34,8 @@ def run_of(seconds: dict[str, float]) -> Any:
     ],
 )
 def test_a_test_over_its_limit_fails_the_run_by_more_than_the_noise(name: str, limit: float) -> None:
-    assert run_of({name: limit * 1.24}).exitstatus == pytest.ExitCode.OK
-    assert run_of({name: limit * 1.26}).exitstatus == pytest.ExitCode.TESTS_FAILED
+    assert run_of({name: limit * 1.95}).exitstatus == pytest.ExitCode.OK
+    assert run_of({name: limit * 2.05}).exitstatus == pytest.ExitCode.TESTS_FAILED
 
 
 def test_what_is_allowed_more_is_there(request: pytest.FixtureRequest) -> None:

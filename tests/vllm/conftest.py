@@ -3,17 +3,25 @@
 `make vllm` runs these tests with an interpreter that has vLLM; every other stage leaves this folder out (`--ignore` in
 pyproject.toml). An engine takes ten seconds to start and belongs to the loop that it was started in, so there is one
 loop, in a thread of its own, and an engine or a server for each configuration, shared by the whole session. A test that
-breaks an engine starts its own. Without the tests marked nightly at most nine are started: a test that needs one more
+breaks an engine starts its own. Without the tests marked nightly at most seven are started: a test that needs one more
 is nightly, or takes the place of another.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import copy
 import itertools
 import multiprocessing
+import os
+import signal
+import socket
+import subprocess
+import sys
 import threading
+import time
+import urllib.request
 from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
@@ -25,7 +33,6 @@ from tiny_vllm import SETTINGS, START_SECONDS
 from gspo_gym.engine.base import WeightUpdate
 from gspo_gym.engine.vllm import transfer
 from gspo_gym.engine.vllm.engine import VllmEngine
-from gspo_gym.engine.vllm.server import VllmServer
 from gspo_gym.engine.vllm.settings import VllmSettings, environment
 from gspo_gym.policy.load import Policy, load_policy, save_policy
 
@@ -132,34 +139,50 @@ def adapter_engine(start_engine: StartEngine) -> VllmEngine:
     return start_engine(max_lora_rank=8, max_loras=3)
 
 
-@pytest.fixture(scope="session")
-def server(model_folder: Path) -> Iterator[VllmServer]:
-    """Takes whole models. Its version and weights are what the last test left."""
-    settings = VllmSettings(str(model_folder), **{**SETTINGS, "max_model_len": 2048})
-    with VllmServer(settings, start_seconds=START_SECONDS) as server:
-        yield server
+@contextlib.contextmanager
+def vllms_own_server(model_folder: Path, log: Path, *options: str) -> Iterator[str]:
+    """Yield the base URL of vLLM's own server, as its user starts it, until the block ends."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    common = "--served-model-name policy --dtype float32 --enforce-eager --kv-cache-memory-bytes 250000000"
+    # Whole prompts in one step: the CPU's generator cannot take draws back.
+    common += f" --max-model-len 4096 --no-enable-chunked-prefill --max-num-batched-tokens 4096 --port {port}"
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model_folder)]
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            [*command, *common.split(), *options], stdout=output, stderr=output, start_new_session=True
+        )
+    try:
+        deadline = time.monotonic() + START_SECONDS
+        while not _is_healthy(port):
+            assert process.poll() is None, log.read_text()
+            assert time.monotonic() < deadline, log.read_text()
+            time.sleep(0.2)  # it says nowhere else when it is ready
+        yield f"http://127.0.0.1:{port}/v1"
+    finally:
+        os.killpg(process.pid, signal.SIGTERM)
+        process.wait(60)
+
+
+def _is_healthy(port: int) -> bool:
+    with contextlib.suppress(OSError), urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5) as answer:
+        return bool(answer.status == 200)
+    return False
 
 
 @pytest.fixture(scope="session")
-def text_server(model_folder: Path) -> Iterator[VllmServer]:
-    """Has the tokenizer, so that it speaks in text and obeys schemas. Nobody changes its weights."""
-    settings = VllmSettings(str(model_folder), **{**SETTINGS, "max_model_len": 4096}, structured_output=True)
-    with VllmServer(settings, start_seconds=START_SECONDS) as server:
-        yield server
-
-
-class RawServer(VllmServer):
-    """As a user starts it who does not know of the option."""
-
-    def command(self) -> list[str]:
-        return [word.replace("processed_logprobs", "raw_logprobs") for word in super().command()]
+def text_url(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Has the tokenizer, so that it speaks in text and obeys schemas."""
+    log = tmp_path_factory.mktemp("text") / "log"
+    with vllms_own_server(model_folder, log, "--logprobs-mode", "processed_logprobs") as url:
+        yield url
 
 
 @pytest.fixture(scope="session")
-def raw_server(model_folder: Path) -> Iterator[VllmServer]:
+def raw_url(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """Gives logprobs before the temperature, as vLLM does by itself."""
-    with RawServer(VllmSettings(str(model_folder), **SETTINGS), start_seconds=START_SECONDS) as server:
-        yield server
+    with vllms_own_server(model_folder, tmp_path_factory.mktemp("raw") / "log") as url:
+        yield url
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,4 @@
-"""The engine contract over vLLM: in this process with whole models and with adapters, and a server of it over HTTP.
+"""The engine contract over vLLM, with whole models and with adapters.
 
 An engine is shared by its clauses, which leave it as they found it but for the weights; those that end an engine get
 one of their own. What an engine lacks is held against `LACKS`, as in tests/contract: nothing.
@@ -21,31 +21,29 @@ from engine_contract import Clause, Subject, cases_of, lacking
 
 from gspo_gym.engine.base import Engine, UpdateKind, WeightUpdate
 from gspo_gym.engine.vllm.engine import VllmEngine
-from gspo_gym.engine.vllm.http import VllmHttpEngine, VllmHttpSettings
 from gspo_gym.learning.settings import LoraSettings
 from gspo_gym.policy.load import Policy, adapt_policy, load_policy
 from gspo_gym.policy.staging import Staging
 
 CLAUSES = [*engine_contract_sampling.CLAUSES, *engine_contract_life.CLAUSES]
-# The longest context of each engine.
-MAX_LENS = {"full": 512, "adapter": 512, "server": 2048}
+MAX_LEN = 512  # the longest context of each engine
 
 # By engine: what it declares not to have.
-LACKS: dict[str, Collection[str]] = {"full": (), "adapter": (), "server": ()}
+LACKS: dict[str, Collection[str]] = {"full": (), "adapter": ()}
 
 
-def takes_an_engine(name: str, clause: Clause) -> bool:
+def takes_an_engine(clause: Clause) -> bool:
     """Whether a vLLM is started for the clause alone."""
-    return name != "server" and "closed" in clause.name
+    return "closed" in clause.name
 
 
 CASES = [
-    pytest.param(name, clause, marks=pytest.mark.nightly if takes_an_engine(name, clause) else ())
+    pytest.param(name, clause, marks=pytest.mark.nightly if takes_an_engine(clause) else ())
     for name, clause in cases_of(CLAUSES, LACKS)
 ]
 
 
-def make_subject(policy: Policy, kind: UpdateKind, folder: Path, max_len: int) -> Callable[[Engine], Subject]:
+def make_subject(policy: Policy, kind: UpdateKind, folder: Path) -> Callable[[Engine], Subject]:
     """Engines of one policy, whose weights change as the learner's do."""
     numbers = itertools.count()
 
@@ -59,7 +57,7 @@ def make_subject(policy: Policy, kind: UpdateKind, folder: Path, max_len: int) -
         return Staging(policy, folder / str(number)).stage(version, kind)
 
     vocab_size = int(policy.model.get_input_embeddings().weight.shape[0])
-    return lambda engine: Subject(engine, max_len, vocab_size, logits=logits, change=change)
+    return lambda engine: Subject(engine, MAX_LEN, vocab_size, logits=logits, change=change)
 
 
 async def give_weights(subject: Subject) -> None:
@@ -84,18 +82,16 @@ class Subjects:
     def get(self, name: str) -> Subject:
         if name not in self._shared:
             kind: UpdateKind = "adapter" if name == "adapter" else "full"
-            self._make[name] = make_subject(self._policy(name), kind, self._folder / name, MAX_LENS[name])
+            self._make[name] = make_subject(self._policy(name), kind, self._folder / name)
             subject = self._make[name](self._engine(name))
             self._run(give_weights(subject))
             self._shared[name] = subject
         return self._shared[name]
 
     def get_mortal(self, name: str, clause: Clause) -> Subject:
-        """One that may end: a client, a gate of its own before the same vLLM, or for a real end a vLLM of its own."""
+        """One that may end: a gate of its own before the same vLLM, or for a real end a vLLM of its own."""
         shared = self.get(name)
-        if name == "server":
-            return self._make[name](self._connect())
-        if takes_an_engine(name, clause):
+        if takes_an_engine(clause):
             settings = {"max_lora_rank": 8, "max_loras": 3} if name == "adapter" else {}
             return self._make[name](self._request.getfixturevalue("start_engine")(**settings))
         assert isinstance(shared.engine, VllmEngine)
@@ -104,16 +100,7 @@ class Subjects:
         return self._make[name](VllmEngine(shared.engine._llm, replace(shared.engine._settings, transfer="files")))
 
     def _engine(self, name: str) -> Engine:
-        if name == "server":
-            return self._connect()
         engine: Engine = self._request.getfixturevalue(f"{name}_engine")
-        return engine
-
-    def _connect(self) -> Engine:
-        server = self._request.getfixturevalue("server")
-        vocab_size = int(self._policy("server").model.config.vocab_size)
-        engine: Engine = self._run(VllmHttpEngine.start(VllmHttpSettings(server.url, vocab_size=vocab_size)))
-        self._request.addfinalizer(lambda: self._run(engine.close()))
         return engine
 
     def _policy(self, name: str) -> Policy:

@@ -10,7 +10,6 @@ from dataclasses import replace
 from judged_episodes import BOTH, episode, model_settings
 
 from gspo_gym.base.retries import RetrySettings
-from gspo_gym.engine.vllm.server import VllmServer
 from gspo_gym.judge.asking import AskingSettings, JudgementCache
 from gspo_gym.judge.base import JudgeError, Judgement, JudgeRequest, Rubrics
 from gspo_gym.judge.model.judge import ModelJudge
@@ -23,9 +22,9 @@ OUTCOME = Rubric(
 ASKING = AskingSettings(timeout_seconds=240.0, max_concurrency=2, retries=RetrySettings(max_attempts=2))
 
 
-def judge_all(server: VllmServer, *requests: JudgeRequest, **changes: object) -> list[Judgement | JudgeError]:
+def judge_all(url: str, *requests: JudgeRequest, **changes: object) -> list[Judgement | JudgeError]:
     """Judgements, or the errors in their place."""
-    settings = model_settings("policy", base_url=f"{server.url}/v1", asking=ASKING, **changes)  # type: ignore[arg-type]
+    settings = model_settings("policy", base_url=url, asking=ASKING, **changes)  # type: ignore[arg-type]
 
     async def play() -> list[Judgement | JudgeError]:
         judge = ModelJudge(settings, cache=JudgementCache())
@@ -38,11 +37,11 @@ def judge_all(server: VllmServer, *requests: JudgeRequest, **changes: object) ->
 
 
 def test_with_a_schema_a_model_without_sense_gives_verdicts_or_none_and_never_half_ones(
-    text_server: VllmServer,
+    text_url: str,
 ) -> None:
     requests = [JudgeRequest(episode(f"I did {number}."), Rubrics(outcome=OUTCOME)) for number in range(4)]
     answers = judge_all(
-        text_server, *requests, structured_output="schema", max_output_tokens=MAX_OUTPUT_TOKENS, temperature=1.0
+        text_url, *requests, structured_output="schema", max_output_tokens=MAX_OUTPUT_TOKENS, temperature=1.0
     )
     judged = [answer for answer in answers if isinstance(answer, Judgement)]
     print(f"\n{len(judged)} of {len(answers)} with a verdict: {[answer for answer in answers if answer not in judged]}")
@@ -56,20 +55,20 @@ def test_with_a_schema_a_model_without_sense_gives_verdicts_or_none_and_never_ha
     assert judged
 
 
-def test_equal_episodes_get_equal_scores(text_server: VllmServer) -> None:
+def test_equal_episodes_get_equal_scores(text_url: str) -> None:
     one = episode("I did it.")
     group = [JudgeRequest(replace(one, trajectory_id=f"member-{n}"), Rubrics(outcome=OUTCOME)) for n in range(4)]
-    answers = judge_all(text_server, *group, structured_output="schema", max_output_tokens=MAX_OUTPUT_TOKENS)
+    answers = judge_all(text_url, *group, structured_output="schema", max_output_tokens=MAX_OUTPUT_TOKENS)
     assert len({answer.outcome_total if isinstance(answer, Judgement) else None for answer in answers}) == 1
 
 
-def test_without_a_schema_such_a_model_gives_no_verdict_and_no_score(text_server: VllmServer) -> None:
+def test_without_a_schema_such_a_model_gives_no_verdict_and_no_score(text_url: str) -> None:
     request = JudgeRequest(episode("heron"), BOTH)
-    (answer,) = judge_all(text_server, request, structured_output="text", max_output_tokens=64)
+    (answer,) = judge_all(text_url, request, structured_output="text", max_output_tokens=64)
     assert isinstance(answer, JudgeError)
 
 
-def test_an_episode_that_says_nothing_needs_no_model(text_server: VllmServer) -> None:
-    (answer,) = judge_all(text_server, JudgeRequest(episode("..."), BOTH))
+def test_an_episode_that_says_nothing_needs_no_model(text_url: str) -> None:
+    (answer,) = judge_all(text_url, JudgeRequest(episode("..."), BOTH))
     assert isinstance(answer, Judgement)
     assert (answer.event_total, answer.outcome_total, answer.cost.num_calls) == (0.0, 0.0, 0)

@@ -1,4 +1,4 @@
-"""Whole runs whose episodes vLLM samples: in this process, with adapters, and behind a URL."""
+"""Whole runs whose episodes vLLM samples, with whole models and with adapters."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import pytest
 from gspo_gym.cli.train import run_training
 from gspo_gym.config.run_config import RunConfig
 from gspo_gym.engine.vllm.engine import VllmEngine
-from gspo_gym.engine.vllm.server import VllmServer
 from gspo_gym.rollout.episode_files import read_episodes
 
 TRAINING = {"iterations_per_epoch": 2, "group_size": 8, "batch_size": 16, "learning_rate": 1e-2}
@@ -118,12 +117,3 @@ def test_a_run_whose_engine_sleeps_while_the_learner_works_plays_the_same_episod
     require_sound(run)
     assert slept == [0, 1]
     assert played(run) == played(plain)
-
-
-def test_two_steps_on_a_server_that_holds_other_weights_agree_with_the_learner(
-    server: VllmServer, folder: Path
-) -> None:
-    services = {"engine_urls": [server.url]}
-    require_sound(
-        config(folder, {"source": "player", "label": "served"}, services=services, vllm={"max_model_len": 256})
-    )

@@ -9,13 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
 import json
 import re
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from datetime import datetime
 from functools import partial
 from pathlib import Path
@@ -25,9 +23,9 @@ import fastapi
 from fastapi import Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
-from gspo_gym.cli.jobs.inference import Wanted
+from gspo_gym.cli.jobs.inference import ModelToServe
 from gspo_gym.cli.jobs.records import (
-    Push,
+    Export,
     model_files_of,
     model_id_of,
     parse_request,
@@ -35,8 +33,9 @@ from gspo_gym.cli.jobs.records import (
     results_of,
     tar_of,
     timestamp,
+    toml_of,
 )
-from gspo_gym.cli.jobs.store import Event, Job, KeyConflictError, NewJob, QueueFullError
+from gspo_gym.cli.jobs.store import Event, Job
 from gspo_gym.cli.jobs.supervisor import JobsService, Json, number_in, object_in
 from gspo_gym.errors import ConfigError, GymError, ServiceError, StorageError
 from gspo_gym.remote.apps.client import TaskAppClient, TaskAppSettings
@@ -86,22 +85,18 @@ class _Routes:
     def table(self) -> Iterator[tuple[str, list[str], Callable[..., Any]]]:
         """Yield the method, paths and handler of every route; the first that fits a path answers."""
         lists = [f"/api/{kind}/jobs" for kind in ("rl", "learning", "orchestration")]
-        one = [f"{path}/{{job_id}}" for path in lists]
+        job_paths = [f"{path}/{{job_id}}" for path in lists]
         yield "GET", ["/", "/health"], self.health
         yield "POST", ["/api/rl/verify_task_app"], self.verify_task_app
         yield "POST", ["/api/rl/jobs"], self.create
         yield "GET", [*lists, "/api/jobs"], self.list_jobs
-        for kind in lists:
-            paths = [f"{kind}/{{job_id}}"]
-            yield "GET", [*paths, f"{paths[0]}/status"], self.status
-        yield "POST", [f"{path}/start" for path in one], self.start
-        yield "POST", [f"{path}/cancel" for path in one], self.cancel
-        yield "GET", [f"{path}/events" for path in one], self.events
-        streams = [f"{path}{tail}" for path in one for tail in ("/stream", "/events/stream")]
+        yield "GET", [*job_paths, *(f"{path}/status" for path in job_paths)], self.status
+        yield "POST", [f"{path}/start" for path in job_paths], self.status  # of an older flow: a job starts by itself
+        yield "POST", [f"{path}/cancel" for path in job_paths], self.cancel
+        streams = [f"{path}{tail}" for path in job_paths for tail in ("/stream", "/events/stream")]
         yield "GET", [*streams, "/rl/jobs/{job_id}/stream"], self.stream
-        yield "GET", [f"{path}/metrics" for path in one], self.metrics
-        yield "GET", [f"{path}/timeline" for path in one], self.timeline
-        yield "GET", [f"{path}/config" for path in one], self.config
+        for handler in (self.events, self.metrics, self.timeline, self.config):
+            yield "GET", [f"{path}/{handler.__name__}" for path in job_paths], handler
         yield "GET", ["/api/jobs/{job_id}/runs"], self.runs
 
     def health(self) -> Json:
@@ -136,58 +131,46 @@ class _Routes:
     def _create(self, body: Json, key: str | None) -> JSONResponse:
         service = self.service
         try:
-            asked = parse_request(body, runs=service.folder / "runs", machine=service.machine)
+            config = parse_request(body, runs=service.folder / "runs", machine=service.machine)
         except ConfigError as error:
             raise RefusalError(422, "invalid_config", str(error)) from None
-        digest = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
-        new = NewJob(body, digest, asked.config_of, asked.base, key)
-        try:
-            job, is_new = service.store.create(new, max_queued=service.max_queued)
-        except KeyConflictError as error:
-            raise RefusalError(409, "key_conflict", str(error)) from None
-        except QueueFullError as error:
-            raise RefusalError(429, "queue_full", str(error)) from None
+        base = config.model.base or str(config.model.source)
+        job, is_new = service.store.create(
+            body, base=base, config_of=partial(toml_of, config), max_queued=service.max_queued, key=key
+        )
         service.supervisor.wake()
-        return JSONResponse(self._told(job), 201 if is_new else 200)
+        return JSONResponse(self._job_to_wire(job), 201 if is_new else 200)
 
     def list_jobs(self, request: Request) -> Json:
         """Return the newest jobs."""
         query = request.query_params
         limit = number_in(query, "limit", 50, least=1, most=1_000)
-        wanted, kind = query.get("status"), query.get("type", "rl")
+        status, kind = query.get("status"), query.get("type", "rl")
         after = _moment(query, "created_after")
-        jobs = [job for job in self.service.store.jobs() if wanted in (None, job.status)]
-        # Rounded as a client was told it: a product by 10**6 rounds other times.
-        found = [job for job in jobs if datetime.fromisoformat(timestamp(job.created_at)).timestamp() > after]
-        return {"jobs": [self._told(job) for job in found[::-1][:limit]] if kind == "rl" else []}
+        jobs = [
+            job
+            for job in reversed(self.service.store.jobs() if kind == "rl" else [])
+            # Rounded as a client was told it: a product by 10**6 rounds other times.
+            if status in (None, job.status) and datetime.fromisoformat(timestamp(job.created_at)).timestamp() > after
+        ]
+        return {"jobs": [self._job_to_wire(job) for job in jobs[:limit]]}
 
     def status(self, job_id: str) -> Json:
         """Return a job's status."""
-        return self._told(self.service.job(job_id))
-
-    start = status  # of an older flow: a job starts by itself
+        return self._job_to_wire(self.service.job(job_id))
 
     def config(self, job_id: str) -> Json:
         """Return the configuration as it was sent, and the resolved one as TOML."""
         job = self.service.job(job_id)
-        return {
-            "job_id": job.job_id,
-            "config": job.request.get("data", job.request)["config"],
-            "resolved_toml": job.config,
-        }
+        config = job.request.get("data", job.request)["config"]
+        return {"job_id": job.job_id, "config": config, "resolved_toml": job.config}
 
     def runs(self, job_id: str) -> Json:
         """Return a job's last process."""
         job = self.service.job(job_id)
-        run = {
-            "run_id": f"{job.job_id}.{job.attempt}",
-            "run_number": job.attempt,
-            "engine": "gspo-gym",
-            "status": job.status,
-            "created_at": _when(job.started_at),
-            "started_at": _when(job.started_at),
-            "ended_at": _when(job.finished_at),
-        }
+        run = {"run_id": f"{job.job_id}.{job.attempt}", "run_number": job.attempt, "engine": "gspo-gym"}
+        started_at, ended_at = _when(job.started_at), _when(job.finished_at)
+        run |= {"status": job.status, "created_at": started_at, "started_at": started_at, "ended_at": ended_at}
         return {"runs": [run] if job.attempt else []}
 
     def cancel(self, job_id: str) -> Json:
@@ -203,13 +186,18 @@ class _Routes:
                 event = Event("rl.job.cancelling", "a cancel was asked for: the run stops", level="warning")
                 job = store.update(job.job_id, event, cancelled_at=now)
         self.service.supervisor.wake()
-        return self._told(job)
+        return self._job_to_wire(job)
 
     def timeline(self, job_id: str) -> Json:
         """Return the job's phases."""
-        events = self.service.store.timeline(self.service.job(job_id).job_id)
+        events = self.service.store.events(self.service.job(job_id).job_id, only_phases=True)
         phases = [
-            {"phase": event.phase, "message": event.message, "metadata": event.data, "created_at": _made(event)}
+            {
+                "phase": event.phase,
+                "message": event.message,
+                "metadata": event.data,
+                "created_at": _when(event.created_at),
+            }
             for event in events
         ]
         return {"events": phases, "timeline": phases}  # two of the clients' names
@@ -231,8 +219,8 @@ class _Routes:
         return await asyncio.to_thread(self._events, job_id, after, limit)
 
     def _events(self, job_id: str, after: int, limit: int) -> Json:
-        found = self.service.store.events(self.service.job(job_id).job_id, after=after, limit=limit)
-        return {"events": [_event_to_wire(event, job_id) for event in found]}
+        events = self.service.store.events(self.service.job(job_id).job_id, after=after, limit=limit)
+        return {"events": [_event_to_wire(event, job_id) for event in events]}
 
     async def stream(self, job_id: str, request: Request) -> Response:
         """Send the events after a number as they happen, until the job's last one."""
@@ -252,13 +240,12 @@ class _Routes:
         while not self.service.is_stopping():
             # In this order: an event that is recorded with the job's end is not missed.
             has_ended = (await asyncio.to_thread(store.require, job_id)).has_ended
-            found = await asyncio.to_thread(store.events, job_id, after=after, limit=_BATCH)
-            if found:
-                after = found[-1].seq
+            events = await asyncio.to_thread(store.events, job_id, after=after, limit=_BATCH)
+            if events:
+                after = events[-1].seq
+                wire = [(event.seq, json.dumps(_event_to_wire(event, job_id))) for event in events]
                 # At once: a client that has gone is noticed between two parts.
-                yield "".join(
-                    f"id: {event.seq}\ndata: {json.dumps(_event_to_wire(event, job_id))}\n\n" for event in found
-                )
+                yield "".join(f"id: {seq}\ndata: {text}\n\n" for seq, text in wire)
                 quiet_since = time.monotonic()
                 continue
             if has_ended:
@@ -268,7 +255,7 @@ class _Routes:
                 yield ": still here\n\n"
             await asyncio.sleep(_POLL_SECONDS)
 
-    def _told(self, job: Job) -> Json:
+    def _job_to_wire(self, job: Job) -> Json:
         """Return a job in the clients' format."""
         folder = self.service.supervisor.run_folder(job.job_id)
         results = results_of(job, folder)
@@ -309,13 +296,8 @@ def _event_to_wire(event: Event, job_id: str) -> Json:
         "message": event.message,
         "data": event.data,
         "job_id": job_id,
-        "created_at": _made(event),
+        "created_at": _when(event.created_at),
     }
-
-
-def _made(event: Event) -> str:
-    assert event.created_at is not None
-    return timestamp(event.created_at)
 
 
 def _when(seconds: float | None) -> str | None:
@@ -347,74 +329,63 @@ _MAX_EXPORTS = 64  # at once, of which all but one wait
 _MAX_REMEMBERED_EXPORTS = 256
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Export:
-    """One push of a model to the hub, which may outlive the request for it."""
-
-    export_id: str
-    wanted: tuple[Path, str, bool, bool]  # the run's folder, the repository, whether it is private, and merged
-    task: asyncio.Task[str]
-
-    def to_wire(self) -> Json:
-        """Return its state."""
-        told: Json = {"export_id": self.export_id, "status": "running", "repo_id": self.wanted[1], "repo_url": None}
-        if not self.task.done():
-            return told
-        error = asyncio.CancelledError("the service ended") if self.task.cancelled() else self.task.exception()
-        if error is not None:
-            return told | {"status": "failed", "error": str(error) or type(error).__name__}
-        return told | {"status": "succeeded", "repo_url": self.task.result()}
-
-
-@dataclass(slots=True)
 class Exports:
-    """The exports of this service's life, oldest first. One works at a time, for each loads a model."""
+    """The exports of this service's life, oldest first; they outlive the requests for them.
 
-    push: Push
-    _exports: dict[str, Export] = field(default_factory=dict)
-    _lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    One works at a time, for each loads a model.
+    """
 
-    def begin(self, folder: Path, repo: str, *, is_private: bool, is_merged: bool) -> Export:
-        """Begin an export, or return the one that does the same already.
+    def __init__(self, push: Callable[[Export], Awaitable[str]]) -> None:
+        self._push = push
+        self._tasks: dict[str, tuple[Export, asyncio.Task[str]]] = {}
+        self._lock = asyncio.Lock()
+
+    def begin(self, export: Export) -> tuple[str, asyncio.Task[str]]:
+        """Begin an export; return its id and its work, or those of the same one if it is under way already.
 
         Raises:
             RefusalError: 429, too many are waiting.
         """
-        wanted = (folder, repo, is_private, is_merged)
-        open_ones = [export for export in self._exports.values() if not export.task.done()]
-        for export in open_ones:
-            if export.wanted == wanted:
-                return export
-        if len(open_ones) >= _MAX_EXPORTS:
-            raise RefusalError(429, "queue_full", f"{len(open_ones)} exports are waiting, as many as may")
-        task = asyncio.create_task(self._work(folder, repo, is_private=is_private, is_merged=is_merged))
-        export = Export(f"export_{secrets.token_hex(12)}", wanted, task)
-        self._exports[export.export_id] = export
-        ended = [export_id for export_id, export in self._exports.items() if export.task.done()]
-        for export_id in ended[:-_MAX_REMEMBERED_EXPORTS]:
-            del self._exports[export_id]
-        return export
+        finished_ids = [export_id for export_id, (_, task) in self._tasks.items() if task.done()]
+        for export_id in finished_ids[:-_MAX_REMEMBERED_EXPORTS]:
+            del self._tasks[export_id]
+        for export_id, (other_export, task) in self._tasks.items():
+            if other_export == export and not task.done():
+                return export_id, task
+        if (num_open := sum(not task.done() for _, task in self._tasks.values())) >= _MAX_EXPORTS:
+            raise RefusalError(429, "queue_full", f"{num_open} exports are waiting, as many as may")
+        export_id = f"export_{secrets.token_hex(12)}"
+        task = asyncio.create_task(self._work(export))
+        self._tasks[export_id] = (export, task)
+        return export_id, task
 
-    def get(self, export_id: str) -> Export:
-        """Return an export.
+    def to_wire(self, export_id: str) -> Json:
+        """Return an export's state.
 
         Raises:
             RefusalError: 404, this service has not begun it.
         """
-        if export_id not in self._exports:
+        if export_id not in self._tasks:
             raise RefusalError(404, "unknown_export", "there is no export of that id since this service began")
-        return self._exports[export_id]
+        export, task = self._tasks[export_id]
+        state: Json = {"export_id": export_id, "status": "running", "repo_id": export.repo, "repo_url": None}
+        if not task.done():
+            return state
+        error = asyncio.CancelledError("the service ended") if task.cancelled() else task.exception()
+        if error is not None:
+            return state | {"status": "failed", "error": str(error) or type(error).__name__}
+        return state | {"status": "succeeded", "repo_url": task.result()}
 
     async def close(self) -> None:
         """Stop all exports."""
-        tasks = [export.task for export in self._exports.values()]
+        tasks = [task for _, task in self._tasks.values()]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _work(self, folder: Path, repo: str, *, is_private: bool, is_merged: bool) -> str:
+    async def _work(self, export: Export) -> str:
         async with self._lock:
-            return await self.push(folder, repo, is_private=is_private, is_merged=is_merged)
+            return await self._push(export)
 
 
 class ModelRoutes:
@@ -454,8 +425,8 @@ class ModelRoutes:
         """Return the models in the clients' table of all artifacts."""
         limit = number_in(request.query_params, "limit", 50, least=1, most=1_000)
         kind, status = request.query_params.get("type"), request.query_params.get("status")
-        found = [_model(job, checkpoints) for job, checkpoints in self.service.models()]
-        models = [model for model in found if kind in (None, "rl", "models") and status in (None, model["status"])]
+        rows = [_model(job, checkpoints) for job, checkpoints in self.service.models()]
+        models = [row for row in rows if kind in (None, "rl", "models") and status in (None, row["status"])]
         models = models[:limit]
         counts = {"total_count": len(models), "rl_models_count": len(models)}
         return {"fine_tuned_models": [], "rl_models": models, "prompts": [], "summary": counts}
@@ -476,24 +447,22 @@ class ModelRoutes:
         if not (isinstance(repo, str) and _REPO.fullmatch(repo) and isinstance(key, str)):
             raise RefusalError(422, "invalid_request", "expected repo_id as OWNER/NAME, and key: a model's id or path")
         is_merged = body.get("artifact_kind") not in (None, "lora")
-        is_private = body.get("visibility") != "public"
-        job = await asyncio.to_thread(self.service.trained_by, key)
+        job, _ = await asyncio.to_thread(self.service.model, key)
         folder = self.service.supervisor.run_folder(job.job_id)
-        export = self.exports.begin(folder, repo, is_private=is_private, is_merged=is_merged)
-        seconds = self.service.export_answer_seconds
+        is_private = body.get("visibility") != "public"
+        export_id, task = self.exports.begin(Export(folder, repo, is_private, is_merged))
         # `wait` and no `wait_for`: the export goes on where its request is answered.
-        await self._unless_stopping(asyncio.wait({export.task}, timeout=seconds))
-        if not export.task.done():
-            return JSONResponse(export.to_wire(), 202)
-        try:
-            export.task.result()
-        except ServiceError as error:
-            raise RefusalError(424, "export_failed", str(error)) from None
-        return JSONResponse(export.to_wire())
+        await self._unless_stopping(asyncio.wait({task}, timeout=self.service.export_answer_seconds))
+        if task.done():
+            try:
+                task.result()
+            except ServiceError as error:
+                raise RefusalError(424, "export_failed", str(error)) from None
+        return JSONResponse(self.exports.to_wire(export_id), 200 if task.done() else 202)
 
     async def export_status(self, export_id: str) -> Json:
         """Answer whether an export has ended, and how."""
-        return self.exports.get(export_id).to_wire()
+        return self.exports.to_wire(export_id)
 
     async def _unless_stopping(self, work: Coroutine[Any, Any, Result]) -> Result:
         """Return the result of long work, which the service's end does not wait for.
@@ -515,19 +484,19 @@ class ModelRoutes:
     async def infer(self, path: str, request: Request) -> Response:
         """Have the model that the body names answer, over OpenAI's protocol."""
         body = await object_in(request)
-        wanted = await asyncio.to_thread(self._wanted, body.get("model"))
-        return await self._unless_stopping(self.service.inference.answer(wanted, path, body, request))
+        model = await asyncio.to_thread(self._model_called, body.get("model"))
+        return await self._unless_stopping(self.service.inference.answer(model, path, body, request))
 
     async def warm(self, model_id: str) -> Json:
         """Begin to start a model, for requests to come."""
-        return {"status": self.service.inference.warm(await asyncio.to_thread(self._wanted, model_id))}
+        return {"status": self.service.inference.warm(await asyncio.to_thread(self._model_called, model_id))}
 
     async def warmth(self, model_id: str) -> Json:
         """Answer whether a model is there."""
-        status, error = self.service.inference.warmth(await asyncio.to_thread(self._wanted, model_id))
+        status, error = self.service.inference.warmth(await asyncio.to_thread(self._model_called, model_id))
         return {"status": status, "error": error}
 
-    def _wanted(self, name: Any) -> Wanted:
+    def _model_called(self, name: Any) -> ModelToServe:
         """Return the model that clients call so: PREFIX:BASE:JOB[:step_N], JOB[@best|@N], or the base of a job.
 
         Without a step it is the newest checkpoint, as in its archive.
@@ -535,25 +504,25 @@ class ModelRoutes:
         Raises:
             RefusalError: 404, there is no such model or step; 409, its job has not ended.
         """
-        found = _NAMED.fullmatch(name) if isinstance(name, str) else None
-        if found is None:
+        match = _NAMED.fullmatch(name) if isinstance(name, str) else None
+        if match is None:
             if any(name == job.base for job in self.service.store.jobs()):
-                return Wanted(name, name)
+                return ModelToServe(name, name)
             raise RefusalError(404, "unknown_model", "there is no model of that id: see /api/learning/models")
-        job, checkpoints = self.service.model(found[1])
+        job, checkpoints = self.service.model(match[1])
         if not job.has_ended:  # what it keeps may go while it is loaded
             raise RefusalError(
                 409, "job_runs", f"{job.job_id} is still {job.status}: its model can be asked at its end"
             )
         folder = self.service.supervisor.run_folder(job.job_id)
-        which = found[2] or found[3] or "latest"
-        if which == "best":
-            return Wanted(f"{folder}@best", f"{model_id_of(job)}@best")
+        step_text = match[2] or match[3] or "latest"
+        if step_text == "best":
+            return ModelToServe(f"{folder}@best", f"{model_id_of(job)}@best")
         steps = [checkpoint["step"] for checkpoint in checkpoints]
-        step = steps[-1] if which == "latest" else int(which)
+        step = steps[-1] if step_text == "latest" else int(step_text)
         if step not in steps:
             raise RefusalError(404, "unknown_model", f"{job.job_id} has no checkpoint of step {step}, only of {steps}")
-        return Wanted(f"{folder}@{step}", f"{model_id_of(job)}:step_{step:06d}")
+        return ModelToServe(f"{folder}@{step}", f"{model_id_of(job)}:step_{step:06d}")
 
 
 def _model(job: Job, checkpoints: Sequence[Json]) -> Json:

@@ -11,8 +11,6 @@ from pathlib import Path
 
 from gspo_gym.base.files import make_folder, take_lock, writing
 from gspo_gym.base.settings import read_key
-from gspo_gym.cli.jobs.records import Machine
-from gspo_gym.cli.jobs.store import Store
 from gspo_gym.errors import ConfigError, MissingExtraError, StorageError
 from gspo_gym.remote.apps.client import AppKeys
 
@@ -94,7 +92,9 @@ def run_service(arguments: argparse.Namespace) -> int:
     try:
         from gspo_gym.cli.jobs.app import create_jobs_app
         from gspo_gym.cli.jobs.inference import Inference
-        from gspo_gym.cli.jobs.supervisor import JobsService, Supervisor, SupervisorSettings
+        from gspo_gym.cli.jobs.records import Machine
+        from gspo_gym.cli.jobs.store import Store
+        from gspo_gym.cli.jobs.supervisor import JobsService, Supervisor
         from gspo_gym.remote.guard import Guard
         from gspo_gym.remote.serving import bind, server_for, url_of
     except ImportError as error:
@@ -106,18 +106,19 @@ def run_service(arguments: argparse.Namespace) -> int:
     lock = take_lock(folder / ".lock")
     if lock is None:
         raise ConfigError(f"{folder}: another service has these jobs; stop it, or give --folder")
-    bound = bind(arguments.host, arguments.port, has_key=True)
+    server_socket = bind(arguments.host, arguments.port, has_key=True)
     key = _key_of(folder, arguments.api_key_env)
     environ = {name: value for name, value in os.environ.items() if name != arguments.api_key_env}
-    settings = SupervisorSettings(
+    store = Store(folder / "jobs.sqlite3")
+    supervisor = Supervisor(
+        store,
+        folder,
         shlex.split(arguments.trainer),
         environ,  # environments run there, which are other people's code
         max_running=arguments.max_running,
         retries=arguments.retries,
         stop_seconds=arguments.stop_seconds,
     )
-    store = Store(folder / "jobs.sqlite3")
-    supervisor = Supervisor(store, folder, settings)
     service = JobsService(
         store,
         supervisor,
@@ -130,9 +131,9 @@ def run_service(arguments: argparse.Namespace) -> int:
     )
     # No open path: whoever asks whether the service is well has the key, too.
     server = server_for(Guard(create_jobs_app(service), api_key=key, open_paths=()))
-    bound.listen()  # a client that reads the line below may connect at once, and waits until the server answers
-    print(f"serving jobs in {folder} at {url_of(bound)}", flush=True)
-    server.run(sockets=[bound])
+    server_socket.listen()  # a client that reads the line below may connect at once, and waits until the server answers
+    print(f"serving jobs in {folder} at {url_of(server_socket)}", flush=True)
+    server.run(sockets=[server_socket])
     return 0
 
 

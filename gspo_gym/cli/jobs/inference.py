@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import re
 import secrets
-import subprocess
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,8 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from fastapi import Request
 from fastapi.responses import StreamingResponse
 
-from gspo_gym.base.leftovers import end_with_us, has_ended
-from gspo_gym.cli.jobs.records import last_error
+from gspo_gym.cli.jobs.records import last_error, running
 from gspo_gym.errors import ServiceError
 from gspo_gym.remote.guard import Receive, RefusalError, Scope, Send, until_gone
 
@@ -38,14 +35,10 @@ Warmth = Literal["not_started", "warming", "warmed", "failed"]
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
-    """A model to be served.
+class ModelToServe:
+    """A model to be served: its name for `gspo-gym models serve`, and the one that its answers have."""
 
-    Attributes:
-        model: for `gspo-gym models serve`. name: that its answers have.
-    """
-
-    model: str
+    source: str
     name: str
 
 
@@ -54,14 +47,16 @@ class _Child:
     """The process that serves a model.
 
     Attributes:
+        stack: ends the process and the client.
         num_requests: that it is answering. is_idle: set while there are none.
         is_lost: a connection to it failed.
     """
 
-    wanted: Wanted
+    model: ModelToServe
     process: asyncio.subprocess.Process
     client: httpx.AsyncClient
     draining: asyncio.Task[None]
+    stack: contextlib.AsyncExitStack
     num_requests: int = 0
     is_lost: bool = False
     is_idle: asyncio.Event = field(default_factory=asyncio.Event)
@@ -86,7 +81,9 @@ class Inference:
         self._num_requests = 0
         self._warming: dict[str, asyncio.Task[None]] = {}  # by the model's name
 
-    async def answer(self, wanted: Wanted, path: str, body: Mapping[str, Any], request: Request) -> StreamingResponse:
+    async def answer(
+        self, model: ModelToServe, path: str, body: Mapping[str, Any], request: Request
+    ) -> StreamingResponse:
         """Have the model answer the body (JSON values) at `path`, below /v1; the model is started if it is not there.
 
         Raises:
@@ -96,55 +93,52 @@ class Inference:
 
         self._check_room()
         try:
-            try:
-                return await self._ask(wanted, path, body, request)
-            except httpx.ConnectError:  # it had died before, and is started again
-                return await self._ask(wanted, path, body, request)
+            with contextlib.suppress(httpx.ConnectError):  # it had died before, and is started again
+                return await self._ask(model, path, body, request)
+            return await self._ask(model, path, body, request)
         except httpx.TransportError as error:
-            raise RefusalError(424, "model_failed", f"{wanted.name}: {self._reason(error)}") from error
+            raise RefusalError(424, "model_failed", f"{model.name}: {self._reason(error)}") from error
 
-    async def _ask(self, wanted: Wanted, path: str, body: Mapping[str, Any], request: Request) -> _Passed:
+    async def _ask(self, model: ModelToServe, path: str, body: Mapping[str, Any], request: Request) -> _Passed:
         import httpx
 
         async with contextlib.AsyncExitStack() as stack:
             self._num_requests += 1
             stack.callback(self._leave)
-            child = await stack.enter_async_context(self._serving(wanted))
-            asked = child.client.build_request("POST", f"/{path}", json={**body, "model": wanted.name})
+            child = await stack.enter_async_context(self._serving(model))
+            call = child.client.build_request("POST", f"/{path}", json={**body, "model": model.name})
             try:
-                sent = await _unless_gone(child.client.send(asked, stream=True), request)
+                answer = await _unless_gone(child.client.send(call, stream=True), request)
             except httpx.TransportError:
                 child.is_lost = True
                 raise
-            stack.push_async_callback(sent.aclose)
+            stack.push_async_callback(answer.aclose)
             # From here on the response closes all of that, after its last byte.
-            return _Passed(sent, stack.pop_all())
+            return _Passed(answer, stack.pop_all())
 
-    def warm(self, wanted: Wanted) -> Literal["warming", "already_warming", "already_warmed"]:
+    def warm(self, model: ModelToServe) -> Literal["warming", "already_warming", "already_warmed"]:
         """Begin to start the model, if it is not there.
 
         Raises:
             RefusalError: 503, too many requests wait.
         """
-        warmth, _ = self.warmth(wanted)
-        if warmth == "warmed":
-            return "already_warmed"
-        if warmth == "warming":
-            return "already_warming"
+        warmth, _ = self.warmth(model)
+        if warmth in ("warmed", "warming"):
+            return "already_warmed" if warmth == "warmed" else "already_warming"
         self._check_room()
-        task = asyncio.create_task(self._warm(wanted))
+        task = asyncio.create_task(self._warm(model))
         self._num_requests += 1
         task.add_done_callback(lambda _: self._leave())  # also of a task that is cancelled before it runs
         # Those that have ended are forgotten; the others are told of, and `close` cancels them.
-        self._warming = {name: other for name, other in self._warming.items() if not other.done()}
-        self._warming[wanted.name] = task
+        self._warming = {name: warm_up for name, warm_up in self._warming.items() if not warm_up.done()}
+        self._warming[model.name] = task
         return "warming"
 
-    def warmth(self, wanted: Wanted) -> tuple[Warmth, str | None]:
+    def warmth(self, model: ModelToServe) -> tuple[Warmth, str | None]:
         """Return whether the model is there, and why its start failed."""
-        if self._child is not None and self._child.wanted == wanted and self._child.lives:
+        if self._child is not None and self._child.model == model and self._child.lives:
             return "warmed", None
-        task = self._warming.get(wanted.name)
+        task = self._warming.get(model.name)
         if task is None:
             return "not_started", None
         if not task.done():
@@ -162,8 +156,8 @@ class Inference:
         async with self._turn:
             await self._end()
 
-    async def _warm(self, wanted: Wanted) -> None:
-        async with self._serving(wanted):
+    async def _warm(self, model: ModelToServe) -> None:
+        async with self._serving(model):
             pass
 
     def _check_room(self) -> None:
@@ -175,15 +169,15 @@ class Inference:
         self._num_requests -= 1
 
     @contextlib.asynccontextmanager
-    async def _serving(self, wanted: Wanted) -> AsyncIterator[_Child]:
+    async def _serving(self, model: ModelToServe) -> AsyncIterator[_Child]:
         """Yield the running model, which is not replaced within the block."""
         async with self._turn:
             child = self._child
-            if child is None or child.wanted != wanted or not child.lives:
+            if child is None or child.model != model or not child.lives:
                 if child is not None and child.lives:
                     await child.is_idle.wait()
                 await self._end()
-                child = self._child = await self._start(wanted)
+                child = self._child = await self._start(model)
             child.num_requests += 1
             child.is_idle.clear()
         try:
@@ -193,49 +187,42 @@ class Inference:
             if not child.num_requests:
                 child.is_idle.set()
 
-    async def _start(self, wanted: Wanted) -> _Child:
+    async def _start(self, model: ModelToServe) -> _Child:
         import httpx
 
         key = secrets.token_urlsafe(32)
-        options = ["--name", wanted.name, "--port", "0", "--api-key-env", _KEY]
-        try:
-            with self._log.open("wb") as log:
-                process = await asyncio.create_subprocess_exec(
-                    *(*self._command, wanted.model, *options),
-                    stdin=subprocess.DEVNULL,
-                    stdout=subprocess.PIPE,
-                    stderr=log,
-                    env={**self._environ, _KEY: key},
-                    start_new_session=True,  # else Ctrl-C would reach it before the service has ended its requests
-                )
-        except OSError as error:
-            raise RefusalError(424, "model_failed", f"{wanted.name}: cannot be started: {error}") from error
-        end_with_us(process.pid, is_group=True)
-        try:
-            async with asyncio.timeout(_START_SECONDS):
-                url = await _url_of(process)
-        except BaseException as error:
-            await _stop(process)
-            if not isinstance(error, (ServiceError, TimeoutError)):
-                raise
-            raise RefusalError(424, "model_failed", f"{wanted.name}: {self._reason(error)}") from error
-        client = httpx.AsyncClient(
-            base_url=f"{url}/v1",
-            headers={"authorization": f"Bearer {key}"},
-            timeout=None,  # a client that has enough hangs up
-            # Kept ones would be of a process that may have died.
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),
-            trust_env=False,
-        )
-        child = _Child(wanted, process, client, asyncio.create_task(_drain(process)))
+        options = ["--name", model.name, "--port", "0", "--api-key-env", _KEY]
+        command, environ = [*self._command, model.source, *options], {**self._environ, _KEY: key}
+        async with contextlib.AsyncExitStack() as stack:
+            try:
+                starting = running(command, self._log, environ, stop_seconds=_STOP_SECONDS)
+                process = await stack.enter_async_context(starting)
+            except OSError as error:
+                raise RefusalError(424, "model_failed", f"{model.name}: cannot be started: {error}") from error
+            try:
+                async with asyncio.timeout(_START_SECONDS):
+                    url = await _url_of(process)
+            except (ServiceError, TimeoutError) as error:
+                await stack.aclose()  # then its log is whole
+                raise RefusalError(424, "model_failed", f"{model.name}: {self._reason(error)}") from error
+            draining = asyncio.create_task(_drain(process))
+            client = httpx.AsyncClient(
+                base_url=f"{url}/v1",
+                headers={"authorization": f"Bearer {key}"},
+                timeout=None,  # a client that has enough hangs up
+                # Kept ones would be of a process that may have died.
+                limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),
+                trust_env=False,
+            )
+            await stack.enter_async_context(client)
+            child = _Child(model, process, client, draining, stack.pop_all())
         child.is_idle.set()
         return child
 
     async def _end(self) -> None:
         child, self._child = self._child, None
         if child is not None:
-            await child.client.aclose()
-            await _stop(child.process)
+            await child.stack.aclose()
             await child.draining
 
     def _reason(self, error: BaseException) -> str:
@@ -245,8 +232,8 @@ class Inference:
 async def _url_of(process: asyncio.subprocess.Process) -> str:
     assert process.stdout is not None
     async for line in process.stdout:
-        if (found := _SERVING.fullmatch(line)) is not None:
-            return found[1].decode()
+        if (match := _SERVING.fullmatch(line)) is not None:
+            return match[1].decode()
     raise ServiceError("the model's process ended before it served")
 
 
@@ -255,18 +242,6 @@ async def _drain(process: asyncio.subprocess.Process) -> None:
     assert process.stdout is not None
     while await process.stdout.read(65_536):
         pass
-
-
-async def _stop(process: asyncio.subprocess.Process) -> None:
-    """End the process and its group, first by SIGTERM."""
-    if process.returncode is None:
-        process.terminate()
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(process.wait(), _STOP_SECONDS)
-    with contextlib.suppress(ProcessLookupError):  # also what it has left behind
-        os.killpg(process.pid, 9)
-    await process.wait()
-    has_ended(process.pid, is_group=True)
 
 
 async def _unless_gone(work: Awaitable[httpx.Response], request: Request) -> httpx.Response:
@@ -290,8 +265,8 @@ async def _unless_gone(work: Awaitable[httpx.Response], request: Request) -> htt
 class _Passed(StreamingResponse):
     """The child's answer, part by part as it comes; closes the connection to it at the end, however that comes."""
 
-    def __init__(self, sent: httpx.Response, stack: contextlib.AsyncExitStack) -> None:
-        super().__init__(sent.aiter_bytes(), sent.status_code, media_type=sent.headers.get("content-type"))
+    def __init__(self, answer: httpx.Response, stack: contextlib.AsyncExitStack) -> None:
+        super().__init__(answer.aiter_bytes(), answer.status_code, media_type=answer.headers.get("content-type"))
         self._stack: Callable[[], Awaitable[None]] = stack.aclose
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

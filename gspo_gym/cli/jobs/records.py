@@ -12,16 +12,18 @@ import contextlib
 import hashlib
 import heapq
 import json
+import os
 import re
+import signal
 import subprocess
 import sys
 import tarfile
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from gspo_gym.base.leftovers import end_with_us, has_ended, in_temporary_folder
 from gspo_gym.cli.jobs.store import Event, Job, Status, Store
@@ -42,24 +44,10 @@ _TYPES: Mapping[str, tuple[str, Status | None]] = {
 }
 _ENDS = {"completed": "rl.train.completed", "failed": "rl.train.failed"}
 _INTERRUPTED = "rl.train.interrupted"
-_WARNINGS = frozenset(
-    {
-        "attempts_lost",
-        "frozen",
-        "judge_drift",
-        "judge_gold_failed",
-        "judge_paused",
-        "mismatch",
-        "nonfinite_metrics",
-        "refill_failed",
-        "return_selection",
-        "selection",
-        "sink_failed",
-        "staging_failed",
-        "tokens_failed",
-        "uncommitted",
-        "update_failed",
-    }
+_WARNINGS = (
+    *("attempts_lost", "frozen", "judge_drift", "judge_gold_failed", "judge_paused", "mismatch", "nonfinite_metrics"),
+    *("refill_failed", "return_selection", "selection", "sink_failed", "staging_failed", "tokens_failed"),
+    *("uncommitted", "update_failed"),
 )
 # Our metric -> the name under which clients of the hosted trainer know it.
 _ALIASES = {
@@ -70,6 +58,8 @@ _ALIASES = {
 _SHOWN = ("loss/total", "batch/mean_return", "time/step_seconds")  # in the event of a step; /metrics has all
 _MAX_LOG_BYTES = 8_192  # from the end of the log, in which the last error is looked for
 _CHUNK_BYTES = 1 << 20
+
+Json = dict[str, Any]
 _EXPORT_SECONDS = 3_600.0
 
 
@@ -90,24 +80,24 @@ class Follower:
             RecordError: a line is damaged.
         """
         with _as_records(self._folder):
-            found = self._found(job, is_last_attempt=is_last_attempt)
-        if not found:
+            events = self._new_events(job, is_last_attempt=is_last_attempt)
+        if not events:
             return
         with self._store.transaction():
-            recorded = self._store.record(self._job_id, found)
+            new_events = self._store.record(self._job_id, events)
             self._store.update(self._job_id, run_seq=self._events.after)
-            for event in recorded:
+            for event in new_events:
                 if event.type in (_INTERRUPTED, *_ENDS.values()):
                     self._store.update(self._job_id, outcome=event.data["status"], error=event.data.get("error"))
 
-    def _found(self, job: Job, *, is_last_attempt: bool) -> list[Event]:
-        # Two files, one order: of the later look at the metrics, only what is older than something else that was found
+    def _new_events(self, job: Job, *, is_last_attempt: bool) -> list[Event]:
+        # Two files, one order: of the later look at the metrics, only what is older than something else that was read
         # is taken, since the events beside the rest may not be written yet.
         steps = [*self._waiting, *map(_step_of, self._metrics.read())]
-        events = []
-        for line in self._events.read():
-            source = f"event {self._first_attempt}.{line['seq']}"
-            events.append(_event_of(line, source, job, is_last_attempt=is_last_attempt))
+        events = [
+            _event_of(line, f"event {self._first_attempt}.{line['seq']}", job, is_last_attempt=is_last_attempt)
+            for line in self._events.read()
+        ]
         newest = max(map(_time_of, (*steps, *events)), default=0.0)
         later = list(map(_step_of, self._metrics.read()))
         steps += [event for event in later if _time_of(event) <= newest]
@@ -155,7 +145,7 @@ def _event_of(line: Mapping[str, Any], source: str, job: Job, *, is_last_attempt
     return Event(type_name, f"{kind} (step {step})", data, level, phase, when, source)
 
 
-def _plan_of(job: Job) -> dict[str, Any]:
+def _plan_of(job: Job) -> Json:
     """Return the size of the run under the hosted trainer's names."""
     training = tomllib.loads(job.config).get("training", {})
     return {
@@ -167,7 +157,7 @@ def _plan_of(job: Job) -> dict[str, Any]:
     }
 
 
-def points_of(folder: Path, *, after_step: int, limit: int) -> list[dict[str, Any]]:
+def points_of(folder: Path, *, after_step: int, limit: int) -> list[Json]:
     """Return the numbers of the steps above `after_step`, each under our name and, if it has one, the hosted name.
 
     Returns at least one whole step, and further ones while there are at most `limit` points.
@@ -175,7 +165,7 @@ def points_of(folder: Path, *, after_step: int, limit: int) -> list[dict[str, An
     Raises:
         RecordError: a line of the records is damaged.
     """
-    steps: dict[int, list[dict[str, Any]]] = {}
+    steps: dict[int, list[Json]] = {}
     with _as_records(folder):
         for line in read_metrics(folder):
             values = {key: value for key, value in line.items() if key not in ("schema", "step", "time")}
@@ -183,7 +173,7 @@ def points_of(folder: Path, *, after_step: int, limit: int) -> list[dict[str, An
         for event in read_events(folder):
             if event["kind"] == "evaluation":
                 steps.setdefault(event["step"], []).extend(_points(evaluation_numbers(event["data"]), event, "eval"))
-    points: list[dict[str, Any]] = []
+    points: list[Json] = []
     # Steps are never divided, because a client goes on after the last step that it has seen.
     for step in sorted(step for step in steps if step > after_step):
         if points and len(points) + len(steps[step]) > limit:
@@ -192,19 +182,13 @@ def points_of(folder: Path, *, after_step: int, limit: int) -> list[dict[str, An
     return points
 
 
-def _points(values: Mapping[str, float | None], line: Mapping[str, Any], phase: str) -> Iterator[dict[str, Any]]:
+def _points(values: Mapping[str, float | None], line: Mapping[str, Any], phase: str) -> Iterator[Json]:
     for name, value in values.items():
-        for each in (name, _ALIASES.get(name)):
-            if each is not None and value is not None:
-                yield {
-                    "name": each,
-                    "value": value,
-                    "step": line["step"],
-                    "epoch": None,
-                    "phase": phase,
-                    "data": {},
-                    "created_at": timestamp(line["time"]),
-                }
+        for alias in (name, _ALIASES.get(name)):
+            if alias is not None and value is not None:
+                when = timestamp(line["time"])
+                point: Json = {"name": alias, "value": value, "step": line["step"], "phase": phase, "created_at": when}
+                yield {**point, "epoch": None, "data": {}}
 
 
 def last_error(log: Path) -> str | None:
@@ -217,8 +201,7 @@ def last_error(log: Path) -> str | None:
         return None
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     errors = [line for line in lines if line.partition(":")[0].endswith(("Error", "Exception", "Interrupt"))]
-    found = errors or lines
-    return found[-1] if found else None
+    return (errors or lines)[-1] if lines else None
 
 
 def model_id_of(job: Job) -> str:
@@ -226,10 +209,11 @@ def model_id_of(job: Job) -> str:
     return f"rl:{job.base}:{job.job_id}"
 
 
-def checkpoints_of(folder: Path) -> list[dict[str, Any]]:
+def checkpoints_of(folder: Path) -> list[Json]:
     """Return the step and folder of each complete checkpoint of a run, in the order of steps."""
-    found = [path for path in (folder / "checkpoints").glob("step_*") if is_complete(path)]
-    return [{"step": step_of(path), "path": str(path)} for path in sorted(found, key=lambda path: step_of(path) or 0)]
+    complete = [path for path in (folder / "checkpoints").glob("step_*") if is_complete(path)]
+    paths = sorted(complete, key=lambda path: step_of(path) or 0)
+    return [{"step": step_of(path), "path": str(path)} for path in paths]
 
 
 def model_files_of(checkpoint: Path) -> list[str]:
@@ -245,7 +229,7 @@ def model_files_of(checkpoint: Path) -> list[str]:
     return names
 
 
-def results_of(job: Job, folder: Path) -> dict[str, Any] | None:
+def results_of(job: Job, folder: Path) -> Json | None:
     """Return an ended job's results; None before its end."""
     if not job.has_ended:
         return None
@@ -287,14 +271,18 @@ def tar_of(folder: Path, names: Sequence[str], prefix: str) -> Iterator[bytes]:
     yield bytes(2 * tarfile.BLOCKSIZE)
 
 
-class Push(Protocol):
-    """Exports a run's newest model and pushes it to the hub; returns the repository's URL."""
+@dataclass(frozen=True, slots=True)
+class Export:
+    """A push of the newest model in a run's folder to the hub."""
 
-    async def __call__(self, run_folder: Path, repo: str, *, is_private: bool, is_merged: bool) -> str: ...
+    folder: Path
+    repo: str
+    is_private: bool
+    is_merged: bool
 
 
-async def push(run_folder: Path, repo: str, *, is_private: bool, is_merged: bool) -> str:
-    """Export a run's newest model and push it to the hub; return the repository's URL.
+async def push(export: Export) -> str:
+    """Export the model and push it to the hub; return the repository's URL.
 
     HF_TOKEN and HF_ENDPOINT are those of the service's environment.
 
@@ -304,57 +292,64 @@ async def push(run_folder: Path, repo: str, *, is_private: bool, is_merged: bool
     # In other processes, because the service must not load a model.
     with in_temporary_folder("gspo-gym-export-") as folder:
         scratch = Path(folder)
-        verb = "merge" if is_merged else "export"
-        await _models([verb, str(run_folder), "--out", str(scratch / "model")], scratch)
-        return await _models(["push", str(scratch / "model"), repo, *(["--private"] if is_private else [])], scratch)
+        verb, private = "merge" if export.is_merged else "export", ["--private"] if export.is_private else []
+        await _models([verb, str(export.folder), "--out", str(scratch / "model")], scratch)
+        return await _models(["push", str(scratch / "model"), export.repo, *private], scratch)
 
 
 async def _models(words: Sequence[str], scratch: Path) -> str:
     """Run `gspo-gym models`; return the last line of its output. Cancelling this kills it."""
     log = scratch / "log.txt"
-    with log.open("wb") as errors:
-        process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "gspo_gym.cli", "models", *words),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=errors,
-        )
-    end_with_us(process.pid)
-    try:
-        async with asyncio.timeout(_EXPORT_SECONDS):
-            output, _ = await process.communicate()
-    except TimeoutError:
-        raise ServiceError(f"gspo-gym models {words[0]} did not end in {_EXPORT_SECONDS:g} s") from None
-    finally:
-        if process.returncode is None:
-            process.kill()
-            await process.wait()
-        has_ended(process.pid)
+    async with running([sys.executable, "-m", "gspo_gym.cli", "models", *words], log) as process:
+        try:
+            async with asyncio.timeout(_EXPORT_SECONDS):
+                output, _ = await process.communicate()
+        except TimeoutError:
+            raise ServiceError(f"gspo-gym models {words[0]} did not end in {_EXPORT_SECONDS:g} s") from None
     if process.returncode:
         raise ServiceError(last_error(log) or f"gspo-gym models {words[0]} ended with status {process.returncode}")
     return (output.decode().strip().splitlines() or [""])[-1]
 
 
-_TRAINED = re.compile(r"(?:[^:]+:.*:)?(job_[0-9a-f]{24})(:step_\d+)?")  # the id of a model that a job trained
-_PLACEHOLDER = "job_of_the_service"
+@contextlib.asynccontextmanager
+async def running(
+    command: Sequence[str], log: Path, environ: Mapping[str, str] | None = None, *, stop_seconds: float = 0.0
+) -> AsyncIterator[asyncio.subprocess.Process]:
+    """Run a program with its errors in `log`, in a group that ends with the block, or with this process.
 
-
-@dataclass(frozen=True, slots=True)
-class Asked:
-    """The content of a request.
-
-    Attributes:
-        config: of the run; the job's id replaces its label. base: the model, as the request named it.
+    It is told by SIGTERM, and killed after `stop_seconds`, with what it has left behind.
     """
+    with log.open("wb") as errors:
+        process = await asyncio.create_subprocess_exec(
+            *command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            env=environ,
+            start_new_session=True,  # else Ctrl-C would reach it before the service has ended its requests
+        )
+    end_with_us(process.pid, is_group=True)
+    try:
+        yield process
+    finally:
+        if process.returncode is None:
+            process.terminate()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(process.wait(), stop_seconds)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        await process.wait()
+        has_ended(process.pid, is_group=True)
 
-    config: RunConfig
-    base: str
 
-    def config_of(self, job_id: str) -> str:
-        """Return the run's configuration as TOML, with a folder named after the job, below its notices as comments."""
-        model = self.config.model.model_copy(update={"label": job_id})
-        notices = [f"# {notice.key}: {notice.text}\n" for notice in self.config.notices]
-        return "".join(notices) + self.config.model_copy(update={"model": model}).to_toml()
+_TRAINED = re.compile(r"(?:[^:]+:.*:)?(job_[0-9a-f]{24})(:step_\d+)?")  # the id of a model that a job trained
+
+
+def toml_of(config: RunConfig, job_id: str) -> str:
+    """Return a run's configuration as TOML, with a folder named after the job, below its notices as comments."""
+    model = config.model.model_copy(update={"label": job_id})
+    notices = [f"# {notice.key}: {notice.text}\n" for notice in config.notices]
+    return "".join(notices) + config.model_copy(update={"model": model}).to_toml()
 
 
 @dataclass(frozen=True, slots=True)
@@ -370,8 +365,8 @@ class Machine:
     overrides: Sequence[str] = ()
 
 
-def parse_request(body: Mapping[str, Any], *, runs: Path, machine: Machine) -> Asked:
-    """Parse a body {"data": {"config", "endpoint_base_url", "model"}, ...} (Any: JSON).
+def parse_request(body: Mapping[str, Any], *, runs: Path, machine: Machine) -> RunConfig:
+    """Return the run's configuration in a body {"data": {"config", "endpoint_base_url", "model"}, ...} (Any: JSON).
 
     The URL and the model beside the configuration replace those in it, as in the hosted trainer; the machine's
     overrides replace both. The run goes into `runs`, under the job's id.
@@ -393,31 +388,29 @@ def parse_request(body: Mapping[str, Any], *, runs: Path, machine: Machine) -> A
         _section(values, "services")["task_url"] = url
     model = _section(values, "model")
     if name := _text_in(data, "model") or _text_in(data, "base_model"):
-        is_trained = _TRAINED.fullmatch(name) is not None
-        model.pop("source" if not is_trained else "base", None)
-        model["source" if is_trained else "base"] = name
+        model.pop("base", None)
+        model.pop("source", None)
+        model["source" if _TRAINED.fullmatch(name) else "base"] = name
     source = model.get("source")
-    if isinstance(source, str) and (trained := _TRAINED.fullmatch(source)):
-        model["source"] = f"rl:{trained[1]}{trained[2] or ''}"
+    if isinstance(source, str) and (match := _TRAINED.fullmatch(source)):
+        model["source"] = f"rl:{match[1]}{match[2] or ''}"
     if machine.is_local:
         _make_local(values)
     for override in machine.overrides:
         _, problem = apply_override(values, override)
         if problem is not None:
             raise ConfigError(f"{problem.key}: {problem.text}")
-    # Only to pass the check: the job's id is not known yet.
-    model["label"] = _PLACEHOLDER
+    model["label"] = "job_of_the_service"  # only to pass the check: the job's id is not known yet
     _section(values, "run")["folder"] = str(runs.absolute())
     config = RunConfig.from_dict(flat, source="data.config")
     if missing := missing_machinery(config.sections):
         raise ConfigError("; ".join(missing))
-    return Asked(config, config.model.base or str(config.model.source))
+    return config
 
 
-def _make_local(values: dict[str, Any]) -> None:
+def _make_local(values: Json) -> None:
     """Remove settings of the hosted trainer's GPUs and servers; keep the longest context."""
-    vllm = _section(values, "vllm")
-    rollout = _section(values, "rollout")
+    vllm, rollout = _section(values, "vllm"), _section(values, "rollout")
     rollout["engine"] = "local"
     if "max_model_len" in vllm:
         rollout.setdefault("max_model_len", vllm["max_model_len"])
@@ -440,7 +433,7 @@ def _sections_in(value: Any) -> Flat:
     return flat
 
 
-def _section(values: dict[str, Any], name: str) -> dict[str, Any]:
+def _section(values: Json, name: str) -> Json:
     section = values.setdefault(name, {})
     if not isinstance(section, dict):
         raise ConfigError(f"data.config: {name}: expected a table")

@@ -7,19 +7,21 @@ each job before or after a change. A job's events are numbered 1, 2, 3, ... with
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 import secrets
 import sqlite3
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 from gspo_gym.base.files import writing
-from gspo_gym.errors import GymError, StorageError
+from gspo_gym.errors import StorageError
+from gspo_gym.remote.guard import RefusalError
 
 Status = Literal["queued", "initializing", "training", "succeeded", "failed", "cancelled"]
 ENDED: tuple[Status, ...] = ("succeeded", "failed", "cancelled")
@@ -27,85 +29,18 @@ ACTIVE: tuple[Status, ...] = ("initializing", "training")
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS jobs (
-    number INTEGER PRIMARY KEY AUTOINCREMENT,
-    job_id TEXT NOT NULL UNIQUE,
-    key TEXT UNIQUE,
-    digest TEXT NOT NULL,
-    request TEXT NOT NULL,
-    config TEXT NOT NULL,
-    base TEXT NOT NULL,
-    status TEXT NOT NULL,
-    created_at REAL NOT NULL,
-    updated_at REAL NOT NULL,
-    started_at REAL,
-    finished_at REAL,
-    attempt INTEGER NOT NULL DEFAULT 0,
-    first_attempt INTEGER NOT NULL DEFAULT 0,
-    run_seq INTEGER NOT NULL DEFAULT 0,
-    pid INTEGER,
-    pid_started INTEGER,
-    outcome TEXT,
-    error TEXT,
-    cancelled_at REAL,
-    signalled_at REAL
+    number INTEGER PRIMARY KEY AUTOINCREMENT, job_id TEXT NOT NULL UNIQUE, key TEXT UNIQUE, digest TEXT NOT NULL,
+    request TEXT NOT NULL, config TEXT NOT NULL, base TEXT NOT NULL, status TEXT NOT NULL,
+    created_at REAL NOT NULL, updated_at REAL NOT NULL, started_at REAL, finished_at REAL,
+    attempt INTEGER NOT NULL DEFAULT 0, first_attempt INTEGER NOT NULL DEFAULT 0, run_seq INTEGER NOT NULL DEFAULT 0,
+    pid INTEGER, pid_started INTEGER, outcome TEXT, error TEXT, cancelled_at REAL, signalled_at REAL
 );
 CREATE TABLE IF NOT EXISTS events (
-    job_id TEXT NOT NULL,
-    seq INTEGER NOT NULL,
-    source TEXT,
-    type TEXT NOT NULL,
-    level TEXT NOT NULL,
-    message TEXT NOT NULL,
-    phase TEXT,
-    data TEXT NOT NULL,
-    created_at REAL NOT NULL,
-    PRIMARY KEY (job_id, seq),
-    UNIQUE (job_id, source)
+    job_id TEXT NOT NULL, seq INTEGER NOT NULL, source TEXT, type TEXT NOT NULL, level TEXT NOT NULL,
+    message TEXT NOT NULL, phase TEXT, data TEXT NOT NULL, created_at REAL NOT NULL,
+    PRIMARY KEY (job_id, seq), UNIQUE (job_id, source)
 );
 """
-_COLUMNS = frozenset(
-    {
-        "status",
-        "started_at",
-        "finished_at",
-        "attempt",
-        "first_attempt",
-        "run_seq",
-        "pid",
-        "pid_started",
-        "outcome",
-        "error",
-        "cancelled_at",
-        "signalled_at",
-    }
-)
-
-
-class KeyConflictError(GymError, ValueError):
-    """A request has the key of an earlier one and another content."""
-
-
-class QueueFullError(GymError, RuntimeError):
-    """The most allowed number of jobs waits already."""
-
-
-@dataclass(frozen=True, slots=True)
-class NewJob:
-    """A job to be queued.
-
-    Attributes:
-        request: the body of the request (Any: JSON).
-        digest: of that body; tells whether two requests with one key are the same.
-        config: returns the configuration as TOML, given the job's id.
-        base: the base model's name.
-        key: a later request with this key is answered with the same job; None: without.
-    """
-
-    request: Mapping[str, Any]
-    digest: str
-    config: Callable[[str], str]
-    base: str
-    key: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,9 +104,7 @@ class Event:
 class Store:
     """The jobs in `path`; its methods may be called from any thread.
 
-    Args:
-        path: created if missing.
-        clock: returns seconds since 1970.
+    `path` is created if missing; `clock` returns seconds since 1970.
 
     Raises:
         StorageError: the file cannot be created.
@@ -231,25 +164,40 @@ class Store:
             except sqlite3.Error as error:
                 raise StorageError(f"{self._path}: {error}") from error
 
-    def create(self, new: NewJob, *, max_queued: int) -> tuple[Job, bool]:
+    def create(
+        self,
+        request: Mapping[str, Any],
+        *,
+        base: str,
+        config_of: Callable[[str], str],
+        max_queued: int,
+        key: str | None = None,
+    ) -> tuple[Job, bool]:
         """Queue a job; return it and True, or the job with the same key and request and False.
 
+        Args:
+            request: its body (Any: JSON), which a repeated request with the same key must have, too.
+            base: the base model's name.
+            config_of: returns the configuration as TOML, given the job's id.
+
         Raises:
-            KeyConflictError: another request has the key. QueueFullError: `max_queued` jobs wait.
+            RefusalError: 409, another request has the key; 429, `max_queued` jobs wait.
         """
+        digest = hashlib.sha256(json.dumps(request, sort_keys=True).encode()).hexdigest()
         with self.transaction():
-            if new.key is not None and (row := self._row("key", new.key)) is not None:
-                if row["digest"] != new.digest:
-                    raise KeyConflictError(f"the Idempotency-Key is that of {row['job_id']}, which is another request")
-                return _job_of(row), False
-            (num_queued,) = self._connection.execute("SELECT COUNT(*) FROM jobs WHERE status = 'queued'").fetchone()
-            if num_queued >= max_queued:
-                raise QueueFullError(f"{max_queued} jobs are queued, which is as many as may be; cancel one, or wait")
+            if key is not None and (job := self._find("key", key)) is not None:
+                if job.digest != digest:
+                    text = f"the Idempotency-Key is that of {job.job_id}, which is another request"
+                    raise RefusalError(409, "key_conflict", text)
+                return job, False
+            if len(self.jobs(("queued",))) >= max_queued:
+                text = f"{max_queued} jobs are queued, which is as many as may be; cancel one, or wait"
+                raise RefusalError(429, "queue_full", text)
             job_id, now = f"job_{secrets.token_hex(12)}", self._clock()
             self._connection.execute(
                 "INSERT INTO jobs (job_id, key, digest, request, config, base, status, created_at, updated_at) "
                 "VALUES (?, ?, ?, ?, ?, ?, 'queued', ?, ?)",
-                (job_id, new.key, new.digest, json.dumps(new.request), new.config(job_id), new.base, now, now),
+                (job_id, key, digest, json.dumps(request), config_of(job_id), base, now, now),
             )
             self.record(job_id, [Event("rl.job.created", "the job is queued", phase="queued")])
             return self.require(job_id), True
@@ -257,8 +205,7 @@ class Store:
     def job(self, job_id: str) -> Job | None:
         """Return a job, or None."""
         with self._reading():
-            row = self._row("job_id", job_id)
-        return None if row is None else _job_of(row)
+            return self._find("job_id", job_id)
 
     def require(self, job_id: str) -> Job:
         """Return a job that exists."""
@@ -266,17 +213,16 @@ class Store:
         assert job is not None, job_id
         return job
 
-    def jobs(self, statuses: Iterable[Status] = (*ACTIVE, *ENDED, "queued")) -> list[Job]:
+    def jobs(self, statuses: Sequence[Status] = (*ACTIVE, *ENDED, "queued")) -> list[Job]:
         """Return the jobs of these statuses, in the order of the queue."""
-        wanted = tuple(statuses)
-        marks = ", ".join("?" * len(wanted))
+        marks = ", ".join("?" * len(statuses))
         with self._reading():
-            rows = self._connection.execute(f"SELECT * FROM jobs WHERE status IN ({marks}) ORDER BY number", wanted)
+            rows = self._connection.execute(f"SELECT * FROM jobs WHERE status IN ({marks}) ORDER BY number", statuses)
             return [_job_of(row) for row in rows]
 
     def update(self, job_id: str, event: Event | None = None, **values: Any) -> Job:
         """Change columns of a job (Any: the types of `Job`), and record an event."""
-        assert values.keys() <= _COLUMNS, values
+        assert values.keys() <= Job.__dataclass_fields__.keys(), values
         with self.transaction():
             if values:
                 assignments = ", ".join(f"{name} = ?" for name in values)
@@ -293,7 +239,7 @@ class Store:
 
         The last phase among them becomes the job's status.
         """
-        recorded: list[Event] = []
+        new_events: list[Event] = []
         with self.transaction():
             (last,) = self._connection.execute("SELECT MAX(seq) FROM events WHERE job_id = ?", (job_id,)).fetchone()
             seq = last or 0
@@ -301,48 +247,35 @@ class Store:
                 row = (event.source, event.type, event.level, event.message, event.phase, json.dumps(event.data))
                 when = self._clock() if event.created_at is None else event.created_at
                 # By UNIQUE (job_id, source), an event that was taken in before is ignored.
-                added = self._connection.execute(
+                cursor = self._connection.execute(
                     "INSERT OR IGNORE INTO events "
                     "(job_id, seq, source, type, level, message, phase, data, created_at) "
                     "VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
                     (job_id, seq + 1, *row, when),
                 )
-                if added.rowcount:
+                if cursor.rowcount:
                     seq += 1
-                    recorded.append(event)
-            phases = [event.phase for event in recorded if event.phase is not None]
+                    new_events.append(event)
+            phases = [event.phase for event in new_events if event.phase is not None]
             if phases:
                 self.update(job_id, status=phases[-1])
-        return recorded
+        return new_events
 
-    def events(self, job_id: str, *, after: int, limit: int) -> list[Event]:
-        """Return at most `limit` events with numbers above `after`, in order."""
+    def events(self, job_id: str, *, after: int = 0, limit: int = -1, only_phases: bool = False) -> list[Event]:
+        """Return at most `limit` events (-1: all) with numbers above `after`, or only those that changed the status."""
+        phase_filter = "AND phase IS NOT NULL" if only_phases else ""
         with self._reading():
             rows = self._connection.execute(
-                "SELECT * FROM events WHERE job_id = ? AND seq > ? ORDER BY seq LIMIT ?", (job_id, after, limit)
+                f"SELECT * FROM events WHERE job_id = ? AND seq > ? {phase_filter} ORDER BY seq LIMIT ?",
+                (job_id, after, limit),
             )
-            return [_event_of(row) for row in rows]
+            values = [{**dict(row), "data": json.loads(row["data"])} for row in rows]
+        return [Event(**{name: value for name, value in event.items() if name != "job_id"}) for event in values]
 
-    def timeline(self, job_id: str) -> list[Event]:
-        """Return the events at which the job's status changed."""
-        with self._reading():
-            rows = self._connection.execute(
-                "SELECT * FROM events WHERE job_id = ? AND phase IS NOT NULL ORDER BY seq", (job_id,)
-            )
-            return [_event_of(row) for row in rows]
-
-    def _row(self, column: str, value: str) -> sqlite3.Row | None:
-        found: sqlite3.Row | None = self._connection.execute(
-            f"SELECT * FROM jobs WHERE {column} = ?", (value,)
-        ).fetchone()
-        return found
+    def _find(self, column: str, value: str) -> Job | None:
+        row = self._connection.execute(f"SELECT * FROM jobs WHERE {column} = ?", (value,)).fetchone()
+        return None if row is None else _job_of(row)
 
 
 def _job_of(row: sqlite3.Row) -> Job:
     return Job(**{**dict(row), "request": json.loads(row["request"])})
-
-
-def _event_of(row: sqlite3.Row) -> Event:
-    values = {**dict(row), "data": json.loads(row["data"])}
-    del values["job_id"]
-    return Event(**values)

@@ -24,7 +24,7 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,7 @@ from fastapi import Request
 from gspo_gym.base.files import make_folder, replace_file, take_lock, writing
 from gspo_gym.base.http import read_json
 from gspo_gym.cli.jobs.inference import Inference
-from gspo_gym.cli.jobs.records import Follower, Machine, Push, checkpoints_of, last_error, model_id_of, push
+from gspo_gym.cli.jobs.records import Export, Follower, Machine, checkpoints_of, last_error, model_id_of, push
 from gspo_gym.cli.jobs.store import ACTIVE, Event, Job, Store
 from gspo_gym.errors import GymError, RecordError, StorageError
 from gspo_gym.remote.apps.client import AppKeys
@@ -43,26 +43,8 @@ from gspo_gym.run.process import start_of
 
 # The shell writes its process id, then becomes the trainer, which keeps that id.
 _START = 'echo $$ >"$1.tmp" && mv "$1.tmp" "$1" && shift && exec "$@"'
+_POLL_SECONDS = 0.2  # between two looks at the children
 _LOG = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class SupervisorSettings:
-    """Settings for running jobs.
-
-    Attributes:
-        command: that trains, before CONFIG.toml and --resume. environ: of the children.
-        max_running: at once. retries: of a job after its process died or failed, each from its last checkpoint.
-        stop_seconds: from a cancel until the process is killed.
-        poll_seconds: between two looks at the children.
-    """
-
-    command: Sequence[str]
-    environ: Mapping[str, str]
-    max_running: int = 1
-    retries: int = 0
-    stop_seconds: float = 60.0
-    poll_seconds: float = 0.2
 
 
 class Supervisor:
@@ -70,18 +52,32 @@ class Supervisor:
 
     Args:
         store: of the jobs. folder: of the service.
+        command: that trains, before CONFIG.toml and --resume. environ: of the children.
+        max_running: at once. retries: of a job after its process died or failed, each from its last checkpoint.
+        stop_seconds: from a cancel until the process is killed.
     """
 
     def __init__(
-        self, store: Store, folder: Path, settings: SupervisorSettings, *, clock: Callable[[], float] = time.time
+        self,
+        store: Store,
+        folder: Path,
+        command: Sequence[str],
+        environ: Mapping[str, str],
+        *,
+        max_running: int = 1,
+        retries: int = 0,
+        stop_seconds: float = 60.0,
+        clock: Callable[[], float] = time.time,
     ) -> None:
-        self._store, self._folder, self._settings, self._clock = store, folder, settings, clock
+        self._store, self._folder, self._clock = store, folder, clock
+        self._command, self._environ = command, dict(environ)
+        self._max_running, self._retries, self._stop_seconds = max_running, retries, stop_seconds
         self._children: dict[str, subprocess.Popen[bytes]] = {}
         self._followers: dict[str, Follower] = {}
         self._failures: dict[str, str] = {}  # of the last look at a job
         # When a cancelled job's process was told, by the monotonic clock; after a restart, when it was seen.
-        self._told: dict[str, float] = {}
-        self._woken, self._is_stopping = threading.Event(), False
+        self._signal_times: dict[str, float] = {}
+        self._wake_event, self._is_stopping = threading.Event(), False
         self._thread = threading.Thread(target=self._run, daemon=True, name="gspo-gym-jobs")
 
     def run_folder(self, job_id: str) -> Path:
@@ -104,7 +100,7 @@ class Supervisor:
 
     def wake(self) -> None:
         """Look at the queue now."""
-        self._woken.set()
+        self._wake_event.set()
 
     def _run(self) -> None:
         while not self._is_stopping:
@@ -112,14 +108,14 @@ class Supervisor:
                 self.look()
             except Exception:  # the service goes on, and looks again
                 _LOG.exception("jobs: a look at the children failed")
-            self._woken.wait(self._settings.poll_seconds)
-            self._woken.clear()
+            self._wake_event.wait(_POLL_SECONDS)
+            self._wake_event.clear()
 
     def look(self) -> None:
         """Take in what running jobs recorded, conclude those that have ended, and start as many as may run."""
         for job in self._store.jobs(ACTIVE):
             self._try(self._watch, job)
-        num_free = self._settings.max_running - len(self._store.jobs(ACTIVE))
+        num_free = self._max_running - len(self._store.jobs(ACTIVE))
         for job in self._store.jobs(("queued",))[: max(0, num_free)]:
             self._try(self._begin, job)
 
@@ -180,8 +176,7 @@ class Supervisor:
     def _begin(self, job: Job) -> None:
         """Start a queued job, unless it was cancelled meanwhile."""
         with self._store.transaction():
-            current = self._store.job(job.job_id)
-            if current is None or current.status != "queued":
+            if self._store.require(job.job_id).status != "queued":
                 return
             event = Event("rl.job.initializing", "the job's process starts", phase="initializing")
             job = self._store.update(job.job_id, event, attempt=1, started_at=self._clock())
@@ -190,7 +185,6 @@ class Supervisor:
     def _spawn(self, job: Job) -> Job:
         """Start the process of the job's attempt, which the store has already."""
         folder = self._folder / "jobs" / job.job_id
-        settings = self._settings
         try:
             make_folder(folder)
             replace_file(folder / "config.toml", job.config)
@@ -202,14 +196,14 @@ class Supervisor:
                 if not has_checkpoint:
                     job = self._begin_anew(job)
                 resume = ["--resume"] if has_checkpoint else []
-                command = [*settings.command, str(folder / "config.toml"), *resume]
+                command = [*self._command, str(folder / "config.toml"), *resume]
                 with (folder / "log.txt").open("ab") as log:
                     child = subprocess.Popen(
                         ["/bin/sh", "-c", _START, "sh", str(folder / f"pid.{job.attempt}"), *command],
                         stdin=subprocess.DEVNULL,
                         stdout=log,
                         stderr=subprocess.STDOUT,
-                        env=dict(settings.environ),
+                        env=self._environ,
                         pass_fds=(lock,),
                         start_new_session=True,  # else Ctrl-C would reach it, too
                     )
@@ -237,8 +231,8 @@ class Supervisor:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(job.pid, signal.SIGTERM)
             self._store.update(job.job_id, signalled_at=self._clock())
-            self._told[job.job_id] = time.monotonic()
-        elif time.monotonic() - self._told.setdefault(job.job_id, time.monotonic()) > self._settings.stop_seconds:
+            self._signal_times[job.job_id] = time.monotonic()
+        elif time.monotonic() - self._signal_times.setdefault(job.job_id, time.monotonic()) > self._stop_seconds:
             _kill_group(job.pid)
 
     def _conclude(self, job: Job) -> None:
@@ -247,31 +241,26 @@ class Supervisor:
         code = None if child is None else child.returncode
         if self._is_locked(job) and job.pid is not None:  # what the process started lives on
             _kill_group(job.pid)
+        is_retried = False
         if job.outcome == "completed" and code in (0, None):
             model = {"fine_tuned_model": model_id_of(job), "model_id": model_id_of(job)}
             event = Event("rl.job.completed", "the job is done", model, phase="succeeded")
             self._store.update(job.job_id, event, finished_at=self._clock())
-            self._forget(job)
         elif job.cancelled_at is not None:
             event = Event("rl.job.cancelled", "the job was cancelled", phase="cancelled")
             self._store.update(job.job_id, event, finished_at=self._clock())
-            self._forget(job)
-        elif not self._is_last_attempt(job):
+        elif is_retried := not self._is_last_attempt(job):
             reason = self._reason(job, code)
             event = Event("rl.job.retried", f"another attempt begins: {reason}", level="warning", phase="initializing")
-            again = self._store.update(
-                job.job_id, event, attempt=job.attempt + 1, pid=None, pid_started=None, outcome=None, error=None
-            )
-            self._forget(job)
-            self._spawn(again)
+            fresh = dict.fromkeys(("pid", "pid_started", "outcome", "error"))
+            job = self._store.update(job.job_id, event, attempt=job.attempt + 1, **fresh)
         else:
             self._fail(job, self._reason(job, code))
-            self._forget(job)
-
-    def _forget(self, job: Job) -> None:
-        """Drop what is held for an attempt, after the store has its end: on a full disk it is concluded again."""
-        for held in (self._children, self._followers, self._told):
-            held.pop(job.job_id, None)
+        # After the store has the attempt's end: on a full disk it is concluded again.
+        for by_job in (self._children, self._followers, self._signal_times):
+            by_job.pop(job.job_id, None)
+        if is_retried:
+            self._spawn(job)
 
     def _fail(self, job: Job, reason: str) -> Job:
         event = Event("rl.job.failed", reason, {"error": reason}, level="error", phase="failed")
@@ -280,12 +269,12 @@ class Supervisor:
     def _reason(self, job: Job, code: int | None) -> str:
         if job.error:
             return job.error
-        said = last_error(self._folder / "jobs" / job.job_id / "log.txt")
+        line = last_error(self._folder / "jobs" / job.job_id / "log.txt")
         how = "ended" if code is None else f"ended with status {code}" if code >= 0 else f"was killed by signal {-code}"
-        return f"the job's process {how}" + (f": {said}" if said else ", and left no word in its log")
+        return f"the job's process {how}" + (f": {line}" if line else ", and left no word in its log")
 
     def _is_last_attempt(self, job: Job) -> bool:
-        return job.attempt > self._settings.retries or job.cancelled_at is not None
+        return job.attempt > self._retries or job.cancelled_at is not None
 
     def _is_locked(self, job: Job) -> bool:
         # One an attempt: a process that an earlier attempt left behind may hold that one's.
@@ -336,7 +325,7 @@ class JobsService:
     app_keys: AppKeys | None = None
     machine: Machine = field(default_factory=Machine)
     is_stopping: Callable[[], bool] = lambda: False
-    push: Push = push
+    push: Callable[[Export], Awaitable[str]] = push
     export_answer_seconds: float = 20.0
 
     def job(self, job_id: str) -> Job:
@@ -352,30 +341,23 @@ class JobsService:
 
     def models(self) -> list[tuple[Job, list[Json]]]:
         """Return the jobs that have a checkpoint, newest first, with their checkpoints."""
-        found = ((job, checkpoints_of(self.supervisor.run_folder(job.job_id))) for job in self.store.jobs())
-        return [(job, checkpoints) for job, checkpoints in reversed(list(found)) if checkpoints]
+        jobs = reversed(self.store.jobs())
+        models = [(job, checkpoints_of(self.supervisor.run_folder(job.job_id))) for job in jobs]
+        return [(job, checkpoints) for job, checkpoints in models if checkpoints]
 
-    def trained_by(self, key: str) -> Job:
-        """Return the job that trained a model, by the job's id, the model's id, or the path of its weights.
-
-        Raises:
-            RefusalError: 404, there is no such model.
-        """
-        for job, checkpoints in self.models():
-            if key in (job.job_id, model_id_of(job), *(checkpoint["path"] for checkpoint in checkpoints)):
-                return job
-        raise RefusalError(404, "unknown_model", "there is no model of that id or path: see /api/learning/models")
-
-    def model(self, model_id: str) -> tuple[Job, list[Json]]:
-        """Return the job that trained a model, and the job's checkpoints.
+    def model(self, key: str) -> tuple[Job, list[Json]]:
+        """Return the job that trained a model, and the job's checkpoints, by the model's id or the path of its weights.
 
         Raises:
             RefusalError: 404, there is no such model.
         """
-        # As clients write it: PREFIX:BASE:JOB, where the base may hold colons, or the job alone.
-        with contextlib.suppress(RefusalError):
-            job = self.job(model_id.rpartition(":")[2])
-            if checkpoints := checkpoints_of(self.supervisor.run_folder(job.job_id)):
+        # As clients write an id: PREFIX:BASE:JOB, where the base may hold colons, or the job alone.
+        job = self.store.job(key.rpartition(":")[2])
+        checkpoints = [] if job is None else checkpoints_of(self.supervisor.run_folder(job.job_id))
+        if job is not None and checkpoints:
+            return job, checkpoints
+        for job, checkpoints in self.models() if Path(key).is_absolute() else ():
+            if key in [checkpoint["path"] for checkpoint in checkpoints]:
                 return job, checkpoints
         raise RefusalError(404, "unknown_model", "there is no model of that id: see /api/learning/models")
 

@@ -104,8 +104,8 @@ def run_search(
     base = _open_folder(settings, resume=resume)
     study = SearchStudy(settings, settings.search_folder / "journal.log")
     search = _Search(settings, study, base, console, tuple(command or TRAIN), poll_seconds)
-    if (restarted := study.restart_interrupted()) and console is not None:
-        console.print(f"{restarted} interrupted trials start again")
+    if (num_restarted := study.restart_interrupted()) and console is not None:
+        console.print(f"{num_restarted} interrupted trials start again")
     run_to_end(search.run())
     return search.write_leaderboard()
 
@@ -125,7 +125,7 @@ class _Search:
         self._settings, self._study, self._base, self._console = settings, study, base, console
         self._command, self._poll_seconds = command, poll_seconds
         self._folder = settings.search_folder
-        self._reported: set[tuple[int, int]] = set()  # (trial, iteration)
+        self._seen_evaluations: set[tuple[int, int]] = set()  # (trial, iteration)
 
     async def run(self) -> None:
         """Run until no trial is left; an unexpected error in one worker stops the others and their runs."""
@@ -184,8 +184,8 @@ class _Search:
         # All are reported, because the pruner counts them; at iteration 0 the values have had no effect yet.
         is_behind = False
         for iteration, value in evaluations:
-            if iteration > 0 and (trial.number, iteration) not in self._reported:
-                self._reported.add((trial.number, iteration))
+            if iteration > 0 and (trial.number, iteration) not in self._seen_evaluations:
+                self._seen_evaluations.add((trial.number, iteration))
                 trial.report(value, iteration)
                 is_behind |= trial.should_prune()
         return is_behind
@@ -209,10 +209,10 @@ class _Search:
         self._study.study.tell(trial, state=require_optuna().trial.TrialState.FAIL)
         self._say(trial, f"failed: {error}")
 
-    def _say(self, trial: optuna.Trial, what: str) -> None:
+    def _say(self, trial: optuna.Trial, message: str) -> None:
         if self._console is not None:
             values = ", ".join(f"{key} = {_short(value)}" for key, value in self._study.values_of(trial).items())
-            self._console.print(f"trial {trial.number}: {what}; {values}", highlight=False, markup=False)
+            self._console.print(f"trial {trial.number}: {message}; {values}", highlight=False, markup=False)
 
     def write_leaderboard(self) -> dict[str, Any]:
         """Write leaderboard.json and best.toml; return the contents of the former."""
@@ -309,19 +309,19 @@ def read_evaluations(run_folder: Path, metric: Metric, *, is_over: bool = False)
     Raises:
         ConfigError: the environment declares no success, and the metric is a success rate.
     """
-    which, _, name = metric.partition("_")
+    choice, _, name = metric.partition("_")
     events = [event for event in read_events(run_folder) if event["kind"] == "evaluation"]
     # Undecided: every episode was cut off first. Such an evaluation counts as 0, unless a finished run has no other.
-    undecided = [event["data"] for event in events if event["data"][name] is None]
-    if any(map(_ends_without_success, undecided)) or (is_over and events and len(undecided) == len(events)):
-        raise ConfigError(f"search.metric: {metric}: the environment declares no success; use {which}_mean_return")
+    no_success = [event["data"] for event in events if event["data"][name] is None]
+    if any(map(_ends_without_success, no_success)) or (is_over and events and len(no_success) == len(events)):
+        raise ConfigError(f"search.metric: {metric}: the environment declares no success; use {choice}_mean_return")
     return [(int(event["step"]), float(event["data"][name] or 0.0)) for event in events]
 
 
 def _ends_without_success(evaluation: Mapping[str, Any]) -> bool:
     """Return whether an environment ended an episode by itself without declaring success or failure."""
-    ended = Outcome.TERMINATED.value
-    return any(row["outcome"] == ended and row["success"] is None for row in evaluation.get("rows", ()))
+    outcome = Outcome.TERMINATED.value
+    return any(row["outcome"] == outcome and row["success"] is None for row in evaluation.get("rows", ()))
 
 
 async def run_trial(
@@ -346,7 +346,7 @@ async def run_trial(
     Raises:
         ConfigError: see `read_evaluations`.
     """
-    started = time.monotonic()
+    start_seconds = time.monotonic()
     cores = max(1, (os.cpu_count() or 1) // num_parallel)
     environment = {"OMP_NUM_THREADS": str(cores), **os.environ}
     # A process, because a crash, lack of memory or the deadline must end the run and not the search.
@@ -358,7 +358,7 @@ async def run_trial(
     is_late = is_pruned = False
     try:
         while not await _has_ended(process, poll_seconds):
-            is_late = timeout_seconds is not None and time.monotonic() - started > timeout_seconds
+            is_late = timeout_seconds is not None and time.monotonic() - start_seconds > timeout_seconds
             is_pruned = not is_late and should_stop(read_evaluations(run_folder, metric))
             if is_late or is_pruned:
                 break
@@ -373,7 +373,7 @@ async def run_trial(
         error = f"exit status {process.returncode}: {_last_lines(log)}"
     elif not is_pruned and not evaluations:
         error = "ended without an evaluation"
-    return TrialResult(tuple(evaluations), error, is_pruned, time.monotonic() - started)
+    return TrialResult(tuple(evaluations), error, is_pruned, time.monotonic() - start_seconds)
 
 
 async def _has_ended(process: asyncio.subprocess.Process, seconds: float) -> bool:

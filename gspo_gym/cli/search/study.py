@@ -123,11 +123,11 @@ class SearchStudy:
         states = self._optuna.trial.TrialState
         return next(
             (
-                other
-                for other in self.trials()
-                if other.number < trial.number
-                and other.params == trial.params
-                and other.state in (states.COMPLETE, states.PRUNED)
+                earlier_trial
+                for earlier_trial in self.trials()
+                if earlier_trial.number < trial.number
+                and earlier_trial.params == trial.params
+                and earlier_trial.state in (states.COMPLETE, states.PRUNED)
             ),
             None,
         )
@@ -142,16 +142,16 @@ class SearchStudy:
     def _enqueue_next_of_grid(self) -> None:
         """Queue the first combination that no trial has tried."""
         ranges = self._settings.parameters
-        axes = [[_stored(ranges[key], value) for value in ranges[key].all_values() or ()] for key in ranges]
-        tried = [dict(trial.system_attrs.get("fixed_params", {})) | trial.params for trial in self.trials()]
+        axes = [[_optuna_value(ranges[key], value) for value in ranges[key].all_values() or ()] for key in ranges]
+        tried_params = [dict(trial.system_attrs.get("fixed_params", {})) | trial.params for trial in self.trials()]
         for combination in itertools.product(*axes):
             params = dict(zip(ranges, combination, strict=True))
-            if params not in tried:
+            if params not in tried_params:
                 self.study.enqueue_trial(params)
                 return
 
 
-def _stored(values: ParameterRange, value: Any) -> Any:
+def _optuna_value(values: ParameterRange, value: Any) -> Any:
     """Return a value as Optuna holds it; a choice is held as JSON."""
     # Optuna takes only scalar choices; ours may be lists or tables.
     return json.dumps(value) if values.choices is not None else value
@@ -159,22 +159,22 @@ def _stored(values: ParameterRange, value: Any) -> Any:
 
 def _distribution(values: ParameterRange) -> optuna.distributions.BaseDistribution:
     distributions = require_optuna().distributions
-    made: optuna.distributions.BaseDistribution
+    distribution: optuna.distributions.BaseDistribution
     high = values.high if values.step is None else (values.all_values() or ())[-1]  # Optuna warns of a part of a step
     if values.choices is not None:
-        made = distributions.CategoricalDistribution([json.dumps(choice) for choice in values.choices])
+        distribution = distributions.CategoricalDistribution([json.dumps(choice) for choice in values.choices])
     elif values.is_integer:
-        made = distributions.IntDistribution(values.low, high, log=values.log, step=values.step or 1)
+        distribution = distributions.IntDistribution(values.low, high, log=values.log, step=values.step or 1)
     else:
-        made = distributions.FloatDistribution(values.low, high, log=values.log, step=values.step)
-    return made
+        distribution = distributions.FloatDistribution(values.low, high, log=values.log, step=values.step)
+    return distribution
 
 
 def _sampler(settings: SamplerSection, seed: int) -> optuna.samplers.BaseSampler:
     samplers = require_optuna().samplers
-    made: optuna.samplers.BaseSampler
+    sampler: optuna.samplers.BaseSampler
     if settings.type == "evolution":
-        made = samplers.NSGAIISampler(
+        sampler = samplers.NSGAIISampler(
             population_size=8 if settings.population_size is None else settings.population_size,
             crossover_prob=0.9 if settings.crossover_prob is None else settings.crossover_prob,
             mutation_prob=settings.mutation_prob,
@@ -183,26 +183,26 @@ def _sampler(settings: SamplerSection, seed: int) -> optuna.samplers.BaseSampler
     elif settings.type == "tpe":
         startup = 10 if settings.num_startup_trials is None else settings.num_startup_trials
         # constant_liar: without it, trials that run in parallel would all be drawn from the same place.
-        made = samplers.TPESampler(n_startup_trials=startup, constant_liar=True, seed=seed)
+        sampler = samplers.TPESampler(n_startup_trials=startup, constant_liar=True, seed=seed)
     else:  # a grid is enqueued, and draws nothing
-        made = samplers.RandomSampler(seed=seed)
-    return made
+        sampler = samplers.RandomSampler(seed=seed)
+    return sampler
 
 
 def _pruner(settings: PrunerSection) -> optuna.pruners.BasePruner:
     pruners = require_optuna().pruners
-    made: optuna.pruners.BasePruner
+    pruner: optuna.pruners.BasePruner
     if settings.type == "median":
-        made = pruners.MedianPruner(
+        pruner = pruners.MedianPruner(
             n_startup_trials=settings.num_startup_trials or 4, n_warmup_steps=settings.num_warmup_iterations or 0
         )
     elif settings.type == "successive_halving":
-        made = pruners.SuccessiveHalvingPruner(
+        pruner = pruners.SuccessiveHalvingPruner(
             min_resource=settings.min_iterations or 1, reduction_factor=settings.reduction_factor or 3
         )
     else:
-        made = pruners.NopPruner()
-    return made
+        pruner = pruners.NopPruner()
+    return pruner
 
 
 _GIVEN_BY_THE_SEARCH = ("run.folder", "model.label")
@@ -401,7 +401,9 @@ def load_search(path: str | Path) -> SearchSettings:
         problems += [] if problems else _contradictions(settings)
     if settings is None or problems:
         raise ConfigError(
-            f"{path}: {problems[0]}" if len(problems) == 1 else f"{path}: {len(problems)} problems:" + _listed(problems)
+            f"{path}: {problems[0]}"
+            if len(problems) == 1
+            else f"{path}: {len(problems)} problems:" + _problem_list(problems)
         )
     return settings
 
@@ -415,8 +417,8 @@ def require_same_search(began: SearchSettings, now: SearchSettings) -> None:
     before, after = (dict(flat_items(settings.model_dump())) for settings in (began, now))
     free = [f"search.{key}" for key in _FREE_ON_RESUME]
     differing = [key for key in sorted(before.keys() | after.keys()) if before.get(key) != after.get(key)]
-    if refused := [key for key in differing if key not in free]:
-        changes = "; ".join(f"{key}: {before.get(key)!r} became {after.get(key)!r}" for key in refused)
+    if fixed_keys := [key for key in differing if key not in free]:
+        changes = "; ".join(f"{key}: {before.get(key)!r} became {after.get(key)!r}" for key in fixed_keys)
         raise ConfigError(f"a resumed search must go on as it began, but {changes}. Start another search instead")
 
 
@@ -462,10 +464,10 @@ def _base_problems(settings: SearchSettings) -> list[str]:
     return problems
 
 
-def _require_owner(section: Settings, owners: Mapping[str, str], chosen: str) -> None:
+def _require_owner(section: Settings, owners: Mapping[str, str], type_name: str) -> None:
     for key, owner in owners.items():
-        if getattr(section, key) is not None and owner != chosen:
-            raise ValueError(f"{key} belongs to type {owner!r} and has no effect with {chosen!r}; remove it")
+        if getattr(section, key) is not None and owner != type_name:
+            raise ValueError(f"{key} belongs to type {owner!r} and has no effect with {type_name!r}; remove it")
 
 
 def _ranges(values: Any) -> tuple[dict[str, ParameterRange], list[str]]:
@@ -511,5 +513,5 @@ def _as_tuples(value: Any) -> Any:
     return tuple(_as_tuples(entry) for entry in value) if isinstance(value, list) else value
 
 
-def _listed(problems: Sequence[str]) -> str:
+def _problem_list(problems: Sequence[str]) -> str:
     return "".join(f"\n  {problem}" for problem in problems)

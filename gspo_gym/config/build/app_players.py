@@ -60,7 +60,7 @@ class AppPlayers:
         self._gateway: Gateway | None = None
         self._server: LoopServer | None = None
         self._clients: dict[tuple[str, str | None], TaskAppClient] = {}  # by URL and the variable of the key
-        self._trained: list[AppEpisodes] = []  # whose counters are a step's metrics; evaluations are left out
+        self._training_episodes: list[AppEpisodes] = []  # whose counters are a step's metrics; evaluations are left out
         self._rubrics: dict[tuple[str, int], Mapping[str, Any] | None] = {}
         self._metrics = AppMetrics()  # of the last step, because the counters only grow
 
@@ -101,20 +101,20 @@ class AppPlayers:
         problems: tuple[str, ...] = ()
         for number in range(_NUM_PROBES):
             # Two, because an app may fail once for a reason that passes; the second decides.
-            report = await self._probed(source, number)
-            what = f"task app {source.task_url}: probe rollout"
+            report = await self._probe_once(source, number)
+            subject = f"task app {source.task_url}: probe rollout"
             if not is_result(report):
-                return [f"{what} failed, which training would try again: {report.error}"]
+                return [f"{subject} failed, which training would try again: {report.error}"]
             # A judge scores the episodes then, so an app may leave the return out.
             problems = tuple(text for text in report.problems if not (has_judge and text == NO_RETURN))
             if not problems:
-                return [f"{what}: {text}" for text in report.notices]
+                return [f"{subject}: {text}" for text in report.notices]
         raise ConfigError(
             f"{source.url_key}: {problems[0]} (in {_NUM_PROBES} probe rollouts of {source.task_url}; "
             "gspo-gym app check says more)"
         )
 
-    async def _probed(self, source: TaskSource, number: int) -> ProbeReport:
+    async def _probe_once(self, source: TaskSource, number: int) -> ProbeReport:
         config = self._config
         answers: list[AppRollout] = []
         episodes = self._episodes_of(
@@ -123,8 +123,8 @@ class AppPlayers:
         task = Task(source.env_name, config.evaluation_seeds[0])
         sampling_seed = child_seed(config.run.seed, "app probe", number)
         trajectory = await episodes.play(EpisodeRequest(f"probe/{number}", task, sampling_seed))
-        asked = "the policy, as in training"
-        return report_of(f"probe {number}", asked, trajectory, episodes.counters, answers[-1] if answers else None)
+        player = "the policy, as in training"
+        return report_of(f"probe {number}", player, trajectory, episodes.counters, answers[-1] if answers else None)
 
     async def close(self) -> None:
         """Close the gateway and the clients; closing twice is fine."""
@@ -150,7 +150,7 @@ class AppPlayers:
             nonlocal episodes
             if episodes is None:
                 episodes = self._episodes_of(source, sampling=sampling, limits=limits, mode=mode)
-                self._trained += [episodes] if mode == "rl" else []
+                self._training_episodes += [episodes] if mode == "rl" else []
             return await episodes.play(request)
 
         return play
@@ -180,16 +180,16 @@ class AppPlayers:
 
     def after_step(self, step_groups: Sequence[TrajectoryGroup]) -> tuple[dict[str, float], PlayedReturns]:
         """Return metrics of the calls since the last step and of the step's episodes, and these episodes' returns."""
-        counters = [episodes.counters for episodes in self._trained]
+        counters = [episodes.counters for episodes in self._training_episodes]
         returns = take_returns(counters, step_groups)
         return {**self._metrics.since_last(counters), **return_metrics(returns)}, returns
 
     async def _open_gateway(self) -> None:
-        section, asked = self._section, self._config.rollout.policy_config
+        section, policy_config = self._section, self._config.rollout.policy_config
         self._gateway = Gateway(
             self._engine,
             self._tokenizer,
-            template_kwargs=None if asked is None else asked.chat_template_kwargs,
+            template_kwargs=None if policy_config is None else policy_config.chat_template_kwargs,
             tools_in=self._config.rollout.tools_in,
             date=template_date(self._config),
             max_sessions=_SESSIONS_PER_ROLLOUT * self._config.rollout.max_concurrent_rollouts,
@@ -216,7 +216,7 @@ class AppPlayers:
             raise UsageError(f"{source.url_key}: start the player (`await player.start()`) before it plays")
 
         rollout = self._config.rollout
-        asked = rollout.policy_config
+        policy_config = rollout.policy_config
         # Each rollout gets its name and seed later.
         session = GatewaySessionSettings(
             name="",
@@ -234,7 +234,9 @@ class AppPlayers:
             max_turns=limits.max_turns,
             env_config={**(app_step_rewards(self._config) if mode == "rl" else {}), **source.env_config},
             policy_name=rollout.policy_name,
-            policy_config={} if asked is None else asked.model_dump(exclude=set(_OUR_KEYS), exclude_none=True),
+            policy_config={}
+            if policy_config is None
+            else policy_config.model_dump(exclude=set(_OUR_KEYS), exclude_none=True),
             ops=rollout.ops[:2],
             mode=mode,
             episode_timeout_seconds=limits.episode_timeout_seconds,

@@ -25,7 +25,7 @@ def environment_ids(config: RunConfig) -> tuple[str, ...]:
     for source in config.sources:
         name = _environment_id(source)
         # The record says the id, and credit and reports group by it: two sources of a run must not share one.
-        num_same = sum(known.partition(" ")[0] == name for known in ids)
+        num_same = sum(environment_id.partition(" ")[0] == name for environment_id in ids)
         ids.append(f"{name} ({num_same + 1})" if num_same else name)
     return tuple(ids)
 
@@ -77,7 +77,7 @@ def app_step_rewards(config: RunConfig) -> dict[str, Any]:
     settings = config.step_reward_settings
     if settings.mode != "decision_stepwise":
         return {}
-    told: dict[str, Any] = {
+    step_rewards: dict[str, Any] = {
         "enabled": True,
         "mode": settings.mode,
         "strategy": settings.strategy,
@@ -86,5 +86,5 @@ def app_step_rewards(config: RunConfig) -> dict[str, Any]:
     }
     if settings.strategy == "per_achievement":
         # The limits belong to this strategy; an app might obey them in another one.
-        told |= {"weights": dict(settings.weights), "k_limits": dict(settings.k_limits)}
-    return {"step_rewards": {name: value for name, value in told.items() if value is not None}}
+        step_rewards |= {"weights": dict(settings.weights), "k_limits": dict(settings.k_limits)}
+    return {"step_rewards": {name: value for name, value in step_rewards.items() if value is not None}}

@@ -47,21 +47,21 @@ async def start_compute(
     compute = local.compute if local is not None and not is_split else _own_thread(model.device, stack)
     if model.device.type != "cpu":
         return compute
-    chosen = None if local is None else recorded_threads(recorder.folder)  # also those of a machine with more cores
-    if local is None or (num_threads == 1 and chosen is None):
+    threads = None if local is None else recorded_threads(recorder.folder)  # also those of a machine with more cores
+    if local is None or (num_threads == 1 and threads is None):
         await compute(lambda: use_threads(num_threads))
         if local is not None and is_split:
             await local.compute(lambda: use_threads(1))
         return compute
-    if chosen is None:
-        chosen = await _choose(model, compute, num_threads, longest=config.rollout.max_model_len, is_split=is_split)
-        recorder.event("threads", 0, asdict(chosen))
-        progress.note(f"torch threads: {chosen.sampling} while sampling, {chosen.learning} while learning")
-    await local.compute(lambda: use_threads(chosen.sampling))
+    if threads is None:
+        threads = await _choose(model, compute, num_threads, longest=config.rollout.max_model_len, is_split=is_split)
+        recorder.event("threads", 0, asdict(threads))
+        progress.note(f"torch threads: {threads.sampling} while sampling, {threads.learning} while learning")
+    await local.compute(lambda: use_threads(threads.sampling))
     if is_split:
-        await compute(lambda: use_threads(chosen.learning))
-    elif chosen.learning != chosen.sampling:
-        return _Switching(compute, chosen)
+        await compute(lambda: use_threads(threads.learning))
+    elif threads.learning != threads.sampling:
+        return _Switching(compute, threads)
     return compute
 
 
@@ -104,8 +104,8 @@ async def _choose(model: Any, compute: Compute, most: int, *, longest: int, is_s
         return NumThreads(most, most)
     # Modules of its own, in eval mode, with the policy's weights: dropout would draw from the run's random numbers.
     module = SharedModel(model, max_model_len=longest).module
-    learned = (_LEARNED[0], min(_LEARNED[1], longest))
+    shape = (_LEARNED[0], min(_LEARNED[1], longest))
     return NumThreads(
         sampling=await compute(lambda: faster(module, _SAMPLED, most)),
-        learning=await compute(lambda: faster(module, learned, most)),
+        learning=await compute(lambda: faster(module, shape, most)),
     )

@@ -24,7 +24,7 @@ from gspo_gym.run.state import TrainState
 # run may be moved.
 CHANGEABLE = frozenset(
     (
-        "compute.", "evaluation.every_n_iters", "gateway.", "judge.gold.on_drift", "judge.max_unscored",
+        "compute.", "evaluation.every_n_iters", "gateway.", "judge.gold.on_drift",
         "judge.options.api_key_env", "judge.options.base_url", "judge.options.cache", "judge.options.max_attempts",
         "judge.options.max_calls", "judge.options.max_concurrency", "judge.options.max_cost_usd", "judge.timeout_s",
         "model.device", "reference.health_interval_ms", "reference.health_max_wait_s",
@@ -75,9 +75,9 @@ def changed_settings(began: RunConfig, now: RunConfig, *, num_optimizer_steps: i
         for key in sorted(before.keys() | after.keys())
         if before.get(key) != after.get(key) and key not in PLACE
     }
-    if refused := [f"{key}: {was!r} became {value!r}" for key, (was, value) in changes.items() if not may_change(key)]:
+    if refusals := [f"{key}: {was!r} became {value!r}" for key, (was, value) in changes.items() if not may_change(key)]:
         raise ConfigError(
-            f"{now.run_folder / 'config.toml'}: a resumed run must go on as it began, but {'; '.join(refused)}. Start "
+            f"{now.run_folder / 'config.toml'}: a resumed run must go on as it began, but {'; '.join(refusals)}. Start "
             "another run instead"
         )
     _require_same_schedule(began, now, num_optimizer_steps)

@@ -59,8 +59,8 @@ def with_fixed_date(config: RunConfig, tokenizer: Any, *, today: datetime.date |
 
 def with_recorded_date(config: RunConfig) -> RunConfig:
     """Return the configuration with the template_date of the run in its folder, unless it has one."""
-    recorded = load_config(config.run_folder / "config.toml").model.template_date
-    return config if config.model.template_date is not None or recorded is None else _with_date(config, recorded)
+    date = load_config(config.run_folder / "config.toml").model.template_date
+    return config if config.model.template_date is not None or date is None else _with_date(config, date)
 
 
 def record_template(config: RunConfig) -> None:
@@ -75,21 +75,21 @@ def require_same_template(config: RunConfig) -> None:
     Raises:
         ConfigError: names both files.
     """
-    recorded = config.run_folder / TEMPLATE_FILE
-    if recorded.is_file() and read_template(config) != recorded.read_text(encoding="utf-8"):
+    template_file = config.run_folder / TEMPLATE_FILE
+    if template_file.is_file() and read_template(config) != template_file.read_text(encoding="utf-8"):
         raise ConfigError(
-            f"model.chat_template: {config.model.chat_template} is another template than {recorded}, with which the "
-            "run began; a resumed run must go on as it began. Start another run instead"
+            f"model.chat_template: {config.model.chat_template} is another template than {template_file}, with which "
+            "the run began; a resumed run must go on as it began. Start another run instead"
         )
 
 
 def build_renderers(config: RunConfig, tokenizer: Any) -> RendererCache:
     """Return the renderers of messages, with [rollout.policy_config]'s template arguments (Any: transformers)."""
-    asked = config.rollout.policy_config
+    policy_config = config.rollout.policy_config
     return RendererCache(
         tokenizer,
-        template_kwargs=None if asked is None else asked.chat_template_kwargs,
-        system_prompt=None if asked is None else asked.system_prompt,
+        template_kwargs=None if policy_config is None else policy_config.chat_template_kwargs,
+        system_prompt=None if policy_config is None else policy_config.system_prompt,
         tools_in=config.rollout.tools_in,
         date=template_date(config),
     )
@@ -97,8 +97,8 @@ def build_renderers(config: RunConfig, tokenizer: Any) -> RendererCache:
 
 def template_date(config: RunConfig) -> datetime.date:
     """Return the date that templates show: the configuration's, or today's, which does not change at midnight."""
-    fixed = config.model.template_date
-    return datetime.date.today() if fixed is None else datetime.date.fromisoformat(fixed)
+    date = config.model.template_date
+    return datetime.date.today() if date is None else datetime.date.fromisoformat(date)
 
 
 def _with_date(config: RunConfig, date: str) -> RunConfig:

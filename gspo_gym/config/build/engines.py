@@ -1,4 +1,4 @@
-"""The engine of a configuration: transformers on the learner's weights, vLLM in this process, or servers that run.
+"""The engine of a configuration: transformers on the learner's weights, vLLM in this process, or endpoints.
 
 Also the path of new weights into it: the weight sync, the canary that attests them, and the alarm on engine mismatch.
 """
@@ -25,7 +25,6 @@ from gspo_gym.cluster.actors import Cluster
 from gspo_gym.cluster.placement import Part, Resources
 from gspo_gym.cluster.replica import ReplicaEngine, ReplicaLostError, ReplicaSettings, Shipment
 from gspo_gym.config.run_config import RunConfig
-from gspo_gym.config.sections import WeightSyncSection
 from gspo_gym.config.services import OWN_GPU, SHARED_GPU, VllmSection, has_replicas, num_replicas, place
 from gspo_gym.diagnosis.alarms import MismatchAlarm, differ_on_purpose
 from gspo_gym.engine.base import Engine, PauseMode, UpdateKind, WeightUpdate, require_sleeping
@@ -35,7 +34,6 @@ from gspo_gym.engine.replicas.rebuildable import MakeEngine, RebuildableEngine
 from gspo_gym.engine.replicas.replica_set import RouterSettings
 from gspo_gym.engine.replicas.router import RoutedEngine
 from gspo_gym.engine.vllm.engine import VllmEngine
-from gspo_gym.engine.vllm.http import VllmHttpEngine, VllmHttpSettings
 from gspo_gym.engine.vllm.settings import PROCESSOR_BLOCK, Transfer, VllmSettings
 from gspo_gym.errors import ConfigError, MissingExtraError
 from gspo_gym.learning.logprobs import LogprobComputer
@@ -63,18 +61,15 @@ async def build_engine(config: RunConfig, policy: Policy, cluster: Cluster | Non
     `cluster` has the places of the processes that sample (`sampling_parts`), if there are any.
 
     Raises:
-        ConfigError: the model, the servers or this machine cannot do what the config asks for.
+        ConfigError: the model, the endpoints or this machine cannot do what the config asks for.
         MissingExtraError: vLLM or httpx is not installed.
         EngineError: it did not start, or nothing answers at services.engine_urls.
     """
     check_context(config, policy.base, getattr(policy.model.config, "max_position_embeddings", None))
     check_engine(config)
-    urls = () if config.services is None else config.services.engine_urls
     # With rescore it is the local one: what the endpoint's samples teach is seen by playing the policy itself.
     if config.rollout.engine == "http" and not config.rollout.rescore:
         return await build_endpoint(config, policy)
-    if config.rollout.engine == "vllm" and urls:
-        return await _connect_vllm(config, policy, urls)
     if has_replicas(config.sections):
         assert cluster is not None
         return await _start_replicas(config, policy, cluster)
@@ -95,10 +90,10 @@ def check_context(config: RunConfig, base: str, longest: int | None) -> None:
     Raises:
         ConfigError: names the key.
     """
-    asked = {"rollout.max_model_len": config.rollout.max_model_len}
+    lengths = {"rollout.max_model_len": config.rollout.max_model_len}
     if config.vllm is not None and config.vllm.max_model_len is not None:
-        asked["vllm.max_model_len"] = config.vllm.max_model_len
-    for key, length in asked.items():
+        lengths["vllm.max_model_len"] = config.vllm.max_model_len
+    for key, length in lengths.items():
         if longest is not None and length > longest:
             raise ConfigError(f"{key}: {base} reads at most {longest} tokens, got {length}")
 
@@ -109,14 +104,11 @@ def check_engine(config: RunConfig) -> None:
     Raises:
         MissingExtraError: vLLM or httpx is missing.
     """
-    engine, urls = config.rollout.engine, () if config.services is None else config.services.engine_urls
-    # Servers at engine_urls need no vLLM here.
-    if engine == "vllm" and not urls and importlib.util.find_spec("vllm") is None:
+    engine = config.rollout.engine
+    if engine == "vllm" and importlib.util.find_spec("vllm") is None:
         raise MissingExtraError(
             'rollout.engine = "vllm": vLLM is not installed; pip install \'gspo-gym[vllm]\', or set "local"'
         )
-    if engine == "vllm" and urls and importlib.util.find_spec("httpx") is None:
-        raise MissingExtraError("services.engine_urls: an engine behind a vLLM server needs: pip install httpx")
     if engine == "http" and importlib.util.find_spec("httpx") is None:
         raise MissingExtraError("rollout.engine = \"http\": httpx is not installed; pip install 'gspo-gym[openai]'")
 
@@ -127,7 +119,7 @@ async def build_endpoint(config: RunConfig, policy: Policy) -> Engine:
     Raises:
         ConfigError, MissingExtraError, EngineError: see `build_engine`.
     """
-    urls = () if config.services is None else config.services.engine_urls
+    urls = config.endpoints.engine_urls
     return await _connect([_openai_endpoint(config, policy, url) for url in urls])
 
 
@@ -156,7 +148,7 @@ def vllm_settings(config: RunConfig, policy: Policy, folder: Path) -> VllmSettin
         block_size=vllm.block_size,
         enforce_eager=on_processor if vllm.enforce_eager is None else vllm.enforce_eager,
         seed=config.run.seed,
-        max_lora_rank=next((known for known in _LORA_RANKS if known >= rank), rank) if rank else 0,
+        max_lora_rank=next((size for size in _LORA_RANKS if size >= rank), rank) if rank else 0,
         max_loras=config.training.max_staleness + 2,
         enable_sleep_mode=vllm.sleep_while_learning and not on_processor,  # where there is no memory to give back
         structured_output=vllm.structured_output,
@@ -190,7 +182,7 @@ def sends_adapters(config: RunConfig, policy: Policy) -> bool:
     """Return whether vLLM in this process takes LoRA adapters as they are, not merged into the base."""
     if not is_adapter(policy.model):
         return False
-    sync = config.training.weight_sync or WeightSyncSection()
+    sync = config.weight_sync
     if sync.mode != "auto":
         return sync.mode == "direct"
     # On a processor vLLM's products with an adapter take several times as long as those with the merged weights.
@@ -199,17 +191,17 @@ def sends_adapters(config: RunConfig, policy: Policy) -> bool:
 
 
 def _transfer(config: RunConfig, policy: Policy) -> Transfer:
-    asked = "files" if config.training.weight_sync is None else config.training.weight_sync.transfer
+    transfer = config.weight_sync.transfer
     if has_replicas(config.sections):  # what arrives in a replica's process goes on to vLLM's
-        asked = "shared_memory"
-    if asked in ("ipc", "nccl") and policy.model.device.type != "cuda":
+        transfer = "shared_memory"
+    if transfer in ("ipc", "nccl") and policy.model.device.type != "cuda":
         raise ConfigError(
-            f'training.weight_sync.transfer: "{asked}" is from GPU to GPU, but the policy is on the '
+            f'training.weight_sync.transfer: "{transfer}" is from GPU to GPU, but the policy is on the '
             f'{policy.model.device.type}; set "shared_memory" or "files"'
         )
-    if asked == "shared_memory" and not hasattr(os, "memfd_create"):
+    if transfer == "shared_memory" and not hasattr(os, "memfd_create"):
         raise ConfigError('training.weight_sync.transfer: "shared_memory" needs Linux; set "files"')
-    return asked
+    return transfer
 
 
 async def _start_vllm(config: RunConfig, policy: Policy) -> Engine:
@@ -224,11 +216,11 @@ async def _start_vllm(config: RunConfig, policy: Policy) -> Engine:
             # The base alone: the adapter follows as the first update.
             settings = vllm_settings(config, policy, folder / "base")
         else:
-            staged = await asyncio.to_thread(_stage, config, policy, folder, "full")
-            settings = vllm_settings(config, policy, staged.folder or folder)
+            checkpoint = await asyncio.to_thread(_stage, config, policy, folder, "full")
+            settings = vllm_settings(config, policy, checkpoint.folder or folder)
         engine = RebuildableEngine(await start(), start, on_close=lambda: remove_folder(folder))
         if sends_adapters(config, policy):
-            await _give_weights(config, policy, engine)
+            await _give_adapter(config, policy, engine)
         return engine
     except BaseException:
         remove_folder(folder)
@@ -242,8 +234,8 @@ async def start_vllm_here(config: RunConfig, policy: Policy, folder: Path) -> En
         MissingExtraError: vLLM is not installed. EngineError: it did not start.
     """
     shutil.rmtree(folder, ignore_errors=True)  # of the process in whose place this one was started
-    staged = await asyncio.to_thread(_stage, config, policy, folder, "full")
-    return await VllmEngine.start(vllm_settings(config, policy, staged.folder or folder))
+    checkpoint = await asyncio.to_thread(_stage, config, policy, folder, "full")
+    return await VllmEngine.start(vllm_settings(config, policy, checkpoint.folder or folder))
 
 
 def sampling_parts(config: RunConfig) -> list[Part]:
@@ -287,8 +279,8 @@ async def _start_replicas(config: RunConfig, policy: Policy, cluster: Cluster) -
         try:
             engines = await asyncio.gather(*starts)
         except BaseException:
-            for each in starts:
-                each.cancel()  # ends what it began; one that is up must be closed
+            for task in starts:
+                task.cancel()  # ends what it began; one that is up must be closed
             for result in await asyncio.gather(*starts, return_exceptions=True):
                 if isinstance(result, ReplicaEngine):
                     await result.close()
@@ -318,44 +310,15 @@ def _base_now(config: RunConfig, base: str) -> str:
 
 def held_tensors(model: Any) -> list[tuple[str, torch.Tensor]]:
     """Return the parameters and saved buffers of a model (Any: untyped), whose weights need not be its files' ones."""
-    saved = model.state_dict().keys()
-    return [*model.named_parameters(), *((name, tensor) for name, tensor in model.named_buffers() if name in saved)]
-
-
-async def _connect_vllm(config: RunConfig, policy: Policy, urls: tuple[str, ...]) -> Engine:
-    # The servers may have been started with other weights than the policy's, so they are given these at once.
-    wanted = config.vllm or VllmSection()
-
-    def connect(url: str) -> MakeEngine:
-        settings = VllmHttpSettings(
-            url,
-            vocab_size=_vocab_size(policy),
-            num_token_ids=_num_token_ids(policy),
-            dtype=wanted.dtype or config.model.dtype,
-            max_model_len=wanted.max_model_len or config.rollout.max_model_len,
-            api_key_env=_API_KEY if os.environ.get(_API_KEY) else None,
-            seed=config.run.seed,
-        )
-
-        async def start() -> Engine:
-            return await VllmHttpEngine.start(settings)
-
-        return start
-
-    engine = await _connect([connect(url) for url in urls])
-    try:
-        await _give_weights(config, policy, engine)
-    except BaseException:
-        await engine.close()
-        raise
-    return engine
+    keys = model.state_dict().keys()
+    return [*model.named_parameters(), *((name, tensor) for name, tensor in model.named_buffers() if name in keys)]
 
 
 def _openai_endpoint(config: RunConfig, policy: Policy, url: str) -> MakeEngine:
-    named = None if config.services is None else config.services.engine_model
+    engine_model = config.endpoints.engine_model
     settings = HttpSettings(
         url if url.endswith("/v1") else f"{url}/v1",  # as the openai package wants it
-        named or config.model.base or policy.base,
+        engine_model or config.model.base or policy.base,
         api_key_env=_API_KEY if os.environ.get(_API_KEY) else None,
         max_model_len=config.rollout.max_model_len,
         vocab_size=_vocab_size(policy),
@@ -381,17 +344,10 @@ async def _connect(starts: list[MakeEngine]) -> Engine:
     return engines[0] if len(engines) == 1 else RoutedEngine(engines)
 
 
-async def _give_weights(config: RunConfig, policy: Policy, engine: Engine) -> None:
-    kinds = engine.capabilities.update_kinds
-    if not {"full", "adapter"} & set(kinds):
-        raise ConfigError(
-            "services.engine_urls: these servers do not let their weights be changed from here, so that they would "
-            "sample from others than the policy's; start them with `gspo-gym serve --engine vllm`, or evaluate what "
-            'they serve with rollout.engine = "http"'
-        )
+async def _give_adapter(config: RunConfig, policy: Policy, engine: Engine) -> None:
     folder = Path(temporary_folder("gspo_gym-start-"))
     try:
-        update = await asyncio.to_thread(_stage, config, policy, folder, "full" if "full" in kinds else "adapter")
+        update = await asyncio.to_thread(_stage, config, policy, folder, "adapter")
         await engine.pause("wait")
         await engine.apply_weights(update)
         await engine.resume(0)
@@ -420,13 +376,13 @@ def build_weight_sync(config: RunConfig, policy: Policy, engine: Engine, recorde
     Raises:
         ConfigError: the settings allow no way in which the engine takes new weights.
     """
-    asked, max_staleness = config.training.weight_sync or WeightSyncSection(), config.training.max_staleness
+    sync_section, max_staleness = config.weight_sync, config.training.max_staleness
     kind = choose_kind(
         engine,
         is_adapter=is_adapter(policy.model),
-        mode=asked.mode,
-        direct=asked.direct,
-        is_handed_over=asked.transfer != "files" or has_replicas(config.sections),
+        mode=sync_section.mode,
+        direct=sync_section.direct,
+        is_handed_over=sync_section.transfer != "files" or has_replicas(config.sections),
     )
     canary = build_canary(config, policy) if kind != "shared" or max_staleness > 0 else None
     rebuildable = engine if isinstance(engine, RebuildableEngine) else None
@@ -436,18 +392,18 @@ def build_weight_sync(config: RunConfig, policy: Policy, engine: Engine, recorde
         kind=kind,
         staging=_staging(config, policy, kind),
         canary=canary,
-        verify_every_k=asked.verify_every_k,
+        verify_every_k=sync_section.verify_every_k,
         interval=config.training.weight_sync_interval,
         on_event=lambda name, values: recorder.event(name, values["version"], values),
     )
     if has_replicas(config.sections):
         weight_sync.begin()  # others are started with a folder, which stays
 
-    def watch(routed: Engine) -> None:
-        if isinstance(routed, RoutedEngine):
+    def watch(engine_of_calls: Engine) -> None:
+        if isinstance(engine_of_calls, RoutedEngine):
             if canary is not None:
-                routed.attest = canary.check  # of each replica, where a call would reach one of them
-            routed.set_rebuild(partial(_rebuild, weight_sync))
+                engine_of_calls.attest = canary.check  # of each replica, where a call would reach one of them
+            engine_of_calls.set_rebuild(partial(_rebuild, weight_sync))
 
     watch(engine if rebuildable is None else rebuildable.engine)
     if rebuildable is not None:
@@ -459,17 +415,17 @@ def build_weight_sync(config: RunConfig, policy: Policy, engine: Engine, recorde
 
 
 def _pause_mode(config: RunConfig, engine: Engine) -> PauseMode:
-    asked, modes = config.training.weight_sync or WeightSyncSection(), engine.capabilities.pause_modes
-    if asked.in_flight is None:
+    sync_section, modes = config.weight_sync, engine.capabilities.pause_modes
+    if sync_section.in_flight is None:
         # With vLLM's long requests every update would wait for the longest.
         can_keep = config.training.max_staleness > 0 and "keep" in modes
         return "keep" if can_keep and config.rollout.engine == "vllm" else "wait"
-    if asked.in_flight not in modes:
+    if sync_section.in_flight not in modes:
         raise ConfigError(
-            f'training.weight_sync.in_flight: this engine cannot "{asked.in_flight}" calls in flight; it can '
+            f'training.weight_sync.in_flight: this engine cannot "{sync_section.in_flight}" calls in flight; it can '
             f"{' or '.join(modes)}"
         )
-    return asked.in_flight
+    return sync_section.in_flight
 
 
 async def _rebuild(weight_sync: WeightSync, replica: Engine) -> None:
@@ -535,7 +491,7 @@ def _staging(config: RunConfig, policy: Policy, kind: UpdateKind) -> Staging | H
     # Each version that a request in flight may have, and the next one.
     keep = config.training.max_staleness + 2
     num_bytes = (keep + 1) * num_weight_bytes(policy.model)  # the oldest goes one commit later
-    in_memory = (config.training.weight_sync or WeightSyncSection()).direct
+    in_memory = config.weight_sync.direct
     root = staging_root(config.run_folder, in_memory=in_memory, num_bytes=num_bytes)
     return Staging(policy, root, keep=keep, dtype=_dtypes(config)[1])
 

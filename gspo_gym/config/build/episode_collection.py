@@ -23,6 +23,7 @@ from gspo_gym.env.chat_model import ChatModel, ChatModelSettings
 from gspo_gym.env.core import PolicyFactory, ScriptedPolicy
 from gspo_gym.env.registry import resolve
 from gspo_gym.env.session import looking_at
+from gspo_gym.env.watchdog import marker_beside, read_frozen, seconds_until_frozen, watching
 from gspo_gym.env.workers.isolation import isolated_factory
 from gspo_gym.errors import ConfigError, RolloutError
 from gspo_gym.policy.load import load_policy, load_tokenizer
@@ -31,7 +32,6 @@ from gspo_gym.rollout.episode import episode_player
 from gspo_gym.rollout.ledger import Disposition
 from gspo_gym.rollout.limits import EpisodeLimits, PoolLimits
 from gspo_gym.rollout.pool import GroupRequest, RolloutPool, require_episodes
-from gspo_gym.rollout.watchdog import marker_beside, read_frozen, seconds_until_frozen, watching
 from gspo_gym.types import DroppedEpisode, Message, Sampling, Task, Trajectory, TrajectoryGroup
 
 SCRIPTED, ENDPOINT = "scripted:", "openai:"
@@ -135,10 +135,10 @@ def collect_episodes(
     known = {trajectory.trajectory_id: trajectory for trajectory in already}
     limit = seconds_until_frozen(settings.step_timeout_seconds)
     with watching(marker, limit, advice=_NOT_NOTED if out is None else _NOTED):
-        collected = run_to_end(_play(env_id, factory, policy, seeds, settings, known=known, on_episode=on_episode))
+        collection = run_to_end(_play(env_id, factory, policy, seeds, settings, earlier=known, on_episode=on_episode))
     if marker is not None:  # nothing froze, so the next call need not isolate
         marker.unlink(missing_ok=True)
-    return collected
+    return collection
 
 
 async def _play(
@@ -148,7 +148,7 @@ async def _play(
     seeds: Sequence[int],
     settings: CollectSettings,
     *,
-    known: Mapping[str, Trajectory],
+    earlier: Mapping[str, Trajectory],
     on_episode: Callable[[Trajectory], None] | None,
 ) -> CollectedEpisodes:
     name = policy if isinstance(policy, str) else getattr(policy, "__name__", "policy")
@@ -161,17 +161,17 @@ async def _play(
     async with _player(make_policy, settings) as player:
         pool = _pool(factory, player, settings, on_episode)
         requests = _requests(env_id, seeds, settings)
-        missing = [each for each in requests if _id_of(each) not in known]
-        played = await pool.play_groups(missing)
+        missing = [episode for episode in requests if _id_of(episode) not in earlier]
+        groups = await pool.play_groups(missing)
         # With earlier episodes, a continued command that plays none more is no failure.
-        if not known:
-            _require_episodes(name, played)
-    kept = {**known} | {each.trajectory_id: each for group in played for each in group.trajectories}
+        if not earlier:
+            _require_episodes(name, groups)
+    trajectories = {**earlier} | {episode.trajectory_id: episode for group in groups for episode in group.trajectories}
     return CollectedEpisodes(
         env_id,
         name,
-        tuple(kept[_id_of(each)] for each in requests if _id_of(each) in kept),
-        tuple(dropped for group in played for dropped in group.dropped),
+        tuple(trajectories[_id_of(episode)] for episode in requests if _id_of(episode) in trajectories),
+        tuple(attempt for group in groups for attempt in group.dropped),
         tools,
     )
 

@@ -121,23 +121,23 @@ async def estimate_step(
     source = config.sources[0]
     if source.task_url is not None or config.topology is not None:
         return None
-    held = _resident_bytes()
+    resident_bytes = _resident_bytes()
     episodes = await _episodes(config, player)
     if episodes is None:
         return None
-    played, shape = episodes
+    trajectories, shape = episodes
     sampling = learning = None
     if isinstance(player.engine, LocalEngine) and player.endpoint is None:
-        sampling = await _sampling_seconds(config, player.engine, played, shape, clock)
+        sampling = await _sampling_seconds(config, player.engine, trajectories, shape, clock)
         await player.engine.forget_ended()  # the run begins with an engine that has read nothing
-        learning = await compute(lambda: _learning_seconds(config, player.policy.model, played, shape, clock))
+        learning = await compute(lambda: _learning_seconds(config, player.policy.model, trajectories, shape, clock))
     return Estimate(
         tokens=round(shape.episodes * shape.tokens),
         sampled_tokens=round(shape.episodes * shape.sampled),
         is_bound=shape.is_bound,
         sampling_seconds=sampling,
         learning_seconds=learning,
-        peak_bytes=None if held is None else _peak_bytes(config, player.policy.model, shape, held),
+        peak_bytes=None if resident_bytes is None else _peak_bytes(config, player.policy.model, shape, resident_bytes),
     )
 
 
@@ -149,38 +149,38 @@ async def _episodes(config: RunConfig, player: Player) -> tuple[list[Trajectory]
     source, env_id = config.sources[0], environment_ids(config)[0]
     async with looking_at_source(config, source) as env:
         policies: dict[str, PolicyFactory] = dict(getattr(env, "policies", None) or {})
-    others = ("random", *policies)
-    name = config.warmup.policy if config.warmup is not None else next(filter(policies.get, others), "")
+    default_policies = ("random", *policies)
+    name = config.warmup.policy if config.warmup is not None else next(filter(policies.get, default_policies), "")
     policy = policies.get(name, _says_nothing)
     play = local_play(config, player.renderers, ScriptedActor(policy), source=source)
     has_processes = build_environment(config, source).decision.isolation == "process"
     most = _MAX_IN_PROCESSES if has_processes else _MAX_PLAYED
-    began, played = time.thread_time(), []
+    began, trajectories = time.thread_time(), []
     for index, seed in enumerate(_seeds(config, most)):
         sampling_seed = child_seed(config.run.seed, "estimate", index)
-        played.append(await play(EpisodeRequest(f"estimate/{index}", Task(env_id, seed), sampling_seed)))
+        trajectories.append(await play(EpisodeRequest(f"estimate/{index}", Task(env_id, seed), sampling_seed)))
     seconds = time.thread_time() - began
-    if any(trajectory.error is not None or not trajectory.segments for trajectory in played):
+    if any(trajectory.error is not None or not trajectory.segments for trajectory in trajectories):
         return None
-    turns, tokens, sampled = (
-        sum(counts) / len(played)
+    turns, tokens, num_sampled = (
+        sum(counts) / len(trajectories)
         for counts in (
-            [len(trajectory.turns) for trajectory in played],
-            [sum(map(len, trajectory.segments)) for trajectory in played],
-            [trajectory.num_actions for trajectory in played],
+            [len(trajectory.turns) for trajectory in trajectories],
+            [sum(map(len, trajectory.segments)) for trajectory in trajectories],
+            [trajectory.num_actions for trajectory in trajectories],
         )
     )
     is_bound = config.warmup is None
     if is_bound:  # a pretrained model's own answers, or those of random weights
-        longest = min(turns * config.rollout.max_output_tokens, config.rollout.max_model_len - (tokens - sampled))
-        tokens, sampled = tokens - sampled + max(sampled, longest), max(sampled, longest)
-    return played, StepShape(
+        longest = min(turns * config.rollout.max_output_tokens, config.rollout.max_model_len - (tokens - num_sampled))
+        tokens, num_sampled = tokens - num_sampled + max(num_sampled, longest), max(num_sampled, longest)
+    return trajectories, StepShape(
         episodes=config.size.episodes_per_iteration,
         turns=turns,
         tokens=tokens,
-        sampled=sampled,
+        sampled=num_sampled,
         is_bound=is_bound,
-        play_seconds=seconds / len(played),
+        play_seconds=seconds / len(trajectories),
     )
 
 
@@ -196,56 +196,58 @@ def _says_nothing(_env: Any, _generator: Any) -> Callable[[Sequence[Any]], str]:
 
 
 async def _sampling_seconds(
-    config: RunConfig, engine: LocalEngine, played: Sequence[Trajectory], shape: StepShape, clock: Clock
+    config: RunConfig, engine: LocalEngine, trajectories: Sequence[Trajectory], shape: StepShape, clock: Clock
 ) -> float:
     """Return the seconds of playing a step's episodes: prompts, tokens one by one, and everything around the model.
 
     A step of decoding takes a + b x requests. One request, and many, tell a and b; many of one token tell what prompts
     take.
     """
-    prompts = [t.segments[0].token_ids[: t.turns[0].action_span[0]] for t in played]
+    prompts = [t.segments[0].token_ids[: t.turns[0].action_span[0]] for t in trajectories]
     num_decoded = max(2, min(_NUM_DECODED, config.rollout.max_model_len - max(map(len, prompts))))
 
-    async def timed(requests: int, tokens: int) -> float:
+    async def fastest_call(requests: int, tokens: int) -> float:
         params = SamplingParams(max_tokens=tokens, min_tokens=tokens, stop_token_ids=(), seed=0)
         seconds: list[float] = []
         # The shortest of several, if they are short: others take the processor now and then.
         while not seconds or (len(seconds) < _NUM_REPEATED and sum(seconds) < _PROBE_SECONDS / 4):
             indices = [len(seconds) * requests + k for k in range(requests)]
             began = clock()
-            await asyncio.gather(*(engine.generate(_other(prompts[k % len(prompts)], k), params) for k in indices))
+            await asyncio.gather(
+                *(engine.generate(_changed_prompt(prompts[k % len(prompts)], k), params) for k in indices)
+            )
             seconds.append(clock() - began)
         return min(seconds)
 
-    await timed(1, 2)  # whatever the first call prepares
-    one = await timed(1, num_decoded)
+    await fastest_call(1, 2)  # whatever the first call prepares
+    seconds_of_one = await fastest_call(1, num_decoded)
     at_once = min(config.rollout.max_concurrent_rollouts, shape.episodes)
-    many = max(2, min(at_once, _MOST_REQUESTS, int(_PROBE_SECONDS / max(one, 1e-6))))
-    prefilled, decoded = await timed(many, 1), await timed(many, num_decoded)
-    prompt_seconds = prefilled / sum(len(prompts[k % len(prompts)]) for k in range(many))
-    step_of_one = max(0.0, one - prompt_seconds * len(prompts[0])) / (num_decoded - 1)
-    step_of_many = max(1e-6, decoded - prefilled) / (num_decoded - 1)
-    each = max(0.0, step_of_many - step_of_one) / (many - 1)
+    many = max(2, min(at_once, _MOST_REQUESTS, int(_PROBE_SECONDS / max(seconds_of_one, 1e-6))))
+    prefill_seconds, decode_seconds = await fastest_call(many, 1), await fastest_call(many, num_decoded)
+    prompt_seconds = prefill_seconds / sum(len(prompts[k % len(prompts)]) for k in range(many))
+    step_of_one = max(0.0, seconds_of_one - prompt_seconds * len(prompts[0])) / (num_decoded - 1)
+    step_of_many = max(1e-6, decode_seconds - prefill_seconds) / (num_decoded - 1)
+    seconds_per_request = max(0.0, step_of_many - step_of_one) / (many - 1)
     # Episodes end one after another, so that a batch is two thirds full, about.
     batch = min(shape.episodes, max(1.0, at_once * 2 / 3))
-    step = max(step_of_many, min(step_of_one, step_of_many) + each * (batch - 1))
+    step = max(step_of_many, min(step_of_one, step_of_many) + seconds_per_request * (batch - 1))
     decoding = shape.episodes * shape.sampled / batch * step
     # An equal beginning is read once, and the answers were sampled.
-    read = [t.token_ids for trajectory in played for t in trajectory.segments]
-    new = max(0.0, shape.episodes * (num_nodes(read) / len(played) - shape.sampled))
+    sequences = [t.token_ids for trajectory in trajectories for t in trajectory.segments]
+    new = max(0.0, shape.episodes * (num_nodes(sequences) / len(trajectories) - shape.sampled))
     return decoding + new * prompt_seconds + shape.episodes * shape.play_seconds
 
 
-def _other(prompt: Any, index: int) -> Any:
+def _changed_prompt(prompt: Any, index: int) -> Any:
     """Return a prompt of the same length that begins otherwise: the engine reads an equal beginning once only."""
-    changed = prompt.copy()
-    changed[: len(changed) // 2] = changed[index % len(changed)]
-    changed[0] = prompt[(index * 7 + 1) % len(prompt)]
-    return changed
+    other_prompt = prompt.copy()
+    other_prompt[: len(other_prompt) // 2] = other_prompt[index % len(other_prompt)]
+    other_prompt[0] = prompt[(index * 7 + 1) % len(prompt)]
+    return other_prompt
 
 
 def _learning_seconds(
-    config: RunConfig, model: Any, played: Sequence[Trajectory], shape: StepShape, clock: Clock
+    config: RunConfig, model: Any, trajectories: Sequence[Trajectory], shape: StepShape, clock: Clock
 ) -> float:
     """Return the seconds of a step's learning: old logprobs once, and each epoch forward and backward."""
     update = UpdateSettings.of(config.training)
@@ -258,46 +260,46 @@ def _learning_seconds(
     )
     weights = sum(parameter.numel() for parameter in model.parameters())
     small = max(256, int(_PROBE_SECONDS * _ASSUMED_FLOPS * torch.get_num_threads() / (6 * weights)))
-    rows = _first(played, min(small, update.max_tokens_per_microbatch), at_least=2)  # two can share a beginning
+    rows = _first(trajectories, min(small, update.max_tokens_per_microbatch), at_least=2)  # two can share a beginning
     batch = to_device(batch_tokens(rows), next(model.parameters()).device)
     shares = computer.prefixes.pays(batch.token_ids, batch.attention_mask)
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
 
     def forward() -> torch.Tensor:
-        scored = computer.compute(batch.token_ids, batch.attention_mask, batch.action_mask)
-        return scored.logprobs.sum() + scored.entropy.sum() * (config.loss.entropy_coef > 0)
+        scores = computer.compute(batch.token_ids, batch.attention_mask, batch.action_mask)
+        return scores.logprobs.sum() + scores.entropy.sum() * (config.loss.entropy_coef > 0)
 
     def score() -> None:
         with torch.no_grad():
             forward()
 
     def backward() -> None:
-        torch.autograd.grad(forward(), trained, allow_unused=True)
+        torch.autograd.grad(forward(), parameters, allow_unused=True)
 
     num_scored = (config.correction.old_logprobs == "recompute") + config.has_reference
-    each = num_scored * _per_call(score, clock) + update.update_epochs * _per_call(backward, clock)
+    seconds_per_batch = num_scored * _per_call(score, clock) + update.update_epochs * _per_call(backward, clock)
     # Rows of a micro-batch that begin alike are computed once.
-    micro = _first(played, update.max_tokens_per_microbatch)
-    work = _num_computed(micro, shares=shares) / len(micro) * shape.tokens / _mean_tokens(played)
-    return shape.episodes * each * work / _num_computed(rows, shares=shares)
+    micro = _first(trajectories, update.max_tokens_per_microbatch)
+    work = _num_computed(micro, shares=shares) / len(micro) * shape.tokens / _mean_tokens(trajectories)
+    return shape.episodes * seconds_per_batch * work / _num_computed(rows, shares=shares)
 
 
-def _first(played: Sequence[Trajectory], max_tokens: int, *, at_least: int = 1) -> Sequence[Trajectory]:
+def _first(trajectories: Sequence[Trajectory], max_tokens: int, *, at_least: int = 1) -> Sequence[Trajectory]:
     """Return the first episodes whose padded tokens fill no more than a micro-batch."""
     longest = 0
-    for count, trajectory in enumerate(played):
+    for count, trajectory in enumerate(trajectories):
         longest = max(longest, *map(len, trajectory.segments))
         if count >= at_least and longest * (count + 1) > max_tokens:
-            return played[:count]
-    return played
+            return trajectories[:count]
+    return trajectories
 
 
-def _mean_tokens(played: Sequence[Trajectory]) -> float:
-    return sum(len(segment) for trajectory in played for segment in trajectory.segments) / len(played)
+def _mean_tokens(trajectories: Sequence[Trajectory]) -> float:
+    return sum(len(segment) for trajectory in trajectories for segment in trajectory.segments) / len(trajectories)
 
 
-def _num_computed(played: Sequence[Trajectory], *, shares: bool) -> float:
-    segments = [segment.token_ids for trajectory in played for segment in trajectory.segments]
+def _num_computed(trajectories: Sequence[Trajectory], *, shares: bool) -> float:
+    segments = [segment.token_ids for trajectory in trajectories for segment in trajectory.segments]
     return num_nodes(segments) if shares else sum(map(len, segments))
 
 
@@ -307,12 +309,12 @@ def num_nodes(sequences: Sequence[Any]) -> int:
     >>> num_nodes([[1, 2, 3], [1, 2, 4], [5]])
     5
     """
-    ordered = sorted([int(token) for token in sequence] for sequence in sequences)
-    shared = sum(
-        next((k for k, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
-        for one, other in itertools.pairwise(ordered)
+    sorted_sequences = sorted([int(token) for token in sequence] for sequence in sequences)
+    num_shared = sum(
+        next((k for k, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), min(len(first), len(second)))
+        for first, second in itertools.pairwise(sorted_sequences)
     )
-    return sum(map(len, ordered)) - shared
+    return sum(map(len, sorted_sequences)) - num_shared
 
 
 def _per_call(work: Callable[[], object], clock: Clock) -> float:
@@ -325,15 +327,15 @@ def _per_call(work: Callable[[], object], clock: Clock) -> float:
     return min(seconds)
 
 
-def _peak_bytes(config: RunConfig, model: Any, shape: StepShape, held: int) -> int | None:
+def _peak_bytes(config: RunConfig, model: Any, shape: StepShape, resident_bytes: int) -> int | None:
     """Return what the process holds now, and what a step adds: gradients, moments, and a pass or the engine's cache."""
     try:
         sizes = ModelShape.from_config(model.config.to_dict())
     except ConfigError:  # a kind of model that is not counted
         return None
-    planned = learning_of(config)
+    full_learning = learning_of(config)
     batch = math.ceil(min(config.training.batch_size or shape.episodes, shape.episodes) * shape.tokens)
-    learning = replace(planned, num_tokens=min(planned.num_tokens, batch))
+    learning = replace(full_learning, num_tokens=min(full_learning.num_tokens, batch))
     memory = rank_memory(sizes, learning)
     at_once = min(config.rollout.max_concurrent_rollouts, shape.episodes)
     cache = at_once * shape.tokens * 2 * sizes.num_layers * sizes.kv_size * BYTES[config.model.dtype]
@@ -342,7 +344,7 @@ def _peak_bytes(config: RunConfig, model: Any, shape: StepShape, held: int) -> i
         memory.logits, 3 * 4 * sizes.vocab_size * math.ceil(learning.num_tokens * shape.sampled / shape.tokens)
     )
     passing = memory.activations + logits
-    return held + memory.gradients + memory.optimizer + memory.reference + passing + math.ceil(cache)
+    return resident_bytes + memory.gradients + memory.optimizer + memory.reference + passing + math.ceil(cache)
 
 
 def _resident_bytes() -> int | None:

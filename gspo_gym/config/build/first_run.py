@@ -187,8 +187,8 @@ async def _look_at(env_id: str, options: Mapping[str, Any]) -> tuple[SmallTask, 
     except GymError:
         raise
     except Exception as error:  # an author's constructor may raise anything
-        given = f" with {dict(options)}" if options else ""
-        raise ConfigError(f"{env_id} cannot be made{given}: {type(error).__name__}: {error}") from error
+        options_text = f" with {dict(options)}" if options else ""
+        raise ConfigError(f"{env_id} cannot be made{options_text}: {type(error).__name__}: {error}") from error
 
 
 async def _measure(
@@ -200,15 +200,15 @@ async def _measure(
 ) -> Lengths:
     """Play the teacher, the reference, and answers that are not legal, which make the longest episodes."""
     names = dict.fromkeys(name for name in (teacher, "reference") if name in policies)
-    played = {name: await _play(env_id, config, tokenizer, policies[name]) for name in names if name is not None}
+    by_policy = {name: await _play(env_id, config, tokenizer, policies[name]) for name in names if name is not None}
     lost = list(await _play(env_id, config, tokenizer, lambda _env, _generator: lambda _messages: "?"))
     if teacher is not None:
         # A hand-written player that reads its own answers cannot go on from such ones.
         with contextlib.suppress(ConfigError):
             lost += await _play(env_id, config, tokenizer, _clumsy(policies[teacher]))
-    legal = [trajectory for episodes in played.values() for trajectory in episodes]
+    legal = [trajectory for episodes in by_policy.values() for trajectory in episodes]
     spans = [turn.action_span for trajectory in legal for turn in trajectory.turns]
-    taught = played[teacher] if teacher is not None else lost
+    examples = by_policy[teacher] if teacher is not None else lost
     segments = [
         (int((~segment.action_mask).sum()), sum(turn.segment == index for turn in trajectory.turns))
         for trajectory in [*legal, *lost]
@@ -217,7 +217,7 @@ async def _measure(
     return Lengths(
         num_turns=max(len(trajectory.turns) for trajectory in [*legal, *lost]),
         output=max((stop - start for start, stop in spans), default=256),
-        sampled=sum(trajectory.num_actions for trajectory in taught) / len(taught),
+        sampled=sum(trajectory.num_actions for trajectory in examples) / len(examples),
         context=(max(size for size, _ in segments), max(count for _, count in segments)),
         succeeds=any(trajectory.success is not None for trajectory in legal),
     )
@@ -244,7 +244,7 @@ async def _play(env_id: str, config: Mapping[str, Any], tokenizer: Any, policy: 
     for index in range(_NUM_PLAYED):
         request = EpisodeRequest(str(index), Task(env_id, FIRST_TRAINING_SEED + index), sampling_seed=index)
         trajectory = await run_episode(
-            request, make_env=partial(_made, dict(config)), act=actor, renderers=renderers, limits=limits
+            request, make_env=partial(_make_env, dict(config)), act=actor, renderers=renderers, limits=limits
         )
         if trajectory.error is not None or not trajectory.turns:
             raise ConfigError(trajectory.error or "an episode had no turn")
@@ -252,7 +252,7 @@ async def _play(env_id: str, config: Mapping[str, Any], tokenizer: Any, policy: 
     return episodes
 
 
-def _made(config: Mapping[str, Any], task: Task) -> Any:
+def _make_env(config: Mapping[str, Any], task: Task) -> Any:
     return make(task.env_id, **config)
 
 
@@ -264,11 +264,13 @@ def _sections(facts: ModelFacts, lengths: Lengths, gpu_bytes: int | None, teache
     length = 64 * math.ceil((1.125 * beside + num_answers * output) / 64)  # other seeds have longer texts
     length = min(length, _MAX_CONTEXT, facts.context or _MAX_CONTEXT)
     clip = next((clip[1:] for clip in _CLIPS if lengths.sampled <= clip[0]), None)
-    taught = _random_weights(lengths, length) if facts.is_tiny else _pretrained(facts, lengths, gpu_bytes)
+    policy_sections = (
+        _random_weights(lengths, length) if facts.is_tiny else _pretrained_sections(facts, lengths, gpu_bytes)
+    )
     sections: Sections = {
         "run": {"seed": 0, "log_tokens_every_n_iters": 10},  # a run that is begun here can be looked at and verified
         "algorithm": {"variety": "gspo_token"},
-        **taught,
+        **policy_sections,
     }
     sections["rollout"] |= {"max_turns": lengths.num_turns, "max_output_tokens": output, "max_model_len": length}
     sections["training"] |= {"max_tokens_per_microbatch": max(4096, length)}
@@ -314,7 +316,7 @@ def _random_weights(lengths: Lengths, length: int) -> Sections:
     }
 
 
-def _pretrained(facts: ModelFacts, lengths: Lengths, gpu_bytes: int | None) -> Sections:
+def _pretrained_sections(facts: ModelFacts, lengths: Lengths, gpu_bytes: int | None) -> Sections:
     """Return what learned with SmolLM2-135M-Instruct and LoRA; without an adapter, the rate of full training."""
     has_adapter, is_long = facts.learns_by_adapter(gpu_bytes), lengths.sampled > _CLIPS[1][0]
     episodes = 32 if is_long and gpu_bytes is None else 96

@@ -5,7 +5,8 @@ No judge is asked here. Missing rubrics, functions and keys are errors before a 
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,22 +16,14 @@ from gspo_gym.config.rules.judge import judge_kind
 from gspo_gym.config.run_config import RunConfig
 from gspo_gym.errors import ConfigError, ServiceError
 from gspo_gym.judge.asking import AskingSettings, BudgetLimits, JudgeBudget, JudgementCache
-from gspo_gym.judge.base import Judge, JudgeError, Rubrics
+from gspo_gym.judge.base import Judge, JudgeError, Rubrics, load_function
 from gspo_gym.judge.blend import EnvRewards, env_rewards
-from gspo_gym.judge.gold import (
-    AgainstGoldJudge,
-    AgainstLabels,
-    Compare,
-    DriftAlarm,
-    GoldWatch,
-    labelled_episodes,
-    read_labels,
-)
+from gspo_gym.judge.gold import GoldWatch, against_judge, against_labels, labelled_episodes, read_labels
+from gspo_gym.judge.http import HttpJudge
 from gspo_gym.judge.model.judge import ModelJudge
 from gspo_gym.judge.panel import PanelJudge, PythonJudge
 from gspo_gym.judge.records import RubricsOf
-from gspo_gym.judge.rubric_files import load_aggregate, load_rubrics
-from gspo_gym.judge.service.contract import HttpJudge
+from gspo_gym.judge.rubric_files import load_rubrics
 from gspo_gym.judge.settings import GoldSettings, JudgeModelSettings, JudgeOptions, JudgeSettings, ModelJudgeSettings
 from gspo_gym.learning.credit import turn_rewards
 from gspo_gym.learning.settings import StepRewardSettings
@@ -93,13 +86,10 @@ class JudgeVariants:
     repeats: tuple[Judge, ...]
     in_given_order: Judge
 
-    async def close(self) -> None:
-        for judge in (self.judge, *self.repeats, self.in_given_order):
-            await judge.close()
 
-
-def build_judge_variants(config: RunConfig, *, num_repeats: int = 0) -> JudgeVariants:
-    """Return the judges of [judge], enabled or not, for commands that judge stored episodes.
+@contextlib.asynccontextmanager
+async def judge_variants(config: RunConfig, *, num_repeats: int = 0) -> AsyncIterator[JudgeVariants]:
+    """Yield the judges of [judge], enabled or not, for commands that judge stored episodes; close them afterwards.
 
     Raises:
         ConfigError, MissingExtraError: as `build_judging`; or there is no [judge].
@@ -107,14 +97,14 @@ def build_judge_variants(config: RunConfig, *, num_repeats: int = 0) -> JudgeVar
     if config.judge is None:
         raise ConfigError("there is no [judge] in the configuration, so nobody to ask; add it with its options")
     parts = _Parts(config, config.judge)
-    per_judge = (config.judge.options or JudgeOptions()).samples  # repeats are numbered after these
-    return JudgeVariants(
-        judge=parts.judge(cached=True),
-        repeats=tuple(
-            parts.judge(cached=False, first_sample=per_judge * (number + 1)) for number in range(num_repeats)
-        ),
-        in_given_order=parts.judge(cached=False, shuffles_criteria=False),
-    )
+    per_judge = parts.options.samples  # repeats are numbered after these
+    repeats = [parts.judge(cached=False, first_sample=per_judge * (number + 1)) for number in range(num_repeats)]
+    judge, in_given_order = parts.judge(cached=True), parts.judge(cached=False, shuffles_criteria=False)
+    try:
+        yield JudgeVariants(judge, tuple(repeats), in_given_order)
+    finally:
+        for variant in (judge, *repeats, in_given_order):
+            await variant.close()
 
 
 def rewards_of_turns(config: RunConfig) -> StepRewardSettings:
@@ -139,10 +129,10 @@ def build_rubrics(config: RunConfig, task_rubric: TaskRubric | None = None) -> R
     Raises:
         ConfigError, UnknownNameError: a rubric is missing or not valid.
     """
-    section = config.judge or JudgeSettings()
+    section = config.judging
     options = section.options or JudgeOptions()
-    judge_url = None if config.services is None else config.services.judge_url
-    is_asked_elsewhere = judge_kind(section.type, judge_url, options.python, section.panel) == "synth"
+    judge_url = config.endpoints.judge_url
+    is_asked_elsewhere = judge_kind(section, judge_url) == "synth"
     # Then what is laid over the rubric is sent with the id, and laid over it there.
     is_known_elsewhere = is_asked_elsewhere and options.rubric_id is not None
 
@@ -155,12 +145,12 @@ def build_rubrics(config: RunConfig, task_rubric: TaskRubric | None = None) -> R
         )
         return _of_options(rubrics, options, may_be_absent=is_asked_elsewhere)
 
-    known = load(None)
+    of_configuration = load(None)
 
     async def rubrics_of(task: Task) -> Rubrics:
         try:
             own = None if task_rubric is None else await task_rubric(task)
-            return known if own is None else load(own)
+            return of_configuration if own is None else load(own)
         except (ServiceError, ConfigError) as error:
             # A task without its rubric cannot be scored: its episode is treated as after any failed judgement.
             raise JudgeError(f"the rubric of task {task.task_id} itself: {error}") from error
@@ -182,16 +172,16 @@ def _of_options(rubrics: Rubrics, options: JudgeOptions, *, may_be_absent: bool)
                 f"judge.options.{part}: true, but the rubric has no part {part!r}; add one, for example under "
                 f"judge.options.rubric_overrides.{part}, or set false"
             )
-    judged = Rubrics(
+    own_rubrics = Rubrics(
         event=rubrics.event if options.event else None, outcome=rubrics.outcome if options.outcome else None
     )
     if options.rubric_aggregate is not None:
-        judged = judged.with_aggregate(load_aggregate(options.rubric_aggregate))
-    judged.require_totals()
+        own_rubrics = own_rubrics.with_aggregate(load_function(options.rubric_aggregate, of="aggregate"))
+    own_rubrics.require_totals()
     # A judge behind a URL may have a rubric of its own, and nothing to check is known here.
-    if may_be_absent and not judged.parts:
-        return judged
-    return judged.only_tracks(options.tracks).with_track_weights(options.weights)
+    if may_be_absent and not own_rubrics.parts:
+        return own_rubrics
+    return own_rubrics.only_tracks(options.tracks).with_track_weights(options.weights)
 
 
 _NOTES = {
@@ -221,7 +211,7 @@ class _Parts:
         self.section = section
         self.options = options
         self.seed = child_seed(config.run.seed, "judge")
-        self.judge_url = None if config.services is None else config.services.judge_url
+        self.judge_url = config.endpoints.judge_url
         self.policy_name = config.rollout.policy_name
         self.budget = JudgeBudget(BudgetLimits(max_calls=options.max_calls, max_usd=options.max_cost_usd))
         self.cache = JudgementCache(None if options.cache is None else Path(options.cache))
@@ -237,17 +227,24 @@ class _Parts:
         """Return the judge used in training; a panel if it has several members or samples."""
         options, section = self.options, self.section
         # The members differ, or the samples of one member.
-        kind = judge_kind(section.type, self.judge_url, options.python, section.panel)
+        kind = judge_kind(section, self.judge_url)
         if kind == "synth":
-            return self._http_judge(cached=cached)
+            assert self.judge_url is not None  # the rules have seen to it
+            return HttpJudge(
+                self.judge_url,
+                options,
+                asking=self.asking,
+                policy_name=self.policy_name,
+                cache=self.cache if cached else None,
+                budget=self.budget,
+            )
         members: Sequence[JudgeModelSettings] = section.panel or (options,)
-        return self._panel(
-            [
-                self.one_judge(member, sample=first_sample + sample, cached=cached, shuffles_criteria=shuffles_criteria)
-                for member in members
-                for sample in range(1 if member.python else options.samples)
-            ]
-        )
+        judges = [
+            self.one_judge(member, sample=first_sample + sample, cached=cached, shuffles_criteria=shuffles_criteria)
+            for member in members
+            for sample in range(1 if member.python else options.samples)
+        ]
+        return judges[0] if len(judges) == 1 else PanelJudge(judges, aggregate=options.aggregate)
 
     def one_judge(
         self, member: JudgeModelSettings, *, sample: int = 0, cached: bool, shuffles_criteria: bool = True
@@ -266,37 +263,17 @@ class _Parts:
         )
         return ModelJudge(settings, cache=self.cache if cached else None, budget=self.budget)
 
-    def _http_judge(self, *, cached: bool) -> Judge:
-        assert self.judge_url is not None  # the rules have seen to it
-        return HttpJudge(
-            self.judge_url,
-            self.options,
-            asking=self.asking,
-            policy_name=self.policy_name,
-            cache=self.cache if cached else None,
-            budget=self.budget,
-        )
-
-    def _panel(self, members: Sequence[Judge]) -> Judge:
-        return members[0] if len(members) == 1 else PanelJudge(members, aggregate=self.options.aggregate)
-
 
 def _watch(judging: Judging, parts: _Parts, gold: GoldSettings, rubrics_of: RubricsOf) -> None:
     weights = parts.section.blend
     if gold.episodes is not None and gold.labels is not None:
-        labelled = labelled_episodes(read_episodes(Path(gold.episodes)), read_labels(Path(gold.labels)))
+        gold_episodes = labelled_episodes(read_episodes(Path(gold.episodes)), read_labels(Path(gold.labels)))
         # Not cached: a stored answer would hide a drift.
         judge = parts.judge(cached=False)
-        compare: Compare = AgainstLabels(judge, rubrics_of, weights, labelled)
+        compare = against_labels(judge, rubrics_of, weights, gold_episodes)
     else:
         judge = parts.one_judge(gold, cached=True)
-        compare = AgainstGoldJudge(judge, rubrics_of, weights, gold.num_episodes, parts.seed)
-    watch = GoldWatch(
-        compare,
-        DriftAlarm(gold.max_gap_change),
-        every=gold.every_n_iters,
-        stops=gold.on_drift == "stop",
-        on_event=judging.tell,
-    )
-    judging.watch(watch)
+        compare = against_judge(judge, rubrics_of, weights, gold.num_episodes, parts.seed)
+    stops, every = gold.on_drift == "stop", gold.every_n_iters
+    judging.watch(GoldWatch(compare, gold.max_gap_change, every=every, stops=stops, on_event=judging.tell))
     judging.close_too(judge)

@@ -175,13 +175,13 @@ async def rehearse(config: RunConfig) -> Rehearsal:
             estimate = await estimate_step(config, player, compute)
             reference = stack.enter_context(dedicated_reference(config, policy, build.device_of(config), num_threads))
             build.build_learner(config, policy, reference)
-            played = [
+            results = [
                 await _play_scripted(config, player, source, env_id)
                 for env_id, source in zip(environment_ids(config), config.sources, strict=True)
                 if source.task_url is None
             ]
-    episodes = tuple(one for one in played if isinstance(one, Trajectory))
-    return Rehearsal((*notes, *(one for one in played if isinstance(one, str))), episodes, estimate)
+    episodes = tuple(result for result in results if isinstance(result, Trajectory))
+    return Rehearsal((*notes, *(result for result in results if isinstance(result, str))), episodes, estimate)
 
 
 async def _here(work: Callable[[], Result], /) -> Result:

@@ -20,6 +20,7 @@ from gspo_gym.engine.base import Engine
 from gspo_gym.env.core import PolicyFactory
 from gspo_gym.env.registry import resolve
 from gspo_gym.env.session import looking_at
+from gspo_gym.env.watchdog import MARKER, read_frozen
 from gspo_gym.env.workers.isolation import IsolatedFactory, isolated_factory
 from gspo_gym.env.workers.limits import WorkerLimits
 from gspo_gym.errors import ConfigError, GymError, TemplateError, UnknownNameError
@@ -32,7 +33,6 @@ from gspo_gym.rollout.ledger import Disposition, Ledger
 from gspo_gym.rollout.limits import EpisodeLimits, PoolLimits, Scoring
 from gspo_gym.rollout.pool import OnEpisode, RolloutPool
 from gspo_gym.rollout.summary import play_by_environment
-from gspo_gym.rollout.watchdog import MARKER, read_frozen
 from gspo_gym.run.collect import WarmupPlan
 from gspo_gym.run.judging import Judging
 from gspo_gym.run.trainer import Evaluate
@@ -327,21 +327,21 @@ def _evaluation_of(
     rows: KeptRows | None = None,
     on_over: Callable[[], None] = lambda: None,
 ) -> Evaluate:
-    kept = rows or KeptRows()
+    kept_rows = rows or KeptRows()
 
     async def run(label: str) -> Evaluation:
         episodes: list[Trajectory] = []
         env_returns: dict[str, float | None] = {}
 
-        def over(trajectory: Trajectory, what: Disposition) -> None:
-            if what is not Disposition.RETRIED:
+        def over(trajectory: Trajectory, disposition: Disposition) -> None:
+            if disposition is not Disposition.RETRIED:
                 on_over()
-            if what is not Disposition.KEPT:
+            if disposition is not Disposition.KEPT:
                 return
             episodes.append(trajectory)
             env_return = None if judging is None else judging.env_return(trajectory)  # it is given once
             env_returns[trajectory.trajectory_id] = env_return
-            kept.add(PlayedRow.of(trajectory, env_return), trajectory)
+            kept_rows.add(PlayedRow.of(trajectory, env_return), trajectory)
 
         pool = build_pool(
             config,
@@ -358,14 +358,14 @@ def _evaluation_of(
                 config.evaluation_seeds,
                 label=label,
                 env_return_of=lambda episode: env_returns[episode.trajectory_id],
-                found=kept.found,
+                found=kept_rows.found,
             )
             for name in names
         ]
         # Episodes end in any order; files of two evaluations should be comparable line by line.
         if keep is not None:
             order = {name: number for number, name in enumerate(names)}
-            keep(label, sorted(episodes, key=lambda played: (order[played.task.env_id], played.task.seed)))
+            keep(label, sorted(episodes, key=lambda t: (order[t.task.env_id], t.task.seed)))
         return join(results)
 
     return run
@@ -411,8 +411,8 @@ async def build_warmup(
     env_id, make_policy = played_by
     await _require_sayable(config, player.renderers)
 
-    def on_episode(_: Trajectory, what: Disposition) -> None:
-        if what is not Disposition.RETRIED:
+    def on_episode(_: Trajectory, disposition: Disposition) -> None:
+        if disposition is not Disposition.RETRIED:
             on_over()
 
     play = local_play(config, player.renderers, ScriptedActor(make_policy))

@@ -185,8 +185,8 @@ async def _build_players(config: RunConfig, session: Session, start: Start) -> _
     cluster = stack.enter_context(launching(config))
     num_threads = stack.enter_context(computing_elsewhere(build.device_of(config)))
     policy = build.build_policy(config, start.base)
-    if not start.is_resumed and (dated := with_fixed_date(config, policy.tokenizer)) is not config:
-        config, date = dated, dated.model.template_date
+    if not start.is_resumed and (dated_config := with_fixed_date(config, policy.tokenizer)) is not config:
+        config, date = dated_config, dated_config.model.template_date
         progress.note(f"the chat template shows today's date, which is {date} for the whole run (model.template_date)")
     with session.steering.phases.during("starting the engine"):
         player = await build_training_player(config, policy, cluster)

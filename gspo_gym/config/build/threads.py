@@ -38,8 +38,8 @@ class NumThreads:
 
 def recorded_threads(folder: Path) -> NumThreads | None:
     """Return the numbers that a run has chosen; None if it has not, or if OMP_NUM_THREADS is set, which decides."""
-    found = [event["data"] for event in read_events(folder) if event["kind"] == "threads"]
-    return NumThreads(**found[-1]) if found and "OMP_NUM_THREADS" not in os.environ else None
+    records = [event["data"] for event in read_events(folder) if event["kind"] == "threads"]
+    return NumThreads(**records[-1]) if records and "OMP_NUM_THREADS" not in os.environ else None
 
 
 @contextlib.contextmanager
@@ -76,8 +76,8 @@ def use_learners_threads(folder: Path, module: Any, shape: tuple[int, int], most
 
     If the run has recorded no number, with one or `most`, as `faster` says of passes of that shape.
     """
-    if (chosen := recorded_threads(folder)) is not None:
-        set_threads(min(chosen.learning, most))
+    if (num_threads := recorded_threads(folder)) is not None:
+        set_threads(min(num_threads.learning, most))
     else:
         set_threads(most if most == 1 or "OMP_NUM_THREADS" in os.environ else faster(module, shape, most))
 

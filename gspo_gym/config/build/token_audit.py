@@ -138,7 +138,7 @@ class TokenAudit:
         heads = ("", "turns", "extend", "new", "same", "respelt", "drift", "trained", "masked")
         rows = []
         for audit in self.players:
-            counts = [audit.count(what) for what in ("extends", "new segment", "same", "respelt", "drift")]
+            counts = [audit.count(kind) for kind in ("extends", "new segment", "same", "respelt", "drift")]
             rows.append((audit.player, *map(str, (len(audit.turns), *counts, audit.num_trained, audit.num_untrained))))
         lines = [head, table(heads, rows)]
         for reason, (count, first) in self.broken_seams.items():
@@ -235,8 +235,8 @@ def _thinking(factory: PolicyFactory) -> PolicyFactory:
         player = factory(env, rng)
 
         async def play(messages: Sequence[Message]) -> Message:
-            said = await spoken_by(player, messages)
-            message = Message("assistant", said) if isinstance(said, str) else said
+            content = await spoken_by(player, messages)
+            message = Message("assistant", content) if isinstance(content, str) else content
             return replace(message, reasoning_content=_REASONING)
 
         return play
@@ -249,10 +249,10 @@ class _Witness:
 
     def __init__(self, actor: Actor) -> None:
         self._actor = actor
-        self.asked: list[ActRequest] = []
+        self.requests: list[ActRequest] = []
 
     async def __call__(self, request: ActRequest) -> Completion:
-        self.asked.append(request)
+        self.requests.append(request)
         return await self._actor(request)
 
     async def end_session(self, session_id: str) -> None:
@@ -270,7 +270,7 @@ async def _play(
         trajectory = await run_episode(
             request, make_env=partial(_make, table.config), act=witness, renderers=renderers, limits=limits
         )
-        turns += _audit_turns(table, player, trajectory, witness.asked)
+        turns += _audit_turns(table, player, trajectory, witness.requests)
         num_trained += sum(int(segment.action_mask.sum()) for segment in trajectory.segments)
         num_tokens += sum(map(len, trajectory.segments))
         if trajectory.segments:
@@ -289,22 +289,22 @@ def _make(config: Mapping[str, Any], task: Task) -> Any:
     return make(task.env_id, **config)
 
 
-def _audit_turns(table: _Table, player: str, trajectory: Trajectory, asked: Sequence[ActRequest]) -> list[TurnAudit]:
+def _audit_turns(table: _Table, player: str, trajectory: Trajectory, requests: Sequence[ActRequest]) -> list[TurnAudit]:
     audits = []
     # An episode that failed has prompts without a finished turn.
-    for turn, request in zip(trajectory.turns, asked, strict=False):
+    for turn, request in zip(trajectory.turns, requests, strict=False):
         segment = trajectory.segments[turn.segment]
         length = turn.action_span[0]
-        given = request.prompt_token_ids.tolist()
+        prompt = request.prompt_token_ids.tolist()
         where = f"{player}, seed {trajectory.task.seed}, turn {turn.index}"
-        if given != segment.token_ids[:length].tolist():
+        if prompt != segment.token_ids[:length].tolist():
             table.failures.append(f"{where}: the player was given other tokens than the record says")
         seam: Seam = "start" if turn.index == 0 else "extends"
         reason = ""
         if turn.index > 0 and turn.segment != trajectory.turns[turn.index - 1].segment:
             seam = "new segment"
             reason = _why(request, trajectory.segments[turn.segment - 1].token_ids.tolist())
-        rendering, difference = _compare(request.renderer, given, segment.action_mask[:length].tolist(), request)
+        rendering, difference = _compare(request.renderer, prompt, segment.action_mask[:length].tolist(), request)
         if rendering == "drift":
             table.failures.append(f"{where}: {difference}")
         audits.append(TurnAudit(player, trajectory.task.seed, turn.index, seam, reason, rendering, difference))
@@ -312,13 +312,13 @@ def _audit_turns(table: _Table, player: str, trajectory: Trajectory, asked: Sequ
 
 
 def _compare(
-    renderer: Renderer, given: list[int], is_sampled: list[bool], request: ActRequest
+    renderer: Renderer, prompt: list[int], is_sampled: list[bool], request: ActRequest
 ) -> tuple[Rendering, str]:
-    drift = check_drift(renderer, given, request.messages)
+    drift = check_drift(renderer, prompt, request.messages)
     if drift.matches:
         return "same", ""
     # The template may spell the model's own answer in other tokens: only the rest must be the same.
-    context = check_context(renderer, given, is_sampled, request.messages)
+    context = check_context(renderer, prompt, is_sampled, request.messages)
     return ("respelt", str(drift)) if context.matches else ("drift", str(context))
 
 
@@ -327,7 +327,7 @@ def _why(request: ActRequest, before: list[int]) -> str:
     renderer, after = request.renderer, request.prompt_token_ids.tolist()
     text = renderer.decode(after)
     thoughts = [message.reasoning_content for message in request.messages if message.reasoning_content]
-    if any(thought not in text for thought in thoughts):
+    if any(reasoning not in text for reasoning in thoughts):
         return "the template drops the reasoning of earlier turns"
     pairs = zip(before, after, strict=False)
     position = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(before), len(after)))
@@ -386,22 +386,22 @@ def check_drift(renderer: Renderer, tokens: Sequence[int], messages: Sequence[Me
     """
     actual = [int(token) for token in tokens]
     if messages and messages[-1].role == "assistant":
-        expected = renderer.start(messages[:-1]) + renderer.action_ids(messages[-1])
+        fresh_ids = renderer.start(messages[:-1]) + renderer.action_ids(messages[-1])
         # Stop tokens are not compared: any of them closes an answer, and a cut-off answer has none.
-        actual, expected = (
-            ids[:-1] if ids[-1:] and ids[-1] in renderer.stop_token_ids else ids for ids in (actual, expected)
+        actual, fresh_ids = (
+            ids[:-1] if ids[-1:] and ids[-1] in renderer.stop_token_ids else ids for ids in (actual, fresh_ids)
         )
     else:
-        expected = renderer.start(messages)
-    if actual == expected:
+        fresh_ids = renderer.start(messages)
+    if actual == fresh_ids:
         return DriftReport(None, same_text=True)
-    pairs = zip(actual, expected, strict=False)
-    position = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(actual), len(expected)))
+    pairs = zip(actual, fresh_ids, strict=False)
+    position = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(actual), len(fresh_ids)))
     around = slice(max(0, position - _NUM_AROUND), position + _NUM_AROUND)
     return DriftReport(
         position,
-        same_text=renderer.decode(actual) == renderer.decode(expected),
-        expected=renderer.decode(expected[around]),
+        same_text=renderer.decode(actual) == renderer.decode(fresh_ids),
+        expected=renderer.decode(fresh_ids[around]),
         actual=renderer.decode(actual[around]),
     )
 
@@ -420,34 +420,34 @@ def check_context(
         messages: the conversation in the prompt, ending with the message to be answered.
     """
     actual = [int(token) for token in prompt]
-    expected = renderer.start(messages)
-    said: list[int] = []
-    start = done = 0  # everything before is matched in `actual` and `expected`
+    fresh_ids = renderer.start(messages)
+    answer: list[int] = []
+    start = end = 0  # everything before is matched in `actual` and `fresh_ids`
     for is_answer, flags in itertools.groupby(is_sampled):
         stop = start + len(list(flags))
         piece = actual[start:stop]
         if is_answer:  # which may be spelt differently: white space in JSON, blank edges, a word in other pieces
-            said = piece
+            answer = piece
         else:
-            at = _position(expected, piece, done, is_first=start == 0, is_last=stop == len(actual))
+            at = _position(fresh_ids, piece, end, is_first=start == 0, is_last=stop == len(actual))
             # As many stop tokens in the gap as in the answer: else a whole turn could hide in it.
-            if at is None or _num_stops(renderer, expected[done:at]) != _num_stops(renderer, said):
-                shown = expected[max(0, done - _NUM_AROUND) : done + len(piece) + _NUM_AROUND]
-                return DriftReport(start, False, expected=renderer.decode(shown), actual=renderer.decode(piece))
-            done = at + len(piece)
+            if at is None or _num_stops(renderer, fresh_ids[end:at]) != _num_stops(renderer, answer):
+                around = fresh_ids[max(0, end - _NUM_AROUND) : end + len(piece) + _NUM_AROUND]
+                return DriftReport(start, False, expected=renderer.decode(around), actual=renderer.decode(piece))
+            end = at + len(piece)
         start = stop
-    if done < len(expected):
-        rest = renderer.decode(expected[done:])
-        return DriftReport(len(actual), False, expected=rest, actual="")
+    if end < len(fresh_ids):
+        text_after = renderer.decode(fresh_ids[end:])
+        return DriftReport(len(actual), False, expected=text_after, actual="")
     return DriftReport(None, same_text=True)
 
 
-def _position(expected: list[int], piece: list[int], done: int, *, is_first: bool, is_last: bool) -> int | None:
+def _position(fresh_ids: list[int], piece: list[int], end: int, *, is_first: bool, is_last: bool) -> int | None:
     if is_first or is_last:  # the only place where it can be
-        places = [0 if is_first else len(expected) - len(piece)]
+        places = [0 if is_first else len(fresh_ids) - len(piece)]
     else:
-        places = [i for i in range(done, len(expected)) if expected[i] == piece[0]]
-    return next((i for i in places if i >= done and expected[i : i + len(piece)] == piece), None)
+        places = [i for i in range(end, len(fresh_ids)) if fresh_ids[i] == piece[0]]
+    return next((i for i in places if i >= end and fresh_ids[i : i + len(piece)] == piece), None)
 
 
 def _num_stops(renderer: Renderer, token_ids: Sequence[int]) -> int:

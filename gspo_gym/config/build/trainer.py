@@ -125,16 +125,16 @@ def device_of(config: RunConfig) -> str:
     Raises:
         ConfigError: the machine has no GPU, too few, or one of another type.
     """
-    compute, wanted = config.compute, config.model.device
+    compute, device = config.compute, config.model.device
     # [compute] says it for all: 0 GPUs is the processor, although there may be GPUs.
-    if wanted == "auto" and compute is not None:
-        wanted = "cpu" if compute.gpu_count == 0 else "cuda"
-    if wanted == "auto":
-        wanted = "cuda" if torch.cuda.is_available() else "cpu"
-    if wanted == "cuda" and not torch.cuda.is_available():
+    if device == "auto" and compute is not None:
+        device = "cpu" if compute.gpu_count == 0 else "cuda"
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cuda" and not torch.cuda.is_available():
         key = "model.device" if config.model.device == "cuda" else "compute.gpu_count"
         raise ConfigError(f"{key}: expected a CUDA device, and torch sees none here; use the processor (cpu, or 0)")
-    return _learners_gpu(config) if wanted == "cuda" else "cpu"
+    return _learners_gpu(config) if device == "cuda" else "cpu"
 
 
 def _learners_gpu(config: RunConfig) -> str:
@@ -193,7 +193,7 @@ def build_learner(
 
 def build_plan(config: RunConfig) -> TrainPlan:
     """Return the plan of the run."""
-    (main, *others), sources = environment_ids(config), config.sources
+    (main, *more_ids), sources = environment_ids(config), config.sources
     return TrainPlan(
         env_id=main,
         size=config.size,
@@ -203,7 +203,7 @@ def build_plan(config: RunConfig) -> TrainPlan:
         advantages=config.advantages,
         rewards=config.rewards,
         step_rewards=rewards_of_turns(config),
-        mixture={name: source.share for name, source in zip(others, sources[1:], strict=True)},
+        mixture={name: source.share for name, source in zip(more_ids, sources[1:], strict=True)},
     )
 
 
@@ -299,9 +299,9 @@ def _copying(
     checkpoints: CheckpointStore, policy: Policy, learner: AnyLearner, recorder: RunRecorder
 ) -> CopyCheckpoint:
     def copy_checkpoint(state: TrainState) -> Callable[[], Path]:
-        taken = replace(state, last_seq=recorder.last_seq).to_dict()
+        values = replace(state, last_seq=recorder.last_seq).to_dict()
         numbers = state.evaluation_numbers()
-        draft = checkpoints.copy(state.step, policy=policy, learner=learner, trainer_state=taken, evaluation=numbers)
+        draft = checkpoints.copy(state.step, policy=policy, learner=learner, trainer_state=values, evaluation=numbers)
         return partial(checkpoints.write, draft)
 
     return copy_checkpoint
@@ -378,8 +378,8 @@ def _more_metrics(
         if player.apps is not None:
             sound("attempts_lost", step, attempts.app_alarm())
             of_apps, returns = player.apps.after_step(groups)
-            if (parted := selection.check(returns)) is not None:
-                sound("return_selection", step, parted.sentence(), **asdict(parted))
+            if (alarm := selection.check(returns)) is not None:
+                sound("return_selection", step, alarm.sentence(), **asdict(alarm))
         return {**of_attempts, **of_apps, **({} if judging is None else judging.after_step(step))}
 
     return more_metrics

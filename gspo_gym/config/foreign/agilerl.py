@@ -42,8 +42,8 @@ def flatten_manifest(_: Draft, values: Mapping[str, Any]) -> dict[str, Any]:
 
 def is_flat(values: Mapping[str, Any]) -> bool:
     """Return whether a file is of 2.7.0: INIT_HP, or keys of the constructor; an empty one is its defaults."""
-    known = {*AGILERL_2_7.rows, *AGILERL_2_7.without_counterpart}
-    return not values or "INIT_HP" in values or any(str(key) in known for key in values)
+    names = {*AGILERL_2_7.rows, *AGILERL_2_7.without_counterpart}
+    return not values or "INIT_HP" in values or any(str(key) in names for key in values)
 
 
 def flatten_init_hp(_: Draft, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -53,9 +53,9 @@ def flatten_init_hp(_: Draft, values: Mapping[str, Any]) -> dict[str, Any]:
     table = values["INIT_HP"]
     if not isinstance(table, Mapping):
         raise ConfigError(f"AgileRL: INIT_HP: expected a table, got {table!r}")
-    others = {key: value for key, value in values.items() if key not in ("INIT_HP", "MUTATION_PARAMS")}
+    rest_of_file = {key: value for key, value in values.items() if key not in ("INIT_HP", "MUTATION_PARAMS")}
     mutation = {"mutation_params": values["MUTATION_PARAMS"]} if "MUTATION_PARAMS" in values else {}
-    return {str(key).lower(): value for key, value in table.items()} | mutation | others
+    return {str(key).lower(): value for key, value in table.items()} | mutation | rest_of_file
 
 
 def _is_new(draft: Draft) -> bool:
@@ -135,7 +135,7 @@ def objective(draft: Draft) -> None:
 def _clip(draft: Draft) -> None:
     clip = draft.get("clip_coef")
     if isinstance(clip, Sequence) and not isinstance(clip, str):
-        bounds = sorted(draft.as_number("clip_coef", bound) for bound in clip)
+        bounds = sorted(draft.as_number("clip_coef", limit) for limit in clip)
         if len(bounds) != 2 or not 0 < bounds[0] < 1 < bounds[1]:
             raise ConfigError(f"AgileRL: clip_coef: expected a number or two bounds around 1, got {clip!r}")
         draft.set("loss.clip_low", round(1 - bounds[0], 12))
@@ -151,7 +151,7 @@ def advantages(draft: Draft) -> None:
     draft.set("advantages.baseline", "group")
     limit = draft.get("adv_clip_range")
     if limit and isinstance(limit, Sequence) and not isinstance(limit, str):
-        limit = max(abs(draft.as_number("adv_clip_range", bound)) for bound in limit)
+        limit = max(abs(draft.as_number("adv_clip_range", end)) for end in limit)
         draft.note(f"adv_clip_range: cut to +-{limit:g}, the larger of the two")
     draft.set("advantages.clip", None if limit is None else draft.as_number("adv_clip_range", limit))
     if draft.flag("filter_zero_adv"):

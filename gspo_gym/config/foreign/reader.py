@@ -173,7 +173,7 @@ class Draft(readings.Reading):
     def take(self) -> None:
         """Read every key that the system has, and set ours."""
         for theirs, row in self.system.rows.items():
-            value = None if row.rule else self._typed(theirs, row)
+            value = None if row.rule else self._typed_value(theirs, row)
             if not row.rule and not self.missing(row):
                 for ours, part in row.distributed(value).items():
                     self.set(ours, part)
@@ -192,7 +192,7 @@ class Draft(readings.Reading):
         for theirs, (default, why) in self.system.without_counterpart.items():
             self.leave_out(theirs, why, default=default)
 
-    def _typed(self, theirs: str, row: Row) -> Any:
+    def _typed_value(self, theirs: str, row: Row) -> Any:
         """Return the value of ours for their value; None changes nothing."""
         if not row.values:
             value = readings.TYPES[row.read](self, theirs)
@@ -272,9 +272,9 @@ class Draft(readings.Reading):
         self._fit()
         self._acknowledge()
         # These would be missed: the file does not show them, and our defaults differ.
-        decided = [f"{key} = {self.defaults[key]!r}" for key in self.defaults if self.entries.get(key) is None]
-        if decided:
-            self._notes.append(f"defaults of {self.name}, since the file is silent: {', '.join(decided)}")
+        default_lines = [f"{key} = {self.defaults[key]!r}" for key in self.defaults if self.entries.get(key) is None]
+        if default_lines:
+            self._notes.append(f"defaults of {self.name}, since the file is silent: {', '.join(default_lines)}")
         version = (
             f"read as {self.system.source} means it: a key of another version that this one lacks is left out by name, "
             "and a default that another version has changed is this one's"
@@ -299,7 +299,7 @@ class Draft(readings.Reading):
         is_sequence = ours.get("algorithm.variety", "gspo") != "grpo"
         low, high = ours.get("loss.clip_low", 0.0), ours.get("loss.clip_high", 0.0)
         aggregation = ours.get("loss.aggregation")
-        cut = [name for name in _TRUNCATION if f"rollout.{name}" in ours]
+        truncation_names = [name for name in _TRUNCATION if f"rollout.{name}" in ours]
         departures = {
             "wide_clip": (
                 is_sequence and max(low, high) >= WIDE_CLIP,
@@ -312,9 +312,9 @@ class Draft(readings.Reading):
                 "'seq-mean-token-mean', in which each weighs one",
             ),
             "truncated_sampling": (
-                bool(cut),
-                f"{', '.join(cut)}: rollouts come from a changed distribution, which {self.name} does not score under; "
-                "training.score_truncated = true does, for top_p, top_k and min_p",
+                bool(truncation_names),
+                f"{', '.join(truncation_names)}: rollouts come from a changed distribution, which {self.name} does not "
+                "score under; training.score_truncated = true does, for top_p, top_k and min_p",
             ),
         }
         if names := [name for name, (is_made, _) in departures.items() if is_made]:
@@ -391,7 +391,7 @@ def _row(entry: Mapping[str, Any], default: Any) -> Row:
     for name in ("values", "advice"):
         if isinstance(row.get(name), Mapping):  # TOML's keys are texts
             row[name] = {{"true": True, "false": False}.get(key, key): value for key, value in row[name].items()}
-    assert set(row) <= {one.name for one in fields(Row)}, f"no such fields: {sorted(row)}"
+    assert set(row) <= {field.name for field in fields(Row)}, f"no such fields: {sorted(row)}"
     return Row(**row)
 
 

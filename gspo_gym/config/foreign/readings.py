@@ -164,7 +164,7 @@ def same(value: Any, other: Any) -> bool:
     >>> same((0.5, 5), [0.5, 5.0]), same(True, 1)
     (True, False)
     """
-    values = [list(one) if isinstance(one, tuple) else one for one in (value, other)]
+    values = [list(side) if isinstance(side, tuple) else side for side in (value, other)]
     return bool(values[0] == values[1]) and isinstance(value, bool) == isinstance(other, bool)
 
 
@@ -210,23 +210,23 @@ def resolved(values: Mapping[str, Any]) -> dict[str, Any]:
         except OmegaConfBaseException:
             if isinstance(raw, str):
                 return raw.replace("\\${", "${")
-        return filled(config[key], raw)
+        return resolve_parts(config[key], raw)
 
-    def filled(config: Any, raw: Any) -> Any:
+    def resolve_parts(config: Any, raw: Any) -> Any:
         if isinstance(raw, Mapping):
             return {key: fill(config, key, part) for key, part in raw.items()}
         return [fill(config, number, part) for number, part in enumerate(raw)]
 
-    escaped = _escaped(values)
+    escaped_values = _escape(values)
     try:
-        return dict(filled(OmegaConf.create(escaped), escaped))
+        return dict(resolve_parts(OmegaConf.create(escaped_values), escaped_values))
     except OmegaConfBaseException as error:
         raise ConfigError(f"OmegaConf cannot read the file: {str(error).splitlines()[0]}") from None
 
 
-def _escaped(value: Any) -> Any:
+def _escape(value: Any) -> Any:
     if isinstance(value, Mapping):
-        return {key: _escaped(part) for key, part in value.items()}
+        return {key: _escape(part) for key, part in value.items()}
     if isinstance(value, list):
-        return [_escaped(part) for part in value]
+        return [_escape(part) for part in value]
     return value.replace("${", "\\${") if isinstance(value, str) and _RESOLVER.search(value) else value

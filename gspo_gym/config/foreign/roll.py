@@ -34,8 +34,8 @@ def _flatten(draft: Draft, values: Mapping[str, Any]) -> dict[str, Any]:
     for worker, tables in _NESTED.items():
         for table in tables:
             _merge(draft, flat, f"{worker}.{table}", _table(workers[worker], table, of=f"{worker}."))
-        if rest := {key: value for key, value in workers[worker].items() if key not in tables}:
-            flat[worker] = rest
+        if other_keys := {key: value for key, value in workers[worker].items() if key not in tables}:
+            flat[worker] = other_keys
     for key in [key for key, value in flat.items() if isinstance(value, str) and "${" in value]:
         draft.report(key, flat.pop(key), "what it stands for is not in this file")
     return flat
@@ -113,15 +113,15 @@ def _devices(draft: Draft) -> int:
     worker = _table(draft.entries, "actor_train")
     mapping = worker.get("device_mapping")
     if isinstance(mapping, str):
-        found = [range(int(first), int(end)) for first, end in _RANGE.findall(mapping)]
-        mapping = [device for devices in found for device in devices] or re.findall(r"\d+", mapping)
+        device_ranges = [range(int(first), int(end)) for first, end in _RANGE.findall(mapping)]
+        mapping = [device for devices in device_ranges for device in devices] or re.findall(r"\d+", mapping)
     if not isinstance(mapping, list) or not mapping:
         return draft.devices
     strategy = _table(worker, "strategy_args").get("strategy_config")
     shares = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
-    shared = [strategy.get(name, 1) for name in shares] if isinstance(strategy, Mapping) else []
-    shared.append(draft.entries.get("ulysses_size") or 1)
-    return max(1, len(mapping) // math.prod(size for size in shared if isinstance(size, int) and size > 0))
+    sizes = [strategy.get(name, 1) for name in shares] if isinstance(strategy, Mapping) else []
+    sizes.append(draft.entries.get("ulysses_size") or 1)
+    return max(1, len(mapping) // math.prod(size for size in sizes if isinstance(size, int) and size > 0))
 
 
 def objective(draft: Draft) -> None:

@@ -12,7 +12,7 @@ _NO_BOUND = 1e6  # a ratio that no episode reaches
 
 def batches(draft: Draft) -> None:
     """Set how many episodes a batch has, how they are learned from, and how long the run is."""
-    size, accumulated = (
+    size, accumulation_steps = (
         draft.require_count("per_device_train_batch_size"),
         draft.require_count("gradient_accumulation_steps"),
     )
@@ -21,13 +21,13 @@ def batches(draft: Draft) -> None:
         f"per_device_train_batch_size = {size} is of each device there, of which {draft.devices} count: --devices"
     )
     generation, micro_per_batch = draft.count("generation_batch_size"), draft.count("steps_per_generation")
-    episodes = generation or micro * (micro_per_batch or accumulated)
+    episodes = generation or micro * (micro_per_batch or accumulation_steps)
     updates = draft.require_count("num_iterations")
     draft.set("training.batch_size", micro)
-    draft.set("training.gradient_accumulation_steps", accumulated)
+    draft.set("training.gradient_accumulation_steps", accumulation_steps)
     draft.set("training.update_epochs", updates)
     draft.set("rollout.episodes_per_batch", episodes)
-    steps = max(1, episodes // (micro * accumulated)) * updates
+    steps = max(1, episodes // (micro * accumulation_steps)) * updates
     max_steps, epochs = draft.count("max_steps"), draft.require_number("num_train_epochs")
     if max_steps is not None and max_steps > 0:
         draft.set("training.iterations_per_epoch", math.ceil(max_steps / steps))
@@ -76,15 +76,6 @@ def lengths(draft: Draft) -> None:
     )
     turns = draft.count("max_tool_calling_iterations")
     draft.set("rollout.max_turns", None if turns is None else turns + 1)
-
-
-def server(draft: Draft) -> None:
-    """Set the address of a vLLM that runs elsewhere."""
-    host, port, url = draft.get("vllm_server_host"), draft.count("vllm_server_port"), draft.get("vllm_server_base_url")
-    if draft.flag("use_vllm") and draft.get("vllm_mode") == "server":
-        host = "127.0.0.1" if host == "0.0.0.0" else host  # every address is none to call
-        draft.set("services.engine_urls", [url or f"http://{host}:{port}"])
-        draft.note("vllm_mode = 'server': start it with `gspo-gym serve --engine vllm`, which takes our weights")
 
 
 def correction(draft: Draft) -> None:
@@ -144,5 +135,5 @@ def checkpoints(draft: Draft) -> None:
 
 
 TRL = read_system(
-    "trl", batches, objective, lengths, server, correction, schedule, checkpoints,
+    "trl", batches, objective, lengths, correction, schedule, checkpoints,
 )  # fmt: skip

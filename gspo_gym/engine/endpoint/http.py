@@ -2,7 +2,7 @@
 
 A few short requests at the start find out whether the endpoint takes token ids and obeys seeds, and the distribution of
 its logprobs: its claims are not believed. With exact token ids and logprobs its samples can be trained on; with text
-only they are good for evaluation. `engine/vllm/http.py` is for vLLM servers with weights that this process changes.
+only they are good for evaluation.
 """
 
 from __future__ import annotations
@@ -29,12 +29,10 @@ from gspo_gym.engine.base import (
     token_list,
 )
 from gspo_gym.engine.endpoint.routes import (
-    UNKNOWN_VERSION,
     CompletionsRoute,
     Route,
     SampleChecks,
     SampleRequest,
-    Served,
     SglangRoute,
     TextRoute,
     Tokenizer,
@@ -81,21 +79,20 @@ async def model_length(client: EngineClient, model: str) -> int | None:
         answer = await client.get_object("/models")
     except RefusedError:  # it may be an endpoint without the route
         return None
-    listed = answer.get("data")
-    cards = [card for card in listed if isinstance(card, dict)] if isinstance(listed, list) else []
+    entries = answer.get("data")
+    cards = [card for card in entries if isinstance(card, dict)] if isinstance(entries, list) else []
     lengths = [card.get("max_model_len") for card in cards if card.get("id") == model]
     return lengths[0] if len(lengths) == 1 and type(lengths[0]) is int and lengths[0] > 1 else None
 
 
-async def why_not(route: Route, served: Served, call_id: str, attempt: int) -> str | None:
+async def why_not(route: Route, settings: HttpSettings, call_id: str, attempt: int) -> str | None:
     """Return why the endpoint cannot be used by this route; None if it can.
 
     Raises:
         EngineAttemptError: there is no answer.
     """
     try:
-        request = SampleRequest(prompt=_PROMPT, sampling=_PLAIN, max_tokens=_LENGTH, served=served, call_id=call_id)
-        await route.sample(request, attempt)
+        await route.sample(_request(settings, _PROMPT, _PLAIN, _LENGTH, call_id), attempt)
     except (RefusedError, AnswerError) as error:
         return f"{route.name}: {error}"
     return None
@@ -104,8 +101,8 @@ async def why_not(route: Route, served: Served, call_id: str, attempt: int) -> s
 async def obeys_seeds(ask: Ask) -> bool:
     """Return whether equal seeds sample equal tokens and different seeds different tokens."""
     hot = replace(_PLAIN, temperature=2.0)  # peaked distributions give equal tokens for different seeds
-    first, again, other = [await ask(_PROMPT, replace(hot, seed=seed)) for seed in (1, 1, 2)]
-    return _same(first, again) and not _same(first, other)
+    first, again, third = [await ask(_PROMPT, replace(hot, seed=seed)) for seed in (1, 1, 2)]
+    return _same(first, again) and not _same(first, third)
 
 
 async def find_logprob_facts(ask: Ask) -> LogprobFacts:
@@ -139,11 +136,11 @@ async def find_logprob_facts(ask: Ask) -> LogprobFacts:
 
 
 async def _temperature_halves_differences(ask: Ask) -> bool:
-    one = replace(_PLAIN, max_tokens=1, top_k=2)
+    sampling = replace(_PLAIN, max_tokens=1, top_k=2)
     num_seen = 0
     for number in range(_NUM_PAIRS):
         prompt = (*_PROMPT, *range(21, 21 + number))
-        at_1, at_2 = [abs(_logit(await ask(prompt, replace(one, temperature=t)))) for t in (1.0, 2.0)]
+        at_1, at_2 = [abs(_logit(await ask(prompt, replace(sampling, temperature=t)))) for t in (1.0, 2.0)]
         if _MIN_DIFFERENCE <= at_1 <= _MAX_DIFFERENCE:
             num_seen += 1
             if abs(2 * at_2 - at_1) > max(0.02, 0.1 * at_1):
@@ -360,15 +357,8 @@ class HttpEngine(GatedEngine):
 
     async def _sample(self, prompt: Sequence[int], sampling: SamplingParams, max_tokens: int) -> Completion:
         self._num_calls += 1
-        request = SampleRequest(
-            prompt=prompt,
-            sampling=sampling,
-            max_tokens=max_tokens,
-            served=_served(self._settings),
-            call_id=f"{self._name}-{self._num_calls}",
-        )
-        sampled = await self._retries.run(partial(self.route.sample, request))
-        return sampled.completion
+        request = _request(self._settings, prompt, sampling, max_tokens, f"{self._name}-{self._num_calls}")
+        return await self._retries.run(partial(self.route.sample, request))
 
     async def _probe(self) -> None:
         async def ask(prompt: Sequence[int], sampling: SamplingParams) -> Completion:
@@ -408,15 +398,24 @@ async def _find_route(
         routes.append(TextRoute(client, _COMPLETIONS, tokenizer=tokenizer))
     reasons = [] if tokenizer is not None else ["text: needs the tokenizer of the prompts, got none"]
     for route in routes:
-        reason = await retries.run(partial(why_not, route, _served(settings), uuid.uuid4().hex))
+        reason = await retries.run(partial(why_not, route, settings, uuid.uuid4().hex))
         if reason is None:
             return route
         reasons.append(reason)
     raise EngineError(f"{settings.base_url}: cannot sample from {settings.model}:\n  " + "\n  ".join(reasons))
 
 
-def _served(settings: HttpSettings) -> Served:
-    return Served(version=UNKNOWN_VERSION, model=settings.model, salt=settings.cache_salt)
+def _request(
+    settings: HttpSettings, prompt: Sequence[int], sampling: SamplingParams, max_tokens: int, call_id: str
+) -> SampleRequest:
+    return SampleRequest(
+        prompt=prompt,
+        sampling=sampling,
+        max_tokens=max_tokens,
+        model=settings.model,
+        call_id=call_id,
+        cache_salt=settings.cache_salt,
+    )
 
 
 def _require_untruncated(sampling: SamplingParams) -> None:

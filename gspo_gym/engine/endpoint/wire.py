@@ -1,14 +1,13 @@
 """Requests to inference servers, with nothing left to the server's defaults, and their answers, read with suspicion.
 
-Three routes: `/v1/completions` with token ids (vLLM's extension of OpenAI's), vLLM's `/inference/v1/generate`, and
-SGLang's `/generate`. Answers are JSON of unknown shape, hence `Any`, and every doubt is an `AnswerError`: a wrong token
-or logprob must never reach a trainer.
+Two routes: `/v1/completions` with token ids (vLLM's extension of OpenAI's), and SGLang's `/generate`. Answers are JSON
+of unknown shape, hence `Any`, and every doubt is an `AnswerError`: a wrong token or logprob must never reach a trainer.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +22,8 @@ from gspo_gym.types import Completion, FinishReason
 
 # OpenAI's protocol has no infinity; vLLM writes this for it. No sampled token can have it.
 _MINUS_INFINITY = -9999.0
+# The weights behind a URL are not known.
+UNKNOWN_VERSION = -1
 # Rounding may leave a logprob a little above 0; as `Completion` allows.
 _MAX_LOGPROB = 1e-3
 # So many tokens in a row with logprobs of exactly 0 were not sampled: float32 rounds a probability to 1 when all other
@@ -51,7 +52,6 @@ class WireAnswer:
         logprobs: one number each.
         finish_reason: as the server calls it: "stop", "length", "abort", ...
         prompt_token_ids: the prompt that the server read; None if it does not say.
-        versions: (name, first, last + 1) of the tokens that those weights sampled; () if the server does not say.
         num_tokens: that the server says it sampled; None if it does not say.
         text: of the tokens; None if the server does not say.
     """
@@ -60,7 +60,6 @@ class WireAnswer:
     logprobs: tuple[float, ...]
     finish_reason: str
     prompt_token_ids: tuple[int, ...] | None = None
-    versions: tuple[tuple[str, int, int], ...] = ()
     num_tokens: int | None = None
     text: str | None = None
 
@@ -89,19 +88,13 @@ class EchoedIds:
 
 
 def completions_request(
-    prompt: Sequence[int],
-    sampling: SamplingParams,
-    *,
-    model: str,
-    max_tokens: int,
-    request_id: str,
-    padding_ids: Iterable[int] = (),
+    prompt: Sequence[int], sampling: SamplingParams, *, model: str, max_tokens: int, request_id: str
 ) -> dict[str, Any]:
     """Return the body for `POST /v1/completions`: token ids in, token ids and logprobs out (vLLM and its imitators)."""
     return {
         "model": model,
         "prompt": list(prompt),
-        **sampling_fields(sampling, max_tokens, padding_ids=padding_ids),
+        **sampling_fields(sampling, max_tokens),
         "skip_special_tokens": False,
         "add_special_tokens": False,
         "return_token_ids": True,
@@ -127,49 +120,6 @@ def read_completions_answer(answer: Any) -> WireAnswer:
         prompt_token_ids=None if prompt is None else _ids(prompt, "choices[0].prompt_token_ids"),
         num_tokens=_count(answer.get("usage"), "completion_tokens"),
         text=_text(choice.get("text")),
-    )
-
-
-def generate_request(
-    prompt: Sequence[int],
-    sampling: SamplingParams,
-    *,
-    model: str,
-    max_tokens: int,
-    request_id: str,
-    padding_ids: Iterable[int] = (),
-) -> dict[str, Any]:
-    """Return the body for `POST /inference/v1/generate`, which works without a tokenizer and tells the versions."""
-    return {
-        "model": model,
-        "token_ids": list(prompt),
-        "sampling_params": {**sampling_fields(sampling, max_tokens, padding_ids=padding_ids), "detokenize": False},
-        "return_token_ids": True,
-        "stream": False,
-        "request_id": request_id,
-    }
-
-
-def read_generate_answer(answer: Any) -> WireAnswer:
-    """Read the answer of `/inference/v1/generate`.
-
-    Raises:
-        AnswerError: a field is missing or of another type.
-    """
-    choice = _only_choice(answer)
-    content = _member(_member(choice, "logprobs", dict), "content", list)
-    entries = [entry if isinstance(entry, dict) else {} for entry in content]
-    token_ids = _ids(choice.get("token_ids"), "choices[0].token_ids")
-    named = _ids([entry.get("token_id") for entry in entries], "choices[0].logprobs.content[].token_id")
-    if named != token_ids:
-        raise AnswerError(f"answer: the logprobs are of the tokens {named[:8]}..., sampled were {token_ids[:8]}...")
-    prompt = answer.get("prompt_token_ids", choice.get("prompt_token_ids"))
-    return WireAnswer(
-        token_ids=token_ids,
-        logprobs=_numbers([entry.get("logprob") for entry in entries], "choices[0].logprobs.content[].logprob"),
-        finish_reason=_member(choice, "finish_reason", str),
-        prompt_token_ids=None if prompt is None else _ids(prompt, "prompt_token_ids"),
-        versions=_versions(choice.get("weight_versions")),
     )
 
 
@@ -240,25 +190,27 @@ def to_completion(
     *,
     max_tokens: int,
     vocab_size: int | None,
-    version: int,
 ) -> Completion:
     """Return the completion in an answer, after every check that can be made from outside.
 
     Args:
         prompt, sampling, max_tokens: of the request.
         vocab_size: token ids are below it; None: not known here.
-        version: of the weights that sampled, -1 if it is not known.
 
     Raises:
         AnswerError: another prompt, ids out of the vocabulary, not one finite logprob <= 0 each, or an end that the
             request does not explain.
     """
     if answer.prompt_token_ids is not None and answer.prompt_token_ids != tuple(prompt):
-        got = answer.prompt_token_ids
+        echoed_ids = answer.prompt_token_ids
         # Where they part helps to find the cause: at 0 it is another conversation, later a token that was put in.
-        at = next((i for i, (x, y) in enumerate(zip(got, prompt, strict=False)) if x != y), min(len(got), len(prompt)))
+        at = next(
+            (i for i, (x, y) in enumerate(zip(echoed_ids, prompt, strict=False)) if x != y),
+            min(len(echoed_ids), len(prompt)),
+        )
         raise AnswerError(
-            f"answer: to another prompt: {len(got)} tokens instead of {len(prompt)}, different from token {at} on"
+            f"answer: to another prompt: {len(echoed_ids)} tokens instead of {len(prompt)}, "
+            f"different from token {at} on"
         )
     ids, logprobs = answer.token_ids, answer.logprobs
     if len(ids) != len(logprobs):
@@ -275,7 +227,7 @@ def to_completion(
         token_ids=np.array(ids, np.int32),
         logprobs=np.array(logprobs, np.float32),
         finish_reason=_finish_reason(answer, sampling, max_tokens),
-        weight_version=np.full(len(ids), version, np.int32),
+        weight_version=np.full(len(ids), UNKNOWN_VERSION, np.int32),
     )
 
 
@@ -335,45 +287,35 @@ def _only_choice(answer: Any) -> dict[str, Any]:
 
 
 def _member(value: Any, name: str, kind: type[Any]) -> Any:
-    found = value.get(name) if isinstance(value, dict) else None
-    if not isinstance(found, kind):
-        raise AnswerError(f"answer: expected {name} ({kind.__name__}), got {shorten(found)} in {shorten(value)}")
-    return found
+    member = value.get(name) if isinstance(value, dict) else None
+    if not isinstance(member, kind):
+        raise AnswerError(f"answer: expected {name} ({kind.__name__}), got {shorten(member)} in {shorten(value)}")
+    return member
 
 
 def _ids(value: Any, name: str) -> tuple[int, ...]:
     # `type` and not isinstance: true is no token.
-    if not isinstance(value, list) or any(type(each) is not int for each in value):
+    if not isinstance(value, list) or any(type(token_id) is not int for token_id in value):
         raise AnswerError(f"answer: expected {name} as a list of integers, got {shorten(value)}")
     return tuple(value)
 
 
 def _numbers(value: Any, name: str) -> tuple[float, ...]:
-    if not isinstance(value, list) or any(type(each) not in (int, float) for each in value):
+    if not isinstance(value, list) or any(type(number) not in (int, float) for number in value):
         raise AnswerError(f"answer: expected {name} as a list of numbers, got {shorten(value)}")
     try:
-        return tuple(float(each) for each in value)
+        return tuple(float(number) for number in value)
     except OverflowError:  # JSON integers have no end
         raise AnswerError(f"answer: expected {name} as a list of numbers, got {shorten(value)}") from None
 
 
 def _count(value: Any, name: str) -> int | None:
-    found = value.get(name) if isinstance(value, dict) else None
-    return found if type(found) is int else None
+    count = value.get(name) if isinstance(value, dict) else None
+    return count if type(count) is int else None
 
 
 def _text(value: Any) -> str | None:
     return value if isinstance(value, str) else None
-
-
-def _versions(value: Any) -> tuple[tuple[str, int, int], ...]:
-    spans = value or []
-    if not isinstance(spans, list) or any(not isinstance(span, dict) for span in spans):
-        raise AnswerError(f"answer: expected weight_versions as a list of spans, got {shorten(value)}")
-    found = [(span.get("version"), span.get("start"), span.get("end")) for span in spans]
-    if any(type(start) is not int or type(end) is not int for _, start, end in found):
-        raise AnswerError(f"answer: expected weight_versions with version, start and end, got {shorten(value)}")
-    return tuple((str(name), int(start), int(end)) for name, start, end in found)
 
 
 def shorten(value: Any, limit: int = 120) -> str:

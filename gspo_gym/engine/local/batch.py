@@ -100,7 +100,7 @@ class Batch(ABC):
         if request in self._waiting:
             self._waiting.remove(request)
         # The slot stays with its session: the next turn may extend what was read.
-        for slot in [slot for slot, other in self._requests.items() if other is request]:
+        for slot in [slot for slot, slot_request in self._requests.items() if slot_request is request]:
             self._leave(np.array([slot]))
 
     def end_session(self, session_id: str) -> None:
@@ -175,23 +175,23 @@ class Batch(ABC):
     def _sample(self, due: NextLogits) -> list[Finished]:
         slots = due.slots
         logits = self.shared.without_padding(due.logits)
-        sampled = sample(logits, self._rows.sampling(slots, self.shared.device))
-        token_ids, logprobs = sampled.token_ids.cpu().numpy(), sampled.logprobs.cpu().numpy()
+        samples = sample(logits, self._rows.sampling(slots, self.shared.device))
+        token_ids, logprobs = samples.token_ids.cpu().numpy(), samples.logprobs.cpu().numpy()
         done = self._rows.append(slots, token_ids, logprobs)
         # Logits that are NaN or infinite give such a logprob.
-        broken = ~np.isfinite(logprobs)
+        is_broken = ~np.isfinite(logprobs)
         self.counters.num_sampled_tokens += len(slots)
-        if not (done | broken).any():  # the usual step: nothing is done, so no Python work per request
+        if not (done | is_broken).any():  # the usual step: nothing is done, so no Python work per request
             return []
-        finished = []
-        for slot in slots[broken].tolist():
+        results = []
+        for slot in slots[is_broken].tolist():
             error = EngineError(f"the model's logits are not finite (weights of version {self.weight_version})")
-            finished.append(Finished(self._requests[slot], error))
+            results.append(Finished(self._requests[slot], error))
             self._forget(slot)
-        for slot in slots[done & ~broken].tolist():
-            finished.append(Finished(self._requests[slot], self._rows.completion(slot, self.weight_version)))
-        self._leave(slots[done | broken])
-        return finished
+        for slot in slots[done & ~is_broken].tolist():
+            results.append(Finished(self._requests[slot], self._rows.completion(slot, self.weight_version)))
+        self._leave(slots[done | is_broken])
+        return results
 
     def _leave(self, slots: Int64Array) -> None:
         """Take requests out of the batch; their slots stay with their sessions."""
@@ -211,7 +211,7 @@ class SlotTable:
     def __init__(self, max_slots: int) -> None:
         self._max_slots = max_slots
         self._free = set(range(max_slots))
-        self._kept: OrderedDict[str, int] = OrderedDict()  # least recently used first
+        self._kept_slots: OrderedDict[str, int] = OrderedDict()  # least recently used first
         self._session_of: dict[int, str] = {}  # of slots in work
 
     @property
@@ -221,7 +221,7 @@ class SlotTable:
 
     @property
     def num_in_work(self) -> int:
-        return self.num_used - len(self._kept)
+        return self.num_used - len(self._kept_slots)
 
     @property
     def free(self) -> Set[int]:
@@ -233,19 +233,19 @@ class SlotTable:
 
         If another request of the same session is in work, this one is served as if it had no session.
         """
-        slot = self._kept.pop(session_id, None) if session_id is not None else None
+        slot = self._kept_slots.pop(session_id, None) if session_id is not None else None
         if slot is None and self._free:
             slot = min(self._free)  # slots in work then lie close together and can be read in place
             self._free.remove(slot)
-        if slot is None and self._kept:
-            _, slot = self._kept.popitem(last=False)
+        if slot is None and self._kept_slots:
+            _, slot = self._kept_slots.popitem(last=False)
         if slot is not None and session_id is not None and session_id not in self._session_of.values():
             self._session_of[slot] = session_id
         return slot
 
     def kept_slot(self, session_id: str | None) -> int | None:
         """Return the slot that waits for the session's next request, if there is one."""
-        return self._kept.get(session_id) if session_id is not None else None
+        return self._kept_slots.get(session_id) if session_id is not None else None
 
     def release(self, slot: int) -> None:
         """End the request in this slot: keep the slot for its session, or free it."""
@@ -253,19 +253,21 @@ class SlotTable:
         if session_id is None:
             self._free.add(slot)
         else:
-            self._kept[session_id] = slot
+            self._kept_slots[session_id] = slot
 
     def end_session(self, session_id: str) -> None:
         """Free the session's slot, at once or when its request is done. Unknown sessions are fine."""
-        slot = self._kept.pop(session_id, None)
+        slot = self._kept_slots.pop(session_id, None)
         if slot is not None:
             self._free.add(slot)
-        self._session_of = {slot: other for slot, other in self._session_of.items() if other != session_id}
+        self._session_of = {
+            slot: slot_session for slot, slot_session in self._session_of.items() if slot_session != session_id
+        }
 
     def forget_sessions(self) -> None:
         """Free the slots of all waiting sessions."""
-        self._free.update(self._kept.values())
-        self._kept.clear()
+        self._free.update(self._kept_slots.values())
+        self._kept_slots.clear()
 
 
 class Caching(enum.StrEnum):

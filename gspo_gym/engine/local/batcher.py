@@ -24,7 +24,7 @@ from gspo_gym.errors import ConfigError, EngineError
 from gspo_gym.types import Int32Array
 
 _MAX_READ_TOKENS = 4096  # prompt tokens in one step; longer prompts are read in several
-_MIN_SHARED_TOKENS = 16  # below this, copying another sequence's keys costs as much as computing them
+_SHARED_TOKENS = 4, 16  # fewest for a large model and for a small one: see `_min_shared_tokens`
 
 
 @dataclass(slots=True)
@@ -44,6 +44,7 @@ class Batcher(Batch):
         super().__init__(model.shared, max_batch_size=max_batch_size)
         self._model = model
         self._cache = SlotCache(max_slots=max_batch_size, max_len=max_model_len)
+        self._min_shared = _min_shared_tokens(model.shared.module)
         self._reading: dict[int, int] = {}  # slots with unread texts -> tokens read so far
         self._texts: dict[int, Int32Array] = {}  # to read: the prompt, and after an update what was sampled before, too
         self._decoding: Int64Array = np.zeros(0, np.int64)  # slots that sample, ascending
@@ -60,23 +61,23 @@ class Batcher(Batch):
         # step, and copies it then.
         if self._waiting:  # all at once: growing step by step would copy what is there each time
             self._cache.reserve(min(self._slots.num_used + len(self._waiting), self._cache.max_slots), 1)
-        postponed = []
+        later_requests = []
         while self._waiting:
             request = self._waiting.popleft()
             own = self._slots.kept_slot(request.session_id)
-            shared = 0 if own is None else self._cache.common_prefix(own, request.prompt)
-            source = own
-            if own is None or shared < _MIN_SHARED_TOKENS:  # the session has nothing to give: perhaps others have
-                source, shared = self._cache.longest_prefix(request.prompt)
-                if self._is_soon_shared(request.prompt, shared + _MIN_SHARED_TOKENS):
-                    postponed.append(request)
-                    continue
+            num_own = 0 if own is None else self._cache.common_prefix(own, request.prompt)
+            # A conversation that went the same way holds its answers, too: the episodes of a group often do.
+            source, num_shared = self._cache.longest_prefix(request.prompt, num_own)
+            if self._is_soon_shared(request.prompt, max(num_shared, num_own) + self._min_shared):
+                later_requests.append(request)
+                continue
             slot = self._slots.acquire(request.session_id)
             if slot is None:
                 self._waiting.appendleft(request)
                 break
-            self._join(request, slot, source, shared)
-        self._waiting.extendleft(reversed(postponed))
+            in_place = num_own if slot == own else num_shared if slot == source else 0
+            self._join(request, slot, in_place, source, num_shared)
+        self._waiting.extendleft(reversed(later_requests))
 
     def _is_soon_shared(self, prompt: Int32Array, length: int) -> bool:
         if length > len(prompt):
@@ -84,25 +85,25 @@ class Batcher(Batch):
         beginning = prompt[:length].tobytes()
         return any(self._requests[slot].prompt_bytes.startswith(beginning) for slot in self._reading)
 
-    def _join(self, request: Request, slot: int, source: int | None, shared: int) -> None:
-        shared = min(shared, len(request.prompt) - 1)  # the last prompt token is always run: its logits are needed
+    def _join(self, request: Request, slot: int, in_place: int, source: int, num_shared: int) -> None:
+        """Let a request begin in a slot that has `in_place` leading tokens of its prompt; `source` has `num_shared`."""
+        last = len(request.prompt) - 1  # is always run: its logits are needed
+        in_place, num_shared = min(in_place, last), min(num_shared, last)
         self._cache.reserve(slot + 1, len(request.prompt) + request.max_new)
-        if source == slot:
-            self.counters.num_kept_tokens += shared
-            self._cache.lengths[slot] = shared
-        elif source is not None and shared >= _MIN_SHARED_TOKENS:
-            self.counters.num_copied_tokens += shared
-            self._cache.copy_prefix(source, slot, shared)
-        else:
-            shared = self._cache.lengths[slot] = 0
+        self.counters.num_kept_tokens += in_place
+        self._cache.lengths[slot] = in_place
+        if num_shared - in_place >= self._min_shared:
+            self.counters.num_copied_tokens += num_shared - in_place
+            self._cache.copy_prefix(source, slot, num_shared, in_place)
+        num_read = int(self._cache.lengths[slot])
         self._requests[slot] = request
         self._texts[slot] = request.prompt
         self._rows.start(slot, request.sampling, request.max_new, request.prompt)
-        if shared == len(request.prompt) - 1:
+        if num_read == len(request.prompt) - 1:
             self._rows.next_token[slot] = request.prompt[-1]  # its last token is fed as a sampled one would be
             self._decoding = np.sort(np.append(self._decoding, slot))
         else:
-            self._reading[slot] = shared
+            self._reading[slot] = num_read
 
     def _advance(self) -> NextLogits | None:
         plan = self._plan()
@@ -114,19 +115,19 @@ class Batcher(Batch):
 
     def _plan(self) -> _Plan:
         plan = _Plan(decoding=self._decoding)
-        packed = len(self._decoding)
+        num_packed = len(self._decoding)
         budget = _MAX_READ_TOKENS
         for slot, num_read in self._reading.items():
             unread = len(self._texts[slot]) - num_read
             num_new = min(unread, budget)
             if num_new == 0:
                 break
-            plan.spans.append(SegmentSpan(slot=slot, start=packed, stop=packed + num_new, context=num_read))
-            packed += num_new
+            plan.spans.append(SegmentSpan(slot=slot, start=num_packed, stop=num_packed + num_new, context=num_read))
+            num_packed += num_new
             budget -= num_new
             if num_new == unread:
                 plan.completed.append(slot)
-                plan.logits_at.append(packed - 1)
+                plan.logits_at.append(num_packed - 1)
         return plan
 
     def _forward(self, plan: _Plan) -> torch.Tensor:
@@ -134,15 +135,15 @@ class Batcher(Batch):
         decoding, cache, device = plan.decoding, self._cache, self.shared.device
         num_single = len(decoding)
         num_packed = plan.spans[-1].stop if plan.spans else num_single
-        packed = np.empty((3, num_packed), np.int64)  # token ids, slots, positions
-        packed[:, :num_single] = self._rows.next_token[decoding], decoding, cache.lengths[decoding]
+        step_inputs = np.empty((3, num_packed), np.int64)  # token ids, slots, positions
+        step_inputs[:, :num_single] = self._rows.next_token[decoding], decoding, cache.lengths[decoding]
         for span in plan.spans:
-            packed[0, span.start : span.stop] = self._texts[span.slot][span.context : span.total]
-            packed[1, span.start : span.stop] = span.slot
-            packed[2, span.start : span.stop] = np.arange(span.context, span.total)
+            step_inputs[0, span.start : span.stop] = self._texts[span.slot][span.context : span.total]
+            step_inputs[1, span.start : span.stop] = span.slot
+            step_inputs[2, span.start : span.stop] = np.arange(span.context, span.total)
             self._reading[span.slot] = span.total
-        cache.record(packed[1], packed[2], packed[0])
-        token_ids, slots, positions = torch.from_numpy(packed).to(device)
+        cache.record(step_inputs[1], step_inputs[2], step_inputs[0])
+        token_ids, slots, positions = torch.from_numpy(step_inputs).to(device)
         step = SlotStep(
             cache=cache,
             slots=slots,
@@ -179,6 +180,18 @@ class Batcher(Batch):
             self._reading.pop(slot, None)
             self._texts.pop(slot, None)
         self._decoding = self._decoding[~np.isin(self._decoding, slots)]
+
+
+def _min_shared_tokens(module: Any) -> int:  # Any: transformers is untyped
+    """Return from how many tokens on copying another sequence's keys costs less than computing them.
+
+    A copy costs some calls a layer, a token two operations a weight: by these counts, and not by a measurement, so that
+    a run that goes on copies the same. Measured: 16 tokens of a model of two layers and 3e5 weights; at 1e8, one.
+    """
+    few, many = _SHARED_TOKENS
+    num_layers: int = module.config.get_text_config().num_hidden_layers
+    num_weights: int = sum(parameter.numel() for parameter in module.parameters())
+    return min(max(round(4e6 * num_layers / max(num_weights, 1)), few), many)
 
 
 _SUPPORTED_LAYERS = {"full_attention", "sliding_attention"}
@@ -219,25 +232,27 @@ class PackedModel:
         Raises:
             ConfigError: they disagree, so something in this model is not what its interface says.
         """
-        shared = self.shared
+        shared_model = self.shared
         # Multiples of a prime: spread over the vocabulary, and the same in every run.
-        token_ids = torch.arange(1, _PROBE_LENGTH + 1, device=shared.device) * 7919 % shared.vocab_size
+        token_ids = torch.arange(1, _PROBE_LENGTH + 1, device=shared_model.device) * 7919 % shared_model.vocab_size
         cache = SlotCache(max_slots=1, max_len=_PROBE_LENGTH)
         try:
-            shared.module.config._attn_implementation = shared.own_attention
-            expected = shared.module(input_ids=token_ids[None], use_cache=False).logits[0].float().log_softmax(-1)
-            shared.module.config._attn_implementation = SLOT_ATTENTION
+            shared_model.module.config._attn_implementation = shared_model.own_attention
+            own_logprobs = (
+                shared_model.module(input_ids=token_ids[None], use_cache=False).logits[0].float().log_softmax(-1)
+            )
+            shared_model.module.config._attn_implementation = SLOT_ATTENTION
             parts = [self._probe(cache, token_ids, start, stop) for start, stop in itertools.pairwise(_PROBE_PARTS)]
         except EngineError as error:
             raise ConfigError(f"{error}, which it does not support") from error
         except Exception as error:  # a model's own code may raise anything
-            raise ConfigError(f"{shared.name} does not run with the engine's cache: {error!r}") from error
-        difference = (torch.cat(parts).float().log_softmax(-1) - expected).abs().max().item()
-        tolerance = shared.rounding(expected)
+            raise ConfigError(f"{shared_model.name} does not run with the engine's cache: {error!r}") from error
+        difference = (torch.cat(parts).float().log_softmax(-1) - own_logprobs).abs().max().item()
+        tolerance = shared_model.rounding(own_logprobs)
         if not difference <= tolerance:
             raise ConfigError(
-                f"{shared.name} does not give the same logprobs through the engine's cache as by itself (difference "
-                f"{difference:.2g}, tolerated {tolerance:.2g})"
+                f"{shared_model.name} does not give the same logprobs through the engine's cache as by itself "
+                f"(difference {difference:.2g}, tolerated {tolerance:.2g})"
             )
 
     def _probe(self, cache: SlotCache, token_ids: torch.Tensor, start: int, stop: int) -> torch.Tensor:
@@ -329,12 +344,12 @@ def slot_attention(
     singles = slot_step.singles
     if singles is not None and not slot_step.groups:
         return store.attend_singles(singles, queries, options)[None], None
-    packed = torch.empty(*queries.shape[:2], values.shape[-1], dtype=queries.dtype, device=queries.device)
+    outputs = torch.empty(*queries.shape[:2], values.shape[-1], dtype=queries.dtype, device=queries.device)
     if singles is not None:
-        packed[: singles.num] = store.attend_singles(singles, queries[: singles.num], options)
+        outputs[: singles.num] = store.attend_singles(singles, queries[: singles.num], options)
     for group in slot_step.groups:
-        packed.index_copy_(0, group.target, attend_group(group, queries, (keys, values), store, options))
-    return packed[None], None
+        outputs.index_copy_(0, group.target, attend_group(group, queries, (keys, values), store, options))
+    return outputs[None], None
 
 
 AttentionInterface.register(SLOT_ATTENTION, slot_attention)

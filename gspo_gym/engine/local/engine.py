@@ -111,11 +111,11 @@ class LocalEngine(GatedEngine):
                 f"got {max_model_len} and {max_batch_size}"
             )
         batch, self._reason = _run_model(model, max_model_len=max_model_len, max_batch_size=max_batch_size)
-        shared = batch.shared
-        if device is not None and torch.device(device).type != shared.device.type:
-            raise ConfigError(f"LocalEngine: the model is on {shared.device}, expected {device}; move it first")
+        shared_model = batch.shared
+        if device is not None and torch.device(device).type != shared_model.device.type:
+            raise ConfigError(f"LocalEngine: the model is on {shared_model.device}, expected {device}; move it first")
         self._max_model_len = max_model_len
-        self._vocab_size = shared.vocab_size
+        self._vocab_size = shared_model.vocab_size
         self._model, self._source, self._takes_tensors = model, source, takes_tensors
         self._worker = _Worker(batch)
         self._thread = threading.Thread(target=self._worker.run, name="gspo-gym-engine", daemon=True)
@@ -279,9 +279,9 @@ class LocalEngine(GatedEngine):
 
 @torch.no_grad()
 def _copy_weights(source: Any, target: Any) -> None:
-    copied = source.state_dict()
+    state = source.state_dict()
     for name, tensor in target.state_dict().items():
-        tensor.copy_(copied[name])
+        tensor.copy_(state[name])
 
 
 def trained_parameters(model: Any) -> list[tuple[str, torch.nn.Parameter]]:
@@ -305,13 +305,13 @@ def _copy_tensors(tensors: Iterable[tuple[str, torch.Tensor]], model: Any) -> No
 
 def _run_model(model: Any, *, max_model_len: int, max_batch_size: int) -> tuple[Batch, str | None]:
     try:
-        packed = PackedModel(model, max_model_len=max_model_len)
+        packed_model = PackedModel(model, max_model_len=max_model_len)
         # Compared before anything is sampled: a model that does not keep its interface's promises gives wrong logprobs.
-        packed.verify()
+        packed_model.verify()
     except ConfigError as error:
         reason = str(error)
     else:
-        return Batcher(packed, max_model_len=max_model_len, max_batch_size=max_batch_size), None
+        return Batcher(packed_model, max_model_len=max_model_len, max_batch_size=max_batch_size), None
     plain = PlainModel(model, max_model_len=max_model_len)
     try:
         plain.verify()
@@ -333,8 +333,8 @@ class _Worker:
 
     def __init__(self, batch: Batch) -> None:
         self.batch = batch
-        self._changed = threading.Condition()
-        self._posted: list[Callable[[Batch], object]] = []  # in this pass of the event loop
+        self._condition = threading.Condition()
+        self._posted_commands: list[Callable[[Batch], object]] = []  # in this pass of the event loop
         self._commands: deque[Callable[[Batch], object]] = deque()
         # By request, for its completion, or by command, for its end. Any: results of both kinds.
         self._futures: dict[object, asyncio.Future[Any]] = {}
@@ -352,14 +352,14 @@ class _Worker:
         Raises:
             EngineError: the thread has ended.
         """
-        with self._changed:
+        with self._condition:
             if self._failure is not None:
                 raise EngineError(f"the engine's thread died: {self._failure!r}") from self._failure
             if self._is_closing:
                 raise EngineError("the engine is closed")
             if key is not None:
                 self._futures[key] = future
-            self._posted.append(command)
+            self._posted_commands.append(command)
         loop = asyncio.get_running_loop()
         if at_once:
             self._tell()
@@ -370,10 +370,10 @@ class _Worker:
 
     def _tell(self) -> None:
         self._telling = None
-        with self._changed:
-            self._commands.extend(self._posted)
-            self._posted.clear()
-            self._changed.notify()
+        with self._condition:
+            self._commands.extend(self._posted_commands)
+            self._posted_commands.clear()
+            self._condition.notify()
 
     def forget(self, key: object) -> None:
         """Drop the future that a key names, which is no longer awaited. Unknown keys are fine."""
@@ -386,21 +386,21 @@ class _Worker:
             future = self._futures.pop(key, None)
             if future is not None:
                 by_loop.setdefault(future.get_loop(), []).append((future, result))
-        for loop, settled in by_loop.items():
+        for loop, pairs in by_loop.items():
             with contextlib.suppress(RuntimeError):  # the loop is closed, and all that waited are gone
-                loop.call_soon_threadsafe(_settle_in_loop, settled)
+                loop.call_soon_threadsafe(_settle_in_loop, pairs)
 
     @property
     def failure(self) -> str | None:
         """The reason why the thread died; None if it did not."""
-        with self._changed:
+        with self._condition:
             return None if self._failure is None else f"the engine's thread died: {self._failure!r}"
 
     def close(self) -> None:
         """Let the thread end after its present step."""
-        with self._changed:
+        with self._condition:
             self._is_closing = True
-            self._changed.notify()
+            self._condition.notify()
 
     def run(self) -> None:
         """Run steps and commands until `close`; the thread's function."""
@@ -412,17 +412,17 @@ class _Worker:
                 self.settle([(item.request, item.result) for item in self.batch.step()])
         except BaseException as error:  # calls that wait must get it, whatever it is
             reason = f"the engine's thread died: {error!r}"
-            with self._changed:
+            with self._condition:
                 self._failure = error
-        with self._changed:
+        with self._condition:
             waiting = list(self._futures)
         self.settle([(key, EngineError(reason)) for key in waiting])
 
     def _take_commands(self) -> bool:
         """Wait for work and run the posted commands; return False when the thread must end."""
-        with self._changed:
+        with self._condition:
             while not (self._commands or self._is_closing or self.batch.has_work):
-                self._changed.wait()
+                self._condition.wait()
             commands, self._commands = self._commands, deque()
         if self._is_closing:
             # Commands that were posted before the close find their futures failed in `run`.
@@ -432,8 +432,8 @@ class _Worker:
         return True
 
 
-def _settle_in_loop(settled: list[tuple[asyncio.Future[Any], object]]) -> None:
-    for future, result in settled:
+def _settle_in_loop(pairs: list[tuple[asyncio.Future[Any], object]]) -> None:
+    for future, result in pairs:
         if future.done():  # cancelled meanwhile
             continue
         if isinstance(result, _Raised):

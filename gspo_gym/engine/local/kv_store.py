@@ -84,8 +84,8 @@ class KeyValueStore(ABC):
         """Grow to that many slots and tokens; positions that were never written are zero."""
 
     @abstractmethod
-    def copy_prefix(self, source: int, target: int, length: int) -> None:
-        """Overwrite the first `length` tokens (or some more) of one slot with another's."""
+    def copy_prefix(self, source: int, target: int, length: int, start: int = 0) -> None:
+        """Overwrite the tokens from `start` to `length` (or some more around them) of one slot with another's."""
 
     def wipe(self, slot: int) -> None:
         """Zero a slot."""
@@ -94,7 +94,7 @@ class KeyValueStore(ABC):
 
     def num_bytes(self) -> int:
         """Return the bytes of memory held."""
-        return sum(stored.numel() * stored.element_size() for stored in (self._keys, self._values))
+        return sum(tensor.numel() * tensor.element_size() for tensor in (self._keys, self._values))
 
 
 def store_type(sample: torch.Tensor, max_len: int) -> type[PlainStore] | type[BlockStore]:
@@ -162,33 +162,37 @@ class PlainStore(KeyValueStore):
             plan = rows.plans[key] = _plan_plain(rows, options.window, queries.dtype)
         assert isinstance(plan, _PlainPlan)
         num_rows, num_heads, size = queries.shape
-        grouped = queries.reshape(num_rows, self._keys.shape[1], -1, size)
+        grouped_queries = queries.reshape(num_rows, self._keys.shape[1], -1, size)
         keys, values = self._keys[:, :, : plan.length], self._values[:, :, : plan.length]
         if plan.slots is not None:
             keys, values = self.read(plan.slots, plan.length)
         else:
             keys, values = keys[plan.first : plan.last], values[plan.first : plan.last]
         if plan.place is not None:
-            spread = grouped.new_zeros(len(keys), *grouped.shape[1:])
-            grouped = spread.index_copy_(0, plan.place, grouped)
+            spread = grouped_queries.new_zeros(len(keys), *grouped_queries.shape[1:])
+            grouped_queries = spread.index_copy_(0, plan.place, grouped_queries)
         if options.softcap is None:
-            output = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=plan.mask, scale=options.scale)
+            output = F.scaled_dot_product_attention(
+                grouped_queries, keys, values, attn_mask=plan.mask, scale=options.scale
+            )
         else:
-            scores = masked_scores((grouped * options.scale) @ keys.transpose(-1, -2), plan.mask, options)
+            scores = masked_scores((grouped_queries * options.scale) @ keys.transpose(-1, -2), plan.mask, options)
             output = torch.softmax(scores, dim=-1, dtype=torch.float32).to(values.dtype) @ values
         if plan.place is not None:
             output = output.index_select(0, plan.place)
         return output.reshape(num_rows, num_heads, -1)
 
     def resize(self, num_slots: int, num_tokens: int) -> None:
-        self._keys, self._values = (self._resized(old, num_slots, num_tokens) for old in (self._keys, self._values))
+        self._keys, self._values = (
+            self._copy_resized(old, num_slots, num_tokens) for old in (self._keys, self._values)
+        )
 
-    def copy_prefix(self, source: int, target: int, length: int) -> None:
-        for stored in (self._keys, self._values):
-            stored[target, :, :length] = stored[source, :, :length]
+    def copy_prefix(self, source: int, target: int, length: int, start: int = 0) -> None:
+        for tensor in (self._keys, self._values):
+            tensor[target, :, start:length] = tensor[source, :, start:length]
 
     @staticmethod
-    def _resized(old: torch.Tensor, num_slots: int, num_tokens: int) -> torch.Tensor:
+    def _copy_resized(old: torch.Tensor, num_slots: int, num_tokens: int) -> torch.Tensor:
         new = old.new_zeros(num_slots, old.shape[1], num_tokens, old.shape[3])
         new[: old.shape[0], :, : old.shape[2]] = old
         return new
@@ -198,15 +202,15 @@ def _plan_plain(rows: SingleRows, window: int | None, dtype: torch.dtype) -> _Pl
     first, last = int(rows.slots[0]), int(rows.slots[-1]) + 1
     length, gather = int(rows.lengths.max()), rows.num * _COST_OF_GATHERING < last - first
     place = None if gather or rows.num == last - first else rows.slots - first
-    seen = rows.lengths
+    num_seen = rows.lengths
     if place is not None:
-        seen = np.ones(last - first, np.int64)  # an idle slot sees one key, lest its softmax gives NaN
-        seen[place] = rows.lengths
-    hidden = np.arange(length) >= seen[:, None]
+        num_seen = np.ones(last - first, np.int64)  # an idle slot sees one key, lest its softmax gives NaN
+        num_seen[place] = rows.lengths
+    is_hidden = np.arange(length) >= num_seen[:, None]
     if window is not None:
-        hidden |= np.arange(length) < seen[:, None] - window
-    mask = torch.zeros(hidden.shape, dtype=dtype, device=rows.device)
-    mask.masked_fill_(torch.from_numpy(hidden).to(rows.device), float("-inf"))
+        is_hidden |= np.arange(length) < num_seen[:, None] - window
+    mask = torch.zeros(is_hidden.shape, dtype=dtype, device=rows.device)
+    mask.masked_fill_(torch.from_numpy(is_hidden).to(rows.device), float("-inf"))
     return _PlainPlan(
         slots=torch.from_numpy(rows.slots).to(rows.device) if gather else None,
         first=first,
@@ -283,9 +287,9 @@ class BlockStore(KeyValueStore):
         )
         if options.softcap is not None:
             scores = torch.tanh(scores / options.softcap) * options.softcap
-        padded = plan.mask.clone()
-        padded.view(-1, BLOCK).index_add_(0, plan.padded_rows, scores)
-        probs = torch.softmax(padded, dim=-1)
+        padded_scores = plan.mask.clone()
+        padded_scores.view(-1, BLOCK).index_add_(0, plan.padded_rows, scores)
+        probs = torch.softmax(padded_scores, dim=-1)
         output = F.embedding_bag(
             plan.value_rows,
             self._values.view(-1, self._values.shape[-1]),
@@ -302,10 +306,10 @@ class BlockStore(KeyValueStore):
             new[: old.shape[0], :, : old.shape[2]] = old
             setattr(self, name, new)
 
-    def copy_prefix(self, source: int, target: int, length: int) -> None:
-        num_blocks = -(-length // BLOCK)
-        for stored in (self._keys, self._values):
-            stored[target, :, :num_blocks] = stored[source, :, :num_blocks]
+    def copy_prefix(self, source: int, target: int, length: int, start: int = 0) -> None:
+        blocks = slice(start // BLOCK, -(-length // BLOCK))
+        for tensor in (self._keys, self._values):
+            tensor[target, :, blocks] = tensor[source, :, blocks]
 
 
 def _untouched_zeros(*shape: int) -> torch.Tensor:
@@ -372,11 +376,11 @@ class SlotCache:
         assert num_tokens <= self.max_len
         if num_slots <= self._num_slots and num_tokens <= self._num_tokens:
             return
-        self._num_slots = _doubled(self._num_slots, num_slots, self.max_slots)
-        self._num_tokens = _doubled(self._num_tokens, num_tokens, self.max_len)
-        grown = np.zeros((self.max_slots, self._num_tokens), np.int32)
-        grown[:, : self.tokens.shape[1]] = self.tokens
-        self.tokens = grown
+        self._num_slots = _double_until(self._num_slots, num_slots, self.max_slots)
+        self._num_tokens = _double_until(self._num_tokens, num_tokens, self.max_len)
+        tokens = np.zeros((self.max_slots, self._num_tokens), np.int32)
+        tokens[:, : self.tokens.shape[1]] = self.tokens
+        self.tokens = tokens
         for store in self._layers.values():
             store.resize(self._num_slots, self._num_tokens)
 
@@ -401,22 +405,28 @@ class SlotCache:
         length = min(int(self.lengths[slot]), len(prompt))
         return first_difference(self.tokens[slot, :length], prompt[:length])
 
-    def longest_prefix(self, prompt: Int32Array) -> tuple[int, int]:
-        """Return the slot that holds most leading tokens of `prompt`, and how many; (0, 0) if none holds any."""
-        width = min(len(prompt), self.tokens.shape[1], int(self.lengths.max(initial=0)))
-        if width == 0:
-            return 0, 0
-        differs = self.tokens[: self._num_slots, :width] != prompt[:width]
-        equal = np.where(differs.any(axis=1), differs.argmax(axis=1), width)
-        equal = np.minimum(equal, self.lengths[: self._num_slots])
-        best = int(equal.argmax())
-        return best, int(equal[best])
+    def longest_prefix(self, prompt: Int32Array, known: int = 0) -> tuple[int, int]:
+        """Return the slot that holds most leading tokens of `prompt`, and how many; (0, 0) if none holds any.
 
-    def copy_prefix(self, source: int, target: int, length: int) -> None:
-        """Make the first `length` tokens of `target` those of `source`, with their keys and values."""
-        self.tokens[target, :length] = self.tokens[source, :length]
+        `known` tokens of it are held elsewhere: slots that differ in the next one are passed over.
+        """
+        width = min(len(prompt), int(self.lengths.max(initial=0)))
+        if width <= known:
+            return 0, 0
+        rows = np.flatnonzero((self.lengths > known) & (self.tokens[:, known] == prompt[known]))
+        if len(rows) == 0:
+            return 0, 0
+        differs = self.tokens[rows, :width] != prompt[:width]
+        equal = np.where(differs.any(axis=1), differs.argmax(axis=1), width)
+        equal = np.minimum(equal, self.lengths[rows])
+        best = int(equal.argmax())
+        return int(rows[best]), int(equal[best])
+
+    def copy_prefix(self, source: int, target: int, length: int, start: int = 0) -> None:
+        """Make the first `length` tokens of `target`, which has `start` of them, those of `source`."""
+        self.tokens[target, start:length] = self.tokens[source, start:length]
         for store in self._layers.values():
-            store.copy_prefix(source, target, length)
+            store.copy_prefix(source, target, length, start)
         self.lengths[target] = length
 
     def wipe(self, slot: int) -> None:
@@ -434,8 +444,8 @@ class SlotCache:
         return sum(store.num_bytes() for store in self._layers.values())
 
 
-def _doubled(size: int, needed: int, limit: int) -> int:
-    while size < needed:
+def _double_until(size: int, min_size: int, limit: int) -> int:
+    while size < min_size:
         size *= 2
     return min(size, limit)
 

@@ -76,9 +76,9 @@ class PlainModel:
             EngineError: the model keeps nothing.
         """
         token_ids = torch.from_numpy(tokens).to(self.shared.device, torch.int64)[None]
-        kept = {} if state is None else {state.name: state.cache}
+        cache_argument = {} if state is None else {state.name: state.cache}
         extra = {"logits_to_keep": 1} if self._keeps_logits else {}
-        output = self.shared.module(input_ids=token_ids, use_cache=True, **kept, **extra)
+        output = self.shared.module(input_ids=token_ids, use_cache=True, **cache_argument, **extra)
         name = next((name for name in ALL_CACHE_NAMES if output.get(name) is not None), None)
         if name is None:
             raise EngineError(f"{self.shared.name} returns no cache")
@@ -138,10 +138,12 @@ class PlainModel:
     def _read_group(self, sequences: Sequence[Int32Array]) -> torch.Tensor:
         # Padded on the right, where a causal model never looks, with tokens that are no padding to it.
         ends = np.array([len(sequence) - 1 for sequence in sequences])
-        padded = np.stack([np.pad(s, (0, ends.max() + 1 - len(s)), mode="edge") for s in sequences])
-        kept, column = np.unique(ends, return_inverse=True)
+        token_rows = np.stack([np.pad(s, (0, ends.max() + 1 - len(s)), mode="edge") for s in sequences])
+        positions, column = np.unique(ends, return_inverse=True)
         device = self.shared.device
-        logits = self.logits(torch.from_numpy(padded).to(device, torch.int64), torch.from_numpy(kept).to(device))
+        logits = self.logits(
+            torch.from_numpy(token_rows).to(device, torch.int64), torch.from_numpy(positions).to(device)
+        )
         return logits[torch.arange(len(ends), device=device), torch.from_numpy(column).to(device)]
 
     def _groups(self, lengths: list[int]) -> Iterator[list[int]]:
@@ -178,8 +180,8 @@ class _Probe:
         """Return whether the sequences and beginnings of them, read together, end in the same logprobs."""
         length = len(self._sequences[0])
         cases = [(0, length), (1, length), (0, length // 2), (1, max(1, length - 3)), (0, 1)]
-        logits = self._model.read([self._sequences[which][:stop] for which, stop in cases])
-        return self._agrees(logits, [self._expected[which][stop - 1] for which, stop in cases])
+        logits = self._model.read([self._sequences[index][:stop] for index, stop in cases])
+        return self._agrees(logits, [self._expected[index][stop - 1] for index, stop in cases])
 
     def agrees_with_cache(self, caching: Caching) -> bool:
         """Return whether the sequences, read by turns in parts with separate caches, give the same logprobs.
@@ -197,10 +199,10 @@ class _Probe:
         states: list[KeptState | None] = [None, None]
         logits, expected = [], []
         try:
-            for (start, stop), which in itertools.product(parts, _PROBES):
-                of_last, states[which] = self._model.extend(states[which], self._sequences[which][start:stop])
+            for (start, stop), index in itertools.product(parts, _PROBES):
+                of_last, states[index] = self._model.extend(states[index], self._sequences[index][start:stop])
                 logits.append(of_last)
-                expected.append(self._expected[which][stop - 1])
+                expected.append(self._expected[index][stop - 1])
         except Exception:  # of any kind: the model's cache cannot be used
             return False
         return shows and self._agrees(torch.stack(logits), expected)
@@ -266,12 +268,12 @@ class GeneralBatch(Batch):
 
     def _num_kept(self, slot: int, request: Request) -> int:
         """Return how many leading tokens of the prompt need not be read again; a useless cache is dropped."""
-        held = self._held.get(slot, _Held())
-        num_new = len(request.prompt) - len(held.tokens)
+        slot_state = self._held.get(slot, _Held())
+        num_new = len(request.prompt) - len(slot_state.tokens)
         is_extendable = num_new == 1 or (num_new > 1 and self._model.caching is Caching.TURNS)
-        if is_extendable and np.array_equal(held.tokens, request.prompt[: len(held.tokens)]):
-            self.counters.num_kept_tokens += len(held.tokens)
-            return len(held.tokens)
+        if is_extendable and np.array_equal(slot_state.tokens, request.prompt[: len(slot_state.tokens)]):
+            self.counters.num_kept_tokens += len(slot_state.tokens)
+            return len(slot_state.tokens)
         self._forget(slot)  # of no use to this prompt
         return 0
 
@@ -289,12 +291,12 @@ class GeneralBatch(Batch):
         return NextLogits(np.array(slots, np.int64), logits)
 
     def _extend(self, slot: int, sequence: Int32Array) -> torch.Tensor:
-        held = self._held.setdefault(slot, _Held())
-        unread = sequence[len(held.tokens) :]
+        slot_state = self._held.setdefault(slot, _Held())
+        unread = sequence[len(slot_state.tokens) :]
         if len(self._rows.sampled(slot)) == 0:  # sampled tokens are no prompt's
             self.counters.num_read_tokens += len(unread)
-        logits, held.state = self._model.extend(held.state, unread)
-        held.tokens = sequence
+        logits, slot_state.state = self._model.extend(slot_state.state, unread)
+        slot_state.tokens = sequence
         return logits
 
     def _leave(self, slots: Int64Array) -> None:

@@ -114,12 +114,12 @@ class RowTable:
         penalty = self._penalty[slots]
         if (penalty == 1.0).all():
             return None
-        said = [
+        token_histories = [
             np.concatenate([self._prompts[slot], self.sampled(slot)]) if of_row != 1.0 else np.zeros(1, np.int32)
             for slot, of_row in zip(slots.tolist(), penalty.tolist(), strict=True)
         ]
-        longest = max(map(len, said))
-        history = np.stack([np.pad(tokens, (0, longest - len(tokens)), mode="edge") for tokens in said])
+        longest = max(map(len, token_histories))
+        history = np.stack([np.pad(tokens, (0, longest - len(tokens)), mode="edge") for tokens in token_histories])
         return RepetitionPenalty(
             history=torch.from_numpy(history).to(device, torch.int64), penalty=torch.from_numpy(penalty).to(device)
         )

@@ -81,20 +81,20 @@ def sampling_logprobs(logits: torch.Tensor, rows: RowSampling) -> torch.Tensor:
 
     In vLLM's order: forbidden tokens, repetition penalty, temperature, min-p, top-k, top-p of what those left.
     """
-    scaled = logits.float()
+    scaled_logits = logits.float()
     if rows.forbidden is not None:
-        scaled = _forbid(scaled, rows.forbidden)
+        scaled_logits = _forbid(scaled_logits, rows.forbidden)
     if rows.repetition is not None:
-        scaled = _penalise(scaled, rows.repetition)
+        scaled_logits = _penalise(scaled_logits, rows.repetition)
     if rows.temperature is not None:
-        scaled = scaled / rows.temperature[:, None]
+        scaled_logits = scaled_logits / rows.temperature[:, None]
     # Before the truncations by rank: as in vLLM, these act on what min-p leaves.
     if rows.min_p is not None:
-        least = scaled.amax(dim=-1) + rows.min_p.log()  # log 0 is -inf: nothing is below it
-        scaled = scaled.masked_fill(scaled < least[:, None], float("-inf"))
+        least = scaled_logits.amax(dim=-1) + rows.min_p.log()  # log 0 is -inf: nothing is below it
+        scaled_logits = scaled_logits.masked_fill(scaled_logits < least[:, None], float("-inf"))
     if rows.top_k is not None or rows.top_p is not None:
-        scaled = _truncate(scaled, rows)
-    return torch.log_softmax(scaled, dim=-1)
+        scaled_logits = _truncate(scaled_logits, rows)
+    return torch.log_softmax(scaled_logits, dim=-1)
 
 
 def _forbid(logits: torch.Tensor, forbidden: ForbiddenTokens) -> torch.Tensor:
@@ -107,47 +107,50 @@ def _forbid(logits: torch.Tensor, forbidden: ForbiddenTokens) -> torch.Tensor:
 def _penalise(logits: torch.Tensor, repetition: RepetitionPenalty) -> torch.Tensor:
     # Each token once, however often it was said: all its places write the same number.
     penalty = repetition.penalty[:, None]
-    said = logits.gather(-1, repetition.history)
-    return logits.scatter(-1, repetition.history, torch.where(said > 0, said / penalty, said * penalty))
+    history_logits = logits.gather(-1, repetition.history)
+    return logits.scatter(
+        -1, repetition.history, torch.where(history_logits > 0, history_logits / penalty, history_logits * penalty)
+    )
 
 
-def _truncate(scaled: torch.Tensor, rows: RowSampling) -> torch.Tensor:
+def _truncate(scaled_logits: torch.Tensor, rows: RowSampling) -> torch.Tensor:
     if rows.top_k is not None:
-        scaled = _keep_largest(scaled, rows.top_k)
-    return scaled if rows.top_p is None else _keep_mass(scaled, rows.top_p)
+        scaled_logits = _keep_largest(scaled_logits, rows.top_k)
+    return scaled_logits if rows.top_p is None else _keep_mass(scaled_logits, rows.top_p)
 
 
-def _keep_largest(scaled: torch.Tensor, top_k: torch.Tensor) -> torch.Tensor:
+def _keep_largest(scaled_logits: torch.Tensor, top_k: torch.Tensor) -> torch.Tensor:
     # From the few largest logits: sorting a large vocabulary takes several times as long as all else in sampling.
-    is_limited = (top_k > 0) & (top_k < scaled.shape[-1])
+    is_limited = (top_k > 0) & (top_k < scaled_logits.shape[-1])
     limit = torch.where(is_limited, top_k, 1)
-    ordered = scaled.detach().topk(int(limit.max()), dim=-1).values
-    return _hide_beyond(scaled, limit, ordered.gather(-1, limit[:, None] - 1), is_limited)
+    largest = scaled_logits.detach().topk(int(limit.max()), dim=-1).values
+    return _hide_beyond(scaled_logits, limit, largest.gather(-1, limit[:, None] - 1), is_limited)
 
 
-def _keep_mass(scaled: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
-    detached = scaled.detach()
-    log_total = detached.logsumexp(-1, keepdim=True)  # of the whole row, so that both ways below give the same mass
-    num_ranks = min(_FIRST_RANKS, scaled.shape[-1])
-    ordered = detached.topk(num_ranks, dim=-1).values
-    limit, mass = _num_within(ordered, log_total, top_p)
-    least = ordered.gather(-1, limit[:, None] - 1)
+def _keep_mass(scaled_logits: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
+    constant_logits = scaled_logits.detach()
+    # Of the whole row, so that both ways below give the same mass.
+    log_total = constant_logits.logsumexp(-1, keepdim=True)
+    num_ranks = min(_FIRST_RANKS, scaled_logits.shape[-1])
+    largest = constant_logits.topk(num_ranks, dim=-1).values
+    limit, mass = _num_within(largest, log_total, top_p)
+    least = largest.gather(-1, limit[:, None] - 1)
     # Row by row: the other rows of a batch must not change how a row is sampled.
-    flat = ((mass < top_p) & (top_p < 1.0) & (num_ranks < scaled.shape[-1])).nonzero()[:, 0]
+    flat = ((mass < top_p) & (top_p < 1.0) & (num_ranks < scaled_logits.shape[-1])).nonzero()[:, 0]
     if len(flat):
-        ordered = detached[flat].sort(dim=-1, descending=True).values
-        limit[flat], _ = _num_within(ordered, log_total[flat], top_p[flat])
-        least[flat] = ordered.gather(-1, limit[flat][:, None] - 1)
+        largest = constant_logits[flat].sort(dim=-1, descending=True).values
+        limit[flat], _ = _num_within(largest, log_total[flat], top_p[flat])
+        least[flat] = largest.gather(-1, limit[flat][:, None] - 1)
     # A row that keeps all mass is left alone: its rounded mass may reach 1 before its last tokens.
-    return _hide_beyond(scaled, limit, least, (top_p < 1.0) & (limit < scaled.shape[-1]))
+    return _hide_beyond(scaled_logits, limit, least, (top_p < 1.0) & (limit < scaled_logits.shape[-1]))
 
 
 def _num_within(
-    ordered: torch.Tensor, log_total: torch.Tensor, top_p: torch.Tensor
+    largest: torch.Tensor, log_total: torch.Tensor, top_p: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return how many of the largest logits [B, R] top-p keeps, at least one, and the mass of all R."""
     # Not softmax, which is off by 3e-5 at 150,000 logits in float32: a token or two at the end of the mass.
-    probs = (ordered - log_total).exp_()
+    probs = (largest - log_total).exp_()
     mass = probs.cumsum(dim=-1)
     # The mass before a token and not up to it: the token that crosses top_p is kept.
     num = (mass - probs < top_p[:, None]).sum(dim=-1)
@@ -155,27 +158,27 @@ def _num_within(
 
 
 def _hide_beyond(
-    scaled: torch.Tensor, limit: torch.Tensor, least: torch.Tensor, is_limited: torch.Tensor
+    scaled_logits: torch.Tensor, limit: torch.Tensor, least: torch.Tensor, is_limited: torch.Tensor
 ) -> torch.Tensor:
     """Hide all but the `limit` [B] largest logits of the limited rows; `least` [B, 1] is the smallest of these."""
-    hidden = scaled < least  # never true of NaN, which must reach the logprobs
-    is_least = scaled == least
-    room = limit[:, None] - (scaled > least).sum(dim=-1, keepdim=True)
+    is_hidden = scaled_logits < least  # never true of NaN, which must reach the logprobs
+    is_least = scaled_logits == least
+    room = limit[:, None] - (scaled_logits > least).sum(dim=-1, keepdim=True)
     if (is_least.sum(dim=-1, keepdim=True) > room).any():
-        hidden |= is_least & (is_least.cumsum(dim=-1) > room)  # of equal logits, the lower token ids are kept
-    return scaled.masked_fill(hidden & is_limited[:, None], float("-inf"))
+        is_hidden |= is_least & (is_least.cumsum(dim=-1) > room)  # of equal logits, the lower token ids are kept
+    return scaled_logits.masked_fill(is_hidden & is_limited[:, None], float("-inf"))
 
 
 def _inverse_cdf(logprobs: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
     # The first token with a cumulative probability above the row's uniform number, so one of probability 0 is never
     # returned. Rows that hold NaN get an arbitrary valid id.
     rows_at_once = max(1, _MAX_CDF_ELEMENTS // logprobs.shape[-1])
-    drawn = []
+    token_ids = []
     for start in range(0, len(logprobs), rows_at_once):
         rows = slice(start, start + rows_at_once)
         cdf = logprobs[rows].double().exp_().cumsum_(dim=-1)
         total = cdf[:, -1]
         # Scaled by the total, which rounding keeps from being 1; and below it, or the index would be V.
         target = torch.minimum(uniforms[rows] * total, torch.nextafter(total, torch.zeros_like(total)))
-        drawn.append(torch.searchsorted(cdf, target[:, None], right=True)[:, 0])
-    return torch.cat(drawn).clamp_(max=logprobs.shape[-1] - 1)
+        token_ids.append(torch.searchsorted(cdf, target[:, None], right=True)[:, 0])
+    return torch.cat(token_ids).clamp_(max=logprobs.shape[-1] - 1)

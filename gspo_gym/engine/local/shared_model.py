@@ -105,7 +105,7 @@ class SharedModel:
         `tensor.data` leave that counter alone, and those of frozen parameters are not read, because PEFT adapts fused
         experts by `Tensor.set_` in every forward, to and fro, which counts: `contents_changed` finds both.
         """
-        return [p._version for p in self._trained] != self._versions or self._pointers() != self._addresses
+        return [p._version for p in self._trained_parameters] != self._versions or self._pointers() != self._addresses
 
     def contents_changed(self) -> bool:
         """Return whether any of a few elements of each parameter has changed; finds writes that hide."""
@@ -118,9 +118,9 @@ class SharedModel:
         trace in the weights. It takes milliseconds.
         """
         inner = inner_model(self._source)
-        shared = (*inner.parameters(), *inner.buffers(), *_offloaded(inner), *_int8_state(inner))
+        shared_tensors = (*inner.parameters(), *inner.buffers(), *_offloaded_maps(inner), *_int8_state(inner))
         # Deepcopy takes what its memo holds instead of copying it.
-        self.module = copy.deepcopy(inner, {id(t): t for t in shared})
+        self.module = copy.deepcopy(inner, {id(t): t for t in shared_tensors})
         self.module.eval()
         if self._attention is not None:
             self.module.config._attn_implementation = self._attention
@@ -129,8 +129,8 @@ class SharedModel:
         self._device = _input_device(inner)
         # Weights that are offloaded have no memory here between two forward passes, and are never trained.
         self._parameters = [p for p in inner.parameters() if p.device.type != "meta"]
-        self._trained = [p for p in self._parameters if p.requires_grad]
-        self._versions = [p._version for p in self._trained]
+        self._trained_parameters = [p for p in self._parameters if p.requires_grad]
+        self._versions = [p._version for p in self._trained_parameters]
         self._addresses = self._pointers()
         self._samples = _samples_of(self._parameters)
         self._fingerprint = self._read_samples()
@@ -145,10 +145,10 @@ class SharedModel:
 
 def _samples_of(parameters: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
     """Return views of a few elements of each parameter, those of one dtype and device together."""
-    found: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
+    views_by_kind: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
     for parameter in parameters:
-        found.setdefault((parameter.dtype, parameter.device), []).extend(_spread(parameter.detach()))
-    return list(found.values())
+        views_by_kind.setdefault((parameter.dtype, parameter.device), []).extend(_spread(parameter.detach()))
+    return list(views_by_kind.values())
 
 
 def _spread(tensor: torch.Tensor) -> list[torch.Tensor]:
@@ -190,7 +190,7 @@ def check_length(model: Any, max_model_len: int) -> None:
     if limit is not None and max_model_len > limit:
         raise ConfigError(f"LocalEngine: max_model_len {max_model_len} exceeds the {limit} positions of {name}")
     rope = getattr(config, "rope_parameters", None) or {}
-    for kind in (rope, *(nested for nested in rope.values() if isinstance(nested, dict))):  # nested: by layer type
+    for kind in (rope, *(section for section in rope.values() if isinstance(section, dict))):  # nested: by layer type
         original = kind.get("original_max_position_embeddings", limit)
         if kind.get("rope_type") in ("dynamic", "longrope") and original is not None and max_model_len > original:
             raise ConfigError(
@@ -200,7 +200,7 @@ def check_length(model: Any, max_model_len: int) -> None:
             )
 
 
-def _offloaded(model: Any) -> list[Any]:
+def _offloaded_maps(model: Any) -> list[Any]:
     # Accelerate's store of weights that are on no device is shared like the weights.
     maps = (getattr(getattr(module, "_hf_hook", None), "weights_map", None) for module in model.modules())
     return [weights_map for weights_map in maps if weights_map is not None]
@@ -211,7 +211,7 @@ def _int8_state(model: Any) -> list[torch.Tensor]:
     # its weight, and takes them from there. The weight is shared: of two modules only the first would get the scales,
     # and the other multiply by codes up to 127. So each layer takes its own here, before it is copied. That pass also
     # makes its codes the weight's storage, which would look like weights that moved where the two were copied apart.
-    found = []
+    tensors = []
     for module in model.modules():
         if not hasattr(module, "init_8bit_state"):
             continue
@@ -219,8 +219,8 @@ def _int8_state(model: Any) -> list[torch.Tensor]:
             module.init_8bit_state()
         if module.state.CB is not None:
             module.weight.data = module.state.CB
-        found += [tensor for tensor in (module.state.CB, module.state.SCB) if tensor is not None]
-    return found
+        tensors += [tensor for tensor in (module.state.CB, module.state.SCB) if tensor is not None]
+    return tensors
 
 
 def _input_device(model: Any) -> torch.device:

@@ -110,12 +110,12 @@ def attend_group(
         num_kv_heads = keys.shape[1]
         groups = num_heads // num_kv_heads
         # The query heads that share a key head attend as if they were positions: no key is repeated.
-        grouped = query.reshape(len(query), num_kv_heads, groups * group.num_new, size)
+        grouped_queries = query.reshape(len(query), num_kv_heads, groups * group.num_new, size)
         mask = group.mask(options.window, groups, queries.dtype)
         if options.softcap is None:
-            output = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask, scale=options.scale)
+            output = F.scaled_dot_product_attention(grouped_queries, keys, values, attn_mask=mask, scale=options.scale)
         else:
-            scores = masked_scores((grouped * options.scale) @ keys.transpose(-1, -2), mask, options)
+            scores = masked_scores((grouped_queries * options.scale) @ keys.transpose(-1, -2), mask, options)
             output = torch.softmax(scores, dim=-1, dtype=torch.float32).to(values.dtype) @ values
         output = output.view(len(query), num_heads, group.num_new, -1)
     return output.transpose(1, 2).flatten(0, 1).index_select(0, group.source)
@@ -128,12 +128,12 @@ def _make_group(spans: Sequence[SegmentSpan], device: torch.device) -> SegmentGr
     index = np.arange(longest)
     is_token = index < num_new
     # Padding repeats the last token: an index that is valid, with an output that is dropped.
-    packed = starts + np.minimum(index, num_new - 1)
+    token_index = starts + np.minimum(index, num_new - 1)
     return SegmentGroup(
         slots=torch.tensor([span.slot for span in spans], device=device),
         contexts=torch.tensor([span.context for span in spans], device=device),
-        packed=torch.from_numpy(packed).to(device),
-        target=torch.from_numpy(packed[is_token]).to(device),
+        packed=torch.from_numpy(token_index).to(device),
+        target=torch.from_numpy(token_index[is_token]).to(device),
         source=torch.from_numpy(np.flatnonzero(is_token)).to(device),
         num_new=longest,
         total=max(span.total for span in spans),

@@ -1,1 +1,1 @@
-"""vLLM as an engine, in this process or as a server, and the transfer of weights into it."""
+"""vLLM in this process as an engine, and the transfer of weights into it."""

@@ -30,9 +30,8 @@ from gspo_gym.engine.base import (
 )
 from gspo_gym.engine.gate import GatedEngine
 from gspo_gym.engine.vllm.adapters import Adapters, weights_folder
-from gspo_gym.engine.vllm.control import EMPTY_DIGEST
+from gspo_gym.engine.vllm.commands import as_engine_error, commanding
 from gspo_gym.engine.vllm.requests import completion_of, finish_reason_of, padding_ids, sampling_fields, versions_of
-from gspo_gym.engine.vllm.server import as_engine_error, commanding
 from gspo_gym.engine.vllm.settings import SessionRanks, VllmSettings, environment
 from gspo_gym.engine.vllm.transfer import WeightTransfer
 from gspo_gym.engine.vllm.worker import RELOAD_METHOD
@@ -41,6 +40,9 @@ from gspo_gym.types import Completion, TokenIds
 
 # Every update has ten lines in vLLM's log, which would bury those of a run, unless the user has set this variable.
 _LOG_LEVEL = "VLLM_LOGGING_LEVEL"
+
+# sha256 of nothing. On the CPU vLLM repacks linear layers and empties the original, so their digests say nothing.
+_EMPTY_DIGEST = "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855"
 
 # For vLLM's processes to end by themselves; on the CPU they need more than vLLM's own 5 seconds.
 _SHUTDOWN_SECONDS = 30.0
@@ -327,10 +329,10 @@ class VllmEngine(GatedEngine):
             raise EngineError("vLLM kept blocks of its prefix cache that were computed under earlier weights")
 
     async def _digests(self) -> dict[str, str]:
-        found: dict[str, str] = {}
+        digests: dict[str, str] = {}
         for worker in await self._llm.compute_weight_checksums():
-            found |= {name: digest for name, digest in worker.items() if digest != EMPTY_DIGEST}
-        return found
+            digests |= {name: digest for name, digest in worker.items() if digest != _EMPTY_DIGEST}
+        return digests
 
 
 async def _ask(llm: Any, prompt: list[int], fields: dict[str, Any], *, request_id: str, salt: str, **where: Any) -> Any:

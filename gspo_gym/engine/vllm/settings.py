@@ -204,10 +204,10 @@ def binding_of(num_workers: int, cores: Sequence[int]) -> str:
     >>> binding_of(4, [0, 1])
     'nobind'
     """
-    each = len(cores) // num_workers
-    if each == 0:
+    cores_per_worker = len(cores) // num_workers
+    if cores_per_worker == 0:
         return "nobind"
-    lists = (cores[rank * each : (rank + 1) * each] for rank in range(num_workers))
+    lists = (cores[rank * cores_per_worker : (rank + 1) * cores_per_worker] for rank in range(num_workers))
     return "|".join(",".join(str(core) for core in some) for some in lists)
 
 
@@ -221,12 +221,12 @@ def allowed_cores() -> list[int]:
 @contextlib.contextmanager
 def environment(variables: Mapping[str, str]) -> Iterator[None]:
     """Let children started within inherit these variables; those that are set already stay as they are."""
-    added = {name: value for name, value in variables.items() if name not in os.environ}
-    os.environ.update(added)
+    new_variables = {name: value for name, value in variables.items() if name not in os.environ}
+    os.environ.update(new_variables)
     try:
         yield
     finally:
-        for name in added:
+        for name in new_variables:
             os.environ.pop(name, None)
 
 

@@ -63,10 +63,10 @@ class WeightTransfer:
         self._client.require_sound()
         self._source.tensors = tensors
         sending = _in_thread(partial(self._send, tensors))
-        either: set[asyncio.Future[Any]] = {sending, self._client.failure}
+        futures: set[asyncio.Future[Any]] = {sending, self._client.failure}
         try:
             # Not for the thread alone: with NCCL it may wait for ever for workers that failed.
-            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)
             self._client.require_sound()
             sending.result()
         except BaseException as error:

@@ -116,7 +116,7 @@ class SharedMemoryTrainer(TrainerWeightTransferEngine):  # type: ignore[misc]  #
         self.client.start_weight_update()
         tensors = iter(self.source)
         for metas in plan_chunks(self.source.metadata(), self._chunk_bytes):
-            with _written(metas, tensors) as chunk:
+            with _write_chunk(metas, tensors) as chunk:
                 self.client.update_weights(asdict(chunk))
         if (extra := next(tensors, None)) is not None:
             raise EngineError(f"the source gave {extra[0]!r} after all that its metadata has")
@@ -147,7 +147,7 @@ class SharedMemoryEngine(WeightTransferEngine):  # type: ignore[misc]  # vLLM is
     def receive_weights(self, update_info: Chunk) -> None:
         """Map a chunk and load it; a layer that is not complete yet keeps its part of the mapping."""
         with disable_mtp_completeness_check():
-            self.model.load_weights(update_info.tensors(_mapped(update_info)))
+            self.model.load_weights(update_info.tensors(_map_chunk(update_info)))
 
     def finish_weight_update(self) -> None:
         """Complete the weights that are not complete, and the copies that vLLM computes with."""
@@ -182,7 +182,7 @@ def _layout(metas: Sequence[TensorMeta]) -> tuple[list[int], int]:
 
 
 @contextmanager
-def _written(metas: Sequence[TensorMeta], tensors: Iterator[tuple[str, Tensor]]) -> Iterator[Chunk]:
+def _write_chunk(metas: Sequence[TensorMeta], tensors: Iterator[tuple[str, Tensor]]) -> Iterator[Chunk]:
     # In memory that other processes can open by its path until this ends.
     offsets, end = _layout(metas)
     num_bytes = max(end, 1)  # nothing cannot be mapped
@@ -212,11 +212,11 @@ def _write(file: int, offset: int, tensor: Tensor) -> None:
     # Written and not mapped: the kernel then need not clear memory that is about to be filled.
     rest = tensor.cpu().contiguous().flatten().view(torch.uint8).numpy().data
     while rest:  # a call writes 2 GiB at most
-        written = os.pwrite(file, rest, offset)
-        rest, offset = rest[written:], offset + written
+        num_written = os.pwrite(file, rest, offset)
+        rest, offset = rest[num_written:], offset + num_written
 
 
-def _mapped(chunk: Chunk) -> Tensor:
+def _map_chunk(chunk: Chunk) -> Tensor:
     # Copy on access: writes stay in this process, and torch wants memory that can be written.
     with open(chunk.path, "rb") as file:
         return torch.frombuffer(mmap.mmap(file.fileno(), chunk.num_bytes, access=mmap.ACCESS_COPY), dtype=torch.uint8)
@@ -249,11 +249,11 @@ def plain_of(handle: tuple[Any, ...]) -> list[Any]:
     Raises:
         EngineError: it is not a handle that torch 2.13 makes of a vector of bytes.
     """
-    found = {position: handle[position] for position in _CONSTANTS} if len(handle) == _NUM_ARGUMENTS else {}
-    if found != _CONSTANTS:
+    values = {position: handle[position] for position in _CONSTANTS} if len(handle) == _NUM_ARGUMENTS else {}
+    if values != _CONSTANTS:
         raise EngineError(
-            f"expected a CUDA IPC handle of {_NUM_ARGUMENTS} values with {_CONSTANTS}, got {len(handle)} with {found}: "
-            'another version of torch; set training.weight_sync.transfer = "files"'
+            f"expected a CUDA IPC handle of {_NUM_ARGUMENTS} values with {_CONSTANTS}, got {len(handle)} with {values}"
+            ': another version of torch; set training.weight_sync.transfer = "files"'
         )
     return [
         list(value) if isinstance(value, tuple) else value

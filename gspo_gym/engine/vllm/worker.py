@@ -1,8 +1,7 @@
 """What runs inside vLLM's worker processes, which mix the class in by its name (`worker_extension_cls`).
 
-Called over `collective_rpc` by method name, by the engine in process and by servers that `gspo-gym serve` starts.
-Imports nothing of vLLM's: everything is reached through the worker. Workers that are handed tensors have more
-(`engine/vllm/transfer_ends.py`).
+Called over `collective_rpc` by method name. Imports nothing of vLLM's: everything is reached through the worker.
+Workers that are handed tensors have more (`engine/vllm/transfer_ends.py`).
 """
 
 from __future__ import annotations

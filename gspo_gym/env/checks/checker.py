@@ -103,15 +103,15 @@ def can_count_files() -> bool:
 async def _find_in_halves(play: Callable[[], Awaitable[None]], half: int) -> tuple[list[Leak], int]:
     gc.collect()
     marks = [Holdings.now()]
-    grown = []
+    growths = []
     for _ in range(2):
         before = tracemalloc.get_traced_memory()[0]  # read before the next mark, which allocates too
         for _ in range(half):
             await play()
-        mark, num_bytes = await _settled(marks[0])
+        mark, num_bytes = await _steady_holdings(marks[0])
         marks.append(mark)
-        grown.append(num_bytes - before)
-    return _leaks(marks, half), min(grown)
+        growths.append(num_bytes - before)
+    return _leaks(marks, half), min(growths)
 
 
 async def _find_memory(play: Callable[[], Awaitable[None]], half: int) -> list[Leak]:
@@ -120,14 +120,16 @@ async def _find_memory(play: Callable[[], Awaitable[None]], half: int) -> list[L
     for _ in range(2):
         for _ in range(half):
             await play()
-        await _settled(first)
+        await _steady_holdings(first)
         marks.append(_bytes_by_line())
-    grown = {
+    growth_by_line = {
         line: min(after[line] - before[line] for before, after in pairwise(marks))
         for line in marks[0].keys() | marks[1].keys()
     }
-    growing = sorted((line for line in grown if grown[line] > 0), key=lambda line: (-grown[line], line))
-    num_bytes = sum(grown[line] for line in growing)
+    growing = sorted(
+        (line for line in growth_by_line if growth_by_line[line] > 0), key=lambda line: (-growth_by_line[line], line)
+    )
+    num_bytes = sum(growth_by_line[line] for line in growing)
     if num_bytes < MIN_BYTES * half:
         return []
     return [Leak(_MEMORY, num_bytes / half, tuple(growing[:2]))]
@@ -142,29 +144,30 @@ def _bytes_by_line() -> Counter[str]:
     return Counter({f"{frame.filename}:{frame.lineno}": size for frame, size in frames})
 
 
-async def _settled(first: Holdings) -> tuple[Holdings, int]:  # once threads and processes that are ending have ended
+async def _steady_holdings(first: Holdings) -> tuple[Holdings, int]:
+    # Once threads and processes that are ending have ended.
     deadline = asyncio.get_running_loop().time() + _GRACE_SECONDS
     while True:
         gc.collect()
         num_bytes = tracemalloc.get_traced_memory()[0]
-        held = Holdings.now()
-        is_steady = len(held.threads) <= len(first.threads) and len(held.children) <= len(first.children)
+        holdings = Holdings.now()
+        is_steady = len(holdings.threads) <= len(first.threads) and len(holdings.children) <= len(first.children)
         if is_steady or asyncio.get_running_loop().time() >= deadline:
-            return held, num_bytes
-        del held  # its memory would be counted in the next round
+            return holdings, num_bytes
+        del holdings  # its memory would be counted in the next round
         await asyncio.sleep(_POLL_SECONDS)
 
 
 def _leaks(marks: list[Holdings], half: int) -> list[Leak]:
     leaks = []
-    for kind, held in {
+    for kind, snapshots in {
         "files": [mark.files for mark in marks],
         "threads": [mark.threads for mark in marks],
         "child processes": [mark.children for mark in marks],
     }.items():
-        growth = min(len(after) - len(before) for before, after in pairwise(held))
+        growth = min(len(after) - len(before) for before, after in pairwise(snapshots))
         if growth >= max(1, half // 2):
-            new = dict.fromkeys(words for key, words in held[2].items() if key not in held[0])
+            new = dict.fromkeys(words for key, words in snapshots[2].items() if key not in snapshots[0])
             leaks.append(Leak(kind, growth / half, tuple(new)[:2]))
     return leaks
 
@@ -323,8 +326,8 @@ class CheckReport:
         lines = [f"{self.name}: {'passed' if self.passed else 'FAILED'}"]
         for name, (promise, _) in CHECKS.items():
             lines.append(f"  {self.state_of(name):<4} {name}: {promise}")
-            found: list[Problem | Fact] = [*self.problems, *self.facts]
-            lines += [f"         {each.text}" for each in found if each.check == name]
+            findings: list[Problem | Fact] = [*self.problems, *self.facts]
+            lines += [f"         {finding.text}" for finding in findings if finding.check == name]
         return "\n".join([*lines, *(f"  note: {note}" for note in self.notes)])
 
 
@@ -371,7 +374,7 @@ def check_env(
     settings = CheckSettings(
         tuple(seeds), max_turns, step_timeout_seconds, reference, random, max_step_seconds, num_leak_episodes, clock
     )
-    subject = _subject(*_named(env, dict(env_config or {})), settings)
+    subject = _subject(*_env_and_config(env, dict(env_config or {})), settings)
     thread = OwnThread()  # asyncio.run needs a thread without a running loop, and the caller's may have one
     try:
         report: CheckReport = thread.call(lambda: asyncio.run(_run(subject)), timeout_seconds=None).unwrap()
@@ -380,7 +383,9 @@ def check_env(
     return report
 
 
-def _named(env: str | Callable[..., Any], config: dict[str, Any]) -> tuple[str | Callable[..., Any], dict[str, Any]]:
+def _env_and_config(
+    env: str | Callable[..., Any], config: dict[str, Any]
+) -> tuple[str | Callable[..., Any], dict[str, Any]]:
     # A worker process imports its environment by name; a partial has none, but the function it wraps does.
     if isinstance(env, partial) and env.func is make and len(env.args) == 1:
         return env.args[0], {**env.keywords, **config}

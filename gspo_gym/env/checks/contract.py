@@ -30,17 +30,17 @@ TOLERANCE = 1e-9  # returns are sums of a few floats
 
 async def constructs(subject: Subject, findings: Findings) -> None:
     """Check that two calls make two objects, and read their declarations into `subject`."""
-    made: list[Any] = []
+    envs: list[Any] = []
     for _ in range(2):
-        session = await _open_noting(subject, made)
+        session = await _open_noting(subject, envs)
         with suppress(GymError):  # reported by the check "close"
             await session.close()
-    if made[0] is made[1]:
+    if envs[0] is envs[1]:
         findings.fail("expected a fresh instance from every call, got the same object twice")
-    subject.max_steps = getattr(getattr(made[0], "spec", None), "max_episode_steps", None)
-    env = getattr(made[0], "unwrapped", made[0])
+    subject.max_steps = getattr(getattr(envs[0], "spec", None), "max_episode_steps", None)
+    env = getattr(envs[0], "unwrapped", envs[0])
     _read_policies(subject, findings, getattr(env, "policies", {}))
-    _read_reward_range(subject, findings, made[0])
+    _read_reward_range(subject, findings, envs[0])
     subject.reference_is_perfect = bool(getattr(env, "reference_is_perfect", True))
     subject.rubric = rubric_of(env)
     if (confinement := getattr(env, "confinement", None)) is not None:
@@ -79,10 +79,12 @@ async def speaks(subject: Subject, findings: Findings) -> None:
         if run.opening[-1].role == "assistant":
             findings.fail(f"{where}: expected reset to end with something to answer, got an assistant message last")
         for turn, (action, answer) in enumerate(zip(run.actions, run.answers, strict=True)):
-            asked = [call.id for call in action.tool_calls]
-            answered = [message.tool_call_id for message in answer.messages if message.role == "tool"]
-            if asked != answered:
-                findings.fail(f"{where}, turn {turn}: expected tool messages for the calls {asked}, got {answered}")
+            call_ids = [call.id for call in action.tool_calls]
+            answered_ids = [message.tool_call_id for message in answer.messages if message.role == "tool"]
+            if call_ids != answered_ids:
+                findings.fail(
+                    f"{where}, turn {turn}: expected tool messages for the calls {call_ids}, got {answered_ids}"
+                )
             if any(message.role == "assistant" for message in answer.messages):
                 findings.fail(f"{where}, turn {turn}: expected no assistant message from the environment, got one")
 
@@ -91,9 +93,11 @@ def _tools_answer(subject: Subject, findings: Findings) -> None:
     answers: dict[tuple[str, bool], list[str]] = {}  # by tool, and whether a hand-written player called it
     for (player, _), run in subject.runs.items():
         for action, answer in zip(run.actions, run.answers, strict=True):
-            told = {message.tool_call_id: message.content for message in answer.messages if message.role == "tool"}
+            content_by_id = {
+                message.tool_call_id: message.content for message in answer.messages if message.role == "tool"
+            }
             for call in action.tool_calls:
-                answers.setdefault((call.name, player != PROBE), []).append(told.get(call.id, ""))
+                answers.setdefault((call.name, player != PROBE), []).append(content_by_id.get(call.id, ""))
     not_seen_to_work = []
     # A hand-written player knows the task, so any failure counts. Arbitrary arguments may be refused, but not raise.
     for (name, is_written), texts in sorted(answers.items()):
@@ -139,9 +143,9 @@ async def ends(subject: Subject, findings: Findings) -> None:
             f"{subject.settings.max_turns} turns of {', '.join(endless)} were not the end; the rollout's max_turns "
             "must set it"
         )
-    finished = [run for run in subject.runs.values() if run.is_over]
-    if finished:
-        await _step_after_the_end(subject, findings, finished[0])
+    finished_runs = [run for run in subject.runs.values() if run.is_over]
+    if finished_runs:
+        await _step_after_the_end(subject, findings, finished_runs[0])
 
 
 async def _step_after_the_end(subject: Subject, findings: Findings, run: Playthrough) -> None:
@@ -178,20 +182,20 @@ async def closes(subject: Subject, findings: Findings) -> None:
     del findings
     # In this process: the exit of a worker would hide the second close.
     for is_played in (False, True):
-        made: list[Any] = []
-        session = await _open_noting(subject, made)
+        envs: list[Any] = []
+        session = await _open_noting(subject, envs)
         if is_played:
             await session.reset(subject.seeds[0])
         await session.close()
         timeout = subject.settings.step_timeout_seconds
-        await EnvSession(made[0], env_id=subject.name, step_timeout_seconds=timeout).close()
+        await EnvSession(envs[0], env_id=subject.name, step_timeout_seconds=timeout).close()
 
 
-async def _open_noting(subject: Subject, made: list[Any]) -> EnvSession:
+async def _open_noting(subject: Subject, envs: list[Any]) -> EnvSession:
 
     def make() -> Any:
-        made.append(subject.factory())
-        return made[-1]
+        envs.append(subject.factory())
+        return envs[-1]
 
     seconds = subject.settings.step_timeout_seconds
     return await open_session(make, env_id=subject.name, step_timeout_seconds=seconds, checks_returns=False)
@@ -203,23 +207,23 @@ async def gymnasium_agrees(subject: Subject, findings: Findings) -> None:
     # The checker is synchronous and may hang, so it gets a thread that can be abandoned.
     thread = OwnThread()
     try:
-        returned = await thread.call_async(lambda: _gymnasium_advice(subject), timeout_seconds=seconds)
+        outcome = await thread.call_async(lambda: _gymnasium_advice(subject), timeout_seconds=seconds)
     except TimeoutError:
         thread.abandon()
         findings.fail(f"gymnasium.utils.env_checker.check_env did not come back within {seconds:g} seconds")
         return
     thread.release()
-    if returned.error is not None:
-        text = f"{type(returned.error).__name__}: {returned.error}"
+    if outcome.error is not None:
+        text = f"{type(outcome.error).__name__}: {outcome.error}"
         if subject.needs_worker:  # Gymnasium does not seed process-wide state, a worker process does
             findings.notes.append(f"Gymnasium: {text}")
         else:
             findings.fail(text)
         return
-    if returned.value is None:
+    if outcome.value is None:
         findings.notes.append("not a gymnasium.Env with plain methods, so Gymnasium's own checker does not apply")
     else:
-        findings.notes += [f"Gymnasium: {text}" for text in returned.value]
+        findings.notes += [f"Gymnasium: {text}" for text in outcome.value]
 
 
 def _gymnasium_advice(subject: Subject) -> list[str] | None:
@@ -231,10 +235,10 @@ def _gymnasium_advice(subject: Subject) -> list[str] | None:
         # The checker calls plain methods only, and would take a coroutine for the answer.
         if inspect.iscoroutinefunction(env.step) or _is_awaitable(env.reset(seed=subject.seeds[0])):
             return None
-        with warnings.catch_warnings(record=True) as caught:
+        with warnings.catch_warnings(record=True) as records:
             warnings.simplefilter("always")
             gymnasium_check_env(env, skip_render_check=True)
-        return sorted({str(warning.message) for warning in caught})
+        return sorted({str(warning.message) for warning in records})
     finally:
         if not inspect.iscoroutinefunction(env.close):
             env.close()

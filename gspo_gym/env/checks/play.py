@@ -35,17 +35,17 @@ class _Touch:
 
 async def plays(subject: Subject, findings: Findings) -> None:
     """Play every seed with every player; once more in worker processes if the environment turns out to need them."""
-    touched: list[_Touch] = []
+    touches: list[_Touch] = []
     obstacle = await _enter_worker(subject) if subject.isolation == "process" else None
-    failures = await _play_all(subject, touched)
-    if touched and subject.isolation is None:
+    failures = await _play_all(subject, touches)
+    if touches and subject.isolation is None:
         obstacle = await _enter_worker(subject)
         if obstacle is None:
             failures = await _play_all(subject, [])
     for text in failures:
         findings.fail(text)
     findings.check = "isolation"
-    _tell_where(subject, findings, touched, obstacle)
+    _tell_where(subject, findings, touches, obstacle)
 
 
 async def _enter_worker(subject: Subject) -> str | None:
@@ -59,7 +59,7 @@ async def _enter_worker(subject: Subject) -> str | None:
     return None
 
 
-async def _play_all(subject: Subject, touched: list[_Touch]) -> list[str]:
+async def _play_all(subject: Subject, touches: list[_Touch]) -> list[str]:
     subject.runs.clear()
     subject.calls.clear()
     failures = []
@@ -68,7 +68,7 @@ async def _play_all(subject: Subject, touched: list[_Touch]) -> list[str]:
         if player in hung:
             continue
         try:
-            subject.runs[player, seed] = await _play_alone(subject, player, policy, seed, touched)
+            subject.runs[player, seed] = await _play_alone(subject, player, policy, seed, touches)
         except (GymError, PlayerError) as error:
             failures.append(f"{player}, seed {seed}: {type(error).__name__}: {error}")
             if isinstance(error, EnvTimeoutError):
@@ -77,9 +77,9 @@ async def _play_all(subject: Subject, touched: list[_Touch]) -> list[str]:
 
 
 async def _play_alone(
-    subject: Subject, player: str, policy: PolicyFactory, seed: int, touched: list[_Touch]
+    subject: Subject, player: str, policy: PolicyFactory, seed: int, touches: list[_Touch]
 ) -> Playthrough:
-    watch = _watch(subject, f"{player}, seed {seed}", touched)
+    watch = _watch(subject, f"{player}, seed {seed}", touches)
     with watch("__init__", -1):
         session = await subject.open()
     try:
@@ -89,32 +89,32 @@ async def _play_alone(
             await session.close()
 
 
-def _watch(subject: Subject, where: str, touched: list[_Touch]) -> Watch:
-    """Return a watch that times `reset` and `step`, and appends each call's changes of shared state to `touched`."""
+def _watch(subject: Subject, where: str, touches: list[_Touch]) -> Watch:
+    """Return a watch that times `reset` and `step`, and appends each call's changes of shared state to `touches`."""
 
     @contextmanager
     def watch(method: str, turn: int) -> Iterator[None]:
         place = f"{where}: {method}()" if turn < 0 else f"{where}: {method}(), turn {turn},"
-        changed: list[str] = []
+        changed_names: list[str] = []
         with ExitStack() as stack:
-            stack.enter_context(watching(changed))
+            stack.enter_context(watching(changed_names))
             if method in ("reset", "step"):
                 stack.enter_context(subject.timing(method, place.rstrip(",")))
             yield
-        touched.extend(_Touch(place, name) for name in changed)
+        touches.extend(_Touch(place, name) for name in changed_names)
 
     return watch
 
 
-def _tell_where(subject: Subject, findings: Findings, touched: list[_Touch], obstacle: str | None) -> None:
+def _tell_where(subject: Subject, findings: Findings, touches: list[_Touch], obstacle: str | None) -> None:
     if subject.isolation == "thread":
-        for touch in touched:
+        for touch in touches:
             findings.fail(f"{touch}, but it declares isolation = 'thread'; declare 'process', or leave it alone")
         return
     if subject.isolation == "process":
         reason = "it declares isolation = 'process'"
-    elif touched:
-        reason = str(touched[0])
+    elif touches:
+        reason = str(touches[0])
     else:
         return
     if obstacle is not None and subject.isolation == "process":
@@ -134,30 +134,34 @@ async def is_deterministic(subject: Subject, findings: Findings) -> None:
     """Check that replays beside other episodes get the answers recorded alone."""
     runs = [run for run in subject.runs.values() for _ in range(2)]
     again = await subject.replay_all([(run.actions, run.seed) for run in runs])
-    for run, other in zip(runs, again, strict=True):
-        if isinstance(other, BaseException):
-            findings.fail(f"seed {run.seed}: played alone it worked, beside others {type(other).__name__}: {other}")
-        elif (difference := run.difference_from(other)) is not None:
+    for run, other_run in zip(runs, again, strict=True):
+        if isinstance(other_run, BaseException):
+            findings.fail(
+                f"seed {run.seed}: played alone it worked, beside others {type(other_run).__name__}: {other_run}"
+            )
+        elif (difference := run.difference_from(other_run)) is not None:
             findings.fail(f"seed {run.seed}: alone and beside others differ: {difference}")
     await _count_tasks(subject, findings)
 
 
 async def _count_tasks(subject: Subject, findings: Findings) -> None:
     # The same actions are played under every seed, so only the tasks can make a difference.
-    spoken = [run.actions for run in subject.runs.values() if run.seed == subject.seeds[0]]
-    played = await subject.replay_all([(actions, seed) for seed in subject.seeds for actions in spoken])
-    texts = [repr((run.opening, run.answers) if isinstance(run, Playthrough) else run) for run in played]
-    tasks = {tuple(texts[start : start + len(spoken)]) for start in range(0, len(texts), max(1, len(spoken)))}
+    action_lists = [run.actions for run in subject.runs.values() if run.seed == subject.seeds[0]]
+    replays = await subject.replay_all([(actions, seed) for seed in subject.seeds for actions in action_lists])
+    texts = [repr((run.opening, run.answers) if isinstance(run, Playthrough) else run) for run in replays]
+    tasks = {
+        tuple(texts[start : start + len(action_lists)]) for start in range(0, len(texts), max(1, len(action_lists)))
+    }
     findings.tell(f"{len(subject.seeds)} seeds gave at least {len(tasks)} different tasks")
     findings.measurements["num_tasks"] = len(tasks)
 
 
 async def resets(subject: Subject, findings: Findings) -> None:
     """Check that a played and reset instance plays like a fresh one."""
-    wanted = [run for run in subject.runs.values() if run.seed in subject.seeds[:2]]
+    first_runs = [run for run in subject.runs.values() if run.seed in subject.seeds[:2]]
     session = await subject.open()
     try:
-        for run in [*wanted, *wanted[:1]]:
+        for run in [*first_runs, *first_runs[:1]]:
             again = await play_in(session, replaying(run.actions), seed=run.seed, max_turns=len(run.actions))
             if (difference := run.difference_from(again)) is not None:
                 findings.fail(f"seed {run.seed}: a fresh instance and one that was reset differ: {difference}")

@@ -68,19 +68,19 @@ async def tricks_do_not_pay(subject: Subject, findings: Findings) -> None:
     }
     plays[_UNREADABLE] = lambda session, seed: play_unreadable(session, _ERROR, seed=seed, max_turns=turns)
     for player, play in plays.items():
-        runs = await _played(subject, findings, player, play)
+        runs = await _play_seeds(subject, findings, player, play)
         if not runs:
             continue
         returns[player] = mean_return(_as_long_as_others(subject, runs) if player == _UNREADABLE else runs)
         for run in runs:
             if run.success and subject.reference_is_perfect:  # else a win may be luck, and only the mean counts
                 findings.fail(f"seed {run.seed}: expected {player} to fail, it succeeded")
-    best, whose = returns.get(settings.reference, subject.reward_range[1]), "the largest return"
+    best, best_text = returns.get(settings.reference, subject.reward_range[1]), "the largest return"
     if settings.reference in returns:
-        whose = f"{settings.reference!r} on average"
+        best_text = f"{settings.reference!r} on average"
     for player, mean in returns.items():
         if player != settings.reference and mean >= best - TOLERANCE and not _is_unscored(subject):
-            findings.fail(f"expected {player} to earn less than {whose} ({best:g}), got {mean:g}")
+            findings.fail(f"expected {player} to earn less than {best_text} ({best:g}), got {mean:g}")
     ordinary = {player: mean for player, mean in returns.items() if player not in (settings.reference, _UNREADABLE)}
     chance = ordinary.get(settings.random, max(ordinary.values(), default=math.inf))
     if (unreadable := returns.get(_UNREADABLE, -math.inf)) > chance + TOLERANCE and not _is_unscored(subject):
@@ -88,8 +88,8 @@ async def tricks_do_not_pay(subject: Subject, findings: Findings) -> None:
             f"expected text that cannot be read to earn no more than other play ({chance:g}), got {unreadable:g}: a "
             "policy would learn to be unreadable; declare reward_range, or let invalid_action cost more"
         )
-    told = "mean return: " + ", ".join(f"{player} {mean:.3g}" for player, mean in returns.items())
-    for line in textwrap.wrap(told, _WIDTH):
+    summary = "mean return: " + ", ".join(f"{player} {mean:.3g}" for player, mean in returns.items())
+    for line in textwrap.wrap(summary, _WIDTH):
         findings.tell(line)
     findings.measurements["mean_returns"] = returns
 
@@ -99,8 +99,8 @@ _Play = Callable[[EnvSession, int], Awaitable[Playthrough]]  # one episode of a 
 
 def _as_long_as_others(subject: Subject, runs: Sequence[Playthrough]) -> list[Playthrough]:
     """Cut episodes that the environment does not end to the turns of other play: over hundreds, any price is large."""
-    others = subject.runs_of(subject.settings.random) or subject.runs_of(subject.settings.reference)
-    turns = {run.seed: len(run.answers) for run in others}
+    ordinary_runs = subject.runs_of(subject.settings.random) or subject.runs_of(subject.settings.reference)
+    turns = {run.seed: len(run.answers) for run in ordinary_runs}
     return [run if run.is_over else replace(run, answers=run.answers[: turns.get(run.seed)]) for run in runs]
 
 
@@ -108,7 +108,7 @@ async def _play_policy(session: EnvSession, seed: int, *, policy: PolicyFactory,
     return await play_in(session, policy, seed=seed, max_turns=max_turns)
 
 
-async def _played(subject: Subject, findings: Findings, player: str, play: _Play) -> list[Playthrough]:
+async def _play_seeds(subject: Subject, findings: Findings, player: str, play: _Play) -> list[Playthrough]:
     runs = []
     for seed in subject.seeds:
         try:
@@ -153,8 +153,8 @@ def probes(rubric: str) -> dict[str, PolicyFactory]:
         "every number to 100": lambda _env, _messages: CANDIDATES,
         "claiming success": lambda _env, _messages: CLAIM,
     }
-    spoken = {name: saying(text) for name, text in texts.items()}
-    return {"an empty answer": _empty, "every tool without arguments": _every_tool, **spoken}
+    text_players = {name: saying(text) for name, text in texts.items()}
+    return {"an empty answer": _empty, "every tool without arguments": _every_tool, **text_players}
 
 
 def _empty(env: Any, rng: np.random.Generator) -> ScriptedPolicy:  # noqa: ARG001 - a PolicyFactory
@@ -172,12 +172,12 @@ def saying(text: _Text) -> PolicyFactory:
 
     def policy(env: Any, rng: np.random.Generator) -> ScriptedPolicy:
         def play(messages: Sequence[Message]) -> Message:
-            said = text(env, messages)
+            reply_text = text(env, messages)
             calls = [
-                ToolCall(f"call_{index}", schema["name"], arguments_for(schema, rng, text=said))
+                ToolCall(f"call_{index}", schema["name"], arguments_for(schema, rng, text=reply_text))
                 for index, schema in enumerate(schemas_of(env))
             ]
-            return Message("assistant", said, tuple(calls))
+            return Message("assistant", reply_text, tuple(calls))
 
         return play
 
@@ -222,9 +222,9 @@ async def nothing_shown_is_the_answer(subject: Subject, findings: Findings) -> N
             # A text that wins a few tasks (the letter of a choice, a cell of a board) is luck: ask for ten more.
             further = further or [await _task(subject, seed) for seed in _FURTHER_SEEDS]
             if await _always_wins(subject, further, place, form):
-                shown = ", ".join(repr(task.places[place])[:40] for task in tasks[:3])
+                examples = ", ".join(repr(task.places[place])[:40] for task in tasks[:3])
                 findings.fail(
-                    f"expected {place} to say nothing of the answer; repeating what stands there ({shown}, ...) won "
+                    f"expected {place} to say nothing of the answer; repeating what stands there ({examples}, ...) won "
                     f"all {len(tasks) + len(further)} tasks"
                 )
                 return
@@ -237,11 +237,11 @@ def places(opening: Sequence[Message], info: Mapping[str, Any]) -> dict[str, str
     >>> places([Message("user", "Add 1 and 2.")], {"sum": 3})["info['sum']"]
     '3'
     """
-    found = dict(_leaves("info", info))
-    for name, text in list(found.items()):
-        found.update(_parts(name, text))
-    found.update(_parts("the first observation", "\n".join(message.content for message in opening)))
-    return {name: text for name, text in found.items() if text}
+    text_by_place = dict(_leaves("info", info))
+    for name, text in list(text_by_place.items()):
+        text_by_place.update(_parts(name, text))
+    text_by_place.update(_parts("the first observation", "\n".join(message.content for message in opening)))
+    return {name: text for name, text in text_by_place.items() if text}
 
 
 def _leaves(name: str, value: Any) -> Iterator[tuple[str, str]]:
@@ -263,9 +263,9 @@ def _parts(name: str, text: str) -> Iterator[tuple[str, str]]:
         if match := _LABEL.match(line):
             yield f"what follows {match[1]!r} in {name}", match[2]
     words = [word.strip(_MARKS) for word in _BETWEEN.split(text)][:_MAX_WORDS]
-    folded = [word.casefold() for word in words]
-    for before, word in zip(folded, words[1:], strict=False):
-        if folded.count(before) == 1:
+    lower_words = [word.casefold() for word in words]
+    for before, word in zip(lower_words, words[1:], strict=False):
+        if lower_words.count(before) == 1:
             yield f"the word after {before!r} in {name}", word
     for kind, parts in (("line", lines), ("word", words)):
         if len(parts) > 1:
@@ -278,17 +278,17 @@ def _suspects(tasks: Sequence[_Task]) -> list[str]:
     # Places that every task has, with texts that vary and that the reference says. Values of info are suspected even if
     # it does not say them. Places with the same texts count once.
     common = [name for name in tasks[0].places if all(name in task.places for task in tasks)]
-    seen: set[tuple[str, ...]] = set()
-    found = []
+    seen_texts: set[tuple[str, ...]] = set()
+    suspects = []
     for name in common:
         texts = tuple(task.places[name] for task in tasks)
-        if len(set(texts)) == 1 or texts in seen:
+        if len(set(texts)) == 1 or texts in seen_texts:
             continue
         if _is_info(name) or all(_says(task.reference, task.places[name]) for task in tasks):
-            seen.add(texts)
-            found.append(name)
+            seen_texts.add(texts)
+            suspects.append(name)
     # Only _MAX_PLACES are played, and info is the likeliest.
-    return sorted(found, key=lambda name: not _is_info(name))
+    return sorted(suspects, key=lambda name: not _is_info(name))
 
 
 def _is_info(name: str) -> bool:
@@ -298,26 +298,28 @@ def _is_info(name: str) -> bool:
 def _says(reference: Playthrough | None, text: str) -> bool:
     if reference is None:
         return True
-    said = (
+    parts = (
         part
         for action in reference.actions
         for part in (action.content, *(str(value) for call in action.tool_calls for value in call.arguments.values()))
     )
-    return any(_as_word(text).search(part) for part in said)
+    return any(_as_word(text).search(part) for part in parts)
 
 
 def _forms(task: _Task, place: str) -> list[Message | None]:  # alone (None), and as the reference says this task's
-    said = [] if task.reference is None else list(task.reference.actions)
-    forms = [_form(action, task.places[place], task.choices) for action in said]
-    return [None, *[form for form in forms if form not in said][-1:]]
+    actions = [] if task.reference is None else list(task.reference.actions)
+    forms = [_form(action, task.places[place], task.choices) for action in actions]
+    return [None, *[form for form in forms if form not in actions][-1:]]
 
 
 def _form(action: Message, text: str, choices: frozenset[tuple[str, str]]) -> Message:
     calls = []
     for call in action.tool_calls:
-        given = call.arguments.items()
+        argument_items = call.arguments.items()
         # An argument with listed choices hides nothing, so its value stays.
-        calls.append(replace(call, arguments={n: v if (call.name, n) in choices else _gap(v, text) for n, v in given}))
+        calls.append(
+            replace(call, arguments={n: v if (call.name, n) in choices else _gap(v, text) for n, v in argument_items})
+        )
     content = _as_word(text).sub(lambda _: _GAP, action.content)
     return replace(action, content=content, tool_calls=tuple(calls))
 
@@ -328,7 +330,7 @@ def _gap(value: Any, text: str) -> Any:
     return _NUMBER_GAP if isinstance(value, int) and not isinstance(value, bool) else _GAP
 
 
-def _filled(form: Message, text: str) -> Message:
+def _fill_gaps(form: Message, text: str) -> Message:
     is_number = re.fullmatch(r"-?\d{1,18}", text) is not None
     values = {_GAP: text, _NUMBER_GAP: int(text) if is_number else text}
     calls = [
@@ -366,7 +368,7 @@ async def _always_wins(subject: Subject, tasks: Sequence[_Task], place: str, for
 
 
 async def _wins(subject: Subject, task: _Task, text: str, form: Message | None) -> bool:
-    policy = saying(lambda _env, _messages: text) if form is None else _repeating(_filled(form, text))
+    policy = saying(lambda _env, _messages: text) if form is None else _repeating(_fill_gaps(form, text))
     try:
         session = await subject.open()
         try:
@@ -387,8 +389,8 @@ def _repeating(action: Message) -> PolicyFactory:
 
 def _target(subject: Subject) -> float:  # without a reference, which solves its tasks, the largest possible return
     references = [run.episode_return for run in subject.runs_of(subject.settings.reference)]
-    earned = [value for value in references if value is not None]
-    return min(earned, default=subject.reward_range[1])
+    returns = [value for value in references if value is not None]
+    return min(returns, default=subject.reward_range[1])
 
 
 def _can_win(subject: Subject) -> bool:

@@ -135,11 +135,11 @@ class Subject:
 
     async def open(self) -> EnvSession:
         """Open a session on a fresh environment, in a worker process if needed."""
-        return await self._opened(self.in_worker if self.needs_worker else self.factory)
+        return await self._open_session(self.in_worker if self.needs_worker else self.factory)
 
     async def open_here(self) -> EnvSession:
         """Open a session on a fresh environment in this process."""
-        return await self._opened(self.factory)
+        return await self._open_session(self.factory)
 
     async def replay(self, actions: Sequence[Message], seed: int) -> Playthrough:
         """Return the episode that `actions` make in a fresh instance."""
@@ -162,11 +162,11 @@ class Subject:
     @contextmanager
     def timing(self, method: str, where: str) -> Iterator[None]:
         """Record the duration of the block."""
-        started = self.settings.clock()
+        start = self.settings.clock()
         yield
-        self.calls.append(Call(method, where, self.settings.clock() - started))
+        self.calls.append(Call(method, where, self.settings.clock() - start))
 
-    async def _opened(self, factory: Callable[[], Any]) -> EnvSession:
+    async def _open_session(self, factory: Callable[[], Any]) -> EnvSession:
         seconds = self.settings.step_timeout_seconds
         return await open_session(factory, env_id=self.name, step_timeout_seconds=seconds, checks_returns=False)
 

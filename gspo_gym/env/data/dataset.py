@@ -127,10 +127,10 @@ class DatasetEnv(TextEnv):
     def step(self, action: str) -> Any:
         """Return Gymnasium's 5-tuple at the end of the episode, or an awaitable of it for an async reward function."""
         row = self._finish("step")
-        answered = self._reward(action, row.values)
+        score = self._reward(action, row.values)
         if self._reward.is_async:
-            return self._awaited(answered)
-        return self._over(self._reward.as_reward(answered, self.reward_range[1]))
+            return self._await_score(score)
+        return self._over(self._reward.as_reward(score, self.reward_range[1]))
 
     def invalid_action(self, error: str) -> Any:
         """End the episode with a wrong answer."""
@@ -159,8 +159,8 @@ class DatasetEnv(TextEnv):
         row, self._row = self._row, None
         return row
 
-    async def _awaited(self, answered: Awaitable[Any]) -> Any:
-        return self._over(self._reward.as_reward(await answered, self.reward_range[1]))
+    async def _await_score(self, score: Awaitable[Any]) -> Any:
+        return self._over(self._reward.as_reward(await score, self.reward_range[1]))
 
     def _over(self, reward: Reward | None) -> tuple[str, Reward | None, bool, bool, dict[str, Any]]:
         return "", reward, True, False, {}
@@ -184,12 +184,12 @@ async def _soon(answer: Any) -> Any:
     return answer
 
 
-def _range(declared: Sequence[float] | None, *, is_graded: bool) -> tuple[float, float]:
-    if declared is None:
+def _range(reward_range: Sequence[float] | None, *, is_graded: bool) -> tuple[float, float]:
+    if reward_range is None:
         return (0.0, 1.0) if is_graded else (-float("inf"), float("inf"))
-    if len(declared) != 2 or not declared[0] < declared[1]:
-        raise ConfigError(f"DatasetEnv: expected reward_range to be (least, most), got {declared!r}")
-    return float(declared[0]), float(declared[1])
+    if len(reward_range) != 2 or not reward_range[0] < reward_range[1]:
+        raise ConfigError(f"DatasetEnv: expected reward_range to be (least, most), got {reward_range!r}")
+    return float(reward_range[0]), float(reward_range[1])
 
 
 RewardFunction = AnyFunction
@@ -227,8 +227,10 @@ def contains(completion: str, answer: Any) -> bool:
     >>> contains("It is PARIS.", "Paris"), contains("14", 4)
     (True, False)
     """
-    wanted, said = (text.replace("\u2212", "-").casefold() for text in (as_text(answer).strip(), completion))
-    return re.search(r"(?<!\w)" + re.escape(wanted) + r"(?!\w)", said) is not None
+    answer_text, completion_text = (
+        text.replace("\u2212", "-").casefold() for text in (as_text(answer).strip(), completion)
+    )
+    return re.search(r"(?<!\w)" + re.escape(answer_text) + r"(?!\w)", completion_text) is not None
 
 
 def number(completion: str, answer: Any) -> bool:
@@ -242,10 +244,10 @@ def number(completion: str, answer: Any) -> bool:
     >>> number("0.5", "50%"), number("50", "50%"), number("0.5%", "50%")
     (True, True, False)
     """
-    said, right = _last_number(completion), _last_number(as_text(answer))
-    if said is None or right is None:
+    completion_number, answer_number = _last_number(completion), _last_number(as_text(answer))
+    if completion_number is None or answer_number is None:
         return False
-    (a, is_percent), (b, is_other_percent) = said, right
+    (a, is_percent), (b, is_other_percent) = completion_number, answer_number
     if a == b or is_percent == is_other_percent or isinstance(a, Decimal) or isinstance(b, Decimal):
         return a == b
     return a == 100 * b if is_percent else 100 * a == b
@@ -259,16 +261,16 @@ def boxed(completion: str, answer: Any) -> bool:
     >>> boxed(r"\boxed{5\text{ cm}}", "5"), boxed(r"\boxed{\text{east}}", "east")
     (True, True)
     """
-    said = _last_boxed(completion)
-    if said is None:
+    completion_answer = _last_boxed(completion)
+    if completion_answer is None:
         return False
     text = as_text(answer)
     right = _last_boxed(text)
     right = text if right is None else right
-    if _bare(said) == _bare(right):
+    if _bare(completion_answer) == _bare(right):
         return True
-    said, right = (_BEFORE.sub("", _UNIT.sub("", part)) for part in (said, right))
-    return _is_number(said) and _is_number(right) and number(said, right)
+    completion_answer, right = (_BEFORE.sub("", _UNIT.sub("", part)) for part in (completion_answer, right))
+    return _is_number(completion_answer) and _is_number(right) and number(completion_answer, right)
 
 
 def choice(completion: str, answer: Any) -> bool:

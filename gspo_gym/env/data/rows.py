@@ -77,9 +77,9 @@ def next_seed(rng: np.random.Generator, *, is_held_out: bool | None = None) -> i
     >>> next_seed(np.random.default_rng(7)) < FIRST_TRAINING_SEED <= next_seed(np.random.default_rng())
     True
     """
-    drawn = int(rng.integers(FIRST_TRAINING_SEED))
+    offset = int(rng.integers(FIRST_TRAINING_SEED))
     side = is_held_out_generator(rng) if is_held_out is None else is_held_out
-    return drawn if side else FIRST_TRAINING_SEED + drawn
+    return offset if side else FIRST_TRAINING_SEED + offset
 
 
 def is_held_out_generator(rng: np.random.Generator) -> bool:
@@ -102,10 +102,10 @@ def checked_fraction(fraction: float | None, default: float, *, has_own_held_out
     """Return the held-out fraction in (0, 1) that was given, or the default; a ConfigError beside a held-out set."""
     if has_own_held_out and fraction is not None:
         raise ConfigError(f"{where}: held_out is a set of its own, so held_out_fraction has no effect; remove it")
-    chosen = default if fraction is None else fraction
-    if not 0 < chosen < 1:
-        raise ConfigError(f"{where}: expected held_out_fraction in (0, 1), got {chosen}")
-    return chosen
+    effective_fraction = default if fraction is None else fraction
+    if not 0 < effective_fraction < 1:
+        raise ConfigError(f"{where}: expected held_out_fraction in (0, 1), got {effective_fraction}")
+    return effective_fraction
 
 
 def split_by_content(entries: Iterable[Entry[T]], held_out_fraction: float) -> tuple[list[Entry[T]], list[Entry[T]]]:
@@ -170,8 +170,8 @@ def read_rows(source: RowSource) -> list[Row]:
     if path.suffix in _SUFFIXES:
         return _from_file(path)
     if _NAME_IN_MODULE.fullmatch(text):
-        found = named_object(text, "rows")
-        return _from_iterable(found() if callable(found) else found, text)
+        rows_object = named_object(text, "rows")
+        return _from_iterable(rows_object() if callable(rows_object) else rows_object, text)
     raise ConfigError(f"rows: expected {_FORMS}; got {text!r}, which is no file or folder here")
 
 
@@ -182,16 +182,16 @@ def named_object(name: str, what: str) -> Any:
     """
     module_name, _, path = name.partition(":")
     try:
-        found: Any = importlib.import_module(module_name)
+        value: Any = importlib.import_module(module_name)
     except ImportError as error:
         raise UnknownNameError(f"{what} {name!r}: cannot import {module_name!r}: {error}") from error
     for part in path.split("."):
-        if not hasattr(found, part):
-            near = difflib.get_close_matches(part, dir(found), n=1)  # a module has too many names to list all
+        if not hasattr(value, part):
+            near = difflib.get_close_matches(part, dir(value), n=1)  # a module has too many names to list all
             hint = f"; did you mean {near[0]!r}?" if near else ""
             raise UnknownNameError(f"{what} {name!r}: {module_name} has no {part!r}{hint}")
-        found = getattr(found, part)
-    return found
+        value = getattr(value, part)
+    return value
 
 
 def _from_iterable(rows: Any, name: str) -> list[Row]:
@@ -209,7 +209,7 @@ def _from_file(path: Path) -> list[Row]:
         if not path.is_file():
             raise FileNotFoundError
     except FileNotFoundError:
-        near = [str(other) for other in path.parent.glob("*") if other.suffix in _SUFFIXES]
+        near = [str(sibling) for sibling in path.parent.glob("*") if sibling.suffix in _SUFFIXES]
         raise ConfigError(f"rows: there is no file {path}; {nearest_name(str(path), near)}") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"rows: {path} cannot be read: {error}") from error
@@ -221,11 +221,11 @@ def _json_lines(path: Path) -> Iterator[Row]:
     with path.open(encoding=_ENCODING) as lines:
         for number, line in enumerate(lines, start=1):
             if line.strip():
-                yield _row(_parsed(line, f"{path}:{number}"), f"{path}:{number}")
+                yield _row(_parse_json(line, f"{path}:{number}"), f"{path}:{number}")
 
 
 def _json_list(path: Path) -> Iterator[Row]:
-    rows = _parsed(path.read_text(encoding=_ENCODING), str(path))
+    rows = _parse_json(path.read_text(encoding=_ENCODING), str(path))
     if not isinstance(rows, list):
         raise ConfigError(f"{path}: expected a JSON list of objects, got {type(rows).__name__}; one a line is .jsonl")
     yield from (_row(values, f"{path}[{index}]") for index, values in enumerate(rows))
@@ -248,7 +248,7 @@ def _csv_row(values: Mapping[Any, Any], reader: csv.DictReader[str], path: Path)
     return _row(values, where)
 
 
-def _parsed(text: str, where: str) -> Any:
+def _parse_json(text: str, where: str) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -359,7 +359,7 @@ class ConversationTemplate:
         return frozenset(column for _, column in pieces if column is not None)
 
     def messages(self, row: Mapping[str, Any]) -> tuple[Message, ...]:
-        return tuple(Message(role, _filled(content, row)) for role, content in self.templates)
+        return tuple(Message(role, _fill_template(content, row)) for role, content in self.templates)
 
 
 @dataclass(frozen=True)
@@ -410,22 +410,24 @@ def load_questions(
 def _load(
     rows: RowSource, held_out: RowSource | None, reading: Reading, held_out_fraction: float, split_seed: int
 ) -> Questions:
-    asked, too_long = _checked(rows, reading, split_seed)
+    questions, too_long = _read_entries(rows, reading, split_seed)
     if held_out is None:
-        train, kept = split_by_content(asked, held_out_fraction)
-        advice = f"; {len(asked)} rows were split by held_out_fraction {held_out_fraction:g}: change it or split_seed"
+        train, held_out_questions = split_by_content(questions, held_out_fraction)
+        advice = (
+            f"; {len(questions)} rows were split by held_out_fraction {held_out_fraction:g}: change it or split_seed"
+        )
         in_both = 0
     else:
-        kept, also_too_long = _checked(held_out, reading, split_seed)
+        held_out_questions, also_too_long = _read_entries(held_out, reading, split_seed)
         too_long += also_too_long
-        train = without(asked, kept)
-        in_both, advice = len(asked) - len(train), ""
-    for name, side in (("training", train), ("held-out", kept)):
+        train = without(questions, held_out_questions)
+        in_both, advice = len(questions) - len(train), ""
+    for name, side in (("training", train), ("held-out", held_out_questions)):
         if not side:
             raise ConfigError(
                 f"rows: expected a {name} row, got none ({too_long} too long, {in_both} in both sets){advice}"
             )
-    return Questions(in_order(train), in_order(kept), too_long, in_both)
+    return Questions(in_order(train), in_order(held_out_questions), too_long, in_both)
 
 
 _loading = threading.Lock()
@@ -451,14 +453,14 @@ def _stamp(source: str | Path | None) -> tuple[int, int] | None:
     return status.st_mtime_ns, status.st_size
 
 
-def _checked(source: RowSource, reading: Reading, split_seed: int) -> tuple[list[Entry[Row]], int]:
+def _read_entries(source: RowSource, reading: Reading, split_seed: int) -> tuple[list[Entry[Row]], int]:
     """Return the entries of rows that are short enough, and the number of longer ones."""
     entries: list[Entry[Row]] = []
     problems: list[str] = []
     num_too_long = 0
     rows = read_rows(source)
     for index, raw in enumerate(rows):
-        row = _renamed(raw, reading.renamed)
+        row = _rename_columns(raw, reading.renamed)
         problem = _problem(row, reading.columns | reading.conversation.columns)
         if problem is not None:
             problems.append(f"{row.where}: {problem}")
@@ -474,10 +476,12 @@ def _checked(source: RowSource, reading: Reading, split_seed: int) -> tuple[list
     return entries, num_too_long
 
 
-def _renamed(row: Row, renamed: Iterable[tuple[str, str]]) -> Row:
-    names = {old: new for new, old in renamed if old in row.values}
-    kept = {name: value for name, value in row.values.items() if name not in names and name not in names.values()}
-    return Row(kept | {new: row.values[old] for old, new in names.items()}, row.where)
+def _rename_columns(row: Row, name_pairs: Iterable[tuple[str, str]]) -> Row:
+    names = {old: new for new, old in name_pairs if old in row.values}
+    other_values = {
+        name: value for name, value in row.values.items() if name not in names and name not in names.values()
+    }
+    return Row(other_values | {new: row.values[old] for old, new in names.items()}, row.where)
 
 
 def _problem(row: Row, columns: Iterable[str]) -> str | None:
@@ -502,7 +506,7 @@ def _pieces(content: str, where: str) -> list[tuple[str, str | None]]:  # litera
     return [(text, name) for text, name, _, _ in pieces]
 
 
-def _filled(content: str, row: Mapping[str, Any]) -> str:
+def _fill_template(content: str, row: Mapping[str, Any]) -> str:
     pieces = _pieces(content, "conversation")
     return "".join(text + ("" if column is None else as_text(row[column])) for text, column in pieces)
 

@@ -7,46 +7,41 @@ process-wide state stay in the worker. This is no security boundary.
 
 from __future__ import annotations
 
-import asyncio
-import json
 import logging
 import os
 import signal
 import sys
 import weakref
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from gspo_gym import errors
+from gspo_gym.base.messages import message_from_wire
 from gspo_gym.env.core import Isolation
-from gspo_gym.env.rewards import Reward
-from gspo_gym.env.workers.channel import (
-    MAX_REQUEST_BYTES,
-    ChannelClosedError,
-    Json,
-    cause_from_json,
-    frame_of,
-    message_from_json,
-    message_to_json,
-    messages_to_json,
-    require_json,
-    step_result_from_json,
-    tool_schemas_from_json,
-)
 from gspo_gym.env.workers.limits import LIMIT_SIGNAL, WorkerLimits
-from gspo_gym.env.workers.loading import FIRST_LOAD_SECONDS, Loading, ProcessTarget, clock_stopped, target_of
-from gspo_gym.env.workers.pool import POOL, ProcessPool, WorkerProcess
+from gspo_gym.env.workers.pool import POOL, ProcessPool, WorkerEndedError, WorkerProcess
+from gspo_gym.env.workers.target import ProcessTarget, target_of
+from gspo_gym.env.workers.threads import OwnThread
+from gspo_gym.env.workers.wire import (
+    MAX_REQUEST_BYTES,
+    Json,
+    Step,
+    cause_from_json,
+    encode,
+    message_to_json,
+    require_json,
+    step_from_json,
+)
 from gspo_gym.errors import ActionLimitError, EnvDiedError, EnvError, EnvTimeoutError, GymError, UsageError
-from gspo_gym.types import Message, StepResult
+from gspo_gym.types import Message
 
 _log = logging.getLogger(__name__)
 
 Reset = tuple[Sequence[Message], Mapping[str, Any]]
-Step = tuple[Sequence[Message], float | None, bool, bool, Mapping[str, Any]]
 
 
 class ProcessEnv:
@@ -62,10 +57,9 @@ class ProcessEnv:
     Args:
         env: a registered name, or a class or function that a worker can import.
         kwargs: JSON arguments of its constructor.
-        start_timeout_seconds: limit for the process and the constructor.
+        start_timeout_seconds: limit of the constructor, with what it loads.
         limits: limits of the worker.
         pool: pool that leases workers.
-        loading: grants more time to a process that loads the environment's packages and data; None grants none.
 
     Attributes:
         takes_messages, tool_schemas, reward_range, confinement, max_action_seconds: as the environment declares them.
@@ -90,7 +84,6 @@ class ProcessEnv:
         start_timeout_seconds: float = 60.0,
         limits: WorkerLimits | None = None,
         pool: ProcessPool = POOL,
-        loading: Loading | None = None,
     ) -> None:
         target = target_of(env, kwargs or {})
         self.env_id = target.name
@@ -99,15 +92,16 @@ class ProcessEnv:
         self._num_players = 0
         self.changed_generators: tuple[str, ...] = ()
         self._worker: WorkerProcess | None = None
-        declared = self._open_loaded(target, start_timeout_seconds, loading)
-        low, high = declared["reward_range"]
-        self.takes_messages: bool = declared["takes_messages"]
-        self.tool_schemas = tool_schemas_from_json(declared["tool_schemas"], where=f"{self.env_id}: tool_schemas")
+        self._thread = OwnThread()
+        declaration = self._open(target, start_timeout_seconds)
+        low, high = declaration["reward_range"]
+        self.takes_messages: bool = declaration["takes_messages"]
+        self.tool_schemas: tuple[Mapping[str, Any], ...] = tuple(declaration["tool_schemas"])
         self.reward_range: tuple[float, float] = (low, high)
-        self.policies = {name: _RemotePolicy(name) for name in declared["policies"]}
-        self.declared_isolation: Isolation | None = declared["isolation"]
-        self.confinement: str | None = declared["confinement"]
-        self.max_action_seconds: float | None = declared["max_action_seconds"]
+        self.policies = {name: _RemotePolicy(name) for name in declaration["policies"]}
+        self.declared_isolation: Isolation | None = declaration["isolation"]
+        self.confinement: str | None = declaration["confinement"]
+        self.max_action_seconds: float | None = declaration["max_action_seconds"]
 
     @property
     def pid(self) -> int:
@@ -118,17 +112,19 @@ class ProcessEnv:
 
     async def reset(self, *, seed: int, options: Mapping[str, Any] | None = None) -> Reset:
         """Start an episode and return (messages, info). The methods raise what `EnvSession` raises."""
-        given = None if options is None else require_json(dict(options), where=f"{self.env_id}: options of reset()")
-        result = self._result("reset", await self._ask("reset", {"seed": int(seed), "options": given}))
-        return result.messages, result.info
+        json_options = (
+            None if options is None else require_json(dict(options), where=f"{self.env_id}: options of reset()")
+        )
+        messages, _, _, _, info = await self._step("reset", {"seed": int(seed), "options": json_options})
+        return messages, info
 
     async def step(self, action: Message | str) -> Step:
-        said = Message("assistant", action) if isinstance(action, str) else action
-        return _as_step(self._result("step", await self._ask("step", {"action": message_to_json(said)})))
+        message = Message("assistant", action) if isinstance(action, str) else action
+        return await self._step("step", {"action": message_to_json(message)})
 
     async def invalid_action(self, error: str) -> Step:
         """Return the answer to text that could not be read as an action."""
-        return _as_step(self._result("invalid_action", await self._ask("invalid_action", {"error": error})))
+        return await self._step("invalid_action", {"error": error})
 
     async def close(self) -> None:
         """Close the environment and return its process to the pool, or end one that leaked; again does nothing."""
@@ -136,28 +132,18 @@ class ProcessEnv:
             return
         worker = self._worker
         try:
-            left = await self._ask("close", {})
+            leftovers = await self._ask("close", {})
         except GymError:
             self._end("replaced")  # what the environment left open is unknown
             raise
-        self.changed_generators = tuple(left["changed_generators"])
-        self._put_away(worker, left["grown"])
+        self.changed_generators = tuple(leftovers["changed_generators"])
+        self._put_away(worker, leftovers["grown"])
 
     def kill(self) -> None:
         """End the process at once; only `close` may follow, and does nothing."""
         self._end("killed")
 
-    def _open_loaded(self, target: ProcessTarget, seconds: float, loading: Loading | None) -> Json:
-        key = json.dumps(target.to_json(), sort_keys=True)
-        if loading is not None:
-            with loading.once(key) as is_first:
-                if is_first:
-                    return self._open(target, key, lambda: max(seconds, FIRST_LOAD_SECONDS))
-        return self._open(target, key, lambda: seconds, loading)
-
-    def _open(
-        self, target: ProcessTarget, key: str, max_seconds: Callable[[], float], loading: Loading | None = None
-    ) -> Json:
+    def _open(self, target: ProcessTarget, max_seconds: float) -> Json:
         variables = {name: os.environ[name] for name in self._limits.variables if name in os.environ}
         request = {
             "method": "open",
@@ -166,49 +152,32 @@ class ProcessEnv:
             "folder": os.getcwd(),
             "variables": variables,
         }
-        frame = frame_of(request, max_bytes=MAX_REQUEST_BYTES, where=f"{self.env_id}: arguments")
+        payload = encode(request, max_bytes=MAX_REQUEST_BYTES, where=f"{self.env_id}: arguments")
         memory_mb = self._limits.memory_mb
         kind = (target.entry_point, target.main_path, memory_mb, tuple(sorted(variables.items())))
         while True:
-            with clock_stopped():  # a server of workers that must be started again has limits of its own
-                worker = self._pool.lease(kind, memory_limit_mb=memory_mb)
+            worker = self._pool.lease(kind, memory_limit_mb=memory_mb)
             self._hold(worker)
             try:
-                answer = self._exchange(worker, frame, key, max_seconds, loading)
+                answer = worker.exchange(payload, max_seconds=max_seconds)
                 break
-            except ChannelClosedError:
-                status = self._end("died").result()
+            except TimeoutError:
+                self._end("killed")
+                text = f"{self.env_id}: making the environment took longer than {max_seconds:g} seconds"
+                raise EnvTimeoutError(text) from None
+            except WorkerEndedError as error:
+                self._end("died")
                 if worker.num_episodes == 0:
-                    raise EnvDiedError(f"{self.env_id}: {_death(status)} while the environment was made") from None
-                # It waited for its next episode, and may have died with its server: that is no attempt.
+                    text = f"{self.env_id}: {_death(error.status)} while the environment was made"
+                    raise EnvDiedError(text) from None
+                # It waited for its next episode, and may have died with its host: that is no attempt.
+            except BaseException:
+                self._end("killed")
+                raise
         worker.num_episodes += 1
-        worker.loaded.add(key)
         if "error" in answer:
             self._end("replaced")
         return self._read(answer)
-
-    def _exchange(
-        self,
-        worker: WorkerProcess,
-        frame: bytes,
-        key: str,
-        max_seconds: Callable[[], float],
-        loading: Loading | None,
-    ) -> Json:
-        try:
-            if loading is None or key in worker.loaded:
-                return worker.channel.exchange(frame, max_seconds=max_seconds)
-            with loading.again(key, max_seconds()) as max_seconds:
-                return worker.channel.exchange(frame, max_seconds=max_seconds)
-        except TimeoutError:
-            self._end("killed")
-            text = f"{self.env_id}: making the environment took longer than {max_seconds():g} seconds"
-            raise EnvTimeoutError(text) from None
-        except ChannelClosedError:
-            raise
-        except BaseException:
-            self._end("killed")
-            raise
 
     def _hold(self, worker: WorkerProcess) -> None:
         self._worker = worker
@@ -217,21 +186,19 @@ class ProcessEnv:
         self._finalizer = weakref.finalize(self, self._pool.discard, worker, "killed")
         self._finalizer.atexit = False
 
-    def _let_go(self) -> WorkerProcess | None:
-        worker, self._worker = self._worker, None
+    def _let_go(self) -> None:
+        self._worker = None
         self._finalizer.detach()
-        return worker
+        self._thread.release()
 
-    def _end(self, count_as: str) -> Future[int | None]:
-        worker = self._let_go()
+    def _end(self, count_as: str) -> None:
+        worker = self._worker
         if worker is not None:
-            return self._pool.discard(worker, count_as)
-        unknown: Future[int | None] = Future()
-        unknown.set_result(None)
-        return unknown
+            self._let_go()
+            self._pool.discard(worker, count_as)
 
-    def _put_away(self, worker: WorkerProcess, grown: Mapping[str, int]) -> None:
-        reason = self._limits.reason_to_replace(grown)
+    def _put_away(self, worker: WorkerProcess, growth: Mapping[str, int]) -> None:
+        reason = self._limits.reason_to_replace(growth)
         if reason is not None:
             _log.info("%s: a worker process is replaced: it %s", self.env_id, reason)
             self._end("replaced")
@@ -246,19 +213,21 @@ class ProcessEnv:
         if worker is None:
             raise UsageError(f"{self.env_id}: {method}() in a process that has ended; make a new environment")
         where = f"{self.env_id}: {method}(): a request"
-        frame = frame_of({"method": method, **request}, max_bytes=MAX_REQUEST_BYTES, where=where)
+        payload = encode({"method": method, **request}, max_bytes=MAX_REQUEST_BYTES, where=where)
         try:
-            await worker.channel.send(frame)
-            answer = await worker.channel.receive()
-        except ChannelClosedError:
-            status = await asyncio.wrap_future(self._end("died"))
-            if status is not None and os.WIFSIGNALED(status) and os.WTERMSIG(status) == LIMIT_SIGNAL:
-                raise ActionLimitError(f"{self.env_id}: {method}() ran into its limit on one call") from None
-            raise EnvDiedError(f"{self.env_id}: {_death(status)} in {method}()") from None
+            outcome = await self._thread.call_async(partial(worker.exchange, payload), timeout_seconds=None)
         except BaseException:  # cancelled: the deadline passed, or the episode was stopped
+            self._thread.abandon()
             self._end("killed")
             raise
-        return self._read(answer)
+        try:
+            return self._read(outcome.unwrap())
+        except WorkerEndedError as error:
+            self._end("died")
+            status = error.status
+        if status is not None and os.WIFSIGNALED(status) and os.WTERMSIG(status) == LIMIT_SIGNAL:
+            raise ActionLimitError(f"{self.env_id}: {method}() ran into its limit on one call")
+        raise EnvDiedError(f"{self.env_id}: {_death(status)} in {method}()")
 
     def _read(self, answer: Json) -> Json:
         if "error" not in answer:
@@ -266,16 +235,16 @@ class ProcessEnv:
         kind = getattr(errors, str(answer["error"]), EnvError)
         raise kind(answer["text"]) from cause_from_json(answer["cause"])
 
-    def _result(self, method: str, answer: Json) -> StepResult:
-        return step_result_from_json(answer, where=f"{self.env_id}: {method}()")
+    async def _step(self, method: str, request: Mapping[str, Json]) -> Step:
+        return step_from_json(await self._ask(method, request), where=f"{self.env_id}: {method}()")
 
     def _next_player(self) -> int:
         self._num_players += 1
         return self._num_players
 
     async def _say(self, request: Mapping[str, Json]) -> Message | str:
-        said = await self._ask("say", request)
-        return said if isinstance(said, str) else message_from_json(said, where=f"{self.env_id}: the player")
+        reply = await self._ask("say", request)
+        return reply if isinstance(reply, str) else message_from_wire(reply, where=f"{self.env_id}: the player")
 
 
 @dataclass(frozen=True, slots=True)
@@ -291,16 +260,9 @@ class _RemotePolicy:
         player = {"player": env._next_player(), "policy": self.name, "generator": state}
 
         async def say(messages: Sequence[Message]) -> Message | str:
-            return await env._say({**player, "messages": messages_to_json(messages)})
+            return await env._say({**player, "messages": [message_to_json(message) for message in messages]})
 
         return say
-
-
-def _as_step(result: StepResult) -> Step:
-    reward: float | None = result.reward
-    if reward is not None and (result.reward_terms or result.events or result.success is not None):
-        reward = Reward(result.reward_terms, events=result.events, success=result.success)
-    return result.messages, reward, result.terminated, result.truncated, result.info
 
 
 def _death(status: int | None) -> str:

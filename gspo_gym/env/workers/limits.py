@@ -38,14 +38,14 @@ class WorkerLimits:
 
     def reason_to_replace(self, grown: Mapping[str, int]) -> str | None:
         """Return what has grown too much, in words, or None."""
-        allowed = {
+        limit_by_name = {
             "MiB of memory": self.max_growth_mb,
             "open files": self.max_growth_files,
             "threads": self.max_growth_threads,
             "child processes": self.max_growth_children,
         }
-        leaked = [f"{grown.get(name, 0)} {name}" for name, most in allowed.items() if grown.get(name, 0) > most]
-        return "leaked " + ", ".join(leaked) if leaked else None
+        leaks = [f"{grown.get(name, 0)} {name}" for name, most in limit_by_name.items() if grown.get(name, 0) > most]
+        return "leaked " + ", ".join(leaks) if leaks else None
 
 
 class IsolationSettings(Settings):

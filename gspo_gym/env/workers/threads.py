@@ -49,7 +49,7 @@ class Returned:
         return self.value
 
 
-def _returned(function: Callable[[], Any]) -> Returned:
+def _outcome_of(function: Callable[[], Any]) -> Returned:
     try:
         return Returned(function(), None)
     except BaseException as error:  # SystemExit too: the environment failed, the thread goes on
@@ -74,9 +74,9 @@ class Worker:
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None:
             function, on_returned = job
-            returned = _returned(function)
-            on_returned(returned)
-            del job, function, on_returned, returned  # an idle thread keeps no environment alive
+            outcome = _outcome_of(function)
+            on_returned(outcome)
+            del job, function, on_returned, outcome  # an idle thread keeps no environment alive
 
 
 class WorkerPool:
@@ -184,9 +184,9 @@ class OwnThread:
         return worker
 
 
-def _settle(future: asyncio.Future[Returned], returned: Returned) -> None:
+def _settle(future: asyncio.Future[Returned], outcome: Returned) -> None:
     if not future.done():  # cancelled: the deadline passed, or the episode was stopped
-        future.set_result(returned)
+        future.set_result(outcome)
 
 
 def _ignore(_: Returned) -> None: ...
@@ -206,7 +206,7 @@ class _Call:
 
     def make(self) -> None:
         self.started = self.clock()
-        self.returned = _returned(self.function)
+        self.returned = _outcome_of(self.function)
         self.seconds = self.clock() - self.started
 
 
@@ -217,7 +217,7 @@ class _Round:
         self.worker = worker
         self.present: _Call | None = None
         self._waiting = deque(calls)
-        self._ended: list[_Call] = []
+        self._ended_calls: list[_Call] = []
         self._lock = threading.Lock()
 
     def run(self) -> None:
@@ -228,15 +228,15 @@ class _Round:
     def _next(self) -> _Call | None:
         with self._lock:
             if self.present is not None:
-                self._ended.append(self.present)
+                self._ended_calls.append(self.present)
             self.present = self._waiting.popleft() if self._waiting else None
             return self.present
 
     def take_ended(self) -> list[_Call]:
         """Take the calls that have returned."""
         with self._lock:
-            ended, self._ended = self._ended, []
-            return ended
+            ended_calls, self._ended_calls = self._ended_calls, []
+            return ended_calls
 
     def take_waiting(self, stuck: _Call) -> list[_Call] | None:
         """Take the calls behind `stuck`, or return None if it has ended."""
@@ -271,7 +271,7 @@ class QuickCalls:
         self._clock = clock
         self._patience_seconds = patience_seconds
         self._mean_seconds: dict[str, float] = {}
-        self._asked: list[_Call] = []
+        self._next_calls: list[_Call] = []
         self._round: _Round | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -310,53 +310,53 @@ class QuickCalls:
     def _ask(self, call: _Call) -> None:
         loop = call.future.get_loop()
         if loop is not self._loop:  # the old one is closed, with all that waited
-            self._loop, self._asked, self._round = loop, [], None
-        if not self._asked and self._round is None:
+            self._loop, self._next_calls, self._round = loop, [], None
+        if not self._next_calls and self._round is None:
             loop.call_soon(self._begin)  # after all that can run now, whose calls come along
         call.owner.num_shared += 1
-        self._asked.append(call)
+        self._next_calls.append(call)
 
     def _begin(self) -> None:
-        loop, asked = asyncio.get_running_loop(), self._asked
-        self._asked = []
+        loop, calls = asyncio.get_running_loop(), self._next_calls
+        self._next_calls = []
         try:
-            begun = self._round = _Round(asked, self._pool.lease())
+            new_round = self._round = _Round(calls, self._pool.lease())
         except RuntimeError as error:  # no thread can be started
-            self._fail(asked, error)
+            self._fail(calls, error)
             return
-        loop.call_later(self._patience_seconds, self._look, begun)
+        loop.call_later(self._patience_seconds, self._look, new_round)
 
         def tell(_: Returned) -> None:
             with contextlib.suppress(RuntimeError):  # the loop was closed, so nothing waits
-                loop.call_soon_threadsafe(self._end, begun)
+                loop.call_soon_threadsafe(self._end, new_round)
 
-        begun.worker.submit(begun.run, tell)
+        new_round.worker.submit(new_round.run, tell)
 
-    def _end(self, ended: _Round) -> None:
-        self._settle(ended.take_ended())
-        if ended is self._round:  # it was not given up
+    def _end(self, call_round: _Round) -> None:
+        self._settle(call_round.take_ended())
+        if call_round is self._round:  # it was not given up
             self._round = None
-            self._pool.give_back(ended.worker)
-            if self._asked:
+            self._pool.give_back(call_round.worker)
+            if self._next_calls:
                 self._begin()
 
-    def _look(self, seen: _Round) -> None:
-        if seen is not self._round:
+    def _look(self, call_round: _Round) -> None:
+        if call_round is not self._round:
             return
-        stuck, seconds, waiting = seen.present, 0.0, None
+        stuck, seconds, waiting = call_round.present, 0.0, None
         if stuck is not None:  # on a busy machine, a thread may begin late
             seconds = max(0.0, self._clock() - stuck.started)
-            waiting = seen.take_waiting(stuck) if seconds >= self._patience_seconds else None
+            waiting = call_round.take_waiting(stuck) if seconds >= self._patience_seconds else None
         if stuck is None or waiting is None:
-            asyncio.get_running_loop().call_later(self._patience_seconds - seconds, self._look, seen)
+            asyncio.get_running_loop().call_later(self._patience_seconds - seconds, self._look, call_round)
             return
-        stuck.owner.keep(seen.worker)
+        stuck.owner.keep(call_round.worker)
         stuck.seconds = seconds  # at least: it may never return, and must not be quick until then
         self._note(stuck)
-        self._settle(seen.take_ended())
-        moved = [*waiting, *self._asked]
-        self._round, self._asked = None, []
-        for call in moved:
+        self._settle(call_round.take_ended())
+        calls = [*waiting, *self._next_calls]
+        self._round, self._next_calls = None, []
+        for call in calls:
             try:
                 self._move(call)
             except RuntimeError as error:  # no thread can be started

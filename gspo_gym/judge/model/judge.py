@@ -15,14 +15,13 @@ import hashlib
 import hmac
 import secrets
 import time
-from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 from gspo_gym.base.http import HttpClient, RefusedError
 from gspo_gym.base.messages import RefusedFields, refused_fields, without
-from gspo_gym.base.retries import AttemptError, RetryCounters, Sleep
+from gspo_gym.base.retries import AttemptError, Sleep
 from gspo_gym.errors import ServiceError
 from gspo_gym.judge.asking import Asking, Clock, Json, JudgeBudget, JudgementCache, digest_of
 from gspo_gym.judge.base import (
@@ -58,17 +57,6 @@ from gspo_gym.seeding import child_seed, generator
 _MAX_PARTS_OF_A_CALL = 24  # turns in one call: longer answers are cut off, and models lose the thread
 
 
-@dataclass(slots=True)
-class JudgeCounters:
-    """Counts of episodes so far; `num_by_rule` counts reviews without a call, `flags` signs by kind."""
-
-    num_judged: int = 0
-    num_unscored: int = 0
-    num_flagged: int = 0
-    num_by_rule: int = 0
-    flags: Counter[str] = field(default_factory=Counter)
-
-
 class ModelJudge:
     """Scores episodes by asking a model. Use it within one event loop, and close it.
 
@@ -88,7 +76,6 @@ class ModelJudge:
         sleep: Sleep = asyncio.sleep,
     ) -> None:
         self.settings = settings
-        self.counters = JudgeCounters()
         self._cache = cache
         self._model = ChatJudgeModel(settings, budget=budget, clock=clock, sleep=sleep)
         self._secret = secrets.token_bytes(32)  # of the nonces, which no text inside an episode may know
@@ -99,30 +86,17 @@ class ModelJudge:
     def name(self) -> str:
         return self.settings.name
 
-    @property
-    def retry_counters(self) -> RetryCounters:
-        """Return the number of questions, attempts and failures by kind."""
-        return self._model.counters
-
     async def judge(self, request: JudgeRequest) -> Judgement:
-        try:
-            async with self._open_episodes:
-                judgement = await self._judge(request)
-        except JudgeError:
-            self.counters.num_unscored += 1
-            raise
-        self.counters.num_judged += 1
-        self.counters.num_flagged += bool(judgement.flags)
-        self.counters.flags.update(flag.partition(": ")[2] for flag in judgement.flags)
-        return judgement
+        async with self._open_episodes:
+            return await self._judge(request)
 
     async def close(self) -> None:
         """Close the connections; the cache belongs to the caller."""
         await self._model.close()
 
     async def _judge(self, request: JudgeRequest) -> Judgement:
-        whole = read_transcript(request.trajectory, show_reasoning=self.settings.reading.show_reasoning)
-        questions = plan(whole, request.rubrics, self.settings.reading)
+        transcript = read_transcript(request.trajectory, show_reasoning=self.settings.reading.show_reasoning)
+        questions = plan(transcript, request.rubrics, self.settings.reading)
         answers = await all_or_none([self._answer(question, request.rubrics) for question in questions])
         scores: dict[str, Mapping[str, CriterionScore]] = {}
         summaries: dict[str, str] = {}
@@ -133,13 +107,14 @@ class ModelJudge:
             summaries |= dict.fromkeys(about, verdict.summary)
 
         def review(part: str, rubric: Rubric) -> Review:
-            self.counters.num_by_rule += part not in scores
             return review_of(rubric, scores.get(part), summaries.get(part, "" if part in scores else BY_RULE))
 
         event, outcome = request.rubrics.event, request.rubrics.outcome
         return Judgement(
             judge=self.name,
-            event_reviews=tuple(review(turn_part(turn), event) for turn in range(whole.num_turns)) if event else (),
+            event_reviews=tuple(review(turn_part(turn), event) for turn in range(transcript.num_turns))
+            if event
+            else (),
             outcome_review=None if outcome is None else review(OUTCOME_PART, outcome),
             flags=suspicions(request.trajectory),
             cuts=_cuts_of(questions),
@@ -149,14 +124,14 @@ class ModelJudge:
     async def _answer(self, question: Question, rubrics: Rubrics) -> tuple[Verdict, JudgeCost]:
         key = self._key(question, rubrics)
         seed = child_seed(self.settings.seed, "judge", key)
-        asked = _shuffled(question, seed) if self.settings.shuffles_criteria else question
+        shuffled_question = _shuffle(question, seed) if self.settings.shuffles_criteria else question
         costs: list[JudgeCost] = []  # of what is asked now; an answer from the cache costs nothing
 
         def nonce_of(num_answers: int) -> str:
             return hmac.new(self._secret, f"{key}/{num_answers}".encode(), hashlib.sha256).hexdigest()[:NONCE_DIGITS]
 
         async def ask() -> Json:
-            verdict, cost = await self._model.ask(asked, nonce_of=nonce_of, seed=seed)
+            verdict, cost = await self._model.ask(shuffled_question, nonce_of=nonce_of, seed=seed)
             costs.append(cost)
             return _verdict_to_json(verdict)
 
@@ -186,8 +161,8 @@ def plan(whole: Transcript, rubrics: Rubrics, settings: ReadingSettings) -> list
 
     One call asks about everything ("episode"), or one for each turn and one for the outcome ("turn").
     """
-    spoken = tuple(turn for turn in range(whole.num_turns) if not whole.is_empty_turn(turn))
-    if not spoken:  # it gets the lowest scores by rule
+    nonempty_turns = tuple(turn for turn in range(whole.num_turns) if not whole.is_empty_turn(turn))
+    if not nonempty_turns:  # it gets the lowest scores by rule
         return []
     event = rubrics.event.criteria if rubrics.event else ()
     outcome = rubrics.outcome.criteria if rubrics.outcome else ()
@@ -196,18 +171,18 @@ def plan(whole: Transcript, rubrics: Rubrics, settings: ReadingSettings) -> list
     }
     limit = settings.max_transcript_chars
     # "auto" asks once where no judged turn is then read in a shortened context.
-    fits = whole.num_chars <= limit and len(spoken) <= _MAX_PARTS_OF_A_CALL
+    fits = whole.num_chars <= limit and len(nonempty_turns) <= _MAX_PARTS_OF_A_CALL
     if not event or settings.mode == "episode" or (settings.mode == "auto" and fits):
-        turns = spoken if event else ()
-        judged = range(whole.num_turns) if outcome else turns
-        return [Question(compacted(whole, judged, limit), turns, event, outcome, goals)] if turns or outcome else []
+        turns = nonempty_turns if event else ()
+        focus = range(whole.num_turns) if outcome else turns
+        return [Question(compacted(whole, focus, limit), turns, event, outcome, goals)] if turns or outcome else []
     questions = [
         Question(compacted(whole.until(turn), {turn}, limit), (turn,), event, (), {"turns": goals["turns"]})
-        for turn in spoken
+        for turn in nonempty_turns
     ]
     if outcome:
-        shown = compacted(whole, range(whole.num_turns), limit)
-        questions.append(Question(shown, (), (), outcome, {"outcome": goals["outcome"]}))
+        shortened_transcript = compacted(whole, range(whole.num_turns), limit)
+        questions.append(Question(shortened_transcript, (), (), outcome, {"outcome": goals["outcome"]}))
     return questions
 
 
@@ -217,7 +192,7 @@ def _cuts_of(questions: Sequence[Question]) -> tuple[str, ...]:
     return tuple(f"{', '.join(question.parts)}: {cut}" for question in questions for cut in question.transcript.cuts)
 
 
-def _shuffled(question: Question, seed: int) -> Question:
+def _shuffle(question: Question, seed: int) -> Question:
 
     def shuffle(criteria: Sequence[Criterion], name: str) -> tuple[Criterion, ...]:
         order = generator(seed, "criteria", name).permutation(len(criteria))
@@ -266,10 +241,6 @@ class ChatJudgeModel:
         self._asking = Asking(client, settings.asking, budget=budget, clock=clock, sleep=sleep)
         self._fields = RefusedFields(settings.name, {_SCHEMA} if model.structured_output == "text" else ())
 
-    @property
-    def counters(self) -> RetryCounters:
-        return self._asking.counters
-
     async def ask(self, question: Question, *, nonce_of: Callable[[int], str], seed: int) -> tuple[Verdict, JudgeCost]:
         """Return the verdict and the cost of all attempts.
 
@@ -278,12 +249,12 @@ class ChatJudgeModel:
                 (402) or an unknown model (404). JudgeError: it refused, or gave no verdict.
         """
 
-        def is_about(error: RefusedError, refused: frozenset[str]) -> frozenset[str]:
-            return self._is_about(error, self._request(question, _NO_NONCE, seed, refused))
+        def is_about(error: RefusedError, refused_names: frozenset[str]) -> frozenset[str]:
+            return self._is_about(error, self._request(question, _NO_NONCE, seed, refused_names))
 
         try:
             return await self._fields.ask(
-                lambda refused: self._ask(question, nonce_of, seed, refused), is_about, (RefusedError,)
+                lambda refused_names: self._ask(question, nonce_of, seed, refused_names), is_about, (RefusedError,)
             )
         except JudgeError:
             raise
@@ -296,7 +267,7 @@ class ChatJudgeModel:
         await self._asking.close()
 
     async def _ask(
-        self, question: Question, nonce_of: Callable[[int], str], seed: int, refused: Collection[str]
+        self, question: Question, nonce_of: Callable[[int], str], seed: int, refused_names: Collection[str]
     ) -> tuple[Verdict, JudgeCost]:
         nonce = ""
 
@@ -304,14 +275,14 @@ class ChatJudgeModel:
             nonlocal nonce
             # After an unreadable answer another nonce and seed.
             nonce = nonce_of(num_answers)
-            return self._request(question, nonce, child_seed(seed, "answer", num_answers), refused)
+            return self._request(question, nonce, child_seed(seed, "answer", num_answers), refused_names)
 
         def read(answer: Any) -> Verdict:
             return parse_verdict(_text_of(answer), nonce=nonce, parts=question.parts)
 
         return await self._asking.ask("/chat/completions", body, read, self._cost_of, most=self._most(question))
 
-    def _request(self, question: Question, nonce: str, seed: int, refused: Collection[str]) -> dict[str, Any]:
+    def _request(self, question: Question, nonce: str, seed: int, refused_names: Collection[str]) -> dict[str, Any]:
         settings = self._settings
         schema = {"name": "verdict", "strict": True, "schema": verdict_schema(nonce, question.parts)}
         request: dict[str, Any] = {
@@ -323,7 +294,7 @@ class ChatJudgeModel:
         }
         if settings.sent_temperature is not None:
             request["temperature"] = settings.sent_temperature
-        return without(request, refused)
+        return without(request, refused_names)
 
     def _is_about(self, error: RefusedError, request: Mapping[str, Any]) -> frozenset[str]:
         """Return the request's fields that a refusal may be about."""
@@ -331,9 +302,9 @@ class ChatJudgeModel:
             return frozenset()
         # Without a temperature of the user's, an endpoint that refuses it is asked without.
         optional = {"seed", "temperature"} if self._settings.temperature is None else {"seed"}
-        named = refused_fields(error.answer, request, optional=optional)
+        refused_names = refused_fields(error.answer, request, optional=optional)
         # A refusal that names no field is taken to be about the schema.
-        return named or frozenset({_SCHEMA} if self._settings.structured_output == "auto" else ())
+        return refused_names or frozenset({_SCHEMA} if self._settings.structured_output == "auto" else ())
 
     def _most(self, question: Question) -> JudgeCost:
         messages = build_messages(question, _NO_NONCE)
@@ -345,9 +316,9 @@ class ChatJudgeModel:
         usage = answer.get("usage") if isinstance(answer, Mapping) else None
         if not isinstance(usage, Mapping):
             return None
-        read, written = usage.get("prompt_tokens"), usage.get("completion_tokens")
-        if type(read) is int and type(written) is int and read >= 0 and written >= 0:
-            return self._settings.prices.cost_of(read, written)
+        num_in, num_out = usage.get("prompt_tokens"), usage.get("completion_tokens")
+        if type(num_in) is int and type(num_out) is int and num_in >= 0 and num_out >= 0:
+            return self._settings.prices.cost_of(num_in, num_out)
         return None
 
 

@@ -78,10 +78,10 @@ def build_messages(question: Question, nonce: str) -> list[dict[str, str]]:
     num_ticks = max(_MIN_TICKS, 1 + max(longest_run_of_ticks(piece.text) for piece in pieces))
     fence = f"{'`' * num_ticks} {nonce}"
     sections = [_RULES.replace("{fence}", fence), *_criteria(question), _answer_form(question, nonce)]
-    data = "\n".join(_fenced(piece, fence) for piece in pieces)  # joined once: no text is searched for placeholders
-    asked = ", ".join(question.parts)
+    data = "\n".join(_fence(piece, fence) for piece in pieces)  # joined once: no text is searched for placeholders
+    parts = ", ".join(question.parts)
     # Repeated after the data, where a model reads it last.
-    reminder = f"That is the whole episode. Now answer with your JSON object under {verdict_key(nonce)} for: {asked}."
+    reminder = f"That is the whole episode. Now answer with your JSON object under {verdict_key(nonce)} for: {parts}."
     return [
         {"role": "system", "content": "\n\n".join(sections)},
         {"role": "user", "content": f"The episode, {question.transcript.num_turns} turns:\n{data}\n\n{reminder}"},
@@ -108,7 +108,7 @@ def criterion_line(criterion: Criterion) -> str:
     return json.dumps({"id": criterion.id, "score": kind, "description": criterion.description}, ensure_ascii=False)
 
 
-def _fenced(piece: Piece, fence: str) -> str:
+def _fence(piece: Piece, fence: str) -> str:
     if not piece.text and piece.note:
         return f"({label_of(piece)}: {piece.note})"
     note = f" ({piece.note})" if piece.note else ""
@@ -196,8 +196,8 @@ def parse_verdict(text: str, *, nonce: str, parts: Parts) -> Verdict:
         VerdictError: there is none, more than one, or it is not complete or not on its scales.
     """
     body = _find(text, verdict_key(nonce))
-    expected = {*parts, "summary"}
-    _require_keys("verdict", body, expected)
+    keys = {*parts, "summary"}
+    _require_keys("verdict", body, keys)
     summary = body["summary"]
     if not isinstance(summary, str):
         _fail("summary", "a text", summary)
@@ -206,19 +206,19 @@ def parse_verdict(text: str, *, nonce: str, parts: Parts) -> Verdict:
 
 def _find(text: str, key: str) -> dict[str, Any]:
     """Return the body of the verdict, which is all of the text, or all that follows an end of reasoning in it."""
-    reason = f"expected one JSON object with the key of this call and nothing else, got {_shown(text)}"
+    reason = f"expected one JSON object with the key of this call and nothing else, got {_excerpt(text)}"
     for start in (0, *(end.end() for end in _END_OF_REASONING.finditer(text))):
         before = _BEFORE.match(text, start)
         if before is None:
             continue
         try:
-            whole, stop = _DECODER.raw_decode(text, before.end())
+            answer, stop = _DECODER.raw_decode(text, before.end())
         except (ValueError, RecursionError) as error:  # json's own, and those of the hooks below
-            reason = f"the verdict is not JSON: {error}: {_shown(text[before.end() :])}"
+            reason = f"the verdict is not JSON: {error}: {_excerpt(text[before.end() :])}"
             continue
         if _AFTER.fullmatch(text, stop) is not None:
-            _require_keys("answer", whole, {key})
-            return _as_object("verdict", whole[key])
+            _require_keys("answer", answer, {key})
+            return _as_object("verdict", answer[key])
     raise VerdictError(reason)
 
 
@@ -252,17 +252,17 @@ def _as_object(where: str, value: object) -> dict[str, Any]:
     return value
 
 
-def _require_keys(where: str, value: Mapping[str, Any], expected: set[str]) -> None:
-    missing, unknown = sorted(expected - set(value)), sorted(set(value) - expected)
+def _require_keys(where: str, value: Mapping[str, Any], keys: set[str]) -> None:
+    missing, unknown = sorted(keys - set(value)), sorted(set(value) - keys)
     if missing or unknown:
-        raise VerdictError(f"{where}: missing {missing or 'nothing'}, not asked for {_shown(unknown or 'nothing')}")
+        raise VerdictError(f"{where}: missing {missing or 'nothing'}, not asked for {_excerpt(unknown or 'nothing')}")
 
 
 def _fail(where: str, expected: str, got: object) -> NoReturn:
-    raise VerdictError(f"{where}: expected {expected}, got {_shown(got)}")
+    raise VerdictError(f"{where}: expected {expected}, got {_excerpt(got)}")
 
 
-def _shown(value: object) -> str:
+def _excerpt(value: object) -> str:
     return shortened(repr(value), 120)
 
 

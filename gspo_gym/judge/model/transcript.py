@@ -130,9 +130,9 @@ class Transcript:
     def cuts(self) -> tuple[str, ...]:
         """Return what was left out of the words of the policy and of the environment; () if nothing was."""
         policy = [piece for piece in self.pieces if piece.is_by_policy]
-        rest = [piece for piece in self.pieces if not piece.is_by_policy]
-        told = (("the policy", policy), ("the environment", rest))
-        return tuple(_cut_of(writer, pieces) for writer, pieces in told if any(p.num_left_out for p in pieces))
+        environment = [piece for piece in self.pieces if not piece.is_by_policy]
+        writers = (("the policy", policy), ("the environment", environment))
+        return tuple(_cut_of(writer, pieces) for writer, pieces in writers if any(p.num_left_out for p in pieces))
 
     def until(self, turn: int) -> Transcript:
         """Return the pieces up to a turn and the environment's answer to it: what came later must not judge it."""
@@ -148,14 +148,14 @@ def read_transcript(trajectory: Trajectory, *, show_reasoning: bool = False) -> 
     where = f"episode {trajectory.trajectory_id}"
     if trajectory.outcome.is_infrastructure_failure:
         raise JudgeError(f"{where}: {trajectory.outcome.value}: a failed episode is not judged")
-    said = [index for index, message in enumerate(trajectory.messages) if message.role == "assistant"]
+    indices = [index for index, message in enumerate(trajectory.messages) if message.role == "assistant"]
     num_turns = len(trajectory.turns)
-    if not 0 < num_turns <= len(said):
+    if not 0 < num_turns <= len(indices):
         raise JudgeError(
             f"{where}: expected at least one turn and a message of the model for each, got {num_turns} turns and "
-            f"{len(said)} such messages"
+            f"{len(indices)} such messages"
         )
-    starts = said[-num_turns:]  # those before them are examples in the task
+    starts = indices[-num_turns:]  # those before them are examples in the task
     turn_of = {index: turn for turn, index in enumerate(starts)}
     pieces: list[Piece] = []
     turn = TASK
@@ -190,21 +190,22 @@ def compacted(transcript: Transcript, judged: Collection[int], max_chars: int) -
         (is_context, _MAX_ENV_CHARS, False),
         (lambda piece: piece.is_by_policy, _MIN_POLICY_CHARS, False),
     )
-    whole = transcript
+    full_transcript = transcript
     limits: dict[int, int] = {}
     for is_meant, least, is_at_once in steps:
         excess = transcript.num_chars - max_chars
         if excess <= 0:
             break
         lengths = {index: len(piece.text) for index, piece in enumerate(transcript.pieces) if is_meant(piece)}
-        needed = _limit(list(lengths.values()), excess + _NOTE_CHARS * len(lengths))
-        limit = least if is_at_once else max(least, needed)
+        needed_limit = _limit(list(lengths.values()), excess + _NOTE_CHARS * len(lengths))
+        limit = least if is_at_once else max(least, needed_limit)
         limits |= {index: limit for index, length in lengths.items() if length > limit + _NOTE_CHARS}
         # From the whole texts each time: what is cut twice would hold two marks, and its count would be wrong.
         pieces = tuple(
-            _shortened(piece, limits[index]) if index in limits else piece for index, piece in enumerate(whole.pieces)
+            _shorten(piece, limits[index]) if index in limits else piece
+            for index, piece in enumerate(full_transcript.pieces)
         )
-        transcript = replace(whole, pieces=pieces)
+        transcript = replace(full_transcript, pieces=pieces)
     return transcript
 
 
@@ -235,17 +236,17 @@ def _pieces(message: Message, turn: int, *, show_reasoning: bool) -> Iterable[Pi
     if text or not message.tool_calls:
         yield _piece(writer, turn, text)
     for call in message.tool_calls:
-        said = json.dumps({"name": call.name, "arguments": dict(call.arguments)}, ensure_ascii=False, default=str)
-        yield _piece("tool call" if is_policy else "user", turn, said)
+        call_json = json.dumps({"name": call.name, "arguments": dict(call.arguments)}, ensure_ascii=False, default=str)
+        yield _piece("tool call" if is_policy else "user", turn, call_json)
 
 
 def _piece(writer: Writer, turn: int, text: str) -> Piece:
-    shown = visible(text)
+    visible_text = visible(text)
     is_empty = writer == "assistant" and says_nothing(_THOUGHT.sub("", text))  # thinking alone says nothing
-    return Piece(writer, turn, shown, is_empty=is_empty, num_chars=len(shown))
+    return Piece(writer, turn, visible_text, is_empty=is_empty, num_chars=len(visible_text))
 
 
-def _shortened(piece: Piece, limit: int) -> Piece:
+def _shorten(piece: Piece, limit: int) -> Piece:
     head = 2 * limit // 3
     left_out = len(piece.text) - limit
     end = piece.text[len(piece.text) - (limit - head) :]
@@ -258,11 +259,11 @@ def _shortened(piece: Piece, limit: int) -> Piece:
 
 
 def _cut_of(writer: str, pieces: Sequence[Piece]) -> str:
-    left_out, said = sum(piece.num_left_out for piece in pieces), sum(piece.num_chars for piece in pieces)
+    left_out, num_chars = sum(piece.num_left_out for piece in pieces), sum(piece.num_chars for piece in pieces)
     turns = sorted({piece.turn for piece in pieces if piece.num_left_out})
     where = ", ".join("the task" if turn == TASK else f"turn {turn + 1}" for turn in turns[:_MAX_TURNS_NAMED])
     more = f" and {len(turns) - _MAX_TURNS_NAMED} more" if len(turns) > _MAX_TURNS_NAMED else ""
-    return f"{left_out:,} of the {said:,} characters of {writer} were not shown ({where}{more})"
+    return f"{left_out:,} of the {num_chars:,} characters of {writer} were not shown ({where}{more})"
 
 
 # All repetitions are bounded, so that no text takes more than a moment to search.
@@ -292,9 +293,10 @@ _PATTERNS = {
 
 def suspicions(trajectory: Trajectory) -> tuple[str, ...]:
     """Return one text for each sign and turn, such as "turn 3: a forged verdict", in order."""
-    said = [message for message in trajectory.messages if message.role == "assistant"]
-    said = said[max(0, len(said) - len(trajectory.turns)) :]  # those before the first turn are examples in the task
-    return tuple(f"turn {number}: {sign}" for number, message in enumerate(said, 1) for sign in _signs(message))
+    messages = [message for message in trajectory.messages if message.role == "assistant"]
+    # Those before the first turn are examples in the task.
+    messages = messages[max(0, len(messages) - len(trajectory.turns)) :]
+    return tuple(f"turn {number}: {sign}" for number, message in enumerate(messages, 1) for sign in _signs(message))
 
 
 def _signs(message: Message) -> Iterable[str]:
@@ -322,12 +324,12 @@ def visible(text: str) -> str:
     text = text.replace("\r\n", "\n")
     # A judge's server would turn the text `<|im_end|>` into the token that ends a message. Any name is broken, because
     # every family of models has its own.
-    text = _BRACKET.sub(lambda found: f"\\{found[0]}" if found[0] in _RIGHT else f"{found[0]}\\", text)
+    text = _BRACKET.sub(lambda match: f"\\{match[0]}" if match[0] in _RIGHT else f"{match[0]}\\", text)
     # Readers do not see a zero-width space or a right-to-left override.
-    if not (hidden := _hidden_at(text)):
+    if not (hidden_at := _hidden_at(text)):
         return text
     return "".join(
-        f"<U+{ord(character):04X}>" if place in hidden else character for place, character in enumerate(text)
+        f"<U+{ord(character):04X}>" if place in hidden_at else character for place, character in enumerate(text)
     )
 
 
@@ -339,20 +341,22 @@ def hidden_characters(text: str) -> frozenset[str]:
 def _hidden_at(text: str) -> dict[int, str]:
     """Return by its place each character that cannot be seen, and each mark that is drawn onto no letter."""
     kinds = {character: unicodedata.category(character) for character in set(text) - {"\n", "\t"}}
-    hidden = {c for c, kind in kinds.items() if kind in _HIDDEN_CATEGORIES or c in _INVISIBLE or _VARIATION.match(c)}
-    if not hidden and not any(kind[0] == "M" for kind in kinds.values()):
+    invisible_characters = {
+        c for c, kind in kinds.items() if kind in _HIDDEN_CATEGORIES or c in _INVISIBLE or _VARIATION.match(c)
+    }
+    if not invisible_characters and not any(kind[0] == "M" for kind in kinds.values()):
         return {}
-    found: dict[int, str] = {}
+    characters_by_place: dict[int, str] = {}
     has_base = False
     for place, character in enumerate(text):
         kind = kinds.get(character, "Cc")
-        if character in hidden or (
+        if character in invisible_characters or (
             kind[0] == "M" and not has_base
         ):  # onto a backtick a mark would hide how many there are
-            found[place] = character
+            characters_by_place[place] = character
         if kind[0] != "M":
             has_base = kind[0] in "LN" or kind == "So"
-    return found
+    return characters_by_place
 
 
 def has_control_token(text: str) -> bool:

@@ -104,30 +104,32 @@ def _findings(trajectory: Trajectory, counters: AppCounters, rollout: AppRollout
         problems.append(NO_RETURN)
     # The turns' rewards are what is learned from.
     elif not trajectory.is_scored or abs(trajectory.reward - app_return) > _TOLERANCE * max(1.0, abs(app_return)):
-        told = trajectory.reward if trajectory.is_scored else None
-        problems.append(f"returns do not reconcile: the app says {app_return:g}, and the turns' rewards sum to {told}")
+        reward_sum = trajectory.reward if trajectory.is_scored else None
+        problems.append(
+            f"returns do not reconcile: the app says {app_return:g}, and the turns' rewards sum to {reward_sum}"
+        )
     num_masked = sum(int(segment.action_mask.sum()) for segment in trajectory.segments)
     if num_masked != counters.num_trained_tokens:
         problems.append(f"tokens do not reconcile: {num_masked} in masks, {counters.num_trained_tokens} counted")
-    untrained = {why: count for why, count in counters.calls.items() if why != "trained"}
-    told_calls = ", ".join(f"{count} {why}" for why, count in sorted(untrained.items()))
+    count_by_reason = {why: count for why, count in counters.calls.items() if why != "trained"}
+    told_calls = ", ".join(f"{count} {why}" for why, count in sorted(count_by_reason.items()))
     if counters.num_trained_tokens == 0:
         # With nothing to train on, notices about single calls are of no use.
         problems.append(f"nothing to train on: no token of the model's calls can be trained on ({told_calls})")
         return problems, []
-    notices = [f"calls that are not trained on: {told_calls}"] if untrained else []
+    notices = [f"calls that are not trained on: {told_calls}"] if count_by_reason else []
     notices += list(counters.first_warnings.values())
     return problems, notices
 
 
 def _kinds_of(rollout: AppRollout | None) -> dict[str, int]:
     rewards = () if rollout is None else rollout.turn_rewards
-    scored = [reward for reward in rewards if reward is not None]
+    scored_rewards = [reward for reward in rewards if reward is not None]
     return {
-        "positive": sum(reward > 0 for reward in scored),
-        "zero": sum(not reward for reward in scored),
-        "negative": sum(reward < 0 for reward in scored),
-        "null": len(rewards) - len(scored),
+        "positive": sum(reward > 0 for reward in scored_rewards),
+        "zero": sum(not reward for reward in scored_rewards),
+        "negative": sum(reward < 0 for reward in scored_rewards),
+        "null": len(rewards) - len(scored_rewards),
     }
 
 
@@ -211,30 +213,30 @@ class Script:
         if not tools:
             return word
         name, parameters = tools[0 if self.mode == "repeats" else number % len(tools)]
-        opened = _OPENED.search(prompt)
-        if opened:
-            named = re.findall(r'"name":\s*"([^"]+)"', prompt)[-1]
-            parameters = dict(tools).get(named, parameters)
+        call_opening = _OPENED.search(prompt)
+        if call_opening:
+            tool_name = re.findall(r'"name":\s*"([^"]+)"', prompt)[-1]
+            parameters = dict(tools).get(tool_name, parameters)
         arguments = json.dumps(_arguments(parameters, word))
-        return f"{arguments}}}\n</tool_call>" if opened else _called(name, arguments)
+        return f"{arguments}}}\n</tool_call>" if call_opening else _call_text(name, arguments)
 
 
 # As models are trained to write calls, so the app's own parser reads them.
-def _called(name: str, arguments: str) -> str:
+def _call_text(name: str, arguments: str) -> str:
     return f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>'
 
 
 def _arguments(parameters: str, word: str) -> dict[str, Any]:
     # From the tiny models' template, which lists tools as `name(parameter: type, ...)`.
-    found = re.findall(r"([\w.-]+)(?::\s*([\w\[\]', ]+?))?(?:,\s|$)", parameters)
-    return {name: _VALUES.get(kind, word) for name, kind in found}
+    parameter_types = re.findall(r"([\w.-]+)(?::\s*([\w\[\]', ]+?))?(?:,\s|$)", parameters)
+    return {name: _VALUES.get(kind, word) for name, kind in parameter_types}
 
 
 @dataclass(frozen=True, slots=True)
 class _Probe:
     name: str
     mode: str
-    asked: str
+    description: str
     judge: Callable[[ProbeReport], ProbeReport] = lambda report: report
 
 
@@ -249,8 +251,12 @@ def _must_have_no_result(report: ProbeReport) -> ProbeReport:
     # A return without a model would be learned from as if the policy had earned it.
     if report.episode_return is not None:
         return replace(report, problems=("the model was never there, and the episode has a return all the same",))
-    said = report.app_return
-    notices = () if said is None else (f"the app makes up a return of {said:g} without a model; it is not believed",)
+    app_return = report.app_return
+    notices = (
+        ()
+        if app_return is None
+        else (f"the app makes up a return of {app_return:g} without a model; it is not believed",)
+    )
     return replace(report, problems=(), notices=notices)
 
 
@@ -312,7 +318,9 @@ class _Checker:
         task = Task(self._settings.env_name, self._settings.seed)
         name = f"app-check/{probe.mode.replace(' ', '-')}"
         trajectory = await episodes.play(EpisodeRequest(name, task, sampling_seed=0))
-        report = report_of(probe.name, probe.asked, trajectory, episodes.counters, answers[-1] if answers else None)
+        report = report_of(
+            probe.name, probe.description, trajectory, episodes.counters, answers[-1] if answers else None
+        )
         if is_result(report):
             return probe.judge(report)
         if (death := await self._death()) is not None:
@@ -329,15 +337,15 @@ class _Checker:
 
     async def hang_up(self) -> ProbeReport:
         """Leave in the middle of a rollout, and play another one."""
-        asked = "a trainer that hangs up in the middle of a rollout and then asks for another one"
-        again = _Probe("trainer hangs up", "words", asked)
+        description = "a trainer that hangs up in the middle of a rollout and then asks for another one"
+        again = _Probe("trainer hangs up", "words", description)
         leaving = asyncio.ensure_future(self.probe(again))
-        begun = asyncio.ensure_future(self._script.has_begun.wait())
-        await asyncio.wait([leaving, begun], return_when=asyncio.FIRST_COMPLETED)
+        first_call = asyncio.ensure_future(self._script.has_begun.wait())
+        await asyncio.wait([leaving, first_call], return_when=asyncio.FIRST_COMPLETED)
         # Both, because the app may be dead and never call.
-        for task in (leaving, begun):
+        for task in (leaving, first_call):
             task.cancel()
-        await asyncio.gather(leaving, begun, return_exceptions=True)
+        await asyncio.gather(leaving, first_call, return_exceptions=True)
         if (death := await self._death()) is not None:
-            return ProbeReport(again.name, asked, "env_error", death, problems=(death,))
+            return ProbeReport(again.name, description, "env_error", death, problems=(death,))
         return await self.probe(again)

@@ -101,7 +101,7 @@ class TaskAppClient:
         # Some apps answer 200 and say so in the body.
         answer = await self._get("/health")
         if answer.get("healthy") is False:
-            raise AppError(f"{self.url}/health: the app says that it is not healthy: {self._shown(answer)}")
+            raise AppError(f"{self.url}/health: the app says that it is not healthy: {self._show_value(answer)}")
 
     async def info(self) -> AppInfo:
         """Return the app's description of itself, as far as it can be read.
@@ -118,10 +118,10 @@ class TaskAppClient:
             AppError: as `health`; AppAnswerError: there is none.
         """
         answer = await self._get("/task_info")
-        described = answer.get("taskset")
-        if not isinstance(described, dict):
-            raise AppAnswerError(f"{self.url}/task_info: expected an object taskset, got {self._shown(answer)}")
-        return described
+        document = answer.get("taskset")
+        if not isinstance(document, dict):
+            raise AppAnswerError(f"{self.url}/task_info: expected an object taskset, got {self._show_value(answer)}")
+        return document
 
     async def task_info(self, seeds: Sequence[int]) -> tuple[TaskInfo, ...]:
         """Return the tasks of these seeds, in order.
@@ -131,17 +131,17 @@ class TaskAppClient:
         """
         infos: list[TaskInfo] = []
         for start in range(0, len(seeds), _SEEDS_PER_CALL):
-            asked = seeds[start : start + _SEEDS_PER_CALL]
-            path = "/task_info?" + "&".join(f"seed={int(seed)}" for seed in asked)
+            call_seeds = seeds[start : start + _SEEDS_PER_CALL]
+            path = "/task_info?" + "&".join(f"seed={int(seed)}" for seed in call_seeds)
             answer = await self._get_json(path)
             # Asked for one seed, apps answer with the task itself.
-            listed = [answer] if len(asked) == 1 and isinstance(answer, dict) else answer
-            if not isinstance(listed, list) or len(listed) != len(asked):
-                got = f"{len(listed)} tasks" if isinstance(listed, list) else self._shown(answer)
+            task_items = [answer] if len(call_seeds) == 1 and isinstance(answer, dict) else answer
+            if not isinstance(task_items, list) or len(task_items) != len(call_seeds):
+                got_text = f"{len(task_items)} tasks" if isinstance(task_items, list) else self._show_value(answer)
                 raise AppAnswerError(
-                    f"{self.url}/task_info: expected one task for each of {len(asked)} seeds, got {got}"
+                    f"{self.url}/task_info: expected one task for each of {len(call_seeds)} seeds, got {got_text}"
                 )
-            infos += [self._read(TaskInfo.model_validate, info, "/task_info") for info in listed]
+            infos += [self._read(TaskInfo.model_validate, info, "/task_info") for info in task_items]
         return tuple(infos)
 
     async def done(self) -> None:
@@ -169,24 +169,24 @@ class TaskAppClient:
         seconds = self.settings.rollout_timeout_seconds if timeout_seconds is None else timeout_seconds
         answer = await self._send("POST", "/rollout", body, seconds)
         if not isinstance(answer, dict):
-            raise AppAnswerError(f"{self.url}/rollout: expected a JSON object, got {self._shown(answer)}")
+            raise AppAnswerError(f"{self.url}/rollout: expected a JSON object, got {self._show_value(answer)}")
         response = self._read(read_response, answer, "/rollout")
         if isinstance(response, OutcomeResponse):
-            asked, answered = request.trace_correlation_id, response.trace_correlation_id
+            expected_id, answered_id = request.trace_correlation_id, response.trace_correlation_id
         else:
-            asked, answered = request.run_id, response.run_id
+            expected_id, answered_id = request.run_id, response.run_id
         # A proxy or a cache may give the answer to an earlier attempt; its reward would be another episode's.
-        if asked != answered:
+        if expected_id != answered_id:
             raise AppAnswerError(
-                f"{self.url}/rollout: the answer is to another attempt, {answered!r:.80}, and is dropped (asked for "
+                f"{self.url}/rollout: the answer is to another attempt, {answered_id!r:.80}, and is dropped (asked for "
                 f"{request.run_id!r})"
             )
-        return self._read(lambda told: read_rollout(told, request), response, "/rollout")
+        return self._read(lambda valid_response: read_rollout(valid_response, request), response, "/rollout")
 
     async def _get(self, path: str) -> dict[str, Any]:
         answer = await self._get_json(path)
         if not isinstance(answer, dict):
-            raise AppAnswerError(f"{self.url}{path}: expected a JSON object, got {self._shown(answer)}")
+            raise AppAnswerError(f"{self.url}{path}: expected a JSON object, got {self._show_value(answer)}")
         return answer
 
     async def _get_json(self, path: str) -> Any:
@@ -200,7 +200,7 @@ class TaskAppClient:
         except ValueError as error:
             # An error page need not be JSON.
             if answer.status < 300:
-                text = f"{answer.where}: the answer is no JSON ({error}): {self._shown(answer.text)}"
+                text = f"{answer.where}: the answer is no JSON ({error}): {self._show_value(answer.text)}"
                 raise AppAnswerError(text) from None
             value = answer.text
         if 200 <= answer.status < 300:
@@ -211,9 +211,9 @@ class TaskAppClient:
         status, where = answer.status, answer.where
         code, message = error_of(value)
         if is_missing_key(status, code) or is_unauthorised(status, code):  # its body may hold keys: not repeated
-            what = self._keys.what_to_set(app_has_no_key=is_missing_key(status, code))
-            return AppUnauthorisedError(f"{where}: HTTP {status}: not authorised: {what}")
-        text = f"{where}: HTTP {status}: {self._shown(': '.join(filter(None, (code, message))) or value)}"
+            advice = self._keys.what_to_set(app_has_no_key=is_missing_key(status, code))
+            return AppUnauthorisedError(f"{where}: HTTP {status}: not authorised: {advice}")
+        text = f"{where}: HTTP {status}: {self._show_value(': '.join(filter(None, (code, message))) or value)}"
         if status == 429 or status >= 500:
             return AppAttemptError(text, kind=str(status), retry_after_seconds=retry_after_seconds(answer.headers))
         # Following one would send keys and prompts to another address.
@@ -228,11 +228,11 @@ class TaskAppClient:
             first = error.errors(include_url=False)[0]
             place = ".".join(map(str, first["loc"])) or "answer"
             raise AppAnswerError(
-                f"{self.url}{path}: {place}: {first['msg']}, got {self._shown(first['input'])} "
+                f"{self.url}{path}: {place}: {first['msg']}, got {self._show_value(first['input'])} "
                 f"({error.error_count()} problems in all)"
             ) from None
 
-    def _shown(self, value: Any) -> str:
+    def _show_value(self, value: Any) -> str:
         return self._client.shown(value if isinstance(value, str) else repr(value))
 
 

@@ -94,11 +94,11 @@ class AppEpisodeSettings:
         if ours:
             raise ConfigError(f"rollout.policy_config: {', '.join(ours)} is set for each rollout; leave it out")
         for name in ("temperature", "top_p"):
-            given, sampled = self.policy_config.get(name), getattr(self.session.sampling, name)
-            if given is not None and given != sampled:
+            policy_value, session_value = self.policy_config.get(name), getattr(self.session.sampling, name)
+            if policy_value is not None and policy_value != session_value:
                 raise ConfigError(
-                    f"rollout.policy_config.{name} is {given!r} and the episodes are sampled with {sampled!r}; the "
-                    "learner scores under one, so make them equal or leave it out"
+                    f"rollout.policy_config.{name} is {policy_value!r} and the episodes are sampled with "
+                    f"{session_value!r}; the learner scores under one, so make them equal or leave it out"
                 )
 
 
@@ -195,28 +195,32 @@ class AppEpisodes:
             asyncio.CancelledError: cancelled from outside; the session is closed.
             EnginePoisonedError: no episode can be played with this engine any more.
         """
-        started = self._clock()
+        start = self._clock()
         capture, parts, success, reports_events = None, None, None, True
         final_messages: tuple[Message, ...] = ()
         try:
-            played = await self._play(request)
-            capture, said = played.capture, played.rollout
-            if said is not None and self._on_answer is not None:
-                self._on_answer(said)
-            if said is not None and said.episode_return is not None and not said.aborted:
-                self.counters.note_return(request.trajectory_id, request.attempt, said.episode_return)
+            attempt = await self._play(request)
+            capture, rollout = attempt.capture, attempt.rollout
+            if rollout is not None and self._on_answer is not None:
+                self._on_answer(rollout)
+            if rollout is not None and rollout.episode_return is not None and not rollout.aborted:
+                self.counters.note_return(request.trajectory_id, request.attempt, rollout.episode_return)
             parts = build_trajectory_parts(capture)
-            ending = _ending_of(played, parts)
-            if said is not None and ending.error is None:
-                parts = replace(parts, turns=self._scored(parts, said))
-                success, final_messages, reports_events = said.success, said.final_messages, said.reports_events
+            ending = _ending_of(attempt, parts)
+            if rollout is not None and ending.error is None:
+                parts = replace(parts, turns=self._score_turns(parts, rollout))
+                success, final_messages, reports_events = (
+                    rollout.success,
+                    rollout.final_messages,
+                    rollout.reports_events,
+                )
         except EnginePoisonedError:
             raise
         # Any error of reading or building is the rollout's: the run goes on with another attempt.
         except Exception as error:  # a bad rollout is a record, whatever was bad about it
             _log.debug("episode %s failed", request.session_id, exc_info=True)
             ending = _Ending(Outcome.ENGINE_ERROR, one_line(f"{type(error).__name__}: {error}"))
-        total_seconds = self._clock() - started
+        total_seconds = self._clock() - start
         engine_seconds = capture.engine_seconds if capture is not None else 0.0
         return Trajectory(
             trajectory_id=request.trajectory_id,
@@ -234,25 +238,27 @@ class AppEpisodes:
         )
 
     async def _play(self, request: EpisodeRequest) -> _Played:
-        ended: list[_Played] = []
+        attempts: list[_Played] = []
         deadline = self._clock() + self.settings.episode_timeout_seconds
 
         # A fresh name per try, because an earlier one may be running after all.
         async def ask(number: int) -> None:
             name = f"{request.session_id}/{number}" if number else request.session_id
             session = replace(self.settings.session, name=name, sampling_seed=request.sampling_seed)
-            left = max(0.0, deadline - self._clock())
-            played = await self._play_once(session, request.task, timeout_seconds=left * (1 + _ANSWER_FRACTION))
-            ended.append(played)
+            seconds_left = max(0.0, deadline - self._clock())
+            attempt = await self._play_once(
+                session, request.task, timeout_seconds=seconds_left * (1 + _ANSWER_FRACTION)
+            )
+            attempts.append(attempt)
             # Once the model was called, the same answers would lead to the same failure: another attempt has others.
-            if isinstance(played.error, AppAttemptError) and not (played.capture.calls or played.capture.failed):
-                raise played.error
+            if isinstance(attempt.error, AppAttemptError) and not (attempt.capture.calls or attempt.capture.failed):
+                raise attempt.error
 
         try:
             await self._retries.run(ask)
         except AppError as error:
-            return replace(ended[-1], error=error)
-        return ended[-1]
+            return replace(attempts[-1], error=error)
+        return attempts[-1]
 
     async def _play_once(self, settings: GatewaySessionSettings, task: Task, *, timeout_seconds: float) -> _Played:
         rollout, error = None, None
@@ -273,7 +279,7 @@ class AppEpisodes:
         settings = self.settings
         # The same name comes again in another run, and an app may know answers by run id.
         run_id = f"{_UNSAFE.sub('-', name)}-{secrets.token_hex(4)}"
-        injected = PolicyInjection(
+        injection = PolicyInjection(
             model=settings.model,
             inference_url=rollout_url(settings.gateway_url, session_id),
             trace_correlation_id=session_id,
@@ -282,7 +288,7 @@ class AppEpisodes:
             max_tokens=settings.session.max_output_tokens,
         )
         # What the operator wrote of sampling stands: it says the same (see AppEpisodeSettings), or asks for less.
-        policy_config = {**injected.model_dump(), **settings.policy_config}
+        policy_config = {**injection.model_dump(), **settings.policy_config}
         ops = [*settings.ops] * settings.max_turns
         return RolloutRequest(
             run_id=run_id,
@@ -296,9 +302,9 @@ class AppEpisodes:
             trace_correlation_id=session_id,
         )
 
-    def _scored(self, parts: CaptureBuild, rollout: AppRollout) -> tuple[Turn, ...]:
-        joined = join_rewards(parts.turns, rollout, parts.decision_turns)
-        warnings = [*rollout.warnings, *([joined.warning] if joined.warning else [])]
+    def _score_turns(self, parts: CaptureBuild, rollout: AppRollout) -> tuple[Turn, ...]:
+        joined_turns = join_rewards(parts.turns, rollout, parts.decision_turns)
+        warnings = [*rollout.warnings, *([joined_turns.warning] if joined_turns.warning else [])]
         if "step_rewards" in self.settings.env_config and self.settings.mode == "rl" and not rollout.reports_events:
             warnings.append("no step rewards: the app was asked for them and reports none; its return counts instead")
         # The kind is counted and the first text logged: thousands of episodes may say the same.
@@ -312,46 +318,48 @@ class AppEpisodes:
         self.counters.num_sampled_tokens += parts.num_sampled_tokens
         self.counters.num_trained_tokens += parts.num_trained_tokens
         self.counters.num_untrained_episodes += parts.num_trained_tokens == 0
-        return joined.turns
+        return joined_turns.turns
 
 
-def _ending_of(played: _Played, parts: CaptureBuild) -> _Ending:
+def _ending_of(attempt: _Played, parts: CaptureBuild) -> _Ending:
     """Return the end of the attempt: what the gateway saw first, else what the app says.
 
     Raises:
         EnginePoisonedError: a call met an engine that will never answer again.
     """
-    capture, rollout = played.capture, played.rollout
-    poisoned = next((failed for failed in capture.failed if failed.kind == "poisoned"), None)
-    if poisoned is not None:
-        raise EnginePoisonedError(poisoned.error)
-    failed = _unanswered(capture)
+    capture, rollout = attempt.capture, attempt.rollout
+    poisoned_call = next((failed_call for failed_call in capture.failed if failed_call.kind == "poisoned"), None)
+    if poisoned_call is not None:
+        raise EnginePoisonedError(poisoned_call.error)
+    failed_call = _last_unanswered_call(capture)
     # The agent went on, or its turns before count all the same.
-    if failed is not None and failed.kind in _REFUSALS and parts.turns:
-        failed = None
+    if failed_call is not None and failed_call.kind in _REFUSALS and parts.turns:
+        failed_call = None
     if rollout is None:
-        return _failure_of(played.error, failed)
-    if failed is not None and failed.kind == "cancelled" and rollout.outcome is Outcome.ACTION_LIMIT:
-        failed = None  # the time was up while the model was asked
-    if failed is not None and not rollout.ends_in_error and _went_on_without(failed, parts):
-        failed = None
+        return _failure_of(attempt.error, failed_call)
+    if failed_call is not None and failed_call.kind == "cancelled" and rollout.outcome is Outcome.ACTION_LIMIT:
+        failed_call = None  # the time was up while the model was asked
+    if failed_call is not None and not rollout.ends_in_error and _went_on_without(failed_call, parts):
+        failed_call = None
     # Its return is of an unfinished episode.
     if rollout.aborted:
         return _Ending(Outcome.ENV_ERROR, "the app aborted the rollout")
-    if failed is not None and failed.kind in _OUR_LIMITS:
-        error = None if parts.turns else one_line(f"the first call of the model was refused: {failed.error}")
-        return _Ending(_OUR_LIMITS[failed.kind], error)
-    cause = _why_made_up(capture, failed, rollout)
+    if failed_call is not None and failed_call.kind in _OUR_LIMITS:
+        error = None if parts.turns else one_line(f"the first call of the model was refused: {failed_call.error}")
+        return _Ending(_OUR_LIMITS[failed_call.kind], error)
+    cause = _why_made_up(capture, failed_call, rollout)
     if cause is not None:
-        said = "".join(f"; the app says: {error}" for error in rollout.errors[-1:])
-        text = f"the app answers with a return of {rollout.episode_return}, but its model did not play: {cause}{said}"
+        app_error = "".join(f"; the app says: {error}" for error in rollout.errors[-1:])
+        text = (
+            f"the app answers with a return of {rollout.episode_return}, but its model did not play: {cause}{app_error}"
+        )
         return _Ending(Outcome.ENGINE_ERROR, one_line(text))
     return _Ending(rollout.outcome)
 
 
-def _why_made_up(capture: Capture, failed: FailedCall | None, rollout: AppRollout) -> str | None:
-    if failed is not None:
-        return f"the last call failed ({failed.kind}): {failed.error}"
+def _why_made_up(capture: Capture, failed_call: FailedCall | None, rollout: AppRollout) -> str | None:
+    if failed_call is not None:
+        return f"the last call failed ({failed_call.kind}): {failed_call.error}"
     if not capture.calls:
         return "it was never called"
     num_decisions = len(rollout.decisions)
@@ -360,32 +368,32 @@ def _why_made_up(capture: Capture, failed: FailedCall | None, rollout: AppRollou
     return None
 
 
-def _failure_of(error: AppError | None, failed: FailedCall | None) -> _Ending:
+def _failure_of(error: AppError | None, failed_call: FailedCall | None) -> _Ending:
     text = f"{type(error).__name__}: {error}"
-    if failed is not None:
-        text += f"; the last call of the model had failed ({failed.kind}): {failed.error}"
+    if failed_call is not None:
+        text += f"; the last call of the model had failed ({failed_call.kind}): {failed_call.error}"
     if isinstance(error, AppTimeoutError):
         return _Ending(Outcome.EPISODE_TIMEOUT, one_line(text))
     # The engine's failure is the cause, the app's error its consequence.
-    is_engine = failed is not None and failed.kind == "engine"
+    is_engine = failed_call is not None and failed_call.kind == "engine"
     return _Ending(Outcome.ENGINE_ERROR if is_engine else Outcome.ENV_ERROR, one_line(text))
 
 
-def _unanswered(capture: Capture) -> FailedCall | None:
-    answered = {call.request_key for call in capture.calls if call.is_delivered}
-    lost = [
+def _last_unanswered_call(capture: Capture) -> FailedCall | None:
+    answered_keys = {call.request_key for call in capture.calls if call.is_delivered}
+    lost_calls = [
         FailedCall(call.index, "cancelled", "its answer reached nobody")
         for call in capture.calls
-        if not call.is_delivered and call.request_key not in answered
+        if not call.is_delivered and call.request_key not in answered_keys
     ]
     # A call after the last answered one decides; earlier failures were survived.
     last_answered = max((call.index for call in capture.calls if call.is_delivered), default=-1)
-    later = [failed for failed in (*capture.failed, *lost) if failed.index > last_answered]
-    return max(later, key=lambda failed: failed.index, default=None)
+    later = [failed_call for failed_call in (*capture.failed, *lost_calls) if failed_call.index > last_answered]
+    return max(later, key=lambda failed_call: failed_call.index, default=None)
 
 
-def _went_on_without(failed: FailedCall, parts: CaptureBuild) -> bool:
+def _went_on_without(failed_call: FailedCall, parts: CaptureBuild) -> bool:
     # It asked twice at once and took one answer, gave its last call up, or ended its rollout while that was open. Its
     # result then follows from what the model did before. An app for which that was a failure says so
     # (`AppRollout.ends_in_error`).
-    return failed.kind in ("cancelled", "open") and bool(parts.turns)
+    return failed_call.kind in ("cancelled", "open") and bool(parts.turns)

@@ -62,14 +62,14 @@ class AppMetrics:
 def take_returns(counters: Sequence[AppCounters], groups: Sequence[TrajectoryGroup]) -> PlayedReturns:
     """Return the apps' returns of the attempts at these groups' episodes, and remove them from the counters."""
     is_kept = {(t.trajectory_id, t.attempt) for group in groups for t in group.trajectories}
-    wanted = {name for name, _ in is_kept} | {lost.trajectory_id for group in groups for lost in group.dropped}
-    kept: list[float] = []
+    trajectory_ids = {name for name, _ in is_kept} | {lost.trajectory_id for group in groups for lost in group.dropped}
+    kept_returns: list[float] = []
     lost: list[float] = []
     # Returns of later steps' episodes stay until their step.
-    for each in counters:
-        for key in [key for key in each.returns if key[0] in wanted]:
-            (kept if key in is_kept else lost).append(each.returns.pop(key))
-    return PlayedReturns(tuple(kept), tuple(lost))
+    for app_counters in counters:
+        for key in [key for key in app_counters.returns if key[0] in trajectory_ids]:
+            (kept_returns if key in is_kept else lost).append(app_counters.returns.pop(key))
+    return PlayedReturns(tuple(kept_returns), tuple(lost))
 
 
 def return_metrics(returns: PlayedReturns) -> dict[str, float]:
@@ -79,15 +79,15 @@ def return_metrics(returns: PlayedReturns) -> dict[str, float]:
 
 
 def _totals(counters: Sequence[AppCounters]) -> dict[str, int]:
-    calls = [each.calls for each in counters]
-    num_calls = sum(each.total() for each in calls)
+    calls = [counter.calls for counter in counters]
+    num_calls = sum(counter.total() for counter in calls)
     return {
         "gateway/calls": num_calls,
-        "gateway/untrained_calls": num_calls - sum(each[_TRAINED] for each in calls),
-        **{name: sum(each[why.value] for each in calls) for name, why in _NAMED.items()},
-        "gateway/untrained_episodes": sum(each.num_untrained_episodes for each in counters),
-        "gateway/app_requests": sum(each.num_attempts for each in counters),
-        "gateway/app_warnings": sum(each.warnings.total() for each in counters),
-        "sampled": sum(each.num_sampled_tokens for each in counters),
-        "trained": sum(each.num_trained_tokens for each in counters),
+        "gateway/untrained_calls": num_calls - sum(counter[_TRAINED] for counter in calls),
+        **{name: sum(counter[why.value] for counter in calls) for name, why in _NAMED.items()},
+        "gateway/untrained_episodes": sum(counter.num_untrained_episodes for counter in counters),
+        "gateway/app_requests": sum(counter.num_attempts for counter in counters),
+        "gateway/app_warnings": sum(counter.warnings.total() for counter in counters),
+        "sampled": sum(counter.num_sampled_tokens for counter in counters),
+        "trained": sum(counter.num_trained_tokens for counter in counters),
     }

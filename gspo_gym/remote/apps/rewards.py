@@ -138,9 +138,9 @@ def _read_rollout_response(response: RolloutResponse, request: RolloutRequest) -
             f"several episodes: the app played {max(len(returns), metrics.num_episodes)} in one rollout although "
             f"on_done is {request.on_done!r}; the return is their mean"
         )
-    asked, answered = request.trace_correlation_id, response.trace_correlation_id
+    expected_id, answered_id = request.trace_correlation_id, response.trace_correlation_id
     # The app may have mixed up two rollouts.
-    if None not in (asked, answered) and asked != answered:
+    if None not in (expected_id, answered_id) and expected_id != answered_id:
         warnings.append("correlation ids differ: the app answers with another one than it was given")
     is_ours = EXTENSION in metrics.details  # then a score beside no return is a success of an episode not scored
     sources = [
@@ -181,8 +181,8 @@ def _final_messages(response: RolloutResponse) -> tuple[Message, ...]:
 
 
 def _errors_in(places: Sequence[Mapping[str, Any] | None]) -> tuple[str, ...]:
-    found = ((place or {}).get("error") for place in places)
-    return tuple(error[:_MAX_SHOWN] for error in found if isinstance(error, str) and error)
+    errors = ((place or {}).get("error") for place in places)
+    return tuple(error[:_MAX_SHOWN] for error in errors if isinstance(error, str) and error)
 
 
 def _sum_of(decisions: Sequence[AppDecision], name: str) -> list[tuple[str, float | None]]:
@@ -199,12 +199,12 @@ def _first_of(
     present = [(name, value) for name, value in sources if value is not None]
     if not present:
         return None, ""
-    (source, first), (other, last) = present[0], present[-1]
+    (source, first), (last_source, last) = present[0], present[-1]
     # Twice: the turns' rewards will be these and, in the last turn, the rest of the return.
     if not math.isfinite(2 * (abs(first) + sum(map(abs, parts)))):
         raise AppAnswerError(f"{source} and the steps' rewards: expected a finite sum of sizes, got {first:g} and more")
-    if other.startswith("the sum") and not _is_close(first, last, parts):
-        warnings.append(f"returns differ: {source} is {first:g} and counts, but {other} is {last:g}")
+    if last_source.startswith("the sum") and not _is_close(first, last, parts):
+        warnings.append(f"returns differ: {source} is {first:g} and counts, but {last_source} is {last:g}")
     return first, source
 
 
@@ -214,13 +214,13 @@ def _is_close(a: float, b: float, parts: Iterable[float]) -> bool:
 
 
 def _outcome_of(steps: Sequence[RolloutStep], details: Mapping[str, Any]) -> Outcome:
-    stated = EpisodeDetails.model_validate(details.get(EXTENSION) or {}).outcome
-    if stated is not None:
-        if stated not in _ENDINGS:
+    outcome_name = EpisodeDetails.model_validate(details.get(EXTENSION) or {}).outcome
+    if outcome_name is not None:
+        if outcome_name not in _ENDINGS:
             raise AppAnswerError(
-                f"metrics.details.{EXTENSION}.outcome: expected one of {list(_ENDINGS)}, got {stated!r}"
+                f"metrics.details.{EXTENSION}.outcome: expected one of {list(_ENDINGS)}, got {outcome_name!r}"
             )
-        return _ENDINGS[stated]
+        return _ENDINGS[outcome_name]
     # Truncated and done: the limit was reached.
     if not steps or (steps[-1].done and not steps[-1].truncated):
         return Outcome.TERMINATED
@@ -228,9 +228,9 @@ def _outcome_of(steps: Sequence[RolloutStep], details: Mapping[str, Any]) -> Out
 
 
 def _decisions_of(steps: Sequence[RolloutStep], warnings: list[str]) -> tuple[AppDecision, ...]:
-    unnamed: list[str] = []
-    single = [_decision_of(step, number, unnamed) for number, step in enumerate(steps)]
-    if unnamed:
+    made_up_names: list[str] = []
+    single = [_decision_of(step, number, made_up_names) for number, step in enumerate(steps)]
+    if made_up_names:
         warnings.append("achievements without names: they are counted, and names were made up for them")
     turns = [_decision_block(step).get("turn") for step in steps]
     # `type` and not isinstance: True is no turn.
@@ -238,21 +238,23 @@ def _decisions_of(steps: Sequence[RolloutStep], warnings: list[str]) -> tuple[Ap
     # Only if every step names its turn, in order, do steps of one turn belong together.
     if len(numbers) < len(turns) or numbers != sorted(numbers):
         return tuple(single)
-    grouped: dict[int, list[AppDecision]] = defaultdict(list)
+    decisions_by_turn: dict[int, list[AppDecision]] = defaultdict(list)
     for number, decision in zip(numbers, single, strict=True):
-        grouped[number].append(decision)
-    return tuple(_merged(decisions) for decisions in grouped.values())
+        decisions_by_turn[number].append(decision)
+    return tuple(_merge(decisions) for decisions in decisions_by_turn.values())
 
 
-def _decision_of(step: RolloutStep, number: int, unnamed: list[str]) -> AppDecision:
+def _decision_of(step: RolloutStep, number: int, made_up_names: list[str]) -> AppDecision:
     details = StepDetails.model_validate((step.info or {}).get(EXTENSION) or {})
     terms = details.reward_terms.values()
     if terms and not _is_close(sum(terms), step.reward or 0.0, terms):
         raise AppAnswerError(f"step {number}: expected reward_terms that sum to the reward, {step.reward}")
-    return AppDecision(step.reward, details.reward_terms, tuple(details.events) or _achievements(step, number, unnamed))
+    return AppDecision(
+        step.reward, details.reward_terms, tuple(details.events) or _achievements(step, number, made_up_names)
+    )
 
 
-def _merged(decisions: Sequence[AppDecision]) -> AppDecision:
+def _merge(decisions: Sequence[AppDecision]) -> AppDecision:
     if len(decisions) == 1:
         return decisions[0]
     rewards = [decision.reward for decision in decisions if decision.reward is not None]
@@ -264,11 +266,11 @@ def _merged(decisions: Sequence[AppDecision]) -> AppDecision:
     return AppDecision(sum(rewards) if rewards else None, dict(terms), tuple(events))
 
 
-def _achievements(step: RolloutStep, number: int, unnamed: list[str]) -> tuple[str, ...]:
+def _achievements(step: RolloutStep, number: int, made_up_names: list[str]) -> tuple[str, ...]:
     """Return the names that became true in a step: `decision_rewards.all`, or what stands in for it.
 
-    If there are only counts, names are made up and added to `unnamed`: `unique_delta` new ones, and of those before as
-    many as `ach_delta` is more.
+    If there are only counts, names are made up and added to `made_up_names`: `unique_delta` new ones, and of those
+    before as many as `ach_delta` is more.
     """
     # Both kinds of counting then give the app's numbers.
     block, stepwise = _decision_block(step), _part(step.info, "stepwise")
@@ -281,9 +283,9 @@ def _achievements(step: RolloutStep, number: int, unnamed: list[str]) -> tuple[s
             raise AppAnswerError(f"step {number}: {key}: expected a list of names, got {names!r:.{_MAX_SHOWN}}")
         return tuple(dict.fromkeys(names))
     num_all, num_new = (_count(block, key, number) for key in ("ach_delta", "unique_delta"))
-    again = unnamed[: max(0, num_all - num_new)]
-    new = [f"unnamed {len(unnamed) + k + 1}" for k in range(num_new)]
-    unnamed += new
+    again = made_up_names[: max(0, num_all - num_new)]
+    new = [f"unnamed {len(made_up_names) + k + 1}" for k in range(num_new)]
+    made_up_names += new
     return (*again, *new)
 
 
@@ -333,7 +335,7 @@ def join_rewards(
     if len(rollout.decisions) == len(turns):
         decisions = list(rollout.decisions)
     elif decision_turns is not None and len(rollout.decisions) == len(decision_turns):
-        decisions = _folded(rollout.decisions, decision_turns, len(turns))
+        decisions = _fold_into_turns(rollout.decisions, decision_turns, len(turns))
     else:
         events = dict.fromkeys(event for decision in rollout.decisions for event in decision.events)
         decisions = [*[AppDecision()] * (len(turns) - 1), AppDecision(rollout.episode_return, {}, tuple(events))]
@@ -345,14 +347,14 @@ def join_rewards(
             )
     if rollout.episode_return is not None:
         decisions[-1] = _with_rest(decisions, rollout.episode_return)
-    joined = (
+    new_turns = (
         replace(turn, reward=decision.reward, reward_terms=decision.reward_terms, events=decision.events)
         for turn, decision in zip(turns, decisions, strict=True)
     )
-    return JoinedTurns(tuple(joined), warning)
+    return JoinedTurns(tuple(new_turns), warning)
 
 
-def _folded(
+def _fold_into_turns(
     decisions: Sequence[AppDecision], decision_turns: Sequence[int | None], num_turns: int
 ) -> list[AppDecision]:
     of_turn: list[list[AppDecision]] = [[] for _ in range(num_turns)]
@@ -360,7 +362,7 @@ def _folded(
     for decision, turn in zip(decisions, decision_turns, strict=True):
         latest = latest if turn is None else turn
         of_turn[latest].append(decision)
-    return [_merged(together) for together in of_turn]
+    return [_merge(together) for together in of_turn]
 
 
 def _with_rest(decisions: Sequence[AppDecision], episode_return: float) -> AppDecision:

@@ -48,7 +48,7 @@ def operator_url(url: str) -> str:
     except UrlError as error:
         raise ConfigError(str(error)) from None
     if parts.query or parts.fragment or "?" in url or "#" in url:
-        raise ConfigError(f"expected a base URL without a query or a fragment, got {_shown(url)}")
+        raise ConfigError(f"expected a base URL without a query or a fragment, got {_show_url(url)}")
     return url.rstrip("/")
 
 
@@ -76,9 +76,9 @@ class PinnedUrl:
         Raises:
             UrlError: the request is to another scheme, host or port than this URL's.
         """
-        asked = (request.url.scheme, request.url.host, request.url.port or _PORTS.get(request.url.scheme))
-        if asked != (self.scheme, self.host, self.port):
-            raise UrlError(f"expected a request to {self.scheme}://{self.host}:{self.port}, got one to {asked}")
+        target = (request.url.scheme, request.url.host, request.url.port or _PORTS.get(request.url.scheme))
+        if target != (self.scheme, self.host, self.port):
+            raise UrlError(f"expected a request to {self.scheme}://{self.host}:{self.port}, got one to {target}")
         # The TLS name stays the host's: the certificate is checked against it, and the address is in no certificate.
         request.extensions = {**request.extensions, "sni_hostname": self.host}
         request.url = request.url.copy_with(host=self.address)
@@ -103,23 +103,23 @@ class UrlPolicy:
         self._is_public_allowed = is_public_allowed
         self._hosts: set[tuple[str, int | None]] = set()
         self._networks: list[ipaddress.IPv4Network | ipaddress.IPv6Network] = []
-        for allowed in allowed_hosts:
-            self._allow(allowed)
+        for pattern in allowed_hosts:
+            self._allow(pattern)
         self._resolve = resolve or _resolve
 
-    def _allow(self, allowed: str) -> None:
-        if "/" in allowed:
+    def _allow(self, pattern: str) -> None:
+        if "/" in pattern:
             try:
-                self._networks.append(ipaddress.ip_network(allowed))
+                self._networks.append(ipaddress.ip_network(pattern))
             except ValueError:
-                raise ConfigError(f"allowed hosts: expected a network such as 10.0.0.0/8, got {allowed!r}") from None
+                raise ConfigError(f"allowed hosts: expected a network such as 10.0.0.0/8, got {pattern!r}") from None
             return
         # A bare IPv6 address has colons, which otherwise begin a port.
-        is_bare_ipv6 = allowed.count(":") > 1 and "[" not in allowed
+        is_bare_ipv6 = pattern.count(":") > 1 and "[" not in pattern
         try:
-            parts = _split(f"http://[{allowed}]" if is_bare_ipv6 else f"http://{allowed}")
+            parts = _split(f"http://[{pattern}]" if is_bare_ipv6 else f"http://{pattern}")
         except UrlError as error:
-            raise ConfigError(f"allowed hosts: expected a name or an address, got {allowed!r}: {error}") from None
+            raise ConfigError(f"allowed hosts: expected a name or an address, got {pattern!r}: {error}") from None
         self._hosts.add((_host(parts), parts.port))
 
     async def check(self, url: str) -> PinnedUrl:
@@ -132,15 +132,15 @@ class UrlPolicy:
         host, port = _host(parts), parts.port or _PORTS[parts.scheme]
         is_allowed = (host, None) in self._hosts or (host, port) in self._hosts
         if not (is_allowed or self._is_public_allowed or self._networks):  # a name that is not looked up tells nobody
-            raise UrlError(f"{_shown(url)} is not called: {host} is not among the allowed hosts")
+            raise UrlError(f"{_show_url(url)} is not called: {host} is not among the allowed hosts")
         addresses = await self._addresses(host, port)
         # All of them, because a name may have a public and a private address, and the caller's library would choose.
         for address in addresses:
             is_public = self._is_public_allowed and _is_public(address)
             if not (is_allowed or is_public or self._is_in_network(address)):
                 raise UrlError(
-                    f"{_shown(url)} is not called: {host} is {address}, which is not a public address; if it is meant, "
-                    "name it among the allowed hosts"
+                    f"{_show_url(url)} is not called: {host} is {address}, which is not a public address; "
+                    "if it is meant, name it among the allowed hosts"
                 )
         return PinnedUrl(url, parts.scheme, host, port, str(addresses[0]))
 
@@ -152,8 +152,8 @@ class UrlPolicy:
         if literal is not None:
             return [literal]
         try:
-            found = await self._resolve(host, port)
-            addresses = [ipaddress.ip_address(text.partition("%")[0]) for text in found]
+            address_texts = await self._resolve(host, port)
+            addresses = [ipaddress.ip_address(text.partition("%")[0]) for text in address_texts]
         except (OSError, ValueError) as error:
             raise UrlError(f"{host}: no address found: {error}") from None
         if not addresses:
@@ -162,21 +162,21 @@ class UrlPolicy:
 
 
 async def _resolve(host: str, port: int) -> list[str]:
-    found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    return [str(address[4][0]) for address in found]
+    address_infos = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    return [str(address[4][0]) for address in address_infos]
 
 
 def _split(url: str) -> SplitResult:
     # What urlsplit would drop or read otherwise than the library that connects.
     if not isinstance(url, str) or any(c <= " " or c == "\\" or c >= "\x7f" for c in url):
-        raise UrlError(f"expected a URL of printable ASCII without spaces or backslashes, got {_shown(url)}")
+        raise UrlError(f"expected a URL of printable ASCII without spaces or backslashes, got {_show_url(url)}")
     try:
         parts = urlsplit(url)
         _ = parts.port  # raises on what is no port
     except ValueError as error:
-        raise UrlError(f"expected a URL, got {_shown(url)}: {error}") from None
+        raise UrlError(f"expected a URL, got {_show_url(url)}: {error}") from None
     if parts.scheme not in _PORTS or not parts.hostname:
-        raise UrlError(f"expected a URL that begins with http:// or https:// and a host, got {_shown(url)}")
+        raise UrlError(f"expected a URL that begins with http:// or https:// and a host, got {_show_url(url)}")
     if "@" in parts.netloc:
         raise UrlError(f"expected a URL without a user or a password, got one for host {parts.hostname}")
     host = _host(parts)
@@ -207,7 +207,7 @@ def _is_public(address: IPAddress) -> bool:
     return address.is_global and not address.is_multicast
 
 
-def _shown(url: object) -> str:
+def _show_url(url: object) -> str:
     # The query may hold a secret.
     text = repr(url.split("?", 1)[0] if isinstance(url, str) else url)
     return shortened(text, 120)

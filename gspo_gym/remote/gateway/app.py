@@ -160,13 +160,13 @@ class GatewayApp:
         try:
             session = self._session(target)
             state = self._state_of(session)
-            asked = _asked(target.api, body, request)
-            exchange, reply = await state.replays.answer(asked, lambda: self._work(session, target, body, request))
+            identity = _request_identity(target.api, body, request)
+            exchange, reply = await state.replays.answer(identity, lambda: self._work(session, target, body, request))
         except Exception as error:
             # Whatever it was, the app gets OpenAI's error object and not the server's.
             await send_reply(send, failure_reply(error))
             return
-        await _deliver(session, exchange, reply, asked, send)
+        await _deliver(session, exchange, reply, identity, send)
 
     def _session(self, target: Target) -> GatewaySession:
         if target.session_id is None:
@@ -178,8 +178,8 @@ class GatewayApp:
 
     async def _work(self, session: GatewaySession, target: Target, body: bytes, request: Request) -> Reply:
         try:
-            said = request.headers.get(TRAINED_HEADER)
-            is_trained = None if said is None else read_flag(said, name=TRAINED_HEADER)
+            flag_text = request.headers.get(TRAINED_HEADER)
+            is_trained = None if flag_text is None else read_flag(flag_text, name=TRAINED_HEADER)
             return await _APIS[target.api](self, session, read_body(body), is_trained)
         # As a reply, so that a retry of the same request gets it, too, if it is final.
         except Exception as error:
@@ -187,7 +187,7 @@ class GatewayApp:
 
     async def _chat(self, session: GatewaySession, body: Mapping[str, Json], is_trained: bool | None) -> Reply:
         request = read_chat_request(body, reader=self._state_of(session).reader)
-        call = await session.chat(_marked(request.call, is_trained))
+        call = await session.chat(_mark_trained(request.call, is_trained))
         logprobs = chat_logprobs(call, session.renderer_of(call).decode) if request.options.logprobs else None
         around = self._envelope("chatcmpl", session, call.index)
         if request.options.stream:
@@ -197,7 +197,7 @@ class GatewayApp:
 
     async def _complete(self, session: GatewaySession, body: Mapping[str, Json], is_trained: bool | None) -> Reply:
         request = read_completion_request(body)
-        call = await session.complete(_marked(request.call, is_trained))
+        call = await session.complete(_mark_trained(request.call, is_trained))
         logprobs = text_logprobs(call, session.renderer_of(call).decode) if request.options.logprobs else None
         around = self._envelope("cmpl", session, call.index)
         if request.options.stream:
@@ -209,7 +209,7 @@ class GatewayApp:
         # `previous_response_id` continues what the gateway said itself, so each answer is kept.
         conversations = self._state_of(session).conversations
         request = read_responses_request(body, previous=conversations)
-        call = await session.chat(_marked(request.call, is_trained))
+        call = await session.chat(_mark_trained(request.call, is_trained))
         around = self._envelope("resp", session, call.index)
         conversations[around.answer_id] = (*request.conversation, call.answer)
         response = response_object(call, around, body)
@@ -229,11 +229,11 @@ _APIS: Mapping[str, _Api] = {
 }
 
 
-def _marked(call: Any, is_trained: bool | None) -> Any:  # Any: either of the two calls, which comes back
+def _mark_trained(call: Any, is_trained: bool | None) -> Any:  # Any: either of the two calls, which comes back
     return call if is_trained is None else dataclasses.replace(call, is_trained=is_trained)
 
 
-def _asked(api: str, body: bytes, request: Request) -> Asked:
+def _request_identity(api: str, body: bytes, request: Request) -> Asked:
     count = request.headers.get(_RETRY_HEADER, "")
     return Asked(
         digest=digest_of(api, body),
@@ -254,12 +254,12 @@ async def _has_gone(receive: Receive) -> bool:
     return False
 
 
-async def _deliver(session: GatewaySession, exchange: Exchange, reply: Reply, asked: Asked, send: Send) -> None:
-    has_gone = await asked.has_gone()
+async def _deliver(session: GatewaySession, exchange: Exchange, reply: Reply, identity: Asked, send: Send) -> None:
+    has_gone = await identity.has_gone()
     if not has_gone:
         await send_reply(send, reply)
     # An answer that reached no caller is asked for again, or its call is no part of the episode.
-    exchange.finish(asked, is_delivered=not has_gone)
+    exchange.finish(identity, is_delivered=not has_gone)
     if reply.call_index is not None:
         session.note_delivery(reply.call_index, is_delivered=exchange.is_delivered)
 
@@ -312,9 +312,9 @@ def read_target(path: str, query: str) -> Target:
     Target(session_id='Xy_1', api='chat')
     """
     # Code that appends a query of its own loses one in the query, and none in the path.
-    found = _IN_PATH.fullmatch(path)
-    if found:
-        return Target(found[1], _api_of(found[2]))
+    match = _IN_PATH.fullmatch(path)
+    if match:
+        return Target(match[1], _api_of(match[2]))
     return Target(_id_in_query(query), _api_of(path))
 
 

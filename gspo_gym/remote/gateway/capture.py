@@ -229,13 +229,13 @@ def read_chat(completion: Completion, *, renderer: Renderer, opening: Sequence[i
     """Read the message of a completion behind `opening`; if it cannot be parsed, its whole text is the content."""
     completion, text, is_cut = _cut_at_stops(completion, stops, renderer, opening)
     is_stopped = is_cut or int(completion.token_ids[-1]) in renderer.stop_token_ids
-    parsed = renderer.parse(text, is_truncated=not is_stopped)
+    result = renderer.parse(text, is_truncated=not is_stopped)
     finish: WireFinish = "stop" if is_stopped else "length"
-    if isinstance(parsed, ParseFailure):
+    if isinstance(result, ParseFailure):
         # What cannot be parsed is still the model's turn: its text is the content.
-        return Answer(completion, Message("assistant", text), parsed.status, parsed.error, finish)
-    finish = "tool_calls" if parsed.tool_calls else finish
-    return Answer(completion, parsed, ParseStatus.OK, None, finish)
+        return Answer(completion, Message("assistant", text), result.status, result.error, finish)
+    finish = "tool_calls" if result.tool_calls else finish
+    return Answer(completion, result, ParseStatus.OK, None, finish)
 
 
 def read_text(completion: Completion, *, renderer: Renderer, stops: Sequence[str]) -> Answer:
@@ -257,15 +257,15 @@ def _cut_at_stops(
         return completion, whole, False
     # Of the shortest beginning that holds a stop string; longer ones hold it, too.
     count = bisect_left(range(len(ids)), True, key=lambda count: bool(_places(renderer.decode(ids[:count]), stops)))
-    said = renderer.decode(ids[:count])
-    lost = len(said) - min(_places(said, stops))
+    beginning = renderer.decode(ids[:count])
+    num_lost = len(beginning) - min(_places(beginning, stops))
     cut = Completion(
         token_ids=completion.token_ids[:count],
         logprobs=completion.logprobs[:count],
         finish_reason=FinishReason.STOP,
         weight_version=completion.weight_version[:count],
     )
-    return cut, renderer.decode([*opening, *ids[:count]])[:-lost], True
+    return cut, renderer.decode([*opening, *ids[:count]])[:-num_lost], True
 
 
 def _places(text: str, stops: Sequence[str]) -> list[int]:

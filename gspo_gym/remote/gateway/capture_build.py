@@ -109,18 +109,18 @@ def build_trajectory_parts(capture: Capture) -> CaptureBuild:
 
     Turns are numbered in the order in which their calls began, and segments stand in the order of their first turns.
     """
-    untrained = untrained_calls(capture.calls)
+    untrained_reasons = untrained_calls(capture.calls)
     calls = {call.index: call for call in capture.calls}
-    decisions = _decisions(calls, untrained)
+    decisions = _decisions(calls, untrained_reasons)
     # Masked turns only if nothing is trained on: the episode was played, and its return counts in its group.
-    masked = frozenset() if any(index not in untrained for index in calls) else frozenset(decisions)
-    turn_calls = tuple(index for index in calls if index not in untrained or index in masked)
+    masked_calls = frozenset() if any(index not in untrained_reasons for index in calls) else frozenset(decisions)
+    turn_calls = tuple(index for index in calls if index not in untrained_reasons or index in masked_calls)
     numbers = {index: turn for turn, index in enumerate(turn_calls)}
     paths = sorted(_owned_paths(calls, numbers), key=lambda path: min(numbers[index] for index in path.owned))
     segments: list[Segment] = []
     turns: dict[int, Turn] = {}
     for path in paths:
-        segment, its_turns = _segment_of(path, calls, numbers, number=len(segments), masked=masked)
+        segment, its_turns = _segment_of(path, calls, numbers, number=len(segments), masked=masked_calls)
         segments.append(segment)
         turns |= {turn.index: turn for turn in its_turns}
     return CaptureBuild(
@@ -129,17 +129,17 @@ def build_trajectory_parts(capture: Capture) -> CaptureBuild:
         messages=_messages(calls, turn_calls),
         turn_calls=turn_calls,
         decision_turns=tuple(numbers.get(index) for index in decisions),
-        uses=_uses(capture, numbers, untrained),
+        uses=_uses(capture, numbers, untrained_reasons),
     )
 
 
-def _decisions(calls: Mapping[int, CapturedCall], untrained: Mapping[int, Untrained]) -> tuple[int, ...]:
+def _decisions(calls: Mapping[int, CapturedCall], reasons: Mapping[int, Untrained]) -> tuple[int, ...]:
     # A conversation went on from it, so its answer arrived, whatever was noted.
-    continued = {call.parent for call in calls.values()}
+    parents = {call.parent for call in calls.values()}
     return tuple(
         index
         for index, call in calls.items()
-        if untrained.get(index) not in _NO_DECISIONS and (call.is_delivered or index in continued)
+        if reasons.get(index) not in _NO_DECISIONS and (call.is_delivered or index in parents)
     )
 
 
@@ -149,16 +149,16 @@ class _Path:
     owned: frozenset[int]
 
 
-def _owned_paths(calls: Mapping[int, CapturedCall], trained: Iterable[int]) -> list[_Path]:
-    trained = set(trained)
-    inner = {index for end in trained for index in _line(calls[end], calls)[:-1]}
-    paths, taken = [], set[int]()
-    for leaf in sorted(trained - inner):
+def _owned_paths(calls: Mapping[int, CapturedCall], trained_calls: Iterable[int]) -> list[_Path]:
+    trained_calls = set(trained_calls)
+    inner = {index for end in trained_calls for index in _line(calls[end], calls)[:-1]}
+    paths, taken_calls = [], set[int]()
+    for leaf in sorted(trained_calls - inner):
         # In order, so a completion is trained on in the first path that holds it.
         line = _line(calls[leaf], calls)
-        owned = frozenset(index for index in line if index in trained and index not in taken)
-        taken |= owned
-        paths.append(_Path(tuple(line), owned))
+        owned_calls = frozenset(index for index in line if index in trained_calls and index not in taken_calls)
+        taken_calls |= owned_calls
+        paths.append(_Path(tuple(line), owned_calls))
     return paths
 
 
@@ -180,7 +180,7 @@ def _segment_of(
 ) -> tuple[Segment, list[Turn]]:
     segment = OpenSegment()
     turns: list[Turn] = []
-    observed = 0  # up to where the tokens belong to an earlier turn
+    observed_end = 0  # up to where the tokens belong to an earlier turn
     for call in (calls[index] for index in path.calls):
         segment.append_context(call.context_ids)
         completion = call.completion
@@ -197,31 +197,31 @@ def _segment_of(
             Turn(
                 index=turn,
                 segment=number,
-                observation_span=(observed, start),
+                observation_span=(observed_end, start),
                 action_span=(start, len(segment)),
                 finish_reason=completion.finish_reason,
                 parse=call.parse,
             )
         )
-        observed = len(segment)
+        observed_end = len(segment)
     return segment.close(), turns
 
 
 def _messages(calls: Mapping[int, CapturedCall], turn_calls: Sequence[int]) -> tuple[Message, ...]:
-    needed: set[int] = set()
+    needed_indices: set[int] = set()
     for index in turn_calls:
         at: int | None = index
-        while at is not None and at not in needed:
-            needed.add(at)
+        while at is not None and at not in needed_indices:
+            needed_indices.add(at)
             at = calls[at].parent
     messages: list[Message] = []
     has_begun = False
     # The last messages of the assistant's have to be the turns, so others after the first turn become a user's.
     turns = set(turn_calls)
-    for call in (call for index, call in calls.items() if index in needed):
+    for call in (call for index, call in calls.items() if index in needed_indices):
         is_turn = call.index in turns
-        said = [*call.new_messages, *([] if is_turn else [call.answer])]
-        messages += map(_as_context, said) if has_begun else said
+        call_messages = [*call.new_messages, *([] if is_turn else [call.answer])]
+        messages += map(_as_context, call_messages) if has_begun else call_messages
         has_begun = has_begun or is_turn
         messages += [call.answer] if is_turn else []
     return tuple(messages)
@@ -234,14 +234,20 @@ def _as_context(message: Message) -> Message:
     return Message("user", "\n".join(["(earlier) " + message.content, *calls]))
 
 
-def _uses(capture: Capture, turn_numbers: Mapping[int, int], untrained: Mapping[int, Untrained]) -> tuple[CallUse, ...]:
+def _uses(capture: Capture, turn_numbers: Mapping[int, int], reasons: Mapping[int, Untrained]) -> tuple[CallUse, ...]:
     uses = [
-        CallUse(failed.index, "failed", 0, None, Untrained.NOT_AWAITED if failed.kind == "open" else Untrained.FAILED)
-        for failed in capture.failed
+        CallUse(
+            failed_call.index,
+            "failed",
+            0,
+            None,
+            Untrained.NOT_AWAITED if failed_call.kind == "open" else Untrained.FAILED,
+        )
+        for failed_call in capture.failed
     ]
     for call in capture.calls:
         kind: CallKind = "root" if call.parent is None else "extends" if call.appends else "rewrites"
-        why = untrained.get(call.index)
+        why = reasons.get(call.index)
         turn = turn_numbers[call.index] if why is None else None
         uses.append(CallUse(call.index, kind, call.num_sampled_tokens, turn, why))
     return tuple(sorted(uses, key=lambda use: use.index))
@@ -251,10 +257,10 @@ def untrained_calls(calls: Sequence[CapturedCall]) -> dict[int, Untrained]:
     """Return the reason of each call that is not trained on, by index; `calls` are in the order of their beginnings."""
     reasons = {call.index: call.untrained for call in calls if call.untrained is not None}
     silent = [call for call in calls if call.untrained is None and call.is_trained is None]
-    continued = {call.parent for call in calls}
+    parents = {call.parent for call in calls}
     for call in silent:
         # Rule 3: lost, and asked for by no retry.
-        if not call.is_delivered and call.index not in continued:
+        if not call.is_delivered and call.index not in parents:
             reasons[call.index] = Untrained.UNDELIVERED
     auxiliary = _auxiliary(calls, reasons)
     for call in silent:

@@ -67,23 +67,25 @@ def chat_prompt(
     if call.tool_choice is not None and call.json_schema is not None:
         raise ConfigError("response_format: expected none beside a tool that must be called, got a JSON schema")
     # Checked before rendering, which takes long for a text that is far too long.
-    found = conversations.find(call.messages, tools_key)
-    if cannot_fit(found.new, tokenizer, max_model_len):
-        raise overflow(f"{sum(len(message.content) for message in found.new)} characters", max_model_len)
+    conversation = conversations.find(call.messages, tools_key)
+    if cannot_fit(conversation.new, tokenizer, max_model_len):
+        raise overflow(f"{sum(len(message.content) for message in conversation.new)} characters", max_model_len)
     # The prompt begins the call as the template would write it, and the model samples the rest. The opening counts as
     # context, so such an answer can be trained on; it may fail to be a call, which is an error and never repaired.
     opening = renderer.call_opening(forced_tool(call.tool_choice, call.tools)) if call.tool_choice else []
-    if found.parent is None:
-        added, appends = renderer.start(found.new), False
+    if conversation.parent is None:
+        added_ids, appends = renderer.start(conversation.new), False
     else:
         # A sampled stop token ends the turn in the template's words; a cut one must be closed first.
-        is_closed = int(found.parent.completion.token_ids[-1]) in renderer.stop_token_ids
-        continuation = renderer.continue_from(found.known, found.new, closed=is_closed)
-        added, appends = continuation.token_ids, not continuation.is_new_segment
-    whole = context = np.array([*added, *opening], dtype=np.int32)
-    if found.parent is not None and appends:
-        whole = np.concatenate([conversations.tokens_of(found.parent), context])
-    prompt = Prompt(found.parent, appends, found.new, whole, context, opening, found.request_digest)
+        is_closed = int(conversation.parent.completion.token_ids[-1]) in renderer.stop_token_ids
+        continuation = renderer.continue_from(conversation.known, conversation.new, closed=is_closed)
+        added_ids, appends = continuation.token_ids, not continuation.is_new_segment
+    whole = context = np.array([*added_ids, *opening], dtype=np.int32)
+    if conversation.parent is not None and appends:
+        whole = np.concatenate([conversations.tokens_of(conversation.parent), context])
+    prompt = Prompt(
+        conversation.parent, appends, conversation.new, whole, context, opening, conversation.request_digest
+    )
     return _fitting(prompt, max_model_len)
 
 
@@ -136,9 +138,11 @@ def _require_ids(ids: Sequence[Any], *, below: int, vocab_size: int) -> None:  #
 
 
 def _longest_beginning(ids: Int32Array, conversations: Conversations) -> tuple[CapturedCall | None, int]:
-    known = [(call, conversations.tokens_of(call)) for call in conversations.raw_calls()]
-    beginnings = [(call, len(tokens)) for call, tokens in known if np.array_equal(ids[: len(tokens)], tokens)]
-    return max(beginnings, key=lambda found: found[1], default=(None, 0))
+    calls_with_tokens = [(call, conversations.tokens_of(call)) for call in conversations.raw_calls()]
+    beginnings = [
+        (call, len(tokens)) for call, tokens in calls_with_tokens if np.array_equal(ids[: len(tokens)], tokens)
+    ]
+    return max(beginnings, key=lambda beginning: beginning[1], default=(None, 0))
 
 
 def forced_tool(tool_choice: str, tools: Sequence[Mapping[str, Any]]) -> str | None:
@@ -159,13 +163,13 @@ def forced_tool(tool_choice: str, tools: Sequence[Mapping[str, Any]]) -> str | N
 
 def call_problem(answer: Message, name: str | None, tools: Sequence[Mapping[str, Any]]) -> str | None:
     """Explain the fault of an answer that had to call the tool `name` (None: any); None if nothing."""
-    wanted = f"a call of {name}" if name is not None else "a call of one of " + ", ".join(tool_names(tools))
-    called = [call.name for call in answer.tool_calls]
-    if not called:
-        return f"expected {wanted}, got a text"
-    allowed = tool_names(tools) if name is None else [name]
-    if called[0] not in allowed:
-        return f"expected {wanted}, got a call of {called[0]}"
+    expected_call = f"a call of {name}" if name is not None else "a call of one of " + ", ".join(tool_names(tools))
+    called_names = [call.name for call in answer.tool_calls]
+    if not called_names:
+        return f"expected {expected_call}, got a text"
+    allowed_names = tool_names(tools) if name is None else [name]
+    if called_names[0] not in allowed_names:
+        return f"expected {expected_call}, got a call of {called_names[0]}"
     return None
 
 
@@ -210,7 +214,7 @@ class Conversations:
             return
         # As its answer will stand in a later request; tool calls have no places before it.
         key = _key_of(call.answer, {})
-        self._by_digest.setdefault(_extended(request_digest, key), []).append(call.index)
+        self._by_digest.setdefault(_extend_digest(request_digest, key), []).append(call.index)
 
     def find(self, messages: Sequence[Message], tools_key: str) -> Continued:
         """Return the longest known conversation that `messages` begins with, if something follows it.
@@ -226,9 +230,9 @@ class Conversations:
         for count in range(len(messages) - 1, 0, -1):
             candidates = self._by_digest.get(digests[count]) if messages[count - 1].role == "assistant" else None
             if candidates:
-                parent = self._chosen(candidates, messages[count - 1].reasoning_content)
-                known = self.messages_of(parent)
-                return Continued(parent, known, _renamed(messages, known), digests[-1])
+                parent = self._choose_parent(candidates, messages[count - 1].reasoning_content)
+                parent_messages = self.messages_of(parent)
+                return Continued(parent, parent_messages, _restore_call_ids(messages, parent_messages), digests[-1])
         return Continued(None, (), tuple(messages), digests[-1])
 
     def raw_calls(self) -> list[CapturedCall]:
@@ -238,14 +242,14 @@ class Conversations:
     def messages_of(self, call: CapturedCall) -> tuple[Message, ...]:
         """Return the conversation that a call continued, with what it added and its answer."""
         line = reversed(list(self._line_of(call)))
-        return tuple(message for one in line for message in (*one.new_messages, one.answer))
+        return tuple(message for line_call in line for message in (*line_call.new_messages, line_call.answer))
 
     def tokens_of(self, call: CapturedCall) -> Int32Array:
         """Return the whole prompt of a call and its sampled tokens."""
         parts: list[Int32Array] = []
-        for one in self._line_of(call):
-            parts += (one.completion.token_ids, one.context_ids)
-            if not one.appends:
+        for line_call in self._line_of(call):
+            parts += (line_call.completion.token_ids, line_call.context_ids)
+            if not line_call.appends:
                 break
         return np.concatenate(parts[::-1])
 
@@ -255,7 +259,7 @@ class Conversations:
             yield line
             line = None if line.parent is None else self._calls[line.parent]
 
-    def _chosen(self, candidates: Sequence[int], reasoning: str | None) -> CapturedCall:
+    def _choose_parent(self, candidates: Sequence[int], reasoning: str | None) -> CapturedCall:
         # The same reasoning, if the caller repeats any: several answers may have the same words.
         calls = [self._calls[index] for index in candidates]
         same = [call for call in calls if call.answer.reasoning_content == reasoning] if reasoning is not None else []
@@ -268,7 +272,7 @@ class _Digested:
     def __init__(self, tools_key: str) -> None:
         self._tools_key, self._messages = tools_key, list[Message]()
         # The tools count: another set of tools begins another conversation.
-        self._digests = [_extended(b"", tools_key)]
+        self._digests = [_extend_digest(b"", tools_key)]
         self._places: dict[str, _Place] = {}
 
     def begins(self, messages: Sequence[Message], tools_key: str) -> bool:
@@ -282,13 +286,13 @@ class _Digested:
     def extended_by(self, messages: Sequence[Message]) -> list[bytes]:
         """Return the digests of a request that begins with these messages, and keep what it adds."""
         for number, message in enumerate(messages[len(self._messages) :], len(self._messages)):
-            self._digests.append(_extended(self._digests[-1], _key_of(message, self._places)))
+            self._digests.append(_extend_digest(self._digests[-1], _key_of(message, self._places)))
             self._places |= {call.id: (number, within) for within, call in enumerate(message.tool_calls)}
             self._messages.append(message)
         return self._digests
 
 
-def _extended(digest: bytes, key: str) -> bytes:
+def _extend_digest(digest: bytes, key: str) -> bytes:
     return hashlib.sha256(digest + key.encode(errors="surrogatepass")).digest()
 
 
@@ -296,12 +300,16 @@ def _key_of(message: Message, places: dict[str, _Place]) -> str:
     if message.role == "assistant":
         calls = [[call.name, _plain(call.arguments)] for call in message.tool_calls]
         # Without reasoning and ids, and trimmed: clients change these.
-        said: list[Any] = [message.role, message.content.strip(), calls]  # Any: JSON
+        identifying_parts: list[Any] = [message.role, message.content.strip(), calls]  # Any: JSON
     elif message.role == "tool":
-        said = [message.role, message.content, places.get(message.tool_call_id or "", message.tool_call_id)]
+        identifying_parts = [
+            message.role,
+            message.content,
+            places.get(message.tool_call_id or "", message.tool_call_id),
+        ]
     else:
-        said = [message.role, message.content, message.name]
-    return _ENCODER.encode(said)
+        identifying_parts = [message.role, message.content, message.name]
+    return _ENCODER.encode(identifying_parts)
 
 
 def _plain(value: Any) -> Any:
@@ -313,11 +321,11 @@ def _plain(value: Any) -> Any:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
-def _renamed(messages: Sequence[Message], known: tuple[Message, ...]) -> tuple[Message, ...]:
+def _restore_call_ids(messages: Sequence[Message], parent_messages: tuple[Message, ...]) -> tuple[Message, ...]:
     ids: dict[str, str] = {}
-    for sent, first in zip(messages, known, strict=False):
-        ids |= {call.id: ours.id for call, ours in zip(sent.tool_calls, first.tool_calls, strict=False)}
+    for sent_message, first in zip(messages, parent_messages, strict=False):
+        ids |= {call.id: ours.id for call, ours in zip(sent_message.tool_calls, first.tool_calls, strict=False)}
     return tuple(
         dataclasses.replace(message, tool_call_id=ids.get(message.tool_call_id or "", message.tool_call_id))
-        for message in messages[len(known) :]
+        for message in messages[len(parent_messages) :]
     )

@@ -123,11 +123,11 @@ class ModelApp:
     def _look(self, path: str, target: Target) -> Reply:
         if path in ("/", "/health"):
             return json_reply({"status": "ok"})
-        listed = models(self._served.name, created=int(self._now()))
+        model_list = models(self._served.name, created=int(self._now()))
         if target.api == "models":
-            return json_reply(listed)
+            return json_reply(model_list)
         if path.removeprefix("/v1/models/") == self._served.name:
-            return json_reply(listed["data"][0])
+            return json_reply(model_list["data"][0])
         return failure_reply(UnknownNameError(f"GET {path}: expected POST, or GET of /v1/models"))
 
     async def _post(self, target: Target, request: Request, send: Send) -> None:
@@ -156,8 +156,8 @@ class ModelApp:
             if reply is not None:
                 await send_reply(send, reply)
         except Exception as error:
-            failed = failure_reply(error)
-            await (stream.fail(failed) if stream.has_begun else send_reply(send, failed))
+            failure = failure_reply(error)
+            await (stream.fail(failure) if stream.has_begun else send_reply(send, failure))
 
     def _require_model(self, name: Json) -> None:
         if name != self._served.name:
@@ -169,8 +169,8 @@ class ModelApp:
         choices = [_Choice(self._renderers.for_tools(request.call.tools), request, index) for index in range(number)]
 
         async def sample(choice: _Choice, grown: Callable[[Sequence[int]], None] | None) -> CapturedCall:
-            sliced = SlicedEngine(self._served.engine, grown=grown, ends=choice.text.ends)
-            async with self._session(around, seed, choice.index, sliced) as session:
+            slicing_engine = SlicedEngine(self._served.engine, grown=grown, ends=choice.text.ends)
+            async with self._session(around, seed, choice.index, slicing_engine) as session:
                 return await session.chat(request.call)
 
         if not request.options.stream:
@@ -179,7 +179,7 @@ class ModelApp:
                 chat_completion(call, around, logprobs=choice.logprobs(call))
                 for choice, call in zip(choices, calls, strict=True)
             ]
-            return json_reply(_joined(answers))
+            return json_reply(_join_answers(answers))
         queue: asyncio.Queue[list[Chunk]] = asyncio.Queue()
 
         async def tell(choice: _Choice) -> CapturedCall:
@@ -219,13 +219,13 @@ class ModelApp:
         return _stream_reply(response_events(response)) if request.options.stream else json_reply(response)
 
     def _session(self, around: Envelope, seed: int, index: int, engine: SlicedEngine) -> _OneSession:
-        served = self._served
+        served_model = self._served
         settings = GatewaySessionSettings(
             name=f"{around.answer_id}/{index}",
             sampling_seed=child_seed(seed, "choice", index),
-            max_output_tokens=served.max_output_tokens,
-            max_model_len=served.engine.capabilities.max_model_len,
-            sampling=served.sampling,
+            max_output_tokens=served_model.max_output_tokens,
+            max_model_len=served_model.engine.capabilities.max_model_len,
+            sampling=served_model.sampling,
         )
         return _OneSession(
             GatewaySession(
@@ -351,19 +351,19 @@ def _seed(body: Mapping[str, Json]) -> int:
     return seed
 
 
-def _joined(answers: Sequence[Chunk]) -> Chunk:
+def _join_answers(answers: Sequence[Chunk]) -> Chunk:
     """Return several answers as one object with as many choices; the prompt was read once."""
     first = answers[0]
-    sampled = sum(answer["usage"]["completion_tokens"] for answer in answers)
-    usage = {**first["usage"], "completion_tokens": sampled}
-    usage["total_tokens"] = usage["prompt_tokens"] + sampled
+    num_sampled = sum(answer["usage"]["completion_tokens"] for answer in answers)
+    usage = {**first["usage"], "completion_tokens": num_sampled}
+    usage["total_tokens"] = usage["prompt_tokens"] + num_sampled
     choices = [{**answer["choices"][0], "index": index} for index, answer in enumerate(answers)]
     return {**first, "choices": choices, "usage": usage}
 
 
 def _usage_chunk(calls: Sequence[CapturedCall], around: Envelope) -> Chunk:
-    read, sampled = calls[0].num_prompt_tokens, sum(call.num_sampled_tokens for call in calls)
-    usage = {"prompt_tokens": read, "completion_tokens": sampled, "total_tokens": read + sampled}
+    num_read, num_sampled = calls[0].num_prompt_tokens, sum(call.num_sampled_tokens for call in calls)
+    usage = {"prompt_tokens": num_read, "completion_tokens": num_sampled, "total_tokens": num_read + num_sampled}
     return {**_head(around), "choices": [], "usage": usage}
 
 

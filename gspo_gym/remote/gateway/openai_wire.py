@@ -200,8 +200,8 @@ def read_completion_request(body: Mapping[str, Json]) -> CompletionRequest:
 
 
 def _options(body: Mapping[str, Json], *, logprobs: bool) -> AnswerOptions:
-    asked = body.get("stream_options")
-    include_usage = isinstance(asked, Mapping) and bool(asked.get("include_usage"))
+    stream_options = body.get("stream_options")
+    include_usage = isinstance(stream_options, Mapping) and bool(stream_options.get("include_usage"))
     return AnswerOptions(bool(body.get("stream")), include_usage, logprobs)
 
 
@@ -211,9 +211,9 @@ def require_supported(body: Mapping[str, Json], more: Mapping[str, Json] = Mappi
     Raises:
         RequestError: such a field asks for something.
     """
-    for name, nothing in {**_UNSUPPORTED, **more}.items():
+    for name, neutral_value in {**_UNSUPPORTED, **more}.items():
         value = body.get(name)
-        if value is not None and value != nothing:
+        if value is not None and value != neutral_value:
             raise RequestError(
                 f"{name}: not supported here, got {shown(value)}; leave it out",
                 code="unsupported_parameter",
@@ -299,10 +299,12 @@ def read_tool_choice(value: Json, tools: Sequence[Mapping[str, Json]]) -> str | 
         # The chat API nests the name, the Responses API does not.
         function = value.get("function") if isinstance(value.get("function"), Mapping) else value
         name = function.get("name") if isinstance(function, Mapping) else None
-        offered = [tool["function"]["name"] for tool in tools]
-        if isinstance(name, str) and name in offered:
+        offered_names = [tool["function"]["name"] for tool in tools]
+        if isinstance(name, str) and name in offered_names:
             return name
-        raise RequestError(f"tool_choice: expected one of the tools {offered}, got {shown(name)}", param="tool_choice")
+        raise RequestError(
+            f"tool_choice: expected one of the tools {offered_names}, got {shown(name)}", param="tool_choice"
+        )
     raise RequestError(
         f"tool_choice: expected 'none', 'auto', 'required' or a function, got {shown(value)}", param="tool_choice"
     )
@@ -320,8 +322,8 @@ def read_schema(value: Json, *, param: str) -> str | None:
     if kind == "json_object":
         return '{"type": "object"}'
     if kind == "json_schema" and isinstance(value, Mapping):
-        described = value.get("json_schema", value)
-        schema = described.get("schema") if isinstance(described, Mapping) else None
+        definition = value.get("json_schema", value)
+        schema = definition.get("schema") if isinstance(definition, Mapping) else None
         if isinstance(schema, Mapping):
             return json.dumps(schema)
     raise RequestError(
@@ -365,8 +367,8 @@ def wants_training(body: Mapping[str, Json]) -> bool | None:
         RequestError: it says neither "true" nor "false".
     """
     metadata = body.get("metadata")
-    said = metadata.get(TRAINED_KEY) if isinstance(metadata, Mapping) else None
-    return None if said is None else read_flag(said, name=f"metadata.{TRAINED_KEY}")
+    flag_text = metadata.get(TRAINED_KEY) if isinstance(metadata, Mapping) else None
+    return None if flag_text is None else read_flag(flag_text, name=f"metadata.{TRAINED_KEY}")
 
 
 def read_flag(text: Json, *, name: str) -> bool:

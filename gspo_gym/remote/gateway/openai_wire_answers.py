@@ -131,8 +131,8 @@ def answer_message(call: CapturedCall) -> dict[str, Json]:
 
 def usage_of(call: CapturedCall) -> dict[str, int]:
     """Return the tokens read and sampled."""
-    read, sampled = call.num_prompt_tokens, call.num_sampled_tokens
-    return {"prompt_tokens": read, "completion_tokens": sampled, "total_tokens": read + sampled}
+    num_read, num_sampled = call.num_prompt_tokens, call.num_sampled_tokens
+    return {"prompt_tokens": num_read, "completion_tokens": num_sampled, "total_tokens": num_read + num_sampled}
 
 
 def about(call: CapturedCall) -> dict[str, Json]:
@@ -146,8 +146,12 @@ def chat_logprobs(call: CapturedCall, decode: Callable[[Sequence[int]], str]) ->
     # One token may be a part of a character, which has no text of its own.
     for token, logprob in zip(call.completion.token_ids.tolist(), call.completion.logprobs.tolist(), strict=True):
         text = decode([token])
-        known = {"token": text, "logprob": logprob, "bytes": None if _UNREADABLE in text else list(text.encode())}
-        content.append({**known, "top_logprobs": [known]})
+        token_fields = {
+            "token": text,
+            "logprob": logprob,
+            "bytes": None if _UNREADABLE in text else list(text.encode()),
+        }
+        content.append({**token_fields, "top_logprobs": [token_fields]})
     return {"content": content, "refusal": None}
 
 
@@ -280,16 +284,16 @@ def response_object(call: CapturedCall, around: Envelope, request: Mapping[str, 
 
 def response_events(response: Mapping[str, Json]) -> bytes:
     """Encode it as server-sent events: begin, each item, end. (This API has no [DONE].)"""
-    begun = {**response, "status": "in_progress", "output": [], "usage": None, "incomplete_details": None}
+    start_response = {**response, "status": "in_progress", "output": [], "usage": None, "incomplete_details": None}
     events: list[dict[str, Json]] = [
-        {"type": "response.created", "response": begun},
-        {"type": "response.in_progress", "response": begun},
+        {"type": "response.created", "response": start_response},
+        {"type": "response.in_progress", "response": start_response},
     ]
     for index, item in enumerate(response["output"]):
         events += _item_events(item, index)
     events.append({"type": f"response.{response['status']}", "response": response})
-    numbered = ({**event, "sequence_number": number} for number, event in enumerate(events))
-    return b"".join(b"event: %s\ndata: %s\n\n" % (e["type"].encode(), json_bytes(e)) for e in numbered)
+    numbered_events = ({**event, "sequence_number": number} for number, event in enumerate(events))
+    return b"".join(b"event: %s\ndata: %s\n\n" % (e["type"].encode(), json_bytes(e)) for e in numbered_events)
 
 
 def _as_chat(value: Json) -> list[Json]:
@@ -349,8 +353,8 @@ def _items(call: CapturedCall, response_id: str) -> list[dict[str, Json]]:
     # An empty answer is a message, too.
     if answer.content or not answer.tool_calls:
         text = {"type": "output_text", "text": answer.content, "annotations": [], "logprobs": []}
-        said = {"type": "message", "role": "assistant", "status": status, "content": [text]}
-        items.append({"id": f"msg_{response_id}", **said})
+        message_fields = {"type": "message", "role": "assistant", "status": status, "content": [text]}
+        items.append({"id": f"msg_{response_id}", **message_fields})
     for index, tool_call in enumerate(answer.tool_calls):
         arguments = json.dumps(dict(tool_call.arguments), ensure_ascii=False)
         items.append(
@@ -374,8 +378,8 @@ def _text_events(item: Mapping[str, Json], index: int) -> Iterator[dict[str, Jso
     part = item["content"][0]
     at = {"item_id": item["id"], "output_index": index, "content_index": 0}
     empty = {**part, "text": ""}
-    begun = {**item, "status": "in_progress", "content": []}
-    yield {"type": "response.output_item.added", "output_index": index, "item": begun}
+    start_item = {**item, "status": "in_progress", "content": []}
+    yield {"type": "response.output_item.added", "output_index": index, "item": start_item}
     yield {"type": "response.content_part.added", **at, "part": empty}
     yield {"type": "response.output_text.delta", **at, "delta": part["text"], "logprobs": []}
     yield {"type": "response.output_text.done", **at, "text": part["text"], "logprobs": []}

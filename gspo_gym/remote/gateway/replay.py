@@ -103,8 +103,8 @@ class Exchange:
         """Return whether no client has its answer and none waits for it."""
         if self.is_delivered:
             return False
-        for asked in list(self.waiting):
-            if not await asked.has_gone():
+        for request in list(self.waiting):
+            if not await request.has_gone():
                 return False
         # Asked again: a client that had its answer meanwhile looks like one that has gone.
         return not self.is_delivered
@@ -162,9 +162,9 @@ class Replays:
         if not reply.is_final:
             self._forget(exchange)
             return
-        finished = [kept for kept in self._exchanges if kept.reply.done()]
+        finished_exchanges = [earlier for earlier in self._exchanges if earlier.reply.done()]
         # Only finished ones: those that are being answered have clients that wait.
-        for old in finished[: -self._max_remembered]:
+        for old in finished_exchanges[: -self._max_remembered]:
             self._exchanges.remove(old)
 
     def _forget(self, exchange: Exchange) -> None:
@@ -172,15 +172,15 @@ class Replays:
         self._exchanges.remove(exchange)
         self._num_failed[exchange.digest] += 1
 
-    async def _same_as(self, asked: Asked) -> Exchange | None:
-        if asked.key is not None:
-            return self._of_key(asked.key, asked.digest)
+    async def _same_as(self, request: Asked) -> Exchange | None:
+        if request.key is not None:
+            return self._of_key(request.key, request.digest)
         # The latest first, and none with a key: its client would send the key again.
-        same = [e for e in reversed(self._exchanges) if e.digest == asked.digest and e.key is None]
+        same = [e for e in reversed(self._exchanges) if e.digest == request.digest and e.key is None]
         for exchange in same:
             if await exchange.is_abandoned():
                 return exchange
-        is_retry = bool(asked.retry_count) and not self._num_failed[asked.digest]
+        is_retry = bool(request.retry_count) and not self._num_failed[request.digest]
         return same[0] if is_retry and same else None
 
     def _of_key(self, key: str, digest: bytes) -> Exchange | None:
@@ -259,14 +259,14 @@ def failure_reply(error: Exception, *, status: int = 400) -> Reply:
     if isinstance(error, RequestError):
         wire = error_object(str(error), kind=_BAD_REQUEST, code=error.code, param=error.param)
         return _reply(status, wire, may_retry=False)
-    known = next((kind for kind in _KINDS if isinstance(error, kind.error)), None)
-    if known is None:
+    failure_kind = next((kind for kind in _KINDS if isinstance(error, kind.error)), None)
+    if failure_kind is None:
         # The text may hold what a client must not read.
         _LOG.error("the gateway failed to answer a request", exc_info=error)
         return _reply(500, error_object("the gateway failed", kind=_SERVER, code="internal_error"), may_retry=True)
-    wire = error_object(str(error), kind=known.kind, code=known.code, param=known.param)
+    wire = error_object(str(error), kind=failure_kind.kind, code=failure_kind.code, param=failure_kind.param)
     index = error.call.index if isinstance(error, ForcedCallError) else None
-    return _reply(known.status, wire, may_retry=known.may_retry, call_index=index)
+    return _reply(failure_kind.status, wire, may_retry=failure_kind.may_retry, call_index=index)
 
 
 def _reply(status: int, wire: object, *, may_retry: bool, call_index: int | None = None) -> Reply:

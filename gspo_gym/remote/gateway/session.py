@@ -136,9 +136,9 @@ class GatewaySession:
         self._forget = forget
         self._conversations = Conversations()
         self._calls: dict[int, CapturedCall] = {}
-        self._failed: dict[int, FailedCall] = {}
+        self._failed_calls: dict[int, FailedCall] = {}
         self._in_flight: set[int] = set()
-        self._undelivered: set[int] = set()
+        self._undelivered_calls: set[int] = set()
         self._numbers: set[int] = set()  # of completions, sampled or being sampled
         self._num_begun = 0
         self._num_tokens = 0
@@ -177,13 +177,13 @@ class GatewaySession:
             )
             number, completion = await self._sample(call, prompt, renderer)
             answer = read_chat(completion, renderer=renderer, opening=prompt.opening, stops=call.stop)
-            captured = self._keep(call, prompt, answer, index=index, number=number, tools_key=tools_key)
+            captured_call = self._keep(call, prompt, answer, index=index, number=number, tools_key=tools_key)
         # After it was kept: the tokens were sampled, and the answer stays the same for a retry.
         if call.tool_choice is not None:
             name = forced_tool(call.tool_choice, call.tools)
-            if (problem := captured.error or call_problem(captured.answer, name, call.tools)) is not None:
-                raise ForcedCallError(f"tool_choice {call.tool_choice!r}: {problem}", captured)
-        return captured
+            if (problem := captured_call.error or call_problem(captured_call.answer, name, call.tools)) is not None:
+                raise ForcedCallError(f"tool_choice {call.tool_choice!r}: {problem}", captured_call)
+        return captured_call
 
     async def complete(self, call: CompletionCall) -> CapturedCall:
         """Continue a text or token ids without a template; the answer is plain text.
@@ -207,7 +207,7 @@ class GatewaySession:
 
     def note_delivery(self, index: int, *, is_delivered: bool) -> None:
         """Record whether the answer of a call reached its caller. By default it did."""
-        (self._undelivered.discard if is_delivered else self._undelivered.add)(index)
+        (self._undelivered_calls.discard if is_delivered else self._undelivered_calls.add)(index)
 
     def renderer_of(self, call: CapturedCall) -> Renderer:
         """Return the renderer with which a call was answered, for the texts of its tokens."""
@@ -227,15 +227,15 @@ class GatewaySession:
         self._require_open()
         # They are part of the record: a reward may have been earned without their answers.
         given_up = (FailedCall(i, "open", "in flight when the session ended") for i in self._in_flight)
-        failed = [*self._failed.values(), *given_up]
+        failed_calls = [*self._failed_calls.values(), *given_up]
         self._capture = Capture(
             session=self.settings.name,
             sampling_seed=self.settings.sampling_seed,
             calls=tuple(
-                replace(call, is_delivered=False) if index in self._undelivered else call
+                replace(call, is_delivered=False) if index in self._undelivered_calls else call
                 for index, call in sorted(self._calls.items())
             ),
-            failed=tuple(sorted(failed, key=lambda call: call.index)),
+            failed=tuple(sorted(failed_calls, key=lambda call: call.index)),
             engine_seconds=self._engine_seconds,
         )
         await self._end()
@@ -251,7 +251,7 @@ class GatewaySession:
         # First, so that calls that arrive while the engine ends find it closed.
         self._is_closed = True
         self._forget(self.id)
-        self._conversations, self._calls, self._failed = Conversations(), {}, {}
+        self._conversations, self._calls, self._failed_calls = Conversations(), {}, {}
         # An engine without requests of it is not troubled.
         if was_busy:
             await self._engine.abort(self.settings.name)
@@ -277,7 +277,7 @@ class GatewaySession:
         try:
             yield
         except BaseException as error:
-            self._failed[index] = FailedCall(
+            self._failed_calls[index] = FailedCall(
                 index, failure_kind(error), " ".join(str(error).split())[:_MAX_ERROR_CHARACTERS]
             )
             raise
@@ -289,16 +289,16 @@ class GatewaySession:
     ) -> tuple[int, Completion]:
         sampling = self._sampling(call, prompt, renderer)
         # What the answer may need at most is held from now on, because calls overlap.
-        held = len(prompt.context_ids) + sampling.max_tokens
-        if self._num_tokens + held > self.settings.max_captured_tokens:
+        num_reserved = len(prompt.context_ids) + sampling.max_tokens
+        if self._num_tokens + num_reserved > self.settings.max_captured_tokens:
             raise SessionLimitError(
-                f"the session holds {self._num_tokens} tokens, and {held} more would be over its "
+                f"the session holds {self._num_tokens} tokens, and {num_reserved} more would be over its "
                 f"max_captured_tokens = {self.settings.max_captured_tokens}"
             )
         # The number of a failed call is free again, so asking again gives the tokens of the first time.
         number = next(k for k in itertools.count() if k not in self._numbers)
         self._numbers.add(number)
-        self._num_tokens += held
+        self._num_tokens += num_reserved
         try:
             completion = await self._generate(
                 prompt, replace(sampling, seed=child_seed(self.settings.sampling_seed, "turn", number))
@@ -306,13 +306,13 @@ class GatewaySession:
             require_possible(completion, max_tokens=sampling.max_tokens, renderer=renderer)
         except BaseException:
             self._numbers.discard(number)
-            self._num_tokens -= held
+            self._num_tokens -= num_reserved
             raise
         self._num_tokens -= sampling.max_tokens - len(completion.token_ids)  # as many as were not needed
         return number, completion
 
     async def _generate(self, prompt: Prompt, sampling: SamplingParams) -> Completion:
-        started = self._clock()
+        start = self._clock()
         try:
             completion = await self._engine.generate(
                 prompt.token_ids,
@@ -324,7 +324,7 @@ class GatewaySession:
             self._require_open()  # then it was given up
             raise
         finally:
-            self._engine_seconds += self._clock() - started
+            self._engine_seconds += self._clock() - start
         self._require_open()  # too late: the capture was handed out
         return completion
 
@@ -361,7 +361,7 @@ class GatewaySession:
         number: int,
         tools_key: str,
     ) -> CapturedCall:
-        captured = CapturedCall(
+        captured_call = CapturedCall(
             index=index,
             kind="chat" if isinstance(call, ChatCall) else "completion",
             number=number,
@@ -377,22 +377,24 @@ class GatewaySession:
             completion=answer.completion,
             tools_key=tools_key,
             request_key=_request_key(call, prompt),
-            untrained=_untrained(call, self.settings),
+            untrained=_reason_not_to_train(call, self.settings),
             is_trained=call.is_trained,
             num_begun=self._num_begun,
         )
-        self._calls[index] = captured
-        self._conversations.add(captured, prompt.digest)
-        return captured
+        self._calls[index] = captured_call
+        self._conversations.add(captured_call, prompt.digest)
+        return captured_call
 
 
 def _request_key(call: ChatCall | CompletionCall, prompt: Prompt) -> str:
     # Whatever their temperature and length, calls that ask for the same thing have one key.
-    asked = [call.stop] + ([call.tool_choice, call.json_schema] if isinstance(call, ChatCall) else ["completion"])
-    return hashlib.blake2b(prompt.digest + json.dumps(asked).encode(), digest_size=16).hexdigest()
+    request_parts = [call.stop] + (
+        [call.tool_choice, call.json_schema] if isinstance(call, ChatCall) else ["completion"]
+    )
+    return hashlib.blake2b(prompt.digest + json.dumps(request_parts).encode(), digest_size=16).hexdigest()
 
 
-def _untrained(call: ChatCall | CompletionCall, settings: GatewaySessionSettings) -> Untrained | None:
+def _reason_not_to_train(call: ChatCall | CompletionCall, settings: GatewaySessionSettings) -> Untrained | None:
     if call.is_trained is False:
         return Untrained.UNTRAINED_BY_REQUEST
     if isinstance(call, ChatCall) and call.json_schema is not None:
@@ -436,7 +438,7 @@ class Gateway:
         self._clock = clock
         self._renderers: dict[str, RendererCache] = {}  # by the template's arguments, as JSON
         self._sessions: dict[str, GatewaySession] = {}
-        self._closed: OrderedDict[str, None] = OrderedDict()
+        self._closed_ids: OrderedDict[str, None] = OrderedDict()
 
     @property
     def num_sessions(self) -> int:
@@ -467,7 +469,7 @@ class Gateway:
         Raises:
             SessionClosedError: it is over. UnknownNameError: there was none lately; names no other session.
         """
-        if session_id in self._closed:
+        if session_id in self._closed_ids:
             raise SessionClosedError(SESSION_IS_OVER)
         if session_id not in self._sessions:
             raise UnknownNameError(
@@ -483,10 +485,10 @@ class Gateway:
 
     def _forget(self, session_id: str) -> None:
         self._sessions.pop(session_id, None)
-        self._closed[session_id] = None
+        self._closed_ids[session_id] = None
         # The oldest: an agent that calls after so many others is told that there is no such session.
-        if len(self._closed) > _MAX_CLOSED:
-            self._closed.popitem(last=False)
+        if len(self._closed_ids) > _MAX_CLOSED:
+            self._closed_ids.popitem(last=False)
 
     def _renderers_with(self, template_kwargs: Mapping[str, Any] | None) -> RendererCache:
         kwargs = self._template_kwargs if template_kwargs is None else dict(template_kwargs)

@@ -57,12 +57,12 @@ class SlicedEngine:
     ) -> Completion:
         """Sample one completion; see `Engine.generate`. The deadline is each slice's."""
         prompt, ids, parts = token_list(prompt_token_ids), list[int](), list[Completion]()
-        left = min(sampling.max_tokens, self.capabilities.max_model_len - len(prompt))
+        num_left = min(sampling.max_tokens, self.capabilities.max_model_len - len(prompt))
         # A schema is obeyed from the beginning of a call on, so an answer under one is one call.
         is_whole = sampling.json_schema is not None or not _SLICED_ALIKE.issuperset(sampling.changed())
         size = sampling.max_tokens if is_whole else _SLICE
         while True:
-            count = max(1, min(size, left - len(ids)))  # 1: the engine says why there is no room for one
+            count = max(1, min(size, num_left - len(ids)))  # 1: the engine says why there is no room for one
             own = replace(
                 sampling,
                 max_tokens=count,
@@ -74,7 +74,7 @@ class SlicedEngine:
             )
             parts.append(part)
             ids += part.token_ids.tolist()
-            is_over = part.finish_reason is FinishReason.STOP or len(ids) >= left
+            is_over = part.finish_reason is FinishReason.STOP or len(ids) >= num_left
             is_over = is_over or (self._ends is not None and self._ends(ids))
             if self._grown is not None:
                 self._grown(ids)
@@ -120,33 +120,33 @@ class GrowingText:
 
     def grow(self, token_ids: Sequence[int]) -> tuple[str, str]:
         """Return what is new of reasoning and content, after all tokens so far."""
-        text = self._settled(self._renderer.decode(token_ids))
-        parsed = self._renderer.parse(text, is_truncated=True)
-        if isinstance(parsed, ParseFailure):
+        text = self._settled_text(self._renderer.decode(token_ids))
+        result = self._renderer.parse(text, is_truncated=True)
+        if isinstance(result, ParseFailure):
             return "", ""
         return self.rest(
-            Message("assistant", "", reasoning_content=parsed.reasoning_content) if self._has_tools else parsed
+            Message("assistant", "", reasoning_content=result.reasoning_content) if self._has_tools else result
         )
 
     def rest(self, message: Message) -> tuple[str, str]:
         """Return what of a message was not returned yet; nothing of a part that does not continue what was."""
         reasoning, content = message.reasoning_content or "", message.content
-        more = reasoning.removeprefix(self.reasoning) if reasoning.startswith(self.reasoning) else ""
-        said = content.removeprefix(self.content) if content.startswith(self.content) else ""
-        self.reasoning, self.content = self.reasoning + more, self.content + said
-        return more, said
+        new_reasoning = reasoning.removeprefix(self.reasoning) if reasoning.startswith(self.reasoning) else ""
+        new_content = content.removeprefix(self.content) if content.startswith(self.content) else ""
+        self.reasoning, self.content = self.reasoning + new_reasoning, self.content + new_content
+        return new_reasoning, new_content
 
-    def _settled(self, text: str) -> str:
+    def _settled_text(self, text: str) -> str:
         ends = [text.find(stop) for stop in self._stops if stop in text]
         if ends:
             return text[: min(ends)]
-        kept = len(text.rstrip(_UNREADABLE))
-        kept -= _begun(text[:kept], self._renderer.format.tags)
+        length = len(text.rstrip(_UNREADABLE))
+        length -= _num_begun(text[:length], self._renderer.format.tags)
         longest = max((len(stop) for stop in self._stops), default=1)
-        return text[: max(0, min(kept, len(text) - longest + 1))]
+        return text[: max(0, min(length, len(text) - longest + 1))]
 
 
-def _begun(text: str, tags: Sequence[str]) -> int:
+def _num_begun(text: str, tags: Sequence[str]) -> int:
     """Return how many of the last characters may be the beginning of a tag."""
     longest = max((len(tag) for tag in tags), default=1)
     sizes = range(min(longest - 1, len(text)), 0, -1)

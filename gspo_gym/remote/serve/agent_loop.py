@@ -125,13 +125,15 @@ class InferenceClient:
 
         base_url, query = split_inference_url(url.url)
         self._where = f"{url.scheme}://{url.host}:{url.port}"  # without path and query, which open it
-        asked = {name: value for name, value in policy.items() if value is not None}
-        self._fixed: dict[str, Any] = {name: asked[name] for name in (*_OPENAI_SAMPLING, *_LIMITS) if name in asked}
-        if others := {name: asked[name] for name in _OTHER_SAMPLING if name in asked}:
-            self._fixed["extra_body"] = others
-        self._fixed["model"] = str(policy.get("model") or "policy")
+        sampling = {name: value for name, value in policy.items() if value is not None}
+        self._fixed_arguments: dict[str, Any] = {
+            name: sampling[name] for name in (*_OPENAI_SAMPLING, *_LIMITS) if name in sampling
+        }
+        if extra_options := {name: sampling[name] for name in _OTHER_SAMPLING if name in sampling}:
+            self._fixed_arguments["extra_body"] = extra_options
+        self._fixed_arguments["model"] = str(policy.get("model") or "policy")
         if with_logprobs:
-            self._fixed["logprobs"] = True
+            self._fixed_arguments["logprobs"] = True
         self._is_ours = False  # whether the gateway answers, which knows what else a message holds
         self._client = openai.AsyncOpenAI(
             base_url=base_url,
@@ -158,17 +160,17 @@ class InferenceClient:
         """
         import openai
 
-        request = {**self._fixed, "messages": [self._to_wire(message) for message in messages]}
+        request = {**self._fixed_arguments, "messages": [self._to_wire(message) for message in messages]}
         if tools:
             request["tools"] = list(tools)
-        started = time.monotonic()
+        start = time.monotonic()
         try:
             answer = await self._client.chat.completions.create(**request)
         except openai.APIStatusError as error:
             raise self._failure(error.status_code, error.body, str(error)) from None
         except (openai.OpenAIError, json.JSONDecodeError) as error:
             raise InferenceError(f"{self._where}: {type(error).__name__}: {str(error)[:_MAX_SHOWN]}") from None
-        return self._read(answer, seconds=time.monotonic() - started)
+        return self._read(answer, seconds=time.monotonic() - start)
 
     async def close(self) -> None:
         await self._client.close()
@@ -191,13 +193,13 @@ class InferenceClient:
         try:
             wire = answer.model_dump(mode="json")
             choice = wire["choices"][0]
-            said = choice["message"]
+            message_data = choice["message"]
             usage = {name: n for name, n in (wire.get("usage") or {}).items() if isinstance(n, int)}
             extra = wire.get(EXTENSION)
             # Only our gateway answers with the extra field.
             self._is_ours = isinstance(extra, dict)
             return Reply(
-                **_understood(said, extra if isinstance(extra, dict) else {}, self._where),
+                **_read_message(message_data, extra if isinstance(extra, dict) else {}, self._where),
                 finish_reason=str(choice.get("finish_reason")),
                 usage=usage,
                 seconds=seconds,
@@ -207,17 +209,17 @@ class InferenceClient:
             raise InferenceError(f"{self._where}: expected a chat completion, got {answer!r:.{_MAX_SHOWN}}") from error
 
 
-def _understood(said: Mapping[str, Any], extra: Mapping[str, Any], where: str) -> dict[str, Any]:
+def _read_message(message_data: Mapping[str, Any], extra: Mapping[str, Any], where: str) -> dict[str, Any]:
     if extra.get("error"):
-        text = Message("assistant", str(said.get("content") or ""))
+        text = Message("assistant", str(message_data.get("content") or ""))
         return {"message": text, "error": str(extra["error"]), "parse": str(extra.get("parse", "bad_tool_call"))}
     try:
-        return {"message": message_from_wire({**said, "role": "assistant"}, where=where)}
+        return {"message": message_from_wire({**message_data, "role": "assistant"}, where=where)}
     # The environment answers a text that is not an action, as it would in the trainer's process.
     except RecordError as error:  # an endpoint that passes on arguments that are no JSON
-        if not all(_is_call(call) for call in said.get("tool_calls") or ()):
+        if not all(_is_call(call) for call in message_data.get("tool_calls") or ()):
             raise InferenceError(str(error)) from error
-        text = Message("assistant", str(said.get("content") or ""))
+        text = Message("assistant", str(message_data.get("content") or ""))
         reason = str(error).removeprefix(f"{where}: ")
         return {"message": text, "error": reason, "parse": "bad_tool_call"}
 
@@ -291,7 +293,7 @@ class PlayedEpisode:
     @property
     def rewards(self) -> list[float]:
         """Return the rewards of the scored decisions."""
-        return [one.result.reward for one in self.decisions if one.result.reward is not None]
+        return [decision.result.reward for decision in self.decisions if decision.result.reward is not None]
 
     @property
     def episode_return(self) -> float | None:
@@ -301,8 +303,8 @@ class PlayedEpisode:
     @property
     def success(self) -> bool | None:
         """Return the environment's last declaration of success."""
-        declared = [one.result.success for one in self.decisions if one.result.success is not None]
-        return declared[-1] if declared else None
+        declarations = [decision.result.success for decision in self.decisions if decision.result.success is not None]
+        return declarations[-1] if declarations else None
 
 
 @dataclass(slots=True)
@@ -367,38 +369,38 @@ async def end_if_actions_were_slow(played: PlayedRollout, plan: Plan, *, seconds
 
 
 async def _play_episode(
-    episode: PlayedEpisode, played: PlayedRollout, *, session: EnvSession, ask: Ask, plan: Plan
+    episode: PlayedEpisode, rollout: PlayedRollout, *, session: EnvSession, ask: Ask, plan: Plan
 ) -> None:
     opening = (await _of_env("env_reset_failed", session.reset(plan.seed, plan.options or None))).messages
-    seen = with_system_prompt(opening, plan.system_prompt)
-    conversation = seen
+    new_messages = with_system_prompt(opening, plan.system_prompt)
+    conversation = new_messages
     while True:
-        reply = await _asked(ask, conversation, session.tool_schemas, is_first=not episode.decisions)
+        reply = await _ask_model(ask, conversation, session.tool_schemas, is_first=not episode.decisions)
         if reply is None:
             episode.outcome = Outcome.CONTEXT_OVERFLOW
             return
-        played.num_ops += 1
+        rollout.num_ops += 1
         # Kept before the step: if that fails, the model's answer is not lost.
-        episode.unanswered = (seen, reply)
+        episode.unanswered = (new_messages, reply)
         try:
-            result = await _answered(session, episode, _action_of(reply))
+            result = await _time_answer(session, episode, _action_of(reply))
         except GymError as error:
             retrial = _retrial_of(plan, session, max_seconds=_MAX_REPLAY_SECONDS)
             # Another environment is asked: a broken one would fail for any action.
             if not await is_the_actions_doing(error, _actions_of(episode), retrial):
                 raise PlayError("env_step_failed", str(error)) from error
             _end_at_limit(episode, session)
-            played.num_ops += 1
+            rollout.num_ops += 1
             return
-        played.num_ops += 1
+        rollout.num_ops += 1
         episode.unanswered = None
-        episode.decisions.append(Decision(seen, reply, result))
+        episode.decisions.append(Decision(new_messages, reply, result))
         conversation += (reply.message, *result.messages)
-        seen = result.messages
+        new_messages = result.messages
         if result.done:
             episode.outcome = Outcome.TERMINATED if result.terminated else Outcome.TRUNCATED
             return
-        if played.num_decisions >= plan.max_turns:
+        if rollout.num_decisions >= plan.max_turns:
             episode.outcome = Outcome.MAX_TURNS
             return
 
@@ -407,17 +409,19 @@ def _action_of(reply: Reply) -> Action:
     return reply.message if reply.error is None else reply.error
 
 
-async def _answered(session: EnvSession, episode: PlayedEpisode, action: Action) -> StepResult:
-    started = time.monotonic()
+async def _time_answer(session: EnvSession, episode: PlayedEpisode, action: Action) -> StepResult:
+    start = time.monotonic()
     try:
         result: StepResult = await answer_to(session, action)
     finally:
-        episode.action_seconds += time.monotonic() - started
+        episode.action_seconds += time.monotonic() - start
     return result
 
 
 def _actions_of(episode: PlayedEpisode) -> list[Action]:
-    replies = [one.reply for one in episode.decisions] + ([] if episode.unanswered is None else [episode.unanswered[1]])
+    replies = [decision.reply for decision in episode.decisions] + (
+        [] if episode.unanswered is None else [episode.unanswered[1]]
+    )
     return [_action_of(reply) for reply in replies]
 
 
@@ -433,22 +437,24 @@ def _retrial_of(plan: Plan, session: EnvSession, *, max_seconds: float) -> Retri
 
 
 def _end_at_limit(episode: PlayedEpisode, session: EnvSession) -> None:
-    earned = math.fsum(episode.rewards)
-    floor = floor_of(session.env, earned, None)
+    episode_return = math.fsum(episode.rewards)
+    floor = floor_of(session.env, episode_return, None)
     if episode.unanswered is not None:
-        penalty = floor - earned
+        penalty = floor - episode_return
         result = StepResult((), reward=penalty, reward_terms={LIMIT_TERM: penalty}, terminated=True)
         episode.decisions.append(Decision(*episode.unanswered, result))
         episode.unanswered = None
     else:
         last = episode.decisions[-1]
-        penalty = floor - (earned - (last.result.reward or 0.0))
-        ended = replace(last.result, reward=penalty, reward_terms={LIMIT_TERM: penalty}, terminated=True, events=())
-        episode.decisions[-1] = replace(last, result=ended)
+        penalty = floor - (episode_return - (last.result.reward or 0.0))
+        last_result = replace(
+            last.result, reward=penalty, reward_terms={LIMIT_TERM: penalty}, terminated=True, events=()
+        )
+        episode.decisions[-1] = replace(last, result=last_result)
     episode.outcome = Outcome.ACTION_LIMIT
 
 
-async def _asked(
+async def _ask_model(
     ask: Ask, conversation: tuple[Message, ...], tools: tuple[Mapping[str, Any], ...], *, is_first: bool
 ) -> Reply | None:
     try:

@@ -87,15 +87,15 @@ class EnvSource:
             raise RefusalError(
                 422, "bad_index", f"env.config.index: expected a number from 0 to 2**31 - 1, got {index!r:.80}"
             )
-        named = seed if index is None else (first or 0) + index
-        if seed is None or named == seed:
-            return named
+        requested_seed = seed if index is None else (first or 0) + index
+        if seed is None or requested_seed == seed:
+            return requested_seed
         # The hosted evaluation command sends the index as the seed, too.
         if index is not None and index != seed:
             raise RefusalError(
                 422, "bad_index", f"env.config.index and env.seed: expected the same task, got {index} and {seed}"
             )
-        return named
+        return requested_seed
 
     def is_called(self, name: str | None) -> bool:
         """Return whether a client means this environment; None means any."""
@@ -109,9 +109,9 @@ class EnvSource:
             RefusalError: it may not set one, or there is no such argument.
         """
         # What names the task, or is for the trainer, is no argument of the constructor.
-        others = (*_NOT_OF_THE_CONSTRUCTOR, *self._address_keys)
-        asked = {key: value for key, value in config.items() if key not in others}
-        for key, value in asked.items():
+        ignored_keys = (*_NOT_OF_THE_CONSTRUCTOR, *self._address_keys)
+        client_config = {key: value for key, value in config.items() if key not in ignored_keys}
+        for key, value in client_config.items():
             is_repeated = key in self._config and self._config[key] == value
             if not (is_repeated or key in self._client_options or ANY_OPTION in self._client_options):
                 raise RefusalError(
@@ -120,13 +120,13 @@ class EnvSource:
                     f"env.config: {key!r} is not this server's setting, and clients may not set it; serve with it "
                     f"(--option {key}=VALUE), or let clients set it (--client-option {key})",
                 )
-        key = json.dumps(asked, sort_keys=True)
+        key = json.dumps(client_config, sort_keys=True)
         if key not in self._factories:
             # The oldest goes: a client could make any number of them.
             if len(self._factories) >= _MAX_KEPT:
                 del self._factories[next(iter(self._factories))]
             try:
-                self._factories[key] = isolated_factory(self._env, {**self._config, **asked}, self._isolation)
+                self._factories[key] = isolated_factory(self._env, {**self._config, **client_config}, self._isolation)
             except ConfigError as error:
                 raise RefusalError(422, "env_config_unknown", str(error)) from error
         return self._factories[key]

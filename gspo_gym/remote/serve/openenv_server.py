@@ -170,9 +170,11 @@ async def _read_facts(sessions: Sessions, name: str, description: str) -> Facts:
         schemas = session.tool_schemas
     finally:
         await session.close()
-    reserved = RESERVED_TOOL_NAMES & {schema["function"]["name"] for schema in schemas}
-    if reserved:
-        raise ConfigError(f"{name}: OpenEnv reserves the tool names {sorted(reserved)}; call these tools otherwise")
+    reserved_names = RESERVED_TOOL_NAMES & {schema["function"]["name"] for schema in schemas}
+    if reserved_names:
+        raise ConfigError(
+            f"{name}: OpenEnv reserves the tool names {sorted(reserved_names)}; call these tools otherwise"
+        )
     return Facts(name, description, schemas)
 
 
@@ -229,7 +231,7 @@ async def reset(request: fastapi.Request) -> JSONResponse:
     """Return the first observation of a fresh environment, which is closed again."""
     sessions = _service(request.app).sessions
     try:
-        given = ResetRequest.model_validate(read_json(await request.body() or b"{}"))
+        reset_request = ResetRequest.model_validate(read_json(await request.body() or b"{}"))
     except RecordError as error:
         return JSONResponse({"detail": f"the body is not JSON: {error}"}, 400)
     except ValidationError as error:
@@ -241,9 +243,9 @@ async def reset(request: fastapi.Request) -> JSONResponse:
     except GymError as error:
         return JSONResponse({"detail": str(error)}, 500)
     try:
-        result = await session.reset(given.seed, given.episode_id, given.options)
+        result = await session.reset(reset_request.seed, reset_request.episode_id, reset_request.options)
     except GymError as error:
-        return JSONResponse({"detail": str(error)}, failure_status(error, given.options))
+        return JSONResponse({"detail": str(error)}, failure_status(error, reset_request.options))
     finally:
         await sessions.destroy(session)
     return JSONResponse(observation_data(result))
@@ -267,11 +269,13 @@ async def step(request: fastapi.Request) -> JSONResponse:
 async def mcp(request: fastapi.Request) -> JSONResponse:
     """Answer JSON-RPC: tools/list, tools/call in a session, and OpenEnv's session/create and session/close."""
     try:
-        asked = read_json(await request.body())
+        rpc_request = read_json(await request.body())
     except RecordError as error:
         return JSONResponse(rpc_error(None, -32700, f"Parse error: {error}"))
     service = _service(request.app)
-    return JSONResponse(await answer_rpc(asked, sessions=service.sessions, tool_schemas=service.facts.tool_schemas))
+    return JSONResponse(
+        await answer_rpc(rpc_request, sessions=service.sessions, tool_schemas=service.facts.tool_schemas)
+    )
 
 
 @_ROUTER.websocket("/ws")
@@ -338,12 +342,12 @@ class Channel:
 
     async def _open_session(self) -> Session | None:
         """Return the session, or None after telling the client why there is none."""
-        wanted = self._websocket.query_params.get("session_id")
+        session_id = self._websocket.query_params.get("session_id")
         try:
-            session = await self._sessions.create() if wanted is None else self._sessions.get(wanted)
+            session = await self._sessions.create() if session_id is None else self._sessions.get(session_id)
             # Two clients of one episode would each see half of it.
             if session.is_attached:
-                raise UsageError(f"session {wanted!r} has a WebSocket already")
+                raise UsageError(f"session {session_id!r} has a WebSocket already")
         except CapacityError as error:
             counts = {"active_sessions": self._sessions.num_active, "max_sessions": self._sessions.max_sessions}
             await self._send(error_frame("CAPACITY_REACHED", str(error), **counts))
@@ -355,15 +359,15 @@ class Channel:
             await self._send(error_frame("FACTORY_ERROR", str(error)))
             return None
         # A session that was made over /mcp outlives the socket.
-        session.is_attached, session.is_closing = True, wanted is None
+        session.is_attached, session.is_closing = True, session_id is None
         return session
 
     async def _serve(self, session: Session) -> None:
         while True:
-            received = await self._websocket.receive()
-            if received["type"] == "websocket.disconnect":
+            event = await self._websocket.receive()
+            if event["type"] == "websocket.disconnect":
                 return
-            frame = await self._answer(received.get("text"), session)
+            frame = await self._answer(event.get("text"), session)
             if frame is None:
                 return
             await self._send(frame)
@@ -401,8 +405,8 @@ class Channel:
         return error_frame("UNKNOWN_TYPE", f"Unknown message type: {kind}")
 
     async def _reset(self, data: Any, session: Session) -> dict[str, Any]:
-        given = ResetRequest.model_validate(data)
-        result = await session.reset(given.seed, given.episode_id, given.options)
+        reset_request = ResetRequest.model_validate(data)
+        result = await session.reset(reset_request.seed, reset_request.episode_id, reset_request.options)
         return {"type": "observation", "data": observation_data(result)}
 
     async def _step(self, data: Any, session: Session) -> dict[str, Any]:

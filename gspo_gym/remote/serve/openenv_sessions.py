@@ -182,5 +182,7 @@ class Sessions:
     async def _close_idle(self) -> None:
         # Sessions with a WebSocket end with that.
         oldest = time.monotonic() - self._idle_timeout
-        idle = [one for one in self._open.values() if not one.is_attached and one.last_used < oldest]
+        idle = [
+            candidate for candidate in self._open.values() if not candidate.is_attached and candidate.last_used < oldest
+        ]
         await asyncio.gather(*(self.destroy(session) for session in idle))

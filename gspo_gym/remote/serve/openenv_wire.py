@@ -108,10 +108,10 @@ def message_of(action: TextAction | ToolAction, *, turn: int) -> Message:
     calls = list(action.tool_calls)
     if action.tool_name is not None:
         calls = [Call(name=action.tool_name, arguments=action.arguments)]
-    numbered = (
+    tool_calls = (
         ToolCall(call.id or f"call_{turn}_{index}", call.name, call.arguments) for index, call in enumerate(calls)
     )
-    return Message("assistant", action.message, tuple(numbered))
+    return Message("assistant", action.message, tuple(tool_calls))
 
 
 def observation_data(result: StepResult) -> dict[str, Any]:
@@ -179,7 +179,7 @@ def error_frame(code: str, message: str, **more: Any) -> dict[str, Any]:
 
 def validation_errors(error: ValidationError) -> list[dict[str, Any]]:
     """Return pydantic's errors without its links and objects."""
-    return [{"type": one["type"], "loc": list(one["loc"]), "msg": one["msg"]} for one in error.errors()]
+    return [{"type": detail["type"], "loc": list(detail["loc"]), "msg": detail["msg"]} for detail in error.errors()]
 
 
 # JSON-RPC's codes (section 5.1), and the first of those that a server may choose.
@@ -239,11 +239,11 @@ async def _result(
         case "tools/list":
             return {"tools": mcp_tools(tool_schemas)}
         case "tools/call":
-            return await _call(request.params, _named(request.params, sessions, session), bool(tool_schemas))
+            return await _call(request.params, _session_of(request.params, sessions, session), bool(tool_schemas))
         case "openenv/session/create":
-            return {"session_id": (session or await _created(sessions)).id}
+            return {"session_id": (session or await _create_session(sessions)).id}
         case "openenv/session/close":
-            return await _closed(_named(request.params, sessions, None), sessions)
+            return await _close_session(_session_of(request.params, sessions, None), sessions)
     raise _RpcError(_METHOD_NOT_FOUND, f"Method not found: {request.method}")
 
 
@@ -251,14 +251,14 @@ async def _call(params: Mapping[str, Any], session: Session, has_tools: bool) ->
     if not has_tools:
         raise _RpcError(_INTERNAL_ERROR, "this environment has no tools")
     try:
-        given = {"type": "call_tool", "tool_name": params.get("name"), "arguments": params.get("arguments") or {}}
-        action = ToolAction.model_validate(given)
+        action_data = {"type": "call_tool", "tool_name": params.get("name"), "arguments": params.get("arguments") or {}}
+        action = ToolAction.model_validate(action_data)
     except ValidationError as error:
         raise _RpcError(_INVALID_PARAMS, f"Invalid params: {validation_errors(error)}") from error
     return call_result(await session.act(lambda turn: message_of(action, turn=turn)))
 
 
-def _named(params: Mapping[str, Any], sessions: Sessions, session: Session | None) -> Session:
+def _session_of(params: Mapping[str, Any], sessions: Sessions, session: Session | None) -> Session:
     if session is not None:
         return session
     session_id = params.get("session_id")
@@ -270,7 +270,7 @@ def _named(params: Mapping[str, Any], sessions: Sessions, session: Session | Non
         raise _RpcError(_INVALID_PARAMS, f"Unknown session_id: {session_id}") from error
 
 
-async def _created(sessions: Sessions) -> Session:
+async def _create_session(sessions: Sessions) -> Session:
     try:
         return await sessions.create()
     except CapacityError as error:
@@ -278,7 +278,7 @@ async def _created(sessions: Sessions) -> Session:
         raise _RpcError(_SERVER_ERROR, str(error), counts) from error
 
 
-async def _closed(session: Session, sessions: Sessions) -> dict[str, Any]:
+async def _close_session(session: Session, sessions: Sessions) -> dict[str, Any]:
     if session.is_attached:  # its WebSocket closes it, which may be in the middle of a call
         session.is_closing = True
         return {"session_id": session.id, "closed": False, "closing": True}

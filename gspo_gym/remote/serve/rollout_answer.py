@@ -22,7 +22,7 @@ from pydantic import Field, field_validator
 
 from gspo_gym.base.messages import message_to_wire
 from gspo_gym.base.settings import Settings
-from gspo_gym.env.workers.channel import json_safe
+from gspo_gym.env.workers.wire import json_safe
 from gspo_gym.remote.apps.contracts import EXTENSION, EpisodeDetails, RolloutRequest, StepDetails
 from gspo_gym.remote.serve.agent_loop import Decision, PlayedEpisode, PlayedRollout
 from gspo_gym.types import Message
@@ -77,18 +77,18 @@ class DecisionRewards:
 
     def __init__(self, settings: AppStepRewards) -> None:
         self._settings = settings
-        self._seen: dict[str, None] = {}  # in the order in which they were reached first
+        self._seen_names: dict[str, None] = {}  # in the order in which they were reached first
         self._counts: Counter[str] = Counter()
         self._stepwise: list[dict[str, Any]] = []
 
     def of_decision(self, events: Sequence[str]) -> dict[str, Any]:
         """Return `decision_rewards` and `stepwise` of the next decision, which reached these achievements."""
         # Once each: an environment may report an event twice in one step.
-        settings, reached = self._settings, list(dict.fromkeys(events))
-        unique = [name for name in reached if name not in self._seen]
-        self._seen.update(dict.fromkeys(unique))
-        indicator = int(bool(reached))
-        base = float(indicator) if settings.strategy == "consistent" else self._weight_of(reached)
+        settings, achievements = self._settings, list(dict.fromkeys(events))
+        unique = [name for name in achievements if name not in self._seen_names]
+        self._seen_names.update(dict.fromkeys(unique))
+        indicator = int(bool(achievements))
+        base = float(indicator) if settings.strategy == "consistent" else self._weight_of(achievements)
         stepwise = {
             "decision_index": len(self._stepwise),
             "indicator": indicator,
@@ -99,48 +99,48 @@ class DecisionRewards:
             "base_reward": base,
         }
         self._stepwise.append(stepwise)
-        counted = {"turn": len(self._stepwise), "ach_delta": len(reached), "unique_delta": len(unique)}
-        return {"decision_rewards": {**counted, "all": reached, "unique": unique}, "stepwise": stepwise}
+        counts = {"turn": len(self._stepwise), "ach_delta": len(achievements), "unique_delta": len(unique)}
+        return {"decision_rewards": {**counts, "all": achievements, "unique": unique}, "stepwise": stepwise}
 
     def samples(self) -> list[dict[str, Any]]:
         return [
             {
-                "decision_index": one["decision_index"],
-                "indicator": one["indicator"],
-                "r_i": one["reward"],
-                "base": one["base_reward"],
-                "strategy": one["strategy"],
+                "decision_index": stepwise["decision_index"],
+                "indicator": stepwise["indicator"],
+                "r_i": stepwise["reward"],
+                "base": stepwise["base_reward"],
+                "strategy": stepwise["strategy"],
             }
-            for one in self._stepwise
+            for stepwise in self._stepwise
         ]
 
     def summary(self) -> dict[str, Any]:
         """Return `metrics.details.stepwise`."""
         settings = self._settings
         return {
-            "indicator_sum": sum(one["indicator"] for one in self._stepwise),
+            "indicator_sum": sum(stepwise["indicator"] for stepwise in self._stepwise),
             "reward_sum": self.reward_sum,
             "resource_reward": 0.0,
-            "new_achievements_total": sum(len(one["new_achievements"]) for one in self._stepwise),
+            "new_achievements_total": sum(len(stepwise["new_achievements"]) for stepwise in self._stepwise),
             "mode": settings.mode,
             "strategy": settings.strategy,
             "indicator_lambda": settings.indicator_lambda,
             "step_beta": settings.step_beta,
             "weights": dict(settings.weights),
             "k_limits": dict(settings.k_limits),
-            "unique_achievements_total": len(self._seen),
-            "unique_achievements": list(self._seen),
-            "final_achievements": list(self._seen),
+            "unique_achievements_total": len(self._seen_names),
+            "unique_achievements": list(self._seen_names),
+            "final_achievements": list(self._seen_names),
         }
 
     @property
     def reward_sum(self) -> float:
         """Return the reward of all decisions so far."""
-        return float(sum(one["reward"] for one in self._stepwise))
+        return float(sum(stepwise["reward"] for stepwise in self._stepwise))
 
-    def _weight_of(self, reached: Sequence[str]) -> float:
+    def _weight_of(self, achievements: Sequence[str]) -> float:
         value = 0.0
-        for name in reached:
+        for name in achievements:
             limit = self._settings.k_limits.get(name, 1)
             if limit <= 0 or self._counts[name] < limit:
                 value += self._settings.weights.get(name, 1.0)
@@ -154,8 +154,8 @@ def step_rewards_of(policy_config: Mapping[str, Any], env_config: Mapping[str, A
     Raises:
         pydantic.ValidationError: one is unknown or wrong.
     """
-    given = policy_config.get("step_rewards") or env_config.get("step_rewards") or {}
-    return AppStepRewards.model_validate(given)
+    settings = policy_config.get("step_rewards") or env_config.get("step_rewards") or {}
+    return AppStepRewards.model_validate(settings)
 
 
 Json = dict[str, Any]  # Any: JSON
@@ -185,12 +185,14 @@ class AnswerContext:
 
 def rollout_answer(played: PlayedRollout, context: AnswerContext, *, aborted: bool, created_at: str) -> Json:
     """Return the whole answer, of generation A; `created_at` is when the rollout began."""
-    told = [_Told(episode, context) for episode in played.episodes]
+    wire_episodes = [_Told(episode, context) for episode in played.episodes]
     request = context.request
     answer: Json = {
         "run_id": request.run_id,
-        "trajectories": [one.trajectory for one in told] if request.record.trajectories else [],
-        "metrics": _metrics(played, told, context, aborted=aborted),
+        "trajectories": [wire_episode.trajectory for wire_episode in wire_episodes]
+        if request.record.trajectories
+        else [],
+        "metrics": _metrics(played, wire_episodes, context, aborted=aborted),
         "branches": {},
         "aborted": aborted,
         "ops_executed": played.num_ops,
@@ -200,7 +202,7 @@ def rollout_answer(played: PlayedRollout, context: AnswerContext, *, aborted: bo
     }
     if request.record.return_trace:
         is_compact = request.record.trace_format == "compact"
-        answer["trace"] = (_compact_trace if is_compact else _full_trace)(told, context, created_at)
+        answer["trace"] = (_compact_trace if is_compact else _full_trace)(wire_episodes, context, created_at)
     return answer
 
 
@@ -210,7 +212,7 @@ class _Told:
     def __init__(self, episode: PlayedEpisode, context: AnswerContext) -> None:
         self.episode = episode
         self.rewards = DecisionRewards(context.step_rewards)
-        self.steps = [_step(one, index, self.rewards, context) for index, one in enumerate(episode.decisions)]
+        self.steps = [_step(decision, index, self.rewards, context) for index, decision in enumerate(episode.decisions)]
         self.trajectory: Json = {
             "env_id": context.env_id,
             "policy_id": context.policy_id,
@@ -239,7 +241,7 @@ class _Told:
 
     def _samples(self) -> list[Json]:
         actions = [[call["function"]["name"] for call in step["tool_calls"]] for step in self.steps]
-        return [{**one, "actions": names} for one, names in zip(self.rewards.samples(), actions, strict=True)]
+        return [{**sample, "actions": names} for sample, names in zip(self.rewards.samples(), actions, strict=True)]
 
 
 def _step(decision: Decision, index: int, rewards: DecisionRewards, context: AnswerContext) -> Json:
@@ -249,14 +251,14 @@ def _step(decision: Decision, index: int, rewards: DecisionRewards, context: Ans
     details = StepDetails(reward_terms=dict(result.reward_terms), events=list(result.events))
     info: Json = {"meta": meta, EXTENSION: details.model_dump()}
     if context.step_rewards.is_active:
-        counted = rewards.of_decision(result.events)
-        meta["decision_rewards"], info["stepwise"] = counted["decision_rewards"], counted["stepwise"]
+        reward_fields = rewards.of_decision(result.events)
+        meta["decision_rewards"], info["stepwise"] = reward_fields["decision_rewards"], reward_fields["stepwise"]
     if reply.logprobs is not None and context.request.record.logprobs:
         info["logprobs"] = [value if math.isfinite(value) else _MIN_LOGPROB for value in reply.logprobs]
-    said = message_to_wire(reply.message)
+    message_wire = message_to_wire(reply.message)
     return {
         "obs": _observation(decision.seen),
-        "tool_calls": said.get("tool_calls", []),
+        "tool_calls": message_wire.get("tool_calls", []),
         "output": reply.message.content,
         "output_mode": "tool_calls" if reply.message.tool_calls else "text",
         "reward": result.reward,
@@ -271,10 +273,10 @@ def _observation(messages: Sequence[Message]) -> Json:
     return {"messages": [message_to_wire(message) for message in messages], "text": text}
 
 
-def _metrics(played: PlayedRollout, told: Sequence[_Told], context: AnswerContext, *, aborted: bool) -> Json:
-    episodes = played.episodes
+def _metrics(rollout: PlayedRollout, wire_episodes: Sequence[_Told], context: AnswerContext, *, aborted: bool) -> Json:
+    episodes = rollout.episodes
     returns = [value for episode in episodes if (value := episode.episode_return) is not None]
-    declared = [episode.success for episode in episodes if episode.success is not None]
+    successes = [episode.success for episode in episodes if episode.success is not None]
     terms: Counter[str] = Counter()
     for decision in (one for episode in episodes for one in episode.decisions):
         for name, value in decision.result.reward_terms.items():
@@ -286,18 +288,18 @@ def _metrics(played: PlayedRollout, told: Sequence[_Told], context: AnswerContex
         "achievements": list(dict.fromkeys(_events(episodes))),
         EXTENSION: EpisodeDetails(outcome=None if outcome is None else outcome.value).model_dump(),
     }
-    if declared:
-        details["success"] = all(declared)
-    if context.step_rewards.is_active and told:
-        details["stepwise"] = told[-1].rewards.summary()
+    if successes:
+        details["success"] = all(successes)
+    if context.step_rewards.is_active and wire_episodes:
+        details["stepwise"] = wire_episodes[-1].rewards.summary()
     is_active = context.step_rewards.is_active
     return {
         "episode_returns": returns,
         "mean_return": _mean_return(returns, aborted=aborted),
-        "num_steps": played.num_decisions,
+        "num_steps": rollout.num_decisions,
         "num_episodes": len(episodes),
-        "outcome_score": sum(declared) / len(declared) if declared else None,
-        "events_score": float(sum(one.rewards.reward_sum for one in told)) if is_active else None,
+        "outcome_score": sum(successes) / len(successes) if successes else None,
+        "events_score": float(sum(one.rewards.reward_sum for one in wire_episodes)) if is_active else None,
         "details": details,
     }
 
@@ -314,9 +316,11 @@ def _events(episodes: Sequence[PlayedEpisode]) -> list[str]:
     return [name for episode in episodes for decision in episode.decisions for name in decision.result.events]
 
 
-def _compact_trace(told: Sequence[_Told], context: AnswerContext, created_at: str) -> Json:
-    decisions = [one for each in told for one in each.episode.decisions]
-    rewards = [step["info"]["meta"].get("decision_rewards") for each in told for step in each.steps]
+def _compact_trace(wire_episodes: Sequence[_Told], context: AnswerContext, created_at: str) -> Json:
+    decisions = [one for wire_episode in wire_episodes for one in wire_episode.episode.decisions]
+    rewards = [
+        step["info"]["meta"].get("decision_rewards") for wire_episode in wire_episodes for step in wire_episode.steps
+    ]
     return {
         "session_id": context.request.run_id,
         "created_at": created_at,
@@ -328,13 +332,13 @@ def _compact_trace(told: Sequence[_Told], context: AnswerContext, created_at: st
     }
 
 
-def _full_trace(told: Sequence[_Told], context: AnswerContext, created_at: str) -> Json:
-    decisions = [one for each in told for one in each.episode.decisions]
+def _full_trace(wire_episodes: Sequence[_Told], context: AnswerContext, created_at: str) -> Json:
+    decisions = [decision for wire_episode in wire_episodes for decision in wire_episode.episode.decisions]
     events: list[Json] = []
     history: list[Message] = []
-    for turn, one in enumerate(decisions, start=1):
-        result, call = one.result, _model_call(one, context)
-        events.append({"event_type": "cais", "turn": turn, **call, "call_records": [_call_record(one, context)]})
+    for turn, decision in enumerate(decisions, start=1):
+        result, call = decision.result, _model_call(decision, context)
+        events.append({"event_type": "cais", "turn": turn, **call, "call_records": [_call_record(decision, context)]})
         events.append(
             {
                 "event_type": "environment",
@@ -342,11 +346,11 @@ def _full_trace(told: Sequence[_Told], context: AnswerContext, created_at: str) 
                 "reward": result.reward,
                 "terminated": result.terminated,
                 "truncated": result.truncated,
-                "system_state_before": _observation(one.seen),
+                "system_state_before": _observation(decision.seen),
                 "system_state_after": _observation(result.messages),
             }
         )
-        history += [*one.seen, one.reply.message]  # once each: `seen` is what was new to the model
+        history += [*decision.seen, decision.reply.message]  # once each: `seen` is what was new to the model
     if decisions:
         history += decisions[-1].result.messages
     turns = range(1, len(decisions) + 1)
@@ -366,12 +370,12 @@ def _history(messages: Sequence[Message], context: AnswerContext, created_at: st
     wires = [message_to_wire(message) for message in messages]
     if context.request.record.trace_format == "full":
         return wires
-    begun = datetime.fromisoformat(created_at).timestamp()
+    began_at = datetime.fromisoformat(created_at).timestamp()
     return [
         {
             "content": {"text": message.content, "json_payload": _more_than_text(wire)},
             "message_type": "tool_result" if message.role == "tool" else message.role,
-            "time_record": {"event_time": begun, "message_time": number},
+            "time_record": {"event_time": began_at, "message_time": number},
             "metadata": {},
         }
         for number, (message, wire) in enumerate(zip(messages, wires, strict=True))
@@ -402,16 +406,16 @@ def _model_call(decision: Decision, context: AnswerContext) -> Json:
 
 
 def _call_record(decision: Decision, context: AnswerContext) -> Json:
-    said = message_to_wire(decision.reply.message)
+    message_wire = message_to_wire(decision.reply.message)
     calls = [
         {"name": call["function"]["name"], "arguments_json": call["function"]["arguments"]}
-        for call in said.get("tool_calls", ())
+        for call in message_wire.get("tool_calls", ())
     ]
     sampling = {key: context.request.policy.config.get(key) for key in ("temperature", "top_p", "max_tokens")}
     return {
         "request_params": sampling,
         "input_messages": [message_to_wire(message) for message in decision.seen],
-        "output_messages": [said],
+        "output_messages": [message_wire],
         "output_tool_calls": calls,
         "usage": dict(decision.reply.usage),
         "finish_reason": decision.reply.finish_reason,

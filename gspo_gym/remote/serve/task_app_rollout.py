@@ -94,26 +94,26 @@ class Rollouts:
         except BaseException:
             client_left.close()  # or asyncio warns that it was never awaited
             raise
-        played = PlayedRollout()
+        rollout = PlayedRollout()
         try:
             async with self._runs.begin(request.run_id) as run:
-                playing = self._play(played, run, plan, request, url, factory)
+                playing = self._play(rollout, run, plan, request, url, factory)
                 seconds = min(request.safety.max_time_s, self._max_seconds)
                 # Whatever ends first: the episode, an abort, the client's connection, or the time.
                 is_over = await until_stopped(playing, run.abort_requested.wait(), client_left, timeout_seconds=seconds)
                 # Slow actions are the model's doing and are scored, while an abort has no result.
                 if not (is_over or run.abort_requested.is_set()):
-                    is_over = await end_if_actions_were_slow(played, plan, seconds=seconds)
+                    is_over = await end_if_actions_were_slow(rollout, plan, seconds=seconds)
                 run.status = "succeeded" if is_over else "aborted"
         except PlayError as error:
             _log.info("rollout %s: %s: %s", request.run_id, error.code, error)
             raise RefusalError(_status_of(error, request), error.code, str(error)) from error
         finally:
             client_left.close()
-        return rollout_answer(played, context, aborted=not is_over, created_at=run.started_at)
+        return rollout_answer(rollout, context, aborted=not is_over, created_at=run.started_at)
 
     async def _play(
-        self, played: PlayedRollout, run: Run, plan: Plan, request: RolloutRequest, url: PinnedUrl, factory: Any
+        self, rollout: PlayedRollout, run: Run, plan: Plan, request: RolloutRequest, url: PinnedUrl, factory: Any
     ) -> None:
         async with self._runs.place(run):
             model = InferenceClient(
@@ -125,12 +125,12 @@ class Rollouts:
                 max_retries=self._inference.max_retries,
             )
             try:
-                session = await self._opened(factory)
-                await _play_and_close(played, session, model, plan)
+                session = await self._open_session(factory)
+                await _play_and_close(rollout, session, model, plan)
             finally:
                 await model.close()
 
-    async def _opened(self, factory: Any) -> EnvSession:
+    async def _open_session(self, factory: Any) -> EnvSession:
         try:
             return await open_session(factory, env_id=self._source.env_id, step_timeout_seconds=self._step_timeout)
         except GymError as error:
@@ -152,8 +152,10 @@ class Rollouts:
                 "missing_correlation_id",
                 'mode "rl" needs policy.config.trace_correlation_id, or ?cid= in policy.config.inference_url',
             )
-        named = self._source.seed_of(env.config, env.seed)
-        seed = seed_of(request.run_id, is_evaluation=request.mode == "eval") if named is None else named
+        requested_seed = self._source.seed_of(env.config, env.seed)
+        seed = (
+            seed_of(request.run_id, is_evaluation=request.mode == "eval") if requested_seed is None else requested_seed
+        )
         # A seed of the request, because drawn ones are not negative.
         if seed < 0:
             raise RefusalError(422, "bad_seed", f"env.seed: expected a number >= 0, got {seed}")
@@ -208,8 +210,8 @@ def num_turns_of(ops: Sequence[str | Mapping[str, Any]], max_ops: int) -> int:
     """
     names = [op if isinstance(op, str) else op.get("type") for op in ops]
     if names != ["agent", "env"] * (len(names) // 2):
-        shown = f"{names[:6]}{'...' if len(names) > 6 else ''}"
-        raise RefusalError(422, "bad_ops", f'ops: expected "agent" and "env" in turn, got {shown}')
+        ops_text = f"{names[:6]}{'...' if len(names) > 6 else ''}"
+        raise RefusalError(422, "bad_ops", f'ops: expected "agent" and "env" in turn, got {ops_text}')
     num_turns = min(len(names), max_ops) // 2
     if num_turns < 1:
         raise RefusalError(422, "bad_ops", f"ops: expected at least one decision, got {len(names)} ops of {max_ops}")
@@ -222,8 +224,8 @@ def seed_of(run_id: str, *, is_evaluation: bool) -> int:
     >>> seed_of("a", is_evaluation=True) < 2**31 <= seed_of("a", is_evaluation=False)
     True
     """
-    drawn = np.random.default_rng(int.from_bytes(hashlib.sha256(run_id.encode()).digest(), "big"))
-    return next_seed(drawn, is_held_out=is_evaluation)
+    rng = np.random.default_rng(int.from_bytes(hashlib.sha256(run_id.encode()).digest(), "big"))
+    return next_seed(rng, is_held_out=is_evaluation)
 
 
 def _system_prompt_of(policy: Mapping[str, Any]) -> str | None:
@@ -243,13 +245,13 @@ def _step_rewards(policy: Mapping[str, Any], env: Mapping[str, Any]) -> AppStepR
     try:
         return step_rewards_of(policy, env)
     except ValidationError as error:
-        reasons = "; ".join(f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors())
+        reasons = "; ".join(f"{'.'.join(map(str, detail['loc']))}: {detail['msg']}" for detail in error.errors())
         raise RefusalError(422, "bad_step_rewards", f"step_rewards: {reasons}") from error
 
 
-async def _play_and_close(played: PlayedRollout, session: EnvSession, model: InferenceClient, plan: Plan) -> None:
+async def _play_and_close(rollout: PlayedRollout, session: EnvSession, model: InferenceClient, plan: Plan) -> None:
     try:
-        await play_rollout(played, session=session, ask=model.ask, plan=plan)
+        await play_rollout(rollout, session=session, ask=model.ask, plan=plan)
     # The environment is closed also if the client has gone.
     except BaseException:
         with contextlib.suppress(GymError):  # it would only hide the first
@@ -301,9 +303,9 @@ class Runs:
         Raises:
             RefusalError: that run is under way already, or too many are waiting.
         """
-        known = self._runs.get(run_id)
+        earlier_run = self._runs.get(run_id)
         # A client that asks again after a lost answer would play the same attempt twice.
-        if known is not None and known.finished_at is None:
+        if earlier_run is not None and earlier_run.finished_at is None:
             raise RefusalError(409, "run_exists", f"run {run_id!r} is under way; a run id names one attempt")
         if self._num_waiting >= self._max_waiting:
             raise RefusalError(503, "overloaded", f"{self._num_waiting} rollouts are waiting for a place; try again")
@@ -366,12 +368,12 @@ async def until_stopped(
     try:
         await asyncio.wait({task, *watching}, timeout=timeout_seconds, return_when=asyncio.FIRST_COMPLETED)
     finally:
-        is_done, ended = task.done(), [stop for stop in watching if stop.done()]
-        for each in (task, *watching):
-            each.cancel()
+        is_done, done_stops = task.done(), [stop for stop in watching if stop.done()]
+        for future in (task, *watching):
+            future.cancel()
         await asyncio.gather(task, *watching, return_exceptions=True)  # until the environment is closed
-    for each in (task,) if is_done else ended:
-        each.result()
+    for future in (task,) if is_done else done_stops:
+        future.result()
     return is_done
 
 

@@ -107,8 +107,8 @@ def task_documents(facts: AppFacts, seeds: Sequence[int]) -> Json | list[Json]:
         return taskset(facts)
     wrong = [seed for seed in seeds if not 0 <= seed < _NUM_SEEDS]
     if wrong or len(seeds) > _MAX_SEEDS_ASKED:
-        asked = f"got {wrong[0]}" if wrong else f"got {len(seeds)} of them"
-        raise ValueError(f"seed: expected at most {_MAX_SEEDS_ASKED} numbers from 0 to {_NUM_SEEDS - 1}, {asked}")
+        seeds_text = f"got {wrong[0]}" if wrong else f"got {len(seeds)} of them"
+        raise ValueError(f"seed: expected at most {_MAX_SEEDS_ASKED} numbers from 0 to {_NUM_SEEDS - 1}, {seeds_text}")
     infos = [task_document(facts, seed) for seed in seeds]
     return infos[0] if len(infos) == 1 else infos
 
@@ -345,7 +345,7 @@ async def task_info(request: fastapi.Request) -> JSONResponse:
 @_ROUTER.post("/rollout")
 async def rollout(request: fastapi.Request, asked: RolloutRequest) -> JSONResponse:
     """Play a rollout."""
-    return JSONResponse(await _app(request).rollouts.answer(asked, client_left=_disconnected(request)))
+    return JSONResponse(await _app(request).rollouts.answer(asked, client_left=_wait_for_disconnect(request)))
 
 
 @_ROUTER.post("/run/abort")
@@ -368,7 +368,7 @@ async def done(request: fastapi.Request) -> dict[str, Any]:
     return {"ok": True, "service": _app(request).facts.name}
 
 
-async def _disconnected(request: fastapi.Request) -> None:
+async def _wait_for_disconnect(request: fastapi.Request) -> None:
     """Return when the client has gone."""
     while True:
         message = await request.receive()
@@ -471,6 +471,10 @@ def rubrics_of(env_id: str, rubric: str | None = None) -> Rubrics:
     if rubric is None:
         home = str(gymnasium.registry[resolve(env_id)].entry_point).partition(":")[0].split(".")
         # A bundled environment brings its rubrics in its own package; the last version counts.
-        ids = [known for known in bundled_rubric_ids() if home[:2] == ["gspo_gym_envs", known.partition("/")[0]]]
+        ids = [
+            rubric_id
+            for rubric_id in bundled_rubric_ids()
+            if home[:2] == ["gspo_gym_envs", rubric_id.partition("/")[0]]
+        ]
         rubric = ids[-1] if ids else None
     return load_rubrics(rubric)

@@ -76,9 +76,9 @@ def step_values(folder: Path, name: str, *, max_episodes: int | None = None) -> 
     values = step.outline(max_episodes)
     values["vocabulary"] = {}
     for number, group in enumerate(values["groups"]):
-        whole = step.group(number)
-        values["vocabulary"] |= whole["vocabulary"]
-        for outline, episode in zip(group["episodes"], whole["episodes"], strict=True):
+        full_group = step.group(number)
+        values["vocabulary"] |= full_group["vocabulary"]
+        for outline, episode in zip(group["episodes"], full_group["episodes"], strict=True):
             outline |= episode
     return values
 
@@ -91,27 +91,27 @@ class RecordedStep:
     """
 
     def __init__(self, folder: Path, name: str) -> None:
-        found = [path for path in episode_paths(folder, name) if path.name.partition(".")[0] == name]
-        if not found:
+        paths = [path for path in episode_paths(folder, name) if path.name.partition(".")[0] == name]
+        if not paths:
             raise RecordError(f"{folder}: has no episodes {name!r}")
         self._folder, self._name = folder, name
         self._step = int(name.rpartition("_")[2]) if name[-1].isdigit() else 0
         is_recorded = name.startswith("step_") and token_path(folder, self._step).exists()
         self._tokens = open_tokens(folder, self._step) if is_recorded else None
-        self._judged = latest_judgements(read_judgements(folder / JUDGEMENTS_FILE))
+        self._judgements = latest_judgements(read_judgements(folder / JUDGEMENTS_FILE))
         groups: dict[str, list[Trajectory]] = defaultdict(list)
-        for trajectory in read_episodes(found[0]):
+        for trajectory in read_episodes(paths[0]):
             groups[trajectory.task.task_id].append(trajectory)
         self._groups = list(groups.values())
 
     def outline(self, max_episodes: int | None = None) -> dict[str, Json]:
         """Return what lists, filters and scales of colour need, without the tokens; `max_episodes` as `step_values`."""
-        kept = 0
+        num_groups = 0
         num_shown = 0
         for members in self._groups:
             if max_episodes is not None and num_shown + len(members) > max(max_episodes, len(members)):
                 break
-            kept, num_shown = kept + 1, num_shown + len(members)
+            num_groups, num_shown = num_groups + 1, num_shown + len(members)
         columns = None if self._tokens is None else self._tokens.columns()
         metrics = next((line for line in read_metrics(self._folder) if line["step"] == self._step), {})
         return {
@@ -121,16 +121,19 @@ class RecordedStep:
             "num_passes": 1 if self._tokens is None else self._tokens.num_passes,
             "loss": None if self._tokens is None else metrics.get("loss/total"),
             "update": None if columns is None else self._update(columns, metrics.get("optim/num_steps")),
-            "names": {"clip": [each.name.lower() for each in Clip], "fate": [each.name.lower() for each in Fate]},
-            "scales": _scales(columns, [each for members in self._groups for each in members]),
+            "names": {
+                "clip": [member.name.lower() for member in Clip],
+                "fate": [member.name.lower() for member in Fate],
+            },
+            "scales": _scales(columns, [member for members in self._groups for member in members]),
             "groups": [
                 {
                     "task": members[0].task.task_id,
                     "environment": members[0].task.env_id,
                     "options": dict(members[0].task.options),
-                    "episodes": [self._outline_of(each, columns) for each in members],
+                    "episodes": [self._outline_of(member, columns) for member in members],
                 }
-                for members in self._groups[:kept]
+                for members in self._groups[:num_groups]
             ],
         }
 
@@ -147,8 +150,8 @@ class RecordedStep:
             raise RecordError(f"{self._name}: has no group {number}")
         members = self._groups[number]
         episodes = [
-            _turns(each, self._judgement_of(each), leaves) | _columns(each, self._tokens)
-            for each, leaves in zip(members, _divergences(members), strict=True)
+            _turns(member, self._judgement_of(member), leaves) | _columns(member, self._tokens)
+            for member, leaves in zip(members, _divergences(members), strict=True)
         ]
         vocabulary: dict[int, str] = {}
         if (tokenizer := run_tokenizer(self._folder)) is not None:
@@ -156,8 +159,8 @@ class RecordedStep:
             for segment in (segment for episode in episodes for segment in episode["segments"]):
                 vocabulary |= {i: texts.alone(i) for i in segment["ids"]}
                 # Of tokens that hold parts of characters: what they are beside their neighbours.
-                read = zip(segment["ids"], texts.in_sequence(segment["ids"]), strict=True)
-                segment["texts"] = {at: text for at, (i, text) in enumerate(read) if text != vocabulary[i]}
+                token_texts = zip(segment["ids"], texts.in_sequence(segment["ids"]), strict=True)
+                segment["texts"] = {at: text for at, (i, text) in enumerate(token_texts) if text != vocabulary[i]}
         return {"episodes": episodes, "vocabulary": vocabulary}
 
     def _update(self, columns: Mapping[str, Column], num_steps: float | None) -> dict[str, Json]:
@@ -169,7 +172,7 @@ class RecordedStep:
         steps = columns["optimizer_step"]  # [P, N]
         counts = np.zeros((3, int(steps.max(initial=-1)) + 1), np.int64)
         own = dict(zip(self._tokens.spans, steps.T, strict=True))
-        for trajectory in (each for members in self._groups for each in members if each.trajectory_id in own):
+        for trajectory in (member for members in self._groups for member in members if member.trajectory_id in own):
             turns = {int(i) for segment in trajectory.segments for i in segment.turn_index[segment.action_mask]}
             for number in own[trajectory.trajectory_id]:
                 if turns and number >= 0:
@@ -183,18 +186,18 @@ class RecordedStep:
         }
 
     def _judgement_of(self, trajectory: Trajectory) -> JudgedEpisode | None:
-        return self._judged.get((trajectory.trajectory_id, trajectory.attempt))
+        return self._judgements.get((trajectory.trajectory_id, trajectory.attempt))
 
     def _outline_of(self, trajectory: Trajectory, columns: Mapping[str, Column] | None) -> dict[str, Json]:
         start, stop = (0, 0) if self._tokens is None else self._tokens.spans.get(trajectory.trajectory_id, (0, 0))
-        clipped, masked, loss = [False], False, None
+        clip_flags, has_masked, loss = [False], False, None
         if columns is not None and stop > start:
-            clipped = (columns["clip"][:, start:stop] != Clip.NONE).any(1).tolist()
-            masked = bool((columns["fate"][start:stop] != Fate.TRAINED).any())
+            clip_flags = (columns["clip"][:, start:stop] != Clip.NONE).any(1).tolist()
+            has_masked = bool((columns["fate"][start:stop] != Fate.TRAINED).any())
             # Of all passes: these are the parts of the step's loss.
             loss = _sum(columns["share"][:, start:stop])
         versions = {
-            int(each) for segment in trajectory.segments for each in segment.weight_version[segment.action_mask]
+            int(version) for segment in trajectory.segments for version in segment.weight_version[segment.action_mask]
         }
         return {
             "id": trajectory.trajectory_id,
@@ -207,28 +210,28 @@ class RecordedStep:
             "error": trajectory.error,
             "seconds": trajectory.timing.total_seconds,
             "loss": loss,
-            "clipped": clipped,
-            "masked": masked,
+            "clipped": clip_flags,
+            "masked": has_masked,
             "mixed": len(versions) > 1,
             "disputed": _is_disputed(trajectory, self._judgement_of(trajectory)),
         }
 
 
-def _is_disputed(trajectory: Trajectory, judged: JudgedEpisode | None) -> bool:
+def _is_disputed(trajectory: Trajectory, judged_episode: JudgedEpisode | None) -> bool:
     """Return whether the judge gave more than half of its scale to a failure, or not more to a success."""
-    if judged is None or judged.judgement.outcome_review is None:
+    if judged_episode is None or judged_episode.judgement.outcome_review is None:
         return False
     is_good = trajectory.success
-    if is_good is None and judged.env_return is not None:
-        is_good = judged.env_return > 0
-    return is_good is not None and (judged.judgement.outcome_review.total > 0.5) != is_good
+    if is_good is None and judged_episode.env_return is not None:
+        is_good = judged_episode.env_return > 0
+    return is_good is not None and (judged_episode.judgement.outcome_review.total > 0.5) != is_good
 
 
 def _scales(columns: Mapping[str, Column] | None, trajectories: Sequence[Trajectory]) -> list[dict[str, float]]:
     """Return, by pass, the size that 95 of 100 of the step's tokens do not exceed, for each quantity that has one."""
     if columns is None:
-        sampled = [segment.rollout_logprobs[segment.action_mask] for each in trajectories for segment in each.segments]
-        return [_scale({"logprob": np.concatenate([np.zeros(0, np.float32), *sampled])})]
+        logprobs = [segment.rollout_logprobs[segment.action_mask] for each in trajectories for segment in each.segments]
+        return [_scale({"logprob": np.concatenate([np.zeros(0, np.float32), *logprobs])})]
     with np.errstate(divide="ignore", invalid="ignore"):  # what is not finite has no colour, such as log 0
         gap, log_ratio = columns["old_logprob"] - columns["rollout_logprob"], np.log(columns["ratio"])
     every = {"logprob": columns["rollout_logprob"], "advantage": columns["advantage"], "gap": gap}
@@ -271,12 +274,12 @@ def _rules(config: Mapping[str, Json]) -> dict[str, Json]:
 def _metrics(lines: Sequence[Mapping[str, Json]]) -> dict[str, Json]:
     """Return the metrics by column, thinned to every `stride`-th step and the last one."""
     stride = -(-len(lines) // MAX_POINTS) or 1
-    kept = [line for i, line in enumerate(lines) if (len(lines) - 1 - i) % stride == 0]
-    names = sorted({name for line in kept for name in line if "/" in name})
+    thinned_lines = [line for i, line in enumerate(lines) if (len(lines) - 1 - i) % stride == 0]
+    names = sorted({name for line in thinned_lines for name in line if "/" in name})
     return {
-        "step": [line["step"] for line in kept],
-        "time": [line["time"] for line in kept],
-        "values": {name: [line.get(name) for line in kept] for name in names},
+        "step": [line["step"] for line in thinned_lines],
+        "time": [line["time"] for line in thinned_lines],
+        "values": {name: [line.get(name) for line in thinned_lines] for name in names},
         "help": {name: METRICS[name] for name in names if name in METRICS},
         "stride": stride,
     }
@@ -298,11 +301,11 @@ def _evaluation(event: Mapping[str, Json]) -> dict[str, Json]:
 
 
 def _event(event: Mapping[str, Json]) -> dict[str, Json]:
-    told = ", ".join(f"{key}: {value}" for key, value in event["data"].items())
-    return {key: event[key] for key in ("seq", "time", "step", "kind")} | {"text": told[:_MAX_EVENT_CHARS]}
+    data_text = ", ".join(f"{key}: {value}" for key, value in event["data"].items())
+    return {key: event[key] for key in ("seq", "time", "step", "kind")} | {"text": data_text[:_MAX_EVENT_CHARS]}
 
 
-def _turns(trajectory: Trajectory, judged: JudgedEpisode | None, leaves: tuple[int, int] | None) -> dict[str, Json]:
+def _turns(trajectory: Trajectory, record: JudgedEpisode | None, leaves: tuple[int, int] | None) -> dict[str, Json]:
     return {
         "messages": [message.to_dict() for message in trajectory.messages],
         "turns": [
@@ -323,7 +326,7 @@ def _turns(trajectory: Trajectory, judged: JudgedEpisode | None, leaves: tuple[i
             for segment in trajectory.segments
         ],
         "diverges": leaves,
-        "judge": None if judged is None else _judgement(judged),
+        "judge": None if record is None else _judgement(record),
     }
 
 
@@ -333,13 +336,13 @@ def _columns(trajectory: Trajectory, tokens: TokenFile | None) -> dict[str, Json
     `passes` are the columns that each pass of the update over the batch has of its own.
     """
     if tokens is None or trajectory.trajectory_id not in tokens.spans:
-        sampled = [
+        segment_columns = [
             (segment.rollout_logprobs, segment.weight_version, segment.action_mask) for segment in trajectory.segments
         ]
         return {
             "columns": {
-                "rollout_logprob": [x for logprobs, _, mask in sampled for x in _numbers(logprobs[mask])],
-                "weight_version": [x for _, versions, mask in sampled for x in versions[mask].tolist()],
+                "rollout_logprob": [x for logprobs, _, mask in segment_columns for x in _numbers(logprobs[mask])],
+                "weight_version": [x for _, versions, mask in segment_columns for x in versions[mask].tolist()],
             },
             "passes": [{}],
         }
@@ -383,22 +386,22 @@ def _sum(values: np.ndarray[Any, Any]) -> float | None:
     return total if np.isfinite(total) else None
 
 
-def _judgement(judged: JudgedEpisode) -> dict[str, Json]:
-    judgement = judged.judgement
+def _judgement(judged_episode: JudgedEpisode) -> dict[str, Json]:
+    judgement = judged_episode.judgement
 
     def review(part: Any) -> dict[str, Json]:
-        criteria = {key: {"score": each.score, "reason": each.reason} for key, each in part.criteria.items()}
+        criteria = {key: {"score": verdict.score, "reason": verdict.reason} for key, verdict in part.criteria.items()}
         return {"total": part.total, "summary": part.summary, "criteria": criteria}
 
     return {
         "judge": judgement.judge,
-        "events": [review(each) for each in judgement.event_reviews],
+        "events": [review(verdict) for verdict in judgement.event_reviews],
         "outcome": None if judgement.outcome_review is None else review(judgement.outcome_review),
         "flags": judgement.flags,
-        "env_return": judged.env_return,
-        "env_rewards": judged.env_rewards,
-        "blend": judged.blend.model_dump(),
-        "episode_return": judged.episode_return,
+        "env_return": judged_episode.env_return,
+        "env_rewards": judged_episode.env_rewards,
+        "blend": judged_episode.blend.model_dump(),
+        "episode_return": judged_episode.episode_return,
     }
 
 
@@ -407,12 +410,12 @@ def _divergences(group: Sequence[Trajectory]) -> list[tuple[int, int] | None]:
 
     That is the length of the longest prefix that it shares with any sibling.
     """
-    none = np.zeros(0, np.int32)
-    tokens = [np.concatenate([none, *(segment.token_ids for segment in each.segments)]) for each in group]
+    empty = np.zeros(0, np.int32)
+    tokens = [np.concatenate([empty, *(segment.token_ids for segment in t.segments)]) for t in group]
     leaves: list[tuple[int, int] | None] = []
     for i, mine in enumerate(tokens):
-        shared = [_common(mine, other) for j, other in enumerate(tokens) if j != i]
-        place = max(shared, default=len(mine))
+        shared_lengths = [_common(mine, theirs) for j, theirs in enumerate(tokens) if j != i]
+        place = max(shared_lengths, default=len(mine))
         segment = 0
         while segment < len(group[i].segments) and place >= len(group[i].segments[segment]):
             place -= len(group[i].segments[segment])
@@ -468,10 +471,10 @@ def _page(title: str, data: str, sources: Sequence[str], policy: str) -> str:
     licence = "\n".join(f" * {line}" for line in read("uPlot.LICENSE").splitlines())
     ours = "\n".join(read(name) for name in (*_SCRIPTS, *sources))
     script = f"/* uPlot:\n{licence}\n */\n{read('uPlot.iife.min.js')}\n{ours}"
-    allowed = f"script-src '{_digest(script)}'; style-src '{_digest(style)}'; base-uri 'none'; form-action 'none'"
+    own_policy = f"script-src '{_digest(script)}'; style-src '{_digest(style)}'; base-uri 'none'; form-action 'none'"
     return Template(read("page.html")).substitute(
         title=html.escape(f"{title} · gspo_gym"),
-        policy=f"{policy}; {allowed}",
+        policy=f"{policy}; {own_policy}",
         style=style,
         data=data,
         script=script,

@@ -270,8 +270,8 @@ def counting(
 
     def text() -> str:
         num_left = total - done - num_new
-        left = minutes_and_seconds((clock() - began) / num_new * num_left) if num_new else None
-        return f"{done + num_new} of {total} episodes are over" + ("" if left is None else f", {left} left")
+        time_left = minutes_and_seconds((clock() - began) / num_new * num_left) if num_new else None
+        return f"{done + num_new} of {total} episodes are over" + ("" if time_left is None else f", {time_left} left")
 
     lines = QuietProgress(_printing_to(console), wait=wait, clock=clock, doing=text)
 
@@ -361,11 +361,11 @@ def next_steps(folder: Path) -> list[tuple[list[str], str]]:
 def _why_it_stopped(summary: Mapping[str, Any], config: Mapping[str, Any]) -> str | None:
     """Return why the run ended before its last planned step, or None if it did not."""
     training = config["training"]
-    planned, goal = training["num_epochs"] * training["iterations_per_epoch"], training.get("stop_at_success_rate")
-    if summary["steps"] >= planned or goal is None:
+    num_planned, goal = training["num_epochs"] * training["iterations_per_epoch"], training.get("stop_at_success_rate")
+    if summary["steps"] >= num_planned or goal is None:
         return None
     return (
-        f"stopped after {summary['steps']} of {planned} steps: its evaluation reached "
+        f"stopped after {summary['steps']} of {num_planned} steps: its evaluation reached "
         f"training.stop_at_success_rate = {goal:g}"
     )
 
@@ -377,8 +377,8 @@ def _what_was_not_kept(folder: Path) -> str | None:
     lost = Counter(end.outcome.value for end in ends if end.disposition is not Disposition.KEPT)
     if not lost:
         return None
-    told = ", ".join(f"{count} {outcome}" for outcome, count in lost.most_common())
-    return f"{lost.total()} of {len(ends)} attempts at training episodes were played again or dropped: {told}"
+    outcome_counts = ", ".join(f"{count} {outcome}" for outcome, count in lost.most_common())
+    return f"{lost.total()} of {len(ends)} attempts at training episodes were played again or dropped: {outcome_counts}"
 
 
 def print_curve(console: Console, curve: Sequence[tuple[int, float]], *, label: str) -> None:
@@ -413,9 +413,9 @@ def print_episode(console: Console, title: str, trajectory: Trajectory, *, is_sh
             if message.role == "assistant":
                 next(rewards, None)
             continue
-        told = visible(spoken(message))
+        line = visible(spoken(message))
         text.append(f"{message.role:>9}  ", style="dim")
-        text.append(shortened(told, _MAX_SAID) if is_shortened else told, style=_SPEAKER_STYLES[message.role])
+        text.append(shortened(line, _MAX_SAID) if is_shortened else line, style=_SPEAKER_STYLES[message.role])
         if message.role == "assistant" and (turn := next(rewards, None)) is not None and turn.reward is not None:
             text.append(f"   [{turn.reward:+.2f}]", style="dim")
         text.append("\n")
@@ -450,7 +450,7 @@ def visible(text: str) -> str:
     >>> visible("a\\U000e0041")
     'a⟨e0041⟩'
     """
-    return _CONTROL.sub(lambda found: f"⟨{ord(found[0]):04x}⟩", text)
+    return _CONTROL.sub(lambda match: f"⟨{ord(match[0]):04x}⟩", text)
 
 
 def mask_picture(segment: Segment, decode: Callable[..., str]) -> tuple[tuple[str, bool], ...]:
@@ -488,9 +488,12 @@ def _evaluation_episodes(folder: Path, step: int) -> list[Trajectory]:
 def _most_improved(first: Sequence[Trajectory], last: Sequence[Trajectory]) -> int:
     """Return the seed with the largest gain; among equals, the one with the longest last episode."""
     before = {trajectory.task.seed: trajectory.reward for trajectory in first}
-    both = [trajectory for trajectory in last if trajectory.task.seed in before]
+    comparable = [trajectory for trajectory in last if trajectory.task.seed in before]
     # The longest episode among equals shows most.
-    best = max(both, key=lambda trajectory: (trajectory.reward - before[trajectory.task.seed], len(trajectory.turns)))
+    best = max(
+        comparable,
+        key=lambda trajectory: (trajectory.reward - before[trajectory.task.seed], len(trajectory.turns)),
+    )
     return best.task.seed
 
 
@@ -522,10 +525,10 @@ def text_curve(
     """
     columns = _resample(values, width)
     span = high - low
-    filled = [min(max((value - low) / span, 0.0), 1.0) * height for value in columns]
+    heights = [min(max((value - low) / span, 0.0), 1.0) * height for value in columns]
     lines = []
     for row in range(height - 1, -1, -1):
-        cells = "".join(_BLOCKS[int(min(max(fill - row, 0.0), 1.0) * (len(_BLOCKS) - 1))] for fill in filled)
+        cells = "".join(_BLOCKS[int(min(max(fill - row, 0.0), 1.0) * (len(_BLOCKS) - 1))] for fill in heights)
         label = high if row == height - 1 else low if row == 0 else None
         lines.append((f"{label:5.2f}" if label is not None else " " * 5) + " |" + cells)
     return lines

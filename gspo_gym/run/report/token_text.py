@@ -13,8 +13,8 @@ _LOOSE_BYTES = re.compile("[\udc80-\udcff]+")
 def _byte_letters() -> dict[str, int]:
     """Return the byte of each letter with which byte-level vocabularies spell bytes (GPT-2's `bytes_to_unicode`)."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+    unprintable_bytes = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(unprintable_bytes)}
 
 
 _BYTE_LETTERS = _byte_letters()
@@ -37,7 +37,7 @@ class TokenTexts:
     def alone(self, token_id: int) -> str:
         """Return the text of a token by itself; bytes that are no whole character are written as ⟨F0 9F⟩."""
         piece = self._piece(token_id)
-        return piece if isinstance(piece, str) else _joined([piece])[0]
+        return piece if isinstance(piece, str) else _join([piece])[0]
 
     def in_sequence(self, token_ids: Sequence[int]) -> list[str]:
         """Return the text of each token; the whole of a character is in the text of the token that begins it.
@@ -51,9 +51,9 @@ class TokenTexts:
             if isinstance(piece, bytes):
                 parts.append(piece)
             else:
-                texts += [*_joined(parts), piece]
+                texts += [*_join(parts), piece]
                 parts = []
-        return texts + _joined(parts)
+        return texts + _join(parts)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         """Return the text of tokens that follow others; special tokens are always kept."""
@@ -62,11 +62,11 @@ class TokenTexts:
 
     def _piece(self, token_id: int) -> str | bytes:
         """Return the token's text, or its bytes if they are not whole characters."""
-        if (known := self._pieces.get(token_id)) is None:
+        if (piece := self._pieces.get(token_id)) is None:
             text = self._decode([self._anchor, token_id]).removeprefix(self._anchor_text)
-            known = self._bytes_of(token_id) if "\ufffd" in text else None
-            known = self._pieces[token_id] = text if known is None else known
-        return known
+            piece = self._bytes_of(token_id) if "\ufffd" in text else None
+            piece = self._pieces[token_id] = text if piece is None else piece
+        return piece
 
     def _bytes_of(self, token_id: int) -> bytes | None:
         name = self._tokenizer.id_to_token(token_id) or ""
@@ -79,7 +79,7 @@ class TokenTexts:
         return text
 
 
-def _joined(parts: Sequence[bytes]) -> list[str]:
+def _join(parts: Sequence[bytes]) -> list[str]:
     """Return the text of each part of a sequence of bytes."""
     owners = [number for number, part in enumerate(parts) for _ in part]  # of each byte
     texts, at = [""] * len(parts), 0

@@ -70,7 +70,6 @@ def require_nothing_left(folder: Path, kinds: list[str]) -> None:
         *temporary.iterdir()
     ]
     assert comes(lambda: not any(path.exists() for path in folders))
-    assert comes(lambda: not (folder / "vllm.sock").exists())
 
 
 def test_what_a_killed_program_registered_is_ended_and_removed(tmp_path: Path) -> None:
@@ -83,8 +82,8 @@ def test_nothing_outlives_a_killed_parent(tmp_path: Path) -> None:
 
 
 def test_marked_processes_are_gone_when_they_were_ended() -> None:
-    # A process of a gigabyte is not gone when SIGKILL was sent: the system has its memory to take back.
-    program = "import sys; held = bytearray(b'x') * 10**9; print('up', flush=True); sys.stdin.read()"
+    # A process with much memory is not gone when SIGKILL was sent: the system has it to take back.
+    program = "import sys; held = bytearray(b'x') * (3 * 10**8); print('up', flush=True); sys.stdin.read()"
     processes = MarkedProcesses()
     with subprocess.Popen(
         [sys.executable, "-c", program],

@@ -15,7 +15,7 @@ from rule_judge import spoken_episode
 
 from gspo_gym.cli.main import main
 from gspo_gym.judge.records import read_judgements
-from gspo_gym.judge.service.fake_server import create_fake_judge_app
+from gspo_gym.judge.server import create_fake_judge_app
 from gspo_gym.remote.serving import BackgroundServer
 from gspo_gym.rollout.episode_files import write_episodes
 

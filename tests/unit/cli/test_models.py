@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import os
 import re
@@ -24,6 +25,7 @@ from transformers import GenerationConfig
 
 from gspo_gym.cli.main import command_parser, main
 from gspo_gym.cli.models import chat_command
+from gspo_gym.cli.models_serve import settings_of
 from gspo_gym.policy.load import load_policy, save_policy
 
 TINY = "tiny:qwen3-64@3"
@@ -215,3 +217,28 @@ def test_a_served_model_answers_openais_client_until_it_is_told_to_stop() -> Non
                 client.with_options(api_key="wrong").models.list()
         process.send_signal(signal.SIGTERM)
         assert process.wait(30) == 0
+
+
+@pytest.mark.parametrize(
+    ("option", "field", "value"),
+    [
+        ("--max-model-len 600", "max_model_len", 600),
+        ("--dtype bfloat16", "dtype", "bfloat16"),
+        ("--max-num-seqs 5", "max_num_seqs", 5),
+        ("--tensor-parallel-size 2", "tensor_parallel_size", 2),
+        ("--data-parallel-size 3", "data_parallel_size", 3),
+        ("--device-ids 5", "device_ids", (5,)),
+        ("--gpu-memory-utilization 0.5", "gpu_memory_utilization", 0.5),
+        ("--kv-cache-gib 0.25", "kv_cache_gib", 0.25),
+        ("--enforce-eager", "enforce_eager", True),
+        ("--no-prefix-caching", "enable_prefix_caching", False),
+        ("--structured-output", "structured_output", True),
+    ],
+)
+def test_each_option_of_the_engine_is_a_setting_of_vllm(option: str, field: str, value: object) -> None:
+    parser = command_parser("models")
+    without, changed = (
+        settings_of(parser.parse_args(["models", "serve", "policy", *words])) for words in ([], option.split())
+    )
+    assert getattr(changed, field) == value != getattr(without, field)
+    assert changed == dataclasses.replace(without, **{field: value})

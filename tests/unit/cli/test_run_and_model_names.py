@@ -52,7 +52,7 @@ OF_RUNS = [
 OF_MODELS = [
     "evaluate config.toml --model @", "evaluate config.toml --model tiny:qwen3-64 --against @", "models show @",
     "models export @ --out out", "models merge @ --out out", "models chat @", "models serve @ --port 0",
-    "serve @ --port 0", "env check GuessNumber --model @",
+    "env check GuessNumber --model @",
     "env collect GuessNumber --out out.jsonl --policy @", "env play GuessNumber --model @",
 ]  # fmt: skip
 # Metavars and names of arguments that hold the name of a run or of a model here; others write a name into a file.

@@ -22,7 +22,7 @@ from gspo_gym.cli.verify import Verification
 from gspo_gym.cli.verify import _text as verified
 from gspo_gym.config.build.token_audit import PlayerAudit, TokenAudit
 from gspo_gym.config.run_config import RunConfig
-from gspo_gym.judge.audit.report import Agreement, AuditReport, _agreement_lines
+from gspo_gym.judge.audit import Agreement, AuditReport, _agreement_lines
 from gspo_gym.judge.base import Rubrics
 from gspo_gym.judge.blend import RewardBlend
 from gspo_gym.judge.rescoring import rescore, side_by_side

@@ -99,9 +99,7 @@ OTHER = {
     "rollout.max_concurrent_rollouts": (5, {}),
     "limits.step_timeout_seconds": (1.0, {}),
     "limits.episode_timeout_seconds": (2.0, {}),
-    "limits.action_limit_return": (-2.0, {}),
     "limits.max_attempts": (1, {}),
-    "limits.min_group_fraction": (0.5, {}),
     "training.num_epochs": (2, {}),
     "training.iterations_per_epoch": (5, {}),
     "training.max_turns": (2, {}),
@@ -123,7 +121,6 @@ OTHER = {
     "training.constant_groups": ("drop", {}),
     "training.max_staleness": (1, {"correction.old_logprobs": "rollout"}),
     "training.max_idle_iters": (3, {}),
-    "training.max_refill_rounds": (2, {"training.constant_groups": "refill"}),
     "training.step_rewards_enabled": (False, {}),
     "training.step_rewards_mode": ("off", {}),
     "training.step_rewards_beta": (0.1, DECISIONS),
@@ -294,7 +291,7 @@ SHOWN_BY = {
     # names of the hosted trainer's server, which are read and change nothing
     **dict.fromkeys(
         ("reference.port", "reference.health_interval_ms"),
-        "tests/unit/config/build/test_reference.py::test_it_has_so_long_to_come_up",
+        "tests/unit/config/rules/test_notices.py::test_what_has_no_effect_is_said_and_not_refused",
     ),
     # they need a judge
     **{

@@ -42,7 +42,7 @@ NOTICED = {
     "crafter_stepwise": ["training.score_truncated"],
     "crafter_vision_flags": ["rollout.policy_config"],
     "enron_judge_off": ["judge.reward_blend.env", "judge.reward_blend.outcome"],
-    "math_dedicated_reference": ["reference.placement", "evaluation.instances"],
+    "math_dedicated_reference": ["evaluation.instances", "reference.placement"],
     "math_thinking": ["rollout.policy_config"],
     "sokoban_long_training_turns": ["training.max_turns", "evaluation.instances"],
     "sokoban_react": ["training.step_rewards_strategy", "training.event_rewards_kind"],

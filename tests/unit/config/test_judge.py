@@ -110,7 +110,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "a local model without its address": (
         {"judge.options.provider": "local"},
-        'judge.options.provider: "local" needs judge.options.base_url, such as "http://127.0.0.1:8000/v1"',
+        'judge.options.provider: "local" needs base_url, such as "http://127.0.0.1:8000/v1"',
     ),
     "a panel of one": (
         {**PANEL, "judge.panel": [MEMBER]},

@@ -61,7 +61,7 @@ Problems = Callable[[dict[str, Any]], list[str]]
         ("rollout.policy_config.max_tokens", 0, "expected an integer > 0, got 0"),
         ("training.max_turn", 1, "unknown key; did you mean 'max_turns'?"),
         ("rollout.learning_rate", 1, "unknown key; did you mean 'training.learning_rate' or 'warmup.learning_rate'?"),
-        ("limits.min_group_fraction", 1.5, "expected a number > 0 and <= 1, got 1.5"),
+        ("training.stop_at_success_rate", 1.5, "expected a number > 0 and <= 1, got 1.5"),
         ("training.group_size", 0, "expected an integer > 0, got 0"),
         ("training.learning_rate", 0.0, "expected a number > 0 and <= 1, got 0.0"),
         ("training.stop_at_success_rate", 1.01, "expected a number > 0 and <= 1, got 1.01"),

@@ -27,7 +27,7 @@ from gspo_gym.diagnosis.tokens import page_findings, rewards_follow_the_turn_bef
 from gspo_gym.diagnosis.view import Finding, StepView
 from gspo_gym.engine.local.shared_model import SharedModel
 from gspo_gym.judge import records as scorer
-from gspo_gym.judge.service.fake_server import create_fake_judge_app
+from gspo_gym.judge.server import create_fake_judge_app
 from gspo_gym.learning import batching, losses, update
 from gspo_gym.learning.batching import TokenBatch
 from gspo_gym.learning.losses import Denominators

@@ -16,8 +16,8 @@ import torch
 
 from gspo_gym.config.build.episode_collection import endpoint_settings
 from gspo_gym.engine.base import SamplingParams
-from gspo_gym.engine.endpoint.routes import SampleRequest, Served, TextRoute
-from gspo_gym.engine.endpoint.wire import completions_request, generate_request, sglang_request
+from gspo_gym.engine.endpoint.routes import SampleRequest, TextRoute
+from gspo_gym.engine.endpoint.wire import completions_request, sglang_request
 from gspo_gym.engine.local.rows import RowTable
 from gspo_gym.engine.scripted import ScriptedEngine
 from gspo_gym.engine.vllm.requests import sampling_fields
@@ -67,8 +67,7 @@ class Listening:
 def by_text(sampling: SamplingParams) -> Json:
     client = Listening()
     route = TextRoute(client, "/v1/completions", tokenizer=Letters())  # type: ignore[arg-type]
-    served = Served(version=0, model="m", salt=None)
-    request = SampleRequest(prompt=[1], sampling=sampling, max_tokens=40, served=served, call_id="c")
+    request = SampleRequest(prompt=[1], sampling=sampling, max_tokens=40, model="m", call_id="c")
     asyncio.run(route.sample(request, 0))
     return dict(client.body)
 
@@ -106,7 +105,6 @@ def by_chat(sampling: SamplingParams) -> Json:
 WIRES: dict[str, Callable[[SamplingParams], Json]] = {
     "vLLM": lambda sampling: sampling_fields(sampling, 40),
     "/v1/completions with token ids": lambda sampling: completions_request([1], sampling, **ASKED),
-    "/inference/v1/generate": lambda sampling: generate_request([1], sampling, **ASKED)["sampling_params"],
     "SGLang": by_sglang,
     "/v1/completions with text": by_text,
     "the local engine": by_local_engine,
@@ -148,7 +146,7 @@ class MoreParams(SamplingParams):
 
 
 @pytest.mark.parametrize("name", ["frequency_penalty", "presence_penalty"])
-@pytest.mark.parametrize("wire", ["vLLM", "/v1/completions with token ids", "/inference/v1/generate", "SGLang"])
+@pytest.mark.parametrize("wire", ["vLLM", "/v1/completions with token ids", "SGLang"])
 def test_no_constant_goes_over_a_value_of_the_record(wire: str, name: str) -> None:
     sampling = MoreParams(max_tokens=40, stop_token_ids=(9,), seed=1, **{name: 0.5})  # type: ignore[arg-type]
     assert WIRES[wire](sampling)[name] == 0.5

@@ -29,8 +29,8 @@ from gspo_gym.env.core import TextEnv, ToolEnv
 from gspo_gym.env.rewards import Reward
 from gspo_gym.env.session import EnvSession, looking_at, open_session
 from gspo_gym.env.tools import tool
-from gspo_gym.env.workers.channel import refusal_in
 from gspo_gym.env.workers.threads import OwnThread, QuickCalls
+from gspo_gym.env.workers.wire import refusal_in
 from gspo_gym.errors import ContractError, EnvError, EnvTimeoutError, UsageError
 from gspo_gym.types import Message, ToolCall
 

@@ -36,7 +36,7 @@ def test_other_environments_are_made_and_played_without_what_windows_lacks() -> 
         "    env.reset(seed=0)\n"
         "    env.step('1')\n"
         "    env.close()\n"
-        "import gspo_gym.rollout.pool, gspo_gym.judge.service.contract, gspo_gym.config.run_config\n"
+        "import gspo_gym.rollout.pool, gspo_gym.judge.http, gspo_gym.config.run_config\n"
         "import pathlib, tempfile\n"
         "from gspo_gym.base.files import replace_file\n"
         "replace_file(pathlib.Path(tempfile.mkdtemp()) / 'file', 'text')\n"

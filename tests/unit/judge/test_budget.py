@@ -18,7 +18,6 @@ MOST = JudgeCost(1, 80, 20, 0.5)
     ("limits", "cap"),
     [
         (BudgetLimits(max_calls=40), lambda cost: (cost.num_calls, 40, 1)),
-        (BudgetLimits(max_tokens=2_000), lambda cost: (cost.input_tokens + cost.output_tokens, 2_000, 100)),
         (BudgetLimits(max_usd=10.0), lambda cost: (cost.usd, 10.0, 0.5)),
     ],
 )
@@ -55,20 +54,20 @@ def test_many_at_once_spend_at_most_the_limit_and_one_call(limits: BudgetLimits,
 
 def test_a_call_that_only_others_under_way_stand_against_waits_for_them() -> None:
     async def play() -> list[str]:
-        budget, order = JudgeBudget(BudgetLimits(max_tokens=150)), list[str]()
+        budget, order = JudgeBudget(BudgetLimits(max_usd=1.5)), list[str]()
         hold = asyncio.Event()
 
         async def first() -> None:
-            async with budget.call(JudgeCost(1, 100, 100)) as reservation:
+            async with budget.call(JudgeCost(1, usd=2.0)) as reservation:
                 order.append("first in")
                 await hold.wait()
-                reservation.settle(JudgeCost(1, 10, 10))
+                reservation.settle(JudgeCost(1, usd=0.25))
                 order.append("first out")
 
         async def second() -> None:
-            async with budget.call(JudgeCost(1, 100, 100)) as reservation:
+            async with budget.call(JudgeCost(1, usd=2.0)) as reservation:
                 order.append("second in")
-                reservation.settle(JudgeCost(1, 65, 65))
+                reservation.settle(JudgeCost(1, usd=1.25))
 
         tasks = [asyncio.create_task(first()), asyncio.create_task(second())]
         for _ in range(5):
@@ -76,11 +75,11 @@ def test_a_call_that_only_others_under_way_stand_against_waits_for_them() -> Non
         assert order == ["first in"]
         hold.set()
         await asyncio.gather(*tasks)
-        # 20 + 130 tokens: the limit is reached, so the third call is refused and does not wait.
-        with pytest.raises(JudgeBudgetError, match="max_tokens = 150, spent 150"):
+        # 0.25 + 1.25 dollars: the limit is reached, so the third call is refused and does not wait.
+        with pytest.raises(JudgeBudgetError, match=r"max_usd = 1\.5, spent 1\.5000"):
             async with budget.call(MOST):
                 pass
-        budget.limits = BudgetLimits(max_tokens=151)
+        budget.limits = BudgetLimits(max_usd=1.75)
         async with budget.call(MOST):
             order.append("raised")
         return order
@@ -122,5 +121,3 @@ def test_prices_are_for_a_million_tokens() -> None:
 def test_impossible_limits_are_refused(wrong: dict[str, float]) -> None:
     with pytest.raises(ConfigError, match="limits >= 0"):
         BudgetLimits(**wrong)  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="numbers >= 0"):
-        Prices(-1.0)

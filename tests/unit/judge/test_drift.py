@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from gspo_gym.errors import ConfigError
-from gspo_gym.judge.gold import DriftAlarm, DriftCheck, compare_with_gold
+from gspo_gym.judge.base import JudgeError
+from gspo_gym.judge.gold import DriftCheck, compare_with_gold, drift
 
 
 def check(judge: float, gold: float, error: float = 0.01) -> DriftCheck:
@@ -15,7 +15,7 @@ def check(judge: float, gold: float, error: float = 0.01) -> DriftCheck:
 
 def test_the_gap_is_of_pairs_by_hand() -> None:
     # differences 0.1, 0.3, 0.2: mean 0.2, standard deviation 0.1 (n - 1), over sqrt(3) = 0.0577
-    found = compare_with_gold([0.5, 0.8, 0.6], [0.4, 0.5, 0.4])
+    found = compare_with_gold([(0.5, 0.4), (0.8, 0.5), (0.6, 0.4)])
     assert (found.num_episodes, found.gap) == (3, pytest.approx(0.2))
     assert found.gap_standard_error == pytest.approx(0.1 / 3**0.5)
     assert (found.judge_mean, found.gold_mean) == (pytest.approx(1.9 / 3), pytest.approx(1.3 / 3))
@@ -26,53 +26,45 @@ def test_the_correlation_is_pearsons_and_absent_where_one_never_varies() -> None
     judge, gold = rng.normal(size=50), rng.normal(size=50)
     centred = (judge - judge.mean()) @ (gold - gold.mean())
     by_hand = centred / np.sqrt(((judge - judge.mean()) ** 2).sum() * ((gold - gold.mean()) ** 2).sum())
-    assert compare_with_gold(judge.tolist(), gold.tolist()).correlation == pytest.approx(by_hand)
-    assert compare_with_gold([1.0, 1.0], [0.0, 1.0]).correlation is None
+    assert compare_with_gold(list(zip(judge, gold, strict=True))).correlation == pytest.approx(by_hand)
+    assert compare_with_gold([(1.0, 0.0), (1.0, 1.0)]).correlation is None
 
 
-@pytest.mark.parametrize(("judge", "gold"), [([1.0], [1.0]), ([1.0, 2.0], [1.0]), ([], [])])
-def test_what_cannot_be_compared_is_an_error(judge: list[float], gold: list[float]) -> None:
-    with pytest.raises(ConfigError, match="expected two pairs of scores at least"):
-        compare_with_gold(judge, gold)
+@pytest.mark.parametrize("pairs", [[(1.0, 1.0)], []])
+def test_what_cannot_be_compared_is_an_error(pairs: list[tuple[float, float]]) -> None:
+    with pytest.raises(JudgeError, match=f"expected two episodes at least .* got {len(pairs)}"):
+        compare_with_gold(pairs)
 
 
 def test_a_difference_from_the_start_is_taste_and_not_drift() -> None:
-    alarm = DriftAlarm(0.1)
-    assert alarm.check(check(0.9, 0.3)) is None
-    assert alarm.check(check(0.95, 0.32)) is None  # gap 0.6, then 0.63
-    assert alarm.first == check(0.9, 0.3)
+    assert drift(check(0.9, 0.3), check(0.9, 0.3), 0.1) is None
+    assert drift(check(0.9, 0.3), check(0.95, 0.32), 0.1) is None  # gap 0.6, then 0.63
 
 
 def test_a_judge_that_rises_while_gold_falls_sounds_the_alarm() -> None:
-    alarm = DriftAlarm(0.1)
-    alarm.check(check(0.5, 0.5))
-    said = alarm.check(check(0.8, 0.4))
-    assert said is not None
-    assert "went from 0.500 to 0.800, gold's from 0.500 to 0.400" in said
-    assert "their gap changed by +0.400" in said
-    assert "the policy may be exploiting the judge" in said
+    reason = drift(check(0.5, 0.5), check(0.8, 0.4), 0.1)
+    assert reason is not None
+    assert "went from 0.500 to 0.800, gold's from 0.500 to 0.400" in reason
+    assert "their gap changed by +0.400" in reason
+    assert "the policy may be exploiting the judge" in reason
 
 
 def test_a_judge_that_becomes_harsher_is_drift_of_another_kind() -> None:
-    alarm = DriftAlarm(0.1)
-    alarm.check(check(0.5, 0.5))
-    assert "has become harsher than gold" in (alarm.check(check(0.2, 0.5)) or "")
+    assert "has become harsher than gold" in (drift(check(0.5, 0.5), check(0.2, 0.5), 0.1) or "")
 
 
 def test_few_noisy_episodes_do_not_cry_wolf() -> None:
-    alarm = DriftAlarm(0.1)
-    alarm.check(check(0.5, 0.5, error=0.06))
+    first = check(0.5, 0.5, error=0.06)
     # a change of 0.2, and 2 * sqrt(0.06^2 + 0.09^2) = 0.216
-    assert alarm.check(check(0.7, 0.5, error=0.09)) is None
+    assert drift(first, check(0.7, 0.5, error=0.09), 0.1) is None
     # 2 * sqrt(0.06^2 + 0.07^2) = 0.184
-    assert alarm.check(check(0.7, 0.5, error=0.07)) is not None
+    assert drift(first, check(0.7, 0.5, error=0.07), 0.1) is not None
 
 
 def test_a_certain_but_small_change_is_nobodys_business() -> None:
-    alarm = DriftAlarm(0.1)
-    alarm.check(check(0.5, 0.5, error=1e-6))
-    assert alarm.check(check(0.59, 0.5, error=1e-6)) is None
-    assert alarm.check(check(0.61, 0.5, error=1e-6)) is not None
+    first = check(0.5, 0.5, error=1e-6)
+    assert drift(first, check(0.59, 0.5, error=1e-6), 0.1) is None
+    assert drift(first, check(0.61, 0.5, error=1e-6), 0.1) is not None
 
 
 def test_judges_that_do_not_drift_raise_few_alarms() -> None:
@@ -80,17 +72,9 @@ def test_judges_that_do_not_drift_raise_few_alarms() -> None:
     rng = np.random.default_rng(1)
     alarms = 0
     for _ in range(200):
-        alarm = DriftAlarm(0.05)
-        for _ in range(6):
-            gold = rng.normal(size=64)
-            alarms += (
-                alarm.check(compare_with_gold((gold + rng.normal(0.3, 0.5, 64)).tolist(), gold.tolist())) is not None
-            )
+        golds = rng.normal(size=(6, 64))
+        judges = golds + rng.normal(0.3, 0.5, (6, 64))
+        first, *later = (compare_with_gold(list(zip(*pair, strict=True))) for pair in zip(judges, golds, strict=True))
+        alarms += sum(drift(first, now, 0.05) is not None for now in later)
     # 5 checks a run, each with probability 0.05 at most (two standard errors)
     assert alarms / 1000 <= 0.06
-
-
-@pytest.mark.parametrize("allowed", [0.0, -1.0])
-def test_an_alarm_needs_a_positive_limit(allowed: float) -> None:
-    with pytest.raises(ConfigError, match="max_gap_change: expected > 0"):
-        DriftAlarm(allowed)

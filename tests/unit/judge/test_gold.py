@@ -14,14 +14,13 @@ from gspo_gym.errors import StorageError
 from gspo_gym.judge.base import JudgeError, Judgement, JudgeRequest, JudgeStoppedError, Rubrics
 from gspo_gym.judge.blend import RewardBlend
 from gspo_gym.judge.gold import (
-    AgainstGoldJudge,
-    AgainstLabels,
-    DriftAlarm,
     DriftCheck,
     GoldWatch,
     Judged,
     JudgeDriftError,
     Label,
+    against_judge,
+    against_labels,
     compare_with_gold,
     scores_to_compare,
 )
@@ -56,7 +55,7 @@ def watch(
         return DriftCheck(4, 0.5 + gap, 0.5, gap, 0.001, 0.75)
 
     on_event = lambda *event: events.append(event)  # noqa: E731
-    return GoldWatch(compare, DriftAlarm(0.1), every=every, stops=stops, on_event=on_event), asked
+    return GoldWatch(compare, 0.1, every=every, stops=stops, on_event=on_event), asked
 
 
 def run_steps(gold: GoldWatch, num_steps: int) -> list[dict[str, float]]:
@@ -115,7 +114,7 @@ def test_a_comparison_that_fails_is_told_and_changes_nothing() -> None:
     async def compare(step: int, recent: Sequence[Judged]) -> DriftCheck:
         raise JudgeError(f"nobody is there at step {step}, {len(recent)} episodes")
 
-    gold = GoldWatch(compare, DriftAlarm(0.1), every=1, stops=True, on_event=lambda *event: events.append(event))
+    gold = GoldWatch(compare, 0.1, every=1, stops=True, on_event=lambda *event: events.append(event))
     assert run_steps(gold, 1) == [{}]
     assert events == [("judge_gold_failed", {"reason": "nobody is there at step 1, 1 episodes", "of_step": 1})]
     gold.require_agreement()
@@ -129,13 +128,13 @@ def test_a_defect_of_gold_is_told_and_ends_a_run_that_is_to_stop_at_drift(stops:
     async def rubrics_by_name(_: Task) -> Rubrics:
         return {"outcome": RUBRICS}["event"]  # a defect, as a stranger's code has them
 
-    compare = AgainstLabels(
+    compare = against_labels(
         ScriptedJudge(answer_of(lambda _: judgement([1.0, 0.0], outcome=0.5))),
         rubrics_by_name,
         BLEND,
         [(played, Label(played.trajectory_id, outcome=1.0)) for played, _ in labels.values()],
     )
-    gold = GoldWatch(compare, DriftAlarm(0.1), every=1, stops=stops, on_event=lambda *event: events.append(event))
+    gold = GoldWatch(compare, 0.1, every=1, stops=stops, on_event=lambda *event: events.append(event))
 
     async def step() -> None:
         gold.after_step(1)
@@ -160,13 +159,13 @@ def test_whatever_ends_a_comparison_ends_a_run_that_is_to_stop_at_drift(where: s
             waiting = asyncio.get_running_loop().create_future()
             waiting.cancel()
             await waiting
-        return compare_with_gold([0.5, 0.9], [0.5 - 0.4 * (step - 1), 0.9 - 0.4 * (step - 1)])
+        return compare_with_gold([(score, score - 0.4 * (step - 1)) for score in (0.5, 0.9)])
 
     def on_event(kind: str, _: Mapping[str, Any]) -> None:
         if kind == {"the comparison is told": "judge_gold", "the alarm is told": "judge_drift"}.get(where):
             raise StorageError("events.jsonl: No space left on device")
 
-    gold = GoldWatch(compare, DriftAlarm(0.1), every=1, stops=True, on_event=on_event)
+    gold = GoldWatch(compare, 0.1, every=1, stops=True, on_event=on_event)
 
     async def two_steps() -> None:
         for step in (1, 2):
@@ -190,7 +189,7 @@ def test_one_comparison_at_a_time_and_none_is_waited_for() -> None:
             await gate.wait()
             raise AssertionError("it was given up before")
 
-        gold = GoldWatch(compare, DriftAlarm(0.1), every=1, stops=False, on_event=lambda *_: None)
+        gold = GoldWatch(compare, 0.1, every=1, stops=False, on_event=lambda *_: None)
         for step in range(1, 4):
             assert gold.after_step(step) == {}
             await asyncio.sleep(0)
@@ -207,7 +206,7 @@ def answer_of(totals: Callable[[str], Judgement]) -> Callable[[JudgeRequest], Ju
 def test_a_gold_judge_scores_a_sample_of_the_step_by_the_blends_weights() -> None:
     recent = [judged(number, judgement([1.0, 0.0], outcome=number / 10)) for number in range(10)]
     gold = ScriptedJudge(answer_of(lambda _: judgement([0.0, 0.0], outcome=0.5)))
-    compare = AgainstGoldJudge(gold, rubrics_of, BLEND, num_episodes=4, seed=1)
+    compare = against_judge(gold, rubrics_of, BLEND, num_episodes=4, seed=1)
     check = asyncio.run(compare(2, recent))
     names = [request.trajectory.trajectory_id for request in gold.requests]
     assert len(set(names)) == 4
@@ -216,7 +215,7 @@ def test_a_gold_judge_scores_a_sample_of_the_step_by_the_blends_weights() -> Non
     assert check.judge_mean == pytest.approx(0.5 + 2 * sum(numbers) / 40)
     assert check.gold_mean == pytest.approx(1.0)
     again = ScriptedJudge(answer_of(lambda _: judgement([0.0, 0.0], outcome=0.5)))
-    asyncio.run(AgainstGoldJudge(again, rubrics_of, BLEND, num_episodes=4, seed=1)(2, recent))
+    asyncio.run(against_judge(again, rubrics_of, BLEND, num_episodes=4, seed=1)(2, recent))
     assert [request.trajectory.trajectory_id for request in again.requests] == names
 
 
@@ -227,7 +226,7 @@ def test_episodes_that_gold_cannot_score_are_left_out() -> None:
         return judgement([0.0, 0.0], outcome=0.5)
 
     recent = [judged(number, judgement([0.0, 0.0], outcome=0.5)) for number in range(6)]
-    compare = AgainstGoldJudge(ScriptedJudge(answer_of(refuse_even)), rubrics_of, BLEND, num_episodes=6, seed=1)
+    compare = against_judge(ScriptedJudge(answer_of(refuse_even)), rubrics_of, BLEND, num_episodes=6, seed=1)
     assert asyncio.run(compare(1, recent)).num_episodes == 3
     with pytest.raises(JudgeError, match="expected two episodes at least that both judge and gold have scored, got 1"):
         asyncio.run(compare(1, recent[:2]))
@@ -236,7 +235,7 @@ def test_episodes_that_gold_cannot_score_are_left_out() -> None:
 def test_labelled_episodes_are_judged_again_each_time() -> None:
     judge = ScriptedJudge(answer_of(lambda name: judgement([1.0, 1.0], outcome=float(name.removeprefix("l/")))))
     labelled = [(episode([0.0, 0.0], name=f"l/{n}"), Label(f"l/{n}", outcome=n / 2)) for n in range(3)]
-    compare = AgainstLabels(judge, rubrics_of, BLEND, labelled)
+    compare = against_labels(judge, rubrics_of, BLEND, labelled)
     check = asyncio.run(compare(1, []))
     asyncio.run(compare(2, []))
     assert len(judge.requests) == 6

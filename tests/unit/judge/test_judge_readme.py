@@ -9,7 +9,7 @@ import pytest
 
 from gspo_gym.cli.main import main
 from gspo_gym.config.run_config import load_config
-from gspo_gym.judge.audit.audit import attacks
+from gspo_gym.judge.attacks import attacks
 from gspo_gym.judge.gold import read_labels
 from gspo_gym.judge.rubric_files import load_rubrics
 

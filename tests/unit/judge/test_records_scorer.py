@@ -12,7 +12,6 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from published_table import check_promises
 from scripted_judge import ScriptedJudge, episode, judgement
 
 from gspo_gym.errors import UnscoredError
@@ -82,10 +81,6 @@ def test_a_group_comes_back_with_blended_rewards() -> None:
     # 0.5 * 1 + 0.25 * (1 + 0) + 1.0 * 0.5
     assert [trajectory.reward for trajectory in kept(groups)] == [pytest.approx(1.25)] * 12
     pool.ledger.assert_balanced()
-
-
-def test_limits_on_unscored_episodes_are_those_of_the_published_table() -> None:
-    assert check_promises(ScoringLimits, "judge") == set(ScoringLimits.model_fields)
 
 
 def test_a_pool_that_waited_for_slots_and_room_plays_on_in_another_event_loop() -> None:

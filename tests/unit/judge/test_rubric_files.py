@@ -16,7 +16,6 @@ from gspo_gym.judge.rubric import Criterion, Rubric, strict_problems
 from gspo_gym.judge.rubric_files import (
     bundled_rubric_ids,
     find_rubrics,
-    load_aggregate,
     load_rubrics,
     merge_rubrics,
     parse_rubrics,
@@ -233,16 +232,3 @@ def test_no_file_names_code(tmp_path: Path) -> None:
     )
     with pytest.raises(ConfigError, match="aggregate: there is no such key"):
         read_rubrics(path)
-
-
-def test_an_operator_names_a_function_that_aggregates() -> None:
-    assert load_aggregate("math:hypot")(3.0, 4.0) == 5.0  # type: ignore[arg-type]  # any callable is taken
-    for name, message in [
-        ("math", "expected module:function"),
-        ("math:", "expected module:function"),
-        ("math:no_such", "no attribute 'no_such'"),
-        ("no_such_module_here:f", "No module named"),
-        ("math:pi", "expected a function, got float"),
-    ]:
-        with pytest.raises(ConfigError, match=message):
-            load_aggregate(name)

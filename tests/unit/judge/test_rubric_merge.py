@@ -9,7 +9,7 @@ import pytest
 from gspo_gym.errors import ConfigError
 from gspo_gym.judge.base import Rubrics
 from gspo_gym.judge.rubric import Criterion, Rubric
-from gspo_gym.judge.rubric_files import CriterionPatch, RubricPatch, RubricsPatch, merge_rubric, merge_rubrics
+from gspo_gym.judge.rubric_files import CriterionPatch, RubricPatch, merge_rubric, merge_rubrics, parse_rubrics
 
 BASE = Rubric(
     (
@@ -24,8 +24,16 @@ BASE = Rubric(
 )
 
 
+def criterion(id_: str, description: str | None = None, weight: float = 1.0, **more: Any) -> CriterionPatch:
+    return CriterionPatch(id=id_, description=description, weight=weight, **more)
+
+
+def patch(*criteria: CriterionPatch, **fields: Any) -> RubricPatch:
+    return RubricPatch(criteria=list(criteria), **fields)
+
+
 def over(*criteria: CriterionPatch, **fields: Any) -> Rubric:
-    return merge_rubric(BASE, RubricPatch(criteria, **fields))
+    return merge_rubric(BASE, patch(*criteria, **fields))
 
 
 def test_nothing_said_changes_nothing() -> None:
@@ -33,7 +41,7 @@ def test_nothing_said_changes_nothing() -> None:
 
 
 def test_criteria_are_matched_by_id_and_those_of_below_are_kept_in_their_order() -> None:
-    merged = over(CriterionPatch("d", "new d"), CriterionPatch("b", "upper b"))
+    merged = over(criterion("d", "new d"), criterion("b", "upper b"))
     assert [(c.id, c.description) for c in merged.criteria] == [
         ("a", "base a"),
         ("b", "upper b"),
@@ -48,26 +56,26 @@ def test_criteria_are_matched_by_id_and_those_of_below_are_kept_in_their_order()
     ids=["both differ from 1: product", "only the lower", "only the upper", "neither"],
 )
 def test_weights_multiply_so_that_1_leaves_the_other(below: str, above: float, expected: float) -> None:
-    weights = {c.id: c.weight for c in over(CriterionPatch(below, weight=above)).criteria}
+    weights = {c.id: c.weight for c in over(criterion(below, weight=above)).criteria}
     assert weights == {"a": 2.0, "b": 1.0, "c": 3.0} | {below: expected}
 
 
 def test_only_what_the_upper_says_is_changed() -> None:
-    merged = over(CriterionPatch("a", required=False), CriterionPatch("c", maximum=9.0))
+    merged = over(criterion("a", required=False), criterion("c", maximum=9.0))
     assert merged.criteria[0] == Criterion("a", "base a", 2.0, scale="binary")
     assert merged.criteria[2] == Criterion("c", "base c", 3.0, scale="custom", minimum=-1, maximum=9)
 
 
 def test_another_scale_forgets_the_ends_of_the_lower_one() -> None:
-    assert over(CriterionPatch("c", scale="binary")).criteria[2] == Criterion("c", "base c", 3.0, scale="binary")
+    assert over(criterion("c", scale="binary")).criteria[2] == Criterion("c", "base c", 3.0, scale="binary")
 
 
 def test_a_threshold_goes_with_required() -> None:
-    assert over(CriterionPatch("b", required=True, threshold=0.8)).criteria[1].threshold == 0.8
+    assert over(criterion("b", required=True, threshold=0.8)).criteria[1].threshold == 0.8
     with pytest.raises(ConfigError, match="'b': a threshold is for a required criterion"):
-        over(CriterionPatch("b", threshold=0.8))
+        over(criterion("b", threshold=0.8))
     base = Rubric((Criterion("a", "a", required=True, threshold=0.8),))
-    merged = merge_rubric(base, RubricPatch((CriterionPatch("a", required=False),)))
+    merged = merge_rubric(base, patch(criterion("a", required=False)))
     assert merged.criteria == (Criterion("a", "a"),)
 
 
@@ -89,29 +97,27 @@ def test_an_operators_function_stays_only_with_custom() -> None:
 
 
 def test_over_nothing_a_patch_must_be_complete() -> None:
-    alone = merge_rubric(None, RubricPatch((CriterionPatch("a", "text"),)))
+    alone = merge_rubric(None, patch(criterion("a", "text")))
     assert alone == Rubric((Criterion("a", "text"),))
     with pytest.raises(ConfigError, match="'a': expected a description, because there is no criterion of that id"):
-        merge_rubric(None, RubricPatch((CriterionPatch("a"),)))
+        merge_rubric(None, patch(criterion("a")))
     with pytest.raises(ConfigError, match="'d': expected a description"):
-        over(CriterionPatch("d", weight=2.0))
+        over(criterion("d", weight=2.0))
 
 
 def test_an_id_twice_is_refused_before_it_could_be_merged_twice() -> None:
-    with pytest.raises(ConfigError, match="'a' is the id of several criteria"):
-        RubricPatch((CriterionPatch("a", weight=2.0), CriterionPatch("a", weight=3.0)))
+    with pytest.raises(ConfigError, match="here: event: 'a' is the id of several criteria"):
+        parse_rubrics({"event": [{"id": "a", "weight": 2.0}, {"id": "a", "weight": 3.0}]}, where="here")
 
 
 def test_sources_are_laid_over_each_other_from_the_lowest_to_the_highest() -> None:
-    file = RubricsPatch(outcome=RubricPatch((CriterionPatch("a", "file", 2.0), CriterionPatch("b", "file b"))))
-    overrides = RubricsPatch(outcome=RubricPatch((CriterionPatch("a", "overrides", 3.0),)))
-    task = RubricsPatch(
-        event=RubricPatch((CriterionPatch("e", "task e"),)), outcome=RubricPatch((CriterionPatch("a", "task"),))
-    )
+    file = {"outcome": patch(criterion("a", "file", 2.0), criterion("b", "file b"))}
+    overrides = {"outcome": patch(criterion("a", "overrides", 3.0))}
+    task = {"event": patch(criterion("e", "task e")), "outcome": patch(criterion("a", "task"))}
     assert merge_rubrics(file, overrides, task) == Rubrics(
         event=Rubric((Criterion("e", "task e"),)),
         outcome=Rubric((Criterion("a", "task", 6.0), Criterion("b", "file b"))),
     )
     assert merge_rubrics() == Rubrics()
     with pytest.raises(ConfigError, match=r"^outcome: criterion 'x'"):
-        merge_rubrics(file, RubricsPatch(outcome=RubricPatch((CriterionPatch("x"),))))
+        merge_rubrics(file, {"outcome": patch(criterion("x"))})

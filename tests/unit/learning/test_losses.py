@@ -342,7 +342,10 @@ def test_denominators_of_nothing_are_refused():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"dual_clip": 1.1, "clip_high": 0.2}, r"dual_clip: expected at least 1 \+ clip_high = 1.2, got 1.1"),
+        (
+            {"dual_clip": 1.1, "clip_high": 0.2},
+            r"expected more than 1 \+ loss.clip_high = 1.2, where the other clip is, got 1.1",
+        ),
         ({"kl_estimator": "k2"}, "kl_estimator: has no effect, because kl_coef is 0"),
         ({"kl_clamp": 5.0}, "kl_clamp: has no effect"),
         ({"kl_importance_weighted": True}, "kl_importance_weighted: has no effect"),

@@ -12,12 +12,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import fake_vllm
 import hash_model
-import numpy as np
 import pytest
 from faulty_server import MAX_MODEL_LEN, MODEL, FaultyServer
-from safetensors.numpy import save_file
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -25,7 +22,6 @@ from gspo_gym.engine.base import Engine
 from gspo_gym.engine.endpoint.http import HttpEngine, HttpSettings
 from gspo_gym.engine.local.engine import LocalEngine
 from gspo_gym.engine.scripted import ScriptedEngine
-from gspo_gym.engine.vllm.http import VllmHttpEngine, VllmHttpSettings
 from gspo_gym.learning.batching import build_batch
 from gspo_gym.learning.credit import returns_of
 from gspo_gym.learning.settings import AdvantageSettings, RewardSettings
@@ -81,22 +77,12 @@ async def _http(dialect: Any) -> AsyncIterator[Subject]:
         await engine.close()
 
 
-@asynccontextmanager
-async def _vllm(folder: Path) -> AsyncIterator[Subject]:
-    save_file({"embed": np.zeros((4, 2), np.float32)}, folder / "model.safetensors")
-    with fake_vllm.served(fake_vllm.FakeVllm(model_folder=str(folder))) as stage:
-        engine = await VllmHttpEngine.start(VllmHttpSettings(url=stage.url, vocab_size=fake_vllm.VOCAB_SIZE))
-        yield Subject(engine, letters())
-        await engine.close()
-
-
 ENGINES: dict[str, Callable[[Path], AbstractAsyncContextManager[Subject]]] = {
     "scripted": lambda _: _scripted(),
     "local": lambda _: _local(),
     "http, vLLM's dialect": lambda _: _http("vllm"),
     "http, SGLang's dialect": lambda _: _http("sglang"),
     "http, text": lambda _: _http("text"),
-    "vLLM's server": lambda folder: _vllm(folder),
 }
 
 

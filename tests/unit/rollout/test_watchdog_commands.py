@@ -19,8 +19,8 @@ import pytest
 from websockets.exceptions import ConnectionClosed
 from websockets.sync.client import connect
 
+from gspo_gym.env.watchdog import Frozen, read_frozen
 from gspo_gym.rollout.episode_files import load_episodes
-from gspo_gym.rollout.watchdog import Frozen, read_frozen
 
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="it reads /proc"),
@@ -31,7 +31,7 @@ SUPPORT = Path(__file__).parents[2] / "support"
 # A minute, the least that the lock may be held, is too long to be waited for here; so is twice what check and play give
 # to a step.
 IMPATIENT = (
-    "import sys; from gspo_gym.cli import env, main; from gspo_gym.rollout import watchdog; "
+    "import sys; from gspo_gym.cli import env, main; from gspo_gym.env import watchdog; "
     "watchdog._LEAST_SECONDS = 1.5; env._STEP_TIMEOUT_SECONDS = 1.0; sys.exit(main.main())"
 )
 FAST = ["--step-timeout-seconds", "1"]

@@ -17,7 +17,7 @@ from gspo_gym.config.run_config import RunConfig
 from gspo_gym.errors import ConfigError
 from gspo_gym.judge.base import JudgeBudgetError
 from gspo_gym.judge.records import read_judgements
-from gspo_gym.judge.service.fake_server import create_fake_judge_app
+from gspo_gym.judge.server import create_fake_judge_app
 from gspo_gym.policy.checkpoints import CheckpointStore
 from gspo_gym.remote.serving import BackgroundServer
 from gspo_gym.rollout.episode_files import read_episodes

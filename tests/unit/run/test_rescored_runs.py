@@ -12,11 +12,10 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
-from fake_vllm import FakeVllm, served
 from faulty_server import FaultyServer
 from guessing_endpoint import guessing
 from safetensors.torch import load_file
@@ -176,11 +175,12 @@ def test_a_resumed_run_ends_with_the_weights_of_an_uninterrupted_one(tmp_path: P
 def test_token_ids_are_taken_where_the_endpoint_gives_them_and_its_logprobs_are_not_used(tmp_path: Path) -> None:
     hot = {"rollout__temperature": 0.5, "rollout__max_output_tokens": 1, "training__batch_size": 8}
     runs: dict[str, tuple[list[Trajectory], dict[str, torch.Tensor]]] = {}
-    for mode in ("processed_logprobs", "raw_logprobs"):
-        with served(FakeVllm(logprobs_mode=mode)) as stage:
-            run_training(config(tmp_path / mode, stage.url, **hot))
+    modes: tuple[Literal["processed", "raw"], ...] = ("processed", "raw")
+    for mode in modes:
+        with FaultyServer(logprobs=mode, vocab_size=512) as server:
+            run_training(config(tmp_path / mode, server.base_url.removesuffix("/v1"), **hot))
         (event,) = [event for event in read_events(tmp_path / mode / "rescored") if event["kind"] == "rescored"]
-        assert event["data"]["logprob_mode"] == mode.removesuffix("_logprobs")
+        assert event["data"]["logprob_mode"] == mode
         (line,) = read_metrics(tmp_path / mode / "rescored")
         assert line["optim/num_steps"] == 2
         assert "kl/rollout_k3" not in line
@@ -195,7 +195,7 @@ def test_token_ids_are_taken_where_the_endpoint_gives_them_and_its_logprobs_are_
 def test_a_learner_that_rescores_refuses_to_look_at_the_samplers_logprobs() -> None:
     policy = build.load_policy("tiny:qwen3-64")
     for correction in ({"old_logprobs": "rollout"}, {"level": "token"}, {"off_policy_threshold": 0.1}):
-        with pytest.raises(ConfigError, match="the sampler's logprobs are not looked at"):
+        with pytest.raises(ConfigError, match=r"looks at the sampler's logprobs, which rollout\.rescore"):
             Learner(
                 policy.model,
                 optimizer=OptimizerSettings(),

@@ -20,10 +20,9 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
+import textwrap
 import time
 from collections import Counter
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from operator import itemgetter
 from pathlib import Path
 
@@ -55,7 +54,6 @@ from gspo_gym.errors import (
 from gspo_gym.policy.manifest import read_manifest
 from gspo_gym.rollout.episode_files import read_episodes
 from gspo_gym.rollout.ledger import Terminal, imbalances, read_ledger
-from gspo_gym.run.process import Phase, read_phase
 from gspo_gym.run.recording import RunRecorder
 from gspo_gym.run.records import read_events, read_metrics, read_run_id, read_view
 from gspo_gym.types import Outcome
@@ -790,25 +788,20 @@ def test_every_started_episode_of_a_run_has_one_end(tmp_path):
     assert len(set(started)) == 8
 
 
-def test_a_run_says_that_its_engine_starts(tmp_path):
-    """Seen by the server that it connects to, which then refuses."""
+def test_a_run_says_that_its_engine_starts(tmp_path, monkeypatch):
+    """Seen by the library of the engine when it is imported, which then fails."""
     config = make_config(tmp_path)
-    seen = []
-
-    class Server(BaseHTTPRequestHandler):
-        def do_GET(self):
-            seen.append(read_phase(config.run_folder))
-            self.send_error(404)
-
-        def log_message(self, *_):
-            pass
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Server) as server:
-        threading.Thread(target=server.serve_forever).start()
-        values = config.model_dump(exclude_unset=True)
-        values["rollout"]["engine"] = "vllm"
-        values["services"] = {"engine_urls": [f"http://127.0.0.1:{server.server_port}"]}
-        with pytest.raises(GymError):
-            run_training(RunConfig.from_dict(values))
-        server.shutdown()
-    assert Phase("starting the engine") in seen
+    (tmp_path / "vllm.py").write_text(
+        textwrap.dedent(f"""
+        from pathlib import Path
+        from gspo_gym.run.process import read_phase
+        Path({str(tmp_path / "seen")!r}).write_text(read_phase(Path({str(config.run_folder)!r})).name)
+        raise RuntimeError("no engine today")
+    """)
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    values = config.model_dump(exclude_unset=True)
+    values["rollout"]["engine"] = "vllm"
+    with pytest.raises((GymError, RuntimeError), match="no engine today"):
+        run_training(RunConfig.from_dict(values))
+    assert (tmp_path / "seen").read_text() == "starting the engine"

@@ -18,16 +18,13 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
 
+import fake_vllm
 import programs
 import pytest
-import torch
-from fake_vllm import FakeVllm, served
 from parent_of_all import descendants
 
 from gspo_gym.cli.command_line import exit_code_of, interrupted_by_signals
-from gspo_gym.policy.load import load_policy
 from gspo_gym.run.records import read_events
 from gspo_gym.run.registry import read_run
 from gspo_gym.run.steering import Steering
@@ -77,6 +74,17 @@ class Hanging(TextEnv):
 class Frozen(Hanging):
     def hang(self):
         re.match("(a+)+b", "a" * 64)
+"""
+# Follows vLLM's fake: no update of its weights ends.
+HANGING_UPDATE = """
+
+async def _hang(*_, **__):
+    from pathlib import Path
+
+    Path("hangs").touch()
+    await asyncio.Event().wait()
+
+AsyncLLM.collective_rpc = _hang
 """
 CONFIG = """
 run.stop_grace_seconds = {}
@@ -236,40 +244,15 @@ def test_a_run_whose_judge_does_not_answer_is_saved_at_once(
     assert (folder / "checkpoints" / "step_000000" / "manifest.json").exists()
 
 
-class VllmWithAModel(FakeVllm):
-    """Samples from the weights that it is given, as the run's canary demands."""
-
-    model: Any = None
-
-    def _collective_rpc(self, query: dict[str, str], body: Any) -> Any:
-        reply = super()._collective_rpc(query, body)
-        self.model = load_policy(self.weights).model  # the files are removed after it
-        return reply
-
-    def logits(self, context: list[int], model: str) -> Any:
-        if self.model is None:
-            return super().logits(context, model)
-        with torch.no_grad():
-            return self.model(torch.tensor([context])).logits[0, -1].double().numpy()
-
-
 @pytest.mark.slow
 def test_a_run_whose_engine_hangs_in_a_weight_update_leaves_when_its_grace_is_over(
     tmp_path: Path, start_hanging_run: Callable[..., subprocess.Popen[str]]
 ) -> None:
-    folder, update = tmp_path / "runs" / "test", "/collective_rpc"
-    with served(VllmWithAModel()) as stage:
-
-        def hangs() -> bool:
-            if (folder / "checkpoints" / "step_000000").exists() and not stage.fake.hang:
-                stage.fake.seen.clear()
-                stage.fake.hang.add(update)
-            return bool(stage.fake.hang) and update in stage.fake.paths()
-
-        overrides = ("rollout.engine=vllm", f'services.engine_urls=["{stage.url}"]', "training.iterations_per_epoch=99")
-        process = start_hanging_run(1.0, *overrides, *QUIET, hangs=hangs)
-        process.terminate()
-        _, said = process.communicate(timeout=60)
+    folder = tmp_path / "runs" / "test"
+    (tmp_path / "vllm.py").write_text(Path(fake_vllm.__file__).read_text() + HANGING_UPDATE)
+    process = start_hanging_run(1.0, "rollout.engine=vllm", *QUIET)
+    process.terminate()
+    _, said = process.communicate(timeout=60)
     assert process.returncode == 143
     assert "not done after run.stop_grace_seconds = 1; the last checkpoint stands" in said
     assert json.loads((folder / "summary.json").read_text())["status"] == "interrupted"

@@ -22,6 +22,7 @@ import numpy as np
 import pytest
 from forked import forked
 from full_disk import small_disk
+from gguf_files import llama, write_gguf
 from safetensors import numpy as tensors
 from safetensors import safe_open
 
@@ -284,6 +285,18 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "test"
 
 
+def test_an_adapter_on_a_file_that_only_we_read_is_verified(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers does not know the GGUF file's name: it reads the folder that the file was converted to."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    write_gguf(tmp_path / "small.gguf", llama())
+    model = {"base": str(tmp_path / "small.gguf"), "trainer_mode": "lora"}
+    config = config_of(tmp_path, {"model": model, "training": {"iterations_per_epoch": 1}, "warmup": {"num_epochs": 1}})
+    run_training(config)
+    verified = verify_step(tmp_path / "test", 1)
+    assert verified.exit_code == 0, (verified.difference, verified.missing)
+    assert verified.compared["logprob"][0] > 0
+
+
 def imports_of(path: Path) -> set[str]:
     nodes = list(ast.walk(ast.parse(path.read_text())))
     modules = {node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)}
@@ -310,7 +323,10 @@ def test_the_second_path_can_be_read_in_one_file_and_shares_no_code_with_the_lea
     third_party = {"numpy", "numpy.typing", "torch"}
     of_python = {"collections", "collections.abc", "dataclasses", "typing", "__future__"}
     assert imports_of(path) <= {"gspo_gym.types"} | of_python | third_party
-    assert not [name for name in imports_of(reader) if "learning" in name or "policy" in name]
+    assert not [name for name in imports_of(reader) if "learning" in name]
+    of_policy = [node for node in ast.walk(ast.parse(reader.read_text())) if isinstance(node, ast.ImportFrom)]
+    names = {alias.name for node in of_policy if "policy" in (node.module or "") for alias in node.names}
+    assert names == {"below_adapter", "for_other_programs"}, "a base's folder is looked up; transformers loads it"
     attributes = {node.attr for node in ast.walk(ast.parse(reader.read_text())) if isinstance(node, ast.Attribute)}
     computes = {"exp", "log", "log_softmax", "sqrt", "mean", "std", "clip", "backward", "bincount", "grad"}
     assert not attributes & computes, "the equations stand in the path, and not beside the reading of files"

@@ -30,8 +30,8 @@ from gspo_gym.env.rewards import Reward
 from gspo_gym.errors import ConfigError, NonFiniteError, StuckError
 from gspo_gym.judge.asking import AskingSettings
 from gspo_gym.judge.base import CriterionScore, JudgeError, Judgement, JudgeRequest, review_of
-from gspo_gym.judge.service.contract import HttpJudge
-from gspo_gym.judge.service.server import create_judge_app
+from gspo_gym.judge.http import HttpJudge
+from gspo_gym.judge.server import create_judge_app
 from gspo_gym.judge.settings import JudgeOptions
 from gspo_gym.learning.batching import TrainBatch
 from gspo_gym.learning.settings import AdvantageSettings, RewardSettings, StepRewardSettings
@@ -454,7 +454,7 @@ def test_what_is_trained_on_does_not_depend_on_concurrency(tmp_path: Path) -> No
 
 
 def test_a_step_that_teaches_nothing_takes_no_update_and_the_run_goes_on(tmp_path: Path) -> None:
-    plan = make_plan(constant_groups="refill", max_refill_rounds=2)
+    plan = make_plan(constant_groups="refill")
     parts, state = train(tmp_path, plan, same_for=1)
     assert parts.batches == []
     assert parts.versions == [1, 2, 3, 4]  # the weights are the same and carry the step's number
@@ -463,11 +463,11 @@ def test_a_step_that_teaches_nothing_takes_no_update_and_the_run_goes_on(tmp_pat
     assert (state.step, state.num_episodes, state.trained_tokens) == (4, 0, 0)
     assert state.sampled_tokens > 0
     events = [(e["step"], e["data"]) for e in read_events(tmp_path) if e["kind"] == "no_update"]
-    assert events == [(step, {"num_groups": 12}) for step in (1, 2, 3, 4)]  # 4 and two rounds of 4
+    assert events == [(step, {"num_groups": 44}) for step in (1, 2, 3, 4)]  # 4 and ten rounds of 4
     for line in read_metrics(tmp_path):
         assert line["batch/constant_group_fraction"] == 1.0
-        assert line["batch/dropped_constant_groups"] == 12.0
-        assert line["batch/refilled_groups"] == 8.0
+        assert line["batch/dropped_constant_groups"] == 44.0
+        assert line["batch/refilled_groups"] == 40.0
         assert "batch/mean_return" not in line
 
 
@@ -626,7 +626,7 @@ def test_a_cancelled_run_ends_after_the_update_that_its_thread_is_making(tmp_pat
 
 def test_a_bound_that_is_missed_from_the_start_is_refused() -> None:
     make_plan(max_staleness=2, weight_sync_interval=3)
-    with pytest.raises(ConfigError, match=r"max_staleness: expected at least weight_sync_interval - 1 = 2, .* got 1"):
+    with pytest.raises(ConfigError, match=r"max_staleness: expected at least .*weight_sync_interval - 1 = 2, .* got 1"):
         make_plan(max_staleness=1, weight_sync_interval=3)
 
 
@@ -651,7 +651,7 @@ def test_metrics_are_written_every_so_many_steps_and_after_the_last(tmp_path: Pa
 @pytest.mark.parametrize("baseline", ["batch", "running", "none"])
 @pytest.mark.parametrize("constant_groups", ["drop", "refill"])
 def test_groups_that_teach_something_cannot_be_left_out_as_constant(baseline: Any, constant_groups: Any) -> None:
-    with pytest.raises(ConfigError, match=f"constant_groups: '{constant_groups}'"):
+    with pytest.raises(ConfigError, match=f'constant_groups: "{constant_groups}"'):
         make_plan(constant_groups=constant_groups, advantages=AdvantageSettings(baseline=baseline))
 
 

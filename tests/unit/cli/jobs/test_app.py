@@ -17,7 +17,7 @@ from forked import forked
 from full_disk import small_disk
 from served_jobs import HOSTED, Client, IdleJobs, body_of
 
-from gspo_gym.cli.jobs.records import Machine, parse_request
+from gspo_gym.cli.jobs.records import Export, Machine, parse_request, toml_of
 from gspo_gym.cli.jobs.store import Event
 from gspo_gym.config.run_config import RunConfig
 from gspo_gym.errors import ServiceError
@@ -263,13 +263,13 @@ class SlowHub:
         self.takes = threading.Event()
         self.refuses = False
 
-    async def __call__(self, run_folder: Path, repo: str, *, is_private: bool, is_merged: bool) -> str:
-        assert run_folder.name.startswith("job_")
-        self.pushed.append((repo, is_private, is_merged))
+    async def __call__(self, export: Export) -> str:
+        assert export.folder.name.startswith("job_")
+        self.pushed.append((export.repo, export.is_private, export.is_merged))
         await asyncio.to_thread(self.takes.wait, 60)
         if self.refuses:
             raise ServiceError("the hub says no")
-        return f"https://hub/{repo}"
+        return f"https://hub/{export.repo}"
 
 
 def test_an_export_that_takes_long_is_answered_as_a_job_and_goes_on(tmp_path: Path) -> None:
@@ -309,12 +309,12 @@ def test_an_export_that_ends_in_time_is_answered_with_its_end(tmp_path: Path) ->
 def test_exports_end_with_the_service(tmp_path: Path) -> None:
     ended = []
 
-    async def hang(run_folder: Path, repo: str, **_: bool) -> str:
+    async def hang(export: Export) -> str:
         try:
             await asyncio.Event().wait()
         finally:
-            ended.append((run_folder.name.startswith("job_"), repo))
-        return repo
+            ended.append((export.folder.name.startswith("job_"), export.repo))
+        return export.repo
 
     served = IdleJobs(tmp_path, push=hang, export_answer_seconds=0.01)
     with BackgroundServer(served.guarded) as server:
@@ -380,8 +380,7 @@ def test_what_the_hosted_client_writes_in_is_no_contradiction_to_a_kl_term(tmp_p
     config["loss"] = {**config.get("loss", {}), "kl_coef": 0.1}
     config["compute"]["topology"] = {"reference_placement": "none"}
     machine = Machine(is_local=True, overrides=["rollout.max_output_tokens=8"])
-    asked = parse_request(body, runs=tmp_path, machine=machine)
-    resolved = asked.config_of("job_1")
+    resolved = toml_of(parse_request(body, runs=tmp_path, machine=machine), "job_1")
     assert tomllib.loads(resolved)["reference"]["placement"] == "shared"
     assert '# compute.topology.reference_placement: "none", which a client inserts, counts as absent' in resolved
 
@@ -390,12 +389,12 @@ def test_the_services_own_limit_goes_over_the_files_other_name_for_it(tmp_path: 
     body = body_of({})
     body["data"]["config"]["rollout"]["policy_config"] = {"max_tokens": 4096, "temperature": 0.5}
     machine = Machine(is_local=True, overrides=["rollout.max_output_tokens=256"])
-    config = parse_request(body, runs=tmp_path, machine=machine).config
+    config = parse_request(body, runs=tmp_path, machine=machine)
     assert (config.rollout.max_output_tokens, config.rollout.temperature) == (256, 0.5)
 
 
 def test_a_machine_without_gpus_trains_what_was_written_for_some(tmp_path: Path) -> None:
     machine = Machine(is_local=True, overrides=["rollout.max_output_tokens=8"])
-    config = parse_request(body_of({}), runs=tmp_path, machine=machine).config
+    config = parse_request(body_of({}), runs=tmp_path, machine=machine)
     assert (config.compute, config.topology, config.vllm, config.rollout.engine) == (None, None, None, "local")
     assert (config.rollout.max_model_len, config.rollout.max_output_tokens) == (8_192, 8)

@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 import pytest
 from served_jobs import KEY, Client, IdleJobs
 
-from gspo_gym.cli.jobs.inference import Inference, Wanted
+from gspo_gym.cli.jobs.inference import Inference, ModelToServe
 from gspo_gym.remote.guard import RefusalError
 from gspo_gym.remote.serving import BackgroundServer
 
@@ -189,20 +189,20 @@ def test_warm_ups_that_wait_or_load_are_told_counted_and_ended_with_the_service(
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     loading = ["sh", "-c", f"echo $$ > {pipe}; exec sleep 3600"]  # never says that it serves
-    wanted = [Wanted(f"model {number}", f"name {number}") for number in range(65)]
+    models = [ModelToServe(f"model {number}", f"name {number}") for number in range(65)]
 
     async def play() -> None:
         inference = Inference(loading, os.environ, tmp_path / "log")
-        assert inference.warm(wanted[0]) == "warming"
+        assert inference.warm(models[0]) == "warming"
         pid = int(await asyncio.to_thread(pipe.read_text))
-        assert [inference.warm(each) for each in wanted[1:64]] == ["warming"] * 63
-        assert [inference.warmth(each)[0] for each in wanted] == ["warming"] * 64 + ["not_started"]
-        assert inference.warm(wanted[0]) == "already_warming"
+        assert [inference.warm(each) for each in models[1:64]] == ["warming"] * 63
+        assert [inference.warmth(each)[0] for each in models] == ["warming"] * 64 + ["not_started"]
+        assert inference.warm(models[0]) == "already_warming"
         with pytest.raises(RefusalError, match="64 requests"):
-            inference.warm(wanted[64])
+            inference.warm(models[64])
         await inference.close()
         assert not lives(pid)
-        assert inference.warm(wanted[64]) == "warming"
+        assert inference.warm(models[64]) == "warming"
         await inference.close()
 
     asyncio.run(asyncio.wait_for(play(), 30))

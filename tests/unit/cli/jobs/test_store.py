@@ -10,7 +10,7 @@ import pytest
 from forked import forked
 from full_disk import small_disk
 
-from gspo_gym.cli.jobs.store import Event, NewJob, Store
+from gspo_gym.cli.jobs.store import Event, Store
 from gspo_gym.errors import StorageError
 
 
@@ -20,7 +20,7 @@ def store(tmp_path: Path) -> Store:
 
 
 def queue(store: Store) -> str:
-    return store.create(NewJob({}, "", lambda job_id: f"# {job_id}", "base"), max_queued=9)[0].job_id
+    return store.create({}, base="base", config_of=lambda job_id: f"# {job_id}", max_queued=9)[0].job_id
 
 
 def test_events_of_many_threads_are_numbered_without_a_gap(store: Store) -> None:

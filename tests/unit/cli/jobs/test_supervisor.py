@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import os
@@ -14,9 +15,9 @@ from typing import Any
 import pytest
 from served_jobs import FAKE_TRAINER, body_of
 
-from gspo_gym.cli.jobs.records import Machine, parse_request
-from gspo_gym.cli.jobs.store import Job, NewJob, Store
-from gspo_gym.cli.jobs.supervisor import Supervisor, SupervisorSettings
+from gspo_gym.cli.jobs.records import Machine, parse_request, toml_of
+from gspo_gym.cli.jobs.store import Job, Store
+from gspo_gym.cli.jobs.supervisor import Supervisor
 
 
 class Place:
@@ -28,15 +29,14 @@ class Place:
         self.supervisors: list[Supervisor] = []
 
     def queue(self, **script: Any) -> str:
-        asked = parse_request(
-            body_of({"starts": str(self.starts_file), **script}), runs=self.folder / "runs", machine=Machine()
-        )
-        new = NewJob({"data": {}}, "", asked.config_of, asked.base)
-        return self.store.create(new, max_queued=9)[0].job_id
+        body = body_of({"starts": str(self.starts_file), **script})
+        config = parse_request(body, runs=self.folder / "runs", machine=Machine())
+        config_of = functools.partial(toml_of, config)
+        return self.store.create({"data": {}}, base=str(config.model.base), config_of=config_of, max_queued=9)[0].job_id
 
     def supervisor(self, **settings: Any) -> Supervisor:
         """Another one, as after a restart of the service."""
-        made = Supervisor(self.store, self.folder, SupervisorSettings(FAKE_TRAINER, os.environ, **settings))
+        made = Supervisor(self.store, self.folder, FAKE_TRAINER, os.environ, **settings)
         self.supervisors.append(made)
         return made
 
@@ -85,7 +85,7 @@ def test_a_jobs_records_become_its_events_in_their_order(place: Place) -> None:
         "rl.train.completed",
         "rl.job.completed",
     ]
-    assert [event.phase for event in place.store.timeline(job_id)] == [
+    assert [event.phase for event in place.store.events(job_id, only_phases=True)] == [
         "queued", "initializing", "training", "succeeded"]  # fmt: skip
 
 
@@ -130,7 +130,7 @@ def test_a_run_that_says_why_it_failed_is_believed(place: Place) -> None:
 
 
 def test_a_trainer_that_is_not_there_fails_the_job(place: Place) -> None:
-    supervisor = Supervisor(place.store, place.folder, SupervisorSettings(["/no/such/trainer"], os.environ))
+    supervisor = Supervisor(place.store, place.folder, ["/no/such/trainer"], os.environ)
     job = place.ended(supervisor, place.queue())
     assert job.status == "failed"
     assert "/no/such/trainer" in (job.error or "")
@@ -185,9 +185,7 @@ def test_a_cancelled_job_that_takes_no_sigterm_is_killed_when_its_time_is_over(p
 def test_a_clock_that_is_set_shortens_no_cancelled_jobs_time(place: Place) -> None:
     job_id = place.queue(ending="deaf")
     hours = itertools.count(step=3600)  # each look is an hour later than the one before
-    settings = SupervisorSettings(FAKE_TRAINER, os.environ, stop_seconds=60.0)
-    supervisor = Supervisor(place.store, place.folder, settings, clock=lambda: float(next(hours)))
-    place.supervisors.append(supervisor)
+    supervisor = place.supervisor(stop_seconds=60.0, clock=lambda: float(next(hours)))
     place.until(supervisor, job_id, lambda job: job.status == "training")
     place.store.update(job_id, cancelled_at=1.0)
     supervisor.look()

@@ -346,7 +346,7 @@ def test_the_gateway_listens_and_is_told_of_where_the_section_says(make: Make, p
 
 
 def test_a_rollout_that_calls_too_often_is_refused_and_is_no_episode(make: Make, policy: Policy) -> None:
-    changes = {**SMALL, "limits.max_attempts": 1, "limits.min_group_fraction": 0.1}
+    changes = {**SMALL, "limits.max_attempts": 1}
     with serving(quiz(num_turns=2)) as few, serving(quiz(num_turns=3)) as many:
         entry = {"env_name": "long", "share": 0.5, "task_url": many}
         services = {"services.task_url": few, "rollout.mixture": [entry], "gateway": {"max_calls": 2}}
@@ -382,18 +382,18 @@ def test_a_mixed_run_trains_and_evaluates_on_every_environment(make: Make, tmp_p
     """One environment here and two apps, in shares 1/2, 1/4, 1/4: a b c a in each step of four groups, by the
     deficits of `test_mixture`.
     """
-    own = create_task_app("GuessNumber", config={"high": 3})
+    own = create_task_app("GuessNumber", config={"high": 3, "style": "terse"})
     with serving(quiz()) as quiz_url, serving(own) as own_url:
         changes = {
             **SMALL,
             "run.folder": str(tmp_path),
             "rollout.episodes_per_batch": 16,
-            "rollout.env_config": {"high": 9, "max_guesses": 3},
+            "rollout.env_config": {"high": 9, "max_guesses": 3, "style": "terse"},
             "training.iterations_per_epoch": 3,
             "evaluation": {"seeds": "0:3", "every_n_iters": 3},
             "rollout.mixture": [
                 {"env_name": "quiz", "share": 0.25, "task_url": quiz_url},
-                {"env_name": "GuessNumber", "env_config": {"style": "terse"}, "share": 0.25, "task_url": own_url},
+                {"env_name": "GuessNumber", "share": 0.25, "task_url": own_url},
             ],
         }
         config = make(changes)
@@ -448,8 +448,8 @@ def test_app_episodes_are_played_ahead_and_carry_their_versions(make: Make, tmp_
         "correction.old_logprobs": "rollout",
         "evaluation": {"seeds": "0:3", "every_n_iters": 4},
     }
-    with serving(create_task_app("GuessNumber")) as url:
-        config = make({**changes, "services.task_url": url})
+    with serving(create_task_app("GuessNumber", config={"style": "terse"})) as url:
+        config = make({**changes, "services.task_url": url, "rollout.env_config": {}})
         run_training(config)
     lines = read_metrics(config.run_folder)
     assert [line["rollout/staleness_max"] <= 1 for line in lines] == [True] * 4
@@ -489,7 +489,7 @@ def test_an_app_is_told_of_step_rewards_as_the_hosted_trainer_tells_it(make: Mak
         collect(make(changes), policy, Task(GUESS, 41))
         own = {"step_rewards": {"enabled": False}}
         collect(make({**changes, "rollout.env_config": own}), policy, Task(GUESS, 41))
-        collect(make({**SMALL, "services.task_url": url}), policy, Task(GUESS, 41))
+        collect(make({**SMALL, "services.task_url": url, "rollout.env_config": {}}), policy, Task(GUESS, 41))
     asked = [asked.body["env"]["config"] for asked in app.asked if asked.path == "/rollout"]
     assert asked == [{"step_rewards": {**expected, "step_beta": 0.0}, "level": 2}] * 2 + [own] * 2 + [{}] * 2
 

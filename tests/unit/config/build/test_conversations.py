@@ -19,7 +19,7 @@ from gspo_gym.cli.main import main
 from gspo_gym.cli.train import run_training
 from gspo_gym.config.build import conversations
 from gspo_gym.config.build.conversations import with_fixed_date
-from gspo_gym.config.build.preflight import find_obstacles, rehearse
+from gspo_gym.config.build.preflight import rehearse
 from gspo_gym.config.run_config import RunConfig, load_config
 from gspo_gym.errors import ConfigError, TemplateError
 from gspo_gym.policy.load import load_tokenizer, tiny_tokenizer
@@ -195,23 +195,17 @@ def test_reasoning_that_the_prompt_opens_is_closed_by_demonstrations_and_a_deep_
     run_training(config)
 
 
-def test_demonstrations_that_a_template_cannot_say_are_refused_before_the_first_and_no_obstacle_without_them(
-    configured: Callable[..., RunConfig],
+@pytest.mark.parametrize("warmup", [WARMUP, {}], ids=["with demonstrations", "without"])
+def test_a_template_that_shows_answers_in_another_form_than_it_opens_is_refused_at_every_door(
+    configured: Callable[..., RunConfig], warmup: dict[str, Any]
 ) -> None:
-    with_warmup = configured(LOUD, **WARMUP)
-    assert asyncio.run(find_obstacles(with_warmup)) == []
-    said = "warmup.policy: this model cannot say what the demonstrations do: .*another form than its generation prompt"
-    with pytest.raises(ConfigError, match=said):
-        asyncio.run(rehearse(with_warmup))
-    with pytest.raises(ConfigError, match=said):
-        run_training(with_warmup)
-    assert not with_warmup.run_folder.exists()
-
-    without = configured(LOUD)
-    seen = asyncio.run(rehearse(without))
-    assert seen.episodes == ()
-    assert seen.notes[-1].startswith("GuessNumber: no scripted episode was played: ")
-    run_training(without)
+    config = configured(LOUD, **warmup)
+    refusal = "another form than its generation prompt opens"
+    with pytest.raises(TemplateError, match=refusal):
+        asyncio.run(rehearse(config))
+    with pytest.raises(TemplateError, match=refusal):
+        run_training(config)
+    assert not config.run_folder.exists()
 
 
 def test_an_environment_with_tools_is_played_with_a_template_that_knows_none_and_every_door_says_so(

@@ -13,7 +13,6 @@ import hash_model
 import pytest
 import torch
 from agreement import nudge
-from fake_vllm import FakeVllm, served
 from faulty_server import FaultyServer
 from transformers import AutoModelForCausalLM
 
@@ -252,24 +251,3 @@ def test_nobody_at_a_url_is_an_error(make: Make) -> None:
         gone = server
     with pytest.raises(EngineError):
         run(make(of_servers([gone])), None)  # type: ignore[arg-type]
-
-
-def test_a_vllm_server_begins_with_the_policys_weights(make: Make, tmp_path: Path) -> None:
-    policy = build.load_policy("tiny:qwen3-64")
-    policy.model.save_pretrained(tmp_path)  # what it was started with
-    with served(FakeVllm(model_folder=str(tmp_path))) as stage:
-
-        async def use(engine: Engine, policy: Policy) -> None:
-            assert engine.weight_version == 0
-            assert "full" in engine.capabilities.update_kinds
-            assert stage.fake.weights.endswith("policy-v0")
-
-        run(make({"rollout.engine": "vllm", "services": {"engine_urls": [stage.url]}}), use)
-
-
-def test_a_vllm_server_whose_weights_cannot_be_changed_is_refused(make: Make) -> None:
-    with (
-        served(FakeVllm(is_dev=False)) as stage,
-        pytest.raises(ConfigError, match=r"services\.engine_urls: .* `gspo-gym serve"),
-    ):
-        run(make({"rollout.engine": "vllm", "services": {"engine_urls": [stage.url]}}), None)  # type: ignore[arg-type]

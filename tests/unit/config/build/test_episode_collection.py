@@ -137,7 +137,7 @@ def test_an_endpoint_is_evaluated_over_seeds_as_a_model_here_is(endpoint: Any) -
 
 def test_an_endpoint_plays_and_its_500s_are_retried(endpoint: Any) -> None:
     url = f"http://127.0.0.1:{endpoint.server_port}/v1"
-    collected = collect_episodes("GuessNumber", f"openai:halver@{url}", seeds=range(6))
+    collected = collect_episodes("GuessNumber", f"openai:halver@{url}", seeds=range(6), env_config={"style": "terse"})
     assert [t.success for t in collected.trajectories] == [True] * 6
     assert {path for path, _ in endpoint.requests} == {"/v1/chat/completions"}
     assert {body["model"] for _, body in endpoint.requests} == {"halver"}
@@ -150,7 +150,7 @@ def test_a_function_plays() -> None:
         return lambda messages: "1"
 
     collected = collect_episodes("GuessNumber", ones, seeds=[0], env_config={"low": 1, "high": 1})
-    assert [t.messages[-1] for t in collected.trajectories] == [Message("user", "correct")]
+    assert [t.messages[-1] for t in collected.trajectories] == [Message("user", "Correct.")]
     assert collected.policy_name == "ones"
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import dataclasses
+import inspect
 import json
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from gspo_gym.errors import ConfigError, GymError, ServiceError, UnknownNameErro
 from gspo_gym.judge.base import JudgeRequest, Rubrics
 from gspo_gym.judge.gold import DriftCheck
 from gspo_gym.judge.rubric_files import parse_rubrics
-from gspo_gym.judge.service.server import create_judge_app
+from gspo_gym.judge.server import create_judge_app
 from gspo_gym.judge.settings import JudgeModelSettings, PanelEntry, ReadingSettings
 from gspo_gym.remote.serving import BackgroundServer
 from gspo_gym.rollout.episode_files import write_episodes
@@ -68,7 +69,6 @@ OTHER: dict[str, tuple[Any, dict[str, Any]]] = {
     "judge.enabled": (False, {"judge.reward_blend": {"env": 1.0}}),
     "judge.timeout_s": (7.0, {}),
     "judge.on_unscored": ("drop", {}),
-    "judge.max_unscored": (3, {}),
     "judge.panel": ([*MEMBERS, MEMBERS[0]], PANEL),
     "judge.reward_blend.env": (0.5, {}),
     "judge.reward_blend.event": (0.5, {}),
@@ -192,13 +192,14 @@ def described(thing: Any) -> Any:
         return (name, [described(judge) for judge in thing._judges], thing._aggregate)
     if name == "PythonJudge":
         return (name, thing.name, thing._timeout_seconds, thing._show_reasoning)
-    if name in ("AgainstGoldJudge", "AgainstLabels"):
-        parts = {field.name: getattr(thing, field.name) for field in dataclasses.fields(thing)}
+    if name == "function":  # a comparison with gold
+        parts = dict(inspect.getclosurevars(thing).nonlocals)
+        parts |= inspect.getclosurevars(parts.pop("scores")).nonlocals
         labelled = [(pair[0].trajectory_id, len(pair[0].turns), pair[1]) for pair in parts.pop("labelled", ())]
         parts.pop("rubrics_of")
-        return (name, labelled, {key: described(part) for key, part in parts.items()})
+        return (thing.__qualname__, labelled, {key: described(part) for key, part in parts.items()})
     if name == "GoldWatch":
-        return (described(thing._compare), thing._alarm.max_gap_change, thing._every, thing.stops)
+        return (described(thing._compare), thing._max_gap_change, thing._every, thing._stops)
     return thing
 
 
@@ -414,7 +415,7 @@ def test_a_resumed_run_remembers_its_first_comparison_with_gold(files: Path) -> 
     assert judging._gold is not None
     judging.record_into(files / "run", recorder.event, step=10)
     asyncio.run(judging.close())
-    assert judging._gold._alarm.first == first
+    assert judging._gold._first == first
 
 
 def test_a_function_judges_what_was_played() -> None:

@@ -211,7 +211,7 @@ def test_an_environment_that_cannot_be_closed_before_it_is_played_is_named(isola
 
     name = f"test_preflight/Unclosable{isolation}-v0"
     register(name, Unclosable)
-    config = make({"rollout.env_name": name, "rollout.isolation": isolation})
+    config = make({"rollout.env_name": name, "rollout.env_config": {}, "rollout.isolation": isolation})
     said = f"{name}: close() raised AttributeError: 'NoneType' object has no attribute 'close' ("
     (found,) = obstacles(config)
     assert found.startswith(said)

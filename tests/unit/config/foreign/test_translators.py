@@ -337,7 +337,7 @@ def test_stateset_example_key_for_key():
         ("trl", {"use_vllm": True}, "rollout.engine", "vllm"),
         ("trl", {"use_vllm": True}, "vllm.gpu_memory_utilization", 0.3),
         ("trl", {"use_vllm": True, "vllm_enable_sleep_mode": True}, "vllm.sleep_while_learning", True),
-        ("trl", {"use_vllm": True, "vllm_mode": "server"}, "services.engine_urls", ["http://127.0.0.1:8000"]),
+        ("trl", {"use_vllm": True, "vllm_mode": "server"}, "rollout.engine", "vllm"),
         ("trl", {"use_vllm": True, "vllm_importance_sampling_clip_max": 2.0}, "correction.high", 2.0),
         ("trl", {"use_vllm": True, "vllm_importance_sampling_cap": 4.0}, "correction.high", 4.0),
         ("trl", {"use_vllm": True, "vllm_importance_sampling_clip_max": None}, "correction.high", 1e6),
@@ -525,7 +525,7 @@ def test_what_has_no_counterpart_is_left_out_aloud(system, given, reason):
     [
         ("trl", {"vllm_gpu_memory_utilization": 0.5}, "use_vllm"),
         ("trl", {"vllm_importance_sampling_mode": "token_mask"}, "use_vllm"),
-        ("trl", {"use_vllm": False, "vllm_server_port": 8001}, "use_vllm and vllm_mode = 'server'"),
+        ("trl", {"vllm_mode": "server"}, "use_vllm"),
         ("trl", {"greater_is_better": True}, "load_best_model_at_end and metric_for_best_model = 'eval_reward'"),
         ("trl", {"lora_r": 8}, "use_peft"),
         ("trl", {"ref_model_sync_steps": 64}, "sync_ref_model"),

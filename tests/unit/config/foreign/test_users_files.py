@@ -102,13 +102,13 @@ BECOMES: dict[str, tuple[dict[str, Any], set[str]]] = {
     ),
     "trl/vllm_server.yaml": (
         {
-            "services.engine_urls": ["http://10.0.0.7:8001"],
             "rollout.max_model_len": 8192,
             "correction": {"level": "token", "mode": "truncate", "high": 2.0},
             "algorithm.variety": "gspo_token",
+            "rollout.engine": "vllm",
             "vllm": GONE,
         },
-        {"vllm_server_timeout"},
+        {"vllm_server_host", "vllm_server_port", "vllm_server_timeout"},
     ),
     "trl/unsloth_notebook.json": (
         {

@@ -12,7 +12,7 @@ from gspo_gym.config.run_config import RunConfig
 Make = Callable[[dict[str, Any]], RunConfig]
 
 DECISIONS = {"training.step_rewards_mode": "decision_stepwise"}
-NO_DECISIONS = 'has no effect with step rewards "env_sparse", only with "decision_stepwise"'
+NO_DECISIONS = 'has no effect, because mode "env_sparse" looks at no events ("decision_stepwise" does)'
 WARMUP = {"warmup": {"num_episodes": 4, "learning_rate": 1e-3}}
 APP = {"services.task_url": "http://a"}
 
@@ -22,9 +22,16 @@ NOTICED: dict[str, tuple[dict[str, Any], list[str]]] = {
         ['reference.placement: "dedicated" has no effect without a KL term (loss.kl_coef, rewards.kl_coef, '
          "advantages.kl_shaping_coef): nothing is loaded or started"],
     ),
-    "port of a shared reference": (
-        {"loss.kl_coef": 0.1, "reference.port": 9000},
-        ['reference.port: has no effect with reference.placement = "shared": set that to "dedicated", or remove this'],
+    "patience with a shared reference": (
+        {"loss.kl_coef": 0.1, "reference.health_max_wait_s": 9},
+        ['reference.health_max_wait_s: has no effect with reference.placement = "shared": set that to "dedicated", or '
+         "remove this"],
+    ),
+    "the hosted trainer's scoring server": (
+        {"loss.kl_coef": 0.1, "reference.placement": "dedicated", "reference.port": 9000,
+         "reference.health_interval_ms": 50},
+        ["reference.port: has no effect: Ray reaches the reference, and says if it is lost",
+         "reference.health_interval_ms: has no effect: Ray reaches the reference, and says if it is lost"],
     ),
     "the base as the reference after a warm-up": (
         {"model.trainer_mode": "lora", "loss.kl_coef": 0.1, "reference.source": "base", **WARMUP},
@@ -39,8 +46,8 @@ NOTICED: dict[str, tuple[dict[str, Any], list[str]]] = {
     "beta without events": ({"training.step_rewards_beta": 0.1}, [f"training.step_rewards_beta: {NO_DECISIONS}"]),
     "lambda of rewards that are off": (
         {"training.step_rewards_enabled": False, "training.step_rewards_indicator_lambda": 0.1},
-        ['training.step_rewards_indicator_lambda: has no effect with step rewards "off", only with '
-         '"decision_stepwise"'],
+        ['training.step_rewards_indicator_lambda: has no effect, because mode "off" looks at no '
+         'events ("decision_stepwise" does)'],
     ),
     "strategy without events": (
         {"training.step_rewards_strategy": "consistent"}, [f"training.step_rewards_strategy: {NO_DECISIONS}"],
@@ -50,18 +57,16 @@ NOTICED: dict[str, tuple[dict[str, Any], list[str]]] = {
     ),
     "kind beside limits": (
         {**DECISIONS, "training.event_rewards_kind": "absolute", "training.step_rewards_strategy": "per_achievement"},
-        ['training.event_rewards_kind: has no effect with training.step_rewards_strategy = "per_achievement": each '
-         "event has its limit in step_rewards_k_limits; choose another strategy, or remove this"],
+        ['training.event_rewards_kind: has no effect, because strategy "per_achievement" limits repeats by k_limits '
+         "(<= 0: no limit)"],
     ),
     "weights of another strategy": (
         {**DECISIONS, "training.step_rewards_weights": {"a": 2.0}},
-        ["training.step_rewards_weights: has no effect with training.step_rewards_strategy = null: set that to "
-         '"per_achievement", or remove this'],
+        ['training.step_rewards_weights: has no effect, because only strategy "per_achievement" reads it'],
     ),
     "limits of another strategy": (
         {**DECISIONS, "training.step_rewards_strategy": "consistent", "training.step_rewards_k_limits": {"a": 2}},
-        ['training.step_rewards_k_limits: has no effect with training.step_rewards_strategy = "consistent": set that '
-         'to "per_achievement", or remove this'],
+        ['training.step_rewards_k_limits: has no effect, because only strategy "per_achievement" reads it'],
     ),
     "step rewards that the app is asked for and nobody learns from": (
         {**APP, "training.step_rewards_mode": "off",
@@ -141,7 +146,8 @@ QUIET: dict[str, dict[str, Any]] = {
         "training.event_rewards_kind": "absolute",
         "rollout.env_config": {"step_rewards": {"enabled": True, "mode": "decision_stepwise"}},
     },
-    "a reference that is asked": {"loss.kl_coef": 0.1, "reference.placement": "dedicated", "reference.port": 9000},
+    "a reference that is asked": {"loss.kl_coef": 0.1, "reference.placement": "dedicated",
+                                 "reference.health_max_wait_s": 9},
     "a base under a new adapter": {
         "model.trainer_mode": "lora", "loss.kl_coef": 0.1, "reference.source": "base",
     },

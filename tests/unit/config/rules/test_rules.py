@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 
+from gspo_gym.config.record import Rule, RunRecord, partial_record, problems_of
 from gspo_gym.config.run_config import RunConfig
+from gspo_gym.config.words import Problem
 
 Problems = Callable[[dict[str, Any]], list[str]]
 Make = Callable[[dict[str, Any]], RunConfig]
@@ -158,11 +160,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"training.constant_groups": "drop", "advantages.baseline": "batch"},
         'training.constant_groups: "drop" leaves out groups that teach nothing, but with advantages.baseline "batch" '
         'they do: set "keep"',
-    ),
-    "refill rounds without refill": (
-        {"training.max_refill_rounds": 4, "training.constant_groups": "drop"},
-        'training.max_refill_rounds: has no effect with training.constant_groups = "drop": set that to "refill", or '
-        "remove this",
     ),
     "penalty that is not applied": (
         {"rewards.overlong_penalty": 0.5, "rewards.overlong": "mask"},
@@ -367,10 +364,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"compute": {"gpu_count": 3}, "vllm": {"tensor_parallel_size": 2, "data_parallel_size": 2}},
         "vllm: 2 x 2 devices (tensor_parallel_size x data_parallel_size) are more than compute.gpu_count = 3",
     ),
-    "a split with servers": (
-        {"compute": {"gpu_count": 2}, "topology": ONE_EACH, "services": {"engine_urls": ["http://localhost:8000"]}},
-        "topology: splits GPUs with vLLM in this process, but services.engine_urls names servers: remove one of them",
-    ),
     "sleep of an engine with GPUs of its own": (
         {"compute": {"gpu_count": 2}, "topology": ONE_EACH, "vllm": {"sleep_while_learning": True}},
         "vllm.sleep_while_learning: has no effect with topology.type = \"single_node_split\": vLLM has GPUs of its own "
@@ -380,11 +373,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {**STALE, "vllm": {"sleep_while_learning": True}},
         "vllm.sleep_while_learning: has no effect with training.max_staleness = 1: episodes are played while the "
         "learner works; set 0, or remove this",
-    ),
-    "sleep of a server": (
-        {"vllm": {"sleep_while_learning": True}, "services": {"engine_urls": ["http://localhost:8000"]}},
-        'vllm.sleep_while_learning: has no effect with services.engine_urls = ["http://localhost:8000"]: such a server '
-        "was told by who started it, or remove this",
     ),
     "one node of two": (
         {**SPLIT, "compute": {"gpu_count": 3, "nodes": 2}},
@@ -425,18 +413,19 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"compute": {"gpu_count": 3}, "topology": TOPOLOGY, "rollout.engine": "local"},
         'topology: has no effect with rollout.engine "local": set that to "vllm", or remove this section',
     ),
-    "servers and the local engine": (
+    "endpoints and the local engine": (
         {"services": {"engine_urls": ["http://localhost:8000"]}},
-        'services.engine_urls: has no effect with rollout.engine "local": set that to "vllm" or "http", or remove this',
+        'services.engine_urls: has no effect with rollout.engine "local": the learner\'s weights sample. Remove this, '
+        'or set that to "http"',
+    ),
+    "endpoints and vLLM": (
+        {"vllm": {"max_model_len": 512}, "services": {"engine_urls": ["http://localhost:8000"]}},
+        'services.engine_urls: has no effect with rollout.engine "vllm": this process starts vLLM. Remove this, or set '
+        'that to "http"',
     ),
     "an endpoint without a URL": (
         {"rollout.engine": "http"},
         'rollout.engine: "http" needs services.engine_urls: name the endpoint, such as ["http://localhost:8000"]',
-    ),
-    "settings of a server that runs": (
-        {"vllm": {"kv_cache_gib": 2.0}, "services": {"engine_urls": ["http://localhost:8000"]}},
-        'vllm.kv_cache_gib: has no effect with services.engine_urls = ["http://localhost:8000"]: such a server was '
-        "told by who started it, or remove this",
     ),
     "an episode longer than the server's": (
         {"vllm": {"max_model_len": 256}},
@@ -533,11 +522,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "tensors for an engine that shares them": (
         {"training.weight_sync": {"transfer": "shared_memory"}},
         'training.weight_sync.transfer: has no effect with rollout.engine "local": set that to "vllm", or remove this',
-    ),
-    "tensors for a server": (
-        {"vllm": {}, "services": {"engine_urls": ["http://localhost:8001"]}, **HANDED_OVER},
-        'training.weight_sync.transfer: "shared_memory" hands weights to vLLM in this process, not to servers at '
-        'services.engine_urls, which read files: set "files", or remove the URLs',
     ),
     "tensors in 4 bits": (
         {"vllm": {}, "model.trainer_mode": "qlora", "training.lora": {"r": 4}, **HANDED_OVER},
@@ -650,7 +634,7 @@ ALLOWED: dict[str, dict[str, Any]] = {
     },
     "group of one without baseline": {"training.group_size": 1, "advantages.baseline": "none"},
     "group of one against the batch": {"training.group_size": 1, "advantages.baseline": "batch"},
-    "dynamic sampling": {"training.constant_groups": "refill", "training.max_refill_rounds": 2},
+    "dynamic sampling": {"training.constant_groups": "refill"},
     "penalised": {"rewards.overlong": "penalize", "rewards.overlong_penalty": 0.5},
     "adaptive beta": {"rewards.kl_coef": 0.1, "rewards.kl_target": 0.1, "rewards.kl_horizon": 10},
     "switched off": {"training.step_rewards_enabled": False, "training.step_rewards_mode": "off"},
@@ -708,3 +692,11 @@ def test_just_inside_every_contradiction_is_fine(name: str, make: Make) -> None:
 def test_two_rules_may_speak_about_one_file(problems: Problems) -> None:
     lines = problems({"loss.unit": "token", "training.batch_size": 24})
     assert [line.split(":")[0] for line in lines] == ["training.batch_size", "loss.unit"]
+
+
+def test_a_rule_waits_for_a_value_that_is_wrong_by_itself_and_for_nothing_else(make: Make) -> None:
+    record = partial_record(RunRecord, make({}).model_dump(), frozenset({"loss.unit"}))
+    assert problems_of([Rule("loss.unit", lambda c: c.loss.unit)], record) == []
+    assert problems_of([Rule("loss.unit", lambda c: c.model.label)], record) == [Problem("loss.unit", "quickstart")]
+    with pytest.raises(AttributeError, match="no attribute 'units'"):
+        problems_of([Rule("loss.unit", lambda c: c.loss.units)], record)  # type: ignore[attr-defined]

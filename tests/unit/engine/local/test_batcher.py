@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 import torch
 from agreement import nudge, plain_logprobs
+from transformers import Qwen3Config
 
 from gspo_gym.engine.base import SamplingParams
 from gspo_gym.engine.local.batch import Batch, Counters, Finished, Request
-from gspo_gym.engine.local.batcher import Batcher, PackedModel, SlotStep, slot_attention
+from gspo_gym.engine.local.batcher import Batcher, PackedModel, SlotStep, _min_shared_tokens, slot_attention
 from gspo_gym.engine.local.kv_store import SlotCache
 from gspo_gym.engine.local.plain_model import GeneralBatch, PlainModel
 from gspo_gym.engine.local.spans import SegmentSpan, group_spans
@@ -114,6 +115,34 @@ def test_of_two_that_begin_alike_the_second_waits_a_step_and_copies(model: Any, 
         answer = completion(finished)
         expected = plain_logprobs(model, HISTORY, answer.token_ids.tolist())
         np.testing.assert_allclose(answer.logprobs, expected, rtol=0, atol=1e-5)  # float32 rounding
+
+
+def test_a_session_copies_what_another_has_beyond_its_own_turns(model: Any, plain_logprobs: Any) -> None:
+    """Two episodes of a group that took the same turn and see the same answer: one of them reads it."""
+    batch = batcher(model)
+    run(batch, request(HISTORY, session_id="a"), request(HISTORY, session_id="b"))
+    batch.counters = Counters()
+    longer = [*HISTORY, *range(30, 50)]
+    left = run(batch, request(longer, 2, "a", seed=1), request([*longer, 9], 2, "b", seed=2))
+    change(batch, num_kept_tokens=20 + 20, num_read_tokens=20, num_copied_tokens=20)  # 9 is run as a sampled one is
+    for finished in left:
+        answer, prompt = completion(finished), finished.request.prompt.tolist()
+        expected = plain_logprobs(model, prompt, answer.token_ids.tolist())
+        np.testing.assert_allclose(answer.logprobs, expected, rtol=0, atol=1e-5)  # float32 rounding
+
+
+@pytest.mark.parametrize(
+    ("num_layers", "num_weights", "expected"),
+    [
+        (2, 300_000, 16),  # 4e6 * 2 / 3e5 = 27, and 16 is enough
+        (4, 2_000_000, 8),  # 4e6 * 4 / 2e6
+        (30, 134_000_000, 4),  # 4e6 * 30 / 1.34e8 = 0.9
+    ],
+)
+def test_the_larger_a_model_the_fewer_tokens_are_worth_a_copy(num_layers: int, num_weights: int, expected: int) -> None:
+    module = torch.nn.Linear(num_weights // 100, 100, bias=False, device="meta")
+    module.config = Qwen3Config(num_hidden_layers=num_layers)
+    assert _min_shared_tokens(module) == expected
 
 
 def test_a_session_that_ended_gives_its_slot_away_before_one_that_waits_longer_loses_its_own(model: Any) -> None:

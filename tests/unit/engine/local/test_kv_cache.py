@@ -36,6 +36,8 @@ def test_the_longest_prefix_is_found_among_all_slots() -> None:
     assert cache.longest_prefix(_prompt(1, 2, 7, 8, 0)) == (1, 4)
     assert cache.longest_prefix(_prompt(1, 2, 3, 4, 5, 6)) == (0, 4)
     assert cache.longest_prefix(_prompt(5))[1] == 0
+    assert cache.longest_prefix(_prompt(1, 2, 7, 8, 0), known=3) == (1, 4)
+    assert cache.longest_prefix(_prompt(1, 2, 7, 8, 0), known=4) == (0, 0), "no slot holds more than these"
 
 
 def test_tokens_beyond_a_slots_length_match_nothing() -> None:

@@ -179,6 +179,21 @@ def test_a_store_that_grows_keeps_what_it_holds(store_class: type[PlainStore] | 
 
 
 @STORES
+def test_copying_from_a_token_on_gives_what_follows_it_and_leaves_whole_blocks_before(
+    store_class: type[PlainStore] | type[BlockStore],
+) -> None:
+    store, keys, values = _filled(store_class)
+    start, length = BLOCK + 5, 2 * BLOCK + 6
+    store.copy_prefix(source=1, target=2, length=length, start=start)
+    for grown, whole in zip(store.read(torch.tensor([2]), NUM_TOKENS), (keys, values), strict=True):
+        assert torch.equal(grown[0, :, start:length], whole[1, :, start:length])
+        assert torch.equal(grown[0, :, :BLOCK], whole[2, :, :BLOCK])
+    source = store.read(torch.tensor([1]), NUM_TOKENS)
+    assert torch.equal(source[0], keys[[1]])
+    assert torch.equal(source[1], values[[1]])
+
+
+@STORES
 def test_copying_a_prefix_leaves_the_source_and_wiping_leaves_the_neighbours(
     store_class: type[PlainStore] | type[BlockStore],
 ) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from gspo_gym.engine.vllm.server import as_engine_error, commanding
+from gspo_gym.engine.vllm.commands import as_engine_error, commanding
 from gspo_gym.errors import EngineError, EnginePoisonedError
 
 

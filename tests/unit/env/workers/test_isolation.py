@@ -15,6 +15,7 @@ import pytest
 from gspo_gym.env.core import TextEnv
 from gspo_gym.env.registry import register
 from gspo_gym.env.session import EnvSession, open_session
+from gspo_gym.env.workers import isolation
 from gspo_gym.env.workers.env import ProcessEnv
 from gspo_gym.env.workers.isolation import Decision, isolated_factory
 from gspo_gym.env.workers.limits import WorkerLimits
@@ -57,6 +58,10 @@ class LoadsOnce(Quiet):
     def __init__(self):
         if LoadsOnce.loaded is None:
             LoadsOnce.loaded = random.random()
+
+class NeverMade(Quiet):
+    def __init__(self):
+        raise ValueError("not today")
 
 class DrawsWhenMade(Quiet):
     def __init__(self):
@@ -208,7 +213,7 @@ def test_sixteen_workers_that_import_a_slow_module_at_once_are_each_given_the_ti
 
     async def play() -> int:
         opened = await asyncio.gather(
-            *(open_session(factory, env_id="Slow", step_timeout_seconds=2.0) for _ in range(16)),
+            *(open_session(lambda: factory(), env_id="Slow", step_timeout_seconds=2.0) for _ in range(16)),
             return_exceptions=True,
         )
         sessions = [session for session in opened if isinstance(session, EnvSession)]
@@ -222,6 +227,24 @@ def test_sixteen_workers_that_import_a_slow_module_at_once_are_each_given_the_ti
     assert asyncio.run(play()) == 16
 
 
+def test_the_first_may_take_five_minutes_and_later_ones_as_long_as_loading_was_seen_to_take(
+    subject: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(isolation, "_SLOWEST_SECONDS", {})  # what other tests of this process have made
+    factory = isolated_factory("GuessNumber", {"high": 5}, "thread")
+    assert factory.seconds_to_make(30.0) == 300.0
+    assert factory.seconds_to_make(400.0) == 400.0  # as configured, if that is more
+    factory()
+    assert factory.seconds_to_make(299.0) == 299.0  # it took less than 2.99 seconds
+    for slowest, limit in ((0.5, 50.0), (0.1, 30.0), (4.0, 300.0)):
+        monkeypatch.setitem(isolation._SLOWEST_SECONDS, factory._kind, slowest)
+        assert factory.seconds_to_make(30.0) == limit
+    broken = isolated_factory(subject.NeverMade, isolation="thread")
+    with pytest.raises(ValueError, match="not today"):
+        broken()
+    assert broken.seconds_to_make(1.0) == 1.0
+
+
 def test_what_the_first_in_a_thread_loads_for_all_is_charged_to_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -230,7 +253,7 @@ def test_what_the_first_in_a_thread_loads_for_all_is_charged_to_none(
     factory = isolated_factory(__import__("slow_in_thread").Slow)
 
     async def play() -> None:
-        opened = (open_session(factory, env_id="Slow", step_timeout_seconds=1.5) for _ in range(4))
+        opened = (open_session(lambda: factory(), env_id="Slow", step_timeout_seconds=1.5) for _ in range(4))
         for session in await asyncio.gather(*opened):
             await session.close()
 

@@ -1,4 +1,4 @@
-"""ProcessPool: idle workers are bounded, dead ones are noticed, and a server that died is started again."""
+"""ProcessPool: idle workers are bounded, dead ones are noticed, and a host that died is started again."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from gspo_gym.env.workers.channel import frame_of
 from gspo_gym.env.workers.limits import WorkerLimits
-from gspo_gym.env.workers.pool import ProcessPool, WorkerProcess
+from gspo_gym.env.workers.pool import ProcessPool, WorkerEndedError, WorkerProcess
+
+CLOSE = b'{"method": "close"}'
 
 
 @pytest.fixture
@@ -32,12 +33,21 @@ def lease(pool: ProcessPool, kind: str = "a") -> WorkerProcess:
 
 def answers(worker: WorkerProcess) -> bool:
     """Whether it can be talked to: a close without an environment is answered."""
-    frame = frame_of({"method": "close"}, max_bytes=100, where="a test")
-    return "result" in worker.channel.exchange(frame, max_seconds=lambda: 30)
+    return "result" in worker.exchange(CLOSE, max_seconds=30)
 
 
-def status_of(ended: Future[int | None]) -> int | None:
-    return ended.result(timeout=30)
+def status_of(worker: WorkerProcess) -> int | None:
+    """How a worker ended that ends about now."""
+    while True:
+        try:
+            worker.exchange(CLOSE, max_seconds=30)
+        except WorkerEndedError as error:
+            return error.status
+
+
+def host_of(pool: ProcessPool) -> int:
+    assert pool.host.pid is not None
+    return pool.host.pid
 
 
 def test_a_worker_is_given_again_to_its_own_kind_only(pool: ProcessPool) -> None:
@@ -60,22 +70,45 @@ def test_as_many_wait_as_were_in_use_at_once_and_beyond_that_the_longest_waiting
     other = lease(pool, "b")  # a fourth, but one at a time
     pool.give_back(other)
     assert pool.num_idle == 3
-    assert status_of(workers[0].kill()) == signal.SIGKILL
+    assert status_of(workers[0]) == signal.SIGKILL
     assert pool.counts == {"started": 4, "reused": 1, "retired": 1}
     assert answers(lease(pool))
 
 
-def test_an_idle_worker_that_is_killed_never_ends_by_itself(pool: ProcessPool) -> None:
-    """Hung up on before it is killed, it would: one time in five on a busy machine."""
-    for _ in range(30):
-        worker = lease(pool)
-        assert answers(worker)
-        assert status_of(worker.kill()) == signal.SIGKILL
+def test_a_worker_that_is_killed_in_an_exchange_says_how_it_ended(pool: ProcessPool) -> None:
+    worker = lease(pool)
+    assert answers(worker)
+    os.kill(worker.pid, signal.SIGSTOP)
+    with pytest.raises(TimeoutError):
+        worker.exchange(CLOSE, max_seconds=0.01)
+    with ThreadPoolExecutor(1) as thread:
+        waiting = thread.submit(status_of, worker)
+        worker.kill()
+        assert waiting.result(timeout=30) == signal.SIGKILL
+
+
+def test_a_fork_of_the_program_neither_ends_nor_holds_its_workers(pool: ProcessPool) -> None:
+    worker = lease(pool)
+    assert answers(worker)
+    read_end, write_end = os.pipe()
+    fork = os.fork()
+    if fork == 0:
+        pool.forget()
+        worker.kill()
+        os.close(write_end)
+        os.read(read_end, 1)
+        os._exit(0)
+    assert answers(worker)
+    worker.kill()
+    assert status_of(worker) == signal.SIGKILL
+    os.close(write_end)
+    os.close(read_end)
+    assert os.waitpid(fork, 0) == (fork, 0)
 
 
 def test_a_worker_that_died_while_idle_is_not_given_out(pool: ProcessPool) -> None:
     worker = lease(pool)
-    assert answers(worker)  # right after the fork it ignores SIGTERM, as its server does
+    assert answers(worker)  # right after the fork it ignores SIGTERM, as its host does
     pool.give_back(worker)
     handle = os.pidfd_open(worker.pid)
     os.kill(worker.pid, signal.SIGTERM)
@@ -85,38 +118,36 @@ def test_a_worker_that_died_while_idle_is_not_given_out(pool: ProcessPool) -> No
     assert successor is not worker
     assert answers(successor)
     assert pool.counts == {"started": 2, "died": 1}
-    assert status_of(worker.kill()) == signal.SIGTERM
+    assert status_of(worker) == signal.SIGTERM
 
 
-def test_a_server_that_died_takes_its_workers_along_and_is_started_again(pool: ProcessPool) -> None:
+def test_a_host_that_died_takes_its_workers_along_and_is_started_again(pool: ProcessPool) -> None:
     worker = lease(pool)
     assert answers(worker)
-    assert pool._server._process is not None
     handle = os.pidfd_open(worker.pid)
-    pool._server._process.kill()
+    os.kill(host_of(pool), signal.SIGKILL)
     assert select.select([handle], [], [], 30)[0]
     os.close(handle)
     assert answers(lease(pool))
-    assert status_of(pool.discard(worker, "died")) is None  # nobody is left who could know
+    assert status_of(worker) is None  # none is left that could know
 
 
 @pytest.mark.slow
-def test_a_server_that_is_stopped_is_killed_with_its_workers_when_the_next_is_needed(pool: ProcessPool) -> None:
+def test_a_host_that_is_stopped_is_killed_with_its_workers_when_the_next_is_needed(pool: ProcessPool) -> None:
     worker = lease(pool)
-    assert pool._server._process is not None
     handle = os.pidfd_open(worker.pid)
-    os.kill(pool._server._process.pid, signal.SIGSTOP)
+    os.kill(host_of(pool), signal.SIGSTOP)
     assert answers(lease(pool))
     assert select.select([handle], [], [], 30)[0]
     os.close(handle)
 
 
-def test_a_server_that_dies_while_it_starts_is_started_again(pool: ProcessPool) -> None:
+def test_a_host_that_dies_while_it_starts_is_started_again(pool: ProcessPool) -> None:
     with ThreadPoolExecutor(1) as thread:
         leasing = thread.submit(lease, pool)
-        while (process := pool._server._process) is None:
+        while (pid := pool.host.pid) is None:
             time.sleep(0.001)
-        process.kill()
+        os.kill(pid, signal.SIGKILL)
         assert answers(leasing.result(timeout=120))
 
 
@@ -124,15 +155,15 @@ _IS_KILLED = """
 import os, signal, sys
 from gspo_gym.env.workers.pool import POOL
 worker = POOL.lease(("a",), memory_limit_mb=0)
-server = POOL._server._process.pid
-os.kill(server, signal.SIGSTOP)
-print(server, worker.pid, POOL._server._home, flush=True)
+host = POOL.host.pid
+os.kill(host, signal.SIGSTOP)
+print(host, worker.pid, POOL.host._home, flush=True)
 os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-@pytest.mark.slow  # the server has 10 seconds after SIGTERM
-def test_a_server_that_is_stopped_goes_with_a_program_that_is_killed() -> None:
+@pytest.mark.slow  # the host has 10 seconds after SIGTERM
+def test_a_host_that_is_stopped_goes_with_a_program_that_is_killed() -> None:
     done = subprocess.run([sys.executable, "-c", _IS_KILLED], capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == -signal.SIGKILL, done.stderr
     *pids, home = done.stdout.split()

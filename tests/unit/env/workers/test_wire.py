@@ -10,113 +10,91 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gspo_gym.env.workers.channel import (
-    json_safe,
-    message_from_json,
-    message_to_json,
-    messages_from_json,
-    messages_to_json,
-    require_json,
-    step_result_from_json,
-    step_result_to_json,
-    tool_schemas_from_json,
-    tool_schemas_to_json,
-)
+from gspo_gym.base.messages import messages_from_wire
+from gspo_gym.env.rewards import Reward
+from gspo_gym.env.session import as_step_result
+from gspo_gym.env.workers.wire import json_safe, message_to_json, require_json, result_to_json, step_from_json
 from gspo_gym.errors import ContractError
 from gspo_gym.types import Message, StepResult, ToolCall
 
 CALL = ToolCall("call_0", "look", {"where": "left", "depth": 2.5, "deep": {"a": [1, None, True]}})
 MESSAGES = (
     Message("system", "Be brief."),
-    Message("user", "naïve \u2028 😀 \ud83d \x00 text"),
+    Message("user", "naïve \u2028 😀 \x00 text"),
     Message("assistant", "", (CALL, ToolCall("", "stop", {})), reasoning_content="hm"),
     Message("tool", "", tool_call_id="call_0", name="look"),
     Message("assistant", "", reasoning_content=""),  # thought nothing, which is not the same as not thinking
 )
-NO_ARGUMENTS = {"id": "a", "type": "function", "function": {"name": "f"}}
+LONE = Message("assistant", "a lone surrogate, which a model may have sampled: \ud83d")
 
 
 def through(value: Any) -> Any:
     return json.loads(json.dumps(value))
 
 
+def read(value: Any) -> StepResult:
+    """What a session makes of the answer of a worker."""
+    return as_step_result(step_from_json(value, where="here"), where="here")
+
+
 def test_messages_come_out_as_they_went_in() -> None:
-    assert messages_from_json(through(messages_to_json(MESSAGES)), where="here") == MESSAGES
+    conversation = (*MESSAGES, LONE)
+    wire = through([message_to_json(message) for message in conversation])
+    assert messages_from_wire(wire, where="here") == conversation
 
 
-floats = st.floats(allow_nan=False, allow_infinity=False)
-results = st.builds(
-    StepResult,
-    messages=st.lists(st.sampled_from(MESSAGES), min_size=1, max_size=3).map(tuple),
-    reward=st.none() | floats,
-    reward_terms=st.dictionaries(st.text(), floats),
-    terminated=st.booleans(),
-    truncated=st.booleans(),
+floats = st.floats(-1e300, 1e300)
+rewards = st.builds(
+    Reward,
+    st.dictionaries(st.text(), floats, max_size=5),
+    events=st.lists(st.text()),
     success=st.none() | st.booleans(),
-    events=st.lists(st.text()).map(tuple),
-    info=st.dictionaries(st.text(), st.none() | st.integers() | floats | st.text()),
+)
+
+
+answers = st.tuples(
+    st.lists(st.sampled_from(MESSAGES), min_size=1, max_size=3),
+    st.none() | floats | rewards,
+    st.booleans(),
+    st.booleans(),
+    st.dictionaries(st.text(), st.none() | st.integers() | floats | st.text()),
 )
 
 
 @settings(max_examples=50)
-@given(results)
-def test_answers_come_out_as_they_went_in_floats_to_the_last_bit(result: StepResult) -> None:
-    back = step_result_from_json(through(step_result_to_json(result)), where="here")
+@given(answers)
+def test_answers_come_out_as_they_went_in_floats_to_the_last_bit(answer: Any) -> None:
+    result = as_step_result(answer, where="here")
+    back = read(through(result_to_json(result)))
     assert back == result
     assert repr(back) == repr(result)  # 0.0 and -0.0 are equal, and so are 1 and True
-
-
-def test_schemas_come_out_as_they_went_in_with_the_order_of_their_keys() -> None:
-    schemas = ({"type": "function", "function": {"name": "b", "description": "", "a": {"z": 1, "y": (2,)}}},)
-    back = tool_schemas_from_json(through(tool_schemas_to_json(schemas, where="here")), where="here")
-    function = '{"name": "b", "description": "", "a": {"z": 1, "y": [2]}}'
-    assert json.dumps(back) == '[{"type": "function", "function": ' + function + "}]"
-
-
-@pytest.mark.parametrize(
-    ("wrong", "problem"),
-    [
-        ("text", "here: expected an object, got str 'text'"),
-        ({"role": "user"}, "missing ['content'], unknown []"),
-        ({"role": "user", "content": "x", "extra": 1}, "missing [], unknown ['extra']"),
-        ({"role": "user", "content": 1}, "here: expected content as str, got int 1"),
-        ({"role": "nobody", "content": "x"}, "here: Message.role: expected system, user, assistant or tool"),
-        ({"role": "user", "content": "x", "name": 1}, "here: expected name as str or null, got int 1"),
-        ({"role": "assistant", "content": "", "tool_calls": {}}, "here: tool_calls: expected a list, got dict {}"),
-        (
-            {"role": "assistant", "content": "", "tool_calls": [NO_ARGUMENTS]},
-            "here: tool call 0: expected the keys ['name', 'arguments'], missing ['arguments']",
-        ),
-    ],
-)
-def test_a_wrong_message_is_refused_with_its_place(wrong: Any, problem: str) -> None:
-    with pytest.raises(ContractError) as caught:
-        message_from_json(wrong, where="here")
-    assert problem in str(caught.value)
 
 
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
-        ({"reward": "1"}, "expected reward as int or float or null, got str '1'"),
-        ({"reward": True}, "expected reward as int or float or null, got bool True"),
-        ({"reward": float("nan")}, "StepResult.reward: expected a finite number or None, got float nan"),
-        ({"terminated": 0}, "expected terminated as bool, got int 0"),
-        ({"success": 1}, "expected success as bool or null, got int 1"),
-        ({"events": "won"}, "here: events: expected a list, got str 'won'"),
-        ({"events": [1]}, "expected event as str, got int 1"),
-        ({"reward_terms": {"a": None}}, "expected a as int or float, got NoneType None"),
-        ({"messages": []}, "the episode goes on, so the model must be shown at least one message"),
-        ({"messages": [1]}, "here: message 0: expected an object, got int 1"),
-        ({"more": 1}, "unknown ['more']"),
+        ({"reward": "1"}, "here: expected a number or None as the reward, got str '1'"),
+        ({"reward": float("nan")}, "here: expected a finite reward, got float nan"),
+        ({"terminated": 0}, "here: expected terminated as a bool, got int 0"),
+        ({"success": 1}, "reward success: expected True, False or None, got 1"),
+        ({"events": "won"}, "reward events: expected a sequence of names, got 'won'"),
+        ({"events": [1]}, "reward events: expected a sequence of names, got [1]"),
+        ({"reward_terms": {"a": None}}, "reward term 'a': expected a finite number, got NoneType None"),
+        ({"reward_terms": [1]}, "here: expected a result, got dict"),
+        ({"messages": []}, "here: StepResult.messages: the episode goes on, so the model must be shown"),
+        ({"messages": [1]}, "here: message 0: expected a Message or a mapping with role and content, got int 1"),
+        ({"messages": None}, "here: expected text or a sequence of messages, got NoneType None"),
+        ({"info": 1}, "here: expected info as a mapping, got int 1"),
     ],
 )
-def test_a_wrong_answer_is_refused_with_its_place(change: dict[str, Any], problem: str) -> None:
-    right = step_result_to_json(StepResult((Message("user", "x"),), reward=0.5))
+def test_a_wrong_answer_is_refused_and_says_what_is_wrong(change: dict[str, Any], problem: str) -> None:
+    right = result_to_json(StepResult((Message("user", "x"),), reward=0.5))
+    assert read(right).reward == 0.5
     with pytest.raises(ContractError) as caught:
-        step_result_from_json({**right, **change}, where="here")
-    assert str(caught.value).startswith("here")
+        read({**right, **change})
     assert problem in str(caught.value)
+    with pytest.raises(ContractError, match="here: expected a result, got"):
+        read("text")
 
 
 def test_a_tool_argument_that_json_cannot_hold_is_refused() -> None:

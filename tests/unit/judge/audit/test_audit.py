@@ -13,8 +13,7 @@ import pytest
 from rule_judge import RuleJudge, said_by_policy, spoken_episode
 
 from gspo_gym.errors import ConfigError
-from gspo_gym.judge.audit.audit import AuditSettings, JudgeAudit
-from gspo_gym.judge.audit.report import AuditReport
+from gspo_gym.judge.audit import AuditReport, AuditSettings, JudgeAudit
 from gspo_gym.judge.base import JudgeDownError, JudgeError, Judgement, JudgeRequest, Review, Rubrics
 from gspo_gym.judge.gold import Label
 from gspo_gym.judge.rubric import Criterion, Rubric

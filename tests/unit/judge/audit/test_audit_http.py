@@ -10,13 +10,13 @@ import pytest
 from judged_episodes import model_settings
 from rule_judge import spoken_episode
 
-from gspo_gym.judge.audit.audit import AuditSettings, JudgeAudit
+from gspo_gym.judge.audit import AuditSettings, JudgeAudit
 from gspo_gym.judge.base import JudgeRequest, Rubrics
 from gspo_gym.judge.gold import Label
 from gspo_gym.judge.model.judge import ModelJudge
 from gspo_gym.judge.model.prompt import verdict_key
 from gspo_gym.judge.rubric import Criterion, Rubric
-from gspo_gym.judge.service.fake_server import create_fake_judge_app, read_prompt
+from gspo_gym.judge.server import create_fake_judge_app, read_prompt
 from gspo_gym.remote.serving import BackgroundServer
 
 BIAS = 0.2

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gspo_gym.errors import ConfigError
-from gspo_gym.judge.audit.report import (
+from gspo_gym.judge.audit import (
     agreement,
     balanced_orders,
     calibration,

@@ -25,7 +25,7 @@ from gspo_gym.judge.model.transcript import (
     suspicions,
     visible,
 )
-from gspo_gym.judge.service.fake_server import read_prompt
+from gspo_gym.judge.server import read_prompt
 from gspo_gym.types import Message, Outcome, ToolCall
 
 NONCE = "ab" * 10

@@ -7,7 +7,6 @@ import copy
 import json
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +28,8 @@ from gspo_gym.judge.base import (
     JudgeRequest,
     Rubrics,
 )
+from gspo_gym.judge.http import HttpJudge, judgement_from_wire, score_url
 from gspo_gym.judge.rubric import Rubric
-from gspo_gym.judge.service.contract import HttpJudge, score_url
 from gspo_gym.judge.settings import JudgeOptions
 from gspo_gym.remote.serving import BackgroundServer
 from gspo_gym.types import Message, ToolCall
@@ -127,7 +126,7 @@ def test_the_request_is_the_contracts_without_rewards_and_reasoning(
 ) -> None:
     monkeypatch.setenv("JUDGE_KEY", "k-1")
     call = Message("assistant", "I look.", (ToolCall("c1", "look", {"at": 1}),), reasoning_content="secret plan")
-    asked = JudgeRequest(episode(call, "heron"), BOTH, task_app="shop", metadata={"run": "r1"})
+    asked = JudgeRequest(episode(call, "heron"), BOTH, task_app="shop")
     judge(url, asked, api_key_env="JUDGE_KEY", provider="groq", model="big")
     ((path, headers, body),) = service.seen
     assert path == "/api/judge/v1/score"
@@ -150,12 +149,7 @@ def test_the_request_is_the_contracts_without_rewards_and_reasoning(
     assert last["info"]["answer"] == [{"role": "user", "content": "go on"}]
     assert body["trace"]["metadata"] == {"env_id": "Naming-v0", "policy_id": "policy", "length": 2}
     options = body["options"]
-    assert (options["provider"], options["model"], options["timeout_s"], options["metadata"]) == (
-        "groq",
-        "big",
-        30,
-        {"run": "r1"},
-    )
+    assert (options["provider"], options["model"], options["timeout_s"]) == ("groq", "big", 30)
     assert (options["event"], options["outcome"]) == (True, True)
     assert body["rubric"]["event"][0] == {
         "id": "progress.bird",
@@ -327,12 +321,11 @@ def test_an_answer_that_is_not_complete_is_an_error_and_no_number(
 
 
 def test_numbers_that_json_has_no_name_for_are_no_scores() -> None:
-    from gspo_gym.judge.service.contract import judgement_from_wire
-
+    asked = JudgeRequest(episode("heron", "dot"), Rubrics())
     for wrong in (math.nan, math.inf):
         for answer in (changed(event_totals=[wrong, 0.0]), changed(outcome_review={"total": wrong})):
             with pytest.raises(JudgeError):
-                judgement_from_wire(answer, judge="j", num_turns=2, event=True, outcome=True, rubrics=Rubrics())
+                judgement_from_wire(answer, asked, ("event", "outcome"), judge="j")
 
 
 @pytest.mark.parametrize(
@@ -372,7 +365,7 @@ def test_answers_are_kept_requests_are_limited_and_flags_are_added(tmp_path: Pat
     }
     budget = JudgeBudget(BudgetLimits(max_calls=1))
     asked = request("heron <|im_end|>", "dot")
-    first = judge(url, replace(asked, metadata={"run": "1"}), cache=JudgementCache(tmp_path), budget=budget)
+    first = judge(url, asked, cache=JudgementCache(tmp_path), budget=budget)
     again = judge(url, asked, cache=JudgementCache(tmp_path), budget=budget)
     assert first.flags == again.flags == ("turn 1: padding", "turn 1: a control token")
     assert (first.cost, again.cost) == (JudgeCost(1, 7, 0, 0.5), JudgeCost())

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import os
 import re
 import signal
@@ -36,15 +37,15 @@ from gspo_gym.judge.base import (
     JudgeRequest,
     Review,
     Rubrics,
+    load_function,
     review_of,
 )
+from gspo_gym.judge.http import HttpJudge
 from gspo_gym.judge.model.judge import ModelJudge
-from gspo_gym.judge.panel import PythonJudge, load_function
+from gspo_gym.judge.panel import PythonJudge
 from gspo_gym.judge.rubric import Rubric
 from gspo_gym.judge.rubric_files import parse_rubrics
-from gspo_gym.judge.service.contract import HttpJudge
-from gspo_gym.judge.service.fake_server import create_fake_judge_app
-from gspo_gym.judge.service.server import create_judge_app
+from gspo_gym.judge.server import create_fake_judge_app, create_judge_app
 from gspo_gym.judge.settings import JudgeOptions
 from gspo_gym.remote.serving import BackgroundServer
 from gspo_gym.types import Message, ToolCall
@@ -404,7 +405,7 @@ ONLY_OUTCOME = Rubrics(outcome=OUTCOME)
 def test_a_function_gives_a_number_or_what_an_http_judge_answers() -> None:
     judged = ask(PythonJudge(five), request("heron", rubrics=ONLY_OUTCOME))
     assert (judged.outcome_total, judged.judge) == (5.0, "python:five")
-    judged = ask(PythonJudge(by_turn, options={"bonus": 0.5}), request("heron", "dot"))
+    judged = ask(PythonJudge(functools.partial(by_turn, bonus=0.5)), request("heron", "dot"))
     assert (judged.event_totals, judged.outcome_total) == ((1.5, 0.5), 2.0)
     assert ask(PythonJudge(five), request("...", rubrics=ONLY_OUTCOME)).outcome_review.summary == BY_RULE  # type: ignore[union-attr]
 
@@ -463,11 +464,19 @@ def test_a_blocking_function_holds_up_nobody_else() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["nothing", "no_such_module_here:f", "gspo_gym.errors:nothing", "gspo_gym.errors:__doc__"]
+    ("name", "message"),
+    [
+        ("nothing", 'expected a function as "module:function"'),
+        ("math:", 'expected a function as "module:function"'),
+        ("no_such_module_here:f", "No module named"),
+        ("gspo_gym.errors:nothing", "no attribute 'nothing'"),
+        ("math:pi", "math:pi is no function, but float"),
+    ],
 )
-def test_functions_that_are_not_there_are_errors_at_once(name: str) -> None:
-    with pytest.raises(ConfigError, match="judge: "):
-        load_function(name)
+def test_functions_that_are_not_there_are_errors_at_once(name: str, message: str) -> None:
+    assert load_function("math:hypot", of="aggregate")(3.0, 4.0) == 5.0
+    with pytest.raises(ConfigError, match=f"judge: .*{message}"):
+        PythonJudge(name)
 
 
 @contextlib.contextmanager
@@ -507,7 +516,7 @@ def test_the_commands_serve_a_judge_before_the_fake_model(tmp_path: Path) -> Non
     [
         (["serve"], "expected --model or --python, one of them"),
         (["serve", "--python", "a:b", "--model", "m"], "one of them"),
-        (["serve", "--model", "m"], 'provider "local" needs one'),
+        (["serve", "--model", "m"], 'provider: "local" needs base_url'),
         (["serve", "--model", "m", "--provider", "groq"], "GROQ_API_KEY"),
         (["fake", "--host", "0.0.0.0"], "give a key"),
         (["fake", "--api-key-env", "NOT_SET_HERE"], "NOT_SET_HERE, it is not set"),

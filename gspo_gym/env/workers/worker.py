@@ -1,10 +1,6 @@
-"""The process that worker processes are forked from: `python -m gspo_gym.env.workers.server DESCRIPTOR FOLDER`.
+"""What a worker process does: `run_worker`, in a fresh fork of the host.
 
-It has one thread, has imported what every environment needs, and only forks: a new worker costs milliseconds, shares
-that memory, and inherits no thread, lock or open file of the program. When the program's connection ends, it kills all
-workers and exits.
-
-A worker first gives up what it inherited: the terminal, open descriptors, and memory above its limit. It then makes the
+It first gives up what it inherited: the terminal, open descriptors, and memory above its limit. It then makes the
 environment that it is told to, plays one episode after another through `EnvSession` like a rollout, so a process and a
 thread accept, refuse and report the same, and answers the requests of `ProcessEnv` until the connection ends.
 """
@@ -15,122 +11,38 @@ import asyncio
 import contextlib
 import ctypes
 import gc
-import json
 import os
 import resource
-import shutil
 import signal
-import socket
 import sys
 from collections.abc import Mapping
+from multiprocessing.connection import Connection
 from pathlib import Path
 from random import seed as seed_random
 from typing import Any
 
 import numpy as np
 
+from gspo_gym.base.messages import message_from_wire, messages_from_wire
 from gspo_gym.env.checks.play import GENERATOR, global_state
 from gspo_gym.env.core import ScriptedPolicy
 from gspo_gym.env.playing import spoken_by
-from gspo_gym.env.registry import list_environments
 from gspo_gym.env.session import EnvSession, open_session, place_of
-from gspo_gym.env.workers.channel import (
+from gspo_gym.env.workers.limits import this_is_a_worker
+from gspo_gym.env.workers.target import ProcessTarget
+from gspo_gym.env.workers.wire import (
     MAX_ANSWER_BYTES,
     MAX_REQUEST_BYTES,
-    Channel,
-    ChannelClosedError,
     cause_to_json,
-    frame_of,
-    message_from_json,
+    decode,
+    encode,
     message_to_json,
-    messages_from_json,
-    step_result_to_json,
-    tool_schemas_to_json,
+    require_json,
+    result_to_json,
 )
-from gspo_gym.env.workers.limits import this_is_a_worker
-from gspo_gym.env.workers.loading import ProcessTarget
 from gspo_gym.errors import ContractError, GymError, UnknownNameError, UsageError, nearest_name
 from gspo_gym.seeding import child_seed
 from gspo_gym.types import Message
-
-_MAX_REQUEST_BYTES = 4096
-_PR_SET_CHILD_SUBREAPER = 36
-
-
-def serve(control: socket.socket) -> None:
-    """Answer requests until the other end closes; None says that it cannot.
-
-    {"fork": memory_limit_mb}, sent with the worker's end of a connection, is answered by its process id; {"reap":
-    process id} by its status as of `os.waitpid`.
-    """
-    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)  # orphans of workers become our children, and can be killed
-    workers: set[int] = set()
-    control.send(b"ready")
-    while True:
-        data, descriptors, _, _ = socket.recv_fds(control, _MAX_REQUEST_BYTES, 1)
-        if not data:
-            break
-        request = json.loads(data)
-        if "fork" in request:
-            answer = _fork(control, descriptors[0], request["fork"])
-            if answer is not None:
-                workers.add(answer)
-        else:
-            workers.discard(request["reap"])
-            answer = _reap(request["reap"])
-            _kill_orphans(workers)
-        control.send(json.dumps(answer).encode("ascii"))
-    for pid in workers:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-            os.killpg(pid, signal.SIGKILL)
-    for pid in workers:
-        _reap(pid)
-    _kill_orphans(set())
-
-
-def _fork(control: socket.socket, descriptor: int, memory_limit_mb: int) -> int | None:  # None: the system refuses
-    server_pid = os.getpid()
-    try:
-        pid = os.fork()
-    except OSError:
-        os.close(descriptor)
-        return None
-    if pid == 0:
-        control.close()
-        run_worker(socket.socket(fileno=descriptor), server_pid=server_pid, memory_limit_mb=memory_limit_mb)
-    os.close(descriptor)
-    return pid
-
-
-def _reap(pid: int) -> int | None:  # None if it is not our child
-    try:
-        return os.waitpid(pid, 0)[1]
-    except ChildProcessError:
-        return None
-
-
-def _kill_orphans(workers: set[int]) -> None:
-    # Processes that workers, now gone, started in sessions of their own, and their children in turn.
-    children = Path(f"/proc/self/task/{os.getpid()}/children")
-    while orphans := {int(pid) for pid in children.read_text(encoding="ascii").split()} - workers:
-        for pid in orphans:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-            _reap(pid)
-
-
-def main(argv: list[str]) -> Any:
-    """Serve on the descriptor `argv[0]`; remove the folder `argv[1]`, the home of workers, at the end."""
-    # The program's end also comes as SIGTERM, of which more is to be ended than this process.
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    control = socket.socket(fileno=int(argv[0]))
-    list_environments()  # finds installed environments once, for all workers
-    gc.collect()
-    gc.freeze()  # a collection in a worker would write to the shared pages, and so copy them
-    serve(control)
-    shutil.rmtree(argv[1], ignore_errors=True)  # by us, because the program may have been killed
-
 
 Request = Mapping[str, Any]
 _MAX_OPEN_FILES = 1024
@@ -145,35 +57,36 @@ _LANDLOCK_VERSION = 1  # a flag
 _MAKE_BLOCK_DEVICE, _SCOPE_SIGNAL = 1 << 11, 1 << 1
 
 
-def run_worker(connection: socket.socket, *, server_pid: int, memory_limit_mb: int) -> None:
-    """Become a worker, serve until the connection ends, and exit; for a freshly forked process.
+def run_worker(connection: Connection, *, host: int, memory_limit_mb: int) -> None:
+    """Become a worker, serve until the connection ends, and exit; for a freshly forked child of the process `host`.
 
     `memory_limit_mb` is MiB of address space; 0 for no limit.
     """
     status = 1
     try:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)  # what an environment starts would inherit it
-        _give_up_what_was_inherited(connection, server_pid)
+        _give_up_what_was_inherited(connection, host)
         _set_limits(memory_limit_mb)
         _lose_sight_of_others()
         this_is_a_worker()
-        asyncio.run(_serve(Channel(connection, max_bytes=MAX_REQUEST_BYTES)))
+        asyncio.run(_serve(connection))
         status = 0
     finally:
-        os._exit(status)  # a normal exit would run the server's atexit functions and flush its buffers again
+        os._exit(status)  # a normal exit would run the host's atexit functions and flush its buffers again
 
 
-def _give_up_what_was_inherited(connection: socket.socket, server_pid: int) -> None:
+def _give_up_what_was_inherited(connection: Connection, host: int) -> None:
     os.setsid()  # a process group of its own can be killed with all that the environment starts
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != server_pid:  # the server died before prctl
+    if os.getppid() != host:  # it died before prctl
         os._exit(1)
-    nothing = os.open(os.devnull, os.O_RDWR)
+    null_file = os.open(os.devnull, os.O_RDWR)
     for descriptor in (0, 1, 2):
-        os.dup2(nothing, descriptor)
+        os.dup2(null_file, descriptor)
     for name in os.listdir("/proc/self/fd"):
         if int(name) > 2 and int(name) != connection.fileno():
-            _close_quietly(int(name))
+            with contextlib.suppress(OSError):  # the descriptor of the listing is closed already
+                os.close(int(name))
 
 
 def _lose_sight_of_others() -> None:
@@ -203,13 +116,6 @@ def _lose_sight_of_others() -> None:
     os.close(ruleset)
 
 
-def _close_quietly(descriptor: int) -> None:
-    try:
-        os.close(descriptor)
-    except OSError:  # the descriptor of the listing is closed already
-        return
-
-
 def _set_limits(memory_limit_mb: int) -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     _lower(resource.RLIMIT_NOFILE, _MAX_OPEN_FILES)
@@ -225,35 +131,35 @@ def _lower(limit: int, value: int) -> None:
     resource.setrlimit(limit, (value, value))
 
 
-async def _serve(channel: Channel) -> None:
-    worker = _Worker()
+async def _serve(connection: Connection) -> None:
+    worker, loop, is_readable = _Worker(), asyncio.get_running_loop(), asyncio.Event()
+    loop.add_reader(connection.fileno(), is_readable.set)
     while True:
+        await is_readable.wait()  # and not `recv_bytes` at once: what an environment does in the background goes on
         try:
-            request = await channel.receive()
-        except ChannelClosedError:
+            request = decode(connection.recv_bytes(MAX_REQUEST_BYTES))
+        except (OSError, EOFError):
             return
-        await channel.send(await _answer_to(worker, request))
+        connection.send_bytes(await _answer_to(worker, request))
+        is_readable.clear()
 
 
 async def _answer_to(worker: _Worker, request: Request) -> bytes:
-    # The frame of {"result": ...} or {"error": class, "text": ..., "cause": ...}.
+    # {"result": ...} or {"error": class, "text": ..., "cause": ...}, encoded.
     method = str(request["method"])
     where = f"{worker.name}: {method}(): an observation"
     try:
-        return frame_of({"result": await worker.answer(method, request)}, max_bytes=MAX_ANSWER_BYTES, where=where)
+        return encode({"result": await worker.answer(method, request)}, max_bytes=MAX_ANSWER_BYTES, where=where)
     except GymError as error:
-        return _error_frame(type(error).__name__, str(error), error)  # from the session, whose text says where
+        return _error(type(error).__name__, str(error), error)  # from the session, whose text says where
     except Exception as error:
-        return _error_frame("EnvError", f"{worker.name}: {method}() raised {_told(error)}{place_of(error)}", error)
+        text = f"{worker.name}: {method}() raised {type(error).__name__}: {error}{place_of(error)}"
+        return _error("EnvError", text, error)
 
 
-def _error_frame(kind: str, text: str, error: BaseException) -> bytes:
-    frame = {"error": kind, "text": text[:10_000], "cause": cause_to_json(error)}
-    return frame_of(frame, max_bytes=MAX_ANSWER_BYTES, where="an error")
-
-
-def _told(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"
+def _error(kind: str, text: str, error: BaseException) -> bytes:
+    answer = {"error": kind, "text": text[:10_000], "cause": cause_to_json(error)}
+    return encode(answer, max_bytes=MAX_ANSWER_BYTES, where="an error")
 
 
 class _Worker:  # at most one environment, its players, and what the process held before it
@@ -263,7 +169,7 @@ class _Worker:  # at most one environment, its players, and what the process hel
         self._players: dict[int, ScriptedPolicy] = {}
         self._before: Mapping[str, int] = {}
         self._generators: Mapping[str, Any] = {}
-        self._changed: set[str] = set()
+        self._changed_names: set[str] = set()
 
     async def answer(self, method: str, request: Request) -> Any:
         if method == "open":
@@ -276,14 +182,14 @@ class _Worker:  # at most one environment, its players, and what the process hel
             self._seed_generators(request["seed"])
             result = await self._session.reset(request["seed"], request["options"])
         elif method == "step":
-            result = await self._session.step(message_from_json(request["action"], where=f"{self.name}: step()"))
+            result = await self._session.step(message_from_wire(request["action"], where=f"{self.name}: step()"))
         elif method == "invalid_action":
             result = await self._session.invalid_action(request["error"])
         elif method == "say":
             return await self._say(self._session, request)
         else:
             raise UsageError(f"{self.name}: a worker does not know the method {method!r}")
-        return step_result_to_json(result)
+        return result_to_json(result)
 
     async def _open(self, request: Request) -> Any:
         if self._session is not None:
@@ -301,7 +207,9 @@ class _Worker:  # at most one environment, its players, and what the process hel
         self._before = self._before or _possessions()
         env = self._session.env
         return {
-            "tool_schemas": tool_schemas_to_json(self._session.tool_schemas, where=f"{self.name}: tool_schemas"),
+            "tool_schemas": require_json(
+                list(map(dict, self._session.tool_schemas)), where=f"{self.name}: tool_schemas"
+            ),
             "takes_messages": bool(getattr(env, "takes_messages", False)),
             "reward_range": [float(bound) for bound in getattr(env, "reward_range", (-np.inf, np.inf))],
             "policies": list(getattr(env, "policies", {})),
@@ -317,11 +225,11 @@ class _Worker:  # at most one environment, its players, and what the process hel
         if session is not None:
             await session.close()
         self._note_changed_generators()
-        changed, self._changed = sorted(self._changed), set()
+        changed_names, self._changed_names = sorted(self._changed_names), set()
         del session
         gc.collect()
-        grown = {name: count - self._before.get(name, 0) for name, count in _possessions().items()}
-        return {"grown": grown, "changed_generators": changed}
+        growth = {name: count - self._before.get(name, 0) for name, count in _possessions().items()}
+        return {"grown": growth, "changed_generators": changed_names}
 
     async def _say(self, session: EnvSession, request: Request) -> Any:
         # The environment's own players run here, beside the hidden state.
@@ -331,10 +239,10 @@ class _Worker:  # at most one environment, its players, and what the process hel
             if name not in policies:
                 raise UnknownNameError(f"{self.name} has no policy {name!r}; {nearest_name(name, policies)}")
             player = self._players[request["player"]] = policies[name](session.env, _generator(request["generator"]))
-        said = await spoken_by(player, messages_from_json(request["messages"], where=f"{self.name}: the player"))
-        if not isinstance(said, str | Message):
-            raise ContractError(f"{self.name}: expected a player to say text or a Message, got {type(said).__name__}")
-        return said if isinstance(said, str) else message_to_json(said)
+        reply = await spoken_by(player, messages_from_wire(request["messages"], where=f"{self.name}: the player"))
+        if not isinstance(reply, str | Message):
+            raise ContractError(f"{self.name}: expected a player to say text or a Message, got {type(reply).__name__}")
+        return reply if isinstance(reply, str) else message_to_json(reply)
 
     def _seed_generators(self, seed: int) -> None:
         # An environment that draws from the process-wide generators then depends on its seed alone.
@@ -350,7 +258,7 @@ class _Worker:  # at most one environment, its players, and what the process hel
 
     def _note_changed_generators(self) -> None:
         now = _generators()
-        self._changed |= {name for name, state in self._generators.items() if now.get(name) != state}
+        self._changed_names |= {name for name, state in self._generators.items() if now.get(name) != state}
         self._generators = now
 
 
@@ -374,7 +282,3 @@ def _possessions() -> dict[str, int]:  # what an environment may leave behind in
         "child processes": len(children),
         "MiB of memory": pages * resource.getpagesize() // 2**20,
     }
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

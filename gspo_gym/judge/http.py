@@ -16,7 +16,7 @@ import asyncio
 import math
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
@@ -25,7 +25,7 @@ from pydantic import BaseModel, Field, ValidationError
 
 from gspo_gym.base.http import HttpClient, RefusedError
 from gspo_gym.base.messages import message_to_wire
-from gspo_gym.base.retries import AttemptError, RetryCounters, Sleep
+from gspo_gym.base.retries import AttemptError, Sleep
 from gspo_gym.base.settings import read_key
 from gspo_gym.errors import ConfigError, ServiceError
 from gspo_gym.judge.asking import Asking, AskingSettings, Clock, JudgeBudget, JudgementCache, digest_of
@@ -37,7 +37,6 @@ from gspo_gym.judge.base import (
     Judgement,
     JudgeRequest,
     Review,
-    Rubrics,
     review_of,
 )
 from gspo_gym.judge.model.transcript import suspicions
@@ -62,26 +61,21 @@ class WireTaskApp(BaseModel):
     """The task app that played the episode."""
 
     id: str = ""
-    base_url: str | None = None
 
 
 class WireTrace(BaseModel):
     """The episode, with one entry of `event_history` per turn."""
 
     event_history: list[Json]
-    markov_blanket_message_history: list[Any] = Field(default=[])
     metadata: Json = Field(default={})
 
 
 class WireOptions(BaseModel):
-    """What to judge, and with which model; further fields are ignored."""
+    """What to judge; further fields are ignored."""
 
-    provider: str | None = None
-    model: str | None = None
     rubric_id: str | None = None
     event: bool = True
     outcome: bool = True
-    timeout_s: float | None = None
     rubric_overrides: Json | None = None
     tracks: list[str] | None = None
     weights: dict[str, Number] | None = None
@@ -90,7 +84,6 @@ class WireOptions(BaseModel):
 class ScoreRequest(BaseModel):
     """The body of a request; `rubric` has lists of criteria under "event" and "outcome"."""
 
-    policy_name: str = "policy"
     task_app: WireTaskApp = Field(default=WireTaskApp())
     trace: WireTrace
     options: WireOptions = Field(default=WireOptions())
@@ -121,8 +114,8 @@ class WireRewards(BaseModel):
     outcome_reward: Number | None = None
 
 
-class ScoreResponse(BaseModel):
-    """The body of an answer. The last four fields are other clients' and the later form's names."""
+class ScoreResponse(WireRewards):
+    """The body of an answer. The rewards and the last two fields are other clients' and the later form's names."""
 
     status: Literal["ok", "failed"] = "ok"
     event_reviews: list[WireReview] = Field(default=[])
@@ -131,9 +124,13 @@ class ScoreResponse(BaseModel):
     details: Json | None = Field(default={})
     metadata: Json | None = Field(default={})
     aggregate_score: Number | None = None
-    event_rewards: list[Number] | None = None
-    outcome_reward: Number | None = None
     reward_info: WireRewards | None = None
+
+
+def explained(error: ValidationError) -> str:
+    """Return the first problem with its place, such as "options.event: Input should be ..."."""
+    first = error.errors(include_url=False)[0]
+    return f"{'.'.join(map(str, first['loc'])) or 'the body'}: {first['msg']}"
 
 
 def score_url(judge_url: str) -> str:
@@ -150,22 +147,20 @@ def score_url(judge_url: str) -> str:
 
 def request_to_wire(
     request: JudgeRequest,
+    parts: Collection[str],
     *,
     options: Mapping[str, Any],
-    event: bool,
-    outcome: bool,
     policy_name: str = "policy",
     show_reasoning: bool = False,
 ) -> Json:
-    """Return the body of a request about events, the outcome or both.
+    """Return the body of a request about these parts, "event", "outcome" or both.
 
     `options` is JSON such as provider, model and rubric_id; with a rubric_id the rubrics are not sent.
 
     Raises:
         JudgeError: the episode failed or has no turn.
     """
-    trajectory, rubrics = request.trajectory, request.rubrics
-    given = {name: rubric for name, rubric in (("event", rubrics.event), ("outcome", rubrics.outcome)) if rubric}
+    trajectory, rubrics = request.trajectory, request.rubrics.parts
     body: Json = {
         "policy_name": policy_name,
         "task_app": {"id": request.task_app or trajectory.task.env_id},
@@ -174,25 +169,20 @@ def request_to_wire(
             "markov_blanket_message_history": [],
             "metadata": {"env_id": trajectory.task.env_id, "policy_id": policy_name, "length": len(trajectory.turns)},
         },
-        "options": {"event": event, "outcome": outcome, **options},
+        "options": {**{part: part in parts for part in ("event", "outcome")}, **options},
     }
-    if request.metadata:
-        body["options"]["metadata"] = dict(request.metadata)
-    if given and "rubric_id" not in options:
-        body["rubric"] = {
-            name: [criterion.to_dict() for criterion in rubric.criteria] for name, rubric in given.items()
-        }
-        body["options"]["rubric_overrides"] = {name: _rest(rubric) for name, rubric in given.items()}
+    if rubrics and "rubric_id" not in options:
+        wire = {part: rubric.to_dict() for part, rubric in rubrics.items()}
+        body["rubric"] = {part: rubric.pop("criteria") for part, rubric in wire.items()}
+        body["options"]["rubric_overrides"] = wire  # the rest of it: the criteria have a field of their own
     return body
 
 
-def judgement_from_wire(
-    value: Any, *, judge: str, num_turns: int, event: bool, outcome: bool, rubrics: Rubrics
-) -> Judgement:
-    """Read a judge's answer about events, the outcome or both, with the totals in it.
+def judgement_from_wire(value: Any, request: JudgeRequest, parts: Collection[str], *, judge: str) -> Judgement:
+    """Read a judge's answer about these parts, "event", "outcome" or both, with the totals in it.
 
-    `rubrics` are those by which it was asked to judge. The totals of a part are the judge's if its rubric is not known
-    here, because the judge has one of its own, or if it scores no criteria.
+    The totals of a part are the judge's if the request has no rubric for it, because the judge has one of its own, or
+    if it scores no criteria.
 
     Raises:
         JudgeError: it failed; what was asked for is missing, of another length, or not finite; scores are not those of
@@ -201,16 +191,15 @@ def judgement_from_wire(
     try:
         response = ScoreResponse.model_validate(value)
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        where = ".".join(map(str, first["loc"]))
-        raise JudgeError(f"{judge}: the answer is not of the contract: {where}: {first['msg']}") from error
+        raise JudgeError(f"{judge}: the answer is not of the contract: {explained(error)}") from error
     if response.status != "ok":
         raise JudgeError(f"{judge}: it could not judge this episode: {response.details!r:.200}")
-    metadata = response.metadata or {}
+    metadata, rubrics = response.metadata or {}, request.rubrics
+    num_turns = len(request.trajectory.turns)
     return Judgement(
         judge=str(metadata.get("judge", judge)),
-        event_reviews=_read_events(response, judge, num_turns, rubrics.event) if event else (),
-        outcome_review=_read_outcome(response, judge, rubrics.outcome) if outcome else None,
+        event_reviews=_read_events(response, judge, num_turns, rubrics.event) if "event" in parts else (),
+        outcome_review=_read_outcome(response, judge, rubrics.outcome) if "outcome" in parts else None,
         flags=_texts(metadata.get("flags")),
         cuts=_texts(metadata.get("cuts")),
         disagreement=_number_or_none(metadata.get("disagreement")),
@@ -221,20 +210,15 @@ def judgement_from_wire(
 def judgement_to_wire(judgement: Judgement, request: JudgeRequest, *, event_indices: Sequence[int]) -> Json:
     """Return the body of an answer; `event_indices` gives the request's event of each turn."""
     rubrics = request.rubrics
+    metadata = asdict(replace(judgement, event_reviews=(), outcome_review=None))
+    del metadata["event_reviews"], metadata["outcome_review"]
     return {
         "status": "ok",
         "event_reviews": [_review(review, rubrics.event) for review in judgement.event_reviews],
         "outcome_review": judgement.outcome_review and _review(judgement.outcome_review, rubrics.outcome),
         "event_totals": list(judgement.event_totals),
         "details": {},
-        "metadata": {
-            "judge": judgement.judge,
-            "flags": list(judgement.flags),
-            "cuts": list(judgement.cuts),
-            "event_indices": list(event_indices),
-            "disagreement": judgement.disagreement,
-            "cost": asdict(judgement.cost),
-        },
+        "metadata": {**metadata, "event_indices": list(event_indices)},
     }
 
 
@@ -247,116 +231,98 @@ def shown_message(message: Message, *, show_reasoning: bool) -> Json:
 
 
 def _events(trajectory: Trajectory, *, show_reasoning: bool) -> list[Json]:
-    said = [index for index, message in enumerate(trajectory.messages) if message.role == "assistant"]
-    num_turns = len(trajectory.turns)
-    if trajectory.outcome.is_infrastructure_failure or not 0 < num_turns <= len(said):
+    messages, num_turns = trajectory.messages, len(trajectory.turns)
+    by_policy = [index for index, message in enumerate(messages) if message.role == "assistant"]
+    if trajectory.outcome.is_infrastructure_failure or not 0 < num_turns <= len(by_policy):
         raise JudgeError(
             f"episode {trajectory.trajectory_id} ({trajectory.outcome.value}): expected an episode that did not fail, "
-            f"with a message for each of its turns, got {num_turns} turns and {len(said)} messages of the model"
+            f"with a message for each of its turns, got {num_turns} turns and {len(by_policy)} messages of the model"
         )
-    # The last ones: messages of the assistant before the first turn belong to the prompt.
-    starts = said[-num_turns:]
     events: list[Json] = []
     before = 0
-    for turn, index in enumerate(starts):
-        message = shown_message(trajectory.messages[index], show_reasoning=show_reasoning)
+    # The last ones: messages of the assistant before the first turn belong to the prompt.
+    for turn, index in enumerate(by_policy[-num_turns:]):
+        message = shown_message(messages[index], show_reasoning=show_reasoning)
         is_last = turn == num_turns - 1
-        info: Json = {"turn": turn, "message": message}
-        if is_last:
-            info["answer"] = [message_to_wire(after) for after in trajectory.messages[index + 1 :]]
+        answer = {"answer": [message_to_wire(after) for after in messages[index + 1 :]]} if is_last else {}
         events.append(
             {
-                "observation": {"messages": [message_to_wire(m) for m in trajectory.messages[before:index]]},
+                "observation": {"messages": [message_to_wire(m) for m in messages[before:index]]},
                 "tool_calls": message.get("tool_calls", []),
                 "reward": None,  # a judge that sees rewards repeats them
                 "done": is_last,
                 "truncated": is_last and trajectory.outcome != Outcome.TERMINATED,
-                "info": info,
+                "info": {"turn": turn, "message": message, **answer},
             }
         )
         before = index + 1
     return events
 
 
-def _rest(rubric: Rubric) -> Json:  # the criteria have a field of their own
-    return {key: value for key, value in rubric.to_dict().items() if key != "criteria"}
-
-
 def _read_events(response: ScoreResponse, judge: str, num_turns: int, rubric: Rubric | None) -> tuple[Review, ...]:
     # Clients differ in where they put totals: beside the reviews, under the later form's name, or in them.
     later = response.reward_info or WireRewards()
-    stated = [totals for totals in (response.event_totals, response.event_rewards, later.event_rewards) if totals]
+    totals_given = [totals for totals in (response.event_totals, response.event_rewards, later.event_rewards) if totals]
     # Totals alone, without reviews, are an answer of the contract, too.
-    reviews = response.event_reviews or [WireReview() for _ in (stated[0] if stated else ())]
-    if {len(reviews), *map(len, stated)} != {num_turns}:
-        numbers = ", ".join(f"{len(totals)} totals" for totals in stated) or "no totals"
+    reviews = response.event_reviews or [WireReview() for _ in (totals_given[0] if totals_given else ())]
+    if {len(reviews), *map(len, totals_given)} != {num_turns}:
+        numbers = ", ".join(f"{len(totals)} totals" for totals in totals_given) or "no totals"
         raise JudgeError(
             f"{judge}: expected a review and a total for each of {num_turns} turns, got {len(reviews)} reviews and "
             f"{numbers}"
         )
-    numbered = [turn if review.event_index is None else review.event_index for turn, review in enumerate(reviews)]
-    indices = (response.metadata or {}).get("event_indices") or numbered
-    if not indices == numbered == list(range(num_turns)):
+    turn_numbers = [turn if review.event_index is None else review.event_index for turn, review in enumerate(reviews)]
+    indices = (response.metadata or {}).get("event_indices") or turn_numbers
+    if not indices == turn_numbers == list(range(num_turns)):
         raise JudgeError(f"{judge}: expected reviews of the events 0 to {num_turns - 1} in order, got {indices!r:.80}")
     return tuple(
-        _read_review(f"{judge}: turn {turn + 1}", review, [*(totals[turn] for totals in stated), review.total], rubric)
+        _read_review(
+            f"{judge}: turn {turn + 1}", review, [*(totals[turn] for totals in totals_given), review.total], rubric
+        )
         for turn, review in enumerate(reviews)
     )
 
 
 def _read_outcome(response: ScoreResponse, judge: str, rubric: Rubric | None) -> Review:
-    review = response.outcome_review or WireReview()
-    later = response.reward_info or WireRewards()
-    stated = [review.total, response.aggregate_score, response.outcome_reward, later.outcome_reward]
-    return _read_review(f"{judge}: outcome", review, stated, rubric)
+    review, later = response.outcome_review or WireReview(), response.reward_info or WireRewards()
+    totals_given = [review.total, response.aggregate_score, response.outcome_reward, later.outcome_reward]
+    return _read_review(f"{judge}: outcome", review, totals_given, rubric)
 
 
-def _read_review(where: str, review: WireReview, stated: Sequence[float | None], rubric: Rubric | None) -> Review:
-    """Return a review with the total of the rubric, or without rubric or scores with the first that is `stated`."""
-    totals = [total for total in stated if total is not None]
+def _read_review(where: str, review: WireReview, totals_given: Sequence[float | None], rubric: Rubric | None) -> Review:
+    """Return a review with the total of the rubric, or without rubric or scores with the first of `totals_given`."""
+    totals = [total for total in totals_given if total is not None]
     if not all(map(is_finite, totals)):
         raise JudgeError(f"{where}: expected finite totals, got {totals}")
     scores = {id_: CriterionScore(score.score, score.reason or "") for id_, score in review.criteria.items()}
-    summary = review.summary or ""
-    if rubric is None or not scores:
-        if not totals:
-            raise JudgeError(f"{where}: expected a finite total, got None")
-        read = Review(scores, float(totals[0]), summary)
-    else:
-        _require_weights(where, review, rubric)
+    read_review, source = None, "the same answer says"
+    if rubric is not None and scores:
+        for criterion in rubric.criteria:
+            weight = review.criteria[criterion.id].weight if criterion.id in review.criteria else None
+            if weight is not None and not math.isclose(weight, criterion.weight):
+                expectation = f"expected the weight {criterion.weight:g} of {criterion.id!r}"
+                raise JudgeError(f"{where}: {expectation}, got {weight:g}")
         try:
-            read = review_of(rubric, scores, summary)
+            read_review, source = review_of(rubric, scores, review.summary or ""), "its criteria make"
         except JudgeError as error:
             raise JudgeError(f"{where}: {error}") from error
         if rubric.aggregation == "custom":  # a service cannot know the function that makes the total
-            return read
-        if not totals:
-            raise JudgeError(f"{where}: expected a finite total, got None")
+            return read_review
+    if not totals:
+        raise JudgeError(f"{where}: expected a finite total, got None")
+    read_review = read_review or Review(scores, float(totals[0]), review.summary or "")
     for total in totals:
-        if not math.isclose(total, read.total, abs_tol=_ROUNDING, rel_tol=_RELATIVE_ROUNDING):
-            source = "the same answer says" if rubric is None or not scores else "its criteria make"
-            raise JudgeError(f"{where}: the total {total:g} contradicts the {read.total:g} that {source}")
-    return read
-
-
-def _require_weights(where: str, review: WireReview, rubric: Rubric) -> None:
-    weights = {criterion.id: criterion.weight for criterion in rubric.criteria}
-    for id_, score in review.criteria.items():
-        if score.weight is not None and not math.isclose(score.weight, weights.get(id_, score.weight)):
-            raise JudgeError(f"{where}: expected the weight {weights[id_]:g} of {id_!r}, got {score.weight:g}")
+        if not math.isclose(total, read_review.total, abs_tol=_ROUNDING, rel_tol=_RELATIVE_ROUNDING):
+            raise JudgeError(f"{where}: the total {total:g} contradicts the {read_review.total:g} that {source}")
+    return read_review
 
 
 def _review(review: Review, rubric: Rubric | None) -> Json:
-    known = {criterion.id: criterion for criterion in rubric.criteria} if rubric else {}
-    criteria = {
-        id_: {
-            "score": score.score,
-            "reason": score.reason,
-            "weight": known[id_].weight if id_ in known else 1.0,
-            "description": known[id_].description if id_ in known else "",
-        }
-        for id_, score in review.criteria.items()
-    }
+    plain: Json = {"weight": 1.0, "description": ""}
+    criteria = {id_: asdict(score) | plain for id_, score in review.criteria.items()}
+    for criterion in rubric.criteria if rubric else ():
+        if criterion.id in criteria:
+            criteria[criterion.id] |= {"weight": criterion.weight, "description": criterion.description}
     return {"criteria": criteria, "total": review.total, "summary": review.summary}
 
 
@@ -369,11 +335,11 @@ def _cost(value: Any) -> JudgeCost:
     if not isinstance(value, Mapping):  # a foreign judge
         return JudgeCost(num_calls=1)
     # A negative cost would give back a part of the budget, and two of 1e308 are no number.
-    num_calls, read, written, usd = (
+    num_calls, num_input_tokens, num_output_tokens, usd = (
         min(max(0.0, _number_or_none(value.get(name)) or 0.0), _MAX_COST)
         for name in ("num_calls", "input_tokens", "output_tokens", "usd")
     )
-    return JudgeCost(int(num_calls), int(read), int(written), usd)
+    return JudgeCost(int(num_calls), int(num_input_tokens), int(num_output_tokens), usd)
 
 
 def _number_or_none(value: Any) -> float | None:
@@ -417,6 +383,7 @@ class HttpJudge:
         if set(url) & set("?#"):
             raise ConfigError(f"services.judge_url: expected a URL without a query or a fragment, got {url!r}")
         self._options, self._policy_name = options, policy_name
+        self._parts = [part for part in ("event", "outcome") if getattr(options, part)]
         self._timeout_seconds = asking.timeout_seconds
         self._url = score_url(url)
         self._cache = cache
@@ -429,25 +396,20 @@ class HttpJudge:
     def name(self) -> str:
         return self._url
 
-    @property
-    def retry_counters(self) -> RetryCounters:
-        """Return the number of questions, attempts and failures by kind."""
-        return self._asking.counters
-
     async def judge(self, request: JudgeRequest) -> Judgement:
         # All of it is sent with every call, because the judge behind the URL reads no file of ours.
-        given = self._options
-        named: Json = {"provider": given.provider, "model": given.model, "rubric_id": given.rubric_id}
-        if given.rubric_id is not None or not request.rubrics.parts:
-            over = {"rubric_overrides": given.rubric_overrides, "tracks": list(given.tracks), "weights": given.weights}
-            named |= {name: value or None for name, value in over.items()}
-        options = {name: value for name, value in named.items() if value is not None}
+        settings = self._options
+        options: Json = {"provider": settings.provider, "model": settings.model, "rubric_id": settings.rubric_id}
+        options["timeout_s"] = self._timeout_seconds
+        if settings.rubric_id is not None or not request.rubrics.parts:
+            options |= {"rubric_overrides": settings.rubric_overrides or None, "tracks": list(settings.tracks) or None}
+            options |= {"weights": settings.weights or None}
         body = request_to_wire(
             request,
-            options={**options, "timeout_s": self._timeout_seconds},
-            **self._asked,
+            self._parts,
+            options={name: value for name, value in options.items() if value is not None},
             policy_name=self._policy_name,
-            show_reasoning=given.show_reasoning,
+            show_reasoning=settings.show_reasoning,
         )
         costs: list[JudgeCost] = []
 
@@ -456,9 +418,7 @@ class HttpJudge:
             costs.append(cost)
             return answer
 
-        # The metadata says which episode of which run it is, which a score must not depend on.
-        about = {name: value for name, value in body["options"].items() if name != "metadata"}
-        key = digest_of([_READING_VERSION, self._url, {**body, "options": about}])
+        key = digest_of([_READING_VERSION, self._url, body])
         answer = await (ask() if self._cache is None else self._cache.get_or_ask(key, ask))
         judgement = self._read(answer, request)
         flags = tuple(dict.fromkeys([*judgement.flags, *suspicions(request.trajectory)]))
@@ -484,26 +444,19 @@ class HttpJudge:
 
         try:
             return await self._asking.ask(self._url, lambda _: body, read, cost_of, most=JudgeCost(num_calls=1))
-        except RefusedError as error:
-            kind = JudgeBudgetError if error.status == _PAYMENT_REQUIRED else JudgeError
-            raise kind(str(error)) from error
         except JudgeError:
             raise
         except ServiceError as error:
-            raise JudgeError(str(error)) from error
+            is_spent = isinstance(error, RefusedError) and error.status == _PAYMENT_REQUIRED
+            raise (JudgeBudgetError if is_spent else JudgeError)(str(error)) from error
 
     def _read(self, answer: Any, request: JudgeRequest) -> Judgement:
-        rubrics, num_turns = request.rubrics, len(request.trajectory.turns)
-        judgement = judgement_from_wire(answer, judge=self.name, num_turns=num_turns, rubrics=rubrics, **self._asked)
-        reviews = [(rubrics.event, review) for review in judgement.event_reviews]
-        reviews += [(rubrics.outcome, review) for review in (judgement.outcome_review,) if review is not None]
-        if any(rubric is not None and not review.criteria for rubric, review in reviews):
+        judgement, rubrics = judgement_from_wire(answer, request, self._parts, judge=self.name), request.rubrics
+        totals_alone = any(not review.criteria for review in judgement.event_reviews)
+        outcome = judgement.outcome_review
+        if (rubrics.event and totals_alone) or (rubrics.outcome and outcome is not None and not outcome.criteria):
             raise JudgeError(
                 f"{self.name}: expected a score of every criterion, got a total alone; for a judge with a rubric of "
                 "its own, name that as judge.options.rubric_id, or give no rubric here"
             )
         return judgement
-
-    @property
-    def _asked(self) -> dict[str, bool]:
-        return {"event": bool(self._options.event), "outcome": bool(self._options.outcome)}

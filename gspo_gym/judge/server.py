@@ -1,4 +1,4 @@
-"""Serve one of our judges over the HTTP contract to other trainers: `POST /judge/v1/score` and its other routes.
+"""Serve one of our judges over the HTTP contract to other trainers, or a fake judging model for tests and rehearsals.
 
 An episode that cannot be scored is answered with status "failed" and a reason, never with a number. The status is 503
 if the judge is down or its model refuses its key, 402 if its budget is spent, 422 for an invalid rubric or episode.
@@ -18,18 +18,24 @@ clients of the contract append the final state.
 A v3 session trace (synth-ai 0.2.24, `tracing_v3`) has events of three kinds: calls of the model, whose `call_records`
 hold what it read and said; actions of the runtime; and states of the environment. Every call record with an output is a
 turn. Of a history that grows from call to call, only the new part is shown.
+
+The fake (`gspo-gym judge fake`) is an OpenAI-compatible server. It reads the prompt of `model/prompt.py` as an honest
+judge would, by the fences with the nonce, and scores every criterion by a rule: `score_by_words`.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
+import re
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import fastapi
 import numpy as np
+from fastapi.responses import JSONResponse
 from pydantic import ValidationError
 
 from gspo_gym.base.http import read_json
@@ -44,8 +50,9 @@ from gspo_gym.judge.base import (
     JudgeRequest,
     Rubrics,
 )
+from gspo_gym.judge.http import LATER_ROUTE, ROUTE, Json, ScoreRequest, explained, judgement_to_wire
+from gspo_gym.judge.model.prompt import EVENT_HEAD, OUTCOME_HEAD, OUTCOME_PART, verdict_key
 from gspo_gym.judge.rubric_files import RubricsPatch, merge_rubrics, parse_task_rubrics
-from gspo_gym.judge.service.contract import LATER_ROUTE, ROUTE, ScoreRequest, judgement_to_wire
 from gspo_gym.types import FinishReason, Message, Outcome, Role, Segment, Task, ToolCall, Trajectory, Turn
 
 _RETRY_AFTER_SECONDS = "15"
@@ -70,14 +77,12 @@ def create_judge_app(
         try:
             body = ScoreRequest.model_validate(read_json(await http.body()))
             rubrics = _rubrics_of(body, default, find_rubrics)
-            episode = read_episode(body)
+            episode, event_indices = read_episode(body)
         except ValidationError as error:
-            first = error.errors(include_url=False)[0]
-            where = ".".join(map(str, first["loc"])) or "the body"
-            raise _error(422, "invalid_request", f"{where}: {first['msg']}") from None
+            raise _error(422, "invalid_request", explained(error)) from None
         except (ConfigError, RecordError, UnknownNameError) as error:
             raise _error(422, "invalid_request", str(error)) from error
-        request = JudgeRequest(episode.trajectory, rubrics, task_app=body.task_app.id)
+        request = JudgeRequest(episode, rubrics, task_app=body.task_app.id)
         try:
             judgement = await judge.judge(request)
         except JudgeBudgetError as error:
@@ -86,7 +91,7 @@ def create_judge_app(
             raise _error(503, "judge_down", str(error)) from error
         except JudgeError as error:
             return {"status": "failed", "event_reviews": [], "event_totals": [], "details": {"error": str(error)}}
-        return judgement_to_wire(judgement, request, event_indices=episode.event_indices)
+        return judgement_to_wire(judgement, request, event_indices=event_indices)
 
     app = fastapi.FastAPI(title=f"The judge {judge.name}", lifespan=lifespan)
     app.add_api_route("/health", _health, methods=["GET"])
@@ -95,7 +100,7 @@ def create_judge_app(
     return app
 
 
-async def _health() -> dict[str, str]:
+async def _health() -> Json:
     return {"status": "healthy"}
 
 
@@ -114,8 +119,8 @@ def _rubrics_of(body: ScoreRequest, default: RubricsPatch | None, find_rubrics: 
         sources.append(default)
     if options.rubric_overrides:
         sources.append(parse_task_rubrics(options.rubric_overrides, where="options.rubric_overrides"))
-    merged = merge_rubrics(*sources)
-    rubrics = Rubrics(merged.event if options.event else None, merged.outcome if options.outcome else None)
+    patch = merge_rubrics(*sources)
+    rubrics = Rubrics(patch.event if options.event else None, patch.outcome if options.outcome else None)
     if rubrics.event is None and rubrics.outcome is None:
         raise ConfigError(
             "rubric: expected criteria for events or for the outcome, whichever options ask for, got none; send "
@@ -132,16 +137,8 @@ def _error(status: int, code: str, message: str) -> fastapi.HTTPException:
 _TEXT_KEYS = ("text", "output", "content", "response")  # of an event: where other clients put what the policy said
 
 
-@dataclass(frozen=True, slots=True)
-class WireEpisode:
-    """An episode, and the event of each of its turns."""
-
-    trajectory: Trajectory
-    event_indices: tuple[int, ...]
-
-
-def read_episode(request: ScoreRequest) -> WireEpisode:
-    """Read the episode: one turn for each event in which the policy acts.
+def read_episode(request: ScoreRequest) -> tuple[Trajectory, list[int]]:
+    """Read the episode, one turn for each event in which the policy acts; return it with the events of its turns.
 
     Raises:
         RecordError: there is no such event; or one holds invalid messages, or does not say what the policy said.
@@ -149,35 +146,42 @@ def read_episode(request: ScoreRequest) -> WireEpisode:
     events = request.trace.event_history
     if not events:
         raise RecordError("trace.event_history: expected at least one event, got none")
-    if any(map(is_trace_event, events)):
-        messages, indices = read_trace_events(events)
-    else:
-        messages, indices = _read_steps(events)
-    env_id = str(request.trace.metadata.get("env_id") or request.task_app.id or "unknown")
+    is_trace = any(key in event for event in events for key in _TRACE_KEYS)
+    messages, indices = (_read_trace if is_trace else _read_steps)(events)
+    num_tokens = 2 * len(indices)  # the wire holds no tokens: one of context and one of action for each turn
+    is_action = np.arange(num_tokens) % 2 == 1
+    segment = Segment(
+        np.zeros(num_tokens, np.int32),
+        is_action,
+        np.zeros(num_tokens, np.float32),
+        turn_index=np.where(is_action, np.arange(num_tokens) // 2, -1),
+        weight_version=np.where(is_action, 0, -1),
+    )
+    spans = [((start, start + 1), (start + 1, start + 2)) for start in range(0, num_tokens, 2)]
     trajectory = Trajectory(
         trajectory_id="over-the-wire",
         attempt=0,
-        task=Task(env_id, 0),
+        task=Task(str(request.trace.metadata.get("env_id") or request.task_app.id or "unknown"), 0),
         sampling_seed=0,
-        segments=(_placeholder(len(indices)),),
-        turns=tuple(_turn(turn) for turn in range(len(indices))),
+        segments=(segment,),
+        turns=tuple(Turn(turn, 0, *span, FinishReason.STOP) for turn, span in enumerate(spans)),
         messages=tuple(messages),
         outcome=Outcome.TRUNCATED if any(event.get("truncated") for event in events) else Outcome.TERMINATED,
     )
-    return WireEpisode(trajectory, tuple(indices))
+    return trajectory, indices
 
 
-def _read_steps(events: list[dict[str, Any]]) -> tuple[list[Message], list[int]]:
+def _read_steps(events: Sequence[Json]) -> tuple[list[Message], list[int]]:
     messages: list[Message] = []
     indices: list[int] = []
+    calls_tools = any(event.get("tool_calls") for event in events)
     for index, event in enumerate(events):
         where = f"trace.event_history[{index}]"
-        raw = event.get("info")
-        info: Mapping[str, Any] = raw if isinstance(raw, Mapping) else {}
-        messages.extend(_seen(event, where))
-        said = _said(event, info, where, calls_tools=any(other.get("tool_calls") for other in events))
-        if said is not None:
-            messages.append(said)
+        info = event["info"] if isinstance(event.get("info"), dict) else {}
+        messages.extend(_observation(event, where))
+        message = _policys_message(event, info, where, calls_tools=calls_tools)
+        if message is not None:
+            messages.append(message)
             indices.append(index)
         # The last event may be an observation alone: clients of the contract append the final state.
         elif "tool_calls" in event or index < len(events) - 1:
@@ -186,28 +190,27 @@ def _read_steps(events: list[dict[str, Any]]) -> tuple[list[Message], list[int]]
                 "content, tool_calls}, or tool_calls or text of the event"
             )
         if isinstance(info.get("answer"), list):
-            after = messages_from_wire(info["answer"], where=f"{where}.info.answer")
-            messages.extend(as_context(message) for message in after)
+            messages.extend(map(as_context, messages_from_wire(info["answer"], where=f"{where}.info.answer")))
     if not indices:
         raise RecordError("trace.event_history: in no event does the policy act; there is nothing to judge")
     return messages, indices
 
 
-def _seen(event: Mapping[str, Any], where: str) -> Iterable[Message]:
-    seen = event.get("observation", event.get("obs"))
-    if isinstance(seen, Mapping) and isinstance(seen.get("messages"), list):
-        shown = messages_from_wire(seen["messages"], where=f"{where}.observation.messages")
-        yield from (as_context(message) for message in shown)
-    elif seen not in (None, "", {}):
-        yield Message("user", seen if isinstance(seen, str) else json.dumps(seen, ensure_ascii=False))
+def _observation(event: Json, where: str) -> Iterable[Message]:
+    content = event.get("observation", event.get("obs"))
+    if isinstance(content, Mapping) and isinstance(content.get("messages"), list):
+        yield from map(as_context, messages_from_wire(content["messages"], where=f"{where}.observation.messages"))
+    elif content not in (None, "", {}):
+        yield Message("user", content if isinstance(content, str) else json.dumps(content, ensure_ascii=False))
 
 
-def _said(event: Mapping[str, Any], info: Mapping[str, Any], where: str, *, calls_tools: bool) -> Message | None:
+def _policys_message(event: Json, info: Json, where: str, *, calls_tools: bool) -> Message | None:
+    """Return what the policy said; None if the event does not say it."""
     if isinstance(info.get("message"), Mapping):
-        said = message_from_wire(info["message"], where=f"{where}.info.message")
-        if said.role != "assistant":
-            raise RecordError(f"{where}.info.message: expected the policy's message, got one of role {said.role!r}")
-        return said
+        message = message_from_wire(info["message"], where=f"{where}.info.message")
+        if message.role != "assistant":
+            raise RecordError(f"{where}.info.message: expected the policy's message, got one of role {message.role!r}")
+        return message
     calls = event.get("tool_calls")
     if calls is not None and not isinstance(calls, list):
         raise RecordError(f"{where}.tool_calls: expected a list, got {type(calls).__name__}")
@@ -218,26 +221,10 @@ def _said(event: Mapping[str, Any], info: Mapping[str, Any], where: str, *, call
     return Message("assistant", text or "", tuple(read_calls(calls or [])))
 
 
-def _turn(turn: int) -> Turn:
-    """Return a turn of one token of context and one of action."""
-    start = 2 * turn
-    return Turn(turn, 0, (start, start + 1), (start + 1, start + 2), FinishReason.STOP)
-
-
-def _placeholder(num_turns: int) -> Segment:  # the wire holds no tokens: one of context and one of action for each turn
-    is_action = np.tile(np.array([False, True]), num_turns)
-    turn_index = np.where(is_action, np.arange(2 * num_turns) // 2, -1)
-    ids, logprobs = np.zeros(2 * num_turns, np.int32), np.zeros(2 * num_turns, np.float32)
-    return Segment(ids, is_action, logprobs, turn_index, np.where(is_action, 0, -1))
-
-
-Json = Mapping[str, Any]  # Any: JSON
-
-_TRACE_KEYS = ("call_records", "system_instance_id", "system_state_after", "system_state_before")
+_TRACE_KEYS = ("call_records", "system_instance_id", "system_state_after", "system_state_before")  # of a session trace
 _ROLES: Mapping[str, Role] = {
     "system": "system",
     "developer": "system",
-    "user": "user",
     "assistant": "assistant",
     "tool": "tool",
     "function": "tool",
@@ -245,20 +232,10 @@ _ROLES: Mapping[str, Role] = {
 _FAILED = ("error", "timeout", "cancelled")  # outcomes of a call without an answer
 
 
-def is_trace_event(event: Json) -> bool:
-    """Return whether an event is of a session trace, and not a step of a trajectory."""
-    return any(key in event for key in _TRACE_KEYS)
-
-
-def read_trace_events(events: Sequence[Json]) -> tuple[list[Message], list[int]]:
-    """Return the messages in order, and for each message of the policy its event.
-
-    Raises:
-        RecordError: no event holds what the model said, or a call record is invalid.
-    """
+def _read_trace(events: Sequence[Json]) -> tuple[list[Message], list[int]]:
     messages: list[Message] = []
     indices: list[int] = []
-    heard: list[Message] = []  # the conversation as the last call has it, its answer included
+    history: list[Message] = []  # the conversation as the last call has it, its answer included
     for index, event in enumerate(events):
         where = f"trace.event_history[{index}]"
         records = event.get("call_records")
@@ -266,23 +243,31 @@ def read_trace_events(events: Sequence[Json]) -> tuple[list[Message], list[int]]
             raise RecordError(f"{where}.call_records: expected a list, got {type(records).__name__}")
         for number, record in enumerate(records or ()):
             inside = f"{where}.call_records[{number}]"
-            said = _output(record, inside)
-            if said is None:
+            output = _output(record, inside)
+            if output is None:
                 continue
-            read = _inputs(record, inside)
+            inputs = _inputs(record, inside)
             # The history grows from call to call: only what is new is shown.
-            messages.extend(map(as_context, read[_num_shared(read, heard) :]))
-            messages.append(said)
+            pairs = zip(map(_key, inputs), map(_key, history), strict=False)
+            num_shared = len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)))
+            messages.extend(map(as_context, inputs[num_shared:]))
+            messages.append(output)
             indices.append(index)
             messages.extend(_tool_results(record))
-            heard = [*read, said]
-        messages.extend(_shown(event))
+            history = [*inputs, output]
+        if not records:
+            states = [{key: event[key]} for key in ("actions", "system_state_after") if event.get(key)]
+            messages.extend(Message("user", json.dumps(state, ensure_ascii=False, default=str)) for state in states)
     if not indices:
         raise RecordError(
             "trace.event_history: no event has a call record with an output of the model, so it is not known what the "
             "policy said; record the calls (call_records with output_messages, output_text or output_tool_calls)"
         )
     return messages, indices
+
+
+def _key(message: Message) -> tuple[str, str]:
+    return message.role, message.content
 
 
 def as_context(message: Message) -> Message:
@@ -341,12 +326,10 @@ def _inputs(record: Json, where: str) -> list[Message]:
 
 def _list_of(value: Any, key: str, where: str) -> list[Any]:
     """Return a list of objects; an empty one for null or a missing key."""
-    found = value.get(key) if isinstance(value, Mapping) else None
-    if found is None:
-        return []
-    if not isinstance(found, list) or not all(isinstance(item, Mapping) for item in found):
+    items = [] if value.get(key) is None else value[key]
+    if not isinstance(items, list) or not all(isinstance(item, Mapping) for item in items):
         raise RecordError(f"{where}.{key}: expected a list of objects")
-    return found
+    return items
 
 
 def _text(value: Any, where: str) -> str:
@@ -372,16 +355,153 @@ def _tool_results(record: Json) -> Iterable[Message]:
             yield Message("tool", text if isinstance(text, str) else "")
 
 
-def _shown(event: Json) -> Iterable[Message]:
-    if event.get("call_records"):
-        return
-    for key in ("actions", "system_state_after"):
-        if value := event.get(key):
-            yield Message("user", json.dumps({key: value}, ensure_ascii=False, default=str))
+MODEL = "fake-judge"
+
+_NONCE = re.compile(r"begins with (`+) ([0-9a-f]{20})")
+_QUOTED = re.compile(r'"([^"]+)"')
+_RANGE = re.compile(r"a number from (\S+) to (\S+)")
 
 
-def _num_shared(read: Sequence[Message], heard: Sequence[Message]) -> int:
-    pairs = enumerate(zip(read, heard, strict=False))
-    return next(
-        (index for index, (a, b) in pairs if (a.role, a.content) != (b.role, b.content)), min(len(read), len(heard))
-    )
+@dataclass(frozen=True, slots=True)
+class AskedCriterion:
+    """A criterion as the prompt names it; `score` is the kind of its score."""
+
+    id: str
+    score: str
+    description: str
+
+
+@dataclass(frozen=True, slots=True)
+class ReadPrompt:
+    """The content of a prompt as an honest reader takes it.
+
+    Attributes:
+        parts: the criteria of every part, "turn_1", ... and "outcome".
+        pieces: the label and the text of every piece of the episode.
+    """
+
+    nonce: str
+    parts: Mapping[str, Sequence[AskedCriterion]]
+    pieces: Sequence[tuple[str, str]]
+
+    def said_in(self, part: str) -> str:
+        """Return what the policy wrote in a part."""
+        turn = r"\d+" if part == OUTCOME_PART else part.removeprefix("turn_")
+        return "\n".join(text for label, text in self.pieces if re.match(rf"turn {turn}: policy", label))
+
+
+Rule = Callable[[AskedCriterion, str], float]  # a criterion and what the policy wrote in the part -> the score
+Answer = Callable[[Sequence[Mapping[str, str]]], str]  # the messages of a request -> the text of the answer
+
+
+def read_prompt(messages: Sequence[Mapping[str, str]]) -> ReadPrompt:
+    """Read a prompt by its fences; a ValueError if it is not one of `prompt.py`."""
+    rules, data = messages[0]["content"], messages[-1]["content"]
+    match = _NONCE.search(rules)
+    if match is None:
+        raise ValueError("expected a prompt of this project's judge, found no nonce in it")
+    fence = f"{match[1]} {match[2]}"
+    pieces: list[tuple[str, str]] = []
+    label, lines = None, list[str]()
+    for line in data.split("\n"):
+        if line == f"{fence} end" and label is not None:
+            pieces.append((label, "\n".join(lines)))
+            label, lines = None, []
+        elif label is None and line.startswith(f"{fence} "):
+            label = line.removeprefix(f"{fence} ")
+        elif label is not None:
+            lines.append(line)
+    return ReadPrompt(match[2], _read_parts(rules), pieces)
+
+
+def score_by_words(criterion: AskedCriterion, text: str) -> float:
+    """Look for the words in double quotes in a criterion's description in what the policy wrote, in any case.
+
+    The score is the share of them that are there: on a binary scale 1 for all of them, else 0; between the ends of a
+    custom scale; on a count scale, how often they are there. Without quoted words it is the lowest.
+    """
+    words = [word.casefold() for word in _QUOTED.findall(criterion.description)]
+    text = text.casefold()
+    if criterion.score.startswith("a whole number"):
+        return float(sum(text.count(word) for word in words))
+    share = sum(word in text for word in words) / len(words) if words else 0.0
+    if criterion.score == "0 or 1":
+        return float(share >= 1)
+    ends = _RANGE.match(criterion.score)
+    low, high = (float(ends[1]), float(ends[2])) if ends else (0.0, 1.0)
+    return low + (high - low) * share
+
+
+def honest_verdict(prompt: ReadPrompt, rule: Rule = score_by_words) -> str:
+    """Return the verdict by the rule, as JSON."""
+    parts: Json = {
+        part: {c.id: {"reason": "by rule", "score": _number(rule(c, prompt.said_in(part)))} for c in criteria}
+        for part, criteria in prompt.parts.items()
+    }
+    return json.dumps({verdict_key(prompt.nonce): {**parts, "summary": "scored by a rule, not by a model"}})
+
+
+def create_fake_judge_app(rule: Rule = score_by_words, *, answer: Answer | None = None) -> fastapi.FastAPI:
+    """Return the server as an ASGI application, with /v1/models and /v1/chat/completions.
+
+    `answer` replaces the whole answer, for judges that misbehave; `rule` is then not used.
+    """
+    app = fastapi.FastAPI(title="A fake judge that follows a rule")
+
+    async def models() -> Json:
+        return {"object": "list", "data": [{"id": MODEL, "object": "model", "owned_by": "gspo-gym"}]}
+
+    async def complete(request: fastapi.Request) -> Any:
+        try:
+            messages = read_json(await request.body())["messages"]
+            text = honest_verdict(read_prompt(messages), rule) if answer is None else answer(messages)
+        except (AttributeError, KeyError, IndexError, TypeError, ValueError) as error:
+            message = f"this fake answers only prompts of this project's judge: {error}"
+            return JSONResponse({"error": {"message": message, "type": "invalid_request_error"}}, 400)
+        return completion(text, messages)
+
+    app.add_api_route("/health", _health, methods=["GET"])
+    app.add_api_route("/v1/models", models, methods=["GET"])
+    app.add_api_route("/v1/chat/completions", complete, methods=["POST"])
+    return app
+
+
+def completion(text: str, messages: Sequence[Mapping[str, str]]) -> Json:
+    """Return a chat completion with that text, in the form of the API."""
+    # A token is four bytes here.
+    num_read, num_written = sum(_num_tokens(message["content"]) for message in messages), _num_tokens(text)
+    message = {"role": "assistant", "content": text, "refusal": None}
+    usage = {"prompt_tokens": num_read, "completion_tokens": num_written, "total_tokens": num_read + num_written}
+    return {
+        "id": "chatcmpl-fake",
+        "object": "chat.completion",
+        "created": 0,
+        "model": MODEL,
+        "choices": [{"index": 0, "message": message, "finish_reason": "stop"}],
+        "usage": usage,
+    }
+
+
+def _read_parts(rules: str) -> dict[str, list[AskedCriterion]]:
+    parts: dict[str, list[AskedCriterion]] = {}
+    current: list[AskedCriterion] | None = None
+    for line in rules.split("\n"):
+        if line.startswith(EVENT_HEAD):
+            current = []
+            names = line.removeprefix(EVENT_HEAD).split(",")
+            parts.update({name.strip(): current for name in names})
+        elif line.startswith(OUTCOME_HEAD):
+            current = parts[OUTCOME_PART] = []
+        elif not line.startswith("{"):
+            current = None
+        elif current is not None:
+            current.append(AskedCriterion(**json.loads(line)))
+    return parts
+
+
+def _number(score: float) -> int | float:  # as a model writes a count
+    return int(score) if score.is_integer() else score
+
+
+def _num_tokens(text: str) -> int:
+    return -(-len(text.encode()) // 4)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import mmap
 import os
 import resource
 import signal
@@ -27,11 +28,18 @@ from gspo_gym_envs.sql_analyst.env import SqlAnalyst
 from gspo_gym.cli.train import run_training
 from gspo_gym.config.build import rollouts
 from gspo_gym.config.run_config import RunConfig
-from gspo_gym.env.workers.announcements import SLOT_BYTES, Board
+from gspo_gym.env import watchdog
+from gspo_gym.env.watchdog import (
+    MARKER,
+    SLOT_BYTES,
+    Frozen,
+    cpu_seconds,
+    holder,
+    read_frozen,
+    seconds_until_frozen,
+)
 from gspo_gym.env.workers.env import ProcessEnv
 from gspo_gym.errors import RecordError
-from gspo_gym.rollout.watchdog import MARKER, Frozen, read_frozen, seconds_until_frozen
-from gspo_gym.rollout.watchdog_process import cpu_seconds, holder
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="it reads /proc")
 
@@ -40,7 +48,7 @@ import asyncio, hashlib, re, sys, time
 from pathlib import Path
 from gspo_gym.env.session import EnvSession
 from gspo_gym.types import Message
-from gspo_gym.rollout.watchdog import watching
+from gspo_gym.env.watchdog import watching
 
 def catastrophe():
     re.match(r"(a+)+b", "a" * 64)
@@ -128,8 +136,8 @@ def test_what_lets_go_of_the_lock_is_left_to_its_deadline(tmp_path: Path, action
 GUARDED = """
 import faulthandler, os, signal, sys, time
 from pathlib import Path
-from gspo_gym.env.workers.announcements import announced
-from gspo_gym.rollout.watchdog import watching
+from gspo_gym.env.watchdog import announced
+from gspo_gym.env.watchdog import watching
 
 def spin(seconds):
     end = time.monotonic() + seconds
@@ -190,21 +198,50 @@ def test_a_program_that_handles_the_dumps_signal_itself_keeps_it() -> None:
 def test_the_busiest_thread_must_be_busy_and_announced() -> None:
     board = bytearray(4 * SLOT_BYTES)
 
-    class Slot(Board):
-        """Writes as a thread of this id would."""
+    def announce(thread: int, slot: int, text: str) -> None:
+        head = thread.to_bytes(8, sys.byteorder) + len(text).to_bytes(2, sys.byteorder)
+        board[slot * SLOT_BYTES : slot * SLOT_BYTES + 10 + len(text)] = head + text.encode()
 
-        def __init__(self, thread: int, slot: int, text: str) -> None:
-            head = thread.to_bytes(8, sys.byteorder) + len(text).to_bytes(2, sys.byteorder)
-            board[slot * SLOT_BYTES : slot * SLOT_BYTES + 10 + len(text)] = head + text.encode()
-
-    Slot(11, 0, "Idle\nstep()")
-    Slot(12, 2, "Busy\nstep()")
+    announce(11, 0, "Idle\nstep()")
+    announce(12, 2, "Busy\nstep()")
     before = {10: 50.0, 11: 1.0, 12: 3.0}
     assert holder({10: 50.1, 11: 1.2, 12: 9.0}, before, bytes(board), 10.0) == "Busy\nstep()"  # 6 s of 10
     assert holder({10: 50.1, 11: 1.2, 12: 4.0}, before, bytes(board), 10.0) == "Busy\nstep()"  # a tenth is enough
     assert holder({10: 50.1, 11: 1.2, 12: 3.9}, before, bytes(board), 10.0) is None  # 0.9 s of 10: it waits
     assert holder({10: 59.0, 11: 1.2, 12: 9.0}, before, bytes(board), 10.0) is None  # our own code is busier
     assert holder({}, before, bytes(board), 10.0) is None
+
+
+def test_an_awaitable_is_announced_while_it_runs_and_not_while_it_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = mmap.mmap(-1, SLOT_BYTES)
+    monkeypatch.setattr(watchdog._Open, "board", watchdog.Board(memory))
+    on_board: list[str | None] = []
+
+    def look() -> None:
+        on_board.append(holder({threading.get_native_id(): 9.0}, {}, memory[:], 9.0))
+
+    async def steps() -> str:
+        look()
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            look()
+        return "given up"
+
+    async def play() -> Any:
+        async def wait() -> Any:
+            return await watchdog.AnnouncedSteps(steps(), "Patterns\nstep()")
+
+        task = asyncio.ensure_future(wait())
+        await asyncio.sleep(0)
+        look()
+        task.cancel()
+        return await task
+
+    assert asyncio.run(play()) == "given up"
+    look()
+    assert on_board == ["Patterns\nstep()", None, "Patterns\nstep()", None]
+    memory.close()
 
 
 @pytest.mark.slow

@@ -1,1 +1,0 @@
-"""The hosted trainer's judge contract over HTTP: wire format, client, server."""
