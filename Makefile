@@ -28,7 +28,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2
 export PYTHONDONTWRITEBYTECODE :=
 SITE_PACKAGES := import sysconfig; print(sysconfig.get_path('purelib'))
 
-.PHONY: quickstart test more nightly lint types unit slow foreign foreign-suites foreign-verifiers openai-2 vllm browser cluster environments benchmark bench peers clean
+.PHONY: quickstart test more nightly lint types unit slow foreign foreign-suites foreign-verifiers openai-2 vllm browser cluster docs environments benchmark bench peers clean
 
 quickstart: $(VENV)/.run
 	$(BIN)/python -m gspo_gym.train configs/quickstart.toml --set-aside
@@ -39,7 +39,7 @@ test: $(VENV)/.dev
 
 # What needs other software, or more minutes. Two stages at a time, the longest first; the two that use both cores apart.
 more: $(VENV)/.dev
-	$(MAKE) --keep-going --jobs 2 vllm slow foreign cluster browser openai-2
+	$(MAKE) --keep-going --jobs 2 vllm slow foreign cluster browser openai-2 docs
 
 # What one landing can do without: several run seeds, mutation lists, kills by the dozen, new seeds for what is drawn.
 nightly: export GSPO_GYM_FIRST_SEED := $(shell date +%s)
@@ -84,6 +84,10 @@ browser: $(MORE)/.installed
 
 cluster: $(MORE)/.installed
 	OMP_NUM_THREADS=1 $(MORE)/bin/python -m pytest -m "$(MARK)" tests/cluster
+
+# The site, into build/site; a broken link or an undocumented public name fails. Its pages are files: no server is needed.
+docs: $(MORE)/.installed
+	PYTHONPATH=. NO_MKDOCS_2_WARNING=1 $(MORE)/bin/python -m mkdocs build --quiet --strict
 
 environments: $(MORE)/.installed $(VLLM)/.installed $(VERIFIERS)/.installed $(OPENAI_2)/.installed
 

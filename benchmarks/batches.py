@@ -21,8 +21,8 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.engines import has_vllm
 from benchmarks.record import Value
-from benchmarks.vllm import has_vllm
 from gspo_gym.config.build.engines import build_weight_sync
 from gspo_gym.config.build.rollouts import Player, build_training_player, build_training_pool
 from gspo_gym.config.build.threads import compute_in, computing_elsewhere

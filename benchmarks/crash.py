@@ -4,6 +4,7 @@ A small real run gets SIGKILL at moments drawn uniformly over its life and is st
 it is done. Then its weights, optimizer, counters, tasks and records are compared with those of an undisturbed run, byte
 for byte, times excepted. So are runs that go on from each of their steps, and runs that go on from a checkpoint from
 which a piece of state is missing, which must differ. Every run is a process of its own, forked with all modules loaded.
+`stops` starts, interrupts and compares its runs with the same functions.
 """
 
 from __future__ import annotations
@@ -32,89 +33,95 @@ from gspo_gym.cli.train import run_training
 from gspo_gym.config.build import run as _loads_all_that_a_run_needs  # noqa: F401  # before the forks, which are quick then
 from gspo_gym.config.run_config import RunConfig
 from gspo_gym.rollout.episode_files import episode_paths, read_episodes
-from gspo_gym.rollout.ledger import Dispatched, entry_to_json, imbalances, read_ledger
+from gspo_gym.rollout.ledger import entry_to_json, imbalances, read_ledger
 from gspo_gym.run.records import read_events, read_metrics
 from gspo_gym.seeding import generator
 
-NUM_STEPS = 20
 # Of the life of a process, and of no step.
 _LIFE = ("started", "resumed", "stopped", "finished")
 _OF_TIME = ("time", "rollout/sampled_tokens_per_second")
 
 # Names of what is compared, each with a digest.
-Fingerprint = Mapping[str, str]
+Fingerprint = Mapping[str, object]
 
 
 @dataclass
-class CrashReport:
-    """What came of the runs; `is_good` if nothing was lost and every missing piece was noticed.
+class Report:
+    """What came of the interrupted runs.
 
     Attributes:
-        kills: number of kills by what the run was doing.
-        num_starts: processes that were needed after the kills.
-        failed: starts with `--resume auto` that did not end well, with their errors.
+        interrupted: number of signals by what the run was doing.
+        num_starts: runs that were started to go on from what another left.
+        failed: runs that did not end as they must, with the reason.
         differing: parts of the fingerprint that were not those of the undisturbed run, with the run.
-        steps: steps from each of which a run went on.
-        controls: whether a missing piece of state was noticed, by its name.
-        concurrency: whether tasks and seeds are the same with 1, with 8, and with 8 resumed at 4.
+        controls: whether what must be noticed was noticed, by its name.
+        seconds: from each signal to the end of the process.
     """
 
-    kills: Counter[str] = field(default_factory=Counter)
+    interrupted: Counter[str] = field(default_factory=Counter)
     num_starts: int = 0
     failed: list[str] = field(default_factory=list)
     differing: list[str] = field(default_factory=list)
-    steps: list[int] = field(default_factory=list)
     controls: dict[str, bool] = field(default_factory=dict)
-    concurrency: bool = False
+    seconds: list[float] = field(default_factory=list)
 
     @property
     def is_good(self) -> bool:
-        return not self.failed and not self.differing and all(self.controls.values()) and self.concurrency
+        return not self.failed and not self.differing and all(self.controls.values())
 
 
-def run_crash(count: int, seed: int, *, num_steps: int = NUM_STEPS) -> int:
+def run_crash(count: int, seed: int, *, num_steps: int) -> int:
     """Measure and print; the exit status."""
-    with tempfile.TemporaryDirectory(prefix="crash-") as folder:
-        started = time.monotonic()
-        report = measure(Path(folder), count=count, seed=seed, num_steps=num_steps)
-        seconds = time.monotonic() - started
+    return show(lambda folder: measure(folder, count=count, seed=seed, num_steps=num_steps))
+
+
+def show(measured: Callable[[Path], Report]) -> int:
+    """Measure in an empty folder and print the report; return the exit status."""
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory(prefix="gspo_gym-benchmark-") as folder:
+        report = measured(Path(folder))
+    table = Table("what", "came of it")
+    for doing, number in sorted(report.interrupted.items()):
+        table.add_row(f"interrupted {doing}", str(number))
+    table.add_row("starts after these", f"{report.num_starts}, of which {len(report.failed)} failed")
+    table.add_row("seconds from a signal to the end, at most", f"{max(report.seconds, default=0.0):.2f}")
+    table.add_row("parts not as undisturbed", str(len(report.differing)))
+    for name, was_noticed in report.controls.items():
+        table.add_row(name, "noticed" if was_noticed else "NOT NOTICED")
     console = Console()
-    console.print(render(report))
+    console.print(table)
     for line in (*report.failed, *report.differing):
-        console.print(line)
-    console.print(f"{'as it should be' if report.is_good else 'NOT AS IT SHOULD BE'}; {seconds:.0f} seconds")
+        console.print(line, markup=False)
+    console.print("as it should be" if report.is_good else "NOT AS IT SHOULD BE")
     return 0 if report.is_good else 1
 
 
-def measure(folder: Path, *, count: int, seed: int, num_steps: int = NUM_STEPS) -> CrashReport:
+def measure(folder: Path, *, count: int, seed: int, num_steps: int) -> Report:
     """Kill `count` runs, stop one at each step, and leave out pieces of state, in a folder that is empty."""
-    torch.set_num_threads(1)
-    report = CrashReport()
+    report = Report()
     whole = settings(folder / "whole", num_steps=num_steps)
-    began = time.monotonic()
-    play(whole)
-    seconds = time.monotonic() - began
+    seconds = play(whole)
     expected = fingerprint(whole.run_folder)
     for number in range(count):
         config = settings(folder / f"killed_{number}", num_steps=num_steps)
-        report.kills[kill_once(config, generator(seed, "crash", number), seconds)] += 1
-        _resume_and_compare(config, f"kill {number}", expected, report)
+        doing, code = interrupt(config, signal.SIGKILL, generator(seed, "crash", number), seconds, report)
+        if code != -signal.SIGKILL:
+            report.failed.append(f"kill {number}: it had ended with {code}")
+        resume_and_compare(config, f"kill {number}, {doing}", expected, report)
         shutil.rmtree(config.run.folder)
     for step in range(num_steps):
         config = cut_after(step, whole, folder / f"stopped_{step}")
-        _resume_and_compare(config, f"stop after step {step}", expected, report)
-        report.steps.append(step)
+        resume_and_compare(config, f"stop after step {step}", expected, report)
     for name, drop in CONTROLS.items():
         config = cut_after(num_steps // 2, whole, folder / f"without_{name}")
         drop(config.run_folder / "checkpoints" / f"step_{num_steps // 2:06d}")
         play(config)
-        report.controls[name] = fingerprint(config.run_folder) != expected
-    report.concurrency = _is_the_same_at_any_concurrency(folder, num_steps)
+        report.controls[f"without {name}"] = fingerprint(config.run_folder) != expected
     return report
 
 
-def settings(folder: Path, *, num_steps: int = NUM_STEPS, concurrency: int = 1, num_episodes: int = 4) -> RunConfig:
-    """A run of so many episodes a step that saves after every step, and keeps all checkpoints.
+def settings(folder: Path, *, num_steps: int, concurrency: int = 1) -> RunConfig:
+    """A run of four episodes a step that saves after every step, and keeps all checkpoints.
 
     Episodes are sampled one by one: the logprobs of a batch differ in the last digit from those of another batch.
     """
@@ -129,7 +136,7 @@ def settings(folder: Path, *, num_steps: int = NUM_STEPS, concurrency: int = 1, 
                 "max_turns": 2,
                 "max_output_tokens": 3,
                 "max_model_len": 160,
-                "episodes_per_batch": num_episodes,
+                "episodes_per_batch": 4,
                 "max_concurrent_rollouts": concurrency,
             },
             "training": {
@@ -146,25 +153,32 @@ def settings(folder: Path, *, num_steps: int = NUM_STEPS, concurrency: int = 1, 
     )
 
 
-def play(config: RunConfig) -> None:
-    """Train in a process of its own, with `--resume auto`, until it has ended."""
-    status = os.waitpid(_fork(config), 0)[1]
-    if status:
+def play(config: RunConfig) -> float:
+    """Train in a process of its own, with `--resume auto`, until it has ended; return the seconds."""
+    began = time.monotonic()
+    if os.waitpid(_fork(config), 0)[1]:
         raise RuntimeError((Path(config.run.folder) / "error.txt").read_text(encoding="utf-8"))
+    return time.monotonic() - began
 
 
-def kill_once(config: RunConfig, rng: np.random.Generator, seconds: float) -> str:
-    """Start a run and kill it at a uniformly random moment of its `seconds`; return what it was doing."""
-    folder = config.run_folder
+def interrupt(
+    config: RunConfig, number: int, moments: np.random.Generator, seconds: float, report: Report
+) -> tuple[str, int]:
+    """Start a run and send it a signal at a uniformly random moment of its `seconds`; again if it has ended before.
+
+    Return what the run was doing and its exit code.
+    """
     while True:
-        pid, moment = _fork(config), time.monotonic() + rng.uniform(0, seconds)
-        while (ended := os.waitpid(pid, os.WNOHANG)[0] == pid) is False and time.monotonic() < moment:
+        pid, moment = _fork(config), time.monotonic() + moments.uniform(0, seconds)
+        while not _has_ended(pid) and time.monotonic() < moment:
             time.sleep(0.001)
-        if not ended:
-            os.kill(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)
-            return _doing(folder)
-        shutil.rmtree(config.run.folder)  # quicker than the undisturbed one: that was no kill
+        doing, sent = _doing(config.run_folder), time.monotonic()
+        os.kill(pid, number)  # it is not reaped yet, so that the number is its own
+        if (code := os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])) != 0:
+            report.interrupted[doing] += 1
+            report.seconds.append(time.monotonic() - sent)
+            return doing, code
+        shutil.rmtree(config.run.folder)
 
 
 def cut_after(step: int, whole: RunConfig, folder: Path) -> RunConfig:
@@ -184,7 +198,7 @@ def fingerprint(folder: Path) -> Fingerprint:
     state = json.loads((newest / "resume" / "state.json").read_text(encoding="utf-8"))
     events = [event for event in read_events(folder) if event["kind"] not in _LIFE]
     # A checkpoint is written beside what happens meanwhile, so its event has no certain place.
-    told = sorted((event["step"], event["kind"], json.dumps(event["data"], sort_keys=True)) for event in events)
+    certain = sorted((event["step"], event["kind"], json.dumps(event["data"], sort_keys=True)) for event in events)
     ledger = read_ledger(folder / "ledger.jsonl")
     return {
         "weights": _digest((newest / "model.safetensors").read_bytes()),
@@ -192,86 +206,72 @@ def fingerprint(folder: Path) -> Fingerprint:
         "counters": _digest(state["counters"]),
         "tasks": _digest({k: v for k, v in state["trainer"].items() if k not in ("wall_seconds", "last_seq")}),
         "metrics": _digest([_certain(line) for line in read_metrics(folder)]),
-        "events": _digest(told),
+        "events": _digest(certain),
         "ledger": _digest([sorted(json.dumps(entry_to_json(entry)) for entry in ledger), imbalances(ledger)]),
         "episodes": _digest({path.name: _episodes(path) for path in episode_paths(folder)}),
     }
 
 
-def render(report: CrashReport) -> Table:
-    """The table."""
-    table = Table("what", "came of it")
-    kills = ", ".join(f"{number} {doing}" for doing, number in sorted(report.kills.items()))
-    table.add_row(f"{report.kills.total()} kills", kills)
-    table.add_row("starts after them", f"{report.num_starts}, of which {len(report.failed)} failed")
-    table.add_row("stops and resumes", f"after each of the steps {report.steps[0]} to {report.steps[-1]}")
-    table.add_row("not as undisturbed", str(len(report.differing)))
-    for name, was_noticed in report.controls.items():
-        table.add_row(f"without {name}", "noticed" if was_noticed else "NOT NOTICED")
-    table.add_row("tasks and seeds at 1, 8, and 8 resumed at 4", "the same" if report.concurrency else "NOT THE SAME")
-    return table
-
-
-def _resume_and_compare(config: RunConfig, name: str, expected: Fingerprint, report: CrashReport) -> None:
+def resume_and_compare(
+    config: RunConfig,
+    name: str,
+    expected: Fingerprint,
+    report: Report,
+    fingerprint_of: Callable[[Path], Fingerprint] = fingerprint,
+) -> None:
+    """Go on with a run until it is done, and note what is not as in the undisturbed one."""
     report.num_starts += 1
     try:
         play(config)
     except RuntimeError as error:
         report.failed.append(f"{name}: {error}")
         return
-    actual = fingerprint(config.run_folder)
+    actual = fingerprint_of(config.run_folder)
     report.differing += [f"{name}: {part}" for part, digest in expected.items() if actual[part] != digest]
 
 
 def _fork(config: RunConfig) -> int:
-    """Start a run in a forked process, and return its pid; its errors go to error.txt beside its folder."""
+    """Start a run in a forked process, which ends as the command does; its errors go to error.txt beside its folder."""
     pid = os.fork()
     if pid:
         return pid
+    code = 1
     try:
         Path(config.run.folder).mkdir(parents=True, exist_ok=True)
         run_training(config, resume="auto")
-        os._exit(0)
-    except BaseException:
+        code = 0
+    except BaseException as error:
+        code = error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else 1
         (Path(config.run.folder) / "error.txt").write_text(traceback.format_exc(), encoding="utf-8")
     finally:
-        os._exit(1)
+        os._exit(code)
+
+
+def _has_ended(pid: int) -> bool:
+    return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
 
 def _doing(folder: Path) -> str:
-    """What a killed run was doing, as its folder shows."""
-    drafts = [path for path in (folder / "checkpoints").glob(".*") if path.is_dir()]
-    if not list((folder / "checkpoints").glob("step_*")):
-        return "before the first checkpoint"
+    """Return what a run is doing, as its folder shows."""
+    checkpoints = folder / "checkpoints"
+    if not (folder / "config.toml").exists():
+        return "in start-up"
     if (folder / "summary.json").exists():
         return "at its end"
-    return "while saving" if drafts else "in a step"
-
-
-def _is_the_same_at_any_concurrency(folder: Path, num_steps: int) -> bool:
-    played, num_episodes = [], 16  # twice as many as are in play at most
-    for concurrency in (1, 8):
-        config = settings(
-            folder / f"at_{concurrency}", num_steps=num_steps, concurrency=concurrency, num_episodes=num_episodes
-        )
-        play(config)
-        played.append(_seeds(config.run_folder))
-    resumed = cut_after(num_steps // 2, config, folder / "at_4")
-    play(resumed.model_copy(update={"rollout": resumed.rollout.model_copy(update={"max_concurrent_rollouts": 4})}))
-    played.append(_seeds(resumed.run_folder))
-    return len(played[0]) == num_steps * num_episodes and played == played[:1] * 3
-
-
-def _seeds(folder: Path) -> list[tuple[Any, ...]]:
-    entries = [entry for entry in read_ledger(folder / "ledger.jsonl") if isinstance(entry, Dispatched)]
-    return sorted((e.trajectory_id, e.attempt, e.task_id, e.env_seed, e.sampling_seed) for e in entries)
+    if not checkpoints.exists():
+        return "in warm-up"
+    if any(path.is_dir() for path in checkpoints.glob(".*")):
+        return "while saving"
+    evaluated = {event["step"] for event in read_events(folder) if event["kind"] == "evaluation"}
+    step = max((line["step"] for line in read_metrics(folder)), default=0)
+    return "in an evaluation" if step % 4 == 0 and step not in evaluated else "in a step"
 
 
 def _episodes(path: Path) -> list[Any]:
     return [
         [t.trajectory_id, t.attempt, t.task.seed, t.reward, t.outcome.value]
         + [
-            [each.tolist() for each in (s.token_ids, s.action_mask, s.rollout_logprobs, s.weight_version)]
+            [column.tolist() for column in (s.token_ids, s.action_mask, s.rollout_logprobs, s.weight_version)]
             for s in t.segments
         ]
         for t in read_episodes(path)

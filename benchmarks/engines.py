@@ -1,33 +1,35 @@
 """How fast engines sample multi-turn episodes: `python -m benchmarks engines`.
 
-One table from one run: transformers' `generate` once a turn, transformers' continuous batching, the local engine, and
-vLLM where it is installed, on the same model and the same episodes. Environments answer at once, so this is sampling
-and nothing else.
+One table from one run: transformers' `generate` once a turn, the local engine, and vLLM where it is installed, on the
+same model and the same episodes. Environments answer at once, so this is sampling and nothing else.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib.util
 import statistics
+import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
 from rich.table import Table
-from transformers import ContinuousBatchingConfig, GenerationConfig, StoppingCriteria, StoppingCriteriaList
+from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList
 
 from benchmarks.record import Value
-from benchmarks.vllm import has_vllm, running_vllm
 from gspo_gym.config.build.threads import compute_in, computing_elsewhere, set_threads
 from gspo_gym.engine.base import Engine, SamplingParams
 from gspo_gym.engine.local.engine import LocalEngine
-from gspo_gym.errors import EngineError
-from gspo_gym.policy.load import load_policy
+from gspo_gym.engine.vllm.engine import VllmEngine
+from gspo_gym.engine.vllm.settings import VllmSettings
+from gspo_gym.policy.load import Policy, load_policy, save_policy
 from gspo_gym.seeding import child_seed, generator
 
 _NO_TOKEN = 1 << 30  # as end of sequence for `generate`, which would fall back on the model's own if given none
@@ -109,52 +111,6 @@ def sample_with_generate(model: Any, plans: Sequence[EpisodePlan]) -> int:
     return num_sampled
 
 
-def sample_with_continuous_batching(model: Any, plans: Sequence[EpisodePlan]) -> int:
-    """Transformers' continuous batching, one request a turn, each as soon as its episode can go on.
-
-    Prefix sharing is off: with it, keys of earlier weights would be used again after an update. On a CPU its attention
-    runs over the whole pool of blocks, so the pool is kept small: 128 blocks of 32 tokens and 256 tokens a batch were
-    the fastest of the sizes tried (64 to 1024 blocks, 128 to 1024 tokens).
-    """
-    longest = max(plan.num_tokens for plan in plans)
-    manager = model.init_continuous_batching(
-        generation_config=GenerationConfig(do_sample=True, eos_token_id=-1, pad_token_id=0, top_k=0),
-        continuous_batching_config=ContinuousBatchingConfig(
-            page_size=32,
-            num_blocks=max(128, longest // 32 + 1),
-            max_batch_tokens=256,
-            allow_block_sharing=False,
-            return_logprobs=True,
-            auto_switch_to_flash=False,
-        ),
-    )
-    histories = [list(plan.prompt) for plan in plans]
-    turns = [0] * len(plans)
-    num_sampled = 0
-    manager.start()
-    try:
-        for i, plan in enumerate(plans):
-            manager.add_request(histories[i], request_id=f"{i}.0", max_new_tokens=plan.num_sampled[0])
-        unfinished = len(plans)
-        while unfinished:
-            result = manager.get_result(timeout=60)
-            if result is None or result.error:
-                raise EngineError(f"transformers' continuous batching failed: {result and result.error}")
-            i = int(result.request_id.split(".")[0])
-            histories[i] += [*result.generated_tokens, *plans[i].observations[turns[i]]]
-            num_sampled += len(result.generated_tokens)
-            turns[i] += 1
-            if turns[i] == len(plans[i].num_sampled):
-                unfinished -= 1
-                continue
-            wanted = plans[i].num_sampled[turns[i]]
-            manager.add_request(histories[i], request_id=f"{i}.{turns[i]}", max_new_tokens=wanted)
-    finally:
-        manager.stop(block=True)
-        manager.destroy()
-    return num_sampled
-
-
 def sample_with_local_engine(model: Any, plans: Sequence[EpisodePlan]) -> int:
     """`LocalEngine`, one coroutine an episode."""
     return asyncio.run(_run_local_engine(model, plans))
@@ -201,7 +157,6 @@ Sample = Callable[[Any, Sequence[EpisodePlan]], int]
 _GENERATE, _OURS = "model.generate, once a turn", "LocalEngine"
 ENGINES: Mapping[str, Sample] = {
     _GENERATE: sample_with_generate,
-    "transformers continuous batching": sample_with_continuous_batching,
     _OURS: sample_with_local_engine,
 }
 
@@ -220,6 +175,40 @@ def measure(
             sampled[name] = _in_a_thread(sample, model, plans)
             seconds[name].append(time.perf_counter() - start)
     return {name: Measurement(sampled[name], tuple(runs)) for name, runs in seconds.items()}
+
+
+# Runs what samples from an engine to its end, and gives the number of tokens sampled.
+RunWithEngine = Callable[[Callable[[Engine], Awaitable[int]]], int]
+
+
+def has_vllm() -> bool:
+    """Whether vLLM is installed."""
+    return importlib.util.find_spec("vllm") is not None
+
+
+@contextlib.contextmanager
+def running_vllm(policy: Policy, *, max_model_len: int, dtype: Any) -> Iterator[RunWithEngine]:
+    """vLLM on a copy of the policy's weights (Any: a name of torch's; vLLM refuses what it has not)."""
+    with tempfile.TemporaryDirectory(prefix="gspo_gym-benchmark-") as folder, asyncio.Runner() as runner:
+        save_policy(policy, Path(folder) / "policy")
+        on_processor = policy.model.device.type == "cpu"
+        settings = VllmSettings(
+            model=str(Path(folder) / "policy"),
+            max_model_len=max_model_len,
+            dtype=dtype,
+            gpu_memory_utilization=0.5,  # beside the other engines' model
+            kv_cache_gib=1.0 if on_processor else None,
+            enforce_eager=on_processor,
+        )
+        engine = runner.run(VllmEngine.start(settings))
+
+        async def use(sample: Callable[[Engine], Awaitable[int]]) -> int:
+            return await sample(engine)
+
+        try:
+            yield lambda sample: runner.run(use(sample))
+        finally:
+            runner.run(engine.close())
 
 
 def _in_a_thread(sample: Sample, model: Any, plans: Sequence[EpisodePlan]) -> int:

@@ -51,11 +51,5 @@ async def _play(url: str, pauses: list[float], seconds: list[float]) -> None:
     await writer.wait_closed()
 
 
-def main() -> int:
-    """Read the plan, play it, print what it took."""
-    print(json.dumps(asyncio.run(play_all(json.load(sys.stdin)))))
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    print(json.dumps(asyncio.run(play_all(json.load(sys.stdin)))))

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
-from gspo_gym.env.core import TextEnv
+from gspo_gym.env.core import PolicyFactory, TextEnv
 
 
 class Letters(TextEnv):
     """Two turns, each paid by its letters, so that no two episodes earn the same."""
+
+    policies: ClassVar[dict[str, PolicyFactory]] = {"random": lambda _env, _rng: lambda _messages: "ab"}
 
     def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
         super().reset(seed=seed, options=options)

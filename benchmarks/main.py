@@ -1,8 +1,7 @@
 """Measurements side by side: `python -m benchmarks NAME`, in a checkout; each is in a file of its name.
 
-(`threads` is in peers.py, `compile` in compiling.py.) Machine and load are printed beside the numbers. Those of
-`engines`, `decode`, `compile`, `head`, `pool`, `prefixes`, `peers`, `threads` and `quick` can be kept (`--keep FILE`)
-and are then compared with the last ones of the same machine.
+Machine and load are printed beside the numbers. Those of `engines`, `prefixes`, `peers` and `quick` can be kept
+(`--keep FILE`) and are then compared with the last ones of the same machine.
 """
 
 from __future__ import annotations
@@ -16,27 +15,15 @@ from rich.console import Console
 
 from benchmarks.batches import run_batches
 from benchmarks.chaos import Layout, run_chaos
-from benchmarks.checkpoints import run_checkpoints
-from benchmarks.cluster import run_cluster
-from benchmarks.compiling import run_compile
 from benchmarks.crash import run_crash
-from benchmarks.decode import run_decode
 from benchmarks.engines import run_engines
 from benchmarks.faults import run_faults
-from benchmarks.head import run_head
-from benchmarks.isolation import run_isolation
 from benchmarks.mutants import QUICK, Effort, choose_files, inside, run_mutants
-from benchmarks.page import run_page
-from benchmarks.peers import PEER, SPEED, choose, peer_is_installed, run_peers, run_real, run_threads
+from benchmarks.peers import PEER, SPEED, choose, peer_is_installed, run_peers, run_real
 from benchmarks.pipeline import Workload, run_pipeline
-from benchmarks.pool import run_pool
 from benchmarks.prefixes import run_prefixes
 from benchmarks.record import Value, finish, on_machine, render, this_machine
-from benchmarks.runs import run_runs
-from benchmarks.soak import run_soak
 from benchmarks.stops import run_stops
-from benchmarks.tokens import run_tokens
-from benchmarks.weights import run_weights
 from gspo_gym.cli.command_line import Parser, parse_and_run
 from gspo_gym.errors import UsageError
 from gspo_gym.policy.bases import SMOLLM2
@@ -50,35 +37,25 @@ def _gateway(a: Arguments) -> int:
     return run_gateway(repeats=a.repeats)
 
 
-def _engines(a: Arguments) -> tuple[int, list[Value]]:
+def _engines(a: Arguments) -> list[Value]:
     if a.model == SMOLLM2:
-        return 0, run_batches(a.model, num_episodes=a.episodes or 96, repeats=a.repeats)
-    return 0, run_engines(a.model, dtype=a.dtype, num_episodes=a.episodes or 64, repeats=a.repeats)
+        return run_batches(a.model, num_episodes=a.episodes or 96, repeats=a.repeats)
+    return run_engines(a.model, dtype=a.dtype, num_episodes=a.episodes or 64, repeats=a.repeats)
 
 
-def _peers(a: Arguments) -> tuple[int, list[Value]]:
+def _peers(a: Arguments) -> list[Value]:
     if a.model == SMOLLM2:
-        return _shown(run_real(a.model, rounds=a.repeats, threads=a.threads, with_peer=not a.alone), a)
-    return _shown(run_peers(choose(a.files, learn=a.learn), rounds=a.repeats, threads=a.threads), a)
+        return run_real(a.model, rounds=a.repeats, threads=a.threads, with_peer=not a.alone)
+    return run_peers(choose(a.files, learn=a.learn), rounds=a.repeats, threads=a.threads)
 
 
-def _threads(a: Arguments) -> tuple[int, list[Value]]:
-    return _shown(run_threads(rounds=a.repeats, threads=a.threads), a)
-
-
-def _quick(a: Arguments) -> tuple[int, list[Value]]:
+def _quick(a: Arguments) -> list[Value]:
     """Measure what takes minutes, smaller than its own command does, with the peer where it is installed."""
     values = run_engines(a.model, dtype=a.dtype, num_episodes=a.episodes or 32, repeats=a.repeats)
     values += run_prefixes(a.model, [], repeats=a.repeats)
-    values += run_head(repeats=a.repeats, threads=a.threads, vocab_size=32_000, num_tokens=2048)[1]
     if not peer_is_installed():
         Console(width=160).print(f"{PEER} is not installed; `make peers` does it")
-    return _shown(values + run_peers(SPEED, rounds=a.repeats, threads=a.threads, with_peer=peer_is_installed()), a)
-
-
-def _shown(values: list[Value], a: Arguments) -> tuple[int, list[Value]]:
-    Console(width=160).print(f"medians of {a.repeats} round(s)", render(values))
-    return 0, values
+    return values + run_peers(SPEED, rounds=a.repeats, threads=a.threads, with_peer=peer_is_installed())
 
 
 def _mutants(a: Arguments) -> int:
@@ -92,34 +69,23 @@ def _mutants(a: Arguments) -> int:
 # Benchmarks that only print, and return an exit status.
 PRINTED: Mapping[str, Callable[[Arguments], int]] = {
     "faults": lambda a: run_faults(a.episodes or 2000),
-    "isolation": lambda a: run_isolation(a.episodes or 200),
     "pipeline": lambda a: run_pipeline(Workload(num_groups=a.groups), repeats=a.repeats),
     "gateway": _gateway,
-    "weights": lambda a: run_weights(a.model, dtype=a.dtype, num_updates=a.repeats),
-    "checkpoints": lambda a: run_checkpoints(a.model, repeats=a.repeats),
     "mutants": _mutants,
-    "runs": lambda a: run_runs(a.count or 200),
     "crash": lambda a: run_crash(a.count or 50, a.seed, num_steps=a.steps or 20),
-    "chaos": lambda a: run_chaos(a.count or 40, a.seed, num_steps=a.steps or 60, layout=Layout(a.replicas)),
-    "stops": lambda a: run_stops(a.count or 30, a.seed),
-    "soak": lambda a: run_soak(a.steps or 2000),
-    "tokens": lambda a: run_tokens(num_steps=a.steps or 20, repeats=max(a.repeats, 30)),
-    "page": lambda a: run_page(repeats=a.repeats),
+    "chaos": lambda a: run_chaos(
+        a.count or 40, a.seed, num_steps=a.steps or 60, layout=Layout(num_replicas=a.replicas)
+    ),
+    "stops": lambda a: run_stops(a.count or 30, a.seed, num_steps=a.steps or 12),
 }
-# Benchmarks that print, and return an exit status and what can be kept.
-KEPT: Mapping[str, Callable[[Arguments], tuple[int, list[Value]]]] = {
+# Benchmarks whose numbers are shown, and can be kept.
+KEPT: Mapping[str, Callable[[Arguments], list[Value]]] = {
     "engines": _engines,
-    "decode": lambda a: (0, run_decode(a.model, repeats=a.repeats)),
-    "cluster": lambda a: (0, run_cluster(a.model, repeats=a.repeats, threads=a.threads)),
-    "compile": lambda a: (0, run_compile(a.model, a.files, repeats=a.repeats)),
-    "head": lambda a: run_head(repeats=a.repeats, threads=a.threads),
-    "pool": lambda a: (0, run_pool(Workload(num_groups=a.groups), repeats=a.repeats)),
-    "prefixes": lambda a: (0, run_prefixes(a.model, a.files, repeats=a.repeats)),
+    "prefixes": lambda a: run_prefixes(a.model, a.files, repeats=a.repeats),
     "peers": _peers,
-    "threads": _threads,
     "quick": _quick,
 }
-_TAKE_FILES = ("mutants", "prefixes", "compile", "peers")
+_TAKE_FILES = ("mutants", "prefixes", "peers")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -128,17 +94,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "files",
         nargs="*",
-        help="mutants: files to mutate, below the root; prefixes, compile: episodes; peers: shapes (all)",
+        help="mutants: files to mutate, below the root; prefixes: episodes; peers: shapes (all)",
     )
     parser.add_argument(
         "--count",
         type=int,
-        help="mutants: how many a file (20); runs: how many (200); crash: kills (50); stops: how many (30); "
-        "chaos: faults (40)",
+        help="mutants: how many a file (20); crash: kills (50); stops: how many (30); chaos: faults (40)",
     )
-    parser.add_argument(
-        "--steps", type=int, help="steps of the run: 20 for crash and tokens, 60 for chaos, 2000 for soak"
-    )
+    parser.add_argument("--steps", type=int, help="steps of the run: 20 for crash, 12 for stops, 60 for chaos")
     parser.add_argument(
         "--seed", type=int, default=0, help="mutants, crash, stops, chaos: which ones (default: %(default)s)"
     )
@@ -146,24 +109,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--model",
         default="tiny:qwen3-256",
-        help="hub id, folder or tiny:NAME; of prefixes and compile also wide, a larger one; of engines and peers also "
-        "smollm2, the instruct model (default: %(default)s)",
+        help="hub id, folder or tiny:NAME; of prefixes also wide, a larger one; of engines and peers also smollm2, the "
+        "instruct model (default: %(default)s)",
     )
     parser.add_argument("--dtype", default="float32", help="default: %(default)s")
-    parser.add_argument(
-        "--episodes", type=int, help="default: 64 for engines (32 in quick), 2000 for faults, 200 for isolation"
-    )
+    parser.add_argument("--episodes", type=int, help="default: 64 for engines (32 in quick), 2000 for faults")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="torch threads")
     parser.add_argument(
         "--repeats",
         "--rounds",
         type=int,
         default=3,
-        help="runs of each engine, updates, visits, kills, or pairs with the peer (default: %(default)s; tokens: 30 or "
-        "more)",
+        help="runs of each engine, updates, or pairs with the peer (default: %(default)s)",
     )
     parser.add_argument(
-        "--groups", type=int, default=16, help="pipeline, pool: groups of 8 episodes a step; more make learning longer"
+        "--groups", type=int, default=16, help="pipeline: groups of 8 episodes a step; more make learning longer"
     )
     parser.add_argument(
         "--replicas",
@@ -211,11 +171,12 @@ def run(arguments: Arguments) -> int:
     with on_machine(machine) as loads:
         if what in PRINTED:
             return PRINTED[what](arguments)
-        status, values = KEPT[what](arguments)
-    if arguments.keep is not None:
-        name = f"{what} --learn" if arguments.learn else what
-        status |= finish(name, values, machine=machine, loads=loads, path=arguments.keep)
-    return status
+        values = KEPT[what](arguments)
+        Console(width=160).print(f"medians of {arguments.repeats} round(s)", render(values))
+    if arguments.keep is None:
+        return 0
+    name = f"{what} --learn" if arguments.learn else what
+    return finish(name, values, machine=machine, loads=loads, path=arguments.keep)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -10,7 +10,6 @@ knows no turns, makes one pass: with three it took longer on two tuning seeds.
 With `--model smollm2`: 32 episodes of 3 turns of 16 tokens with that model, all of its weights and an adapter; beside
 learning stands its floor, 6 products of all weights with each token that is left after sharing (4 with an adapter) at
 the best rate of products that this run measured.
-`python -m benchmarks threads` has our side in both places, with several of torch's threads and with one.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from benchmarks.peer_games import SYMBOLS, Job
 from benchmarks.record import Value
-from gspo_gym.errors import MissingExtraError, ServiceError, UnknownNameError, UsageError, nearest_name
+from gspo_gym.errors import MissingExtraError, ServiceError, UnknownNameError, nearest_name
 from gspo_gym.policy.load import Policy, load_policy, save_policy
 
 PEER = "TRL 1.16.0"
@@ -82,22 +81,6 @@ SPEED = {
         Job("talk", num_turns=1, num_tokens=128, text_length=109),  # the template adds 19 tokens
         {"learning, groups of 8 that share half": ("learning",)},
         {"learning, groups of 8 that share half": 1.6},
-    ),
-}
-THREADS = {  # goals: of two threads
-    "sampling": Case(
-        SPEED["sampling"].job,
-        {
-            "sampling 64 x 3 turns x 32": ("playing",),
-            "the whole step": ("playing", "learning"),
-        },
-        {"sampling 64 x 3 turns x 32": 1.5, "the whole step": 1.7},
-    ),
-    "games": Case(
-        Job("guess", num_turns=4, num_tokens=2, num_episodes=192, minibatch=48, num_steps=4),
-        {"a step of 192 games, as the quickstart's": ("playing", "learning")},
-        {"a step of 192 games, as the quickstart's": 1.4},
-        model="game",
     ),
 }
 LEARN = {
@@ -258,19 +241,6 @@ def run_real(model: str, *, rounds: int, threads: int, with_peer: bool = True) -
     steps = {value.name: value.ours for value in values}
     adapter, whole = steps["a step, an adapter"], steps["a step, all weights"]
     return [*values, Value("a step, an adapter beside all weights", adapter, whole, "all weights", goal=1.0)]
-
-
-def run_threads(*, rounds: int, threads: int) -> list[Value]:
-    """Return the costs of our side with so many threads and with one.
-
-    Raises:
-        UsageError: there is only one to compare. ServiceError: a side failed.
-    """
-    if threads < 2:
-        raise UsageError(f"threads compares with one of torch's threads: expected --threads 2 or more, got {threads}")
-    ours = all_sides(with_peer=False)["ours"]
-    sides = {"ours": ours, "peer": lambda job, model, _: ours(job, model, 1)}
-    return _measure_all(THREADS, sides, rounds=rounds, threads=threads, peer_name="one thread")
 
 
 def _measure_all(

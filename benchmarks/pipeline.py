@@ -9,48 +9,25 @@ With more than one batch in play at once, it may be less than 1.
 from __future__ import annotations
 
 import asyncio
-import copy
 import math
 import statistics
 import tempfile
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from gspo_gym.chat.renderer import RendererCache
-from gspo_gym.engine.local.engine import LocalEngine
-from gspo_gym.learning.settings import (
-    CorrectionSettings,
-    LossSettings,
-    OptimizerSettings,
-    UpdateSettings,
-)
-from gspo_gym.learning.update import Learner
-from gspo_gym.policy.load import Policy, load_policy
-from gspo_gym.policy.weight_sync import WeightSync
-from gspo_gym.rollout.actors import EngineActor
-from gspo_gym.rollout.episode import episode_player
-from gspo_gym.rollout.evaluation import Evaluation, EvaluationRow
-from gspo_gym.rollout.limits import EpisodeLimits, PoolLimits
-from gspo_gym.rollout.pool import RolloutPool
-from gspo_gym.run.collect import Collector
-from gspo_gym.run.journal import Journal
-from gspo_gym.run.recording import RunRecorder
+from gspo_gym.cli.train import run_training
+from gspo_gym.config.run_config import RunConfig
+from gspo_gym.env.core import TextEnv
 from gspo_gym.run.records import read_metrics
-from gspo_gym.run.report.progress import QuietProgress
-from gspo_gym.run.settings import EvaluationSettings, LoopSettings, RunSettings, RunSize, TrainPlan
-from gspo_gym.run.state import Saver
-from gspo_gym.run.trainer import Trainer
 from gspo_gym.seeding import generator
-from gspo_gym.types import Outcome, Sampling, Task
 
-ENV_ID = "benchmark/Slow-v0"
-MAX_MODEL_LEN = 1024
+_num_begun: Counter[int] = Counter()  # episodes of this process, by the seed of their task
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,14 +70,17 @@ class StepTimes:
     num_late: float
 
 
-class _Slow:
+class Slow(TextEnv):
     """An environment that takes its time and rewards different letters."""
 
-    def __init__(self, workload: Workload, task: Task, member: int) -> None:
-        self._workload, self._seed, self._member = workload, task.seed, member
-        self._turn = 0
+    def __init__(self, **workload: Any) -> None:
+        self._workload = Workload(**workload)
 
-    async def reset(self, **_: Any) -> Any:
+    async def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        super().reset(seed=seed, options=options)
+        self._seed, self._turn = seed or 0, 0
+        self._member = _num_begun[self._seed] % self._workload.group_size
+        _num_begun[self._seed] += 1
         return "a" * self._workload.observation_tokens, {}
 
     async def step(self, action: str) -> Any:
@@ -109,15 +89,13 @@ class _Slow:
         is_over = self._turn == self._workload.num_turns
         return "b" * self._workload.observation_tokens, len(set(action)) / 16, is_over, False, {}
 
-    async def close(self) -> None:
-        pass
-
 
 def measure(workload: Workload, max_staleness: int) -> StepTimes:
     """Train and time it."""
     with tempfile.TemporaryDirectory() as folder:
-        asyncio.run(_train(workload, max_staleness, Path(folder) / "run"))
-        lines = read_metrics(Path(folder) / "run")[1:]
+        config = configure(workload, max_staleness, Path(folder))
+        run_training(config)
+        lines = read_metrics(config.run_folder)[1:]
 
     def mean(name: str) -> float:
         return statistics.fmean(line.get(name, 0.0) for line in lines)
@@ -131,77 +109,38 @@ def measure(workload: Workload, max_staleness: int) -> StepTimes:
     )
 
 
-async def _train(workload: Workload, max_staleness: int, folder: Path) -> None:
-    policy = load_policy(workload.model, seed=0)
-    model = copy.deepcopy(policy.model) if max_staleness else policy.model
-    engine = LocalEngine(model, max_model_len=MAX_MODEL_LEN, source=policy.model if max_staleness else None)
-    recorder = RunRecorder.create(folder, "")
-    plan = TrainPlan(
-        env_id=ENV_ID,
-        size=RunSize(
-            num_epochs=1,
-            iterations_per_epoch=workload.num_steps,
-            episodes_per_batch=workload.num_groups * workload.group_size,
-            batch_size=workload.num_groups * workload.group_size,
-            group_size=workload.group_size,
-        ),
-        run=RunSettings(log_episodes_every_n_iters=0),
-        loop=LoopSettings(checkpoint_every_n_iters=workload.num_steps, max_staleness=max_staleness),
-        evaluation=EvaluationSettings(every_n_iters=workload.num_steps),
+def configure(workload: Workload, max_staleness: int, folder: Path) -> RunConfig:
+    """Return the run's configuration."""
+    num_episodes = workload.num_groups * workload.group_size
+    return RunConfig.from_dict(
+        {
+            "run": {"folder": str(folder), "log_episodes_every_n_iters": 0},
+            "algorithm": {"variety": "gspo"},
+            "model": {"base": workload.model, "label": "pipeline"},
+            "rollout": {
+                "env_name": "benchmarks.pipeline:Slow",
+                "env_config": asdict(workload),
+                "max_turns": workload.num_turns,
+                "max_output_tokens": 16,
+                "min_output_tokens": 8,
+                "max_model_len": 1024,
+                "episodes_per_batch": num_episodes,
+                "max_concurrent_rollouts": 1024,
+            },
+            "limits": {"step_timeout_seconds": 600},
+            "training": {
+                "iterations_per_epoch": workload.num_steps,
+                "group_size": workload.group_size,
+                "batch_size": num_episodes,
+                "learning_rate": 1e-5,
+                "checkpoint_every_n_iters": workload.num_steps,
+                "max_staleness": max_staleness,
+            },
+            "loss": {},
+            "correction": {"old_logprobs": "rollout"},
+            "evaluation": {"seeds": [0], "every_n_iters": workload.num_steps},
+        }
     )
-    trainer = Trainer(
-        plan,
-        collector=Collector(plan, make_pool(workload, policy, engine), weight_version=lambda: engine.weight_version),
-        learner=_learner(policy),
-        publish=WeightSync(engine).publish,
-        evaluate=_evaluate_nothing,
-        saver=Saver(lambda _: Path, plan.loop, on_event=recorder.event),
-        journal=Journal(plan, recorder, QuietProgress(lambda _: None)),
-    )
-    try:
-        await trainer.run()
-    finally:
-        recorder.close()
-        await engine.close()
-
-
-def make_pool(workload: Workload, policy: Policy, engine: LocalEngine) -> RolloutPool:
-    """Return a pool that plays the workload's environments, all episodes at once."""
-    members: Counter[int] = Counter()  # environments made so far for each task
-
-    def make_env(task: Task) -> _Slow:
-        members[task.seed] += 1
-        return _Slow(workload, task, members[task.seed] - 1)
-
-    return RolloutPool(
-        play=episode_player(
-            make_env=make_env,
-            act=EngineActor(engine, Sampling(min_tokens=8)),
-            renderers=RendererCache(policy.tokenizer),
-            limits=EpisodeLimits(
-                max_turns=workload.num_turns,
-                max_output_tokens=16,
-                max_model_len=MAX_MODEL_LEN,
-                step_timeout_seconds=600.0,
-            ),
-        ),
-        pool_limits=PoolLimits(max_concurrent_rollouts=1024, max_attempts=1, min_group_fraction=1.0),
-        run_seed=0,
-    )
-
-
-def _learner(policy: Policy) -> Learner:
-    return Learner(
-        policy.model,
-        optimizer=OptimizerSettings(),
-        loss=LossSettings(),
-        update=UpdateSettings(learning_rate=1e-5),
-        correction=CorrectionSettings(old_logprobs="rollout"),
-    )
-
-
-async def _evaluate_nothing(_label: str) -> Evaluation:
-    return Evaluation(ENV_ID, (EvaluationRow(0, 0.0, None, 1, Outcome.TERMINATED),))
 
 
 def measure_in_turns(workload: Workload, *, repeats: int) -> list[StepTimes]:

@@ -28,13 +28,14 @@ from gspo_gym.learning.update import Learner
 from gspo_gym.policy.load import load_policy
 from gspo_gym.rollout.episode_files import load_episodes
 
-GOALS = {"speed of groups": 1.6, "reached": 0.75}
 WIDE = "wide"
 
 
 def run_prefixes(base: str, files: list[str], *, repeats: int) -> list[Value]:
     """Measure and print; return the costs with shared prefixes beside those by rows."""
-    model, cases = model_of(base), cases_of(files)
+    model = wide_model() if base == WIDE else load_policy(base).model
+    cases = {"2 groups of 8, half shared": make_groups(2, num_tokens=256)}
+    cases |= {Path(file).name: batch_tokens(load_episodes(Path(file))) for file in files}
     table = Table("episodes", "rows s", "shared s", "speed", "padded", "trie", "reached")
     values = []
     for name, batch in cases.items():
@@ -47,20 +48,9 @@ def run_prefixes(base: str, files: list[str], *, repeats: int) -> list[Value]:
         padded = batch.attention_mask[:, 1:].numel() / num_trie
         numbers = (seconds["rows"], seconds["shared"], speed, padded, trie, speed / trie)
         table.add_row(name, *(f"{number:.2f}" for number in numbers))
-    Console().print(f"{base}, float32; median of {repeats}; goals: {GOALS}")
+    Console().print(f"{base}, float32; median of {repeats}")
     Console().print(table)
     return values
-
-
-def model_of(base: str) -> Any:
-    """Return the model of `--model` (Any: transformers is untyped)."""
-    return wide_model() if base == WIDE else load_policy(base).model
-
-
-def cases_of(files: list[str]) -> dict[str, TokenBatch]:
-    """Return what is learned from, by name."""
-    cases = {"2 groups of 8, half shared": make_groups(2, num_tokens=256)}
-    return cases | {Path(file).name: batch_tokens(load_episodes(Path(file))) for file in files}
 
 
 def wide_model() -> Any:
@@ -101,29 +91,20 @@ def with_advantages(batch: TokenBatch) -> TrainBatch:
 
 
 def measure(model: torch.nn.Module, batch: TrainBatch, *, repeats: int) -> Mapping[str, tuple[float, ...]]:
-    """Return the seconds of an update in each round, by rows and with shared prefixes."""
+    """Return the seconds of an update in each round, by rows and with shared prefixes; they hardly move the weights."""
     learners = {
-        name: make_learner(copy.deepcopy(model), share_prefixes=wanted)
-        for name, wanted in (("rows", False), ("shared", True))
+        name: Learner(
+            copy.deepcopy(model),
+            optimizer=OptimizerSettings(),
+            loss=LossSettings(),
+            update=UpdateSettings(learning_rate=1e-6, share_prefixes=is_shared),
+        )
+        for name, is_shared in (("rows", False), ("shared", True))
     }
-    # The first round is not counted.
-    return {name: each[1:] for name, each in update_in_turn(learners, batch, num_rounds=repeats + 1).items()}
-
-
-def make_learner(model: torch.nn.Module, **update: Any) -> Learner:
-    """Return a learner whose updates hardly move the weights (Any: the values of `UpdateSettings`)."""
-    settings = UpdateSettings(learning_rate=1e-6, **update)
-    return Learner(model, optimizer=OptimizerSettings(), loss=LossSettings(), update=settings)
-
-
-def update_in_turn(
-    learners: Mapping[str, Learner], batch: TrainBatch, *, num_rounds: int
-) -> Mapping[str, tuple[float, ...]]:
-    """Let each learner make an update in each round; return the seconds of each."""
     seconds: dict[str, list[float]] = {name: [] for name in learners}
-    for _ in range(num_rounds):
+    for _ in range(repeats + 1):
         for name, learner in learners.items():
             start = time.perf_counter()
             learner.update(batch)
             seconds[name].append(time.perf_counter() - start)
-    return {name: tuple(each) for name, each in seconds.items()}
+    return {name: tuple(rounds[1:]) for name, rounds in seconds.items()}  # the first is not counted

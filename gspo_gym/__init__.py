@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     __version__: str
     from gspo_gym.cli.evaluate import run_evaluation as run_evaluation
+    from gspo_gym.cli.gspo_trainer import GSPOTrainer as GSPOTrainer
     from gspo_gym.cli.notebook import Run as Run
     from gspo_gym.cli.notebook import open_run as open_run
     from gspo_gym.cli.train import run_training as run_training
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "Achievements": "env.rewards",
     "DatasetEnv": "env.data.dataset",
+    "GSPOTrainer": "cli.gspo_trainer",
     "LocalEngine": "engine.local.engine",
     "Message": "types",
     "Reward": "env.rewards",
@@ -82,4 +84,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return [*globals(), *_HOMES, "__version__"]
+    return [*__all__, "__version__"]

@@ -23,6 +23,7 @@ import tempfile
 import tomllib
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from importlib.resources import files
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
@@ -369,15 +370,28 @@ _PARSERS: Mapping[str, tuple[str, Callable[[str], Any]]] = {
 }
 
 
+def packaged_file(path: Path) -> Path:
+    """Return `path`; for one in configs/ or examples/ that is not here, the file that the package holds, if any.
+
+    The commands of README.md therefore work without a checkout, and so do the configurations that name such files.
+    """
+    if path.exists() or path.parts[:1] not in (("configs",), ("examples",)) or ".." in path.parts:
+        return path
+    configs = Path(str(files("gspo_gym_configs")))
+    # The folder is called configs in a checkout and gspo_gym_configs in an installation; examples is its neighbour.
+    held = configs.with_name(configs.name.replace("configs", path.parts[0])).joinpath(*path.parts[1:])
+    return held if held.is_file() else path
+
+
 def read_file(path: Path) -> dict[str, Any]:
-    """Return the table in a TOML, YAML or JSON file; other file names are read as TOML.
+    """Return the table in a TOML, YAML or JSON file (see `packaged_file`); other file names are read as TOML.
 
     Raises:
         ConfigError: there is no such file, it is not of that format, or it holds no table.
     """
     kind, parse = _PARSERS.get(path.suffix.lower(), _PARSERS[".toml"])
     try:
-        document = parse(path.read_text(encoding="utf-8-sig"))  # some editors write a byte order mark
+        document = parse(packaged_file(path).read_text(encoding="utf-8-sig"))  # some editors write a byte order mark
     except FileNotFoundError:
         folder = path.parent
         siblings = [str(folder / p.name) for p in folder.iterdir() if p.suffix in _PARSERS] if folder.is_dir() else []

@@ -133,11 +133,11 @@ def _raise(error: BaseException) -> None:
     raise error
 
 
-def package_version() -> str:
-    """Return the version of the installed package, or "unknown" if it is imported without an installation."""
+def package_version(name: str = "gspo-gym") -> str:
+    """Return the version of an installed package, or "unknown" without an installation."""
     metadata = importlib.import_module("importlib.metadata")
     try:
-        return str(metadata.version("gspo-gym"))
+        return str(metadata.version(name))
     except metadata.PackageNotFoundError:
         return "unknown"
 

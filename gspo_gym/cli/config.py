@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import re
+import shlex
 import sys
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -15,11 +17,11 @@ from gspo_gym.base.loops import run_to_end
 from gspo_gym.cli.command_line import env_config_of
 from gspo_gym.config.foreign.reader import Draft, Translation
 from gspo_gym.config.foreign.readings import label_of
-from gspo_gym.config.reference import new_config, parameters, reference, resolved
-from gspo_gym.config.run_config import RunConfig, load_config, load_sections
+from gspo_gym.config.reference import new_config, parameters, reference, resolved, short_config
+from gspo_gym.config.run_config import RunConfig, config_file, load_config, load_sections
 from gspo_gym.config.services import missing_machinery
 from gspo_gym.config.words import SYSTEMS
-from gspo_gym.errors import ConfigError
+from gspo_gym.errors import ConfigError, UsageError
 
 _TINY = "tiny:qwen3-64-v2"
 _FILE_HELP = "a TOML, YAML or JSON file; configs/ holds examples"
@@ -38,8 +40,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     commands = parser.add_subparsers(dest="config_command", required=True, metavar="COMMAND")
     new = commands.add_parser("new", help="write a commented configuration to begin with")
     new.add_argument("file", nargs="?", type=Path, help="a .toml file that is not there yet; without it, print it")
-    new.add_argument("--env", default="GuessNumber", metavar="NAME", help="the environment (default: GuessNumber)")
-    new.add_argument("--model", default=_TINY, metavar="BASE", help=f"model.base (default: {_TINY})")
+    new.add_argument("--env", metavar="NAME", help="the environment (default: GuessNumber)")
+    new.add_argument("--model", metavar="BASE", help=f"model.base (default: {_TINY})")
     new.add_argument(
         "--option",
         action="append",
@@ -48,6 +50,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="an argument of the environment; may be given often",
     )
     new.add_argument("--label", metavar="LABEL", help="the run's name; without it, the file's")
+    new.add_argument(
+        "--like", metavar="NAME", help="a copy of another file, such as quickstart, with a label of its own"
+    )
+    new.add_argument("--short", action="store_true", help="only what is set, without comments")
     new.set_defaults(run=new_file)
     check = commands.add_parser("check", help="say everything that is wrong with a file, or what it will do")
     _add_file(check)
@@ -69,20 +75,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def new_file(arguments: argparse.Namespace) -> int:
     """Write or print a configuration that is valid without changes."""
-    import re
-    import shlex
-
-    # Which loads gymnasium and torch: checking a file needs neither.
-    from gspo_gym.config.build.first_run import first_run
 
     path: Path | None = arguments.file
     if path is not None and (path.suffix != ".toml" or path.exists()):
         reason = "there is such a file already" if path.exists() else "expected a file that ends in .toml"
         raise ConfigError(f"{path}: {reason}; choose another name")
     label = arguments.label or re.sub(r"[^\w.-]+", "-", path.stem if path is not None else "my-run")
-    options = env_config_of(arguments.option)
-    settings = first_run(arguments.env, model=arguments.model, label=label, options=options)
-    text = new_config(settings.sections, settings.notes)
+    text = _text_like(arguments, label) if arguments.like is not None else _text_for(arguments, label)
     RunConfig.from_dict(tomllib.loads(text), source="config new")  # raises before an invalid file is written
     if path is None:
         print(text, end="")
@@ -91,6 +90,35 @@ def new_file(arguments: argparse.Namespace) -> int:
     file = shlex.quote(str(path))
     print(f"written: {path}; `gspo-gym config check {file}` says what it does, `gspo-gym train {file}` does it")
     return 0
+
+
+def _text_for(arguments: argparse.Namespace, label: str) -> str:
+    """Return a configuration for the environment and the model of the arguments."""
+    # Which loads gymnasium and torch: checking a file needs neither.
+    from gspo_gym.config.build.first_run import first_run
+
+    options = env_config_of(arguments.option)
+    settings = first_run(arguments.env or "GuessNumber", model=arguments.model or _TINY, label=label, options=options)
+    write = short_config if arguments.short else new_config
+    return write(settings.sections, settings.notes)
+
+
+def _text_like(arguments: argparse.Namespace, label: str) -> str:
+    """Return the text of the TOML file `--like`, with this label.
+
+    Raises:
+        UsageError: there are options that a copy does not have. ConfigError: there is no such file, or it is no TOML.
+    """
+    if arguments.env or arguments.model or arguments.option:
+        raise UsageError("config new: --like copies a file as it is; leave --env, --model and --option away")
+    path = config_file(arguments.like)
+    if path.suffix != ".toml":
+        raise ConfigError(f"{path}: expected a file that ends in .toml")
+    read_file(path)  # says what is wrong with it
+    text = re.sub(r'^label = "[^"]*"', f'label = "{label}"', path.read_text(encoding="utf-8"), count=1, flags=re.M)
+    if arguments.short:
+        text = re.sub(r"^#.*\n\n?", "", text, flags=re.M)
+    return text
 
 
 def check_config(arguments: argparse.Namespace) -> int:

@@ -23,8 +23,8 @@ from gspo_gym.base.settings import is_loopback, parse_seeds, read_key
 from gspo_gym.cli import authoring
 from gspo_gym.cli.command_line import add_environment, base_of, env_config_of, exit_code_of, interrupted_by_signals
 from gspo_gym.env.checks.checker import check_env
+from gspo_gym.env.registry import entry_of, resolve
 from gspo_gym.env.registry import list_environments as registered
-from gspo_gym.env.registry import resolve
 from gspo_gym.env.watchdog import seconds_until_frozen, watching
 from gspo_gym.env.workers.isolation import isolated_factory
 from gspo_gym.errors import MissingExtraError
@@ -70,9 +70,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def list_environments(arguments: argparse.Namespace) -> int:
-    """Print one line per environment."""
-    for env_id in registered(include_gymnasium=arguments.all):
-        print(env_id)
+    """Print one line per environment: its id, what it is, and for a suite whether its extra is installed."""
+    entries = [entry_of(env_id) for env_id in registered(include_gymnasium=arguments.all)]
+    width = max(len(entry.env_id) for entry in entries)
+    for entry in entries:
+        extra = "" if entry.extra is None else f" [{entry.extra}: installed]"
+        if entry.missing:
+            extra = f" [pip install 'gspo-gym[{entry.extra}]']"
+        print(f"{entry.env_id:{width}}  {entry.summary}{extra}".rstrip())
     return 0
 
 
@@ -418,17 +423,15 @@ def serve(arguments: argparse.Namespace) -> int:
     """
     try:
         from gspo_gym.remote.serve.task_app_server import served_app
-        from gspo_gym.remote.serving import bind, server_for, url_of
+        from gspo_gym.remote.serving import bind, serve_until_stopped, server_for
     except ImportError as error:
         raise MissingExtraError("serving an environment needs: pip install 'gspo-gym[serve]'") from error
     service = served_of(arguments)
     app = served_app(service)
     server_socket = bind(service.host, arguments.port, has_key=bool(service.api_keys))
-    server_socket.listen()  # a client that reads the line below may connect at once, and waits until the server answers
-    print(f"serving {service.name} {_SPOKEN[service.protocol]} at {url_of(server_socket)}", flush=True)
+    subject = f"{service.name} {_SPOKEN[service.protocol]}"
     with watching(None, seconds_until_frozen(service.limits.step_timeout_seconds), advice=_SERVE_ADVICE):
-        server_for(app).run(sockets=[server_socket])
-    return 0
+        return serve_until_stopped(server_for(app), server_socket, subject=subject)
 
 
 def served_of(arguments: argparse.Namespace) -> ServedEnv:

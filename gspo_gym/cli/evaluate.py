@@ -59,6 +59,7 @@ from gspo_gym.rollout.evaluation import (
     evaluation_table,
     in_one_unit,
 )
+from gspo_gym.run.folders import run_name
 from gspo_gym.run.process import LOCK_FILE, PROCESS_FILE, holding
 from gspo_gym.run.records import EVENTS_FILE
 from gspo_gym.run.report.progress import counting, print_episode, shortened
@@ -175,7 +176,7 @@ def _show(
         console.print(line, soft_wrap=True, markup=False, highlight=False)
     if arguments.save is not None:
         for folder in _folders(arguments.save, results):
-            line = f"the episodes are in {folder}: gspo-gym episodes {shlex.quote(str(folder))} --failed"
+            line = f"the episodes are in {folder}: gspo-gym episodes {shlex.quote(run_name(folder))} --failed"
             console.print(line, soft_wrap=True, markup=False, highlight=False)
 
 

@@ -345,11 +345,9 @@ def _judge(arguments: argparse.Namespace) -> Judge:
 
 def _serve(app: App, arguments: argparse.Namespace, *, subject: str, path: str) -> int:
     from gspo_gym.remote.guard import Guard
-    from gspo_gym.remote.serving import bind, server_for, url_of
+    from gspo_gym.remote.serving import bind, serve_until_stopped, server_for
 
     key = read_key(arguments.api_key_env, "--api-key-env")
     server_socket = bind(arguments.host, arguments.port, has_key=key is not None)
-    server_socket.listen()  # a client that reads the line below may connect at once, and waits until the server answers
-    print(f"serving {subject} at {url_of(server_socket)}{path}", flush=True)
-    server_for(Guard(app, api_key=key, max_body_bytes=_MAX_BODY_BYTES)).run(sockets=[server_socket])
-    return 0
+    server = server_for(Guard(app, api_key=key, max_body_bytes=_MAX_BODY_BYTES))
+    return serve_until_stopped(server, server_socket, subject=subject, path=path)

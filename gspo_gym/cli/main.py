@@ -33,13 +33,15 @@ _COMMANDS = {
 }
 
 
+# What an environment needs nothing of: the second part of the dependencies in pyproject.toml, by the names of imports.
+_LEARNER_PACKAGES = ("torch", "transformers", "peft", "safetensors", "tokenizers", "omegaconf")
+
+
 class _Version(argparse.Action):
     """Print our version and those of Python, torch and transformers."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
-        from importlib.metadata import version as version_of
-
-        versions = ", ".join(f"{name} {version_of(name)}" for name in ("torch", "transformers"))
+        versions = ", ".join(f"{name} {package_version(name)}" for name in ("torch", "transformers"))
         print(f"gspo-gym {package_version()} (Python {platform.python_version()}, {versions})")
         parser.exit()
 
@@ -81,4 +83,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = sys.argv[1:] if argv is None else list(argv)
     completes = any(word.startswith("--print-completion") for word in words)  # which takes the parsers of all commands
     command_name = next((word for word in words if not word.startswith("-")), "")
-    return parse_and_run(command_parser(None if completes else command_name), argv)
+    try:
+        return parse_and_run(command_parser(None if completes else command_name), argv)
+    except ModuleNotFoundError as error:
+        if error.name not in _LEARNER_PACKAGES:
+            raise
+        # An environment's author may have installed without them, see README.md.
+        print(f"MissingExtraError: {command_name} needs {error.name}: pip install gspo-gym", file=sys.stderr)
+        return 2

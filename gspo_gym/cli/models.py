@@ -11,14 +11,19 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from gspo_gym.base.settings import read_key
 from gspo_gym.cli import models_serve
 from gspo_gym.cli.command_line import RUNS_OWN, package_version
 from gspo_gym.errors import UsageError
 from gspo_gym.policy.manifest import verify
+
+if TYPE_CHECKING:
+    from gspo_gym.policy.export import Weights
+    from gspo_gym.run.models import Model
 
 _MODEL = "RUN, RUN@best, RUN@STEP, a folder, a GGUF file, a hub id (OWNER/NAME[@REVISION]), smollm2, or tiny:NAME"
 _DTYPES = ("float32", "bfloat16", "float16")
@@ -123,23 +128,22 @@ def show_command(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def export_command(arguments: argparse.Namespace) -> int:
-    """Export the model; print where it is and what it holds."""
+def export_model(name: str, target: Path, *, runs: Path, **options: Any) -> tuple[Model, Weights]:
+    """Write a model with its card into a folder; `options` (Any) and errors are those of `policy.export.export`."""
     from gspo_gym.config.build.threads import computing_elsewhere
     from gspo_gym.policy.export import export
     from gspo_gym.run.models import find_model, model_card
 
-    model = find_model(arguments.model, runs=arguments.folder)
+    model = find_model(name, runs=runs)
+    describe = partial(model_card, model, version=package_version())
     with computing_elsewhere("cpu"):
-        weights = export(
-            model.base,
-            arguments.out,
-            describe=lambda weights: model_card(model, weights, version=package_version()),
-            is_merged=arguments.is_merged,
-            dtype=arguments.dtype,
-            load_dtype=model.dtype,
-            force=arguments.force,
-        )
+        return model, export(model.base, target, describe=describe, load_dtype=model.dtype, **options)
+
+
+def export_command(arguments: argparse.Namespace) -> int:
+    """Export the model; print where it is and what it holds."""
+    options = {"is_merged": arguments.is_merged, "dtype": arguments.dtype, "force": arguments.force}
+    model, weights = export_model(arguments.model, arguments.out, runs=arguments.folder, **options)
     merge_text = "merged, " if weights.merged_from else ""
     dtype = weights.dtype or "as in the checkpoint"
     print(f"{model.name}: {merge_text}{weights.layout} layout, dtype {dtype} -> {arguments.out}")

@@ -28,6 +28,8 @@ from gspo_gym.run.report.progress import print_run_report
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from gspo_gym.run.callbacks import Callback
+
 _LOOK_SECONDS = 0.1
 _SHOWN_LINES = 20
 
@@ -89,6 +91,7 @@ def run_training(
     resume: bool | Literal["auto"] = False,
     set_aside: bool = False,
     console: Console | None = None,
+    callbacks: Sequence[Callback] = (),
 ) -> dict[str, Any]:
     """Train and return the contents of summary.json.
 
@@ -99,6 +102,8 @@ def run_training(
             starts from the beginning, after it has moved away what an earlier start left.
         set_aside: move an earlier run of the same label away; if False, its presence is an error.
         console: where progress is printed; None: nowhere.
+        callbacks: called with the numbers of each step and evaluation; one can stop the run, after which it is saved
+            and returns. An error of one ends the run likewise, and is raised.
 
     Raises:
         ConfigError: this machine, model or environment cannot do what the config asks for, or the folder is taken.
@@ -106,11 +111,12 @@ def run_training(
     """
     from gspo_gym.cli.report import page_of  # these import torch
     from gspo_gym.config.build.run import Orders, execute
+    from gspo_gym.run.callbacks import CallbackSink
 
     def page(folder: Path, status: str) -> str:
         return page_of(folder, status=status).html
 
-    return execute(config, Orders(resume, set_aside, console, page))
+    return execute(config, Orders(resume, set_aside, console, page, CallbackSink(callbacks) if callbacks else None))
 
 
 def _detach(arguments: argparse.Namespace, config: RunConfig) -> int:

@@ -42,12 +42,13 @@ _KNOWN: Mapping[str, tuple[Any, ...] | None] = {
     "algorithm.method": ("policy_gradient", "ppo"),
     "algorithm.variety": ("gspo", "gspo_token", "grpo"),
     "loss.unit": ("trajectory", "segment", "turn", "token"),
+    "loss.surrogate": ("clip", "cispo", "sapo", "gmpo", "dppo", "vespo"),
     "loss.aggregation": (
         *("seq-mean-token-mean", "turn-mean-token-mean", "token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"),
         *("grpo", "bnpo", "dr_grpo", "dapo"),
     ),
     **dict.fromkeys(("loss.norm_length", "loss.clip_low", "loss.clip_high", "loss.dual_clip", "loss.entropy_coef")),
-    **dict.fromkeys(("loss.kl_coef", "loss.kl_clamp", "loss.kl_importance_weighted")),
+    **dict.fromkeys(("loss.kl_coef", "loss.kl_clamp", "loss.kl_importance_weighted", "loss.sapo_temperature_pos")),
     "loss.kl_estimator": ("k1", "k2", "k3"),
     "advantages.level": ("trajectory", "turn"),
     **dict.fromkeys(("advantages.discount", "advantages.clip", "advantages.filter_eps")),
@@ -57,9 +58,9 @@ _KNOWN: Mapping[str, tuple[Any, ...] | None] = {
     "correction.level": ("none", "token", "turn", "trajectory"),
     "correction.mode": ("truncate", "mask"),
     **dict.fromkeys(("correction.low", "correction.high", "correction.off_policy_threshold")),
-    "correction.max_engine_gap": None,
+    **dict.fromkeys(("correction.max_engine_gap", "loss.sapo_temperature_neg")),
     "advantages.baseline": ("group", "leave_one_out", "batch", "running", "none"),
-    "advantages.scale": ("group", "batch", "running", "none"),
+    "advantages.scale": ("group", "batch", "running", "mean", "none"),
     "advantages.whiten": ("none", "tokens", "trajectories"),
     **dict.fromkeys(("advantages.kl_shaping_coef", "rewards.kl_coef", "rewards.kl_target")),
     "training.constant_groups": ("keep", "drop", "refill"),
@@ -179,7 +180,7 @@ def verify_step(folder: Path, step: int, *, tolerance: float = 1e-5) -> Verifica
         ConfigError: the run uses what is not known here; names it.
         RecordError: tokens or episodes of the step are not recorded, or a file is damaged.
     """
-    config = dict(flat_items(read_config(folder)))
+    config = {"loss.surrogate": "clip"} | dict(flat_items(read_config(folder)))  # files of older runs have no such key
     sections = {key.partition(".")[0] for key in _KNOWN} - {"algorithm", "training"}
     strange = [key for key in config if key.partition(".")[0] in sections and key not in _KNOWN]
     strange += [f"{key} = {config.get(key)!r}" for key, v in _KNOWN.items() if v and config.get(key) not in v]

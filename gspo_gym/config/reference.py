@@ -84,10 +84,15 @@ def leaf_keys() -> list[str]:
 
 
 def entries_of(model: type[BaseModel] = RunConfig) -> Iterator[tuple[str, type[BaseModel]]]:
-    """Yield the lists of tables of a configuration: the dotted name of each, and the settings of an entry."""
+    """Yield the lists of tables of a configuration: the dotted name of each, and the settings of an entry.
+
+    Of several lists of the same tables, the first.
+    """
+    models: set[type[BaseModel]] = set()
     for name, section in sections_of(model):
         for key, info in section.model_fields.items():
-            if (entry := entry_model(info.annotation)) is not None:
+            if (entry := entry_model(info.annotation)) is not None and entry not in models:
+                models.add(entry)
                 yield f"{name}.{key}", entry
 
 
@@ -179,11 +184,7 @@ def new_config(given: Mapping[str, Mapping[str, Any]], notes: Sequence[str] = ()
         f"# Training on {given['rollout']['env_name']}. Lines that begin with '#' and a key hold its default;",
         "# configs/README.md (`gspo-gym config reference`) has every key. `gspo-gym config check FILE` says what is",
         "# wrong, and with --deep how long a step takes.",
-        *(
-            line
-            for note in notes
-            for line in textwrap.wrap(f"Note: {note}.", _WIDTH, initial_indent="# ", subsequent_indent="#   ")
-        ),
+        *_notes(notes),
         "",
     ]
     section_lines = []
@@ -193,6 +194,20 @@ def new_config(given: Mapping[str, Mapping[str, Any]], notes: Sequence[str] = ()
         else:
             section_lines.append(f"# [{name}] {_summary(section)}")
     return "\n".join([*lines, "# Further sections:", *section_lines, ""])
+
+
+def short_config(given: Mapping[str, Mapping[str, Any]], notes: Sequence[str] = ()) -> str:
+    """Return the keys in `given` as TOML, and nothing else but the notes; arguments as of `new_config`."""
+    lines = [*_notes(notes), *[""] * bool(notes)]
+    for name, _ in sections_of(RunConfig):
+        if name in given:
+            lines += [f"[{name}]", *(f"{key} = {inline(value)}" for key, value in given[name].items()), ""]
+    return "\n".join(lines)
+
+
+def _notes(notes: Sequence[str]) -> Iterator[str]:
+    for note in notes:
+        yield from textwrap.wrap(f"Note: {note}.", _WIDTH, initial_indent="# ", subsequent_indent="#   ")
 
 
 def _section(name: str, section: type[BaseModel], values: Mapping[str, Any]) -> Iterator[str]:

@@ -16,7 +16,7 @@ from typing import Any, Self
 import tomli_w
 from pydantic import PrivateAttr, ValidationError, model_validator
 
-from gspo_gym.base.files import read_file
+from gspo_gym.base.files import packaged_file, read_file
 from gspo_gym.config.nested import INSERTED, Flat, apply_override, flatten
 from gspo_gym.config.record import RunRecord, partial_record
 from gspo_gym.config.rules.objective import with_derived_defaults
@@ -87,12 +87,14 @@ class RunConfig(RunRecord):
 def config_file(name: str | Path) -> Path:
     """Return the file that `name` means: its path, or `quickstart` for the quickstart.toml that the package holds.
 
+    A path in configs/ or examples/ that is not here is that of the package, too.
+
     Raises:
         ConfigError: it has no suffix, and neither a file nor a configuration of the package has this name.
     """
     path = Path(name)
     if path.suffix or path.exists():
-        return path
+        return packaged_file(path)
     files_by_name = {file.stem: file for file in Path(str(files("gspo_gym_configs"))).glob("*.toml")}
     if str(name) not in files_by_name:
         raise ConfigError(

@@ -305,7 +305,7 @@ class ModelSection(Settings):
     )
     torch_compile: bool = Field(
         default=False,
-        description="compile the model's forward for scoring; benchmarks compile says after how many steps that pays",
+        description="compile the model's forward for scoring, which takes some time first",
     )
     liger_kernels: bool = Field(default=False, description="Liger's fused kernels (which must be installed)")
 

@@ -261,6 +261,8 @@ def explain(key: str, value: Any) -> str | None:
     'epsilon_high is what TRL calls it: write loss.clip_high = 0.0004'
     """
     name = key.rsplit(".", 1)[-1]
+    if (remedy := RETIRED.get(key)) is not None:
+        return f"{name} is of an earlier version: {remedy}"
     origin, row = HINTS.get(name, ("", None))
     if row is None:
         return None
@@ -353,6 +355,18 @@ def _nearest_value(values: Any, key: str) -> Any:
     return values
 
 
+# Keys of an earlier version whose names other sections have, and what to do instead.
+RETIRED: Mapping[str, str] = {
+    **dict.fromkeys(
+        (f"judge.gold.{name}" for name in ("provider", "model", "base_url", "api_key_env", "python", "temperature")),
+        "write it into [[judge.gold.panel]]",
+    ),
+    "judge.gold.max_gap_change": "a change of the gap that is larger than chance and a tenth alarms: remove it",
+    "judge.options.max_attempts": "a call that fails is tried several times, and the run then waits: remove it",
+    "judge.options.rubric_folder": "write the file into judge.options.rubric_file: remove it",
+    "judge.options.send_temperature": "an endpoint that refuses a temperature is sent none: remove it",
+    "training.keep_best_direction": "the largest is the best: remove it",
+}
 SYSTEMS: Mapping[str, System] = {"trl": TRL, "roll": ROLL, "agilerl": AGILERL, "stateset": STATESET}
 
 _CLIPS = Row(("loss.clip_low", "loss.clip_high"))

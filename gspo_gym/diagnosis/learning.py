@@ -208,7 +208,13 @@ def clip_is_shut(run: RunView) -> Finding | None:
     """Find a clip range far below the spread of the ratios: only the first step on each batch then has an effect."""
     spread, low, high = run.all("ratio/log_std"), run.number("loss.clip_low"), run.number("loss.clip_high")
     typical = 0.0 if spread is None else statistics.median(spread.values)
-    if spread is None or run.unit == "token" or typical <= 1e-6 or max(low, high) >= _SHUT_CLIP * typical:
+    if (
+        spread is None
+        or run.unit == "token"
+        or not run.clips_the_ratio
+        or typical <= 1e-6
+        or max(low, high) >= _SHUT_CLIP * typical
+    ):
         return None
     return Finding(
         "serious",
@@ -282,6 +288,8 @@ def ratio_is_constant(run: RunView) -> Finding | None:
 
 def noise_reaches_the_clip(run: RunView) -> Finding | None:
     """Find noise between two scorings of the same tokens that is not small against the clip range."""
+    if not run.clips_the_ratio:
+        return None
     clip = min(run.number("loss.clip_low"), run.number("loss.clip_high"))
     is_rescored = run.setting("correction.old_logprobs", "recompute") == "recompute"
     floor = run.recent("ratio/noise_floor")

@@ -8,6 +8,7 @@ In float64, with gradients by hand. For a sampled token with logprob p, old logp
     gradient   d loss / d p = a (-w s A [no clip binds] + kl_coef dKL / dp)                            eq. 10 and 17
     KL         x = reference - p: k1 = -x, k2 = x^2 / 2, k3 = e^x - 1 - x          joschu.net/blog/kl-approx.html
     dual clip  for A < 0, s counts as at most dual_clip                                           arXiv 1912.09729
+    surrogate  what stands in the place of min(s A, clip(s) A), and its slope in p                       SURROGATES
 
 a is 1 over the aggregation's denominator, w the correction's weight. Rules of no paper are in configs/README.md.
 The weights move by AdamW (arXiv 1711.05101, algorithm 2). `cli/verify.py` reads the files and compares.
@@ -34,10 +35,6 @@ TRAINED, LEFT_OUT, SKIPPED, NO_GRADIENT, OVERLONG, FILTERED, CONSTANT, UNCOMMITT
 _LOW, _HIGH, _DUAL = 1, 2, 3  # bounds of the clip
 _EDGE = 1e-6  # a ratio so near a bound may lie on either side of it
 _MAX_LOG_RATIO = 20.0
-SURROGATES: Mapping[str, Callable[[Floats, Floats, tuple[float, float, float]], Floats]] = {  # of s, A; low, high, dual
-    "clip": lambda s, gain, ends: np.where(gain < 0, s.clip(ends[0]), s.clip(None, ends[1])) * gain,
-    "dual_clip": lambda s, gain, ends: np.where(gain < 0, s.clip(ends[0], ends[2]), s.clip(None, ends[1])) * gain,
-}
 _SHAPING = ("advantages.whiten", "advantages.kl_shaping_coef", "rewards.kl_coef")  # under which 0 may get an advantage
 
 
@@ -223,7 +220,7 @@ def _advantages(config: Mapping[str, Any], values: Floats, parts: Mapping[str, S
     if baseline == "leave_one_out":
         mean = (values.sum(0) - values) / max(len(values) - 1, 1)
     numerators = values if baseline == "none" else np.where(varies, values - mean, 0.0)
-    divisor = 1.0 if scale == "none" else parts[scale][2]
+    divisor = {"none": 1.0, "mean": float(parts["group"][0][0])}.get(scale) or parts.get(scale, parts["group"])[2]
     return numerators / divisor if divisor > 0 else np.zeros_like(numerators)
 
 
@@ -256,6 +253,65 @@ def units_of_loss(records: StepRecords, is_member: Bools, num_batch_tokens: int)
     return units
 
 
+class Ratios(NamedTuple):
+    """[A] s, advantages, the tokens' own p - o, units, and where no bound binds; 1 - low, 1 + high, dual; taus."""
+
+    s: Floats
+    gain: Floats
+    drift: Floats
+    unit: Indices
+    is_free: Bools
+    ends: tuple[float, float, float]
+    taus: tuple[float, float]
+
+
+def _clip(r: Ratios) -> tuple[Floats, Floats]:  # arXiv 1707.06347, eq. 7
+    low, high, dual = r.ends
+    value = np.where(r.gain < 0, r.s.clip(low, dual), r.s.clip(None, high)) * r.gain
+    return value, r.is_free * r.s * r.gain
+
+
+def _cispo(r: Ratios) -> tuple[Floats, Floats]:  # arXiv 2506.13585
+    weighted = np.minimum(r.s, r.ends[1]) * r.gain
+    return weighted, weighted
+
+
+def _sapo(r: Ratios) -> tuple[Floats, Floats]:  # arXiv 2511.20347
+    tau = np.where(r.gain > 0, *r.taus)
+    gate = 1 / (1 + np.exp(-tau * (r.s - 1)))
+    return 4 / tau * gate * r.gain, 4 * gate * (1 - gate) * r.s * r.gain
+
+
+def _gmpo(r: Ratios) -> tuple[Floats, Floats]:  # arXiv 2507.20673
+    low, high = np.log(r.ends[0]), np.log(r.ends[1])
+    cut = np.where(r.gain > 0, np.minimum(r.drift, high), np.maximum(r.drift, low))
+    value = np.exp(_mean(r.unit, cut).clip(-_MAX_LOG_RATIO, _MAX_LOG_RATIO)) * r.gain
+    return value, r.is_free * value
+
+
+def _dppo(r: Ratios) -> tuple[Floats, Floats]:  # arXiv 2602.04879
+    weighted = r.is_free * np.minimum(r.s, 20.0) * r.gain
+    return weighted, weighted
+
+
+def _vespo(r: Ratios) -> tuple[Floats, Floats]:  # arXiv 2602.10693
+    pool, sizes = _pools(r.unit)
+    w = np.exp((_mean(r.unit, r.drift) * sizes[pool]).clip(np.log(1e-8), 20.0))
+    weighted = np.where(r.gain < 0, w**3 * np.exp(2 - 2 * w), w**2 * np.exp(3 - 3 * w)) * r.gain
+    return weighted, weighted
+
+
+# By loss.surrogate: the value that is maximised, and its slope in p.
+SURROGATES: Mapping[str, Callable[[Ratios], tuple[Floats, Floats]]] = {
+    "clip": _clip,
+    "cispo": _cispo,
+    "sapo": _sapo,
+    "gmpo": _gmpo,
+    "dppo": _dppo,
+    "vespo": _vespo,
+}
+
+
 def terms_of(
     records: StepRecords, at: Indices, seen: Mapping[str, Floats], unit: Floats, num_steps: int
 ) -> dict[str, Floats]:
@@ -265,20 +321,28 @@ def terms_of(
     """
     config, now, gain = records.config, seen["logprob"], records.columns["advantage"][at]
     drift = now - records.columns["old_logprob"][at]
-    log_s = _mean(records.units[config["loss.unit"]][at], drift)
+    units = records.units[config["loss.unit"]][at]
+    log_s = _mean(units, drift)
     s = np.exp(log_s.clip(-_MAX_LOG_RATIO, _MAX_LOG_RATIO))
     w = _correction(records, at, now, gain)
     low, high = 1 - config["loss.clip_low"], 1 + config["loss.clip_high"]
     dual = config.get("loss.dual_clip") or np.inf
     loses, gains = (w > 0) & (gain < 0), (w > 0) & (gain > 0)
-    clip = np.select([loses & (s > dual), loses & (s < low), gains & (s > high)], [_DUAL, _LOW, _HIGH])
-    is_near = np.abs(s[:, None] - np.array([low, high, dual])).min(1) < _EDGE
+    places = {
+        "clip": s,
+        "gmpo": np.exp(drift),
+        "dppo": 1 + np.exp(now) - np.exp(now - drift),
+    }  # bounds of others take no slope
+    place = places.get(config["loss.surrogate"], np.ones(len(at)))
+    clip = np.select([loses & (place > dual), loses & (place < low), gains & (place > high)], [_DUAL, _LOW, _HIGH])
+    is_near = np.abs(place[:, None] - np.array([low, high, dual])).min(1) < _EDGE
     clip = np.where(is_near, seen["clip"], clip)
     terms = {"ratio": s, "correction": w, "clip": clip, "drift": drift, "H": seen["entropy"]}
     terms["fate"] = np.where(w > 0, TRAINED, LEFT_OUT)
-    surrogate = "clip" if config.get("loss.dual_clip") is None else "dual_clip"
-    terms["loss/policy"] = -w * SURROGATES[surrogate](s, gain, (low, high, dual))
-    terms["slope"] = np.where(clip == 0, -w * s * gain, 0.0)
+    taus = config.get("loss.sapo_temperature_pos", 1.0), config.get("loss.sapo_temperature_neg", 1.05)
+    ratios = Ratios(s, gain, drift, units, clip == 0, (low, high, dual), taus)
+    value, slope = SURROGATES[config["loss.surrogate"]](ratios)
+    terms["loss/policy"], terms["slope"] = -w * value, -w * slope
     terms["loss/kl"] = np.zeros(len(at))
     if config["loss.kl_coef"] > 0:
         terms["to_reference"] = records.columns["ref_logprob"][at] - now

@@ -175,7 +175,7 @@ def _other_rate(run: RunView, has_fallen: bool) -> str:
         return (
             f"lower it to {rate / 2:.2g}, and look at whether policy/entropy or clip/low_fraction changed when it fell"
         )
-    if spread is not None and spread.mean > run.number("loss.clip_low"):
+    if spread is not None and run.clips_the_ratio and spread.mean > run.number("loss.clip_low"):
         return f"try {rate / 3:.2g}: the ratios go beyond the clip range as it is; then look at single episodes"
     return f"try {3 * rate:.2g}; if that makes it worse, {rate / 3:.2g}; then look at single episodes"
 

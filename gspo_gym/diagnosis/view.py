@@ -116,6 +116,11 @@ class RunView:
         """Return what shares an importance ratio."""
         return str(self.setting("loss.unit", "trajectory"))
 
+    @property
+    def clips_the_ratio(self) -> bool:
+        """Return whether a clip bounds the ratio that a unit shares; another surrogate bounds something else."""
+        return bool(self.setting("loss.surrogate", "clip") == "clip")
+
     def all(self, name: str) -> Window | None:
         """Return a metric over the whole run; None if no line has it."""
         return _window(self.metrics, name)

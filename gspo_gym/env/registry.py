@@ -6,12 +6,17 @@ once, before the first lookup.
 
 from __future__ import annotations
 
+import ast
 import copy
 import functools
 import importlib
 import importlib.metadata
+import importlib.util
 import inspect
+import re
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import gymnasium
@@ -121,6 +126,74 @@ def list_environments(*, include_gymnasium: bool = False) -> tuple[str, ...]:
     _load_plugins()
     specs = gymnasium.registry.values()
     return tuple(sorted(spec.id for spec in specs if include_gymnasium or not _is_gymnasiums_own(spec)))
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """What can be said of a registered environment before it is imported.
+
+    Attributes:
+        summary: the first sentence of its docstring; "" without one.
+        extra: the extra of this project that installs the packages of a suite; None: it needs none.
+        missing: the packages of the extra that are not installed.
+    """
+
+    env_id: str
+    summary: str
+    extra: str | None = None
+    missing: tuple[str, ...] = ()
+
+
+def entry_of(env_id: str) -> Entry:
+    """Return what is known of a registered environment, whose full id this is.
+
+    The extra of gspo_gym_envs.suites.NAME is envs-NAME, if this project has one of that name.
+    """
+    creator = gymnasium.registry[env_id].entry_point
+    if not isinstance(creator, str):
+        return Entry(env_id, "" if creator is None else _first_sentence(inspect.getdoc(creator)))
+    module_name, _, name = creator.partition(":")
+    summary = _first_sentence(_docstring_in_source(module_name, name))
+    extra = f"envs-{module_name.rpartition('.')[2].replace('_', '-')}"
+    requirements = _requirements_of(extra) if module_name.startswith("gspo_gym_envs.suites.") else None
+    if requirements is None:
+        return Entry(env_id, summary)
+    return Entry(env_id, summary, extra, tuple(name for name in requirements if not _is_installed(name)))
+
+
+def _docstring_in_source(module_name: str, name: str) -> str | None:
+    # Read and not imported: a module may need packages that are not installed, or seconds.
+    try:
+        spec = importlib.util.find_spec(module_name)
+        text = Path(spec.origin).read_text(encoding="utf-8") if spec is not None and spec.origin is not None else ""
+        body = ast.parse(text).body
+    except Exception:  # packages above the module are imported, and do as they like
+        return None
+    kinds = (ast.ClassDef, ast.FunctionDef)
+    return next((ast.get_docstring(node) for node in body if isinstance(node, kinds) and node.name == name), None)
+
+
+def _first_sentence(docstring: str | None) -> str:
+    paragraphs = [text for text in (docstring or "").split("\n\n") if not text.startswith("#")]  # a title says nothing
+    return re.split(r"(?<=\.)\s", " ".join(paragraphs[0].split()), maxsplit=1)[0] if paragraphs else ""
+
+
+def _requirements_of(extra: str) -> list[str] | None:
+    """Return the names of the packages that an extra installs; None: there is no such extra."""
+    try:
+        lines = importlib.metadata.requires("gspo-gym") or []
+    except importlib.metadata.PackageNotFoundError:  # imported without an installation
+        return None
+    named = [line for line in lines if re.search(rf"extra == ['\"]{re.escape(extra)}['\"]", line)]
+    return [re.split(r"[^\w.-]", line, maxsplit=1)[0] for line in named] or None
+
+
+def _is_installed(package: str) -> bool:
+    try:
+        importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
 
 
 @functools.cache

@@ -35,6 +35,8 @@ from gspo_gym.types import Trajectory, is_finite
 
 Marks = float | Mapping[str, float]  # a total, or scores by criterion
 _FIELDS = ("trajectory_id", "attempt", "outcome", "events")
+# Of the gap from that of the first comparison, in units of the score: a tenth of the scale of a normalised one.
+MAX_GAP_CHANGE = 0.1
 _STANDARD_ERRORS = 2.0  # a change of the gap that 19 of 20 unchanged judges do not show
 Scores = tuple[float, float]  # of one episode: the judge's and gold's
 Other = TypeVar("Other")  # what a judgement is compared with
@@ -205,7 +207,7 @@ def compare_with_gold(pairs: Sequence[Scores]) -> DriftCheck:
     )
 
 
-def drift(first: DriftCheck, now: DriftCheck, max_gap_change: float) -> str | None:
+def drift(first: DriftCheck, now: DriftCheck, max_gap_change: float = MAX_GAP_CHANGE) -> str | None:
     """Return a sentence about how the gap changed since the first check; None if that does not count.
 
     `max_gap_change` is in units of the score. Judges differ in taste from the start, so only a change says anything.
@@ -234,16 +236,14 @@ class GoldWatch:
     """Compares after the first step and after every k-th, and raises the alarm. Only the end of the run waits for it.
 
     Args:
-        max_gap_change: how far the gap may move from that of the first comparison.
         every: steps between comparisons; the first one, which measures the initial gap, is made at once.
         stops: whether an alarm ends the run.
         on_event: receives every comparison ("judge_gold"), an alarm ("judge_drift"), and a failed comparison
             ("judge_gold_failed"), with JSON data.
     """
 
-    def __init__(self, compare: Compare, max_gap_change: float, *, every: int, stops: bool, on_event: OnEvent) -> None:
+    def __init__(self, compare: Compare, *, every: int, stops: bool, on_event: OnEvent) -> None:
         self._compare = compare
-        self._max_gap_change = max_gap_change
         self._every = every
         self._stops = stops
         self._on_event = on_event
@@ -324,7 +324,7 @@ class GoldWatch:
             return
         self._latest = check
         self._first = self._first or check
-        reason = drift(self._first, check, self._max_gap_change)
+        reason = drift(self._first, check)
         self._drift = self._drift if reason is None else reason  # before it is told, which may fail
         self._on_event("judge_gold", {"of_step": step, **asdict(check)})
         if reason is not None:

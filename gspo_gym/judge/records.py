@@ -260,7 +260,7 @@ class EpisodeScorer:
     async def _ask(self, trajectory: Trajectory) -> tuple[Trajectory, Judgement]:
         task = trajectory.task
         # Asked once: `Asking` retries a failed call or an unreadable answer within one bound, so an episode that cannot
-        # be scored costs `judge.options.max_attempts` calls.
+        # be scored costs so many calls as a failing one has tries.
         try:
             rubrics = await self._rubrics_of(task)
             judgement = await self._judge.judge(JudgeRequest(trajectory, rubrics, task_app=task.env_id))

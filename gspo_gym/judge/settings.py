@@ -46,7 +46,6 @@ class JudgeModelSettings(Settings):
     temperature: float | None = Field(
         default=None, ge=0, description="of the judging model; absent: 0, or its own if it refuses to be told one"
     )
-    send_temperature: bool = Field(default=True, description="false: it samples at its own, without having been told")
     max_output_tokens: int = Field(default=4096, gt=0, description="tokens that the judging model may write in a call")
     structured_output: Literal["auto", "schema", "text"] = Field(
         default="auto",
@@ -99,11 +98,6 @@ class JudgeModelSettings(Settings):
         return str(_PROVIDERS[self.provider or "local"][2])
 
     @property
-    def sent_temperature(self) -> float | None:
-        """Return the temperature of a request; None: it has none."""
-        return (self.temperature or 0.0) if self.send_temperature else None
-
-    @property
     def prices(self) -> Prices:
         return Prices(self.usd_per_million_input_tokens or 0.0, self.usd_per_million_output_tokens or 0.0)
 
@@ -135,10 +129,9 @@ class JudgeOptions(ReadingSettings, JudgeModelSettings):
     rubric_id: str | None = Field(
         default=None,
         min_length=1,
-        description='instead: its id in rubric_folder, or of a bundled one ("support_desk/bundle@v1"); with type synth '
+        description='instead: the id of a bundled one ("support_desk/bundle@v1"); with type synth '
         "the judge may know more",
     )
-    rubric_folder: str | None = Field(default=None, min_length=1, description="where ids are looked for first")
     rubric_overrides: dict[str, Any] = Field(  # Any: a rubric has its own shape
         default={}, description="over the rubric, or the whole of it: tables `event` and `outcome`"
     )
@@ -152,7 +145,6 @@ class JudgeOptions(ReadingSettings, JudgeModelSettings):
         default="mean", description="of the scores of several judges or samples; ties stay ties"
     )
     max_concurrency: int | None = Field(default=None, gt=0, description="judge calls at once; absent: 8")
-    max_attempts: int = Field(default=4, gt=0, description="tries of a call that fails (5xx, timeout, half an answer)")
     max_calls: int | None = Field(
         default=None, gt=0, description="calls of the whole run, repeated ones included, then it stops; absent: any"
     )
@@ -192,20 +184,22 @@ class PanelEntry(JudgeModelSettings):
     """[[judge.panel]]: the judges of a panel, in place of the one in [judge.options]."""
 
 
-class GoldSettings(JudgeModelSettings):
-    """[judge.gold]: a better judge, or labelled episodes, with which the judge is compared now and then."""
+class GoldSettings(Settings):
+    """[judge.gold]: better judges, or labelled episodes, with which the judge is compared now and then."""
 
+    panel: tuple[PanelEntry, ...] = Field(
+        default=(),
+        description="the gold judge, or several, whose scores are aggregated: tables [[judge.gold.panel]], with the "
+        "keys of [[judge.panel]]",
+    )
     episodes: str | None = Field(
-        default=None, min_length=1, description="instead of a judge: a file of stored episodes, with labels"
+        default=None, min_length=1, description="instead of judges: a file of stored episodes, with labels"
     )
     labels: str | None = Field(default=None, min_length=1, description="their gold scores, as `judge audit` reads them")
     every_n_iters: int = Field(
         default=10, gt=0, description="iterations between comparisons, the first being after one"
     )
     num_episodes: int = Field(default=32, ge=2, description="episodes of the iteration that the gold judge scores")
-    max_gap_change: float = Field(
-        default=0.1, gt=0, description="how far the judge's mean score may move away from gold's, in units of the score"
-    )
     on_drift: Literal["warn", "stop"] = Field(
         default="warn", description="what an alarm does beside being recorded; stop: the run ends, and can be resumed"
     )
@@ -269,5 +263,5 @@ class ModelJudgeSettings:
         """Return the settings that an answer depends on."""
         model, order = self.model, "shuffled" if self.shuffles_criteria else "given"
         return [
-            model.url, model.model, model.sent_temperature, model.max_output_tokens, order, self.sample, self.seed,
+            model.url, model.model, model.temperature or 0.0, model.max_output_tokens, order, self.sample, self.seed,
         ]  # fmt: skip

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from gspo_gym.errors import RecordError
 from gspo_gym.learning.credit import Returns
 from gspo_gym.learning.settings import AdvantageSettings
 from gspo_gym.types import Float32Array
@@ -92,14 +93,20 @@ def batch_advantages(
     "batch", the mean over all episodes of the batch; "running", the mean of every x of the run so far, this batch's
     included, at level "turn" over all turns that were played; "none", 0 (REINFORCE).
 
-    Scale: the standard deviation, with Bessel's correction, of the same sets, or 1 for "none". At level "turn" the
-    scale of "group" and "batch" is the largest over turns: with one turn, or one reward at the end of episodes of equal
-    length, the std of the returns. So |advantage| <= sqrt(G) where both are the group's.
+    Scale: the standard deviation, with Bessel's correction, of the same sets; "mean", the mean return of the group, for
+    returns of 0 and 1 (MaxRL, arXiv 2602.02710: a task weighs by 1 / its success rate); or 1 for "none". At level
+    "turn" the scale of "group" and "batch" is the largest over turns: with one turn, or one reward at the end of
+    episodes of equal length, the std of the returns. So |advantage| <= sqrt(G) where both are the group's.
 
     Where the set behind baseline or scale differs by no more than rounding (see `_Spread.of`) the advantage is exactly
     0; at level "turn" a baseline's set is that of one turn. `running` None: nothing was seen before.
+
+    Raises:
+        RecordError: scale "mean", and a return other than 0 and 1.
     """
     returns = [r for group in groups for r in group]
+    if settings.scale == "mean":
+        _require_binary(returns)
     values, magnitudes = _table(returns, settings.level), _magnitudes(returns, settings.level)
     # Updated first and used then, as ROLL does.
     so_far = _update_running(running or RunningReturns(), returns, settings.level)
@@ -180,8 +187,20 @@ def _compare(
         advantages = np.where(spread.varies, values - spread.mean, 0.0)
     if settings.scale == "none":
         return advantages
+    if settings.scale == "mean":  # above 0 where anything varies
+        return advantages / np.where(spreads["group"].varies, spreads["group"].mean, 1.0)
     std = spreads[settings.scale].std  # no epsilon is added: what does not vary is set to zero instead
     return advantages / std if std > 0 else np.zeros_like(advantages)
+
+
+def _require_binary(returns: Sequence[Returns]) -> None:
+    for r in returns:
+        # A mean near 0 of other returns, or a negative one, would explode the advantages or turn them round.
+        if min(abs(r.episode_return), abs(r.episode_return - 1)) > _CONSTANT_TOLERANCE:
+            raise RecordError(
+                f'advantages.scale: "mean" (MaxRL) divides by a success rate: expected returns of 0 or 1, got '
+                f'{r.episode_return:g}; set it to "group"'
+            )
 
 
 def _table(returns: Sequence[Returns], level: str) -> NDArray[np.float64]:

@@ -9,9 +9,10 @@ old_logprobs, without gradient. Its token t has the ratio
     loss = sum_t a_t * ( - w_t min(r_t A_t, clip(r_t, 1 - clip_low, 1 + clip_high) A_t)            (eq. 13)
                          + kl_coef * KL_t  -  entropy_coef * H_t )
 
-w_t corrects for an engine that computes otherwise than the trainer (1: it does not) and touches the first term only.
-a_t is the token's share of the loss, the aggregation. With |y_i| the sampled tokens of the token's trajectory over all
-its rows and |u| those of its turn, all counts those of the optimizer step (see `Denominators`):
+The minimum is PPO's surrogate, `loss.surrogate = "clip"`; another of `SURROGATES` takes its place. w_t corrects for an
+engine that computes otherwise than the trainer (1: it does not) and touches the first term only. a_t is the token's
+share of the loss, the aggregation. With |y_i| the sampled tokens of the token's trajectory over all its rows and |u|
+those of its turn, all counts those of the optimizer step (see `Denominators`):
 
     seq-mean-token-mean      grpo       1 / (N |y_i|)                      the paper's: an episode weighs one
     turn-mean-token-mean                1 / (M |u|)                        an episode weighs its number of turns
@@ -45,6 +46,8 @@ from gspo_gym.errors import RecordError
 from gspo_gym.learning.settings import LossSettings
 from gspo_gym.learning.tokens import Clip, TokenTerms
 
+MAX_DPPO_RATIO = 20.0  # as in verl (clip_ratio_c) and prime-rl
+_VESPO_LOG_BOUNDS = math.log(1e-8), 20.0
 MAX_LOG_RATIO = 20.0  # |log s| and |log-ratio to the reference|; exp() of more says nothing more, or overflows
 
 
@@ -80,7 +83,8 @@ class LossStats:
             mean of logprobs - old_logprobs over each trajectory's sampled tokens, for every unit.
         policy_loss, kl_loss, entropy_loss: [], the shares of the loss; coefficients and signs are in them.
         tokens_clipped_low, tokens_clipped_high: tokens at which the clip decides the minimum and takes the gradient: s
-            below the floor and a negative advantage; s above the ceiling and a positive one.
+            below the floor and a negative advantage; s above the ceiling and a positive one. Of s in "gmpo" stands the
+            token's own ratio, in "dppo" 1 + p - mu; in other surrogates no bound takes a gradient.
         tokens_dual_clipped: tokens with s above dual_clip and a negative advantage, which have no gradient either.
         tokens_corrected: tokens with w other than 1. tokens_left_out: of these, those with w = 0; they count as
             clipped nowhere.
@@ -117,21 +121,101 @@ class LossOutput:
     tokens: TokenTerms
 
 
-def clip(ratio: Tensor, advantage: Tensor, settings: LossSettings) -> Tensor:
-    """Return [A] min(r A, clip(r) A) of each token (PPO, arXiv 1707.06347, eq. 7)."""
-    return torch.minimum(ratio * advantage, ratio.clamp(1 - settings.clip_low, 1 + settings.clip_high) * advantage)
+@dataclass(frozen=True, slots=True, eq=False)
+class Ratios:
+    """What a surrogate is a function of; [A] each.
+
+    Attributes:
+        s: the unit's importance ratio, with the token's own gradient (eq. 14): per-token advantages reach their tokens.
+        log_ratio: the token's own logprobs - old_logprobs, differentiable. units: the tokens that share a ratio.
+        is_clipped: a bound takes the token's gradient, see `_clips`.
+    """
+
+    s: Tensor
+    log_ratio: Tensor
+    advantage: Tensor
+    units: Pools
+    is_clipped: Tensor
+
+    @property
+    def one(self) -> Tensor:
+        """Return 1 everywhere, with the token's own gradient, that of its logprob."""
+        return self.s / self.s.detach()
 
 
-def dual_clip(ratio: Tensor, advantage: Tensor, settings: LossSettings) -> Tensor:
-    """Return `clip`, where in the first product r counts as at most dual_clip (TRL: delta)."""
-    # For a negative advantage that is max(min(r A, clip(r) A), c A) (arXiv 1912.09729), a bound on what a token can
-    # cost; for a positive one it changes nothing, because c lies above the clip range.
-    free = ratio.clamp(max=settings.dual_clip)
-    return torch.minimum(free * advantage, ratio.clamp(1 - settings.clip_low, 1 + settings.clip_high) * advantage)
+def clip(ratios: Ratios, settings: LossSettings) -> Tensor:
+    """Return min(s A, clip(s) A) (PPO, arXiv 1707.06347, eq. 7); in the first product s is at most dual_clip."""
+    ratio, advantage = ratios.s, ratios.advantage
+    # For a negative advantage that is max(min(s A, clip(s) A), c A) (arXiv 1912.09729; TRL: delta), a bound on what a
+    # token can cost; for a positive one it changes nothing, because c lies above the clip range.
+    free = ratio if settings.dual_clip is None else ratio.clamp(max=settings.dual_clip)
+    clipped = ratio.clamp(1 - settings.clip_low, 1 + settings.clip_high)
+    return torch.minimum(free * advantage, clipped * advantage)
 
 
-# By `LossSettings.surrogate`: [A] differentiable ratios and [A] advantages -> [A] to be maximised.
-SURROGATES: dict[str, Callable[[Tensor, Tensor, LossSettings], Tensor]] = {"clip": clip, "dual_clip": dual_clip}
+def cispo(ratios: Ratios, settings: LossSettings) -> Tensor:
+    """Return sg[min(s, 1 + clip_high)] A: a capped weight, with which no token loses its gradient (arXiv 2506.13585).
+
+    One-sided, as in ScaleRL (arXiv 2510.13786). Both multiply by the logprob, we by 1 with the gradient of the logprob:
+    the gradient is theirs, and the value compares with that of other surrogates.
+    """
+    return ratios.s.detach().clamp(max=1 + settings.clip_high) * ratios.advantage * ratios.one
+
+
+def sapo(ratios: Ratios, settings: LossSettings) -> Tensor:
+    """Return 4/tau sigmoid(tau (s - 1)) A, a soft gate in place of the clip (arXiv 2511.20347).
+
+    Its slope in s is A at s = 1, whatever tau, and falls off on both sides; tau depends on the sign of A.
+    """
+    gains = ratios.advantage > 0
+    tau = torch.full_like(ratios.s, settings.sapo_temperature_neg).masked_fill(gains, settings.sapo_temperature_pos)
+    return 4 / tau * torch.sigmoid(tau * (ratios.s - 1)) * ratios.advantage
+
+
+def gmpo(ratios: Ratios, settings: LossSettings) -> Tensor:
+    """Return g A, g the geometric mean over the unit of its tokens' clipped ratios (arXiv 2507.20673).
+
+    A token's ratio is cut at 1 + clip_high where A > 0 and at 1 - clip_low where A < 0, and has no gradient there. The
+    gradient of g goes to each token as its own, as in GSPO-token: the same for one advantage per unit.
+    """
+    floor, ceiling = math.log1p(-settings.clip_low), math.log1p(settings.clip_high)
+    gains = ratios.advantage > 0
+    clipped = torch.where(gains, ratios.log_ratio.clamp(max=ceiling), ratios.log_ratio.clamp(min=floor))
+    log_g = ratios.units.mean(clipped.detach()).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    return torch.exp(log_g[ratios.units.of_token] + clipped - clipped.detach()) * ratios.advantage
+
+
+def dppo(ratios: Ratios, _: LossSettings) -> Tensor:
+    """Return M sg[min(s, 20)] A: a trust region of probabilities (arXiv 2602.04879, binary total variation).
+
+    M is 0 where A > 0 and p - mu > clip_high, or A < 0 and mu - p > clip_low, and 1 elsewhere; p is the probability of
+    the sampled token now and mu when it was sampled, so that a rare token may move by a large ratio.
+    """
+    weight = ratios.s.detach().clamp(max=MAX_DPPO_RATIO)
+    return torch.where(ratios.is_clipped, 0.0, weight * ratios.advantage * ratios.one)
+
+
+def vespo(ratios: Ratios, _: LossSettings) -> Tensor:
+    """Return sg[phi(w)] A, phi(w) = w^k exp(lambda (1 - w)), w the product of the unit's ratios (arXiv 2602.10693).
+
+    (k, lambda) is (2, 3) for A >= 0 and (3, 2) for A < 0, as in TRL, which cuts w where we do.
+    """
+    log_w = (ratios.units.mean(ratios.log_ratio.detach()) * ratios.units.num_tokens).clamp(*_VESPO_LOG_BOUNDS)
+    log_w = log_w[ratios.units.of_token]
+    loses = ratios.advantage < 0
+    k, rate = torch.where(loses, 3.0, 2.0), torch.where(loses, 2.0, 3.0)
+    return torch.exp(rate + k * log_w - rate * log_w.exp()) * ratios.advantage * ratios.one
+
+
+# By `LossSettings.surrogate`: -> [A] to be maximised.
+SURROGATES: dict[str, Callable[[Ratios, LossSettings], Tensor]] = {
+    "clip": clip,
+    "cispo": cispo,
+    "sapo": sapo,
+    "gmpo": gmpo,
+    "dppo": dppo,
+    "vespo": vespo,
+}
 
 
 def policy_loss(
@@ -152,11 +236,10 @@ def policy_loss(
 
     Args:
         logprobs: [B, T] float32 or float64, nats, differentiable. The result has its dtype.
-        old_logprobs, ref_logprobs: [B, T], taken as constants. ref_logprobs None: there is no reference.
+        old_logprobs, ref_logprobs, advantages: [B, T], taken as constants. ref_logprobs None: there is no reference.
         action_mask: [B, T] bool; what lies outside, even NaN, reaches no sum and no gradient.
         turn_index: [B, T] integers >= 0 where the mask is True.
         trajectory_index: [B] integers: rows with the same number are one trajectory; all its rows are here.
-        advantages: [B, T], taken as constants.
         denominators: of the optimizer step, not of this call: the losses of micro-batches add up to the step's.
         entropy: [B, T] nats, of the distribution at each token, differentiable; None: not known.
         correction: [B, T] w, finite and >= 0, taken as constants; None: 1 everywhere.
@@ -181,15 +264,16 @@ def policy_loss(
         entropy=None if entropy is None else entropy[mask].to(logprobs.dtype),
     )
     weight = _token_weights(tokens, settings, denominators)
-    unit_ratios, unit_of_token = _unit_ratios(tokens, settings)
-    # The value is s, the gradient the token's own (eq. 14): per-token advantages reach their tokens.
-    ratio = unit_ratios[unit_of_token] * torch.exp(tokens.now - tokens.now.detach())
-    policy_A = -(weight * tokens.correction * SURROGATES[settings.surrogate](ratio, tokens.advantage, settings))
+    units = _units(tokens, settings)
+    unit_ratios = units.mean(tokens.log_ratio).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    ratio = unit_ratios[units.of_token] * torch.exp(tokens.now - tokens.now.detach())
+    clips = _clips(tokens, ratio.detach(), settings)
+    ratios = Ratios(ratio, tokens.now - tokens.old, tokens.advantage, units, clips != Clip.NONE)
+    policy_A = -(weight * tokens.correction * SURROGATES[settings.surrogate](ratios, settings))
     kl_A = _weighted_kl(tokens, weight, ratio, settings)
     entropy_A = _weighted_entropy(tokens, weight, settings)
     policy_term, kl_term = policy_A.sum(), settings.kl_coef * kl_A.sum()
     entropy_term = -settings.entropy_coef * entropy_A.sum()  # a bonus, for the loss is minimised
-    clips = _clips(tokens, ratio.detach(), settings)
     share = (policy_A + settings.kl_coef * kl_A - settings.entropy_coef * entropy_A).detach()
     stats = _stats(tokens, unit_ratios, clips, (policy_term, kl_term, entropy_term))
     return LossOutput(policy_term + kl_term + entropy_term, stats, TokenTerms(ratio.detach(), clips, share))
@@ -310,8 +394,8 @@ def _token_weights(tokens: _Tokens, settings: LossSettings, denominators: Denomi
     return torch.reciprocal(divisor).to(tokens.now.dtype)
 
 
-def _unit_ratios(tokens: _Tokens, settings: LossSettings) -> tuple[Tensor, Tensor]:
-    """Return [U] importance ratios s, geometric means over each unit's tokens, and [A] the unit of each token."""
+def _units(tokens: _Tokens, settings: LossSettings) -> Pools:
+    """Return the tokens that share an importance ratio."""
     match settings.unit:
         case "token":
             keys = torch.arange(len(tokens.now), device=tokens.now.device)
@@ -321,8 +405,7 @@ def _unit_ratios(tokens: _Tokens, settings: LossSettings) -> tuple[Tensor, Tenso
             keys = tokens.row
         case "trajectory":
             keys = tokens.trajectory
-    units = Pools.by(keys)
-    return units.mean(tokens.log_ratio).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp(), units.of_token
+    return Pools.by(keys)
 
 
 def _weighted_kl(tokens: _Tokens, weight: Tensor, ratio: Tensor, settings: LossSettings) -> Tensor:
@@ -348,14 +431,23 @@ def _weighted_entropy(tokens: _Tokens, weight: Tensor, settings: LossSettings) -
 
 
 def _clips(tokens: _Tokens, ratio: Tensor, settings: LossSettings) -> Tensor:
-    """Return [A] uint8 the `Clip` of each token."""
+    """Return [A] uint8 the `Clip` of each token: the bound that takes its gradient in this surrogate."""
+    match settings.surrogate:
+        case "clip":
+            place = ratio
+        case "gmpo":  # the token's own ratio, also where a unit shares one
+            place = tokens.log_ratio.exp()
+        case "dppo":
+            place = 1 + tokens.now.detach().exp() - tokens.old.exp()
+        case _:
+            return torch.full_like(ratio, Clip.NONE, dtype=torch.uint8)
     is_in_loss = tokens.correction > 0  # what was left out is clipped nowhere
     loses, gains = is_in_loss & (tokens.advantage < 0), is_in_loss & (tokens.advantage > 0)
     clip = torch.full_like(ratio, Clip.NONE, dtype=torch.uint8)
-    clip[(ratio < 1 - settings.clip_low) & loses] = Clip.LOW
-    clip[(ratio > 1 + settings.clip_high) & gains] = Clip.HIGH
+    clip[(place < 1 - settings.clip_low) & loses] = Clip.LOW
+    clip[(place > 1 + settings.clip_high) & gains] = Clip.HIGH
     if settings.dual_clip is not None:
-        clip[(ratio > settings.dual_clip) & loses] = Clip.DUAL
+        clip[(place > settings.dual_clip) & loses] = Clip.DUAL
     return clip
 
 

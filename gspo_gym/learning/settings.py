@@ -10,6 +10,7 @@ from pydantic import Field, field_validator, model_validator
 
 from gspo_gym.base.settings import Settings
 from gspo_gym.errors import ConfigError
+from gspo_gym.learning.surrogate_keys import surrogate_problem, with_following_clips
 
 _ROUNDING = 1e-9  # of a product of a fraction and a number of steps; far above float64's, far below a step
 _Beta = Annotated[float, Field(ge=0, lt=1)]
@@ -39,6 +40,13 @@ class LossSettings(Settings):
             "turn, or one (GRPO)"
         ),
     )
+    surrogate: Literal["clip", "cispo", "sapo", "gmpo", "dppo", "vespo"] = Field(
+        default="clip",
+        description=(
+            "what is maximised of ratio and advantage: PPO's clipped minimum (paper), or what the other method of this "
+            "name maximises; `learning/README.md` has formulas and sources"
+        ),
+    )
     aggregation: Literal[
         "seq-mean-token-mean",
         "turn-mean-token-mean",
@@ -61,8 +69,12 @@ class LossSettings(Settings):
         gt=0,
         description="tokens; the constant divisor of seq-mean-token-sum-norm and dr_grpo, which need it",
     )
-    clip_low: float = Field(default=3e-4, gt=0, lt=1, description="ratio floor is 1 - clip_low (paper: 3e-4)")
-    clip_high: float = Field(default=4e-4, gt=0, description="ratio ceiling is 1 + clip_high (paper: 4e-4)")
+    clip_low: float = Field(
+        default=3e-4, gt=0, lt=1, description="ratio floor is 1 - clip_low (paper: 3e-4); dppo: of probabilities"
+    )
+    clip_high: float = Field(
+        default=4e-4, gt=0, description="ratio ceiling is 1 + clip_high (paper: 4e-4); cispo: cap; dppo: as clip_low"
+    )
     dual_clip: float | None = Field(
         default=None,
         gt=1,
@@ -70,6 +82,12 @@ class LossSettings(Settings):
             "for a negative advantage, the ratio counts as at most this, which is more than 1 + clip_high "
             "(arXiv 1912.09729; TRL: delta); absent: off"
         ),
+    )
+    sapo_temperature_pos: float = Field(
+        default=1.0, gt=0, description="tau of surrogate sapo for positive advantages (arXiv 2511.20347: 1.0)"
+    )
+    sapo_temperature_neg: float = Field(
+        default=1.05, gt=0, description="tau for negative advantages; larger: they fade sooner (the same: 1.05)"
     )
     kl_coef: float = Field(
         default=0.0,
@@ -94,10 +112,17 @@ class LossSettings(Settings):
         default=0.0, ge=0, description="weight of the entropy bonus (nats, aggregated as the loss is)"
     )
 
-    @property
-    def surrogate(self) -> str:
-        """Return the name of the policy term, in `SURROGATES` of `losses.py`."""
-        return "clip" if self.dual_clip is None else "dual_clip"
+    @model_validator(mode="before")
+    @classmethod
+    def _clips_follow(cls, values: Any) -> Any:  # Any: pydantic hands over whatever it was given
+        return with_following_clips(values) if isinstance(values, Mapping) else values
+
+    @model_validator(mode="after")
+    def _surrogate_fits(self) -> LossSettings:
+        changed = [n for n, info in type(self).model_fields.items() if getattr(self, n) != info.default]
+        if problem := surrogate_problem(self.surrogate, self.unit, changed):
+            raise ValueError(problem)
+        return self
 
     @model_validator(mode="after")
     def _norm_length_belongs(self) -> LossSettings:
@@ -503,11 +528,11 @@ class AdvantageSettings(Settings):
             "of which returns-to-go)"
         ),
     )
-    scale: Literal["group", "batch", "running", "none"] = Field(
+    scale: Literal["group", "batch", "running", "mean", "none"] = Field(
         default="group",
         description=(
-            "what it is divided by: the Bessel-corrected std of the group (paper), the batch, all so far, or 1; with "
-            "baseline batch, running or none the default is the same word"
+            "what it is divided by: the Bessel-corrected std of the group (paper), the batch, all so far, the group's "
+            "mean (MaxRL; returns of 0 and 1), or 1; with baseline batch, running or none the default is the same word"
         ),
     )
     discount: float = Field(
@@ -541,6 +566,15 @@ class AdvantageSettings(Settings):
     @classmethod
     def _defaults_follow(cls, values: Any) -> Any:  # Any: pydantic hands over whatever it was given
         return with_following_defaults(values) if isinstance(values, Mapping) else values
+
+    @model_validator(mode="after")
+    def _mean_is_of_whole_returns(self) -> AdvantageSettings:
+        if self.scale == "mean" and (self.baseline, self.level) != ("group", "trajectory"):
+            raise ValueError(
+                'scale: "mean" (MaxRL) needs baseline "group" at level "trajectory", got '
+                f'"{self.baseline}" at "{self.level}"'
+            )
+        return self
 
     @model_validator(mode="after")
     def _discount_needs_turns(self) -> AdvantageSettings:

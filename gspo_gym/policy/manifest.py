@@ -289,10 +289,8 @@ class RetentionSettings(Settings):
         description="checkpoints with the best evaluations that are kept besides, of those whose step was evaluated",
     )
     keep_best_metric: Literal["score", "success_rate", "mean_return", "mean_env_return"] = Field(
-        default="score", description="the evaluation's number that keep_best goes by; score: what the run's scores are"
-    )
-    keep_best_direction: Literal["max", "min"] = Field(
-        default="max", description="whether the largest or the smallest of keep_best_metric is the best"
+        default="score",
+        description="the evaluation's number whose largest is the best; score: what the run's scores are",
     )
     keep_every: int | None = Field(
         default=None,
@@ -324,6 +322,5 @@ class RetentionSettings(Settings):
         if self.keep_best_metric == "score" and metric == "success_rate":
             # Undecided episodes are no successes.
             value_by_step = {step: value or 0.0 for step, value in value_by_step.items()}
-        sign = -1 if self.keep_best_direction == "max" else 1
-        ranking = sorted((sign * value, step) for step, value in value_by_step.items() if value is not None)
+        ranking = sorted((-value, step) for step, value in value_by_step.items() if value is not None)
         return [step for _, step in ranking]

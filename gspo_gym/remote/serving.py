@@ -70,6 +70,14 @@ def server_for(app: App) -> uvicorn.Server:
     return uvicorn.Server(config)
 
 
+def serve_until_stopped(server: uvicorn.Server, bound: socket.socket, *, subject: str, path: str = "") -> int:
+    """Print "serving SUBJECT at URL" once clients may connect, and serve; return the exit status of a command."""
+    bound.listen()  # a client that reads the line below may connect at once, and waits until the server answers
+    print(f"serving {subject} at {url_of(bound)}{path}", flush=True)
+    server.run(sockets=[bound])
+    return 0
+
+
 class _PatientProtocol(HttpToolsProtocol):
     """Uvicorn's protocol with limits that it lacks: on the bytes of a request's head, and on the wait for it."""
 

@@ -36,6 +36,15 @@ def find_run(name: str, folder: Path) -> Path:
     raise ConfigError(f"{name}: there is no such run, neither here nor in {folder}; {nearest_name(name, names)}")
 
 
+def run_name(folder: Path, runs: Path = Path("runs")) -> str:
+    """Return the shortest name under which commands find the run in `folder`: its path below `runs`, or its path."""
+    try:
+        name = str(folder.resolve().relative_to(runs.resolve()))
+    except ValueError:
+        return str(folder)
+    return str(folder) if name in (".", "smollm2") or _is_run(name) else name  # what these names mean comes first
+
+
 def _is_run(folder: str) -> bool:
     return os.path.isfile(f"{folder}/config.toml") and os.path.isfile(f"{folder}/{EVENTS_FILE}")
 

@@ -72,7 +72,7 @@ def test_runs_stand_in_a_table_and_their_curves_can_be_laid_over_each_other(page
     open_page(page, f"{url}#view=runs")
     rows = [row.locator("td").all_inner_texts() for row in page.locator("tbody tr").all()]
     assert [row[1:5] for row in rows] == [
-        *(["small", "completed", "4", "success_rate"], ["turns", "completed", "2", "success_rate"]),
+        *(["small", "completed", "4", "success_rate"], ["turns", "completed", "2", "success_rate"])
     ]
     page.get_by_label("curves of turns").check()
     page.keyboard.press("2")

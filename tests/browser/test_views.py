@@ -74,7 +74,7 @@ def test_the_run_at_a_glance_says_what_was_trained_what_came_of_it_and_what_it_c
     config, summary, lines = read_config(run), json.loads((run / "summary.json").read_text()), read_metrics(run)
     shown = facts(page.locator("section", has_text="tokens trained on"))
     assert [shown[name] for name in ("environment", "model", "objective", "engine", "status", "step")] == [
-        *("GuessNumber", config["model"]["base"], "gspo_token", "local", "completed", "4"),
+        *("GuessNumber", config["model"]["base"], "gspo_token", "local", "completed", "4")
     ]
     assert float(shown["time"].removesuffix(" s")) == pytest.approx(summary["wall_seconds"], rel=1e-2)
     assert int(shown["sampled tokens"].replace(",", "")) == sum(line["rollout/sampled_tokens"] for line in lines)
@@ -157,7 +157,7 @@ def test_curves_can_be_smoothed_searched_drawn_on_a_log_scale_and_without_events
         {"step": step, "kind": kind} for step, kind in ((4, "checkpoint"), (0, "started"), (4, "\x1b"), (5, "late"))
     ]
     assert page.evaluate("(events) => eventMarks(events, (step) => 10 * step, 12)", told) == [
-        *({"x": 0, "text": "started"}, {"x": 40, "text": "checkpoint, ⟨001b⟩"}, {"x": 50, "text": ""}),
+        *({"x": 0, "text": "started"}, {"x": 40, "text": "checkpoint, ⟨001b⟩"}, {"x": 50, "text": ""})
     ]
 
     page.get_by_role("checkbox", name="log scale").check()

@@ -237,6 +237,8 @@ def require_plan(config: RunConfig, values: Values) -> None:
             value = value.rstrip("/")
         if key == "training.lora.target_modules" and value == ["all-linear"]:
             value = "all-linear"
+        if key.endswith(".panel"):  # tables, of which the resolved ones have all keys
+            kept = [{name: table[name] for name in given} for table, given in zip(kept, value, strict=True)]
         assert kept == value, f"{key} = {value!r} was lost: {kept!r}"
 
 

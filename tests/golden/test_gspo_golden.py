@@ -20,6 +20,7 @@ from gspo_gym.learning.settings import LossSettings
 
 LN2, LN4, LN11 = math.log(2.0), math.log(4.0), math.log(1.1)
 NAN = float("nan")
+CLIPS = {"clip_low": 0.2, "clip_high": 0.3}
 Loss = Callable[..., Any]
 
 # Each row: what follows the context token at position 0, as (log-ratio, advantage, turn), or None for a token that was
@@ -91,7 +92,7 @@ def run(
         turn_index=turns,
         trajectory_index=torch.tensor(numbers),
         advantages=advantages,
-        settings=LossSettings(**{"clip_low": 0.2, "clip_high": 0.3} | settings),
+        settings=LossSettings(**(CLIPS if "surrogate" not in settings else {}) | settings),
         denominators=counted(rows, numbers) if denominators is None else denominators,
         ref_logprobs=constants.get("ref"),
         entropy=entropy,
@@ -300,6 +301,104 @@ def check_entropy_bonus(loss: Loss) -> None:
         close(entropy.grad, torch.nan_to_num(spread(rows, of_each)).tolist())
 
 
+# Four tokens: probabilities when they were sampled and now, and advantages. Their ratios are 1.2, 0.4, 6 and 1.1.
+SAMPLED, NOW, GAINS = [0.5, 0.5, 0.1, 0.9], [0.6, 0.2, 0.6, 0.99], [1.0, -1.0, -1.0, 1.0]
+E04 = {"clip_low": 1 - math.exp(-0.4), "clip_high": math.exp(0.4) - 1}  # GMPO's range, e^-0.4 to e^0.4
+
+
+def objective_of(loss: Loss, gains: list[float] = GAINS, **settings: Any) -> tuple[list[float], list[float], list[int]]:
+    """Value and slope of what is maximised at each of the four tokens of one episode of one turn, and its clip."""
+    old, now, advantages = (torch.tensor([[0.0, *values]], dtype=torch.float64) for values in (SAMPLED, NOW, gains))
+    old[:, 1:], now[:, 1:] = old[:, 1:].log(), now[:, 1:].log()
+    now.requires_grad_(True)
+    output = loss(
+        now,
+        old,
+        action_mask=torch.tensor([[False, True, True, True, True]]),
+        turn_index=torch.tensor([[-1, 0, 0, 0, 0]]),
+        trajectory_index=torch.tensor([0]),
+        advantages=advantages,
+        settings=LossSettings(aggregation="token-mean", **settings),
+        denominators=Denominators(1, 1, 4, 4),
+    )
+    output.loss.backward()
+    assert now.grad is not None
+    return (-4 * output.tokens.share).tolist(), (-4 * now.grad[0, 1:]).tolist(), output.tokens.clip.tolist()
+
+
+def check_cispo(loss: Loss) -> None:
+    """Weights min(s, 5) without a floor: 1.2, 0.4, 5 and 1.1, each times its advantage, as value and as slope."""
+    values, slopes, clips = objective_of(loss, surrogate="cispo", unit="token")  # the cap of 5 is its default
+    assert values == pytest.approx([1.2, -0.4, -5, 1.1], abs=1e-12)
+    assert slopes == pytest.approx([1.2, -0.4, -5, 1.1], abs=1e-12)
+    assert clips == [0, 0, 0, 0]
+    _, slopes, _ = objective_of(loss, surrogate="cispo", unit="token", clip_high=0.15)
+    assert slopes == pytest.approx([1.15, -0.4, -1.15, 1.1], abs=1e-12)
+
+
+def check_sapo(loss: Loss) -> None:
+    """(4/tau) sigmoid(tau (s - 1)) A and its slope 4 sigmoid (1 - sigmoid) s A, tau 1 for A > 0 and 1.05 for A < 0."""
+    values, slopes, clips = objective_of(loss, surrogate="sapo", unit="token")
+    assert values == pytest.approx([2.199336, -1.323850, -3.789638, 2.099917], abs=1e-6)
+    assert slopes == pytest.approx([1.188080, -0.362795, -0.124629, 1.097255], abs=1e-6)
+    assert clips == [0, 0, 0, 0]
+    # One ratio for all, exp of the mean log-ratio: (1.2 * 0.4 * 6 * 1.1)^(1/4) = 1.334124; tau 2 and 3.
+    taus = {"sapo_temperature_pos": 2.0, "sapo_temperature_neg": 3.0}
+    values, slopes, _ = objective_of(loss, surrogate="sapo", **taus)
+    s = (1.2 * 0.4 * 6 * 1.1) ** 0.25
+    gates = [1 / (1 + math.exp(-tau * (s - 1))) for tau in (2, 3, 3, 2)]
+    assert values == pytest.approx(
+        [4 / t * g * a for t, g, a in zip((2, 3, 3, 2), gates, GAINS, strict=True)], abs=1e-12
+    )
+    assert slopes == pytest.approx([4 * g * (1 - g) * s * a for g, a in zip(gates, GAINS, strict=True)], abs=1e-12)
+
+
+def check_gmpo(loss: Loss) -> None:
+    """The four as one episode: A = +1 cuts 6 to e^0.4, (1.2 * 0.4 * e^0.4 * 1.1)^(1/4) = 0.942080; A = -1 cuts 0.4 to
+    e^-0.4, (1.2 * e^-0.4 * 6 * 1.1)^(1/4) = 1.517930. The token that is cut has no slope."""
+    g = (1.2 * 0.4 * math.exp(0.4) * 1.1) ** 0.25
+    assert g == pytest.approx(0.942080, abs=1e-6)
+    for settings in ({}, E04):  # the range of the paper is its default
+        values, slopes, clips = objective_of(loss, [1.0] * 4, surrogate="gmpo", **settings)
+        assert values == pytest.approx([g] * 4, abs=1e-12)
+        assert slopes == pytest.approx([g, g, 0, g], abs=1e-12)
+        assert clips == [0, 0, 2, 0]
+    g = (1.2 * math.exp(-0.4) * 6 * 1.1) ** 0.25
+    assert g == pytest.approx(1.517930, abs=1e-6)
+    values, slopes, clips = objective_of(loss, [-1.0] * 4, surrogate="gmpo")
+    assert values == pytest.approx([-g] * 4, abs=1e-12)
+    assert slopes == pytest.approx([-g, 0, -g, -g], abs=1e-12)
+    assert clips == [0, 1, 0, 0]
+
+
+def check_dppo(loss: Loss) -> None:
+    """Probabilities moved by 0.1, -0.3, 0.5 and 0.09: only the second went further than 0.2 the way its advantage says.
+    With 0.05 upwards the first and the last are out; with 0.4 downwards the second is in."""
+    values, slopes, clips = objective_of(loss, surrogate="dppo", unit="token")
+    assert values == pytest.approx([1.2, 0, -6, 1.1], abs=1e-12)
+    assert slopes == pytest.approx([1.2, 0, -6, 1.1], abs=1e-12)
+    assert clips == [0, 1, 0, 0]
+    _, slopes, clips = objective_of(loss, surrogate="dppo", unit="token", clip_low=0.4, clip_high=0.05)
+    assert slopes == pytest.approx([0, -0.4, -6, 0], abs=1e-12)
+    assert clips == [2, 0, 0, 2]
+    # From 0.01 to 0.3 with A < 0 the ratio is 30, and counts as 20.
+    output, gradient = run(loss, [[(math.log(30), -1.0, 0)]], unit="token", surrogate="dppo")
+    assert (output.loss.item(), gradient[0, 1].item()) == (pytest.approx(20), pytest.approx(20))
+
+
+def check_vespo(loss: Loss) -> None:
+    """w = 1.2 * 0.4 * 6 * 1.1 = 3.168, the product: w^2 e^(3 - 3w) for A >= 0, w^3 e^(2 - 2w) for A < 0."""
+    w = 1.2 * 0.4 * 6 * 1.1
+    gaining, losing = w**2 * math.exp(3 - 3 * w), w**3 * math.exp(2 - 2 * w)
+    values, slopes, clips = objective_of(loss, surrogate="vespo")
+    assert values == pytest.approx([gaining, -losing, -losing, gaining], abs=1e-12)
+    assert slopes == pytest.approx(values, abs=1e-15)
+    assert clips == [0, 0, 0, 0]
+    # A product below 1e-8 counts as that: (1e-8)^2 e^3.
+    output, _ = run(loss, [[(-30.0, 1.0, 0)]], surrogate="vespo")
+    assert output.loss.item() == pytest.approx(-1e-16 * math.exp(3), rel=1e-6)
+
+
 # w of A: 0 and 1, of B: 1/2 and 1/2, of C: 2, 1 and 1, of D: 1 and 0.
 CORRECTION = spread(FOUR_SEQUENCES, [0, 1, 0.5, 0.5, 2, 1, 1, 1, 0])
 
@@ -356,6 +455,11 @@ CHECKS = [
     check_reference_kl_bounds,
     check_importance_weighted_kl,
     check_entropy_bonus,
+    check_cispo,
+    check_sapo,
+    check_gmpo,
+    check_dppo,
+    check_vespo,
     check_correction,
     check_stats,
 ]

@@ -35,6 +35,26 @@ ENTROPY = "return weight * tokens.entropy"
 # What is changed, the text before, the text after, and the loss that the four sequences then have, where the mistake is
 # one of those whose value was derived by hand (None: only that some check fails).
 MUTATIONS: list[tuple[str, str, str, float | None]] = [
+    # the surrogates beside PPO's
+    ("CISPO without its cap", "ratios.s.detach().clamp(max=1 + settings.clip_high)", "ratios.s.detach()", None),
+    ("CISPO's weight differentiated", "ratios.s.detach().clamp(max=1 +", "ratios.s.clamp(max=1 +", None),
+    ("CISPO's cap is TRL's number", "clamp(max=1 + settings", "clamp(max=settings", None),
+    ("SAPO's temperatures swapped", "masked_fill(gains,", "masked_fill(~gains,", None),
+    ("SAPO not normalised", "4 / tau * torch", "torch", None),
+    ("GMPO without a clip", "ratios.log_ratio.clamp(max=ceiling)", "ratios.log_ratio", None),
+    ("GMPO's range in log space", "math.log1p(-settings.clip_low)", "-settings.clip_low", None),
+    ("GMPO's sides swapped", "gains, ratios.log_ratio.clamp(max", "~gains, ratios.log_ratio.clamp(max", None),
+    (
+        "GMPO's clipped tokens keep their gradient",
+        "+ clipped - clipped.detach()) * ratios.adv",
+        ") * ratios.one * ratios.adv",
+        None,
+    ),
+    ("DPPO without its region", "ratios.is_clipped, 0.0, weight", "ratios.is_clipped & False, 0.0, weight", None),
+    ("DPPO by ratio", "place = 1 + tokens.now.detach().exp() - tokens.old.exp()", "place = ratio", None),
+    ("DPPO's ratio without a bound", "clamp(max=MAX_DPPO_RATIO)", "clamp(max=1e9)", None),
+    ("VESPO by the mean", "* ratios.units.num_tokens).clamp(*_V", "* 1).clamp(*_V", None),
+    ("VESPO's pairs swapped", "loses = ratios.advantage < 0", "loses = ratios.advantage >= 0", None),
     # the objective and its ratio
     ("sign flipped", "policy_A = -(weight", "policy_A = (weight", 0.4),
     ("token-level ratios", "= tokens.trajectory\n", "= torch.arange(len(tokens.now))\n", -0.31875),
@@ -131,8 +151,8 @@ MUTATIONS: list[tuple[str, str, str, float | None]] = [
     ("correction normalised", POLICY, "weight * (tokens.correction / tokens.correction.mean()) * SURROGATES", None),
     (
         "correction inside of the clip",
-        "[settings.surrogate](ratio, tokens",
-        "[settings.surrogate](ratio * tokens.correction, tokens",
+        "ratios = Ratios(ratio,",
+        "ratios = Ratios(ratio * tokens.correction,",
         None,
     ),
     ("correction as a mask only", POLICY, "weight * (tokens.correction > 0) * SURROGATES", None),

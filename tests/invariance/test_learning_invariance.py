@@ -255,12 +255,12 @@ VARIANTS = {
         "advantages": AdvantageSettings(whiten="tokens", clip=1.0),
     },
     "kl shaping, whitening over trajectories": {
-        "advantages": AdvantageSettings(kl_shaping_coef=0.1, whiten="trajectories"),
+        "advantages": AdvantageSettings(kl_shaping_coef=0.1, whiten="trajectories")
     },
     "correction": {"correction": CorrectionSettings(level="turn", mode="mask", low=0.1, high=3.0)},
     "rollout logprobs": {"correction": CorrectionSettings(old_logprobs="rollout", off_policy_threshold=0.5)},
     "kl and entropy, a mean over the batch's tokens": {
-        "loss": LossSettings(entropy_coef=0.1, kl_coef=0.1, aggregation="dapo"),
+        "loss": LossSettings(entropy_coef=0.1, kl_coef=0.1, aggregation="dapo")
     },
     "a mean over turns": {"loss": LossSettings(aggregation="turn-mean-token-mean", unit="segment")},
 }

@@ -22,6 +22,7 @@ from typing import Any
 
 import pytest
 import torch
+from small_run import small_run
 
 from gspo_gym.chat.renderer import RendererCache
 from gspo_gym.cli.train import run_training
@@ -52,19 +53,11 @@ from gspo_gym.types import Completion, Outcome, Task, TrajectoryGroup
 
 STEPS, GROUPS, SIZE = 4, 2, 4
 ENV_ID = "gspo_gym/GuessNumber-v0"
-BASE = {
-    "model": {"base": "tiny:qwen3-64", "label": "test"},
-    "rollout": {
-        "env_name": "GuessNumber",
-        "env_config": {"style": "terse"},
-        "max_turns": 3,
-        "max_output_tokens": 3,
-        "max_model_len": 256,
-        "episodes_per_batch": GROUPS * SIZE,
-    },
-    "training": {"iterations_per_epoch": STEPS, "group_size": SIZE, "batch_size": 4, "learning_rate": 1e-2},
-    "evaluation": {"seeds": "0:2", "every_n_iters": 2},
-}
+BASE = small_run(
+    rollout={"max_turns": 3, "episodes_per_batch": GROUPS * SIZE},
+    training={"iterations_per_epoch": STEPS, "group_size": SIZE, "learning_rate": 1e-2},
+    evaluation={"seeds": "0:2", "every_n_iters": 2},
+)
 
 
 def make_config(folder: Path, **training: Any) -> RunConfig:

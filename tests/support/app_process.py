@@ -19,10 +19,7 @@ def serving_process(*arguments: str, environment: Mapping[str, str] | None = Non
     """The base URL of `gspo-gym env serve ARGUMENTS` on a free port, for as long as the block lasts."""
     command = [sys.executable, "-m", "gspo_gym.cli", "env", "serve", *arguments, "--port", "0"]
     process = programs.Popen(
-        command,
-        env={**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})},
-        stdout=subprocess.PIPE,
-        text=True,
+        command, env={**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})}, stdout=subprocess.PIPE, text=True
     )
     assert process.stdout is not None
     try:

@@ -20,6 +20,7 @@ def test_the_list_of_names_is_a_promise():
     assert gspo_gym.__all__ == [
         "Achievements",
         "DatasetEnv",
+        "GSPOTrainer",
         "LocalEngine",
         "Message",
         "Reward",
@@ -47,6 +48,10 @@ def test_the_list_of_names_is_a_promise():
         "save_episodes",
         "tool",
     ]
+
+
+def test_completion_offers_the_public_names_alone():
+    assert [name for name in dir(gspo_gym) if not name.startswith("_")] == gspo_gym.__all__
 
 
 @pytest.mark.parametrize(

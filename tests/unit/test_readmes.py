@@ -1,7 +1,8 @@
-"""The pages named README.md: every link leads somewhere, every command exists, and every command is on a page."""
+"""The pages (each README.md, and docs/): links lead somewhere, commands exist, and every command is on a page."""
 
 import argparse
 import re
+import runpy
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from gspo_gym.cli.runs import retired_command
 ROOT = Path(__file__).parents[2]
 PAGES = sorted(
     path
-    for path in ROOT.rglob("README.md")
+    for path in (*ROOT.rglob("README.md"), *(ROOT / "docs").rglob("*.md"))
     if not {"runs", "node_modules"} & set(path.parts) and not any(part.startswith(".") for part in path.parts)
 )
 LINK = re.compile(r"\]\((?!https?://|mailto:)([^)#\s]*)(#[^)\s]+)?\)")
@@ -75,3 +76,12 @@ def test_git_ignores_what_the_makefile_installs() -> None:
     made = set(re.findall(r"^\w+ := (\.\S+)$", (root / "Makefile").read_text(), flags=re.MULTILINE))
     assert {".venv", ".venv-more", ".openai-2"} <= made
     assert {f"{name}/" for name in made} <= set((root / ".gitignore").read_text().splitlines())
+
+
+def test_the_first_page_is_short() -> None:
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 120
+
+
+def test_the_page_of_measurements_is_made_of_its_lines() -> None:
+    page = runpy.run_path(str(ROOT / "docs" / "measured.py"))["page"]()
+    assert (ROOT / "docs" / "measured.md").read_text(encoding="utf-8") == page, "run python docs/measured.py"

@@ -147,10 +147,7 @@ def group(**changes: Any) -> TrajectoryGroup:
         ),
         (
             segment,
-            {
-                "action_mask": [True, False, True, False],
-                "turn_index": [0, -1, 0, -1],
-            },
+            {"action_mask": [True, False, True, False], "turn_index": [0, -1, 0, -1]},
             "the first token has no context to be sampled from",
         ),
         (trajectory, {"outcome": Outcome.ENV_ERROR}, "outcome env_error needs an error text"),

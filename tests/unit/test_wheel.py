@@ -2,7 +2,7 @@
 
 import subprocess
 import sys
-import sysconfig
+import tarfile
 import venv
 from pathlib import Path
 
@@ -21,18 +21,21 @@ print(env.step("6")[0])
 """
 
 
+def copy_checkout(folder):
+    """Copy the files that git knows, because setuptools writes into the folder that it builds; return their names."""
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, check=True, capture_output=True, text=True)
+    names = {name for name in listed.stdout.splitlines() if (ROOT / name).is_file()}
+    for name in names:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes((ROOT / name).read_bytes())
+    return names
+
+
 @pytest.mark.slow
 def test_an_installed_wheel_finds_its_environments_and_commands(tmp_path):
     wheels = tmp_path / "wheels"
     source = tmp_path / "source"
-    # A copy, because setuptools writes build/ into the folder it builds.
-    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, check=True, capture_output=True, text=True).stdout.split(
-        "\n"
-    )
-    for name in filter(None, listed):
-        if (ROOT / name).is_file():
-            (source / name).parent.mkdir(parents=True, exist_ok=True)
-            (source / name).write_bytes((ROOT / name).read_bytes())
+    copy_checkout(source)
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet"]
     subprocess.run(
         [*pip, "wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", wheels, source], check=True, cwd=tmp_path
@@ -44,7 +47,7 @@ def test_an_installed_wheel_finds_its_environments_and_commands(tmp_path):
     site = next((home / "lib").glob("python*/site-packages"))
     subprocess.run([*pip, "install", "--no-deps", "--target", site, wheel], check=True)
     # The dependencies are those of this environment; its own editable install of the checkout is not followed.
-    (site / "dependencies.pth").write_text(sysconfig.get_paths()["purelib"] + "\n")
+    (site / "dependencies.pth").write_text("".join(f"{path}\n" for path in sys.path if path.endswith("site-packages")))
     python = home / "bin" / "python"
     used = subprocess.run([python, "-c", USE], cwd=tmp_path, capture_output=True, text=True)
     assert used.returncode == 0, used.stderr
@@ -54,6 +57,11 @@ def test_an_installed_wheel_finds_its_environments_and_commands(tmp_path):
     named = [python, "-m", "gspo_gym.cli", "config", "check", "quickstart"]
     checked = subprocess.run(named, cwd=tmp_path, capture_output=True, text=True)
     assert checked.stdout.startswith("VALID: quickstart"), checked.stderr
+    liked = [python, "-m", "gspo_gym.cli", "config", "new", "mine.toml", "--like", "configs/recipes/paper_gspo.toml"]
+    wrote = subprocess.run(liked, cwd=tmp_path, capture_output=True, text=True)
+    assert (tmp_path / "mine.toml").is_file(), wrote.stderr
+    example = [python, "-m", "gspo_gym_examples.write_environment"]
+    assert subprocess.run(example, cwd=tmp_path, capture_output=True).returncode == 0
     judged = [python, "-m", "gspo_gym.cli", "judge", "check", "support_desk/bundle@v1"]
     checked = subprocess.run(judged, cwd=tmp_path, capture_output=True, text=True)
     assert checked.stdout.startswith("VALID: "), checked.stderr
@@ -61,3 +69,16 @@ def test_an_installed_wheel_finds_its_environments_and_commands(tmp_path):
         [python, "-m", "gspo_gym.cli", "env", "new", "FromWheel"], cwd=tmp_path, capture_output=True, text=True
     )
     assert (tmp_path / "from-wheel-env" / "from_wheel" / "env.py").is_file(), wrote.stderr
+
+
+@pytest.mark.slow
+def test_an_sdist_holds_the_tests_and_setuptools_warns_of_nothing(tmp_path):
+    source = tmp_path / "source"
+    files = copy_checkout(source)
+    build = "from setuptools.build_meta import build_sdist; print(build_sdist('.'))"
+    built = subprocess.run([sys.executable, "-W", "error", "-c", build], cwd=source, capture_output=True, text=True)
+    assert built.returncode == 0, built.stderr
+    assert "deprecat" not in (built.stdout + built.stderr).lower()
+    with tarfile.open(source / built.stdout.split()[-1]) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    assert sorted(files - names) == []

@@ -43,10 +43,7 @@ def save(adapter_engine: VllmEngine, tmp_path: Path) -> Save:
 
 
 def test_logprobs_agree_with_a_plain_forward_after_each_adapter(
-    adapter_engine: VllmEngine,
-    adapted: Policy,
-    save: Save,
-    loop_thread: Any,
+    adapter_engine: VllmEngine, adapted: Policy, save: Save, loop_thread: Any
 ) -> None:
     gaps = []
     for number in range(4):

@@ -21,7 +21,6 @@ from agreement import Turn, nudge, play, play_many, publish, worst_gap
 from tiny_vllm import SETTINGS
 from transformers import Qwen3ForCausalLM
 
-from benchmarks.weights import measure
 from gspo_gym.config.build.engines import learner_score
 from gspo_gym.engine.base import SamplingParams, WeightUpdate
 from gspo_gym.engine.replicas.rebuildable import RebuildableEngine
@@ -178,21 +177,6 @@ def test_a_model_that_is_not_whole_is_refused_before_any_of_it_is_sent(
     loop_thread.run(engine.apply_weights(right))
     loop_thread.run(engine.resume(right.version))
     assert worst_gap(on_processor(policy.model), loop_thread.run(play(engine, 1))) <= TOLERANCE
-
-
-def test_the_benchmark_gives_one_engine_the_same_updates_in_three_ways(
-    case: tuple[str, Policy], engine: VllmEngine, loop_thread: Any, tmp_path: Path
-) -> None:
-    """Twice each, and once before that is not counted."""
-    policy = Policy(model=copy.deepcopy(case[1].model), tokenizer=case[1].tokenizer, base=case[1].base)
-    version = engine.weight_version
-    costs = loop_thread.run(measure(engine, policy, tmp_path, num_updates=2))
-    assert list(costs) == ["files on disk", "files in /dev/shm", "shared_memory"]
-    for cost in costs.values():
-        assert len(cost.staging) == len(cost.total) == 2
-        assert all(staging < total for staging, total in zip(cost.staging, cost.total, strict=True))
-    assert engine.weight_version == version + 9
-    assert worst_gap(on_processor(policy.model), loop_thread.run(play(engine, 2))) <= TOLERANCE
 
 
 class Sabotaged:

@@ -293,11 +293,7 @@ def test_a_sender_that_waits_for_ever_keeps_nobody(refuses: bool, monkeypatch: p
 
 @pytest.mark.parametrize(
     ("transfer", "expected"),
-    [
-        ("ipc", PlainIpcEngine),
-        ("nccl", NCCLWeightTransferEngine),
-        ("shared_memory", SharedMemoryEngine),
-    ],
+    [("ipc", PlainIpcEngine), ("nccl", NCCLWeightTransferEngine), ("shared_memory", SharedMemoryEngine)],
 )
 def test_a_worker_finds_its_end_by_what_it_is_told(transfer: str, expected: type) -> None:
     fields = settings(transfer).engine_args()

@@ -96,7 +96,7 @@ def run_service(arguments: argparse.Namespace) -> int:
         from gspo_gym.cli.jobs.store import Store
         from gspo_gym.cli.jobs.supervisor import JobsService, Supervisor
         from gspo_gym.remote.guard import Guard
-        from gspo_gym.remote.serving import bind, server_for, url_of
+        from gspo_gym.remote.serving import bind, serve_until_stopped, server_for
     except ImportError as error:
         raise MissingExtraError("serving jobs needs: pip install 'gspo-gym[serve,apps]'") from error
     if os.name != "posix":
@@ -131,10 +131,7 @@ def run_service(arguments: argparse.Namespace) -> int:
     )
     # No open path: whoever asks whether the service is well has the key, too.
     server = server_for(Guard(create_jobs_app(service), api_key=key, open_paths=()))
-    server_socket.listen()  # a client that reads the line below may connect at once, and waits until the server answers
-    print(f"serving jobs in {folder} at {url_of(server_socket)}", flush=True)
-    server.run(sockets=[server_socket])
-    return 0
+    return serve_until_stopped(server, server_socket, subject=f"jobs in {folder}")
 
 
 def _key_of(folder: Path, variable: str | None) -> str:

@@ -39,7 +39,7 @@ from gspo_gym.cli.search.study import (
     require_optuna,
     require_same_search,
 )
-from gspo_gym.config.run_config import load_config
+from gspo_gym.config.run_config import config_file, load_config
 from gspo_gym.errors import ConfigError
 from gspo_gym.run.records import read_events
 from gspo_gym.types import Outcome
@@ -249,7 +249,7 @@ class _Search:
 def _open_folder(settings: SearchSettings, *, resume: bool) -> Path:
     """Create or check the search's folder; return its copy of the base."""
     folder = settings.search_folder
-    base = folder / f"base{Path(settings.search.base).suffix}"
+    base = folder / f"base{config_file(settings.search.base).suffix}"
     is_begun = (folder / "search.toml").exists()
     if resume:
         if not is_begun:
@@ -260,7 +260,7 @@ def _open_folder(settings: SearchSettings, *, resume: bool) -> Path:
         raise ConfigError(f"{folder} is not empty: go on with its search (--resume) or choose another search.label")
     make_folder(folder / "trials")
     with writing(base):
-        shutil.copyfile(settings.search.base, base)
+        shutil.copyfile(config_file(settings.search.base), base)
     replace_file(folder / "search.toml", settings.to_toml())  # last: with it, the search has begun
     return base
 

@@ -41,6 +41,7 @@ TaskRubric = Callable[[Task], Awaitable[Mapping[str, Any] | None]]
 
 _DEFAULT_TIMEOUT_SECONDS = 30.0
 _DEFAULT_CONCURRENCY = 8
+MAX_ATTEMPTS = 4  # of a call; with the delays between them they outlast a short failure, and the run pauses after it
 _COOL_DOWN_SECONDS = 1.0  # `PausingJudge` waits longer and longer by itself
 
 
@@ -139,7 +140,6 @@ def build_rubrics(config: RunConfig, task_rubric: TaskRubric | None = None) -> R
     def load(own: Mapping[str, Any] | None) -> Rubrics:
         rubrics = load_rubrics(
             options.rubric_file or (None if is_asked_elsewhere else options.rubric_id),
-            folders=() if options.rubric_folder is None else (Path(options.rubric_folder),),
             overrides=None if is_known_elsewhere else _as_read(options.rubric_overrides) or None,
             task=None if is_known_elsewhere else own,
         )
@@ -218,7 +218,7 @@ class _Parts:
         self.asking = AskingSettings(
             max_concurrency=options.max_concurrency or _DEFAULT_CONCURRENCY,
             timeout_seconds=section.timeout_s or _DEFAULT_TIMEOUT_SECONDS,
-            retries=RetrySettings(max_attempts=options.max_attempts, first_delay_seconds=0.5, max_delay_seconds=20.0),
+            retries=RetrySettings(max_attempts=MAX_ATTEMPTS, first_delay_seconds=0.5, max_delay_seconds=20.0),
             cool_down_seconds=_COOL_DOWN_SECONDS,
             seed=self.seed,
         )
@@ -272,8 +272,9 @@ def _watch(judging: Judging, parts: _Parts, gold: GoldSettings, rubrics_of: Rubr
         judge = parts.judge(cached=False)
         compare = against_labels(judge, rubrics_of, weights, gold_episodes)
     else:
-        judge = parts.one_judge(gold, cached=True)
+        judges = [parts.one_judge(member, cached=True) for member in gold.panel]
+        judge = judges[0] if len(judges) == 1 else PanelJudge(judges, aggregate=parts.options.aggregate)
         compare = against_judge(judge, rubrics_of, weights, gold.num_episodes, parts.seed)
     stops, every = gold.on_drift == "stop", gold.every_n_iters
-    judging.watch(GoldWatch(compare, gold.max_gap_change, every=every, stops=stops, on_event=judging.tell))
+    judging.watch(GoldWatch(compare, every=every, stops=stops, on_event=judging.tell))
     judging.close_too(judge)

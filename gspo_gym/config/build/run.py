@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -32,11 +32,12 @@ from gspo_gym.policy.manifest import Origin, RetentionSettings
 from gspo_gym.policy.weight_sync import WeightSync
 from gspo_gym.rollout.pool import RolloutPool
 from gspo_gym.rollout.schedule import is_played_again
+from gspo_gym.run.callbacks import STOPPED_BY, CallbackSink
 from gspo_gym.run.collect import WarmupPlan, warm_up
 from gspo_gym.run.judging import Judging
 from gspo_gym.run.process import Phases, holding
 from gspo_gym.run.recording import RunRecorder
-from gspo_gym.run.records import read_run_id
+from gspo_gym.run.records import read_run_id, read_summary
 from gspo_gym.run.registry import folder_of_a_new_run, has_checkpoint, why_taken
 from gspo_gym.run.report.progress import Progress
 from gspo_gym.run.session import (
@@ -48,6 +49,7 @@ from gspo_gym.run.session import (
     run_until_stopped,
     train_to_end,
 )
+from gspo_gym.run.sinks import Sink
 from gspo_gym.run.steering import Steering
 
 
@@ -60,12 +62,14 @@ class Orders:
         set_aside: move an earlier run of the same folder away.
         console: where progress is printed, with an estimate of a step that costs a second; None: nowhere.
         page: returns the page of a run's folder, with a status, as HTML.
+        callbacks: called with the numbers of each step.
     """
 
     resume: bool | Literal["auto"]
     set_aside: bool
     console: Console | None
     page: Callable[[Path, str], str]
+    callbacks: CallbackSink | None = None
 
 
 def execute(config: RunConfig, orders: Orders) -> dict[str, Any]:
@@ -78,7 +82,17 @@ def execute(config: RunConfig, orders: Orders) -> dict[str, Any]:
     if not orders.resume and not orders.set_aside and (reason := why_taken(folder)):
         raise ConfigError(reason)
     steering = Steering(config.run.stop_grace_seconds, Phases(folder))
-    return run_until_stopped(partial(_run, config, orders), steering, orders.console)
+    callbacks = orders.callbacks
+    if callbacks is not None:
+        callbacks.request_stop = steering.stop
+    try:
+        return run_until_stopped(partial(_run, config, orders), steering, orders.console)
+    except KeyboardInterrupt:
+        if callbacks is None or steering.stopped_by != STOPPED_BY:
+            raise
+        if callbacks.error is not None:
+            raise callbacks.error from None
+        return read_summary(folder)
 
 
 async def _run(config: RunConfig, orders: Orders, session: Session) -> dict[str, Any]:
@@ -127,7 +141,7 @@ async def _train(
     progress = session.progress
     players = await _build_players(config, session, start)
     config, player = players.config, players.player
-    recorder = _build_recorder(config, start)
+    recorder = _build_recorder(config, start, () if orders.callbacks is None else (orders.callbacks,))
     session.stack.callback(close_recorder, recorder, orders.page)
     for line in players.notes:
         progress.note(line)
@@ -204,11 +218,11 @@ async def _build_players(config: RunConfig, session: Session, start: Start) -> _
     return _Players(config, cluster, num_threads, policy, player, judging, warmup, tuple(notes))
 
 
-def _build_recorder(config: RunConfig, start: Start) -> RunRecorder:
+def _build_recorder(config: RunConfig, start: Start, more_sinks: Sequence[Sink]) -> RunRecorder:
     """Begin the records of a new run, or go on with those of a resumed one."""
     folder, name = config.run_folder, config.rollout.policy_name
     if not start.is_resumed:
-        sinks = build.build_sinks(config)
+        sinks = [*build.build_sinks(config), *more_sinks]
         recorder = RunRecorder.create(folder, config.to_toml(), policy_name=name, sinks=sinks)
         record_template(config)
         return recorder
@@ -223,7 +237,7 @@ def _build_recorder(config: RunConfig, start: Start) -> RunRecorder:
         saved_seq=state.last_seq,
         is_played_again=played_again,
         policy_name=name,
-        sinks=build.build_sinks(config, resume_step=state.step),
+        sinks=[*build.build_sinks(config, resume_step=state.step), *more_sinks],
     )
 
 

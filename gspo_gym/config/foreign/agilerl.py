@@ -106,7 +106,7 @@ def objective(draft: Draft) -> None:
     key = "name" if _is_new(draft) else "algo"
     name = str(draft.get(key) or "GSPO").upper()
     if name == "CISPO":
-        draft.leave_out(key, "its surrogate is not here; the clipped one of PPO takes its place")
+        draft.set("loss.surrogate", "cispo")
     elif name not in ("GSPO", "GRPO"):
         raise ConfigError(f"AgileRL: {key}: expected GSPO, GRPO or CISPO, got {draft.get(key)!r}")
     level = draft.choice("importance_sampling_level", {n: n for n in ("token", "turn", "trajectory")}) or "token"
@@ -116,7 +116,7 @@ def objective(draft: Draft) -> None:
         level = "trajectory"
     draft.set("algorithm.variety", {"token": "grpo", "turn": "gspo_token", "trajectory": "gspo"}[level])
     draft.set("loss.unit", "turn" if level == "turn" else None)
-    _clip(draft)
+    _clip(draft, name)
     beta, is_shaped = draft.require_number("beta"), draft.flag("use_kl_advantage_shaping")
     clamp, is_weighted = draft.number("kl_clamp"), draft.flag("use_bias_correction_kl")
     if is_shaped:
@@ -132,18 +132,18 @@ def objective(draft: Draft) -> None:
             )
 
 
-def _clip(draft: Draft) -> None:
+def _clip(draft: Draft, name: str) -> None:
     clip = draft.get("clip_coef")
     if isinstance(clip, Sequence) and not isinstance(clip, str):
         bounds = sorted(draft.as_number("clip_coef", limit) for limit in clip)
         if len(bounds) != 2 or not 0 < bounds[0] < 1 < bounds[1]:
             raise ConfigError(f"AgileRL: clip_coef: expected a number or two bounds around 1, got {clip!r}")
-        draft.set("loss.clip_low", round(1 - bounds[0], 12))
-        draft.set("loss.clip_high", round(bounds[1] - 1, 12))
+        low, high = round(1 - bounds[0], 12), round(bounds[1] - 1, 12)
         draft.note(f"clip_coef = {clip!r} are the ratio's bounds there, and distances from 1 here")
     else:
-        draft.set("loss.clip_low", draft.require_number("clip_coef"))
-        draft.set("loss.clip_high", draft.require_number("clip_coef"))
+        low = high = draft.require_number("clip_coef")
+    draft.set("loss.clip_low", None if name == "CISPO" else low)  # whose weights have no floor, there neither
+    draft.set("loss.clip_high", high)
 
 
 def advantages(draft: Draft) -> None:

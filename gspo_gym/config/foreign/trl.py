@@ -6,7 +6,7 @@ import math
 
 from gspo_gym.config.foreign.reader import Draft, read_system
 
-_OTHER_SURROGATES = {"cispo": "dapo", "vespo": "dapo", "sapo": "grpo"}  # loss types, and their aggregation
+_SURROGATES = ("cispo", "sapo", "vespo")  # loss types that are another surrogate than the clipped one
 _NO_BOUND = 1e6  # a ratio that no episode reaches
 
 
@@ -41,15 +41,14 @@ def batches(draft: Draft) -> None:
 
 def objective(draft: Draft) -> None:
     """Set the aggregation, and what else the loss type decides."""
-    kind, high = draft.get("loss_type"), draft.number("epsilon_high")
-    if isinstance(kind, str) and kind in _OTHER_SURROGATES:
-        draft.leave_out("loss_type", "its surrogate is not here; the clipped one of PPO takes its place")
-        draft.leave_out("epsilon_high", f"bounds the weights of {kind}, and is no distance of a clip from 1")
-        draft.set("loss.aggregation", _OTHER_SURROGATES[kind])
-        return
-    draft.set("loss.clip_high", high)
+    kind, low, high = draft.get("loss_type"), draft.number("epsilon"), draft.number("epsilon_high")
     aggregation = draft.choice("loss_type", draft.values("loss_type"))
     draft.set("loss.aggregation", aggregation)
+    if kind in _SURROGATES:
+        _surrogate(draft, str(kind), low if high is None else high)
+        return
+    draft.set("loss.clip_low", low)
+    draft.set("loss.clip_high", low if high is None else high)
     if aggregation == "dr_grpo":
         draft.set("loss.norm_length", draft.count("max_completion_length"))
         if draft.is_default("scale_rewards"):
@@ -61,6 +60,22 @@ def objective(draft: Draft) -> None:
         draft.note(
             "the ratio has a stop-gradient form here; its value and gradient are the same for one advantage an episode"
         )
+
+
+def _surrogate(draft: Draft, kind: str, cap: float | None) -> None:
+    """Set another surrogate than the clipped one; `cap` is the most that a weight of CISPO counts as."""
+    draft.set("loss.surrogate", kind)
+    draft.leave_out("epsilon", f"{kind} has no floor of the ratio")
+    if kind == "cispo" and cap is not None and cap > 1:
+        draft.set("loss.clip_high", round(cap - 1, 12))
+        draft.note(f"epsilon_high = {cap:g} is the largest weight itself there, and its distance from 1 here")
+    elif kind == "cispo":
+        draft.note(f"a largest weight of {cap:g} (epsilon_high, else epsilon) would be below 1: ours is 5")
+    else:
+        draft.leave_out("epsilon_high", f"{kind} has no ceiling of the ratio")
+    if kind == "vespo":
+        draft.set("algorithm.variety", "gspo")
+        draft.note("vespo weighs a whole episode by the product of its tokens' ratios, which is loss.unit 'trajectory'")
 
 
 def lengths(draft: Draft) -> None:
@@ -128,10 +143,8 @@ def checkpoints(draft: Draft) -> None:
     metric, metrics = draft.get("metric_for_best_model"), draft.values("metric_for_best_model")
     if isinstance(metric, str) and metric in metrics:
         draft.set("training.keep_best_metric", metrics[metric])
-        draft.set("training.keep_best_direction", "min" if draft.get("greater_is_better") is False else None)
     else:
         draft.note(f"metric_for_best_model = {metric or 'loss'!r}: the best is that of the best score here")
-        draft.leave_out("greater_is_better", "the best score is the largest")
 
 
 TRL = read_system(

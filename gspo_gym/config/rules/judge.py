@@ -157,7 +157,7 @@ def _keys_of_a_model(judge: JudgeModelSettings) -> list[str]:
     return [name for name, default in defaults.items() if getattr(judge, name) not in (None, default)]
 
 
-# Returns what is missing or too much in the settings of one judge: of a panel, or the gold judge.
+# Returns what is missing or too much in the settings of one judge of a panel.
 def _is_one_judge(judge: JudgeModelSettings, name: str) -> str | None:
     keys = _keys_of_a_model(judge)
     if judge.python is not None:
@@ -177,8 +177,6 @@ def _panel_is_complete(c: RunRecord) -> str | None:
     for number, judge in enumerate(panel):
         if problem := _is_one_judge(judge, f"member {number}"):
             return problem
-        if judge.temperature is not None and not judge.send_temperature:
-            return f"member {number}: temperature has no effect with send_temperature = false: remove one of them"
     return None
 
 
@@ -189,11 +187,11 @@ def _gold_is_complete(c: RunRecord) -> str | None:
         return None
     if (gold.episodes is None) != (gold.labels is None):
         return "expected both episodes and labels, or neither and a gold judge"
-    if gold.episodes is None:
-        return _is_one_judge(gold, "gold")
-    if keys := [*_keys_of_a_model(gold), *(["python"] if gold.python is not None else [])]:
-        return f"episodes with labels are gold already, so {keys[0]} has no effect: remove one"
-    return None
+    if gold.episodes is not None:
+        return "episodes with labels are gold already, so panel has no effect: remove one" if gold.panel else None
+    if not gold.panel:
+        return "expected a gold judge, [[judge.gold.panel]], or episodes with labels"
+    return next(filter(None, map(_is_one_judge, gold.panel, (f"member {n}" for n in range(len(gold.panel))))), None)
 
 
 @rule("judge.gold")
@@ -226,8 +224,8 @@ def _cost_has_prices(c: RunRecord) -> str | None:
 @rule("judge.options.samples")
 def _samples_differ(c: RunRecord) -> str | None:
     options = _options(c)
-    # An endpoint that is sent no temperature samples at its own, and the members of a panel differ by themselves.
-    if options.samples == 1 or options.sent_temperature != 0 or c.judging.panel:
+    # The members of a panel differ by themselves.
+    if options.samples == 1 or options.temperature or c.judging.panel:
         return None
     return f"{options.samples} samples at judge.options.temperature = 0 are one and the same: raise that, or set 1"
 
@@ -260,7 +258,7 @@ def _asks_a_model(c: RunRecord) -> bool:
 JUDGE_RULES = (
     *rules_in(globals()),
     *map(_is_judged, ("event", "outcome")),
-    *map(_needs_a_rubric_here, ("rubric_aggregate", "rubric_folder")),
+    _needs_a_rubric_here("rubric_aggregate"),
     *map(_model_key_is_used, _MODEL_KEYS),
     *(
         idle(f"judge.options.{name}", _asks_a_model, f"has no effect: {advice}; remove this")
@@ -285,10 +283,6 @@ JUDGE_RULES = (
         "judge.gold.labels",
         lambda labels: labels is None,
         "all labelled episodes are scored",
-    ),
-    *(
-        no_effect(f"judge.{name}.temperature", f"judge.{name}.send_temperature", bool, "have it sent")
-        for name in ("options", "gold")
     ),
 )
 

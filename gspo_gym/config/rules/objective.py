@@ -12,7 +12,13 @@ from typing import Any
 from gspo_gym.config.nested import POLICY_CONFIG
 from gspo_gym.config.record import Rule, RunRecord, acts_with, idle, no_effect, rule, rules_in, value_at
 from gspo_gym.config.words import look_up, show
-from gspo_gym.learning.settings import LENGTH_WEIGHTED, SAMPLER_KEYS, WIDE_CLIP, with_following_defaults
+from gspo_gym.learning.settings import (
+    LENGTH_WEIGHTED,
+    SAMPLER_KEYS,
+    WIDE_CLIP,
+    with_following_defaults,
+)
+from gspo_gym.learning.surrogate_keys import with_following_clips
 from gspo_gym.run.settings import constant_groups_problem, staleness_problem
 
 # Values that `algorithm.variety` allows, the default first; keys that are not listed are free.
@@ -49,14 +55,24 @@ def _set_default(values: dict[str, Any], key: str, value: Any) -> None:
 
 
 def _follow_variety(values: dict[str, Any]) -> None:
-    """`algorithm.variety` sets `loss.unit` and `advantages.level`, and with "grpo" the clip range, 0.2 and 0.27."""
+    """`algorithm.variety` sets `loss.unit` and `advantages.level`, and with "grpo" and surrogate "clip" the clip range,
+    0.2 and 0.27.
+    """
     variety = look_up(values, "algorithm.variety") or "gspo"
     # A wrong variety is reported later; until then it sets nothing.
     for key, choices in VARIETIES.get(variety, {}).items() if isinstance(variety, str) else ():
         _set_default(values, key, choices[0])
-    if variety == "grpo":
+    if variety == "grpo" and look_up(values, "loss.surrogate") in (None, "clip"):
         for name, clip in _GRPO_CLIPS.items():
             _set_default(values, f"loss.{name}", clip)
+
+
+def _follow_surrogate(values: dict[str, Any]) -> None:
+    """`loss.surrogate` sets the clip range: "gmpo" e^-0.4 to e^0.4, "dppo" 0.2 to both sides, and "cispo" with
+    `loss.unit = "token"` a cap of 5.
+    """
+    if isinstance(loss := values.get("loss"), dict):
+        values["loss"] = with_following_clips(loss)
 
 
 def _follow_level(values: dict[str, Any]) -> None:
@@ -133,10 +149,11 @@ def _follow_kl_terms(values: dict[str, Any]) -> None:
         _set_default(values, "reference.placement", "shared")
 
 
-# In their order: the variety sets the level, which sets the baseline, which sets the scale. What each says of itself
-# stands in configs/README.md.
+# In their order: the variety sets the unit, by which a surrogate sets the clip, and the level, which sets the baseline,
+# which sets the scale. What each says of itself stands in configs/README.md.
 DERIVED = (
     _follow_variety,
+    _follow_surrogate,
     _follow_level,
     _follow_trainer_mode,
     _follow_policy_config,
@@ -172,8 +189,8 @@ def _weighs_by_length(c: RunRecord) -> bool:
 
 
 def _is_wide(c: RunRecord) -> bool:
-    # A ratio of single tokens does reach such a clip.
-    return c.loss.unit != "token" and max(c.loss.clip_low, c.loss.clip_high) >= WIDE_CLIP
+    # A ratio of single tokens does reach such a clip; that of GMPO is one of tokens in every unit.
+    return c.loss.unit != "token" and c.loss.surrogate != "gmpo" and max(c.loss.clip_low, c.loss.clip_high) >= WIDE_CLIP
 
 
 def _is_truncated(c: RunRecord) -> bool:
@@ -214,6 +231,37 @@ def _clip_is_meant(c: RunRecord, clip: float) -> str | None:
         f"expected less than {WIDE_CLIP:g} with loss.unit {show(c.loss.unit)}, got {clip:g}: the ratio of a sequence "
         "stays within about 1e-3 of 1, so that this clip never acts (the paper has 3e-4 and 4e-4); if that is meant, "
         'add "wide_clip" to algorithm.acknowledge'
+    )
+
+
+@rule("advantages.level")
+def _turns_of_a_mean_are_alike(c: RunRecord) -> str | None:
+    if c.loss.surrogate != "gmpo" or c.advantages.level == "trajectory" or c.loss.unit == "turn":
+        return None
+    return (
+        'expected "trajectory", or loss.unit "turn", with loss.surrogate "gmpo", which has one advantage for all '
+        f"tokens of a unit, got {show(c.advantages.level)} with loss.unit {show(c.loss.unit)}"
+    )
+
+
+@rule("loss.surrogate")
+def _tokens_of_a_mean_are_alike(c: RunRecord) -> str | None:
+    shaping = (c.rewards.kl_coef, c.advantages.kl_shaping_coef)
+    if c.loss.surrogate != "gmpo" or not any(shaping):
+        return None
+    return (
+        '"gmpo" has one advantage for all tokens of a unit, which rewards.kl_coef and advantages.kl_shaping_coef give '
+        f"to each token: set them to 0, got {shaping[0]:g} and {shaping[1]:g}"
+    )
+
+
+@rule("loss.surrogate")
+def _region_is_around_the_sampler(c: RunRecord) -> str | None:
+    if c.loss.surrogate != "dppo" or c.correction.old_logprobs == "rollout":
+        return None
+    return (
+        '"dppo" bounds the distance from the probabilities that the tokens were sampled with: set '
+        'correction.old_logprobs = "rollout"'
     )
 
 

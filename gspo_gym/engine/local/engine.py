@@ -34,6 +34,7 @@ from gspo_gym.engine.gate import GatedEngine
 from gspo_gym.engine.local.batch import Batch, Caching, Counters, Request
 from gspo_gym.engine.local.batcher import Batcher, PackedModel
 from gspo_gym.engine.local.plain_model import GeneralBatch, PlainModel
+from gspo_gym.engine.local.rows import OBEYED
 from gspo_gym.errors import ConfigError, EngineError
 from gspo_gym.types import Completion, TokenIds
 
@@ -165,13 +166,14 @@ class LocalEngine(GatedEngine):
         tokens only loses time: their common prefix is reused.
 
         Raises:
-            ConfigError: there is a JSON schema.
+            ConfigError: there is a JSON schema, or a setting that is not obeyed here.
             ContextOverflowError: the prompt leaves no room for a single token.
             EngineTimeoutError, EnginePoisonedError: see `Engine.generate`.
             EngineError: the logits are not finite, the weights changed without an update, a prompt token is not in the
                 vocabulary, or the engine is closed or dead.
         """
         refuse_schema(sampling, "LocalEngine")
+        sampling.require_only(OBEYED, where="LocalEngine")
         max_new = num_tokens_to_sample(len(prompt_token_ids), sampling, self._max_model_len)
         prompt = np.asarray(prompt_token_ids, np.int32)
         require_vocabulary(prompt.min(), prompt.max(), self._vocab_size)

@@ -12,6 +12,8 @@ from gspo_gym.types import BoolArray, Completion, FinishReason, Int32Array
 
 Int64Array = NDArray[np.int64]
 
+# The settings that `RowTable.start` reads: another one would be dropped silently.
+OBEYED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "min_tokens")
 _NO_TOKEN = -1
 _GOLDEN_GAMMA = np.uint64(0x9E3779B97F4A7C15)
 

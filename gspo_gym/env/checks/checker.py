@@ -355,7 +355,8 @@ def check_env(
         seeds: seeds of the tasks to play, at least two.
         max_turns: turns after which an episode is cut off.
         step_timeout_seconds: limit for each call of a method.
-        reference, random: names of the environment's policies that play these roles.
+        reference: name of the environment's policy that plays best.
+        random: name of its policy that plays legally and at random.
         max_step_seconds: a slower `reset` or `step` is a problem; None only reports the times.
         num_leak_episodes: episodes watched for leaks, at least 4; 0 skips that check.
         clock: monotonic seconds; measures `reset` and `step`.

@@ -26,6 +26,7 @@ from urllib.parse import parse_qsl
 
 import numpy as np
 
+from gspo_gym.base.files import packaged_file
 from gspo_gym.errors import ConfigError, MissingExtraError, UnknownNameError, nearest_name
 from gspo_gym.seeding import FIRST_TRAINING_SEED
 from gspo_gym.types import Message, Role
@@ -168,7 +169,7 @@ def read_rows(source: RowSource) -> list[Row]:
     if path.is_dir():
         return _from_iterable(_saved_dataset(path), text)
     if path.suffix in _SUFFIXES:
-        return _from_file(path)
+        return _from_file(packaged_file(path))
     if _NAME_IN_MODULE.fullmatch(text):
         rows_object = named_object(text, "rows")
         return _from_iterable(rows_object() if callable(rows_object) else rows_object, text)

@@ -292,8 +292,7 @@ class ChatJudgeModel:
             "seed": seed % _SEED_LIMIT,
             _SCHEMA: {"type": "json_schema", "json_schema": schema},
         }
-        if settings.sent_temperature is not None:
-            request["temperature"] = settings.sent_temperature
+        request["temperature"] = settings.temperature or 0.0
         return without(request, refused_names)
 
     def _is_about(self, error: RefusedError, request: Mapping[str, Any]) -> frozenset[str]:

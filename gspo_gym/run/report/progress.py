@@ -12,6 +12,7 @@ import itertools
 import json
 import re
 import shlex
+import shutil
 import sys
 import threading
 import time
@@ -31,6 +32,7 @@ from gspo_gym.base.tables import table
 from gspo_gym.policy.bases import TINY_PREFIX
 from gspo_gym.rollout.episode_files import episode_paths, read_episodes
 from gspo_gym.rollout.ledger import Disposition, Terminal, read_ledger
+from gspo_gym.run.folders import run_name
 from gspo_gym.run.process import Phases, minutes_and_seconds
 from gspo_gym.run.records import read_config
 from gspo_gym.types import Message, Segment, Trajectory
@@ -320,40 +322,35 @@ def print_next_steps(console: Console, folder: Path) -> None:
         line = Text(f"  {shlex.join(command)}   ").append(f"# {purpose}", style="dim")
         console.print(line, highlight=False, soft_wrap=True)
     if str(read_config(folder, "model")["model"].get("base")).startswith(TINY_PREFIX):
-        python = shlex.quote(str(_relative(Path(sys.executable))))
         console.print("\n[bold]a real model[/bold]: SmolLM2-135M-Instruct; it says what to install")
-        console.print(f"  {python} -m gspo_gym.cli train smollm2_guess", highlight=False, soft_wrap=True, markup=False)
+        second_step = shlex.join([*_program(), "train", "smollm2_guess"])
+        console.print(f"  {second_step}", highlight=False, soft_wrap=True, markup=False)
 
 
 def next_steps(folder: Path) -> list[tuple[list[str], str]]:
     """Return useful commands after the run in `folder`, as arguments, each with its purpose."""
     path = folder / "config.toml"
     config = read_config(folder, "rollout", "run")
-    python, rollout, seed = str(_relative(Path(sys.executable))), config["rollout"], config["run"]["seed"] + 1
-    cli = [python, "-m", "gspo_gym.cli"]
+    cli, name, rollout, seed = _program(), run_name(folder), config["rollout"], config["run"]["seed"] + 1
     steps: list[tuple[list[str], str]] = [
-        ([*cli, "report", str(folder), "--open"], "curves, and episodes token by token, in the browser"),
-        ([*cli, "doctor", str(folder)], "what could be better"),
+        ([*cli, "report", name, "--open"], "curves, and episodes token by token, in the browser"),
+        ([*cli, "doctor", name], "what could be better"),
     ]
     if config.get("services", {}).get("task_url") is None:  # with one, the environment is in an app elsewhere
         options = [f"--option={key}={json.dumps(value)}" for key, value in rollout.get("env_config", {}).items()]
         play = [*cli, "env", "play", rollout["env_name"], "--mask", *options]
         steps.append((play, "play yourself, and see what is trained on"))
     if any((folder / "checkpoints").glob("step_*")):
-        chat = [*cli, "models", "chat", str(folder)]
+        chat = [*cli, "models", "chat", name]
         if len(steps) > 2:  # its environment is here
             steps.insert(0, ([*chat, "--env"], "watch it play, or take over its turns"))
         else:
             steps.insert(0, (chat, "talk with it"))
-        evaluate = [python, "-m", "gspo_gym.evaluate", str(path), "--model", str(folder), "--seeds", "1000:1200"]
+        evaluate = [*cli, "evaluate", str(path), "--model", name, "--seeds", "1000:1200"]
         steps.append((evaluate, "other held-out tasks"))
     label = f"model.label={folder.name[:50]}-seed{seed}"
-    steps.append(([python, "-m", "gspo_gym.train", str(path), f"run.seed={seed}", label], "another run seed"))
-    tools = Path("configs/sql_analyst.toml")
-    if tools.exists():
-        steps.append(([python, "-m", "gspo_gym.train", str(tools)], "tools over a database"))
-    else:
-        steps.append(([*cli, "config", "new", "tools.toml", "--env", "SqlAnalyst"], "a configuration to begin with"))
+    steps.append(([*cli, "train", str(path), f"run.seed={seed}", label], "another run seed"))
+    steps.append(([*cli, "train", "sql_analyst"], "tools over a database"))
     steps.append(([*cli, "env", "new", "MyTask"], "your own environment, which trains as it stands"))
     return steps
 
@@ -473,11 +470,16 @@ def mask_text(segment: Segment, decode: Callable[..., str]) -> Text:
     )
 
 
-def _relative(path: Path) -> Path:
-    """Return the path relative to the current folder if it lies below, else unchanged."""
-    # A short `.venv/bin/python` also works without the environment being activated.
-    here = Path.cwd()
-    return path.relative_to(here) if path.is_relative_to(here) else path
+def _program() -> list[str]:
+    """Return the words that start `gspo-gym` in the current folder: its name where the shell finds this one by it."""
+    script = shutil.which("gspo-gym", path=str(Path(sys.executable).parent))
+    if script is None:
+        return [sys.executable, "-m", "gspo_gym.cli"]
+    by_name, here = shutil.which("gspo-gym"), Path.cwd()
+    if by_name is not None and Path(by_name).resolve() == Path(script).resolve():
+        return ["gspo-gym"]
+    # A short `.venv/bin/gspo-gym` also works without the environment being activated.
+    return [str(Path(script).relative_to(here) if Path(script).is_relative_to(here) else script)]
 
 
 def _evaluation_episodes(folder: Path, step: int) -> list[Trajectory]:

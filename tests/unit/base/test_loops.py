@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from small_run import small_run
 
 from gspo_gym import RunConfig, check_env, collect_episodes, make_vec, run_evaluation, run_training
 from gspo_gym.base.loops import run_to_end
@@ -36,17 +37,12 @@ def in_a_notebook(cell: Callable[[], Any]) -> Any:
 
 def config(folder: Path, *, iterations: int = 1) -> RunConfig:
     return RunConfig.from_dict(
-        {
-            "run": {"folder": str(folder)},
-            "model": {"base": "tiny:qwen3-64", "label": "note"},
-            "rollout": {"env_name": "GuessNumber", "env_config": {"style": "terse"},
-                        "max_turns": 4, "max_output_tokens": 3, "max_model_len": 256,
-                        "episodes_per_batch": 8},
-            "training": {"iterations_per_epoch": iterations, "group_size": 4, "batch_size": 4, "learning_rate": 1e-3,
-                         "checkpoint_every_n_iters": 1},
-            "evaluation": {"seeds": "0:4"},
-        }
-    )  # fmt: skip
+        small_run(
+            run={"folder": str(folder)},
+            model={"label": "note"},
+            training={"iterations_per_epoch": iterations, "checkpoint_every_n_iters": 1},
+        )
+    )
 
 
 def test_a_run_is_trained_resumed_and_evaluated_in_a_running_loop(tmp_path: Path) -> None:

@@ -154,10 +154,7 @@ def test_settings_out_of_range_are_refused(wrong: dict[str, float]) -> None:
         ({"retry-after": "0.5"}, 0.5),
         ({"retry-after-ms": "250", "retry-after": "3"}, 0.25),
         # RFC 9110's own example date, 90 seconds after the answer's.
-        (
-            {"retry-after": "Fri, 31 Dec 1999 23:59:59 GMT", "date": "Fri, 31 Dec 1999 23:58:29 GMT"},
-            90.0,
-        ),
+        ({"retry-after": "Fri, 31 Dec 1999 23:59:59 GMT", "date": "Fri, 31 Dec 1999 23:58:29 GMT"}, 90.0),
         ({"retry-after": "Fri, 31 Dec 1999 23:58:29 GMT", "date": "Fri, 31 Dec 1999 23:59:59 GMT"}, 0.0),
         ({"retry-after": "Fri, 31 Dec 1999 23:59:59 GMT"}, None),
         ({"retry-after": "soon"}, None),

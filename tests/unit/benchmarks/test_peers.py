@@ -22,9 +22,8 @@ from benchmarks.peers import (
     parse_answer,
     peer_python,
     run_real,
-    run_threads,
 )
-from gspo_gym.errors import MissingExtraError, ServiceError, UnknownNameError, UsageError
+from gspo_gym.errors import MissingExtraError, ServiceError, UnknownNameError
 
 
 def test_both_sides_do_the_same_job_in_turns_and_costs_are_medians_of_steps() -> None:
@@ -47,24 +46,6 @@ def test_both_sides_do_the_same_job_in_turns_and_costs_are_medians_of_steps() ->
     assert (step.ours, step.peer, step.goal) == ((10.0, 10.0), (10.0, 10.0), 1.6)
     (alone, _) = measure({"case": case}, {"ours": sides["ours"]}, rounds=1, threads=1, models={"m": Path("weights")})
     assert (alone.peer, alone.peer_name, alone.ratios) == ((), "", ())
-
-
-def test_our_side_with_several_threads_is_compared_with_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[tuple[str, int]] = []
-
-    def ours(job: Job, _: Path, threads: int) -> Mapping[str, Any]:
-        asked.append((job.game, threads))
-        return {"playing": [6.0 / threads], "learning": [3.0]}
-
-    monkeypatch.setattr("benchmarks.peers.all_sides", lambda *, with_peer: {"ours": ours})
-    sampling, step, games = run_threads(rounds=1, threads=2)
-    assert asked == [("talk", 2), ("talk", 1), ("guess", 2), ("guess", 1)]
-    # 6 / 2 beside 6 seconds of playing, with 3 of learning either way
-    assert (sampling.ours, sampling.peer, sampling.goal, sampling.peer_name) == ((3.0,), (6.0,), 1.5, "one thread")
-    assert (step.ours, step.peer, step.goal) == ((6.0,), (9.0,), 1.7)
-    assert (games.ours, games.peer, games.goal) == ((6.0,), (9.0,), 1.4)
-    with pytest.raises(UsageError, match="expected --threads 2 or more, got 1"):
-        run_threads(rounds=1, threads=1)
 
 
 def test_a_real_models_learning_stands_beside_its_floor_and_an_adapter_beside_all_weights(
@@ -144,8 +125,8 @@ def test_shapes_are_chosen_by_name() -> None:
 
 
 def test_numbers_that_are_only_printed_cannot_be_kept(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["runs", "--keep", "kept.jsonl"]) == 2
-    assert "--keep: runs only prints" in capsys.readouterr().err
+    assert main(["gateway", "--keep", "kept.jsonl"]) == 2
+    assert "--keep: gateway only prints" in capsys.readouterr().err
 
 
 def test_halving_finds_every_number_of_guess_and_wrong_words_use_up_the_tries() -> None:

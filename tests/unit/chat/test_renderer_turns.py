@@ -132,10 +132,7 @@ def test_an_answer_cut_off_inside_its_reasoning_stays_as_it_was_sampled(build_to
 def test_an_empty_block_that_the_template_does_not_show_starts_a_new_segment(build_tokenizer: Build) -> None:
     # Qwen3 does not take such a user message for a question, and shows no reasoning without a question before it.
     renderer = Renderer(build_tokenizer("qwen3"))
-    history = [
-        Message("user", "<tool_response>x</tool_response>"),
-        Message("assistant", "7", reasoning_content=""),
-    ]
+    history = [Message("user", "<tool_response>x</tool_response>"), Message("assistant", "7", reasoning_content="")]
     assert renderer.continue_from(history, [USER], closed=True).is_new_segment
 
 

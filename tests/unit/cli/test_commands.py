@@ -9,17 +9,18 @@ import ast
 import json
 import subprocess
 import sys
+from importlib.metadata import distribution, distributions
 from pathlib import Path
 
 import gymnasium
 import pytest
-from gspo_gym_envs import OWN
+from gspo_gym_envs import OWN, SUITES
 
 from gspo_gym.cli import env as env_commands
 from gspo_gym.cli.command_line import parse_and_run
 from gspo_gym.cli.main import command_parser, main
 from gspo_gym.env.core import TextEnv
-from gspo_gym.env.registry import register
+from gspo_gym.env.registry import Entry, entry_of, register
 
 ROOT = Path(__file__).parents[3]
 QUICKSTART = str(ROOT / "configs" / "quickstart.toml")
@@ -95,9 +96,32 @@ def test_a_good_environment_passes_and_takes_options(capsys):
 
 def test_the_bundled_environments_are_listed(capsys):
     assert main(["env", "list"]) == 0
-    listed = capsys.readouterr().out.split()
-    assert {"gspo_gym/GuessNumber-v0", "gspo_gym/FrozenLake-v0", "gspo_gym/SqlAnalyst-v0"} <= set(listed)
-    assert "CartPole-v1" not in listed
+    lines = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())  # each has a summary
+    assert {"gspo_gym/GuessNumber-v0", "gspo_gym/FrozenLake-v0", "gspo_gym/SqlAnalyst-v0"} <= lines.keys()
+    assert lines["gspo_gym/SqlAnalyst-v0"] == (
+        "A question, a database, and the tools list_tables, describe, query and answer."
+    )
+    assert "CartPole-v1" not in lines
+    assert main(["env", "list", "--all"]) == 0
+    assert "\nCartPole-v1 " in capsys.readouterr().out
+
+
+def test_the_list_says_of_every_suite_with_an_extra_whether_it_is_installed():
+    extras = {line.split()[-1] for line in (distribution("gspo-gym").metadata.get_all("Provides-Extra") or [])}
+    entries = {entry.extra: entry for entry in map(entry_of, SUITES)}
+    assert entries.keys() - {None} == {extra for extra in extras if extra.startswith("envs-")}
+    assert entries["envs-openenv"].missing == ()  # websockets and httpx are of the extra `dev`
+    requirement = {"envs-gem": "gem-llm", "envs-textarena": "textarena", "envs-verifiers": "verifiers"}
+    for extra, package in requirement.items():
+        is_there = any(distribution.name == package for distribution in distributions())
+        assert entries[extra].missing == (() if is_there else (package,))
+
+
+def test_what_cannot_be_read_is_listed_without_a_sentence():
+    for env_id, place in {"test_list/None-v0": "no_such_module:Env", "test_list/Self-v0": f"{__name__}:NoSuch"}.items():
+        register(env_id, place)
+        assert entry_of(env_id) == Entry(env_id, "")
+        gymnasium.registry.pop(env_id)
 
 
 def play(arguments, typed, capsys):
@@ -142,11 +166,7 @@ def test_tools_are_called_like_functions_when_playing(capsys):
 @pytest.mark.parametrize("name", ["overrides", "files"])
 @pytest.mark.parametrize(
     "words",
-    [
-        ["config.toml", "a.b=1", "--flag"],
-        ["config.toml", "--flag", "a.b=1"],
-        ["--flag", "config.toml", "a.b=1"],
-    ],
+    [["config.toml", "a.b=1", "--flag"], ["config.toml", "--flag", "a.b=1"], ["--flag", "config.toml", "a.b=1"]],
 )
 def test_a_list_may_stand_before_or_after_an_option(words, name):
     parser = argparse.ArgumentParser()

@@ -221,13 +221,14 @@ def test_audit_compares_with_labels_looks_for_biases_and_attacks(
 
 
 def test_audit_of_a_judge_that_is_away_scores_nothing_and_says_why(
-    tmp_path: Path, run_folder: Any, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, run_folder: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("gspo_gym.config.build.judge.MAX_ATTEMPTS", 1)
     labels = tmp_path / "labels.jsonl"
     labels.write_text('{"trajectory_id": "e0", "outcome": 1}')
     with BackgroundServer(create_fake_judge_app()) as server:
         run = run_folder(server.url)  # which is gone after this block
-    assert main(["judge", "audit", str(run), "--gold", str(labels), "judge.options.max_attempts=1"]) == 1
+    assert main(["judge", "audit", str(run), "--gold", str(labels)]) == 1
     first, reason, *_ = capsys.readouterr().out.splitlines()
     assert first == "audit of local:fake-judge: 0 of 1 labelled episodes scored"
     assert reason.startswith("  unscored 1: ")

@@ -181,9 +181,9 @@ def test_from_the_quickstart_to_playing_with_what_was_trained_are_three_commands
     report = run("gspo_gym.train", str(QUICKSTART), "--set-aside", *settings)
     (line,) = (line for line in report.splitlines() if "models chat" in line)
     told = shlex.split(line, comments=True)
-    assert told[1:] == ["-m", "gspo_gym.cli", "models", "chat", "runs/quickstart", "--env"]
+    assert told[1:] == ["models", "chat", "quickstart", "--env"]
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert ". .venv/bin/activate\ngspo-gym models chat quickstart --env " in readme
+    assert "after `. .venv/bin/activate`, `gspo-gym models chat quickstart\n--env`" in readme
     played = run("gspo_gym.cli", "models", "chat", "quickstart", "--env")  # an episode of the run's own environment
     assert played.startswith("user> Guess 1-4. 3 tries.")
     assert ", return " in played.splitlines()[-1]

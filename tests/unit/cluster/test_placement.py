@@ -122,11 +122,7 @@ def test_the_gpus_of_a_replica_are_the_first_free_ones_of_its_node() -> None:
             "no room for the run: replica: 3 x (3 GPUs), each on one node: there is room for 2, 1 missing. "
             "Free: 5 GPUs each on a, b",
         ),
-        (
-            [Part("replica", 2, Resources(2)), Part("reference", 1, Resources(3))],
-            [node("a", 3), node("b", 4)],
-            None,
-        ),
+        ([Part("replica", 2, Resources(2)), Part("reference", 1, Resources(3))], [node("a", 3), node("b", 4)], None),
         (
             [Part("replica", 1, Resources(3)), Part("reference", 2, Resources(2))],
             [node("a", 3), node("b", 3), node("c", 1)],

@@ -15,6 +15,7 @@ import re
 from pathlib import Path
 
 import pytest
+from small_run import small_run
 
 from gspo_gym.config.build import rollouts
 from gspo_gym.config.build import trainer as build
@@ -28,22 +29,14 @@ from gspo_gym.policy.manifest import RetentionSettings
 
 ROOT = Path(__file__).parents[3]
 
-BASE = {
-    "algorithm": {"variety": "gspo_token"},
-    "model": {"base": "tiny:qwen3-64", "label": "effects", "trainer_mode": "lora"},
-    "rollout": {
-        "env_name": "GuessNumber",
-        "env_config": {"style": "terse"},
-        "max_turns": 4,
-        "max_output_tokens": 3,
-        "max_model_len": 256,
-        "episodes_per_batch": 16,
-    },
-    "training": {"iterations_per_epoch": 4, "group_size": 4, "batch_size": 8, "learning_rate": 1e-3},
-    "optimizer": {"schedule": "cosine"},
-    "evaluation": {"seeds": "0:4"},
-    "warmup": {"num_episodes": 16, "learning_rate": 1e-3},
-}
+BASE = small_run(
+    algorithm={"variety": "gspo_token"},
+    model={"label": "effects", "trainer_mode": "lora"},
+    rollout={"episodes_per_batch": 16},
+    training={"iterations_per_epoch": 4, "batch_size": 8},
+    optimizer={"schedule": "cosine"},
+    warmup={"num_episodes": 16, "learning_rate": 1e-3},
+)
 DECISIONS = {"training.step_rewards_mode": "decision_stepwise"}
 ACHIEVEMENTS = {**DECISIONS, "training.step_rewards_strategy": "per_achievement"}
 KL = {"loss.kl_coef": 0.1}
@@ -134,6 +127,9 @@ OTHER = {
     "training.lora.dropout": (0.1, {}),
     "training.lora.target_modules": (["q_proj"], {}),
     "loss.unit": ("turn", {}),
+    "loss.surrogate": ("cispo", {}),
+    "loss.sapo_temperature_pos": (2.0, {"loss.surrogate": "sapo"}),
+    "loss.sapo_temperature_neg": (2.0, {"loss.surrogate": "sapo"}),
     "loss.aggregation": ("turn-mean-token-mean", {}),
     "loss.norm_length": (
         9, {"loss.aggregation": "dr_grpo", "loss.norm_length": 8, "algorithm.acknowledge": ["length_weighting"]}

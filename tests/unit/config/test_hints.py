@@ -84,7 +84,7 @@ def test_no_foreign_name_is_also_a_key_of_the_section_that_it_would_stand_in() -
             'loss_type is what TRL calls it: write loss.aggregation = "dr_grpo", loss.norm_length = '
             "max_completion_length",
         ),
-        ("loss.loss_type", "sapo", "loss_type is what TRL calls it: write loss.aggregation"),
+        ("loss.loss_type", "sapo", 'loss_type is what TRL calls it: write loss.surrogate = "sapo"'),
         (
             "advantages.normalize_std",
             False,

@@ -153,19 +153,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"judge.options.samples": 3},
         "judge.options.samples: 3 samples at judge.options.temperature = 0 are one and the same: raise that, or set 1",
     ),
-    "a temperature that is not sent": (
-        {"judge.options.temperature": 0.5, "judge.options.send_temperature": False},
-        "judge.options.temperature: has no effect with judge.options.send_temperature = false: have it sent, or remove "
-        "this",
-    ),
-    "a temperature that gold is not sent": (
-        {"judge.gold": {"provider": "openai", "model": "better", "temperature": 0.5, "send_temperature": False}},
-        "judge.gold.temperature: has no effect with judge.gold.send_temperature = false: have it sent, or remove this",
-    ),
-    "a temperature that a member is not sent": (
-        {**PANEL, "judge.panel": [MEMBER, {**MEMBER, "temperature": 0.5, "send_temperature": False}]},
-        "judge.panel: member 1: temperature has no effect with send_temperature = false: remove one of them",
-    ),
     "a median of one": (
         {"judge.options.aggregate": "median"},
         'judge.options.aggregate: "median" of one judge and one sample has no effect: remove this',
@@ -192,18 +179,25 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         "judge.options.mode: has no effect: only a model is asked turn by turn; remove this",
     ),
     # gold
-    "gold that is nobody": ({"judge.gold": {}}, "judge.gold: gold: needs model and provider (or base_url), or python"),
+    "gold that is nobody": (
+        {"judge.gold": {}},
+        "judge.gold: expected a gold judge, [[judge.gold.panel]], or episodes with labels",
+    ),
+    "gold without an address": (
+        {"judge.gold": {"panel": [MEMBER, {"model": "better"}]}},
+        "judge.gold: member 1: needs provider (or base_url), or python",
+    ),
     "labels without episodes": (
         {"judge.gold": {"labels": "labels.jsonl"}},
         "judge.gold: expected both episodes and labels, or neither and a gold judge",
     ),
     "gold without the rubric": (
-        {**SYNTH, "judge.gold": {"provider": "openai", "model": "better"}},
+        {**SYNTH, "judge.gold": {"panel": [MEMBER]}},
         "judge.gold: a gold judge needs the rubric, which only services.judge_url has: give judge.options.rubric_file",
     ),
     "labels and a judge": (
-        {"judge.gold": {"labels": "l", "episodes": "e", "model": "m"}},
-        "judge.gold: episodes with labels are gold already, so model has no effect: remove one",
+        {"judge.gold": {"labels": "l", "episodes": "e", "panel": [MEMBER]}},
+        "judge.gold: episodes with labels are gold already, so panel has no effect: remove one",
     ),
     "a sample of labels": (
         {"judge.gold": {"labels": "l", "episodes": "e", "num_episodes": 7}},
@@ -220,7 +214,6 @@ OF_A_MODEL: dict[str, Any] = {
     "base_url": "http://h/v1",
     "api_key_env": "KEY",
     "temperature": 0.5,
-    "send_temperature": False,
     "max_output_tokens": 7,
     "structured_output": "text",
     "usd_per_million_input_tokens": 0.1,
@@ -233,15 +226,11 @@ def test_every_key_of_a_judging_model_has_a_value_here() -> None:
 
 
 @pytest.mark.parametrize("key", OF_A_MODEL)
-def test_no_key_of_a_model_stands_beside_a_function_or_labels(key: str, problems: Problems) -> None:
+def test_no_key_of_a_model_stands_beside_a_function(key: str, problems: Problems) -> None:
     given = {key: OF_A_MODEL[key]}
-    gold = {"judge.gold": {"python": "mine:judge", **given}}
-    labels = {"judge.gold": {"labels": "l", "episodes": "e", **given}}
+    gold = {"judge.gold": {"panel": [{"python": "mine:judge", **given}]}}
     panel = {**PANEL, "judge.panel": [MEMBER, {"python": "mine:judge", **given}]}
-    assert problems(judged(gold)) == [f"judge.gold: gold: python is no model, so {key} has no effect: remove one"]
-    assert problems(judged(labels)) == [
-        f"judge.gold: episodes with labels are gold already, so {key} has no effect: remove one"
-    ]
+    assert problems(judged(gold)) == [f"judge.gold: member 0: python is no model, so {key} has no effect: remove one"]
     assert problems(judged(panel)) == [f"judge.panel: member 1: python is no model, so {key} has no effect: remove one"]
     (problem,) = problems(judged({**PYTHON, f"judge.options.{key}": given[key]}))
     assert problem.startswith(f"judge.options.{key}: ")
@@ -314,10 +303,10 @@ ALLOWED: dict[str, dict[str, Any]] = {
     },
     "samples that differ": {"judge.options.samples": 3, "judge.options.temperature": 0.7,
                             "judge.options.aggregate": "median"},
-    "samples at a temperature of its own": {"judge.options.samples": 3, "judge.options.send_temperature": False},
     "a budget": {"judge.options.max_cost_usd": 1.0, "judge.options.usd_per_million_input_tokens": 0.1,
                  "judge.options.usd_per_million_output_tokens": 0.4},
-    "a gold judge": {"judge.gold": {"provider": "openai", "model": "better"}},
+    "a gold judge": {"judge.gold": {"panel": [MEMBER]}},
+    "several gold judges": {"judge.gold": {"panel": [MEMBER, {"python": "mine:judge"}]}},
     "labelled episodes": {"judge.gold": {"labels": "l", "episodes": "e"}},
 }  # fmt: skip
 

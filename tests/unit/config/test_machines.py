@@ -132,11 +132,7 @@ def test_512_gpus_are_placed_by_the_numbers_alone(make: Make) -> None:
             ["no room for the run: 6 GPUs are needed in all and 4 GPUs free: 2 GPUs missing. Free: 4 GPUs on node-0"],
         ),
         (
-            {
-                **cluster(9, 1, 4, 4, gpus_for_ref=1),
-                "reference": {"placement": "dedicated"},
-                "loss": {"kl_coef": 0.1},
-            },
+            {**cluster(9, 1, 4, 4, gpus_for_ref=1), "reference": {"placement": "dedicated"}, "loss": {"kl_coef": 0.1}},
             ("1x9:80GiB",),
             SHAPES["Llama-3.3-70B-Instruct"],
             [
@@ -253,12 +249,7 @@ def test_machines_that_cannot_be_read_are_refused(text: str) -> None:
 
 def test_machines_are_counted_and_the_smallest_gpu_is_the_measure() -> None:
     assert parse_nodes(["1x2:80GiB:96:1.5GiB", "2x1:40GiB:8:1GiB"], Machines(())) == Machines(
-        (
-            Offer("node-0", (0, 1), 96, 3 * 2**29),
-            Offer("node-1", (0,), 8, GIB),
-            Offer("node-2", (0,), 8, GIB),
-        ),
-        40 * GIB,
+        (Offer("node-0", (0, 1), 96, 3 * 2**29), Offer("node-1", (0,), 8, GIB), Offer("node-2", (0,), 8, GIB)), 40 * GIB
     )
     with pytest.raises(ConfigError, match="for all nodes or for none"):
         parse_nodes(["1x8:80GiB", "1x8"], Machines(()))

@@ -35,10 +35,24 @@ def test_the_table_has_every_key_with_type_default_and_meaning() -> None:
     assert entries <= set(found)
 
 
+def test_every_key_stands_in_a_configuration_an_example_a_translation_or_a_test_of_its_own() -> None:
+    """A key that only the list of all effects names has no user: it is a constant with its reason."""
+    root = README.parents[1]
+    files = [
+        *(root / "configs").rglob("*.toml"),
+        *(root / "examples").rglob("*.py"),
+        *(root / "gspo_gym" / "config" / "foreign").glob("*.toml"),
+        *(path for path in (root / "tests").rglob("*.py") if path.name != "test_effects.py"),
+    ]
+    words = {word for path in files for word in re.findall(r"\w+", path.read_text(encoding="utf-8"))}
+    assert [key for key in leaf_keys() if key.rpartition(".")[2] not in words] == []
+
+
 @pytest.mark.parametrize(
     "row",
     [
-        "| `clip_low` | a number, > 0 and < 1 | `0.0003` | ratio floor is 1 - clip_low (paper: 3e-4) |",
+        "| `clip_low` | a number, > 0 and < 1 | `0.0003` | ratio floor is 1 - clip_low (paper: 3e-4); dppo: of "
+        "probabilities |",
         "| `step_timeout_seconds` | a number, > 0 | `30.0` | to make the environment, and for each reset, step or "
         "close of it |",
         "| `iterations_per_epoch` | an integer, > 0 | required | batches of episodes per epoch |",

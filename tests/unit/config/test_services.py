@@ -39,10 +39,7 @@ TWO_LEARN = {
     "topology": {"type": "cluster", "gpus_for_vllm": 1, "gpus_for_training": 2},
     "rollout.engine": "local",
 }
-TWO_SAMPLE: dict[str, Any] = {
-    **TWO_LEARN,
-    "topology": {"type": "cluster", "gpus_for_vllm": 2, "gpus_for_training": 1},
-}
+TWO_SAMPLE: dict[str, Any] = {**TWO_LEARN, "topology": {"type": "cluster", "gpus_for_vllm": 2, "gpus_for_training": 1}}
 
 
 def test_everything_that_is_missing_is_listed_at_once(make: Make) -> None:

@@ -15,16 +15,18 @@ import numpy as np
 import pytest
 import torch
 
+from gspo_gym.base.settings import Settings
 from gspo_gym.cli.verify import _KNOWN
 from gspo_gym.diagnosis import oracle
 from gspo_gym.diagnosis.oracle import StepRecords, terms_of, units_of_loss
 from gspo_gym.learning import losses
 from gspo_gym.learning.losses import count_denominators, policy_loss
-from gspo_gym.learning.settings import LossSettings
+from gspo_gym.learning.settings import AdvantageSettings, LossSettings
+from gspo_gym.learning.surrogate_keys import SURROGATE_KEYS, SURROGATE_UNITS
 
 # Beside the choices: wide enough that all bounds bind and none binds everywhere.
 NUMBERS: dict[str, Any] = {"clip_low": 0.2, "clip_high": 0.3, "dual_clip": 1.4, "kl_coef": 0.1, "kl_clamp": 0.9}
-NUMBERS |= {"entropy_coef": 0.01, "norm_length": 7}
+NUMBERS |= {"entropy_coef": 0.01, "norm_length": 7, "sapo_temperature_pos": 1.5, "sapo_temperature_neg": 2.5}
 NO_CORRECTION = {"correction.level": "none", "correction.off_policy_threshold": None}
 
 # Rows (segments) of episodes 0, 0, 1 and 2, and of their sampled tokens the turns; the second row goes on with a turn.
@@ -49,11 +51,19 @@ def every_pair_of_choices() -> list[LossSettings]:
     made: list[LossSettings] = []
     for one, other in itertools.combinations(fields, 2):
         for values in itertools.product(fields[one], fields[other]):
-            given = first | dict(zip((one, other), values, strict=True))
-            if given["aggregation"] not in ("seq-mean-token-sum-norm", "dr_grpo"):
-                del given["norm_length"]
+            given = fitting(first | dict(zip((one, other), values, strict=True)))
             made += [settings] if (settings := LossSettings(**given)) not in made else []
     return made
+
+
+def fitting(given: dict[str, Any]) -> dict[str, Any]:
+    """Without the keys that the aggregation or the surrogate does not read, and with a unit that the latter has."""
+    idle = {name for names in SURROGATE_KEYS.values() for name in names} - set(SURROGATE_KEYS[given["surrogate"]])
+    if given["aggregation"] not in ("seq-mean-token-sum-norm", "dr_grpo"):
+        idle.add("norm_length")
+    units = SURROGATE_UNITS.get(given["surrogate"], (given["unit"],))
+    unit = given["unit"] if given["unit"] in units else units[0]
+    return {name: value for name, value in given.items() if name not in idle} | {"unit": unit}
 
 
 class Tokens:
@@ -130,22 +140,33 @@ def test_the_oracle_has_a_line_for_every_surrogate() -> None:
     assert chosen == set(losses.SURROGATES), "a surrogate that no setting chooses is compared with nothing"
 
 
-def test_the_oracle_knows_every_key_and_every_choice_of_the_loss() -> None:
-    assert {f"loss.{name}" for name in LossSettings.model_fields} <= set(_KNOWN)
-    for name, field in LossSettings.model_fields.items():
+@pytest.mark.parametrize(("section", "settings"), [("loss", LossSettings), ("advantages", AdvantageSettings)])
+def test_the_oracle_knows_every_key_and_every_choice(section: str, settings: type[Settings]) -> None:
+    assert {f"{section}.{name}" for name in settings.model_fields} <= set(_KNOWN)
+    for name, field in settings.model_fields.items():
         if typing.get_origin(field.annotation) is Literal:
-            assert set(typing.get_args(field.annotation)) == set(_KNOWN[f"loss.{name}"] or ())
+            assert set(typing.get_args(field.annotation)) == set(_KNOWN[f"{section}.{name}"] or ())
 
 
 def test_oracle_and_learner_agree_under_every_choice_of_the_loss() -> None:
     assert differences(every_pair_of_choices()) == []
-    clips = learned(Tokens(), LossSettings(**{**NUMBERS, "norm_length": None, "unit": "token"}))["clip"]
-    assert set(clips.tolist()) == {0, 1, 2, 3}, "every bound binds somewhere"
+    first = {name: choices_of(name)[0] for name in LossSettings.model_fields}
+    for surrogate, binding in {"clip": {0, 1, 2, 3}, "gmpo": {0, 1, 2}, "dppo": {0, 1, 2}, "cispo": {0}}.items():
+        settings = LossSettings(**fitting(first | {"surrogate": surrogate, "unit": "token"}))
+        assert set(learned(Tokens(), settings)["clip"].tolist()) == binding, "every bound binds somewhere"
 
 
 def test_a_surrogate_of_the_learner_alone_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    def without_clip(ratio: torch.Tensor, advantage: torch.Tensor, settings: LossSettings) -> torch.Tensor:
-        return ratio * advantage
+    def without_clip(ratios: losses.Ratios, _: LossSettings) -> torch.Tensor:
+        return ratios.s * ratios.advantage
 
-    monkeypatch.setitem(losses.SURROGATES, "dual_clip", without_clip)
+    monkeypatch.setitem(losses.SURROGATES, "clip", without_clip)
     assert {name for name, _ in differences(every_pair_of_choices()[:1])} == {"share", "slope"}
+
+
+def test_the_oracle_divides_by_a_groups_success_rate_as_the_learner_does() -> None:
+    config = {"advantages.baseline": "group", "advantages.scale": "mean"}
+    for returns, expected in (([1, 0, 0, 0], [3, -1, -1, -1]), ([0, 0], [0, 0]), ([1, 1], [0, 0])):
+        values = np.array(returns, dtype=np.float64)[:, None]
+        spreads = {"group": oracle._spread(values, np.abs(values))}
+        assert oracle._advantages(config, values, spreads)[:, 0].tolist() == expected

@@ -481,10 +481,10 @@ def test_a_good_run_has_no_finding(runs: Path, url: str, monkeypatch: Patch, nam
     assert found_in(config.run_folder) == []
 
 
-def cut_weights(ratio: torch.Tensor, advantage: torch.Tensor, settings: Any) -> torch.Tensor:
-    """CISPO (arXiv 2506.13585): a ratio outside of the range weighs as its bound does, and keeps its gradient."""
-    weight = ratio.detach().clamp(1 - settings.clip_low, 1 + settings.clip_high)
-    return weight * advantage * ratio / ratio.detach()
+def cut_weights(ratios: losses.Ratios, settings: Any) -> torch.Tensor:
+    """CISPO with a floor: a ratio outside of the range weighs as its bound does, and keeps its gradient."""
+    weight = ratios.s.detach().clamp(1 - settings.clip_low, 1 + settings.clip_high)
+    return weight * ratios.advantage * ratios.one
 
 
 def test_a_surrogate_that_is_added_to_the_learner_alone_is_right_on_the_page(runs: Path, monkeypatch: Patch) -> None:

@@ -18,10 +18,12 @@ from gspo_gym.config.build.episode_collection import endpoint_settings
 from gspo_gym.engine.base import SamplingParams
 from gspo_gym.engine.endpoint.routes import SampleRequest, TextRoute
 from gspo_gym.engine.endpoint.wire import completions_request, sglang_request
+from gspo_gym.engine.local.engine import LocalEngine
 from gspo_gym.engine.local.rows import RowTable
 from gspo_gym.engine.scripted import ScriptedEngine
 from gspo_gym.engine.vllm.requests import sampling_fields
 from gspo_gym.errors import ConfigError
+from gspo_gym.policy.load import load_policy
 from gspo_gym.remote.gateway.slices import SlicedEngine
 from gspo_gym.types import SAMPLING_NAMES
 
@@ -150,6 +152,21 @@ class MoreParams(SamplingParams):
 def test_no_constant_goes_over_a_value_of_the_record(wire: str, name: str) -> None:
     sampling = MoreParams(max_tokens=40, stop_token_ids=(9,), seed=1, **{name: 0.5})  # type: ignore[arg-type]
     assert WIRES[wire](sampling)[name] == 0.5
+
+
+@pytest.mark.parametrize("name", ["frequency_penalty", "presence_penalty"])
+def test_the_local_engine_refuses_a_setting_that_it_does_not_obey(name: str) -> None:
+    sampling = MoreParams(max_tokens=40, stop_token_ids=(9,), seed=1, **{name: 0.5})  # type: ignore[arg-type]
+
+    async def main() -> None:
+        engine = LocalEngine(load_policy("tiny:qwen3-64").model, max_model_len=64)
+        try:
+            await engine.generate([1], sampling)
+        finally:
+            await engine.close()
+
+    with pytest.raises(ConfigError, match=f"LocalEngine takes .* only; leave {name} at the default"):
+        asyncio.run(main())
 
 
 def test_what_counts_sampled_tokens_is_sampled_in_one_call_and_not_in_slices() -> None:

@@ -75,10 +75,7 @@ def test_the_schema_is_the_openai_one() -> None:
                     "exact": {"type": "boolean", "default": False},
                     "tags": {"type": "array", "items": {"type": "string"}, "default": []},
                     "extra": {
-                        "anyOf": [
-                            {"type": "object", "additionalProperties": {"type": "integer"}},
-                            {"type": "null"},
-                        ]
+                        "anyOf": [{"type": "object", "additionalProperties": {"type": "integer"}}, {"type": "null"}]
                     },
                     "mode": {"enum": ["all", "any"], "type": "string", "default": "all"},
                     "color": {"enum": ["red", "blue"], "type": "string", "default": "blue"},
@@ -514,10 +511,7 @@ def test_a_model_s_arguments_arrive_as_the_model() -> None:
 @pytest.mark.parametrize(
     ("order", "complaint"),
     [
-        (
-            {"lines": [{"title": "b", "count": 0}], "town": "Rome"},
-            r"at \['lines'\]\[0\]\['count'\]: expected greater",
-        ),
+        ({"lines": [{"title": "b", "count": 0}], "town": "Rome"}, r"at \['lines'\]\[0\]\['count'\]: expected greater"),
         ({"lines": [{"title": "ball", "count": "2"}], "town": "Rome"}, r".*\['count'\]: expected a valid integer"),
         ({"lines": [{"title": "ball", "gift": 1}], "town": "Rome"}, r".*\['gift'\]: expected a valid boolean"),
         ({"lines": []}, r"at \['town'\]: Field required"),

@@ -24,20 +24,13 @@ import programs
 import pytest
 from gspo_gym_envs.code_repair.env import CodeRepair
 from gspo_gym_envs.sql_analyst.env import SqlAnalyst
+from small_run import small_run
 
 from gspo_gym.cli.train import run_training
 from gspo_gym.config.build import rollouts
 from gspo_gym.config.run_config import RunConfig
 from gspo_gym.env import watchdog
-from gspo_gym.env.watchdog import (
-    MARKER,
-    SLOT_BYTES,
-    Frozen,
-    cpu_seconds,
-    holder,
-    read_frozen,
-    seconds_until_frozen,
-)
+from gspo_gym.env.watchdog import MARKER, SLOT_BYTES, Frozen, cpu_seconds, holder, read_frozen, seconds_until_frozen
 from gspo_gym.env.workers.env import ProcessEnv
 from gspo_gym.errors import RecordError
 
@@ -156,11 +149,7 @@ def guarded(*lines: str) -> list[str]:
 @pytest.mark.slow
 def test_an_environment_that_computes_for_long_and_lets_others_run_is_left_alone() -> None:
     """Beats come every 0.2 s, so it is never silent for 0.8 s although it is busy for 3."""
-    said = guarded(
-        "with watching(None, 0.8, advice=''), announced('Slow\\nstep()'):",
-        "    spin(3)",
-        "print('over')",
-    )
+    said = guarded("with watching(None, 0.8, advice=''), announced('Slow\\nstep()'):", "    spin(3)", "print('over')")
     assert said == ["over"]
 
 
@@ -286,28 +275,13 @@ def test_a_marker_that_cannot_be_read_is_an_error_that_says_what_to_do(tmp_path:
 
 def settings(folder: Path, **training: Any) -> RunConfig:
     return RunConfig.from_dict(
-        {
-            "run": {"folder": str(folder)},
-            "model": {"base": "tiny:qwen3-64", "label": "frozen"},
-            "rollout": {
-                "env_name": "GuessNumber",
-                "env_config": {"style": "terse"},
-                "isolation": "thread",
-                "max_turns": 2,
-                "max_output_tokens": 4,
-                "max_model_len": 256,
-                "episodes_per_batch": 4,
-            },
-            "training": {
-                "iterations_per_epoch": 1,
-                "group_size": 2,
-                "batch_size": 4,
-                "learning_rate": 1e-3,
-                "checkpoint_every_n_iters": 1,
-                **training,
-            },
-            "evaluation": {"seeds": "0:2"},
-        }
+        small_run(
+            run={"folder": str(folder)},
+            model={"label": "frozen"},
+            rollout={"isolation": "thread", "max_turns": 2, "max_output_tokens": 4, "episodes_per_batch": 4},
+            training={"iterations_per_epoch": 1, "group_size": 2, "checkpoint_every_n_iters": 1, **training},
+            evaluation={"seeds": "0:2"},
+        )
     )
 
 

@@ -227,22 +227,6 @@ def test_the_full_level_is_what_it_was_before_there_were_levels(num_bugs: int) -
     assert digest.hexdigest() == DIGESTS[num_bugs]
 
 
-@pytest.mark.parametrize(
-    ("kwargs", "error", "message"),
-    [
-        ({"level": "tny"}, UnknownNameError, "unknown level 'tny'; did you mean 'tiny'"),
-        ({"level": "tiny", "num_bugs": 2}, ConfigError, "num_bugs=1 at level 'tiny', got 2"),
-        ({"tools": ["replac", "submit"]}, UnknownNameError, "did you mean 'replace'"),
-        ({"tools": ["fix"]}, UnknownNameError, "unknown tool 'fix'"),
-        ({"tools": ["replace"]}, ConfigError, "expected 'submit' and 'replace' or 'write_file'"),
-        ({"tools": ["submit", "run_tests"]}, ConfigError, "expected 'submit' and 'replace' or 'write_file'"),
-    ],
-)
-def test_impossible_settings_are_refused(kwargs: dict[str, object], error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        CodeRepair(**kwargs)
-
-
 def test_options_of_the_other_level_are_refused() -> None:
     with pytest.raises(ConfigError, match="unknown options \\['module'\\]; known: function"):
         CodeRepair(style="terse", level="tiny").reset(seed=0, options={"module": "roman"})

@@ -12,7 +12,6 @@ import pytest
 from gspo_gym_envs.countdown.arithmetic import ExpressionError, read_expression, solve, without
 from gspo_gym_envs.countdown.env import Countdown
 from gspo_gym_envs.countdown.tasks import Task, TaskRanges
-from gymnasium.error import ResetNeeded
 
 from gspo_gym.env.rewards import Reward
 from gspo_gym.errors import ConfigError
@@ -251,41 +250,3 @@ def test_an_answer_that_could_not_be_read_uses_up_a_turn() -> None:
     env.reset(seed=0, options=TASK)
     text, reward, terminated, _, _ = env.invalid_action("unclosed <think>")
     assert (text, dict(reward.terms), terminated) == ("unclosed <think>. Left 2 3 7 8.", {"illegal": -0.05}, False)
-
-
-@pytest.mark.parametrize(
-    ("kwargs", "message"),
-    [
-        ({"num_numbers": 7}, "num_numbers from 3 to 6"),
-        ({"min_target": 9, "max_target": 8}, "min_target=9, max_target=8"),
-        ({"max_turns": 2}, "max_turns >= num_numbers - 1, got 2 for 4"),
-        ({"illegal_penalty": -1.0}, "illegal_penalty=-1.0"),
-        ({"style": "loud"}, "got 'loud'"),
-    ],
-)
-def test_impossible_settings_are_refused_with_the_value(kwargs: dict[str, object], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        Countdown(**kwargs)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"numbers": [2, 3]}, "expected the options numbers and target"),
-        ({"numbers": [2, 3], "target": 3}, "a target that is none of"),
-        ({"numbers": [2, -3], "target": 6}, "whole numbers from 1 up"),
-        ({"numbers": [2, 3], "target": 7}, "a target that can be made"),
-    ],
-)
-def test_wrong_reset_options_are_refused(options: dict[str, object], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        Countdown(style="terse").reset(seed=0, options=options)
-
-
-def test_stepping_outside_an_episode_is_an_error() -> None:
-    env = Countdown(style="terse")
-    with pytest.raises(ResetNeeded):
-        env.step("7*8")
-    answers(env, "(7*8)+3")
-    with pytest.raises(ResetNeeded):
-        env.invalid_action("unreadable")

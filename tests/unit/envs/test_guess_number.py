@@ -12,11 +12,9 @@ import gymnasium
 import numpy as np
 import pytest
 from gspo_gym_envs.guess_number.env import GuessNumber
-from gymnasium.error import ResetNeeded
 from gymnasium.utils.env_checker import check_env
 
 from gspo_gym.env.rewards import Reward
-from gspo_gym.errors import ConfigError
 from gspo_gym.types import Message
 
 
@@ -266,36 +264,5 @@ def test_reset_options_choose_the_number_without_moving_the_generator() -> None:
     assert chosen._number == drawn._number
 
 
-@pytest.mark.parametrize(
-    ("kwargs", "message"),
-    [
-        ({"low": 5, "high": 4}, "expected 0 <= low <= high, got low=5, high=4"),
-        ({"max_guesses": 0}, "expected max_guesses >= 1, got 0"),
-        ({"illegal_penalty": -0.1}, "penalties >= 0"),
-        ({"style": "loud"}, "expected style 'terse' or 'verbose', got 'loud'"),
-    ],
-)
-def test_impossible_settings_are_refused_with_the_value(kwargs: dict[str, object], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        GuessNumber(**kwargs)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"), [({"numbr": 3}, "unknown options"), ({"number": 9}, "expected number from 1 to 8, got 9")]
-)
-def test_wrong_reset_options_are_refused(options: dict[str, int], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        GuessNumber(style="terse").reset(seed=0, options=options)
-
-
 def test_gymnasium_s_checker_accepts_it() -> None:
     check_env(gymnasium.make("gspo_gym/GuessNumber-v0").unwrapped, skip_render_check=True)
-
-
-def test_stepping_outside_an_episode_is_an_error() -> None:
-    env = GuessNumber(style="terse")
-    with pytest.raises(ResetNeeded):
-        env.step("4")
-    answers(env, 6, "6")
-    with pytest.raises(ResetNeeded):
-        env.step("6")

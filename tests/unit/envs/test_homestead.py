@@ -10,10 +10,8 @@ import pytest
 from gspo_gym_envs.homestead.env import Homestead
 from gspo_gym_envs.homestead.rules import ACHIEVEMENTS
 from gspo_gym_envs.homestead.world import Creature, World
-from gymnasium.error import ResetNeeded
 
 from gspo_gym.env.rewards import Reward
-from gspo_gym.errors import ConfigError
 
 EMPTY = ["....."] * 5
 
@@ -213,33 +211,3 @@ def test_an_answer_that_could_not_be_read_is_illegal() -> None:
     text, reward, _, _, _ = env.invalid_action("unclosed <think>")
     assert text.splitlines()[0] == "unclosed <think>"
     assert dict(reward.terms) == {"illegal": -0.01}
-
-
-@pytest.mark.parametrize(
-    ("kwargs", "message"),
-    [
-        ({"size": 11}, "size from 12 to 64, got 11"),
-        ({"max_turns": 0}, "max_turns >= 1"),
-        ({"max_actions": 0}, "max_actions >= 1"),
-        ({"achievements_reward": 0.0}, "achievements_reward=0.0"),
-        ({"style": "loud"}, "got 'loud'"),
-    ],
-)
-def test_impossible_settings_are_refused_with_the_value(kwargs: dict[str, object], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        Homestead(**kwargs)
-
-
-def test_reset_options_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"expected no options, got \['land'\]"):
-        Homestead(style="terse").reset(seed=0, options={"land": 1})
-
-
-def test_stepping_outside_an_episode_is_an_error() -> None:
-    env = Homestead(style="terse", max_turns=1)
-    with pytest.raises(ResetNeeded):
-        env.step("wait")
-    env.reset(seed=0)
-    env.step("wait")
-    with pytest.raises(ResetNeeded):
-        env.step("wait")

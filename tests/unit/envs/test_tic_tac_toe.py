@@ -12,10 +12,9 @@ from gspo_gym_envs.tic_tac_toe.board import EMPTY, best_cells, free_cells, is_ov
 from gspo_gym_envs.tic_tac_toe.env import TicTacToe
 from gspo_gym_envs.tic_tac_toe.opponents import perfect_opponent, random_opponent
 from gspo_gym_envs.tic_tac_toe.policies import winning_line
-from gymnasium.error import ResetNeeded
 
 from gspo_gym.env.rewards import Reward
-from gspo_gym.errors import ConfigError, ContractError, UnknownNameError
+from gspo_gym.errors import ContractError
 
 
 def first_free(board: str, side: str) -> int:
@@ -290,34 +289,3 @@ def test_an_answer_that_could_not_be_read_is_illegal() -> None:
     env.reset(seed=0)
     text, reward, terminated, _, _ = env.invalid_action("unclosed <think>")
     assert (text, dict(reward.terms), terminated) == ("unclosed <think>\n123\n456\n789", {"illegal": -0.1}, False)
-
-
-@pytest.mark.parametrize(
-    ("kwargs", "error", "message"),
-    [
-        ({"opponent": "minmax"}, UnknownNameError, "unknown opponent 'minmax'.*minimax"),
-        ({"first": "me"}, ConfigError, "got first='me'"),
-        ({"opponent": "self", "first": "agent"}, ConfigError, "opponent='self'"),
-        ({"max_illegal": 0}, ConfigError, "expected max_illegal >= 1, got 0"),
-        ({"draw_reward": 2.0}, ConfigError, "draw_reward=2.0"),
-        ({"style": "loud"}, ConfigError, "got 'loud'"),
-    ],
-)
-def test_impossible_settings_are_refused(kwargs: dict[str, object], error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        TicTacToe(**kwargs)
-
-
-@pytest.mark.parametrize("options", [{"frst": "agent"}, {"first": "me"}, {"first": "agent", "x": 1}])
-def test_wrong_reset_options_are_refused(options: dict[str, object]) -> None:
-    with pytest.raises(ConfigError, match="expected the option first"):
-        TicTacToe(style="terse").reset(seed=0, options=options)
-
-
-def test_stepping_outside_an_episode_is_an_error() -> None:
-    env = TicTacToe(style="terse")
-    with pytest.raises(ResetNeeded):
-        env.step("5")
-    answers(env, "x", "x", "x")
-    with pytest.raises(ResetNeeded):
-        env.step("5")

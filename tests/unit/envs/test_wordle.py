@@ -12,9 +12,6 @@ from gspo_gym_envs.wordle.env import Wordle
 from gspo_gym_envs.wordle.marks import code, codes, letters_of, marks, possible
 from gspo_gym_envs.wordle.policies import best_guess, information
 from gspo_gym_envs.wordle.words import bundled_words, word_list
-from gymnasium.error import ResetNeeded
-
-from gspo_gym.errors import ConfigError
 
 WORDS = ["light", "night", "right", "sight", "these", "those"]
 
@@ -78,10 +75,7 @@ def test_a_won_episode_reads_exactly_so() -> None:
 def test_a_lost_episode_is_terminated_and_names_the_word() -> None:
     heard = answers(Wordle(style="terse", max_guesses=3), "these", "hello", "sixes", "four")
     assert [text for text, *_ in heard] == ["hello yy...", "not in the list", "lost: these"]
-    assert heard[1:] == [
-        ("not in the list", {"illegal": -0.05}, False),
-        ("lost: these", {"illegal": -0.05}, True),
-    ]
+    assert heard[1:] == [("not in the list", {"illegal": -0.05}, False), ("lost: these", {"illegal": -0.05}, True)]
 
 
 def test_a_verbose_episode_reads_exactly_so() -> None:
@@ -194,37 +188,3 @@ def test_an_answer_that_could_not_be_read_costs_a_try() -> None:
     text, reward, terminated, _, _ = env.invalid_action("unclosed <think>")
     assert (text, dict(reward.terms), terminated) == ("unclosed <think>", {"illegal": -0.05}, False)
     assert env.invalid_action("unclosed <think>")[0] == "lost: these"
-
-
-@pytest.mark.parametrize(
-    ("kwargs", "message"),
-    [
-        ({"max_guesses": 0}, "expected max_guesses >= 1, got 0"),
-        ({"allowed": "all"}, "got 'all'"),
-        ({"information_reward": -0.1}, "information_reward=-0.1"),
-        ({"style": "loud"}, "got 'loud'"),
-        ({"words": ["cat"]}, "at least two different words"),
-        ({"words": ["cat", "bird"]}, "words of one length in the letters a-z, got 'bird'"),
-        ({"words": ["cat", "Dog"]}, "got 'Dog'"),
-    ],
-)
-def test_impossible_settings_are_refused_with_the_value(kwargs: dict[str, object], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        Wordle(**kwargs)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"), [({"wrd": "these"}, "unknown options"), ({"word": "xyzzy"}, "got 'xyzzy'")]
-)
-def test_wrong_reset_options_are_refused(options: dict[str, str], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        Wordle(style="terse").reset(seed=0, options=options)
-
-
-def test_stepping_outside_an_episode_is_an_error() -> None:
-    env = Wordle(style="terse")
-    with pytest.raises(ResetNeeded):
-        env.step("these")
-    answers(env, "these", "these")
-    with pytest.raises(ResetNeeded):
-        env.step("these")

@@ -55,7 +55,7 @@ def watch(
         return DriftCheck(4, 0.5 + gap, 0.5, gap, 0.001, 0.75)
 
     on_event = lambda *event: events.append(event)  # noqa: E731
-    return GoldWatch(compare, 0.1, every=every, stops=stops, on_event=on_event), asked
+    return GoldWatch(compare, every=every, stops=stops, on_event=on_event), asked
 
 
 def run_steps(gold: GoldWatch, num_steps: int) -> list[dict[str, float]]:
@@ -114,7 +114,7 @@ def test_a_comparison_that_fails_is_told_and_changes_nothing() -> None:
     async def compare(step: int, recent: Sequence[Judged]) -> DriftCheck:
         raise JudgeError(f"nobody is there at step {step}, {len(recent)} episodes")
 
-    gold = GoldWatch(compare, 0.1, every=1, stops=True, on_event=lambda *event: events.append(event))
+    gold = GoldWatch(compare, every=1, stops=True, on_event=lambda *event: events.append(event))
     assert run_steps(gold, 1) == [{}]
     assert events == [("judge_gold_failed", {"reason": "nobody is there at step 1, 1 episodes", "of_step": 1})]
     gold.require_agreement()
@@ -134,7 +134,7 @@ def test_a_defect_of_gold_is_told_and_ends_a_run_that_is_to_stop_at_drift(stops:
         BLEND,
         [(played, Label(played.trajectory_id, outcome=1.0)) for played, _ in labels.values()],
     )
-    gold = GoldWatch(compare, 0.1, every=1, stops=stops, on_event=lambda *event: events.append(event))
+    gold = GoldWatch(compare, every=1, stops=stops, on_event=lambda *event: events.append(event))
 
     async def step() -> None:
         gold.after_step(1)
@@ -165,7 +165,7 @@ def test_whatever_ends_a_comparison_ends_a_run_that_is_to_stop_at_drift(where: s
         if kind == {"the comparison is told": "judge_gold", "the alarm is told": "judge_drift"}.get(where):
             raise StorageError("events.jsonl: No space left on device")
 
-    gold = GoldWatch(compare, 0.1, every=1, stops=True, on_event=on_event)
+    gold = GoldWatch(compare, every=1, stops=True, on_event=on_event)
 
     async def two_steps() -> None:
         for step in (1, 2):
@@ -189,7 +189,7 @@ def test_one_comparison_at_a_time_and_none_is_waited_for() -> None:
             await gate.wait()
             raise AssertionError("it was given up before")
 
-        gold = GoldWatch(compare, 0.1, every=1, stops=False, on_event=lambda *_: None)
+        gold = GoldWatch(compare, every=1, stops=False, on_event=lambda *_: None)
         for step in range(1, 4):
             assert gold.after_step(step) == {}
             await asyncio.sleep(0)

@@ -11,21 +11,8 @@ from rule_judge import RuleJudge, said_by_policy, spoken_episode
 from gspo_gym.errors import ConfigError, RecordError
 from gspo_gym.judge.base import JudgeBudgetError, JudgeDeniedError, JudgeError, JudgeStoppedError, Rubrics
 from gspo_gym.judge.blend import RewardBlend, blend, env_rewards
-from gspo_gym.judge.records import (
-    JUDGEMENTS_FILE,
-    JudgedEpisode,
-    JudgementRecorder,
-    latest_judgements,
-    read_judgements,
-)
-from gspo_gym.judge.rescoring import (
-    Rescored,
-    new_file,
-    rescore,
-    side_by_side,
-    stored_episodes,
-    stored_judgements,
-)
+from gspo_gym.judge.records import JUDGEMENTS_FILE, JudgedEpisode, JudgementRecorder, latest_judgements, read_judgements
+from gspo_gym.judge.rescoring import Rescored, new_file, rescore, side_by_side, stored_episodes, stored_judgements
 from gspo_gym.judge.rubric import Criterion, Rubric
 from gspo_gym.rollout.episode_files import write_episodes
 from gspo_gym.types import Trajectory

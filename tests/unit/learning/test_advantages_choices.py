@@ -7,16 +7,18 @@ from __future__ import annotations
 
 import itertools
 import math
+from typing import get_args
 
 import numpy as np
 import pytest
 
+from gspo_gym.errors import RecordError
 from gspo_gym.learning.advantages import RunningReturns, batch_advantages, is_constant
 from gspo_gym.learning.credit import Returns
 from gspo_gym.learning.settings import AdvantageSettings
 
 ROUNDING = 1e-6  # float32 results of order 1
-BASELINES = ("group", "leave_one_out", "batch", "running", "none")
+BASELINES = get_args(AdvantageSettings.model_fields["baseline"].annotation)
 SCALES = ("group", "batch", "running", "none")
 
 
@@ -192,3 +194,28 @@ def test_comparing_immediate_rewards_among_those_who_play_would_teach_to_stop():
 
     assert TRUE_GRADIENT[0] < 0, "the logit of stopping should fall"
     assert expected_gradient(immediate)[0] > 0, "and it would rise"
+
+
+def test_a_group_divided_by_its_success_rate_is_maxrl():
+    """(r - mean) / mean: of one success in four 3 and -1, of three in four 1/3 and -1; of none, and of all, 0."""
+    settings = AdvantageSettings(scale="mean")
+    returns = [[1, 0, 0, 0], [1, 1, 1, 0], [0, 0, 0, 0], [1, 1, 1, 1]]
+    groups = [[[0.0, float(r)] for r in group] for group in returns]
+    advantages = [[episode[0] for episode in group] for group in compare(groups, settings)]
+    expected = [[3, -1, -1, -1], [1 / 3, 1 / 3, 1 / 3, -1], [0] * 4, [0] * 4]
+    for group, values in zip(advantages, expected, strict=True):
+        assert group == pytest.approx(values, abs=ROUNDING)
+
+
+@pytest.mark.parametrize("value", [0.5, -1.0, 2.0, 1 + 1e-5])
+def test_a_success_rate_is_of_returns_of_0_and_1(value):
+    settings = AdvantageSettings(scale="mean")
+    compare([[[1.0], [0.0], [1 + 1e-7]]], settings)  # rounding is allowed
+    with pytest.raises(RecordError, match=r'"mean" \(MaxRL\) divides by a success rate: expected returns of 0 or 1'):
+        compare([[[1.0], [value]]], settings)
+
+
+@pytest.mark.parametrize("other", [{"baseline": "leave_one_out"}, {"baseline": "none"}, {"level": "turn"}])
+def test_a_success_rate_is_of_a_group_and_of_whole_episodes(other):
+    with pytest.raises(ValueError, match="needs baseline"):
+        AdvantageSettings(scale="mean", **other)

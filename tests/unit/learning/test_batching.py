@@ -43,11 +43,7 @@ def test_advantages_reach_the_tokens_of_their_turn_in_every_segment(make_traject
     first = make_trajectory([1.0, 2.0], observation=2, action=[1, 3], num_segments=2)
     second = make_trajectory([0.0, 0.0], observation=2, action=[2, 1])
     built = build_batch([make_group(first, second)], TURN)
-    assert built.batch.advantages.tolist() == [
-        [0, 0, 3, 0, 0, 0, 0],
-        [0, 0, 2, 2, 2, 0, 0],
-        [0, 0, -3, -3, 0, 0, -2],
-    ]
+    assert built.batch.advantages.tolist() == [[0, 0, 3, 0, 0, 0, 0], [0, 0, 2, 2, 2, 0, 0], [0, 0, -3, -3, 0, 0, -2]]
     assert built.batch.trajectory_index.tolist() == [0, 0, 1]
     assert built.batch.turn_index.tolist() == [
         [-1, -1, 0, -1, -1, -1, -1],

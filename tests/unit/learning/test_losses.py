@@ -362,3 +362,73 @@ def test_the_dual_clips_of_roll_are_accepted():
     """1 + 2 * pg_clip: 1.4 at its default range, 1.0006 at 3e-4."""
     assert LossSettings(clip_low=0.2, clip_high=0.2, dual_clip=1 + 2 * 0.2).dual_clip == 1.4
     assert LossSettings(clip_low=3e-4, clip_high=4e-4, dual_clip=1 + 2 * 3e-4).dual_clip == 1.0006
+
+
+def cut(d, A):  # d, a token's log-ratio, as GMPO counts it, with 0.8 and 1.1 as bounds of the ratio
+    return min(d, math.log(1.1)) if A > 0 else max(d, math.log(0.8))
+
+
+def cispo(A, s, **_):
+    return min(s, 1.1) * A, min(s, 1.1) * A
+
+
+def sapo(A, s, **_):
+    tau = 1.5 if A > 0 else 2.5
+    gate = 1 / (1 + math.exp(-tau * (s - 1)))
+    return 4 / tau * gate * A, 4 * gate * (1 - gate) * s * A
+
+
+def gmpo(A, unit, d, **_):
+    g = math.exp(sum(cut(*token) for token in unit) / len(unit))
+    return g * A, g * A if cut(d, A) == d else 0.0
+
+
+def dppo(A, s, p, mu, **_):
+    value = 0.0 if (p - mu > 0.004 and A > 0) or (mu - p > 0.002 and A < 0) else min(s, 20) * A
+    return value, value
+
+
+def vespo(A, unit, **_):
+    w = max(1e-8, math.prod(math.exp(d) for d, _ in unit))
+    weight = w**2 * math.exp(3 * (1 - w)) if A >= 0 else w**3 * math.exp(2 * (1 - w))
+    return weight * A, weight * A
+
+
+# The value that each maximises at a token and its slope, and the settings that say the same.
+SURROGATES = {
+    cispo: {"unit": "token", "clip_high": 0.1},
+    sapo: {"unit": "turn", "sapo_temperature_pos": 1.5, "sapo_temperature_neg": 2.5},
+    gmpo: {"unit": "turn", "clip_low": 0.2, "clip_high": 0.1},
+    dppo: {"unit": "token", "clip_low": 0.002, "clip_high": 0.004},
+    vespo: {"unit": "trajectory"},
+}
+
+
+@pytest.mark.parametrize("surrogate", SURROGATES)
+@pytest.mark.parametrize("drift", [0.3, 6.0])  # beyond a ratio of 20, too
+def test_each_surrogate_has_the_value_and_the_slope_of_its_formula(ragged, surrogate, drift):
+    batch, options = ragged, SURROGATES[surrogate]
+    batch.now = batch.old + drift / 0.15 * (batch.now - batch.old)
+    settings = {"surrogate": surrogate.__name__, "aggregation": "token-mean", **options}
+    now = batch.now.clone().requires_grad_(True)
+    counts = count_denominators(batch.mask, batch.turn, batch.trajectory)
+    tensors = {"action_mask": batch.mask, "turn_index": batch.turn, "trajectory_index": batch.trajectory}
+    tensors |= {"advantages": batch.advantages}
+    output = policy_loss(now, batch.old, **tensors, settings=LossSettings(**settings), denominators=counts)
+    output.loss.backward()
+    units, places = {}, [(b, t) for b, t in batch.mask.nonzero().tolist()]
+    keys = {"token": lambda b, t: (b, t), "trajectory": lambda b, _: int(batch.trajectory[b])}
+    keys["turn"] = lambda b, t: (int(batch.trajectory[b]), int(batch.turn[b, t]))
+    d = {(b, t): float(batch.now[b, t] - batch.old[b, t]) for b, t in places}
+    for place in places:
+        units.setdefault(keys[options["unit"]](*place), []).append((d[place], float(batch.advantages[place])))
+    values, slopes = [], torch.zeros_like(now)
+    for place in places:
+        unit = units[keys[options["unit"]](*place)]
+        s = math.exp(sum(of_token for of_token, _ in unit) / len(unit))
+        probabilities = {"p": float(batch.now[place].exp()), "mu": float(batch.old[place].exp())}
+        value, slope = surrogate(float(batch.advantages[place]), s=s, unit=unit, d=d[place], **probabilities)
+        values.append(value)
+        slopes[place] = -slope / len(places)
+    assert (-len(places) * output.tokens.share).tolist() == pytest.approx(values, rel=1e-9, abs=1e-12)
+    torch.testing.assert_close(now.grad, slopes, rtol=1e-9, atol=1e-12)

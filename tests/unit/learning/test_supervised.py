@@ -74,12 +74,7 @@ def test_one_step_has_the_gradient_of_the_models_own_nll(make_model, demonstrati
 
 def test_demonstrations_become_likely(make_model, demonstrations):
     steps = []
-    report = imitate(
-        make_model(),
-        demonstrations,
-        settings={"num_epochs": 25, "batch_size": 4},
-        on_step=steps.append,
-    )
+    report = imitate(make_model(), demonstrations, settings={"num_epochs": 25, "batch_size": 4}, on_step=steps.append)
     assert report.epoch_losses[-1] < 0.2 * report.epoch_losses[0]
     assert (report.num_steps, len(steps), steps[-1].num_total_steps) == (75, 75, 75)
     assert report.num_tokens == 25 * sum(t.num_actions for t in demonstrations)
@@ -178,12 +173,7 @@ def test_non_finite_steps_are_skipped_and_end_the_warm_up_when_too_many(make_mod
     handle = model.model.norm.register_forward_hook(break_after_the_probe)
     before = [p.detach().clone() for p in model.parameters()]
     with pytest.raises(NonFiniteError, match="3 steps in a row"):
-        imitate(
-            model,
-            demonstrations,
-            settings={"batch_size": 1},
-            update={"max_nonfinite_steps": 2},
-        )
+        imitate(model, demonstrations, settings={"batch_size": 1}, update={"max_nonfinite_steps": 2})
     handle.remove()
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), before, strict=True))
 

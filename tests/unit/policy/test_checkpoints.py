@@ -133,7 +133,6 @@ def test_the_newest_is_found_by_number_and_the_oldest_go(store: CheckpointStore,
         ({}, (3, 7, 8)),  # the last two and the best: of 3 and 5, equally good, the earlier
         ({"keep_best": 0}, (7, 8)),
         ({"keep_best": 3, "keep_last": 1}, (3, 4, 5, 8)),
-        ({"keep_best_direction": "min"}, (1, 7, 8)),
         ({"keep_best_metric": "mean_return"}, (6, 7, 8)),
         ({"keep_best_metric": "mean_env_return"}, (7, 8)),  # no evaluation has one
         ({"keep_best": 0, "keep_last": 1, "keep_every": 3}, (3, 6, 8)),

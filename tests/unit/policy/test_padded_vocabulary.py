@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from small_run import small_run
 
 from gspo_gym.cli.train import run_training
 from gspo_gym.cli.verify import verify_step
@@ -131,18 +132,15 @@ def test_a_model_without_weights_knows_it_too(padded: str) -> None:
 
 def test_a_run_on_such_a_model_loses_no_attempt_and_is_verified(padded: str, tmp_path: Path) -> None:
     config = RunConfig.from_dict(
-        {
-            "run": {"folder": str(tmp_path), "log_tokens_every_n_iters": 1},
-            "model": {"base": padded, "label": "padded"},
-            "rollout": {"env_name": "GuessNumber", "env_config": {"style": "terse"},
-                        "max_turns": 2, "max_output_tokens": 8, "max_model_len": 256,
-                        "episodes_per_batch": 8},
-            "training": {"iterations_per_epoch": 2, "group_size": 4, "batch_size": 8, "learning_rate": 1e-2,
-                         "checkpoint_every_n_iters": 1},
-            "loss": {"entropy_coef": 0.5},  # entropy has a gradient, whatever is earned
-            "evaluation": {"seeds": "0:1"},
-        }
-    )  # fmt: skip
+        small_run(
+            run={"folder": str(tmp_path), "log_tokens_every_n_iters": 1},
+            model={"base": padded, "label": "padded"},
+            rollout={"max_turns": 2, "max_output_tokens": 8},
+            training={"batch_size": 8, "learning_rate": 1e-2, "checkpoint_every_n_iters": 1},
+            loss={"entropy_coef": 0.5},  # entropy has a gradient, whatever is earned
+            evaluation={"seeds": "0:1"},
+        )
+    )
     run_training(config)
     assert [line["rollout/attempts"] for line in read_metrics(config.run_folder)] == [8, 8]  # none played again
     result = verify_step(config.run_folder, 2)

@@ -18,6 +18,7 @@ import torch
 from faulty_server import FaultyServer
 from guessing_endpoint import guessing
 from safetensors.torch import load_file
+from small_run import small_run
 from tiers import slow_but
 
 from gspo_gym.cli.train import run_training
@@ -141,16 +142,13 @@ def test_sharing_int8_weights_copies_none_of_them() -> None:
 
 def config(folder: Path, kind: str, **changes: Any) -> RunConfig:
     """Keys with __ for the dot."""
-    values: dict[str, dict[str, Any]] = {
-        "run": {"folder": str(folder)},
-        "model": {"base": TINY, "label": "q", "trainer_mode": "qlora", "quantization": kind},
-        "rollout": {"env_name": "GuessNumber", "env_config": {"style": "terse"},
-                    "max_turns": 3, "max_output_tokens": 3, "max_model_len": 192,
-                    "episodes_per_batch": 8},
-        "training": {"iterations_per_epoch": 2, "group_size": 4, "batch_size": 8, "learning_rate": 1e-2,
-                     "lora": {"r": 2}},
-        "evaluation": {"seeds": "0:2"},
-    }  # fmt: skip
+    values: dict[str, dict[str, Any]] = small_run(
+        run={"folder": str(folder)},
+        model={"base": TINY, "label": "q", "trainer_mode": "qlora", "quantization": kind},
+        rollout={"max_turns": 3, "max_model_len": 192},
+        training={"batch_size": 8, "learning_rate": 1e-2, "lora": {"r": 2}},
+        evaluation={"seeds": "0:2"},
+    )
     for key, value in changes.items():
         section, name = key.split("__")
         values.setdefault(section, {})[name] = value

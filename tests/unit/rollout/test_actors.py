@@ -158,8 +158,7 @@ def test_an_engine_actor_passes_its_settings_on() -> None:
             EpisodeRequest("e", Task("Parrot", 0), sampling_seed=0),
             make_env=lambda task: Parrot(),
             act=EngineActor(
-                engine,
-                Sampling(temperature=0.5, top_p=0.75, top_k=3, min_p=0.25, repetition_penalty=1.5, min_tokens=5),
+                engine, Sampling(temperature=0.5, top_p=0.75, top_k=3, min_p=0.25, repetition_penalty=1.5, min_tokens=5)
             ),
             renderers=RendererCache(tiny_tokenizer()),
             limits=EpisodeLimits(max_turns=3, max_output_tokens=16, max_model_len=512),

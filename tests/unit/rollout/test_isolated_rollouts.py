@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from small_run import small_run
 
 from gspo_gym.config.build import rollouts
 from gspo_gym.config.build import trainer as build
@@ -22,21 +23,12 @@ from gspo_gym.types import Task
 
 def config(**rollout: Any) -> RunConfig:
     return RunConfig.from_dict(
-        {
-            "model": {"base": "tiny:qwen3-64", "label": "isolated"},
-            "rollout": {
-                "env_name": "GuessNumber",
-                "env_config": {"style": "terse"},
-                "max_turns": 4,
-                "max_output_tokens": 8,
-                "max_model_len": 256,
-                "episodes_per_batch": 4,
-                **rollout,
-            },
-            "training": {"iterations_per_epoch": 1, "group_size": 2, "batch_size": 4, "learning_rate": 1e-3},
-            "evaluation": {"seeds": "0:4"},
-            "warmup": {"num_episodes": 4, "policy": "reference", "learning_rate": 1e-3},
-        }
+        small_run(
+            model={"label": "isolated"},
+            rollout={"max_output_tokens": 8, "episodes_per_batch": 4, **rollout},
+            training={"iterations_per_epoch": 1, "group_size": 2},
+            warmup={"num_episodes": 4, "policy": "reference", "learning_rate": 1e-3},
+        )
     )
 
 

@@ -89,10 +89,7 @@ def test_the_file_gives_back_what_was_entered(tmp_path: Path) -> None:
     ledger = Ledger(tmp_path / "ledger.jsonl")
     ledger.dispatch(dispatched("a"))
     ledger.settle(Terminal("a", 0, Outcome.ENV_TIMEOUT, Disposition.DROPPED, "two\nlines"))
-    assert ledger.entries == (
-        dispatched("a"),
-        Terminal("a", 0, Outcome.ENV_TIMEOUT, Disposition.DROPPED, "two\nlines"),
-    )
+    assert ledger.entries == (dispatched("a"), Terminal("a", 0, Outcome.ENV_TIMEOUT, Disposition.DROPPED, "two\nlines"))
     again = Ledger(tmp_path / "ledger.jsonl")  # as a run that goes on: the names are free, what was written stays
     again.dispatch(dispatched("a"))
     assert again.entries == (dispatched("a"),)

@@ -22,16 +22,7 @@ from gspo_gym.run.collect import Collected, Collector, WarmupPlan, batch_metrics
 from gspo_gym.run.process import Phases
 from gspo_gym.run.settings import ConstantGroups, LoopSettings, RunSize, TrainPlan, WarmupSettings
 from gspo_gym.seeding import child_seed, training_seed
-from gspo_gym.types import (
-    DroppedEpisode,
-    FinishReason,
-    Outcome,
-    Segment,
-    Task,
-    Trajectory,
-    TrajectoryGroup,
-    Turn,
-)
+from gspo_gym.types import DroppedEpisode, FinishReason, Outcome, Segment, Task, Trajectory, TrajectoryGroup, Turn
 
 
 class Groups:

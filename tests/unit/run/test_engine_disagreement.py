@@ -24,12 +24,7 @@ from gspo_gym.engine.base import SamplingParams
 from gspo_gym.engine.local.engine import LocalEngine
 from gspo_gym.env.rewards import Reward
 from gspo_gym.errors import EngineMismatchError
-from gspo_gym.learning.settings import (
-    LoraSettings,
-    LossSettings,
-    OptimizerSettings,
-    UpdateSettings,
-)
+from gspo_gym.learning.settings import LoraSettings, LossSettings, OptimizerSettings, UpdateSettings
 from gspo_gym.learning.update import Learner
 from gspo_gym.policy.load import Policy, adapt_policy, load_policy
 from gspo_gym.policy.weight_sync import WeightSync
@@ -157,10 +152,7 @@ def train(folder: Path, make_engine: Callable[[Policy], LocalEngine], *, num_ste
             run_seed=7,
         )
         learner = Learner(
-            policy.model,
-            optimizer=OptimizerSettings(),
-            loss=LossSettings(),
-            update=UpdateSettings(learning_rate=1e-3),
+            policy.model, optimizer=OptimizerSettings(), loss=LossSettings(), update=UpdateSettings(learning_rate=1e-3)
         )
         num_episodes = GROUPS * GROUP_SIZE
         plan = TrainPlan(

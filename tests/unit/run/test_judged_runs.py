@@ -161,7 +161,7 @@ def test_a_judge_that_is_away_for_a_while_is_waited_for(tmp_path: Path) -> None:
 
     place: socket.socket = bind("127.0.0.1", 0, has_key=False)
     url = f"{url_of(place)}/v1"
-    config = config_of(tmp_path, url, max_attempts=1)
+    config = config_of(tmp_path, url)
     server = server_for(create_fake_judge_app())
 
     def wait_and_serve() -> None:

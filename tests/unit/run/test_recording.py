@@ -14,10 +14,7 @@ import programs
 import pytest
 
 from gspo_gym.errors import ConfigError, RecordError
-from gspo_gym.rollout.episode_files import (
-    read_episodes,
-    trajectory_to_json,
-)
+from gspo_gym.rollout.episode_files import read_episodes, trajectory_to_json
 from gspo_gym.rollout.ledger import Dispatched, Disposition, Ledger, Terminal, imbalances, read_ledger
 from gspo_gym.rollout.schedule import is_played_again
 from gspo_gym.run.recording import EVENTS, METRICS, SUMMARY, RunRecorder, missing_records

@@ -74,9 +74,7 @@ def test_a_run_that_does_not_exist_yet_is_followed_from_its_first_event(tmp_path
     assert [event["kind"] for event in reader.read()] == ["started"]
 
 
-def test_every_reader_gets_each_event_once_and_in_order_however_often_the_run_is_resumed(
-    recorder: RunRecorder,
-) -> None:
+def test_every_reader_gets_each_event_once_and_in_order_however_often_the_run_is_resumed(recorder: RunRecorder) -> None:
     """Readers look at random moments of a run that is resumed 20 times, each time after losing some steps."""
     random = np.random.default_rng(5)
     readers = [EventReader(recorder.folder) for _ in range(8)]

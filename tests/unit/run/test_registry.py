@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from held_runs import ENDS, held_runs
 
-from benchmarks.runs import ENDS, held_runs
 from gspo_gym.cli.main import main
 from gspo_gym.errors import ConfigError, RecordError
 from gspo_gym.rollout.evaluation import Evaluation, EvaluationRow, join
@@ -180,8 +180,7 @@ def test_a_link_to_a_run_is_not_removed_and_not_renamed(tmp_path: Path, capsys: 
 
 
 @pytest.mark.parametrize(
-    "model",
-    ['source = "a"', 'source = "rl:a:step_000002"', 'base = "{0}/a/checkpoints/step_000002"'],
+    "model", ['source = "a"', 'source = "rl:a:step_000002"', 'base = "{0}/a/checkpoints/step_000002"']
 )
 def test_a_run_from_whose_checkpoint_another_began_is_removed_only_with_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], model: str

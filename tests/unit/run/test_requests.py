@@ -24,6 +24,7 @@ import gymnasium
 import programs
 import pytest
 from own_signals import signal_this_process
+from small_run import small_run
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from gspo_gym.cli.main import main
@@ -240,29 +241,14 @@ def test_a_command_that_went_says_what_to_do_instead(
 
 def config_of(folder: Path, **training: Any) -> RunConfig:
     return RunConfig.from_dict(
-        {
-            "run": {"folder": str(folder)},
-            "algorithm": {"variety": "gspo_token"},
-            "model": {"base": "tiny:qwen3-64", "label": "test"},
-            "rollout": {
-                "env_name": "GuessNumber",
-                "env_config": {"style": "terse"},
-                "max_turns": 1,
-                "max_output_tokens": 3,
-                "max_model_len": 256,
-                "episodes_per_batch": 8,
-            },
-            "loss": {},
-            "training": {
-                "iterations_per_epoch": 10_000,
-                "max_idle_iters": 10_000,
-                "group_size": 4,
-                "batch_size": 4,
-                "learning_rate": 1e-3,
-            }
-            | training,
-            "evaluation": {"seeds": "0:4", "every_n_iters": 5_000},
-        }
+        small_run(
+            run={"folder": str(folder)},
+            algorithm={"variety": "gspo_token"},
+            rollout={"max_turns": 1},
+            loss={},
+            training={"iterations_per_epoch": 10_000, "max_idle_iters": 10_000} | training,
+            evaluation={"every_n_iters": 5_000},
+        )
     )
 
 

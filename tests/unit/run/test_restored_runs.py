@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from safetensors.torch import load_file
+from small_run import small_run
 
 from gspo_gym.cli.train import run_training
 from gspo_gym.config.build import trainer as build
@@ -27,28 +28,14 @@ ALL = ("weights", "optimizer", "tasks", "step")
 
 
 def make_config(folder: Path, *, iterations: int, label: str, **changes: Any) -> RunConfig:
-    values: dict[str, Any] = {
-        "run": {"folder": str(folder), "seed": 3},
-        "algorithm": {"variety": "gspo_token"},
-        "model": {"base": "tiny:qwen3-64", "label": label},
-        "rollout": {
-            "env_name": "GuessNumber",
-            "env_config": {"style": "terse"},
-            "max_turns": 4,
-            "max_output_tokens": 3,
-            "max_model_len": 256,
-            "episodes_per_batch": 8,
-        },
-        "training": {
-            "iterations_per_epoch": iterations,
-            "group_size": 4,
-            "batch_size": 4,
-            "learning_rate": 1e-3,
-            "checkpoint_every_n_iters": 2,
-        },
-        "loss": {"entropy_coef": 0.01},  # every episode has a gradient, also where all earn the same
-        "evaluation": {"seeds": "0:4", "every_n_iters": 4},
-    }
+    values: dict[str, Any] = small_run(
+        run={"folder": str(folder), "seed": 3},
+        algorithm={"variety": "gspo_token"},
+        model={"label": label},
+        training={"iterations_per_epoch": iterations, "checkpoint_every_n_iters": 2},
+        loss={"entropy_coef": 0.01},  # every episode has a gradient, also where all earn the same
+        evaluation={"every_n_iters": 4},
+    )
     for key, value in changes.items():
         section, name = key.split("__")
         values[section][name] = value
@@ -147,11 +134,7 @@ def found_config(runs: Path) -> RunConfig:
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
-        (
-            {"run__restore_from": "{runs}/nowhere"},
-            ConfigError,
-            "expected the folder of a run or of a",
-        ),
+        ({"run__restore_from": "{runs}/nowhere"}, ConfigError, "expected the folder of a run or of a"),
         ({"run__restore_from": "{runs}"}, CheckpointError, "manifest.json: is missing"),
         ({"run__seed": 4}, ConfigError, 'run.restore: "tasks" are those of run.seed'),
         ({"rollout__env_name": "FrozenLake"}, ConfigError, 'run.restore: "tasks" are those of run.seed'),

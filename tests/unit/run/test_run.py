@@ -33,6 +33,7 @@ from own_signals import signal_this_process
 from recorded_run import record_run
 from rich.console import Console
 from safetensors.torch import load_file
+from small_run import small_run
 
 from gspo_gym.base.files import take_lock, whole_lines
 from gspo_gym.cli.train import main, run_training
@@ -66,29 +67,14 @@ def a_stop_may_be_slow(monkeypatch):
 
 
 def make_config(folder, *, iterations=2, **changes):
-    values = {
-        "run": {"folder": str(folder), "stop_grace_seconds": 600.0},
-        "algorithm": {"variety": "gspo_token"},
-        "model": {"base": "tiny:qwen3-64", "label": "test"},
-        "rollout": {
-            "env_name": "GuessNumber",
-            "env_config": {"style": "terse"},
-            "max_turns": 4,
-            "max_output_tokens": 3,
-            "max_model_len": 256,
-            "episodes_per_batch": 8,
-        },
-        "training": {
-            "iterations_per_epoch": iterations,
-            "group_size": 4,
-            "batch_size": 4,
-            "learning_rate": 1e-3,
-            "checkpoint_every_n_iters": 2,
-        },
-        "loss": {},
-        "evaluation": {"seeds": "0:4", "every_n_iters": 2},
-        "warmup": {"num_episodes": 16, "learning_rate": 1e-3},
-    }
+    values = small_run(
+        run={"folder": str(folder), "stop_grace_seconds": 600.0},
+        algorithm={"variety": "gspo_token"},
+        training={"iterations_per_epoch": iterations, "checkpoint_every_n_iters": 2},
+        loss={},
+        evaluation={"every_n_iters": 2},
+        warmup={"num_episodes": 16, "learning_rate": 1e-3},
+    )
     for key, value in changes.items():
         section, name = key.split("__")
         values[section][name] = value
@@ -233,7 +219,6 @@ def test_a_run_keeps_its_newest_its_best_and_its_periodic_checkpoints(tmp_path):
         "keep_last": 1,
         "keep_best": 1,
         "keep_best_metric": "mean_return",
-        "keep_best_direction": "min",
         "keep_every": 4,
     }
     keys = {f"training__{key}": value for key, value in {**keys, "checkpoint_every_n_iters": 1}.items()}
@@ -241,7 +226,7 @@ def test_a_run_keeps_its_newest_its_best_and_its_periodic_checkpoints(tmp_path):
     run_training(config)
     events = read_events(tmp_path / "test")
     returns = {event["step"]: event["data"]["mean_return"] for event in events if event["kind"] == "evaluation"}
-    best = min(returns, key=lambda step: (returns[step], step))
+    best = max(returns, key=lambda step: (returns[step], -step))
     folders = sorted(path.name for path in (tmp_path / "test" / "checkpoints").iterdir())
     assert folders == [f"step_{step:06d}" for step in sorted({best, 4, 8})]
     assert [event["step"] for event in events if event["kind"] == "checkpoint"] == [0, *range(9)]
@@ -769,9 +754,13 @@ def test_every_command_that_a_run_names_next_works_where_it_is_printed(tmp_path)
         check=True,
     )
     following, _, real_model = done.stdout.partition("\nnext\n")[2].partition("\n\na real model: ")
-    assert real_model.splitlines()[-1].endswith(" -m gspo_gym.cli train smollm2_guess")  # needs a package and minutes
-    lines = following.splitlines()
+    assert real_model.splitlines()[-1].endswith("gspo-gym train smollm2_guess")  # needs a package and minutes
+    lines = [
+        line.replace("gspo-gym train sql_analyst", "gspo-gym config check sql_analyst")
+        for line in following.splitlines()
+    ]
     assert len(lines) == 8
+    assert not any("python" in line for line in lines)
     for line in lines:
         ended = subprocess.run(line, shell=True, cwd=tmp_path, capture_output=True, text=True, stdin=subprocess.DEVNULL)
         allowed = (0, 1) if " doctor " in line else (0,)  # 1: it found something serious

@@ -1,6 +1,7 @@
 """A whole run on 4-bit weights: it trains, resumes, is evaluated, and is gone on with only as what it is."""
 
 import pytest
+from small_run import small_run
 
 from gspo_gym.cli.evaluate import run_evaluation
 from gspo_gym.cli.train import run_training
@@ -12,26 +13,13 @@ from gspo_gym.policy.quantization import is_quantized
 
 def config(folder, mode="qlora", base="tiny:qwen3-64", iterations=1):
     return RunConfig.from_dict(
-        {
-            "run": {"folder": str(folder)},
-            "model": {"base": base, "label": "four-bits", "trainer_mode": mode},
-            "rollout": {
-                "env_name": "GuessNumber",
-                "env_config": {"style": "terse"},
-                "max_turns": 2,
-                "max_output_tokens": 3,
-                "max_model_len": 192,
-                "episodes_per_batch": 4,
-            },
-            "training": {
-                "iterations_per_epoch": iterations,
-                "group_size": 2,
-                "batch_size": 4,
-                "learning_rate": 1e-3,
-                "lora": {"r": 2},
-            },
-            "evaluation": {"seeds": "0:2"},
-        }
+        small_run(
+            run={"folder": str(folder)},
+            model={"base": base, "label": "four-bits", "trainer_mode": mode},
+            rollout={"max_turns": 2, "max_model_len": 192, "episodes_per_batch": 4},
+            training={"iterations_per_epoch": iterations, "group_size": 2, "lora": {"r": 2}},
+            evaluation={"seeds": "0:2"},
+        )
     )
 
 

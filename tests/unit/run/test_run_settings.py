@@ -2,6 +2,8 @@
 
 import json
 
+from small_run import small_run
+
 from gspo_gym.base.files import read_lines
 from gspo_gym.cli.train import run_training
 from gspo_gym.config.run_config import RunConfig
@@ -10,28 +12,17 @@ from gspo_gym.rollout.episode_files import read_episodes
 
 def test_a_run_records_who_played_and_what_it_was_told(tmp_path):
     config = RunConfig.from_dict(
-        {
-            "run": {"folder": str(tmp_path)},
-            "model": {"base": "tiny:qwen3-64", "label": "told"},
-            "rollout": {
-                "env_name": "GuessNumber",
-                "env_config": {"style": "terse"},
+        small_run(
+            run={"folder": str(tmp_path)},
+            model={"label": "told"},
+            rollout={
                 "policy_name": "guesser-2",
                 "policy_config": {"system_prompt": "Play well."},
-                "max_turns": 4,
-                "max_output_tokens": 3,
-                "max_model_len": 256,
                 "episodes_per_batch": 4,
             },
-            "training": {
-                "iterations_per_epoch": 1,
-                "max_turns": 2,
-                "group_size": 2,
-                "batch_size": 4,
-                "learning_rate": 1e-3,
-            },
-            "evaluation": {"seeds": "0:2"},
-        }
+            training={"iterations_per_epoch": 1, "max_turns": 2, "group_size": 2},
+            evaluation={"seeds": "0:2"},
+        )
     )
     assert run_training(config)["policy_name"] == "guesser-2"
     folder = config.run_folder

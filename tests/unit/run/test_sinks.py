@@ -392,9 +392,7 @@ def test_wandb_itself_keeps_an_offline_run_in_the_folder(tmp_path: Path, monkeyp
         (table,) = file.parent.glob("files/media/table/evaluation/episodes_*.table.json")
         assert json.loads(table.read_text()) == {
             "columns": list(EPISODE_COLUMNS),
-            "data": [
-                ["eval_000002/0", "Guess#7", "terminated", True, 0.5, 1, 2, said],
-            ],
+            "data": [["eval_000002/0", "Guess#7", "terminated", True, 0.5, 1, 2, said]],
         }
         artifacts = [each.artifact for each in records if each.WhichOneof("record_type") == "artifact"]
         (report,) = [each for each in artifacts if each.type == "report"]

@@ -56,7 +56,8 @@ PYTHON = {"judge.options.python": "scripted_judge:say_half", "judge.options.prov
 MEMBERS = [{"model": "a", "base_url": "http://127.0.0.1:3/v1"}, {"model": "b", "base_url": "http://127.0.0.1:3/v1"}]
 PANEL = {"judge.panel": MEMBERS, "judge.options.provider": None, "judge.options.model": None,
          "judge.options.base_url": None}  # fmt: skip
-GOLD = {"judge.gold.model": "better", "judge.gold.base_url": "http://127.0.0.1:4/v1"}
+GOLD_JUDGE = {"model": "better", "base_url": "http://127.0.0.1:4/v1"}
+GOLD = {"judge.gold.panel": [GOLD_JUDGE]}
 CUSTOM = {
     "judge.options.rubric_overrides": {part: {**table, "aggregation": "custom"} for part, table in RUBRIC.items()},
     "judge.options.rubric_aggregate": "scripted_judge:highest",
@@ -79,7 +80,6 @@ OTHER: dict[str, tuple[Any, dict[str, Any]]] = {
     "judge.options.api_key_env": ("ANOTHER_KEY", {"judge.options.api_key_env": "A_KEY"}),
     "judge.options.python": ("scripted_judge:say_one", PYTHON),
     "judge.options.temperature": (0.7, {}),
-    "judge.options.send_temperature": (False, {}),
     "judge.options.max_output_tokens": (99, {}),
     "judge.options.structured_output": ("text", {}),
     "judge.options.usd_per_million_input_tokens": (2.0, PRICES),
@@ -92,8 +92,6 @@ OTHER: dict[str, tuple[Any, dict[str, Any]]] = {
     ),
     "judge.options.rubric_id": ("wordle/bundle@v1", {"judge.options.rubric_overrides": None,
                                                      "judge.options.rubric_id": "countdown/bundle@v1"}),
-    "judge.options.rubric_folder": ("FOLDER", {"judge.options.rubric_overrides": None,
-                                               "judge.options.rubric_id": "countdown/bundle@v1"}),
     "judge.options.rubric_overrides": ({**RUBRIC, "outcome": RUBRIC["event"]}, {}),
     "judge.options.rubric_aggregate": ("scripted_judge:lowest", CUSTOM),
     "judge.options.tracks": (["progress"], {}),
@@ -104,27 +102,14 @@ OTHER: dict[str, tuple[Any, dict[str, Any]]] = {
     "judge.options.samples": (3, {"judge.options.temperature": 1.0}),
     "judge.options.aggregate": ("median", PANEL),
     "judge.options.max_concurrency": (3, {}),
-    "judge.options.max_attempts": (9, {}),
     "judge.options.max_calls": (100, {}),
     "judge.options.max_cost_usd": (5.0, PRICES),
     "judge.options.cache": ("CACHE", {}),
-    "judge.gold.provider": ("openai", {**GOLD, "judge.gold.api_key_env": "A_KEY"}),
-    "judge.gold.model": ("best", GOLD),
-    "judge.gold.base_url": ("http://127.0.0.1:9/v1", GOLD),
-    "judge.gold.api_key_env": ("ANOTHER_KEY", {**GOLD, "judge.gold.api_key_env": "A_KEY"}),
-    "judge.gold.python": ("scripted_judge:say_one",
-                          {"judge.gold.python": "scripted_judge:say_half"}),
-    "judge.gold.temperature": (0.3, GOLD),
-    "judge.gold.send_temperature": (False, GOLD),
-    "judge.gold.max_output_tokens": (77, GOLD),
-    "judge.gold.structured_output": ("text", GOLD),
-    "judge.gold.usd_per_million_input_tokens": (9.0, GOLD),
-    "judge.gold.usd_per_million_output_tokens": (9.0, GOLD),
+    "judge.gold.panel": ([GOLD_JUDGE, {"python": "scripted_judge:say_one"}], GOLD),
     "judge.gold.episodes": ("OTHER_EPISODES", {"judge.gold.episodes": "EPISODES", "judge.gold.labels": "LABELS"}),
     "judge.gold.labels": ("OTHER_LABELS", {"judge.gold.episodes": "EPISODES", "judge.gold.labels": "LABELS"}),
     "judge.gold.every_n_iters": (3, GOLD),
     "judge.gold.num_episodes": (5, GOLD),
-    "judge.gold.max_gap_change": (0.5, GOLD),
     "judge.gold.on_drift": ("stop", GOLD),
 }  # fmt: skip
 
@@ -149,8 +134,6 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(ROOT)
     monkeypatch.setenv("A_KEY", "a")
     monkeypatch.setenv("ANOTHER_KEY", "b")
-    (tmp_path / "FOLDER" / "countdown").mkdir(parents=True)
-    (tmp_path / "FOLDER" / "countdown" / "bundle@v1.json").write_text(json.dumps(RUBRIC), encoding="utf-8")
     write_episodes(tmp_path / "EPISODES", [episode([1.0], name="a"), episode([0.0], name="b")])
     write_episodes(tmp_path / "OTHER_EPISODES", [episode([1.0, 1.0], name="a"), episode([0.0], name="b")])
     for name, score in (("LABELS", 1.0), ("OTHER_LABELS", 0.5)):
@@ -199,7 +182,7 @@ def described(thing: Any) -> Any:
         parts.pop("rubrics_of")
         return (thing.__qualname__, labelled, {key: described(part) for key, part in parts.items()})
     if name == "GoldWatch":
-        return (described(thing._compare), thing._max_gap_change, thing._every, thing._stops)
+        return (described(thing._compare), thing._every, thing._stops)
     return thing
 
 
@@ -250,8 +233,9 @@ def test_a_custom_total_without_its_function_is_an_error_before_the_run(files: P
 
 @pytest.mark.parametrize("name", PanelEntry.model_fields)
 def test_another_value_of_a_member_builds_another_panel(name: str, files: Path) -> None:
-    value, more = OTHER[f"judge.gold.{name}"]  # a member is described as a gold judge is
-    member = {key.removeprefix("judge.gold."): given for key, given in more.items()}
+    value, more = OTHER[f"judge.options.{name}"]  # a member is described as the only judge is
+    others = {key.removeprefix("judge.options."): other for key, other in more.items() if other is not None}
+    member = others if name == "python" else {**MEMBERS[1], **others}
 
     def panel(changes: dict[str, Any]) -> Any:
         return what_is_built(changed(placed({**PANEL, "judge.panel": [{**member, **changes}, MEMBERS[0]]}, files)))

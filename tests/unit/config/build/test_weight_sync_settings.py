@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from small_run import small_run
 
 from gspo_gym.config.build.engines import build_alarm, build_canary, build_weight_sync, learner_score
 from gspo_gym.config.build.trainer import build_policy
@@ -37,18 +38,15 @@ STALE = {"training.max_staleness": 2, "correction.level": "trajectory"}
 
 
 def make_config(folder: Path, changes: Values) -> RunConfig:
-    values: Values = {
-        "run": {"folder": str(folder)},
-        "algorithm": {"variety": "gspo_token"},
-        "model": {"base": "tiny:qwen3-64", "label": "sync", "trainer_mode": "lora"},
-        "rollout": {"env_name": "GuessNumber", "env_config": {"style": "terse"},
-                    "max_turns": 4, "max_output_tokens": 3, "max_model_len": 256,
-                    "episodes_per_batch": 16},
-        "training": {"iterations_per_epoch": 4, "group_size": 4, "batch_size": 8, "learning_rate": 1e-3,
-                     "checkpoint_every_n_iters": 4},
-        "evaluation": {"seeds": "0:4", "every_n_iters": 4},
-        "vllm": {},
-    }  # fmt: skip
+    values: Values = small_run(
+        run={"folder": str(folder)},
+        algorithm={"variety": "gspo_token"},
+        model={"label": "sync", "trainer_mode": "lora"},
+        rollout={"episodes_per_batch": 16},
+        training={"iterations_per_epoch": 4, "batch_size": 8, "checkpoint_every_n_iters": 4},
+        evaluation={"every_n_iters": 4},
+        vllm={},
+    )
     for key, value in changes.items():
         *above, name = key.split(".")
         table = values

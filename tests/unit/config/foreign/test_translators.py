@@ -322,8 +322,19 @@ def test_stateset_example_key_for_key():
         ("trl", {"use_peft": True, "load_in_8bit": True}, "model.quantization", "int8"),
         ("trl", {"use_peft": True, "dtype": "bfloat16"}, "model.dtype", "bfloat16"),
         ("trl", {"loss_type": "luspo"}, "loss.aggregation", "seq-mean-token-sum"),
-        ("trl", {"loss_type": "cispo", "epsilon_high": 5.0}, "loss.clip_high", 0.2),  # 5 is no distance from 1
+        ("trl", {"loss_type": "cispo", "epsilon_high": 5.0}, "loss.clip_high", 4.0),  # 5 is no distance from 1
+        ("trl", {"loss_type": "cispo", "epsilon_high": 5.0}, "loss.surrogate", "cispo"),
+        ("trl", {"loss_type": "cispo", "epsilon_high": 5.0}, "loss.clip_low", None),
+        ("trl", {"loss_type": "cispo"}, "loss.clip_high", None),  # a cap of 0.2, which no user can mean
         ("trl", {"loss_type": "sapo"}, "loss.aggregation", "grpo"),
+        ("trl", {"loss_type": "sapo"}, "loss.surrogate", "sapo"),
+        ("trl", {"loss_type": "sapo"}, "loss.clip_high", None),
+        ("trl", {"loss_type": "sapo", "sapo_temperature_neg": 2}, "loss.sapo_temperature_neg", 2.0),
+        ("trl", {"sapo_temperature_neg": 2}, "loss.sapo_temperature_neg", None),
+        ("trl", {"loss_type": "vespo"}, "loss.surrogate", "vespo"),
+        ("trl", {"loss_type": "vespo"}, "algorithm.variety", "gspo"),
+        ("trl", {"loss_type": "vespo"}, "loss.aggregation", "dapo"),
+        ("trl", {}, "loss.surrogate", None),
         ("trl", {"entropy_coef": 0.01}, "loss.entropy_coef", 0.01),
         (
             "trl",
@@ -467,7 +478,8 @@ def test_their_defaults_that_decided_are_listed():
         (
             "trl",
             {"loss_type": "gspo"},
-            "TRL: loss_type: expected one of 'grpo', 'bnpo', 'dr_grpo', 'dapo', 'luspo', got 'gspo'",
+            "TRL: loss_type: expected one of 'grpo', 'bnpo', 'dr_grpo', 'dapo', 'luspo', 'cispo', 'sapo', 'vespo', got "
+            "'gspo'",
         ),
         ("trl", {"gradient_checkpointing": "yes"}, "TRL: gradient_checkpointing: expected true or false, got 'yes'"),
         ("roll", {"actor_train": {"training_args": 3}}, "ROLL: actor_train.training_args: expected a table, got 3"),
@@ -498,7 +510,7 @@ def test_a_value_that_makes_no_sense_is_an_error(system, given, message):
         ("agilerl", {"device": "cuda"}, "model.device chooses here"),
         ("agilerl", {"hp_config": {"lr": [1e-6, 1e-4]}}, "gspo-gym search"),
         ("agilerl", {"cast_logprobs_to_fp32": False}, "always computed in float32"),
-        ("trl", {"loss_type": "cispo"}, "its surrogate is not here"),
+        ("trl", {"vespo_k_pos": 3.0}, "a constant of surrogate vespo"),
         ("trl", {"use_dora": True}, "has no counterpart"),
         ("trl", {"save_steps": 0.1}, "a fraction of all steps"),
         ("trl", {"save_strategy": "best"}, "every training.checkpoint_every_n_iters"),
@@ -526,7 +538,6 @@ def test_what_has_no_counterpart_is_left_out_aloud(system, given, reason):
         ("trl", {"vllm_gpu_memory_utilization": 0.5}, "use_vllm"),
         ("trl", {"vllm_importance_sampling_mode": "token_mask"}, "use_vllm"),
         ("trl", {"vllm_mode": "server"}, "use_vllm"),
-        ("trl", {"greater_is_better": True}, "load_best_model_at_end and metric_for_best_model = 'eval_reward'"),
         ("trl", {"lora_r": 8}, "use_peft"),
         ("trl", {"ref_model_sync_steps": 64}, "sync_ref_model"),
         ("roll", {"pg_clip_low": 0.1}, "use_pg_clip_range"),
@@ -584,3 +595,18 @@ def test_parts_of_a_table_without_a_counterpart_are_named():
         "model_config.rope_theta = 1000000.0: belongs to transformers' from_pretrained",
         "lora_config.use_dora = True: has no counterpart",
     )
+
+
+@pytest.mark.parametrize(
+    ("given", "lines"),
+    [
+        (
+            {"loss_type": "cispo", "epsilon": 0.1, "epsilon_high": 5.0},
+            ["epsilon = 0.1: cispo has no floor of the ratio"],
+        ),
+        ({"loss_type": "sapo", "epsilon_high": 0.3}, ["epsilon_high = 0.3: sapo has no ceiling of the ratio"]),
+        ({"loss_type": "vespo"}, []),
+    ],
+)
+def test_bounds_that_a_loss_type_of_trl_does_not_read_are_left_out(given, lines):
+    assert list(translate("trl", given).left_out) == lines

@@ -127,11 +127,10 @@ BECOMES: dict[str, tuple[dict[str, Any], set[str]]] = {
             "training.keep_best": 1,
             "training.keep_last": 3 - 1,
             "training.keep_best_metric": "mean_return",
-            "training.keep_best_direction": GONE,
             "evaluation.every_n_iters": 50,
             "training.checkpoint_every_n_iters": 50,
         },
-        {"eval_strategy", "push_to_hub", "hub_model_id"},
+        {"eval_strategy", "greater_is_better", "push_to_hub", "hub_model_id"},
     ),
     "trl/moving_reference.yaml": (
         {
@@ -150,11 +149,13 @@ BECOMES: dict[str, tuple[dict[str, Any], set[str]]] = {
             "rollout.episodes_per_batch": 4 * 8 * 8,
             "training.group_size": 16,
             "loss.aggregation": "dapo",
-            "loss.clip_high": 0.2,
+            "loss.surrogate": "cispo",
+            "loss.clip_low": GONE,
+            "loss.clip_high": 4.0,  # epsilon_high is the cap itself there
             "loss.entropy_coef": 0.001,
             "model.liger_kernels": True,
         },
-        {"loss_type", "epsilon_high", "deepspeed", "vllm_device"},
+        {"deepspeed", "vllm_device"},
     ),
     "roll/gspo_example.yaml": (
         {
@@ -330,6 +331,9 @@ BECOMES: dict[str, tuple[dict[str, Any], set[str]]] = {
     "agilerl/cispo_quantized.yaml": (
         {
             "algorithm.variety": "grpo",
+            "loss.surrogate": "cispo",
+            "loss.clip_low": GONE,
+            "loss.clip_high": 0.2,
             "model.trainer_mode": "qlora",
             "training.lora": {"r": 2, "alpha": 32.0, "dropout": 0.0, "target_modules": "all-linear"},
             "loss.aggregation": "seq-mean-token-mean",
@@ -337,7 +341,7 @@ BECOMES: dict[str, tuple[dict[str, Any], set[str]]] = {
             "advantages.level": GONE,
             "rollout.episodes_per_batch": 2 * 5,
         },
-        GAME | {"name", "use_sequence_packing", "attn_implementation", "chunk_rows", "training.max_wall_seconds"},
+        GAME | {"use_sequence_packing", "attn_implementation", "chunk_rows", "training.max_wall_seconds"},
     ),
     "agilerl/async.yaml": (
         {

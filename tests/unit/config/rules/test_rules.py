@@ -114,6 +114,42 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"algorithm.acknowledge": ["truncated_sampling"], "rollout.top_p": 0.9, "training.score_truncated": True},
         'algorithm.acknowledge: "truncated_sampling" does not occur in these settings: remove it',
     ),
+    # the surrogate
+    "probabilities of a trajectory": (
+        {"loss.surrogate": "dppo", "correction.old_logprobs": "rollout"},
+        "loss.surrogate: \"dppo\" needs unit 'token', got 'trajectory'",
+    ),
+    "probabilities that the learner computed": (
+        {**GRPO, "loss.surrogate": "dppo"},
+        'loss.surrogate: "dppo" bounds the distance from the probabilities that the tokens were sampled with: set '
+        'correction.old_logprobs = "rollout"',
+    ),
+    "a geometric mean over turns that differ": (
+        {"algorithm.variety": "gspo_token", "loss.surrogate": "gmpo"},
+        'advantages.level: expected "trajectory", or loss.unit "turn", with loss.surrogate "gmpo", which has one '
+        'advantage for all tokens of a unit, got "turn" with loss.unit "trajectory"',
+    ),
+    "a geometric mean over tokens that differ": (
+        {"loss.surrogate": "gmpo", "rewards.kl_coef": 0.1},
+        'loss.surrogate: "gmpo" has one advantage for all tokens of a unit, which rewards.kl_coef and '
+        "advantages.kl_shaping_coef give to each token: set them to 0, got 0.1 and 0",
+    ),
+    "a geometric mean of one token": (
+        {**GRPO, "loss.surrogate": "gmpo"},
+        "loss.surrogate: \"gmpo\" needs unit 'trajectory' or 'segment' or 'turn', got 'token'",
+    ),
+    "a product over a turn": (
+        {"algorithm.variety": "gspo_token", "loss.unit": "turn", "loss.surrogate": "vespo"},
+        "loss.surrogate: \"vespo\" needs unit 'trajectory', got 'turn'",
+    ),
+    "a floor of weights that have none": (
+        {**GRPO, "loss.surrogate": "cispo", "loss.clip_low": 0.2},
+        'loss.clip_low: has no effect with surrogate "cispo"; remove it',
+    ),
+    "a temperature of another surrogate": (
+        {"loss.sapo_temperature_neg": 2.0},
+        'loss.sapo_temperature_neg: has no effect with surrogate "clip"; remove it',
+    ),
     # clip and KL
     "dual clip inside the clip": (
         {**GRPO, "loss.dual_clip": 1.27},
@@ -619,6 +655,16 @@ ALLOWED: dict[str, dict[str, Any]] = {
     "just a narrow clip": {"loss.clip_low": 0.049, "loss.clip_high": 0.049},
     "a wide clip that is meant": {"loss.clip_low": 0.2, "algorithm.acknowledge": ["wide_clip"]},
     "a wide clip on a token": {**GRPO, "loss.clip_low": 0.5},
+    "a wide clip on the tokens of a mean": {"loss.surrogate": "gmpo"},
+    "a geometric mean of each turn": {
+        "algorithm.variety": "gspo_token", "loss.unit": "turn", "loss.surrogate": "gmpo"
+    },
+    "probabilities that sampled the tokens": {
+        **GRPO, "loss.surrogate": "dppo", "correction.old_logprobs": "rollout"
+    },
+    "a capped weight of each token": {**GRPO, "loss.surrogate": "cispo"},
+    "a gate": {"loss.surrogate": "sapo", "loss.sapo_temperature_neg": 2.0},
+    "a product over the episode": {"loss.surrogate": "vespo"},
     "lengths that are meant": {"loss.aggregation": "bnpo", "algorithm.acknowledge": ["length_weighting"]},
     "lengths with a token ratio": {**GRPO, "loss.aggregation": "dapo"},
     "turns weigh one each": {"loss.aggregation": "turn-mean-token-mean"},

@@ -17,13 +17,7 @@ from faulty_server import MAX_MODEL_LEN, MODEL, FaultPlan, FaultyServer
 from gspo_gym.base.retries import RetrySettings
 from gspo_gym.engine.base import Capabilities, SamplingParams, WeightUpdate
 from gspo_gym.engine.endpoint.http import HttpEngine, HttpSettings
-from gspo_gym.errors import (
-    ConfigError,
-    ContextOverflowError,
-    EngineError,
-    EnginePoisonedError,
-    EngineTimeoutError,
-)
+from gspo_gym.errors import ConfigError, ContextOverflowError, EngineError, EnginePoisonedError, EngineTimeoutError
 from gspo_gym.types import Completion, FinishReason
 
 Json = dict[str, Any]
@@ -67,14 +61,7 @@ async def capabilities_of(engine: HttpEngine) -> Capabilities:
 
 
 @pytest.mark.parametrize(
-    "asked",
-    [
-        {},
-        {"temperature": 0.6},
-        {"temperature": 0.0},
-        {"top_k": 3},
-        {"top_p": 0.5, "temperature": 1.7},
-    ],
+    "asked", [{}, {"temperature": 0.6}, {"temperature": 0.0}, {"top_k": 3}, {"top_p": 0.5, "temperature": 1.7}]
 )
 def test_samples_and_their_logprobs_are_the_models(asked: dict[str, Any]) -> None:
     rule = hash_model.sample(PROMPT, seed=3, max_tokens=12, stop_token_ids=(STOP,), **asked)

@@ -495,11 +495,7 @@ BROKEN: list[tuple[Any, str, str]] = [
     (answering(1, -0.25), "reward range", "expected a return in reward_range (0.0, 1.0), got -0.5"),
     (IgnoresTimeLimit, "end", "expected the end within 3 steps, the time limit, it went on"),
     (NotAnew, "end", "seed 0: expected reset after the end to begin anew"),
-    (
-        NoSenseOfErrors,
-        "invalid action",
-        "invalid_action(): expected (observation, reward,",
-    ),
+    (NoSenseOfErrors, "invalid action", "invalid_action(): expected (observation, reward,"),
     (ClosesOnce, "close", "close() raised ValueError: closed already"),
     (ClosesOnlyAfterReset, "close", "close() raised AttributeError"),
     (playing(reference=guess), "reference", "expected 'reference' to succeed, it failed"),

@@ -56,10 +56,7 @@ def leaks(report: CheckReport) -> list[str]:
     ("shows", "place"),
     [
         (lambda a, b, s: (f"{a} + {b}?", {"answer": s}), "info['answer']"),
-        (
-            lambda a, b, s: (f"{a} + {b}?", {"debug": [a, {"target": s}]}),
-            "info['debug'][1]['target']",
-        ),
+        (lambda a, b, s: (f"{a} + {b}?", {"debug": [a, {"target": s}]}), "info['debug'][1]['target']"),
         (lambda a, b, s: (f"{a} + {b}?", {"log": f"drawn: answer={s}"}), "the word after 'answer' in info['log']"),
         (lambda a, b, s: (f"{a} + {b}? (It is {s}.)", {}), "the word after"),
         (lambda a, b, s: (f"Task {a}\nAnswer: {s}\nGo.", {}), "what follows 'Answer' in the first observation"),

@@ -301,11 +301,7 @@ def customer(env: SupportDesk) -> str:
 def support_desk(first: int | None) -> Sides:
     """The surnames of the customers of both sides differ (`shop.py`)."""
     surnames = ("Iwata", "Jensen", "Kowal", "Lopez", "Moreau", "Novak", "Okoye", "Petrov")
-    return reset_often(
-        SupportDesk(),
-        first,
-        lambda env, _answer: customer(env).split()[-1] in surnames,
-    )
+    return reset_often(SupportDesk(), first, lambda env, _answer: customer(env).split()[-1] in surnames)
 
 
 PROBES: Mapping[str, Callable[[int | None], Sides]] = {
@@ -331,9 +327,7 @@ PROBES: Mapping[str, Callable[[int | None], Sides]] = {
     "SupportDesk": support_desk,
 }
 # Those whose every unseeded request is a session of its own.
-STATELESS: Mapping[str, Callable[[int | None], Sides]] = {
-    "task app rollout": served_rollouts,
-}
+STATELESS: Mapping[str, Callable[[int | None], Sides]] = {"task app rollout": served_rollouts}
 
 
 @pytest.mark.usefixtures("stand_ins")

@@ -21,6 +21,7 @@ from judged_episodes import BOTH, EVENT, OUTCOME, episode, model_settings, reque
 from provider_refusals import gemini_unknown, openai_parameter, openai_value
 
 from gspo_gym.base.retries import RetrySettings
+from gspo_gym.config.build.judge import MAX_ATTEMPTS
 from gspo_gym.errors import ConfigError, UnscoredError
 from gspo_gym.judge.asking import AskingSettings, JudgeBudget, JudgementCache
 from gspo_gym.judge.base import BY_RULE, JudgeDeniedError, JudgeError, Judgement, JudgeRequest, Rubrics
@@ -29,7 +30,6 @@ from gspo_gym.judge.model.judge import ModelJudge
 from gspo_gym.judge.records import EpisodeScorer
 from gspo_gym.judge.rubric import Criterion, Rubric
 from gspo_gym.judge.server import completion, create_fake_judge_app, honest_verdict, read_prompt
-from gspo_gym.judge.settings import JudgeOptions
 from gspo_gym.remote.serving import BackgroundServer
 from gspo_gym.types import Task
 
@@ -153,11 +153,11 @@ def test_only_what_has_a_rubric_is_judged(url: str, rubrics: Rubrics, parts: int
 def test_the_request_holds_what_the_settings_say_and_the_schema_that_the_parser_asks_for(
     url: str, model: Model
 ) -> None:
-    judge_all(url, request("heron"), max_output_tokens=321, send_temperature=False)
+    judge_all(url, request("heron"), max_output_tokens=321, temperature=0.25)
     (body,) = model.bodies
     assert body["model"] == "stub"
     assert body["max_tokens"] == 321
-    assert "temperature" not in body
+    assert body["temperature"] == 0.25
     assert 0 <= body["seed"] < 2**31
     schema = body["response_format"]["json_schema"]
     assert schema["strict"] is True
@@ -477,8 +477,10 @@ def test_an_episode_that_cannot_be_scored_costs_four_calls_and_no_other_loop_mul
     """Two answers that cannot be read and two 503 share one bound, which is 4 by default."""
     model.change = lambda answer, number: {"choices": []}
     model.fails = lambda number: number % 2 == 0
-    assert JudgeOptions().max_attempts == 4
-    patience = AskingSettings(retries=RetrySettings(max_attempts=4, first_delay_seconds=0.0, max_delay_seconds=0.0))
+    assert MAX_ATTEMPTS == 4
+    patience = AskingSettings(
+        retries=RetrySettings(max_attempts=MAX_ATTEMPTS, first_delay_seconds=0.0, max_delay_seconds=0.0)
+    )
 
     async def rubrics(_: Task) -> Rubrics:
         return BOTH

@@ -62,10 +62,7 @@ def test_the_stored_answer_of_generation_a_is_read() -> None:
         episode_return=2.5,
         return_source="metrics.mean_return",
         # What became true in a decision, also again: whether it counts twice is the training's to say.
-        decisions=(
-            AppDecision(1.0, {}, ("collect_wood",)),
-            AppDecision(1.5, {}, ("collect_wood", "place_table")),
-        ),
+        decisions=(AppDecision(1.0, {}, ("collect_wood",)), AppDecision(1.5, {}, ("collect_wood", "place_table"))),
         outcome=Outcome.TERMINATED,
         success=True,
         reports_events=True,

@@ -181,14 +181,7 @@ def test_a_field_of_one_api_is_refused_in_another(api: str, name: str) -> None:
 
 @pytest.mark.parametrize("api", READERS)
 def test_every_sampling_setting_of_ours_may_be_asked_for(api: str) -> None:
-    asked = {
-        "temperature": 0.5,
-        "top_p": 0.75,
-        "top_k": 7,
-        "min_p": 0.25,
-        "repetition_penalty": 1.5,
-        "min_tokens": 3,
-    }
+    asked = {"temperature": 0.5, "top_p": 0.75, "top_k": 7, "min_p": 0.25, "repetition_penalty": 1.5, "min_tokens": 3}
     assert tuple(asked) == SAMPLING_NAMES
     assert READERS[api](BODIES[api] | asked).call.sampling == asked
     assert READERS[api](BODIES[api] | {"top_k": -1}).call.sampling == {"top_k": 0}

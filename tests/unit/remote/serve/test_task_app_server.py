@@ -274,12 +274,7 @@ def test_tools_are_offered_and_their_answers_named_after_the_calls(stage: Make) 
     last = app.model.asked[-1].body
     assert last["tools"][0]["function"]["name"] == "fetch"
     assert last["messages"][0] == {"role": "system", "content": "Be brief.\n\nYou fetch."}
-    assert last["messages"][-1] == {
-        "role": "tool",
-        "content": "fetched box",
-        "tool_call_id": "id_0",
-        "name": "fetch",
-    }
+    assert last["messages"][-1] == {"role": "tool", "content": "fetched box", "tool_call_id": "id_0", "name": "fetch"}
 
 
 @pytest.mark.parametrize("in_config", ["policy", "env"])

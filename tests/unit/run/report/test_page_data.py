@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+from small_run import small_run
 
 from gspo_gym.cli.report import changed_settings
 from gspo_gym.config.run_config import RunConfig
@@ -16,25 +17,17 @@ from gspo_gym.types import FinishReason, Outcome, Segment, Task, Trajectory, Tur
 def test_settings_that_differ_from_their_defaults_are_told_with_them_and_no_others(tmp_path: Path) -> None:
     """Also of tables that are absent by default, of which only what was set differs."""
     config = RunConfig.from_dict(
-        {
-            "model": {"base": "tiny:qwen3-64", "label": "test"},
-            "rollout": {
-                "env_name": "GuessNumber",
-                "env_config": {"style": "terse"},
-                "max_turns": 1,
-                "max_output_tokens": 3,
-                "max_model_len": 256,
-            }
-            | {"episodes_per_batch": 8},
-            "training": {"iterations_per_epoch": 1, "learning_rate": 1e-3, "batch_size": 4, "group_size": 4},
-            "evaluation": {"seeds": "0:2"},
-            "judge": {
+        small_run(
+            rollout={"max_turns": 1} | {"episodes_per_batch": 8},
+            training={"iterations_per_epoch": 1},
+            evaluation={"seeds": "0:2"},
+            judge={
                 "enabled": True,
                 "reward_blend": {"env": 1.0, "outcome": 0.5},
                 "options": {"outcome": True, "provider": "local", "model": "m", "base_url": "http://127.0.0.1:1/v1"}
-                | {"max_output_tokens": 4096, "max_attempts": 5, "rubric_id": "support_desk/bundle@v1"},
+                | {"max_output_tokens": 4096, "timeout_s": 45.0, "rubric_id": "support_desk/bundle@v1"},
             },
-        }
+        )
     )
     (tmp_path / "config.toml").write_text(config.to_toml())
     told = {key: (value, usual) for key, value, usual in changed_settings(tmp_path)}
@@ -42,10 +35,10 @@ def test_settings_that_differ_from_their_defaults_are_told_with_them_and_no_othe
         "judge.enabled",
         "judge.reward_blend.outcome",  # env is 1 by default
         *("judge.options.outcome", "judge.options.provider", "judge.options.model", "judge.options.base_url"),
-        *("judge.options.max_attempts", "judge.options.rubric_id"),
+        *("judge.timeout_s", "judge.options.rubric_id"),
     }
     assert told["judge.reward_blend.outcome"] == (0.5, 0.0)
-    assert told["judge.options.max_attempts"] == (5, 4)
+    assert told["judge.timeout_s"] == (45.0, None)
     assert told["training.learning_rate"] == (1e-3, None)  # it has no default
     assert "training.update_epochs" not in told
 

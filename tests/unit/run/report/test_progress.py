@@ -2,10 +2,12 @@
 
 import io
 import shlex
+import sys
 import threading
 import tomllib
 
 import numpy as np
+import pytest
 from rich.console import Console
 
 from gspo_gym.rollout.evaluation import Evaluation, EvaluationRow, evaluation_table, join
@@ -246,7 +248,7 @@ def test_the_commands_that_come_next_name_what_is_there(tmp_path):
     (folder / "checkpoints").mkdir(parents=True)
     (folder / "config.toml").write_text(CONFIG)
     text = [shlex.join(command) for command, _ in next_steps(folder)]
-    assert not any("gspo_gym.evaluate" in line for line in text)  # there is no checkpoint to evaluate
+    assert not any(" evaluate " in line for line in text)  # there is no checkpoint to evaluate
     assert any(line.endswith(f"report '{folder}' --open") for line in text)
     options = """--option=low=1 --option=high=4 '--option=style="terse"'"""
     assert any(line.endswith(f"env play GuessNumber --mask {options}") for line in text)
@@ -254,6 +256,38 @@ def test_the_commands_that_come_next_name_what_is_there(tmp_path):
     assert any("run.seed=5 model.label=quick-seed5" in line for line in text)
     (folder / "checkpoints" / "step_000180").mkdir()
     assert any(f"--model '{folder}'" in shlex.join(command) for command, _ in next_steps(folder))
+
+
+def programs_by_path(monkeypatch, tmp_path, *, names, path):
+    """Return the words that start the first next command, with scripts of these names beside the interpreter."""
+    scripts = tmp_path / ".venv" / "bin"
+    scripts.mkdir(parents=True)
+    for name in ("python", *names):
+        (scripts / name).write_text("#!/bin/sh\n")
+        (scripts / name).chmod(0o755)
+    folder = tmp_path / "runs" / "quick"
+    folder.mkdir(parents=True)
+    (folder / "config.toml").write_text(CONFIG)
+    monkeypatch.setattr(sys, "executable", str(scripts / "python"))
+    monkeypatch.setenv("PATH", path.format(scripts=scripts))
+    monkeypatch.chdir(tmp_path)
+    command, _ = next_steps(folder)[0]
+    return command[: command.index("report")], command[-2]
+
+
+@pytest.mark.parametrize(
+    ("names", "path", "words"),
+    [
+        (["gspo-gym"], "{scripts}", ["gspo-gym"]),
+        (["gspo-gym"], "/nowhere", [".venv/bin/gspo-gym"]),
+        ([], "{scripts}", ["{scripts}/python", "-m", "gspo_gym.cli"]),
+    ],
+    ids=["activated", "not activated", "without the script"],
+)
+def test_the_next_commands_are_as_short_as_works_here(monkeypatch, tmp_path, names, path, words):
+    program, name = programs_by_path(monkeypatch, tmp_path, names=names, path=path)
+    assert program == [word.format(scripts=tmp_path / ".venv" / "bin") for word in words]
+    assert name == "quick"
 
 
 def test_what_was_played_again_is_told_at_the_end(tmp_path):

@@ -1,8 +1,4 @@
-"""Whether runs' statuses are right, and how fast many are listed: `python -m benchmarks runs`.
-
-The runs are folders with the records of short runs, each held by a process of its own that ends in one of several ways.
-No model is trained.
-"""
+"""Runs whose processes have ended in one of several ways, or live: the records of short runs, without a model."""
 
 from __future__ import annotations
 
@@ -10,19 +6,13 @@ import contextlib
 import dataclasses
 import json
 import os
-import platform
 import subprocess
 import sys
-import tempfile
-import time
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
 from gspo_gym.base.files import replace_file
-from gspo_gym.cli.runs import runs_table
-from gspo_gym.run.process import PROCESS_FILE, ProcessInfo, read_process
-from gspo_gym.run.registry import list_runs
+from gspo_gym.run.process import PROCESS_FILE, read_process
 
 # How a process leaves its run, and the status that the run then has.
 ENDS = {
@@ -36,7 +26,6 @@ ENDS = {
     "runs on another machine with the same disk": "running",
     "runs": "running",
 }
-_NUM_LISTED = 1000
 # Forks a process a run, each with the lock of its folder; ends those that are left when its input is closed.
 _HOLDERS = """
 import json, os, signal, sys, time
@@ -100,59 +89,17 @@ def held_runs(folder: Path, count: int) -> Iterator[dict[Path, str]]:
         yield expected
 
 
-def run_runs(count: int) -> int:
-    """Measure and print; return 1 if a status is wrong or the list takes half a second."""
-    with tempfile.TemporaryDirectory(prefix="gspo_gym_runs_") as name:
-        with held_runs(Path(name), count) as expected:
-            found = {run.folder: run.status for run in list_runs(Path(name))}
-        wrong = {str(path): (found.get(path), status) for path, status in expected.items() if found.get(path) != status}
-        told = ", ".join(f"{number} {status}" for status, number in sorted(Counter(expected.values()).items()))
-        print(f"{count} runs ({told}): {count - len(wrong)} right statuses, {len(wrong)} wrong {wrong or ''}")
-    with tempfile.TemporaryDirectory(prefix="gspo_gym_runs_") as name:
-        for number in range(_NUM_LISTED):
-            _begin(Path(name) / f"run_{number:04d}", number)
-            _finish(Path(name) / f"run_{number:04d}")
-        seconds = []
-        for _ in range(5):
-            started = time.perf_counter()
-            table = runs_table(list_runs(Path(name)), Path(name))
-            seconds.append(time.perf_counter() - started)
-        assert len(table.splitlines()) == _NUM_LISTED + 1
-        started = time.perf_counter()
-        command = [sys.executable, "-m", "gspo_gym.cli", "runs", "list", name]
-        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-        whole = time.perf_counter() - started
-    print(
-        f"{_NUM_LISTED:,} runs listed as a table: {sorted(seconds)[2]:.3f} s (median of 5, {min(seconds):.3f} to "
-        f"{max(seconds):.3f}); as a command with Python's start {whole:.2f} s"
-    )
-    return int(bool(wrong) or sorted(seconds)[2] >= 0.5)
-
-
 def _begin(run: Path, number: int) -> None:
     run.mkdir()
     (run / "config.toml").write_text(f"# run {number:032x}\n[run]\nseed = {number}\n")
     lines = [_event("started", 0, {}, seq=1)]
     for step in range(0, 60, 10):
-        rows = [{"seed": seed, "episode_return": 0.5, "success": True, "num_turns": 3} for seed in range(64)]
+        rows = [{"seed": seed, "episode_return": 0.5, "success": True, "num_turns": 3} for seed in range(4)]
         data = {"score": "success_rate", "success_rate": step / 60, "rows": rows}
         lines.append(_event("evaluation", step, data, seq=len(lines) + 1))
     (run / "events.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    metrics = [{"schema": 1, "step": step, "time": 0.0, "loss/total": 0.1} | _MANY for step in range(1, 60)]
+    metrics = [{"schema": 1, "step": step, "time": 0.0, "loss/total": 0.1} for step in range(1, 60)]
     (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in metrics))
-
-
-_MANY = {f"group/metric_{number}": number / 7 for number in range(40)}  # as many as a run has
-
-
-def _finish(run: Path) -> None:
-    with (run / "events.jsonl").open("a") as file:
-        file.write(json.dumps(_event("finished", 59, {"status": "completed"}, seq=8)) + "\n")
-    evaluation = {"score": "success_rate", "success_rate": 0.9}
-    summary = {"status": "completed", "steps": 59, "wall_seconds": 60.0, "sampled_tokens": 9, "trained_tokens": 8}
-    ended = ProcessInfo(pid=1, pid_started=2, host=platform.node(), started=1.0, ended=2.0, has_begun=True)
-    (run / PROCESS_FILE).write_text(json.dumps(dataclasses.asdict(ended)))
-    (run / "summary.json").write_text(json.dumps(summary | {"final_eval": evaluation}))
 
 
 def _events_of(end: str) -> list[dict[str, object]]:

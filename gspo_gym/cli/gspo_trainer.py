@@ -1,0 +1,231 @@
+"""`GSPOTrainer`: train from Python on an environment or a data set, with defaults for everything else."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import gymnasium
+from rich.console import Console
+
+from gspo_gym.cli.evaluate import run_evaluation
+from gspo_gym.cli.models import export_model
+from gspo_gym.cli.notebook import Run, open_run
+from gspo_gym.cli.train import run_training
+from gspo_gym.config.foreign.readings import label_of
+from gspo_gym.config.run_config import RunConfig
+from gspo_gym.env.data.dataset import DatasetEnv
+from gspo_gym.env.registry import register
+from gspo_gym.env.rewards import KeywordFunction
+from gspo_gym.errors import ConfigError, UsageError
+
+if TYPE_CHECKING:
+    from gspo_gym.rollout.evaluation import Evaluation
+    from gspo_gym.run.callbacks import Callback
+
+AnyRows = str | Sequence[Mapping[str, Any]]  # Any: values of the rows
+
+_TINY = "tiny:qwen3-64-v2"
+
+
+class GSPOTrainer:
+    """Trains a model on an environment, or on the rows of a data set with reward functions.
+
+    What is not given is chosen as `gspo-gym config new` does, for this model, environment and machine. All that a
+    configuration can say goes into `args`, by section and key; `config` holds the result, and `config.to_toml()` is the
+    file with which `gspo-gym train` does the same.
+
+    Args:
+        model: as `model.base`: a hub id, a folder, a GGUF file, "smollm2", or "tiny:NAME" for random weights.
+        env: a registered name, or a class or function that returns a fresh environment.
+        reward_funcs: with `train_dataset`: a function or several, whose rewards are added. Each takes `completion` and
+            any columns by name and returns a number or a bool; one that takes `completions` is called as TRL does, with
+            lists of one.
+        train_dataset, eval_dataset: rows with a column "question" or "prompt"; see `DatasetEnv`. Without
+            `eval_dataset` a tenth of the rows is held out.
+        args: keys over the defaults, nested ({"training": {"learning_rate": 1e-4}}) or dotted
+            ({"training.learning_rate": 1e-4}).
+        callbacks: called with a `StepReport` after each step and evaluation.
+        label: the run's name.
+        set_aside: move an earlier run of the same label away; if False, its presence is an error.
+
+    Raises:
+        UsageError: neither or both of `env` and `train_dataset` are given, or reward functions without rows.
+        ConfigError: a key or a value is wrong; the rows cannot be read.
+
+    >>> trainer = GSPOTrainer(
+    ...     model="tiny:qwen3-64-v2",
+    ...     train_dataset=[{"question": f"{n}+1?", "answer": str(n + 1)} for n in range(20)],
+    ...     reward_funcs=lambda completion, answer: answer in completion,
+    ...     args={"training.iterations_per_epoch": 5},
+    ... )
+    >>> trainer.config.training.iterations_per_epoch, trainer.config.rollout.max_turns
+    (5, 1)
+    """
+
+    def __init__(
+        self,
+        model: str = _TINY,
+        env: str | Callable[..., Any] | None = None,
+        *,
+        reward_funcs: Callable[..., Any] | Sequence[Callable[..., Any]] = (),
+        train_dataset: AnyRows | None = None,
+        eval_dataset: AnyRows | None = None,
+        args: Mapping[str, Any] | None = None,
+        callbacks: Sequence[Callback] = (),
+        label: str | None = None,
+        set_aside: bool = True,
+    ) -> None:
+        from gspo_gym.config.build.first_run import first_run  # loads torch
+
+        functions = [reward_funcs] if callable(reward_funcs) else list(reward_funcs)
+        if (env is None) == (train_dataset is None):
+            raise UsageError("GSPOTrainer: expected either env or train_dataset")
+        if train_dataset is None and (functions or eval_dataset is not None):
+            raise UsageError("GSPOTrainer: reward_funcs and eval_dataset go with train_dataset, not with env")
+        if train_dataset is not None:
+            env = _dataset_env(train_dataset, eval_dataset, functions)
+        name = env if isinstance(env, str) else _registered(env)
+        overrides = _nested(args or {})
+        options = overrides.get("rollout", {}).get("env_config")
+        label = label or label_of(name).lower()
+        sections = first_run(name, model=model, label=label, options=options).sections
+        self.config = RunConfig.from_dict(_merged(_nested(sections), overrides), source="GSPOTrainer")
+        self._callbacks, self._set_aside = tuple(callbacks), set_aside
+
+    def train(self, *, resume: bool = False) -> dict[str, Any]:
+        """Train, with progress on the terminal or in the notebook; return the contents of the run's summary.json.
+
+        Args:
+            resume: go on from the newest checkpoint of the run.
+
+        Raises:
+            ConfigError: this machine cannot do it. GymError: the run cannot go on; its folder holds all up to then.
+            Exception: what a callback raised, after the run was saved.
+        """
+        set_aside = self._set_aside and not resume
+        return run_training(
+            self.config, resume=resume, set_aside=set_aside, console=Console(), callbacks=self._callbacks
+        )
+
+    @property
+    def run(self) -> Run:
+        """Return the run to look at, also while it goes on: curves, episodes, tokens."""
+        return open_run(self.config.run_folder)
+
+    def evaluate(self, seeds: str | None = None, *, model: str | None = None) -> Evaluation:
+        """Play held-out episodes with what was trained, or with another model.
+
+        Args:
+            seeds: such as "0:100"; None: those of the configuration.
+            model: as `run_evaluation`; None: the newest checkpoint.
+        """
+        config = self.config
+        if seeds is not None:
+            sections = _merged(config.model_dump(exclude_none=True), {"evaluation": {"seeds": seeds}})
+            config = RunConfig.from_dict(sections, source="GSPOTrainer.evaluate")
+        return run_evaluation(config, model or str(config.run_folder))
+
+    def save(self, folder: str | Path) -> Path:
+        """Write the newest checkpoint in the layout of transformers or PEFT, with a model card; return the folder.
+
+        Raises:
+            CheckpointError: nothing was trained yet. StorageError: the folder cannot be written.
+        """
+        export_model(str(self.config.run_folder), Path(folder), runs=Path(self.config.run.folder))
+        return Path(folder)
+
+    def push_to_hub(self, repo: str, folder: str | Path, *, is_private: bool = True, token: str | None = None) -> str:
+        """Save into `folder`, push it to the hub as OWNER/NAME, and return its URL; `token` None: that of the login."""
+        from gspo_gym.policy.export import push
+
+        return push(self.save(folder), repo, is_private=is_private, token=token)
+
+
+def _dataset_env(
+    rows: AnyRows, held_out: AnyRows | None, functions: Sequence[Callable[..., Any]]
+) -> Callable[..., Any]:
+    """Return a maker of environments which share the rows."""
+    if not functions:
+        raise UsageError("GSPOTrainer: train_dataset needs reward_funcs, which say what an answer is worth")
+    column = "question"
+    if not isinstance(rows, str) and len(rows) and "question" not in rows[0]:
+        column = "prompt"
+        if not isinstance(rows[0].get(column), str):
+            raise ConfigError(
+                f'train_dataset: expected a column "question" or "prompt" with text, got {sorted(rows[0])}; '
+                "for conversations make a DatasetEnv and give it as env"
+            )
+    return DatasetEnv(
+        rows=rows if isinstance(rows, str) else list(rows),
+        held_out=held_out if held_out is None or isinstance(held_out, str) else list(held_out),
+        reward=functions[0] if len(functions) == 1 and not _takes_lists(functions[0]) else _summed(functions),
+        conversation=[{"role": "user", "content": f"{{{column}}}"}],
+    ).another
+
+
+def _takes_lists(function: Callable[..., Any]) -> bool:
+    return "completions" in inspect.signature(function).parameters
+
+
+def _summed(functions: Sequence[Callable[..., Any]]) -> Callable[..., dict[str, float]]:
+    """Return one function whose answer has each of theirs by name."""
+    calls: dict[str, KeywordFunction] = {}
+    for index, function in enumerate(functions):
+        name = getattr(function, "__name__", "reward").strip("<>")
+        name = f"{name}_{index}" if name in calls else name
+        calls[name] = KeywordFunction.of(function, f"reward_funcs[{index}]")
+        if calls[name].is_async:
+            raise ConfigError(f"reward_funcs[{index}]: several functions cannot be async; write one that awaits them")
+
+    def summed(completion: str, **row: Any) -> dict[str, float]:
+        single = {**row, "completion": completion}
+        lists = {"completions": [completion], "prompts": [row.get("prompt", row.get("question"))]}
+        lists |= {name: [value] for name, value in row.items()}
+        return {
+            name: float(call(lists)[0] if "completions" in call.required else call(single))
+            for name, call in calls.items()
+        }
+
+    names = {name for call in calls.values() for name in call.required} - {"completion", "completions", "prompts"}
+    kind = inspect.Parameter.KEYWORD_ONLY
+    parameters = [inspect.Parameter(name, kind) for name in ("completion", *sorted(names))]
+    summed.__signature__ = inspect.Signature(  # type: ignore[attr-defined]  # the columns that the rows must have
+        [*parameters, inspect.Parameter("row", inspect.Parameter.VAR_KEYWORD)]
+    )
+    return summed
+
+
+def _registered(make: Callable[..., Any] | None) -> str:
+    assert make is not None
+    owner = getattr(make, "__self__", None)
+    maker: Any = make if owner is None else type(owner)
+    name = re.sub(r"\W", "", getattr(maker, "__name__", type(maker).__name__))
+    # A version of its own: an earlier trainer's configuration still means its environment.
+    env_id = next(new for n in itertools.count() if (new := f"{name or 'Env'}-v{n}") not in gymnasium.registry)
+    register(env_id, entry_point=make)
+    return env_id
+
+
+def _nested(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return tables in tables; names with dots are paths."""
+    nested: dict[str, Any] = {}
+    for name, value in values.items():
+        head, _, rest = name.partition(".")
+        if rest:
+            value = _nested({rest: value})
+        nested = _merged(nested, {head: value})
+    return nested
+
+
+def _merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    """Return both, tables in tables; `above` wins."""
+    merged = dict(below)
+    for name, value in above.items():
+        both_are_tables = isinstance(value, Mapping) and isinstance(merged.get(name), Mapping)
+        merged[name] = _merged(merged[name], value) if both_are_tables else value
+    return merged

@@ -1,0 +1,136 @@
+"""`GSPOTrainer`: what it makes of its arguments, and a run that its callbacks see and stop."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import gymnasium
+import pytest
+from transformers import AutoModelForCausalLM
+
+import gspo_gym
+from gspo_gym import GSPOTrainer, TextEnv
+from gspo_gym.errors import ConfigError, UsageError
+from gspo_gym.run.callbacks import StepReport
+
+ROWS = [{"question": f"{n}+1?", "answer": str(n + 1)} for n in range(20)]
+SMALL = {
+    "training": {"iterations_per_epoch": 3, "batch_size": 8},
+    "rollout.episodes_per_batch": 16,
+    "warmup.num_episodes": 16,
+    "warmup.num_epochs": 1,
+    "evaluation.seeds": "0:4",
+}
+
+
+def right(completion: str, answer: str) -> bool:
+    return answer in completion
+
+
+def brief(completions: list[str], prompts: list[str], **_: Any) -> list[float]:
+    """As TRL calls it: lists in, a list out."""
+    return [
+        0.5 / len(completion) + 0.25 * prompt.endswith("?")
+        for completion, prompt in zip(completions, prompts, strict=True)
+    ]
+
+
+class Doubling(TextEnv):
+    """One number to double."""
+
+    reward_range = (0.0, 1.0)
+    policies = {"random": lambda env, rng: lambda messages: "9", "reference": lambda env, rng: lambda messages: "8"}
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[str, dict[str, Any]]:
+        super().reset(seed=seed)
+        return "Double 4.", {}
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        return "", float(action == "8"), True, False, {}
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A folder in which runs/ is made; environments that a test registers go with it."""
+    monkeypatch.chdir(tmp_path)
+    yield
+    for env_id in [name for name in gymnasium.registry if name.startswith(("Doubling-v", "DatasetEnv-v"))]:
+        del gymnasium.registry[env_id]
+
+
+def test_rewards_of_several_functions_are_added_each_under_its_name() -> None:
+    trainer = GSPOTrainer(train_dataset=ROWS, reward_funcs=[right, brief], eval_dataset=ROWS[:1])
+    env = gspo_gym.make(trainer.config.rollout.env_name)
+    assert env.reset(seed=0)[0][-1].content == "0+1?"  # the held-out row
+    reward = env.step("10")[1]
+    assert dict(reward.terms) == {"right": 1.0, "brief": 0.5 / 2 + 0.25}
+
+
+def test_two_trainers_in_one_program_keep_their_rows() -> None:
+    held_out = (ROWS[0], {**ROWS[0], "question": "0 and 1?"})
+    trainers = [GSPOTrainer(train_dataset=ROWS[1:], eval_dataset=[row], reward_funcs=right) for row in held_out]
+    envs = [gspo_gym.make(trainer.config.rollout.env_name) for trainer in trainers]
+    assert [env.reset(seed=0)[0][-1].content for env in envs] == ["0+1?", "0 and 1?"]
+    assert trainers[0].config.run_folder != trainers[1].config.run_folder
+
+
+def test_keys_go_over_the_defaults_nested_and_dotted() -> None:
+    trainer = GSPOTrainer("tiny:qwen3-64-v2", Doubling, args={**SMALL, "training.learning_rate": 2e-4})
+    config = trainer.config
+    assert (config.rollout.env_name, config.model.label) == ("Doubling-v0", "doubling-v0")
+    assert (config.training.batch_size, config.training.learning_rate, config.training.group_size) == (8, 2e-4, 8)
+    # The same keys as a file for `gspo-gym train`.
+    assert gspo_gym.RunConfig.from_dict(config.model_dump(exclude_none=True)) == config
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({}, UsageError, "expected either env or train_dataset"),
+        ({"env": Doubling, "train_dataset": ROWS}, UsageError, "expected either env or train_dataset"),
+        ({"env": Doubling, "reward_funcs": right}, UsageError, "go with train_dataset"),
+        ({"train_dataset": ROWS}, UsageError, "train_dataset needs reward_funcs"),
+        ({"train_dataset": [{"text": "a"}], "reward_funcs": right}, ConfigError, r"got \['text'\]"),
+        ({"env": Doubling, "args": {"training.learning_rat": 1.0}}, ConfigError, "learning_rate"),
+    ],
+)
+def test_what_cannot_be_trained_is_refused_by_name(arguments: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        GSPOTrainer(**arguments)
+
+
+def test_a_callback_sees_each_step_and_stops_the_run_which_goes_on_afterwards() -> None:
+    reports: list[StepReport] = []
+
+    def stop_after_two(report: StepReport) -> None:
+        reports.append(report)
+        if report.step == 2 and len(reports) < 5:
+            report.stop()
+
+    trainer = GSPOTrainer(train_dataset=ROWS, reward_funcs=right, args=SMALL, callbacks=[stop_after_two])
+    summary = trainer.train()
+    assert (summary["status"], summary["steps"]) == ("interrupted", 2)
+    assert [report.step for report in reports] == [0, 1, 2]  # the evaluation before, and two steps
+    assert reports[0].metrics["evaluation/num_episodes"] == 4.0
+    assert reports[2].metrics["rollout/reward_mean"] == trainer.run.metrics.loc[2, "rollout/reward_mean"]
+    reports += reports  # so that step 2 stops nothing again
+    summary = trainer.train(resume=True)
+    assert (summary["status"], summary["steps"]) == ("completed", 3)
+
+    assert trainer.evaluate("0:2").num_episodes == 2
+    model = AutoModelForCausalLM.from_pretrained(trainer.save("saved"))
+    assert model.num_parameters() > 0
+
+
+def test_an_error_of_a_callback_is_raised_after_the_run_was_saved() -> None:
+    def fail(report: StepReport) -> None:
+        if report.step == 1:
+            raise ZeroDivisionError("mine")
+
+    trainer = GSPOTrainer(train_dataset=ROWS, reward_funcs=right, args=SMALL, callbacks=[fail])
+    with pytest.raises(ZeroDivisionError, match="mine"):
+        trainer.train()
+    assert (trainer.run.info.status, trainer.run.info.step) == ("interrupted", 1)
+    assert [path.name for path in (trainer.run.folder / "checkpoints").glob("step_*")]
