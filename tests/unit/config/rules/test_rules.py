@@ -360,6 +360,11 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         "topology.max_restarts: has no effect with topology.gpus_for_training = 1: one process learns, and "
         "nothing waits for it; have more, or remove this",
     ),
+    "Ray's head for one machine": (
+        {"compute": {"gpu_count": 0}, "topology": {**ONE_EACH, "gpus_for_training": 2, "ray_address": "h:1"}},
+        'topology.ray_address: has no effect with topology.type = "single_node_split": set that to "cluster", or '
+        "remove this",
+    ),
     "one process shares no rows": (
         {**COLOCATED, "learner.sequence_parallel": 2},
         "learner.sequence_parallel: has no effect with topology.gpus_for_training = 1: one process learns; have more, "
