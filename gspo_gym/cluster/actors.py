@@ -16,7 +16,7 @@ from gspo_gym.cluster.ray import reason_of
 from gspo_gym.errors import PlacementError, ServiceError
 
 _PLACE_SECONDS = 30.0  # for Ray to find places, which it does at once where there is room
-_START_SECONDS = 300.0  # until all have imported torch
+START_SECONDS = 300.0  # until all have imported torch
 _LAST_WORDS_SECONDS = 0.5  # a process that dies breaks the connections of others a moment before Ray knows
 _LOOK_SECONDS = 1.0
 _FETCH_SECONDS = 600.0  # for what is ready, from another node
@@ -96,7 +96,7 @@ class Actors:
         ]
         self.pids: list[Any] = ["not started"] * len(arguments)
         # Importing torch may keep a process from answering for longer than it may be silent afterwards.
-        self.pids = self.ask("life", max_seconds=_START_SECONDS, group=LIFE, is_watched=False)
+        self.pids = self.ask("life", max_seconds=START_SECONDS, group=LIFE, is_watched=False)
 
     def __len__(self) -> int:
         return len(self._actors)
@@ -109,21 +109,24 @@ class Actors:
         Raises:
             RanksLostError: a rank was lost, raised an error, or took longer; all are ended.
         """
-        held = [self._ray.put(argument) for argument in arguments]
-        calls = [self._call(actor, method, *held, group=group) for actor in self._actors]
+        objects = [self._ray.put(argument) for argument in arguments]
+        calls = [self._call(actor, method, *objects, group=group) for actor in self._actors]
         deadline = time.monotonic() + max_seconds
         watch = _Watch(self, self._silence_seconds if is_watched else math.inf)
+        results: dict[int, Any] = {}
         pending = calls
         while pending:
-            _, pending = self._ray.wait(pending, num_returns=len(pending), timeout=_LOOK_SECONDS)
-            failed = [rank for rank, call in enumerate(calls) if call not in pending and self._failure(call)]
-            if failed:
-                self._end_for(calls)
+            ready, pending = self._ray.wait(pending, num_returns=len(pending), timeout=_LOOK_SECONDS)
+            for rank, call in ((calls.index(call), call) for call in ready):
+                try:
+                    results[rank] = self._ray.get(call, timeout=_FETCH_SECONDS)
+                except self._ray.exceptions.RayError as error:
+                    self._end_for(rank, reason_of(error), calls)
             if pending and (silent := watch.silent()):
                 self._lose(f"{self._name(silent[0])} was not heard of for {self._silence_seconds:g} seconds")
             if pending and time.monotonic() > deadline:
                 self._lose(f"{self._name(calls.index(pending[0]))} was not done after {max_seconds:g} seconds")
-        return list(self._ray.get(calls))
+        return [results[rank] for rank in range(len(calls))]
 
     def call_life(self, rank: int) -> Any:
         """Ask one rank for a sign of life."""
@@ -142,20 +145,17 @@ class Actors:
         bound = getattr(actor, method)
         return (bound if group is None else bound.options(concurrency_group=group)).remote(*arguments)
 
-    def _failure(self, call: Any) -> str:
-        try:
-            self._ray.get(call, timeout=_FETCH_SECONDS)
-        except self._ray.exceptions.RayError as error:
-            return reason_of(error)
-        return ""
-
-    def _end_for(self, calls: Sequence[Any]) -> None:
-        """End all ranks, for the first of those that have died, else for the first error."""
+    def _end_for(self, rank: int, reason: str, calls: Sequence[Any]) -> None:
+        """End all ranks, for the first of those that have died, else for the one that was seen to fail."""
         self._ray.wait(list(calls), num_returns=len(calls), timeout=_LAST_WORDS_SECONDS)
-        ready = [rank for rank, call in enumerate(calls) if self.answered(call)]
-        reasons = {rank: reason for rank in ready if (reason := self._failure(calls[rank]))}
-        died = [rank for rank, reason in reasons.items() if "Actor" in reason.partition(":")[0]]
-        first = (died or list(reasons))[0]
+        reasons = {rank: reason}
+        for other in (number for number, call in enumerate(calls) if number != rank and self.answered(call)):
+            try:
+                self._ray.get(calls[other], timeout=_LOOK_SECONDS)
+            except self._ray.exceptions.RayError as error:
+                reasons[other] = reason_of(error)
+        died = [number for number, text in sorted(reasons.items()) if "Actor" in text.partition(":")[0]]
+        first = died[0] if died else rank
         self._lose(f"{self._name(first)}: {reasons[first]}")
 
     def _name(self, rank: int) -> str:

@@ -32,6 +32,7 @@ _NUM_TRIES = 5  # Ray gives its own agents 15 seconds to start, and gives up if 
 _ADDRESS = re.compile(r"auto|[^/]+:\d+")
 _STORE_BYTES = 512 * 2**20  # what does not fit, batches and weights, Ray writes to the disk
 _LOOK_SECONDS = 0.1
+_GONE_SECONDS = 10.0  # after SIGKILL
 _SHOWN = 300  # characters of Ray's reasons
 
 
@@ -137,7 +138,9 @@ class _OwnRay:
     def close(self) -> None:
         """End it, at once: it may be stopped, and there is nothing that it could save."""
         self.processes.end(grace_seconds=0.0)
-        self._process.wait()
+        self._process.kill()  # it may have begun after the others were looked for
+        with contextlib.suppress(subprocess.TimeoutExpired):  # the kernel keeps it, as for a disk that hangs
+            self._process.wait(_GONE_SECONDS)
 
     def _lines(self) -> list[str]:
         with contextlib.suppress(OSError):  # removed

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import threading
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,7 +19,7 @@ import torch
 
 from gspo_gym import errors
 from gspo_gym.base.loops import retrieve_exception
-from gspo_gym.cluster.actors import LIFE, Cluster
+from gspo_gym.cluster.actors import LIFE, START_SECONDS, Cluster
 from gspo_gym.cluster.ray import reason_of
 from gspo_gym.engine.base import (
     Capabilities,
@@ -75,16 +76,18 @@ class Shipment:
 
     def __init__(self, ray: Any) -> None:
         self._ray = ray
+        self._lock = threading.Lock()  # replicas take an update at once, each in a thread
         self._update: WeightUpdate | None = None
         self._object: Any = None
 
     def of(self, update: WeightUpdate) -> Any:
         """Return the object (Any: Ray's) of an update's tensors, which are computed for the first that asks."""
-        if update is not self._update:
-            assert update.tensors is not None
-            tensors = {name: tensor.detach().cpu() for name, tensor in update.tensors}
-            self._update, self._object = update, self._ray.put(tensors)
-        return self._object
+        with self._lock:
+            if update is not self._update:
+                assert update.tensors is not None
+                tensors = {name: tensor.detach().cpu() for name, tensor in update.tensors}
+                self._update, self._object = update, self._ray.put(tensors)
+            return self._object
 
 
 class ReplicaEngine(GatedEngine):
@@ -112,17 +115,21 @@ class ReplicaEngine(GatedEngine):
         """
         engine = cls(cluster, settings, shipment)
         try:
+            # Importing torch may keep a process from answering for longer than it may be silent afterwards.
+            async with asyncio.timeout(START_SECONDS):
+                await engine._life()
+            engine._watching = asyncio.create_task(engine._watch())
             async with asyncio.timeout(_BUILD_SECONDS):
-                said = await engine._ask("start", settings.order, tensors)
-        except (EngineLostError, TimeoutError) as error:
+                capabilities = await engine._ask("start", settings.order, tensors)
+        except (cluster.ray.exceptions.RayError, EngineLostError, TimeoutError) as error:
             engine._end()
-            raise ReplicaLostError(f"{settings.name} did not start: {error}") from error
+            reason = reason_of(error) if isinstance(error, cluster.ray.exceptions.RayError) else str(error)
+            raise ReplicaLostError(f"{settings.name} did not start: {reason or 'it was not up in time'}") from error
         except BaseException:
             engine._end()
             raise
-        kinds = tuple(kind for kind in said.update_kinds if kind != "shared")  # there is nothing to share here
-        engine._capabilities = replace(said, update_kinds=kinds, can_sleep=False)
-        engine._watching = asyncio.create_task(engine._watch())
+        kinds = tuple(kind for kind in capabilities.update_kinds if kind != "shared")  # there is nothing to share here
+        engine._capabilities = replace(capabilities, update_kinds=kinds, can_sleep=False)
         return engine
 
     @property
@@ -172,7 +179,8 @@ class ReplicaEngine(GatedEngine):
             await self._step("apply_weights", update.version, update.kind, str(update.folder), None)
             return
         try:
-            tensors = await asyncio.to_thread(self._shipment.of, update)
+            async with asyncio.timeout(self._settings.step_seconds):
+                tensors = await asyncio.to_thread(self._shipment.of, update)
         except Exception as error:  # such as torch's of a GPU without memory
             reason = f"{self._settings.name} did not get all tensors: {type(error).__name__}: {error}"
             self._note_loss(reason)
@@ -193,8 +201,6 @@ class ReplicaEngine(GatedEngine):
     async def close(self) -> None:
         """End the actor. Calls in flight, and all later ones, raise EngineError."""
         await self._close_gate()
-        if self._watching is not None:
-            self._watching.cancel()
         if self._lost is None:
             # So that it ends its own processes first.
             with contextlib.suppress(GymError, TimeoutError):
@@ -204,15 +210,19 @@ class ReplicaEngine(GatedEngine):
 
     def _end(self) -> None:
         self._lost = self._lost or "the engine is closed"
+        if self._watching is not None:
+            self._watching.cancel()
         self._ray.kill(self._actor, no_restart=True)
+
+    async def _life(self) -> None:
+        await self._actor.life.options(concurrency_group=LIFE).remote()
 
     async def _watch(self) -> None:
         seconds = self._settings.silence_seconds
         while self._lost is None:
-            call = self._actor.life.options(concurrency_group=LIFE).remote()
             try:
                 async with asyncio.timeout(seconds):
-                    await call
+                    await self._life()
             except TimeoutError:
                 self._note_loss(f"it was not heard of for {seconds:g} seconds")
             except self._ray.exceptions.RayError as error:

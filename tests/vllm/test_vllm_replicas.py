@@ -1,4 +1,4 @@
-"""Two vLLM engines in processes of their own behind the router, started by the launcher: played, updated, killed."""
+"""Two vLLM engines in processes of their own behind the router, started by Ray: played, updated, killed."""
 
 from __future__ import annotations
 

@@ -275,7 +275,7 @@ SHOWN_BY = {
     "training.weight_sync_interval": SYNC + "test_weights_are_sent_every_interval_iterations",
     "training.weight_sync.mode": ENGINES + "test_an_adapter_is_merged_for_vllm_on_a_processor_unless_mode_is_direct",
     "training.weight_sync.direct": SYNC + "test_direct_goes_through_memory_and_otherwise_through_the_runs_folder",
-    "training.weight_sync.in_flight": "tests/unit/cluster/test_replicas.py::"
+    "training.weight_sync.in_flight": "tests/cluster/test_replicas.py::"
     "test_calls_in_flight_at_an_update_end_before_it_or_go_on_under_the_new_weights",
     "training.weight_sync.transfer": SYNC + "test_transfer_hands_the_policys_tensors_over_and_writes_nothing",
     "training.weight_sync.verify_every_k": SYNC + "test_checksums_are_compared_every_kth_update_and_by_default_never",
