@@ -33,6 +33,7 @@ _ADDRESS = re.compile(r"auto|[^/]+:\d+")
 _STORE_BYTES = 512 * 2**20  # what does not fit, batches and weights, Ray writes to the disk
 _LOOK_SECONDS = 0.1
 _GONE_SECONDS = 10.0  # after SIGKILL
+_ON_LOOPBACK = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"  # "0": it listens on loopback, as it does by itself on those
 _SHOWN = 300  # characters of Ray's reasons
 
 
@@ -62,28 +63,51 @@ def joined(address: str | None, *, num_cores: int = 1) -> Iterator[Any]:
         yield ray
         return
     with contextlib.ExitStack() as stack:
-        variables = {"RAY_USAGE_STATS_ENABLED": "0"}
+        # One try, of some 35 seconds: of 20 it would make.
+        variables = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_gcs_server_port_wait_time_s": "1"}
         if address is None:
             folder = temporary_folder("gspo_ray_")
             stack.callback(remove_folder, folder)
             own = stack.enter_context(contextlib.closing(_OwnRay(folder, num_cores)))
-            address, variables = own.address, own.variables
+            address, variables = own.address, {**variables, **own.variables}
         stack.callback(os.environ.update, {name: os.environ[name] for name in variables if name in os.environ})
         for name, value in variables.items():
             stack.callback(os.environ.pop, name, None)
             os.environ[name] = value
-        # It keeps the token of the Ray that this process joined before.
-        importlib.import_module("ray._raylet").AuthenticationTokenLoader.instance().reset_cache()
-        handler = signal.getsignal(signal.SIGTERM)
+        _read_variables_again()
         try:
-            ray.init(address=address, log_to_driver=False, logging_level="ERROR")
+            with _keeping_handler():
+                ray.init(address=address, log_to_driver=False, logging_level="ERROR")
         except (RuntimeError, ConnectionError, ray.exceptions.RayError) as error:
             raise ServiceError(f"no Ray answers at {address}: {reason_of(error)}") from error
-        finally:
-            if threading.current_thread() is threading.main_thread():
-                signal.signal(signal.SIGTERM, handler)  # Ray's own would end the run without a checkpoint
         stack.callback(ray.shutdown)
         yield ray
+
+
+def _read_variables_again() -> None:
+    """Have Ray obey the variables of this moment: it was imported, or has joined another Ray, under others."""
+    raylet: Any = importlib.import_module("ray._raylet")
+    raylet.Config.initialize("")  # whether it asks for a token
+    raylet.AuthenticationTokenLoader.instance().reset_cache()
+    # Else it takes the machine's own address for the loopback's, and does not reach a Ray that listens there alone.
+    constants: Any = importlib.import_module("ray._private.ray_constants")
+    constants.ENABLE_RAY_CLUSTER = constants.env_bool(_ON_LOOPBACK, sys.platform not in ("darwin", "win32"))
+
+
+@contextlib.contextmanager
+def _keeping_handler() -> Iterator[None]:
+    """Put the handler of SIGTERM back that Ray replaces, by one which ends the run without a checkpoint."""
+    handler, is_terminated = signal.getsignal(signal.SIGTERM), False
+    try:
+        yield
+    except SystemExit:  # by Ray's handler: SIGTERM came meanwhile
+        is_terminated = True
+        raise
+    finally:
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, handler)
+            if is_terminated:
+                signal.raise_signal(signal.SIGTERM)
 
 
 def require_ray(address: str | None = None) -> None:
@@ -111,11 +135,10 @@ class _OwnRay:
     """
 
     def __init__(self, folder: str, num_cores: int) -> None:
-        # On loopback only: the variable is Ray's, for systems on which it does so by itself (ray_constants.py, 2.60).
         self.variables = {
             "RAY_AUTH_MODE": "token",
             "RAY_AUTH_TOKEN": secrets.token_hex(32),
-            "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+            _ON_LOOPBACK: "0",
             "RAY_USAGE_STATS_ENABLED": "0",
             "RAY_TMPDIR": folder,  # else it leaves a folder `ray` in the system's
             "RAY_memory_monitor_refresh_ms": "0",  # it kills processes on a machine that others fill

@@ -178,7 +178,7 @@ def test_a_demand_that_cannot_be_met_is_a_sentence(count: int, num_nodes: int, m
 
 def test_nothing_outlives_a_driver_that_is_killed(tmp_path: Path) -> None:
     code = (
-        "import json, os, signal\n"
+        "import json, os, ray, signal\n"  # Ray reads its variables again where it was imported under others
         "from tests.cluster.test_ray import *\n"
         "joining = joined(None, num_cores=2)\n"
         "ray = joining.__enter__()\n"

@@ -10,6 +10,8 @@ import contextlib
 import os
 import shutil
 import signal
+import subprocess
+import sys
 from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +22,7 @@ import torch
 from agreement import nudge, plain_logprobs
 from engine_contract import until_in_flight
 
+from gspo_gym.base.leftovers import descendants
 from gspo_gym.cli.train import run_training
 from gspo_gym.config.build.engines import _base_now, build_engine, build_weight_sync
 from gspo_gym.config.build.processes import launching
@@ -37,6 +40,7 @@ from gspo_gym.run.recording import RunRecorder
 from gspo_gym.run.records import read_events
 from gspo_gym.types import Completion
 from tests.cluster.test_learner_ranks import actors_of, episodes_of, require_no_actors
+from tests.cluster.test_ray import require_gone
 from tests.support.saved_steps import require_same
 from tests.support.small_quickstart import QUICKSTART, SMALLER
 
@@ -352,3 +356,21 @@ def test_tensors_that_cannot_be_read_poison_the_engine_at_once(tmp_path: Path) -
             assert "out of memory" in str((await replica.engine.health()).reason)
 
     asyncio.run(run())
+
+
+def test_sigterm_ends_a_run_whose_replicas_do_not_come_up_and_nothing_is_left(tmp_path: Path) -> None:
+    config = configure(tmp_path)
+    file = tmp_path / "two.toml"
+    file.write_text(config.to_toml(), encoding="utf-8")
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    driver = subprocess.Popen([sys.executable, "-m", "gspo_gym.cli", "train", str(file)], env=environment)
+    stopped_pids: set[int] = set()
+    while len(stopped_pids) < 2:
+        assert driver.poll() is None
+        for pid in {*replicas_here()} & descendants(driver.pid) - stopped_pids:
+            os.kill(pid, signal.SIGSTOP)
+            stopped_pids.add(pid)
+    pids = descendants(driver.pid)
+    driver.terminate()
+    assert driver.wait() == 128 + signal.SIGTERM
+    require_gone(pids, set())
