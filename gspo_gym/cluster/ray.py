@@ -32,6 +32,7 @@ _NUM_TRIES = 5  # Ray gives its own agents 15 seconds to start, and gives up if 
 _ADDRESS = re.compile(r"auto|[^/]+:\d+")
 _STORE_BYTES = 512 * 2**20  # what does not fit, batches and weights, Ray writes to the disk
 _LOOK_SECONDS = 0.1
+_NODE_SECONDS, _NUM_SILENT = 5.0, 6  # between looks at the node, and how many of them Ray's head may leave unanswered
 _GONE_SECONDS = 10.0  # after SIGKILL
 _ON_LOOPBACK = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"  # "0": it listens on loopback, as it does by itself on those
 _SHOWN = 300  # characters of Ray's reasons
@@ -81,7 +82,41 @@ def joined(address: str | None, *, num_cores: int = 1) -> Iterator[Any]:
         except (RuntimeError, ConnectionError, ray.exceptions.RayError) as error:
             raise ServiceError(f"no Ray answers at {address}: {reason_of(error)}") from error
         stack.callback(ray.shutdown)
+        stack.enter_context(contextlib.closing(_NodeWatch(ray)))
         yield ray
+
+
+class _NodeWatch:
+    """Ends this program when Ray's node here is lost without a death that Ray sees: stopped, or cut off from its head.
+
+    Until `close`. What waits for the node's store of objects, in Ray's own code, would wait for ever. Ray's head needs a
+    minute to say that a node is lost.
+    """
+
+    def __init__(self, ray: Any) -> None:
+        self._ray, self._node = ray, ray.get_runtime_context().get_node_id()
+        self._end, self._num_silent = threading.Event(), 0
+        self._looking = threading.Thread(target=self._look, name="gspo-gym-ray", daemon=True)
+        self._looking.start()
+        threading.Thread(target=self._wait, name="gspo-gym-ray-end", daemon=True).start()
+
+    def close(self) -> None:
+        self._end.set()
+        self._looking.join(_GONE_SECONDS)
+
+    def _look(self) -> None:
+        while not self._end.wait(_NODE_SECONDS):
+            with contextlib.suppress(Exception):  # such as the head's silence: then the node is silent, too
+                is_alive = any(row["NodeID"] == self._node and row["Alive"] for row in self._ray.nodes())
+                self._num_silent = 0 if is_alive else _NUM_SILENT
+
+    def _wait(self) -> None:
+        # Counted, for a program that was stopped itself has not listened.
+        while not self._end.wait(_NODE_SECONDS):
+            self._num_silent += 1
+            if self._num_silent > _NUM_SILENT and not self._end.is_set():
+                print("Ray's node or head does not answer any more; go on with --resume", file=sys.stderr, flush=True)
+                os._exit(1)
 
 
 def _read_variables_again() -> None:

@@ -199,3 +199,31 @@ def test_nothing_outlives_a_driver_that_is_killed(tmp_path: Path) -> None:
     driver.wait()
     driver.stdout.close()
     require_gone(pids, folders, 60)
+
+
+@pytest.mark.nightly  # Ray's head needs a minute to see it
+def test_a_driver_that_waits_for_a_raylet_that_is_stopped_ends_and_nothing_outlives_it() -> None:
+    code = (
+        "import numpy as np\n"
+        "from tests.cluster.test_ray import *\n"
+        "with joined(None, num_cores=2) as ray:\n"
+        "    pids = descendants(os.getpid())\n"
+        "    print(json.dumps(sorted(pids)), flush=True)\n"
+        "    for pid in pids:\n"
+        "        if b'raylet/raylet' in Path(f'/proc/{pid}/cmdline').read_bytes():\n"
+        "            os.kill(pid, signal.SIGSTOP)\n"
+        "    ray.put(np.zeros(10_000_000))\n"
+    )
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    driver = subprocess.Popen(
+        [sys.executable, "-c", code],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+        env=environment,
+    )
+    printed, errors = driver.communicate(timeout=300)
+    assert driver.returncode == 1
+    assert "Ray's node or head does not answer any more; go on with --resume" in errors
+    require_gone({*json.loads(printed.splitlines()[0])}, set(), 60)
