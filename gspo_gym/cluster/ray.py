@@ -176,6 +176,7 @@ class _OwnRay:
             _ON_LOOPBACK: "0",
             "RAY_USAGE_STATS_ENABLED": "0",
             "RAY_TMPDIR": folder,  # else it leaves a folder `ray` in the system's
+            "RAY_worker_niceness": "0",  # else 15: whatever runs beside them would starve the processes of the run
             "RAY_memory_monitor_refresh_ms": "0",  # it kills processes on a machine that others fill
         }
         for number in range(_NUM_TRIES):
