@@ -89,8 +89,8 @@ def joined(address: str | None, *, num_cores: int = 1) -> Iterator[Any]:
 class _NodeWatch:
     """Ends this program when Ray's node here is lost without a death that Ray sees: stopped, or cut off from its head.
 
-    Until `close`. What waits for the node's store of objects, in Ray's own code, would wait for ever. Ray's head needs a
-    minute to say that a node is lost.
+    Until `close`. What waits for the node's store of objects, in Ray's own code, would wait for ever. Ray's head needs
+    a minute to say that a node is lost.
     """
 
     def __init__(self, ray: Any) -> None:

@@ -41,17 +41,19 @@ def require_gone(pids: set[int], folders: set[Path], seconds: float = 30) -> Non
     assert left == []
 
 
-def folders_of_ray() -> set[Path]:
-    return set(Path("/tmp").glob("gspo_ray_*"))
+def folder_of_ray() -> Path:
+    """The folder of the Ray that was started here and is joined."""
+    folder = Path(os.environ["RAY_TMPDIR"])
+    assert folder.is_dir()
+    return folder
 
 
 @pytest.fixture(scope="module", autouse=True)
 def ray() -> Iterator[Any]:
     """A Ray with four cores, joined, which ends with everything that it started."""
-    before, token = folders_of_ray(), os.environ.get("RAY_AUTH_TOKEN")
+    token = os.environ.get("RAY_AUTH_TOKEN")
     with joined(None, num_cores=4) as ray:
-        pids, folders = descendants(os.getpid()), folders_of_ray() - before
-        assert len(folders) == 1
+        pids, folders = descendants(os.getpid()), {folder_of_ray()}
         yield ray
         pids |= descendants(os.getpid())
         shared = shared_memory_of(pids)
@@ -183,22 +185,20 @@ def test_nothing_outlives_a_driver_that_is_killed(tmp_path: Path) -> None:
         "joining = joined(None, num_cores=2)\n"
         "ray = joining.__enter__()\n"
         "ranks = started(Cluster(ray, [Part('learner', 2, Resources(cores=1))]))\n"
-        "print(json.dumps(sorted(descendants(os.getpid()))), flush=True)\n"
+        "print(json.dumps([str(folder_of_ray()), *descendants(os.getpid())]), flush=True)\n"
         "signal.pause()\n"
     )
-    before = folders_of_ray()
     environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
     driver = subprocess.Popen(
         [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, cwd=ROOT, env=environment
     )
     assert driver.stdout is not None
-    pids = set[int](json.loads(driver.stdout.readline()))
-    folders = folders_of_ray() - before
+    folder, *pids = json.loads(driver.stdout.readline())
     assert len(pids) >= 6  # Ray's own, two actors, and what ends them
     driver.kill()
     driver.wait()
     driver.stdout.close()
-    require_gone(pids, folders, 60)
+    require_gone({*pids}, {Path(folder)}, 60)
 
 
 @pytest.mark.nightly  # Ray's head needs a minute to see it

@@ -74,6 +74,7 @@ MUST_MISS = {
     ),
     "a wait that is longer: for a place, for the next attempt, for the rest of a request, for ranks": (
         "tests/cluster/test_learner_ranks.py::test_the_settings_bound_how_long_and_how_often_ranks_are_waited_for",
+        "tests/unit/cluster/test_replica.py::MeetingTensors",
         "tests/unit/engine/endpoint/test_http_engine.py::"
         "test_the_settings_deadline_holds_for_waits_between_attempts_too",
         "tests/unit/envs/suites/test_openenv_adapter.py::test_a_server_that_stays_full_is_an_error_that_says_so",
