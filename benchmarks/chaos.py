@@ -298,6 +298,7 @@ class _Run:
 
     def start(self) -> None:
         """Start it, or go on with it."""
+        self.began = time.time()
         variables = {"TMPDIR": str(self.temporary), "OMP_NUM_THREADS": "1", "PYTHONPATH": os.getcwd()}
         with self._output.open("ab") as output:
             self._driver = subprocess.Popen(
@@ -460,13 +461,15 @@ def _go_on(run: _Run, report: ChaosReport, *, until: Callable[[], bool]) -> None
         _note_progress(run, report)
         if status == 0:
             return
-        # Ray ends what has joined it when it is gone: then it is the driver's death.
-        is_rays = any(done.fault in OF_RAY and done.recovered_seconds is None for done in report.faults)
-        if status is not None and not is_rays:
+        # Ray ends what has joined it when it is gone: then it is the driver's death. A step may have ended meanwhile.
+        of_ray = [done for done in report.faults if done.fault in OF_RAY and done.at > run.began]
+        if status is not None and not of_ray:
             report.failed.append(f"after step {run.num_steps()} it ended with status {status}:\n{run.last_lines()}")
             if len(report.failed) > 3:
                 raise RuntimeError("\n".join(report.failed))
         if status is not None:
+            for done in of_ray:
+                done.step, done.recovered_seconds = run.num_steps(), None
             _wait_for_nothing_left(run, f"the end after step {run.num_steps()}", report)
             run.start()
         if (now := run.num_steps()) != progress:
