@@ -431,9 +431,12 @@ class LearnerRank:
         answer = self._answer(work)
         if answer.refusal is not None:
             return answer
-        with torch.enable_grad():
-            self._learner = self._make_learner()
-        return self._answer(lambda: None)
+
+        def make_learner() -> None:
+            with torch.enable_grad():
+                self._learner = self._make_learner()
+
+        return self._answer(make_learner)
 
     def update(self, batch: Mapping[str, Tensor], keeps: bool, has_table: bool) -> Answer:
         """Learn a batch."""

@@ -207,7 +207,9 @@ def test_ranks_begin_with_the_drivers_weights_also_the_frozen_ones_and_the_refer
 def test_the_settings_bound_how_long_and_how_often_ranks_are_waited_for(tmp_path: Path) -> None:
     two = "topology.gpus_for_training=2"
     hasty = configure(tmp_path, two, "topology.group_timeout_seconds=0.0001", "topology.max_restarts=1")
-    with pytest.raises(ServiceError, match=r"lost 2 times in a row.*was not done after 0\.0001 seconds"):
+    with pytest.raises(
+        ServiceError, match=r"lost 2 times in a row.*(was not done after 0\.0001 s|timed out after 0ms)"
+    ):
         learning(hasty, build_policy(hasty)).__enter__()
     strict = configure(tmp_path, two, "topology.max_restarts=0", "topology.heartbeat_seconds=3")
     with learning(strict, build_policy(strict)) as learner:
