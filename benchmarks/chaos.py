@@ -64,14 +64,12 @@ _ESTABLISHED, _LISTENS = "01", "0A"  # states of /proc/net/tcp
 
 # What the command lines of a kind of process hold.
 _SIGNS: Mapping[str, tuple[str, ...]] = {
-    "rank": ("gspo_gym.config.build.processes learner",),
-    "replica": ("gspo_gym.config.build.processes replica",),
+    "rank": ("ray::LearnerRank",),
+    "replica": ("ray::SamplingActor",),
     "raylet": ("raylet/raylet ",),
     "head of Ray": ("gcs/gcs_server ",),
     "environment server": ("gspo_gym.env.workers.host",),
 }
-# What Ray started is an actor, which Ray names; they are told apart by the files that they print into.
-_ACTOR, _PRINTS_INTO = "ray::Process", {"rank": "/learner_ranks.log", "replica": "/replica_"}
 _WORKER = "environment worker"  # a child of an environment server, with the same command line
 _DRIVER = "driver"
 _TO_DRIVER, _BETWEEN_RANKS = "connection of a rank to the driver", "connection between the ranks"
@@ -116,16 +114,15 @@ CUTS = (Fault(_TO_DRIVER, "cut"), Fault(_BETWEEN_RANKS, "cut", is_of_all=True))
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """What the run consists of; `launcher` starts the processes, and one replica samples in the driver's process."""
+    """What the run consists of; one replica samples in the driver's process."""
 
-    launcher: str = "local"
     num_replicas: int = 1
 
     def faults(self) -> tuple[Fault, ...]:
         """Return what can be done to it here."""
         cuts = CUTS if _is_alone() else ()
         of_replicas = OF_REPLICAS if self.num_replicas > 1 else ()
-        return (*FAULTS, *cuts, *of_replicas, *(OF_RAY if self.launcher == "ray" else ()))
+        return (*FAULTS, *cuts, *of_replicas, *OF_RAY)
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,8 +254,6 @@ def configure(folder: Path, num_steps: int, layout: Layout) -> RunConfig:
         "group_timeout_seconds": _GROUP_TIMEOUT_SECONDS,
         "max_restarts": 10,  # faults may overlap
     }
-    if layout.launcher != "local":
-        values["topology"] |= {"launcher": layout.launcher}
     values["limits"] = {"step_timeout_seconds": _STEP_TIMEOUT_SECONDS}
     values["training"] |= {"checkpoint_every_n_iters": 5}
     del values["training"]["keep_last"]
@@ -303,6 +298,7 @@ class _Run:
 
     def start(self) -> None:
         """Start it, or go on with it."""
+        self.began = time.time()
         variables = {"TMPDIR": str(self.temporary), "OMP_NUM_THREADS": "1", "PYTHONPATH": os.getcwd()}
         with self._output.open("ab") as output:
             self._driver = subprocess.Popen(
@@ -361,9 +357,6 @@ class _Run:
 
 
 def _has_sign(process: Process, kind: str) -> bool:
-    if kind in _PRINTS_INTO and process.command.startswith(_ACTOR):
-        with contextlib.suppress(OSError):  # it has ended
-            return _PRINTS_INTO[kind] in os.readlink(f"/proc/{process.pid}/fd/1")
     return any(sign in process.command for sign in _SIGNS[kind])
 
 
@@ -468,13 +461,15 @@ def _go_on(run: _Run, report: ChaosReport, *, until: Callable[[], bool]) -> None
         _note_progress(run, report)
         if status == 0:
             return
-        # A run whose processes are just being started ends when Ray does: then it is the driver's death.
-        is_rays = any(done.fault in OF_RAY and done.recovered_seconds is None for done in report.faults)
-        if status is not None and not is_rays:
+        # Ray ends what has joined it when it is gone: then it is the driver's death. A step may have ended meanwhile.
+        of_ray = [done for done in report.faults if done.fault in OF_RAY and done.at > run.began]
+        if status is not None and not of_ray:
             report.failed.append(f"after step {run.num_steps()} it ended with status {status}:\n{run.last_lines()}")
             if len(report.failed) > 3:
                 raise RuntimeError("\n".join(report.failed))
         if status is not None:
+            for done in of_ray:
+                done.step, done.recovered_seconds = run.num_steps(), None
             _wait_for_nothing_left(run, f"the end after step {run.num_steps()}", report)
             run.start()
         if (now := run.num_steps()) != progress:

@@ -9,6 +9,6 @@ folder=${RUNS:?a folder that all nodes share, where the runs are}
 shift
 # Ray tells the command its address: nothing else says where the learner's processes go.
 ray job submit --working-dir . -- gspo-gym train "$config" --resume=auto \
-  compute.gpu_count=0 compute.nodes=2 topology.type=cluster topology.launcher=ray \
+  compute.gpu_count=0 compute.nodes=2 topology.type=cluster \
   topology.gpus_for_vllm=1 topology.gpus_for_training=2 rollout.engine=local \
   "run.folder=$folder" "$@"

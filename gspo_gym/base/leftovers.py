@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import importlib
 import os
 import shutil
 import signal
@@ -28,7 +27,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-_PR_SET_PDEATHSIG = 1
 _GRACE_SECONDS = 10.0  # between SIGTERM and SIGKILL
 _GONE_SECONDS = 10.0  # after SIGKILL: the system gives back gigabytes, or waits for a disk
 _LOOK_SECONDS = 0.1
@@ -208,15 +206,6 @@ class MarkedProcesses:
 def has_ended(pid: int, *, is_group: bool = False) -> None:
     """Forget a process of `end_with_us`, before another can have its number."""
     _KEEPER.tell("-", "p", str(-pid if is_group else pid))
-
-
-def die_with_parent(parent: int) -> None:
-    """Have the system kill this process, a child of `parent`, when the thread that started it ends."""
-    if sys.platform == "linux":
-        ctypes = importlib.import_module("ctypes")
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it ended before that
-        os._exit(1)
 
 
 def leave_to_another() -> None:

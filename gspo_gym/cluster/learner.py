@@ -1,8 +1,8 @@
 """A learner whose work is done by ranks, as the trainer sees it, and what a rank does.
 
-The driver keeps a whole model, in the processor's memory unless an engine samples from it; each rank holds a part of
-another one. A batch travels to the ranks as safetensors, and the new weights come back one parameter at a time. What
-else a checkpoint holds, the ranks write and read themselves, each its part.
+The driver keeps a whole model, in the processor's memory unless an engine samples from it; each rank, an actor of Ray,
+holds a part of another one. A batch and the new weights travel as Ray's objects. What else a checkpoint holds, the
+ranks write and read themselves, each its part.
 
 If a rank is lost, all are ended, and new ones go on from the newest sound checkpoint. They learn the batches since then
 once more, from their files, and then the one that was being learned. Nothing is sampled again.
@@ -10,25 +10,25 @@ once more, from their files, and then the one that was being learned. Nothing is
 
 from __future__ import annotations
 
-import contextlib
+import os
 import shutil
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 import torch
-from safetensors.torch import load, save, save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from gspo_gym import errors
 from gspo_gym.base.files import writing
 from gspo_gym.base.leftovers import goes_with_us, remove_folder
-from gspo_gym.base.ranks import Rank, Ranks, RanksLostError
+from gspo_gym.cluster.actors import ASIDE, Actors, RanksLostError
 from gspo_gym.cluster.sharding import whole
 from gspo_gym.errors import CheckpointError, GymError, ServiceError
 from gspo_gym.learning.batching import TrainBatch
@@ -58,16 +58,20 @@ class RecoverySettings:
     max_restarts: int
 
 
+# Builds a rank's model from its number and the driver's order (Any: JSON); and its learner when the model has weights.
+Build = Callable[[int, Any], tuple[nn.Module, Callable[[], Learner]]]
+
+
 @dataclass(frozen=True, slots=True)
 class Started:
-    """Ranks that were started.
+    """Ranks that were started, as `LearnerRank`.
 
     Attributes:
         order: to build their model and learner.
         kept: lives as long as they do: the store by which they meet.
     """
 
-    ranks: Ranks
+    ranks: Actors
     order: Mapping[str, Any]
     kept: object
 
@@ -122,7 +126,7 @@ class LearnerOnRanks:
         self._started: Started | None = None
         self._counters: dict[str, int | float] = {}
         self._log: list[_Learned] = []  # those that the newest checkpoint may not hold
-        self._beginning: list[Mapping[str, Any]] = []  # what was restored, until a checkpoint holds it
+        self._beginning: list[tuple[Any, ...]] = []  # what was restored, until a checkpoint holds it
         self._is_as_begun = True  # nothing has come back yet
         self._num_updates = 0  # that came back
         self._num_restarts = 0  # in a row
@@ -163,14 +167,19 @@ class LearnerOnRanks:
         all files are on the disk, and raises a CheckpointError if a rank's disk refuses or a rank is lost.
         """
         with self._lock:
-            return partial(_have_written, self._surely(self._ask_copies))
+            return self._surely(self._ask_copies)
+
+    @property
+    def pids(self) -> list[int]:
+        """The processes, by rank; none while others have to be started."""
+        return [] if self._started is None else list(self._started.ranks.pids)
 
     def counters(self) -> dict[str, int | float]:
         return dict(self._counters)
 
     def restore(self, tensors: SavedTensors, counters: Mapping[str, int | float]) -> None:
         """Go on from what any number of processes saved; each rank reads its part. See `Learner.restore`."""
-        self._begin_with(_order_to_restore(tensors, counters))
+        self._begin_with((str(tensors.folder.absolute()), dict(counters), None))
 
     def restore_parts(
         self,
@@ -181,7 +190,7 @@ class LearnerOnRanks:
         with_step: bool,
     ) -> None:
         """Begin with parts of another learner's; see `Learner.restore_parts`."""
-        self._begin_with({**_order_to_restore(tensors, counters), "parts": [with_optimizer, with_step]})
+        self._begin_with((str(tensors.folder.absolute()), dict(counters), (with_optimizer, with_step)))
 
     def close(self) -> None:
         """End the ranks. Closing twice is fine."""
@@ -193,27 +202,26 @@ class LearnerOnRanks:
 
     def _begin(self) -> None:
         self._bring_up(None)
-        for order in self._beginning:
-            self._ask(order)
+        for saved in self._beginning:
+            self._ask("restore", *saved)
 
     def _bring_up(self, checkpoint: Path | None) -> None:
         # By now, the model that the run began with may have been removed with its checkpoint.
         self._started = self._start(None if checkpoint is None else str(checkpoint))
-        self._ask(self._started.order)
+        self._ask("build", self._started.order)
         # A rank's files give the shape alone. A warm-up may have moved the weights of the model here, and those below
         # an adapter need not be the files' ones. Only trained weights are older in a checkpoint than here.
-        given = [
-            (name, tensor)
+        given = {
+            name: tensor.detach().cpu()
             for name, tensor in _saved(self._model).items()
             if checkpoint is None or not tensor.requires_grad
-        ]
-        trained = None if checkpoint is None else str(checkpoint.absolute())
-        self._ask({"do": "weights", "trained": trained}, _packed(given), len(given))
+        }
+        self._ask("take_weights", given, None if checkpoint is None else str(checkpoint.absolute()))
 
-    def _begin_with(self, order: Mapping[str, Any]) -> None:
+    def _begin_with(self, saved: tuple[Any, ...]) -> None:
         with self._lock:
-            self._beginning.append(order)
-            self._surely(lambda: self._ask(order))
+            self._beginning.append(saved)
+            self._surely(lambda: self._ask("restore", *saved))
             self._num_updates = int(self._counters[_UPDATES])
 
     def _surely(self, work: Callable[[], _Result]) -> _Result:
@@ -265,7 +273,8 @@ class LearnerOnRanks:
         self._on_restart(self._num_updates, self._lost_because + passed_over)
         try:
             self._bring_up(checkpoint.model_folder)
-            self._ask(_order_to_restore(checkpoint.learner_tensors, checkpoint.learner_counters))
+            folder = str(checkpoint.learner_tensors.folder.absolute())
+            self._ask("restore", folder, dict(checkpoint.learner_counters), None)
         except CheckpointError as error:
             if not checkpoint.folder.exists():  # it made room for the newer one that was being written
                 raise RanksLostError(str(error)) from error
@@ -275,50 +284,39 @@ class LearnerOnRanks:
                 self._learn(entry, None, keeps=False)
 
     def _learn(self, entry: _Learned, table: TokenTable | None, *, keeps: bool) -> UpdateReport:
-        order = {"do": "update", "keeps": keeps, "tokens": table is not None}
-        answer, bodies = self._ask(order, [entry.file.read_bytes()], 1)
-        parameters, columns = dict(_trained(self._model)), {}
-        for body in bodies:
-            for name, tensor in load(body).items():
-                if name.startswith(_TABLE):
-                    columns[name.removeprefix(_TABLE)] = tensor.numpy()
-                    continue
-                self._is_as_begun = False
-                with torch.no_grad():
-                    copy_into(parameters[name], tensor)
+        update: Update
+        update, held = self._ask("update", load_file(entry.file), keeps, table is not None)
+        for name, parameter in _trained(self._model) if keeps else ():
+            self._is_as_begun = False
+            with torch.no_grad():
+                copy_into(parameter, update.weights[name])
         if table is not None:
-            table.unpack(columns, StepReport)
-        report = UpdateReport(**answer["report"])
-        return replace(report, metrics={**report.metrics, "memory/rank_mib": answer["held"] / 2**20})
+            table.unpack(update.columns, StepReport)
+        return replace(update.report, metrics={**update.report.metrics, "memory/rank_mib": held / 2**20})
 
-    def _ask_copies(self) -> Ranks:
+    def _ask_copies(self) -> Callable[[Path], None]:
         assert self._started is not None
-        self._ask({"do": "copy"})
-        return self._started.ranks
+        self._ask("copy")
+        return partial(_have_written, self._started.ranks, self._settings.group_timeout_seconds)
 
-    def _ask(
-        self, order: Mapping[str, Any], bodies: Iterable[bytes] = (), num_bodies: int = 0
-    ) -> tuple[Any, Iterator[bytes]]:
-        """Have all ranks do something; return rank 0's answer (Any: JSON), and its bodies, which must all be read.
+    def _ask(self, method: str, *arguments: Any) -> tuple[Any, int]:
+        """Have all ranks do something; return what rank 0 found (Any: it differs), and the most bytes that one holds.
 
         Raises:
             GymError: what all ranks raised. RanksLostError: one was lost, or they do not agree.
         """
         assert self._started is not None
-        ranks, most = self._started.ranks, self._settings.group_timeout_seconds
-        ranks.send(order, bodies, num_bodies=num_bodies)
-        answer, answered = ranks.receive(0, max_seconds=most)
-        others = [ranks.receive(rank, max_seconds=most)[0] for rank in range(1, len(ranks.handles))]
-        refusals = [each["refusal"] for each in (answer, *others)]
-        answer["held"] = max(each["held"] for each in (answer, *others))
+        ranks = self._started.ranks
+        answers: list[Answer] = ranks.ask(method, *arguments, max_seconds=self._settings.group_timeout_seconds)
+        refusals = [answer.refusal for answer in answers]
         if any(refusal != refusals[0] for refusal in refusals):
-            ranks.give_up(f"the ranks do not agree: {refusals}")
+            ranks.close()
             raise RanksLostError(f"the ranks do not agree: {refusals}")
         if refusals[0] is not None:
             kind, text = refusals[0]
             raise getattr(errors, kind)(text)
-        self._counters = answer.pop("counters")
-        return answer, answered
+        self._counters = answers[0].counters
+        return answers[0].result, max(answer.held_bytes for answer in answers)
 
     def _write(self, batch: TrainBatch) -> _Learned:
         number = int(self._counters[_UPDATES])
@@ -343,18 +341,13 @@ def _write_batch(batch: TrainBatch, file: Path) -> None:
         save_file({name: tensor.contiguous() for name, tensor in given.items() if tensor is not None}, file)
 
 
-def _order_to_restore(tensors: SavedTensors, counters: Mapping[str, int | float]) -> dict[str, Any]:
-    return {"do": "restore", "folder": str(tensors.folder.absolute()), "counters": dict(counters)}
-
-
-def _have_written(ranks: Ranks, folder: Path) -> None:
+def _have_written(ranks: Actors, max_seconds: float, folder: Path) -> None:
     try:
-        ranks.send_aside({"write": str(folder.absolute())})
-        answers = [(rank, ranks.receive_aside(rank)["refusal"]) for rank in range(len(ranks.handles))]
+        refusals = ranks.ask("write", str(folder.absolute()), max_seconds=max_seconds, group=ASIDE)
     except RanksLostError as error:
         raise CheckpointError(f"{folder}: the learner's ranks were lost while they wrote: {error}") from error
-    if refusals := [f"rank {rank}: {refusal}" for rank, refusal in answers if refusal is not None]:
-        raise CheckpointError("; ".join(refusals))
+    if refused := [f"rank {rank}: {refusal}" for rank, refusal in enumerate(refusals) if refusal is not None]:
+        raise CheckpointError("; ".join(refused))
 
 
 def _trained(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
@@ -367,97 +360,144 @@ def _saved(model: nn.Module) -> dict[str, Tensor]:
     return {**dict(model.named_parameters()), **{name: b for name, b in model.named_buffers() if name in saved}}
 
 
-def _packed(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[bytes]:
-    """Yield each tensor as safetensors, when it is asked for; every rank must take all of them."""
-    for name, tensor in tensors:
-        yield save({name: whole(tensor.detach()).cpu().contiguous()})
+@dataclass(frozen=True, slots=True)
+class Update:
+    """What an update gave; rank 0's.
 
-
-def follow(rank: Rank, build: Callable[[Any], tuple[nn.Module, Callable[[], Learner]]]) -> NoReturn:
-    """Do what the driver says, until it is gone.
-
-    `build` is given the first order (Any: JSON), and returns the model, of which this process holds a part, and what
-    builds its learner. That is called when the model has the driver's weights, because a reference may copy them.
+    Attributes:
+        weights: the trained parameters, whole; {} if they are not wanted.
+        columns: of a token table.
     """
-    built: tuple[nn.Module, Callable[[], Learner]] | None = None
-    learner: Learner | None = None
-    copies: deque[Callable[[Path], None]] = deque(maxlen=1)
-    threading.Thread(target=_write_copies, args=(rank, copies), daemon=True).start()
-    while True:
-        order, bodies = rank.receive()
-        answer: dict[str, Any] = {"refusal": None, "held": 0}  # Any: JSON
-        given: list[tuple[str, Tensor]] = []
+
+    report: UpdateReport
+    weights: Mapping[str, Tensor]
+    columns: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a rank says to an order.
+
+    Attributes:
+        result: what was found (Any: it differs); None but of rank 0.
+        refusal: the kind and the text of a GymError; None: it was done.
+        counters: the learner's.
+        held_bytes: of parameters, gradients and the learner's tensors in this process, when a step ends.
+    """
+
+    result: Any
+    refusal: tuple[str, str] | None
+    counters: dict[str, int | float]
+    held_bytes: int
+
+
+class LearnerRank:
+    """The actor: a rank of the learner. All ranks are asked the same at once; what `build` returns is in its docstring.
+
+    `build` returns the model, of which this process holds a part, and what builds its learner. That is called when the
+    model has the driver's weights, because a reference may copy them.
+    """
+
+    def __init__(self, rank: int, build: Build) -> None:
+        self._rank, self._build = rank, build
+        self._model: nn.Module
+        self._make_learner: Callable[[], Learner]
+        self._learner: Learner | None = None
+        self._copies: deque[Callable[[Path], None]] = deque(maxlen=1)
+
+    def life(self) -> int:
+        """Return the number of the process."""
+        return os.getpid()
+
+    def build(self, order: Any) -> Answer:
+        """Build the model by the driver's order (Any: JSON)."""
+
+        def work() -> None:
+            self._model, self._make_learner = self._build(self._rank, order)
+
+        return self._answer(work)
+
+    @torch.no_grad()
+    def take_weights(self, tensors: Mapping[str, Tensor], trained: str | None) -> Answer:
+        """Take the driver's weights, and the trained ones of a checkpoint's folder; then build the learner."""
+
+        def work() -> None:
+            own = _saved(self._model)
+            for name, tensor in tensors.items():
+                copy_into(own[name], tensor)
+            if trained is not None:
+                read_weights(self._model, Path(trained))
+
+        answer = self._answer(work)
+        if answer.refusal is not None:
+            return answer
+
+        def make_learner() -> None:
+            with torch.enable_grad():
+                self._learner = self._make_learner()
+
+        return self._answer(make_learner)
+
+    def update(self, batch: Mapping[str, Tensor], keeps: bool, has_table: bool) -> Answer:
+        """Learn a batch."""
+
+        def work() -> Update:
+            table = TokenTable() if has_table else None
+            assert self._learner is not None
+            report = self._learner.update(TrainBatch(**batch), table)
+            weights = {}
+            for name, parameter in _trained(self._model) if keeps else ():
+                full = whole(parameter.detach())  # of all parts: every rank must take part
+                if self._rank == 0:
+                    weights[name] = full.cpu()
+            return Update(report, weights, {} if table is None else table.pack())
+
+        return self._answer(work)
+
+    def restore(self, folder: str, counters: Mapping[str, int | float], parts: tuple[bool, bool] | None) -> Answer:
+        """Go on from what any number of ranks saved, or from parts of it."""
+
+        def work() -> None:
+            assert self._learner is not None
+            tensors = PartsOfTensors(SavedTensors.of_learner(Path(folder)), self._model)
+            if parts is None:
+                self._learner.restore(tensors, counters)
+                return
+            with_optimizer, with_step = parts
+            self._learner.restore_parts(tensors, counters, with_optimizer=with_optimizer, with_step=with_step)
+
+        return self._answer(work)
+
+    def copy(self) -> Answer:
+        """Copy what `write` writes."""
+
+        def work() -> None:
+            assert self._learner is not None
+            self._copies.append(self._learner.copy_state())
+
+        return self._answer(work)
+
+    def write(self, folder: str) -> str | None:
+        """Write the latest copy into a folder, while the learner goes on; return why it could not."""
         try:
-            if built is None:
-                built = build(order)
-            elif learner is None:
-                _take_weights(built[0], bodies, order["trained"])
-                learner = built[1]()
-            elif order["do"] == "update":
-                answer["report"], given = _update(order, next(bodies), built[0], learner)
-                answer["held"] = _held_bytes(built[0], learner)
-            elif order["do"] == "copy":
-                copies.append(learner.copy_state())
-            else:
-                _restore(order, built[0], learner)
-        except GymError as error:
-            answer["refusal"] = [type(error).__name__, str(error)]
-        for _ in bodies:  # of an order that was refused
-            pass
-        answer["counters"] = {} if learner is None else learner.counters()
-        if rank.rank == 0:
-            rank.send(answer, _packed(given), num_bodies=len(given))
-        else:
-            rank.send(answer)
-            for _ in _packed(given):  # rank 0 has the parts, too
-                pass
-
-
-def _update(
-    order: Mapping[str, Any], body: bytes, model: nn.Module, learner: Learner
-) -> tuple[dict[str, Any], list[tuple[str, Tensor]]]:
-    table = TokenTable() if order["tokens"] else None
-    report = learner.update(TrainBatch(**load(body)), table)
-    given: list[tuple[str, Tensor]] = []
-    if table is not None:
-        given += [(f"{_TABLE}{name}", torch.from_numpy(column)) for name, column in table.pack().items()]
-    return asdict(report), given + (_trained(model) if order["keeps"] else [])
-
-
-def _held_bytes(model: nn.Module, learner: Learner) -> int:
-    """Return the bytes of parameters, gradients and the learner's tensors in this process, when a step ends."""
-    # The gradients are gone by now: each was as large as its parameter.
-    trained = (parameter for _, parameter in _trained(model))
-    tensors = (tensor.detach() for tensor in (*model.parameters(), *trained, *learner.tensors().values()))
-    return sum((tensor.to_local() if isinstance(tensor, DTensor) else tensor).nbytes for tensor in tensors)
-
-
-@torch.no_grad()
-def _take_weights(model: nn.Module, bodies: Iterable[bytes], trained: str | None) -> None:
-    own = _saved(model)
-    for body in bodies:
-        for name, tensor in load(body).items():
-            copy_into(own[name], tensor)
-    if trained is not None:
-        read_weights(model, Path(trained))
-
-
-def _write_copies(rank: Rank, copies: deque[Callable[[Path], None]]) -> NoReturn:
-    """Write the latest copy into the folder that the driver names, whenever it names one."""
-    while True:
-        folder, refusal = rank.receive_aside()["write"], None
-        try:
-            copies.pop()(Path(folder))
+            self._copies.pop()(Path(folder))
         except Exception as error:
-            refusal = str(error)
-        with contextlib.suppress(OSError):  # the driver is gone, and so is this process in a moment
-            rank.send_aside({"refusal": refusal})
+            return str(error)
+        return None
 
+    def _answer(self, work: Callable[[], Any]) -> Answer:
+        result, refusal = None, None
+        try:
+            result = work()
+        except GymError as error:
+            refusal = type(error).__name__, str(error)
+        counters = {} if self._learner is None else self._learner.counters()
+        return Answer(result if self._rank == 0 else None, refusal, counters, self._held_bytes())
 
-def _restore(order: Mapping[str, Any], model: nn.Module, learner: Learner) -> None:
-    tensors = PartsOfTensors(SavedTensors.of_learner(Path(order["folder"])), model)
-    if "parts" not in order:
-        learner.restore(tensors, order["counters"])
-        return
-    with_optimizer, with_step = order["parts"]
-    learner.restore_parts(tensors, order["counters"], with_optimizer=with_optimizer, with_step=with_step)
+    def _held_bytes(self) -> int:
+        if self._learner is None:
+            return 0
+        # The gradients are gone by now: each was as large as its parameter.
+        trained = (parameter for _, parameter in _trained(self._model))
+        tensors = (t.detach() for t in (*self._model.parameters(), *trained, *self._learner.tensors().values()))
+        return sum((tensor.to_local() if isinstance(tensor, DTensor) else tensor).nbytes for tensor in tensors)

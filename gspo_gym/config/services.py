@@ -103,11 +103,6 @@ class TopologySection(Settings):
         description="for an update by several learner processes, or for a process that samples to take new weights; "
         "then one of them hangs",
     )
-    launcher: Literal["auto", "local", "ray"] = Field(
-        default="auto",
-        description="what starts the processes that learn and sample: this one (local) or Ray; auto: for a cluster "
-        "ray where compute.nodes > 1 or Ray's address is given, else local",
-    )
     ray_address: str | None = Field(
         default=None,
         min_length=1,

@@ -14,9 +14,16 @@ import torch.distributed as dist
 from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]  # exported where torch has it built in
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from gspo_gym.base.ranks import LOOPBACK, address_towards
-
+LOOPBACK = "127.0.0.1"
+JOIN_SECONDS = 300.0  # until all ranks have met, which takes what importing torch takes
 _SIOCGIFADDR = 0x8915  # of an interface, its IPv4 address (netdevice(7))
+
+
+def address_towards(host: str) -> str:
+    """Return this machine's own IPv4 address in the network that leads to a host. Nothing is sent."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
+        asking.connect((host, 9))  # a datagram socket only looks up the way
+        return str(asking.getsockname()[0])
 
 
 def host_store(size: int, *, seconds: float, host: str = LOOPBACK) -> tuple[Store, int]:

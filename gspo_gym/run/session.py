@@ -20,7 +20,7 @@ from rich.console import Console
 from gspo_gym.base.files import replace_file
 from gspo_gym.base.loops import run_to_end
 from gspo_gym.env.watchdog import MARKER, TRAINING_ADVICE, read_frozen, seconds_until_frozen, watching
-from gspo_gym.errors import CheckpointError, ConfigError, GymError, ServiceError
+from gspo_gym.errors import CheckpointError, ConfigError, GymError
 from gspo_gym.learning.update import AnyLearner
 from gspo_gym.policy.checkpoints import Checkpoint, CheckpointStore
 from gspo_gym.run.judging import Judging
@@ -134,25 +134,21 @@ def run_until_stopped(
 
     Raises:
         SystemExit, KeyboardInterrupt: the training was stopped, and saved before.
-        ServiceError: it cannot go on, and was saved before.
         GymError: it failed.
     """
     with steering.handling_signals(), telling(console, steering.phases) as progress:
         try:
             summary = run_to_end(work(Session(progress, steering)))
         except StopRequested as stop:
-            progress.note(f"{stop}; go on with --resume" if steering.failure is None else str(stop))
+            progress.note(f"{stop}; go on with --resume")
         except GymError as error:
             # An error while the run stops is a consequence of the stop: it is told and does not fail the run.
             if steering.stopped_by is None:
                 raise
-            if steering.failure is None:
-                progress.note(f"stopped by {steering.stopped_by}; {type(error).__name__}: {error}")
+            progress.note(f"stopped by {steering.stopped_by}; {type(error).__name__}: {error}")
     if steering.stopped_by is None:
         return summary
     gc.collect()  # a notebook goes on, and errors of cancelled tasks hold the models, in cycles of asyncio's
-    if steering.failure is not None:
-        raise ServiceError(steering.failure)
     if steering.exit_code == _INTERRUPTED:
         raise KeyboardInterrupt
     raise SystemExit(steering.exit_code)
@@ -195,7 +191,7 @@ async def train_to_end(
         if judging is not None:
             await steering.unless_stopped(judging.finish())
     except BaseException as error:
-        reason = _failure(error, steering)
+        reason = _failure(error)
         status = "interrupted" if reason is None else "failed"
         raise
     finally:
@@ -205,10 +201,10 @@ async def train_to_end(
     return summary
 
 
-def _failure(error: BaseException, steering: Steering) -> str | None:
+def _failure(error: BaseException) -> str | None:
     """Return why a training failed; None if it was stopped."""
     is_stopped = isinstance(error, StopRequested | asyncio.CancelledError | KeyboardInterrupt | SystemExit)
-    return steering.failure or (None if is_stopped else f"{type(error).__name__}: {error}")
+    return None if is_stopped else f"{type(error).__name__}: {error}"
 
 
 def summary_of(status: str, state: TrainState, *, policy_name: str, rescored: bool) -> dict[str, Any]:

@@ -67,13 +67,11 @@ class Steering:
 
     Attributes:
         deadline: of a stop: from the first request until the program exits, in any state.
-        failure: the reason of `fail`; None before it.
     """
 
     def __init__(self, grace_seconds: float = GRACE_SECONDS, phases: Phases | None = None) -> None:
         self.phases = phases or Phases()
         self.deadline = Deadline(grace_seconds, outcome="the last checkpoint stands")
-        self.failure: str | None = None
         self._folder: Path | None = None  # whose request files are heeded
         self._stopped_by: str | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -103,15 +101,6 @@ class Steering:
             self.deadline.begin(by, self.exit_code)
             self._wake()
         return is_first
-
-    def fail(self, reason: str) -> None:
-        """Have the training save what it can and end with an error; what it needs is gone.
-
-        Before `attach` nothing is asked for: the start fails where it uses what is gone.
-        """
-        if self._has_trained and self._stopped_by is None:
-            self.failure = reason
-            self.stop(reason)
 
     @contextlib.contextmanager
     def heeding_files(self, folder: Path) -> Iterator[None]:

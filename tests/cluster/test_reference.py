@@ -22,26 +22,15 @@ import pytest
 from safetensors.torch import load_file
 from torch import Tensor
 
-from gspo_gym.base.leftovers import descendants, remove_folder, temporary_folder
+from gspo_gym.base.leftovers import descendants
 from gspo_gym.cli.train import run_training
-from gspo_gym.cluster.ray import _OwnRay, joined
+from gspo_gym.cluster.ray import joined
 from gspo_gym.errors import ServiceError
 from gspo_gym.run.records import read_metrics
-from tests.cluster.test_ray import folders_of_ray, is_running, require_gone
+from tests.cluster.test_ray import folder_of_ray, is_running, require_gone
 from tests.support.reference_runs import make_config
 
-
-@pytest.fixture(scope="module", autouse=True)
-def _ray() -> Iterator[None]:
-    """A Ray with two cores, which runs of this file join."""
-    folder = temporary_folder("gspo_ray_")
-    ray = _OwnRay(folder, 2)
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in {**ray.variables, "RAY_ADDRESS": ray.address}.items():
-            patch.setenv(name, value)
-        yield
-    ray.close()
-    remove_folder(folder)
+pytestmark = pytest.mark.usefixtures("own_ray")
 
 
 def dedicated(**more: Any) -> dict[str, Any]:
@@ -154,18 +143,17 @@ def test_an_actor_that_dies_in_the_middle_is_said_and_the_run_resumes(tmp_path: 
 def test_a_ray_that_is_started_for_it_ends_with_everything_and_changes_no_handler() -> None:
     def handler(*_: object) -> None: ...
 
-    before, folders = descendants(os.getpid()), folders_of_ray()
+    before = descendants(os.getpid())
     variables = {name: os.environ.get(name) for name in ("RAY_AUTH_TOKEN", "RAY_ADDRESS", "RAY_TMPDIR")}
     former = signal.signal(signal.SIGTERM, handler)
     try:
         with joined(None) as ray:
             assert signal.getsignal(signal.SIGTERM) is handler
             assert ray.get(ray.put(7), timeout=60) == 7
-            started, new = descendants(os.getpid()) - before, folders_of_ray() - folders
+            started, folder = descendants(os.getpid()) - before, folder_of_ray()
             assert started
-            assert len(new) == 1
         assert signal.getsignal(signal.SIGTERM) is handler
     finally:
         signal.signal(signal.SIGTERM, former)
-    require_gone(started, new)
+    require_gone(started, {folder})
     assert {name: os.environ.get(name) for name in ("RAY_AUTH_TOKEN", "RAY_ADDRESS", "RAY_TMPDIR")} == variables

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
-from collections.abc import AsyncIterator, Callable, Collection, Iterator
+from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,6 @@ import torch
 from agreement import nudge
 from engine_contract import Clause, Subject, cases_of, lacking, sampling
 from faulty_server import MAX_MODEL_LEN, MODEL, FaultyServer
-from sampling_process import start_process
 from tiers import slow_but
 
 from gspo_gym.engine.base import Engine, WeightUpdate
@@ -29,7 +28,6 @@ from gspo_gym.engine.replicas.router import RoutedEngine
 from gspo_gym.engine.scripted import Latency, ScriptedEngine
 from gspo_gym.errors import ConfigError
 from gspo_gym.policy.load import load_policy
-from gspo_gym.policy.staging import TrainedTensors
 
 CLAUSES = [*engine_contract_sampling.CLAUSES, *engine_contract_life.CLAUSES]
 MAX_LEN = 512
@@ -141,59 +139,6 @@ def test_the_engine_keeps(name: str, clause: Clause) -> None:
             await clause.keep(subject)
 
     asyncio.run(keep())
-
-
-class InAProcess:
-    """An engine in a process of its own, for one clause after the other: it takes seconds to start."""
-
-    LACKS = frozenset({"an update from a folder"})
-
-    def __init__(self) -> None:
-        self.runner = asyncio.Runner()
-        self._subject: Subject | None = None
-
-    def keep(self, clause: Clause) -> None:
-        self.runner.run(clause.keep(self.subject))
-        if clause.ends_the_engine:
-            self.end()
-
-    @property
-    def subject(self) -> Subject:
-        if self._subject is None:
-            learner = load_policy("tiny:qwen3-64", seed=1).model
-
-            def change(version: int) -> WeightUpdate:
-                nudge(learner, seed=version)
-                return WeightUpdate(version, "transfer", tensors=TrainedTensors(learner))
-
-            engine = self.runner.run(start_process(learner, max_model_len=MAX_LEN))
-            vocab_size = learner.config.vocab_size
-            self._subject = Subject(engine, MAX_LEN, vocab_size, logits=plain_logits(learner), change=change)
-        return self._subject
-
-    def end(self) -> None:
-        if self._subject is not None:
-            self.runner.run(self._subject.engine.close())
-        self._subject = None
-
-
-@pytest.fixture(scope="module")
-def process() -> Iterator[InAProcess]:
-    process = InAProcess()
-    yield process
-    process.end()
-    process.runner.close()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("clause", [c for c in CLAUSES if not {*c.needs} & InAProcess.LACKS], ids=lambda c: c.name)
-def test_an_engine_in_a_process_keeps(clause: Clause, process: InAProcess) -> None:
-    process.keep(clause)
-
-
-@pytest.mark.slow
-def test_an_engine_in_a_process_lacks_what_it_declares_to_lack(process: InAProcess) -> None:
-    assert lacking(process.subject) == InAProcess.LACKS
 
 
 @pytest.mark.parametrize("name", ENGINES)

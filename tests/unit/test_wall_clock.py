@@ -43,7 +43,6 @@ MUST_MISS = {
     "a call that hangs, or takes seconds": (
         "tests/support/engine_contract_life.py::a_call_out_of_time_raises_and_frees_what_it_held",
         "tests/support/fake_task_app.py::FakeTaskApp",
-        "tests/unit/base/test_ranks.py::test_an_answer_that_does_not_come_in_time_ends_the_group",
         "tests/unit/engine/endpoint/test_http_engine.py::test_a_deadline_ends_a_call_that_hangs_and_hangs_up",
         "tests/unit/engine/local/test_engine_life.py::"
         "test_requests_that_were_cancelled_or_ran_out_of_time_are_forgotten_with_their_prompts",
@@ -75,9 +74,7 @@ MUST_MISS = {
     ),
     "a wait that is longer: for a place, for the next attempt, for the rest of a request, for ranks": (
         "tests/cluster/test_learner_ranks.py::test_the_settings_bound_how_long_and_how_often_ranks_are_waited_for",
-        "tests/unit/cluster/test_launcher.py::Nodes",
-        "tests/unit/cluster/test_launcher.py::"
-        "test_only_the_pieces_of_a_node_that_is_gone_move_and_where_there_is_no_room_is_said_at_once",
+        "tests/unit/cluster/test_replica.py::MeetingTensors",
         "tests/unit/engine/endpoint/test_http_engine.py::"
         "test_the_settings_deadline_holds_for_waits_between_attempts_too",
         "tests/unit/envs/suites/test_openenv_adapter.py::test_a_server_that_stays_full_is_an_error_that_says_so",

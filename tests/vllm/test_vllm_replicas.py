@@ -1,4 +1,4 @@
-"""Two vLLM engines in processes of their own behind the router, started by the launcher: played, updated, killed."""
+"""Two vLLM engines in processes of their own behind the router, started by Ray: played, updated, killed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from gspo_gym.config.run_config import RunConfig
 from gspo_gym.policy.load import Policy
 from gspo_gym.run.records import read_events
 from gspo_gym.types import Completion
-from tests.unit.cluster.test_replicas import play, replicas_here, routed, sampling, until_all_take_part
+from tests.cluster.test_replicas import play, replicas_here, routed, sampling, until_all_take_part
 
 pytestmark = pytest.mark.nightly  # the router is the same with other engines
 

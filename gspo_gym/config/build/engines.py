@@ -21,15 +21,15 @@ import torch
 from torch import nn
 
 from gspo_gym.base.leftovers import remove_folder, temporary_folder
-from gspo_gym.cluster.launcher import Fleet, LocalLauncher, Program
+from gspo_gym.cluster.actors import Cluster
 from gspo_gym.cluster.placement import Part, Resources
+from gspo_gym.cluster.replica import ReplicaEngine, ReplicaLostError, ReplicaSettings, Shipment
 from gspo_gym.config.run_config import RunConfig
 from gspo_gym.config.services import OWN_GPU, SHARED_GPU, VllmSection, has_replicas, num_replicas, place
 from gspo_gym.diagnosis.alarms import MismatchAlarm, differ_on_purpose
 from gspo_gym.engine.base import Engine, PauseMode, UpdateKind, WeightUpdate, require_sleeping
 from gspo_gym.engine.endpoint.http import HttpEngine, HttpSettings
 from gspo_gym.engine.local.engine import LocalEngine
-from gspo_gym.engine.replicas.process import NamedTensors, ProcessEngine, ProcessLostError, ProcessSettings
 from gspo_gym.engine.replicas.rebuildable import MakeEngine, RebuildableEngine
 from gspo_gym.engine.replicas.replica_set import RouterSettings
 from gspo_gym.engine.replicas.router import RoutedEngine
@@ -50,16 +50,15 @@ from gspo_gym.types import Float32Array, Sampling
 _log = logging.getLogger(__name__)
 
 _LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # those that vLLM knows
-_PROCESSES = "gspo_gym.config.build.processes"  # the program of a process that samples
-REPLICA = "replica"  # its role
+REPLICA = "replica"  # the role of a process that samples
 _LOOK_SECONDS = 1.0  # between looks at replicas, which cost nothing: a lost one is started anew after it
 _API_KEY = "OPENAI_API_KEY"  # the openai package's name for it, with any provider
 
 
-async def build_engine(config: RunConfig, policy: Policy, fleet: Fleet | None = None) -> Engine:
+async def build_engine(config: RunConfig, policy: Policy, cluster: Cluster | None = None) -> Engine:
     """Return the engine of rollout.engine; it holds the policy's weights as version 0, unless its weights are fixed.
 
-    `fleet` has the places of the processes that sample (`sampling_parts`); None: they are all on this machine.
+    `cluster` has the places of the processes that sample (`sampling_parts`), if there are any.
 
     Raises:
         ConfigError: the model, the endpoints or this machine cannot do what the config asks for.
@@ -72,7 +71,8 @@ async def build_engine(config: RunConfig, policy: Policy, fleet: Fleet | None = 
     if config.rollout.engine == "http" and not config.rollout.rescore:
         return await build_endpoint(config, policy)
     if has_replicas(config.sections):
-        return await _start_replicas(config, policy, fleet or Fleet(LocalLauncher(), sampling_parts(config)))
+        assert cluster is not None
+        return await _start_replicas(config, policy, cluster)
     if config.rollout.engine == "vllm":
         return await _start_vllm(config, policy)
     is_ahead = config.training.max_staleness > 0  # it samples while the learner changes its own weights
@@ -245,42 +245,49 @@ def sampling_parts(config: RunConfig) -> list[Part]:
     return [Part(REPLICA, num, Resources(cores=cores))] if num else []
 
 
-async def _start_replicas(config: RunConfig, policy: Policy, fleet: Fleet) -> Engine:
+async def _start_replicas(config: RunConfig, policy: Policy, cluster: Cluster) -> Engine:
     # A replica that is lost is started anew, and gets the committed weights, while the others play on. If all are lost
     # before an update, or fail it, all are started anew, and get the new weights.
-    folder = temporary_folder("gspo_gym-replicas-")
+    folder, shipment = temporary_folder("gspo_gym-replicas-"), Shipment(cluster.ray)
+    assert config.topology is not None
+    topology, max_restarts, num = config.topology, config.topology.max_restarts, num_replicas(config.sections)
 
     async def start(number: int) -> Engine:
-        # The places are looked up at each start: the node of the last one may be gone. In a thread: Ray may be slow.
-        settings = await asyncio.to_thread(_replica_settings, config, policy.base, number, fleet, Path(folder))
-        return await ProcessEngine.start(settings, held_tensors(policy.model))
-
-    assert config.topology is not None
-    max_restarts = config.topology.max_restarts
+        order = {
+            "config": config.model_dump(mode="json", exclude_none=True),
+            "base": _base_now(config, policy.base),
+            "number": number,
+            "num_replicas": num,
+            "folder": str(Path(folder) / f"model_{number}"),
+        }
+        settings = ReplicaSettings(
+            REPLICA, number, cluster.builds[REPLICA], order, topology.heartbeat_seconds, topology.group_timeout_seconds
+        )
+        tensors = {name: tensor.detach().cpu() for name, tensor in held_tensors(policy.model)}
+        return await ReplicaEngine.start(cluster, settings, shipment, tensors)
 
     async def start_again(number: int) -> Engine:
         for num_lost in range(1, max_restarts + 1):
             try:
                 return await start(number)
-            except ProcessLostError as error:
+            except ReplicaLostError as error:
                 _log.warning("replica %d is started again, %d of %d: %s", number, num_lost, max_restarts, error)
         return await start(number)
 
     async def start_all() -> Engine:
-        numbers = range(num_replicas(config.sections))
-        starts = [asyncio.ensure_future(start_again(number)) for number in numbers]
+        starts = [asyncio.ensure_future(start_again(number)) for number in range(num)]
         try:
             engines = await asyncio.gather(*starts)
         except BaseException:
             for task in starts:
                 task.cancel()  # ends what it began; one that is up must be closed
             for result in await asyncio.gather(*starts, return_exceptions=True):
-                if isinstance(result, ProcessEngine):
+                if isinstance(result, ReplicaEngine):
                     await result.close()
             raise
         rebuildable = [
             RebuildableEngine(engine, partial(start, number), max_rebuilds=max_restarts)
-            for number, engine in zip(numbers, engines, strict=True)
+            for number, engine in enumerate(engines)
         ]
         return RoutedEngine(rebuildable, settings=RouterSettings(health_interval_seconds=_LOOK_SECONDS))
 
@@ -293,27 +300,6 @@ async def _start_replicas(config: RunConfig, policy: Policy, fleet: Fleet) -> En
         raise
 
 
-def _replica_settings(config: RunConfig, base: str, number: int, fleet: Fleet, folder: Path) -> ProcessSettings:
-    assert config.topology is not None
-    log = folder / f"replica_{number}.log"
-    order = {
-        "config": config.model_dump(mode="json", exclude_none=True),
-        "base": _base_now(config, base),
-        "number": number,
-        "num_replicas": num_replicas(config.sections),
-        "folder": str(folder / f"model_{number}"),
-    }
-    return ProcessSettings(
-        start=fleet.start(REPLICA, number, Program(_PROCESSES, (REPLICA,), log=log)),
-        order=order,
-        name=f"replica {number}",
-        silence_seconds=config.topology.heartbeat_seconds,
-        step_seconds=config.topology.group_timeout_seconds,
-        log=log,
-        host=fleet.launcher.host,
-    )
-
-
 def _base_now(config: RunConfig, base: str) -> str:
     """Return what a process that samples builds its model from; it is given other weights."""
     checkpoints = config.run_folder / "checkpoints"
@@ -322,7 +308,7 @@ def _base_now(config: RunConfig, base: str) -> str:
     return str(CheckpointStore(checkpoints).newest())  # that one, from which the run went on, has made room for others
 
 
-def held_tensors(model: Any) -> NamedTensors:
+def held_tensors(model: Any) -> list[tuple[str, torch.Tensor]]:
     """Return the parameters and saved buffers of a model (Any: untyped), whose weights need not be its files' ones."""
     keys = model.state_dict().keys()
     return [*model.named_parameters(), *((name, tensor) for name, tensor in model.named_buffers() if name in keys)]

@@ -24,6 +24,7 @@ from gspo_gym.config.build.engines import check_context, check_engine
 from gspo_gym.config.build.episode_collection import ENDPOINT, SCRIPTED, endpoint_settings
 from gspo_gym.config.build.estimate import Estimate, estimate_step
 from gspo_gym.config.build.judge import build_judging
+from gspo_gym.config.build.processes import launching
 from gspo_gym.config.build.reference import check_reference, dedicated_reference
 from gspo_gym.config.build.rollouts import (
     Player,
@@ -158,7 +159,7 @@ async def rehearse(config: RunConfig) -> Rehearsal:
         async with contextlib.AsyncExitStack() as stack:
             num_threads = stack.enter_context(computing_elsewhere(build.device_of(config)))
             policy = build.build_policy(config)
-            player = await build_training_player(config, policy)
+            player = await build_training_player(config, policy, stack.enter_context(launching(config)))
             stack.push_async_callback(player.close)
             judging = build_judging(config, None if player.apps is None else player.apps.rubric_of)
             if judging is not None:

@@ -1,29 +1,25 @@
 """The processes of a run besides the driver, from [topology]: ranks of the learner, and replicas that sample.
 
-`python -m gspo_gym.config.build.processes learner | replica` is one of them, with the environment of a rank
-(`base/ranks.py`); it is there until the driver is gone. The driver's `learning` starts the learner's; `engines.py`
-starts the replicas.
+All are actors of Ray, which `launching` joins or starts. With one process nothing of Ray is imported.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from gspo_gym.base.leftovers import temporary_folder
-from gspo_gym.base.ranks import JOIN_SECONDS, Patience, Rank, Ranks
-from gspo_gym.cluster.launcher import Fleet, Launcher, LocalLauncher, Program
-from gspo_gym.cluster.learner import LearnerOnRanks, RecoverySettings, Started, follow
+from gspo_gym.cluster.actors import Actors, Cluster
+from gspo_gym.cluster.learner import LearnerOnRanks, LearnerRank, RecoverySettings, Started
 from gspo_gym.cluster.placement import Part, Resources
-from gspo_gym.cluster.ray import RayLauncher
+from gspo_gym.cluster.ray import joined
 from gspo_gym.cluster.sharding import shard_model
 from gspo_gym.config.build.engines import REPLICA, held_tensors, sampling_parts, start_vllm_here
 from gspo_gym.config.build.threads import compute_in
@@ -31,14 +27,13 @@ from gspo_gym.config.build.trainer import build_learner, build_policy, build_ske
 from gspo_gym.config.run_config import RunConfig
 from gspo_gym.engine.base import Engine
 from gspo_gym.engine.local.engine import LocalEngine
-from gspo_gym.engine.replicas.process import serve
 from gspo_gym.engine.vllm.settings import allowed_cores
-from gspo_gym.errors import CheckpointError, PlacementError
+from gspo_gym.errors import CheckpointError
 from gspo_gym.learning.reference import ReferencePolicy
 from gspo_gym.learning.update import AnyLearner, Learner
 from gspo_gym.policy.checkpoints import CheckpointStore
 from gspo_gym.policy.load import Policy
-from gspo_gym.policy.parallel import copy_into, host_store, join_group
+from gspo_gym.policy.parallel import JOIN_SECONDS, copy_into, host_store, join_group
 from gspo_gym.run.process import Phases
 
 _ROLE = "learner"
@@ -51,42 +46,26 @@ def num_ranks(config: RunConfig) -> int:
 
 
 @contextlib.contextmanager
-def launching(config: RunConfig, on_end: Callable[[str], object] = lambda _: None) -> Iterator[Fleet]:
-    """Yield the places of the processes that the run starts on nodes, and what starts them; it ends them.
-
-    Args:
-        on_end: told, in any thread, why nothing can be started any more, and what to do.
+def launching(config: RunConfig) -> Iterator[Cluster | None]:
+    """Yield the places of the processes that the run starts besides this one, on Ray; None: there are none.
 
     Raises:
-        PlacementError: there is no room. MissingExtraError, ServiceError: see the launchers.
+        PlacementError: there is no room. MissingExtraError, ServiceError: see `joined`.
     """
-    parts = _parts(config)
+    ranks = [Part(_ROLE, num_ranks(config), Resources(cores=1))] if num_ranks(config) > 1 else []
+    if not (parts := ranks + sampling_parts(config)):
+        yield None
+        return
+    assert config.topology is not None
     num_nodes = 1 if config.compute is None else config.compute.nodes
-    with contextlib.closing(_launcher(config, parts, num_nodes, on_end)) as launcher:
-        yield Fleet(launcher, parts, num_nodes=num_nodes if launcher.counts_cores else 1)
-
-
-def _parts(config: RunConfig) -> list[Part]:
-    learners = [Part(_ROLE, num_ranks(config), Resources(cores=1))] if num_ranks(config) > 1 else []
-    return learners + sampling_parts(config)
-
-
-def _launcher(config: RunConfig, parts: Sequence[Part], num_nodes: int, on_end: Callable[[str], object]) -> Launcher:
-    topology = config.topology
-    if topology is None or not parts:
-        return LocalLauncher()
-    address = topology.ray_address or os.environ.get("RAY_ADDRESS") or None
-    is_wanted = topology.type == "cluster" and (address is not None or num_nodes > 1)
-    if topology.launcher != "ray" and (topology.launcher == "local" or not is_wanted):
-        return LocalLauncher()
-    if address is None and num_nodes > 1:
-        raise PlacementError(
-            f"compute.nodes = {num_nodes}: 1 there, this machine, where Ray would be started; start Ray on all of "
-            "them, and name its head in topology.ray_address or RAY_ADDRESS"
-        )
+    address = config.topology.ray_address or os.environ.get("RAY_ADDRESS") or None
     # One that is started for this run has room for it: its processes share the cores.
-    num_cores = sum(part.count for part in parts)
-    return RayLauncher(address, num_cores=num_cores, silence_seconds=topology.heartbeat_seconds, on_end=on_end)
+    num_cores = sum(part.count * part.each.cores for part in parts) + 1
+    with (
+        joined(address, num_cores=num_cores) as ray,
+        contextlib.closing(Cluster(ray, parts, num_nodes=num_nodes, builds={REPLICA: build_replica})) as cluster,
+    ):
+        yield cluster
 
 
 @contextlib.contextmanager
@@ -95,7 +74,7 @@ def learning(
     policy: Policy,
     reference: ReferencePolicy | None,
     *,
-    fleet: Fleet,
+    cluster: Cluster | None,
     num_threads: int,
     on_restart: Callable[[int, str], None],
     phases: Phases | None = None,
@@ -105,7 +84,7 @@ def learning(
     Args:
         policy: gets the trained weights, in place.
         reference: see `build_learner`.
-        fleet: of `launching`.
+        cluster: of `launching`.
         num_threads: of torch, of all ranks.
         on_restart: see `LearnerOnRanks`.
         phases: told of the optimizer steps that this process takes.
@@ -114,10 +93,11 @@ def learning(
         yield build_learner(config, policy, reference, phases=phases)
         return
     assert config.topology is not None
+    assert cluster is not None
     checkpoints = CheckpointStore(config.run_folder / "checkpoints")
     learner = LearnerOnRanks(
         policy.model,
-        start=partial(_start, config, fleet, policy.base, max(1, num_threads // num_ranks(config))),
+        start=partial(_start, config, cluster, policy.base, max(1, num_threads // num_ranks(config))),
         newest=lambda: checkpoints.load_newest_sound() if checkpoints.steps() else None,
         num_saved=partial(_num_saved, checkpoints),
         folder=config.run_folder / FOLDER,
@@ -139,20 +119,13 @@ def _num_saved(checkpoints: CheckpointStore) -> int:
         return 0
 
 
-def _start(config: RunConfig, fleet: Fleet, base: str, num_threads: int, checkpoint: str | None) -> Started:
+def _start(config: RunConfig, cluster: Cluster, base: str, num_threads: int, checkpoint: str | None) -> Started:
     assert config.topology is not None
-    size, host = num_ranks(config), fleet.launcher.host
-    log = config.run_folder / "learner_ranks.log"
-    starts = fleet.starts(_ROLE, Program(__name__, (_ROLE,), log=log))
+    size, host = num_ranks(config), str(cluster.ray.util.get_node_ip_address())
     store, port = host_store(size, seconds=JOIN_SECONDS, host=host)
-    ranks = Ranks(
-        starts,
-        host=host,
-        patience=Patience(silence=config.topology.heartbeat_seconds),
-        log=log,
-    )
+    arguments = [(rank, build_rank) for rank in range(size)]
+    ranks = Actors(cluster, _ROLE, LearnerRank, arguments, silence_seconds=config.topology.heartbeat_seconds)
     order = {
-        "do": "build",
         "config": config.model_dump(mode="json", exclude_none=True),
         "base": checkpoint or base,
         "num_ranks": size,
@@ -162,18 +135,7 @@ def _start(config: RunConfig, fleet: Fleet, base: str, num_threads: int, checkpo
     return Started(ranks, order, kept=store)
 
 
-def main(role: str) -> NoReturn:
-    """Be a process of this role, until the driver is gone."""
-    rank = Rank.here()
-    if role == REPLICA:
-        serve(rank, _build_engine)
-    try:
-        follow(rank, partial(_build_learner, rank.rank))
-    except Exception as error:  # a lost rank breaks the collectives of the others
-        rank.end(f"{type(error).__name__}: {error}")
-
-
-def _build_learner(rank: int, order: Any) -> tuple[nn.Module, Callable[[], Learner]]:
+def build_rank(rank: int, order: Any) -> tuple[nn.Module, Callable[[], Learner]]:
     """Return this rank's part of the model, and what builds its learner (Any: the driver's JSON)."""
     config = RunConfig.from_dict(order["config"])
     assert config.topology is not None
@@ -192,7 +154,7 @@ def _build_learner(rank: int, order: Any) -> tuple[nn.Module, Callable[[], Learn
     return policy.model, lambda: build_learner(config, policy, collective=collective)
 
 
-async def _build_engine(order: Any, tensors: Iterator[tuple[str, Tensor]]) -> Engine:
+async def build_replica(order: Any, tensors: Mapping[str, Tensor]) -> Engine:
     """Return the engine of the driver's order (Any: JSON), with the driver's weights."""
     config = RunConfig.from_dict(order["config"])
     num, has_vllm = order["num_replicas"], config.rollout.engine == "vllm"
@@ -202,7 +164,7 @@ async def _build_engine(order: Any, tensors: Iterator[tuple[str, Tensor]]) -> En
         _take_cores(order["number"], num)
     policy = build_policy(config, order["base"])
     own = dict(held_tensors(policy.model))
-    for name, tensor in tensors:
+    for name, tensor in tensors.items():
         with torch.no_grad():
             copy_into(own[name], tensor)
     if has_vllm:
@@ -226,7 +188,3 @@ def _take_cores(number: int, num_replicas: int) -> None:
     share = len(cores) // num_replicas
     if share and hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, cores[number * share : (number + 1) * share])
-
-
-if __name__ == "__main__":
-    main(sys.argv[1])

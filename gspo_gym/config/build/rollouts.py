@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from gspo_gym.base.loops import Compute, in_another_thread
 from gspo_gym.chat.renderer import RendererCache
-from gspo_gym.cluster.launcher import Fleet
+from gspo_gym.cluster.actors import Cluster
 from gspo_gym.config.build.apps import check_gateway, environment_ids
 from gspo_gym.config.build.conversations import build_renderers, use_template
 from gspo_gym.config.build.engines import build_endpoint, build_engine
@@ -89,10 +89,10 @@ class Player:
         await self.engine.close()
 
 
-async def build_player(config: RunConfig, policy: Policy, fleet: Fleet | None = None) -> Player:
+async def build_player(config: RunConfig, policy: Policy, cluster: Cluster | None = None) -> Player:
     """Return a player with the policy's weights in the engine of [rollout]; the caller starts and closes it.
 
-    The policy's tokenizer is given the template of model.chat_template. `fleet`: see `build_engine`.
+    The policy's tokenizer is given the template of model.chat_template. `cluster`: see `build_engine`.
 
     Raises:
         ConfigError: this version, this machine or this model cannot do what the config asks for.
@@ -100,7 +100,7 @@ async def build_player(config: RunConfig, policy: Policy, fleet: Fleet | None = 
     """
     refuse_to_run(config.sections)
     use_template(config, policy.tokenizer)
-    engine = await build_engine(config, policy, fleet)
+    engine = await build_engine(config, policy, cluster)
     # The gateway's packages are of an extra, so runs without apps do not import them.
     has_apps = any(source.task_url is not None for source in config.sources)
     apps = _app_players(config, engine, policy) if has_apps else None
@@ -114,13 +114,13 @@ def _app_players(config: RunConfig, engine: Engine, policy: Policy) -> AppPlayer
     return AppPlayers(config, engine, policy.tokenizer)
 
 
-async def build_training_player(config: RunConfig, policy: Policy, fleet: Fleet | None = None) -> Player:
+async def build_training_player(config: RunConfig, policy: Policy, cluster: Cluster | None = None) -> Player:
     """Return the player of `build_player`; with rollout.rescore an endpoint plays the training episodes.
 
     Raises:
         ConfigError, MissingExtraError, EngineError: see `build_engine`.
     """
-    player = await build_player(config, policy, fleet)
+    player = await build_player(config, policy, cluster)
     if not config.rollout.rescore:
         return player
     try:

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from rich.console import Console
 
-from gspo_gym.cluster.launcher import Fleet
+from gspo_gym.cluster.actors import Cluster
 from gspo_gym.config.build import trainer as build
 from gspo_gym.config.build.compute import start_compute
 from gspo_gym.config.build.continuation import find_restored, find_resumed
@@ -118,14 +118,14 @@ class _Players:
 
     Attributes:
         config: of the run, with the date that its conversations show.
-        fleet, num_threads: of the processes and threads that compute.
+        cluster, num_threads: of the processes and threads that compute.
         judging: None: the environments score their episodes.
         warmup: None: there is none, or it is over.
         notes: for a person.
     """
 
     config: RunConfig
-    fleet: Fleet
+    cluster: Cluster | None
     num_threads: int
     policy: Policy
     player: Player
@@ -196,14 +196,14 @@ async def _build_players(config: RunConfig, session: Session, start: Start) -> _
     notices = await require_ready(config, base=start.base)
     for line in () if start.is_resumed else notices:
         progress.note(line)
-    fleet = stack.enter_context(launching(config, session.steering.fail))
+    cluster = stack.enter_context(launching(config))
     num_threads = stack.enter_context(computing_elsewhere(build.device_of(config)))
     policy = build.build_policy(config, start.base)
     if not start.is_resumed and (dated_config := with_fixed_date(config, policy.tokenizer)) is not config:
         config, date = dated_config, dated_config.model.template_date
         progress.note(f"the chat template shows today's date, which is {date} for the whole run (model.template_date)")
     with session.steering.phases.during("starting the engine"):
-        player = await build_training_player(config, policy, fleet)
+        player = await build_training_player(config, policy, cluster)
     stack.push_async_callback(player.close)
     judging = build_judging(config, None if player.apps is None else player.apps.rubric_of)
     if judging is not None:
@@ -215,7 +215,7 @@ async def _build_players(config: RunConfig, session: Session, start: Start) -> _
     if not start.is_resumed:
         notes += await player.probe_apps()
     notes += await environment_notes(config, player.renderers)
-    return _Players(config, fleet, num_threads, policy, player, judging, warmup, tuple(notes))
+    return _Players(config, cluster, num_threads, policy, player, judging, warmup, tuple(notes))
 
 
 def _build_recorder(config: RunConfig, start: Start, more_sinks: Sequence[Sink]) -> RunRecorder:
@@ -263,7 +263,7 @@ def _enter_learner(players: _Players, recorder: RunRecorder, session: Session) -
             config,
             policy,
             reference,
-            fleet=players.fleet,
+            cluster=players.cluster,
             num_threads=num_threads,
             on_restart=partial(record_lost_ranks, recorder, session.progress),
             phases=session.steering.phases,

@@ -93,16 +93,6 @@ def _rows_drop_out_whole(c: RunRecord) -> str | None:
     return f"processes with parts of a row would drop out others: set 1, or training.lora.dropout = {dropout} to 0"
 
 
-@rule("topology.launcher")
-def _launcher_reaches_nodes(c: RunRecord) -> str | None:
-    launcher, kind = (None, None) if c.topology is None else (c.topology.launcher, c.topology.type)
-    if launcher == "local" and c.compute is not None and c.compute.nodes > 1:
-        return f'"local" starts processes on this machine, but compute.nodes = {c.compute.nodes}: set "ray"'
-    if launcher == "ray" and kind != "cluster":
-        return f'"ray" is for topology.type = "cluster", got {show(kind)}'
-    return None
-
-
 @rule("topology.type")
 def _one_node_is_split(c: RunRecord) -> str | None:
     if c.topology is None or c.topology.type != "single_node_split" or c.compute is None or c.compute.nodes == 1:
@@ -255,12 +245,6 @@ SERVICE_RULES = (
         )
         for name in LearnerSection.model_fields
     ),
-    no_effect(
-        "topology.ray_address",
-        "topology.launcher",
-        lambda launcher: launcher in ("auto", "ray"),
-        'Ray starts nothing there; set "ray"',
-    ),
     acts_with("topology.ray_address", "topology.type", "cluster"),
     *(
         idle(
@@ -269,7 +253,7 @@ SERVICE_RULES = (
             "has no effect with topology.gpus_for_training = 1: one process learns, and nothing waits for it; have "
             "more, or remove this",
         )
-        for name in ("heartbeat_seconds", "group_timeout_seconds", "launcher", "ray_address", "max_restarts")
+        for name in ("heartbeat_seconds", "group_timeout_seconds", "ray_address", "max_restarts")
     ),
     *(
         no_effect("vllm.sleep_while_learning", other, acts, advice)

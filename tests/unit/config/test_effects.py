@@ -244,10 +244,8 @@ SHOWN_BY = {
         "tests/cluster/test_learner_ranks.py::test_the_section_of_the_learner_reaches_its_ranks",
     ),
     "learner.cpu_offload": "tests/cluster/test_sharding.py::test_offloaded_parameters_learn_the_same",
-    **dict.fromkeys(
-        ("topology.launcher", "topology.ray_address"),
-        "tests/unit/cluster/test_launcher.py::test_the_launcher_is_the_one_that_the_section_and_the_environment_name",
-    ),
+    "topology.ray_address": "tests/unit/config/build/test_processes.py::"
+    "test_the_ray_that_is_joined_is_the_sections_or_the_environments",
     # they need a device, an earlier run, or a whole run
     "compute.gpu_type": "tests/unit/config/test_services.py::test_another_gpu_than_the_one_that_is_named_is_an_error",
     "model.revision": "tests/unit/policy/test_revisions.py::test_a_revision_after_an_at_sign_is_the_one_that_is_loaded",

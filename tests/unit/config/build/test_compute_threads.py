@@ -24,7 +24,7 @@ from gspo_gym.cli.models_serve import add_arguments, running_engine
 from gspo_gym.cli.train import run_training
 from gspo_gym.config.build import preflight
 from gspo_gym.config.build.episode_collection import CollectSettings, collect_episodes
-from gspo_gym.config.build.processes import _build_engine
+from gspo_gym.config.build.processes import build_replica
 from gspo_gym.config.build.threads import faster, use_threads
 from gspo_gym.config.build.token_audit import audit_tokens
 from gspo_gym.config.run_config import RunConfig, load_config
@@ -237,7 +237,7 @@ def test_a_process_that_samples_for_others_gives_its_share_to_its_engine(
     }
 
     async def main() -> None:
-        engine = await _build_engine(order, iter(()))
+        engine = await build_replica(order, {})
         await engine.generate([72, 105], SamplingParams(max_tokens=2, stop_token_ids=(), seed=0))
         await engine.close()
 

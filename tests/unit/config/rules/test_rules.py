@@ -370,23 +370,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         'topology.ray_address: has no effect with topology.type = "single_node_split": set that to "cluster", or '
         "remove this",
     ),
-    "Ray's head without Ray": (
-        {**TWO_LEARN, "topology": {**TWO_LEARN["topology"], "launcher": "local", "ray_address": "h:1"}},
-        'topology.ray_address: has no effect with topology.launcher = "local": Ray starts nothing there; set '
-        '"ray", or remove this',
-    ),
-    "Ray for one machine": (
-        {"compute": {"gpu_count": 0}, "topology": {**ONE_EACH, "gpus_for_training": 2, "launcher": "ray"}},
-        'topology.launcher: "ray" is for topology.type = "cluster", got "single_node_split"',
-    ),
-    "this machine for two": (
-        {
-            **TWO_LEARN,
-            "compute": {"gpu_count": 0, "nodes": 2},
-            "topology": {**TWO_LEARN["topology"], "launcher": "local"},
-        },
-        'topology.launcher: "local" starts processes on this machine, but compute.nodes = 2: set "ray"',
-    ),
     "one process shares no rows": (
         {**COLOCATED, "learner.sequence_parallel": 2},
         "learner.sequence_parallel: has no effect with topology.gpus_for_training = 1: one process learns; have more, "

@@ -10,7 +10,8 @@ import contextlib
 import os
 import shutil
 import signal
-import time
+import subprocess
+import sys
 from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,12 +21,12 @@ import pytest
 import torch
 from agreement import nudge, plain_logprobs
 from engine_contract import until_in_flight
-from sampling_process import start_process
 
+from gspo_gym.base.leftovers import descendants
 from gspo_gym.cli.train import run_training
-from gspo_gym.cluster.launcher import Fleet, LocalLauncher
 from gspo_gym.config.build import engines
-from gspo_gym.config.build.engines import _replica_settings, build_engine, build_weight_sync, sampling_parts
+from gspo_gym.config.build.engines import _base_now, build_engine, build_weight_sync
+from gspo_gym.config.build.processes import launching
 from gspo_gym.config.build.trainer import build_learner, build_policy
 from gspo_gym.config.run_config import RunConfig, load_config
 from gspo_gym.engine.base import Engine, SamplingParams, TensorMeta, WeightUpdate
@@ -34,15 +35,17 @@ from gspo_gym.engine.replicas.rebuildable import RebuildableEngine
 from gspo_gym.engine.replicas.router import RoutedEngine
 from gspo_gym.errors import EngineError, EnginePoisonedError, UnknownNameError
 from gspo_gym.policy.checkpoints import CheckpointStore
-from gspo_gym.policy.load import Policy, load_policy
+from gspo_gym.policy.load import Policy
 from gspo_gym.policy.weight_sync import WeightSync
 from gspo_gym.run.recording import RunRecorder
 from gspo_gym.run.records import read_events
 from gspo_gym.types import Completion
-from tests.cluster.test_learner_ranks import QUICKSTART, SMALLER, episodes_of, ranks_here
+from tests.cluster.test_learner_ranks import actors_of, episodes_of, require_no_actors
+from tests.cluster.test_ray import require_gone
 from tests.support.saved_steps import require_same
+from tests.support.small_quickstart import QUICKSTART, SMALLER
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.usefixtures("own_ray")
 
 TWO = [
     "compute.gpu_count=0",
@@ -61,23 +64,30 @@ def configure(folder: Path, *more: str) -> RunConfig:
 
 
 def replicas_here() -> list[int]:
-    """The processes that this one has started to sample."""
-    return ranks_here("replica")
+    """The processes that sample."""
+    return actors_of("SamplingActor")
 
 
 @contextlib.asynccontextmanager
 async def sampling(config: RunConfig, policy: Policy) -> AsyncIterator[tuple[Engine, WeightSync]]:
     """The engine of a run and what publishes its weights; nothing is left of either."""
     recorder = RunRecorder.create(config.run_folder, config.to_toml())
-    engine = await build_engine(config, policy)
-    weight_sync = build_weight_sync(config, policy, engine, recorder)
-    try:
-        yield engine, weight_sync
-    finally:
-        weight_sync.close()
+    with launching(config) as cluster:
+        engine = await build_engine(config, policy, cluster)
+        weight_sync = build_weight_sync(config, policy, engine, recorder)
+        try:
+            yield engine, weight_sync
+        finally:
+            weight_sync.close()
+            await engine.close()
+            recorder.close()
+    require_no_actors("SamplingActor")
+
+
+async def started(config: RunConfig, policy: Policy) -> None:
+    with launching(config) as cluster:
+        engine = await build_engine(config, policy, cluster)
         await engine.close()
-        recorder.close()
-    assert replicas_here() == []
 
 
 async def play(engine: Engine, numbers: Sequence[int], max_tokens: int = 40) -> list[Completion]:
@@ -127,7 +137,7 @@ def test_a_run_on_two_replicas_and_two_learner_ranks_is_that_of_one_process(tmp_
     assert len(episodes_of(many)) == 4 * 64 + 2 * 20
     assert runs["many"]["curve"] == runs["one"]["curve"]
     require_same(many / "checkpoints/step_000004", one / "checkpoints/step_000004")
-    assert replicas_here() == []
+    require_no_actors("SamplingActor")
 
 
 def test_replicas_that_are_killed_or_stand_still_cost_no_call_and_come_back_with_the_committed_weights(
@@ -226,8 +236,8 @@ def test_a_replica_that_cannot_be_built_says_why_and_nothing_is_left(tmp_path: P
     policy = build_policy(config)
     elsewhere = Policy(policy.model, policy.tokenizer, str(tmp_path / "gone"))
     with pytest.raises(UnknownNameError, match=r"gone': not a folder here"):  # as if it were built in this process
-        asyncio.run(build_engine(config, elsewhere))
-    assert replicas_here() == []
+        asyncio.run(started(config, elsewhere))
+    require_no_actors("SamplingActor")
 
 
 @pytest.mark.nightly
@@ -239,10 +249,8 @@ def test_a_replica_is_built_from_the_newest_checkpoint_when_that_of_the_resumed_
     folders = [store.save(step, policy=policy, learner=learner, trainer_state={}) for step in (1, 2)]
     resumed = build_policy(config, str(folders[0]))
     shutil.rmtree(folders[0])
-    fleet = Fleet(LocalLauncher(), sampling_parts(config))
-    settings = _replica_settings(config, resumed.base, 0, fleet, tmp_path)
-    assert settings.order["base"] == str(folders[1])
-    assert _replica_settings(config, policy.base, 0, fleet, tmp_path).order["base"] == policy.base
+    assert _base_now(config, resumed.base) == str(folders[1])
+    assert _base_now(config, policy.base) == policy.base
 
 
 @pytest.mark.nightly
@@ -265,19 +273,20 @@ def test_replicas_that_are_killed_while_they_start_are_started_again_so_often(
         killing = asyncio.create_task(kill(max_restarts or 1))  # both may be there at once
         try:
             if not max_restarts:
-                with pytest.raises(EngineError, match=r"replica [01] did not start: .*has ended with status -9"):
-                    await build_engine(config, policy)
+                with pytest.raises(EngineError, match=r"replica [01] did not start: .*Actor"):
+                    await started(config, policy)
                 return
-            engine = await build_engine(config, policy)
-            assert not killed & {*replicas_here()}
-            await play(engine, range(4))
-            await engine.close()
+            with launching(config) as cluster:
+                engine = await build_engine(config, policy, cluster)
+                assert not killed & {*replicas_here()}
+                await play(engine, range(4))
+                await engine.close()
         finally:
             killing.cancel()
 
     asyncio.run(run())
     assert len(killed) >= max(1, max_restarts)
-    assert replicas_here() == []
+    require_no_actors("SamplingActor")
 
 
 @pytest.mark.nightly
@@ -317,22 +326,36 @@ class FailingTensors:
         raise RuntimeError("CUDA error: out of memory")
 
 
-def test_tensors_that_cannot_be_read_poison_the_engine_at_once() -> None:
-    """The thread that sent them ended without a word, and the update waited for `group_timeout_seconds`."""
+def test_tensors_that_cannot_be_read_poison_the_engine_at_once(tmp_path: Path) -> None:
+    config = configure(tmp_path)
+    policy = build_policy(config)
 
     async def run() -> None:
-        model = load_policy("tiny:qwen3-64", seed=1).model
-        engine = await start_process(model, max_model_len=64)
-        metas = [TensorMeta(name, each.dtype, tuple(each.shape)) for name, each in model.named_parameters()]
-        await engine.pause("wait")
-        begun = time.monotonic()
-        reason = r"did not get all tensors: RuntimeError: CUDA error: out of memory"
-        with pytest.raises(EngineError, match=reason):
-            await engine.apply_weights(WeightUpdate(1, "transfer", tensors=FailingTensors(metas)))
-        assert time.monotonic() - begun < 50  # of the 100 seconds that it may take
-        health = await engine.health()
-        assert health.is_poisoned
-        assert "out of memory" in str(health.reason)
-        await engine.close()
+        async with sampling(config, policy) as (engine, _):
+            metas = [TensorMeta(name, each.dtype, tuple(each.shape)) for name, each in policy.model.named_parameters()]
+            replica = routed(engine).replicas[0].engine
+            assert isinstance(replica, RebuildableEngine)
+            await replica.pause("wait")
+            with pytest.raises(EngineError, match="did not get all tensors: RuntimeError: CUDA error: out of memory"):
+                await replica.apply_weights(WeightUpdate(1, "transfer", tensors=FailingTensors(metas)))
+            assert "out of memory" in str((await replica.engine.health()).reason)
 
     asyncio.run(run())
+
+
+def test_sigterm_ends_a_run_whose_replicas_do_not_come_up_and_nothing_is_left(tmp_path: Path) -> None:
+    config = configure(tmp_path)
+    file = tmp_path / "two.toml"
+    file.write_text(config.to_toml(), encoding="utf-8")
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    driver = subprocess.Popen([sys.executable, "-m", "gspo_gym.cli", "train", str(file)], env=environment)
+    stopped_pids: set[int] = set()
+    while len(stopped_pids) < 2:
+        assert driver.poll() is None
+        for pid in {*replicas_here()} & descendants(driver.pid) - stopped_pids:
+            os.kill(pid, signal.SIGSTOP)
+            stopped_pids.add(pid)
+    pids = descendants(driver.pid)
+    driver.terminate()
+    assert driver.wait() == 128 + signal.SIGTERM
+    require_gone(pids, set())

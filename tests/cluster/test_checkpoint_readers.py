@@ -37,7 +37,7 @@ from gspo_gym.run.records import read_metrics, read_run_id
 from tests.cluster.test_learner_ranks import configure
 from tests.support.learner_ranks import bytes_of_a_step
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.usefixtures("own_ray")
 
 SMALL = [
     "training.iterations_per_epoch=2",
