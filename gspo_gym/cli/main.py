@@ -28,7 +28,7 @@ _COMMANDS = {
     "jobs": ("gspo_gym.cli.jobs.command", "serve training as jobs, to clients of the hosted trainer"),
     "models": ("gspo_gym.cli.models", "export, push, serve and talk with what runs have trained"),
     "env": ("gspo_gym.cli.env", "list, check and play environments"),
-    "app": ("gspo_gym.cli.app", "check task apps before training on them"),
+    "app": ("gspo_gym.cli.app", "check task apps before training on them; serve agents as task apps"),
     "judge": ("gspo_gym.cli.judge", "check rubrics; serve, audit and use judges"),
 }
 

@@ -323,9 +323,15 @@ SERVICE_RULES = (
         lambda engine: engine != "local",
         "it shares the learner's weights; set true",
     ),
+    no_effect("tracking.wandb_tags", "tracking.report_to", lambda names: "wandb" in names, 'add "wandb" there'),
     *(
-        no_effect(f"tracking.{name}", "tracking.report_to", lambda names: "wandb" in names, 'add "wandb" there')
-        for name in ("wandb_project", "wandb_tags", "run_name")
+        no_effect(
+            f"tracking.{name}",
+            "tracking.report_to",
+            lambda names: set(names) - {"tensorboard"},
+            'add "wandb", "trackio" or "mlflow" there',
+        )
+        for name in ("wandb_project", "run_name")
     ),
     acts_with("services.engine_model", "rollout.engine", "http"),
     *(
