@@ -12,7 +12,9 @@ if TYPE_CHECKING:
     __version__: str
     from gspo_gym.cli.evaluate import run_evaluation as run_evaluation
     from gspo_gym.cli.gspo_trainer import GSPOTrainer as GSPOTrainer
+    from gspo_gym.cli.gspo_trainer import evaluate as evaluate
     from gspo_gym.cli.notebook import Run as Run
+    from gspo_gym.cli.notebook import card as card
     from gspo_gym.cli.notebook import open_run as open_run
     from gspo_gym.cli.train import run_training as run_training
     from gspo_gym.config.build.episode_collection import collect_episodes as collect_episodes
@@ -64,8 +66,10 @@ _HOMES = {
     "ToolEnv": "env.core",
     "agent_app": _SERVED,
     "as_gymnasium": "env.plain",
+    "card": "cli.notebook",
     "check_env": "env.checks.checker",
     "collect_episodes": "config.build.episode_collection",
+    "evaluate": "cli.gspo_trainer",
     "load_config": "config.run_config",
     "load_episodes": "rollout.episode_files",
     "load_policy": "policy.load",

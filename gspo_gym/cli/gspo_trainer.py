@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 import gymnasium
 from rich.console import Console
 
+from gspo_gym.base.settings import parse_seeds
+from gspo_gym.cli.command_line import ENDPOINT, SCRIPTED, base_of
 from gspo_gym.cli.evaluate import run_evaluation
 from gspo_gym.cli.models import export_model
 from gspo_gym.cli.notebook import Run, open_run
@@ -24,6 +26,8 @@ from gspo_gym.env.data.dataset import DatasetEnv
 from gspo_gym.env.registry import register
 from gspo_gym.env.rewards import KeywordFunction
 from gspo_gym.errors import ConfigError, UsageError
+from gspo_gym.rollout.evaluation import KeptRows
+from gspo_gym.run.report.progress import counting
 
 if TYPE_CHECKING:
     from gspo_gym.remote.serve.agent_app import AgentApp
@@ -33,6 +37,7 @@ if TYPE_CHECKING:
 
 AnyRows = str | Sequence[Mapping[str, Any]]  # Any: values of the rows
 
+_ENDPOINT_LIMITS = {"max_output_tokens": 1024, "max_model_len": 16_384}  # of a model that is wordy, and not here
 _TINY = "tiny:qwen3-64-v2"
 _TASK_URL = "http://127.0.0.1:8000"  # where `gspo-gym app serve` serves
 
@@ -152,8 +157,12 @@ class GSPOTrainer:
         """
         with self._served() as config:
             if seeds is not None:
-                config = _changed(config, {"evaluation": {"seeds": seeds}}, source="GSPOTrainer.evaluate")
-            return run_evaluation(config, model or str(config.run_folder))
+                evaluation = {"seeds": seeds, "instances": len(parse_seeds(seeds))}  # all of them
+                config = _changed(config, {"evaluation": evaluation}, source="GSPOTrainer.evaluate")
+            total = len(config.sources) * len(config.evaluation_seeds)
+            with counting(Console(stderr=True), total) as count:
+                rows = KeptRows(add=lambda _row, _episode: count())
+                return run_evaluation(config, model or str(config.run_folder), rows=rows)
 
     @contextmanager
     def _served(self) -> Iterator[RunConfig]:
@@ -180,6 +189,39 @@ class GSPOTrainer:
         from gspo_gym.policy.export import push
 
         return push(self.save(folder), repo, is_private=is_private, token=token)
+
+
+def evaluate(
+    env: str | Callable[..., Any] | AgentApp,
+    model: str = "scripted:reference",
+    seeds: str = "0:100",
+    *,
+    args: Mapping[str, Any] | None = None,
+) -> Evaluation:
+    """Play seeded episodes of an environment and return what they came to, with intervals; nothing is trained or saved.
+
+    Two results over the same seeds are compared in pairs with `gspo_gym.rollout.evaluation.compare`. The limits of an
+    episode are those that `GSPOTrainer` chooses; a config file's are those of `gspo-gym evaluate`.
+
+    Args:
+        env: as for `GSPOTrainer`.
+        model: a run, a folder, a hub id, "smollm2", "tiny:NAME", `scripted:NAME` for a player of the environment's own,
+            or `openai:MODEL[@URL]`.
+        seeds: which tasks; held out below 2**31.
+        args: keys over the defaults, as for `GSPOTrainer`, such as {"rollout.max_output_tokens": 512}.
+
+    Raises:
+        UnknownNameError: there is no such environment, model or player.
+        RolloutError: no episode could be scored.
+
+    >>> evaluate("GuessNumber", "scripted:reference", "0:20").success_rate
+    1.0
+    """
+    is_model = not model.startswith((SCRIPTED, ENDPOINT))
+    if model.startswith(ENDPOINT):
+        args = _merged({"rollout": _ENDPOINT_LIMITS}, _nested(args or {}))
+    base = base_of(model) if is_model else _TINY
+    return GSPOTrainer(base, env, args=args).evaluate(seeds, model=base if is_model else model)
 
 
 def _dataset_env(

@@ -328,7 +328,7 @@ SERVICE_RULES = (
         no_effect(
             f"tracking.{name}",
             "tracking.report_to",
-            lambda names: set(names) - {"tensorboard"},
+            lambda names: bool(set(names) - {"tensorboard"}),
             'add "wandb", "trackio" or "mlflow" there',
         )
         for name in ("wandb_project", "run_name")

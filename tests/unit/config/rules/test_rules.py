@@ -640,7 +640,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "project of no sink": (
         {"tracking.wandb_project": "x"},
-        'tracking.wandb_project: has no effect with tracking.report_to = []: add "wandb" there, or remove this',
+        'tracking.wandb_project: has no effect with tracking.report_to = []: add "wandb", "trackio" or "mlflow" there, '
+        "or remove this",
     ),
     "tags of another sink": (
         {"tracking": {"report_to": ["tensorboard"], "wandb_tags": ["x"]}},
@@ -649,7 +650,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "name in no sink": (
         {"tracking.run_name": "x"},
-        "tracking.run_name: has no effect with tracking.report_to = []: add \"wandb\" there, or remove this",
+        'tracking.run_name: has no effect with tracking.report_to = []: add "wandb", "trackio" or "mlflow" there, or '
+        "remove this",
     ),
 }  # fmt: skip
 
