@@ -64,7 +64,9 @@ def _add_serve(commands: Any) -> None:  # Any: argparse does not name the type o
     )
     serve.add_argument("agent", metavar="MODULE:ROLLOUT", help="the function, such as my_agent:rollout")
     rows = serve.add_argument_group("tasks")
-    rows.add_argument("--rows", metavar="SOURCE", help="a row is a task: a file, hub:OWNER/NAME?split=train, MODULE:NAME")
+    rows.add_argument(
+        "--rows", metavar="SOURCE", help="a row is a task: a file, hub:OWNER/NAME?split=train, MODULE:NAME"
+    )
     rows.add_argument("--held-out", metavar="SOURCE", help="rows for evaluation (default: a tenth of --rows)")
     serve.add_argument("--name", help="of the agent, in the trainer's records (default: the function's)")
     serve.add_argument("--host", default="127.0.0.1", help="another than loopback needs --api-key-env")
@@ -73,7 +75,9 @@ def _add_serve(commands: Any) -> None:  # Any: argparse does not name the type o
         "--max-concurrent-rollouts", type=int, default=64, help="at once; more wait for their turn (default 64)"
     )
     serve.add_argument("--rollout-timeout-seconds", type=float, default=3600.0, help="for a rollout (default 3600)")
-    serve.add_argument("--reward-at-limit", type=float, metavar="R", help="of a rollout whose conversation got too long")
+    serve.add_argument(
+        "--reward-at-limit", type=float, metavar="R", help="of a rollout whose conversation got too long"
+    )
     add_inference(serve)
     add_callers(serve)
     serve.set_defaults(run=serve_agent_command)
@@ -83,7 +87,8 @@ def serve_agent_command(arguments: argparse.Namespace) -> int:
     """Serve until told to stop; print the URL once clients may connect.
 
     Raises:
-        UnknownNameError: there is no such function. ConfigError: it is no agent, or the rows, address or a key is wrong.
+        UnknownNameError: there is no such function.
+        ConfigError: it is no agent, or the rows, the address or a key is wrong.
         MissingExtraError: FastAPI, uvicorn or openai is not installed.
     """
     try:

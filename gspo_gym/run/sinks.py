@@ -198,9 +198,8 @@ class TrackioSink:
 
     def episodes(self, step: int, rows: Sequence[EpisodeRow]) -> None:
         """Write a table of texts, in which Trackio reads Markdown."""
-        pandas = importlib.import_module("pandas")  # which Trackio needs for a table
-        cells = [[str(cell).translate(_AS_TEXT) if isinstance(cell, str) else cell for cell in row] for row in rows]
-        table = self._trackio.Table(dataframe=pandas.DataFrame(cells, columns=list(EPISODE_COLUMNS)))
+        cells = [[cell.translate(_AS_TEXT) if isinstance(cell, str) else cell for cell in row] for row in rows]
+        table = self._trackio.Table(columns=list(EPISODE_COLUMNS), data=cells)
         self._run.log({EPISODES_TABLE: table}, step=step)
 
     def report(self, step: int, path: Path) -> None:
@@ -256,7 +255,7 @@ class MlflowSink:
         table = {"columns": list(EPISODE_COLUMNS), "data": [list(row) for row in rows]}
         self._client.log_dict(self._run_id, table, f"{EPISODES_TABLE}_{step:06d}.json")
 
-    def report(self, step: int, path: Path) -> None:
+    def report(self, step: int, path: Path) -> None:  # noqa: ARG002
         """Upload the page as a file of the run, which MLflow shows."""
         self._client.log_artifact(self._run_id, str(path))
 

@@ -116,7 +116,7 @@ def agent_app(
         MissingExtraError: the openai package is not installed.
         ConfigError: `rollout` is not async, the rows cannot be read, or a limit, a key or a host is invalid.
     """
-    if not (inspect.iscoroutinefunction(rollout) or inspect.iscoroutinefunction(getattr(rollout, "__call__", None))):
+    if not (inspect.iscoroutinefunction(rollout) or inspect.iscoroutinefunction(type(rollout).__call__)):
         raise ConfigError(f"agent_app: expected `async def rollout(client, task)`, got {rollout!r:.80}")
     app_name, limits = name or getattr(rollout, "__name__", "agent"), limits or TaskAppLimits()
     runs = runs_within(limits)
@@ -326,9 +326,7 @@ def _sides(rows: RowSource | None, held_out: RowSource | None, fraction: float |
     """
     if rows is None:
         raise ConfigError("agent_app: held_out goes with rows, which are trained on")
-    fraction = checked_fraction(
-        fraction, _DEFAULT_FRACTION, has_own_held_out=held_out is not None, where="agent_app"
-    )
+    fraction = checked_fraction(fraction, _DEFAULT_FRACTION, has_own_held_out=held_out is not None, where="agent_app")
     entries = _entries(rows)
     if held_out is None:
         train, held_out_entries = split_by_content(entries, fraction)

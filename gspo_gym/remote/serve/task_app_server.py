@@ -209,7 +209,13 @@ class TaskApp:
     facts: AppFacts
 
     def __init__(
-        self, name: str, player: RolloutPlayer, runs: Runs, *, read_facts: Callable[[], Awaitable[AppFacts]], limits: TaskAppLimits
+        self,
+        name: str,
+        player: RolloutPlayer,
+        runs: Runs,
+        *,
+        read_facts: Callable[[], Awaitable[AppFacts]],
+        limits: TaskAppLimits,
     ) -> None:
         require_openai()
         self.name, self.player, self.runs, self.limits = name, player, runs, limits
@@ -262,9 +268,7 @@ def runs_within(limits: TaskAppLimits) -> Runs:
 
 
 async def _facts_of_env(source: EnvSource, limits: TaskAppLimits, rubrics: Rubrics, has_key: bool) -> AppFacts:
-    session = await open_session(
-        source.factory, env_id=source.env_id, step_timeout_seconds=limits.step_timeout_seconds
-    )
+    session = await open_session(source.factory, env_id=source.env_id, step_timeout_seconds=limits.step_timeout_seconds)
     try:
         schemas = session.tool_schemas
     finally:

@@ -1,8 +1,8 @@
 """A run in the terminal: its live progress, and the report at its end.
 
-Progress is a table that updates in a terminal and in a notebook's cell, and plain lines elsewhere; the trainer calls a `Progress` and never
-prints. The report is made from the run's records: learning curve, before and after, two episodes, what to do next.
-Metric names are those of `METRICS`.
+Progress is a table that updates in a terminal and in a notebook's cell, and plain lines elsewhere; the trainer calls a
+`Progress` and never prints. The report is made from the run's records: learning curve, before and after, two episodes,
+what to do next. Metric names are those of `METRICS`.
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import agent
 import gymnasium
 import pytest
 from transformers import AutoModelForCausalLM
@@ -170,6 +171,18 @@ def test_an_agent_is_served_while_it_is_trained_and_evaluated() -> None:
     assert trainer.train()["steps"] == 3
     assert {turn.reward for episode in trainer.run.episodes() for turn in episode.turns} <= {0, 1 / 3, 2 / 3, 1}
     assert trainer.evaluate("0:3").num_episodes == 3
+
+
+@pytest.mark.slow
+def test_the_agent_of_the_example_learns() -> None:
+    """At random, a token in 26 is a digit, which is worth 0.5; two of them in order are worth 2."""
+    args = {"rollout.max_turns": 2, "rollout.max_output_tokens": 2, "rollout.max_model_len": 128}
+    args |= {"training.iterations_per_epoch": 40, "evaluation.seeds": "0:32", "evaluation.every_n_iters": 40}
+    trainer = GSPOTrainer(env=gspo_gym.agent_app(agent.rollout), args=args)
+    trainer.train()
+    before, after = trainer.run.evaluations.values()
+    assert before.mean_return < 0.3
+    assert after.mean_return > 1.2
 
 
 def test_evaluate_plays_an_environment_without_a_file() -> None:

@@ -75,7 +75,9 @@ def test_an_opened_run_gives_its_metrics_and_the_episodes_asked_for(folder: Path
 
 
 def _evaluation(step: int, num_right: int) -> dict[str, Any]:
-    rows = [{"seed": n, "episode_return": float(n < num_right), "success": n < num_right, "num_turns": 1} for n in range(4)]
+    rows = [
+        {"seed": n, "episode_return": float(n < num_right), "success": n < num_right, "num_turns": 1} for n in range(4)
+    ]
     rows = [{**row, "outcome": "terminated", "error": None, "env_return": None} for row in rows]
     data = {"env_id": "Sums-v0", "rows": rows}
     return {"schema": 1, "seq": 2 + step, "time": 0.0, "step": step, "kind": "evaluation", "data": data}

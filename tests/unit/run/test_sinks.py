@@ -1,7 +1,7 @@
 """What sinks show of a run, and that none of them can end it.
 
-TensorBoard is read back from its own event files, W&B from the file that its offline mode writes, Trackio and MLflow from
-their databases. For what W&B refuses, it is stood in for by a module with the calls that are made of it.
+TensorBoard is read back from its own event files, and W&B from the file that its offline mode writes. For what W&B
+refuses, it is stood in for by a module with the calls that are made of it. Trackio and MLflow: tests/foreign.
 """
 
 from __future__ import annotations
@@ -432,56 +432,6 @@ def test_a_sink_of_ones_own_needs_no_more_than_write(tmp_path: Path) -> None:
     recorder.close()
     assert sink.steps == [1, 2, 2]
     assert [event["kind"] for event in read_events(tmp_path) if event["kind"] == "sink_failed"] == []
-
-
-def record_and_resume(name: str, folder: Path) -> None:
-    """Two steps, an episode and a page, and after a restart one step more; no sink fails."""
-    (folder / "episodes").mkdir(parents=True)
-    (folder / "page.html").write_text("<p>page</p>")
-    for resume_step, step in ((None, 3), (3, 4)):
-        recorder = RunRecorder(folder, last_step=resume_step, sinks=open_them([name], folder, resume_step=resume_step))
-        recorder.metrics(step, {"rollout/reward_mean": step / 4, "reward/found it, at last": 1.0})
-        recorder.episodes(f"eval_{step:06d}", [EPISODE])
-        recorder.report(lambda: folder / "page.html")
-        recorder.close()
-    assert not (folder / "events.jsonl").exists()  # no sink_failed
-
-
-SAID = "user: a | b\nassistant: <img src=x> *5*⟨001b⟩[2J"
-
-
-@pytest.mark.slow
-def test_trackio_itself_keeps_a_run_in_its_database(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("trackio", reason="the extra `trackio` is not installed")
-    folder, program = tmp_path / "run", Path(__file__).parent / "trackio_run.py"
-    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))  # which it reads when it is imported
-    done = programs.run([sys.executable, str(program), str(folder)], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    read = json.loads(done.stdout.splitlines()[-1])
-    assert read["runs"] == [(folder / "trackio_run.txt").read_text().strip()]
-    assert read["reward_mean"] == [[3, 0.75], [4, 1.0]]
-
-
-@pytest.mark.slow
-def test_mlflow_itself_keeps_a_run_in_its_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    mlflow = pytest.importorskip("mlflow", reason="the extra `mlflow` is not installed")
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path / 'mlflow.db'}")
-    monkeypatch.chdir(tmp_path)
-    record_and_resume("mlflow", tmp_path / "run")
-    client = mlflow.MlflowClient()
-    (run,) = client.search_runs([client.get_experiment_by_name("gspo-gym").experiment_id])
-    assert (run.info.run_name, run.info.status) == ("quickstart", "FINISHED")
-    points = client.get_metric_history(run.info.run_id, "rollout/reward_mean")
-    assert [(point.step, point.value) for point in points] == [(3, 0.75), (4, 1.0)]
-    assert run.data.metrics["reward/found it_ at last"] == 1.0  # a comma is not allowed there
-    files = Path(mlflow.artifacts.download_artifacts(run_id=run.info.run_id, dst_path=str(tmp_path / "files")))
-    assert json.loads((files / "config.json").read_text()) == CONFIG
-    assert (files / "page.html").read_text() == "<p>page</p>"
-    table = json.loads((files / "evaluation/episodes_000003.json").read_text())
-    assert table == {
-        "columns": list(EPISODE_COLUMNS),
-        "data": [["eval_000002/0", "Guess#7", "terminated", True, 0.5, 1, 2, SAID]],
-    }
 
 
 def test_the_evaluations_of_several_environments_have_curves_of_their_own() -> None:
