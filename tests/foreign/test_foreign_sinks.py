@@ -42,7 +42,7 @@ Record = Callable[[str], Path]
 
 @pytest.fixture
 def record(tmp_path: Path) -> Record:
-    """Records step 3 with an evaluated episode and a page into a sink, and after a restart step 4; returns the folder."""
+    """Records step 3 with an episode and a page into a sink, and after a restart step 4; returns the folder."""
 
     def record_and_resume(name: str) -> Path:
         folder = tmp_path / "run"
