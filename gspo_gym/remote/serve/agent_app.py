@@ -11,8 +11,11 @@ import json
 import math
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from numbers import Real
 from typing import Any
+
+import numpy as np
 
 from gspo_gym.env.data.rows import (
     Row,
@@ -36,7 +39,6 @@ from gspo_gym.remote.serve.openenv_server import joined_app
 from gspo_gym.remote.serve.task_app_rollout import (
     InferenceSettings,
     Run,
-    Runs,
     checked_url,
     inference_of,
     num_turns_of,
@@ -116,35 +118,13 @@ def agent_app(
         MissingExtraError: the openai package is not installed.
         ConfigError: `rollout` is not async, the rows cannot be read, or a limit, a key or a host is invalid.
     """
-    if not (inspect.iscoroutinefunction(rollout) or inspect.iscoroutinefunction(type(rollout).__call__)):
-        raise ConfigError(f"agent_app: expected `async def rollout(client, task)`, got {rollout!r:.80}")
-    app_name, limits = name or getattr(rollout, "__name__", "agent"), limits or TaskAppLimits()
-    runs = runs_within(limits)
-    player = _AgentRollouts(
-        rollout,
-        None if rows is None and held_out is None else _sides(rows, held_out, held_out_fraction),
-        runs,
-        name=app_name,
-        inference=InferenceSettings(UrlPolicy(inference_hosts, is_public_allowed=False), inference_api_key),
-        max_seconds=limits.rollout_timeout_seconds,
-        reward_at_limit=reward_at_limit,
-    )
-    facts = AppFacts(
-        name=app_name,
-        env_id=app_name,
-        description=(rollout.__doc__ or app_name).strip().partition("\n")[0],
-        tool_schemas=(),
-        rubrics=Rubrics(),
-        timeout_seconds=limits.rollout_timeout_seconds,
-        max_concurrent_rollouts=limits.max_concurrent_rollouts,
-        has_key=api_key is not None,
-    )
-
-    async def read_facts() -> AppFacts:
-        return facts
-
+    limits = limits or TaskAppLimits()
+    sides = None if rows is None and held_out is None else _sides(rows, held_out, held_out_fraction)
+    inference = InferenceSettings(UrlPolicy(inference_hosts, is_public_allowed=False), inference_api_key)
+    player = _AgentRollouts(rollout, sides, limits, name=name, inference=inference, reward_at_limit=reward_at_limit)
+    read_facts = partial(player.read_facts, has_key=api_key is not None)
     return AgentApp(
-        TaskApp(app_name, player, runs, read_facts=read_facts, limits=limits),
+        TaskApp(player.name, player, player.runs, read_facts=read_facts, limits=limits),
         api_key=api_key,
         allowed_origins=allowed_origins,
         allowed_hosts=allowed_hosts,
@@ -171,15 +151,30 @@ class _AgentRollouts:
         self,
         rollout: AgentFunction,
         sides: Sides[Row] | None,
-        runs: Runs,
+        limits: TaskAppLimits,
         *,
-        name: str,
+        name: str | None,
         inference: InferenceSettings,
-        max_seconds: float,
         reward_at_limit: float | None,
     ) -> None:
-        self._rollout, self._sides, self._runs, self._name = rollout, sides, runs, name
-        self._inference, self._max_seconds, self._reward_at_limit = inference, max_seconds, reward_at_limit
+        if not (inspect.iscoroutinefunction(rollout) or inspect.iscoroutinefunction(type(rollout).__call__)):
+            raise ConfigError(f"agent_app: expected `async def rollout(client, task)`, got {rollout!r:.80}")
+        self.name, self.runs = name or getattr(rollout, "__name__", "agent"), runs_within(limits)
+        self._rollout, self._sides, self._limits = rollout, sides, limits
+        self._inference, self._reward_at_limit = inference, reward_at_limit
+
+    async def read_facts(self, *, has_key: bool) -> AppFacts:
+        """Return what /info tells; `has_key`: whether callers need one."""
+        return AppFacts(
+            name=self.name,
+            env_id=self.name,
+            description=(self._rollout.__doc__ or self.name).strip().partition("\n")[0],
+            tool_schemas=(),
+            rubrics=Rubrics(),
+            timeout_seconds=self._limits.rollout_timeout_seconds,
+            max_concurrent_rollouts=self._limits.max_concurrent_rollouts,
+            has_key=has_key,
+        )
 
     async def answer(self, request: RolloutRequest, *, client_left: Coroutine[Any, Any, Any]) -> Json:
         """Play a rollout and return the answer; `client_left` returns when its client has gone.
@@ -194,21 +189,21 @@ class _AgentRollouts:
             pinned_url = await checked_url(self._inference.urls, url)
 
             async def play(run: Run) -> None:
-                async with self._runs.place(run), self._client(pinned_url) as client:
+                async with self.runs.place(run), self._client(pinned_url) as client:
                     scores.append(await self._score(client, task))
 
-            async with self._runs.begin(request.run_id) as run:
+            async with self.runs.begin(request.run_id) as run:
                 is_over = await until_stopped(
                     play(run),
                     run.abort_requested.wait(),
                     client_left,
-                    timeout_seconds=min(request.safety.max_time_s, self._max_seconds),
+                    timeout_seconds=min(request.safety.max_time_s, self._limits.rollout_timeout_seconds),
                 )
                 run.status = "succeeded" if is_over else "aborted"
         finally:
             client_left.close()  # or asyncio warns that it was never awaited
         score = scores[0] if is_over else _Score(None, None)
-        return _answer(score, request, self._name, url, correlation_id, aborted=not is_over)
+        return _answer(score, request, self.name, url, correlation_id, aborted=not is_over)
 
     def _client(self, url: Any) -> Any:
         inference = self._inference
@@ -276,8 +271,8 @@ def _score_of(value: object) -> _Score:
     """
     if value is None:
         return _Score(None, None)
-    if isinstance(value, bool):
-        return _Score(float(value), value)
+    if isinstance(value, bool | np.bool_):
+        return _Score(float(value), bool(value))
     if not isinstance(value, Real) or not math.isfinite(value):
         raise ContractError(f"expected the agent to return a finite number, a bool or None, got {value!r:.80}")
     return _Score(float(value), None)
