@@ -246,16 +246,15 @@ def _dataset_env(
     ).another
 
 
-def _checked_sink(logger: object) -> Sink:
-    from gspo_gym.run.sinks import Sink
-
-    if isinstance(logger, Sink):
-        return logger
+def _checked_sink(logger: Any) -> Sink:  # Any: an object with the methods is as good as a subclass
     missing = [name for name in ("name", "write", "episodes", "report", "close") if not hasattr(logger, name)]
-    raise UsageError(
-        f"GSPOTrainer: a logger is a name or an object of gspo_gym.Sink; {type(logger).__name__} lacks "
-        f"{', '.join(missing)}: make it a subclass, which needs no more than write(step, values)"
-    )
+    if missing:
+        raise UsageError(
+            f"GSPOTrainer: a logger is a name or an object of gspo_gym.Sink; {type(logger).__name__} lacks "
+            f"{', '.join(missing)}: make it a subclass, which needs no more than write(step, values)"
+        )
+    sink: Sink = logger
+    return sink
 
 
 def _is_app(env: object) -> TypeGuard[AgentApp]:

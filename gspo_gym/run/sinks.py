@@ -18,7 +18,7 @@ import secrets
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 from urllib.parse import urlsplit
 
 from gspo_gym.base.files import make_folder
@@ -43,17 +43,20 @@ _NOT_IN_MLFLOW = re.compile(r"[^\w\-. :/]")  # which its names of metrics must n
 EpisodeRow = tuple[str | float | bool | None, ...]  # of EPISODE_COLUMNS
 
 
-@runtime_checkable
-class Sink(Protocol):
+class Sink:
     """Receiver of a run's numbers, a few dozen per step, and of tables. A subclass needs no more than `write`.
 
     It may raise anything: the run goes on without it, and records the error.
+
+    Attributes:
+        name: in that record.
     """
 
     name: str = "logger"
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Take the finite numbers of a step, by name. A step may come again, with other names."""
+        raise NotImplementedError(f"{type(self).__name__}.write")
 
     def episodes(self, step: int, rows: Sequence[EpisodeRow]) -> None:
         """Take the table of episodes of the evaluation after this step."""
@@ -68,7 +71,7 @@ class Sink(Protocol):
 SINK_NAMES = ("tensorboard", "wandb", "trackio", "mlflow")
 
 
-class TensorBoardSink:
+class TensorBoardSink(Sink):
     """Event files in `folder`/tensorboard; see them with `tensorboard --logdir runs`."""
 
     name = "tensorboard"
@@ -103,7 +106,7 @@ class TensorBoardSink:
         self._writer.close()
 
 
-class WandbSink:
+class WandbSink(Sink):
     """A run on wandb.ai, or in `folder`/wandb; the environment variable WANDB_MODE decides (online, offline, disabled).
 
     The key comes from WANDB_API_KEY or `wandb login`, never from a config. A resumed training goes on in the same W&B
@@ -166,7 +169,7 @@ class WandbSink:
         self._run.finish()
 
 
-class TrackioSink:
+class TrackioSink(Sink):
     """A run in Trackio's local database, which `trackio show` displays; the variable TRACKIO_DIR says where that is.
 
     A resumed training goes on in the same Trackio run, whose name `folder`/trackio_run.txt keeps: without it, a second
@@ -210,7 +213,7 @@ class TrackioSink:
         self._run.finish()
 
 
-class MlflowSink:
+class MlflowSink(Sink):
     """A run in MLflow: at MLFLOW_TRACKING_URI, or in MLflow's own default store.
 
     A resumed training goes on in the same MLflow run; `folder`/mlflow_run.txt keeps its id.

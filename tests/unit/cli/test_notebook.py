@@ -15,7 +15,7 @@ from gspo_gym.cli.main import main
 from gspo_gym.errors import ConfigError, MissingExtraError, RecordError, UnknownNameError
 from gspo_gym.policy.tiny import tiny_tokenizer
 from gspo_gym.rollout.episode_files import write_episodes
-from gspo_gym.rollout.evaluation import compare
+from gspo_gym.rollout.evaluation import Evaluation, EvaluationRow, compare
 from gspo_gym.types import FinishReason, Message, Outcome, Segment, Task, Trajectory, Turn
 
 
@@ -75,11 +75,8 @@ def test_an_opened_run_gives_its_metrics_and_the_episodes_asked_for(folder: Path
 
 
 def _evaluation(step: int, num_right: int) -> dict[str, Any]:
-    rows = [
-        {"seed": n, "episode_return": float(n < num_right), "success": n < num_right, "num_turns": 1} for n in range(4)
-    ]
-    rows = [{**row, "outcome": "terminated", "error": None, "env_return": None} for row in rows]
-    data = {"env_id": "Sums-v0", "rows": rows}
+    rows = tuple(EvaluationRow(n, float(n < num_right), n < num_right, 1, Outcome.TERMINATED) for n in range(4))
+    data = Evaluation("Sums-v0", rows).to_dict()
     return {"schema": 1, "seq": 2 + step, "time": 0.0, "step": step, "kind": "evaluation", "data": data}
 
 
