@@ -159,7 +159,8 @@ class _AgentRollouts:
     ) -> None:
         if not (inspect.iscoroutinefunction(rollout) or inspect.iscoroutinefunction(type(rollout).__call__)):
             raise ConfigError(f"agent_app: expected `async def rollout(client, task)`, got {rollout!r:.80}")
-        self.name, self.runs = name or getattr(rollout, "__name__", "agent"), runs_within(limits)
+        self.name = name or str(getattr(rollout, "__name__", "agent"))
+        self.runs = runs_within(limits)
         self._rollout, self._sides, self._limits = rollout, sides, limits
         self._inference, self._reward_at_limit = inference, reward_at_limit
 
