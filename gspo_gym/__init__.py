@@ -12,7 +12,9 @@ if TYPE_CHECKING:
     __version__: str
     from gspo_gym.cli.evaluate import run_evaluation as run_evaluation
     from gspo_gym.cli.gspo_trainer import GSPOTrainer as GSPOTrainer
+    from gspo_gym.cli.gspo_trainer import evaluate as evaluate
     from gspo_gym.cli.notebook import Run as Run
+    from gspo_gym.cli.notebook import card as card
     from gspo_gym.cli.notebook import open_run as open_run
     from gspo_gym.cli.train import run_training as run_training
     from gspo_gym.config.build.episode_collection import collect_episodes as collect_episodes
@@ -34,14 +36,19 @@ if TYPE_CHECKING:
     from gspo_gym.env.tools import tool as tool
     from gspo_gym.env.vector import make_vec as make_vec
     from gspo_gym.policy.load import load_policy as load_policy
+    from gspo_gym.remote.serve.agent_app import AgentTask as AgentTask
+    from gspo_gym.remote.serve.agent_app import agent_app as agent_app
     from gspo_gym.rollout.adapter import TokenObservationWrapper as TokenObservationWrapper
     from gspo_gym.rollout.episode_files import load_episodes as load_episodes
     from gspo_gym.rollout.episode_files import save_episodes as save_episodes
+    from gspo_gym.run.sinks import Sink as Sink
     from gspo_gym.types import Message as Message
     from gspo_gym.types import ToolCall as ToolCall
 
+_SERVED = "remote.serve.agent_app"  # needs an extra
 _HOMES = {
     "Achievements": "env.rewards",
+    "AgentTask": _SERVED,
     "DatasetEnv": "env.data.dataset",
     "GSPOTrainer": "cli.gspo_trainer",
     "LocalEngine": "engine.local.engine",
@@ -51,14 +58,18 @@ _HOMES = {
     "Run": "cli.notebook",
     "RunConfig": "config.run_config",
     "ScriptedEngine": "engine.scripted",
+    "Sink": "run.sinks",
     "TaskSource": "env.tasks",
     "TextEnv": "env.core",
     "TokenObservationWrapper": "rollout.adapter",
     "ToolCall": "types",
     "ToolEnv": "env.core",
+    "agent_app": _SERVED,
     "as_gymnasium": "env.plain",
+    "card": "cli.notebook",
     "check_env": "env.checks.checker",
     "collect_episodes": "config.build.episode_collection",
+    "evaluate": "cli.gspo_trainer",
     "load_config": "config.run_config",
     "load_episodes": "rollout.episode_files",
     "load_policy": "policy.load",
@@ -80,7 +91,15 @@ def __getattr__(name: str) -> Any:
         return importlib.import_module("gspo_gym.cli.command_line").package_version()
     if name not in _HOMES:
         raise AttributeError(f"module 'gspo_gym' has no attribute {name!r}")
-    return getattr(importlib.import_module(f"gspo_gym.{_HOMES[name]}"), name)
+    try:
+        module = importlib.import_module(f"gspo_gym.{_HOMES[name]}")
+    except ModuleNotFoundError as error:
+        if _HOMES[name] != _SERVED or (error.name or "").startswith("gspo_gym"):
+            raise
+        from gspo_gym.errors import MissingExtraError
+
+        raise MissingExtraError(f"gspo_gym.{name} needs {error.name}: pip install 'gspo-gym[serve]'") from error
+    return getattr(module, name)
 
 
 def __dir__() -> list[str]:

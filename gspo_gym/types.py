@@ -7,6 +7,8 @@ trajectories of a group.
 from __future__ import annotations
 
 import enum
+import html
+import json
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -396,6 +398,21 @@ class Trajectory:
     # short, because asyncio prints results in places, which took a second for 1,000 episodes
     def __repr__(self) -> str:
         return f"Trajectory(<{self.trajectory_id}, attempt {self.attempt}, {self.outcome.value}, {self.segments}>)"
+
+    def _repr_html_(self) -> str:
+        """Return the conversation, with the reward of each turn, for a notebook."""
+        turns = iter(self.turns)
+        lines = []
+        for message in self.messages:
+            turn = next(turns, None) if message.role == "assistant" else None
+            reward = "" if turn is None or turn.reward is None else f"{turn.reward:+.2f}"
+            calls = [f"{call.name}({json.dumps(dict(call.arguments), default=str)})" for call in message.tool_calls]
+            text = html.escape("\n".join(filter(None, [message.content, *calls]))).replace("\n", "<br>")
+            lines.append(f"<tr><td>{message.role}</td><td style='text-align: left'>{text}</td><td>{reward}</td></tr>")
+        verdict = {True: "success", False: "no success", None: self.outcome.value}[self.success]
+        score = f"return {self.reward:+.2f}" if self.is_scored else "not scored"
+        caption = html.escape(f"{self.task.task_id}: {verdict}, {score}")
+        return f"<table><caption>{caption}</caption>{''.join(lines)}</table>"
 
     @property
     def reward(self) -> float:

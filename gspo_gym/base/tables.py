@@ -1,7 +1,8 @@
-"""Tables for the terminal. They fit its width, and no name is cut off."""
+"""Tables for the terminal, which fit its width and cut no name off, and for notebooks."""
 
 from __future__ import annotations
 
+import html
 import re
 import shutil
 from collections.abc import Sequence
@@ -11,6 +12,15 @@ from rich.cells import cell_len
 _GAP, _INDENT = "  ", "  "
 _NUMBER = re.compile(r"[-+]?[0-9][0-9,]*(\.[0-9]+)?(e[-+]?[0-9]+)?%?|-|")
 Row = Sequence[str]
+
+
+class ShownAsText:
+    """Mixin of reports whose text, and not their attributes, a notebook shows."""
+
+    __slots__ = ()
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{html.escape(str(self))}</pre>"
 
 
 def table(head: Row, rows: Sequence[Row], *, width: int | None = None, optional: Row = ()) -> str:
@@ -47,6 +57,21 @@ def table(head: Row, rows: Sequence[Row], *, width: int | None = None, optional:
     else:
         lines = [line for row in rows for line in _stack_cells(head, row, limit)]
     return "\n".join(part for line in lines for part in folded(line, limit))
+
+
+def html_table(head: Row, rows: Sequence[Row], *, caption: str = "") -> str:
+    """Return a table for a notebook, in which no text is markup, and line ends stay.
+
+    >>> html_table(("who", "text"), [("user", "a < b")], caption="one")
+    '<table><caption>one</caption><tr><th>who</th><th>text</th></tr><tr><td>user</td><td>a &lt; b</td></tr></table>'
+    """
+
+    def line(cells: Row, tag: str) -> str:
+        texts = (html.escape(cell).replace("\n", "<br>") for cell in cells)
+        return f"<tr>{''.join(f'<{tag}>{text}</{tag}>' for text in texts)}</tr>"
+
+    title = f"<caption>{html.escape(caption)}</caption>" if caption else ""
+    return f"<table>{title}{line(head, 'th')}{''.join(line(row, 'td') for row in rows)}</table>"
 
 
 def pairs(values: Sequence[tuple[str, str]], *, width: int | None = None) -> str:

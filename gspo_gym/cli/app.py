@@ -1,4 +1,6 @@
-"""`gspo-gym app check URL`: play probe rollouts against a task app and compare its tokens, turns and rewards."""
+"""Task apps: `gspo-gym app check URL` plays probe rollouts against one and compares its tokens, turns and rewards;
+`gspo-gym app serve MODULE:ROLLOUT` serves an agent as one.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +10,15 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from gspo_gym.base.loops import run_to_end
-from gspo_gym.base.settings import read_key
+from gspo_gym.base.settings import is_loopback, read_key
 from gspo_gym.cli.command_line import env_config_of
+from gspo_gym.cli.env import add_callers, add_inference
 from gspo_gym.errors import ConfigError, MissingExtraError
 from gspo_gym.remote.apps.client import AppKeys, TaskAppClient
 
 if TYPE_CHECKING:
     from gspo_gym.remote.apps.check import ProbeReport
+    from gspo_gym.remote.serve.agent_app import AgentApp
 
 _STEP_REWARDS = {"enabled": True, "mode": "decision_stepwise"}
 
@@ -48,6 +52,83 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     check.add_argument("--json", action="store_true", help="print one JSON object")
     check.set_defaults(run=check_app_command)
+    _add_serve(commands)
+
+
+def _add_serve(commands: Any) -> None:  # Any: argparse does not name the type of what add_subparsers gives
+    serve = commands.add_parser(
+        "serve",
+        help="serve an agent, `async def rollout(client, task)`, as a task app",
+        description="Serve an agent to a trainer: a function that plays one task with an OpenAI client and returns its "
+        "reward. See gspo_gym.agent_app.",
+    )
+    serve.add_argument("agent", metavar="MODULE:ROLLOUT", help="the function, such as my_agent:rollout")
+    rows = serve.add_argument_group("tasks")
+    rows.add_argument(
+        "--rows", metavar="SOURCE", help="a row is a task: a file, hub:OWNER/NAME?split=train, MODULE:NAME"
+    )
+    rows.add_argument("--held-out", metavar="SOURCE", help="rows for evaluation (default: a tenth of --rows)")
+    serve.add_argument("--name", help="of the agent, in the trainer's records (default: the function's)")
+    serve.add_argument("--host", default="127.0.0.1", help="another than loopback needs --api-key-env")
+    serve.add_argument("--port", type=int, default=8000, help="0 takes any that is free (default 8000)")
+    serve.add_argument(
+        "--max-concurrent-rollouts", type=int, default=64, help="at once; more wait for their turn (default 64)"
+    )
+    serve.add_argument("--rollout-timeout-seconds", type=float, default=3600.0, help="for a rollout (default 3600)")
+    serve.add_argument(
+        "--reward-at-limit", type=float, metavar="R", help="of a rollout whose conversation got too long"
+    )
+    add_inference(serve)
+    add_callers(serve)
+    serve.set_defaults(run=serve_agent_command)
+
+
+def serve_agent_command(arguments: argparse.Namespace) -> int:
+    """Serve until told to stop; print the URL once clients may connect.
+
+    Raises:
+        UnknownNameError: there is no such function.
+        ConfigError: it is no agent, or the rows, the address or a key is wrong.
+        MissingExtraError: FastAPI, uvicorn or openai is not installed.
+    """
+    try:
+        from gspo_gym.remote.serving import bind, serve_until_stopped, server_for
+    except ImportError as error:
+        raise MissingExtraError("serving an agent needs: pip install 'gspo-gym[serve]'") from error
+    app = agent_app_of(arguments)
+    server_socket = bind(arguments.host, arguments.port, has_key=bool(arguments.api_key_env))
+    return serve_until_stopped(server_for(app), server_socket, subject=f"{arguments.agent} as a task app")
+
+
+def agent_app_of(arguments: argparse.Namespace) -> AgentApp:
+    """Return the app that the arguments of `app serve` describe; errors as of the command."""
+    from gspo_gym.env.data.rows import named_object
+    from gspo_gym.remote.serve.agent_app import agent_app
+    from gspo_gym.remote.serve.task_app_server import LOOPBACK_HOSTS, TaskAppLimits
+
+    agent = named_object(arguments.agent, "the agent")
+    inference_key, hosts = read_key(arguments.inference_key_env, "--inference-key-env"), arguments.inference_host
+    if hosts is None:
+        # The key would go to every program of this machine that listens.
+        if inference_key is not None:
+            raise ConfigError("--inference-key-env: name the hosts that get the key, with --inference-host")
+        hosts = LOOPBACK_HOSTS if is_loopback(arguments.host) else ()
+    return agent_app(
+        agent,
+        arguments.rows,
+        held_out=arguments.held_out,
+        name=arguments.name,
+        reward_at_limit=arguments.reward_at_limit,
+        limits=TaskAppLimits(
+            max_concurrent_rollouts=arguments.max_concurrent_rollouts,
+            rollout_timeout_seconds=arguments.rollout_timeout_seconds,
+        ),
+        inference_hosts=hosts,
+        inference_api_key=inference_key,
+        api_key=[read_key(name, "--api-key-env") for name in arguments.api_key_env] or None,
+        allowed_origins=arguments.allow_origin,
+        allowed_hosts=arguments.allow_host or None,
+    )
 
 
 def check_app_command(arguments: argparse.Namespace) -> int:

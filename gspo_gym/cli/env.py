@@ -354,7 +354,7 @@ def _add_serve(commands: Any) -> None:
     )
     _add_limits(parser.add_argument_group("limits"))
     _add_task_app(parser.add_argument_group("of a task app"))
-    _add_callers(parser.add_argument_group("who may call"))
+    add_callers(parser.add_argument_group("who may call"))
     parser.set_defaults(run=serve)
 
 
@@ -381,18 +381,24 @@ def _add_task_app(task_app: Any) -> None:
     task_app.add_argument(
         "--rubric", metavar="ID|FILE", help="by which episodes may be judged (default: a bundled one's own)"
     )
-    task_app.add_argument(
+    add_inference(task_app)
+
+
+def add_inference(parser: Any) -> None:
+    """Add the arguments that say which models a server's rollouts may ask."""
+    parser.add_argument(
         "--inference-host",
         action="append",
         metavar="HOST[:PORT]",
         help="where a rollout's model may be asked (default: on this machine, if served on loopback)",
     )
-    task_app.add_argument(
+    parser.add_argument(
         "--inference-key-env", metavar="NAME", help="environment variable with the key sent to --inference-host"
     )
 
 
-def _add_callers(callers: Any) -> None:
+def add_callers(callers: Any) -> None:
+    """Add the arguments that say which clients a server answers."""
     callers.add_argument(
         "--api-key-env",
         action="append",

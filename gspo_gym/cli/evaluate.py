@@ -1,4 +1,4 @@
-"""`python -m gspo_gym.evaluate CONFIG.toml --model MODEL --seeds 0:100`: evaluate a model over seeded episodes.
+"""`gspo-gym evaluate CONFIG.toml --model MODEL --seeds 0:100`: evaluate a model over seeded episodes.
 
 The config gives environment and limits, `--model` the weights: a checkpoint's folder, a hub id, tiny:NAME,
 `scripted:NAME` for a policy of the environment, or `openai:MODEL@URL` for a model behind an OpenAI-compatible chat
@@ -29,12 +29,10 @@ from gspo_gym.base.settings import parse_seeds
 from gspo_gym.cli.command_line import (
     ENDPOINT,
     SCRIPTED,
-    Parser,
     base_of,
     exit_code_of,
     importing,
     interrupted_by_signals,
-    parse_and_run,
 )
 from gspo_gym.cli.suites import read_suite, suite_text
 from gspo_gym.cli.train import add_task_url
@@ -568,10 +566,3 @@ async def _play_without_engine(config: RunConfig, name: str, rows: KeptRows) -> 
             policy = chat_policy(model)
         evaluate = await rollouts.build_scripted_evaluate(config, renderers, policy, judging, rows=rows)
         return await evaluate(name)
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run `python -m gspo_gym.evaluate`."""
-    parser = Parser(prog="python -m gspo_gym.evaluate", description="Evaluate a model over seeded episodes.")
-    add_arguments(parser)
-    return parse_and_run(parser, argv)

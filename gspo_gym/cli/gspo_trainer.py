@@ -5,13 +5,17 @@ from __future__ import annotations
 import inspect
 import itertools
 import re
-from collections.abc import Callable, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import gymnasium
 from rich.console import Console
 
+from gspo_gym.base.settings import parse_seeds
+from gspo_gym.cli.command_line import ENDPOINT, SCRIPTED, base_of
 from gspo_gym.cli.evaluate import run_evaluation
 from gspo_gym.cli.models import export_model
 from gspo_gym.cli.notebook import Run, open_run
@@ -22,14 +26,20 @@ from gspo_gym.env.data.dataset import DatasetEnv
 from gspo_gym.env.registry import register
 from gspo_gym.env.rewards import KeywordFunction
 from gspo_gym.errors import ConfigError, UsageError
+from gspo_gym.rollout.evaluation import KeptRows
+from gspo_gym.run.report.progress import counting
 
 if TYPE_CHECKING:
+    from gspo_gym.remote.serve.agent_app import AgentApp
     from gspo_gym.rollout.evaluation import Evaluation
     from gspo_gym.run.callbacks import Callback
+    from gspo_gym.run.sinks import Sink
 
 AnyRows = str | Sequence[Mapping[str, Any]]  # Any: values of the rows
 
+_ENDPOINT_LIMITS = {"max_output_tokens": 1024, "max_model_len": 16_384}  # of a model that is wordy, and not here
 _TINY = "tiny:qwen3-64-v2"
+_TASK_URL = "http://127.0.0.1:8000"  # where `gspo-gym app serve` serves
 
 
 class GSPOTrainer:
@@ -41,7 +51,8 @@ class GSPOTrainer:
 
     Args:
         model: as `model.base`: a hub id, a folder, a GGUF file, "smollm2", or "tiny:NAME" for random weights.
-        env: a registered name, or a class or function that returns a fresh environment.
+        env: a registered name, or a class or function that returns a fresh environment, or an agent, as
+            `agent_app(rollout)`, which is served in this process while it is trained or evaluated.
         reward_funcs: with `train_dataset`: a function or several, whose rewards are added. Each takes `completion` and
             any columns by name and returns a number or a bool; one that takes `completions` is called as TRL does, with
             lists of one.
@@ -50,6 +61,8 @@ class GSPOTrainer:
         args: keys over the defaults, nested ({"training": {"learning_rate": 1e-4}}) or dotted
             ({"training.learning_rate": 1e-4}).
         callbacks: called with a `StepReport` after each step and evaluation.
+        loggers: "tensorboard", "wandb", "trackio" or "mlflow", or objects of `gspo_gym.Sink`, which `train` closes at
+            its end. The run's folder has all numbers without them.
         label: the run's name.
         set_aside: move an earlier run of the same label away; if False, its presence is an error.
 
@@ -70,17 +83,18 @@ class GSPOTrainer:
     def __init__(
         self,
         model: str = _TINY,
-        env: str | Callable[..., Any] | None = None,
+        env: str | Callable[..., Any] | AgentApp | None = None,
         *,
         reward_funcs: Callable[..., Any] | Sequence[Callable[..., Any]] = (),
         train_dataset: AnyRows | None = None,
         eval_dataset: AnyRows | None = None,
         args: Mapping[str, Any] | None = None,
         callbacks: Sequence[Callback] = (),
+        loggers: str | Sink | Sequence[str | Sink] = (),
         label: str | None = None,
         set_aside: bool = True,
     ) -> None:
-        from gspo_gym.config.build.first_run import first_run  # loads torch
+        from gspo_gym.config.build.first_run import first_run, first_run_of_app  # loads torch
 
         functions = [reward_funcs] if callable(reward_funcs) else list(reward_funcs)
         if (env is None) == (train_dataset is None):
@@ -89,11 +103,22 @@ class GSPOTrainer:
             raise UsageError("GSPOTrainer: reward_funcs and eval_dataset go with train_dataset, not with env")
         if train_dataset is not None:
             env = _dataset_env(train_dataset, eval_dataset, functions)
-        name = env if isinstance(env, str) else _registered(env)
         overrides = _nested(args or {})
-        options = overrides.get("rollout", {}).get("env_config")
-        label = label or label_of(name).lower()
-        sections = first_run(name, model=model, label=label, options=options).sections
+        rollout = overrides.get("rollout", {})
+        all_loggers = list(loggers) if isinstance(loggers, list | tuple) else [loggers]
+        self._sinks = tuple(_checked_sink(logger) for logger in all_loggers if not isinstance(logger, str))
+        if names := [logger for logger in all_loggers if isinstance(logger, str)]:
+            overrides = _merged({"tracking": {"report_to": names}}, overrides)
+        self._app = env if _is_app(env) else None
+        if self._app is not None:
+            limits = {name: rollout.get(name) for name in ("max_turns", "max_output_tokens")}
+            name = self._app.name
+            sections = first_run_of_app(name, model=model, label=label or label_of(name).lower(), **limits)
+            sections["services"] = {"task_url": _TASK_URL}
+        else:
+            name = env if isinstance(env, str) else _registered(env)
+            options = rollout.get("env_config")
+            sections = first_run(name, model=model, label=label or label_of(name).lower(), options=options).sections
         self.config = RunConfig.from_dict(_merged(_nested(sections), overrides), source="GSPOTrainer")
         self._callbacks, self._set_aside = tuple(callbacks), set_aside
 
@@ -108,9 +133,15 @@ class GSPOTrainer:
             Exception: what a callback raised, after the run was saved.
         """
         set_aside = self._set_aside and not resume
-        return run_training(
-            self.config, resume=resume, set_aside=set_aside, console=Console(), callbacks=self._callbacks
-        )
+        with self._served() as config:
+            return run_training(
+                config,
+                resume=resume,
+                set_aside=set_aside,
+                console=Console(),
+                callbacks=self._callbacks,
+                sinks=self._sinks,
+            )
 
     @property
     def run(self) -> Run:
@@ -124,11 +155,25 @@ class GSPOTrainer:
             seeds: such as "0:100"; None: those of the configuration.
             model: as `run_evaluation`; None: the newest checkpoint.
         """
-        config = self.config
-        if seeds is not None:
-            sections = _merged(config.model_dump(exclude_none=True), {"evaluation": {"seeds": seeds}})
-            config = RunConfig.from_dict(sections, source="GSPOTrainer.evaluate")
-        return run_evaluation(config, model or str(config.run_folder))
+        with self._served() as config:
+            if seeds is not None:
+                evaluation = {"seeds": seeds, "instances": len(parse_seeds(seeds))}  # all of them
+                config = _changed(config, {"evaluation": evaluation}, source="GSPOTrainer.evaluate")
+            total = len(config.sources) * len(config.evaluation_seeds)
+            with counting(Console(stderr=True), total) as count:
+                rows = KeptRows(add=lambda _row, _episode: count())
+                return run_evaluation(config, model or str(config.run_folder), rows=rows)
+
+    @contextmanager
+    def _served(self) -> Iterator[RunConfig]:
+        """Serve the agent, if it is one, in the block; yield the configuration that reaches it."""
+        if self._app is None:
+            yield self.config
+            return
+        from gspo_gym.remote.serving import BackgroundServer  # of the extra `serve`, as the agent is
+
+        with BackgroundServer(self._app) as server:
+            yield _changed(self.config, {"services": {"task_url": server.url}}, source="GSPOTrainer")
 
     def save(self, folder: str | Path) -> Path:
         """Write the newest checkpoint in the layout of transformers or PEFT, with a model card; return the folder.
@@ -144,6 +189,39 @@ class GSPOTrainer:
         from gspo_gym.policy.export import push
 
         return push(self.save(folder), repo, is_private=is_private, token=token)
+
+
+def evaluate(
+    env: str | Callable[..., Any] | AgentApp,
+    model: str = "scripted:reference",
+    seeds: str = "0:100",
+    *,
+    args: Mapping[str, Any] | None = None,
+) -> Evaluation:
+    """Play seeded episodes of an environment and return what they came to, with intervals; nothing is trained or saved.
+
+    Two results over the same seeds are compared in pairs with `gspo_gym.rollout.evaluation.compare`. The limits of an
+    episode are those that `GSPOTrainer` chooses; a config file's are those of `gspo-gym evaluate`.
+
+    Args:
+        env: as for `GSPOTrainer`.
+        model: a run, a folder, a hub id, "smollm2", "tiny:NAME", `scripted:NAME` for a player of the environment's own,
+            or `openai:MODEL[@URL]`.
+        seeds: which tasks; held out below 2**31.
+        args: keys over the defaults, as for `GSPOTrainer`, such as {"rollout.max_output_tokens": 512}.
+
+    Raises:
+        UnknownNameError: there is no such environment, model or player.
+        RolloutError: no episode could be scored.
+
+    >>> evaluate("GuessNumber", "scripted:reference", "0:20").success_rate
+    1.0
+    """
+    is_model = not model.startswith((SCRIPTED, ENDPOINT))
+    if model.startswith(ENDPOINT):
+        args = _merged({"rollout": _ENDPOINT_LIMITS}, _nested(args or {}))
+    base = base_of(model) if is_model else _TINY
+    return GSPOTrainer(base, env, args=args).evaluate(seeds, model=base if is_model else model)
 
 
 def _dataset_env(
@@ -166,6 +244,26 @@ def _dataset_env(
         reward=functions[0] if len(functions) == 1 and not _takes_lists(functions[0]) else _summed(functions),
         conversation=[{"role": "user", "content": f"{{{column}}}"}],
     ).another
+
+
+def _checked_sink(logger: Any) -> Sink:  # Any: an object with the methods is as good as a subclass
+    missing = [name for name in ("name", "write", "episodes", "report", "close") if not hasattr(logger, name)]
+    if missing:
+        raise UsageError(
+            f"GSPOTrainer: a logger is a name or an object of gspo_gym.Sink; {type(logger).__name__} lacks "
+            f"{', '.join(missing)}: make it a subclass, which needs no more than write(step, values)"
+        )
+    sink: Sink = logger
+    return sink
+
+
+def _is_app(env: object) -> TypeGuard[AgentApp]:
+    module = sys.modules.get("gspo_gym.remote.serve.agent_app")  # which has made it, if it is one
+    return module is not None and isinstance(env, module.AgentApp)
+
+
+def _changed(config: RunConfig, overrides: Mapping[str, Any], *, source: str) -> RunConfig:
+    return RunConfig.from_dict(_merged(config.model_dump(exclude_none=True), overrides), source=source)
 
 
 def _takes_lists(function: Callable[..., Any]) -> bool:

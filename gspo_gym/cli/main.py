@@ -29,7 +29,7 @@ _COMMANDS = {
     "models": ("gspo_gym.cli.models", "export, push, serve and talk with what runs have trained"),
     "env": ("gspo_gym.cli.env", "list, check and play environments"),
     "credit": ("gspo_gym.cli.credit", "say how right each way of giving turns credit is in an environment"),
-    "app": ("gspo_gym.cli.app", "check task apps before training on them"),
+    "app": ("gspo_gym.cli.app", "check task apps before training on them; serve agents as task apps"),
     "judge": ("gspo_gym.cli.judge", "check rubrics; serve, audit and use judges"),
 }
 

@@ -98,20 +98,15 @@ def list_command(arguments: argparse.Namespace) -> int:
 
 def show_command(arguments: argparse.Namespace) -> int:
     """Compare a model's files with its manifest, if it has one; print what is known of the model, and its card."""
-    from gspo_gym.policy.bases import CARD, layout_of
-    from gspo_gym.policy.export import Weights
+    from gspo_gym.policy.bases import CARD
     from gspo_gym.policy.facts import facts_of
-    from gspo_gym.run.models import find_model, lineage_in_card, model_card
+    from gspo_gym.run.models import find_model, lineage_in_card
 
     model = find_model(arguments.model, runs=arguments.folder)
     about, folder = model.to_json(), Path(model.base).expanduser()
-    digests: dict[str, str] = {}
     if model.run is not None:
         # Only checkpoints of runs have a manifest.
-        files = verify(folder).files
-        about["files"] = dict(files)
-        names = (name for name in files if name.endswith(".safetensors") and not name.startswith("resume/"))
-        digests = {name: files[name]["sha256"] for name in names}
+        about["files"] = dict(verify(folder).files)
     lineage = lineage_in_card(folder) if model.run is None else f"run `{model.run}`, checkpoint of step {model.step}"
     facts = facts_of(model.base)
     if arguments.json:
@@ -121,11 +116,27 @@ def show_command(arguments: argparse.Namespace) -> int:
     for word, text in (*facts.lines(), ("trained here", lineage or "not by any run that is known of it")):
         print(f"  {word:<13} {text}")
     if model.run is not None:
-        card = model_card(model, Weights(layout_of(folder), None, None, digests), version=package_version())
-        print("\n" + card.split("---\n", 2)[2].strip())  # without the hub's metadata, which say the same
+        print("\n" + card_of(model).split("---\n", 2)[2].strip())  # without the hub's metadata, which say the same
     elif (folder / CARD).is_file():
         print(f"  {'card':<13} {folder / CARD}")
     return 0
+
+
+def card_of(model: Model) -> str:
+    """Return the card of a run's checkpoint as it lies there, with the hub's metadata first.
+
+    Raises:
+        CheckpointError: its files are not those of its manifest.
+    """
+    from gspo_gym.policy.bases import layout_of
+    from gspo_gym.policy.export import Weights
+    from gspo_gym.run.models import model_card
+
+    folder = Path(model.base).expanduser()
+    files = verify(folder).files
+    names = (name for name in files if name.endswith(".safetensors") and not name.startswith("resume/"))
+    digests = {name: files[name]["sha256"] for name in names}
+    return model_card(model, Weights(layout_of(folder), None, None, digests), version=package_version())
 
 
 def export_model(name: str, target: Path, *, runs: Path, **options: Any) -> tuple[Model, Weights]:

@@ -1,4 +1,5 @@
-"""Look at a run: in a notebook with `run = gspo_gym.open_run("runs/quickstart")`, then `run.metrics` or `run.show()`;
+"""Look at a run: in a notebook with `run = gspo_gym.open_run("runs/quickstart")`, then `run.metrics`, `run.plot()` or
+`run.show()`;
 in the terminal with `gspo-gym episodes RUN`, which prints episodes with the sampled tokens in colour.
 """
 
@@ -17,10 +18,13 @@ from rich.console import Console
 from rich.text import Text
 
 from gspo_gym.base.files import replace_file
+from gspo_gym.base.tables import html_table
 from gspo_gym.cli.command_line import add_run
 from gspo_gym.cli.report import page_of
-from gspo_gym.errors import RecordError
+from gspo_gym.env.registry import resolve
+from gspo_gym.errors import RecordError, UnknownNameError
 from gspo_gym.rollout.episode_files import episode_paths, read_episodes
+from gspo_gym.rollout.evaluation import Evaluation, evaluation_table, evaluations_html, in_one_unit
 from gspo_gym.run.folders import find_run
 from gspo_gym.run.records import read_events, read_metrics
 from gspo_gym.run.registry import RunInfo, read_run
@@ -28,6 +32,19 @@ from gspo_gym.run.report.progress import mask_text, print_episode
 from gspo_gym.run.report.token_text import TokenTexts
 from gspo_gym.run.tokens import TokenFile, open_tokens
 from gspo_gym.types import Trajectory, Turn
+
+
+class Evaluations(dict[int, Evaluation]):
+    """A run's evaluations by step, printed as a table."""
+
+    def __repr__(self) -> str:
+        return evaluation_table(self._named())
+
+    def _repr_html_(self) -> str:
+        return evaluations_html(self._named())
+
+    def _named(self) -> dict[str, Evaluation]:
+        return {f"step {step}": evaluation for step, evaluation in self.items()}
 
 
 def open_run(run: str | Path, *, folder: str | Path = "runs") -> Run:
@@ -62,6 +79,14 @@ class Run:
         score = "" if info.value is None else f", {info.score} {info.value:.3f}"
         return f"Run({str(self.folder)!r}, {info.status}, step {info.step}{score})"
 
+    def _repr_html_(self) -> str:
+        """Return how far it came, and its evaluations, for a notebook."""
+        info = self.info
+        facts = [("status", info.status), ("step", str(info.step)), ("doing", info.doing), ("error", info.error)]
+        rows = [(name, value) for name, value in facts if value]
+        table = html_table(("", ""), rows, caption=str(self.folder))
+        return table + self.evaluations._repr_html_()
+
     @property
     def info(self) -> RunInfo:
         """Return its status, how far it came, and its last score."""
@@ -69,7 +94,7 @@ class Run:
 
     @property
     def metrics(self) -> Any:
-        """Return the metrics: a pandas DataFrame with the step as index, without pandas a list of dictionaries.
+        """Return the metrics: a pandas DataFrame, whose index is the step, too; without pandas a list of dictionaries.
 
         Any: pandas need not be installed. A metric that a step does not have is NaN in the frame.
         """
@@ -78,7 +103,33 @@ class Run:
             pandas = importlib.import_module("pandas")
         except ImportError:
             return lines
-        return pandas.DataFrame(lines).set_index("step") if lines else pandas.DataFrame()
+        # The index has no name: pandas refuses one that is a column's, too, as ambiguous.
+        frame = pandas.DataFrame(lines) if lines else pandas.DataFrame(columns=["step"])
+        return frame.set_index("step", drop=False).rename_axis(None)
+
+    @property
+    def evaluations(self) -> Evaluations:
+        """Return the evaluations by step: episode by episode, with intervals, and to `compare` in pairs."""
+        by_step = {
+            str(event["step"]): Evaluation.from_dict(event["data"])
+            for event in self.events
+            if event["kind"] == "evaluation"
+        }
+        return Evaluations({int(step): evaluation for step, evaluation in in_one_unit(by_step).items()})
+
+    def plot(self, *names: str) -> Any:
+        """Return a matplotlib figure of curves over the steps (Any: matplotlib need not be installed).
+
+        Args:
+            names: of metrics; none: the score on held-out tasks with its 95% interval, and what says how training goes.
+
+        Raises:
+            MissingExtraError: matplotlib is not installed.
+            UnknownNameError: the run has no such metric.
+        """
+        from gspo_gym.run.report.figure import run_figure
+
+        return run_figure(read_metrics(self.folder), self.evaluations, names, title=self.folder.name)
 
     @property
     def events(self) -> list[dict[str, Any]]:
@@ -131,6 +182,47 @@ class Run:
         replace_file(path, page)
         webbrowser.open(path.absolute().as_uri())
         return path
+
+
+class Markdown(str):
+    """A text that a notebook renders."""
+
+    __slots__ = ()
+
+    def _repr_markdown_(self) -> str:
+        return str(self)
+
+
+def card(subject: str | Run, *, num_seeds: int = 100, folder: str | Path = "runs") -> Markdown:
+    """Return the card of a model that a run trained, or of an environment, as Markdown.
+
+    Args:
+        subject: a `Run`, or what names a run's checkpoint (RUN, RUN@best, RUN@20) or a registered environment, which
+            comes first.
+        num_seeds: of an environment: its players play the seeds from 0 to this one.
+        folder: where runs are looked for.
+
+    Raises:
+        UnknownNameError, CheckpointError: there is neither such an environment nor such a run.
+    """
+    from gspo_gym.cli.authoring import card_as_markdown, make_card
+    from gspo_gym.cli.models import card_of
+    from gspo_gym.run.models import find_model
+
+    if isinstance(subject, str) and _is_environment(subject):
+        return Markdown(card_as_markdown(make_card(subject, num_seeds=num_seeds)))
+    model = find_model(str(subject.folder if isinstance(subject, Run) else subject), runs=Path(folder))
+    if model.run is None:
+        raise UnknownNameError(f"card: expected an environment or a run's model, got {subject!r:.80}")
+    return Markdown(card_of(model).split("---\n", 2)[2].strip() + "\n")
+
+
+def _is_environment(name: str) -> bool:
+    try:
+        resolve(name)
+    except UnknownNameError:
+        return False
+    return True
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

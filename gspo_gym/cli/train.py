@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from gspo_gym.run.callbacks import Callback
+    from gspo_gym.run.sinks import Sink
 
 _LOOK_SECONDS = 0.1
 _SHOWN_LINES = 20
@@ -92,6 +93,7 @@ def run_training(
     set_aside: bool = False,
     console: Console | None = None,
     callbacks: Sequence[Callback] = (),
+    sinks: Sequence[Sink] = (),
 ) -> dict[str, Any]:
     """Train and return the contents of summary.json.
 
@@ -104,6 +106,7 @@ def run_training(
         console: where progress is printed; None: nowhere.
         callbacks: called with the numbers of each step and evaluation; one can stop the run, after which it is saved
             and returns. An error of one ends the run likewise, and is raised.
+        sinks: receive the run's numbers, tables and page beside those that [tracking] names, and are closed at the end.
 
     Raises:
         ConfigError: this machine, model or environment cannot do what the config asks for, or the folder is taken.
@@ -116,7 +119,8 @@ def run_training(
     def page(folder: Path, status: str) -> str:
         return page_of(folder, status=status).html
 
-    return execute(config, Orders(resume, set_aside, console, page, CallbackSink(callbacks) if callbacks else None))
+    callback_sink = CallbackSink(callbacks) if callbacks else None
+    return execute(config, Orders(resume, set_aside, console, page, callback_sink, tuple(sinks)))
 
 
 def _detach(arguments: argparse.Namespace, config: RunConfig) -> int:

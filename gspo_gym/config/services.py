@@ -186,13 +186,22 @@ class VllmSection(Settings):
     )
 
 
+SinkName = Literal["wandb", "tensorboard", "trackio", "mlflow"]
+
+
 class TrackingSection(Settings):
     """[tracking]: where metrics go besides metrics.jsonl."""
 
-    report_to: tuple[Literal["wandb", "tensorboard"], ...] = Field(
-        default=(), description="sinks (which must be installed); a key for W&B is in WANDB_API_KEY"
+    report_to: tuple[SinkName, ...] = Field(
+        default=(),
+        description="sinks (which must be installed); a key for W&B is in WANDB_API_KEY, MLflow's store in "
+        "MLFLOW_TRACKING_URI, Trackio's folder in TRACKIO_DIR",
     )
-    wandb_project: str | None = Field(default=None, min_length=1, description="W&B only; absent: gspo-gym")
+    wandb_project: str | None = Field(
+        default=None,
+        min_length=1,
+        description="project in W&B and Trackio, and experiment in MLflow; absent: gspo-gym",
+    )
 
 
 def missing_machinery(sections: Mapping[str, Any]) -> list[str]:

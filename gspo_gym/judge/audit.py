@@ -16,7 +16,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from gspo_gym.base.tables import table
+from gspo_gym.base.tables import ShownAsText, table
 from gspo_gym.errors import ConfigError
 from gspo_gym.judge.attacks import Attacks
 from gspo_gym.judge.base import (
@@ -470,7 +470,7 @@ class AttackReport:
 
 
 @dataclass(frozen=True, slots=True)
-class AuditReport:
+class AuditReport(ShownAsText):
     """The results of an audit; None: not asked for, or no data.
 
     Attributes:

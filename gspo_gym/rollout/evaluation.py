@@ -12,7 +12,7 @@ from itertools import product
 from typing import Any, Literal
 
 from gspo_gym.base.settings import parse_seeds
-from gspo_gym.base.tables import table
+from gspo_gym.base.tables import Row, html_table, table
 from gspo_gym.rollout.pool import RolloutPool, member_of, require_episodes
 from gspo_gym.rollout.statistics import (
     Interval,
@@ -347,6 +347,10 @@ class Evaluation:
             parts.append(f"{self.num_retries} failed attempts played again")
         return "; ".join([", ".join(parts), *(f"{part.env_id}: {part.sentence()}" for part in self.parts)])
 
+    def _repr_html_(self) -> str:
+        """Return the result and that of each environment, for a notebook."""
+        return evaluations_html({self.env_id: self, **{part.env_id: part for part in self.parts}})
+
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Evaluation:
         """Return the evaluation that `to_dict` wrote, without its unit."""
@@ -480,9 +484,20 @@ def _row_of(group: TrajectoryGroup, env_return_of: Callable[[Trajectory], float 
 
 def evaluation_table(evaluations: Mapping[str, Evaluation], *, width: int | None = None) -> str:
     """Return a table for people: one row per named evaluation. `width` as for `tables.table`."""
+    head, rows = _evaluation_rows(evaluations)
+    return table(head, rows, width=width)
+
+
+def evaluations_html(evaluations: Mapping[str, Evaluation]) -> str:
+    """Return the same table for a notebook."""
+    return html_table(*_evaluation_rows(evaluations))
+
+
+def _evaluation_rows(evaluations: Mapping[str, Evaluation]) -> tuple[Row, list[Row]]:
+    """Return the head and the rows of the table."""
     has_failed = any(result.num_failed for result in evaluations.values())
     head = ("", "success", "95%", "mean return", "95%", "turns", "episodes", *(["failed"] if has_failed else []))
-    rows = [
+    rows: list[Row] = [
         (
             name,
             "-" if result.success_rate is None else f"{result.success_rate:.3f}",
@@ -495,7 +510,7 @@ def evaluation_table(evaluations: Mapping[str, Evaluation], *, width: int | None
         )
         for name, result in evaluations.items()
     ]
-    return table(head, rows, width=width)
+    return head, rows
 
 
 def pass_table(evaluations: Mapping[str, Evaluation], *, width: int | None = None) -> str:

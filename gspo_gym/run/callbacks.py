@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
-from gspo_gym.run.sinks import EpisodeRow
+from gspo_gym.run.sinks import Sink
 
 STOPPED_BY = "a callback"
 
@@ -30,7 +29,7 @@ class StepReport:
 Callback = Callable[[StepReport], object]
 
 
-class CallbackSink:
+class CallbackSink(Sink):
     """The sink (`run/sinks.py`) that calls them. The first that raises ends the training, and its error is kept.
 
     Attributes:
@@ -58,9 +57,3 @@ class CallbackSink:
 
     def _stop(self) -> None:
         self.request_stop(STOPPED_BY)
-
-    def episodes(self, step: int, rows: Sequence[EpisodeRow]) -> None: ...
-
-    def report(self, step: int, path: Path) -> None: ...
-
-    def close(self) -> None: ...

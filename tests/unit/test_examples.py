@@ -39,7 +39,8 @@ EXAMPLES = {
 }
 
 
-IMPORTED = {"json_server.py", "verifiers_client.py"}  # by openai_agent.py, and by tests beside the package
+# By openai_agent.py, and by tests beside the package and in tests/unit/cli/test_gspo_trainer.py.
+IMPORTED = {"json_server.py", "verifiers_client.py", "agent.py"}
 
 
 def test_every_example_is_run_here():
@@ -62,7 +63,7 @@ def test_example_runs_and_says_what_it_should(name, tmp_path):
 
 def test_examples_stay_short():
     for path in (ROOT / "examples").glob("*.py"):
-        limit = {"write_environment.py": 41, "verifiers_client.py": 180}.get(path.name, 150)
+        limit = {"write_environment.py": 41, "verifiers_client.py": 180, "agent.py": 26}.get(path.name, 150)
         assert len(path.read_text().splitlines()) < limit, path.name
 
 

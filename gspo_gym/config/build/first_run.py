@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -108,6 +108,26 @@ class FirstRun:
     notes: list[str] = field(default_factory=list)
 
 
+def first_run_of_app(
+    env_name: str, *, model: str, label: str, max_turns: int | None = None, max_output_tokens: int | None = None
+) -> Sections:
+    """Return the settings of a first run on a task app, of which only the limits of an episode are known.
+
+    Raises:
+        UnknownNameError, CheckpointError: there is no such model.
+    """
+    facts, gpu_bytes = facts_of(model), _gpu_bytes()
+    guess = _unknown_lengths(facts)
+    num_turns, output = max_turns or guess.num_turns, max_output_tokens or guess.output
+    lengths = replace(
+        guess, num_turns=num_turns, output=output, sampled=num_turns * output, context=(guess.context[0], num_turns)
+    )
+    sections = _sections(facts, lengths, gpu_bytes, None)
+    sections["model"] |= {"base": model, "label": label}
+    sections["rollout"] |= {"env_name": env_name}
+    return sections
+
+
 def first_run(env_name: str, *, model: str, label: str, options: Mapping[str, Any] | None = None) -> FirstRun:
     """Return the settings of a first run; `options` go over the environment's arguments.
 
@@ -118,7 +138,7 @@ def first_run(env_name: str, *, model: str, label: str, options: Mapping[str, An
         ConfigError: the environment does not take these options.
     """
     facts = facts_of(model)
-    gpu_bytes = torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else None
+    gpu_bytes = _gpu_bytes()
     env_id = resolve(env_name)
     small = SmallTask()
     policies: Mapping[str, PolicyFactory] = {}
@@ -137,7 +157,7 @@ def first_run(env_name: str, *, model: str, label: str, options: Mapping[str, An
     teacher = next((name for name in (small.policy, "random", *policies) if name in policies), None)
     if teacher is None and facts.is_tiny:
         notes.append(f"{env_name} has no hand-written player, and random weights learn nothing without a warm-up")
-    lengths = Lengths(8, 64 if facts.is_tiny else 256, 512.0, (1024, 8), succeeds=False)
+    lengths = _unknown_lengths(facts)
     if can_be_made:
         measure = partial(_measure, env_id, config, policies, teacher)
         try:
@@ -149,6 +169,14 @@ def first_run(env_name: str, *, model: str, label: str, options: Mapping[str, An
     sections["model"] |= {"base": model, "label": label}
     sections["rollout"] |= {"env_name": env_name} | ({"env_config": config} if config else {})
     return FirstRun(sections, notes)
+
+
+def _gpu_bytes() -> int | None:
+    return torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else None
+
+
+def _unknown_lengths(facts: ModelFacts) -> Lengths:
+    return Lengths(8, 64 if facts.is_tiny else 256, 512.0, (1024, 8), succeeds=False)
 
 
 def facts_of(base: str) -> ModelFacts:

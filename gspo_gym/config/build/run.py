@@ -63,6 +63,7 @@ class Orders:
         console: where progress is printed, with an estimate of a step that costs a second; None: nowhere.
         page: returns the page of a run's folder, with a status, as HTML.
         callbacks: called with the numbers of each step.
+        sinks: of the caller, beside those of [tracking]; closed at the end.
     """
 
     resume: bool | Literal["auto"]
@@ -70,6 +71,7 @@ class Orders:
     console: Console | None
     page: Callable[[Path, str], str]
     callbacks: CallbackSink | None = None
+    sinks: tuple[Sink, ...] = ()
 
 
 def execute(config: RunConfig, orders: Orders) -> dict[str, Any]:
@@ -141,7 +143,8 @@ async def _train(
     progress = session.progress
     players = await _build_players(config, session, start)
     config, player = players.config, players.player
-    recorder = _build_recorder(config, start, () if orders.callbacks is None else (orders.callbacks,))
+    callbacks = () if orders.callbacks is None else (orders.callbacks,)
+    recorder = _build_recorder(config, start, (*orders.sinks, *callbacks))
     session.stack.callback(close_recorder, recorder, orders.page)
     for line in players.notes:
         progress.note(line)

@@ -20,7 +20,7 @@ from functools import partial
 from typing import Any, Literal, get_args
 
 from gspo_gym.base.loops import run_to_end
-from gspo_gym.base.tables import table
+from gspo_gym.base.tables import ShownAsText, table
 from gspo_gym.chat.renderer import Renderer, RendererCache
 from gspo_gym.config.build.threads import compute_in, computing_elsewhere
 from gspo_gym.engine.local.engine import LocalEngine
@@ -88,7 +88,7 @@ class PlayerAudit:
 
 
 @dataclass(frozen=True, slots=True)
-class TokenAudit:
+class TokenAudit(ShownAsText):
     """Findings of `audit_tokens`.
 
     Attributes:

@@ -15,9 +15,10 @@ import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from gspo_gym.config.foreign import readings
+from gspo_gym.config.services import SinkName
 from gspo_gym.errors import ConfigError, nearest_name
 from gspo_gym.learning.settings import LENGTH_WEIGHTED, WIDE_CLIP
 
@@ -418,9 +419,9 @@ def tracking(draft: Draft) -> None:
         draft.note("report_to = 'wandb' logs nothing without wandb_project, there as here")
         names.remove("wandb")
     for name in names:
-        if name not in ("none", "wandb", "tensorboard"):
+        if name not in ("none", *get_args(SinkName)):
             draft.note(f"report_to: {name!r} has no sink here; metrics are always in metrics.jsonl")
-    draft.set("tracking.report_to", [name for name in names if name in ("wandb", "tensorboard")] or None)
+    draft.set("tracking.report_to", [name for name in names if name in get_args(SinkName)] or None)
 
 
 def keep(draft: Draft) -> None:

@@ -285,7 +285,12 @@ SERVICE_RULES = (
         lambda engine: engine != "local",
         "it shares the learner's weights; set true",
     ),
-    no_effect("tracking.wandb_project", "tracking.report_to", lambda names: "wandb" in names, 'add "wandb" there'),
+    no_effect(
+        "tracking.wandb_project",
+        "tracking.report_to",
+        lambda names: bool(set(names) - {"tensorboard"}),
+        'add "wandb", "trackio" or "mlflow" there',
+    ),
     acts_with("services.engine_model", "rollout.engine", "http"),
     *(
         idle(

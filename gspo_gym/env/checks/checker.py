@@ -26,6 +26,7 @@ from typing import Any
 
 import numpy as np
 
+from gspo_gym.base.tables import ShownAsText
 from gspo_gym.env.checks import contract, play, score
 from gspo_gym.env.checks.subject import CheckSettings, Fact, Findings, Problem, Subject
 from gspo_gym.env.playing import play_in, replaying
@@ -273,7 +274,7 @@ async def leaks_nothing(subject: Subject, findings: Findings) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class CheckReport:
+class CheckReport(ShownAsText):
     """Result of `check_env`.
 
     Attributes:

@@ -96,6 +96,48 @@ def split_inference_url(url: str) -> tuple[str, dict[str, str]]:
     return urlunsplit((parts.scheme, parts.netloc, path, "", "")), dict(parse_qsl(parts.query))
 
 
+def policy_arguments(policy: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of `chat.completions.create` that a rollout's `policy.config` decides (Any: JSON).
+
+    >>> policy_arguments({"model": "m", "temperature": 1.0, "top_k": 5, "inference_url": "http://gw"})
+    {'temperature': 1.0, 'extra_body': {'top_k': 5}, 'model': 'm'}
+    """
+    sampling = {name: value for name, value in policy.items() if value is not None}
+    arguments: dict[str, Any] = {name: sampling[name] for name in (*_OPENAI_SAMPLING, *_LIMITS) if name in sampling}
+    if extra_options := {name: sampling[name] for name in _OTHER_SAMPLING if name in sampling}:
+        arguments["extra_body"] = extra_options
+    return {**arguments, "model": str(policy.get("model") or "policy")}
+
+
+def openai_client(
+    url: PinnedUrl, *, api_key: str | None = None, timeout_seconds: float = 600.0, max_retries: int = 2
+) -> Any:
+    """Return an `openai.AsyncOpenAI` that calls a checked URL and no other (Any: the package is an extra).
+
+    Raises:
+        MissingExtraError: the openai package is not installed.
+    """
+    require_openai()
+    import openai
+
+    base_url, query = split_inference_url(url.url)
+    return openai.AsyncOpenAI(
+        base_url=base_url,
+        api_key=api_key or "none",
+        default_query=query,
+        timeout=timeout_seconds,
+        max_retries=max_retries,
+        http_client=openai.DefaultAsyncHttpxClient(
+            trust_env=False,
+            follow_redirects=False,
+            timeout=timeout_seconds,
+            # False: nothing is verified because nothing is TLS; reading the authorities takes long.
+            verify=ssl.create_default_context() if url.scheme == "https" else False,
+            event_hooks={"request": [url.pin]},
+        ),
+    )
+
+
 class InferenceClient:
     """Client of one endpoint for one rollout. Use it within one event loop, and close it.
 
@@ -120,36 +162,12 @@ class InferenceClient:
         timeout_seconds: float = 600.0,
         max_retries: int = 2,
     ) -> None:
-        require_openai()
-        import openai
-
-        base_url, query = split_inference_url(url.url)
         self._where = f"{url.scheme}://{url.host}:{url.port}"  # without path and query, which open it
-        sampling = {name: value for name, value in policy.items() if value is not None}
-        self._fixed_arguments: dict[str, Any] = {
-            name: sampling[name] for name in (*_OPENAI_SAMPLING, *_LIMITS) if name in sampling
-        }
-        if extra_options := {name: sampling[name] for name in _OTHER_SAMPLING if name in sampling}:
-            self._fixed_arguments["extra_body"] = extra_options
-        self._fixed_arguments["model"] = str(policy.get("model") or "policy")
+        self._fixed_arguments = policy_arguments(policy)
         if with_logprobs:
             self._fixed_arguments["logprobs"] = True
         self._is_ours = False  # whether the gateway answers, which knows what else a message holds
-        self._client = openai.AsyncOpenAI(
-            base_url=base_url,
-            api_key=api_key or "none",
-            default_query=query,
-            timeout=timeout_seconds,
-            max_retries=max_retries,
-            http_client=openai.DefaultAsyncHttpxClient(
-                trust_env=False,
-                follow_redirects=False,
-                timeout=timeout_seconds,
-                # False: nothing is verified because nothing is TLS; reading the authorities takes long.
-                verify=ssl.create_default_context() if url.scheme == "https" else False,
-                event_hooks={"request": [url.pin]},
-            ),
-        )
+        self._client = openai_client(url, api_key=api_key, timeout_seconds=timeout_seconds, max_retries=max_retries)
 
     async def ask(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> Reply:
         """Return the model's next message; `tools` are OpenAI function schemas.
@@ -183,9 +201,7 @@ class InferenceClient:
         return wire
 
     def _failure(self, status: int, body: object, text: str) -> Exception:
-        code = body.get("code") if isinstance(body, Mapping) else None
-        # vLLM has no code for it.
-        if status == 400 and (code == _OVERFLOW_CODE or "maximum context length" in text):
+        if is_overflow(status, body, text):
             return ContextOverflowError(f"{self._where}: the conversation no longer fits the model")
         return InferenceError(f"{self._where}: status {status}: {text[:_MAX_SHOWN]}")
 
@@ -207,6 +223,12 @@ class InferenceClient:
             )
         except (AttributeError, LookupError, TypeError) as error:
             raise InferenceError(f"{self._where}: expected a chat completion, got {answer!r:.{_MAX_SHOWN}}") from error
+
+
+def is_overflow(status: int, body: object, text: str) -> bool:
+    """Return whether an endpoint's error says that the conversation no longer fits the model."""
+    code = body.get("code") if isinstance(body, Mapping) else None
+    return status == 400 and (code == _OVERFLOW_CODE or "maximum context length" in text)  # vLLM has no code for it
 
 
 def _read_message(message_data: Mapping[str, Any], extra: Mapping[str, Any], where: str) -> dict[str, Any]:

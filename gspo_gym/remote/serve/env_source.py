@@ -68,34 +68,8 @@ class EnvSource:
         self._address_keys = tuple(key for key in _ADDRESS if key not in parameters)
 
     def seed_of(self, config: Mapping[str, Any], seed: int | None) -> int | None:
-        """Return the seed of the task that a request names by `seed`, or by `split` and `index` in its env.config.
-
-        The index counts the tasks of a split: held-out ones (also called test, validation, val, dev or eval) from seed
-        0, training ones from 2**31. The hosted evaluation command sends the index as the seed, too. None: it names
-        none. Keys that the environment's constructor takes are the constructor's, and name no task.
-
-        Raises:
-            RefusalError: no such split, an invalid index, or one that is not the seed.
-        """
-        address = {key: config[key] for key in self._address_keys if config.get(key) is not None}
-        split, index = address.get("split"), address.get("index")
-        first = None if split is None else _SIDES.get(str(split).lower())
-        # A task of the wrong split would be held-out data in training.
-        if split is not None and first is None:
-            raise RefusalError(422, "bad_split", f"env.config.split: expected one of {list(_SIDES)}, got {split!r:.80}")
-        if index is not None and (type(index) is not int or not 0 <= index < FIRST_TRAINING_SEED):
-            raise RefusalError(
-                422, "bad_index", f"env.config.index: expected a number from 0 to 2**31 - 1, got {index!r:.80}"
-            )
-        requested_seed = seed if index is None else (first or 0) + index
-        if seed is None or requested_seed == seed:
-            return requested_seed
-        # The hosted evaluation command sends the index as the seed, too.
-        if index is not None and index != seed:
-            raise RefusalError(
-                422, "bad_index", f"env.config.index and env.seed: expected the same task, got {index} and {seed}"
-            )
-        return requested_seed
+        """Return `addressed_seed`; keys that the environment's constructor takes are its own, and name no task."""
+        return addressed_seed({key: config[key] for key in self._address_keys if key in config}, seed)
 
     def is_called(self, name: str | None) -> bool:
         """Return whether a client means this environment; None means any."""
@@ -130,6 +104,35 @@ class EnvSource:
             except ConfigError as error:
                 raise RefusalError(422, "env_config_unknown", str(error)) from error
         return self._factories[key]
+
+
+def addressed_seed(config: Mapping[str, Any], seed: int | None) -> int | None:
+    """Return the seed of the task that a request names by `seed`, or by `split` and `index` in its env.config.
+
+    The index counts the tasks of a split: held-out ones (also called test, validation, val, dev or eval) from seed 0,
+    training ones from 2**31. The hosted evaluation command sends the index as the seed, too. None: it names none.
+
+    Raises:
+        RefusalError: no such split, an invalid index, or one that is not the seed.
+    """
+    split, index = config.get("split"), config.get("index")
+    first = None if split is None else _SIDES.get(str(split).lower())
+    # A task of the wrong split would be held-out data in training.
+    if split is not None and first is None:
+        raise RefusalError(422, "bad_split", f"env.config.split: expected one of {list(_SIDES)}, got {split!r:.80}")
+    if index is not None and (type(index) is not int or not 0 <= index < FIRST_TRAINING_SEED):
+        raise RefusalError(
+            422, "bad_index", f"env.config.index: expected a number from 0 to 2**31 - 1, got {index!r:.80}"
+        )
+    requested_seed = seed if index is None else (first or 0) + index
+    if seed is None or requested_seed == seed:
+        return requested_seed
+    # The hosted evaluation command sends the index as the seed, too.
+    if index is not None and index != seed:
+        raise RefusalError(
+            422, "bad_index", f"env.config.index and env.seed: expected the same task, got {index} and {seed}"
+        )
+    return requested_seed
 
 
 def description_of(env: str | Callable[[], Any]) -> str:

@@ -90,7 +90,7 @@ class Rollouts:
         try:
             factory = self._source.factory_of(request.env.config)
             plan, context = self._read(request, factory)
-            url = await self._checked_url(context.inference_url)
+            url = await checked_url(self._inference.urls, context.inference_url)
         except BaseException:
             client_left.close()  # or asyncio warns that it was never awaited
             raise
@@ -141,24 +141,8 @@ class Rollouts:
         for name in (env.env_name, env.env_id):
             if not self._source.is_called(name):
                 raise RefusalError(404, "unknown_env", f"{name!r} is not served here; {self._source.name} is")
-        url = policy.get("inference_url")
-        if not isinstance(url, str) or not url:
-            raise RefusalError(422, "missing_inference_url", "policy.config.inference_url: expected a URL, got none")
-        # The trainer finds the calls of a rollout by this id.
-        correlation_id = correlation_id_of(policy, url)
-        if correlation_id is None and request.mode == "rl":
-            raise RefusalError(
-                422,
-                "missing_correlation_id",
-                'mode "rl" needs policy.config.trace_correlation_id, or ?cid= in policy.config.inference_url',
-            )
-        requested_seed = self._source.seed_of(env.config, env.seed)
-        seed = (
-            seed_of(request.run_id, is_evaluation=request.mode == "eval") if requested_seed is None else requested_seed
-        )
-        # A seed of the request, because drawn ones are not negative.
-        if seed < 0:
-            raise RefusalError(422, "bad_seed", f"env.seed: expected a number >= 0, got {seed}")
+        url, correlation_id = inference_of(request)
+        seed = task_seed(request, self._source.seed_of(env.config, env.seed))
         plan = Plan(
             make_env=factory,
             seed=seed,
@@ -170,19 +154,58 @@ class Rollouts:
         rewards = _step_rewards(policy, env.config)
         return plan, AnswerContext(request, self._source.name, policy_id, url, correlation_id, rewards, seed)
 
-    async def _checked_url(self, url: str) -> PinnedUrl:
-        try:
-            return await self._inference.urls.check(url)
-        except UrlError as error:
-            text = f"{error} (the operator allows hosts with --inference-host)"
-            raise RefusalError(422, "inference_url_not_allowed", text) from error
-
 
 def _status_of(error: PlayError, request: RolloutRequest) -> int:
     # Before the first step, the request's own values may be the cause.
     if error.code in ("env_init_failed", "env_reset_failed"):
         return failure_status(error, request.env.config)
     return _STATUS.get(error.code, 500)
+
+
+def inference_of(request: RolloutRequest) -> tuple[str, str | None]:
+    """Return the URL of a rollout's model, and the id by which the trainer finds its calls; None outside of training.
+
+    Raises:
+        RefusalError: there is no URL, or no id in training.
+    """
+    policy = request.policy.config
+    url = policy.get("inference_url")
+    if not isinstance(url, str) or not url:
+        raise RefusalError(422, "missing_inference_url", "policy.config.inference_url: expected a URL, got none")
+    correlation_id = correlation_id_of(policy, url)
+    if correlation_id is None and request.mode == "rl":
+        raise RefusalError(
+            422,
+            "missing_correlation_id",
+            'mode "rl" needs policy.config.trace_correlation_id, or ?cid= in policy.config.inference_url',
+        )
+    return url, correlation_id
+
+
+async def checked_url(urls: UrlPolicy, url: str) -> PinnedUrl:
+    """Return the URL with an address at which it may be called.
+
+    Raises:
+        RefusalError: the operator does not allow it.
+    """
+    try:
+        return await urls.check(url)
+    except UrlError as error:
+        text = f"{error} (the operator allows hosts with --inference-host)"
+        raise RefusalError(422, "inference_url_not_allowed", text) from error
+
+
+def task_seed(request: RolloutRequest, requested_seed: int | None) -> int:
+    """Return the seed of the task that a request names, or draw one for its run id if it names none.
+
+    Raises:
+        RefusalError: the seed is negative.
+    """
+    if requested_seed is None:
+        return seed_of(request.run_id, is_evaluation=request.mode == "eval")
+    if requested_seed < 0:
+        raise RefusalError(422, "bad_seed", f"env.seed: expected a number >= 0, got {requested_seed}")
+    return requested_seed
 
 
 def correlation_id_of(policy: Mapping[str, Any], url: str) -> str | None:

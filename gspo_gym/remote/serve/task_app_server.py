@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import importlib.metadata
-from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from functools import partial
+from typing import Any, Literal, Protocol
 
 import fastapi
 import gymnasium
@@ -182,11 +183,24 @@ class TaskAppLimits:
             raise ConfigError(f"TaskAppLimits: expected counts >= 1 and seconds > 0, got {counts} and {seconds}")
 
 
+class RolloutPlayer(Protocol):
+    """What plays the rollouts of a task app."""
+
+    async def answer(self, request: RolloutRequest, *, client_left: Coroutine[Any, Any, Any]) -> Json:
+        """Play a rollout and return the answer; `client_left` returns when its client has gone."""
+
+
 class TaskApp:
-    """Serves one environment and its rollouts.
+    """Serves the rollouts of one environment, or of one agent.
+
+    Args:
+        name: of what is served.
+        player: plays the rollouts. runs: those under way, which the player registers.
+        read_facts: called when the server starts.
+        limits: of the app.
 
     Attributes:
-        facts: read from one instance when the server starts.
+        facts: what /info tells, once the server has started.
 
     Raises:
         MissingExtraError: the openai package is not installed.
@@ -195,19 +209,33 @@ class TaskApp:
     facts: AppFacts
 
     def __init__(
-        self, source: EnvSource, *, limits: TaskAppLimits, inference: InferenceSettings, rubrics: Rubrics, has_key: bool
+        self,
+        name: str,
+        player: RolloutPlayer,
+        runs: Runs,
+        *,
+        read_facts: Callable[[], Awaitable[AppFacts]],
+        limits: TaskAppLimits,
     ) -> None:
         require_openai()
-        self.source, self.limits = source, limits
-        self._rubrics, self._has_key = rubrics, has_key
-        self.runs = Runs(max_running=limits.max_concurrent_rollouts, max_waiting=_MAX_WAITING)
-        self.rollouts = Rollouts(
+        self.name, self.player, self.runs, self.limits = name, player, runs, limits
+        self._read_facts = read_facts
+
+    @classmethod
+    def of_env(
+        cls, source: EnvSource, *, limits: TaskAppLimits, inference: InferenceSettings, rubrics: Rubrics, has_key: bool
+    ) -> TaskApp:
+        """Return the app of an environment."""
+        runs = runs_within(limits)
+        rollouts = Rollouts(
             source,
-            self.runs,
+            runs,
             inference=inference,
             step_timeout_seconds=limits.step_timeout_seconds,
             max_seconds=limits.rollout_timeout_seconds,
         )
+        read_facts = partial(_facts_of_env, source, limits, rubrics, has_key)
+        return cls(source.name, rollouts, runs, read_facts=read_facts, limits=limits)
 
     @property
     def max_concurrent_requests(self) -> int:
@@ -227,27 +255,34 @@ class TaskApp:
         Raises:
             EnvError, EnvTimeoutError, ContractError: the environment cannot be made.
         """
-        session = await open_session(
-            self.source.factory, env_id=self.source.env_id, step_timeout_seconds=self.limits.step_timeout_seconds
-        )
-        try:
-            schemas = session.tool_schemas
-        finally:
-            await session.close()
-        self.facts = AppFacts(
-            name=self.source.name,
-            env_id=self.source.env_id,
-            description=self.source.description or self.source.name,
-            tool_schemas=schemas,
-            rubrics=self._rubrics,
-            timeout_seconds=self.limits.rollout_timeout_seconds,
-            max_concurrent_rollouts=self.limits.max_concurrent_rollouts,
-            has_key=self._has_key,
-        )
+        self.facts = await self._read_facts()
         try:
             yield
         finally:
             await self.runs.stop_all()
+
+
+def runs_within(limits: TaskAppLimits) -> Runs:
+    """Return the runs of an app with these limits."""
+    return Runs(max_running=limits.max_concurrent_rollouts, max_waiting=_MAX_WAITING)
+
+
+async def _facts_of_env(source: EnvSource, limits: TaskAppLimits, rubrics: Rubrics, has_key: bool) -> AppFacts:
+    session = await open_session(source.factory, env_id=source.env_id, step_timeout_seconds=limits.step_timeout_seconds)
+    try:
+        schemas = session.tool_schemas
+    finally:
+        await session.close()
+    return AppFacts(
+        name=source.name,
+        env_id=source.env_id,
+        description=source.description or source.name,
+        tool_schemas=schemas,
+        rubrics=rubrics,
+        timeout_seconds=limits.rollout_timeout_seconds,
+        max_concurrent_rollouts=limits.max_concurrent_rollouts,
+        has_key=has_key,
+    )
 
 
 def create_task_app(
@@ -282,7 +317,7 @@ def create_task_app(
         UnknownNameError: a name that is not registered.
         ConfigError: a limit, a key or an allowed host is invalid, or no such argument.
     """
-    task_app = TaskApp(
+    task_app = TaskApp.of_env(
         EnvSource(env, config=config, client_options=client_options, isolation=isolation),
         limits=limits or TaskAppLimits(),
         inference=InferenceSettings(UrlPolicy(inference_hosts, is_public_allowed=False), inference_api_key),
@@ -290,7 +325,7 @@ def create_task_app(
         has_key=api_key is not None,
     )
     return Guard(
-        joined_app([task_app], title=f"{task_app.source.name} as a task app"),
+        joined_app([task_app], title=f"{task_app.name} as a task app"),
         api_key=api_key,
         allowed_origins=allowed_origins,
         allowed_hosts=allowed_hosts,
@@ -345,7 +380,7 @@ async def task_info(request: fastapi.Request) -> JSONResponse:
 @_ROUTER.post("/rollout")
 async def rollout(request: fastapi.Request, asked: RolloutRequest) -> JSONResponse:
     """Play a rollout."""
-    return JSONResponse(await _app(request).rollouts.answer(asked, client_left=_wait_for_disconnect(request)))
+    return JSONResponse(await _app(request).player.answer(asked, client_left=_wait_for_disconnect(request)))
 
 
 @_ROUTER.post("/run/abort")
@@ -376,7 +411,7 @@ async def _wait_for_disconnect(request: fastapi.Request) -> None:
             return
 
 
-Protocol = Literal["task_app", "openenv", "all"]
+WireProtocol = Literal["task_app", "openenv", "all"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -399,7 +434,7 @@ class ServedEnv:
 
     name: str
     config: Mapping[str, Any] = field(default_factory=dict)
-    protocol: Protocol = "task_app"
+    protocol: WireProtocol = "task_app"
     client_options: Sequence[str] = ()
     isolation: str = "auto"
     limits: TaskAppLimits = field(default_factory=TaskAppLimits)
@@ -453,7 +488,7 @@ def _task_app(served: ServedEnv) -> TaskApp:
         if served.inference_api_key is not None:
             raise ConfigError("--inference-key-env: name the hosts that get the key, with --inference-host")
         hosts = LOOPBACK_HOSTS if is_loopback(served.host) else ()
-    return TaskApp(
+    return TaskApp.of_env(
         EnvSource(served.name, config=served.config, client_options=served.client_options, isolation=served.isolation),
         limits=served.limits,
         inference=InferenceSettings(UrlPolicy(hosts, is_public_allowed=False), served.inference_api_key),

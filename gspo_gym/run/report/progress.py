@@ -1,13 +1,16 @@
 """A run in the terminal: its live progress, and the report at its end.
 
-Progress is a table that updates in a terminal and plain lines elsewhere; the trainer calls a `Progress` and never
-prints. The report is made from the run's records: learning curve, before and after, two episodes, what to do next.
-Metric names are those of `METRICS`.
+Progress is a table that updates in a terminal and in a notebook's cell, and plain lines elsewhere; the trainer calls a
+`Progress` and never prints. The report is made from the run's records: learning curve, before and after, two episodes,
+what to do next. Metric names are those of `METRICS`.
 """
 
 from __future__ import annotations
 
 import contextlib
+import contextvars
+import html
+import importlib
 import itertools
 import json
 import re
@@ -190,13 +193,18 @@ class _Pace:
 class LiveProgress:
     """The latest step and the present phase, redrawn in place; `clock` is in monotonic seconds."""
 
+    _live: Live | _Cell
+
     def __init__(
         self, console: Console, clock: Callable[[], float] = time.monotonic, phases: Phases | None = None
     ) -> None:
         self._console = console
         self._pace = _Pace(clock, phases or Phases())
         self._row: dict[str, str] = {}
-        self._live = Live(console=console, refresh_per_second=4, transient=True, get_renderable=self.shown)
+        if console.is_jupyter:
+            self._live = _Cell(self._text)
+        else:
+            self._live = Live(console=console, refresh_per_second=4, transient=True, get_renderable=self.shown)
 
     @contextlib.contextmanager
     def alive(self) -> Iterator[None]:
@@ -218,12 +226,48 @@ class LiveProgress:
     def finished(self) -> None:
         self._live.stop()
 
+    def _text(self) -> str:
+        row = [table(tuple(self._row), [tuple(self._row.values())], width=100)] if self._row else []
+        return "\n".join([*row, self._pace.doing()])
+
     def shown(self) -> Group:
         """Return what is drawn now."""
         doing = Text(self._pace.doing(), style="dim")
         if not self._row:
             return Group(doing)
         return Group(Text(table(tuple(self._row), [tuple(self._row.values())])), doing)
+
+
+class _Cell:
+    """Redraws a text in the output of a notebook's cell while it is entered; rich's Live would need widgets."""
+
+    def __init__(self, text: Callable[[], str], *, seconds: float = 0.5) -> None:
+        self._text, self._seconds, self._end = text, seconds, threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def __enter__(self) -> None:
+        ipython = importlib.import_module("IPython.display")
+        handle = ipython.display(ipython.HTML(""), display_id=True)
+
+        def draw() -> None:
+            while not self._end.wait(self._seconds):
+                handle.update(ipython.HTML(f"<pre>{html.escape(self._text())}</pre>"))
+            handle.update(ipython.HTML(""))
+
+        # In this context: the notebook knows by it which cell the output belongs to.
+        self._thread = threading.Thread(
+            target=contextvars.copy_context().run, args=(draw,), daemon=True, name="gspo-gym-cell"
+        )
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Draw no more; stopping twice is fine."""
+        self._end.set()
+        if self._thread is not None:
+            self._thread.join()
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
 
 
 def _cells(metrics: Mapping[str, float]) -> Iterator[tuple[str, str]]:
@@ -239,7 +283,7 @@ def telling(console: Console | None, phases: Phases | None = None) -> Iterator[P
     if console is None:
         yield QuietProgress(lambda _: None)
         return
-    if console.is_terminal:
+    if console.is_terminal or console.is_jupyter:
         progress: LiveProgress | QuietProgress = LiveProgress(console, phases=phases)
     else:
         progress = QuietProgress(_printing_to(console), phases=phases)

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import agent
 import gymnasium
 import pytest
 from transformers import AutoModelForCausalLM
 
 import gspo_gym
-from gspo_gym import GSPOTrainer, TextEnv
-from gspo_gym.errors import ConfigError, UsageError
+from gspo_gym import GSPOTrainer, Sink, TextEnv
+from gspo_gym.errors import ConfigError, UnknownNameError, UsageError
 from gspo_gym.run.callbacks import StepReport
 
 ROWS = [{"question": f"{n}+1?", "answer": str(n + 1)} for n in range(20)]
@@ -122,6 +123,58 @@ def test_a_callback_sees_each_step_and_stops_the_run_which_goes_on_afterwards() 
     assert trainer.evaluate("0:2").num_episodes == 2
     model = AutoModelForCausalLM.from_pretrained(trainer.save("saved"))
     assert model.num_parameters() > 0
+
+
+class Steps(Sink):
+    """A logger of the caller's own."""
+
+    def __init__(self) -> None:
+        self.steps: list[int] = []
+        self.num_closed = 0
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        self.steps.append(step)
+
+    def close(self) -> None:
+        self.num_closed += 1
+
+
+def test_loggers_are_named_or_given() -> None:
+    own = Steps()
+    trainer = GSPOTrainer(train_dataset=ROWS, reward_funcs=right, args=SMALL, loggers=["tensorboard", own])
+    assert trainer.config.tracking.report_to == ("tensorboard",)
+    trainer.train()
+    assert own.steps == [0, 1, 2, 3, 3]  # the evaluations before and after three steps
+    assert own.num_closed == 1
+    assert list((trainer.run.folder / "tensorboard").iterdir())
+    for loggers, error, message in (
+        ("tensorbord", ConfigError, "tensorbord"),
+        ([object()], UsageError, r"object lacks name, write, episodes, report, close: make it a subclass"),
+    ):
+        with pytest.raises(error, match=message):
+            GSPOTrainer(train_dataset=ROWS, reward_funcs=right, loggers=loggers)
+
+
+def test_an_agent_is_served_while_it_is_trained_and_evaluated() -> None:
+    args = {**SMALL, "rollout.max_turns": 2, "rollout.max_output_tokens": 2, "rollout.max_model_len": 128}
+    args = {key: value for key, value in args.items() if not key.startswith("warmup")}
+    trainer = GSPOTrainer(env=gspo_gym.agent_app(agent.rollout), args=args)
+    assert (trainer.config.rollout.env_name, trainer.config.model.label) == ("rollout", "rollout")
+    assert trainer.config.endpoints.task_url == "http://127.0.0.1:8000"  # where `gspo-gym app serve` serves
+    assert trainer.train()["steps"] == 3
+    episodes = trainer.run.episodes()
+    assert {len(episode.turns) for episode in episodes} == {2}
+    assert {episode.reward for episode in episodes} <= {0.0, 0.5, 1.0, 2.0}  # no digit, one, two, and in order
+    assert trainer.evaluate("0:3").num_episodes == 3
+
+
+def test_evaluate_plays_an_environment_without_a_file() -> None:
+    assert gspo_gym.evaluate(Doubling, "scripted:reference", "0:3").mean_return == 1.0
+    assert gspo_gym.evaluate(Doubling, "scripted:random", "0:3").mean_return == 0.0
+    assert gspo_gym.evaluate(Doubling, "tiny:qwen3-64-v2", "0:3").num_episodes == 3
+    with pytest.raises(UnknownNameError, match="referense"):
+        gspo_gym.evaluate(Doubling, "scripted:referense", "0:3")
+    assert not Path("runs").exists()
 
 
 def test_an_error_of_a_callback_is_raised_after_the_run_was_saved() -> None:

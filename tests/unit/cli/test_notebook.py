@@ -5,15 +5,17 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 import gspo_gym
 from gspo_gym.cli.main import main
-from gspo_gym.errors import ConfigError, RecordError
+from gspo_gym.errors import ConfigError, MissingExtraError, RecordError, UnknownNameError
 from gspo_gym.policy.tiny import tiny_tokenizer
 from gspo_gym.rollout.episode_files import write_episodes
+from gspo_gym.rollout.evaluation import Evaluation, EvaluationRow, compare
 from gspo_gym.types import FinishReason, Message, Outcome, Segment, Task, Trajectory, Turn
 
 
@@ -70,6 +72,74 @@ def test_an_opened_run_gives_its_metrics_and_the_episodes_asked_for(folder: Path
         run.episodes(step=9)
     with pytest.raises(ConfigError, match="there is no such run"):
         gspo_gym.open_run("sum", folder=folder.parent)
+
+
+def _evaluation(step: int, num_right: int) -> dict[str, Any]:
+    rows = tuple(EvaluationRow(n, float(n < num_right), n < num_right, 1, Outcome.TERMINATED) for n in range(4))
+    data = Evaluation("Sums-v0", rows).to_dict()
+    return {"schema": 1, "seq": 2 + step, "time": 0.0, "step": step, "kind": "evaluation", "data": data}
+
+
+@pytest.fixture
+def evaluated(folder: Path) -> gspo_gym.Run:
+    """The run with evaluations before and after it: 1 and 3 of 4 tasks."""
+    with (folder / "events.jsonl").open("a") as file:
+        file.writelines(json.dumps(_evaluation(step, right)) + "\n" for step, right in ((0, 1), (2, 3)))
+    return gspo_gym.open_run(folder)
+
+
+def test_evaluations_are_there_by_step_and_compared_in_pairs(evaluated: gspo_gym.Run) -> None:
+    before, after = evaluated.evaluations.values()
+    assert [(step, one.success_rate) for step, one in evaluated.evaluations.items()] == [(0, 0.25), (2, 0.75)]
+    assert compare(before, after).num_only_second == 2
+    assert "step 2" in repr(evaluated.evaluations)
+
+
+def test_the_step_is_a_column_as_well_as_the_index(folder: Path) -> None:
+    frame = gspo_gym.open_run(folder).metrics
+    assert frame["step"].tolist() == frame.index.tolist() == [1, 2]
+    assert frame.sort_values("step", ascending=False).index.tolist() == [2, 1]  # no ambiguous name
+    assert frame.loc[2, "loss/total"] == -1.0
+
+
+def test_a_plot_has_the_score_first_or_the_curves_asked_for(evaluated: gspo_gym.Run) -> None:
+    pytest.importorskip("matplotlib", reason="the extra `plot` is not installed")
+    (score, hidden) = evaluated.plot().axes
+    assert score.get_title() == "success rate, held-out tasks"
+    assert score.lines[0].get_xydata().tolist() == [[0.0, 0.25], [2.0, 0.75]]
+    assert not hidden.get_visible()
+    figure = evaluated.plot("loss/total")
+    assert figure.axes[0].lines[0].get_xydata().tolist() == [[1.0, -0.5], [2.0, -1.0]]
+    assert figure._repr_svg_().lstrip().startswith("<?xml")
+    with pytest.raises(UnknownNameError, match="did you mean 'loss/total'"):
+        evaluated.plot("loss/totl")
+
+
+def test_without_matplotlib_a_plot_says_what_to_install(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(MissingExtraError, match=r"pip install 'gspo-gym\[plot\]'"):
+        gspo_gym.open_run(folder).plot()
+
+
+def test_a_notebook_shows_runs_evaluations_and_episodes_as_tables_in_which_no_text_is_markup(
+    evaluated: gspo_gym.Run,
+) -> None:
+    shown = evaluated._repr_html_()
+    assert "step 2" in shown
+    assert "0.750" in shown
+    assert "0.750" in evaluated.evaluations[2]._repr_html_()
+    shown = _episode(3, success=True, reward=1.5, text="<b>4</b>\n5")._repr_html_()
+    assert "&lt;b&gt;4&lt;/b&gt;<br>5" in shown
+    assert "+1.50" in shown
+    assert "Sums-v0#3: success, return +1.50" in shown
+
+
+def test_a_card_is_of_an_environment_or_a_run() -> None:
+    card = gspo_gym.card("GuessNumber", num_seeds=2)
+    assert card.startswith("# gspo_gym/GuessNumber-v0\n")
+    assert card._repr_markdown_() == card
+    with pytest.raises(UnknownNameError, match="expected an environment or a run's model"):
+        gspo_gym.card("tiny:qwen3-64")
 
 
 def test_without_pandas_the_metrics_are_dictionaries(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

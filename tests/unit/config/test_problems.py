@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+SINKS = '"wandb", "tensorboard", "trackio" or "mlflow"'
 Problems = Callable[[dict[str, Any]], list[str]]
 
 
@@ -80,8 +81,8 @@ Problems = Callable[[dict[str, Any]], list[str]]
         ("optimizer.betas", [0.9, 1.0], "expected a list of 2 numbers, each < 1, got [0.9, 1.0]"),
         ("optimizer.betas", [0.9, "x"], 'expected a list of 2 numbers, got [0.9, "x"]'),
         ("optimizer.warmup_steps", -1, "expected an integer or a number >= 0, got -1"),
-        ("tracking.report_to", ["mlflow"], 'expected a list of "wandb" or "tensorboard", got ["mlflow"]'),
-        ("tracking.report_to", "wandb", 'expected a list of "wandb" or "tensorboard", got "wandb"'),
+        ("tracking.report_to", ["comet"], f'expected a list of {SINKS}, got ["comet"]'),
+        ("tracking.report_to", "wandb", f'expected a list of {SINKS}, got "wandb"'),
         ("judge.options.provider", "anthropic", 'expected "openai", "groq", "gemini" or "local", got "anthropic"'),
         ("judge.options.rubric_overrides", {"turn": {}}, "expected tables event and outcome, got 'turn'"),
         ("judge.reward_blend.event", -0.1, "expected a number >= 0, got -0.1"),

@@ -1,7 +1,7 @@
 """What sinks show of a run, and that none of them can end it.
 
 TensorBoard is read back from its own event files, and W&B from the file that its offline mode writes. For what W&B
-refuses, it is stood in for by a module with the calls that are made of it.
+refuses, it is stood in for by a module with the calls that are made of it. Trackio and MLflow: tests/foreign.
 """
 
 from __future__ import annotations
@@ -12,16 +12,25 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
+from gspo_gym.config.services import SinkName
 from gspo_gym.errors import ConfigError, MissingExtraError
 from gspo_gym.run.recording import RunRecorder
 from gspo_gym.run.records import read_events, read_metrics
 from gspo_gym.run.registry import read_run
 from gspo_gym.run.report.page_data import run_values
-from gspo_gym.run.sinks import EPISODE_COLUMNS, EpisodeRow, Sink, check_sinks, evaluation_numbers, open_sinks
+from gspo_gym.run.sinks import (
+    EPISODE_COLUMNS,
+    SINK_NAMES,
+    EpisodeRow,
+    Sink,
+    check_sinks,
+    evaluation_numbers,
+    open_sinks,
+)
 from gspo_gym.types import FinishReason, Message, Outcome, Segment, Task, Trajectory, Turn
 
 CONFIG = {"run": {"seed": 3}, "training": {"learning_rate": 1e-3}}
@@ -318,7 +327,7 @@ def test_a_sink_that_is_open_is_closed_when_the_next_cannot_open(
     assert wandb.runs[0].is_finished
 
 
-@pytest.mark.parametrize("name", ["wandb", "tensorboard"])
+@pytest.mark.parametrize("name", SINK_NAMES)
 def test_a_missing_package_is_answered_with_its_extra(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -398,6 +407,31 @@ def test_wandb_itself_keeps_an_offline_run_in_the_folder(tmp_path: Path, monkeyp
         (report,) = [each for each in artifacts if each.type == "report"]
         assert report.name == f"report-{run_id}"
         assert [entry.path for entry in report.manifest.contents] == ["wandb_id.txt"]
+
+
+def test_a_configuration_can_name_every_sink() -> None:
+    assert set(get_args(SinkName)) == set(SINK_NAMES)
+
+
+class Counter(Sink):
+    """All that a stranger's logger needs."""
+
+    def __init__(self) -> None:
+        self.steps: list[int] = []
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        self.steps.append(step)
+
+
+def test_a_sink_of_ones_own_needs_no_more_than_write(tmp_path: Path) -> None:
+    sink = Counter()
+    recorder = RunRecorder.create(tmp_path, "", sinks=[sink])
+    record_two_steps(recorder)
+    recorder.episodes("eval_000002", [EPISODE])
+    recorder.report(lambda: tmp_path / "config.toml")
+    recorder.close()
+    assert sink.steps == [1, 2, 2]
+    assert [event["kind"] for event in read_events(tmp_path) if event["kind"] == "sink_failed"] == []
 
 
 def test_the_evaluations_of_several_environments_have_curves_of_their_own() -> None:

@@ -621,12 +621,13 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "project of no sink": (
         {"tracking.wandb_project": "x"},
-        'tracking.wandb_project: has no effect with tracking.report_to = []: add "wandb" there, or remove this',
+        'tracking.wandb_project: has no effect with tracking.report_to = []: add "wandb", "trackio" or "mlflow" there, '
+        "or remove this",
     ),
-    "tags of another sink": (
+    "project with another sink": (
         {"tracking": {"report_to": ["tensorboard"], "wandb_project": "x"}},
-        'tracking.wandb_project: has no effect with tracking.report_to = ["tensorboard"]: add "wandb" there, or remove '
-        "this",
+        'tracking.wandb_project: has no effect with tracking.report_to = ["tensorboard"]: add "wandb", "trackio" or '
+        '"mlflow" there, or remove this',
     ),
 }  # fmt: skip
 

@@ -1,0 +1,23 @@
+"""An agent with a loop of its own, trained as it is: it asks for a digit, and then for a larger one.
+
+Run: python examples/agent.py          (minutes on two CPU cores)
+"""
+
+from gspo_gym import GSPOTrainer, agent_app
+
+
+async def rollout(client, task):
+    """Play one task with an OpenAI client, and return its reward."""
+    messages, digits = [{"role": "user", "content": "Say a digit."}], []
+    for _ in range(2):
+        answer = await client.chat.completions.create(**task.policy, messages=messages)
+        text = answer.choices[0].message.content or ""
+        digits.append(int(text[0]) if text[:1] in set("0123456789") else None)
+        messages += [{"role": "assistant", "content": text}, {"role": "user", "content": "Now a larger one."}]
+    first, second = digits
+    return 0.5 * sum(digit is not None for digit in digits) + (None not in digits and second > first)
+
+
+if __name__ == "__main__":
+    limits = {"rollout.max_turns": 2, "rollout.max_output_tokens": 2, "rollout.max_model_len": 128}
+    GSPOTrainer(env=agent_app(rollout), args=limits).train()
