@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import threading
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -87,14 +87,8 @@ class Collector:
         self._is_committed = is_committed
         self.pool = pool
         state = state or TrainState()
-        mixture, num_tasks = Mixture(plan.env_id, plan.mixture), plan.loop.adaptive_tasks
-        self._sampler = TaskSampler(plan.run.seed, mixture, num_tasks, state.task_counts)
-        self._numbers: dict[str, int] = {}  # of the groups that are asked for, by their names
-        self._schedule = _make_schedule(plan, pool, self._request, state, weight_version)
-
-    def _request(self, number: int, name: str) -> GroupRequest:
-        self._numbers[name] = number
-        return GroupRequest(name, self._sampler.task(number), size=self.plan.size.group_size)
+        self._requests = _Requests(plan, state.task_counts)
+        self._schedule = _make_schedule(plan, pool, self._requests.request, state, weight_version)
 
     @property
     def num_tasks(self) -> int:
@@ -109,7 +103,7 @@ class Collector:
     @property
     def task_counts(self) -> TaskCounts:
         """Return what the choice of tasks goes by after the last step."""
-        return self._sampler.counts
+        return self._requests.sampler.counts
 
     async def collect(self, step: int) -> Collected:
         """Return the groups of a step; if episodes are played ahead, ask for those of coming steps.
@@ -141,7 +135,7 @@ class Collector:
         if self._is_committed is not None:
             commit_check = require_committed(kept_groups, self._is_committed)
             kept_groups, num_uncommitted = commit_check.groups, commit_check.num_dropped
-        uniform = self._count_tasks(collection.groups, is_informative)
+        uniform = self._requests.count(collection.groups, is_informative, self._schedule.pending_tasks)
         return dataclasses.replace(
             collection,
             kept=kept_groups,
@@ -151,24 +145,43 @@ class Collector:
             uniform=uniform,
         )
 
-    def _count_tasks(
-        self, groups: Sequence[TrajectoryGroup], is_informative: Callable[[TrajectoryGroup], bool]
-    ) -> tuple[TrajectoryGroup, ...]:
-        """Count the groups of a step for the choice of coming tasks; return those that were chosen without it."""
-        group_by_number = {
-            self._numbers[group.trajectories[0].trajectory_id.rpartition("/")[0]]: group
-            for group in groups
-            if group.trajectories and self._sampler.is_adaptive
-        }
-        pending = self._schedule.pending_tasks
-        self._numbers = {name: number for name, number in self._numbers.items() if number in pending}
-        outcomes = {number: is_informative(group) for number, group in group_by_number.items()}
-        self._sampler.after_step(outcomes, pending)
-        return tuple(group for number, group in group_by_number.items() if is_uniform(number))
-
     async def close(self) -> None:
         """End the episodes in progress."""
         await self._schedule.close()
+
+
+class _Requests:
+    """Requests for training groups, and what their outcomes teach the sampler about coming tasks."""
+
+    def __init__(self, plan: TrainPlan, counts: TaskCounts) -> None:
+        mixture = Mixture(plan.env_id, plan.mixture)
+        self.sampler = TaskSampler(plan.run.seed, mixture, plan.loop.adaptive_tasks, counts)
+        self._group_size = plan.size.group_size
+        self._numbers: dict[str, int] = {}  # of the groups that are asked for, by their names
+
+    def request(self, number: int, name: str) -> GroupRequest:
+        """Return the request for the group of that number and name."""
+        self._numbers[name] = number
+        return GroupRequest(name, self.sampler.task(number), size=self._group_size)
+
+    def count(
+        self,
+        groups: Sequence[TrajectoryGroup],
+        is_informative: Callable[[TrajectoryGroup], bool],
+        pending: Collection[int],
+    ) -> tuple[TrajectoryGroup, ...]:
+        """Count the groups of a step for the choice of coming tasks; return those that were chosen without it.
+
+        `pending` are the numbers of the groups that are asked for and not handed out.
+        """
+        group_by_number = {
+            self._numbers[group.trajectories[0].trajectory_id.rpartition("/")[0]]: group
+            for group in groups
+            if group.trajectories and self.sampler.is_adaptive
+        }
+        self._numbers = {name: number for name, number in self._numbers.items() if number in pending}
+        self.sampler.after_step({number: is_informative(group) for number, group in group_by_number.items()}, pending)
+        return tuple(group for number, group in group_by_number.items() if is_uniform(number))
 
 
 def _make_schedule(

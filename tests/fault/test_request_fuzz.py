@@ -44,6 +44,7 @@ from gspo_gym.policy.tiny import tiny_tokenizer
 from gspo_gym.remote.gateway.app import create_gateway_app, rollout_url
 from gspo_gym.remote.gateway.model_app import Served, create_model_app
 from gspo_gym.remote.gateway.session import Gateway
+from gspo_gym.remote.serve.agent_app import AgentTask, agent_app
 from gspo_gym.remote.serve.openenv_server import create_openenv_app
 from gspo_gym.remote.serve.task_app_server import ServedEnv, create_task_app, served_app
 from gspo_gym.remote.serving import BackgroundServer
@@ -137,6 +138,16 @@ def task_app(env: Any = Parrot) -> Iterator[tuple[str, list[Good]]]:
     app = create_task_app(env, isolation="thread", client_options=["*"])
     with BackgroundServer(ScriptedModel(_asked_for)) as model, BackgroundServer(app) as server:
         yield server.url, play(model.url, env.__name__, {"prefix": "p"})
+
+
+@contextlib.contextmanager
+def agent() -> Iterator[tuple[str, list[Good]]]:
+    async def greeting(client: Any, task: AgentTask) -> float:
+        answer = await client.chat.completions.create(**task.policy, messages=user("Hi."))
+        return float(len(answer.choices[0].message.content or ""))
+
+    with BackgroundServer(ScriptedModel(_asked_for)) as model, BackgroundServer(agent_app(greeting)) as server:
+        yield server.url, play(model.url, "greeting", {"loud": True})
 
 
 @contextlib.contextmanager
@@ -334,6 +345,7 @@ SERVERS: dict[str, Server] = {
     "model": model,
     "task app, text": task_app,
     "task app, tools": lambda: task_app(Echo),
+    "agent": agent,
     "OpenEnv": openenv_server,
     "both protocols on one port": both_protocols,
     "judge": judge,
@@ -348,6 +360,7 @@ SLOW = ("example of a task app",)  # plays an episode with sub-agents for each r
 # Files in which an application is made, or which read HTTP themselves -> the servers here that are made of it.
 SOURCES: dict[str, tuple[str, ...]] = {
     "gspo_gym/remote/serve/task_app_server.py": ("task app, text", "task app, tools", "both protocols on one port"),
+    "gspo_gym/remote/serve/agent_app.py": ("agent",),
     "gspo_gym/remote/serve/openenv_server.py": ("OpenEnv", "both protocols on one port"),
     "gspo_gym/remote/guard.py": ("gateway", "OpenEnv"),
     "gspo_gym/remote/gateway/app.py": ("gateway",),

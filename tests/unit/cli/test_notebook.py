@@ -14,8 +14,9 @@ import gspo_gym
 from gspo_gym.cli.main import main
 from gspo_gym.errors import ConfigError, MissingExtraError, RecordError, UnknownNameError
 from gspo_gym.policy.tiny import tiny_tokenizer
+from gspo_gym.rollout.comparison import compare
 from gspo_gym.rollout.episode_files import write_episodes
-from gspo_gym.rollout.evaluation import Evaluation, EvaluationRow, compare
+from gspo_gym.rollout.evaluation import Evaluation, EvaluationRow
 from gspo_gym.types import FinishReason, Message, Outcome, Segment, Task, Trajectory, Turn
 
 

@@ -54,6 +54,7 @@ OF_MODELS = [
     "models export @ --out out", "models merge @ --out out", "models chat @", "models serve @ --port 0",
     "env check GuessNumber --model @",
     "env collect GuessNumber --out out.jsonl --policy @", "env play GuessNumber --model @",
+    "credit GuessNumber --policy @",
 ]  # fmt: skip
 # Metavars and names of arguments that hold the name of a run or of a model here; others write a name into a file.
 NAMED = ("RUN", "EPISODES", "MODEL", "BASE", "WHO", "RUN_OR_FOLDER")

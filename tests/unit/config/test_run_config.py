@@ -153,7 +153,7 @@ def test_a_minimal_file_has_these_defaults(file: Path) -> None:
             "min_lr_fraction": 0.1,
         },
         "learner": {"sequence_parallel": 1, "cpu_offload": False},
-        "evaluation": {"instances": 100, "every_n_iters": 10, "temperature": 1.0},
+        "evaluation": {"instances": 100, "samples_per_task": 1, "every_n_iters": 10, "temperature": 1.0},
         "tracking": {"report_to": []},
     }
 

@@ -14,7 +14,7 @@ from gspo_gym.rollout.limits import EpisodeLimits, PoolLimits, ScoringLimits
     ("settings", "sections", "constants"),
     [
         (EpisodeLimits, ("limits", "rollout"), {"action_limit_return"}),
-        (PoolLimits, ("limits", "rollout"), {"min_group_fraction"}),
+        (PoolLimits, ("limits", "rollout"), {"min_group_fraction", "max_attempts"}),
         (ScoringLimits, ("judge",), {"max_unscored"}),
     ],
 )

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from gspo_gym.rollout.summary import METRICS, TERM_PREFIX, TOOL_PREFIX, rollout_metrics, source_metrics
+from gspo_gym.rollout.summary import METRICS, TERM_PREFIX, TOOL_PREFIX, rollout_metrics, source_metrics, uniform_metrics
 from gspo_gym.types import DroppedEpisode, Message, Outcome, ToolCall, TrajectoryGroup
 
 
@@ -71,7 +71,7 @@ def test_ends_are_counted_each_by_itself(groups):
 
 def test_every_number_is_explained(groups):
     names = {name for name in rollout_metrics(groups, seconds=1.0) if not name.startswith((TERM_PREFIX, TOOL_PREFIX))}
-    assert names == set(METRICS)
+    assert names | set(uniform_metrics(groups)) == set(METRICS)
 
 
 def test_reward_terms_and_environments_are_named_in_one_order_whichever_came_first(groups):

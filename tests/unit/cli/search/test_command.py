@@ -45,7 +45,7 @@ every_n_iters = 1
 
 # Stands in for `python -m gspo_gym.train BASE key=value ...`. Two keys mean something to it: advantages.clip is the
 # success rate that it "learns" in 20 iterations, training.keep_last one of the accidents below.
-CRASHES, WAITS_IF_BAD, SAYS_NOTHING, WAITS_FOR_ANOTHER, HAS_NO_SUCCESS = range(1, 6)
+CRASHES, WAITS_IF_BAD, SAYS_NOTHING, WAITS_FOR_ANOTHER, HAS_NO_SUCCESS, NOTHING = range(1, 7)
 TRAINER = """
 import json, os, pathlib, signal, sys, time
 given = dict(text.split("=", 1) for text in sys.argv[2:])
@@ -145,7 +145,7 @@ def test_a_metric_is_of_the_last_evaluation_or_of_the_best(make: Make, metric: A
 
 
 def test_a_crash_is_a_failed_trial_with_its_last_words_and_the_search_goes_on(make: Make) -> None:
-    sections = f"{GRID}\n[parameters.training]\nmax_nonfinite_steps = {{ choices = [{CRASHES}, 0] }}"
+    sections = f"{GRID}\n[parameters.training]\nkeep_last = {{ choices = [{CRASHES}, {NOTHING}] }}"
     board = search(make(sections, clip="{ choices = [0.25, 0.75] }", num_trials=4))
     rows = by_number(board)
     assert [row["state"] for row in rows] == ["failed", "failed", "complete", "complete"]

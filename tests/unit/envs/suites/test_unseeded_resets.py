@@ -384,6 +384,7 @@ INTERFACES: Mapping[str, str] = {
     "gspo_gym/remote/apps/check.py CheckSettings.seed": "of sampling, not of a task",
     "gspo_gym/remote/apps/contracts.py RolloutEnv.seed": "task app rollout",
     "gspo_gym/remote/serve/env_source.py EnvSource.seed_of": "task app rollout",
+    "gspo_gym/remote/serve/env_source.py addressed_seed": "task app rollout",
     "gspo_gym/remote/serve/openenv_sessions.py Session.reset": "OpenEnv server",
     "gspo_gym/remote/serve/openenv_wire.py ResetRequest.seed": "OpenEnv server",
     "envs/countdown/env.py Countdown.reset": "TaskSource",
