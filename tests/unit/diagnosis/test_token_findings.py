@@ -180,7 +180,7 @@ def keep_old_weights(patch: Patch) -> None:
 
 def forget_the_temperature(patch: Patch) -> None:
     """The learner scores at 1 what was sampled at rollout.temperature."""
-    patch.setattr(update, "scored_sampling", lambda sampling, settings: Sampling())
+    patch.setattr(RunConfig, "scored_sampling", property(lambda config: Sampling()))
 
 
 def encode_again(patch: Patch) -> None:

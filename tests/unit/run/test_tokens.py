@@ -684,7 +684,7 @@ def test_steps_that_were_skipped_for_an_infinite_gradient_are_recomputed_as_skip
     """A penalty of 1e30 gives gradients with squares that float32 does not hold."""
     monkeypatch.setattr("gspo_gym.learning.optimizer.MAX_NONFINITE_STEPS", 99)
     game = {"low": 1, "high": 4, "max_guesses": 3, "inconsistent_penalty": 1e30}
-    changes = {"rollout": {"env_config": game}, "advantages": {"scale": "none"}}
+    changes = of_training() | {"rollout": {"env_config": game}, "advantages": {"scale": "none"}}
     run_training(config_of(tmp_path, changes))
     folder = tmp_path / "test"
     skipped = [bool(np.isnan(step_columns(folder, step)["grad_norm"]).any()) for step in (1, 2)]
