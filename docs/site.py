@@ -82,7 +82,8 @@ def api_page() -> str:
             raise PluginError(f"gspo_gym.{name} has no docstring")
         groups.setdefault(home.partition(".")[0], []).append(f"::: gspo_gym.{home}.{name}")
     titles = {"env": "Environments", "types": "Messages", "config": "Configuration", "cli": "Train, evaluate, look",
-              "rollout": "Episodes", "engine": "Engines", "policy": "Models", "remote": "Agents", "run": "Runs"}  # fmt: skip
+              "rollout": "Episodes", "engine": "Engines", "policy": "Models", "remote": "Agents",
+              "run": "Runs"}  # fmt: skip
     lines = ["# Python", "", "All public names of `import gspo_gym`.", ""]
     for room, entries in groups.items():
         lines += [f"## {titles[room]}", "", *(f"{entry}\n" for entry in entries)]
