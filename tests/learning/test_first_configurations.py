@@ -30,7 +30,8 @@ def test_what_config_new_writes_is_learned(env_name: str, tmp_path: Path) -> Non
     run_training(config)
     evaluations = [event["data"] for event in read_events(config.run_folder) if event["kind"] == "evaluation"]
     before, after = evaluations[0], evaluations[-1]
-    score = before["score"]
+    # Success is every achievement there, which none of these small models reaches; the return is the share of them.
+    score = "mean_return" if env_name == "Homestead" else before["score"]
     interval = "success_interval" if score == "success_rate" else f"{score}_interval"
     print(f"{env_name}: {score} {before[score]:.3f} to {after[score]:.3f}, {after[interval]}")
     # The least that the second can be, with 95%, is more than the first was.
