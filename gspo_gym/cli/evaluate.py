@@ -332,8 +332,7 @@ def _weights_of(config: RunConfig, name: str) -> str:
 
 
 def _num_asked(config: RunConfig, names: Sequence[str]) -> int:
-    num_samples = config.evaluation.samples_per_task
-    return len(names) * len(config.sources) * len(config.evaluation_seeds) * num_samples
+    return len(names) * config.num_evaluation_episodes
 
 
 def _evaluate_all(

@@ -159,8 +159,7 @@ class GSPOTrainer:
             if seeds is not None:
                 evaluation = {"seeds": seeds, "instances": len(parse_seeds(seeds))}  # all of them
                 config = _changed(config, {"evaluation": evaluation}, source="GSPOTrainer.evaluate")
-            total = len(config.sources) * len(config.evaluation_seeds)
-            with counting(Console(stderr=True), total) as count:
+            with counting(Console(stderr=True), config.num_evaluation_episodes) as count:
                 rows = KeptRows(add=lambda _row, _episode: count())
                 return run_evaluation(config, model or str(config.run_folder), rows=rows)
 
@@ -200,7 +199,7 @@ def evaluate(
 ) -> Evaluation:
     """Play seeded episodes of an environment and return what they came to, with intervals; nothing is trained or saved.
 
-    Two results over the same seeds are compared in pairs with `gspo_gym.rollout.evaluation.compare`. The limits of an
+    Two results over the same seeds are compared in pairs with `gspo_gym.rollout.comparison.compare`. The limits of an
     episode are those that `GSPOTrainer` chooses; a config file's are those of `gspo-gym evaluate`.
 
     Args:

@@ -108,6 +108,11 @@ class RunRecord(Settings):
         return tuple(range(instances or 0)) if seeds is None else parse_seeds(seeds)[:instances]
 
     @property
+    def num_evaluation_episodes(self) -> int:
+        """Return how many episodes an evaluation plays, over all environments and samples."""
+        return len(self.sources) * len(self.evaluation_seeds) * self.evaluation.samples_per_task
+
+    @property
     def evaluation_sampling(self) -> Sampling:
         """Return the sampling of an evaluation: that of [rollout] at the evaluation's temperature."""
         return replace(self.rollout.sampling, temperature=self.evaluation.temperature)

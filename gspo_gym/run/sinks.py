@@ -1,5 +1,5 @@
 """Sinks for a run's numbers, evaluated episodes and report besides its folder: TensorBoard, Weights & Biases, Trackio
-and MLflow, and any object of the protocol.
+and MLflow, and what derives from `Sink`.
 
 The folder stays the record. The packages are extras and load only when a sink is opened. Names are the record's,
 "group/name", and the sinks and the page show them by group.

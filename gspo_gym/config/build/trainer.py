@@ -333,10 +333,9 @@ def _evaluating(
 ) -> Evaluate:
     on_over = partial(phases.advance, "evaluating")
     evaluate = build_evaluate(config, player, recorder.episodes, judging, on_over=on_over)
-    num_episodes = len(config.sources) * len(config.evaluation_seeds) * config.evaluation.samples_per_task
 
     async def run(label: str) -> Evaluation:
-        phases.enter("evaluating", total=num_episodes)
+        phases.enter("evaluating", total=config.num_evaluation_episodes)
         return await evaluate(label)
 
     return run
