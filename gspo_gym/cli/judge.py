@@ -193,10 +193,7 @@ def _load_judge_rubrics(config: RunConfig, arguments: argparse.Namespace, episod
         ConfigError, UnknownNameError: it is not valid, or only the judge at services.judge_url knows it.
     """
     if arguments.rubric is not None:
-        rubrics = load_rubrics(arguments.rubric, folders=arguments.folder)
-        # A custom aggregation needs a function, which the command line cannot name.
-        rubrics.require_totals()
-        return rubrics
+        return load_rubrics(arguments.rubric, folders=arguments.folder)
     rubrics_of = build_rubrics(config)
 
     async def of_first() -> Rubrics:  # without a task app all tasks have the same
