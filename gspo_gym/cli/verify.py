@@ -182,7 +182,9 @@ def verify_step(folder: Path, step: int, *, tolerance: float = 1e-5) -> Verifica
     config = {"loss.surrogate": "clip"} | dict(flat_items(read_config(folder)))  # files of older runs have no such key
     sections = {key.partition(".")[0] for key in _KNOWN} - {"algorithm", "training"}
     strange = [key for key in config if key.partition(".")[0] in sections and key not in _KNOWN]
-    strange += [f"{key} = {config.get(key)!r}" for key, v in _KNOWN.items() if v and config.get(key) not in v]
+    # A number in place of a name has a formula of its own, such as the penalty of an overlong episode.
+    named_values = ((key, config.get(key), names) for key, names in _KNOWN.items() if names is not None)
+    strange += [f"{key} = {v!r}" for key, v, names in named_values if v not in names and not isinstance(v, int | float)]
     if strange:
         raise ConfigError(f"{folder}: verify does not know {', '.join(strange)}")
     result = _verify(folder, config, Verification(step), tolerance, in_float64=False)

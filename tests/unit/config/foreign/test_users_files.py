@@ -280,7 +280,11 @@ BECOMES: dict[str, tuple[dict[str, Any], set[str]]] = {
         {"pretrain", "output_dir", "track_with", "tracker_kwargs"},
     ),
     "roll/page.toml": (
-        {"advantages": {"baseline": "group", "scale": "none"}, "training.batch_size": 16 * 8, "loss.unit": "trajectory"},
+        {
+            "advantages": {"baseline": "group", "scale": "none"},
+            "training.batch_size": 16 * 8,
+            "loss.unit": "trajectory",
+        },
         {"use_topr_loss"},
     ),
     "agilerl/gspo_manifest.yaml": (
