@@ -28,7 +28,7 @@ from gspo_gym.config.run_config import RunConfig, load_config, model_name
 from gspo_gym.errors import ConfigError, PlacementError
 from gspo_gym.policy.bases import gguf_of, parse_hub_id, parse_tiny
 
-_NOT_HERE = ("reference", "offloaded")  # columns that would be empty
+_NOT_HERE = ("reference",)  # columns that would be empty
 GPU_BYTES, GPUS_OF_A_NODE, EPISODE = 80 * GIB, 8, 8192
 # Trained weights are float32, so full training is; both with the defaults of [training].
 _LEARNING = {

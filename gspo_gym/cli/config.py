@@ -150,7 +150,7 @@ def check_config(arguments: argparse.Namespace) -> int:
 def _print_plan(config: RunConfig) -> None:
     size = config.size
     print(
-        f"{size.num_iterations} iterations of {size.episodes_per_iteration} episodes (groups of "
+        f"{size.num_iterations} iterations of {size.episodes_per_batch} episodes (groups of "
         f"{config.training.group_size}), {size.steps_per_iteration} optimizer steps each, "
         f"{size.num_optimizer_steps} in all; written to {config.run_folder}"
     )

@@ -25,7 +25,6 @@ from typing import TYPE_CHECKING, Any
 
 from gspo_gym.base.files import PartFile, make_folder, require_same_request, require_writable, write_output
 from gspo_gym.base.loops import run_to_end
-from gspo_gym.base.settings import parse_seeds
 from gspo_gym.cli.command_line import (
     ENDPOINT,
     SCRIPTED,
@@ -134,8 +133,6 @@ def run_command(arguments: argparse.Namespace) -> int:
     overrides = list(arguments.overrides)
     if arguments.seeds is not None:
         overrides += [f"evaluation.seeds={json.dumps(arguments.seeds)}"]
-        # Else the file's instances would cut the list.
-        overrides += [f"evaluation.instances={len(parse_seeds(arguments.seeds))}"]
     overrides = with_task_url(overrides, arguments.task_url, os.environ)
     suite = read_suite(arguments.config)
     try:

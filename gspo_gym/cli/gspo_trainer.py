@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 import gymnasium
 from rich.console import Console
 
-from gspo_gym.base.settings import parse_seeds
 from gspo_gym.cli.command_line import ENDPOINT, SCRIPTED, base_of
 from gspo_gym.cli.evaluate import run_evaluation
 from gspo_gym.cli.models import export_model
@@ -157,8 +156,7 @@ class GSPOTrainer:
         """
         with self._served() as config:
             if seeds is not None:
-                evaluation = {"seeds": seeds, "instances": len(parse_seeds(seeds))}  # all of them
-                config = _changed(config, {"evaluation": evaluation}, source="GSPOTrainer.evaluate")
+                config = _changed(config, {"evaluation": {"seeds": seeds}}, source="GSPOTrainer.evaluate")
             with counting(Console(stderr=True), config.num_evaluation_episodes) as count:
                 rows = KeptRows(add=lambda _row, _episode: count())
                 return run_evaluation(config, model or str(config.run_folder), rows=rows)

@@ -106,12 +106,10 @@ def rubric_notes(rubric: Rubric, *, is_event: bool) -> Iterator[str]:
     if graded_ids:
         yield f"judges agree with themselves better on yes or no: split into binary criteria {', '.join(graded_ids)}"
     counts = [c.id for c in rubric.criteria if c.scale == "count"]
-    if counts and rubric.aggregation != "custom":
+    if counts:
         yield f"a count has no upper end, so neither has the total: {', '.join(counts)}"
     if rubric.aggregation == "sum" and len({c.weight for c in rubric.criteria}) > 1:
         yield "under sum weights count for nothing"
-    if rubric.aggregation == "custom":
-        yield "custom: there is no total until the operator names a function"
     if is_event and len(rubric.criteria) > 1 and not any(c.required for c in rubric.criteria):
         yield (
             "totals of turns are added up, and no criterion is required, so a turn that does nothing may earn and "
@@ -121,8 +119,6 @@ def rubric_notes(rubric: Rubric, *, is_event: bool) -> Iterator[str]:
 
 def _range_of(rubric: Rubric) -> str:
     """Format the lowest and the highest total, as far as they are known."""
-    if rubric.aggregation == "custom":
-        return "from a function"
     low = rubric.total(rubric.lowest_scores)
     highest = {c.id: c.highest for c in rubric.criteria if c.highest is not None}
     return f"{low:g} to {rubric.total(highest):g}" if len(highest) == len(rubric.criteria) else f"{low:g} and up"
@@ -193,10 +189,7 @@ def _load_judge_rubrics(config: RunConfig, arguments: argparse.Namespace, episod
         ConfigError, UnknownNameError: it is not valid, or only the judge at services.judge_url knows it.
     """
     if arguments.rubric is not None:
-        rubrics = load_rubrics(arguments.rubric, folders=arguments.folder)
-        # A custom aggregation needs a function, which the command line cannot name.
-        rubrics.require_totals()
-        return rubrics
+        return load_rubrics(arguments.rubric, folders=arguments.folder)
     rubrics_of = build_rubrics(config)
 
     async def of_first() -> Rubrics:  # without a task app all tasks have the same

@@ -39,7 +39,6 @@ from gspo_gym.types import Trajectory
 
 # The keys of the objective, and their values; None: any. Others, which a later version may add, are refused by name.
 _KNOWN: Mapping[str, tuple[Any, ...] | None] = {
-    "algorithm.method": ("policy_gradient", "ppo"),
     "algorithm.variety": ("gspo", "gspo_token", "grpo"),
     "loss.unit": ("trajectory", "segment", "turn", "token"),
     "loss.surrogate": ("clip", "cispo", "sapo", "gmpo", "dppo", "vespo"),
@@ -48,17 +47,17 @@ _KNOWN: Mapping[str, tuple[Any, ...] | None] = {
         *("grpo", "bnpo", "dr_grpo", "dapo"),
     ),
     **dict.fromkeys(("loss.norm_length", "loss.clip_low", "loss.clip_high", "loss.dual_clip", "loss.entropy_coef")),
-    **dict.fromkeys(("loss.kl_coef", "loss.kl_clamp", "loss.kl_importance_weighted", "loss.sapo_temperature_pos")),
+    **dict.fromkeys(("loss.kl_coef", "loss.kl_clamp", "loss.kl_importance_weighted", "loss.sapo_temperatures")),
     "loss.kl_estimator": ("k1", "k2", "k3"),
     "advantages.level": ("trajectory", "turn", "auto"),
     **dict.fromkeys(("advantages.discount", "advantages.clip", "advantages.filter_eps")),
-    "rewards.overlong": ("keep", "mask", "penalize"),
-    **dict.fromkeys(("rewards.clip", "rewards.overlong_penalty", "rewards.kl_horizon")),
+    "rewards.overlong": ("keep", "mask"),  # or a number
+    "rewards.clip": None,
     "correction.old_logprobs": ("recompute", "rollout"),
     "correction.level": ("none", "token", "turn", "trajectory"),
     "correction.mode": ("truncate", "mask"),
     **dict.fromkeys(("correction.low", "correction.high", "correction.off_policy_threshold")),
-    **dict.fromkeys(("correction.max_engine_gap", "loss.sapo_temperature_neg")),
+    "correction.max_engine_gap": None,
     "advantages.baseline": ("group", "leave_one_out", "batch", "running", "none"),
     "advantages.scale": ("group", "batch", "running", "mean", "none"),
     "advantages.whiten": ("none", "tokens", "trajectories"),
@@ -183,7 +182,9 @@ def verify_step(folder: Path, step: int, *, tolerance: float = 1e-5) -> Verifica
     config = {"loss.surrogate": "clip"} | dict(flat_items(read_config(folder)))  # files of older runs have no such key
     sections = {key.partition(".")[0] for key in _KNOWN} - {"algorithm", "training"}
     strange = [key for key in config if key.partition(".")[0] in sections and key not in _KNOWN]
-    strange += [f"{key} = {config.get(key)!r}" for key, v in _KNOWN.items() if v and config.get(key) not in v]
+    # A number in place of a name has a formula of its own, such as the penalty of an overlong episode.
+    named_values = ((key, config.get(key), names) for key, names in _KNOWN.items() if names is not None)
+    strange += [f"{key} = {v!r}" for key, v, names in named_values if v not in names and not isinstance(v, int | float)]
     if strange:
         raise ConfigError(f"{folder}: verify does not know {', '.join(strange)}")
     result = _verify(folder, config, Verification(step), tolerance, in_float64=False)

@@ -122,7 +122,6 @@ class Learning:
         keeps_reference: a frozen copy of all weights is in the process, too.
         compute_dtype: of gathered weights and of activations; None: `dtype`.
         sequence_parallel: ranks that compute a micro-batch together, each a part of its tokens.
-        cpu_offload: what is not gathered is in the processor's memory.
     """
 
     trained: Literal["full", "lora", "qlora"] = "full"
@@ -136,7 +135,6 @@ class Learning:
     keeps_reference: bool = False
     compute_dtype: str | None = None
     sequence_parallel: int = 1
-    cpu_offload: bool = False
 
     @property
     def compute_size(self) -> int:
@@ -150,7 +148,6 @@ class RankMemory:
 
     Attributes:
         gathered: of other ranks' weights while a layer computes, and of gradients before they are summed.
-        offloaded: in the processor's memory, beside the GPU's; not in the total.
     """
 
     weights: int
@@ -160,12 +157,11 @@ class RankMemory:
     gathered: int
     activations: int
     logits: int
-    offloaded: int = 0
 
     @property
     def total(self) -> int:
         """Return the sum."""
-        return int(sum(asdict(self).values())) - self.offloaded
+        return int(sum(asdict(self).values()))
 
 
 def rank_memory(shape: ModelShape, learning: Learning, num_ranks: int = 1, rank: int = 0) -> RankMemory:
@@ -189,15 +185,11 @@ def rank_memory(shape: ModelShape, learning: Learning, num_ranks: int = 1, rank:
     if learning.trained == "qlora":
         frozen = _quantized_bytes(shape, learning)
     moments = [_moment_bytes(weight, num_ranks, rank, learning.has_8bit_moments) for weight in trained]
-    kept = (
-        held * _MASTER + (0 if learning.trained == "full" else frozen),  # weights
-        held * _MASTER,  # gradients
-        2 * sum(moments) + 4 * len(trained),  # AdamW's step is a float32 number a parameter
-        frozen if learning.keeps_reference else 0,
-    )
     return RankMemory(
-        *((0, 0, 0, 0) if learning.cpu_offload else kept),
-        offloaded=sum(kept) if learning.cpu_offload else 0,
+        weights=held * _MASTER + (0 if learning.trained == "full" else frozen),
+        gradients=held * _MASTER,
+        optimizer=2 * sum(moments) + 4 * len(trained),  # AdamW's step is a float32 number a parameter
+        reference=frozen if learning.keeps_reference else 0,
         gathered=_gathered(shape, learning, adapter) if num_ranks > 1 else 0,
         activations=activation_bytes(shape, learning),
         logits=max(learning.logits_bytes, 4 * shape.vocab_size),  # at least one token's are computed at a time

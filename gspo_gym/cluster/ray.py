@@ -153,7 +153,7 @@ def require_ray(address: str | None = None) -> None:
         MissingExtraError: it is not installed.
     """
     if address is not None and not _ADDRESS.fullmatch(address):
-        raise ConfigError(f"topology.ray_address (or RAY_ADDRESS): expected HOST:PORT of Ray's head, got {address!r}")
+        raise ConfigError(f"RAY_ADDRESS: expected HOST:PORT of Ray's head, got {address!r}")
     if importlib.util.find_spec("ray") is None:
         raise MissingExtraError("several processes need Ray: pip install 'gspo-gym[ray]'")
 

@@ -15,10 +15,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
-    CPUOffloadPolicy,
     FSDPModule,
     MixedPrecisionPolicy,
-    OffloadPolicy,
     fully_shard,
     register_fsdp_forward_method,
 )
@@ -94,7 +92,6 @@ def shard_model(
     *,
     compute_dtype: torch.dtype | None = None,
     sequence_parallel: int = 1,
-    cpu_offload: bool = False,
     device: str | None = None,
 ) -> Ranks:
     """Share the model's parameters out over the ranks of torch's default process group, in place.
@@ -114,30 +111,23 @@ def shard_model(
         compute_dtype: of gathered weights and of activations; parameters and gradients' sums stay as they are. None:
             the parameters' own.
         sequence_parallel: so many ranks, neighbours by their numbers, compute the same rows; see `learning/sequence`.
-        cpu_offload: keep parameters, gradients and the optimizer's state in the processor's memory, pinned, from where
-            a layer is copied to the GPU while it computes. Needs a process group with gloo for tensors on the CPU.
         device: of a model without weights; None: it has some.
 
     Raises:
-        ConfigError: the weights are quantized, there is no process group, its ranks are no multiple of
-            `sequence_parallel`, or there is no GPU to offload from.
+        ConfigError: the weights are quantized, there is no process group, or its ranks are no multiple of
+            `sequence_parallel`.
     """
     _require_parts(model, sequence_parallel)
     computing = next(model.parameters()).device if device is None else torch.device(device)
-    if cpu_offload and computing.type == "cpu":
-        raise ConfigError(
-            "learner.cpu_offload: the weights are in the processor's memory already; set false, or train on GPUs"
-        )
     _share_out(
         model,
         mesh=init_device_mesh(computing.type, (dist.get_world_size(),)),
         mp_policy=MixedPrecisionPolicy(
             param_dtype=compute_dtype, reduce_dtype=torch.float32 if compute_dtype else None
         ),
-        offload_policy=CPUOffloadPolicy() if cpu_offload else OffloadPolicy(),
     )
     if device is not None:
-        _make_room(model, device, held_on="cpu" if cpu_offload else device)
+        _make_room(model, device)
     shared: Any = model
     shared.run_in_forward = types.MethodType(lambda _model, work: work(), model)
     register_fsdp_forward_method(model, "run_in_forward")
@@ -174,9 +164,9 @@ def _share_out(model: nn.Module, **options: Any) -> None:  # Any: those of `full
             module.set_force_sum_reduction_for_comms(True)
 
 
-def _make_room(model: nn.Module, device: str, *, held_on: str) -> None:
+def _make_room(model: nn.Module, device: str) -> None:
     buffers = [(module, name, b) for module in model.modules() for name, b in module._buffers.items() if b is not None]
-    model.to_empty(device=held_on)  # the buffers, too, which have their numbers
+    model.to_empty(device=device)  # the buffers, too, which have their numbers
     for module, name, buffer in buffers:
         module._buffers[name] = buffer.to(device)
 

@@ -37,7 +37,6 @@ from gspo_gym.errors import ConfigError, PlacementError
 
 # GiB of a GPU, where a name stands for one size only (the vendor's data sheets).
 _KNOWN_GPUS = {"H200": 141, "H100": 80, "L40S": 48, "L4": 24, "T4": 16}
-_OFFLOADED = "offloaded"  # of a rank's memory: not on its GPU
 _GIB = r"(\d+(?:\.\d+)?)GiB"
 _NODES = re.compile(rf"(\d+)x(\d+)(?::(?:{_GIB})?(?::(\d+)?(?::{_GIB})?)?)?")
 
@@ -137,7 +136,6 @@ def learning_of(config: RunConfig) -> Learning:
         keeps_reference=reference.placement == "shared" and is_copy,
         compute_dtype=config.learner.compute_dtype,
         sequence_parallel=config.learner.sequence_parallel,
-        cpu_offload=config.learner.cpu_offload,
     )
 
 
@@ -151,7 +149,7 @@ def check(config: RunConfig, shape: ModelShape, machines: Machines) -> Paper:
     rank = rank_memory(shape, learning_of(config), 1 if topology is None else topology.gpus_for_training)
     replica = _replica(config, shape, machines.gpu_bytes, has_gpus) if _samples_here(config) else None
     model_bytes = shape.num_parameters * BYTES[config.model.dtype]
-    parts = _gpu_parts(config, rank) if has_gpus else _process_parts(config, rank, replica, model_bytes)
+    parts = _gpu_parts(config) if has_gpus else _process_parts(config, rank, replica, model_bytes)
     offers = machines.offers
     if topology is None or topology.type == "single_node_split":
         offers = tuple(sorted(offers, key=lambda offer: offer.free, reverse=True)[:1])
@@ -187,36 +185,36 @@ def _samples_here(config: RunConfig) -> bool:
 
 def _sizes(config: RunConfig) -> tuple[int, int, int]:
     """Return tensor-parallel GPUs of a copy, copies of a server, and servers."""
-    placement = place(config.topology, config.vllm)
+    placement = place(config.sections)
     topology = config.topology
     if topology is None or topology.type != "cluster":
         return placement.tensor_parallel_size, placement.data_parallel_size, 1
-    return placement.tensor_parallel_size, placement.data_parallel_size, num_servers(topology, config.vllm)
+    return placement.tensor_parallel_size, placement.data_parallel_size, num_servers(topology)
 
 
-def _gpu_parts(config: RunConfig, rank: RankMemory) -> list[Part]:
+def _gpu_parts(config: RunConfig) -> list[Part]:
     topology = config.topology
     tensor, copies, servers = _sizes(config)
     is_split = topology is not None and topology.type != "colocated"
     num_ranks = 1 if topology is None else topology.gpus_for_training
     parts = []
     if is_split:
-        parts = [_part("learner", num_ranks, 1, rank.offloaded), _part("replica", servers, tensor * copies)]
+        parts = [_part("learner", num_ranks, 1), _part("replica", servers, tensor * copies)]
     elif _samples_here(config):
         # Copies of one server may stand on several nodes here: with one node they cannot.
         num_shared = copies * tensor
-        shared_part = _part("learner and replica", copies, tensor, tensor * rank.offloaded)
-        parts = [shared_part, _part("learner", max(0, num_ranks - num_shared), 1, rank.offloaded)]
+        shared_part = _part("learner and replica", copies, tensor)
+        parts = [shared_part, _part("learner", max(0, num_ranks - num_shared), 1)]
     else:
-        parts = [_part("learner", num_ranks, 1, rank.offloaded)]
+        parts = [_part("learner", num_ranks, 1)]
     if topology is not None and topology.gpus_for_ref:
         parts.append(_part("reference", 1, topology.gpus_for_ref))
     return [part for part in parts if part.count]
 
 
-def _part(role: str, count: int, gpus: int, memory_bytes: int = 0) -> Part:
+def _part(role: str, count: int, gpus: int) -> Part:
     # A process a GPU, each of which keeps a core busy.
-    return Part(role, count, Resources(gpus=gpus, cores=gpus, memory_bytes=memory_bytes))
+    return Part(role, count, Resources(gpus=gpus, cores=gpus))
 
 
 def _process_parts(config: RunConfig, rank: RankMemory, replica: ReplicaMemory | None, model_bytes: int) -> list[Part]:
@@ -252,7 +250,7 @@ def _replica(config: RunConfig, shape: ModelShape, gpu_bytes: int | None, has_gp
 
 def _fraction(config: RunConfig) -> float:
     vllm = config.vllm or VllmSection()
-    default = OWN_GPU if place(config.topology, config.vllm).is_split else SHARED_GPU
+    default = OWN_GPU if place(config.sections).is_split else SHARED_GPU
     return vllm.gpu_memory_utilization or default
 
 
@@ -260,7 +258,7 @@ def _too_large(
     config: RunConfig, shape: ModelShape, rank: RankMemory, replica: ReplicaMemory | None, gpu_bytes: int
 ) -> list[str]:
     problems, room, deduction = [], USABLE * gpu_bytes, ""
-    is_shared = replica is not None and not place(config.topology, config.vllm).is_split
+    is_shared = replica is not None and not place(config.sections).is_split
     sleeps = config.vllm is not None and config.vllm.sleep_while_learning
     if is_shared and replica is not None and not sleeps:
         replica_bytes = replica.weights + replica.cache
@@ -292,7 +290,7 @@ def _advice(config: RunConfig, shape: ModelShape, room: float) -> str:
 
 
 def _most(rank: RankMemory) -> str:
-    rows = sorted(((name, size) for name, size in asdict(rank).items() if name != _OFFLOADED), key=lambda row: -row[1])
+    rows = sorted(((name, size) for name, size in asdict(rank).items()), key=lambda row: -row[1])
     return ", ".join(f"{name} {_gib(size)}" for name, size in rows[:3])
 
 
@@ -306,11 +304,8 @@ def describe(paper: Paper, config: RunConfig, machines: Machines) -> list[str]:
     for part in paper.parts:
         mine = [part_place for part_place in paper.places if part_place.role == part.role]
         lines.append(f"{part.role}: {part.count} x {part.each}{_where(mine)}")
-    breakdown = ", ".join(
-        f"{name} {_gib(size)}" for name, size in asdict(paper.rank).items() if size and name != _OFFLOADED
-    )
-    beside = f", and {_gib(paper.rank.offloaded)} of its node's memory" if paper.rank.offloaded else ""
-    lines.append(f"a learner rank takes {_gib(paper.rank.total)}: {breakdown}{beside}")
+    breakdown = ", ".join(f"{name} {_gib(size)}" for name, size in asdict(paper.rank).items() if size)
+    lines.append(f"a learner rank takes {_gib(paper.rank.total)}: {breakdown}")
     if (replica := paper.replica) is not None:
         length = config.rollout.max_model_len
         lines.append(

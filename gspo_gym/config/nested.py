@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from gspo_gym.base.settings import parse_seeds
 from gspo_gym.config.sections import ModelSection, RolloutSection
 from gspo_gym.config.services import TopologySection
 from gspo_gym.config.words import Problem, explain, look_up, show
@@ -73,13 +74,22 @@ _ONE_VALUE: Mapping[str, tuple[Any, str]] = {
     "reference.tp": (1, ", because one process scores the reference"),
 }
 # Keys of its scoring server, with the values that its files have by default.
-_OF_ITS_SERVER = {"reference.port": 8002, "reference.health_interval_ms": 300}
-_SWITCH = "training.step_rewards_enabled"
-# What the page of all keys says of them.
+_OF_ITS_SERVER = {"reference.port": 8002, "reference.health_interval_ms": 300, "reference.health_max_wait_s": 180}
+_METHODS = ("policy_gradient", "ppo")
+# What the page of all keys says of them, in the order in which they are taken.
 HOSTED_ONLY: Mapping[str, str] = {
     **{key: f"only {show(value)}{reason}" for key, (value, reason) in _ONE_VALUE.items()},
     **dict.fromkeys(_OF_ITS_SERVER, "a number > 0 without effect: Ray reaches the reference, and says if it is lost"),
-    _SWITCH: 'false sets training.step_rewards_mode to "off"; true demands another mode',
+    "judge.type": 'only "synth", the judge at services.judge_url, which must be given',
+    "training.step_rewards_enabled": 'false sets training.step_rewards_mode to "off"; true demands another mode',
+    "evaluation.instances": "so many of evaluation.seeds are played, the first; without them, the seeds from 0 on",
+    "rollout.ops": '"agent" and "env" in turns; more than one pair sets rollout.max_turns to the number of pairs',
+    "rollout.batches_per_step": "multiplies rollout.episodes_per_batch",
+    "training.max_accumulated_minibatch": "the most training.gradient_accumulation_steps; without those, as many as "
+    "split the iteration's episodes evenly",
+    "training.gradient_accumulation_steps": "multiplies training.batch_size",
+    "algorithm.method": f"{' or '.join(map(show, _METHODS))}; neither has a value function, and with ppo, whose clip "
+    "is meant to act, a batch must be used for more than one optimizer step",
 }
 
 # What the hosted trainer's client writes into every file that does not say it: as good as an absent key.
@@ -89,6 +99,7 @@ INSERTED: Mapping[str, str] = {"reference.placement": "none"}
 _REPLACED: Mapping[str, Sequence[str]] = {
     "model.base": ("model.source",),
     "model.source": ("model.base", "model.revision"),
+    "evaluation.seeds": ("evaluation.instances",),
 }
 
 _MAX_DEPTH = 64  # as of the bodies that servers take
@@ -199,21 +210,123 @@ def take_hosted_only(flat: Flat) -> None:
     for key in HOSTED_ONLY:
         above, _, name = key.rpartition(".")
         holder = look_up(flat.values, above)
-        if not isinstance(holder, dict) or name not in holder:
-            continue
-        value = holder.pop(name)
-        if key == _SWITCH:
-            _switch_step_rewards(flat, holder, value)
-        elif key in _OF_ITS_SERVER:
-            if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
-                flat.problems.append(Problem(key, f"expected an integer > 0, got {show(value)}"))
-            elif value != _OF_ITS_SERVER[key]:
-                text = "has no effect: Ray reaches the reference, and says if it is lost"
-                flat.notices.append(Problem(key, text))
-        else:
-            expected, reason = _ONE_VALUE[key]
-            if type(value) is not type(expected) or _lower(value) != expected:
-                flat.problems.append(Problem(key, f"expected {show(expected)}{reason}, got {show(value)}"))
+        if isinstance(holder, dict) and name in holder:
+            value = holder.pop(name)
+            if key in _ONE_VALUE:
+                _check_one_value(flat, key, value)
+            elif key in _OF_ITS_SERVER:
+                _check_server(flat, key, value)
+            else:
+                _TAKE[name](flat, key, value, holder)
+
+
+def _check_one_value(flat: Flat, key: str, value: Any) -> None:
+    expected, reason = _ONE_VALUE[key]
+    if type(value) is not type(expected) or _lower(value) != expected:
+        flat.problems.append(Problem(key, f"expected {show(expected)}{reason}, got {show(value)}"))
+
+
+def _check_server(flat: Flat, key: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
+        flat.problems.append(Problem(key, f"expected a number > 0, got {show(value)}"))
+    elif value != _OF_ITS_SERVER[key]:
+        text = "has no effect: Ray reaches the reference, and says if it is lost"
+        flat.notices.append(Problem(key, text))
+
+
+def _check_method(flat: Flat, key: str, value: Any, _: dict[str, Any]) -> None:
+    if _lower(value) not in _METHODS:
+        flat.problems.append(Problem(key, f"expected {' or '.join(map(show, _METHODS))}, got {show(value)}"))
+        return
+    episodes, size = (look_up(flat.values, name) for name in ("rollout.episodes_per_batch", "training.batch_size"))
+    is_one_step = episodes == size is not None and look_up(flat.values, "training.update_epochs", 1) == 1
+    if _lower(value) == "ppo" and is_one_step:
+        text = (
+            '"ppo" says that the clip acts, but each batch is used for one optimizer step, in which the ratio is 1: '
+            'lower training.batch_size, raise training.update_epochs, or set "policy_gradient"'
+        )
+        flat.problems.append(Problem(key, text))
+
+
+def _check_judge(flat: Flat, key: str, value: Any, _: dict[str, Any]) -> None:
+    if _lower(value) != "synth":
+        text = f'expected "synth", got {show(value)}: remove it, for a model or a function is what judge.options says'
+        flat.problems.append(Problem(key, text))
+    elif look_up(flat.values, "services.judge_url") is None:
+        text = (
+            '"synth" needs services.judge_url, where that judge answers; for a model behind an OpenAI-compatible '
+            "endpoint leave this out"
+        )
+        flat.problems.append(Problem(key, text))
+
+
+def _take_ops(flat: Flat, key: str, ops: Any, rollout: dict[str, Any]) -> None:
+    max_turns = rollout.get("max_turns")
+    if not isinstance(ops, list) or not ops or _lower(ops) != ["agent", "env"] * (len(ops) // 2):
+        text = f'expected "agent" and "env" in turns, "agent" first, got {show(ops)}'
+        flat.problems.append(Problem(key, text))
+    elif (num_pairs := len(ops) // 2) > 1:  # one pair is repeated max_turns times
+        if isinstance(max_turns, int) and max_turns < num_pairs:
+            text = f"expected at most rollout.max_turns = {max_turns} pairs, got {num_pairs}"
+            flat.problems.append(Problem(key, text))
+        rollout["max_turns"] = num_pairs
+
+
+def _take_instances(flat: Flat, key: str, value: Any, evaluation: dict[str, Any]) -> None:
+    if (num := _count(flat, key, value)) is None:
+        return
+    seeds = evaluation.setdefault("seeds", f"0:{num}")
+    try:
+        known_seeds = parse_seeds(seeds)
+    except (ConfigError, TypeError, ValueError):
+        return  # reported at evaluation.seeds
+    if (num_seeds := len(known_seeds)) == num:
+        return
+    if num < num_seeds:
+        evaluation["seeds"] = list(known_seeds[:num])
+    consequence = f"the first {num} are played" if num < num_seeds else f"each of these {num_seeds} is played once"
+    text = f"{num}, but evaluation.seeds has {num_seeds} seeds: {consequence}"
+    flat.notices.append(Problem(key, text))
+
+
+def _merge_batches(flat: Flat, key: str, value: Any, rollout: dict[str, Any]) -> None:
+    if (num := _count(flat, key, value)) is not None:
+        _multiply(flat, "rollout.episodes_per_batch", rollout, num, key)
+
+
+def _bound_accumulation(flat: Flat, key: str, value: Any, training: dict[str, Any]) -> None:
+    if (most := _count(flat, key, value)) is None:
+        return
+    num_steps, size = training.get("gradient_accumulation_steps"), training.get("batch_size")
+    episodes = look_up(flat.values, "rollout.episodes_per_batch")
+    if num_steps is None and isinstance(episodes, int) and isinstance(size, int) and size > 0:
+        num_batches = episodes // size
+        training["gradient_accumulation_steps"] = max(
+            (num for num in range(1, min(most, num_batches) + 1) if num_batches % num == 0), default=1
+        )
+    elif isinstance(num_steps, int) and num_steps > most:
+        training["gradient_accumulation_steps"] = most
+        text = f"training.gradient_accumulation_steps = {num_steps} is cut to {most}"
+        flat.notices.append(Problem(key, text))
+
+
+def _accumulate(flat: Flat, key: str, value: Any, training: dict[str, Any]) -> None:
+    if (num := _count(flat, key, value)) is not None:
+        _multiply(flat, "training.batch_size", training, num, key)
+
+
+def _count(flat: Flat, key: str, value: Any) -> int | None:
+    if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+        return value
+    flat.problems.append(Problem(key, f"expected an integer > 0, got {show(value)}"))
+    return None
+
+
+def _multiply(flat: Flat, target: str, holder: dict[str, Any], factor: int, key: str) -> None:
+    name = target.rpartition(".")[2]
+    if factor > 1 and isinstance(holder.get(name), int):  # another type is reported there
+        holder[name] *= factor
+        flat.written[target] = f"{flat.name(target)} x {key}"
 
 
 def _lower(value: Any) -> Any:
@@ -222,18 +335,31 @@ def _lower(value: Any) -> Any:
     return value.lower() if isinstance(value, str) else value
 
 
-def _switch_step_rewards(flat: Flat, training: dict[str, Any], is_on: Any) -> None:
+def _switch_step_rewards(flat: Flat, key: str, is_on: Any, training: dict[str, Any]) -> None:
     mode = training.get("step_rewards_mode")
     if not isinstance(is_on, bool):
-        flat.problems.append(Problem(_SWITCH, f"expected true or false, got {show(is_on)}"))
+        flat.problems.append(Problem(key, f"expected true or false, got {show(is_on)}"))
     elif is_on and mode in (None, "off"):
         text = 'true demands training.step_rewards_mode "decision_stepwise" or "env_sparse", got '
-        flat.problems.append(Problem(_SWITCH, text + show(mode)))
+        flat.problems.append(Problem(key, text + show(mode)))
     elif not is_on:  # the switch wins, as in the hosted trainer
         if mode not in (None, "off"):
             text = f"false switches step rewards off, so that training.step_rewards_mode = {show(mode)} has no effect"
-            flat.notices.append(Problem(_SWITCH, text))
+            flat.notices.append(Problem(key, text))
         training["step_rewards_mode"] = "off"
+
+
+# What becomes of the others, by the key's name: (flat form, key, value, the table that held it) -> None.
+_TAKE: Mapping[str, Callable[[Flat, str, Any, dict[str, Any]], None]] = {
+    "type": _check_judge,
+    "step_rewards_enabled": _switch_step_rewards,
+    "instances": _take_instances,
+    "ops": _take_ops,
+    "batches_per_step": _merge_batches,
+    "max_accumulated_minibatch": _bound_accumulation,
+    "gradient_accumulation_steps": _accumulate,
+    "method": _check_method,
+}
 
 
 def _keep_section(flat: Flat, table: str, entries: Mapping[str, Any]) -> None:

@@ -103,9 +103,8 @@ class RunRecord(Settings):
 
     @property
     def evaluation_seeds(self) -> tuple[int, ...]:
-        """Return the seeds of the evaluation's tasks: the first `instances` where there are more."""
-        seeds, instances = self.evaluation.seeds, self.evaluation.instances
-        return tuple(range(instances or 0)) if seeds is None else parse_seeds(seeds)[:instances]
+        """Return the seeds of the evaluation's tasks."""
+        return () if self.evaluation.seeds is None else parse_seeds(self.evaluation.seeds)
 
     @property
     def num_evaluation_episodes(self) -> int:
@@ -136,10 +135,7 @@ class RunRecord(Settings):
     @property
     def episode_limits(self) -> EpisodeLimits:
         """Return the limits of an evaluation's episodes and of demonstrations."""
-        num_pairs = len(self.rollout.ops) // 2
-        # One pair is repeated up to max_turns; a longer list of ops is played once.
-        limits = EpisodeLimits.of(self.rollout, self.limits)
-        return limits if num_pairs == 1 else limits.model_copy(update={"max_turns": num_pairs})
+        return EpisodeLimits.of(self.rollout, self.limits)
 
     @property
     def training_limits(self) -> EpisodeLimits:

@@ -37,10 +37,7 @@ SIZE_KEYS = (
     "training.iterations_per_epoch",
     "rollout.episodes_per_batch",
     "training.batch_size",
-    "rollout.batches_per_step",
     "training.update_epochs",
-    "training.gradient_accumulation_steps",
-    "training.max_accumulated_minibatch",
 )
 
 
@@ -55,16 +52,33 @@ class GatewaySection(Settings):
     An app is handed a URL with an id that cannot be guessed, which is its only key.
     """
 
-    host: str = Field(
-        default="127.0.0.1",
-        min_length=1,
-        description="address to listen on; the default is reached from this machine only",
+    address: str = Field(
+        default="127.0.0.1:0",
+        description="HOST:PORT to listen on; the default's host is reached from this machine only, and port 0 is any "
+        "that is free",
     )
-    port: int = Field(default=0, ge=0, lt=65536, description="port to listen on; 0: any that is free")
     public_url: Url | None = Field(
         default=None,
-        description="base URL under which apps reach the gateway (a tunnel, a proxy, a name); absent: host and port",
+        description="base URL under which apps reach the gateway (a tunnel, a proxy, a name); absent: the address",
     )
+
+    @field_validator("address")
+    @classmethod
+    def _has_a_host_and_a_port(cls, address: str) -> str:
+        host, _, port = address.rpartition(":")
+        if not host or not port.isdecimal() or int(port) >= 65536:
+            raise ValueError(f"expected HOST:PORT with a port below 65536, got {address!r}")
+        return address
+
+    @property
+    def host(self) -> str:
+        """Return the host to listen on."""
+        return self.address.rpartition(":")[0].strip("[]")
+
+    @property
+    def port(self) -> int:
+        """Return the port to listen on; 0: any that is free."""
+        return int(self.address.rpartition(":")[2])
 
 
 class PolicyConfigSection(Settings):
@@ -178,21 +192,23 @@ class WeightSyncSection(Settings):
     mode: Literal["auto", "direct", "full"] = Field(
         default="auto",
         description="direct: an adapter alone where the engine takes adapters; full: always all weights, an adapter "
-        "merged; auto: full where all weights are handed over (transfer, or processes that sample) and for vLLM on a "
+        "merged; auto: full where all weights are handed over (by direct, or processes that sample) and for vLLM on a "
         "processor, whose kernels for adapters are slow there, else direct",
     )
-    direct: bool = Field(
-        default=True, description="through memory (the learner's own, or /dev/shm), not through the run's folder"
+    direct: bool | Literal["ipc", "nccl", "shared_memory"] = Field(
+        default=True,
+        description="as files in memory (/dev/shm), or, if false, in the run's folder, which vLLM reads; or all "
+        "weights are handed over: by CUDA IPC on the learner's own GPU, by NCCL to GPUs of [topology], or through this "
+        "machine's memory; ipc and nccl were never run on a GPU",
     )
     verify_every_k: int = Field(
         default=0, ge=0, description="updates between checks of files and checksums, besides the canary's; 0: none"
     )
-    transfer: Literal["files", "ipc", "nccl", "shared_memory"] = Field(
-        default="files",
-        description="how all weights reach vLLM in this process: as files that it reads, or handed over in memory: by "
-        "CUDA IPC on the learner's own GPU, by NCCL to GPUs of [topology], or through this machine's memory; ipc and "
-        "nccl were never run on a GPU, hence the default",
-    )
+
+    @property
+    def transfer(self) -> Literal["files", "ipc", "nccl", "shared_memory"]:
+        """Return the way by which all weights reach vLLM in this process."""
+        return "files" if isinstance(self.direct, bool) else self.direct
 
 
 def optional(settings: type[BaseModel], name: str) -> Any:
@@ -213,13 +229,6 @@ def show_default(settings: type[BaseModel], name: str) -> str:
 class AlgorithmSection(Settings):
     """[algorithm]: the method. `variety` also supplies defaults to [loss] and [advantages]."""
 
-    method: Literal["policy_gradient", "ppo"] = Field(
-        default="policy_gradient",
-        description=(
-            "neither has a value function; ppo says that the clip is meant to act, and so demands more than one "
-            "optimizer step a batch"
-        ),
-    )
     variety: Literal["gspo", "gspo_token", "grpo"] = Field(
         default="gspo",
         description=(
@@ -353,13 +362,6 @@ class RolloutSection(Settings):
         default=False, description="train on an http engine's samples with the learner's logprobs; evaluate the learner"
     )
     max_turns: int = same(EpisodeLimits, "max_turns")
-    ops: tuple[Literal["agent", "env"], ...] = Field(
-        default=("agent", "env"),
-        description=(
-            "who acts: agent and env in turns; one pair is repeated max_turns times, a longer list ends the episode "
-            "after its last pair"
-        ),
-    )
     max_output_tokens: int = same(EpisodeLimits, "max_output_tokens")
     min_output_tokens: int = Field(default=0, ge=0, description="tokens per turn before which no stop token is sampled")
     max_model_len: int = same(EpisodeLimits, "max_model_len")
@@ -383,20 +385,12 @@ class RolloutSection(Settings):
     episodes_per_batch: int = Field(
         gt=0, description="episodes per batch, a multiple of training.group_size; episodes that fail are replaced"
     )
-    batches_per_step: int = Field(default=1, gt=0, description="batches that are merged into one iteration's")
     max_concurrent_rollouts: int = same(PoolLimits, "max_concurrent_rollouts")
 
     @property
     def sampling(self) -> Sampling:
         parameters = {name: getattr(self, name) for name in SAMPLING_NAMES if name in type(self).model_fields}
         return Sampling(**parameters, min_tokens=self.min_output_tokens)
-
-    @field_validator("ops")
-    @classmethod
-    def _take_turns(cls, ops: tuple[str, ...]) -> tuple[str, ...]:
-        if not ops or ops != ("agent", "env") * (len(ops) // 2):
-            raise ValueError(f'expected "agent" and "env" in turns, "agent" first, got {list(ops)}')
-        return ops
 
 
 class TrainingSection(RetentionSettings, LoopSettings, UpdateSettings, BatchSettings):

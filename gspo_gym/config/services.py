@@ -9,12 +9,12 @@ count the GPUs that this process sees, from 0; CUDA_VISIBLE_DEVICES makes them d
 | what is given                                        | learner     | vLLM        | dedicated reference  |
 | ---------------------------------------------------- | ----------- | ----------- | -------------------- |
 | compute.gpu_count = 0, or a machine without GPUs     | processor   | processor   | processor            |
-| no [topology]: vLLM, if it is there, takes tp x dp   | 0           | 0 .. tp*dp-1| 0                    |
+| no [topology]: vLLM, if it is there, takes all n     | 0           | 0 .. n-1    | 0                    |
 | [topology] with v for vLLM, 1 to train, r for ref    | v           | 0 .. v-1    | v+1 .. v+r           |
 | the same with type = "colocated"                     | 0           | 0 .. v-1    | v .. v+r-1           |
 
-tp and dp are vllm.tensor_parallel_size and vllm.data_parallel_size; with [topology] they are its tensor_parallel and
-v / tensor_parallel, which with type = "cluster" are shared out to several engines (`num_servers`). Where vLLM and the
+Copies of the model of vllm.tensor_parallel_size GPUs each fill what vLLM gets; with type = "cluster" each is an engine
+of its own (`num_servers`). n is compute.gpu_count, and without that, vllm.tensor_parallel_size. Where vLLM and the
 learner share a GPU, vllm.gpu_memory_utilization says how much of it is vLLM's.
 
 Never run on several GPUs. vLLM 0.32 looks its numbers up in CUDA_VISIBLE_DEVICES, as is done here (from its source).
@@ -44,7 +44,7 @@ class ServicesSection(Settings):
         "--task-url and TASK_APP_URL go over it",
     )
     judge_url: Url | None = Field(
-        default=None, description="base URL of the HTTP judge, which judge.type synth asks (key: JUDGE_API_KEY)"
+        default=None, description="base URL of a judge that answers the hosted trainer's protocol (key: JUDGE_API_KEY)"
     )
     engine_urls: tuple[str, ...] = Field(
         default=(), description='base URLs of endpoints that generate, alike; with rollout.engine "http"'
@@ -84,8 +84,8 @@ class TopologySection(Settings):
     gpus_for_vllm: int = Field(
         gt=0,
         description="GPUs that generate; without GPUs and with type cluster processes that do: each with a copy of the "
-        "model where rollout.engine is local, else tensor_parallel x vllm.data_parallel_size for each vLLM, which "
-        "stand behind a router if there is more than one",
+        "model where rollout.engine is local, else tensor_parallel for each vLLM, which stand behind a "
+        "router if there is more than one",
     )
     gpus_for_training: int = Field(
         gt=0, description="processes that share the learner's model, each on a GPU; more than 1 is refused with GPUs"
@@ -102,12 +102,6 @@ class TopologySection(Settings):
         gt=0,
         description="for an update by several learner processes, or for a process that samples to take new weights; "
         "then one of them hangs",
-    )
-    ray_address: str | None = Field(
-        default=None,
-        min_length=1,
-        description="of Ray's head, HOST:PORT; absent: RAY_ADDRESS, and without that Ray is started on this machine, "
-        "for this run",
     )
     max_restarts: int = Field(
         default=3,
@@ -132,11 +126,6 @@ class LearnerSection(Settings):
         description="in which they compute; weights, sums of gradients and the optimizer's state stay as they are; "
         "absent: model.dtype",
     )
-    cpu_offload: bool = Field(
-        default=False,
-        description="keep weights, gradients and the optimizer's state in the processor's memory, and a layer on the "
-        "GPU only while it computes; never run on a GPU",
-    )
 
 
 class VllmSection(Settings):
@@ -144,12 +133,6 @@ class VllmSection(Settings):
 
     tensor_parallel_size: int = Field(
         default=1, gt=0, description="devices that share each layer while generating; with [topology], its own"
-    )
-    data_parallel_size: int = Field(
-        default=1,
-        gt=0,
-        description="copies of the model, each on devices of its own; with [topology], as many as fit, and with type "
-        "cluster, of each server",
     )
     max_model_len: int | None = Field(
         default=None,
@@ -168,17 +151,6 @@ class VllmSection(Settings):
     )
     kv_cache_gib: float | None = Field(
         default=None, gt=0, description="GiB for keys and values; absent: what is left of that, or 1 on a processor"
-    )
-    block_size: int | None = Field(
-        default=None,
-        gt=0,
-        multiple_of=16,
-        description="tokens of a block of keys and values, and the least that a turn finds again of the one before it: "
-        "only whole blocks are kept; on a processor a multiple of 32, which its kernels take; absent: 32 there, where "
-        "vLLM's own 128 is longer than a short episode, else vLLM's own",
-    )
-    structured_output: bool = Field(
-        default=False, description="obey the JSON schemas that task apps ask for; such calls are never trained on"
     )
     sleep_while_learning: bool = Field(
         default=False,
@@ -276,16 +248,15 @@ def _missing_of_replicas(topology: TopologySection, sections: Mapping[str, Any])
         )
     if sync is not None and sync.transfer != "files":
         problems.append(
-            f'training.weight_sync.transfer = "{sync.transfer}": {replicas} are always given weights one at a time, '
+            f'training.weight_sync.direct = "{sync.transfer}": {replicas} are always given weights one at a time, '
             "over their connections; remove it"
         )
     return problems
 
 
-def num_servers(topology: TopologySection, vllm: VllmSection | None) -> int:
-    """Return the number of engines of a cluster, each of tensor_parallel x data_parallel_size devices."""
-    copies = 1 if vllm is None else vllm.data_parallel_size
-    return topology.gpus_for_vllm // topology.tensor_parallel // copies
+def num_servers(topology: TopologySection) -> int:
+    """Return the number of engines of a cluster, each of tensor_parallel devices."""
+    return topology.gpus_for_vllm // topology.tensor_parallel
 
 
 def num_replicas(sections: Mapping[str, Any]) -> int:
@@ -293,7 +264,7 @@ def num_replicas(sections: Mapping[str, Any]) -> int:
     topology: TopologySection | None = sections["topology"]
     if topology is None or topology.type != "cluster":
         return 0
-    num = num_servers(topology, sections["vllm"])
+    num = num_servers(topology)
     return num if num > 1 else 0
 
 
@@ -303,14 +274,11 @@ def has_replicas(sections: Mapping[str, Any]) -> bool:
 
 
 def _missing_split(gpu_count: int, sections: Mapping[str, Any]) -> list[str]:
-    topology, vllm = sections["topology"], sections["vllm"]
-    if topology is not None or gpu_count < 2:
-        return []
-    if vllm is not None and vllm.tensor_parallel_size * vllm.data_parallel_size == gpu_count:
+    if gpu_count < 2 or sections["topology"] is not None or sections["vllm"] is not None:
         return []
     return [
         f"compute.gpu_count = {gpu_count}: training takes 0 GPUs or 1; split them by [topology], or let vLLM in this "
-        f"process take them all: vllm.tensor_parallel_size x vllm.data_parallel_size = {gpu_count}"
+        "process take them all: add [vllm]"
     ]
 
 
@@ -379,16 +347,17 @@ class Placement:
         return 1 + max(self.learner, *self.vllm, *self.reference)
 
 
-def place(topology: TopologySection | None, vllm: VllmSection | None) -> Placement:
-    """Return the placement of these sections, which are valid; see the table above.
+def place(sections: Mapping[str, Any]) -> Placement:
+    """Return the placement of a valid configuration; see the table above.
 
     Without [topology] the GPUs of vLLM are those that it would take if it ran in this process.
     """
+    topology, vllm, compute = sections["topology"], sections["vllm"], sections["compute"]
     if topology is None:
-        tensor, data = (1, 1) if vllm is None else (vllm.tensor_parallel_size, vllm.data_parallel_size)
+        tensor = 1 if vllm is None else vllm.tensor_parallel_size
+        data = 1 if vllm is None or compute is None else max(1, compute.gpu_count // tensor)
         return Placement(0, tuple(range(tensor * data)), (0,), False, tensor, data)
     for_vllm, is_split = topology.gpus_for_vllm, topology.type != "colocated"
-    num = num_servers(topology, vllm) if topology.type == "cluster" else 1
     first = num_gpus_of_both(topology)
     return Placement(
         learner=for_vllm if is_split else 0,
@@ -396,7 +365,7 @@ def place(topology: TopologySection | None, vllm: VllmSection | None) -> Placeme
         reference=tuple(range(first, first + topology.gpus_for_ref)),
         is_split=is_split,
         tensor_parallel_size=topology.tensor_parallel,
-        data_parallel_size=for_vllm // topology.tensor_parallel // num,  # a rule has checked that nothing is left
+        data_parallel_size=1 if topology.type == "cluster" else for_vllm // topology.tensor_parallel,
     )
 
 

@@ -394,6 +394,27 @@ RETIRED: Mapping[str, str] = {
     "tracking.run_name": "W&B calls a run by model.label: remove it",
     "tracking.wandb_tags": "run.tags are the tags in W&B: write them there, such as { a = true }",
     "vllm.enforce_eager": "vLLM compiles on GPUs, and never on a processor: remove it",
+    "gateway.host": 'write gateway.address = "HOST:PORT"',
+    "gateway.port": 'write gateway.address = "HOST:PORT"',
+    "judge.gold.every_n_iters": "gold scores as often as the run evaluates, evaluation.every_n_iters: remove it",
+    "judge.gold.num_episodes": "gold scores 32 episodes of an iteration: remove it",
+    "judge.options.aggregate": "the score of several judges or samples is their mean: remove it",
+    "judge.options.rubric_aggregate": "a total is a sum or a weighted mean, as the rubric says: remove it",
+    "judge.options.show_reasoning": "a judge does not read what the policy thought: remove it",
+    "learner.cpu_offload": "several processes learn without GPUs only: remove it",
+    **dict.fromkeys(
+        (f"loss.sapo_temperature_{sign}" for sign in ("pos", "neg")),
+        "write loss.sapo_temperatures = [POSITIVE, NEGATIVE]",
+    ),
+    "rewards.kl_horizon": "beta is adapted over 10000 trajectories: remove it",
+    "rewards.overlong_penalty": "write it as rewards.overlong, a number",
+    "topology.ray_address": "set the environment variable RAY_ADDRESS",
+    "training.lora.on_mismatch": "an adapter of another shape is widened: remove it",
+    "training.must_save_by": "a run that is asked to stop by SIGTERM saves: have it sent early enough, and remove this",
+    "training.weight_sync.transfer": "write it as training.weight_sync.direct",
+    "vllm.block_size": "it is 32 tokens on a processor, and vLLM's own on a GPU: remove it",
+    "vllm.data_parallel_size": "copies fill compute.gpu_count, or topology.gpus_for_vllm: remove it",
+    "vllm.structured_output": "schemas are obeyed where apps play and rollout.min_output_tokens is 0: remove it",
 }
 SYSTEMS: Mapping[str, System] = {"trl": TRL, "roll": ROLL, "agilerl": AGILERL, "stateset": STATESET}
 
@@ -426,13 +447,13 @@ OTHERS: Mapping[str, Mapping[str, Row]] = {
     },
     "the paper": {"G": _renamed("training.group_size")},
     "others": {
-        "gradient_accumulation": _renamed("training.gradient_accumulation_steps"),
+        "gradient_accumulation": Row(("training.batch_size",), hint="times batch_size"),
         "epsilon_low": _renamed("loss.clip_low"),
         "clip_range": _CLIPS,
         "kl_penalty": _renamed("loss.kl_coef"),
         "gamma": _renamed("advantages.discount"),
         "dynamic_sampling": Row(("training.constant_groups",), values={True: "refill"}),
-        "seed_count": _renamed("evaluation.instances"),
+        "seed_count": _renamed("evaluation.seeds"),
     },
     "transformers": {
         "max_new_tokens": _renamed("rollout.max_output_tokens"),
@@ -445,10 +466,7 @@ OTHERS: Mapping[str, Mapping[str, Row]] = {
             values={"trainer": "recompute", "recompute": "recompute", "rollout": "rollout", "sampler": "rollout"},
         ),
         "warmup_proportion": _renamed("optimizer.warmup_steps"),
-        "merge_lora_configs": Row(
-            ("training.lora.on_mismatch",), values={True: "merge"},
-            advice={False: "nothing: a mismatch is an error by default"},
-        ),
+        "merge_lora_configs": Row(note="an adapter of another shape is widened here: remove it"),
     },
     "stateset-agents": {
         "num_gradient_updates": _renamed("training.update_epochs"),

@@ -129,7 +129,7 @@ def _shape_advantages(records: StepRecords, values: Floats, at: Indices, state: 
         values = values - beta * to_go + config["advantages.kl_shaping_coef"] * (means[pool] - kl)
         if target is not None:  # arXiv 1909.08593, section 2.2
             surplus = min(max(means.mean() / target - 1, -0.2), 0.2)
-            state = state._replace(kl_coef=beta * (1 + surplus * min(len(sizes) / config["rewards.kl_horizon"], 1.0)))
+            state = state._replace(kl_coef=beta * (1 + surplus * min(len(sizes) / 10_000, 1.0)))
     whiten = config["advantages.whiten"]
     if whiten != "none" and len(values) > (whiten == "tokens"):
         weights = np.full(len(at), 1 / len(at)) if whiten == "tokens" else 1 / (len(sizes) * sizes[pool])
@@ -184,8 +184,8 @@ def _returns(records: StepRecords, num_turns: Indices) -> tuple[Floats, Floats]:
     config, rewards = records.config, np.zeros((len(num_turns), num_turns.max(initial=1)))
     for i in np.flatnonzero(num_turns).tolist():
         rewards[i, : num_turns[i]] = _rewards(config, records.episodes[i])
-    if config["rewards.overlong"] == "penalize":
-        rewards[np.arange(len(num_turns)), num_turns - 1] -= config["rewards.overlong_penalty"] * _are_overlong(records)
+    if not isinstance(penalty := config["rewards.overlong"], str):
+        rewards[np.arange(len(num_turns)), num_turns - 1] -= penalty * _are_overlong(records)
     values, sizes = rewards, np.abs(rewards)
     for k in reversed(range(rewards.shape[1] - 1)):  # of turn k, what it and those after it earn
         values[:, k] += config["advantages.discount"] * values[:, k + 1]
@@ -383,7 +383,7 @@ def terms_of(
     clip = np.where(is_near, seen["clip"], clip)
     terms = {"ratio": s, "correction": w, "clip": clip, "drift": drift, "H": seen["entropy"]}
     terms["fate"] = np.where(w > 0, TRAINED, LEFT_OUT)
-    taus = config.get("loss.sapo_temperature_pos", 1.0), config.get("loss.sapo_temperature_neg", 1.05)
+    taus = tuple(config.get("loss.sapo_temperatures", (1.0, 1.05)))
     ratios = Ratios(s, gain, drift, units, clip == 0, (low, high, dual), taus)
     value, slope = SURROGATES[config["loss.surrogate"]](ratios)
     terms["loss/policy"], terms["slope"] = -w * value, -w * slope

@@ -6,6 +6,7 @@ import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from gspo_gym.base.settings import parse_seeds
 from gspo_gym.diagnosis.view import Check, Finding, RunView
 from gspo_gym.rollout.summary import TOOL_PREFIX
 
@@ -133,7 +134,8 @@ def evaluation_does_not_improve(run: RunView) -> Finding | None:
     first, best = scores[0], max(scores, key=lambda score: score.value)
     if best.low > first.value or first.value >= 0.9:  # improved, or hardly any room to
         return None
-    num = run.setting("evaluation.instances")
+    seeds = run.setting("evaluation.seeds")
+    num = None if seeds is None else len(parse_seeds(seeds))
     return Finding(
         "warning",
         "No evaluation is clearly better than the one before training.",
@@ -221,7 +223,7 @@ def episodes_are_cut_off(run: RunView) -> list[Finding]:
             f"{metric} is {fraction.mean:.0%} in {fraction.steps}; more than {limit:.0%} is many",
             key,
             f"raise it from {run.setting(key)} to {2 * (run.setting(key) or 1)}"
-            + (', or set rewards.overlong to "mask" or "penalize"' if is_kept else ""),
+            + (', or set rewards.overlong to "mask" or to a penalty' if is_kept else ""),
         )
         for metric, limit, episodes_text, key in _CUTS
         if (fraction := run.recent(metric)) is not None and fraction.mean > limit

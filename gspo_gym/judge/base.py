@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar
 
 from gspo_gym.errors import ConfigError, ServiceError, UnscoredError, nearest_name
-from gspo_gym.judge.rubric import Aggregate, Rubric
+from gspo_gym.judge.rubric import Rubric
 from gspo_gym.types import Trajectory, is_finite
 
 BY_RULE = "by rule: the policy said nothing"
@@ -80,29 +80,6 @@ class Rubrics:
             return replace(rubric, track_weights={track: weights.get(track, 1.0) for track in rubric.tracks})
 
         return Rubrics(**{name: _change_part(name, reweight, rubric) for name, rubric in self.parts.items()})
-
-    def with_aggregate(self, aggregate: Aggregate) -> Rubrics:
-        """Return the rubrics with this function in every part with aggregation "custom".
-
-        Raises:
-            ConfigError: no part has that aggregation.
-        """
-        if all(rubric.aggregation != "custom" for rubric in self.parts.values()):
-            raise ConfigError('a function that aggregates is given, but no part has aggregation = "custom"')
-        return Rubrics(
-            **{
-                name: replace(rubric, aggregate=aggregate) if rubric.aggregation == "custom" else rubric
-                for name, rubric in self.parts.items()
-            }
-        )
-
-    def require_totals(self) -> None:
-        """Raise a ConfigError, before anything is judged, for aggregation "custom" without a function."""
-        for name, rubric in self.parts.items():
-            if rubric.aggregation == "custom" and rubric.aggregate is None:
-                raise ConfigError(
-                    f'{name}: aggregation "custom" needs a function; name it as module:function in the configuration'
-                )
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,7 +42,7 @@ from gspo_gym.judge.base import (
 from gspo_gym.judge.model.transcript import suspicions
 from gspo_gym.judge.rubric import Rubric
 from gspo_gym.judge.settings import JudgeOptions
-from gspo_gym.types import Message, Outcome, Trajectory, is_finite
+from gspo_gym.types import Outcome, Trajectory, is_finite
 
 ROUTE = "/judge/v1/score"
 LATER_ROUTE = "/graphs/verifiers/completions"
@@ -151,7 +151,6 @@ def request_to_wire(
     *,
     options: Mapping[str, Any],
     policy_name: str = "policy",
-    show_reasoning: bool = False,
 ) -> Json:
     """Return the body of a request about these parts, "event", "outcome" or both.
 
@@ -165,7 +164,7 @@ def request_to_wire(
         "policy_name": policy_name,
         "task_app": {"id": request.task_app or trajectory.task.env_id},
         "trace": {
-            "event_history": _events(trajectory, show_reasoning=show_reasoning),
+            "event_history": _events(trajectory),
             "markov_blanket_message_history": [],
             "metadata": {"env_id": trajectory.task.env_id, "policy_id": policy_name, "length": len(trajectory.turns)},
         },
@@ -222,15 +221,7 @@ def judgement_to_wire(judgement: Judgement, request: JudgeRequest, *, event_indi
     }
 
 
-def shown_message(message: Message, *, show_reasoning: bool) -> Json:
-    """Return the policy's message for the wire, with or without its reasoning."""
-    wire = message_to_wire(message)
-    if not show_reasoning or message.reasoning_content is None:
-        return wire
-    return {**wire, "reasoning_content": message.reasoning_content}
-
-
-def _events(trajectory: Trajectory, *, show_reasoning: bool) -> list[Json]:
+def _events(trajectory: Trajectory) -> list[Json]:
     messages, num_turns = trajectory.messages, len(trajectory.turns)
     by_policy = [index for index, message in enumerate(messages) if message.role == "assistant"]
     if trajectory.outcome.is_infrastructure_failure or not 0 < num_turns <= len(by_policy):
@@ -242,7 +233,7 @@ def _events(trajectory: Trajectory, *, show_reasoning: bool) -> list[Json]:
     before = 0
     # The last ones: messages of the assistant before the first turn belong to the prompt.
     for turn, index in enumerate(by_policy[-num_turns:]):
-        message = shown_message(messages[index], show_reasoning=show_reasoning)
+        message = message_to_wire(messages[index])
         is_last = turn == num_turns - 1
         answer = {"answer": [message_to_wire(after) for after in messages[index + 1 :]]} if is_last else {}
         events.append(
@@ -306,8 +297,6 @@ def _read_review(where: str, review: WireReview, totals_given: Sequence[float | 
             read_review, source = review_of(rubric, scores, review.summary or ""), "its criteria make"
         except JudgeError as error:
             raise JudgeError(f"{where}: {error}") from error
-        if rubric.aggregation == "custom":  # a service cannot know the function that makes the total
-            return read_review
     if not totals:
         raise JudgeError(f"{where}: expected a finite total, got None")
     read_review = read_review or Review(scores, float(totals[0]), review.summary or "")
@@ -409,7 +398,6 @@ class HttpJudge:
             self._parts,
             options={name: value for name, value in options.items() if value is not None},
             policy_name=self._policy_name,
-            show_reasoning=settings.show_reasoning,
         )
         costs: list[JudgeCost] = []
 

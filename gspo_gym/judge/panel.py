@@ -4,7 +4,7 @@ A function, `module:function`, plain or async, is called with one argument, the 
 (`policy_name`, `task_app`, `trace`, `options`, `rubric`; see `judge/http.py`) and `seed`, `prompt` (the
 messages before the first turn), `completion` (the model's last message) and `messages`. It returns the outcome's total
 as a number, or an HTTP judge's answer, in which totals may stand without scores of criteria. The payload holds no
-rewards, and reasoning only on request.
+rewards, and no reasoning.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ import inspect
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
+from gspo_gym.base.messages import message_to_wire
 from gspo_gym.env.workers.threads import OwnThread
 from gspo_gym.judge.base import (
     BY_RULE,
@@ -33,23 +34,18 @@ from gspo_gym.judge.base import (
     load_function,
     review_of,
 )
-from gspo_gym.judge.http import Json, judgement_from_wire, request_to_wire, shown_message
+from gspo_gym.judge.http import Json, judgement_from_wire, request_to_wire
 from gspo_gym.judge.model.transcript import read_transcript, suspicions
-
-Aggregate = Literal["mean", "median"]
-
-_AGGREGATES: dict[Aggregate, Callable[[list[float]], float]] = {"mean": statistics.fmean, "median": statistics.median}
 
 
 class PanelJudge:
     """Judge that asks all members at once; several samples of one model are members with different `sample`.
 
-    `aggregate` is of scores and totals.
+    Scores and totals are means over the members.
     """
 
-    def __init__(self, judges: Sequence[Judge], *, aggregate: Aggregate = "mean") -> None:
+    def __init__(self, judges: Sequence[Judge]) -> None:
         self._judges = tuple(judges)
-        self._aggregate = _AGGREGATES[aggregate]
 
     @property
     def name(self) -> str:
@@ -57,7 +53,7 @@ class PanelJudge:
         return f"panel({', '.join(judge.name for judge in self._judges)})"
 
     async def judge(self, request: JudgeRequest) -> Judgement:
-        """Return the aggregate of the members' judgements (`Judge.judge`).
+        """Return the mean of the members' judgements (`Judge.judge`).
 
         Raises:
             JudgeBudgetError, JudgeDeniedError, JudgeDownError: an answer is missing, and a member has such a reason.
@@ -111,10 +107,10 @@ class PanelJudge:
         for id_ in common_ids:
             scores = [review.criteria[id_] for review in reviews]
             reasons = " | ".join(score.reason for score in scores)
-            criteria[id_] = CriterionScore(self._aggregate([score.score for score in scores]), reasons)
+            criteria[id_] = CriterionScore(statistics.fmean([score.score for score in scores]), reasons)
         summary = " | ".join(review.summary for review in reviews if review.summary)
         # The total is aggregated apart: it differs from the total of aggregated scores where a criterion is required.
-        return Review(criteria, self._aggregate([review.total for review in reviews]), summary)
+        return Review(criteria, statistics.fmean([review.total for review in reviews]), summary)
 
 
 JudgeFunction = Callable[[Json], Any]  # the payload -> a number, or a mapping of the contract; or an awaitable of one
@@ -128,7 +124,6 @@ class PythonJudge:
 
     Args:
         function: "module:function", or the function itself.
-        show_reasoning: whether the payload holds the policy's reasoning.
     """
 
     def __init__(
@@ -137,12 +132,10 @@ class PythonJudge:
         *,
         max_concurrency: int = 8,
         timeout_seconds: float = 60.0,
-        show_reasoning: bool = False,
     ) -> None:
         self._function = load_function(function, of="judge") if isinstance(function, str) else function
         self.name = f"python:{function if isinstance(function, str) else getattr(function, '__qualname__', 'function')}"
         self._timeout_seconds = timeout_seconds
-        self._show_reasoning = show_reasoning
         self._places = asyncio.Semaphore(max_concurrency)
 
     async def judge(self, request: JudgeRequest) -> Judgement:
@@ -151,7 +144,7 @@ class PythonJudge:
         Raises:
             JudgeError: the function raised, took too long, or returned something else.
         """
-        transcript = read_transcript(request.trajectory, show_reasoning=self._show_reasoning)
+        transcript = read_transcript(request.trajectory)
         flags = suspicions(request.trajectory)
         if all(transcript.is_empty_turn(turn) for turn in range(transcript.num_turns)):
             event, outcome = request.rubrics.event, request.rubrics.outcome
@@ -193,8 +186,8 @@ class PythonJudge:
         return await answer if inspect.isawaitable(answer) else answer
 
     def _payload(self, request: JudgeRequest) -> Json:
-        messages, show_reasoning = request.trajectory.messages, self._show_reasoning
-        body = request_to_wire(request, request.rubrics.parts, options={}, show_reasoning=show_reasoning)
+        messages = request.trajectory.messages
+        body = request_to_wire(request, request.rubrics.parts, options={})
         by_policy = [index for index, message in enumerate(messages) if message.role == "assistant"]
         # The first of the last so many: those before it are examples in the task.
         first, last = by_policy[-len(request.trajectory.turns)], by_policy[-1]
@@ -203,5 +196,5 @@ class PythonJudge:
             "seed": request.trajectory.task.seed,
             "prompt": "\n\n".join(message.content for message in messages[:first]),
             "completion": messages[last].content,
-            "messages": [shown_message(message, show_reasoning=show_reasoning) for message in messages],
+            "messages": [message_to_wire(message) for message in messages],
         }

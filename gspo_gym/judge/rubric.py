@@ -4,7 +4,6 @@ With s the score of a criterion on its scale and w its weight, the total is
 
     weighted_sum    sum w s / sum w: a mean, as task apps have it (also for "inherit" with nothing to inherit from)
     sum             sum s: weights do not count
-    custom          the result of a function of the operator
 
 With track weights v (ours, because the contract names them without a formula) a track's score is the mean of its
 criteria, T = sum w n / sum w, with n the score normalised to [0, 1]; the total is sum v T / sum v, and under "sum" it
@@ -18,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
@@ -26,10 +25,7 @@ from gspo_gym.errors import ConfigError, UnscoredError, nearest_name
 from gspo_gym.types import is_finite
 
 Scale = Literal["binary", "bounded", "count", "custom"]
-Aggregation = Literal["sum", "weighted_sum", "custom", "inherit"]
-
-# Scores by id, and the rubric -> the total.
-Aggregate = Callable[[Mapping[str, float], "Rubric"], float]
+Aggregation = Literal["sum", "weighted_sum", "inherit"]
 
 MAX_COUNT = 1_000_000  # a schema wants a highest number; what a judge could really count is below it
 _MAX_ID = 128  # characters: ids are keys of a verdict and stand in every prompt
@@ -150,7 +146,6 @@ class Rubric:
         goal_text: the goal, which the judge reads.
         aggregation: how scores become the total.
         track_weights: >= 0 by track, 1 for a track that is not named; empty: tracks do not count.
-        aggregate: the function of aggregation "custom"; None: not given (yet).
     """
 
     criteria: tuple[Criterion, ...]
@@ -158,7 +153,6 @@ class Rubric:
     goal_text: str = ""
     aggregation: Aggregation = "weighted_sum"
     track_weights: Mapping[str, float] = field(default_factory=dict)
-    aggregate: Aggregate | None = None
 
     def __post_init__(self) -> None:
         if not self.criteria:
@@ -168,16 +162,10 @@ class Rubric:
         if self.aggregation not in get_args(Aggregation):
             names = get_args(Aggregation)
             raise ConfigError(f"rubric: aggregation {self.aggregation!r}; {nearest_name(self.aggregation, names)}")
-        if self.aggregate is not None and self.aggregation != "custom":
-            raise ConfigError(
-                f'rubric: a function aggregates only where aggregation is "custom", got {self.aggregation!r}'
-            )
         if self.track_weights:
             self._check_track_weights()
 
     def _check_track_weights(self) -> None:
-        if self.aggregation == "custom":
-            raise ConfigError('rubric: a function makes the total (aggregation "custom"), so tracks have no weights')
         for track, weight in self.track_weights.items():
             if track not in self.tracks:
                 raise ConfigError(f"rubric: no criterion is of the track {track!r}; {nearest_name(track, self.tracks)}")
@@ -205,13 +193,12 @@ class Rubric:
 
         Raises:
             UnscoredError: a score is missing, of no criterion, or not on its criterion's scale.
-            ConfigError: aggregation is "custom" without a function, or its function gave no finite number.
         """
         self._require_complete(scores)
         if not any(c.required and scores[c.id] < c.threshold for c in self.criteria):
             return self._aggregate_scores(scores)
         # A failed rubric must not be worth more than the worst that passes: below 0, that is the lowest total.
-        return 0.0 if self.aggregation == "custom" else min(0.0, self._aggregate_scores(self.lowest_scores))
+        return min(0.0, self._aggregate_scores(self.lowest_scores))
 
     def only_tracks(self, tracks: Iterable[str]) -> Rubric:
         """Return the rubric with the criteria of these tracks alone; a ConfigError if none is left."""
@@ -231,7 +218,7 @@ class Rubric:
         return replace(self, criteria=criteria)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return JSON as in a rubric file; it reads back equal, except for `aggregate`."""
+        """Return JSON as in a rubric file, which reads back equal."""
         values: dict[str, Any] = {"version": self.version, "goal_text": self.goal_text}
         values |= {"aggregation": self.aggregation, "criteria": [c.to_dict() for c in self.criteria]}
         return values | ({"track_weights": dict(self.track_weights)} if self.track_weights else {})
@@ -245,8 +232,6 @@ class Rubric:
             raise UnscoredError("; ".join(problems))
 
     def _aggregate_scores(self, scores: Mapping[str, float]) -> float:
-        if self.aggregation == "custom":
-            return self._custom_total(scores)
         if self.track_weights:
             return self._tracks_total(scores)
         if self.aggregation == "sum":
@@ -259,15 +244,6 @@ class Rubric:
             by_track.setdefault(c.track, []).append((c.weight, c.normalised(scores[c.id])))
         terms = [(self.track_weights.get(track, 1.0), _mean(pairs)) for track, pairs in by_track.items()]
         return float(sum(v * score for v, score in terms)) if self.aggregation == "sum" else _mean(terms)
-
-    def _custom_total(self, scores: Mapping[str, float]) -> float:
-        if self.aggregate is None:
-            raise ConfigError('rubric: aggregation "custom" needs a function, which only the operator can name')
-        total = self.aggregate(dict(scores), self)
-        # bool is an int in Python, but an answer of yes or no is not a total.
-        if isinstance(total, bool) or not isinstance(total, int | float) or not is_finite(total):
-            raise ConfigError(f"rubric: expected a finite number from the function that aggregates, got {total!r}")
-        return float(total)
 
 
 def strict_problems(rubric: Rubric) -> list[str]:

@@ -9,7 +9,7 @@ A judge's file has the parts `event` and `outcome`, each a rubric (or a bare lis
         - {id: outcome.resolved, description: The request was settled rightly., scale: binary, weight: 3}
 
 A task app's rubric is one such rubric without a part. Files are read strictly; a task app may send keys that are not
-known here. No file or task app names code: an aggregating function is named by the operator alone.
+known here. No file or task app names code.
 
 Every rubric is read as a patch: the lowest must be complete, one above it says only what it changes. Of a criterion
 that both have, the upper's description, scale, bounds and required win, and the weights multiply: one of them at 1
@@ -308,8 +308,6 @@ def merge_rubric(base: Rubric | None, patch: RubricPatch) -> Rubric:
         return Rubric(criteria, **fields)
     if fields.get("aggregation") == "inherit":
         del fields["aggregation"]
-    if fields.get("aggregation", "custom") != "custom":
-        fields["aggregate"] = None  # a rubric refuses one that is not called
     return replace(base, criteria=criteria, **fields)
 
 

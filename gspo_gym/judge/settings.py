@@ -107,7 +107,6 @@ class ReadingSettings(Settings):
         description="episode: one call for everything; turn: one for each turn and one for the outcome; auto: one "
         "while it fits",
     )
-    show_reasoning: bool = Field(default=False, description="whether the judge reads what the policy thought")
 
 
 class JudgeOptions(ReadingSettings, JudgeModelSettings):
@@ -119,20 +118,14 @@ class JudgeOptions(ReadingSettings, JudgeModelSettings):
         default=None,
         min_length=1,
         description='the rubric: a YAML, TOML or JSON file, or the id of a bundled one ("support_desk/bundle@v1"); '
-        "with type synth the judge may know more ids",
+        "a judge at services.judge_url may know more ids",
     )
     rubric_overrides: dict[str, Any] = Field(  # Any: a rubric has its own shape
         default={}, description="over the rubric, or the whole of it: tables `event` and `outcome`"
     )
-    rubric_aggregate: str | None = Field(
-        default=None, description='for rubrics of aggregation "custom": a function, as "module:function"'
-    )
     tracks: tuple[str, ...] = Field(default=(), description="criteria whose id begins with one of these; empty: all")
     weights: dict[str, float] = Field(default={}, description="factor of each track's score; 1 if not named")
-    samples: int = Field(default=1, gt=0, description="judgements of each judge, aggregated")
-    aggregate: Literal["mean", "median"] = Field(
-        default="mean", description="of the scores of several judges or samples; ties stay ties"
-    )
+    samples: int = Field(default=1, gt=0, description="judgements of each judge; the score is their mean")
     max_concurrency: int | None = Field(default=None, gt=0, description="judge calls at once; absent: 8")
     max_calls: int | None = Field(
         default=None, gt=0, description="calls of the whole run, repeated ones included, then it stops; absent: any"
@@ -163,11 +156,6 @@ class JudgeOptions(ReadingSettings, JudgeModelSettings):
             raise ValueError(f"expected tables event and outcome, got {wrong[0]!r}")
         return overrides
 
-    @field_validator("rubric_aggregate")
-    @classmethod
-    def _aggregates(cls, function: str | None) -> str | None:
-        return cls._is_a_function(function)
-
     @field_validator("weights")
     @classmethod
     def _are_weights(cls, weights: Mapping[str, float]) -> Mapping[str, float]:
@@ -184,21 +172,17 @@ class PanelEntry(JudgeModelSettings):
 
 
 class GoldSettings(Settings):
-    """[judge.gold]: better judges, or labelled episodes, with which the judge is compared now and then."""
+    """[judge.gold]: better judges, or labelled episodes, compared with the judge as often as the run evaluates."""
 
     panel: tuple[PanelEntry, ...] = Field(
         default=(),
-        description="the gold judge, or several, whose scores are aggregated: tables [[judge.gold.panel]], with the "
+        description="the gold judge, or several, whose scores are averaged: tables [[judge.gold.panel]], with the "
         "keys of [[judge.panel]]",
     )
     episodes: str | None = Field(
         default=None, min_length=1, description="instead of judges: a file of stored episodes, with labels"
     )
     labels: str | None = Field(default=None, min_length=1, description="their gold scores, as `judge audit` reads them")
-    every_n_iters: int = Field(
-        default=10, gt=0, description="iterations between comparisons, the first being after one"
-    )
-    num_episodes: int = Field(default=32, ge=2, description="episodes of the iteration that the gold judge scores")
     on_drift: Literal["warn", "stop"] = Field(
         default="warn", description="what an alarm does beside being recorded; stop: the run ends, and can be resumed"
     )
@@ -208,13 +192,9 @@ class JudgeSettings(Settings):
     """[judge]: another model that scores episodes."""
 
     enabled: bool = Field(default=False, description="whether it scores; the section is checked in any case")
-    type: Literal["synth", "model", "python"] | None = Field(
-        default=None,
-        description="synth: the hosted trainer's judge protocol, at services.judge_url; absent: as the other keys say",
-    )
     timeout_s: float | None = Field(default=None, gt=0, description="seconds a call may take; absent: 30")
     panel: tuple[PanelEntry, ...] = Field(
-        default=(), description="several judges, whose scores are aggregated: tables [[judge.panel]]"
+        default=(), description="several judges, whose scores are averaged: tables [[judge.panel]]"
     )
     reward_blend: RewardBlend | None = Field(default=None, description="[judge.reward_blend]")
     options: JudgeOptions | None = Field(default=None, description="[judge.options]")

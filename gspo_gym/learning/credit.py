@@ -52,7 +52,7 @@ def returns_of(
     """Return the returns of one scored episode; None for settings: their defaults.
 
     `discount` is per turn and touches the returns-to-go only. Nothing is bootstrapped where an episode was cut off: a
-    truncated episode is worth what it had earned, less the penalty where `rewards.overlong` is "penalize".
+    truncated episode is worth what it had earned, less the penalty where `rewards.overlong` is a number.
 
     Raises:
         UnscoredError: no turn carries a reward, or the episode failed before it could be scored.
@@ -66,8 +66,8 @@ def returns_of(
         raise RecordError(f"trajectory {trajectory.trajectory_id}: expected turns 0, 1, 2, ..., got {indices}")
     rewards = rewards or RewardSettings()
     rewards_by_turn = list(turn_rewards(trajectory, step_rewards or StepRewardSettings()))
-    if rewards.overlong == "penalize" and is_overlong(trajectory):
-        rewards_by_turn[-1] -= rewards.overlong_penalty
+    if not isinstance(rewards.overlong, str) and is_overlong(trajectory):
+        rewards_by_turn[-1] -= rewards.overlong
     episode_return = sum(rewards_by_turn)
     to_go = np.zeros(len(rewards_by_turn), dtype=np.float64)
     following = 0.0

@@ -167,8 +167,8 @@ def sapo(ratios: Ratios, settings: LossSettings) -> Tensor:
 
     Its slope in s is A at s = 1, whatever tau, and falls off on both sides; tau depends on the sign of A.
     """
-    gains = ratios.advantage > 0
-    tau = torch.full_like(ratios.s, settings.sapo_temperature_neg).masked_fill(gains, settings.sapo_temperature_pos)
+    of_gains, of_losses = settings.sapo_temperatures
+    tau = torch.full_like(ratios.s, of_losses).masked_fill(ratios.advantage > 0, of_gains)
     return 4 / tau * torch.sigmoid(tau * (ratios.s - 1)) * ratios.advantage
 
 

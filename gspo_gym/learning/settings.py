@@ -14,6 +14,7 @@ from gspo_gym.learning.surrogate_keys import surrogate_problem, with_following_c
 
 _ROUNDING = 1e-9  # of a product of a fraction and a number of steps; far above float64's, far below a step
 _Beta = Annotated[float, Field(ge=0, lt=1)]
+_Positive = Annotated[float, Field(gt=0)]
 # From here up, a clip on a sequence's ratio never acts: its logarithm is a mean over tokens, which stays within about
 # 1e-3 of 0 (arXiv 2507.18071, section 5.1, clips at 3e-4 and 4e-4).
 WIDE_CLIP = 0.05
@@ -83,11 +84,10 @@ class LossSettings(Settings):
             "(arXiv 1912.09729; TRL: delta); absent: off"
         ),
     )
-    sapo_temperature_pos: float = Field(
-        default=1.0, gt=0, description="tau of surrogate sapo for positive advantages (arXiv 2511.20347: 1.0)"
-    )
-    sapo_temperature_neg: float = Field(
-        default=1.05, gt=0, description="tau for negative advantages; larger: they fade sooner (the same: 1.05)"
+    sapo_temperatures: tuple[_Positive, _Positive] = Field(
+        default=(1.0, 1.05),
+        description="tau of surrogate sapo for positive and for negative advantages; with a larger one they fade "
+        "sooner (arXiv 2511.20347: 1.0 and 1.05)",
     )
     kl_coef: float = Field(
         default=0.0,
@@ -111,6 +111,11 @@ class LossSettings(Settings):
     entropy_coef: float = Field(
         default=0.0, ge=0, description="weight of the entropy bonus (nats, aggregated as the loss is)"
     )
+
+    @field_validator("sapo_temperatures", mode="before")
+    @classmethod
+    def _may_be_a_list(cls, value: Any) -> Any:  # Any: as read, also from the rules on a page, which are JSON
+        return tuple(value) if isinstance(value, list) else value
 
     @model_validator(mode="before")
     @classmethod
@@ -233,7 +238,6 @@ class ReferenceSettings(Settings):
     update_every_n_iters: int = Field(
         default=0, ge=0, description="iterations after which the reference becomes the present policy; 0: never"
     )
-    health_max_wait_s: float = Field(default=180.0, gt=0, description="dedicated only: seconds it has to come up")
 
     def source_problem(self, *, has_adapter: bool) -> str | None:
         """Return why the source cannot be had of a model with or without an adapter; None if it can."""
@@ -367,13 +371,6 @@ class LoraSettings(Settings):
             "the experts' fused matrices, but not the output head, embeddings or routers"
         ),
     )
-    on_mismatch: Literal["error", "merge"] = Field(
-        default="error",
-        description=(
-            "for a model.base that is an adapter of another shape: refuse, or widen it to the larger rank and the "
-            "union of the modules, changing nothing of what it computes (AgileRL: merge_lora_configs)"
-        ),
-    )
 
     @field_validator("target_modules", mode="before")
     @classmethod
@@ -400,14 +397,13 @@ class RewardSettings(Settings):
             "reward_clip)"
         ),
     )
-    overlong: Literal["keep", "mask", "penalize"] = Field(
+    overlong: Literal["keep", "mask"] | _Positive = Field(
         default="keep",
         description=(
             "an episode that a limit cut off (turns, context, or output tokens in its last turn): taken as it is, left "
-            "out of the loss but not of the statistics, or its return lowered by overlong_penalty"
+            "out of the loss but not of the statistics, or, with a number > 0, its last turn's reward lowered by that"
         ),
     )
-    overlong_penalty: float = Field(default=1.0, gt=0, description="subtracted from the last turn's reward")
     kl_coef: float = Field(
         default=0.0,
         ge=0,
@@ -419,10 +415,8 @@ class RewardSettings(Settings):
     kl_target: float | None = Field(
         default=None,
         gt=0,
-        description="nats per token; beta is adapted towards it (arXiv 1909.08593, section 2.2); absent: beta is fixed",
-    )
-    kl_horizon: int = Field(
-        default=10_000, gt=0, description="trajectories over which an adaptive beta changes by 20% at most"
+        description="nats per token; beta is adapted towards it, by 20% at most over 10000 trajectories (arXiv "
+        "1909.08593, section 2.2); absent: beta is fixed",
     )
 
     @model_validator(mode="after")

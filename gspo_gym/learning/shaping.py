@@ -35,6 +35,7 @@ from gspo_gym.learning.settings import AdvantageSettings, RewardSettings
 _EPS = 1e-8
 _ROUNDING = 1e-6  # of the largest advantage: eight roundings of float32
 _MAX_KL_ERROR = 0.2
+_KL_HORIZON = 10_000  # trajectories, as TRL and ROLL have by default
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -106,7 +107,7 @@ class AdvantageShaper:
             # beta grows by the share (kl / target - 1), cut to +-20 %, times the trajectories seen over the horizon.
             error = min(max(kl / self._rewards.kl_target - 1, -_MAX_KL_ERROR), _MAX_KL_ERROR)
             # At most one horizon at a time: beta cannot become negative.
-            self._kl_coef *= 1 + error * min(len(kl_N) / self._rewards.kl_horizon, 1.0)
+            self._kl_coef *= 1 + error * min(len(kl_N) / _KL_HORIZON, 1.0)
         return metrics
 
 

@@ -10,7 +10,7 @@ from typing import Any
 SURROGATE_KEYS: Mapping[str, tuple[str, ...]] = {
     "clip": ("clip_low", "clip_high", "dual_clip"),
     "cispo": ("clip_high",),
-    "sapo": ("sapo_temperature_pos", "sapo_temperature_neg"),
+    "sapo": ("sapo_temperatures",),
     "gmpo": ("clip_low", "clip_high"),
     "dppo": ("clip_low", "clip_high"),
     "vespo": (),

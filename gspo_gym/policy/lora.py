@@ -6,6 +6,7 @@ An adapter is known here by its layout: which matrices it adapts, with which ran
 
 from __future__ import annotations
 
+import logging
 import re
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
@@ -22,6 +23,7 @@ from gspo_gym.learning.adapters import quicken_adapters
 from gspo_gym.learning.settings import LoraSettings
 from gspo_gym.seeding import child_seed
 
+_log = logging.getLogger(__name__)
 ADAPTER = "default"  # PEFT's own name for the only adapter of a model
 _LINEAR = (nn.Linear, Conv1D)  # the layers of bitsandbytes are nn.Linear too
 _UNKNOWN_TO_SETTINGS = ("use_dora", "modules_to_save", "lora_bias", "trainable_token_indices", "layer_replication")
@@ -115,13 +117,13 @@ def adapt_lora(model: Any, settings: LoraSettings, seed: int) -> Any:
     """Return the model with the adapter that `settings` describe, a new one or the one it has.
 
     The adapter's function is kept; its dropout becomes `settings.dropout`. If rank, scale (alpha / r) or targets
-    differ, `on_mismatch` decides: "error", or "merge", which takes the larger rank and the targets of both, puts the
-    old factors into the first ranks, and keeps the adapter's scale: alpha becomes that times the new rank. (AgileRL 2.7
+    differ, it is widened: to the larger rank and the targets of both, with the old factors in the first ranks and the
+    adapter's scale, so that alpha becomes that times the new rank. (AgileRL 2.7
     keeps alpha instead, which changes the function: from rank 8 to 16 it halves it.) New factors start as in
     `add_lora`. The given model must not be used after that.
 
     Raises:
-        ConfigError: another shape and on_mismatch "error", or an adapter that LoRA settings cannot describe.
+        ConfigError: an adapter that LoRA settings cannot describe, or of another shape and of several scales.
     """
     if not is_adapter(model):
         return add_lora(model, settings, seed)
@@ -130,12 +132,8 @@ def adapt_lora(model: Any, settings: LoraSettings, seed: int) -> Any:
     fresh = add_lora(model.unload(), settings, seed)
     new_layout = _layout(fresh)
     if new_layout != layout:
-        if settings.on_mismatch == "error":
-            raise ConfigError(
-                f"training.lora: the adapter that model.base names has {_describe(layout)}; expected the same, got "
-                f'{_describe(new_layout)}. Set it to the adapter\'s shape, or training.lora.on_mismatch to "merge" '
-                "(the larger rank, the modules of both)"
-            )
+        shapes = _describe(layout), _describe(new_layout)
+        _log.warning("model.base is an adapter with %s, and training.lora asks for %s: it is widened", *shapes)
         # Both adapters' targets: what one did not adapt begins with B = 0.
         names |= _target_names(fresh)
         fresh = add_lora(fresh.unload(), _merge_settings(settings, layout, new_layout, names), seed)
@@ -287,7 +285,7 @@ def _merge_settings(
     scales = {shape.scale for shape in layout.values()}
     if len(scales) > 1:
         raise ConfigError(
-            f"training.lora.on_mismatch: an adapter with one scale (alpha / r) can be merged, got {sorted(scales)}"
+            f"training.lora: an adapter with one scale (alpha / r) can be widened, got {sorted(scales)}: set its shape"
         )
     rank = max(shape.rank for shape in (*layout.values(), *new_layout.values()))
     return LoraSettings(

@@ -64,7 +64,7 @@ def join_group(store: Store | int, rank: int, size: int, device: str, *, seconds
     if own is not None:
         torch.cuda.set_device(own)
     dist.init_process_group(
-        "gloo" if own is None else "cpu:gloo,cuda:nccl",  # offloaded parameters are summed where they are
+        "gloo" if own is None else "cpu:gloo,cuda:nccl",  # tensors are summed where they are
         store=store,
         rank=rank,
         world_size=size,

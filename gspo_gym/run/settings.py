@@ -85,14 +85,6 @@ class BatchSettings(Settings):
             "update_epochs, the ratio is 1 everywhere and no clip acts (the paper takes 4 steps a batch)"
         ),
     )
-    gradient_accumulation_steps: int | None = Field(
-        default=None, gt=0, description="times batch_size trajectories per optimizer step; absent: 1"
-    )
-    max_accumulated_minibatch: int | None = Field(
-        default=None,
-        gt=0,
-        description="the most gradient_accumulation_steps; without those, this many if the iteration has so many",
-    )
 
 
 class LoopSettings(Settings):
@@ -101,12 +93,6 @@ class LoopSettings(Settings):
     log_interval: int = Field(default=1, gt=0, description="iterations between lines in metrics.jsonl")
     checkpoint_every_n_iters: int = Field(
         default=50, gt=0, description="iterations between checkpoints; the last one is saved in any case"
-    )
-    must_save_by: float | None = Field(
-        default=None,
-        gt=0,
-        description="minutes; a checkpoint is complete this long after the process began, however long the next "
-        "iteration takes, for machines that are taken away then; absent: only those of checkpoint_every_n_iters",
     )
     stop_at_success_rate: float | None = Field(
         default=None,
@@ -151,9 +137,6 @@ class LoopSettings(Settings):
 class EvaluationSettings(Settings):
     """[evaluation]: seeded episodes without learning: before the first iteration, regularly, and after the last."""
 
-    instances: int | None = Field(
-        default=None, gt=0, description="number of evaluation seeds; without `seeds`, they are 0, 1, ..., instances - 1"
-    )
     seeds: tuple[int, ...] | str | None = Field(
         default=None, description='a list of integers, or text like "0:100" (100 left out) or "1,5,20:25"'
     )
@@ -204,10 +187,7 @@ class RunSize:
     iterations_per_epoch: int
     episodes_per_batch: int
     batch_size: int
-    batches_per_step: int = 1
     update_epochs: int = 1
-    gradient_accumulation_steps: int | None = None
-    max_accumulated_minibatch: int | None = None
     group_size: int = 1
 
     @property
@@ -215,34 +195,14 @@ class RunSize:
         return self.num_epochs * self.iterations_per_epoch
 
     @property
-    def episodes_per_iteration(self) -> int:
-        """Return the episodes that one iteration trains on, if none is dropped."""
-        return self.episodes_per_batch * self.batches_per_step
-
-    @property
     def groups_per_iteration(self) -> int:
         """Return the tasks that one iteration plays, each `group_size` times."""
-        return self.episodes_per_iteration // self.group_size
-
-    @property
-    def num_accumulated(self) -> int:
-        """Return the batches of batch_size trajectories that share one optimizer step by summing gradients."""
-        if self.gradient_accumulation_steps is not None:
-            return min(
-                self.gradient_accumulation_steps, self.max_accumulated_minibatch or self.gradient_accumulation_steps
-            )
-        batches = self.episodes_per_iteration // self.batch_size
-        return max(1, min(self.max_accumulated_minibatch or 1, batches))
-
-    @property
-    def minibatch_size(self) -> int:
-        """Return the most trajectories of an optimizer step; an iteration's trajectories are split evenly."""
-        return self.batch_size * self.num_accumulated
+        return self.episodes_per_batch // self.group_size
 
     @property
     def steps_per_iteration(self) -> int:
         """Return the optimizer steps between two batches of episodes."""
-        return -(-self.episodes_per_iteration // self.minibatch_size) * self.update_epochs
+        return -(-self.episodes_per_batch // self.batch_size) * self.update_epochs
 
     @property
     def num_optimizer_steps(self) -> int:

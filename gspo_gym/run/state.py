@@ -7,8 +7,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import os
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -179,18 +177,6 @@ CopyCheckpoint = Callable[[TrainState], Callable[[], Path]]
 OnEvent = Callable[[str, int, Mapping[str, Any]], None]
 
 
-def seconds_of_process() -> float:
-    """Return the seconds since this process began, or since this module was imported if the system does not tell."""
-    try:
-        began = int(Path("/proc/self/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[19])
-        return time.clock_gettime(time.CLOCK_BOOTTIME) - began / os.sysconf("SC_CLK_TCK")
-    except (OSError, AttributeError, ValueError):
-        return time.monotonic() - _IMPORTED
-
-
-_IMPORTED = time.monotonic()
-
-
 class Saver:
     """Saver of a run's checkpoints: a step waits for the copy of the tensors and not for the disk.
 
@@ -199,11 +185,10 @@ class Saver:
 
     Args:
         copy: see `CopyCheckpoint`.
-        settings: how often, and by when one must be saved.
+        settings: how often.
         on_event: see `OnEvent`.
         saved: the state in the run's newest checkpoint; None: it has none.
         phases: told while the run waits; None: nothing is told.
-        clock: seconds since the process began.
     """
 
     def __init__(
@@ -214,21 +199,15 @@ class Saver:
         on_event: OnEvent,
         saved: TrainState | None = None,
         phases: Phases | None = None,
-        clock: Callable[[], float] = seconds_of_process,
     ) -> None:
         self._copy = copy
         self._on_event = on_event
         self._phases = phases or Phases()
-        self._clock = clock
         self._settings = settings
-        minutes = settings.must_save_by
-        self._deadline = None if minutes is None else 60 * minutes  # None, too, once it was heeded
         self._writing: asyncio.Task[Path | CheckpointError] | None = None
         self._copied_state: TrainState | None = None  # what is being written, or was last
         self._saved_state = saved  # what the newest complete checkpoint holds
         self._num_failures = 0  # in a row
-        self._step_began = clock()
-        self._longest_step = self._longest_write = 0.0
 
     async def after_step(self, state: TrainState) -> None:
         """Begin to save the state if that is due; return when its tensors are copied.
@@ -238,13 +217,7 @@ class Saver:
         """
         if self._writing is not None and self._writing.done():
             await self.wait()
-        now = self._clock()
-        self._longest_step, self._step_began = max(self._longest_step, now - self._step_began), now
-        # The next step's checkpoint must be written by then, too.
-        is_late = self._deadline is not None and now + self._longest_step + self._longest_write > self._deadline
-        if is_late:
-            self._deadline = None
-        if is_late or self._num_failures or state.step % self._settings.checkpoint_every_n_iters == 0:
+        if self._num_failures or state.step % self._settings.checkpoint_every_n_iters == 0:
             await self.begin(state)
 
     async def finish(self, state: TrainState) -> None:
@@ -300,13 +273,10 @@ class Saver:
         self._writing = asyncio.ensure_future(asyncio.to_thread(self._write, write))
 
     def _write(self, write: Callable[[], Path]) -> Path | CheckpointError:
-        began = self._clock()
         try:
             return write()
         except CheckpointError as error:
             return error
-        finally:
-            self._longest_write = max(self._longest_write, self._clock() - began)
 
     def _record(self, outcome: Path | CheckpointError) -> None:
         assert self._copied_state is not None

@@ -224,7 +224,7 @@ def read(values: Values, rng: Rng, folder: Path) -> RunConfig:
 def require_plan(config: RunConfig, values: Values) -> None:
     """A valid configuration is a plan, reads back, and has every value that was given."""
     assert config.size.num_iterations * config.size.steps_per_iteration == config.size.num_optimizer_steps > 0
-    assert config.size.groups_per_iteration * config.training.group_size == config.size.episodes_per_iteration
+    assert config.size.groups_per_iteration * config.training.group_size == config.rollout.episodes_per_batch
     assert len(config.evaluation_seeds) > 0
     assert config.training_limits.max_turns <= config.episode_limits.max_turns
     assert config.step_reward_settings.mode in (config.training.step_rewards_mode, "off", "env_sparse")

@@ -28,7 +28,7 @@ SAME: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
     "sapo": (
         {"sapo_temperature_pos": 1.5, "sapo_temperature_neg": 2.5},
-        {"surrogate": "sapo", "unit": "token", "sapo_temperature_pos": 1.5, "sapo_temperature_neg": 2.5},
+        {"surrogate": "sapo", "unit": "token", "sapo_temperatures": (1.5, 2.5)},
     ),
     "vespo": ({}, {"surrogate": "vespo", "aggregation": "dapo"}),
     "gmpo": ({"epsilon_low": 0.4, "epsilon_high": 0.4}, {"surrogate": "gmpo"}),

@@ -87,7 +87,7 @@ def test_a_translation_says_what_trls_own_object_says(given: dict[str, Any], tmp
     ours = RunConfig.from_dict(translate("trl", given, WANTED).values)
     assert ours.rollout.episodes_per_batch == theirs.generation_batch_size
     assert ours.training.group_size == theirs.num_generations
-    assert ours.size.minibatch_size == theirs.per_device_train_batch_size * theirs.gradient_accumulation_steps
+    assert ours.training.batch_size == theirs.per_device_train_batch_size * theirs.gradient_accumulation_steps
     assert ours.training.update_epochs == theirs.num_iterations
     assert (ours.loss.clip_low, ours.loss.clip_high) == (
         theirs.epsilon, theirs.epsilon if theirs.epsilon_high is None else theirs.epsilon_high,

@@ -342,7 +342,7 @@ def check_sapo(loss: Loss) -> None:
     assert slopes == pytest.approx([1.188080, -0.362795, -0.124629, 1.097255], abs=1e-6)
     assert clips == [0, 0, 0, 0]
     # One ratio for all, exp of the mean log-ratio: (1.2 * 0.4 * 6 * 1.1)^(1/4) = 1.334124; tau 2 and 3.
-    taus = {"sapo_temperature_pos": 2.0, "sapo_temperature_neg": 3.0}
+    taus = {"sapo_temperatures": (2.0, 3.0)}
     values, slopes, _ = objective_of(loss, surrogate="sapo", **taus)
     s = (1.2 * 0.4 * 6 * 1.1) ** 0.25
     gates = [1 / (1 + math.exp(-tau * (s - 1))) for tau in (2, 3, 3, 2)]

@@ -50,7 +50,7 @@ def test_training_raises_the_judged_score_and_every_reward_is_the_blend(judge_ur
     config = load_config(
         ROOT / "configs" / "judge.toml",
         [f"run.folder={tmp_path}", f"judge.options.base_url={judge_url}", "training.iterations_per_epoch=12",
-         "evaluation.every_n_iters=12", "judge.gold.every_n_iters=4"],
+         "evaluation.every_n_iters=4"],
     )  # fmt: skip
     summary = run_training(config)
     folder = config.run_folder

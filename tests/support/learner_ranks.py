@@ -129,7 +129,6 @@ REFUSED: tuple[tuple[Case, dict[str, Any]], ...] = (
     (Case(kind="mistral"), {"sequence_parallel": 2}),
     (Case(kind="qwen3_moe"), {"sequence_parallel": 2}),
     (Case(num_heads=3), {"sequence_parallel": 2}),
-    (Case(), {"cpu_offload": True}),
 )
 
 
@@ -384,19 +383,6 @@ def narrowed(model: Any) -> Any:
     return model
 
 
-def offload(folder: Path) -> None:
-    """Train on a GPU with all parameters there, and with them in the processor's memory."""
-    found = []
-    for cpu_offload in (False, True):
-        model = build_model(CASES[REPEATED]).cuda()
-        learner = build_learner(CASES[REPEATED], model, shard_model(model, cpu_offload=cpu_offload))
-        train(learner, 5)
-        assert {p.device.type for p in model.parameters()} == {"cpu" if cpu_offload else "cuda"}
-        found.append({name: tensor.cpu().clone() for name, tensor in full_tensors(model)})
-    difference = max(float((found[0][name] - found[1][name]).abs().max()) for name in found[0])
-    (folder / "difference.json").write_text(json.dumps(difference))
-
-
 def compute_in_16_bits(folder: Path) -> None:
     """Train in mixed precision, and an adapter of 32 bits on a base of 16."""
     wide = build_model(NARROW)
@@ -460,7 +446,6 @@ WORKS: dict[str, Callable[[Path], None]] = {
         go_on_from_one,
         go_on_from_two,
         count_bytes,
-        offload,
         compute_in_16_bits,
         take_the_plan_of_transformers,
     )
@@ -485,7 +470,7 @@ def main(world_size: str, folder: str, *works: str) -> None:
 def be_rank(rank: int, world_size: int, folder: Path, works: Sequence[str]) -> None:
     torch.set_num_threads(1)
     dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if "offload" in works else "gloo",
+        "gloo",
         init_method=f"file://{folder}/store",
         rank=rank,
         world_size=world_size,

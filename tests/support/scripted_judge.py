@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 from gspo_gym.judge.base import CriterionScore, JudgeCost, Judgement, JudgeRequest, Review
 from gspo_gym.types import FinishReason, Message, Outcome, Segment, Task, Trajectory, Turn
@@ -91,13 +91,3 @@ def say_half(_: object) -> float:
 def say_one(_: object) -> float:
     """Another one."""
     return 1.0
-
-
-def lowest(scores: Mapping[str, float], _: object) -> float:
-    """A function that aggregates."""
-    return min(scores.values())
-
-
-def highest(scores: Mapping[str, float], _: object) -> float:
-    """Another one."""
-    return max(scores.values())

@@ -23,7 +23,7 @@ MINIMAL: dict[str, Any] = {
         "episodes_per_batch": 64,
     },
     "training": {"iterations_per_epoch": 10, "group_size": 8, "batch_size": 16, "learning_rate": 1e-3},
-    "evaluation": {"instances": 100},
+    "evaluation": {"seeds": "0:100"},
 }
 
 Changed = Callable[[Mapping[str, Any]], dict[str, Any]]

@@ -48,6 +48,7 @@ every_n_iters = 1000
 kv_cache_gib = 0.25
 {vllm}
 """
+_TWO_COPIES = "[compute]\ngpu_count = 0\n[topology]\ngpus_for_vllm = 2\ngpus_for_training = 1"
 _SECONDS = 300.0  # for vLLM to start on busy cores; and for what must happen at once on idle ones
 
 
@@ -112,7 +113,7 @@ def test_a_server_that_is_killed_leaves_no_process(tmp_path: Path) -> None:
 
 
 def test_a_training_that_is_killed_while_two_copies_start_leaves_no_process(tmp_path: Path) -> None:
-    (tmp_path / "run.toml").write_text(CONFIG.format(folder=tmp_path / "runs", vllm="data_parallel_size = 2"))
+    (tmp_path / "run.toml").write_text(CONFIG.format(folder=tmp_path / "runs", vllm=_TWO_COPIES))
 
     def is_starting(mark: str) -> bool:
         # vLLM's first processes have been seen for a while, and nothing has been sampled.

@@ -95,7 +95,7 @@ def test_a_runs_own_lines_are_not_buried_in_vllms_log(folder: Path, capfd: pytes
 
 @pytest.mark.nightly
 def test_a_run_whose_weights_are_handed_over_in_memory_plays_the_same_episodes(plain: RunConfig, folder: Path) -> None:
-    training = {**TRAINING, "weight_sync": {"transfer": "shared_memory"}}
+    training = {**TRAINING, "weight_sync": {"direct": "shared_memory"}}
     run = config(folder, {"source": "player", "label": "handed-over"}, vllm=VLLM, training=training)
     require_sound(run)
     assert played(run) == played(plain)

@@ -238,7 +238,6 @@ class AppPlayers:
             policy_config={}
             if policy_config is None
             else policy_config.model_dump(exclude=set(_OUR_KEYS), exclude_none=True),
-            ops=rollout.ops[:2],
             mode=mode,
             episode_timeout_seconds=limits.episode_timeout_seconds,
         )
@@ -283,6 +282,6 @@ class AppPlayers:
         section = self._section
         if section.public_url is None and is_loopback(section.host) and not is_loopback(host):
             raise ConfigError(
-                f"gateway.host: {section.host!r} is reached from this machine only, and the app of {source.url_key} "
+                f"gateway.address: {section.host!r} is reached from this machine only, and the app of {source.url_key} "
                 f"runs at {host}: listen on an address that it can call, or give gateway.public_url (of a tunnel)"
             )

@@ -27,14 +27,13 @@ CHANGEABLE = frozenset(
         "compute.", "evaluation.every_n_iters", "gateway.", "judge.gold.on_drift",
         "judge.options.api_key_env", "judge.options.base_url", "judge.options.cache",
         "judge.options.max_calls", "judge.options.max_concurrency", "judge.options.max_cost_usd", "judge.timeout_s",
-        "reference.health_max_wait_s",
         "reference.placement", "rollout.max_concurrent_rollouts",
         "rollout.policy_name", "run.log_episodes_every_n_iters", "run.log_tokens_every_n_iters",
         "run.stop_grace_seconds", "run.tags", "services.judge_url", "services.task_url", "topology.", "tracking.",
         "training.checkpoint_every_n_iters", "training.iterations_per_epoch", "training.keep_best",
         "training.keep_last",
-        "training.learning_rate", "training.log_interval", "training.must_save_by",
-        "training.num_epochs", "training.stop_at_success_rate", "vllm.data_parallel_size",
+        "training.learning_rate", "training.log_interval",
+        "training.num_epochs", "training.stop_at_success_rate",
         "vllm.gpu_memory_utilization", "vllm.sleep_while_learning", "vllm.tensor_parallel_size",
     )
 )  # fmt: skip

@@ -34,7 +34,7 @@ from gspo_gym.engine.replicas.rebuildable import MakeEngine, RebuildableEngine
 from gspo_gym.engine.replicas.replica_set import RouterSettings
 from gspo_gym.engine.replicas.router import RoutedEngine
 from gspo_gym.engine.vllm.engine import VllmEngine
-from gspo_gym.engine.vllm.settings import PROCESSOR_BLOCK, Transfer, VllmSettings
+from gspo_gym.engine.vllm.settings import Transfer, VllmSettings
 from gspo_gym.errors import ConfigError, MissingExtraError
 from gspo_gym.learning.logprobs import LogprobComputer
 from gspo_gym.policy.attestation import TOLERANCES, Canary, Score, canary_prompts
@@ -126,11 +126,7 @@ async def build_endpoint(config: RunConfig, policy: Policy) -> Engine:
 def vllm_settings(config: RunConfig, policy: Policy, folder: Path) -> VllmSettings:
     """Return vLLM's settings for the weights in that folder, from [vllm], [rollout] and [training.weight_sync]."""
     vllm, on_processor = config.vllm or VllmSection(), policy.model.device.type == "cpu"
-    placement = place(config.topology, config.vllm)
-    if on_processor and vllm.block_size is not None and vllm.block_size % PROCESSOR_BLOCK:
-        raise ConfigError(
-            f"vllm.block_size: expected a multiple of {PROCESSOR_BLOCK} on a processor, got {vllm.block_size}"
-        )
+    placement = place(config.sections)
     rank = policy.model.peft_config[ADAPTER].r if sends_adapters(config, policy) else 0
     # vLLM starts only with ranks of its own list, and reads smaller adapters, too.
     return VllmSettings(
@@ -145,13 +141,13 @@ def vllm_settings(config: RunConfig, policy: Policy, folder: Path) -> VllmSettin
         device_ids=placement.vllm if placement.is_split and not (on_processor or has_replicas(config.sections)) else (),
         gpu_memory_utilization=vllm.gpu_memory_utilization or (OWN_GPU if placement.is_split else SHARED_GPU),
         kv_cache_gib=1.0 if vllm.kv_cache_gib is None and on_processor else vllm.kv_cache_gib,
-        block_size=vllm.block_size,
         enforce_eager=on_processor,
         seed=config.run.seed,
         max_lora_rank=next((size for size in _LORA_RANKS if size >= rank), rank) if rank else 0,
         max_loras=config.training.max_staleness + 2,
         enable_sleep_mode=vllm.sleep_while_learning and not on_processor,  # where there is no memory to give back
-        structured_output=vllm.structured_output,
+        # Schemas come from task apps alone, and know the model's own end tokens, which a minimum would withhold.
+        structured_output=config.has_app and config.rollout.min_output_tokens == 0,
         transfer=_transfer(config, policy),
     )
 
@@ -196,11 +192,11 @@ def _transfer(config: RunConfig, policy: Policy) -> Transfer:
         transfer = "shared_memory"
     if transfer in ("ipc", "nccl") and policy.model.device.type != "cuda":
         raise ConfigError(
-            f'training.weight_sync.transfer: "{transfer}" is from GPU to GPU, but the policy is on the '
-            f'{policy.model.device.type}; set "shared_memory" or "files"'
+            f'training.weight_sync.direct: "{transfer}" is from GPU to GPU, but the policy is on the '
+            f'{policy.model.device.type}; set "shared_memory" or true'
         )
     if transfer == "shared_memory" and not hasattr(os, "memfd_create"):
-        raise ConfigError('training.weight_sync.transfer: "shared_memory" needs Linux; set "files"')
+        raise ConfigError('training.weight_sync.direct: "shared_memory" needs Linux; set true')
     return transfer
 
 
@@ -240,7 +236,7 @@ async def start_vllm_here(config: RunConfig, policy: Policy, folder: Path) -> En
 
 def sampling_parts(config: RunConfig) -> list[Part]:
     """Return the processes that sample, to be placed on nodes; none if this process does."""
-    num, placement = num_replicas(config.sections), place(config.topology, config.vllm)
+    num, placement = num_replicas(config.sections), place(config.sections)
     cores = placement.tensor_parallel_size * placement.data_parallel_size
     return [Part(REPLICA, num, Resources(cores=cores))] if num else []
 
@@ -381,7 +377,7 @@ def build_weight_sync(config: RunConfig, policy: Policy, engine: Engine, recorde
         engine,
         is_adapter=is_adapter(policy.model),
         mode=sync_section.mode,
-        direct=sync_section.direct,
+        direct=sync_section.direct is not False,
         is_handed_over=sync_section.transfer != "files" or has_replicas(config.sections),
     )
     canary = build_canary(config, policy) if kind != "shared" or max_staleness > 0 else None
@@ -483,7 +479,7 @@ def _staging(config: RunConfig, policy: Policy, kind: UpdateKind) -> Staging | H
     # Each version that a request in flight may have, and the next one.
     keep = config.training.max_staleness + 2
     num_bytes = (keep + 1) * num_weight_bytes(policy.model)  # the oldest goes one commit later
-    in_memory = config.weight_sync.direct
+    in_memory = config.weight_sync.direct is not False
     root = staging_root(config.run_folder, in_memory=in_memory, num_bytes=num_bytes)
     return Staging(policy, root, keep=keep, dtype=_dtypes(config)[1])
 

@@ -174,7 +174,7 @@ async def _episodes(config: RunConfig, player: Player) -> tuple[list[Trajectory]
         longest = min(turns * config.rollout.max_output_tokens, config.rollout.max_model_len - (tokens - num_sampled))
         tokens, num_sampled = tokens - num_sampled + max(num_sampled, longest), max(num_sampled, longest)
     return trajectories, StepShape(
-        episodes=config.size.episodes_per_iteration,
+        episodes=config.rollout.episodes_per_batch,
         turns=turns,
         tokens=tokens,
         sampled=num_sampled,
@@ -185,7 +185,7 @@ async def _episodes(config: RunConfig, player: Player) -> tuple[list[Trajectory]
 
 def _seeds(config: RunConfig, most: int) -> list[int]:
     """Return the seeds of a mini-batch's tasks: of a group, it has as many episodes as of all groups of a step."""
-    size, rows = config.size.episodes_per_iteration, config.training.batch_size or config.size.episodes_per_iteration
+    size, rows = config.rollout.episodes_per_batch, config.training.batch_size or config.rollout.episodes_per_batch
     mates = max(1, round(rows * config.training.group_size / size))
     return [FIRST_TRAINING_SEED + index // mates for index in range(min(rows, most))]
 

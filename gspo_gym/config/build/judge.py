@@ -16,7 +16,7 @@ from gspo_gym.config.rules.judge import judge_kind
 from gspo_gym.config.run_config import RunConfig
 from gspo_gym.errors import ConfigError, ServiceError
 from gspo_gym.judge.asking import AskingSettings, BudgetLimits, JudgeBudget, JudgementCache
-from gspo_gym.judge.base import Judge, JudgeError, Rubrics, load_function
+from gspo_gym.judge.base import Judge, JudgeError, Rubrics
 from gspo_gym.judge.blend import EnvRewards, env_rewards
 from gspo_gym.judge.gold import GoldWatch, against_judge, against_labels, labelled_episodes, read_labels
 from gspo_gym.judge.http import HttpJudge
@@ -44,6 +44,7 @@ _DEFAULT_TIMEOUT_SECONDS = 30.0
 _DEFAULT_CONCURRENCY = 8
 MAX_ATTEMPTS = 4  # of a call; with the delays between them they outlast a short failure, and the run pauses after it
 _COOL_DOWN_SECONDS = 1.0  # `PausingJudge` waits longer and longer by itself
+_NUM_GOLD_EPISODES = 32  # of an iteration, that a gold judge scores: more than a handful, and few calls
 
 
 def build_judging(config: RunConfig, task_rubric: TaskRubric | None = None) -> Judging | None:
@@ -176,9 +177,6 @@ def _of_options(rubrics: Rubrics, options: JudgeOptions, *, may_be_absent: bool)
     own_rubrics = Rubrics(
         event=rubrics.event if options.event else None, outcome=rubrics.outcome if options.outcome else None
     )
-    if options.rubric_aggregate is not None:
-        own_rubrics = own_rubrics.with_aggregate(load_function(options.rubric_aggregate, of="aggregate"))
-    own_rubrics.require_totals()
     # A judge behind a URL may have a rubric of its own, and nothing to check is known here.
     if may_be_absent and not own_rubrics.parts:
         return own_rubrics
@@ -214,6 +212,7 @@ class _Parts:
         self.seed = child_seed(config.run.seed, "judge")
         self.judge_url = config.endpoints.judge_url
         self.policy_name = config.rollout.policy_name
+        self.evaluation_interval = config.evaluation.every_n_iters
         self.budget = JudgeBudget(BudgetLimits(max_calls=options.max_calls, max_usd=options.max_cost_usd))
         self.cache = JudgementCache(None if options.cache is None else Path(options.cache))
         self.asking = AskingSettings(
@@ -245,7 +244,7 @@ class _Parts:
             for member in members
             for sample in range(1 if member.python else options.samples)
         ]
-        return judges[0] if len(judges) == 1 else PanelJudge(judges, aggregate=options.aggregate)
+        return judges[0] if len(judges) == 1 else PanelJudge(judges)
 
     def one_judge(
         self, member: JudgeModelSettings, *, sample: int = 0, cached: bool, shuffles_criteria: bool = True
@@ -256,7 +255,6 @@ class _Parts:
                 member.python,
                 max_concurrency=self.asking.max_concurrency,
                 timeout_seconds=self.asking.timeout_seconds,
-                show_reasoning=self.options.show_reasoning,
             )
 
         settings = ModelJudgeSettings(
@@ -274,8 +272,8 @@ def _watch(judging: Judging, parts: _Parts, gold: GoldSettings, rubrics_of: Rubr
         compare = against_labels(judge, rubrics_of, weights, gold_episodes)
     else:
         judges = [parts.one_judge(member, cached=True) for member in gold.panel]
-        judge = judges[0] if len(judges) == 1 else PanelJudge(judges, aggregate=parts.options.aggregate)
-        compare = against_judge(judge, rubrics_of, weights, gold.num_episodes, parts.seed)
-    stops, every = gold.on_drift == "stop", gold.every_n_iters
-    judging.watch(GoldWatch(compare, every=every, stops=stops, on_event=judging.tell))
+        judge = judges[0] if len(judges) == 1 else PanelJudge(judges)
+        compare = against_judge(judge, rubrics_of, weights, _NUM_GOLD_EPISODES, parts.seed)
+    stops = gold.on_drift == "stop"
+    judging.watch(GoldWatch(compare, every=parts.evaluation_interval, stops=stops, on_event=judging.tell))
     judging.close_too(judge)

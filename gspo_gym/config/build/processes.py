@@ -58,7 +58,7 @@ def launching(config: RunConfig) -> Iterator[Cluster | None]:
         return
     assert config.topology is not None
     num_nodes = 1 if config.compute is None else config.compute.nodes
-    address = config.topology.ray_address or os.environ.get("RAY_ADDRESS") or None
+    address = os.environ.get("RAY_ADDRESS") or None
     # One that is started for this run has room for it: its processes share the cores.
     num_cores = sum(part.count * part.each.cores for part in parts) + 1
     with (
@@ -149,7 +149,6 @@ def build_rank(rank: int, order: Any) -> tuple[nn.Module, Callable[[], Learner]]
         device=device_of(config),
         compute_dtype=None if settings.compute_dtype is None else getattr(torch, settings.compute_dtype),
         sequence_parallel=settings.sequence_parallel,
-        cpu_offload=settings.cpu_offload,
     )
     return policy.model, lambda: build_learner(config, policy, collective=collective)
 

@@ -19,6 +19,8 @@ from gspo_gym.learning.settings import DEFAULT_LOGITS_BYTES
 from gspo_gym.policy.load import Policy, save_policy
 from gspo_gym.policy.quantization import is_quantized
 
+_MAX_START_SECONDS = 1800.0  # to come up: a large model is read from a slow disk
+
 
 def check_reference(config: RunConfig) -> None:
     """Raise a MissingExtraError if the reference needs Ray and it is not installed here."""
@@ -46,8 +48,7 @@ def dedicated_reference(
             'reference.placement: "dedicated" would have quantized weights, which cannot be written as they are; set '
             '"shared"'
         )
-    address = None if config.topology is None else config.topology.ray_address
-    with joined(address or os.environ.get("RAY_ADDRESS") or None) as ray:
+    with joined(os.environ.get("RAY_ADDRESS") or None) as ray:
         folder = config.run_folder / "reference"
         shutil.rmtree(folder, ignore_errors=True)  # of a process that was killed
         goes_with_us(folder)
@@ -57,7 +58,7 @@ def dedicated_reference(
                 ray,
                 policy.model,
                 folder.absolute(),
-                max_wait_seconds=config.reference.health_max_wait_s,
+                max_wait_seconds=_MAX_START_SECONDS,
                 dtype=config.model.dtype,
                 device=torch.device(device).type,  # the first of those that it sees
                 sampling=config.scored_sampling,
@@ -78,5 +79,5 @@ def _gpus(config: RunConfig, device: str) -> tuple[str, ...] | None:
     if torch.device(device).type == "cpu":
         return None
     # Without a split the reference is on the learner's GPU, as this process sees it.
-    visible = (0,) if config.topology is None else place(config.topology, config.vllm).reference
+    visible = (0,) if config.topology is None else place(config.sections).reference
     return names_of(visible, os.environ)

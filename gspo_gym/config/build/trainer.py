@@ -135,7 +135,7 @@ def device_of(config: RunConfig) -> str:
 
 
 def _learners_gpu(config: RunConfig) -> str:
-    compute, placement = config.compute, place(config.topology, config.vllm)
+    compute, placement = config.compute, place(config.sections)
     # The key that asked for the GPUs: without [compute] only vLLM's ranks do.
     key = "vllm.tensor_parallel_size" if compute is None else "compute.gpu_count"
     require_gpus(placement.num_gpus, torch.cuda.device_count(), os.environ, key)
@@ -173,7 +173,7 @@ def build_learner(
         optimizer=config.optimizer,
         loss=config.loss,
         update=UpdateSettings.of(config.training),
-        minibatch_size=config.size.minibatch_size,
+        minibatch_size=config.training.batch_size,
         advantages=config.advantages,
         rewards=config.rewards,
         correction=config.correction,

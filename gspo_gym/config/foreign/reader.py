@@ -321,7 +321,7 @@ class Draft(readings.Reading):
         if names := [name for name, (is_made, _) in departures.items() if is_made]:
             self.set("algorithm.acknowledge", names)
             self._notes += [departures[name][1] for name in names]
-        step = ours.get("training.batch_size", 1) * ours.get("training.gradient_accumulation_steps", 1)
+        step = ours.get("training.batch_size", 1)
         episodes = ours.get("rollout.episodes_per_batch", step)
         if max(1, episodes // step) * ours.get("training.update_epochs", 1) == 1:
             self.note(

@@ -100,8 +100,7 @@ def batches(draft: Draft) -> None:
         draft.report("eval_steps", 0, "evaluations are always made, every evaluation.every_n_iters")
     draft.set("training.group_size", group)
     draft.set("rollout.episodes_per_batch", episodes)
-    draft.set("training.batch_size", micro * devices)
-    draft.set("training.gradient_accumulation_steps", draft.require_count("gradient_accumulation_steps"))
+    draft.set("training.batch_size", micro * devices * draft.require_count("gradient_accumulation_steps"))
     draft.note(
         f"per_device_train_batch_size = {micro} is of each of the devices that share the episodes there, which are "
         f"{devices}: device_mapping without those that share a model, or --devices"

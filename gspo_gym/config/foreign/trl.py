@@ -23,8 +23,7 @@ def batches(draft: Draft) -> None:
     generation, micro_per_batch = draft.count("generation_batch_size"), draft.count("steps_per_generation")
     episodes = generation or micro * (micro_per_batch or accumulation_steps)
     updates = draft.require_count("num_iterations")
-    draft.set("training.batch_size", micro)
-    draft.set("training.gradient_accumulation_steps", accumulation_steps)
+    draft.set("training.batch_size", micro * accumulation_steps)
     draft.set("training.update_epochs", updates)
     draft.set("rollout.episodes_per_batch", episodes)
     steps = max(1, episodes // (micro * accumulation_steps)) * updates
@@ -42,8 +41,11 @@ def batches(draft: Draft) -> None:
 def objective(draft: Draft) -> None:
     """Set the aggregation, and what else the loss type decides."""
     kind, low, high = draft.get("loss_type"), draft.number("epsilon"), draft.number("epsilon_high")
+    taus = draft.number("sapo_temperature_pos"), draft.number("sapo_temperature_neg")
     aggregation = draft.choice("loss_type", draft.values("loss_type"))
     draft.set("loss.aggregation", aggregation)
+    if kind == "sapo" and taus != (None, None):
+        draft.set("loss.sapo_temperatures", [1.0 if taus[0] is None else taus[0], 1.05 if taus[1] is None else taus[1]])
     if kind in _SURROGATES:
         _surrogate(draft, str(kind), low if high is None else high)
         return

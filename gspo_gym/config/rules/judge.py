@@ -5,7 +5,7 @@ from __future__ import annotations
 import ipaddress
 
 from gspo_gym.config.nested import POLICY_CONFIG
-from gspo_gym.config.record import Rule, RunRecord, default_of, idle, no_effect, rule, rules_in, value_at
+from gspo_gym.config.record import Rule, RunRecord, default_of, idle, rule, rules_in, value_at
 from gspo_gym.config.sections import PolicyConfigSection
 from gspo_gym.config.words import show
 from gspo_gym.errors import nearest_name
@@ -17,11 +17,8 @@ _MODEL_KEYS = tuple(name for name in JudgeModelSettings.model_fields if name != 
 
 def judge_kind(judge: JudgeSettings, judge_url: str | None) -> str:
     """Return the type of the judge: "synth", "python", "model", or "panel" for several, each of any type."""
-    # Several judges have no type of their own. Without judge.type the other keys decide, as in the hosted trainer.
     if judge.panel:
         return "panel"
-    if judge.type is not None:
-        return judge.type
     is_function = judge.options is not None and judge.options.python is not None
     return "synth" if judge_url is not None else "python" if is_function else "model"
 
@@ -107,23 +104,6 @@ def _needs_a_rubric_here(name: str) -> Rule:
     return Rule(f"judge.options.{name}", check)
 
 
-@rule("judge.type")
-def _type_agrees(c: RunRecord) -> str | None:
-    kind, judge_url = c.judging.type, c.endpoints.judge_url
-    if kind == "synth" and judge_url is None:
-        return (
-            '"synth" needs services.judge_url, where that judge answers; for a model behind an OpenAI-compatible '
-            "endpoint leave this out"
-        )
-    if kind is not None and c.judging.panel:
-        return f"{show(kind)} is one judge, but [[judge.panel]] has several: leave this out"
-    if kind == "python" and _options(c).python is None:
-        return '"python" needs judge.options.python, the function'
-    if kind in ("model", "python") and judge_url is not None:
-        return f'{show(kind)} asks no services.judge_url: remove that, or set this to "synth"'
-    return None
-
-
 def _model_key_is_used(name: str) -> Rule:
     """Return the rule that a key about the judging model needs a judge that is a model."""
     key = f"judge.options.{name}"
@@ -200,7 +180,7 @@ def _gold_has_a_rubric(c: RunRecord) -> str | None:
 
 @rule("judge.options.provider")
 def _local_has_url(c: RunRecord) -> str | None:
-    is_elsewhere = c.judging.type == "synth" or c.endpoints.judge_url is not None
+    is_elsewhere = c.endpoints.judge_url is not None
     return None if is_elsewhere or _options(c).provider is None else _options(c).url_problem()
 
 
@@ -223,14 +203,6 @@ def _samples_differ(c: RunRecord) -> str | None:
     return f"{options.samples} samples at judge.options.temperature = 0 are one and the same: raise that, or set 1"
 
 
-@rule("judge.options.aggregate")
-def _aggregates_several(c: RunRecord) -> str | None:
-    options = _options(c)
-    if options.aggregate == "mean" or c.judging.panel or options.samples > 1:
-        return None
-    return f"{show(options.aggregate)} of one judge and one sample has no effect: remove this"
-
-
 @rule("judge.options.weights")
 def _weights_are_of_tracks(c: RunRecord) -> str | None:
     options = _options(c)
@@ -251,7 +223,6 @@ def _asks_a_model(c: RunRecord) -> bool:
 JUDGE_RULES = (
     *rules_in(globals()),
     *map(_is_judged, ("event", "outcome")),
-    _needs_a_rubric_here("rubric_aggregate"),
     *map(_model_key_is_used, _MODEL_KEYS),
     *(
         idle(f"judge.options.{name}", _asks_a_model, f"has no effect: {advice}; remove this")
@@ -267,14 +238,8 @@ JUDGE_RULES = (
     ),
     idle(
         "judge.options.python",
-        lambda c: not (c.endpoints.judge_url or c.judging.panel or c.judging.type == "synth"),
+        lambda c: not (c.endpoints.judge_url or c.judging.panel),
         "has no effect beside services.judge_url or [[judge.panel]]: remove one of them",
-    ),
-    no_effect(
-        "judge.gold.num_episodes",
-        "judge.gold.labels",
-        lambda labels: labels is None,
-        "all labelled episodes are scored",
     ),
 )
 
@@ -308,18 +273,7 @@ def _keys_are_of_apps(c: RunRecord) -> str | None:
     return None
 
 
-@rule("vllm.structured_output")
-def _schemas_come_from_an_app(c: RunRecord) -> str | None:
-    if c.vllm is None or not c.vllm.structured_output:
-        return None
-    if not c.has_app:
-        return "has no effect without a task app, which alone asks for schemas: give services.task_url, or remove this"
-    if num := c.rollout.min_output_tokens:
-        return f"knows the model's own end tokens, which rollout.min_output_tokens = {num} would withhold: set 0"
-    return None
-
-
-@rule("gateway.host")
+@rule("gateway.address")
 def _apps_can_call(c: RunRecord) -> str | None:
     # The gateway's URL is made of its host; other addresses than "any" can be called as they are.
     if c.gateway is None or c.gateway.public_url is not None or not _is_any_address(c.gateway.host):

@@ -105,9 +105,7 @@ def _follow_vllm(values: dict[str, Any]) -> None:
 
 
 def _follow_topology(values: dict[str, Any]) -> None:
-    """`[topology]` sets `rollout.engine` to "vllm", and the two parallel sizes of `[vllm]`."""
-    # The GPUs that generate are shared out to copies of the model of `tensor_parallel` GPUs each: all in one server,
-    # or in a cluster in as many servers as there are, each of vllm.data_parallel_size copies.
+    """`[topology]` sets `rollout.engine` to "vllm", and `vllm.tensor_parallel_size`."""
     topology = values.get("topology")
     if not isinstance(topology, Mapping):
         return
@@ -115,8 +113,6 @@ def _follow_topology(values: dict[str, Any]) -> None:
     # Otherwise a rule reports the division.
     if isinstance(num_gpus, int) and isinstance(size, int) and size > 0 and num_gpus > 0 and num_gpus % size == 0:
         _set_default(values, "vllm.tensor_parallel_size", size)
-        if topology.get("type") != "cluster":
-            _set_default(values, "vllm.data_parallel_size", num_gpus // size)
 
 
 def _follow_kl_terms(values: dict[str, Any]) -> None:
@@ -286,12 +282,6 @@ def _tasks_are_chosen_by_what_teaches(c: RunRecord) -> str | None:
     return adaptive_tasks_problem(c.training.adaptive_tasks, c.advantages.baseline, has_mixture=has_mixture)
 
 
-_REWARDS_ACT = (
-    acts_with("rewards.overlong_penalty", "rewards.overlong", "penalize"),
-    no_effect("rewards.kl_horizon", "rewards.kl_target", lambda target: target is not None, "set that"),
-)
-
-
 @rule("training.max_staleness")
 def _stale_samples_are_weighed(c: RunRecord) -> str | None:
     # With old logprobs of the rollout, or a correction by level, the ratio begins at the weights that sampled; with
@@ -337,7 +327,6 @@ def _is_of_the_sampler(name: str) -> Rule:
 
 OBJECTIVE_RULES = (
     *rules_in(globals()),
-    *_REWARDS_ACT,
     *map(_is_of_the_sampler, SAMPLER_KEYS),
     acts_with("reference.source", "reference.placement", "shared"),
     no_effect(

@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from gspo_gym.base.settings import parse_seeds
 from gspo_gym.config.nested import STEP_REWARDS
 from gspo_gym.config.record import (
     Rule,
@@ -59,53 +58,16 @@ def _restore_has_a_source(c: RunRecord) -> str | None:
 
 @rule("rollout.episodes_per_batch")
 def _batch_holds_whole_groups(c: RunRecord) -> str | None:
-    # A group may lie across the batches of one iteration, which are learned from together.
-    num, factor = c.rollout.episodes_per_batch, c.rollout.batches_per_step
-    if num * factor % c.training.group_size == 0:
-        return None
-    product = f" x rollout.batches_per_step = {factor}" if factor > 1 else ""
-    return f"expected a multiple of training.group_size = {c.training.group_size}, got {num}{product}"
+    num, size = c.rollout.episodes_per_batch, c.training.group_size
+    return None if num % size == 0 else f"expected a multiple of training.group_size = {size}, got {num}"
 
 
 @rule("training.batch_size")
 def _batch_splits_evenly(c: RunRecord) -> str | None:
-    episodes, size = c.rollout.episodes_per_batch * c.rollout.batches_per_step, c.training.batch_size
+    episodes, size = c.rollout.episodes_per_batch, c.training.batch_size
     if episodes % size == 0:
         return None
-    product = f" x rollout.batches_per_step = {episodes}" if c.rollout.batches_per_step > 1 else f" = {episodes}"
-    return f"expected a divisor of rollout.episodes_per_batch{product}, got {size}"
-
-
-@rule("training.gradient_accumulation_steps")
-def _accumulated_batches_split_evenly(c: RunRecord) -> str | None:
-    if c.training.gradient_accumulation_steps is None:
-        return None
-    size, episodes, num_accumulated = c.training.batch_size, c.size.episodes_per_iteration, c.size.num_accumulated
-    # A batch that does not split into minibatches is reported at training.batch_size.
-    if episodes % size != 0 or episodes % (size * num_accumulated) == 0:
-        return None
-    return (
-        f"expected a divisor of the iteration's {episodes // size} batches of training.batch_size = {size}, got "
-        f"{num_accumulated}"
-    )
-
-
-@rule("algorithm.method")
-def _clip_of_ppo_can_act(c: RunRecord) -> str | None:
-    if c.algorithm.method != "ppo" or c.size.steps_per_iteration > 1:
-        return None
-    return (
-        '"ppo" says that the clip acts, but each batch is used for one optimizer step, in which the ratio is 1: lower '
-        'training.batch_size, raise training.update_epochs, or set "policy_gradient"'
-    )
-
-
-@rule("rollout.ops")
-def _ops_fit_the_turns(c: RunRecord) -> str | None:
-    num_pairs, max_turns = len(c.rollout.ops) // 2, c.rollout.max_turns
-    if num_pairs <= max_turns:
-        return None
-    return f"expected at most rollout.max_turns = {max_turns} pairs, got {num_pairs}"
+    return f"expected a divisor of rollout.episodes_per_batch = {episodes}, got {size}"
 
 
 @rule("rollout.max_output_tokens")
@@ -179,11 +141,9 @@ def _trained_weights_are_float32(c: RunRecord) -> str | None:
     )
 
 
-@rule("evaluation.instances")
+@rule("evaluation.seeds")
 def _evaluation_has_seeds(c: RunRecord) -> str | None:
-    if c.evaluation.instances is None and c.evaluation.seeds is None:
-        return 'required, but not given: a number of evaluation tasks (or evaluation.seeds, such as "0:100")'
-    return None
+    return "required, but not given: the evaluation's tasks, such as 0:100" if c.evaluation.seeds is None else None
 
 
 @rule("evaluation.samples_per_task")
@@ -272,23 +232,6 @@ def _shorter_turns_count(c: RunRecord) -> str | None:
     return f"{max_turns} is more than rollout.max_turns = {most}, at which episodes end"
 
 
-@rule("training.gradient_accumulation_steps")
-def _cap_counts(c: RunRecord) -> str | None:
-    num_steps, most = c.training.gradient_accumulation_steps, c.training.max_accumulated_minibatch
-    if num_steps is None or most is None or num_steps <= most:
-        return None
-    return f"{num_steps} is cut to training.max_accumulated_minibatch = {most}"
-
-
-@rule("evaluation.instances")
-def _seeds_count(c: RunRecord) -> str | None:
-    instances, seeds = c.evaluation.instances, c.evaluation.seeds
-    if instances is None or seeds is None or (num := len(parse_seeds(seeds))) == instances:
-        return None
-    consequence = f"the first {instances} are played" if instances < num else f"each of these {num} is played once"
-    return f"{instances}, but evaluation.seeds has {num} seeds: {consequence}"
-
-
 def _weighs_a_judge(name: str) -> Rule:
     key = f"judge.reward_blend.{name}"
 
@@ -334,7 +277,6 @@ def _images_are_refused(c: RunRecord) -> str | None:
 NOTICES = (
     *(one for one in rules_in(globals()) if one not in CONTRADICTIONS),
     *(_is_read(name, key) for name, key in STEP_REWARDS.items()),
-    acts_with("reference.health_max_wait_s", "reference.placement", "dedicated"),
     *map(_weighs_a_judge, RewardBlend.model_fields),
     idle(
         "reference.placement",

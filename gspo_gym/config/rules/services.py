@@ -44,37 +44,14 @@ def _tensor_parallel_agrees(c: RunRecord) -> str | None:
     return f"expected topology.tensor_parallel = {c.topology.tensor_parallel}, got {c.vllm.tensor_parallel_size}"
 
 
-@rule("vllm.data_parallel_size")
-def _data_parallel_agrees(c: RunRecord) -> str | None:
-    # A topology that does not divide is reported there.
-    if c.vllm is None or c.topology is None or c.topology.gpus_for_vllm % c.topology.tensor_parallel:
-        return None
-    size, num, degree = c.vllm.data_parallel_size, c.topology.gpus_for_vllm, c.topology.tensor_parallel
-    if c.topology.type == "cluster":  # servers of so many copies each
-        if num // degree % size == 0:
-            return None
-        return (
-            f"expected a divisor of topology.gpus_for_vllm / topology.tensor_parallel = {num} / {degree}, the copies "
-            f"that servers of this size share out, got {size}"
-        )
-    if size == num // degree:
-        return None
-    return (
-        f"expected topology.gpus_for_vllm / topology.tensor_parallel = {num} / {degree} = {num // degree}, got {size}"
-    )
-
-
 @rule("vllm")
 def _vllm_has_gpus(c: RunRecord) -> str | None:
     if c.vllm is None or c.topology is not None or not c.gpu_count:
         return None
-    tensor, data = c.vllm.tensor_parallel_size, c.vllm.data_parallel_size
-    if tensor * data <= c.gpu_count:
+    tensor = c.vllm.tensor_parallel_size
+    if c.gpu_count % tensor == 0:
         return None
-    return (
-        f"{tensor} x {data} devices (tensor_parallel_size x data_parallel_size) are more than compute.gpu_count = "
-        f"{c.gpu_count}"
-    )
+    return f"copies of tensor_parallel_size = {tensor} devices do not fill compute.gpu_count = {c.gpu_count}"
 
 
 @rule("learner.sequence_parallel")
@@ -168,33 +145,25 @@ def _sinks_are_different(c: RunRecord) -> str | None:
     return None if len(set(names)) == len(names) else f"names a sink twice: {show(list(names))}"
 
 
-_TRANSFER = "training.weight_sync.transfer"
+_DIRECT = "training.weight_sync.direct"
 
 
-@rule(_TRANSFER)
-def _vllm_is_here(c: RunRecord) -> str | None:
-    transfer, engine = c.weight_sync.transfer, c.rollout.engine
-    if transfer == "files" or engine == "vllm":
-        return None
-    return f'has no effect with rollout.engine {show(engine)}: set that to "vllm", or remove this'
-
-
-@rule(_TRANSFER)
+@rule(_DIRECT)
 def _weights_are_whole(c: RunRecord) -> str | None:
     transfer, mode = c.weight_sync.transfer, c.weight_sync.mode
     if transfer == "files" or c.model.trainer_mode == "full":
         return None
     if c.model.trainer_mode == "qlora":
-        return f'{show(transfer)} hands over whole models, and quantized weights cannot be: set "files"'
+        return f"{show(transfer)} hands over whole models, and quantized weights cannot be: set true"
     if mode != "direct":
         return None
     return (
         f"{show(transfer)} hands over whole models, but training.weight_sync.mode {show(mode)} sends an adapter alone: "
-        'set that to "auto" or "full", which merge it, or this to "files"'
+        'set that to "auto" or "full", which merge it, or this to true'
     )
 
 
-@rule(_TRANSFER)
+@rule(_DIRECT)
 def _weights_stay(c: RunRecord) -> str | None:
     transfer, age = c.weight_sync.transfer, c.training.max_staleness
     # A restarted engine gets the version that it had, which is read from files.
@@ -202,11 +171,11 @@ def _weights_stay(c: RunRecord) -> str | None:
         return None
     return (
         f"{show(transfer)} keeps no copy of a version, so that an engine that dies could not be given the one that it "
-        f'had: set training.max_staleness = 0, which is {age}, or "files"'
+        f"had: set training.max_staleness = 0, which is {age}, or this to true"
     )
 
 
-@rule(_TRANSFER)
+@rule(_DIRECT)
 def _gpus_are_reached(c: RunRecord) -> str | None:
     transfer, has_own_gpus = c.weight_sync.transfer, c.topology is not None and c.topology.type != "colocated"
     if transfer == "nccl" and not has_own_gpus:
@@ -215,10 +184,9 @@ def _gpus_are_reached(c: RunRecord) -> str | None:
         return None
     if has_own_gpus:
         return '"ipc" needs vLLM on the learner\'s own GPU, but [topology] gives it others: set "nccl"'
-    if c.vllm is not None and (num := c.vllm.tensor_parallel_size * c.vllm.data_parallel_size) > 1:
+    if (num := max(1 if c.vllm is None else c.vllm.tensor_parallel_size, c.gpu_count or 1)) > 1:
         return (
-            f'"ipc" needs vLLM on the learner\'s own GPU alone, but vllm.tensor_parallel_size x '
-            f'vllm.data_parallel_size is {num}: set "files", or "nccl" with [topology]'
+            f'"ipc" needs vLLM on the learner\'s own GPU alone, but it takes {num}: set true, or "nccl" with [topology]'
         )
     return None
 
@@ -245,7 +213,6 @@ SERVICE_RULES = (
         )
         for name in LearnerSection.model_fields
     ),
-    acts_with("topology.ray_address", "topology.type", "cluster"),
     *(
         idle(
             f"topology.{name}",
@@ -253,7 +220,7 @@ SERVICE_RULES = (
             "has no effect with topology.gpus_for_training = 1: one process learns, and nothing waits for it; have "
             "more, or remove this",
         )
-        for name in ("heartbeat_seconds", "group_timeout_seconds", "ray_address", "max_restarts")
+        for name in ("heartbeat_seconds", "group_timeout_seconds", "max_restarts")
     ),
     *(
         no_effect("vllm.sleep_while_learning", other, acts, advice)
@@ -302,22 +269,9 @@ SERVICE_RULES = (
         for name in ("weight_sync_interval", "weight_sync.direct", "weight_sync.verify_every_k")
     ),
     idle(
-        "training.weight_sync.direct",
-        lambda c: c.weight_sync.transfer == "files",
-        lambda c: (
-            f"has no effect with {_TRANSFER} {show(c.weight_sync.transfer)}, which writes no files: set true, or "
-            "remove this"
-        ),
-    ),
-    idle(
         "learner.sequence_parallel",
         lambda c: not c.model.torch_compile,
         "layers that exchange tokens are not compiled: set 1, or model.torch_compile to false",
-    ),
-    idle(
-        "learner.cpu_offload",
-        lambda c: c.gpu_count != 0,
-        "with compute.gpu_count = 0 all of it is in the processor's memory already: set false, or have GPUs",
     ),
     idle(
         "compute.gpu_type",

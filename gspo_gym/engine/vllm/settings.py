@@ -22,7 +22,7 @@ Transfer = Literal["files", "ipc", "nccl", "shared_memory"]
 
 _GIB = 2**30
 _TOKENS_PER_STEP = 4096  # on the CPU; vLLM's own default there
-PROCESSOR_BLOCK = 32  # CPU_ATTN takes multiples; vLLM's own there, 128, never finds the prefix of a short conversation
+_PROCESSOR_BLOCK = 32  # CPU_ATTN takes multiples; vLLM's own there, 128, never finds the prefix of a short conversation
 _SAME_IN_VLLM = (
     "max_model_len", "dtype", "max_num_seqs", "tensor_parallel_size", "data_parallel_size", "gpu_memory_utilization",
     "enforce_eager", "seed", "enable_prefix_caching", "enable_sleep_mode",
@@ -46,8 +46,6 @@ class VllmSettings:
         gpu_memory_utilization: fraction of a GPU's memory for weights and cache together; without meaning on the CPU.
         kv_cache_gib: memory for keys and values; None leaves it to `gpu_memory_utilization`, or on the CPU to vLLM's
             own guess, which is a large part of the machine.
-        block_size: tokens of a block of keys and values, of which only whole ones are found again; None: on the CPU
-            the fewest that its kernels take, elsewhere vLLM's own.
         enforce_eager: no compilation, so without a compiler, too, and no CUDA graphs: starts in seconds, decodes more
             slowly.
         seed: of everything that no request's seed decides.
@@ -75,7 +73,6 @@ class VllmSettings:
     device_ids: tuple[int, ...] = ()
     gpu_memory_utilization: float = 0.9
     kv_cache_gib: float | None = None
-    block_size: int | None = None
     enforce_eager: bool = False
     seed: int = 0
     max_lora_rank: int = 0
@@ -157,13 +154,12 @@ class VllmSettings:
             "disable_log_stats": True,
             "use_tqdm_on_load": False,  # or every update draws a bar
         }
-        if self.block_size is not None or not _sees_gpus():
-            fields["block_size"] = self.block_size or PROCESSOR_BLOCK
         if not _sees_gpus():
             # Read in parts, a prompt would have its first draws taken back, which the CPU's generator cannot: vLLM 0.32
             # dies of a request with a seed that does not fit into the step. So whole prompts wait for the next one.
             longest = max(self.max_model_len, _TOKENS_PER_STEP)
             fields |= {"enable_chunked_prefill": False, "max_num_batched_tokens": longest}
+            fields["block_size"] = _PROCESSOR_BLOCK
         if self.device_ids:
             fields["device_ids"] = list(self.device_ids)
         if self.kv_cache_gib is not None:

@@ -253,7 +253,7 @@ def plain_of(handle: tuple[Any, ...]) -> list[Any]:
     if values != _CONSTANTS:
         raise EngineError(
             f"expected a CUDA IPC handle of {_NUM_ARGUMENTS} values with {_CONSTANTS}, got {len(handle)} with {values}"
-            ': another version of torch; set training.weight_sync.transfer = "files"'
+            ": another version of torch; set training.weight_sync.direct = true"
         )
     return [
         list(value) if isinstance(value, tuple) else value

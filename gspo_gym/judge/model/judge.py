@@ -95,7 +95,7 @@ class ModelJudge:
         await self._model.close()
 
     async def _judge(self, request: JudgeRequest) -> Judgement:
-        transcript = read_transcript(request.trajectory, show_reasoning=self.settings.reading.show_reasoning)
+        transcript = read_transcript(request.trajectory)
         questions = plan(transcript, request.rubrics, self.settings)
         answers = await all_or_none([self._answer(question, request.rubrics) for question in questions])
         scores: dict[str, Mapping[str, CriterionScore]] = {}

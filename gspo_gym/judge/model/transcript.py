@@ -139,7 +139,7 @@ class Transcript:
         return replace(self, pieces=tuple(piece for piece in self.pieces if piece.turn <= turn))
 
 
-def read_transcript(trajectory: Trajectory, *, show_reasoning: bool = False) -> Transcript:
+def read_transcript(trajectory: Trajectory) -> Transcript:
     """Return the episode's whole transcript.
 
     Raises:
@@ -161,7 +161,7 @@ def read_transcript(trajectory: Trajectory, *, show_reasoning: bool = False) -> 
     turn = TASK
     for index, message in enumerate(trajectory.messages):
         turn = turn_of.get(index, turn)
-        pieces.extend(_pieces(message, turn, show_reasoning=show_reasoning))
+        pieces.extend(_pieces(message, turn))
     return Transcript(tuple(pieces), num_turns)
 
 
@@ -224,10 +224,10 @@ def _limit(lengths: list[int], excess: int) -> int:
     return max(lengths, default=0)
 
 
-def _pieces(message: Message, turn: int, *, show_reasoning: bool) -> Iterable[Piece]:
+def _pieces(message: Message, turn: int) -> Iterable[Piece]:
     text = message.content
     is_policy = message.role == "assistant" and turn != TASK
-    if message.reasoning_content and (show_reasoning or message.role != "assistant"):
+    if message.reasoning_content and message.role != "assistant":
         text = f"(thought) {message.reasoning_content}\n(said) {text}"
     writer: Writer = message.role
     if not is_policy and message.role == "assistant":

@@ -60,9 +60,8 @@ class AppEpisodeSettings:
         session: of the gateway; name and sampling seed are those of each attempt.
         model: the name under which the app asks the gateway for the model.
         gateway_url: base URL under which the app reaches the gateway.
-        max_turns: decisions of an episode; the app is sent `ops` once for each.
+        max_turns: decisions of an episode; the app is sent "agent" and "env" for each.
         env_config, policy_name, policy_config: passed to the app unchanged.
-        ops: of one decision.
         mode: "rl" to train, "eval" to measure.
         episode_timeout_seconds: of one attempt, and a quarter of it more until the answer's last byte: in that time a
             server of this library finds out whether the actions used the time up, which it then scores.
@@ -78,17 +77,16 @@ class AppEpisodeSettings:
     env_config: Mapping[str, Any] = field(default_factory=dict)
     policy_name: str | None = None
     policy_config: Mapping[str, Any] = field(default_factory=dict)
-    ops: tuple[str, ...] = ("agent", "env")
     mode: Literal["rl", "eval"] = "rl"
     episode_timeout_seconds: float = 600.0
     max_tries: int = 8
 
     def __post_init__(self) -> None:
         operator_url(self.gateway_url)
-        if self.max_turns < 1 or self.max_tries < 1 or not self.ops or not self.episode_timeout_seconds > 0:
+        if self.max_turns < 1 or self.max_tries < 1 or not self.episode_timeout_seconds > 0:
             raise ConfigError(
-                "AppEpisodeSettings: expected max_turns, max_tries and episode_timeout_seconds > 0 and ops, got "
-                f"{self.max_turns}, {self.max_tries}, {self.episode_timeout_seconds} and {self.ops}"
+                "AppEpisodeSettings: expected max_turns, max_tries and episode_timeout_seconds > 0, got "
+                f"{self.max_turns}, {self.max_tries} and {self.episode_timeout_seconds}"
             )
         ours = sorted({"model", "inference_url", "trace_correlation_id"} & set(self.policy_config))
         if ours:
@@ -289,7 +287,7 @@ class AppEpisodes:
         )
         # What the operator wrote of sampling stands: it says the same (see AppEpisodeSettings), or asks for less.
         policy_config = {**injection.model_dump(), **settings.policy_config}
-        ops = [*settings.ops] * settings.max_turns
+        ops = ["agent", "env"] * settings.max_turns
         return RolloutRequest(
             run_id=run_id,
             env=RolloutEnv(env_name=settings.env_name, config={**settings.env_config, **task.options}, seed=task.seed),

@@ -17,9 +17,9 @@ def test_a_batch_is_played_in_every_round_under_new_weights_and_the_first_is_not
 
 
 def test_vllm_gets_the_same_job_and_its_own_section(tmp_path: Path) -> None:
-    config = make_config("tiny:qwen3-64", "vllm", tmp_path, block_size=64)
+    config = make_config("tiny:qwen3-64", "vllm", tmp_path, kv_cache_gib=2.0)
     local = make_config("tiny:qwen3-64", "local", tmp_path)
     assert config.vllm is not None
-    assert (config.vllm.block_size, config.rollout.episodes_per_batch) == (64, 96)
+    assert (config.vllm.kv_cache_gib, config.rollout.episodes_per_batch) == (2.0, 96)
     assert config.rollout.model_copy(update={"engine": "local"}) == local.rollout
     assert config.training == local.training

@@ -47,7 +47,7 @@ def test_check_lists_what_this_version_cannot_run_and_fails(file: Path, capsys: 
     assert first == f"VALID, BUT IT CANNOT RUN: {file}"
     assert lines == [
         "cannot run: compute.gpu_count = 2: training takes 0 GPUs or 1; split them by [topology], or let vLLM in this "
-        "process take them all: vllm.tensor_parallel_size x vllm.data_parallel_size = 2",
+        "process take them all: add [vllm]",
         'cannot run: compute.nodes = 3: training takes one machine; with topology.type = "cluster" and several '
         "gpus_for_training it takes more",
     ]

@@ -161,7 +161,7 @@ def test_a_finished_evaluation_is_shown_again_and_not_played_again(
     assert seen == []
     assert json.loads(Path("first.json").read_text()) == json.loads(Path("second.json").read_text())
     assert evaluate(*command, "--seeds", "0:3", "--resume") == 2
-    assert "once/evaluation.json is of another evaluation: config.evaluation.instances: expected 3" in (
+    assert "once/evaluation.json is of another evaluation: config.evaluation.seeds: expected" in (
         capsys.readouterr().err
     )
     Path("once/evaluation.json").write_text("{}")

@@ -42,7 +42,7 @@ def test_a_mixture_leaves_the_rest_to_the_main_environment(make: Make) -> None:
 
 
 def test_a_mixture_is_written_beside_the_run_and_reads_back(make: Make, tmp_path: Path) -> None:
-    config = make({"rollout.mixture": [LAKE, BANK], "gateway": {"port": 8003}})
+    config = make({"rollout.mixture": [LAKE, BANK], "gateway": {"address": "127.0.0.1:8003"}})
     assert RunConfig.from_dict(tomllib.loads(config.to_toml())) == config
     path = tmp_path / "resolved.toml"
     path.write_text(resolved(config, {}), encoding="utf-8")
@@ -88,34 +88,29 @@ def test_a_mixture_is_a_list_of_tables_in_a_file(make: Make, changed: Callable[.
             "rollout.mixture: api_key_env of entry 1 has no effect without a task_url there: give it, or remove this",
         ),
         (
-            {"gateway": {"port": 8003}},
+            {"gateway": {"address": "127.0.0.1:8003"}},
             "gateway: has no effect without a task app: give services.task_url, or remove this section",
         ),
         (
             {"gateway": {}, "rollout.mixture": [LAKE]},
             "gateway: has no effect without a task app: give services.task_url, or remove this section",
         ),
-        (
-            {"rollout.engine": "vllm", "vllm": {"structured_output": True}},
-            "vllm.structured_output: has no effect without a task app, which alone asks for schemas: give "
-            "services.task_url, or remove this",
+        *(
+            (
+                {**APP, "gateway": {"address": address}},
+                f"gateway.address: expected HOST:PORT with a port below 65536, got {address!r}",
+            )
+            for address in ("127.0.0.1:65536", "127.0.0.1:-1", ":8003", "127.0.0.1", "127.0.0.1:")
         ),
-        (
-            {**APP, "rollout.engine": "vllm", "vllm": {"structured_output": True}, "rollout.min_output_tokens": 2},
-            "vllm.structured_output: knows the model's own end tokens, which rollout.min_output_tokens = 2 would "
-            "withhold: set 0",
-        ),
-        ({**APP, "gateway": {"port": 65536}}, "gateway.port: expected an integer >= 0 and < 65536, got 65536"),
-        ({**APP, "gateway": {"port": -1}}, "gateway.port: expected an integer >= 0 and < 65536, got -1"),
         (
             {**APP, "gateway": {"public_url": "gateway.lan"}},
             "gateway.public_url: expected a URL that begins with http:// or https:// and holds no user or password",
         ),
         *(
             (
-                {**APP, "gateway": {"host": host}},
-                f'gateway.host: "{host}" is every address of this machine, and none to call: give gateway.public_url, '
-                "too",
+                {**APP, "gateway": {"address": f"{host}:0"}},
+                f'gateway.address: "{host}" is every address of this machine, and none to call: give '
+                "gateway.public_url, too",
             )
             for host in ("0.0.0.0", "::")
         ),
@@ -140,10 +135,10 @@ def test_what_cannot_be_or_does_nothing_is_refused(changes: dict[str, Any], line
     "changes",
     [
         {"rollout.mixture": [LAKE, {**BANK, "share": 0.74}]},
-        {**APP, "gateway": {"port": 0}},
-        {"rollout.mixture": [{**BANK, "api_key_env": "BANK_KEY"}], "gateway": {"port": 1}},
-        {**APP, "gateway": {"host": "0.0.0.0", "public_url": "https://gateway.example.com"}},
-        {**APP, "gateway": {"host": "10.0.0.5"}},
+        {**APP, "gateway": {"address": "127.0.0.1:0"}},
+        {"rollout.mixture": [{**BANK, "api_key_env": "BANK_KEY"}], "gateway": {"address": "localhost:1"}},
+        {**APP, "gateway": {"address": "0.0.0.0:0", "public_url": "https://gateway.example.com"}},
+        {**APP, "gateway": {"address": "10.0.0.5:0"}},
         # environments here are played beside the app, or for the demonstrations
         {**APP, "rollout.isolation": "process", "rollout.mixture": [LAKE]},
         {**APP, "rollout.isolation": "process", "warmup": {"num_episodes": 8, "learning_rate": 1e-3}},

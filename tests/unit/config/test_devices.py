@@ -29,7 +29,7 @@ def split(gpu_count: int, **topology: int) -> dict[str, Any]:
 PLACES: dict[str, tuple[dict[str, Any], tuple[Any, ...]]] = {
     "one GPU for all": ({"compute": {"gpu_count": 1}, "vllm": {}}, (0, (0,), (0,), 1, 1)),
     "vLLM on all, the learner on the first": (
-        {"compute": {"gpu_count": 4}, "vllm": {"tensor_parallel_size": 2, "data_parallel_size": 2}},
+        {"compute": {"gpu_count": 4}, "vllm": {"tensor_parallel_size": 2}},
         (0, (0, 1, 2, 3), (0,), 2, 2),
     ),
     "one each": (split(2, gpus_for_vllm=1), (1, (0,), (), 1, 1)),
@@ -50,7 +50,7 @@ PLACES: dict[str, tuple[dict[str, Any], tuple[Any, ...]]] = {
 def test_each_part_has_the_gpus_that_the_table_says(case: str, make: Make) -> None:
     changes, (learner, vllm, reference, tensor, data) = PLACES[case]
     config = make(changes)
-    placement = place(config.topology, config.vllm)
+    placement = place(config.sections)
     assert placement == Placement(
         learner=learner,
         vllm=vllm,
@@ -63,11 +63,11 @@ def test_each_part_has_the_gpus_that_the_table_says(case: str, make: Make) -> No
     assert placement.num_gpus == config.compute.gpu_count
 
 
-def test_the_sizes_of_a_topology_are_those_of_vllm(make: Make) -> None:
+def test_the_size_of_a_topology_is_that_of_vllm(make: Make) -> None:
     changes = {**split(5, gpus_for_vllm=4, tensor_parallel=2), "vllm": {}}
     vllm = make(changes).vllm
     assert vllm is not None
-    assert (vllm.tensor_parallel_size, vllm.data_parallel_size) == (2, 2)
+    assert vllm.tensor_parallel_size == 2
     assert make({**split(5, gpus_for_vllm=4, tensor_parallel=2)}).rollout.engine == "vllm"
 
 
@@ -109,7 +109,7 @@ class EightGpus:
 def test_the_learner_is_on_its_own_gpu_or_on_the_current_one(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     EightGpus(monkeypatch)
     assert build.device_of(make(split(4, gpus_for_vllm=3))) == "cuda:3"
-    assert build.device_of(make({"compute": {"gpu_count": 2}, "vllm": {"data_parallel_size": 2}})) == "cuda"
+    assert build.device_of(make({"compute": {"gpu_count": 2}, "vllm": {}})) == "cuda"
     assert build.device_of(make({"compute": {"gpu_count": 1}})) == "cuda"
     assert build.device_of(make({})) == "cuda"
     assert build.device_of(make({"compute": {"gpu_count": 0}})) == "cpu"

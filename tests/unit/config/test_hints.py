@@ -13,7 +13,7 @@ from pydantic.fields import FieldInfo
 
 from gspo_gym.config.reference import leaf_keys
 from gspo_gym.config.run_config import RunConfig
-from gspo_gym.config.words import HINTS, describe, explain, sections_of
+from gspo_gym.config.words import HINTS, RETIRED, describe, explain, sections_of
 
 KEYS = set(leaf_keys())
 SECTIONS = {key.rsplit(".", 1)[0] for key in KEYS}
@@ -160,3 +160,14 @@ def test_a_value_that_no_key_of_ours_takes_is_not_repeated_as_advice(value: Any)
     assert explain("training.warmup_ratio", value) == (
         "warmup_ratio is what TRL calls it: write optimizer.warmup_steps"
     )
+
+
+@pytest.mark.parametrize("key", RETIRED)
+def test_a_key_of_an_earlier_version_is_an_error_that_says_what_to_do_with_keys_that_exist(
+    key: str, problems: Callable[..., list[str]]
+) -> None:
+    assert key not in KEYS
+    assert f"{key}: {key.rpartition('.')[2]} is of an earlier version: {RETIRED[key]}" in problems({key: 1})
+    sections = {name.partition(".")[0] for name in KEYS}
+    named = re.findall(r"\b[a-z]+(?:\.[a-z_]+)+\b", RETIRED[key])
+    assert [name for name in named if name.partition(".")[0] in sections and name not in KEYS] == []

@@ -88,13 +88,9 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         'judge.type: "synth" needs services.judge_url, where that judge answers; for a model behind an '
         "OpenAI-compatible endpoint leave this out",
     ),
-    "an address that is not asked": (
-        {"judge.type": "model", **SYNTH},
-        'judge.type: "model" asks no services.judge_url: remove that, or set this to "synth"',
-    ),
-    "a function that is not there": (
-        {"judge.type": "python", "judge.options.model": ..., "judge.options.provider": ...},
-        'judge.type: "python" needs judge.options.python, the function',
+    "a judge of another type": (
+        {"judge.type": "model"},
+        'judge.type: expected "synth", got "model": remove it, for a model or a function is what judge.options says',
     ),
     "a function beside an address": (
         {**SYNTH, "judge.options.python": "mine:judge"},
@@ -124,10 +120,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {**PANEL, "judge.panel": [MEMBER, {"python": "mine:judge", "model": "m"}]},
         "judge.panel: member 1: python is no model, so model has no effect: remove one",
     ),
-    "a type of a panel": (
-        {**PANEL, "judge.type": "model"},
-        'judge.type: "model" is one judge, but [[judge.panel]] has several: leave this out',
-    ),
     "a panel's model elsewhere": (
         {**PANEL, "judge.options.model": "m"},
         "judge.options.model: has no effect: the members of [[judge.panel]] have their own; remove this",
@@ -147,10 +139,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "samples that are the same": (
         {"judge.options.samples": 3},
         "judge.options.samples: 3 samples at judge.options.temperature = 0 are one and the same: raise that, or set 1",
-    ),
-    "a median of one": (
-        {"judge.options.aggregate": "median"},
-        'judge.options.aggregate: "median" of one judge and one sample has no effect: remove this',
     ),
     "money without prices": (
         {"judge.options.max_cost_usd": 5.0},
@@ -194,11 +182,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "labels and a judge": (
         {"judge.gold": {"labels": "l", "episodes": "e", "panel": [MEMBER]}},
         "judge.gold: episodes with labels are gold already, so panel has no effect: remove one",
-    ),
-    "a sample of labels": (
-        {"judge.gold": {"labels": "l", "episodes": "e", "num_episodes": 7}},
-        'judge.gold.num_episodes: has no effect with judge.gold.labels = "l": all labelled episodes are scored, or '
-        "remove this",
     ),
 }
 
@@ -253,7 +236,6 @@ def test_a_contradiction_of_the_judge_names_the_fix(name: str, problems: Problem
          "password"),
         ("api_key_env", "sk-1234", "expected the name of an environment variable, which holds the key"),
         ("python", "judge", 'expected "module:function", got \'judge\''),
-        ("rubric_aggregate", "a b:c", 'expected "module:function", got \'a b:c\''),
         ("samples", 0, "expected an integer > 0, got 0"),
     ],
 )  # fmt: skip
@@ -295,8 +277,7 @@ ALLOWED: dict[str, dict[str, Any]] = {
         "judge.options.rubric_id": ...,
         "judge.options.rubric_overrides": {"outcome": {"criteria": [{"id": "a", "description": "A."}]}},
     },
-    "samples that differ": {"judge.options.samples": 3, "judge.options.temperature": 0.7,
-                            "judge.options.aggregate": "median"},
+    "samples that differ": {"judge.options.samples": 3, "judge.options.temperature": 0.7},
     "a budget": {"judge.options.max_cost_usd": 1.0, "judge.options.usd_per_million_tokens": [0.1, 0.4]},
     "a gold judge": {"judge.gold": {"panel": [MEMBER]}},
     "several gold judges": {"judge.gold": {"panel": [MEMBER, {"python": "mine:judge"}]}},

@@ -44,7 +44,7 @@ PLACED: dict[str, tuple[dict[str, Any], list[tuple[str, int, int]], dict[str, in
     "one process": ({}, [("learner", 1, 0)], {"node-0": 0}),
     "one GPU": ({"compute": {"gpu_count": 1}}, [("learner", 1, 1)], {"node-0": 1}),
     "vLLM on the learner's": (
-        {"compute": {"gpu_count": 4}, "vllm": {"tensor_parallel_size": 2, "data_parallel_size": 2}},
+        {"compute": {"gpu_count": 4}, "vllm": {"tensor_parallel_size": 2}},
         [("learner and replica", 2, 2)],
         {"node-0": 4},
     ),
@@ -56,11 +56,6 @@ PLACED: dict[str, tuple[dict[str, Any], list[tuple[str, int, int]], dict[str, in
     "two machines": (
         cluster(16, 2, 8, 8, tensor_parallel=2),
         [("learner", 8, 1), ("replica", 4, 2)],
-        {"node-0": 8, "node-1": 8},
-    ),
-    "two machines, and servers of two copies": (
-        {**cluster(16, 2, 8, 8, tensor_parallel=2), "vllm": {"data_parallel_size": 2}},
-        [("learner", 8, 1), ("replica", 2, 4)],
         {"node-0": 8, "node-1": 8},
     ),
     "the same GPUs, and more that learn": (
@@ -193,8 +188,8 @@ def test_where_the_driver_samples_there_is_no_replica_and_its_model_is_counted_o
 
 
 def test_vllms_processes_are_counted_by_server(make: Make) -> None:
-    paper = run_check(make({**cluster(0, 1, 8, 1, tensor_parallel=2), "vllm": {"data_parallel_size": 2}}))
-    assert [(part.role, part.count) for part in paper.parts] == [("learner", 1), ("replica", 2)]
+    paper = run_check(make(cluster(0, 1, 8, 1, tensor_parallel=2)))
+    assert [(part.role, part.count) for part in paper.parts] == [("learner", 1), ("replica", 4)]
     assert paper.refused == ()
 
 

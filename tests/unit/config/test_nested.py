@@ -124,8 +124,8 @@ def test_errors_name_keys_as_they_are_written() -> None:
     assert problems(spoil) == [
         "policy.temprature: unknown key; did you mean 'temperature'?",
         "compute.topology.gpus: unknown key; known: gpus_for_ref, gpus_for_training, gpus_for_vllm, "
-        "group_timeout_seconds, heartbeat_seconds, max_restarts, ray_address, reference_placement, "
-        "tensor_parallel, type",
+        "group_timeout_seconds, heartbeat_seconds, max_restarts, reference_placement, tensor_parallel, "
+        "type",
         "compute.topology.gpus_for_vllm: expected an integer > 0, got 0",
         "policy.model_name: expected a non-empty string, got 7",
         'training.rewards.step_rewards_mode: expected "off", "decision_stepwise" or "env_sparse", got "on"',

@@ -165,6 +165,13 @@ def test_a_foreign_name_in_a_file_of_ours_is_an_error_that_says_what_the_table_s
     assert sorted(problems(given)) == sorted(f"{key}: {explain(key, 'text')}" for key in given)
 
 
+# Keys that another one of the hosted trainer's multiplies.
+FACTORS = {
+    "rollout.episodes_per_batch": "rollout.batches_per_step",
+    "training.batch_size": "training.gradient_accumulation_steps",
+}
+
+
 def test_every_key_of_the_hosted_trainer_is_taken_as_it_is(make: Callable[[Values], RunConfig]) -> None:
     taken: set[str] = set()
     tracks = make({"judge": {"options": {"tracks": ["progress"]}}}).model_dump(mode="json", exclude_unset=True)
@@ -175,6 +182,8 @@ def test_every_key_of_the_hosted_trainer_is_taken_as_it_is(make: Callable[[Value
             key = nested_names().get(name, name)
             if (value := look_up(given, key)) is not None:
                 kept = look_up(config, key)
+                if key in FACTORS:
+                    value *= look_up(given, FACTORS[key], 1)
                 kept = {entry: kept[entry] for entry in value} if key == "rollout.policy_config" else kept
                 # a list of one name, "all-linear", is that name
                 assert name in HOSTED_ONLY or value in (kept, [kept]), name

@@ -35,7 +35,7 @@ Problems = Callable[[dict[str, Any]], list[str]]
         ("compute", {}, "required, but not given: expected an integer >= 0 (GPUs in all; 0: the processor, although "
                         "there may be GPUs)"),
         ("reference.placement", "cpu", 'expected "none", "shared" or "dedicated", got "cpu"'),
-        ("reference.port", 0, "expected an integer > 0, got 0"),
+        ("reference.port", 0, "expected a number > 0, got 0"),
         ("model.base", ..., "required, but not given: a hub id, a folder, or tiny:NAME (or model.source, an earlier "
                             "run)"),
         ("model.base", 7, "expected a non-empty string, got 7"),
@@ -55,9 +55,9 @@ Problems = Callable[[dict[str, Any]], list[str]]
          "expected a URL that begins with http:// or https:// and holds no user or password"),
         ("services.engine_urls", ["http://a", "http://a/"], "names a server twice: http://a, http://a"),
         ("rollout.engine", "sglang", 'expected "local", "vllm" or "http", got "sglang"'),
-        ("rollout.ops", ["env"], 'expected "agent" and "env" in turns, "agent" first, got [\'env\']'),
-        ("rollout.ops", ["agent"], 'expected "agent" and "env" in turns, "agent" first, got [\'agent\']'),
-        ("rollout.ops", ["wait"], 'expected a list of "agent" or "env", got ["wait"]'),
+        ("rollout.ops", ["env"], 'expected "agent" and "env" in turns, "agent" first, got ["env"]'),
+        ("rollout.ops", ["agent"], 'expected "agent" and "env" in turns, "agent" first, got ["agent"]'),
+        ("rollout.ops", ["wait"], 'expected "agent" and "env" in turns, "agent" first, got ["wait"]'),
         ("rollout.policy_config.chat_template_kwargs", 0, "expected a table, got 0"),
         ("training.max_turn", 1, "unknown key; did you mean 'max_turns'?"),
         ("rollout.learning_rate", 1, "unknown key; did you mean 'training.learning_rate' or 'warmup.learning_rate'?"),

@@ -56,7 +56,6 @@ def test_every_key_stands_in_a_configuration_an_example_a_translation_or_a_test_
         "| `step_timeout_seconds` | a number, > 0 | `30.0` | to make the environment, and for each reset, step or "
         "close of it |",
         "| `iterations_per_epoch` | an integer, > 0 | required | batches of episodes per epoch |",
-        "| `health_max_wait_s` | a number, > 0 | `180.0` | dedicated only: seconds it has to come up |",
     ],
 )  # fmt: skip
 def test_a_row_says_all_of_a_key(row: str) -> None:

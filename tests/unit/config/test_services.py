@@ -57,8 +57,6 @@ def test_everything_that_is_missing_is_listed_at_once(make: Make) -> None:
     ("changes", "named"),
     [
         ({"compute": {"gpu_count": 2}}, "compute.gpu_count = 2: training takes 0 GPUs or 1; split them by [topology]"),
-        ({"compute": {"gpu_count": 2}, "vllm": {}}, "compute.gpu_count = 2"),
-        ({"compute": {"gpu_count": 4}, "vllm": {"tensor_parallel_size": 2}}, "compute.gpu_count = 4"),
         (
             {"compute": {"gpu_count": 3}, "topology": {"gpus_for_vllm": 1, "gpus_for_training": 2}},
             "topology.gpus_for_training = 2: training takes one GPU",
@@ -94,8 +92,8 @@ def test_everything_that_is_missing_is_listed_at_once(make: Make) -> None:
             'training.weight_sync.mode = "direct": topology.gpus_for_vllm = 2 processes with vLLM take whole weights',
         ),
         (
-            {**TWO_SAMPLE, "rollout.engine": "vllm", "training.weight_sync": {"transfer": "shared_memory"}},
-            'training.weight_sync.transfer = "shared_memory": topology.gpus_for_vllm = 2 processes are always given',
+            {**TWO_SAMPLE, "rollout.engine": "vllm", "training.weight_sync": {"direct": "shared_memory"}},
+            'training.weight_sync.direct = "shared_memory": topology.gpus_for_vllm = 2 processes are always given',
         ),
         (
             {"compute": {"gpu_count": 2}, "topology": {"type": "cluster", "gpus_for_vllm": 1, "gpus_for_training": 1}},
@@ -130,7 +128,7 @@ def test_each_of_them_alone_is_refused_before_anything_is_built(
         {"services": {"task_url": "https://x.org"}},
         {"compute": {"gpu_count": 0}},
         {"compute": {"gpu_count": 1}},
-        {"compute": {"gpu_count": 4}, "vllm": {"tensor_parallel_size": 2, "data_parallel_size": 2}},
+        {"compute": {"gpu_count": 4}, "vllm": {"tensor_parallel_size": 2}},
         {"compute": {"gpu_count": 3}, "topology": {"gpus_for_vllm": 2, "gpus_for_training": 1}},
         {"compute": {"gpu_count": 0}, "topology": {"gpus_for_vllm": 2, "gpus_for_training": 1}},
         {"compute": {"gpu_count": 2}, "topology": {"type": "colocated", "gpus_for_vllm": 2, "gpus_for_training": 1}},

@@ -28,7 +28,7 @@ from gspo_gym.learning.surrogate_keys import SURROGATE_KEYS, SURROGATE_UNITS
 
 # Beside the choices: wide enough that all bounds bind and none binds everywhere.
 NUMBERS: dict[str, Any] = {"clip_low": 0.2, "clip_high": 0.3, "dual_clip": 1.4, "kl_coef": 0.1, "kl_clamp": 0.9}
-NUMBERS |= {"entropy_coef": 0.01, "norm_length": 7, "sapo_temperature_pos": 1.5, "sapo_temperature_neg": 2.5}
+NUMBERS |= {"entropy_coef": 0.01, "norm_length": 7, "sapo_temperatures": (1.5, 2.5)}
 NO_CORRECTION = {"correction.level": "none", "correction.off_policy_threshold": None}
 
 # Rows (segments) of episodes 0, 0, 1 and 2, and of their sampled tokens the turns; the second row goes on with a turn.

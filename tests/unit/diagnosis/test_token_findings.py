@@ -455,7 +455,7 @@ GOOD: dict[str, tuple[Callable[[Patch], None] | None, dict[str, Any]]] = {
         add_noise,
         {
             "correction": {"level": "token", "mode": "mask", "low": 0.9985, "high": 1.0015, "max_engine_gap": 0.02},
-            "rewards": {"overlong": "penalize"},
+            "rewards": {"overlong": 1.0},
         },
     ),
     "bfloat16, an adapter": (

@@ -55,9 +55,9 @@ def says(outcome: float, *events: float, total: float | None = None, flags: tupl
     )
 
 
-def ask(*answers: Judgement | Exception, aggregate: str = "mean") -> Judgement:
+def ask(*answers: Judgement | Exception) -> Judgement:
     members = [Member(f"m{number}", answer) for number, answer in enumerate(answers)]
-    panel = PanelJudge(members, aggregate=aggregate)  # type: ignore[arg-type]
+    panel = PanelJudge(members)
     return asyncio.run(panel.judge(request("a", "b")))
 
 
@@ -74,12 +74,7 @@ def test_scores_and_totals_are_means_and_costs_are_sums() -> None:
     assert judged.judge == "panel(m0, m1, m2)"
 
 
-def test_medians_are_not_moved_by_one_member() -> None:
-    judged = ask(says(0.2, 1.0), says(0.3, 1.0), says(1.0, 9.0), aggregate="median")
-    assert (judged.event_totals, judged.outcome_total) == ((1.0,), 0.3)
-
-
-def test_the_total_is_the_aggregate_of_totals_and_not_the_total_of_aggregates() -> None:
+def test_the_total_is_the_mean_of_totals_and_not_the_total_of_means() -> None:
     # One member found a required criterion missing, so its total is 0 although its score is not.
     judged = ask(says(0.8, total=0.8), says(0.4, total=0.0))
     assert judged.outcome_total == 0.4

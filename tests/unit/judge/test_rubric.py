@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -44,43 +43,13 @@ def test_counts_enter_plain_totals_as_they_are() -> None:
     assert rubric.total({"a": 6, "b": 1.0}) == 3.5  # (6 + 1) / 2
 
 
-def test_a_function_makes_a_custom_total_of_the_scores_and_the_rubric() -> None:
-    def smallest_times_number(scores: Mapping[str, float], rubric: Rubric) -> float:
-        return min(scores.values()) * len(rubric.criteria)
-
-    rubric = replace(TWO, aggregation="custom", aggregate=smallest_times_number)
-    assert rubric.total({"a": 0.5, "b": 1.0}) == 1.0
-
-
-def test_custom_without_a_function_has_no_total_and_says_so_before_judging() -> None:
-    rubric = replace(TWO, aggregation="custom")
-    with pytest.raises(ConfigError, match="only the operator can name"):
-        rubric.total({"a": 0.5, "b": 1.0})
-    with pytest.raises(ConfigError, match=r"^outcome: .*module:function"):
-        Rubrics(outcome=rubric).require_totals()
-    given_one = Rubrics(event=TWO, outcome=rubric).with_aggregate(lambda scores, rubric: 7.0)
-    given_one.require_totals()
-    assert given_one.event is TWO
-    assert given_one.outcome is not None
-    assert given_one.outcome.total({"a": 0.5, "b": 1.0}) == 7.0
-    with pytest.raises(ConfigError, match="no part has aggregation"):
-        Rubrics(event=TWO).with_aggregate(lambda scores, rubric: 7.0)
-
-
-@pytest.mark.parametrize("wrong", [math.nan, math.inf, 10**400, None, "1", True])
-def test_a_function_that_gives_no_finite_number_is_an_error(wrong: Any) -> None:
-    with pytest.raises(ConfigError, match="expected a finite number from the function"):
-        replace(TWO, aggregation="custom", aggregate=lambda scores, rubric: wrong).total({"a": 0, "b": 0})
-
-
 # --- required ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("aggregation", ["weighted_sum", "sum", "inherit", "custom"])
+@pytest.mark.parametrize("aggregation", ["weighted_sum", "sum", "inherit"])
 def test_a_required_criterion_below_its_threshold_fails_the_whole_rubric(aggregation: Any) -> None:
-    aggregate = (lambda scores, rubric: 9.0) if aggregation == "custom" else None
     criteria = (criterion("a", 1.0, required=True, threshold=0.7), criterion("b", 9.0))
-    rubric = Rubric(criteria, aggregation=aggregation, aggregate=aggregate)
+    rubric = Rubric(criteria, aggregation=aggregation)
     assert rubric.total({"a": 0.69, "b": 1.0}) == 0.0
     assert rubric.total({"a": 0.7, "b": 1.0}) > 0.0  # the threshold itself passes
 
@@ -259,9 +228,7 @@ def test_what_is_no_criterion_is_refused(fields: dict[str, Any], message: str) -
     [
         ({"criteria": ()}, "at least one criterion"),
         ({"criteria": (criterion("a"), criterion("b"), criterion("a"))}, "'a' is the id of several"),
-        ({"aggregation": "mean"}, "aggregation 'mean'; known: custom"),
-        ({"aggregate": lambda scores, rubric: 1.0}, 'only where aggregation is "custom"'),
-        ({"aggregation": "custom", "track_weights": {"": 1.0}}, "tracks have no weights"),
+        ({"aggregation": "mean"}, "aggregation 'mean'; known: inherit"),
         ({"track_weights": {"x": 1.0}}, "no criterion is of the track 'x'"),
         ({"track_weights": {"": -1.0}}, "expected a weight >= 0"),
         ({"track_weights": {"": 0.0}}, "the weights of all its tracks are 0"),

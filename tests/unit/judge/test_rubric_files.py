@@ -92,7 +92,7 @@ def test_a_judges_file_is_no_task_apps_rubric_and_the_other_way_round(tmp_path: 
         ("outcome:\n  criteria:\n  - {id: a, description: d, weight: .nan}", "expected a finite number, got NaN"),
         ("outcome:\n  criteria:\n  - {id: a, description: d, weight: 0}", "expected a weight > 0"),
         ("outcome:\n  criteria:\n  - {id: a, description: d, scale: likert}", "'binary', 'bounded', 'count' or 'cus"),
-        ("outcome:\n  aggregation: mean\n  criteria: []", "aggregation: expected 'sum', 'weighted_sum', 'custom'"),
+        ("outcome:\n  aggregation: mean\n  criteria: []", "aggregation: expected 'sum', 'weighted_sum' or 'inherit'"),
         ("outcome:\n- {id: a, description: d}\n- {id: a, description: e}", "'a' is the id of several criteria"),
         ("outcome:\n- {id: a, description: d, threshold: 0.5}", "set required = true, too"),
         ("outcome:\n- {id: a, id: b, description: d}", "'id' is given twice"),

@@ -90,12 +90,6 @@ def test_version_goal_and_track_weights_are_the_uppers_where_it_has_any() -> Non
     assert (over().version, over().goal_text) == ("v7", "base goal")
 
 
-def test_an_operators_function_stays_only_with_custom() -> None:
-    base = Rubric((Criterion("a", "a"),), aggregation="custom", aggregate=lambda scores, rubric: 3.0)
-    assert merge_rubric(base, RubricPatch()).total({"a": 0.0}) == 3.0
-    assert merge_rubric(base, RubricPatch(aggregation="sum")).total({"a": 0.0}) == 0.0
-
-
 def test_over_nothing_a_patch_must_be_complete() -> None:
     alone = merge_rubric(None, patch(criterion("a", "text")))
     assert alone == Rubric((Criterion("a", "text"),))

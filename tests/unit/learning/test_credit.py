@@ -83,7 +83,7 @@ def test_an_episode_whose_last_turn_ran_out_of_tokens_is_overlong_and_an_earlier
 
 
 def test_the_overlong_penalty_is_part_of_the_last_turns_reward(make_trajectory):
-    rewards = RewardSettings(overlong="penalize", overlong_penalty=0.5)
+    rewards = RewardSettings(overlong=0.5)
     returns = returns_of(make_trajectory([1.0, 2.0], outcome=Outcome.MAX_TURNS), discount=0.5, rewards=rewards)
     # rewards 1 and 2 - 0.5; from the end 1.5; 1 + 0.5 * 1.5
     assert (returns.episode_return, returns.to_go.tolist()) == (2.5, [1.75, 1.5])
@@ -107,7 +107,7 @@ def test_sums_are_clipped_and_not_single_rewards(make_trajectory):
 
 def test_the_penalty_comes_before_the_clip(make_trajectory):
     # 3 - 1 = 2, which 2.5 leaves alone; clipping first would have given 2.5 - 1
-    rewards = RewardSettings(overlong="penalize", overlong_penalty=1.0, clip=2.5)
+    rewards = RewardSettings(overlong=1.0, clip=2.5)
     assert returns_of(make_trajectory([3.0], outcome=Outcome.MAX_TURNS), rewards=rewards).episode_return == 2.0
 
 
@@ -116,7 +116,7 @@ def test_step_rewards_come_before_everything_else(make_trajectory):
     turns = [dataclasses.replace(turn, events=("wood", "stone")) for turn in trajectory.turns]
     trajectory = dataclasses.replace(trajectory, turns=tuple(turns))
     step_rewards = StepRewardSettings(mode="decision_stepwise", kind="absolute")
-    rewards = RewardSettings(overlong="penalize", overlong_penalty=0.25, clip=3.5)
+    rewards = RewardSettings(overlong=0.25, clip=3.5)
     returns = returns_of(trajectory, discount=0.5, rewards=rewards, step_rewards=step_rewards)
     # 2 and 2 - 0.25: return 3.75, cut to 3.5; to go 2 + 0.5 * 1.75 and 1.75
     assert (returns.episode_return, returns.to_go.tolist()) == (3.5, [2.875, 1.75])

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from gspo_gym.errors import CheckpointError, RecordError
+from gspo_gym.learning import shaping
 from gspo_gym.learning.batching import LabelledBatch, TrainBatch, select_trajectories
 from gspo_gym.learning.settings import AdvantageSettings, RewardSettings
 from gspo_gym.learning.shaping import AdvantageShaper, whiten
@@ -211,8 +212,9 @@ def test_the_division_into_microbatches_changes_nothing(whiten, division):
         (10.0, 1, 1 - 0.2),  # one horizon at a time
     ],
 )
-def test_an_adaptive_beta_follows_its_target(target, horizon, factor):
-    shaper = shaper_of({"kl_coef": 0.1, "kl_target": target, "kl_horizon": horizon})
+def test_an_adaptive_beta_follows_its_target(target, horizon, factor, monkeypatch):
+    monkeypatch.setattr(shaping, "_KL_HORIZON", horizon)
+    shaper = shaper_of({"kl_coef": 0.1, "kl_target": target})
     assert shaper.shape([make_batch()]).metrics["shaping/kl_coef"] == 0.1, "used first, changed then"
     assert shaper.counters() == {"shaping.kl_coef": pytest.approx(0.1 * factor, rel=1e-6)}
     assert shaper.shape([make_batch()]).metrics["shaping/kl_coef"] == pytest.approx(0.1 * factor, rel=1e-6)

@@ -139,22 +139,14 @@ def test_the_dropout_is_the_runs_and_not_the_adapters(tmp_path: Path) -> None:
     assert {m.p for m in going_on.model.modules() if isinstance(m, torch.nn.Dropout)} == {0.1}
 
 
-@pytest.mark.parametrize(
-    "other",
-    [
-        LoraSettings(r=8, alpha=8, target_modules=("q_proj", "v_proj")),
-        LoraSettings(r=4, alpha=16, target_modules=("q_proj", "v_proj")),
-        LoraSettings(r=4, alpha=8, target_modules=("q_proj",)),
-        LoraSettings(r=4, alpha=8),
-    ],
-)
-def test_an_adapter_of_another_shape_is_an_error_that_shows_both(other: LoraSettings, tmp_path: Path) -> None:
+def test_an_adapter_of_another_shape_is_widened_and_the_log_shows_both(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     policy = saved(trained(LoraSettings(r=4, alpha=8, target_modules=("q_proj", "v_proj"))), tmp_path)
-    message = (
-        rf"has r 4, alpha 8 on 4 matrices \(q_proj, v_proj\); expected the same, got r {other.r}, alpha {other.alpha:g}"
-    )
-    with pytest.raises(ConfigError, match=message):
-        adapt_policy(policy, other, seed=0)
+    adapt_policy(policy, LoraSettings(r=8, alpha=8, target_modules=("q_proj",)), seed=0)
+    (line,) = caplog.messages
+    assert "r 4, alpha 8 on 4 matrices (q_proj, v_proj)" in line
+    assert "r 8, alpha 8 on 2 matrices (q_proj)" in line
 
 
 # What an adapter had, what the run asks for, and what the merged one is: rank max, alpha = old scale times it, union.
@@ -171,7 +163,7 @@ def test_merging_takes_the_larger_rank_the_modules_of_both_and_changes_no_logit(
 ) -> None:
     policy = trained(LoraSettings(r=had[0], alpha=had[1], target_modules=had[2]))
     expected, weights = logits(policy), dict(policy.model.named_parameters())
-    settings = LoraSettings(r=asked[0], alpha=asked[1], target_modules=asked[2], on_mismatch="merge")
+    settings = LoraSettings(r=asked[0], alpha=asked[1], target_modules=asked[2])
     wide = adapt_policy(saved(policy, tmp_path), settings, seed=2)
     config = wide.model.peft_config["default"]
     assert (config.r, config.lora_alpha, matrices(wide)) == merged
@@ -189,7 +181,7 @@ def test_merging_takes_the_larger_rank_the_modules_of_both_and_changes_no_logit(
 def test_keeping_alpha_instead_of_the_scale_would_halve_what_the_adapter_computes(tmp_path: Path) -> None:
     # delta = alpha / r * B A: with the same factors and alpha 8, rank 8 has 1 where rank 4 has 2
     policy = trained(LoraSettings(r=4, alpha=8, target_modules=("q_proj",)))
-    settings = LoraSettings(r=8, alpha=8, target_modules=("q_proj",), on_mismatch="merge")
+    settings = LoraSettings(r=8, alpha=8, target_modules=("q_proj",))
     wide = adapt_policy(saved(policy, tmp_path), settings, seed=2).model
     layer = wide.get_base_model().model.layers[0].self_attn.q_proj
     a, b = (layer.lora_A["default"].weight, layer.lora_B["default"].weight)
@@ -199,13 +191,13 @@ def test_keeping_alpha_instead_of_the_scale_would_halve_what_the_adapter_compute
 def test_merging_widens_every_expert_in_its_own_place(tmp_path: Path) -> None:
     policy = trained(LoraSettings(r=2, alpha=4), MOE)
     expected = logits(policy)
-    wide = adapt_policy(saved(policy, tmp_path), LoraSettings(r=5, alpha=4, on_mismatch="merge"), seed=2)
+    wide = adapt_policy(saved(policy, tmp_path), LoraSettings(r=5, alpha=4), seed=2)
     torch.testing.assert_close(logits(wide), expected, rtol=0, atol=1e-6)
     assert not torch.equal(expected, logits(load_policy(MOE)))
 
 
 def test_merging_again_changes_nothing(tmp_path: Path) -> None:
-    settings = LoraSettings(r=8, alpha=8, target_modules=("v_proj",), on_mismatch="merge")
+    settings = LoraSettings(r=8, alpha=8, target_modules=("v_proj",))
     first = saved(trained(LoraSettings(r=4, alpha=8, target_modules=("q_proj",))), tmp_path / "first")
     once = adapt_policy(first, settings, seed=2)
     again = adapt_policy(saved(once, tmp_path / "once"), settings, seed=3)

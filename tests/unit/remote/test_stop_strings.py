@@ -130,7 +130,7 @@ def test_an_answer_cut_at_the_callers_stop_string_is_no_overlong_one(name: str, 
             assert (cut.finish_reason, cut.completion.finish_reason) == ("stop", FinishReason.STOP)
             assert 0 < cut.num_sampled_tokens < whole.num_sampled_tokens == MAX_TOKENS
             assert trajectory.turns[0].finish_reason is FinishReason.STOP
-            penalty = RewardSettings(overlong="penalize", overlong_penalty=0.5)
+            penalty = RewardSettings(overlong=0.5)
             assert [returns_of(t, rewards=penalty).episode_return for t in (long, trajectory)] == [0.5, 1.0]
             groups = [TrajectoryGroup(t.task, (t,), 1) for t in (long, trajectory)]
             built = build_batch(groups, AdvantageSettings(baseline="batch"), rewards=RewardSettings(overlong="mask"))

@@ -14,7 +14,7 @@ import pytest
 from gspo_gym.errors import CheckpointError
 from gspo_gym.run.process import Phases
 from gspo_gym.run.settings import LoopSettings
-from gspo_gym.run.state import Saver, TrainState, seconds_of_process
+from gspo_gym.run.state import Saver, TrainState
 
 
 @dataclass
@@ -22,8 +22,6 @@ class Disk:
     """Writes when it may; `refusals` says which of the writes it refuses, counted from 0."""
 
     refusals: tuple[int, ...] = ()
-    now: float = 0.0
-    seconds: float = 0.0  # that a write takes
     may_write: threading.Event = field(default_factory=threading.Event)
     copied: list[int] = field(default_factory=list)
     written: list[int] = field(default_factory=list)
@@ -40,7 +38,7 @@ class Disk:
     def saver(self, **settings: Any) -> Saver:
         self.phases.enter("learning")
         loop = LoopSettings(**settings)
-        return Saver(self.copy, loop, on_event=self._record, phases=self.phases, clock=lambda: self.now)
+        return Saver(self.copy, loop, on_event=self._record, phases=self.phases)
 
     def _record(self, kind: str, step: int, data: Mapping[str, Any]) -> None:
         self.events.append((kind, step))
@@ -48,7 +46,6 @@ class Disk:
 
     def _write(self, step: int) -> Path:
         self.may_write.wait()
-        self.now += self.seconds
         self.num_writes += 1
         if self.num_writes - 1 in self.refusals:
             raise CheckpointError(f"step_{step:06d}: could not be saved: No space left on device")
@@ -62,11 +59,9 @@ def free_disk(**of_disk: Any) -> Disk:
     return disk
 
 
-async def take_steps(saver: Saver, steps: range, seconds: float = 0.0, disk: Disk | None = None) -> None:
-    """Take steps of so many seconds, at the end of each of which nothing is being written."""
+async def take_steps(saver: Saver, steps: range) -> None:
+    """Take steps, at the end of each of which nothing is being written."""
     for step in steps:
-        if disk is not None:
-            disk.now += seconds
         await saver.after_step(TrainState(step=step))
         await saver.wait()
 
@@ -127,25 +122,6 @@ def test_the_same_state_is_saved_once() -> None:
 
     asyncio.run(main())
     assert disk.written == [4, 4]
-
-
-def test_a_checkpoint_is_saved_once_before_the_step_that_would_end_after_the_deadline() -> None:
-    """After step 3 of 100 seconds each, the next would end at 400, a second late."""
-    disk = free_disk()
-    asyncio.run(take_steps(disk.saver(must_save_by=399 / 60), range(1, 9), 100.0, disk))
-    assert disk.written == [3]
-
-
-def test_the_deadline_is_that_of_the_write_too() -> None:
-    """The write after step 7 takes 30 seconds, so that step 8 ends at 830 after 130; 1030 + 130 + 30 > 1150."""
-    disk = free_disk(seconds=30.0)
-    saver = disk.saver(must_save_by=1150 / 60, checkpoint_every_n_iters=7)
-    asyncio.run(take_steps(saver, range(1, 13), 100.0, disk))
-    assert disk.written == [7, 10]
-
-
-def test_the_seconds_of_a_process_go_on() -> None:
-    assert 0 < seconds_of_process() <= seconds_of_process()
 
 
 def test_what_the_disk_refuses_is_tried_again_at_the_next_step_with_its_state() -> None:

@@ -255,7 +255,7 @@ def test_each_app_of_a_mixture_is_sent_its_own_key(make: Make, policy: Policy, m
 
 def test_an_app_elsewhere_needs_a_gateway_that_it_can_reach(make: Make, policy: Policy) -> None:
     config = make({"services.task_url": "http://192.0.2.1:8114"})  # an address of examples: nobody is asked
-    with pytest.raises(ConfigError, match=r"gateway\.host: '127\.0\.0\.1' is reached from this machine only"):
+    with pytest.raises(ConfigError, match=r"gateway\.address: '127\.0\.0\.1' is reached from this machine only"):
         start(config, policy)
 
 
@@ -336,9 +336,9 @@ def test_the_gateway_listens_and_is_told_of_where_the_section_says(make: Make, p
     told = []
     with serving(app) as url:
         for section in (
-            {"port": port},
-            {"host": "127.0.0.2", "port": port},
-            {"port": port, "public_url": f"http://localhost:{port}"},
+            {"address": f"127.0.0.1:{port}"},
+            {"address": f"127.0.0.2:{port}"},
+            {"address": f"127.0.0.1:{port}", "public_url": f"http://localhost:{port}"},
         ):
             (group,) = collect(make({**SMALL, "services.task_url": url, "gateway": section}), policy, Task(GUESS, 0))
             assert len(group.trajectories) == 2
@@ -437,7 +437,12 @@ def test_a_run_goes_on_although_its_app_has_moved(make: Make, tmp_path: Path) ->
         run_training(make({**changes, "services.task_url": url}))
     app = quiz()
     with serving(app) as url:
-        longer = {**changes, "services.task_url": url, "training.iterations_per_epoch": 4, "gateway": {"port": 0}}
+        longer = {
+            **changes,
+            "services.task_url": url,
+            "training.iterations_per_epoch": 4,
+            "gateway": {"address": "127.0.0.1:0"},
+        }
         assert run_training(make(longer), resume=True)["steps"] == 4
     assert app.num_rollouts == 2 * 8 + 3  # the episodes of two steps, and of the last evaluation
 

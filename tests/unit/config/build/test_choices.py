@@ -34,12 +34,12 @@ SECTIONS = ("algorithm", "loss", "rewards", "advantages", "correction", "referen
 # Values of keys that are no choices, so that the rules about them are met, too: 4 iterations have 8 optimizer steps.
 NUMBERS: dict[str, Sequence[Any]] = {
     "acknowledge": (["wide_clip"], ["length_weighting"], ["truncated_sampling"]),
-    "batches_per_step": (2,), "clip": (2.0,), "clip_high": (0.3,), "clip_low": (0.2,), "discount": (0.9,),
-    "dual_clip": (1.0004, 1.3, 3.0), "filter_eps": (0.0,), "gradient_accumulation_steps": (2,), "high": (3.0,),
-    "kl_clamp": (5.0,), "kl_coef": (0.01,), "kl_horizon": (100,), "kl_shaping_coef": (0.1,), "kl_target": (0.1,),
-    "low": (0.3,), "max_accumulated_minibatch": (2,), "max_staleness": (1, 2),
+    "clip": (2.0,), "clip_high": (0.3,), "clip_low": (0.2,), "discount": (0.9,),
+    "dual_clip": (1.0004, 1.3, 3.0), "filter_eps": (0.0,), "high": (3.0,),
+    "kl_clamp": (5.0,), "kl_coef": (0.01,), "kl_shaping_coef": (0.1,), "kl_target": (0.1,),
+    "low": (0.3,), "max_staleness": (1, 2),
     "min_p": (0.1,), "norm_length": (100,), "warmup_steps": (1, 8, 9, 0.3, 0.9), "off_policy_threshold": (1.0,),
-    "overlong_penalty": (0.5,), "repetition_penalty": (1.1,), "step_rewards_beta": (0.5,), "top_k": (5,),
+    "overlong": (0.5,), "repetition_penalty": (1.1,), "step_rewards_beta": (0.5,), "top_k": (5,),
     "step_rewards_k_limits": ({"a": 2},), "step_rewards_weights": ({"a": 2.0},), "top_p": (0.9,), "update_epochs": (2,),
     "update_every_n_iters": (2,), "weight_sync_interval": (2, 3),
 }  # fmt: skip
@@ -58,7 +58,7 @@ def choices(annotation: Any) -> list[Any]:
 
 
 def changes() -> list[Change]:
-    sampling = ("top_p", "top_k", "min_p", "repetition_penalty", "rescore", "batches_per_step")
+    sampling = ("top_p", "top_k", "min_p", "repetition_penalty", "rescore")
     names = {section: RunConfig.model_fields[section].annotation.model_fields for section in (*SECTIONS, "rollout")}  # type: ignore[union-attr]
     return [
         (section, name, value)

@@ -39,7 +39,7 @@ SMALL = {
     "training.iterations_per_epoch": 1,
     "training.group_size": 2,
     "training.batch_size": 4,
-    "evaluation.instances": 2,
+    "evaluation.seeds": "0:2",
 }
 WARMUP = {"warmup": {"num_episodes": 2, "learning_rate": 1e-3, "policy": "reference"}}
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,8 @@ from gspo_gym.policy.load import Policy, save_base
 
 Make = Callable[[dict[str, Any]], RunConfig]
 LORA = {"model.trainer_mode": "lora", "training.lora": {"r": 12}}
-HANDED_OVER = {"training.weight_sync": {"transfer": "shared_memory"}}
+OF_AN_APP = {"services.task_url": "http://127.0.0.1:1"}
+HANDED_OVER = {"training.weight_sync": {"direct": "shared_memory"}}
 
 
 def settings_of(config: RunConfig, folder: Path = Path("weights")) -> VllmSettings:
@@ -91,32 +91,37 @@ def test_vllm_that_is_to_sleep_can_give_memory_back_on_a_gpu_and_waits_on_a_proc
     ("key", "value", "field"),
     [
         ("tensor_parallel_size", 2, "tensor_parallel_size"),
-        ("data_parallel_size", 3, "data_parallel_size"),
         ("max_model_len", 600, "max_model_len"),
         ("dtype", "bfloat16", "dtype"),
         ("gpu_memory_utilization", 0.7, "gpu_memory_utilization"),
         ("kv_cache_gib", 0.5, "kv_cache_gib"),
-        ("block_size", 64, "block_size"),
-        ("structured_output", True, "structured_output"),
     ],
 )
 def test_each_key_of_vllm_reaches_its_settings(key: str, value: Any, field: str, make: Make) -> None:
-    app = {"services.task_url": "http://127.0.0.1:1"}  # which alone asks for structured output
-    without, given = settings_of(make({"vllm": {}, **app})), settings_of(make({"vllm": {key: value}, **app}))
+    without, given = settings_of(make({"vllm": {}})), settings_of(make({"vllm": {key: value}}))
     assert getattr(given, field) == value != getattr(without, field)
+
+
+@pytest.mark.parametrize(
+    ("changes", "obeys"),
+    [({}, False), (OF_AN_APP, True), ({**OF_AN_APP, "rollout.min_output_tokens": 1}, False)],
+)
+def test_vllm_obeys_schemas_where_apps_may_ask_and_end_tokens_are_not_withheld(
+    changes: dict[str, Any], obeys: bool, make: Make
+) -> None:
+    assert settings_of(make({"vllm": {}, **changes})).structured_output is obeys
 
 
 def test_vllm_of_a_cluster_has_the_sizes_of_its_servers_and_is_handed_weights_by_its_process(make: Make) -> None:
     topology = {"type": "cluster", "gpus_for_vllm": 8, "gpus_for_training": 1, "tensor_parallel": 2}
-    config = make({"compute": {"gpu_count": 0}, "topology": topology, "vllm": {"data_parallel_size": 2}})
+    config = make({"compute": {"gpu_count": 0}, "topology": topology})
     settings = settings_of(config)
-    assert (settings.tensor_parallel_size, settings.data_parallel_size, settings.device_ids) == (2, 2, ())
+    assert (settings.tensor_parallel_size, settings.data_parallel_size, settings.device_ids) == (2, 1, ())
     assert settings.transfer == "shared_memory"
-    # 8 / (2 x 2) servers, each with a core for each of its processes.
-    assert build_engines.sampling_parts(config) == [Part("replica", 2, Resources(cores=4))]
-    in_this_process = make({"compute": {"gpu_count": 0}, "topology": topology, "vllm": {"data_parallel_size": 4}})
-    assert build_engines.sampling_parts(in_this_process) == []
-    assert settings_of(in_this_process).data_parallel_size == 4
+    # 8 / 2 servers, each with a core for each of its processes.
+    assert build_engines.sampling_parts(config) == [Part("replica", 4, Resources(cores=2))]
+    alone = make({"compute": {"gpu_count": 0}, "topology": {**topology, "gpus_for_vllm": 2}})
+    assert build_engines.sampling_parts(alone) == []
 
 
 def test_vllm_is_started_for_adapters_of_the_next_rank_that_it_knows(make: Make) -> None:
@@ -137,25 +142,16 @@ def test_an_adapter_is_merged_for_vllm_on_a_processor_unless_mode_is_direct(make
     assert on_gpus(make({"vllm": {}, **LORA, **HANDED_OVER})).max_lora_rank == 0
 
 
-def test_blocks_on_a_processor_are_multiples_of_those_of_its_kernels(make: Make) -> None:
-    config = make({"vllm": {"block_size": 48}})
-    assert on_gpus(config).block_size == 48
-    with pytest.raises(ConfigError, match=r"vllm\.block_size: expected a multiple of 32 on a processor, got 48"):
-        settings_of(config)
-
-
 def test_vllm_on_a_processor_has_the_smallest_blocks_and_elsewhere_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     settings = VllmSettings(model="weights", max_model_len=512)
     assert settings.engine_args()["block_size"] == 32
-    assert replace(settings, block_size=64).engine_args()["block_size"] == 64
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     assert "block_size" not in settings.engine_args()
-    assert replace(settings, block_size=16).engine_args()["block_size"] == 16
 
 
 def test_weights_can_be_handed_to_vllm_as_far_as_the_machine_can_do_that(make: Make) -> None:
     def handed_over(transfer: str) -> RunConfig:
-        return make({"vllm": {}, "training.weight_sync": {"transfer": transfer}})
+        return make({"vllm": {}, "training.weight_sync": {"direct": transfer}})
 
     assert settings_of(make({"vllm": {}})).transfer == "files"
     assert settings_of(handed_over("shared_memory")).transfer == "shared_memory"

@@ -58,10 +58,6 @@ PANEL = {"judge.panel": MEMBERS, "judge.options.provider": None, "judge.options.
          "judge.options.base_url": None}  # fmt: skip
 GOLD_JUDGE = {"model": "better", "base_url": "http://127.0.0.1:4/v1"}
 GOLD = {"judge.gold.panel": [GOLD_JUDGE]}
-CUSTOM = {
-    "judge.options.rubric_overrides": {part: {**table, "aggregation": "custom"} for part, table in RUBRIC.items()},
-    "judge.options.rubric_aggregate": "scripted_judge:highest",
-}
 PRICES = {"judge.options.usd_per_million_tokens": [1.0, 4.0]}
 
 # Keys with another value, and what else must be said for it to be valid; the comparison is with that alone.
@@ -86,13 +82,10 @@ OTHER: dict[str, tuple[Any, dict[str, Any]]] = {
     "judge.options.rubric_id": ("envs/wordle/rubric.yaml", {"judge.options.rubric_overrides": None,
                                                      "judge.options.rubric_id": "countdown/bundle@v1"}),
     "judge.options.rubric_overrides": ({**RUBRIC, "outcome": RUBRIC["event"]}, {}),
-    "judge.options.rubric_aggregate": ("scripted_judge:lowest", CUSTOM),
     "judge.options.tracks": (["progress"], {}),
     "judge.options.weights": ({"progress": 0.5}, {}),
     "judge.options.mode": ("turn", {}),
-    "judge.options.show_reasoning": (True, {}),
     "judge.options.samples": (3, {"judge.options.temperature": 1.0}),
-    "judge.options.aggregate": ("median", PANEL),
     "judge.options.max_concurrency": (3, {}),
     "judge.options.max_calls": (100, {}),
     "judge.options.max_cost_usd": (5.0, PRICES),
@@ -100,8 +93,6 @@ OTHER: dict[str, tuple[Any, dict[str, Any]]] = {
     "judge.gold.panel": ([GOLD_JUDGE, {"python": "scripted_judge:say_one"}], GOLD),
     "judge.gold.episodes": ("OTHER_EPISODES", {"judge.gold.episodes": "EPISODES", "judge.gold.labels": "LABELS"}),
     "judge.gold.labels": ("OTHER_LABELS", {"judge.gold.episodes": "EPISODES", "judge.gold.labels": "LABELS"}),
-    "judge.gold.every_n_iters": (3, GOLD),
-    "judge.gold.num_episodes": (5, GOLD),
     "judge.gold.on_drift": ("stop", GOLD),
 }  # fmt: skip
 
@@ -142,7 +133,7 @@ def placed(changes: dict[str, Any], folder: Path) -> dict[str, Any]:
     }
 
 
-SENT = ("provider", "model", "rubric_id", "rubric_overrides", "tracks", "weights", "event", "outcome", "show_reasoning")
+SENT = ("provider", "model", "rubric_id", "rubric_overrides", "tracks", "weights", "event", "outcome")
 
 
 def described(thing: Any) -> Any:
@@ -164,9 +155,9 @@ def described(thing: Any) -> Any:
         has_key = thing._asking._client._api_key is not None
         return (name, thing.name, has_key, sent, thing._timeout_seconds, described(thing._cache))
     if name == "PanelJudge":
-        return (name, [described(judge) for judge in thing._judges], thing._aggregate)
+        return (name, [described(judge) for judge in thing._judges])
     if name == "PythonJudge":
-        return (name, thing.name, thing._timeout_seconds, thing._show_reasoning)
+        return (name, thing.name, thing._timeout_seconds)
     if name == "function":  # a comparison with gold
         parts = dict(inspect.getclosurevars(thing).nonlocals)
         parts |= inspect.getclosurevars(parts.pop("scores")).nonlocals
@@ -202,10 +193,7 @@ def what_is_built(config: RunConfig) -> Any:
 
 
 def test_every_leaf_key_of_the_judge_is_tried_once() -> None:
-    # judge.type says what the other keys say, and only refuses what they do not
-    assert sorted([*OTHER, "judge.type"]) == sorted(
-        ["services.judge_url", *(key for key in leaf_keys() if key.startswith("judge."))]
-    )
+    assert sorted(OTHER) == sorted(["services.judge_url", *(key for key in leaf_keys() if key.startswith("judge."))])
 
 
 @pytest.mark.parametrize("key", OTHER)
@@ -215,12 +203,6 @@ def test_another_value_builds_another_judge(key: str, files: Path) -> None:
     assert without is not None
     assert not isinstance(without, str), without
     assert what_is_built(changed(placed({**more, key: value}, files))) != without
-
-
-def test_a_custom_total_without_its_function_is_an_error_before_the_run(files: Path) -> None:
-    only = {key: value for key, value in CUSTOM.items() if key != "judge.options.rubric_aggregate"}
-    with pytest.raises(ConfigError, match=r"custom.* needs a function"):
-        build_judging(changed(placed(only, files)))
 
 
 @pytest.mark.parametrize("name", PanelEntry.model_fields)

@@ -27,11 +27,11 @@ ON_RANKS = [
     [
         ([], None, (None, 3)),  # a core for each rank, and one more for a reference
         ([], "127.0.0.1:1", ("127.0.0.1:1", 3)),
-        (["topology.ray_address=127.0.0.1:2", "topology.gpus_for_vllm=3"], "127.0.0.1:1", ("127.0.0.1:2", 6)),
+        (["topology.gpus_for_vllm=3"], "127.0.0.1:1", ("127.0.0.1:1", 6)),
         (["topology.gpus_for_training=1"], "127.0.0.1:1", None),
     ],
 )
-def test_the_ray_that_is_joined_is_the_sections_or_the_environments(
+def test_the_ray_that_is_joined_is_the_environments(
     overrides: list[str],
     address: str | None,
     expected: tuple[str | None, int] | None,

@@ -133,7 +133,7 @@ def test_direct_goes_through_memory_and_otherwise_through_the_runs_folder(tmp_pa
     assert sent(tmp_path / "d", {"training.weight_sync.direct": False}, update_kinds=("shared", "full")).kind == "full"
 
 
-HANDED_OVER = {"training.weight_sync": {"mode": "full", "transfer": "shared_memory"}}
+HANDED_OVER = {"training.weight_sync": {"mode": "full", "direct": "shared_memory"}}
 
 
 def test_transfer_hands_the_policys_tensors_over_and_writes_nothing(tmp_path: Path) -> None:

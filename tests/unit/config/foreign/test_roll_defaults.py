@@ -33,7 +33,6 @@ READ = [
     ("pg_clip_high", 0.2, BASE, {}),
     ("kl_loss_coef", 0, BASE, {"loss.kl_coef": None}),
     ("init_kl_coef", 0.2, BASE, {"rewards.kl_coef": None}),  # add_token_level_kl is false
-    ("kl_horizon", 10000, BASE, {}),
     ("entropy_loss_coef", 0, BASE, {"loss.entropy_coef": None}),
     ("loss_agg_mode", "seq-mean-token-mean", BASE, {"loss.aggregation": "seq-mean-token-mean"}),
     ("importance_sampling", "token", RLVR, {"loss.unit": "token", "algorithm.variety": "grpo"}),
@@ -45,7 +44,7 @@ READ = [
     ("adam_beta1", 0.9, TRAINING, {"optimizer.betas": [0.9, 0.999]}),
     ("adam_beta2", 0.999, TRAINING, {"optimizer.betas": [0.9, 0.999]}),
     ("per_device_train_batch_size", 8, TRAINING, {"training.batch_size": 8}),
-    ("gradient_accumulation_steps", 1, TRAINING, {"training.gradient_accumulation_steps": 1}),
+    ("gradient_accumulation_steps", 1, TRAINING, {"training.batch_size": 8}),
     ("temperature", 0.95, SAMPLING, {"rollout.temperature": 0.95}),
     ("top_p", 0.7, SAMPLING, {"rollout.top_p": 0.7}),
     ("top_k", 50, SAMPLING, {"rollout.top_k": 50}),

@@ -34,7 +34,7 @@ BECOMES: dict[str, tuple[dict[str, Any], set[str]]] = {
             "rollout.engine": "vllm",
             "vllm.gpu_memory_utilization": 0.7,
             "rollout.episodes_per_batch": 16 * 4,  # one generation for the accumulated steps
-            "training.batch_size": 16,
+            "training.batch_size": 16 * 4,
             "rollout.max_model_len": 512 + 2048,
             "optimizer.schedule": "cosine",
             "optimizer.min_lr_fraction": 0.1,  # min_lr_rate
@@ -82,7 +82,7 @@ BECOMES: dict[str, tuple[dict[str, Any], set[str]]] = {
             "model.trainer_mode": "qlora",
             "model.quantization": "int8",
             "training.lora.target_modules": "all-linear",
-            "training.gradient_accumulation_steps": 8,
+            "training.batch_size": 2 * 8,
             "advantages.scale": "batch",
             "optimizer.schedule": GONE,
         },
@@ -143,8 +143,7 @@ BECOMES: dict[str, tuple[dict[str, Any], set[str]]] = {
     ),
     "trl/eight_devices.yaml": (
         {
-            "training.batch_size": 4 * 8,
-            "training.gradient_accumulation_steps": 2,
+            "training.batch_size": 4 * 8 * 2,
             "rollout.episodes_per_batch": 4 * 8 * 8,
             "training.group_size": 16,
             "loss.aggregation": "dapo",
@@ -164,8 +163,7 @@ BECOMES: dict[str, tuple[dict[str, Any], set[str]]] = {
             "loss.kl_coef": 0.001,
             "loss.dual_clip": 1 + 2 * 0.2,
             "rollout.episodes_per_batch": 64 * 8,
-            "training.batch_size": 16 // 2,  # devices of which two share a model, one episode each
-            "training.gradient_accumulation_steps": 32,
+            "training.batch_size": 16 // 2 * 32,  # devices of which two share a model, one episode each, 32 times
             "rollout.max_output_tokens": 4096,
             "rollout.max_model_len": 2048 + 4096,
             "rollout.temperature": 0.99,
@@ -191,7 +189,7 @@ BECOMES: dict[str, tuple[dict[str, Any], set[str]]] = {
         {
             "rollout.episodes_per_batch": 1024,  # episodes, not prompts
             "training.group_size": 8,
-            "training.batch_size": 2 * 8,
+            "training.batch_size": 2 * 8 * 64,
             "rollout.max_output_tokens": 128,  # of a turn
             "rollout.max_model_len": 8192,
             "advantages": {"baseline": "group", "scale": "group", "whiten": "tokens", "clip": 0.2},
@@ -234,7 +232,7 @@ BECOMES: dict[str, tuple[dict[str, Any], set[str]]] = {
                 "dropout": 0.0,
                 "target_modules": ["o_proj", "q_proj", "k_proj", "v_proj"],
             },
-            "training.batch_size": 4,
+            "training.batch_size": 4 * 64,
             "advantages": {"baseline": "group", "scale": "group", "clip": 10.0},
             "rewards.clip": GONE,
         },
@@ -247,13 +245,13 @@ BECOMES: dict[str, tuple[dict[str, Any], set[str]]] = {
     "roll/reinforce_plus_plus.yaml": (
         {
             "advantages": {"baseline": "batch", "scale": "batch", "whiten": "tokens"},
-            "rewards": {"kl_coef": 0.01, "kl_target": 0.1, "kl_horizon": 2000, "overlong": "mask"},
+            "rewards": {"kl_coef": 0.01, "kl_target": 0.1, "overlong": "mask"},
             "loss.clip_low": 0.2,
             "loss.clip_high": 0.28,
             "loss.norm_length": 1024 + 1024,
             "training.keep_last": 2,
         },
-        set(),
+        {"kl_horizon"},
     ),
     "roll/steps.yaml": (
         {
@@ -266,7 +264,7 @@ BECOMES: dict[str, tuple[dict[str, Any], set[str]]] = {
     "roll/gigpo.yaml": (
         {
             "advantages": {"baseline": "group", "scale": "none"},
-            "training.batch_size": 16 * (4 + 4),
+            "training.batch_size": 16 * (4 + 4) * 8,
             "optimizer.schedule": GONE,
         },
         {"adv_estimator", "step_reward_weight", "lr_scheduler_type"} | WORKERS,
@@ -282,7 +280,11 @@ BECOMES: dict[str, tuple[dict[str, Any], set[str]]] = {
         {"pretrain", "output_dir", "track_with", "tracker_kwargs"},
     ),
     "roll/page.toml": (
-        {"advantages": {"baseline": "group", "scale": "none"}, "training.batch_size": 16, "loss.unit": "trajectory"},
+        {
+            "advantages": {"baseline": "group", "scale": "none"},
+            "training.batch_size": 16 * 8,
+            "loss.unit": "trajectory",
+        },
         {"use_topr_loss"},
     ),
     "agilerl/gspo_manifest.yaml": (
@@ -495,7 +497,6 @@ BECOMES: dict[str, tuple[dict[str, Any], set[str]]] = {
     "stateset/ignored.yaml": (
         {
             "training.batch_size": 100 * 4,
-            "training.gradient_accumulation_steps": GONE,
             "run": GONE,
             "rewards": GONE,
             "loss.kl_coef": GONE,

@@ -22,16 +22,12 @@ NOTICED: dict[str, tuple[dict[str, Any], list[str]]] = {
         ['reference.placement: "dedicated" has no effect without a KL term (loss.kl_coef, rewards.kl_coef, '
          "advantages.kl_shaping_coef): nothing is loaded or started"],
     ),
-    "patience with a shared reference": (
-        {"loss.kl_coef": 0.1, "reference.health_max_wait_s": 9},
-        ['reference.health_max_wait_s: has no effect with reference.placement = "shared": set that to "dedicated", or '
-         "remove this"],
-    ),
     "the hosted trainer's scoring server": (
         {"loss.kl_coef": 0.1, "reference.placement": "dedicated", "reference.port": 9000,
-         "reference.health_interval_ms": 50},
+         "reference.health_interval_ms": 50, "reference.health_max_wait_s": 9},
         ["reference.port: has no effect: Ray reaches the reference, and says if it is lost",
-         "reference.health_interval_ms: has no effect: Ray reaches the reference, and says if it is lost"],
+         "reference.health_interval_ms: has no effect: Ray reaches the reference, and says if it is lost",
+         "reference.health_max_wait_s: has no effect: Ray reaches the reference, and says if it is lost"],
     ),
     "the base as the reference after a warm-up": (
         {"model.trainer_mode": "lora", "loss.kl_coef": 0.1, "reference.source": "base", **WARMUP},
@@ -76,7 +72,7 @@ NOTICED: dict[str, tuple[dict[str, Any], list[str]]] = {
     ),
     "accumulation beyond its cap": (
         {"training.gradient_accumulation_steps": 4, "training.max_accumulated_minibatch": 2},
-        ["training.gradient_accumulation_steps: 4 is cut to training.max_accumulated_minibatch = 2"],
+        ["training.max_accumulated_minibatch: training.gradient_accumulation_steps = 4 is cut to 2"],
     ),
     "training longer than evaluation": (
         {"training.max_turns": 9},
@@ -87,7 +83,7 @@ NOTICED: dict[str, tuple[dict[str, Any], list[str]]] = {
         ["evaluation.instances: 3, but evaluation.seeds has 10 seeds: the first 3 are played"],
     ),
     "fewer seeds than instances": (
-        {"evaluation.seeds": "0:10"},  # of 100 instances
+        {"evaluation.seeds": "0:10", "evaluation.instances": 100},
         ["evaluation.instances: 100, but evaluation.seeds has 10 seeds: each of these 10 is played once"],
     ),
     "a judge's address without a judge": (
@@ -142,7 +138,7 @@ QUIET: dict[str, dict[str, Any]] = {
         "rollout.env_config": {"step_rewards": {"enabled": True, "mode": "decision_stepwise"}},
     },
     "a reference that is asked": {"loss.kl_coef": 0.1, "reference.placement": "dedicated",
-                                 "reference.health_max_wait_s": 9},
+                                 "reference.health_max_wait_s": 180},
     "a base under a new adapter": {
         "model.trainer_mode": "lora", "loss.kl_coef": 0.1, "reference.source": "base",
     },
@@ -163,7 +159,7 @@ def test_the_smaller_number_counts(make: Make) -> None:
     assert make({"training.max_turns": 9}).training_limits.max_turns == 8
     assert make({"evaluation.seeds": "5:15", "evaluation.instances": 3}).evaluation_seeds == (5, 6, 7)
     accumulated = make({"training.gradient_accumulation_steps": 4, "training.max_accumulated_minibatch": 2})
-    assert accumulated.size.minibatch_size == 2 * 16
+    assert accumulated.training.batch_size == 2 * 16
 
 
 def test_a_reference_that_nothing_asks_for_is_none_for_the_learner(make: Make) -> None:

@@ -48,13 +48,10 @@ def test_every_message_and_every_call_is_a_piece_with_its_writer_and_turn() -> N
     ]
 
 
-def test_reasoning_is_shown_only_where_it_is_asked_for_and_rewards_never() -> None:
-    said = episode(CALL, "Done.")
-    hidden, shown = read_transcript(said), read_transcript(said, show_reasoning=True)
-    assert [piece.text for piece in hidden.pieces if piece.writer == "assistant"] == ["I look.", "Done."]
-    assert "secret plan" in shown.said_in(0)[0].text
-    for transcript in (hidden, shown):
-        assert "0.125" not in "".join(piece.text for piece in transcript.pieces)  # of every turn in the record
+def test_neither_reasoning_nor_rewards_are_shown() -> None:
+    transcript = read_transcript(episode(CALL, "Done."))
+    assert [piece.text for piece in transcript.pieces if piece.writer == "assistant"] == ["I look.", "Done."]
+    assert "0.125" not in "".join(piece.text for piece in transcript.pieces)  # of every turn in the record
 
 
 RAW = ["Fine. <think>I cheat.</think> bye", "<think>all of it", "<think>a</think>b<think>c</think>d"]

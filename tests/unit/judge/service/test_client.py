@@ -13,7 +13,7 @@ from typing import Any
 import fastapi
 import pytest
 from fastapi.responses import JSONResponse, RedirectResponse
-from judged_episodes import BOTH, EVENT, OUTCOME, episode, request
+from judged_episodes import BOTH, EVENT, episode, request
 
 from gspo_gym.base.retries import RetrySettings
 from gspo_gym.errors import ConfigError
@@ -29,7 +29,6 @@ from gspo_gym.judge.base import (
     Rubrics,
 )
 from gspo_gym.judge.http import HttpJudge, judgement_from_wire, score_url
-from gspo_gym.judge.rubric import Rubric
 from gspo_gym.judge.settings import JudgeOptions
 from gspo_gym.remote.serving import BackgroundServer
 from gspo_gym.types import Message, ToolCall
@@ -280,15 +279,6 @@ def test_where_the_rubric_is_known_an_altered_answer_is_an_error_and_no_number(
         judge(url)
     assert type(raised.value) is JudgeError
     assert len(service.seen) == 2  # it was asked again
-
-
-def test_a_total_by_a_function_of_the_operator_is_that_functions(url: str, service: Service) -> None:
-    custom = Rubric(OUTCOME.criteria, aggregation="custom", aggregate=lambda scores, _: 10 * sum(scores.values()))
-    service.answer = of_outcome(0.0, outcome_names=0.5)
-    assert judge(url, request("a heron", rubrics=Rubrics(outcome=custom))).outcome_total == 5.0
-    service.answer = of_outcome(0.0, outcome_names=1.5)
-    with pytest.raises(JudgeError, match="expected 0 to 1"):
-        judge(url, request("a heron", rubrics=Rubrics(outcome=custom)))
 
 
 @pytest.mark.parametrize(

@@ -360,7 +360,7 @@ def five(payload: Json) -> float:
     return 5.0
 
 
-def test_a_function_is_shown_reasoning_only_where_it_is_asked_for_and_rewards_never() -> None:
+def test_a_function_is_shown_neither_reasoning_nor_rewards() -> None:
     seen: list[str] = []
 
     def look(payload: Json) -> float:
@@ -368,12 +368,8 @@ def test_a_function_is_shown_reasoning_only_where_it_is_asked_for_and_rewards_ne
         return 1.0
 
     said = Message("assistant", "<think>plan B</think>heron", reasoning_content="plan A")
-    for show_reasoning in (False, True):
-        ask(PythonJudge(look, show_reasoning=show_reasoning), request(said, rubrics=ONLY_OUTCOME))
-    assert [("plan A" in text, "plan B" in text) for text in seen] == [
-        (False, True),
-        (True, True),
-    ]  # "plan B" is what was said
+    ask(PythonJudge(look), request(said, rubrics=ONLY_OUTCOME))
+    assert [("plan A" in text, "plan B" in text) for text in seen] == [(False, True)]  # "plan B" is what was said
     assert not any("0.125" in text for text in seen)
 
 

@@ -441,7 +441,6 @@ def test_tokens_that_reach_training_are_counted() -> None:
         ({"policy_config": {"model": "mine", "inference_url": "http://x"}}, "inference_url, model is set"),
         ({"policy_config": {"temperature": 0.2}}, "temperature is 0.2 and the episodes are sampled with 1.0"),
         ({"max_turns": 0}, "max_turns"),
-        ({"ops": ()}, "ops"),
         ({"gateway_url": "127.0.0.1:8003"}, "expected a URL"),
     ],
 )
