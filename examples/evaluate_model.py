@@ -13,7 +13,7 @@ from gspo_gym.rollout.evaluation import evaluation_table
 
 if __name__ == "__main__":
     model = sys.argv[1] if len(sys.argv) > 1 else "scripted:random"
-    config = load_config("configs/quickstart.toml", ["evaluation.seeds='0:50'"])
+    config = load_config("quickstart", ["evaluation.seeds='0:50'"])
     results = {name: run_evaluation(config, name) for name in (model, "scripted:reference")}
     console = Console()
     print(evaluation_table(results))

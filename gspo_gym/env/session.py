@@ -330,11 +330,14 @@ def _announce_and_call(text: str, call: Callable[[], Any]) -> Any:
 
 
 async def _contain(awaitable: Awaitable[Any]) -> Returned:
-    # SystemExit and GeneratorExit that leave a task would end the event loop. So would KeyboardInterrupt, but in the
-    # loop's thread that may be the user's second Ctrl-C.
+    # SystemExit and GeneratorExit that leave a task would end the event loop, and what else is no Exception (a panic of
+    # an extension in Rust) the run. So would KeyboardInterrupt, but in the loop's thread that may be the user's second
+    # Ctrl-C.
     try:
         return Returned(await awaitable, None)
-    except (Exception, SystemExit, GeneratorExit) as error:
+    except (KeyboardInterrupt, asyncio.CancelledError):
+        raise
+    except BaseException as error:
         return Returned(None, error)
 
 
@@ -454,7 +457,9 @@ async def _close_unplayed(env: Any, env_id: str) -> None:
         closing = env.close() if callable(getattr(env, "close", None)) else None
         if inspect.isawaitable(closing):
             await closing
-    except (Exception, SystemExit) as error:
+    except (KeyboardInterrupt, asyncio.CancelledError):
+        raise
+    except BaseException as error:
         _raise_failure(env_id, "close", error)
 
 

@@ -211,7 +211,7 @@ def _sort_parts(parts: Iterable[Any]) -> list[Any]:
 
 def _plain(value: Any) -> Any:
     if isinstance(value, np.generic):
-        return value.item()
+        return float(value) if isinstance(value, np.longdouble) else value.item()  # of which item is one again
     if isinstance(value, np.ndarray):
         return _in_order(value.tolist())
     if isinstance(value, Iterator):

@@ -139,9 +139,12 @@ def _answer_form(question: Question, nonce: str) -> str:
 OUTCOME_PART = "outcome"
 NONCE_DIGITS = 20  # hexadecimal: 80 bits
 # What ends a model's reasoning where its server does not cut it off: </think>, <channel|>, [/THINK], <|END_THINKING|>,
-# and the head of harmony's final channel, also where its tokens were left out of the text.
+# and the head of harmony's final channel, also where its tokens were left out of the text. Not any closing tag: prose
+# before a verdict may be marked up.
+_REASONING = r"(?i:[^<>\[\]\s]{0,30}(?:think|thought|reason|analy|reflect|scratch)[^<>\[\]\s]{0,60})"
 _END_OF_REASONING = re.compile(
-    r"</[^<>\s]{1,40}>|<[^<>|\s]{1,40}\|>|\[/[A-Z_]{1,40}\]|<\|(?:end|END|/)\w{0,40}\|>|<\|START_RESPONSE\|>"
+    rf"</{_REASONING}>|<[^<>|\s]{{1,40}}\|>|\[/{_REASONING}\]|"
+    r"<\|(?:end|END|/)\w{0,40}\|>|<\|START_RESPONSE\|>"
     r"|<\|channel\|>final\b.{0,60}?<\|message\|>|\Aanalysis.*?assistantfinal",
     re.DOTALL,
 )

@@ -241,13 +241,20 @@ def raising(method: str, error: BaseException) -> Callable[[str], Any]:
     return trouble
 
 
+class PanicError(BaseException):
+    """As an extension in Rust raises it: no Exception."""
+
+
 # KeyboardInterrupt in the loop's thread is not tried: there it may be the user's.
 @pytest.mark.parametrize(
     ("kind", "error"),
     [
         *product(
             [Echo, AsyncEcho, LaterEcho],
-            [KeyError("x"), TimeoutError("socket"), SystemExit(2), GeneratorExit(), asyncio.CancelledError("mine")],
+            [
+                *(KeyError("x"), TimeoutError("socket"), SystemExit(2), GeneratorExit(), PanicError("x")),
+                asyncio.CancelledError("mine"),
+            ],
         ),
         *product([Echo], [KeyboardInterrupt("mine"), StopIteration("x")]),
     ],

@@ -405,6 +405,7 @@ def circle() -> list[Any]:
         (float("nan"), "NaN"),
         (np.int64(3), "3"),
         (np.float32(0.5), "0.5"),
+        (np.longdouble(0.5), "0.5"),
         (np.bool_(True), "true"),
         ([np.arange(3), {np.int64(1): np.float64(2)}], '[[0, 1, 2], {"1": 2.0}]'),
         (Place(1, {"north", "east", "south", "west"}), '{"number": 1, "doors": ["east", "north", "south", "west"]}'),
