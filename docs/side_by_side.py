@@ -1,8 +1,8 @@
 """The page docs/explanations/side_by_side.md, from the programs in docs/side_by_side/: `python docs/side_by_side.py`.
 
-`python docs/side_by_side.py run PYTHON PROGRAM...` runs programs with another interpreter, each in an empty folder with
-a small model in `model/`, and keeps in docs/side_by_side.jsonl how each ended. A test fails while the page is not what
-programs and lines say.
+`python docs/side_by_side.py run PYTHON TEMPLATE PROGRAM...` runs programs with that interpreter, each in a new folder
+with a small model in `model/` whose chat template is the file TEMPLATE (such as TRL's qwen3.jinja), and prints lines of
+docs/side_by_side.jsonl. A test fails while the page is not what programs and lines say.
 """
 
 import io
@@ -27,11 +27,20 @@ NOT_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, to
 
 INTRODUCTION = """# Lines until training
 
-The same two tasks, trained with four libraries: from a model in a folder to two optimizer steps or more, on a processor.
-Each program has what its library needs and its defaults for everything else, and all are formatted alike. Counted are
-lines with code: no blank lines, no comments, not the module's docstring. The docstring of a tool counts, because TRL
-reads it.
+The same two tasks, trained with four libraries: from a model in a folder to optimizer steps, on a processor. Each
+program has what its library needs and its defaults for everything else, and all are formatted alike. Counted are lines
+with code: no blank lines, no comments, not the module's docstring. The docstring of a tool counts: TRL reads it.
 
+"""
+
+
+CONCLUSION = """
+Lines are not everything that differs. TRL's environment talks in calls of tools only, and an episode of it ends when
+the model stops calling; here and in AgileRL and verifiers a turn is any text. verifiers separates the environment from
+the trainer, which needs GPUs. What happens besides: ours checks the chat template, evaluates on held-out tasks, saves,
+and writes the run's report.
+
+The programs are files in `docs/side_by_side/`; `python docs/side_by_side.py run PYTHON TEMPLATE PROGRAM...` runs them.
 """
 
 
@@ -50,7 +59,7 @@ def page() -> str:
     for side in SIDES:
         cells = [f"{num_lines(_source(task, side))} lines; {ends[f'{task}_{side}']['end']}" for task in TASKS]
         parts.append(f"| {ends[f'one_turn_{side}']['library']} | {' | '.join(cells)} |\n")
-    parts.append(f"\n{CONCLUSION}")
+    parts.append(CONCLUSION)
     for task, title in TASKS.items():
         parts.append(f"\n## {title}\n")
         for side in SIDES:
@@ -58,28 +67,17 @@ def page() -> str:
     return "".join(parts)
 
 
-CONCLUSION = """Lines are not everything that differs. TRL's environment talks in calls of tools only, and an episode of it ends when the
-model stops calling; here and in AgileRL and verifiers a turn is any text. verifiers separates the environment from the
-trainer, which needs GPUs. What each does by itself: ours evaluates on held-out tasks, checks the chat template, saves,
-and writes the run's report.
-
-The programs are files in `docs/side_by_side/`; `python docs/side_by_side.py run PYTHON PROGRAM...` repeats a run.
-"""
-
-
 def _source(task: str, side: str) -> str:
     return (PROGRAMS / f"{task}_{side}.py").read_text(encoding="utf-8")
 
 
-def run(python: str, program: Path) -> dict[str, str]:
+def run(python: str, template: Path, program: Path) -> dict[str, str]:
     """Run a program with that interpreter and return the line to keep; `end` and `library` are for a person to word."""
     from gspo_gym.policy.load import load_policy, save_policy
 
     with tempfile.TemporaryDirectory() as name:
         policy = load_policy("tiny:qwen3-64-v2")
-        template = HERE.parent / "tests" / "support" / "qwen3.jinja"
-        if template.exists():
-            policy.tokenizer.chat_template = template.read_text(encoding="utf-8")
+        policy.tokenizer.chat_template = template.read_text(encoding="utf-8")
         save_policy(policy, Path(name) / "model")
         started = time.monotonic()
         done = subprocess.run([python, str(program.resolve())], cwd=name, capture_output=True, text=True, check=False)
@@ -90,7 +88,7 @@ def run(python: str, program: Path) -> dict[str, str]:
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["run"]:
-        for name in sys.argv[3:]:
-            print(json.dumps(run(sys.argv[2], Path(name))))
+        for program in sys.argv[4:]:
+            print(json.dumps(run(sys.argv[2], Path(sys.argv[3]), Path(program))))
     else:
         PAGE.write_text(page(), encoding="utf-8")

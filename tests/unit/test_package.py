@@ -93,7 +93,7 @@ def test_the_links_of_a_page_beside_readme_lead_somewhere(page):
 
 
 def test_what_is_promised_of_security_names_its_tests():
-    rows = re.findall(r"^\| (.*?) \| (.*?) \| (.*?) ?\|$", (ROOT / "SECURITY.md").read_text(), re.MULTILINE)[2:]
+    rows = re.findall(r"^\| (.*?) \| (.*?) \| (.*?) ?\|$", (ROOT / "SECURITY.md").read_text(), re.MULTILINE)[1:]
     untested = [part for part, _, tests in rows if not tests]
     assert len(rows) >= 6
     assert untested == ["worker processes of environments"]  # of which nothing is promised

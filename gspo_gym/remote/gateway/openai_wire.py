@@ -5,9 +5,9 @@ refused. No I/O. `openai_wire_answers.py` writes the answers, and reads and writ
 
 Read are
 
-    chat completions    messages, tools, tool_choice (also forced), max_tokens, max_completion_tokens, temperature, top_p,
-                        stop, response_format, logprobs, stream, stream_options; n is 1; of vLLM's fields top_k, min_p,
-                        repetition_penalty, min_tokens
+    chat completions    messages, tools, tool_choice (also forced), max_tokens, max_completion_tokens, temperature,
+                        top_p, stop, response_format, logprobs, stream, stream_options; n is 1; of vLLM's fields
+                        top_k, min_p, repetition_penalty, min_tokens
     completions         one prompt, as text or token ids; the fields above that apply
     responses           input, instructions, function tools, tool_choice, previous_response_id within the session,
                         text.format, max_output_tokens, stream
