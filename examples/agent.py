@@ -18,6 +18,7 @@ async def rollout(client, task):
     return 0.5 * sum(digit is not None for digit in digits) + (None not in digits and second > first)
 
 
+LIMITS = {"rollout.max_turns": 2, "rollout.max_output_tokens": 2, "rollout.max_model_len": 128}
+
 if __name__ == "__main__":
-    limits = {"rollout.max_turns": 2, "rollout.max_output_tokens": 2, "rollout.max_model_len": 128}
-    GSPOTrainer(env=agent_app(rollout), args=limits).train()
+    GSPOTrainer(env=agent_app(rollout), args=LIMITS).train()

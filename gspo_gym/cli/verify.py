@@ -520,7 +520,7 @@ def _read_model(checkpoint: Path, records: StepRecords, dtype: str) -> Model:
     if dtype == "float64":
         modules = {name: module.double() for name, module in modules.items()}
     moments = {name: v for name, v in tensors.items() if name.startswith("optimizer.")}
-    vocabulary = AutoTokenizer.from_pretrained(checkpoint, local_files_only=True).get_vocab()
+    vocabulary = AutoTokenizer.from_pretrained(checkpoint, local_files_only=True, trust_remote_code=False).get_vocab()
     return Model(modules, moments, records, 1 + max(vocabulary.values()))
 
 
@@ -547,7 +547,8 @@ def _load(checkpoint: Path, dtype: str, *, is_adapted: bool) -> Any:  # Any: tra
     load_dtype = torch.float32 if dtype == "float64" else getattr(torch, dtype)  # what float64 holds comes from float32
     try:
         options = _quantization_options(checkpoint / "quantization.json", load_dtype)
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=load_dtype, local_files_only=True, **options)
+        options |= {"local_files_only": True, "trust_remote_code": False}
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=load_dtype, **options)
     except (OSError, ValueError) as error:
         raise RecordError(f"{folder}: transformers cannot load it: {error}") from error
     for module in model.modules():  # else bitsandbytes computes in bfloat16 where the processor can

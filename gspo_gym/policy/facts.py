@@ -46,7 +46,7 @@ class TemplateAbilities:
         refused: why no conversation can be rendered with it; None: it can.
         has_system_role: a system message is shown.
         tools: why it cannot show tools, which then stand in the system message (`rollout.tools_in`); None: it can.
-        format: the name of the format in which it writes calls (chat/README.md); None: it shows no tools.
+        format: the name of the format in which it writes calls (docs/templates.md); None: it shows no tools.
         call: how it writes a call of NAME with the argument KEY = VALUE; None: not at all.
         shows_reasoning: reasoning in an earlier answer is shown.
         opens_reasoning: the model's turn begins inside a reasoning block.

@@ -131,7 +131,7 @@ def _digest(file: Path, _size: int, _changed_ns: int) -> str:
 def _convert(file: Path, digest: str, folder: Path, sampling: dict[str, Any]) -> None:
     _log.warning("%s: its weights are dequantized to float32 once, into a folder in %s", file.name, folder.parent)
     try:
-        options = {"gguf_file": file.name, "local_files_only": True}
+        options = {"gguf_file": file.name, "local_files_only": True, "trust_remote_code": False}
         tokenizer = AutoTokenizer.from_pretrained(file.parent, **options)
         read, report = AutoModelForCausalLM.from_pretrained(
             file.parent, dtype=torch.float32, output_loading_info=True, **options

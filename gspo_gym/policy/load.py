@@ -55,8 +55,9 @@ from gspo_gym.policy.stops import note_stops, stops_of_files, stops_of_model
 from gspo_gym.policy.tiny import build_tiny, tiny_skeleton, tiny_tokenizer
 
 _QUANTIZATION_FILE = "quantization.json"  # beside an adapter: the form of the weights below it
-# Of a folder: nothing is downloaded, and code in it is not run (transformers would ask at the terminal).
-_OWN_FILES = {"local_files_only": True, "trust_remote_code": False}
+# Code beside a model is not run: without this, transformers asks at the terminal whether to do it.
+_NO_CODE = {"trust_remote_code": False}
+_OWN_FILES = {"local_files_only": True, **_NO_CODE}  # of a folder: nothing is downloaded
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -250,7 +251,7 @@ def _read_tokenizer(base: str) -> Any:
     if is_adapter_folder(folder) and not (folder / "tokenizer_config.json").is_file():
         return _read_tokenizer(below_adapter(folder))
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        tokenizer = AutoTokenizer.from_pretrained(folder, **_OWN_FILES)
     except (OSError, ValueError, KeyError) as error:
         raise CheckpointError(f"model folder {folder}: its tokenizer cannot be loaded: {error}") from error
     if (name := _name_of_file(base)) is not None:
@@ -475,7 +476,7 @@ def _load_adapter(folder: Path, form: _Form) -> Policy:
     )
     model = load_lora(base.model, folder, form.device)
     has_tokenizer = (folder / "tokenizer_config.json").is_file()
-    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True) if has_tokenizer else base.tokenizer
+    tokenizer = AutoTokenizer.from_pretrained(folder, **_OWN_FILES) if has_tokenizer else base.tokenizer
     return Policy(model=model, tokenizer=tokenizer, base=str(folder.resolve()))
 
 
@@ -499,7 +500,7 @@ def _from_hub(base: str, load: Callable[..., Any], **options: Any) -> Any:
     hub = parse_hub_id(base)
     assert hub is not None, base  # or it was refused
     try:
-        return load(hub.name, **options, **({} if hub.revision is None else {"revision": hub.revision}))
+        return load(hub.name, **options, **_NO_CODE, **({} if hub.revision is None else {"revision": hub.revision}))
     except (OSError, ValueError) as error:
         raise unknown_model(base, error) from error
 

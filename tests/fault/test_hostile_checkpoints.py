@@ -5,6 +5,7 @@ Each has a manifest that fits its files, as an attacker would give it.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pickle
@@ -15,12 +16,14 @@ from typing import Any
 
 import pytest
 import torch
+from gguf_files import llama, write_gguf
 from safetensors.torch import load_file, save_file
 
-from gspo_gym.errors import CheckpointError
+from gspo_gym.errors import CheckpointError, GymError
 from gspo_gym.learning.saved import copy_state
+from gspo_gym.learning.settings import LoraSettings
 from gspo_gym.policy.checkpoints import CheckpointStore
-from gspo_gym.policy.load import load_policy
+from gspo_gym.policy.load import adapt_policy, load_policy, load_tokenizer, save_policy
 from gspo_gym.policy.manifest import Origin, seal
 from gspo_gym.run.state import TrainState
 
@@ -261,6 +264,42 @@ def test_a_hostile_checkpoint_is_refused_and_does_nothing(name: str, sound: Path
     assert refusals or name in PASSED_BY, "nothing of it is refused"
     assert all(len(refusal) < 2000 for refusal in refusals)
     assert tree(tmp_path) == before
+    assert not (tmp_path / CANARY).exists()
+
+
+def write_adapter(folder: Path) -> None:
+    save_policy(adapt_policy(load_policy("tiny:qwen3-64"), LoraSettings(), seed=0), folder)
+
+
+def write_gguf_file(folder: Path) -> None:
+    folder.mkdir()
+    write_gguf(folder / "model.gguf", llama())
+
+
+READERS: dict[str, tuple[Callable[[Path], Any], Callable[[Path], Any]]] = {
+    "model": (lambda folder: load_policy("tiny:qwen3-64").tokenizer.save_pretrained(folder), load_tokenizer),
+    "adapter": (write_adapter, load_policy),
+    "gguf": (write_gguf_file, load_policy),
+}  # who writes a folder, and who reads it
+
+
+@pytest.mark.parametrize("kind", READERS)
+def test_code_beside_a_model_is_not_run_though_the_terminal_says_yes(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr("builtins.input", lambda prompt="": asked.append(prompt) or "y")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    folder = tmp_path / "models" / kind
+    folder.parent.mkdir()
+    write, read = READERS[kind]
+    write(folder)
+    if not (config := folder / "tokenizer_config.json").exists():
+        config.write_text("{}")
+    with_code(config.name, tokenizer_class="EvilTokenizer")(folder)
+    with contextlib.suppress(GymError):
+        read(str(folder))
+    assert asked == []
     assert not (tmp_path / CANARY).exists()
 
 

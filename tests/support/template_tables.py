@@ -1,4 +1,4 @@
-"""The tables of gspo_gym/chat/README.md: the formats, and which templates are read in which of them.
+"""The tables of docs/templates.md: the formats, and which templates are read in which of them.
 
 `python tests/support/template_tables.py` writes them anew, with trl installed; tests compare the page with them.
 """
@@ -18,7 +18,7 @@ from gspo_gym.chat.plain import ToolsIn
 from gspo_gym.chat.renderer import Renderer
 from gspo_gym.errors import TemplateError
 
-README = Path(__file__).parents[2] / "gspo_gym" / "chat" / "README.md"
+PAGE = Path(__file__).parents[2] / "docs" / "templates.md"
 _TOOL = {
     "name": "look",
     "description": "Look.",
@@ -71,7 +71,7 @@ def outcome(template: str, tools_in: ToolsIn) -> str:
 
 def section(heading: str) -> list[str]:
     """Return the lines of the table below a heading of the page."""
-    text = README.read_text(encoding="utf-8").split(f"\n## {heading}\n")[1].split("\n## ")[0]
+    text = PAGE.read_text(encoding="utf-8").split(f"\n## {heading}\n")[1].split("\n## ")[0]
     return [line for line in text.splitlines() if line.startswith("|")]
 
 
@@ -104,7 +104,7 @@ def _code(pattern: str) -> str:
 
 def write() -> None:
     """Write the tables into the page."""
-    text = README.read_text(encoding="utf-8")
+    text = PAGE.read_text(encoding="utf-8")
     for heading, table in (
         ("The formats", formats_table()),
         ("Reduced templates", families_table()),
@@ -117,7 +117,7 @@ def write() -> None:
             prose.pop()
         prose = [re.sub(r"\d+ templates: .* refused", counts(table), line) for line in prose]
         text = f"{before}\n## {heading}\n" + "\n".join([*prose, "", *table, ""]) + following + after
-    README.write_text(text, encoding="utf-8")
+    PAGE.write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -92,6 +92,14 @@ def test_the_links_of_a_page_beside_readme_lead_somewhere(page):
     assert [target for target in links if not (ROOT / target).exists()] == []
 
 
+def test_what_is_promised_of_security_names_its_tests():
+    rows = re.findall(r"^\| (.*?) \| (.*?) \| (.*?) ?\|$", (ROOT / "SECURITY.md").read_text(), re.MULTILINE)[1:]
+    untested = [part for part, _, tests in rows if not tests]
+    assert len(rows) >= 6
+    assert untested == ["worker processes of environments"]  # of which nothing is promised
+    assert [tests for *_, tests in rows if tests and not (ROOT / tests.strip("`")).is_file()] == []
+
+
 def test_every_folder_with_files_of_the_package_is_a_package(arguments):
     """setuptools is to drop files of folders that are none."""
     packages = set(arguments["packages"])

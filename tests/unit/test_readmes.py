@@ -82,9 +82,23 @@ def test_the_first_page_is_short() -> None:
     assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 120
 
 
+def test_the_page_of_a_room_is_a_page() -> None:
+    """What is longer is reference, which stands in docstrings; the pages of configs/ are lists."""
+    rooms = [page for page in PAGES if page.parent not in (ROOT, ROOT / "gspo_gym" / "cluster")]
+    words = {page: len(page.read_text(encoding="utf-8").split()) for page in rooms if page.name == "README.md"}
+    lists = {ROOT / "configs" / "README.md"}
+    assert {page for page, count in words.items() if count > 1150} <= lists
+
+
 def test_the_page_of_measurements_is_made_of_its_lines() -> None:
     page = runpy.run_path(str(ROOT / "docs" / "measured.py"))["page"]()
     assert (ROOT / "docs" / "measured.md").read_text(encoding="utf-8") == page, "run python docs/measured.py"
+
+
+def test_the_page_beside_peers_counts_their_programs() -> None:
+    script = runpy.run_path(str(ROOT / "docs" / "side_by_side.py"))
+    assert script["PAGE"].read_text(encoding="utf-8") == script["page"](), "run python docs/side_by_side.py"
+    assert script["num_lines"]('"""About."""\n\nx = [\n    1,  # one\n]\n# end\n') == 3
 
 
 def test_the_page_of_credit_is_made_of_its_lines() -> None:

@@ -3,6 +3,22 @@
 Jobs are made, listed, watched and cancelled; what they have trained is listed, archived, pushed to the hub and talked
 with. Refusals are {"detail": {"error": {"code", "message"}}}. The numbers of events go up by one; a client that lost
 its connection asks for those after the last one it has, by `since_seq` or, of a stream, by the header Last-Event-ID.
+
+Each route also stands under /api/learning and /api/orchestration:
+
+    POST /api/rl/jobs                     makes a job; again with the same Idempotency-Key: the same job
+    GET  /api/rl/jobs, .../ID, ID/config, ID/timeline    status (queued, initializing, training; succeeded, failed,
+                                          cancelled), results, phases
+    GET  ID/events?since_seq=7, ID/stream               events, numbered without a gap; as a stream
+    GET  ID/metrics?after_step=7          the numbers of whole steps, at least one
+    POST ID/cancel                        SIGTERM, and after --stop-seconds the end
+    GET  /api/learning/models, .../MODEL/archive, /api/artifacts    what was trained; as a tar file
+    POST /api/learning/exports/hf         pushes a model to the hub (HF_TOKEN of the service), one at a time; one that
+                                          takes more than 20 s is answered 202 with `export_id`
+    GET  /api/learning/exports/ID         the end of such an export, while the service lives
+    POST /api/inference/v1/chat/completions, completions, responses (also under /api/v1)    OpenAI's protocol; a model
+                                          is rl:BASE:JOB (the newest checkpoint), JOB@best, JOB@20, or a job's base
+    POST /api/warmup/MODEL, GET /api/warmup/status/MODEL    loads it before
 """
 
 from __future__ import annotations

@@ -10,6 +10,15 @@ Errors get the status, code and envelope by which OpenAI's clients know them. Th
 Client code appends to URLs, and some of it to the query. Therefore the session id stands in the path and again in the
 query, and `/v1` and `/chat/completions` are understood in any place. An id that was itself changed is
 unknown and an error.
+
+    400  context_length_exceeded, conversation_not_renderable, invalid_value, unsupported_value, idempotency_key_reused:
+         asking again changes nothing
+    404  not_found; 409 session_closed; 429 session_limit_exceeded (`max_calls`)
+    422  invalid_tool_call: a tool had to be called, and what was sampled is no valid call of it
+    503  engine_error, engine_timeout: try again; engine_poisoned: do not
+
+Answers carry `gspo_gym: {"call", "parse", "error"}`: which call of the session it is, and what is wrong with text that
+was to be an action.
 """
 
 from __future__ import annotations

@@ -2,6 +2,23 @@
 
 A field that would change the answer and cannot be honoured (n > 1, an image, a penalty that no engine here has) is
 refused. No I/O. `openai_wire_answers.py` writes the answers, and reads and writes the Responses API.
+
+Read are
+
+    chat completions    messages, tools, tool_choice (also forced), max_tokens, max_completion_tokens, temperature,
+                        top_p, stop, response_format, logprobs, stream, stream_options; n is 1; of vLLM's fields
+                        top_k, min_p, repetition_penalty, min_tokens
+    completions         one prompt, as text or token ids; the fields above that apply
+    responses           input, instructions, function tools, tool_choice, previous_response_id within the session,
+                        text.format, max_output_tokens, stream
+
+Of OpenAI's fields these have no effect: `function_call`, `include`, `max_tool_calls`, `metadata` (but for
+`gspo_gym_trained`), `model`, `moderation`, `parallel_tool_calls`, `prediction`, `prompt_cache_key`,
+`prompt_cache_options`, `prompt_cache_retention`, `reasoning`, `reasoning_effort`, `safety_identifier`, `seed` (an
+episode's own decides), `service_tier`, `store`, `top_logprobs` (only the sampled token's logprob is known),
+`truncation`, `user`, `verbosity`; of the Responses API also `access_programs`, `background_options`, `image` and
+`stream_options`. Of the fields of vLLM, SGLang, llama.cpp, Ollama and text-generation-inference those that change the
+prompt or what is sampled are refused; names that none of them has are ignored.
 """
 
 from __future__ import annotations

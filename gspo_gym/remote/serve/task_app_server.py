@@ -3,6 +3,38 @@
 The contract is that of `contracts.py`: /health, /info, /task_info, /rollout in both modes, /done; beside it /run/abort
 and /run/status. In a notebook, serve it with `BackgroundServer`. `guard.py` checks the callers. `served_env` puts
 an environment behind one guard as a task app, over OpenEnv's protocol, or as both on one port.
+
+    GET /, /health                         says that something is here; without a key
+    GET /info                              task, rubrics (a bundled environment's own, or `--rubric`), tools, limits
+    GET /task_info, ?seed=0&seed=1         the set of tasks; one task; several
+    POST /rollout                          plays an episode with the model at `policy.config.inference_url`
+    POST /run/abort, GET /run/status/ID    stops a rollout, which then answers with what was played
+    POST /done                             for trainers that say when nothing more is coming
+
+Of a rollout's request,
+
+    env.seed                   is the task; absent: one that the run id gives. Rollouts of one seed are a group
+    split, index (env.config)  name the task, too, as the hosted evaluation command does: "test" (or "held_out",
+                               "validation", ...) counts from seed 0, "train" from 2**31; arguments of the environment
+                               of these names come first
+    env.config                 has arguments of the environment: the server's own, and those that clients may set
+    ops, safety.max_ops        are `["agent", "env"]` once a decision
+    on_done                    "terminate": one episode; "reset": the task anew while there are ops
+    safety.max_time_s          and the server's limit: the smaller holds. The answer is then "aborted", with what was
+                               played, or, where the actions used the time up, an episode that ended as `action_limit`
+    mode                       "rl" needs a correlation id, "eval" does not
+    record                     chooses trajectories, logprobs of the sampled tokens, a compact or whole trace
+                               ("structured": messages as {"content": {"text", "json_payload"}, "message_type", ...};
+                               "full": as OpenAI has them); there are no values
+    step_rewards               (of policy.config or env.config) asks for decision rewards of the environment's events,
+                               "consistent" or "per_achievement"
+    policy.config              has model, inference_url, trace_correlation_id, system_prompt, max_tokens,
+                               max_completion_tokens, seed, stop, and how to sample, which the model's endpoint may
+                               refuse; nothing is added to what the model is asked
+
+A failure is an HTTP status and a code under `detail.error`: 502 policy_step_failed (the model), 500 env_init_failed,
+env_reset_failed, env_step_failed, env_close_failed, 422 for what is wrong in the request, 404 for another environment's
+name, 409 for a run id that is being played, 503 with Retry-After where there is no room.
 """
 
 from __future__ import annotations

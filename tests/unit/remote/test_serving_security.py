@@ -11,6 +11,7 @@ Pinned here, on real HTTP over loopback where it matters:
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import contextlib
 import hmac
@@ -32,6 +33,7 @@ from fastapi import FastAPI
 from moved_clock import ServersClock, move_clock
 from scripted_model import ScriptedModel, in_turn, text
 
+from gspo_gym.cli.main import command_parser
 from gspo_gym.errors import ConfigError
 from gspo_gym.remote.apps.urls import UrlPolicy
 from gspo_gym.remote.guard import Guard, Keys, json_depth_exceeds
@@ -198,6 +200,24 @@ def test_a_key_that_no_header_could_carry_is_refused_without_repeating_it() -> N
 def test_no_address_but_loopback_without_a_key(host: str) -> None:
     with pytest.raises(ConfigError, match="can be reached from other machines"):
         bind(host, 0, has_key=False)
+
+
+def hosts_of(parser: argparse.ArgumentParser, command: str = "") -> dict[str, str]:
+    """The default of --host, by command."""
+    hosts: dict[str, str] = {}
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for name, part in action.choices.items():
+                hosts |= hosts_of(part, f"{command} {name}".strip())
+        elif "--host" in action.option_strings:
+            hosts[command] = action.default
+    return hosts
+
+
+def test_every_command_that_serves_does_so_on_loopback_by_default() -> None:
+    """But `view`, which has no such option and is on 127.0.0.1 alone."""
+    serving = ("env serve", "app serve", "models serve", "judge serve", "judge fake", "jobs serve")
+    assert hosts_of(command_parser()) == dict.fromkeys(serving, "127.0.0.1")
 
 
 def test_only_this_machine_can_connect_by_default() -> None:

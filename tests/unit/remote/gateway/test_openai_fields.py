@@ -1,4 +1,4 @@
-"""Every field of OpenAI's three requests is used, refused, or named in the README as one without effect.
+"""Every field of OpenAI's three requests is used, refused, or named by `openai_wire` as one without effect.
 
 The fields are those of the installed `openai` package; what happens to each is observed and not looked up.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +15,7 @@ from openai.types.completion_create_params import CompletionCreateParamsStreamin
 from openai.types.responses.response_create_params import ResponseCreateParamsStreaming as Responses
 from served_gateway import LOOK, user
 
+from gspo_gym.remote.gateway import openai_wire
 from gspo_gym.remote.gateway.openai_wire import RequestError, read_chat_request, read_completion_request
 from gspo_gym.remote.gateway.openai_wire_answers import read_responses_request
 from gspo_gym.types import SAMPLING_NAMES, Message
@@ -76,8 +76,8 @@ FIELDS = [
 
 
 def without_effect() -> tuple[set[str], set[str]]:
-    """The fields that the README says to be without effect: in all APIs, and in the Responses API."""
-    page = (Path(__file__).parents[4] / "gspo_gym/remote/README.md").read_text(encoding="utf-8")
+    """The fields that `openai_wire` says to be without effect: in all APIs, and in the Responses API."""
+    page = openai_wire.__doc__ or ""
     said = re.search(r"these have no effect: (.*?); of the Responses API also (.*?)\.\sOf\sthe", page, re.DOTALL)
     assert said is not None
     everywhere, in_responses = (set(re.findall(r"`(\w+)`", names)) for names in said.groups())

@@ -1,8 +1,8 @@
-"""The page of the room has the tables that `template_tables.py` makes, but for trl's, which `make foreign` compares."""
+"""The page of chat templates has the tables of `template_tables.py`; `make foreign` compares those of trl."""
 
 from __future__ import annotations
 
-from template_tables import README, counts, families_table, formats_table, section
+from template_tables import PAGE, counts, families_table, formats_table, section
 
 
 def test_the_page_lists_every_format() -> None:
@@ -12,4 +12,4 @@ def test_the_page_lists_every_format() -> None:
 def test_the_page_says_what_becomes_of_each_family() -> None:
     table = families_table()
     assert section("Reduced templates") == table
-    assert counts(table) in README.read_text(encoding="utf-8")
+    assert counts(table) in PAGE.read_text(encoding="utf-8")

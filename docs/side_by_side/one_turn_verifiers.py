@@ -1,0 +1,15 @@
+"""One turn with verifiers: add two digits."""
+
+import verifiers as vf
+from datasets import Dataset
+
+ROWS = [{"question": f"{a}+{b}=", "answer": str(a + b)} for a in range(10) for b in range(10)]
+
+
+def right(completion, answer):
+    return float(completion[-1]["content"].strip() == answer)
+
+
+model, tokenizer = vf.get_model_and_tokenizer("model")
+env = vf.SingleTurnEnv(dataset=Dataset.from_list(ROWS), rubric=vf.Rubric(funcs=[right]))
+vf.RLTrainer(model=model, processing_class=tokenizer, env=env, args=vf.RLConfig(max_steps=2)).train()
