@@ -303,7 +303,8 @@ def num_replicas(sections: Mapping[str, Any]) -> int:
 
 def has_gpu_actors(sections: Mapping[str, Any]) -> bool:
     """Return whether all GPUs are those of actors of Ray, which sample and learn, and this process has none."""
-    compute, topology = sections["compute"], sections["topology"]
+    compute: ComputeSection | None = sections["compute"]
+    topology: TopologySection | None = sections["topology"]
     if topology is None or compute is None or compute.gpu_count == 0 or topology.type == "colocated":
         return False
     return topology.type == "cluster" or topology.gpus_for_training > 1
