@@ -66,6 +66,7 @@ _ESTABLISHED, _LISTENS = "01", "0A"  # states of /proc/net/tcp
 _SIGNS: Mapping[str, tuple[str, ...]] = {
     "rank": ("ray::LearnerRank",),
     "replica": ("ray::SamplingActor",),
+    "reference": ("ray::ScoringActor",),
     "raylet": ("raylet/raylet ",),
     "head of Ray": ("gcs/gcs_server ",),
     "environment server": ("gspo_gym.env.workers.host",),
@@ -95,9 +96,6 @@ class Fault:
 
 # Drawn without putting back until none is left, so that each kind has its share.
 FAULTS = (
-    Fault("rank", "kill"),
-    Fault("rank", "stop"),
-    Fault("rank", "kill", is_of_all=True),
     Fault(_WORKER, "kill"),
     Fault(_WORKER, "kill"),
     Fault(_WORKER, "stop"),
@@ -106,23 +104,33 @@ FAULTS = (
     Fault(_DRIVER, "kill"),
     Fault(_DRIVER, "pause"),
 )
+OF_RANKS = (Fault("rank", "kill"), Fault("rank", "stop"), Fault("rank", "kill", is_of_all=True))
 OF_REPLICAS = (Fault("replica", "kill"), Fault("replica", "stop"), Fault("replica", "kill", is_of_all=True))
 OF_RAY = (Fault("raylet", "kill"), Fault("raylet", "stop"), Fault("head of Ray", "kill"))
+OF_THE_REFERENCE = (Fault("reference", "kill"), Fault("reference", "stop"))
+_END_THE_RUN = (*OF_RAY, *OF_THE_REFERENCE)  # with a sentence: `--resume` goes on
 # What needs a network of its own: packets vanish both ways, and nothing is closed.
 CUTS = (Fault(_TO_DRIVER, "cut"), Fault(_BETWEEN_RANKS, "cut", is_of_all=True))
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """What the run consists of; one replica samples in the driver's process."""
+    """What the run consists of.
+
+    Attributes:
+        num_replicas: processes that sample; one is the driver.
+        has_reference: the driver learns, and a process scores for the KL terms, in place of two ranks.
+    """
 
     num_replicas: int = 1
+    has_reference: bool = False
 
     def faults(self) -> tuple[Fault, ...]:
         """Return what can be done to it here."""
         cuts = CUTS if _is_alone() else ()
+        of_learner = OF_THE_REFERENCE if self.has_reference else (*OF_RANKS, *cuts)
         of_replicas = OF_REPLICAS if self.num_replicas > 1 else ()
-        return (*FAULTS, *cuts, *of_replicas, *OF_RAY)
+        return (*FAULTS, *of_learner, *of_replicas, *OF_RAY)
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,11 +257,15 @@ def configure(folder: Path, num_steps: int, layout: Layout) -> RunConfig:
     values["topology"] = {
         "type": "cluster",
         "gpus_for_vllm": layout.num_replicas,
-        "gpus_for_training": 2,
+        "gpus_for_training": 1 if layout.has_reference else 2,
         "heartbeat_seconds": HEARTBEAT_SECONDS,
         "group_timeout_seconds": _GROUP_TIMEOUT_SECONDS,
         "max_restarts": 10,  # faults may overlap
     }
+    if layout.has_reference:
+        values["topology"]["gpus_for_ref"] = 1
+        values["reference"] = {"placement": "dedicated"}
+        values["loss"] = {"kl_coef": 0.05}
     values["limits"] = {"step_timeout_seconds": _STEP_TIMEOUT_SECONDS}
     values["training"] |= {"checkpoint_every_n_iters": 5}
     del values["training"]["keep_last"]
@@ -462,13 +474,13 @@ def _go_on(run: _Run, report: ChaosReport, *, until: Callable[[], bool]) -> None
         if status == 0:
             return
         # Ray ends what has joined it when it is gone: then it is the driver's death. A step may have ended meanwhile.
-        of_ray = [done for done in report.faults if done.fault in OF_RAY and done.at > run.began]
-        if status is not None and not of_ray:
+        ending_faults = [done for done in report.faults if done.fault in _END_THE_RUN and done.at > run.began]
+        if status is not None and not ending_faults:
             report.failed.append(f"after step {run.num_steps()} it ended with status {status}:\n{run.last_lines()}")
             if len(report.failed) > 3:
                 raise RuntimeError("\n".join(report.failed))
         if status is not None:
-            for done in of_ray:
+            for done in ending_faults:
                 done.step, done.recovered_seconds = run.num_steps(), None
             _wait_for_nothing_left(run, f"the end after step {run.num_steps()}", report)
             run.start()

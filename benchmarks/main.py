@@ -74,7 +74,7 @@ PRINTED: Mapping[str, Callable[[Arguments], int]] = {
     "mutants": _mutants,
     "crash": lambda a: run_crash(a.count or 50, a.seed, num_steps=a.steps or 20),
     "chaos": lambda a: run_chaos(
-        a.count or 40, a.seed, num_steps=a.steps or 60, layout=Layout(num_replicas=a.replicas)
+        a.count or 40, a.seed, num_steps=a.steps or 60, layout=Layout(a.replicas, a.reference)
     ),
     "stops": lambda a: run_stops(a.count or 30, a.seed, num_steps=a.steps or 12),
 }
@@ -131,6 +131,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=2,
         help="chaos: processes that sample; 1: the driver does (default: %(default)s)",
     )
+    parser.add_argument("--reference", action="store_true", help="chaos: one learner and a reference, not two ranks")
     parser.add_argument("--alone", action="store_true", help="peers of smollm2: without TRL")
     parser.add_argument("--learn", action="store_true", help="peers: time to learn two games, which takes long")
     parser.add_argument(

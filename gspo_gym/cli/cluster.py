@@ -1,6 +1,9 @@
 """`gspo-gym cluster check | table`: whether a run has room on several GPUs and machines, without starting anything.
 
-The table is that of gspo_gym/cluster/README.md: named models on 8, 64 and 512 GPUs.
+The table is of named models on 8, 64 and 512 GPUs, half of which learn and half sample; nodes have 8 GPUs of 80 GiB.
+Full training is in float32, LoRA (rank 16) in bfloat16. Sizes are GiB of a rank; "fits from" is the fewest ranks that
+would fit, "replicas" are servers x GPUs of each, "tokens" those whose keys and values fit on one, "nodes" those with
+ranks + those with replicas only.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ from gspo_gym.cluster.memory import (
     replica_memory,
 )
 from gspo_gym.cluster.placement import GIB, Offer, Part, Resources, assign
-from gspo_gym.config.machines import check, describe, machines_of, parse_nodes
+from gspo_gym.config.machines import check, describe, machines_of, parse_nodes, with_all_gpus
 from gspo_gym.config.run_config import RunConfig, load_config, model_name
 from gspo_gym.errors import ConfigError, PlacementError
 from gspo_gym.policy.bases import gguf_of, parse_hub_id, parse_tiny
@@ -53,7 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     checking.add_argument("--json", action="store_true", help="print it as JSON")
     checking.set_defaults(run=check_file)
-    printing = commands.add_parser("table", help="print the table of named models on 8, 64 and 512 GPUs (README.md)")
+    printing = commands.add_parser("table", help="print the table of named models on 8, 64 and 512 GPUs")
     printing.set_defaults(run=print_table)
 
 
@@ -61,17 +64,19 @@ def check_file(arguments: argparse.Namespace) -> int:
     """Print where everything would stand and what it would take; return 0 if it fits, else 1."""
     config = load_config(arguments.file, arguments.overrides)
     machines = parse_nodes(arguments.nodes or (), machines_of(config))
+    num_nodes = sum(bool(offer.gpus) for offer in machines.offers)
+    config, gpus = with_all_gpus(config, sum(len(offer.gpus) for offer in machines.offers), num_nodes)
     paper = check(config, shape_of(config), machines)
     if arguments.json:
         print(json.dumps(paper.to_dict(), indent=2))
     else:
         print(f"{'DOES NOT FIT' if paper.problems else 'FITS'}: {arguments.file}")
-        print("\n".join(describe(paper, config, machines)))
+        print("\n".join([*([] if gpus is None else [gpus]), *describe(paper, config, machines)]))
     return 1 if paper.problems else 0
 
 
 def print_table(_: argparse.Namespace) -> int:
-    """Print the table of gspo_gym/cluster/README.md."""
+    """Print the table."""
     print(table(), end="")
     return 0
 

@@ -17,6 +17,7 @@ from gspo_gym.base.loops import run_to_end
 from gspo_gym.cli.command_line import env_config_of
 from gspo_gym.config.foreign.reader import Draft, Translation
 from gspo_gym.config.foreign.readings import label_of
+from gspo_gym.config.machines import with_all_gpus
 from gspo_gym.config.reference import new_config, parameters, reference, resolved, short_config
 from gspo_gym.config.run_config import RunConfig, config_file, load_config, load_sections
 from gspo_gym.config.services import missing_machinery
@@ -126,15 +127,20 @@ def check_config(arguments: argparse.Namespace) -> int:
 
     An invalid file is one error that lists all its problems.
     """
-    config = load_config(arguments.file, arguments.overrides)
+    config, gpus = load_config(arguments.file, arguments.overrides), None
     if arguments.elsewhere:
+        config, gpus = with_all_gpus(config, 0)
         obstacles = missing_machinery(config.sections)
     else:
         from gspo_gym.config.build.preflight import find_obstacles
+        from gspo_gym.config.build.trainer import on_visible_gpus
 
+        config, gpus = on_visible_gpus(config)
         obstacles = [str(obstacle) for obstacle in run_to_end(find_obstacles(config))]
     print(f"{'VALID' if not obstacles else 'VALID, BUT IT CANNOT RUN'}: {arguments.file}")
     _print_plan(config)
+    if gpus is not None:
+        print(f"note: {gpus}")
     for obstacle in obstacles:
         print(f"cannot run: {obstacle}")
     if not arguments.elsewhere:

@@ -7,7 +7,6 @@ deaths. A process that is lost, hangs or is not heard of ends the others: none c
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -111,12 +110,12 @@ class Actors:
         """
         objects = [self._ray.put(argument) for argument in arguments]
         calls = [self._call(actor, method, *objects, group=group) for actor in self._actors]
-        deadline = time.monotonic() + max_seconds
         watch = _Watch(self, self._silence_seconds if is_watched else math.inf)
         results: dict[int, Any] = {}
-        pending = calls
+        pending, num_looks = calls, 0
         while pending:
             ready, pending = self._ray.wait(pending, num_returns=len(pending), timeout=_LOOK_SECONDS)
+            num_looks += 1  # and not by the clock: the ranks are not to blame for a pause of this process
             for rank, call in ((calls.index(call), call) for call in ready):
                 try:
                     results[rank] = self._ray.get(call, timeout=_FETCH_SECONDS)
@@ -124,7 +123,7 @@ class Actors:
                     self._end_for(rank, reason_of(error), calls)
             if pending and (silent := watch.silent()):
                 self._lose(f"{self._name(silent[0])} was not heard of for {self._silence_seconds:g} seconds")
-            if pending and time.monotonic() > deadline:
+            if pending and num_looks * _LOOK_SECONDS > max_seconds:
                 self._lose(f"{self._name(calls.index(pending[0]))} was not done after {max_seconds:g} seconds")
         return [results[rank] for rank in range(len(calls))]
 
@@ -167,16 +166,18 @@ class Actors:
 
 
 class _Watch:
-    """What is known of the ranks' lives while they work."""
+    """Looks for signs of life of ranks that work. Counted, because a paused driver does not hear either."""
 
     def __init__(self, actors: Actors, silence_seconds: float) -> None:
         self._actors, self._silence_seconds = actors, silence_seconds
-        self._asked = {rank: (time.monotonic(), actors.call_life(rank)) for rank in range(len(actors))}
+        self._calls = {rank: actors.call_life(rank) for rank in range(len(actors))}
+        self._num_unanswered = dict.fromkeys(self._calls, 0)
 
     def silent(self) -> list[int]:
-        """Return the ranks that have not answered for too long, and ask those again that have."""
-        now = time.monotonic()
-        for rank, (_, call) in self._asked.items():
+        """Look once, `_LOOK_SECONDS` after the last time; return the ranks that have not answered for too long."""
+        for rank, call in self._calls.items():
             if self._actors.answered(call):
-                self._asked[rank] = (now, self._actors.call_life(rank))
-        return [rank for rank, (asked, _) in self._asked.items() if now - asked > self._silence_seconds]
+                self._calls[rank], self._num_unanswered[rank] = self._actors.call_life(rank), 0
+            else:
+                self._num_unanswered[rank] += 1
+        return [rank for rank, num in self._num_unanswered.items() if num * _LOOK_SECONDS > self._silence_seconds]

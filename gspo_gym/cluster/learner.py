@@ -1,11 +1,13 @@
 """A learner whose work is done by ranks, as the trainer sees it, and what a rank does.
 
 The driver keeps a whole model, in the processor's memory unless an engine samples from it; each rank, an actor of Ray,
-holds a part of another one. A batch and the new weights travel as Ray's objects. What else a checkpoint holds, the
-ranks write and read themselves, each its part.
+holds a part of another one, built on torch's "meta" device. A batch and the new weights travel as Ray's objects: the
+first rank gathers the trained parameters, and holds them whole for a moment. What else a checkpoint holds, the ranks
+write and read themselves, each its part.
 
 If a rank is lost, all are ended, and new ones go on from the newest sound checkpoint. They learn the batches since then
-once more, from their files, and then the one that was being learned. Nothing is sampled again.
+once more, from their files, and then the one that was being learned. Nothing is sampled again. Batches are kept as long
+as the newest checkpoint but one would need them, so that a damaged one is passed over.
 """
 
 from __future__ import annotations

@@ -6,14 +6,13 @@ starts nothing and asks nothing, so a demand that cannot be met is an error at o
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from gspo_gym.errors import PlacementError
 
 GIB = 2**30
-_MAX_STATES = 10_000  # of the search: seconds at most; a demand of ranks of one GPU takes one state a node
 _MAX_NAMES = 4  # of alike nodes in an error
 
 
@@ -53,7 +52,6 @@ class Offer:
     gpus: tuple[int, ...] = ()
     cores: int = 0
     memory_bytes: int = 0
-    address: str = ""
 
     @property
     def free(self) -> Resources:
@@ -68,34 +66,34 @@ class Place:
     role: str
     number: int
     node: str
-    address: str
     gpus: tuple[int, ...]
 
 
 def assign(parts: Sequence[Part], offers: Sequence[Offer]) -> tuple[Place, ...]:
     """Return a place for every piece, in the order of the parts; equal arguments give equal places.
 
-    Earlier parts take the nodes with the most free GPUs, and few of them: put first what talks most, the learner's
-    ranks. Within a node the largest pieces take the lowest GPU numbers, so that the GPUs of a replica lie together.
+    Each part fills the nodes with the most free GPUs first, and few of them: put first what talks most, the learner's
+    ranks. If not all find room so, the largest pieces are placed first. Within a node these take the lowest GPU
+    numbers, so that the GPUs of a replica lie together. No search beyond that: Ray, which places a run in the end,
+    makes none either, and a demand that fits only in another arrangement is refused.
 
     Raises:
         PlacementError: there is no room; says what is missing and what is free on which node.
         ValueError: two nodes or two parts have one name, or an amount is negative.
     """
     _check(parts, offers)
-    # Large nodes first: as few nodes as possible hold the ranks that exchange gradients.
     nodes = sorted(offers, key=lambda offer: offer.free, reverse=True)
-    search = _Search([part.each for part in parts], [offer.free for offer in nodes])
-    counts = tuple(part.count for part in parts)
-    chosen = search.run(counts)
-    if chosen is None:
-        raise PlacementError(_explain(parts, offers, search, counts))
-    found = [place for offer, pattern in zip(nodes, chosen, strict=False) for place in _allot(offer, parts, pattern)]
-    numbered = []
+    filling = first = _fill(parts, nodes)
+    if any(first.left.values()):
+        filling = _fill(sorted(parts, key=lambda part: part.each, reverse=True), nodes)
+    if any(filling.left.values()):
+        raise PlacementError(_explain(parts, nodes, offers, first))
+    rows = [row for offer, counts in zip(nodes, filling.counts, strict=True) for row in _allot(offer, parts, counts)]
+    places = []
     for part in parts:
-        mine = [(offer, gpus) for role, offer, gpus in found if role == part.role]
-        numbered += [Place(part.role, i, at.node, at.address, gpus) for i, (at, gpus) in enumerate(mine)]
-    return tuple(numbered)
+        mine = [(offer, gpus) for role, offer, gpus in rows if role == part.role]
+        places += [Place(part.role, i, at.node, gpus) for i, (at, gpus) in enumerate(mine)]
+    return tuple(places)
 
 
 def only_counted(parts: Sequence[Part], offers: Sequence[Offer]) -> list[Part]:
@@ -115,99 +113,34 @@ def _check(parts: Sequence[Part], offers: Sequence[Offer]) -> None:
         raise ValueError(f"placement: expected amounts of at least 0, got {min(amounts)}")
 
 
-def _allot(offer: Offer, parts: Sequence[Part], pattern: Sequence[int]) -> Iterator[tuple[str, Offer, tuple[int, ...]]]:
+@dataclass(frozen=True, slots=True)
+class _Filling:
+    """What stands where: pieces by role and what is free, by node; and the pieces of each role without a place."""
+
+    counts: list[dict[str, int]]
+    free: list[Resources]
+    left: dict[str, int]
+
+
+def _fill(parts: Sequence[Part], nodes: Sequence[Offer]) -> _Filling:
+    filling = _Filling([{} for _ in nodes], [node.free for node in nodes], {part.role: part.count for part in parts})
+    for part in parts:
+        for index, free in enumerate(filling.free):
+            count = min(filling.left[part.role], _num_fitting(part.each, free))
+            filling.counts[index][part.role] = count
+            filling.free[index] = _minus(free, part.each, count)
+            filling.left[part.role] -= count
+    return filling
+
+
+def _allot(
+    offer: Offer, parts: Sequence[Part], counts: Mapping[str, int]
+) -> Iterator[tuple[str, Offer, tuple[int, ...]]]:
     free = list(offer.gpus)
-    for part, count in sorted(zip(parts, pattern, strict=True), key=lambda row: -row[0].each.gpus):
-        for _ in range(count):
+    for part in sorted(parts, key=lambda part: -part.each.gpus):
+        for _ in range(counts[part.role]):
             taken, free = free[: part.each.gpus], free[part.each.gpus :]
             yield part.role, offer, tuple(taken)
-
-
-class _Search:
-    """Depth-first search over nodes: how many pieces of each part does each node take?
-
-    Each node takes a pattern (a count a part) to which no further piece could be added. That loses no solution: a piece
-    of a later node that would fit into an earlier one can be moved there.
-    """
-
-    def __init__(self, each: Sequence[Resources], nodes: Sequence[Resources]) -> None:
-        self.each, self.nodes = each, nodes
-        # Of the nodes from i on: their sum, and the pieces of each part that fit if there were no other parts.
-        self.totals, self.room = [Resources()], [(0,) * len(each)]
-        self.gave_up = False
-        self.known: dict[tuple[Resources, tuple[int, ...]], list[tuple[int, ...]]] = {}
-        for free in reversed(nodes):
-            self.totals.append(Resources(*(a + b for a, b in zip(self.totals[-1], free, strict=True))))
-            fits = (_num_fitting(one, free) for one in each)
-            self.room.append(tuple(min(a + b, _MANY) for a, b in zip(self.room[-1], fits, strict=True)))
-        self.totals.reverse()
-        self.room.reverse()
-
-    def run(self, counts: tuple[int, ...]) -> list[tuple[int, ...]] | None:
-        """Return the patterns of the first nodes, which hold everything; None: there are none, or it gave up."""
-        if not any(counts):
-            return []
-        if self.is_hopeless(0, counts):
-            return None
-        failed: set[tuple[int, tuple[int, ...]]] = set()
-        chosen: list[tuple[int, ...]] = []
-        left = [counts]
-        # A stack and not recursion: there may be more nodes than Python's frames.
-        stack = [iter(self.patterns(self.nodes[0], counts))]
-        while stack:
-            pattern = next(stack[-1], None)
-            if pattern is None:
-                stack.pop()
-                failed.add((len(stack), left.pop()))
-                if chosen:
-                    chosen.pop()
-                continue
-            rest = tuple(a - b for a, b in zip(left[-1], pattern, strict=True))
-            if not any(rest):
-                return [*chosen, pattern]
-            if (len(stack), rest) in failed or self.is_hopeless(len(stack), rest):
-                continue
-            if len(failed) > _MAX_STATES:
-                self.gave_up = True
-                return None
-            chosen.append(pattern)
-            left.append(rest)
-            stack.append(iter(self.patterns(self.nodes[len(stack)], rest)))
-        return None
-
-    def is_hopeless(self, first: int, counts: Sequence[int]) -> bool:
-        """Return whether the nodes from `first` on have too little of something, or too little room for a part."""
-        if any(count > room for count, room in zip(counts, self.room[first], strict=True)):
-            return True
-        return any(needed > free for needed, free in zip(_sum(self.each, counts), self.totals[first], strict=True))
-
-    def patterns(self, free: Resources, counts: Sequence[int]) -> list[tuple[int, ...]]:
-        """Return a node's patterns that nothing can be added to, those with most of the earlier parts first."""
-        # Nodes are alike, and so are counts beyond what fits: the same few lists come again and again.
-        most = tuple(min(n, _num_fitting(one, free)) for one, n in zip(self.each, counts, strict=True))
-        if (free, most) not in self.known:
-            self.known[free, most] = list(self._patterns(free, most))
-        return self.known[free, most]
-
-    def _patterns(self, free: Resources, counts: Sequence[int]) -> Iterator[tuple[int, ...]]:
-        def extend(index: int, left: Resources) -> Iterator[tuple[int, ...]]:
-            if index == len(self.each):
-                yield ()
-                return
-            one, most = self.each[index], min(counts[index], _num_fitting(self.each[index], left))
-            # The last part takes all it can: anything less could be added to.
-            fewest = most if index == len(self.each) - 1 else 0
-            for count in range(most, fewest - 1, -1):
-                for others in extend(index + 1, _minus(left, one, count)):
-                    yield (count, *others)
-
-        for pattern in extend(0, free):
-            left = _minus(free, _sum(self.each, pattern), 1)
-            if not any(
-                taken < count and _num_fitting(one, left)
-                for one, count, taken in zip(self.each, counts, pattern, strict=True)
-            ):
-                yield pattern
 
 
 _MANY = 10**9  # pieces that need nothing fit any number of times
@@ -226,34 +159,26 @@ def _sum(each: Sequence[Resources], counts: Sequence[int]) -> Resources:
     return Resources(*map(sum, zip(*rows, strict=True))) if rows else Resources()
 
 
-def _explain(parts: Sequence[Part], offers: Sequence[Offer], search: _Search, counts: tuple[int, ...]) -> str:
+def _explain(parts: Sequence[Part], nodes: Sequence[Offer], offers: Sequence[Offer], filling: _Filling) -> str:
     """Return what is missing, then what is free where."""
     free = _free_where([(offer.node, offer.free) for offer in offers])
-    total = _sum(search.each, counts)
-    missing = _minus(total, search.totals[0], 1)
-    said = [
+    total = _sum([part.each for part in parts], [part.count for part in parts])
+    room = _sum([offer.free for offer in offers], [1] * len(offers))
+    missing = _minus(total, room, 1)
+    reasons = [
         f"{needs} are needed in all and {has} free: {less} missing"
-        for needs, has, less, amount in zip(
-            _shown(total), _shown(search.totals[0]), _shown(missing), missing, strict=True
-        )
+        for needs, has, less, amount in zip(_shown(total), _shown(room), _shown(missing), missing, strict=True)
         if amount > 0
     ]
-    said += [
-        _too_few(part, room, offers) for part, room in zip(parts, search.room[0], strict=True) if room < part.count
-    ]
-    if said:
-        return f"no room for the run: {'; '.join(said)}. Free: {free}"
-    # Totals and parts alone would fit: say what one full arrangement leaves out, and what it leaves free.
-    nodes = sorted(offers, key=lambda offer: offer.free, reverse=True)
-    rest, over = counts, []
-    for offer in nodes:
-        pattern = search.patterns(offer.free, rest)[0]
-        rest = tuple(a - b for a, b in zip(rest, pattern, strict=True))
-        over.append((offer.node, _minus(offer.free, _sum(search.each, pattern), 1)))
-    out = ", ".join(_counted(part, count) for part, count in zip(parts, rest, strict=True) if count)
-    why = f"none found in {_MAX_STATES} tries" if search.gave_up else "in whatever order they are placed"
+    fitting = [(part, sum(_num_fitting(part.each, offer.free) for offer in offers)) for part in parts]
+    reasons += [_too_few(part, most, offers) for part, most in fitting if most < part.count]
+    if reasons:
+        return f"no room for the run: {'; '.join(reasons)}. Free: {free}"
+    # Totals and parts alone would fit: say what one arrangement leaves out, and what it leaves free.
+    over = [(offer.node, rest) for offer, rest in zip(nodes, filling.free, strict=True)]
+    out = ", ".join(_counted(part, count) for part in parts if (count := filling.left[part.role]))
     return (
-        f"no room for the run: every part would fit alone, but not all together ({why}); with the others placed, {out} "
+        f"no room for the run: every part would fit alone, but not all together; with the others placed, {out} "
         f"missing a place, and free are then: {_free_where(over)}. Free before: {free}"
     )
 
@@ -277,11 +202,11 @@ def _free_where(rows: Sequence[tuple[str, Resources]]) -> str:
     alike: dict[Resources, list[str]] = {}
     for name, free in rows:
         alike.setdefault(free, []).append(name)
-    said = []
+    texts = []
     for free, names in alike.items():
         shown = ", ".join(names[:_MAX_NAMES]) + (f" and {len(names) - _MAX_NAMES} more" * (len(names) > _MAX_NAMES))
-        said.append(f"{free}{' each' * (len(names) > 1)} on {shown}")
-    return "; ".join(said) or "no node"
+        texts.append(f"{free}{' each' * (len(names) > 1)} on {shown}")
+    return "; ".join(texts) or "no node"
 
 
 def _shown(amounts: Resources) -> tuple[str, str, str]:

@@ -34,6 +34,7 @@ _STORE_BYTES = 512 * 2**20  # what does not fit, batches and weights, Ray writes
 _LOOK_SECONDS = 0.1
 _NODE_SECONDS, _NUM_SILENT = 5.0, 6  # between looks at the node, and how many of them Ray's head may leave unanswered
 _GONE_SECONDS = 10.0  # after SIGKILL
+_STUCK_SECONDS = 300.0  # to join Ray or to leave it, in Ray's own code
 _ON_LOOPBACK = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"  # "0": it listens on loopback, as it does by itself on those
 _SHOWN = 300  # characters of Ray's reasons
 
@@ -49,7 +50,7 @@ def reason_of(error: Exception) -> str:
 
 
 @contextlib.contextmanager
-def joined(address: str | None, *, num_cores: int = 1) -> Iterator[Any]:
+def joined(address: str | None, *, num_cores: int = 1, num_gpus: int = 0) -> Iterator[Any]:
     """Yield Ray's module (Any: untyped here), while this process has joined the Ray at an address.
 
     None: it is started here, on loopback, and ended. One that was joined before is taken. Ray ends this process when
@@ -69,7 +70,7 @@ def joined(address: str | None, *, num_cores: int = 1) -> Iterator[Any]:
         if address is None:
             folder = temporary_folder("gspo_ray_")
             stack.callback(remove_folder, folder)
-            own = stack.enter_context(contextlib.closing(_OwnRay(folder, num_cores)))
+            own = stack.enter_context(contextlib.closing(_OwnRay(folder, num_cores, num_gpus)))
             address, variables = own.address, {**variables, **own.variables}
         stack.callback(os.environ.update, {name: os.environ[name] for name in variables if name in os.environ})
         for name, value in variables.items():
@@ -77,11 +78,11 @@ def joined(address: str | None, *, num_cores: int = 1) -> Iterator[Any]:
             os.environ[name] = value
         _read_variables_again()
         try:
-            with _keeping_handler():
+            with _keeping_handler(), _ended_if_stuck():
                 ray.init(address=address, log_to_driver=False, logging_level="ERROR")
         except (RuntimeError, ConnectionError, ray.exceptions.RayError) as error:
             raise ServiceError(f"no Ray answers at {address}: {reason_of(error)}") from error
-        stack.callback(ray.shutdown)
+        stack.callback(_leave, ray)
         stack.enter_context(contextlib.closing(_NodeWatch(ray)))
         yield ray
 
@@ -115,8 +116,29 @@ class _NodeWatch:
         while not self._end.wait(_NODE_SECONDS):
             self._num_silent += 1
             if self._num_silent > _NUM_SILENT and not self._end.is_set():
-                print("Ray's node or head does not answer any more; go on with --resume", file=sys.stderr, flush=True)
-                os._exit(1)
+                _end()
+
+
+def _end() -> None:
+    print("Ray's node or head does not answer any more; go on with --resume", file=sys.stderr, flush=True)
+    os._exit(1)
+
+
+@contextlib.contextmanager
+def _ended_if_stuck() -> Iterator[None]:
+    """End this program if the block does not: Ray waits for ever for a node that is stopped."""
+    timer = threading.Timer(_STUCK_SECONDS, _end)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def _leave(ray: Any) -> None:
+    with _ended_if_stuck():
+        ray.shutdown()
 
 
 def _read_variables_again() -> None:
@@ -169,7 +191,7 @@ class _OwnRay:
         ServiceError: it does not come up; with what it printed last.
     """
 
-    def __init__(self, folder: str, num_cores: int) -> None:
+    def __init__(self, folder: str, num_cores: int, num_gpus: int = 0) -> None:
         self.variables = {
             "RAY_AUTH_MODE": "token",
             "RAY_AUTH_TOKEN": secrets.token_hex(32),
@@ -182,7 +204,8 @@ class _OwnRay:
         for number in range(_NUM_TRIES):
             self.processes = MarkedProcesses()
             self._printed = Path(folder) / f"printed_{number}"
-            self._process, port = _start_ray(self.processes, self.variables, folder, self._printed, num_cores)
+            sizes = {"num-cpus": num_cores, **({"num-gpus": num_gpus} if num_gpus else {})}
+            self._process, port = _start_ray(self.processes, self.variables, folder, self._printed, sizes)
             self.address = f"{LOOPBACK}:{port}"
             try:
                 if _has_started(self._process, self._printed):
@@ -208,7 +231,7 @@ class _OwnRay:
 
 
 def _start_ray(
-    processes: MarkedProcesses, variables: Mapping[str, str], folder: str, printed: Path, num_cores: int
+    processes: MarkedProcesses, variables: Mapping[str, str], folder: str, printed: Path, sizes: Mapping[str, int]
 ) -> tuple[subprocess.Popen[bytes], int]:
     """Return the process of `ray start`, which lives as long as Ray, and the port that was chosen."""
     port, *others = _free_ports(6)
@@ -218,7 +241,7 @@ def _start_ray(
         "port": port,
         **dict(zip(names, others, strict=True)),
         "temp-dir": folder,
-        "num-cpus": num_cores,
+        **sizes,
         "object-store-memory": _STORE_BYTES,
         "include-dashboard": "false",
         "include-log-monitor": "false",

@@ -6,6 +6,8 @@ the logprobs that `learning.reference.Reference` gives in the learner's process 
 
 from __future__ import annotations
 
+import contextlib
+import math
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -14,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gspo_gym.cluster.actors import LIFE
 from gspo_gym.cluster.ray import reason_of
 from gspo_gym.errors import CheckpointError, ServiceError
 from gspo_gym.learning.batching import TokenBatch
@@ -58,7 +61,7 @@ class ScoringActor:
         self._moving = moving_parameters(model)
         self._computer = LogprobComputer(model.requires_grad_(False), sampling=sampling, logits_bytes=logits_bytes)
 
-    def say_where(self) -> int:
+    def life(self) -> int:
         """Return the number of the process."""
         return os.getpid()
 
@@ -88,6 +91,7 @@ class RayReference:
         model: the policy that is trained; its parameters become the reference's in `refresh`.
         folder: of the policy, which is not read any more afterwards.
         max_wait_seconds: that the actor has to come up.
+        silence_seconds: without a sign of life, after which it is lost.
         options: see `ScoringActor`.
 
     Attributes:
@@ -97,10 +101,20 @@ class RayReference:
         ServiceError: it does not come up.
     """
 
-    def __init__(self, ray: Any, model: nn.Module, folder: Path, *, max_wait_seconds: float, **options: Any) -> None:
-        self._ray, self._model = ray, model
-        self._actor = ray.remote(ScoringActor).options(num_cpus=1, max_restarts=0).remote(str(folder), **options)
-        self.pid = int(self._ask("say_where", seconds=max_wait_seconds))
+    def __init__(
+        self,
+        ray: Any,
+        model: nn.Module,
+        folder: Path,
+        *,
+        max_wait_seconds: float,
+        silence_seconds: float,
+        **options: Any,
+    ) -> None:
+        self._ray, self._model, self._silence_seconds = ray, model, silence_seconds
+        actor_class = ray.remote(num_cpus=1, max_restarts=0, concurrency_groups={LIFE: 1})(ScoringActor)
+        self._actor = actor_class.remote(str(folder), **options)
+        self.pid = self._require_life(max_wait_seconds)
 
     def logprobs(self, batch: TokenBatch) -> Tensor:
         """Return [B, T] logprobs of the sampled tokens.
@@ -134,12 +148,27 @@ class RayReference:
             raise CheckpointError(f"reference policy: {wrong[0]} has another shape")
         self._ask("replace", {name.removeprefix(_PREFIX): tensors[name] for name in own})
 
-    def _ask(self, method: str, *arguments: object, seconds: float = _SECONDS) -> Any:
+    def _ask(self, method: str, *arguments: object) -> Any:
         """Return what a method of the actor returns (Any: it differs)."""
+        call = getattr(self._actor, method).remote(*arguments)
+        for _ in range(math.ceil(_SECONDS / self._silence_seconds)):
+            with contextlib.suppress(self._ray.exceptions.GetTimeoutError):
+                return self._get(call, method, self._silence_seconds)
+            self._require_life(self._silence_seconds)
+        raise ServiceError(f"the reference's actor did not answer {method} within {_SECONDS:g} seconds")
+
+    def _require_life(self, seconds: float) -> int:
+        call = self._actor.life.options(concurrency_group=LIFE).remote()
+        try:
+            return int(self._get(call, "live", seconds))
+        except self._ray.exceptions.GetTimeoutError as error:
+            raise ServiceError(f"the reference's actor was not heard of for {seconds:g} seconds") from error
+
+    def _get(self, call: Any, what: str, seconds: float) -> Any:
         errors = self._ray.exceptions
         try:
-            return self._ray.get(getattr(self._actor, method).remote(*arguments), timeout=seconds)
-        except errors.GetTimeoutError as error:
-            raise ServiceError(f"the reference's actor did not answer {method} within {seconds:g} seconds") from error
+            return self._ray.get(call, timeout=seconds)
+        except errors.GetTimeoutError:
+            raise
         except errors.RayError as error:
-            raise ServiceError(f"the reference's actor could not {method}: {reason_of(error)}") from error
+            raise ServiceError(f"the reference's actor could not {what}: {reason_of(error)}") from error

@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import os
 import threading
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,7 @@ from gspo_gym.types import Completion, TokenIds
 
 _BUILD_SECONDS = 900.0  # to load a model, of a size that takes minutes
 _CLOSE_SECONDS = 30.0  # for processes of the actor's own, such as vLLM's
+_NUM_LOOKS = 5  # for a sign of life, before an actor is lost
 
 Tensors = Mapping[str, torch.Tensor]
 # Makes the engine by the driver's order (Any: JSON), on a model that gets the tensors.
@@ -220,14 +221,9 @@ class ReplicaEngine(GatedEngine):
     async def _watch(self) -> None:
         seconds = self._settings.silence_seconds
         while self._lost is None:
-            try:
-                async with asyncio.timeout(seconds):
-                    await self._life()
-            except TimeoutError:
-                self._note_loss(f"it was not heard of for {seconds:g} seconds")
-            except self._ray.exceptions.RayError as error:
-                self._note_loss(reason_of(error))
-            await asyncio.sleep(seconds / 5)
+            if (reason := await _reason_of_silence(self._life(), seconds, self._ray.exceptions.RayError)) is not None:
+                self._note_loss(reason)
+            await asyncio.sleep(seconds / _NUM_LOOKS)
 
     def _note_loss(self, reason: str) -> None:
         if self._lost is None:
@@ -267,6 +263,25 @@ class ReplicaEngine(GatedEngine):
             kind, text = refusal
             raise getattr(errors, kind)(text)
         return result
+
+
+async def _reason_of_silence(life: Coroutine[Any, Any, None], seconds: float, lost: type[Exception]) -> str | None:
+    """Return why a sign of life does not come; None: it came.
+
+    The time is counted in looks, because this process does not hear either while it is paused itself.
+    """
+    answer = asyncio.ensure_future(life)
+    try:
+        for _ in range(_NUM_LOOKS):
+            await asyncio.wait({answer}, timeout=seconds / _NUM_LOOKS)
+            if answer.done():
+                answer.result()
+                return None
+    except lost as error:
+        return reason_of(error)
+    finally:
+        answer.cancel()
+    return f"it was not heard of for {seconds:g} seconds"
 
 
 async def _answer_of(call: Any) -> Any:

@@ -32,6 +32,7 @@ from gspo_gym.config.services import (
     missing_machinery,
     num_servers,
     place,
+    refuse_to_run,
 )
 from gspo_gym.errors import ConfigError, PlacementError
 
@@ -118,6 +119,36 @@ def machines_of(config: RunConfig) -> Machines:
     offers = tuple(Offer(f"node-{i}", tuple(range(least + (i < more)))) for i in range(compute.nodes))
     size = _KNOWN_GPUS.get((compute.gpu_type or "").upper())
     return Machines(offers, None if size is None else size * GIB)
+
+
+def with_all_gpus(config: RunConfig, num_gpus: int, num_nodes: int = 1) -> tuple[RunConfig, str | None]:
+    """Return the configuration with what several GPUs do, and a sentence about that.
+
+    Half of them sample, one more where they are odd, and the others learn; each is an actor's own. [compute] goes over
+    the numbers here. A configuration with [topology] or sizes of vLLM says itself what they do, and stays as it is; so
+    does one that cannot be spread, with the reason if it can run on one.
+    """
+    vllm, compute = config.vllm, config.compute
+    if compute is not None:
+        num_gpus, num_nodes = compute.gpu_count, compute.nodes
+    has_sizes = vllm is not None and vllm.tensor_parallel_size > 1
+    if num_gpus < 2 or config.topology is not None or has_sizes:
+        return config, None
+    num_ranks = num_gpus // 2
+    values = config.model_dump(exclude_none=True)
+    values |= {
+        "compute": {**values.get("compute", {}), "gpu_count": num_gpus, "nodes": num_nodes},
+        "topology": {"type": "cluster", "gpus_for_vllm": num_gpus - num_ranks, "gpus_for_training": num_ranks},
+    }
+    try:
+        spread_config = RunConfig.from_dict(values)
+        refuse_to_run(spread_config.sections)
+    except ConfigError as error:
+        return config, f"one of {num_gpus} GPUs is used, because spread over all: {error}" if compute is None else None
+    return spread_config, (
+        f"{num_gpus} GPUs: {num_gpus - num_ranks} sample and {num_ranks} learn, as [topology] can say; "
+        "compute.gpu_count = 1 takes one"
+    )
 
 
 def learning_of(config: RunConfig) -> Learning:

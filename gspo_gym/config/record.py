@@ -182,7 +182,7 @@ class RunRecord(Settings):
     @property
     def has_replicas(self) -> bool:
         """Return whether several engines sample, each in a process of its own."""
-        return has_replicas({"topology": self.topology, "vllm": self.vllm})
+        return has_replicas(self.sections)
 
     @property
     def has_app(self) -> bool:

@@ -12,6 +12,7 @@ count the GPUs that this process sees, from 0; CUDA_VISIBLE_DEVICES makes them d
 | no [topology]: vLLM, if it is there, takes all n     | 0           | 0 .. n-1    | 0                    |
 | [topology] with v for vLLM, 1 to train, r for ref    | v           | 0 .. v-1    | v+1 .. v+r           |
 | the same with type = "colocated"                     | 0           | 0 .. v-1    | v .. v+r-1           |
+| type = "cluster", or a split with 2 and more to train| those that Ray gives its actors; here none         |
 
 Copies of the model of vllm.tensor_parallel_size GPUs each fill what vLLM gets; with type = "cluster" each is an engine
 of its own (`num_servers`). n is compute.gpu_count, and without that, vllm.tensor_parallel_size. Where vLLM and the
@@ -22,6 +23,7 @@ Never run on several GPUs. vLLM 0.32 looks its numbers up in CUDA_VISIBLE_DEVICE
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -79,7 +81,7 @@ class TopologySection(Settings):
         default="single_node_split",
         description="disjoint sets of one machine's GPUs, whose sum is compute.gpu_count; colocated: the same GPUs "
         "generate and learn; cluster: disjoint sets of all machines' GPUs (`gspo-gym cluster check` says whether it "
-        "fits), which training takes without GPUs",
+        "fits), each process an actor of Ray",
     )
     gpus_for_vllm: int = Field(
         gt=0,
@@ -88,14 +90,18 @@ class TopologySection(Settings):
         "router if there is more than one",
     )
     gpus_for_training: int = Field(
-        gt=0, description="processes that share the learner's model, each on a GPU; more than 1 is refused with GPUs"
+        gt=0,
+        description="processes that share the learner's model, each on a GPU; more than 1 is refused with type "
+        "colocated",
     )
     gpus_for_ref: int = Field(default=0, ge=0, description="GPUs that score the reference, with placement dedicated")
     tensor_parallel: int = Field(
         default=1, gt=0, description="GPUs that share each layer while generating; divides gpus_for_vllm"
     )
     heartbeat_seconds: float = Field(
-        default=30.0, ge=1, description="a process that learns or samples is lost without a sign of life for so long"
+        default=30.0,
+        ge=1,
+        description="a process that learns, samples or scores is lost without a sign of life for so long",
     )
     group_timeout_seconds: float = Field(
         default=1800.0,
@@ -199,20 +205,17 @@ def _cannot_start_yet(sections: Mapping[str, Any], compute: ComputeSection) -> l
     topology: TopologySection | None = sections["topology"]
     problems = []
     if topology is not None and topology.type == "cluster":
-        if compute.gpu_count:
-            problems.append(
-                f'topology.type = "cluster": training takes it without GPUs, and compute.gpu_count = '
-                f"{compute.gpu_count}"
-            )
-        elif sections["rollout"].engine == "local" and topology.tensor_parallel > 1:
+        if sections["rollout"].engine == "local" and topology.tensor_parallel > 1:
             problems.append(
                 f"topology.tensor_parallel = {topology.tensor_parallel}: the local engine shares no layer out; set 1"
             )
         elif has_replicas(sections):
             problems += _missing_of_replicas(topology, sections)
-    if topology is not None and (num := topology.gpus_for_training) > 1:
-        if compute.gpu_count:
-            problems.append(f"topology.gpus_for_training = {num}: training takes one GPU")
+    if topology is not None and ((num := topology.gpus_for_training) > 1 or has_gpu_actors(sections)):
+        if compute.gpu_count and topology.type == "colocated":
+            problems.append(
+                f'topology.gpus_for_training = {num}: with topology.type = "colocated" one GPU learns; set "cluster"'
+            )
         elif sections["reference"].placement == "dedicated":
             problems.append(
                 f'reference.placement = "dedicated": topology.gpus_for_training = {num} processes hold the reference '
@@ -262,10 +265,25 @@ def num_servers(topology: TopologySection) -> int:
 def num_replicas(sections: Mapping[str, Any]) -> int:
     """Return the number of engines that sample behind a router, each in a process of its own; 0: there is one, here."""
     topology: TopologySection | None = sections["topology"]
-    if topology is None or topology.type != "cluster":
+    has_actors = has_gpu_actors(sections)
+    if topology is None or not (topology.type == "cluster" or has_actors):
         return 0
-    num = num_servers(topology)
-    return num if num > 1 else 0
+    num = num_servers(topology) if topology.type == "cluster" else 1
+    return num if num > 1 or has_actors else 0
+
+
+def has_gpu_actors(sections: Mapping[str, Any]) -> bool:
+    """Return whether all GPUs are those of actors of Ray, which sample and learn, and this process has none."""
+    compute: ComputeSection | None = sections["compute"]
+    topology: TopologySection | None = sections["topology"]
+    if topology is None or compute is None or compute.gpu_count == 0 or topology.type == "colocated":
+        return False
+    return topology.type == "cluster" or topology.gpus_for_training > 1
+
+
+def ray_address() -> str | None:
+    """Return the address of the Ray that a run joins; None: one is started for it."""
+    return os.environ.get("RAY_ADDRESS") or None
 
 
 def has_replicas(sections: Mapping[str, Any]) -> bool:

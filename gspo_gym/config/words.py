@@ -401,7 +401,7 @@ RETIRED: Mapping[str, str] = {
     "judge.options.aggregate": "the score of several judges or samples is their mean: remove it",
     "judge.options.rubric_aggregate": "a total is a sum or a weighted mean, as the rubric says: remove it",
     "judge.options.show_reasoning": "a judge does not read what the policy thought: remove it",
-    "learner.cpu_offload": "several processes learn without GPUs only: remove it",
+    "learner.cpu_offload": "what learns stays on its GPU: remove it, or share the model by topology.gpus_for_training",
     **dict.fromkeys(
         (f"loss.sapo_temperature_{sign}" for sign in ("pos", "neg")),
         "write loss.sapo_temperatures = [POSITIVE, NEGATIVE]",

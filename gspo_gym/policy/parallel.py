@@ -47,7 +47,7 @@ def host_store(size: int, *, seconds: float, host: str = LOOPBACK) -> tuple[Stor
 
 
 def join_group(store: Store | int, rank: int, size: int, device: str, *, seconds: float, host: str = LOOPBACK) -> None:
-    """Make this process a rank of torch's process group: gloo on "cpu", NCCL on "cuda", where rank r is on GPU r.
+    """Make this process a rank of torch's process group: gloo on "cpu", NCCL on "cuda", on its first GPU.
 
     Args:
         store: of `host_store`, or its port.
@@ -59,8 +59,8 @@ def join_group(store: Store | int, rank: int, size: int, device: str, *, seconds
         os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
     if isinstance(store, int):
         store = TCPStore(host, store, size, timeout=timedelta(seconds=seconds), is_master=False)
-    # With "cuda" it was never run, because no machine had two GPUs.
-    own = torch.device("cuda", rank) if device == "cuda" else None
+    # With "cuda" it was never run, because no machine had two GPUs. Ray shows each process its own.
+    own = torch.device("cuda", 0) if device == "cuda" else None
     if own is not None:
         torch.cuda.set_device(own)
     dist.init_process_group(

@@ -17,6 +17,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from gspo_gym.base.leftovers import descendants
 from gspo_gym.cli.train import run_training
 from gspo_gym.cli.verify import verify_step
 from gspo_gym.cluster.learner import LearnerOnRanks
@@ -51,13 +52,13 @@ def episodes_of(run: Path) -> list[list[Any]]:
 
 
 def actors_of(kind: str) -> list[int]:
-    """The processes of Ray that are actors of a class."""
+    """The processes of Ray that are actors of a class, of the Ray that was started from here: others are not ours."""
     found = []
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
+    for pid in descendants(os.getpid()):
         with contextlib.suppress(OSError):  # it has ended
-            if path.read_bytes().startswith(f"ray::{kind}".encode()):
-                found.append(int(path.parent.name))
-    return found
+            if Path(f"/proc/{pid}/cmdline").read_bytes().startswith(f"ray::{kind}".encode()):
+                found.append(pid)
+    return sorted(found)
 
 
 def require_no_actors(kind: str, seconds: float = 60) -> None:

@@ -27,7 +27,8 @@ from gspo_gym.cli.train import run_training
 from gspo_gym.cluster.ray import joined
 from gspo_gym.errors import ServiceError
 from gspo_gym.run.records import read_metrics
-from tests.cluster.test_ray import folder_of_ray, is_running, require_gone
+from tests.cluster.test_learner_ranks import actors_of, require_no_actors
+from tests.cluster.test_ray import folder_of_ray, require_gone
 from tests.support.reference_runs import make_config
 
 pytestmark = pytest.mark.usefixtures("own_ray")
@@ -85,16 +86,6 @@ def test_a_dedicated_reference_trains_to_the_same_weights(
     assert not (own / "test" / "reference").exists()
 
 
-def actors() -> list[int]:
-    """The processes of references."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        with contextlib.suppress(OSError):  # it has ended
-            if path.read_bytes().startswith(b"ray::ScoringActor"):
-                found.append(int(path.parent.name))
-    return [pid for pid in found if is_running(pid)]
-
-
 @contextlib.contextmanager
 def killing_the_actor(metrics_file: Path, after_step: int) -> Iterator[list[int]]:
     """Kill the reference as soon as that step is on record; gives its process."""
@@ -104,7 +95,7 @@ def killing_the_actor(metrics_file: Path, after_step: int) -> Iterator[list[int]
     def watch() -> None:
         while not is_over.is_set():
             if metrics_file.is_file() and metrics_file.read_text().count("\n") >= after_step:
-                killed.extend(actors())
+                killed.extend(actors_of("ScoringActor"))
                 os.kill(killed[0], signal.SIGKILL)
                 return
             time.sleep(0.01)  # how often it looks; nothing waits for it
@@ -134,10 +125,7 @@ def test_an_actor_that_dies_in_the_middle_is_said_and_the_run_resumes(tmp_path: 
     shared = {"placement": "shared", "update_every_n_iters": 1}
     run_training(make_config(tmp_path / "whole", iterations=steps, reference=shared))
     assert_same_run(folder, tmp_path / "whole", steps)
-    deadline = time.monotonic() + 60
-    while actors() and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert actors() == []
+    require_no_actors("ScoringActor")
 
 
 def test_a_ray_that_is_started_for_it_ends_with_everything_and_changes_no_handler() -> None:

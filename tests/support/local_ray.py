@@ -23,44 +23,47 @@ class GetTimeoutError(RayError):
 
 
 class _Method:
-    def __init__(self, ray: LocalRay, method: Any) -> None:
-        self._ray, self._method = ray, method
+    def __init__(self, name: str, method: Any) -> None:
+        self._name, self._method = name, method
+
+    def options(self, **_: object) -> _Method:
+        return self
 
     def remote(self, *arguments: object) -> Any:
-        return lambda: self._method(*arguments)
+        return self._name, lambda: self._method(*arguments)
 
 
 class _Actor:
-    def __init__(self, ray: LocalRay, instance: object) -> None:
-        self._ray, self._instance = ray, instance
+    def __init__(self, instance: object) -> None:
+        self._instance = instance
 
     def __getattr__(self, name: str) -> _Method:
-        return _Method(self._ray, getattr(self._instance, name))
+        return _Method(name, getattr(self._instance, name))
 
 
 class LocalRay:
     """Ray's module.
 
     Attributes:
-        failure: raised by the next `get` in place of its result.
+        failures: raised by `get` in place of the results of these methods.
         timeouts: of the calls of `get`.
     """
 
     exceptions = SimpleNamespace(RayError=RayError, GetTimeoutError=GetTimeoutError)
 
     def __init__(self) -> None:
-        self.failure: Exception | None = None
+        self.failures: dict[str, Exception] = {}
         self.timeouts: list[float] = []
 
-    def remote(self, kind: Any) -> Any:
-        def make(*arguments: object, **options: object) -> _Actor:
-            return _Actor(self, kind(*arguments, **options))
+    def remote(self, **_: object) -> Any:
+        def decorate(kind: Any) -> Any:
+            return SimpleNamespace(remote=lambda *arguments, **options: _Actor(kind(*arguments, **options)))
 
-        return SimpleNamespace(options=lambda **_: SimpleNamespace(remote=make))
+        return decorate
 
     def get(self, result: Any, *, timeout: float) -> Any:
         self.timeouts.append(timeout)
-        if self.failure is not None:
-            failure, self.failure = self.failure, None
-            raise failure
-        return result()
+        name, work = result
+        if name in self.failures:
+            raise self.failures[name]
+        return work()

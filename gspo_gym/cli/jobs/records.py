@@ -27,6 +27,7 @@ from typing import Any
 
 from gspo_gym.base.leftovers import end_with_us, has_ended, in_temporary_folder
 from gspo_gym.cli.jobs.store import Event, Job, Status, Store
+from gspo_gym.config.machines import with_all_gpus
 from gspo_gym.config.nested import Flat, apply_override, flatten
 from gspo_gym.config.run_config import RunConfig
 from gspo_gym.config.services import missing_machinery
@@ -403,7 +404,7 @@ def parse_request(body: Mapping[str, Any], *, runs: Path, machine: Machine) -> R
     model["label"] = "job_of_the_service"  # only to pass the check: the job's id is not known yet
     _section(values, "run")["folder"] = str(runs.absolute())
     config = RunConfig.from_dict(flat, source="data.config")
-    if missing := missing_machinery(config.sections):
+    if missing := missing_machinery(with_all_gpus(config, 0)[0].sections):
         raise ConfigError("; ".join(missing))
     return config
 

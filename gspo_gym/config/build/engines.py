@@ -25,7 +25,15 @@ from gspo_gym.cluster.actors import Cluster
 from gspo_gym.cluster.placement import Part, Resources
 from gspo_gym.cluster.replica import ReplicaEngine, ReplicaLostError, ReplicaSettings, Shipment
 from gspo_gym.config.run_config import RunConfig
-from gspo_gym.config.services import OWN_GPU, SHARED_GPU, VllmSection, has_replicas, num_replicas, place
+from gspo_gym.config.services import (
+    OWN_GPU,
+    SHARED_GPU,
+    VllmSection,
+    has_gpu_actors,
+    has_replicas,
+    num_replicas,
+    place,
+)
 from gspo_gym.diagnosis.alarms import MismatchAlarm, differ_on_purpose
 from gspo_gym.engine.base import Engine, PauseMode, UpdateKind, WeightUpdate, require_sleeping
 from gspo_gym.engine.endpoint.http import HttpEngine, HttpSettings
@@ -70,8 +78,7 @@ async def build_engine(config: RunConfig, policy: Policy, cluster: Cluster | Non
     # With rescore it is the local one: what the endpoint's samples teach is seen by playing the policy itself.
     if config.rollout.engine == "http" and not config.rollout.rescore:
         return await build_endpoint(config, policy)
-    if has_replicas(config.sections):
-        assert cluster is not None
+    if has_replicas(config.sections) and cluster is not None:  # an evaluation has one engine, here
         return await _start_replicas(config, policy, cluster)
     if config.rollout.engine == "vllm":
         return await _start_vllm(config, policy)
@@ -125,7 +132,7 @@ async def build_endpoint(config: RunConfig, policy: Policy) -> Engine:
 
 def vllm_settings(config: RunConfig, policy: Policy, folder: Path) -> VllmSettings:
     """Return vLLM's settings for the weights in that folder, from [vllm], [rollout] and [training.weight_sync]."""
-    vllm, on_processor = config.vllm or VllmSection(), policy.model.device.type == "cpu"
+    vllm, on_processor = config.vllm or VllmSection(), _is_on_processor(config, policy)
     placement = place(config.sections)
     rank = policy.model.peft_config[ADAPTER].r if sends_adapters(config, policy) else 0
     # vLLM starts only with ranks of its own list, and reads smaller adapters, too.
@@ -150,6 +157,10 @@ def vllm_settings(config: RunConfig, policy: Policy, folder: Path) -> VllmSettin
         structured_output=config.has_app and config.rollout.min_output_tokens == 0,
         transfer=_transfer(config, policy),
     )
+
+
+def _is_on_processor(config: RunConfig, policy: Policy) -> bool:
+    return policy.model.device.type == "cpu" and not has_gpu_actors(config.sections)
 
 
 def build_while_learning(config: RunConfig, engine: Engine) -> WhileLearning:
@@ -238,7 +249,8 @@ def sampling_parts(config: RunConfig) -> list[Part]:
     """Return the processes that sample, to be placed on nodes; none if this process does."""
     num, placement = num_replicas(config.sections), place(config.sections)
     cores = placement.tensor_parallel_size * placement.data_parallel_size
-    return [Part(REPLICA, num, Resources(cores=cores))] if num else []
+    gpus = cores if has_gpu_actors(config.sections) else 0
+    return [Part(REPLICA, num, Resources(gpus=gpus, cores=cores))] if num else []
 
 
 async def _start_replicas(config: RunConfig, policy: Policy, cluster: Cluster) -> Engine:

@@ -157,7 +157,7 @@ async def rehearse(config: RunConfig) -> Rehearsal:
         # A rehearsal leaves nothing behind, and may be made while the run's folder is in use.
         config = config.model_copy(update={"run": config.run.model_copy(update={"folder": folder})})
         async with contextlib.AsyncExitStack() as stack:
-            num_threads = stack.enter_context(computing_elsewhere(build.device_of(config)))
+            num_threads = stack.enter_context(computing_elsewhere(build.drivers_device(config)))
             policy = build.build_policy(config)
             player = await build_training_player(config, policy, stack.enter_context(launching(config)))
             stack.push_async_callback(player.close)
@@ -173,7 +173,9 @@ async def rehearse(config: RunConfig) -> Rehearsal:
             await compute_in(player.engine, policy.model, num_threads)
             compute = player.engine.compute if isinstance(player.engine, LocalEngine) else _here
             estimate = await estimate_step(config, player, compute)
-            reference = stack.enter_context(dedicated_reference(config, policy, build.device_of(config), num_threads))
+            reference = stack.enter_context(
+                dedicated_reference(config, policy, build.drivers_device(config), num_threads)
+            )
             build.build_learner(config, policy, reference)
             results = [
                 await _play_scripted(config, player, source, env_id)

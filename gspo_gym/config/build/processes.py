@@ -23,8 +23,9 @@ from gspo_gym.cluster.ray import joined
 from gspo_gym.cluster.sharding import shard_model
 from gspo_gym.config.build.engines import REPLICA, held_tensors, sampling_parts, start_vllm_here
 from gspo_gym.config.build.threads import compute_in
-from gspo_gym.config.build.trainer import build_learner, build_policy, build_skeleton, device_of
+from gspo_gym.config.build.trainer import actors_device, build_learner, build_policy, build_skeleton
 from gspo_gym.config.run_config import RunConfig
+from gspo_gym.config.services import has_gpu_actors, ray_address
 from gspo_gym.engine.base import Engine
 from gspo_gym.engine.local.engine import LocalEngine
 from gspo_gym.engine.vllm.settings import allowed_cores
@@ -41,8 +42,9 @@ FOLDER = "learner"  # of the run's folder, while ranks learn: their batches; and
 
 
 def num_ranks(config: RunConfig) -> int:
-    """Return the number of processes that share the learner's model; 1: it is whole in this process."""
-    return 1 if config.topology is None else config.topology.gpus_for_training
+    """Return the number of processes that share the learner's model; 0: it is whole in this process."""
+    num = 1 if config.topology is None else config.topology.gpus_for_training
+    return num if num > 1 or has_gpu_actors(config.sections) else 0
 
 
 @contextlib.contextmanager
@@ -52,17 +54,18 @@ def launching(config: RunConfig) -> Iterator[Cluster | None]:
     Raises:
         PlacementError: there is no room. MissingExtraError, ServiceError: see `joined`.
     """
-    ranks = [Part(_ROLE, num_ranks(config), Resources(cores=1))] if num_ranks(config) > 1 else []
+    resources = Resources(gpus=int(has_gpu_actors(config.sections)), cores=1)
+    ranks = [Part(_ROLE, num_ranks(config), resources)] if num_ranks(config) else []
     if not (parts := ranks + sampling_parts(config)):
         yield None
         return
     assert config.topology is not None
     num_nodes = 1 if config.compute is None else config.compute.nodes
-    address = os.environ.get("RAY_ADDRESS") or None
     # One that is started for this run has room for it: its processes share the cores.
     num_cores = sum(part.count * part.each.cores for part in parts) + 1
+    num_gpus = sum(part.count * part.each.gpus for part in parts)
     with (
-        joined(address, num_cores=num_cores) as ray,
+        joined(ray_address(), num_cores=num_cores, num_gpus=num_gpus) as ray,
         contextlib.closing(Cluster(ray, parts, num_nodes=num_nodes, builds={REPLICA: build_replica})) as cluster,
     ):
         yield cluster
@@ -89,7 +92,7 @@ def learning(
         on_restart: see `LearnerOnRanks`.
         phases: told of the optimizer steps that this process takes.
     """
-    if num_ranks(config) == 1:
+    if not num_ranks(config):
         yield build_learner(config, policy, reference, phases=phases)
         return
     assert config.topology is not None
@@ -142,11 +145,12 @@ def build_rank(rank: int, order: Any) -> tuple[nn.Module, Callable[[], Learner]]
     torch.set_num_threads(order["num_threads"])
     seconds = config.topology.group_timeout_seconds
     host, port = order["store"]
-    join_group(port, rank, order["num_ranks"], "cpu", seconds=seconds, host=host)
-    policy, settings = build_skeleton(config, order["base"]), config.learner
+    device = actors_device(config)
+    join_group(port, rank, order["num_ranks"], device, seconds=seconds, host=host)
+    policy, settings = build_skeleton(config, order["base"], device), config.learner
     collective = shard_model(
         policy.model,
-        device=device_of(config),
+        device=device,
         compute_dtype=None if settings.compute_dtype is None else getattr(torch, settings.compute_dtype),
         sequence_parallel=settings.sequence_parallel,
     )
@@ -161,7 +165,8 @@ async def build_replica(order: Any, tensors: Mapping[str, Tensor]) -> Engine:
     torch.set_num_threads(num_threads if has_vllm else 1)
     if has_vllm:
         _take_cores(order["number"], num)
-    policy = build_policy(config, order["base"])
+    # vLLM takes a GPU's memory for itself: the weights that it is given stand beside it.
+    policy = build_policy(config, order["base"], "cpu" if has_vllm else actors_device(config))
     own = dict(held_tensors(policy.model))
     for name, tensor in tensors.items():
         with torch.no_grad():

@@ -13,7 +13,7 @@ from gspo_gym.base.leftovers import goes_with_us, remove_folder
 from gspo_gym.cluster.ray import joined, require_ray
 from gspo_gym.cluster.reference import RayReference
 from gspo_gym.config.run_config import RunConfig
-from gspo_gym.config.services import names_of, place
+from gspo_gym.config.services import TopologySection, names_of, place, ray_address
 from gspo_gym.errors import ConfigError
 from gspo_gym.learning.settings import DEFAULT_LOGITS_BYTES
 from gspo_gym.policy.load import Policy, save_policy
@@ -48,7 +48,9 @@ def dedicated_reference(
             'reference.placement: "dedicated" would have quantized weights, which cannot be written as they are; set '
             '"shared"'
         )
-    with joined(os.environ.get("RAY_ADDRESS") or None) as ray:
+    default = TopologySection.model_fields["heartbeat_seconds"].default
+    silence_seconds = default if config.topology is None else config.topology.heartbeat_seconds
+    with joined(ray_address()) as ray:
         folder = config.run_folder / "reference"
         shutil.rmtree(folder, ignore_errors=True)  # of a process that was killed
         goes_with_us(folder)
@@ -59,6 +61,7 @@ def dedicated_reference(
                 policy.model,
                 folder.absolute(),
                 max_wait_seconds=_MAX_START_SECONDS,
+                silence_seconds=silence_seconds,
                 dtype=config.model.dtype,
                 device=torch.device(device).type,  # the first of those that it sees
                 sampling=config.scored_sampling,

@@ -100,6 +100,9 @@ def execute(config: RunConfig, orders: Orders) -> dict[str, Any]:
 async def _run(config: RunConfig, orders: Orders, session: Session) -> dict[str, Any]:
     """Train; a new run that fails before its first evaluation leaves everything as it was."""
     folder, progress = config.run_folder, session.progress
+    config, gpus = build.on_visible_gpus(config)
+    if gpus is not None:
+        progress.note(gpus)
     async with session.stack as stack:
         if not orders.resume:
             begin = stack.enter_context(folder_of_a_new_run(folder, progress))
@@ -200,7 +203,7 @@ async def _build_players(config: RunConfig, session: Session, start: Start) -> _
     for line in () if start.is_resumed else notices:
         progress.note(line)
     cluster = stack.enter_context(launching(config))
-    num_threads = stack.enter_context(computing_elsewhere(build.device_of(config)))
+    num_threads = stack.enter_context(computing_elsewhere(build.drivers_device(config)))
     policy = build.build_policy(config, start.base)
     if not start.is_resumed and (dated_config := with_fixed_date(config, policy.tokenizer)) is not config:
         config, date = dated_config, dated_config.model.template_date
@@ -260,7 +263,9 @@ async def _warm_up(players: _Players, recorder: RunRecorder, weight_sync: Weight
 def _enter_learner(players: _Players, recorder: RunRecorder, session: Session) -> AnyLearner:
     """Return the learner with its reference, both closed with the session."""
     config, policy, num_threads = players.config, players.policy, players.num_threads
-    reference = session.stack.enter_context(dedicated_reference(config, policy, build.device_of(config), num_threads))
+    reference = session.stack.enter_context(
+        dedicated_reference(config, policy, build.drivers_device(config), num_threads)
+    )
     return session.stack.enter_context(
         learning(
             config,

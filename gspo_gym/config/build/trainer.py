@@ -14,16 +14,18 @@ from pathlib import Path
 
 import torch
 
+from gspo_gym.cluster.ray import require_ray
 from gspo_gym.config.build.apps import environment_ids
 from gspo_gym.config.build.engines import build_alarm, build_while_learning
 from gspo_gym.config.build.judge import rewards_of_turns, tell_recorder
 from gspo_gym.config.build.rollouts import Player, build_evaluate, build_training_pool
+from gspo_gym.config.machines import with_all_gpus
 from gspo_gym.config.run_config import RunConfig, model_name
-from gspo_gym.config.services import place, refuse_to_train, require_gpus
+from gspo_gym.config.services import has_gpu_actors, place, ray_address, refuse_to_train, require_gpus
 from gspo_gym.diagnosis.alarms import note_of
 from gspo_gym.diagnosis.selection import AttemptWatch, SelectionAlarm
 from gspo_gym.engine.base import Engine
-from gspo_gym.errors import ConfigError
+from gspo_gym.errors import ConfigError, MissingExtraError
 from gspo_gym.learning.collective import Collective
 from gspo_gym.learning.reference import ReferencePolicy
 from gspo_gym.learning.settings import UpdateSettings
@@ -52,16 +54,16 @@ from gspo_gym.seeding import child_seed
 from gspo_gym.types import Trajectory, TrajectoryGroup
 
 
-def build_policy(config: RunConfig, base: str | None = None) -> Policy:
+def build_policy(config: RunConfig, base: str | None = None, device: str | None = None) -> Policy:
     """Return the policy to train, from [model] and [training.lora]; a tiny model's weights derive from run.seed.
 
-    `base` is loaded in place of the config's model: a checkpoint to go on from.
+    `base` is loaded in place of the config's model: a checkpoint to go on from. `device` None: `drivers_device`.
 
     Raises:
         ConfigError: this version, this machine or this model cannot do what the config asks for.
     """
     refuse_to_train(config.sections)
-    model, device = config.model, device_of(config)
+    model, device = config.model, device or drivers_device(config)
     if torch.device(device).index is not None:
         torch.cuda.set_device(device)  # kernels that name no GPU use the current one
     check_options(
@@ -88,7 +90,7 @@ def build_policy(config: RunConfig, base: str | None = None) -> Policy:
     return _to_train(config, policy, seed, device)
 
 
-def build_skeleton(config: RunConfig, base: str) -> Policy:
+def build_skeleton(config: RunConfig, base: str, device: str) -> Policy:
     """Return the policy to train as `build_policy` does, without its weights; see `load_skeleton`.
 
     Raises:
@@ -96,7 +98,7 @@ def build_skeleton(config: RunConfig, base: str) -> Policy:
     """
     model = config.model
     policy = load_skeleton(base, dtype=model.dtype, attn_implementation=model.attn_implementation)
-    return _to_train(config, policy, child_seed(config.run.seed, "model"), device_of(config))
+    return _to_train(config, policy, child_seed(config.run.seed, "model"), device)
 
 
 def _to_train(config: RunConfig, policy: Policy, seed: int, device: str) -> Policy:
@@ -125,6 +127,9 @@ def device_of(config: RunConfig) -> str:
     Raises:
         ConfigError: the machine has no GPU, too few, or one of another type.
     """
+    if has_gpu_actors(config.sections):
+        _require_gpus_of_actors(config)
+        return "cuda"
     if config.compute is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     else:  # it says it for all: 0 GPUs is the processor, although there may be GPUs
@@ -132,6 +137,38 @@ def device_of(config: RunConfig) -> str:
     if device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("compute.gpu_count: expected a CUDA device, and torch sees none here; set 0")
     return _learners_gpu(config) if device == "cuda" else "cpu"
+
+
+def on_visible_gpus(config: RunConfig) -> tuple[RunConfig, str | None]:
+    """Return `with_all_gpus` of those that this process sees; CUDA_VISIBLE_DEVICES says which they are."""
+    num_gpus = torch.cuda.device_count()
+    spread_config, line = with_all_gpus(config, num_gpus)
+    try:
+        if spread_config is not config and config.compute is None:
+            require_ray()
+    except MissingExtraError as error:
+        return config, f"one of {num_gpus} GPUs is used: {error}"
+    return spread_config, line
+
+
+def drivers_device(config: RunConfig) -> str:
+    """Return the torch device of the process that trains: as `device_of`, but for GPUs that are those of actors."""
+    device = device_of(config)
+    return "cpu" if has_gpu_actors(config.sections) else device
+
+
+def actors_device(config: RunConfig) -> str:
+    """Return the torch device in an actor of Ray, which sees its own GPUs only."""
+    return "cuda" if has_gpu_actors(config.sections) else "cpu"
+
+
+def _require_gpus_of_actors(config: RunConfig) -> None:
+    if config.compute is None or ray_address() is not None:
+        return  # placed on other machines, too: Ray says what is missing
+    require_gpus(config.compute.gpu_count, torch.cuda.device_count(), os.environ, "compute.gpu_count")
+    if config.compute.gpu_type is not None:
+        for gpu in range(config.compute.gpu_count):
+            require_gpu_type(config.compute.gpu_type, torch.cuda.get_device_name(gpu))
 
 
 def _learners_gpu(config: RunConfig) -> str:

@@ -220,7 +220,12 @@ SERVICE_RULES = (
             "has no effect with topology.gpus_for_training = 1: one process learns, and nothing waits for it; have "
             "more, or remove this",
         )
-        for name in ("heartbeat_seconds", "group_timeout_seconds", "max_restarts")
+        for name in ("group_timeout_seconds", "max_restarts")
+    ),
+    idle(
+        "topology.heartbeat_seconds",
+        lambda c: _has_processes(c) or c.reference.placement == "dedicated",
+        "has no effect where one process learns, samples and scores: have more, or remove this",
     ),
     *(
         no_effect("vllm.sleep_while_learning", other, acts, advice)

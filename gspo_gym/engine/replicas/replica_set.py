@@ -95,7 +95,7 @@ class ReplicaSet:
         home = self._homes[session_id][-1] if session_id in self._homes else None
         if home is not None and home in among and home.is_up(now):
             return home if home.is_free(now) else None  # waiting is cheaper than computing the prefix again
-        free = [replica for replica in among if replica.is_free(now) and not replica.is_draining]
+        free = [replica for replica in among if replica.is_free(now)]
         return min(free, key=lambda r: (len(r.sessions), r.num_in_flight, r.number), default=None)
 
     def settle(self, session_id: str | None, replica: Replica) -> None:
@@ -249,7 +249,6 @@ class Replica:
     Attributes:
         number: its place among the replicas.
         left_out: why it takes no part, until it is found in order; None if it takes part.
-        is_draining: it gets no new sessions.
         sessions: that it holds.
         rebuilding: the task that replaces its engine, if there is one.
         not_rebuilt: why the last such task failed.
@@ -263,7 +262,6 @@ class Replica:
         self.breaker = CircuitBreaker(failures_to_open=failures_to_open, cool_down_seconds=cool_down_seconds)
         self.limit = InFlightLimit(max_in_flight)
         self.left_out: str | None = None
-        self.is_draining = False
         self.sessions: set[str] = set()
         self.rebuilding: asyncio.Task[None] | None = None
         self.not_rebuilt: str | None = None

@@ -115,18 +115,6 @@ class RoutedEngine(GatedEngine):
         for replica in self._set.all:
             await replica.engine.forget_ended()
 
-    async def drain(self, number: int) -> None:
-        """Give a replica no new sessions, and wait until its sessions are over. Updates still reach it."""
-        replica = self._set.all[number]
-        replica.is_draining = True
-        while replica.sessions or replica.num_in_flight:
-            await self._set.change()
-
-    def undrain(self, number: int) -> None:
-        """Give a replica new sessions again."""
-        self._set.all[number].is_draining = False
-        self._set.wake()
-
     async def check_health(self) -> None:
         """Check the health of every replica; done regularly while there are calls."""
         await self._set.check_health()

@@ -16,8 +16,10 @@ import gspo_gym
 from benchmarks.chaos import (
     CUTS,
     FAULTS,
+    OF_RANKS,
     OF_RAY,
     OF_REPLICAS,
+    OF_THE_REFERENCE,
     SAME,
     ChaosReport,
     Done,
@@ -48,7 +50,7 @@ def test_each_kind_of_fault_has_its_share_whatever_the_seed() -> None:
 
 def test_the_readme_says_of_each_fault_what_happens() -> None:
     text = Path("gspo_gym/cluster/README.md").read_text(encoding="utf-8")
-    for fault in (*FAULTS, *CUTS):
+    for fault in (*FAULTS, *OF_RANKS, *CUTS):
         assert f"| {fault} |" in text
 
 
@@ -93,5 +95,5 @@ def test_a_report_is_good_only_if_all_was_done_and_nothing_is_lost_twice_left_or
 def test_the_page_of_the_cluster_says_of_each_fault_what_happens() -> None:
     page = Path(gspo_gym.__file__).with_name("cluster").joinpath("README.md").read_text(encoding="utf-8")
     rows = [line.split(" | ")[0].removeprefix("| ") for line in page.splitlines() if line.startswith("| ")]
-    missing = {str(fault) for fault in (*FAULTS, *CUTS, *OF_REPLICAS, *OF_RAY)} - {*rows}
+    missing = {str(fault) for fault in (*FAULTS, *OF_RANKS, *CUTS, *OF_REPLICAS, *OF_THE_REFERENCE, *OF_RAY)} - {*rows}
     assert missing == set()

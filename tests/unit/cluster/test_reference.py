@@ -47,6 +47,7 @@ def start(policy: Policy, folder: Path, ray: LocalRay, sampling: Sampling = PLAI
         policy.model,
         folder / "policy",
         max_wait_seconds=7.0,
+        silence_seconds=9.0,
         dtype="float32",
         device="cpu",
         sampling=sampling,
@@ -103,19 +104,23 @@ def test_it_follows_the_policy_when_it_is_told_to_and_is_given_back_what_it_was(
 
 
 @pytest.mark.parametrize(
-    ("failure", "message"),
+    ("failures", "message"),
     [
-        (GetTimeoutError("x"), r"actor did not answer score within 600 seconds$"),
-        (RayError("Worker exit detail: it was killed Some common causes"), "could not score: RayError: it was killed$"),
-        (RayTaskError(ValueError("no such token")), "could not score: ValueError: no such token$"),
+        ({"score": GetTimeoutError("x")}, r"actor did not answer score within 600 seconds$"),
+        ({"score": GetTimeoutError("x"), "life": GetTimeoutError("y")}, r"actor was not heard of for 9 seconds$"),
+        (
+            {"score": RayError("Worker exit detail: it was killed Some common causes")},
+            "could not score: RayError: it was killed$",
+        ),
+        ({"score": RayTaskError(ValueError("no such token"))}, "could not score: ValueError: no such token$"),
     ],
 )
 def test_an_actor_that_hangs_or_is_lost_is_an_error_that_says_so(
-    failure: Exception, message: str, policy: Policy, batch: TokenBatch, tmp_path: Path
+    failures: dict[str, Exception], message: str, policy: Policy, batch: TokenBatch, tmp_path: Path
 ) -> None:
     ray = LocalRay()
     reference = start(policy, tmp_path, ray)
-    ray.failure = failure
+    ray.failures = failures
     with pytest.raises(ServiceError, match=message):
         reference.logprobs(batch)
 

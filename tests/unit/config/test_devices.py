@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from gspo_gym.cli.main import main
 from gspo_gym.config.build import reference as build_reference
 from gspo_gym.config.build import trainer as build
 from gspo_gym.config.run_config import RunConfig
 from gspo_gym.config.services import Placement, names_of, place, require_gpus
-from gspo_gym.errors import ConfigError
+from gspo_gym.errors import ConfigError, MissingExtraError
 
 Make = Callable[[dict[str, Any]], RunConfig]
 
@@ -126,6 +128,50 @@ def test_more_gpus_than_there_are_and_one_of_another_type_are_refused(
     typed = {"compute": {"gpu_count": 8, "gpu_type": "H200"}, "topology": {"gpus_for_vllm": 7, "gpus_for_training": 1}}
     with pytest.raises(ConfigError, match=r"compute\.gpu_type: expected 'H200', but the device here is 'NVIDIA A100'"):
         build.device_of(make(typed))
+
+
+def test_gpus_of_actors_are_none_of_the_driver_and_all_of_them_must_be_here(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    two = {"gpus_for_vllm": 7, "gpus_for_training": 2}
+    nine = make({"compute": {"gpu_count": 9}, "topology": {"type": "cluster", **two}})
+    eight = make({"compute": {"gpu_count": 8}, "topology": {**two, "gpus_for_vllm": 6}})
+    with pytest.raises(ConfigError, match=r"compute\.gpu_count: expected 9 GPUs, and this process sees 0"):
+        build.drivers_device(nine)
+    EightGpus(monkeypatch)
+    assert build.drivers_device(eight) == "cpu"
+    assert build.actors_device(eight) == "cuda"
+    with pytest.raises(ConfigError, match=r"compute\.gpu_count: expected 9 GPUs, and this process sees 8"):
+        build.drivers_device(nine)
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")  # of several machines
+    assert build.drivers_device(nine) == "cpu"
+
+
+def test_a_run_takes_the_gpus_that_are_visible_if_ray_is_here(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    EightGpus(monkeypatch)
+    monkeypatch.setattr(build, "require_ray", lambda: None)
+    config, line = build.on_visible_gpus(make({}))
+    assert config.gpu_count == 8
+    assert line == "8 GPUs: 4 sample and 4 learn, as [topology] can say; compute.gpu_count = 1 takes one"
+
+    def missing() -> None:
+        raise MissingExtraError("several processes need Ray")
+
+    monkeypatch.setattr(build, "require_ray", missing)
+    config, line = build.on_visible_gpus(make({}))
+    assert config.gpu_count is None
+    assert line == "one of 8 GPUs is used: several processes need Ray"
+
+
+def test_checking_a_configuration_says_what_becomes_of_the_visible_gpus(
+    make: Make, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    EightGpus(monkeypatch)
+    monkeypatch.setattr(build, "require_ray", lambda: None)
+    file = tmp_path / "run.toml"
+    file.write_text(make({}).to_toml())
+    main(["config", "check", str(file)])
+    assert "note: 8 GPUs: 4 sample and 4 learn, as [topology] can say" in capsys.readouterr().out
 
 
 def test_the_reference_sees_its_own_gpus_only(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -165,12 +165,9 @@ OTHER = {
     "tracking.wandb_project": ("mine", WANDB),
 }  # fmt: skip
 
-GPUS = {"topology.gpus_for_vllm": 2}
 # Keys of machinery that is not in this version: a run with them is refused, and says why.
 REFUSED = {
     "compute.nodes": (2, {"compute.gpu_count": 0}),
-    "topology.type": ("cluster", {**GPUS, "topology.gpus_for_training": 1, "compute.gpu_count": 3}),
-    "topology.gpus_for_training": (2, {**GPUS, "compute.gpu_count": 4}),
 }
 
 # Keys whose effect another test shows, and why it cannot be seen here.
@@ -229,6 +226,10 @@ SHOWN_BY = {
     **dict.fromkeys(
         ("learner.sequence_parallel", "learner.compute_dtype"),
         "tests/cluster/test_learner_ranks.py::test_the_section_of_the_learner_reaches_its_ranks",
+    ),
+    **dict.fromkeys(
+        ("topology.type", "topology.gpus_for_training"),
+        "tests/unit/config/build/test_processes.py::test_the_ray_that_is_joined_is_the_environments",
     ),
     # they need a device, an earlier run, or a whole run
     "compute.gpu_type": "tests/unit/config/test_services.py::test_another_gpu_than_the_one_that_is_named_is_an_error",

@@ -30,7 +30,8 @@ REFUSED = {
 MISSING = {
     "enron_judge_off": 'model.trainer_mode = "qlora": vLLM would sample from other weights than the quantized; use '
     '"lora"',
-    "swe_eight_gpus": "topology.gpus_for_training = 3: training takes one GPU",
+    "swe_eight_gpus": 'reference.placement = "dedicated": topology.gpus_for_training = 3 processes hold the reference '
+    'themselves; set "shared"',
 }
 # Keys that a notice is about.
 NOTICED = {

@@ -13,14 +13,22 @@ from gspo_gym.cli.cluster import shape_of, table
 from gspo_gym.cli.main import main
 from gspo_gym.cluster.memory import SHAPES, Learning, ModelShape, rank_memory
 from gspo_gym.cluster.placement import GIB, Offer
-from gspo_gym.config.machines import Machines, Paper, check, describe, learning_of, machines_of, parse_nodes
+from gspo_gym.config.machines import (
+    Machines,
+    Paper,
+    check,
+    describe,
+    learning_of,
+    machines_of,
+    parse_nodes,
+    with_all_gpus,
+)
 from gspo_gym.config.run_config import RunConfig
 from gspo_gym.errors import ConfigError
 from gspo_gym.policy.tiny import build_tiny
 
 Make = Callable[[dict[str, Any]], RunConfig]
 TINY = ModelShape.from_config(build_tiny("qwen3-64", 0).config.to_dict())
-ROOT = Path(__file__).parents[3]
 
 
 def topology(kind: str, for_vllm: int, for_training: int, **more: int) -> dict[str, Any]:
@@ -101,10 +109,7 @@ def test_512_gpus_are_placed_by_the_numbers_alone(make: Make) -> None:
     assert paper.replica.token == 2 * 36 * 2 * 128 * 4
     assert paper.replica.cache == int(0.9 * 80 * GIB) - paper.replica.weights
     assert paper.rank == rank_memory(SHAPES["Qwen3-8B"], learning_of(config), 256)
-    assert paper.refused == (
-        'topology.type = "cluster": training takes it without GPUs, and compute.gpu_count = 512',
-        "topology.gpus_for_training = 256: training takes one GPU",
-    )
+    assert paper.refused == ()
 
 
 @pytest.mark.parametrize(
@@ -155,6 +160,41 @@ def test_what_does_not_fit_is_said_with_what_is_missing(
 def test_without_compute_a_gpu_is_taken_if_there_is_one(make: Make) -> None:
     assert parts_of(run_check(make({}), "1x1:80GiB")) == [("learner", 1, 1)]
     assert parts_of(run_check(make({"compute": {"gpu_count": 0}}), "1x1:80GiB")) == [("learner", 1, 0)]
+
+
+@pytest.mark.parametrize(("num_gpus", "num_sample", "num_learn"), [(2, 1, 1), (3, 2, 1), (4, 2, 2), (8, 4, 4)])
+def test_what_says_nothing_of_machines_takes_all_gpus_half_of_them_to_learn(
+    num_gpus: int, num_sample: int, num_learn: int, make: Make
+) -> None:
+    config, line = with_all_gpus(make({}), num_gpus)
+    counted_config, same_line = with_all_gpus(make({"compute": {"gpu_count": num_gpus}}), 0)
+    assert (counted_config, same_line) == (config, line)
+    assert line is not None
+    assert line.startswith(f"{num_gpus} GPUs: {num_sample} sample and {num_learn} learn")
+    paper = run_check(config, f"1x{num_gpus}:80GiB")
+    assert parts_of(paper) == [("learner", num_learn, 1), ("replica", num_sample, 1)]
+    assert sorted(gpu for place in paper.places for gpu in place.gpus) == list(range(num_gpus))
+    assert (paper.problems, paper.refused) == ((), ())
+
+
+@pytest.mark.parametrize(
+    ("changes", "num_gpus", "reason"),
+    [
+        ({}, 1, None),
+        ({"compute": {"gpu_count": 1}}, 4, None),
+        ({"vllm": {"tensor_parallel_size": 2}}, 4, None),  # which takes two of them
+        ({"model.trainer_mode": "qlora"}, 4, "cannot share quantized weights"),
+        ({"optimizer.kind": "adamw_8bit"}, 4, "cannot share moments in 8 bits"),
+    ],
+)
+def test_what_says_which_gpus_it_takes_or_cannot_be_spread_stays_as_it_is(
+    changes: dict[str, Any], num_gpus: int, reason: str | None, make: Make
+) -> None:
+    config = make(changes)
+    same, line = with_all_gpus(config, num_gpus)
+    assert same is config
+    assert (line is None) == (reason is None)
+    assert reason is None or (line is not None and line.startswith("one of 4 GPUs is used") and reason in line)
 
 
 def test_processes_take_memory_of_their_node_and_share_its_cores(make: Make) -> None:
@@ -262,7 +302,7 @@ def test_the_command_prints_places_and_memory_and_its_status_says_whether_all_fi
         "learner: 8 x 1 GPU, 1 core on node-0 (GPUs 0-7)",
         "replica: 4 x 2 GPUs, 2 cores on node-1 (GPUs 0-7)",
     ]
-    begins = ("a learner rank takes ", "a replica takes on each GPU ", *["note: gspo-gym train refuses it: "] * 2)
+    begins = ("a learner rank takes ", "a replica takes on each GPU ")
     assert all(line.startswith(begin) for line, begin in zip(lines[4:], begins, strict=True))
     two_kinds = ["--nodes", "1x8:80GiB", "--nodes", "2x4:40GiB"]
     assert main(["cluster", "check", str(file), *two_kinds, "topology.tensor_parallel=4"]) == 0
@@ -276,6 +316,20 @@ def test_the_command_prints_places_and_memory_and_its_status_says_whether_all_fi
     assert told["parts"][1] == {"role": "replica", "count": 4, "gpus": 2, "cores": 2, "memory_bytes": 0}
 
 
+def test_the_command_says_what_becomes_of_gpus_of_which_the_file_says_nothing(
+    make: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text(make({}).to_toml())
+    assert main(["cluster", "check", str(file), "--nodes", "2x2:80GiB"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1] == "4 GPUs: 2 sample and 2 learn, as [topology] can say; compute.gpu_count = 1 takes one"
+    assert lines[3:5] == [
+        "learner: 2 x 1 GPU, 1 core on node-0 (GPUs 0-1)",
+        "replica: 2 x 1 GPU, 1 core on node-1 (GPUs 0-1)",
+    ]
+
+
 def test_a_model_is_known_by_its_name_its_folder_or_as_a_tiny_one(make: Make, tmp_path: Path) -> None:
     assert shape_of(make({"model.base": "Qwen/Qwen3-8B"})) == SHAPES["Qwen3-8B"]
     assert shape_of(make({"model.base": "tiny:qwen3-64"})) == TINY
@@ -285,9 +339,12 @@ def test_a_model_is_known_by_its_name_its_folder_or_as_a_tiny_one(make: Make, tm
         shape_of(make({"model.base": "nobody/nothing"}))
 
 
-def test_the_table_of_the_rooms_page_is_current() -> None:
-    page = (ROOT / "gspo_gym" / "cluster" / "README.md").read_text(encoding="utf-8")
-    assert table() in page, "run: gspo-gym cluster table, and put what it prints into gspo_gym/cluster/README.md"
+def test_the_table_has_a_row_for_each_model_and_way_to_learn_on_each_number_of_gpus() -> None:
+    rows = [line.split(" | ") for line in table().splitlines()[2:]]
+    assert len(rows) == 3 * 2 * len(SHAPES)
+    (row,) = [row for row in rows if row[:3] == ["| 8", "Qwen3-0.6B", "full"]]
+    # A rank of four has a quarter of 596,049,920 weights of 4 bytes, gradients as large and moments twice as large.
+    assert row[3:7] == ["4", "0.6", "0.6", "1.1"]
 
 
 def test_a_line_says_what_a_gpu_holds(make: Make) -> None:

@@ -141,7 +141,7 @@ def test_a_contradiction_and_a_missing_key_are_named_as_they_are_written() -> No
 
     assert problems(spoil) == [
         "compute.topology.gpus_for_training: required, but not given: expected an integer > 0 (processes "
-        "that share the learner's model, each on a GPU; more than 1 is refused with GPUs)",
+        "that share the learner's model, each on a GPU; more than 1 is refused with type colocated)",
         "compute.topology.tensor_parallel: expected a divisor of topology.gpus_for_vllm = 2, got 3",
         "vllm.tensor_parallel_size: expected topology.tensor_parallel = 3, got 2",
     ]

@@ -49,17 +49,20 @@ def test_everything_that_is_missing_is_listed_at_once(make: Make) -> None:
     assert str(caught.value).splitlines() == [
         "the configuration is valid, but asks for what this version does not have. Remove these to train in this "
         "process:",
-        "  topology.gpus_for_training = 2: training takes one GPU",
+        '  reference.placement = "dedicated": topology.gpus_for_training = 2 processes hold the reference themselves; '
+        'set "shared"',
     ]
 
 
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({"compute": {"gpu_count": 2}}, "compute.gpu_count = 2: training takes 0 GPUs or 1; split them by [topology]"),
         (
-            {"compute": {"gpu_count": 3}, "topology": {"gpus_for_vllm": 1, "gpus_for_training": 2}},
-            "topology.gpus_for_training = 2: training takes one GPU",
+            {
+                "compute": {"gpu_count": 2},
+                "topology": {"type": "colocated", "gpus_for_vllm": 2, "gpus_for_training": 2},
+            },
+            'topology.gpus_for_training = 2: with topology.type = "colocated" one GPU learns; set "cluster"',
         ),
         (
             {
@@ -96,8 +99,12 @@ def test_everything_that_is_missing_is_listed_at_once(make: Make) -> None:
             'training.weight_sync.direct = "shared_memory": topology.gpus_for_vllm = 2 processes are always given',
         ),
         (
-            {"compute": {"gpu_count": 2}, "topology": {"type": "cluster", "gpus_for_vllm": 1, "gpus_for_training": 1}},
-            'topology.type = "cluster": training takes it without GPUs',
+            {
+                "compute": {"gpu_count": 2},
+                "topology": {"type": "cluster", "gpus_for_vllm": 1, "gpus_for_training": 1},
+                "optimizer.kind": "adamw_8bit",
+            },
+            'optimizer.kind = "adamw_8bit": topology.gpus_for_training = 1 processes cannot share moments',
         ),
         ({**TWO_LEARN, "model.trainer_mode": "qlora"}, 'model.trainer_mode = "qlora": topology.gpus_for_training = 2'),
         ({**TWO_LEARN, "optimizer.kind": "adamw_8bit"}, 'optimizer.kind = "adamw_8bit": topology.gpus_for_training'),

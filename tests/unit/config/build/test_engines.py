@@ -20,9 +20,10 @@ from gspo_gym.config.build import engines as build_engines
 from gspo_gym.config.build import trainer as build
 from gspo_gym.config.run_config import RunConfig
 from gspo_gym.engine.base import Engine, SamplingParams
+from gspo_gym.engine.local.engine import LocalEngine
 from gspo_gym.engine.vllm.settings import VllmSettings
 from gspo_gym.errors import ConfigError, EngineError
-from gspo_gym.policy.load import Policy, save_base
+from gspo_gym.policy.load import Policy, load_policy, save_base
 
 Make = Callable[[dict[str, Any]], RunConfig]
 LORA = {"model.trainer_mode": "lora", "training.lora": {"r": 12}}
@@ -122,6 +123,26 @@ def test_vllm_of_a_cluster_has_the_sizes_of_its_servers_and_is_handed_weights_by
     assert build_engines.sampling_parts(config) == [Part("replica", 4, Resources(cores=2))]
     alone = make({"compute": {"gpu_count": 0}, "topology": {**topology, "gpus_for_vllm": 2}})
     assert build_engines.sampling_parts(alone) == []
+
+
+def test_vllm_in_an_actor_takes_most_of_its_own_gpus_beside_weights_on_the_processor(make: Make) -> None:
+    topology = {"gpus_for_vllm": 4, "gpus_for_training": 2, "tensor_parallel": 2}
+    config = make({"compute": {"gpu_count": 6}, "topology": topology, "vllm": {}})
+    settings = build_engines.vllm_settings(config, load_policy("tiny:qwen3-64"), Path("weights"))
+    assert (settings.tensor_parallel_size, settings.data_parallel_size, settings.device_ids) == (2, 2, ())
+    assert (settings.gpu_memory_utilization, settings.kv_cache_gib, settings.enforce_eager) == (0.9, None, False)
+    # One server of both copies: each rank of vLLM has a GPU and a core.
+    assert build_engines.sampling_parts(config) == [Part("replica", 1, Resources(gpus=4, cores=4))]
+
+
+def test_an_evaluation_of_a_run_with_replicas_has_one_engine_in_this_process(make: Make) -> None:
+    topology = {"type": "cluster", "gpus_for_vllm": 2, "gpus_for_training": 1}
+
+    async def kind(engine: Engine, _: Policy) -> type[Engine]:
+        return type(engine)
+
+    config = make({"compute": {"gpu_count": 0}, "topology": topology, "rollout.engine": "local"})
+    assert run(config, kind) is LocalEngine
 
 
 def test_vllm_is_started_for_adapters_of_the_next_rank_that_it_knows(make: Make) -> None:

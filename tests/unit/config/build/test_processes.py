@@ -25,23 +25,25 @@ ON_RANKS = [
 @pytest.mark.parametrize(
     ("overrides", "address", "expected"),
     [
-        ([], None, (None, 3)),  # a core for each rank, and one more for a reference
-        ([], "127.0.0.1:1", ("127.0.0.1:1", 3)),
-        (["topology.gpus_for_vllm=3"], "127.0.0.1:1", ("127.0.0.1:1", 6)),
+        ([], None, (None, 3, 0)),  # a core for each rank, and one more for a reference
+        ([], "127.0.0.1:1", ("127.0.0.1:1", 3, 0)),
+        (["topology.gpus_for_vllm=3"], "127.0.0.1:1", ("127.0.0.1:1", 6, 0)),
+        (["compute.gpu_count=3"], None, (None, 4, 3)),  # the one that samples is an actor, too
+        (["compute.gpu_count=2", "topology.gpus_for_training=1"], None, (None, 3, 2)),  # and so is one that learns
         (["topology.gpus_for_training=1"], "127.0.0.1:1", None),
     ],
 )
 def test_the_ray_that_is_joined_is_the_environments(
     overrides: list[str],
     address: str | None,
-    expected: tuple[str | None, int] | None,
+    expected: tuple[str | None, int, int] | None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    asked: list[tuple[str | None, int]] = []
+    asked: list[tuple[str | None, int, int]] = []
 
     @contextlib.contextmanager
-    def joined(address: str | None, *, num_cores: int) -> Iterator[Any]:
-        asked.append((address, num_cores))
+    def joined(address: str | None, *, num_cores: int, num_gpus: int) -> Iterator[Any]:
+        asked.append((address, num_cores, num_gpus))
         raise ServiceError("no Ray here")
         yield
 

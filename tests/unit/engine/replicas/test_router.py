@@ -5,7 +5,7 @@ every replica gives the same sample to the same call, and a wrong one is seen.
 
 Pinned here:
 1. breaker and limit, by tables and by hand;
-2. sessions stay, new ones go to the replica with the fewest, drained ones get none;
+2. sessions stay, new ones go to the replica with the fewest;
 3. a call moves to another replica only if that gives the same sample, and never past its deadline;
 4. of 2,000 calls none is lost or answered twice while a replica dies and comes back;
 5. updates reach all replicas or leave them out; what is left out comes back under the committed version only.
@@ -248,40 +248,6 @@ def test_no_replica_is_given_more_calls_than_its_limit() -> None:
     seconds = run(main())
     assert most == 4
     assert seconds == pytest.approx(80 / (2 * 4))  # all slots are used all the time
-
-
-def test_drained_replica_keeps_its_sessions_and_gets_no_new_ones() -> None:
-    async def main() -> list[list[str | None]]:
-        replicas = [Fragile(), Fragile()]
-        engine = routed(*replicas)
-        await engine.generate([1], SAMPLING, session_id="old")
-        drained = asyncio.create_task(engine.drain(0))
-        await asyncio.sleep(0)
-        for name in ("x", "y", "old"):
-            await engine.generate([1], SAMPLING, session_id=name)
-        assert not drained.done()
-        await engine.end_session("old")
-        await drained
-        engine.undrain(0)
-        await engine.generate([1], SAMPLING, session_id="z")
-        return [[call.session_id for call in replica.calls] for replica in replicas]
-
-    assert run(main()) == [["old", "old", "z"], ["x", "y"]]
-
-
-def test_call_that_waits_for_a_drained_replica_is_made_as_soon_as_it_is_drained_no_more() -> None:
-    async def main() -> float:
-        engine, loop = routed(Fragile(seconds=1.0), health_interval_seconds=60.0), asyncio.get_running_loop()
-        await engine.drain(0)
-        call = asyncio.create_task(engine.generate([1], SAMPLING))
-        await asyncio.sleep(2.0)
-        assert not call.done()
-        engine.undrain(0)
-        begun = loop.time()
-        await call
-        return loop.time() - begun
-
-    assert run(main()) == pytest.approx(1.0)  # and not when health is checked next
 
 
 def test_weights_without_a_pause_are_refused_and_cost_no_replica() -> None:
