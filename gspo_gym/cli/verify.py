@@ -31,7 +31,7 @@ from gspo_gym.diagnosis.oracle import (
     terms_of,
     units_of_loss,
 )
-from gspo_gym.errors import ConfigError, RecordError, UsageError
+from gspo_gym.errors import ConfigError, GymError, RecordError, UsageError
 from gspo_gym.rollout.episode_files import episode_paths, read_episodes
 from gspo_gym.run.folders import find_run
 from gspo_gym.run.records import read_config, read_events, read_metrics
@@ -63,6 +63,9 @@ _KNOWN: Mapping[str, tuple[Any, ...] | None] = {
     "advantages.scale": ("group", "batch", "running", "mean", "none"),
     "advantages.whiten": ("none", "tokens", "trajectories"),
     **dict.fromkeys(("advantages.kl_shaping_coef", "rewards.kl_coef", "rewards.kl_target")),
+    **dict.fromkeys(
+        ("distillation.teacher", "distillation.coefficient", "distillation.baseline", "distillation.reward")
+    ),
     "training.constant_groups": ("keep", "drop", "refill"),
     "training.step_rewards_mode": (None, "off", "env_sparse", "decision_stepwise"),
     "training.step_rewards_strategy": (None, "consistent", "per_achievement"),
@@ -77,6 +80,8 @@ _WHY = {
     "optimizer.kind": "a moment near the middle of two 8-bit codes is rounded by the last digit of a gradient",
     "training.lora.dropout": "masks depend on how a batch was divided, which no file holds",
 }
+# Quantities that a rounding of the models may move.
+_OF_MODELS = ("old_logprob", "ref_logprob", "teacher_log_ratio", "teacher_kl", "logprob", "entropy", "grad_norm")
 # How far the learner may be from us, in largest distances that were seen between two precisions of ours: of some
 # hundred roundings each, the largest of one program is up to twice another's, and both have theirs.
 _ALLOWED = 4
@@ -188,7 +193,7 @@ def verify_step(folder: Path, step: int, *, tolerance: float = 1e-5) -> Verifica
         raise ConfigError(f"{folder}: verify does not know {', '.join(strange)}")
     result = _verify(folder, config, Verification(step), tolerance, in_float64=False)
     first = result.difference
-    if first is not None and first.quantity in ("old_logprob", "ref_logprob", "logprob", "entropy", "grad_norm"):
+    if first is not None and first.quantity in _OF_MODELS:
         result = _verify(folder, config, Verification(step), tolerance, in_float64=True)
     return result
 
@@ -245,6 +250,11 @@ class _Comparison:
             self._compare_scores("old_logprob", at, "policy")
         if self._models and "reference" in self._models[0].modules:
             self._compare_scores("ref_logprob", at, "reference")
+        if self._models and "teacher" in self._models[0].modules:
+            scores = self._first([model.forward("policy", at, against="teacher") for model in self._models])
+            for name, values in zip(("teacher_log_ratio", "teacher_kl"), scores, strict=True):
+                if name in columns:
+                    self._compare(name, columns[name][at], values, at, slack=self._result.rounding)
         self._compare("advantage", columns["advantage"], np.where(is_counted, batch.advantages, np.nan), every)
         for epoch, updates in enumerate(columns["optimizer_step"][:, self._owner]):
             expected_updates = np.where(is_seen, np.maximum(updates, 0), np.where(is_counted, updates, -1))
@@ -281,7 +291,8 @@ class _Comparison:
             at = np.flatnonzero((updates[epoch] == update) & is_seen)
             rows = {name: column[epoch][at] for name, column in self._columns.items() if column.shape == updates.shape}
             unit = units_of_loss(self._records, updates[epoch] == update, num_batch_tokens)[at]
-            terms = terms_of(self._records, at, rows, unit, max(int(are_taken.sum()), 1))
+            num_tokens = int((updates[epoch] == update).sum())
+            terms = terms_of(self._records, at, rows, unit, max(int(are_taken.sum()), 1), num_tokens)
             if self._models:
                 model_values = self._first([model.forward("policy", at, terms["slopes"]) for model in self._models])
                 for name, values in zip(("logprob", "entropy"), model_values, strict=True):
@@ -496,6 +507,8 @@ def _read_models(folder: Path, records: StepRecords, result: Verification, *, in
     models = [_read_model(checkpoint, records, dtype) for dtype in dtypes]
     if _uses_reference(config) and "reference" not in models[0].modules:
         result.missing.append(f"logprobs of the reference: {checkpoint} has no weights of one")
+    if "distillation.teacher" in config and "teacher" not in models[0].modules:
+        result.missing.append(f"logprobs of the teacher: {config['distillation.teacher']} is no model in a folder here")
     return models
 
 
@@ -518,9 +531,24 @@ def _read_model(checkpoint: Path, records: StepRecords, dtype: str) -> Model:
             parameter.data = own_tensors.get(name, parameter.data)
     if dtype == "float64":
         modules = {name: module.double() for name, module in modules.items()}
+    if (teacher := _teacher_of(records.config)) is not None:
+        modules["teacher"] = _load(teacher, dtype, is_adapted=True)
     moments = {name: v for name, v in tensors.items() if name.startswith("optimizer.")}
     vocabulary = AutoTokenizer.from_pretrained(checkpoint, local_files_only=True).get_vocab()
     return Model(modules, moments, records, 1 + max(vocabulary.values()))
+
+
+def _teacher_of(config: Mapping[str, Any]) -> Path | None:
+    """Return the folder of the teacher's weights; None: there is no teacher, or no folder."""
+    if "distillation.teacher" not in config:
+        return None
+    from gspo_gym.run.models import find_model  # here: it loads a part of the policies' room
+
+    try:
+        folder = Path(find_model(config["distillation.teacher"], runs=Path(config["run.folder"])).base)
+    except GymError:
+        return None
+    return folder if folder.is_dir() else None
 
 
 def _learner_tensors(folder: Path) -> dict[str, Any]:  # Any: torch is loaded where it is needed

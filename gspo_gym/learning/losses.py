@@ -10,9 +10,9 @@ old_logprobs, without gradient. Its token t has the ratio
                          + kl_coef * KL_t  -  entropy_coef * H_t )
 
 The minimum is PPO's surrogate, `loss.surrogate = "clip"`; another of `SURROGATES` takes its place. w_t corrects for an
-engine that computes otherwise than the trainer (1: it does not) and touches the first term only. a_t is the token's
-share of the loss, the aggregation. With |y_i| the sampled tokens of the token's trajectory over all its rows and |u|
-those of its turn, all counts those of the optimizer step (see `Denominators`):
+engine that computes otherwise than the trainer (1: it does not) and touches the first term only, and a teacher's. a_t
+is the token's share of the loss, the aggregation. With |y_i| the sampled tokens of the token's trajectory over all its
+rows and |u| those of its turn, all counts those of the optimizer step (see `Denominators`):
 
     seq-mean-token-mean      grpo       1 / (N |y_i|)                      the paper's: an episode weighs one
     turn-mean-token-mean                1 / (M |u|)                        an episode weighs its number of turns
@@ -25,6 +25,8 @@ With one advantage per trajectory, unit "trajectory" and the first of these, val
 (eq. 5 to 7); with one per turn, each steers its own turn, where a ratio differentiated through its mean would average
 them. Unit "token" is GRPO's ratio (arXiv 2402.03300).
 
+A teacher adds the term of `_teachers_term`, with a denominator of its own.
+
 Departures from the paper: other units; a trajectory may spread over rows; only sampled tokens count; |log s| is cut at
 MAX_LOG_RATIO. From TRL, which has the names grpo, bnpo, dr_grpo and dapo: a trajectory without a sampled token does not
 count in N, and bnpo is the mean over the optimizer step, where TRL's is over a micro-batch and changes with the split.
@@ -36,18 +38,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
 from torch import Tensor
 
 from gspo_gym.errors import RecordError
-from gspo_gym.learning.settings import LossSettings
+from gspo_gym.learning.settings import DistillationSettings, LossSettings
 from gspo_gym.learning.tokens import Clip, TokenTerms
 
 MAX_DPPO_RATIO = 20.0  # as in verl (clip_ratio_c) and prime-rl
 _VESPO_LOG_BOUNDS = math.log(1e-8), 20.0
+MAX_FALL = 0.2  # of a token's probability, beyond which its teacher's term is dropped; as dppo's clip_low
 MAX_LOG_RATIO = 20.0  # |log s| and |log-ratio to the reference|; exp() of more says nothing more, or overflows
 
 
@@ -74,6 +77,37 @@ class Denominators:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class TeacherScores:
+    """A teacher's scores of the sampled tokens of a call; constants, nats.
+
+    Attributes:
+        log_ratios: [B, T] log p_T - log p_S, of the teacher and of the policy before the update, both at temperature 1.
+        kl: [B, T] KL(S || T) of their whole distributions at the token; None: there is no baseline.
+    """
+
+    settings: DistillationSettings
+    log_ratios: Tensor
+    kl: Tensor | None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TeacherStats:
+    """Detached facts about the teacher's term of one call.
+
+    Attributes:
+        loss: [], its share of the loss, with the coefficient.
+        advantage_sum: [], of A_t over tokens, nats. kl_sum: [], of KL(policy || teacher), nats: the exact one of
+            each token where the baseline computes it, else its estimate k3.
+        num_dropped: [], tokens with a probability that fell by more than MAX_FALL.
+    """
+
+    loss: Tensor
+    advantage_sum: Tensor
+    kl_sum: Tensor
+    num_dropped: Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class LossStats:
     """Detached facts about one call, as sums and counts: those of several calls can be added.
 
@@ -91,6 +125,7 @@ class LossStats:
         old_k1, old_k3: sums over tokens of the estimates of KL(old || now), nats.
         ref_k1, ref_k3: sums over tokens of the estimates of KL(now || reference), nats; None: no reference.
         entropy_sum: sum over tokens, nats; None: no entropy was given.
+        teacher: None: no teacher.
     """
 
     num_tokens: int
@@ -110,6 +145,13 @@ class LossStats:
     ref_k1: Tensor | None
     ref_k3: Tensor | None
     entropy_sum: Tensor | None
+    teacher: TeacherStats | None = None
+
+    @property
+    def loss(self) -> Tensor:
+        """The loss [], of all terms."""
+        loss = self.policy_loss + self.kl_loss + self.entropy_loss
+        return loss if self.teacher is None else loss + self.teacher.loss
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -231,6 +273,7 @@ def policy_loss(
     ref_logprobs: Tensor | None = None,
     entropy: Tensor | None = None,
     correction: Tensor | None = None,
+    teacher: TeacherScores | None = None,
 ) -> LossOutput:
     """Return the loss of the module's docstring.
 
@@ -243,6 +286,7 @@ def policy_loss(
         denominators: of the optimizer step, not of this call: the losses of micro-batches add up to the step's.
         entropy: [B, T] nats, of the distribution at each token, differentiable; None: not known.
         correction: [B, T] w, finite and >= 0, taken as constants; None: 1 everywhere.
+        teacher: its scores of these tokens; None: there is none.
 
     Raises:
         RecordError: no sampled token; more here than the denominators say; a coefficient without its tensor.
@@ -258,7 +302,7 @@ def policy_loss(
         turn=turn_index[mask],
         now=logprobs[mask],
         old=constants(old_logprobs),
-        advantage=constants(advantages),
+        advantage=constants(advantages if teacher is None or teacher.settings.reward else torch.zeros_like(advantages)),
         correction=constants(torch.ones_like(logprobs) if correction is None else correction),
         reference=None if ref_logprobs is None else constants(ref_logprobs),
         entropy=None if entropy is None else entropy[mask].to(logprobs.dtype),
@@ -276,7 +320,12 @@ def policy_loss(
     entropy_term = -settings.entropy_coef * entropy_A.sum()  # a bonus, for the loss is minimised
     share = (policy_A + settings.kl_coef * kl_A - settings.entropy_coef * entropy_A).detach()
     stats = _stats(tokens, unit_ratios, clips, (policy_term, kl_term, entropy_term))
-    return LossOutput(policy_term + kl_term + entropy_term, stats, TokenTerms(ratio.detach(), clips, share))
+    loss = policy_term + kl_term + entropy_term
+    if teacher is not None:
+        teacher_A, teacher_stats = _teachers_term(tokens, ratio, teacher, mask, denominators)
+        loss, share = loss + teacher_A.sum(), share + teacher_A.detach()
+        stats = replace(stats, teacher=teacher_stats)
+    return LossOutput(loss, stats, TokenTerms(ratio.detach(), clips, share))
 
 
 def count_denominators(
@@ -428,6 +477,28 @@ def _weighted_entropy(tokens: _Tokens, weight: Tensor, settings: LossSettings) -
     if tokens.entropy is None:
         raise RecordError(f"policy_loss: entropy_coef {settings.entropy_coef} needs entropy, got None")
     return weight * tokens.entropy
+
+
+def _teachers_term(
+    tokens: _Tokens, ratio: Tensor, teacher: TeacherScores, mask: Tensor, denominators: Denominators
+) -> tuple[Tensor, TeacherStats]:
+    """Return [A] addends of the loss by on-policy distillation, and facts about them (Thinking Machines, 2025).
+
+    Of a token, - coefficient / n * w M r A: A = log p_T - log p_S, with the baseline + KL(S || T) (arXiv 2605.07865), n
+    the sampled tokens of the optimizer step, whatever the aggregation, r the unit's ratio, w the correction's weight,
+    and M 0 where the token's probability fell by more than MAX_FALL since it was sampled, else 1. No clip acts.
+    """
+    settings, advantage = teacher.settings, teacher.log_ratios[mask].detach().to(tokens.now.dtype)
+    if settings.baseline and teacher.kl is None:
+        raise RecordError("policy_loss: distillation.baseline needs teacher.kl, got None")
+    kl = k3(advantage) if teacher.kl is None else teacher.kl[mask].detach().to(tokens.now.dtype)
+    if settings.baseline:
+        advantage = advantage + kl
+    has_fallen = tokens.old.exp() - tokens.now.detach().exp() > MAX_FALL
+    weight = tokens.correction.masked_fill(has_fallen, 0.0) * (settings.coefficient / denominators.num_tokens)
+    term = -(weight * ratio * advantage)
+    stats = TeacherStats(term.detach().sum(), advantage.sum(), kl.sum(), has_fallen.sum())
+    return term, stats
 
 
 def _clips(tokens: _Tokens, ratio: Tensor, settings: LossSettings) -> Tensor:

@@ -431,9 +431,9 @@ def test_errors_say_whether_a_key_came_from_the_file_or_the_command_line(
         f"  {file}: training.group_sise: unknown key; did you mean 'group_size'?",
         "  command line: training.lorra: unknown key; did you mean 'lora'?",
         "  command line: loss.clip_low: expected a number > 0 and < 1, got 2",
-        "  command line: nowhere: unknown section; known: advantages, algorithm, compute, correction, evaluation, "
-        "gateway, judge, learner, limits, loss, model, optimizer, reference, rewards, rollout, run, services, "
-        "topology, tracking, training, vllm, warmup",
+        "  command line: nowhere: unknown section; known: advantages, algorithm, compute, correction, distillation, "
+        "evaluation, gateway, judge, learner, limits, loss, model, optimizer, reference, rewards, rollout, run, "
+        "services, topology, tracking, training, vllm, warmup",
     ]
 
 

@@ -131,6 +131,33 @@ def test_the_tokens_of_a_run_are_those_of_its_episodes_and_sum_to_its_loss(
                     assert own["ratio"][p] == pytest.approx(math.exp(gap.mean()), rel=2e-6)
 
 
+@pytest.mark.parametrize("distillation", [{"baseline": True}, {"reward": False, "coefficient": 0.5}])
+def test_a_step_with_a_teacher_is_verified_by_its_weights(tmp_path: Path, distillation: dict[str, Any]) -> None:
+    save_policy(load_policy("tiny:qwen3-64@5"), tmp_path / "teacher")
+    changes = {
+        "distillation": {"teacher": str(tmp_path / "teacher"), **distillation},
+        "training": {"iterations_per_epoch": 1, "update_epochs": 2},
+        "warmup": {"num_episodes": 16, "num_epochs": 1},
+        "rollout": {"episodes_per_batch": 8},
+    }
+    run_training(config_of(tmp_path, changes))
+    verified = verify_step(tmp_path / "test", 1)
+    assert (verified.difference, verified.missing) == (None, [])
+    names = {"teacher_log_ratio", "loss/distillation", "distillation/advantage", "distillation/kl"}
+    names |= {"distillation/dropped_fraction", "share", "grad_norm"} | ({"teacher_kl"} & {*open_columns(tmp_path)})
+    assert names <= set(verified.compared)
+    assert ("teacher_kl" in names) == ("baseline" in distillation)
+    shutil.rmtree(tmp_path / "teacher")
+    assert "logprobs of the teacher" in verify_step(tmp_path / "test", 1).missing[0]
+
+
+def open_columns(folder: Path) -> list[str]:
+    """The columns that the first step's file of a run has."""
+    with safe_open(folder / "test" / "tokens" / "step_000001.safetensors", framework="np") as file:
+        names: list[str] = file.keys()
+    return names
+
+
 def trajectory(name: str, num_tokens: int, *, slope: float = 0.0) -> Trajectory:
     mask = np.array([False] + [True] * num_tokens)
     index, versions = np.where(mask, 0, -1), np.where(mask, 3, -1)
