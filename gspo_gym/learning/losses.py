@@ -25,7 +25,7 @@ With one advantage per trajectory, unit "trajectory" and the first of these, val
 (eq. 5 to 7); with one per turn, each steers its own turn, where a ratio differentiated through its mean would average
 them. Unit "token" is GRPO's ratio (arXiv 2402.03300).
 
-A teacher adds the term of `_teachers_term`, with a denominator of its own.
+A teacher adds the term of `_with_teacher`, with a denominator of its own.
 
 Departures from the paper: other units; a trajectory may spread over rows; only sampled tokens count; |log s| is cut at
 MAX_LOG_RATIO. From TRL, which has the names grpo, bnpo, dr_grpo and dapo: a trajectory without a sampled token does not
@@ -285,30 +285,27 @@ def policy_loss(
         trajectory_index: [B] integers: rows with the same number are one trajectory; all its rows are here.
         denominators: of the optimizer step, not of this call: the losses of micro-batches add up to the step's.
         entropy: [B, T] nats, of the distribution at each token, differentiable; None: not known.
-        correction: [B, T] w, finite and >= 0, taken as constants; None: 1 everywhere.
-        teacher: its scores of these tokens; None: there is none.
+        correction: [B, T] w, finite and >= 0, taken as constants; None: 1 everywhere. teacher: None: no teacher.
 
     Raises:
         RecordError: no sampled token; more here than the denominators say; a coefficient without its tensor.
     """
-    mask = action_mask
 
     def constants(values: Tensor) -> Tensor:
-        return values[mask].detach().to(logprobs.dtype)
+        return values[action_mask].detach().to(logprobs.dtype)
 
     tokens = _Tokens(
-        row=torch.arange(len(mask), device=mask.device)[:, None].expand_as(mask)[mask],
-        trajectory=trajectory_index[:, None].expand_as(mask)[mask],
-        turn=turn_index[mask],
-        now=logprobs[mask],
+        row=torch.arange(len(action_mask), device=action_mask.device)[:, None].expand_as(action_mask)[action_mask],
+        trajectory=trajectory_index[:, None].expand_as(action_mask)[action_mask],
+        turn=turn_index[action_mask],
+        now=logprobs[action_mask],
         old=constants(old_logprobs),
-        advantage=constants(advantages if teacher is None or teacher.settings.reward else torch.zeros_like(advantages)),
+        advantage=constants(advantages) * (teacher is None or teacher.settings.reward),
         correction=constants(torch.ones_like(logprobs) if correction is None else correction),
         reference=None if ref_logprobs is None else constants(ref_logprobs),
-        entropy=None if entropy is None else entropy[mask].to(logprobs.dtype),
+        entropy=None if entropy is None else entropy[action_mask].to(logprobs.dtype),
     )
-    weight = _token_weights(tokens, settings, denominators)
-    units = _units(tokens, settings)
+    weight, units = _token_weights(tokens, settings, denominators), _units(tokens, settings)
     unit_ratios = units.mean(tokens.log_ratio).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
     ratio = unit_ratios[units.of_token] * torch.exp(tokens.now - tokens.now.detach())
     clips = _clips(tokens, ratio.detach(), settings)
@@ -320,12 +317,8 @@ def policy_loss(
     entropy_term = -settings.entropy_coef * entropy_A.sum()  # a bonus, for the loss is minimised
     share = (policy_A + settings.kl_coef * kl_A - settings.entropy_coef * entropy_A).detach()
     stats = _stats(tokens, unit_ratios, clips, (policy_term, kl_term, entropy_term))
-    loss = policy_term + kl_term + entropy_term
-    if teacher is not None:
-        teacher_A, teacher_stats = _teachers_term(tokens, ratio, teacher, mask, denominators)
-        loss, share = loss + teacher_A.sum(), share + teacher_A.detach()
-        stats = replace(stats, teacher=teacher_stats)
-    return LossOutput(loss, stats, TokenTerms(ratio.detach(), clips, share))
+    output = LossOutput(policy_term + kl_term + entropy_term, stats, TokenTerms(ratio.detach(), clips, share))
+    return output if teacher is None else _with_teacher(output, tokens, ratio, teacher, action_mask, denominators)
 
 
 def count_denominators(
@@ -479,10 +472,15 @@ def _weighted_entropy(tokens: _Tokens, weight: Tensor, settings: LossSettings) -
     return weight * tokens.entropy
 
 
-def _teachers_term(
-    tokens: _Tokens, ratio: Tensor, teacher: TeacherScores, mask: Tensor, denominators: Denominators
-) -> tuple[Tensor, TeacherStats]:
-    """Return [A] addends of the loss by on-policy distillation, and facts about them (Thinking Machines, 2025).
+def _with_teacher(
+    output: LossOutput,
+    tokens: _Tokens,
+    ratio: Tensor,
+    teacher: TeacherScores,
+    mask: Tensor,
+    denominators: Denominators,
+) -> LossOutput:
+    """Return the loss with on-policy distillation's addends (Thinking Machines, 2025).
 
     Of a token, - coefficient / n * w M r A: A = log p_T - log p_S, with the baseline + KL(S || T) (arXiv 2605.07865), n
     the sampled tokens of the optimizer step, whatever the aggregation, r the unit's ratio, w the correction's weight,
@@ -498,7 +496,8 @@ def _teachers_term(
     weight = tokens.correction.masked_fill(has_fallen, 0.0) * (settings.coefficient / denominators.num_tokens)
     term = -(weight * ratio * advantage)
     stats = TeacherStats(term.detach().sum(), advantage.sum(), kl.sum(), has_fallen.sum())
-    return term, stats
+    shares = replace(output.tokens, share=output.tokens.share + term.detach())
+    return LossOutput(output.loss + term.sum(), replace(output.stats, teacher=stats), shares)
 
 
 def _clips(tokens: _Tokens, ratio: Tensor, settings: LossSettings) -> Tensor:

@@ -256,13 +256,10 @@ class DistillationSettings(Settings):
 
     teacher: str = Field(
         min_length=1,
-        description=(
-            "a run, RUN@best, RUN@STEP, or what model.base takes; with the vocabulary and merges of the model, else "
-            "refused"
-        ),
+        description="a run, RUN@best, RUN@STEP, or what model.base takes; of the model's own vocabulary and merges",
     )
     coefficient: float = Field(
-        default=1.0, gt=0, description="weight of the mean over sampled tokens of the teacher's term in the loss"
+        default=1.0, gt=0, description="weight of the teacher's term, a mean over sampled tokens"
     )
     baseline: bool = Field(
         default=False,

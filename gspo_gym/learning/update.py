@@ -194,12 +194,8 @@ class Learner:
         self._shaper = AdvantageShaper(advantages or AdvantageSettings(), rewards or RewardSettings())
         self._seed, self._clock, self._num_updates, self._on_step = seed, clock, 0, on_step
         self._device, self._routers = device_of(model, self._collective), find_routers(model)
-        self._optimizer = PolicyOptimizer(
-            model,
-            optimizer,
-            learning_rate=update.learning_rate,
-            total_steps=total_steps,
-        )
+        rate = update.learning_rate
+        self._optimizer = PolicyOptimizer(model, optimizer, learning_rate=rate, total_steps=total_steps)
         make = partial(
             LogprobComputer,
             sampling=sampling or Sampling(),
@@ -216,8 +212,8 @@ class Learner:
         if compares and reference_policy is None:
             own = partial(Reference, model, self._reference_settings, computer=self._computer, make_computer=make)
             self._reference = own(given=reference_model)
-        make_plain = partial(make, sampling=Sampling(), entropy_has_gradient=False)
-        self._teacher = None if distillation is None else self._new_teacher(distillation, teacher, make_plain)
+        scored = self._computer if self._recomputes_old else None
+        self._teacher = None if distillation is None else _new_teacher(model, distillation, teacher, scored, make)
 
     def update(self, batch: TrainBatch, sink: TokenSink | None = None) -> UpdateReport:
         """Train on a batch: `update_epochs` passes of one optimizer step per minibatch.
@@ -253,14 +249,6 @@ class Learner:
         metrics |= router_load.metrics(self._collective)
         metrics |= {"time/score_seconds": labelled_at - started, "time/train_seconds": self._clock() - labelled_at}
         return UpdateReport(metrics, tally.num_steps, tally.num_nonfinite_steps)
-
-    def _new_teacher(
-        self, settings: DistillationSettings, model: nn.Module | None, make: Callable[[nn.Module], LogprobComputer]
-    ) -> Teacher:
-        if model is None:
-            raise ConfigError("distillation: expected a teacher to learn from, got none; pass its model as `teacher`")
-        computer = self._computer if self._recomputes_old else None
-        return Teacher(model, settings, policy=self._model, computer=computer, make_computer=make)
 
     def tensors(self) -> dict[str, Tensor]:
         """Return all that a restart needs besides the model's parameters and `counters()`; live: write them at once."""
@@ -424,34 +412,12 @@ class Learner:
                 batch = _labelled(batch, _Labels(now if self._recomputes_old else None, ref))
             correction = correct(batch, now, self._correction)
             weights = None if correction is None else correction.weights
-            output = self._loss_of(batch, computed, weights, denominators)
+            output = _loss(batch, computed, weights, self._loss, self._distillation, denominators)
             torch.autograd.backward(output.loss * part.weight)
         own = batch.old_logprobs if self._recomputes_old else now
         facts = PartFacts(output.stats, correction, EngineGap.of(batch, own, self._loss.unit) if with_gap else None)
         labels = _Labels(batch.old_logprobs, batch.ref_logprobs, batch.teacher_log_ratios, batch.teacher_kl)
         return _Pass(labels, now, entropy, output.tokens, facts)
-
-    def _loss_of(
-        self, batch: LabelledBatch, computed: TokenLogprobs, correction: Tensor | None, denominators: Denominators
-    ) -> LossOutput:
-        teacher = None
-        if self._distillation is not None:
-            assert batch.teacher_log_ratios is not None, "labelled with the teacher's"
-            teacher = TeacherScores(self._distillation, batch.teacher_log_ratios, batch.teacher_kl)
-        return policy_loss(
-            computed.logprobs,
-            batch.old_logprobs,
-            action_mask=batch.action_mask,
-            turn_index=batch.turn_index,
-            trajectory_index=batch.trajectory_index,
-            advantages=batch.advantages,
-            settings=self._loss,
-            denominators=denominators,
-            ref_logprobs=batch.ref_logprobs,
-            entropy=computed.entropy,
-            correction=correction,
-            teacher=teacher,
-        )
 
     @property
     def _recomputes_old(self) -> bool:
@@ -496,6 +462,47 @@ def _divide(batch: TrainBatch, max_tokens: int, *, alike: bool, num_ranks: int) 
         while size < max_tokens and len(parts := split_microbatches(batch, size, keep_alike_together=alike)) > wanted:
             size += size // 10 + 1
     return parts
+
+
+def _new_teacher(
+    policy: nn.Module,
+    settings: DistillationSettings,
+    model: nn.Module | None,
+    computer: LogprobComputer | None,
+    make: partial[LogprobComputer],
+) -> Teacher:
+    if model is None:
+        raise ConfigError("distillation: expected a teacher to learn from, got none; pass its model as `teacher`")
+    make_plain = partial(make, sampling=Sampling(), entropy_has_gradient=False)
+    return Teacher(model, settings, policy=policy, computer=computer, make_computer=make_plain)
+
+
+def _loss(
+    batch: LabelledBatch,
+    computed: TokenLogprobs,
+    correction: Tensor | None,
+    settings: LossSettings,
+    distillation: DistillationSettings | None,
+    denominators: Denominators,
+) -> LossOutput:
+    teacher = None
+    if distillation is not None:
+        assert batch.teacher_log_ratios is not None, "labelled with the teacher's"
+        teacher = TeacherScores(distillation, batch.teacher_log_ratios, batch.teacher_kl)
+    return policy_loss(
+        computed.logprobs,
+        batch.old_logprobs,
+        action_mask=batch.action_mask,
+        turn_index=batch.turn_index,
+        trajectory_index=batch.trajectory_index,
+        advantages=batch.advantages,
+        settings=settings,
+        denominators=denominators,
+        ref_logprobs=batch.ref_logprobs,
+        entropy=computed.entropy,
+        correction=correction,
+        teacher=teacher,
+    )
 
 
 def _labelled(part: TrainBatch, labels: _Labels) -> LabelledBatch:

@@ -460,6 +460,7 @@ def test_a_slip_in_any_key_and_a_wrong_type_of_any_value_name_that_key(key: str,
     name = key.rsplit(".", 1)[1]
     base: dict[str, Any] = {"warmup": dict(WARMUP), "model.trainer_mode": "lora", "compute": {"gpu_count": 2}}
     base |= {"topology": dict(SPLIT), "vllm": {}, "judge": {}, "services": {"task_url": "http://a"}, "gateway": {}}
+    base |= {"distillation": {"teacher": "tiny:qwen3-64"}}
     slip = f"{key[: -len(name)]}{name[0]}q{name[1:]}"
     if not key.startswith("rollout.policy_config."):  # an app's, too: see test_config_hosted.py
         lines = problems({**base, slip: 1})

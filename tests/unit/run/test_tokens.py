@@ -27,6 +27,7 @@ from safetensors import numpy as tensors
 from safetensors import safe_open
 
 from gspo_gym.cli import verify as cli_verify
+from gspo_gym.cli import verify_models
 from gspo_gym.cli.main import main
 from gspo_gym.cli.train import run_training
 from gspo_gym.cli.verify import Difference, verify_step
@@ -345,17 +346,18 @@ def num_lines_of_code(path: Path) -> int:
 
 
 def test_the_second_path_can_be_read_in_one_file_and_shares_no_code_with_the_learner() -> None:
-    path, reader = (Path(str(module.__file__)) for module in (oracle, cli_verify))
+    path, *readers = (Path(str(module.__file__)) for module in (oracle, cli_verify, verify_models))
     assert num_lines_of_code(path) <= 390  # with a line or two for each of six surrogates, and the rule of level "auto"
     assert {name for name in imports_of(path) if "gspo_gym" in name} == {"gspo_gym.types"}
     third_party = {"numpy", "numpy.typing", "torch"}
     of_python = {"collections", "collections.abc", "dataclasses", "typing", "__future__"}
     assert imports_of(path) <= {"gspo_gym.types"} | of_python | third_party
-    assert not [name for name in imports_of(reader) if "learning" in name]
-    of_policy = [node for node in ast.walk(ast.parse(reader.read_text())) if isinstance(node, ast.ImportFrom)]
+    assert not [name for reader in readers for name in imports_of(reader) if "learning" in name]
+    every = [node for reader in readers for node in ast.walk(ast.parse(reader.read_text()))]
+    of_policy = [node for node in every if isinstance(node, ast.ImportFrom)]
     names = {alias.name for node in of_policy if "policy" in (node.module or "") for alias in node.names}
     assert names == {"below_adapter", "for_other_programs"}, "a base's folder is looked up; transformers loads it"
-    attributes = {node.attr for node in ast.walk(ast.parse(reader.read_text())) if isinstance(node, ast.Attribute)}
+    attributes = {node.attr for node in every if isinstance(node, ast.Attribute)}
     computes = {"exp", "log", "log_softmax", "sqrt", "mean", "std", "clip", "backward", "bincount", "grad"}
     assert not attributes & computes, "the equations stand in the path, and not beside the reading of files"
 
