@@ -18,6 +18,7 @@ import numpy as np
 from gspo_gym.base.files import flat_items
 from gspo_gym.base.tables import folded, table
 from gspo_gym.cli.command_line import add_run
+from gspo_gym.cli.verify_models import read_model, uses_reference
 from gspo_gym.diagnosis.oracle import (
     SKIPPED,
     Bools,
@@ -62,6 +63,9 @@ _KNOWN: Mapping[str, tuple[Any, ...] | None] = {
     "advantages.scale": ("group", "batch", "running", "mean", "none"),
     "advantages.whiten": ("none", "tokens", "trajectories"),
     **dict.fromkeys(("advantages.kl_shaping_coef", "rewards.kl_coef", "rewards.kl_target")),
+    **dict.fromkeys(
+        ("distillation.teacher", "distillation.coefficient", "distillation.baseline", "distillation.reward")
+    ),
     "training.constant_groups": ("keep", "drop", "refill"),
     "training.step_rewards_mode": (None, "off", "env_sparse", "decision_stepwise"),
     "training.step_rewards_strategy": (None, "consistent", "per_achievement"),
@@ -76,6 +80,8 @@ _WHY = {
     "optimizer.kind": "a moment near the middle of two 8-bit codes is rounded by the last digit of a gradient",
     "training.lora.dropout": "masks depend on how a batch was divided, which no file holds",
 }
+# Quantities that a rounding of the models may move.
+_OF_MODELS = ("old_logprob", "ref_logprob", "teacher_log_ratio", "teacher_kl", "logprob", "entropy", "grad_norm")
 # How far the learner may be from us, in largest distances that were seen between two precisions of ours: of some
 # hundred roundings each, the largest of one program is up to twice another's, and both have theirs.
 _ALLOWED = 4
@@ -189,7 +195,7 @@ def verify_step(folder: Path, step: int, *, tolerance: float = 1e-5) -> Verifica
         raise ConfigError(f"{folder}: verify does not know {', '.join(strange)}")
     result = _verify(folder, config, Verification(step), tolerance, in_float64=False)
     first = result.difference
-    if first is not None and first.quantity in ("old_logprob", "ref_logprob", "logprob", "entropy", "grad_norm"):
+    if first is not None and first.quantity in _OF_MODELS:
         result = _verify(folder, config, Verification(step), tolerance, in_float64=True)
     return result
 
@@ -246,6 +252,11 @@ class _Comparison:
             self._compare_scores("old_logprob", at, "policy")
         if self._models and "reference" in self._models[0].modules:
             self._compare_scores("ref_logprob", at, "reference")
+        if self._models and "teacher" in self._models[0].modules:
+            scores = self._first([model.forward("policy", at, against="teacher") for model in self._models])
+            for name, values in zip(("teacher_log_ratio", "teacher_kl"), scores, strict=True):
+                if name in columns:
+                    self._compare(name, columns[name][at], values, at, slack=self._result.rounding)
         self._compare("advantage", columns["advantage"], np.where(is_counted, batch.advantages, np.nan), every)
         for epoch, updates in enumerate(columns["optimizer_step"][:, self._owner]):
             expected_updates = np.where(is_seen, np.maximum(updates, 0), np.where(is_counted, updates, -1))
@@ -282,7 +293,8 @@ class _Comparison:
             at = np.flatnonzero((updates[epoch] == update) & is_seen)
             rows = {name: column[epoch][at] for name, column in self._columns.items() if column.shape == updates.shape}
             unit = units_of_loss(self._records, updates[epoch] == update, num_batch_tokens)[at]
-            terms = terms_of(self._records, at, rows, unit, max(int(are_taken.sum()), 1))
+            num_tokens = int((updates[epoch] == update).sum())
+            terms = terms_of(self._records, at, rows, unit, max(int(are_taken.sum()), 1), num_tokens)
             if self._models:
                 model_values = self._first([model.forward("policy", at, terms["slopes"]) for model in self._models])
                 for name, values in zip(("logprob", "entropy"), model_values, strict=True):
@@ -494,94 +506,12 @@ def _read_models(folder: Path, records: StepRecords, result: Verification, *, in
     dtype, in_float64 = config["model.dtype"], in_float64 and config["model.trainer_mode"] != "qlora"
     # In 16 bits a row's numbers depend on those beside it: the distance to float32 says by how much.
     dtypes = (dtype, "float32") if dtype != "float32" else ("float32", "float64") if in_float64 else ("float32",)
-    models = [_read_model(checkpoint, records, dtype) for dtype in dtypes]
-    if _uses_reference(config) and "reference" not in models[0].modules:
+    models = [read_model(checkpoint, records, dtype) for dtype in dtypes]
+    if uses_reference(config) and "reference" not in models[0].modules:
         result.missing.append(f"logprobs of the reference: {checkpoint} has no weights of one")
+    if "distillation.teacher" in config and "teacher" not in models[0].modules:
+        result.missing.append(f"logprobs of the teacher: {config['distillation.teacher']} is no model in a folder here")
     return models
-
-
-def _uses_reference(config: Mapping[str, Any]) -> bool:
-    return any(config[key] > 0 for key in ("loss.kl_coef", "rewards.kl_coef", "advantages.kl_shaping_coef"))
-
-
-def _read_model(checkpoint: Path, records: StepRecords, dtype: str) -> Model:
-    import torch
-    from transformers import AutoTokenizer
-
-    trained_dtype = torch.float64 if dtype == "float64" else torch.float32  # that of an adapter on 16-bit weights
-    tensors = {name: v.to(trained_dtype) for name, v in _learner_tensors(checkpoint / "resume").items()}
-    modules = {"policy": _load(checkpoint, dtype, is_adapted=True)}
-    own_tensors = {name.removeprefix("reference."): v for name, v in tensors.items() if name.startswith("reference.")}
-    is_base = records.config["model.trainer_mode"] != "full"
-    if _uses_reference(records.config) and (own_tensors or is_base):
-        modules["reference"] = _load(checkpoint, dtype, is_adapted=bool(own_tensors))  # none: without the adapter
-        for name, parameter in modules["reference"].named_parameters():
-            parameter.data = own_tensors.get(name, parameter.data)
-    if dtype == "float64":
-        modules = {name: module.double() for name, module in modules.items()}
-    moments = {name: v for name, v in tensors.items() if name.startswith("optimizer.")}
-    vocabulary = AutoTokenizer.from_pretrained(checkpoint, local_files_only=True, trust_remote_code=False).get_vocab()
-    return Model(modules, moments, records, 1 + max(vocabulary.values()))
-
-
-def _learner_tensors(folder: Path) -> dict[str, Any]:  # Any: torch is loaded where it is needed
-    """Return the tensors of a learner; of several ranks, each wrote its rows, and says of which is its first."""
-    import torch
-    from safetensors import safe_open
-
-    pieces: dict[str, list[tuple[int, Any]]] = {}
-    for path in folder.glob("learner*.safetensors"):
-        with safe_open(path, framework="pt") as file:
-            first_rows = json.loads((file.metadata() or {}).get("first_rows", "{}"))
-            for name in file.keys():  # noqa: SIM118 - a file of safetensors is no mapping
-                pieces.setdefault(name, []).append((first_rows.get(name, 0), file.get_tensor(name)))
-    by_name = {name: [rows for _, rows in sorted(parts, key=lambda piece: piece[0])] for name, parts in pieces.items()}
-    return {name: rows[0] if len(rows) == 1 else torch.cat(rows) for name, rows in by_name.items()}
-
-
-def _load(checkpoint: Path, dtype: str, *, is_adapted: bool) -> Any:  # Any: transformers and peft are untyped
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    adapter, folder = checkpoint / "adapter_config.json", _whole_model(checkpoint)
-    load_dtype = torch.float32 if dtype == "float64" else getattr(torch, dtype)  # what float64 holds comes from float32
-    try:
-        options = _quantization_options(checkpoint / "quantization.json", load_dtype)
-        options |= {"local_files_only": True, "trust_remote_code": False}
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=load_dtype, **options)
-    except (OSError, ValueError) as error:
-        raise RecordError(f"{folder}: transformers cannot load it: {error}") from error
-    for module in model.modules():  # else bitsandbytes computes in bfloat16 where the processor can
-        if hasattr(module, "support_avx512bf16_for_cpu"):
-            module.support_avx512bf16_for_cpu = False
-    if not (adapter.exists() and is_adapted):
-        return model
-    from peft import PeftModel
-
-    return PeftModel.from_pretrained(model, checkpoint, is_trainable=True).eval()
-
-
-def _whole_model(checkpoint: Path) -> str:
-    if not (checkpoint / "adapter_config.json").exists():
-        return str(checkpoint)
-    if (checkpoint / "base").is_dir():  # of a tiny model, which is nowhere else
-        return str(checkpoint / "base")
-    from gspo_gym.policy.bases import below_adapter
-    from gspo_gym.policy.load import for_other_programs  # of names that only we know: smollm2, GGUF files, revisions
-
-    return for_other_programs(below_adapter(checkpoint))
-
-
-def _quantization_options(path: Path, dtype: Any) -> dict[str, Any]:  # Any: torch's, and transformers is untyped
-    """Return options that quantize weights below an adapter as `path` says; {} without it (QLoRA, arXiv 2305.14314)."""
-    if not path.exists():
-        return {}
-    from transformers import BitsAndBytesConfig
-
-    if json.loads(path.read_text(encoding="utf-8"))["base"] == "int8":
-        return {"quantization_config": BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=0.0)}
-    nf4 = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True, "bnb_4bit_compute_dtype": dtype}
-    return {"quantization_config": BitsAndBytesConfig(load_in_4bit=True, **nf4)}
 
 
 def _text(folder: Path, result: Verification, tolerance: float) -> str:

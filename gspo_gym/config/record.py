@@ -41,6 +41,7 @@ from gspo_gym.judge.settings import JudgeSettings
 from gspo_gym.learning.settings import (
     AdvantageSettings,
     CorrectionSettings,
+    DistillationSettings,
     LossSettings,
     OptimizerSettings,
     ReferenceSettings,
@@ -75,6 +76,7 @@ class RunRecord(Settings):
     advantages: AdvantageSettings
     rewards: RewardSettings
     correction: CorrectionSettings
+    distillation: DistillationSettings | None = None
     optimizer: OptimizerSettings
     evaluation: EvaluationSettings
     warmup: WarmupSettings | None = None

@@ -221,6 +221,11 @@ def _cannot_start_yet(sections: Mapping[str, Any], compute: ComputeSection) -> l
                 f'reference.placement = "dedicated": topology.gpus_for_training = {num} processes hold the reference '
                 'themselves; set "shared"'
             )
+        if sections["distillation"] is not None:
+            problems.append(
+                f"distillation.teacher: topology.gpus_for_training = {num} processes cannot share a teacher; set 1, or "
+                "remove [distillation]"
+            )
         if sections["model"].trainer_mode == "qlora":
             problems.append(
                 f'model.trainer_mode = "qlora": topology.gpus_for_training = {num} processes cannot share quantized '

@@ -63,7 +63,7 @@ _MAX_CORRECTED_AWAY = 0.2
 def sampling_is_greedy(run: RunView) -> Finding | None:
     """Find sampling without choice, which makes the episodes of a group equal."""
     groups = run.recent("batch/constant_group_fraction")
-    if groups is None or groups.mean < _GREEDY_GROUPS or run.is_succeeding:
+    if groups is None or groups.mean < _GREEDY_GROUPS or run.is_succeeding or not run.learns_from_reward:
         return None
     cases = (
         ("rollout.top_k", run.setting("rollout.top_k", 0) == 1, "set it to 0 (all tokens), or to 20 and more"),
@@ -136,7 +136,7 @@ def entropy_bonus_dominates(run: RunView) -> Finding | None:
     """Find an entropy bonus that outweighs the advantages."""
     coefficient, entropy = run.number("loss.entropy_coef"), run.recent("policy/entropy")
     advantage = run.all("advantage/std")
-    if not coefficient or entropy is None or advantage is None:
+    if not coefficient or entropy is None or advantage is None or not run.learns_from_reward:
         return None
     largest = max(advantage.values)
     if coefficient * entropy.mean <= largest:
@@ -153,7 +153,7 @@ def entropy_bonus_dominates(run: RunView) -> Finding | None:
 
 def kl_term_dominates(run: RunView) -> Finding | None:
     """Find a KL term that outweighs the advantages before the policy has moved."""
-    advantage = run.all("advantage/std")
+    advantage = run.all("advantage/std") if run.learns_from_reward else None
     # The gradient of a token's term is kl_coef * |log ratio|, and k3 is half the square of the log ratio.
     pulls = {key: run.number(key) * math.sqrt(2 * _HELD_KL) for key in ("loss.kl_coef", "rewards.kl_coef")}
     key = next((key for key, pull in pulls.items() if advantage is not None and pull > advantage.mean), None)
@@ -272,7 +272,7 @@ def training_is_not_evaluation(run: RunView) -> Finding | None:
 def ratio_is_constant(run: RunView) -> Finding | None:
     """Find ratios that are all 1: GSPO, GSPO-token and GRPO are then the same, and no clip acts."""
     constant = run.recent("ratio/is_constant")
-    if constant is None or min(constant.values) < 1:
+    if constant is None or min(constant.values) < 1 or not run.learns_from_reward:
         return None
     batch, size = run.setting("rollout.episodes_per_batch", 0), run.setting("training.batch_size", 0)
     return Finding(

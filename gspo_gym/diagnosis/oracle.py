@@ -9,6 +9,7 @@ In float64, with gradients by hand. For a sampled token with logprob p, old logp
     KL         x = reference - p: k1 = -x, k2 = x^2 / 2, k3 = e^x - 1 - x          joschu.net/blog/kl-approx.html
     dual clip  for A < 0, s counts as at most dual_clip                                           arXiv 1912.09729
     surrogate  what stands in the place of min(s A, clip(s) A), and its slope in p                       SURROGATES
+    teacher    - coefficient / tokens of the step * w s A, A = log p_T - log p_S [+ KL(S || T)]; 0 where p fell by > 0.2
 
 a is 1 over the aggregation's denominator, w the correction's weight. Rules of no paper are in configs/README.md.
 The weights move by AdamW (arXiv 1711.05101, algorithm 2). `cli/verify.py` reads the files and compares.
@@ -110,7 +111,7 @@ def batch_of(records: StepRecords, state: State) -> Batch:
     fates = np.where(is_kept, np.where(is_masked, OVERLONG, NO_GRADIENT), fates)
     shaped, state = _shape_advantages(records, advantages, np.flatnonzero((fates == NO_GRADIENT)[owner]), state)
     has_slope = np.bincount(owner, shaped.astype(np.float32) != 0, minlength=num_episodes) > 0
-    has_slope |= config["loss.kl_coef"] > 0 or config["loss.entropy_coef"] > 0
+    has_slope |= config["loss.kl_coef"] > 0 or config["loss.entropy_coef"] > 0 or "distillation.teacher" in config
     if any(config[key] not in (0, "none") for key in _SHAPING):  # then it is seen if another of its minibatch has one
         has_slope |= records.columns["optimizer_step"].max(0) >= 0
     is_trained = (fates == NO_GRADIENT) & has_slope
@@ -144,9 +145,8 @@ def _shape_advantages(records: StepRecords, values: Floats, at: Indices, state: 
 
 
 def _scores_truncated(config: Mapping[str, Any]) -> bool:
-    is_cut = (
-        config.get("rollout.top_p", 1) < 1 or config.get("rollout.top_k", 0) > 0 or config.get("rollout.min_p", 0) > 0
-    )
+    neutral = {"rollout.top_p": 1, "rollout.top_k": 0, "rollout.min_p": 0}
+    is_cut = any(config.get(key, value) != value for key, value in neutral.items())
     return is_cut and "truncated_sampling" not in config.get("algorithm.acknowledge", ())
 
 
@@ -347,21 +347,17 @@ def _vespo(r: Ratios) -> tuple[Floats, Floats]:  # arXiv 2602.10693
 
 # By loss.surrogate: the value that is maximised, and its slope in p.
 SURROGATES: Mapping[str, Callable[[Ratios], tuple[Floats, Floats]]] = {
-    "clip": _clip,
-    "cispo": _cispo,
-    "sapo": _sapo,
-    "gmpo": _gmpo,
-    "dppo": _dppo,
-    "vespo": _vespo,
+    surrogate.__name__[1:]: surrogate for surrogate in (_clip, _cispo, _sapo, _gmpo, _dppo, _vespo)
 }
 
 
 def terms_of(
-    records: StepRecords, at: Indices, seen: Mapping[str, Floats], unit: Floats, num_steps: int
+    records: StepRecords, at: Indices, seen: Mapping[str, Floats], unit: Floats, num_steps: int, num_tokens: int
 ) -> dict[str, Floats]:
     """Return the terms of the loss of the tokens `at`, without `unit`, what each weighs in it; with it, its slopes.
 
-    `seen` are the recorded columns of this pass over them, `num_steps` the optimizer steps whose mean the metrics are.
+    `seen` are the recorded columns of this pass over them, `num_steps` the optimizer steps whose mean the metrics are,
+    `num_tokens` those of this optimizer step.
     """
     config, now, gain = records.config, seen["logprob"], records.columns["advantage"][at]
     drift = now - records.columns["old_logprob"][at]
@@ -369,14 +365,12 @@ def terms_of(
     log_s = _mean(units, drift)
     s = np.exp(log_s.clip(-_MAX_LOG_RATIO, _MAX_LOG_RATIO))
     w = _correction(records, at, now, gain)
+    gain = gain * config.get("distillation.reward", True)
     low, high = 1 - config["loss.clip_low"], 1 + config["loss.clip_high"]
     dual = config.get("loss.dual_clip") or np.inf
     loses, gains = (w > 0) & (gain < 0), (w > 0) & (gain > 0)
-    places = {
-        "clip": s,
-        "gmpo": np.exp(drift),
-        "dppo": 1 + np.exp(now) - np.exp(now - drift),
-    }  # bounds of others take no slope
+    # Bounds of others take no slope.
+    places = {"clip": s, "gmpo": np.exp(drift), "dppo": 1 + np.exp(now) - np.exp(now - drift)}
     place = places.get(config["loss.surrogate"], np.ones(len(at)))
     clip = np.select([loses & (place > dual), loses & (place < low), gains & (place > high)], [_DUAL, _LOW, _HIGH])
     is_near = np.abs(place[:, None] - np.array([low, high, dual])).min(1) < _EDGE
@@ -394,7 +388,15 @@ def terms_of(
         terms["loss/kl"] = config["loss.kl_coef"] * kl
         terms["slope"] += config["loss.kl_coef"] * slope
     terms["loss/entropy"] = -config["loss.entropy_coef"] * seen["entropy"]
-    terms["loss/total"] = terms["loss/policy"] + terms["loss/kl"] + terms["loss/entropy"]
+    if "distillation.teacher" in config:
+        gap, kl = (records.columns.get(name, 0 * records.turn)[at] for name in ("teacher_log_ratio", "teacher_kl"))
+        is_kept = np.exp(now - drift) - np.exp(now) <= 0.2
+        pull = -config["distillation.coefficient"] / num_tokens / unit * w * is_kept * s * (gap + kl)
+        terms["loss/distillation"], terms["slope"] = pull, terms["slope"] + pull
+        terms |= {"distillation/advantage": gap + kl, "distillation/dropped_fraction": ~is_kept}
+        x = gap.clip(-_MAX_LOG_RATIO, _MAX_LOG_RATIO)
+        terms["distillation/kl"] = kl if config["distillation.baseline"] else np.expm1(x) - x
+    terms["loss/total"] = np.sum([term for name, term in terms.items() if name.startswith("loss/")], axis=0)
     terms["slopes"] = unit * np.stack([terms["slope"], np.full(len(at), -config["loss.entropy_coef"])])
     return terms | {"unit": unit / num_steps, "share": unit / num_steps * terms["loss/total"]}
 
@@ -435,6 +437,7 @@ def metrics_of(records: StepRecords, taken: Mapping[str, Floats], norms: Floats)
     if "to_reference" in taken:
         x = taken["to_reference"].clip(-_MAX_LOG_RATIO, _MAX_LOG_RATIO)
         numbers |= {"kl/ref_k1": -taken["to_reference"].mean(), "kl/ref_k3": (np.expm1(x) - x).mean()}
+    numbers |= {name: values.mean() for name, values in taken.items() if name.startswith("distillation/")}
     if "grad_norm" in records.columns:
         numbers |= {"optim/grad_norm": norms.mean(), "optim/grad_norm_max": norms.max()}
         numbers["optim/learning_rate"] = records.columns["learning_rate"][-1]
@@ -459,8 +462,11 @@ class Model:
         self._segments = [segment for episode in records.episodes for segment in episode.segments]
         self._position = np.concatenate([np.flatnonzero(segment.action_mask) for segment in self._segments])
 
-    def forward(self, module: str, at: Indices, slopes: Floats | None = None) -> Floats:
-        """Return [2, len(at)] logprobs and entropies, row by row; add up gradients by `slopes` of the loss in both."""
+    def forward(self, module: str, at: Indices, slopes: Floats | None = None, *, against: str = "") -> Floats:
+        """Return [2, len(at)] logprobs and entropies, row by row; add up gradients by `slopes` of the loss in both.
+
+        With another module `against`, log(other / module) and KL(module || other) in their place, at temperature 1.
+        """
         import torch  # here: `verify --help` needs none
 
         scores = np.zeros((2, len(at)))
@@ -469,19 +475,25 @@ class Model:
             position = torch.from_numpy(self._position[at[here]])
             ids = torch.from_numpy(self._segments[row].token_ids[: int(position.max()) + 1].astype(np.int64))
             with torch.set_grad_enabled(slopes is not None):
-                raw = self.modules[module](input_ids=ids[None, :-1], use_cache=False).logits[0, position - 1]
-                logits = raw.to(torch.promote_types(raw.dtype, torch.float32)) / self._config["rollout.temperature"]
-                beyond = (torch.arange(logits.shape[-1]) >= self._num_ids).expand_as(logits)
-                logits = logits.masked_fill(beyond.scatter(-1, ids[position, None], value=False), -torch.inf)
-                if _scores_truncated(self._config):
-                    logits = logits.masked_fill(~self._kept_tokens(logits.detach(), ids[position, None]), -torch.inf)
-                every = torch.log_softmax(logits, -1)
-                entropy = -(every.exp() * every.masked_fill(every.isneginf(), 0.0)).sum(-1)
-                pair = every.gather(-1, ids[position, None])[:, 0], entropy
+                own = self._log_softmax(module, ids, position, is_plain=against != "")
+                every = self._log_softmax(against, ids, position, is_plain=True) - own if against else own
+                mean = -(own.exp() * every.masked_fill(own.isneginf(), 0.0)).sum(-1)
+                pair = every.gather(-1, ids[position, None])[:, 0], mean
                 if slopes is not None:
-                    torch.autograd.backward(pair, [torch.from_numpy(slope[here]).to(logits) for slope in slopes])
+                    torch.autograd.backward(pair, [torch.from_numpy(slope[here]).to(own) for slope in slopes])
             scores[:, here] = torch.stack(pair).detach().numpy()
         return scores
+
+    def _log_softmax(self, module: str, ids: Any, position: Any, *, is_plain: bool) -> Any:  # [n, V]
+        raw = self.modules[module](input_ids=ids[None, :-1], use_cache=False).logits[0, position - 1]
+        logits = (raw.double() if raw.itemsize == 8 else raw.float()) / (
+            1 if is_plain else self._config["rollout.temperature"]
+        )
+        is_beyond = (ids.new_tensor(range(logits.shape[-1])) >= self._num_ids).expand_as(logits)
+        logits = logits.masked_fill(is_beyond.scatter(-1, ids[position, None], value=False), -float("inf"))
+        if _scores_truncated(self._config) and not is_plain:
+            logits = logits.masked_fill(~self._kept_tokens(logits.detach(), ids[position, None]), -float("inf"))
+        return logits.log_softmax(-1)
 
     def _kept_tokens(self, logits: Any, ids: Any) -> Any:
         # [n, V] bool: what min_p, top_k and top_p leave, and `ids` [n, 1]

@@ -188,7 +188,12 @@ def _other_rate(run: RunView, has_fallen: bool) -> str:
 def groups_are_constant(run: RunView) -> Finding | None:
     """Find groups in which all episodes earn the same, so nothing can be compared."""
     fraction, success = run.recent("batch/constant_group_fraction"), run.recent("rollout/success_rate")
-    if fraction is None or fraction.mean <= _MAX_CONSTANT_GROUPS or run.is_succeeding:
+    if (
+        fraction is None
+        or fraction.mean <= _MAX_CONSTANT_GROUPS
+        or run.is_succeeding
+        or run.number("distillation.coefficient")
+    ):
         return None
     num_idle, size = len(run.events_of("no_update")), run.setting("training.group_size", 0)
     evidence = f"{fraction.mean:.0%} of the groups in {fraction.steps}"

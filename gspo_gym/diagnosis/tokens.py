@@ -20,8 +20,14 @@ from gspo_gym.diagnosis.alarms import MAX_GAP_FLOAT32, differ_on_purpose, disagr
 from gspo_gym.diagnosis.view import Array, Finding, Json, StepView
 from gspo_gym.learning.advantages import batch_advantages
 from gspo_gym.learning.credit import returns_of
-from gspo_gym.learning.losses import Denominators, policy_loss
-from gspo_gym.learning.settings import AdvantageSettings, LossSettings, RewardSettings, StepRewardSettings
+from gspo_gym.learning.losses import Denominators, TeacherScores, policy_loss
+from gspo_gym.learning.settings import (
+    AdvantageSettings,
+    DistillationSettings,
+    LossSettings,
+    RewardSettings,
+    StepRewardSettings,
+)
 from gspo_gym.learning.tokens import Clip, Fate
 from gspo_gym.types import FinishReason, Outcome, Sampling, Segment, Task, Trajectory, Turn
 
@@ -468,7 +474,9 @@ def _wrong_advantages(
 def _loss(view: StepView, number: int, settings: LossSettings, *, shift: float = 0.0) -> dict[str, Array]:
     """Return [A] ratio, clip and share by the learner's loss of a pass's logprobs plus `shift`; NaN: not known."""
     update, step, recorded_share = view.values["update"], view.optimizer_step(number), view.column("share", number)
-    columns = {name: view.column(name) for name in ("old_logprob", "advantage", "ref_logprob")}
+    distillation = _distillation(view)
+    names = ("old_logprob", "advantage", "ref_logprob", "teacher_log_ratio", "teacher_kl")
+    columns = {name: view.column(name) for name in names}
     columns |= {name: view.column(name, number) for name in ("logprob", "entropy", "correction")}
     columns["correction"] = np.nan_to_num(columns["correction"], nan=1.0)  # a run without a correction has none
     are_known = np.isfinite(columns["logprob"] - columns["old_logprob"]) & (step >= 0) & (view.turn >= 0)
@@ -490,12 +498,18 @@ def _loss(view: StepView, number: int, settings: LossSettings, *, shift: float =
             ref_logprobs=tensors["ref_logprob"],
             entropy=tensors["entropy"],
             correction=tensors["correction"],
+            teacher=distillation and TeacherScores(distillation, tensors["teacher_log_ratio"], tensors["teacher_kl"]),
         ).tokens
         for name, term in terms.items():
             term[at] = getattr(of_tokens, name).numpy()
     was_taken = np.isin(step, step[recorded_share != 0])  # a step that was skipped leaves 0
     terms["share"] = np.where(was_taken, terms["share"] / (update["num_steps"] or np.nan), np.nan)
     return terms
+
+
+def _distillation(view: StepView) -> DistillationSettings | None:
+    settings = view.rules.get("distillation")  # pages of earlier versions have none
+    return None if settings is None else DistillationSettings(**settings)
 
 
 def _rows(view: StepView, at: Array) -> tuple[Callable[[Array], torch.Tensor], torch.Tensor, torch.Tensor]:

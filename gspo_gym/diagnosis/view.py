@@ -119,7 +119,12 @@ class RunView:
     @property
     def clips_the_ratio(self) -> bool:
         """Return whether a clip bounds the ratio that a unit shares; another surrogate bounds something else."""
-        return bool(self.setting("loss.surrogate", "clip") == "clip")
+        return self.learns_from_reward and bool(self.setting("loss.surrogate", "clip") == "clip")
+
+    @property
+    def learns_from_reward(self) -> bool:
+        """Return whether episodes are compared by their rewards; False if a teacher alone is learned from."""
+        return bool(self.setting("distillation.reward", True))
 
     def all(self, name: str) -> Window | None:
         """Return a metric over the whole run; None if no line has it."""

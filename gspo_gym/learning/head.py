@@ -109,8 +109,27 @@ class ChunkedHead:
         token_bytes = num_copies * working.itemsize + (0 if hidden.dtype == working else hidden.dtype.itemsize)
         return max(1, self.logits_bytes // (self.vocab_size * token_bytes))
 
-    def _compute_chunk(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Compute a chunk by autograd, for every kind of head and distribution."""
+    def compare(
+        self, hidden: Tensor, other: ChunkedHead, other_hidden: Tensor, targets: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Return log(other / own) of targets [A], and KL(own || other) of the whole distributions, [A] nats.
+
+        Hidden states [A, D] are those of each; both heads have the ids of one tokenizer. For use without gradients.
+        """
+        num_ids = min(self.vocab_size, other.vocab_size)  # beyond them there is padding
+        size = min(self._chunk_size(hidden, is_plain=False), other._chunk_size(other_hidden, is_plain=False))
+        log_ratios, divergences = [hidden.new_zeros(0)], [hidden.new_zeros(0)]
+        for part in _parts(len(targets), size):
+            at = targets[part, None]
+            own = self._log_softmax(hidden[part], targets[part])
+            theirs = other._log_softmax(other_hidden[part], targets[part])
+            log_ratios.append((theirs.gather(-1, at) - own.gather(-1, at)).squeeze(-1))
+            own, theirs = own[:, :num_ids], theirs[:, :num_ids]
+            divergences.append((own.exp() * (own - theirs).masked_fill(own.isneginf(), 0.0)).sum(-1))
+        return torch.cat(log_ratios), torch.cat(divergences)
+
+    def _log_softmax(self, hidden: Tensor, targets: Tensor) -> Tensor:
+        """Return [C, V] logprobs of all tokens, differentiable."""
         logits = self.head.finish_logits(self.head.module(hidden))
         if self.sampling.temperature != 1.0:
             logits = logits / self.sampling.temperature
@@ -121,7 +140,11 @@ class ChunkedHead:
             logits = logits.masked_fill(hidden_ids, float("-inf"))
         if self.sampling.is_truncated:
             logits = truncate(logits, targets, self.sampling)
-        log_softmax = torch.log_softmax(logits, dim=-1)  # float32 or better: bf16 would lose the ratio's 3rd digit
+        return torch.log_softmax(logits, dim=-1)  # float32 or better: bf16 would lose the ratio's 3rd digit
+
+    def _compute_chunk(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """Compute a chunk by autograd, for every kind of head and distribution."""
+        log_softmax = self._log_softmax(hidden, targets)
         with torch.set_grad_enabled(self.entropy_has_gradient and torch.is_grad_enabled()):
             # A truncated token adds 0, where -inf * 0 would make value and gradient NaN.
             entropy = -(log_softmax.exp() * log_softmax.masked_fill(log_softmax.isneginf(), 0.0)).sum(-1)

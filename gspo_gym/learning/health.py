@@ -184,6 +184,7 @@ METRICS: Mapping[str, str] = MappingProxyType(
         "loss/policy": "mean over optimizer steps of the clipped surrogate's share",
         "loss/kl": "mean over optimizer steps of the reference term's share, kl_coef included",
         "loss/entropy": "mean over optimizer steps of the entropy bonus' share, coefficient and sign included",
+        "loss/distillation": "mean over optimizer steps of the teacher's term, coefficient included",
         "ratio/mean": "mean over units and steps of the importance ratio s",
         "ratio/min": "smallest s",
         "ratio/q05": "5% quantile of s over units and steps",
@@ -219,6 +220,14 @@ METRICS: Mapping[str, str] = MappingProxyType(
             "the same by the non-negative estimate, nats; with a reference only. Log ratios beyond 20 nats count as "
             "20, and nothing else is cut: one token may decide the mean"
         ),
+        "distillation/advantage": (
+            "mean over trained tokens of log(teacher / policy before the update), with the baseline if there is one"
+        ),
+        "distillation/kl": (
+            "KL(policy before the update || teacher), mean over trained tokens, nats: exact with "
+            "distillation.baseline, else the non-negative estimate"
+        ),
+        "distillation/dropped_fraction": "share of trained tokens left out of the teacher's term: they fell too far",
         "policy/entropy": "mean over trained tokens of the entropy they were sampled from, nats",
         "router/load_max_over_mean": (
             "of a mixture of experts: mean over layers of the busiest expert's tokens over the mean expert's; 1 is even"
@@ -254,6 +263,10 @@ def loss_metrics(steps: Sequence[Sequence[LossStats]]) -> dict[str, float]:
     kl = _total([part.kl_loss for part in parts]) / len(steps)
     entropy = _total([part.entropy_loss for part in parts]) / len(steps)
     metrics = {"loss/total": policy + kl + entropy, "loss/policy": policy, "loss/kl": kl, "loss/entropy": entropy}
+    teachers = [part.teacher for part in parts if part.teacher is not None]
+    if teachers:
+        metrics["loss/distillation"] = _total([teacher.loss for teacher in teachers]) / len(steps)
+        metrics["loss/total"] += metrics["loss/distillation"]
     metrics |= _ratio_metrics(torch.cat([part.unit_ratios for part in parts]))
     per_token = {
         "clip/low_fraction": [part.tokens_clipped_low for part in parts],
@@ -264,6 +277,9 @@ def loss_metrics(steps: Sequence[Sequence[LossStats]]) -> dict[str, float]:
         "kl/ref_k1": [part.ref_k1 for part in parts if part.ref_k1 is not None],
         "kl/ref_k3": [part.ref_k3 for part in parts if part.ref_k3 is not None],
         "policy/entropy": [part.entropy_sum for part in parts if part.entropy_sum is not None],
+        "distillation/advantage": [teacher.advantage_sum for teacher in teachers],
+        "distillation/kl": [teacher.kl_sum for teacher in teachers],
+        "distillation/dropped_fraction": [teacher.num_dropped for teacher in teachers],
     }
     return metrics | {name: _total(values) / num_tokens for name, values in per_token.items() if values}
 

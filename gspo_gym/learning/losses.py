@@ -10,9 +10,9 @@ old_logprobs, without gradient. Its token t has the ratio
                          + kl_coef * KL_t  -  entropy_coef * H_t )
 
 The minimum is PPO's surrogate, `loss.surrogate = "clip"`; another of `SURROGATES` takes its place. w_t corrects for an
-engine that computes otherwise than the trainer (1: it does not) and touches the first term only. a_t is the token's
-share of the loss, the aggregation. With |y_i| the sampled tokens of the token's trajectory over all its rows and |u|
-those of its turn, all counts those of the optimizer step (see `Denominators`):
+engine that computes otherwise than the trainer (1: it does not) and touches the first term only, and a teacher's. a_t
+is the token's share of the loss, the aggregation. With |y_i| the sampled tokens of the token's trajectory over all its
+rows and |u| those of its turn, all counts those of the optimizer step (see `Denominators`):
 
     seq-mean-token-mean      grpo       1 / (N |y_i|)                      the paper's: an episode weighs one
     turn-mean-token-mean                1 / (M |u|)                        an episode weighs its number of turns
@@ -25,6 +25,8 @@ With one advantage per trajectory, unit "trajectory" and the first of these, val
 (eq. 5 to 7); with one per turn, each steers its own turn, where a ratio differentiated through its mean would average
 them. Unit "token" is GRPO's ratio (arXiv 2402.03300).
 
+A teacher adds the term of `_with_teacher`, with a denominator of its own.
+
 Departures from the paper: other units; a trajectory may spread over rows; only sampled tokens count; |log s| is cut at
 MAX_LOG_RATIO. From TRL, which has the names grpo, bnpo, dr_grpo and dapo: a trajectory without a sampled token does not
 count in N, and bnpo is the mean over the optimizer step, where TRL's is over a micro-batch and changes with the split.
@@ -36,18 +38,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
 from torch import Tensor
 
 from gspo_gym.errors import RecordError
-from gspo_gym.learning.settings import LossSettings
+from gspo_gym.learning.settings import DistillationSettings, LossSettings
 from gspo_gym.learning.tokens import Clip, TokenTerms
 
 MAX_DPPO_RATIO = 20.0  # as in verl (clip_ratio_c) and prime-rl
 _VESPO_LOG_BOUNDS = math.log(1e-8), 20.0
+MAX_FALL = 0.2  # of a token's probability, beyond which its teacher's term is dropped; as dppo's clip_low
 MAX_LOG_RATIO = 20.0  # |log s| and |log-ratio to the reference|; exp() of more says nothing more, or overflows
 
 
@@ -74,6 +77,37 @@ class Denominators:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class TeacherScores:
+    """A teacher's scores of the sampled tokens of a call; constants, nats.
+
+    Attributes:
+        log_ratios: [B, T] log p_T - log p_S, of the teacher and of the policy before the update, both at temperature 1.
+        kl: [B, T] KL(S || T) of their whole distributions at the token; None: there is no baseline.
+    """
+
+    settings: DistillationSettings
+    log_ratios: Tensor
+    kl: Tensor | None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TeacherStats:
+    """Detached facts about the teacher's term of one call.
+
+    Attributes:
+        loss: [], its share of the loss, with the coefficient.
+        advantage_sum: [], of A_t over tokens, nats. kl_sum: [], of KL(policy || teacher), nats: the exact one of
+            each token where the baseline computes it, else its estimate k3.
+        num_dropped: [], tokens with a probability that fell by more than MAX_FALL.
+    """
+
+    loss: Tensor
+    advantage_sum: Tensor
+    kl_sum: Tensor
+    num_dropped: Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class LossStats:
     """Detached facts about one call, as sums and counts: those of several calls can be added.
 
@@ -91,6 +125,7 @@ class LossStats:
         old_k1, old_k3: sums over tokens of the estimates of KL(old || now), nats.
         ref_k1, ref_k3: sums over tokens of the estimates of KL(now || reference), nats; None: no reference.
         entropy_sum: sum over tokens, nats; None: no entropy was given.
+        teacher: None: no teacher.
     """
 
     num_tokens: int
@@ -110,6 +145,13 @@ class LossStats:
     ref_k1: Tensor | None
     ref_k3: Tensor | None
     entropy_sum: Tensor | None
+    teacher: TeacherStats | None = None
+
+    @property
+    def loss(self) -> Tensor:
+        """The loss [], of all terms."""
+        loss = self.policy_loss + self.kl_loss + self.entropy_loss
+        return loss if self.teacher is None else loss + self.teacher.loss
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -231,6 +273,7 @@ def policy_loss(
     ref_logprobs: Tensor | None = None,
     entropy: Tensor | None = None,
     correction: Tensor | None = None,
+    teacher: TeacherScores | None = None,
 ) -> LossOutput:
     """Return the loss of the module's docstring.
 
@@ -242,29 +285,27 @@ def policy_loss(
         trajectory_index: [B] integers: rows with the same number are one trajectory; all its rows are here.
         denominators: of the optimizer step, not of this call: the losses of micro-batches add up to the step's.
         entropy: [B, T] nats, of the distribution at each token, differentiable; None: not known.
-        correction: [B, T] w, finite and >= 0, taken as constants; None: 1 everywhere.
+        correction: [B, T] w, finite and >= 0, taken as constants; None: 1 everywhere. teacher: None: no teacher.
 
     Raises:
         RecordError: no sampled token; more here than the denominators say; a coefficient without its tensor.
     """
-    mask = action_mask
 
     def constants(values: Tensor) -> Tensor:
-        return values[mask].detach().to(logprobs.dtype)
+        return values[action_mask].detach().to(logprobs.dtype)
 
     tokens = _Tokens(
-        row=torch.arange(len(mask), device=mask.device)[:, None].expand_as(mask)[mask],
-        trajectory=trajectory_index[:, None].expand_as(mask)[mask],
-        turn=turn_index[mask],
-        now=logprobs[mask],
+        row=torch.arange(len(action_mask), device=action_mask.device)[:, None].expand_as(action_mask)[action_mask],
+        trajectory=trajectory_index[:, None].expand_as(action_mask)[action_mask],
+        turn=turn_index[action_mask],
+        now=logprobs[action_mask],
         old=constants(old_logprobs),
-        advantage=constants(advantages),
+        advantage=constants(advantages) * (teacher is None or teacher.settings.reward),
         correction=constants(torch.ones_like(logprobs) if correction is None else correction),
         reference=None if ref_logprobs is None else constants(ref_logprobs),
-        entropy=None if entropy is None else entropy[mask].to(logprobs.dtype),
+        entropy=None if entropy is None else entropy[action_mask].to(logprobs.dtype),
     )
-    weight = _token_weights(tokens, settings, denominators)
-    units = _units(tokens, settings)
+    weight, units = _token_weights(tokens, settings, denominators), _units(tokens, settings)
     unit_ratios = units.mean(tokens.log_ratio).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
     ratio = unit_ratios[units.of_token] * torch.exp(tokens.now - tokens.now.detach())
     clips = _clips(tokens, ratio.detach(), settings)
@@ -276,7 +317,8 @@ def policy_loss(
     entropy_term = -settings.entropy_coef * entropy_A.sum()  # a bonus, for the loss is minimised
     share = (policy_A + settings.kl_coef * kl_A - settings.entropy_coef * entropy_A).detach()
     stats = _stats(tokens, unit_ratios, clips, (policy_term, kl_term, entropy_term))
-    return LossOutput(policy_term + kl_term + entropy_term, stats, TokenTerms(ratio.detach(), clips, share))
+    output = LossOutput(policy_term + kl_term + entropy_term, stats, TokenTerms(ratio.detach(), clips, share))
+    return output if teacher is None else _with_teacher(output, tokens, ratio, teacher, action_mask, denominators)
 
 
 def count_denominators(
@@ -428,6 +470,34 @@ def _weighted_entropy(tokens: _Tokens, weight: Tensor, settings: LossSettings) -
     if tokens.entropy is None:
         raise RecordError(f"policy_loss: entropy_coef {settings.entropy_coef} needs entropy, got None")
     return weight * tokens.entropy
+
+
+def _with_teacher(
+    output: LossOutput,
+    tokens: _Tokens,
+    ratio: Tensor,
+    teacher: TeacherScores,
+    mask: Tensor,
+    denominators: Denominators,
+) -> LossOutput:
+    """Return the loss with on-policy distillation's addends (Thinking Machines, 2025).
+
+    Of a token, - coefficient / n * w M r A: A = log p_T - log p_S, with the baseline + KL(S || T) (arXiv 2605.07865), n
+    the sampled tokens of the optimizer step, whatever the aggregation, r the unit's ratio, w the correction's weight,
+    and M 0 where the token's probability fell by more than MAX_FALL since it was sampled, else 1. No clip acts.
+    """
+    settings, advantage = teacher.settings, teacher.log_ratios[mask].detach().to(tokens.now.dtype)
+    if settings.baseline and teacher.kl is None:
+        raise RecordError("policy_loss: distillation.baseline needs teacher.kl, got None")
+    kl = k3(advantage) if teacher.kl is None else teacher.kl[mask].detach().to(tokens.now.dtype)
+    if settings.baseline:
+        advantage = advantage + kl
+    has_fallen = tokens.old.exp() - tokens.now.detach().exp() > MAX_FALL
+    weight = tokens.correction.masked_fill(has_fallen, 0.0) * (settings.coefficient / denominators.num_tokens)
+    term = -(weight * ratio * advantage)
+    stats = TeacherStats(term.detach().sum(), advantage.sum(), kl.sum(), has_fallen.sum())
+    shares = replace(output.tokens, share=output.tokens.share + term.detach())
+    return LossOutput(output.loss + term.sum(), replace(output.stats, teacher=stats), shares)
 
 
 def _clips(tokens: _Tokens, ratio: Tensor, settings: LossSettings) -> Tensor:

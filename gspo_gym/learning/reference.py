@@ -1,8 +1,8 @@
-"""The frozen policy that KL terms compare with.
+"""The frozen policies that a learner compares with: the reference of KL terms, and the teacher of a distillation.
 
-In this process it is one of three things: the model with its adapter disabled, a frozen copy of the adapter's tensors
-that is swapped in while the reference is asked, or a frozen copy of the whole model. Elsewhere, it is a
-`ReferencePolicy` that the caller passes.
+In this process the reference is one of three things: the model with its adapter disabled, a frozen copy of the
+adapter's tensors that is swapped in while the reference is asked, or a frozen copy of the whole model. Elsewhere, it is
+a `ReferencePolicy` that the caller passes. The teacher is another model, in this process.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from gspo_gym.errors import CheckpointError, ConfigError
 from gspo_gym.learning.batching import TokenBatch
 from gspo_gym.learning.logprobs import LogprobComputer
-from gspo_gym.learning.settings import ReferenceSettings
+from gspo_gym.learning.settings import DistillationSettings, ReferenceSettings
+from gspo_gym.types import Sampling
 
 
 class ReferencePolicy(Protocol):
@@ -135,6 +136,46 @@ class Reference:
                 self._frozen_copy[name] = policy_values
                 continue
             parameter.data, self._frozen_copy[name] = self._frozen_copy[name], parameter.data
+
+
+class Teacher:
+    """A frozen model that scores the policy's tokens, both at temperature 1 and of the whole vocabulary.
+
+    Where the learner's old logprobs are just that, the policy's are these; elsewhere (another temperature, truncated
+    sampling, an adapter's dropout, old logprobs of the engine) and for the baseline, it is scored once more.
+
+    Args:
+        model: the teacher, with the token ids of the policy; it is frozen here.
+        policy: the model that is trained. computer: that of its old logprobs; None: the engine's stand for them.
+        make_computer: gives a computer of a model at temperature 1.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        settings: DistillationSettings,
+        *,
+        policy: nn.Module,
+        computer: LogprobComputer | None,
+        make_computer: Callable[[nn.Module], LogprobComputer],
+    ) -> None:
+        self._computer = make_computer(model.requires_grad_(False))
+        is_plain = computer is not None and not computer.has_dropout and computer.sampling == Sampling()
+        self._has_baseline = settings.baseline
+        self._policy = make_computer(policy) if settings.baseline or not is_plain else None
+
+    @torch.no_grad()
+    def compare(self, batch: TokenBatch, old_logprobs: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Return [B, T] log(teacher / policy) of the sampled tokens, and KL(policy || teacher) with a baseline.
+
+        `old_logprobs` [B, T] are the learner's, before an update; None: the engine's stand for them.
+        """
+        inputs = (batch.token_ids, batch.attention_mask, batch.action_mask)
+        if self._policy is None:
+            assert old_logprobs is not None
+            return self._computer.compute(*inputs).logprobs - old_logprobs, None
+        log_ratios, kl = self._policy.compare(self._computer, *inputs)
+        return log_ratios, kl if self._has_baseline else None
 
 
 def check_same_reference(saved: Mapping[str, Tensor], held: Mapping[str, Tensor]) -> None:

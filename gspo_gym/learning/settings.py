@@ -255,6 +255,37 @@ class ReferenceSettings(Settings):
         )
 
 
+class DistillationSettings(Settings):
+    """[distillation]: a frozen teacher, whose logprobs of the sampled tokens are learned from."""
+
+    teacher: str = Field(
+        min_length=1,
+        description="a run, RUN@best, RUN@STEP, or what model.base takes; of the model's own vocabulary and merges",
+    )
+    coefficient: float = Field(
+        default=1.0, gt=0, description="weight of the teacher's term, a mean over sampled tokens"
+    )
+    baseline: bool = Field(
+        default=False,
+        description=(
+            "add KL(policy || teacher) at the token to its advantage, whose mean under the policy is then 0 "
+            "(arXiv 2605.07865); the policy is scored once more"
+        ),
+    )
+    reward: bool = Field(
+        default=True, description="learn from the rewards, too; false: from the teacher alone (Thinking Machines)"
+    )
+
+    @field_validator("teacher")
+    @classmethod
+    def _is_here(cls, name: str) -> str:
+        if name.startswith(("http://", "https://")):
+            raise ValueError(
+                f"expected a model that loads here, got the endpoint {name}: name a folder, a run or a hub id"
+            )
+        return name
+
+
 class OptimizerSettings(Settings):
     """[optimizer]: AdamW, but for the learning rate, which is training.learning_rate."""
 

@@ -102,6 +102,8 @@ TOKEN_COLUMNS: Mapping[str, type[np.generic]] = {
     "advantage": np.float32,
     "old_logprob": np.float32,
     "ref_logprob": np.float32,
+    "teacher_log_ratio": np.float32,
+    "teacher_kl": np.float32,
     "fate": np.uint8,
 }
 PASS_COLUMNS: Mapping[str, type[np.generic]] = {
@@ -160,8 +162,10 @@ class TokenTable:
         columns = self._passes[number]
         self._columns["advantage"][at] = part.advantages[mask].cpu().numpy()
         self._columns["old_logprob"][at] = part.old_logprobs[mask].cpu().numpy()
-        if part.ref_logprobs is not None:
-            self._columns["ref_logprob"][at] = part.ref_logprobs[mask].cpu().numpy()
+        labels = (part.ref_logprobs, part.teacher_log_ratios, part.teacher_kl)
+        for name, label in zip(("ref_logprob", "teacher_log_ratio", "teacher_kl"), labels, strict=True):
+            if label is not None:
+                self._columns[name][at] = label[mask].cpu().numpy()
         columns["logprob"][at] = logprobs[mask].cpu().numpy()
         columns["entropy"][at] = entropy[mask].numpy(force=True)
         columns["correction"][at] = 1.0 if weights is None else weights[mask].cpu().numpy()

@@ -27,16 +27,17 @@ from gspo_gym.learning.batching import (
 from gspo_gym.learning.collective import Collective, OneProcess, Record, device_of, gather, own_of, place_of
 from gspo_gym.learning.correction import correct
 from gspo_gym.learning.health import EngineGap, PartFacts, Tally, batch_metrics
-from gspo_gym.learning.logprobs import LogprobComputer
-from gspo_gym.learning.losses import Denominators, LossOutput, count_denominators, policy_loss
+from gspo_gym.learning.logprobs import LogprobComputer, TokenLogprobs
+from gspo_gym.learning.losses import Denominators, LossOutput, TeacherScores, count_denominators, policy_loss
 from gspo_gym.learning.optimizer import PolicyOptimizer
-from gspo_gym.learning.reference import Reference, ReferencePolicy, check_same_reference
+from gspo_gym.learning.reference import Reference, ReferencePolicy, Teacher, check_same_reference
 from gspo_gym.learning.saved import SavedTensors, copy_state
 from gspo_gym.learning.settings import (
     DEFAULT_LOGITS_BYTES,
     SAMPLER_KEYS,
     AdvantageSettings,
     CorrectionSettings,
+    DistillationSettings,
     LossSettings,
     OptimizerSettings,
     ReferenceSettings,
@@ -95,10 +96,15 @@ class _Part:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Labels:
-    """Logprobs [B, T] that an update compares with; None: the engine's stand for the old ones; no reference."""
+    """Logprobs [B, T] that an update compares with.
+
+    None: the engine's stand for the old ones; there is no reference, no teacher, no baseline.
+    """
 
     old: Tensor | None
     ref: Tensor | None
+    teacher_log_ratios: Tensor | None = None
+    teacher_kl: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -143,6 +149,7 @@ class Learner:
         logits_bytes: see `LogprobComputer`.
         seed: of the division into minibatches and of dropout masks. clock: seconds, monotonic.
         reference_model, reference_policy: a frozen model as the reference, or one elsewhere; None: reference.source.
+        distillation, teacher: how a frozen model of the same token ids is learned from, and that model; None: none.
         collective: the ranks that train the model together, each with the same arguments, batches and calls (`sink`
             apart); they return the same reports, but for the seconds. None: this process alone.
         on_step: called after each optimizer step with how many an update has taken, and of how many.
@@ -169,6 +176,8 @@ class Learner:
         seed: int = 0,
         reference_model: nn.Module | None = None,
         reference_policy: ReferencePolicy | None = None,
+        distillation: DistillationSettings | None = None,
+        teacher: nn.Module | None = None,
         clock: Callable[[], float] = time.perf_counter,
         logits_bytes: int = DEFAULT_LOGITS_BYTES,
         collective: Collective | None = None,
@@ -180,16 +189,13 @@ class Learner:
         self._correction, self._rescores = correction or CorrectionSettings(), rescores
         if rescores:
             _require_no_comparison(self._correction)
+        self._distillation = distillation
         self._reference_settings = reference or ReferenceSettings()
         self._shaper = AdvantageShaper(advantages or AdvantageSettings(), rewards or RewardSettings())
         self._seed, self._clock, self._num_updates, self._on_step = seed, clock, 0, on_step
         self._device, self._routers = device_of(model, self._collective), find_routers(model)
-        self._optimizer = PolicyOptimizer(
-            model,
-            optimizer,
-            learning_rate=update.learning_rate,
-            total_steps=total_steps,
-        )
+        rate = update.learning_rate
+        self._optimizer = PolicyOptimizer(model, optimizer, learning_rate=rate, total_steps=total_steps)
         make = partial(
             LogprobComputer,
             sampling=sampling or Sampling(),
@@ -206,6 +212,8 @@ class Learner:
         if compares and reference_policy is None:
             own = partial(Reference, model, self._reference_settings, computer=self._computer, make_computer=make)
             self._reference = own(given=reference_model)
+        scored = self._computer if self._recomputes_old else None
+        self._teacher = None if distillation is None else _new_teacher(model, distillation, teacher, scored, make)
 
     def update(self, batch: TrainBatch, sink: TokenSink | None = None) -> UpdateReport:
         """Train on a batch: `update_epochs` passes of one optimizer step per minibatch.
@@ -223,7 +231,9 @@ class Learner:
         plan = self._plan(sink.begin(batch))
         orders = [self._order(len(plan), epoch) for epoch in range(self._settings.update_epochs)]
         # Before the first step the weights are the old ones: a minibatch without another pass is scored by that one.
-        first = orders[0][:1] if len(orders) == 1 and not self._shaper.uses_reference else ()
+        # With gradients kernels round otherwise, and a teacher that is the policy would not give 0.
+        is_scored_apart = self._shaper.uses_reference or self._teacher is not None
+        first = orders[0][:1] if len(orders) == 1 and not is_scored_apart else ()
         plan = [minibatch if k in first else self._label(minibatch) for k, minibatch in enumerate(plan)]
         plan, shaping_metrics = self._shape(plan)
         labelled_at = self._clock()
@@ -322,7 +332,7 @@ class Learner:
 
     @property
     def _has_other_terms(self) -> bool:  # under which a token without an advantage has a gradient
-        return self._loss.kl_coef > 0 or self._loss.entropy_coef > 0
+        return self._loss.kl_coef > 0 or self._loss.entropy_coef > 0 or self._teacher is not None
 
     def _order(self, num_minibatches: int, epoch: int) -> list[int]:
         generator = seeding.generator(self._seed, "order", self._num_updates, epoch)
@@ -350,7 +360,8 @@ class Learner:
         if self._recomputes_old:
             with torch.no_grad(), self._computer.adapter_dropout(part.dropout_seed):
                 old = self._computer.compute(batch.token_ids, batch.attention_mask, batch.action_mask).logprobs
-        return _Labels(old, self._reference_logprobs(batch))
+        log_ratios, kl = (None, None) if self._teacher is None else self._teacher.compare(batch, old)
+        return _Labels(old, self._reference_logprobs(batch), log_ratios, kl)
 
     def _reference_logprobs(self, batch: TrainBatch) -> Tensor | None:
         return None if self._reference is None else self._reference.logprobs(batch)
@@ -381,7 +392,7 @@ class Learner:
         passes = self._gather(own, minibatch.parts)
         facts = [one.facts for one in passes]
         # Of all parts: every process decides the same about the step.
-        loss = sum(float(fact.loss.policy_loss + fact.loss.kl_loss + fact.loss.entropy_loss) for fact in facts)
+        loss = sum(float(fact.loss.loss) for fact in facts)
         report = self._optimizer.step(loss)
         tally.add_step(facts, report)
         for part, one in zip(minibatch.parts, passes, strict=True):
@@ -401,11 +412,12 @@ class Learner:
                 batch = _labelled(batch, _Labels(now if self._recomputes_old else None, ref))
             correction = correct(batch, now, self._correction)
             weights = None if correction is None else correction.weights
-            output = _loss(batch, computed.logprobs, computed.entropy, weights, self._loss, denominators)
+            output = _loss(batch, computed, weights, self._loss, self._distillation, denominators)
             torch.autograd.backward(output.loss * part.weight)
         own = batch.old_logprobs if self._recomputes_old else now
         facts = PartFacts(output.stats, correction, EngineGap.of(batch, own, self._loss.unit) if with_gap else None)
-        return _Pass(_Labels(batch.old_logprobs, batch.ref_logprobs), now, entropy, output.tokens, facts)
+        labels = _Labels(batch.old_logprobs, batch.ref_logprobs, batch.teacher_log_ratios, batch.teacher_kl)
+        return _Pass(labels, now, entropy, output.tokens, facts)
 
     @property
     def _recomputes_old(self) -> bool:
@@ -452,16 +464,33 @@ def _divide(batch: TrainBatch, max_tokens: int, *, alike: bool, num_ranks: int) 
     return parts
 
 
+def _new_teacher(
+    policy: nn.Module,
+    settings: DistillationSettings,
+    model: nn.Module | None,
+    computer: LogprobComputer | None,
+    make: partial[LogprobComputer],
+) -> Teacher:
+    if model is None:
+        raise ConfigError("distillation: expected a teacher to learn from, got none; pass its model as `teacher`")
+    make_plain = partial(make, sampling=Sampling(), entropy_has_gradient=False)
+    return Teacher(model, settings, policy=policy, computer=computer, make_computer=make_plain)
+
+
 def _loss(
     batch: LabelledBatch,
-    logprobs: Tensor,
-    entropy: Tensor,
+    computed: TokenLogprobs,
     correction: Tensor | None,
     settings: LossSettings,
+    distillation: DistillationSettings | None,
     denominators: Denominators,
 ) -> LossOutput:
+    teacher = None
+    if distillation is not None:
+        assert batch.teacher_log_ratios is not None, "labelled with the teacher's"
+        teacher = TeacherScores(distillation, batch.teacher_log_ratios, batch.teacher_kl)
     return policy_loss(
-        logprobs,
+        computed.logprobs,
         batch.old_logprobs,
         action_mask=batch.action_mask,
         turn_index=batch.turn_index,
@@ -470,15 +499,22 @@ def _loss(
         settings=settings,
         denominators=denominators,
         ref_logprobs=batch.ref_logprobs,
-        entropy=entropy,
+        entropy=computed.entropy,
         correction=correction,
+        teacher=teacher,
     )
 
 
 def _labelled(part: TrainBatch, labels: _Labels) -> LabelledBatch:
     old = part.rollout_logprobs if labels.old is None else labels.old
     fields = {field.name: getattr(part, field.name) for field in dataclasses.fields(TrainBatch)}
-    return LabelledBatch(**fields, old_logprobs=old, ref_logprobs=labels.ref)
+    return LabelledBatch(
+        **fields,
+        old_logprobs=old,
+        ref_logprobs=labels.ref,
+        teacher_log_ratios=labels.teacher_log_ratios,
+        teacher_kl=labels.teacher_kl,
+    )
 
 
 def _trainable(batch: TrainBatch, *, with_advantage: bool) -> list[int]:

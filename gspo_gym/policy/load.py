@@ -6,6 +6,7 @@ needs the optimizer and the random state too (`checkpoints.py`).
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 import warnings
@@ -240,6 +241,18 @@ def load_tokenizer(base: str) -> Any:
     if not (model := whole_model_of(base)).startswith(TINY_PREFIX):  # whose only stop is the tokenizer's eos
         note_stops(tokenizer, stops_of_files(str(folder_of(model) or model)))
     return tokenizer
+
+
+def vocabulary_digest(tokenizer: Any) -> str:
+    """Return the SHA-256 of what a tokenizer's ids mean: its tokens by id, and its merges in their order.
+
+    Two tokenizers of any name with the same digest cut and number texts by the same tables (Any: untyped).
+    """
+    backend = getattr(tokenizer, "backend_tokenizer", None)  # None: written in Python, whose merges no file here shows
+    merges = [] if backend is None else json.loads(backend.to_str())["model"].get("merges", [])
+    pairs = [pair.split(" ") if isinstance(pair, str) else pair for pair in merges]
+    tokens = sorted((number, token) for token, number in tokenizer.get_vocab().items())
+    return hashlib.sha256(json.dumps([tokens, pairs]).encode()).hexdigest()
 
 
 def _read_tokenizer(base: str) -> Any:

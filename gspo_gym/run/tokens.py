@@ -12,6 +12,8 @@ their numbers allow:
     rollout_logprob  [A]     float32  the engine's
     old_logprob      [A]     float32  the policy's before the update
     ref_logprob      [A]     float32  the reference's; absent without one
+    teacher_log_ratio [A]    float32  log(teacher / policy before the update); absent without a teacher
+    teacher_kl       [A]     float32  KL(policy || teacher) at the token; absent without distillation.baseline
     weight_version   [A]     int      of the weights that sampled it; -1: unknown
     fate             [A]     uint8    `Fate`: trained, or why not
     logprob          [P, A]  float32  the present policy's, as each pass computed it
@@ -52,7 +54,9 @@ if TYPE_CHECKING:
 TOKENS_FOLDER = "tokens"
 _SCHEMA = "2"
 _BY_TRAJECTORY = "optimizer_step"  # which readers get by trajectory, too
-_OPTIONAL = {"ref_logprob": np.nan, "correction": 1.0}  # absent if all tokens have this
+_OPTIONAL = dict.fromkeys(("ref_logprob", "teacher_log_ratio", "teacher_kl"), np.nan) | {
+    "correction": 1.0
+}  # absent if all tokens have this
 
 
 def _open(path: Path) -> Any:  # Any: untyped

@@ -14,8 +14,8 @@ import torch
 
 from gspo_gym.errors import RecordError
 from gspo_gym.learning import losses
-from gspo_gym.learning.losses import Denominators
-from gspo_gym.learning.settings import LossSettings
+from gspo_gym.learning.losses import Denominators, TeacherScores
+from gspo_gym.learning.settings import DistillationSettings, LossSettings
 
 LN2, LN4, LN11 = math.log(2.0), math.log(4.0), math.log(1.1)
 NAN = float("nan")
@@ -66,6 +66,7 @@ def run(
     ref_log_ratio: torch.Tensor | float | None = None,
     entropy: torch.Tensor | None = None,
     correction: torch.Tensor | None = None,
+    teacher: TeacherScores | None = None,
     **settings: Any,
 ) -> tuple[Any, torch.Tensor]:
     """The output and its gradient [B, T] for rows given as log-ratios; old logprobs are -1 - 0.1 t."""
@@ -96,6 +97,7 @@ def run(
         ref_logprobs=constants.get("ref"),
         entropy=entropy,
         correction=constants.get("correction"),
+        teacher=teacher,
     )
     output.loss.backward()
     assert [name for name, tensor in constants.items() if tensor.grad is not None] == [], "these are constants"
@@ -439,6 +441,68 @@ def check_stats(loss: Loss) -> None:
     assert not any(isinstance(v, torch.Tensor) and v.requires_grad for v in (stats.policy_loss, stats.unit_ratios))
 
 
+# Probabilities of three tokens in the policy and in its teacher: log T - log S, and KL(S || T) = .6 ln 3 - .3 ln (7/3).
+POLICY, TEACHER = (0.6, 0.3, 0.1), (0.2, 0.7, 0.1)
+TAUGHT = [math.log(t / s) for s, t in zip(POLICY, TEACHER, strict=True)]
+DIVERGENCE = 0.6 * math.log(3) - 0.3 * math.log(7 / 3)
+THREE_TOKENS: Row = [(0.0, 1.0, 0)] * 3
+
+
+def taught(log_ratios: list[float], *, kl: float | None = None, **settings: Any) -> TeacherScores:
+    """Scores of one row's tokens, NaN at its context token."""
+    row = torch.tensor([[NAN, *log_ratios]], dtype=torch.float64)
+    given = DistillationSettings(teacher="t", baseline=kl is not None, **settings)
+    return TeacherScores(given, row, None if kl is None else torch.full_like(row, kl))
+
+
+def check_teacher(loss: Loss) -> None:
+    """A = -1.098612, .847298, 0, with the baseline -.693634, 1.252276, .404978: the mean over the three tokens, times
+    0.5. As the half of a step it weighs half, whatever the aggregation; beside the reward, whose tokens have A = 1 and
+    a third each, both add up."""
+    assert [round(a, 6) for a in TAUGHT] == [-1.098612, 0.847298, 0.0]
+    for kl, expected in ((None, TAUGHT), (DIVERGENCE, [-0.693634, 1.252276, 0.404978])):
+        teacher = taught(TAUGHT, kl=kl, coefficient=0.5, reward=False)
+        output, gradient = run(loss, [THREE_TOKENS], teacher=teacher)
+        assert output.loss.item() == pytest.approx(-0.5 * sum(expected) / 3, abs=1e-6)
+        assert gradient[0].tolist() == pytest.approx([0, *(-0.5 * a / 3 for a in expected)], abs=1e-6)
+        stats = output.stats.teacher
+        assert stats.loss.item() == output.stats.loss.item() == output.loss.item()
+        assert stats.advantage_sum.item() == pytest.approx(sum(expected), abs=1e-6)
+        estimate = sum(math.exp(a) - 1 - a for a in TAUGHT)
+        assert stats.kl_sum.item() == pytest.approx(estimate if kl is None else 3 * DIVERGENCE, abs=1e-12)
+        assert output.tokens.share.sum().item() == pytest.approx(output.loss.item(), abs=1e-12)
+        half = {"denominators": Denominators(2, 2, 6, 24), "aggregation": "dapo"}
+        _, halved = run(loss, [THREE_TOKENS], teacher=teacher, **half)
+        torch.testing.assert_close(halved[0, 1:], gradient[0, 1:] / 2, rtol=0, atol=1e-12)
+        beside = taught(TAUGHT, kl=kl, coefficient=0.5)
+        _, both = run(loss, [THREE_TOKENS], teacher=beside)
+        torch.testing.assert_close(both[0, 1:], gradient[0, 1:] - 1 / 3, rtol=0, atol=1e-12)
+
+
+def check_teachers_baseline(loss: Loss) -> None:
+    """Ten tokens, 6, 3 and 1 of them as the policy samples: with the baseline, the mean of A is exactly 0; without, it
+    is -KL(S || T) = -.404978."""
+    rows: list[Row] = [[(0.0, 0.0, 0)] * 10]
+    every = [a for a, count in zip(TAUGHT, (6, 3, 1), strict=True) for _ in range(count)]
+    output, _ = run(loss, rows, teacher=taught(every, kl=DIVERGENCE))
+    assert output.loss.item() == pytest.approx(0.0, abs=1e-12)
+    output, _ = run(loss, rows, teacher=taught(every))
+    assert output.loss.item() == pytest.approx(0.404978, abs=1e-6)
+
+
+def check_teachers_trust(loss: Loss) -> None:
+    """Old probabilities e^-1.1 = .333, e^-1.2 = .301, e^-1.3 = .273. Now e^-2.1 = .122, fallen by .210: dropped,
+    whatever A is; e^-2.2 = .111, fallen by .190: kept, with the ratio e^-1; and e^0 = 1, risen by .727: kept, with
+    e^1.3, though far outside the clip. A weight of the correction multiplies: 2 for the second token."""
+    row: Row = [(-1.0, 0.0, 0), (-1.0, 0.0, 0), (1.3, 0.0, 0)]
+    weights = torch.tensor([[NAN, 1.0, 2.0, 1.0]], dtype=torch.float64)
+    teacher = taught([5.0, -1.0, 1.0])
+    output, gradient = run(loss, [row], unit="token", correction=weights, teacher=teacher)
+    assert gradient[0].tolist() == pytest.approx([0, 0, 2 * math.exp(-1) / 3, -math.exp(1.3) / 3], abs=1e-12)
+    assert output.stats.teacher.num_dropped.item() == 1
+    assert output.loss.item() == pytest.approx((2 * math.exp(-1) - math.exp(1.3)) / 3, abs=1e-12)
+
+
 CHECKS = [
     check_four_sequences,
     check_episode_over_several_rows,
@@ -460,6 +524,9 @@ CHECKS = [
     check_dppo,
     check_vespo,
     check_correction,
+    check_teacher,
+    check_teachers_baseline,
+    check_teachers_trust,
     check_stats,
 ]
 
@@ -493,3 +560,10 @@ def test_a_call_without_sampled_tokens_is_refused() -> None:
 def test_a_weight_without_its_tensor_is_refused(coef: str, tensor: str) -> None:
     with pytest.raises(RecordError, match=f"{coef} 0.1 needs {tensor}"):
         run(losses.policy_loss, FOUR_SEQUENCES, **{coef: 0.1})
+
+
+def test_a_baseline_without_its_divergence_is_refused() -> None:
+    scores = taught(TAUGHT)
+    wrong = TeacherScores(DistillationSettings(teacher="t", baseline=True), scores.log_ratios, None)
+    with pytest.raises(RecordError, match=r"baseline needs teacher\.kl"):
+        run(losses.policy_loss, [THREE_TOKENS], teacher=wrong)

@@ -275,6 +275,7 @@ def _learning_seconds(
         torch.autograd.grad(forward(), parameters, allow_unused=True)
 
     num_scored = (config.correction.old_logprobs == "recompute") + config.has_reference
+    num_scored += config.distillation is not None  # a teacher of the same size
     seconds_per_batch = num_scored * _per_call(score, clock) + update.update_epochs * _per_call(backward, clock)
     # Rows of a micro-batch that begin alike are computed once.
     micro = _first(trajectories, update.max_tokens_per_microbatch)

@@ -25,7 +25,7 @@ from gspo_gym.config.build.episode_collection import ENDPOINT, SCRIPTED, endpoin
 from gspo_gym.config.build.estimate import Estimate, estimate_step
 from gspo_gym.config.build.judge import build_judging
 from gspo_gym.config.build.processes import launching
-from gspo_gym.config.build.reference import check_reference, dedicated_reference
+from gspo_gym.config.build.reference import check_reference, check_teacher, dedicated_reference, teachers_base
 from gspo_gym.config.build.rollouts import (
     Player,
     build_scripted_evaluate,
@@ -155,7 +155,7 @@ async def rehearse(config: RunConfig) -> Rehearsal:
     await require_ready(config)
     with in_temporary_folder("gspo_gym-rehearsal-") as folder:
         # A rehearsal leaves nothing behind, and may be made while the run's folder is in use.
-        config = config.model_copy(update={"run": config.run.model_copy(update={"folder": folder})})
+        config = _moved(config, folder)
         async with contextlib.AsyncExitStack() as stack:
             num_threads = stack.enter_context(computing_elsewhere(build.drivers_device(config)))
             policy = build.build_policy(config)
@@ -186,6 +186,19 @@ async def rehearse(config: RunConfig) -> Rehearsal:
     return Rehearsal((*notes, *(result for result in results if isinstance(result, str))), episodes, estimate)
 
 
+def _moved(config: RunConfig, folder: str) -> RunConfig:
+    """Return the configuration of a run in another folder, with the models that it names by runs of its own folder."""
+    found_model = {"base": model_name(config), "source": None, "revision": None}
+    changes = {
+        "run": config.run.model_copy(update={"folder": folder}),
+        "model": config.model.model_copy(update=found_model),
+    }
+    if config.distillation is None:
+        return config.model_copy(update=changes)
+    teacher = config.distillation.model_copy(update={"teacher": teachers_base(config)})
+    return config.model_copy(update={**changes, "distillation": teacher})
+
+
 async def _here(work: Callable[[], Result], /) -> Result:
     return work()
 
@@ -196,6 +209,7 @@ def _checks(config: RunConfig, base: str | None) -> Sequence[Callable[[], object
         lambda: refuse_to_train(config.sections),
         lambda: check_reference(config),
         lambda: check_base(base or model_name(config)),
+        lambda: check_teacher(config, base or model_name(config)),
         lambda: read_template(config),
         lambda: check_options(
             device=build.device_of(config),

@@ -1,4 +1,4 @@
-"""The dedicated reference of a run: an actor of Ray, which has the present policy frozen."""
+"""The frozen models of a run: its dedicated reference, an actor of Ray, and the teacher of a distillation."""
 
 from __future__ import annotations
 
@@ -6,8 +6,11 @@ import contextlib
 import os
 import shutil
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import torch
+from torch import nn
 
 from gspo_gym.base.leftovers import goes_with_us, remove_folder
 from gspo_gym.cluster.ray import joined, require_ray
@@ -16,8 +19,10 @@ from gspo_gym.config.run_config import RunConfig
 from gspo_gym.config.services import TopologySection, names_of, place, ray_address
 from gspo_gym.errors import ConfigError
 from gspo_gym.learning.settings import DEFAULT_LOGITS_BYTES
-from gspo_gym.policy.load import Policy, save_policy
+from gspo_gym.policy.bases import known_context, parse_hub_id, whole_model_of
+from gspo_gym.policy.load import Policy, load_policy, load_tokenizer, save_policy, vocabulary_digest
 from gspo_gym.policy.quantization import is_quantized
+from gspo_gym.run.models import find_model
 
 _MAX_START_SECONDS = 1800.0  # to come up: a large model is read from a slow disk
 
@@ -84,3 +89,58 @@ def _gpus(config: RunConfig, device: str) -> tuple[str, ...] | None:
     # Without a split the reference is on the learner's GPU, as this process sees it.
     visible = (0,) if config.topology is None else place(config.sections).reference
     return names_of(visible, os.environ)
+
+
+def check_teacher(config: RunConfig, base: str) -> None:
+    """Refuse a teacher that is not there, reads too little, or does not have the vocabulary of the model `base`.
+
+    No weights are read, and the hub is not asked.
+
+    Raises:
+        UnknownNameError, CheckpointError: there is no such model. ConfigError: it does not fit.
+    """
+    if config.distillation is None:
+        return
+    teacher, needed = teachers_base(config), config.rollout.max_model_len
+    _, most = known_context(teacher)
+    if most is not None and most < needed:
+        raise ConfigError(
+            f"distillation.teacher: {teacher} reads {most} tokens, and rollout.max_model_len = {needed}: lower that"
+        )
+    if not any(parse_hub_id(whole_model_of(name)) for name in (teacher, base)):
+        _require_same_vocabulary(teacher, load_tokenizer(teacher), load_tokenizer(base))
+
+
+def load_teacher(config: RunConfig, policy: Policy, device: str) -> nn.Module | None:
+    """Return the model of [distillation], in the policy's dtype; None without the section.
+
+    Raises:
+        UnknownNameError, CheckpointError: there is no such model. ConfigError: its vocabulary is another one.
+    """
+    if config.distillation is None:
+        return None
+    model, base = config.model, teachers_base(config)
+    teacher = load_policy(base, dtype=model.dtype, device=device, attn_implementation=model.attn_implementation)
+    _require_same_vocabulary(base, teacher.tokenizer, policy.tokenizer)
+    loaded: nn.Module = teacher.model
+    return loaded
+
+
+def teachers_base(config: RunConfig) -> str:
+    """Return the teacher of [distillation] in a form for `load_policy`: of a run, a checkpoint's folder.
+
+    Raises:
+        UnknownNameError, CheckpointError: there is no such model, run or step.
+    """
+    assert config.distillation is not None
+    return find_model(config.distillation.teacher, runs=Path(config.run.folder)).base
+
+
+def _require_same_vocabulary(teacher: str, its_tokenizer: Any, tokenizer: Any) -> None:  # Any: transformers is untyped
+    digests = [vocabulary_digest(each) for each in (its_tokenizer, tokenizer)]
+    if digests[0] != digests[1]:
+        raise ConfigError(
+            f"distillation.teacher: {teacher} has another vocabulary than the model ({len(its_tokenizer.get_vocab())} "
+            f"and {len(tokenizer.get_vocab())} tokens, SHA-256 {digests[0][:12]} and {digests[1][:12]}), so that ids "
+            "mean other texts to it; take a teacher of the model's own family"
+        )

@@ -18,6 +18,7 @@ from gspo_gym.cluster.ray import require_ray
 from gspo_gym.config.build.apps import environment_ids
 from gspo_gym.config.build.engines import build_alarm, build_while_learning
 from gspo_gym.config.build.judge import rewards_of_turns, tell_recorder
+from gspo_gym.config.build.reference import load_teacher
 from gspo_gym.config.build.rollouts import Player, build_evaluate, build_training_pool
 from gspo_gym.config.machines import with_all_gpus
 from gspo_gym.config.run_config import RunConfig, model_name
@@ -199,7 +200,8 @@ def build_learner(
     collective: Collective | None = None,
     phases: Phases | None = None,
 ) -> Learner:
-    """Return the learner of [loss], [advantages], [rewards], [correction], [reference], [optimizer] and [training].
+    """Return the learner of [loss], [advantages], [rewards], [correction], [reference], [distillation], [optimizer]
+    and [training].
 
     `reference` is in another process; None: it is in this one, if any term needs one. `collective`: see `Learner`.
     `phases` are told of its optimizer steps.
@@ -220,6 +222,8 @@ def build_learner(
         total_steps=config.size.num_optimizer_steps,
         seed=child_seed(config.run.seed, "learner"),
         reference_policy=reference,
+        distillation=config.distillation,
+        teacher=load_teacher(config, policy, device_of(config)),
         collective=collective,
         on_step=partial(phases.count, unit="batches"),
     )

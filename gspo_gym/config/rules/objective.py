@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from gspo_gym.config.record import Rule, RunRecord, acts_with, no_effect, rule, rules_in, value_at
+from gspo_gym.config.record import Rule, RunRecord, acts_with, idle, no_effect, rule, rules_in, value_at
 from gspo_gym.config.words import look_up, show
 from gspo_gym.learning.settings import (
     LENGTH_WEIGHTED,
@@ -325,8 +325,23 @@ def _is_of_the_sampler(name: str) -> Rule:
     return Rule(f"correction.{name}", lambda c: c.correction.rescored_problem(name) if c.rollout.rescore else None)
 
 
+def _is_by_rewards(key: str) -> Rule:
+    return idle(
+        key,
+        lambda c: c.distillation is None or c.distillation.reward,
+        "goes by rewards, which distillation.reward = false does not learn from: remove this, or set that to true",
+    )
+
+
 OBJECTIVE_RULES = (
     *rules_in(globals()),
+    *map(
+        _is_by_rewards,
+        (
+            *("training.constant_groups", "advantages.discount", "advantages.whiten", "advantages.clip"),
+            *("advantages.filter_eps", "advantages.kl_shaping_coef", "rewards.clip", "rewards.kl_coef"),
+        ),
+    ),
     *map(_is_of_the_sampler, SAMPLER_KEYS),
     acts_with("reference.source", "reference.placement", "shared"),
     no_effect(

@@ -32,6 +32,7 @@ from gspo_gym.config.words import Problem, show
 from gspo_gym.judge.blend import RewardBlend
 from gspo_gym.learning.settings import StepRewardSettings, idle_step_rewards
 from gspo_gym.policy.bases import parse_hub_id
+from gspo_gym.types import Sampling
 
 
 def find_contradictions(record: RunRecord) -> list[Problem]:
@@ -222,6 +223,18 @@ def _reference_is_the_start(c: RunRecord) -> str | None:
         return None
     cause = "[warmup]" if c.warmup is not None else "model.base" if is_adapter else "model.source"
     return f'{show(source)} is not where this run starts, because of {cause}: the first KL is not 0, as with "auto"'
+
+
+@rule("distillation.teacher")
+def _teacher_is_asked_of_another_law(c: RunRecord) -> str | None:
+    sampling = c.rollout.sampling
+    if c.distillation is None or sampling == Sampling():
+        return None
+    return (
+        "is asked at temperature 1 and of the whole vocabulary, as the policy is for it; [rollout] samples from "
+        "another distribution (temperature, top_p, top_k, min_p or a penalty), so that the mean of the "
+        "teacher's advantages estimates no KL"
+    )
 
 
 @rule("training.max_turns")

@@ -308,6 +308,7 @@ def _rules(config: Mapping[str, Json]) -> dict[str, Json]:
     """Return the settings that the numbers of tokens follow from; see `diagnosis/tokens.py`."""
     rollout = config.get("rollout", {})
     return {name: config.get(name, {}) for name in ("loss", "advantages", "rewards", "correction", "training")} | {
+        "distillation": config.get("distillation"),
         "rollout": {
             name: rollout[name] for name in (*SAMPLING_NAMES, "min_output_tokens", "rescore") if name in rollout
         },

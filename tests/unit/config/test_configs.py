@@ -17,9 +17,12 @@ RECIPES = sorted((ROOT / "configs" / "recipes").glob("*.toml"))
 
 
 def stand_in(path):
-    """Overrides that keep everything but the download and the length of the context."""
-    base = tomllib.loads(path.read_text())["model"]["base"]
-    return [] if base.startswith("tiny:") else ["model.base=tiny:qwen3-64", "rollout.max_model_len=4096"]
+    """Overrides that keep everything but the download, the length of the context, and a run as a teacher."""
+    values = tomllib.loads(path.read_text())
+    teacher = [f"distillation.teacher={values['model']['base']}"] if "distillation" in values else []
+    if values["model"]["base"].startswith("tiny:"):
+        return teacher
+    return ["model.base=tiny:qwen3-64", "rollout.max_model_len=4096", *teacher]
 
 
 def test_there_are_configs_for_each_bundled_environment_and_a_hub_model():

@@ -40,6 +40,7 @@ BASE = small_run(
 DECISIONS = {"training.step_rewards_mode": "decision_stepwise"}
 ACHIEVEMENTS = {**DECISIONS, "training.step_rewards_strategy": "per_achievement"}
 KL = {"loss.kl_coef": 0.1}
+TAUGHT = {"distillation.teacher": "tiny:qwen3-64"}
 MEANT = {"algorithm.acknowledge": ["truncated_sampling"], "rollout.top_k": 7}
 WANDB = {"tracking.report_to": ["wandb"]}
 
@@ -145,6 +146,10 @@ OTHER = {
     "correction.off_policy_threshold": (0.1, {}),
     "reference.source": ("copy", KL),
     "reference.update_every_n_iters": (2, {**KL, "reference.source": "adapter"}),
+    "distillation.teacher": ("tiny:qwen3-64", {}),
+    "distillation.coefficient": (0.5, TAUGHT),
+    "distillation.baseline": (True, TAUGHT),
+    "distillation.reward": (False, TAUGHT),
     "optimizer.kind": ("adamw", {}),
     "optimizer.betas": ([0.8, 0.9], {}),
     "optimizer.eps": (1e-6, {}),
@@ -325,6 +330,7 @@ def _what_is_built(config, monkeypatch):
         (told(evaluation_pool)["limits"], player.renderers.system_prompt, player.renderers._template_kwargs),
         (player.renderers._tools_in, player.renderers._date, policy.tokenizer.chat_template),
         (learner._loss, learner._settings, learner._correction, learner._reference_settings, learner._seed),
+        learner._distillation,
         (learner._shaper._advantages, learner._shaper._rewards, learner._computer.sampling),
         (learner._minibatch_size, learner._optimizer._settings, learner._optimizer._total_steps),
         (plain(told(pool)["act"]), plain(told(evaluation_pool)["act"]), config.evaluation_seeds, config.run_folder),

@@ -426,9 +426,9 @@ def test_errors_say_whether_a_key_came_from_the_file_or_the_command_line(
         f"  {file}: training.group_sise: unknown key; did you mean 'group_size'?",
         "  command line: training.lorra: unknown key; did you mean 'lora'?",
         "  command line: loss.clip_low: expected a number > 0 and < 1, got 2",
-        "  command line: nowhere: unknown section; known: advantages, algorithm, compute, correction, evaluation, "
-        "gateway, judge, learner, limits, loss, model, optimizer, reference, rewards, rollout, run, services, "
-        "topology, tracking, training, vllm, warmup",
+        "  command line: nowhere: unknown section; known: advantages, algorithm, compute, correction, distillation, "
+        "evaluation, gateway, judge, learner, limits, loss, model, optimizer, reference, rewards, rollout, run, "
+        "services, topology, tracking, training, vllm, warmup",
     ]
 
 
@@ -455,6 +455,7 @@ def test_a_slip_in_any_key_and_a_wrong_type_of_any_value_name_that_key(key: str,
     name = key.rsplit(".", 1)[1]
     base: dict[str, Any] = {"warmup": dict(WARMUP), "model.trainer_mode": "lora", "compute": {"gpu_count": 2}}
     base |= {"topology": dict(SPLIT), "vllm": {}, "judge": {}, "services": {"task_url": "http://a"}, "gateway": {}}
+    base |= {"distillation": {"teacher": "tiny:qwen3-64"}}
     slip = f"{key[: -len(name)]}{name[0]}q{name[1:]}"
     if not key.startswith("rollout.policy_config."):  # an app's, too: see test_config_hosted.py
         lines = problems({**base, slip: 1})

@@ -75,6 +75,21 @@ def only(found: Finding | list[Finding] | None) -> Finding:
     return found
 
 
+def test_where_a_teacher_alone_is_learned_from_rewards_that_do_not_differ_are_no_finding() -> None:
+    metrics = {"batch/constant_group_fraction": 1.0, "ratio/is_constant": 1.0, "advantage/std": 0.0}
+    metrics |= {"policy/entropy": 1.0, "rollout/success_rate": 0.1}
+    settings = {"rollout.top_k": 1, "loss.entropy_coef": 0.01}
+    alone = {"distillation.teacher": "t", "distillation.coefficient": 1.0, "distillation.reward": False}
+    for check in (
+        learning.sampling_is_greedy,
+        learning.entropy_bonus_dominates,
+        learning.ratio_is_constant,
+        playing.groups_are_constant,
+    ):
+        assert check(a_run(metrics, settings)), check.__name__
+        assert not check(a_run(metrics, settings | alone)), check.__name__
+
+
 # name, check, metrics and settings that it is silent about, metrics and settings that it reports, severity, key
 CASES: list[tuple[Check, tuple[dict[str, Any], dict[str, Any]], tuple[dict[str, Any], dict[str, Any]], str, str]] = [
     (

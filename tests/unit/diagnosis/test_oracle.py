@@ -22,8 +22,8 @@ from gspo_gym.diagnosis.oracle import StepRecords, terms_of, units_of_loss
 from gspo_gym.learning import losses
 from gspo_gym.learning.advantages import batch_advantages
 from gspo_gym.learning.credit import Returns
-from gspo_gym.learning.losses import count_denominators, policy_loss
-from gspo_gym.learning.settings import AdvantageSettings, LossSettings
+from gspo_gym.learning.losses import TeacherScores, count_denominators, policy_loss
+from gspo_gym.learning.settings import AdvantageSettings, DistillationSettings, LossSettings
 from gspo_gym.learning.surrogate_keys import SURROGATE_KEYS, SURROGATE_UNITS
 
 # Beside the choices: wide enough that all bounds bind and none binds everywhere.
@@ -91,7 +91,9 @@ class Tokens:
         return table
 
 
-def learned(tokens: Tokens, settings: LossSettings) -> dict[str, np.ndarray[Any, Any]]:
+def learned(
+    tokens: Tokens, settings: LossSettings, distillation: DistillationSettings | None = None
+) -> dict[str, np.ndarray[Any, Any]]:
     """What the learner makes of the tokens, with the gradients of its loss."""
     now, entropy = (tokens.laid(tokens.columns[name]).requires_grad_() for name in ("logprob", "entropy"))
     turns, owners = tokens.laid(tokens.turn), torch.tensor(OWNERS)
@@ -108,6 +110,10 @@ def learned(tokens: Tokens, settings: LossSettings) -> dict[str, np.ndarray[Any,
         denominators=counted,
         ref_logprobs=constants["ref_logprob"],
         entropy=entropy,
+        teacher=distillation
+        and TeacherScores(
+            distillation, *(tokens.laid(tokens.columns[f"teacher_{name}"]) for name in ("log_ratio", "kl"))
+        ),
     )
     output.loss.backward()
     slopes = [torch.zeros_like(now) if each.grad is None else each.grad for each in (now, entropy)]
@@ -116,13 +122,17 @@ def learned(tokens: Tokens, settings: LossSettings) -> dict[str, np.ndarray[Any,
     return {name: value.numpy(force=True).astype(np.float64) for name, value in terms.items()}
 
 
-def recomputed(tokens: Tokens, settings: LossSettings) -> dict[str, np.ndarray[Any, Any]]:
+def recomputed(
+    tokens: Tokens, settings: LossSettings, distillation: DistillationSettings | None = None
+) -> dict[str, np.ndarray[Any, Any]]:
     """The same, by the oracle."""
     config = {f"loss.{name}": value for name, value in settings.model_dump().items()} | NO_CORRECTION
+    if distillation is not None:
+        config |= {f"distillation.{name}": value for name, value in distillation.model_dump().items()}
     records = StepRecords(config, (), tokens.columns, tokens.units, tokens.turn)
     every = np.arange(len(tokens.turn))
     unit = units_of_loss(records, every >= 0, 20)
-    terms = terms_of(records, every, tokens.columns, unit, 1)
+    terms = terms_of(records, every, tokens.columns, unit, 1, len(every))
     slopes = dict(zip(("slope", "slope of entropy"), terms["slopes"], strict=True))
     return {name: terms[name] for name in ("ratio", "clip", "share")} | slopes
 
@@ -142,7 +152,10 @@ def test_the_oracle_has_a_line_for_every_surrogate() -> None:
     assert chosen == set(losses.SURROGATES), "a surrogate that no setting chooses is compared with nothing"
 
 
-@pytest.mark.parametrize(("section", "settings"), [("loss", LossSettings), ("advantages", AdvantageSettings)])
+@pytest.mark.parametrize(
+    ("section", "settings"),
+    [("loss", LossSettings), ("advantages", AdvantageSettings), ("distillation", DistillationSettings)],
+)
 def test_the_oracle_knows_every_key_and_every_choice(section: str, settings: type[Settings]) -> None:
     assert {f"{section}.{name}" for name in settings.model_fields} <= set(_KNOWN)
     for name, field in settings.model_fields.items():
@@ -156,6 +169,24 @@ def test_oracle_and_learner_agree_under_every_choice_of_the_loss() -> None:
     for surrogate, binding in {"clip": {0, 1, 2, 3}, "gmpo": {0, 1, 2}, "dppo": {0, 1, 2}, "cispo": {0}}.items():
         settings = LossSettings(**fitting(first | {"surrogate": surrogate, "unit": "token"}))
         assert set(learned(Tokens(), settings)["clip"].tolist()) == binding, "every bound binds somewhere"
+
+
+@pytest.mark.parametrize("baseline", [False, True])
+@pytest.mark.parametrize("reward", [False, True])
+def test_oracle_and_learner_agree_about_a_teacher(baseline: bool, reward: bool) -> None:
+    distillation = DistillationSettings(teacher="t", coefficient=0.3, baseline=baseline, reward=reward)
+    tokens = Tokens()
+    draws = np.random.default_rng(8)
+    tokens.columns["teacher_log_ratio"] = draws.normal(0, 1, len(tokens.turn))
+    tokens.columns["teacher_kl"] = draws.uniform(0, 1, len(tokens.turn)) * baseline
+    fallen = np.exp(tokens.columns["old_logprob"]) - np.exp(tokens.columns["logprob"]) > 0.2
+    assert 0 < fallen.sum() < len(fallen), "some are dropped"
+    first = {name: choices_of(name)[0] for name in LossSettings.model_fields}
+    for unit, aggregation in itertools.product(("trajectory", "token"), ("seq-mean-token-mean", "dapo")):
+        settings = LossSettings(**fitting(first | {"unit": unit, "aggregation": aggregation}))
+        own, other = learned(tokens, settings, distillation), recomputed(tokens, settings, distillation)
+        for name, values in own.items():
+            np.testing.assert_allclose(other[name], values, rtol=1e-9, atol=1e-12, err_msg=f"{name}: {settings}")
 
 
 def test_a_surrogate_of_the_learner_alone_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,7 @@ from gspo_gym.learning.health import METRICS
 from gspo_gym.learning.settings import (
     AdvantageSettings,
     CorrectionSettings,
+    DistillationSettings,
     LossSettings,
     OptimizerSettings,
     ReferenceSettings,
@@ -382,6 +383,7 @@ ON_REQUEST = {
     "advantage/clipped_fraction", "shaping/kl", "shaping/kl_coef", "correction/truncated_fraction",
     "correction/masked_fraction", "correction/off_policy_fraction", "kl/ref_k1", "kl/ref_k3",
     "router/load_max_over_mean", "router/idle_fraction", "router/entropy",
+    "loss/distillation", "distillation/advantage", "distillation/kl", "distillation/dropped_fraction",
 }  # fmt: skip
 
 
@@ -397,6 +399,8 @@ def test_metrics_are_named_explained_and_finite(make_model, make_batch):
         advantages=AdvantageSettings(clip=1.0),
         rewards=RewardSettings(kl_coef=0.1),
         correction=CorrectionSettings(level="token"),
+        distillation=DistillationSettings(teacher="t"),
+        teacher=make_model("qwen3_moe", **experts),
     )
     metrics = full.update(make_batch()).metrics
     assert set(metrics) == set(METRICS) - of_ranks

@@ -27,6 +27,7 @@ from safetensors import numpy as tensors
 from safetensors import safe_open
 
 from gspo_gym.cli import verify as cli_verify
+from gspo_gym.cli import verify_models
 from gspo_gym.cli.main import main
 from gspo_gym.cli.train import run_training
 from gspo_gym.cli.verify import Difference, verify_step
@@ -129,6 +130,33 @@ def test_the_tokens_of_a_run_are_those_of_its_episodes_and_sum_to_its_loss(
                 if own["optimizer_step"][p] >= 0 and not np.isnan(own["logprob"][p]).any():
                     gap = own["logprob"][p].astype(float) - own["old_logprob"].astype(float)
                     assert own["ratio"][p] == pytest.approx(math.exp(gap.mean()), rel=2e-6)
+
+
+@pytest.mark.parametrize("distillation", [{"baseline": True}, {"reward": False, "coefficient": 0.5}])
+def test_a_step_with_a_teacher_is_verified_by_its_weights(tmp_path: Path, distillation: dict[str, Any]) -> None:
+    save_policy(load_policy("tiny:qwen3-64@5"), tmp_path / "teacher")
+    changes = {
+        "distillation": {"teacher": str(tmp_path / "teacher"), **distillation},
+        "training": {"iterations_per_epoch": 1, "update_epochs": 2},
+        "warmup": {"num_episodes": 16, "num_epochs": 1},
+        "rollout": {"episodes_per_batch": 8},
+    }
+    run_training(config_of(tmp_path, changes))
+    verified = verify_step(tmp_path / "test", 1)
+    assert (verified.difference, verified.missing) == (None, [])
+    names = {"teacher_log_ratio", "loss/distillation", "distillation/advantage", "distillation/kl"}
+    names |= {"distillation/dropped_fraction", "share", "grad_norm"} | ({"teacher_kl"} & {*open_columns(tmp_path)})
+    assert names <= set(verified.compared)
+    assert ("teacher_kl" in names) == ("baseline" in distillation)
+    shutil.rmtree(tmp_path / "teacher")
+    assert "logprobs of the teacher" in verify_step(tmp_path / "test", 1).missing[0]
+
+
+def open_columns(folder: Path) -> list[str]:
+    """The columns that the first step's file of a run has."""
+    with safe_open(folder / "test" / "tokens" / "step_000001.safetensors", framework="np") as file:
+        names: list[str] = file.keys()
+    return names
 
 
 def trajectory(name: str, num_tokens: int, *, slope: float = 0.0) -> Trajectory:
@@ -318,17 +346,18 @@ def num_lines_of_code(path: Path) -> int:
 
 
 def test_the_second_path_can_be_read_in_one_file_and_shares_no_code_with_the_learner() -> None:
-    path, reader = (Path(str(module.__file__)) for module in (oracle, cli_verify))
+    path, *readers = (Path(str(module.__file__)) for module in (oracle, cli_verify, verify_models))
     assert num_lines_of_code(path) <= 390  # with a line or two for each of six surrogates, and the rule of level "auto"
     assert {name for name in imports_of(path) if "gspo_gym" in name} == {"gspo_gym.types"}
     third_party = {"numpy", "numpy.typing", "torch"}
     of_python = {"collections", "collections.abc", "dataclasses", "typing", "__future__"}
     assert imports_of(path) <= {"gspo_gym.types"} | of_python | third_party
-    assert not [name for name in imports_of(reader) if "learning" in name]
-    of_policy = [node for node in ast.walk(ast.parse(reader.read_text())) if isinstance(node, ast.ImportFrom)]
+    assert not [name for reader in readers for name in imports_of(reader) if "learning" in name]
+    every = [node for reader in readers for node in ast.walk(ast.parse(reader.read_text()))]
+    of_policy = [node for node in every if isinstance(node, ast.ImportFrom)]
     names = {alias.name for node in of_policy if "policy" in (node.module or "") for alias in node.names}
     assert names == {"below_adapter", "for_other_programs"}, "a base's folder is looked up; transformers loads it"
-    attributes = {node.attr for node in ast.walk(ast.parse(reader.read_text())) if isinstance(node, ast.Attribute)}
+    attributes = {node.attr for node in every if isinstance(node, ast.Attribute)}
     computes = {"exp", "log", "log_softmax", "sqrt", "mean", "std", "clip", "backward", "bincount", "grad"}
     assert not attributes & computes, "the equations stand in the path, and not beside the reading of files"
 

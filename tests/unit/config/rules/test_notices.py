@@ -97,6 +97,12 @@ NOTICED: dict[str, tuple[dict[str, Any], list[str]]] = {
          "judge.reward_blend.event: 0.3 has no effect while judge.enabled is false: the environment's reward counts as "
          "it is"],
     ),
+    "a teacher beside truncated sampling": (
+        {"distillation.teacher": "tiny:qwen3-64", "rollout.top_p": 0.9},
+        ["distillation.teacher: is asked at temperature 1 and of the whole vocabulary, as the policy is for it; "
+         "[rollout] samples from another distribution (temperature, top_p, top_k, min_p or a penalty), so that the "
+         "mean of the teacher's advantages estimates no KL"],
+    ),
     "nearly one of our keys, sent to an app": (
         {**APP, "rollout.policy_config": {"temperatur": 0.5}},
         ["rollout.policy_config: temperatur is sent to the task app and nothing here reads it; did you mean "
@@ -146,6 +152,7 @@ QUIET: dict[str, dict[str, Any]] = {
     "as many turns": {"training.max_turns": 8},
     "accumulation at its cap": {"training.gradient_accumulation_steps": 2, "training.max_accumulated_minibatch": 2},
     "as many seeds": {"evaluation.seeds": "0:100"},
+    "a teacher of the sampled distribution": {"distillation.teacher": "tiny:qwen3-64"},
     "an app's own keys": {**APP, "rollout.policy_config": {"max_llm_calls": 3, "use_vision": False}},
 }  # fmt: skip
 

@@ -32,6 +32,7 @@ COLOCATED = {
     "topology": {"type": "colocated", "gpus_for_vllm": 1, "gpus_for_training": 1},
 }
 ONE_EACH = {"gpus_for_vllm": 1, "gpus_for_training": 1}
+TAUGHT = {"distillation.teacher": "tiny:qwen3-64"}
 DECISIONS = {"training.step_rewards_mode": "decision_stepwise"}
 DEDICATED = {
     "compute": {"gpu_count": 4},
@@ -594,6 +595,22 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         'tracking.wandb_project: has no effect with tracking.report_to = ["tensorboard"]: add "wandb", "trackio" or '
         '"mlflow" there, or remove this',
     ),
+    # a teacher
+    "groups left out by rewards that are not learned from": (
+        {**TAUGHT, "distillation.reward": False, "training.constant_groups": "drop"},
+        "training.constant_groups: goes by rewards, which distillation.reward = false does not learn from: remove "
+        "this, or set that to true",
+    ),
+    "whitened advantages that are not learned from": (
+        {**TAUGHT, "distillation.reward": False, "advantages.whiten": "tokens"},
+        "advantages.whiten: goes by rewards, which distillation.reward = false does not learn from: remove this, or "
+        "set that to true",
+    ),
+    "a teacher behind an endpoint": (
+        {"distillation.teacher": "http://localhost:8000"},
+        "distillation.teacher: expected a model that loads here, got the endpoint http://localhost:8000: name a "
+        "folder, a run or a hub id",
+    ),
 }  # fmt: skip
 
 
@@ -652,6 +669,8 @@ ALLOWED: dict[str, dict[str, Any]] = {
     "choosing from environments": {
         "training.adaptive_tasks": 0, "rollout.mixture": [{"env_name": "Wordle", "share": 0.5}]
     },
+    "a teacher alone": {**TAUGHT, "distillation.reward": False},
+    "a teacher beside the reward": {**TAUGHT, "training.constant_groups": "drop", "advantages.whiten": "tokens"},
     "penalised": {"rewards.overlong": 0.5},
     "adaptive beta": {"rewards.kl_coef": 0.1, "rewards.kl_target": 0.1},
     "switched off": {"training.step_rewards_enabled": False, "training.step_rewards_mode": "off"},
