@@ -59,7 +59,7 @@ _KNOWN: Mapping[str, tuple[Any, ...] | None] = {
     "correction.mode": ("truncate", "mask"),
     **dict.fromkeys(("correction.low", "correction.high", "correction.off_policy_threshold")),
     "correction.max_engine_gap": None,
-    "advantages.baseline": ("group", "leave_one_out", "batch", "running", "none"),
+    "advantages.baseline": ("group", "leave_one_out", "batch", "running", "role", "none"),
     "advantages.scale": ("group", "batch", "running", "mean", "none"),
     "advantages.whiten": ("none", "tokens", "trajectories"),
     **dict.fromkeys(("advantages.kl_shaping_coef", "rewards.kl_coef", "rewards.kl_target")),
@@ -374,7 +374,7 @@ def _state_before(folder: Path, config: Mapping[str, Any], result: Verification)
         RecordError: these are not recorded; names the steps, and what records them.
     """
     state, first = State(kl_coef=config["rewards.kl_coef"]), 1
-    has_returns = "running" in (config["advantages.baseline"], config["advantages.scale"])
+    has_returns = bool({"running", "role"} & {config["advantages.baseline"], config["advantages.scale"]})
     if not has_returns and config.get("rewards.kl_target") is None:
         return state
     steps = [step for step in range(result.step, 0, -1) if (_checkpoint(folder, step) / "manifest.json").exists()]
@@ -385,7 +385,9 @@ def _state_before(folder: Path, config: Mapping[str, Any], result: Verification)
             values = json.loads((checkpoint / "resume" / "state.json").read_text(encoding="utf-8"))
             running, beta = values["trainer"]["running"], values["counters"].get("shaping.kl_coef", state.kl_coef)
             names = ("count", "mean", "squared_deviations", "magnitude")
-            state = State(*(float(running[name]) for name in names))._replace(kl_coef=float(beta))
+            state = State(
+                *(float(running[name]) for name in names), float(beta), tuple(running.get("role_means", {}).items())
+            )
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise RecordError(f"{checkpoint / 'resume' / 'state.json'}: is damaged: {error!r}") from error
     elif config.get("run.restore"):

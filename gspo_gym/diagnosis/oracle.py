@@ -31,6 +31,7 @@ Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]
 Indices = NDArray[np.int64]
 Spread = tuple[Floats, Bools, float]
+Run = tuple[Spread, Floats]  # of all returns, and the moving means of roles before the step
 
 TRAINED, LEFT_OUT, SKIPPED, NO_GRADIENT, OVERLONG, FILTERED, CONSTANT, UNCOMMITTED = range(8)  # fates
 _LOW, _HIGH, _DUAL = 1, 2, 3  # bounds of the clip
@@ -57,13 +58,15 @@ class StepRecords:
 
 
 class State(NamedTuple):
-    """What a step inherits: of all returns the number, mean, sum of squared deviations and largest size; beta of KL."""
+    """What a step inherits: of all returns the number, mean, sum of squared deviations and largest size; beta of KL;
+    by environment the moving mean of RAE (arXiv 2506.24119), here b <- 0.95 b + 0.05 R after its use."""
 
     number: float = 0.0
     mean: float = 0.0
     squares: float = 0.0
     size: float = 0.0
     kl_coef: float = 0.0
+    roles: tuple[tuple[str, float], ...] = ()
 
 
 class Batch(NamedTuple):
@@ -97,11 +100,15 @@ def batch_of(records: StepRecords, state: State) -> Batch:
     is_turn = np.arange(values.shape[1]) < num_turns[:, None]
     counted = values[:, :1] if config["advantages.level"] == "auto" else values
     counted = counted[together][is_turn[together, : counted.shape[1]]]
-    state, running = _with_returns(state, counted, sizes[together, :1])
+    roles, means = [episode.task.env_id for episode in records.episodes], dict(state.roles)
+    before = np.array([[means.get(role, 0.0)] for role in roles])
+    for i in together if config["advantages.baseline"] == "role" else ():
+        means[roles[i]] = 0.95 * means.get(roles[i], 0.0) + 0.05 * float(values[i, : num_turns[i]].mean())
+    state, running = _with_returns(state._replace(roles=tuple(means.items())), counted, sizes[together, :1])
     if config["advantages.level"] == "auto":
         table = _quieter_level(config, values, sizes, kept_groups, is_turn)
     else:
-        table = _table(config, values, sizes, kept_groups, running)
+        table = _table(config, values, sizes, kept_groups, (running, before))
     table[~is_turn] = 0.0
     advantages = table[owner, 0 if config["advantages.level"] == "trajectory" else records.turn]
     eps = config.get("advantages.filter_eps")
@@ -204,7 +211,7 @@ def _with_returns(state: State, values: Floats, sizes: Floats) -> tuple[State, S
     size = float(sizes.max(initial=state.size))
     std = float(np.sqrt(squares / max(count - 1, 1)))
     varies = np.array([std > _rounding(np.array(size), np.array(mean))])
-    return State(count, float(mean), float(squares), size, state.kl_coef), (np.array([mean]), varies, std * varies[0])
+    return State(count, float(mean), float(squares), size, *state[4:]), (np.array([mean]), varies, std * varies[0])
 
 
 def _are_overlong(records: StepRecords) -> Bools:  # [N]
@@ -224,13 +231,13 @@ def _rounding(size: Floats, mean: Floats) -> Floats:
 
 
 def _table(
-    config: Mapping[str, Any], values: Floats, sizes: Floats, groups: Sequence[Sequence[int]], running: Spread | None
+    config: Mapping[str, Any], values: Floats, sizes: Floats, groups: Sequence[Sequence[int]], run: Run | None = None
 ) -> Floats:
-    """Return the advantages of values [N, K]; 0 for episodes of no group."""
+    """Return the advantages of values [N, K]; 0 for episodes of no group. `run` has the means of roles as [N, 1]."""
     table, together = np.zeros_like(values), [i for members in groups for i in members]
     for members in groups:
-        parts = {"group": _spread(values[members], sizes[members])} | ({"running": running} if running else {})
-        parts["batch"] = _spread(values[together], sizes[together])
+        parts = {"group": _spread(values[members], sizes[members]), "batch": _spread(values[together], sizes[together])}
+        parts |= {"running": run[0], "role": (run[1][members], np.array([True]), 0.0)} if run else {}
         table[members] = _advantages(config, values[members], parts)
     return table
 
@@ -244,8 +251,7 @@ def _quieter_level(
     for end in (1, values.shape[1]):
         scaled, raw = (
             np.broadcast_to(
-                _table({**config, "advantages.scale": scale}, values[:, :end], sizes[:, :end], groups, None),
-                values.shape,
+                _table({**config, "advantages.scale": scale}, values[:, :end], sizes[:, :end], groups), values.shape
             )
             for scale in (config["advantages.scale"], "none")
         )

@@ -394,7 +394,7 @@ def advantages_are_others(view: StepView) -> _Clue | None:
     """Find advantages that do not follow from the rewards of the group."""
     settings, column = AdvantageSettings(**view.rules["advantages"]), view.column("advantage")
     is_shaped = settings.whiten != "none" or settings.kl_shaping_coef + view.rules["rewards"].get("kl_coef", 0) > 0
-    is_shaped |= bool({settings.baseline, settings.scale, settings.level} & {"batch", "running", "auto"})
+    is_shaped |= bool({settings.baseline, settings.scale, settings.level} & {"batch", "running", "role", "auto"})
     mode = view.rules["training"].get("step_rewards_mode", "env_sparse")
     if is_shaped or mode == "decision_stepwise":  # they follow from more than the page shows
         return None

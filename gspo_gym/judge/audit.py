@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from gspo_gym.base.tables import ShownAsText, table
 from gspo_gym.errors import ConfigError
-from gspo_gym.judge.attacks import Attacks
+from gspo_gym.judge.attacks import AttackReport, Attacks
 from gspo_gym.judge.base import (
     Judge,
     JudgeCost,
@@ -32,12 +32,15 @@ from gspo_gym.judge.base import (
     all_or_none,
 )
 from gspo_gym.judge.gold import Label, Marks, check_labels, total_of
+from gspo_gym.judge.model.prompt import COMPARISON
 from gspo_gym.judge.model.transcript import read_transcript
+from gspo_gym.judge.records import Groups, group_with, groups_of
 from gspo_gym.judge.rubric import Rubric
 from gspo_gym.seeding import generator
 from gspo_gym.types import Trajectory
 
 Part = Literal["event", "outcome"]
+PositionPart = Literal["event", "outcome", "group"]  # whose criteria, or the compared episodes
 Answer = Judgement | JudgeError
 Scored = tuple[Trajectory, Label, Judgement]
 Floats = NDArray[np.float64]
@@ -93,9 +96,10 @@ class JudgeAudit:
     in_given_order: Judge | None = None
     attacks: Attacks = field(default_factory=dict)
     cost: JudgeCost = field(default_factory=JudgeCost, init=False)
+    _groups: Groups = field(default_factory=dict, init=False)
 
     async def run(self, labelled: Sequence[tuple[Trajectory, Label]]) -> AuditReport:
-        """Report everything that the labels and the settings allow.
+        """Report everything that the labels and the settings allow; of `labelled` a judge of groups compares siblings.
 
         Raises:
             ConfigError: no episodes, or labels that do not fit the rubrics.
@@ -105,13 +109,19 @@ class JudgeAudit:
             raise ConfigError("audit: expected labelled episodes, got none")
         check_labels([label for _, label in labelled], self.rubrics.event, self.rubrics.outcome)
         episodes = [trajectory for trajectory, _ in labelled]
+        self._groups = groups_of(episodes)
         first = await self._ask(self.judge, episodes, self.rubrics)
         answer_pairs = zip(labelled, first, strict=True)
         triples = [(*labelled, answer) for labelled, answer in answer_pairs if isinstance(answer, Judgement)]
         repeats = tuple(self.repeats) or (self.judge,) * self.settings.num_repeats
         again = [await self._ask(judge, episodes, self.rubrics) for judge in repeats]
         flips, deviation = _compare_repeats([first, *again]) if again else (None, None)
-        part, position = await self._find_position_bias([trajectory for trajectory, *_ in triples])
+        compares = any(j.outcome_review is not None and COMPARISON.id in j.outcome_review.criteria for *_, j in triples)
+        part, position = (
+            await self._find_place_bias()
+            if compares
+            else await self._find_position_bias([trajectory for trajectory, *_ in triples])
+        )
         pairs = _pairs_by_name(triples, self.rubrics)
         rows = {name: agreement([p.judge for p in group], [p.gold for p in group]) for name, group in pairs.items()}
         totals = pairs.get("outcome") or pairs.get("event") or []
@@ -135,10 +145,13 @@ class JudgeAudit:
             cost=self.cost,
         )
 
-    async def _ask(self, judge: Judge, episodes: Sequence[Trajectory], rubrics: Rubrics) -> list[Answer]:
+    async def _ask(
+        self, judge: Judge, episodes: Sequence[Trajectory], rubrics: Rubrics, groups: Groups | None = None
+    ) -> list[Answer]:
         async def ask_about(trajectory: Trajectory) -> Answer:
             try:
-                return await judge.judge(JudgeRequest(trajectory, rubrics, task_app=trajectory.task.env_id))
+                group = group_with(trajectory, self._groups if groups is None else groups)
+                return await judge.judge(JudgeRequest(trajectory, rubrics, trajectory.task.env_id, group))
             except (JudgeDownError, JudgeStoppedError):
                 raise
             except JudgeError as error:
@@ -148,7 +161,9 @@ class JudgeAudit:
         self.cost = sum((answer.cost for answer in answers if isinstance(answer, Judgement)), self.cost)
         return answers
 
-    async def _find_position_bias(self, episodes: Sequence[Trajectory]) -> tuple[Part | None, PositionBias | None]:
+    async def _find_position_bias(
+        self, episodes: Sequence[Trajectory]
+    ) -> tuple[PositionPart | None, PositionBias | None]:
         """Measure the position bias in a rubric with several criteria, preferably the outcome's."""
         compared_episodes = episodes[: self.settings.num_position_episodes]
         parts: list[tuple[Part, Rubric | None]] = [("outcome", self.rubrics.outcome), ("event", self.rubrics.event)]
@@ -161,11 +176,27 @@ class JudgeAudit:
             rubrics_in_order = Rubrics(**{part: rubric.in_order(order)})
             answers = await self._ask(self.in_given_order or self.judge, compared_episodes, rubrics_in_order)
             scores.append([_normalise(answer, part, rubric) for answer in answers])
-        complete = [list(rows) for rows in zip(*scores, strict=True) if None not in rows]
-        if not complete:
-            return None, None
-        places = np.array([[order.index(id_) for id_ in rubric.ids] for order in orders])
-        return part, position_bias(np.array(complete, dtype=np.float64), places)
+        bias = _bias_of(scores, orders, rubric.ids)
+        return (None, None) if bias is None else (part, bias)
+
+    async def _find_place_bias(self) -> tuple[PositionPart | None, PositionBias | None]:
+        """Measure what the place of an episode among those that it is compared with does, in groups of one size."""
+        sizes = Counter(len(group) for group in self._groups.values() if len(group) > 1)
+        size = sizes.most_common(1)[0][0]
+        groups = {name: group for name, group in self._groups.items() if len(group) == size}
+        names = list(groups)[: -(-self.settings.num_position_episodes // size)]
+        ids = [str(member) for member in range(size)]
+        orders = balanced_orders(ids, self.settings.seed)
+        scores: list[list[list[float] | None]] = []  # by order, group: those of its members, or None
+        for order in orders:
+            in_order = {name: tuple(groups[name][int(member)] for member in order) for name in names}
+            episodes = [trajectory for name in names for trajectory in groups[name]]
+            answers = await self._ask(self.in_given_order or self.judge, episodes, self.rubrics, in_order)
+            totals = [_total(answer) if isinstance(answer, Judgement) else None for answer in answers]
+            rows = [totals[first : first + size] for first in range(0, len(totals), size)]
+            scores.append([[t for t in row if t is not None] if None not in row else None for row in rows])
+        bias = _bias_of(scores, orders, ids)
+        return (None, None) if bias is None else ("group", bias)
 
     async def _attack(self, totals: Sequence[tuple[Trajectory, float]]) -> AttackReport | None:
         # The lowest totals have the most to gain.
@@ -387,9 +418,20 @@ def balanced_orders(ids: Sequence[str], seed: int) -> tuple[tuple[str, ...], ...
     return tuple(tuple(drawn_order[shift:] + drawn_order[:shift]) for shift in range(len(drawn_order)))
 
 
+def _bias_of(
+    scores: Sequence[Sequence[list[float] | None]], orders: Sequence[Sequence[str]], ids: Sequence[str]
+) -> PositionBias | None:
+    """Return the bias of scores by order and episode; None if no episode was scored in every order."""
+    complete = [list(rows) for rows in zip(*scores, strict=True) if None not in rows]
+    places = np.array([[order.index(id_) for id_ in ids] for order in orders])
+    return position_bias(np.array(complete, dtype=np.float64), places) if complete else None
+
+
 @dataclass(frozen=True, slots=True)
 class PositionBias:
     """The effect of a criterion's place among the others on its score, in [0, 1] normalised scores.
+
+    Where episodes are compared: of an episode's place among those of its group.
 
     Attributes:
         effects: by place, the mean score there minus the mean over all places.
@@ -397,7 +439,7 @@ class PositionBias:
         fixed_order_bias: the largest bias of a criterion under one order for all episodes: the mean over episodes of
             its score there minus its mean over all orders.
         permuted_bias: the same where orders alternate between episodes; the bias that is left.
-        num_episodes: judged in every order.
+        num_episodes: judged in every order; groups, where episodes are compared.
     """
 
     effects: tuple[float, ...]
@@ -450,26 +492,6 @@ def _arrays(judge: Sequence[float], gold: Sequence[float]) -> tuple[Floats, Floa
 
 
 @dataclass(frozen=True, slots=True)
-class AttackReport:
-    """The effect of attacks on the totals of episodes, compared with the same episodes without them.
-
-    Attributes:
-        num_attempts: attacks times episodes with a score; num_unscored: those without one, which earn nothing.
-        num_raised: those that earned more than without the attack.
-        raised_by: the attacks that earned more, and the most that each did, the worst first.
-        flagged_fraction: of the attempts, in which the judge suspects manipulation.
-    """
-
-    num_attempts: int
-    num_unscored: int
-    num_raised: int
-    mean_gain: float
-    max_gain: float
-    raised_by: Mapping[str, float]
-    flagged_fraction: float
-
-
-@dataclass(frozen=True, slots=True)
 class AuditReport(ShownAsText):
     """The results of an audit; None: not asked for, or no data.
 
@@ -479,7 +501,8 @@ class AuditReport(ShownAsText):
         outcome, events: agreement of the totals, of episodes and of turns.
         criteria: agreement of one criterion, by names such as "outcome: process.tone".
         calibration, length: of the outcome's totals, or of the turns' if no outcome is labelled.
-        position: of the outcome's criteria, or of the turns' if there are not two of them (`position_part`).
+        position: of the outcome's criteria, or of the turns' if there are not two of them, or of the compared episodes
+            (`position_part`).
         flip_rate: the chance that two judgements of the same criterion of the same episode differ.
         repeat_deviation: mean over episodes of the standard deviation of the total over repeats.
     """
@@ -495,7 +518,7 @@ class AuditReport(ShownAsText):
     calibration: Calibration | None = None
     length: Slope | None = None
     position: PositionBias | None = None
-    position_part: Part | None = None
+    position_part: PositionPart | None = None
     flip_rate: float | None = None
     repeat_deviation: float | None = None
     attacks: AttackReport | None = None
@@ -560,9 +583,10 @@ def _bias_lines(report: AuditReport) -> Iterator[str]:
         )
     if (position := report.position) is not None:
         effects = " ".join(f"{effect:+.3f}" for effect in position.effects)
-        yield f"position ({report.position_part}, {position.num_episodes} episodes in every order): {effects} by place"
+        subject, things = ("an episode", "groups") if report.position_part == "group" else ("a criterion", "episodes")
+        yield f"position ({report.position_part}, {position.num_episodes} {things} in every order): {effects} by place"
         yield (
-            f"  a criterion gains or loses up to {position.fixed_order_bias:.3f} in one order for all episodes, "
+            f"  {subject} gains or loses up to {position.fixed_order_bias:.3f} in one order for all episodes, "
             f"{position.permuted_bias:.3f} where orders alternate"
         )
     if report.flip_rate is not None:

@@ -190,11 +190,13 @@ class JudgeRequest:
     Attributes:
         trajectory: the episode; its rewards are not shown to the judge.
         task_app: the id of the task app, or of the environment, in which it was played.
+        group: all episodes of its task that a judge of groups compares, itself among them; (): it is judged alone.
     """
 
     trajectory: Trajectory
     rubrics: Rubrics
     task_app: str = ""
+    group: tuple[Trajectory, ...] = ()
 
 
 class Judge(Protocol):

@@ -33,6 +33,7 @@ from gspo_gym.judge.base import (
     Rubrics,
 )
 from gspo_gym.judge.blend import EnvRewards, RewardBlend, blend, env_rewards, unjudged
+from gspo_gym.rollout.pool import group_id_of
 from gspo_gym.types import Outcome, Task, Trajectory
 
 JUDGEMENTS_FILE = "judgements.jsonl"
@@ -154,6 +155,24 @@ def latest_judgements(judged: Iterable[JudgedEpisode]) -> dict[tuple[str, int], 
     return {(line.trajectory_id, line.attempt): line for line in judged}
 
 
+Groups = Mapping[str, tuple[Trajectory, ...]]  # by the id of the group
+
+
+def groups_of(episodes: Iterable[Trajectory]) -> Groups:
+    """Return stored episodes by their group, the part of their ids before the last slash."""
+    groups: dict[str, tuple[Trajectory, ...]] = {}
+    for trajectory in episodes:
+        name = group_id_of(trajectory.trajectory_id)
+        groups[name] = (*groups.get(name, ()), trajectory)
+    return groups
+
+
+def group_with(trajectory: Trajectory, groups: Groups) -> tuple[Trajectory, ...]:
+    """Return the episode's group, with this episode in the place of the stored one of its id."""
+    own_id = trajectory.trajectory_id
+    return tuple(trajectory if one.trajectory_id == own_id else one for one in groups[group_id_of(own_id)])
+
+
 # The rubrics of a task; a task app may have its own for every one. Raises JudgeError if they cannot be had.
 RubricsOf = Callable[[Task], Awaitable[Rubrics]]
 OnJudged = Callable[[Trajectory, JudgedEpisode], None]  # of an episode that got a score, as it was before
@@ -216,8 +235,8 @@ class EpisodeScorer:
         self._on_judged = tuple(on_judged)
         self._tally = _Tally([], [])
 
-    async def __call__(self, trajectory: Trajectory) -> Trajectory:
-        """Return the episode with blended rewards.
+    async def __call__(self, trajectory: Trajectory, group: tuple[Trajectory, ...] = ()) -> Trajectory:
+        """Return the episode with blended rewards; a judge of groups compares it with its `group`.
 
         Raises:
             UnscoredError: the judge has no score for it.
@@ -227,7 +246,9 @@ class EpisodeScorer:
         if trajectory.outcome is Outcome.ACTION_LIMIT:  # it is scored, and no judge may find it worth more
             return unjudged(trajectory, self._weights, self._rewards)
         try:
-            result, judgement = await self._ask(trajectory)
+            # An episode that exceeded a limit is scored by rule, so it is compared with none.
+            compared = tuple(one for one in group if one.outcome is not Outcome.ACTION_LIMIT)
+            result, judgement = await self._ask(trajectory, compared)
         except UnscoredError:
             self._tally.num_unscored += 1
             raise
@@ -257,13 +278,13 @@ class EpisodeScorer:
             "judge/num_cut": float(sum(bool(judgement.cuts) for judgement in judgements)),
         }
 
-    async def _ask(self, trajectory: Trajectory) -> tuple[Trajectory, Judgement]:
+    async def _ask(self, trajectory: Trajectory, group: tuple[Trajectory, ...]) -> tuple[Trajectory, Judgement]:
         task = trajectory.task
         # Asked once: `Asking` retries a failed call or an unreadable answer within one bound, so an episode that cannot
         # be scored costs so many calls as a failing one has tries.
         try:
             rubrics = await self._rubrics_of(task)
-            judgement = await self._judge.judge(JudgeRequest(trajectory, rubrics, task_app=task.env_id))
+            judgement = await self._judge.judge(JudgeRequest(trajectory, rubrics, task.env_id, group))
             return blend(trajectory, judgement, self._weights, self._rewards), judgement
         except JudgeStoppedError as error:
             is_spent = isinstance(error, JudgeBudgetError)

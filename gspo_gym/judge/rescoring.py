@@ -24,7 +24,14 @@ from gspo_gym.judge.base import (
     all_or_none,
 )
 from gspo_gym.judge.blend import RewardBlend, blend, env_rewards
-from gspo_gym.judge.records import JUDGEMENTS_FILE, JudgedEpisode, latest_judgements, read_judgements
+from gspo_gym.judge.records import (
+    JUDGEMENTS_FILE,
+    JudgedEpisode,
+    group_with,
+    groups_of,
+    latest_judgements,
+    read_judgements,
+)
 from gspo_gym.rollout.episode_files import episode_paths, read_episodes
 from gspo_gym.types import Trajectory
 
@@ -110,11 +117,15 @@ async def rescore(
                 "or add the part"
             )
 
+    groups = groups_of(episodes)
+
     async def rescore_one(trajectory: Trajectory) -> Rescored:
         old = (before or {}).get((trajectory.trajectory_id, trajectory.attempt))
         episode = _as_played(trajectory, old)
         try:
-            judgement = await judge.judge(JudgeRequest(episode, rubrics, task_app=episode.task.env_id))
+            judgement = await judge.judge(
+                JudgeRequest(episode, rubrics, episode.task.env_id, group_with(episode, groups))
+            )
             reward = blend(episode, judgement, weights).reward
         # These are about the judge and not about this episode: the next one would fail alike.
         except (JudgeDownError, JudgeStoppedError):

@@ -51,7 +51,15 @@ from gspo_gym.judge.base import (
     Rubrics,
 )
 from gspo_gym.judge.http import LATER_ROUTE, ROUTE, Json, ScoreRequest, explained, judgement_to_wire
-from gspo_gym.judge.model.prompt import EVENT_HEAD, OUTCOME_HEAD, OUTCOME_PART, verdict_key
+from gspo_gym.judge.model.prompt import (
+    ALL_EPISODES,
+    COMPARED_HEAD,
+    COMPARISON,
+    EVENT_HEAD,
+    OUTCOME_HEAD,
+    OUTCOME_PART,
+    verdict_key,
+)
 from gspo_gym.judge.rubric_files import RubricsPatch, merge_rubrics, parse_task_rubrics
 from gspo_gym.types import FinishReason, Message, Outcome, Role, Segment, Task, ToolCall, Trajectory, Turn
 
@@ -376,7 +384,7 @@ class ReadPrompt:
     """The content of a prompt as an honest reader takes it.
 
     Attributes:
-        parts: the criteria of every part, "turn_1", ... and "outcome".
+        parts: the criteria of every part, "turn_1", ... and "outcome"; of "episode_1", ... the one about what is asked.
         pieces: the label and the text of every piece of the episode.
     """
 
@@ -386,8 +394,10 @@ class ReadPrompt:
 
     def said_in(self, part: str) -> str:
         """Return what the policy wrote in a part."""
-        turn = r"\d+" if part == OUTCOME_PART else part.removeprefix("turn_")
-        return "\n".join(text for label, text in self.pieces if re.match(rf"turn {turn}: policy", label))
+        kind, _, number = part.partition("_")
+        whose = rf"(?:{ALL_EPISODES}|episode {number}), " if kind == "episode" else ""
+        turn = number if kind == "turn" else r"\d+"
+        return "\n".join(text for label, text in self.pieces if re.match(rf"{whose}turn {turn}: policy", label))
 
 
 Rule = Callable[[AskedCriterion, str], float]  # a criterion and what the policy wrote in the part -> the score
@@ -483,6 +493,8 @@ def completion(text: str, messages: Sequence[Mapping[str, str]]) -> Json:
 
 
 def _read_parts(rules: str) -> dict[str, list[AskedCriterion]]:
+    if f"\n{COMPARED_HEAD}" in rules:
+        return _read_compared(rules)
     parts: dict[str, list[AskedCriterion]] = {}
     current: list[AskedCriterion] | None = None
     for line in rules.split("\n"):
@@ -497,6 +509,15 @@ def _read_parts(rules: str) -> dict[str, list[AskedCriterion]]:
         elif current is not None:
             current.append(AskedCriterion(**json.loads(line)))
     return parts
+
+
+def _read_compared(rules: str) -> dict[str, list[AskedCriterion]]:
+    """Return for each compared episode one criterion, with the descriptions of all that it is compared by."""
+    head, *lines = rules[rules.index(f"\n{COMPARED_HEAD}") + 1 :].split("\n")
+    criteria = itertools.takewhile(lambda line: line.startswith("{"), lines)
+    description = " ".join(json.loads(line)["description"] for line in criteria)
+    asked = AskedCriterion(COMPARISON.id, "a number from 0 to 1", description)
+    return {name.strip(): [asked] for name in head.removeprefix(COMPARED_HEAD).split(",")}
 
 
 def _number(score: float) -> int | float:  # as a model writes a count

@@ -15,6 +15,8 @@ from gspo_gym.judge.asking import AskingSettings, Prices
 from gspo_gym.judge.blend import RewardBlend
 from gspo_gym.judge.rubric_files import is_rubric_file
 
+# Episodes that one call compares: longer answers are cut off, and of each episode less is shown.
+MAX_COMPARED = 24
 _FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", re.ASCII)
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 Price = Annotated[float, Field(ge=0)]
@@ -102,10 +104,10 @@ class JudgeModelSettings(Settings):
 class ReadingSettings(Settings):
     """What a judging model reads of an episode, and in how many calls."""
 
-    mode: Literal["auto", "episode", "turn"] = Field(
+    mode: Literal["auto", "episode", "turn", "group"] = Field(
         default="auto",
         description="episode: one call for everything; turn: one for each turn and one for the outcome; auto: one "
-        "while it fits",
+        "while it fits; group: one call compares the episodes of a group (RULER), scores 0 to 1",
     )
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 import numpy as np
@@ -31,12 +31,14 @@ class RunningReturns:
     Attributes:
         squared_deviations: sum of (value - mean)^2.
         magnitude: the largest `Returns.reward_magnitude` of an episode, the scale at which rounding happens.
+        role_means: by role, the moving mean of its episodes; only with the baseline "role".
     """
 
     count: int = 0
     mean: float = 0.0
     squared_deviations: float = 0.0
     magnitude: float = 0.0
+    role_means: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def std(self) -> float:
@@ -51,7 +53,8 @@ class RunningReturns:
         mean = float(values.mean())
         # Sums of squares are never subtracted from each other: returns around a million keep a deviation of one.
         shift = mean - self.mean
-        return RunningReturns(
+        return replace(
+            self,
             count=count,
             mean=self.mean + shift * len(values) / count,
             squared_deviations=self.squared_deviations
@@ -61,6 +64,7 @@ class RunningReturns:
         )
 
 
+_ROLE_DECAY = 0.95  # SPIRAL's
 _CONSTANT_TOLERANCE = 1e-6  # eight roundings of float32
 _SUM_TOLERANCE = 2.0**-44  # of the sizes summed: 256 roundings of float64
 
@@ -97,7 +101,10 @@ def batch_advantages(
     Baseline: "group", the mean over the group; "leave_one_out", the mean over the siblings j != i, which depends on
     nothing that episode i did: the expected gradient is that of the returns alone ("group" is (G-1)/G of it);
     "batch", the mean over all episodes of the batch; "running", the mean of every x of the run so far, this batch's
-    included, at level "turn" over all turns that were played; "none", 0 (REINFORCE).
+    included, at level "turn" over all turns that were played; "none", 0 (REINFORCE); "role" (RAE of SPIRAL, arXiv
+    2506.24119), a moving mean b of the role's episodes, from 0 on: b <- 0.95 b + 0.05 x, episode after episode, at
+    level "turn" with the mean x of its turns. It is updated after the batch, so that no episode is in its own baseline.
+    A role here is an environment, because environments have no seats.
 
     Scale: the standard deviation, with Bessel's correction, of the same sets; "mean", the mean return of the group, for
     returns of 0 and 1 (MaxRL, arXiv 2602.02710: a task weighs by 1 / its success rate); or 1 for "none". At level
@@ -116,8 +123,10 @@ def batch_advantages(
     if settings.scale == "mean":
         _require_binary(returns)
     values, magnitudes = _table(returns, settings.level), _magnitudes(returns, settings.level)
-    # Updated first and used then, as ROLL does.
-    so_far = _update_running(running or RunningReturns(), returns, settings.level)
+    before = running or RunningReturns()
+    role_means = np.array([[before.role_means.get(r.role, 0.0)] for r in returns])
+    # Updated first and used then, as ROLL does; but for the means of roles.
+    so_far = _update_running(before, returns, settings)
     spreads = {"batch": _Spread.of(values, magnitudes), "running": _Spread.of_running(so_far, values.shape[1])}
     advantages: list[Float32Array] = []
     constant_groups: list[bool] = []
@@ -125,7 +134,7 @@ def batch_advantages(
     for group in groups:
         rows = slice(start, start := start + len(group))
         own = _Spread.of(values[rows], magnitudes[rows])
-        table = _compare(values[rows], settings, {"group": own, **spreads})
+        table = _compare(values[rows], settings, {"group": own, **spreads}, role_means[rows])
         advantages += [_per_turn(row, len(r.to_go)) for row, r in zip(table, group, strict=True)]
         constant_groups.append(not own.varies.any())  # a group of one, too: it has nothing to be compared with
     return BatchAdvantages(tuple(advantages), tuple(constant_groups), so_far)
@@ -204,14 +213,19 @@ def _rounding(magnitudes: NDArray[np.float64], means: NDArray[np.float64]) -> ND
 
 
 def _compare(
-    values: NDArray[np.float64], settings: AdvantageSettings, spreads: Mapping[str, _Spread]
+    values: NDArray[np.float64],
+    settings: AdvantageSettings,
+    spreads: Mapping[str, _Spread],
+    role_means: NDArray[np.float64],
 ) -> NDArray[np.float64]:
-    """Return [n, K] advantages of a group's values; entries past an episode's end are not used."""
+    """Return [n, K] advantages of a group's values, whose `role_means` are [n, 1]; those past an end are not used."""
     advantages = values
     if settings.baseline == "leave_one_out":
         # Alone, nothing varies and nothing is used.
         other_means = (values.sum(axis=0) - values) / max(len(values) - 1, 1)
         advantages = np.where(spreads["group"].varies, values - other_means, 0.0)
+    elif settings.baseline == "role":
+        advantages = values - role_means
     elif settings.baseline != "none":
         spread = spreads[settings.baseline]
         advantages = np.where(spread.varies, values - spread.mean, 0.0)
@@ -253,9 +267,15 @@ def _magnitudes(returns: Sequence[Returns], level: str) -> NDArray[np.float64]:
     return np.cumsum(steps[:, ::-1], axis=1)[:, ::-1]
 
 
-def _update_running(running: RunningReturns, returns: Sequence[Returns], level: str) -> RunningReturns:
-    return_arrays = [np.array([r.episode_return]) if level == "trajectory" else r.to_go for r in returns]
-    return running.updated(np.concatenate(return_arrays), magnitude=max(r.reward_magnitude for r in returns))
+def _update_running(running: RunningReturns, returns: Sequence[Returns], settings: AdvantageSettings) -> RunningReturns:
+    values = [np.array([r.episode_return]) if settings.level == "trajectory" else r.to_go for r in returns]
+    running = running.updated(np.concatenate(values), magnitude=max(r.reward_magnitude for r in returns))
+    if settings.baseline != "role":
+        return running
+    means = dict(running.role_means)
+    for r, own in zip(returns, values, strict=True):
+        means[r.role] = _ROLE_DECAY * means.get(r.role, 0.0) + (1 - _ROLE_DECAY) * float(own.mean())
+    return replace(running, role_means=means)
 
 
 def _per_turn(row: NDArray[np.float64], num_turns: int) -> Float32Array:

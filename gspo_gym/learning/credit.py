@@ -35,11 +35,13 @@ class Returns:
             `Trajectory.reward`.
         to_go: [num_turns] float64, from each turn on: to_go[k] = reward[k] + discount * to_go[k + 1], then clipped.
         reward_magnitude: sum of the rewards' absolute values, the scale at which rounding in the sum happens.
+        role: what the baseline "role" keeps a mean of: the environment's id.
     """
 
     episode_return: float
     to_go: NDArray[np.float64]
     reward_magnitude: float
+    role: str = ""
 
 
 def returns_of(
@@ -84,7 +86,7 @@ def returns_of(
     if rewards.clip is not None:
         episode_return = max(-rewards.clip, min(rewards.clip, episode_return))
         to_go = to_go.clip(-rewards.clip, rewards.clip)
-    return Returns(float(episode_return), to_go, reward_magnitude)
+    return Returns(float(episode_return), to_go, reward_magnitude, trajectory.task.env_id)
 
 
 def is_overlong(trajectory: Trajectory) -> bool:

@@ -518,19 +518,20 @@ class AdvantageSettings(Settings):
             "the one with the smaller mean square in the batch's other groups"
         ),
     )
-    baseline: Literal["group", "leave_one_out", "batch", "running", "none"] = Field(
+    baseline: Literal["group", "leave_one_out", "batch", "running", "role", "none"] = Field(
         default="group",
         description=(
             "what is subtracted from a return: the mean of its group (paper), of its siblings, of the batch, of all "
-            "returns so far, or nothing (REINFORCE); leave_one_out is the default at levels 'turn' and 'auto' "
-            "(`advantages.py`: of which returns-to-go)"
+            "returns so far, a moving mean of its environment's (RAE), or nothing (REINFORCE); leave_one_out is the "
+            "default at levels 'turn' and 'auto' (`advantages.py`: of which returns-to-go)"
         ),
     )
     scale: Literal["group", "batch", "running", "mean", "none"] = Field(
         default="group",
         description=(
             "what it is divided by: the Bessel-corrected std of the group (paper), the batch, all so far, the group's "
-            "mean (MaxRL; returns of 0 and 1), or 1; with baseline batch, running or none the default is the same word"
+            "mean (MaxRL; returns of 0 and 1), or 1; with baseline batch, running or none the default is the same "
+            "word, with role none"
         ),
     )
     discount: float = Field(
@@ -577,8 +578,11 @@ class AdvantageSettings(Settings):
                 f"discount is used at level 'turn' only (an episode's return is undiscounted), got {self.discount} at "
                 f"level {self.level!r}"
             )
-        if self.level == "auto" and "running" in (self.baseline, self.scale):
-            raise ValueError('level: "auto" has no "running" baseline or scale, which are of one level; set "group"')
+        if self.level == "auto" and {"running", "role"} & {self.baseline, self.scale}:
+            raise ValueError(
+                'level: "auto" has no "running" baseline or scale and no baseline "role", which are of one level; set '
+                '"group"'
+            )
         return self
 
 
@@ -587,6 +591,7 @@ def with_following_defaults(advantages: Mapping[str, Any]) -> dict[str, Any]:
     values = dict(advantages)
     if values.get("level") in ("turn", "auto") and values.get("baseline") is None:
         values["baseline"] = "leave_one_out"
-    if values.get("baseline") in ("batch", "running", "none") and values.get("scale") is None:
-        values["scale"] = values["baseline"]
+    scales = {"batch": "batch", "running": "running", "role": "none", "none": "none"}
+    if values.get("scale") is None and (scale := scales.get(str(values.get("baseline")))) is not None:
+        values["scale"] = scale
     return values

@@ -16,7 +16,7 @@ all environments share has another limit (`env/workers/isolation.py`). Where a l
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 
 from pydantic import Field
 
@@ -79,6 +79,8 @@ class ScoringLimits(Settings):
 
 # The episode with its rewards. Raises UnscoredError if it has none; whatever else it raises ends the collection.
 Score = Callable[[Trajectory], Awaitable[Trajectory]]
+# The same for an episode beside all of its group, itself among them.
+ScoreInGroup = Callable[[Trajectory, tuple[Trajectory, ...]], Awaitable[Trajectory]]
 
 
 class Slots:
@@ -114,8 +116,28 @@ class Scoring:
     async def score(self, trajectory: Trajectory, room: asyncio.Semaphore) -> tuple[Trajectory, str | None]:
         """Return the episode with its rewards, or unchanged and why it got none; `room` is `wait_for_room`'s."""
         try:
-            return await self._score(trajectory), None
-        except UnscoredError as error:
-            return trajectory, str(error)
+            return await _or_reason(trajectory, self._score(trajectory))
         finally:
             room.release()
+
+
+class GroupScoring:
+    """Scorer of one pool's episodes that compares those of a group; asked when the last of them is over."""
+
+    # Episodes that wait have no limit of their own: they wait for siblings, which a limit could keep from beginning.
+    def __init__(self, score: ScoreInGroup) -> None:
+        self._score = score
+
+    async def score(self, group: Sequence[Trajectory]) -> list[tuple[Trajectory, str | None]]:
+        """Return each episode with its rewards, or unchanged and why it got none, in the order of the group."""
+        siblings = tuple(group)
+        async with asyncio.TaskGroup() as tasks:
+            scores = [tasks.create_task(_or_reason(one, self._score(one, siblings))) for one in siblings]
+        return [score.result() for score in scores]
+
+
+async def _or_reason(trajectory: Trajectory, score: Awaitable[Trajectory]) -> tuple[Trajectory, str | None]:
+    try:
+        return await score, None
+    except UnscoredError as error:
+        return trajectory, str(error)

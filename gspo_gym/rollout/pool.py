@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from gspo_gym.errors import ConfigError, EngineLostError, EnvDiedError, RolloutError
 from gspo_gym.rollout.episode import EpisodeRequest, PlayEpisode
 from gspo_gym.rollout.ledger import Dispatched, Disposition, Ledger, Terminal
-from gspo_gym.rollout.limits import PoolLimits, Scoring, Slots
+from gspo_gym.rollout.limits import GroupScoring, PoolLimits, Scoring, Slots
 from gspo_gym.seeding import child_seed
 from gspo_gym.types import DroppedEpisode, Outcome, Task, Trajectory, TrajectoryGroup
 
@@ -65,7 +65,7 @@ class RolloutPool:
     An attempt that ends in an infrastructure failure is repeated in a fresh environment, up to `max_attempts`; then it
     is dropped. Its sampling seed is a fresh one, unless the engine was lost, or the environment by no doing of the
     actions: then the same episode is played again, so that a process that dies changes nothing. An episode without a
-    score from `scoring` is repeated or dropped as told.
+    score from `scoring` is repeated, then dropped; where `scoring` compares a group, it is dropped at once.
 
     Args:
         play: plays one attempt in a fresh environment.
@@ -88,7 +88,7 @@ class RolloutPool:
         ledger: Ledger | None = None,
         on_episode: OnEpisode | None = None,
         keep_unscored: bool = False,
-        scoring: Scoring | None = None,
+        scoring: Scoring | GroupScoring | None = None,
     ) -> None:
         self.ledger = Ledger() if ledger is None else ledger
         self.num_retries = 0
@@ -130,12 +130,11 @@ class RolloutPool:
         duplicates = [name for (name, _), count in names.items() if count > 1]
         if duplicates:
             raise ConfigError(f"collect: group ids must be unique, but {duplicates[0]!r} occurs more than once")
-        members = [(request, member) for request in requests for member in request.members]
         results_by_id: dict[str, _Finished] = {}
         try:
             async with asyncio.TaskGroup() as tasks:
-                for request, member in members:
-                    tasks.create_task(self._play_member(request, member, results_by_id))
+                for request in requests:
+                    tasks.create_task(self._play_members(request, results_by_id))
         except BaseException as error:
             # Finished members wait for their group to be settled, and now there will be none.
             for done in results_by_id.values():
@@ -159,6 +158,16 @@ class RolloutPool:
                 for task, sample in numbered
             ]
         )
+
+    async def _play_members(self, request: GroupRequest, results_by_id: dict[str, _Finished]) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            for member in request.members:
+                tasks.create_task(self._play_member(request, member, results_by_id))
+        if isinstance(self._scoring, GroupScoring):
+            members = [results_by_id[_trajectory_id(request, member)] for member in request.members]
+            usable = [member.trajectory for member in members if member.reason is None]
+            for trajectory, fault in await self._scoring.score(usable):
+                results_by_id[trajectory.trajectory_id] = _scored(trajectory, fault)
 
     async def _play_member(self, request: GroupRequest, member: int, results_by_id: dict[str, _Finished]) -> None:
         last_attempt = self._pool_limits.max_attempts - 1
@@ -194,17 +203,14 @@ class RolloutPool:
             )
             with self._settling(episode):
                 trajectory = await self._play_episode(episode)
-                if scoring is None or is_failed(trajectory):
-                    return _Finished(trajectory, _reason_to_drop(trajectory, keep_unscored=self._keep_unscored))
+                if not isinstance(scoring, Scoring) or is_failed(trajectory):
+                    keep_unscored = self._keep_unscored or scoring is not None
+                    return _Finished(trajectory, _reason_to_drop(trajectory, keep_unscored=keep_unscored))
                 # Waited for inside the slot: where too many episodes wait for a score, no further one begins.
                 room = await scoring.wait_for_room()
         # Its slot is given up while it waits for a score: another episode plays meanwhile.
         with self._settling(episode):
-            scored_trajectory, score_fault = await scoring.score(trajectory, room)
-            reason = (
-                f"not scored: {score_fault}" if score_fault else _reason_to_drop(scored_trajectory, keep_unscored=False)
-            )
-            return _Finished(scored_trajectory, reason, is_unscored=score_fault is not None)
+            return _scored(*await scoring.score(trajectory, room))
 
     @contextlib.contextmanager
     def _settling(self, episode: EpisodeRequest) -> Iterator[None]:  # every dispatched attempt must end in the ledger
@@ -286,8 +292,19 @@ def member_of(trajectory_id: str) -> int:
     return int(trajectory_id.rpartition("/")[2])
 
 
+def group_id_of(trajectory_id: str) -> str:
+    """Return the id of an episode's group, from the id that a pool gave it."""
+    return trajectory_id.rpartition("/")[0]
+
+
 def _trajectory_id(request: GroupRequest, member: int) -> str:
     return f"{request.group_id}/{member}"
+
+
+def _scored(trajectory: Trajectory, fault: str | None) -> _Finished:
+    """Return a scored episode, or one that got no score because of a fault."""
+    reason = f"not scored: {fault}" if fault else _reason_to_drop(trajectory, keep_unscored=False)
+    return _Finished(trajectory, reason, is_unscored=fault is not None)
 
 
 def _reason_to_drop(trajectory: Trajectory, *, keep_unscored: bool) -> str | None:

@@ -20,7 +20,7 @@ from gspo_gym.judge.records import (
     RubricsOf,
     read_judgements,
 )
-from gspo_gym.rollout.limits import Scoring, ScoringLimits
+from gspo_gym.rollout.limits import GroupScoring, Scoring, ScoringLimits
 from gspo_gym.run.records import read_events
 from gspo_gym.types import Trajectory
 
@@ -44,6 +44,7 @@ class Judging:
         limits: of scores that are late or missing.
         rewards: returns what stands for the environment's rewards in the blend.
         budget: of the judge, with what it has spent.
+        compares_groups: whether training episodes are judged beside their group; those of evaluations are judged alone.
 
     Attributes:
         judge: the same, waiting.
@@ -60,6 +61,7 @@ class Judging:
         limits: ScoringLimits,
         rewards: EnvRewards = env_rewards,
         budget: JudgeBudget | None = None,
+        compares_groups: bool = False,
     ) -> None:
         self.judge = PausingJudge(judge, on_event=self.tell)
         self._budget = budget or JudgeBudget()
@@ -79,7 +81,9 @@ class Judging:
 
         self._training = scorer(self._record, self._collect)
         self._evaluation = scorer(self._record, self._remember)
-        self.for_training = Scoring(self._training, limits)
+        self.for_training: Scoring | GroupScoring = (
+            GroupScoring(self._training) if compares_groups else Scoring(self._training, limits)
+        )
         self.for_evaluation = Scoring(self._evaluation, limits)
 
     def env_return(self, trajectory: Trajectory) -> float | None:

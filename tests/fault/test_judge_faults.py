@@ -1,5 +1,6 @@
 """Thousands of judgements over real HTTP while three requests in ten go wrong: what is scored is scored rightly, what
-is not is an error and never a number, and no limit is passed by more than one call.
+is not is an error and never a number, and no limit is passed by more than one call. One judge scores episodes by a
+rubric, one compares those of a group.
 
 The judging model follows the fake judge's rule, so every right score is known beforehand. Beside the faults of HTTP
 (5xx, 429, timeouts, resets, half a body) it refuses, breaks its verdicts off, and answers to another call. Nothing
@@ -17,7 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 from faulty_server import FaultPlan, FaultyServer, mixed
-from judged_episodes import BOTH, episode, model_settings
+from judged_episodes import BOTH, OUTCOME, episode, model_settings
 
 from gspo_gym.base.retries import RetrySettings
 from gspo_gym.judge.asking import AskingSettings, BudgetLimits, JudgeBudget
@@ -27,6 +28,7 @@ from gspo_gym.judge.base import (
     JudgeError,
     Judgement,
     JudgeRequest,
+    Rubrics,
 )
 from gspo_gym.judge.model.judge import ModelJudge
 from gspo_gym.judge.server import completion, honest_verdict, read_prompt
@@ -102,13 +104,19 @@ async def judge_many(
     limits: BudgetLimits,
     *,
     timeout_seconds: float,
+    group_size: int = 1,
     retries: RetrySettings = RETRIES,
 ) -> Run:
     budget = JudgeBudget(limits)
     asking = AskingSettings(
         max_concurrency=CONCURRENCY, timeout_seconds=timeout_seconds, retries=retries, failures_to_open=50
     )
-    settings = model_settings("stub", base_url=server.base_url, max_output_tokens=400, asking=asking, **PRICES)
+    mode = "auto" if group_size == 1 else "group"
+    settings = model_settings(
+        "stub", base_url=server.base_url, mode=mode, max_output_tokens=400, asking=asking, **PRICES
+    )
+    episodes = [episode(said(number), trajectory_id=str(number)) for number in range(num_episodes)]
+    groups = [tuple(episodes[first : first + group_size]) for first in range(0, num_episodes, group_size)]
 
     async def no_sleep(seconds: float) -> None:
         await asyncio.sleep(0)
@@ -116,8 +124,11 @@ async def judge_many(
     judge = ModelJudge(settings, budget=budget, sleep=no_sleep)
 
     async def ask(number: int) -> Judgement | JudgeError:
+        request = JudgeRequest(episodes[number], BOTH)
+        if group_size > 1:
+            request = JudgeRequest(episodes[number], Rubrics(outcome=OUTCOME), group=groups[number // group_size])
         try:
-            return await judge.judge(JudgeRequest(episode(said(number)), BOTH))
+            return await judge.judge(request)
         except JudgeError as error:
             return error
 
@@ -130,15 +141,23 @@ async def judge_many(
 
 def check_scores(run: Run) -> None:
     for number, judgement in run.judged.items():
-        assert (judgement.event_total, judgement.outcome_total) == expected(number), number
-        assert [set(review.criteria) for review in judgement.event_reviews] == [{"progress.bird", "progress.marks"}]
+        event_total, outcome_total = expected(number)
+        assert judgement.outcome_total == outcome_total, number
+        if judgement.event_reviews:  # a group is compared by its outcomes alone
+            assert judgement.event_total == event_total, number
+            assert set(judgement.event_reviews[0].criteria) == {"progress.bird", "progress.marks"}
 
 
-@pytest.mark.parametrize("num_episodes", [300, pytest.param(2_000, marks=pytest.mark.slow)])
-def test_of_many_judgements_with_faults_none_is_wrong_and_the_unscored_say_so(num_episodes: int) -> None:
+@pytest.mark.parametrize(
+    ("num_episodes", "group_size"), [(300, 1), (600, 2), pytest.param(2_000, 1, marks=pytest.mark.slow)]
+)
+def test_of_many_judgements_with_faults_none_is_wrong_and_the_unscored_say_so(
+    num_episodes: int, group_size: int
+) -> None:
     # A quarter of the requests fails over HTTP, and of the rest 7% is no verdict: together 30%.
     with FaultyJudge(mixed(0.25, seed=3, hanging_weight=0.02), spoils=0.07) as server:
-        run = asyncio.run(judge_many(server, num_episodes, BudgetLimits(), timeout_seconds=3.0))
+        asking = judge_many(server, num_episodes, BudgetLimits(), timeout_seconds=3.0, group_size=group_size)
+        run = asyncio.run(asking)
         num_faults = sum(server.faults.values()) + sum(server.num_spoilt.values())
         num_requests = server._num_completions
     judged = run.judged
@@ -152,6 +171,8 @@ def test_of_many_judgements_with_faults_none_is_wrong_and_the_unscored_say_so(nu
     # Four attempts fail together with 0.3**4 = 0.8%: 16 of 2,000, and hardly more than 40; of 300 perhaps none.
     assert 0.98 * num_episodes <= len(judged) < num_episodes + (num_episodes < 2_000)
     check_scores(run)
+    num_scored = Counter(number // group_size for number in judged)
+    assert set(num_scored.values()) == {group_size}  # of a group all are scored, or none
 
 
 LIMITS: dict[str, tuple[BudgetLimits, Callable[[FaultyJudge], tuple[float, float]]]] = {
@@ -162,17 +183,18 @@ LIMITS: dict[str, tuple[BudgetLimits, Callable[[FaultyJudge], tuple[float, float
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("group_size", [1, 2])
 @pytest.mark.parametrize("limit", LIMITS)
-def test_spending_stays_within_its_limit_and_one_call_under_faults(limit: str) -> None:
+def test_spending_stays_within_its_limit_and_one_call_under_faults(limit: str, group_size: int) -> None:
     limits, spent_by = LIMITS[limit]
     with FaultyJudge(mixed(0.25, seed=4, hanging_weight=0.02), spoils=0.07) as server:
-        run = asyncio.run(judge_many(server, 600, limits, timeout_seconds=3.0))
+        run = asyncio.run(judge_many(server, 600 * group_size, limits, timeout_seconds=3.0, group_size=group_size))
         spent, most = spent_by(server)
     cap = limits.max_calls or limits.max_usd or 0
     print(f"\n{limit}: the server has spent {spent:g} of {cap:g}; {len(run.judged)} scored, booked {run.budget.spent}")
     assert 0.3 * cap < spent <= cap + most
     assert any(isinstance(answer, JudgeBudgetError) for answer in run.answers)
-    assert 50 < len(run.judged) < 600
+    assert 50 < len(run.judged) < 600 * group_size
     check_scores(run)
 
 
@@ -219,10 +241,13 @@ def test_a_judge_that_is_gone_is_down_at_once_for_everybody_and_scores_again_whe
         asyncio.run(play(server))
 
 
-def test_a_judge_that_gives_no_verdict_is_not_down_and_its_episode_is_unscored() -> None:
+@pytest.mark.parametrize("group_size", [1, 3])
+def test_a_judge_that_gives_no_verdict_is_not_down_and_its_episode_is_unscored(group_size: int) -> None:
     with FaultyJudge(FaultPlan(), spoils=1.0) as server:
-        run = asyncio.run(judge_many(server, 30, BudgetLimits(), timeout_seconds=5.0))
+        run = asyncio.run(judge_many(server, 30, BudgetLimits(), timeout_seconds=60.0, group_size=group_size))
     assert [type(answer) for answer in run.answers] == [JudgeError] * 30
+    # A group is asked about once, however many of its episodes wait: at most 4 attempts of each call.
+    assert run.budget.spent.num_calls <= 4 * 30 // group_size
     assert not any(isinstance(answer, JudgeDownError) for answer in run.answers)
     # What was answered is paid for, although nothing could be made of it.
     assert run.budget.spent.input_tokens == server.tokens[0] > 0

@@ -68,6 +68,7 @@ def build_judging(config: RunConfig, task_rubric: TaskRubric | None = None) -> J
         limits=ScoringLimits(),
         rewards=_env_rewards(config),
         budget=parts.budget,
+        compares_groups=parts.options.mode == "group",
     )
     judging.close_too(parts.cache)
     if section.gold is not None:

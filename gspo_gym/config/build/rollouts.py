@@ -30,7 +30,7 @@ from gspo_gym.rollout.actors import Actor, EngineActor, ScriptedActor, policy_of
 from gspo_gym.rollout.episode import PlayEpisode, episode_player
 from gspo_gym.rollout.evaluation import Evaluation, KeptRows, PlayedRow, evaluate, join
 from gspo_gym.rollout.ledger import Disposition, Ledger
-from gspo_gym.rollout.limits import EpisodeLimits, PoolLimits, Scoring
+from gspo_gym.rollout.limits import EpisodeLimits, GroupScoring, PoolLimits, Scoring
 from gspo_gym.rollout.pool import OnEpisode, RolloutPool, member_of
 from gspo_gym.rollout.summary import play_by_environment
 from gspo_gym.run.collect import WarmupPlan
@@ -213,7 +213,7 @@ def build_pool(
     seed_name: str,
     ledger: Ledger | None = None,
     on_episode: OnEpisode | None = None,
-    scoring: Scoring | None = None,
+    scoring: Scoring | GroupScoring | None = None,
 ) -> RolloutPool:
     """Return a pool of episodes; `seed_name` keeps its sampling seeds apart from other pools'.
 

@@ -9,7 +9,7 @@ from gspo_gym.config.record import Rule, RunRecord, default_of, idle, rule, rule
 from gspo_gym.config.sections import PolicyConfigSection
 from gspo_gym.config.words import show
 from gspo_gym.errors import nearest_name
-from gspo_gym.judge.settings import JudgeModelSettings, JudgeOptions, JudgeSettings
+from gspo_gym.judge.settings import MAX_COMPARED, JudgeModelSettings, JudgeOptions, JudgeSettings
 
 # The keys of a judge that only a model obeys.
 _MODEL_KEYS = tuple(name for name in JudgeModelSettings.model_fields if name != "python")
@@ -215,6 +215,25 @@ def _weights_are_of_tracks(c: RunRecord) -> str | None:
     )
 
 
+@rule("judge.options.mode")
+def _groups_can_be_compared(c: RunRecord) -> str | None:
+    options, size = _options(c), c.training.group_size
+    if options.mode != "group" or not c.judging.enabled:
+        return None
+    if options.event:
+        return '"group" compares whole episodes: set judge.options.event = false and judge.reward_blend.event = 0'
+    if any(judge.python is not None for judge in c.judging.panel):
+        return '"group" asks models alone: remove the python member of [[judge.panel]], or set this to "auto"'
+    if not 2 <= size <= MAX_COMPARED:
+        return f'"group" compares 2 to {MAX_COMPARED} episodes in a call: training.group_size is {size}'
+    if c.judging.gold is not None:
+        return (
+            '"group" gives scores within a group, whose mean says nothing beside gold: remove [judge.gold], and '
+            'compare by `gspo-gym judge audit`, or set this to "auto"'
+        )
+    return None
+
+
 def _asks_a_model(c: RunRecord) -> bool:
     panel = c.judging.panel
     return any(judge.python is None for judge in panel) if panel else _kind(c) == "model"
@@ -227,7 +246,7 @@ JUDGE_RULES = (
     *(
         idle(f"judge.options.{name}", _asks_a_model, f"has no effect: {advice}; remove this")
         for name, advice in (
-            ("mode", "only a model is asked turn by turn"),
+            ("mode", "only a model is asked by turns or by groups"),
             ("samples", "only models are asked for several samples"),
         )
     ),

@@ -75,8 +75,8 @@ def _follow_surrogate(values: dict[str, Any]) -> None:
 
 
 def _follow_level(values: dict[str, Any]) -> None:
-    """`advantages.level` "turn" or "auto" sets the baseline to "leave_one_out"; a baseline of batch, running or none
-    sets the scale.
+    """`advantages.level` "turn" or "auto" sets the baseline to "leave_one_out"; a baseline of batch, running, role
+    or none sets the scale.
     """
     # The rules must see it, too: they read a file's values before there is a record.
     if isinstance(advantages := values.get("advantages"), dict):

@@ -3,6 +3,11 @@
 The episode becomes questions, each question one verdict (`prompt.py`), each verdict reviews. The order of criteria and
 the request's seed follow from the episode's content, and equal episodes are asked equal questions.
 
+In mode "group" one question is about all episodes of a group (as RULER of OpenPipe's ART): what all of them begin with
+is shown once, episodes of the same content are shown once and get the same score, and their order follows from the
+contents, so that it differs between groups. All episodes of the group ask it, the first is answered by the model, the
+others by the cache.
+
 Whether an endpoint holds answers to a JSON schema and takes a seed and a temperature is
 found out by asking: a field that it refuses, and accepts a request without, is not sent again. Answers are read with
 the same strictness either way.
@@ -13,10 +18,11 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import hmac
+import itertools
 import secrets
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from gspo_gym.base.http import HttpClient, RefusedError
@@ -38,6 +44,7 @@ from gspo_gym.judge.base import (
     review_of,
 )
 from gspo_gym.judge.model.prompt import (
+    COMPARISON,
     NONCE_DIGITS,
     OUTCOME_PART,
     PROMPT_VERSION,
@@ -45,6 +52,7 @@ from gspo_gym.judge.model.prompt import (
     Verdict,
     VerdictError,
     build_messages,
+    episode_part,
     parse_verdict,
     turn_part,
     verdict_schema,
@@ -53,6 +61,7 @@ from gspo_gym.judge.model.transcript import Transcript, compacted, read_transcri
 from gspo_gym.judge.rubric import Criterion, Rubric
 from gspo_gym.judge.settings import ModelJudgeSettings
 from gspo_gym.seeding import child_seed, generator
+from gspo_gym.types import Trajectory
 
 _MAX_PARTS_OF_A_CALL = 24  # turns in one call: longer answers are cut off, and models lose the thread
 
@@ -76,7 +85,11 @@ class ModelJudge:
         sleep: Sleep = asyncio.sleep,
     ) -> None:
         self.settings = settings
-        self._cache = cache
+        self._compares = settings.reading.mode == "group"
+        # The episodes of a group share the answer by a cache, so there must be one.
+        self._own_cache = JudgementCache() if cache is None and self._compares else None
+        self._cache = cache or self._own_cache
+        self._last_comparison: tuple[tuple[Trajectory, ...], Rubric, Comparison] | None = None
         self._model = ChatJudgeModel(settings, budget=budget, clock=clock, sleep=sleep)
         self._secret = secrets.token_bytes(32)  # of the nonces, which no text inside an episode may know
         # Episodes are read a few at a time: preparing thousands at once would use up the time of the first requests.
@@ -87,11 +100,15 @@ class ModelJudge:
         return self.settings.name
 
     async def judge(self, request: JudgeRequest) -> Judgement:
+        if self._compares and request.group:  # without waiting: those of a group ask at once, so that one call answers
+            return await self._judge_in_group(request)
         async with self._open_episodes:
             return await self._judge(request)
 
     async def close(self) -> None:
-        """Close the connections; the cache belongs to the caller."""
+        """Close the connections; a cache that was handed over belongs to the caller."""
+        if self._own_cache is not None:
+            await self._own_cache.close()
         await self._model.close()
 
     async def _judge(self, request: JudgeRequest) -> Judgement:
@@ -121,6 +138,33 @@ class ModelJudge:
             cost=sum((cost for _, cost in answers), JudgeCost()),
         )
 
+    async def _judge_in_group(self, request: JudgeRequest) -> Judgement:
+        outcome = request.rubrics.outcome
+        if outcome is None or request.rubrics.event is not None:
+            raise JudgeError('mode "group" compares whole episodes: expected a rubric of the outcome alone')
+        if len(request.group) == 1:
+            raise JudgeError(
+                'no other episode of its group to compare it with; judge.options.mode "auto" judges it alone'
+            )
+        comparison = self._comparison(request.group, outcome)
+        part = comparison.part_by_id[request.trajectory.trajectory_id]
+        flags, scale = suspicions(request.trajectory), Rubric((COMPARISON,))
+        if part is None:
+            return Judgement(self.name, outcome_review=review_of(scale, None, BY_RULE), flags=flags)
+        verdict, cost = await self._answer(comparison.question, request.rubrics)
+        review = review_of(scale, verdict.parts[part], verdict.summary)
+        return Judgement(self.name, outcome_review=review, flags=flags, cuts=comparison.cuts_of(part), cost=cost)
+
+    def _comparison(self, group: tuple[Trajectory, ...], rubric: Rubric) -> Comparison:
+        # The episodes of a group ask one after the other, and each would read all of them.
+        if (last := self._last_comparison) is not None and last[0] == group and last[1] is rubric:
+            return last[2]
+        show_reasoning = self.settings.reading.show_reasoning
+        whole = {t.trajectory_id: read_transcript(t, show_reasoning=show_reasoning) for t in group}
+        comparison = plan_comparison(whole, rubric, self.settings)
+        self._last_comparison = (group, rubric, comparison)
+        return comparison
+
     async def _answer(self, question: Question, rubrics: Rubrics) -> tuple[Verdict, JudgeCost]:
         key = self._key(question, rubrics)
         seed = child_seed(self.settings.seed, "judge", key)
@@ -141,6 +185,7 @@ class ModelJudge:
     def _key(self, question: Question, rubrics: Rubrics) -> str:
         # All that the answer depends on; the episode's place in its group is not part of that.
         transcript = question.transcript
+        compared = {"compared": [_content(episode) for episode in question.episodes]} if question.episodes else {}
         return digest_of(
             {
                 "prompt_version": PROMPT_VERSION,
@@ -150,8 +195,9 @@ class ModelJudge:
                     for name, rubric in (("event", rubrics.event), ("outcome", rubrics.outcome))
                 },
                 "parts": list(question.parts),
-                "transcript": [[piece.writer, piece.turn, piece.text, piece.note] for piece in transcript.pieces],
+                "transcript": _content(transcript),
                 "num_turns": transcript.num_turns,
+                **compared,
             }
         )
 
@@ -159,7 +205,8 @@ class ModelJudge:
 def plan(whole: Transcript, rubrics: Rubrics, settings: ModelJudgeSettings) -> list[Question]:
     """Return the questions about an episode; none about turns, or an episode, without content.
 
-    One call asks about everything ("episode"), or one for each turn and one for the outcome ("turn").
+    One call asks about everything ("episode"), or one for each turn and one for the outcome ("turn"). In mode "group",
+    for an episode that is judged alone, it is as in "auto".
     """
     nonempty_turns = tuple(turn for turn in range(whole.num_turns) if not whole.is_empty_turn(turn))
     if not nonempty_turns:  # it gets the lowest scores by rule
@@ -172,7 +219,7 @@ def plan(whole: Transcript, rubrics: Rubrics, settings: ModelJudgeSettings) -> l
     mode, limit = settings.reading.mode, settings.max_transcript_chars
     # "auto" asks once where no judged turn is then read in a shortened context.
     fits = whole.num_chars <= limit and len(nonempty_turns) <= _MAX_PARTS_OF_A_CALL
-    if not event or mode == "episode" or (mode == "auto" and fits):
+    if not event or mode == "episode" or (mode != "turn" and fits):
         turns = nonempty_turns if event else ()
         focus = range(whole.num_turns) if outcome else turns
         return [Question(compacted(whole, focus, limit), turns, event, outcome, goals)] if turns or outcome else []
@@ -184,6 +231,66 @@ def plan(whole: Transcript, rubrics: Rubrics, settings: ModelJudgeSettings) -> l
         shortened_transcript = compacted(whole, range(whole.num_turns), limit)
         questions.append(Question(shortened_transcript, (), (), outcome, {"outcome": goals["outcome"]}))
     return questions
+
+
+def _content(transcript: Transcript) -> Json:
+    return [[piece.writer, piece.turn, piece.text, piece.note] for piece in transcript.pieces]
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """The question about the episodes of a group.
+
+    Attributes:
+        part_by_id: by trajectory id, the part of the verdict about it; None for an episode without content.
+    """
+
+    question: Question
+    part_by_id: Mapping[str, str | None]
+
+    def cuts_of(self, part: str) -> tuple[str, ...]:
+        """Return what was not shown of the episode of this part."""
+        own = next(e for place, e in enumerate(self.question.episodes) if episode_part(place) == part)
+        return (*self.question.transcript.cuts, *own.cuts)
+
+
+def plan_comparison(whole: Mapping[str, Transcript], rubric: Rubric, settings: ModelJudgeSettings) -> Comparison:
+    """Return the question about a group's transcripts, which `whole` has by trajectory id.
+
+    An episode without content is in no question, and gets the lowest score by rule.
+    """
+    digest_by_id = {
+        id_: digest_of(_content(transcript))
+        for id_, transcript in whole.items()
+        if not all(transcript.is_empty_turn(turn) for turn in range(transcript.num_turns))
+    }
+    digests = list(dict.fromkeys(digest_by_id.values()))
+    if settings.shuffles_criteria:
+        digests.sort()  # else the order would depend on who is which member
+        seed = child_seed(settings.seed, "judge", digest_of([settings.sample, digests]))
+        digests = [digests[int(index)] for index in generator(seed, "episodes").permutation(len(digests))]
+    transcript_of = {digest: whole[id_] for id_, digest in digest_by_id.items()}
+    shared, rests = _without_beginning([transcript_of[digest] for digest in digests])
+    # An equal share for each, so that a long episode takes nothing from the others.
+    shared = _compacted(shared, settings.max_transcript_chars // 2)
+    share = (settings.max_transcript_chars - shared.num_chars) // max(len(rests), 1)
+    episodes = tuple(_compacted(rest, share) for rest in rests)
+    question = Question(shared, outcome=rubric.criteria, goals={"outcome": rubric.goal_text}, episodes=episodes)
+    part_of = {digest: episode_part(place) for place, digest in enumerate(digests)}
+    return Comparison(question, {id_: part_of.get(digest_by_id.get(id_, "")) for id_ in whole})
+
+
+def _without_beginning(transcripts: Sequence[Transcript]) -> tuple[Transcript, list[Transcript]]:
+    """Return the pieces with which all transcripts begin, and each transcript without them."""
+    columns = zip(*(transcript.pieces for transcript in transcripts), strict=False)
+    num_shared = sum(1 for _ in itertools.takewhile(lambda column: len(set(column)) == 1, columns))
+    rests = [replace(transcript, pieces=transcript.pieces[num_shared:]) for transcript in transcripts]
+    shared = transcripts[0].pieces[:num_shared] if transcripts else ()
+    return Transcript(shared, max((transcript.num_turns for transcript in transcripts), default=0)), rests
+
+
+def _compacted(transcript: Transcript, limit: int) -> Transcript:
+    return compacted(transcript, range(transcript.num_turns), limit) if transcript.pieces else transcript
 
 
 def _cuts_of(questions: Sequence[Question]) -> tuple[str, ...]:

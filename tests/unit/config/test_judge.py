@@ -32,6 +32,8 @@ VALID: dict[str, Any] = {
 MEMBER = {"provider": "openai", "model": "a"}
 PANEL = {"judge.panel": [MEMBER, {"provider": "groq", "model": "b"}], "judge.options.model": ...,
          "judge.options.provider": ...}  # fmt: skip
+GROUP = {"judge.options.mode": "group", "judge.options.event": False,
+         "judge.reward_blend": {"env": 0.2, "outcome": 0.8}}  # fmt: skip
 SYNTH = {"services": {"judge_url": "https://judge.example.org/api"}}
 PYTHON = {"judge.options.python": "mine:judge", "judge.options.model": ..., "judge.options.provider": ...}
 
@@ -120,6 +122,29 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {**PANEL, "judge.panel": [MEMBER, {"python": "mine:judge", "model": "m"}]},
         "judge.panel: member 1: python is no model, so model has no effect: remove one",
     ),
+    "groups compared by turns": (
+        {"judge.options.mode": "group"},
+        'judge.options.mode: "group" compares whole episodes: set judge.options.event = false and '
+        "judge.reward_blend.event = 0",
+    ),
+    "groups of one": (
+        {**GROUP, "training.group_size": 1, "advantages.baseline": "batch"},
+        'judge.options.mode: "group" compares 2 to 24 episodes in a call: training.group_size is 1',
+    ),
+    "groups too large": (
+        {**GROUP, "training.group_size": 32},
+        'judge.options.mode: "group" compares 2 to 24 episodes in a call: training.group_size is 32',
+    ),
+    "groups compared beside a function": (
+        {**GROUP, **PANEL, "judge.panel": [MEMBER, {"python": "mine:judge"}]},
+        'judge.options.mode: "group" asks models alone: remove the python member of [[judge.panel]], or set this to '
+        '"auto"',
+    ),
+    "groups compared beside gold": (
+        {**GROUP, "judge.gold": {"panel": [MEMBER]}},
+        'judge.options.mode: "group" gives scores within a group, whose mean says nothing beside gold: remove '
+        '[judge.gold], and compare by `gspo-gym judge audit`, or set this to "auto"',
+    ),
     "a panel's model elsewhere": (
         {**PANEL, "judge.options.model": "m"},
         "judge.options.model: has no effect: the members of [[judge.panel]] have their own; remove this",
@@ -159,7 +184,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "turns for a function": (
         {**PYTHON, "judge.options.mode": "turn"},
-        "judge.options.mode: has no effect: only a model is asked turn by turn; remove this",
+        "judge.options.mode: has no effect: only a model is asked by turns or by groups; remove this",
     ),
     # gold
     "gold that is nobody": (
@@ -264,6 +289,8 @@ def test_an_apps_own_rewards_need_no_judge_and_a_judges_do(make: Make, problems:
 
 ALLOWED: dict[str, dict[str, Any]] = {
     "as it is": {},
+    "groups of two": {**GROUP, "training.group_size": 2},
+    "a panel that compares groups": {**GROUP, **PANEL},
     "only the judge": {"judge.reward_blend": {"env": 0.0, "event": 0.0, "outcome": 1.0}},
     "only watched": {"judge.reward_blend": {"event": 0.0}},
     "switched off": {"judge.enabled": False, "judge.reward_blend": ..., "judge.gold": {}, **SYNTH},

@@ -30,7 +30,7 @@ from gspo_gym.judge.gold import JudgeDriftError
 from gspo_gym.judge.records import METRICS, EpisodeScorer, JudgedEpisode
 from gspo_gym.rollout.episode import EpisodeRequest
 from gspo_gym.rollout.ledger import Disposition, Ledger, Terminal
-from gspo_gym.rollout.limits import PoolLimits, Score, Scoring, ScoringLimits
+from gspo_gym.rollout.limits import GroupScoring, PoolLimits, Score, Scoring, ScoringLimits
 from gspo_gym.rollout.pool import GroupRequest, RolloutPool
 from gspo_gym.seeding import generator
 from gspo_gym.types import Outcome, Task, Trajectory, TrajectoryGroup
@@ -51,7 +51,7 @@ def good(_: JudgeRequest) -> Judgement:
 
 
 def pool_of(
-    score: Score, *, slots: int = 8, attempts: int = 3, reward: float | None = 1.0, **limits: Any
+    score: Score | GroupScoring, *, slots: int = 8, attempts: int = 3, reward: float | None = 1.0, **limits: Any
 ) -> RolloutPool:
     async def play(request: EpisodeRequest) -> Trajectory:
         await asyncio.sleep(0)
@@ -63,7 +63,7 @@ def pool_of(
         play=play,
         pool_limits=PoolLimits(max_concurrent_rollouts=slots, max_attempts=attempts, min_group_fraction=0.1),
         run_seed=3,
-        scoring=Scoring(score, ScoringLimits(**limits)),
+        scoring=score if isinstance(score, GroupScoring) else Scoring(score, ScoringLimits(**limits)),
     )
 
 
@@ -306,4 +306,91 @@ def test_2000_scores_with_30_percent_faults_and_an_outage_train_nothing_unscored
     assert told[0] == "judge_paused"
     assert told[-1] == "judge_resumed"
     assert now >= 300
+    pool.ledger.assert_balanced()
+
+
+def comparing(answer: Callable[[JudgeRequest], Judgement]) -> tuple[GroupScoring, list[JudgeRequest]]:
+    """Scoring by a judge of groups, and what it is asked."""
+    asked: list[JudgeRequest] = []
+
+    def remember(request: JudgeRequest) -> Judgement:
+        asked.append(request)
+        return answer(request)
+
+    return GroupScoring(scorer(remember)), asked
+
+
+def test_a_group_is_compared_when_the_last_of_its_episodes_is_over_and_holds_no_slot() -> None:
+    scoring, asked = comparing(good)
+    groups = asyncio.run(pool_of(scoring, slots=1).collect(requests(3)))
+    assert [trajectory.reward for trajectory in kept(groups)] == [pytest.approx(1.25)] * 12
+    # Each of the 12 episodes is asked about once, beside all four of its group.
+    names = {request.trajectory.trajectory_id: [one.trajectory_id for one in request.group] for request in asked}
+    assert names == {f"g{g}/{m}": [f"g{g}/{n}" for n in range(4)] for g in range(3) for m in range(4)}
+    assert len(asked) == 12
+
+
+def test_a_group_that_lost_episodes_is_compared_by_those_that_are_left() -> None:
+    scoring, asked = comparing(good)
+    pool = pool_of(scoring, attempts=1)
+    play = pool._play_episode
+
+    async def lose_one(request: EpisodeRequest) -> Trajectory:
+        played = await play(request)
+        is_lost = request.trajectory_id == "g0/2"
+        return dataclasses.replace(played, outcome=Outcome.ENV_ERROR, error="gone") if is_lost else played
+
+    pool._play_episode = lose_one
+    (group,) = asyncio.run(pool.collect(requests(1)))
+    assert [trajectory.trajectory_id for trajectory in group.trajectories] == ["g0/0", "g0/1", "g0/3"]
+    assert {tuple(one.trajectory_id for one in request.group) for request in asked} == {("g0/0", "g0/1", "g0/3")}
+    assert [(lost.trajectory_id, lost.reason) for lost in group.dropped] == [("g0/2", "gone")]
+    pool.ledger.assert_balanced()
+
+
+def test_a_group_without_a_score_is_dropped_whole_and_not_played_again() -> None:
+    def answer(request: JudgeRequest) -> Judgement:
+        if request.trajectory.trajectory_id.startswith("g1"):
+            raise JudgeError("no verdict")
+        return good(request)
+
+    scoring, asked = comparing(answer)
+    pool = pool_of(scoring)
+    first, second, third = asyncio.run(pool.collect(requests(3)))
+    assert (len(first.trajectories), len(second.trajectories), len(third.trajectories)) == (4, 0, 4)
+    assert {lost.reason for lost in second.dropped} == {"not scored: scripted: no verdict"}
+    assert (pool.num_retries, len(asked)) == (0, 12)
+    pool.ledger.assert_balanced()
+    assert pool.ledger.counts()["dispatched"] == 12
+
+
+def test_an_episode_at_an_action_limit_is_compared_with_none_and_gets_the_lowest_score() -> None:
+    scoring, asked = comparing(good)
+    pool = pool_of(scoring)
+    play = pool._play_episode
+
+    async def limit_one(request: EpisodeRequest) -> Trajectory:
+        played = await play(request)
+        is_limited = request.trajectory_id == "g0/0"
+        return dataclasses.replace(played, outcome=Outcome.ACTION_LIMIT, error="too slow") if is_limited else played
+
+    pool._play_episode = limit_one
+    (group,) = asyncio.run(pool.collect(requests(1)))
+    # The environment's 1.0 at its weight of 0.5; the others have the judge's part beside it.
+    assert [trajectory.reward for trajectory in group.trajectories] == [0.5, *[pytest.approx(1.25)] * 3]
+    assert {len(request.group) for request in asked} == {3}
+    assert "g0/0" not in {request.trajectory.trajectory_id for request in asked}
+
+
+@pytest.mark.parametrize("kind", [JudgeBudgetError, JudgeDeniedError])
+def test_a_judge_of_groups_that_can_score_nothing_more_ends_the_collection(kind: type[JudgeError]) -> None:
+    def answer(request: JudgeRequest) -> Judgement:
+        if request.trajectory.trajectory_id.startswith("g1"):
+            raise kind("no more")
+        return good(request)
+
+    scoring, _ = comparing(answer)
+    pool = pool_of(scoring)
+    with pytest.raises(kind, match="no more"):
+        asyncio.run(pool.collect(requests(3)))
     pool.ledger.assert_balanced()

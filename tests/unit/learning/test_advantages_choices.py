@@ -5,7 +5,9 @@ Every expected number is written out by hand from the definitions: statistics of
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
+import json
 import math
 from typing import get_args
 
@@ -37,12 +39,14 @@ def compare(groups, settings, running=None):
 GROUPS = [[[1.0], [3.0]], [[0.0], [0.0], [4.0]]]
 # The batch: mean 8/5, variance (0.36 + 1.96 + 2.56 + 2.56 + 5.76) / 4 = 3.3.
 # The run: three returns of 0 before, so that 8 of mean 1 have a variance of (3 * 1 + 0 + 4 + 1 + 1 + 9) / 7 = 18/7.
-BEFORE = RunningReturns(count=3, mean=0.0, squared_deviations=0.0, magnitude=0.0)
+# The role's moving mean was 1/2.
+BEFORE = RunningReturns(count=3, mean=0.0, squared_deviations=0.0, magnitude=0.0, role_means={"": 0.5})
 CENTRED = {
     "group": [[-1, 1], [-4 / 3, -4 / 3, 8 / 3]],
     "leave_one_out": [[1 - 3, 3 - 1], [0 - 2, 0 - 2, 4 - 0]],
     "batch": [[-0.6, 1.4], [-1.6, -1.6, 2.4]],
     "running": [[0, 2], [-1, -1, 3]],
+    "role": [[0.5, 2.5], [-0.5, -0.5, 3.5]],
     "none": [[1, 3], [0, 0, 4]],
 }
 STDS = {
@@ -71,6 +75,7 @@ TURN_CENTRED = {
     "batch": [[[-1], [1, 2]], [[0], [0, 0]]],
     # over the six turns that were played: (1 + 3 + 3 + 2 + 2 + 1) / 6 = 2
     "running": [[[-1], [1, 1]], [[0], [0, -1]]],
+    "role": [[[1], [3, 3]], [[2], [2, 1]]],  # nothing was seen before: 0
     "none": [[[1], [3, 3]], [[2], [2, 1]]],
 }
 TURN_STDS = {
@@ -95,6 +100,26 @@ def test_every_baseline_goes_with_every_scale_turn_by_turn(baseline, scale):
             assert turns == pytest.approx([c / std for c in expected], abs=ROUNDING)
 
 
+def test_the_mean_of_a_role_moves_by_a_twentieth_an_episode_after_its_batch():
+    def of(role, *rewards):
+        return dataclasses.replace(earned(*rewards), role=role)
+
+    settings = AdvantageSettings(baseline="role")
+    assert settings.scale == "none"
+    first = batch_advantages([[of("a", 1.0), of("a", 3.0)], [of("b", 4.0)]], settings)
+    assert [v.tolist() for v in first.values] == [[1.0], [3.0], [4.0]]  # all means are 0 yet
+    # 0.95 * (0.95 * 0 + 0.05 * 1) + 0.05 * 3, and 0.05 * 4
+    assert first.running.role_means == pytest.approx({"a": 0.1975, "b": 0.2})
+    second = batch_advantages([[of("b", 1.0), of("b", 0.0)], [of("c", 1.0)]], settings, first.running)
+    assert [v.item() for v in second.values] == pytest.approx([0.8, -0.2, 1.0], abs=ROUNDING)
+    assert second.running.role_means == pytest.approx({"a": 0.1975, "b": 0.95 * (0.95 * 0.2 + 0.05), "c": 0.05})
+    # At level "turn" an episode counts with the mean of its returns-to-go, here of 3, 3 and 1.
+    turns = batch_advantages([[of("a", 0.0, 2.0, 1.0)]], AdvantageSettings(level="turn", baseline="role"))
+    assert turns.running.role_means == pytest.approx({"a": 0.05 * 7 / 3})
+    restored = RunningReturns(**json.loads(json.dumps(dataclasses.asdict(second.running))))
+    assert restored == second.running
+
+
 def test_constant_groups_still_differ_from_each_other_when_the_batch_is_the_baseline():
     # mean 1/2, variance 4 * (1/4) / 3
     settings = AdvantageSettings(baseline="batch")
@@ -106,7 +131,7 @@ def test_constant_groups_still_differ_from_each_other_when_the_batch_is_the_base
 
 @pytest.mark.parametrize(
     ("baseline", "expected"),
-    [("none", [1, 0, 2]), ("batch", [0, -1, 1]), ("running", [0, -1, 1]), ("group", [0, 0, 0])],
+    [("none", [1, 0, 2]), ("role", [1, 0, 2]), ("batch", [0, -1, 1]), ("running", [0, -1, 1]), ("group", [0, 0, 0])],
 )
 def test_groups_of_one_learn_from_anything_but_their_group(baseline, expected):
     # returns 1, 0, 2: mean 1, std 1

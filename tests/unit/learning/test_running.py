@@ -24,13 +24,13 @@ def after(parts):
 def test_three_values_in_two_parts_by_hand():
     # 1, 2 and 6: mean 3, squares of deviations 4 + 1 + 9
     running = after([[1.0], [], [2.0, 6.0]])
-    assert dataclasses.astuple(running) == pytest.approx((3, 3.0, 14.0, 6.0))
+    assert dataclasses.astuple(running)[:4] == pytest.approx((3, 3.0, 14.0, 6.0))
     assert running.std == pytest.approx(math.sqrt(7))
 
 
 def test_one_value_has_no_spread_and_two_have():
     # 0.1 to the last digit, which a start from another mean than 0 would lose
-    assert dataclasses.astuple(after([[0.1]])) == (1, 0.1, 0.0, 0.1)
+    assert dataclasses.astuple(after([[0.1]]))[:4] == (1, 0.1, 0.0, 0.1)
     assert after([[0.1]]).std == 0.0
     assert RunningReturns().std == 0.0
     assert after([[1.0, 3.0]]).std == pytest.approx(math.sqrt(2))

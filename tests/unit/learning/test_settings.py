@@ -154,6 +154,7 @@ def test_defaults_follow_the_level_and_the_baseline() -> None:
     assert chosen() == ("group", "group")
     assert chosen(level="turn") == ("leave_one_out", "group")
     assert chosen(baseline="none") == ("none", "none")
+    assert chosen(baseline="role") == ("role", "none")
     assert chosen(baseline="batch", scale="group") == ("batch", "group")
     assert chosen(level="turn", baseline="running") == ("running", "running")
 

@@ -5,6 +5,7 @@ The judge is the fake that is shipped, on the loopback interface. That training 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,11 +17,12 @@ from gspo_gym.cli.train import run_training
 from gspo_gym.config.run_config import RunConfig
 from gspo_gym.errors import ConfigError
 from gspo_gym.judge.base import JudgeBudgetError
-from gspo_gym.judge.records import read_judgements
+from gspo_gym.judge.records import latest_judgements, read_judgements
 from gspo_gym.judge.server import create_fake_judge_app
 from gspo_gym.policy.checkpoints import CheckpointStore
 from gspo_gym.remote.serving import BackgroundServer
 from gspo_gym.rollout.episode_files import read_episodes
+from gspo_gym.rollout.pool import group_id_of
 from gspo_gym.run.records import read_events, read_metrics, read_summary
 
 
@@ -30,7 +32,10 @@ def url() -> Iterator[str]:
         yield f"{server.url}/v1"
 
 
-def config_of(folder: Path, url: str, **options: Any) -> RunConfig:
+BLEND = {"env": 0.2, "event": 0.4, "outcome": 0.4}
+
+
+def config_of(folder: Path, url: str, *, blend: dict[str, float] = BLEND, **options: Any) -> RunConfig:
     """Two steps of 8 episodes, and evaluations of 4 before, between and after: 2 * 8 + 3 * 4 = 28 calls."""
     criteria = [{"id": "said", "description": 'The answer has a "4".', "scale": "binary"}]
     return RunConfig.from_dict(
@@ -45,7 +50,7 @@ def config_of(folder: Path, url: str, **options: Any) -> RunConfig:
             "evaluation": {"seeds": "0:4", "every_n_iters": 1},
             "judge": {
                 "enabled": True,
-                "reward_blend": {"env": 0.2, "event": 0.4, "outcome": 0.4},
+                "reward_blend": blend,
                 "options": {"event": True, "outcome": True, "provider": "local", "model": "fake-judge",
                             "base_url": url, "rubric_overrides": {"event": {"criteria": criteria},
                                                                   "outcome": {"criteria": criteria}}, **options},
@@ -102,6 +107,37 @@ def test_a_spent_budget_stops_the_run_which_goes_on_with_more(url: str, tmp_path
     metrics = [read_metrics(config.run_folder)[-1] for config in (whole, more)]
     for name in ("rollout/reward_mean", "judge/event", "judge/outcome", "loss/total"):
         assert metrics[0][name] == pytest.approx(metrics[1][name], abs=1e-6), name
+
+
+def test_a_judge_of_groups_is_asked_once_a_group_and_a_resumed_run_gets_the_same_scores(
+    url: str, tmp_path: Path
+) -> None:
+    options: dict[str, Any] = {"blend": {"env": 0.2, "outcome": 0.8}, "event": False, "mode": "group"}
+    whole = config_of(tmp_path / "whole", url, **options)
+    run_training(whole)
+    judged = read_judgements(whole.run_folder / "judgements.jsonl")
+    calls: Counter[str] = Counter()
+    for each in judged:
+        assert each.judgement.outcome_review is not None
+        is_trained = each.trajectory_id.startswith("step_")
+        # Episodes of evaluations have no siblings: they are judged alone, by the rubric.
+        assert set(each.judgement.outcome_review.criteria) == {"comparison" if is_trained else "said"}
+        calls[group_id_of(each.trajectory_id) if is_trained else "evaluations"] += each.judgement.cost.num_calls
+    assert calls.pop("evaluations") <= 12
+    assert set(calls.values()) == {1}
+    assert len(calls) == 4
+
+    num_calls = [each.spent.num_calls for each in judged if each.trajectory_id.startswith("eval_000001")][-1]
+    with pytest.raises(JudgeBudgetError):  # after the first group of the second step
+        run_training(config_of(tmp_path / "cut", url, max_calls=num_calls + 1, **options))
+    more = config_of(tmp_path / "cut", url, max_calls=100, **options)
+    assert run_training(more, resume=True)["status"] == "completed"
+    resumed = latest_judgements(read_judgements(more.run_folder / "judgements.jsonl"))
+    assert {key: line.episode_return for key, line in resumed.items()} == {
+        key: line.episode_return for key, line in latest_judgements(judged).items()
+    }
+    metrics = [read_metrics(config.run_folder)[-1] for config in (whole, more)]
+    assert metrics[0]["loss/total"] == metrics[1]["loss/total"]
 
 
 def test_a_budget_that_does_not_last_for_the_first_evaluation_can_be_raised_too(url: str, tmp_path: Path) -> None:

@@ -502,6 +502,31 @@ def of_training(**changes: Any) -> dict[str, Any]:
 
 
 @pytest.mark.slow
+def test_a_moving_mean_of_the_environment_goes_on_from_the_checkpoint_or_from_the_episodes(tmp_path: Path) -> None:
+    changes = of_training(iterations_per_epoch=3) | {"advantages": {"level": "trajectory", "baseline": "role"}}
+    run_training(config_of(tmp_path, changes))
+    folder, mean = tmp_path / "test", 0.0
+    for step in (1, 2, 3):
+        assert verify_step(folder, step).difference is None
+        # Independent: an advantage is the return less the mean before the step, which moves by a twentieth an episode.
+        tokens = open_tokens(folder, step)
+        returns = {t.trajectory_id: t.reward for t in read_episodes(folder / "episodes" / f"step_{step:06d}.jsonl.gz")}
+        assert len(tokens.spans) == len(returns)
+        for name in tokens.spans:
+            assert tokens.columns(name)["advantage"] == pytest.approx(returns[name] - mean, rel=1e-5, abs=1e-6)
+        for earned in returns.values():
+            mean = 0.95 * mean + 0.05 * earned
+        state = json.loads((folder / "checkpoints" / f"step_{step:06d}" / "resume" / "state.json").read_text())
+        assert state["trainer"]["running"]["role_means"] == {"GuessNumber": pytest.approx(mean)}
+    for checkpoint in (folder / "checkpoints").iterdir():
+        shutil.rmtree(checkpoint)
+    assert verify_step(folder, 3).difference is None
+    alter_episodes(folder, 1, more_reward)
+    found = verify_step(folder, 3).difference
+    assert (found and (found.quantity, found.token)) == ("advantage", 0)
+
+
+@pytest.mark.slow
 def test_a_running_baseline_goes_on_from_the_checkpoint_or_from_the_episodes_of_all_steps(tmp_path: Path) -> None:
     changes = of_training(iterations_per_epoch=3) | {"advantages": {"level": "trajectory", "baseline": "running"}}
     run_training(config_of(tmp_path, changes))

@@ -506,7 +506,12 @@ def test_filtering_every_episode_is_no_update_either(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "changes", [{"constant_groups": "refill"}, {"advantages": AdvantageSettings(baseline="running")}]
+    "changes",
+    [
+        {"constant_groups": "refill"},
+        {"advantages": AdvantageSettings(baseline="running")},
+        {"advantages": AdvantageSettings(baseline="role")},
+    ],
 )
 def test_a_resumed_run_trains_on_what_an_uninterrupted_one_would_have(tmp_path: Path, changes: dict[str, Any]) -> None:
     whole, final = train(tmp_path / "whole", make_plan(**changes))
@@ -648,7 +653,7 @@ def test_metrics_are_written_every_so_many_steps_and_after_the_last(tmp_path: Pa
     assert [line["step"] for line in read_metrics(tmp_path)] == [2, 4, 5]
 
 
-@pytest.mark.parametrize("baseline", ["batch", "running", "none"])
+@pytest.mark.parametrize("baseline", ["batch", "running", "role", "none"])
 @pytest.mark.parametrize("constant_groups", ["drop", "refill"])
 def test_groups_that_teach_something_cannot_be_left_out_as_constant(baseline: Any, constant_groups: Any) -> None:
     with pytest.raises(ConfigError, match=f'constant_groups: "{constant_groups}"'):

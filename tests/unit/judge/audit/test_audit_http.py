@@ -10,7 +10,8 @@ import pytest
 from judged_episodes import model_settings
 from rule_judge import spoken_episode
 
-from gspo_gym.judge.audit import AuditSettings, JudgeAudit
+from gspo_gym.judge.attacks import attacks
+from gspo_gym.judge.audit import AuditReport, AuditSettings, JudgeAudit
 from gspo_gym.judge.base import JudgeRequest, Rubrics
 from gspo_gym.judge.gold import Label
 from gspo_gym.judge.model.judge import ModelJudge
@@ -94,3 +95,42 @@ def test_the_audit_estimates_the_bias_of_the_model_itself_although_the_judge_shu
 
     # The first place has 0.2 more than the others, so 3/4 of it above the mean.
     assert asyncio.run(run()) == pytest.approx((0.15, -0.05, -0.05, -0.05))
+
+
+def test_the_audit_of_a_judge_of_groups_compares_labelled_siblings_and_finds_the_favoured_place() -> None:
+    def favours_the_first_episode(messages: Sequence[Mapping[str, str]]) -> str:
+        prompt = read_prompt(messages)
+        parts = {
+            part: {"comparison": {"reason": "", "score": 0.3 + BIAS * (part == "episode_1")}} for part in prompt.parts
+        }
+        return json.dumps({verdict_key(prompt.nonce): {**parts, "summary": ""}})
+
+    names = [f"g{group}/{member}" for group in range(3) for member in range(4)]
+    labelled = [(spoken_episode(name, [f"I say {name}"]), Label(name, None, 0.3)) for name in [*names, "alone/0"]]
+    settings = AuditSettings(num_repeats=0, num_position_episodes=12, num_attacked_episodes=1)
+
+    async def run(url: str) -> AuditReport:
+        usual = ModelJudge(model_settings("fake", base_url=url, mode="group"))
+        in_given_order = ModelJudge(model_settings("fake", base_url=url, mode="group", shuffles_criteria=False))
+        rubrics = Rubrics(outcome=RUBRIC)
+        few = {name: attack for name, attack in attacks(rubrics).items() if name.startswith("verdicts")}
+        try:
+            return await JudgeAudit(usual, rubrics, settings, (), in_given_order, few).run(labelled)
+        finally:
+            await usual.close()
+            await in_given_order.close()
+
+    with BackgroundServer(create_fake_judge_app(answer=favours_the_first_episode)) as server:
+        report = asyncio.run(run(f"{server.url}/v1"))
+    assert (report.num_episodes, report.num_unscored) == (13, 1)
+    assert next(iter(report.unscored)).startswith("no other episode of its group")
+    assert report.outcome is not None
+    assert report.outcome.judge_mean == pytest.approx(0.3 + BIAS / 4)  # one of each four stands first
+    assert (report.position_part, report.position and report.position.num_episodes) == ("group", 3)
+    # The first place has 0.2 more than the others, so 3/4 of it above the mean.
+    assert report.position is not None
+    assert report.position.effects == pytest.approx((0.15, -0.05, -0.05, -0.05))
+    assert "position (group, 3 groups in every order)" in str(report)
+    # One call for each of three groups, four orders of each, and one for each attack.
+    assert report.attacks is not None
+    assert report.cost.num_calls == 3 + 4 * 3 + report.attacks.num_attempts
