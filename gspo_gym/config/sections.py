@@ -41,6 +41,7 @@ SIZE_KEYS = (
     "training.update_epochs",
     "training.gradient_accumulation_steps",
     "training.max_accumulated_minibatch",
+    "rollout.forks_per_episode",
 )
 
 
@@ -384,6 +385,12 @@ class RolloutSection(Settings):
         gt=0, description="episodes per batch, a multiple of training.group_size; episodes that fail are replaced"
     )
     batches_per_step: int = Field(default=1, gt=0, description="batches that are merged into one iteration's")
+    forks_per_episode: int = Field(
+        default=0,
+        ge=0,
+        description="episodes that repeat the first turns of each training episode, up to one that is drawn, and go on "
+        "with draws of their own, in environments that the seed determines (rollout/forks.py); 0: none",
+    )
     max_concurrent_rollouts: int = same(PoolLimits, "max_concurrent_rollouts")
 
     @property

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from gspo_gym.errors import ConfigError, RecordError
-from gspo_gym.learning.advantages import RunningReturns, batch_advantages
+from gspo_gym.learning.advantages import BatchAdvantages, RunningReturns, batch_advantages
 from gspo_gym.learning.credit import Returns, is_overlong, played, returns_of
 from gspo_gym.learning.settings import AdvantageSettings, RewardSettings, StepRewardSettings
 from gspo_gym.learning.trees import tree_advantages
@@ -186,10 +186,7 @@ def build_batch(
         )
 
     returns = [[returns_for(trajectory) for trajectory in group] for group in members]
-    result = batch_advantages(returns, advantages, running)
-    if any(trajectory.forked_from for trajectory in trajectories):
-        values = tree_advantages(members, returns, result.constant_groups)
-        result = dataclasses.replace(result, values=values)
+    result = _compare(members, returns, advantages, running)
     with_actions = {i for i, trajectory in enumerate(trajectories) if trajectory.num_actions > 0}
     eps = advantages.filter_eps
     indices = [i for i, v in enumerate(result.values) if i in with_actions and (eps is None or np.abs(v).max() > eps)]
@@ -213,6 +210,19 @@ def build_batch(
         is_masked=torch.tensor([overlong[i] and rewards.overlong == "mask" for i in indices])[tokens.trajectory_index],
     )
     return BuiltBatch(batch, counts, result.running, mean_return, tuple(trajectories[i].trajectory_id for i in indices))
+
+
+def _compare(
+    members: Sequence[Sequence[Trajectory]],
+    returns: Sequence[Sequence[Returns]],
+    settings: AdvantageSettings,
+    running: RunningReturns,
+) -> BatchAdvantages:
+    """Return the advantages of groups; where there are forks, those of their trees."""
+    result = batch_advantages(returns, settings, running)
+    if not any(trajectory.forked_from for group in members for trajectory in group):
+        return result
+    return dataclasses.replace(result, values=tree_advantages(members, returns, result.constant_groups))
 
 
 def batch_tokens(trajectories: Sequence[Trajectory]) -> TokenBatch:

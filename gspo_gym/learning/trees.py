@@ -46,7 +46,9 @@ def tree_advantages(
     mean_size = sum(map(len, groups)) / sum(map(len, sizes))
     advantages: list[Float32Array] = []
     for own, size, of_group, is_constant in zip(paths, sizes, returns, constant_groups, strict=True):
-        by_node = {} if is_constant else node_advantages(zip(own, (r.episode_return for r in of_group), strict=True))
+        by_node: Mapping[Node, float] = {}
+        if not is_constant:
+            by_node = node_advantages(zip(own, (r.episode_return for r in of_group), strict=True))
         for root, *turns in own:
             values = [by_node.get(turn, 0.0) * mean_size / size[root] for turn in turns]
             advantages.append(np.array(values, dtype=np.float32))

@@ -40,6 +40,7 @@ BASE = small_run(
 DECISIONS = {"training.step_rewards_mode": "decision_stepwise"}
 ACHIEVEMENTS = {**DECISIONS, "training.step_rewards_strategy": "per_achievement"}
 KL = {"loss.kl_coef": 0.1}
+FORKED = {"advantages.level": "trajectory", "advantages.baseline": "leave_one_out", "advantages.scale": "none"}
 MEANT = {"algorithm.acknowledge": ["truncated_sampling"], "rollout.top_k": 7}
 WANDB = {"tracking.report_to": ["wandb"]}
 
@@ -83,6 +84,7 @@ OTHER = {
     "rollout.repetition_penalty": (1.2, MEANT),
     "rollout.episodes_per_batch": (32, {}),
     "rollout.batches_per_step": (2, {}),
+    "rollout.forks_per_episode": (1, FORKED),
     "rollout.max_concurrent_rollouts": (5, {}),
     "limits.step_timeout_seconds": (1.0, {}),
     "limits.episode_timeout_seconds": (2.0, {}),
