@@ -359,6 +359,14 @@ class Timing:
     engine_seconds: float = 0.0
 
 
+@dataclass(frozen=True, slots=True)
+class ForkPoint:
+    """The place where an episode leaves another one of its group: the turns before `turn` are replayed from that."""
+
+    trajectory_id: str
+    turn: int
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Trajectory:
     """One episode as it happened.
@@ -369,6 +377,8 @@ class Trajectory:
         success: as the environment declared last; None if it never did.
         reports_events: False for a task app that does not report what its decisions achieved: turns without events are
             then no sign of failure.
+        forked_from: the episode whose first turns this one repeated, with their tokens, logprobs and versions; None: it
+            was played from the beginning.
     """
 
     trajectory_id: str
@@ -383,6 +393,7 @@ class Trajectory:
     error: str | None = None
     timing: Timing = Timing()
     reports_events: bool = True
+    forked_from: ForkPoint | None = None
 
     def __post_init__(self) -> None:
         if self.outcome.is_infrastructure_failure and self.error is None:
@@ -437,6 +448,12 @@ class Trajectory:
     def num_actions(self) -> int:
         """Return the number of tokens that the policy sampled, over all segments."""
         return int(sum(int(s.action_mask.sum()) for s in self.segments))
+
+    @property
+    def num_new_actions(self) -> int:
+        """Return the number of tokens that were sampled for this episode, and not replayed from another one."""
+        first = 0 if self.forked_from is None else self.forked_from.turn
+        return int(sum(int((s.turn_index >= first).sum()) for s in self.segments))
 
 
 @dataclass(frozen=True, slots=True)

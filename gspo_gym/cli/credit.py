@@ -15,7 +15,8 @@ from gspo_gym.base.settings import parse_seeds
 from gspo_gym.base.tables import table
 from gspo_gym.cli.command_line import SCRIPTED, add_environment, base_of, env_config_of
 from gspo_gym.credit.bench import BenchReport, BenchSettings, measure
-from gspo_gym.credit.forks import Player, ScriptedPlayer, require_replayable
+from gspo_gym.credit.forks import Player, ScriptedPlayer
+from gspo_gym.env.checks.checker import require_replayable
 from gspo_gym.env.registry import resolve
 from gspo_gym.env.session import EnvSession, looking_at
 from gspo_gym.env.watchdog import seconds_until_frozen, watching

@@ -38,6 +38,7 @@ SIZE_KEYS = (
     "rollout.episodes_per_batch",
     "training.batch_size",
     "training.update_epochs",
+    "rollout.forks_per_episode",
 )
 
 
@@ -384,6 +385,12 @@ class RolloutSection(Settings):
     )
     episodes_per_batch: int = Field(
         gt=0, description="episodes per batch, a multiple of training.group_size; episodes that fail are replaced"
+    )
+    forks_per_episode: int = Field(
+        default=0,
+        ge=0,
+        description="episodes that repeat the first turns of each training episode, up to one that is drawn, and go on "
+        "with draws of their own, in environments that the seed determines (rollout/forks.py); 0: none",
     )
     max_concurrent_rollouts: int = same(PoolLimits, "max_concurrent_rollouts")
 

@@ -7,14 +7,13 @@ prefix is that of this task, which is what the episodes of a group share.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from gspo_gym.env.checks.checker import check_env
 from gspo_gym.env.core import PolicyFactory, ScriptedPolicy
 from gspo_gym.env.playing import PlayerError, Playthrough, play_in
 from gspo_gym.env.session import EnvSession
@@ -35,7 +34,6 @@ Floats = NDArray[np.float64]
 Action = Message | Completion
 
 NUM_TREE = 4  # continuations that estimate, as a tree of episodes would; the others are the truth
-_NEEDED = ("construction", "play", "isolation", "determinism", "reset")  # checks without which no fork is one
 _NO_TOKENS = Segment(
     token_ids=np.zeros(1, np.int32),
     action_mask=np.zeros(1, np.bool_),
@@ -64,13 +62,22 @@ class Episode:
         return tuple(turn.reward or 0.0 for turn in self.trajectory.turns)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Fork:
-    """An episode to be played: of the task `seed`, with these actions first; `path` names its draws."""
+    """An episode to be played: of the task `seed`, with the first `num_turns` turns of `origin`, if there is one.
+
+    `path` names its draws.
+    """
 
     seed: int
-    actions: tuple[Action, ...]
     path: tuple[str | int, ...]
+    origin: Episode | None = None
+    num_turns: int = 0
+
+    @property
+    def actions(self) -> tuple[Action, ...]:
+        """Return the actions that it repeats."""
+        return () if self.origin is None else self.origin.actions[: self.num_turns]
 
 
 class Player(Protocol):
@@ -93,17 +100,6 @@ class ForkedGroup:
     values: tuple[Floats, ...]
 
 
-def require_replayable(env: str, *, env_config: Mapping[str, Any], seeds: Sequence[int], max_turns: int) -> None:
-    """Raise a ContractError if `check_env` does not find that an environment answers a replay as it did at first."""
-    report = check_env(env, env_config=env_config, seeds=seeds[:2], max_turns=max_turns, num_leak_episodes=0)
-    problems = [problem for problem in report.problems if problem.check in _NEEDED]
-    if problems:
-        raise ContractError(
-            f"{report.name}: a replay must be answered as the episode was, or it cannot be forked; the check "
-            f'"{problems[0].check}" fails: {problems[0].text} (`gspo-gym env check` has all)'
-        )
-
-
 async def fork_group(
     player: Player, seed: int, *, group_size: int, num_continuations: int, discount: float
 ) -> ForkedGroup:
@@ -121,14 +117,14 @@ async def fork_group(
             f"credit: expected at least 2 episodes a group and 2 continuations, got {group_size} and "
             f"{num_continuations}"
         )
-    episodes = await player.play([Fork(seed, (), ("episode", number)) for number in range(group_size)])
+    episodes = await player.play([Fork(seed, ("episode", number)) for number in range(group_size)])
     prefixes: dict[str, tuple[Episode, int]] = {}
     for episode in episodes:
         for turn in range(len(episode.actions)):
             prefixes.setdefault(_key(episode.actions[:turn]), (episode, turn))
     num = NUM_TREE + num_continuations
     forks = [
-        Fork(seed, episode.actions[:turn], ("continuation", number, copy))
+        Fork(seed, ("continuation", number, copy), episode, turn)
         for number, (episode, turn) in enumerate(prefixes.values())
         for copy in range(num)
     ]

@@ -8,14 +8,15 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from gspo_gym.chat.renderer import RendererCache
-from gspo_gym.credit.forks import Action, Episode, Fork
+from gspo_gym.credit.forks import Episode, Fork
 from gspo_gym.env.workers.threads import QuickCalls
 from gspo_gym.errors import RolloutError
-from gspo_gym.rollout.actors import Actor, ActRequest
+from gspo_gym.rollout.actors import Actor
 from gspo_gym.rollout.episode import EpisodeRequest, run_episode
+from gspo_gym.rollout.forks import Replay, completions_of
 from gspo_gym.rollout.limits import EpisodeLimits
 from gspo_gym.seeding import child_seed
-from gspo_gym.types import Completion, Message, Task
+from gspo_gym.types import Message, Task
 
 
 class ModelPlayer:
@@ -52,6 +53,7 @@ class ModelPlayer:
 
         Raises:
             RolloutError: an episode failed, or its first prompt does not fit.
+            ContractError: a replay was answered otherwise than its origin.
         """
         return list(await asyncio.gather(*map(self._play, forks)))
 
@@ -60,13 +62,13 @@ class ModelPlayer:
             "/".join(map(str, (fork.seed, *fork.path))),
             Task(self._env_id, fork.seed),
             child_seed(self._run_seed, "credit", fork.seed, *fork.path),
+            replay=None if fork.origin is None else Replay(fork.origin.trajectory, fork.num_turns),
         )
-        actor = _ReplayingActor(self._act, fork.actions)
         async with self._slots:
             trajectory = await run_episode(
                 request,
                 make_env=lambda _task: self._factory(),
-                act=actor,
+                act=self._act,
                 renderers=self._renderers,
                 limits=self._limits,
                 quick=self._quick,
@@ -74,28 +76,7 @@ class ModelPlayer:
         if trajectory.outcome.is_infrastructure_failure or not trajectory.turns:
             reason = trajectory.error or "no turn was played"
             raise RolloutError(f"{self._env_id}, seed {fork.seed}: {trajectory.outcome.value}: {reason}")
-        return Episode(trajectory, _states(trajectory.messages), tuple(actor.completions))
-
-
-class _ReplayingActor:
-    """Actor that repeats the completions of the first turns, and asks another for the next; it keeps all of them."""
-
-    def __init__(self, act: Actor, recorded: Sequence[Action]) -> None:
-        self.completions: list[Completion] = []
-        self._act = act
-        self._recorded = recorded
-
-    async def __call__(self, request: ActRequest) -> Completion:
-        if request.turn_index < len(self._recorded):
-            completion = self._recorded[request.turn_index]
-            assert isinstance(completion, Completion), "a model's episodes are replayed by a model"
-        else:
-            completion = await self._act(request)
-        self.completions.append(completion)
-        return completion
-
-    async def end_session(self, session_id: str) -> None:
-        await self._act.end_session(session_id)
+        return Episode(trajectory, _states(trajectory.messages), completions_of(trajectory))
 
 
 def _states(messages: Sequence[Message]) -> tuple[str, ...]:

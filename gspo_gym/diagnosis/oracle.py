@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from gspo_gym.diagnosis.oracle_forks import forked
 from gspo_gym.types import FinishReason, Outcome, Trajectory
 
 Floats = NDArray[np.float64]
@@ -110,7 +111,9 @@ def batch_of(records: StepRecords, state: State) -> Batch:
     else:
         table = _table(config, values, sizes, kept_groups, (running, before))
     table[~is_turn] = 0.0
-    advantages = table[owner, 0 if config["advantages.level"] == "trajectory" else records.turn]
+    if any(episode.forked_from for episode in records.episodes):
+        table = forked(records.episodes, values[:, 0], table, kept_groups)
+    advantages = table[owner, records.turn if table.shape[1] > 1 else 0]
     eps = config.get("advantages.filter_eps")
     is_kept = np.isin(np.arange(num_episodes), together) & (np.bincount(owner, minlength=num_episodes) > 0)
     is_kept &= np.abs(table).max(1) > (-1 if eps is None else eps)

@@ -151,7 +151,9 @@ def episodes_are_duplicated(view: StepView) -> _Clue | None:
         ids = tuple(tuple(part["ids"]) for part in episode["segments"])
         first_number = first_with.setdefault((episode["task"], ids), number)
         own, first_logprobs = logprobs[view.episode == number], logprobs[view.episode == first_number]
-        if first_number == number or not own.any() or np.abs(own - first_logprobs).max() > MAX_GAP_FLOAT32:
+        if first_number == number or "fork" in episode:
+            continue  # a fork is like its origin by design, at least in the turns that it repeats
+        if not own.any() or np.abs(own - first_logprobs).max() > MAX_GAP_FLOAT32:
             continue  # an engine without logprobs has 0 for all
         first = view.episodes[first_number]
         if own.sum() < _IMPOSSIBLE or any(episode[name] == first[name] for name in ("seed", "seconds")):
@@ -395,6 +397,7 @@ def advantages_are_others(view: StepView) -> _Clue | None:
     settings, column = AdvantageSettings(**view.rules["advantages"]), view.column("advantage")
     is_shaped = settings.whiten != "none" or settings.kl_shaping_coef + view.rules["rewards"].get("kl_coef", 0) > 0
     is_shaped |= bool({settings.baseline, settings.scale, settings.level} & {"batch", "running", "role", "auto"})
+    is_shaped |= bool(view.rules.get("has_forks"))  # pages of earlier versions do not say
     mode = view.rules["training"].get("step_rewards_mode", "env_sparse")
     if is_shaped or mode == "decision_stepwise":  # they follow from more than the page shows
         return None

@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 
 from gspo_gym.errors import ConfigError, RecordError
-from gspo_gym.learning.advantages import RunningReturns, batch_advantages
+from gspo_gym.learning.advantages import BatchAdvantages, RunningReturns, batch_advantages
 from gspo_gym.learning.credit import Returns, is_overlong, played, returns_of
 from gspo_gym.learning.settings import AdvantageSettings, RewardSettings, StepRewardSettings
+from gspo_gym.learning.trees import tree_advantages
 from gspo_gym.types import Float32Array, Segment, Trajectory, TrajectoryGroup
 
 AnyBatch = TypeVar("AnyBatch", bound="TokenBatch")
@@ -166,9 +167,9 @@ def build_batch(
 
     A trajectory without a turn takes no part, neither in the batch nor in its group's statistics. If it has turns and
     none of their tokens is trained on, it takes part in the statistics alone. Tokens after a segment's last sampled one
-    are left out. A trajectory with |advantage| <= filter_eps at all its turns takes part in the statistics and then
-    leaves. An overlong one, where `rewards.overlong` is "mask", stays and is marked. `known_returns`, by trajectory id,
-    were computed before under the same settings.
+    are left out. Of episodes with forks the siblings are compared (`trees.py`). A trajectory with |advantage| <=
+    filter_eps at all its turns takes part in the statistics and then leaves. An overlong one, where `rewards.overlong`
+    is "mask", stays and is marked. `known_returns`, by trajectory id, were computed before under the same settings.
 
     Raises:
         UnscoredError: a trajectory that takes part has no reward. RecordError: no trajectory has a turn.
@@ -188,7 +189,7 @@ def build_batch(
         )
 
     returns = [[returns_for(trajectory) for trajectory in group] for group in members]
-    result = batch_advantages(returns, advantages, running)
+    result = _compare(members, returns, advantages, running)
     with_actions = {i for i, trajectory in enumerate(trajectories) if trajectory.num_actions > 0}
     eps = advantages.filter_eps
     indices = [i for i, v in enumerate(result.values) if i in with_actions and (eps is None or np.abs(v).max() > eps)]
@@ -212,6 +213,19 @@ def build_batch(
         is_masked=torch.tensor([overlong[i] and rewards.overlong == "mask" for i in indices])[tokens.trajectory_index],
     )
     return BuiltBatch(batch, counts, result.running, mean_return, tuple(trajectories[i].trajectory_id for i in indices))
+
+
+def _compare(
+    members: Sequence[Sequence[Trajectory]],
+    returns: Sequence[Sequence[Returns]],
+    settings: AdvantageSettings,
+    running: RunningReturns,
+) -> BatchAdvantages:
+    """Return the advantages of groups; where there are forks, those of their trees."""
+    result = batch_advantages(returns, settings, running)
+    if not any(trajectory.forked_from for group in members for trajectory in group):
+        return result
+    return dataclasses.replace(result, values=tree_advantages(members, returns, result.constant_groups))
 
 
 def batch_tokens(trajectories: Sequence[Trajectory]) -> TokenBatch:

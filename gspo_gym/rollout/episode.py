@@ -16,6 +16,7 @@ from gspo_gym.env.workers.threads import QuickCalls
 from gspo_gym.errors import ContextOverflowError, EnginePoisonedError, EnvTimeoutError, RecordError, shortened
 from gspo_gym.rollout.actors import Actor, ActRequest
 from gspo_gym.rollout.adapter import TokenObservationWrapper
+from gspo_gym.rollout.forks import Replay, ReplayingActor
 from gspo_gym.rollout.limits import EpisodeLimits
 from gspo_gym.types import Completion, Outcome, Task, Timing, Trajectory
 
@@ -27,12 +28,16 @@ Clock = Callable[[], float]
 
 @dataclass(frozen=True, slots=True)
 class EpisodeRequest:
-    """One attempt at one episode. `trajectory_id` is the same for all attempts, `sampling_seed` after a loss only."""
+    """One attempt at one episode. `trajectory_id` is the same for all attempts, `sampling_seed` after a loss only.
+
+    `replay` are the turns of another episode that it begins with; None: it is played from the beginning.
+    """
 
     trajectory_id: str
     task: Task
     sampling_seed: int
     attempt: int = 0
+    replay: Replay | None = None
 
     @property
     def session_id(self) -> str:
@@ -69,8 +74,10 @@ async def run_episode(
     Raises:
         asyncio.CancelledError: cancelled from outside, after closing.
         EnginePoisonedError: no episode can be played with this engine any more; after closing.
+        ContractError: the environment answered a replay otherwise than it is recorded; after closing.
     """
-    episode = _Episode(request, act=act, limits=limits, clock=clock, quick=quick)
+    replaying = None if request.replay is None else ReplayingActor(act, request.replay)
+    episode = _Episode(request, act=replaying or act, limits=limits, clock=clock, quick=quick)
     outcome, error = await episode.play_and_close(make_env, renderers)
     wrapper = episode.wrapper
     record = wrapper.episode() if wrapper is not None else None
@@ -79,7 +86,7 @@ async def run_episode(
         env_seconds=wrapper.env_seconds if wrapper is not None else 0.0,
         engine_seconds=episode.engine_seconds,
     )
-    return Trajectory(
+    trajectory = Trajectory(
         trajectory_id=request.trajectory_id,
         attempt=request.attempt,
         task=request.task,
@@ -91,7 +98,11 @@ async def run_episode(
         success=record.success if record else None,
         error=error,
         timing=timing,
+        forked_from=None if request.replay is None else request.replay.point,
     )
+    if replaying is not None:
+        replaying.require_replayed(trajectory)
+    return trajectory
 
 
 def episode_player(

@@ -19,6 +19,7 @@ from gspo_gym.base.messages import messages_from_wire
 from gspo_gym.errors import ConfigError, MissingExtraError, RecordError
 from gspo_gym.types import (
     FinishReason,
+    ForkPoint,
     Message,
     Outcome,
     ParseStatus,
@@ -176,7 +177,7 @@ def trajectory_to_json(trajectory: Trajectory, *, policy_name: str = "policy") -
     not read back. `knows_weights` is False where an endpoint or a script chose the tokens: the logprobs are then not
     the policy's, or zeros.
     """
-    task = trajectory.task
+    task, point = trajectory.task, trajectory.forked_from
     return {
         "schema": SCHEMA_VERSION,
         "trajectory_id": trajectory.trajectory_id,
@@ -191,6 +192,7 @@ def trajectory_to_json(trajectory: Trajectory, *, policy_name: str = "policy") -
         "success": trajectory.success,
         "error": trajectory.error,
         "reports_events": trajectory.reports_events,
+        **({} if point is None else {"forked_from": {"trajectory_id": point.trajectory_id, "turn": point.turn}}),
         "reward": trajectory.reward if trajectory.is_scored else None,
         "messages": [message.to_dict() for message in trajectory.messages],
         "turns": [_turn_to_json(turn) for turn in trajectory.turns],
@@ -225,6 +227,7 @@ def trajectory_from_json(values: Mapping[str, Any]) -> Trajectory:
             error=values["error"],
             reports_events=values.get("reports_events", True),  # absent in files of earlier versions
             timing=Timing(**values["timing"]),
+            forked_from=ForkPoint(**values["forked_from"]) if values.get("forked_from") else None,
         )
     except RecordError:
         raise

@@ -10,11 +10,12 @@ import asyncio
 import contextlib
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from gspo_gym.errors import ConfigError, EngineLostError, EnvDiedError, RolloutError
 from gspo_gym.rollout.episode import EpisodeRequest, PlayEpisode
+from gspo_gym.rollout.forks import Replay, draw_replays
 from gspo_gym.rollout.ledger import Dispatched, Disposition, Ledger, Terminal
 from gspo_gym.rollout.limits import GroupScoring, PoolLimits, Scoring, Slots
 from gspo_gym.seeding import child_seed
@@ -27,7 +28,8 @@ class GroupRequest:
 
     `group_id` names the group in the run, and with it its episodes. `seed_name` is what the sampling seeds derive from
     (with the run seed, the member and the attempt); None means the group id. Members count from `first_member`: parts
-    of a group can be asked for one by one.
+    of a group can be asked for one by one. Each episode is continued by `forks_per_episode` more, of which the numbers
+    follow those of all episodes; see `draw_replays`.
     """
 
     group_id: str
@@ -35,6 +37,7 @@ class GroupRequest:
     size: int
     seed_name: str | None = None
     first_member: int = 0
+    forks_per_episode: int = 0
 
     def __post_init__(self) -> None:
         if self.size < 1:
@@ -44,6 +47,11 @@ class GroupRequest:
     def members(self) -> range:
         """Return the numbers of the group's episodes."""
         return range(self.first_member, self.first_member + self.size)
+
+    def forks_of(self, member: int) -> range:
+        """Return the numbers of the forks of an episode."""
+        first = self.members.stop + (member - self.first_member) * self.forks_per_episode
+        return range(first, first + self.forks_per_episode)
 
 
 # Called with every finished attempt and what became of it; a KEPT one may still be dropped with its group.
@@ -163,13 +171,29 @@ class RolloutPool:
         async with asyncio.TaskGroup() as tasks:
             for member in request.members:
                 tasks.create_task(self._play_member(request, member, results_by_id))
+        done = {member: results_by_id[_trajectory_id(request, member)] for member in request.members}
+        usable = {member: result.trajectory for member, result in done.items() if result.reason is None}
+        if request.forks_per_episode and len(usable) >= self._min_good(request):
+            await self._play_forks(request, usable, results_by_id)
         if isinstance(self._scoring, GroupScoring):
-            members = [results_by_id[_trajectory_id(request, member)] for member in request.members]
-            usable = [member.trajectory for member in members if member.reason is None]
-            for trajectory, fault in await self._scoring.score(usable):
+            for trajectory, fault in await self._scoring.score(list(usable.values())):
                 results_by_id[trajectory.trajectory_id] = _scored(trajectory, fault)
 
-    async def _play_member(self, request: GroupRequest, member: int, results_by_id: dict[str, _Finished]) -> None:
+    async def _play_forks(
+        self, request: GroupRequest, usable: Mapping[int, Trajectory], results_by_id: dict[str, _Finished]
+    ) -> None:
+        """Continue the episodes of a group; which turns follows from them and the group's name."""
+        replays = draw_replays(
+            list(usable.values()), seed=child_seed(self._run_seed, "forks", request.seed_name or request.group_id)
+        )
+        async with asyncio.TaskGroup() as tasks:
+            for member, replay in zip(usable, replays, strict=True):
+                for fork in request.forks_of(member) if replay is not None else ():
+                    tasks.create_task(self._play_member(request, fork, results_by_id, replay))
+
+    async def _play_member(
+        self, request: GroupRequest, member: int, results_by_id: dict[str, _Finished], replay: Replay | None = None
+    ) -> None:
         last_attempt = self._pool_limits.max_attempts - 1
         seed_name = request.group_id if request.seed_name is None else request.seed_name
         draw = 0
@@ -179,6 +203,7 @@ class RolloutPool:
                 task=request.task,
                 sampling_seed=child_seed(self._run_seed, "group", seed_name, member, draw),
                 attempt=attempt,
+                replay=replay,
             )
             done = await self._play_attempt(episode)
             trajectory, reason = done.trajectory, done.reason
@@ -230,10 +255,9 @@ class RolloutPool:
 
     def _assemble(self, request: GroupRequest, results_by_id: dict[str, _Finished]) -> TrajectoryGroup:
         members = [results_by_id[_trajectory_id(request, member)] for member in request.members]
-        num_good = sum(result.reason is None for result in members)
-        # At least two where two were asked for: one alone has nothing to be compared with. A hair below the product,
-        # because 0.07 * 100 comes out a little above 7.
-        min_good = max(math.ceil(self._pool_limits.min_group_fraction * request.size - 1e-9), min(2, request.size))
+        num_good, min_good = sum(result.reason is None for result in members), self._min_good(request)
+        fork_ids = (_trajectory_id(request, fork) for member in request.members for fork in request.forks_of(member))
+        members += [results_by_id[fork_id] for fork_id in fork_ids if fork_id in results_by_id]
         trajectories, dropped_episodes = [], []
         for result in members:
             reason = result.reason
@@ -246,7 +270,13 @@ class RolloutPool:
                     DroppedEpisode(result.trajectory.trajectory_id, result.trajectory.outcome, reason)
                 )
             self._settle(result.trajectory, Disposition.KEPT if reason is None else Disposition.DROPPED, reason)
-        return TrajectoryGroup(request.task, tuple(trajectories), request.size, tuple(dropped_episodes))
+        return TrajectoryGroup(request.task, tuple(trajectories), len(members), tuple(dropped_episodes))
+
+    def _min_good(self, request: GroupRequest) -> int:
+        """Return the least episodes of a group, forks not counted, with which it is kept."""
+        # At least two where two were asked for: one alone has nothing to be compared with. A hair below the product,
+        # because 0.07 * 100 comes out a little above 7.
+        return max(math.ceil(self._pool_limits.min_group_fraction * request.size - 1e-9), min(2, request.size))
 
     def _settle(self, trajectory: Trajectory, disposition: Disposition, reason: str | None) -> None:
         if reason is None and trajectory.outcome is Outcome.ACTION_LIMIT:

@@ -22,12 +22,14 @@ METRICS: Mapping[str, str] = MappingProxyType(
         "training.adaptive_tasks, every eighth; absent without it, and where a step has none",
         "rollout/success_rate": "share of kept episodes that achieved the task, over environments that say so; absent "
         "where none does",
-        "rollout/num_episodes": "kept episodes",
+        "rollout/num_episodes": "kept episodes; forks of others count in the next metric and the sampled tokens alone",
+        "rollout/num_forks": "kept episodes that repeat the first turns of another (rollout.forks_per_episode); absent "
+        "without any",
         "rollout/num_dropped": "episodes asked for and not kept, whatever the reason",
         "rollout/num_dropped_groups": "groups of which no episode was kept",
         "rollout/turns_mean": "mean number of turns over kept episodes",
         "rollout/tokens_per_turn": "mean number of sampled tokens over the turns of kept episodes",
-        "rollout/sampled_tokens": "sampled tokens of kept episodes",
+        "rollout/sampled_tokens": "sampled tokens of kept episodes and forks, replayed ones not",
         "rollout/sampled_tokens_per_second": "sampled tokens over the seconds that episodes were being played in",
         "rollout/max_turns_fraction": "share of kept episodes that ended at the limit on turns",
         "rollout/context_overflow_fraction": "share of kept episodes whose next observation did not fit the model",
@@ -55,18 +57,20 @@ def rollout_metrics(
     `success_of` are the environments that say whether a task was achieved; there an episode that was cut off undecided
     is no success. (): those that say so in one of these episodes.
     """
-    episodes = [trajectory for group in groups for trajectory in group.trajectories]
+    every = [trajectory for group in groups for trajectory in group.trajectories]
+    episodes = _without_forks(every)
     turns = [turn for episode in episodes for turn in episode.turns]
     returns = [episode.reward for episode in episodes]
     mean = sum(returns) / len(returns)
-    num_sampled = sum(episode.num_actions for episode in episodes)
+    num_sampled, num_forks = sum(episode.num_new_actions for episode in every), len(every) - len(episodes)
     metrics = {
         "rollout/reward_mean": mean,
         "rollout/reward_std": (sum((r - mean) ** 2 for r in returns) / len(returns)) ** 0.5,
         "rollout/num_episodes": float(len(episodes)),
+        **({"rollout/num_forks": float(num_forks)} if num_forks else {}),
         **_losses(groups),
         "rollout/turns_mean": len(turns) / len(episodes),
-        "rollout/tokens_per_turn": num_sampled / len(turns),
+        "rollout/tokens_per_turn": sum(episode.num_actions for episode in episodes) / len(turns),
         "rollout/sampled_tokens": float(num_sampled),
         "rollout/sampled_tokens_per_second": num_sampled / seconds,
         "rollout/max_turns_fraction": sum(e.outcome is Outcome.MAX_TURNS for e in episodes) / len(episodes),
@@ -91,7 +95,7 @@ def rollout_metrics(
 
 def uniform_metrics(groups: Sequence[TrajectoryGroup]) -> dict[str, float]:
     """Return the mean return of the groups whose tasks were not chosen by what they teach; {} for none."""
-    returns = [episode.reward for group in groups for episode in group.trajectories]
+    returns = [episode.reward for group in groups for episode in _without_forks(group.trajectories)]
     return {"rollout/uniform_reward_mean": sum(returns) / len(returns)} if returns else {}
 
 
@@ -109,6 +113,11 @@ def source_metrics(groups: Sequence[TrajectoryGroup], *, success_of: Collection[
         source_values = {name: values[f"rollout/{name}"] for name in _SOURCE_METRICS if f"rollout/{name}" in values}
         metrics |= {f"{SOURCE_PREFIX}{env_id}/{name}": value for name, value in source_values.items()}
     return metrics
+
+
+def _without_forks(episodes: Sequence[Trajectory]) -> list[Trajectory]:
+    # A fork begins with turns that were drawn before, and would count them again.
+    return [episode for episode in episodes if episode.forked_from is None]
 
 
 def _tool_failures(episodes: Sequence[Trajectory]) -> dict[str, float]:

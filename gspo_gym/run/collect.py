@@ -156,13 +156,14 @@ class _Requests:
     def __init__(self, plan: TrainPlan, counts: TaskCounts) -> None:
         mixture = Mixture(plan.env_id, plan.mixture)
         self.sampler = TaskSampler(plan.run.seed, mixture, plan.loop.adaptive_tasks, counts)
-        self._group_size = plan.size.group_size
+        self._size = plan.size
         self._numbers: dict[str, int] = {}  # of the groups that are asked for, by their names
 
     def request(self, number: int, name: str) -> GroupRequest:
         """Return the request for the group of that number and name."""
         self._numbers[name] = number
-        return GroupRequest(name, self.sampler.task(number), size=self._group_size)
+        size, forks = self._size.group_size, self._size.forks_per_episode
+        return GroupRequest(name, self.sampler.task(number), size=size, forks_per_episode=forks)
 
     def count(
         self,

@@ -188,6 +188,7 @@ class RunSize:
     episodes_per_batch: int
     batch_size: int
     update_epochs: int = 1
+    forks_per_episode: int = 0
     group_size: int = 1
 
     @property
@@ -198,6 +199,11 @@ class RunSize:
     def groups_per_iteration(self) -> int:
         """Return the tasks that one iteration plays, each `group_size` times."""
         return self.episodes_per_batch // self.group_size
+
+    @property
+    def minibatch_size(self) -> int:
+        """Return the most trajectories of an optimizer step, forks included; those of an iteration are split evenly."""
+        return self.batch_size * (1 + self.forks_per_episode)
 
     @property
     def steps_per_iteration(self) -> int:
@@ -228,8 +234,8 @@ class TrainPlan:
 
     Raises:
         ConfigError: constant groups are to be left out, or tasks chosen by whether their groups are constant, although
-            constant groups teach something; there is nothing to choose from; or samples would be older than
-            they may be from the start.
+            constant groups teach something; there is nothing to choose from; forks are not compared as the advantages
+            say; or samples would be older than they may be from the start.
     """
 
     env_id: str
@@ -245,12 +251,13 @@ class TrainPlan:
     def __post_init__(self) -> None:
         adaptive = self.loop.adaptive_tasks, self.advantages.baseline
         for key, problem in (
-            ("max_staleness", staleness_problem(self.loop)),
-            ("constant_groups", constant_groups_problem(self.loop.constant_groups, self.advantages.baseline)),
-            ("adaptive_tasks", adaptive_tasks_problem(*adaptive, has_mixture=bool(self.mixture))),
+            ("training.max_staleness", staleness_problem(self.loop)),
+            ("training.constant_groups", constant_groups_problem(self.loop.constant_groups, self.advantages.baseline)),
+            ("training.adaptive_tasks", adaptive_tasks_problem(*adaptive, has_mixture=bool(self.mixture))),
+            ("rollout.forks_per_episode", forks_problem(self.size.forks_per_episode, self.advantages)),
         ):
             if problem is not None:
-                raise ConfigError(f"training.{key}: {problem}")
+                raise ConfigError(f"{key}: {problem}")
 
 
 def staleness_problem(loop: LoopSettings) -> str | None:
@@ -290,3 +297,12 @@ def adaptive_tasks_problem(num_tasks: int | None, baseline: str, *, has_mixture:
             "tasks, such as the rows of the data set, or remove this"
         )
     return None
+
+
+def forks_problem(forks_per_episode: int, advantages: AdvantageSettings) -> str | None:
+    """Return why forks cannot be compared under these settings; None if they can, or there are none."""
+    needed = {"level": "trajectory", "baseline": "leave_one_out", "scale": "none"}
+    if forks_per_episode == 0 or all(getattr(advantages, name) == value for name, value in needed.items()):
+        return None
+    keys = ", ".join(f'advantages.{name} = "{value}"' for name, value in needed.items())
+    return f"forks are compared with their siblings by returns, unscaled: set {keys}, or remove this"

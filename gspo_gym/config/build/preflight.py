@@ -42,6 +42,7 @@ from gspo_gym.config.sections import TaskSource
 from gspo_gym.config.services import refuse_to_run, refuse_to_train
 from gspo_gym.engine.local.engine import LocalEngine
 from gspo_gym.env.chat_model import ChatModel
+from gspo_gym.env.checks.checker import require_replayable
 from gspo_gym.env.core import PolicyFactory
 from gspo_gym.errors import ConfigError, GymError, TemplateError
 from gspo_gym.learning.optimizer import check_kind
@@ -52,7 +53,7 @@ from gspo_gym.rollout.actors import ActRequest, ScriptedActor
 from gspo_gym.rollout.episode import EpisodeRequest
 from gspo_gym.run.models import find_model
 from gspo_gym.run.sinks import check_sinks
-from gspo_gym.seeding import FIRST_TRAINING_SEED, child_seed
+from gspo_gym.seeding import FIRST_TRAINING_SEED, child_seed, training_seed
 from gspo_gym.types import Completion, Message, Task, Trajectory
 
 
@@ -64,6 +65,15 @@ async def find_obstacles(config: RunConfig, *, base: str | None = None) -> list[
     obstacles = await _failures(config, _checks(config, base))
     with _collecting(obstacles):
         await check_warmup(config)
+    # It plays some episodes, which is not worth it for a run that cannot start.
+    for source in config.sources if config.rollout.forks_per_episode and not obstacles else ():
+        with _collecting(obstacles):
+            require_replayable(
+                source.env_name,
+                env_config=source.env_config,
+                seeds=[training_seed(config.run.seed, number) for number in range(2)],
+                max_turns=config.training_limits.max_turns,
+            )
     return _without_repeats(obstacles)
 
 

@@ -212,7 +212,7 @@ def build_learner(
         optimizer=config.optimizer,
         loss=config.loss,
         update=UpdateSettings.of(config.training),
-        minibatch_size=config.training.batch_size,
+        minibatch_size=config.size.minibatch_size,
         advantages=config.advantages,
         rewards=config.rewards,
         correction=config.correction,
@@ -355,8 +355,9 @@ def _counting(phases: Phases, attempts: OnEpisode) -> OnEpisode:
 
 
 def _collecting(phases: Phases, engine: Engine, plan: TrainPlan) -> ForgetEnded:
-    # Of episodes that are played ahead, some are over before a step waits for them.
-    num_episodes = None if plan.loop.max_staleness else plan.size.groups_per_iteration * plan.size.group_size
+    # Of episodes that are played ahead, some are over before a step waits for them; how many are forked is drawn.
+    is_unknown = plan.loop.max_staleness or plan.size.forks_per_episode
+    num_episodes = None if is_unknown else plan.size.groups_per_iteration * plan.size.group_size
 
     async def forget_ended() -> None:
         phases.enter("collecting", total=num_episodes)  # what follows it, unless it is an evaluation, which says so

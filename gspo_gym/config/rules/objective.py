@@ -18,7 +18,7 @@ from gspo_gym.learning.settings import (
     with_following_defaults,
 )
 from gspo_gym.learning.surrogate_keys import with_following_clips
-from gspo_gym.run.settings import adaptive_tasks_problem, constant_groups_problem, staleness_problem
+from gspo_gym.run.settings import adaptive_tasks_problem, constant_groups_problem, forks_problem, staleness_problem
 
 # Values that `algorithm.variety` allows, the default first; keys that are not listed are free.
 VARIETIES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
@@ -280,6 +280,39 @@ def _constant_groups_are_worthless(c: RunRecord) -> str | None:
 def _tasks_are_chosen_by_what_teaches(c: RunRecord) -> str | None:
     has_mixture = bool(c.rollout.mixture)
     return adaptive_tasks_problem(c.training.adaptive_tasks, c.advantages.baseline, has_mixture=has_mixture)
+
+
+@rule("rollout.forks_per_episode")
+def _forks_are_compared_with_siblings(c: RunRecord) -> str | None:
+    return forks_problem(c.rollout.forks_per_episode, c.advantages)
+
+
+@rule("rollout.forks_per_episode")
+def _turns_of_a_forked_mean_are_alike(c: RunRecord) -> str | None:
+    if c.rollout.forks_per_episode == 0 or c.loss.surrogate != "gmpo" or c.loss.unit == "turn":
+        return None
+    return (
+        'gives each turn an advantage of its own, and loss.surrogate "gmpo" has one for all tokens of a unit: set '
+        'loss.unit to "turn", or remove this'
+    )
+
+
+@rule("rollout.forks_per_episode")
+def _forks_are_played_here(c: RunRecord) -> str | None:
+    apps = [source.url_key for source in c.sources if source.task_url is not None]
+    if c.rollout.forks_per_episode == 0 or not apps:
+        return None
+    return f"episodes of a task app cannot be replayed: remove {apps[0]}, or this"
+
+
+@rule("rollout.forks_per_episode")
+def _forks_are_scored_alone(c: RunRecord) -> str | None:
+    if c.rollout.forks_per_episode == 0 or not (judge := c.judging).enabled or judge.options.mode != "group":
+        return None
+    return (
+        'forks repeat turns of the episodes that judge.options.mode = "group" compares: set that to "auto", or '
+        "remove this"
+    )
 
 
 @rule("training.max_staleness")

@@ -385,6 +385,20 @@ def check_env(
     return report
 
 
+_OF_A_REPLAY = ("construction", "play", "isolation", "determinism", "reset")  # checks without which no fork is one
+
+
+def require_replayable(env: str, *, env_config: Mapping[str, Any], seeds: Sequence[int], max_turns: int) -> None:
+    """Raise a ContractError if `check_env` does not find that an environment answers a replay as it did at first."""
+    report = check_env(env, env_config=env_config, seeds=seeds[:2], max_turns=max_turns, num_leak_episodes=0)
+    problems = [problem for problem in report.problems if problem.check in _OF_A_REPLAY]
+    if problems:
+        raise ContractError(
+            f"{report.name}: a replay must be answered as the episode was, or it cannot be forked; the check "
+            f'"{problems[0].check}" fails: {problems[0].text} (`gspo-gym env check` has all)'
+        )
+
+
 def _env_and_config(
     env: str | Callable[..., Any], config: dict[str, Any]
 ) -> tuple[str | Callable[..., Any], dict[str, Any]]:

@@ -208,6 +208,7 @@ class RecordedStep:
     def _outline_of(self, trajectory: Trajectory, columns: Mapping[str, Column] | None) -> dict[str, Json]:
         start, stop = (0, 0) if self._tokens is None else self._tokens.spans.get(trajectory.trajectory_id, (0, 0))
         clip_flags, has_masked, loss = [False], False, None
+        point = trajectory.forked_from
         if columns is not None and stop > start:
             clip_flags = (columns["clip"][:, start:stop] != Clip.NONE).any(1).tolist()
             has_masked = bool((columns["fate"][start:stop] != Fate.TRAINED).any())
@@ -222,6 +223,7 @@ class RecordedStep:
             "seed": trajectory.sampling_seed,
             "task": trajectory.task.task_id,
             "outcome": trajectory.outcome.value,
+            **({} if point is None else {"fork": f"fork of {point.trajectory_id} from turn {point.turn}"}),
             "num_turns": len(trajectory.turns),
             "success": trajectory.success,
             "return": trajectory.reward if trajectory.is_scored else None,
@@ -312,6 +314,7 @@ def _rules(config: Mapping[str, Json]) -> dict[str, Json]:
         "rollout": {
             name: rollout[name] for name in (*SAMPLING_NAMES, "min_output_tokens", "rescore") if name in rollout
         },
+        "has_forks": rollout.get("forks_per_episode", 0) > 0,
         "scores_truncated": "truncated_sampling" not in config.get("algorithm", {}).get("acknowledge", ()),
         "dtypes": [table["dtype"] for name in ("model", "vllm") if "dtype" in (table := config.get(name, {}))],
     }

@@ -41,6 +41,7 @@ DECISIONS = {"training.step_rewards_mode": "decision_stepwise"}
 ACHIEVEMENTS = {**DECISIONS, "training.step_rewards_strategy": "per_achievement"}
 KL = {"loss.kl_coef": 0.1}
 TAUGHT = {"distillation.teacher": "tiny:qwen3-64"}
+FORKED = {"advantages.level": "trajectory", "advantages.baseline": "leave_one_out", "advantages.scale": "none"}
 MEANT = {"algorithm.acknowledge": ["truncated_sampling"], "rollout.top_k": 7}
 WANDB = {"tracking.report_to": ["wandb"]}
 
@@ -82,6 +83,7 @@ OTHER = {
     "rollout.min_p": (0.2, MEANT),
     "rollout.repetition_penalty": (1.2, MEANT),
     "rollout.episodes_per_batch": (32, {}),
+    "rollout.forks_per_episode": (1, FORKED),
     "rollout.max_concurrent_rollouts": (5, {}),
     "limits.step_timeout_seconds": (1.0, {}),
     "limits.episode_timeout_seconds": (2.0, {}),

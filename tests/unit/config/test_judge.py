@@ -135,6 +135,17 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {**GROUP, "training.group_size": 32},
         'judge.options.mode: "group" compares 2 to 24 episodes in a call: training.group_size is 32',
     ),
+    "groups compared beside forks": (
+        {
+            **GROUP,
+            "rollout.forks_per_episode": 1,
+            "advantages.level": "trajectory",
+            "advantages.baseline": "leave_one_out",
+            "advantages.scale": "none",
+        },
+        'rollout.forks_per_episode: forks repeat turns of the episodes that judge.options.mode = "group" compares: set '
+        'that to "auto", or remove this',
+    ),
     "groups compared beside a function": (
         {**GROUP, **PANEL, "judge.panel": [MEMBER, {"python": "mine:judge"}]},
         'judge.options.mode: "group" asks models alone: remove the python member of [[judge.panel]], or set this to '

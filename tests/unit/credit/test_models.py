@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
+import numpy as np
 import pytest
 
 from gspo_gym.chat.renderer import RendererCache
@@ -51,8 +52,8 @@ def player(policy=either) -> ModelPlayer:
 def test_a_fork_repeats_the_recorded_tokens_and_goes_on_with_draws_of_its_own():
     async def play():
         made = player()
-        [episode] = await made.play([Fork(7, (), ("episode", 0))])
-        return episode, await made.play([Fork(7, episode.actions[:2], ("continuation", n)) for n in range(12)])
+        [episode] = await made.play([Fork(7, ("episode", 0))])
+        return episode, await made.play([Fork(7, ("continuation", n), episode, 2) for n in range(12)])
 
     episode, continued = asyncio.run(play())
     assert episode.states[0] == "task 7"
@@ -60,7 +61,7 @@ def test_a_fork_repeats_the_recorded_tokens_and_goes_on_with_draws_of_its_own():
     for other in continued:
         assert other.states == episode.states
         for mine, theirs in zip(episode.actions[:2], other.actions[:2], strict=True):
-            assert mine is theirs
+            np.testing.assert_array_equal(mine.token_ids, theirs.token_ids)
     assert len({other.actions[2].token_ids.tobytes() for other in continued}) == 2
 
 
@@ -85,4 +86,4 @@ def test_an_episode_that_fails_ends_the_measurement_with_its_reason():
         raise ValueError("no idea")
 
     with pytest.raises(RolloutError, match=r"test/Walk-v0, seed 3: engine_error: ValueError: no idea"):
-        asyncio.run(player(broken).play([Fork(3, (), ("episode", 0))]))
+        asyncio.run(player(broken).play([Fork(3, ("episode", 0))]))

@@ -18,13 +18,15 @@ import torch
 from gspo_gym.base.settings import Settings
 from gspo_gym.cli.verify import _KNOWN
 from gspo_gym.diagnosis import oracle
-from gspo_gym.diagnosis.oracle import StepRecords, terms_of, units_of_loss
+from gspo_gym.diagnosis.oracle import State, StepRecords, batch_of, terms_of, units_of_loss
 from gspo_gym.learning import losses
 from gspo_gym.learning.advantages import batch_advantages
+from gspo_gym.learning.batching import build_batch
 from gspo_gym.learning.credit import Returns
 from gspo_gym.learning.losses import TeacherScores, count_denominators, policy_loss
 from gspo_gym.learning.settings import AdvantageSettings, DistillationSettings, LossSettings
 from gspo_gym.learning.surrogate_keys import SURROGATE_KEYS, SURROGATE_UNITS
+from gspo_gym.types import FinishReason, ForkPoint, Outcome, Segment, Task, Trajectory, TrajectoryGroup, Turn
 
 # Beside the choices: wide enough that all bounds bind and none binds everywhere.
 NUMBERS: dict[str, Any] = {"clip_low": 0.2, "clip_high": 0.3, "dual_clip": 1.4, "kl_coef": 0.1, "kl_clamp": 0.9}
@@ -229,3 +231,51 @@ def test_oracle_and_learner_choose_the_same_level(baseline: str, scale: str) -> 
             assert table[i, is_turn[i]] == pytest.approx(values, abs=1e-6)
             chosen.add(len(set(values.tolist())) > 1)
     assert chosen == {True, False}, "both levels were chosen"
+
+
+def forked_episode(name: str, num_turns: int, earned: float, fork: tuple[str, int] | None = None) -> Trajectory:
+    """An episode of two tokens a turn, of which the second is sampled."""
+    at = np.arange(2 * num_turns)
+    mask = at % 2 == 1
+    turn_index, versions = np.where(mask, at // 2, -1), np.where(mask, 0, -1)
+    segment = Segment(at, mask, np.where(mask, -1.0, 0.0), turn_index, versions)
+    turns = tuple(
+        Turn(k, 0, (2 * k, 2 * k + 1), (2 * k + 1, 2 * k + 2), FinishReason.STOP, reward=earned / num_turns)
+        for k in range(num_turns)
+    )
+    point = None if fork is None else ForkPoint(*fork)
+    return Trajectory(name, 0, Task("test", 1), 0, (segment,), turns, (), Outcome.TERMINATED, forked_from=point)
+
+
+def test_oracle_and_learner_agree_on_forks() -> None:
+    """Random trees: of one to three leaves, without their origin, in groups that are constant or of one tree."""
+    draws, settings = np.random.default_rng(8), AdvantageSettings(baseline="leave_one_out", scale="none")
+    groups: list[list[Trajectory]] = []
+    for g in range(12):
+        group = []
+        for i in range(1 if g == 0 else 4):
+            earned = draws.normal(size=3) * (g != 1)
+            length, turn = int(draws.integers(2, 5)), int(draws.integers(1, 5))
+            group.append(forked_episode(f"{g}/{i}", length, float(earned[0])))
+            for copy in range(int(draws.integers(3)) if turn < length else 0):
+                name = f"{g}/{4 + 2 * i + copy}"
+                group.append(forked_episode(name, turn + 1 + copy, float(earned[1 + copy]), (f"{g}/{i}", turn)))
+        groups.append(group[1:] if g == 2 else group)
+    task = groups[0][0].task
+    built = build_batch([TrajectoryGroup(task, tuple(group), len(group)) for group in groups], settings)
+    assert built.batch is not None
+    episodes = [episode for group in groups for episode in group]
+    lengths = [len(episode.turns) for episode in episodes]
+    config = {f"advantages.{name}": value for name, value in settings.model_dump().items()}
+    config |= {"training.constant_groups": "keep", "rewards.overlong": "keep", "rewards.kl_coef": 0.0}
+    config |= {"loss.kl_coef": 0.0, "loss.entropy_coef": 0.0}
+    owner, count = np.repeat(np.arange(len(episodes)), lengths), sum(lengths)
+    columns = {"fate": np.zeros(count), "optimizer_step": np.zeros((1, len(episodes)))}
+    turn_of_token = np.concatenate([np.arange(n) for n in lengths])
+    records = StepRecords(config, episodes, columns, {"trajectory": owner}, turn_of_token)
+    batch = batch_of(records, State())
+    advantages = built.batch.advantages[built.batch.action_mask].numpy()
+    np.testing.assert_allclose(batch.advantages, advantages, rtol=1e-5, atol=1e-6)
+    assert sum(episode.forked_from is not None for episode in episodes) > 12
+    is_constant = np.array([episode.trajectory_id.startswith("1/") for episode in episodes])
+    assert not batch.advantages[is_constant[owner]].any()

@@ -30,7 +30,7 @@ from gspo_gym.rollout.episode_files import (
     trajectory_to_json,
     write_episodes,
 )
-from gspo_gym.types import FinishReason, Outcome, Segment, Task, Timing, Trajectory, Turn
+from gspo_gym.types import FinishReason, ForkPoint, Outcome, Segment, Task, Timing, Trajectory, Turn
 
 
 def assert_equal(left: Any, right: Any) -> None:
@@ -60,14 +60,16 @@ def test_an_episode_comes_back_from_its_file_bit_for_bit(tmp_path: Path, rich_tr
         error="broke",
         success=None,
     )
-    write_episodes(tmp_path / "step_000001.jsonl", [rich_trajectory, failed])
+    point = ForkPoint(rich_trajectory.trajectory_id, 2)
+    fork = dataclasses.replace(rich_trajectory, trajectory_id="f", forked_from=point)
+    write_episodes(tmp_path / "step_000001.jsonl", [rich_trajectory, failed, fork])
     lines = (tmp_path / "step_000001.jsonl").read_text(encoding="utf-8").split("\n")
-    assert len(lines) == 3
-    assert lines[2] == ""
+    assert len(lines) == 4
+    assert lines[3] == ""
     back = read_episodes(tmp_path / "step_000001.jsonl")
-    assert len(back) == 2
-    assert_equal(back[0], rich_trajectory)
-    assert_equal(back[1], failed)
+    assert len(back) == 3
+    for episode, expected in zip(back, (rich_trajectory, failed, fork), strict=True):
+        assert_equal(episode, expected)
 
 
 @given(st.lists(st.floats(max_value=0, width=32, allow_nan=False, allow_infinity=False), min_size=1, max_size=20))

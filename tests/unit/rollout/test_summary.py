@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from gspo_gym.rollout.summary import METRICS, TERM_PREFIX, TOOL_PREFIX, rollout_metrics, source_metrics, uniform_metrics
-from gspo_gym.types import DroppedEpisode, Message, Outcome, ToolCall, TrajectoryGroup
+from gspo_gym.types import DroppedEpisode, ForkPoint, Message, Outcome, ToolCall, TrajectoryGroup
 
 
 @pytest.fixture
@@ -69,7 +69,22 @@ def test_ends_are_counted_each_by_itself(groups):
     assert [metrics[f"rollout/{name}"] for name in names] == [1 / 10, 2 / 10, 3 / 10, 3 / 10]
 
 
+def test_a_fork_counts_in_its_own_number_and_its_new_tokens_alone(groups):
+    episode, task = groups[0].trajectories[0], groups[0].task
+    fork = dataclasses.replace(episode, success=True, forked_from=ForkPoint("t", 2))
+    with_fork = [*groups, TrajectoryGroup(task, (fork,), 1)]
+    new_tokens = sum(int((segment.turn_index == 2).sum()) for segment in episode.segments)  # of its third turn
+    before = rollout_metrics(groups, seconds=2.0)
+    counts = {"sampled_tokens": 6 + new_tokens, "sampled_tokens_per_second": (6 + new_tokens) / 2, "num_forks": 1}
+    assert 0 < new_tokens < episode.num_actions
+    expected = before | {f"rollout/{name}": number for name, number in counts.items()}
+    assert rollout_metrics(with_fork, seconds=2.0) == expected
+    assert uniform_metrics(with_fork) == uniform_metrics(groups)
+
+
 def test_every_number_is_explained(groups):
+    episode, task = groups[0].trajectories[0], groups[0].task
+    groups.append(TrajectoryGroup(task, (dataclasses.replace(episode, forked_from=ForkPoint("t", 1)),), 1))
     names = {name for name in rollout_metrics(groups, seconds=1.0) if not name.startswith((TERM_PREFIX, TOOL_PREFIX))}
     assert names | set(uniform_metrics(groups)) == set(METRICS)
 

@@ -66,6 +66,10 @@ CASES: dict[str, dict[str, Any]] = {
         "loss": {"kl_coef": 0.1},
         "correction": {"old_logprobs": "rollout"},
     },
+    "forks": {
+        "rollout": {"forks_per_episode": 2},
+        "advantages": {"level": "trajectory", "baseline": "leave_one_out", "scale": "none"},
+    },
 }
 
 
@@ -115,7 +119,8 @@ def test_the_tokens_of_a_run_are_those_of_its_episodes_and_sum_to_its_loss(
         has_weights = line["step"] == 1  # after which there is a checkpoint again
         assert verified.exit_code == (0 if has_weights else 2), verified.missing
         assert (passed.all(0) == (every["fate"] == Fate.TRAINED)).all()
-        assert np.isnan(every["ref_logprob"][every["fate"] == Fate.TRAINED]).all() == (not changes)
+        assert np.isnan(every["ref_logprob"][every["fate"] == Fate.TRAINED]).all() == ("loss" not in changes)
+        assert any(episode.forked_from for episode in episodes) == ("rollout" in changes)
         for number, episode in enumerate(episodes):
             own = tokens.columns(episode.trajectory_id)
             masks = [segment.action_mask for segment in episode.segments]

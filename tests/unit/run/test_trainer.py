@@ -182,12 +182,15 @@ def make_plan(
     rewards: RewardSettings | None = None,
     step_rewards: StepRewardSettings | None = None,
     mixture: Mapping[str, float] | None = None,
+    forks_per_episode: int = 0,
     **loop: Any,
 ) -> TrainPlan:
     num_episodes = groups_per_batch * GROUP_SIZE
     return TrainPlan(
         env_id="test/Letters-v0",
-        size=RunSize(1, num_steps, num_episodes, batch_size=num_episodes, group_size=GROUP_SIZE),
+        size=RunSize(
+            1, num_steps, num_episodes, num_episodes, forks_per_episode=forks_per_episode, group_size=GROUP_SIZE
+        ),
         run=RunSettings(log_episodes_every_n_iters=log_episodes_every_n_iters),
         loop=LoopSettings(**{"checkpoint_every_n_iters": 2, **loop}),
         evaluation=EvaluationSettings(every_n_iters=evaluate_every),
@@ -833,3 +836,50 @@ def test_adaptive_tasks_played_ahead_are_counted_and_those_pending_are_played_ag
 def test_a_choice_of_tasks_that_means_nothing_is_refused(changes: dict[str, Any], problem: str) -> None:
     with pytest.raises(ConfigError, match=problem):
         make_plan(**changes)
+
+
+class Words(Letters):
+    """Two to four turns by what is said; worth the letters of all of them."""
+
+    def __init__(self, task: Task) -> None:
+        super().__init__(task, same_for=1_000_000)
+        self.words: list[str] = []
+
+    async def step(self, action: str) -> Any:
+        self.words.append(action)
+        is_over = len(self.words) == 4 or (len(self.words) > 1 and action < "m")
+        _, worth, *_ = await super().step("".join(self.words))
+        return f"heard {action}", worth if is_over else 0.0, is_over, False, {}
+
+
+FORKS = {
+    "forks_per_episode": 2,
+    "advantages": AdvantageSettings(level="trajectory", baseline="leave_one_out", scale="none"),
+}
+
+
+def test_a_resumed_run_forks_what_an_uninterrupted_one_would_have(tmp_path: Path) -> None:
+    whole, final = train(tmp_path / "whole", make_plan(**FORKS), make_env=Words)
+    begun, halfway = train(tmp_path / "parts", make_plan(num_steps=2, **FORKS), make_env=Words)
+    saved = TrainState.from_dict(json.loads(json.dumps(halfway.to_dict())))
+    rest, resumed = train(tmp_path / "parts", make_plan(**FORKS), state=saved, make_env=Words, concurrency=1)
+    assert contents(begun) + contents(rest) == contents(whole)
+    assert (resumed.sampled_tokens, resumed.num_episodes) == (final.sampled_tokens, final.num_episodes)
+    lines = read_metrics(tmp_path / "whole")
+    assert all(line["rollout/num_episodes"] == 12 < line["rollout/num_forks"] + 12 <= 36 for line in lines)
+    for line, batch in zip(lines, whole.batches, strict=True):
+        assert batch.num_trajectories == 12 + line["rollout/num_forks"]
+        assert line["rollout/sampled_tokens"] < batch.num_actions  # replayed tokens are trained on, and counted once
+
+
+def test_forks_played_ahead_are_as_old_as_the_turns_that_they_repeat(tmp_path: Path) -> None:
+    train(tmp_path, make_plan(num_steps=6, max_staleness=1, **FORKS), make_env=Words)
+    lines = read_metrics(tmp_path)
+    assert [line["step"] for line in lines] == list(range(1, 7))
+    assert sum(line["rollout/num_forks"] for line in lines) > 12
+    assert all(line["rollout/staleness_max"] <= 1 for line in lines)
+
+
+def test_forks_that_are_not_compared_with_their_siblings_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"rollout.forks_per_episode: .* set advantages.level = \"trajectory\", adv"):
+        make_plan(forks_per_episode=1)

@@ -88,10 +88,10 @@ function taskName(group) {
 }
 
 // How an episode ended: whether it succeeded comes first, where its environment says so.
-function outcomeOf({ success, outcome }) {
-  const ended = outcome.replaceAll("_", " ");
-  if (success === null) return ended;
-  return `${success ? "succeeded" : "failed"}${outcome === "terminated" ? "" : `, ${ended}`}`;
+function outcomeOf({ success, outcome, fork }) {
+  const ended = outcome.replaceAll("_", " "), origin = fork ? `, ${fork}` : "";
+  if (success === null) return ended + origin;
+  return `${success ? "succeeded" : "failed"}${outcome === "terminated" ? "" : `, ${ended}`}${origin}`;
 }
 
 function markOf({ success, error }) {

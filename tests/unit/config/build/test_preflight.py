@@ -298,3 +298,28 @@ def test_a_folder_that_holds_a_run_is_said_before_the_run_is_refused_for_it(
     )
     assert main(["train", path]) == 2
     assert capsys.readouterr().err == f"ConfigError: {said}\n"
+
+
+class Dice(TextEnv):
+    """Says what no seed decides."""
+
+    num_rolls = 0
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[str, dict[str, Any]]:
+        super().reset(seed=seed)
+        return "roll", {}
+
+    def step(self, action: Any) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        Dice.num_rolls += 1
+        return "", float(Dice.num_rolls % 7), True, False, {}
+
+
+def test_forks_are_refused_where_the_seed_does_not_decide_what_an_environment_says(make: Make) -> None:
+    register("test_preflight/Dice-v0", Dice)
+    advantages = {"level": "trajectory", "baseline": "leave_one_out", "scale": "none"}
+    changes = {"rollout.forks_per_episode": 1, "advantages": advantages}
+    dice = {"rollout.env_name": "test_preflight/Dice-v0", "rollout.env_config": {}, "rollout.isolation": "thread"}
+    (found,) = obstacles(make({**changes, **dice}))
+    assert found.startswith("test_preflight/Dice-v0: a replay must be answered as the episode was")
+    assert '"determinism"' in found
+    assert obstacles(make(changes)) == obstacles(make(dice)) == []

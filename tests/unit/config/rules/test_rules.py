@@ -34,6 +34,10 @@ COLOCATED = {
 ONE_EACH = {"gpus_for_vllm": 1, "gpus_for_training": 1}
 TAUGHT = {"distillation.teacher": "tiny:qwen3-64"}
 DECISIONS = {"training.step_rewards_mode": "decision_stepwise"}
+FORKS = {
+    "rollout.forks_per_episode": 2,
+    "advantages": {"level": "trajectory", "baseline": "leave_one_out", "scale": "none"},
+}
 DEDICATED = {
     "compute": {"gpu_count": 4},
     "topology": {**TOPOLOGY, "gpus_for_ref": 1},
@@ -197,6 +201,26 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"training.adaptive_tasks": 0},
         "training.adaptive_tasks: 0 chooses from the environments of [[rollout.mixture]], and there is none: give the "
         "number of training tasks, such as the rows of the data set, or remove this",
+    ),
+    "forks compared otherwise than with their siblings": (
+        {"rollout.forks_per_episode": 2},
+        "rollout.forks_per_episode: forks are compared with their siblings by returns, unscaled: set "
+        'advantages.level = "trajectory", advantages.baseline = "leave_one_out", advantages.scale = "none", or remove '
+        "this",
+    ),
+    "forks in the mean of an episode": (
+        {**FORKS, "loss.surrogate": "gmpo"},
+        'rollout.forks_per_episode: gives each turn an advantage of its own, and loss.surrogate "gmpo" has one for all '
+        'tokens of a unit: set loss.unit to "turn", or remove this',
+    ),
+    "forks of a task app": (
+        {**FORKS, "services": {"task_url": "http://localhost:8001"}},
+        "rollout.forks_per_episode: episodes of a task app cannot be replayed: remove services.task_url, or this",
+    ),
+    "forks of a task app in a mixture": (
+        {**FORKS, "rollout.mixture": [{"env_name": "Dice", "share": 0.5, "task_url": "http://localhost:8001"}]},
+        "rollout.forks_per_episode: episodes of a task app cannot be replayed: remove rollout.mixture.0.task_url, or "
+        "this",
     ),
     "step rewards without a mode": (
         {"training.step_rewards_enabled": True},
@@ -668,6 +692,10 @@ ALLOWED: dict[str, dict[str, Any]] = {
     "choosing from ten tasks": {"training.adaptive_tasks": 10},
     "choosing from environments": {
         "training.adaptive_tasks": 0, "rollout.mixture": [{"env_name": "Wordle", "share": 0.5}]
+    },
+    "forks": FORKS,
+    "forks in the mean of a turn": {
+        **FORKS, "algorithm.variety": "gspo_token", "loss.unit": "turn", "loss.surrogate": "gmpo"
     },
     "a teacher alone": {**TAUGHT, "distillation.reward": False},
     "a teacher beside the reward": {**TAUGHT, "training.constant_groups": "drop", "advantages.whiten": "tokens"},

@@ -13,7 +13,7 @@ from gspo_gym.config.run_config import RunConfig
 from gspo_gym.rollout.episode_files import write_episodes
 from gspo_gym.run.recording import METRICS
 from gspo_gym.run.report.page_data import KEY_CURVES, RecordedStep
-from gspo_gym.types import FinishReason, Message, Outcome, Segment, Task, Trajectory, Turn
+from gspo_gym.types import FinishReason, ForkPoint, Message, Outcome, Segment, Task, Trajectory, Turn
 
 
 def test_settings_that_differ_from_their_defaults_are_told_with_them_and_no_others(tmp_path: Path) -> None:
@@ -75,6 +75,15 @@ def test_an_episode_leaves_its_siblings_at_the_first_token_that_none_of_them_has
     write_episodes(tmp_path / "episodes" / "step_000001.jsonl.gz", episodes)
     whole = RecordedStep(tmp_path, "step_000001").group(0)
     assert [each["diverges"] for each in whole["episodes"]] == [(0, 3), (0, 3), (0, 2), (1, 1), None, None]
+
+
+def test_a_fork_names_its_origin(tmp_path: Path) -> None:
+    fork = replace(played(1, [1, 3]), forked_from=ForkPoint("group/0", 1))
+    (tmp_path / "config.toml").write_text("[model]\nlabel = 'test'\n")
+    (tmp_path / "episodes").mkdir()
+    write_episodes(tmp_path / "episodes" / "step_000001.jsonl.gz", [played(0, [1, 2]), fork])
+    (group,) = RecordedStep(tmp_path, "step_000001").outline()["groups"]
+    assert [episode.get("fork") for episode in group["episodes"]] == [None, "fork of group/0 from turn 1"]
 
 
 def test_a_task_is_named_by_the_words_at_which_it_begins_to_differ_from_others(tmp_path: Path) -> None:
