@@ -32,7 +32,7 @@ GAMES = {
     "frozen_lake": ("scripted:reference+random", 40),
     "countdown": ("scripted:reference+random", 40),
     "wordle": ("scripted:reference+random", 40),
-    "homestead": ("scripted:random", 12),
+    "homestead": ("scripted:random", 40),
     "support_desk": ("scripted:reference+random", 40),
 }
 BENCH = tuple(GAMES)[:6]
