@@ -19,6 +19,8 @@ from benchmarks.crash import run_crash
 from benchmarks.engines import run_engines
 from benchmarks.faults import run_faults
 from benchmarks.mutants import QUICK, Effort, choose_files, inside, run_mutants
+from benchmarks.night import add_arguments as add_arguments_of_night
+from benchmarks.night import plan_of, run_night
 from benchmarks.peers import PEER, SPEED, choose, peer_is_installed, run_peers, run_real
 from benchmarks.pipeline import Workload, run_pipeline
 from benchmarks.prefixes import run_prefixes
@@ -63,7 +65,7 @@ def _mutants(a: Arguments) -> int:
     tests = tuple(inside(test, root) for test in a.tests)
     effort = Effort(a.count or 20, a.seed, a.seconds, a.expression, tests)
     paths = choose_files(a.files, root, sample=a.sample, seed=a.seed)
-    return run_mutants(paths, effort, root=root, processes=a.processes, kept=a.json)
+    return run_mutants(paths, effort, root=root, processes=a.processes or 1, kept=a.json)
 
 
 # Benchmarks that only print, and return an exit status.
@@ -72,6 +74,7 @@ PRINTED: Mapping[str, Callable[[Arguments], int]] = {
     "pipeline": lambda a: run_pipeline(Workload(num_groups=a.groups), repeats=a.repeats),
     "gateway": _gateway,
     "mutants": _mutants,
+    "night": lambda a: run_night(plan_of(a)),
     "crash": lambda a: run_crash(a.count or 50, a.seed, num_steps=a.steps or 20),
     "chaos": lambda a: run_chaos(
         a.count or 40, a.seed, num_steps=a.steps or 60, layout=Layout(a.replicas, a.reference)
@@ -85,7 +88,7 @@ KEPT: Mapping[str, Callable[[Arguments], list[Value]]] = {
     "peers": _peers,
     "quick": _quick,
 }
-_TAKE_FILES = ("mutants", "prefixes", "peers")
+_TAKE_FILES = ("mutants", "prefixes", "peers", "night")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -94,7 +97,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "files",
         nargs="*",
-        help="mutants: files to mutate, below the root; prefixes: episodes; peers: shapes (all)",
+        help="mutants: files to mutate, below the root; prefixes: episodes; peers: shapes (all); night: "
+        "section.key=value, over the configuration of every game",
     )
     parser.add_argument(
         "--count",
@@ -103,9 +107,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--steps", type=int, help="steps of the run: 20 for crash, 12 for stops, 60 for chaos")
     parser.add_argument(
-        "--seed", type=int, default=0, help="mutants, crash, stops, chaos: which ones (default: %(default)s)"
+        "--seed",
+        type=int,
+        default=0,
+        help="mutants, crash, stops, chaos: which ones; night: the first run seed (default: %(default)s)",
     )
+    parser.add_argument("--processes", type=int, help="mutants: files at a time (1); night: runs at a time (2)")
     _add_arguments_of_mutants(parser)
+    add_arguments_of_night(parser)
     parser.add_argument(
         "--model",
         default="tiny:qwen3-256",
@@ -156,7 +165,6 @@ def _add_arguments_of_mutants(parser: argparse.ArgumentParser) -> None:
         default=60.0,
         help="processor time of a file, after which no further test file begins (default: %(default)s)",
     )
-    group.add_argument("--processes", type=int, default=1, help="files that are tried at a time (default: %(default)s)")
     group.add_argument("--json", type=Path, metavar="FILE", help="append each file's result, a line when it is known")
 
 

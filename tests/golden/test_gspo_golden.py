@@ -400,6 +400,21 @@ def check_vespo(loss: Loss) -> None:
     assert output.loss.item() == pytest.approx(-1e-16 * math.exp(3), rel=1e-6)
 
 
+def check_size_of_the_advantage(loss: Loss) -> None:
+    """Every surrogate is the advantage's size times a function of its sign: three times the advantages are three times
+    the values and slopes, and the same clips. Above, all advantages are 1 or -1, which a division would not change."""
+    methods: list[tuple[str, str]] = [("clip", "token"), ("cispo", "token"), ("sapo", "token"), ("gmpo", "trajectory"),
+                                      ("dppo", "token"), ("vespo", "trajectory")]  # fmt: skip
+    for surrogate, unit in methods:
+        values, slopes, clips = objective_of(loss, surrogate=surrogate, unit=unit)
+        threefold = objective_of(loss, [3 * gain for gain in GAINS], surrogate=surrogate, unit=unit)
+        assert threefold[0] == pytest.approx([3 * value for value in values], rel=1e-12), surrogate
+        assert threefold[1] == pytest.approx([3 * slope for slope in slopes], rel=1e-12), surrogate
+        assert threefold[2] == clips, surrogate
+    none, flat, _ = objective_of(loss, [0.0] * 4, surrogate="vespo")
+    assert (none, flat) == ([0.0] * 4, [0.0] * 4)
+
+
 # w of A: 0 and 1, of B: 1/2 and 1/2, of C: 2, 1 and 1, of D: 1 and 0.
 CORRECTION = spread(FOUR_SEQUENCES, [0, 1, 0.5, 0.5, 2, 1, 1, 1, 0])
 
@@ -523,6 +538,7 @@ CHECKS = [
     check_gmpo,
     check_dppo,
     check_vespo,
+    check_size_of_the_advantage,
     check_correction,
     check_teacher,
     check_teachers_baseline,

@@ -105,3 +105,29 @@ def test_the_page_of_credit_is_made_of_its_lines() -> None:
     script = runpy.run_path(str(ROOT / "docs" / "credit_bench.py"))
     assert script["PAGE"].read_text(encoding="utf-8") == script["page"](), "run python docs/credit_bench.py"
     assert script["FIGURE"].is_file()
+
+
+def test_the_page_of_a_night_is_made_of_its_lines() -> None:
+    script = runpy.run_path(str(ROOT / "docs" / "night.py"))
+    assert script["PAGE"].read_text(encoding="utf-8") == script["page"](), "run python docs/night.py"
+
+
+def test_the_level_that_chooses_itself_is_compared_with_the_better_one_set_by_set() -> None:
+    script = runpy.run_path(str(ROOT / "docs" / "credit_bench.py"))
+    names = script["LEVELS"]
+
+    def sets(game: str, *correlations: tuple[float, float, float]) -> list[dict]:
+        values = [
+            [{"name": name, "correlation": value} for name, value in zip(names, row, strict=True)]
+            for row in correlations
+        ]
+        return [{"environment": f"gspo_gym/{game}-v0", "rows": rows} for rows in values]
+
+    # "turn" is better in A, on average, and auto below it by 0.1 in both sets; in B auto is on both sides of the other
+    lines = sets("A", (0.2, 0.5, 0.4), (0.4, 0.3, 0.2)) + sets("B", (0.6, 0.2, 0.7), (0.6, 0.2, 0.5))
+    rows = [line for line in script["_auto"](lines).splitlines() if line.startswith(("| A", "| B"))]
+    assert rows == [
+        "| A | 0.30 | 0.40 | 0.30 | -0.10 (-0.10 to -0.10) | worse |",
+        "| B | 0.60 | 0.20 | 0.60 | +0.00 (-0.10 to +0.10) | not worse beyond its interval |",
+    ]
+    assert script["_auto"]([]) == ""

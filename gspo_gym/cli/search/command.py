@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 
 from gspo_gym.base.files import make_folder, replace_file, writing
 from gspo_gym.base.leftovers import end_with_us, has_ended
-from gspo_gym.base.loops import run_to_end
+from gspo_gym.base.loops import run_to_end, wait_until_ended
 from gspo_gym.base.tables import table
 from gspo_gym.cli.search.study import (
     Metric,
@@ -363,8 +363,13 @@ async def run_trial(
             if is_late or is_pruned:
                 break
     finally:
-        await _stop(process)
-        has_ended(process.pid)
+        # To its end, also where this is cancelled again: a second signal would end the run before it has saved.
+        stopping = asyncio.ensure_future(_stop(process))
+        try:
+            await wait_until_ended({stopping})
+        finally:
+            has_ended(process.pid)
+        stopping.result()
     evaluations = read_evaluations(run_folder, metric, is_over=True)
     error = None
     if is_late:
