@@ -1,6 +1,6 @@
 """An agent with a loop of its own, trained as it is: it asks for a digit, and then for a larger one.
 
-Run: python examples/agent.py          (minutes on two CPU cores)
+Run: python examples/agent.py          (two minutes on a CPU core)
 """
 
 from gspo_gym import GSPOTrainer, agent_app
@@ -19,6 +19,7 @@ async def rollout(client, task):
 
 
 LIMITS = {"rollout.max_turns": 2, "rollout.max_output_tokens": 2, "rollout.max_model_len": 128}
+STEPS = {"rollout.episodes_per_batch": 64, "training.batch_size": 16, "optimizer.schedule": "constant"}
 
 if __name__ == "__main__":
-    GSPOTrainer(env=agent_app(rollout), args=LIMITS).train()
+    GSPOTrainer(env=agent_app(rollout), args=LIMITS | STEPS).train()

@@ -18,4 +18,4 @@ class Guess(TextEnv):
 
 
 if __name__ == "__main__":
-    GSPOTrainer("model", Guess, args={"training.iterations_per_epoch": 2}).train()
+    GSPOTrainer("model", Guess, args={"training.iterations_per_epoch": 2, "rollout.max_output_tokens": 8}).train()

@@ -42,7 +42,7 @@ class _Keeper:
         self.is_needed = True
 
     def tell(self, sign: str, kind: str, name: str) -> None:
-        """Register ("+") or forget ("-") a folder or file (`kind` "f"), process or group ("p"), or mark ("m")."""
+        """Register ("+") or forget ("-") a folder or file ("f"), process, group ("p"), session ("s") or mark ("m")."""
         line = f"{sign}{kind}{name}".encode() + b"\0"
         with self._lock:
             if sign == "+":
@@ -184,23 +184,36 @@ def all_end_with_us() -> Iterator[None]:
 class MarkedProcesses:
     """Processes that begin with a variable in their environment, and all that they start; ended with this program.
 
+    A title may hide the variables of a process whose parent has gone: `add_session` finds it all the same.
+
     Attributes:
         environment: for the first of them.
     """
 
     def __init__(self) -> None:
         self._mark = os.urandom(16).hex()
+        self._sessions: set[int] = set()
         self.environment = {_MARK: self._mark}
         _KEEPER.tell("+", "m", self._mark)
+
+    def add_session(self, leader: int) -> None:
+        """Count all that run in the session of a child that leads it, and is not waited for before `end`."""
+        self._sessions.add(leader)
+        _KEEPER.tell("+", "s", str(leader))
 
     def end(self, *, grace_seconds: float = _GRACE_SECONDS) -> None:
         """End them, first by SIGTERM, and wait until they are gone, 10 s more at most. Ending twice is fine."""
         mark = f"{_MARK}={self._mark}".encode()
         deadline = time.monotonic() + grace_seconds + _GONE_SECONDS
         # Again, for those that were being started.
-        while (running := [pid for pid in _marked_pids([mark]) if _is_alive(pid)]) and time.monotonic() < deadline:
+        while time.monotonic() < deadline:
+            pids = {*_marked_pids([mark]), *_session_pids(self._sessions)}
+            if not (running := [pid for pid in pids if _is_alive(pid)]):
+                break
             _end(running, grace_seconds)
         _KEEPER.tell("-", "m", self._mark)
+        while self._sessions:
+            _KEEPER.tell("-", "s", str(self._sessions.pop()))
 
 
 def has_ended(pid: int, *, is_group: bool = False) -> None:
@@ -228,6 +241,7 @@ def main() -> None:
                 entries.pop(line[1:], None)
     processes = [int(line[1:]) for line in entries if line.startswith(b"p")]
     processes += _marked_pids([f"{_MARK}=".encode() + line[1:] for line in entries if line.startswith(b"m")])
+    processes += _session_pids({int(line[1:]) for line in entries if line.startswith(b"s")})
     _end(processes)
     for line in entries:
         if line.startswith(b"f"):
@@ -247,6 +261,18 @@ def _marked_pids(marks: list[bytes]) -> list[int]:
             if not set(marks).isdisjoint(file.read().split(b"\0")):
                 pids.append(int(name))
     return [*{pid for parent in pids for pid in (parent, *descendants(parent))}]
+
+
+def _session_pids(leaders: set[int]) -> list[int]:
+    pids = []
+    for name in os.listdir("/proc") if leaders and os.path.isdir("/proc/self") else ():
+        with (
+            contextlib.suppress(OSError, ValueError),  # it has ended, or is no process
+            open(f"/proc/{int(name)}/stat", encoding="utf-8", errors="replace") as file,
+        ):
+            if int(file.read().rpartition(")")[2].split()[3]) in leaders:
+                pids.append(int(name))
+    return pids
 
 
 def _end(processes: list[int], grace_seconds: float = _GRACE_SECONDS) -> None:

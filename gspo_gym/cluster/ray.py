@@ -206,6 +206,7 @@ class _OwnRay:
             self._printed = Path(folder) / f"printed_{number}"
             sizes = {"num-cpus": num_cores, **({"num-gpus": num_gpus} if num_gpus else {})}
             self._process, port = _start_ray(self.processes, self.variables, folder, self._printed, sizes)
+            self.processes.add_session(self._process.pid)
             self.address = f"{LOOPBACK}:{port}"
             try:
                 if _has_started(self._process, self._printed):

@@ -398,7 +398,7 @@ def terms_of(
         terms["slope"] += config["loss.kl_coef"] * slope
     terms["loss/entropy"] = -config["loss.entropy_coef"] * seen["entropy"]
     if "distillation.teacher" in config:
-        gap, kl = (records.columns.get(name, 0 * records.turn)[at] for name in ("teacher_log_ratio", "teacher_kl"))
+        gap, kl = (records.columns.get(f"teacher_{n}", np.zeros(len(records.turn)))[at] for n in ("log_ratio", "kl"))
         is_kept = np.exp(now - drift) - np.exp(now) <= 0.2
         pull = -config["distillation.coefficient"] / num_tokens / unit * w * is_kept * s * (gap + kl)
         terms["loss/distillation"], terms["slope"] = pull, terms["slope"] + pull

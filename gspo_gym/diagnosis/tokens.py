@@ -501,7 +501,9 @@ def _loss(view: StepView, number: int, settings: LossSettings, *, shift: float =
             ref_logprobs=tensors["ref_logprob"],
             entropy=tensors["entropy"],
             correction=tensors["correction"],
-            teacher=distillation and TeacherScores(distillation, tensors["teacher_log_ratio"], tensors["teacher_kl"]),
+            teacher=None
+            if distillation is None
+            else TeacherScores(distillation, tensors["teacher_log_ratio"], tensors["teacher_kl"]),
         ).tokens
         for name, term in terms.items():
             term[at] = getattr(of_tokens, name).numpy()

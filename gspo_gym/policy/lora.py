@@ -10,6 +10,7 @@ import logging
 import re
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -84,7 +85,7 @@ def add_lora(model: Any, settings: LoraSettings, seed: int) -> Any:
         task_type="CAUSAL_LM",
     )
     # PEFT draws from the global generator, which is left as it was.
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]), _without_wrong_warnings():
         torch.default_generator.manual_seed(child_seed(seed, "lora"))
         try:
             adapted_model = get_peft_model(model, config, adapter_name=ADAPTER)
@@ -104,13 +105,22 @@ def load_lora(base: Any, folder: Path, device: str) -> Any:
     """Return the base with the adapter in `folder`, trainable (Any: transformers and peft are untyped)."""
     from peft import PeftModel
 
+    with _without_wrong_warnings():
+        model = PeftModel.from_pretrained(base, folder, adapter_name=ADAPTER, is_trainable=True, torch_device=device)
+    quicken_adapters(model)
+    return model
+
+
+@contextmanager
+def _without_wrong_warnings() -> Iterator[None]:
+    """Leave out warnings about what PEFT does by itself, which nobody who loads an adapter can change."""
     with warnings.catch_warnings():
         # For experts adapted as two matrices that are fused today, PEFT doubles the rank, and then says that it did
         # not, because it looks for them among modules only.
         warnings.filterwarnings("ignore", r"The following (rank|alpha)_pattern keys did not match", RuntimeWarning)
-        model = PeftModel.from_pretrained(base, folder, adapter_name=ADAPTER, is_trainable=True, torch_device=device)
-    quicken_adapters(model)
-    return model
+        # PEFT 0.21 asks for it in `PeftModel.__init__`, where transformers 5.24 has another name.
+        warnings.filterwarnings("ignore", r"`is_gradient_checkpointing` is deprecated", FutureWarning)
+        yield
 
 
 def adapt_lora(model: Any, settings: LoraSettings, seed: int) -> Any:

@@ -91,7 +91,9 @@ def prepare_for_training(
     if gradient_checkpointing:
         try:
             # Reentrant checkpointing needs an input with a gradient, and an adapter's base has none.
-            inner.gradient_checkpointing_enable({"use_reentrant": False})
+            # transformers 5.24 has the first name, and warns of the second, which is all that earlier ones have.
+            enable = getattr(inner, "activation_checkpointing_enable", None) or inner.gradient_checkpointing_enable
+            enable({"use_reentrant": False})
         except ValueError as error:
             raise ConfigError(f"gradient_checkpointing: {error}") from error
     if torch_compile:

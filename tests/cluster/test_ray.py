@@ -201,6 +201,38 @@ def test_nothing_outlives_a_driver_that_is_killed(tmp_path: Path) -> None:
     require_gone({*pids}, {Path(folder)}, 60)
 
 
+def test_agents_that_outlive_their_raylet_and_are_stopped_go_with_the_driver() -> None:
+    # Their titles hide the variable by which Ray's processes are known, and their parent has gone.
+    code = (
+        "from tests.cluster.test_ray import *\n"
+        "with joined(None, num_cores=2):\n"
+        "    pids, agents, deadline = set(), set(), time.monotonic() + 60\n"
+        "    while len(agents) < 2 and time.monotonic() < deadline:\n"
+        "        pids = descendants(os.getpid())\n"
+        "        titles = {pid: Path(f'/proc/{pid}/cmdline').read_bytes() for pid in pids if is_running(pid)}\n"
+        "        agents = {pid for pid, title in titles.items() if title.startswith(b'ray::') and b'Agent' in title}\n"
+        "    raylets = [pid for pid in pids if b'raylet/raylet' in titles.get(pid, b'')]\n"
+        "    for pid in agents:\n"
+        "        os.kill(pid, signal.SIGSTOP)\n"
+        "    print(json.dumps([sorted(agents), raylets]), flush=True)\n"
+        "    for pid in raylets:\n"
+        "        os.kill(pid, signal.SIGKILL)\n"
+        "    signal.pause()\n"
+    )
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    driver = subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, cwd=ROOT, env=environment
+    )
+    assert driver.stdout is not None
+    agents, raylets = json.loads(driver.stdout.readline())
+    assert (len(agents), len(raylets)) == (2, 1)
+    require_gone({*raylets}, set(), 60)
+    driver.kill()
+    driver.wait()
+    driver.stdout.close()
+    require_gone({*agents}, set(), 60)
+
+
 @pytest.mark.nightly  # Ray's head needs a minute to see it
 def test_a_driver_that_waits_for_a_raylet_that_is_stopped_ends_and_nothing_outlives_it() -> None:
     code = (

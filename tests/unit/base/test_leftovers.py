@@ -98,6 +98,39 @@ def test_marked_processes_are_gone_when_they_were_ended() -> None:
         processes.end()
 
 
+# A process without the variable, whose parent has ended, as one of Ray's agents is when its raylet was killed.
+ORPHAN = "env -i sleep 1000 & echo $!"
+
+
+def test_an_orphan_that_hides_its_variables_is_gone_with_its_session() -> None:
+    processes = MarkedProcesses()
+    with subprocess.Popen(["sh", "-c", ORPHAN], stdout=subprocess.PIPE, start_new_session=True) as leader:
+        processes.add_session(leader.pid)
+        assert leader.stdout is not None
+        orphan = int(leader.stdout.readline())
+        assert identity(orphan) is not None
+        processes.end(grace_seconds=0.0)
+        assert identity(orphan) is None
+
+
+def test_a_session_ends_with_the_program_that_is_killed() -> None:
+    program = (
+        "import subprocess, sys\n"
+        "from gspo_gym.base.leftovers import MarkedProcesses\n"
+        "leader = subprocess.Popen(['sh', '-c', sys.argv[1]], stdout=subprocess.PIPE, start_new_session=True)\n"
+        "MarkedProcesses().add_session(leader.pid)\n"
+        "print(int(leader.stdout.readline()), flush=True)\n"
+        "sys.stdin.read()\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", program, ORPHAN], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as parent:
+        assert parent.stdout is not None
+        orphan = int(parent.stdout.readline())
+        parent.kill()
+    assert comes(lambda: identity(orphan) is None)
+
+
 def test_every_temporary_folder_of_the_package_goes_with_the_program() -> None:
     # Of the two that make their own: a worker removes its own when its pipe ends, and a probe lasts a second.
     allowed = {"base/leftovers.py", "env/workers/pool.py", "code_repair/sandbox/confinement.py"}

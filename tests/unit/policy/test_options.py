@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
+from transformers import PreTrainedModel
 from transformers.models.qwen3 import modeling_qwen3
 
 from gspo_gym.engine.local.shared_model import SharedModel
@@ -15,6 +17,7 @@ from gspo_gym.errors import ConfigError
 from gspo_gym.learning.logprobs import LogprobComputer
 from gspo_gym.learning.settings import LoraSettings
 from gspo_gym.policy.load import adapt_policy, load_policy
+from gspo_gym.policy.lora import add_lora
 from gspo_gym.policy.options import apply_liger, check_options, prepare_for_training
 
 TINY, MOE = "tiny:qwen3-64", "tiny:qwen3-moe-64"
@@ -43,6 +46,26 @@ def layer_calls(model: Any) -> list[str]:
     for number, layer in enumerate(inner.model.layers):
         layer.mlp.register_forward_pre_hook(lambda *_, number=number: calls.append(f"layer {number}"))
     return calls
+
+
+def test_transformers_next_names_of_checkpointing_are_used_where_there_are_any(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From 5.24 on, the names without `activation` warn, which is an error here; PEFT 0.21 asks for one of them."""
+    enabled: list[Any] = []
+    model = model_of(TINY, is_lora=False)
+
+    def warn(self: Any, *_: Any) -> None:
+        warnings.warn(
+            "`is_gradient_checkpointing` is deprecated and will be removed in v6", FutureWarning, stacklevel=2
+        )
+
+    monkeypatch.setattr(PreTrainedModel, "gradient_checkpointing_enable", warn)
+    monkeypatch.setattr(PreTrainedModel, "is_gradient_checkpointing", property(warn))
+    monkeypatch.setattr(
+        PreTrainedModel, "activation_checkpointing_enable", lambda self, kwargs: enabled.append(kwargs), raising=False
+    )
+    adapted = add_lora(model, LoraSettings(r=2), seed=0)
+    prepare_for_training(adapted, gradient_checkpointing=True)
+    assert enabled == [{"use_reentrant": False}]
 
 
 @pytest.mark.parametrize("base", [TINY, MOE])
