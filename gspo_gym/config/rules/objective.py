@@ -307,7 +307,8 @@ def _forks_are_played_here(c: RunRecord) -> str | None:
 
 @rule("rollout.forks_per_episode")
 def _forks_are_scored_alone(c: RunRecord) -> str | None:
-    if c.rollout.forks_per_episode == 0 or not (judge := c.judging).enabled or judge.options.mode != "group":
+    options = c.judging.options if c.judging.enabled else None
+    if c.rollout.forks_per_episode == 0 or options is None or options.mode != "group":
         return None
     return (
         'forks repeat turns of the episodes that judge.options.mode = "group" compares: set that to "auto", or '

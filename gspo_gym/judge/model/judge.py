@@ -159,8 +159,7 @@ class ModelJudge:
         # The episodes of a group ask one after the other, and each would read all of them.
         if (last := self._last_comparison) is not None and last[0] == group and last[1] is rubric:
             return last[2]
-        show_reasoning = self.settings.reading.show_reasoning
-        whole = {t.trajectory_id: read_transcript(t, show_reasoning=show_reasoning) for t in group}
+        whole = {t.trajectory_id: read_transcript(t) for t in group}
         comparison = plan_comparison(whole, rubric, self.settings)
         self._last_comparison = (group, rubric, comparison)
         return comparison
