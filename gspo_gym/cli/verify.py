@@ -51,18 +51,16 @@ _KNOWN: Mapping[str, tuple[Any, ...] | None] = {
     **dict.fromkeys(("loss.kl_coef", "loss.kl_clamp", "loss.kl_importance_weighted", "loss.sapo_temperatures")),
     "loss.kl_estimator": ("k1", "k2", "k3"),
     "advantages.level": ("trajectory", "turn", "auto"),
-    **dict.fromkeys(("advantages.discount", "advantages.clip", "advantages.filter_eps")),
-    "rewards.overlong": ("keep", "mask"),  # or a number
-    "rewards.clip": None,
+    **dict.fromkeys(("advantages.discount", "advantages.clip", "advantages.filter_eps", "correction.max_engine_gap")),
+    "rewards.overlong": ("keep", "mask"),
     "correction.old_logprobs": ("recompute", "rollout"),
     "correction.level": ("none", "token", "turn", "trajectory"),
     "correction.mode": ("truncate", "mask"),
     **dict.fromkeys(("correction.low", "correction.high", "correction.off_policy_threshold")),
-    "correction.max_engine_gap": None,
     "advantages.baseline": ("group", "leave_one_out", "batch", "running", "role", "none"),
     "advantages.scale": ("group", "batch", "running", "mean", "none"),
     "advantages.whiten": ("none", "tokens", "trajectories"),
-    **dict.fromkeys(("advantages.kl_shaping_coef", "rewards.kl_coef", "rewards.kl_target")),
+    **dict.fromkeys(("advantages.kl_shaping_coef", "rewards.kl_coef", "rewards.kl_target", "rewards.clip")),
     **dict.fromkeys(
         ("distillation.teacher", "distillation.coefficient", "distillation.baseline", "distillation.reward")
     ),
@@ -188,9 +186,9 @@ def verify_step(folder: Path, step: int, *, tolerance: float = 1e-5) -> Verifica
     config = {"loss.surrogate": "clip"} | dict(flat_items(read_config(folder)))  # files of older runs have no such key
     sections = {key.partition(".")[0] for key in _KNOWN} - {"algorithm", "training"}
     strange = [key for key in config if key.partition(".")[0] in sections and key not in _KNOWN]
-    # A number in place of a name has a formula of its own, such as the penalty of an overlong episode.
-    named_values = ((key, config.get(key), names) for key, names in _KNOWN.items() if names is not None)
-    strange += [f"{key} = {v!r}" for key, v, names in named_values if v not in names and not isinstance(v, int | float)]
+    # A number in place of a name is known, too: the penalty of an overlong episode.
+    named = ((key, config.get(key), names) for key, names in _KNOWN.items() if names is not None)
+    strange += [f"{key} = {v!r}" for key, v, names in named if v not in names and not isinstance(v, float)]
     if strange:
         raise ConfigError(f"{folder}: verify does not know {', '.join(strange)}")
     result = _verify(folder, config, Verification(step), tolerance, in_float64=False)

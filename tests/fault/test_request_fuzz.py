@@ -282,8 +282,6 @@ def jobs() -> Iterator[tuple[str, list[Good]]]:
                         {"model": job_id, "messages": [{"role": "user", "content": "a"}]},
                         headers=key,
                     ),
-                    Good(f"/api/warmup/{job_id}", headers=key),
-                    Good(f"/api/warmup/status/{job_id}", method="GET", headers=key),
                     Good("/api/learning/exports/hf", {"repo_id": "a/b", "key": "c", "visibility": "x"}, headers=key),
                 ],
             )

@@ -18,7 +18,6 @@ Each route also stands under /api/learning and /api/orchestration:
     GET  /api/learning/exports/ID         the end of such an export, while the service lives
     POST /api/inference/v1/chat/completions, completions, responses (also under /api/v1)    OpenAI's protocol; a model
                                           is rl:BASE:JOB (the newest checkpoint), JOB@best, JOB@20, or a job's base
-    POST /api/warmup/MODEL, GET /api/warmup/status/MODEL    loads it before
 """
 
 from __future__ import annotations
@@ -423,9 +422,6 @@ class ModelRoutes:
         for path in ("chat/completions", "completions", "responses"):
             yield "POST", [f"/api/inference/v1/{path}", f"/api/v1/{path}"], partial(self.infer, path)
         yield "GET", ["/api/inference/v1/models", "/api/v1/models"], self.list_models
-        warmups = [f"{prefix}/warmup" for prefix in ("/api", "/api/inference", "")]
-        yield "GET", [f"{path}/status/{{model_id:path}}" for path in warmups], self.warmth
-        yield "POST", [f"{path}/{{model_id:path}}" for path in warmups], self.warm
 
     def list_models(self) -> Json:
         """Return the models that jobs have trained."""
@@ -502,15 +498,6 @@ class ModelRoutes:
         body = await object_in(request)
         model = await asyncio.to_thread(self._model_called, body.get("model"))
         return await self._unless_stopping(self.service.inference.answer(model, path, body, request))
-
-    async def warm(self, model_id: str) -> Json:
-        """Begin to start a model, for requests to come."""
-        return {"status": self.service.inference.warm(await asyncio.to_thread(self._model_called, model_id))}
-
-    async def warmth(self, model_id: str) -> Json:
-        """Answer whether a model is there."""
-        status, error = self.service.inference.warmth(await asyncio.to_thread(self._model_called, model_id))
-        return {"status": status, "error": error}
 
     def _model_called(self, name: Any) -> ModelToServe:
         """Return the model that clients call so: PREFIX:BASE:JOB[:step_N], JOB[@best|@N], or the base of a job.

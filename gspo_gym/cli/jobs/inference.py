@@ -13,7 +13,7 @@ import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from fastapi import Request
 from fastapi.responses import StreamingResponse
@@ -26,12 +26,10 @@ if TYPE_CHECKING:
     import httpx
 
 _KEY = "GSPO_GYM_INFERENCE_KEY"
-_MAX_REQUESTS = 64  # at once, warm-ups and those that wait for another model's turn included
+_MAX_REQUESTS = 64  # at once, those that wait for another model's turn included
 _START_SECONDS = 600.0  # for a model to be loaded, which may be downloaded first
 _STOP_SECONDS = 10.0
 _SERVING = re.compile(rb"serving .* at (http://\S+)/v1\n")
-
-Warmth = Literal["not_started", "warming", "warmed", "failed"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +77,6 @@ class Inference:
         self._turn = asyncio.Lock()  # of starting and replacing the model, in the order of the requests
         self._child: _Child | None = None
         self._num_requests = 0
-        self._warming: dict[str, asyncio.Task[None]] = {}  # by the model's name
 
     async def answer(
         self, model: ModelToServe, path: str, body: Mapping[str, Any], request: Request
@@ -116,49 +113,10 @@ class Inference:
             # From here on the response closes all of that, after its last byte.
             return _Passed(answer, stack.pop_all())
 
-    def warm(self, model: ModelToServe) -> Literal["warming", "already_warming", "already_warmed"]:
-        """Begin to start the model, if it is not there.
-
-        Raises:
-            RefusalError: 503, too many requests wait.
-        """
-        warmth, _ = self.warmth(model)
-        if warmth in ("warmed", "warming"):
-            return "already_warmed" if warmth == "warmed" else "already_warming"
-        self._check_room()
-        task = asyncio.create_task(self._warm(model))
-        self._num_requests += 1
-        task.add_done_callback(lambda _: self._leave())  # also of a task that is cancelled before it runs
-        # Those that have ended are forgotten; the others are told of, and `close` cancels them.
-        self._warming = {name: warm_up for name, warm_up in self._warming.items() if not warm_up.done()}
-        self._warming[model.name] = task
-        return "warming"
-
-    def warmth(self, model: ModelToServe) -> tuple[Warmth, str | None]:
-        """Return whether the model is there, and why its start failed."""
-        if self._child is not None and self._child.model == model and self._child.lives:
-            return "warmed", None
-        task = self._warming.get(model.name)
-        if task is None:
-            return "not_started", None
-        if not task.done():
-            return "warming", None
-        # After a start that succeeded, another model has taken its place.
-        error = task.exception()
-        return ("not_started", None) if error is None else ("failed", str(error))
-
     async def close(self) -> None:
         """End the model."""
-        warming, self._warming = self._warming, {}
-        for task in warming.values():
-            task.cancel()
-        await asyncio.gather(*warming.values(), return_exceptions=True)
         async with self._turn:
             await self._end()
-
-    async def _warm(self, model: ModelToServe) -> None:
-        async with self._serving(model):
-            pass
 
     def _check_room(self) -> None:
         if self._num_requests >= _MAX_REQUESTS:

@@ -164,28 +164,7 @@ def test_a_client_that_hangs_up_holds_no_model(served: IdleJobs, client: Client,
     assert not lives(first["pid"])
 
 
-def test_a_model_is_warmed_up_in_the_clients_words(served: IdleJobs, client: Client) -> None:
-    job_id = served.trained(client)
-    name = f"rl:tiny:qwen3-64:{job_id}"
-
-    def status(name: str) -> Any:
-        return client.call("GET", f"/api/warmup/status/{name}")[1]
-
-    assert status(name) == {"status": "not_started", "error": None}
-    assert client.call("POST", f"/api/warmup/{name}") == (200, {"status": "warming"})
-    while status(name)["status"] == "warming":
-        pass
-    assert status(name) == {"status": "warmed", "error": None}
-    assert client.call("POST", f"/warmup/{name}") == (200, {"status": "already_warmed"})
-    client.call("POST", f"/api/inference/warmup/{job_id}@best")
-    while status(f"{job_id}@best")["status"] == "warming":
-        pass
-    assert status(f"{job_id}@best")["status"] == "failed"
-    assert "none of its checkpoints was evaluated" in status(f"{job_id}@best")["error"]
-    assert client.call("POST", "/api/warmup/nope")[0] == 404
-
-
-def test_warm_ups_that_wait_or_load_are_told_counted_and_ended_with_the_service(tmp_path: Path) -> None:
+def test_requests_that_wait_for_a_model_that_loads_are_counted_and_it_ends_with_them(tmp_path: Path) -> None:
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     loading = ["sh", "-c", f"echo $$ > {pipe}; exec sleep 3600"]  # never says that it serves
@@ -193,16 +172,15 @@ def test_warm_ups_that_wait_or_load_are_told_counted_and_ended_with_the_service(
 
     async def play() -> None:
         inference = Inference(loading, os.environ, tmp_path / "log")
-        assert inference.warm(models[0]) == "warming"
+        request: Any = None  # which is looked at when the model is there
+        waiting = [asyncio.create_task(inference.answer(model, "completions", {}, request)) for model in models[:64]]
         pid = int(await asyncio.to_thread(pipe.read_text))
-        assert [inference.warm(each) for each in models[1:64]] == ["warming"] * 63
-        assert [inference.warmth(each)[0] for each in models] == ["warming"] * 64 + ["not_started"]
-        assert inference.warm(models[0]) == "already_warming"
         with pytest.raises(RefusalError, match="64 requests"):
-            inference.warm(models[64])
+            await inference.answer(models[64], "completions", {}, request)
+        for task in waiting:
+            task.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
         await inference.close()
         assert not lives(pid)
-        assert inference.warm(models[64]) == "warming"
-        await inference.close()
 
     asyncio.run(asyncio.wait_for(play(), 30))
