@@ -26,6 +26,7 @@ from gspo_gym.errors import ConfigError, UnknownNameError, nearest_name
 
 _NAMESPACE = "gspo_gym"
 _ENTRY_POINT_GROUP = "gymnasium.envs"
+_VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 def register(env_id: str, entry_point: Callable[..., Any] | str, **kwargs: Any) -> None:
@@ -51,7 +52,8 @@ def make(env_id: str, /, **kwargs: Any) -> Any:
     subclass `gymnasium.Env` gives a plain instance without wrappers.
 
     Raises:
-        UnknownNameError: there is no environment of that name. ConfigError: the constructor takes no such argument.
+        UnknownNameError: there is no environment of that name. ConfigError: the constructor takes no such argument, or
+            needs another one.
     """
     return make_from(gymnasium.registry[resolve(env_id)], **kwargs)
 
@@ -65,7 +67,7 @@ def make_from(spec: EnvSpec, **kwargs: Any) -> Any:
         creator = load_env_creator(creator)
     if creator is None:
         raise ConfigError(f"environment {spec.id!r} is registered without an entry_point for single environments")
-    require_known_arguments(spec.id, creator, kwargs)
+    require_arguments(spec.id, creator, {**spec.kwargs, **kwargs})
     if isinstance(creator, type) and not issubclass(creator, gymnasium.Env):
         if spec.max_episode_steps is not None:
             raise ConfigError(
@@ -239,12 +241,19 @@ def _nearest(name: str) -> str:  # with as many parts as `name` has, or at all
     return nearest_name(name, set(ids))
 
 
-def require_known_arguments(env_id: str, creator: Callable[..., Any], kwargs: Mapping[str, Any]) -> None:
-    """Raise a ConfigError if the class or function does not take an argument, before anything is made."""
+def require_arguments(env_id: str, creator: Callable[..., Any], kwargs: Mapping[str, Any]) -> None:
+    """Raise a ConfigError if the class or function does not take an argument or lacks one, before anything is made."""
     try:
         parameters = inspect.signature(creator).parameters.values()
     except (TypeError, ValueError):  # written in C: the call itself will raise
         return
+    for parameter in parameters:
+        is_needed = parameter.default is parameter.empty and parameter.kind not in _VARIADIC
+        if is_needed and parameter.name not in kwargs:
+            raise ConfigError(
+                f"environment {env_id!r} needs an argument {parameter.name!r}: give it as rollout.env_config, or with "
+                f"--option {parameter.name}=..."
+            )
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         return
     parameter_names = {parameter.name for parameter in parameters}

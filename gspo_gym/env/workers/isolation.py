@@ -22,7 +22,7 @@ from gymnasium.envs.registration import load_env_creator
 
 from gspo_gym.env.core import Isolation
 from gspo_gym.env.playing import spoken_by
-from gspo_gym.env.registry import make, require_known_arguments, resolve
+from gspo_gym.env.registry import make, require_arguments, resolve
 from gspo_gym.env.session import looking_at, open_session
 from gspo_gym.env.workers.env import ProcessEnv
 from gspo_gym.env.workers.limits import WorkerLimits
@@ -130,7 +130,8 @@ def isolated_factory(
         raise ConfigError(f"isolation: expected one of {_CHOICES}, got {isolation!r}")
     env = resolve(env) if isinstance(env, str) else env
     if (creator := _creator_of(env)) is not None:
-        require_known_arguments(_name_of(env), creator, kwargs or {})
+        own_kwargs = gymnasium.registry[env].kwargs if isinstance(env, str) else {}
+        require_arguments(_name_of(env), creator, {**own_kwargs, **(kwargs or {})})
     choice: IsolationChoice = isolation  # type: ignore[assignment]  # checked above
     return IsolatedFactory(env, dict(kwargs or {}), choice, limits or WorkerLimits(), start_timeout_seconds)
 

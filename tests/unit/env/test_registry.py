@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import types
 from collections.abc import Iterator
+from functools import partial
 from importlib.metadata import EntryPoint
 from typing import Any
 
@@ -14,6 +15,7 @@ import pytest
 from gspo_gym.env import registry
 from gspo_gym.env.core import TextEnv
 from gspo_gym.env.registry import list_environments, make, register, resolve
+from gspo_gym.env.workers.isolation import isolated_factory
 from gspo_gym.errors import ConfigError, UnknownNameError
 
 
@@ -198,6 +200,25 @@ def test_an_unknown_argument_gets_the_nearest() -> None:
     register("mine/Talk-v0", Talk)
     with pytest.raises(ConfigError, match=r"'mine/Talk-v0' takes no argument 'dept'; did you mean 'depth'\?"):
         make("Talk", dept=3)
+
+
+class Deep(Talk):
+    def __init__(self, depth: int, *args: Any, floor: int, **more: Any) -> None:
+        super().__init__(depth=depth + floor)
+
+
+def test_an_argument_that_is_needed_is_asked_for_by_name() -> None:
+    register("mine/Deep-v0", Deep)
+    for kwargs, missing in (({"floor": 1}, "depth"), ({"depth": 1, "other": 2}, "floor")):
+        starts = partial(make, "Deep", **kwargs), partial(isolated_factory, "Deep", kwargs, "thread")
+        for start in starts:
+            with pytest.raises(
+                ConfigError, match=f"'mine/Deep-v0' needs an argument '{missing}': .*--option {missing}="
+            ):
+                start()
+    register("mine/Deep-v0", Deep, kwargs={"floor": 1})
+    assert make("Deep", depth=2).unwrapped.depth == 3
+    assert isolated_factory("Deep", {"depth": 2}, "thread")().unwrapped.depth == 3
 
 
 def test_a_later_registration_replaces_without_a_warning() -> None:
