@@ -36,9 +36,9 @@ with code: no blank lines, no comments, not the module's docstring. The docstrin
 
 CONCLUSION = """
 Lines are not everything that differs. TRL's environment talks in calls of tools only, and an episode of it ends when
-the model stops calling; here and in AgileRL and verifiers a turn is any text. verifiers separates the environment from
-the trainer, which needs GPUs. What happens besides: ours checks the chat template, evaluates on held-out tasks, saves,
-and writes the run's report.
+the model stops calling; here and in AgileRL and verifiers a turn is any text. Ours also checks the chat template,
+evaluates on held-out tasks, saves, and writes the run's report. The programs that did not train are written from their
+libraries' sources and documentation, and may need another line.
 
 The programs are files in `docs/side_by_side/`; `python docs/side_by_side.py run PYTHON TEMPLATE PROGRAM...` runs them.
 """
