@@ -142,12 +142,7 @@ class RolloutPool:
         try:
             async with asyncio.TaskGroup() as tasks:
                 for request in requests:
-                    playing = [
-                        tasks.create_task(self._play_member(request, member, results_by_id))
-                        for member in request.members
-                    ]
-                    if request.forks_per_episode:
-                        tasks.create_task(self._play_forks(request, playing, results_by_id))
+                    self._start(request, tasks, results_by_id)
         except BaseException as error:
             # Finished members wait for their group to be settled, and now there will be none.
             for done in results_by_id.values():
@@ -171,6 +166,11 @@ class RolloutPool:
                 for task, sample in numbered
             ]
         )
+
+    def _start(self, request: GroupRequest, tasks: asyncio.TaskGroup, results_by_id: dict[str, _Finished]) -> None:
+        playing = [tasks.create_task(self._play_member(request, member, results_by_id)) for member in request.members]
+        if request.forks_per_episode:
+            tasks.create_task(self._play_forks(request, playing, results_by_id))
 
     async def _play_forks(
         self, request: GroupRequest, playing: Sequence[asyncio.Task[None]], results_by_id: dict[str, _Finished]
