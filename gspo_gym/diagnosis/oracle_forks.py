@@ -41,10 +41,10 @@ def forked(
         for name, tree in trees.items() if unforked[members].any() else ():
             rivals = [mean for other, mean in means.items() if other != name] or [means[name]]
             for i in tree:
-                siblings, end, rival = returns[[j for j in tree if j != i]], len(episodes[i].turns), np.mean(rivals)
-                table[i, :end] = (returns[i] - rival if len(trees) > 1 else 0.0) / len(tree)
-                if len(siblings):
-                    k = fork_turns[name]
-                    table[i, :k] = (means[name] - rival) / len(tree)
-                    table[i, k] = (returns[i] - siblings.mean()) / len(tree)
+                siblings, rival = returns[[j for j in tree if j != i]], np.mean(rivals)
+                k = fork_turns[name] if len(siblings) else 0
+                own = np.full(len(episodes[i].turns), returns[i] - rival if len(trees) > 1 else 0.0)
+                own[:k] = means[name] - rival
+                own[k] = returns[i] - siblings.mean() if len(siblings) else own[k]
+                table[i, : len(own)] = own / len(tree)
     return table * sum(map(len, groups)) / max(num_trees, 1)
