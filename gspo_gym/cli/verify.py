@@ -371,8 +371,8 @@ def _state_before(folder: Path, config: Mapping[str, Any], result: Verification)
         try:
             values = json.loads((checkpoint / "resume" / "state.json").read_text(encoding="utf-8"))
             running, beta = values["trainer"]["running"], values["counters"].get("shaping.kl_coef", state.kl_coef)
-            numbers = (float(running[name]) for name in ("count", "mean", "squared_deviations", "magnitude"))
-            state = State(*numbers, float(beta), tuple(running.get("role_means", {}).items()))
+            numbers: list[Any] = [float(running[name]) for name in ("count", "mean", "squared_deviations", "magnitude")]
+            state = State(*numbers)._replace(kl_coef=float(beta), roles=tuple(running.get("role_means", {}).items()))
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise RecordError(f"{checkpoint / 'resume' / 'state.json'}: is damaged: {error!r}") from error
     elif config.get("run.restore"):
