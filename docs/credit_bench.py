@@ -74,6 +74,9 @@ EXPLANATIONS = """
   turns, 0 where no sibling was in that state; *the same, else the turn's*: there the turn's.
 - *events, turn*: as *turn*, of the names that a turn reached first (`training.step_rewards_mode =
   "decision_stepwise"`) in the place of rewards.
+- *a judge's events, turn* (not in the table): as *turn*, of a judge's score of every turn in the place of rewards.
+  `gspo-gym credit ENV --judge CONFIG.toml` asks that configuration's judge. Its scores have a scale of their own:
+  read the correlation and the signs.
 - *tree*: 1 or 4 continuations of its own before and after each turn, which cost as many more episodes.
 
 Share of the turns whose true sign is sure (two standard errors) that get the right sign. `*`: the mean of estimate less

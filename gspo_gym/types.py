@@ -426,6 +426,11 @@ class Trajectory:
         return f"<table><caption>{caption}</caption>{''.join(lines)}</table>"
 
     @property
+    def group_id(self) -> str:
+        """Return what the ids of the episodes of its group have in common: what stands before the last slash."""
+        return self.trajectory_id.rpartition("/")[0]
+
+    @property
     def reward(self) -> float:
         """Return the episode's undiscounted return, the sum of its turns' rewards.
 

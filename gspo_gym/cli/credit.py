@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -14,7 +14,7 @@ from gspo_gym.base.loops import run_to_end
 from gspo_gym.base.settings import parse_seeds
 from gspo_gym.base.tables import table
 from gspo_gym.cli.command_line import SCRIPTED, add_environment, base_of, env_config_of
-from gspo_gym.credit.bench import BenchReport, BenchSettings, measure
+from gspo_gym.credit.bench import BenchReport, BenchSettings, ScoreTurns, measure
 from gspo_gym.credit.forks import Player, ScriptedPlayer
 from gspo_gym.env.checks.checker import require_replayable
 from gspo_gym.env.registry import resolve
@@ -25,6 +25,7 @@ from gspo_gym.env.workers.threads import CallersThread
 from gspo_gym.errors import UsageError
 from gspo_gym.rollout.actors import policy_of
 from gspo_gym.run.report.progress import counting
+from gspo_gym.types import Trajectory
 
 _MIN_CONTINUATIONS = 32
 _STEP_TIMEOUT_SECONDS = 30.0
@@ -55,6 +56,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--max-tokens", type=int, default=1024, help="tokens per action of a model (default %(default)s)"
     )
     parser.add_argument("--concurrent", type=int, default=64, help="episodes of a model at once (default %(default)s)")
+    parser.add_argument(
+        "--judge", type=Path, metavar="FILE", help="a configuration whose [judge] scores every turn: an estimator, too"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the scores there for machines")
     parser.set_defaults(run=measure_credit)
 
@@ -102,6 +106,7 @@ def measure_credit(arguments: argparse.Namespace) -> int:
             "continuations": arguments.continuations,
             "discount": arguments.discount,
             "max_turns": arguments.max_turns,
+            "judge": None if arguments.judge is None else str(arguments.judge),
             "seconds": round(time.monotonic() - start, 1),
         }
         write_output(arguments.json, json.dumps(request | report.as_json()) + "\n")
@@ -137,8 +142,36 @@ def as_table(report: BenchReport) -> str:
 async def _measure(
     arguments: argparse.Namespace, env_id: str, settings: BenchSettings, on_group: Callable[[], None]
 ) -> BenchReport:
-    async with _open_player(arguments, env_id) as player:
-        return await measure(player, parse_seeds(arguments.seeds), settings, on_group)
+    seeds = parse_seeds(arguments.seeds)
+    if arguments.judge is None:
+        async with _open_player(arguments, env_id) as player:
+            return await measure(player, seeds, settings, on_group)
+    async with _open_judge(arguments.judge) as score_turns, _open_player(arguments, env_id) as player:
+        return await measure(player, seeds, settings, on_group, score_turns=score_turns)
+
+
+@asynccontextmanager
+async def _open_judge(path: Path) -> AsyncIterator[ScoreTurns]:
+    from gspo_gym.config.build.judge import build_rubrics, judge_variants
+    from gspo_gym.config.run_config import load_config
+    from gspo_gym.judge.base import JudgeRequest, Rubrics, all_or_none
+
+    config = load_config(path, ["judge.enabled=true"])
+    rubrics_of = build_rubrics(config)
+
+    async with judge_variants(config) as judges:
+
+        async def score_one(trajectory: Trajectory) -> tuple[float, ...]:
+            event = (await rubrics_of(trajectory.task)).event
+            if event is None:
+                raise UsageError(f"--judge {path}: it scores no turns; set judge.options.event = true, with a rubric")
+            request = JudgeRequest(trajectory, Rubrics(event=event), trajectory.task.env_id)
+            return (await judges.judge.judge(request)).event_totals
+
+        async def score_turns(trajectories: Sequence[Trajectory]) -> list[tuple[float, ...]]:
+            return await all_or_none([score_one(trajectory) for trajectory in trajectories])
+
+        yield score_turns
 
 
 @asynccontextmanager

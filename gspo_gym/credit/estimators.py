@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 
-from gspo_gym.credit.forks import NUM_TREE, Floats, ForkedGroup
+from gspo_gym.credit.forks import NUM_TREE, Episode, Floats, ForkedGroup
 from gspo_gym.learning.advantages import batch_advantages
 from gspo_gym.learning.credit import Returns, returns_of
 from gspo_gym.learning.settings import AdvantageSettings, StepRewardSettings
@@ -104,6 +105,25 @@ def _turns_by_state(group: ForkedGroup) -> Mapping[str, list[tuple[int, int]]]:
         for k, text in enumerate(episode.states):
             classes[text].append((i, k))
     return classes
+
+
+def of_scores(groups: Sequence[ForkedGroup], scores: Sequence[Sequence[float]], discount: float) -> list[Floats]:
+    """Return the turns' leave-one-out advantages with scores in the place of rewards.
+
+    `scores` are of the turns of each episode, group after group: a judge's totals of events.
+    """
+    rest = iter(scores)
+    scored = [
+        replace(group, episodes=tuple(_with_rewards(episode, next(rest)) for episode in group.episodes))
+        for group in groups
+    ]
+    return _by_the_trainer("turn", "leave_one_out")(scored, discount)
+
+
+def _with_rewards(episode: Episode, rewards: Sequence[float]) -> Episode:
+    pairs = zip(episode.trajectory.turns, rewards, strict=True)
+    turns = tuple(replace(turn, reward=reward, reward_terms={}) for turn, reward in pairs)
+    return replace(episode, trajectory=replace(episode.trajectory, turns=turns))
 
 
 def _tree(num_continuations: int) -> Estimator:

@@ -204,10 +204,14 @@ def _as_episode(played: Playthrough, env_id: str) -> Episode:
         Turn(k, 0, (0, 0), (0, 1), FinishReason.STOP, reward=answer.reward, events=answer.events)
         for k, answer in enumerate(played.answers)
     )
+    messages = list(played.opening)
+    for action, answer in zip(played.actions, played.answers, strict=True):
+        messages += [action, *answer.messages]
     last = played.answers[-1]
     outcome = Outcome.TERMINATED if last.terminated else Outcome.TRUNCATED if last.truncated else Outcome.MAX_TURNS
     task = Task(env_id, played.seed)
-    trajectory = Trajectory(task.task_id, 0, task, 0, (_NO_TOKENS,), turns, (), outcome, success=played.success)
+    said, success = tuple(messages), played.success
+    trajectory = Trajectory(task.task_id, 0, task, 0, (_NO_TOKENS,), turns, said, outcome, success=success)
     return Episode(trajectory, tuple(map(_text_of, observations[:-1])), played.actions)
 
 

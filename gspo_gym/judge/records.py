@@ -33,7 +33,6 @@ from gspo_gym.judge.base import (
     Rubrics,
 )
 from gspo_gym.judge.blend import EnvRewards, RewardBlend, blend, env_rewards, unjudged
-from gspo_gym.rollout.pool import group_id_of
 from gspo_gym.types import Outcome, Task, Trajectory
 
 JUDGEMENTS_FILE = "judgements.jsonl"
@@ -162,15 +161,14 @@ def groups_of(episodes: Iterable[Trajectory]) -> Groups:
     """Return stored episodes by their group, the part of their ids before the last slash."""
     groups: dict[str, tuple[Trajectory, ...]] = {}
     for trajectory in episodes:
-        name = group_id_of(trajectory.trajectory_id)
-        groups[name] = (*groups.get(name, ()), trajectory)
+        groups[trajectory.group_id] = (*groups.get(trajectory.group_id, ()), trajectory)
     return groups
 
 
 def group_with(trajectory: Trajectory, groups: Groups) -> tuple[Trajectory, ...]:
     """Return the episode's group, with this episode in the place of the stored one of its id."""
     own_id = trajectory.trajectory_id
-    return tuple(trajectory if one.trajectory_id == own_id else one for one in groups[group_id_of(own_id)])
+    return tuple(trajectory if one.trajectory_id == own_id else one for one in groups[trajectory.group_id])
 
 
 # The rubrics of a task; a task app may have its own for every one. Raises JudgeError if they cannot be had.

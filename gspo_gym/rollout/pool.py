@@ -322,11 +322,6 @@ def member_of(trajectory_id: str) -> int:
     return int(trajectory_id.rpartition("/")[2])
 
 
-def group_id_of(trajectory_id: str) -> str:
-    """Return the id of an episode's group, from the id that a pool gave it."""
-    return trajectory_id.rpartition("/")[0]
-
-
 def _trajectory_id(request: GroupRequest, member: int) -> str:
     return f"{request.group_id}/{member}"
 

@@ -23,7 +23,7 @@ from gspo_gym.learning.credit import Returns, played, returns_of
 from gspo_gym.learning.settings import OptimizerSettings, UpdateSettings
 from gspo_gym.learning.supervised import SupervisedReport, SupervisedStep, supervised_epochs
 from gspo_gym.policy.weight_sync import require_committed
-from gspo_gym.rollout.pool import GroupRequest, RolloutPool, group_id_of
+from gspo_gym.rollout.pool import GroupRequest, RolloutPool
 from gspo_gym.rollout.sampler import TaskCounts, TaskSampler, is_uniform
 from gspo_gym.rollout.schedule import MakeRequest, OnDemand, PlayedAhead, Schedule
 from gspo_gym.rollout.summary import Mixture
@@ -176,7 +176,7 @@ class _Requests:
         `pending` are the numbers of the groups that are asked for and not handed out.
         """
         group_by_number = {
-            self._numbers[group_id_of(group.trajectories[0].trajectory_id)]: group
+            self._numbers[group.trajectories[0].group_id]: group
             for group in groups
             if group.trajectories and self.sampler.is_adaptive
         }

@@ -9,6 +9,8 @@ import pytest
 from gspo_gym.cli.main import main
 from gspo_gym.env.core import TextEnv
 from gspo_gym.env.registry import register
+from gspo_gym.judge.server import create_fake_judge_app
+from gspo_gym.remote.serving import BackgroundServer
 
 SMALL = ("--seeds", "0:4", "--group-size", "4", "--max-turns", "4")
 
@@ -66,3 +68,50 @@ def test_an_environment_that_no_seed_decides_is_refused_by_name(capsys):
 def test_what_cannot_be_measured_is_refused_by_name(words, message, capsys):
     assert main(["credit", "GuessNumber", *words]) == 2
     assert message in capsys.readouterr().err
+
+
+JUDGED = """
+[model]
+base = "tiny:qwen3-64"
+label = "judged"
+[rollout]
+env_name = "GuessNumber"
+max_turns = 2
+max_output_tokens = 2
+max_model_len = 256
+episodes_per_batch = 8
+[training]
+iterations_per_epoch = 1
+group_size = 4
+batch_size = 8
+learning_rate = 1e-3
+[evaluation]
+seeds = "0:4"
+[judge]
+enabled = true
+reward_blend = {{ env = 0.5, {part} = 0.5 }}
+[judge.options]
+{part} = true
+provider = "local"
+model = "fake-judge"
+base_url = "{url}/v1"
+rubric_overrides = {{ {part} = {{ criteria = [{{ id = "said", description = 'It says "2".' }}] }} }}
+"""
+
+
+def test_a_judges_events_are_scored_as_an_estimator(capsys, tmp_path):
+    options = [f"--option={text}" for text in ("style=terse", "high=4", "max_guesses=2")]
+    path, file = tmp_path / "judged.toml", tmp_path / "credit.json"
+    with BackgroundServer(create_fake_judge_app()) as server:
+        path.write_text(JUDGED.format(part="event", url=server.url))
+        command = ["credit", "GuessNumber", *options, *SMALL, "--judge", str(path), "--json", str(file)]
+        assert main(command) == 0
+        path.write_text(JUDGED.format(part="outcome", url=server.url))
+        capsys.readouterr()
+        assert main(command) == 2
+    assert "it scores no turns; set judge.options.event = true" in capsys.readouterr().err
+    report = json.loads(file.read_text())
+    assert report["judge"] == str(path)
+    # Of two guesses among four numbers the first is best at 2 or 3: what the judge pays for is not far from the truth.
+    (row,) = [row for row in report["rows"] if row["name"] == "a judge's events, turn"]
+    assert -1 <= row["low"] <= row["correlation"] <= row["high"] <= 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from gspo_gym.credit.estimators import ESTIMATORS, alive, estimators_for, gigpo, state, state_or_turn
+from gspo_gym.credit.estimators import ESTIMATORS, alive, estimators_for, gigpo, of_scores, state, state_or_turn
 from gspo_gym.credit.forks import _NO_TOKENS, Episode, ForkedGroup
 from gspo_gym.types import FinishReason, Outcome, Task, Trajectory, Turn
 
@@ -55,6 +55,12 @@ def test_where_no_other_episode_was_the_turn_is_compared():
 def test_those_alive_are_compared_with_each_other():
     # turn 0: 0.5, 0.5, 1; turn 1: 1 and 1; turn 2 has one episode, from which nothing is subtracted
     assert alive(LOOP, 0.5) == lists(map(np.array, ([-0.25, 0], [-0.25, 0, 2], [0.5])))
+
+
+def test_a_judges_scores_of_turns_stand_in_the_place_of_rewards():
+    # To go: (1, 0), (1, 1, 1), (1). Turn 0 is alike; turn 1: 0 - (1 + 0) / 2 and 1 - (0 + 0) / 2; turn 2: 1 - 0.
+    assert of_scores([LOOP], [[1, 0], [0, 0, 1], [1]], 1.0) == lists(map(np.array, ([0, -0.5], [0, 1, 1], [0])))
+    assert [episode.rewards for episode in LOOP.episodes] == [(0, 1), (0, 0, 2), (1,)]
 
 
 def test_the_trainers_own_are_what_it_computes():

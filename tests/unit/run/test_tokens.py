@@ -522,7 +522,7 @@ def test_a_moving_mean_of_the_environment_goes_on_from_the_checkpoint_or_from_th
         for earned in returns.values():
             mean = 0.95 * mean + 0.05 * earned
         state = json.loads((folder / "checkpoints" / f"step_{step:06d}" / "resume" / "state.json").read_text())
-        assert state["trainer"]["running"]["role_means"] == {"GuessNumber": pytest.approx(mean)}
+        assert state["trainer"]["running"]["role_means"] == {"gspo_gym/GuessNumber-v0": pytest.approx(mean)}
     for checkpoint in (folder / "checkpoints").iterdir():
         shutil.rmtree(checkpoint)
     assert verify_step(folder, 3).difference is None
