@@ -80,9 +80,8 @@ def _load(checkpoint: Path, dtype: str, *, is_adapted: bool) -> Any:  # Any: tra
     adapter, folder = checkpoint / "adapter_config.json", _whole_model(checkpoint)
     load_dtype = torch.float32 if dtype == "float64" else getattr(torch, dtype)  # what float64 holds comes from float32
     try:
-        options = _quantization_options(checkpoint / "quantization.json", load_dtype)
-        options |= {"local_files_only": True, "trust_remote_code": False}
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=load_dtype, **options)
+        options = {"trust_remote_code": False, **_quantization_options(checkpoint / "quantization.json", load_dtype)}
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=load_dtype, local_files_only=True, **options)
     except (OSError, ValueError) as error:
         raise RecordError(f"{folder}: transformers cannot load it: {error}") from error
     for module in model.modules():  # else bitsandbytes computes in bfloat16 where the processor can
