@@ -330,9 +330,8 @@ def _announce_and_call(text: str, call: Callable[[], Any]) -> Any:
 
 
 async def _contain(awaitable: Awaitable[Any]) -> Returned:
-    # SystemExit and GeneratorExit that leave a task would end the event loop, and what else is no Exception (a panic of
-    # an extension in Rust) the run. So would KeyboardInterrupt, but in the loop's thread that may be the user's second
-    # Ctrl-C.
+    # What is no Exception, such as SystemExit or a panic of an extension in Rust, would end the event loop. So would
+    # KeyboardInterrupt, but in the loop's thread that may be the user's second Ctrl-C.
     try:
         return Returned(await awaitable, None)
     except (KeyboardInterrupt, asyncio.CancelledError):

@@ -45,7 +45,7 @@ class LossSettings(Settings):
         default="clip",
         description=(
             "what is maximised of ratio and advantage: PPO's clipped minimum (paper), or what the other method of this "
-            "name maximises; `learning/README.md` has formulas and sources"
+            "name maximises; docs/explanations/surrogates.md has formulas and sources"
         ),
     )
     aggregation: Literal[

@@ -34,7 +34,7 @@ def test_every_key_that_is_recommended_exists() -> None:
 
 def test_no_foreign_name_is_also_a_key_of_the_section_that_it_would_stand_in() -> None:
     known = {key.rsplit(".", 1)[1] for key in KEYS} | {section.split(".")[0] for section in SECTIONS}
-    assert set(HINTS) & known == set()
+    assert set(HINTS) & known == {"teacher"}  # ROLL's stands at the top of a file, ours in [distillation]
     assert len(HINTS) >= 400
 
 

@@ -90,6 +90,7 @@ def test_a_minimal_file_has_these_defaults(file: Path) -> None:
             "min_p": 0.0,
             "repetition_penalty": 1.0,
             "episodes_per_batch": 64,
+            "forks_per_episode": 0,
             "max_concurrent_rollouts": 64,
         },
         "limits": {

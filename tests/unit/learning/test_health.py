@@ -125,7 +125,12 @@ def test_padding_is_counted_over_what_is_trained_on(batch):
 def facts(num_tokens, ratios, *, correction=None, gap=None):
     zero = torch.zeros(())
     names = [field.name for field in dataclasses.fields(LossStats)][2:]
-    sums = dict.fromkeys(names, zero) | {"unit_ratios": torch.tensor(ratios), "ref_k1": None, "ref_k3": None}
+    sums = dict.fromkeys(names, zero) | {
+        "unit_ratios": torch.tensor(ratios),
+        "ref_k1": None,
+        "ref_k3": None,
+        "teacher": None,
+    }
     return PartFacts(LossStats(num_tokens, 1, **sums), correction, gap)
 
 

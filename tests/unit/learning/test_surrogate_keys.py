@@ -16,7 +16,7 @@ UNITS = ("trajectory", "segment", "turn", "token")
 TABLE: dict[str, tuple[set[str], tuple[str, ...]]] = {
     "clip": ({"clip_low", "clip_high", "dual_clip"}, UNITS),
     "cispo": ({"clip_high"}, UNITS),
-    "sapo": ({"sapo_temperature_pos", "sapo_temperature_neg"}, UNITS),
+    "sapo": ({"sapo_temperatures"}, UNITS),
     "gmpo": ({"clip_low", "clip_high"}, ("trajectory", "segment", "turn")),
     "dppo": ({"clip_low", "clip_high"}, ("token",)),
     "vespo": (set(), ("trajectory",)),
@@ -25,8 +25,7 @@ VALUES = {
     "clip_low": 0.01,
     "clip_high": 0.02,
     "dual_clip": 3.0,
-    "sapo_temperature_pos": 2.0,
-    "sapo_temperature_neg": 2.0,
+    "sapo_temperatures": (2.0, 2.0),
 }
 
 

@@ -352,7 +352,7 @@ def num_lines_of_code(path: Path) -> int:
 
 def test_the_second_path_can_be_read_in_one_file_and_shares_no_code_with_the_learner() -> None:
     path, *readers = (Path(str(module.__file__)) for module in (oracle, cli_verify, verify_models))
-    assert num_lines_of_code(path) <= 390  # with a line or two for each of six surrogates, and the rule of level "auto"
+    assert num_lines_of_code(path) <= 400  # with a line or two for each of six surrogates, level "auto", RAE, a teacher
     assert {name for name in imports_of(path) if "gspo_gym" in name} == {"gspo_gym.types"}
     third_party = {"numpy", "numpy.typing", "torch"}
     of_python = {"collections", "collections.abc", "dataclasses", "typing", "__future__"}
