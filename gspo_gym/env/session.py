@@ -330,8 +330,7 @@ def _announce_and_call(text: str, call: Callable[[], Any]) -> Any:
 
 
 async def _contain(awaitable: Awaitable[Any]) -> Returned:
-    # What is no Exception, such as SystemExit or a panic of an extension in Rust, would end the event loop. So would
-    # KeyboardInterrupt, but in the loop's thread that may be the user's second Ctrl-C.
+    # SystemExit, or a panic in Rust, would end the event loop. KeyboardInterrupt may be the user's second Ctrl-C.
     try:
         return Returned(await awaitable, None)
     except (KeyboardInterrupt, asyncio.CancelledError):
