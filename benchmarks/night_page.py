@@ -11,9 +11,9 @@ fewer tokens keeps its last success. So a method scores that learns early, that 
 **Rank.** A method's difference is its score less the default's in the same game and with the same run seed; its mean is
 over all such pairs, with a 95% interval by bootstrap over the pairs. A run that failed scores 0; one that is not
 finished makes no pair. *better*: the interval lies above 0. *worse*: it lies below. *no difference found*: it holds 0,
-whatever the mean. *not compared*: fewer than two pairs. Better ones come first, then the default and those in which no
-difference was found, then worse ones, each by the mean. Nothing else decides: neither final success, nor what it took
-to reach a goal, nor time.
+whatever the mean. *too few pairs*: fewer than six, of which all lie on one side by chance more often than once in 20
+times. Better ones come first, then the default and those in which no difference was found, then worse ones, each by the
+mean. Nothing else decides: neither final success, nor what it took to reach a goal, nor time.
 
 **Limits.** This rule was written before the first cell was run. It is not corrected for the number of methods: of
 twenty that change nothing, one is found better or worse by chance. An interval over the five seeds of one game holds
@@ -39,7 +39,8 @@ from gspo_gym.rollout.statistics import Interval, bootstrap_mean_interval
 
 DEFAULT = "default"
 _RULE = __doc__.partition("\n\n")[2]
-_SIDES = ("better", "no difference found", "worse", "not compared")
+_SIDES = ("better", "no difference found", "worse", "too few pairs")
+_MIN_PAIRS = 6  # 2 / 2^6 is less than 0.05, and 2 / 2^5 is not
 
 
 class Point(NamedTuple):
@@ -116,7 +117,7 @@ class Standing:
     def side(self) -> str:
         """Return one of `_SIDES`."""
         interval = self.interval
-        if interval is None:
+        if interval is None or len(self.differences) < _MIN_PAIRS:
             return _SIDES[3]
         return _SIDES[0] if interval.low > 0 else _SIDES[2] if interval.high < 0 else _SIDES[1]
 

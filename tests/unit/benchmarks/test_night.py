@@ -84,12 +84,13 @@ def test_a_score_is_the_mean_success_over_the_tokens_of_the_budget() -> None:
 
 
 def test_methods_are_ranked_by_the_interval_first_and_by_the_mean_then() -> None:
-    cells = [cell("default", 0.5, 0.5, seed=seed) for seed in range(3)]
-    cells += [cell("best", value, value, seed=seed) for seed, value in enumerate((0.8, 0.9, 0.7))]
-    cells += [cell("good", value, value, seed=seed) for seed, value in enumerate((0.51, 0.52, 0.51))]
-    cells += [cell("wild", value, value, seed=seed) for seed, value in enumerate((0.0, 1.0, 1.0))]
-    cells += [cell("bad", 0.4, 0.4, seed=seed) for seed in range(2)] + [cell("bad", 1.0, seed=2, status="failed")]
-    cells += [cell("late", 0.9, 0.9, seed=seed, status="unfinished") for seed in range(3)]
+    cells = [cell("default", 0.5, 0.5, seed=seed) for seed in range(6)]
+    cells += [cell("best", value, value, seed=seed) for seed, value in enumerate((0.8, 0.9, 0.7) * 2)]
+    cells += [cell("good", value, value, seed=seed) for seed, value in enumerate((0.51, 0.52, 0.51) * 2)]
+    cells += [cell("wild", value, value, seed=seed) for seed, value in enumerate((0.0, 1.0, 1.0) * 2)]
+    cells += [cell("bad", 0.4, 0.4, seed=seed) for seed in range(4)]
+    cells += [cell("bad", 1.0, seed=seed, status="failed") for seed in (4, 5)]
+    cells += [cell("late", 0.9, 0.9, seed=seed, status="finished" if seed else "unfinished") for seed in range(6)]
     standings = rank(cells)
     # "wild" has the mean 1/6 with differences of -0.5 and 0.5; a failed run scores 0
     assert [(s.method, s.side, round(s.mean, 4)) for s in standings] == [
@@ -97,9 +98,9 @@ def test_methods_are_ranked_by_the_interval_first_and_by_the_mean_then() -> None
         ("good", "better", 0.0133),
         ("wild", "no difference found", 0.1667),
         ("bad", "worse", -0.2333),
-        ("late", "not compared", 0.0),
+        ("late", "too few pairs", 0.4),
     ]
-    assert [len(s.differences) for s in standings] == [3, 3, 3, 3, 0]
+    assert [len(s.differences) for s in standings] == [6, 6, 6, 6, 5]
     places = [row[:2] for row in rows(page(cells))[1:7]]
     names = ["best", "good", "default", "wild", "bad", "late"]
     assert places == [[str(place), name] for place, name in enumerate(names, start=1)]
@@ -159,7 +160,8 @@ def test_cells_run_seed_by_seed_and_their_numbers_are_those_of_the_runs(tmp_path
     ]
     assert cells[1].points == (Point(0, 0.5, 0.0, 0.0), Point(10, 0.9, 1000.0, 5.0))
     # (0.5 + 0.9) / 2 less (0.5 + 0.8) / 2
-    assert rows((tmp_path / "night.md").read_text())[1][:5] == ["1", "gspo", "+0.050, better", "+0.050 to +0.050", "2"]
+    row = rows((tmp_path / "night.md").read_text())[2]
+    assert row[:5] == ["2", "gspo", "+0.050, too few pairs", "+0.050 to +0.050", "2"]
 
 
 def test_a_night_that_is_stopped_goes_on_with_what_was_not_finished(tmp_path: Path) -> None:
