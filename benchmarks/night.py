@@ -39,6 +39,10 @@ _MOVES = ("run.folder", "model.label")  # where a run is, and no setting of it
 # Where a method reads no clip, the defaults stand in for those of the file, which it would refuse.
 _NO_CLIP = ("loss.clip_low=3e-4", "loss.clip_high=4e-4")
 _TOKEN, _SAMPLED = "algorithm.variety=grpo", "correction.old_logprobs=rollout"
+_SIBLINGS = (
+    *("algorithm.variety=gspo", "advantages.level=trajectory", "advantages.discount=1"),
+    *("advantages.baseline=leave_one_out", "advantages.scale=none"),
+)
 METHODS: Mapping[str, tuple[str, ...]] = {
     DEFAULT: (),
     "gspo": ("algorithm.variety=gspo", "advantages.level=trajectory", "advantages.discount=1"),
@@ -50,6 +54,8 @@ METHODS: Mapping[str, tuple[str, ...]] = {
     "dppo": (_TOKEN, "loss.surrogate=dppo", "loss.clip_low=0.2", "loss.clip_high=0.2", _SAMPLED),
     "vespo": ("loss.surrogate=vespo", *_NO_CLIP),
     "adaptive": ("training.adaptive_tasks=128",),
+    "siblings": _SIBLINGS,
+    "forks": (*_SIBLINGS, "rollout.forks_per_episode=1"),
 }
 
 
