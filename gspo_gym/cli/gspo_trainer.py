@@ -267,7 +267,7 @@ def _takes_lists(function: Callable[..., Any]) -> bool:
     return "completions" in inspect.signature(function).parameters
 
 
-def _summed(functions: Sequence[Callable[..., Any]]) -> Callable[..., dict[str, float]]:
+def _summed(functions: Sequence[Callable[..., Any]]) -> Callable[..., dict[str, float] | None]:
     """Return one function whose answer has each of theirs by name."""
     calls: dict[str, KeywordFunction] = {}
     for index, function in enumerate(functions):
@@ -277,14 +277,15 @@ def _summed(functions: Sequence[Callable[..., Any]]) -> Callable[..., dict[str, 
         if calls[name].is_async:
             raise ConfigError(f"reward_funcs[{index}]: several functions cannot be async; write one that awaits them")
 
-    def summed(completion: str, **row: Any) -> dict[str, float]:
+    def summed(completion: str, **row: Any) -> dict[str, float] | None:
         single = {**row, "completion": completion}
         lists = {"completions": [completion], "prompts": [row.get("prompt", row.get("question"))]}
         lists |= {name: [value] for name, value in row.items()}
-        return {
-            name: float(call(lists)[0] if "completions" in call.required else call(single))
-            for name, call in calls.items()
+        scores = {
+            name: call(lists)[0] if "completions" in call.required else call(single) for name, call in calls.items()
         }
+        # A function that answers None does not apply to this row, as in TRL.
+        return {name: float(score) for name, score in scores.items() if score is not None} or None
 
     names = {name for call in calls.values() for name in call.required} - {"completion", "completions", "prompts"}
     kind = inspect.Parameter.KEYWORD_ONLY

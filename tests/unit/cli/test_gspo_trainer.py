@@ -69,6 +69,22 @@ def test_rewards_of_several_functions_are_added_each_under_its_name() -> None:
     assert dict(reward.terms) == {"right": 1.0, "brief": 0.5 / 2 + 0.25}
 
 
+@pytest.mark.parametrize(
+    ("functions", "terms"),
+    [
+        ([right, lambda completions, **_: [None]], {"right": 1.0}),
+        ([lambda completion: None, lambda answer: None], None),
+    ],
+)
+def test_a_function_that_answers_none_has_no_part_in_a_reward(functions: Any, terms: dict[str, float] | None) -> None:
+    """As in TRL; where none of them says anything, the episode is unscored and not worth 0."""
+    trainer = GSPOTrainer(train_dataset=ROWS, reward_funcs=functions, eval_dataset=ROWS[:1])
+    env = gspo_gym.make(trainer.config.rollout.env_name)
+    env.reset(seed=0)
+    reward = env.step("10")[1]
+    assert (reward if terms is None else dict(reward.terms)) == terms
+
+
 def test_two_trainers_in_one_program_keep_their_rows() -> None:
     held_out = (ROWS[0], {**ROWS[0], "question": "0 and 1?"})
     trainers = [GSPOTrainer(train_dataset=ROWS[1:], eval_dataset=[row], reward_funcs=right) for row in held_out]
