@@ -140,7 +140,7 @@ def test_options_of_the_command_line_go_over_the_small_task(capsys: pytest.Captu
 
 def test_an_environment_that_cannot_be_made_without_arguments_says_so() -> None:
     text = written("Dataset")
-    assert "# Note: gspo_gym/Dataset-v0 cannot be made: TypeError: " in text
+    assert "# Note: environment 'gspo_gym/Dataset-v0' needs an argument 'rows': give it as rollout.env_config" in text
     rows = str(CONFIGS.parent / "examples" / "data" / "larger.jsonl")
     rollout = sections("Dataset", options={"rows": rows, "reward": "exact"})["rollout"]
     assert (rollout["max_turns"], rollout["max_output_tokens"]) == (1, 3)
