@@ -149,7 +149,8 @@ def first_run(env_name: str, *, model: str, label: str, options: Mapping[str, An
     except ConfigError as error:
         if options:
             raise
-        notes.append(f"{shortened(str(error), 200)}; give --option, or fill rollout.env_config")
+        fault = shortened(str(error), 200)
+        notes.append(fault if "--option" in fault else f"{fault}; give --option, or fill rollout.env_config")
         can_be_made = False
     # On a processor, steps of a larger task take too long to see them help.
     config = {**(small.style if facts.is_tiny else {}), **(small.options if facts.is_tiny or not gpu_bytes else {})}
