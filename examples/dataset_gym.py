@@ -27,7 +27,7 @@ gspo_gym.register("Questions-v0", entry_point=questions.another)
 if __name__ == "__main__":
     config = RunConfig.from_dict(
         {
-            "model": {"base": "tiny:qwen3-64", "label": "questions"},
+            "model": {"base": "tiny:qwen3-64-v2", "label": "questions"},
             "rollout": {
                 "env_name": "Questions-v0",
                 "max_turns": 1,
@@ -39,9 +39,9 @@ if __name__ == "__main__":
                 "iterations_per_epoch": int(sys.argv[1]) if len(sys.argv) > 1 else 40,
                 "group_size": 16,
                 "batch_size": 32,
-                "learning_rate": 2e-3,
+                "learning_rate": 1.5e-3,
             },
-            "loss": {"clip_low": 3e-3, "clip_high": 4e-3},
+            "loss": {"clip_low": 3e-2, "clip_high": 4e-2, "entropy_coef": 0.02},
             "evaluation": {"seeds": "0:50", "every_n_iters": 40},
             "warmup": {"policy": "random", "num_episodes": 256, "num_epochs": 4, "learning_rate": 2e-3},
         }
