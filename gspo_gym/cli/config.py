@@ -272,6 +272,8 @@ def _translate_file(arguments: argparse.Namespace) -> int:
         print(text, end="")
     else:
         write_output(arguments.output, text)
+        file = shlex.quote(str(arguments.output))
+        print(f"written: {file}; its head says what changes in meaning, `gspo-gym config check {file}` what it does")
     for line in translation.left_out:
         print(f"left out: {line}", file=sys.stderr)
     try:

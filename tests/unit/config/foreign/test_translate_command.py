@@ -23,7 +23,8 @@ def test_a_whole_translation_is_written_and_ends_with_0(tmp_path, capsys):
     status, printed, errors = run(
         tmp_path, capsys, "trl", "importance_sampling_level: sequence\nepsilon: 3.0e-4\n", *options
     )
-    assert (status, printed, errors) == (0, "", "")
+    expected = f"written: {out}; its head says what changes in meaning, `gspo-gym config check {out}` what it does\n"
+    assert (status, printed, errors) == (0, expected, "")
     config = load_config(out)
     assert (config.algorithm.variety, config.loss.clip_low) == ("gspo", 3e-4)
     assert config.size.num_iterations == 3 * 3  # 3 epochs
