@@ -63,7 +63,8 @@ def page() -> str:
     for task, title in TASKS.items():
         parts.append(f"\n## {title}\n")
         for side in SIDES:
-            parts.append(f'\n### {side}\n\n``` {{.python}}\n--8<-- "docs/side_by_side/{task}_{side}.py"\n```\n')
+            name, *_ = ends[f"one_turn_{side}"]["library"].split()
+            parts.append(f'\n### {name}\n\n``` {{.python}}\n--8<-- "docs/side_by_side/{task}_{side}.py"\n```\n')
     return "".join(parts)
 
 

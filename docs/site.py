@@ -33,7 +33,7 @@ LINK = re.compile(r"(?<=\]\()(?!https?:|mailto:|#)([^)#\s]+)(#[^)\s]*)?(?=\))")
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
     """Take the repository's address from where it stands."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    config.repo_url = project["urls"]["Repository"]
+    config.repo_url, config.repo_name = project["urls"]["Repository"], project["name"]
     return config
 
 
