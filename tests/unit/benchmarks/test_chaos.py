@@ -48,12 +48,6 @@ def test_each_kind_of_fault_has_its_share_whatever_the_seed() -> None:
         assert all(faults[fault] >= 2 * number for fault, number in Counter(FAULTS).items())
 
 
-def test_the_readme_says_of_each_fault_what_happens() -> None:
-    text = Path("gspo_gym/cluster/README.md").read_text(encoding="utf-8")
-    for fault in (*FAULTS, *OF_RANKS, *CUTS):
-        assert f"| {fault} |" in text
-
-
 def test_processes_are_found_with_their_parents_and_command_lines() -> None:
     code = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'input()'])"
     with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:

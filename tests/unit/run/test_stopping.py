@@ -303,11 +303,14 @@ def test_signals_that_the_program_handles_or_ignores_are_left_to_it() -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_hangup_stops_a_run_as_sigterm_does(number: signal.Signals) -> None:
-    steering = Steering()
-    with pytest.raises(SystemExit) as caught, steering.handling_signals():
-        signal.raise_signal(number)
-    assert (caught.value.code, steering.stopped_by) == (128 + number, number.name)
-    assert signal.getsignal(number) == signal.SIG_DFL
-    with pytest.raises(KeyboardInterrupt) as interrupt, interrupted_by_signals():
-        signal.raise_signal(number)
-    assert exit_code_of(interrupt.value) == 128 + number
+    steering, before = Steering(), signal.signal(number, signal.SIG_DFL)  # which nohup has set to SIG_IGN
+    try:
+        with pytest.raises(SystemExit) as caught, steering.handling_signals():
+            signal.raise_signal(number)
+        assert (caught.value.code, steering.stopped_by) == (128 + number, number.name)
+        assert signal.getsignal(number) == signal.SIG_DFL
+        with pytest.raises(KeyboardInterrupt) as interrupt, interrupted_by_signals():
+            signal.raise_signal(number)
+        assert exit_code_of(interrupt.value) == 128 + number
+    finally:
+        signal.signal(number, before)
