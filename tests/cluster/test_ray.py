@@ -178,6 +178,16 @@ def test_a_demand_that_cannot_be_met_is_a_sentence(count: int, num_nodes: int, m
         Cluster(ray, [Part("learner", count, Resources(cores=1))], num_nodes=num_nodes)
 
 
+def started_driver(code: str) -> tuple[subprocess.Popen[str], Any]:
+    """A program with this code, without Ray's variables, and the JSON that it prints first."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    driver = subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, cwd=ROOT, env=environment
+    )
+    assert driver.stdout is not None
+    return driver, json.loads(driver.stdout.readline())
+
+
 def test_nothing_outlives_a_driver_that_is_killed(tmp_path: Path) -> None:
     code = (
         "import json, os, ray, signal\n"  # Ray reads its variables again where it was imported under others
@@ -188,12 +198,7 @@ def test_nothing_outlives_a_driver_that_is_killed(tmp_path: Path) -> None:
         "print(json.dumps([str(folder_of_ray()), *descendants(os.getpid())]), flush=True)\n"
         "signal.pause()\n"
     )
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
-    driver = subprocess.Popen(
-        [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, cwd=ROOT, env=environment
-    )
-    assert driver.stdout is not None
-    folder, *pids = json.loads(driver.stdout.readline())
+    driver, (folder, *pids) = started_driver(code)
     assert len(pids) >= 6  # Ray's own, two actors, and what ends them
     driver.kill()
     driver.wait()
@@ -219,12 +224,7 @@ def test_agents_that_outlive_their_raylet_and_are_stopped_go_with_the_driver() -
         "        os.kill(pid, signal.SIGKILL)\n"
         "    signal.pause()\n"
     )
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
-    driver = subprocess.Popen(
-        [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, cwd=ROOT, env=environment
-    )
-    assert driver.stdout is not None
-    agents, raylets = json.loads(driver.stdout.readline())
+    driver, (agents, raylets) = started_driver(code)
     assert (len(agents), len(raylets)) == (2, 1)
     require_gone({*raylets}, set(), 60)
     driver.kill()

@@ -330,17 +330,21 @@ def test_a_group_is_compared_when_the_last_of_its_episodes_is_over_and_holds_no_
     assert len(asked) == 12
 
 
+def end_otherwise(pool: RolloutPool, trajectory_id: str, outcome: Outcome, error: str) -> None:
+    play = pool._play_episode
+
+    async def play_and_end(request: EpisodeRequest) -> Trajectory:
+        played = await play(request)
+        is_meant = request.trajectory_id == trajectory_id
+        return dataclasses.replace(played, outcome=outcome, error=error) if is_meant else played
+
+    pool._play_episode = play_and_end
+
+
 def test_a_group_that_lost_episodes_is_compared_by_those_that_are_left() -> None:
     scoring, asked = comparing(good)
     pool = pool_of(scoring, attempts=1)
-    play = pool._play_episode
-
-    async def lose_one(request: EpisodeRequest) -> Trajectory:
-        played = await play(request)
-        is_lost = request.trajectory_id == "g0/2"
-        return dataclasses.replace(played, outcome=Outcome.ENV_ERROR, error="gone") if is_lost else played
-
-    pool._play_episode = lose_one
+    end_otherwise(pool, "g0/2", Outcome.ENV_ERROR, "gone")
     (group,) = asyncio.run(pool.collect(requests(1)))
     assert [trajectory.trajectory_id for trajectory in group.trajectories] == ["g0/0", "g0/1", "g0/3"]
     assert {tuple(one.trajectory_id for one in request.group) for request in asked} == {("g0/0", "g0/1", "g0/3")}
@@ -367,14 +371,7 @@ def test_a_group_without_a_score_is_dropped_whole_and_not_played_again() -> None
 def test_an_episode_at_an_action_limit_is_compared_with_none_and_gets_the_lowest_score() -> None:
     scoring, asked = comparing(good)
     pool = pool_of(scoring)
-    play = pool._play_episode
-
-    async def limit_one(request: EpisodeRequest) -> Trajectory:
-        played = await play(request)
-        is_limited = request.trajectory_id == "g0/0"
-        return dataclasses.replace(played, outcome=Outcome.ACTION_LIMIT, error="too slow") if is_limited else played
-
-    pool._play_episode = limit_one
+    end_otherwise(pool, "g0/0", Outcome.ACTION_LIMIT, "too slow")
     (group,) = asyncio.run(pool.collect(requests(1)))
     # The environment's 1.0 at its weight of 0.5; the others have the judge's part beside it.
     assert [trajectory.reward for trajectory in group.trajectories] == [0.5, *[pytest.approx(1.25)] * 3]
