@@ -112,12 +112,14 @@ class RecordedStep:
             raise RecordError(f"{folder}: has no episodes {name!r}")
         self._folder, self._name = folder, name
         self._step = int(name.rpartition("_")[2]) if name[-1].isdigit() else 0
-        is_recorded = name.startswith("step_") and token_path(folder, self._step).exists()
+        is_of_training = name.startswith("step_")
+        is_recorded = is_of_training and token_path(folder, self._step).exists()
         self._tokens = open_tokens(folder, self._step) if is_recorded else None
         self._judgements = latest_judgements(read_judgements(folder / JUDGEMENTS_FILE))
-        groups: dict[str, list[Trajectory]] = defaultdict(list)
+        # A task that comes twice in a training step has two groups, which were not compared with each other.
+        groups: dict[tuple[str, str], list[Trajectory]] = defaultdict(list)
         for trajectory in read_episodes(paths[0]):
-            groups[trajectory.task.task_id].append(trajectory)
+            groups[trajectory.group_id if is_of_training else "", trajectory.task.task_id].append(trajectory)
         self._groups = list(groups.values())
 
     def outline(self, max_episodes: int | None = None) -> dict[str, Json]:

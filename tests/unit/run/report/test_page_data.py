@@ -86,6 +86,18 @@ def test_a_fork_names_its_origin(tmp_path: Path) -> None:
     assert [episode.get("fork") for episode in group["episodes"]] == [None, "fork of group/0 from turn 1"]
 
 
+def test_two_groups_of_one_task_stay_two(tmp_path: Path) -> None:
+    """Chosen tasks come again within a step; only episodes of one group are compared with each other."""
+    episodes = [
+        replace(played(member, [1, 2]), trajectory_id=f"{group}/{member}") for group in "ab" for member in (0, 1)
+    ]
+    (tmp_path / "config.toml").write_text("[model]\nlabel = 'test'\n")
+    (tmp_path / "episodes").mkdir()
+    write_episodes(tmp_path / "episodes" / "step_000001.jsonl.gz", episodes)
+    groups = RecordedStep(tmp_path, "step_000001").outline()["groups"]
+    assert [[episode["id"] for episode in group["episodes"]] for group in groups] == [["a/0", "a/1"], ["b/0", "b/1"]]
+
+
 def test_a_task_is_named_by_the_words_at_which_it_begins_to_differ_from_others(tmp_path: Path) -> None:
     """A short message names its task whole; where all tasks of an environment begin alike, nothing does."""
     rules = "These are the rules of the game. " * 5
