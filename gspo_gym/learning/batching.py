@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import TypeVar
 
 import numpy as np
@@ -142,8 +143,8 @@ class BuiltBatch:
 
     Attributes:
         batch: None: there were no groups, or nothing in them to train on (see `BatchCounts`).
-        mean_return: of the trajectories that took part, as the advantages compare them: after step rewards, penalty and
-            clip; None: there were none.
+        mean_return: of the trajectories that took part, without forks, whose number follows from how long episodes are;
+            as the advantages compare them: after step rewards, penalty and clip; None: there were none.
         trajectory_ids: of the batch's trajectories, in order.
     """
 
@@ -203,7 +204,12 @@ def build_batch(
         num_filtered=len(with_actions) - len(indices),
         num_overlong=sum(overlong),
     )
-    mean_return = sum(r.episode_return for group in returns for r in group) / len(trajectories)
+    whole = [
+        own.episode_return
+        for trajectory, own in zip(trajectories, chain.from_iterable(returns), strict=True)
+        if trajectory.forked_from is None
+    ]
+    mean_return = sum(whole) / len(whole) if whole else None
     if not indices:
         return BuiltBatch(None, counts, result.running, mean_return)
     tokens = batch_tokens([trajectories[i] for i in indices])

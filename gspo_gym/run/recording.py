@@ -63,7 +63,7 @@ METRICS: Mapping[str, str] = MappingProxyType(
         "batch/refilled_groups": "groups played in place of those that teach nothing",
         "batch/num_filtered": "episodes left out of the batch, because their advantages are within filter_eps",
         "batch/num_untrained": "episodes that are compared and not in the batch: no token of theirs is trained on",
-        "batch/mean_return": "mean over compared episodes of the return after step rewards, overlong penalty and clip",
+        "batch/mean_return": "mean over compared episodes without forks, after step rewards, overlong penalty and clip",
         "batch/overlong_fraction": "share of compared episodes that a limit cut off (turns, context, output tokens)",
         "rollout/staleness_mean": "mean over kept episodes of how many versions the oldest token is behind",
         "rollout/staleness_max": "most versions that a token of a kept episode is behind the weights that are trained",

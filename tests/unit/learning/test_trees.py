@@ -94,6 +94,7 @@ def test_a_batch_has_the_advantages_of_its_trees() -> None:
     built = build_batch([TrajectoryGroup(TASK, tree, 3)], SETTINGS)
     assert built.batch is not None
     assert built.batch.advantages[built.batch.action_mask].tolist() == [-0.5, 1.0, -0.5, -1.0, 0.5, 0.0]
+    assert built.mean_return == 1.0, "of a alone: how often an episode is forked follows from its length"
 
 
 # A chain of three states: "go" (1) leads to the next one and out of the last earns 1, "stop" (0) earns 0.2 and ends.
