@@ -39,13 +39,11 @@ _MOVES = ("run.folder", "model.label")  # where a run is, and no setting of it
 # Where a method reads no clip, the defaults stand in for those of the file, which it would refuse.
 _NO_CLIP = ("loss.clip_low=3e-4", "loss.clip_high=4e-4")
 _TOKEN, _SAMPLED = "algorithm.variety=grpo", "correction.old_logprobs=rollout"
-_SIBLINGS = (
-    *("algorithm.variety=gspo", "advantages.level=trajectory", "advantages.discount=1"),
-    *("advantages.baseline=leave_one_out", "advantages.scale=none"),
-)
+_WHOLE = ("algorithm.variety=gspo", "advantages.level=trajectory", "advantages.discount=1")
+_SIBLINGS = (*_WHOLE, "advantages.baseline=leave_one_out", "advantages.scale=none")
 METHODS: Mapping[str, tuple[str, ...]] = {
     DEFAULT: (),
-    "gspo": ("algorithm.variety=gspo", "advantages.level=trajectory", "advantages.discount=1"),
+    "gspo": _WHOLE,
     "auto": ("advantages.level=auto", "advantages.discount=1"),
     "grpo": (_TOKEN, "loss.clip_low=0.2", "loss.clip_high=0.27"),
     "cispo": (_TOKEN, "loss.surrogate=cispo", "loss.clip_low=3e-4", "loss.clip_high=4"),
@@ -53,6 +51,8 @@ METHODS: Mapping[str, tuple[str, ...]] = {
     "gmpo": ("loss.surrogate=gmpo", "loss.unit=turn", "loss.clip_low=0.3297", "loss.clip_high=0.4918"),
     "dppo": (_TOKEN, "loss.surrogate=dppo", "loss.clip_low=0.2", "loss.clip_high=0.2", _SAMPLED),
     "vespo": ("loss.surrogate=vespo", *_NO_CLIP),
+    "role": (*_WHOLE, "advantages.baseline=role", "advantages.scale=none"),
+    "maxrl": (*_WHOLE, "advantages.scale=mean"),
     "adaptive": ("training.adaptive_tasks=128",),
     "siblings": _SIBLINGS,
     "forks": (*_SIBLINGS, "rollout.forks_per_episode=1"),
@@ -80,6 +80,7 @@ GAMES: Mapping[str, Game] = {
     "wordle": Game(4.5, 0.9),
 }
 _NIGHT = ("quickstart", "countdown", "frozen_lake", "tic_tac_toe")
+_ALL = tuple(name for name in METHODS if name != "maxrl")  # which ends where a return is not 0 or 1, as games give here
 _QUICK_METHODS, _QUICK_GAMES, _QUICK_SEEDS = (DEFAULT, "gspo", "auto"), ("quickstart", "countdown"), 3
 
 
@@ -95,7 +96,7 @@ class Plan:
     """
 
     folder: Path
-    methods: tuple[str, ...] = tuple(METHODS)
+    methods: tuple[str, ...] = _ALL
     games: tuple[str, ...] = _NIGHT
     num_seeds: int = 5
     first_seed: int = 0
@@ -128,7 +129,7 @@ class Plan:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `night`."""
     group = parser.add_argument_group("night")
-    group.add_argument("--methods", nargs="+", help=f"beside {DEFAULT}: {', '.join(METHODS)} (all)")
+    group.add_argument("--methods", nargs="+", help=f"beside {DEFAULT}: {', '.join(METHODS)} (all but maxrl)")
     group.add_argument("--games", nargs="+", help=f"{', '.join(GAMES)} ({' '.join(_NIGHT)})")
     group.add_argument("--seeds", type=int, help="run seeds, from --seed on (5)")
     group.add_argument("--folder", type=Path, default=Path("runs/night"), help="of the runs (default: %(default)s)")
@@ -147,7 +148,7 @@ def plan_of(arguments: argparse.Namespace) -> Plan:
         UsageError: no run seed.
     """
     a = arguments
-    methods, games, num_seeds = (_QUICK_METHODS, _QUICK_GAMES, _QUICK_SEEDS) if a.quick else (tuple(METHODS), _NIGHT, 5)
+    methods, games, num_seeds = (_QUICK_METHODS, _QUICK_GAMES, _QUICK_SEEDS) if a.quick else (_ALL, _NIGHT, 5)
     for what, names, table in (("method", a.methods, METHODS), ("game", a.games, GAMES)):
         if unknown := [name for name in names or () if name not in table]:
             raise UnknownNameError(f"night: there is no {what} {unknown[0]!r}; {nearest_name(unknown[0], table)}")
