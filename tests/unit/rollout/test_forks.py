@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +16,7 @@ from gspo_gym.errors import ContractError
 from gspo_gym.policy.load import tiny_tokenizer
 from gspo_gym.rollout.actors import ActRequest
 from gspo_gym.rollout.episode import episode_player
-from gspo_gym.rollout.forks import Replay, completions_of, draw_replays
+from gspo_gym.rollout.forks import Replay, ReplayingActor, completions_of, draw_replays
 from gspo_gym.rollout.ledger import Ledger
 from gspo_gym.rollout.limits import EpisodeLimits, PoolLimits
 from gspo_gym.rollout.pool import GroupRequest, RolloutPool
@@ -60,7 +61,7 @@ class Babbler:
     """Says 1 to 3 letters from the episode's sampling seed and turn, under the version that samples now."""
 
     def __init__(self, fails: Callable[[ActRequest], bool] = lambda request: False) -> None:
-        self.fails, self.version = fails, 3
+        self.fails, self.version, self.ended = fails, 3, list[str]()
 
     async def __call__(self, request: ActRequest) -> Completion:
         rng = generator(request.sampling_seed, "babble", request.turn_index)
@@ -73,7 +74,7 @@ class Babbler:
         return Completion(ids, logprobs, FinishReason.STOP, versions)  # type: ignore[arg-type]
 
     async def end_session(self, session_id: str) -> None:
-        pass
+        self.ended.append(session_id)
 
 
 def play(
@@ -180,6 +181,25 @@ def test_a_replay_that_is_answered_otherwise_is_an_error_that_names_the_turn(kin
     text = rf"test/Echo-v0, seed 5: a replay of episode g/\d .* before turn {turn}, so"
     with pytest.raises(ContractError, match=text):
         play(**long)
+
+
+def test_the_turn_at_which_a_fork_leaves_must_be_reached_and_asked_as_it_was() -> None:
+    """By the first turn of its own its episode may neither be over nor have been told anything else."""
+    (origin, *_) = play(Talker()).trajectories
+    talker = Talker()
+    actor = ReplayingActor(talker, Replay(origin, 2))
+    for num_turns in (1, 2):
+        short = dataclasses.replace(origin, turns=origin.turns[:num_turns])
+        with pytest.raises(ContractError, match=f"before turn {num_turns}"):
+            actor.require_replayed(short)
+        actor.require_replayed(dataclasses.replace(short, outcome=Outcome.ENV_ERROR, error="down"))
+    actor.require_replayed(dataclasses.replace(origin, turns=origin.turns[:3]))
+    asyncio.run(actor.end_session("g/4"))
+    assert talker.ended == ["g/4"]
+    prompt = Replay(origin, 2).prompt(2) + 1
+    request = ActRequest("g/4", 2, prompt, 16, (), 0, RendererCache(tiny_tokenizer()).for_tools(()), None)
+    with pytest.raises(ContractError, match="before turn 2"):
+        asyncio.run(actor(request))
 
 
 class Talker(Babbler):

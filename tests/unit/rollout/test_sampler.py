@@ -65,6 +65,14 @@ def test_the_mean_of_what_is_believed_of_a_task_by_hand(outcomes: list[int], mea
     assert (informative + 1) / (num + 2) == pytest.approx(mean, abs=1e-6)
 
 
+def test_a_task_that_was_never_played_wins_as_often_as_its_belief_is_above_the_other_s() -> None:
+    """Its theta is uniform, so above that of eight informative groups with 1 less the mean of theirs, 0.12462."""
+    counts = TaskCounts(((1, 6.02438, 6.02438),))
+    draws = [row_of(sampler(2, counts, others={}).task(number)) for number in range(2000) if not is_uniform(number)]
+    expected = 1 / 8.02438
+    assert abs(np.mean(np.array(draws) == 0) - expected) < 4 * (expected * (1 - expected) / len(draws)) ** 0.5
+
+
 def test_of_a_thousand_rows_the_hundred_that_teach_get_most_groups() -> None:
     """After one group a row they get 0.6 of the groups, where 30 a row are allowed; uniform draws would get 0.1."""
     tasks = sampler(1000, others={})
@@ -93,6 +101,9 @@ def test_a_task_in_play_is_not_chosen_again_before_all_are() -> None:
     assert sorted(first) == [0, 1, 2, 3]
     assert row_of(tasks.task(5)) in range(4)
     assert row_of(tasks.task(3)) == first[2]  # asked for again
+    assert [number for number, _ in tasks.counts.in_play] == [1, 2, 3, 4, 5]
+    tasks.task(0)
+    assert [number for number, _ in tasks.counts.in_play] == [0, 1, 2, 3, 4, 5]  # the same in whatever order they came
 
 
 def test_every_eighth_group_is_the_next_task_in_turn() -> None:

@@ -68,8 +68,8 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "forks": {
         "rollout": {"forks_per_episode": 2},
-        # Turns shared by leaves of opposite advantages have gradients of 0 but for rounding, which AdamW turns into whole
-        # steps: at 1e-2, two of four run seeds end further apart than the two precisions of `verify` do.
+        # Turns shared by leaves of opposite advantages have gradients of 0 but for rounding, which AdamW turns into
+        # whole steps: at 1e-2, two of four run seeds end further apart than the two precisions of `verify` do.
         "training": {"learning_rate": 1e-3},
         "advantages": {"level": "trajectory", "baseline": "leave_one_out", "scale": "none"},
     },
