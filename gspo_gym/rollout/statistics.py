@@ -86,8 +86,8 @@ def share_interval(shares: Sequence[float], num_samples: Sequence[int], *, is_we
     p = float((weights * x).sum() / weights.sum())
     variance = float((weights**2 * (x - p) ** 2).sum() / weights.sum() ** 2)
     trials = float(len(x))
-    if variance > _SAME_SHARE and 0 < p < 1:
-        trials = min(max(p * (1 - p) / variance, 1.0), float(num.sum()))
+    if variance > _SAME_SHARE:  # no more than p (1 - p), that of one trial
+        trials = min(p * (1 - p) / variance, float(num.sum()))
     return wilson_interval(p * trials, trials)
 
 

@@ -75,6 +75,10 @@ def test_the_trainers_own_are_what_it_computes():
     }
     for name, values in expected.items():
         assert ESTIMATORS[name](two, 1.0) == lists(map(np.array, values)), name
+    # At discount 0.5 the first turn is worth 0 + 0.5 to go; whole episodes are not discounted.
+    expected |= {"return to go": [[0.5, 1], [3]], "turn, leave one out": [[-2.5, 1], [2.5]]}
+    for name, values in expected.items():
+        assert ESTIMATORS[name](two, 0.5) == lists(map(np.array, values)), name
 
 
 def test_a_tree_takes_the_mean_of_its_own_continuations():
