@@ -41,6 +41,7 @@ DEFAULT = "default"
 _RULE = __doc__.partition("\n\n")[2]
 _SIDES = ("better", "no difference found", "worse", "too few pairs")
 _MIN_PAIRS = 6  # 2 / 2^6 is less than 0.05, and 2 / 2^5 is not
+_WITHOUT = {"forks": "siblings", "role": "gspo", "maxrl": "gspo"}  # what each is but for the one thing that it adds
 
 
 class Point(NamedTuple):
@@ -172,6 +173,12 @@ def page(cells: Sequence[Cell]) -> str:
     for game in games:
         own = [cell for cell in cells if cell.game == game]
         parts += [f"## {game}\n\nThe goal is a success of {own[0].goal:g}.\n", _markdown(_GAME_HEAD, _game_rows(own))]
+    if beside := _beside(cells):
+        parts += [
+            "## Beside the method that lacks one thing\n\nWith the same run seed; a score is over the other's tokens. "
+            "Ratios are of sampled tokens and seconds to the goal, where both reach it.\n",
+            _markdown(("method less another", "game", "score", "final success", "tokens to goal", "seconds"), beside),
+        ]
     problems = [(c.game, c.method, str(c.seed), c.status, _one_line(c.error)) for c in cells if c.error is not None]
     if problems:
         parts += ["## What did not finish\n", _markdown(("game", "method", "seed", "status", "why"), problems)]
@@ -228,6 +235,32 @@ def _game_rows(cells: Sequence[Cell]) -> list[tuple[str, ...]]:
                 _count(seconds),
             )
         )
+    return rows
+
+
+def _beside(cells: Sequence[Cell]) -> list[tuple[str, ...]]:
+    finished = {cell.name: cell for cell in cells if cell.status == "finished"}
+    rows = []
+    for method, other in _WITHOUT.items():
+        for game in dict.fromkeys(cell.game for cell in cells):
+            seeds = [cell.seed for cell in finished.values() if (cell.game, cell.method) == (game, method)]
+            pairs = [(finished[game, method, seed], finished.get((game, other, seed))) for seed in seeds]
+            both = [(a, b) for a, b in pairs if b is not None]
+            if not both:
+                continue
+            budgets = [b.points[-1].tokens for _, b in both]
+            ends = [(a.at_goal, b.at_goal) for a, b in both]
+            reached = [(a, b) for a, b in ends if a and b and a.tokens > 0 < b.tokens]
+            rows.append(
+                (
+                    f"{method} less {other}",
+                    game,
+                    _mean_and_interval([a.score(n) - b.score(n) for (a, b), n in zip(both, budgets, strict=True)]),
+                    _mean_and_interval([a.points[-1].success - b.points[-1].success for a, b in both]),
+                    _ratio_and_interval([math.log(a.tokens / b.tokens) for a, b in reached]),
+                    _ratio_and_interval([math.log(a.seconds / b.seconds) for a, b in reached]),
+                )
+            )
     return rows
 
 

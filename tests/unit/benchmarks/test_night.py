@@ -113,6 +113,20 @@ def test_the_budget_is_that_of_the_default_with_the_same_run_seed() -> None:
     assert rank([cell("default", 0.5, 0.5, status="unfinished"), slow])[0].differences == ()
 
 
+def test_forks_are_compared_with_the_same_method_without_them() -> None:
+    """Scores over the other's 200 tokens: half of (0.6 + 0.9) / 2 and half of 0.9, less 0.6, or (0.6 + 0.75) / 2."""
+    cells = [cell("siblings", 0.6, 0.6, 0.6), cell("siblings", 0.6, 0.6, 0.9, seed=1)]  # 1 reaches 0.9 after 200
+    cells += [cell("forks", 0.6, 0.9, 0.9), cell("forks", 0.6, 0.9, 0.9, seed=1)]  # after 100
+    cells += [cell("forks", 0.6, 0.9, 0.9, seed=2)]  # which no run of siblings is beside
+    difference = 0.825 - 0.6, 0.825 - (0.6 + 0.75) / 2
+    (row,) = [row for row in rows(page(cells)) if row[0] == "forks less siblings"]
+    assert row[1] == "quickstart"
+    assert row[2] == f"{sum(difference) / 2:+.3f} ({difference[1]:+.3f} to {difference[0]:+.3f})"
+    assert row[3].startswith("+0.150 ")  # 0.3 and 0
+    assert row[4].startswith("0.50 of 1")
+    assert row[5].startswith("0.50 of 1")
+
+
 def test_a_game_s_table_is_arithmetic_over_the_seeds() -> None:
     cells = [cell("default", 0.2, 0.9, 0.9), cell("default", 0.2, 0.6, 0.9, seed=1)]  # the goal after 100, 200 tokens
     cells += [
