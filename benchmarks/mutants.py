@@ -6,10 +6,11 @@ can be imported, or if the tests take longer than `TIMEOUT_FACTOR` times what th
 time-out ended are counted apart: that proves less than a failure. Times in which no core was free are not counted.
 
 The tests of `gspo_gym/room/name.py` are, in this order: the doctests of the file; the test files in a folder `room`
-which are called `test_name.py` or `test_name_*.py`, then those that import or name the module, the fewest other modules
-first; such test files elsewhere. The same of the modules that import the module follow, then of those that import
-these, until the processor time for the file is spent: then no further test file begins. Left out are tests that need
-other software, those that the expression for pytest's `-m` leaves out, and test files that fail without a mutant.
+which are called `test_name.py` or `test_name_*.py`, and the golden cases that import the module, then those that import
+or name it, the fewest other modules first; such test files elsewhere. The same of the modules that import the module
+follow, then of those that import these, until the processor time for the file is spent: then no further test file
+begins. Left out are tests that need other software, those that the expression for pytest's `-m` leaves out, and test
+files that fail without a mutant.
 """
 
 from __future__ import annotations
@@ -157,11 +158,13 @@ def find_tests(path: Path, root: Path) -> Iterator[Path]:
         ranks = []
         for test in (file for file in imports if _is_test(file) and file not in seen):
             namesakes = [module for module in modules if f"{test.stem}_".startswith(f"test_{module.stem}_")]
+            is_golden = "golden" in test.parts and test in importers  # small arithmetic: the quickest to find a fault
             # A file of that name in another room's folder mirrors another module, unless it imports this one.
-            is_mirror = any(test in importers or _is_near(module, test) for module in namesakes)
+            is_mirror = is_golden or any(test in importers or _is_near(module, test) for module in namesakes)
             if is_mirror or test in importers:
-                is_exact = any(test.stem == f"test_{module.stem}" for module in namesakes)
-                ranks.append((not _is_near(path, test), not is_mirror, not is_exact, len(imports[test]), test))
+                is_near = is_golden or _is_near(path, test)
+                is_exact = is_golden or any(test.stem == f"test_{module.stem}" for module in namesakes)
+                ranks.append((not is_near, not is_mirror, not is_exact, len(imports[test]), test))
         yield from (test for *_, test in sorted(ranks))
         modules = {file for file in importers - seen if file.parts[0] != "tests"}
         seen |= modules | {test for *_, test in ranks}

@@ -251,9 +251,12 @@ def test_tests_are_found_by_name_and_by_import_narrowest_first(tmp_path: Path) -
             "tests/unit/test_wide.py": "from gspo_gym.room.pool import A\nimport gspo_gym.x, gspo_gym.y",
             "tests/contract/test_narrow.py": "from gspo_gym.room.pool import A",
             "tests/unit/test_none.py": "from gspo_gym.room.pools import A",
+            "tests/golden/test_formulas.py": "import gspo_gym.room.pool",
+            "tests/golden/test_others.py": "import gspo_gym.other.pool",
         },
     )
     assert [str(test) for test in find_tests(Path("gspo_gym/room/pool.py"), root)] == [
+        "tests/golden/test_formulas.py",
         "tests/unit/room/test_pool.py",
         "tests/unit/room/test_pool_limits.py",
         "tests/unit/room/test_importer.py",
