@@ -161,18 +161,17 @@ class ScriptedPlayer:
     environment.
     """
 
-    def __init__(self, session: EnvSession, policy: PolicyFactory, *, max_turns: int, run_seed: int = 0) -> None:
+    def __init__(self, session: EnvSession, policy: PolicyFactory, *, max_turns: int) -> None:
         self._session = session
         self._policy = policy
         self._max_turns = max_turns
-        self._run_seed = run_seed
 
     async def play(self, forks: Sequence[Fork]) -> list[Episode]:
         """Return the episode of each fork; a RolloutError if the policy raised."""
         return [await self._play(fork) for fork in forks]
 
     async def _play(self, fork: Fork) -> Episode:
-        rng = generator(self._run_seed, "credit", fork.seed, *fork.path)
+        rng = generator(0, "credit", fork.seed, *fork.path)
         policy = _continuing(fork.actions, self._policy, rng)
         try:
             played = await play_in(self._session, policy, seed=fork.seed, max_turns=self._max_turns)

@@ -37,14 +37,12 @@ class ModelPlayer:
         env_id: str,
         limits: EpisodeLimits,
         max_concurrent: int,
-        run_seed: int = 0,
     ) -> None:
         self._factory = factory
         self._act = act
         self._renderers = renderers
         self._env_id = env_id
         self._limits = limits
-        self._run_seed = run_seed
         self._slots = asyncio.Semaphore(max_concurrent)
         self._quick = QuickCalls(clock=time.monotonic)
 
@@ -61,7 +59,7 @@ class ModelPlayer:
         request = EpisodeRequest(
             "/".join(map(str, (fork.seed, *fork.path))),
             Task(self._env_id, fork.seed),
-            child_seed(self._run_seed, "credit", fork.seed, *fork.path),
+            child_seed(0, "credit", fork.seed, *fork.path),
             replay=None if fork.origin is None else Replay(fork.origin.trajectory, fork.num_turns),
         )
         async with self._slots:

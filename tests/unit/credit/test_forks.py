@@ -7,6 +7,7 @@ that goes with probability 1/2, V(2) = (1 + 0.2) / 2 = 0.6, V(1) = (0.6 + 0.2) /
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import itertools
 
 import numpy as np
@@ -18,6 +19,7 @@ from gspo_gym.env.core import TextEnv
 from gspo_gym.env.session import EnvSession
 from gspo_gym.env.workers.threads import CallersThread
 from gspo_gym.errors import ConfigError, ContractError, RolloutError
+from gspo_gym.types import Outcome
 
 VALUES = {"0": 0.3, "1": 0.4, "2": 0.6}
 NEXT_VALUES = {"0": 0.4, "1": 0.6, "2": 1.0}  # with the reward of going
@@ -107,6 +109,29 @@ def test_a_discount_is_that_of_the_turns_between():
     advantages, variances = truth_of(group, 0.5)[0]
     assert advantages.tolist() == [0.0, 0.0, 0.0]
     assert variances.tolist() == [0.0, 0.0, 0.0]
+
+
+def test_the_errors_of_later_values_are_discounted_twice():
+    """Values 1 and 3 before a turn that earns 0.2, 0 and 4 after it: 0.2 + 0.5 x 2 - 2; 0.25 x 8 / 2 + 2 / 2."""
+    [group] = played(Chain(), lambda env, rng: lambda messages: "stop", [0], group_size=2, num_continuations=2)
+    tree = [9.0] * 4  # is no part of the truth
+    made = dataclasses.replace(group, values=(np.array([[*tree, 1.0, 3.0], [*tree, 0.0, 4.0]]),) * 2)
+    for advantages, variances in truth_of(made, 0.5):
+        assert advantages.tolist() == pytest.approx([-0.8])
+        assert variances.tolist() == [2.0]
+
+
+@pytest.mark.parametrize(
+    ("ends", "outcome"),
+    [((True, False), Outcome.TERMINATED), ((False, True), Outcome.TRUNCATED), ((False, False), Outcome.MAX_TURNS)],
+)
+def test_an_episode_ends_as_its_environment_or_the_limit_ended_it(ends, outcome):
+    class Endless(Chain):
+        def step(self, action):
+            return "0", 0.0, *ends, {}
+
+    for group in played(Endless(), even, [0], group_size=2, num_continuations=2):
+        assert {episode.trajectory.outcome for episode in group.episodes} == {outcome}
 
 
 def test_unbiased_estimators_of_the_chain_are_found_unbiased_and_more_continuations_are_nearer(groups):

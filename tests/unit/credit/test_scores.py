@@ -24,6 +24,15 @@ def test_the_ceiling_is_what_the_errors_of_the_truth_leave_of_a_perfect_estimato
     assert score("perfect", ADVANTAGES, TRUTH).correlation == pytest.approx(TRUTH.ceiling, abs=0.03)
 
 
+def test_the_statistics_are_those_of_textbooks_also_where_the_means_are_not_0():
+    estimates, truth = np.array([1.0, 4.0, 2.0, 7.0, 3.0, 8.0]), np.array([2.0, 3.0, 2.5, 5.0, 4.0, 6.5])
+    scored = score("any", estimates, Truth(truth, np.full(6, 0.2), np.array([0, 0, 1, 1, 2, 2])))
+    assert scored.correlation == pytest.approx(np.corrcoef(estimates, truth)[0, 1])
+    # errors of the truth add their variance to that of what was measured
+    assert scored.slope == pytest.approx(np.cov(estimates, truth, ddof=0)[0, 1] / (np.var(truth) - 0.2))
+    assert scored.offset == pytest.approx(25 / 6 - 23 / 6)
+
+
 def test_noise_lowers_the_correlation_and_not_the_slope():
     # 1 / sqrt((1 + 1) * 1.25)
     noisy = score("noisy", ADVANTAGES + NOISE, TRUTH)
@@ -56,9 +65,10 @@ def test_the_error_of_an_offset_is_that_of_whole_groups():
 
 
 def test_signs_count_where_the_truth_is_sure_and_half_where_the_estimate_is_0():
-    truth = Truth(np.array([1.0, 1.0, -1.0, -1.0, 0.1]), np.full(5, 0.01), np.array([0, 0, 0, 1, 1]))
-    # right, wrong, none, right; the last is within two errors of 0
-    assert score("signs", np.array([2.0, -1.0, 0.0, -3.0, -5.0]), truth).right_signs == pytest.approx(2.5 / 4)
+    variances = np.array([0.01, 0.01, 0.01, 0.01, 0.01, 0.0])
+    truth = Truth(np.array([1.0, 1.0, -1.0, -1.0, 0.1, 0.0]), variances, np.array([0, 0, 0, 1, 1, 1]))
+    # right, wrong, none, right; the next is within two errors of 0, and 0 itself has no sign
+    assert score("signs", np.array([2.0, -1.0, 0.0, -3.0, -5.0, 1.0]), truth).right_signs == pytest.approx(2.5 / 4)
 
 
 def test_an_estimator_that_says_the_same_of_all_turns_goes_with_nothing():
