@@ -32,6 +32,7 @@ from gspo_gym.diagnosis.oracle import (
     terms_of,
     units_of_loss,
 )
+from gspo_gym.diagnosis.oracle_feedback import Taught, taught_log_ratios
 from gspo_gym.errors import ConfigError, RecordError, UsageError
 from gspo_gym.rollout.episode_files import episode_paths, read_episodes
 from gspo_gym.run.folders import find_run
@@ -64,6 +65,7 @@ _KNOWN: Mapping[str, tuple[Any, ...] | None] = {
     **dict.fromkeys(
         ("distillation.teacher", "distillation.coefficient", "distillation.baseline", "distillation.reward")
     ),
+    "distillation.feedback": (None, "none", "environment", "judge", "sibling"),
     "training.constant_groups": ("keep", "drop", "refill"),
     "training.step_rewards_mode": (None, "off", "env_sparse", "decision_stepwise"),
     "training.step_rewards_strategy": (None, "consistent", "per_achievement"),
@@ -202,6 +204,7 @@ def _verify(
     folder: Path, config: Mapping[str, Any], result: Verification, tolerance: float, *, in_float64: bool
 ) -> Verification:
     from gspo_gym.config.build.threads import computing_elsewhere, use_learners_threads  # loads torch
+    from gspo_gym.run.feedback import feedback_path, read_feedback  # loads torch
 
     records, metrics = _read_step(folder, config, result.step), _read_metrics(folder, result)
     try:
@@ -211,7 +214,8 @@ def _verify(
             if models:
                 longest = max(len(segment) for episode in records.episodes for segment in episode.segments)
                 use_learners_threads(folder, models[0].modules["policy"], (1, longest), num_threads)
-            _Comparison(records, models, result, tolerance).follow(metrics, state)
+            taught = read_feedback(feedback_path(folder, result.step))
+            _Comparison(records, models, taught, result, tolerance).follow(metrics, state)
     except _DifferenceError as error:
         (result.difference,) = error.args
     return result
@@ -225,7 +229,15 @@ class _Comparison:
     one in float64 (of 16 bits in float32), which takes the same steps, says by how much. None: weights are not known.
     """
 
-    def __init__(self, records: StepRecords, models: Sequence[Model], result: Verification, tolerance: float) -> None:
+    def __init__(
+        self,
+        records: StepRecords,
+        models: Sequence[Model],
+        taught: Sequence[Taught],
+        result: Verification,
+        tolerance: float,
+    ) -> None:
+        self._taught = taught
         self._records, self._models, self._result, self._tolerance = records, models, result, tolerance
         self._config, self._columns, self._owner = records.config, records.columns, records.units["trajectory"]
 
@@ -255,6 +267,10 @@ class _Comparison:
             for name, values in zip(("teacher_log_ratio", "teacher_kl"), scores, strict=True):
                 if name in columns:
                     self._compare(name, columns[name][at], values, at, slack=self._result.rounding)
+        if self._models and self._config.get("distillation.teacher") == "self":
+            scores = self._first([taught_log_ratios(model, self._records, self._taught, at) for model in self._models])
+            recorded = columns.get("teacher_log_ratio", np.full(len(self._owner), np.nan))[at]
+            self._compare("teacher_log_ratio", recorded, scores, at, slack=self._result.rounding)
         self._compare("advantage", columns["advantage"], np.where(is_counted, batch.advantages, np.nan), every)
         for epoch, updates in enumerate(columns["optimizer_step"][:, self._owner]):
             expected_updates = np.where(is_seen, np.maximum(updates, 0), np.where(is_counted, updates, -1))
@@ -508,7 +524,7 @@ def _read_models(folder: Path, records: StepRecords, result: Verification, *, in
     models = [read_model(checkpoint, records, dtype) for dtype in dtypes]
     if uses_reference(config) and "reference" not in models[0].modules:
         result.missing.append(f"logprobs of the reference: {checkpoint} has no weights of one")
-    if "distillation.teacher" in config and "teacher" not in models[0].modules:
+    if config.get("distillation.teacher", "self") != "self" and "teacher" not in models[0].modules:
         result.missing.append(f"logprobs of the teacher: {config['distillation.teacher']} is no model in a folder here")
     return models
 

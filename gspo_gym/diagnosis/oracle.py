@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gspo_gym.diagnosis.oracle_forks import forked
-from gspo_gym.types import FinishReason, Outcome, Trajectory
+from gspo_gym.types import FinishReason, Outcome, Segment, Trajectory
 
 Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]
@@ -398,11 +398,14 @@ def terms_of(
         terms["slope"] += config["loss.kl_coef"] * slope
     terms["loss/entropy"] = -config["loss.entropy_coef"] * seen["entropy"]
     if "distillation.teacher" in config:
-        gap, kl = (records.columns.get(f"teacher_{n}", np.zeros(len(records.turn)))[at] for n in ("log_ratio", "kl"))
+        reads = config.get("distillation.feedback", "none") != "none"  # then NaN where there was none to read
+        defaults = {"log_ratio": np.nan if reads else 0.0, "kl": 0.0}
+        gap, kl = (records.columns.get(f"teacher_{n}", np.full(len(records.turn), v))[at] for n, v in defaults.items())
         is_kept = np.exp(now - drift) - np.exp(now) <= 0.2
-        pull = -config["distillation.coefficient"] / num_tokens / unit * w * is_kept * s * (gap + kl)
+        num_taught = max(np.isfinite(gap).sum(), 1) if reads else num_tokens
+        pull = -config["distillation.coefficient"] / num_taught / unit * w * is_kept * s * np.nan_to_num(gap + kl)
         terms["loss/distillation"], terms["slope"] = pull, terms["slope"] + pull
-        terms |= {"distillation/advantage": gap + kl, "distillation/dropped_fraction": ~is_kept}
+        terms |= {"distillation/advantage": gap + kl, "distillation/dropped_fraction": gap * 0 + ~is_kept}
         x = gap.clip(-_MAX_LOG_RATIO, _MAX_LOG_RATIO)
         terms["distillation/kl"] = kl if config["distillation.baseline"] else np.expm1(x) - x
     terms["loss/total"] = np.sum([term for name, term in terms.items() if name.startswith("loss/")], axis=0)
@@ -446,7 +449,8 @@ def metrics_of(records: StepRecords, taken: Mapping[str, Floats], norms: Floats)
     if "to_reference" in taken:
         x = taken["to_reference"].clip(-_MAX_LOG_RATIO, _MAX_LOG_RATIO)
         numbers |= {"kl/ref_k1": -taken["to_reference"].mean(), "kl/ref_k3": (np.expm1(x) - x).mean()}
-    numbers |= {name: values.mean() for name, values in taken.items() if name.startswith("distillation/")}
+    taught = {name: v[~np.isnan(v)] for name, v in taken.items() if name.startswith("distillation/")}
+    numbers |= {name: values.mean() for name, values in taught.items() if len(values)}
     if "grad_norm" in records.columns:
         numbers |= {"optim/grad_norm": norms.mean(), "optim/grad_norm_max": norms.max()}
         numbers["optim/learning_rate"] = records.columns["learning_rate"][-1]
@@ -484,8 +488,8 @@ class Model:
             position = torch.from_numpy(self._position[at[here]])
             ids = torch.from_numpy(self._segments[row].token_ids[: int(position.max()) + 1].astype(np.int64))
             with torch.set_grad_enabled(slopes is not None):
-                own = self._log_softmax(module, ids, position, is_plain=against != "")
-                every = self._log_softmax(against, ids, position, is_plain=True) - own if against else own
+                own = self.log_softmax(module, ids, position, is_plain=against != "")
+                every = self.log_softmax(against, ids, position, is_plain=True) - own if against else own
                 mean = -(own.exp() * every.masked_fill(own.isneginf(), 0.0)).sum(-1)
                 pair = every.gather(-1, ids[position, None])[:, 0], mean
                 if slopes is not None:
@@ -493,7 +497,12 @@ class Model:
             scores[:, here] = torch.stack(pair).detach().numpy()
         return scores
 
-    def _log_softmax(self, module: str, ids: Any, position: Any, *, is_plain: bool) -> Any:  # [n, V]
+    def place_of(self, tokens: Indices) -> tuple[Segment, Indices]:
+        """Return the segment of sampled tokens, which is one, and where they stand in it."""
+        return self._segments[self._row[tokens[0]]], self._position[tokens]
+
+    def log_softmax(self, module: str, ids: Any, position: Any, *, is_plain: bool) -> Any:
+        """Return [n, V] logprobs at the positions; `is_plain`: at temperature 1 and not truncated."""
         raw = self.modules[module](input_ids=ids[None, :-1], use_cache=False).logits[0, position - 1]
         logits = (raw.double() if raw.itemsize == 8 else raw.float()) / (
             1 if is_plain else self._config["rollout.temperature"]

@@ -26,8 +26,8 @@ from gspo_gym.learning.settings import (
     DistillationSettings,
     LossSettings,
     RewardSettings,
-    StepRewardSettings,
 )
+from gspo_gym.learning.step_rewards import StepRewardSettings
 from gspo_gym.learning.tokens import Clip, Fate
 from gspo_gym.types import FinishReason, Outcome, Sampling, Segment, Task, Trajectory, Turn
 

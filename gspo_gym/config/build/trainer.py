@@ -25,6 +25,7 @@ from gspo_gym.config.run_config import RunConfig, model_name
 from gspo_gym.config.services import has_gpu_actors, place, ray_address, refuse_to_train, require_gpus
 from gspo_gym.diagnosis.alarms import note_of
 from gspo_gym.diagnosis.selection import AttemptWatch, SelectionAlarm
+from gspo_gym.diagnosis.teaching import TeachingAlarm
 from gspo_gym.engine.base import Engine
 from gspo_gym.errors import ConfigError, MissingExtraError
 from gspo_gym.learning.collective import Collective
@@ -41,6 +42,7 @@ from gspo_gym.rollout.evaluation import Evaluation
 from gspo_gym.rollout.ledger import Disposition, Ledger
 from gspo_gym.rollout.pool import OnEpisode
 from gspo_gym.run.collect import Collector
+from gspo_gym.run.feedback import Feedback
 from gspo_gym.run.journal import Journal, MoreMetrics
 from gspo_gym.run.judging import Judging
 from gspo_gym.run.process import Phases
@@ -275,13 +277,15 @@ def build_trainer(
     state: TrainState | None,
     weight_sync: WeightSync,
     judging: Judging | None = None,
+    feedback: Feedback | None = None,
     steering: Steering | None = None,
     is_saved: bool = True,
 ) -> Trainer:
     """Return the trainer; `learner` is fresh and `state` None, or both are restored from a checkpoint.
 
     `is_saved` says that the run's newest checkpoint holds `state`; otherwise the state is another run's. `judging`
-    scores the episodes and writes into the run's folder; None: their environments score them.
+    scores the episodes and writes into the run's folder; None: their environments score them. `feedback` is for a
+    teacher that reads it; None: there is none.
 
     Raises:
         ConfigError: samples are to have a bounded age, and the engine does not say which weights sampled them.
@@ -315,11 +319,13 @@ def build_trainer(
             alarm=build_alarm(config, num_in_a_row=before.num_mismatches),
             attempts=attempts,
             selection=selection,
+            teaching=None if feedback is None else TeachingAlarm(before.teaching),
             more_metrics=_more_metrics(player, attempts, selection, judging, recorder=recorder, progress=progress),
         ),
         state=state,
         forget_ended=_collecting(phases, player.engine, plan),
         compute=player.compute,
+        give_feedback=None if feedback is None else feedback.give,
         while_learning=_learning(phases, build_while_learning(config, player.engine)),
         steering=steering,
     )

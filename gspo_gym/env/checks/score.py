@@ -284,7 +284,7 @@ def _suspects(tasks: Sequence[_Task]) -> list[str]:
         texts = tuple(task.places[name] for task in tasks)
         if len(set(texts)) == 1 or texts in seen_texts:
             continue
-        if _is_info(name) or all(_says(task.reference, task.places[name]) for task in tasks):
+        if _is_info(name) or all(says(task.reference, task.places[name]) for task in tasks):
             seen_texts.add(texts)
             suspects.append(name)
     # Only _MAX_PLACES are played, and info is the likeliest.
@@ -295,7 +295,8 @@ def _is_info(name: str) -> bool:
     return name.startswith("info[")
 
 
-def _says(reference: Playthrough | None, text: str) -> bool:
+def says(reference: Playthrough | None, text: str) -> bool:
+    """Return whether an action of the reference's episode has this text as words; True without an episode."""
     if reference is None:
         return True
     parts = (
@@ -308,11 +309,12 @@ def _says(reference: Playthrough | None, text: str) -> bool:
 
 def _forms(task: _Task, place: str) -> list[Message | None]:  # alone (None), and as the reference says this task's
     actions = [] if task.reference is None else list(task.reference.actions)
-    forms = [_form(action, task.places[place], task.choices) for action in actions]
+    forms = [form_of(action, task.places[place], task.choices) for action in actions]
     return [None, *[form for form in forms if form not in actions][-1:]]
 
 
-def _form(action: Message, text: str, choices: frozenset[tuple[str, str]]) -> Message:
+def form_of(action: Message, text: str, choices: frozenset[tuple[str, str]]) -> Message:
+    """Return an action with gaps where it says the text; `choices` are the (tool, argument) pairs that keep theirs."""
     calls = []
     for call in action.tool_calls:
         argument_items = call.arguments.items()
@@ -330,7 +332,8 @@ def _gap(value: Any, text: str) -> Any:
     return _NUMBER_GAP if isinstance(value, int) and not isinstance(value, bool) else _GAP
 
 
-def _fill_gaps(form: Message, text: str) -> Message:
+def fill_gaps(form: Message, text: str) -> Message:
+    """Return the action of a form of `form_of` that says `text`."""
     is_number = re.fullmatch(r"-?\d{1,18}", text) is not None
     values = {_GAP: text, _NUMBER_GAP: int(text) if is_number else text}
     calls = [
@@ -368,7 +371,7 @@ async def _always_wins(subject: Subject, tasks: Sequence[_Task], place: str, for
 
 
 async def _wins(subject: Subject, task: _Task, text: str, form: Message | None) -> bool:
-    policy = saying(lambda _env, _messages: text) if form is None else _repeating(_fill_gaps(form, text))
+    policy = saying(lambda _env, _messages: text) if form is None else repeating(fill_gaps(form, text))
     try:
         session = await subject.open()
         try:
@@ -383,7 +386,8 @@ async def _wins(subject: Subject, task: _Task, text: str, form: Message | None) 
     return run.episode_return is not None and run.episode_return >= _target(subject) - TOLERANCE
 
 
-def _repeating(action: Message) -> PolicyFactory:
+def repeating(action: Message) -> PolicyFactory:
+    """Return a player that takes this action in every turn."""
     return lambda _env, _rng: lambda _messages: action
 
 
