@@ -35,6 +35,7 @@ from gspo_gym.diagnosis.oracle import (
 from gspo_gym.diagnosis.oracle_feedback import Taught, taught_log_ratios
 from gspo_gym.errors import ConfigError, RecordError, UsageError
 from gspo_gym.rollout.episode_files import episode_paths, read_episodes
+from gspo_gym.run.feedback_files import feedback_path, read_feedback
 from gspo_gym.run.folders import find_run
 from gspo_gym.run.records import read_config, read_events, read_metrics
 from gspo_gym.types import Trajectory
@@ -204,7 +205,6 @@ def _verify(
     folder: Path, config: Mapping[str, Any], result: Verification, tolerance: float, *, in_float64: bool
 ) -> Verification:
     from gspo_gym.config.build.threads import computing_elsewhere, use_learners_threads  # loads torch
-    from gspo_gym.run.feedback import feedback_path, read_feedback  # loads torch
 
     records, metrics = _read_step(folder, config, result.step), _read_metrics(folder, result)
     try:
@@ -269,8 +269,7 @@ class _Comparison:
                     self._compare(name, columns[name][at], values, at, slack=self._result.rounding)
         if self._models and self._config.get("distillation.teacher") == "self":
             scores = self._first([taught_log_ratios(model, self._records, self._taught, at) for model in self._models])
-            recorded = columns.get("teacher_log_ratio", np.full(len(self._owner), np.nan))[at]
-            self._compare("teacher_log_ratio", recorded, scores, at, slack=self._result.rounding)
+            self._compare("teacher_log_ratio", self._of_teacher()[at], scores, at, slack=self._result.rounding)
         self._compare("advantage", columns["advantage"], np.where(is_counted, batch.advantages, np.nan), every)
         for epoch, updates in enumerate(columns["optimizer_step"][:, self._owner]):
             expected_updates = np.where(is_seen, np.maximum(updates, 0), np.where(is_counted, updates, -1))
@@ -308,6 +307,8 @@ class _Comparison:
             rows = {name: column[epoch][at] for name, column in self._columns.items() if column.shape == updates.shape}
             unit = units_of_loss(self._records, updates[epoch] == update, num_batch_tokens)[at]
             num_tokens = int((updates[epoch] == update).sum())
+            if self._config.get("distillation.teacher") == "self":  # its own denominator: turns with feedback
+                num_tokens = max(int(np.isfinite(self._of_teacher()[at]).sum()), 1)
             terms = terms_of(self._records, at, rows, unit, max(int(are_taken.sum()), 1), num_tokens)
             if self._models:
                 model_values = self._first([model.forward("policy", at, terms["slopes"]) for model in self._models])
@@ -327,6 +328,9 @@ class _Comparison:
                 for model in self._models:
                     model.step(self._columns["learning_rate"][update], is_taken=is_taken)
         return fates, step_terms, norms[are_taken]
+
+    def _of_teacher(self) -> Floats:  # NaN: not taught; a column of nothing else is left out
+        return self._columns.get("teacher_log_ratio", np.full(len(self._owner), np.nan))
 
     def _compare_scores(self, name: str, at: Indices, module: str) -> None:
         scores = self._first([model.forward(module, at)[0] for model in self._models])

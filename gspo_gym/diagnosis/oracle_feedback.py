@@ -42,7 +42,7 @@ def _log_ratios(model: Model, prompt: Sequence[int], tokens: Indices) -> Floats:
     """Return [n] log(policy behind the prompt / policy) of the sampled tokens of one turn."""
     import torch  # here: `verify --help` needs none
 
-    segment, positions = model.place_of(tokens)
+    segment, positions = model.segments[model.row[tokens[0]]], model.position[tokens]
     first, stop = int(positions[0]), int(positions[-1]) + 1
     pair = []
     for before, place in ((prompt, positions + len(prompt) - first), (segment.token_ids[:first], positions)):

@@ -2,18 +2,14 @@
 
 Of every turn in the batch: its text from the source that distillation.feedback names; whether the text says the answer
 (`env/checks/answers.py`), which refuses it; the prompt in which the teacher reads it, unless that is longer than the
-model's window. What was refused is counted and recorded, and in no sum. The file of a step is
-tokens/step_NNNNNN.feedback.jsonl, one object a line: {trajectory_id, turn, text, fate, reason, prompt_token_ids}.
+model's window. What was refused is counted and recorded, and in no sum.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import enum
-import json
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -21,7 +17,7 @@ import numpy as np
 
 from gspo_gym.chat.renderer import Renderer
 from gspo_gym.env.checks.answers import AnswerCheck, UncheckableError
-from gspo_gym.errors import RecordError, TemplateError, shortened
+from gspo_gym.errors import TemplateError, shortened
 from gspo_gym.learning.batching import BuiltBatch, TeacherPrompt
 from gspo_gym.rollout.feedback import (
     answers_of,
@@ -31,22 +27,12 @@ from gspo_gym.rollout.feedback import (
     siblings_success,
     told_of,
 )
-from gspo_gym.run.tokens import TOKENS_FOLDER
+from gspo_gym.run.feedback_files import FeedbackFate, TurnFeedback
 from gspo_gym.types import Message, Trajectory, TrajectoryGroup
 
 FeedbackSource = Literal["environment", "judge", "sibling"]
 # The judge's reasons about each turn of an episode, by trajectory id; None: none about this turn.
 JudgesReasons = Callable[[str], Sequence[str | None]]
-
-
-class FeedbackFate(enum.Enum):
-    """What became of the feedback about a turn."""
-
-    TAUGHT = "taught"
-    LEAK = "leak"  # it says the hidden answer
-    UNCHECKED = "unchecked"  # nobody can say what wins the task, so that it may say the answer
-    TOO_LONG = "too_long"  # its prompt and the turn's tokens do not fit the model's window
-    TEMPLATE = "template"  # the chat template refuses it
 
 
 FEEDBACK_METRICS: Mapping[str, str] = MappingProxyType(
@@ -60,18 +46,6 @@ FEEDBACK_METRICS: Mapping[str, str] = MappingProxyType(
         "feedback/num_template": "of these, refused: the chat template cannot show it",
     }
 )
-
-
-@dataclass(frozen=True, slots=True)
-class TurnFeedback:
-    """The feedback about one turn and what became of it; `prompt_token_ids` are () unless it was taught."""
-
-    trajectory_id: str
-    turn: int
-    text: str
-    fate: FeedbackFate
-    reason: str = ""
-    prompt_token_ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -207,37 +181,6 @@ def leak_reason(feedback: StepFeedback) -> str | None:
         f"{len(leaks)} of {len(feedback.turns)} texts of feedback say the hidden answer and were not used; in "
         f"{first.trajectory_id}, turn {first.turn}, {first.reason}"
     )
-
-
-def feedback_path(folder: Path, step: int) -> Path:
-    """Return the path of a step's feedback in a run's folder."""
-    return folder / TOKENS_FOLDER / f"step_{step:06d}.feedback.jsonl"
-
-
-def pack_feedback(turns: Sequence[TurnFeedback]) -> str:
-    """Return the lines of a step's file."""
-    values = ({**dataclasses.asdict(turn), "fate": turn.fate.value} for turn in turns)
-    return "".join(json.dumps(value, ensure_ascii=False) + "\n" for value in values)
-
-
-def read_feedback(path: Path) -> list[TurnFeedback]:
-    """Return what `pack_feedback` wrote; [] if there is no file.
-
-    Raises:
-        RecordError: the file is damaged.
-    """
-    if not path.exists():
-        return []
-    try:
-        lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-        return [
-            TurnFeedback(
-                **line | {"fate": FeedbackFate(line["fate"]), "prompt_token_ids": tuple(line["prompt_token_ids"])}
-            )
-            for line in lines
-        ]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise RecordError(f"{path}: no file of feedback: {error!r}") from error
 
 
 def _trained_turns(trajectory: Trajectory) -> list[int]:

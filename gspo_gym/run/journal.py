@@ -20,7 +20,8 @@ from gspo_gym.rollout.evaluation import Evaluation, ScoreUnit
 from gspo_gym.rollout.schedule import staleness_metrics
 from gspo_gym.rollout.summary import rollout_metrics, source_metrics, uniform_metrics
 from gspo_gym.run.collect import Collected, batch_metrics
-from gspo_gym.run.feedback import StepFeedback, leak_reason, pack_feedback
+from gspo_gym.run.feedback import StepFeedback, leak_reason
+from gspo_gym.run.feedback_files import pack_feedback
 from gspo_gym.run.recording import RunRecorder
 from gspo_gym.run.report.progress import Progress
 from gspo_gym.run.settings import TrainPlan

@@ -46,7 +46,8 @@ from gspo_gym.rollout.episode_files import SCHEMA_VERSION, episode_paths, write_
 from gspo_gym.rollout.ledger import close_lost, entry_to_json, read_ledger
 from gspo_gym.rollout.summary import METRICS as ROLLOUT_METRICS
 from gspo_gym.rollout.summary import SOURCE_PREFIX, TERM_PREFIX, TOOL_PREFIX
-from gspo_gym.run.feedback import FEEDBACK_METRICS, feedback_path
+from gspo_gym.run.feedback import FEEDBACK_METRICS
+from gspo_gym.run.feedback_files import feedback_path
 from gspo_gym.run.records import EVENTS_FILE, RUN_LINE, last_seq, read_events, read_metrics
 from gspo_gym.run.sinks import Sink, episode_rows, evaluation_numbers
 from gspo_gym.run.tokens import token_path, token_steps
