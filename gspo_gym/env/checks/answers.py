@@ -1,27 +1,35 @@
 """Does a text say the hidden answer of a task? Found out by playing, as `score.py` does for a first observation.
 
-A part of the text (all of it, a line, what follows a label, a word) says the answer if repeating that part, alone or in
-the form in which the reference player acts, wins the task from its beginning. What the player was shown before is no
-secret. A text that says which of a few moves is right *now* does not win by itself, and is advice.
+A text says the answer if repeating a part of it (all of it, a line, what follows a label, a word) wins the task from
+its beginning, or if it has what is particular to this task in an action of the reference player that wins so: what
+differs from the same action in another task, such as a name in a sentence or a tool's argument. What the player was
+shown before is no secret. A text that says which of a few moves is right *now* does not win by itself, and is advice.
+What only several hints together say ("more than 6", "less than 8") is not found.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
+
 from gspo_gym.env.checks.contract import TOLERANCE
-from gspo_gym.env.checks.score import fill_gaps, form_of, repeating, saying, says
-from gspo_gym.env.core import PolicyFactory
-from gspo_gym.env.playing import PlayerError, Playthrough, play_in, schemas_of
+from gspo_gym.env.checks.score import repeating, saying, says
+from gspo_gym.env.core import PolicyFactory, ScriptedPolicy
+from gspo_gym.env.playing import PlayerError, Playthrough, play_in
 from gspo_gym.env.session import EnvSession, open_session
 from gspo_gym.errors import GymError
 from gspo_gym.types import Message, Task
 
 _REFERENCE = "reference"
 _MAX_TURNS = 20  # of an episode that repeats one action, as in `score.py`
+_NUM_OTHERS = 3  # tasks, of which one has another answer: a small set of answers has equal ones
+# What is particular to a task in an action of the reference, with that action.
+Pieces = tuple[tuple[str, Message], ...]
 _LABEL = re.compile(r"^\s*.{1,40}?\s*[:=]\s*(\S.*?)\s*$")
 _MARKS = ".,;!?()[]{}<>\"'`*_"
 
@@ -45,7 +53,7 @@ class AnswerCheck:
     ) -> None:
         self._make_env, self._env_id, self._step_timeout_seconds = make_env, env_id, step_timeout_seconds
         self._max_turns = min(max_turns, _MAX_TURNS)
-        self._references: dict[str, Playthrough | None] = {}
+        self._references: dict[str, tuple[Playthrough | None, Pieces]] = {}
         self._verdicts: dict[tuple[str, str], bool] = {}
 
     def forget(self) -> None:
@@ -72,53 +80,43 @@ class AnswerCheck:
             UncheckableError: nobody can say what wins.
         """
         shown_text = "\n".join(message.content for message in shown)
+        shown_text = "\n".join(message.content for message in shown)
         candidates = [part for part in parts_of(text) if not _as_word(part).search(shown_text)]
         if task.task_id in self._references:
-            candidates = [part for part in candidates if says(self._references[task.task_id], part)]
-        if not candidates and not actions:
-            return None
+            reference, pieces = self._references[task.task_id]
+            candidates = [part for part in candidates if says(reference, part)]
+            if not (candidates or actions or _said_of(pieces, text, shown_text)):
+                return None
         session = await open_session(
             self._make_env, env_id=self._env_id, step_timeout_seconds=self._step_timeout_seconds, checks_returns=False
         )
         try:
-            reference = await self._reference(session, task)
+            reference, pieces = await self._reference(session, task)
             target = math.inf if declares_success else _target(session.env, reference)
             for action in actions:
                 if await self._wins(session, task, repr(action), repeating(action), target):
                     return _words_of(action)
             for part in candidates:
-                if says(reference, part) and await self._says_it(session, task, part, reference, target):
+                player = saying(lambda _env, _messages, part=part: part)
+                if says(reference, part) and await self._wins(session, task, part, player, target):
                     return part
+            for piece, action in _said_of(pieces, text, shown_text):
+                if await self._wins(session, task, repr(action), repeating(action), target):
+                    return piece
         finally:
             await session.close()
         return None
 
-    async def _says_it(
-        self, session: EnvSession, task: Task, part: str, reference: Playthrough | None, target: float
-    ) -> bool:
-        if await self._wins(session, task, part, saying(lambda _env, _messages: part), target):
-            return True
-        choices = frozenset(
-            (schema["name"], name)
-            for schema in schemas_of(session.env)
-            for name, kind in (schema.get("parameters") or {}).get("properties", {}).items()
-            if "enum" in kind or kind.get("type") == "boolean"
-        )
-        for action in reversed([] if reference is None else reference.actions):
-            form = form_of(action, part, choices)
-            if form != action:  # the reference says this part here
-                filled = fill_gaps(form, part)
-                return await self._wins(session, task, repr(filled), repeating(filled), target)
-        return False
-
-    async def _reference(self, session: EnvSession, task: Task) -> Playthrough | None:
-        """Return the reference player's episode of the task, of at most a run's turns; None: it has none."""
+    async def _reference(self, session: EnvSession, task: Task) -> tuple[Playthrough | None, Pieces]:
+        """Return the reference player's episode of the task, and what is particular in its actions; None: no player."""
         if task.task_id not in self._references:
-            policies: Mapping[str, PolicyFactory] = getattr(session.env, "policies", {})
-            played = None
-            if _REFERENCE in policies:
-                played = await self._play(session, task, lambda env, rng: env.policies[_REFERENCE](env, rng))
-            self._references[task.task_id] = played
+            if _REFERENCE not in getattr(session.env, "policies", {}):
+                self._references[task.task_id] = None, ()
+                return None, ()
+            seeds = (task.seed, *range(task.seed + 1, task.seed + 1 + _NUM_OTHERS))
+            tasks = [replace(task, seed=seed) for seed in seeds]
+            own, *others = [await self._play(session, each, _as_reference) for each in tasks]
+            self._references[task.task_id] = own, _pieces(own, [other for other in others if other is not None])
         return self._references[task.task_id]
 
     async def _wins(self, session: EnvSession, task: Task, name: str, policy: PolicyFactory, target: float) -> bool:
@@ -154,7 +152,58 @@ def _parts(text: str) -> Iterator[str]:
         if match := _LABEL.match(line):
             yield match[1]
     for word in re.split(r"[\s:=]+", text):
-        yield word.strip(_MARKS)
+        yield word.strip(_MARKS) or word
+
+
+def _as_reference(env: Any, rng: np.random.Generator) -> ScriptedPolicy:
+    policy: PolicyFactory = env.policies[_REFERENCE]
+    return policy(env, rng)
+
+
+def _pieces(own: Playthrough | None, others: Sequence[Playthrough]) -> Pieces:
+    """Return what differs between each action and the same one, counted from the end, in the first task where it does.
+
+    An action of another kind, or none there, says nothing of what is particular.
+    """
+    found: list[tuple[str, Message]] = []
+    for place, action in enumerate([] if own is None else own.actions[::-1]):
+        for other in others:
+            texts = _differences(action, other.actions[-1 - place]) if place < len(other.actions) else []
+            if texts:
+                found += [(text, action) for text in texts]
+                break
+    return tuple(found)
+
+
+def _differences(action: Message, other: Message) -> list[str]:
+    pairs = [(action.content, other.content)]
+    for call, its_call in zip(action.tool_calls, other.tool_calls, strict=False):
+        if call.name == its_call.name:
+            pairs += [(str(value), str(its_call.arguments.get(name, ""))) for name, value in call.arguments.items()]
+    return [text for text in (_between(*pair) for pair in pairs) if text]
+
+
+def _between(text: str, other: str) -> str:
+    """Return what is left of a text without the words that it begins and ends with as another one does.
+
+    >>> _between("It is Mexico City.", "It is Lima.")
+    'Mexico City'
+    """
+    words, its_words = (re.findall(r"\w+|\W", each) for each in (text, other))
+    while words and its_words and words[0] == its_words[0]:
+        del words[0], its_words[0]
+    while words and its_words and words[-1] == its_words[-1]:
+        del words[-1], its_words[-1]
+    return "".join(words).strip()
+
+
+def _said_of(pieces: Pieces, text: str, shown: str) -> Pieces:
+    """Return the pieces that a text says, and that were not shown."""
+    return tuple(
+        (piece, action)
+        for piece, action in pieces
+        if _as_word(piece).search(text) and not _as_word(piece).search(shown)
+    )
 
 
 def _target(env: Any, reference: Playthrough | None) -> float:

@@ -309,12 +309,11 @@ def says(reference: Playthrough | None, text: str) -> bool:
 
 def _forms(task: _Task, place: str) -> list[Message | None]:  # alone (None), and as the reference says this task's
     actions = [] if task.reference is None else list(task.reference.actions)
-    forms = [form_of(action, task.places[place], task.choices) for action in actions]
+    forms = [_form(action, task.places[place], task.choices) for action in actions]
     return [None, *[form for form in forms if form not in actions][-1:]]
 
 
-def form_of(action: Message, text: str, choices: frozenset[tuple[str, str]]) -> Message:
-    """Return an action with gaps where it says the text; `choices` are the (tool, argument) pairs that keep theirs."""
+def _form(action: Message, text: str, choices: frozenset[tuple[str, str]]) -> Message:
     calls = []
     for call in action.tool_calls:
         argument_items = call.arguments.items()
@@ -332,8 +331,7 @@ def _gap(value: Any, text: str) -> Any:
     return _NUMBER_GAP if isinstance(value, int) and not isinstance(value, bool) else _GAP
 
 
-def fill_gaps(form: Message, text: str) -> Message:
-    """Return the action of a form of `form_of` that says `text`."""
+def _fill_gaps(form: Message, text: str) -> Message:
     is_number = re.fullmatch(r"-?\d{1,18}", text) is not None
     values = {_GAP: text, _NUMBER_GAP: int(text) if is_number else text}
     calls = [
@@ -371,7 +369,7 @@ async def _always_wins(subject: Subject, tasks: Sequence[_Task], place: str, for
 
 
 async def _wins(subject: Subject, task: _Task, text: str, form: Message | None) -> bool:
-    policy = saying(lambda _env, _messages: text) if form is None else repeating(fill_gaps(form, text))
+    policy = saying(lambda _env, _messages: text) if form is None else repeating(_fill_gaps(form, text))
     try:
         session = await subject.open()
         try:
