@@ -133,7 +133,11 @@ class Journal:
                 self._progress.note(note_of("feedback_leaks", step, reason))
                 self._has_told_of_leaks = True
         if is_recorded:
-            self._recorder.feedback(step, pack_feedback(feedback.turns))
+            try:
+                self._recorder.feedback(step, pack_feedback(feedback.turns))
+            except StorageError as error:  # a record that training does without
+                self._recorder.event("tokens_failed", step, {"reason": str(error)})
+                self._progress.note(f"step {step}: what the teacher read is not recorded: {error}")
 
     def _sound(self, kind: str, step: int, reason: str) -> None:
         self._recorder.event(kind, step, {"reason": reason})

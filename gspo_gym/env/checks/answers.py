@@ -80,7 +80,6 @@ class AnswerCheck:
             UncheckableError: nobody can say what wins.
         """
         shown_text = "\n".join(message.content for message in shown)
-        shown_text = "\n".join(message.content for message in shown)
         candidates = [part for part in parts_of(text) if not _as_word(part).search(shown_text)]
         if task.task_id in self._references:
             reference, pieces = self._references[task.task_id]
@@ -97,8 +96,7 @@ class AnswerCheck:
                 if await self._wins(session, task, repr(action), repeating(action), target):
                     return _words_of(action)
             for part in candidates:
-                player = saying(lambda _env, _messages, part=part: part)
-                if says(reference, part) and await self._wins(session, task, part, player, target):
+                if says(reference, part) and await self._wins(session, task, part, _saying(part), target):
                     return part
             for piece, action in _said_of(pieces, text, shown_text):
                 if await self._wins(session, task, repr(action), repeating(action), target):
@@ -155,6 +153,10 @@ def _parts(text: str) -> Iterator[str]:
         yield word.strip(_MARKS) or word
 
 
+def _saying(text: str) -> PolicyFactory:
+    return saying(lambda _env, _messages: text)
+
+
 def _as_reference(env: Any, rng: np.random.Generator) -> ScriptedPolicy:
     policy: PolicyFactory = env.policies[_REFERENCE]
     return policy(env, rng)
@@ -199,11 +201,8 @@ def _between(text: str, other: str) -> str:
 
 def _said_of(pieces: Pieces, text: str, shown: str) -> Pieces:
     """Return the pieces that a text says, and that were not shown."""
-    return tuple(
-        (piece, action)
-        for piece, action in pieces
-        if _as_word(piece).search(text) and not _as_word(piece).search(shown)
-    )
+    words = [(_as_word(piece), piece, action) for piece, action in pieces]
+    return tuple((piece, action) for word, piece, action in words if word.search(text) and not word.search(shown))
 
 
 def _target(env: Any, reference: Playthrough | None) -> float:
