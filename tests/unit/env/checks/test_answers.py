@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 import pytest
 from gspo_gym_envs.guess_number.env import GuessNumber
+from gspo_gym_envs.sql_analyst.env import SqlAnalyst
 
 from gspo_gym.env.checks.answers import AnswerCheck, UncheckableError, parts_of
 from gspo_gym.env.core import TextEnv, ToolEnv
@@ -84,6 +85,18 @@ def test_the_answer_of_guess_number_is_a_leak_and_its_hints_are_not(seed: int) -
     assert leak(GuessNumber, seed, f"You guessed badly; {number} was it!") == str(number)
     for text in ("higher", "lower", f"{number % 8 + 1} was wrong", "Halve the range with each guess."):
         assert leak(GuessNumber, seed, text) is None
+
+
+def test_sql_analysts_verdict_on_a_wrong_answer_is_a_leak() -> None:
+    env = SqlAnalyst()
+    env.reset(seed=1_000_001)
+    wrong, *_ = env.step(Message("assistant", "", (call("answer", value="nothing"),)))
+    text = wrong if isinstance(wrong, str) else wrong[-1].content
+    assert text.startswith("wrong: ")
+    assert leak(SqlAnalyst, 1_000_001, text, shown=(Message("user", env.question.text),)) == text.removeprefix(
+        "wrong: "
+    )
+    assert leak(SqlAnalyst, 1_000_001, "wrong", shown=(Message("user", env.question.text),)) is None
 
 
 def test_what_was_shown_before_is_no_secret() -> None:
