@@ -32,8 +32,10 @@ from gspo_gym.diagnosis.oracle import (
     terms_of,
     units_of_loss,
 )
+from gspo_gym.diagnosis.oracle_feedback import Taught, taught_log_ratios
 from gspo_gym.errors import ConfigError, RecordError, UsageError
 from gspo_gym.rollout.episode_files import episode_paths, read_episodes
+from gspo_gym.run.feedback_files import feedback_path, read_feedback
 from gspo_gym.run.folders import find_run
 from gspo_gym.run.records import read_config, read_events, read_metrics
 from gspo_gym.types import Trajectory
@@ -64,6 +66,7 @@ _KNOWN: Mapping[str, tuple[Any, ...] | None] = {
     **dict.fromkeys(
         ("distillation.teacher", "distillation.coefficient", "distillation.baseline", "distillation.reward")
     ),
+    "distillation.feedback": (None, "none", "environment", "judge", "sibling"),
     "training.constant_groups": ("keep", "drop", "refill"),
     "training.step_rewards_mode": (None, "off", "env_sparse", "decision_stepwise"),
     "training.step_rewards_strategy": (None, "consistent", "per_achievement"),
@@ -211,7 +214,8 @@ def _verify(
             if models:
                 longest = max(len(segment) for episode in records.episodes for segment in episode.segments)
                 use_learners_threads(folder, models[0].modules["policy"], (1, longest), num_threads)
-            _Comparison(records, models, result, tolerance).follow(metrics, state)
+            taught = read_feedback(feedback_path(folder, result.step))
+            _Comparison(records, models, taught, result, tolerance).follow(metrics, state)
     except _DifferenceError as error:
         (result.difference,) = error.args
     return result
@@ -225,7 +229,15 @@ class _Comparison:
     one in float64 (of 16 bits in float32), which takes the same steps, says by how much. None: weights are not known.
     """
 
-    def __init__(self, records: StepRecords, models: Sequence[Model], result: Verification, tolerance: float) -> None:
+    def __init__(
+        self,
+        records: StepRecords,
+        models: Sequence[Model],
+        taught: Sequence[Taught],
+        result: Verification,
+        tolerance: float,
+    ) -> None:
+        self._taught = taught
         self._records, self._models, self._result, self._tolerance = records, models, result, tolerance
         self._config, self._columns, self._owner = records.config, records.columns, records.units["trajectory"]
 
@@ -255,6 +267,9 @@ class _Comparison:
             for name, values in zip(("teacher_log_ratio", "teacher_kl"), scores, strict=True):
                 if name in columns:
                     self._compare(name, columns[name][at], values, at, slack=self._result.rounding)
+        if self._models and self._config.get("distillation.teacher") == "self":
+            scores = self._first([taught_log_ratios(model, self._records, self._taught, at) for model in self._models])
+            self._compare("teacher_log_ratio", self._of_teacher()[at], scores, at, slack=self._result.rounding)
         self._compare("advantage", columns["advantage"], np.where(is_counted, batch.advantages, np.nan), every)
         for epoch, updates in enumerate(columns["optimizer_step"][:, self._owner]):
             expected_updates = np.where(is_seen, np.maximum(updates, 0), np.where(is_counted, updates, -1))
@@ -292,6 +307,8 @@ class _Comparison:
             rows = {name: column[epoch][at] for name, column in self._columns.items() if column.shape == updates.shape}
             unit = units_of_loss(self._records, updates[epoch] == update, num_batch_tokens)[at]
             num_tokens = int((updates[epoch] == update).sum())
+            if self._config.get("distillation.teacher") == "self":  # its own denominator: turns with feedback
+                num_tokens = max(int(np.isfinite(self._of_teacher()[at]).sum()), 1)
             terms = terms_of(self._records, at, rows, unit, max(int(are_taken.sum()), 1), num_tokens)
             if self._models:
                 model_values = self._first([model.forward("policy", at, terms["slopes"]) for model in self._models])
@@ -311,6 +328,9 @@ class _Comparison:
                 for model in self._models:
                     model.step(self._columns["learning_rate"][update], is_taken=is_taken)
         return fates, step_terms, norms[are_taken]
+
+    def _of_teacher(self) -> Floats:  # NaN: not taught; a column of nothing else is left out
+        return self._columns.get("teacher_log_ratio", np.full(len(self._owner), np.nan))
 
     def _compare_scores(self, name: str, at: Indices, module: str) -> None:
         scores = self._first([model.forward(module, at)[0] for model in self._models])
@@ -508,7 +528,7 @@ def _read_models(folder: Path, records: StepRecords, result: Verification, *, in
     models = [read_model(checkpoint, records, dtype) for dtype in dtypes]
     if uses_reference(config) and "reference" not in models[0].modules:
         result.missing.append(f"logprobs of the reference: {checkpoint} has no weights of one")
-    if "distillation.teacher" in config and "teacher" not in models[0].modules:
+    if config.get("distillation.teacher", "self") != "self" and "teacher" not in models[0].modules:
         result.missing.append(f"logprobs of the teacher: {config['distillation.teacher']} is no model in a folder here")
     return models
 

@@ -47,7 +47,7 @@ def read_model(checkpoint: Path, records: StepRecords, dtype: str) -> Model:
 
 def _teacher_of(config: Mapping[str, Any]) -> Path | None:
     """Return the folder of the teacher's weights; None: there is no teacher, or no folder."""
-    if "distillation.teacher" not in config:
+    if config.get("distillation.teacher", "self") == "self":  # the policy, which is there
         return None
     from gspo_gym.run.models import find_model  # here: it loads a part of the policies' room
 

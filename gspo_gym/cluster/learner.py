@@ -440,7 +440,7 @@ class LearnerRank:
 
         return self._answer(make_learner)
 
-    def update(self, batch: Mapping[str, Tensor], keeps: bool, has_table: bool) -> Answer:
+    def update(self, batch: Mapping[str, Any], keeps: bool, has_table: bool) -> Answer:  # Any: tensors, by field
         """Learn a batch."""
 
         def work() -> Update:

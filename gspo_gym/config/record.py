@@ -46,9 +46,8 @@ from gspo_gym.learning.settings import (
     OptimizerSettings,
     ReferenceSettings,
     RewardSettings,
-    StepRewardSettings,
-    idle_step_rewards,
 )
+from gspo_gym.learning.step_rewards import StepRewardSettings, idle_step_rewards
 from gspo_gym.rollout.limits import EpisodeLimits, LimitSettings
 from gspo_gym.run.settings import EvaluationSettings, RunSettings, RunSize, WarmupSettings
 from gspo_gym.types import Sampling

@@ -21,7 +21,8 @@ from gspo_gym.base.files import as_toml_holds_it
 from gspo_gym.base.settings import Day, Settings, TomlTable, Url, checked_url, same
 from gspo_gym.env.workers.limits import IsolationSettings
 from gspo_gym.errors import ConfigError
-from gspo_gym.learning.settings import LoraSettings, StepRewardSettings, UpdateSettings
+from gspo_gym.learning.settings import LoraSettings, UpdateSettings
+from gspo_gym.learning.step_rewards import StepRewardSettings
 from gspo_gym.policy.manifest import RetentionSettings
 from gspo_gym.rollout.limits import EpisodeLimits, PoolLimits
 from gspo_gym.run.settings import BatchSettings, LoopSettings

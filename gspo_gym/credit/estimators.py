@@ -15,7 +15,8 @@ import numpy as np
 from gspo_gym.credit.forks import NUM_TREE, Episode, Floats, ForkedGroup
 from gspo_gym.learning.advantages import batch_advantages
 from gspo_gym.learning.credit import Returns, returns_of
-from gspo_gym.learning.settings import AdvantageSettings, StepRewardSettings
+from gspo_gym.learning.settings import AdvantageSettings
+from gspo_gym.learning.step_rewards import StepRewardSettings
 
 Estimator = Callable[[Sequence[ForkedGroup], float], list[Floats]]
 """(groups, discount) -> the estimates of each episode's turns, group after group."""

@@ -31,6 +31,24 @@ ALARMS: Mapping[str, Finding] = {
         "keys and values kept over an update, or an update that never arrived",
         "logprobs_disagree",
     ),
+    "teacher_disagrees": Finding(
+        "warning",
+        "The teacher is worse than the student: with feedback, the policy prefers the episodes that earn less.",
+        "",
+        "distillation.feedback",
+        "take another source, mend what the feedback says (tokens/*.feedback.jsonl), or remove [distillation]; a model "
+        "that does not understand feedback learns better from rewards alone",
+        "teacher_is_worse",
+    ),
+    "feedback_leaks": Finding(
+        "warning",
+        "Feedback says the hidden answer: a teacher that reads it knows what the policy cannot, and it is not used.",
+        "",
+        "distillation.feedback",
+        "let the environment or the judge's rubric say what was wrong and not what would have been right, or take "
+        "another source",
+        "feedback_says_the_answer",
+    ),
     "selection": Finding(
         "serious",
         "The environment fails because of what the policy does, and such episodes are played again: what is learned "

@@ -366,7 +366,7 @@ def terms_of(
     """Return the terms of the loss of the tokens `at`, without `unit`, what each weighs in it; with it, its slopes.
 
     `seen` are the recorded columns of this pass over them, `num_steps` the optimizer steps whose mean the metrics are,
-    `num_tokens` those of this optimizer step.
+    `num_tokens` those of this optimizer step, with a teacher that reads feedback the taught ones, at least 1.
     """
     config, now, gain = records.config, seen["logprob"], records.columns["advantage"][at]
     drift = now - records.columns["old_logprob"][at]
@@ -398,11 +398,13 @@ def terms_of(
         terms["slope"] += config["loss.kl_coef"] * slope
     terms["loss/entropy"] = -config["loss.entropy_coef"] * seen["entropy"]
     if "distillation.teacher" in config:
-        gap, kl = (records.columns.get(f"teacher_{n}", np.zeros(len(records.turn)))[at] for n in ("log_ratio", "kl"))
+        empty = np.nan if config["distillation.teacher"] == "self" else 0.0  # NaN: no feedback to read
+        gap = records.columns.get("teacher_log_ratio", np.full(len(records.turn), empty))[at]
+        kl = records.columns.get("teacher_kl", np.zeros(len(records.turn)))[at]
         is_kept = np.exp(now - drift) - np.exp(now) <= 0.2
-        pull = -config["distillation.coefficient"] / num_tokens / unit * w * is_kept * s * (gap + kl)
+        pull = -config["distillation.coefficient"] / num_tokens / unit * w * is_kept * s * np.nan_to_num(gap + kl)
         terms["loss/distillation"], terms["slope"] = pull, terms["slope"] + pull
-        terms |= {"distillation/advantage": gap + kl, "distillation/dropped_fraction": ~is_kept}
+        terms |= {"distillation/advantage": gap + kl, "distillation/dropped_fraction": gap * 0 + ~is_kept}
         x = gap.clip(-_MAX_LOG_RATIO, _MAX_LOG_RATIO)
         terms["distillation/kl"] = kl if config["distillation.baseline"] else np.expm1(x) - x
     terms["loss/total"] = np.sum([term for name, term in terms.items() if name.startswith("loss/")], axis=0)
@@ -446,7 +448,7 @@ def metrics_of(records: StepRecords, taken: Mapping[str, Floats], norms: Floats)
     if "to_reference" in taken:
         x = taken["to_reference"].clip(-_MAX_LOG_RATIO, _MAX_LOG_RATIO)
         numbers |= {"kl/ref_k1": -taken["to_reference"].mean(), "kl/ref_k3": (np.expm1(x) - x).mean()}
-    numbers |= {name: values.mean() for name, values in taken.items() if name.startswith("distillation/")}
+    numbers |= {name: np.nanmean(v) for name, v in taken.items() if name[:5] == "disti" and np.isfinite(v).any()}
     if "grad_norm" in records.columns:
         numbers |= {"optim/grad_norm": norms.mean(), "optim/grad_norm_max": norms.max()}
         numbers["optim/learning_rate"] = records.columns["learning_rate"][-1]
@@ -459,6 +461,7 @@ class Model:
 
     Attributes:
         modules: of torch (Any: untyped): "policy" and, where the loss and the checkpoint have one, "reference".
+        segments, row, position: all segments; of each sampled token, which one it is in, and where.
 
     Args:
         num_ids: of the tokenizer: ids from there on, of a padded vocabulary, are likely only where one was sampled.
@@ -467,9 +470,9 @@ class Model:
     def __init__(self, modules: Mapping[str, Any], moments: dict[str, Any], records: StepRecords, num_ids: int) -> None:
         # The moments are AdamW's, by "optimizer.exp_avg.NAME", ...
         self.modules, self._moments, self._num_ids = modules, moments, num_ids
-        self._config, self._row = records.config, records.units["segment"]
-        self._segments = [segment for episode in records.episodes for segment in episode.segments]
-        self._position = np.concatenate([np.flatnonzero(segment.action_mask) for segment in self._segments])
+        self._config, self.row = records.config, records.units["segment"]
+        self.segments = [segment for episode in records.episodes for segment in episode.segments]
+        self.position = np.concatenate([np.flatnonzero(segment.action_mask) for segment in self.segments])
 
     def forward(self, module: str, at: Indices, slopes: Floats | None = None, *, against: str = "") -> Floats:
         """Return [2, len(at)] logprobs and entropies, row by row; add up gradients by `slopes` of the loss in both.
@@ -479,13 +482,13 @@ class Model:
         import torch  # here: `verify --help` needs none
 
         scores = np.zeros((2, len(at)))
-        for row in np.unique(self._row[at]):
-            here = np.flatnonzero(self._row[at] == row)
-            position = torch.from_numpy(self._position[at[here]])
-            ids = torch.from_numpy(self._segments[row].token_ids[: int(position.max()) + 1].astype(np.int64))
+        for row in np.unique(self.row[at]):
+            here = np.flatnonzero(self.row[at] == row)
+            position = torch.from_numpy(self.position[at[here]])
+            ids = torch.from_numpy(self.segments[row].token_ids[: int(position.max()) + 1].astype(np.int64))
             with torch.set_grad_enabled(slopes is not None):
-                own = self._log_softmax(module, ids, position, is_plain=against != "")
-                every = self._log_softmax(against, ids, position, is_plain=True) - own if against else own
+                own = self.log_softmax(module, ids, position, is_plain=against != "")
+                every = self.log_softmax(against, ids, position, is_plain=True) - own if against else own
                 mean = -(own.exp() * every.masked_fill(own.isneginf(), 0.0)).sum(-1)
                 pair = every.gather(-1, ids[position, None])[:, 0], mean
                 if slopes is not None:
@@ -493,7 +496,8 @@ class Model:
             scores[:, here] = torch.stack(pair).detach().numpy()
         return scores
 
-    def _log_softmax(self, module: str, ids: Any, position: Any, *, is_plain: bool) -> Any:  # [n, V]
+    def log_softmax(self, module: str, ids: Any, position: Any, *, is_plain: bool) -> Any:
+        """Return [n, V] logprobs at the positions; `is_plain`: at temperature 1 and not truncated."""
         raw = self.modules[module](input_ids=ids[None, :-1], use_cache=False).logits[0, position - 1]
         logits = (raw.double() if raw.itemsize == 8 else raw.float()) / (
             1 if is_plain else self._config["rollout.temperature"]

@@ -21,13 +21,8 @@ from gspo_gym.diagnosis.view import Array, Finding, Json, StepView
 from gspo_gym.learning.advantages import batch_advantages
 from gspo_gym.learning.credit import returns_of
 from gspo_gym.learning.losses import Denominators, TeacherScores, policy_loss
-from gspo_gym.learning.settings import (
-    AdvantageSettings,
-    DistillationSettings,
-    LossSettings,
-    RewardSettings,
-    StepRewardSettings,
-)
+from gspo_gym.learning.settings import AdvantageSettings, DistillationSettings, LossSettings, RewardSettings
+from gspo_gym.learning.step_rewards import StepRewardSettings
 from gspo_gym.learning.tokens import Clip, Fate
 from gspo_gym.types import FinishReason, Outcome, Sampling, Segment, Task, Trajectory, Turn
 
@@ -489,6 +484,8 @@ def _loss(view: StepView, number: int, settings: LossSettings, *, shift: float =
         lay_out, mask, trajectory = _rows(view, at)
         episodes, turns, tokens = (update[name][k] for name in ("episodes", "turns", "tokens"))
         tensors = {name: lay_out(column) for name, column in columns.items()}
+        is_taught = tensors["teacher_log_ratio"].isfinite() if distillation and distillation.is_self else None
+        num_taught = None if is_taught is None else int(is_taught[mask].sum())
         of_tokens = policy_loss(
             tensors["logprob"] + shift,
             tensors["old_logprob"],
@@ -497,13 +494,13 @@ def _loss(view: StepView, number: int, settings: LossSettings, *, shift: float =
             trajectory_index=trajectory,
             advantages=tensors["advantage"],
             settings=settings,
-            denominators=Denominators(episodes, turns, tokens, max(tokens, update["batch_tokens"])),
+            denominators=Denominators(episodes, turns, tokens, max(tokens, update["batch_tokens"]), num_taught),
             ref_logprobs=tensors["ref_logprob"],
             entropy=tensors["entropy"],
             correction=tensors["correction"],
             teacher=None
             if distillation is None
-            else TeacherScores(distillation, tensors["teacher_log_ratio"], tensors["teacher_kl"]),
+            else TeacherScores(distillation, tensors["teacher_log_ratio"], tensors["teacher_kl"], is_taught),
         ).tokens
         for name, term in terms.items():
             term[at] = getattr(of_tokens, name).numpy()

@@ -86,12 +86,18 @@ async def play(
 
 
 async def play_in(
-    session: EnvSession, policy: PolicyFactory, *, seed: int, max_turns: int, watch: Watch | None = None
+    session: EnvSession,
+    policy: PolicyFactory,
+    *,
+    seed: int,
+    max_turns: int,
+    watch: Watch | None = None,
+    options: Mapping[str, Any] | None = None,
 ) -> Playthrough:
-    """Play one episode in an open session, which stays open; otherwise like `play`."""
+    """Play one episode in an open session, which stays open; otherwise like `play`. `options` are those of `reset`."""
     watch = watch or (lambda _method, _turn: nullcontext())
     with watch("reset", -1):
-        opening = (await session.reset(seed)).messages
+        opening = (await session.reset(seed, options)).messages
     try:
         player = policy(session.env, np.random.default_rng((seed, 1)))
     except Exception as error:

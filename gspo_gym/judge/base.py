@@ -107,6 +107,13 @@ class Review:
     total: float
     summary: str = ""
 
+    @property
+    def reasons(self) -> str | None:
+        """Return the reasons by criterion and the summary, a line each; None: there are none."""
+        given = {id_: score.reason.strip() for id_, score in self.criteria.items() if score.reason != BY_RULE}
+        lines = [f"{id_}: {reason}" for id_, reason in given.items() if reason]
+        return "\n".join([*lines, *filter(None, [self.summary.strip()])]) or None
+
 
 def review_of(rubric: Rubric, scores: Mapping[str, CriterionScore] | None, summary: str) -> Review:
     """Return a review with its total; for None with the lowest scores.
@@ -167,6 +174,19 @@ class Judgement:
     disagreement: float | None = None
     cost: JudgeCost = JudgeCost()
     cuts: tuple[str, ...] = ()
+
+    def reasons_of_turns(self, num_turns: int) -> tuple[str | None, ...]:
+        """Return what the judge says about each turn: its own review, else that of the whole outcome; None: nothing.
+
+        Reasons that the rules gave are no judge's. Of an episode that is suspected of manipulation, nothing is
+        repeated: its text may have written the reasons.
+        """
+        if self.flags:
+            return (None,) * num_turns
+        outcome = None if self.outcome_review is None else self.outcome_review.reasons
+        events = [review.reasons for review in self.event_reviews[:num_turns]]
+        events += [None] * (num_turns - len(events))
+        return tuple(event or outcome for event in events)
 
     @property
     def event_totals(self) -> tuple[float, ...]:

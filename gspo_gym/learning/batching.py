@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -18,9 +18,10 @@ from torch import Tensor
 from gspo_gym.errors import ConfigError, RecordError
 from gspo_gym.learning.advantages import BatchAdvantages, RunningReturns, batch_advantages
 from gspo_gym.learning.credit import Returns, is_overlong, played, returns_of
-from gspo_gym.learning.settings import AdvantageSettings, RewardSettings, StepRewardSettings
+from gspo_gym.learning.settings import AdvantageSettings, RewardSettings
+from gspo_gym.learning.step_rewards import StepRewardSettings
 from gspo_gym.learning.trees import tree_advantages
-from gspo_gym.types import Float32Array, Segment, Trajectory, TrajectoryGroup
+from gspo_gym.types import Float32Array, Int32Array, Segment, Trajectory, TrajectoryGroup
 
 AnyBatch = TypeVar("AnyBatch", bound="TokenBatch")
 
@@ -71,6 +72,20 @@ class TokenBatch:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class TeacherPrompt:
+    """What a teacher reads before the tokens that were sampled in a turn, in place of what the policy read.
+
+    Attributes:
+        trajectory: its number in the batch. turn: its index.
+        token_ids: [L] int32, at least one.
+    """
+
+    trajectory: int
+    turn: int
+    token_ids: Int32Array
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class TrainBatch(TokenBatch):
     """A TokenBatch with advantages.
 
@@ -80,11 +95,17 @@ class TrainBatch(TokenBatch):
             in every denominator. All rows of a trajectory agree.
         token_index: [B, T] int64, the number of each sampled token in the whole batch, row after row; None: it is not
             needed.
+        prompts: what a teacher with feedback reads; the learner takes them out before it divides the batch.
+        teacher_logprobs: [B, T] float32, that teacher's, nats. is_taught: [B, T] bool, where it has any. None: there is
+            no such teacher.
     """
 
     advantages: Tensor
     is_masked: Tensor
     token_index: Tensor | None = field(default=None, kw_only=True)
+    prompts: tuple[TeacherPrompt, ...] = field(default=(), kw_only=True)
+    teacher_logprobs: Tensor | None = field(default=None, kw_only=True)
+    is_taught: Tensor | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         TokenBatch.__post_init__(self)
@@ -345,7 +366,7 @@ def _spread(advantages: Sequence[Float32Array], turn_index: Tensor, trajectory_i
     return torch.from_numpy(spread)
 
 
-def _tensors_of(batch: TokenBatch) -> dict[str, Tensor]:
+def _tensors_of(batch: TokenBatch) -> dict[str, Any]:  # Any: tensors, which go to fields that are no tensors, too
     values = {f.name: getattr(batch, f.name) for f in dataclasses.fields(batch)}
     return {name: value for name, value in values.items() if isinstance(value, Tensor)}
 
@@ -355,7 +376,7 @@ def _check_shapes(batch: TokenBatch) -> None:
         raise RecordError(f"token_ids: expected a non-empty [B, T], got {tuple(batch.token_ids.shape)}")
     expected = {"token_ids": torch.int64, "attention_mask": torch.bool, "action_mask": torch.bool}
     expected |= {"turn_index": torch.int64, "trajectory_index": torch.int64, "is_masked": torch.bool}
-    expected |= {"token_index": torch.int64}
+    expected |= {"token_index": torch.int64, "is_taught": torch.bool}
     for name, value in _tensors_of(batch).items():
         is_per_row = name in ("trajectory_index", "is_masked")
         shape = batch.token_ids.shape[:1] if is_per_row else batch.token_ids.shape

@@ -20,7 +20,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gspo_gym.errors import ConfigError, RecordError
-from gspo_gym.learning.settings import RewardSettings, StepRewardSettings
+from gspo_gym.learning.settings import RewardSettings
+from gspo_gym.learning.step_rewards import StepRewardSettings
 from gspo_gym.types import FinishReason, Outcome, Trajectory, TrajectoryGroup, Turn
 
 _MAX_MAGNITUDE = 1e37  # float32, which advantages are, ends at 3.4e38

@@ -228,6 +228,13 @@ METRICS: Mapping[str, str] = MappingProxyType(
             "distillation.baseline, else the non-negative estimate"
         ),
         "distillation/dropped_fraction": "share of trained tokens left out of the teacher's term: they fell too far",
+        "distillation/taught_fraction": (
+            "share of the batch's sampled tokens in turns with feedback; the means of distillation/* are over these"
+        ),
+        "distillation/agreement": (
+            "correlation over the batch's trajectories of the teacher's mean log ratio of their taught tokens and the "
+            "advantage by reward; < 0: the teacher prefers what earns less"
+        ),
         "policy/entropy": "mean over trained tokens of the entropy they were sampled from, nats",
         "router/load_max_over_mean": (
             "of a mixture of experts: mean over layers of the busiest expert's tokens over the mean expert's; 1 is even"
@@ -277,11 +284,15 @@ def loss_metrics(steps: Sequence[Sequence[LossStats]]) -> dict[str, float]:
         "kl/ref_k1": [part.ref_k1 for part in parts if part.ref_k1 is not None],
         "kl/ref_k3": [part.ref_k3 for part in parts if part.ref_k3 is not None],
         "policy/entropy": [part.entropy_sum for part in parts if part.entropy_sum is not None],
+    }
+    metrics |= {name: _total(values) / num_tokens for name, values in per_token.items() if values}
+    per_taught_token = {
         "distillation/advantage": [teacher.advantage_sum for teacher in teachers],
         "distillation/kl": [teacher.kl_sum for teacher in teachers],
         "distillation/dropped_fraction": [teacher.num_dropped for teacher in teachers],
     }
-    return metrics | {name: _total(values) / num_tokens for name, values in per_token.items() if values}
+    num_taught = _total([teacher.num_taught for teacher in teachers])
+    return metrics | {name: _total(values) / num_taught for name, values in per_taught_token.items() if num_taught}
 
 
 def _ratio_metrics(ratios: Tensor) -> dict[str, float]:

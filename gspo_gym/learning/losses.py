@@ -61,12 +61,14 @@ class Denominators:
     Attributes:
         num_trajectories: N, of the optimizer step. num_turns: M, turns with a sampled token. num_tokens: sampled.
         num_batch_tokens: sampled tokens of the rollout batch that the step is a part of ("dapo").
+        num_taught: sampled tokens of which the teacher says something; None: all, as of a teacher without feedback.
     """
 
     num_trajectories: int
     num_turns: int
     num_tokens: int
     num_batch_tokens: int
+    num_taught: int | None = None
 
     def __post_init__(self) -> None:
         if not 1 <= self.num_trajectories <= self.num_turns <= self.num_tokens <= self.num_batch_tokens:
@@ -83,11 +85,13 @@ class TeacherScores:
     Attributes:
         log_ratios: [B, T] log p_T - log p_S, of the teacher and of the policy before the update, both at temperature 1.
         kl: [B, T] KL(S || T) of their whole distributions at the token; None: there is no baseline.
+        is_taught: [B, T] bool, where the teacher says something; elsewhere `log_ratios` are not read. None: everywhere.
     """
 
     settings: DistillationSettings
     log_ratios: Tensor
     kl: Tensor | None
+    is_taught: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -98,13 +102,15 @@ class TeacherStats:
         loss: [], its share of the loss, with the coefficient.
         advantage_sum: [], of A_t over tokens, nats. kl_sum: [], of KL(policy || teacher), nats: the exact one of
             each token where the baseline computes it, else its estimate k3.
-        num_dropped: [], tokens with a probability that fell by more than MAX_FALL.
+        num_dropped: [], tokens with a probability that fell by more than MAX_FALL. num_taught: [], tokens of which the
+            teacher says something: all but those of turns without feedback, which are in none of these.
     """
 
     loss: Tensor
     advantage_sum: Tensor
     kl_sum: Tensor
     num_dropped: Tensor
+    num_taught: Tensor
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -484,18 +490,23 @@ def _with_teacher(
 
     Of a token, - coefficient / n * w M r A: A = log p_T - log p_S, with the baseline + KL(S || T) (arXiv 2605.07865), n
     the sampled tokens of the optimizer step, whatever the aggregation, r the unit's ratio, w the correction's weight,
-    and M 0 where the token's probability fell by more than MAX_FALL since it was sampled, else 1. No clip acts.
+    and M 0 where the token's probability fell by more than MAX_FALL since it was sampled, else 1. No clip acts. Tokens
+    that are not taught are in no sum, and not in n.
     """
     settings, advantage = teacher.settings, teacher.log_ratios[mask].detach().to(tokens.now.dtype)
+    is_taught = torch.ones_like(advantage, dtype=torch.bool) if teacher.is_taught is None else teacher.is_taught[mask]
+    advantage = torch.where(is_taught, advantage, 0.0)
     if settings.baseline and teacher.kl is None:
         raise RecordError("policy_loss: distillation.baseline needs teacher.kl, got None")
     kl = k3(advantage) if teacher.kl is None else teacher.kl[mask].detach().to(tokens.now.dtype)
     if settings.baseline:
         advantage = advantage + kl
-    has_fallen = tokens.old.exp() - tokens.now.detach().exp() > MAX_FALL
-    weight = tokens.correction.masked_fill(has_fallen, 0.0) * (settings.coefficient / denominators.num_tokens)
+    has_fallen = is_taught & (tokens.old.exp() - tokens.now.detach().exp() > MAX_FALL)
+    num_taught = denominators.num_tokens if denominators.num_taught is None else denominators.num_taught
+    # At least 1: in a step in which nothing is taught, every advantage is 0.
+    weight = tokens.correction.masked_fill(has_fallen, 0.0) * (settings.coefficient / max(num_taught, 1))
     term = -(weight * ratio * advantage)
-    stats = TeacherStats(term.detach().sum(), advantage.sum(), kl.sum(), has_fallen.sum())
+    stats = TeacherStats(term.detach().sum(), advantage.sum(), kl.sum(), has_fallen.sum(), is_taught.sum())
     shares = replace(output.tokens, share=output.tokens.share + term.detach())
     return LossOutput(output.loss + term.sum(), replace(output.stats, teacher=stats), shares)
 

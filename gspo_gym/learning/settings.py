@@ -256,11 +256,23 @@ class ReferenceSettings(Settings):
 
 
 class DistillationSettings(Settings):
-    """[distillation]: a frozen teacher, whose logprobs of the sampled tokens are learned from."""
+    """[distillation]: a teacher, whose logprobs of the sampled tokens are learned from: a frozen model, or the policy
+    itself with feedback in its prompt (`feedback.py`)."""
 
     teacher: str = Field(
         min_length=1,
-        description="a run, RUN@best, RUN@STEP, or what model.base takes; of the model's own vocabulary and merges",
+        description=(
+            "a run, RUN@best, RUN@STEP, or what model.base takes; of the model's own vocabulary and merges; or 'self': "
+            "the policy before the update, which reads distillation.feedback in addition"
+        ),
+    )
+    feedback: Literal["none", "environment", "judge", "sibling"] = Field(
+        default="none",
+        description=(
+            "what the teacher 'self' reads before each turn (arXiv 2601.20802): the environment's answer to that turn, "
+            "the judge's reasons about it, or a successful episode of the same task; turns without any are not learned "
+            "from"
+        ),
     )
     coefficient: float = Field(
         default=1.0, gt=0, description="weight of the teacher's term, a mean over sampled tokens"
@@ -284,6 +296,29 @@ class DistillationSettings(Settings):
                 f"expected a model that loads here, got the endpoint {name}: name a folder, a run or a hub id"
             )
         return name
+
+    @model_validator(mode="after")
+    def _self_reads_feedback(self) -> DistillationSettings:
+        if self.is_self and self.feedback == "none":
+            raise ValueError(
+                "feedback: the teacher 'self' is the policy, and teaches nothing that it does not read; set "
+                "'environment', 'judge' or 'sibling'"
+            )
+        if self.feedback != "none" and not self.is_self:
+            raise ValueError(
+                f"feedback: only the teacher 'self' reads feedback, got {self.feedback!r} with the teacher "
+                f"{self.teacher!r}; remove it, or set teacher = 'self'"
+            )
+        if self.is_self and self.baseline:
+            raise ValueError(
+                "baseline: is not computed for the teacher 'self', which reads other prompts than the policy; remove it"
+            )
+        return self
+
+    @property
+    def is_self(self) -> bool:
+        """Return whether the policy is its own teacher."""
+        return self.teacher == "self"
 
 
 class OptimizerSettings(Settings):
@@ -455,57 +490,6 @@ class RewardSettings(Settings):
         if self.kl_target is not None and self.kl_coef <= 0:
             raise ValueError("kl_target: adapts kl_coef, which is 0 and would stay 0; set kl_coef or remove kl_target")
         return self
-
-
-class StepRewardSettings(Settings):
-    """Which number each turn earns; the hosted trainer's step rewards. Turns count from t = 0, T turns in all."""
-
-    mode: Literal["off", "decision_stepwise", "env_sparse"] = Field(
-        default="env_sparse",
-        description=(
-            "off: the episode's return on its last turn; env_sparse: the environment's own reward of each turn (the "
-            "sum is the same); decision_stepwise: the events of each turn, in place of the environment's rewards"
-        ),
-    )
-    kind: Literal["unique", "absolute"] = Field(
-        default="unique",
-        description=(
-            "decision_stepwise counts the events of a turn that were not seen before in the episode, or all of it; "
-            "per_achievement has k_limits instead"
-        ),
-    )
-    strategy: Literal["consistent", "per_achievement"] | None = Field(
-        default=None,
-        description=(
-            "absent: a turn earns its event count plus indicator_lambda if one is new; consistent: indicator_lambda "
-            "if any event counts; per_achievement: indicator_lambda times the sum of the events' weights, each "
-            "credited k_limits times at most (a lambda of 0 counts as 1 in both, as at the origin)"
-        ),
-    )
-    indicator_lambda: float = Field(default=0.0, ge=0, description="see strategy")
-    beta: float = Field(default=0.0, ge=0, description="a turn with a new event earns beta * (T - t) more")
-    weights: dict[str, float] = Field(default={}, description="per_achievement: an event's weight; 1 if not named")
-    k_limits: dict[str, int] = Field(
-        default={},
-        description="per_achievement: times per episode that an event is credited; 1 if not named, <= 0 no limit",
-    )
-
-    @model_validator(mode="after")
-    def _nothing_is_ignored(self) -> StepRewardSettings:
-        for name, reason in idle_step_rewards(self.mode, self.strategy).items():
-            if getattr(self, name) != type(self).model_fields[name].default:
-                raise ValueError(f"{name}: has no effect, because {reason}; remove it")
-        return self
-
-
-def idle_step_rewards(mode: str, strategy: str | None) -> dict[str, str]:
-    """Return the fields of `StepRewardSettings` that this mode and strategy do not read, each with the reason."""
-    if mode != "decision_stepwise":
-        names = [name for name in StepRewardSettings.model_fields if name != "mode"]
-        return dict.fromkeys(names, f'mode "{mode}" looks at no events ("decision_stepwise" does)')
-    if strategy == "per_achievement":
-        return {"kind": 'strategy "per_achievement" limits repeats by k_limits (<= 0: no limit)'}
-    return dict.fromkeys(("weights", "k_limits"), 'only strategy "per_achievement" reads it')
 
 
 class AdvantageSettings(Settings):

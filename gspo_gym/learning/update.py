@@ -26,6 +26,7 @@ from gspo_gym.learning.batching import (
 )
 from gspo_gym.learning.collective import Collective, OneProcess, Record, device_of, gather, own_of, place_of
 from gspo_gym.learning.correction import correct
+from gspo_gym.learning.feedback import FeedbackTeacher, teacher_metrics
 from gspo_gym.learning.health import EngineGap, PartFacts, Tally, batch_metrics
 from gspo_gym.learning.logprobs import LogprobComputer, TokenLogprobs
 from gspo_gym.learning.losses import Denominators, LossOutput, TeacherScores, count_denominators, policy_loss
@@ -213,7 +214,9 @@ class Learner:
             own = partial(Reference, model, self._reference_settings, computer=self._computer, make_computer=make)
             self._reference = own(given=reference_model)
         scored = self._computer if self._recomputes_old else None
-        self._teacher = None if distillation is None else _new_teacher(model, distillation, teacher, scored, make)
+        self._teacher = None
+        if distillation is not None:
+            self._teacher = _new_teacher(model, distillation, teacher, scored, make, self._device)
 
     def update(self, batch: TrainBatch, sink: TokenSink | None = None) -> UpdateReport:
         """Train on a batch: `update_epochs` passes of one optimizer step per minibatch.
@@ -228,7 +231,10 @@ class Learner:
         started = self._clock()
         tally, router_load = Tally(self._loss), RouterLoad(self._routers)
         sink = sink or IgnoreTokens()
-        plan = self._plan(sink.begin(batch))
+        batch_of_sink = sink.begin(batch)
+        if isinstance(self._teacher, FeedbackTeacher):
+            batch_of_sink = self._teacher.read(batch_of_sink, max_tokens=self._settings.max_tokens_per_microbatch)
+        plan = self._plan(batch_of_sink)
         orders = [self._order(len(plan), epoch) for epoch in range(self._settings.update_epochs)]
         # Before the first step the weights are the old ones: a minibatch without another pass is scored by that one.
         # With gradients kernels round otherwise, and a teacher that is the policy would not give 0.
@@ -246,6 +252,8 @@ class Learner:
             self._reference.refresh()
         trained = [part.batch for minibatch in plan for part in minibatch.parts]
         metrics = {**tally.metrics(), **batch_metrics(batch, trained), **shaping_metrics}
+        if isinstance(self._teacher, FeedbackTeacher):
+            metrics |= teacher_metrics(batch_of_sink, trained)
         metrics |= router_load.metrics(self._collective)
         metrics |= {"time/score_seconds": labelled_at - started, "time/train_seconds": self._clock() - labelled_at}
         return UpdateReport(metrics, tally.num_steps, tally.num_nonfinite_steps)
@@ -315,6 +323,7 @@ class Learner:
                 minibatch.trajectory_index,
                 num_batch_tokens=batch.num_actions,
             )
+            counts = dataclasses.replace(counts, num_taught=_num_taught(minibatch))
             kept = _trainable(minibatch, with_advantage=with_advantage)
             plan.append(
                 _Minibatch(
@@ -470,11 +479,21 @@ def _new_teacher(
     model: nn.Module | None,
     computer: LogprobComputer | None,
     make: partial[LogprobComputer],
-) -> Teacher:
+    device: torch.device,
+) -> Teacher | FeedbackTeacher:
+    make_plain = partial(make, sampling=Sampling(), entropy_has_gradient=False)
+    if settings.is_self:
+        if model is not None:
+            raise ConfigError("distillation.teacher: 'self' is the policy, and another model was passed as `teacher`")
+        return FeedbackTeacher(make_plain(policy), scored=computer, device=device)
     if model is None:
         raise ConfigError("distillation: expected a teacher to learn from, got none; pass its model as `teacher`")
-    make_plain = partial(make, sampling=Sampling(), entropy_has_gradient=False)
     return Teacher(model, settings, policy=policy, computer=computer, make_computer=make_plain)
+
+
+def _num_taught(minibatch: TrainBatch) -> int | None:
+    """Return the tokens that a teacher with feedback speaks of, without those of masked trajectories; None: of all."""
+    return None if minibatch.is_taught is None else int(minibatch.is_taught[~minibatch.is_masked].sum())
 
 
 def _loss(
@@ -488,7 +507,7 @@ def _loss(
     teacher = None
     if distillation is not None:
         assert batch.teacher_log_ratios is not None, "labelled with the teacher's"
-        teacher = TeacherScores(distillation, batch.teacher_log_ratios, batch.teacher_kl)
+        teacher = TeacherScores(distillation, batch.teacher_log_ratios, batch.teacher_kl, batch.is_taught)
     return policy_loss(
         computed.logprobs,
         batch.old_logprobs,

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 from gspo_gym.diagnosis.alarms import MismatchAlarm, note_of
 from gspo_gym.diagnosis.selection import AttemptWatch, SelectionAlarm
+from gspo_gym.diagnosis.teaching import TeachingAlarm
 from gspo_gym.errors import StorageError
 from gspo_gym.learning.batching import BuiltBatch
 from gspo_gym.learning.tokens import TokenTable
@@ -19,6 +20,8 @@ from gspo_gym.rollout.evaluation import Evaluation, ScoreUnit
 from gspo_gym.rollout.schedule import staleness_metrics
 from gspo_gym.rollout.summary import rollout_metrics, source_metrics, uniform_metrics
 from gspo_gym.run.collect import Collected, batch_metrics
+from gspo_gym.run.feedback import StepFeedback, leak_reason
+from gspo_gym.run.feedback_files import pack_feedback
 from gspo_gym.run.recording import RunRecorder
 from gspo_gym.run.report.progress import Progress
 from gspo_gym.run.settings import TrainPlan
@@ -54,6 +57,7 @@ class Journal:
         alarm: compares the logprobs of engine and learner in every batch; None: they are not compared.
         attempts: watches how attempts end, among `more_metrics`; None: they are not watched.
         selection: the same for the returns of task apps.
+        teaching: watches whether a teacher with feedback agrees with the rewards; None: there is no such teacher.
         more_metrics: see `MoreMetrics`; None: there are none.
         clock: monotonic seconds, also for the trainer's times of a step.
     """
@@ -67,6 +71,7 @@ class Journal:
         alarm: MismatchAlarm | None = None,
         attempts: AttemptWatch | None = None,
         selection: SelectionAlarm | None = None,
+        teaching: TeachingAlarm | None = None,
         more_metrics: MoreMetrics | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -77,7 +82,9 @@ class Journal:
         self._alarm = alarm
         self._attempts = attempts
         self._selection = selection
+        self._teaching = teaching
         self._more_metrics = more_metrics
+        self._has_told_of_leaks = False  # every step may have some, and an event
 
     def with_alarms(self, state: TrainState) -> TrainState:
         """Return the state of a step with what the alarms have counted up to it, so that a resumed run counts on."""
@@ -86,6 +93,7 @@ class Journal:
             num_mismatches=0 if self._alarm is None else self._alarm.num_in_a_row,
             attempts=state.attempts if self._attempts is None else self._attempts.evidence,
             selection=state.selection if self._selection is None else self._selection.evidence,
+            teaching=state.teaching if self._teaching is None else self._teaching.evidence,
         )
 
     def started(self, step: int) -> None:
@@ -102,19 +110,38 @@ class Journal:
             self._recorder.event("uncommitted", step, {"num_episodes": collected.num_uncommitted})
 
     def learned(self, step: int, collected: Collected, learned: Mapping[str, float]) -> None:
-        """Record an alarm if engine and learner disagree on the logprobs of the batch.
+        """Record an alarm if engine and learner disagree on the logprobs of the batch, or a teacher with the rewards.
 
         Raises:
-            EngineMismatchError: they disagree for too many batches in a row.
+            EngineMismatchError: engine and learner disagree for too many batches in a row.
         """
+        if self._teaching is not None and (reason := self._teaching.check(learned)) is not None:
+            self._sound("teacher_disagrees", step, reason)
         if self._alarm is None:
             return
         sampled_under = {version for group in collected.kept for t in group.trajectories for version in versions_of(t)}
         # The learner scores with the weights of the step before.
         reason = self._alarm.check(learned, sampled_under=sampled_under, version=step - 1)
         if reason is not None:
-            self._recorder.event("mismatch", step, {"reason": reason})
-            self._progress.note(note_of("mismatch", step, reason))
+            self._sound("mismatch", step, reason)
+
+    def given_feedback(self, step: int, feedback: StepFeedback, *, is_recorded: bool) -> None:
+        """Record that feedback says the answer, and, if the step's tokens are recorded, what the teacher read."""
+        if (reason := leak_reason(feedback)) is not None:
+            self._recorder.event("feedback_leaks", step, {"reason": reason})
+            if not self._has_told_of_leaks:
+                self._progress.note(note_of("feedback_leaks", step, reason))
+                self._has_told_of_leaks = True
+        if is_recorded:
+            try:
+                self._recorder.feedback(step, pack_feedback(feedback.turns))
+            except StorageError as error:  # a record that training does without
+                self._recorder.event("tokens_failed", step, {"reason": str(error)})
+                self._progress.note(f"step {step}: what the teacher read is not recorded: {error}")
+
+    def _sound(self, kind: str, step: int, reason: str) -> None:
+        self._recorder.event(kind, step, {"reason": reason})
+        self._progress.note(note_of(kind, step, reason))
 
     def metrics(
         self,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -73,6 +73,7 @@ class Judging:
         self._on_event: OnEventOfStep | None = None
         self._step = 0
         self._env_returns: dict[str, float | None] = {}
+        self._reasons: dict[str, Sequence[str | None]] | None = None
 
         def scorer(*on_judged: OnJudged) -> EpisodeScorer:
             return EpisodeScorer(
@@ -89,6 +90,14 @@ class Judging:
     def env_return(self, trajectory: Trajectory) -> float | None:
         """Remove and return the environment's return of an evaluation episode; None if it gave none."""
         return self._env_returns.pop(trajectory.trajectory_id, None)
+
+    def keep_reasons(self) -> None:
+        """Keep what the judge says of training episodes for `reasons_about`, from now on."""
+        self._reasons = {}
+
+    def reasons_about(self, trajectory_id: str) -> Sequence[str | None]:
+        """Remove and return the judge's reasons about each turn of a training episode; () if it is not known."""
+        return () if self._reasons is None else self._reasons.pop(trajectory_id, ())
 
     def watch(self, gold: GoldWatch) -> None:
         """Compare the judge with gold from now on."""
@@ -166,6 +175,8 @@ class Judging:
     def _collect(self, trajectory: Trajectory, judged_episode: JudgedEpisode) -> None:
         if self._gold is not None:
             self._gold.collect(trajectory, judged_episode)
+        if self._reasons is not None:
+            self._reasons[trajectory.trajectory_id] = judged_episode.judgement.reasons_of_turns(len(trajectory.turns))
 
     def _remember(self, trajectory: Trajectory, judged_episode: JudgedEpisode) -> None:
         self._env_returns[trajectory.trajectory_id] = judged_episode.env_return

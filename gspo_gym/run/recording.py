@@ -6,6 +6,7 @@
         events.jsonl        {"schema", "seq", "time", "step", "kind", "data"}; `seq` is explained in `run/records.py`
         episodes/*.jsonl.gz one trajectory a line, compressed, see `rollout/episode_files.py`
         tokens/*.safetensors what the learner saw of every sampled token of a step, see `run/tokens.py`
+        tokens/*.feedback.jsonl what a teacher with feedback read before each turn of it, see `run/feedback.py`
         summary.json        the results
         checkpoints/        see `checkpoints.py`
         tokenizer.json      of a saved evaluation, which has no checkpoint
@@ -45,6 +46,8 @@ from gspo_gym.rollout.episode_files import SCHEMA_VERSION, episode_paths, write_
 from gspo_gym.rollout.ledger import close_lost, entry_to_json, read_ledger
 from gspo_gym.rollout.summary import METRICS as ROLLOUT_METRICS
 from gspo_gym.rollout.summary import SOURCE_PREFIX, TERM_PREFIX, TOOL_PREFIX
+from gspo_gym.run.feedback import FEEDBACK_METRICS
+from gspo_gym.run.feedback_files import feedback_path
 from gspo_gym.run.records import EVENTS_FILE, RUN_LINE, last_seq, read_events, read_metrics
 from gspo_gym.run.sinks import Sink, episode_rows, evaluation_numbers
 from gspo_gym.run.tokens import token_path, token_steps
@@ -58,6 +61,7 @@ METRICS: Mapping[str, str] = MappingProxyType(
         **LEARNING_METRICS,
         **JUDGE_METRICS,
         **APP_METRICS,
+        **FEEDBACK_METRICS,
         "batch/constant_group_fraction": "share of groups whose episodes all earned the same, of all that were played",
         "batch/dropped_constant_groups": "groups left out of the batch, because their episodes all earned the same",
         "batch/refilled_groups": "groups played in place of those that teach nothing",
@@ -97,6 +101,8 @@ EVENTS: Mapping[str, str] = MappingProxyType(
         "tokens_failed": "a step's tokens could not be written, and the run goes on without; data: the reason",
         "no_update": "a step took no update, because no group of it taught anything; data: how many were played",
         "refill_failed": "no episode of a round of replacement groups could be used; data: the most frequent reasons",
+        "feedback_leaks": "feedback for the teacher says the hidden answer, and was not used; data: the reason",
+        "teacher_disagrees": "the teacher prefers, step after step, what earns less; data: the reason",
         "mismatch": "a batch's logprobs of the engine are not the learner's; data: the reason",
         "return_selection": "kept episodes of task apps return something else than all that were played, beyond "
         "chance; data: the reason, how many, both means, p",
@@ -238,7 +244,12 @@ class RunRecorder:
             judgements=[json.loads(line) for line in whole_lines(folder / JUDGEMENTS_FILE)],
             saved_seq=saved_seq,
             episode_files=[path for path in episode_paths(folder) if _step_of(path) > step],
-            token_files=[token_path(folder, later_step) for later_step in token_steps(folder) if later_step > step],
+            token_files=[
+                path
+                for later_step in token_steps(folder)
+                for path in (token_path(folder, later_step), feedback_path(folder, later_step))
+                if later_step > step and path.exists()
+            ],
             is_played_again=is_played_again,
         )
         recorder = cls(folder, last_step=step, last_seq=seq, policy_name=policy_name, sinks=sinks, clock=clock)
@@ -308,6 +319,16 @@ class RunRecorder:
             StorageError: it cannot be written, and nothing is left of it.
         """
         path = token_path(self.folder, step)
+        make_folder(path.parent)
+        replace_file(path, content)
+
+    def feedback(self, step: int, content: str) -> None:
+        """Write a step's file of feedback, which `pack_feedback` gave, replacing it if it exists.
+
+        Raises:
+            StorageError: it cannot be written, and nothing is left of it.
+        """
+        path = feedback_path(self.folder, step)
         make_folder(path.parent)
         replace_file(path, content)
 

@@ -14,7 +14,8 @@ from pydantic import Field, field_validator
 from gspo_gym.base.files import as_toml_holds_it
 from gspo_gym.base.settings import Settings, parse_seeds
 from gspo_gym.errors import ConfigError
-from gspo_gym.learning.settings import AdvantageSettings, RewardSettings, StepRewardSettings, SupervisedSettings
+from gspo_gym.learning.settings import AdvantageSettings, RewardSettings, SupervisedSettings
+from gspo_gym.learning.step_rewards import StepRewardSettings
 from gspo_gym.seeding import FIRST_TRAINING_SEED
 
 ConstantGroups = Literal["keep", "drop", "refill"]

@@ -14,6 +14,7 @@ from typing import Any
 
 from gspo_gym.base.loops import wait_until_ended
 from gspo_gym.diagnosis.selection import AttemptCounts, AttemptEvidence, SelectionEvidence
+from gspo_gym.diagnosis.teaching import TeachingEvidence
 from gspo_gym.errors import CheckpointError
 from gspo_gym.learning.advantages import RunningReturns
 from gspo_gym.policy.manifest import EVALUATION_NUMBERS
@@ -36,7 +37,8 @@ class TrainState:
     the optimizer had a gradient to go by, and `idle_steps` those, in a row up to now, which taught nothing. `last_seq`
     is that of the run's events when the checkpoint was taken; None: an earlier version took it. `num_mismatches` counts
     the steps, in a row up to now, in which engine and learner disagreed; `attempts` is the evidence of failed ones, and
-    `selection` that of task apps' returns. `task_counts` is what the choice of tasks goes by.
+    `selection` that of task apps' returns, and `teaching` that of a teacher with feedback. `task_counts` is what the
+    choice of tasks goes by.
     """
 
     step: int = 0
@@ -60,6 +62,7 @@ class TrainState:
     attempts: AttemptEvidence = field(default_factory=AttemptEvidence)
     selection: SelectionEvidence = field(default_factory=SelectionEvidence)
     task_counts: TaskCounts = field(default_factory=TaskCounts)
+    teaching: TeachingEvidence = field(default_factory=TeachingEvidence)
 
     @property
     def last_evaluated(self) -> int | None:
@@ -129,6 +132,7 @@ class TrainState:
                 "attempts": AttemptEvidence(**attempts),
                 "selection": SelectionEvidence(**selection),
                 "task_counts": task_counts,
+                "teaching": TeachingEvidence(tuple(values.get("teaching", {}).get("recent", ()))),
                 "undecided": tuple(values.get("undecided", ())),
                 "score_unit": None if unit is None else ScoreUnit(unit["name"], tuple(unit["success_of"])),
             }

@@ -21,6 +21,7 @@ from gspo_gym.learning.tokens import TokenSink
 from gspo_gym.learning.update import AnyLearner
 from gspo_gym.rollout.evaluation import Evaluation, ScoreUnit
 from gspo_gym.run.collect import Collected, Collector
+from gspo_gym.run.feedback import GiveFeedback
 from gspo_gym.run.journal import Journal, StepTimes
 from gspo_gym.run.settings import TrainPlan
 from gspo_gym.run.state import Saver, TrainState
@@ -57,6 +58,7 @@ class Trainer:
         forget_ended: `Engine.forget_ended`, called before every step and evaluation, because a resumed run has played
             other episodes before them.
         compute: runs the learner's work outside the event loop, which judges, task apps and signals need meanwhile.
+        give_feedback: gives the batch what a teacher with feedback reads; None: there is no such teacher.
         while_learning: entered while the learner works on a batch; the engine can lend it memory meanwhile.
         steering: requests from outside, such as to stop; None: there are none.
     """
@@ -74,6 +76,7 @@ class Trainer:
         state: TrainState | None = None,
         forget_ended: ForgetEnded = _keeps_nothing,
         compute: Compute = in_another_thread,
+        give_feedback: GiveFeedback | None = None,
         while_learning: WhileLearning = contextlib.nullcontext,
         steering: Steering | None = None,
     ) -> None:
@@ -87,6 +90,7 @@ class Trainer:
         self._journal = journal
         self._forget_ended = forget_ended
         self._compute = compute
+        self._give_feedback = give_feedback
         self._while_learning = while_learning
         self._steering = steering or Steering()
 
@@ -144,7 +148,12 @@ class Trainer:
         async with self._while_learning():
             built_batch = await self._block(lambda: self._score(collection))
             tokens = self._journal.token_table(step)
-            update_metrics = await self._block(lambda: self._update(built_batch, tokens))
+            feedback_metrics: Mapping[str, float] = {}
+            if self._give_feedback is not None:
+                feedback = await self._steering.unless_stopped(self._give_feedback(collection.kept, built_batch))
+                self._journal.given_feedback(step, feedback, is_recorded=tokens is not None)
+                built_batch, feedback_metrics = feedback.built, feedback.metrics
+            update_metrics = {**await self._block(lambda: self._update(built_batch, tokens)), **feedback_metrics}
         self._journal.learned(step, collection, update_metrics)
         # Also without an update: the weights get the number of every step.
         await self._publish(step)

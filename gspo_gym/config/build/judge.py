@@ -26,7 +26,7 @@ from gspo_gym.judge.records import RubricsOf
 from gspo_gym.judge.rubric_files import load_rubrics
 from gspo_gym.judge.settings import GoldSettings, JudgeModelSettings, JudgeOptions, JudgeSettings, ModelJudgeSettings
 from gspo_gym.learning.credit import turn_rewards
-from gspo_gym.learning.settings import StepRewardSettings
+from gspo_gym.learning.step_rewards import StepRewardSettings
 from gspo_gym.rollout.episode_files import read_episodes
 from gspo_gym.rollout.limits import ScoringLimits
 from gspo_gym.run.judging import Judging, OnEventOfStep

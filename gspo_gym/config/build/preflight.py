@@ -203,7 +203,7 @@ def _moved(config: RunConfig, folder: str) -> RunConfig:
         "run": config.run.model_copy(update={"folder": folder}),
         "model": config.model.model_copy(update=found_model),
     }
-    if config.distillation is None:
+    if config.distillation is None or config.distillation.is_self:
         return config.model_copy(update=changes)
     teacher = config.distillation.model_copy(update={"teacher": teachers_base(config)})
     return config.model_copy(update={**changes, "distillation": teacher})

@@ -99,7 +99,7 @@ def check_teacher(config: RunConfig, base: str) -> None:
     Raises:
         UnknownNameError, CheckpointError: there is no such model. ConfigError: it does not fit.
     """
-    if config.distillation is None:
+    if config.distillation is None or config.distillation.is_self:
         return
     teacher, needed = teachers_base(config), config.rollout.max_model_len
     _, most = known_context(teacher)
@@ -112,12 +112,12 @@ def check_teacher(config: RunConfig, base: str) -> None:
 
 
 def load_teacher(config: RunConfig, policy: Policy, device: str) -> nn.Module | None:
-    """Return the model of [distillation], in the policy's dtype; None without the section.
+    """Return the model of [distillation], in the policy's dtype; None without the section, or if the policy teaches.
 
     Raises:
         UnknownNameError, CheckpointError: there is no such model. ConfigError: its vocabulary is another one.
     """
-    if config.distillation is None:
+    if config.distillation is None or config.distillation.is_self:
         return None
     model, base = config.model, teachers_base(config)
     teacher = load_policy(base, dtype=model.dtype, device=device, attn_implementation=model.attn_implementation)

@@ -166,7 +166,7 @@ async def environment_notes(config: RunConfig, renderers: RendererCache) -> tupl
         async with looking_at(factory := build_environment(config, source), source.env_name) as env:
             if factory.runs_code:
                 notes.append(f"{source.env_name}: code that the model wrote is {env.confinement}")
-            notice = renderers.for_tools(_tools_of(env)).notice
+            notice = renderers.for_tools(tools_of(env)).notice
             notes += [] if notice is None else [f"{source.env_name}: {notice}"]
     return tuple(notes)
 
@@ -422,8 +422,8 @@ async def build_warmup(
     return pool, WarmupPlan(env_id, config.run.seed, config.warmup, config.optimizer, update)
 
 
-def _tools_of(env: Any) -> tuple[Mapping[str, Any], ...]:
-    # As `EnvSession` reads them.
+def tools_of(env: Any) -> tuple[Mapping[str, Any], ...]:
+    """Return the tools of a live environment (Any: authors need not subclass anything), as `EnvSession` reads them."""
     return tuple(getattr(getattr(env, "unwrapped", env), "tool_schemas", ()))
 
 
@@ -434,7 +434,7 @@ async def _require_sayable(config: RunConfig, renderers: RendererCache) -> None:
         ConfigError: says why not. TemplateError: what the template writes cannot be read back.
     """
     async with looking_at_source(config, config.sources[0]) as env:
-        schemas = _tools_of(env)
+        schemas = tools_of(env)
     renderer = renderers.for_tools(schemas)  # refuses a template that cannot be read, with or without a warm-up
     call = tuple(ToolCall("call_0", schema["function"]["name"], {"key": "value"}) for schema in schemas[:1])
     try:

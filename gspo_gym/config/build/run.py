@@ -17,6 +17,7 @@ from gspo_gym.config.build.continuation import find_restored, find_resumed
 from gspo_gym.config.build.conversations import record_template, with_fixed_date, with_recorded_date
 from gspo_gym.config.build.engines import build_weight_sync
 from gspo_gym.config.build.estimate import estimate_step
+from gspo_gym.config.build.feedback import build_feedback
 from gspo_gym.config.build.judge import build_judging
 from gspo_gym.config.build.preflight import require_ready
 from gspo_gym.config.build.processes import launching, learning
@@ -183,6 +184,7 @@ async def _train(
         state=start.state,
         weight_sync=weight_sync,
         judging=players.judging,
+        feedback=await build_feedback(config, player, players.judging),
         steering=session.steering,
         is_saved=start.is_resumed,
     )

@@ -25,6 +25,7 @@ from gspo_gym.config.run_config import RunConfig, model_name
 from gspo_gym.config.services import has_gpu_actors, place, ray_address, refuse_to_train, require_gpus
 from gspo_gym.diagnosis.alarms import note_of
 from gspo_gym.diagnosis.selection import AttemptWatch, SelectionAlarm
+from gspo_gym.diagnosis.teaching import TeachingAlarm
 from gspo_gym.engine.base import Engine
 from gspo_gym.errors import ConfigError, MissingExtraError
 from gspo_gym.learning.collective import Collective
@@ -39,8 +40,9 @@ from gspo_gym.policy.quantization import is_quantized
 from gspo_gym.policy.weight_sync import WeightSync
 from gspo_gym.rollout.evaluation import Evaluation
 from gspo_gym.rollout.ledger import Disposition, Ledger
-from gspo_gym.rollout.pool import OnEpisode
+from gspo_gym.rollout.pool import OnEpisode, RolloutPool
 from gspo_gym.run.collect import Collector
+from gspo_gym.run.feedback import Feedback
 from gspo_gym.run.journal import Journal, MoreMetrics
 from gspo_gym.run.judging import Judging
 from gspo_gym.run.process import Phases
@@ -275,13 +277,15 @@ def build_trainer(
     state: TrainState | None,
     weight_sync: WeightSync,
     judging: Judging | None = None,
+    feedback: Feedback | None = None,
     steering: Steering | None = None,
     is_saved: bool = True,
 ) -> Trainer:
     """Return the trainer; `learner` is fresh and `state` None, or both are restored from a checkpoint.
 
     `is_saved` says that the run's newest checkpoint holds `state`; otherwise the state is another run's. `judging`
-    scores the episodes and writes into the run's folder; None: their environments score them.
+    scores the episodes and writes into the run's folder; None: their environments score them. `feedback` is for a
+    teacher that reads it; None: there is none.
 
     Raises:
         ConfigError: samples are to have a bounded age, and the engine does not say which weights sampled them.
@@ -292,36 +296,45 @@ def build_trainer(
     selection = SelectionAlarm(seed=config.run.seed, evidence=before.selection)
     if judging is not None:
         judging.record_into(recorder.folder, tell_recorder(recorder, progress), step=0 if state is None else state.step)
-    plan, phases = build_plan(config), Phases() if steering is None else steering.phases
+    journal = Journal(
+        build_plan(config),
+        recorder,
+        progress,
+        alarm=build_alarm(config, num_in_a_row=before.num_mismatches),
+        attempts=attempts,
+        selection=selection,
+        teaching=None if feedback is None else TeachingAlarm(before.teaching),
+        more_metrics=_more_metrics(player, attempts, selection, judging, recorder=recorder, progress=progress),
+    )
+    plan, phases = journal.plan, Phases() if steering is None else steering.phases
     copy, ledger = _copying(checkpoints, player.policy, learner, recorder), Ledger(recorder.folder / LEDGER_FILE)
     pool = build_training_pool(config, player, ledger, judging, _counting(phases, attempts))
     return Trainer(
         plan,
-        collector=Collector(
-            plan,
-            pool,
-            state,
-            weight_version=lambda: engine.weight_version,
-            is_committed=weight_sync.is_committed if engine.capabilities.reports_versions else None,
-        ),
+        collector=_collector(plan, pool, state, engine, weight_sync),
         learner=learner,
         publish=weight_sync.after_step,
         evaluate=_evaluating(config, player, recorder, judging, phases),
         saver=Saver(copy, plan.loop, on_event=recorder.event, saved=state if is_saved else None, phases=phases),
-        journal=Journal(
-            plan,
-            recorder,
-            progress,
-            alarm=build_alarm(config, num_in_a_row=before.num_mismatches),
-            attempts=attempts,
-            selection=selection,
-            more_metrics=_more_metrics(player, attempts, selection, judging, recorder=recorder, progress=progress),
-        ),
+        journal=journal,
         state=state,
         forget_ended=_collecting(phases, player.engine, plan),
         compute=player.compute,
+        give_feedback=None if feedback is None else feedback.give,
         while_learning=_learning(phases, build_while_learning(config, player.engine)),
         steering=steering,
+    )
+
+
+def _collector(
+    plan: TrainPlan, pool: RolloutPool, state: TrainState | None, engine: Engine, weight_sync: WeightSync
+) -> Collector:
+    return Collector(
+        plan,
+        pool,
+        state,
+        weight_version=lambda: engine.weight_version,
+        is_committed=weight_sync.is_committed if engine.capabilities.reports_versions else None,
     )
 
 

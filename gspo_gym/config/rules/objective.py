@@ -355,6 +355,19 @@ def _reference_can_move(c: RunRecord) -> str | None:
     return c.reference.update_problem()
 
 
+@rule("distillation.feedback")
+def _feedback_is_there(c: RunRecord) -> str | None:
+    feedback = "none" if c.distillation is None else c.distillation.feedback
+    if feedback == "judge" and not c.judging.enabled:
+        return 'expected the judge of [judge], whose reasons are the feedback: set judge.enabled = true, got "judge"'
+    if feedback != "none" and any(source.task_url is not None for source in c.sources):
+        return (
+            f'expected "none" with a task app, whose agent writes the prompts, got "{feedback}": feedback cannot be '
+            "put into them, nor texts be checked for the hidden answer"
+        )
+    return None
+
+
 def _is_of_the_sampler(name: str) -> Rule:
     return Rule(f"correction.{name}", lambda c: c.correction.rescored_problem(name) if c.rollout.rescore else None)
 

@@ -30,7 +30,7 @@ from gspo_gym.config.rules.services import SERVICE_RULES
 from gspo_gym.config.sections import PolicyConfigSection, parse_source
 from gspo_gym.config.words import Problem, show
 from gspo_gym.judge.blend import RewardBlend
-from gspo_gym.learning.settings import StepRewardSettings, idle_step_rewards
+from gspo_gym.learning.step_rewards import StepRewardSettings, idle_step_rewards
 from gspo_gym.policy.bases import parse_hub_id
 from gspo_gym.types import Sampling
 

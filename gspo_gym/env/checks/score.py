@@ -284,7 +284,7 @@ def _suspects(tasks: Sequence[_Task]) -> list[str]:
         texts = tuple(task.places[name] for task in tasks)
         if len(set(texts)) == 1 or texts in seen_texts:
             continue
-        if _is_info(name) or all(_says(task.reference, task.places[name]) for task in tasks):
+        if _is_info(name) or all(says(task.reference, task.places[name]) for task in tasks):
             seen_texts.add(texts)
             suspects.append(name)
     # Only _MAX_PLACES are played, and info is the likeliest.
@@ -295,7 +295,8 @@ def _is_info(name: str) -> bool:
     return name.startswith("info[")
 
 
-def _says(reference: Playthrough | None, text: str) -> bool:
+def says(reference: Playthrough | None, text: str) -> bool:
+    """Return whether an action of the reference's episode has this text as words; True without an episode."""
     if reference is None:
         return True
     parts = (
@@ -368,7 +369,7 @@ async def _always_wins(subject: Subject, tasks: Sequence[_Task], place: str, for
 
 
 async def _wins(subject: Subject, task: _Task, text: str, form: Message | None) -> bool:
-    policy = saying(lambda _env, _messages: text) if form is None else _repeating(_fill_gaps(form, text))
+    policy = saying(lambda _env, _messages: text) if form is None else repeating(_fill_gaps(form, text))
     try:
         session = await subject.open()
         try:
@@ -383,7 +384,8 @@ async def _wins(subject: Subject, task: _Task, text: str, form: Message | None) 
     return run.episode_return is not None and run.episode_return >= _target(subject) - TOLERANCE
 
 
-def _repeating(action: Message) -> PolicyFactory:
+def repeating(action: Message) -> PolicyFactory:
+    """Return a player that takes this action in every turn."""
     return lambda _env, _rng: lambda _messages: action
 
 

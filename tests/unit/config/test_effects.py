@@ -149,6 +149,7 @@ OTHER = {
     "reference.source": ("copy", KL),
     "reference.update_every_n_iters": (2, {**KL, "reference.source": "adapter"}),
     "distillation.teacher": ("tiny:qwen3-64", {}),
+    "distillation.feedback": ("environment", {"distillation.teacher": "self", "distillation.feedback": "sibling"}),
     "distillation.coefficient": (0.5, TAUGHT),
     "distillation.baseline": (True, TAUGHT),
     "distillation.reward": (False, TAUGHT),

@@ -23,10 +23,10 @@ from gspo_gym.learning.settings import (
     OptimizerSettings,
     ReferenceSettings,
     RewardSettings,
-    StepRewardSettings,
     SupervisedSettings,
     UpdateSettings,
 )
+from gspo_gym.learning.step_rewards import StepRewardSettings
 from gspo_gym.rollout.limits import EpisodeLimits, PoolLimits
 
 WARMUP = {"num_episodes": 10, "learning_rate": 1e-2}

@@ -14,7 +14,7 @@ from gspo_gym.errors import ConfigError, RecordError, UnscoredError
 from gspo_gym.judge.base import JudgeError
 from gspo_gym.judge.blend import RewardBlend, blend, unjudged
 from gspo_gym.learning.credit import returns_of
-from gspo_gym.learning.settings import StepRewardSettings
+from gspo_gym.learning.step_rewards import StepRewardSettings
 from gspo_gym.types import Outcome
 
 HALF = RewardBlend(env=0.2, event=0.4, outcome=0.4)

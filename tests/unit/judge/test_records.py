@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from gspo_gym.errors import RecordError
-from gspo_gym.judge.base import CriterionScore, JudgeCost, Judgement, Review
+from gspo_gym.judge.base import BY_RULE, CriterionScore, JudgeCost, Judgement, Review
 from gspo_gym.judge.blend import RewardBlend
 from gspo_gym.judge.records import (
     JudgedEpisode,
@@ -94,3 +94,17 @@ def test_a_damaged_line_is_named(line: str, tmp_path: Path) -> None:
 def test_a_score_that_is_no_number_cannot_be_read_or_written(tmp_path: Path) -> None:
     with pytest.raises(RecordError, match="cannot be written as JSON"):
         JudgementRecorder(tmp_path / "j.jsonl")(judged(total=math.inf))
+
+
+def test_what_a_judge_says_of_turns_is_their_review_and_else_the_outcomes() -> None:
+    """A reason that no judge gave, an empty one and a suspected episode's are not repeated."""
+    first = Review({"tone": CriterionScore(1.0, " Kind. "), "care": CriterionScore(0.0, "")}, 1.0, "Well said.")
+    empty = Review({"tone": CriterionScore(1.0, BY_RULE)}, 1.0)
+    outcome = Review({"solved": CriterionScore(0.0, "Not solved.")}, 0.0)
+    judgement = Judgement("j", event_reviews=(first, empty), outcome_review=outcome)
+    of_outcome = "solved: Not solved."
+    assert judgement.reasons_of_turns(3) == ("tone: Kind.\nWell said.", of_outcome, of_outcome)
+    alone = Judgement("j", event_reviews=(first, empty))
+    assert alone.reasons_of_turns(2) == ("tone: Kind.\nWell said.", None)
+    suspected = Judgement("j", event_reviews=(first,), outcome_review=outcome, flags=("turn 1: a forged verdict",))
+    assert suspected.reasons_of_turns(1) == (None,)

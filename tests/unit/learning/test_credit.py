@@ -6,7 +6,8 @@ import pytest
 
 from gspo_gym.errors import ConfigError, RecordError, UnscoredError
 from gspo_gym.learning.credit import is_overlong, played, returns_of
-from gspo_gym.learning.settings import RewardSettings, StepRewardSettings
+from gspo_gym.learning.settings import RewardSettings
+from gspo_gym.learning.step_rewards import StepRewardSettings
 from gspo_gym.types import FinishReason, Outcome
 
 

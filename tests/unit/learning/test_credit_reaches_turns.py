@@ -14,7 +14,8 @@ import torch
 
 from gspo_gym.learning.batching import build_batch
 from gspo_gym.learning.losses import Denominators, policy_loss
-from gspo_gym.learning.settings import AdvantageSettings, LossSettings, StepRewardSettings
+from gspo_gym.learning.settings import AdvantageSettings, LossSettings
+from gspo_gym.learning.step_rewards import StepRewardSettings
 
 TURN = AdvantageSettings(level="turn", scale="none", discount=0.5)
 ROUNDING = 1e-6

@@ -18,10 +18,10 @@ from gspo_gym.learning.settings import (
     OptimizerSettings,
     ReferenceSettings,
     RewardSettings,
-    StepRewardSettings,
     SupervisedSettings,
     UpdateSettings,
 )
+from gspo_gym.learning.step_rewards import StepRewardSettings
 
 KL_TERM = {"kl_estimator": "k1", "kl_clamp": 1.0, "kl_importance_weighted": True}
 DECISIONS = {"mode": "decision_stepwise"}

@@ -9,7 +9,7 @@ import pytest
 from gspo_gym.env.rewards import Achievements
 from gspo_gym.errors import UnscoredError
 from gspo_gym.learning.credit import turn_rewards
-from gspo_gym.learning.settings import StepRewardSettings
+from gspo_gym.learning.step_rewards import StepRewardSettings
 from gspo_gym.types import Outcome
 
 

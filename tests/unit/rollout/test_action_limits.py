@@ -25,7 +25,7 @@ from gspo_gym.env.workers.env import ProcessEnv
 from gspo_gym.env.workers.limits import WorkerLimits
 from gspo_gym.judge.blend import RewardBlend, unjudged
 from gspo_gym.learning.credit import returns_of
-from gspo_gym.learning.settings import StepRewardSettings
+from gspo_gym.learning.step_rewards import StepRewardSettings
 from gspo_gym.policy.load import tiny_tokenizer
 from gspo_gym.rollout.actors import ActRequest, ScriptedActor
 from gspo_gym.rollout.episode import episode_player

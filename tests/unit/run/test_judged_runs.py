@@ -22,6 +22,7 @@ from gspo_gym.judge.server import create_fake_judge_app
 from gspo_gym.policy.checkpoints import CheckpointStore
 from gspo_gym.remote.serving import BackgroundServer
 from gspo_gym.rollout.episode_files import read_episodes
+from gspo_gym.run.feedback_files import feedback_path, read_feedback
 from gspo_gym.run.records import read_events, read_metrics, read_summary
 
 
@@ -220,3 +221,23 @@ def test_a_judge_that_is_away_for_a_while_is_waited_for(tmp_path: Path) -> None:
     kinds = [event["kind"] for event in read_events(config.run_folder) if event["kind"].startswith("judge_")]
     assert kinds[0] == "judge_paused"
     assert kinds[-1] == "judge_resumed"
+
+
+def test_the_judges_reasons_are_what_a_policy_reads_that_teaches_itself(url: str, tmp_path: Path) -> None:
+    """Of each turn the text is what the judgement in the file says of it; episodes without a reason teach nothing."""
+    values = config_of(tmp_path, url).model_dump(exclude_none=True)
+    values["distillation"] = {"teacher": "self", "feedback": "judge"}
+    values["run"]["log_tokens_every_n_iters"] = 1
+    config = RunConfig.from_dict(values)
+    run_training(config)
+    judged = {each.trajectory_id: each.judgement for each in read_judgements(config.run_folder / "judgements.jsonl")}
+    episodes = read_episodes(config.run_folder / "episodes" / "step_000001.jsonl.gz")
+    expected = {
+        (episode.trajectory_id, turn): text
+        for episode in episodes
+        for turn, text in enumerate(judged[episode.trajectory_id].reasons_of_turns(len(episode.turns)))
+        if text is not None
+    }
+    read = read_feedback(feedback_path(config.run_folder, 1))
+    assert {(turn.trajectory_id, turn.turn): turn.text for turn in read} == expected
+    assert 0 < len(expected) == read_metrics(config.run_folder)[0]["feedback/num_texts"]

@@ -34,7 +34,8 @@ from gspo_gym.judge.http import HttpJudge
 from gspo_gym.judge.server import create_judge_app
 from gspo_gym.judge.settings import JudgeOptions
 from gspo_gym.learning.batching import TrainBatch
-from gspo_gym.learning.settings import AdvantageSettings, RewardSettings, StepRewardSettings
+from gspo_gym.learning.settings import AdvantageSettings, RewardSettings
+from gspo_gym.learning.step_rewards import StepRewardSettings
 from gspo_gym.policy.load import tiny_tokenizer
 from gspo_gym.remote.serving import BackgroundServer
 from gspo_gym.rollout.actors import ActRequest

@@ -111,3 +111,11 @@ def test_a_rehearsal_in_a_folder_of_its_own_finds_the_run_that_teaches(tmp_path:
     record_run(RunConfig.from_dict(small_run(run=folder)))
     assert len(asyncio.run(rehearse(config_of("test", run=folder, model={"label": "next"}))).episodes) == 1
     assert [path.name for path in tmp_path.iterdir()] == ["test"]
+
+
+def test_a_policy_that_teaches_itself_is_loaded_once_and_rehearsed(tmp_path: Path) -> None:
+    sections = {"run": {"folder": str(tmp_path)}, "distillation": {"teacher": "self", "feedback": "environment"}}
+    config = RunConfig.from_dict(small_run(**sections))
+    check_teacher(config, "tiny:qwen3-64")
+    assert load_teacher(config, load_policy("tiny:qwen3-64"), "cpu") is None
+    assert len(asyncio.run(rehearse(config)).episodes) == 1

@@ -630,6 +630,31 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         "advantages.whiten: goes by rewards, which distillation.reward = false does not learn from: remove this, or "
         "set that to true",
     ),
+    "a policy that teaches itself nothing": (
+        {"distillation.teacher": "self"},
+        "distillation.feedback: the teacher 'self' is the policy, and teaches nothing that it does not read; set "
+        "'environment', 'judge' or 'sibling'",
+    ),
+    "another teacher that reads feedback": (
+        {**TAUGHT, "distillation.feedback": "environment"},
+        "distillation.feedback: only the teacher 'self' reads feedback, got 'environment' with the teacher "
+        "'tiny:qwen3-64'; remove it, or set teacher = 'self'",
+    ),
+    "a baseline of other prompts": (
+        {"distillation": {"teacher": "self", "feedback": "environment", "baseline": True}},
+        "distillation.baseline: is not computed for the teacher 'self', which reads other prompts than the policy; "
+        "remove it",
+    ),
+    "the reasons of no judge": (
+        {"distillation": {"teacher": "self", "feedback": "judge"}},
+        'distillation.feedback: expected the judge of [judge], whose reasons are the feedback: set judge.enabled = '
+        'true, got "judge"',
+    ),
+    "feedback for a task app's agent": (
+        {"distillation": {"teacher": "self", "feedback": "environment"}, "services.task_url": "http://localhost:1"},
+        'distillation.feedback: expected "none" with a task app, whose agent writes the prompts, got "environment": '
+        "feedback cannot be put into them, nor texts be checked for the hidden answer",
+    ),
     "a teacher behind an endpoint": (
         {"distillation.teacher": "http://localhost:8000"},
         "distillation.teacher: expected a model that loads here, got the endpoint http://localhost:8000: name a "
@@ -698,6 +723,9 @@ ALLOWED: dict[str, dict[str, Any]] = {
         **FORKS, "algorithm.variety": "gspo_token", "loss.unit": "turn", "loss.surrogate": "gmpo"
     },
     "a teacher alone": {**TAUGHT, "distillation.reward": False},
+    "a policy that reads what the environment answered": {
+        "distillation": {"teacher": "self", "feedback": "environment"}
+    },
     "a teacher beside the reward": {**TAUGHT, "training.constant_groups": "drop", "advantages.whiten": "tokens"},
     "penalised": {"rewards.overlong": 0.5},
     "adaptive beta": {"rewards.kl_coef": 0.1, "rewards.kl_target": 0.1},
