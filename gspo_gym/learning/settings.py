@@ -11,6 +11,7 @@ from pydantic import Field, field_validator, model_validator
 from gspo_gym.base.settings import Settings
 from gspo_gym.errors import ConfigError
 from gspo_gym.learning.surrogate_keys import surrogate_problem, with_following_clips
+from gspo_gym.learning.teacher_settings import TeacherSettings
 
 _ROUNDING = 1e-9  # of a product of a fraction and a number of steps; far above float64's, far below a step
 _Beta = Annotated[float, Field(ge=0, lt=1)]
@@ -255,13 +256,9 @@ class ReferenceSettings(Settings):
         )
 
 
-class DistillationSettings(Settings):
+class DistillationSettings(TeacherSettings):
     """[distillation]: a frozen teacher, whose logprobs of the sampled tokens are learned from."""
 
-    teacher: str = Field(
-        min_length=1,
-        description="a run, RUN@best, RUN@STEP, or what model.base takes; of the model's own vocabulary and merges",
-    )
     coefficient: float = Field(
         default=1.0, gt=0, description="weight of the teacher's term, a mean over sampled tokens"
     )
@@ -275,15 +272,6 @@ class DistillationSettings(Settings):
     reward: bool = Field(
         default=True, description="learn from the rewards, too; false: from the teacher alone (Thinking Machines)"
     )
-
-    @field_validator("teacher")
-    @classmethod
-    def _is_here(cls, name: str) -> str:
-        if name.startswith(("http://", "https://")):
-            raise ValueError(
-                f"expected a model that loads here, got the endpoint {name}: name a folder, a run or a hub id"
-            )
-        return name
 
 
 class OptimizerSettings(Settings):

@@ -630,10 +630,26 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         "advantages.whiten: goes by rewards, which distillation.reward = false does not learn from: remove this, or "
         "set that to true",
     ),
-    "a teacher behind an endpoint": (
-        {"distillation.teacher": "http://localhost:8000"},
-        "distillation.teacher: expected a model that loads here, got the endpoint http://localhost:8000: name a "
-        "folder, a run or a hub id",
+    "the baseline of a teacher behind an endpoint": (
+        {"distillation.teacher": "http://localhost:8000/v1", "distillation.baseline": True},
+        "distillation.baseline: is a sum over the vocabulary, and an endpoint gives logprobs of the sampled tokens "
+        "only: set false, or name a model that loads here in distillation.teacher",
+    ),
+    **{
+        f"{name} of a teacher that loads here": (
+            {**TAUGHT, f"distillation.{name}": "x"},
+            f'distillation.{name}: has no effect with distillation.teacher = "tiny:qwen3-64", which is no endpoint: '
+            "remove this, or set that to a URL",
+        )
+        for name in ("teacher_model", "teacher_tokenizer", "api_key_env")
+    },
+    "a teacher's address with a query": (
+        {"distillation.teacher": "http://localhost:8000/v1?key=1"},
+        "distillation.teacher: expected a URL without a query or a fragment: routes are appended to it",
+    ),
+    "a teacher's address with a password": (
+        {"distillation.teacher": "http://me:secret@localhost:8000/v1"},
+        "distillation.teacher: expected a URL that begins with http:// or https:// and holds no user or password",
     ),
 }  # fmt: skip
 
@@ -698,6 +714,10 @@ ALLOWED: dict[str, dict[str, Any]] = {
         **FORKS, "algorithm.variety": "gspo_token", "loss.unit": "turn", "loss.surrogate": "gmpo"
     },
     "a teacher alone": {**TAUGHT, "distillation.reward": False},
+    "a teacher behind an endpoint": {
+        "distillation.teacher": "http://localhost:8000/v1", "distillation.teacher_model": "big",
+        "distillation.teacher_tokenizer": "tiny:qwen3-64", "distillation.api_key_env": "A_KEY",
+    },
     "a teacher beside the reward": {**TAUGHT, "training.constant_groups": "drop", "advantages.whiten": "tokens"},
     "penalised": {"rewards.overlong": 0.5},
     "adaptive beta": {"rewards.kl_coef": 0.1, "rewards.kl_target": 0.1},
