@@ -6,7 +6,7 @@ import argparse
 import asyncio
 import contextlib
 import signal
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,7 +18,9 @@ from gspo_gym.errors import MissingExtraError
 
 if TYPE_CHECKING:
     from gspo_gym.engine.base import Engine
+    from gspo_gym.engine.local.engine import LocalEngine
     from gspo_gym.engine.vllm.settings import VllmSettings
+    from gspo_gym.learning.logprobs import LogprobComputer
     from gspo_gym.run.models import Model
     from gspo_gym.types import Sampling
 
@@ -95,6 +97,8 @@ async def _serve(arguments: argparse.Namespace) -> None:
 
 async def _serve_model(arguments: argparse.Namespace) -> None:
     """Serve until cancelled."""
+    from gspo_gym.engine.local.engine import LocalEngine
+    from gspo_gym.policy.endpoint import WEIGHTS
     from gspo_gym.remote.gateway.model_app import Served, create_model_app
     from gspo_gym.remote.serving import LoopServer, bind
     from gspo_gym.run.models import find_model
@@ -109,7 +113,14 @@ async def _serve_model(arguments: argparse.Namespace) -> None:
         rollout = model.config.get("rollout", {})
         kwargs = rollout.get("policy_config", {}).get("chat_template_kwargs", {})
         tools_in = rollout.get("tools_in", "auto")
-        model_service = Served(engine, tokenizer, name, arguments.max_tokens, sampling, kwargs, tools_in)
+        score = PromptScorer(engine) if isinstance(engine, LocalEngine) else None
+        facts = facts_of(model, tokenizer)
+        model_service = Served(
+            *(engine, tokenizer, name, arguments.max_tokens, sampling, kwargs, tools_in),
+            score=score,
+            facts={**facts, "max_model_len": engine.capabilities.max_model_len},
+            fingerprint=facts.get(WEIGHTS) or facts["root"],
+        )
         app = create_model_app(model_service, api_key=key)
         server = LoopServer(app, host=arguments.host, port=arguments.port, has_key=key is not None)
         await server.start()
@@ -118,6 +129,56 @@ async def _serve_model(arguments: argparse.Namespace) -> None:
             await asyncio.get_running_loop().create_future()
         finally:
             await server.stop()
+
+
+def facts_of(model: Model, tokenizer: Any) -> dict[str, str]:
+    """Return what a learner asks of its teacher: where it is from, and digests of vocabulary and weights.
+
+    Any: transformers is untyped. Without weights in safetensors, as of a tiny model, the name stands for them.
+    """
+    from gspo_gym.policy.endpoint import VOCABULARY, WEIGHTS
+    from gspo_gym.policy.load import folder_of, vocabulary_digest
+    from gspo_gym.policy.manifest import weights_digest
+
+    folder = folder_of(model.base)
+    digest = None if folder is None else weights_digest(folder)
+    facts = {"root": model.base, VOCABULARY: vocabulary_digest(tokenizer)}
+    return facts if digest is None else facts | {WEIGHTS: digest}
+
+
+class PromptScorer:
+    """Computes the logprobs of a prompt's tokens, as a learner does, between two steps of the engine."""
+
+    def __init__(self, engine: LocalEngine) -> None:
+        self._engine = engine
+        self._computer: LogprobComputer | None = None  # made when first asked: it tries the model out
+
+    async def __call__(self, token_ids: Sequence[int]) -> list[float]:
+        """Return the logprob of each token at temperature 1, of the whole vocabulary; nats, 0 of the first.
+
+        Raises:
+            ConfigError: the model cannot be scored. EngineError: a token is not in the vocabulary.
+        """
+        from gspo_gym.engine.base import require_vocabulary
+
+        require_vocabulary(min(token_ids), max(token_ids), self._engine.vocab_size)
+        return await self._engine.compute(lambda: self._score(token_ids))
+
+    def _score(self, token_ids: Sequence[int]) -> list[float]:
+        import torch
+
+        from gspo_gym.learning.logprobs import LogprobComputer
+
+        model = self._engine.model
+        if self._computer is None:
+            self._computer = LogprobComputer(model)
+        ids = torch.tensor([list(token_ids)], device=next(model.parameters()).device)
+        is_token = torch.ones_like(ids, dtype=torch.bool)
+        is_scored = is_token.clone()
+        is_scored[:, 0] = False
+        with torch.no_grad():
+            logprobs: list[float] = self._computer.compute(ids, is_token, is_scored).logprobs[0].tolist()
+        return logprobs
 
 
 @contextlib.asynccontextmanager

@@ -18,7 +18,7 @@ import numpy as np
 from gspo_gym.base.files import flat_items
 from gspo_gym.base.tables import folded, table
 from gspo_gym.cli.command_line import add_run
-from gspo_gym.cli.verify_models import read_model, uses_reference
+from gspo_gym.cli.verify_models import read_model, uses_reference, why_no_teacher
 from gspo_gym.diagnosis.oracle import (
     SKIPPED,
     Bools,
@@ -529,7 +529,7 @@ def _read_models(folder: Path, records: StepRecords, result: Verification, *, in
     if uses_reference(config) and "reference" not in models[0].modules:
         result.missing.append(f"logprobs of the reference: {checkpoint} has no weights of one")
     if config.get("distillation.teacher", "self") != "self" and "teacher" not in models[0].modules:
-        result.missing.append(f"logprobs of the teacher: {config['distillation.teacher']} is no model in a folder here")
+        result.missing.append(f"logprobs of the teacher: {why_no_teacher(config)}")
     return models
 
 

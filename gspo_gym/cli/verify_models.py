@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -9,6 +11,7 @@ from typing import Any
 
 from gspo_gym.diagnosis.oracle import Model, StepRecords
 from gspo_gym.errors import GymError, RecordError
+from gspo_gym.run.records import read_teacher
 
 
 def uses_reference(config: Mapping[str, Any]) -> bool:
@@ -19,7 +22,7 @@ def uses_reference(config: Mapping[str, Any]) -> bool:
 def read_model(checkpoint: Path, records: StepRecords, dtype: str) -> Model:
     """Return the model before a step, in a precision, with its optimizer's moments, its reference and its teacher.
 
-    Those two are there if the settings ask for them and a file holds them.
+    Those two are there if the settings ask for them and their weights are here; see `why_no_teacher`.
 
     Raises:
         RecordError: transformers cannot load a folder.
@@ -38,24 +41,63 @@ def read_model(checkpoint: Path, records: StepRecords, dtype: str) -> Model:
             parameter.data = own_tensors.get(name, parameter.data)
     if dtype == "float64":
         modules = {name: module.double() for name, module in modules.items()}
-    if (teacher := _teacher_of(records.config)) is not None:
-        modules["teacher"] = _load(teacher, dtype, is_adapted=True)
+    if records.config.get("distillation.teacher", "self") != "self":  # the policy, which is there
+        # One that is no longer here is said to be missing: what was learned from it is recomputed from records.
+        with contextlib.suppress(RecordError):
+            if (teacher := _teacher_of(records.config, checkpoint.parents[1])) is not None:
+                modules["teacher"] = _load(teacher, dtype, is_adapted=True)
     moments = {name: v for name, v in tensors.items() if name.startswith("optimizer.")}
     vocabulary = AutoTokenizer.from_pretrained(checkpoint, local_files_only=True, trust_remote_code=False).get_vocab()
     return Model(modules, moments, records, 1 + max(vocabulary.values()))
 
 
-def _teacher_of(config: Mapping[str, Any]) -> Path | None:
-    """Return the folder of the teacher's weights; None: there is no teacher, or no folder."""
-    if config.get("distillation.teacher", "self") == "self":  # the policy, which is there
-        return None
-    from gspo_gym.run.models import find_model  # here: it loads a part of the policies' room
+def why_no_teacher(config: Mapping[str, Any]) -> str:
+    """Return why the logprobs of the settings' teacher (Any: TOML's values) are not recomputed, as they are not."""
+    name = config["distillation.teacher"]
+    if _is_endpoint(name):
+        return f"they are of the endpoint {name}, which is not asked again; what follows from them is recomputed"
+    return f"{name} is no model in a folder here, or not with the weights that taught"
 
-    try:
-        folder = Path(find_model(config["distillation.teacher"], runs=Path(config["run.folder"])).base)
-    except GymError:
-        return None
-    return folder if folder.is_dir() else None
+
+def _is_endpoint(name: str) -> bool:
+    return name.startswith(("http://", "https://"))
+
+
+def _teacher_of(config: Mapping[str, Any], run: Path) -> Path | None:
+    """Return what transformers loads as the teacher that a run has recorded; None: its weights are not here.
+
+    An earlier version recorded none: then, what the settings' name means now.
+    """
+    from gspo_gym.policy.load import for_other_programs  # here: it loads a part of the policies' room
+    from gspo_gym.run.models import find_model
+
+    name, facts = config["distillation.teacher"], read_teacher(run) or {}
+    bases = [facts["base"]] if "base" in facts else []
+    if not _is_endpoint(name):
+        with contextlib.suppress(GymError):  # what the name means now, if the teacher's folder was moved
+            bases.append(find_model(name, runs=Path(config["run.folder"])).base)
+    digest = facts.get("weights_sha256")
+    for base in bases:
+        with contextlib.suppress(GymError):
+            path = Path(for_other_programs(base))
+            if path.is_dir() and digest in (None, _digest_of_weights(path)):
+                return path
+            if not path.is_dir() and digest is None and not path.is_absolute():  # of the hub
+                return path
+    return None
+
+
+def _digest_of_weights(folder: Path) -> str | None:
+    """Return the SHA-256 of the one file of weights in a folder, or of the sorted list of several with theirs."""
+    names = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*.safetensors"))
+    digests = [
+        (name, hashlib.sha256((folder / name).read_bytes()).hexdigest())
+        for name in names
+        if not name.startswith("resume/")
+    ]
+    if len(digests) < 2:
+        return digests[0][1] if digests else None
+    return hashlib.sha256(json.dumps(digests).encode()).hexdigest()
 
 
 def _learner_tensors(folder: Path) -> dict[str, Any]:  # Any: torch is loaded where it is needed

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -39,6 +39,20 @@ class ReferencePolicy(Protocol):
 
     def restore(self, tensors: Mapping[str, Tensor]) -> None:
         """Take back what `tensors()` gave, among others; a CheckpointError for the copy of other parameters."""
+        ...
+
+
+class TeacherPolicy(Protocol):
+    """Interface of a learner to a teacher that is not in this process."""
+
+    def prepare(self, batches: Sequence[TokenBatch]) -> None:
+        """Begin an update, whose batches these are: `logprobs` is called for each of them."""
+        ...
+
+    def logprobs(self, batch: TokenBatch) -> Tensor:
+        """Return [B, T] of the sampled tokens, at temperature 1 and of the whole vocabulary, constants, on the batch's
+        device; 0 where nothing was sampled.
+        """
         ...
 
 
@@ -160,9 +174,11 @@ class Teacher:
         make_computer: Callable[[nn.Module], LogprobComputer],
     ) -> None:
         self._computer = make_computer(model.requires_grad_(False))
-        is_plain = computer is not None and not computer.has_dropout and computer.sampling == Sampling()
         self._has_baseline = settings.baseline
-        self._policy = make_computer(policy) if settings.baseline or not is_plain else None
+        self._policy = make_computer(policy) if settings.baseline or not _is_plain(computer) else None
+
+    def prepare(self, batches: Sequence[TokenBatch]) -> None:
+        """Begin an update; a model in this process needs no preparation."""
 
     @torch.no_grad()
     def compare(self, batch: TokenBatch, old_logprobs: Tensor | None) -> tuple[Tensor, Tensor | None]:
@@ -176,6 +192,43 @@ class Teacher:
             return self._computer.compute(*inputs).logprobs - old_logprobs, None
         log_ratios, kl = self._policy.compare(self._computer, *inputs)
         return log_ratios, kl if self._has_baseline else None
+
+
+class RemoteTeacher:
+    """A `TeacherPolicy` that scores the policy's tokens: as `Teacher`, but of the sampled tokens only.
+
+    Args:
+        elsewhere: the teacher. policy, computer, make_computer: see `Teacher`.
+    """
+
+    def __init__(
+        self,
+        elsewhere: TeacherPolicy,
+        *,
+        policy: nn.Module,
+        computer: LogprobComputer | None,
+        make_computer: Callable[[nn.Module], LogprobComputer],
+    ) -> None:
+        self._elsewhere = elsewhere
+        self._policy = None if _is_plain(computer) else make_computer(policy)
+
+    def prepare(self, batches: Sequence[TokenBatch]) -> None:
+        """Ask for all that `compare` will need in an update."""
+        self._elsewhere.prepare(batches)
+
+    @torch.no_grad()
+    def compare(self, batch: TokenBatch, old_logprobs: Tensor | None) -> tuple[Tensor, None]:
+        """Return [B, T] log(teacher / policy) of the sampled tokens; see `Teacher.compare`."""
+        own = old_logprobs
+        if self._policy is not None:
+            own = self._policy.compute(batch.token_ids, batch.attention_mask, batch.action_mask).logprobs
+        assert own is not None
+        return self._elsewhere.logprobs(batch) - own, None
+
+
+def _is_plain(computer: LogprobComputer | None) -> bool:
+    """Return whether a computer's logprobs are those at temperature 1, of the whole vocabulary and without dropout."""
+    return computer is not None and not computer.has_dropout and computer.sampling == Sampling()
 
 
 def check_same_reference(saved: Mapping[str, Tensor], held: Mapping[str, Tensor]) -> None:

@@ -11,6 +11,7 @@ from pydantic import Field, field_validator, model_validator
 from gspo_gym.base.settings import Settings
 from gspo_gym.errors import ConfigError
 from gspo_gym.learning.surrogate_keys import surrogate_problem, with_following_clips
+from gspo_gym.learning.teacher_settings import TeacherSettings
 
 _ROUNDING = 1e-9  # of a product of a fraction and a number of steps; far above float64's, far below a step
 _Beta = Annotated[float, Field(ge=0, lt=1)]
@@ -255,25 +256,10 @@ class ReferenceSettings(Settings):
         )
 
 
-class DistillationSettings(Settings):
+class DistillationSettings(TeacherSettings):
     """[distillation]: a teacher, whose logprobs of the sampled tokens are learned from: a frozen model, or the policy
     itself with feedback in its prompt (`feedback.py`)."""
 
-    teacher: str = Field(
-        min_length=1,
-        description=(
-            "a run, RUN@best, RUN@STEP, or what model.base takes; of the model's own vocabulary and merges; or 'self': "
-            "the policy before the update, which reads distillation.feedback in addition"
-        ),
-    )
-    feedback: Literal["none", "environment", "judge", "sibling"] = Field(
-        default="none",
-        description=(
-            "what the teacher 'self' reads before each turn (arXiv 2601.20802): the environment's answer to that turn, "
-            "the judge's reasons about it, or a successful episode of the same task; turns without any are not learned "
-            "from"
-        ),
-    )
     coefficient: float = Field(
         default=1.0, gt=0, description="weight of the teacher's term, a mean over sampled tokens"
     )
@@ -288,37 +274,13 @@ class DistillationSettings(Settings):
         default=True, description="learn from the rewards, too; false: from the teacher alone (Thinking Machines)"
     )
 
-    @field_validator("teacher")
-    @classmethod
-    def _is_here(cls, name: str) -> str:
-        if name.startswith(("http://", "https://")):
-            raise ValueError(
-                f"expected a model that loads here, got the endpoint {name}: name a folder, a run or a hub id"
-            )
-        return name
-
     @model_validator(mode="after")
-    def _self_reads_feedback(self) -> DistillationSettings:
-        if self.is_self and self.feedback == "none":
-            raise ValueError(
-                "feedback: the teacher 'self' is the policy, and teaches nothing that it does not read; set "
-                "'environment', 'judge' or 'sibling'"
-            )
-        if self.feedback != "none" and not self.is_self:
-            raise ValueError(
-                f"feedback: only the teacher 'self' reads feedback, got {self.feedback!r} with the teacher "
-                f"{self.teacher!r}; remove it, or set teacher = 'self'"
-            )
+    def _self_has_no_baseline(self) -> DistillationSettings:
         if self.is_self and self.baseline:
             raise ValueError(
                 "baseline: is not computed for the teacher 'self', which reads other prompts than the policy; remove it"
             )
         return self
-
-    @property
-    def is_self(self) -> bool:
-        """Return whether the policy is its own teacher."""
-        return self.teacher == "self"
 
 
 class OptimizerSettings(Settings):

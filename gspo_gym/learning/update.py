@@ -31,7 +31,14 @@ from gspo_gym.learning.health import EngineGap, PartFacts, Tally, batch_metrics
 from gspo_gym.learning.logprobs import LogprobComputer, TokenLogprobs
 from gspo_gym.learning.losses import Denominators, LossOutput, TeacherScores, count_denominators, policy_loss
 from gspo_gym.learning.optimizer import PolicyOptimizer
-from gspo_gym.learning.reference import Reference, ReferencePolicy, Teacher, check_same_reference
+from gspo_gym.learning.reference import (
+    Reference,
+    ReferencePolicy,
+    RemoteTeacher,
+    Teacher,
+    TeacherPolicy,
+    check_same_reference,
+)
 from gspo_gym.learning.saved import SavedTensors, copy_state
 from gspo_gym.learning.settings import (
     DEFAULT_LOGITS_BYTES,
@@ -150,7 +157,8 @@ class Learner:
         logits_bytes: see `LogprobComputer`.
         seed: of the division into minibatches and of dropout masks. clock: seconds, monotonic.
         reference_model, reference_policy: a frozen model as the reference, or one elsewhere; None: reference.source.
-        distillation, teacher: how a frozen model of the same token ids is learned from, and that model; None: none.
+        distillation, teacher: how a frozen model of the same token ids is learned from, and that model, or what scores
+            by it elsewhere; None: none.
         collective: the ranks that train the model together, each with the same arguments, batches and calls (`sink`
             apart); they return the same reports, but for the seconds. None: this process alone.
         on_step: called after each optimizer step with how many an update has taken, and of how many.
@@ -178,7 +186,7 @@ class Learner:
         reference_model: nn.Module | None = None,
         reference_policy: ReferencePolicy | None = None,
         distillation: DistillationSettings | None = None,
-        teacher: nn.Module | None = None,
+        teacher: nn.Module | TeacherPolicy | None = None,
         clock: Callable[[], float] = time.perf_counter,
         logits_bytes: int = DEFAULT_LOGITS_BYTES,
         collective: Collective | None = None,
@@ -240,6 +248,8 @@ class Learner:
         # With gradients kernels round otherwise, and a teacher that is the policy would not give 0.
         is_scored_apart = self._shaper.uses_reference or self._teacher is not None
         first = orders[0][:1] if len(orders) == 1 and not is_scored_apart else ()
+        if self._teacher is not None:
+            self._teacher.prepare([part.batch for minibatch in plan for part in minibatch.parts])
         plan = [minibatch if k in first else self._label(minibatch) for k, minibatch in enumerate(plan)]
         plan, shaping_metrics = self._shape(plan)
         labelled_at = self._clock()
@@ -476,11 +486,11 @@ def _divide(batch: TrainBatch, max_tokens: int, *, alike: bool, num_ranks: int) 
 def _new_teacher(
     policy: nn.Module,
     settings: DistillationSettings,
-    model: nn.Module | None,
+    model: nn.Module | TeacherPolicy | None,
     computer: LogprobComputer | None,
     make: partial[LogprobComputer],
     device: torch.device,
-) -> Teacher | FeedbackTeacher:
+) -> Teacher | RemoteTeacher | FeedbackTeacher:
     make_plain = partial(make, sampling=Sampling(), entropy_has_gradient=False)
     if settings.is_self:
         if model is not None:
@@ -488,6 +498,10 @@ def _new_teacher(
         return FeedbackTeacher(make_plain(policy), scored=computer, device=device)
     if model is None:
         raise ConfigError("distillation: expected a teacher to learn from, got none; pass its model as `teacher`")
+    if not isinstance(model, nn.Module):
+        if settings.baseline:
+            raise ConfigError("distillation.baseline: a sum over the vocabulary needs a teacher in this process")
+        return RemoteTeacher(model, policy=policy, computer=computer, make_computer=make_plain)
     return Teacher(model, settings, policy=policy, computer=computer, make_computer=make_plain)
 
 

@@ -310,3 +310,22 @@ class RetentionSettings(Settings):
             value_by_step = {step: value or 0.0 for step, value in value_by_step.items()}
         ranking = sorted((-value, step) for step, value in value_by_step.items() if value is not None)
         return [step for _, step in ranking]
+
+
+def weights_digest(folder: Path) -> str | None:
+    """Return the SHA-256 of a model's weights: of its one file, or of the sorted list of several with their digests.
+
+    A checkpoint's are those of its manifest, without the optimizer's state. None: the folder holds no safetensors.
+    """
+    if (folder / MANIFEST).is_file():
+        digests = {name: entry["sha256"] for name, entry in read_manifest(folder).files.items() if _is_weights(name)}
+    else:
+        names = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*.safetensors"))
+        digests = {name: sha256_of(folder / name) for name in names if _is_weights(name)}
+    if len(digests) < 2:
+        return next(iter(digests.values()), None)
+    return hashlib.sha256(json.dumps(sorted(digests.items())).encode()).hexdigest()
+
+
+def _is_weights(name: str) -> bool:
+    return name.endswith(".safetensors") and not name.startswith("resume/")

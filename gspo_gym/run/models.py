@@ -19,7 +19,7 @@ from gspo_gym.policy.bases import CARD, SMOLLM2, SUMS, TINY_PREFIX, adapter_base
 from gspo_gym.policy.checkpoint_folder import CheckpointFolder
 from gspo_gym.policy.manifest import RetentionSettings, read_manifest, step_of
 from gspo_gym.run.folders import find_run, run_folders
-from gspo_gym.run.records import read_config, read_events, read_run_id
+from gspo_gym.run.records import read_config, read_events, read_run_id, read_teacher, teacher_text
 
 if TYPE_CHECKING:
     from gspo_gym.policy.export import Weights
@@ -357,6 +357,8 @@ def _lineage(model: Model, weights: Weights, version: str) -> Iterator[str]:
         origin = manifest.origin
         if origin.parent is not None:
             yield f"begun from the checkpoint of step {origin.parent.get('step')} of run {origin.parent.get('run')}"
+        if (teacher := read_teacher(model.run)) is not None:
+            yield f"taught by {teacher_text(teacher)}"
         if origin.config is not None:
             yield f"resolved configuration: sha256 {origin.config}"
         if origin.git is not None:

@@ -89,6 +89,8 @@ EVENTS: Mapping[str, str] = MappingProxyType(
         "threads": "a run chose torch's numbers of threads while sampling and while learning; data: both",
         "rescored": "an endpoint plays what is learned from, scored by the learner; data: where it is, and of which "
         "distribution the logprobs in its episodes are (none: they are zeros)",
+        "teacher": "a run is taught, from its beginning or from where it goes on; data: by which model, digests of its "
+        "vocabulary and weights, and of a run's checkpoint the run and step",
         "warmup": "the warm-up ended; data: its losses",
         "evaluation": "data: the evaluation, seed by seed",
         "checkpoint": "a checkpoint is complete; data: its folder",

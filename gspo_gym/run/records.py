@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import tomllib
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +82,37 @@ class EventReader:
 def last_seq(folder: Path) -> int:
     """Return the highest `seq` that an event of the run ever had, or 0."""
     return max((event["seq"] for event in (*_discarded_events(folder), *read_events(folder))), default=0)
+
+
+TEACHER_EVENT = "teacher"
+
+
+def read_teacher(folder: Path) -> dict[str, Any] | None:
+    """Return what a run has recorded last of the model that teaches it (Any: JSON); None: nothing.
+
+    `teacher` is the configuration's name of it; `vocabulary_sha256`, and `weights_sha256` where it is known; of a model
+    there `base`, for `load_policy`, and of a run's checkpoint `run`, `run_id` and `step`; of an endpoint `model` and
+    `root`, as it calls them.
+    """
+    events = read_events(folder) if (folder / EVENTS_FILE).is_file() else []
+    found: list[dict[str, Any]] = [event["data"] for event in events if event["kind"] == TEACHER_EVENT]
+    return found[-1] if found else None
+
+
+def teacher_text(facts: Mapping[str, Any]) -> str:
+    """Return in words what `read_teacher` gave.
+
+    >>> teacher_text({"teacher": "big@best", "run": "big", "step": 20, "weights_sha256": "ab12" * 16})
+    'big@best, checkpoint of step 20 of run big, weights of SHA-256 ab12ab12ab12'
+    """
+    parts = [str(facts["teacher"])]
+    if facts.get("model") is not None:
+        parts[0] = f"{facts['model']} at {parts[0]}"
+    if facts.get("step") is not None:
+        parts.append(f"checkpoint of step {facts['step']} of run {facts['run']}")
+    if facts.get("weights_sha256") is not None:
+        parts.append(f"weights of SHA-256 {facts['weights_sha256'][:12]}")
+    return ", ".join(parts)
 
 
 def read_run_id(folder: Path) -> str | None:

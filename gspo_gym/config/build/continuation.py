@@ -21,13 +21,14 @@ from gspo_gym.run.session import Start
 from gspo_gym.run.state import TrainState
 
 # Keys that may differ from those with which a resumed run began, or sections if the name ends with a dot; besides, a
-# run may be moved.
+# run may be moved. A teacher may be named otherwise: that it is the same is required by its digest (`teacher.py`).
 CHANGEABLE = frozenset(
     (
         "compute.", "evaluation.every_n_iters", "gateway.", "judge.gold.on_drift",
         "judge.options.api_key_env", "judge.options.base_url", "judge.options.cache",
         "judge.options.max_calls", "judge.options.max_concurrency", "judge.options.max_cost_usd", "judge.timeout_s",
-        "reference.placement", "rollout.max_concurrent_rollouts",
+        "distillation.api_key_env", "distillation.teacher", "distillation.teacher_model",
+        "distillation.teacher_tokenizer", "reference.placement", "rollout.max_concurrent_rollouts",
         "rollout.policy_name", "run.log_episodes_every_n_iters", "run.log_tokens_every_n_iters",
         "run.stop_grace_seconds", "run.tags", "services.judge_url", "services.task_url", "topology.", "tracking.",
         "training.checkpoint_every_n_iters", "training.iterations_per_epoch", "training.keep_best",

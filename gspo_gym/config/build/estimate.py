@@ -23,6 +23,7 @@ import torch
 from gspo_gym.base.loops import Compute
 from gspo_gym.cluster.memory import BYTES, ModelShape, rank_memory
 from gspo_gym.config.build.apps import environment_ids
+from gspo_gym.config.build.reference import teachers_base
 from gspo_gym.config.build.rollouts import Player, build_environment, local_play, looking_at_source
 from gspo_gym.config.machines import learning_of
 from gspo_gym.config.run_config import RunConfig
@@ -33,6 +34,7 @@ from gspo_gym.errors import ConfigError
 from gspo_gym.learning.batching import batch_tokens, to_device
 from gspo_gym.learning.logprobs import LogprobComputer
 from gspo_gym.learning.settings import UpdateSettings
+from gspo_gym.policy.load import load_skeleton
 from gspo_gym.rollout.actors import ScriptedActor
 from gspo_gym.rollout.episode import EpisodeRequest
 from gspo_gym.seeding import FIRST_TRAINING_SEED, child_seed
@@ -275,7 +277,8 @@ def _learning_seconds(
         torch.autograd.grad(forward(), parameters, allow_unused=True)
 
     num_scored = (config.correction.old_logprobs == "recompute") + config.has_reference
-    num_scored += config.distillation is not None  # a teacher of the same size
+    # A teacher of the same size; one behind an endpoint takes the time of another machine, which is not known.
+    num_scored += config.distillation is not None and not config.distillation.is_endpoint
     seconds_per_batch = num_scored * _per_call(score, clock) + update.update_epochs * _per_call(backward, clock)
     # Rows of a micro-batch that begin alike are computed once.
     micro = _first(trajectories, update.max_tokens_per_microbatch)
@@ -343,7 +346,16 @@ def _peak_bytes(config: RunConfig, model: Any, shape: StepShape, resident_bytes:
         memory.logits, 3 * 4 * sizes.vocab_size * math.ceil(learning.num_tokens * shape.sampled / shape.tokens)
     )
     passing = memory.activations + logits
-    return resident_bytes + memory.gradients + memory.optimizer + memory.reference + passing + math.ceil(cache)
+    frozen = memory.reference + _teacher_bytes(config)
+    return resident_bytes + memory.gradients + memory.optimizer + frozen + passing + math.ceil(cache)
+
+
+def _teacher_bytes(config: RunConfig) -> int:
+    """Return what the weights of a teacher in this process take, which is loaded later; 0 of one behind an endpoint."""
+    if config.distillation is None or config.distillation.is_endpoint:
+        return 0
+    model = load_skeleton(teachers_base(config), dtype=config.model.dtype).model
+    return sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
 
 
 def _resident_bytes() -> int | None:

@@ -2,7 +2,7 @@
 
 They are the model's files, devices, packages, keys, environments and the judge. Training begins with `require_ready`,
 and `gspo-gym config check` prints what `find_obstacles` finds, so both say the same. `rehearse` builds everything and
-plays one scripted episode of each environment. Nothing else here contacts a service.
+plays one scripted episode of each environment, and asks a teacher's endpoint. Nothing else here contacts a service.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ from gspo_gym.config.build.rollouts import (
     local_play,
     looking_at_source,
 )
+from gspo_gym.config.build.teacher import find_teacher
 from gspo_gym.config.build.threads import compute_in, computing_elsewhere
 from gspo_gym.config.run_config import RunConfig, model_name
 from gspo_gym.config.sections import TaskSource
@@ -157,7 +158,8 @@ class Rehearsal:
 async def rehearse(config: RunConfig) -> Rehearsal:
     """Build all objects of a training, except the run's folder; play one scripted episode of each environment here.
 
-    Task apps are checked, and play the probe rollouts with which training begins.
+    Task apps are checked, and play the probe rollouts with which training begins. A teacher behind an endpoint proves
+    its vocabulary and scores a few tokens.
 
     Raises:
         GymError: as `require_ready`, or any error of building.
@@ -169,6 +171,7 @@ async def rehearse(config: RunConfig) -> Rehearsal:
         async with contextlib.AsyncExitStack() as stack:
             num_threads = stack.enter_context(computing_elsewhere(build.drivers_device(config)))
             policy = build.build_policy(config)
+            teacher = await find_teacher(config, policy)
             player = await build_training_player(config, policy, stack.enter_context(launching(config)))
             stack.push_async_callback(player.close)
             judging = build_judging(config, None if player.apps is None else player.apps.rubric_of)
@@ -186,7 +189,7 @@ async def rehearse(config: RunConfig) -> Rehearsal:
             reference = stack.enter_context(
                 dedicated_reference(config, policy, build.drivers_device(config), num_threads)
             )
-            build.build_learner(config, policy, reference)
+            build.build_learner(config, policy, reference, teacher=teacher)
             results = [
                 await _play_scripted(config, player, source, env_id)
                 for env_id, source in zip(environment_ids(config), config.sources, strict=True)
@@ -203,7 +206,7 @@ def _moved(config: RunConfig, folder: str) -> RunConfig:
         "run": config.run.model_copy(update={"folder": folder}),
         "model": config.model.model_copy(update=found_model),
     }
-    if config.distillation is None or config.distillation.is_self:
+    if config.distillation is None or config.distillation.is_self or config.distillation.is_endpoint:
         return config.model_copy(update=changes)
     teacher = config.distillation.model_copy(update={"teacher": teachers_base(config)})
     return config.model_copy(update={**changes, "distillation": teacher})

@@ -22,6 +22,7 @@ from gspo_gym.cluster.placement import Part, Resources
 from gspo_gym.cluster.ray import joined
 from gspo_gym.cluster.sharding import shard_model
 from gspo_gym.config.build.engines import REPLICA, held_tensors, sampling_parts, start_vllm_here
+from gspo_gym.config.build.teacher import FoundTeacher
 from gspo_gym.config.build.threads import compute_in
 from gspo_gym.config.build.trainer import actors_device, build_learner, build_policy, build_skeleton
 from gspo_gym.config.run_config import RunConfig
@@ -81,19 +82,20 @@ def learning(
     num_threads: int,
     on_restart: Callable[[int, str], None],
     phases: Phases | None = None,
+    teacher: FoundTeacher | None = None,
 ) -> Iterator[AnyLearner]:
     """Yield the learner of the configuration: of this process, or on ranks that this process starts and ends.
 
     Args:
         policy: gets the trained weights, in place.
-        reference: see `build_learner`.
+        reference, teacher: see `build_learner`.
         cluster: of `launching`.
         num_threads: of torch, of all ranks.
         on_restart: see `LearnerOnRanks`.
         phases: told of the optimizer steps that this process takes.
     """
     if not num_ranks(config):
-        yield build_learner(config, policy, reference, phases=phases)
+        yield build_learner(config, policy, reference, phases=phases, teacher=teacher)
         return
     assert config.topology is not None
     assert cluster is not None

@@ -13,11 +13,14 @@ import torch
 from torch import nn
 
 from gspo_gym.base.leftovers import goes_with_us, remove_folder
+from gspo_gym.base.settings import read_key
 from gspo_gym.cluster.ray import joined, require_ray
 from gspo_gym.cluster.reference import RayReference
+from gspo_gym.config.build.teacher import FoundTeacher, new_endpoint_teacher
 from gspo_gym.config.run_config import RunConfig
 from gspo_gym.config.services import TopologySection, names_of, place, ray_address
 from gspo_gym.errors import ConfigError
+from gspo_gym.learning.reference import TeacherPolicy
 from gspo_gym.learning.settings import DEFAULT_LOGITS_BYTES
 from gspo_gym.policy.bases import known_context, parse_hub_id, whole_model_of
 from gspo_gym.policy.load import Policy, load_policy, load_tokenizer, save_policy, vocabulary_digest
@@ -94,12 +97,15 @@ def _gpus(config: RunConfig, device: str) -> tuple[str, ...] | None:
 def check_teacher(config: RunConfig, base: str) -> None:
     """Refuse a teacher that is not there, reads too little, or does not have the vocabulary of the model `base`.
 
-    No weights are read, and the hub is not asked.
+    No weights are read, and neither the hub nor an endpoint is asked; of an endpoint, only its key is looked for.
 
     Raises:
         UnknownNameError, CheckpointError: there is no such model. ConfigError: it does not fit.
     """
     if config.distillation is None or config.distillation.is_self:
+        return
+    if config.distillation.is_endpoint:
+        read_key(config.distillation.api_key_env, "distillation.api_key_env")
         return
     teacher, needed = teachers_base(config), config.rollout.max_model_len
     _, most = known_context(teacher)
@@ -111,18 +117,26 @@ def check_teacher(config: RunConfig, base: str) -> None:
         _require_same_vocabulary(teacher, load_tokenizer(teacher), load_tokenizer(base))
 
 
-def load_teacher(config: RunConfig, policy: Policy, device: str) -> nn.Module | None:
-    """Return the model of [distillation], in the policy's dtype; None without the section, or if the policy teaches.
+def load_teacher(
+    config: RunConfig, policy: Policy, device: str, teacher: FoundTeacher | None = None
+) -> nn.Module | TeacherPolicy | None:
+    """Return the model of [distillation], in the policy's dtype, or what asks its endpoint; None without the section,
+    or if the policy teaches.
+
+    `teacher` is what the run began with; None: what the name means now.
 
     Raises:
         UnknownNameError, CheckpointError: there is no such model. ConfigError: its vocabulary is another one.
     """
     if config.distillation is None or config.distillation.is_self:
         return None
-    model, base = config.model, teachers_base(config)
-    teacher = load_policy(base, dtype=model.dtype, device=device, attn_implementation=model.attn_implementation)
-    _require_same_vocabulary(base, teacher.tokenizer, policy.tokenizer)
-    loaded: nn.Module = teacher.model
+    if config.distillation.is_endpoint:
+        endpoint = None if teacher is None else teacher.endpoint
+        return endpoint or new_endpoint_teacher(config.distillation)
+    model, base = config.model, teachers_base(config) if teacher is None else teacher.facts["base"]
+    other = load_policy(base, dtype=model.dtype, device=device, attn_implementation=model.attn_implementation)
+    _require_same_vocabulary(base, other.tokenizer, policy.tokenizer)
+    loaded: nn.Module = other.model
     return loaded
 
 

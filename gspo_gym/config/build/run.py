@@ -23,6 +23,7 @@ from gspo_gym.config.build.preflight import require_ready
 from gspo_gym.config.build.processes import launching, learning
 from gspo_gym.config.build.reference import dedicated_reference
 from gspo_gym.config.build.rollouts import Player, build_training_player, build_warmup, environment_notes
+from gspo_gym.config.build.teacher import FoundTeacher, find_teacher
 from gspo_gym.config.build.threads import computing_elsewhere
 from gspo_gym.config.run_config import RunConfig
 from gspo_gym.errors import ConfigError
@@ -38,7 +39,7 @@ from gspo_gym.run.collect import WarmupPlan, warm_up
 from gspo_gym.run.judging import Judging
 from gspo_gym.run.process import Phases, holding
 from gspo_gym.run.recording import RunRecorder
-from gspo_gym.run.records import read_run_id, read_summary
+from gspo_gym.run.records import TEACHER_EVENT, read_run_id, read_summary, teacher_text
 from gspo_gym.run.registry import folder_of_a_new_run, has_checkpoint, why_taken
 from gspo_gym.run.report.progress import Progress
 from gspo_gym.run.session import (
@@ -126,6 +127,7 @@ class _Players:
         config: of the run, with the date that its conversations show.
         cluster, num_threads: of the processes and threads that compute.
         judging: None: the environments score their episodes.
+        teacher: None: there is none.
         warmup: None: there is none, or it is over.
         notes: for a person.
     """
@@ -136,6 +138,7 @@ class _Players:
     policy: Policy
     player: Player
     judging: Judging | None
+    teacher: FoundTeacher | None
     warmup: tuple[RolloutPool, WarmupPlan] | None
     notes: tuple[str, ...]
 
@@ -162,6 +165,9 @@ async def _train(
     )
     player = replace(player, compute=compute)
     _record_who_samples(config, player, recorder, progress, step=start.step)
+    if players.teacher is not None:
+        recorder.event(TEACHER_EVENT, start.step, dict(players.teacher.facts))
+        progress.note(f"taught by {teacher_text(players.teacher.facts)}")
     if not start.is_resumed:
         await weight_sync.attest()
         if orders.console is not None and (estimate := await estimate_step(config, player, compute)) is not None:
@@ -207,6 +213,8 @@ async def _build_players(config: RunConfig, session: Session, start: Start) -> _
     cluster = stack.enter_context(launching(config))
     num_threads = stack.enter_context(computing_elsewhere(build.drivers_device(config)))
     policy = build.build_policy(config, start.base)
+    # Before anything is played that it could not score.
+    teacher = await find_teacher(config, policy, is_resumed=start.is_resumed)
     if not start.is_resumed and (dated_config := with_fixed_date(config, policy.tokenizer)) is not config:
         config, date = dated_config, dated_config.model.template_date
         progress.note(f"the chat template shows today's date, which is {date} for the whole run (model.template_date)")
@@ -223,7 +231,7 @@ async def _build_players(config: RunConfig, session: Session, start: Start) -> _
     if not start.is_resumed:
         notes += await player.probe_apps()
     notes += await environment_notes(config, player.renderers)
-    return _Players(config, cluster, num_threads, policy, player, judging, warmup, tuple(notes))
+    return _Players(config, cluster, num_threads, policy, player, judging, teacher, warmup, tuple(notes))
 
 
 def _build_recorder(config: RunConfig, start: Start, more_sinks: Sequence[Sink]) -> RunRecorder:
@@ -277,6 +285,7 @@ def _enter_learner(players: _Players, recorder: RunRecorder, session: Session) -
             num_threads=num_threads,
             on_restart=partial(record_lost_ranks, recorder, session.progress),
             phases=session.steering.phases,
+            teacher=players.teacher,
         )
     )
 

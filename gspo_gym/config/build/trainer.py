@@ -20,6 +20,7 @@ from gspo_gym.config.build.engines import build_alarm, build_while_learning
 from gspo_gym.config.build.judge import rewards_of_turns, tell_recorder
 from gspo_gym.config.build.reference import load_teacher
 from gspo_gym.config.build.rollouts import Player, build_evaluate, build_training_pool
+from gspo_gym.config.build.teacher import FoundTeacher
 from gspo_gym.config.machines import with_all_gpus
 from gspo_gym.config.run_config import RunConfig, model_name
 from gspo_gym.config.services import has_gpu_actors, place, ray_address, refuse_to_train, require_gpus
@@ -201,12 +202,13 @@ def build_learner(
     reference: ReferencePolicy | None = None,
     collective: Collective | None = None,
     phases: Phases | None = None,
+    teacher: FoundTeacher | None = None,
 ) -> Learner:
     """Return the learner of [loss], [advantages], [rewards], [correction], [reference], [distillation], [optimizer]
     and [training].
 
     `reference` is in another process; None: it is in this one, if any term needs one. `collective`: see `Learner`.
-    `phases` are told of its optimizer steps.
+    `phases` are told of its optimizer steps. `teacher`: what was found for [distillation]; None: what it means now.
     """
     phases = phases or Phases()
     return Learner(
@@ -225,7 +227,7 @@ def build_learner(
         seed=child_seed(config.run.seed, "learner"),
         reference_policy=reference,
         distillation=config.distillation,
-        teacher=load_teacher(config, policy, device_of(config)),
+        teacher=load_teacher(config, policy, device_of(config), teacher),
         collective=collective,
         on_step=partial(phases.count, unit="batches"),
     )

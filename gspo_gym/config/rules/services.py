@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gspo_gym.config.record import RunRecord, acts_with, default_of, idle, no_effect, rule, rules_in
+from gspo_gym.config.record import RunRecord, acts_with, default_of, idle, no_effect, rule, rules_in, value_at
 from gspo_gym.config.services import LearnerSection, num_gpus_of_both
 from gspo_gym.config.words import show
 
@@ -75,6 +75,10 @@ def _one_node_is_split(c: RunRecord) -> str | None:
     if c.topology is None or c.topology.type != "single_node_split" or c.compute is None or c.compute.nodes == 1:
         return None
     return f'{show(c.topology.type)} splits one machine\'s GPUs, but compute.nodes = {c.compute.nodes}: set "cluster"'
+
+
+def _asks_a_teacher(c: RunRecord) -> bool:
+    return c.distillation is not None and c.distillation.is_endpoint
 
 
 def _has_places(c: RunRecord) -> bool:
@@ -285,6 +289,24 @@ SERVICE_RULES = (
     ),
     idle("vllm", lambda c: c.rollout.engine == "vllm", _not_of_vllm),
     idle("topology", _has_places, _not_of_vllm),
+    # A teacher behind an endpoint gives the logprobs of the sampled tokens, and of no others.
+    idle(
+        "distillation.baseline",
+        lambda c: not _asks_a_teacher(c),
+        "is a sum over the vocabulary, and an endpoint gives logprobs of the sampled tokens only: set false, or name "
+        "a model that loads here in distillation.teacher",
+    ),
+    *(
+        idle(
+            f"distillation.{name}",
+            _asks_a_teacher,
+            lambda c: (
+                f"has no effect with distillation.teacher = {show(value_at(c, 'distillation.teacher'))}, which is no "
+                "endpoint: remove this, or set that to a URL"
+            ),
+        )
+        for name in ("teacher_model", "teacher_tokenizer", "api_key_env")
+    ),
     idle("services.engine_urls", lambda c: c.rollout.engine == "http", _has_no_endpoint),
     # Training on the samples of an endpoint: the learner's own logprobs take the place of the sampler's, which are
     # zeros if the endpoint gives text only. So nothing may read the sampler's.

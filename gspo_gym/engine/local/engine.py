@@ -138,6 +138,16 @@ class LocalEngine(GatedEngine):
         )
 
     @property
+    def model(self) -> Any:
+        """Return the model that samples (Any: transformers is untyped); use it within `compute` only."""
+        return self._model
+
+    @property
+    def vocab_size(self) -> int:
+        """Return the number of token ids that the model reads."""
+        return self._vocab_size
+
+    @property
     def _has_own_weights(self) -> bool:
         return self._takes_tensors or self._source is not None
 

@@ -10,7 +10,7 @@ import asyncio
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from starlette.requests import ClientDisconnect, Request
@@ -28,6 +28,7 @@ from gspo_gym.remote.gateway.openai_wire import (
     read_body,
     read_chat_request,
     read_completion_request,
+    read_scored_prompt,
     shown,
 )
 from gspo_gym.remote.gateway.openai_wire_answers import (
@@ -43,6 +44,7 @@ from gspo_gym.remote.gateway.openai_wire_answers import (
     read_responses_request,
     response_events,
     response_object,
+    scored_prompt,
     text_chunks,
     text_completion,
     text_logprobs,
@@ -74,6 +76,8 @@ class Served:
         sampling: of requests that do not say otherwise.
         template_kwargs: for the chat template.
         tools_in: where the model reads what tools there are; see `Renderer`.
+        score: returns the logprob of each token after those before it, 0 of the first; None: it cannot.
+        facts: more of the model's entry in /v1/models. fingerprint: of its weights, in answers with such logprobs.
     """
 
     engine: Engine
@@ -83,6 +87,9 @@ class Served:
     sampling: Sampling
     template_kwargs: Mapping[str, Json]
     tools_in: ToolsIn = "auto"
+    score: Callable[[Sequence[int]], Awaitable[list[float]]] | None = None
+    facts: Mapping[str, Json] = field(default_factory=dict)
+    fingerprint: str | None = None
 
 
 def create_model_app(served: Served, *, api_key: str | None = None) -> Guard:
@@ -123,7 +130,7 @@ class ModelApp:
     def _look(self, path: str, target: Target) -> Reply:
         if path in ("/", "/health"):
             return json_reply({"status": "ok"})
-        model_list = models(self._served.name, created=int(self._now()))
+        model_list = models(self._served.name, created=int(self._now()), facts=self._served.facts)
         if target.api == "models":
             return json_reply(model_list)
         if path.removeprefix("/v1/models/") == self._served.name:
@@ -199,8 +206,10 @@ class ModelApp:
         return None
 
     async def _complete(self, body: Mapping[str, Json], _: _Stream) -> Reply:
-        request = read_completion_request(body)
         around = self._envelope("cmpl")
+        if body.get("prompt_logprobs") is not None:
+            return json_reply(await self._score(body, around))
+        request = read_completion_request(body)
         ends = GrowingText(self._renderers.for_tools(()), request.call.stop).ends
         async with self._session(around, _seed(body), 0, SlicedEngine(self._served.engine, ends=ends)) as session:
             call = await session.complete(request.call)
@@ -209,6 +218,21 @@ class ModelApp:
         if request.options.stream:
             return _stream_reply(event_stream(text_chunks(call, around, request.options, logprobs=logprobs)))
         return json_reply(text_completion(call, around, logprobs=logprobs))
+
+    async def _score(self, body: Mapping[str, Json], around: Envelope) -> Chunk:
+        """Return the prompt's logprobs, in the fields of vLLM's answer; nothing is sampled."""
+        if self._served.score is None:
+            raise RequestError("prompt_logprobs: not known here; serve with --engine local", param="prompt_logprobs")
+        token_ids = read_scored_prompt(body)
+        longest = self._served.engine.capabilities.max_model_len
+        if len(token_ids) > longest:
+            raise RequestError(
+                f"prompt: expected at most {longest} tokens, got {len(token_ids)}",
+                code="context_length_exceeded",
+                param="prompt",
+            )
+        logprobs = await self._served.score(token_ids)
+        return scored_prompt(token_ids, logprobs, around, fingerprint=self._served.fingerprint)
 
     async def _respond(self, body: Mapping[str, Json], _: _Stream) -> Reply:
         request = read_responses_request(body, previous={})

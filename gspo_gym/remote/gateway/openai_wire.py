@@ -8,7 +8,8 @@ Read are
     chat completions    messages, tools, tool_choice (also forced), max_tokens, max_completion_tokens, temperature,
                         top_p, stop, response_format, logprobs, stream, stream_options; n is 1; of vLLM's fields
                         top_k, min_p, repetition_penalty, min_tokens
-    completions         one prompt, as text or token ids; the fields above that apply
+    completions         one prompt, as text or token ids; the fields above that apply; prompt_logprobs, which is 0,
+                        with max_tokens 0, where the model's weights are here
     responses           input, instructions, function tools, tool_choice, previous_response_id within the session,
                         text.format, max_output_tokens, stream
 
@@ -214,6 +215,24 @@ def read_completion_request(body: Mapping[str, Json]) -> CompletionRequest:
     logprobs = body.get("logprobs")
     has_logprobs = logprobs is not None and logprobs is not False  # 0 asks for the sampled tokens' own
     return CompletionRequest(call, _options(body, logprobs=has_logprobs))
+
+
+def read_scored_prompt(body: Mapping[str, Json]) -> tuple[int, ...]:
+    """Read a request to /v1/completions for the logprobs of its prompt alone, as vLLM calls them.
+
+    Raises:
+        RequestError: the prompt is a text, or alternatives are asked for, or an answer is to be sampled, too.
+    """
+    others = {name: value for name, value in body.items() if name not in ("prompt_logprobs", "max_tokens")}
+    read_completion_request(others)
+    for name, reason in (("prompt_logprobs", "of the prompt's own tokens"), ("max_tokens", "nothing is sampled, too")):
+        value = body.get(name)
+        if type(value) is not int or value != 0:
+            raise RequestError(f"{name}: expected 0 with prompt_logprobs ({reason}), got {shown(value)}", param=name)
+    prompt = _prompt(body.get("prompt"))
+    if isinstance(prompt, str):
+        raise RequestError("prompt: expected token ids with prompt_logprobs, got a text", param="prompt")
+    return prompt
 
 
 def _options(body: Mapping[str, Json], *, logprobs: bool) -> AnswerOptions:

@@ -14,6 +14,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from gspo_gym.base.messages import message_to_wire, text_from_wire
@@ -167,9 +168,34 @@ def text_logprobs(call: CapturedCall, decode: Callable[[Sequence[int]], str]) ->
     }
 
 
-def models(name: str, *, created: int) -> dict[str, Json]:
-    """Return the list of models: the policy."""
-    return {"object": "list", "data": [{"id": name, "object": "model", "created": created, "owned_by": "gspo-gym"}]}
+def scored_prompt(
+    token_ids: Sequence[int], logprobs: Sequence[float], around: Envelope, *, fingerprint: str | None
+) -> dict[str, Json]:
+    """Return the logprobs of a prompt's tokens as vLLM does: one entry a place, none for the first token."""
+    entries = [{str(token): {"logprob": value}} for token, value in zip(token_ids[1:], logprobs[1:], strict=True)]
+    choice = {
+        "index": 0,
+        "text": "",
+        "logprobs": None,
+        "finish_reason": "length",
+        "prompt_logprobs": [None, *entries],
+        "prompt_token_ids": list(token_ids),
+    }
+    return {
+        "id": around.answer_id,
+        "object": "text_completion",
+        "created": around.created,
+        "model": around.model,
+        "system_fingerprint": fingerprint,
+        "choices": [choice],
+        "usage": {"prompt_tokens": len(token_ids), "completion_tokens": 0, "total_tokens": len(token_ids)},
+    }
+
+
+def models(name: str, *, created: int, facts: Mapping[str, Json] = MappingProxyType({})) -> dict[str, Json]:
+    """Return the list of models: the policy, with more facts about it."""
+    card = {"id": name, "object": "model", "created": created, "owned_by": "gspo-gym", **facts}
+    return {"object": "list", "data": [card]}
 
 
 def error_object(message: str, *, kind: str, code: str, param: str | None = None) -> dict[str, Json]:

@@ -31,7 +31,7 @@ from gspo_gym.judge.records import JUDGEMENTS_FILE, JudgedEpisode, latest_judgem
 from gspo_gym.learning.tokens import PASS_COLUMNS, Clip, Column, Fate
 from gspo_gym.rollout.episode_files import episode_paths, read_episodes
 from gspo_gym.run.recording import METRICS
-from gspo_gym.run.records import read_config, read_events, read_metrics
+from gspo_gym.run.records import read_config, read_events, read_metrics, read_teacher, teacher_text
 from gspo_gym.run.registry import read_run
 from gspo_gym.run.report.token_text import TokenTexts
 from gspo_gym.run.tokens import TokenFile, open_tokens, token_path
@@ -65,10 +65,10 @@ def run_values(folder: Path) -> dict[str, Json]:
         RecordError: a file of the run is damaged.
     """
     config = read_config(folder, "model")
-    events = read_events(folder)
+    events, teacher = read_events(folder), read_teacher(folder)
     return {
         "run": read_run(folder).to_dict() | {"label": config["model"].get("label", folder.name)},
-        "about": _about(config),
+        "about": _about(config) | ({} if teacher is None else {"teacher": teacher_text(teacher)}),
         "rules": _rules(config),
         "metrics": _metrics(read_metrics(folder)),
         "evaluations": [_evaluation(event) for event in events if event["kind"] == "evaluation"],

@@ -41,6 +41,7 @@ DECISIONS = {"training.step_rewards_mode": "decision_stepwise"}
 ACHIEVEMENTS = {**DECISIONS, "training.step_rewards_strategy": "per_achievement"}
 KL = {"loss.kl_coef": 0.1}
 TAUGHT = {"distillation.teacher": "tiny:qwen3-64"}
+TAUGHT_ELSEWHERE = {"distillation.teacher": "http://127.0.0.1:9/v1"}
 FORKED = {"advantages.level": "trajectory", "advantages.baseline": "leave_one_out", "advantages.scale": "none"}
 MEANT = {"algorithm.acknowledge": ["truncated_sampling"], "rollout.top_k": 7}
 WANDB = {"tracking.report_to": ["wandb"]}
@@ -150,6 +151,9 @@ OTHER = {
     "reference.update_every_n_iters": (2, {**KL, "reference.source": "adapter"}),
     "distillation.teacher": ("tiny:qwen3-64", {}),
     "distillation.feedback": ("environment", {"distillation.teacher": "self", "distillation.feedback": "sibling"}),
+    "distillation.teacher_model": ("big", TAUGHT_ELSEWHERE),
+    "distillation.teacher_tokenizer": ("tiny:qwen3-64", TAUGHT_ELSEWHERE),
+    "distillation.api_key_env": ("A_KEY", TAUGHT_ELSEWHERE),
     "distillation.coefficient": (0.5, TAUGHT),
     "distillation.baseline": (True, TAUGHT),
     "distillation.reward": (False, TAUGHT),

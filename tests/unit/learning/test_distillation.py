@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from gspo_gym.errors import ConfigError
-from gspo_gym.learning.batching import TrainBatch
+from gspo_gym.learning.batching import TokenBatch, TrainBatch
+from gspo_gym.learning.logprobs import LogprobComputer
 from gspo_gym.learning.settings import (
     CorrectionSettings,
     DistillationSettings,
@@ -157,6 +158,47 @@ def test_episodes_that_all_earned_the_same_teach_and_masked_ones_do_not(make_mod
     is_masked = masked[:, None].expand_as(batch.action_mask)[batch.action_mask].numpy()
     assert (np.isnan(table.columns()["teacher_log_ratio"]) == is_masked).all()
     assert ((table.columns()["share"][0] == 0) == is_masked).all()
+
+
+class Elsewhere:
+    """A teacher that scores by a model here, of what was announced only."""
+
+    def __init__(self, model: Any) -> None:
+        self._computer, self.prepared = LogprobComputer(model), list[TokenBatch]()
+
+    def prepare(self, batches: Sequence[TokenBatch]) -> None:
+        self.prepared += batches
+
+    @torch.no_grad()
+    def logprobs(self, batch: TokenBatch) -> torch.Tensor:
+        assert any(batch is prepared for prepared in self.prepared)
+        return self._computer.compute(batch.token_ids, batch.attention_mask, batch.action_mask).logprobs
+
+
+@pytest.mark.parametrize("options", [o for o in SAMPLED.values() if "distillation" not in o])
+def test_a_teacher_elsewhere_teaches_as_the_same_model_here(
+    options: dict[str, Any], make_model: Make, make_batch: Make
+) -> None:
+    batch, model = make_batch(), make_model()
+    teacher, by_endpoint, tables = other(model), copy.deepcopy(model), (TokenTable(), TokenTable())
+    update = {"update_epochs": 2, "max_tokens_per_microbatch": 40}
+    elsewhere = Elsewhere(teacher)
+    for student, teaches, table in zip((model, by_endpoint), (teacher, elsewhere), tables, strict=True):
+        learner = make_learner(student, teaches, minibatch_size=4, update=update, **options)
+        learner.update(batch, table)
+    # All of an update is announced at once, and each row once.
+    assert sum(len(prepared.token_ids) for prepared in elsewhere.prepared) == len(batch.token_ids)
+    here, there = (table.columns()["teacher_log_ratio"] for table in tables)
+    np.testing.assert_allclose(there, here, rtol=0, atol=1e-5)  # float32, where `compare` shares a pass or not
+    for name, parameter in model.named_parameters():
+        # AdamW's steps are of about the learning rate, 1e-3, and where a gradient is near 0, of either sign.
+        gap = (parameter - dict(by_endpoint.named_parameters())[name]).detach().abs()
+        assert gap.median() < 1e-6
+
+
+def test_a_teacher_elsewhere_has_no_baseline(make_model: Make) -> None:
+    with pytest.raises(ConfigError, match=r"distillation\.baseline: a sum over the vocabulary needs a teacher in this"):
+        make_learner(make_model(), Elsewhere(make_model()), distillation={"baseline": True})
 
 
 def test_a_teacher_and_its_settings_come_together(make_model: Make) -> None:

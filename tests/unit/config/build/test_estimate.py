@@ -14,11 +14,13 @@ from typing import Any
 import pytest
 import torch
 
+from gspo_gym.config.build import estimate as estimating
 from gspo_gym.config.build import trainer as build
-from gspo_gym.config.build.estimate import Estimate, estimate_step
+from gspo_gym.config.build.estimate import Estimate, StepShape, estimate_step
 from gspo_gym.config.build.rollouts import build_training_player
 from gspo_gym.config.run_config import RunConfig, load_config
 from gspo_gym.engine.base import SamplingParams
+from gspo_gym.policy.load import load_policy
 
 QUICKSTART = Path(__file__).parents[4] / "configs" / "quickstart.toml"
 FACTOR = 1.5  # within which an estimate is right
@@ -63,6 +65,23 @@ def estimated(config: RunConfig, *, then: Callable[[Any, Any], object] | None = 
             await player.close()
 
     return asyncio.run(body())
+
+
+def test_a_teacher_in_this_process_takes_the_memory_of_its_weights_and_one_elsewhere_none(make: Make) -> None:
+    policy = load_policy("tiny:qwen3-64").model
+    shape = StepShape(episodes=8, turns=2, tokens=40, sampled=8, is_bound=False, play_seconds=0.0)
+
+    def peak(changes: Mapping[str, Any]) -> int:
+        num_bytes = estimating._peak_bytes(make(changes), policy, shape, 0)
+        assert num_bytes is not None
+        return num_bytes
+
+    alone = peak({})
+    teacher = sum(parameter.nbytes for parameter in load_policy("tiny:qwen3-256").model.parameters())
+    assert peak({"distillation.teacher": "tiny:qwen3-256"}) - alone == teacher > 2**20
+    assert peak({"distillation.teacher": "http://127.0.0.1:9/v1"}) == alone
+    halved = {"model.dtype": "bfloat16", "model.trainer_mode": "lora"}
+    assert peak({**halved, "distillation.teacher": "tiny:qwen3-256"}) - peak(halved) == teacher // 2
 
 
 def test_tokens_are_those_of_the_player_that_the_policy_imitates() -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import hashlib
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +16,19 @@ from recorded_run import record_run
 from small_run import small_run
 from tokenizers import Tokenizer
 
+from gspo_gym.cli.train import run_training
+from gspo_gym.cli.verify import verify_step
 from gspo_gym.config.build.preflight import rehearse
 from gspo_gym.config.build.reference import check_teacher, load_teacher
 from gspo_gym.config.run_config import RunConfig
 from gspo_gym.config.services import missing_machinery
 from gspo_gym.errors import ConfigError, UnknownNameError
+from gspo_gym.policy.export import Weights
 from gspo_gym.policy.load import load_policy, load_tokenizer, save_policy, vocabulary_digest
+from gspo_gym.policy.manifest import sha256_of, weights_digest
+from gspo_gym.run.models import find_model, model_card
+from gspo_gym.run.records import read_run_id, read_teacher
+from gspo_gym.run.report.page_data import run_values
 
 
 def config_of(teacher: str, **sections: Any) -> RunConfig:
@@ -104,6 +113,61 @@ def test_several_ranks_have_no_teacher_yet() -> None:
     config = config_of("tiny:qwen3-64", compute={"gpu_count": 0}, topology=ranks)
     (problem,) = [text for text in missing_machinery(config.sections) if "teacher" in text]
     assert problem.startswith("distillation.teacher: topology.gpus_for_training = 2 processes cannot share a teacher")
+
+
+@pytest.mark.slow
+def test_a_run_records_which_checkpoint_taught_it_and_goes_on_with_no_other(tmp_path: Path) -> None:
+    both = {"checkpoint_every_n_iters": 1, "keep_last": 3}
+    moves = {"entropy_coef": 0.1}  # every step's weights, whatever is earned
+    record_run(RunConfig.from_dict(small_run(run={"folder": str(tmp_path)}, training=both, loss=moves)))
+    checkpoint = tmp_path / "test" / "checkpoints" / "step_000002"
+    digest = sha256_of(checkpoint / "model.safetensors")
+
+    def student(steps: int, teacher: str) -> RunConfig:
+        training = both | {"iterations_per_epoch": steps}
+        model = {"label": "student"}
+        run = {"folder": str(tmp_path), "log_tokens_every_n_iters": 1}
+        return config_of(teacher, run=run, model=model, training=training)
+
+    run_training(student(1, "test"))
+    run = tmp_path / "student"
+    facts = read_teacher(run)
+    assert facts == {
+        "teacher": "test",
+        "base": str(checkpoint),
+        "run": "test",
+        "run_id": read_run_id(tmp_path / "test"),
+        "step": 2,
+        "vocabulary_sha256": vocabulary_digest(load_tokenizer("tiny:qwen3-64")),
+        "weights_sha256": digest,
+    }
+    text = f"test, checkpoint of step 2 of run test, weights of SHA-256 {digest[:12]}"
+    assert run_values(run)["about"]["teacher"] == text
+    card = model_card(find_model("student", runs=tmp_path), Weights("transformers", None, None, {}), version="1")
+    assert f"\n- taught by {text}\n" in card
+    verified = verify_step(run, 1)
+    assert (verified.difference, verified.missing) == (None, [])
+    assert verified.compared["teacher_log_ratio"][0] > 0
+    shutil.rmtree(checkpoint)  # and the name means the checkpoint before
+    (missing,) = verify_step(run, 1).missing
+    assert missing == "logprobs of the teacher: test is no model in a folder here, or not with the weights that taught"
+    with pytest.raises(ConfigError, match=r"is not the one that this run began with \(weights_sha256 '.*test@2"):
+        run_training(student(2, "test"), resume=True)
+    with pytest.raises(ConfigError, match=r"is not the one that this run began with"):
+        run_training(student(2, "tiny:qwen3-64@7"), resume=True)
+
+
+def test_the_digest_of_weights_is_the_files_or_of_the_list_of_several(tmp_path: Path) -> None:
+    assert weights_digest(tmp_path) is None
+    (tmp_path / "resume").mkdir()
+    (tmp_path / "resume" / "learner.safetensors").write_bytes(b"moments")
+    (tmp_path / "model-2.safetensors").write_bytes(b"two")
+    two = hashlib.sha256(b"two").hexdigest()
+    assert weights_digest(tmp_path) == two
+    (tmp_path / "model-1.safetensors").write_bytes(b"one")
+    one = hashlib.sha256(b"one").hexdigest()
+    text = f'[["model-1.safetensors", "{one}"], ["model-2.safetensors", "{two}"]]'
+    assert weights_digest(tmp_path) == hashlib.sha256(text.encode()).hexdigest()
 
 
 def test_a_rehearsal_in_a_folder_of_its_own_finds_the_run_that_teaches(tmp_path: Path) -> None:

@@ -655,10 +655,26 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         'distillation.feedback: expected "none" with a task app, whose agent writes the prompts, got "environment": '
         "feedback cannot be put into them, nor texts be checked for the hidden answer",
     ),
-    "a teacher behind an endpoint": (
-        {"distillation.teacher": "http://localhost:8000"},
-        "distillation.teacher: expected a model that loads here, got the endpoint http://localhost:8000: name a "
-        "folder, a run or a hub id",
+    "the baseline of a teacher behind an endpoint": (
+        {"distillation.teacher": "http://localhost:8000/v1", "distillation.baseline": True},
+        "distillation.baseline: is a sum over the vocabulary, and an endpoint gives logprobs of the sampled tokens "
+        "only: set false, or name a model that loads here in distillation.teacher",
+    ),
+    **{
+        f"{name} of a teacher that loads here": (
+            {**TAUGHT, f"distillation.{name}": "x"},
+            f'distillation.{name}: has no effect with distillation.teacher = "tiny:qwen3-64", which is no endpoint: '
+            "remove this, or set that to a URL",
+        )
+        for name in ("teacher_model", "teacher_tokenizer", "api_key_env")
+    },
+    "a teacher's address with a query": (
+        {"distillation.teacher": "http://localhost:8000/v1?key=1"},
+        "distillation.teacher: expected a URL without a query or a fragment: routes are appended to it",
+    ),
+    "a teacher's address with a password": (
+        {"distillation.teacher": "http://me:secret@localhost:8000/v1"},
+        "distillation.teacher: expected a URL that begins with http:// or https:// and holds no user or password",
     ),
 }  # fmt: skip
 
@@ -725,6 +741,10 @@ ALLOWED: dict[str, dict[str, Any]] = {
     "a teacher alone": {**TAUGHT, "distillation.reward": False},
     "a policy that reads what the environment answered": {
         "distillation": {"teacher": "self", "feedback": "environment"}
+    },
+    "a teacher behind an endpoint": {
+        "distillation.teacher": "http://localhost:8000/v1", "distillation.teacher_model": "big",
+        "distillation.teacher_tokenizer": "tiny:qwen3-64", "distillation.api_key_env": "A_KEY",
     },
     "a teacher beside the reward": {**TAUGHT, "training.constant_groups": "drop", "advantages.whiten": "tokens"},
     "penalised": {"rewards.overlong": 0.5},

@@ -16,6 +16,7 @@ from chat_families import FAMILIES, tokenizer_of
 from served_gateway import LOOK, RENDERER, TOKENIZER, Said, ids_of, run, until, user
 
 from gspo_gym.chat.renderer import Renderer
+from gspo_gym.cli.models_serve import PromptScorer
 from gspo_gym.engine.base import Engine, SamplingParams
 from gspo_gym.engine.local.engine import LocalEngine
 from gspo_gym.engine.scripted import ScriptedEngine
@@ -29,9 +30,11 @@ MODEL = "tiny@3"
 
 
 @contextlib.asynccontextmanager
-async def asking(engine: Engine, *, key: str | None = None, max_tokens: int = 64) -> AsyncIterator[openai.AsyncOpenAI]:
+async def asking(
+    engine: Engine, *, key: str | None = None, max_tokens: int = 64, **more: Any
+) -> AsyncIterator[openai.AsyncOpenAI]:
     """OpenAI's client of a server with that engine, which tries nothing twice."""
-    served = Served(engine, TOKENIZER, MODEL, max_tokens, Sampling(), {})
+    served = Served(engine, TOKENIZER, MODEL, max_tokens, Sampling(), {}, **more)
     server = LoopServer(create_model_app(served, api_key=key), host="127.0.0.1", port=0)
     await server.start()
     http = openai.DefaultAsyncHttpxClient(trust_env=False)
@@ -270,5 +273,44 @@ def test_a_client_that_hangs_up_frees_the_engine(policy: Policy, streams: bool) 
             # in work, a token for each of its four answers.
             more = engine.counters.num_sampled_tokens - before - answer.usage.completion_tokens
             assert 0 <= more <= 4
+
+    run(test)
+
+
+def test_a_prompts_logprobs_are_those_of_a_plain_forward_and_nothing_is_sampled(policy: Policy) -> None:
+    ids, facts = [72, 105, 33, 9, 72], {"root": "folder", "weights_sha256": "ab12"}
+
+    async def test() -> None:
+        engine = local(policy)
+        scores = {"score": PromptScorer(engine), "facts": facts, "fingerprint": "ab12"}
+        async with asking(engine, **scores) as client:
+            scored: dict[str, Any] = {"model": MODEL, "prompt": ids, "max_tokens": 0}
+            answer = await client.completions.create(**scored, extra_body={"prompt_logprobs": 0})
+            (choice,) = answer.choices
+            expected = plain_logprobs(policy.model, ids[:1], ids[1:])
+            first, *others = choice.prompt_logprobs
+            assert first is None
+            assert [list(entries) for entries in others] == [[str(token)] for token in ids[1:]]
+            found = [entry["logprob"] for entries in others for entry in entries.values()]
+            np.testing.assert_allclose(found, expected, atol=1e-5)  # float32, computed by other code
+            assert (choice.prompt_token_ids, answer.usage.completion_tokens) == (ids, 0)
+            assert (answer.system_fingerprint, engine.counters.num_read_tokens) == ("ab12", 0)
+            (card,) = (await client.models.list()).data
+            assert {name: getattr(card, name) for name in facts} == facts
+            refusals = [
+                ({"extra_body": {"prompt_logprobs": 5}}, "prompt_logprobs: expected 0"),
+                ({"max_tokens": 1, "extra_body": {"prompt_logprobs": 0}}, "max_tokens: expected 0"),
+                ({"prompt": "Hi.", "extra_body": {"prompt_logprobs": 0}}, "prompt: expected token ids"),
+                ({"prompt": [5] * 513, "extra_body": {"prompt_logprobs": 0}}, "prompt: expected at most 512 tokens"),
+                ({"echo": True, "extra_body": {"prompt_logprobs": 0}}, "echo: not supported here"),
+            ]
+            for changes, reason in refusals:
+                with pytest.raises(openai.BadRequestError, match=reason):
+                    await client.completions.create(**{**scored, **changes})
+        async with asking(saying(lambda _: "Hi.")) as client:
+            with pytest.raises(
+                openai.BadRequestError, match="prompt_logprobs: not known here; serve with --engine local"
+            ):
+                await client.completions.create(**scored, extra_body={"prompt_logprobs": 0})
 
     run(test)
