@@ -227,6 +227,10 @@ METRICS: Mapping[str, str] = MappingProxyType(
             "KL(policy before the update || teacher), mean over trained tokens, nats: exact with "
             "distillation.baseline, else the non-negative estimate"
         ),
+        "distillation/divergence": (
+            "mean over trained tokens and passes of the divergence that distillation.divergence names, exact, of the "
+            "policy in the pass, nats; in place of the three of the sampled token"
+        ),
         "distillation/dropped_fraction": "share of trained tokens left out of the teacher's term: they fell too far",
         "policy/entropy": "mean over trained tokens of the entropy they were sampled from, nats",
         "router/load_max_over_mean": (
@@ -277,10 +281,14 @@ def loss_metrics(steps: Sequence[Sequence[LossStats]]) -> dict[str, float]:
         "kl/ref_k1": [part.ref_k1 for part in parts if part.ref_k1 is not None],
         "kl/ref_k3": [part.ref_k3 for part in parts if part.ref_k3 is not None],
         "policy/entropy": [part.entropy_sum for part in parts if part.entropy_sum is not None],
+    }
+    per_teacher = {
         "distillation/advantage": [teacher.advantage_sum for teacher in teachers],
         "distillation/kl": [teacher.kl_sum for teacher in teachers],
+        "distillation/divergence": [teacher.divergence_sum for teacher in teachers],
         "distillation/dropped_fraction": [teacher.num_dropped for teacher in teachers],
     }
+    per_token |= {name: [each for each in sums if each is not None] for name, sums in per_teacher.items()}
     return metrics | {name: _total(values) / num_tokens for name, values in per_token.items() if values}
 
 

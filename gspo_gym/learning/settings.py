@@ -256,7 +256,7 @@ class ReferenceSettings(Settings):
 
 
 class DistillationSettings(Settings):
-    """[distillation]: a frozen teacher, whose logprobs of the sampled tokens are learned from."""
+    """[distillation]: a frozen teacher, which is learned from at every sampled token."""
 
     teacher: str = Field(
         min_length=1,
@@ -265,11 +265,19 @@ class DistillationSettings(Settings):
     coefficient: float = Field(
         default=1.0, gt=0, description="weight of the teacher's term, a mean over sampled tokens"
     )
+    divergence: Literal["sampled", "reverse_kl", "forward_kl"] = Field(
+        default="sampled",
+        description=(
+            "what is learned at a token: the log-ratio of the sampled one as its advantage, once a batch (Thinking "
+            "Machines), or, of the whole vocabulary and anew in every pass, KL(policy || teacher) (TRL's GKD with beta "
+            "1) or KL(teacher || policy) (beta 0)"
+        ),
+    )
     baseline: bool = Field(
         default=False,
         description=(
             "add KL(policy || teacher) at the token to its advantage, whose mean under the policy is then 0 "
-            "(arXiv 2605.07865); the policy is scored once more"
+            "(arXiv 2605.07865); the policy is scored once more; with divergence sampled only"
         ),
     )
     reward: bool = Field(
@@ -284,6 +292,15 @@ class DistillationSettings(Settings):
                 f"expected a model that loads here, got the endpoint {name}: name a folder, a run or a hub id"
             )
         return name
+
+    @model_validator(mode="after")
+    def _has_an_advantage(self) -> DistillationSettings:
+        if self.baseline and self.divergence != "sampled":
+            raise ValueError(
+                "baseline: takes noise off the log-ratio of the sampled token, and "
+                f"divergence = {self.divergence!r} has no such noise: remove it, or set divergence to 'sampled'"
+            )
+        return self
 
 
 class OptimizerSettings(Settings):

@@ -172,3 +172,21 @@ def test_a_teacher_of_an_adapter_with_dropout_is_compared_without_it(make_model:
     model, batch, table = peft.get_peft_model(make_model(), config), make_batch(), TokenTable()
     make_learner(model, copy.deepcopy(model), rewards=RewardSettings()).update(batch, table)
     assert not table.columns()["teacher_log_ratio"].any()
+
+
+EXACT = ("reverse_kl", "forward_kl")
+
+
+@pytest.mark.parametrize("divergence", EXACT)
+@pytest.mark.parametrize("options", SAMPLED.values(), ids=SAMPLED)
+def test_a_teacher_that_is_the_policy_has_no_divergence_to_the_bit(
+    options: dict[str, Any], divergence: str, make_model: Make, make_batch: Make
+) -> None:
+    batch, model, table = make_batch(), make_model(), TokenTable()
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    options = options | {"distillation": {"divergence": divergence}}
+    report = make_learner(model, copy.deepcopy(model), update={"update_epochs": 2}, **options).update(batch, table)
+    assert not table.columns()["teacher_divergence"].any()
+    assert report.metrics["distillation/divergence"] == report.metrics["loss/distillation"] == 0.0
+    assert report.metrics["optim/grad_norm"] == 0.0
+    assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
