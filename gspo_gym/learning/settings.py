@@ -298,7 +298,7 @@ class DistillationSettings(Settings):
         if self.baseline and self.divergence != "sampled":
             raise ValueError(
                 "baseline: takes noise off the log-ratio of the sampled token, and "
-                f"divergence = {self.divergence!r} has no such noise: remove it, or set divergence to 'sampled'"
+                f'divergence = "{self.divergence}" has no such noise: remove this, or set that to "sampled"'
             )
         return self
 

@@ -150,6 +150,7 @@ OTHER = {
     "reference.update_every_n_iters": (2, {**KL, "reference.source": "adapter"}),
     "distillation.teacher": ("tiny:qwen3-64", {}),
     "distillation.coefficient": (0.5, TAUGHT),
+    "distillation.divergence": ("reverse_kl", TAUGHT),
     "distillation.baseline": (True, TAUGHT),
     "distillation.reward": (False, TAUGHT),
     "optimizer.kind": ("adamw", {}),

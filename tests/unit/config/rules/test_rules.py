@@ -630,6 +630,11 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         "advantages.whiten: goes by rewards, which distillation.reward = false does not learn from: remove this, or "
         "set that to true",
     ),
+    "a baseline of an exact divergence": (
+        {**TAUGHT, "distillation.baseline": True, "distillation.divergence": "reverse_kl"},
+        'distillation.baseline: takes noise off the log-ratio of the sampled token, and divergence = "reverse_kl" has '
+        'no such noise: remove this, or set that to "sampled"',
+    ),
     "a teacher behind an endpoint": (
         {"distillation.teacher": "http://localhost:8000"},
         "distillation.teacher: expected a model that loads here, got the endpoint http://localhost:8000: name a "
@@ -698,6 +703,7 @@ ALLOWED: dict[str, dict[str, Any]] = {
         **FORKS, "algorithm.variety": "gspo_token", "loss.unit": "turn", "loss.surrogate": "gmpo"
     },
     "a teacher alone": {**TAUGHT, "distillation.reward": False},
+    "a teacher of whole distributions": {**TAUGHT, "distillation.divergence": "forward_kl"},
     "a teacher beside the reward": {**TAUGHT, "training.constant_groups": "drop", "advantages.whiten": "tokens"},
     "penalised": {"rewards.overlong": 0.5},
     "adaptive beta": {"rewards.kl_coef": 0.1, "rewards.kl_target": 0.1},
