@@ -400,12 +400,7 @@ def terms_of(
     terms["loss/entropy"] = -config["loss.entropy_coef"] * seen["entropy"]
     slopes = [terms["slope"], np.full(len(at), -config["loss.entropy_coef"])]
     if "distillation.teacher" in config:
-        labels = {
-            name: column[at]
-            for name, column in records.columns.items()
-            if name.startswith("teacher_") and column.ndim == 1
-        }
-        taught_terms, pull = taught(config, labels | seen, w / num_tokens / unit, s, drift)
+        taught_terms, pull = taught(config, records.columns, at, seen, w / num_tokens / unit, s)
         terms, slopes = terms | taught_terms, [slopes[0] + pull[0], slopes[1], *pull[1:]]
     terms["loss/total"] = np.sum([term for name, term in terms.items() if name.startswith("loss/")], axis=0)
     terms["slopes"] = unit * np.stack(slopes)

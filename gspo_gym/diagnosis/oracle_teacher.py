@@ -25,25 +25,29 @@ def is_exact(config: Mapping[str, Any]) -> bool:
 
 
 def taught(
-    config: Mapping[str, Any], columns: Mapping[str, Floats], share: Floats, s: Floats, drift: Floats
+    config: Mapping[str, Any],
+    columns: Mapping[str, Floats],
+    at: NDArray[np.int64],
+    seen: Mapping[str, Floats],
+    share: Floats,
+    s: Floats,
 ) -> tuple[dict[str, Floats], Floats]:
-    """Return terms of tokens by name, and the slopes of the loss in their logprob [1, A], or in that and D [2, A].
+    """Return terms of the tokens `at`, and the slopes of the loss in their logprob [1, A], or in that and D [2, A].
 
-    `columns` are the recorded ones of a pass and of all, `share` is w / n over what a token weighs in the loss, `drift`
-    the logprob less the old one, [A] each.
+    `columns` are recorded of all tokens, `seen` of a pass over these; `share` is w / n over what each weighs.
     """
     share = config["distillation.coefficient"] * share
     if is_exact(config):
-        divergence = columns["teacher_divergence"]
+        divergence = seen["teacher_divergence"]
         terms = {"loss/distillation": share * divergence, "distillation/divergence": divergence}
         return terms, np.stack([0 * share, share])
-    gap, now = columns["teacher_log_ratio"], columns["logprob"]
-    kl = columns["teacher_kl"] if config["distillation.baseline"] else 0 * gap
-    is_kept = np.exp(now - drift) - np.exp(now) <= 0.2
-    pull, x = -share * is_kept * s * (gap + kl), gap.clip(-20.0, 20.0)
-    terms = {"distillation/advantage": gap + kl, "distillation/dropped_fraction": (~is_kept).astype(float)}
-    terms["distillation/kl"] = kl if config["distillation.baseline"] else np.expm1(x) - x
-    return terms | {"loss/distillation": pull}, pull[None]
+    gap, fallen = columns["teacher_log_ratio"][at], np.exp(columns["old_logprob"][at]) - np.exp(seen["logprob"])
+    x = gap.clip(-20.0, 20.0)
+    kl = columns["teacher_kl"][at] if config["distillation.baseline"] else np.expm1(x) - x
+    advantage = gap + kl * config["distillation.baseline"]
+    pull = -share * (fallen <= 0.2) * s * advantage
+    terms = {"distillation/advantage": advantage, "distillation/kl": kl, "loss/distillation": pull}
+    return terms | {"distillation/dropped_fraction": (fallen > 0.2).astype(float)}, pull[None]
 
 
 def divergence_of(config: Mapping[str, Any], own: Any, teacher: Any) -> Any:
