@@ -81,8 +81,10 @@ _WHY = {
     "training.lora.dropout": "masks depend on how a batch was divided, which no file holds",
 }
 # Quantities that a rounding of the models may move.
-_OF_MODELS = ("old_logprob", "ref_logprob", "teacher_log_ratio", "teacher_kl", "logprob", "entropy", "grad_norm")
-_OF_MODELS += ("teacher_divergence",)
+_OF_MODELS = (
+    *("old_logprob", "ref_logprob", "teacher_log_ratio", "teacher_kl", "teacher_divergence"),
+    *("logprob", "entropy", "grad_norm"),
+)
 # How far the learner may be from us, in largest distances that were seen between two precisions of ours: of some
 # hundred roundings each, the largest of one program is up to twice another's, and both have theirs.
 _ALLOWED = 4

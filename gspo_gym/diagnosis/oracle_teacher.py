@@ -5,7 +5,7 @@ w the correction's weight and s the ratio, the term is coefficient / n times
 
     sampled      -w s A, A = log p_T - log p_S of the token [+ KL(S || T)]; 0 where its probability fell by > 0.2
     reverse_kl   w sum over the vocabulary of p_S (log p_S - log p_T)
-    forward_kl   w sum over the vocabulary of p_T (log p_T - log p_S)                         arXiv 2306.13649, eq. 3
+    forward_kl   w sum over the vocabulary of p_T (log p_T - log p_S)                                arXiv 2306.13649
 """
 
 from __future__ import annotations

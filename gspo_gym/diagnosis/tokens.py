@@ -501,8 +501,9 @@ def _loss(view: StepView, number: int, settings: LossSettings, *, shift: float =
             ref_logprobs=tensors["ref_logprob"],
             entropy=tensors["entropy"],
             correction=tensors["correction"],
-            teacher=distillation
-            and TeacherScores(distillation, *(tensors[f"teacher_{n}"] for n in ("log_ratio", "kl", "divergence"))),
+            teacher=None
+            if distillation is None
+            else TeacherScores(distillation, *(tensors[f"teacher_{n}"] for n in ("log_ratio", "kl", "divergence"))),
         ).tokens
         for name, term in terms.items():
             term[at] = getattr(of_tokens, name).numpy()

@@ -515,10 +515,11 @@ _NO_KL = "baseline needs teacher.kl"
 
 
 def _with_divergence(output: LossOutput, weight: Tensor, teacher: TeacherScores, mask: Tensor) -> LossOutput:
-    """Return the loss with weight * D at each token, [A], D the divergence from the teacher (arXiv 2306.13649, eq. 3).
+    """Return the loss with weight * D at each token, [A], D the divergence from the teacher (GKD, arXiv 2306.13649).
 
     D is of the policy as it is in this pass, and of whole distributions: no sampled token stands in it. So neither the
-    ratio nor M is before it. As there, the policy's influence on which tokens are met is left out.
+    ratio nor M is before it. As there, the policy's influence on which tokens are met is left out; there a sequence
+    weighs one, here a token.
     """
     if teacher.divergence is None:
         raise RecordError(
